@@ -1,0 +1,1 @@
+"""autoshard: `jax.jit` that finds the sharding."""

@@ -1,0 +1,61 @@
+"""The exception family: every error says what, where, why and the way out.
+
+`where` is the user's `file:line` when an equation is at fault. Each exception
+keeps its facts as fields, so that programs can read what people are told.
+"""
+
+
+class AutoshardError(Exception):
+    """Base of every error that autoshard raises on purpose."""
+
+
+class MissingRuleError(AutoshardError):
+    """A primitive has no sharding rule, or is declared as refused."""
+
+    def __init__(self, primitive: str, where: str, reason: str, way_out: str) -> None:
+        self.primitive, self.where, self.reason = primitive, where, reason
+        super().__init__(
+            f"no sharding rule for `{primitive}` at {where}: {reason}\n  {way_out}"
+        )
+
+
+class RuleError(AutoshardError):
+    """A sharding rule is malformed: it does not cover its equation's dimensions."""
+
+
+class MeshError(AutoshardError, ValueError):
+    """A mesh, a mesh axis or a hardware topology does not fit what was asked."""
+
+
+class SpecError(AutoshardError, ValueError):
+    """A pin or a PartitionSpec names what does not exist, or cannot be kept."""
+
+
+class InfeasibleError(AutoshardError):
+    """No plan satisfies the constraints (memory, or pins that exclude each other)."""
+
+    def __init__(
+        self, message: str, *, peak_bytes: int | None = None, limit_bytes: int | None = None
+    ) -> None:
+        self.peak_bytes, self.limit_bytes = peak_bytes, limit_bytes
+        super().__init__(message)
+
+
+class PlanFileError(AutoshardError, ValueError):
+    """A plan file cannot be read, or belongs to another function, mesh or version."""
+
+
+class PlanMismatchError(AutoshardError, ValueError):
+    """A plan is used with a function, shapes or a mesh that it was not made for."""
+
+
+class CompilerMissingError(AutoshardError):
+    """A deviceless compiler is not installed; the message says what to install."""
+
+
+class VerifyError(AutoshardError):
+    """The compiled program does not do what the plan promised."""
+
+
+class ProblemFileError(AutoshardError, ValueError):
+    """A problem file (IOPDDL JSON) is malformed; the message gives the position."""

@@ -1,0 +1,47 @@
+"""Mesh axes: names, sizes and order; where each lies is `cost_models`' business.
+
+Not a second `jax.sharding.Mesh`: users only ever see JAX's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from autoshard.errors import MeshError
+
+
+@dataclass(frozen=True, slots=True)
+class MeshAxes:
+    """The logical mesh: axis names and sizes, major to minor."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.sizes):
+            raise MeshError(f"{len(self.names)} axis names, {len(self.sizes)} sizes")
+        if len(set(self.names)) != len(self.names):
+            raise MeshError(f"mesh axis names repeat: {self.names}")
+        if any(size < 1 for size in self.sizes):
+            raise MeshError(f"mesh axis sizes must be positive: {self}")
+
+    @classmethod
+    def of(cls, shape: Mapping[str, int]) -> "MeshAxes":
+        """From `{"data": 2, "model": 4}`; order is major to minor."""
+        return cls(tuple(shape), tuple(int(size) for size in shape.values()))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.names)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return prod(self.sizes)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return dict(zip(self.names, self.sizes, strict=True))
+
+    def __str__(self) -> str:
+        return " × ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))

@@ -1,0 +1,26 @@
+"""Sharding rules: primitive → which dimensions are which factors.
+
+Importing this package registers every family.
+"""
+
+from autoshard.rules.rule import (
+    Factor,
+    FactorKind,
+    RuleBuilder,
+    ShardingRule,
+    refused,
+    register,
+    registered,
+    rule_of,
+)
+
+__all__ = [
+    "Factor",
+    "FactorKind",
+    "RuleBuilder",
+    "ShardingRule",
+    "refused",
+    "register",
+    "registered",
+    "rule_of",
+]

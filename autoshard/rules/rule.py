@@ -1,0 +1,194 @@
+"""ShardingRule: what of an equation may be split, and what splitting means.
+
+A rule names the loop indices (*factors*) of an equation, in Shardy's terms. Every
+dimension of every operand and result is a product of factors, major to minor:
+
+    dot_general   ([i,k],[k,j])->([i,j]) {i=8,j=32,k=16} reduction={k}
+    reshape       ([ab])->([a,b])
+
+What splitting a factor over a mesh axis does depends on its kind: *pass-through*
+costs nothing, *reduction* leaves the results unreduced over that axis,
+*permutation* needs a halo or a permute, *replicate* is not possible. A rule never
+sees a mesh, a cost or a tracer.
+"""
+
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+
+from autoshard.errors import MissingRuleError, RuleError
+from autoshard.graph import Eqn
+
+
+class FactorKind(StrEnum):
+    """What splitting a factor over a mesh axis does to the equation."""
+
+    PASS = "pass"  # each shard computes its part
+    REDUCTION = "reduction"  # results are unreduced over the axis
+    PERMUTATION = "permutation"  # a halo or a permute is needed
+    REPLICATE = "replicate"  # the dimension must be whole
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One loop index: its size, its kind, and for reductions the operation."""
+
+    size: int
+    kind: FactorKind = FactorKind.PASS
+    reduction: str = ""  # "sum", "max", "min", "prod", "and", "or", "xor"
+
+    def __post_init__(self) -> None:
+        if (self.kind is FactorKind.REDUCTION) != bool(self.reduction):
+            raise RuleError(f"a reduction factor names its operation, others do not: {self}")
+
+
+Dim = tuple[int, ...]  # factor indices, major to minor; () for a dimension of size 1
+Dims = tuple[Dim, ...]  # one value's dimensions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingRule:
+    """The factors of one equation, and where each lies in operands and results.
+
+    `linear` lists sets of operands through which partial sums may flow: if every
+    operand of one set is unreduced over an axis and the other operands are whole
+    on it, the results are unreduced over it too. `add` has one set of two,
+    `transpose` one set of one, `dot_general` two sets of one.
+
+    Invariant: each dimension's size is the product of its factors' sizes.
+    """
+
+    factors: tuple[Factor, ...]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    linear: tuple[frozenset[int], ...] = ()
+
+    def check(self, eqn: Eqn) -> None:
+        """Raises RuleError unless the rule covers every dimension of `eqn`."""
+        for what, dims_of, avals in (
+            ("operand", self.operands, eqn.operands),
+            ("result", self.results, eqn.results),
+        ):
+            if len(dims_of) != len(avals):
+                raise RuleError(f"{eqn.primitive}: {len(dims_of)} {what}s in the rule, {len(avals)} in the equation")
+            for position, (dims, aval) in enumerate(zip(dims_of, avals, strict=True)):
+                sizes = tuple(prod(self.factors[f].size for f in dim) for dim in dims)
+                if sizes != aval.shape:
+                    raise RuleError(
+                        f"{eqn.primitive}: {what} {position} has shape {aval.shape}, the rule says {sizes}: {self}"
+                    )
+
+    def __str__(self) -> str:
+        names = _factor_names(len(self.factors))
+
+        def side(values: tuple[Dims, ...]) -> str:
+            return ",".join(
+                "[" + ",".join("".join(names[f] for f in dim) or "1" for dim in dims) + "]" for dims in values
+            )
+
+        sizes = ",".join(f"{n}={f.size}" for n, f in zip(names, self.factors, strict=True))
+        text = f"({side(self.operands)})->({side(self.results)}) {{{sizes}}}"
+        for kind in (FactorKind.REDUCTION, FactorKind.PERMUTATION, FactorKind.REPLICATE):
+            members = [
+                n + (f":{f.reduction}" if f.reduction not in ("", "sum") else "")
+                for n, f in zip(names, self.factors, strict=True)
+                if f.kind is kind
+            ]
+            if members:
+                text += f" {kind}={{{','.join(members)}}}"
+        return text
+
+
+def _factor_names(count: int) -> list[str]:
+    letters = string.ascii_lowercase[8:] + string.ascii_lowercase[:8]  # i, j, k, … as Shardy
+    return [letters[i % 26] + ("" if i < 26 else f"_{i // 26}") for i in range(count)]
+
+
+class RuleBuilder:
+    """Collects factors while a rule function walks an equation's dimensions."""
+
+    def __init__(self) -> None:
+        self.factors: list[Factor] = []
+
+    def new(self, size: int, kind: FactorKind = FactorKind.PASS, reduction: str = "") -> int:
+        """Adds a factor and returns its index."""
+        self.factors.append(Factor(size, kind, reduction))
+        return len(self.factors) - 1
+
+    def dims(self, shape: tuple[int, ...], kind: FactorKind = FactorKind.PASS, reduction: str = "") -> list[Dim]:
+        """One new factor per dimension; dimensions of size 1 have none."""
+        return [(self.new(size, kind, reduction),) if size != 1 else () for size in shape]
+
+    def rule(
+        self,
+        operands: list[list[Dim]],
+        results: list[list[Dim]],
+        linear: tuple[frozenset[int], ...] = (),
+    ) -> ShardingRule:
+        return ShardingRule(
+            factors=tuple(self.factors),
+            operands=tuple(tuple(dims) for dims in operands),
+            results=tuple(tuple(dims) for dims in results),
+            linear=linear,
+        )
+
+
+RuleFn = Callable[[Eqn], ShardingRule]
+_REGISTRY: dict[str, RuleFn] = {}
+_REFUSED: dict[str, str] = {}
+
+
+def register(*primitives: str) -> Callable[[RuleFn], RuleFn]:
+    """Registers a rule function under primitive names; twice is an error."""
+
+    def add(fn: RuleFn) -> RuleFn:
+        for name in primitives:
+            if name in _REGISTRY or name in _REFUSED:
+                raise RuleError(f"`{name}` already has a rule")
+            _REGISTRY[name] = fn
+        return fn
+
+    return add
+
+
+def refuse(reasons: Mapping[str, str]) -> None:
+    """Declares primitives that are not sharded, each with its reason."""
+    for name, reason in reasons.items():
+        if name in _REGISTRY or name in _REFUSED:
+            raise RuleError(f"`{name}` already has a rule")
+        _REFUSED[name] = reason
+
+
+def registered() -> frozenset[str]:
+    """Names of all primitives that have a rule."""
+    return frozenset(_REGISTRY)
+
+
+def refused() -> Mapping[str, str]:
+    """Primitives that are declared as not sharded, with the reason of each."""
+    return dict(_REFUSED)
+
+
+def rule_of(eqn: Eqn) -> ShardingRule:
+    """The checked sharding rule of an equation.
+
+    Raises:
+      MissingRuleError: the primitive has no rule, or is refused; the message names
+        the user's source line and the one-line way to register a rule.
+    """
+    fn = _REGISTRY.get(eqn.primitive)
+    if fn is None:
+        reason = _REFUSED.get(eqn.primitive, "autoshard does not know this primitive")
+        shapes = ", ".join(str(list(aval.shape)) for aval in eqn.operands)
+        raise MissingRuleError(
+            eqn.primitive,
+            eqn.where,
+            f"{reason} (operands {shapes})",
+            f'register one: autoshard.register_rule("{eqn.primitive}", "b i k, b k j -> b i j"), '
+            'or plan with unknown="replicate"',
+        )
+    rule = fn(eqn)
+    rule.check(eqn)
+    return rule

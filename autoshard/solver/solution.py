@@ -1,0 +1,38 @@
+"""Solution: a choice per node, its objective, and a proven bound on any choice."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Status(StrEnum):
+    OPTIMAL = "optimal"  # objective == bound, exactly
+    FEASIBLE = "feasible"  # within the limits; bound below
+    INFEASIBLE = "infeasible"  # proven: no choice fits
+    UNKNOWN = "unknown"  # out of time with nothing found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """What the solver found.
+
+    `choice[v]` is the strategy of node v (empty if none was found); `objective` is its
+    exact cost, `bound` a proven lower bound, both in the problem's unit.
+    """
+
+    choice: NDArray[np.int64]
+    objective: int
+    bound: int
+    status: Status
+    wall_s: float
+    solver: str
+    smallest_peak_bytes: int | None = None  # set when infeasible: the smallest peak found
+
+    @property
+    def gap(self) -> float:
+        """(objective − bound) / objective; 0 when proven optimal."""
+        if self.status is Status.OPTIMAL or self.objective == self.bound:
+            return 0.0
+        return (self.objective - self.bound) / max(abs(self.objective), 1)
