@@ -3,6 +3,7 @@
 Importing this package registers every family.
 """
 
+from autoshard.rules import contraction, indexing, pointwise, random, reduction, shape
 from autoshard.rules.rule import (
     Factor,
     FactorKind,
@@ -19,8 +20,14 @@ __all__ = [
     "FactorKind",
     "RuleBuilder",
     "ShardingRule",
+    "contraction",
+    "indexing",
+    "pointwise",
+    "random",
+    "reduction",
     "refused",
     "register",
     "registered",
     "rule_of",
+    "shape",
 ]

@@ -1,0 +1,216 @@
+"""Shape: elements move, none is computed; dimensions are renamed, split, merged or shifted.
+
+Reshape needs compound factors, as in Shardy: `[B·S] -> [B,S]` has the factors b and s,
+and its operand's one dimension is (b, s), major to minor. Where a dimension is cut or
+extended (`slice`, `pad`, `concatenate`, …) shard boundaries of operand and result do
+not meet: the largest common factor is a permutation, the rest must be whole.
+"""
+
+from math import gcd
+
+from autoshard.graph import Eqn
+from autoshard.rules.rule import Dim, FactorKind, RuleBuilder, ShardingRule, register
+
+FIRST = (frozenset({0}),)
+
+
+@register("broadcast_in_dim")
+def broadcast_in_dim(eqn: Eqn) -> ShardingRule:
+    """New and expanded dimensions belong to the result alone."""
+    build = RuleBuilder()
+    result = build.dims(eqn.results[0].shape)
+    operand = [
+        result[out] if size == eqn.results[0].shape[out] else ()
+        for size, out in zip(eqn.operands[0].shape, eqn.params["broadcast_dimensions"], strict=True)
+    ]
+    return build.rule([operand], [result], FIRST)
+
+
+@register("concatenate")
+def concatenate(eqn: Eqn) -> ShardingRule:
+    """The joined dimension is a permutation, the others pass."""
+    axis, (out,) = eqn.params["dimension"], eqn.results
+    build = RuleBuilder()
+    result = [*build.dims(out.shape[:axis]), (), *build.dims(out.shape[axis + 1 :])]
+    *joined, result[axis] = shifted(build, *(operand.shape[axis] for operand in eqn.operands), out.shape[axis])
+    operands = [[*result[:axis], dim, *result[axis + 1 :]] for dim in joined]
+    return build.rule(operands, [result], (frozenset(range(len(operands))),))
+
+
+@register("expand_dims", "reshape", "squeeze")
+def reshape(eqn: Eqn) -> ShardingRule:
+    """The common refinement of both shapes; see `refine`."""
+    build = RuleBuilder()
+    operand, result = refine(build, eqn.operands[0].shape, eqn.results[0].shape)
+    return build.rule([operand], [result], FIRST)
+
+
+@register("iota", "empty", "empty2", "full")
+def creation(eqn: Eqn) -> ShardingRule:
+    """Each shard makes its own part; operands, if any, are scalars."""
+    build = RuleBuilder()
+    return build.rule([[] for _ in eqn.operands], [build.dims(eqn.results[0].shape)])
+
+
+@register("pad", "slice")
+def cut(eqn: Eqn) -> ShardingRule:
+    """Dimensions that keep their elements pass; cut or padded ones are permutations.
+
+    The padding value is a scalar that counts once per shard: a padded partial sum is
+    right only where that value is itself a partial sum.
+    """
+    operand, out = eqn.operands[0], eqn.results[0]
+    build = RuleBuilder()
+    pairs = [
+        _same(build, size) if same else shifted(build, size, out.shape[d])
+        for d, (size, same) in enumerate(zip(operand.shape, _untouched(eqn), strict=True))
+    ]
+    scalars: list[list[Dim]] = [[] for _ in eqn.operands[1:]]
+    return build.rule([[pair[0] for pair in pairs], *scalars], [[pair[1] for pair in pairs]], _all_operands(eqn))
+
+
+@register("rev")
+def rev(eqn: Eqn) -> ShardingRule:
+    """Reversed dimensions are permutations, the others pass."""
+    build, reversed_dims = RuleBuilder(), set(eqn.params["dimensions"])
+    dims = [
+        _same(build, size, FactorKind.PERMUTATION if d in reversed_dims else FactorKind.PASS)[0]
+        for d, size in enumerate(eqn.operands[0].shape)
+    ]
+    return build.rule([dims], [dims], FIRST)
+
+
+@register("split")
+def split(eqn: Eqn) -> ShardingRule:
+    """The cut dimension is a permutation, the others pass."""
+    axis, (operand,) = eqn.params["axis"], eqn.operands
+    build = RuleBuilder()
+    dims = [*build.dims(operand.shape[:axis]), (), *build.dims(operand.shape[axis + 1 :])]
+    dims[axis], *parts = shifted(build, operand.shape[axis], *(out.shape[axis] for out in eqn.results))
+    return build.rule([dims], [[*dims[:axis], part, *dims[axis + 1 :]] for part in parts], FIRST)
+
+
+@register("stack")
+def stack(eqn: Eqn) -> ShardingRule:
+    """The new dimension must be whole: its parts come from different operands."""
+    axis = eqn.params["axis"]
+    build = RuleBuilder()
+    kept = build.dims(eqn.operands[0].shape)
+    new = build.dims((len(eqn.operands),), FactorKind.REPLICATE)
+    result = [*kept[:axis], *new, *kept[axis:]]
+    return build.rule([kept for _ in eqn.operands], [result], _all_operands(eqn))
+
+
+@register("tile")
+def tile(eqn: Eqn) -> ShardingRule:
+    """A tiled dimension is (repetition, element), major to minor."""
+    (operand,), (out,) = eqn.operands, eqn.results
+    build = RuleBuilder()
+    dims = build.dims(operand.shape)
+    times = [out_size // max(size, 1) for size, out_size in zip(operand.shape, out.shape, strict=True)]
+    result = [(*new, *dim) for new, dim in zip(build.dims(tuple(times)), dims, strict=True)]
+    return build.rule([dims], [result], FIRST)
+
+
+@register("transpose")
+def transpose(eqn: Eqn) -> ShardingRule:
+    """Dimensions change places."""
+    build = RuleBuilder()
+    dims = build.dims(eqn.operands[0].shape)
+    return build.rule([dims], [[dims[d] for d in eqn.params["permutation"]]], FIRST)
+
+
+@register("unstack")
+def unstack(eqn: Eqn) -> ShardingRule:
+    """The dropped dimension must be whole: its parts go to different results."""
+    axis, (operand,) = eqn.params["axis"], eqn.operands
+    build = RuleBuilder()
+    kept = build.dims(eqn.results[0].shape)
+    dropped = build.dims((operand.shape[axis],), FactorKind.REPLICATE)
+    return build.rule([[*kept[:axis], *dropped, *kept[axis:]]], [kept for _ in eqn.results], FIRST)
+
+
+def refine(build: RuleBuilder, source: tuple[int, ...], target: tuple[int, ...]) -> tuple[list[Dim], list[Dim]]:
+    """Factors of two shapes of equal element count, walked from major to minor.
+
+    As long as one side's remaining extent divides the other's, their common part is a
+    factor of both: a block of the source is a block of the target. Where neither divides
+    (`[4,3] -> [6,2]`: after the common 2, the rest is `[2,3]` and `[3,2]`) the rest, up
+    to the next place where both sides have consumed the same count, must be whole.
+    """
+    ins: list[list[int]] = [[] for _ in source]
+    outs: list[list[int]] = [[] for _ in target]
+    if 0 in source or 0 in target:
+        return build.dims(source, FactorKind.REPLICATE), build.dims(target, FactorKind.REPLICATE)
+    i = j = 0
+    left = source[0] if source else 1
+    right = target[0] if target else 1
+    whole = False  # inside a stretch without common blocks
+    while True:
+        if not whole:
+            common = gcd(left, right)
+            if common > 1:
+                factor = build.new(common)
+                ins[i].append(factor)
+                outs[j].append(factor)
+                left, right = left // common, right // common
+            whole = left > 1 and right > 1
+        if whole:
+            # Consume the side that is behind; counts meet again when both end together.
+            factor_in, factor_out = build.new(left, FactorKind.REPLICATE), build.new(right, FactorKind.REPLICATE)
+            ins[i].append(factor_in)
+            outs[j].append(factor_out)
+            done_in, done_out = left, right
+            while done_in != done_out:
+                if done_in < done_out:
+                    i += 1
+                    done_in *= source[i]
+                    if source[i] > 1:
+                        ins[i].append(build.new(source[i], FactorKind.REPLICATE))
+                else:
+                    j += 1
+                    done_out *= target[j]
+                    if target[j] > 1:
+                        outs[j].append(build.new(target[j], FactorKind.REPLICATE))
+            left = right = 1
+            whole = False
+        if left == 1:
+            i += 1
+        if right == 1:
+            j += 1
+        if i >= len(source) and j >= len(target):
+            break
+        if left == 1:
+            left = source[i] if i < len(source) else 1
+        if right == 1:
+            right = target[j] if j < len(target) else 1
+    return [tuple(dim) for dim in ins], [tuple(dim) for dim in outs]
+
+
+def shifted(build: RuleBuilder, *sizes: int) -> list[Dim]:
+    """One dimension of several values whose elements shift against each other.
+
+    The greatest common divisor of the sizes is one permutation factor of all of them;
+    what remains of each size must be whole.
+    """
+    common = gcd(*sizes)
+    if common == 0:
+        return [build.dims((size,), FactorKind.REPLICATE)[0] for size in sizes]
+    major = build.dims((common,), FactorKind.PERMUTATION)[0]
+    return [(*major, *build.dims((size // common,), FactorKind.REPLICATE)[0]) for size in sizes]
+
+
+def _same(build: RuleBuilder, size: int, kind: FactorKind = FactorKind.PASS) -> list[Dim]:
+    """One dimension that is the same in operand and result."""
+    return [*build.dims((size,), kind)] * 2
+
+
+def _untouched(eqn: Eqn) -> list[bool]:
+    """Per dimension of a `pad` or `slice`: whether every element stays in its place."""
+    if eqn.primitive == "pad":
+        return [tuple(config) == (0, 0, 0) for config in eqn.params["padding_config"]]
+    return [size == out for size, out in zip(eqn.operands[0].shape, eqn.results[0].shape, strict=True)]
+
+
+def _all_operands(eqn: Eqn) -> tuple[frozenset[int], ...]:
+    return (frozenset(range(len(eqn.operands))),)
