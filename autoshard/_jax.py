@@ -4,13 +4,16 @@ JAX 0.10 to 0.12 differ in jaxpr classes, loop parameters and source lines; all 
 it is absorbed here and pinned by `tests/test_jax.py`.
 """
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 from jax._src import source_info_util
 from jax.extend import core as jex_core
+from jaxlib.mlir import ir, passmanager
 
+MLIRError = ir.MLIRError
 JAX_VERSION: tuple[int, ...] = tuple(int(x) for x in jax.__version__.split(".")[:3])
 
 
@@ -33,12 +36,20 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, jex_core.Literal)
 
 
-def where(eqn: Any) -> str:
-    """`file:line (function)` of the user's frame that made an equation."""
-    frame = source_info_util.user_frame(eqn.source_info.traceback)
-    if frame is None:
-        return "<unknown>"
-    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+class SourceLines:
+    """`file:line (function)` of the user's frame that made an equation; cached by traceback."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, str] = {}
+
+    def __call__(self, eqn: Any) -> str:
+        traceback = eqn.source_info.traceback
+        if traceback not in self._known:
+            frame = source_info_util.user_frame(traceback)
+            self._known[traceback] = (
+                "<unknown>" if frame is None else f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+            )
+        return self._known[traceback]
 
 
 def itemsize(dtype: Any) -> int:
@@ -55,3 +66,45 @@ def sub_jaxprs(params: Any) -> Iterable[Any]:
         for item in value if isinstance(value, tuple | list) else (value,):
             if is_jaxpr(item):
                 yield item
+
+
+def abstract_of(leaf: Any) -> Any:
+    """The abstract value (shape, dtype, weak type) of an array or Python scalar."""
+    return jax.typeof(leaf)
+
+
+def no_mesh() -> Any:
+    """A context in which no mesh is set, so that avals carry no sharding."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def array_consts(closed: Any) -> tuple[Any, ...]:
+    """Concrete arrays that the closed jaxpr closes over (keys as their raw data)."""
+    found: list[Any] = []
+    for const in consts_of(closed):
+        if hasattr(const, "dtype") and jax.dtypes.issubdtype(const.dtype, jax.dtypes.extended):
+            found.append(jax.random.key_data(const))
+        else:
+            found.append(const)
+    return tuple(found)
+
+
+def stable_text(closed: Any) -> str:
+    """The jaxpr's text without memory addresses, equal in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(closed))
+
+
+def stablehlo(lowered: Any) -> Any:
+    """A private copy of a lowering's StableHLO module operation (its owner keeps the original)."""
+    return lowered.compiler_ir("stablehlo").operation.clone()
+
+
+def run_passes(module: Any, pipeline: str) -> None:
+    """Runs an MLIR pass pipeline, such as Shardy's, on a module operation in place (or raises `MLIRError`)."""
+    with module.context:
+        passmanager.PassManager.parse(f"builtin.module({pipeline})").run(module)
+
+
+def parse_attribute(text: str, module: Any) -> Any:
+    """An MLIR attribute from its text, in a module's context."""
+    return ir.Attribute.parse(text, module.context)

@@ -59,3 +59,19 @@ class VerifyError(AutoshardError):
 
 class ProblemFileError(AutoshardError, ValueError):
     """A problem file (IOPDDL JSON) is malformed; the message gives the position."""
+
+
+class ShardyError(AutoshardError):
+    """Shardy in-process refused a module, or wrote a sharding that cannot be read."""
+
+
+class HloError(AutoshardError, ValueError):
+    """HLO text cannot be read; the message quotes the line."""
+
+
+class CompileError(AutoshardError):
+    """A deviceless compilation failed; `stderr` holds what the compiler said."""
+
+    def __init__(self, message: str, *, stderr: str = "") -> None:
+        self.stderr = stderr
+        super().__init__(message)

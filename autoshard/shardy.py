@@ -1,0 +1,330 @@
+"""Shardy in-process: the rules of lowered ops, and the layouts that propagation chooses.
+
+Stock jaxlib carries the whole partitioning dialect (openxla/shardy), so what XLA
+would decide before it partitions can be asked in milliseconds, with no compiler.
+XLA's SPMD partitioner, not Shardy, inserts the final collectives.
+
+A rule prints as Shardy prints it, `([i, k], [k, j])->([i, j]) {i=32, j=256, k=64}
+reduction={k}`: one factor per dimension, or several run together, major to minor
+(`[ij, k]` for a dimension that a reshape splits).
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+
+from autoshard import _jax
+from autoshard.errors import ShardyError
+from autoshard.layout import Layout
+
+Dims = tuple[tuple[str, ...], ...]
+
+_NUMBER = "autoshard.number"
+_ENTERED = frozenset({"stablehlo.while", "stablehlo.case", "stablehlo.if", "sdy.manual_computation"})
+_FACTOR = re.compile(r"[i-z](?:_\d+)?")
+_TENSOR = re.compile(r"\[([^\]]*)\]")
+_KIND = re.compile(r"(\w+)=\{([^}]*)\}")
+_SHARDING = re.compile(r"<@[^,]+, \[([^\]]*)\]([^>]*)>")
+_DIM = re.compile(r"\{([^}]*)\}")
+_AXIS = re.compile(r'"([^"]+)"(:\(\d+\)\d+)?')
+_UNREDUCED = re.compile(r"unreduced=[^{]*\{([^}]*)\}")
+_SOURCE = re.compile(r'(?:"([^"]*)"\()?"([^"]+)":(\d+):\d+')
+_NAME = re.compile(r'loc\("([^"]*)"\(')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FactorRule:
+    """How one op may be split: the factors of every dimension, and their kinds.
+
+    A factor in no kind passes through. `reduction`: splitting it leaves partial
+    results. `permutation`: splitting it costs communication between neighbours.
+    `need_replication`: the op needs the whole dimension. `blocked`: propagation
+    does not cross it, though it may be split.
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sizes: Mapping[str, int]
+    reduction: tuple[str, ...] = ()
+    permutation: tuple[str, ...] = ()
+    need_replication: tuple[str, ...] = ()
+    blocked: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> "FactorRule":
+        """From Shardy's text, with or without `#sdy.op_sharding_rule<…>` around it.
+
+        Raises:
+          ShardyError: the text is not a rule, or names a factor without a size.
+        """
+        body = text.removeprefix("#sdy.op_sharding_rule<").removesuffix(">").removesuffix(", custom")
+        sides, brace, tail = body.partition("{")
+        left, arrow, right = sides.partition("->")
+        sizes: dict[str, int] = {}
+        if brace:
+            listed, _, tail = tail.partition("}")
+            for entry in listed.split(", "):
+                factor, _, size = entry.partition("=")
+                sizes[factor] = int(size)
+        operands, results = (
+            tuple(
+                tuple(tuple(_FACTOR.findall(dim)) for dim in tensor.split(", ") if dim)
+                for tensor in _TENSOR.findall(side)
+            )
+            for side in (left, right)
+        )
+        kinds = {kind: tuple(listed.split(", ")) for kind, listed in _KIND.findall(tail)}
+        named = {f for tensor in operands + results for dim in tensor for f in dim}
+        if not arrow or named | {f for factors in kinds.values() for f in factors} != named or named != set(sizes):
+            raise ShardyError(f"not a sharding rule: {text!r}")
+        return cls(
+            operands=operands,
+            results=results,
+            sizes=sizes,
+            reduction=kinds.get("reduction", ()),
+            permutation=kinds.get("permutation", ()),
+            need_replication=kinds.get("need_replication", ()),
+            blocked=kinds.get("blocked_propagation", ()),
+        )
+
+    def __str__(self) -> str:
+        sides = (
+            ", ".join("[" + ", ".join("".join(dim) for dim in tensor) + "]" for tensor in tensors)
+            for tensors in (self.operands, self.results)
+        )
+        text = "->".join(f"({side})" for side in sides)
+        if self.sizes:
+            text += " {" + ", ".join(f"{f}={n}" for f, n in self.sizes.items()) + "}"
+        kinds = {
+            "reduction": self.reduction,
+            "need_replication": self.need_replication,
+            "permutation": self.permutation,
+            "blocked_propagation": self.blocked,
+        }
+        return text + "".join(f" {kind}={{{', '.join(factors)}}}" for kind, factors in kinds.items() if factors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueLayout:
+    """The layout that Shardy gave one op result.
+
+    `number` counts op results in the lowered module and stays the same from probe
+    to probe (`propagate`'s `pins` are keyed by it); ops of a function that is
+    called twice appear once per call, under one number. It is None for an op
+    that Shardy itself made (`sdy.reshard` of a constraint).
+    `name` is JAX's name stack, `where` the user's `file:line (function)`.
+    """
+
+    op: str
+    name: str
+    where: str
+    number: int | None
+    shape: tuple[int, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Propagation:
+    """Shardy's decision for a whole program: inputs, outputs, every op result in program order.
+
+    Where Shardy splits a mesh axis, the layout names the part as Shardy does,
+    `model:(1)2` (the 2-way major half of `model`): no `PartitionSpec` says that.
+    """
+
+    arguments: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    values: tuple[ValueLayout, ...]
+
+
+def factor_rules(fn: Callable[..., Any], *avals: Any) -> list[tuple[str, str]]:
+    """Shardy's rule of every op that `fn` lowers to, in program order.
+
+    Ops inside calls and loop bodies count, the scalar bodies of sorts and
+    reductions do not; ops without a rule (constants, loops, calls) are left out.
+
+    Args:
+      fn: a function that `jax.jit` accepts.
+      *avals: its arguments, as `jax.ShapeDtypeStruct` or arrays.
+
+    Returns:
+      Pairs such as `("stablehlo.dot_general", "([i, k], [k, j])->([i, j]) {…} reduction={k}")`.
+    """
+    module = _jax.stablehlo(jax.jit(fn).trace(*avals).lower())
+    _run(module, "func.func(sdy-populate-op-sharding-rules)")
+    rules: list[tuple[str, str]] = []
+    for op, _ in _walk(module):
+        if "sdy.sharding_rule" in op.attributes:
+            text = str(op.attributes["sdy.sharding_rule"])
+            rules.append((op.name, text.removeprefix("#sdy.op_sharding_rule<").removesuffix(">")))
+    return rules
+
+
+def propagate(lowered: Any, pins: Mapping[int, Layout] | None = None) -> Propagation:
+    """The layout of every value after Shardy's propagation.
+
+    Args:
+      lowered: what `jax.jit(…, in_shardings=…).lower(…)` returns, for a mesh of
+        two or more devices. It is not changed.
+      pins: layouts to hold fixed as `with_sharding_constraint` would, keyed by
+        `ValueLayout.number` (a probe without lowering again).
+
+    Raises:
+      ShardyError: propagation fails, or a pin names no op result.
+    """
+    module = _jax.stablehlo(lowered)
+    _number_results(module, pins or {})
+    _run(module, "sdy-propagation-pipeline")
+    main = _functions(module)["main"]
+    inputs = main.regions[0].blocks[0].arguments
+    values: list[ValueLayout] = []
+    for op, stack in _walk(module):
+        attributes = op.attributes
+        layouts = _op_layouts(op)
+        number = int(attributes[_NUMBER].value) if _NUMBER in attributes else None
+        name, where = _source(str(op.location))
+        for offset, result in enumerate(op.results):
+            shape = _shape(result)
+            if shape is None:
+                continue
+            values.append(
+                ValueLayout(
+                    op=op.name,
+                    name="/".join(filter(None, (*stack, name))),
+                    where=where,
+                    number=None if number is None else number + offset,
+                    shape=shape,
+                    layout=layouts[offset] if layouts else Layout.replicated(len(shape)),
+                )
+            )
+    results = [_shape_of_type(t) for t in main.attributes["function_type"].value.results]
+    return Propagation(
+        arguments=_signature(main, "arg_attrs", [_shape(x) for x in inputs]),
+        results=_signature(main, "res_attrs", results),
+        values=tuple(values),
+    )
+
+
+def _run(module: Any, pipeline: str) -> None:
+    try:
+        _jax.run_passes(module, pipeline)
+    except _jax.MLIRError as error:
+        raise ShardyError(f"Shardy's `{pipeline}` failed: {error}") from error
+
+
+def _functions(module: Any) -> dict[str, Any]:
+    """Functions of a module by symbol name."""
+    operations = (op.operation for op in module.regions[0].blocks[0].operations)
+    return {op.attributes["sym_name"].value: op for op in operations if op.name == "func.func"}
+
+
+def _walk(module: Any) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """Operations in program order, each with the name stacks of the calls around it.
+
+    Calls are entered where they stand, as are loops and branches.
+    """
+    functions = _functions(module)
+
+    def visit(owner: Any, stack: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
+        for region in owner.regions:
+            for block in region.blocks:
+                for view in block.operations:
+                    op = view.operation
+                    if op.name in _ENTERED:
+                        yield from visit(op, stack)
+                    elif op.name == "func.call":
+                        name, _ = _source(str(op.location))
+                        yield from visit(functions[op.attributes["callee"].value], (*stack, name))
+                    yield op, stack
+
+    return visit(functions["main"], ())
+
+
+def _number_results(module: Any, pins: Mapping[int, Layout]) -> None:
+    """Tags each op with the number of its first result, and sets the pins."""
+    count, left = 0, set(pins)
+    for op, _ in _walk(module):
+        if not len(op.results) or _NUMBER in op.attributes:
+            continue
+        op.attributes[_NUMBER] = _jax.parse_attribute(f"{count} : i64", module)
+        pinned = {i: pins[count + i] for i in range(len(op.results)) if count + i in pins}
+        if pinned:
+            left -= {count + i for i in pinned}
+            shardings = ", ".join(
+                f"<@{_mesh_name(module)}, {_dims_text(pinned.get(i), result)}>" for i, result in enumerate(op.results)
+            )
+            attribute = f"#sdy.sharding_per_value<[{shardings}]>"
+            op.attributes["sdy.sharding"] = _jax.parse_attribute(attribute, module)
+        count += len(op.results)
+    if left:
+        raise ShardyError(f"pins name op results {sorted(left)}; the module has {count}")
+
+
+def _mesh_name(module: Any) -> str:
+    """The symbol of the module's mesh."""
+    for view in module.regions[0].blocks[0].operations:
+        if view.operation.name == "sdy.mesh":
+            return view.operation.attributes["sym_name"].value
+    raise ShardyError("the module has no mesh: lower it with in_shardings on two or more devices")
+
+
+def _dims_text(layout: Layout | None, result: Any) -> str:
+    """A pin as Shardy writes it; open in every dimension where there is none."""
+    if layout is None:
+        return "[" + ", ".join("{?}" for _ in _shape(result) or ()) + "]"
+    return "[" + ", ".join("{" + ", ".join(f'"{axis}"' for axis in dim) + "}" for dim in layout.dims) + "]"
+
+
+def _op_layouts(op: Any) -> tuple[Layout, ...]:
+    """Layouts of an op's results; empty where Shardy wrote none."""
+    for name in ("sdy.sharding", "sharding", "out_shardings"):
+        if name in op.attributes:
+            return _read_shardings(str(op.attributes[name]))
+    return ()
+
+
+def _signature(main: Any, name: str, shapes: list[tuple[int, ...] | None]) -> tuple[Layout, ...]:
+    """Layouts of the arguments or results of `main`."""
+    attributes = main.attributes[name] if name in main.attributes else [{}] * len(shapes)
+    return tuple(
+        _read_shardings(str(entry["sdy.sharding"]))[0] if "sdy.sharding" in entry else Layout.replicated(len(shape))
+        for entry, shape in zip(attributes, shapes, strict=True)
+        if shape is not None
+    )
+
+
+@lru_cache(maxsize=4096)
+def _read_shardings(text: str) -> tuple[Layout, ...]:
+    """Layouts from the text of one sharding, or of one per value."""
+    layouts: list[Layout] = []
+    for dims, tail in _SHARDING.findall(text):
+        unreduced = _UNREDUCED.search(tail)
+        layouts.append(
+            Layout(
+                tuple(tuple(name + part for name, part in _AXIS.findall(dim)) for dim in _DIM.findall(dims)),
+                tuple(name + part for name, part in _AXIS.findall(unreduced[1])) if unreduced else (),
+            )
+        )
+    if not layouts and text.count("<@"):
+        raise ShardyError(f"cannot read the sharding {text!r}")
+    return tuple(layouts)
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return _shape_of_type(value.type)
+
+
+def _shape_of_type(kind: Any) -> tuple[int, ...] | None:
+    """Shape of a tensor type; None for a token."""
+    return tuple(kind.shape) if hasattr(kind, "shape") else None
+
+
+@lru_cache(maxsize=65536)
+def _source(location: str) -> tuple[str, str]:
+    """JAX's name stack and the user's `file:line (function)` from an MLIR location."""
+    name, source = _NAME.match(location), _SOURCE.search(location)
+    where = f"{source[2]}:{source[3]} ({source[1]})" if source else "<unknown>"
+    return name[1] if name else "", where
