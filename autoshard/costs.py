@@ -1,0 +1,155 @@
+"""Costs: what one strategy of one equation takes on a machine, in seconds.
+
+Contractions are priced by their FLOPs and their operands' and results' bytes. Every
+other equation is bound by HBM: it reads what lies in memory and writes what must
+lie there. XLA fuses element-wise chains, so a value counts only if it is
+*materialised* (`materialised`): a fused value is never in memory.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import jax
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from autoshard.graph import Eqn, Graph
+from autoshard.mesh import MeshAxes
+from autoshard.resharding import Machine as CollectiveMachine
+from autoshard.rules import ShardingRule
+from autoshard.strategies import Strategies, shards
+
+Seconds = NDArray[np.float64]
+
+
+class Machine(CollectiveMachine, Protocol):
+    """What costs ask of a cost model."""
+
+    overlap: float
+
+    def matmul_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str) -> Seconds: ...
+
+    def hbm_s(self, nbytes: ArrayLike) -> Seconds: ...
+
+
+CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated"})
+
+# Equations that XLA fuses into their consumer or producer: they never force their operand
+# or result into memory by themselves.
+FUSIBLE = frozenset(
+    {
+        "broadcast_in_dim",
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "iota",
+        "reduce_sum",
+        "reduce_max",
+        "reduce_min",
+        "reduce_and",
+        "reduce_or",
+        "argmax",
+        "argmin",
+        "transpose",
+        "slice",
+        "concatenate",
+        "pad",
+        "rev",
+        "select_n",
+    }
+)
+
+
+def contraction_s(
+    eqn: Eqn, rule: ShardingRule, strategies: Strategies, mesh: MeshAxes, machine: Machine
+) -> tuple[Seconds, NDArray[np.float64]]:
+    """Roofline seconds (S,) and FLOPs per device (S,) of a contraction of two operands.
+
+    Factors in both operands and the result are batch, in the left and the result m, in
+    the right and the result n, in both operands alone k.
+    """
+    left, right = ({f for dim in dims for f in dim} for dims in rule.operands[:2])
+    out = {f for dim in rule.results[0] for f in dim}
+    local = strategies.local_sizes(rule, mesh)
+
+    def size(factors: set[int]) -> NDArray[np.int64]:
+        return local[:, sorted(factors)].prod(axis=1) if factors else np.ones(len(local), np.int64)
+
+    batch, m, n = size(left & right & out), size((left & out) - right), size((right & out) - left)
+    k = size((left | right) - out)
+    dtype = jax.numpy.dtype(eqn.operands[0].dtype).name
+    return np.asarray(machine.matmul_s(batch, m, n, k, dtype)), 2.0 * batch * m * n * k
+
+
+def in_op_s(eqn: Eqn, rule: ShardingRule, strategies: Strategies, mesh: MeshAxes, machine: Machine) -> Seconds:
+    """Seconds of the reductions that an equation finishes itself (maxima and the like)."""
+    seconds = np.zeros(len(strategies))
+    if not strategies.in_op.any():
+        return seconds
+    subsets, member = np.unique(strategies.in_op, axis=0, return_inverse=True)
+    for index, subset in enumerate(subsets):
+        axes = tuple(n for n, used in zip(mesh.names, subset, strict=True) if used)
+        rows = np.flatnonzero(member.ravel() == index)
+        for aval, codes in zip(eqn.results, strategies.results, strict=True):
+            if axes:
+                local = aval.nbytes / shards(codes[rows], aval.ndim, mesh)
+                seconds[rows] += machine.collective_s("all-reduce", axes, local)
+    return seconds
+
+
+def touched_bytes(
+    eqn: Eqn, strategies: Strategies, mesh: MeshAxes, reads: Sequence[bool], writes: Sequence[bool]
+) -> NDArray[np.float64]:
+    """HBM bytes per device (S,) of an equation that is not a contraction.
+
+    `reads[i]`, `writes[i]`: whether operand or result i lies in memory. A gather reads
+    of its table only what it returns; a scatter rewrites only what it updates.
+    """
+
+    def local(avals_index: int, *, result: bool) -> NDArray[np.float64]:
+        aval = (eqn.results if result else eqn.operands)[avals_index]
+        codes = (strategies.results if result else strategies.operands)[avals_index]
+        return aval.nbytes / shards(codes, aval.ndim, mesh)
+
+    total = np.zeros(len(strategies))
+    sparse = eqn.primitive in ("gather", "dynamic_slice")
+    update = eqn.primitive.startswith("scatter") or eqn.primitive == "dynamic_update_slice"
+    for i, read in enumerate(reads):
+        if read and not (sparse and i == 0) and not (update and i == 0):
+            total += local(i, result=False) * (2 if update and i == len(reads) - 1 else 1)
+    for i, write in enumerate(writes):
+        if write or sparse:
+            total += local(i, result=True) * (2 if sparse else 1)
+    return total
+
+
+def fusible(eqn: Eqn, *, pointwise: bool) -> bool:
+    """Whether XLA fuses the equation with its neighbours."""
+    return pointwise or eqn.primitive in FUSIBLE
+
+
+def materialised(graph: Graph, pointwise: Sequence[bool]) -> NDArray[np.bool_]:
+    """Which values lie in HBM: (values,).
+
+    Inputs, outputs, operands and results of equations that do not fuse, and fused
+    values that are read again beyond the next equation that does not fuse.
+    """
+    flags = np.zeros(len(graph.avals), bool)
+    flags[list(graph.inputs)] = True
+    flags[list(graph.outputs)] = True
+    fuses = [fusible(eqn, pointwise=p) for eqn, p in zip(graph.eqns, pointwise, strict=True)]
+    heavy_before = np.concatenate(([0], np.cumsum([not f for f in fuses])))
+    made_at = {v: e for e, values in enumerate(graph.results) for v in values}
+    for e, fuse in enumerate(fuses):
+        if not fuse:
+            flags[list(graph.operands[e])] = True
+            flags[list(graph.results[e])] = True
+            continue
+        for v in graph.operands[e]:
+            if v in made_at and heavy_before[e] != heavy_before[made_at[v]]:
+                flags[v] = True
+    return flags
+
+
+def is_contraction(eqn: Eqn) -> bool:
+    return eqn.primitive in CONTRACTIONS

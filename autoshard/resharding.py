@@ -1,0 +1,169 @@
+"""Resharding: layout → layout as the cheapest sequence of collectives.
+
+A shortest path over all layouts of a value, not a special case per pair. One step
+is a single collective, or a local slice, which moves nothing:
+
+    all-gather       the minor-most axes of one dimension become whole
+    all-to-all       the minor-most axis of one dimension moves to another
+    permute          one axis of a dimension is replaced by another of equal size
+    all-reduce       unreduced axes become whole
+    reduce-scatter   an unreduced axis becomes the minor-most of a dimension
+    slice            a whole axis becomes the minor-most of a dimension (free)
+
+Costs are integer picoseconds; among equal costs the fewest collectives win.
+"""
+
+from dataclasses import dataclass
+from itertools import chain, combinations
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from autoshard.graph import Aval
+from autoshard.mesh import MeshAxes
+from autoshard.strategies import SUM, WHOLE, Codes, decode, encode, layouts, shards
+
+INF_PS = 10**18
+PS_PER_S = 1e12
+_HOPS = 64  # more than any path has steps: (picoseconds, hops) as one integer
+
+
+class Machine(Protocol):
+    """What resharding and costs ask of a cost model (`cost_models.Machine` is one)."""
+
+    def collective_s(self, kind: str, axes: tuple[str, ...], nbytes: ArrayLike) -> NDArray[np.float64]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One collective of a path: `nbytes` logical per device, `after` the layout it leaves.
+
+    Logical bytes: an all-gather's result, every other collective's operand. A local
+    slice is a step of kind "slice" with no bytes.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: int
+    after: int
+
+
+class Resharder:
+    """Shortest resharding paths for every value shape on one machine and mesh."""
+
+    def __init__(self, mesh: MeshAxes, machine: Machine) -> None:
+        self.mesh, self.machine = mesh, machine
+        self._tables: dict[tuple[tuple[int, ...], int], _Table] = {}
+
+    def table(self, aval: Aval) -> "_Table":
+        """The table of a value's shape and element size."""
+        key = (aval.shape, aval.itemsize)
+        if key not in self._tables:
+            self._tables[key] = _Table(aval.shape, aval.itemsize, self.mesh, self.machine)
+        return self._tables[key]
+
+    def cost_ps(self, aval: Aval, source: Codes, target: Codes) -> NDArray[np.int64]:
+        """Picoseconds from each source code (rows) to each target code (columns)."""
+        table = self.table(aval)
+        return table.ps[np.ix_(table.at(source), table.at(target))]
+
+    def path(self, aval: Aval, source: int, target: int) -> tuple[Step, ...]:
+        """The steps of the cheapest path; raises ValueError where there is none."""
+        return self.table(aval).path(source, target)
+
+
+class _Table:
+    """All-pairs cheapest paths between the layouts of one shape."""
+
+    def __init__(self, shape: tuple[int, ...], itemsize: int, mesh: MeshAxes, machine: Machine) -> None:
+        self.shape, self.mesh = shape, mesh
+        self.codes = np.sort(layouts(shape, mesh, unreduced=True))
+        total = int(np.prod(shape, dtype=np.int64)) * itemsize
+        self.local_bytes = total // shards(self.codes, len(shape), mesh)
+        self._steps: dict[tuple[int, int], tuple[str, tuple[str, ...], int]] = {}
+        n = len(self.codes)
+        weight = np.full((n, n), INF_PS, np.int64)
+        np.fill_diagonal(weight, 0)
+        self._link(weight, machine)
+        self._next = np.where(weight < INF_PS, np.arange(n)[None, :], -1).astype(np.int32)
+        for via in range(n):
+            through = weight[:, via, None] + weight[None, via, :]
+            better = through < weight
+            weight = np.where(better, through, weight)
+            self._next = np.where(better, self._next[:, via, None], self._next)
+        self.ps = np.where(weight < INF_PS, weight // _HOPS, INF_PS)
+
+    def at(self, codes: Codes) -> NDArray[np.int64]:
+        """Positions of codes in this table."""
+        return np.searchsorted(self.codes, codes)
+
+    def path(self, source: int, target: int) -> tuple[Step, ...]:
+        i, j = (int(p) for p in self.at(np.array([source, target])))
+        if self.ps[i, j] >= INF_PS:
+            raise ValueError(f"no resharding from code {source} to {target} of {self.shape}")
+        steps: list[Step] = []
+        while i != j:
+            k = int(self._next[i, j])
+            kind, axes, nbytes = self._steps[i, k]
+            steps.append(Step(kind, axes, nbytes, int(self.codes[k])))
+            i = k
+        return tuple(steps)
+
+    def _link(self, weight: NDArray[np.int64], machine: Machine) -> None:
+        """Fills in every single step, pricing all of one kind and axis set at once."""
+        names = self.mesh.names
+        found: dict[tuple[str, tuple[int, ...]], list[tuple[int, int, int]]] = {}
+        for i, row in enumerate(decode(self.codes, len(self.shape), self.mesh.ndim)):
+            for kind, axes, after in self._moves(row):
+                j = int(np.searchsorted(self.codes, encode(after, len(self.shape))))
+                if j < len(self.codes) and self.codes[j] == encode(after, len(self.shape)):
+                    nbytes = int(self.local_bytes[j if kind == "all-gather" else i])
+                    found.setdefault((kind, axes), []).append((i, j, nbytes))
+        for (kind, axes), moves in found.items():
+            where = tuple(names[a] for a in axes)
+            nbytes = np.array([m[2] for m in moves], np.float64)
+            if kind == "slice":
+                ps = np.zeros(len(moves), np.int64)
+            else:
+                seconds = np.asarray(machine.collective_s(kind, where, nbytes))
+                ps = np.rint(seconds * PS_PER_S).astype(np.int64) * _HOPS + 1
+            for (i, j, size), price in zip(moves, ps, strict=True):
+                if price < weight[i, j]:
+                    weight[i, j] = price
+                    self._steps[i, j] = (kind, where, 0 if kind == "slice" else size)
+
+    def _moves(self, row: NDArray[np.int8]) -> list[tuple[str, tuple[int, ...], NDArray[np.int8]]]:
+        moves: list[tuple[str, tuple[int, ...], NDArray[np.int8]]] = []
+        ndim = len(self.shape)
+
+        def change(kind: str, axes: tuple[int, ...], *to: tuple[int, int]) -> None:
+            after = row.copy()
+            for axis, value in to:
+                after[axis] = value
+            moves.append((kind, axes, after))
+
+        whole = [a for a in range(len(row)) if row[a] == WHOLE]
+        sums = [a for a in range(len(row)) if row[a] == SUM]
+        members = [[a for a in range(len(row)) if row[a] == d] for d in range(ndim)]
+        for axes in chain.from_iterable(combinations(sums, n) for n in range(1, len(sums) + 1)):
+            change("all-reduce", axes, *((a, WHOLE) for a in axes))
+        for d in range(ndim):
+            last = members[d][-1] if members[d] else -1
+            for a in sums:
+                if a > last:
+                    change("reduce-scatter", (a,), (a, d))
+            for a in whole:
+                if a > last:
+                    change("slice", (a,), (a, d))
+            for count in range(1, len(members[d]) + 1):
+                gone = tuple(members[d][-count:])
+                change("all-gather", gone, *((a, WHOLE) for a in gone))
+            if members[d]:
+                for e in range(ndim):
+                    if e != d and (not members[e] or members[e][-1] < last):
+                        change("all-to-all", (last,), (last, e))
+                for a in whole:
+                    if self.mesh.sizes[a] == self.mesh.sizes[last] and all(m < a for m in members[d][:-1]):
+                        change("collective-permute", tuple(sorted((a, last))), (last, WHOLE), (a, d))
+        return moves

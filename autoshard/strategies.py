@@ -1,0 +1,169 @@
+"""Strategies: rule × mesh → which axes split which factor, as arrays.
+
+A *code* is a layout as one integer: per mesh axis the dimension that it splits
+(`d`), `WHOLE` if the value is replicated over it, or `SUM` if the value is unreduced
+over it, in base `ndim + 2`. Two axes on one dimension lie in mesh order, major to
+minor. Divisibility and pruning live here, and what was pruned is counted.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.layout import Layout
+from autoshard.mesh import MeshAxes
+from autoshard.rules import FactorKind, ShardingRule
+
+Codes = NDArray[np.int64]
+Rows = NDArray[np.int8]  # codes × mesh axes
+
+SUM = -2
+WHOLE = -1
+
+
+def encode(rows: Rows, ndim: int) -> Codes:
+    """Rows (…, axes) of dimension numbers, WHOLE or SUM → codes (…,)."""
+    base = ndim + 2
+    weights = base ** np.arange(rows.shape[-1], dtype=np.int64)
+    return (rows.astype(np.int64) + 2) @ weights
+
+
+def decode(codes: Codes | int, ndim: int, axes: int) -> Rows:
+    """Codes (…,) → rows (…, axes)."""
+    base = ndim + 2
+    weights = base ** np.arange(axes, dtype=np.int64)
+    return ((np.asarray(codes)[..., None] // weights) % base - 2).astype(np.int8)
+
+
+def code_of(layout: Layout, mesh: MeshAxes) -> int:
+    """The code of a layout whose axes lie in mesh order within each dimension."""
+    row = np.full(mesh.ndim, WHOLE, np.int8)
+    for d, axes in enumerate(layout.dims):
+        for axis in axes:
+            row[mesh.names.index(axis)] = d
+    for axis in layout.unreduced:
+        row[mesh.names.index(axis)] = SUM
+    return int(encode(row, layout.ndim))
+
+
+def layout_of(code: int, ndim: int, mesh: MeshAxes) -> Layout:
+    """The layout of a code; axes within a dimension in mesh order."""
+    row = decode(code, ndim, mesh.ndim)
+    dims = tuple(tuple(n for n, d in zip(mesh.names, row, strict=True) if d == dim) for dim in range(ndim))
+    return Layout(dims, tuple(n for n, d in zip(mesh.names, row, strict=True) if d == SUM))
+
+
+def shards(codes: Codes, ndim: int, mesh: MeshAxes) -> NDArray[np.int64]:
+    """Into how many pieces each code splits a value."""
+    rows = decode(codes, ndim, mesh.ndim)
+    return np.where(rows >= 0, np.array(mesh.sizes, np.int64), 1).prod(axis=-1)
+
+
+@lru_cache(maxsize=None)
+def layouts(shape: tuple[int, ...], mesh: MeshAxes, *, unreduced: bool) -> Codes:
+    """Codes of every layout that divides `shape`, replicated first; read-only."""
+    ndim = len(shape)
+    choices = [WHOLE, *range(ndim)] + ([SUM] if unreduced else [])
+    rows = np.array(list(product(choices, repeat=mesh.ndim)), np.int8).reshape(-1, mesh.ndim)
+    sizes = np.array(mesh.sizes, np.int64)
+    fits = np.ones(len(rows), bool)
+    for d in range(ndim):
+        pieces = np.where(rows == d, sizes, 1).prod(axis=1)
+        fits &= shape[d] % pieces == 0
+    codes = encode(rows[fits], ndim)
+    codes.setflags(write=False)
+    return codes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Strategies:
+    """Every way to split one equation: S strategies over k mesh axes.
+
+    `factor` is (S, k): the factor that each axis splits, WHOLE for none, SUM where
+    partial sums flow through. `operands[i]` and `results[i]` are codes (S,).
+    `in_op` is (S, k): axes over which a reduction other than a sum is finished inside.
+    """
+
+    factor: NDArray[np.int8]
+    operands: tuple[Codes, ...]
+    results: tuple[Codes, ...]
+    in_op: NDArray[np.bool_]
+    pruned: int
+
+    def __len__(self) -> int:
+        return len(self.factor)
+
+    def local_sizes(self, rule: ShardingRule, mesh: MeshAxes) -> NDArray[np.int64]:
+        """Per-device size of every factor: (S, factors)."""
+        local = np.tile(np.array([f.size for f in rule.factors], np.int64), (len(self), 1))
+        for axis, size in enumerate(mesh.sizes):
+            split = self.factor[:, axis]
+            rows = np.flatnonzero(split >= 0)
+            local[rows, split[rows]] //= size
+        return local
+
+
+def splittable(rule: ShardingRule) -> tuple[int, ...]:
+    """Factors that an axis may split: pass-through or reduction, and major-most wherever they lie."""
+    minor: set[int] = set()
+    for dims in (*rule.operands, *rule.results):
+        for dim in dims:
+            minor.update(dim[1:])
+    return tuple(
+        f
+        for f, factor in enumerate(rule.factors)
+        if factor.size > 1 and factor.kind in (FactorKind.PASS, FactorKind.REDUCTION) and f not in minor
+    )
+
+
+@lru_cache(maxsize=None)
+def enumerate_strategies(rule: ShardingRule, mesh: MeshAxes, *, sums_flow: bool = False) -> Strategies:
+    """All assignments of mesh axes to factors that divide evenly, the whole one first.
+
+    Args:
+      rule: the equation's factors.
+      mesh: the logical mesh.
+      sums_flow: whether partial sums may flow through the equation's first linear set.
+    """
+    factors = splittable(rule)
+    choices = [WHOLE, *factors] + ([SUM] if sums_flow and rule.linear else [])
+    rows = np.array(list(product(choices, repeat=mesh.ndim)), np.int8).reshape(-1, mesh.ndim)
+    sizes = np.array(mesh.sizes, np.int64)
+    fits = np.ones(len(rows), bool)
+    for f in factors:
+        pieces = np.where(rows == f, sizes, 1).prod(axis=1)
+        fits &= rule.factors[f].size % pieces == 0
+    kept = rows[fits]
+
+    flowing = rule.linear[0] if sums_flow and rule.linear else frozenset[int]()
+    reduces = [f.reduction == "sum" for f in rule.factors]
+    in_op = np.zeros(kept.shape, bool)
+    for f in factors:
+        if rule.factors[f].kind is FactorKind.REDUCTION and not reduces[f]:
+            in_op |= kept == f
+
+    def codes(dims: tuple[tuple[int, ...], ...], *, result: bool, sums: bool) -> Codes:
+        layout = np.full(kept.shape, WHOLE, np.int8)
+        present: set[int] = set()
+        for d, dim in enumerate(dims):
+            for f in dim:
+                layout[kept == f] = d
+                present.add(f)
+        if result:
+            for f in factors:
+                if reduces[f] and f not in present:
+                    layout[kept == f] = SUM
+        if sums:
+            layout[kept == SUM] = SUM
+        return encode(layout, len(dims))
+
+    return Strategies(
+        factor=kept,
+        operands=tuple(codes(dims, result=False, sums=i in flowing) for i, dims in enumerate(rule.operands)),
+        results=tuple(codes(dims, result=True, sums=True) for dims in rule.results),
+        in_op=in_op,
+        pruned=len(rows) - len(kept),
+    )

@@ -1,0 +1,78 @@
+"""Trace: a function and abstract arguments → closed jaxpr, and the path of every leaf."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from autoshard import _jax
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """A closed jaxpr with the pytree path of each input and output.
+
+    `in_paths[i]` reads `state['params']['w']`: the argument's name, then
+    `jax.tree_util.keystr`. `out_paths` read the same without a name.
+    """
+
+    jaxpr: Any
+    in_tree: Any
+    out_tree: Any
+    in_paths: tuple[str, ...]
+    out_paths: tuple[str, ...]
+    in_avals: tuple[jax.ShapeDtypeStruct, ...]
+    out_avals: tuple[jax.ShapeDtypeStruct, ...]
+    argument_of: tuple[int, ...]  # position of each leaf's argument
+
+
+def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype alone: no sharding (so Explicit meshes do not leak into the trace)."""
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
+    aval = _jax.abstract_of(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str]) -> Traced:
+    """Traces `fn(*args)`; `names` are the arguments' names in paths.
+
+    Args:
+      fn: a function of positional pytrees; static arguments are already bound.
+      args: pytrees of arrays, scalars or ShapeDtypeStructs; nothing is allocated.
+      names: one per argument.
+    """
+    avals = tuple(jax.tree.map(abstract, arg) for arg in args)
+    with _jax.no_mesh():
+        closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
+    leaves, in_tree = jax.tree.flatten(avals)
+    in_paths: list[str] = []
+    argument_of: list[int] = []
+    for position, (name, aval) in enumerate(zip(names, avals, strict=True)):
+        for path, _ in jax.tree_util.tree_leaves_with_path(aval):
+            in_paths.append(name + jax.tree_util.keystr(path))
+            argument_of.append(position)
+    out_leaves, out_tree = jax.tree.flatten(out_shape)
+    out_paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out_shape)]
+    return Traced(
+        jaxpr=closed,
+        in_tree=in_tree,
+        out_tree=out_tree,
+        in_paths=tuple(in_paths),
+        out_paths=tuple(out_paths),
+        in_avals=tuple(leaves),
+        out_avals=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out_leaves),
+        argument_of=tuple(argument_of),
+    )
+
+
+def digest(traced: Traced) -> str:
+    """A hash of the program: the jaxpr's text and every aval (not source lines)."""
+    text = _jax.stable_text(traced.jaxpr)
+    avals = ";".join(f"{a.dtype}{list(a.shape)}" for a in traced.in_avals)
+    paths = ";".join(traced.in_paths) + ">" + ";".join(traced.out_paths)
+    consts = b"".join(np.asarray(c).tobytes() for c in _jax.array_consts(traced.jaxpr))
+    return hashlib.sha256("\n".join((text, avals, paths)).encode() + consts).hexdigest()[:32]
