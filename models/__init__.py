@@ -1,0 +1,58 @@
+"""Plain JAX models to plan for, by name: `models.build("llama3-8b", layers=2)`.
+
+No model says a word about sharding; `models.layouts` holds the layouts that experts
+would write by hand. Every name is also a zero-argument builder, for command lines:
+`models:llama3_8b` returns `(train_step, (state, batch))`.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from models import linear, mlp, transformer
+from models.training import Batch, State, TrainStep
+
+_MODULES: dict[str, Any] = {name: module for module in (linear, mlp, transformer) for name in module.CONFIGS}
+
+Target = tuple[TrainStep, tuple[State, Batch]]
+
+
+def names() -> tuple[str, ...]:
+    """Every named configuration."""
+    return tuple(_MODULES)
+
+
+def find(name: str, **overrides: Any) -> tuple[Any, Any]:
+    """`(module, config)` of a name, with fields of the configuration overridden.
+
+    Raises:
+      KeyError: no configuration has this name.
+      TypeError: the configuration has no field of an override's name.
+    """
+    if name not in _MODULES:
+        raise KeyError(f"no model named {name!r}; there are: {', '.join(names())}")
+    module = _MODULES[name]
+    return module, replace(module.CONFIGS[name], **overrides)
+
+
+def build(name: str, *, batch: int | None = None, sequence: int | None = None, **overrides: Any) -> Target:
+    """`(train_step, (state, batch))` of a name, abstract: nothing is allocated.
+
+    Args:
+      name: one of `names()`.
+      batch: rows (linear, mlp) or sequences (transformer); None is the model's own.
+      sequence: tokens per sequence, transformers only; None is the whole context.
+      **overrides: fields of the model's configuration, such as `layers=2`.
+    """
+    module, config = find(name, **overrides)
+    sizes = {key: value for key, value in (("batch", batch), ("sequence", sequence)) if value is not None}
+    return module.train_step(config), module.example_args(config, **sizes)
+
+
+def __getattr__(attribute: str) -> Callable[[], Target]:
+    """`models.gpt2_small` is `build("gpt2-small")`, still to be called."""
+    name = attribute.replace("_", "-")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'models' has no attribute {attribute!r}")
+    return partial(build, name)

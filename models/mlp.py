@@ -1,0 +1,89 @@
+"""A stack of two-layer perceptrons: what Megatron's column and row splits are about.
+
+Per layer: up-projection, GELU or ReLU, down-projection, and a residual connection
+if the configuration asks for it. No norms, no biases.
+
+Shapes: B rows, D width, F hidden.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from models.annotate import name
+from models.training import Batch, Params, State, TrainStep, make_train_step, new_state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A stack of L perceptrons."""
+
+    layers: int
+    width: int  # D
+    hidden: int  # F
+    activation: Literal["gelu", "relu"] = "gelu"
+    residual: bool = True
+    compute_dtype: str = "bfloat16"
+    learning_rate: float = 3e-4
+
+
+CONFIGS = {
+    "mlp-tiny": Config(layers=2, width=64, hidden=128),
+    "mlp-1k": Config(layers=4, width=1024, hidden=4096),
+    "mlp-8k": Config(layers=4, width=8192, hidden=32768),
+    "mlp-16k": Config(layers=8, width=16384, hidden=65536),
+}
+
+
+def init_params(config: Config, key: jax.Array) -> Params:
+    """Random weights of variance 1/fan-in."""
+
+    def layer(key: jax.Array) -> Params:
+        up, down = jax.random.split(key)
+        return {
+            "w_up": config.width**-0.5 * jax.random.normal(up, (config.width, config.hidden)),
+            "w_down": config.hidden**-0.5 * jax.random.normal(down, (config.hidden, config.width)),
+        }
+
+    return {"layers": [layer(k) for k in jax.random.split(key, config.layers)]}
+
+
+def init(config: Config, key: jax.Array) -> State:
+    """Parameters, AdamW state and step 0, in float32."""
+    return new_state(init_params(config, key), config.learning_rate)
+
+
+def forward(config: Config, params: Params, x: jax.Array) -> jax.Array:
+    """[B, D] -> [B, D]."""
+    activation = {"gelu": jax.nn.gelu, "relu": jax.nn.relu}[config.activation]
+    x = name(x.astype(config.compute_dtype), "residual")
+    for layer in params["layers"]:
+        hidden = name(activation(x @ layer["w_up"].astype(x.dtype)), "hidden")
+        out = hidden @ layer["w_down"].astype(x.dtype)
+        x = name(x + out if config.residual else out, "residual")
+    return x
+
+
+def loss(config: Config, params: Params, batch: Batch) -> jax.Array:
+    """Mean squared error against the targets, in float32."""
+    return jnp.mean(jnp.square(forward(config, params, batch["x"]).astype(jnp.float32) - batch["y"]))
+
+
+def train_step(config: Config) -> TrainStep:
+    """`(state, batch) -> (state, loss)`."""
+    return make_train_step(partial(loss, config), config.learning_rate)
+
+
+def example_batch(config: Config, *, batch: int = 1024, seed: int = 0) -> Batch:
+    """Random rows and targets: x, y [B, D]."""
+    x, y = jax.random.normal(jax.random.key(seed), (2, batch, config.width))
+    return {"x": x, "y": y}
+
+
+def example_args(config: Config, *, batch: int = 1024) -> tuple[State, Batch]:
+    """`(state, batch)` as ShapeDtypeStructs; nothing is allocated."""
+    state = jax.eval_shape(partial(init, config), jax.random.key(0))
+    return state, jax.eval_shape(partial(example_batch, config, batch=batch))

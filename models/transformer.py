@@ -1,0 +1,283 @@
+"""A decoder-only transformer: GPT-2, Llama 3 and Gemma, by configuration.
+
+GPT-2 (Radford et al. 2019): LayerNorm, learned positions, GELU, biases, tied
+embeddings. Llama 3 (Grattafiori et al. 2024): RMSNorm, rotary positions, SwiGLU,
+grouped-query attention, no biases. No dropout; no rescaling of rotary frequencies
+(Llama 3.1's, for contexts beyond 8,192).
+
+Shapes: B batch, S and T sequence (queries, keys), V vocabulary, D width, N query
+heads, K key/value heads, G = N/K queries per key/value head, H head, F hidden.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from models.annotate import name
+from models.training import Batch, Params, State, TrainStep, make_train_step, new_state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A decoder; the letters are the shapes above."""
+
+    layers: int
+    vocab: int  # V
+    context: int  # the longest sequence
+    width: int  # D
+    heads: int  # N
+    kv_heads: int  # K, divides N
+    head_dim: int  # H
+    hidden: int  # F
+    norm: Literal["layernorm", "rmsnorm"]
+    norm_epsilon: float = 1e-5
+    positions: Literal["learned", "rotary"]
+    rotary_base: float = 10_000.0
+    activation: Literal["gelu", "swiglu", "geglu"]
+    biases: bool
+    tied: bool  # the embedding is also the output projection
+    scale_embedding: bool = False  # by √D, as in Gemma
+    compute_dtype: str = "bfloat16"
+    learning_rate: float = 3e-4
+
+
+def gpt2(*, layers: int, width: int, heads: int, vocab: int = 50_257, context: int = 1024) -> Config:
+    """GPT-2; sizes from Radford et al. 2019, table 2."""
+    return Config(
+        layers=layers,
+        vocab=vocab,
+        context=context,
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=width // heads,
+        hidden=4 * width,
+        norm="layernorm",
+        positions="learned",
+        activation="gelu",
+        biases=True,
+        tied=True,
+    )
+
+
+def llama3(
+    *,
+    layers: int,
+    width: int,
+    heads: int,
+    hidden: int,
+    kv_heads: int = 8,
+    vocab: int = 128_256,
+    context: int = 8192,
+) -> Config:
+    """Llama 3; sizes from Grattafiori et al. 2024, table 3."""
+    return Config(
+        layers=layers,
+        vocab=vocab,
+        context=context,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=width // heads,
+        hidden=hidden,
+        norm="rmsnorm",
+        positions="rotary",
+        rotary_base=500_000.0,
+        activation="swiglu",
+        biases=False,
+        tied=False,
+    )
+
+
+CONFIGS = {
+    "tiny-gpt2": gpt2(layers=2, width=64, heads=8, vocab=256, context=32),
+    "gpt2-small": gpt2(layers=12, width=768, heads=12),
+    "gpt2-medium": gpt2(layers=24, width=1024, heads=16),
+    "gpt2-large": gpt2(layers=36, width=1280, heads=20),
+    "gpt2-xl": gpt2(layers=48, width=1600, heads=25),
+    "tiny-llama": llama3(layers=2, width=64, heads=8, kv_heads=4, hidden=128, vocab=256, context=32),
+    "llama3-8b": llama3(layers=32, width=4096, heads=32, hidden=14_336),
+    "llama3-70b": llama3(layers=80, width=8192, heads=64, hidden=28_672),
+    "llama3-405b": llama3(layers=126, width=16_384, heads=128, hidden=53_248),
+    "gemma-7b": Config(  # Gemma Team 2024, table 1
+        layers=28,
+        vocab=256_000,
+        context=8192,
+        width=3072,
+        heads=16,
+        kv_heads=16,
+        head_dim=256,
+        hidden=24_576,
+        norm="rmsnorm",
+        norm_epsilon=1e-6,
+        positions="rotary",
+        activation="geglu",
+        biases=False,
+        tied=True,
+        scale_embedding=True,
+    ),
+}
+
+
+def init_params(config: Config, key: jax.Array) -> Params:
+    """GPT-2's: normal of deviation 0.02, smaller by √(2L) where a residual branch ends."""
+    D, N, K, H, F = config.width, config.heads, config.kv_heads, config.head_dim, config.hidden
+    deviation = 0.02
+    branch_end = deviation * (2 * config.layers) ** -0.5
+    embed_key, position_key, head_key, layers_key = jax.random.split(key, 4)
+
+    def normal(key: jax.Array, shape: tuple[int, ...], deviation: float = deviation) -> jax.Array:
+        return deviation * jax.random.normal(key, shape)
+
+    def new_norm() -> Params:
+        scale = {"scale": jnp.ones(D)}
+        return scale | {"bias": jnp.zeros(D)} if config.norm == "layernorm" else scale
+
+    def new_layer(key: jax.Array) -> Params:
+        q, k, v, o, gate, up, down = jax.random.split(key, 7)
+        layer: Params = {
+            "attention_norm": new_norm(),
+            "wq": normal(q, (D, N, H)),
+            "wk": normal(k, (D, K, H)),
+            "wv": normal(v, (D, K, H)),
+            "wo": normal(o, (N, H, D), branch_end),
+            "mlp_norm": new_norm(),
+            "w_up": normal(up, (D, F)),
+            "w_down": normal(down, (F, D), branch_end),
+        }
+        if config.activation != "gelu":
+            layer["w_gate"] = normal(gate, (D, F))
+        if config.biases:
+            shapes = {"bq": (N, H), "bk": (K, H), "bv": (K, H), "bo": (D,), "b_up": (F,), "b_down": (D,)}
+            layer |= {bias: jnp.zeros(shape) for bias, shape in shapes.items()}
+        return layer
+
+    params: Params = {
+        "embed": normal(embed_key, (config.vocab, D)),
+        "layers": [new_layer(k) for k in jax.random.split(layers_key, config.layers)],
+        "final_norm": new_norm(),
+    }
+    if config.positions == "learned":
+        params["pos_embed"] = normal(position_key, (config.context, D))
+    if not config.tied:
+        params["lm_head"] = normal(head_key, (D, config.vocab))
+    return params
+
+
+def init(config: Config, key: jax.Array) -> State:
+    """Parameters, AdamW state and step 0, in float32."""
+    return new_state(init_params(config, key), config.learning_rate)
+
+
+def project(letters: str, x: jax.Array, layer: Params, weight: str, bias: str) -> jax.Array:
+    """Einsum of an activation and a weight, plus the bias if there is one, in `x`'s dtype."""
+    out = jnp.einsum(letters, x, layer[weight].astype(x.dtype))
+    return out + layer[bias].astype(x.dtype) if bias in layer else out
+
+
+def normalize(config: Config, norm: Params, x: jax.Array) -> jax.Array:
+    """LayerNorm or RMSNorm over the last dimension, in float32."""
+    y = x.astype(jnp.float32)
+    if config.norm == "layernorm":
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + config.norm_epsilon)
+    y = y * norm["scale"]
+    if config.norm == "layernorm":
+        y = y + norm["bias"]
+    return y.astype(x.dtype)
+
+
+def rotation(config: Config, sequence: int) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of the angle of position s at frequency i: [S, 1, H/2] each."""
+    exponent = jnp.arange(0, config.head_dim, 2) / config.head_dim
+    angle = jnp.arange(sequence)[:, None, None] * config.rotary_base**-exponent
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turns each pair (x[i], x[i + H/2]) of [B, S, N, H] by its angle (Su et al. 2021)."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def attention(config: Config, layer: Params, x: jax.Array) -> jax.Array:
+    """Causal attention, [B, S, D] -> [B, S, D]; each key/value head serves G query heads."""
+    B, S, _ = x.shape
+    N, K, H = config.heads, config.kv_heads, config.head_dim
+    q = name(project("bsd,dnh->bsnh", x, layer, "wq", "bq"), "heads")
+    k = name(project("btd,dkh->btkh", x, layer, "wk", "bk"), "heads")
+    v = name(project("btd,dkh->btkh", x, layer, "wv", "bv"), "heads")
+    if config.positions == "rotary":
+        cos, sin = rotation(config, S)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+
+    q = q.reshape(B, S, K, N // K, H) * H**-0.5
+    scores = jnp.einsum("bskgh,btkh->bksgt", q, k).astype(jnp.float32)
+    causal = jnp.arange(S)[:, None, None] >= jnp.arange(S)
+    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)).astype(x.dtype)
+    mixed = jnp.einsum("bksgt,btkh->bskgh", weights, v).reshape(B, S, N, H)
+    return project("bsnh,nhd->bsd", name(mixed, "heads"), layer, "wo", "bo")
+
+
+def mlp(config: Config, layer: Params, x: jax.Array) -> jax.Array:
+    """Up, activate (gated or not), down: [B, S, D] -> [B, S, D]."""
+    hidden = project("bsd,df->bsf", x, layer, "w_up", "b_up")
+    if config.activation == "gelu":
+        hidden = jax.nn.gelu(hidden)
+    else:
+        activation = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}[config.activation]
+        hidden = hidden * activation(project("bsd,df->bsf", x, layer, "w_gate", "b_gate"))
+    return project("bsf,fd->bsd", name(hidden, "hidden"), layer, "w_down", "b_down")
+
+
+def block(config: Config, layer: Params, x: jax.Array) -> jax.Array:
+    """One pre-norm layer: [B, S, D] -> [B, S, D]."""
+    x = name(x + attention(config, layer, normalize(config, layer["attention_norm"], x)), "residual")
+    return name(x + mlp(config, layer, normalize(config, layer["mlp_norm"], x)), "residual")
+
+
+def forward(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
+    """Tokens [B, S] -> logits [B, S, V] in float32."""
+    x = params["embed"][tokens]
+    if config.scale_embedding:
+        x = x * config.width**0.5
+    if config.positions == "learned":
+        x = x + params["pos_embed"][: tokens.shape[1]]
+    x = name(x.astype(config.compute_dtype), "residual")
+    for layer in params["layers"]:
+        x = block(config, layer, x)
+    x = normalize(config, params["final_norm"], x)
+    if config.tied:
+        logits = jnp.einsum("bsd,vd->bsv", x, params["embed"].astype(x.dtype))
+    else:
+        logits = jnp.einsum("bsd,dv->bsv", x, params["lm_head"].astype(x.dtype))
+    return name(logits, "logits").astype(jnp.float32)
+
+
+def loss(config: Config, params: Params, batch: Batch) -> jax.Array:
+    """Mean cross-entropy of the next token, in nats."""
+    log_probs = jax.nn.log_softmax(forward(config, params, batch["tokens"]))
+    return -jnp.mean(jnp.take_along_axis(log_probs, batch["targets"][..., None], axis=-1))
+
+
+def train_step(config: Config) -> TrainStep:
+    """`(state, batch) -> (state, loss)`."""
+    return make_train_step(partial(loss, config), config.learning_rate)
+
+
+def example_batch(config: Config, *, batch: int = 8, sequence: int | None = None, seed: int = 0) -> Batch:
+    """Random tokens and, as targets, the same tokens one to the left: [B, S] each."""
+    length = config.context if sequence is None else sequence
+    if length > config.context:
+        raise ValueError(f"a sequence of {length} is longer than the context of {config.context}")
+    tokens = jax.random.randint(jax.random.key(seed), (batch, length + 1), 0, config.vocab)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def example_args(config: Config, *, batch: int = 8, sequence: int | None = None) -> tuple[State, Batch]:
+    """`(state, batch)` as ShapeDtypeStructs; nothing is allocated."""
+    state = jax.eval_shape(partial(init, config), jax.random.key(0))
+    return state, jax.eval_shape(partial(example_batch, config, batch=batch, sequence=sequence))
