@@ -14,7 +14,7 @@ all shards but the first the operation's identity in its place.
 from collections.abc import Sequence
 
 import numpy as np
-from jax import dtypes
+from jax import numpy as jnp
 
 from autoshard.graph import Aval, Eqn
 from autoshard.rules.rule import Dim, FactorKind, RuleBuilder, ShardingRule, register
@@ -169,5 +169,5 @@ def _fill_is_its_own_sum(eqn: Eqn) -> bool:
     if getattr(eqn.params["mode"], "name", "") != "FILL_OR_DROP":
         return True
     fill = eqn.params["fill_value"]
-    inexact = dtypes.issubdtype(eqn.operands[0].dtype, np.inexact)
+    inexact = jnp.issubdtype(eqn.operands[0].dtype, np.inexact)
     return fill == 0 or (inexact and (fill is None or bool(np.isnan(fill))))

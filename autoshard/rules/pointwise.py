@@ -7,7 +7,7 @@ type: that is the contract of every partial sum in a reduced precision.
 """
 
 import numpy as np
-from jax import dtypes
+from jax import numpy as jnp
 
 from autoshard.graph import Aval, Eqn
 from autoshard.rules.rule import Dim, FactorKind, RuleBuilder, ShardingRule, register
@@ -87,4 +87,4 @@ def _linear(eqn: Eqn) -> tuple[frozenset[int], ...]:
 def _keeps_sums(eqn: Eqn) -> bool:
     """Whether the dtypes let a sum through: no truncation to integers or booleans."""
     source, target = eqn.operands[0].dtype, eqn.results[0].dtype
-    return source == target or (dtypes.issubdtype(source, np.inexact) and dtypes.issubdtype(target, np.inexact))
+    return source == target or (jnp.issubdtype(source, np.inexact) and jnp.issubdtype(target, np.inexact))
