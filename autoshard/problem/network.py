@@ -35,6 +35,7 @@ class Hinge:
     strategy_coef: Int
     cell: Int
     cell_coef: Int
+    constant: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,7 @@ class Problem:
     usage: Int  # bytes
     usage_limit: int | None = None
     hinges: tuple[Hinge, ...] = ()
+    offset: int = 0  # part of the objective that no choice changes
     unit_s: float = 1.0
     names: tuple[str, ...] = field(default=())  # optional, one per node, for messages
 

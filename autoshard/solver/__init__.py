@@ -1,5 +1,7 @@
 """Problem → Solution: the best choice found, a bound on any choice, and their gap."""
 
+from autoshard.solver.evaluate import Evaluation, evaluate
 from autoshard.solver.solution import Solution, Status
+from autoshard.solver.solver import solve
 
-__all__ = ["Solution", "Status"]
+__all__ = ["Evaluation", "Solution", "Status", "evaluate", "solve"]

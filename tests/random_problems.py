@@ -1,0 +1,100 @@
+"""Random small problems, and their optimum by enumeration of every choice at once."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.problem.network import INF, Hinge, Int, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """The optimum of a problem; None where no choice is finite, or none fits."""
+
+    objective: int | None
+    smallest_peak: int | None  # over finite choices
+
+
+def random_problem(rng: np.random.Generator, *, nodes: int = 6, strategies: int = 4, hinges: int = 0) -> Problem:
+    """Returns a network of few nodes; about a third of the edges join nodes functionally."""
+    n = int(rng.integers(1, nodes + 1))
+    sizes = rng.integers(1, strategies + 1, n)
+    start = np.concatenate([[0], np.cumsum(sizes)])
+    cost = rng.integers(0, 30, start[-1])
+    cost[rng.random(len(cost)) < 0.04] = INF
+    pairs = [(u, v) for u in range(n) for v in range(n) if u != v and rng.random() < rng.choice([0.15, 0.35])]
+    cells: list[Int] = []
+    for u, v in pairs:
+        table = rng.integers(0, 40, (sizes[u], sizes[v]))
+        kind = rng.random()
+        if kind < 0.3:
+            follows = rng.integers(0, sizes[v], sizes[u])
+            table[np.arange(sizes[v])[None, :] != follows[:, None]] = INF
+        elif kind < 0.5:
+            table = rng.integers(0, 9, (sizes[u], 1)) + rng.integers(0, 9, (1, sizes[v]))
+        elif kind < 0.8:
+            table[rng.random(table.shape) < 0.25] = INF
+        cells.append(table.reshape(-1))
+    edge_cost = np.concatenate([*cells, np.zeros(0, dtype=np.int64)]).astype(np.int64)
+    edge_start = np.concatenate([[0], np.cumsum([len(c) for c in cells])]).astype(np.int64)
+    use_node = rng.integers(0, n, rng.integers(0, 2 * n + 1))
+    begin = rng.integers(0, 6, len(use_node))
+    usage = [rng.integers(0, 20, sizes[v]) for v in use_node]
+    made: list[Hinge] = []
+    for _ in range(hinges):
+        strategy = np.flatnonzero(rng.random(len(cost)) < 0.4)
+        cell = np.flatnonzero(rng.random(len(edge_cost)) < 0.2)
+        made.append(
+            Hinge(
+                strategy=strategy,
+                strategy_coef=rng.integers(-25, 26, len(strategy)),
+                cell=cell,
+                cell_coef=rng.integers(-25, 26, len(cell)),
+                constant=int(rng.integers(-20, 21)),
+            )
+        )
+    return Problem(
+        start=start,
+        cost=cost,
+        edge_nodes=np.array(pairs, dtype=np.int64).reshape(-1, 2),
+        edge_start=edge_start,
+        edge_cost=edge_cost,
+        use_node=use_node,
+        use_interval=np.stack([begin, begin + rng.integers(0, 4, len(begin))], axis=1),
+        use_start=np.concatenate([[0], np.cumsum([len(u) for u in usage])]).astype(np.int64),
+        usage=np.concatenate([*usage, np.zeros(0, dtype=np.int64)]).astype(np.int64),
+        usage_limit=int(rng.integers(5, 60)),
+        hinges=tuple(made),
+        offset=int(rng.integers(-5, 6)),
+    )
+
+
+def brute_force(problem: Problem) -> Truth:
+    """Prices every choice at once; for problems of a few thousand choices."""
+    sizes = np.diff(problem.start)
+    choice = np.stack(np.unravel_index(np.arange(np.prod(sizes)), tuple(sizes)))  # node × choice
+    strategy = problem.start[:-1, None] + choice
+    total = problem.cost[strategy].sum(axis=0) + problem.offset
+    bad = (problem.cost[strategy] >= INF).any(axis=0)
+    u, v = problem.edge_nodes.T
+    cell = problem.edge_start[:-1, None] + choice[u] * sizes[v][:, None] + choice[v]
+    total += problem.edge_cost[cell].sum(axis=0)
+    bad |= (problem.edge_cost[cell] >= INF).any(axis=0)
+    for hinge in problem.hinges:
+        of_strategy = np.zeros(len(problem.cost), dtype=np.int64)
+        of_strategy[hinge.strategy] = hinge.strategy_coef
+        of_cell = np.zeros(len(problem.edge_cost), dtype=np.int64)
+        of_cell[hinge.cell] = hinge.cell_coef
+        value = of_strategy[strategy].sum(axis=0) + of_cell[cell].sum(axis=0) + hinge.constant
+        total += np.maximum(0, value)
+    chosen = problem.usage[problem.use_start[:-1, None] + choice[problem.use_node]]
+    peak = np.zeros(choice.shape[1], dtype=np.int64)
+    for t in range(int(problem.use_interval.max(initial=0))):
+        alive = (problem.use_interval[:, 0] <= t) & (t < problem.use_interval[:, 1])
+        peak = np.maximum(peak, chosen[alive].sum(axis=0))
+    finite = ~bad
+    fits = finite & (peak <= problem.usage_limit if problem.usage_limit is not None else True)
+    return Truth(
+        objective=int(total[fits].min()) if fits.any() else None,
+        smallest_peak=int(peak[finite].min()) if finite.any() else None,
+    )
