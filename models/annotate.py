@@ -13,7 +13,7 @@ stood in the model. One caution: `jax.jit` caches traces by function, so the hoo
 must wrap the outermost jit, never sit inside one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -31,7 +31,7 @@ def name(x: jax.Array, label: str) -> jax.Array:
 
 
 @contextmanager
-def hooked(hook: Hook) -> Iterator[None]:
+def hooked(hook: Hook) -> Generator[None, None, None]:
     """Every `name(x, label)` traced in this scope returns `hook(x, label)`."""
     token = _hook.set(hook)
     try:

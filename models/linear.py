@@ -52,7 +52,7 @@ def forward(config: Config, params: Params, x: jax.Array) -> jax.Array:
     """[B, D] -> [B, D]."""
     x = x.astype(config.compute_dtype)
     for i, layer in enumerate(params["layers"]):
-        x = name(x @ layer["w"].astype(x.dtype), f"layers[{i}]")
+        x = name(x @ layer["w"].astype(x.dtype), f"layers.{i}")
     return x
 
 

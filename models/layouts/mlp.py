@@ -1,0 +1,20 @@
+"""Hand-written layouts of `models.mlp`: w_up [D, F], w_down [F, D], activations [B, ·]."""
+
+from jax.sharding import PartitionSpec as P
+
+from models.layouts.hand import SpecOf
+from models.layouts.recipes import Axes, Recipe, joined
+
+
+def parameters(stored: Axes, model: Axes) -> SpecOf:
+    """By path; `stored` splits each weight once more, along D."""
+    table = {"w_up": P(stored, model), "w_down": P(model, stored)}
+    return lambda path: table[path.rpartition(".")[2]]
+
+
+def activations(recipe: Recipe) -> SpecOf:
+    """By label; rows are tokens here, so that `sequence` splits them once more."""
+    return {
+        "residual": P(joined(recipe.batch, recipe.sequence), None),
+        "hidden": P(recipe.batch, recipe.model),
+    }.__getitem__

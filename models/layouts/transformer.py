@@ -1,0 +1,49 @@
+"""Hand-written layouts of `models.transformer`.
+
+Column split: heads, hidden units and vocabulary over the model axis; row split: what
+contracts them. The stored split is along D everywhere. Norms, and biases that no
+column split touches, are whole: they are small.
+
+The model axis must divide the key/value heads, and the vocabulary: Megatron pads
+GPT-2's 50,257 to a multiple of 128 times the axis; build with `vocab=` to match.
+"""
+
+from jax.sharding import PartitionSpec as P
+
+from models.layouts.hand import SpecOf
+from models.layouts.recipes import Axes, Recipe
+
+
+def parameters(stored: Axes, model: Axes) -> SpecOf:
+    """By path; `stored` splits each matrix once more, along D."""
+    table = {
+        "embed": P(model, stored),  # [V, D]
+        "pos_embed": P(None, stored),  # [C, D]
+        "lm_head": P(stored, model),  # [D, V]
+        "wq": P(stored, model, None),  # [D, N, H]
+        "wk": P(stored, model, None),  # [D, K, H]
+        "wv": P(stored, model, None),
+        "wo": P(model, None, stored),  # [N, H, D]
+        "bq": P(model, None),  # [N, H]
+        "bk": P(model, None),  # [K, H]
+        "bv": P(model, None),
+        "bo": P(None),  # [D]
+        "w_gate": P(stored, model),  # [D, F]
+        "w_up": P(stored, model),
+        "w_down": P(model, stored),  # [F, D]
+        "b_up": P(model),  # [F]
+        "b_down": P(None),  # [D]
+        "scale": P(None),  # [D]
+        "bias": P(None),
+    }
+    return lambda path: table[path.rpartition(".")[2]]
+
+
+def activations(recipe: Recipe) -> SpecOf:
+    """By label."""
+    return {
+        "residual": P(recipe.batch, recipe.sequence, None),  # [B, S, D]
+        "heads": P(recipe.batch, None, recipe.model, None),  # [B, S, N or K, H]
+        "hidden": P(recipe.batch, None, recipe.model),  # [B, S, F]
+        "logits": P(recipe.batch, None, recipe.model),  # [B, S, V]
+    }.__getitem__
