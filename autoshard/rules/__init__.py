@@ -3,13 +3,21 @@
 Importing this package registers every family.
 """
 
-from autoshard.rules import contraction, indexing, pointwise, random, reduction, shape
+from autoshard.rules import contraction as contraction
+from autoshard.rules import control_flow as control_flow
+from autoshard.rules import indexing as indexing
+from autoshard.rules import linalg as linalg
+from autoshard.rules import pointwise as pointwise
+from autoshard.rules import random as random
+from autoshard.rules import reduction as reduction
+from autoshard.rules import refused as refused
+from autoshard.rules import shape as shape
 from autoshard.rules.rule import (
     Factor,
     FactorKind,
     RuleBuilder,
     ShardingRule,
-    refused,
+    refusals,
     register,
     registered,
     rule_of,
@@ -20,14 +28,8 @@ __all__ = [
     "FactorKind",
     "RuleBuilder",
     "ShardingRule",
-    "contraction",
-    "indexing",
-    "pointwise",
-    "random",
-    "reduction",
-    "refused",
+    "refusals",
     "register",
     "registered",
     "rule_of",
-    "shape",
 ]

@@ -40,10 +40,17 @@ def dynamic_slice(eqn: Eqn) -> ShardingRule:
 
 @register("dynamic_update_slice")
 def dynamic_update_slice(eqn: Eqn) -> ShardingRule:
-    """Dimensions replaced in full pass; replaced windows must be whole."""
+    """Dimensions replaced in full pass, and so does a dimension of which one row is replaced.
+
+    The row's owner writes it, the other shards write nothing (a token's keys and values
+    go into a cache that is split along the sequence). Longer windows must be whole.
+    """
     operand, update, *starts = eqn.operands
     build = RuleBuilder()
-    pairs = [_full_or_whole(build, size, window) for size, window in zip(operand.shape, update.shape, strict=True)]
+    pairs = [
+        [*build.dims((size,)), ()] if window == 1 else _full_or_whole(build, size, window)
+        for size, window in zip(operand.shape, update.shape, strict=True)
+    ]
     dims = [pair[0] for pair in pairs]
     scalars: list[list[Dim]] = [[] for _ in starts]
     return build.rule([dims, [pair[1] for pair in pairs], *scalars], [dims], (frozenset({0, 1}),))

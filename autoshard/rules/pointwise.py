@@ -24,7 +24,7 @@ NONLINEAR = (
 LINEAR_TOGETHER = ("add", "add_any", "complex", "sub")  # all operands unreduced
 LINEAR_IN_FIRST = (
     *("conj", "convert_element_type", "copy", "copy_p", "div", "imag", "name", "neg", "real"),
-    *("reduce_precision", "sharding_constraint", "stop_gradient"),
+    *("reduce_precision", "sharding_constraint", "stage", "stop_gradient"),
 )
 LINEAR_IN_EACH = ("mul",)  # any one operand unreduced
 
@@ -58,12 +58,12 @@ def select_n(eqn: Eqn) -> ShardingRule:
     return build.rule(operands, [dims], (frozenset(range(1, len(operands))),))
 
 
-@register("optimization_barrier", "device_put")
+@register("dce_sink", "device_put", "optimization_barrier")
 def each_on_its_own(eqn: Eqn) -> ShardingRule:
-    """The identity on several values: each keeps its own factors."""
+    """The identity on several values (or their mere use): each keeps its own factors."""
     build = RuleBuilder()
     dims = [build.dims(operand.shape) for operand in eqn.operands]
-    return build.rule(dims, dims, (frozenset(range(len(dims))),))
+    return build.rule(dims, dims[: len(eqn.results)], (frozenset(range(len(dims))),))
 
 
 def _aligned(operand: Aval, result: Aval, dims: list[Dim]) -> list[Dim]:

@@ -1,9 +1,15 @@
-"""Reduction: a dimension is summed, maximised, scanned or windowed away."""
+"""Reduction: a dimension is summed, maximised, scanned or windowed away.
+
+A split reduced dimension leaves partial results. Those of `argmax` and `argmin` are
+(value, index) pairs: the compiler gathers the pairs of all shards and reduces again.
+"""
 
 from autoshard.graph import Eqn
-from autoshard.rules.rule import Dim, FactorKind, RuleBuilder, ShardingRule, register
+from autoshard.rules.rule import Dim, FactorKind, RuleBuilder, ShardingRule, register, shifted
 
 REDUCTIONS = {
+    "argmax": "argmax",
+    "argmin": "argmin",
     "reduce_and": "and",
     "reduce_max": "max",
     "reduce_min": "min",
@@ -12,6 +18,8 @@ REDUCTIONS = {
     "reduce_sum": "sum",
     "reduce_xor": "xor",
 }
+CUMULATIVE = ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")
+WINDOWED = ("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum")
 FIRST = (frozenset({0}),)
 
 
@@ -28,27 +36,74 @@ def reduce(eqn: Eqn) -> ShardingRule:
     return build.rule([dims], [kept], FIRST if operation == "sum" else ())
 
 
-@register("argmax", "argmin")
-def arg_reduce(eqn: Eqn) -> ShardingRule:
-    """The searched dimension must be whole: partial results are (value, index) pairs."""
-    return _along(eqn, set(eqn.params["axes"]), drop=True)
-
-
-@register("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")
-def cumulative(eqn: Eqn) -> ShardingRule:
-    """The scanned dimension must be whole; the others pass."""
-    return _along(eqn, {eqn.params["axis"]}, drop=False)
-
-
-def _along(eqn: Eqn, axes: set[int], *, drop: bool) -> ShardingRule:
-    """Dimensions in `axes` must be whole, and vanish from the result if `drop`."""
+@register("reduce")
+def reduce_by_function(eqn: Eqn) -> ShardingRule:
+    """Dimensions reduced with the user's own function must be whole; initial values are scalars."""
+    arrays, reduced = len(eqn.results), set(eqn.params["dimensions"])
     build = RuleBuilder()
     dims = [
-        _dim(build, size, FactorKind.REPLICATE if d in axes else FactorKind.PASS)
+        _dim(build, size, FactorKind.REPLICATE if d in reduced else FactorKind.PASS)
         for d, size in enumerate(eqn.operands[0].shape)
     ]
-    kept = [dim for d, dim in enumerate(dims) if not (drop and d in axes)]
-    return build.rule([dims], [kept], FIRST if eqn.primitive == "cumsum" else ())
+    kept = [dim for d, dim in enumerate(dims) if d not in reduced]
+    scalars: list[list[Dim]] = [[]] * arrays
+    return build.rule([dims] * arrays + scalars, [kept] * arrays)
+
+
+@register(*CUMULATIVE)
+def cumulative(eqn: Eqn) -> ShardingRule:
+    """The scanned dimension must be whole; the others pass."""
+    build = RuleBuilder()
+    dims = [
+        _dim(build, size, FactorKind.REPLICATE if d == eqn.params["axis"] else FactorKind.PASS)
+        for d, size in enumerate(eqn.operands[0].shape)
+    ]
+    return build.rule([dims], [dims], FIRST if eqn.primitive == "cumsum" else ())
+
+
+@register(*WINDOWED)
+def reduce_window(eqn: Eqn) -> ShardingRule:
+    """Dimensions whose windows do not overlap pass; the others need a halo."""
+    arrays, (out, *_) = len(eqn.results), eqn.results
+    build = RuleBuilder()
+    pairs = [_windowed(build, eqn, d, size, out.shape[d]) for d, size in enumerate(eqn.operands[0].shape)]
+    scalars: list[list[Dim]] = [[]] * (len(eqn.operands) - arrays)
+    operands = [[pair[0] for pair in pairs]] * arrays + scalars
+    linear = FIRST if eqn.primitive == "reduce_window_sum" else ()
+    return build.rule(operands, [[pair[1] for pair in pairs]] * arrays, linear)
+
+
+@register("select_and_gather_add")
+def select_and_gather_add(eqn: Eqn) -> ShardingRule:
+    """Tangents follow the operand that selects; linear in the tangents."""
+    tangents, out = eqn.operands[0], eqn.results[0]
+    build = RuleBuilder()
+    pairs = [_windowed(build, eqn, d, size, out.shape[d]) for d, size in enumerate(tangents.shape)]
+    return build.rule([[pair[0] for pair in pairs]] * 2, [[pair[1] for pair in pairs]], FIRST)
+
+
+@register("select_and_scatter", "select_and_scatter_add")
+def select_and_scatter(eqn: Eqn) -> ShardingRule:
+    """The transpose of a window's selection: the source has one element per window."""
+    add = eqn.primitive == "select_and_scatter_add"
+    source, operand = (eqn.operands[0], eqn.operands[1]) if add else (eqn.operands[1], eqn.operands[0])
+    build = RuleBuilder()
+    pairs = [_windowed(build, eqn, d, size, source.shape[d]) for d, size in enumerate(operand.shape)]
+    dims, per_window = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    scalars: list[list[Dim]] = [[]] * (len(eqn.operands) - 2)
+    operands = [per_window, dims] if add else [dims, per_window, *scalars]
+    return build.rule(operands, [dims], FIRST if add else ())
+
+
+def _windowed(build: RuleBuilder, eqn: Eqn, d: int, size: int, windows: int) -> list[Dim]:
+    """Dimension `d` of the array under the windows, and of the array of windows."""
+    window, stride = eqn.params["window_dimensions"][d], eqn.params["window_strides"][d]
+    dilations = [eqn.params[key][d] for key in ("base_dilation", "window_dilation") if key in eqn.params]
+    unpadded = tuple(eqn.params["padding"][d]) == (0, 0)
+    if unpadded and window == stride and size == windows * window and set(dilations) <= {1}:
+        passing = _dim(build, windows)
+        return [(*passing, *_dim(build, window, FactorKind.REPLICATE)), passing]
+    return shifted(build, size, windows)
 
 
 def _dim(build: RuleBuilder, size: int, kind: FactorKind = FactorKind.PASS, operation: str = "") -> Dim:

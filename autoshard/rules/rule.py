@@ -16,7 +16,7 @@ import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from math import prod
+from math import gcd, prod
 
 from autoshard.errors import MissingRuleError, RuleError
 from autoshard.graph import Eqn
@@ -37,7 +37,7 @@ class Factor:
 
     size: int
     kind: FactorKind = FactorKind.PASS
-    reduction: str = ""  # "sum", "max", "min", "prod", "and", "or", "xor"
+    reduction: str = ""  # "sum", "max", "min", "prod", "and", "or", "xor", "argmax", "argmin"
 
     def __post_init__(self) -> None:
         if (self.kind is FactorKind.REDUCTION) != bool(self.reduction):
@@ -135,6 +135,19 @@ class RuleBuilder:
         )
 
 
+def shifted(build: RuleBuilder, *sizes: int) -> list[Dim]:
+    """One dimension of several values whose elements shift against each other.
+
+    The greatest common divisor of the sizes is one permutation factor of all of them;
+    what remains of each size must be whole.
+    """
+    common = gcd(*sizes)
+    if common == 0:
+        return [build.dims((size,), FactorKind.REPLICATE)[0] for size in sizes]
+    major = build.dims((common,), FactorKind.PERMUTATION)[0]
+    return [(*major, *build.dims((size // common,), FactorKind.REPLICATE)[0]) for size in sizes]
+
+
 RuleFn = Callable[[Eqn], ShardingRule]
 _REGISTRY: dict[str, RuleFn] = {}
 _REFUSED: dict[str, str] = {}
@@ -166,7 +179,7 @@ def registered() -> frozenset[str]:
     return frozenset(_REGISTRY)
 
 
-def refused() -> Mapping[str, str]:
+def refusals() -> Mapping[str, str]:
     """Primitives that are declared as not sharded, with the reason of each."""
     return dict(_REFUSED)
 

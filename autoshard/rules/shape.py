@@ -2,14 +2,14 @@
 
 Reshape needs compound factors, as in Shardy: `[B·S] -> [B,S]` has the factors b and s,
 and its operand's one dimension is (b, s), major to minor. Where a dimension is cut or
-extended (`slice`, `pad`, `concatenate`, …) shard boundaries of operand and result do
+extended (`slice`, `pad`, `split`) shard boundaries of operand and result do
 not meet: the largest common factor is a permutation, the rest must be whole.
 """
 
 from math import gcd
 
 from autoshard.graph import Eqn
-from autoshard.rules.rule import Dim, FactorKind, RuleBuilder, ShardingRule, register
+from autoshard.rules.rule import Dim, FactorKind, RuleBuilder, ShardingRule, register, shifted
 
 FIRST = (frozenset({0}),)
 
@@ -28,13 +28,15 @@ def broadcast_in_dim(eqn: Eqn) -> ShardingRule:
 
 @register("concatenate")
 def concatenate(eqn: Eqn) -> ShardingRule:
-    """The joined dimension is a permutation, the others pass."""
+    """The joined dimension must be whole (no neighbour exchange joins it), the others pass."""
     axis, (out,) = eqn.params["dimension"], eqn.results
     build = RuleBuilder()
-    result = [*build.dims(out.shape[:axis]), (), *build.dims(out.shape[axis + 1 :])]
-    *joined, result[axis] = shifted(build, *(operand.shape[axis] for operand in eqn.operands), out.shape[axis])
-    operands = [[*result[:axis], dim, *result[axis + 1 :]] for dim in joined]
-    return build.rule(operands, [result], (frozenset(range(len(operands))),))
+    before, after = build.dims(out.shape[:axis]), build.dims(out.shape[axis + 1 :])
+    operands, (result,) = (
+        [[*before, *build.dims((aval.shape[axis],), FactorKind.REPLICATE), *after] for aval in side]
+        for side in (eqn.operands, eqn.results)
+    )
+    return build.rule(operands, [result], _all_operands(eqn))
 
 
 @register("expand_dims", "reshape", "squeeze")
@@ -45,11 +47,12 @@ def reshape(eqn: Eqn) -> ShardingRule:
     return build.rule([operand], [result], FIRST)
 
 
-@register("iota", "empty", "empty2", "full")
+@register("empty", "empty2", "iota", "iota_2x32_shape")
 def creation(eqn: Eqn) -> ShardingRule:
-    """Each shard makes its own part; operands, if any, are scalars."""
+    """Each shard makes its own part."""
     build = RuleBuilder()
-    return build.rule([[] for _ in eqn.operands], [build.dims(eqn.results[0].shape)])
+    dims = build.dims(eqn.results[0].shape)
+    return build.rule([], [dims for _ in eqn.results])
 
 
 @register("pad", "slice")
@@ -185,19 +188,6 @@ def refine(build: RuleBuilder, source: tuple[int, ...], target: tuple[int, ...])
         if right == 1:
             right = target[j] if j < len(target) else 1
     return [tuple(dim) for dim in ins], [tuple(dim) for dim in outs]
-
-
-def shifted(build: RuleBuilder, *sizes: int) -> list[Dim]:
-    """One dimension of several values whose elements shift against each other.
-
-    The greatest common divisor of the sizes is one permutation factor of all of them;
-    what remains of each size must be whole.
-    """
-    common = gcd(*sizes)
-    if common == 0:
-        return [build.dims((size,), FactorKind.REPLICATE)[0] for size in sizes]
-    major = build.dims((common,), FactorKind.PERMUTATION)[0]
-    return [(*major, *build.dims((size // common,), FactorKind.REPLICATE)[0]) for size in sizes]
 
 
 def _same(build: RuleBuilder, size: int, kind: FactorKind = FactorKind.PASS) -> list[Dim]:

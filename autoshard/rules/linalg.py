@@ -1,0 +1,54 @@
+"""Linalg: decompositions, solves and Fourier transforms, one matrix (or line) at a time.
+
+Leading batch dimensions pass. The dimensions that one kernel call works on must be
+whole: neither XLA's partitioner nor the vendor libraries behind the calls split them.
+"""
+
+from autoshard.graph import Eqn
+from autoshard.rules.rule import FactorKind, RuleBuilder, ShardingRule, register
+
+# Trailing dimensions of the first operand that one kernel call works on.
+KERNEL_RANK = {
+    "cholesky": 2,
+    "cholesky_update": 2,
+    "eig": 2,
+    "eigh": 2,
+    "hessenberg": 2,
+    "householder_product": 2,
+    "lu": 2,
+    "lu_pivots_to_permutation": 1,
+    "ormqr": 2,
+    "qr": 2,
+    "schur": 2,
+    "svd": 2,
+    "symmetric_product": 2,
+    "triangular_solve": 2,
+    "tridiagonal": 2,
+    "tridiagonal_solve": 1,
+}
+LINEAR_IN = {"fft": 0, "triangular_solve": 1, "tridiagonal_solve": 3}  # the right-hand side
+
+
+@register("fft", *KERNEL_RANK)
+def batched(eqn: Eqn) -> ShardingRule:
+    """Batch dimensions pass, in all operands and results alike; the others must be whole."""
+    rank = len(eqn.params["fft_lengths"]) if eqn.primitive == "fft" else KERNEL_RANK[eqn.primitive]
+    first = eqn.operands[0]
+    build = RuleBuilder()
+    batch = build.dims(first.shape[: first.ndim - rank])
+    operands, results = (
+        [batch + build.dims(aval.shape[len(batch) :], FactorKind.REPLICATE) for aval in side]
+        for side in (eqn.operands, eqn.results)
+    )
+    linear = (frozenset({LINEAR_IN[eqn.primitive]}),) if eqn.primitive in LINEAR_IN else ()
+    return build.rule(operands, results, linear)
+
+
+@register("custom_linear_solve")
+def custom_linear_solve(eqn: Eqn) -> ShardingRule:
+    """Every dimension must be whole: the user's solver is a black box."""
+    build = RuleBuilder()
+    operands, results = (
+        [build.dims(aval.shape, FactorKind.REPLICATE) for aval in side] for side in (eqn.operands, eqn.results)
+    )
+    return build.rule(operands, results)
