@@ -1,0 +1,350 @@
+"""The hardware file: JSON → chips and interconnects, every number with its source, or an error.
+
+A *chip* file states numbers of one device and names its interconnects; an
+*interconnect* file states the numbers of one kind of link. Units are SI and
+stand at the end of each key: `_bytes`, `_bytes_per_s`, `_flops_per_s`, `_s`,
+`_fraction` (0 to 1), `_count`. A chip file may be `based_on` another and then
+states only what differs; `domain.`, `scale_out.` and `die.` before a key reach
+into its interconnects::
+
+    {"schema": "hardware/1", "kind": "chip", "name": "my-h100", "based_on": "h100",
+     "topology": "2x8",
+     "numbers": {"scale_out.one_way_bytes_per_s": {"value": 2.5e10, "source": "ib_write_bw, 2026-05-02"}}}
+
+A measured file is the same with a `measured` object: date, device kind, versions.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias, cast, get_args
+
+import numpy as np
+
+from cost_models.alpha_beta import KINDS, Floats, Kind
+from cost_models.errors import HardwareFileError
+
+SCHEMA = "hardware/1"
+
+Medium: TypeAlias = Literal["torus", "switch", "direct", "network"]
+
+UNITS = ("bytes_per_s", "flops_per_s", "bytes", "fraction", "count", "s")
+
+# Every number that a chip file may state; True: a catalogue chip must.
+CHIP_NUMBERS: dict[str, bool] = {
+    "peak_bfloat16_flops_per_s": True,
+    "peak_float32_flops_per_s": True,
+    "peak_int8_flops_per_s": True,
+    "peak_float8_flops_per_s": True,
+    "peak_float16_flops_per_s": False,
+    "peak_float64_flops_per_s": False,
+    "peak_float4_flops_per_s": False,
+    "peak_int4_flops_per_s": False,
+    "vector_flops_per_s": True,
+    "hbm_bytes": True,
+    "hbm_bytes_per_s": True,
+    "hbm_achieved_fraction": True,
+    "usable_memory_fraction": True,
+    "vmem_bytes": False,
+    "vmem_bytes_per_s": False,
+    "smem_bytes": False,
+    "l2_bytes": False,
+    "cores_count": False,
+    "matmul_tile_rows_count": True,
+    "matmul_tile_columns_count": True,
+    "matmul_tile_depth_count": True,
+    "matmul_units_count": True,
+    "matmul_achieved_fraction": True,
+    "matmul_achieved_float8_fraction": False,
+    "matmul_achieved_int8_fraction": False,
+    "matmul_achieved_float32_fraction": False,
+    "matmul_launch_s": True,
+    "host_bytes_per_s": True,
+    "overlap_fraction": True,
+    "devices_per_chip_count": True,
+}
+LINK_NUMBERS: dict[str, bool] = {
+    "one_way_bytes_per_s": True,
+    "achieved_fraction": True,
+    "hop_s": True,
+    "launch_s": True,
+    "max_devices_count": False,
+    "dimensions_count": False,
+}
+MAY_BE_ZERO = frozenset({"overlap_fraction", "hop_s", "launch_s", "matmul_launch_s"})
+LINK_ROLES = ("die", "domain", "scale_out")  # inner to outer
+_MEASURED_KEYS = ("date", "device_kind", "versions", "method")
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A value in SI units, and who says so."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTable:
+    """Measured seconds of one collective on one switched domain.
+
+    Attributes:
+        kind: The collective.
+        devices: Devices of the group.
+        nbytes: Logical bytes per device, ascending.
+        seconds: Measured times.
+        source: Who measured.
+        link_bytes_per_s: One-way rate of the links on which it was measured.
+    """
+
+    kind: Kind
+    devices: int
+    nbytes: Floats
+    seconds: Floats
+    source: str
+    link_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorusShapes:
+    """Which slices of a torus exist, and which of their axes close into rings.
+
+    Attributes:
+        wrap: `"cubes of 4"` (all axes, if every length is a multiple of 4) or
+            `"axes of 16"` (each axis of length 16).
+        shapes: The usual slices, smallest first.
+        largest: The longest axes there are, ascending.
+        name_counts_cores: Whether `v5p-256` means 256 TensorCores, two to a chip.
+    """
+
+    wrap: Literal["cubes of 4", "axes of 16"]
+    shapes: tuple[tuple[int, ...], ...]
+    largest: tuple[int, ...]
+    name_counts_cores: bool
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interconnect:
+    """One kind of link: its medium, its numbers, and what was measured on it."""
+
+    name: str
+    description: str
+    medium: Medium
+    numbers: Mapping[str, Number]
+    torus: TorusShapes | None = None
+    tables: tuple[CollectiveTable, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """One kind of device: its numbers and its interconnects, inner to outer.
+
+    Attributes:
+        links: `"die"`, `"domain"` and `"scale_out"`, as far as the chip has them.
+        topology: The topology that a user's file states, or "".
+        measured: Date, device kind, versions and method of a measured file.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    description: str
+    numbers: Mapping[str, Number]
+    links: Mapping[str, Interconnect]
+    topology: str = ""
+    measured: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+Finder: TypeAlias = Callable[[str], Any]
+"""Looks a catalogue file up by name, for `based_on` and the interconnects."""
+
+
+def parse_chip(document: Any, file: str, find_chip: Finder, find_link: Finder) -> Chip:
+    """The chip that a JSON document describes.
+
+    Args:
+        document: The decoded JSON.
+        file: Where it comes from, for errors.
+        find_chip: Name → `Chip` of the catalogue.
+        find_link: Name → `Interconnect` of the catalogue.
+
+    Raises:
+        HardwareFileError: A key is unknown or missing, or a number is no number,
+            negative, without a source, or in the wrong unit.
+    """
+    doc = _object(document, file, "the file")
+    _known(
+        doc,
+        (
+            "schema",
+            "kind",
+            "name",
+            "aliases",
+            "description",
+            "based_on",
+            "topology",
+            "measured",
+            "numbers",
+            *LINK_ROLES,
+        ),
+        file,
+    )
+    _schema(doc, file, "chip")
+    base: Chip | None = find_chip(str(doc["based_on"])) if doc.get("based_on") else None
+    links: dict[str, Interconnect] = dict(base.links) if base else {}
+    for role in LINK_ROLES:
+        link = doc.get(role)
+        if isinstance(link, str):
+            links[role] = find_link(link)
+        elif link is not None:
+            links[role] = parse_interconnect(link, f"{file}, {role}")
+        elif role in doc:
+            links.pop(role, None)
+    numbers: dict[str, Number] = dict(base.numbers) if base else {}
+    own = _object(doc.get("numbers", {}), file, "`numbers`")
+    for key, entry in own.items():
+        role, dot, rest = key.partition(".")
+        if not dot:
+            numbers[key] = _number(key, entry, CHIP_NUMBERS, file)
+        elif role in links:
+            changed = dict(links[role].numbers) | {rest: _number(rest, entry, LINK_NUMBERS, file)}
+            links[role] = replace(links[role], numbers=changed)
+        else:
+            raise HardwareFileError(file, f"`{key}`: there is no `{role}` interconnect here; it has {', '.join(links)}")
+    _complete(numbers, CHIP_NUMBERS, file)
+    if "domain" not in links:
+        raise HardwareFileError(file, "`domain` is missing: name the interconnect between neighbouring devices")
+    measured = _object(doc.get("measured", {}), file, "`measured`")
+    _known(measured, _MEASURED_KEYS, f"{file}, measured")
+    return Chip(
+        name=str(doc["name"]),
+        aliases=tuple(map(str, doc.get("aliases", ()))),
+        description=str(doc.get("description", base.description if base else "")),
+        numbers=numbers,
+        links=links,
+        topology=str(doc.get("topology", "")),
+        measured={key: str(value) for key, value in measured.items()},
+    )
+
+
+def parse_interconnect(document: Any, file: str) -> Interconnect:
+    """The interconnect that a JSON document describes; raises as `parse_chip`."""
+    doc = _object(document, file, "the interconnect")
+    _known(doc, ("schema", "kind", "name", "description", "medium", "numbers", "torus", "tables"), file)
+    _schema(doc, file, "interconnect")
+    medium = doc.get("medium")
+    if medium not in get_args(Medium):
+        raise HardwareFileError(file, f"`medium` is {medium!r}; it must be one of {', '.join(get_args(Medium))}")
+    stated = _object(doc.get("numbers", {}), file, "`numbers`")
+    numbers = {key: _number(key, entry, LINK_NUMBERS, file) for key, entry in stated.items()}
+    _complete(numbers, LINK_NUMBERS, file)
+    if (medium == "torus") != ("torus" in doc):
+        raise HardwareFileError(file, "`torus` (shapes, wrap) belongs to a torus medium, and to no other")
+    return Interconnect(
+        name=str(doc["name"]),
+        description=str(doc.get("description", "")),
+        medium=cast(Medium, medium),
+        numbers=numbers,
+        torus=_torus(doc["torus"], file) if medium == "torus" else None,
+        tables=tuple(_table(row, numbers["one_way_bytes_per_s"].value, file) for row in doc.get("tables", ())),
+    )
+
+
+def _torus(entry: Any, file: str) -> TorusShapes:
+    doc = _object(entry, file, "`torus`")
+    _known(doc, ("wrap", "shapes", "largest", "name_counts_cores", "source"), f"{file}, torus")
+    if doc.get("wrap") not in ("cubes of 4", "axes of 16"):
+        raise HardwareFileError(file, f'`torus.wrap` is {doc.get("wrap")!r}; write "cubes of 4" or "axes of 16"')
+    return TorusShapes(
+        wrap=doc["wrap"],
+        shapes=tuple(tuple(int(x) for x in shape) for shape in doc["shapes"]),
+        largest=tuple(int(x) for x in doc["largest"]),
+        name_counts_cores=bool(doc["name_counts_cores"]),
+        source=str(doc["source"]),
+    )
+
+
+def _table(entry: Any, link_bytes_per_s: float, file: str) -> CollectiveTable:
+    doc = _object(entry, file, "a row of `tables`")
+    _known(doc, ("collective", "devices", "source", "bytes", "seconds"), f"{file}, tables")
+    kind = doc.get("collective")
+    if kind not in KINDS:
+        raise HardwareFileError(file, f"tables: `collective` is {kind!r}; it must be one of {', '.join(KINDS)}")
+    sizes, seconds = np.asarray(doc.get("bytes", ()), float), np.asarray(doc.get("seconds", ()), float)
+    where = f"tables, {kind} on {doc.get('devices')} devices"
+    if sizes.ndim != 1 or sizes.shape != seconds.shape or sizes.size < 2:
+        raise HardwareFileError(file, f"{where}: `bytes` and `seconds` must be two lists of one length, 2 or more")
+    if not (np.all(np.diff(sizes) > 0) and sizes[0] > 0 and np.all(np.isfinite(seconds)) and np.all(seconds > 0)):
+        raise HardwareFileError(file, f"{where}: `bytes` must ascend from above 0, `seconds` must be positive")
+    return CollectiveTable(kind, int(doc["devices"]), sizes, seconds, str(doc["source"]), link_bytes_per_s)
+
+
+def _object(value: Any, file: str, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise HardwareFileError(file, f"{what} must be a JSON object, not {type(value).__name__}")
+    return cast(dict[str, Any], value)
+
+
+def _known(doc: Mapping[str, Any], keys: tuple[str, ...], file: str) -> None:
+    for key in doc:
+        if key not in keys:
+            raise HardwareFileError(file, f"unknown key `{key}`{_near(key, keys)}")
+
+
+def _near(key: str, keys: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(key, keys, n=2, cutoff=0.6)
+    return f"; did you mean `{'` or `'.join(near)}`?" if near else f"; known: {', '.join(keys)}"
+
+
+def _schema(doc: Mapping[str, Any], file: str, kind: str) -> None:
+    if doc.get("schema") != SCHEMA:
+        raise HardwareFileError(file, f"`schema` is {doc.get('schema')!r}; this version reads {SCHEMA!r}")
+    if doc.get("kind") != kind:
+        raise HardwareFileError(file, f"`kind` is {doc.get('kind')!r}; expected {kind!r}")
+    if not isinstance(doc.get("name"), str) or not doc["name"]:
+        raise HardwareFileError(file, "`name` is missing")
+
+
+def _stem(key: str) -> str:
+    """The key without what looks like a unit: `hbm_gb`, `hbm_bytes` → `hbm`."""
+    return re.sub(
+        r"_(bytes_per_s|flops_per_s|[a-z]*bytes|[kmgt]i?bp?s?|t?g?flops|[nmu]?s|us|fraction|percent|count|hz)$", "", key
+    )
+
+
+def _number(key: str, entry: Any, known: Mapping[str, bool], file: str) -> Number:
+    if key not in known:
+        for right in known:
+            if _stem(right) == _stem(key):
+                unit = next(u for u in UNITS if right.endswith(f"_{u}")).replace("_per_s", " per second")
+                raise HardwareFileError(
+                    file,
+                    f"`{key}` has the wrong unit suffix: write `{right}`, in {unit} (SI)",
+                )
+        raise HardwareFileError(file, f"unknown number `{key}`{_near(key, tuple(known))}")
+    doc = _object(entry, file, f"`{key}`")
+    _known(doc, ("value", "source"), f"{file}, `{key}`")
+    value, source = doc.get("value"), doc.get("source")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise HardwareFileError(file, f"`{key}`: `value` is {value!r}, not a finite number")
+    if value < 0 or (value == 0 and key not in MAY_BE_ZERO):
+        raise HardwareFileError(
+            file, f"`{key}` is {value}; it must be {'0 or more' if key in MAY_BE_ZERO else 'positive'}"
+        )
+    if key.endswith("_fraction") and value > 1:
+        raise HardwareFileError(file, f"`{key}` is {value}; a fraction lies between 0 and 1")
+    if key.endswith("_count") and value != int(value):
+        raise HardwareFileError(file, f"`{key}` is {value}; a count is whole")
+    if not isinstance(source, str) or not source.strip():
+        raise HardwareFileError(file, f"`{key}` has no `source`: say who measured or published it")
+    return Number(float(value), source)
+
+
+def _complete(numbers: Mapping[str, Number], known: Mapping[str, bool], file: str) -> None:
+    missing = [key for key, required in known.items() if required and key not in numbers]
+    if missing:
+        raise HardwareFileError(
+            file, f"missing numbers: {', '.join(missing)}; state them, or say what the file is `based_on`"
+        )
