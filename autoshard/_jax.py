@@ -4,13 +4,15 @@ JAX 0.10 to 0.12 differ in jaxpr classes, loop parameters and source lines; all 
 it is absorbed here and pinned by `tests/test_jax.py`.
 """
 
+import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 from jax._src import source_info_util
 from jax.extend import core as jex_core
+from jax.interpreters import mlir
 from jaxlib.mlir import ir, passmanager
 
 MLIRError = ir.MLIRError
@@ -99,6 +101,11 @@ def stablehlo(lowered: Any) -> Any:
     return lowered.compiler_ir("stablehlo").operation.clone()
 
 
+def bytecode(lowered: Any) -> bytes:
+    """A lowering's StableHLO as MLIR bytecode, source locations included."""
+    return mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+
+
 def run_passes(module: Any, pipeline: str) -> None:
     """Runs an MLIR pass pipeline, such as Shardy's, on a module operation in place (or raises `MLIRError`)."""
     with module.context:
@@ -108,3 +115,27 @@ def run_passes(module: Any, pipeline: str) -> None:
 def parse_attribute(text: str, module: Any) -> Any:
     """An MLIR attribute from its text, in a module's context."""
     return ir.Attribute.parse(text, module.context)
+
+
+@contextlib.contextmanager
+def as_written(eqn: Any) -> Iterator[None]:
+    """Binds under an equation's own source lines, name stack and context."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+def bind(eqn: Any, params: Any, operands: Any) -> list[Any]:
+    """Binds an equation's primitive again; a list of results."""
+    subfuns, bind_params = eqn.primitive.get_bind_params(params)
+    results = eqn.primitive.bind(*subfuns, *operands, **bind_params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def with_body(body: Any, fn: Any) -> Any:
+    """`fn` traced in the place of a call's body: closed if the body was, else open."""
+    avals = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in open_jaxpr(body).invars
+    ]
+    traced = jax.make_jaxpr(fn)(*avals)
+    return traced if isinstance(body, jex_core.ClosedJaxpr) else open_jaxpr(traced)
