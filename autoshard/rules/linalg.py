@@ -1,4 +1,4 @@
-"""Linalg: decompositions, solves and Fourier transforms, one matrix (or line) at a time.
+"""Linalg: decompositions, solves and Fourier transforms, one matrix at a time.
 
 Leading batch dimensions pass. The dimensions that one kernel call works on must be
 whole: neither XLA's partitioner nor the vendor libraries behind the calls split them.
@@ -26,16 +26,15 @@ KERNEL_RANK = {
     "tridiagonal": 2,
     "tridiagonal_solve": 1,
 }
-LINEAR_IN = {"fft": 0, "triangular_solve": 1, "tridiagonal_solve": 3}  # the right-hand side
+LINEAR_IN = {"triangular_solve": 1, "tridiagonal_solve": 3}  # the right-hand side
 
 
-@register("fft", *KERNEL_RANK)
+@register(*KERNEL_RANK)
 def batched(eqn: Eqn) -> ShardingRule:
     """Batch dimensions pass, in all operands and results alike; the others must be whole."""
-    rank = len(eqn.params["fft_lengths"]) if eqn.primitive == "fft" else KERNEL_RANK[eqn.primitive]
     first = eqn.operands[0]
     build = RuleBuilder()
-    batch = build.dims(first.shape[: first.ndim - rank])
+    batch = build.dims(first.shape[: first.ndim - KERNEL_RANK[eqn.primitive]])
     operands, results = (
         [batch + build.dims(aval.shape[len(batch) :], FactorKind.REPLICATE) for aval in side]
         for side in (eqn.operands, eqn.results)
@@ -44,11 +43,15 @@ def batched(eqn: Eqn) -> ShardingRule:
     return build.rule(operands, results, linear)
 
 
-@register("custom_linear_solve")
-def custom_linear_solve(eqn: Eqn) -> ShardingRule:
-    """Every dimension must be whole: the user's solver is a black box."""
+@register("custom_linear_solve", "fft")
+def whole(eqn: Eqn) -> ShardingRule:
+    """Every dimension must be whole.
+
+    A custom solver is a black box, and XLA's partitioner gathers all operands of a
+    Fourier transform, batch dimensions too.
+    """
     build = RuleBuilder()
     operands, results = (
         [build.dims(aval.shape, FactorKind.REPLICATE) for aval in side] for side in (eqn.operands, eqn.results)
     )
-    return build.rule(operands, results)
+    return build.rule(operands, results, (frozenset({0}),) if eqn.primitive == "fft" else ())

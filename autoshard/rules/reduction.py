@@ -98,9 +98,9 @@ def select_and_scatter(eqn: Eqn) -> ShardingRule:
 def _windowed(build: RuleBuilder, eqn: Eqn, d: int, size: int, windows: int) -> list[Dim]:
     """Dimension `d` of the array under the windows, and of the array of windows."""
     window, stride = eqn.params["window_dimensions"][d], eqn.params["window_strides"][d]
-    dilations = [eqn.params[key][d] for key in ("base_dilation", "window_dilation") if key in eqn.params]
-    unpadded = tuple(eqn.params["padding"][d]) == (0, 0)
-    if unpadded and window == stride and size == windows * window and set(dilations) <= {1}:
+    if any(eqn.params[key][d] != 1 for key in ("base_dilation", "window_dilation") if key in eqn.params):
+        return build.dims((size, windows), FactorKind.REPLICATE)
+    if window == stride and size == windows * window and eqn.params["padding"][d][0] == 0:
         passing = _dim(build, windows)
         return [(*passing, *_dim(build, window, FactorKind.REPLICATE)), passing]
     return shifted(build, size, windows)
