@@ -75,9 +75,10 @@ def abstract_of(leaf: Any) -> Any:
     return jax.typeof(leaf)
 
 
-def no_mesh() -> Any:
-    """A context in which no mesh is set, so that avals carry no sharding."""
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+def auto_mesh(names: tuple[str, ...], sizes: tuple[int, ...]) -> Any:
+    """A context with an abstract mesh of Auto axes, so that avals carry no sharding."""
+    auto = (jax.sharding.AxisType.Auto,) * len(names)
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(sizes, names, axis_types=auto))
 
 
 def array_consts(closed: Any) -> tuple[Any, ...]:
@@ -127,8 +128,7 @@ def as_written(eqn: Any) -> Iterator[None]:
 
 def bind(eqn: Any, params: Any, operands: Any) -> list[Any]:
     """Binds an equation's primitive again; a list of results."""
-    subfuns, bind_params = eqn.primitive.get_bind_params(params)
-    results = eqn.primitive.bind(*subfuns, *operands, **bind_params)
+    results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return list(results) if eqn.primitive.multiple_results else [results]
 
 

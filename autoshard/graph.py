@@ -4,7 +4,7 @@ Calls (`jit`, `remat`, `custom_jvp`, `custom_vjp`) are seen through: their bodie
 equations stand in the list as if written in place. Each equation keeps its *path*
 through the nested jaxprs, by which apply finds it again, and its number of *trips*.
 Dead equations are dropped. Constants (literals, closed-over arrays) are values
-without a producer.
+without a producer. Names and barriers are seen through, too.
 """
 
 from collections.abc import Mapping
@@ -77,6 +77,7 @@ class Graph:
     avals: tuple[Aval, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    named: Mapping[str, int]  # `checkpoint_name` → value
 
     def producers(self) -> dict[int, tuple[int, int]]:
         """Value → (equation, result position)."""
@@ -117,6 +118,10 @@ CALLS: Mapping[str, str] = {
 }
 
 
+# Equations whose results are their operands.
+ALIASES = frozenset({"name", "optimization_barrier"})
+
+
 def build(closed: Any) -> Graph:
     """The graph of a closed jaxpr."""
     builder = _Builder()
@@ -133,6 +138,7 @@ class _Builder:
         self.operands: list[tuple[int, ...]] = []
         self.results: list[tuple[int, ...]] = []
         self.paths: list[Path] = []
+        self.named: dict[str, int] = {}
         self._aval_of: dict[Any, Aval] = {}
         self._where = _jax.SourceLines()
 
@@ -161,6 +167,10 @@ class _Builder:
             name = eqn.primitive.name
             if name in CALLS:
                 results = self.walk(eqn.params[CALLS[name]], operands, (*here, 0))
+            elif name in ALIASES:
+                results = operands
+                if name == "name":
+                    self.named[eqn.params["name"]] = operands[0]
             else:
                 results = [self.value(var.aval) for var in eqn.outvars]
                 self.eqns.append(
@@ -195,4 +205,5 @@ class _Builder:
             avals=tuple(self.avals),
             inputs=tuple(inputs),
             outputs=tuple(outputs),
+            named=self.named,
         )

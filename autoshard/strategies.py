@@ -78,6 +78,24 @@ def layouts(shape: tuple[int, ...], mesh: MeshAxes, *, unreduced: bool) -> Codes
     return codes
 
 
+def matching(shape: tuple[int, ...], mesh: MeshAxes, layout: Layout, free: frozenset[int]) -> Codes:
+    """Codes of the layouts of `shape` that agree with `layout` in every dimension not in `free`.
+
+    Axes of the layout that the mesh does not have (size 1) are ignored. Empty if the layout
+    does not divide, or asks for an axis order that codes do not have.
+    """
+    codes = layouts(shape, mesh, unreduced=False)
+    rows = decode(codes, len(shape), mesh.ndim)
+    agree = np.ones(len(codes), bool)
+    for a, name in enumerate(mesh.names):
+        wanted = next((d for d, axes in enumerate(layout.dims) if name in axes), WHOLE)
+        allowed = rows[:, a] == wanted
+        if wanted == WHOLE:
+            allowed |= np.isin(rows[:, a], sorted(free))
+        agree &= allowed
+    return codes[agree]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Strategies:
     """Every way to split one equation: S strategies over k mesh axes.
@@ -95,6 +113,16 @@ class Strategies:
 
     def __len__(self) -> int:
         return len(self.factor)
+
+    def only(self, kept: NDArray[np.bool_]) -> "Strategies":
+        """The strategies that a mask (S,) keeps."""
+        return Strategies(
+            factor=self.factor[kept],
+            operands=tuple(codes[kept] for codes in self.operands),
+            results=tuple(codes[kept] for codes in self.results),
+            in_op=self.in_op[kept],
+            pruned=self.pruned + int((~kept).sum()),
+        )
 
     def local_sizes(self, rule: ShardingRule, mesh: MeshAxes) -> NDArray[np.int64]:
         """Per-device size of every factor: (S, factors)."""

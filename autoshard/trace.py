@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from autoshard import _jax
+from autoshard.mesh import MeshAxes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,16 +38,17 @@ def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str]) -> Traced:
+def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mesh: MeshAxes | None = None) -> Traced:
     """Traces `fn(*args)`; `names` are the arguments' names in paths.
 
     Args:
+      mesh: the mesh (Auto axes) that the user's own constraints refer to.
       fn: a function of positional pytrees; static arguments are already bound.
       args: pytrees of arrays, scalars or ShapeDtypeStructs; nothing is allocated.
       names: one per argument.
     """
     avals = tuple(jax.tree.map(abstract, arg) for arg in args)
-    with _jax.no_mesh():
+    with _jax.auto_mesh(mesh.names if mesh else (), mesh.sizes if mesh else ()):
         closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
     leaves, in_tree = jax.tree.flatten(avals)
     in_paths: list[str] = []

@@ -1,0 +1,177 @@
+"""Assignment: one choice per decision, read as layouts, constraints and collectives."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.problem.decisions import Decisions, Port, consumer_port
+from autoshard.resharding import PS_PER_S, Resharder
+from autoshard.strategies import SUM, decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One collective that the plan expects, per device.
+
+    `nbytes` logical: an all-gather's result, every other's operand. `trips` is how often
+    it runs, `seconds` the price of one run, `window` in which its seconds may hide.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: int
+    dtype: str
+    trips: int
+    seconds: float
+    window: int | None
+    where: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Assignment:
+    """Layouts under one choice per decision.
+
+    Codes are those of `autoshard.strategies`. A value is *made* in one layout, *kept* in
+    another (its copy's, for several consumers), and *taken* by each consumer.
+    """
+
+    decisions: Decisions
+    resharder: Resharder
+    choice: NDArray[np.int64]
+    _ports: dict[tuple[int, int], Port | None] = field(default_factory=dict)
+
+    def _code(self, port: Port) -> int:
+        return int(port.codes[self.choice[port.node]])
+
+    def made(self, value: int) -> int | None:
+        """The code in which a value is made; None for free values."""
+        port = self.decisions.made.get(value)
+        return None if port is None else self._code(port)
+
+    def kept(self, value: int) -> int | None:
+        """The code in which a value is kept for its consumers."""
+        port = self.decisions.kept.get(value)
+        return self.made(value) if port is None else self._code(port)
+
+    def taken(self, e: int, i: int) -> int | None:
+        """The code in which equation e takes its operand i."""
+        d = self.decisions
+        if (e, i) not in self._ports:
+            self._ports[e, i] = consumer_port(d.nodes, d.rules, d.node_of, d.mesh, e, i)
+        port = self._ports[e, i]
+        return None if port is None else self._code(port)
+
+    def input_code(self, position: int) -> int:
+        return self._end(self.decisions.inputs[position])
+
+    def output_code(self, position: int) -> int:
+        return self._end(self.decisions.outputs[position])
+
+    def _end(self, node: int) -> int:
+        codes = self.decisions.nodes[node].codes
+        assert codes is not None  # inputs and outputs have codes
+        return int(codes[self.choice[node]])
+
+    def reduced(self, code: int, value: int) -> bool:
+        """Whether a code has no unreduced axes, so that it can be pinned."""
+        aval = self.decisions.graph.avals[value]
+        return not (decode(code, aval.ndim, self.decisions.mesh.ndim) == SUM).any()
+
+    def route(self, value: int, source: int, target: int) -> tuple[int, ...]:
+        """The pinnable codes that a value passes through from source to target."""
+        aval = self.decisions.graph.avals[value]
+        steps = self.resharder.path(aval, source, target)
+        return tuple(step.after for step in steps if self.reduced(step.after, value))
+
+    def after_made(self, value: int) -> tuple[int, ...]:
+        """Codes to pin, in order, where a value is made: its own, then on to its copy's."""
+        made, kept = self.made(value), self.kept(value)
+        if made is None or kept is None:
+            return ()
+        own = (made,) if self.reduced(made, value) else ()
+        return own + self.route(value, made, kept)
+
+    def before_taken(self, e: int, i: int) -> tuple[int, ...]:
+        """Codes to pin, in order, where equation e takes operand i."""
+        value = self.decisions.graph.operands[e][i]
+        kept, taken = self.kept(value), self.taken(e, i)
+        if kept is None or taken is None:
+            return ()
+        return self.route(value, kept, taken)
+
+    def before_output(self, position: int) -> tuple[int, ...]:
+        """Codes to pin, in order, before a program output."""
+        value = self.decisions.graph.outputs[position]
+        kept = self.kept(value)
+        return () if kept is None else self.route(value, kept, self.output_code(position))
+
+    def collectives(self) -> Iterator[Collective]:
+        """Every collective, once per value and pair of layouts, as emitted."""
+        d = self.decisions
+        seen: set[tuple[int, int, int]] = set()
+        for edge in d.edges:
+            source, target = int(edge.source[self.choice[edge.u]]), int(edge.target[self.choice[edge.v]])
+            if source == target or (edge.value, source, target) in seen:
+                continue
+            seen.add((edge.value, source, target))
+            aval = d.graph.avals[edge.value]
+            where = d.nodes[edge.v].where or d.nodes[edge.u].where
+            for step in self.resharder.path(aval, source, target):
+                if step.kind != "slice":
+                    yield self._collective(
+                        step.kind, step.axes, step.nbytes, str(aval.dtype), edge.trips, edge.window, where, str(aval)
+                    )
+        for node, pick in zip(d.nodes, self.choice, strict=True):
+            if node.strategies is not None and node.strategies.in_op[pick].any():
+                e = node.equations[0]
+                axes = tuple(n for n, used in zip(d.mesh.names, node.strategies.in_op[pick], strict=True) if used)
+                for aval, codes in zip(d.graph.eqns[e].results, node.strategies.results, strict=True):
+                    row = decode(int(codes[pick]), aval.ndim, d.mesh.ndim)
+                    pieces = int(np.prod([s for s, r in zip(d.mesh.sizes, row, strict=True) if r >= 0], dtype=np.int64))
+                    local = aval.nbytes // pieces
+                    trips = d.graph.trips[e]
+                    yield self._collective("all-reduce", axes, local, str(aval.dtype), trips, None, node.where, str(aval))
+
+    def _collective(
+        self, kind: str, axes: tuple[str, ...], nbytes: int, dtype: str, trips: int, window: int | None, where: str, value: str
+    ) -> Collective:
+        seconds = float(np.asarray(self.resharder.machine.collective_s(kind, axes, np.array([nbytes], float)))[0])
+        return Collective(
+            kind=kind,
+            axes=axes,
+            nbytes=nbytes,
+            dtype=dtype,
+            trips=trips,
+            seconds=seconds,
+            window=window,
+            where=where,
+            value=value,
+        )
+
+    def peak(self) -> tuple[int, int, Mapping[str, int]]:
+        """(bytes, time point, bytes by kind at that point): the highest point of memory."""
+        d = self.decisions
+        end = len(d.graph.eqns) + 2
+        change = np.zeros(end, np.int64)
+        for use in d.usages:
+            nbytes = int(use.nbytes[self.choice[use.node]])
+            change[use.start] += nbytes
+            change[min(use.end, end - 1)] -= nbytes
+        held = np.cumsum(change)
+        at = int(held.argmax())
+        kinds: dict[str, int] = {}
+        for use in d.usages:
+            if use.start <= at < use.end:
+                kinds[use.kind] = kinds.get(use.kind, 0) + int(use.nbytes[self.choice[use.node]])
+        return int(held[at]), at, dict(sorted(kinds.items()))
+
+    def compute_s(self) -> float:
+        """Seconds of all equations, without communication between them."""
+        return sum(int(n.cost_ps[c]) for n, c in zip(self.decisions.nodes, self.choice, strict=True)) / PS_PER_S
+
+    def flops(self) -> float:
+        """Contractions' FLOPs per device."""
+        return float(sum(n.flops[c] for n, c in zip(self.decisions.nodes, self.choice, strict=True)))

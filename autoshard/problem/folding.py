@@ -1,0 +1,74 @@
+"""Folding: decisions that stand in equal places share one variable.
+
+Colour refinement (Weisfeiler & Leman 1968): nodes start with a hash of their own
+costs, then repeatedly take up the multiset of (edge, neighbour's colour), until the
+number of colours stays. Equal layers of an unrolled network end up with equal
+colours; names and the order of equations play no part, so the classes, and their
+order, are the same for every way of writing the same program.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.problem.decisions import Decisions, digest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Folding:
+    """`class_of[node]`; `members[c]` in node order; classes in canonical (colour) order."""
+
+    class_of: NDArray[np.int64]
+    members: tuple[tuple[int, ...], ...]
+
+    @property
+    def classes(self) -> int:
+        return len(self.members)
+
+
+def fold(decisions: Decisions) -> Folding:
+    """The coarsest stable colouring of the decisions."""
+    known: dict[int, bytes] = {}
+
+    def content(array: NDArray[np.int64]) -> bytes:
+        """A hash of an array, remembered by identity while the decisions live."""
+        if id(array) not in known:
+            known[id(array)] = digest(array)
+        return known[id(array)]
+
+    usages: list[list[bytes]] = [[] for _ in decisions.nodes]
+    for use in decisions.usages:
+        usages[use.node].append(digest(use.kind, use.nbytes))
+    colors = [
+        digest(n.kind, n.window, n.cost_ps, n.cover_ps, sorted(usages[i])) for i, n in enumerate(decisions.nodes)
+    ]
+    neighbours: list[list[tuple[bytes, int]]] = [[] for _ in decisions.nodes]
+    for edge in decisions.edges:
+        aval = decisions.graph.avals[edge.value]
+        mask = b"" if edge.forbidden is None else digest(edge.forbidden)
+        label = digest(aval.shape, aval.itemsize, content(edge.source), content(edge.target), edge.window, edge.trips, mask)
+        neighbours[edge.u].append((label + b">", edge.v))
+        neighbours[edge.v].append((label + b"<", edge.u))
+    count = len(set(colors))
+    while True:
+        colors = [
+            digest(own, *sorted(label + colors[other] for label, other in around))
+            for own, around in zip(colors, neighbours, strict=True)
+        ]
+        now = len(set(colors))
+        if now == count:
+            break
+        count = now
+    order = {color: c for c, color in enumerate(sorted(set(colors)))}
+    class_of = np.array([order[color] for color in colors], np.int64)
+    members: list[list[int]] = [[] for _ in order]
+    for node, c in enumerate(class_of):
+        members[c].append(node)
+    return Folding(class_of, tuple(tuple(m) for m in members))
+
+
+def unfolded(decisions: Decisions) -> Folding:
+    """One class per decision."""
+    nodes = range(len(decisions.nodes))
+    return Folding(np.arange(len(decisions.nodes)), tuple((n,) for n in nodes))

@@ -1,0 +1,183 @@
+"""Formulation: decisions → Problem arrays, and a solution → a choice per decision.
+
+The objective in integer picoseconds is the sum of every decision's own seconds, of
+every edge's resharding, and of what the two windows leave exposed:
+
+    exposed_w = max(0, Σ hideable communication_w − overlap · Σ contractions' compute_w)
+
+A class of equal decisions is one node of the problem: its costs count once per
+member, an edge inside the class becomes part of the node's own costs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.problem.decisions import WINDOWS, Decisions, Edge, reshard_ps
+from autoshard.problem.folding import Folding, fold, unfolded
+from autoshard.problem.network import INF, Hinge, Problem
+from autoshard.resharding import Resharder
+
+UNIT_S = 1e-12
+
+Int = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Formulation:
+    """A problem, the decisions it stands for, and the way back."""
+
+    decisions: Decisions
+    resharder: Resharder
+    folding: Folding
+    problem: Problem
+
+    def read(self, choice: Int) -> Int:
+        """The choice per decision that a choice per problem node stands for."""
+        return choice[self.folding.class_of]
+
+
+def formulate(
+    decisions: Decisions, resharder: Resharder, *, memory_bytes: int | None, folded: bool = True
+) -> Formulation:
+    """Builds the problem of a decision network.
+
+    Args:
+      decisions: the network.
+      resharder: prices of resharding on the same mesh.
+      memory_bytes: per-device limit, or None for no limit.
+      folded: whether decisions in equal places share a variable.
+    """
+    folding = fold(decisions) if folded else unfolded(decisions)
+    matrices = _ClassMatrices(decisions, resharder, folding)
+    sizes = np.array([len(decisions.nodes[m[0]]) for m in folding.members], np.int64)
+    start = np.concatenate(([0], np.cumsum(sizes)))
+    cost = np.empty(start[-1], np.int64)
+    covers: list[dict[int, Int]] = [{} for _ in range(WINDOWS)]
+    for c, members in enumerate(folding.members):
+        node, times = decisions.nodes[members[0]], len(members)
+        own = node.cost_ps * times + matrices.own[c] if c in matrices.own else node.cost_ps * times
+        cost[start[c] : start[c + 1]] = np.minimum(own, INF)
+        if node.cover_ps.any():
+            covers[node.window][c] = -node.cover_ps * times
+    for (c, window), hidden in matrices.own_hidden.items():
+        covers[window][c] = covers[window].get(c, np.zeros(sizes[c], np.int64)) + hidden
+
+    pairs = sorted(matrices.between)
+    cells = [matrices.between[pair].ravel() for pair in pairs]
+    edge_start = np.concatenate(([0], np.cumsum([len(cell) for cell in cells]))).astype(np.int64)
+    hinges: list[Hinge] = []
+    for window in range(WINDOWS):
+        strategy = {int(start[c]) + i: int(x) for c, xs in covers[window].items() for i, x in enumerate(xs) if x}
+        hide: list[tuple[Int, Int]] = []
+        for position, pair in enumerate(pairs):
+            if (pair, window) in matrices.hidden:
+                matrix = matrices.hidden[pair, window].ravel()
+                nonzero = np.flatnonzero(matrix)
+                hide.append((edge_start[position] + nonzero, matrix[nonzero]))
+        if not hide and not any(x > 0 for x in strategy.values()):
+            continue
+        empty = np.zeros(0, np.int64)
+        keys = np.array(sorted(strategy), np.int64)
+        hinges.append(
+            Hinge(
+                strategy=keys,
+                strategy_coef=np.array([strategy[int(k)] for k in keys], np.int64),
+                cell=np.concatenate([h[0] for h in hide]) if hide else empty,
+                cell_coef=np.concatenate([h[1] for h in hide]) if hide else empty,
+            )
+        )
+    use_node, use_interval, usage = _usages(decisions, folding)
+    problem = Problem(
+        start=start,
+        cost=cost,
+        edge_nodes=np.array(pairs, np.int64).reshape(-1, 2),
+        edge_start=edge_start,
+        edge_cost=np.concatenate(cells) if cells else np.zeros(0, np.int64),
+        use_node=use_node,
+        use_interval=use_interval,
+        use_start=np.concatenate(([0], np.cumsum([len(u) for u in usage]))).astype(np.int64),
+        usage=np.concatenate(usage) if usage else np.zeros(0, np.int64),
+        usage_limit=memory_bytes,
+        hinges=tuple(hinges),
+        unit_s=UNIT_S,
+        names=tuple(decisions.nodes[m[0]].name for m in folding.members),
+    )
+    return Formulation(decisions=decisions, resharder=resharder, folding=folding, problem=problem)
+
+
+class _ClassMatrices:
+    """Edge costs between classes: `between[a, b]` with a < b, and those inside a class."""
+
+    def __init__(self, decisions: Decisions, resharder: Resharder, folding: Folding) -> None:
+        self.between: dict[tuple[int, int], Int] = {}
+        self.hidden: dict[tuple[tuple[int, int], int], Int] = {}
+        self.own: dict[int, Int] = {}
+        self.own_hidden: dict[tuple[int, int], Int] = {}
+        counted: dict[tuple[object, ...], tuple[Edge, int]] = {}
+        for edge in decisions.edges:
+            aval = decisions.graph.avals[edge.value]
+            a, b = int(folding.class_of[edge.u]), int(folding.class_of[edge.v])
+            mask = None if edge.forbidden is None else edge.forbidden.tobytes()
+            key = (a, b, aval.shape, aval.itemsize, edge.source.tobytes(), edge.target.tobytes(), edge.window, edge.trips, mask)
+            counted[key] = (edge, counted[key][1] + 1 if key in counted else 1)
+        for key, (edge, times) in counted.items():
+            a, b = int(key[0]), int(key[1])  # pyright: ignore[reportArgumentType]
+            matrix = reshard_ps(edge, decisions.graph.avals[edge.value], resharder)
+            forbidden = matrix >= INF
+            seconds = np.where(forbidden, 0, matrix) * times
+            base = np.where(forbidden, INF, 0 if edge.window is not None else seconds)
+            if a == b:
+                self.own[a] = _saturated(self.own.get(a), np.diagonal(base))
+                if edge.window is not None:
+                    spot = (a, edge.window)
+                    self.own_hidden[spot] = self.own_hidden.get(spot, 0) + np.diagonal(seconds)
+                continue
+            pair = (a, b) if a < b else (b, a)
+            if a > b:
+                base, seconds = base.T, seconds.T
+            self.between[pair] = _saturated(self.between.get(pair), base)
+            if edge.window is not None and seconds.any():
+                spot2 = (pair, edge.window)
+                self.hidden[spot2] = self.hidden.get(spot2, 0) + seconds
+
+
+def _saturated(total: Int | None, more: Int) -> Int:
+    return np.minimum(more if total is None else total + more, INF)
+
+
+def _usages(decisions: Decisions, folding: Folding) -> tuple[Int, Int, list[Int]]:
+    merged: dict[tuple[int, int, int], Int] = {}
+    for use in decisions.usages:
+        if use.end <= use.start or not use.nbytes.any():
+            continue
+        key = (int(folding.class_of[use.node]), use.start, use.end)
+        merged[key] = merged[key] + use.nbytes if key in merged else use.nbytes
+    keys = sorted(merged)
+    nodes = np.array([k[0] for k in keys], np.int64)
+    intervals = np.array([k[1:] for k in keys], np.int64).reshape(-1, 2)
+    return nodes, intervals, [merged[k] for k in keys]
+
+
+def exposed_ps(problem: Problem, choice: Int) -> Mapping[int, tuple[int, int, int]]:
+    """Per hinge: (hideable, cover, exposed) picoseconds under a choice."""
+    cells = chosen_cells(problem, choice)
+    strategies = problem.start[:-1] + choice
+    found: dict[int, tuple[int, int, int]] = {}
+    for index, hinge in enumerate(problem.hinges):
+        at = np.isin(hinge.strategy, strategies)
+        coef = hinge.strategy_coef[at]
+        edge = hinge.cell_coef[np.isin(hinge.cell, cells)]
+        hideable = int(coef[coef > 0].sum() + edge.sum())
+        cover = -int(coef[coef < 0].sum())
+        found[index] = (hideable, cover, max(0, hideable - cover))
+    return found
+
+
+def chosen_cells(problem: Problem, choice: Int) -> Int:
+    """The cell of every edge that a choice picks."""
+    u, v = problem.edge_nodes[:, 0], problem.edge_nodes[:, 1]
+    width = (problem.start[1:] - problem.start[:-1])[v]
+    return problem.edge_start[:-1] + choice[u] * width + choice[v]
