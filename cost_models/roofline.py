@@ -67,3 +67,11 @@ def roofline_s(flops: ArrayLike, nbytes: ArrayLike, flops_per_s: ArrayLike, byte
     compute_s = np.asarray(flops, float) / np.asarray(flops_per_s, float)
     memory_s = np.asarray(nbytes, float) / np.asarray(bytes_per_s, float)
     return np.maximum(compute_s, memory_s)
+
+
+def elementwise_bytes(elements: ArrayLike, operands: int, results: int, itemsize: float) -> Floats:
+    """HBM traffic of a fused chain of element-wise operations: what enters once, what leaves once.
+
+    Source: XLA fuses producers into consumers; scaling book gpus.md:248 Q7 for a single add.
+    """
+    return np.asarray(elements, float) * (operands + results) * itemsize
