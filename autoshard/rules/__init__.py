@@ -21,6 +21,7 @@ from autoshard.rules.rule import (
     register,
     registered,
     rule_of,
+    whole,
 )
 
 __all__ = [
@@ -32,4 +33,5 @@ __all__ = [
     "register",
     "registered",
     "rule_of",
+    "whole",
 ]

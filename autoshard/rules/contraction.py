@@ -1,7 +1,7 @@
 """Contraction: products summed over shared dimensions: dot, ragged dot, convolution."""
 
 from autoshard.graph import Eqn
-from autoshard.rules.rule import Dim, FactorKind, RuleBuilder, ShardingRule, register, shifted
+from autoshard.rules.rule import Dim, FactorKind, RuleBuilder, ShardingRule, register, shifted, whole
 
 EITHER = (frozenset({0}), frozenset({1}))
 
@@ -34,6 +34,8 @@ def conv_general_dilated(eqn: Eqn) -> ShardingRule:
 
     With g feature groups the input features are (g, i), the output features (g, o), the
     kernel's [i] and [(g, o)]; with g batch groups the batch is (g, b), the output [b].
+    Groups pass, but what lies minor of a split group must be whole. XLA's partitioner
+    knows feature groups only as depthwise convolutions (i = 1) and gathers all others.
     """
     image, kernel = eqn.operands
     (out,) = eqn.results
@@ -41,18 +43,22 @@ def conv_general_dilated(eqn: Eqn) -> ShardingRule:
     image_n, image_c, *image_xy = numbers.lhs_spec
     kernel_o, kernel_i, *kernel_xy = numbers.rhs_spec
     out_n, out_c, *out_xy = numbers.out_spec
+    if p["feature_group_count"] > 1 and kernel.shape[kernel_i] > 1:
+        return whole(eqn, EITHER)
     build = RuleBuilder()
     dims_image: list[Dim] = [()] * image.ndim
     dims_kernel: list[Dim] = [()] * kernel.ndim
     dims_out: list[Dim] = [()] * out.ndim
     by_feature, by_batch = build.dims((p["feature_group_count"], p["batch_group_count"]))
-    dims_out[out_n], channels = build.dims((out.shape[out_n], _per_group(eqn)))
-    dims_kernel[kernel_i] = build.dims((kernel.shape[kernel_i],), FactorKind.REDUCTION, "sum")[0]
+    (dims_out[out_n],) = build.dims((out.shape[out_n],), FactorKind.REPLICATE if by_batch else FactorKind.PASS)
+    per_group = out.shape[out_c] // (p["feature_group_count"] * p["batch_group_count"])
+    (features,) = build.dims((per_group,), FactorKind.REPLICATE if by_feature or by_batch else FactorKind.PASS)
+    (dims_kernel[kernel_i],) = build.dims((kernel.shape[kernel_i],), FactorKind.REDUCTION, "sum")
     dims_image[image_n] = (*by_batch, *dims_out[out_n])
     dims_image[image_c] = (*by_feature, *dims_kernel[kernel_i])
-    dims_kernel[kernel_o] = dims_out[out_c] = (*by_feature, *by_batch, *channels)
+    dims_kernel[kernel_o] = dims_out[out_c] = (*by_feature, *by_batch, *features)
     for spatial, (di, dk, do) in enumerate(zip(image_xy, kernel_xy, out_xy, strict=True)):
-        dims_kernel[dk] = build.dims((kernel.shape[dk],), FactorKind.REPLICATE)[0]
+        (dims_kernel[dk],) = build.dims((kernel.shape[dk],), FactorKind.REPLICATE)
         if _is_pointwise(eqn, spatial, kernel.shape[dk]):
             dims_image[di] = dims_out[do] = build.dims((image.shape[di],))[0]
         else:
@@ -65,7 +71,7 @@ def ragged_dot_general(eqn: Eqn) -> ShardingRule:
     """As `dot_general`, but the ragged dimension and the groups must be whole.
 
     The group sizes say which rows meet which matrix; they count rows of the whole ragged
-    dimension, so no shard can use them for its part of it.
+    dimension, so a kernel call on a part of it would need other sizes.
     """
     left, right, groups = eqn.operands
     (out,) = eqn.results
@@ -94,12 +100,6 @@ def ragged_dot_general(eqn: Eqn) -> ShardingRule:
     before_ragged = [*batch_l, *(contract_l if ragged in contract_l else free_l)][: groups.ndim - 1]
     dims_groups = [dims_l[d] for d in before_ragged] + [by_group]
     return build.rule([dims_l, dims_r, dims_groups], [[by_group] * (out.ndim - len(result)) + result], EITHER)
-
-
-def _per_group(eqn: Eqn) -> int:
-    """Output features per feature or batch group."""
-    features = eqn.results[0].shape[eqn.params["dimension_numbers"].out_spec[1]]
-    return features // (eqn.params["feature_group_count"] * eqn.params["batch_group_count"])
 
 
 def _is_pointwise(eqn: Eqn, spatial: int, window: int) -> bool:

@@ -5,7 +5,7 @@ whole: neither XLA's partitioner nor the vendor libraries behind the calls split
 """
 
 from autoshard.graph import Eqn
-from autoshard.rules.rule import FactorKind, RuleBuilder, ShardingRule, register
+from autoshard.rules.rule import FactorKind, RuleBuilder, ShardingRule, register, whole
 
 # Trailing dimensions of the first operand that one kernel call works on.
 KERNEL_RANK = {
@@ -43,15 +43,13 @@ def batched(eqn: Eqn) -> ShardingRule:
     return build.rule(operands, results, linear)
 
 
-@register("custom_linear_solve", "fft")
-def whole(eqn: Eqn) -> ShardingRule:
-    """Every dimension must be whole.
+@register("custom_linear_solve")
+def custom_linear_solve(eqn: Eqn) -> ShardingRule:
+    """The user's solver is a black box: every dimension must be whole."""
+    return whole(eqn)
 
-    A custom solver is a black box, and XLA's partitioner gathers all operands of a
-    Fourier transform, batch dimensions too.
-    """
-    build = RuleBuilder()
-    operands, results = (
-        [build.dims(aval.shape, FactorKind.REPLICATE) for aval in side] for side in (eqn.operands, eqn.results)
-    )
-    return build.rule(operands, results, (frozenset({0}),) if eqn.primitive == "fft" else ())
+
+@register("fft")
+def fft(eqn: Eqn) -> ShardingRule:
+    """Every dimension must be whole: XLA's partitioner gathers even the batch."""
+    return whole(eqn, (frozenset({0}),))

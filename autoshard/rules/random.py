@@ -6,7 +6,7 @@ own. XLA's `RngBitGenerator` does not: its result must be whole.
 """
 
 from autoshard.graph import Eqn
-from autoshard.rules.rule import FactorKind, RuleBuilder, ShardingRule, register
+from autoshard.rules.rule import FactorKind, RuleBuilder, ShardingRule, register, whole
 
 
 @register("random_bits", "random_split")
@@ -40,9 +40,5 @@ def wrapping(eqn: Eqn) -> ShardingRule:
 
 @register("rng_bit_generator", "rng_uniform")
 def stateful(eqn: Eqn) -> ShardingRule:
-    """Every dimension must be whole."""
-    build = RuleBuilder()
-    operands, results = (
-        [build.dims(aval.shape, FactorKind.REPLICATE) for aval in side] for side in (eqn.operands, eqn.results)
-    )
-    return build.rule(operands, results)
+    """The bits depend on the shape that is asked for: every dimension must be whole."""
+    return whole(eqn)

@@ -148,6 +148,15 @@ def shifted(build: RuleBuilder, *sizes: int) -> list[Dim]:
     return [(*major, *build.dims((size // common,), FactorKind.REPLICATE)[0]) for size in sizes]
 
 
+def whole(eqn: Eqn, linear: tuple[frozenset[int], ...] = ()) -> ShardingRule:
+    """The rule of an equation of which nothing can be split."""
+    build = RuleBuilder()
+    operands, results = (
+        [build.dims(aval.shape, FactorKind.REPLICATE) for aval in side] for side in (eqn.operands, eqn.results)
+    )
+    return build.rule(operands, results, linear)
+
+
 RuleFn = Callable[[Eqn], ShardingRule]
 _REGISTRY: dict[str, RuleFn] = {}
 _REFUSED: dict[str, str] = {}
