@@ -44,7 +44,7 @@ def make_train_step(loss: Callable[[Params, Batch], jax.Array], learning_rate: f
     def train_step(state: State, batch: Batch) -> tuple[State, jax.Array]:
         value, gradients = jax.value_and_grad(loss)(state.params, batch)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params: Any = optax.apply_updates(state.params, updates)
         return State(params, opt_state, state.step + 1), value
 
     return train_step

@@ -21,7 +21,7 @@ def names() -> tuple[str, ...]:
     return tuple(RECIPES)
 
 
-def find(model: str, recipe: str, **axes: Axes) -> HandLayout:
+def find(model: str, recipe: str, /, **axes: Axes) -> HandLayout:
     """The layout of a model by a recipe.
 
     Args:

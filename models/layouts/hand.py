@@ -48,7 +48,7 @@ class HandLayout:
     moment: SpecOf
     activation: SpecOf
 
-    def specs(self, state: State, batch: Batch) -> tuple[State, dict[str, P]]:
+    def specs(self, state: State, batch: Batch) -> tuple[Any, dict[str, P]]:
         """PartitionSpecs in the shape of `(state, batch)`; counters are replicated.
 
         Whatever part of the optimizer's state is shaped like the parameters holds
@@ -66,7 +66,9 @@ class HandLayout:
 
         moments = by_path(self.moment)
         opt_state = jax.tree.map(lambda node: moments if is_moments(node) else P(), state.opt_state, is_leaf=is_moments)
-        return State(by_path(self.parameter), opt_state, P()), dict.fromkeys(batch, self.batch)
+        return state._replace(params=by_path(self.parameter), opt_state=opt_state, step=P()), dict.fromkeys(
+            batch, self.batch
+        )
 
     def jit(self, train_step: TrainStep, state: State, batch: Batch, mesh: Mesh) -> Any:
         """`jax.jit` of the train step in this layout; the state is donated.
