@@ -9,9 +9,10 @@ Shapes: B batch, S and T sequence (queries, keys), V vocabulary, D width, N quer
 heads, K key/value heads, G = N/K queries per key/value head, H head, F hidden.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -122,48 +123,66 @@ CONFIGS = {
 }
 
 
-def init_params(config: Config, key: jax.Array) -> Params:
-    """GPT-2's: normal of deviation 0.02, smaller by √(2L) where a residual branch ends."""
-    D, N, K, H, F = config.width, config.heads, config.kv_heads, config.head_dim, config.hidden
-    deviation = 0.02
-    branch_end = deviation * (2 * config.layers) ** -0.5
+def normal(key: jax.Array, *shape: int, deviation: float = 0.02) -> jax.Array:
+    """GPT-2's initializer."""
+    return deviation * jax.random.normal(key, shape)
+
+
+def branch_end(config: Config) -> float:
+    """The deviation where a residual branch ends: smaller, for there are 2L of them."""
+    return 0.02 * (2 * config.layers) ** -0.5
+
+
+def new_norm(config: Config) -> Params:
+    """Scale 1, and for LayerNorm bias 0."""
+    scale = {"scale": jnp.ones(config.width)}
+    return scale | {"bias": jnp.zeros(config.width)} if config.norm == "layernorm" else scale
+
+
+def new_attention(config: Config, key: jax.Array) -> Params:
+    """Heads are a dimension of their own."""
+    D, N, K, H = config.width, config.heads, config.kv_heads, config.head_dim
+    q, k, v, o = jax.random.split(key, 4)
+    weights = {
+        "wq": normal(q, D, N, H),
+        "wk": normal(k, D, K, H),
+        "wv": normal(v, D, K, H),
+        "wo": normal(o, N, H, D, deviation=branch_end(config)),
+    }
+    biases = {"bq": jnp.zeros((N, H)), "bk": jnp.zeros((K, H)), "bv": jnp.zeros((K, H)), "bo": jnp.zeros(D)}
+    return weights | biases if config.biases else weights
+
+
+def new_mlp(config: Config, key: jax.Array) -> Params:
+    """Two matrices, and a gate if the activation has one."""
+    D, F = config.width, config.hidden
+    up, down, gate = jax.random.split(key, 3)
+    weights = {"w_up": normal(up, D, F), "w_down": normal(down, F, D, deviation=branch_end(config))}
+    biases = {"b_up": jnp.zeros(F), "b_down": jnp.zeros(D)}
+    if config.activation != "gelu":
+        weights["w_gate"] = normal(gate, D, F)
+        biases["b_gate"] = jnp.zeros(F)
+    return weights | biases if config.biases else weights
+
+
+def init_params(config: Config, key: jax.Array, new_mlp: Callable[[Any, jax.Array], Params] = new_mlp) -> Params:
+    """Embedding, layers, final norm; `new_mlp` makes the weights of a layer's second half."""
     embed_key, position_key, head_key, layers_key = jax.random.split(key, 4)
 
-    def normal(key: jax.Array, shape: tuple[int, ...], deviation: float = deviation) -> jax.Array:
-        return deviation * jax.random.normal(key, shape)
-
-    def new_norm() -> Params:
-        scale = {"scale": jnp.ones(D)}
-        return scale | {"bias": jnp.zeros(D)} if config.norm == "layernorm" else scale
-
     def new_layer(key: jax.Array) -> Params:
-        q, k, v, o, gate, up, down = jax.random.split(key, 7)
-        layer: Params = {
-            "attention_norm": new_norm(),
-            "wq": normal(q, (D, N, H)),
-            "wk": normal(k, (D, K, H)),
-            "wv": normal(v, (D, K, H)),
-            "wo": normal(o, (N, H, D), branch_end),
-            "mlp_norm": new_norm(),
-            "w_up": normal(up, (D, F)),
-            "w_down": normal(down, (F, D), branch_end),
-        }
-        if config.activation != "gelu":
-            layer["w_gate"] = normal(gate, (D, F))
-        if config.biases:
-            shapes = {"bq": (N, H), "bk": (K, H), "bv": (K, H), "bo": (D,), "b_up": (F,), "b_down": (D,)}
-            layer |= {bias: jnp.zeros(shape) for bias, shape in shapes.items()}
-        return layer
+        attention_key, mlp_key = jax.random.split(key)
+        norms = {"attention_norm": new_norm(config), "mlp_norm": new_norm(config)}
+        return norms | new_attention(config, attention_key) | new_mlp(config, mlp_key)
 
     params: Params = {
-        "embed": normal(embed_key, (config.vocab, D)),
+        "embed": normal(embed_key, config.vocab, config.width),
         "layers": [new_layer(k) for k in jax.random.split(layers_key, config.layers)],
-        "final_norm": new_norm(),
+        "final_norm": new_norm(config),
     }
     if config.positions == "learned":
-        params["pos_embed"] = normal(position_key, (config.context, D))
+        params["pos_embed"] = normal(position_key, config.context, config.width)
     if not config.tied:
-        params["lm_head"] = normal(head_key, (D, config.vocab))
+        params["lm_head"] = normal(head_key, config.width, config.vocab)
     return params
 
 
@@ -233,13 +252,17 @@ def mlp(config: Config, layer: Params, x: jax.Array) -> jax.Array:
     return project("bsf,fd->bsd", name(hidden, "hidden"), layer, "w_down", "b_down")
 
 
-def block(config: Config, layer: Params, x: jax.Array) -> jax.Array:
+MLP = Callable[[Any, Params, jax.Array], jax.Array]
+"""The second half of a layer, `(config, layer, x) -> x`; `moe.py` has another."""
+
+
+def block(config: Config, layer: Params, x: jax.Array, mlp: MLP = mlp) -> jax.Array:
     """One pre-norm layer: [B, S, D] -> [B, S, D]."""
     x = name(x + attention(config, layer, normalize(config, layer["attention_norm"], x)), "residual")
     return name(x + mlp(config, layer, normalize(config, layer["mlp_norm"], x)), "residual")
 
 
-def forward(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
+def forward(config: Config, params: Params, tokens: jax.Array, mlp: MLP = mlp) -> jax.Array:
     """Tokens [B, S] -> logits [B, S, V] in float32."""
     x = params["embed"][tokens]
     if config.scale_embedding:
@@ -248,7 +271,7 @@ def forward(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
         x = x + params["pos_embed"][: tokens.shape[1]]
     x = name(x.astype(config.compute_dtype), "residual")
     for layer in params["layers"]:
-        x = block(config, layer, x)
+        x = block(config, layer, x, mlp)
     x = normalize(config, params["final_norm"], x)
     if config.tied:
         logits = jnp.einsum("bsd,vd->bsv", x, params["embed"].astype(x.dtype))
@@ -257,9 +280,9 @@ def forward(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
     return name(logits, "logits").astype(jnp.float32)
 
 
-def loss(config: Config, params: Params, batch: Batch) -> jax.Array:
+def loss(config: Config, params: Params, batch: Batch, mlp: MLP = mlp) -> jax.Array:
     """Mean cross-entropy of the next token, in nats."""
-    log_probs = jax.nn.log_softmax(forward(config, params, batch["tokens"]))
+    log_probs = jax.nn.log_softmax(forward(config, params, batch["tokens"], mlp))
     return -jnp.mean(jnp.take_along_axis(log_probs, batch["targets"][..., None], axis=-1))
 
 

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ ORDINARY = re.split(
 
 init_params = jax.jit(transformer.init_params, static_argnums=0)
 forward = jax.jit(transformer.forward, static_argnums=0)
+loss = jax.jit(transformer.loss, static_argnums=0)
 
 
 def tiny(name: str, **overrides: Any) -> Any:
@@ -77,9 +79,9 @@ def test_example_args_are_abstract(name: str) -> None:
 @pytest.mark.parametrize("name", ["linear-8k", "mlp-8k", "gpt2-xl", "llama3-405b", "gemma-7b"])
 def test_a_train_step_returns_the_state_that_it_took(name: str) -> None:
     train_step, (state, batch) = models.build(name, layers=2, batch=4)
-    new_state, loss = jax.eval_shape(train_step, state, batch)
+    new_state, value = jax.eval_shape(train_step, state, batch)
     assert new_state == state
-    assert (loss.shape, loss.dtype) == ((), jnp.float32)
+    assert (value.shape, value.dtype) == ((), jnp.float32)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -206,8 +208,8 @@ def test_training_on_one_batch_lowers_the_loss(name: str) -> None:
     state, batch = module.init(config, jax.random.key(0)), module.example_batch(config, batch=4)
     losses: list[float] = []
     for _ in range(10):
-        state, loss = train_step(state, batch)
-        losses.append(float(loss))
+        state, value = train_step(state, batch)
+        losses.append(float(value))
     assert losses[-1] < 0.8 * losses[0]
     assert int(state.step) == int(state.opt_state[0].count) == 10
 
@@ -227,10 +229,10 @@ def test_linear_and_mlp_against_numpy() -> None:
     np.testing.assert_allclose(mlp.forward(residual, params, batch["x"]), x + y, rtol=1e-4, atol=1e-5)
 
 
+@partial(jax.jit, static_argnums=0)
 def noisy(config: transformer.Config) -> Any:
     """Parameters in which every entry is random, biases and norm scales too."""
-    params = init_params(config, jax.random.key(0))
-    leaves, structure = jax.tree.flatten(params)
+    leaves, structure = jax.tree.flatten(init_params(config, jax.random.key(0)))
     keys = jax.random.split(jax.random.key(1), len(leaves))
     return structure.unflatten([p + 0.1 * jax.random.normal(k, p.shape) for p, k in zip(leaves, keys, strict=True)])
 
@@ -298,14 +300,14 @@ def test_transformers_against_numpy(config: transformer.Config) -> None:
     log_probs = expected - np.log(np.exp(expected).sum(-1, keepdims=True))
     targets = np.asarray(batch["targets"])
     nats = -np.mean([log_probs[b, s, targets[b, s]] for b in range(2) for s in range(12)])
-    np.testing.assert_allclose(transformer.loss(config, params, batch), nats, rtol=1e-5)
+    np.testing.assert_allclose(loss(config, params, batch), nats, rtol=1e-5)
 
 
 def test_bfloat16_is_close_to_float32() -> None:
     exact = tiny("tiny-llama")
     params, batch = init_params(exact, jax.random.key(0)), transformer.example_batch(exact)
     in_bfloat16, in_float32 = (
-        float(jax.jit(transformer.loss, static_argnums=0)(replace(exact, compute_dtype=dtype), params, batch))
+        float(loss(replace(exact, compute_dtype=dtype), params, batch))
         for dtype in ("bfloat16", "float32")
     )
     assert in_bfloat16 == pytest.approx(in_float32, rel=1e-3)
@@ -316,8 +318,8 @@ def test_bfloat16_is_close_to_float32() -> None:
 def test_a_new_transformer_knows_nothing(name: str) -> None:
     config = tiny(name)
     params = init_params(config, jax.random.key(0))
-    loss = jax.jit(transformer.loss, static_argnums=0)(config, params, transformer.example_batch(config))
-    assert float(loss) == pytest.approx(math.log(config.vocab), rel=0.01)
+    nats = loss(config, params, transformer.example_batch(config))
+    assert float(nats) == pytest.approx(math.log(config.vocab), rel=0.01)
 
 
 # --- Features of GPT-2 and Llama, one by one ---------------------------------------

@@ -31,7 +31,8 @@ def parameters(stored: Axes, model: Axes) -> SpecOf:
         "w_gate": P(stored, model),  # [D, F]
         "w_up": P(stored, model),
         "w_down": P(model, stored),  # [F, D]
-        "b_up": P(model),  # [F]
+        "b_gate": P(model),  # [F]
+        "b_up": P(model),
         "b_down": P(None),  # [D]
         "scale": P(None),  # [D]
         "bias": P(None),
