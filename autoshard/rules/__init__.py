@@ -12,6 +12,7 @@ from autoshard.rules import random as random
 from autoshard.rules import reduction as reduction
 from autoshard.rules import refused as refused
 from autoshard.rules import shape as shape
+from autoshard.rules.notation import register_rule
 from autoshard.rules.rule import (
     Factor,
     FactorKind,
@@ -31,6 +32,7 @@ __all__ = [
     "ShardingRule",
     "refusals",
     "register",
+    "register_rule",
     "registered",
     "rule_of",
     "whole",

@@ -3,8 +3,8 @@
 A rule names the loop indices (*factors*) of an equation, in Shardy's terms. Every
 dimension of every operand and result is a product of factors, major to minor:
 
-    dot_general   ([i,k],[k,j])->([i,j]) {i=8,j=32,k=16} reduction={k}
-    reshape       ([ab])->([a,b])
+    dot_general   ([i,j],[j,k])->([i,k]) {i=8,j=16,k=32} reduction={j}
+    reshape       ([ij])->([i,j]) {i=4,j=8}
 
 What splitting a factor over a mesh axis does depends on its kind: *pass-through*
 costs nothing, *reduction* leaves the results unreduced over that axis,
@@ -127,10 +127,16 @@ class RuleBuilder:
         results: list[list[Dim]],
         linear: tuple[frozenset[int], ...] = (),
     ) -> ShardingRule:
+        """The rule, its factors numbered in order of appearance: equal rules are equal values."""
+        number: dict[int, int] = {}
+        sides = tuple(
+            tuple(tuple(tuple(number.setdefault(f, len(number)) for f in dim) for dim in dims) for dims in side)
+            for side in (operands, results)
+        )
         return ShardingRule(
-            factors=tuple(self.factors),
-            operands=tuple(tuple(dims) for dims in operands),
-            results=tuple(tuple(dims) for dims in results),
+            factors=tuple(self.factors[f] for f in number),
+            operands=sides[0],
+            results=sides[1],
             linear=linear,
         )
 
@@ -167,8 +173,7 @@ def register(*primitives: str) -> Callable[[RuleFn], RuleFn]:
 
     def add(fn: RuleFn) -> RuleFn:
         for name in primitives:
-            if name in _REGISTRY or name in _REFUSED:
-                raise RuleError(f"`{name}` already has a rule")
+            _claim(name)
             _REGISTRY[name] = fn
         return fn
 
@@ -178,9 +183,14 @@ def register(*primitives: str) -> Callable[[RuleFn], RuleFn]:
 def refuse(reasons: Mapping[str, str]) -> None:
     """Declares primitives that are not sharded, each with its reason."""
     for name, reason in reasons.items():
-        if name in _REGISTRY or name in _REFUSED:
-            raise RuleError(f"`{name}` already has a rule")
+        _claim(name)
         _REFUSED[name] = reason
+
+
+def unregister(primitive: str) -> None:
+    """Forgets a primitive's rule or refusal, if it has one."""
+    _REGISTRY.pop(primitive, None)
+    _REFUSED.pop(primitive, None)
 
 
 def registered() -> frozenset[str]:
@@ -199,8 +209,10 @@ def rule_of(eqn: Eqn) -> ShardingRule:
     Raises:
       MissingRuleError: the primitive has no rule, or is refused; the message names
         the user's source line and the one-line way to register a rule.
+      RuleError: the rule does not cover the equation's dimensions.
     """
-    fn = _REGISTRY.get(eqn.primitive)
+    name = registry_name(eqn)
+    fn = _REGISTRY.get(name) or _REGISTRY.get(eqn.primitive)
     if fn is None:
         reason = _REFUSED.get(eqn.primitive, "autoshard does not know this primitive")
         shapes = ", ".join(str(list(aval.shape)) for aval in eqn.operands)
@@ -208,9 +220,24 @@ def rule_of(eqn: Eqn) -> ShardingRule:
             eqn.primitive,
             eqn.where,
             f"{reason} (operands {shapes})",
-            f'register one: autoshard.register_rule("{eqn.primitive}", "b i k, b k j -> b i j"), '
+            f'register one: autoshard.register_rule("{name}", "b i k, b k j -> b i j"), '
             'or plan with unknown="replicate"',
         )
     rule = fn(eqn)
     rule.check(eqn)
     return rule
+
+
+# Calls of foreign code: primitive → the parameter that names the kernel.
+KERNEL_NAMES: Mapping[str, str] = {"ffi_call": "target_name", "pallas_call": "name"}
+
+
+def registry_name(eqn: Eqn) -> str:
+    """The most specific name for an equation's rule: `ffi_call[my_kernel]` for a foreign kernel."""
+    kernel = eqn.params.get(KERNEL_NAMES.get(eqn.primitive, ""))
+    return f"{eqn.primitive}[{kernel}]" if kernel else eqn.primitive
+
+
+def _claim(name: str) -> None:
+    if name in _REGISTRY or name in _REFUSED:
+        raise RuleError(f"`{name}` already has a rule")

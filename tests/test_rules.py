@@ -1,0 +1,73 @@
+"""Every rule of the case table against four oracles: text, XLA's partitioner, execution, linearity."""
+
+import numpy as np
+import pytest
+
+from autoshard.rules import FactorKind, rule_of
+from tests.rules_cases import CASES, Case
+from tests.rules_oracle import (
+    Traced,
+    check_linear,
+    check_passes,
+    check_reduces,
+    collectives,
+    equations,
+    executions,
+    splits,
+)
+
+# What XLA's CPU compiler does where it differs from the claim, by case.
+EXCEPTIONS: dict[str, dict[FactorKind, list[str]]] = {
+    # Partial (value, index) pairs are gathered, then reduced again.
+    "argmax": {FactorKind.REDUCTION: ["all-gather", "all-gather"]},
+    # XLA:GPU partitions the batch of a top-k, XLA:CPU gathers it.
+    "top_k": {FactorKind.PASS: ["all-gather"]},
+}
+
+
+def traced(case: Case) -> Traced:
+    found = equations(case.fn, *(arg.abstract() for arg in case.args))
+    return next(one for one in found if one.eqn.primitive == case.primitive)
+
+
+def operands(case: Case, seed: int) -> list[object]:
+    """The operands of the case's equation when the function runs on drawn data."""
+    rng = np.random.default_rng(seed)
+    ran = executions(case.fn, *(arg.draw(rng) for arg in case.args))
+    return next(values for one, values in ran if one.eqn.primitive == case.primitive)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_text(case: Case) -> None:
+    assert str(rule_of(traced(case).eqn)) == case.rule
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_xla_inserts_what_the_rule_claims(case: Case) -> None:
+    one = traced(case)
+    rule = rule_of(one.eqn)
+    for factor, shards in splits(rule):
+        kind = rule.factors[factor].kind
+        got = collectives(one, rule, factor, shards)
+        assert got is not None, "cases fit on eight devices"
+        if case.name in EXCEPTIONS and kind in EXCEPTIONS[case.name]:
+            assert got == EXCEPTIONS[case.name][kind]
+        elif kind is FactorKind.PERMUTATION:  # none where the blocks happen to fit
+            assert set(got) <= {"collective-permute"}
+        else:
+            assert got == (["all-reduce"] if kind is FactorKind.REDUCTION else [])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_execution_per_shard(case: Case) -> None:
+    one = traced(case)
+    rule = rule_of(one.eqn)
+    args, others = operands(case, 0), operands(case, 1)
+    for factor, shards in splits(rule):
+        kind = rule.factors[factor].kind
+        if kind is FactorKind.PASS:
+            check_passes(one, rule, factor, shards, args, others)
+        elif kind is FactorKind.REDUCTION and not rule.factors[factor].reduction.startswith("arg"):
+            check_reduces(one, rule, factor, shards, args)
+    for together in rule.linear:
+        check_linear(one, together, args, others)
