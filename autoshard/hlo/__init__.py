@@ -1,0 +1,6 @@
+"""Compiled HLO: the text read, and the collectives in it."""
+
+from autoshard.hlo.communication import KINDS, Collective, Kind, collectives
+from autoshard.hlo.text import Computation, Instruction, Module, Shape, read
+
+__all__ = ["KINDS", "Collective", "Computation", "Instruction", "Kind", "Module", "Shape", "collectives", "read"]
