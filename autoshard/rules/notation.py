@@ -7,8 +7,9 @@
 
 Values are separated by commas, dimensions by spaces. A name is a factor; one in
 parentheses with others is a part of a dimension, major to minor. `1` is a dimension of
-size 1, `_` one that must be whole, `...` leading dimensions that all pass. A factor that
-no result contains is a reduction (a sum, unless `reductions` says otherwise).
+size 1, `_` one that must be whole, `...` leading dimensions that all pass. An empty side
+is one scalar, or nothing. A factor that no result contains is a reduction (a sum, unless
+`reductions` says otherwise).
 """
 
 from collections.abc import Iterable, Mapping
@@ -93,7 +94,7 @@ class Notation:
         left, arrow, right = text.partition("->")
         if not arrow or "->" in right:
             raise RuleError(f"a rule reads `operands -> results`: {text!r}")
-        operands, results = (tuple(_terms(value, text) for value in _values(side)) for side in (left, right))
+        operands, results = (tuple(_terms(value, text) for value in side.split(",")) for side in (left, right))
         reduced = dict(reductions or {})
         names = {name for terms in operands + results for dim in terms for name in dim}
         unknown = (whole | permutations | set(reduced)) - names
@@ -149,6 +150,8 @@ class Notation:
 
     def _expanded(self, values: tuple[Terms, ...], avals: tuple[Aval, ...]) -> list[Terms]:
         """Each value's terms with `...` replaced by as many names as it has dimensions to spare."""
+        if values == ((),) and not avals:
+            return []
         if len(values) != len(avals):
             raise RuleError(f"{self.text!r} has {len(values)} values on a side where the equation has {len(avals)}")
         expanded: list[Terms] = []
@@ -183,10 +186,6 @@ class Notation:
                 raise RuleError(f"{self.text!r} leaves the size of `{' '.join(left[0][0])}` open")
             open_dims = left
         return sizes
-
-
-def _values(side: str) -> list[str]:
-    return side.split(",") if side.strip() else []
 
 
 def _terms(value: str, text: str) -> Terms:
