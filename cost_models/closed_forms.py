@@ -158,12 +158,12 @@ def largest_hidden_group(
 # Pipelines -----------------------------------------------------------------------
 
 
-def pipeline_bubble(stages: int, microbatches: int, *, repeats: int = 1) -> float:
+def pipeline_bubble(stages: int, microbatches: float, *, repeats: int = 1) -> float:
     """Idle share of a pipeline: (p-1)/(p+k-1), k times repeats if interleaved. MaxText, sharding.md."""
     return (stages - 1) / (stages - 1 + repeats * microbatches)
 
 
-def pipeline_bubble_rough(stages: int, microbatches: int) -> float:
+def pipeline_bubble_rough(stages: int, microbatches: float) -> float:
     """The rough form p/(p+k), for many stages. gpus.md:696."""
     return stages / (stages + microbatches)
 

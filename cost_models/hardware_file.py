@@ -61,6 +61,8 @@ CHIP_NUMBERS: dict[str, bool] = {
     "matmul_achieved_int8_fraction": False,
     "matmul_achieved_float32_fraction": False,
     "matmul_launch_s": True,
+    "attention_achieved_fraction": True,
+    "step_compute_fraction": True,
     "host_bytes_per_s": True,
     "overlap_fraction": True,
     "devices_per_chip_count": True,

@@ -62,6 +62,16 @@ class Machine:
         """Share of a window's compute behind which communication that may hide does hide."""
         return self.chip.numbers["overlap_fraction"].value
 
+    def exposed_s(self, communication_s: ArrayLike, compute_s: ArrayLike) -> Floats:
+        """What is left of communication that may run beside compute: h - overlap·min(h, c).
+
+        Two linear bounds say the same: exposed ≥ h - overlap·c and exposed ≥ (1 - overlap)·h.
+        The second is the price of sharing memory, multiprocessors and the scheduler's
+        attention: even a short transfer does not vanish.
+        """
+        h, c = np.asarray(communication_s, float), np.asarray(compute_s, float)
+        return h - self.overlap * np.minimum(h, c)
+
     def group_size(self, axes: Sequence[str]) -> int:
         """Devices that take part in one collective over these mesh axes."""
         return prod(c.n for c in self.crossings(axes))

@@ -7,6 +7,7 @@
 
 import re
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from cost_models.errors import TopologyError
@@ -77,14 +78,24 @@ def smallest_topology(chip: Chip, devices: int) -> str:
         inner = max(d for d in range(1, limit + 1) if devices % d == 0)
         return str(devices) if "scale_out" not in chip.links else f"{devices // inner}x{inner}"
     per_chip = int(chip.numbers["devices_per_chip_count"].value)
-    for shape in shapes.shapes:
+    slices = sorted(_slices(shapes), key=lambda shape: (prod(shape), max(shape), shape))
+    for shape in slices:
         if prod(shape) * per_chip >= devices:
             return "x".join(map(str, shape))
-    # More than one slice: the largest cube of them that divides the number.
-    for shape in reversed(shapes.shapes):
+    # More than one slice: the largest that divides the number.
+    for shape in reversed(slices):
         if devices % (prod(shape) * per_chip) == 0:
             return f"{devices // (prod(shape) * per_chip)}*{'x'.join(map(str, shape))}"
     raise TopologyError(f"no usual topology of {chip.name} holds {devices} devices; write one: {examples(chip)}")
+
+
+def _slices(shapes: TorusShapes) -> set[tuple[int, ...]]:
+    """Every slice, axes ascending: the listed ones, and boxes of whole cubes."""
+    found = set(shapes.shapes)
+    if shapes.wrap == "cubes of 4":
+        boxes = product(*(range(4, most + 1, 4) for most in shapes.largest))
+        found |= {box for box in boxes if tuple(sorted(box)) == box}
+    return found
 
 
 def examples(chip: Chip) -> str:
@@ -143,14 +154,10 @@ def _torus(chip: Chip, shapes: TorusShapes, slices: int, sizes: tuple[int, ...])
         raise TopologyError(f"`{chip.name}:{name}`: a slice has {ndim} dimensions; write {examples(chip)}")
     ascending = tuple(sorted(sizes))
     if shapes.wrap == "cubes of 4":
-        exists = ascending in {tuple(sorted(s)) for s in shapes.shapes} or (
-            all(n % 4 == 0 for n in sizes) and all(n <= most for n, most in zip(ascending, shapes.largest, strict=True))
-        )
         wraps = [all(n % 4 == 0 for n in sizes)] * ndim
     else:
-        exists = ascending in shapes.shapes
         wraps = [n == 16 for n in sizes]
-    if not exists:
+    if ascending not in {tuple(sorted(shape)) for shape in _slices(shapes)}:
         listed = ", ".join("x".join(map(str, s)) for s in shapes.shapes)
         more = f", and multiples of 4 up to {'x'.join(map(str, shapes.largest))}" if shapes.wrap == "cubes of 4" else ""
         raise TopologyError(f"`{chip.name}:{name}` does not exist; slices are {listed}{more}")

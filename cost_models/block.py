@@ -1,0 +1,163 @@
+"""What one block of a transformer takes on one device, for one microbatch, before communication."""
+
+from dataclasses import dataclass
+from math import prod
+
+from cost_models.dtypes import itemsize
+from cost_models.machine import Machine
+from cost_models.operations import attention_s, elementwise_s, lookup_s
+from cost_models.training_layout import TrainingLayout
+from cost_models.transformer import Transformer
+
+ACTIVATIONS = "bfloat16"  # the residual stream and the scores, also where matmuls are quantized
+
+# Share of the forward FLOPs of a flash kernel that its backward takes: five matmuls
+# against two, the scores being recomputed. Dao et al. 2022, FlashAttention, section 3.
+FLASH_BACKWARD = 2.5
+
+# (name, batch, m, n, k, how many such matmuls an average block has)
+Matmul = tuple[str, float, float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """The average block of a model under a layout.
+
+    Attributes:
+        model: Its shape; mixture and dense blocks are averaged by their number.
+        layout: Who holds what.
+        machine: What prices it.
+        sequence: Tokens of one sequence.
+        dtype: Of the matmuls' operands.
+    """
+
+    model: Transformer
+    layout: TrainingLayout
+    machine: Machine
+    sequence: int
+    dtype: str
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of one microbatch that a tensor-parallel group works on."""
+        return self.layout.microbatch * self.sequence / self.layout.context
+
+    @property
+    def parameters(self) -> float:
+        """Matrices of the average block, all experts."""
+        return (self.model.parameters - self.model.embedding_parameters) / self.model.layers
+
+    @property
+    def dense_parameters(self) -> float:
+        """Those that expert parallelism does not spread."""
+        return self.parameters - self.expert_parameters
+
+    @property
+    def expert_parameters(self) -> float:
+        """Routed experts of the average block."""
+        model = self.model
+        return model.moe_layers / model.layers * model.experts * model.expert_parameters
+
+    def matmuls(self) -> tuple[Matmul, ...]:
+        """Local matmuls of the forward pass, in order; the last of an MLP is named "out"."""
+        model, ways, tokens = self.model, self.layout.tensor, self.tokens
+        d, inputs = model.d_model, model.mlp_matrices - 1
+        moe = model.moe_layers / model.layers
+        # Half of the attention's matrices read the stream, half write it.
+        projected = model.attention_layer_parameters / 2 / d
+        found: list[Matmul] = [
+            ("attention in", 1, tokens, projected / ways, d, 1),
+            ("attention out", 1, tokens, d, projected / ways, 1),
+        ]
+        if moe < 1:
+            found.append(("mlp in", 1, tokens, inputs * model.d_ff / ways, d, 1 - moe))
+            found.append(("mlp out", 1, tokens, d, model.d_ff / ways, 1 - moe))
+        if moe > 0:
+            local = model.experts / self.layout.expert
+            routed = tokens * model.active_experts / local
+            width = model.expert_width / ways
+            found.append(("expert in", local, routed, inputs * width, d, moe))
+            found.append(("expert out", local, routed, d, width, moe))
+            if model.shared_experts:
+                shared = model.shared_experts * width
+                found.append(("shared in", 1, tokens, inputs * shared, d, moe))
+                found.append(("shared out", 1, tokens, d, shared, moe))
+        return tuple(found)
+
+    def matmul_s(self, *, recomputed: bool = False) -> float:
+        """The forward matmuls, or those of them that full rematerialization repeats."""
+        fraction = self.machine.chip.numbers["step_compute_fraction"].value
+        each = (
+            often * float(self.machine.matmul_s(batch, m, n, k, self.dtype))
+            for name, batch, m, n, k, often in self.matmuls()
+            if not (recomputed and _is_last(name))
+        )
+        return sum(each) / fraction
+
+    def matmul_flops(self, *, recomputed: bool = False) -> float:
+        """FLOPs of `matmul_s`."""
+        return sum(
+            2.0 * prod(shape) * often for name, *shape, often in self.matmuls() if not (recomputed and _is_last(name))
+        )
+
+    def score_flops(self) -> float:
+        """Forward FLOPs of attention's scores and weighted values, the causal half."""
+        return self.tokens * self.model.score_flops(self.sequence) / self.model.layers / self.layout.tensor
+
+    def score_s(self) -> float:
+        """The flash kernel, forward; local attention layers do their share of it."""
+        model, ways = self.model, self.layout.tensor
+        whole = attention_s(
+            self.machine,
+            self.layout.microbatch,
+            max(1, model.heads // ways),
+            max(1, model.kv_heads // ways),
+            self.sequence / self.layout.context,
+            self.sequence,
+            model.head_dim,
+            ACTIVATIONS,
+        )
+        everywhere = 2 * self.sequence * model.heads * model.head_dim
+        share = model.score_flops(self.sequence) / model.layers / everywhere
+        return share * float(whole) / self.machine.chip.numbers["step_compute_fraction"].value
+
+    def stream_s(self) -> float:
+        """Norms, residuals, rotations, activations and dispatch, forward, each a fused chain."""
+        model, ways, machine = self.model, self.layout.tensor, self.machine
+        moe = model.moe_layers / model.layers
+        visited = (model.active_experts + model.shared_experts) * model.expert_width
+        hidden = moe * visited + (1 - moe) * model.d_ff
+        rotated = (model.heads + 2 * model.kv_heads) * model.head_dim
+        tokens = self.tokens / ways
+        return float(
+            elementwise_s(machine, tokens * model.d_model, 6, 4, ACTIVATIONS)  # two norms, two residual sums
+            + elementwise_s(machine, tokens * rotated, 1, 1, ACTIVATIONS)
+            + elementwise_s(machine, tokens * hidden, model.mlp_matrices - 1, 1, ACTIVATIONS)
+            + lookup_s(machine, moe * 2 * self.tokens * model.active_experts, model.d_model, ACTIVATIONS)
+        )
+
+    def saved_bytes(self) -> float:
+        """What backward needs of the average block for one microbatch, per device."""
+        model, ways = self.model, self.layout.tensor
+        moe = model.moe_layers / model.layers
+        visited = (model.active_experts + model.shared_experts) * model.expert_width
+        hidden = moe * visited + (1 - moe) * model.d_ff
+        stream = model.d_model
+        heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim  # q, k, v and the attention's output
+        matmul_results = heads + stream + (model.mlp_matrices - 1) * hidden
+        kept = {
+            "full": stream,
+            "minimal": stream + matmul_results,
+            "none": 4 * stream + matmul_results + hidden + rotated_copies(model),
+        }[self.layout.remat]
+        return self.tokens * kept / ways * itemsize(ACTIVATIONS)
+
+
+def rotated_copies(model: Transformer) -> int:
+    """Rotated queries and keys per token, which no-remat keeps beside the plain ones."""
+    return (model.heads + model.kv_heads) * model.head_dim
+
+
+def _is_last(name: str) -> bool:
+    """Whether backward needs no result of this matmul, so that remat drops it."""
+    return name in ("mlp out", "expert out", "shared out")

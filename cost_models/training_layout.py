@@ -1,0 +1,61 @@
+"""How a transformer's training step is spread over devices: the names of the parallelisms, with their ways."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Remat: TypeAlias = Literal["none", "minimal", "full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingLayout:
+    """The product of the ways is the number of devices.
+
+    Attributes:
+        data: Replicas: DP (on TPUs the slices, over DCN).
+        fsdp: Ways that parameters, gradients and optimizer are sharded over data.
+        expert: Ways that experts are spread; for the rest of the model more data.
+        context: Ways that a sequence is split.
+        tensor: Megatron tensor parallelism, the residual stream split between blocks.
+        pipeline: Pipeline stages.
+        virtual_stages: Chunks of layers per stage of an interleaved schedule.
+        microbatch: Sequences per microbatch of one data shard.
+        remat: What backward recomputes: nothing; all but matmuls ("minimal"); or the
+            block ("full"), less its last matmul, whose result backward does not need.
+        keep_gathered: With fsdp: whether weights stay gathered from forward to
+            backward (ZeRO-2, PyTorch's SHARD_GRAD_OP).
+        shard_optimizer: Whether replicas split the optimizer's state (ZeRO-1).
+        collective_matmul: Whether tensor-parallel exchanges are cut up to run beside their matmuls.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_stages: int = 1
+    microbatch: int = 1
+    remat: Remat = "none"
+    keep_gathered: bool = False
+    shard_optimizer: bool = True
+    collective_matmul: bool = False
+
+    @property
+    def devices(self) -> int:
+        return self.data_shards * self.context * self.tensor * self.pipeline
+
+    @property
+    def data_shards(self) -> int:
+        """Groups of devices that hold different sequences."""
+        return self.data * self.fsdp * self.expert
+
+    def microbatches(self, sequences: int) -> float:
+        """Microbatches of one data shard in a global batch."""
+        return sequences / (self.data_shards * self.microbatch)
+
+    def mesh(self, *, slices_outermost: bool) -> dict[str, int]:
+        """Mesh axes, outermost first: replicas over slices, or stages over nodes."""
+        inner = {"fsdp": self.fsdp, "expert": self.expert, "context": self.context, "tensor": self.tensor}
+        if slices_outermost:
+            return {"data": self.data, "pipeline": self.pipeline, **inner}
+        return {"pipeline": self.pipeline, "data": self.data, **inner}
