@@ -1,1 +1,35 @@
 """autoshard: `jax.jit` that finds the sharding."""
+
+from autoshard.api import AUTO, Plan, jit, load, plan
+from autoshard.errors import (
+    AutoshardError,
+    CompilerMissingError,
+    InfeasibleError,
+    MeshError,
+    MissingRuleError,
+    PlanFileError,
+    PlanMismatchError,
+    RuleError,
+    SpecError,
+    VerifyError,
+)
+from autoshard.rules import register_rule
+
+__all__ = [
+    "AUTO",
+    "AutoshardError",
+    "CompilerMissingError",
+    "InfeasibleError",
+    "MeshError",
+    "MissingRuleError",
+    "Plan",
+    "PlanFileError",
+    "PlanMismatchError",
+    "RuleError",
+    "SpecError",
+    "VerifyError",
+    "jit",
+    "load",
+    "plan",
+    "register_rule",
+]

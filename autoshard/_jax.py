@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax._src import source_info_util
+from jax._src.mesh import thread_resources
 from jax.extend import core as jex_core
 from jax.interpreters import mlir
 from jaxlib.mlir import ir, passmanager
@@ -139,3 +140,20 @@ def with_body(body: Any, fn: Any) -> Any:
     ]
     traced = jax.make_jaxpr(fn)(*avals)
     return traced if isinstance(body, jex_core.ClosedJaxpr) else open_jaxpr(traced)
+
+
+def context_mesh() -> Any:
+    """The mesh that `jax.set_mesh` or `with mesh:` has set: concrete if there is one, else abstract, else None."""
+    concrete = jax.sharding.get_mesh()
+    if not concrete.empty:
+        return concrete
+    legacy = thread_resources.env.physical_mesh
+    if not legacy.empty:
+        return legacy
+    abstract = jax.sharding.get_abstract_mesh()
+    return None if abstract.empty else abstract
+
+
+def is_tracer(value: Any) -> bool:
+    """Whether a value is being traced (by jit, grad, vmap, …)."""
+    return isinstance(value, jax.core.Tracer)

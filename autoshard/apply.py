@@ -17,57 +17,64 @@ from autoshard import _jax
 from autoshard.graph import CALLS, Path
 from autoshard.pins import Pins, Specs
 
-def evaluate(closed: Any, pins: Pins, mesh: Any, args: Sequence[Any]) -> list[Any]:
+Hook = Callable[[Any, Path, int], Any]  # (value, equation path, position) → the value to go on with
+
+
+def constrained(closed: Any, pins: Pins, mesh: Any, args: Sequence[Any]) -> list[Any]:
     """Evaluates a closed jaxpr on flat arguments, with constraints on `mesh` (Auto axes)."""
-    emitter = _Emitter(pins, mesh)
-    args = [emitter.pin(arg, pins.inputs.get(i, ())) for i, arg in enumerate(args)]
-    results = emitter.run(closed, args, ())
-    return [emitter.pin(result, pins.outputs.get(i, ())) for i, result in enumerate(results)]
+    seen: dict[tuple[int, Specs], tuple[Any, Any]] = {}  # keeps the source alive, so that ids stay unique
 
-
-class _Emitter:
-    def __init__(self, pins: Pins, mesh: Any) -> None:
-        self.pins, self.mesh = pins, mesh
-        self._seen: dict[tuple[int, Specs], tuple[Any, Any]] = {}  # keeps the source alive: ids stay unique
-
-    def pin(self, value: Any, specs: Specs) -> Any:
+    def pin(value: Any, specs: Specs) -> Any:
         """The value under each constraint in turn; the same chain on the same value is emitted once."""
         if not specs:
             return value
         key = (id(value), specs)
-        if key not in self._seen:
+        if key not in seen:
             pinned = value
             for spec in specs:
-                pinned = jax.lax.with_sharding_constraint(pinned, NamedSharding(self.mesh, spec))
-            self._seen[key] = (value, pinned)
-        return self._seen[key][1]
+                pinned = jax.lax.with_sharding_constraint(pinned, NamedSharding(mesh, spec))
+            seen[key] = (value, pinned)
+        return seen[key][1]
 
-    def run(self, closed: Any, args: Sequence[Any], path: Path) -> list[Any]:
-        jaxpr = _jax.open_jaxpr(closed)
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, _jax.consts_of(closed), strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
+    inputs = [pin(arg, pins.inputs.get(i, ())) for i, arg in enumerate(args)]
+    results = evaluate(
+        closed,
+        inputs,
+        made=lambda value, path, i: pin(value, pins.made.get((path, i), ())),
+        taken=lambda value, path, i: pin(value, pins.taken.get((path, i), ())),
+    )
+    return [pin(result, pins.outputs.get(i, ())) for i, result in enumerate(results)]
 
-        def read(atom: Any) -> Any:
-            return atom.val if _jax.is_literal(atom) else env[atom]
 
-        for index, eqn in enumerate(jaxpr.eqns):
-            here = (*path, index)
-            operands = [self.pin(read(a), self.pins.taken.get((here, i), ())) for i, a in enumerate(eqn.invars)]
-            with _jax.as_written(eqn):
-                results = self.equation(eqn, operands, here)
-            results = [self.pin(r, self.pins.made.get((here, i), ())) for i, r in enumerate(results)]
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+def evaluate(closed: Any, args: Sequence[Any], *, made: Hook, taken: Hook, path: Path = ()) -> list[Any]:
+    """Evaluates a closed jaxpr as JAX does, with hooks on every operand and result."""
+    jaxpr = _jax.open_jaxpr(closed)
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, _jax.consts_of(closed), strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
 
-    def equation(self, eqn: Any, operands: list[Any], here: Path) -> list[Any]:
-        name = eqn.primitive.name
-        if name not in CALLS:
-            return _jax.bind(eqn, eqn.params, operands)
-        body = eqn.params[CALLS[name]]
-        inner: Callable[..., list[Any]] = lambda *xs: self.run(body, xs, (*here, 0))
-        if name in INLINED:
-            return inner(*operands)
-        return _jax.bind(eqn, {**eqn.params, CALLS[name]: _jax.with_body(body, inner)}, operands)
+    def read(atom: Any) -> Any:
+        return atom.val if _jax.is_literal(atom) else env[atom]
+
+    for index, eqn in enumerate(jaxpr.eqns):
+        here = (*path, index)
+        with _jax.as_written(eqn):
+            operands = [taken(read(atom), here, i) for i, atom in enumerate(eqn.invars)]
+            results = _equation(eqn, operands, made, taken, here)
+            env.update(zip(eqn.outvars, [made(result, here, i) for i, result in enumerate(results)], strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _equation(eqn: Any, operands: list[Any], made: Hook, taken: Hook, here: Path) -> list[Any]:
+    name = eqn.primitive.name
+    if name == "sharding_constraint":
+        return operands  # the user's own constraint is one of the plan's pins
+    if name not in CALLS:
+        return _jax.bind(eqn, eqn.params, operands)
+    body = eqn.params[CALLS[name]]
+    inner: Callable[..., list[Any]] = lambda *xs: evaluate(body, xs, made=made, taken=taken, path=(*here, 0))
+    if name in INLINED:
+        return inner(*operands)
+    return _jax.bind(eqn, {**eqn.params, CALLS[name]: _jax.with_body(body, inner)}, operands)
 
 
 # Calls without rules of their own: their bodies are evaluated in place.

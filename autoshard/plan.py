@@ -6,6 +6,7 @@ of it, so that the same input gives the same file, byte for byte.
 """
 
 import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -95,6 +96,14 @@ class PlanRecord:
     def dumps(self) -> str:
         """The plan file's text."""
         return json.dumps(_to_json(self), indent=1, ensure_ascii=False) + "\n"
+
+
+def write(record: PlanRecord, path: str | Path) -> None:
+    """Writes a plan file, whole or not at all."""
+    path = Path(path)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8") as file:
+        file.write(record.dumps())
+    Path(file.name).replace(path)
 
 
 def schema() -> dict[str, Any]:

@@ -11,6 +11,10 @@ is a single collective, or a local slice, which moves nothing:
     slice            a whole axis becomes the minor-most of a dimension (free)
 
 Costs are integer picoseconds; among equal costs the fewest collectives win.
+
+Collectives that are off the critical path (weights' gathers, gradients' reductions)
+are *combined* by the compilers into buckets, so that many small ones pay one latency:
+below a bucket they are priced at the bucket's rate.
 """
 
 from dataclasses import dataclass
@@ -26,6 +30,9 @@ from autoshard.strategies import SUM, WHOLE, Codes, decode, encode, layouts, sha
 
 INF_PS = 10**18
 PS_PER_S = 1e12
+# XLA:GPU's default combine threshold for all-gather, all-reduce and reduce-scatter
+# (`xla_gpu_*_combine_threshold_bytes`, openxla/xla debug_options_flags.cc).
+BUCKET_BYTES = 30 * 2**20
 _HOPS = 64  # more than any path has steps: (picoseconds, hops) as one integer
 
 
@@ -49,35 +56,48 @@ class Step:
     after: int
 
 
+def collective_s(
+    machine: Machine, kind: str, axes: tuple[str, ...], nbytes: ArrayLike, *, combined: bool
+) -> NDArray[np.float64]:
+    """Seconds of collectives, alone or as their share of a combined bucket."""
+    sizes = np.asarray(nbytes, np.float64)
+    if not combined:
+        return np.asarray(machine.collective_s(kind, axes, sizes))
+    whole = np.maximum(sizes, BUCKET_BYTES)
+    return np.asarray(machine.collective_s(kind, axes, whole)) * (sizes / whole)
+
+
 class Resharder:
     """Shortest resharding paths for every value shape on one machine and mesh."""
 
     def __init__(self, mesh: MeshAxes, machine: Machine) -> None:
         self.mesh, self.machine = mesh, machine
-        self._tables: dict[tuple[tuple[int, ...], int], _Table] = {}
+        self._tables: dict[tuple[tuple[int, ...], int, bool], _Table] = {}
 
-    def table(self, aval: Aval) -> "_Table":
+    def table(self, aval: Aval, *, combined: bool) -> "_Table":
         """The table of a value's shape and element size."""
-        key = (aval.shape, aval.itemsize)
+        key = (aval.shape, aval.itemsize, combined)
         if key not in self._tables:
-            self._tables[key] = _Table(aval.shape, aval.itemsize, self.mesh, self.machine)
+            self._tables[key] = _Table(aval.shape, aval.itemsize, self.mesh, self.machine, combined=combined)
         return self._tables[key]
 
-    def cost_ps(self, aval: Aval, source: Codes, target: Codes) -> NDArray[np.int64]:
+    def cost_ps(self, aval: Aval, source: Codes, target: Codes, *, combined: bool) -> NDArray[np.int64]:
         """Picoseconds from each source code (rows) to each target code (columns)."""
-        table = self.table(aval)
+        table = self.table(aval, combined=combined)
         return table.ps[np.ix_(table.at(source), table.at(target))]
 
-    def path(self, aval: Aval, source: int, target: int) -> tuple[Step, ...]:
+    def path(self, aval: Aval, source: int, target: int, *, combined: bool) -> tuple[Step, ...]:
         """The steps of the cheapest path; raises ValueError where there is none."""
-        return self.table(aval).path(source, target)
+        return self.table(aval, combined=combined).path(source, target)
 
 
 class _Table:
     """All-pairs cheapest paths between the layouts of one shape."""
 
-    def __init__(self, shape: tuple[int, ...], itemsize: int, mesh: MeshAxes, machine: Machine) -> None:
-        self.shape, self.mesh = shape, mesh
+    def __init__(
+        self, shape: tuple[int, ...], itemsize: int, mesh: MeshAxes, machine: Machine, *, combined: bool
+    ) -> None:
+        self.shape, self.mesh, self.combined = shape, mesh, combined
         self.codes = np.sort(layouts(shape, mesh, unreduced=True))
         total = int(np.prod(shape, dtype=np.int64)) * itemsize
         self.local_bytes = total // shards(self.codes, len(shape), mesh)
@@ -126,7 +146,7 @@ class _Table:
             if kind == "slice":
                 ps = np.zeros(len(moves), np.int64)
             else:
-                seconds = np.asarray(machine.collective_s(kind, where, nbytes))
+                seconds = collective_s(machine, kind, where, nbytes, combined=self.combined)
                 ps = np.rint(seconds * PS_PER_S).astype(np.int64) * _HOPS + 1
             for (i, j, size), price in zip(moves, ps, strict=True):
                 if price < weight[i, j]:

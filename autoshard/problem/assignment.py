@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.problem.decisions import Decisions, Port, consumer_port
-from autoshard.resharding import PS_PER_S, Resharder
+from autoshard.resharding import PS_PER_S, Resharder, collective_s
 from autoshard.strategies import SUM, decode
 
 
@@ -83,7 +83,7 @@ class Assignment:
     def route(self, value: int, source: int, target: int) -> tuple[int, ...]:
         """The pinnable codes that a value passes through from source to target."""
         aval = self.decisions.graph.avals[value]
-        steps = self.resharder.path(aval, source, target)
+        steps = self.resharder.path(aval, source, target, combined=self.decisions.window_of(value) is not None)
         return tuple(step.after for step in steps if self.reduced(step.after, value))
 
     def after_made(self, value: int) -> tuple[int, ...]:
@@ -119,7 +119,7 @@ class Assignment:
             seen.add((edge.value, source, target))
             aval = d.graph.avals[edge.value]
             where = d.nodes[edge.v].where or d.nodes[edge.u].where
-            for step in self.resharder.path(aval, source, target):
+            for step in self.resharder.path(aval, source, target, combined=edge.window is not None):
                 if step.kind != "slice":
                     yield self._collective(
                         step.kind, step.axes, step.nbytes, str(aval.dtype), edge.trips, edge.window, where, str(aval)
@@ -138,7 +138,7 @@ class Assignment:
     def _collective(
         self, kind: str, axes: tuple[str, ...], nbytes: int, dtype: str, trips: int, window: int | None, where: str, value: str
     ) -> Collective:
-        seconds = float(np.asarray(self.resharder.machine.collective_s(kind, axes, np.array([nbytes], float)))[0])
+        seconds = float(collective_s(self.resharder.machine, kind, axes, nbytes, combined=window is not None))
         return Collective(
             kind=kind,
             axes=axes,

@@ -115,8 +115,14 @@ class Decisions:
     kept: Mapping[int, Port]  # value → its copy, for values with several consumers
     inputs: tuple[int, ...]  # program input → decision
     outputs: tuple[int, ...]  # program output → decision
+    early: frozenset[int]  # values before every contraction
+    late: frozenset[int]  # values after every contraction
     materialised: NDArray[np.bool_]
     pruned: int
+
+    def window_of(self, value: int) -> int | None:
+        """The window in which a value's resharding can hide."""
+        return EARLY if value in self.early else LATE if value in self.late else None
 
 
 
@@ -227,6 +233,8 @@ class _Decider:
             kept=self.copies,
             inputs=tuple(inputs),
             outputs=tuple(outputs),
+            early=frozenset(self.early),
+            late=frozenset(self.late),
             materialised=self.materialised,
             pruned=self.pruned,
         )
@@ -617,7 +625,7 @@ def reshard_ps(edge: Edge, aval: Aval, resharder: Resharder) -> NDArray[np.int64
     """The edge's cost matrix (S_u, S_v) in integer picoseconds, INF where it cannot be."""
     sources, i = np.unique(edge.source, return_inverse=True)
     targets, j = np.unique(edge.target, return_inverse=True)
-    table = resharder.cost_ps(aval, sources, targets)
+    table = resharder.cost_ps(aval, sources, targets, combined=edge.window is not None)
     matrix = table[np.ix_(i.ravel(), j.ravel())]
     matrix = np.where(matrix < INF_PS, matrix * edge.trips, INF_PS)
     if edge.forbidden is not None:

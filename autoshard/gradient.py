@@ -1,0 +1,80 @@
+"""Gradient: the program that a forward function is planned for.
+
+A loss alone is rarely what runs: its gradient is. `gradient_of` traces the function's
+value and `jax.vjp` of it; every value of the forward program carries a name, by which
+its layout is found again, so that the plan's constraints go into the forward function
+and JAX's own rules carry them over to the backward pass.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from autoshard.apply import evaluate
+from autoshard.graph import Path
+from autoshard.mesh import MeshAxes
+from autoshard.trace import Traced, trace
+
+_PREFIX = "autoshard:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientProgram:
+    """The traced program (outputs, gradients), whose inputs begin with the function's own.
+
+    `gradient_of[k]` is the input leaf whose gradient output `first_gradient + k` is.
+    """
+
+    traced: Traced
+    first_gradient: int
+    gradient_of: tuple[int, ...]
+
+
+def gradient_program(traced: Traced, argnums: Sequence[int], mesh: MeshAxes) -> GradientProgram:
+    """The gradient program of a traced function, with respect to the float leaves of `argnums`.
+
+    Outputs that are not a scalar get their cotangents as further inputs.
+    """
+    leaves = [
+        i
+        for i, (aval, position) in enumerate(zip(traced.in_avals, traced.argument_of, strict=True))
+        if position in argnums and jnp.issubdtype(aval.dtype, jnp.inexact)
+    ]
+    floats = [i for i, aval in enumerate(traced.out_avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
+    seeds = [i for i in floats if traced.out_avals[i].shape]
+
+    def program(flat: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
+        def forward(chosen: list[Any]) -> tuple[list[Any], list[Any]]:
+            args = list(flat)
+            for i, leaf in zip(leaves, chosen, strict=True):
+                args[i] = leaf
+            outputs = evaluate(traced.jaxpr, args, made=_mark, taken=lambda value, path, i: value)
+            return [outputs[i] for i in floats], outputs
+
+        values, pull, outputs = jax.vjp(forward, [flat[i] for i in leaves], has_aux=True)
+        given = dict(zip(seeds, cotangents, strict=True))
+        seed = [given.get(i, jnp.ones_like(value)) for i, value in zip(floats, values, strict=True)]
+        return outputs, pull(seed)[0]
+
+    gradient = trace(program, (list(traced.in_avals), [traced.out_avals[i] for i in seeds]), ("", "cotangents"), mesh)
+    return GradientProgram(traced=gradient, first_gradient=len(traced.out_avals), gradient_of=tuple(leaves))
+
+
+def _mark(value: Any, path: Path, i: int) -> Any:
+    if not getattr(value, "shape", ()):
+        return value
+    return checkpoint_name(value, _PREFIX + ".".join(map(str, path)) + f"/{i}")
+
+
+def marks(named: Mapping[str, int]) -> dict[tuple[Path, int], int]:
+    """(equation path, result) of the forward program → value of the gradient program."""
+    found: dict[tuple[Path, int], int] = {}
+    for name, value in named.items():
+        if name.startswith(_PREFIX):
+            path, _, i = name.removeprefix(_PREFIX).rpartition("/")
+            found[tuple(int(p) for p in path.split(".")), int(i)] = value
+    return found

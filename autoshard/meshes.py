@@ -1,0 +1,121 @@
+"""Meshes: what the user says of mesh and hardware → mesh axes, hardware, and real devices if there are any."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import cost_models
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from autoshard import _jax
+from autoshard.errors import MeshError
+from autoshard.mesh import MeshAxes
+
+MeshLike = Mesh | AbstractMesh | Mapping[str, int] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Place:
+    """A logical mesh on hardware; `own` is the caller's Mesh, if they gave or set one."""
+
+    axes: MeshAxes
+    hardware: cost_models.Hardware
+    machine: cost_models.Machine
+    own: Mesh | None
+    notes: tuple[str, ...]
+
+    def device_mesh(self) -> Mesh:
+        """A Mesh with Auto axes over real devices, in the order that was priced.
+
+        Raises:
+          MeshError: this process does not have that many devices.
+        """
+        if self.own is not None:
+            return auto_twin(self.own)
+        return over_devices(self.axes, np.asarray(self.machine.device_order))
+
+
+def place(mesh: MeshLike, hardware: str | cost_models.Hardware | None) -> Place:
+    """Resolves mesh and hardware.
+
+    Args:
+      mesh: a Mesh, an AbstractMesh, `{"data": 2, "model": 4}`, or None for the mesh in context.
+      hardware: `"h100:4x8"`, a bare chip name, a Hardware, or None to detect it from the devices.
+
+    Raises:
+      MeshError: no mesh is given or set, or the hardware cannot hold it.
+    """
+    if mesh is None:
+        mesh = _jax.context_mesh()
+    if mesh is None:
+        raise MeshError('no mesh: pass mesh={"data": 2, "model": 4} or a Mesh, or call inside `jax.set_mesh(mesh)`')
+    own = mesh if isinstance(mesh, Mesh) else None
+    axes = MeshAxes.of(dict(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape))
+    notes: list[str] = []
+    if hardware is None:
+        hardware = detect(own.devices.ravel().tolist() if own is not None else jax.devices()[: axes.size], axes.size)
+        notes.append(f"hardware detected: {hardware}")
+    try:
+        found = hardware if isinstance(hardware, cost_models.Hardware) else _read(hardware, axes.size)
+        machine = found.place(axes.shape)
+    except cost_models.CostModelError as error:
+        raise MeshError(str(error)) from error
+    if found.note:
+        notes.append(found.note)
+    return Place(axes=axes, hardware=found, machine=machine, own=own, notes=tuple(notes))
+
+
+def candidates(devices: int) -> list[dict[str, int]]:
+    """One- and two-dimensional meshes over a number of devices, one-dimensional first."""
+    pairs = [(d, devices // d) for d in range(2, devices) if devices % d == 0]
+    return [{"data": devices}, *({"data": d, "model": m} for d, m in pairs)]
+
+
+def _read(spec: str, devices: int) -> cost_models.Hardware:
+    bare = ":" not in spec and not spec.endswith(".json")
+    return cost_models.hardware(spec, devices if bare else None)
+
+
+def detect(devices: list[Any], count: int) -> str:
+    """The catalogue's name for real devices.
+
+    Raises:
+      MeshError: there are too few, or their kind is not in the catalogue.
+    """
+    if len(devices) < count:
+        raise MeshError(
+            f"the mesh has {count} devices, this process sees {len(devices)}: say which hardware to plan for "
+            '(hardware="h100:1x8")'
+        )
+    kind = f"{devices[0].platform} {devices[0].device_kind}".lower()
+    if kind.startswith("cpu"):
+        return f"cpu:{count}"
+    known = [chip for chip in cost_models.chips() if chip.removeprefix("tpu-") in kind.replace(" lite", "e").replace(" ", "")]
+    if not known:
+        raise MeshError(f"no hardware file for {devices[0].device_kind!r}: pass hardware=; known: {', '.join(cost_models.chips())}")
+    return max(known, key=len)
+
+
+def auto_twin(mesh: Mesh) -> Mesh:
+    """The same devices and names with Auto axes; moving arrays between the two copies nothing."""
+    if all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def over_devices(axes: MeshAxes, order: np.ndarray, devices: list[Any] | None = None) -> Mesh:
+    """A Mesh with Auto axes over real devices in the given physical order."""
+    have = jax.devices() if devices is None else devices
+    if len(have) < prod(axes.sizes):
+        raise MeshError(f"the mesh {axes} needs {axes.size} devices; this process sees {len(have)}")
+    grid = np.empty(axes.size, object)
+    grid[:] = [have[int(i)] for i in order.ravel()]
+    return Mesh(grid.reshape(axes.sizes), axes.names, axis_types=(AxisType.Auto,) * axes.ndim)
+
+
+def abstract(axes: MeshAxes) -> AbstractMesh:
+    """An AbstractMesh with Auto axes, for lowering without devices."""
+    return AbstractMesh(axes.sizes, axes.names, axis_types=(AxisType.Auto,) * axes.ndim)

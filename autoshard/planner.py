@@ -1,0 +1,413 @@
+"""Planner: the pipeline from a traced program to a plan record.
+
+trace → graph → decisions → problem → solution → assignment → record.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import jax
+import numpy as np
+from cost_models import Hardware, Machine
+from jax.sharding import PartitionSpec
+from numpy.typing import NDArray
+
+from autoshard import graph as graphs
+from autoshard import trace as traces
+from autoshard.errors import InfeasibleError, SpecError
+from autoshard.gradient import GradientProgram, gradient_program, marks
+from autoshard.layout import Layout
+from autoshard.mesh import MeshAxes
+from autoshard.pins import Pins, Specs
+from autoshard.plan import Certificate, Cost, Leaf, Memory, PlanRecord
+from autoshard.problem.assignment import Assignment
+from autoshard.problem.decisions import Decisions, decide
+from autoshard.problem.formulation import UNIT_S, Formulation, exposed_ps, formulate
+from autoshard.resharding import Resharder
+from autoshard.solver import Solution, Status, solve
+from autoshard.strategies import Codes, layout_of, matching
+from autoshard.trace import Traced
+
+# AdamW's two moments in float32: what an optimizer holds per parameter, where the
+# program itself does not show it (Kingma & Ba 2015).
+OPTIMIZER_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What the user asked of the layouts, leaf by leaf: specs of inputs and outputs to keep."""
+
+    inputs: Mapping[int, PartitionSpec]
+    outputs: Mapping[int, PartitionSpec]
+    donated: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Limits of the search."""
+
+    memory_bytes: int
+    time_limit_s: float
+    rel_gap: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Planned:
+    """A record with everything that led to it, for explanations and further questions."""
+
+    record: PlanRecord
+    traced: Traced
+    formulation: Formulation
+    solution: Solution
+    assignment: Assignment
+    seconds: Mapping[str, float]  # wall-clock per stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Setting:
+    """A program, ready to be planned or priced: its decisions and the way back to its source."""
+
+    traced: Traced
+    gradient: GradientProgram | None
+    decisions: Decisions
+    resharder: Resharder
+    seconds: Mapping[str, float]
+
+    @property
+    def priced(self) -> Traced:
+        return self.traced if self.gradient is None else self.gradient.traced
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
+        self._last = now
+
+
+def prepare(
+    traced: Traced, mesh: MeshAxes, machine: Machine, wanted: Wanted, *, gradient_of: Sequence[int], unknown: str
+) -> Setting:
+    """Builds the decisions of a traced program.
+
+    Args:
+      traced: the program.
+      mesh: its logical mesh; axes of size 1 decide nothing.
+      machine: the cost model with that mesh placed on it.
+      wanted: the user's specs and donations.
+      gradient_of: argument positions to differentiate for, or empty to plan the program as it is.
+      unknown: "error" or "replicate".
+    """
+    clock = _Clock()
+    real = MeshAxes.of({n: s for n, s in mesh.shape.items() if s > 1})
+    gradient = gradient_program(traced, gradient_of, mesh) if gradient_of else None
+    priced = traced if gradient is None else gradient.traced
+    clock.lap("trace")
+    graph = graphs.build(priced.jaxpr)
+    clock.lap("graph")
+    held: dict[int, int] = {}
+    if gradient is None:
+        tied = ties(traced, wanted.donated)
+    else:
+        tied = {gradient.first_gradient + k: i for k, i in enumerate(gradient.gradient_of)}
+        held = dict.fromkeys(gradient.gradient_of, OPTIMIZER_BYTES)
+    resharder = Resharder(real, machine)
+    decisions = decide(
+        graph,
+        real,
+        machine,
+        tied=tied,
+        donated=wanted.donated,
+        input_pins={i: _pinned(s, priced.in_avals[i].shape, mesh, real, traced.in_paths[i]) for i, s in wanted.inputs.items()},
+        output_pins={
+            i: _pinned(s, priced.out_avals[i].shape, mesh, real, f"output {priced.out_paths[i]}")
+            for i, s in wanted.outputs.items()
+        },
+        equation_pins=_own_constraints(graph, mesh, real),
+        held_bytes=held,
+        unknown=unknown,
+    )
+    clock.lap("strategies")
+    return Setting(traced=traced, gradient=gradient, decisions=decisions, resharder=resharder, seconds=clock.seconds)
+
+
+def make(
+    setting: Setting,
+    *,
+    name: str,
+    mesh: MeshAxes,
+    hardware: Hardware,
+    machine: Machine,
+    wanted: Wanted,
+    budget: Budget,
+    notes: Sequence[str],
+) -> Planned:
+    """Solves a setting and reads the solution as a plan.
+
+    Raises:
+      InfeasibleError: no plan fits in memory, or the pins exclude each other.
+    """
+    clock = _Clock()
+    formulation = formulate(setting.decisions, setting.resharder, memory_bytes=budget.memory_bytes)
+    clock.lap("price")
+    solution = solve(formulation.problem, time_limit_s=budget.time_limit_s, rel_gap=budget.rel_gap)
+    clock.lap("solve")
+    if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
+        raise _infeasible(setting, formulation, solution, budget, mesh)
+    assignment = Assignment(
+        decisions=setting.decisions, resharder=setting.resharder, choice=formulation.read(solution.choice)
+    )
+    record = describe(
+        setting,
+        assignment,
+        exposed=exposed_ps(formulation.problem, solution.choice),
+        certificate=_certificate(formulation, solution, hardware),
+        name=name,
+        mesh=mesh,
+        hardware=hardware,
+        machine=machine,
+        wanted=wanted,
+        memory_bytes=budget.memory_bytes,
+        notes=notes,
+    )
+    seconds = {**setting.seconds, **clock.seconds}
+    return Planned(
+        record=record,
+        traced=setting.traced,
+        formulation=formulation,
+        solution=solution,
+        assignment=assignment,
+        seconds=seconds,
+    )
+
+
+def describe(
+    setting: Setting,
+    assignment: Assignment,
+    *,
+    exposed: Mapping[int, tuple[int, int, int]],
+    certificate: Certificate,
+    name: str,
+    mesh: MeshAxes,
+    hardware: Hardware,
+    machine: Machine,
+    wanted: Wanted,
+    memory_bytes: int,
+    notes: Sequence[str],
+) -> PlanRecord:
+    """Reads one assignment of a setting as a plan record."""
+    d, traced = assignment.decisions, setting.traced
+    collectives = tuple(sorted(assignment.collectives(), key=lambda c: (c.kind, c.axes, -c.nbytes, c.where, c.value)))
+    step_s = certificate.objective_s
+    compute_s = assignment.compute_s()
+    hidden_s = sum(hideable - left for hideable, _, left in exposed.values()) * UNIT_S
+    peak, at, kinds = assignment.peak()
+    eqns = d.graph.eqns
+    where = f"{eqns[at].primitive} at {eqns[at].where}" if at < len(eqns) else "the end of the program"
+
+    def spec(code: int, ndim: int) -> PartitionSpec:
+        return layout_of(code, ndim, d.mesh).spec()
+
+    return PlanRecord(
+        name=name,
+        digest=traces.digest(traced),
+        mesh=mesh,
+        device_order=tuple(int(i) for i in np.asarray(machine.device_order).ravel()),
+        hardware=hardware.name,
+        hardware_digest=hardware.digest,
+        versions={"autoshard": metadata.version("autoshard"), "jax": jax.__version__},
+        inputs=tuple(
+            Leaf(path=p, shape=a.shape, dtype=str(a.dtype), spec=spec(assignment.input_code(i), len(a.shape)))
+            for i, (p, a) in enumerate(zip(traced.in_paths, traced.in_avals, strict=True))
+        ),
+        outputs=tuple(
+            Leaf(path=p, shape=a.shape, dtype=str(a.dtype), spec=spec(assignment.output_code(i), len(a.shape)))
+            for i, (p, a) in enumerate(zip(traced.out_paths, traced.out_avals, strict=True))
+        ),
+        donated=tuple(sorted(wanted.donated)),
+        pins=forward_pins(setting, assignment) if setting.gradient else program_pins(assignment),
+        collectives=collectives,
+        cost=Cost(
+            step_s=step_s,
+            compute_s=compute_s,
+            communication_s=step_s - compute_s + hidden_s,
+            hidden_s=hidden_s,
+        ),
+        memory=Memory(peak_bytes=peak, limit_bytes=memory_bytes, at=where, kinds=kinds),
+        certificate=certificate,
+        compiler_options=_compiler_options(hardware),
+        notes=tuple(notes),
+    )
+
+
+def program_pins(assignment: Assignment) -> Pins:
+    """The constraints of an assignment: where values are made, and where they are taken."""
+    d = assignment.decisions
+    graph = d.graph
+    crossing = {edge.value for edge in d.edges}
+
+    def specs(codes: Sequence[int], value: int) -> Specs:
+        ndim = graph.avals[value].ndim
+        return tuple(layout_of(c, ndim, d.mesh).spec() for c in codes) if ndim else ()
+
+    made = {
+        (graph.paths[e], i): specs(assignment.after_made(v), v)
+        for e, values in enumerate(graph.results)
+        for i, v in enumerate(values)
+        if v in crossing
+    }
+    taken = {
+        (graph.paths[e], i): specs(assignment.before_taken(e, i), v)
+        for e, values in enumerate(graph.operands)
+        for i, v in enumerate(values)
+        if v in crossing
+    }
+    inputs = {p: specs(assignment.after_made(v)[1:], v) for p, v in enumerate(graph.inputs) if v in crossing}
+    outputs = {p: specs(assignment.before_output(p), v) for p, v in enumerate(graph.outputs) if v in crossing}
+    return Pins(
+        made={k: v for k, v in made.items() if v},
+        taken={k: v for k, v in taken.items() if v},
+        inputs={k: v for k, v in inputs.items() if v},
+        outputs={k: v for k, v in outputs.items() if v},
+    )
+
+
+def forward_pins(setting: Setting, assignment: Assignment) -> Pins:
+    """The constraints of a forward function that was planned for its gradient: on its own values alone."""
+    d = assignment.decisions
+    crossing = {edge.value for edge in d.edges}
+    made: dict[tuple[graphs.Path, int], Specs] = {}
+    for key, value in marks(d.graph.named).items():
+        if value in crossing:
+            ndim = d.graph.avals[value].ndim
+            specs = tuple(layout_of(c, ndim, d.mesh).spec() for c in assignment.after_made(value))
+            if specs:
+                made[key] = specs
+    return Pins(made=made, taken={}, inputs={}, outputs={})
+
+
+def ties(traced: Traced, donated: frozenset[int]) -> dict[int, int]:
+    """Output → the donated input that it replaces: same aval, and its path ends in the input's.
+
+    A donated leaf whose path no output has is not tied. Of several outputs the one with the
+    shortest path is taken: `[0]['w']` before `[0].mu['w']`.
+    """
+    tied: dict[int, int] = {}
+    for i in sorted(donated):
+        aval, path = traced.in_avals[i], traced.in_paths[i]
+        begin = min((path.find(c) for c in "[." if c in path), default=len(path))
+        suffix = path[begin:]
+        fits = [
+            o
+            for o, (out, out_path) in enumerate(zip(traced.out_avals, traced.out_paths, strict=True))
+            if o not in tied and out.shape == aval.shape and out.dtype == aval.dtype and out_path.endswith(suffix)
+        ]
+        if fits:
+            tied[min(fits, key=lambda o: (len(traced.out_paths[o]), o))] = i
+    return tied
+
+
+def _pinned(spec: PartitionSpec, shape: tuple[int, ...], mesh: MeshAxes, real: MeshAxes, what: str) -> Codes:
+    """The codes that a spec allows; `P.UNCONSTRAINED` frees a dimension."""
+    free = frozenset(d for d, entry in enumerate(spec) if entry is PartitionSpec.UNCONSTRAINED)
+    entries = [None if d in free else entry for d, entry in enumerate(spec)]
+    layout = Layout.from_spec(PartitionSpec(*entries), len(shape))
+    for axis in (axis for dim in layout.dims for axis in dim):
+        if axis not in mesh.names:
+            raise SpecError(f"{what}: {spec} names the axis `{axis}`; the mesh has {', '.join(mesh.names) or 'none'}")
+    for dim, axes in zip(shape, layout.dims, strict=True):
+        pieces = int(np.prod([mesh.shape[a] for a in axes], dtype=np.int64))
+        if dim % pieces:
+            raise SpecError(f"{what}: a dimension of {dim} does not divide into {pieces} ({'·'.join(axes)}) in {spec}")
+    codes = matching(shape, real, layout, free)
+    if not len(codes):
+        raise SpecError(f"{what}: {spec} puts axes in another order than the mesh ({', '.join(mesh.names)})")
+    return codes
+
+
+def _own_constraints(graph: graphs.Graph, mesh: MeshAxes, real: MeshAxes) -> dict[int, Codes]:
+    """The user's `with_sharding_constraint`s: equation → allowed codes."""
+    return {
+        e: _pinned(_spec_of(eqn), eqn.results[0].shape, mesh, real, f"with_sharding_constraint at {eqn.where}")
+        for e, eqn in enumerate(graph.eqns)
+        if eqn.primitive == "sharding_constraint"
+    }
+
+
+def _spec_of(eqn: graphs.Eqn) -> PartitionSpec:
+    spec = getattr(eqn.params["sharding"], "spec", None)
+    if spec is None:
+        raise SpecError(f"with_sharding_constraint at {eqn.where}: only PartitionSpec and NamedSharding are understood")
+    free = eqn.params.get("unconstrained_dims") or ()
+    entries = list(spec) + [None] * (eqn.results[0].ndim - len(spec))
+    return PartitionSpec(*(PartitionSpec.UNCONSTRAINED if d in free else s for d, s in enumerate(entries)))
+
+
+def _certificate(formulation: Formulation, solution: Solution, hardware: Hardware) -> Certificate:
+    nodes, classes = len(formulation.decisions.nodes), formulation.folding.classes
+    return Certificate(
+        status=str(solution.status),
+        objective_s=solution.objective * UNIT_S,
+        bound_s=solution.bound * UNIT_S,
+        gap=solution.gap,
+        solver=f"{solution.solver}, ortools {metadata.version('ortools')}",
+        space=(
+            f"every evenly dividing layout of {nodes} decisions ({classes} after decisions in equal places share one), "
+            "element-wise chains in one layout, one shared copy per value; priced by autoshard's model of "
+            f"{hardware.name}"
+        ),
+    )
+
+
+def _compiler_options(hardware: Hardware) -> dict[str, Any]:
+    """The flags that the overlap in the prices needs."""
+    if hardware.name.startswith(("tpu", "cpu")):
+        return {}
+    return {"xla_gpu_enable_latency_hiding_scheduler": True}
+
+
+def _infeasible(
+    setting: Setting, formulation: Formulation, solution: Solution, budget: Budget, mesh: MeshAxes
+) -> InfeasibleError:
+    limit = budget.memory_bytes
+    if solution.status is Status.UNKNOWN:
+        return InfeasibleError(
+            f"no plan was found within {budget.time_limit_s:g} s (limit {_gb(limit)} per device on {mesh}); "
+            "raise time_limit_s, or the memory limit",
+            limit_bytes=limit,
+        )
+    peak = solution.smallest_peak_bytes
+    if peak is None or peak <= limit:
+        return InfeasibleError("the pins exclude each other: no layout satisfies all of them; loosen one", limit_bytes=limit)
+    by_kind = least_bytes(setting.decisions)
+    parts = " + ".join(f"{kind} {_gb(nbytes)}" for kind, nbytes in by_kind.items() if nbytes)
+    return InfeasibleError(
+        f"no plan fits {_gb(limit)} per device on {mesh}; the smallest peak found is {_gb(peak)}\n"
+        f"  at its least, split over every device: {parts}\n"
+        "  use more devices or a mesh axis that divides more dimensions, donate the state, or raise memory=",
+        peak_bytes=peak,
+        limit_bytes=limit,
+    )
+
+
+def least_bytes(decisions: Decisions) -> dict[str, int]:
+    """Per kind, the least bytes that are alive at that kind's own worst time."""
+    end = len(decisions.graph.eqns) + 2
+    change: dict[str, NDArray[np.int64]] = {}
+    for use in decisions.usages:
+        row = change.setdefault(use.kind, np.zeros(end, np.int64))
+        least = int(use.nbytes.min())
+        row[use.start] += least
+        row[min(use.end, end - 1)] -= least
+    return {kind: int(np.cumsum(row).max()) for kind, row in sorted(change.items())}
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.3g} GB"

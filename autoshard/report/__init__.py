@@ -1,0 +1,1 @@
+"""Reports: a plan or a verification for people."""

@@ -1,0 +1,96 @@
+"""Wanted: the user's shardings and path patterns → a spec per input and output leaf."""
+
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard.errors import SpecError
+from autoshard.planner import Wanted
+from autoshard.trace import Traced
+
+
+class Auto:
+    """The type of `autoshard.AUTO`: the planner chooses."""
+
+    def __repr__(self) -> str:
+        return "AUTO"
+
+
+AUTO: Final = Auto()
+
+
+def wanted(
+    traced: Traced, in_shardings: Any, out_shardings: Any, pins: Mapping[str, PartitionSpec], donated: frozenset[int]
+) -> Wanted:
+    """Reads `in_shardings`, `out_shardings` (prefixes, as in `jax.jit`) and `pins` (by path pattern).
+
+    Raises:
+      SpecError: a pattern matches no input, a pin contradicts a sharding, or something is no sharding.
+    """
+    inputs = _by_leaf(in_shardings, traced.in_tree, traced.in_paths, "in_shardings")
+    outputs = _by_leaf(out_shardings, traced.out_tree, traced.out_paths, "out_shardings")
+    taken: set[int] = set()
+    for pattern, spec in pins.items():
+        found = [i for i, path in enumerate(traced.in_paths) if matches(pattern, path)]
+        if not found:
+            near = get_close_matches(pattern.lstrip("*."), traced.in_paths, n=3, cutoff=0.2)
+            hint = f"; near it: {', '.join(near)}" if near else ""
+            raise SpecError(f"the pin {pattern!r} matches no input{hint}")
+        for i in found:
+            if i in taken:
+                continue
+            taken.add(i)
+            if i in inputs and inputs[i] != spec:
+                raise SpecError(f"{traced.in_paths[i]}: the pin {pattern!r} says {spec}, in_shardings says {inputs[i]}")
+            inputs[i] = spec
+    positions = frozenset(i for i, argument in enumerate(traced.argument_of) if argument in donated)
+    return Wanted(inputs=inputs, outputs=outputs, donated=positions)
+
+
+def dotted(path: str) -> str:
+    """`state.params['layers'][0]['wq']` → `state.params.layers.0.wq`."""
+    return re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path).strip(".")
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a path, written either way, matches: `*` within a segment, `**` any number of segments."""
+
+    def match(p: Sequence[str], s: Sequence[str]) -> bool:
+        if not p:
+            return not s
+        if p[0] == "**":
+            return any(match(p[1:], s[i:]) for i in range(len(s) + 1))
+        return bool(s) and fnmatchcase(s[0], p[0]) and match(p[1:], s[1:])
+
+    return match(dotted(pattern).split("."), dotted(path).split("."))
+
+
+def _by_leaf(shardings: Any, tree: Any, paths: Sequence[str], what: str) -> dict[int, PartitionSpec]:
+    if shardings is None or shardings is AUTO:
+        return {}
+    full = jax.tree.unflatten(tree, list(range(len(paths))))
+    try:
+        spread = jax.tree.broadcast(shardings, full, is_leaf=_is_sharding)
+    except ValueError as error:
+        raise SpecError(f"{what} is no prefix of the {'arguments' if what == 'in_shardings' else 'outputs'}: {error}") from error
+    leaves = jax.tree.leaves(spread, is_leaf=_is_sharding)
+    found: dict[int, PartitionSpec] = {}
+    for i, leaf in enumerate(leaves):
+        if leaf is None or leaf is AUTO:
+            continue
+        if isinstance(leaf, NamedSharding):
+            found[i] = leaf.spec
+        elif isinstance(leaf, PartitionSpec):
+            found[i] = leaf
+        else:
+            raise SpecError(f"{what} at {paths[i]}: {leaf!r} is neither a PartitionSpec, a NamedSharding nor AUTO")
+    return found
+
+
+def _is_sharding(x: Any) -> bool:
+    return x is None or x is AUTO or isinstance(x, NamedSharding | PartitionSpec)
