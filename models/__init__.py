@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from models import linear, mlp, transformer
+from models import linear, mlp, moe, transformer
 from models.training import Batch, State, TrainStep
 
-_MODULES: dict[str, Any] = {name: module for module in (linear, mlp, transformer) for name in module.CONFIGS}
+_MODULES: dict[str, Any] = {name: module for module in (linear, mlp, transformer, moe) for name in module.CONFIGS}
 
 Target = tuple[TrainStep, tuple[State, Batch]]
 
@@ -41,8 +41,8 @@ def build(name: str, *, batch: int | None = None, sequence: int | None = None, *
 
     Args:
       name: one of `names()`.
-      batch: rows (linear, mlp) or sequences (transformer); None is the model's own.
-      sequence: tokens per sequence, transformers only; None is the whole context.
+      batch: rows (linear, mlp) or sequences (transformer, moe); None is the model's own.
+      sequence: tokens per sequence, not of linear and mlp; None is the whole context.
       **overrides: fields of the model's configuration, such as `layers=2`.
     """
     module, config = find(name, **overrides)

@@ -16,7 +16,7 @@ import models
 from models import layouts
 
 STEPS = 3
-TINY = ("linear-tiny", "mlp-tiny", "tiny-gpt2", "tiny-llama")
+TINY = ("linear-tiny", "mlp-tiny", "tiny-gpt2", "tiny-llama", "tiny-mixtral")
 ALL_AXES = ("data", "model")
 
 
@@ -26,13 +26,15 @@ def mesh() -> Mesh:
 
 
 def on_all_devices(name: str, recipe: str) -> layouts.HandLayout:
-    """The layout by a recipe; one that has no model axis splits data over both axes."""
+    """The layout by a recipe; one of a single axis for data splits that over both of the mesh."""
+    if recipe == "expert":
+        return layouts.find(name, recipe, expert="model")
     return layouts.find(name, recipe) if "megatron" in recipe else layouts.find(name, recipe, data=ALL_AXES)
 
 
 def tiny(name: str) -> tuple[Any, Any]:
     """A tiny model: one layer of a transformer, two of the others, in float32."""
-    return models.find(name, layers=1 if name in ("tiny-gpt2", "tiny-llama") else 2, compute_dtype="float32")
+    return models.find(name, layers=1 if name.startswith("tiny") else 2, compute_dtype="float32")
 
 
 def fresh(name: str) -> tuple[Any, Any]:
@@ -58,8 +60,18 @@ def collectives(compiled: Any) -> Counter[str]:
     return Counter(re.findall(kinds, compiled.as_text()))
 
 
-@pytest.mark.parametrize("name", TINY)
-@pytest.mark.parametrize("recipe", layouts.names())
+def case(name: str, recipe: str) -> Any:
+    """A layout to run; those of transformers that combine what others test are slow."""
+    combined = name.startswith("tiny") and recipe in ("zero1", "megatron_sequence", "dp_megatron")
+    return pytest.param(name, recipe, marks=pytest.mark.slow if combined else ())
+
+
+# Without experts, `expert` is `dp`.
+CASES = [case(name, recipe) for name in TINY for recipe in layouts.names() if recipe != "expert"]
+CASES.append(case("tiny-mixtral", "expert"))
+
+
+@pytest.mark.parametrize(("name", "recipe"), CASES)
 def test_a_layout_keeps_every_number_and_donates(name: str, recipe: str) -> None:
     layout = on_all_devices(name, recipe)
     module, config = tiny(name)
@@ -119,7 +131,7 @@ def test_what_a_forward_pass_moves(recipe: str, expected: dict[str, int]) -> Non
     assert collectives(jitted.lower(state.params, batch["x"]).compile()) == expected
 
 
-@pytest.mark.parametrize(("name", "replicated"), [("gpt2-xl", 0.2), ("llama3-405b", 0.01)])
+@pytest.mark.parametrize(("name", "replicated"), [("gpt2-xl", 0.2), ("llama3-405b", 0.01), ("mixtral-8x22b", 0.01)])
 def test_stored_elements_at_full_size(name: str, replicated: float) -> None:
     """Parameters and moments per device on 64 × 8, against the whole; norms and most biases are not split."""
     sizes = {"data": 64, "model": 8}
@@ -165,6 +177,18 @@ def test_specs_of_a_llama_in_the_fsdp_megatron_layout() -> None:
     assert batch_spec == {"tokens": P(("pod", "data")), "targets": P(("pod", "data"))}
     assert layout.activation("heads") == P(("pod", "data"), None, "model", None)
     assert "EasyLM" in layout.source
+
+
+def test_experts_live_apart_and_tokens_travel_to_them_and_back() -> None:
+    module, config = tiny("tiny-mixtral")
+    state, batch = module.example_args(config)
+    layout = on_all_devices("tiny-mixtral", "expert")
+    spec, batch_spec = layout.specs(state, batch)
+    assert batch_spec["tokens"] == P(ALL_AXES)
+    assert spec.params["layers"][0]["w_up"] == P("model", None, None)
+    assert spec.params["layers"][0]["wq"] == P(None, None, None)
+    compiled = layout.jit(module.train_step(config), state, batch, mesh()).lower(state, batch).compile()
+    assert collectives(compiled)["all-to-all"] == 4  # there and back, forward and backward
 
 
 def test_constraints_pin_activations_and_their_cotangents() -> None:

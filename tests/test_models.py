@@ -15,12 +15,12 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import models
-from models import linear, mlp, transformer
+from models import linear, mlp, moe, transformer
 from models.annotate import hooked
 
-TINY = ("linear-tiny", "mlp-tiny", "tiny-gpt2", "tiny-llama")
+TINY = ("linear-tiny", "mlp-tiny", "tiny-gpt2", "tiny-llama", "tiny-mixtral")
 
-# GPT-2 and Llama 3: the sums of the published checkpoints; Gemma: table 2 of its
+# GPT-2, Llama 3, Mixtral: the sums of the published checkpoints; Gemma: table 2 of its
 # report (7,751,248,896 + 786,825,216 - the latter counts a vocabulary of 256,128).
 PARAMETERS = {
     "gpt2-small": 124_439_808,
@@ -30,16 +30,17 @@ PARAMETERS = {
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
     "gemma-7b": 7_751_248_896 + 256_000 * 3072,
 }
 
 # Everything that a train step of these models is made of, on every JAX supported.
-ORDINARY = re.split(
-    r"\s+",
-    """abs add add_any and broadcast_in_dim concatenate convert_element_type cos custom_jvp_call div dot_general eq exp
-    gather ge gt integer_pow iota jit log logistic lt max mul neg one_minus_square pad pow reduce_max reduce_sum reshape
-    rsqrt scatter-add select_n sin slice split sqrt square stop_gradient sub tanh transpose""",
-)
+ORDINARY = """
+    add add_any and broadcast_in_dim concatenate convert_element_type cos cumsum custom_jvp_call div dot_general eq
+    exp gather ge gt integer_pow iota jit log logistic lt max mul neg one_minus_square pad pow reduce_max reduce_sum
+    reshape rsqrt scatter-add select_n sin slice split sqrt square stop_gradient sub tanh top_k transpose
+"""
 
 init_params = jax.jit(transformer.init_params, static_argnums=0)
 forward = jax.jit(transformer.forward, static_argnums=0)
@@ -76,7 +77,7 @@ def test_example_args_are_abstract(name: str) -> None:
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(args)} <= {"float32", "int32"}
 
 
-@pytest.mark.parametrize("name", ["linear-8k", "mlp-8k", "gpt2-xl", "llama3-405b", "gemma-7b"])
+@pytest.mark.parametrize("name", ["linear-8k", "mlp-8k", "gpt2-xl", "llama3-405b", "gemma-7b", "mixtral-8x7b"])
 def test_a_train_step_returns_the_state_that_it_took(name: str) -> None:
     train_step, (state, batch) = models.build(name, layers=2, batch=4)
     new_state, value = jax.eval_shape(train_step, state, batch)
@@ -126,7 +127,7 @@ def test_what_does_not_exist_is_an_error() -> None:
 def test_a_train_step_is_made_of_ordinary_primitives(name: str) -> None:
     train_step, args = models.build(name)
     used = {eqn.primitive.name for eqn in equations(jax.make_jaxpr(train_step)(*args))}
-    assert used <= set(ORDINARY)
+    assert used <= set(ORDINARY.split())
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -203,7 +204,7 @@ def test_a_hook_ends_with_its_scope_even_after_an_error() -> None:
 
 @pytest.mark.parametrize("name", TINY)
 def test_training_on_one_batch_lowers_the_loss(name: str) -> None:
-    module, config = models.find(name, compute_dtype="float32", learning_rate=1e-2)
+    module, config = models.find(name, layers=1, compute_dtype="float32", learning_rate=1e-2)
     train_step = jax.jit(module.train_step(config), donate_argnums=0)
     state, batch = module.init(config, jax.random.key(0)), module.example_batch(config, batch=4)
     losses: list[float] = []
@@ -307,8 +308,7 @@ def test_bfloat16_is_close_to_float32() -> None:
     exact = tiny("tiny-llama")
     params, batch = init_params(exact, jax.random.key(0)), transformer.example_batch(exact)
     in_bfloat16, in_float32 = (
-        float(loss(replace(exact, compute_dtype=dtype), params, batch))
-        for dtype in ("bfloat16", "float32")
+        float(loss(replace(exact, compute_dtype=dtype), params, batch)) for dtype in ("bfloat16", "float32")
     )
     assert in_bfloat16 == pytest.approx(in_float32, rel=1e-3)
     assert in_bfloat16 != in_float32
@@ -393,3 +393,52 @@ def test_a_bias_on_the_keys_has_no_gradient() -> None:
     params, batch = noisy(config), transformer.example_batch(config)
     gradient = jax.jit(jax.grad(transformer.loss, argnums=1), static_argnums=0)(config, params, batch)["layers"][0]
     assert np.abs(gradient["bk"]).max() < 1e-5 * np.abs(gradient["bq"]).max()
+
+
+# --- The mixture of experts --------------------------------------------------------
+
+
+def mixture(config: moe.Config) -> tuple[Any, jax.Array]:
+    """One layer's experts with random weights, and activations to send them."""
+    layer = jax.tree.map(lambda w: 20 * w, moe.new_experts(config, jax.random.key(0)))
+    return layer, jax.random.normal(jax.random.key(1), (2, 16, config.width))
+
+
+def test_each_token_is_mixed_from_its_best_experts() -> None:
+    config = tiny("tiny-mixtral", capacity_factor=4.0)
+    layer, xs = mixture(config)
+    y = jax.jit(moe.mixture, static_argnums=0)(config, layer, xs)
+    w = jax.tree.map(lambda p: np.asarray(p, np.float64), layer)
+    for out, x in zip(np.asarray(y).reshape(-1, 64), np.asarray(xs, np.float64).reshape(-1, 64), strict=True):
+        scores = x @ w["w_router"]
+        best = np.argsort(scores)[-2:]
+        weights = np.exp(scores[best]) / np.exp(scores[best]).sum()
+        expected = np.zeros(64)
+        for weight, e in zip(weights, best, strict=True):
+            gate = x @ w["w_gate"][e]
+            expected += weight * (x @ w["w_up"][e] * gate / (1 + np.exp(-gate)) @ w["w_down"][e])
+        np.testing.assert_allclose(out, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
+
+
+def test_equal_experts_are_one_mlp() -> None:
+    config = tiny("tiny-mixtral", capacity_factor=4.0)
+    layer, x = mixture(config)
+    one = {w: layer[w][0] for w in ("w_gate", "w_up", "w_down")}
+    equal = {w: jnp.broadcast_to(one[w], layer[w].shape) for w in one} | {"w_router": layer["w_router"]}
+    np.testing.assert_allclose(moe.mixture(config, equal, x), transformer.mlp(config, one, x), rtol=1e-3, atol=1e-3)
+
+
+def test_an_expert_takes_its_capacity_first_come_first_served() -> None:
+    config = tiny("tiny-mixtral", top_k=1, capacity_factor=1.0)
+    assert config.capacity(16) == 2
+    scores = jnp.zeros((1, 16, 8)).at[0, :, 3].set(1.0)  # everyone asks for expert 3
+    dispatch, combine = moe.route(config, scores)
+    assert dispatch.shape == combine.shape == (1, 16, 8, 2)
+    assert [tuple(int(i) for i in index) for index in np.argwhere(dispatch)] == [(0, 0, 3, 0), (0, 1, 3, 1)]
+    np.testing.assert_array_equal(combine, dispatch)
+
+
+def test_capacity_is_never_more_than_the_sequence() -> None:
+    config = tiny("tiny-mixtral")
+    assert config.capacity(32) == 10  # 1.25 · 2 · 32 / 8
+    assert replace(config, capacity_factor=100.0).capacity(32) == 32

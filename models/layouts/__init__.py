@@ -7,13 +7,13 @@ batch, and constraints on activations. Plain JAX, nothing of autoshard.
 from jax.sharding import PartitionSpec as P
 
 import models
-from models.layouts import linear, mlp, transformer
+from models.layouts import linear, mlp, moe, transformer
 from models.layouts.hand import HandLayout, constrained
 from models.layouts.recipes import RECIPES, Axes
 
 __all__ = ["HandLayout", "constrained", "find", "names"]
 
-_FAMILIES = {models.linear: linear, models.mlp: mlp, models.transformer: transformer}
+_FAMILIES = {models.linear: linear, models.mlp: mlp, models.transformer: transformer, models.moe: moe}
 
 
 def names() -> tuple[str, ...]:
@@ -27,8 +27,8 @@ def find(model: str, recipe: str, /, **axes: Axes) -> HandLayout:
     Args:
       model: a name of `models.names()`.
       recipe: a name of `names()`.
-      **axes: `data=` and `model=`, where the recipe has them: the mesh axes to use in
-        place of the axes of these names.
+      **axes: `data=`, `model=`, `expert=`, where the recipe has them: the mesh axes to
+        use in place of the axes of these names.
 
     Raises:
       KeyError: there is no such model or recipe.
@@ -40,7 +40,7 @@ def find(model: str, recipe: str, /, **axes: Axes) -> HandLayout:
     return HandLayout(
         source=split.source,
         batch=P(split.batch),
-        parameter=family.parameters(split.parameters, split.model),
-        moment=family.parameters(split.moments, split.model),
+        parameter=family.parameters(split, split.parameters),
+        moment=family.parameters(split, split.moments),
         activation=family.activations(split),
     )

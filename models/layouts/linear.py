@@ -15,9 +15,10 @@ def _is_column_split(path: str) -> bool:
     return int(path.split(".")[1]) % 2 == 0
 
 
-def parameters(stored: Axes, model: Axes) -> SpecOf:
+def parameters(recipe: Recipe, stored: Axes) -> SpecOf:
     """By path; `stored` splits each weight once more."""
-    return lambda path: P(stored, model) if _is_column_split(path) else P(model, stored)
+    column, row = P(stored, recipe.model), P(recipe.model, stored)
+    return lambda path: column if _is_column_split(path) else row
 
 
 def activations(recipe: Recipe) -> SpecOf:

@@ -6,8 +6,9 @@ from models.layouts.hand import SpecOf
 from models.layouts.recipes import Axes, Recipe, joined
 
 
-def parameters(stored: Axes, model: Axes) -> SpecOf:
+def parameters(recipe: Recipe, stored: Axes) -> SpecOf:
     """By path; `stored` splits each weight once more, along D."""
+    model = recipe.model
     table = {"w_up": P(stored, model), "w_down": P(model, stored)}
     return lambda path: table[path.rpartition(".")[2]]
 

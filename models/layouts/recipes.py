@@ -10,6 +10,20 @@ Axes = str | tuple[str, ...] | None
 """Mesh axes that split one dimension, major to minor; None leaves it whole."""
 
 
+def _names(axes: Axes) -> tuple[str, ...]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else axes
+
+
+def joined(*axes: Axes) -> Axes:
+    """One dimension split over several axes, major to minor."""
+    return tuple(name for entry in axes for name in _names(entry)) or None
+
+
+def without(axes: Axes, removed: Axes) -> Axes:
+    """The axes that are not among the removed."""
+    return tuple(name for name in _names(axes) if name not in _names(removed)) or None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """Mesh axes per purpose, and where the recipe is from.
@@ -17,6 +31,7 @@ class Recipe:
     Attributes:
       source: paper or code base.
       batch: split the rows of the batch and of every activation.
+      expert: those of `batch` that split experts, where a model has them, rather than rows.
       sequence: split the tokens of the residual stream, between the split matmuls.
       model: split hidden units, heads and vocabulary, and the weights that make them.
       parameters: split stored parameters once more; gathered when used.
@@ -25,6 +40,7 @@ class Recipe:
 
     source: str
     batch: Axes = None
+    expert: Axes = None
     sequence: Axes = None
     model: Axes = None
     parameters: Axes = None
@@ -68,6 +84,13 @@ def fsdp_megatron(data: Axes = "data", model: Axes = "model") -> Recipe:
     return Recipe(source=source, batch=data, model=model, parameters=data, moments=data)
 
 
+def expert(data: Axes = "data", expert: Axes = "expert") -> Recipe:
+    """Data parallelism over both, but each expert whole on one slice of `expert`: all-to-all."""
+    return Recipe(
+        source="Lepikhin et al. 2020, arXiv:2006.16668, section 3.3", batch=joined(data, expert), expert=expert
+    )
+
+
 RECIPES = {
     "dp": dp,
     "zero1": zero1,
@@ -76,12 +99,5 @@ RECIPES = {
     "megatron_sequence": megatron_sequence,
     "dp_megatron": dp_megatron,
     "fsdp_megatron": fsdp_megatron,
+    "expert": expert,
 }
-
-
-def joined(*axes: Axes) -> Axes:
-    """One dimension split over several axes, major to minor."""
-    flat: list[str] = []
-    for entry in axes:
-        flat += () if entry is None else (entry,) if isinstance(entry, str) else entry
-    return tuple(flat) or None

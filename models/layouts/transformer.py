@@ -14,8 +14,9 @@ from models.layouts.hand import SpecOf
 from models.layouts.recipes import Axes, Recipe
 
 
-def parameters(stored: Axes, model: Axes) -> SpecOf:
+def parameters(recipe: Recipe, stored: Axes) -> SpecOf:
     """By path; `stored` splits each matrix once more, along D."""
+    model = recipe.model
     table = {
         "embed": P(model, stored),  # [V, D]
         "pos_embed": P(None, stored),  # [C, D]
