@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoshard.problem.network import INF, Int, Problem
+from autoshard.solver.program import FORBIDDEN, Network, Program
 
-FORBIDDEN = 2 * INF  # any sum that holds one of these, less finite parts, stays at least INF
 MOST_CELLS = 2_000_000  # work limit of one elimination of a node with two neighbours
 Edge = tuple[int, int]  # (smaller node, larger node)
 
@@ -282,6 +282,48 @@ class Core:
         self.cost[v] = join(self.cost[v], cells[0] - cells[0, 0])
         self.drop_table(u, v)
         return True
+
+    def program(self) -> tuple[Program, list[int]]:
+        """Returns the core as flat arrays, and the core's name of each of its nodes."""
+        names = sorted(self.cost)
+        number = {v: k for k, v in enumerate(names)}
+        start = np.concatenate([[0], np.cumsum([len(self.cost[v]) for v in names])]).astype(np.int64)
+        edges = sorted(self.table)
+        hinges = [row for row in self.rows if row.limit is None]
+        memory = [row for row in self.rows if row.limit is not None]
+
+        def of_nodes(coef: dict[int, Int]) -> Int:
+            flat = np.zeros(start[-1], dtype=np.int64)
+            for v, values in coef.items():
+                flat[start[number[v]] : start[number[v] + 1]] = values
+            return flat
+
+        def of_edges(coef: dict[Edge, Int]) -> Int:
+            parts = [coef.get(edge, np.zeros_like(self.table[edge])).reshape(-1) for edge in edges]
+            return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+
+        cells = [self.table[edge].size for edge in edges]
+        network = Network(
+            start=start,
+            cost=np.stack([of_nodes(self.cost), *(of_nodes(row.node) for row in hinges)]),
+            edge_nodes=np.array([(number[u], number[v]) for u, v in edges], dtype=np.int64).reshape(-1, 2),
+            edge_start=np.concatenate([[0], np.cumsum(cells)]).astype(np.int64),
+            edge_cost=np.stack([of_edges(self.table), *(of_edges(row.edge) for row in hinges)]),
+            root=np.arange(len(names)),
+            follows_start=start,
+            follows=np.arange(start[-1]) - np.repeat(start[:-1], np.diff(start)),
+            offset=self.offset,
+        )
+        usage = np.zeros((len(memory), int(start[-1])), dtype=np.int64)
+        for r, row in enumerate(memory):
+            usage[r] = of_nodes(row.node)
+        return Program(
+            network=network,
+            usage=usage,
+            base=np.array([row.constant for row in memory], dtype=np.int64),
+            limit=self.limit or 0,
+            hinge_constant=tuple(row.constant for row in hinges),
+        ), names
 
     def expand(self, choice: dict[int, int]) -> Int:
         """Returns a choice for all nodes from positions for the nodes that remain."""

@@ -1,0 +1,78 @@
+"""The best choice and the best bound so far, and the clock."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autoshard.problem.network import Int, Problem
+from autoshard.solver.evaluate import evaluate
+from autoshard.solver.solution import Solution, Status
+
+Progress = Callable[[int | None, int | None, float], None]  # best, bound, elapsed_s
+NO_BOUND = -(2**62)
+
+
+@dataclass(slots=True, kw_only=True)
+class Incumbent:
+    """Every engine reports here; nothing is believed that `evaluate` has not priced."""
+
+    problem: Problem
+    time_limit_s: float
+    rel_gap: float = 0.0
+    seed: int = 0
+    rounds: int | None = None
+    on_progress: Progress | None = None
+    choice: Int | None = None
+    objective: int | None = None
+    bound: int = NO_BOUND
+    infeasible: bool = False
+    smallest_peak_bytes: int | None = None
+    begin: float = field(default_factory=time.perf_counter)
+
+    def left_s(self) -> float:
+        return self.begin + self.time_limit_s - time.perf_counter()
+
+    def offer(self, choice: Int) -> bool:
+        """Keeps `choice` if it is feasible and better; returns whether it is feasible."""
+        priced = evaluate(self.problem, choice)
+        if not priced.feasible or priced.objective is None:
+            return False
+        if self.objective is None or priced.objective < self.objective:
+            self.choice, self.objective = choice, priced.objective
+            self._report()
+        return True
+
+    def raise_bound(self, bound: int) -> None:
+        if bound > self.bound:
+            self.bound = bound if self.objective is None else min(bound, self.objective)
+            self._report()
+
+    def closed(self) -> bool:
+        """Whether the gap is as small as was asked for."""
+        if self.objective is None:
+            return self.infeasible
+        return self.objective - self.bound <= self.rel_gap * abs(self.objective)
+
+    def _report(self) -> None:
+        if self.on_progress is not None:
+            bound = None if self.bound == NO_BOUND else self.bound
+            self.on_progress(self.objective, bound, time.perf_counter() - self.begin)
+
+    def solution(self, solver: str) -> Solution:
+        if self.infeasible:
+            status = Status.INFEASIBLE
+        elif self.objective is None:
+            status = Status.UNKNOWN
+        else:
+            status = Status.OPTIMAL if self.objective == self.bound else Status.FEASIBLE
+        return Solution(
+            choice=np.zeros(0, dtype=np.int64) if self.choice is None else self.choice,
+            objective=0 if self.objective is None else self.objective,
+            bound=self.bound,
+            status=status,
+            wall_s=time.perf_counter() - self.begin,
+            solver=solver,
+            smallest_peak_bytes=self.smallest_peak_bytes,
+        )

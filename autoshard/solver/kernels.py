@@ -1,0 +1,300 @@
+"""Compiled loops over flat networks; see `presolve.Network` for the arrays' meaning.
+
+Compiled code is cached beside this file by numba, so that only the first run pays.
+"""
+
+import numba
+import numpy as np
+
+from autoshard.problem.network import INF as _INF
+
+INF = int(_INF)
+FORBIDDEN = 2 * INF
+
+jit = numba.njit(cache=True, nogil=True, boundscheck=False)
+
+
+@jit
+def make_consistent(start, edge_nodes, edge_start, table, near_start, near, alive):
+    """Clears `alive` of strategies without a finite partner on some edge; False if a node empties."""
+    n = len(start) - 1
+    queue = np.empty(n, dtype=np.int64)
+    waiting = np.ones(n, dtype=np.bool_)
+    for v in range(n):
+        queue[v] = v
+    head, count = 0, n
+    while count > 0:
+        v = queue[head]
+        head = (head + 1) % n
+        count -= 1
+        waiting[v] = False
+        lost = False
+        any_alive = False
+        for i in range(start[v], start[v + 1]):
+            any_alive |= alive[i]
+        for at in range(near_start[v], near_start[v + 1]):
+            e = near[at]
+            u, w = edge_nodes[e, 0], edge_nodes[e, 1]
+            ku, kw = start[u + 1] - start[u], start[w + 1] - start[w]
+            base = edge_start[e]
+            if u == w:
+                for i in range(ku):
+                    if alive[start[v] + i] and table[base + i * kw + i] >= INF:
+                        alive[start[v] + i] = False
+                        lost = True
+            elif v == u:
+                for i in range(ku):
+                    if alive[start[u] + i]:
+                        found = False
+                        for j in range(kw):
+                            if table[base + i * kw + j] < INF and alive[start[w] + j]:
+                                found = True
+                                break
+                        if not found:
+                            alive[start[u] + i] = False
+                            lost = True
+            else:
+                for j in range(kw):
+                    if alive[start[w] + j]:
+                        found = False
+                        for i in range(ku):
+                            if table[base + i * kw + j] < INF and alive[start[u] + i]:
+                                found = True
+                                break
+                        if not found:
+                            alive[start[w] + j] = False
+                            lost = True
+        any_alive = False
+        for i in range(start[v], start[v + 1]):
+            any_alive |= alive[i]
+        if not any_alive:
+            return False
+        # neighbours must look again when v lost strategies, also those lost before this call
+        if lost:
+            for at in range(near_start[v], near_start[v + 1]):
+                e = near[at]
+                w = edge_nodes[e, 0] + edge_nodes[e, 1] - v
+                if not waiting[w]:
+                    waiting[w] = True
+                    queue[(head + count) % n] = w
+                    count += 1
+    return True
+
+
+@jit
+def choose_parents(start, edge_nodes, edge_start, table, alive):
+    """Returns for each node the edge over which it follows its parent, or −1.
+
+    A parent has more alive strategies, or as many and a smaller number: no cycles.
+    """
+    n = len(start) - 1
+    size = np.zeros(n, dtype=np.int64)
+    for v in range(n):
+        for i in range(start[v], start[v + 1]):
+            size[v] += alive[i]
+    parent = np.full(n, -1, dtype=np.int64)
+    for e in range(len(edge_nodes)):
+        u, w = edge_nodes[e, 0], edge_nodes[e, 1]
+        if u == w:
+            continue
+        for side in range(2):
+            v, p = (w, u) if side == 0 else (u, w)
+            if size[p] < size[v] or (size[p] == size[v] and p > v):
+                continue
+            if parent[v] >= 0:
+                old = edge_nodes[parent[v], 0] + edge_nodes[parent[v], 1] - v
+                if size[old] < size[p] or (size[old] == size[p] and old <= p):
+                    continue
+            if _determines(start, edge_start, table, alive, e, u, w, side == 0):
+                parent[v] = e
+    return parent
+
+
+@jit
+def _determines(start, edge_start, table, alive, e, u, w, by_rows):
+    """Whether each alive row (or column) of edge e has exactly one finite cell."""
+    ku, kw = start[u + 1] - start[u], start[w + 1] - start[w]
+    base = edge_start[e]
+    if by_rows:
+        for i in range(ku):
+            if alive[start[u] + i]:
+                found = 0
+                for j in range(kw):
+                    if alive[start[w] + j] and table[base + i * kw + j] < INF:
+                        found += 1
+                        if found > 1:
+                            return False
+    else:
+        for j in range(kw):
+            if alive[start[w] + j]:
+                found = 0
+                for i in range(ku):
+                    if alive[start[u] + i] and table[base + i * kw + j] < INF:
+                        found += 1
+                        if found > 1:
+                            return False
+    return True
+
+
+@jit
+def follow(start, edge_nodes, edge_start, table, alive, parent):
+    """Returns each node's root, and its strategy for every alive strategy of the root.
+
+    The latter at `position[map_start[v] + i]`, numbered within v before the pass.
+    """
+    n = len(start) - 1
+    size = np.zeros(n, dtype=np.int64)
+    for v in range(n):
+        for i in range(start[v], start[v + 1]):
+            size[v] += alive[i]
+    root = np.full(n, -1, dtype=np.int64)
+    depth_first = np.empty(n, dtype=np.int64)  # parents before children
+    count = 0
+    stack = np.empty(n, dtype=np.int64)
+    for v in range(n):
+        top = 0
+        w = v
+        while root[w] < 0:
+            stack[top] = w
+            top += 1
+            if parent[w] < 0:
+                root[w] = w
+                break
+            w = edge_nodes[parent[w], 0] + edge_nodes[parent[w], 1] - w
+        r = root[w]
+        while top > 0:
+            top -= 1
+            root[stack[top]] = r
+            depth_first[count] = stack[top]
+            count += 1
+    map_start = np.zeros(n + 1, dtype=np.int64)
+    for v in range(n):
+        map_start[v + 1] = map_start[v] + size[root[v]]
+    position = np.empty(map_start[n], dtype=np.int64)
+    for c in range(n):
+        v = depth_first[c]
+        if parent[v] < 0:
+            k = 0
+            for i in range(start[v], start[v + 1]):
+                if alive[i]:
+                    position[map_start[v] + k] = i - start[v]
+                    k += 1
+            continue
+        e = parent[v]
+        p = edge_nodes[e, 0] + edge_nodes[e, 1] - v
+        by_rows = edge_nodes[e, 0] == p
+        kv, kp = start[v + 1] - start[v], start[p + 1] - start[p]
+        answer = np.full(kp, -1, dtype=np.int64)
+        for i in range(kp):
+            if alive[start[p] + i]:
+                for j in range(kv):
+                    cell = edge_start[e] + (i * kv + j if by_rows else j * kp + i)
+                    if alive[start[v] + j] and table[cell] < INF:
+                        answer[i] = j
+                        break
+        for i in range(size[root[v]]):
+            position[map_start[v] + i] = answer[position[map_start[p] + i]]
+    return root, map_start, position
+
+
+@jit
+def add_nodes(old_start, old_cost, new, map_start, position, start, cost):
+    """Adds every node's costs to its root's."""
+    for v in range(len(old_start) - 1):
+        r = new[v]
+        for layer in range(len(cost)):
+            for i in range(start[r + 1] - start[r]):
+                at = start[r] + i
+                total = cost[layer, at] + old_cost[layer, old_start[v] + position[map_start[v] + i]]
+                if layer == 0 and total >= INF:
+                    total = FORBIDDEN
+                cost[layer, at] = total
+
+
+@jit
+def add_edges(
+    edge_nodes, old_edge_start, old_edge_cost, old_start, new, map_start, position,
+    order, group_start, group_ends, start, cost, edge_start, edge_cost,
+):  # fmt: skip
+    """Adds every edge's cells to the edge between the roots, or to the common root."""
+    for g in range(len(group_ends)):
+        a, b = group_ends[g, 0], group_ends[g, 1]
+        ka, kb = start[a + 1] - start[a], start[b + 1] - start[b]
+        for o in range(group_start[g], group_start[g + 1]):
+            e = order[o]
+            u, w = edge_nodes[e, 0], edge_nodes[e, 1]
+            kw = old_start[w + 1] - old_start[w]
+            base = old_edge_start[e]
+            mu, mw = map_start[u], map_start[w]
+            for layer in range(len(cost)):
+                if a == b:
+                    for i in range(ka):
+                        total = cost[layer, start[a] + i]
+                        total += old_edge_cost[layer, base + position[mu + i] * kw + position[mw + i]]
+                        if layer == 0 and total >= INF:
+                            total = FORBIDDEN
+                        cost[layer, start[a] + i] = total
+                    continue
+                straight = new[u] == a
+                for i in range(ka):
+                    to = edge_start[g] + i * kb
+                    for j in range(kb):
+                        if straight:
+                            cell = base + position[mu + i] * kw + position[mw + j]
+                        else:
+                            cell = base + position[mu + j] * kw + position[mw + i]
+                        total = edge_cost[layer, to + j] + old_edge_cost[layer, cell]
+                        if layer == 0 and total >= INF:
+                            total = FORBIDDEN
+                        edge_cost[layer, to + j] = total
+
+
+@jit
+def separate(edge_nodes, edge_start, start, cost, edge_cost):
+    """Moves separable edges (in every layer) into their nodes; returns which they were."""
+    separable = np.zeros(len(edge_nodes), dtype=np.bool_)
+    for e in range(len(edge_nodes)):
+        u, w = edge_nodes[e, 0], edge_nodes[e, 1]
+        if u == w:
+            continue
+        ku, kw = start[u + 1] - start[u], start[w + 1] - start[w]
+        base = edge_start[e]
+        good = True
+        for layer in range(len(cost)):
+            corner = edge_cost[layer, base]
+            if layer == 0 and corner >= INF:
+                good = False
+            for i in range(ku):
+                if not good:
+                    break
+                shift = edge_cost[layer, base + i * kw] - corner
+                for j in range(kw):
+                    cell = edge_cost[layer, base + i * kw + j]
+                    if cell - shift != edge_cost[layer, base + j] or (layer == 0 and cell >= INF):
+                        good = False
+                        break
+            if not good:
+                break
+        if not good:
+            continue
+        separable[e] = True
+        for layer in range(len(cost)):
+            corner = edge_cost[layer, base]
+            for i in range(ku):
+                total = cost[layer, start[u] + i] + edge_cost[layer, base + i * kw]
+                cost[layer, start[u] + i] = FORBIDDEN if layer == 0 and total >= INF else total
+            for j in range(kw):
+                total = cost[layer, start[w] + j] + edge_cost[layer, base + j] - corner
+                cost[layer, start[w] + j] = FORBIDDEN if layer == 0 and total >= INF else total
+    return separable
+
+
+@jit
+def compose(root, follows_start, follows, map_start, position, new_start):
+    """Returns the maps of the problem's nodes after a pass, from those before and the pass's."""
+    out = np.empty(new_start[-1], dtype=np.int64)
+    for v in range(len(root)):
+        r = root[v]
+        for i in range(new_start[v + 1] - new_start[v]):
+            out[new_start[v] + i] = follows[follows_start[v] + position[map_start[r] + i]]
+    return out

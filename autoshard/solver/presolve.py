@@ -1,0 +1,128 @@
+r"""Presolve: shrink a network by steps that keep its optimum, whatever the memory limit.
+
+One pass does, over flat arrays: arc consistency (strategies without a finite partner go), then
+*merging*: where every strategy of w allows exactly one of v, v follows w and disappears into it.
+Single-strategy nodes are the simplest case. Parallel edges add up; a separable edge, whose cells
+are a part of u plus a part of v, moves into the two nodes. Passes repeat until nothing merges.
+
+Every node of the problem ends as a function of one node that is left, its root, so that its usage
+is a function of the root's strategy too: memory rows stay exact without any table of usages.
+"""
+
+import numpy as np
+
+from autoshard.problem.network import INF, Int, Problem
+from autoshard.solver import kernels
+from autoshard.solver.program import FORBIDDEN, Network
+
+
+def load(problem: Problem) -> Network:
+    """Returns the problem unreduced, apart from the order of edges' ends and self-loops."""
+    layers = 1 + len(problem.hinges)
+    cost = np.zeros((layers, len(problem.cost)), dtype=np.int64)
+    edge_cost = np.zeros((layers, len(problem.edge_cost)), dtype=np.int64)
+    cost[0] = np.where(problem.cost >= INF, FORBIDDEN, problem.cost)
+    edge_cost[0] = np.where(problem.edge_cost >= INF, FORBIDDEN, problem.edge_cost)
+    for h, hinge in enumerate(problem.hinges, start=1):
+        cost[h, hinge.strategy] = hinge.strategy_coef
+        edge_cost[h, hinge.cell] = hinge.cell_coef
+    sizes = np.diff(problem.start)
+    return Network(
+        start=problem.start.astype(np.int64),
+        cost=cost,
+        edge_nodes=problem.edge_nodes.astype(np.int64).reshape(-1, 2),
+        edge_start=problem.edge_start.astype(np.int64),
+        edge_cost=edge_cost,
+        root=np.arange(problem.nodes),
+        follows_start=problem.start.astype(np.int64),
+        follows=np.arange(len(problem.cost)) - np.repeat(problem.start[:-1], sizes),
+        offset=problem.offset,
+    )
+
+
+def presolve(problem: Problem) -> Network | None:
+    """Returns the reduced network; None if no finite choice exists."""
+    return settle(load(problem))
+
+
+def settle(network: Network, alive: Int | None = None) -> Network | None:
+    """Returns `network` reduced until no step applies; None if no finite choice exists.
+
+    `alive` marks the strategies to keep (reduced-cost fixing); all if None.
+    """
+    mask = network.cost[0] < INF if alive is None else alive.astype(bool) & (network.cost[0] < INF)
+    while True:
+        near = neighbours(network)
+        if not kernels.make_consistent(
+            network.start, network.edge_nodes, network.edge_start, network.edge_cost[0], *near, mask
+        ):
+            return None
+        parent = kernels.choose_parents(
+            network.start, network.edge_nodes, network.edge_start, network.edge_cost[0], mask
+        )
+        merged = rebuild(network, mask, parent)
+        if merged.nodes == network.nodes and len(merged.edge_nodes) == len(network.edge_nodes):
+            return merged
+        network = merged
+        mask = np.ones(network.cost.shape[1], dtype=bool)
+
+
+def neighbours(network: Network) -> tuple[Int, Int]:
+    """Returns edges by node: edge numbers `near[near_start[v]:near_start[v + 1]]`."""
+    ends = network.edge_nodes.T.reshape(-1)
+    near = np.argsort(ends, kind="stable") % max(len(network.edge_nodes), 1)
+    count = np.bincount(ends, minlength=network.nodes)
+    return np.concatenate([[0], np.cumsum(count)]).astype(np.int64), near.astype(np.int64)
+
+
+def rebuild(network: Network, mask: Int, parent: Int) -> Network:
+    """Returns the network of alive strategies with each node merged into its parent.
+
+    `parent[v]` is the edge over which v follows, or −1 for a root.
+    """
+    root, map_start, position = kernels.follow(
+        network.start, network.edge_nodes, network.edge_start, network.edge_cost[0], mask, parent
+    )
+    is_root = parent < 0
+    number = np.cumsum(is_root) - 1  # new name of each root
+    sizes = np.diff(map_start)[is_root]
+    start = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    new = number[root]
+
+    ends = np.sort(new[network.edge_nodes], axis=1) if len(network.edge_nodes) else network.edge_nodes
+    key = ends[:, 0] * (len(sizes) + 1) + ends[:, 1]
+    order = np.argsort(key, kind="stable")
+    first = np.flatnonzero(np.diff(key[order], prepend=-1) != 0)
+    group_start = np.concatenate([first, [len(order)]]).astype(np.int64)
+    group_ends = ends[order[first]]
+    loops = group_ends[:, 0] == group_ends[:, 1]
+    cells = np.where(loops, 0, sizes[group_ends[:, 0]] * sizes[group_ends[:, 1]])
+    edge_start = np.concatenate([[0], np.cumsum(cells)]).astype(np.int64)
+
+    layers = len(network.cost)
+    cost = np.zeros((layers, start[-1]), dtype=np.int64)
+    edge_cost = np.zeros((layers, edge_start[-1]), dtype=np.int64)
+    kernels.add_nodes(network.start, network.cost, new, map_start, position, start, cost)
+    kernels.add_edges(
+        network.edge_nodes, network.edge_start, network.edge_cost, network.start,
+        new, map_start, position, order, group_start, group_ends, start, cost, edge_start, edge_cost,
+    )  # fmt: skip
+    separable = kernels.separate(group_ends, edge_start, start, cost, edge_cost)
+    keep = np.flatnonzero(~separable & ~loops)
+    kept_cells = np.repeat(~separable & ~loops, np.diff(edge_start))
+
+    # compose the maps of the problem's nodes
+    sizes_of = sizes[new[network.root]]
+    follows_start = np.concatenate([[0], np.cumsum(sizes_of)]).astype(np.int64)
+    follows = kernels.compose(network.root, network.follows_start, network.follows, map_start, position, follows_start)
+    return Network(
+        start=start,
+        cost=cost,
+        edge_nodes=group_ends[keep],
+        edge_start=np.concatenate([[0], np.cumsum(cells[keep])]).astype(np.int64),
+        edge_cost=np.ascontiguousarray(edge_cost[:, kept_cells]) if not kept_cells.all() else edge_cost,
+        root=new[network.root],
+        follows_start=follows_start,
+        follows=follows,
+        offset=network.offset,
+    )

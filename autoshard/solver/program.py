@@ -1,0 +1,70 @@
+"""Flat networks, and programs: a network with the memory rows and hinges to respect."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.problem.network import INF, Int
+
+FORBIDDEN = 2 * INF  # any sum that holds one of these, less finite parts, stays at least INF
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """What is left, and how the nodes of the problem follow from it.
+
+    Layer 0 of `cost` and `edge_cost` is cost, layer 1 + h the coefficients of hinge h. Edges are
+    unique, with `edge_nodes[e, 0] < edge_nodes[e, 1]`. Node v of the problem has strategy
+    `follows[follows_start[v] + i]` when its root `root[v]` has strategy i.
+    """
+
+    start: Int  # nodes + 1
+    cost: Int  # layers, strategies
+    edge_nodes: Int  # edges, 2
+    edge_start: Int  # edges + 1
+    edge_cost: Int  # layers, cells
+    root: Int  # problem nodes
+    follows_start: Int  # problem nodes + 1
+    follows: Int
+    offset: int = 0
+
+    @property
+    def nodes(self) -> int:
+        return len(self.start) - 1
+
+    @property
+    def sizes(self) -> Int:
+        return np.diff(self.start)
+
+    def expand(self, choice: Int) -> Int:
+        """Returns the problem's choice that follows from a choice of the roots."""
+        return self.follows[self.follows_start[:-1] + choice[self.root]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Each memory row asks for `base[r]` + chosen entries of `usage[r]` ≤ `limit`.
+
+    Hinge h costs max(0, `hinge_constant[h]` + chosen entries of layer 1 + h), in the unit of the
+    network's costs.
+    """
+
+    network: Network
+    usage: Int  # rows, strategies
+    base: Int  # rows
+    limit: int
+    hinge_constant: tuple[int, ...]
+
+    @property
+    def cells(self) -> int:
+        """The number of finite cells, the size that matters to a MIP."""
+        return int((self.network.edge_cost[0] < INF).sum())
+
+
+def cell_ends(network: Network) -> tuple[Int, Int, Int]:
+    """Returns each cell's edge and the (global) strategies of its two ends."""
+    sizes = network.sizes
+    edge = np.repeat(np.arange(len(network.edge_nodes)), np.diff(network.edge_start))
+    local = np.arange(network.edge_cost.shape[1]) - network.edge_start[edge]
+    u, w = network.edge_nodes[edge, 0], network.edge_nodes[edge, 1]
+    return edge, network.start[u] + local // sizes[w], network.start[w] + local % sizes[w]

@@ -1,0 +1,199 @@
+"""The anytime engine: bound, round, fix, and solve ever larger parts exactly.
+
+A `Dual` bounds the reduced network and rounds. What its bounds exclude is removed and the network
+reduced again, which sharpens the bound in turn. Restricted MIPs over the strategies of least
+excess find choices; neighbourhood MIPs improve the best one. Once the network is small enough, one
+MIP finishes.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.problem.network import INF, Int
+from autoshard.solver.bound import Dual, shifted
+from autoshard.solver.exact import MipAnswer, solve_program
+from autoshard.solver.incumbent import Incumbent
+from autoshard.solver.presolve import presolve, settle
+from autoshard.solver.program import FORBIDDEN, Network, Program, cell_ends
+from autoshard.solver.usage import memory_of, peaks_over
+
+FIRST_CYCLES = 10  # of the dual, before the first MIP
+EXACT_CELLS = 40_000  # a network of so few finite cells is solved whole
+FIRST_CELLS = 20_000  # of the first restricted MIP
+GROWTH = 1.6
+MIP_S = 0.08  # of the time limit, the longest a restricted MIP may take
+ROW_ROUNDS = 6  # MIPs in a row that add memory rows
+NEW_ROWS = 8
+
+
+class Search:
+    """Networks, duals and budgets of one search; the results go to `incumbent`."""
+
+    def __init__(self, incumbent: Incumbent, network: Network) -> None:
+        self.incumbent = incumbent
+        self.random = np.random.default_rng(incumbent.seed)
+        network, self.shift = shifted(network)
+        self.hinge_constant = tuple(
+            k << self.shift if self.shift >= 0 else k >> -self.shift
+            for k in (hinge.constant for hinge in incumbent.problem.hinges)
+        )
+        self.dual = self._dual_of(network)
+        self.events = self.dual.events  # of memory rows for MIPs
+        self.fixed_at: int | None = None  # the objective at which was last fixed
+
+    def _dual_of(self, network: Network) -> Dual:
+        memory = memory_of(self.incumbent.problem, network)
+        return Dual(network, memory, list(self.hinge_constant), self.shift)
+
+    def climb(self, cycles: int) -> None:
+        """Improves bound and roundings."""
+        for _ in range(cycles):
+            if self.incumbent.left_s() <= 0 or self.incumbent.closed():
+                return
+            self.dual.cycle()
+            self.incumbent.raise_bound(self.dual.bound)
+            if self.dual.failures == 0:
+                self.incumbent.offer(self.dual.network.expand(self.dual.choice))
+
+    def fix(self) -> None:
+        """Removes what no better choice than the incumbent contains, and reduces again."""
+        objective = self.incumbent.objective
+        if objective is None:
+            return
+        dual = self.dual
+        network = dual.residual()
+        dead = dual.dead_cells(objective)
+        edge_cost = network.edge_cost.copy()
+        edge_cost[0][dead] = FORBIDDEN
+        settled = settle(replace(network, edge_cost=edge_cost), dual.may_improve(objective))
+        if settled is None or dual.bound >= objective:
+            self.incumbent.raise_bound(objective)  # nothing better exists
+            return
+        self.dual = self._dual_of(settled)
+        self.dual.inherit(dual)
+        self.fixed_at = objective
+
+    def finite_cells(self) -> int:
+        return int((self.dual.network.edge_cost[0] < INF).sum())
+
+    def solve_whole(self) -> bool:
+        """Solves the network as it is by one MIP; returns whether that settled the problem."""
+        answer = self.solve(self.dual.residual(), limit_s=self.incumbent.left_s(), rel_gap=self.incumbent.rel_gap)
+        if answer.infeasible:
+            if self.incumbent.objective is None:
+                self.incumbent.infeasible = True
+            else:
+                self.incumbent.raise_bound(self.incumbent.objective)
+        elif answer.bound is not None:
+            bound = -((-answer.bound) >> self.shift) if self.shift >= 0 else answer.bound << -self.shift
+            self.incumbent.raise_bound(bound)
+        return answer.finished
+
+    def solve(self, network: Network, *, limit_s: float, rel_gap: float, node_limit: int | None = None) -> MipAnswer:
+        """Solves `network` by a MIP whose memory rows are added as they are violated.
+
+        Offers what it finds. The answer's bound holds for `network`.
+        """
+        memory = memory_of(self.incumbent.problem, network)
+        deadline = self.incumbent.left_s() - limit_s
+        answer = MipAnswer(choice=None, bound=None, infeasible=False, finished=False)
+        for _ in range(ROW_ROUNDS):
+            program = Program(
+                network=network,
+                usage=memory.coefficients(self.events),
+                base=np.zeros(len(self.events), dtype=np.int64),
+                limit=memory.limit,
+                hinge_constant=self.hinge_constant,
+            )
+            answer = solve_program(
+                program,
+                time_limit_s=self.incumbent.left_s() - deadline,
+                rel_gap=rel_gap,
+                seed=self.incumbent.seed,
+                node_limit=node_limit,
+            )
+            if answer.choice is None or self.incumbent.offer(network.expand(answer.choice)):
+                return answer
+            over = peaks_over(memory.profile(answer.choice), memory.limit, NEW_ROWS)
+            more = np.union1d(self.events, over)
+            if len(more) == len(self.events) or self.incumbent.left_s() <= deadline:
+                break
+            self.events = more
+        return replace(answer, finished=False)
+
+    def levels(self) -> tuple[Int, Int, Int]:
+        """Returns each strategy's excess (0 where it is in the incumbent or rounding), the finite cells, and theirs."""
+        dual = self.dual
+        network = dual.network
+        excess = dual.excess()
+        excess[network.start[:-1] + dual.choice] = 0
+        own = self.incumbent_positions()
+        if own is not None:
+            excess[own] = 0
+        finite = np.flatnonzero(network.edge_cost[0] < INF)
+        _, left, right = cell_ends(network)
+        return excess, finite, np.maximum(excess[left[finite]], excess[right[finite]])
+
+    def incumbent_positions(self) -> Int | None:
+        """Returns the strategies (global numbers) that the incumbent has in the network, where it has."""
+        choice = self.incumbent.choice
+        if choice is None:
+            return None
+        network = self.dual.network
+        # a root's strategy is right if every node of the problem follows as the incumbent says
+        wrong = np.zeros(network.cost.shape[1], dtype=np.int64)
+        length = np.diff(network.follows_start)
+        node = np.repeat(np.arange(len(network.root)), length)
+        local = np.arange(len(network.follows)) - np.repeat(network.follows_start[:-1], length)
+        np.add.at(wrong, network.start[network.root[node]] + local, network.follows != choice[node])
+        return np.flatnonzero(wrong == 0)
+
+    def restrict(self, cells: int) -> bool:
+        """Solves the strategies of least excess that make about `cells` cells.
+
+        Returns whether the MIP finished in its time.
+        """
+        excess, _, level = self.levels()
+        at = min(cells, len(level) - 1)
+        threshold = np.partition(level, at)[at]
+        return self.solve_part(excess <= threshold)
+
+    def solve_part(self, alive: NDArray[np.bool_]) -> bool:
+        network = settle(self.dual.residual(), alive)
+        if network is None:
+            return True
+        limit_s = min(self.incumbent.left_s(), max(2.0, MIP_S * self.incumbent.time_limit_s))
+        answer = self.solve(network, limit_s=limit_s, rel_gap=1e-6)
+        return answer.finished
+
+
+def solve_by_search(incumbent: Incumbent) -> str:
+    """Solves the problem in `incumbent` as well as time allows; returns the engine's name."""
+    network = presolve(incumbent.problem)
+    if network is None:
+        incumbent.infeasible = True
+        return "arc consistency"
+    search = Search(incumbent, network)
+    search.climb(FIRST_CYCLES)
+    cells = float(FIRST_CELLS)
+    rounds = 0
+    while incumbent.left_s() > 0 and not incumbent.closed() and rounds != incumbent.rounds:
+        rounds += 1
+        if incumbent.objective is not None and incumbent.objective != search.fixed_at:
+            search.fix()
+            search.climb(2)
+        elif rounds > 1:
+            search.climb(2)
+        if incumbent.closed():
+            break
+        if search.finite_cells() <= EXACT_CELLS:
+            if search.solve_whole():
+                break
+            continue
+        if search.restrict(int(cells)):
+            cells *= GROWTH
+        else:
+            cells /= GROWTH
+    return "search"
