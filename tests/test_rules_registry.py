@@ -21,6 +21,8 @@ from autoshard.rules import (
     register,
     registered,
     rule_of,
+    rules_of,
+    whole,
 )
 from autoshard.rules.control_flow import BODIES
 from autoshard.rules.rule import refuse, registry_name, unregister
@@ -162,3 +164,33 @@ def test_foreign_kernels_are_named() -> None:
     assert registry_name(eqn("add", ((4,),), (4,), name="x")) == "add"
     with pytest.raises(MissingRuleError, match=r'register_rule\("ffi_call\[my_norm\]"'):
         rule_of(eqn("ffi_call", ((4,),), (4,), target_name="my_norm"))
+
+
+def test_rules_of_a_graph_are_worked_out_once_for_equations_alike(fresh: str) -> None:
+    calls: list[Eqn] = []
+
+    @register(fresh)
+    def counted(one: Eqn) -> ShardingRule:
+        calls.append(one)
+        return whole(one)
+
+    block = Primitive(fresh)
+    block.def_abstract_eval(lambda x, **_: x)
+
+    def model(x: Any) -> Any:
+        for axis in (0, 0, 1):  # the parameters tell equations apart
+            x = block.bind(jnp.sin(x), axis=axis)
+        return x
+
+    eqns = build(jax.make_jaxpr(model)(jax.ShapeDtypeStruct((4, 6), F32))).eqns
+    assert rules_of(eqns) == [rule_of(one) for one in eqns]
+    assert len(calls) == 2 + 3
+    assert counted(eqns[1]) == rules_of(eqns)[1]
+
+
+def test_unknown_equations_stay_whole_by_choice() -> None:
+    one = eqn("mystery", ((4, 6),), (4,))
+    (rule,) = rules_of([one], unknown="replicate")
+    assert str(rule) == "([i,j])->([k]) {i=4,j=6,k=4} replicate={i,j,k}"
+    with pytest.raises(MissingRuleError):
+        rules_of([one])

@@ -22,6 +22,7 @@ from autoshard.rules.rule import (
     register,
     registered,
     rule_of,
+    rules_of,
     whole,
 )
 
@@ -35,5 +36,6 @@ __all__ = [
     "register_rule",
     "registered",
     "rule_of",
+    "rules_of",
     "whole",
 ]

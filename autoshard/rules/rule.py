@@ -13,10 +13,11 @@ sees a mesh, a cost or a tracer.
 """
 
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from math import gcd, prod
+from typing import Any
 
 from autoshard.errors import MissingRuleError, RuleError
 from autoshard.graph import Eqn
@@ -226,6 +227,38 @@ def rule_of(eqn: Eqn) -> ShardingRule:
     rule = fn(eqn)
     rule.check(eqn)
     return rule
+
+
+def rules_of(eqns: Iterable[Eqn], *, unknown: str = "error") -> list[ShardingRule]:
+    """The rule of each equation, worked out once for all that are alike.
+
+    The layers of a model repeat few distinct equations many times. Equations are alike
+    if primitive, avals (the same objects, as a graph shares them) and parameters are.
+
+    Args:
+      eqns: the equations of a graph.
+      unknown: "error", or "replicate" to keep equations without a rule whole.
+
+    Raises:
+      MissingRuleError: an equation has no rule and `unknown` is "error".
+    """
+    known: dict[Any, ShardingRule] = {}
+    rules: list[ShardingRule] = []
+    for eqn in eqns:
+        key = (eqn.primitive, *map(id, eqn.operands), None, *map(id, eqn.results), *eqn.params.values())
+        try:
+            rule = known.get(key)
+        except TypeError:  # a parameter that cannot be hashed
+            key, rule = len(rules), None
+        if rule is None:
+            try:
+                rule = known[key] = rule_of(eqn)
+            except MissingRuleError:
+                if unknown != "replicate":
+                    raise
+                rule = known[key] = whole(eqn)
+        rules.append(rule)
+    return rules
 
 
 # Calls of foreign code: primitive → the parameter that names the kernel.
