@@ -6,19 +6,18 @@ is a single collective, or a local slice, which moves nothing:
     all-gather       the minor-most axes of one dimension become whole
     all-to-all       the minor-most axis of one dimension moves to another
     permute          one axis of a dimension is replaced by another of equal size
-    all-reduce       unreduced axes become whole
-    reduce-scatter   an unreduced axis becomes the minor-most of a dimension
+    all-reduce       all unreduced axes become whole
+    reduce-scatter   all unreduced axes become the minor-most of one dimension
     slice            a whole axis becomes the minor-most of a dimension (free)
 
 Costs are integer picoseconds; among equal costs the fewest collectives win.
 
 Collectives that are off the critical path (weights' gathers, gradients' reductions)
 are *combined* by the compilers into buckets, so that many small ones pay one latency:
-below a bucket they are priced at the bucket's rate.
+below a bucket they are priced at the bucket's rate, plus what each costs by itself.
 """
 
 from dataclasses import dataclass
-from itertools import chain, combinations
 from typing import Protocol
 
 import numpy as np
@@ -33,6 +32,9 @@ PS_PER_S = 1e12
 # XLA:GPU's default combine threshold for all-gather, all-reduce and reduce-scatter
 # (`xla_gpu_*_combine_threshold_bytes`, openxla/xla debug_options_flags.cc).
 BUCKET_BYTES = 30 * 2**20
+# What one member of a bucket adds: the kernel that copies it in and out (kernel launch
+# overhead of 1 µs in XLA's own model, openxla/xla sol_gpu_cost_model.cc).
+MEMBER_S = 1e-6
 _HOPS = 64  # more than any path has steps: (picoseconds, hops) as one integer
 
 
@@ -64,7 +66,8 @@ def collective_s(
     if not combined:
         return np.asarray(machine.collective_s(kind, axes, sizes))
     whole = np.maximum(sizes, BUCKET_BYTES)
-    return np.asarray(machine.collective_s(kind, axes, whole)) * (sizes / whole)
+    share = np.asarray(machine.collective_s(kind, axes, whole)) * (sizes / whole)
+    return share + np.where((sizes > 0) & (share > 0), MEMBER_S, 0.0)
 
 
 class Resharder:
@@ -166,13 +169,15 @@ class _Table:
         whole = [a for a in range(len(row)) if row[a] == WHOLE]
         sums = [a for a in range(len(row)) if row[a] == SUM]
         members = [[a for a in range(len(row)) if row[a] == d] for d in range(ndim)]
-        for axes in chain.from_iterable(combinations(sums, n) for n in range(1, len(sums) + 1)):
-            change("all-reduce", axes, *((a, WHOLE) for a in axes))
+        if sums:
+            # A pin makes the partitioner finish every pending sum at once, over all axes together.
+            change("all-reduce", tuple(sums), *((a, WHOLE) for a in sums))
         for d in range(ndim):
             last = members[d][-1] if members[d] else -1
-            for a in sums:
-                if a > last:
-                    change("reduce-scatter", (a,), (a, d))
+            if sums and sums[0] > last:
+                change("reduce-scatter", tuple(sums), *((a, d) for a in sums))
+            if sums:
+                continue
             for a in whole:
                 if a > last:
                     change("slice", (a,), (a, d))

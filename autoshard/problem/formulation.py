@@ -1,9 +1,13 @@
 """Formulation: decisions → Problem arrays, and a solution → a choice per decision.
 
 The objective in integer picoseconds is the sum of every decision's own seconds, of
-every edge's resharding, and of what the two windows leave exposed:
+every edge's resharding that cannot hide, and of what the two windows leave exposed:
 
     exposed_w = max(0, Σ hideable communication_w − overlap · Σ contractions' compute_w)
+
+Hidden communication is not free: while it runs it takes cores and memory bandwidth from
+the compute that hides it. A share INTERFERENCE of hideable communication therefore
+counts like communication that cannot hide, and only the rest enters the windows.
 
 A class of equal decisions is one node of the problem: its costs count once per
 member, an edge inside the class becomes part of the node's own costs.
@@ -21,6 +25,10 @@ from autoshard.problem.network import INF, Hinge, Problem
 from autoshard.resharding import Resharder
 
 UNIT_S = 1e-12
+
+# [Empirical] NCCL runs a large collective in 16 to 32 channels, each a block on one of an
+# H100's 132 multiprocessors (NVIDIA/nccl src/graph/tuning.cc); the lower end is an eighth.
+INTERFERENCE = 0.125
 
 Int = NDArray[np.int64]
 
@@ -128,7 +136,11 @@ class _ClassMatrices:
             matrix = reshard_ps(edge, decisions.graph.avals[edge.value], resharder)
             forbidden = matrix >= INF
             seconds = np.where(forbidden, 0, matrix) * times
-            base = np.where(forbidden, INF, 0 if edge.window is not None else seconds)
+            if edge.window is None:
+                base = np.where(forbidden, INF, seconds)
+            else:
+                taxed = np.rint(seconds * INTERFERENCE).astype(np.int64)
+                base, seconds = np.where(forbidden, INF, taxed), seconds - taxed
             if a == b:
                 self.own[a] = _saturated(self.own.get(a), np.diagonal(base))
                 if edge.window is not None:
