@@ -3,21 +3,23 @@
 Each row is a measured training run that somebody published. The model's shape,
 the layout and the hardware are read from the row; the step is predicted with
 `cost_models.step_time`, which no row can reach other than through the two
-constants per chip that are marked as fitted in the hardware files. Those were
-fitted on the rows of even position among the priceable rows of their chip
-(`--fit` prints the fit); errors are printed for that half, the other, and both.
+three constants per chip that are marked as fitted in the hardware files. Those
+were fitted (`fit_steps.py`) on every second priceable row of their chip; errors
+are printed for that half, for the other, and for both.
 """
 
 import argparse
 import json
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import published_models
+from numpy.typing import NDArray
 
 import cost_models
 from cost_models.model import Hardware
@@ -36,6 +38,8 @@ DTYPES = {"bf16": "bfloat16", "fp16": "bfloat16", "fp8": "float8_e4m3fn", "mxfp8
 
 # Global batches that the tables leave out. Korthikanti et al. 2022 (arXiv:2205.05198), table 3.
 BATCHES = {"GPT 22B": 4, "GPT 530B": 280, "GPT 1T": 512}
+# Google Cloud A3 High nodes have 100 GB/s of network for 8 GPUs.
+A3_NIC, A3_SOURCE = 12.5e9, "Bekman, Machine Learning Engineering (744d01e), network/README.md:574-587"
 # Without a stated batch: the sequences per device that memory holds, as MaxText's A3 and tiering pages use.
 PER_DEVICE = 4
 
@@ -87,7 +91,7 @@ def read(row: dict[str, Any]) -> Run | str:
     stated = row["gbs_seqs"] or BATCHES.get(row["model"])
     sequences = int(stated or PER_DEVICE * layout.data_shards)
     if "mbs" not in row["layout"] and "lbs" not in row["layout"] and layout.pipeline == 1:
-        layout = _with_microbatch(layout, max(1, sequences // layout.data_shards))
+        layout = replace(layout, microbatch=max(1, sequences // layout.data_shards))
     run = Run(
         row=row, chip=chip, dtype=dtype, model=model, layout=layout, hardware=hardware, sequences=sequences,
         sequence=int(row["seq"]), measured_s=0.0,
@@ -104,7 +108,8 @@ def _hardware(chip: str, row: dict[str, Any]) -> Hardware:
     per_chip = int(cost_models.catalogue.chip(chip).numbers["devices_per_chip_count"].value)
     devices = row["chips"] * per_chip
     if not chip.startswith("tpu"):
-        return cost_models.hardware(chip, devices=devices)
+        found = cost_models.hardware(chip, devices=devices)
+        return found.replaced(A3_SOURCE, scale_out__one_way_bytes_per_s=A3_NIC) if "/a3/" in row["src"] else found
     stated = re.search(r"(\d+)xv5p|(\d+) slices|DP(\d+) (?:over )?DCN|pod, DP(\d+)", row["layout"])
     slices = int(next(filter(None, stated.groups()))) if stated else 1
     if chip in ("tpu-v5e", "tpu-v6e"):
@@ -119,7 +124,7 @@ def _layout(row: dict[str, Any], model: Transformer, hardware: Hardware) -> Trai
     """The layout that a row's text names; what it leaves out follows the habits of its source."""
     text, source = row["layout"], row["src"]
     tpu = hardware.chip.name.startswith("tpu")
-    ways = {key: int(value) for key, value in re.findall(r"\b(TP|PP|CP|DP|EP|VP|mbs|lbs)\s*(\d+)", text)}
+    ways = {key: int(value) for key, value in re.findall(r"(?:\b|x)(TP|PP|CP|DP|EP|VP|mbs|lbs)\s*(\d+)", text)}
     if (product := re.search(r"TPxPP=(\d+)", text)) is not None:
         ways["TP"] = min(8, int(product[1]))
         ways["PP"] = int(product[1]) // ways["TP"]
@@ -128,7 +133,9 @@ def _layout(row: dict[str, Any], model: Transformer, hardware: Hardware) -> Trai
     tensor, pipeline, context = (ways.get(key, 1) for key in ("TP", "PP", "CP"))
     left = hardware.devices // (tensor * pipeline * context)
     sharded = re.search(r"FSDP|FULL_SHARD|SHARD_GRAD_OP", text) is not None or tpu
-    slices = hardware.topology.shape[0] if tpu and len(hardware.topology.shape) > 2 and "*" in hardware.topology.name else 1
+    slices = (
+        hardware.topology.shape[0] if tpu and len(hardware.topology.shape) > 2 and "*" in hardware.topology.name else 1
+    )
     data = slices if slices > 1 and "FSDP2 DCN" not in text else ways.get("DP", 1) if sharded else left
     if pipeline > 1:
         data, sharded = left, False
@@ -158,6 +165,7 @@ def _layout(row: dict[str, Any], model: Transformer, hardware: Hardware) -> Trai
         microbatch=ways.get("mbs", ways.get("lbs", 1)),
         remat=_remat(text, source, row["model"]),
         keep_gathered="SHARD_GRAD_OP" in text,
+        shard_optimizer=not tpu,
         collective_matmul=tpu or "AsyncTP" in text or "model_table" in source or "Megatron-Bridge" in source,
     )
 
@@ -166,7 +174,11 @@ def _remat(text: str, source: str, model: str) -> str:
     """What the source recomputes: as written, else as its recipes do."""
     if re.search(r"remat minimal|selAC", text):
         return "minimal"
-    if re.search(r"remat full|actckpt=1|fullAC|offloaded", text):
+    # MaxText benchmarks/maxtext_trillium_model_configs.py, tpu-recipes training/ironwood: Llama 3.1
+    # keeps (or offloads) attention's operands and recomputes the MLP.
+    if "offloaded" in text or ("tpu-recipes" in source and "llama3.1" in model.lower()):
+        return "mlp"
+    if re.search(r"remat full|actckpt=1|fullAC", text):
         return "full"
     if "actckpt=0" in text:
         return "none"
@@ -179,16 +191,8 @@ def _remat(text: str, source: str, model: str) -> str:
     return "full" if re.search(r"MaxText|tpu-recipes|gpu-recipes", source) else "none"
 
 
-def _with_microbatch(layout: TrainingLayout, sequences: int) -> TrainingLayout:
-    from dataclasses import replace
-
-    return replace(layout, microbatch=sequences)
-
-
 def _measured(run: Run) -> Run | str:
     """Fill in the measured step: as printed, else from tokens, FLOP/s or MFU in the source's own accounting."""
-    from dataclasses import replace
-
     row, model = run.row, run.model
     tokens = run.sequences * run.sequence
     chips = row["chips"]
@@ -208,3 +212,65 @@ def _measured(run: Run) -> Run | str:
     if row["mfu_pct"]:
         return replace(run, measured_s=flops * tokens / (row["mfu_pct"] / 100 * peak * per_chip * chips))
     return "no step time, tokens/s, FLOP/s or MFU is stated"
+
+
+def ranks(values: Sequence[float]) -> NDArray[np.float64]:
+    """Ranks from 0, ties sharing their mean."""
+    array = np.asarray(values)
+    return np.array([np.mean(np.flatnonzero(np.sort(array) == value)) for value in array])
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Rank correlation."""
+    return float(np.corrcoef(ranks(first), ranks(second))[0, 1])
+
+
+def describe(errors: Sequence[float]) -> str:
+    """Median and 90th percentile of absolute relative errors."""
+    absolute = np.abs(errors)
+    return f"median {np.median(absolute):6.1%}   90th percentile {np.quantile(absolute, 0.9):6.1%}   ({len(absolute)} rows)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="?", type=Path, default=ROWS, help="JSON list of published runs")
+    parser.add_argument("--all", action="store_true", help="print every row")
+    arguments = parser.parse_args()
+    read_rows = [(row, read(row)) for row in json.loads(arguments.rows.read_text(encoding="utf-8"))]
+    runs = [run for _, run in read_rows if isinstance(run, Run)]
+    steps = [run.predict() for run in runs]
+    errors = [step.seconds / run.measured_s - 1 for run, step in zip(runs, steps, strict=True)]
+    by_chip: dict[str, list[int]] = defaultdict(list)
+    by_family: dict[str, list[int]] = defaultdict(list)
+    for i, run in enumerate(runs):
+        by_chip[run.chip].append(i)
+        by_family[run.family].append(i)
+    fitted = {i for members in by_chip.values() for i in members[1::2]}
+
+    for row, run in read_rows:
+        if isinstance(run, str):
+            print(f"skipped: {row['hw']} {row['model']}, {row['layout']}: {run}")
+    if arguments.all:
+        for run, step, error in zip(runs, steps, errors, strict=True):
+            print(
+                f"{run.family:24s} {run.row['model'][:24]:24s} {run.row['layout'][:44]:44s} "
+                f"measured {run.measured_s:8.3f} s  predicted {step.seconds:8.3f} s  {error:+6.1%}"
+            )
+    baseline: list[float] = []
+    print("\nchip and precision         rows   model error   constant MFU   Spearman of MFU")
+    for family, members in sorted(by_family.items()):
+        measured = [steps[i].mfu * steps[i].seconds / runs[i].measured_s for i in members]
+        constant = float(np.exp(np.mean(np.log(measured))))
+        off = [abs(mfu / constant - 1) for mfu in measured]
+        baseline += off
+        rank = f"{spearman(measured, [steps[i].mfu for i in members]):8.2f}" if len(members) >= 8 else "  (few)"
+        mine = float(np.median(np.abs([errors[i] for i in members])))
+        print(f"{family:24s} {len(members):6d}   {mine:11.1%}   {float(np.median(off)):12.1%}   {rank}")
+    print(f"\npredicted, all rows          {describe(errors)}")
+    print(f"predicted, not fitted on     {describe([e for i, e in enumerate(errors) if i not in fitted])}")
+    print(f"predicted, fitted on         {describe([e for i, e in enumerate(errors) if i in fitted])}")
+    print(f"one MFU per chip, precision  {describe(baseline)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -85,27 +85,35 @@ class Block:
         return tuple(found)
 
     def matmul_s(self, *, recomputed: bool = False) -> float:
-        """The forward matmuls, or those of them that full rematerialization repeats."""
+        """The forward matmuls, or those of them that rematerialization repeats."""
         fraction = self.machine.chip.numbers["step_compute_fraction"].value
         each = (
             often * float(self.machine.matmul_s(batch, m, n, k, self.dtype))
             for name, batch, m, n, k, often in self.matmuls()
-            if not (recomputed and _is_last(name))
+            if not recomputed or self._is_repeated(name)
         )
         return sum(each) / fraction
 
     def matmul_flops(self, *, recomputed: bool = False) -> float:
         """FLOPs of `matmul_s`."""
         return sum(
-            2.0 * prod(shape) * often for name, *shape, often in self.matmuls() if not (recomputed and _is_last(name))
+            2.0 * prod(shape) * often
+            for name, *shape, often in self.matmuls()
+            if not recomputed or self._is_repeated(name)
         )
+
+    def _is_repeated(self, name: str) -> bool:
+        """Whether backward computes this matmul's result again; it needs none of an MLP's last."""
+        if self.layout.remat == "full":
+            return name not in ("mlp out", "expert out", "shared out")
+        return self.layout.remat == "mlp" and name in ("mlp in", "expert in", "shared in")
 
     def score_flops(self) -> float:
         """Forward FLOPs of attention's scores and weighted values, the causal half."""
         return self.tokens * self.model.score_flops(self.sequence) / self.model.layers / self.layout.tensor
 
     def score_s(self) -> float:
-        """The flash kernel, forward; local attention layers do their share of it."""
+        """The flash kernel, forward; local layers compute every block that their window touches."""
         model, ways = self.model, self.layout.tensor
         whole = attention_s(
             self.machine,
@@ -117,9 +125,11 @@ class Block:
             model.head_dim,
             ACTIVATIONS,
         )
-        everywhere = 2 * self.sequence * model.heads * model.head_dim
-        share = model.score_flops(self.sequence) / model.layers / everywhere
-        return share * float(whole) / self.machine.chip.numbers["step_compute_fraction"].value
+        numbers = self.machine.chip.numbers
+        touched = min(model.window + numbers["attention_block_count"].value, self.sequence / 2)
+        local = (model.layers - model.global_layers) / model.layers if model.window else 0.0
+        share = 1 - local + local * touched / (self.sequence / 2)
+        return share * float(whole) / numbers["step_compute_fraction"].value
 
     def stream_s(self) -> float:
         """Norms, residuals, rotations, activations and dispatch, forward, each a fused chain."""
@@ -129,12 +139,13 @@ class Block:
         hidden = moe * visited + (1 - moe) * model.d_ff
         rotated = (model.heads + 2 * model.kv_heads) * model.head_dim
         tokens = self.tokens / ways
-        return float(
+        seconds = float(
             elementwise_s(machine, tokens * model.d_model, 6, 4, ACTIVATIONS)  # two norms, two residual sums
             + elementwise_s(machine, tokens * rotated, 1, 1, ACTIVATIONS)
             + elementwise_s(machine, tokens * hidden, model.mlp_matrices - 1, 1, ACTIVATIONS)
             + lookup_s(machine, moe * 2 * self.tokens * model.active_experts, model.d_model, ACTIVATIONS)
         )
+        return seconds / machine.chip.numbers["step_stream_fraction"].value
 
     def saved_bytes(self) -> float:
         """What backward needs of the average block for one microbatch, per device."""
@@ -147,6 +158,7 @@ class Block:
         matmul_results = heads + stream + (model.mlp_matrices - 1) * hidden
         kept = {
             "full": stream,
+            "mlp": stream + heads,
             "minimal": stream + matmul_results,
             "none": 4 * stream + matmul_results + hidden + rotated_copies(model),
         }[self.layout.remat]
@@ -156,8 +168,3 @@ class Block:
 def rotated_copies(model: Transformer) -> int:
     """Rotated queries and keys per token, which no-remat keeps beside the plain ones."""
     return (model.heads + model.kv_heads) * model.head_dim
-
-
-def _is_last(name: str) -> bool:
-    """Whether backward needs no result of this matmul, so that remat drops it."""
-    return name in ("mlp out", "expert out", "shared out")

@@ -59,8 +59,11 @@ def attention_s(
         return both + machine.hbm_s(scores)
     skipped = 0.5 if causal else 1.0
     unit = machine.matmul_unit(dtype)
-    flops = 4 * b * heads * q * k * head_dim * skipped
-    return unit.launch_s + np.maximum(flops / (unit.peak_flops_per_s * unit.achieved_fraction), machine.hbm_s(streams))
+    lanes = min(unit.tile_depth, 128)
+    padded = lanes * np.ceil(head_dim / lanes)
+    flops = 4 * b * heads * q * k * padded * skipped
+    achieved = machine.chip.numbers["attention_achieved_fraction"].value
+    return unit.launch_s + np.maximum(flops / (unit.peak_flops_per_s * achieved), machine.hbm_s(streams))
 
 
 def lookup_s(machine: Machine, rows: ArrayLike, width: int, dtype: str) -> Floats:

@@ -166,9 +166,12 @@ class _Step:
             self.machine.exposed_s(gather_s / passes, forward_s)
             + self.machine.exposed_s(gather_s * (1 - 1 / passes) + scatter_s, backward_s + recompute_s)
         )
-        sums = self.replica_traffic()
-        window_s = (backward_s + recompute_s) * self.model.layers / layout.pipeline
-        replica_s = float(self.machine.exposed_s(sum(t.seconds for t in sums), window_s))
+        sums, returns = self.replica_traffic()
+        stage_blocks = self.model.layers / layout.pipeline
+        replica_s = float(
+            self.machine.exposed_s(sum(t.seconds for t in sums), (backward_s + recompute_s) * stage_blocks)
+            + self.machine.exposed_s(sum(t.seconds for t in returns), forward_s * stage_blocks)
+        )
         stages = self.stage_traffic()
         logits_s, embedding_s = self.logits_s(), self.embedding_s()
         n = self.blocks
@@ -195,10 +198,10 @@ class _Step:
         parts = [
             *(Part(name, seconds, reason) for name, (seconds, reason) in (work | waits).items()),
             Part("pipeline bubble", busy_s * bubble / (1 - bubble), "stages that wait to fill and to drain"),
-            Part("gradient sums", replica_s, "between replicas, what backward did not hide"),
+            Part("gradient sums", replica_s, "between replicas, what one microbatch did not hide"),
             Part("optimizer", self.optimizer_s(), "memory-bound update of the local parameters"),
         ]
-        traffic = (*tensor, *sequence, *experts, *gathers, *scatters, *stages, *sums)
+        traffic = (*tensor, *sequence, *experts, *gathers, *scatters, *stages, *sums, *returns)
         return StepTime(
             parts=tuple(parts),
             traffic=tuple(t for t in traffic if t.seconds > 0),
@@ -215,7 +218,8 @@ class _Step:
         matmul_s, score_s, stream_s = block.matmul_s(), block.score_s(), block.stream_s()
         recompute_s = {
             "none": 0.0,
-            "minimal": score_s + stream_s,
+            "minimal": score_s,
+            "mlp": block.matmul_s(recomputed=True) + stream_s,
             "full": block.matmul_s(recomputed=True) + score_s + stream_s,
         }[self.layout.remat]
         return (
@@ -231,6 +235,7 @@ class _Step:
         again = {
             "none": 0.0,
             "minimal": score,
+            "mlp": block.matmul_flops(recomputed=True),
             "full": block.matmul_flops(recomputed=True) + score,
         }[self.layout.remat]
         logits = 6.0 * block.tokens * self.model.d_model * self.model.vocab / self.layout.tensor
@@ -243,12 +248,12 @@ class _Step:
     def tensor_traffic(self) -> list[Traffic]:
         """Per block and microbatch: two gathers and two scatters forward, as many backward.
 
-        Backward gathers once more for the weights' gradients; recomputation repeats forward.
+        Recomputation repeats the forward ones, but for the last scatter.
         """
         stream = self.block.tokens * self.model.d_model * itemsize(ACTIVATIONS)
-        again = {"none": 0, "minimal": 0, "full": 1}[self.layout.remat]
+        again = {"none": 0.0, "minimal": 0.0, "mlp": 0.5, "full": 1.0}[self.layout.remat]
         return [
-            self.priced("all-gather", ("tensor",), stream, (6 + 2 * again) * self.blocks),
+            self.priced("all-gather", ("tensor",), stream, (4 + 2 * again) * self.blocks),
             self.priced("reduce-scatter", ("tensor",), stream, (4 + again) * self.blocks),
         ]
 
@@ -262,10 +267,19 @@ class _Step:
         ]
 
     def expert_traffic(self) -> list[Traffic]:
-        """Dispatch and combine, forward and backward, in blocks with experts."""
+        """Dispatch and combine, forward and backward, in blocks with experts.
+
+        A token crosses the slowest links once per place that holds one of its k experts,
+        not once per expert: M·(1 - (1 - 1/M)^k) places of M. Source: scaling book gpus.md:451.
+        """
+        crossings = self.machine.crossings(("expert",))
+        if not crossings:
+            return []
+        places = crossings[-1].n
+        copies = places * (1 - (1 - 1 / places) ** self.model.active_experts)
         moe = self.model.moe_layers / self.model.layers
-        routed = self.block.tokens * self.model.active_experts * self.model.d_model * itemsize(ACTIVATIONS)
-        again = 1 if self.layout.remat == "full" else 0
+        routed = self.block.tokens * copies * self.model.d_model * itemsize(ACTIVATIONS)
+        again = 1 if self.layout.remat in ("mlp", "full") else 0
         times = (4 + 2 * again) * moe * self.blocks
         return [self.priced("all-to-all", ("expert",), routed / self.layout.tensor, times)]
 
@@ -289,17 +303,24 @@ class _Step:
         scatters = [self.priced("reduce-scatter", axes, p * GRADIENT_BYTES, self.blocks) for p, axes in axes_of if p]
         return gathers, scatters
 
-    def replica_traffic(self) -> list[Traffic]:
-        """Gradients of a stage summed between replicas, once per step."""
-        dense, experts = self.local_parameters()
+    def replica_traffic(self) -> tuple[list[Traffic], list[Traffic]]:
+        """Once per step: gradients of a stage summed between replicas, and what is gathered back.
+
+        With a split optimizer every replica gets its part of the sums, updates it and
+        gathers the new weights, in the matmuls' type; otherwise it gets all of the sums.
+        """
         layers = self.model.layers / self.layout.pipeline
-        nbytes = layers * REPLICA_GRADIENT_BYTES
+        dense, experts = (p * layers for p in self.local_parameters())
         shards = self.machine.group_size(self.shard_axes)
         copies = ("data",) if self.shard_axes else ("data", "expert")
-        return [
-            self.priced("all-reduce", copies, dense / shards * nbytes, 1.0),
-            self.priced("all-reduce", ("data",), experts / self.layout.fsdp * nbytes, 1.0),
-        ]
+        held = ((dense / shards, copies), (experts / self.layout.fsdp, ("data",)))
+        if not self.layout.shard_optimizer:
+            return [self.priced("all-reduce", axes, p * REPLICA_GRADIENT_BYTES, 1.0) for p, axes in held], []
+        weight_bytes = itemsize(ACTIVATIONS)
+        return (
+            [self.priced("reduce-scatter", axes, p * REPLICA_GRADIENT_BYTES, 1.0) for p, axes in held],
+            [self.priced("all-gather", axes, p * weight_bytes, 1.0) for p, axes in held],
+        )
 
     def stage_traffic(self) -> list[Traffic]:
         """Activations to the next stage and their gradients back, per microbatch and chunk."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Remat: TypeAlias = Literal["none", "minimal", "full"]
+Remat: TypeAlias = Literal["none", "minimal", "mlp", "full"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +19,10 @@ class TrainingLayout:
         pipeline: Pipeline stages.
         virtual_stages: Chunks of layers per stage of an interleaved schedule.
         microbatch: Sequences per microbatch of one data shard.
-        remat: What backward recomputes: nothing; all but matmuls ("minimal"); or the
-            block ("full"), less its last matmul, whose result backward does not need.
+        remat: What backward recomputes: nothing; the flash kernel, every matmul's result
+            being kept ("minimal"); the MLP, attention's operands and result being kept
+            ("mlp"); or the block ("full"). The last matmul of an MLP is never
+            recomputed, since backward does not need its result.
         keep_gathered: With fsdp: whether weights stay gathered from forward to
             backward (ZeRO-2, PyTorch's SHARD_GRAD_OP).
         shard_optimizer: Whether replicas split the optimizer's state (ZeRO-1).

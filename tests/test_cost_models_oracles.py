@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
+from typing import SupportsFloat
 
 import pytest
 
@@ -32,9 +33,11 @@ NIC = "scale_out.one_way_bytes_per_s"
 US, MS, DAY, YEAR = 1e6, 1e3, 86400, 365.25 * 86400
 
 
-def gated(d: int, f: int, layers: int, heads: int, kv: int, head_dim: int, vocab: int, **more: int) -> Transformer:
+def gated(
+    d: int, f: int, layers: int, heads: int, kv: int, head_dim: int, vocab: int, tied: bool = False, **more: int
+) -> Transformer:
     return Transformer(
-        layers=layers, d_model=d, d_ff=f, heads=heads, kv_heads=kv, head_dim=head_dim, vocab=vocab, **more
+        layers=layers, tied=tied, d_model=d, d_ff=f, heads=heads, kv_heads=kv, head_dim=head_dim, vocab=vocab, **more
     )
 
 
@@ -56,7 +59,7 @@ def decode_13b(batch: int, cache: float) -> float:
     return cf.decode_s(batch, 13e9, 26e9, cache, 8 * V5E(BF16), 8 * V5E(HBM)) * MS
 
 
-COMPUTED: dict[str, Callable[[], float]] = {
+COMPUTED: dict[str, Callable[[], SupportsFloat]] = {
     # roofline.md
     "RL1": lambda: roofline_s(1e12, 0, 9.1e14, inf) * MS,
     "RL2": lambda: roofline_s(1e12, 0, H100(BF16), inf) * MS,
@@ -74,7 +77,7 @@ COMPUTED: dict[str, Callable[[], float]] = {
     "TP12": lambda: sum(r.hops for r in (Ring(4, wraps=False), Ring(4, wraps=False))) * V5E(HOP) * US,
     "TP14": lambda: (
         torus_broadcast_s(2 * 8 * 128 * 8192, [Ring(4, wraps=False), Ring(4, wraps=False)], V5E(LINK)) * US
-        + COMPUTED["TP12"]()
+        + float(COMPUTED["TP12"]())
     ),
     "TP15": lambda: cf.stream_s(16e9, V5E(PCIE), devices=16) * MS,
     "TP17": lambda: cf.stream_s(16e9, V5E(HBM)) * MS,
