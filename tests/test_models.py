@@ -230,12 +230,11 @@ def test_linear_and_mlp_against_numpy() -> None:
     np.testing.assert_allclose(mlp.forward(residual, params, batch["x"]), x + y, rtol=1e-4, atol=1e-5)
 
 
-@partial(jax.jit, static_argnums=0)
 def noisy(config: transformer.Config) -> Any:
     """Parameters in which every entry is random, biases and norm scales too."""
-    leaves, structure = jax.tree.flatten(init_params(config, jax.random.key(0)))
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    return structure.unflatten([p + 0.1 * jax.random.normal(k, p.shape) for p, k in zip(leaves, keys, strict=True)])
+    random = np.random.default_rng(0)
+    shapes = jax.eval_shape(partial(transformer.init_params, config), jax.random.key(0))
+    return jax.tree.map(lambda leaf: jnp.asarray(random.normal(scale=0.3, size=leaf.shape), leaf.dtype), shapes)
 
 
 def numpy_forward(config: transformer.Config, params: Any, tokens: np.ndarray) -> np.ndarray:

@@ -66,9 +66,8 @@ class HandLayout:
 
         moments = by_path(self.moment)
         opt_state = jax.tree.map(lambda node: moments if is_moments(node) else P(), state.opt_state, is_leaf=is_moments)
-        return state._replace(params=by_path(self.parameter), opt_state=opt_state, step=P()), dict.fromkeys(
-            batch, self.batch
-        )
+        state_specs = state._replace(params=by_path(self.parameter), opt_state=opt_state, step=P())
+        return state_specs, dict.fromkeys(batch, self.batch)
 
     def jit(self, train_step: TrainStep, state: State, batch: Batch, mesh: Mesh) -> Any:
         """`jax.jit` of the train step in this layout; the state is donated.
