@@ -20,6 +20,7 @@ from autoshard.solver.usage import Memory, peaks_over
 
 BITS = 55  # costs are shifted so that no choice exceeds 2^55, leaving room below INF
 ROUNDING = 1 + 2.0**-48  # float products are off by 2^-53; limits are raised by more
+PENALTY_BITS = 58  # nor penalties 2^58
 AVERAGE = 0.9  # weight of the past in the averaged usage that steers the multipliers
 FIRST_STEP, LARGEST_STEP, SMALLEST_STEP = 0.003, 0.03, 1e-7  # of bound / limit
 FASTER, SLOWER = 1.1, 0.6  # Rprop: Riedmiller & Braun 1993
@@ -35,10 +36,10 @@ Floats = NDArray[np.float64]
 class Dual:
     """Messages and multipliers of one network in shifted costs. `ascend` improves them."""
 
-    def __init__(self, network: Network, memory: Memory, hinge_constant: list[int], shift: int) -> None:
-        """Starts without messages; `network` is a `shifted` one, `hinge_constant` unshifted."""
+    def __init__(self, network: Network, memory: Memory, hinge_constant: tuple[int, ...], shift: int) -> None:
+        """Starts without messages; `network` and `hinge_constant` are shifted."""
         self.network, self.memory, self.shift = network, memory, shift
-        self.hinge_constant = [k << shift if shift >= 0 else k >> -shift for k in hinge_constant]
+        self.hinge_constant = hinge_constant
         self.near = neighbours(network)
         sizes = network.sizes
         u, w = network.edge_nodes[:, 0], network.edge_nodes[:, 1]
@@ -73,6 +74,11 @@ class Dual:
     def bound(self) -> int:
         """The best bound proven, in the problem's unit (rounded up: objectives are integers)."""
         return -((-self.best) >> self.shift) if self.shift >= 0 else self.best << -self.shift
+
+    @property
+    def proves_infeasible(self) -> bool:
+        """Whether the bound exceeds what any choice can cost."""
+        return self.best > 2**BITS
 
     def may_improve(self, objective: int) -> NDArray[np.bool_]:
         """Returns which strategies a choice better than `objective` may contain."""
@@ -189,12 +195,17 @@ class Dual:
             assert self.average is not None
             slope = self.average[self.events] / max(self.memory.limit, 1) - 1
             unit = max(abs(self.best), 1) / max(self.memory.limit, 1)
-            multiplier = np.maximum(0.0, multiplier + unit * self.steps.towards(slope))
+            multiplier = np.clip(multiplier + unit * self.steps.towards(slope), 0.0, self._largest_multipliers())
         if self.hinge_constant:
             value = np.array(self._hinge_values(), dtype=float) / max(abs(self.best), 1)
             self.hinge_average = AVERAGE * self.hinge_average + (1 - AVERAGE) * value
             hinge_multiplier = np.clip(hinge_multiplier + self.hinge_steps.towards(self.hinge_average), 0.0, 1.0)
         self._exchange(multiplier, hinge_multiplier)
+
+    def _largest_multipliers(self) -> Floats:
+        """Returns what keeps all penalties together, and the limits', below 2^PENALTY_BITS."""
+        most = np.maximum.reduceat(self.usage, self.network.start[:-1], axis=1).sum(axis=1, dtype=float)
+        return 2.0**PENALTY_BITS / (len(self.events) * np.maximum(most, max(self.memory.limit, 1)))
 
     def _hinge_values(self) -> list[int]:
         net = self.network
@@ -277,13 +288,13 @@ class Steps:
         return self.length * np.clip(STEEPNESS * slope, -1.0, 1.0)
 
 
-def shifted(network: Network) -> tuple[Network, int]:
-    """Returns the network with costs times 2^shift, as large as is safe, and the shift.
+def shifted(network: Network, hinge_constant: tuple[int, ...]) -> tuple[Network, tuple[int, ...], int]:
+    """Returns network and hinge constants times 2^shift, as large as is safe, and the shift.
 
     The shift is negative (costs rounded down) where costs are too large; then a bound is still a
     bound.
     """
-    total = abs(network.offset)
+    total = abs(network.offset) + sum(map(abs, hinge_constant))
     for layer, edge_layer in zip(network.cost, network.edge_cost, strict=True):
         size = np.abs(np.where(layer >= INF, 0, layer))
         cells = np.abs(np.where(edge_layer >= INF, 0, edge_layer))
@@ -296,5 +307,10 @@ def shifted(network: Network) -> tuple[Network, int]:
         finite = np.where(values >= INF, 0, values)
         return np.where(values >= INF, FORBIDDEN, finite << shift if shift >= 0 else finite >> -shift)
 
-    offset = network.offset << shift if shift >= 0 else network.offset >> -shift
-    return replace(network, cost=move(network.cost), edge_cost=move(network.edge_cost), offset=offset), shift
+    def move_one(value: int) -> int:
+        return value << shift if shift >= 0 else value >> -shift
+
+    moved = replace(
+        network, cost=move(network.cost), edge_cost=move(network.edge_cost), offset=move_one(network.offset)
+    )
+    return moved, tuple(map(move_one, hinge_constant)), shift

@@ -127,8 +127,9 @@ def solve_program(
     if len(cells):
         edge_low = np.minimum.reduceat(net.edge_cost[0], net.edge_start[:-1])
     cell_cost = net.edge_cost[0][cells] - edge_low[edge]
-    largest = max(cost[finite].max(initial=1), cell_cost.max(initial=1))
-    scale = max(float(largest) / SCALED_LARGEST, 1e-6)
+    hinges = [net.cost[1:], net.edge_cost[1:][:, cells], np.array(program.hinge_constant, dtype=np.int64)]
+    largest = max(int(np.abs(part).max(initial=1)) for part in [cost[finite], cell_cost, *hinges])
+    scale = largest / SCALED_LARGEST
     offset = net.offset + int(low.sum()) + int(edge_low.sum())
     if minimise_peak:
         offset, scale = 0, float(max(program.usage.max(initial=1), 1)) / SCALED_USAGE

@@ -34,18 +34,15 @@ class Search:
     def __init__(self, incumbent: Incumbent, network: Network) -> None:
         self.incumbent = incumbent
         self.random = np.random.default_rng(incumbent.seed)
-        network, self.shift = shifted(network)
-        self.hinge_constant = tuple(
-            k << self.shift if self.shift >= 0 else k >> -self.shift
-            for k in (hinge.constant for hinge in incumbent.problem.hinges)
-        )
+        constants = tuple(hinge.constant for hinge in incumbent.problem.hinges)
+        network, self.hinge_constant, self.shift = shifted(network, constants)
         self.dual = self._dual_of(network)
         self.events = self.dual.events  # of memory rows for MIPs
         self.fixed_at: int | None = None  # the objective at which was last fixed
 
     def _dual_of(self, network: Network) -> Dual:
         memory = memory_of(self.incumbent.problem, network)
-        return Dual(network, memory, list(self.hinge_constant), self.shift)
+        return Dual(network, memory, self.hinge_constant, self.shift)
 
     def climb(self, cycles: int) -> None:
         """Improves bound and roundings."""
@@ -53,6 +50,9 @@ class Search:
             if self.incumbent.left_s() <= 0 or self.incumbent.closed():
                 return
             self.dual.cycle()
+            if self.dual.proves_infeasible:
+                self.incumbent.infeasible = self.incumbent.objective is None
+                return
             self.incumbent.raise_bound(self.dual.bound)
             if self.dual.failures == 0:
                 self.incumbent.offer(self.dual.network.expand(self.dual.choice))
