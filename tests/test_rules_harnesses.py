@@ -80,9 +80,11 @@ def distinct(swept: Swept, key: Callable[[Traced], Key]) -> Iterator[tuple[Harne
     seen: set[Key] = set()
     for harness, found in swept:
         new: dict[int, Traced] = {}
+        if any(str(a.dtype) not in PLAIN or a.size > LARGEST for one in found for a in one.eqn.operands):
+            continue
         for position, one in enumerate(found):
-            plain = all(str(a.dtype) in PLAIN and a.size <= LARGEST for a in one.eqn.operands)
-            if plain and key(one) not in seen and any(splits(rule_of(one.eqn))):
+            filled = all(a.size for a in one.eqn.results)  # an empty result needs no collective
+            if key(one) not in seen and filled and any(splits(rule_of(one.eqn))):
                 seen.add(key(one))
                 new[position] = one
         if new:

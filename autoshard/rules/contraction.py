@@ -61,6 +61,8 @@ def conv_general_dilated(eqn: Eqn) -> ShardingRule:
         (dims_kernel[dk],) = build.dims((kernel.shape[dk],), FactorKind.REPLICATE)
         if _is_pointwise(eqn, spatial, kernel.shape[dk]):
             dims_image[di] = dims_out[do] = build.dims((image.shape[di],))[0]
+        elif kernel.shape[dk] >= image.shape[di]:  # XLA gathers
+            dims_image[di], dims_out[do] = build.dims((image.shape[di], out.shape[do]), FactorKind.REPLICATE)
         else:
             dims_image[di], dims_out[do] = shifted(build, image.shape[di], out.shape[do])
     return build.rule([dims_image, dims_kernel], [dims_out], EITHER)

@@ -85,6 +85,7 @@ def _linear(eqn: Eqn) -> tuple[frozenset[int], ...]:
 
 
 def _keeps_sums(eqn: Eqn) -> bool:
-    """Whether the dtypes let a sum through: no truncation to integers or booleans."""
+    """Whether the dtypes let a sum through: no truncation to integers or booleans, no integer division."""
     source, target = eqn.operands[0].dtype, eqn.results[0].dtype
-    return source == target or (jnp.issubdtype(source, np.inexact) and jnp.issubdtype(target, np.inexact))
+    inexact = jnp.issubdtype(source, np.inexact) and jnp.issubdtype(target, np.inexact)
+    return inexact or (source == target and eqn.primitive != "div")

@@ -98,7 +98,8 @@ def select_and_scatter(eqn: Eqn) -> ShardingRule:
 def _windowed(build: RuleBuilder, eqn: Eqn, d: int, size: int, windows: int) -> list[Dim]:
     """Dimension `d` of the array under the windows, and of the array of windows."""
     window, stride = eqn.params["window_dimensions"][d], eqn.params["window_strides"][d]
-    if any(eqn.params[key][d] != 1 for key in ("base_dilation", "window_dilation") if key in eqn.params):
+    dilated = any(eqn.params[key][d] != 1 for key in ("base_dilation", "window_dilation") if key in eqn.params)
+    if dilated or window >= size > 1:  # XLA gathers
         return build.dims((size, windows), FactorKind.REPLICATE)
     if window == stride and size == windows * window and eqn.params["padding"][d][0] == 0:
         passing = _dim(build, windows)
