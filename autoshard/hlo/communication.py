@@ -25,7 +25,8 @@ import numpy as np
 
 from autoshard.errors import HloError
 from autoshard.hlo.dataflow import VIEWS, Dataflow
-from autoshard.hlo.groups import Groups, axes_of_groups, axes_of_pairs, cycles, parse_groups, parse_pairs
+from autoshard.hlo.groups import Groups, axes_of_groups, axes_of_pairs, parse_groups, parse_pairs
+from autoshard.hlo.rings import PERMUTES, Ring, rings
 from autoshard.hlo.text import Computation, Instruction, Module, Shape
 from autoshard.mesh import MeshAxes
 
@@ -47,13 +48,11 @@ KINDS: tuple[Kind, ...] = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
-_PERMUTES = frozenset({"collective-permute", "send"})
 _KIND_OF: Mapping[str, Kind] = {
     **{kind: kind for kind in KINDS},
     **{f"{kind}-start": kind for kind in KINDS},
     "send": "collective-permute",
 }
-_WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,20 +160,20 @@ def collectives(
 
 def _walk(reader: _Reader, computation: Computation, context: _Context) -> Iterator[Collective]:
     """Collectives of a computation and of what it calls, in schedule order."""
-    rings = _rings(reader, computation)
-    folded = {name for ring in rings.values() for name in ring.permutes} | _halos(reader, computation)
+    found = rings(reader.flow, computation, reader.trip_counts)
+    folded = {name for ring in found.values() for name in ring.permutes} | _halos(reader, computation)
     pairs = {x.operands[0]: x.name for x in computation if x.opcode.endswith("-done") and x.operands}
     seen: dict[tuple[Kind, str], None] = {}
     for instruction in computation:
+        if instruction.name in found:
+            yield _ring_row(reader, computation, found[instruction.name], context)
+            continue
         kind = _KIND_OF.get(instruction.opcode)
         if kind is not None and instruction.name not in folded:
             yield from _rows(reader, computation, instruction, kind, context, pairs)
         if not reader.communicating.intersection(instruction.calls):
             continue
         if instruction.opcode == "while":
-            if instruction.name in rings:
-                yield _ring_row(reader, computation, instruction, rings[instruction.name], context)
-                continue
             yield from _loop(reader, instruction, context)
         elif instruction.opcode == "conditional":
             branch = _Context(context.trips, True, context.unknown_loops)
@@ -274,15 +273,18 @@ def _elements(
     """Bytes, element type and source of each array that a collective moves.
 
     The pieces of an all-to-all of several operands are one array; the pieces that a
-    compiler concatenated to launch them together are several.
+    compiler concatenated to launch them together are several (as are those that the
+    program itself concatenated: the sum is the same).
     """
     operands = [computation[name] for name in instruction.operands]
+    if instruction.opcode == "send":
+        operands = operands[:1]  # the other one is a token
     if kind == "all-to-all":
         yield sum(x.nbytes for x in operands), operands[0].shapes[0].dtype, instruction
     elif kind == "ragged-all-to-all" or len(operands) == 1:
         operand = operands[0]
         pieces = _concatenated(reader.module, computation, operand) if kind != "collective-permute" else ()
-        if len(pieces) > 1 and not instruction.op_name:
+        if len(pieces) > 1:
             for shape, source in pieces:
                 yield shape.nbytes, shape.dtype, source
         else:
@@ -387,81 +389,27 @@ def _asynchronous(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Ring:
-    """A windowed einsum: its loop stands for one collective."""
-
-    kind: Kind
-    permutes: tuple[str, ...]
-
-
-def _rings(reader: _Reader, computation: Computation) -> dict[str, _Ring]:
-    """Windowed-einsum loops of a computation, with the permutes beside them that belong to the ring.
-
-    A gather's ring may begin with a permute whose result the loop reads; a scatter's
-    may end with one of the loop's result.
-    """
-    found: dict[str, _Ring] = {}
-    for loop in computation:
-        body = loop.called("body") if loop.opcode == "while" else None
-        named = _WINDOWED.search(body) if body else None
-        if named is None or not any(
-            x.opcode in ("collective-permute", "collective-permute-start") for x in _body(reader, loop)
-        ):
-            continue
-        if named[1] == "ag":
-            kind: Kind = "all-gather"
-            reaches = reader.flow.sources(computation, computation[loop.operands[0]].operands)
-            beside = [
-                x.name for x in computation if _KIND_OF.get(x.opcode) == "collective-permute" and x.name in reaches
-            ]
-        else:
-            kind = "reduce-scatter"
-            beside = [
-                x.name
-                for x in computation
-                if _KIND_OF.get(x.opcode) == "collective-permute"
-                and loop.name in reader.flow.sources(computation, x.operands)
-            ]
-        found[loop.name] = _Ring(kind, tuple(beside))
-    return found
-
-
-def _body(reader: _Reader, loop: Instruction) -> Computation:
-    return reader.module[loop.called("body") or ""]
-
-
-def _ring_row(
-    reader: _Reader, computation: Computation, loop: Instruction, ring: _Ring, context: _Context
-) -> Collective:
+def _ring_row(reader: _Reader, computation: Computation, ring: Ring, context: _Context) -> Collective:
     """The collective that a windowed einsum replaces: as many blocks as there are devices in the ring."""
-    body = _body(reader, loop)
-    permutes = [x for x in body if _KIND_OF.get(x.opcode) == "collective-permute"]
-    groups = cycles(parse_pairs(permutes[0].attribute("source_target_pairs") or ""))
-    size = max(len(group) for group in groups)
-    block = max((body[x.operands[0]] for x in permutes), key=lambda x: x.nbytes)
-    trips = reader.trip_counts.get(loop.name, reader.flow.loops.trip_count(loop))
-    unknown = context.unknown_loops if trips is not None else (*context.unknown_loops, loop.name)
-    inside = sum(body[x.operands[0]].nbytes for x in permutes) * (1 if trips is None else trips)
-    beside = sum(computation[computation[name].operands[0]].nbytes for name in ring.permutes)
+    anchor = computation[ring.anchor]
     return Collective(
         kind=ring.kind,
-        axes=axes_of_groups(groups, reader.mesh),
-        group_size=size,
-        nbytes=block.nbytes * size,
-        dtype=block.shapes[0].dtype,
+        axes=axes_of_groups(ring.groups, reader.mesh),
+        group_size=ring.size,
+        nbytes=ring.block.nbytes * ring.size,
+        dtype=ring.block.shapes[0].dtype,
         trips=context.trips,
-        where=reader.flow.where(computation, (loop, permutes[0])),
-        op_name=loop.op_name,
-        instruction=loop.name,
-        done=loop.name,
+        where=reader.flow.where(computation, (anchor,)),
+        op_name=anchor.op_name,
+        instruction=ring.anchor,
+        done=ring.done,
         computation=computation.name,
         asynchronous=True,
         combined=1,
         conditional=context.conditional,
-        unknown_loops=unknown,
-        moved_bytes=inside + beside,
-        groups=groups,
+        unknown_loops=context.unknown_loops if ring.known else (*context.unknown_loops, ring.anchor),
+        moved_bytes=ring.moved_bytes,
+        groups=ring.groups,
     )
 
 
@@ -481,9 +429,7 @@ def _halos(reader: _Reader, computation: Computation) -> set[str]:
     if not scatters:
         return set()
     return {
-        x.name
-        for x in computation
-        if _KIND_OF.get(x.opcode) == "collective-permute" and scatters & reader.flow.sources(computation, x.operands)
+        x.name for x in computation if x.opcode in PERMUTES and scatters & reader.flow.sources(computation, x.operands)
     }
 
 

@@ -18,6 +18,7 @@ class Dataflow:
         self.module = module
         self.loops = Loops(module)
         self._users: dict[str, dict[str, tuple[Instruction, ...]]] = {}
+        self._lines: dict[str, str] = {}
 
     def users_in(self, computation: Computation) -> dict[str, tuple[Instruction, ...]]:
         """Instructions of a computation that read each of its instructions."""
@@ -39,7 +40,9 @@ class Dataflow:
             level = list(sources)
             for _ in range(_SOURCE_SEARCH_DEPTH):
                 for instruction in level:
-                    if (found := self.module.where(instruction)) != UNKNOWN:
+                    if instruction.name not in self._lines:
+                        self._lines[instruction.name] = self.module.where(instruction)
+                    if (found := self._lines[instruction.name]) != UNKNOWN:
                         return found
                 level = [x for instruction in level if instruction.name in users for x in neighbours(instruction)]
                 level = level[:_SOURCE_SEARCH_WIDTH]

@@ -20,6 +20,7 @@ def axes_of_groups(groups: Groups, mesh: MeshAxes) -> tuple[str, ...] | None:
     return _axes(groups, mesh.names, mesh.sizes)
 
 
+@lru_cache(maxsize=4096)
 def parse_groups(text: str, devices: int) -> Groups:
     """Groups of device positions from any of XLA's notations.
 
@@ -43,6 +44,7 @@ def parse_groups(text: str, devices: int) -> Groups:
     raise HloError(f"cannot read the replica groups {text!r}")
 
 
+@lru_cache(maxsize=4096)
 def parse_pairs(text: str) -> tuple[tuple[int, int], ...]:
     """`{{0,1},{1,0}}` as pairs of source and target positions."""
     return tuple((int(source), int(target)) for source, target in re.findall(r"\{(\d+),(\d+)\}", text))

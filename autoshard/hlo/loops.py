@@ -38,18 +38,17 @@ class Loops:
         """
         if known := _KNOWN.search(loop.attributes):
             return int(known[1])
-        condition, body = self.condition(loop), self.body(loop)
-        compare = condition.root
-        direction = compare.attribute("direction")
-        if compare.opcode != "compare" or direction not in _MIRRORED:
+        condition = self.condition(loop)
+        compare = _comparison(self.module, condition)
+        if compare is None:
             return None
-        left, right = (condition[name] for name in compare.operands)
-        if self._element(condition, left) is None:
+        left, right, direction = compare
+        if self._constant(condition, right) is None:
             left, right, direction = right, left, _MIRRORED[direction]
         counter, bound = self._element(condition, left), self._constant(condition, right)
         if counter is None or bound is None:
             return None
-        start, step = self._initial(loop, counter), self._step(body, counter)
+        start, step = self._initial(loop, counter), self._step(self.body(loop), counter)
         if start is None or not step:
             return None
         # Counting up to a bound, or down: the same with every sign turned.
@@ -125,6 +124,24 @@ class Loops:
         while value.opcode in _HANDED_ON:
             value = computation[value.operands[0]]
         return value
+
+
+def _comparison(module: Module, condition: Computation) -> tuple[Instruction, Instruction, str] | None:
+    """Both sides and the direction of the comparison that ends a condition, fused or not."""
+    compare, sides = condition.root, condition
+    if compare.opcode == "fusion":
+        sides = module[compare.calls[0]]
+        compare = sides.root
+    direction = compare.attribute("direction")
+    if compare.opcode != "compare" or direction not in _MIRRORED:
+        return None
+    left, right = (
+        condition[condition.root.operands[int(side.literal)]]
+        if side.opcode == "parameter" and sides is not condition
+        else side
+        for side in (sides[name] for name in compare.operands)
+    )
+    return left, right, direction
 
 
 def _integer(literal: str) -> int | None:

@@ -280,6 +280,8 @@ def _instructions(computation: str, lines: Iterable[str]) -> dict[str, Instructi
         if line.startswith("}"):
             return found
         matched = _INSTRUCTION.match(line)
+        if matched is None and not line:
+            break
         if matched is None:
             raise HloError(f"cannot read this line of HLO, in {computation}: {line[:200]!r}")
         root, name, kind, opcode = matched.groups()

@@ -3,7 +3,7 @@
     python tests/data/hlo/make.py [gpu|tpu|cpu …]
 
 Each file, `<jax version>/<program>.<compiler>.txt`, is what the compiler emitted, byte
-for byte but for the path of this file. The mesh is `data=2 × model=4` on h100:1x8,
+for byte but for the paths of source files. The mesh is `data=2 × model=4` on h100:1x8,
 tpu-v5e:2x4 and cpu:8. Sizes are whole TPU tiles, but for `padded`.
 """
 
@@ -19,12 +19,13 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard import compilers
+from autoshard.compilers import CompilerName
 from autoshard.mesh import MeshAxes
 
 HERE = Path(__file__).parent
 AXES = MeshAxes.of({"data": 2, "model": 4})
 MESH = AbstractMesh(AXES.sizes, AXES.names, axis_types=(AxisType.Auto,) * 2)
-TOPOLOGIES = {"gpu": "h100:1x8", "tpu": "tpu-v5e:2x4", "cpu": "cpu:8"}
+TOPOLOGIES: dict[CompilerName, str] = {"gpu": "h100:1x8", "tpu": "tpu-v5e:2x4", "cpu": "cpu:8"}
 VERSION = "jax-" + ".".join(jax.__version__.split(".")[:2])
 F32, BF16 = jnp.float32, jnp.bfloat16
 
@@ -175,16 +176,28 @@ def experts() -> Any:
     return trace(layer, specs, P(None, "model"), array(8, 1024, 256), array(8, 256, 256))
 
 
-def windowed() -> Any:
-    """A matmul that needs a gather and one that ends in a scatter, with enough compute to hide both in rings."""
+def windowed_scan() -> Any:
+    """Gradient of 3 scanned layers, fully sharded over all 8 devices, with compute enough to hide rings in loops."""
 
-    def mlp(x: Any, up: Any, down: Any) -> Any:
-        hidden = pin(jax.nn.relu(x @ up), "data", None, "model")
-        return pin(hidden @ down, "data", "model")
+    def step(weights: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return pin(jnp.tanh(x @ w), ("data", "model")), None
 
-    specs = (P("data", "model"), P(None, "model"), P("model"))
-    avals = ((4, 4096, 4096), (4096, 16384), (16384, 4096))
-    return trace(mlp, specs, P("data", "model"), *(array(*shape, dtype=BF16) for shape in avals))
+        return jax.grad(lambda weights: jax.lax.scan(layer, x, weights)[0].astype(F32).sum())(weights)
+
+    spec = P(None, ("data", "model"))
+    avals = array(3, 4096, 4096, dtype=BF16), array(32768, 4096, dtype=BF16)
+    return trace(step, (spec, P(("data", "model"))), spec, *avals)
+
+
+def unrolled_ring() -> Any:
+    """A matmul that ends in a scatter over 4 devices: its ring is one trip, and no loop is left."""
+
+    def project(x: Any, w: Any) -> Any:
+        return pin(x @ w, "data", "model")
+
+    specs = (P("data", None, "model"), P("model"))
+    return trace(project, specs, P("data", "model"), array(4, 4096, 16384, dtype=BF16), array(16384, 4096, dtype=BF16))
 
 
 def padded() -> Any:
@@ -211,22 +224,27 @@ PROGRAMS = (
     sequence_parallel,
     experts,
 )
-TPU_PROGRAMS = (windowed, padded)
+TPU_PROGRAMS = (windowed_scan, unrolled_ring, padded)
+WINDOWED = (windowed_scan, unrolled_ring)
 
 
-def main(names: list[str]) -> None:
+def compiled(program: Callable[[], Any], compiler: CompilerName) -> compilers.Compiled:
+    """A program on its compiler's topology; without windowed einsums where they are not the point."""
+    plain = compiler == "tpu" and program not in WINDOWED
+    options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "100000"} if plain else {}
+    return compilers.compile(program(), topology=TOPOLOGIES[compiler], mesh=AXES, compiler_options=options)
+
+
+def main(names: list[CompilerName]) -> None:
+    """Writes the texts of these compilers, or of all that are installed."""
     folder = HERE / VERSION
     folder.mkdir(exist_ok=True)
     for compiler in names or [name for name in TOPOLOGIES if compilers.available(name)]:
         for program in PROGRAMS + (TPU_PROGRAMS if compiler == "tpu" else ()):
-            # Windowed einsum off, where it is not the point: the bytes are those of the plain collectives.
-            plain = compiler == "tpu" and program is not windowed
-            options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "100000"} if plain else {}
-            compiled = compilers.compile(program(), topology=TOPOLOGIES[compiler], mesh=AXES, compiler_options=options)
-            text = compiled.hlo_text.replace(str(Path(__file__).resolve()), "make.py")
-            text = text.replace(str(HERE.parents[2]), "").replace('"/autoshard', '"autoshard')
+            text = compiled(program, compiler).hlo_text
+            text = text.replace(str(Path(__file__).resolve()), "make.py").replace(f"{HERE.parents[2]}/", "")
             (folder / f"{program.__name__}.{compiler}.txt").write_text(text)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main([name for name in TOPOLOGIES if name in sys.argv[1:]])
