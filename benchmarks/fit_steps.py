@@ -1,4 +1,4 @@
-"""Fits the three constants per chip that hardware files mark as fitted: `python benchmarks/fit_steps.py`.
+"""Fits the three constants per chip that hardware files mark as fitted: `python -m benchmarks.fit_steps`.
 
 `step_compute_fraction`, `overlap_fraction` and `step_stream_fraction` minimise
 the mean absolute logarithm of predicted ÷ measured step time over the rows of
@@ -13,8 +13,9 @@ from collections import defaultdict
 from itertools import product
 
 import numpy as np
-import published_steps
-from published_steps import Run
+
+from benchmarks import published_steps
+from benchmarks.published_steps import Run
 
 NAMES = ("step_compute_fraction", "overlap_fraction", "step_stream_fraction")
 PRIOR = (0.8, 0.6, 0.5)
@@ -56,6 +57,7 @@ def fit(runs: list[Run]) -> tuple[float, ...]:
 
 
 def main() -> None:
+    """Print the constants of every chip."""
     rows = json.loads(published_steps.ROWS.read_text(encoding="utf-8"))
     runs = [run for run in map(published_steps.read, rows) if isinstance(run, Run)]
     groups: dict[str, list[Run]] = defaultdict(list)

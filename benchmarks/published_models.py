@@ -25,6 +25,7 @@ def dense(
     gated: bool = True,
     tied: bool = False,
 ) -> Transformer:
+    """A dense decoder."""
     return Transformer(
         layers=layers, d_model=d, d_ff=f, heads=heads, kv_heads=kv, head_dim=head, vocab=vocab, gated=gated, tied=tied
     )

@@ -1,4 +1,4 @@
-"""Predicted against published step times: `python benchmarks/published_steps.py [rows.json]`.
+"""Predicted against published step times: `python -m benchmarks.published_steps [rows.json]`.
 
 Each row is a measured training run that somebody published. The model's shape,
 the layout and the hardware are read from the row; the step is predicted with
@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import published_models
-from numpy.typing import NDArray
 
 import cost_models
+from benchmarks import published_models
+from cost_models import catalogue
 from cost_models.model import Hardware
 from cost_models.step_time import StepTime, step_time
-from cost_models.training_layout import TrainingLayout
+from cost_models.training_layout import Remat, TrainingLayout
 from cost_models.transformer import Transformer
 
 ROWS = Path(__file__).parent.parent / "tests" / "data" / "published_steps.json"
@@ -105,7 +105,7 @@ def read(row: dict[str, Any]) -> Run | str:
 
 def _hardware(chip: str, row: dict[str, Any]) -> Hardware:
     """GPUs in whole nodes; TPU slices of at most 256 (v5e, v6e) or as the layout says."""
-    per_chip = int(cost_models.catalogue.chip(chip).numbers["devices_per_chip_count"].value)
+    per_chip = int(catalogue.chip(chip).numbers["devices_per_chip_count"].value)
     devices = row["chips"] * per_chip
     if not chip.startswith("tpu"):
         found = cost_models.hardware(chip, devices=devices)
@@ -170,7 +170,7 @@ def _layout(row: dict[str, Any], model: Transformer, hardware: Hardware) -> Trai
     )
 
 
-def _remat(text: str, source: str, model: str) -> str:
+def _remat(text: str, source: str, model: str) -> Remat:
     """What the source recomputes: as written, else as its recipes do."""
     if re.search(r"remat minimal|selAC", text):
         return "minimal"
@@ -205,8 +205,8 @@ def _measured(run: Run) -> Run | str:
         # These tables count what activation checkpointing computes again.
         inner = model.multiplied_parameters - model.vocab * model.d_model
         flops += 2 * inner + model.score_flops(run.sequence, causal=False)
-    peak = cost_models.catalogue.chip(run.chip).numbers["peak_bfloat16_flops_per_s"].value
-    per_chip = cost_models.catalogue.chip(run.chip).numbers["devices_per_chip_count"].value
+    peak = catalogue.chip(run.chip).numbers["peak_bfloat16_flops_per_s"].value
+    per_chip = catalogue.chip(run.chip).numbers["devices_per_chip_count"].value
     if row["tflops_per_chip"]:
         return replace(run, measured_s=flops * tokens / (row["tflops_per_chip"] * 1e12 * chips))
     if row["mfu_pct"]:
@@ -214,10 +214,10 @@ def _measured(run: Run) -> Run | str:
     return "no step time, tokens/s, FLOP/s or MFU is stated"
 
 
-def ranks(values: Sequence[float]) -> NDArray[np.float64]:
+def ranks(values: Sequence[float]) -> list[float]:
     """Ranks from 0, ties sharing their mean."""
-    array = np.asarray(values)
-    return np.array([np.mean(np.flatnonzero(np.sort(array) == value)) for value in array])
+    ascending = np.sort(values)
+    return [float(np.mean(np.flatnonzero(ascending == value))) for value in values]
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
@@ -228,10 +228,12 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
 def describe(errors: Sequence[float]) -> str:
     """Median and 90th percentile of absolute relative errors."""
     absolute = np.abs(errors)
-    return f"median {np.median(absolute):6.1%}   90th percentile {np.quantile(absolute, 0.9):6.1%}   ({len(absolute)} rows)"
+    worst = np.quantile(absolute, 0.9)
+    return f"median {np.median(absolute):6.1%}   90th percentile {worst:6.1%}   ({len(absolute)} rows)"
 
 
 def main() -> None:
+    """Print errors by chip and precision, and of all rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="?", type=Path, default=ROWS, help="JSON list of published runs")
     parser.add_argument("--all", action="store_true", help="print every row")

@@ -133,7 +133,8 @@ def _nodes(chip: Chip, outer: int, sizes: tuple[int, ...], text: str) -> Topolog
             raise TopologyError(f"`{chip.name}:{text}`: it is one host; write {chip.name}:{outer * prod(sizes)}")
         nodes, inner = 1, sizes[0]
     elif outer != 1 or len(sizes) != 2:
-        raise TopologyError(f"`{chip.name}:{text}` is no topology; write nodes x GPUs: {examples(chip)}")
+        near = smallest_topology(chip, outer * prod(sizes))
+        raise TopologyError(f"`{chip.name}:{text}` is no topology; write nodes x GPUs: {chip.name}:{near}")
     else:
         nodes, inner = sizes
     if inner > limit:
@@ -153,10 +154,8 @@ def _torus(chip: Chip, shapes: TorusShapes, slices: int, sizes: tuple[int, ...])
     if len(sizes) != ndim:
         raise TopologyError(f"`{chip.name}:{name}`: a slice has {ndim} dimensions; write {examples(chip)}")
     ascending = tuple(sorted(sizes))
-    if shapes.wrap == "cubes of 4":
-        wraps = [all(n % 4 == 0 for n in sizes)] * ndim
-    else:
-        wraps = [n == 16 for n in sizes]
+    whole_cubes = all(n % 4 == 0 for n in sizes)
+    wraps = [whole_cubes if shapes.wrap == "cubes of 4" else n == 16 for n in sizes]
     if ascending not in {tuple(sorted(shape)) for shape in _slices(shapes)}:
         listed = ", ".join("x".join(map(str, s)) for s in shapes.shapes)
         more = f", and multiples of 4 up to {'x'.join(map(str, shapes.largest))}" if shapes.wrap == "cubes of 4" else ""

@@ -8,6 +8,7 @@ of its own beyond unit conversion and the row's given inputs.
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import SupportsFloat
@@ -33,12 +34,8 @@ NIC = "scale_out.one_way_bytes_per_s"
 US, MS, DAY, YEAR = 1e6, 1e3, 86400, 365.25 * 86400
 
 
-def gated(
-    d: int, f: int, layers: int, heads: int, kv: int, head_dim: int, vocab: int, tied: bool = False, **more: int
-) -> Transformer:
-    return Transformer(
-        layers=layers, tied=tied, d_model=d, d_ff=f, heads=heads, kv_heads=kv, head_dim=head_dim, vocab=vocab, **more
-    )
+def gated(d: int, f: int, layers: int, heads: int, kv: int, head_dim: int, vocab: int) -> Transformer:
+    return Transformer(layers=layers, d_model=d, d_ff=f, heads=heads, kv_heads=kv, head_dim=head_dim, vocab=vocab)
 
 
 LLAMA_8B = gated(4096, 14336, 32, 32, 8, 128, 128256)
@@ -46,8 +43,8 @@ LLAMA_70B = gated(8192, 28672, 80, 64, 8, 128, 128256)
 LLAMA_405B = gated(16384, 53248, 126, 128, 8, 128, 128256)
 LLAMA2_13B = gated(5120, 13824, 40, 40, 40, 128, 32000)
 BOOK_TR = gated(4096, 4 * 4096, 64, 32, 32, 128, 32000)
-BOOK_IN = gated(4096, 16384, 64, 32, 8, 256, 32128, tied=True)
-BOOK_MOE = gated(4096, 16384, 64, 32, 8, 256, 32128, tied=True, experts=16, active_experts=2)
+BOOK_IN = replace(gated(4096, 16384, 64, 32, 8, 256, 32128), tied=True)
+BOOK_MOE = replace(BOOK_IN, experts=16, active_experts=2)
 GEMMA_7B = gated(3072, 24576, 28, 16, 16, 256, 256000)
 
 WRAPPED_V5P = cf.intensity(V5P(BF16), cf.sum_of_axes(V5P(LINK)))

@@ -1,0 +1,240 @@
+"""Hardware files: what ships is complete and sourced; what users write is read or refused with a reason."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cost_models
+from cost_models import catalogue
+from cost_models.errors import HardwareFileError, TopologyError, UnknownHardwareError, UnknownNumberError
+
+BIG_SIX = (
+    "tpu-v4",
+    "tpu-v5e",
+    "tpu-v5p",
+    "tpu-v6e",
+    "tpu-v7x",
+    "a100-40",
+    "a100",
+    "h100",
+    "h200",
+    "b200",
+    "gb200",
+    "cpu",
+)
+
+
+def user_file(folder: Path, **changes: Any) -> Path:
+    document: dict[str, Any] = {
+        "schema": "hardware/1",
+        "kind": "chip",
+        "name": "mine",
+        "based_on": "h100",
+        "topology": "1x8",
+        "numbers": {"hbm_bytes": {"value": 8e10, "source": "nvidia-smi"}},
+    }
+    path = folder / "mine.json"
+    path.write_text(json.dumps(document | changes))
+    return path
+
+
+def number(key: str, value: Any, source: str = "measured") -> dict[str, Any]:
+    return {"numbers": {key: {"value": value, "source": source}}}
+
+
+@pytest.mark.parametrize("name", BIG_SIX)
+def test_the_chips_that_people_have_are_there(name: str):
+    assert name in cost_models.chips()
+
+
+@pytest.mark.parametrize("name", cost_models.chips())
+def test_every_shipped_number_is_finite_and_sourced(name: str):
+    hardware = cost_models.hardware(name, devices=8)
+    for key, entry in hardware.numbers.items():
+        assert math.isfinite(entry.value), key
+        assert len(entry.source) > 3, key
+    assert set(hardware.provenance) == set(hardware.numbers)
+    assert 0 < hardware.usable_memory_bytes < hardware.memory_bytes
+    assert sum(size for _, size in hardware.memory_terms[:-1]) == hardware.usable_memory_bytes
+
+
+def test_aliases_and_case():
+    assert cost_models.hardware("V5P:4x4x8").name == "tpu-v5p:4x4x8"
+    assert cost_models.hardware("a100-80:1x8").name == "a100:1x8"
+
+
+def test_data_sheet_facts():
+    """Values that anyone can look up: NVIDIA and Google data sheets."""
+    assert cost_models.hardware("h100:1x8").number("peak_bfloat16_flops_per_s") == pytest.approx(989e12)
+    assert cost_models.hardware("tpu-v5p:4x4x4").number("peak_bfloat16_flops_per_s") == pytest.approx(459e12)
+    assert cost_models.hardware("tpu-v5p:4x4x4").number("domain.one_way_bytes_per_s") == 9e10
+    # A Ironwood chip is two devices; they share the chip's links.
+    ironwood = cost_models.hardware("tpu-v7x:4x4x4")
+    assert ironwood.devices == 128
+    assert 2 * ironwood.number("peak_bfloat16_flops_per_s") == pytest.approx(2307e12)
+    assert 2 * ironwood.number("domain.one_way_bytes_per_s") == 9e10
+
+
+def test_unknown_chip_lists_near_names():
+    with pytest.raises(UnknownHardwareError, match="did you mean h100 or h100-96") as caught:
+        cost_models.hardware("h10:1x8")
+    assert caught.value.near[0] == "h100"
+    with pytest.raises(UnknownHardwareError, match="known: a100, "):
+        cost_models.hardware("zzz:1x8")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("v5p-256", r"'v5p-256' counts TensorCores: it is 128 chips; write tpu-v5p:4x4x8"),
+        ("tpu-v4-64", r"'v4-64' counts TensorCores: it is 32 chips; write tpu-v4:2x4x4"),
+        ("v5e-256", r"'v5e-256' counts chips, but not how they are wired; write tpu-v5e:16x16"),
+        ("tpu-v5e:32x32", r"`tpu-v5e:32x32` does not exist; slices are 1x1, 2x2"),
+        ("tpu-v5p:16x20x28", r"does not exist.*multiples of 4 up to 16x16x24"),
+        ("tpu-v5p:2x2x3", r"does not exist"),
+        ("tpu-v5p:4x4", r"a slice has 3 dimensions"),
+        ("h100:1x16", r"nvlink4 links at most 8 devices; write h100:2x8"),
+        ("h100:8", r"write nodes x GPUs: h100:1x8"),
+        ("h100:2*2x4", r"write nodes x GPUs: h100:2x8"),
+        ("h100:two", r"is no topology"),
+        ("h100:0x8", r"sizes must be positive"),
+        ("cpu:2x4", r"it is one host; write cpu:8"),
+        ("h100", r"names no topology"),
+    ],
+)
+def test_topologies_that_do_not_exist(spec: str, message: str):
+    with pytest.raises(TopologyError, match=message):
+        cost_models.hardware(spec)
+
+
+@pytest.mark.parametrize(
+    ("chip", "devices", "name"),
+    [
+        ("tpu-v5e", 8, "tpu-v5e:2x4"),
+        ("tpu-v5e", 5, "tpu-v5e:2x4"),
+        ("tpu-v5e", 512, "tpu-v5e:2*16x16"),
+        ("tpu-v5p", 128, "tpu-v5p:4x4x8"),
+        ("tpu-v4", 192, "tpu-v4:4x4x12"),
+        ("tpu-v7x", 128, "tpu-v7x:4x4x4"),
+        ("h100", 8, "h100:1x8"),
+        ("h100", 12, "h100:2x6"),
+        ("gb200", 144, "gb200:2x72"),
+        ("cpu", 8, "cpu:8"),
+    ],
+)
+def test_a_bare_chip_takes_the_smallest_usual_topology(chip: str, devices: int, name: str):
+    found = cost_models.hardware(chip, devices=devices)
+    assert found.name == name
+    assert name in found.note
+    assert found.devices >= devices
+
+
+def test_a_topology_and_a_number_of_devices_must_agree():
+    with pytest.raises(TopologyError, match="has 8 devices, 4 were asked for"):
+        cost_models.hardware("h100:1x8", devices=4)
+
+
+def test_a_users_file_overrides_any_number(tmp_path: Path):
+    path = user_file(
+        tmp_path,
+        numbers={
+            "hbm_bytes": {"value": 9.6e10, "source": "data sheet"},
+            "scale_out.one_way_bytes_per_s": {"value": 1.25e10, "source": "ib_write_bw"},
+        },
+        topology="2x8",
+    )
+    mine, stock = cost_models.hardware(str(path)), cost_models.hardware("h100:2x8")
+    assert mine.name == "mine:2x8"
+    assert mine.memory_bytes == 9.6e10
+    assert mine.provenance["scale_out.one_way_bytes_per_s"] == "ib_write_bw"
+    assert mine.digest != stock.digest
+    mesh = {"data": 2, "model": 8}
+    faster, slower = (hw.place(mesh).collective_s("all-reduce", ("data",), 2**28) for hw in (stock, mine))
+    assert 3.5 < slower / faster < 4.5  # four times less bandwidth
+    assert cost_models.hardware(f"{path}:4x8").devices == 32
+
+
+def test_a_users_file_may_bring_its_own_interconnect(tmp_path: Path):
+    ring = {
+        "schema": "hardware/1",
+        "kind": "interconnect",
+        "name": "my-switch",
+        "medium": "switch",
+        "numbers": {
+            key: {"value": value, "source": "vendor"}
+            for key, value in {
+                "one_way_bytes_per_s": 1e11,
+                "achieved_fraction": 1.0,
+                "hop_s": 0.0,
+                "launch_s": 0.0,
+                "max_devices_count": 16,
+            }.items()
+        },
+    }
+    machine = cost_models.hardware(str(user_file(tmp_path, domain=ring, topology="1x16"))).place({"x": 16})
+    assert float(machine.collective_s("all-gather", ("x",), 1.6e11)) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (number("hbm_gb", 80), r"`hbm_gb` has the wrong unit suffix: write `hbm_bytes`, in bytes"),
+        (number("matmul_launch_us", 3), r"wrong unit suffix: write `matmul_launch_s`, in s"),
+        (number("domain.one_way_gbps", 450), r"wrong unit suffix: write `one_way_bytes_per_s`, in bytes per second"),
+        (number("hbm_bites", 80), r"unknown number `hbm_bites`; did you mean `hbm_bytes`"),
+        (number("hbm_bytes", -1), r"`hbm_bytes` is -1; it must be positive"),
+        (number("hbm_bytes", 0), r"it must be positive"),
+        (number("domain.hop_s", -1), r"it must be 0 or more"),
+        (number("hbm_bytes", float("nan")), r"not a finite number"),
+        (number("hbm_bytes", "80"), r"'80', not a finite number"),
+        (number("hbm_bytes", True), r"not a finite number"),
+        (number("overlap_fraction", 1.5), r"a fraction lies between 0 and 1"),
+        (number("matmul_units_count", 1.5), r"a count is whole"),
+        (number("hbm_bytes", 8e10, ""), r"`hbm_bytes` has no `source`"),
+        ({"numbers": {"hbm_bytes": 8e10}}, r"`hbm_bytes` must be a JSON object, not float"),
+        ({"numbers": [1]}, r"`numbers` must be a JSON object, not list"),
+        ({"based_on": None}, r"missing numbers: peak_bfloat16_flops_per_s, "),
+        ({"based_on": "h10"}, r"did you mean h100"),
+        ({"domain": "nvlink9"}, r"no such interconnect; known: "),
+        ({"schema": "hardware/9"}, r"`schema` is 'hardware/9'; this version reads 'hardware/1'"),
+        ({"kind": "gpu"}, r"`kind` is 'gpu'; expected 'chip'"),
+        ({"name": ""}, r"`name` is missing"),
+        ({"topologie": "1x8"}, r"unknown key `topologie`; did you mean `topology`"),
+        (number("die.hop_s", 1), r"there is no `die` interconnect here; it has domain, scale_out"),
+        ({"measured": {"dates": "today"}}, r"unknown key `dates`; did you mean `date`"),
+    ],
+)
+def test_malformed_files(tmp_path: Path, changes: dict[str, Any], message: str):
+    with pytest.raises((HardwareFileError, UnknownHardwareError), match=message):
+        cost_models.hardware(str(user_file(tmp_path, **changes)))
+
+
+def test_files_that_are_not_there_or_not_json(tmp_path: Path):
+    with pytest.raises(HardwareFileError, match="cannot be read"):
+        cost_models.hardware(str(tmp_path / "none.json"))
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(HardwareFileError, match=r"not JSON: .*line 1"):
+        cost_models.hardware(str(tmp_path / "bad.json"))
+
+
+def test_numbers_that_a_file_does_not_state():
+    with pytest.raises(UnknownNumberError, match="h100:1x8 states no `vmem_bytes`; it states peak_bfloat16"):
+        cost_models.hardware("h100:1x8").number("vmem_bytes")
+
+
+def test_replaced_keeps_the_rest_and_checks():
+    stock = cost_models.hardware("h100:1x8")
+    changed = stock.replaced("what if", hbm_bytes_per_s=1e12, domain__hop_s=0.0)
+    assert changed.number("hbm_bytes_per_s") == 1e12
+    assert changed.number("domain.hop_s") == 0
+    assert changed.number("hbm_bytes") == stock.number("hbm_bytes")
+    with pytest.raises(HardwareFileError, match="must be positive"):
+        stock.replaced("what if", hbm_bytes_per_s=-1.0)
+
+
+def test_every_interconnect_is_named_by_a_chip():
+    named = {link.name for name in cost_models.chips() for link in catalogue.chip(name).links.values()}
+    assert named == set(catalogue.interconnects())

@@ -1,0 +1,161 @@
+"""Whole training steps: published runs within their targets, and the laws that a step obeys."""
+
+import json
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+import cost_models
+from benchmarks.published_steps import ROWS, Run, read, spearman
+from cost_models.errors import MeshFitError
+from cost_models.step_time import StepTime, step_time
+from cost_models.training_layout import TrainingLayout
+from cost_models.transformer import Transformer
+
+LLAMA_8B = Transformer(layers=32, d_model=4096, d_ff=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256)
+MIXTRAL = Transformer(
+    layers=32, d_model=4096, d_ff=14336, heads=32, kv_heads=8, head_dim=128, vocab=32000, experts=8, active_experts=2
+)
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[Run]:
+    return [run for run in map(read, json.loads(ROWS.read_text())) if isinstance(run, Run)]
+
+
+@pytest.fixture(scope="module")
+def steps(runs: list[Run]) -> list[StepTime]:
+    return [run.predict() for run in runs]
+
+
+def step(
+    layout: TrainingLayout, spec: str = "h100:1x8", model: Transformer = LLAMA_8B, sequences: int = 64
+) -> StepTime:
+    return step_time(model, layout, cost_models.hardware(spec), sequences=sequences, sequence=4096)
+
+
+def test_published_runs_are_predicted_within_their_targets(runs: list[Run], steps: list[StepTime]):
+    errors = np.abs([s.seconds / r.measured_s - 1 for r, s in zip(runs, steps, strict=True)])
+    assert len(errors) >= 150
+    assert np.median(errors) <= 0.10
+    assert np.quantile(errors, 0.9) <= 0.30
+
+
+def test_so_are_those_that_nothing_was_fitted_on(runs: list[Run], steps: list[StepTime]):
+    by_chip: dict[str, list[float]] = defaultdict(list)
+    for run, found in zip(runs, steps, strict=True):
+        by_chip[run.chip].append(abs(found.seconds / run.measured_s - 1))
+    unseen = [error for errors in by_chip.values() for error in errors[::2]]
+    assert np.median(unseen) <= 0.10
+    assert np.quantile(unseen, 0.9) <= 0.30
+
+
+def test_faster_runs_are_predicted_faster(runs: list[Run], steps: list[StepTime]):
+    families: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for run, found in zip(runs, steps, strict=True):
+        families[run.family].append((found.mfu * found.seconds / run.measured_s, found.mfu))
+    large = {name: pairs for name, pairs in families.items() if len(pairs) >= 8}
+    assert len(large) >= 6
+    for name, pairs in large.items():
+        measured, predicted = zip(*pairs, strict=True)
+        assert spearman(measured, predicted) >= 0.7, name
+
+
+def test_every_second_has_a_reason():
+    found = step(TrainingLayout(fsdp=8, microbatch=8, remat="full"))
+    assert found.seconds == pytest.approx(sum(part.seconds for part in found.parts))
+    assert all(part.reason for part in found.parts)
+    assert "weight gathers" in str(found)
+    assert f"{100 * found.mfu:.1f}% MFU" in str(found)
+
+
+def test_flops_by_hand():
+    """Without remat a device does 6 FLOPs per multiplied parameter and token, and half of full attention."""
+    found = step(TrainingLayout(fsdp=8, microbatch=8))
+    assert found.flops * 8 == pytest.approx(LLAMA_8B.train_flops(4096) * 64 * 4096, rel=1e-9)
+    assert found.model_flops == pytest.approx(found.flops * 8)
+    again = step(TrainingLayout(fsdp=8, microbatch=8, remat="full"))
+    assert 1.2 < again.flops / found.flops < 4 / 3
+    assert again.model_flops == found.model_flops
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        TrainingLayout(data=8, microbatch=8),
+        TrainingLayout(tensor=8, microbatch=64),
+        TrainingLayout(fsdp=2, tensor=4, microbatch=32),
+        TrainingLayout(fsdp=4, context=2, microbatch=16),
+        TrainingLayout(pipeline=8, microbatch=1),
+    ],
+)
+def test_layouts_share_the_same_work(layout: TrainingLayout):
+    """Every layout of 8 devices does the same FLOPs in total; pipelines charge the last stage's logits to all."""
+    found = step(layout)
+    logits = 6.0 * 4096 * 128256 * 64 * 4096 * (layout.pipeline - 1)
+    assert found.flops * 8 == pytest.approx(LLAMA_8B.train_flops(4096) * 64 * 4096 + logits, rel=1e-6)
+
+
+def test_collective_bytes_by_hand():
+    fsdp = {t.kind: t for t in step(TrainingLayout(fsdp=8, microbatch=8)).traffic}
+    block = 3 * 4096 * 14336 + 2 * 4096 * 40 * 128
+    assert fsdp["all-gather"].nbytes == 2 * block
+    assert fsdp["all-gather"].times == 2 * 32
+    assert (fsdp["reduce-scatter"].nbytes, fsdp["reduce-scatter"].times) == (2 * block, 32)
+    tensor = {t.kind: t for t in step(TrainingLayout(tensor=8, microbatch=64)).traffic}
+    stream = 64 * 4096 * 4096 * 2
+    assert (tensor["all-gather"].nbytes, tensor["all-gather"].times) == (stream, 4 * 32)
+    assert (tensor["reduce-scatter"].nbytes, tensor["reduce-scatter"].times) == (stream, 4 * 32)
+
+
+def test_replicas_split_or_repeat_the_optimizer():
+    split, whole = (step(TrainingLayout(data=8, microbatch=8, shard_optimizer=shard)) for shard in (True, False))
+    assert whole.memory_bytes["optimizer"] == pytest.approx(8 * split.memory_bytes["optimizer"])
+    assert {t.kind for t in split.traffic} == {"reduce-scatter", "all-gather"}
+    assert {t.kind for t in whole.traffic} == {"all-reduce"}
+
+
+def test_memory_by_hand():
+    """Adam with float32 master and moments, 16 bytes per parameter over 8 shards."""
+    memory = step(TrainingLayout(fsdp=8, microbatch=1, remat="full")).memory_bytes
+    state = memory["parameters"] + memory["gradients"] + memory["optimizer"]
+    assert state == pytest.approx(16 * LLAMA_8B.parameters / 8)
+    assert memory["activations"] == pytest.approx(4096 * 4096 * 2 * 32)
+
+
+def test_remat_trades_time_for_memory():
+    found = [step(TrainingLayout(fsdp=8, microbatch=4, remat=remat)) for remat in ("none", "minimal", "mlp", "full")]
+    assert [f.peak_bytes for f in found] == sorted((f.peak_bytes for f in found), reverse=True)
+    assert found[0].seconds < found[1].seconds < found[3].seconds
+
+
+def test_bubbles_shrink_with_microbatches_and_chunks():
+    def bubble(sequences: int, virtual_stages: int = 1) -> float:
+        layout = TrainingLayout(pipeline=8, virtual_stages=virtual_stages)
+        found = step(layout, sequences=sequences)
+        return next(p.seconds for p in found.parts if p.name == "pipeline bubble") / found.seconds
+
+    assert bubble(16) > bubble(32) > bubble(32, virtual_stages=4)
+
+
+def test_experts_over_nodes_wait_for_the_network():
+    layout = TrainingLayout(data=2, expert=8, microbatch=1)
+    inside, across = (step(layout, spec, MIXTRAL) for spec in ("h100:2x8", "h100:8x2"))
+    waits = [next(p.seconds for p in found.parts if p.name == "expert-parallel") for found in (inside, across)]
+    assert waits[1] > 3 * waits[0] > 0
+
+
+def test_slower_networks_never_make_a_step_faster():
+    layout = TrainingLayout(data=2, fsdp=8, microbatch=2)
+    fast = cost_models.hardware("h100:2x8")
+    slow = fast.replaced("slow", scale_out__one_way_bytes_per_s=1e9)
+    seconds = [step_time(LLAMA_8B, layout, hw, sequences=32, sequence=4096).seconds for hw in (fast, slow)]
+    assert seconds[1] > seconds[0]
+
+
+def test_layouts_that_do_not_fit():
+    with pytest.raises(MeshFitError, match="has 4 devices, topology 1x8 has 8"):
+        step(TrainingLayout(fsdp=4))
+    with pytest.raises(MeshFitError, match="4 sequences are less than one microbatch of 2 for each of 8 data shards"):
+        step(TrainingLayout(fsdp=8, microbatch=2), sequences=4)
