@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 from jax._src import source_info_util
-from jax._src.mesh import thread_resources
+from jax._src.mesh import get_concrete_mesh, thread_resources
 from jax.extend import core as jex_core
 from jax.interpreters import mlir
 from jaxlib.mlir import ir, passmanager
@@ -144,7 +144,7 @@ def with_body(body: Any, fn: Any) -> Any:
 
 def context_mesh() -> Any:
     """The mesh that `jax.set_mesh` or `with mesh:` has set: concrete if there is one, else abstract, else None."""
-    concrete = jax.sharding.get_mesh()
+    concrete = get_concrete_mesh()  # `jax.sharding.get_mesh` refuses inside transformations
     if not concrete.empty:
         return concrete
     legacy = thread_resources.env.physical_mesh
