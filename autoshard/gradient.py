@@ -57,7 +57,7 @@ def gradient_program(traced: Traced, argnums: Sequence[int], mesh: MeshAxes) -> 
 
         values, pull, outputs = jax.vjp(forward, [flat[i] for i in leaves], has_aux=True)
         given = dict(zip(seeds, cotangents, strict=True))
-        seed = [given.get(i, jnp.ones_like(value)) for i, value in zip(floats, values, strict=True)]
+        seed = [given[i] if i in given else jnp.ones((), v.dtype) for i, v in zip(floats, values, strict=True)]
         return outputs, pull(seed)[0]
 
     gradient = trace(program, (list(traced.in_avals), [traced.out_avals[i] for i in seeds]), ("", "cotangents"), mesh)
