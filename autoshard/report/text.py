@@ -1,125 +1,218 @@
-"""Text: a plan as tables that fit a terminal of 80 columns or more."""
+"""Text: a plan, and what a compiler made of it, for a terminal."""
 
-import io
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from autoshard.layout import Layout
 from autoshard.plan import Leaf, PlanRecord
 from autoshard.problem.assignment import Collective
+from autoshard.report.folding import fold
+from autoshard.report.tables import (
+    GAP,
+    broken_path,
+    bytes_text,
+    columns,
+    fields,
+    flops_text,
+    render,
+    short_aval,
+    short_place,
+    table,
+    time_text,
+)
+from autoshard.verify import Match, Row, Verification
+from autoshard.wanted import dotted
 
-WIDTH = 100
-
-
-def render(*parts: Table | str, width: int = WIDTH) -> str:
-    """Rich tables and lines as plain text."""
-    out = io.StringIO()
-    console = Console(file=out, width=width, force_terminal=False, highlight=False, emoji=False, markup=False)
-    for part in parts:
-        console.print(part, soft_wrap=isinstance(part, str))
-    return out.getvalue()
-
-
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> Table:
-    """A table; `right` are the columns aligned to the right."""
-    made = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, column in enumerate(columns):
-        made.add_column(column, justify="right" if i in right else "left", overflow="fold")
-    for row in rows:
-        made.add_row(*row)
-    return made
+ROOMY = 100  # from so many columns on, collectives show where they are
+LONGEST = 12  # rows of collectives that are shown one by one
 
 
-def summary(record: PlanRecord, seconds: Mapping[str, float]) -> str:
-    """The whole plan: verdict, layouts, collectives, memory, certificate."""
+def summary(
+    record: PlanRecord,
+    *,
+    seconds: Mapping[str, float] | None = None,
+    flops: float | None = None,
+    peak_flops_per_s: float | None = None,
+    width: int | None = None,
+) -> str:
+    """The whole plan: step time, memory, proof, layouts, collectives.
+
+    Args:
+      record: the plan.
+      seconds: wall-clock per stage of planning, if it was planned just now.
+      flops: of one device in one step.
+      peak_flops_per_s: of one device, in bfloat16.
+      width: columns; None takes the terminal's.
+    """
+    width = columns() if width is None else width
+    parts = [
+        f"{record.name} on {record.mesh} ({record.hardware})\n",
+        fields(_verdict(record, seconds or {}, flops, peak_flops_per_s), width) + "\n",
+        layouts("input", record.inputs, record, width=width),
+    ]
+    replaced, others = _outputs(record)
+    if others:
+        parts.append(layouts("output", others, record, width=width))
+    if replaced:
+        parts.append(f"{replaced} outputs take the place of donated inputs, in the same layout\n")
+    parts.append(collectives(record, width=width))
+    return render(*parts, width=width)
+
+
+def _verdict(
+    record: PlanRecord, seconds: Mapping[str, float], flops: float | None, peak_flops_per_s: float | None
+) -> list[tuple[str, str]]:
     cost, memory, proof = record.cost, record.memory, record.certificate
-    head = [
-        f"{record.name} on {record.mesh} ({record.hardware})",
-        f"  step    {time_text(cost.step_s)} = compute {time_text(cost.compute_s)} + exposed communication "
-        f"{time_text(cost.exposed_s)}   (hidden {time_text(cost.hidden_s)})",
-        f"  memory  {bytes_text(memory.peak_bytes)} of {bytes_text(memory.limit_bytes)} per device at {short(memory.at)}",
-        "          " + " + ".join(f"{kind} {bytes_text(n)}" for kind, n in memory.kinds.items()),
-        f"  proof   {proof.status}: objective {time_text(proof.objective_s)}, bound {time_text(proof.bound_s)}, "
-        f"gap {proof.gap:.2%} ({proof.solver})",
-        f"          over {proof.space}",
+    share = cost.compute_s / cost.step_s if cost.step_s else 1.0
+    rows = [
+        (
+            "step",
+            f"{time_text(cost.step_s)} = {time_text(cost.compute_s)} compute ({share:.0%}) + "
+            f"{time_text(cost.exposed_s)} exposed communication; hidden behind compute: {time_text(cost.hidden_s)}",
+        )
+    ]
+    if flops is not None:
+        text = f"{flops_text(flops)} per device"
+        if peak_flops_per_s is not None and cost.step_s:
+            text += f", {flops / (peak_flops_per_s * cost.step_s):.1%} of the peak of {flops_text(peak_flops_per_s)}/s"
+        rows.append(("matmuls", text))
+    kinds = sorted(memory.kinds.items(), key=lambda item: -item[1])
+    rows += [
+        (
+            "memory",
+            f"{bytes_text(memory.peak_bytes)} of {bytes_text(memory.limit_bytes)} per device: "
+            + " + ".join(f"{bytes_text(n)} {kind}" for kind, n in kinds if n)
+            + f", at {short_place(memory.at)}",
+        ),
+        (
+            "proof",
+            f"{proof.status}, gap {proof.gap:.2%}: nothing takes less than {time_text(proof.bound_s)} "
+            f"among {proof.space}",
+        ),
+        ("solver", proof.solver),
     ]
     if seconds:
-        head.append("  planned in " + ", ".join(f"{stage} {s:.2f} s" for stage, s in seconds.items()))
-    head += [f"  note    {note}" for note in record.notes]
-    head.append(f"  constraints emitted: {record.pins.count}")
-    return render(
-        "\n".join(head) + "\n",
-        table("inputs", ("path", "shape", "layout"), layout_rows(record.inputs)),
-        table(
-            "collectives per step, per device",
-            ("kind", "over", "count", "bytes", "time", "hides", "value", "at"),
-            collective_rows(record.collectives),
-            right=(2, 3, 4),
-        ),
+        stages = ", ".join(f"{stage} {s:.1f}" for stage, s in seconds.items())
+        rows.append(("planned", f"in {sum(seconds.values()):.1f} s: {stages}"))
+    rows.append(("emitted", f"{record.pins.count} sharding constraints"))
+    return rows + [("note", note) for note in record.notes]
+
+
+def layouts(title: str, leaves: Sequence[Leaf], record: PlanRecord, *, width: int) -> Table:
+    """The layouts of inputs or outputs, equal layers and repeated subtrees folded."""
+    rows = fold(leaves, record.mesh)
+    cells = [
+        ("  " * row.depth + row.path, f"{row.count:,}", short_aval(row.shape), row.layout, bytes_text(row.local_bytes))
+        for row in rows
+    ]
+    head = (title, "leaves", "shape", "layout", "bytes")
+    others = sum(max(len(row[i]) for row in (head, *cells)) + GAP for i in range(1, len(head)))
+    broken = [(broken_path(path, max(width - others - 2, 20)), *rest) for path, *rest in cells]
+    return table("", head, broken, right=("leaves", "bytes"), whole=(title, "shape", "layout"))
+
+
+def _outputs(record: PlanRecord) -> tuple[int, list[Leaf]]:
+    """How many outputs take the place of a donated input in its layout, and the others."""
+    donated = {
+        (dotted(leaf.path).partition(".")[2], leaf.shape, leaf.dtype, leaf.spec)
+        for leaf in (record.inputs[i] for i in record.donated)
+    }
+    others: list[Leaf] = []
+    for leaf in record.outputs:
+        path = dotted(leaf.path)
+        tails = {path, path.partition(".")[2]} - {""}
+        if not any((tail, leaf.shape, leaf.dtype, leaf.spec) in donated for tail in tails):
+            others.append(leaf)
+    return len(record.outputs) - len(others), others
+
+
+def collectives(record: PlanRecord, *, width: int) -> Table:
+    """The collectives of a step, equal ones together, the longest first, and their sum."""
+    roomy = width >= ROOMY
+
+    def key(c: Collective) -> tuple[str, tuple[str, ...], bool, str, str]:
+        return c.kind, c.axes, c.window is not None, c.value, short_place(c.where).partition(" (")[0] if roomy else ""
+
+    groups: dict[tuple[str, tuple[str, ...], bool, str, str], list[Collective]] = {}
+    for c in record.collectives:
+        groups.setdefault(key(c), []).append(c)
+    ranked = sorted(groups.items(), key=lambda item: -_sum_s(item[1]))
+    rows = [
+        (kind, "·".join(axes), *_amounts(same), "yes" if hides else "no", short_aval(value), where)
+        for (kind, axes, hides, value, where), same in ranked[:LONGEST]
+    ]
+    rest = [c for _, same in ranked[LONGEST:] for c in same]
+    if rest:
+        rows.append((f"{len(ranked) - LONGEST} smaller", "", *_amounts(rest), "", "", ""))
+    head = ("collective", "over", "count", "bytes", "time", "can hide", "value", "at")
+    footer = ("sum", "", *_amounts(record.collectives), "", "", "")
+    shown = len(head) if roomy else len(head) - 1
+    return table(
+        "collectives per step: logical bytes per device, time if nothing is hidden",
+        head[:shown],
+        [row[:shown] for row in rows],
+        right=("count", "bytes", "time"),
+        whole=("collective", "over"),
+        footer=footer[:shown],
     )
 
 
-def layout_rows(leaves: Sequence[Leaf]) -> list[tuple[str, str, str]]:
-    """One row per path pattern: equal layers are folded, `layers[0…11]`."""
-    groups: dict[tuple[str, str, str], list[str]] = {}
-    for leaf in leaves:
-        pattern = re.sub(r"\[\d+\]", "[*]", leaf.path)
-        shape = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-        layout = str(Layout.from_spec(leaf.spec, len(leaf.shape)))
-        groups.setdefault((pattern, shape, layout), []).append(leaf.path)
-    rows: list[tuple[str, str, str]] = []
-    for (pattern, shape, layout), paths in groups.items():
-        name = paths[0] if len(paths) == 1 else f"{pattern} ×{len(paths)}"
-        rows.append((name, shape, layout))
-    return rows
+def _sum_s(same: Sequence[Collective]) -> float:
+    return sum(c.seconds * c.trips for c in same)
 
 
-def collective_rows(collectives: Sequence[Collective], limit: int = 24) -> list[tuple[str, ...]]:
-    """The collectives, equal ones together, the longest first."""
-    groups: dict[tuple[str, tuple[str, ...], str, str, int | None], list[Collective]] = {}
-    for c in collectives:
-        groups.setdefault((c.kind, c.axes, short(c.where), c.value, c.window), []).append(c)
-    ranked = sorted(groups.items(), key=lambda item: -sum(c.seconds * c.trips for c in item[1]))
-    rows = [
+def _amounts(same: Sequence[Collective]) -> tuple[str, str, str]:
+    """Count, bytes and seconds of a step."""
+    nbytes = sum(c.nbytes * c.trips for c in same)
+    return f"{sum(c.trips for c in same):,}", bytes_text(nbytes), time_text(_sum_s(same))
+
+
+def verification(found: Verification, *, width: int | None = None) -> str:
+    """What was promised against what the compiler emitted, and the verdict."""
+    width = columns() if width is None else width
+    verdict = "MATCH" if found.ok else "NO MATCH"
+    ratio = found.compiled_peak_bytes / found.predicted_peak_bytes if found.predicted_peak_bytes else float("inf")
+    lines = [
         (
-            kind,
-            "·".join(axes),
-            str(sum(c.trips for c in members)),
-            bytes_text(sum(c.nbytes * c.trips for c in members)),
-            time_text(sum(c.seconds * c.trips for c in members)),
-            "no" if window is None else "yes",
-            value,
-            where,
-        )
-        for (kind, axes, where, value, window), members in ranked[:limit]
+            "verdict",
+            f"{verdict}: bytes of each collective kind within {found.tolerance:.0%}, and no kind unknown to the plan",
+        ),
+        (
+            "memory",
+            f"predicted peak {bytes_text(found.predicted_peak_bytes)} per device, "
+            f"compiled {bytes_text(found.compiled_peak_bytes)}, {_ratio_text(ratio)}",
+        ),
+        ("compiler", f"{found.compiler} ({found.version}) for {found.topology}, {found.wall_s:.1f} s"),
     ]
-    rest = [c for _, members in ranked[limit:] for c in members]
-    if rest:
-        total = time_text(sum(c.seconds * c.trips for c in rest))
-        rows.append(("…", "", str(len(rest)), bytes_text(sum(c.nbytes * c.trips for c in rest)), total, "", "", ""))
-    return rows
+    kinds = {row.kind: row for row in found.by_kind()}
+    rows: list[Row] = []
+    for kind, total in kinds.items():
+        split = [row for row in found.rows if row.kind == kind]
+        rows += [*split, total] if len(split) > 1 else split
+    return render(
+        fields(lines, width) + "\n",
+        table(
+            "collectives per step: logical bytes per device",
+            ("collective", "over", "predicted", "emitted", "ratio", "count", "status"),
+            [_verified(row) for row in rows],
+            right=("predicted", "emitted", "ratio", "count"),
+            whole=("collective", "over", "status"),
+        ),
+        width=width,
+    )
 
 
-def short(where: str) -> str:
-    """A source line without its folders."""
-    return re.sub(r"[^\s(]*/", "", where)
+def _verified(row: Row) -> tuple[str, ...]:
+    return (
+        row.kind,
+        "·".join(row.axes) if row.axes else "all of them",
+        bytes_text(row.predicted_bytes),
+        bytes_text(row.emitted_bytes),
+        _ratio_text(row.ratio) if row.predicted_bytes else "",
+        f"{row.predicted_count:,} → {row.emitted_count:,}",
+        str(row.status) if row.status is not Match.SMALL else "small",
+    )
 
 
-def time_text(seconds: float) -> str:
-    """Seconds in the unit that reads best."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if abs(seconds) * scale >= 1 or unit == "µs":
-            return f"{seconds * scale:.4g} {unit}"
-    raise AssertionError
-
-
-def bytes_text(nbytes: float) -> str:
-    """Bytes in the decimal unit that reads best."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(nbytes) >= scale:
-            return f"{nbytes / scale:.4g} {unit}"
-    return f"{nbytes:.0f} B"
+def _ratio_text(ratio: float) -> str:
+    return f"×{ratio:.3g}"

@@ -1,0 +1,136 @@
+"""Tables: columns, units and wrapping that fit a terminal of 80 columns."""
+
+import io
+import re
+import shutil
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+GAP = 2  # blanks between columns
+NARROW, WIDE = 80, 120  # the least and the most columns that reports make use of
+
+# JAX's own short names of dtypes, as jaxprs print them.
+_SHORT_DTYPES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c"))
+
+_BEFORE_UNIT = r"(?<=\d) (?=[kMGT]?B\b|[mµ]?s\b|[MGTPE]FLOP)"
+
+
+def columns() -> int:
+    """Columns of this terminal, within what reports make use of; 100 where there is no terminal."""
+    return min(max(shutil.get_terminal_size((100, 24)).columns, NARROW), WIDE)
+
+
+def render(*parts: RenderableType, width: int) -> str:
+    """Tables and lines as plain text."""
+    out = io.StringIO()
+    console = Console(
+        file=out, width=width, force_terminal=False, color_system=None, highlight=False, emoji=False, markup=False
+    )
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, str))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def table(
+    title: str,
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    right: Sequence[str] = (),
+    whole: Sequence[str] = (),
+    footer: Sequence[str] = (),
+) -> Table:
+    """A table without lines between its columns.
+
+    Args:
+      title: stands above it, if it is not empty.
+      head: the columns' names.
+      rows: cells, one per column.
+      right: names of columns aligned to the right; they are never broken.
+      whole: names of further columns that are never broken over lines.
+      footer: cells below a rule.
+    """
+    made = Table(
+        title=title or None,
+        title_justify="left",
+        title_style="",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        show_footer=bool(footer),
+    )
+    for column, below in zip(head, footer or ("",) * len(head), strict=True):
+        unbroken = column in right or column in whole
+        made.add_column(
+            column,
+            below,
+            justify="right" if column in right else "left",
+            no_wrap=unbroken,
+            overflow="fold",
+        )
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def fields(rows: Iterable[tuple[str, str]], width: int) -> str:
+    """`name  text` lines; long texts go on below their beginning. A unit stays with its number."""
+    pairs = list(rows)
+    margin = max((len(name) for name, _ in pairs), default=0) + 4
+    lines: list[str] = []
+    for name, text in pairs:
+        kept = re.sub(_BEFORE_UNIT, "\N{NO-BREAK SPACE}", text)
+        lead = f"  {name}".ljust(margin)
+        lines += textwrap.wrap(kept, width, initial_indent=lead, subsequent_indent=" " * margin)
+    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
+
+
+def broken_path(path: str, width: int) -> str:
+    """A path of dots over several lines, broken at its dots, indented below its beginning."""
+    indent = " " * (len(path) - len(path.lstrip()) + 4)
+    lines = [""]
+    for i, segment in enumerate(path.split(".")):
+        piece = segment if i == 0 else f".{segment}"
+        if lines[-1].strip() and len(lines[-1]) + len(piece) > width:
+            lines.append(indent)
+        lines[-1] += piece
+    return "\n".join(lines)
+
+
+def short_place(where: str) -> str:
+    """A source line without its folders: `dot_general at transformer.py:61 (mlp)`."""
+    return re.sub(r"[^\s(]*/", "", where)
+
+
+def short_aval(text: str) -> str:
+    """`bfloat16[8,128]` as jaxprs print it: `bf16[8,128]`."""
+    for name, short in _SHORT_DTYPES:
+        if text.startswith(name):
+            return short + text.removeprefix(name)
+    return text
+
+
+def time_text(seconds: float) -> str:
+    """Seconds in the unit that reads best."""
+    return _scaled(seconds, (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)))
+
+
+def bytes_text(nbytes: float) -> str:
+    """Bytes in the decimal unit that reads best."""
+    return _scaled(nbytes, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)))
+
+
+def flops_text(flops: float) -> str:
+    """Floating-point operations in the unit that reads best."""
+    return _scaled(flops, (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)))
+
+
+def _scaled(value: float, units: Sequence[tuple[str, float]]) -> str:
+    """Three digits and a unit: the largest that leaves at least 1, else the last."""
+    unit, scale = next(((u, s) for u, s in units if abs(value) >= 0.9995 * s), units[-1])
+    scaled = value / scale
+    return f"{scaled:,.0f} {unit}" if abs(scaled) >= 999.5 else f"{scaled:.3g} {unit}"
