@@ -11,7 +11,8 @@ into its interconnects::
      "topology": "2x8",
      "numbers": {"scale_out.one_way_bytes_per_s": {"value": 2.5e10, "source": "ib_write_bw, 2026-05-02"}}}
 
-A measured file is the same with a `measured` object: date, device kind, versions.
+A measured file is the same with a `measured` object (date, device kind, versions,
+method) and, where there are several devices, `tables` of the domain's collectives.
 """
 
 import difflib
@@ -79,6 +80,18 @@ LINK_NUMBERS: dict[str, bool] = {
 }
 MAY_BE_ZERO = frozenset({"overlap_fraction", "hop_s", "launch_s", "matmul_launch_s"})
 LINK_ROLES = ("die", "domain", "scale_out")  # inner to outer
+_CHIP_KEYS = (
+    "schema",
+    "kind",
+    "name",
+    "aliases",
+    "description",
+    "based_on",
+    "topology",
+    "measured",
+    "numbers",
+    "tables",
+)
 _MEASURED_KEYS = ("date", "device_kind", "versions", "method")
 
 
@@ -179,22 +192,7 @@ def parse_chip(document: Any, file: str, find_chip: Finder, find_link: Finder) -
             negative, without a source, or in the wrong unit.
     """
     doc = _object(document, file, "the file")
-    _known(
-        doc,
-        (
-            "schema",
-            "kind",
-            "name",
-            "aliases",
-            "description",
-            "based_on",
-            "topology",
-            "measured",
-            "numbers",
-            *LINK_ROLES,
-        ),
-        file,
-    )
+    _known(doc, (*_CHIP_KEYS, *LINK_ROLES), file)
     _schema(doc, file, "chip")
     base: Chip | None = find_chip(str(doc["based_on"])) if doc.get("based_on") else None
     links: dict[str, Interconnect] = dict(base.links) if base else {}
@@ -220,6 +218,10 @@ def parse_chip(document: Any, file: str, find_chip: Finder, find_link: Finder) -
     _complete(numbers, CHIP_NUMBERS, file)
     if "domain" not in links:
         raise HardwareFileError(file, "`domain` is missing: name the interconnect between neighbouring devices")
+    if "tables" in doc:
+        rate = links["domain"].numbers["one_way_bytes_per_s"].value
+        tables = tuple(_table(row, rate, file) for row in doc["tables"])
+        links["domain"] = replace(links["domain"], tables=tables)
     measured = _object(doc.get("measured", {}), file, "`measured`")
     _known(measured, _MEASURED_KEYS, f"{file}, measured")
     return Chip(

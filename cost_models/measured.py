@@ -1,0 +1,191 @@
+"""Measured hardware: timings of one machine → a hardware file in the catalogue's schema.
+
+Who times is no business of this room: it takes samples and fits the few numbers
+that prices need. A matmul and a stream of bytes take `fixed + work ÷ rate`;
+fixed and rate are fitted to the *relative* errors, so that small and large
+samples count alike. Collectives are kept as tables.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cost_models import catalogue
+from cost_models.alpha_beta import Kind
+from cost_models.dtypes import matmul_rates
+from cost_models.errors import CostModelError
+from cost_models.hardware_file import CHIP_NUMBERS, SCHEMA, Chip
+from cost_models.roofline import MatmulUnit
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulSample:
+    """One timed `[batch, m, k] @ [batch, k, n]`."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSample:
+    """One timed pass over so many bytes of memory, read and written together."""
+
+    nbytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveSample:
+    """One timed collective of `nbytes` logical bytes per device on all `devices`."""
+
+    kind: Kind
+    devices: int
+    nbytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What was timed on one machine, when, and with what.
+
+    Attributes:
+        name: Name of the file that becomes of it.
+        based_on: The catalogue's chip, which states what was not measured.
+        topology: As written after the colon: `"8"`, `"1x8"`.
+        matmuls: By dtype.
+        streams: Of one device's memory.
+        collectives: Within one node or host; may be empty.
+        date: ISO date.
+        device_kind: As the runtime names it.
+        versions: Of the software that ran.
+        method: How it was timed, in a few words.
+    """
+
+    name: str
+    based_on: str
+    topology: str
+    matmuls: Mapping[str, Sequence[MatmulSample]]
+    streams: Sequence[StreamSample]
+    collectives: Sequence[CollectiveSample]
+    date: str
+    device_kind: str
+    versions: str
+    method: str
+
+
+def fit_line(work: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """`(fixed_s, rate)` such that seconds ≈ fixed + work ÷ rate, least squares of relative errors.
+
+    Raises:
+        CostModelError: Fewer than two sizes, or times that do not grow with the work.
+    """
+    w, t = np.asarray(work, float), np.asarray(seconds, float)
+    if len(set(w.tolist())) < 2 or np.any(t <= 0):
+        raise CostModelError(f"a fit needs positive times of two sizes or more, got {len(w)} samples")
+    scaled = np.stack([1 / t, w / t], axis=1)
+    fixed, slope = np.linalg.lstsq(scaled, np.ones_like(t), rcond=None)[0]
+    if fixed < 0:
+        fixed, slope = 0.0, float(np.sum(w / t) / np.sum((w / t) ** 2))
+    if slope <= 0:
+        raise CostModelError("the measured times do not grow with the work; time larger sizes")
+    return float(fixed), float(1 / slope)
+
+
+def document(measurement: Measurement) -> dict[str, Any]:
+    """The hardware file of a measurement, ready for JSON.
+
+    Raises:
+        CostModelError: There are too few samples of something.
+    """
+    base = catalogue.chip(measurement.based_on)
+    source = f"measured {measurement.date} on {measurement.device_kind}, {measurement.versions}: {measurement.method}"
+    numbers: dict[str, float] = {}
+    launches: list[float] = []
+    for dtype, samples in measurement.matmuls.items():
+        launch_s, rate = _fit_matmuls(base, samples)
+        launches.append(launch_s)
+        key = next(key for key in matmul_rates(dtype) if key in CHIP_NUMBERS)
+        short = key.removeprefix("peak_").removesuffix("_flops_per_s")
+        fraction = f"matmul_achieved_{short}_fraction"
+        numbers |= _split(base, key, fraction if fraction in CHIP_NUMBERS else "matmul_achieved_fraction", rate)
+    if launches:
+        numbers["matmul_launch_s"] = float(np.median(launches))
+    if measurement.streams:
+        _, rate = fit_line([s.nbytes for s in measurement.streams], [s.seconds for s in measurement.streams])
+        numbers |= _split(base, "hbm_bytes_per_s", "hbm_achieved_fraction", rate)
+    gathers = [s for s in measurement.collectives if s.kind == "all-gather"]
+    if gathers:
+        wire = [s.nbytes * (s.devices - 1) / s.devices for s in gathers]
+        launch_s, rate = fit_line(wire, [s.seconds for s in gathers])
+        numbers |= {"domain.one_way_bytes_per_s": rate, "domain.achieved_fraction": 1.0}
+        numbers |= {"domain.launch_s": launch_s, "domain.hop_s": 0.0}
+    return {
+        "schema": SCHEMA,
+        "kind": "chip",
+        "name": measurement.name,
+        "description": f"{base.description}, measured",
+        "based_on": measurement.based_on,
+        "topology": measurement.topology,
+        "measured": {
+            "date": measurement.date,
+            "device_kind": measurement.device_kind,
+            "versions": measurement.versions,
+            "method": measurement.method,
+        },
+        "numbers": {key: {"value": value, "source": source} for key, value in numbers.items()},
+        "tables": _tables(measurement, source),
+    }
+
+
+def write(measurement: Measurement, path: str | Path) -> None:
+    """Write the hardware file of a measurement; `cost_models.hardware(path)` reads it."""
+    Path(path).write_text(json.dumps(document(measurement), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _fit_matmuls(base: Chip, samples: Sequence[MatmulSample]) -> tuple[float, float]:
+    """Launch and FLOP/s, the FLOPs padded to the tiles of the chip, as prices pad them."""
+    unit = MatmulUnit(
+        peak_flops_per_s=1.0,
+        achieved_fraction=1.0,
+        tile_rows=int(base.numbers["matmul_tile_rows_count"].value),
+        tile_columns=int(base.numbers["matmul_tile_columns_count"].value),
+        tile_depth=int(base.numbers["matmul_tile_depth_count"].value),
+        units=int(base.numbers["matmul_units_count"].value),
+        launch_s=0.0,
+    )
+    padded = [float(unit.compute_s(s.batch, s.m, s.n, s.k)) for s in samples]
+    return fit_line(padded, [s.seconds for s in samples])
+
+
+def _split(base: Chip, peak_key: str, fraction_key: str, rate: float) -> dict[str, float]:
+    """A measured rate as peak × achieved fraction: the data sheet's peak, unless it is a guess or was beaten."""
+    stated = base.numbers.get(peak_key)
+    if stated is None or stated.source.startswith("assumed") or rate > stated.value:
+        return {peak_key: rate, fraction_key: 1.0}
+    return {fraction_key: rate / stated.value}
+
+
+def _tables(measurement: Measurement, source: str) -> list[dict[str, Any]]:
+    """One table per collective and group size, sizes ascending; the smallest time of equal sizes."""
+    by_group: dict[tuple[str, int], dict[float, float]] = {}
+    for s in measurement.collectives:
+        times = by_group.setdefault((s.kind, s.devices), {})
+        times[s.nbytes] = min(s.seconds, times.get(s.nbytes, s.seconds))
+    return [
+        {
+            "collective": kind,
+            "devices": devices,
+            "source": source,
+            "bytes": sorted(times),
+            "seconds": [times[size] for size in sorted(times)],
+        }
+        for (kind, devices), times in by_group.items()
+        if len(times) > 1
+    ]
