@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.problem.network import INF, Hinge, Int, Problem
+from autoshard.solver.program import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,4 +98,38 @@ def brute_force(problem: Problem) -> Truth:
     return Truth(
         objective=int(total[fits].min()) if fits.any() else None,
         smallest_peak=int(peak[finite].min()) if finite.any() else None,
+    )
+
+
+def problem_of(program: Program) -> Problem:
+    """Returns a program as a problem: memory row r is time point r, hinges come from the layers."""
+    network = program.network
+    start, cells = network.start, network.edge_cost.shape[1]
+    first = int(network.sizes[0]) if network.nodes else 0
+    rows = len(program.usage)
+    use_node = np.concatenate([np.tile(np.arange(network.nodes), rows), np.zeros(rows, dtype=np.int64)])
+    time = np.concatenate([np.repeat(np.arange(rows), network.nodes), np.arange(rows)])
+    usage = np.concatenate([program.usage.reshape(-1), np.repeat(program.base, first)])
+    return Problem(
+        start=start,
+        cost=network.cost[0],
+        edge_nodes=network.edge_nodes,
+        edge_start=network.edge_start,
+        edge_cost=network.edge_cost[0],
+        use_node=use_node,
+        use_interval=np.stack([time, time + 1], axis=1),
+        use_start=np.concatenate([[0], np.cumsum(network.sizes[use_node])]).astype(np.int64),
+        usage=usage,
+        usage_limit=program.limit,
+        hinges=tuple(
+            Hinge(
+                strategy=np.arange(start[-1]),
+                strategy_coef=network.cost[h],
+                cell=np.arange(cells),
+                cell_coef=network.edge_cost[h],
+                constant=constant,
+            )
+            for h, constant in enumerate(program.hinge_constant, start=1)
+        ),
+        offset=network.offset,
     )

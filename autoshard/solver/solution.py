@@ -1,5 +1,6 @@
 """Solution: a choice per node, its objective, and a proven bound on any choice."""
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -8,6 +9,8 @@ from numpy.typing import NDArray
 
 
 class Status(StrEnum):
+    """How a solve ended."""
+
     OPTIMAL = "optimal"  # objective == bound, exactly
     FEASIBLE = "feasible"  # within the limits; bound below
     INFEASIBLE = "infeasible"  # proven: no choice fits
@@ -31,8 +34,15 @@ class Solution:
     smallest_peak_bytes: int | None = None  # set when infeasible: the smallest peak found
 
     @property
+    def found(self) -> bool:
+        """Whether `choice` satisfies the problem; if not, `objective` means nothing."""
+        return self.status in (Status.OPTIMAL, Status.FEASIBLE)
+
+    @property
     def gap(self) -> float:
-        """(objective − bound) / objective; 0 when proven optimal."""
+        """(objective − bound) / objective; 0 when proven optimal, infinite when nothing was found."""
+        if not self.found:
+            return math.inf
         if self.status is Status.OPTIMAL or self.objective == self.bound:
             return 0.0
         return (self.objective - self.bound) / max(abs(self.objective), 1)

@@ -1,0 +1,148 @@
+"""The solver against enumeration of every choice, and what it promises about its answers."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autoshard.problem.network import Hinge, Problem
+from autoshard.solver import Status, evaluate, solve
+from autoshard.solver import solver as solver_room
+from tests.random_problems import brute_force, random_problem
+
+CHUNK = 2500
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_small_problems_match_enumeration(chunk: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
+        problem = random_problem(np.random.default_rng(seed), nodes=5, hinges=seed % 3)
+        truth, solution = brute_force(problem), solve(problem)
+        seen[solution.status] += 1
+        if truth.objective is None:
+            assert solution.status is Status.INFEASIBLE, seed
+            assert solution.smallest_peak_bytes == truth.smallest_peak, seed
+        else:
+            assert (solution.status, solution.objective) == (Status.OPTIMAL, truth.objective), seed
+            assert solution.bound == truth.objective, seed
+            assert evaluate(problem, solution.choice).objective == truth.objective, seed
+    assert seen[Status.OPTIMAL] > 1000
+    assert seen[Status.INFEASIBLE] > 200
+
+
+def test_search_matches_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine for large problems, made to solve small ones."""
+    monkeypatch.setattr(solver_room, "DIRECT_CELLS", -1)
+    for seed in range(300):
+        problem = random_problem(np.random.default_rng(seed), hinges=seed % 3)
+        truth, solution = brute_force(problem), solve(problem)
+        if truth.objective is None:
+            assert solution.status is Status.INFEASIBLE, seed
+            assert solution.smallest_peak_bytes == truth.smallest_peak, seed
+        else:
+            assert (solution.status, solution.objective) == (Status.OPTIMAL, truth.objective), seed
+
+
+def chain(length: int, seed: int = 0) -> Problem:
+    """Returns a chain whose neighbours prefer equal strategies, with skips, memory and a hinge."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(2, 7, length)
+    start = np.concatenate([[0], np.cumsum(sizes)])
+    cost = rng.integers(0, 10**12, start[-1])
+    pairs = [(v - 1, v) for v in range(1, length)] + [(int(rng.integers(0, v)), v) for v in range(5, length, 3)]
+    tables = [
+        np.where(np.arange(sizes[u])[:, None] == np.arange(sizes[v]), 0, rng.integers(1, 10**12, (sizes[u], sizes[v])))
+        for u, v in pairs
+    ]
+    strategies = np.arange(start[-1])
+    return Problem(
+        start=start,
+        cost=cost,
+        edge_nodes=np.array(pairs),
+        edge_start=np.concatenate([[0], np.cumsum([t.size for t in tables])]),
+        edge_cost=np.concatenate([t.reshape(-1) for t in tables]),
+        use_node=np.arange(length),
+        use_interval=np.stack([np.arange(length), np.minimum(np.arange(length) + 9, length)], axis=1),
+        use_start=start,
+        usage=rng.integers(1, 10**9, start[-1]),
+        usage_limit=4 * 10**9,
+        hinges=(
+            Hinge(
+                strategy=strategies,
+                strategy_coef=rng.integers(-(10**11), 10**11, len(strategies)),
+                cell=np.zeros(0, dtype=np.int64),
+                cell_coef=np.zeros(0, dtype=np.int64),
+            ),
+        ),
+    )
+
+
+def test_answers_are_equal_for_equal_inputs() -> None:
+    problem = chain(60)
+    first, second = solve(problem, seed=3), solve(problem, seed=3)
+    assert first.found
+    assert np.array_equal(first.choice, second.choice)
+    assert (first.objective, first.bound) == (second.objective, second.bound)
+
+
+def test_gap_is_tight_on_a_chain_with_memory_and_hinge() -> None:
+    problem = chain(60)
+    solution = solve(problem)
+    priced = evaluate(problem, solution.choice)
+    assert priced.feasible
+    assert priced.objective == solution.objective
+    assert solution.bound <= solution.objective
+    assert solution.gap < 1e-8
+
+
+def test_progress_improves_and_ends_at_the_answer() -> None:
+    seen: list[tuple[int | None, int | None]] = []
+    solution = solve(chain(60), on_progress=lambda best, bound, _: seen.append((best, bound)))
+    bests = [best for best, _ in seen if best is not None]
+    bounds = [bound for _, bound in seen if bound is not None]
+    assert bests == sorted(bests, reverse=True)
+    assert bounds == sorted(bounds)
+    assert seen[-1] == (solution.objective, solution.bound)
+
+
+def test_a_limit_that_cannot_be_met_names_the_smallest_peak() -> None:
+    problem = chain(20)
+    least = solve(replace(problem, usage_limit=0))
+    assert least.status is Status.INFEASIBLE
+    assert least.smallest_peak_bytes is not None
+    assert evaluate(problem, least.choice).peak_bytes == least.smallest_peak_bytes
+    assert solve(replace(problem, usage_limit=least.smallest_peak_bytes)).found
+    assert solve(replace(problem, usage_limit=least.smallest_peak_bytes - 1)).status is Status.INFEASIBLE
+    assert not least.found
+    assert least.gap == np.inf
+
+
+def test_time_limit_is_kept() -> None:
+    rng = np.random.default_rng(0)
+    n, k = 60, 30
+    pairs = [(u, v) for u in range(n) for v in range(u + 1, n) if rng.random() < 0.2]
+    problem = Problem(
+        start=np.arange(n + 1) * k,
+        cost=rng.integers(0, 1000, n * k),
+        edge_nodes=np.array(pairs),
+        edge_start=np.arange(len(pairs) + 1) * k * k,
+        edge_cost=rng.integers(0, 1000, len(pairs) * k * k),
+        use_node=np.zeros(0, dtype=np.int64),
+        use_interval=np.zeros((0, 2), dtype=np.int64),
+        use_start=np.zeros(1, dtype=np.int64),
+        usage=np.zeros(0, dtype=np.int64),
+    )
+    solve(problem, time_limit_s=0.1, rounds=0)  # numba's compilation belongs to no limit
+    solution = solve(problem, time_limit_s=6.0)
+    assert solution.status is Status.FEASIBLE
+    assert 0 < solution.gap < 1
+    assert solution.wall_s < 6.0 * 1.5  # on a busy machine; 5 % is what a quiet one keeps
+
+
+@pytest.mark.parametrize("choice", [[0], [0, 0, 9]])
+def test_evaluate_refuses_what_is_no_choice(choice: list[int]) -> None:
+    problem = chain(3)
+    with pytest.raises(ValueError, match="choice"):
+        evaluate(problem, np.array(choice))
