@@ -9,7 +9,7 @@ from typing import Any
 import cost_models
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard import _jax, apply, meshes, planner
 from autoshard import binding as bindings
@@ -449,12 +449,19 @@ def made_in_place(made: Plan, flat: Sequence[Any]) -> Any:
     mesh = made.mesh()
     traced = made.planned.traced if made.planned is not None else None
     assert traced is not None  # plans of a JitFunction are fresh
-    inputs = [
-        jax.lax.with_sharding_constraint(x, NamedSharding(mesh, leaf.spec)) if leaf.shape else x
-        for x, leaf in zip(flat, made.record.inputs, strict=True)
-    ]
-    outputs = apply.constrained(traced.jaxpr, made.record.pins, mesh, inputs)
-    return jax.tree.unflatten(traced.out_tree, outputs)
+
+    def run(*flat: Any) -> list[Any]:
+        inputs = [
+            jax.lax.with_sharding_constraint(x, NamedSharding(mesh, leaf.spec)) if leaf.shape else x
+            for x, leaf in zip(flat, made.record.inputs, strict=True)
+        ]
+        return apply.constrained(traced.jaxpr, made.record.pins, mesh, inputs)
+
+    around = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in around.axis_types:
+        specs = [NamedSharding(around, leaf.spec) for leaf in made.record.outputs]
+        run = jax.sharding.auto_axes(run, out_sharding=specs)
+    return jax.tree.unflatten(traced.out_tree, run(*flat))
 
 
 def place_arguments(made: Plan, flat: Sequence[Any], *, strict: bool) -> list[Any]:
