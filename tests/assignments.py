@@ -14,6 +14,13 @@ from autoshard.problem.network import INF
 from autoshard.resharding import Resharder
 from autoshard.strategies import layout_of
 
+# The CPU compiler at its fastest: kernels are not optimised, and not emitted through MLIR.
+QUICK_COMPILE = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
+
 
 def random_choice(decisions: Decisions, resharder: Resharder, rng: np.random.Generator) -> NDArray[np.int64]:
     """One choice per decision with no forbidden pair, uniform over what earlier choices leave.
@@ -73,5 +80,6 @@ def run(setting: planner.Setting, choice: NDArray[np.int64], args: list[Any]) ->
         lambda *xs: apply.constrained(setting.priced.jaxpr, pins, mesh, xs),
         in_shardings=tuple(sharding(assignment.input_code(i), v) for i, v in enumerate(decisions.graph.inputs)),
         out_shardings=[sharding(assignment.output_code(i), v) for i, v in enumerate(decisions.graph.outputs)],
+        compiler_options=QUICK_COMPILE,
     )
     return fn(*args)
