@@ -252,8 +252,8 @@ CASES: tuple[Case, ...] = (
     Case(
         "conv_general_dilated:depthwise",
         _conv(groups=4),
-        (f32(2, 8, 8, 4), f32(3, 3, 1, 8)),
-        "([i,j,k,l],[m,n,1,lo])->([i,j,k,lo]) {i=2,j=8,k=8,l=4,m=3,n=3,o=2} permutation={j,k} replicate={m,n,o}",
+        (f32(2, 8, 8, 4), f32(3, 3, 1, 4)),
+        "([i,j,k,l],[m,n,1,l])->([i,j,k,l]) {i=2,j=8,k=8,l=4,m=3,n=3} permutation={j,k} replicate={m,n}",
     ),
     Case(
         "conv_general_dilated:grouped",
@@ -327,9 +327,9 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         "scatter:overwrite",
-        lambda x, i, u: x.at[i].set(u, unique_indices=True),
-        (f32(8, 6), i32(1), f32(1, 6)),
-        "([i,j],[1,1],[1,j])->([i,j]) {i=8,j=6}",
+        lambda x, i, u: x.at[i].set(u),
+        (f32(8, 6), i32(4, high=8), f32(4, 6)),
+        "([i,j],[k,1],[k,j])->([i,j]) {i=8,j=6,k=4} replicate={k}",
     ),
     Case(
         "scatter-add:embedding gradient",

@@ -27,8 +27,7 @@ from autoshard.rules.control_flow import BODIES
 from autoshard.rules.rule import Dims
 
 COLLECTIVE = re.compile(
-    r"= (?:\([^=]*\)|\S+) "
-    r"(all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast)(?:-start)?\("
+    r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast)(?:-start)?\("
 )
 COMBINE: dict[str, Callable[..., Any]] = {
     "sum": np.add,

@@ -20,7 +20,7 @@ from tests.rules_oracle import (
 EXCEPTIONS: dict[str, dict[FactorKind, list[str]]] = {
     # Partial (value, index) pairs are gathered, then reduced again.
     "argmax": {FactorKind.REDUCTION: ["all-gather", "all-gather"]},
-    # XLA:GPU partitions the batch of a top-k, XLA:CPU gathers it.
+    # XLA:GPU and XLA:TPU partition the batch of a top-k (see test_rules_compilers.py), XLA:CPU gathers it.
     "top_k": {FactorKind.PASS: ["all-gather"]},
 }
 

@@ -42,7 +42,7 @@ EXCEPTIONS: dict[tuple[str, FactorKind], list[str]] = {
     ("igammac", FactorKind.PASS): ["all-reduce", "all-reduce"],
     ("random_gamma", FactorKind.PASS): ["all-reduce", "all-reduce"],
     ("regularized_incomplete_beta", FactorKind.PASS): ["all-reduce"],
-    # XLA:GPU partitions the batch of a top-k, XLA:CPU gathers it.
+    # XLA:GPU and XLA:TPU partition the batch of a top-k (see test_rules_compilers.py), XLA:CPU gathers it.
     ("top_k", FactorKind.PASS): ["all-gather"],
 }
 

@@ -132,7 +132,10 @@ def sort(eqn: Eqn) -> ShardingRule:
 
 @register("approx_top_k", "top_k")
 def top_k(eqn: Eqn) -> ShardingRule:
-    """The searched dimension and its winners must be whole; the others pass."""
+    """The searched dimension and its winners must be whole; the others pass.
+
+    XLA:GPU and XLA:TPU partition the batch of a `top_k`; XLA:CPU gathers it.
+    """
     (operand,), (out, *_) = eqn.operands, eqn.results
     key = "reduction_dimension" if eqn.primitive == "approx_top_k" else "axis"
     axis = eqn.params.get(key, operand.ndim - 1) % operand.ndim
