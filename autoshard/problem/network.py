@@ -37,6 +37,16 @@ class Hinge:
     cell_coef: Int
     constant: int = 0
 
+    def __post_init__(self) -> None:
+        for name, at, coef in (
+            ("strategy", self.strategy, self.strategy_coef),
+            ("cell", self.cell, self.cell_coef),
+        ):
+            if len(at) != len(coef):
+                raise ValueError(f"a hinge has {len(at)} {name}s with {len(coef)} coefficients")
+            if (np.diff(at) <= 0).any():
+                raise ValueError(f"a hinge's {name} is not sorted, or has repeats")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
@@ -63,6 +73,55 @@ class Problem:
     unit_s: float = 1.0
     names: tuple[str, ...] = field(default=())  # optional, one per node, for messages
 
+    def __post_init__(self) -> None:
+        self._check_types()
+        _check_starts("start", self.start, "cost", self.cost)
+        _check_starts("edge_start", self.edge_start, "edge_cost", self.edge_cost)
+        _check_starts("use_start", self.use_start, "usage", self.usage)
+        sizes = np.diff(self.start)
+        for v in np.flatnonzero(sizes == 0):
+            raise ValueError(f"node {v} has no strategy")
+        for e, side in np.argwhere((self.edge_nodes < 0) | (self.edge_nodes >= self.nodes)):
+            raise ValueError(f"edge {e} joins node {self.edge_nodes[e, side]}, but there are {self.nodes} nodes")
+        rows, columns = sizes[self.edge_nodes].T
+        cells = np.diff(self.edge_start)
+        for e in np.flatnonzero(cells != rows * columns):
+            raise ValueError(f"edge {e} has {cells[e]} cells for {rows[e]} × {columns[e]} strategies")
+        for i in np.flatnonzero((self.use_node < 0) | (self.use_node >= self.nodes)):
+            raise ValueError(f"usage item {i} belongs to node {self.use_node[i]}, but there are {self.nodes} nodes")
+        usages = np.diff(self.use_start)
+        for i in np.flatnonzero(usages != sizes[self.use_node]):
+            raise ValueError(f"usage item {i} has {usages[i]} usages for {sizes[self.use_node[i]]} strategies")
+        for at in np.flatnonzero(self.usage < 0):
+            i = int(np.searchsorted(self.use_start, at, side="right")) - 1
+            raise ValueError(f"usage item {i} uses {self.usage[at]} bytes")
+        for h, hinge in enumerate(self.hinges):
+            for name, at, most in (
+                ("strategy", hinge.strategy, len(self.cost)),
+                ("cell", hinge.cell, len(self.edge_cost)),
+            ):
+                for bad in at[(at < 0) | (at >= most)]:
+                    raise ValueError(f"hinge {h} names {name} {bad} of {most}")
+        if self.names and len(self.names) != self.nodes:
+            raise ValueError(f"{len(self.names)} names for {self.nodes} nodes")
+
+    def _check_types(self) -> None:
+        shapes = {"edge_nodes": (self.edges, 2), "use_interval": (len(self.use_node), 2)}
+        for name in (
+            "start", "cost", "edge_nodes", "edge_start", "edge_cost", "use_node", "use_interval", "use_start", "usage",
+        ):  # fmt: skip
+            array: NDArray = getattr(self, name)
+            if array.dtype.kind != "i":
+                raise ValueError(f"{name} holds {array.dtype}, not integers")
+            if name in shapes and array.shape != shapes[name]:
+                raise ValueError(f"{name} has shape {array.shape}, not {shapes[name]}")
+        if (
+            len(self.start) < 1
+            or len(self.edge_start) != self.edges + 1
+            or len(self.use_start) != len(self.use_node) + 1
+        ):
+            raise ValueError("start, edge_start and use_start have one entry more than nodes, edges and usage items")
+
     @property
     def nodes(self) -> int:
         return len(self.start) - 1
@@ -70,3 +129,12 @@ class Problem:
     @property
     def edges(self) -> int:
         return len(self.edge_nodes)
+
+
+def _check_starts(name: str, starts: Int, of: str, values: Int) -> None:
+    if starts[0] != 0:
+        raise ValueError(f"{name} begins at {starts[0]}, not at 0")
+    if starts[-1] != len(values):
+        raise ValueError(f"{name} ends at {starts[-1]}, but {of} has {len(values)} entries")
+    if (np.diff(starts) < 0).any():
+        raise ValueError(f"{name} decreases")

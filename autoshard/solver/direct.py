@@ -16,6 +16,7 @@ from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.usage import peaks_over
 
 NEW_ROWS = 8  # memory rows added per round at most: the worst of each stretch that overflows
+FLOAT_GAP = 1e-9  # what remains open when a MIP in floats is done; the search would rarely close it
 MIP_CELLS = 80_000  # larger cores are left to the search
 
 
@@ -36,7 +37,7 @@ def solve_directly(incumbent: Incumbent, *, patience_s: float) -> str | None:
         if incumbent.infeasible or choice is None:
             return solver
         if incumbent.offer(choice):
-            return solver if incumbent.closed() or solver == "elimination" else None
+            return solver if incumbent.closed() or incumbent.gap() <= FLOAT_GAP else None
         more = np.union1d(times, overflowing(incumbent.problem, choice))
         if len(more) == len(times) or incumbent.left_s() <= 0:
             return None

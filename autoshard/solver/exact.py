@@ -24,9 +24,10 @@ from autoshard.solver.program import Program, cell_ends
 SCALED_LARGEST = 1e6  # the largest cost that HiGHS sees
 SCALED_USAGE = 1e3  # the largest usage that HiGHS sees
 # HiGHS's dual feasibility tolerance is 1e-7 in scaled units; every node and edge carries one unit of
-# flow, so the sum of such errors is at most this much each. The rest covers rounding in sums.
+# flow, so the sum of such errors is at most this much each. The rest covers the rounding of doubles
+# (1e-16 each) in sums of up to ten thousand terms.
 DUAL_TOLERANCE = 1e-7
-SUM_TOLERANCE = 1e-9
+SUM_TOLERANCE = 1e-12
 
 # HiGHS stops with an internal error (`HighsStatus: kError`) on about one small model in a thousand,
 # which ortools 9.15 raises as an AttributeError of its own status type. SCIP then takes over.

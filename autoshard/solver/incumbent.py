@@ -1,5 +1,6 @@
 """The best choice and the best bound so far, and the clock."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -53,7 +54,13 @@ class Incumbent:
         """Whether the gap is as small as was asked for."""
         if self.objective is None:
             return self.infeasible
-        return self.objective - self.bound <= self.rel_gap * abs(self.objective)
+        return self.gap() <= self.rel_gap
+
+    def gap(self) -> float:
+        """(objective − bound) / objective; infinite without a choice."""
+        if self.objective is None:
+            return math.inf
+        return (self.objective - self.bound) / max(abs(self.objective), 1)
 
     def _report(self) -> None:
         if self.on_progress is not None:
