@@ -87,7 +87,9 @@ def test_refused_primitive_says_why() -> None:
 
 
 def test_primitive_with_a_body_says_so() -> None:
-    with pytest.raises(MissingRuleError, match=r"`scan` at model\.py:7 \(mlp\): its body's equations have rules"):
+    with pytest.raises(
+        MissingRuleError, match=r"`scan` at model\.py:7 \(mlp\): it has a body, whose equations have the rules"
+    ):
         rule_of(eqn("scan", ((4,),), (4,)))
 
 
