@@ -75,6 +75,13 @@ class Run:
 
 def read(row: dict[str, Any]) -> Run | str:
     """The run that a row describes, or why it cannot be priced."""
+    try:
+        return _read(row)
+    except cost_models.CostModelError as error:
+        return str(error)
+
+
+def _read(row: dict[str, Any]) -> Run | str:
     chip, precision = CHIPS.get(row["hw"]), re.match(r"\w+", row["precision"].lower())
     if chip is None:
         return f"chip {row['hw']} is not in the catalogue"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
+from cost_models import closed_forms
 from cost_models.dtypes import itemsize
 from cost_models.machine import Machine
 from cost_models.operations import attention_s, elementwise_s, lookup_s
@@ -162,7 +163,7 @@ class Block:
             "minimal": stream + matmul_results,
             "none": 4 * stream + matmul_results + hidden + rotated_copies(model),
         }[self.layout.remat]
-        return self.tokens * kept / ways * itemsize(ACTIVATIONS)
+        return closed_forms.activation_bytes(self.tokens, 1, kept / ways, itemsize=itemsize(ACTIVATIONS))
 
 
 def rotated_copies(model: Transformer) -> int:

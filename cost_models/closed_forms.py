@@ -8,7 +8,8 @@ through its switch. These forms drop the (n-1)/n and the latency that
 `Machine.collective_s` charges: they say where a limit lies, not what a step takes.
 """
 
-from math import ceil, floor, inf, sqrt
+from collections.abc import Sequence
+from math import ceil, floor, inf, prod, sqrt
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -171,9 +172,14 @@ def pipeline_bubble_rough(stages: int, microbatches: float) -> float:
 # Memory --------------------------------------------------------------------------
 
 
-def state_bytes(parameters: float, *, bytes_per_parameter: float = 10.0) -> float:
+def array_bytes(shape: Sequence[float], itemsize: float, *, ways: int = 1) -> float:
+    """One device's part of an array that is split so many ways. sharding.md:110-146."""
+    return prod(shape) * itemsize / ways
+
+
+def state_bytes(parameters: float, *, bytes_per_parameter: float = 10.0, ways: int = 1) -> float:
     """Parameters and optimizer: 10 bytes each for bf16 weights and fp32 Adam moments. training.md:200."""
-    return parameters * bytes_per_parameter
+    return parameters * bytes_per_parameter / ways
 
 
 def activation_bytes(tokens: float, layers: int, width: float, *, itemsize: float = 2.0, saved: float = 1.0) -> float:

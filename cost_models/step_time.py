@@ -250,7 +250,7 @@ class _Step:
 
         Recomputation repeats the forward ones, but for the last scatter.
         """
-        stream = self.block.tokens * self.model.d_model * itemsize(ACTIVATIONS)
+        stream = closed_forms.array_bytes((self.block.tokens, self.model.d_model), itemsize(ACTIVATIONS))
         again = {"none": 0.0, "minimal": 0.0, "mlp": 0.5, "full": 1.0}[self.layout.remat]
         return [
             self.priced("all-gather", ("tensor",), stream, (4 + 2 * again) * self.blocks),
@@ -278,10 +278,11 @@ class _Step:
         places = crossings[-1].n
         copies = places * (1 - (1 - 1 / places) ** self.model.active_experts)
         moe = self.model.moe_layers / self.model.layers
-        routed = self.block.tokens * copies * self.model.d_model * itemsize(ACTIVATIONS)
+        shape = (self.block.tokens, copies, self.model.d_model)
+        routed = closed_forms.array_bytes(shape, itemsize(ACTIVATIONS), ways=self.layout.tensor)
         again = 1 if self.layout.remat in ("mlp", "full") else 0
         times = (4 + 2 * again) * moe * self.blocks
-        return [self.priced("all-to-all", ("expert",), routed / self.layout.tensor, times)]
+        return [self.priced("all-to-all", ("expert",), routed, times)]
 
     def local_parameters(self) -> tuple[float, float]:
         """Of one block, after tensor and expert parallelism: dense, routed experts."""
@@ -324,7 +325,8 @@ class _Step:
 
     def stage_traffic(self) -> list[Traffic]:
         """Activations to the next stage and their gradients back, per microbatch and chunk."""
-        stream = self.block.tokens * self.model.d_model * itemsize(ACTIVATIONS) / self.layout.tensor
+        shape = (self.block.tokens, self.model.d_model)
+        stream = closed_forms.array_bytes(shape, itemsize(ACTIVATIONS), ways=self.layout.tensor)
         times = 2 * self.microbatches * self.layout.virtual_stages
         return [self.priced("collective-permute", ("pipeline",), stream, times)]
 

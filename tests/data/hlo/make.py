@@ -231,7 +231,7 @@ WINDOWED = (windowed_scan, unrolled_ring)
 def compiled(program: Callable[[], Any], compiler: CompilerName) -> compilers.Compiled:
     """A program on its compiler's topology; without windowed einsums where they are not the point."""
     plain = compiler == "tpu" and program not in WINDOWED
-    options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "100000"} if plain else {}
+    options = compilers.TPU_PLAIN_OPTIONS if plain else {}
     return compilers.compile(program(), topology=TOPOLOGIES[compiler], mesh=AXES, compiler_options=options)
 
 

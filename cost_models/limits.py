@@ -1,0 +1,177 @@
+"""Rules of thumb for a machine and a model: from where on is a strategy compute-bound, and what fits?
+
+The closed forms, evaluated with a hardware's own numbers, each with the chapter
+that derives it: what `autoshard hardware` prints below the numbers, and what a
+report quotes when it says why a layout was not chosen.
+"""
+
+from dataclasses import dataclass
+
+from cost_models import closed_forms as forms
+from cost_models.dtypes import itemsize
+from cost_models.model import Hardware
+from cost_models.transformer import Transformer
+
+DTYPE = "bfloat16"
+SQUARE = 8192  # a common width, for thresholds that depend on one
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A threshold.
+
+    Attributes:
+        name: What it bounds.
+        value: The threshold.
+        unit: Of the value.
+        source: Chapter of the derivation.
+    """
+
+    name: str
+    value: float
+    unit: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.value:,.4g} {self.unit} ({self.source})"
+
+
+def hardware_limits(hardware: Hardware) -> tuple[Limit, ...]:
+    """Thresholds that depend on the hardware alone."""
+    number = hardware.number
+    flops_per_s, hbm = number(f"peak_{DTYPE}_flops_per_s"), number("hbm_bytes_per_s")
+    link = number("domain.one_way_bytes_per_s")
+    found = [
+        Limit(
+            "matmul is compute-bound from", forms.critical_batch(flops_per_s, hbm), "tokens per device", "roofline.md"
+        ),
+        Limit(
+            "with int8 weights from",
+            forms.critical_batch(flops_per_s, hbm, weight_itemsize=1),
+            "tokens per device",
+            "roofline.md Q2",
+        ),
+        Limit(
+            f"an [n, {SQUARE}] @ [{SQUARE}, {SQUARE}] matmul, its operands and result counted, from",
+            forms.exact_critical_batch(
+                SQUARE, SQUARE, flops_per_s, hbm, weight_itemsize=itemsize(DTYPE), activation_itemsize=itemsize(DTYPE)
+            ),
+            "tokens per device",
+            "tpus.md Q4",
+        ),
+        Limit(
+            "weights streamed from the host hide from",
+            forms.critical_batch(flops_per_s, number("host_bytes_per_s")),
+            "tokens per device",
+            "tpus.md",
+        ),
+        Limit(
+            "a shard waits for hops below",
+            forms.latency_bound_bytes(link, number("domain.hop_s")),
+            "bytes per device",
+            "sharding.md",
+        ),
+    ]
+    for axes in range(1, _torus_axes(hardware) + 1):
+        tokens = forms.critical_tokens_per_device(domain_intensity(hardware), axes=axes)
+        over = f" over {axes} torus axes" if axes > 1 else ""
+        found.append(
+            Limit(f"data parallelism and FSDP are compute-bound{over} from", tokens, "tokens per device", "training.md")
+        )
+    found += [
+        Limit(
+            "tensor parallelism is compute-bound up to one way per",
+            1 / forms.tensor_parallel_limit(1.0, domain_intensity(hardware)),
+            "elements of the split width",
+            "training.md",
+        ),
+        Limit(
+            "a split contraction is compute-bound up to one way per",
+            1 / forms.contraction_split_limit(1.0, domain_intensity(hardware)),
+            "contracted elements",
+            "sharding.md Q4",
+        ),
+    ]
+    if "scale_out" in hardware.chip.links:
+        per_group = forms.intensity(flops_per_s, number("scale_out.one_way_bytes_per_s"))
+        found.append(
+            Limit(
+                "replicas over the network are compute-bound from",
+                forms.critical_tokens_per_device(per_group),
+                "tokens per NIC's share of a replica",
+                "training.md, gpus.md",
+            )
+        )
+    return tuple(found)
+
+
+def model_limits(model: Transformer, hardware: Hardware, tokens: float) -> tuple[Limit, ...]:
+    """Thresholds for training this model with a batch of so many tokens."""
+    number, intensity, axes = hardware.number, domain_intensity(hardware), _torus_axes(hardware)
+    flops_per_s = number(f"peak_{DTYPE}_flops_per_s")
+    width = model.expert_width if model.experts > 1 else model.d_ff
+    experts = {"experts": model.experts, "active_experts": model.active_experts}
+    sharded = forms.critical_tokens_per_device(intensity, axes=axes, **experts)
+    mixed_axes = {"fsdp_axes": max(1, axes - 1), "tensor_axes": 1}
+    state_bytes = forms.state_bytes(model.parameters)
+    link_parameters_per_s = number("domain.one_way_bytes_per_s") / 2
+    return (
+        Limit("FSDP alone is compute-bound up to", forms.most_devices(tokens, sharded), "devices", "training.md"),
+        Limit(
+            "FSDP with tensor parallelism up to",
+            forms.most_devices(tokens, forms.mixed_tokens_per_device(intensity, width, **mixed_axes)),
+            "devices",
+            "training.md",
+        ),
+        Limit(
+            "weight and activation traffic balance at",
+            forms.best_fsdp(tokens, hardware.devices, width, **mixed_axes),
+            "ways of FSDP",
+            "training.md, X_opt",
+        ),
+        Limit("tensor parallelism pays up to", forms.tensor_parallel_limit(width, intensity), "ways", "training.md"),
+        Limit(
+            "gradients of one block hide behind its compute up to",
+            forms.largest_hidden_group(
+                tokens / hardware.devices,
+                flops_per_s,
+                link_parameters_per_s,
+                number("domain.hop_s"),
+                model.parameters / model.layers,
+                flops_per_parameter=4.0,
+            ),
+            "replicas",
+            "α·log p ≤ (B·S/C - 1/β)·n",
+        ),
+        Limit(
+            "parameters and Adam alone need",
+            forms.devices_to_hold(state_bytes, hardware.usable_memory_bytes),
+            "devices",
+            "training.md",
+        ),
+        Limit(
+            "attention costs as much as the matmuls from",
+            model.parity_sequence,
+            "tokens per sequence",
+            "transformers.md",
+        ),
+        Limit(
+            "a step of this batch at 40% MFU takes",
+            forms.train_s(model.active_parameters, tokens, hardware.devices, flops_per_s, 0.4),
+            "s per step",
+            "applied-training.md",
+        ),
+    )
+
+
+def domain_intensity(hardware: Hardware) -> float:
+    """FLOPs per byte of one wrapped torus axis, or of a GPU's way into its switch."""
+    link = hardware.number("domain.one_way_bytes_per_s")
+    per_axis = forms.sum_of_axes(link) if _torus_axes(hardware) > 1 else link
+    return forms.intensity(hardware.number(f"peak_{DTYPE}_flops_per_s"), per_axis)
+
+
+def _torus_axes(hardware: Hardware) -> int:
+    """Torus dimensions longer than one; 1 behind a switch."""
+    tori = [d for d in hardware.topology.dimensions if d.medium == "torus" and d.size > 1]
+    return max(1, len(tori))
