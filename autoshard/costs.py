@@ -34,6 +34,9 @@ class Machine(CollectiveMachine, Protocol):
 
 CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated"})
 
+# `with_sharding_constraint`: its result is its operand, in a layout.
+CONSTRAINT = "sharding_constraint"
+
 # Equations that XLA fuses into their consumer or producer: they never force their operand
 # or result into memory by themselves.
 FUSIBLE = frozenset(
@@ -56,6 +59,7 @@ FUSIBLE = frozenset(
         "pad",
         "rev",
         "select_n",
+        CONSTRAINT,
     }
 )
 
@@ -103,8 +107,12 @@ def touched_bytes(
     """HBM bytes per device (S,) of an equation that is not a contraction.
 
     `reads[i]`, `writes[i]`: whether operand or result i lies in memory. A gather reads
-    of its table only what it returns; a scatter rewrites only what it updates.
+    of its table only what it returns; a scatter rewrites only what it updates. A
+    constraint by itself touches nothing; nor does a transpose, which XLA's layout
+    assignment turns into another order of the same bytes in memory.
     """
+    if eqn.primitive in (CONSTRAINT, "transpose"):
+        return np.zeros(len(strategies))
 
     def local(avals_index: int, *, result: bool) -> NDArray[np.float64]:
         aval = (eqn.results if result else eqn.operands)[avals_index]
@@ -148,6 +156,10 @@ def materialised(graph: Graph, pointwise: Sequence[bool]) -> NDArray[np.bool_]:
         for v in graph.operands[e]:
             if v in made_at and heavy_before[e] != heavy_before[made_at[v]]:
                 flags[v] = True
+    constraints = [e for e, eqn in enumerate(graph.eqns) if eqn.primitive == CONSTRAINT]
+    for e in (*reversed(constraints), *constraints):  # one value before and after: both in memory, or neither
+        both = [graph.operands[e][0], graph.results[e][0]]
+        flags[both] = flags[both].any()
     return flags
 
 

@@ -5,6 +5,7 @@ One decision is
     input     the layout of a program input (a donated one shares it with its output)
     equation  the strategy of an equation that is not element-wise
     chain     the one layout of a connected set of element-wise equations of one shape
+              (cut after a cast to a smaller type, where moving is cheaper)
     copy      the layout in which a value is kept for several consumers
     output    the layout of a program output
 
@@ -371,7 +372,7 @@ class _Decider:
             parent[e] = e
             for v, dims in zip(graph.operands[e], rule.operands, strict=True):
                 maker = self.made_by.get(v, (-1, 0))[0]
-                if maker in parent and dims == rule.results[0]:
+                if maker in parent and dims == rule.results[0] and not _narrows(graph.eqns[maker]):
                     parent[find(maker)] = find(e)
         chains: dict[int, list[int]] = {}
         for e in parent:
@@ -583,6 +584,11 @@ def consumer_port(
     if rule.operands[i] == rule.results[0]:
         return Port(node, codes)
     return Port(node, _narrowed(codes, len(rule.results[0]), rule.operands[i], mesh))
+
+
+def _narrows(eqn: Eqn) -> bool:
+    """Whether an equation casts to a smaller type: what it makes is cheaper to move than what it takes."""
+    return eqn.primitive == "convert_element_type" and eqn.results[0].itemsize < eqn.operands[0].itemsize
 
 
 def rule_or_whole(eqn: Eqn) -> ShardingRule:
