@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +29,10 @@ CompilerName = Literal["gpu", "tpu", "cpu"]
 # Autotuning needs the real GPU. The latency-hiding scheduler is what training runs on GPU
 # turn on (JAX's GPU performance guide), and without it nothing overlaps.
 GPU_OPTIONS: Mapping[str, Any] = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_latency_hiding_scheduler": True}
+
+# Windowed einsum off: the collectives stay what they are, so that their bytes can be compared exactly.
+# With it (XLA:TPU's default) the program is faster, and `hlo.collectives` folds its rings.
+TPU_PLAIN_OPTIONS: Mapping[str, Any] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "100000"}
 
 _GPU_TARGETS = {"a100": "a100_80", "a100-40": "a100_40"}
 _DISTRIBUTIONS = {
@@ -44,6 +47,7 @@ _TPU_VERSIONS = {"v7x": "tpu7x"}
 _DROPPED_ENVIRONMENT = frozenset({"XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_COMPILATION_CACHE_DIR"})
 _TOPOLOGY_ERROR = "TopologyError: "
 _CHILD = Path(__file__).with_name("compiler_child.py")
+_TARGETS = Path(__file__).with_name("gpu_targets")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +134,7 @@ class Target:
             return cls(compiler="tpu", chip=chip.removeprefix("tpu-"), shape=sizes)
         if _target_file(chip).is_file() and len(sizes) <= 3:
             return cls(compiler="gpu", chip=chip, shape=(1,) * (3 - len(sizes)) + sizes)
-        known = sorted(_chip_of_file(path.name) for path in _gpu_targets().iterdir() if path.name.endswith(".txtpb"))
+        known = sorted(_chip_of_file(path.name) for path in _TARGETS.glob("*.txtpb"))
         raise MeshError(f"no compiler for {name!r}: the chips are {', '.join(known)}, tpu-*, cpu (as in {_EXAMPLES})")
 
     @property
@@ -283,12 +287,8 @@ def _has_module(name: str) -> bool:
         return False
 
 
-def _gpu_targets() -> Any:
-    return resources.files("autoshard") / "gpu_targets"
-
-
-def _target_file(chip: str) -> Any:
-    return _gpu_targets() / f"{_GPU_TARGETS.get(chip, chip)}.txtpb"
+def _target_file(chip: str) -> Path:
+    return _TARGETS / f"{_GPU_TARGETS.get(chip, chip)}.txtpb"
 
 
 def _chip_of_file(name: str) -> str:

@@ -61,8 +61,8 @@ class Collective:
 
     Attributes:
       kind: what it does, after the rules above.
-      axes: the mesh axes that its groups span, in mesh order; None where the groups
-        are no product of mesh axes (`groups` shows them).
+      axes: the mesh axes that its groups span, in mesh order (`model:(1)2` where they
+        span a part of one); None where the groups are no product of axes (`groups` shows them).
       group_size: devices that take part together.
       nbytes: logical bytes of one execution.
       dtype: element type.

@@ -16,7 +16,10 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def axes_of_groups(groups: Groups, mesh: MeshAxes) -> tuple[str, ...] | None:
-    """The mesh axes whose product each group is, or None where groups are no such thing."""
+    """The mesh axes whose product each group is, or None where groups are no such thing.
+
+    XLA may split an axis: the 2-way major half of `model=4` is `model:(1)2`, as Shardy writes it.
+    """
     return _axes(groups, mesh.names, mesh.sizes)
 
 
@@ -124,13 +127,36 @@ def _as_groups(array: NDArray[np.int64]) -> Groups:
 
 @lru_cache(maxsize=1024)
 def _axes(groups: Groups, names: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[str, ...] | None:
+    """Axes, and parts of axes, whose product every group is."""
+    parts = [(name, before, prime) for name, size in zip(names, sizes, strict=True) for before, prime in _factors(size)]
+    digits = [prime for _, _, prime in parts]
     varying: set[tuple[int, ...]] = set()
     for group in groups:
-        coordinates = np.array(np.unravel_index(np.array(sorted(group)), sizes))
-        axes = tuple(int(i) for i in np.flatnonzero((coordinates != coordinates[:, :1]).any(axis=1)))
-        if len(set(group)) != len(group) or len(group) != int(np.prod([sizes[i] for i in axes])):
+        coordinates = np.array(np.unravel_index(np.array(sorted(group)), digits or (1,)))
+        moved = tuple(int(i) for i in np.flatnonzero((coordinates != coordinates[:, :1]).any(axis=1)))
+        if len(set(group)) != len(group) or len(group) != int(np.prod([digits[i] for i in moved])):
             return None
-        varying.add(axes)
+        varying.add(moved)
     if len(varying) != 1:
         return None
-    return tuple(names[i] for i in varying.pop())
+    runs: list[tuple[str, int, int]] = []
+    for name, before, prime in (parts[i] for i in varying.pop()):
+        if runs and runs[-1][0] == name and runs[-1][1] * runs[-1][2] == before:
+            runs[-1] = (name, runs[-1][1], runs[-1][2] * prime)
+        else:
+            runs.append((name, before, prime))
+    whole = dict(zip(names, sizes, strict=True))
+    return tuple(name if size == whole[name] else f"{name}:({before}){size}" for name, before, size in runs)
+
+
+def _factors(size: int) -> list[tuple[int, int]]:
+    """Prime factors of an axis, major to minor, each with the product of those before it."""
+    found: list[tuple[int, int]] = []
+    before, prime = 1, 2
+    while before < size:
+        if size // before % prime == 0:
+            found.append((before, prime))
+            before *= prime
+        else:
+            prime += 1
+    return found
