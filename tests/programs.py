@@ -1,0 +1,92 @@
+"""Small programs to plan and to run: every model of the zoo at its smallest, and settings of any function."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+import models
+from autoshard import meshes, planner, trace
+from autoshard.meshes import Place
+from autoshard.planner import Budget, Planned, Setting
+from autoshard.wanted import wanted
+
+TINY = ("linear-tiny", "mlp-tiny", "tiny-gpt2", "tiny-llama")
+MESH = {"data": 2, "model": 4}
+GPUS = "h100:1x8"
+TPUS = "tpu-v5e:2x4"
+
+_ATTENTION = {"layers": 1, "width": 16, "heads": 8, "head_dim": 2, "hidden": 16, "vocab": 16, "context": 8}
+_SMALLEST: dict[str, dict[str, int]] = {
+    "linear-tiny": {"layers": 2, "width": 8},
+    "mlp-tiny": {"layers": 1, "width": 8, "hidden": 16},
+    "tiny-gpt2": {**_ATTENTION, "kv_heads": 8},
+    "tiny-llama": {**_ATTENTION, "kv_heads": 4},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A function with concrete arguments, and which of them are donated."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    names: tuple[str, ...]
+    donated: frozenset[int] = frozenset()
+
+
+def smallest(name: str, *, step: bool) -> Program:
+    """A model at one or two layers of width 8 or 16, in float32: its AdamW step, or loss and gradient alone."""
+    module, config = models.find(name, compute_dtype="float32", **_SMALLEST[name])
+    batch = module.example_batch(config, batch=8)
+    state = jax.jit(partial(module.init, config))(jax.random.key(1))
+    if step:
+        return Program(
+            fn=module.train_step(config), args=(state, batch), names=("state", "batch"), donated=frozenset({0})
+        )
+    gradient: Callable[..., Any] = jax.value_and_grad(partial(module.loss, config))
+    return Program(fn=gradient, args=(state.params, batch), names=("params", "batch"))
+
+
+def setting_of(
+    program: Program,
+    *,
+    mesh: dict[str, int] | None = None,
+    hardware: str = GPUS,
+    pins: dict[str, PartitionSpec] | None = None,
+    gradient_of: Sequence[int] = (),
+    unknown: str = "error",
+) -> tuple[Setting, Place]:
+    """The decisions of a program on a mesh of the catalogue's hardware."""
+    place = meshes.place(MESH if mesh is None else mesh, hardware)
+    traced = trace.trace(program.fn, program.args, program.names, place.axes)
+    asked = wanted(traced, None, None, pins or {}, program.donated)
+    setting = planner.prepare(traced, place.axes, place.machine, asked, gradient_of=gradient_of, unknown=unknown)
+    return setting, place
+
+
+def planned_of(program: Program, *, rel_gap: float = 0.0, **options: Any) -> Planned:
+    """The plan of a program."""
+    setting, place = setting_of(program, **options)
+    return planner.make(
+        setting,
+        name="program",
+        mesh=place.axes,
+        hardware=place.hardware,
+        machine=place.machine,
+        wanted=wanted(setting.traced, None, None, options.get("pins") or {}, program.donated),
+        budget=Budget(memory_bytes=place.hardware.usable_memory_bytes, time_limit_s=30.0, rel_gap=rel_gap),
+        notes=(),
+    )
+
+
+def relative_error(got: Any, want: Any) -> float:
+    """The largest difference, relative to the largest entry of `want`."""
+    got, want = jnp.asarray(got, jnp.float32), jnp.asarray(want, jnp.float32)
+    if not want.size:
+        return 0.0
+    return float(jnp.abs(got - want).max() / jnp.maximum(jnp.abs(want).max(), jnp.finfo(jnp.float32).tiny))
