@@ -1,15 +1,15 @@
 """Two oracles for sharding rules that know nothing of any primitive.
 
-`collectives` jits one equation with the layouts of a single-factor strategy on fake
-devices and lists the collectives that XLA's partitioner inserts. `local_results`
-executes the equation once per shard, with everything outside the shard replaced:
-by other data for a factor that passes (no result of the shard may change), by the
-operation's identity for a factor that reduces (the combined results must be the
-unsharded ones). No shape parameter needs adjusting, so any equation will do.
+`collectives` jits one equation with the layouts of a strategy on fake devices and lists
+the collectives that XLA's partitioner inserts. `check_passes` and `check_reduces` execute
+the equation once per shard with everything outside the shard replaced: by other data for
+a factor that passes (no result of the shard may change), by the operation's identity for
+a factor that reduces (the combined results must be the unsharded ones). No shape
+parameter needs adjusting, so any equation will do.
 """
 
 import re
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
@@ -114,27 +114,28 @@ def splits(rule: ShardingRule) -> Iterator[tuple[int, int]]:
             yield f, shards
 
 
-def collectives(traced: Traced, rule: ShardingRule, factor: int, shards: int) -> list[str] | None:
+def collectives(traced: Traced, rule: ShardingRule, shards: Mapping[int, int]) -> list[str] | None:
     """Kinds of the collectives in the compiled program, results of reductions asked whole.
 
-    A minor factor is split after the factors major of it, each over an axis of its own;
-    None if that takes more devices than there are.
+    Each factor in `shards` is split over a mesh axis of that size, and before it the
+    factors major of it, fully; None if that takes more devices than there are.
     """
-    axes = {**{f: f"major{f}" for f in majors(rule, factor)}, factor: "x"}
-    sizes = [rule.factors[f].size for f in list(axes)[:-1]] + [shards]
-    if prod(sizes) > jax.device_count():
+    before = [f for factor in shards for f in majors(rule, factor) if f not in shards]
+    sizes = {**{f: rule.factors[f].size for f in before}, **shards}
+    if prod(sizes.values()) > jax.device_count():
         return None
-    mesh = Mesh(np.array(jax.devices()[: prod(sizes)]).reshape(sizes), tuple(axes.values()))
-    reduces = rule.factors[factor].kind is FactorKind.REDUCTION
+    mesh = Mesh(
+        np.array(jax.devices()[: prod(sizes.values())]).reshape(tuple(sizes.values())), tuple(f"f{f}" for f in sizes)
+    )
+    kept = [f for f in sizes if rule.factors[f].kind is not FactorKind.REDUCTION]
 
-    def sharding(dims: Dims, kept: Sequence[int]) -> NamedSharding:
-        spec = [tuple(axes[f] for f in dim if f in kept) or None for dim in dims]
-        return NamedSharding(mesh, PartitionSpec(*spec))
+    def sharding(dims: Dims, split: Collection[int]) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*[tuple(f"f{f}" for f in dim if f in split) or None for dim in dims]))
 
     compiled = jax.jit(
         traced.run,
-        in_shardings=tuple(sharding(dims, list(axes)) for dims in rule.operands),
-        out_shardings=tuple(sharding(dims, list(axes)[:-1] if reduces else list(axes)) for dims in rule.results),
+        in_shardings=tuple(sharding(dims, sizes) for dims in rule.operands),
+        out_shardings=tuple(sharding(dims, kept) for dims in rule.results),
         keep_unused=True,
     )
     return COLLECTIVE.findall(compiled.lower(*traced.abstract()).compile().as_text() or "")

@@ -1,5 +1,7 @@
 """Every rule of the case table against four oracles: text, XLA's partitioner, execution, linearity."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from tests.rules_oracle import (
     collectives,
     equations,
     executions,
+    majors,
     splits,
 )
 
@@ -48,7 +51,7 @@ def test_xla_inserts_what_the_rule_claims(case: Case) -> None:
     rule = rule_of(one.eqn)
     for factor, shards in splits(rule):
         kind = rule.factors[factor].kind
-        got = collectives(one, rule, factor, shards)
+        got = collectives(one, rule, {factor: shards})
         assert got is not None, "cases fit on eight devices"
         if case.name in EXCEPTIONS and kind in EXCEPTIONS[case.name]:
             assert got == EXCEPTIONS[case.name][kind]
@@ -56,6 +59,24 @@ def test_xla_inserts_what_the_rule_claims(case: Case) -> None:
             assert set(got) <= {"collective-permute"}
         else:
             assert got == (["all-reduce"] if kind is FactorKind.REDUCTION else [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_xla_inserts_what_two_factors_claim(case: Case) -> None:
+    """Two factors over an axis each: all-reduces if one of them reduces, else nothing."""
+    one = traced(case)
+    rule = rule_of(one.eqn)
+    splittable = [
+        f
+        for f, factor in enumerate(rule.factors)
+        if factor.kind in (FactorKind.PASS, FactorKind.REDUCTION) and factor.size % 2 == 0 and not majors(rule, f)
+    ]
+    for pair in combinations(splittable, 2):
+        kinds = {rule.factors[f].kind for f in pair}
+        claim = {"all-reduce"} if FactorKind.REDUCTION in kinds else set[str]()
+        exceptions = [set(found) for kind, found in EXCEPTIONS.get(case.name, {}).items() if kind in kinds]
+        assert set(collectives(one, rule, dict.fromkeys(pair, 2)) or ()) in [claim, *exceptions]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -113,7 +113,7 @@ def compiled_otherwise(swept: Swept, key: Callable[[Traced], Key]) -> tuple[list
         for one in new.values():
             rule = rule_of(one.eqn)
             for factor, shards in splits(rule):
-                got = collectives(one, rule, factor, shards)
+                got = collectives(one, rule, {factor: shards})
                 if got is None:
                     continue
                 tried += 1

@@ -8,8 +8,14 @@ dimension of every operand and result is a product of factors, major to minor:
 
 What splitting a factor over a mesh axis does depends on its kind: *pass-through*
 costs nothing, *reduction* leaves the results unreduced over that axis,
-*permutation* needs a halo or a permute, *replicate* is not possible. A rule never
-sees a mesh, a cost or a tracer.
+*permutation* needs a halo or a permute, *replicate* is not possible. Values without
+the factor are whole over the axis. A factor that is minor of others in some dimension
+can be split only when these are split fully. A rule never sees a mesh, a cost or a
+tracer.
+
+Rules claim what XLA's SPMD partitioner does, the same for CPU, GPU and TPU: where it
+communicates though the mathematics need not (the batch of a Fourier transform), a rule
+says *replicate*.
 """
 
 import string
