@@ -83,12 +83,7 @@ def torus_broadcast_s(nbytes: ArrayLike, rings: Sequence[Ring], one_way_bytes_pe
 
 
 def switch_gather_s(nbytes: ArrayLike, n: int, one_way_bytes_per_s: float) -> Floats:
-    """All-gather among n devices that each send at full rate. Source: scaling book gpus.md:388."""
-    return np.asarray(nbytes, float) * ((n - 1) / n / one_way_bytes_per_s)
-
-
-def switch_all_to_all_s(nbytes: ArrayLike, n: int, one_way_bytes_per_s: float) -> Floats:
-    """All-to-all among n devices behind a switch: all but one block leaves. Source: gpus.md:451."""
+    """All-gather or all-to-all among n devices that each send at full rate: all but one block moves. gpus.md:388-451."""
     return np.asarray(nbytes, float) * ((n - 1) / n / one_way_bytes_per_s)
 
 
@@ -98,13 +93,8 @@ def switch_permute_s(nbytes: ArrayLike, one_way_bytes_per_s: float) -> Floats:
 
 
 def direct_gather_s(nbytes: ArrayLike, n: int, peer_bytes_per_s: float) -> Floats:
-    """All-gather where every pair has a link of its own: each carries one shard."""
+    """All-gather, or all-to-all, where every pair has a link of its own: each carries one shard."""
     return np.asarray(nbytes, float) / (n * peer_bytes_per_s)
-
-
-def all_reduce_s(gather_s: ArrayLike) -> Floats:
-    """A reduce-scatter followed by an all-gather. Source: scaling book sharding.md:420-428."""
-    return 2.0 * np.asarray(gather_s, float)
 
 
 def wire_bytes(kind: Kind, n: int, nbytes: ArrayLike) -> Floats:

@@ -1,33 +1,22 @@
 """A machine: a mesh laid on hardware, which prices what its devices do, in seconds.
 
-How a collective over a set of mesh axes is priced:
-
-1. the placement says which levels of links the group crosses (die, domain,
-   scale-out) and with how many devices;
-2. at each level the group moves what is left: an all-gather of V bytes brings
-   V/g over a level inside which g devices of the group lie, because those g
-   receive different parts and exchange them on the faster links;
-3. GPU levels work at once (NCCL's rings are pipelined through nodes; each GPU
-   drives its own NIC), TPU slices after each other (XLA's hierarchical
-   collectives);
-4. latency is a fixed launch, and the hops of every level; on a network the
-   cheaper of a ring (n-1 hops) and a tree (⌈log₂ n⌉ hops, twice the bytes).
-
-Within one switched domain a measured table is interpolated where there is one.
+What a collective over a set of mesh axes costs follows from the links that its
+groups cross: see `collective_law`. Local operations are rooflines: see `roofline`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil, log, log2, prod
+from math import prod
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cost_models import alpha_beta
 from cost_models.alpha_beta import KINDS, Floats, Kind
+from cost_models.collective_law import Law, law_of, link_bytes
 from cost_models.dtypes import itemsize, matmul_rates
 from cost_models.errors import CostModelError
-from cost_models.hardware_file import Chip, CollectiveTable
+from cost_models.hardware_file import Chip
 from cost_models.placement import Crossing, Placement
 from cost_models.roofline import MatmulUnit, matmul_bytes
 
@@ -45,6 +34,9 @@ class Machine:
     placement: Placement
     _crossings: dict[tuple[str, ...], tuple[Crossing, ...]] = field(
         default_factory=dict[tuple[str, ...], tuple[Crossing, ...]], compare=False, repr=False
+    )
+    _laws: dict[tuple[str, tuple[Crossing, ...]], Law] = field(
+        default_factory=dict[tuple[str, tuple[Crossing, ...]], Law], compare=False, repr=False
     )
 
     @property
@@ -95,22 +87,22 @@ class Machine:
                 `"collective-permute"` or `"broadcast"`.
             axes: Mesh axis names.
             nbytes: Logical bytes per device: the result of an all-gather, the
-                operand of the others. Any shape; 0 costs nothing.
+                operand of the others; of the largest device, where they are
+                uneven. Any shape; 0 costs nothing.
 
         Returns:
             Seconds, the shape of `nbytes`.
         """
-        _check(kind)
         sizes = np.asarray(nbytes, float)
         crossings = self.crossings(axes)
         if not crossings:
+            _check(kind)
             return np.zeros(sizes.shape)
-        if kind == "all-reduce":
-            both = self._priced("reduce-scatter", crossings, sizes) + self._priced("all-gather", crossings, sizes)
-            seconds = both - self._launch_s(crossings)
-        else:
-            seconds = self._priced(kind, crossings, sizes)
-        return np.where(sizes > 0, seconds, 0.0)
+        key = (kind, crossings)
+        if key not in self._laws:
+            _check(kind)
+            self._laws[key] = law_of(kind, crossings, self.chip.links)
+        return np.where(sizes > 0, self._laws[key].seconds(sizes), 0.0)
 
     def latency_s(self, kind: Kind, axes: Sequence[str]) -> float:
         """What the smallest such collective takes."""
@@ -124,14 +116,7 @@ class Machine:
     def link_bytes(self, kind: Kind, axes: Sequence[str], nbytes: ArrayLike) -> dict[str, Floats]:
         """Bytes on the busiest link and direction of each level that the collective crosses."""
         _check(kind)
-        crossings = self.crossings(axes)
-        outer = _outer_products(crossings)
-        twice = 2.0 if kind == "all-reduce" else 1.0
-        single: Kind = "all-gather" if kind == "all-reduce" else kind
-        return {
-            c.level: twice * _level_s(single, c, self._peers(c), _level_bytes(single, c, o, nbytes), 1.0)
-            for c, o in zip(crossings, outer, strict=True)
-        }
+        return link_bytes(kind, self.crossings(axes), self.chip.links, nbytes)
 
     def matmul_unit(self, dtype: str) -> MatmulUnit:
         """How this device multiplies matrices of `dtype` under JAX's default precision.
@@ -190,114 +175,7 @@ class Machine:
         rate = numbers["hbm_bytes_per_s"].value * numbers["hbm_achieved_fraction"].value
         return np.asarray(nbytes, float) / rate
 
-    def _number(self, level: str, key: str) -> float:
-        return self.chip.links[level].numbers[key].value
-
-    def _rate(self, level: str) -> float:
-        return self._number(level, "one_way_bytes_per_s") * self._number(level, "achieved_fraction")
-
-    def _peers(self, crossing: Crossing) -> int:
-        if crossing.medium != "direct":
-            return 1
-        return int(self._number(crossing.level, "max_devices_count")) - 1
-
-    def _launch_s(self, crossings: Sequence[Crossing]) -> float:
-        return max(self._number(c.level, "launch_s") for c in crossings)
-
-    def _priced(self, kind: Kind, crossings: Sequence[Crossing], sizes: Floats) -> Floats:
-        """One phase (any kind but all-reduce) over one or more levels."""
-        if len(crossings) == 1:
-            table = self._table(kind, crossings[0])
-            if table is not None:
-                return self._measured_s(table, crossings[0], sizes)
-        outer = _outer_products(crossings)
-        pipelined = all(c.medium != "torus" for c in crossings)
-        ring_s, tree_s = [np.zeros(sizes.shape)], [np.zeros(sizes.shape)]
-        ring_latency_s = tree_latency_s = self._launch_s(crossings)
-        for crossing, out in zip(crossings, outer, strict=True):
-            moved = _level_bytes(kind, crossing, out, sizes)
-            bandwidth_s = _level_s(kind, crossing, self._peers(crossing), moved, self._rate(crossing.level))
-            hop_s = self._number(crossing.level, "hop_s")
-            ring_s.append(bandwidth_s)
-            ring_latency_s += hop_s * _hops(kind, crossing)
-            network = crossing.medium == "network" and kind != "collective-permute"
-            tree_s.append(2 * bandwidth_s if network else bandwidth_s)
-            tree_latency_s += hop_s * (ceil(log2(crossing.n)) if network else _hops(kind, crossing))
-        combine = np.max if pipelined else np.sum
-        return np.minimum(ring_latency_s + combine(ring_s, axis=0), tree_latency_s + combine(tree_s, axis=0))
-
-    def _table(self, kind: Kind, crossing: Crossing) -> CollectiveTable | None:
-        """The measured table nearest in group size; a reduce-scatter may use an all-gather's."""
-        tables = self.chip.links[crossing.level].tables
-        for wanted in (kind, "all-gather") if kind == "reduce-scatter" else (kind,):
-            near = [t for t in tables if t.kind == wanted]
-            if near:
-                return min(near, key=lambda t: abs(log(t.devices / crossing.n)))
-        return None
-
-    def _measured_s(self, table: CollectiveTable, crossing: Crossing, sizes: Floats) -> Floats:
-        """A table's time at equal bytes on the wire, rescaled to this file's own link numbers.
-
-        The part above the table's smallest time is bandwidth and follows the link
-        rate that the file states against the rate at which it was measured.
-        """
-        n, measured = crossing.n, table.devices
-        equal_wire = sizes * ((n - 1) / n) / ((measured - 1) / measured)
-        seconds = alpha_beta.interpolate_s(np.maximum(equal_wire, 1.0), table.nbytes, table.seconds)
-        floor = float(np.min(table.seconds))
-        slower = table.link_bytes_per_s / self._number(crossing.level, "one_way_bytes_per_s")
-        hops_s = self._number(crossing.level, "hop_s") * (n - measured)
-        return max(floor + hops_s, floor / 2) + (seconds - floor) * slower
-
 
 def _check(kind: str) -> None:
     if kind not in KINDS:
         raise CostModelError(f"no collective `{kind}`; there are {', '.join(KINDS)}")
-
-
-def _outer_products(crossings: Sequence[Crossing]) -> list[int]:
-    """For each level, the devices of the group along the levels outside it."""
-    total = prod(c.n for c in crossings)
-    return [total // (c.inner * c.n) for c in crossings]
-
-
-def _level_bytes(kind: Kind, crossing: Crossing, outer: int, nbytes: ArrayLike) -> Floats:
-    """What a device moves at one level, stated as a collective of that level alone."""
-    sizes = np.asarray(nbytes, float)
-    if kind in ("all-gather", "reduce-scatter", "broadcast"):
-        return sizes / crossing.inner
-    if kind == "all-to-all":
-        return sizes / outer
-    return sizes
-
-
-def _level_s(kind: Kind, crossing: Crossing, peers: int, nbytes: Floats, rate: float) -> Floats:
-    """Bandwidth term of one level, bytes ÷ rate of the busiest link."""
-    n, rings = crossing.n, crossing.rings
-    gathers = kind in ("all-gather", "reduce-scatter")
-    if crossing.medium == "torus":
-        if gathers:
-            return alpha_beta.torus_gather_s(nbytes, rings, rate)
-        if kind == "all-to-all":
-            return alpha_beta.torus_all_to_all_s(nbytes, rings, rate)
-        if kind == "broadcast":
-            return alpha_beta.torus_broadcast_s(nbytes, rings, rate)
-        return alpha_beta.torus_permute_s(nbytes, rings, rate)
-    if crossing.medium == "direct" and (gathers or kind == "all-to-all"):
-        return alpha_beta.direct_gather_s(nbytes, n, rate / peers)
-    if gathers:
-        return alpha_beta.switch_gather_s(nbytes, n, rate)
-    if kind == "all-to-all":
-        return alpha_beta.switch_all_to_all_s(nbytes, n, rate)
-    return alpha_beta.switch_permute_s(nbytes, rate / peers)
-
-
-def _hops(kind: Kind, crossing: Crossing) -> int:
-    """Latency steps of one level: a ring's, a torus's farthest device, or one through a switch."""
-    if crossing.medium == "torus":
-        if kind == "collective-permute":
-            return max(r.sharers if r.wraps else (r.n - 1) * r.sharers for r in crossing.rings)
-        return sum(r.hops for r in crossing.rings)
-    if crossing.medium == "direct" or kind == "collective-permute":
-        return 1
-    return crossing.n - 1

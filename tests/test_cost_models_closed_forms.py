@@ -1,0 +1,146 @@
+"""Closed forms against what they abbreviate: searches, simulations, sums."""
+
+from math import inf, log2
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_models import closed_forms as forms
+from cost_models.transformer import Transformer
+
+
+def simulate_pipeline(stages: int, microbatches: int) -> float:
+    """Idle share of GPipe's forward pass: stage s starts microbatch m when s-1 and its own last one are done."""
+    done = np.zeros((stages, microbatches))
+    for s in range(stages):
+        for m in range(microbatches):
+            before = max(done[s - 1, m] if s else 0.0, done[s, m - 1] if m else 0.0)
+            done[s, m] = before + 1
+    return 1 - microbatches / done[-1, -1]
+
+
+@given(st.integers(1, 12), st.integers(1, 24))
+def test_the_bubble_is_what_a_simulated_pipeline_idles(stages: int, microbatches: int):
+    assert forms.pipeline_bubble(stages, microbatches) == pytest.approx(simulate_pipeline(stages, microbatches))
+
+
+def test_the_rough_bubble_is_close_for_many_stages_and_interleaving_shrinks_it():
+    assert forms.pipeline_bubble_rough(64, 256) == pytest.approx(forms.pipeline_bubble(64, 256), rel=0.02)
+    assert forms.pipeline_bubble(8, 16, repeats=4) == pytest.approx(forms.pipeline_bubble(8, 64))
+
+
+@given(
+    tokens=st.floats(1, 1e5),
+    alpha_s=st.floats(1e-7, 1e-3),
+    parameters=st.floats(1e5, 1e9),
+    bytes_per_s=st.floats(1e9, 1e12),
+)
+def test_the_largest_hidden_group_is_the_last_that_satisfies_the_inequality(
+    tokens: float, alpha_s: float, parameters: float, bytes_per_s: float
+):
+    flops_per_s = 1e14
+
+    def hides(p: float) -> bool:
+        return alpha_s * log2(p) <= (tokens / flops_per_s - 1 / bytes_per_s) * parameters
+
+    largest = forms.largest_hidden_group(tokens, flops_per_s, bytes_per_s, alpha_s, parameters)
+    if largest == inf:
+        assert hides(2.0**900)
+    elif largest > 1:
+        assert hides(largest * 0.999)
+        assert not hides(largest * 1.001)
+    else:
+        assert not hides(1.001)
+
+
+def test_without_latency_any_group_hides_or_none():
+    assert forms.largest_hidden_group(1e5, 1e14, 1e12, 0.0, 1e9) == inf
+    assert forms.largest_hidden_group(1.0, 1e14, 1e9, 0.0, 1e9) == 1
+
+
+@given(st.integers(1, 4096), st.integers(1, 4096), st.sampled_from([1.0, 2.0]), st.sampled_from([1.0, 2.0]))
+def test_the_exact_critical_batch_is_the_first_compute_bound_one(d: int, f: int, weight: float, activation: float):
+    flops_per_s, bytes_per_s = 1.97e14, 8.2e11
+
+    def compute_bound(b: float) -> bool:
+        traffic = activation * b * (d + f) + weight * d * f
+        return 2 * b * d * f / flops_per_s >= traffic / bytes_per_s * (1 - 1e-12)
+
+    found = forms.exact_critical_batch(
+        d, f, flops_per_s, bytes_per_s, weight_itemsize=weight, activation_itemsize=activation
+    )
+    if found == inf:
+        assert not compute_bound(1e12)
+    else:
+        assert compute_bound(found)
+        assert found <= 1 or not compute_bound(found - 1)
+
+
+@given(st.floats(1e3, 1e7), st.integers(8, 8192), st.integers(1024, 65536))
+def test_x_opt_balances_and_minimises_the_traffic(tokens: float, devices: int, f: int):
+    """training.md:430-458: FSDP moves 4DF/(Y·M_X), tensor parallelism 4BD/(X·M_Y); their maximum is least at X_opt."""
+
+    def traffic(x: float) -> float:
+        return max(4 * f * x / devices / 2, 4 * tokens / x)
+
+    best = forms.best_fsdp(tokens, devices, f, fsdp_axes=2)
+    assert traffic(best) <= min(traffic(best * step) for step in (0.9, 0.99, 1.01, 1.1)) * (1 + 1e-9)
+
+
+@given(st.integers(256, 16384), st.integers(256, 65536), st.integers(4, 4096))
+def test_the_best_2d_split_is_a_minimum(d: int, f: int, devices: int):
+    best = forms.weight_stationary_2d_best(d, f, devices)
+    least = forms.weight_stationary_2d_s(1, d, f, best, devices, 1.0)
+    assert all(forms.weight_stationary_2d_s(1, d, f, best * s, devices, 1.0) >= least * (1 - 1e-12) for s in (0.9, 1.1))
+
+
+def test_parameters_of_public_models():
+    """Hugging Face model cards: Llama 3.1 8B 8.03e9, 70B 70.6e9, Mixtral 8x7B 46.7e9 with 12.9e9 active."""
+    llama_8b = Transformer(layers=32, d_model=4096, d_ff=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256)
+    mixtral = Transformer(
+        layers=32,
+        d_model=4096,
+        d_ff=14336,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        vocab=32000,
+        experts=8,
+        active_experts=2,
+    )
+    assert llama_8b.parameters == pytest.approx(8.03e9, rel=0.002)
+    assert mixtral.parameters == pytest.approx(46.7e9, rel=0.002)
+    assert mixtral.active_parameters == pytest.approx(12.9e9, rel=0.005)
+
+
+def test_shared_experts_dense_layers_and_latent_attention():
+    """DeepSeek-V3 (arXiv:2412.19437): 671e9 parameters, 37e9 active."""
+    deepseek = Transformer(
+        layers=61,
+        d_model=7168,
+        d_ff=18432,
+        heads=128,
+        kv_heads=128,
+        head_dim=160,
+        vocab=129280,
+        experts=256,
+        active_experts=8,
+        shared_experts=1,
+        expert_d_ff=2048,
+        dense_layers=3,
+        attention_parameters=187_107_328,
+    )
+    assert deepseek.parameters == pytest.approx(671e9, rel=0.005)
+    assert deepseek.active_parameters == pytest.approx(37e9, rel=0.02)
+
+
+def test_windows_cut_the_scores():
+    full = Transformer(layers=6, d_model=512, d_ff=2048, heads=8, kv_heads=8, head_dim=64, vocab=1000)
+    local = Transformer(
+        layers=6, d_model=512, d_ff=2048, heads=8, kv_heads=8, head_dim=64, vocab=1000, window=256, global_layers=1
+    )
+    per_layer = full.score_flops(8192) / 6
+    assert local.score_flops(8192) == pytest.approx(per_layer * (1 + 5 * 256 / 4096))
+    assert local.score_flops(128) == full.score_flops(128)
