@@ -31,6 +31,10 @@ class SpecError(AutoshardError, ValueError):
     """A pin or a PartitionSpec names what does not exist, or cannot be kept."""
 
 
+class TargetError(AutoshardError, ValueError):
+    """What a command is to plan cannot be found, or is no builder of a function and its arguments."""
+
+
 class InfeasibleError(AutoshardError):
     """No plan satisfies the constraints (memory, or pins that exclude each other)."""
 

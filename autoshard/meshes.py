@@ -6,11 +6,10 @@ from math import prod
 from typing import Any
 
 import cost_models
-import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from autoshard import _jax
+from autoshard import _jax, _quiet
 from autoshard.errors import MeshError
 from autoshard.mesh import MeshAxes
 
@@ -56,7 +55,7 @@ def place(mesh: MeshLike, hardware: str | cost_models.Hardware | None) -> Place:
     axes = MeshAxes.of(dict(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape))
     notes: list[str] = []
     if hardware is None:
-        hardware = detect(own.devices.ravel().tolist() if own is not None else jax.devices()[: axes.size], axes.size)
+        hardware = detect(own.devices.ravel().tolist() if own is not None else _quiet.devices()[: axes.size], axes.size)
         notes.append(f"hardware detected: {hardware}")
     try:
         found = hardware if isinstance(hardware, cost_models.Hardware) else _read(hardware, axes.size)
@@ -108,7 +107,7 @@ def auto_twin(mesh: Mesh) -> Mesh:
 
 def over_devices(axes: MeshAxes, order: np.ndarray, devices: list[Any] | None = None) -> Mesh:
     """A Mesh with Auto axes over real devices in the given physical order."""
-    have = jax.devices() if devices is None else devices
+    have = _quiet.devices() if devices is None else devices
     if len(have) < prod(axes.sizes):
         raise MeshError(f"the mesh {axes} needs {axes.size} devices; this process sees {len(have)}")
     grid = np.empty(axes.size, object)

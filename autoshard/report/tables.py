@@ -7,8 +7,9 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 GAP = 2  # blanks between columns
 NARROW, WIDE = 80, 120  # the least and the most columns that reports make use of
@@ -43,7 +44,7 @@ def table(
     right: Sequence[str] = (),
     whole: Sequence[str] = (),
     footer: Sequence[str] = (),
-) -> Table:
+) -> RenderableType:
     """A table without lines between its columns.
 
     Args:
@@ -55,9 +56,6 @@ def table(
       footer: cells below a rule.
     """
     made = Table(
-        title=title or None,
-        title_justify="left",
-        title_style="",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 1, 0, 0),
@@ -74,7 +72,7 @@ def table(
         )
     for row in rows:
         made.add_row(*row)
-    return made
+    return Group(Text(title), made) if title else made
 
 
 def fields(rows: Iterable[tuple[str, str]], width: int) -> str:

@@ -1,8 +1,9 @@
 """Text: a plan, and what a compiler made of it, for a terminal."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from rich.table import Table
+from rich.console import RenderableType
 
 from autoshard.plan import Leaf, PlanRecord
 from autoshard.problem.assignment import Collective
@@ -23,7 +24,6 @@ from autoshard.report.tables import (
 from autoshard.verify import Match, Row, Verification
 from autoshard.wanted import dotted
 
-ROOMY = 100  # from so many columns on, collectives show where they are
 LONGEST = 12  # rows of collectives that are shown one by one
 
 
@@ -47,7 +47,7 @@ def summary(
     width = columns() if width is None else width
     parts = [
         f"{record.name} on {record.mesh} ({record.hardware})\n",
-        fields(_verdict(record, seconds or {}, flops, peak_flops_per_s), width) + "\n",
+        fields(_verdict(record, seconds or {}, flops, peak_flops_per_s), width),
         layouts("input", record.inputs, record, width=width),
     ]
     replaced, others = _outputs(record)
@@ -98,7 +98,7 @@ def _verdict(
     return rows + [("note", note) for note in record.notes]
 
 
-def layouts(title: str, leaves: Sequence[Leaf], record: PlanRecord, *, width: int) -> Table:
+def layouts(title: str, leaves: Sequence[Leaf], record: PlanRecord, *, width: int) -> RenderableType:
     """The layouts of inputs or outputs, equal layers and repeated subtrees folded."""
     rows = fold(leaves, record.mesh)
     cells = [
@@ -126,35 +126,40 @@ def _outputs(record: PlanRecord) -> tuple[int, list[Leaf]]:
     return len(record.outputs) - len(others), others
 
 
-def collectives(record: PlanRecord, *, width: int) -> Table:
-    """The collectives of a step, equal ones together, the longest first, and their sum."""
-    roomy = width >= ROOMY
+def collectives(record: PlanRecord, *, width: int) -> RenderableType:
+    """The collectives of a step, equal ones together, the longest first, and their sum.
 
-    def key(c: Collective) -> tuple[str, tuple[str, ...], bool, str, str]:
-        return c.kind, c.axes, c.window is not None, c.value, short_place(c.where).partition(" (")[0] if roomy else ""
+    Where they are shows if there is room for it.
+    """
+    head = ("collective", "over", "count", "bytes", "time", "hides", "value", "at")
+    rows = _collective_rows(record.collectives)
+    if sum(max(len(row[i]) for row in (head, *rows)) + GAP for i in range(len(head))) > width:
+        head, rows = head[:-1], _collective_rows([replace(c, where="") for c in record.collectives])
+    footer = ("sum", "", *_amounts(record.collectives), "", "", "")
+    return table(
+        "collectives per step: logical bytes per device, time if nothing is hidden",
+        head,
+        [row[: len(head)] for row in rows],
+        right=("count", "bytes", "time"),
+        whole=("collective", "over", "value"),
+        footer=footer[: len(head)],
+    )
 
+
+def _collective_rows(promised: Sequence[Collective]) -> list[tuple[str, ...]]:
     groups: dict[tuple[str, tuple[str, ...], bool, str, str], list[Collective]] = {}
-    for c in record.collectives:
-        groups.setdefault(key(c), []).append(c)
+    for c in promised:
+        line = short_place(c.where).partition(" (")[0]
+        groups.setdefault((c.kind, c.axes, c.window is not None, c.value, line), []).append(c)
     ranked = sorted(groups.items(), key=lambda item: -_sum_s(item[1]))
     rows = [
-        (kind, "·".join(axes), *_amounts(same), "yes" if hides else "no", short_aval(value), where)
-        for (kind, axes, hides, value, where), same in ranked[:LONGEST]
+        (kind, "·".join(axes), *_amounts(same), "yes" if hides else "no", short_aval(value), line)
+        for (kind, axes, hides, value, line), same in ranked[:LONGEST]
     ]
     rest = [c for _, same in ranked[LONGEST:] for c in same]
     if rest:
         rows.append((f"{len(ranked) - LONGEST} smaller", "", *_amounts(rest), "", "", ""))
-    head = ("collective", "over", "count", "bytes", "time", "can hide", "value", "at")
-    footer = ("sum", "", *_amounts(record.collectives), "", "", "")
-    shown = len(head) if roomy else len(head) - 1
-    return table(
-        "collectives per step: logical bytes per device, time if nothing is hidden",
-        head[:shown],
-        [row[:shown] for row in rows],
-        right=("count", "bytes", "time"),
-        whole=("collective", "over"),
-        footer=footer[:shown],
-    )
+    return rows
 
 
 def _sum_s(same: Sequence[Collective]) -> float:
@@ -180,7 +185,7 @@ def verification(found: Verification, *, width: int | None = None) -> str:
         (
             "memory",
             f"predicted peak {bytes_text(found.predicted_peak_bytes)} per device, "
-            f"compiled {bytes_text(found.compiled_peak_bytes)}, {_ratio_text(ratio)}",
+            f"compiled {bytes_text(found.compiled_peak_bytes)} ({_ratio_text(ratio)})",
         ),
         ("compiler", f"{found.compiler} ({found.version}) for {found.topology}, {found.wall_s:.1f} s"),
     ]
@@ -190,7 +195,7 @@ def verification(found: Verification, *, width: int | None = None) -> str:
         split = [row for row in found.rows if row.kind == kind]
         rows += [*split, total] if len(split) > 1 else split
     return render(
-        fields(lines, width) + "\n",
+        fields(lines, width),
         table(
             "collectives per step: logical bytes per device",
             ("collective", "over", "predicted", "emitted", "ratio", "count", "status"),

@@ -1,0 +1,58 @@
+"""Quiet: jax starts without what the GPU plugin writes where there is no GPU.
+
+The plugin's libraries (JAX 0.10) report from C++, as they are loaded, that there is no
+driver. That passes by Python's `sys.stderr`, before any log level can be set, and says
+nothing to somebody who plans for a GPU elsewhere. All else that is written comes through.
+"""
+
+import contextlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Generator
+from typing import Any
+
+_HARMLESS = re.compile(
+    rb"^(WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
+    rb"|I\d{4} .*Could not find cuda drivers on your machine, GPU will not be used\.)\r?\n",
+    re.MULTILINE,
+)
+
+
+@contextlib.contextmanager
+def without_driver_notices() -> Generator[None]:
+    """Holds file descriptor 2 back meanwhile, and then writes all but the harmless lines."""
+    try:
+        stderr = os.dup(2)
+    except OSError:  # closed: there is nothing to hold back
+        yield
+        return
+    with tempfile.TemporaryFile() as held:
+        _flush()
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            _flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            held.seek(0)
+            os.write(2, _HARMLESS.sub(b"", held.read()))
+
+
+def _flush() -> None:
+    if sys.stderr is not None:  # as it is in a process without a console
+        sys.stderr.flush()
+
+
+with without_driver_notices():
+    import jax
+
+
+def devices() -> list[Any]:
+    """`jax.devices()`; the first call starts jax, quietly where it is to use the CPU alone."""
+    if jax.config.jax_platforms != "cpu":
+        return jax.devices()
+    with without_driver_notices():
+        return jax.devices()

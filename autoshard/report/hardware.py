@@ -1,0 +1,85 @@
+"""Hardware: the catalogue, and every number of one chip with its source."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cost_models.hardware_file import Chip
+from cost_models.topology import Topology
+
+from autoshard.report.tables import bytes_text, columns, fields, flops_text, render, table, time_text
+
+
+def catalogue(chips: Sequence[Chip], *, width: int | None = None) -> str:
+    """One row per chip."""
+    width = columns() if width is None else width
+    rows = [
+        (
+            chip.name,
+            chip.description,
+            _value(chip, "hbm_bytes"),
+            _value(chip, "hbm_bytes_per_s"),
+            _value(chip, "peak_bfloat16_flops_per_s"),
+        )
+        for chip in chips
+    ]
+    head = ("chip", "what it is", "memory", "memory rate", "bfloat16")
+    return render(table("", head, rows, right=head[2:], whole=("chip",)), width=width)
+
+
+def numbers(chip: Chip, topology: Topology | None = None, *, width: int | None = None) -> str:
+    """Every number of a chip and of its links, with the sources below."""
+    width = columns() if width is None else width
+    sources: dict[str, int] = {}
+    title = (
+        chip.description if topology is None else f"{chip.description}, {topology.devices} devices as {topology.name}"
+    )
+    parts: list[Any] = [f"{chip.name}: {title}\n"]
+    stated = {"device": ("", chip.numbers)} | {
+        role: (f"{role}: {link.description or link.name}", link.numbers) for role, link in chip.links.items()
+    }
+    for group, (heading, found) in stated.items():
+        rows = [
+            (key, number_text(key, number.value), f"[{sources.setdefault(number.source, len(sources) + 1)}]")
+            for key, number in found.items()
+        ]
+        parts.append(table(heading, (group, "value", "source"), rows, right=("value",), whole=(group,)))
+    for role, link in chip.links.items():
+        for measured in link.tables:
+            sources.setdefault(measured.source, len(sources) + 1)
+        if link.tables:
+            parts.append(
+                table(
+                    f"measured on {link.name}",
+                    (role, "devices", "bytes", "seconds", "source"),
+                    [
+                        (
+                            t.kind,
+                            str(t.devices),
+                            f"{bytes_text(t.nbytes[0])} … {bytes_text(t.nbytes[-1])}",
+                            f"{time_text(t.seconds[0])} … {time_text(t.seconds[-1])}",
+                            f"[{sources[t.source]}]",
+                        )
+                        for t in link.tables
+                    ],
+                    right=("devices",),
+                )
+            )
+    parts.append(fields([(f"[{i}]", source) for source, i in sources.items()], width))
+    return render(*parts, width=width)
+
+
+def number_text(key: str, value: float) -> str:
+    """A value in the unit that its key ends in, as people read it."""
+    if key.endswith("_bytes_per_s"):
+        return f"{bytes_text(value)}/s"
+    if key.endswith("_flops_per_s"):
+        return f"{flops_text(value)}/s"
+    if key.endswith("_bytes"):
+        return bytes_text(value)
+    if key.endswith("_s"):
+        return time_text(value)
+    return f"{value:g}"
+
+
+def _value(chip: Chip, key: str) -> str:
+    return number_text(key, chip.numbers[key].value)

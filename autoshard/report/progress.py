@@ -1,0 +1,48 @@
+"""Progress: in which stage planning is, on a terminal, while it lasts."""
+
+import contextlib
+import logging
+from collections.abc import Generator
+
+from rich.console import Console
+from rich.status import Status
+
+STAGES = ("trace", "graph", "strategies", "price", "solve")
+
+_LOG = logging.getLogger("autoshard")
+
+
+class _Stages(logging.Handler):
+    """Follows the log records of stages that are done: the next one is shown."""
+
+    def __init__(self, status: Status) -> None:
+        super().__init__(logging.DEBUG)
+        self._status = status
+
+    def emit(self, record: logging.LogRecord) -> None:
+        done = getattr(record, "stage", None)
+        if done in STAGES[:-1]:
+            self._status.update(f"{STAGES[STAGES.index(done) + 1]} …")
+
+
+@contextlib.contextmanager
+def shown(console: Console, first: str) -> Generator[None]:
+    """A spinner with the present stage, gone at the end; nothing where `console` is no terminal.
+
+    Args:
+      console: of standard error, as a rule.
+      first: what happens until the first stage is done.
+    """
+    if not console.is_terminal:
+        yield
+        return
+    level = _LOG.level
+    with console.status(f"{first} …") as status:
+        handler = _Stages(status)
+        _LOG.addHandler(handler)
+        _LOG.setLevel(logging.DEBUG)
+        try:
+            yield
+        finally:
+            _LOG.setLevel(level)
+            _LOG.removeHandler(handler)
