@@ -67,7 +67,7 @@ def layouts(shape: tuple[int, ...], mesh: MeshAxes, *, unreduced: bool) -> Codes
     """Codes of every layout that divides `shape`, replicated first; read-only."""
     ndim = len(shape)
     choices = [WHOLE, *range(ndim)] + ([SUM] if unreduced else [])
-    rows = np.array(list(product(choices, repeat=mesh.ndim)), np.int8).reshape(-1, mesh.ndim)
+    rows = _assignments(choices, mesh)
     sizes = np.array(mesh.sizes, np.int64)
     fits = np.ones(len(rows), bool)
     for d in range(ndim):
@@ -76,6 +76,11 @@ def layouts(shape: tuple[int, ...], mesh: MeshAxes, *, unreduced: bool) -> Codes
     codes = encode(rows[fits], ndim)
     codes.setflags(write=False)
     return codes
+
+
+def _assignments(choices: list[int], mesh: MeshAxes) -> Rows:
+    """Every assignment of mesh axes to choices; one empty row without axes."""
+    return np.array(list(product(choices, repeat=mesh.ndim)), np.int8).reshape(len(choices) ** mesh.ndim, mesh.ndim)
 
 
 def matching(shape: tuple[int, ...], mesh: MeshAxes, layout: Layout, free: frozenset[int]) -> Codes:
@@ -158,7 +163,7 @@ def enumerate_strategies(rule: ShardingRule, mesh: MeshAxes, *, sums_flow: bool 
     """
     factors = splittable(rule)
     choices = [WHOLE, *factors] + ([SUM] if sums_flow and rule.linear else [])
-    rows = np.array(list(product(choices, repeat=mesh.ndim)), np.int8).reshape(-1, mesh.ndim)
+    rows = _assignments(choices, mesh)
     sizes = np.array(mesh.sizes, np.int64)
     fits = np.ones(len(rows), bool)
     for f in factors:
