@@ -23,8 +23,8 @@ import cost_models
 from benchmarks import published_models
 from cost_models import catalogue
 from cost_models.model import Hardware
-from cost_models.step_time import StepTime, step_time
 from cost_models.training_layout import Remat, TrainingLayout
+from cost_models.training_step import StepTime, step_time
 from cost_models.transformer import Transformer
 
 ROWS = Path(__file__).parent.parent / "tests" / "data" / "published_steps.json"

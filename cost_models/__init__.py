@@ -4,7 +4,11 @@
     >>> machine = cost_models.hardware("h100:2x4").place({"data": 2, "model": 4})
     >>> machine.collective_s("all-gather", ("model",), 2**28)
 
-It knows bytes, FLOPs and links; no programs.
+It knows bytes, FLOPs and links; no programs. A hardware's numbers are data files
+(`hardware_file`), its links a topology (`topology`), a mesh on them a placement
+(`placement`); a collective's price is a law of bytes (`collective_law`), a local
+operation's a roofline (`roofline`, `operations`). Whole transformers: `step_time`,
+`serving_time`; rules of thumb: `hardware_limits`, `model_limits`.
 """
 
 from cost_models.alpha_beta import KINDS, Kind
@@ -17,8 +21,13 @@ from cost_models.errors import (
     UnknownHardwareError,
     UnknownNumberError,
 )
+from cost_models.limits import Limit, hardware_limits, model_limits
 from cost_models.machine import Machine
 from cost_models.model import Hardware, hardware
+from cost_models.serving import ServingTime, serving_time
+from cost_models.training_layout import TrainingLayout
+from cost_models.training_step import StepTime, step_time
+from cost_models.transformer import Transformer
 
 __all__ = [
     "KINDS",
@@ -26,11 +35,20 @@ __all__ = [
     "Hardware",
     "HardwareFileError",
     "Kind",
+    "Limit",
     "Machine",
     "MeshFitError",
+    "ServingTime",
+    "StepTime",
     "TopologyError",
+    "TrainingLayout",
+    "Transformer",
     "UnknownHardwareError",
     "UnknownNumberError",
     "chips",
     "hardware",
+    "hardware_limits",
+    "model_limits",
+    "serving_time",
+    "step_time",
 ]

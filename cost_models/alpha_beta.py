@@ -83,7 +83,7 @@ def torus_broadcast_s(nbytes: ArrayLike, rings: Sequence[Ring], one_way_bytes_pe
 
 
 def switch_gather_s(nbytes: ArrayLike, n: int, one_way_bytes_per_s: float) -> Floats:
-    """All-gather or all-to-all among n devices that each send at full rate: all but one block moves. gpus.md:388-451."""
+    """All-gather or all-to-all among n devices at full rate: all but one block moves. Source: gpus.md:388-451."""
     return np.asarray(nbytes, float) * ((n - 1) / n / one_way_bytes_per_s)
 
 

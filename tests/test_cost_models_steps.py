@@ -9,8 +9,8 @@ import pytest
 import cost_models
 from benchmarks.published_steps import ROWS, Run, read, spearman
 from cost_models.errors import MeshFitError
-from cost_models.step_time import StepTime, step_time
 from cost_models.training_layout import TrainingLayout
+from cost_models.training_step import StepTime, step_time
 from cost_models.transformer import Transformer
 
 LLAMA_8B = Transformer(layers=32, d_model=4096, d_ff=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256)
