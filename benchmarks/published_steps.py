@@ -2,9 +2,9 @@
 
 Each row is a measured training run that somebody published. The model's shape,
 the layout and the hardware are read from the row; the step is predicted with
-`cost_models.step_time`, which no row can reach other than through the two
-three constants per chip that are marked as fitted in the hardware files. Those
-were fitted (`fit_steps.py`) on every second priceable row of their chip; errors
+`cost_models.step_time`, which no row reaches other than through the three
+constants per chip that are marked as fitted in the hardware files. Those were
+fitted (`fit_steps.py`) on every second priceable row of their chip; errors
 are printed for that half, for the other, and for both.
 """
 

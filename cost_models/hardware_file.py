@@ -218,6 +218,11 @@ def parse_chip(document: Any, file: str, find_chip: Finder, find_link: Finder) -
     _complete(numbers, CHIP_NUMBERS, file)
     if "domain" not in links:
         raise HardwareFileError(file, "`domain` is missing: name the interconnect between neighbouring devices")
+    for role, link in links.items():
+        if (link.medium == "network") != (role == "scale_out"):
+            raise HardwareFileError(
+                file, f"`{role}` is {link.name}, a {link.medium}: networks, and only they, scale out"
+            )
     if "tables" in doc:
         rate = links["domain"].numbers["one_way_bytes_per_s"].value
         tables = tuple(_table(row, rate, file) for row in doc["tables"])
@@ -246,6 +251,8 @@ def parse_interconnect(document: Any, file: str) -> Interconnect:
     stated = _object(doc.get("numbers", {}), file, "`numbers`")
     numbers = {key: _number(key, entry, LINK_NUMBERS, file) for key, entry in stated.items()}
     _complete(numbers, LINK_NUMBERS, file)
+    if medium in ("switch", "direct") and "max_devices_count" not in numbers:
+        raise HardwareFileError(file, f"missing numbers: max_devices_count; how many devices does the {medium} join?")
     if (medium == "torus") != ("torus" in doc):
         raise HardwareFileError(file, "`torus` (shapes, wrap) belongs to a torus medium, and to no other")
     return Interconnect(
@@ -260,7 +267,7 @@ def parse_interconnect(document: Any, file: str) -> Interconnect:
 
 def _torus(entry: Any, file: str) -> TorusShapes:
     doc = _object(entry, file, "`torus`")
-    _known(doc, ("wrap", "shapes", "largest", "name_counts_cores", "source"), f"{file}, torus")
+    _exactly(doc, ("wrap", "shapes", "largest", "name_counts_cores", "source"), f"{file}, torus")
     if doc.get("wrap") not in ("cubes of 4", "axes of 16"):
         raise HardwareFileError(file, f'`torus.wrap` is {doc.get("wrap")!r}; write "cubes of 4" or "axes of 16"')
     return TorusShapes(
@@ -274,17 +281,20 @@ def _torus(entry: Any, file: str) -> TorusShapes:
 
 def _table(entry: Any, link_bytes_per_s: float, file: str) -> CollectiveTable:
     doc = _object(entry, file, "a row of `tables`")
-    _known(doc, ("collective", "devices", "source", "bytes", "seconds"), f"{file}, tables")
+    _exactly(doc, ("collective", "devices", "source", "bytes", "seconds"), f"{file}, tables")
     kind = doc.get("collective")
     if kind not in KINDS:
         raise HardwareFileError(file, f"tables: `collective` is {kind!r}; it must be one of {', '.join(KINDS)}")
-    sizes, seconds = np.asarray(doc.get("bytes", ()), float), np.asarray(doc.get("seconds", ()), float)
-    where = f"tables, {kind} on {doc.get('devices')} devices"
+    devices = doc["devices"]
+    if not isinstance(devices, int) or devices < 2:
+        raise HardwareFileError(file, f"tables, {kind}: `devices` is {devices!r}; a group has two or more")
+    sizes, seconds = np.asarray(doc["bytes"], float), np.asarray(doc["seconds"], float)
+    where = f"tables, {kind} on {devices} devices"
     if sizes.ndim != 1 or sizes.shape != seconds.shape or sizes.size < 2:
         raise HardwareFileError(file, f"{where}: `bytes` and `seconds` must be two lists of one length, 2 or more")
     if not (np.all(np.diff(sizes) > 0) and sizes[0] > 0 and np.all(np.isfinite(seconds)) and np.all(seconds > 0)):
         raise HardwareFileError(file, f"{where}: `bytes` must ascend from above 0, `seconds` must be positive")
-    return CollectiveTable(kind, int(doc["devices"]), sizes, seconds, str(doc["source"]), link_bytes_per_s)
+    return CollectiveTable(kind, devices, sizes, seconds, str(doc["source"]), link_bytes_per_s)
 
 
 def _object(value: Any, file: str, what: str) -> dict[str, Any]:
@@ -297,6 +307,14 @@ def _known(doc: Mapping[str, Any], keys: tuple[str, ...], file: str) -> None:
     for key in doc:
         if key not in keys:
             raise HardwareFileError(file, f"unknown key `{key}`{_near(key, keys)}")
+
+
+def _exactly(doc: Mapping[str, Any], keys: tuple[str, ...], file: str) -> None:
+    """All of these keys and no others."""
+    _known(doc, keys, file)
+    missing = [key for key in keys if key not in doc]
+    if missing:
+        raise HardwareFileError(file, f"missing keys: {', '.join(missing)}")
 
 
 def _near(key: str, keys: tuple[str, ...]) -> str:

@@ -178,7 +178,7 @@ def _catalogue_chip(name: str, text: str) -> Chip:
     try:
         return catalogue.chip(name)
     except UnknownHardwareError:
-        counted = re.fullmatch(r"((?:tpu-?)?v\d+\w*?)-(\d+)", name.lower())
+        counted = re.fullmatch(r"((?:tpu-?)?v?\d+\w*?)-(\d+)", name.lower())
         if counted is None:
             raise
         chip = catalogue.chip(counted[1])

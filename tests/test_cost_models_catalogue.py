@@ -45,6 +45,33 @@ def number(key: str, value: Any, source: str = "measured") -> dict[str, Any]:
     return {"numbers": {key: {"value": value, "source": source}}}
 
 
+def table(**changes: Any) -> dict[str, Any]:
+    return {"collective": "all-gather", "devices": 8, "source": "me", "bytes": [1, 2], "seconds": [1, 2]} | changes
+
+
+def link(**changes: Any) -> dict[str, Any]:
+    values = {
+        "one_way_bytes_per_s": 1e11,
+        "achieved_fraction": 1.0,
+        "hop_s": 0.0,
+        "launch_s": 0.0,
+        "max_devices_count": 16,
+    }
+    numbers = {key: {"value": value, "source": "vendor"} for key, value in values.items()}
+    return {
+        "schema": "hardware/1",
+        "kind": "interconnect",
+        "name": "my-switch",
+        "medium": "switch",
+        "numbers": numbers,
+    } | changes
+
+
+def without_limit() -> dict[str, Any]:
+    numbers = {key: entry for key, entry in link()["numbers"].items() if key != "max_devices_count"}
+    return link(numbers=numbers)
+
+
 @pytest.mark.parametrize("name", BIG_SIX)
 def test_the_chips_that_people_have_are_there(name: str):
     assert name in cost_models.chips()
@@ -91,6 +118,7 @@ def test_unknown_chip_lists_near_names():
     [
         ("v5p-256", r"'v5p-256' counts TensorCores: it is 128 chips; write tpu-v5p:4x4x8"),
         ("tpu-v4-64", r"'v4-64' counts TensorCores: it is 32 chips; write tpu-v4:2x4x4"),
+        ("tpu7x-128", r"counts TensorCores: it is 64 chips; write tpu-v7x:4x4x4"),
         ("v5e-256", r"'v5e-256' counts chips, but not how they are wired; write tpu-v5e:16x16"),
         ("tpu-v5e:32x32", r"`tpu-v5e:32x32` does not exist; slices are 1x1, 2x2"),
         ("tpu-v5p:16x20x28", r"does not exist.*multiples of 4 up to 16x16x24"),
@@ -158,23 +186,7 @@ def test_a_users_file_overrides_any_number(tmp_path: Path):
 
 
 def test_a_users_file_may_bring_its_own_interconnect(tmp_path: Path):
-    ring = {
-        "schema": "hardware/1",
-        "kind": "interconnect",
-        "name": "my-switch",
-        "medium": "switch",
-        "numbers": {
-            key: {"value": value, "source": "vendor"}
-            for key, value in {
-                "one_way_bytes_per_s": 1e11,
-                "achieved_fraction": 1.0,
-                "hop_s": 0.0,
-                "launch_s": 0.0,
-                "max_devices_count": 16,
-            }.items()
-        },
-    }
-    machine = cost_models.hardware(str(user_file(tmp_path, domain=ring, topology="1x16"))).place({"x": 16})
+    machine = cost_models.hardware(str(user_file(tmp_path, domain=link(), topology="1x16"))).place({"x": 16})
     assert float(machine.collective_s("all-gather", ("x",), 1.6e11)) == pytest.approx(1.5)
 
 
@@ -204,6 +216,17 @@ def test_a_users_file_may_bring_its_own_interconnect(tmp_path: Path):
         ({"name": ""}, r"`name` is missing"),
         ({"topologie": "1x8"}, r"unknown key `topologie`; did you mean `topology`"),
         (number("die.hop_s", 1), r"there is no `die` interconnect here; it has domain, scale_out"),
+        ({"scale_out": "nvlink4"}, r"`scale_out` is nvlink4, a switch: networks, and only they, scale out"),
+        ({"tables": [{"collective": "gather"}]}, r"tables: missing keys: devices, source, bytes, seconds"),
+        ({"tables": [table(collective="gather")]}, r"`collective` is 'gather'; it must be one of all-gather"),
+        ({"tables": [table(devices=1)]}, r"`devices` is 1; a group has two or more"),
+        ({"tables": [table(seconds=[1.0])]}, r"must be two lists of one length, 2 or more"),
+        ({"tables": [table(bytes=[2.0, 1.0])]}, r"`bytes` must ascend from above 0"),
+        ({"domain": link(medium="rope")}, r"`medium` is 'rope'; it must be one of torus, switch"),
+        ({"domain": link(torus={})}, r"belongs to a torus medium, and to no other"),
+        ({"domain": link(medium="torus", torus={"wrap": "sometimes"})}, r"torus: missing keys: shapes"),
+        ({"domain": link(numbers={})}, r"missing numbers: one_way_bytes_per_s, achieved_fraction, hop_s, launch_s"),
+        ({"domain": without_limit()}, r"missing numbers: max_devices_count; how many devices does the switch join"),
         ({"measured": {"dates": "today"}}, r"unknown key `dates`; did you mean `date`"),
     ],
 )
