@@ -7,7 +7,8 @@ all-to-all is not replaced by a gather. Calls with rules of their own (`remat`,
 `custom_jvp`, `custom_vjp`) are bound again with rewritten bodies; source lines stay.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -18,9 +19,14 @@ from autoshard.graph import CALLS, Path
 from autoshard.pins import Pins, Specs
 
 Hook = Callable[[Any, Path, int], Any]  # (value, equation path, position) → the value to go on with
+Scope = Callable[[Path], AbstractContextManager[Any]]  # equation path → the context to evaluate it in
 
 
-def constrained(closed: Any, pins: Pins, mesh: Any, args: Sequence[Any]) -> list[Any]:
+def _no_scope(path: Path) -> AbstractContextManager[Any]:
+    return nullcontext(path)
+
+
+def constrained(closed: Any, pins: Pins, mesh: Any, args: Sequence[Any], *, scope: Scope = _no_scope) -> list[Any]:
     """Evaluates a closed jaxpr on flat arguments, with constraints on `mesh` (Auto axes)."""
     seen: dict[tuple[int, Specs], tuple[Any, Any]] = {}  # keeps the source alive, so that ids stay unique
 
@@ -42,12 +48,32 @@ def constrained(closed: Any, pins: Pins, mesh: Any, args: Sequence[Any]) -> list
         inputs,
         made=lambda value, path, i: pin(value, pins.made.get((path, i), ())),
         taken=lambda value, path, i: pin(value, pins.taken.get((path, i), ())),
+        scope=scope,
     )
     return [pin(result, pins.outputs.get(i, ())) for i, result in enumerate(results)]
 
 
-def evaluate(closed: Any, args: Sequence[Any], *, made: Hook, taken: Hook, path: Path = ()) -> list[Any]:
-    """Evaluates a closed jaxpr as JAX does, with hooks on every operand and result."""
+def evaluate(
+    closed: Any,
+    args: Sequence[Any],
+    *,
+    made: Hook,
+    taken: Hook,
+    scope: Scope = _no_scope,
+    own: bool = False,
+    path: Path = (),
+) -> list[Any]:
+    """Evaluates a closed jaxpr as JAX does, with hooks on every operand and result.
+
+    Args:
+      closed: the program.
+      args: one per input.
+      made: called on every result.
+      taken: called on every operand.
+      scope: entered around every equation.
+      own: whether the program's own `with_sharding_constraint`s stay; if not, pins stand for them.
+      path: of the equation whose body this is.
+    """
     jaxpr = _jax.open_jaxpr(closed)
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, _jax.consts_of(closed), strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
@@ -57,25 +83,51 @@ def evaluate(closed: Any, args: Sequence[Any], *, made: Hook, taken: Hook, path:
 
     for index, eqn in enumerate(jaxpr.eqns):
         here = (*path, index)
-        with _jax.as_written(eqn):
+        with _jax.as_written(eqn), scope(here):
             operands = [taken(read(atom), here, i) for i, atom in enumerate(eqn.invars)]
-            results = _equation(eqn, operands, made, taken, here)
+            results = _equation(eqn, operands, made, taken, scope, here, own=own)
             env.update(zip(eqn.outvars, [made(result, here, i) for i, result in enumerate(results)], strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _equation(eqn: Any, operands: list[Any], made: Hook, taken: Hook, here: Path) -> list[Any]:
+def _equation(
+    eqn: Any, operands: list[Any], made: Hook, taken: Hook, scope: Scope, here: Path, *, own: bool
+) -> list[Any]:
     name = eqn.primitive.name
-    if name == "sharding_constraint":
-        return operands  # the user's own constraint is one of the plan's pins
-    if name not in CALLS:
+    if name == "sharding_constraint" and not own:
+        return operands
+    if name not in INLINED and name not in BODIES:
         return _jax.bind(eqn, eqn.params, operands)
-    body = eqn.params[CALLS[name]]
-    inner: Callable[..., list[Any]] = lambda *xs: evaluate(body, xs, made=made, taken=taken, path=(*here, 0))
     if name in INLINED:
-        return inner(*operands)
-    return _jax.bind(eqn, {**eqn.params, CALLS[name]: _jax.with_body(body, inner)}, operands)
+        return evaluate(
+            eqn.params[CALLS[name]], operands, made=made, taken=taken, scope=scope, own=own, path=(*here, 0)
+        )
+
+    def rewritten(body: Any, k: int) -> Any:
+        path = (*here, k)
+
+        def run(*xs: Any) -> list[Any]:
+            entered = [made(x, path, i) for i, x in enumerate(xs)]
+            outs = evaluate(body, entered, made=made, taken=taken, scope=scope, own=own, path=path)
+            return [taken(x, path, i) for i, x in enumerate(outs)]
+
+        return _jax.with_body(body, run)
+
+    params = dict(eqn.params)
+    for key, k in BODIES[name]:
+        body = params[key]
+        params[key] = tuple(rewritten(b, i) for i, b in enumerate(body)) if k is None else rewritten(body, k)
+    return _jax.bind(eqn, params, operands)
 
 
 # Calls without rules of their own: their bodies are evaluated in place.
 INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
+
+# Equations that are bound again with rewritten bodies: (parameter, index of the body in
+# paths; None where the parameter holds several, numbered in order).
+BODIES: Mapping[str, tuple[tuple[str, int | None], ...]] = {
+    **{name: ((key, 0),) for name, key in CALLS.items() if name not in INLINED},
+    "scan": (("jaxpr", 0),),
+    "while": (("cond_jaxpr", 0), ("body_jaxpr", 1)),
+    "cond": (("branches", None),),
+}

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from autoshard.apply import evaluate
+from autoshard.errors import SpecError
 from autoshard.graph import Path
 from autoshard.mesh import MeshAxes
 from autoshard.trace import Traced, trace
@@ -32,6 +33,35 @@ class GradientProgram:
     traced: Traced
     first_gradient: int
     gradient_of: tuple[int, ...]
+
+
+def gradient_arguments(traced: Traced, *, for_grad: bool | int | Sequence[int] | None) -> tuple[int, ...]:
+    """The argument positions to differentiate for; empty to plan the program as it is.
+
+    Args:
+      traced: the program.
+      for_grad: which arguments (True: the first). None decides: the first, if no output
+        could replace an input.
+
+    Raises:
+      SpecError: there is no such argument.
+    """
+    if for_grad is False:
+        return ()
+    if for_grad is None:
+        inputs = {(a.shape, a.dtype) for a in traced.in_avals if a.shape}
+        floats = [a for a in traced.out_avals if jnp.issubdtype(a.dtype, jnp.inexact)]
+        if not traced.in_avals or not floats or any((a.shape, a.dtype) in inputs for a in traced.out_avals):
+            return ()
+        for_grad = True
+    chosen = (0,) if for_grad is True else (for_grad,) if isinstance(for_grad, int) else tuple(for_grad)
+    arguments = max(traced.argument_of, default=-1) + 1
+    if any(not 0 <= i < arguments for i in chosen):
+        raise SpecError(f"for_grad={for_grad}: the function has {arguments} dynamic arguments")
+    differentiable = {
+        p for p, a in zip(traced.argument_of, traced.in_avals, strict=True) if jnp.issubdtype(a.dtype, jnp.inexact)
+    }
+    return tuple(i for i in chosen if i in differentiable)
 
 
 def gradient_program(traced: Traced, argnums: Sequence[int], mesh: MeshAxes) -> GradientProgram:
@@ -52,7 +82,7 @@ def gradient_program(traced: Traced, argnums: Sequence[int], mesh: MeshAxes) -> 
             args = list(flat)
             for i, leaf in zip(leaves, chosen, strict=True):
                 args[i] = leaf
-            outputs = evaluate(traced.jaxpr, args, made=_mark, taken=lambda value, path, i: value)
+            outputs = evaluate(traced.jaxpr, args, made=_mark, taken=lambda value, path, i: value, own=True)
             return [outputs[i] for i in floats], outputs
 
         values, pull, outputs = jax.vjp(forward, [flat[i] for i in leaves], has_aux=True)

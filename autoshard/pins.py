@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
-from autoshard.graph import Path
+from autoshard.errors import SpecError
+from autoshard.graph import Eqn, Graph, Path
 
 Specs = tuple[PartitionSpec, ...]
 
@@ -28,3 +29,23 @@ class Pins:
         """How many constraints are emitted."""
         groups = (self.made, self.taken, self.inputs, self.outputs)
         return sum(len(specs) for group in groups for specs in group.values())
+
+
+def own(graph: Graph) -> Pins:
+    """A program's own `with_sharding_constraint`s; `P.UNCONSTRAINED` where they leave a dimension open."""
+    constraints = [(e, eqn) for e, eqn in enumerate(graph.eqns) if eqn.primitive == "sharding_constraint"]
+    return Pins(made={graph.makes[e][0]: (spec_of(eqn),) for e, eqn in constraints}, taken={}, inputs={}, outputs={})
+
+
+def spec_of(eqn: Eqn) -> PartitionSpec:
+    """What a `with_sharding_constraint` asks for.
+
+    Raises:
+      SpecError: its sharding has no PartitionSpec.
+    """
+    spec = getattr(eqn.params["sharding"], "spec", None)
+    if spec is None:
+        raise SpecError(f"with_sharding_constraint at {eqn.where}: only PartitionSpec and NamedSharding are understood")
+    free = eqn.params.get("unconstrained_dims") or ()
+    entries = list(spec) + [None] * (eqn.results[0].ndim - len(spec))
+    return PartitionSpec(*(PartitionSpec.UNCONSTRAINED if d in free else s for d, s in enumerate(entries)))

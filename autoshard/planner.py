@@ -21,7 +21,7 @@ from autoshard.errors import InfeasibleError, SpecError
 from autoshard.gradient import GradientProgram, gradient_program, marks
 from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
-from autoshard.pins import Pins, Specs
+from autoshard.pins import Pins, Specs, spec_of
 from autoshard.plan import Certificate, Cost, Leaf, Memory, PlanRecord
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Decisions, decide
@@ -72,6 +72,7 @@ class Setting:
 
     traced: Traced
     gradient: GradientProgram | None
+    tied: Mapping[int, int]  # output position of the priced program → the input that it shares its layout with
     decisions: Decisions
     resharder: Resharder
     seconds: Mapping[str, float]
@@ -93,7 +94,15 @@ class _Clock:
 
 
 def prepare(
-    traced: Traced, mesh: MeshAxes, machine: Machine, wanted: Wanted, *, gradient_of: Sequence[int], unknown: str
+    traced: Traced,
+    mesh: MeshAxes,
+    machine: Machine,
+    wanted: Wanted,
+    *,
+    gradient_of: Sequence[int],
+    unknown: str,
+    platform: str = "cpu",
+    trace_s: float = 0.0,
 ) -> Setting:
     """Builds the decisions of a traced program.
 
@@ -104,13 +113,16 @@ def prepare(
       wanted: the user's specs and donations.
       gradient_of: argument positions to differentiate for, or empty to plan the program as it is.
       unknown: "error" or "replicate".
+      platform: what `platform_index` resolves to: "cpu", "cuda" or "tpu".
+      trace_s: seconds that tracing took, for the stages' times.
     """
     clock = _Clock()
+    clock.seconds["trace"] = trace_s
     real = MeshAxes.of({n: s for n, s in mesh.shape.items() if s > 1})
     gradient = gradient_program(traced, gradient_of, mesh) if gradient_of else None
     priced = traced if gradient is None else gradient.traced
     clock.lap("trace")
-    graph = graphs.build(priced.jaxpr)
+    graph = graphs.build(priced.jaxpr, platform)
     clock.lap("graph")
     held: dict[int, int] = {}
     if gradient is None:
@@ -135,7 +147,9 @@ def prepare(
         unknown=unknown,
     )
     clock.lap("strategies")
-    return Setting(traced=traced, gradient=gradient, decisions=decisions, resharder=resharder, seconds=clock.seconds)
+    return Setting(
+        traced=traced, gradient=gradient, tied=tied, decisions=decisions, resharder=resharder, seconds=clock.seconds
+    )
 
 
 def make(
@@ -258,13 +272,13 @@ def program_pins(assignment: Assignment) -> Pins:
         return tuple(layout_of(c, ndim, d.mesh).spec() for c in codes) if ndim else ()
 
     made = {
-        (graph.paths[e], i): specs(assignment.after_made(v), v)
+        graph.makes[e][i]: specs(assignment.after_made(v), v)
         for e, values in enumerate(graph.results)
         for i, v in enumerate(values)
         if v in crossing
     }
     taken = {
-        (graph.paths[e], i): specs(assignment.before_taken(e, i), v)
+        graph.takes[e][i]: specs(assignment.before_taken(e, i), v)
         for e, values in enumerate(graph.operands)
         for i, v in enumerate(values)
         if v in crossing
@@ -335,19 +349,10 @@ def _pinned(spec: PartitionSpec, shape: tuple[int, ...], mesh: MeshAxes, real: M
 def _own_constraints(graph: graphs.Graph, mesh: MeshAxes, real: MeshAxes) -> dict[int, Codes]:
     """The user's `with_sharding_constraint`s: equation → allowed codes."""
     return {
-        e: _pinned(_spec_of(eqn), eqn.results[0].shape, mesh, real, f"with_sharding_constraint at {eqn.where}")
+        e: _pinned(spec_of(eqn), eqn.results[0].shape, mesh, real, f"with_sharding_constraint at {eqn.where}")
         for e, eqn in enumerate(graph.eqns)
         if eqn.primitive == "sharding_constraint"
     }
-
-
-def _spec_of(eqn: graphs.Eqn) -> PartitionSpec:
-    spec = getattr(eqn.params["sharding"], "spec", None)
-    if spec is None:
-        raise SpecError(f"with_sharding_constraint at {eqn.where}: only PartitionSpec and NamedSharding are understood")
-    free = eqn.params.get("unconstrained_dims") or ()
-    entries = list(spec) + [None] * (eqn.results[0].ndim - len(spec))
-    return PartitionSpec(*(PartitionSpec.UNCONSTRAINED if d in free else s for d, s in enumerate(entries)))
 
 
 def _certificate(formulation: Formulation, solution: Solution, hardware: Hardware) -> Certificate:

@@ -71,17 +71,24 @@ def collective_s(
 
 
 class Resharder:
-    """Shortest resharding paths for every value shape on one machine and mesh."""
+    """Shortest resharding paths for every value shape on one machine and mesh.
 
-    def __init__(self, mesh: MeshAxes, machine: Machine) -> None:
-        self.mesh, self.machine = mesh, machine
+    Every layout on a path is meant to be pinned. Left to itself (`pinned=False`), the
+    partitioner finishes a pending sum by an all-reduce, or by a reduce-scatter where the
+    layout that is wanted is split anyway; it never scatters a sum to gather it again.
+    """
+
+    def __init__(self, mesh: MeshAxes, machine: Machine, *, pinned: bool = True) -> None:
+        self.mesh, self.machine, self.pinned = mesh, machine, pinned
         self._tables: dict[tuple[tuple[int, ...], int, bool], _Table] = {}
 
     def table(self, aval: Aval, *, combined: bool) -> "_Table":
         """The table of a value's shape and element size."""
         key = (aval.shape, aval.itemsize, combined)
         if key not in self._tables:
-            self._tables[key] = _Table(aval.shape, aval.itemsize, self.mesh, self.machine, combined=combined)
+            self._tables[key] = _Table(
+                aval.shape, aval.itemsize, self.mesh, self.machine, combined=combined, pinned=self.pinned
+            )
         return self._tables[key]
 
     def cost_ps(self, aval: Aval, source: Codes, target: Codes, *, combined: bool) -> NDArray[np.int64]:
@@ -98,7 +105,7 @@ class _Table:
     """All-pairs cheapest paths between the layouts of one shape."""
 
     def __init__(
-        self, shape: tuple[int, ...], itemsize: int, mesh: MeshAxes, machine: Machine, *, combined: bool
+        self, shape: tuple[int, ...], itemsize: int, mesh: MeshAxes, machine: Machine, *, combined: bool, pinned: bool
     ) -> None:
         self.shape, self.mesh, self.combined = shape, mesh, combined
         self.codes = np.sort(layouts(shape, mesh, unreduced=True))
@@ -109,13 +116,32 @@ class _Table:
         weight = np.full((n, n), INF_PS, np.int64)
         np.fill_diagonal(weight, 0)
         self._link(weight, machine)
+        single = weight.copy()
         self._next = np.where(weight < INF_PS, np.arange(n)[None, :], -1).astype(np.int32)
         for via in range(n):
             through = weight[:, via, None] + weight[None, via, :]
             better = through < weight
             weight = np.where(better, through, weight)
             self._next = np.where(better, self._next[:, via, None], self._next)
+        if not pinned:
+            self._finish_sums(single, weight)
         self.ps = np.where(weight < INF_PS, weight // _HOPS, INF_PS)
+
+    def _finish_sums(self, single: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
+        """Makes every path from a pending sum begin with its all-reduce, or be its reduce-scatter and slices."""
+        first: dict[int, list[tuple[str, int]]] = {}
+        for (i, k), (kind, _, _) in self._steps.items():
+            if kind in ("all-reduce", "reduce-scatter"):
+                first.setdefault(i, []).append((kind, k))
+        for i, steps in first.items():
+            (whole,) = (k for kind, k in steps if kind == "all-reduce")
+            weight[i] = np.minimum(single[i, whole] + weight[whole], INF_PS)
+            weight[i, i] = 0
+            self._next[i] = np.where(weight[i] < INF_PS, whole, -1)
+            for kind, k in steps:
+                better = (weight[k] == 0) & (single[i, k] < weight[i])  # slices alone cost nothing
+                if kind == "reduce-scatter":
+                    weight[i, better], self._next[i, better] = single[i, k], k
 
     def at(self, codes: Codes) -> NDArray[np.int64]:
         """Positions of codes in this table."""

@@ -1,0 +1,249 @@
+"""Completion: the layouts that the partitioner itself gives the values of an annotated program.
+
+A hand-written layout names a few layouts; Shardy's propagation completes it. The
+program is evaluated again with each equation's path in the name stack of the ops that
+it lowers to: names change nothing of what Shardy decides, and by them every value is
+found in the module after propagation. `nearest` then picks, for every decision, the
+choice nearest to those layouts.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+
+from autoshard import apply, meshes, shardy
+from autoshard.graph import Aval, Graph, Path
+from autoshard.layout import Layout
+from autoshard.mesh import MeshAxes
+from autoshard.pins import Pins
+from autoshard.problem.decisions import Decisions
+from autoshard.resharding import INF_PS, Resharder
+from autoshard.shardy import ShardyError, ValueLayout
+from autoshard.strategies import SUM, WHOLE, Codes, Rows, decode, encode
+from autoshard.trace import Traced
+
+_SCOPE = re.compile(r"autoshard@([\d.]+)")
+
+Ps = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Annotations:
+    """What is said of a program's layouts: specs of inputs and outputs, constraints inside, donations.
+
+    A position without a spec is left to the partitioner.
+    """
+
+    inputs: Mapping[int, PartitionSpec]
+    outputs: Mapping[int, PartitionSpec]
+    pins: Pins
+    donated: frozenset[int]
+
+
+def annotated(program: Traced, mesh: MeshAxes, annotations: Annotations) -> Any:
+    """The program, jitted on an abstract mesh with its annotations and traced: `.lower(…)` it.
+
+    Its arguments are the program's flat leaves; the ops of every equation carry its path.
+    """
+    on = meshes.abstract(mesh)
+
+    def shardings(specs: Mapping[int, PartitionSpec], count: int) -> list[NamedSharding | None]:
+        return [NamedSharding(on, specs[i]) if i in specs else None for i in range(count)]
+
+    def run(*flat: Any) -> list[Any]:
+        return apply.constrained(program.jaxpr, annotations.pins, on, flat, scope=_scope)
+
+    jitted = jax.jit(
+        run,
+        in_shardings=tuple(shardings(annotations.inputs, len(program.in_avals))),
+        out_shardings=shardings(annotations.outputs, len(program.out_avals)),
+        donate_argnums=tuple(sorted(annotations.donated)),
+    )
+    return jitted.trace(*program.in_avals)
+
+
+def _scope(path: Path) -> AbstractContextManager[Any]:
+    return jax.named_scope("autoshard@" + ".".join(map(str, path)))
+
+
+def propagated(program: Traced, decisions: Decisions, mesh: MeshAxes, annotations: Annotations) -> dict[int, Layout]:
+    """Value → layout after Shardy's propagation, of every value that is not free.
+
+    Raises:
+      ShardyError: propagation fails, or the lowered program lacks a value.
+    """
+    graph = decisions.graph
+    found = shardy.propagate(annotated(program, mesh, annotations).lower(lowering_platforms=("cpu",)))
+    layouts = dict(zip(graph.inputs, found.arguments, strict=True))
+    ops: dict[Path, list[ValueLayout]] = {}
+    for value in found.values:
+        scopes = _SCOPE.findall(value.name)
+        if scopes:
+            ops.setdefault(tuple(int(step) for step in scopes[-1].split(".")), []).append(value)
+    for e, path in enumerate(graph.paths):
+        for v in graph.results[e]:
+            if v not in decisions.made:
+                continue
+            layout = _last(ops.get(path, ()), graph.avals[v])
+            if layout is None:  # the equation lowers to nothing: its result is its operand
+                layout = next((layouts[u] for u in graph.operands[e] if _same(graph, u, v) and u in layouts), None)
+            if layout is None:
+                raise ShardyError(
+                    f"no op of the lowered program is `{graph.eqns[e].primitive}` at {graph.eqns[e].where}"
+                )
+            layouts[v] = layout
+    return layouts
+
+
+def _last(ops: Sequence[ValueLayout], aval: Aval) -> Layout | None:
+    """The layout of the last op result of a value's shape (keys lower to more dimensions)."""
+    for op in reversed(ops):
+        if op.shape == aval.shape:
+            return op.layout
+        if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) and op.shape[: aval.ndim] == aval.shape:
+            return Layout(op.layout.dims[: aval.ndim])
+    return None
+
+
+def _same(graph: Graph, u: int, v: int) -> bool:
+    return graph.avals[u].shape == graph.avals[v].shape
+
+
+def code_near(layout: Layout, shape: tuple[int, ...], mesh: MeshAxes) -> tuple[int, bool]:
+    """The code of a layout, and whether it is exact.
+
+    What codes do not have is left whole: from the first axis of a dimension on that is split
+    itself (`model:(1)2`) or does not divide. Axes within a dimension are put in mesh order.
+    """
+    row = np.full(mesh.ndim, WHOLE, np.int8)
+    exact = True
+    for d, axes in enumerate(layout.dims):
+        size, before = shape[d], -1
+        for name in axes:
+            if name not in mesh.names:
+                if ":" in name:
+                    exact = False
+                    break
+                continue  # an axis of size 1
+            a = mesh.names.index(name)
+            if size % mesh.sizes[a]:
+                exact = False
+                break
+            exact = exact and a > before
+            row[a], size, before = d, size // mesh.sizes[a], a
+    return int(encode(row, len(shape))), exact
+
+
+def nearest(decisions: Decisions, resharder: Resharder, layouts: Mapping[int, Layout]) -> tuple[NDArray[np.int64], int]:
+    """The choice per decision nearest to the layouts of all values, and how many values have none of its codes.
+
+    Inputs, outputs and copies take the layout that is cheapest to reach from the value's
+    own. A chain takes the layout of most of its values, by bytes. An equation takes the
+    strategy that leaves most of its operands where they lie and its results where they belong.
+    """
+    return _Nearest(decisions, resharder, layouts).run()
+
+
+class _Nearest:
+    def __init__(self, decisions: Decisions, resharder: Resharder, layouts: Mapping[int, Layout]) -> None:
+        self.d, self.resharder = decisions, resharder
+        self.choice = np.full(len(decisions.nodes), -1, np.int64)
+        self.lies: dict[int, int] = {}  # value → the code in which consumers find it
+        codes = {v: code_near(layouts[v], decisions.graph.avals[v].shape, decisions.mesh) for v in decisions.made}
+        self.target = {v: code for v, (code, _) in codes.items()}
+        self.inexact = sum(not exact for _, exact in codes.values())
+
+    def run(self) -> tuple[NDArray[np.int64], int]:
+        d = self.d
+        for position, value in enumerate(d.graph.inputs):
+            self._end(d.inputs[position], value)
+            self._settle(value)
+        for node, decision in enumerate(d.nodes):
+            if decision.kind == "chain":
+                self._chain(node)
+        for e, values in enumerate(d.graph.results):
+            node = d.node_of[e]
+            if node >= 0 and d.nodes[node].kind == "equation":
+                self._equation(node, e)
+            for v in values:
+                if v in d.made:
+                    self._settle(v)
+        for position, value in enumerate(d.graph.outputs):
+            if self.choice[d.outputs[position]] < 0:
+                self._end(d.outputs[position], value)
+        return self.choice, self.inexact
+
+    def _ps(self, value: int, source: int | Codes, target: int | Codes) -> Ps:
+        """Picoseconds between one code and several, either way round, INF where there is no way."""
+        aval = self.d.graph.avals[value]
+        combined = self.d.window_of(value) is not None
+        return self.resharder.cost_ps(aval, np.atleast_1d(source), np.atleast_1d(target), combined=combined).ravel()
+
+    def _end(self, node: int, value: int) -> None:
+        codes = self.d.nodes[node].codes
+        assert codes is not None  # inputs and outputs have codes
+        self.choice[node] = int(self._ps(value, self.target[value], codes).argmin())
+
+    def _settle(self, value: int) -> None:
+        """Chooses a value's copy, if it has one; its maker is decided."""
+        made = self.d.made[value]
+        code = int(made.codes[self.choice[made.node]])
+        copy = self.d.kept.get(value)
+        if copy is not None:
+            ps = self._ps(value, self.target[value], copy.codes)
+            edge = next(x for x in self.d.edges if x.v == copy.node)
+            if edge.forbidden is not None:
+                ps = np.where(edge.forbidden[self.choice[made.node]], INF_PS, ps)
+            self.choice[copy.node] = int(ps.argmin())
+            code = int(copy.codes[self.choice[copy.node]])
+        self.lies[value] = code
+
+    def _chain(self, node: int) -> None:
+        d = self.d
+        codes = d.nodes[node].codes
+        assert codes is not None  # chains have codes
+        votes = np.zeros(len(codes), np.int64)
+        for e in d.nodes[node].equations:
+            value = d.graph.results[e][0]
+            votes[codes == self.target[value]] += d.graph.avals[value].nbytes
+        self.choice[node] = int(votes.argmax())
+
+    def _equation(self, node: int, e: int) -> None:
+        """As the partitioner would, by habits in this order; among equals the least seconds win.
+
+        The table of a gather or scatter stays where it lies. A result is computed where it
+        belongs, or as a pending sum. As few operands as can be are moved, over as few axes
+        (so that a pending sum flows on where it can), then as few sums are left pending.
+        """
+        d = self.d
+        strategies = d.nodes[node].strategies
+        assert strategies is not None  # equations have strategies
+        primitive = d.graph.eqns[e].primitive
+        table, displaced, moved, summed = (np.zeros(len(strategies), np.int64) for _ in range(4))
+        ps = d.nodes[node].cost_ps.copy()
+        for i, (v, codes) in enumerate(zip(d.graph.operands[e], strategies.operands, strict=True)):
+            if v in self.lies:
+                here, there = self._row(v, self.lies[v]), self._row(v, codes)
+                move = ((there != here) & (here != WHOLE)).sum(axis=1)  # a whole axis is split by a local slice
+                moved += move
+                if primitive == "gather" and i == 0:
+                    table += move
+                ps = np.minimum(ps + self._ps(v, self.lies[v], codes), INF_PS)
+        for v, codes in zip(d.graph.results[e], strategies.results, strict=True):
+            here, there = self._row(v, codes), self._row(v, self.target[v])
+            displaced += ((here != there) & (here != SUM)).sum(axis=1)
+            summed += ((here != there) & (here == SUM)).sum(axis=1)
+            if primitive.startswith("scatter"):
+                table += ((here != there) & (there != WHOLE)).sum(axis=1)
+            ps = np.minimum(ps + self._ps(v, codes, self.target[v]), INF_PS)
+        self.choice[node] = int(np.lexsort((ps, summed, moved, displaced, table, ps >= INF_PS))[0])
+
+    def _row(self, value: int, code: int | Codes) -> Rows:
+        return decode(code, self.d.graph.avals[value].ndim, self.d.mesh.ndim)

@@ -1,0 +1,269 @@
+"""Evaluate: what a hand-written layout costs, in the planner's own model."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import cost_models
+from autoshard import binding as bindings
+from autoshard import meshes, pins, planner
+from autoshard import trace as traces
+from autoshard.completion import Annotations, annotated, nearest, propagated
+from autoshard.errors import InfeasibleError
+from autoshard.gradient import gradient_arguments
+from autoshard.meshes import MeshLike, Place
+from autoshard.plan import Certificate, PlanRecord
+from autoshard.planner import Budget, Setting, Wanted
+from autoshard.problem.assignment import Assignment
+from autoshard.problem.formulation import UNIT_S, exposed_ps, formulate
+from autoshard.resharding import Resharder
+from autoshard.solver.evaluate import evaluate as price
+from autoshard.strategies import layout_of
+from autoshard.verify import Verification, verify
+from autoshard.wanted import AUTO, wanted
+
+Completion = Literal["shardy", "best"]
+
+_NO_LIMIT = 2**60  # bytes: more than any device has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Evaluation:
+    """A hand-written layout as the planner sees it: its price, collectives and memory.
+
+    `assignment` holds the layout of every value; `annotations` are what the compiler is
+    given in `verify`.
+    """
+
+    record: PlanRecord
+    completion: Completion
+    assignment: Assignment
+    annotations: Annotations
+    setting: Setting
+
+    def __repr__(self) -> str:
+        r = self.record
+        fits = "" if self.fits else ", does not fit"
+        return f"<Evaluation of {r.name} on {r.mesh} ({r.hardware}): {self.cost * 1e3:.3g} ms, {self.completion}{fits}>"
+
+    @property
+    def cost(self) -> float:
+        """Predicted seconds of a step."""
+        return self.record.cost.step_s
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted peak is within the memory of a device."""
+        return self.record.memory.peak_bytes <= self.record.memory.limit_bytes
+
+    def verify(self, compiler: str | None = None, *, topology: str | None = None) -> Verification:
+        """Compiles the annotated program for its hardware, without a device, and compares.
+
+        With completion "shardy" the annotations are the hand-written ones alone; with
+        "best" they hold every value in its layout, as a plan's do.
+
+        Args:
+          compiler: "gpu", "tpu" or "cpu"; None takes the hardware's own.
+          topology: another topology to compile for, such as "cpu:8".
+
+        Raises:
+          CompilerMissingError: that compiler is not installed.
+        """
+        traced = annotated(self.setting.priced, self.record.mesh, self.annotations)
+        return verify(traced, self.record, compiler=compiler, topology=topology)
+
+
+def evaluate(
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: MeshLike = None,
+    hardware: str | cost_models.Hardware | None = None,
+    in_specs: Any = AUTO,
+    out_specs: Any = AUTO,
+    completion: Completion = "shardy",
+    memory: int | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    for_grad: bool | int | Sequence[int] | None = None,
+    unknown: str = "error",
+    time_limit_s: float = 60.0,
+    rel_gap: float = 1e-3,
+    **kwargs: Any,
+) -> Evaluation:
+    """Prices the layout that a hand annotates `fn(*args, **kwargs)` with.
+
+    The annotations are `in_specs`, `out_specs` and the `with_sharding_constraint`s in `fn`.
+    A donated argument's output lies as the argument does.
+
+    Args:
+      fn: a jittable function.
+      args: pytrees of arrays or ShapeDtypeStructs; nothing is allocated.
+      mesh: as in `autoshard.plan`.
+      hardware: as in `autoshard.plan`.
+      in_specs: PartitionSpecs (or NamedShardings) of the arguments, a pytree prefix; `AUTO`
+        or None leaves a leaf open.
+      out_specs: likewise, of the outputs.
+      completion: what the open layouts are: "shardy", those that the partitioner's own
+        propagation gives them; "best", those of the best plan that keeps the annotations.
+      memory: as in `autoshard.plan`. A layout that does not fit is priced all the same:
+        see `Evaluation.fits`.
+      donate_argnums: as in `jax.jit`.
+      donate_argnames: likewise, by name.
+      static_argnums: as in `jax.jit`.
+      static_argnames: likewise, by name.
+      for_grad: as in `autoshard.plan`.
+      unknown: as in `autoshard.plan`.
+      time_limit_s: of the solver, for "best".
+      rel_gap: of the solver, for "best".
+      kwargs: keyword arguments of `fn`.
+
+    Raises:
+      InfeasibleError: the annotations exclude each other ("best").
+      MissingRuleError: a primitive without a rule, with its source line.
+      SpecError: a spec that cannot be kept.
+      MeshError: mesh, hardware and devices do not fit each other.
+      ShardyError: propagation fails ("shardy").
+    """
+    bound = bindings.bind(
+        fn,
+        args,
+        kwargs,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
+    )
+    place = meshes.place(mesh, hardware)
+    traced = traces.trace(bound.fn, bound.values, bound.names, place.axes)
+    asked = wanted(traced, in_specs, out_specs, {}, bound.donated)
+    setting = planner.prepare(
+        traced,
+        place.axes,
+        place.machine,
+        asked,
+        gradient_of=gradient_arguments(traced, for_grad=for_grad),
+        unknown=unknown,
+    )
+    question = _Question(
+        name=getattr(fn, "__name__", type(fn).__name__),
+        place=place,
+        wanted=asked,
+        setting=setting,
+        memory_bytes=place.hardware.usable_memory_bytes if memory is None else int(memory),
+    )
+    if completion == "shardy":
+        return _by_shardy(question)
+    return _by_plan(question, time_limit_s=time_limit_s, rel_gap=rel_gap)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Question:
+    name: str
+    place: Place
+    wanted: Wanted
+    setting: Setting
+    memory_bytes: int
+
+    def annotations(self) -> Annotations:
+        """What is annotated by hand."""
+        inputs, outputs = dict(self.wanted.inputs), dict(self.wanted.outputs)
+        for output, position in self.setting.tied.items():
+            if position in inputs:
+                outputs.setdefault(output, inputs[position])
+            elif output in outputs:
+                inputs[position] = outputs[output]
+        graph = self.setting.decisions.graph
+        return Annotations(inputs=inputs, outputs=outputs, pins=pins.own(graph), donated=self.wanted.donated)
+
+
+def _by_shardy(question: _Question) -> Evaluation:
+    """The assignment nearest to what propagation makes of the annotations."""
+    setting, place, annotations = question.setting, question.place, question.annotations()
+    decisions = setting.decisions
+    resharder = Resharder(decisions.mesh, place.machine, pinned=False)
+    layouts = propagated(setting.priced, decisions, place.axes, annotations)
+    choice, inexact = nearest(decisions, resharder, layouts)
+    problem = formulate(decisions, resharder, memory_bytes=None, folded=False).problem
+    objective = price(problem, choice).objective
+    assert objective is not None  # `nearest` takes no forbidden choice
+    seconds = objective * UNIT_S
+    notes = list(place.notes)
+    if inexact:
+        notes.append(f"{inexact} values lie in split or uneven layouts, which are priced as if whole there")
+    assignment = Assignment(decisions=decisions, resharder=resharder, choice=choice)
+    record = planner.describe(
+        setting,
+        assignment,
+        exposed=exposed_ps(problem, choice),
+        certificate=Certificate(
+            status="priced",
+            objective_s=seconds,
+            bound_s=seconds,
+            gap=0.0,
+            solver="none",
+            space=(
+                "one assignment: for every decision the choice nearest to the layouts of Shardy's propagation; "
+                f"priced by autoshard's model of {place.hardware.name}"
+            ),
+        ),
+        name=question.name,
+        mesh=place.axes,
+        hardware=place.hardware,
+        machine=place.machine,
+        wanted=question.wanted,
+        memory_bytes=question.memory_bytes,
+        notes=notes,
+    )
+    return Evaluation(
+        record=replace(record, pins=annotations.pins),
+        completion="shardy",
+        assignment=assignment,
+        annotations=annotations,
+        setting=setting,
+    )
+
+
+def _by_plan(question: _Question, *, time_limit_s: float, rel_gap: float) -> Evaluation:
+    """The best plan that keeps the annotations; where none fits in memory, the best of all."""
+    setting, place = question.setting, question.place
+
+    def made(memory_bytes: int) -> planner.Planned:
+        return planner.make(
+            setting,
+            name=question.name,
+            mesh=place.axes,
+            hardware=place.hardware,
+            machine=place.machine,
+            wanted=question.wanted,
+            budget=Budget(memory_bytes=memory_bytes, time_limit_s=time_limit_s, rel_gap=rel_gap),
+            notes=place.notes,
+        )
+
+    try:
+        planned = made(question.memory_bytes)
+    except InfeasibleError as error:
+        if error.peak_bytes is None:
+            raise
+        planned = made(_NO_LIMIT)
+    record = planned.record
+    inputs, outputs = (
+        {i: layout_of(code, len(avals[i].shape), setting.decisions.mesh).spec() for i, code in enumerate(codes)}
+        for avals, codes in (
+            (setting.priced.in_avals, map(planned.assignment.input_code, range(len(setting.priced.in_avals)))),
+            (setting.priced.out_avals, map(planned.assignment.output_code, range(len(setting.priced.out_avals)))),
+        )
+    )
+    return Evaluation(
+        record=replace(record, memory=replace(record.memory, limit_bytes=question.memory_bytes)),
+        completion="best",
+        assignment=planned.assignment,
+        annotations=Annotations(
+            inputs=inputs,
+            outputs=outputs,
+            pins=planner.program_pins(planned.assignment),
+            donated=question.wanted.donated,
+        ),
+        setting=setting,
+    )
