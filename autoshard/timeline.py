@@ -1,0 +1,352 @@
+"""An HLO timeline: a compiled schedule priced by a cost model, on two streams.
+
+The compiled text holds no prices, so this is our own pricing of the compiler's
+schedule, no measurement. One compute stream runs the instructions in order; one
+communication stream runs the collectives. An asynchronous collective runs from its
+start, and the compute stream waits for it where it is done; a synchronous one stops
+the compute stream. A loop's body is walked once and takes that time every trip; of a
+conditional the longest branch is taken. A windowed einsum's ring runs beside its loop.
+
+Matmuls cost what the model says of their shapes (their operands' and results' HBM
+traffic included); everything else costs the HBM bytes that it reads and writes, of
+which a slice reads only its part. Prefetches into faster memory are free.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from autoshard.errors import HloError
+from autoshard.hlo import Collective, Computation, Instruction, Module
+from autoshard.hlo.loops import Loops
+from autoshard.mesh import MeshAxes
+
+Stream = Literal["compute", "communication"]
+
+# Names of XLA's element types that cost models know by JAX's.
+_DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "s8": "int8"}
+_KINDS: Mapping[str, str] = {"collective-broadcast": "broadcast", "ragged-all-to-all": "all-to-all"}
+_FREE = frozenset(
+    {
+        "after-all",
+        "add-dependency",
+        "bitcast",
+        "constant",
+        "copy-done",
+        "copy-start",
+        "get-tuple-element",
+        "iota",
+        "opt-barrier",
+        "parameter",
+        "partition-id",
+        "replica-id",
+        "slice-done",
+        "slice-start",
+        "tuple",
+    }
+)
+_SLICES = frozenset({"dynamic-slice", "gather", "slice"})
+_INTEGERS = re.compile(r"\d+")
+
+
+class Machine(Protocol):
+    """What a timeline asks of a cost model."""
+
+    def matmul_s(self, batch: int, m: int, n: int, k: int, dtype: str) -> Any: ...
+
+    def hbm_s(self, nbytes: int) -> Any: ...
+
+    def collective_s(self, kind: Any, axes: Sequence[str], nbytes: int) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One instruction on one stream; in a loop, its first trip. `trips` counts its executions per step."""
+
+    name: str
+    stream: Stream
+    start_s: float
+    duration_s: float
+    trips: int
+    where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A step of a compiled program: seconds per stream, and what of communication is not hidden.
+
+    Attributes:
+      step_s: end of the last instruction.
+      compute_s: time in which the compute stream works.
+      communication_s: time in which the communication stream works.
+      exposed_s: time in which the compute stream waits for a collective.
+      events: what ran when, first trips only.
+    """
+
+    step_s: float
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+    events: tuple[Event, ...]
+
+    @property
+    def hidden_s(self) -> float:
+        """Communication that runs beside compute."""
+        return self.communication_s - self.exposed_s
+
+    def trace(self) -> dict[str, Any]:
+        """Chrome trace events (JSON), as Perfetto reads them; times in µs."""
+        streams: tuple[Stream, ...] = ("compute", "communication")
+        names = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": f"{stream} (priced)"}}
+            for i, stream in enumerate(streams)
+        ]
+        return {
+            "traceEvents": names
+            + [
+                {
+                    "name": event.name,
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": streams.index(event.stream),
+                    "ts": event.start_s * 1e6,
+                    "dur": event.duration_s * 1e6,
+                    "args": {"where": event.where, "trips": event.trips},
+                }
+                for event in self.events
+            ]
+        }
+
+
+def timeline(
+    module: Module,
+    collectives: Sequence[Collective],
+    machine: Machine,
+    mesh: MeshAxes,
+    *,
+    trip_counts: Mapping[str, int] | None = None,
+) -> Timeline:
+    """Prices a compiled schedule.
+
+    Args:
+      module: the program.
+      collectives: what `hlo.collectives` found in it.
+      machine: a cost model with the mesh placed on it.
+      mesh: the mesh axes; a collective over a part of an axis is priced as over all
+        of it, one over groups that are no axes as over the whole mesh.
+      trip_counts: as `hlo.collectives` takes them; unknown loops count once.
+    """
+    launches: dict[tuple[str, str], list[Collective]] = defaultdict(list)
+    for row in collectives:
+        launches[row.computation, row.instruction].append(row)
+    walk = _Walk(module, launches, machine, mesh, Loops(module), trip_counts or {})
+    walk.run(module[module.entry], 1)
+    return Timeline(
+        step_s=max(walk.now_s, walk.free_s),
+        compute_s=walk.compute_s,
+        communication_s=walk.communication_s,
+        exposed_s=walk.exposed_s,
+        events=tuple(walk.events),
+    )
+
+
+@dataclass(slots=True)
+class _Walk:
+    """Both streams' clocks, on the way through the schedule."""
+
+    module: Module
+    launches: Mapping[tuple[str, str], list[Collective]]
+    machine: Machine
+    mesh: MeshAxes
+    loops: Loops
+    trip_counts: Mapping[str, int]
+    now_s: float = 0.0
+    free_s: float = 0.0
+    compute_s: float = 0.0
+    communication_s: float = 0.0
+    exposed_s: float = 0.0
+    events: list[Event] = field(default_factory=list)
+
+    def run(self, computation: Computation, trips: int) -> None:
+        """Walks one computation; `trips` is how often the step executes it."""
+        pending: dict[str, float] = {}
+        for instruction in computation:
+            rows = self.launches.get((computation.name, instruction.name))
+            if rows:
+                end_s = self._launch(instruction, rows, trips)
+                if rows[0].done == instruction.name and instruction.opcode != "while":
+                    self._wait(end_s)
+                    continue
+                pending[rows[0].done] = end_s
+            if instruction.opcode == "while":
+                self._loop(instruction, trips)
+            elif instruction.opcode == "conditional":
+                self._branch(instruction, trips)
+            elif instruction.opcode in ("call", "async-start") and not rows:
+                for name in instruction.calls:
+                    self.run(self.module[name], trips)
+            elif not rows and instruction.name not in pending:
+                self._compute(computation, instruction, trips)
+            if instruction.name in pending:
+                self._wait(pending.pop(instruction.name))
+
+    def _launch(self, instruction: Instruction, rows: Sequence[Collective], trips: int) -> float:
+        """Puts a collective on the communication stream; elements launched together pay one latency."""
+        row = rows[0]
+        axes = self.mesh.names if row.axes is None else tuple(dict.fromkeys(x.partition(":")[0] for x in row.axes))
+        kind = _KINDS.get(row.kind, row.kind)
+        duration_s = float(self.machine.collective_s(kind, axes, sum(x.nbytes for x in rows)))
+        start_s = max(self.now_s, self.free_s)
+        self.free_s = start_s + duration_s
+        self.communication_s += duration_s
+        self._record(f"{row.kind} {'·'.join(axes)}", "communication", start_s, duration_s, trips, row.where)
+        return self.free_s
+
+    def _wait(self, end_s: float) -> None:
+        waited_s = max(0.0, end_s - self.now_s)
+        self.exposed_s += waited_s
+        self.now_s += waited_s
+
+    def _compute(self, computation: Computation, instruction: Instruction, trips: int) -> None:
+        duration_s = self._price(computation, instruction)
+        if duration_s:
+            name = instruction.op_name.rpartition("/")[2] or instruction.name
+            self._record(name, "compute", self.now_s, duration_s, trips, self.module.where(instruction))
+        self.compute_s += duration_s
+        self.now_s += duration_s
+
+    def _loop(self, loop: Instruction, trips: int) -> None:
+        """Walks the body once, then lets every other trip take the same time."""
+        count = self.trip_counts.get(loop.name, self.loops.trip_count(loop))
+        count = 1 if count is None else count
+        before = replace(self)
+        if count == 0:
+            return
+        self.run(self.loops.body(loop), trips * count)
+        more = count - 1
+        self.compute_s += more * (self.compute_s - before.compute_s)
+        self.communication_s += more * (self.communication_s - before.communication_s)
+        self.exposed_s += more * (self.exposed_s - before.exposed_s)
+        shift_s = more * (self.now_s - before.now_s)
+        if self.free_s > before.free_s:
+            self.free_s += shift_s
+        self.now_s += shift_s
+
+    def _branch(self, conditional: Instruction, trips: int) -> None:
+        """Takes the branch that ends last."""
+        ends: list[_Walk] = []
+        for name in conditional.calls:
+            branch = replace(self, events=list(self.events))
+            branch.run(self.module[name], trips)
+            ends.append(branch)
+        longest = max(ends, key=lambda branch: branch.now_s)
+        self.now_s, self.free_s, self.events = longest.now_s, longest.free_s, longest.events
+        self.compute_s, self.communication_s = longest.compute_s, longest.communication_s
+        self.exposed_s = longest.exposed_s
+
+    def _record(self, name: str, stream: Stream, start_s: float, duration_s: float, trips: int, where: str) -> None:
+        self.events.append(
+            Event(name=name, stream=stream, start_s=start_s, duration_s=duration_s, trips=trips, where=where)
+        )
+
+    def _price(self, computation: Computation, instruction: Instruction) -> float:
+        """Seconds of an instruction by itself."""
+        opcode = instruction.opcode
+        if opcode in _FREE or opcode.endswith("-done") or not instruction.shapes:
+            return 0.0
+        matmuls = _matmuls(self.module, computation, instruction)
+        if matmuls:
+            return sum(float(self.machine.matmul_s(*matmul)) for matmul in matmuls)
+        if opcode == "custom-call" and not instruction.operands:
+            return 0.0  # a buffer is allocated, nothing moves
+        return float(self.machine.hbm_s(_traffic_bytes(self.module, computation, instruction)))
+
+
+def _matmuls(
+    module: Module, computation: Computation, instruction: Instruction
+) -> list[tuple[int, int, int, int, str]]:
+    """`(batch, m, n, k, dtype)` of every matmul in an instruction and in what it fuses."""
+    if instruction.opcode in ("fusion", "fusion-start"):
+        return [
+            found
+            for name in instruction.calls
+            for inner in module[name]
+            for found in _matmuls(module, module[name], inner)
+        ]
+    if instruction.opcode not in ("dot", "convolution"):
+        return []
+    left, right = (computation[name].shapes[0] for name in instruction.operands[:2])
+    dtype = _DTYPES.get(left.dtype, "bfloat16" if left.dtype.startswith("f8") else left.dtype)
+    if instruction.opcode == "dot":
+        batch = prod(left.dims[i] for i in _dims(instruction, "lhs_batch_dims"))
+        k = prod(left.dims[i] for i in _dims(instruction, "lhs_contracting_dims"))
+        return [(batch, left.size // (batch * k or 1), right.size // (batch * k or 1), k, dtype)]
+    return [_convolution(instruction, left.dims, right.dims, dtype)]
+
+
+def _convolution(
+    instruction: Instruction, image: tuple[int, ...], kernel: tuple[int, ...], dtype: str
+) -> tuple[int, int, int, int, str]:
+    """A convolution as a matmul: XLA:TPU writes every dot as one.
+
+    Only taps that fall on data count (as HloCostAnalysis::HandleConvolution has it): a
+    batch dimension is a dilated spatial one, in which each output has one such tap.
+    Their mean per output is rounded down, which only padded windows of several taps notice.
+    """
+    labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", instruction.attribute("dim_labels") or "")
+    if labels is None:
+        raise HloError(f"convolution {instruction.name} has no dim_labels")
+    result = instruction.shapes[0].dims
+    window = dict(re.findall(r"(\w+)=([\w\-]+)", instruction.attribute("window") or ""))
+    rank = sum(label.isdigit() for label in labels[1])
+    strides, image_steps, kernel_steps = (
+        [int(x) for x in window[key].split("x")] if key in window else [1] * rank
+        for key in ("stride", "lhs_dilate", "rhs_dilate")
+    )
+    pads = [int(x.split("_")[0]) for x in window["pad"].split("x")] if "pad" in window else [0] * rank
+    taps, outputs = 1, 1
+    for i in range(rank):
+        spread = (image[labels[1].index(str(i))] - 1) * image_steps[i]
+        size = result[labels[3].index(str(i))]
+        at = np.add.outer(
+            np.arange(size) * strides[i] - pads[i], np.arange(kernel[labels[2].index(str(i))]) * kernel_steps[i]
+        )
+        taps *= int(((at >= 0) & (at <= spread) & (at % image_steps[i] == 0)).sum())
+        outputs *= size
+    features, n = kernel[labels[2].index("i")], kernel[labels[2].index("o")]
+    return 1, result[labels[3].index("b")] * outputs, n, max(1, features * taps // outputs), dtype
+
+
+def _dims(instruction: Instruction, key: str) -> list[int]:
+    return [int(x) for x in _INTEGERS.findall(instruction.attribute(key) or "")]
+
+
+def _traffic_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """HBM bytes that an instruction reads and writes; a slice reads its part, an update writes its part."""
+    operands = [computation[name] for name in instruction.operands]
+    if instruction.opcode in _SLICES:
+        return 2 * instruction.nbytes
+    if instruction.opcode in ("dynamic-update-slice", "scatter"):
+        return 2 * operands[-1 if instruction.opcode == "scatter" else 1].nbytes
+    if instruction.opcode not in ("fusion", "fusion-start"):
+        return instruction.nbytes + sum(x.nbytes for x in operands)
+    body = module[instruction.calls[0]]
+    users = body.users
+    read = 0
+    for number, parameter in body.parameters.items():
+        readers = users[parameter.name]
+        in_place = readers and all(
+            x.opcode == "dynamic-update-slice" and x.operands[0] == parameter.name for x in readers
+        )
+        if readers and all(x.opcode in _SLICES for x in readers):
+            read += sum(x.nbytes for x in readers)
+        elif not in_place:
+            read += operands[number].nbytes
+    updates = [x for x in body if x.opcode == "dynamic-update-slice"]
+    written = sum(body[x.operands[1]].nbytes for x in updates) if updates else body.root.nbytes
+    return read + written

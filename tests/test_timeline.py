@@ -1,0 +1,188 @@
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from autoshard import hlo
+from autoshard.mesh import MeshAxes
+from autoshard.timeline import Timeline, timeline
+
+MESH = MeshAxes.of({"data": 2, "model": 4})
+FIXTURES = Path(__file__).parent / "data" / "hlo" / "jax-0.10"
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """A machine that makes one FLOP a second, or moves one byte."""
+
+    latency_s: float = 0.0
+    flops_per_s: float = 1.0
+
+    def matmul_s(self, batch: int, m: int, n: int, k: int, dtype: str) -> float:
+        return 2 * batch * m * n * k / self.flops_per_s
+
+    def hbm_s(self, nbytes: int) -> float:
+        return nbytes
+
+    def collective_s(self, kind: str, axes: Sequence[str], nbytes: int) -> float:
+        return self.latency_s + nbytes
+
+
+HEADER = "HloModule m, is_scheduled=true, num_partitions=8\n\n"
+GATHER = (
+    "  %s = (f32[2,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%w), channel_id=1, replica_groups=[2,4]<=[8], "
+    "dimensions={0}, use_global_device_ids=true"
+)
+DOT = "dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+
+
+def price(entry: str, *computations: str, machine: Counter | None = None) -> Timeline:
+    text = HEADER + "\n\n".join(
+        [
+            *computations,
+            "ENTRY %main (w: f32[2,8], x: f32[8,8]) -> f32[8,8] {\n  %w = f32[2,8]{1,0} parameter(0)\n"
+            f"  %x = f32[8,8]{{1,0}} parameter(1)\n{entry}\n}}\n",
+        ]
+    )
+    module = hlo.read(text)
+    return timeline(module, hlo.collectives(module, MESH), machine or Counter(), MESH)
+
+
+def test_a_gather_hides_behind_the_matmul_beside_it() -> None:
+    found = price(
+        f"{GATHER}\n  %y = f32[8,8]{{1,0}} {DOT}\n"
+        "  %d = f32[8,8]{1,0} all-gather-done(%s)\n  ROOT %z = f32[8,8]{1,0} add(%y, %d)"
+    )
+    matmul_s, gather_s, add_s = 2 * 8 * 8 * 8, 8 * 8 * 4, 3 * 8 * 8 * 4
+    assert (found.compute_s, found.communication_s) == (matmul_s + add_s, gather_s)
+    assert (found.exposed_s, found.hidden_s, found.step_s) == (0, gather_s, matmul_s + add_s)
+
+
+def test_what_is_longer_than_its_cover_is_exposed() -> None:
+    found = price(
+        f"{GATHER}\n  %y = f32[8,8]{{1,0}} {DOT}\n"
+        "  %d = f32[8,8]{1,0} all-gather-done(%s)\n  ROOT %z = f32[8,8]{1,0} bitcast(%d)",
+        machine=Counter(latency_s=1000),
+    )
+    assert found.exposed_s == 1000 + 256 - 1024
+    assert found.step_s == found.compute_s + found.exposed_s == 1256
+
+
+def test_a_synchronous_collective_stops_compute() -> None:
+    entry = (
+        GATHER.replace("%s = (f32[2,8]{1,0}, f32[8,8]{1,0}) all-gather-start", "%d = f32[8,8]{1,0} all-gather")
+        + f"\n  %y = f32[8,8]{{1,0}} {DOT}\n  ROOT %z = f32[8,8]{{1,0}} bitcast(%y)"
+    )
+    found = price(entry)
+    assert (found.exposed_s, found.hidden_s, found.step_s) == (256, 0, 256 + 1024)
+
+
+def test_a_loop_takes_its_body_every_trip() -> None:
+    state = "(s32[], f32[8,8]{1,0})"
+    body = (
+        f"%body (p: {state}) -> {state} {{\n  %p = {state} parameter(0)\n"
+        "  %i = s32[] get-tuple-element(%p), index=0\n  %x.1 = f32[8,8]{1,0} get-tuple-element(%p), index=1\n"
+        "  %y = f32[8,8]{1,0} dot(%x.1, %x.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n"
+        "  %r = f32[8,8]{1,0} all-reduce(%y), channel_id=1, replica_groups=[2,4]<=[8], use_global_device_ids=true\n"
+        f"  ROOT %t = {state} tuple(%i, %r)\n}}"
+    )
+    condition = f"%cond (q: {state}) -> pred[] {{\n  %q = {state} parameter(0)\n  ROOT %c = pred[] constant(true)\n}}"
+    found = price(
+        f"  %n = s32[] constant(0)\n  %init = {state} tuple(%n, %x)\n"
+        f"  %loop = {state} while(%init), condition=%cond, body=%body, "
+        'backend_config={"known_trip_count":{"n":"5"}}\n  ROOT %z = f32[8,8]{1,0} get-tuple-element(%loop), index=1',
+        body,
+        condition,
+    )
+    assert (found.compute_s, found.communication_s, found.exposed_s) == (5 * 1024, 5 * 256, 5 * 256)
+    assert found.step_s == 5 * (1024 + 256)
+    assert [event.trips for event in found.events] == [5, 5]
+
+
+def test_of_branches_the_longest_is_taken() -> None:
+    short = "%short (a: f32[8,8]) -> f32[8,8] {\n  ROOT %a = f32[8,8]{1,0} parameter(0)\n}"
+    long = "%long (x.2: f32[8,8]) -> f32[8,8] {\n  %x.2 = f32[8,8]{1,0} parameter(0)\n" + (
+        "  ROOT %y.2 = f32[8,8]{1,0} dot(%x.2, %x.2), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n}"
+    )
+    found = price(
+        "  %p = pred[] constant(true)\n  ROOT %z = f32[8,8]{1,0} conditional(%p, %x, %x), "
+        "true_computation=%short, false_computation=%long",
+        short,
+        long,
+    )
+    assert found.step_s == found.compute_s == 1024
+
+
+def test_a_fusion_reads_only_its_slice() -> None:
+    fused = (
+        "%fused (f: f32[8,8], i: s32[]) -> f32[1,8] {\n  %f = f32[8,8]{1,0} parameter(0)\n"
+        "  %i = s32[] parameter(1)\n"
+        "  ROOT %g = f32[1,8]{1,0} dynamic-slice(%f, %i, %i), dynamic_slice_sizes={1,8}\n}"
+    )
+    found = price("  %j = s32[] constant(3)\n  ROOT %z = f32[1,8]{1,0} fusion(%x, %j), kind=kLoop, calls=%fused", fused)
+    # A row read and written, and (what a slice does not tell apart) the row once more for its index.
+    assert found.compute_s == 3 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("attributes", "image", "kernel", "result", "flops"),
+    [
+        ("dim_labels=bf_io->bf", "16,32", "32,64", "16,64", 2 * 16 * 32 * 64),
+        # A batch of 4 matmuls, as XLA:TPU writes it: each output position has one tap that is data.
+        ("window={size=4 stride=3 pad=0_0 lhs_dilate=4}, dim_labels=0bf_0io->0bf", "4,16,32", "4,32,64", "4,16,64", 0),
+        ("window={size=3}, dim_labels=b0f_0io->b0f", "1,8,2", "3,2,5", "1,6,5", 2 * 5 * 2 * 6 * 3),
+        (
+            "window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=bf0_0oi->b0f",
+            "6,4,1",
+            "2,5,4",
+            "6,2,5",
+            2 * 6 * 4 * 2 * 5,
+        ),
+    ],
+)
+def test_convolutions_count_taps_on_data(attributes: str, image: str, kernel: str, result: str, flops: int) -> None:
+    found = price(
+        f"  %a = f32[{image}] constant({{...}})\n  %b = f32[{kernel}] constant({{...}})\n"
+        f"  ROOT %c = f32[{result}] convolution(%a, %b), {attributes}"
+    )
+    assert found.compute_s == (flops or 2 * 4 * 16 * 32 * 64)
+
+
+@pytest.mark.parametrize("path", sorted(FIXTURES.glob("*.txt")), ids=lambda path: path.stem)
+def test_a_step_is_compute_and_what_is_exposed(path: Path) -> None:
+    module = hlo.read(path.read_text())
+    found = timeline(module, hlo.collectives(module, MESH), Counter(flops_per_s=1e3), MESH)
+    assert found.step_s == pytest.approx(found.compute_s + found.exposed_s)
+    assert found.communication_s >= found.exposed_s >= 0
+    rows = hlo.collectives(module, MESH)
+    always = sum(row.total_bytes for row in rows if not row.conditional)
+    assert always <= found.communication_s <= sum(row.total_bytes for row in rows)
+
+
+def test_matmul_flops_are_those_of_the_model() -> None:
+    """Four layers of two matmuls: forward, recomputed, and twice backward, on 4096 of 8192 tokens."""
+    layer = 2 * 4096 * 1024 * 4096
+    for compiler, again in (("gpu", 2), ("tpu", 2)):
+        module = hlo.read((FIXTURES / f"fsdp_scan.{compiler}.txt").read_text())
+        found = timeline(module, (), Counter(flops_per_s=1.0), MESH)
+        matmuls_s = sum(e.duration_s * e.trips for e in found.events if e.duration_s >= layer)
+        # The second matmul of a layer is not needed for the gradient: it is not recomputed.
+        assert matmuls_s == 4 * (again * 1 + 1 + 4) * layer
+
+
+def test_a_ring_hides_behind_its_loop() -> None:
+    module = hlo.read((FIXTURES / "windowed_scan.tpu.txt").read_text())
+    found = timeline(module, hlo.collectives(module, MESH), Counter(flops_per_s=1.0), MESH)
+    assert found.exposed_s == 0 < found.hidden_s
+
+
+def test_the_trace_is_what_perfetto_reads() -> None:
+    module = hlo.read((FIXTURES / "fsdp_scan.gpu.txt").read_text())
+    found = timeline(module, hlo.collectives(module, MESH), Counter(), MESH)
+    events = json.loads(json.dumps(found.trace()))["traceEvents"]
+    drawn = [event for event in events if event["ph"] == "X"]
+    assert len(drawn) == len(found.events)
+    assert {event["tid"] for event in drawn} == {0, 1}
+    assert drawn[0]["dur"] == found.events[0].duration_s * 1e6
