@@ -1,7 +1,7 @@
 """Problem → Solution: the best choice found, a bound on any choice, and their gap."""
 
-from autoshard.solver.evaluate import Evaluation, evaluate
+from autoshard.solver.evaluate import Evaluation, evaluate, users_at
 from autoshard.solver.solution import Solution, Status
 from autoshard.solver.solver import solve
 
-__all__ = ["Evaluation", "Solution", "Status", "evaluate", "solve"]
+__all__ = ["Evaluation", "Solution", "Status", "evaluate", "solve", "users_at"]

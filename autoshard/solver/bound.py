@@ -107,7 +107,11 @@ class Dual:
             self._exchange(mean, hinge_mean)
             self.steps.shorten()
             self.hinge_steps.shorten()
-        for _ in range(RESTING):
+        self.improve(RESTING)
+
+    def improve(self, passes: int) -> None:
+        """Passes messages at the multipliers as they are."""
+        for _ in range(passes):
             self._pass()
 
     @property

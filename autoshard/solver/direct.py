@@ -82,25 +82,30 @@ def overflowing(problem: Problem, choice: Int) -> Int:
     return times[peaks_over(usage, problem.usage_limit, NEW_ROWS)]
 
 
-def smallest_peak(incumbent: Incumbent) -> None:
-    """Finds the choice of least peak of a problem that no choice satisfies."""
+def smallest_peak(incumbent: Incumbent) -> bool:
+    """Finds the choice of least peak of a small problem that nothing satisfies.
+
+    Returns False, having found nothing, where the MIP would have more than `MIP_CELLS`.
+    """
     problem = incumbent.problem
     times = np.zeros(0, dtype=np.int64)
     while problem.usage_limit is not None:
         core = Core(problem, times)
         core.make_consistent(list(core.cost))
         if not core.feasible:
-            return
+            return True
         program, names = core.program()
+        if program.cells > MIP_CELLS:
+            return False
         answer = solve_program(
             program, time_limit_s=max(incumbent.left_s(), 1.0), seed=incumbent.seed, minimise_peak=True
         )
         if answer.choice is None:
-            return
+            return True
         choice = core.expand(dict(zip(names, answer.choice.tolist(), strict=True)))
-        peak = evaluate(problem, choice)
-        if incumbent.smallest_peak_bytes is None or peak.peak_bytes < incumbent.smallest_peak_bytes:
-            incumbent.choice, incumbent.smallest_peak_bytes = choice, peak.peak_bytes
-        if peak.peak_at is None or peak.peak_at in times or incumbent.left_s() <= 0:
-            return
-        times = np.union1d(times, [peak.peak_at])
+        incumbent.offer_peak(choice, answer.bound)
+        peak_at = evaluate(problem, choice).peak_at
+        if peak_at is None or peak_at in times or incumbent.left_s() <= 0:
+            return True
+        times = np.union1d(times, [peak_at])
+    return True

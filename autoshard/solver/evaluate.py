@@ -91,3 +91,14 @@ def usage_profile(problem: Problem, choice: Int) -> tuple[Int, Int]:
     np.add.at(change, where[:count], chosen[alive])
     np.subtract.at(change, where[count:], chosen[alive])
     return times, np.cumsum(change)
+
+
+def users_at(problem: Problem, choice: Int, time: int) -> list[tuple[int, int]]:
+    """Returns (node, bytes) of what is alive at a time point under `choice`, largest first."""
+    alive = (problem.use_interval[:, 0] <= time) & (time < problem.use_interval[:, 1])
+    node = problem.use_node[alive]
+    used = problem.usage[problem.use_start[:-1][alive] + choice[node]]
+    total = np.zeros(problem.nodes, dtype=np.int64)
+    np.add.at(total, node, used)
+    order = np.argsort(-total, kind="stable")
+    return [(int(v), int(total[v])) for v in order[: int((total > 0).sum())]]

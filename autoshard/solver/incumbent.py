@@ -30,6 +30,8 @@ class Incumbent:
     bound: int = NO_BOUND
     infeasible: bool = False
     smallest_peak_bytes: int | None = None
+    peak_bound_bytes: int | None = None
+    peak_at: int | None = None
     begin: float = field(default_factory=time.perf_counter)
 
     def left_s(self) -> float:
@@ -44,6 +46,14 @@ class Incumbent:
             self.choice, self.objective = choice, priced.objective
             self._report()
         return True
+
+    def offer_peak(self, choice: Int, bound_bytes: int | None) -> None:
+        """Keeps the choice of a problem that nothing satisfies if its peak is the smallest."""
+        peak = evaluate(self.problem, choice)
+        if self.smallest_peak_bytes is None or peak.peak_bytes < self.smallest_peak_bytes:
+            self.choice, self.smallest_peak_bytes, self.peak_at = choice, peak.peak_bytes, peak.peak_at
+        if bound_bytes is not None:
+            self.peak_bound_bytes = min(max(bound_bytes, self.peak_bound_bytes or 0), self.smallest_peak_bytes)
 
     def raise_bound(self, bound: int) -> None:
         if bound > self.bound:
@@ -82,4 +92,6 @@ class Incumbent:
             wall_s=time.perf_counter() - self.begin,
             solver=solver,
             smallest_peak_bytes=self.smallest_peak_bytes,
+            peak_bound_bytes=self.peak_bound_bytes,
+            peak_at=self.peak_at,
         )

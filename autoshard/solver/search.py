@@ -81,6 +81,11 @@ class Search:
     def solve_whole(self) -> bool:
         """Solves the network as it is by one MIP; returns whether that settled the problem."""
         answer = self.solve(self.dual.residual(), limit_s=self.incumbent.left_s(), rel_gap=self.incumbent.rel_gap)
+        self._conclude(answer)
+        return answer.finished
+
+    def _conclude(self, answer: MipAnswer) -> None:
+        """Takes over what an answer for the whole network proves."""
         if answer.infeasible:
             if self.incumbent.objective is None:
                 self.incumbent.infeasible = True
@@ -89,7 +94,6 @@ class Search:
         elif answer.bound is not None:
             bound = -((-answer.bound) >> self.shift) if self.shift >= 0 else answer.bound << -self.shift
             self.incumbent.raise_bound(bound)
-        return answer.finished
 
     def solve(self, network: Network, *, limit_s: float, rel_gap: float, node_limit: int | None = None) -> MipAnswer:
         """Solves `network` by a MIP whose memory rows are added as they are violated.
@@ -167,6 +171,8 @@ class Search:
             return True
         limit_s = min(self.incumbent.left_s(), max(2.0, MIP_S * self.incumbent.time_limit_s))
         answer = self.solve(network, limit_s=limit_s, rel_gap=1e-6)
+        if alive.all():
+            self._conclude(answer)
         return answer.finished
 
 
@@ -176,6 +182,10 @@ def solve_by_search(incumbent: Incumbent) -> str:
     if network is None:
         incumbent.infeasible = True
         return "arc consistency"
+    memory = memory_of(incumbent.problem, network)
+    if memory.least().max(initial=0) > memory.limit and incumbent.problem.usage_limit is not None:
+        incumbent.infeasible = True
+        return "least usage"
     search = Search(incumbent, network)
     search.climb(FIRST_CYCLES)
     cells = float(FIRST_CELLS)

@@ -21,7 +21,7 @@ class Status(StrEnum):
 class Solution:
     """What the solver found.
 
-    `choice[v]` is the strategy of node v (empty if none was found); `objective` is its
+    `choice[v]` is the strategy of node v (empty if nothing was found); `objective` is its
     exact cost, `bound` a proven lower bound, both in the problem's unit.
     """
 
@@ -31,7 +31,10 @@ class Solution:
     status: Status
     wall_s: float
     solver: str
-    smallest_peak_bytes: int | None = None  # set when infeasible: the smallest peak found
+    # Set when infeasible by memory; `choice` is then the choice of the smallest peak found.
+    smallest_peak_bytes: int | None = None
+    peak_bound_bytes: int | None = None  # no choice has a smaller peak
+    peak_at: int | None = None  # the time point of the smallest peak; see `evaluate.users_at`
 
     @property
     def found(self) -> bool:

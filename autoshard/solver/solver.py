@@ -39,6 +39,10 @@ def solve(
         from autoshard.solver.search import solve_by_search
 
         solver = solve_by_search(incumbent)
-    if incumbent.infeasible and incumbent.objective is None:
-        smallest_peak(incumbent)
+    if incumbent.infeasible and problem.usage_limit is not None and not smallest_peak(incumbent):
+        from autoshard.solver.peak import approximate_peak
+
+        found = approximate_peak(incumbent)
+        if found is not None:
+            incumbent.offer_peak(found.choice, found.bound_bytes)
     return incumbent.solution(solver or "search")

@@ -35,6 +35,19 @@ class Memory:
         np.subtract.at(change, self.end, used)
         return np.cumsum(change)[:-1]
 
+    def least(self) -> Int:
+        """Returns, from each event to the next, the sum of every item's least usage: a lower bound."""
+        sizes = np.diff(self.strategies)[self.root]
+        item = np.repeat(np.arange(len(self.root)), sizes)
+        local = np.arange(len(item)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        used = self.usage[self.first[item] + self.follows[self.follow_first[item] + local]]
+        change = np.zeros(len(self.times) + 1, dtype=np.int64)
+        if len(used):
+            least = np.minimum.reduceat(used, np.cumsum(sizes) - sizes)
+            np.add.at(change, self.begin, least)
+            np.subtract.at(change, self.end, least)
+        return np.cumsum(change)[:-1]
+
     def coefficients(self, events: Int) -> Int:
         """Returns usage of every root strategy at the given events: (events, strategies)."""
         out = np.zeros((len(events), int(self.strategies[-1])), dtype=np.int64)
