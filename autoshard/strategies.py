@@ -91,7 +91,8 @@ def matching(shape: tuple[int, ...], mesh: MeshAxes, layout: Layout, free: froze
     """
     codes = layouts(shape, mesh, unreduced=False)
     rows = decode(codes, len(shape), mesh.ndim)
-    agree = np.ones(len(codes), bool)
+    real = [[mesh.names.index(name) for name in axes if name in mesh.names] for axes in layout.dims]
+    agree = np.full(len(codes), all(axes == sorted(axes) for axes in real))
     for a, name in enumerate(mesh.names):
         wanted = next((d for d, axes in enumerate(layout.dims) if name in axes), WHOLE)
         allowed = rows[:, a] == wanted
