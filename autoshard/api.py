@@ -16,6 +16,7 @@ from autoshard import binding as bindings
 from autoshard import plan as plans
 from autoshard import trace as traces
 from autoshard.errors import PlanMismatchError, SpecError
+from autoshard.mesh import MeshAxes
 from autoshard.meshes import MeshLike, Place
 from autoshard.plan import PlanRecord
 from autoshard.planner import Budget, Planned
@@ -78,7 +79,11 @@ class Plan:
         return meshes.over_devices(self.record.mesh, order, None if devices is None else list(devices))
 
     def in_shardings(self, mesh: Mesh | None = None) -> Any:
-        """NamedShardings of the inputs, for `device_put`, Orbax or `jax.jit`."""
+        """NamedShardings of the inputs, for `device_put`, Orbax or `jax.jit`.
+
+        Raises:
+          PlanMismatchError: the mesh is not of the plan's shape.
+        """
         return self._shardings(self.specs, mesh)
 
     def out_shardings(self, mesh: Mesh | None = None) -> Any:
@@ -87,6 +92,10 @@ class Plan:
 
     def _shardings(self, specs: Any, mesh: Mesh | None) -> Any:
         on = self.mesh() if mesh is None else mesh
+        if dict(on.shape) != self.record.mesh.shape or tuple(on.axis_names) != self.record.mesh.names:
+            raise PlanMismatchError(
+                f"the plan was made for the mesh {self.record.mesh}, got {MeshAxes.of(dict(on.shape))}; plan again"
+            )
         return jax.tree.map(lambda spec: NamedSharding(on, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
     @property
