@@ -17,7 +17,7 @@ import jsonschema
 from jax.sharding import PartitionSpec
 
 from autoshard.pins import Pins
-from autoshard.errors import PlanFileError
+from autoshard.errors import MeshError, PlanFileError, SpecError
 from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
 from autoshard.problem.assignment import Collective
@@ -135,7 +135,29 @@ def read(path: str | Path) -> PlanRecord:
     except jsonschema.ValidationError as error:
         at = "/".join(map(str, error.absolute_path)) or "the top"
         raise PlanFileError(f"{path} is not a plan file: at {at}: {error.message[:200]}") from error
-    return _from_json(data)
+    try:
+        record = _from_json(data)
+        _check(record)
+    except (SpecError, MeshError) as error:
+        raise PlanFileError(f"{path} is not a plan file: {error}") from error
+    return record
+
+
+def _check(record: PlanRecord) -> None:
+    """Raises a SpecError or MeshError if a record contradicts itself."""
+    leaves = (*record.inputs, *record.outputs)
+    pins = record.pins
+    constraints = [s for group in (pins.made, pins.taken, pins.inputs, pins.outputs) for specs in group.values() for s in specs]
+    for spec in (*(leaf.spec for leaf in leaves), *constraints):
+        for axis in (axis for dim in Layout.from_spec(spec, len(spec)).dims for axis in dim):
+            if axis not in record.mesh.names:
+                raise SpecError(f"{spec} names the axis `{axis}`; the mesh has {', '.join(record.mesh.names)}")
+    for leaf in leaves:
+        Layout.from_spec(leaf.spec, len(leaf.shape)).local_shape(leaf.shape, record.mesh)
+    if sorted(record.device_order) != list(range(record.mesh.size)):
+        raise MeshError(f"device_order is no order of the {record.mesh.size} devices of {record.mesh}")
+    if any(i >= len(record.inputs) for i in record.donated):
+        raise SpecError(f"donated inputs {list(record.donated)} of {len(record.inputs)}")
 
 
 def _spec_to_json(spec: PartitionSpec) -> list[Any]:
@@ -151,9 +173,9 @@ def _leaf_to_json(leaf: Leaf) -> dict[str, Any]:
 
 
 def _leaf_from_json(data: dict[str, Any]) -> Leaf:
-    spec = _spec_from_json(data["spec"])
-    Layout.from_spec(spec, len(data["shape"]))
-    return Leaf(path=data["path"], shape=tuple(data["shape"]), dtype=data["dtype"], spec=spec)
+    return Leaf(
+        path=data["path"], shape=tuple(data["shape"]), dtype=data["dtype"], spec=_spec_from_json(data["spec"])
+    )
 
 
 def _to_json(record: PlanRecord) -> dict[str, Any]:
