@@ -136,58 +136,41 @@ def unstack(eqn: Eqn) -> ShardingRule:
 def refine(build: RuleBuilder, source: tuple[int, ...], target: tuple[int, ...]) -> tuple[list[Dim], list[Dim]]:
     """Factors of two shapes of equal element count, walked from major to minor.
 
-    As long as one side's remaining extent divides the other's, their common part is a
-    factor of both: a block of the source is a block of the target. Where neither divides
-    (`[4,3] -> [6,2]`: after the common 2, the rest is `[2,3]` and `[3,2]`) the rest, up
-    to the next place where both sides have consumed the same count, must be whole.
+    What the extents at hand have in common is a factor of both: a block of the source is
+    a block of the target. Where they have nothing in common (`[4,3] -> [6,2]`: after the
+    common 2, `[2,3]` and `[3,2]` are left) all dimensions up to the next place where both
+    sides have walked the same count must be whole.
     """
-    ins: list[list[int]] = [[] for _ in source]
-    outs: list[list[int]] = [[] for _ in target]
     if 0 in source or 0 in target:
         return build.dims(source, FactorKind.REPLICATE), build.dims(target, FactorKind.REPLICATE)
-    i = j = 0
-    left = source[0] if source else 1
-    right = target[0] if target else 1
-    whole = False  # inside a stretch without common blocks
-    while True:
-        if not whole:
-            common = gcd(left, right)
-            if common > 1:
-                factor = build.new(common)
-                ins[i].append(factor)
-                outs[j].append(factor)
-                left, right = left // common, right // common
-            whole = left > 1 and right > 1
-        if whole:
-            # Consume the side that is behind; counts meet again when both end together.
-            factor_in, factor_out = build.new(left, FactorKind.REPLICATE), build.new(right, FactorKind.REPLICATE)
-            ins[i].append(factor_in)
-            outs[j].append(factor_out)
-            done_in, done_out = left, right
-            while done_in != done_out:
-                if done_in < done_out:
-                    i += 1
-                    done_in *= source[i]
-                    if source[i] > 1:
-                        ins[i].append(build.new(source[i], FactorKind.REPLICATE))
+    ins: list[Dim] = [()] * len(source)
+    outs: list[Dim] = [()] * len(target)
+    # Stacks of (dimension, extent still to walk), the major-most on top.
+    left = [(d, size) for d, size in enumerate(source) if size > 1][::-1]
+    right = [(d, size) for d, size in enumerate(target) if size > 1][::-1]
+
+    def walk_whole(stack: list[tuple[int, int]], dims: list[Dim]) -> int:
+        d, size = stack.pop()
+        dims[d] += (build.new(size, FactorKind.REPLICATE),)
+        return size
+
+    while left:  # both end together
+        (d, size), (e, other) = left[-1], right[-1]
+        common = gcd(size, other)
+        if common > 1:
+            factor = (build.new(common),)
+            ins[d] += factor
+            outs[e] += factor
+            for stack, at, rest in ((left, d, size // common), (right, e, other // common)):
+                stack[-1:] = [(at, rest)] if rest > 1 else []
+        else:
+            walked_in, walked_out = walk_whole(left, ins), walk_whole(right, outs)
+            while walked_in != walked_out:
+                if walked_in < walked_out:
+                    walked_in *= walk_whole(left, ins)
                 else:
-                    j += 1
-                    done_out *= target[j]
-                    if target[j] > 1:
-                        outs[j].append(build.new(target[j], FactorKind.REPLICATE))
-            left = right = 1
-            whole = False
-        if left == 1:
-            i += 1
-        if right == 1:
-            j += 1
-        if i >= len(source) and j >= len(target):
-            break
-        if left == 1:
-            left = source[i] if i < len(source) else 1
-        if right == 1:
-            right = target[j] if j < len(target) else 1
-    return [tuple(dim) for dim in ins], [tuple(dim) for dim in outs]
+                    walked_out *= walk_whole(right, outs)
+    return ins, outs
 
 
 def _same(build: RuleBuilder, size: int, kind: FactorKind = FactorKind.PASS) -> list[Dim]:
