@@ -115,7 +115,13 @@ def prepare(
       unknown: "error" or "replicate".
       platform: what `platform_index` resolves to: "cpu", "cuda" or "tpu".
       trace_s: seconds that tracing took, for the stages' times.
+
+    Raises:
+      MissingRuleError: a primitive without a rule, if `unknown` is "error".
+      SpecError: a pin that cannot be kept.
     """
+    if unknown not in ("error", "replicate"):
+        raise SpecError(f"unknown={unknown!r} is neither 'error' nor 'replicate'")
     clock = _Clock()
     clock.seconds["trace"] = trace_s
     real = MeshAxes.of({n: s for n, s in mesh.shape.items() if s > 1})
@@ -130,6 +136,19 @@ def prepare(
     else:
         tied = {gradient.first_gradient + k: i for k, i in enumerate(gradient.gradient_of)}
         held = dict.fromkeys(gradient.gradient_of, OPTIMIZER_BYTES)
+    input_pins = {i: _pinned(s, priced.in_avals[i].shape, mesh, real, traced.in_paths[i]) for i, s in wanted.inputs.items()}
+    output_pins = {
+        i: _pinned(s, priced.out_avals[i].shape, mesh, real, f"output {priced.out_paths[i]}")
+        for i, s in wanted.outputs.items()
+    }
+    for output, position in tied.items():
+        if position in input_pins and output in output_pins:
+            input_pins[position] = np.intersect1d(input_pins[position], output_pins[output])
+            if not len(input_pins[position]):
+                raise SpecError(
+                    f"{traced.in_paths[position]}: asked for in {wanted.inputs[position]}, but the output that replaces it "
+                    f"in {wanted.outputs[output]}"
+                )
     resharder = Resharder(real, machine)
     decisions = decide(
         graph,
@@ -137,11 +156,8 @@ def prepare(
         machine,
         tied=tied,
         donated=wanted.donated,
-        input_pins={i: _pinned(s, priced.in_avals[i].shape, mesh, real, traced.in_paths[i]) for i, s in wanted.inputs.items()},
-        output_pins={
-            i: _pinned(s, priced.out_avals[i].shape, mesh, real, f"output {priced.out_paths[i]}")
-            for i, s in wanted.outputs.items()
-        },
+        input_pins=input_pins,
+        output_pins=output_pins,
         equation_pins=_own_constraints(graph, mesh, real),
         held_bytes=held,
         unknown=unknown,
