@@ -157,3 +157,15 @@ def context_mesh() -> Any:
 def is_tracer(value: Any) -> bool:
     """Whether a value is being traced (by jit, grad, vmap, …)."""
     return isinstance(value, jax.core.Tracer)
+
+
+def scan_arity(eqn: Any) -> tuple[int, int]:
+    """(constants, carries) of a scan; what follows are its sliced inputs."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = (_leaves(tree) for tree in eqn.params["ft_in"].elts)
+    return consts, carry
+
+
+def _leaves(tree: Any) -> int:
+    return sum(map(_leaves, tree.elts)) if hasattr(tree, "elts") else 1

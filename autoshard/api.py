@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autoshard import _jax, apply, meshes, planner
+from autoshard import _jax, _quiet, apply, meshes, planner
 from autoshard import binding as bindings
 from autoshard import plan as plans
 from autoshard import trace as traces
 from autoshard.errors import PlanMismatchError, SpecError
+from autoshard.gradient import gradient_arguments
 from autoshard.mesh import MeshAxes
 from autoshard.meshes import MeshLike, Place
 from autoshard.plan import PlanRecord
@@ -192,8 +194,15 @@ class Plan:
         return jax.device_put(value, jax.tree.unflatten(tree, [NamedSharding(mesh, s) for s in specs]))
 
     def summary(self) -> str:
-        """The plan as text: verdict, layouts, collectives, memory, certificate."""
-        return text.summary(self.record, {} if self.planned is None else self.planned.seconds)
+        """The plan as text: step time, memory, proof, layouts, collectives."""
+        if self.planned is None or self._place is None:
+            return text.summary(self.record)
+        return text.summary(
+            self.record,
+            seconds=self.planned.seconds,
+            flops=self.planned.assignment.flops(),
+            peak_flops_per_s=self._place.hardware.number("peak_bfloat16_flops_per_s"),
+        )
 
     def save(self, path: str | Path) -> None:
         """Writes the plan file: JSON, the same bytes for the same input."""
@@ -295,7 +304,7 @@ def plan(
       MeshError: mesh, hardware and devices do not fit each other.
     """
     if mesh is None and _jax.context_mesh() is None and hardware is None:
-        choices = meshes.candidates(len(jax.devices())) if len(jax.devices()) > 1 else [{"data": 1}]
+        choices = meshes.candidates(len(_quiet.devices())) if len(_quiet.devices()) > 1 else [{"data": 1}]
         options = [
             plan(
                 fn,
@@ -328,7 +337,9 @@ def plan(
         donate_argnames=donate_argnames,
     )
     place = meshes.place(mesh, hardware)
+    begin = time.perf_counter()
     traced = traces.trace(bound.fn, bound.values, bound.names, place.axes)
+    trace_s = time.perf_counter() - begin
     asked = wanted(traced, in_shardings, out_shardings, pins or {}, bound.donated)
     limit = place.hardware.usable_memory_bytes if memory is None else int(memory)
     setting = planner.prepare(
@@ -336,8 +347,10 @@ def plan(
         place.axes,
         place.machine,
         asked,
-        gradient_of=_gradient_arguments(traced, for_grad),
+        gradient_of=gradient_arguments(traced, for_grad=for_grad),
         unknown=unknown,
+        platform=meshes.platform(place.hardware.name),
+        trace_s=trace_s,
     )
     planned = planner.make(
         setting,
@@ -350,27 +363,6 @@ def plan(
         notes=place.notes,
     )
     return Plan(planned.record, place=place, planned=planned, traced=traced)
-
-
-def _gradient_arguments(traced: Traced, for_grad: bool | int | Sequence[int] | None) -> tuple[int, ...]:
-    if for_grad is False:
-        return ()
-    if for_grad is None:
-        inputs = {(a.shape, a.dtype) for a in traced.in_avals if a.shape}
-        floats = [a for a in traced.out_avals if jax.numpy.issubdtype(a.dtype, jax.numpy.inexact)]
-        if not floats or any((a.shape, a.dtype) in inputs for a in traced.out_avals):
-            return ()
-        for_grad = True
-    chosen = (0,) if for_grad is True else bindings.as_tuple(for_grad)
-    arguments = max(traced.argument_of, default=-1) + 1
-    if any(not 0 <= i < arguments for i in chosen):
-        raise SpecError(f"for_grad={for_grad}: the function has {arguments} dynamic arguments")
-    differentiable = {
-        p
-        for p, a in zip(traced.argument_of, traced.in_avals, strict=True)
-        if jax.numpy.issubdtype(a.dtype, jax.numpy.inexact)
-    }
-    return tuple(i for i in chosen if i in differentiable)
 
 
 def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:

@@ -109,9 +109,10 @@ def touched_bytes(
     `reads[i]`, `writes[i]`: whether operand or result i lies in memory. A gather reads
     of its table only what it returns; a scatter rewrites only what it updates. A
     constraint by itself touches nothing; nor does a transpose, which XLA's layout
-    assignment turns into another order of the same bytes in memory.
+    assignment turns into another order of the same bytes in memory; a loop's constants
+    are read where they lie.
     """
-    if eqn.primitive in (CONSTRAINT, "transpose"):
+    if eqn.primitive in (CONSTRAINT, "transpose", "loop_const", "branch_join"):
         return np.zeros(len(strategies))
 
     def local(avals_index: int, *, result: bool) -> NDArray[np.float64]:
@@ -120,8 +121,10 @@ def touched_bytes(
         return aval.nbytes / shards(codes, aval.ndim, mesh)
 
     total = np.zeros(len(strategies))
-    sparse = eqn.primitive in ("gather", "dynamic_slice")
+    sparse = eqn.primitive in ("gather", "dynamic_slice", "loop_slice")
     update = eqn.primitive.startswith("scatter") or eqn.primitive == "dynamic_update_slice"
+    if eqn.primitive == "loop_stack":
+        return 2 * local(0, result=False)
     for i, read in enumerate(reads):
         if read and not (sparse and i == 0) and not (update and i == 0):
             total += local(i, result=False) * (2 if update and i == len(reads) - 1 else 1)

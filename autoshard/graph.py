@@ -1,13 +1,24 @@
 """Graph: a jaxpr as frozen equations over numbered values.
 
 Calls (`jit`, `remat`, `custom_jvp`, `custom_vjp`) are seen through: their bodies'
-equations stand in the list as if written in place. Each equation keeps its *path*
-through the nested jaxprs, by which apply finds it again, and its number of *trips*.
-Dead equations are dropped. Constants (literals, closed-over arrays) are values
-without a producer. Names and barriers are seen through, too.
+equations stand in the list as if written in place. So do the bodies of loops and
+branches; *links* join them to the equations around them:
+
+    loop_const     (outer) -> (inner)              the same in every trip
+    loop_slice     ([trips, …]) -> ([…])           one of a scan's stacked inputs
+    loop_carry     (initial) -> (inner)            what goes round, on its way in
+    loop_result    (inner) -> (outer)              what goes round, on its way out
+    loop_stack     ([…]) -> ([trips, …])           one of a scan's stacked outputs
+    branch_join    (inner of each branch) -> (outer)
+
+A `platform_index` is resolved to the platform that is planned for. Each equation
+keeps its *path* through the nested jaxprs, by which apply finds its operands and
+results again, and the values of a loop's body their number of *trips*. Dead
+equations are dropped. Constants (literals, closed-over arrays) are values without a
+producer. Names and barriers are seen through, too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,7 +27,16 @@ import networkx as nx
 
 from autoshard import _jax
 
-Path = tuple[int, ...]  # equation index, then (index of the sub-jaxpr, equation index) per level
+# Of an equation: its index, then per level (index of the sub-jaxpr, equation index). Of a
+# body: its equation's path and the index of the sub-jaxpr.
+Path = tuple[int, ...]
+Spot = tuple[Path, int]  # operand or result of an equation; input or output of a body
+
+LINKS = frozenset({"loop_const", "loop_slice", "loop_carry", "loop_result", "loop_stack", "branch_join"})
+
+# A while loop does not say how often it runs; its costs count as if it ran so often (XLA's
+# own auto-sharding assumed 100: auto_sharding_option.h, loop_iteration_count_estimate).
+WHILE_TRIPS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +85,36 @@ class Eqn:
 class Graph:
     """Equations in program order over values 0, 1, 2, …
 
-    `operands[e]` and `results[e]` are the value ids of equation e. A value that no
-    equation makes is an input or a constant.
+    `operands[e]` and `results[e]` are the value ids of equation e; `takes[e][i]` and
+    `makes[e][i]` are where apply meets them. A value that no equation makes is an input
+    or a constant. `trips[v]` is how often value v is made, `loop[v]` the innermost loop
+    body that it belongs to (0: none; bodies are numbered from 1), `loop_of[e]` that of
+    an equation (a link into a body belongs to the body).
     """
 
     eqns: tuple[Eqn, ...]
     operands: tuple[tuple[int, ...], ...]
     results: tuple[tuple[int, ...], ...]
-    paths: tuple[Path, ...]
+    takes: tuple[tuple[Spot, ...], ...]
+    makes: tuple[tuple[Spot, ...], ...]
+    loop_of: tuple[int, ...]
     trips: tuple[int, ...]
+    loop: tuple[int, ...]
+    loops: int
     avals: tuple[Aval, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     named: Mapping[str, int]  # `checkpoint_name` → value
+    carry: Mapping[int, tuple[int, int]]  # loop_carry or loop_result → (loop, which carry)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The path of every equation (of a link: where its result appears)."""
+        return tuple(spots[0][0] for spots in self.makes)
+
+    def runs(self, e: int) -> int:
+        """How often equation e runs; a link runs as often as the body that it belongs to."""
+        return max((self.trips[v] for v in (*self.operands[e], *self.results[e])), default=1)
 
     def producers(self) -> dict[int, tuple[int, int]]:
         """Value → (equation, result position)."""
@@ -122,23 +159,41 @@ CALLS: Mapping[str, str] = {
 ALIASES = frozenset({"name", "optimization_barrier"})
 
 
-def build(closed: Any) -> Graph:
-    """The graph of a closed jaxpr."""
-    builder = _Builder()
+def build(closed: Any, platform: str = "cpu") -> Graph:
+    """The graph of a closed jaxpr, for a platform as JAX names it ("cpu", "cuda", "tpu")."""
+    builder = _Builder(platform)
     jaxpr = _jax.open_jaxpr(closed)
-    inputs = [builder.value(var.aval) for var in jaxpr.invars]
-    outputs = builder.walk(closed, inputs, ())
+    inputs = [builder.value(var.aval, _TOP) for var in jaxpr.invars]
+    outputs = builder.walk(closed, inputs, (), _TOP)
     return builder.finish(inputs, outputs)
 
 
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    """Where the walk is: the innermost loop body, and how often it runs."""
+
+    loop: int
+    trips: int
+
+
+_TOP = _Scope(0, 1)
+
+
 class _Builder:
-    def __init__(self) -> None:
+    def __init__(self, platform: str) -> None:
+        self.platform = platform
         self.avals: list[Aval] = []
+        self.scopes: list[_Scope] = []
         self.eqns: list[Eqn] = []
         self.operands: list[tuple[int, ...]] = []
         self.results: list[tuple[int, ...]] = []
-        self.paths: list[Path] = []
+        self.takes: list[tuple[Spot, ...]] = []
+        self.makes: list[tuple[Spot, ...]] = []
+        self.loop_of: list[int] = []
         self.named: dict[str, int] = {}
+        self.branch: dict[int, int] = {}  # a resolved platform index → its value
+        self.loops = 0
+        self.carry: dict[int, tuple[int, int]] = {}
         self._aval_of: dict[Any, Aval] = {}
         self._where = _jax.SourceLines()
 
@@ -148,51 +203,175 @@ class _Builder:
             self._aval_of[key] = Aval(tuple(int(d) for d in key[0]), key[1])
         return self._aval_of[key]
 
-    def value(self, aval: Any) -> int:
+    def value(self, aval: Any, scope: _Scope) -> int:
         self.avals.append(self.aval(aval))
+        self.scopes.append(scope)
         return len(self.avals) - 1
 
-    def walk(self, closed: Any, args: list[int], path: Path) -> list[int]:
+    def add(
+        self,
+        name: str,
+        eqn: Any,
+        operands: Sequence[int],
+        results: Sequence[int],
+        takes: Sequence[Spot],
+        makes: Sequence[Spot],
+        loop: int,
+    ) -> None:
+        self.eqns.append(
+            Eqn(
+                primitive=name,
+                operands=tuple(self.avals[v] for v in operands),
+                results=tuple(self.avals[v] for v in results),
+                params=eqn.params if name not in LINKS else {},
+                where=self._where(eqn),
+            )
+        )
+        self.operands.append(tuple(operands))
+        self.results.append(tuple(results))
+        self.takes.append(tuple(takes))
+        self.makes.append(tuple(makes))
+        self.loop_of.append(loop)
+
+    def walk(self, closed: Any, args: Sequence[int], path: Path, scope: _Scope) -> list[int]:
         jaxpr = _jax.open_jaxpr(closed)
         env: dict[Any, int] = dict(zip(jaxpr.invars, args, strict=True))
         for var in jaxpr.constvars:
-            env[var] = self.value(var.aval)
+            env[var] = self.value(var.aval, scope)
 
         def read(atom: Any) -> int:
-            return self.value(atom.aval) if _jax.is_literal(atom) else env[atom]
+            return self.value(atom.aval, scope) if _jax.is_literal(atom) else env[atom]
 
         for index, eqn in enumerate(jaxpr.eqns):
             operands = [read(atom) for atom in eqn.invars]
-            here = (*path, index)
-            name = eqn.primitive.name
-            if name in CALLS:
-                results = self.walk(eqn.params[CALLS[name]], operands, (*here, 0))
-            elif name in ALIASES:
-                results = operands
-                if name == "name":
-                    self.named[eqn.params["name"]] = operands[0]
-            else:
-                results = [self.value(var.aval) for var in eqn.outvars]
-                self.eqns.append(
-                    Eqn(
-                        primitive=name,
-                        operands=tuple(self.avals[v] for v in operands),
-                        results=tuple(self.avals[v] for v in results),
-                        params=eqn.params,
-                        where=self._where(eqn),
-                    )
-                )
-                self.operands.append(tuple(operands))
-                self.results.append(tuple(results))
-                self.paths.append(here)
+            results = self.equation(eqn, operands, (*path, index), scope)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+    def equation(self, eqn: Any, operands: list[int], here: Path, scope: _Scope) -> list[int]:
+        name = eqn.primitive.name
+        if name in CALLS:
+            return self.walk(eqn.params[CALLS[name]], operands, (*here, 0), scope)
+        if name in ALIASES:
+            if name == "name":
+                self.named[eqn.params["name"]] = operands[0]
+            return operands
+        if name == "scan":
+            return self.scan(eqn, operands, here, scope)
+        if name == "while":
+            return self.while_loop(eqn, operands, here, scope)
+        if name == "cond":
+            return self.cond(eqn, operands, here, scope)
+        results = [self.value(var.aval, scope) for var in eqn.outvars]
+        if name == "platform_index":
+            self.branch[results[0]] = self.chosen(eqn.params["platforms"])
+        takes = [(here, i) for i in range(len(operands))]
+        self.add(name, eqn, operands, results, takes, [(here, i) for i in range(len(results))], scope.loop)
+        return results
+
+    def chosen(self, platforms: Sequence[Any]) -> int:
+        """The index of the platform that is planned for; `None` stands for any other."""
+        known = {"cuda": ("cuda", "gpu"), "rocm": ("rocm", "gpu")}.get(self.platform, (self.platform,))
+        for index, names in enumerate(platforms):
+            if names is None or any(name in known for name in names):
+                return index
+        return len(platforms) - 1
+
+    def enter(self, trips: int, scope: _Scope) -> _Scope:
+        self.loops += 1
+        return _Scope(self.loops, scope.trips * trips)
+
+    def into(
+        self, name: str, eqn: Any, outer: int, aval: Any, take: Spot, make: Spot, scope: _Scope, carry: int = 0
+    ) -> int:
+        """A link from an outer value into a loop's body."""
+        inner = self.value(aval, scope)
+        if name == "loop_carry":
+            self.carry[len(self.eqns)] = (scope.loop, carry)
+        self.add(name, eqn, [outer], [inner], [take], [make], scope.loop)
+        return inner
+
+    def out(
+        self,
+        name: str,
+        eqn: Any,
+        inner: Sequence[int],
+        aval: Any,
+        takes: Sequence[Spot],
+        make: Spot,
+        scope: _Scope,
+        carry: tuple[int, int] = (0, 0),
+    ) -> int:
+        """A link from a body to a value of the scope around it."""
+        outer = self.value(aval, scope)
+        if name == "loop_result":
+            self.carry[len(self.eqns)] = carry
+        self.add(name, eqn, inner, [outer], takes, [make], scope.loop)
+        return outer
+
+    def scan(self, eqn: Any, operands: list[int], here: Path, scope: _Scope) -> list[int]:
+        consts, carries = _jax.scan_arity(eqn)
+        body, entry = eqn.params["jaxpr"], (*here, 0)
+        inside = self.enter(eqn.params["length"], scope)
+        kinds = ["loop_const"] * consts + ["loop_carry"] * carries
+        kinds += ["loop_slice"] * (len(operands) - len(kinds))
+        variables = _jax.open_jaxpr(body).invars
+        inner = [
+            self.into(kind, eqn, v, var.aval, (here, i), (entry, i), inside, i - consts)
+            for i, (kind, v, var) in enumerate(zip(kinds, operands, variables, strict=True))
+        ]
+        outs = self.walk(body, inner, entry, inside)
+        return [
+            self.out(
+                "loop_result" if i < carries else "loop_stack",
+                eqn,
+                [v],
+                var.aval,
+                [(entry, i)],
+                (here, i),
+                scope,
+                (inside.loop, i),
+            )
+            for i, (v, var) in enumerate(zip(outs, eqn.outvars, strict=True))
+        ]
+
+    def while_loop(self, eqn: Any, operands: list[int], here: Path, scope: _Scope) -> list[int]:
+        tests, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        inside = self.enter(WHILE_TRIPS, scope)
+        first, entry = tests + consts, (*here, 1)
+        constant = [
+            self.into("loop_const", eqn, operands[tests + i], self.avals[operands[tests + i]], (here, tests + i), (entry, i), inside)
+            for i in range(consts)
+        ]
+        carried = [
+            self.into("loop_carry", eqn, v, self.avals[v], (here, first + i), (entry, consts + i), inside, i)
+            for i, v in enumerate(operands[first:])
+        ]
+        self.walk(eqn.params["cond_jaxpr"], [*operands[:tests], *carried], (*here, 0), inside)
+        outs = self.walk(eqn.params["body_jaxpr"], [*constant, *carried], entry, inside)
+        return [
+            self.out("loop_result", eqn, [v], var.aval, [(entry, i)], (here, i), scope, (inside.loop, i))
+            for i, (v, var) in enumerate(zip(outs, eqn.outvars, strict=True))
+        ]
+
+    def cond(self, eqn: Any, operands: list[int], here: Path, scope: _Scope) -> list[int]:
+        branches = list(enumerate(eqn.params["branches"]))
+        if operands[0] in self.branch:
+            branches = [branches[self.branch[operands[0]]]]
+        outs = {k: self.walk(branch, operands[1:], (*here, k), scope) for k, branch in branches}
+        return [
+            self.out(
+                "branch_join", eqn, [v[i] for v in outs.values()], var.aval, [((*here, k), i) for k in outs], (here, i), scope
+            )
+            for i, var in enumerate(eqn.outvars)
+        ]
 
     def finish(self, inputs: list[int], outputs: list[int]) -> Graph:
         live = set(outputs)
         keep: list[int] = []
         for e in range(len(self.eqns) - 1, -1, -1):
-            if any(v in live for v in self.results[e]):
+            # What goes round decides about its own layout, even where nobody wants the last of it.
+            if self.eqns[e].primitive == "loop_result" or any(v in live for v in self.results[e]):
                 keep.append(e)
                 live.update(self.operands[e])
         keep.reverse()
@@ -200,10 +379,15 @@ class _Builder:
             eqns=tuple(self.eqns[e] for e in keep),
             operands=tuple(self.operands[e] for e in keep),
             results=tuple(self.results[e] for e in keep),
-            paths=tuple(self.paths[e] for e in keep),
-            trips=(1,) * len(keep),
+            takes=tuple(self.takes[e] for e in keep),
+            makes=tuple(self.makes[e] for e in keep),
+            loop_of=tuple(self.loop_of[e] for e in keep),
+            trips=tuple(scope.trips for scope in self.scopes),
+            loop=tuple(scope.loop for scope in self.scopes),
+            loops=self.loops,
             avals=tuple(self.avals),
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             named=self.named,
+            carry={position: self.carry[e] for position, e in enumerate(keep) if e in self.carry},
         )

@@ -118,3 +118,8 @@ def over_devices(axes: MeshAxes, order: np.ndarray, devices: list[Any] | None = 
 def abstract(axes: MeshAxes) -> AbstractMesh:
     """An AbstractMesh with Auto axes, for lowering without devices."""
     return AbstractMesh(axes.sizes, axes.names, axis_types=(AxisType.Auto,) * axes.ndim)
+
+
+def platform(hardware: str) -> str:
+    """JAX's platform name of a hardware name."""
+    return "tpu" if hardware.startswith("tpu") else "cpu" if hardware.startswith("cpu") else "cuda"

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.problem.decisions import Decisions, Port, consumer_port
+from autoshard.problem.windows import combined
 from autoshard.resharding import PS_PER_S, Resharder, collective_s
 from autoshard.strategies import SUM, decode
 
@@ -83,7 +84,7 @@ class Assignment:
     def route(self, value: int, source: int, target: int) -> tuple[int, ...]:
         """The pinnable codes that a value passes through from source to target."""
         aval = self.decisions.graph.avals[value]
-        steps = self.resharder.path(aval, source, target, combined=self.decisions.window_of(value) is not None)
+        steps = self.resharder.path(aval, source, target, combined=combined(self.decisions.window_of(value)))
         return tuple(step.after for step in steps if self.reduced(step.after, value))
 
     def after_made(self, value: int) -> tuple[int, ...]:
@@ -119,7 +120,7 @@ class Assignment:
             seen.add((edge.value, source, target))
             aval = d.graph.avals[edge.value]
             where = d.nodes[edge.v].where or d.nodes[edge.u].where
-            for step in self.resharder.path(aval, source, target, combined=edge.window is not None):
+            for step in self.resharder.path(aval, source, target, combined=combined(edge.window)):
                 if step.kind != "slice":
                     yield self._collective(
                         step.kind, step.axes, step.nbytes, str(aval.dtype), edge.trips, edge.window, where, str(aval)
@@ -132,13 +133,13 @@ class Assignment:
                     row = decode(int(codes[pick]), aval.ndim, d.mesh.ndim)
                     pieces = int(np.prod([s for s, r in zip(d.mesh.sizes, row, strict=True) if r >= 0], dtype=np.int64))
                     local = aval.nbytes // pieces
-                    trips = d.graph.trips[e]
+                    trips = d.graph.runs(e)
                     yield self._collective("all-reduce", axes, local, str(aval.dtype), trips, None, node.where, str(aval))
 
     def _collective(
         self, kind: str, axes: tuple[str, ...], nbytes: int, dtype: str, trips: int, window: int | None, where: str, value: str
     ) -> Collective:
-        seconds = float(collective_s(self.resharder.machine, kind, axes, nbytes, combined=window is not None))
+        seconds = float(collective_s(self.resharder.machine, kind, axes, nbytes, combined=combined(window)))
         return Collective(
             kind=kind,
             axes=axes,

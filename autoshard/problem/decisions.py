@@ -15,10 +15,7 @@ XLA does. A copy that holds more than a consumer needs costs that consumer a loc
 slice, so one copy loses nothing against two. Values that are recomputed for free in
 any layout (iota, broadcast constants, masks of them) decide nothing.
 
-Communication can hide behind compute that neither precedes nor follows it. There are
-two windows: EARLY, for what depends on no contraction (gathers of weights), and LATE,
-for what no contraction depends on (reductions of gradients). The first hides behind
-the contractions that precede every late value, the second behind the others.
+A loop's carry is one decision: the links into and out of its body share one layout.
 """
 
 import hashlib
@@ -30,14 +27,12 @@ from numpy.typing import NDArray
 
 from autoshard import costs
 from autoshard.errors import InfeasibleError, MissingRuleError
-from autoshard.graph import Aval, Eqn, Graph
+from autoshard.graph import LINKS, Aval, Eqn, Graph
 from autoshard.mesh import MeshAxes
+from autoshard.problem.windows import EARLY, LATE, Windows, combined, windows
 from autoshard.resharding import INF_PS, PS_PER_S, Resharder
 from autoshard.rules import FactorKind, RuleBuilder, ShardingRule, rule_of
 from autoshard.strategies import SUM, WHOLE, Codes, Strategies, decode, encode, enumerate_strategies, layouts, shards
-
-EARLY, LATE = 0, 1
-WINDOWS = 2
 
 # Equations through which the partitioner itself lets partial sums flow in Auto mode: it
 # merges the reductions of both sides of an addition and moves one past a transpose or a
@@ -116,15 +111,13 @@ class Decisions:
     kept: Mapping[int, Port]  # value → its copy, for values with several consumers
     inputs: tuple[int, ...]  # program input → decision
     outputs: tuple[int, ...]  # program output → decision
-    early: frozenset[int]  # values before every contraction
-    late: frozenset[int]  # values after every contraction
+    windows: Windows
     materialised: NDArray[np.bool_]
     pruned: int
 
     def window_of(self, value: int) -> int | None:
         """The window in which a value's resharding can hide."""
-        return EARLY if value in self.early else LATE if value in self.late else None
-
+        return self.windows.of_value[value]
 
 
 def digest(*parts: object) -> bytes:
@@ -191,7 +184,10 @@ class _Decider:
         self.graph, self.mesh, self.machine = graph, mesh, machine
         self.equation_pins = equation_pins
         self.rules = [rule_of(eqn) if unknown == "error" else rule_or_whole(eqn) for eqn in graph.eqns]
-        self.pointwise = [is_pointwise(rule) and e not in equation_pins for e, rule in enumerate(self.rules)]
+        self.pointwise = [
+            is_pointwise(rule) and e not in equation_pins and graph.eqns[e].primitive not in LINKS
+            for e, rule in enumerate(self.rules)
+        ]
         self.made_by = graph.producers()
         self.consumers = graph.consumers()
         self.materialised = costs.materialised(graph, self.pointwise)
@@ -213,7 +209,7 @@ class _Decider:
     ) -> Decisions:
         self.free = self._free_values()
         self.flows = self._sum_flows()
-        self._windows()
+        self.windows = windows(self.graph)
         inputs = self._add_inputs(tied, donated, input_pins, output_pins, held_bytes)
         self._add_chains()
         self._add_equations()
@@ -234,8 +230,7 @@ class _Decider:
             kept=self.copies,
             inputs=tuple(inputs),
             outputs=tuple(outputs),
-            early=frozenset(self.early),
-            late=frozenset(self.late),
+            windows=self.windows,
             materialised=self.materialised,
             pruned=self.pruned,
         )
@@ -261,34 +256,6 @@ class _Decider:
             if flows[e] or (costs.is_contraction(eqn) and any(f.reduction == "sum" for f in rule.factors)):
                 summing.update(self.graph.results[e])
         return flows
-
-    def _windows(self) -> None:
-        """Which values have contractions before or after them, and the contractions before every late value."""
-        graph = self.graph
-        before: dict[int, int] = {}  # value → bit set of contractions among its ancestors
-        for e, eqn in enumerate(graph.eqns):
-            bits = 0
-            for v in graph.operands[e]:
-                bits |= before.get(v, 0)
-            if costs.is_contraction(eqn):
-                bits |= 1 << e
-            for v in graph.results[e]:
-                before[v] = bits
-        feeds: set[int] = set()  # values on which some contraction depends
-        for e in range(len(graph.eqns) - 1, -1, -1):
-            if costs.is_contraction(graph.eqns[e]) or any(v in feeds for v in graph.results[e]):
-                feeds.update(graph.operands[e])
-        self.early = {v for v in range(len(graph.avals)) if not before.get(v)}
-        self.late = {v for v in before if before[v] and v not in feeds}
-        common = -1
-        for v in self.late:
-            made = self.made_by[v][0]
-            if costs.is_contraction(graph.eqns[made]):
-                common &= before[v] & ~(1 << made)
-        self.forward = common
-
-    def _window(self, value: int) -> int | None:
-        return EARLY if value in self.early else LATE if value in self.late else None
 
     # Nodes.
 
@@ -377,8 +344,21 @@ class _Decider:
         chains: dict[int, list[int]] = {}
         for e in parent:
             chains.setdefault(find(e), []).append(e)
-        for members in chains.values():
+        for members in [*chains.values(), *self._carries()]:
             self._add_chain(members)
+
+    def _carries(self) -> list[list[int]]:
+        """The links into and out of a loop's body that carry one value round."""
+        graph = self.graph
+        into: dict[tuple[int, int], int] = {}
+        found: list[list[int]] = []
+        for e, eqn in enumerate(graph.eqns):
+            if eqn.primitive == "loop_carry":
+                into[graph.carry[e]] = e
+            elif eqn.primitive == "loop_result":
+                entry = into.get(graph.carry[e])
+                found.append([e] if entry is None else [entry, e])
+        return found
 
     def _add_chain(self, members: list[int]) -> None:
         graph, mesh = self.graph, self.mesh
@@ -388,7 +368,7 @@ class _Decider:
         inside = {graph.results[e][0] for e in members}
         pieces = shards(codes, aval.ndim, mesh)
         nbytes = np.zeros(len(codes))
-        trips = graph.trips[first]
+        trips = graph.runs(first)
         seen: set[int] = set()
         for e in members:
             for v in graph.operands[e]:
@@ -401,6 +381,8 @@ class _Decider:
             v = graph.results[e][0]
             if self.materialised[v]:
                 nbytes += graph.avals[v].nbytes / pieces
+        if graph.eqns[first].primitive in LINKS:
+            nbytes[:] = 0.0
         node = self._node(
             "chain",
             f"{graph.eqns[first].primitive} …" if len(members) > 1 else graph.eqns[first].primitive,
@@ -429,8 +411,8 @@ class _Decider:
             if costs.is_contraction(eqn):
                 compute, flops = costs.contraction_s(eqn, rule, strategies, self.mesh, self.machine)
                 seconds = seconds + compute
-                cover = compute * self.machine.overlap * graph.trips[e]
-                window = EARLY if self.forward >> e & 1 else LATE
+                cover = compute * self.machine.overlap * graph.runs(e)
+                window = self.windows.of_equation[e]
             else:
                 reads = [v not in self.free and bool(self.materialised[v]) for v in graph.operands[e]]
                 writes = [bool(self.materialised[v]) for v in graph.results[e]]
@@ -441,10 +423,10 @@ class _Decider:
                 eqn.primitive,
                 eqn.where,
                 len(strategies),
-                seconds=seconds * graph.trips[e],
+                seconds=seconds * graph.runs(e),
                 cover=cover,
                 window=window,
-                flops=None if flops is None else flops * graph.trips[e],
+                flops=None if flops is None else flops * graph.runs(e),
                 equations=(e,),
                 strategies=strategies,
             )
@@ -544,7 +526,6 @@ class _Decider:
         self._add_usage(copy.node, start, end, nbytes, "copies" if is_input else "activations")
 
     def _edge(self, source: Port, target: Port, value: int, forbidden: NDArray[np.bool_] | None = None) -> None:
-        trips = [self.graph.trips[p.equations[0]] for p in (self.nodes[source.node], self.nodes[target.node]) if p.equations]
         self.edges.append(
             Edge(
                 u=source.node,
@@ -552,14 +533,15 @@ class _Decider:
                 value=value,
                 source=source.codes,
                 target=target.codes,
-                window=self._window(value),
-                trips=min(trips, default=1),
+                window=self.windows.of_value[value],
+                trips=self.graph.trips[value],
                 forbidden=forbidden,
             )
         )
 
     def _kind(self, value: int) -> str:
-        return "gradients" if value in self.late else "copies" if value in self.early else "activations"
+        window = self.windows.of_value[value]
+        return "gradients" if window == LATE else "copies" if window == EARLY else "activations"
 
     def _use(self, node: int, start: int, end: int, aval: Aval, codes: Codes, kind: str) -> None:
         self._add_usage(node, start, end, _local_bytes(aval, codes, self.mesh), kind)
@@ -631,7 +613,7 @@ def reshard_ps(edge: Edge, aval: Aval, resharder: Resharder) -> NDArray[np.int64
     """The edge's cost matrix (S_u, S_v) in integer picoseconds, INF where it cannot be."""
     sources, i = np.unique(edge.source, return_inverse=True)
     targets, j = np.unique(edge.target, return_inverse=True)
-    table = resharder.cost_ps(aval, sources, targets, combined=edge.window is not None)
+    table = resharder.cost_ps(aval, sources, targets, combined=combined(edge.window))
     matrix = table[np.ix_(i.ravel(), j.ravel())]
     matrix = np.where(matrix < INF_PS, matrix * edge.trips, INF_PS)
     if edge.forbidden is not None:

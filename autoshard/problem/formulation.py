@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.problem.decisions import WINDOWS, Decisions, Edge, reshard_ps
+from autoshard.problem.decisions import Decisions, Edge, reshard_ps
 from autoshard.problem.folding import Folding, fold, unfolded
 from autoshard.problem.network import INF, Hinge, Problem
 from autoshard.resharding import Resharder
@@ -63,7 +63,7 @@ def formulate(
     sizes = np.array([len(decisions.nodes[m[0]]) for m in folding.members], np.int64)
     start = np.concatenate(([0], np.cumsum(sizes)))
     cost = np.empty(start[-1], np.int64)
-    covers: list[dict[int, Int]] = [{} for _ in range(WINDOWS)]
+    covers: list[dict[int, Int]] = [{} for _ in range(decisions.windows.count)]
     for c, members in enumerate(folding.members):
         node, times = decisions.nodes[members[0]], len(members)
         own = node.cost_ps * times + matrices.own[c] if c in matrices.own else node.cost_ps * times
@@ -77,7 +77,7 @@ def formulate(
     cells = [matrices.between[pair].ravel() for pair in pairs]
     edge_start = np.concatenate(([0], np.cumsum([len(cell) for cell in cells]))).astype(np.int64)
     hinges: list[Hinge] = []
-    for window in range(WINDOWS):
+    for window in range(decisions.windows.count):
         strategy = {int(start[c]) + i: int(x) for c, xs in covers[window].items() for i, x in enumerate(xs) if x}
         hide: list[tuple[Int, Int]] = []
         for position, pair in enumerate(pairs):
