@@ -132,6 +132,28 @@ class Block:
         share = 1 - local + local * touched / (self.sequence / 2)
         return share * float(whole) / numbers["step_compute_fraction"].value
 
+    def forward_s(self) -> float:
+        """One forward pass."""
+        return self.matmul_s() + self.score_s() + self.stream_s()
+
+    def backward_s(self) -> float:
+        """One backward pass, with what it computes again."""
+        return self.recompute_s() + 2 * self.matmul_s() + FLASH_BACKWARD * self.score_s() + 2 * self.stream_s()
+
+    def recompute_s(self) -> float:
+        """What rematerialization runs again in backward."""
+        return {
+            "none": lambda: 0.0,
+            "minimal": self.score_s,
+            "mlp": lambda: self.matmul_s(recomputed=True) + self.stream_s(),
+            "full": lambda: self.matmul_s(recomputed=True) + self.stream_s() + self.score_s(),
+        }[self.layout.remat]()
+
+    def recompute_flops(self) -> float:
+        """FLOPs of `recompute_s`."""
+        scores = self.score_flops() if self.layout.remat in ("minimal", "full") else 0.0
+        return self.matmul_flops(recomputed=True) + scores
+
     def stream_s(self) -> float:
         """Norms, residuals, rotations, activations and dispatch, forward, each a fused chain."""
         model, ways, machine = self.model, self.layout.tensor, self.machine
