@@ -3,7 +3,7 @@
 from math import prod
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.rules import FactorKind, RuleBuilder
@@ -36,6 +36,7 @@ def coordinates(build: RuleBuilder, dims: list[Dim], shape: tuple[int, ...]) -> 
     return found
 
 
+@settings(deadline=None)
 @given(shapes())
 def test_common_factors_are_common_coordinates(pair: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     build = RuleBuilder()
@@ -50,6 +51,7 @@ def test_common_factors_are_common_coordinates(pair: tuple[tuple[int, ...], tupl
             assert (f in here) != (f in there)  # whole, and of one side alone
 
 
+@settings(deadline=None)
 @given(shapes())
 def test_the_way_back_has_the_same_factors(pair: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     forth, back = RuleBuilder(), RuleBuilder()
@@ -59,6 +61,7 @@ def test_the_way_back_has_the_same_factors(pair: tuple[tuple[int, ...], tuple[in
     assert passing[0] == passing[1]
 
 
+@settings(deadline=None)
 @given(shapes())
 def test_the_same_shape_passes_whole_dimensions(pair: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     build = RuleBuilder()
