@@ -17,20 +17,20 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import cost_models
 import jax
 import typer
-from cost_models import catalogue
 from jax.sharding import PartitionSpec
 from rich.console import Console
 from rich.text import Text
 
 import autoshard
+import cost_models
 from autoshard import _quiet
 from autoshard.api import REL_GAP
 from autoshard.errors import AutoshardError, MeshError, SpecError, TargetError
 from autoshard.report import hardware as hardware_report
-from autoshard.report import machine, progress, text
+from autoshard.report import machine, progress
+from cost_models import catalogue
 
 WRONG, REFUSED = 1, 2  # exit codes: a check failed; what was asked for is no good
 
@@ -98,7 +98,7 @@ def plan(
     if as_json:
         typer.echo(made.record.dumps(), nl=False)
     else:
-        typer.echo(made.summary(), nl=False)
+        typer.echo(made.summary())
 
 
 @app.command()
@@ -131,7 +131,7 @@ def verify(
     if as_json:
         _print_json(machine.verification(found))
     else:
-        typer.echo(text.verification(found), nl=False)
+        typer.echo(found)
     if not found.ok:
         raise typer.Exit(WRONG)
 
@@ -150,7 +150,7 @@ def hardware(
         if as_json:
             _print_json([machine.hardware(chip) for chip in chips])
         else:
-            typer.echo(hardware_report.catalogue(chips), nl=False)
+            typer.echo(hardware_report.catalogue(chips))
         return
     if ":" in name:
         found = cost_models.hardware(name)
@@ -160,7 +160,7 @@ def hardware(
     if as_json:
         _print_json(machine.hardware(chip, topology))
     else:
-        typer.echo(hardware_report.numbers(chip, topology), nl=False)
+        typer.echo(hardware_report.numbers(chip, topology))
 
 
 def _plan(

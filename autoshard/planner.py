@@ -3,6 +3,7 @@
 trace → graph → decisions → problem → solution → assignment → record.
 """
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from autoshard.resharding import Resharder
 from autoshard.solver import Solution, Status, solve
 from autoshard.strategies import Codes, layout_of, matching
 from autoshard.trace import Traced
+
+log = logging.getLogger("autoshard")
 
 # AdamW's two moments in float32: what an optimizer holds per parameter, where the
 # program itself does not show it (Kingma & Ba 2015).
@@ -83,12 +86,15 @@ class Setting:
 
 
 class _Clock:
+    """Seconds per stage; each is logged when it is done."""
+
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
     def lap(self, stage: str) -> None:
         now = time.perf_counter()
+        log.debug("%s: %.3f s", stage, now - self._last, extra={"stage": stage})
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
         self._last = now
 

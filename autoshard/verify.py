@@ -9,6 +9,7 @@ from typing import Any
 from autoshard import compilers, hlo
 from autoshard.mesh import MeshAxes
 from autoshard.plan import PlanRecord
+from autoshard.tables import bytes_text, columns, fields, render, table
 
 # Padding, scalar bookkeeping and halos up to this share of all bytes are no news.
 SMALL = 0.01
@@ -60,6 +61,36 @@ class Verification:
     def ok(self) -> bool:
         """Whether every kind's bytes agree and the compiler emitted nothing unknown."""
         return all(row.status in (Match.MATCH, Match.SMALL) for row in self.by_kind())
+
+    def __str__(self) -> str:
+        """The verdict and the rows, for a terminal."""
+        ratio = _ratio_text(self.compiled_peak_bytes, self.predicted_peak_bytes)
+        lines = [
+            (
+                "verdict",
+                f"{'MATCH' if self.ok else 'NO MATCH'} (bytes of each kind within {self.tolerance:.0%}, "
+                "and no kind that the plan does not have)",
+            ),
+            (
+                "memory",
+                f"peak per device: predicted {bytes_text(self.predicted_peak_bytes)}, "
+                f"compiled {bytes_text(self.compiled_peak_bytes)} ({ratio})",
+            ),
+            ("compiler", f"{self.compiler}, {self.version}, for {self.topology}: {self.wall_s:.1f} s"),
+        ]
+        cells: list[tuple[str, ...]] = []
+        for kind in self.by_kind():
+            split = [row for row in self.rows if row.kind == kind.kind]
+            cells += [_cells(row) for row in (split if len(split) == 1 else (*split, kind))]
+        rows = table(
+            "collectives per step: logical bytes per device, predicted → emitted",
+            ("collective", "over", "count", "predicted", "emitted", "ratio", "status"),
+            cells,
+            right=("count", "predicted", "emitted", "ratio"),
+            whole=("collective", "over", "status"),
+        )
+        width = columns()
+        return render(fields(lines, width) + "\n", rows, width=width)
 
     def by_kind(self) -> tuple[Row, ...]:
         """The rows with all axis sets of one kind together."""
@@ -160,3 +191,20 @@ def _status(predicted: int, emitted: int, total: int, tolerance: float) -> Match
     if not predicted:
         return Match.EXTRA
     return Match.DIFFERS if emitted else Match.MISSING
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    """A row of the table; the sum of a kind names no axes."""
+    return (
+        row.kind if row.axes else "",
+        "·".join(row.axes) or "all",
+        f"{row.predicted_count:,} → {row.emitted_count:,}",
+        bytes_text(row.predicted_bytes),
+        bytes_text(row.emitted_bytes),
+        _ratio_text(row.emitted_bytes, row.predicted_bytes),
+        str(row.status),
+    )
+
+
+def _ratio_text(emitted: int, predicted: int) -> str:
+    return f"×{emitted / predicted:.2f}" if predicted else ""

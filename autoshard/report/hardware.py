@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from autoshard.tables import bytes_text, columns, fields, flops_text, render, table, time_text
 from cost_models.hardware_file import Chip
 from cost_models.topology import Topology
-
-from autoshard.report.tables import bytes_text, columns, fields, flops_text, render, table, time_text
 
 
 def catalogue(chips: Sequence[Chip], *, width: int | None = None) -> str:

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from autoshard.verify import Row, Verification
 from cost_models.hardware_file import Chip, Number
 from cost_models.topology import Topology
-
-from autoshard.verify import Row, Verification
 
 
 def verification(found: Verification) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Text: a plan, and what a compiler made of it, for a terminal."""
+"""Text: a plan for a terminal."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from autoshard.plan import Leaf, PlanRecord
 from autoshard.problem.assignment import Collective
 from autoshard.report.folding import fold
-from autoshard.report.tables import (
+from autoshard.tables import (
     GAP,
     broken_path,
     bytes_text,
@@ -21,7 +21,6 @@ from autoshard.report.tables import (
     table,
     time_text,
 )
-from autoshard.verify import Match, Row, Verification
 from autoshard.wanted import dotted
 
 LONGEST = 12  # rows of collectives that are shown one by one
@@ -137,7 +136,7 @@ def collectives(record: PlanRecord, *, width: int) -> RenderableType:
         head, rows = head[:-1], _collective_rows([replace(c, where="") for c in record.collectives])
     footer = ("sum", "", *_amounts(record.collectives), "", "", "")
     return table(
-        "collectives per step: logical bytes per device, time if nothing is hidden",
+        "collectives per step: logical bytes per device, time if nothing hides",
         head,
         [row[: len(head)] for row in rows],
         right=("count", "bytes", "time"),
@@ -170,54 +169,3 @@ def _amounts(same: Sequence[Collective]) -> tuple[str, str, str]:
     """Count, bytes and seconds of a step."""
     nbytes = sum(c.nbytes * c.trips for c in same)
     return f"{sum(c.trips for c in same):,}", bytes_text(nbytes), time_text(_sum_s(same))
-
-
-def verification(found: Verification, *, width: int | None = None) -> str:
-    """What was promised against what the compiler emitted, and the verdict."""
-    width = columns() if width is None else width
-    verdict = "MATCH" if found.ok else "NO MATCH"
-    ratio = found.compiled_peak_bytes / found.predicted_peak_bytes if found.predicted_peak_bytes else float("inf")
-    lines = [
-        (
-            "verdict",
-            f"{verdict}: bytes of each collective kind within {found.tolerance:.0%}, and no kind unknown to the plan",
-        ),
-        (
-            "memory",
-            f"predicted peak {bytes_text(found.predicted_peak_bytes)} per device, "
-            f"compiled {bytes_text(found.compiled_peak_bytes)} ({_ratio_text(ratio)})",
-        ),
-        ("compiler", f"{found.compiler} ({found.version}) for {found.topology}, {found.wall_s:.1f} s"),
-    ]
-    kinds = {row.kind: row for row in found.by_kind()}
-    rows: list[Row] = []
-    for kind, total in kinds.items():
-        split = [row for row in found.rows if row.kind == kind]
-        rows += [*split, total] if len(split) > 1 else split
-    return render(
-        fields(lines, width),
-        table(
-            "collectives per step: logical bytes per device",
-            ("collective", "over", "predicted", "emitted", "ratio", "count", "status"),
-            [_verified(row) for row in rows],
-            right=("predicted", "emitted", "ratio", "count"),
-            whole=("collective", "over", "status"),
-        ),
-        width=width,
-    )
-
-
-def _verified(row: Row) -> tuple[str, ...]:
-    return (
-        row.kind,
-        "·".join(row.axes) if row.axes else "all of them",
-        bytes_text(row.predicted_bytes),
-        bytes_text(row.emitted_bytes),
-        _ratio_text(row.ratio) if row.predicted_bytes else "",
-        f"{row.predicted_count:,} → {row.emitted_count:,}",
-        str(row.status) if row.status is not Match.SMALL else "small",
-    )
-
-
-def _ratio_text(ratio: float) -> str:
-    return f"×{ratio:.3g}"

@@ -26,14 +26,15 @@ def columns() -> int:
 
 
 def render(*parts: RenderableType, width: int) -> str:
-    """Tables and lines as plain text."""
+    """Tables and lines as plain text, one blank line between them."""
     out = io.StringIO()
     console = Console(
         file=out, width=width, force_terminal=False, color_system=None, highlight=False, emoji=False, markup=False
     )
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    lines = (line.rstrip() for line in out.getvalue().splitlines())
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
 
 
 def table(
