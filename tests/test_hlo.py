@@ -431,6 +431,18 @@ def test_unknown_trips_are_named_and_can_be_given() -> None:
     assert (row.trips, row.unknown_loops) == (3, ())
 
 
+def test_cycles_are_those_that_the_tpu_compiler_estimates() -> None:
+    module = hlo.read((FIXTURES[0].parent / "fsdp_scan.tpu.txt").read_text())
+    written = {
+        c.name: sum(int(n) for x in c for n in re.findall(r'"estimated_cycles":"(\d+)"', x.attributes)) for c in module
+    }
+    bodies = [x.called("body") for x in module[module.entry] if x.opcode == "while"]
+    assert len(bodies) == 2
+    assert hlo.estimated_cycles(module) == written[module.entry] + 4 * sum(written[body or ""] for body in bodies)
+    assert hlo.estimated_cycles(module) > 0
+    assert hlo.estimated_cycles(hlo.read((FIXTURES[0].parent / "fsdp_scan.gpu.txt").read_text())) == 0
+
+
 def test_shapes() -> None:
     text = "(f32[2,4]{1,0:T(8,128)S(1)}, /*index=1*/s4[3]{0}, pred[], token[], bf16[<=8]{0}, f8e4m3fn[5]{0})"
     assert [shape.nbytes for shape in parse_shapes(text)] == [32, 2, 1, 0, 16, 5]

@@ -1,6 +1,18 @@
 """Compiled HLO: the text read, and the collectives in it."""
 
 from autoshard.hlo.communication import KINDS, Collective, Kind, collectives
+from autoshard.hlo.cycles import estimated_cycles
 from autoshard.hlo.text import Computation, Instruction, Module, Shape, read
 
-__all__ = ["KINDS", "Collective", "Computation", "Instruction", "Kind", "Module", "Shape", "collectives", "read"]
+__all__ = [
+    "KINDS",
+    "Collective",
+    "Computation",
+    "Instruction",
+    "Kind",
+    "Module",
+    "Shape",
+    "collectives",
+    "estimated_cycles",
+    "read",
+]
