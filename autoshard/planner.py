@@ -99,6 +99,14 @@ class _Clock:
         self._last = now
 
 
+def _log_progress(best: int | None, bound: int | None, elapsed_s: float) -> None:
+    """Logs the solver's best objective so far and what it has proven of it."""
+    if best is not None and bound is not None:
+        gap = (best - bound) / best if best else 0.0
+        now = f"solve: {best * UNIT_S * 1e3:.4g} ms, within {gap:.1%} of the optimum, after {elapsed_s:.0f} s"
+        log.debug("%s", now, extra={"now": now})
+
+
 def prepare(
     traced: Traced,
     mesh: MeshAxes,
@@ -193,7 +201,9 @@ def make(
     clock = _Clock()
     formulation = formulate(setting.decisions, setting.resharder, memory_bytes=budget.memory_bytes)
     clock.lap("price")
-    solution = solve(formulation.problem, time_limit_s=budget.time_limit_s, rel_gap=budget.rel_gap)
+    solution = solve(
+        formulation.problem, time_limit_s=budget.time_limit_s, rel_gap=budget.rel_gap, on_progress=_log_progress
+    )
     clock.lap("solve")
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
         raise _infeasible(setting, formulation, solution, budget, mesh)

@@ -13,15 +13,17 @@ _LOG = logging.getLogger("autoshard")
 
 
 class _Stages(logging.Handler):
-    """Follows the log records of stages that are done: the next one is shown."""
+    """Follows the log: after a stage that is done the next is shown, and what a long one says of itself."""
 
     def __init__(self, status: Status) -> None:
         super().__init__(logging.DEBUG)
         self._status = status
 
     def emit(self, record: logging.LogRecord) -> None:
-        done = getattr(record, "stage", None)
-        if done in STAGES[:-1]:
+        now, done = getattr(record, "now", None), getattr(record, "stage", None)
+        if now is not None:
+            self._status.update(now)
+        elif done in STAGES[:-1]:
             self._status.update(f"{STAGES[STAGES.index(done) + 1]} …")
 
 
