@@ -153,6 +153,7 @@ CASES: tuple[Case, ...] = (
         "([i,j],[i,k])->([i,l]) {i=4,j=6,k=2,l=8} replicate={j,k,l}",
     ),
     Case("iota", lambda: lax.broadcasted_iota(jnp.int32, (4, 6), 1), (), "()->([i,j]) {i=4,j=6}"),
+    Case("platform_index", lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos), (f32(4),), "()->([]) {}"),
     Case(
         "pad",
         lambda x: lax.pad(x, 0.0, ((0, 0, 0), (6, 6, 0))),
@@ -390,6 +391,7 @@ CASES: tuple[Case, ...] = (
     ),
     # random
     Case("random_bits", lambda k: jax.random.bits(k, (4, 6)), (Arg((), "key"),), "([])->([i,j]) {i=4,j=6}"),
+    Case("random_clone", jax.random.clone, (Arg((4,), "key"),), "([i])->([i]) {i=4}"),
     Case(
         "random_fold_in",
         lambda k, i: jax.vmap(jax.random.fold_in)(k, i),

@@ -23,8 +23,8 @@ LOWERED = {
 }
 # Nothing to compare: no op with a rule, or arithmetic that has no op of its own.
 WITHOUT_OP = {
-    *("copy", "integer_pow", "iota", "optimization_barrier", "ragged_dot_general", "random_bits"),
-    *("random_fold_in", "random_split", "split", "tile", "top_k"),
+    *("copy", "integer_pow", "iota", "optimization_barrier", "platform_index", "ragged_dot_general", "random_bits"),
+    *("random_clone", "random_fold_in", "random_split", "split", "tile", "top_k"),
 }
 # Cases with dimensions that Shardy (in some version of JAX) propagates through and we do not split.
 EXCEPTIONS = {

@@ -19,7 +19,7 @@ def from_keys(eqn: Eqn) -> ShardingRule:
     return build.rule([batch], [batch + build.dims(out.shape[keys.ndim :], kind)])
 
 
-@register("random_fold_in", "random_gamma", "random_seed")
+@register("random_clone", "random_fold_in", "random_gamma", "random_seed")
 def per_key(eqn: Eqn) -> ShardingRule:
     """Pointwise over keys; a scalar message is whole."""
     build = RuleBuilder()

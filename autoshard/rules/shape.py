@@ -47,7 +47,7 @@ def reshape(eqn: Eqn) -> ShardingRule:
     return build.rule([operand], [result], FIRST)
 
 
-@register("empty", "empty2", "iota", "iota_2x32_shape")
+@register("empty", "empty2", "iota", "iota_2x32_shape", "platform_index")
 def creation(eqn: Eqn) -> ShardingRule:
     """Each shard makes its own part."""
     build = RuleBuilder()
