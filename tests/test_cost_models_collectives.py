@@ -78,6 +78,34 @@ def test_hand_computed_node_and_network():
     assert float(machine.collective_s("all-gather", ("data", "model"), 1e9)) == pytest.approx(expected)
 
 
+def test_hand_computed_all_to_all_over_two_nodes():
+    """1 GB per device in 8 blocks: 4 blocks leave the node, 3 stay in it."""
+    machine = cost_models.hardware("h100:2x4").place({"data": 2, "model": 4})
+    network_s, nvlink_s = 1e9 * (4 / 8) / (50e9 * 0.85), 1e9 * (3 / 8) / (450e9 * 0.78)
+    latency_s = 1.34e-5 + 3 * 1e-6 + 1.4e-5
+    expected = max(network_s, nvlink_s) + latency_s
+    assert float(machine.collective_s("all-to-all", ("data", "model"), 1e9)) == pytest.approx(expected)
+    carried = machine.link_bytes("all-to-all", ("data", "model"), 8.0)
+    assert (float(carried["scale_out"]), float(carried["domain"])) == (4.0, 3.0)
+
+
+def test_small_collectives_over_many_nodes_climb_a_tree_and_large_ones_go_round():
+    """64 NICs: 6 hops and the bytes twice, or 63 hops and the bytes once."""
+    machine = cost_models.hardware("h100:64x8").place({"data": 64, "model": 8})
+    launch_s, hop_s, s_per_byte = 1.34e-5, 1.4e-5, (63 / 64) / (50e9 * 0.85)
+    small, large = machine.collective_s("all-gather", ("data",), [1e6, 1e9]).tolist()
+    assert small == pytest.approx(launch_s + 6 * hop_s + 2 * 1e6 * s_per_byte)
+    assert large == pytest.approx(launch_s + 63 * hop_s + 1e9 * s_per_byte)
+
+
+def test_the_longest_axis_of_a_torus_decides_an_all_to_all():
+    """Scaling book, sharding.md:470: V·max(A, B, C)/(4·N·W) of N devices that hold V together, W both ways."""
+    rings = [Ring(4, wraps=True), Ring(8, wraps=True)]
+    operand = 1e9
+    whole = operand * 32
+    assert float(torus_all_to_all_s(operand, rings, 9e10)) == pytest.approx(whole * 8 / (4 * 32 * 1.8e11))
+
+
 @pytest.mark.parametrize(
     ("nbytes", "bytes_per_s"), [(131e3, 8.7e9), (524e3, 27e9), (4.2e6, 72e9), (17e6, 86e9), (134e6, 90e9)]
 )

@@ -8,8 +8,9 @@ import pytest
 
 import cost_models
 from benchmarks.published_steps import ROWS, Run, read, spearman
+from cost_models.block import Block
 from cost_models.errors import MeshFitError
-from cost_models.training_layout import TrainingLayout
+from cost_models.training_layout import Remat, TrainingLayout
 from cost_models.training_step import StepTime, step_time
 from cost_models.transformer import Transformer
 
@@ -144,6 +145,27 @@ def test_experts_over_nodes_wait_for_the_network():
     inside, across = (step(layout, spec, MIXTRAL) for spec in ("h100:2x8", "h100:8x2"))
     waits = [next(p.seconds for p in found.parts if p.name == "expert-parallel") for found in (inside, across)]
     assert waits[1] > 3 * waits[0] > 0
+
+
+def test_a_token_goes_once_to_each_device_that_holds_one_of_its_experts():
+    """Two of 8 experts on 8 devices: on average 8·(1 - (7/8)²) devices, dispatched and combined, there and back."""
+    (exchange,) = [t for t in step(TrainingLayout(expert=8), "h100:1x8", MIXTRAL).traffic if t.kind == "all-to-all"]
+    assert exchange.nbytes == pytest.approx(4096 * 4096 * 2 * 8 * (1 - (7 / 8) ** 2))
+    assert exchange.times == 4 * 32 * 8
+
+
+@pytest.mark.parametrize(
+    ("remat", "matmuls", "scores", "streams"),
+    [("none", 0, 0, 0), ("minimal", 0, 1, 0), ("mlp", 1, 0, 1), ("full", 1, 1, 1)],
+)
+def test_backward_is_twice_forward_and_a_flash_kernel_more(remat: Remat, matmuls: int, scores: int, streams: int):
+    layout = TrainingLayout(fsdp=8, remat=remat)
+    machine = cost_models.hardware("h100:1x8").place(layout.mesh(slices_outermost=False))
+    block = Block(model=LLAMA_8B, layout=layout, machine=machine, sequence=4096, dtype="bfloat16")
+    twice = 2 * block.matmul_s() + 2.5 * block.score_s() + 2 * block.stream_s()
+    again = matmuls * block.matmul_s(recomputed=True) + scores * block.score_s() + streams * block.stream_s()
+    assert block.backward_s() == pytest.approx(twice + again)
+    assert block.forward_s() == pytest.approx(block.matmul_s() + block.score_s() + block.stream_s())
 
 
 def test_slower_networks_never_make_a_step_faster():
