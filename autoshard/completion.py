@@ -23,6 +23,7 @@ from autoshard.graph import Aval, Graph, Path
 from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins
+from autoshard.problem import windows
 from autoshard.problem.decisions import Decisions
 from autoshard.resharding import INF_PS, Resharder
 from autoshard.shardy import ShardyError, ValueLayout
@@ -73,47 +74,76 @@ def _scope(path: Path) -> AbstractContextManager[Any]:
     return jax.named_scope("autoshard@" + ".".join(map(str, path)))
 
 
-def propagated(program: Traced, decisions: Decisions, mesh: MeshAxes, annotations: Annotations) -> dict[int, Layout]:
+def propagated(
+    program: Traced, decisions: Decisions, mesh: MeshAxes, annotations: Annotations, platform: str
+) -> dict[int, Layout]:
     """Value → layout after Shardy's propagation, of every value that is not free.
 
     Raises:
       ShardyError: propagation fails, or the lowered program lacks a value.
     """
     graph = decisions.graph
-    found = shardy.propagate(annotated(program, mesh, annotations).lower(lowering_platforms=("cpu",)))
+    found = shardy.propagate(annotated(program, mesh, annotations).lower(lowering_platforms=(platform,)))
+    lowered = _lowered(graph, found.values)
     layouts = dict(zip(graph.inputs, found.arguments, strict=True))
-    ops: dict[Path, list[ValueLayout]] = {}
-    for value in found.values:
-        scopes = _SCOPE.findall(value.name)
-        if scopes:
-            ops.setdefault(tuple(int(step) for step in scopes[-1].split(".")), []).append(value)
-    for e, path in enumerate(graph.paths):
-        for v in graph.results[e]:
+    rounds = {graph.carry[e]: lowered.get(r[0]) for e, r in enumerate(graph.results) if _is(graph, e, "loop_result")}
+    for e, results in enumerate(graph.results):
+        for v in results:
             if v not in decisions.made:
                 continue
-            layout = _last(ops.get(path, ()), graph.avals[v])
-            if layout is None:  # the equation lowers to nothing: its result is its operand
-                layout = next((layouts[u] for u in graph.operands[e] if _same(graph, u, v) and u in layouts), None)
+            layout = lowered.get(v)
+            if _is(graph, e, "loop_carry"):
+                layout = rounds[graph.carry[e]]
+            if layout is None:  # the equation lowers to nothing: its result is its operand, or a slice of it
+                dropped = int(_is(graph, e, "loop_slice"))
+                layout = next((_cut(layouts[u], dropped) for u in _like(graph, e, v, dropped) if u in layouts), None)
             if layout is None:
-                raise ShardyError(
-                    f"no op of the lowered program is `{graph.eqns[e].primitive}` at {graph.eqns[e].where}"
-                )
+                eqn = graph.eqns[e]
+                raise ShardyError(f"no op of the lowered program is `{eqn.primitive}` at {eqn.where}")
             layouts[v] = layout
     return layouts
 
 
-def _last(ops: Sequence[ValueLayout], aval: Aval) -> Layout | None:
-    """The layout of the last op result of a value's shape (keys lower to more dimensions)."""
-    for op in reversed(ops):
-        if op.shape == aval.shape:
-            return op.layout
-        if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) and op.shape[: aval.ndim] == aval.shape:
-            return Layout(op.layout.dims[: aval.ndim])
-    return None
+def _is(graph: Graph, e: int, primitive: str) -> bool:
+    return graph.eqns[e].primitive == primitive
 
 
-def _same(graph: Graph, u: int, v: int) -> bool:
-    return graph.avals[u].shape == graph.avals[v].shape
+def _like(graph: Graph, e: int, v: int, dropped: int) -> list[int]:
+    """Operands of an equation that have a result's shape, after as many leading dimensions."""
+    return [u for u in graph.operands[e] if graph.avals[u].shape[dropped:] == graph.avals[v].shape]
+
+
+def _cut(layout: Layout, dropped: int) -> Layout:
+    return Layout(layout.dims[dropped:])
+
+
+def _lowered(graph: Graph, values: Sequence[ValueLayout]) -> dict[int, Layout]:
+    """Value → layout of the op result that it lowers to.
+
+    An equation's results are the last op results in its scope; of those of equal shape,
+    in order.
+    """
+    ops: dict[Path, list[ValueLayout]] = {}
+    for value in values:
+        scopes = _SCOPE.findall(value.name)
+        if scopes:
+            ops.setdefault(tuple(int(step) for step in scopes[-1].split(".")), []).append(value)
+    equal: dict[tuple[Path, Aval], dict[int, int]] = {}  # an equation's results of one type: position → value
+    for makes, results in zip(graph.makes, graph.results, strict=True):
+        for (path, i), v in zip(makes, results, strict=True):
+            equal.setdefault((path, graph.avals[v]), {})[i] = v
+    layouts: dict[int, Layout] = {}
+    for (path, aval), members in equal.items():
+        fitting = [Layout(op.layout.dims[: aval.ndim]) for op in ops.get(path, ()) if _fits(op.shape, aval)]
+        for v, layout in zip(reversed([members[i] for i in sorted(members)]), reversed(fitting), strict=False):
+            layouts[v] = layout
+    return layouts
+
+
+def _fits(shape: tuple[int, ...], aval: Aval) -> bool:
+    """Whether an op result can be a value (keys lower to more dimensions)."""
+    key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+    return shape == aval.shape or (key and shape[: aval.ndim] == aval.shape)
 
 
 def code_near(layout: Layout, shape: tuple[int, ...], mesh: MeshAxes) -> tuple[int, bool]:
@@ -183,7 +213,7 @@ class _Nearest:
     def _ps(self, value: int, source: int | Codes, target: int | Codes) -> Ps:
         """Picoseconds between one code and several, either way round, INF where there is no way."""
         aval = self.d.graph.avals[value]
-        combined = self.d.window_of(value) is not None
+        combined = windows.combined(self.d.window_of(value))
         return self.resharder.cost_ps(aval, np.atleast_1d(source), np.atleast_1d(target), combined=combined).ravel()
 
     def _end(self, node: int, value: int) -> None:

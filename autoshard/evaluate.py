@@ -145,6 +145,7 @@ def evaluate(
         asked,
         gradient_of=gradient_arguments(traced, for_grad=for_grad),
         unknown=unknown,
+        platform=meshes.platform(place.hardware.name),
     )
     question = _Question(
         name=getattr(fn, "__name__", type(fn).__name__),
@@ -183,7 +184,7 @@ def _by_shardy(question: _Question) -> Evaluation:
     setting, place, annotations = question.setting, question.place, question.annotations()
     decisions = setting.decisions
     resharder = Resharder(decisions.mesh, place.machine, pinned=False)
-    layouts = propagated(setting.priced, decisions, place.axes, annotations)
+    layouts = propagated(setting.priced, decisions, place.axes, annotations, meshes.platform(place.hardware.name))
     choice, inexact = nearest(decisions, resharder, layouts)
     problem = formulate(decisions, resharder, memory_bytes=None, folded=False).problem
     objective = price(problem, choice).objective
