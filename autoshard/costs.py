@@ -143,24 +143,25 @@ def materialised(graph: Graph, pointwise: Sequence[bool]) -> NDArray[np.bool_]:
     """Which values lie in HBM: (values,).
 
     Inputs, outputs, operands and results of equations that do not fuse, and fused
-    values that are read again beyond the next equation that does not fuse.
+    values whose reader comes after more equations that do not fuse than they do
+    themselves, counted along the longest path: the order of independent equations plays
+    no part.
     """
     flags = np.zeros(len(graph.avals), bool)
     flags[list(graph.inputs)] = True
     flags[list(graph.outputs)] = True
     fuses = [fusible(eqn, pointwise=p) for eqn, p in zip(graph.eqns, pointwise, strict=True)]
-    heavy_before = np.concatenate(([0], np.cumsum([not f for f in fuses])))
-    made_at = {v: e for e, values in enumerate(graph.results) for v in values}
+    depth: dict[int, int] = {}  # value → equations that do not fuse on the longest path to it
     for e, fuse in enumerate(fuses):
-        if not fuse:
+        before = max((depth.get(v, 0) for v in graph.operands[e]), default=0)
+        depth.update(dict.fromkeys(graph.results[e], before + (not fuse)))
+        if fuse:
+            flags[[v for v in graph.operands[e] if depth.get(v, before) != before]] = True
+        else:
             flags[list(graph.operands[e])] = True
             flags[list(graph.results[e])] = True
-            continue
-        for v in graph.operands[e]:
-            if v in made_at and heavy_before[e] != heavy_before[made_at[v]]:
-                flags[v] = True
-    constraints = [e for e, eqn in enumerate(graph.eqns) if eqn.primitive == CONSTRAINT]
-    for e in (*reversed(constraints), *constraints):  # one value before and after: both in memory, or neither
+    same = [e for e, eqn in enumerate(graph.eqns) if eqn.primitive in (CONSTRAINT, "transpose")]
+    for e in (*reversed(same), *same):  # one value before and after: both in memory, or neither
         both = [graph.operands[e][0], graph.results[e][0]]
         flags[both] = flags[both].any()
     return flags
