@@ -135,8 +135,8 @@ def _lowered(graph: Graph, values: Sequence[ValueLayout]) -> dict[int, Layout]:
     layouts: dict[int, Layout] = {}
     for (path, aval), members in equal.items():
         fitting = [Layout(op.layout.dims[: aval.ndim]) for op in ops.get(path, ()) if _fits(op.shape, aval)]
-        for v, layout in zip(reversed([members[i] for i in sorted(members)]), reversed(fitting), strict=False):
-            layouts[v] = layout
+        in_order = [members[i] for i in sorted(members)]
+        layouts.update(zip(reversed(in_order), reversed(fitting), strict=False))
     return layouts
 
 

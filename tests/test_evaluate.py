@@ -1,0 +1,301 @@
+"""A hand layout's price lies above the plan's, its bytes are those one counts, and the compiler agrees."""
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+import cost_models
+import models
+from autoshard import AUTO, apply, compilers, meshes, shardy
+from autoshard.completion import annotated, code_near
+from autoshard.evaluate import Completion, Evaluation, evaluate
+from autoshard.graph import Aval
+from autoshard.layout import Layout
+from autoshard.mesh import MeshAxes
+from autoshard.resharding import Resharder
+from autoshard.strategies import SUM, WHOLE, encode, layout_of
+from models import layouts
+
+MESH = MeshAxes.of({"data": 2, "model": 4})
+H100, V5E = "h100:1x8", "tpu-v5e:2x4"
+GAP = 1e-2
+BATCH, WIDTH, HIDDEN, LAYERS = 512, 1024, 4096, 2  # of mlp-1k as built here
+BF16, F32 = 2, 4
+PS = 1e-12
+
+
+@cache
+def model(name: str) -> tuple[Any, Any]:
+    """`(train_step, (state, batch))`, small."""
+    if name == "tiny-llama":
+        return models.build(name, layers=1, batch=8)
+    return models.build(name, layers=LAYERS, batch=BATCH)
+
+
+def hand(name: str, recipe: str) -> tuple[Any, Any, Any]:
+    """The train step with the expert's constraints, and the specs of its arguments and outputs."""
+    axes = {} if "megatron" in recipe else {"data": MESH.names}
+    layout = layouts.find(name, recipe, **axes)
+    train_step, (state, batch) = model(name)
+    specs = layout.specs(state, batch)
+    return layouts.constrained(train_step, layout.activation, meshes.abstract(MESH)), specs, (specs[0], P())
+
+
+@cache
+def evaluated(
+    name: str, recipe: str, completion: Completion, hardware: str = H100, memory: int | None = None
+) -> Evaluation:
+    fn, in_specs, out_specs = hand(name, recipe)
+    return evaluate(
+        fn,
+        *model(name)[1],
+        mesh=MESH.shape,
+        hardware=hardware,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        completion=completion,
+        memory=memory,
+        donate_argnums=0,
+        rel_gap=GAP,
+        time_limit_s=20,
+    )
+
+
+@cache
+def planned(name: str, hardware: str = H100) -> autoshard.Plan:
+    train_step, args = model(name)
+    return autoshard.plan(
+        train_step, *args, mesh=MESH.shape, hardware=hardware, donate_argnums=0, rel_gap=GAP, time_limit_s=20
+    )
+
+
+def moved(evaluation: Evaluation, kind: str, *axes: str) -> int:
+    """Bytes of one kind of collective over these mesh axes."""
+    found = evaluation.record.collectives
+    return sum(c.nbytes * c.trips for c in found if c.kind == kind and c.axes == axes)
+
+
+RECIPES = ("dp", "fsdp", "megatron", "fsdp_megatron")
+CASES = [
+    *(("linear-1k", recipe, hardware) for recipe in RECIPES for hardware in (H100, V5E)),
+    *(("mlp-1k", recipe, H100) for recipe in RECIPES),
+    ("tiny-llama", "dp_megatron", H100),
+]
+
+
+@pytest.mark.parametrize(("name", "recipe", "hardware"), CASES)
+def test_planning_beats_completing_beats_propagating(name: str, recipe: str, hardware: str) -> None:
+    plan = planned(name, hardware)
+    best, by_shardy = (evaluated(name, recipe, c, hardware) for c in ("best", "shardy"))
+    assert plan.record.cost.step_s <= best.cost * (1 + GAP)
+    assert best.cost <= by_shardy.cost * (1 + GAP)
+    assert best.fits
+    assert by_shardy.fits
+    assert by_shardy.record.certificate.status == "priced"
+
+
+@pytest.mark.parametrize("completion", ["best", "shardy"])
+@pytest.mark.parametrize("name", ["linear-1k", "mlp-1k"])
+def test_a_plans_own_layouts_and_pins_cost_what_it_says(name: str, completion: Completion) -> None:
+    plan = planned(name)
+    assert plan.planned is not None
+    traced, record = plan.planned.traced, plan.record
+
+    def pinned(state: Any, batch: Any) -> Any:
+        flat = jax.tree.leaves((state, batch))
+        outputs = apply.constrained(traced.jaxpr, record.pins, meshes.abstract(MESH), flat)
+        return jax.tree.unflatten(traced.out_tree, outputs)
+
+    found = evaluate(
+        pinned,
+        *model(name)[1],
+        mesh=MESH.shape,
+        hardware=H100,
+        in_specs=plan.specs,
+        out_specs=plan.out_specs,
+        completion=completion,
+        donate_argnums=0,
+        rel_gap=GAP,
+    )
+    assert found.cost == pytest.approx(record.cost.step_s, rel=GAP)
+
+
+# What one counts by hand: bfloat16 gradients and activations, and the float32 loss.
+WEIGHTS = 2 * LAYERS * WIDTH * HIDDEN
+ACTIVATION = BATCH * WIDTH * BF16
+
+
+def test_data_parallelism_all_reduces_every_gradient() -> None:
+    found = evaluated("mlp-1k", "dp", "shardy")
+    assert moved(found, "all-reduce", *MESH.names) == WEIGHTS * BF16 + F32
+    assert {c.kind for c in found.record.collectives} == {"all-reduce"}
+
+
+def test_megatron_all_reduces_one_activation_per_layer_each_way() -> None:
+    found = evaluated("mlp-1k", "megatron", "shardy")
+    backward = LAYERS - 1  # nobody asks for the gradient of the first layer's input
+    assert moved(found, "all-reduce", "model") == (LAYERS + backward) * ACTIVATION
+    assert len(found.record.collectives) == LAYERS + backward
+
+
+def test_megatron_by_sequence_gathers_and_scatters_instead() -> None:
+    found = evaluated("mlp-1k", "megatron_sequence", "shardy")
+    assert moved(found, "reduce-scatter", "model") == (2 * LAYERS - 1) * ACTIVATION
+    assert moved(found, "all-gather", "model") == 2 * LAYERS * ACTIVATION
+
+
+def test_fully_sharded_data_parallelism_gathers_weights_and_scatters_gradients() -> None:
+    found = evaluated("mlp-1k", "fsdp", "shardy")
+    assert moved(found, "all-gather", *MESH.names) == WEIGHTS * BF16
+    assert moved(found, "reduce-scatter", *MESH.names) == WEIGHTS * BF16
+
+
+def forward(x: Any, layers: Any) -> Any:
+    return jax.lax.scan(lambda h, w: (h + jax.nn.gelu(h @ w[0]) @ w[1], None), x, layers)[0]
+
+
+def test_a_scanned_megatron_all_reduces_once_per_trip() -> None:
+    weights = [jax.ShapeDtypeStruct((LAYERS, *shape), jnp.bfloat16) for shape in ((WIDTH, HIDDEN), (HIDDEN, WIDTH))]
+    x = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.bfloat16)
+    specs = (P(), [P(None, None, "model"), P(None, "model")])
+    found = evaluate(forward, x, weights, mesh=MESH.shape, hardware=H100, in_specs=specs, out_specs=P(), for_grad=False)
+    assert [(c.kind, c.axes, c.nbytes, c.trips) for c in found.record.collectives] == [
+        ("all-reduce", ("model",), ACTIVATION, LAYERS)
+    ]
+
+
+def two_layers(x: Any, up: Any, down: Any) -> Any:
+    return jnp.sum(jnp.square(jax.nn.relu(x @ up) @ down))
+
+
+SHAPES = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((BATCH, WIDTH), (WIDTH, HIDDEN), (HIDDEN, WIDTH))]
+
+
+def price(fn: Any, in_specs: Any, completion: Completion = "shardy", **options: Any) -> Evaluation:
+    return evaluate(
+        fn, *SHAPES, mesh=MESH.shape, hardware=H100, in_specs=in_specs, completion=completion, for_grad=False, **options
+    )
+
+
+def test_a_constraint_that_says_what_holds_anyway_is_free() -> None:
+    def constrained(x: Any, up: Any, down: Any) -> Any:
+        sharding = NamedSharding(meshes.abstract(MESH), P("data", "model"))
+        hidden = jax.lax.with_sharding_constraint(jax.nn.relu(x @ up), sharding)
+        return jnp.sum(jnp.square(hidden @ down))
+
+    specs = (P("data"), P(None, "model"), P("model"))
+    assert price(constrained, specs).cost == price(two_layers, specs).cost
+
+
+def test_a_constraint_decides_what_it_pins() -> None:
+    def constrained(x: Any, up: Any, down: Any) -> Any:
+        sharding = NamedSharding(meshes.abstract(MESH), P(P.UNCONSTRAINED, None))
+        hidden = jax.lax.with_sharding_constraint(jax.nn.relu(x @ up), sharding)
+        return jnp.sum(jnp.square(hidden @ down))
+
+    found = price(constrained, (P("data"), P(None, "model"), P()))
+    assert moved(found, "all-gather", "model") == BATCH // 2 * HIDDEN * F32
+
+
+def test_open_arguments_lie_where_propagation_puts_them() -> None:
+    found = price(two_layers, (P("data"), P(None, "model"), AUTO))
+    assert [leaf.spec for leaf in found.record.inputs] == [P("data"), P(None, "model"), P("model")]
+
+
+def test_constraints_hold_in_the_gradient_of_a_forward_function() -> None:
+    def constrained(x: Any, up: Any, down: Any) -> Any:
+        sharding = NamedSharding(meshes.abstract(MESH), P("data", "model"))
+        hidden = jax.lax.with_sharding_constraint(jax.nn.relu(x @ up), sharding)
+        return jnp.sum(jnp.square(hidden @ down))
+
+    options: dict[str, Any] = {"mesh": MESH.shape, "hardware": H100, "in_specs": P(), "for_grad": (1, 2)}
+    found = evaluate(constrained, *SHAPES, **options)
+    kept = [path for path, specs in found.record.pins.made.items() if specs == (P("data", "model"),)]
+    assert len(kept) == 2  # forward, and its cotangent
+    assert found.cost != evaluate(two_layers, *SHAPES, **options).cost
+
+
+@pytest.mark.parametrize("completion", ["best", "shardy"])
+def test_a_layout_that_does_not_fit_is_priced_and_says_so(completion: Completion) -> None:
+    specs = (P("data"), P(None, "model"), P("model"))
+    roomy, tight = price(two_layers, specs, completion), price(two_layers, specs, completion, memory=2**20)
+    assert roomy.fits
+    assert not tight.fits
+    assert tight.record.memory.limit_bytes == 2**20
+    assert tight.cost == roomy.cost
+    assert "does not fit" in repr(tight)
+
+
+def test_names_change_nothing_of_what_shardy_decides() -> None:
+    found = evaluated("mlp-1k", "fsdp_megatron", "shardy")
+    fn, in_specs, out_specs = hand("mlp-1k", "fsdp_megatron")
+    on = meshes.abstract(MESH)
+    shardings = jax.tree.map(lambda spec: NamedSharding(on, spec), (in_specs, out_specs))
+    jitted = jax.jit(fn, in_shardings=shardings[0], out_shardings=shardings[1], donate_argnums=0)
+    written = shardy.propagate(jitted.trace(*model("mlp-1k")[1]).lower(lowering_platforms=("cuda",)))
+    named = shardy.propagate(
+        annotated(found.setting.priced, MESH, found.annotations).lower(lowering_platforms=("cuda",))
+    )
+    assert named.arguments == written.arguments
+    assert named.results == written.results
+    computed = [[(v.op, v.shape, v.layout) for v in p.values if v.op.startswith("stablehlo")] for p in (named, written)]
+    assert computed[0] == computed[1]
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "nearest", "exact"),
+    [
+        ((("data",), ("model",)), (8, 8), "[data,model]", True),
+        ((("data", "model"), ()), (8, 8), "[data·model,-]", True),
+        ((("data", "model"), ()), (6, 8), "[data,-]", False),
+        ((("model", "data"), ()), (8, 8), "[data·model,-]", False),
+        ((("model:(1)2",), ("data",)), (8, 8), "[-,data]", False),
+        ((("one",), ("data",)), (8, 8), "[-,data]", True),
+    ],
+)
+def test_the_nearest_code_of_a_layout(dims: Any, shape: tuple[int, ...], nearest: str, *, exact: bool) -> None:
+    code, found = code_near(Layout(dims), shape, MESH)
+    assert str(layout_of(code, len(shape), MESH)) == nearest
+    assert found == exact
+
+
+def test_the_partitioner_never_scatters_a_sum_to_gather_it_again() -> None:
+    place = cost_models.hardware(H100).place(MESH.shape)
+    aval = Aval((WIDTH, WIDTH), np.dtype(np.float32))
+    codes = {
+        name: int(encode(np.array(row, np.int8), 2))
+        for name, row in {"sum": (SUM, SUM), "whole": (WHOLE, WHOLE), "split": (0, 1), "data": (0, WHOLE)}.items()
+    }
+    left = Resharder(MESH, place, pinned=False)
+
+    def kinds(target: str) -> list[str]:
+        steps = left.path(aval, codes["sum"], codes[target], combined=False)
+        return [step.kind for step in steps if step.kind != "slice"]
+
+    assert kinds("whole") == ["all-reduce"]
+    assert kinds("data") == ["all-reduce"]
+    pinned = Resharder(MESH, place)
+    for target in ("whole", "split", "data"):
+        ends = np.array([codes["sum"]]), np.array([codes[target]])
+        price_ps = left.cost_ps(aval, *ends, combined=False)
+        assert (pinned.cost_ps(aval, *ends, combined=False) <= price_ps).all()
+        steps = left.path(aval, codes["sum"], codes[target], combined=False)
+        seconds = sum(float(place.collective_s(s.kind, s.axes, s.nbytes)) for s in steps if s.kind != "slice")
+        assert price_ps.item() * PS == pytest.approx(seconds, rel=1e-6)
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.skipif(not compilers.available("gpu"), reason="the GPU compiler is not installed")
+@pytest.mark.parametrize("recipe", ["dp", "megatron"])
+def test_the_compiler_emits_what_the_evaluation_predicts(recipe: str) -> None:
+    verification = evaluated("mlp-1k", recipe, "shardy").verify()
+    assert verification.ok
+    for row in verification.rows:
+        assert row.emitted_bytes == pytest.approx(row.predicted_bytes, rel=0.10)
