@@ -21,7 +21,8 @@ from autoshard.solver import Solution, evaluate, solve  # noqa: E402
 CONTEST_BEST = {"A": 6_548_641_531, "G": 217_039, "M": 49_928_460_991, "S": 1_534_613_444}
 RESERVE_S = 0.5  # of the time limit, for pricing and printing the answer
 HEADER = (
-    f"{'file':<24}{'objective':>18}{'bound':>18}{'gap %':>10}  {'status':<11}{'s':>7}{'GB':>6}{'usage %':>9}{'ratio':>9}"
+    f"{'file':<24}{'objective':>18}{'bound':>18}{'gap %':>10}  {'status':<11}{'s':>7}"
+    f"{'GB':>6}{'usage %':>9}{'ratio':>9}"
 )
 
 
@@ -82,7 +83,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def live(best: int | None, bound: int | None, elapsed_s: float) -> None:
     """Shows the state of the search on one line of the terminal."""
-    print(f"\r{elapsed_s:7.1f} s  best {best or '-':>16}  bound {bound or '-':>16}", end="\r", file=sys.stderr, flush=True)
+    print(
+        f"\r{elapsed_s:7.1f} s  best {best or '-':>16}  bound {bound or '-':>16}", end="\r", file=sys.stderr, flush=True
+    )
 
 
 def row(path: Path, solution: Solution, seconds: float, usage: str) -> str:

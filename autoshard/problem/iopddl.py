@@ -10,7 +10,7 @@ costs}` and `problem.usage_limit`. A node has one usage item at most; what the f
 import gzip
 import json
 import zlib
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,10 +32,11 @@ def read(path: str | Path) -> Problem:
     path = Path(path)
     try:
         raw = path.read_bytes()
-        text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
     except OSError as error:
         raise ProblemFileError(f"{path}: cannot be read: {error}") from None
-    except (EOFError, zlib.error) as error:
+    try:
+        text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+    except (OSError, EOFError, zlib.error) as error:
         raise ProblemFileError(f"{path}: damaged gzip after {len(raw)} bytes: {error}") from None
     try:
         document = json.loads(text, parse_constant=lambda name: refuse(path, "a number", f"{name} is not an integer"))
@@ -47,6 +48,7 @@ def read(path: str | Path) -> Problem:
 
 
 def refuse(path: Path, where: str, why: str) -> NoReturn:
+    """Raises ProblemFileError for the entry `where` of a file."""
     raise ProblemFileError(f"{path}: {where}: {why}")
 
 
@@ -197,8 +199,9 @@ def write(problem: Problem, path: str | Path, *, name: str = "autoshard") -> Non
 
 
 def split(flat: Int, start: Int) -> list[list[int]]:
-    values, at = flat.tolist(), start.tolist()
-    return [values[a:b] for a, b in zip(at, at[1:], strict=False)]
+    """Returns the flat values as one list per start."""
+    values = flat.tolist()
+    return [values[a:b] for a, b in pairwise(start.tolist())]
 
 
 def member(parent: Any, key: str, kind: type, path: Path, where: str) -> Any:
@@ -256,6 +259,7 @@ def pairs_of(rows: list[Any], path: Path, where: str) -> Int:
 
 
 def expect_lengths(found: Int, expected: Int, path: Path, where: str, what: str) -> None:
+    """Refuses the first row whose length is not as expected."""
     wrong = np.flatnonzero(found != expected)
     if len(wrong):
         r = int(wrong[0])

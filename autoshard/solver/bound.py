@@ -186,7 +186,7 @@ class Dual:
     def _sweep(self, *, forward: bool) -> None:
         net = self.network
         self.constant, failures = messages.sweep(
-            forward, net.start, net.edge_nodes, net.edge_start, *self.near, self.row_start, self.column_start,
+            1 if forward else -1, net.start, net.edge_nodes, net.edge_start, *self.near, self.row_start, self.column_start,
             self.table, self.flipped, self.rows, self.columns, self.potential, self.cost,
             self.lower, self.least, self.choice, self.constant,
         )  # fmt: skip

@@ -150,15 +150,13 @@ def solve_program(
             model.add_entries(margins[count[edge] + ends - net.start[node[edge]]], flow, 1.0)
             local = margins - np.repeat(margins[count[:-1]], sizes[node])
             model.add_entries(margins, strategy[np.repeat(net.start[node], sizes[node]) + local], -1.0)
-    if minimise_peak:
-        peak = model.add_columns(np.ones(1), upper=math.inf, integer=False)
+    peak = model.add_columns(np.ones(1 if minimise_peak else 0), upper=math.inf, integer=False)
     usage_scale = scale if minimise_peak else float(max(program.usage.max(initial=1), 1)) / SCALED_USAGE
     for usage, base in zip(program.usage, program.base.tolist(), strict=True):
         room = -base if minimise_peak else program.limit - base
         at = model.add_rows(1, -math.inf, room / usage_scale)
         model.add_entries(at, strategy, usage / usage_scale)
-        if minimise_peak:
-            model.add_entries(at, peak, -1.0)
+        model.add_entries(np.repeat(at, len(peak)), peak, -1.0)
     if not minimise_peak:
         for h, constant in enumerate(program.hinge_constant, start=1):
             at = model.add_rows(1, -math.inf, -constant / scale)
@@ -201,3 +199,22 @@ def read(result: mathopt.SolveResult, start: Int, offset: int, scale: float, sla
         choice = np.array([int(flat[a:b].argmax()) for a, b in itertools.pairwise(start.tolist())], dtype=np.int64)
     finished = reason is mathopt.TerminationReason.OPTIMAL
     return MipAnswer(choice=choice, bound=bound, infeasible=False, finished=finished)
+
+
+def highest_point(planes: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+    """Returns the maximum over 0 ≤ x ≤ 1 of the least of `planes[i, 0] + planes[i, 1:] · x`, and where."""
+    scale = max(float(np.abs(planes).max()), 1.0) / SCALED_LARGEST
+    height, slope = planes[:, 0] / scale, planes[:, 1:] / scale
+    model = Model()
+    place = model.add_columns(np.zeros(slope.shape[1]), upper=1.0, integer=False)
+    top = model.add_columns(np.array([-1.0]), upper=math.inf, integer=False, lower=-math.inf)
+    for h, s in zip(height.tolist(), slope, strict=True):
+        row = model.add_rows(1, -math.inf, h)
+        model.add_entries(row, place, -s)
+        model.add_entries(row, top, 1.0)
+    result = mathopt.solve(mathopt.Model.from_model_proto(model.proto()), mathopt.SolverType.GLOP)
+    values = result.variable_values()
+    found = np.zeros(model.columns)
+    for variable, value in values.items():
+        found[variable.id] = value
+    return float(found[-1]) * scale, np.clip(found[:-1], 0.0, 1.0)

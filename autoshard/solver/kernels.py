@@ -3,19 +3,29 @@
 Compiled code is cached beside this file by numba, so that only the first run pays.
 """
 
+from collections.abc import Callable
+from typing import TypeVar, cast
+
 import numba
 import numpy as np
+from numpy.typing import NDArray
 
-from autoshard.problem.network import INF as _INF
+from autoshard.problem.network import INF, Int
+from autoshard.solver.program import FORBIDDEN
 
-INF = int(_INF)
-FORBIDDEN = 2 * INF
+Mask = NDArray[np.bool_]
+Function = TypeVar("Function", bound=Callable[..., object])
 
-jit = numba.njit(cache=True, nogil=True, boundscheck=False)
+
+def jit(function: Function) -> Function:
+    """Compiles a function on its first call, once per installation."""
+    return cast(Function, numba.njit(cache=True, nogil=True)(function))
 
 
 @jit
-def make_consistent(start, edge_nodes, edge_start, table, near_start, near, alive):
+def make_consistent(
+    start: Int, edge_nodes: Int, edge_start: Int, table: Int, near_start: Int, near: Int, alive: Mask
+) -> bool:
     """Clears `alive` of strategies without a finite partner on some edge; False if a node empties."""
     n = len(start) - 1
     queue = np.empty(n, dtype=np.int64)
@@ -82,7 +92,7 @@ def make_consistent(start, edge_nodes, edge_start, table, near_start, near, aliv
 
 
 @jit
-def choose_parents(start, edge_nodes, edge_start, table, alive):
+def choose_parents(start: Int, edge_nodes: Int, edge_start: Int, table: Int, alive: Mask) -> Int:
     """Returns for each node the edge over which it follows its parent, or −1.
 
     A parent has more alive strategies, or as many and a smaller number: no cycles.
@@ -105,17 +115,17 @@ def choose_parents(start, edge_nodes, edge_start, table, alive):
                 old = edge_nodes[parent[v], 0] + edge_nodes[parent[v], 1] - v
                 if size[old] < size[p] or (size[old] == size[p] and old <= p):
                     continue
-            if _determines(start, edge_start, table, alive, e, u, w, side == 0):
+            if _determines(start, edge_start, table, alive, e, u, w, side):
                 parent[v] = e
     return parent
 
 
 @jit
-def _determines(start, edge_start, table, alive, e, u, w, by_rows):
-    """Whether each alive row (or column) of edge e has exactly one finite cell."""
+def _determines(start: Int, edge_start: Int, table: Int, alive: Mask, e: int, u: int, w: int, side: int) -> bool:
+    """Whether each alive row (side 0) or column (side 1) of edge e has exactly one finite cell."""
     ku, kw = start[u + 1] - start[u], start[w + 1] - start[w]
     base = edge_start[e]
-    if by_rows:
+    if side == 0:
         for i in range(ku):
             if alive[start[u] + i]:
                 found = 0
@@ -137,7 +147,7 @@ def _determines(start, edge_start, table, alive, e, u, w, by_rows):
 
 
 @jit
-def follow(start, edge_nodes, edge_start, table, alive, parent):
+def follow(start: Int, edge_nodes: Int, edge_start: Int, table: Int, alive: Mask, parent: Int) -> tuple[Int, Int, Int]:
     """Returns each node's root, and its strategy for every alive strategy of the root.
 
     The latter at `position[map_start[v] + i]`, numbered within v before the pass.
@@ -198,7 +208,7 @@ def follow(start, edge_nodes, edge_start, table, alive, parent):
 
 
 @jit
-def add_nodes(old_start, old_cost, new, map_start, position, start, cost):
+def add_nodes(old_start: Int, old_cost: Int, new: Int, map_start: Int, position: Int, start: Int, cost: Int) -> None:
     """Adds every node's costs to its root's."""
     for v in range(len(old_start) - 1):
         r = new[v]
@@ -213,9 +223,21 @@ def add_nodes(old_start, old_cost, new, map_start, position, start, cost):
 
 @jit
 def add_edges(
-    edge_nodes, old_edge_start, old_edge_cost, old_start, new, map_start, position,
-    order, group_start, group_ends, start, cost, edge_start, edge_cost,
-):  # fmt: skip
+    edge_nodes: Int,
+    old_edge_start: Int,
+    old_edge_cost: Int,
+    old_start: Int,
+    new: Int,
+    map_start: Int,
+    position: Int,
+    order: Int,
+    group_start: Int,
+    group_ends: Int,
+    start: Int,
+    cost: Int,
+    edge_start: Int,
+    edge_cost: Int,
+) -> None:
     """Adds every edge's cells to the edge between the roots, or to the common root."""
     for g in range(len(group_ends)):
         a, b = group_ends[g, 0], group_ends[g, 1]
@@ -250,7 +272,7 @@ def add_edges(
 
 
 @jit
-def separate(edge_nodes, edge_start, start, cost, edge_cost):
+def separate(edge_nodes: Int, edge_start: Int, start: Int, cost: Int, edge_cost: Int) -> Mask:
     """Moves separable edges (in every layer) into their nodes; returns which they were."""
     separable = np.zeros(len(edge_nodes), dtype=np.bool_)
     for e in range(len(edge_nodes)):
@@ -290,7 +312,7 @@ def separate(edge_nodes, edge_start, start, cost, edge_cost):
 
 
 @jit
-def compose(root, follows_start, follows, map_start, position, new_start):
+def compose(root: Int, follows_start: Int, follows: Int, map_start: Int, position: Int, new_start: Int) -> Int:
     """Returns the maps of the problem's nodes after a pass, from those before and the pass's."""
     out = np.empty(new_start[-1], dtype=np.int64)
     for v in range(len(root)):

@@ -9,11 +9,13 @@ form, 2015).
 
 import numpy as np
 
-from autoshard.solver.kernels import FORBIDDEN, INF, jit
+from autoshard.problem.network import INF, Int
+from autoshard.solver.kernels import jit
+from autoshard.solver.program import FORBIDDEN
 
 
 @jit
-def transpose(start, edge_nodes, edge_start, table):
+def transpose(start: Int, edge_nodes: Int, edge_start: Int, table: Int) -> Int:
     """Returns every edge's table with its second node's strategies as rows."""
     out = np.empty_like(table)
     for e in range(len(edge_nodes)):
@@ -27,7 +29,9 @@ def transpose(start, edge_nodes, edge_start, table):
 
 
 @jit
-def settle_edges(start, edge_nodes, edge_start, row_start, column_start, table, rows, columns):
+def settle_edges(
+    start: Int, edge_nodes: Int, edge_start: Int, row_start: Int, column_start: Int, table: Int, rows: Int, columns: Int
+) -> int:
     """Makes the least cell of every edge zero again; returns what was taken out."""
     taken = 0
     for e in range(len(edge_nodes)):
@@ -40,12 +44,14 @@ def settle_edges(start, edge_nodes, edge_start, row_start, column_start, table, 
                 low = min(low, cell + rows[row_start[e] + i] + columns[column_start[e] + j])
         for j in range(kw):
             columns[column_start[e] + j] -= low
-        taken += low
+        taken += int(low)
     return taken
 
 
 @jit
-def residual(start, edge_nodes, edge_start, row_start, column_start, table, rows, columns):
+def residual(
+    start: Int, edge_nodes: Int, edge_start: Int, row_start: Int, column_start: Int, table: Int, rows: Int, columns: Int
+) -> Int:
     """Returns the cells as they are after all moves: T + A + B."""
     out = np.empty_like(table)
     for e in range(len(edge_nodes)):
@@ -61,10 +67,28 @@ def residual(start, edge_nodes, edge_start, row_start, column_start, table, rows
 
 @jit
 def sweep(
-    forward, start, edge_nodes, edge_start, near_start, near, row_start, column_start,
-    table, flipped, rows, columns, potential, cost, lower, least, choice, constant,
-):  # fmt: skip
+    direction: int,
+    start: Int,
+    edge_nodes: Int,
+    edge_start: Int,
+    near_start: Int,
+    near: Int,
+    row_start: Int,
+    column_start: Int,
+    table: Int,
+    flipped: Int,
+    rows: Int,
+    columns: Int,
+    potential: Int,
+    cost: Int,
+    lower: Int,
+    least: Int,
+    choice: Int,
+    constant: int,
+) -> tuple[int, int]:
     """Visits every node once: collects what its edges behind hold, passes on to those ahead.
+
+    Goes from the first node to the last if `direction` is positive, else back.
 
     Updates `rows`, `columns` (A and B), `potential`, and `lower` (the best lower bound seen on
     any choice that contains the strategy); sets `least[v]`, the strategy of least potential on
@@ -73,6 +97,7 @@ def sweep(
     Returns the constant, and how many strategies of `choice` met a forbidden pair.
     """
     n = len(start) - 1
+    forward = direction > 0
     failures = 0
     widest = 0
     for v in range(n):
@@ -131,7 +156,7 @@ def sweep(
                 low = potential[first + i]
                 best = i
         least[v] = best
-        constant += low
+        constant += int(low)
         for i in range(k):
             potential[first + i] -= low
             if constant + potential[first + i] > lower[first + i]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from autoshard.problem.network import INF, Int, Problem
 from autoshard.solver import kernels
+from autoshard.solver.kernels import Mask
 from autoshard.solver.program import FORBIDDEN, Network
 
 
@@ -45,12 +46,12 @@ def presolve(problem: Problem) -> Network | None:
     return settle(load(problem))
 
 
-def settle(network: Network, alive: Int | None = None) -> Network | None:
+def settle(network: Network, alive: Mask | None = None) -> Network | None:
     """Returns `network` reduced until no step applies; None if no finite choice exists.
 
     `alive` marks the strategies to keep (reduced-cost fixing); all if None.
     """
-    mask = network.cost[0] < INF if alive is None else alive.astype(bool) & (network.cost[0] < INF)
+    mask = network.cost[0] < INF if alive is None else alive & (network.cost[0] < INF)
     while True:
         near = neighbours(network)
         if not kernels.make_consistent(
@@ -75,7 +76,7 @@ def neighbours(network: Network) -> tuple[Int, Int]:
     return np.concatenate([[0], np.cumsum(count)]).astype(np.int64), near.astype(np.int64)
 
 
-def rebuild(network: Network, mask: Int, parent: Int) -> Network:
+def rebuild(network: Network, mask: Mask, parent: Int) -> Network:
     """Returns the network of alive strategies with each node merged into its parent.
 
     `parent[v]` is the edge over which v follows, or −1 for a root.
