@@ -152,6 +152,21 @@ def test_measured_nccl(spec: str, kind: Kind, nbytes: int, microseconds: float):
     assert predicted == pytest.approx(microseconds * 1e-6, rel=0.15 if kind == "all-reduce" else 1e-6)
 
 
+def test_a_table_is_read_at_equal_bytes_on_the_wire_and_longer_rings_wait_longer():
+    """72 GPUs against the table of 64: 8 more hops of 1.3 µs on 81.9 µs, and 71/72 against 63/64 of the bytes."""
+    machine = cost_models.hardware("gb200:1x72").place({"x": 72})
+    small, large = machine.collective_s("all-gather", ("x",), [1.0, 2**30]).tolist()
+    assert small == pytest.approx(81.9e-6 + 8 * 1.3e-6)
+    assert large == pytest.approx(1585e-6 * (71 / 72) / (63 / 64) + 8 * 1.3e-6, rel=1e-3)
+
+
+def test_what_a_table_takes_beyond_its_floor_follows_the_stated_links():
+    stock = cost_models.hardware("h100:1x8")
+    half = stock.replaced("half", domain__one_way_bytes_per_s=2.25e11)
+    fast, slow = (float(hw.place({"x": 8}).collective_s("all-gather", ("x",), 2**30)) for hw in (stock, half))
+    assert slow - 18.6e-6 == pytest.approx(2 * (fast - 18.6e-6))
+
+
 def test_a_table_never_falls_and_extends_at_its_last_rate():
     sizes, seconds = np.array([1e3, 1e4, 1e5]), np.array([3e-6, 2e-6, 5e-6])
     assert interpolate_s([1.0, 1e3, 1e4, 1e5, 2e5], sizes, seconds) == pytest.approx([2e-6, 2e-6, 2e-6, 5e-6, 1e-5])

@@ -77,6 +77,10 @@ def test_llama_70b_on_v5e():
     found = serving_time(LLAMA_70B, hardware, batch=32, context=8192, weight_dtype="int8", cache_dtype="int8")
     memory_s = (70.6e9 + 32 * 163840 * 8192) / (8 * 8.2e11 * 0.87)
     assert found.decode_s - found.exchange_s == pytest.approx(memory_s, rel=0.01)
+    machine = hardware.place({"tensor": 8})
+    assert found.exchange_s == pytest.approx(
+        160 * float(machine.collective_s("all-reduce", ("tensor",), 32 * 8192 * 2))
+    )
     assert found.cache_bytes == 163840 * 8192
     assert found.load_s == pytest.approx(70.6e9 / (8 * 8.2e11 * 0.87), rel=0.01)
     x = (8192 * 8 / (2 * 28672)) ** 0.5

@@ -76,6 +76,12 @@ def test_torus_axes_prefer_whole_rings():
     assert data.rings == (Ring(4, wraps=True), Ring(4, wraps=True))
 
 
+def test_inner_axes_stay_in_the_slice():
+    machine = cost_models.hardware("tpu-v5e:2*8x16").place({"data": 128, "model": 2})
+    assert [c.level for c in machine.crossings(("model",))] == ["domain"]
+    assert [c.level for c in machine.crossings(("data",))] == ["domain", "scale_out"]
+
+
 def test_a_part_of_a_torus_axis_is_a_line_and_what_is_left_shares_links():
     machine = cost_models.hardware("tpu-v5e:16x16").place({"data": 64, "model": 4})
     (model,), (data,) = machine.crossings(("model",)), machine.crossings(("data",))

@@ -131,13 +131,16 @@ def test_remat_trades_time_for_memory():
     assert found[0].seconds < found[1].seconds < found[3].seconds
 
 
-def test_bubbles_shrink_with_microbatches_and_chunks():
+def test_bubbles_are_the_idle_share_and_shrink_with_microbatches_and_chunks():
     def bubble(sequences: int, virtual_stages: int = 1) -> float:
         layout = TrainingLayout(pipeline=8, virtual_stages=virtual_stages)
-        found = step(layout, sequences=sequences)
-        return next(p.seconds for p in found.parts if p.name == "pipeline bubble") / found.seconds
+        found = {part.name: part.seconds for part in step(layout, sequences=sequences).parts}
+        after = found["gradient sums"] + found["optimizer"]
+        return found["pipeline bubble"] / (sum(found.values()) - after)
 
-    assert bubble(16) > bubble(32) > bubble(32, virtual_stages=4)
+    assert bubble(16) == pytest.approx(7 / (7 + 16))
+    assert bubble(32) == pytest.approx(7 / (7 + 32))
+    assert bubble(32, virtual_stages=4) == pytest.approx(7 / (7 + 4 * 32))
 
 
 def test_experts_over_nodes_wait_for_the_network():
