@@ -5,6 +5,7 @@ from autoshard.solver.direct import smallest_peak, solve_directly
 from autoshard.solver.incumbent import Incumbent, Progress
 from autoshard.solver.solution import Solution
 
+HINGED_CELLS = 5_000  # smaller problems with hinges are solved directly
 DIRECT_CELLS = 400_000  # larger problems go to the search at once
 PATIENCE_S = 10.0  # for the MIP of a small problem, before the search tries
 
@@ -32,10 +33,14 @@ def solve(
         problem=problem, time_limit_s=time_limit_s, rel_gap=rel_gap, seed=seed, rounds=rounds, on_progress=on_progress
     )
     solver = None
-    if len(problem.edge_cost) <= DIRECT_CELLS:
+    # numba takes its time to load, and small problems do without it
+    if problem.hinges and len(problem.edge_cost) > HINGED_CELLS:
+        from autoshard.solver.hinged import solve_hinged
+
+        solver = solve_hinged(incumbent, patience_s=PATIENCE_S)
+    if solver is None and not incumbent.closed() and len(problem.edge_cost) <= DIRECT_CELLS:
         solver = solve_directly(incumbent, patience_s=PATIENCE_S)
     if solver is None and not incumbent.closed():
-        # numba takes its time to load, and small problems do without it
         from autoshard.solver.search import solve_by_search
 
         solver = solve_by_search(incumbent)

@@ -1,0 +1,310 @@
+r"""Problems with hinges: prices turn hinges into costs; a MIP searches what the prices leave open.
+
+A hinge is $\max(0, h) = \max_{0 \le \lambda \le 1} \lambda h$. At fixed multipliers the problem is
+a plain network, which reduces far more than one with hinges, and whose optimum $L(\lambda)$
+message passing mostly proves. L is concave, and each choice x bounds it from above by the plane
+$c(x) + \lambda h(x)$: Kelley's method (1960) climbs to its maximum in a few steps.
+
+What remains is the duality gap. At the best multipliers, message passing bounds from below every
+choice that contains a given strategy or cell. Those whose bounds reach a *target* a little above
+$L(\lambda^*)$ go, and the MIP solves the rest: whatever it cannot contain costs at least the
+target. The target rises until the gap is closed.
+
+All bounds are sums of integers: multipliers are multiples of $2^{-20}$, products rounded down.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.problem.network import INF, Hinge, Int, Problem
+from autoshard.solver.bound import Dual, shifted
+from autoshard.solver.buckets import eliminate_all, order_by_size
+from autoshard.solver.core import Core, reduce
+from autoshard.solver.exact import highest_point, solve_program
+from autoshard.solver.incumbent import Incumbent
+from autoshard.solver.presolve import presolve, settle
+from autoshard.solver.program import FORBIDDEN, Network
+from autoshard.solver.usage import Memory, memory_of, peaks_over
+
+MULTIPLIER_BITS = 20
+MOST_STEPS = 30  # of Kelley's method
+FLAT = 1e-6  # relative room between planes and L at which its maximum counts as found
+MOST_CYCLES = 6  # of message passing per evaluation of L
+SMALL_WORK = 4_000_000  # cells of an elimination, tried where message passing leaves a gap
+FIRST_DISTANCE = 2e-4  # of the target from the bound, relative to the bound
+GROWTH = 5  # of that distance from target to target
+MOST_TARGETS = 8
+NARROWINGS = 3  # rounds of message passing and removal per target
+MIP_CELLS = 60_000  # finite cells; larger remainders are left to the search
+NEW_ROWS = 8  # memory rows added at once
+EMPTY = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hinged:
+    """A reduced network in shifted units, its hinges' constants, and where results go."""
+
+    incumbent: Incumbent
+    network: Network
+    constants: tuple[int, ...]
+    shift: int
+
+    def bound_of(self, shifted_bound: int) -> int:
+        """Returns a bound in shifted units as a bound in the problem's unit."""
+        return -((-shifted_bound) >> self.shift) if self.shift >= 0 else shifted_bound << -self.shift
+
+    def priced(self, multiplier: Int, network: Network | None = None) -> Network:
+        """Returns the plain network whose every choice costs at most what it costs with hinges.
+
+        Multipliers are in units of 2^-20.
+        """
+        net = network or self.network
+        cost, edge_cost = net.cost[0].copy(), net.edge_cost[0].copy()
+        offset = net.offset
+        for h, m in enumerate(multiplier.tolist(), start=1):
+            if m:
+                cost += product(m, net.cost[h])
+                edge_cost += product(m, net.edge_cost[h])
+                offset += (m * self.constants[h - 1]) >> MULTIPLIER_BITS
+        return replace(
+            net,
+            cost=np.where(net.cost[0] >= INF, FORBIDDEN, cost)[None],
+            edge_cost=np.where(net.edge_cost[0] >= INF, FORBIDDEN, edge_cost)[None],
+            offset=offset,
+        )
+
+    def plane(self, choice: Int) -> list[int]:
+        """Returns cost without hinges, and the value of each hinge, of a choice of the network."""
+        of_layers = layer_sums(self.network, choice)
+        hinges = [value + constant for value, constant in zip(of_layers[1:], self.constants, strict=True)]
+        return [of_layers[0] + self.network.offset, *hinges]
+
+    def climb(self) -> Int | None:
+        """Returns multipliers near the maximum of L; None if no finite choice exists.
+
+        Raises the incumbent's bound to L, and offers every choice met on the way.
+        """
+        multiplier = np.zeros(len(self.constants), dtype=np.int64)
+        best, best_multiplier = -FORBIDDEN, multiplier
+        planes: list[list[int]] = []
+        for _ in range(MOST_STEPS):
+            answer = minimum(self.priced(multiplier))
+            if answer is None:
+                return None
+            bound, choice = answer
+            if bound > best:
+                best, best_multiplier = bound, multiplier
+                self.incumbent.raise_bound(self.bound_of(bound))
+            if choice is not None:
+                self.incumbent.offer(self.network.expand(choice))
+            if choice is None or self.incumbent.closed() or self.incumbent.left_s() <= 0:
+                break
+            planes.append(self.plane(choice))
+            top, place = highest_point(np.array(planes, dtype=float))
+            following = np.rint(place * 2**MULTIPLIER_BITS).astype(np.int64)
+            if top - best <= FLAT * abs(top) or (following == multiplier).all():
+                break
+            multiplier = following
+        return best_multiplier
+
+    def close(self, multiplier: Int, *, limit_s: float) -> bool:
+        """Solves what targets leave open until the gap is as asked; returns whether it is."""
+        incumbent = self.incumbent
+        deadline = incumbent.left_s() - limit_s
+        dual = settled_dual(self.priced(multiplier), self.shift)
+        incumbent.raise_bound(dual.bound)
+        distance = max(int(FIRST_DISTANCE * abs(dual.bound)), 1)
+        events = EMPTY
+        for _ in range(MOST_TARGETS):
+            if incumbent.closed() or incumbent.left_s() <= deadline:
+                break
+            target = dual.bound + distance
+            if incumbent.objective is not None:
+                target = min(target, incumbent.objective)
+            rest = self.narrowed(dual, multiplier, target)
+            if rest is None:
+                incumbent.raise_bound(target)
+            else:
+                bound, events = self.solve_rest(rest, target, events, limit_s=incumbent.left_s() - deadline)
+                if bound is None:
+                    return False
+                incumbent.raise_bound(bound)
+                if bound < target and not incumbent.closed():
+                    return False  # as far as the tolerances of the MIP allow
+            distance *= GROWTH
+        return incumbent.closed()
+
+    def narrowed(self, dual: Dual, multiplier: Int, target: int) -> Network | None:
+        """Returns what choices cheaper than `target` can contain; None if there are none."""
+        network = self.network
+        for again in range(NARROWINGS):
+            if again:
+                dual = settled_dual(self.priced(multiplier, network), self.shift)
+            edge_cost = network.edge_cost.copy()
+            edge_cost[0][dual.dead_cells(target)] = FORBIDDEN
+            settled = settle(replace(network, edge_cost=edge_cost), dual.may_improve(target))
+            if settled is None or dual.bound >= target:
+                return None
+            network = settled
+        return network
+
+    def solve_rest(self, rest: Network, target: int, events: Int, *, limit_s: float) -> tuple[int | None, Int]:
+        """Solves `rest` with memory rows as they bind; offers what it finds.
+
+        Returns a bound on all choices, given that others cost at least `target` (None if the MIP
+        is too large or does not finish), and the memory rows in use, by their events.
+        """
+        incumbent = self.incumbent
+        memory = memory_of(incumbent.problem, rest)
+        deadline = incumbent.left_s() - limit_s
+        while incumbent.left_s() > deadline:
+            core = Core(as_problem(rest, self.constants, memory, events), np.arange(len(events)))
+            reduce(core)
+            if not core.feasible:
+                return target, events
+            program, names = core.program()
+            if program.cells > MIP_CELLS:
+                return None, events
+            answer = solve_program(
+                program,
+                time_limit_s=incumbent.left_s() - deadline,
+                rel_gap=incumbent.rel_gap,
+                seed=incumbent.seed,
+            )
+            if answer.infeasible:
+                return target, events
+            if answer.choice is None or answer.bound is None or not answer.finished:
+                return None, events
+            choice = core.expand(dict(zip(names, answer.choice.tolist(), strict=True)))
+            if incumbent.offer(rest.expand(choice)):
+                return min(target, self.bound_of(answer.bound)), events
+            more = np.union1d(events, peaks_over(memory.profile(choice), memory.limit, NEW_ROWS))
+            if len(more) == len(events):
+                return None, events
+            events = more
+        return None, events
+
+
+def solve_hinged(incumbent: Incumbent, *, patience_s: float) -> str | None:
+    """Solves the problem in `incumbent`, which has hinges; returns the engine's name.
+
+    None if it gave up; bound and choice are kept. `patience_s` limits its MIPs together.
+    """
+    network = presolve(incumbent.problem)
+    if network is None:
+        incumbent.infeasible = True
+        return "arc consistency"
+    network, constants, shift = shifted(network, tuple(hinge.constant for hinge in incumbent.problem.hinges))
+    hinged = Hinged(incumbent=incumbent, network=network, constants=constants, shift=shift)
+    multiplier = hinged.climb()
+    if multiplier is None:
+        incumbent.infeasible = True
+        return "elimination"
+    if incumbent.closed():
+        return "multipliers"
+    return "multipliers, highs" if hinged.close(multiplier, limit_s=min(patience_s, incumbent.left_s())) else None
+
+
+def product(multiplier: int, values: Int) -> Int:
+    """Returns ⌊multiplier · values / 2^20⌋, exactly, for multipliers up to 2^20."""
+    high, low = values >> MULTIPLIER_BITS, values & (2**MULTIPLIER_BITS - 1)
+    return multiplier * high + ((multiplier * low) >> MULTIPLIER_BITS)
+
+
+def layer_sums(network: Network, choice: Int) -> list[int]:
+    """Returns the sum of each layer's chosen entries; all of them are finite."""
+    u, w = network.edge_nodes.T
+    strategy = network.start[:-1] + choice
+    cell = network.edge_start[:-1] + choice[u] * network.sizes[w] + choice[w]
+    return [int(a[strategy].sum()) + int(b[cell].sum()) for a, b in zip(network.cost, network.edge_cost, strict=True)]
+
+
+def minimum(network: Network) -> tuple[int, Int | None] | None:
+    """Returns a bound on every choice of a plain network and, mostly, a choice that attains it.
+
+    None if no finite choice exists.
+    """
+    core = Core(as_problem(network), EMPTY)
+    reduce(core)
+    if not core.feasible:
+        return None
+    program, names = core.program()
+    dual = dual_of(program.network, 0)
+    position: dict[int, int] | None = None
+    least = FORBIDDEN
+    for _ in range(MOST_CYCLES):
+        dual.cycle()
+        if dual.failures == 0:
+            value = layer_sums(program.network, dual.choice)[0] + program.network.offset
+            if value < least:
+                position, least = dict(zip(names, dual.choice.tolist(), strict=True)), value
+        if dual.best >= least or dual.proves_infeasible:
+            break
+    bound = dual.best
+    if bound < least and order_by_size(core)[2] <= SMALL_WORK:
+        try:
+            position = eliminate_all(core)
+        except ValueError:
+            return None
+        if position is not None:
+            choice = core.expand(position)
+            return layer_sums(network, choice)[0] + network.offset, choice
+    return bound, None if position is None else core.expand(position)
+
+
+def dual_of(network: Network, shift: int) -> Dual:
+    """Returns message passing over a plain network, without memory."""
+    none = Memory(
+        times=EMPTY, root=EMPTY, begin=EMPTY, end=EMPTY, first=EMPTY, follow_first=EMPTY,
+        usage=EMPTY, follows=EMPTY, strategies=network.start, limit=0,
+    )  # fmt: skip
+    return Dual(network, none, (), shift)
+
+
+def settled_dual(network: Network, shift: int) -> Dual:
+    """Returns message passing over a plain network after the cycles that improve its bound."""
+    dual = dual_of(network, shift)
+    before = -FORBIDDEN
+    for _ in range(MOST_CYCLES):
+        dual.cycle()
+        if dual.best - before <= FLAT * abs(dual.best):
+            break
+        before = dual.best
+    return dual
+
+
+def as_problem(
+    network: Network, constants: tuple[int, ...] = (), memory: Memory | None = None, events: Int = EMPTY
+) -> Problem:
+    """Returns a network as a problem; memory row r of `events` becomes time point r."""
+    hinges: list[Hinge] = []
+    for h, constant in enumerate(constants, start=1):
+        strategy, cell = np.flatnonzero(network.cost[h]), np.flatnonzero(network.edge_cost[h])
+        hinges.append(
+            Hinge(
+                strategy=strategy,
+                strategy_coef=network.cost[h][strategy],
+                cell=cell,
+                cell_coef=network.edge_cost[h][cell],
+                constant=constant,
+            )
+        )
+    usage = EMPTY if memory is None else memory.coefficients(events).reshape(-1)
+    rows = len(events)
+    time = np.repeat(np.arange(rows), network.nodes)
+    use_node = np.tile(np.arange(network.nodes), rows)
+    return Problem(
+        start=network.start,
+        cost=network.cost[0],
+        edge_nodes=network.edge_nodes,
+        edge_start=network.edge_start,
+        edge_cost=network.edge_cost[0],
+        use_node=use_node,
+        use_interval=np.stack([time, time + 1], axis=1),
+        use_start=np.concatenate([[0], np.cumsum(network.sizes[use_node])]).astype(np.int64),
+        usage=usage,
+        usage_limit=None if memory is None else memory.limit,
+        hinges=tuple(hinges),
+        offset=network.offset,
+    )
