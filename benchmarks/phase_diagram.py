@@ -6,12 +6,15 @@
 One letter per plan, from what its collectives move: D moves weights and gradients alone
 (data parallelism, FSDP, ZeRO), T moves activations alone (tensor parallelism, Megatron or
 2-D), m both. Beside it stand the regions of the closed forms of "How to Scale Your Model"
-(training.md), with the intensity C/W of the same machine:
+(training.md), with the intensity α = C/W of the same machine:
 
-    B/N > α                  data parallelism is compute-bound: D
-    X_opt = √(B·N/F) ≥ N     weights are the smaller traffic even for all devices: D
-    X_opt ≤ 1                activations are the smaller traffic even for all devices: T
-    otherwise                FSDP over X_opt, tensor parallelism over the rest: m
+    B/N > α          data parallelism is compute-bound: D
+    N < F/α          tensor parallelism is compute-bound: T
+    B/N > α²/F       the mixture of both is compute-bound: m
+
+Where several are compute-bound (`*`), the closed forms leave the choice open. Where none is,
+the least traffic wins: X_opt = √(B·N/F) ways of data parallelism, which is D from N on, T up
+to 1, and m between.
 """
 
 import argparse
@@ -55,9 +58,12 @@ def intensity(hardware: str, mesh: dict[str, int]) -> float:
 
 
 def closed_form(batch: int, hidden: int, devices: int, alpha: float) -> str:
-    """The family that the closed forms name."""
-    if batch / devices > closed_forms.critical_tokens_per_device(alpha):
-        return "D"
+    """The families that the closed forms allow, as letters."""
+    allowed = "D" if batch / devices > closed_forms.critical_tokens_per_device(alpha) else ""
+    allowed += "T" if devices < closed_forms.tensor_parallel_limit(hidden, alpha) else ""
+    allowed += "m" if batch / devices > closed_forms.mixed_tokens_per_device(alpha, hidden) else ""
+    if allowed:
+        return allowed
     best = closed_forms.best_fsdp(batch, devices, hidden)
     return "D" if best >= devices else "T" if best <= 1 else "m"
 
@@ -104,7 +110,7 @@ def off_by_more_than_one_step(cells: dict[tuple[int, int], Cell]) -> list[Cell]:
     wrong: list[Cell] = []
     for (i, j), here in cells.items():
         near = [cells.get((i + di, j + dj)) for di in (-1, 0, 1) for dj in (-1, 0, 1)]
-        if here.found not in {other.closed for other in near if other is not None}:
+        if not any(here.found in other.closed for other in near if other is not None):
             wrong.append(here)
     return wrong
 
@@ -136,7 +142,7 @@ def main() -> None:
     print(f"{arguments.model} on {arguments.hardware}: found | closed forms; batch {batches[0]} … {batches[-1]}, ×2 a column")
     for i, width in enumerate(widths):
         found = " ".join(cells[i, j].found for j in range(len(batches)))
-        closed = " ".join(cells[i, j].closed for j in range(len(batches)))
+        closed = " ".join(c if len(c) == 1 else "*" for c in (cells[i, j].closed for j in range(len(batches))))
         print(f"{width:>7}  {found}  |  {closed}")
     wrong = off_by_more_than_one_step(cells)
     print(f"{len(cells)} cells, {len(wrong)} more than one grid step from a closed-form region of their family")

@@ -26,12 +26,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard import costs
-from autoshard.errors import InfeasibleError, MissingRuleError
+from autoshard.errors import InfeasibleError
 from autoshard.graph import LINKS, Aval, Eqn, Graph
 from autoshard.mesh import MeshAxes
 from autoshard.problem.windows import EARLY, LATE, Windows, combined, windows
 from autoshard.resharding import INF_PS, PS_PER_S, Resharder
-from autoshard.rules import FactorKind, RuleBuilder, ShardingRule, rule_of
+from autoshard.rules import FactorKind, ShardingRule, rules_of
 from autoshard.strategies import SUM, WHOLE, Codes, Strategies, decode, encode, enumerate_strategies, layouts, shards
 
 # Equations through which the partitioner itself lets partial sums flow in Auto mode: it
@@ -183,7 +183,7 @@ class _Decider:
     ) -> None:
         self.graph, self.mesh, self.machine = graph, mesh, machine
         self.equation_pins = equation_pins
-        self.rules = [rule_of(eqn) if unknown == "error" else rule_or_whole(eqn) for eqn in graph.eqns]
+        self.rules = rules_of(graph.eqns, unknown=unknown)
         self.pointwise = [
             is_pointwise(rule) and e not in equation_pins and graph.eqns[e].primitive not in LINKS
             for e, rule in enumerate(self.rules)
@@ -571,16 +571,6 @@ def consumer_port(
 def _narrows(eqn: Eqn) -> bool:
     """Whether an equation casts to a smaller type: what it makes is cheaper to move than what it takes."""
     return eqn.primitive == "convert_element_type" and eqn.results[0].itemsize < eqn.operands[0].itemsize
-
-
-def rule_or_whole(eqn: Eqn) -> ShardingRule:
-    """The equation's rule, or the rule under which nothing may be split."""
-    try:
-        return rule_of(eqn)
-    except MissingRuleError:
-        b = RuleBuilder()
-        whole = FactorKind.REPLICATE
-        return b.rule([b.dims(a.shape, whole) for a in eqn.operands], [b.dims(a.shape, whole) for a in eqn.results])
 
 
 def _ps(seconds: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -1,0 +1,76 @@
+"""How long planning takes, stage by stage, each model in a fresh process.
+
+    python -m benchmarks.planning [MODEL ...]
+
+Models: a name of `models.names()`, with `name@field=value,…` for other fields; the default is
+what the project promises: gpt2-small whole, unrolled, on a 2 × 4 mesh. The mesh and the
+hardware are `--mesh` and `--hardware`.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from typing import Any
+
+DEFAULT = ("mlp-1k", "tiny-llama", "gpt2-small", "llama3-8b@layers=4,batch=8,sequence=2048")
+
+
+def one(model: str, mesh: dict[str, int], hardware: str, rel_gap: float) -> dict[str, Any]:
+    """Plans one model in this process; seconds per stage, and the plan's own numbers."""
+    begin = time.perf_counter()
+    import autoshard
+    import models
+
+    loaded = time.perf_counter()
+    name, _, fields = model.partition("@")
+    overrides = {k: int(v) for k, v in (field.split("=") for field in fields.split(",") if field)}
+    step, (state, batch) = models.build(name, **overrides)
+    plan = autoshard.plan(step, state, batch, mesh=mesh, hardware=hardware, donate_argnums=0, rel_gap=rel_gap)
+    done = time.perf_counter()
+    planned = plan.planned
+    assert planned is not None  # made here
+    return {
+        "model": model,
+        "equations": len(planned.formulation.decisions.graph.eqns),
+        "decisions": len(planned.formulation.decisions.nodes),
+        "classes": planned.formulation.folding.classes,
+        "import_s": loaded - begin,
+        **{f"{stage}_s": s for stage, s in planned.seconds.items()},
+        "total_s": done - loaded,
+        "cpu_s": time.process_time(),
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+        "gap": plan.record.certificate.gap,
+        "step_ms": plan.record.cost.step_s * 1e3,
+    }
+
+
+def main() -> None:
+    """Runs every model in its own process and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=DEFAULT)
+    parser.add_argument("--mesh", default="data=2,model=4")
+    parser.add_argument("--hardware", default="h100:1x8")
+    parser.add_argument("--rel-gap", type=float, default=1e-2)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    mesh = {k: int(v) for k, v in (axis.split("=") for axis in arguments.mesh.split(","))}
+    if arguments.child:
+        print(json.dumps(one(arguments.models[0], mesh, arguments.hardware, arguments.rel_gap)))
+        return
+    rows: list[dict[str, Any]] = []
+    for model in arguments.models:
+        flags = ["--child", "--mesh", arguments.mesh, "--hardware", arguments.hardware]
+        command = [sys.executable, "-m", "benchmarks.planning", *flags, "--rel-gap", str(arguments.rel_gap), model]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        shown = {k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in rows[-1].items()}
+        print("  ".join(f"{k} {v}" for k, v in shown.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
