@@ -4,7 +4,7 @@ from math import inf, log2
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_models import closed_forms as forms
@@ -21,6 +21,7 @@ def simulate_pipeline(stages: int, microbatches: int) -> float:
     return 1 - microbatches / done[-1, -1]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(1, 24))
 def test_the_bubble_is_what_a_simulated_pipeline_idles(stages: int, microbatches: int):
     assert forms.pipeline_bubble(stages, microbatches) == pytest.approx(simulate_pipeline(stages, microbatches))
@@ -31,6 +32,7 @@ def test_the_rough_bubble_is_close_for_many_stages_and_interleaving_shrinks_it()
     assert forms.pipeline_bubble(8, 16, repeats=4) == pytest.approx(forms.pipeline_bubble(8, 64))
 
 
+@settings(deadline=None)
 @given(
     tokens=st.floats(1, 1e5),
     alpha_s=st.floats(1e-7, 1e-3),
@@ -60,6 +62,7 @@ def test_without_latency_any_group_hides_or_none():
     assert forms.largest_hidden_group(1.0, 1e14, 1e9, 0.0, 1e9) == 1
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4096), st.integers(1, 4096), st.sampled_from([1.0, 2.0]), st.sampled_from([1.0, 2.0]))
 def test_the_exact_critical_batch_is_the_first_compute_bound_one(d: int, f: int, weight: float, activation: float):
     flops_per_s, bytes_per_s = 1.97e14, 8.2e11
@@ -78,6 +81,7 @@ def test_the_exact_critical_batch_is_the_first_compute_bound_one(d: int, f: int,
         assert found <= 1 or not compute_bound(found - 1)
 
 
+@settings(deadline=None)
 @given(st.floats(1e3, 1e7), st.integers(8, 8192), st.integers(1024, 65536))
 def test_x_opt_balances_and_minimises_the_traffic(tokens: float, devices: int, f: int):
     """training.md:430-458: FSDP moves 4DF/(Y·M_X), tensor parallelism 4BD/(X·M_Y); their maximum is least at X_opt."""
@@ -89,6 +93,7 @@ def test_x_opt_balances_and_minimises_the_traffic(tokens: float, devices: int, f
     assert traffic(best) <= min(traffic(best * step) for step in (0.9, 0.99, 1.01, 1.1)) * (1 + 1e-9)
 
 
+@settings(deadline=None)
 @given(st.integers(256, 16384), st.integers(256, 65536), st.integers(4, 4096))
 def test_the_best_2d_split_is_a_minimum(d: int, f: int, devices: int):
     best = forms.weight_stationary_2d_best(d, f, devices)

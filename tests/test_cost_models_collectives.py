@@ -6,7 +6,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cost_models
@@ -172,12 +172,14 @@ def test_a_table_never_falls_and_extends_at_its_last_rate():
     assert interpolate_s([1.0, 1e3, 1e4, 1e5, 2e5], sizes, seconds) == pytest.approx([2e-6, 2e-6, 2e-6, 5e-6, 1e-5])
 
 
+@settings(deadline=None)
 @given(placed(), st.sampled_from(KINDS), st.floats(1, 1e12), st.floats(1, 4))
 def test_more_bytes_never_cost_less(machine: cost_models.Machine, kind: Kind, nbytes: float, more: float):
     less_s, more_s = machine.collective_s(kind, machine.placement.axes, [nbytes, nbytes * more])
     assert more_s >= less_s * (1 - 1e-12)
 
 
+@settings(deadline=None)
 @given(st.data(), st.sampled_from(TOPOLOGIES), st.sampled_from(KINDS), st.floats(1, 1e12), st.floats(1, 100))
 def test_more_bandwidth_never_costs_more(data: st.DataObject, spec: str, kind: Kind, nbytes: float, more: float):
     hardware = cost_models.hardware(spec)
@@ -189,6 +191,7 @@ def test_more_bandwidth_never_costs_more(data: st.DataObject, spec: str, kind: K
         assert fast_s <= slow_s * (1 + 1e-12)
 
 
+@settings(deadline=None)
 @given(placed())
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(machine: cost_models.Machine):
     axes, huge = machine.placement.axes, 1e13
@@ -196,6 +199,7 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(machine: cost_model
     assert float(machine.collective_s("all-reduce", axes, huge)) == pytest.approx(float(both), rel=1e-4)
 
 
+@settings(deadline=None)
 @given(placed(), st.floats(1, 1e12))
 def test_an_all_reduce_costs_less_latency_than_its_two_halves(machine: cost_models.Machine, nbytes: float):
     axes = machine.placement.axes
@@ -204,12 +208,14 @@ def test_an_all_reduce_costs_less_latency_than_its_two_halves(machine: cost_mode
     assert float(both) / 2 <= float(one) <= float(both)
 
 
+@settings(deadline=None)
 @given(placed(), st.sampled_from(KINDS), st.floats(1, 1e12))
 def test_prices_are_positive_and_finite(machine: cost_models.Machine, kind: Kind, nbytes: float):
     seconds = float(machine.collective_s(kind, machine.placement.axes, nbytes))
     assert 0 < seconds < np.inf
 
 
+@settings(deadline=None)
 @given(placed(), st.sampled_from(KINDS))
 def test_nothing_costs_nothing(machine: cost_models.Machine, kind: Kind):
     assert machine.collective_s(kind, machine.placement.axes, 0.0) == 0
@@ -217,6 +223,7 @@ def test_nothing_costs_nothing(machine: cost_models.Machine, kind: Kind):
     assert machine.wire_bytes(kind, (), 1e9) == 0
 
 
+@settings(deadline=None)
 @given(placed(), st.floats(1e3, 1e12))
 def test_gathering_at_once_is_no_slower_than_axis_by_axis(machine: cost_models.Machine, nbytes: float):
     """The result of the inner gather is the operand of the outer one: 1/n of its bytes."""
@@ -231,6 +238,7 @@ def test_gathering_at_once_is_no_slower_than_axis_by_axis(machine: cost_models.M
     assert float(machine.collective_s("all-gather", axes, nbytes)) <= float(steps) * (1 + 1e-9)
 
 
+@settings(deadline=None)
 @given(placed(), st.sampled_from(PHASES), st.floats(1e3, 1e12))
 def test_no_level_is_beaten(machine: cost_models.Machine, kind: Kind, nbytes: float):
     """Time is at least what the busiest link of each level takes at its full rate."""

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cost_models
@@ -57,6 +57,7 @@ def test_a_decoding_matmul_takes_as_long_as_reading_its_weights():
 
 
 @pytest.mark.parametrize("chip", CHIPS)
+@settings(deadline=None)
 @given(m=SIZES, n=SIZES, k=SIZES, more=st.integers(0, 20000))
 def test_larger_matmuls_never_cost_less(chip: str, m: int, n: int, k: int, more: int):
     machine = machine_of(chip)
@@ -67,6 +68,7 @@ def test_larger_matmuls_never_cost_less(chip: str, m: int, n: int, k: int, more:
 
 
 @pytest.mark.parametrize("chip", CHIPS)
+@settings(deadline=None)
 @given(m=SIZES, n=SIZES, k=SIZES)
 def test_no_matmul_beats_the_peak_or_the_memory(chip: str, m: int, n: int, k: int):
     machine = machine_of(chip)
@@ -75,6 +77,7 @@ def test_no_matmul_beats_the_peak_or_the_memory(chip: str, m: int, n: int, k: in
     assert seconds >= float(machine.hbm_s(2 * (m * k + k * n + m * n)))
 
 
+@settings(deadline=None)
 @given(st.sampled_from(CHIPS), SIZES, SIZES, SIZES)
 def test_rows_and_columns_may_swap(chip: str, m: int, n: int, k: int):
     machine = machine_of(chip)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cost_models
@@ -86,6 +86,7 @@ def test_the_file_is_plain_json(tmp_path: Path):
     }
 
 
+@settings(deadline=None)
 @given(st.floats(0, 1e-3), st.floats(1e6, 1e15))
 def test_a_line_is_found_again(fixed_s: float, rate: float):
     work = np.geomspace(1e-4, 1e2, 7) * rate

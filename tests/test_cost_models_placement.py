@@ -5,7 +5,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 import cost_models
 from cost_models.alpha_beta import Ring
@@ -32,6 +32,7 @@ def test_device_order_of_the_4d_mesh_of_llama_3():
     ]
 
 
+@settings(deadline=None)
 @given(placed())
 def test_device_order_is_a_permutation_of_the_mesh(machine: cost_models.Machine):
     order = machine.device_order
@@ -39,6 +40,7 @@ def test_device_order_is_a_permutation_of_the_mesh(machine: cost_models.Machine)
     assert sorted(order.ravel().tolist()) == list(range(order.size))
 
 
+@settings(deadline=None)
 @given(placed())
 def test_crossings_follow_from_the_device_order(machine: cost_models.Machine):
     """Groups of every axis set, read off the device ids: how many members at each level and dimension."""

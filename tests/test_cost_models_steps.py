@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import cost_models
+from benchmarks.fit_steps import NAMES, fit, fit_half
 from benchmarks.published_steps import ROWS, Run, read, spearman
 from cost_models.block import Block
 from cost_models.errors import MeshFitError
@@ -184,3 +185,10 @@ def test_layouts_that_do_not_fit():
         step(TrainingLayout(fsdp=4))
     with pytest.raises(MeshFitError, match="4 sequences are less than one microbatch of 2 for each of 8 data shards"):
         step(TrainingLayout(fsdp=8, microbatch=2), sequences=4)
+
+
+def test_the_constants_in_the_file_are_those_that_the_fit_finds(runs: list[Run]):
+    chosen = [run for run in fit_half(runs) if run.chip == "tpu-v5e"]
+    assert len(chosen) == 8
+    stated = tuple(cost_models.hardware("tpu-v5e:4x4").number(name) for name in NAMES)
+    assert fit(chosen) == pytest.approx(stated)
