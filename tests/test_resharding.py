@@ -1,0 +1,213 @@
+"""Resharding: every path is a chain of real collectives that moves a value and changes nothing in it."""
+
+import itertools
+from functools import partial
+from typing import Any
+
+import cost_models
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+
+from autoshard.graph import Aval
+from autoshard.mesh import MeshAxes
+from autoshard.resharding import INF_PS, Resharder, Step
+from autoshard.strategies import SUM, Codes, decode, layout_of, layouts, shards
+
+MESHES = {
+    "two axes": (MeshAxes(("x", "y"), (2, 4)), "h100:1x8"),
+    "equal axes": (MeshAxes(("a", "b", "c"), (2, 2, 2)), "h100:1x8"),
+    "two nodes": (MeshAxes(("node", "gpu"), (2, 4)), "h100:2x4"),
+    "torus": (MeshAxes(("x", "y"), (2, 4)), "tpu-v5e:2x4"),
+}
+SHAPES = [(8,), (8, 8), (16, 4), (8, 2, 3), (3, 5), ()]
+
+STEPS = 40  # of those that the paths of one shape take, executed
+
+each_mesh = pytest.mark.parametrize("name", MESHES)
+
+
+def resharder_of(name: str) -> Resharder:
+    mesh, hardware = MESHES[name]
+    return Resharder(mesh, cost_models.hardware(hardware).place(mesh.shape))
+
+
+def table(resharder: Resharder, aval: Aval, *, combined: bool) -> tuple[Codes, Any]:
+    codes = layouts(aval.shape, resharder.mesh, unreduced=True)
+    return codes, resharder.cost_ps(aval, codes, codes, combined=combined)
+
+
+@pytest.mark.parametrize("combined", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@each_mesh
+def test_costs_are_shortest_paths(name: str, shape: tuple[int, ...], combined: bool) -> None:  # noqa: FBT001
+    """Zero to itself, triangle inequality, and no way from a finished value to a pending one."""
+    resharder, aval = resharder_of(name), Aval(shape, np.dtype("float32"))
+    codes, ps = table(resharder, aval, combined=combined)
+    assert (np.diagonal(ps) == 0).all()
+    assert (ps >= 0).all()
+    through = (ps[:, :, None].astype(object) + ps[None, :, :]).min(axis=1)
+    assert (ps <= np.minimum(through, INF_PS) + 1).all()  # a path's picoseconds are rounded down once
+    pending = (decode(codes, aval.ndim, resharder.mesh.ndim) == SUM).any(axis=1)
+    assert (ps[np.ix_(~pending, pending)] == INF_PS).all()
+    assert (ps[np.ix_(~pending, ~pending)] < INF_PS).all()
+    assert (ps[np.ix_(pending, ~pending)] < INF_PS).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@each_mesh
+def test_splitting_a_whole_value_is_free_and_gathering_is_not(name: str, shape: tuple[int, ...]) -> None:
+    resharder, aval = resharder_of(name), Aval(shape, np.dtype("float32"))
+    codes = layouts(shape, resharder.mesh, unreduced=False)
+    whole = codes[shards(codes, len(shape), resharder.mesh) == 1]
+    assert (resharder.cost_ps(aval, whole, codes, combined=False) == 0).all()
+    split = codes[shards(codes, len(shape), resharder.mesh) > 1]
+    assert (resharder.cost_ps(aval, split, whole, combined=False) > 0).all()
+
+
+@each_mesh
+def test_the_steps_of_a_path_add_up_to_its_cost(name: str) -> None:
+    resharder, aval = resharder_of(name), Aval((8, 8), np.dtype("float32"))
+    codes, ps = table(resharder, aval, combined=False)
+    for (i, source), (j, target) in itertools.product(enumerate(codes.tolist()), repeat=2):
+        if ps[i, j] >= INF_PS:
+            with pytest.raises(ValueError, match="no resharding from code"):
+                resharder.path(aval, source, target, combined=False)
+            continue
+        steps = resharder.path(aval, source, target, combined=False)
+        assert (steps[-1].after if steps else source) == target
+        total = sum(
+            round(float(resharder.machine.collective_s(s.kind, s.axes, s.nbytes)) * 1e12) for s in steps if s.kind != "slice"
+        )
+        assert abs(total - int(ps[i, j])) <= len(steps)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), shape=st.lists(st.sampled_from([2, 3, 4, 8, 16]), min_size=1, max_size=3).map(tuple))
+def test_more_bytes_never_cost_less(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    resharder = resharder_of("two axes")
+    codes = layouts(shape, resharder.mesh, unreduced=True).tolist()
+    pair = np.array([data.draw(st.sampled_from(codes))]), np.array([data.draw(st.sampled_from(codes))])
+    small, large = (
+        resharder.cost_ps(Aval(shape, np.dtype(dtype)), *pair, combined=False)[0, 0] for dtype in ("bfloat16", "float32")
+    )
+    assert small <= large
+
+
+# --- Executed on eight devices ---------------------------------------------------------
+
+
+def perform(step: Step, before: int, x: Any, ndim: int, mesh: MeshAxes) -> Any:
+    """One step on local shards, inside `shard_map`: the collective itself, by its name."""
+    old, new = decode(before, ndim, mesh.ndim), decode(step.after, ndim, mesh.ndim)
+    changed = [a for a in range(mesh.ndim) if old[a] != new[a]]
+    if step.kind == "slice":
+        (a,) = changed
+        size = x.shape[new[a]] // mesh.sizes[a]
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(mesh.names[a]) * size, size, int(new[a]))
+    if step.kind == "all-gather":
+        return lax.all_gather(x, step.axes, axis=int(old[changed[0]]), tiled=True)
+    if step.kind == "all-reduce":
+        return lax.psum(x, step.axes)
+    if step.kind == "reduce-scatter":
+        return lax.psum_scatter(x, step.axes, scatter_dimension=int(new[changed[0]]), tiled=True)
+    if step.kind == "all-to-all":
+        (a,) = changed
+        return lax.all_to_all(x, step.axes, split_axis=int(new[a]), concat_axis=int(old[a]), tiled=True)
+    assert step.kind == "collective-permute"
+    (gone,) = [a for a in changed if new[a] < 0]
+    (come,) = [a for a in changed if old[a] < 0]
+    # the device at (gone, come) = (i, j) needs what some device at (gone, ·) = j holds
+    size = mesh.sizes[gone]
+    position = {a: n for n, a in enumerate(sorted((gone, come)))}
+
+    def flat(i: int, j: int) -> int:
+        at = [0, 0]
+        at[position[gone]], at[position[come]] = i, j
+        return at[0] * size + at[1]
+
+    pairs = [(flat(j, i), flat(i, j)) for i in range(size) for j in range(size)]
+    return lax.ppermute(x, step.axes, pairs)
+
+
+@pytest.mark.parametrize("name", ["two axes", "equal axes"])
+@pytest.mark.parametrize("shape", [(8,), (8, 8), (4, 2, 8)])
+def test_every_path_delivers_the_value(name: str, shape: tuple[int, ...]) -> None:
+    """Each step of each path, run as the collective that it names, gives what every device shall hold."""
+    resharder = resharder_of(name)
+    mesh, aval, ndim = resharder.mesh, Aval(shape, np.dtype("float32")), len(shape)
+    devices = Mesh(np.asarray(jax.devices()).reshape(mesh.sizes), mesh.names)
+    value = np.arange(aval.size, dtype=np.float32).reshape(shape)
+    rng = np.random.default_rng(0)
+    codes = layouts(shape, mesh, unreduced=True).tolist()
+    pairs = [(s, t) for s in codes for t in codes if s != t]
+    edges: dict[tuple[int, int], Step] = {}  # every single step that any path takes, once
+    for source, target in pairs:
+        if resharder.cost_ps(aval, np.array([source]), np.array([target]), combined=False)[0, 0] < INF_PS:
+            at = source
+            for step in resharder.path(aval, source, target, combined=False):
+                edges[at, step.after] = step
+                at = step.after
+    chosen = sorted(edges)
+    picked = [chosen[i] for i in rng.permutation(len(chosen))[:STEPS]]
+    assert {edges[k].kind for k in picked} >= {"slice", "all-gather", "all-reduce", "reduce-scatter"}
+
+    def run(x: Any) -> list[Any]:
+        out: list[Any] = []
+        for before, after in picked:
+            local = shard(x, before)
+            out.append(jax.numpy.stack([perform(edges[before, after], before, local, ndim, mesh), shard(x, after)]))
+        return out
+
+    def shard(x: Any, code: int) -> Any:
+        """What a device holds of x in a layout; partial sums are weighted so that they add up to x."""
+        row = decode(code, ndim, mesh.ndim)
+        for a in range(mesh.ndim):
+            index = lax.axis_index(mesh.names[a])
+            if row[a] >= 0:
+                size = x.shape[row[a]] // mesh.sizes[a]
+                x = lax.dynamic_slice_in_dim(x, index * size, size, int(row[a]))
+            elif row[a] == SUM:
+                x = jax.numpy.where(index == 0, x - 7.0 * (mesh.sizes[a] - 1), 7.0)
+        return x
+
+    spec = jax.sharding.PartitionSpec()
+    spread = jax.sharding.PartitionSpec(mesh.names)
+    fn = jax.jit(
+        jax.shard_map(
+            lambda x: [o[None] for o in run(x)], mesh=devices, in_specs=spec, out_specs=[spread] * len(picked), check_vma=False
+        )
+    )
+    for (before, after), both in zip(picked, fn(value), strict=True):
+        got, want = np.asarray(both)[:, 0], np.asarray(both)[:, 1]
+        row = decode(after, ndim, mesh.ndim)
+        assert not (row == SUM).any()
+        np.testing.assert_allclose(got, want, err_msg=f"{layout_of(before, ndim, mesh)} → {layout_of(after, ndim, mesh)}")
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (16, 4)])
+def test_pins_along_a_path_keep_the_value(shape: tuple[int, ...]) -> None:
+    """What apply emits: a constraint to each layout of the path in turn."""
+    resharder = resharder_of("two axes")
+    mesh, aval = resharder.mesh, Aval(shape, np.dtype("float32"))
+    devices = Mesh(np.asarray(jax.devices()).reshape(mesh.sizes), mesh.names)
+    value = np.arange(aval.size, dtype=np.float32).reshape(shape)
+    codes = layouts(shape, mesh, unreduced=False).tolist()
+
+    def sharding(code: int) -> NamedSharding:
+        return NamedSharding(devices, layout_of(code, aval.ndim, mesh).spec())
+
+    @partial(jax.jit, static_argnums=1)
+    def walk(x: Any, steps: tuple[int, ...]) -> Any:
+        for code in steps:
+            x = lax.with_sharding_constraint(x, sharding(code))
+        return x
+
+    rng = np.random.default_rng(0)
+    for source, target in rng.choice(codes, (20, 2)):
+        steps = tuple(s.after for s in resharder.path(aval, int(source), int(target), combined=False))
+        np.testing.assert_array_equal(walk(jax.device_put(value, sharding(int(source))), steps), value)
