@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import cost_models
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+import cost_models
 from autoshard import _jax, _quiet, apply, meshes, planner
 from autoshard import binding as bindings
 from autoshard import plan as plans
@@ -496,7 +496,7 @@ def _spec_text(sharding: Any) -> str:
 
 def on_caller_mesh(made: Plan, outputs: Any) -> Any:
     """Outputs as arrays on the caller's own mesh object (Explicit axes): nothing is copied."""
-    place = made._place  # noqa: SLF001
+    place = made._place
     if place is None or place.own is None or place.own == made.mesh():
         return outputs
     own = place.own

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import cost_models
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+import cost_models
 from autoshard import _jax, _quiet
 from autoshard.errors import MeshError
 from autoshard.mesh import MeshAxes

@@ -16,10 +16,10 @@ from typing import Any
 import jsonschema
 from jax.sharding import PartitionSpec
 
-from autoshard.pins import Pins
 from autoshard.errors import MeshError, PlanFileError, SpecError
 from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
+from autoshard.pins import Pins
 from autoshard.problem.assignment import Collective
 
 SCHEMA_VERSION = 1

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from cost_models import Hardware, Machine
 from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
@@ -31,6 +30,7 @@ from autoshard.resharding import Resharder
 from autoshard.solver import Solution, Status, solve
 from autoshard.strategies import Codes, layout_of, matching
 from autoshard.trace import Traced
+from cost_models import Hardware, Machine
 
 log = logging.getLogger("autoshard")
 

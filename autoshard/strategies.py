@@ -7,7 +7,7 @@ minor. Divisibility and pruning live here, and what was pruned is counted.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -62,7 +62,7 @@ def shards(codes: Codes, ndim: int, mesh: MeshAxes) -> NDArray[np.int64]:
     return np.where(rows >= 0, np.array(mesh.sizes, np.int64), 1).prod(axis=-1)
 
 
-@lru_cache(maxsize=None)
+@cache
 def layouts(shape: tuple[int, ...], mesh: MeshAxes, *, unreduced: bool) -> Codes:
     """Codes of every layout that divides `shape`, replicated first; read-only."""
     ndim = len(shape)
@@ -153,7 +153,7 @@ def splittable(rule: ShardingRule) -> tuple[int, ...]:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def enumerate_strategies(rule: ShardingRule, mesh: MeshAxes, *, sums_flow: bool = False) -> Strategies:
     """All assignments of mesh axes to factors that divide evenly, the whole one first.
 

@@ -84,7 +84,7 @@ def fields(rows: Iterable[tuple[str, str]], width: int) -> str:
     for name, text in pairs:
         kept = re.sub(_BEFORE_UNIT, "\N{NO-BREAK SPACE}", text)
         lead = f"  {name}".ljust(margin)
-        lines += textwrap.wrap(kept, width, initial_indent=lead, subsequent_indent=" " * margin)
+        lines += textwrap.wrap(kept, width, initial_indent=lead, subsequent_indent=" " * margin, break_on_hyphens=False)
     return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
 
 
@@ -125,7 +125,9 @@ def bytes_text(nbytes: float) -> str:
 
 def flops_text(flops: float) -> str:
     """Floating-point operations in the unit that reads best."""
-    return _scaled(flops, (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)))
+    return _scaled(
+        flops, (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("FLOP", 1.0))
+    )
 
 
 def _scaled(value: float, units: Sequence[tuple[str, float]]) -> str:

@@ -1,5 +1,6 @@
 """Hardware: the catalogue, and every number of one chip with its source."""
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ def numbers(chip: Chip, topology: Topology | None = None, *, width: int | None =
     title = (
         chip.description if topology is None else f"{chip.description}, {topology.devices} devices as {topology.name}"
     )
-    parts: list[Any] = [f"{chip.name}: {title}\n"]
+    parts: list[Any] = [textwrap.fill(f"{chip.name}: {title}", width) + "\n"]
     stated = {"device": ("", chip.numbers)} | {
         role: (f"{role}: {link.description or link.name}", link.numbers) for role, link in chip.links.items()
     }
