@@ -99,7 +99,10 @@ WRONG_PINS: dict[str, tuple[dict[str, Any], str]] = {
         {"in_shardings": ("data", None)},
         "in_shardings at w: 'data' is neither a PartitionSpec, a NamedSharding nor AUTO",
     ),
-    "output axis": ({"out_shardings": P("tensor")}, "output : P('tensor',) names the axis `tensor`; the mesh has data, model"),
+    "output axis": (
+        {"out_shardings": P("tensor")},
+        "output : P('tensor',) names the axis `tensor`; the mesh has data, model",
+    ),
 }
 
 
@@ -121,8 +124,13 @@ def test_pins_that_exclude_each_other() -> None:
     def constrained(w: Any) -> Any:
         return jax.lax.with_sharding_constraint(w * 2, NamedSharding(mesh, P("data")))
 
-    out = said(lambda: plan(constrained, W, mesh=mesh, donate_argnums=0, pins={"w": P()}, out_shardings=P("data")), SpecError)
-    assert out.replace("PartitionSpec", "P").replace(",)", ")") == "w: asked for in P(), but the output that replaces it in P('data')"
+    out = said(
+        lambda: plan(constrained, W, mesh=mesh, donate_argnums=0, pins={"w": P()}, out_shardings=P("data")), SpecError
+    )
+    assert (
+        out.replace("PartitionSpec", "P").replace(",)", ")")
+        == "w: asked for in P(), but the output that replaces it in P('data')"
+    )
 
 
 def test_a_constraint_over_a_missing_axis() -> None:
@@ -144,7 +152,7 @@ def test_a_mesh_that_the_hardware_does_not_have() -> None:
     assert "8" in said(lambda: plan(product, W, X, mesh={"data": 3}), MeshError)
     assert said(lambda: plan(product, W, X, mesh={"data": 0}), MeshError) == "mesh axis sizes must be positive: data=0"
     assert said(lambda: plan(product, W, X, mesh={"data": 16}, hardware=None), MeshError) == (
-        "the mesh has 16 devices, this process sees 8: say which hardware to plan for (hardware=\"h100:1x8\")"
+        'the mesh has 16 devices, this process sees 8: say which hardware to plan for (hardware="h100:1x8")'
     )
 
 
@@ -171,7 +179,9 @@ def test_memory_that_nothing_fits() -> None:
         r"no plan fits \S+ GB per device on data=2 × model=4; the smallest peak found is \S+ GB", lines[0]
     )
     assert re.fullmatch(r"  at its least, split over every device: .*arguments \S+ GB.*", lines[1])
-    assert lines[2] == "  use more devices or a mesh axis that divides more dimensions, donate the state, or raise memory="
+    assert (
+        lines[2] == "  use more devices or a mesh axis that divides more dimensions, donate the state, or raise memory="
+    )
     assert plan(product, W, X, memory=error.peak_bytes).record.memory.peak_bytes <= error.peak_bytes
 
 
@@ -210,7 +220,9 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_plan_for_other_shapes(file: Path) -> None:
     loaded = autoshard.load(file)
-    text = said(lambda: loaded.jit(product)(np.ones((16, 64), np.float32), np.ones((32, 16), np.float32)), PlanMismatchError)
+    text = said(
+        lambda: loaded.jit(product)(np.ones((16, 64), np.float32), np.ones((32, 16), np.float32)), PlanMismatchError
+    )
     assert text == "the plan was made for w: float32[16, 32], got w: float32[16, 64]; plan again"
     text = said(lambda: loaded.bind(lambda w: w, W), PlanMismatchError)
     assert text == "the plan was made for 2 input leaves, got 1; plan again"
@@ -219,7 +231,8 @@ def test_a_plan_for_other_shapes(file: Path) -> None:
 def test_a_plan_for_another_function(file: Path) -> None:
     text = said(lambda: autoshard.load(file).bind(lambda w, x: x @ w + 1, W, X), PlanMismatchError)
     assert re.fullmatch(
-        r"the plan was made for another program \(product\): its digest is \w{32}, this function's is \w{32}; plan again", text
+        r"the plan was made for another program \(product\): its digest is \w{32}, this function's is \w{32}; plan again",
+        text,
     )
 
 
@@ -277,7 +290,9 @@ MUTATIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a specification of code": lambda d: d["inputs"][0].update(spec=["__import__('os').system('true')"]),
     "a negative axis size": lambda d: d["mesh"].update(data=-2),
     "devices that are not there": lambda d: d.update(device_order=[0] * 8),
-    "an unknown constraint": lambda d: d.update(constraints=[{"at": "nowhere", "equation": [], "position": 0, "specs": []}]),
+    "an unknown constraint": lambda d: d.update(
+        constraints=[{"at": "nowhere", "equation": [], "position": 0, "specs": []}]
+    ),
     "another type": lambda d: d.update(cost="cheap"),
     "an unknown field": lambda d: d.update(code="print(1)"),
 }

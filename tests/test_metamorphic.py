@@ -109,7 +109,9 @@ def test_renaming_and_permuting_leaves(hardware: str) -> None:
     one = plan(sgd(mlp_loss), *MLP, hardware=hardware, donate_argnums=0)
     names = {"up": "z", "down": "a"}
     mapped = {"x": specs_by_path(one)["x"]} | {
-        f"weights['{new}{i}']": specs_by_path(one)[f"params[{i}]['{old}']"] for old, new in names.items() for i in (0, 1)
+        f"weights['{new}{i}']": specs_by_path(one)[f"params[{i}]['{old}']"]
+        for old, new in names.items()
+        for i in (0, 1)
     }
     check_equivariant(one, price(), mapped, price)
 
@@ -122,9 +124,7 @@ def branches(params: Any, x: Any, order: Sequence[str]) -> Any:
 
 @pytest.mark.parametrize("hardware", HARDWARE)
 def test_shuffling_independent_equations(hardware: str) -> None:
-    params = {
-        name: {"up": S((D, width)), "down": S((width, D))} for name, width in (("p", F), ("q", 2 * F), ("r", D))
-    }
+    params = {name: {"up": S((D, width)), "down": S((width, D))} for name, width in (("p", F), ("q", 2 * F), ("r", D))}
     made = [
         plan(sgd(partial(branches, order=order)), params, MLP[1], hardware=hardware, donate_argnums=0)
         for order in ("pqr", "rqp", "qrp")

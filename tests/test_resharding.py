@@ -81,7 +81,9 @@ def test_the_steps_of_a_path_add_up_to_its_cost(name: str) -> None:
         steps = resharder.path(aval, source, target, combined=False)
         assert (steps[-1].after if steps else source) == target
         total = sum(
-            round(float(resharder.machine.collective_s(s.kind, s.axes, s.nbytes)) * 1e12) for s in steps if s.kind != "slice"
+            round(float(resharder.machine.collective_s(s.kind, s.axes, s.nbytes)) * 1e12)
+            for s in steps
+            if s.kind != "slice"
         )
         assert abs(total - int(ps[i, j])) <= len(steps)
 
@@ -93,7 +95,8 @@ def test_more_bytes_never_cost_less(data: st.DataObject, shape: tuple[int, ...])
     codes = layouts(shape, resharder.mesh, unreduced=True).tolist()
     pair = np.array([data.draw(st.sampled_from(codes))]), np.array([data.draw(st.sampled_from(codes))])
     small, large = (
-        resharder.cost_ps(Aval(shape, np.dtype(dtype)), *pair, combined=False)[0, 0] for dtype in ("bfloat16", "float32")
+        resharder.cost_ps(Aval(shape, np.dtype(dtype)), *pair, combined=False)[0, 0]
+        for dtype in ("bfloat16", "float32")
     )
     assert small <= large
 
@@ -179,14 +182,20 @@ def test_every_path_delivers_the_value(name: str, shape: tuple[int, ...]) -> Non
     spread = jax.sharding.PartitionSpec(mesh.names)
     fn = jax.jit(
         jax.shard_map(
-            lambda x: [o[None] for o in run(x)], mesh=devices, in_specs=spec, out_specs=[spread] * len(picked), check_vma=False
+            lambda x: [o[None] for o in run(x)],
+            mesh=devices,
+            in_specs=spec,
+            out_specs=[spread] * len(picked),
+            check_vma=False,
         )
     )
     for (before, after), both in zip(picked, fn(value), strict=True):
         got, want = np.asarray(both)[:, 0], np.asarray(both)[:, 1]
         row = decode(after, ndim, mesh.ndim)
         assert not (row == SUM).any()
-        np.testing.assert_allclose(got, want, err_msg=f"{layout_of(before, ndim, mesh)} → {layout_of(after, ndim, mesh)}")
+        np.testing.assert_allclose(
+            got, want, err_msg=f"{layout_of(before, ndim, mesh)} → {layout_of(after, ndim, mesh)}"
+        )
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (16, 4)])
