@@ -6,11 +6,14 @@ GPT-NeoX-20B, PaLM and Megatron-LM (arXiv:2104.04473).
 """
 
 import re
+from dataclasses import replace
 
 from cost_models.transformer import Transformer
 
 MPT_VOCAB = 50432
-DEEPSEEK_ATTENTION = 187_107_328  # per block: latent projections of q (1536), kv (512 + 64 rotary), and the output
+DEEPSEEK_ATTENTION = 187_105_280  # per block: latent projections of q (1536), kv (512 + 64 rotary), and the output
+
+KIMI_ATTENTION = 101_122_048  # the same latent projections with half the heads
 
 
 def dense(
@@ -29,6 +32,11 @@ def dense(
     return Transformer(
         layers=layers, d_model=d, d_ff=f, heads=heads, kv_heads=kv, head_dim=head, vocab=vocab, gated=gated, tied=tied
     )
+
+
+def windowed(model: Transformer, window: int, global_layers: int) -> Transformer:
+    """The same with local attention in all but some layers."""
+    return replace(model, window=window, global_layers=global_layers)
 
 
 def gpt(layers: int, d: int, heads: int, vocab: int, *, tied: bool = True) -> Transformer:
@@ -55,18 +63,11 @@ NAMED: dict[str, Transformer] = {
     "gpt 530b": gpt(105, 20480, 128, 51200),
     "gpt 1t": gpt(128, 25600, 160, 51200),
     "palm-540b": dense(118, 18432, 73728, 48, 1, 256000, head=256, tied=True),
-    "gemma3-12b": Transformer(
-        layers=48,
-        d_model=3840,
-        d_ff=15360,
-        heads=16,
-        kv_heads=8,
-        head_dim=256,
-        vocab=262144,
-        tied=True,
-        window=1024,
-        global_layers=8,
-    ),
+    "gemma2-9b": windowed(dense(42, 3584, 14336, 16, 8, 256128, head=256, tied=True), 4096, 21),
+    "gemma2-27b": windowed(dense(46, 4608, 36864, 32, 16, 256128, tied=True), 4096, 23),
+    "gemma3-12b": windowed(dense(48, 3840, 15360, 16, 8, 262144, head=256, tied=True), 1024, 8),
+    "gemma3-27b": windowed(dense(62, 5376, 21504, 32, 16, 262144, tied=True), 1024, 10),
+    "gemma4-31b": windowed(dense(60, 5376, 21504, 32, 16, 262144, head=256, tied=True), 1024, 10),
     "gemma4-26b": Transformer(
         layers=30,
         d_model=2816,
@@ -134,6 +135,50 @@ NAMED: dict[str, Transformer] = {
         window=8192,
         global_layers=12,
     ),
+    "llama4-maverick": Transformer(
+        layers=48,
+        d_model=5120,
+        d_ff=16384,
+        heads=40,
+        kv_heads=8,
+        head_dim=128,
+        vocab=202048,
+        experts=128,
+        active_experts=1,
+        shared_experts=1,
+        expert_d_ff=8192,
+        dense_layers=24,
+        window=8192,
+        global_layers=12,
+    ),
+    "kimi-k2": Transformer(
+        layers=61,
+        d_model=7168,
+        d_ff=18432,
+        heads=64,
+        kv_heads=64,
+        head_dim=160,
+        vocab=163840,
+        experts=384,
+        active_experts=8,
+        shared_experts=1,
+        expert_d_ff=2048,
+        dense_layers=1,
+        attention_parameters=KIMI_ATTENTION,
+    ),
+    "gpt-oss-20b": Transformer(
+        layers=24,
+        d_model=2880,
+        d_ff=2880,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        vocab=201088,
+        experts=32,
+        active_experts=4,
+        window=128,
+        global_layers=12,
+    ),
     "gpt-oss-120b": Transformer(
         layers=36,
         d_model=2880,
@@ -173,7 +218,10 @@ NAMED: dict[str, Transformer] = {
 
 ALIASES = (
     (r"llama-?3(\.\d)?-(\d+b)", r"llama3-\2"),
+    (r"llama-?2-(\d+b)", r"llama2-\1"),
     (r"deepseek-?v?3", "deepseek-v3"),
+    (r"llama4-17b-128e", "llama4-maverick"),
+    (r"llama4-17b-16e", "llama4-scout"),
     (r"llama4-scout", "llama4-scout"),
     (r"qwen3-(\d+b)", r"qwen3-\1"),
 )

@@ -51,7 +51,7 @@ class Machine:
 
     @property
     def overlap(self) -> float:
-        """Share of a window's compute behind which communication that may hide does hide."""
+        """κ: how much of hideable communication hides, at most κ times the compute beside it: see `exposed_s`."""
         return self.chip.numbers["overlap_fraction"].value
 
     def exposed_s(self, communication_s: ArrayLike, compute_s: ArrayLike) -> Floats:
