@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
@@ -142,7 +143,7 @@ def _lowered(graph: Graph, values: Sequence[ValueLayout]) -> dict[int, Layout]:
 
 def _fits(shape: tuple[int, ...], aval: Aval) -> bool:
     """Whether an op result can be a value (keys lower to more dimensions)."""
-    key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+    key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     return shape == aval.shape or (key and shape[: aval.ndim] == aval.shape)
 
 

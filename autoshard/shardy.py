@@ -25,6 +25,8 @@ Dims = tuple[tuple[str, ...], ...]
 
 _NUMBER = "autoshard.number"
 _ENTERED = frozenset({"stablehlo.while", "stablehlo.case", "stablehlo.if", "sdy.manual_computation"})
+# Names of factors in Shardy's order; more dimensions than any array here has.
+_FACTORS = (*"ijklmnopqrstuvwxyz", *(f"z_{i}" for i in range(1, 47)))
 _FACTOR = re.compile(r"[i-z](?:_\d+)?")
 _TENSOR = re.compile(r"\[([^\]]*)\]")
 _KIND = re.compile(r"(\w+)=\{([^}]*)\}")
@@ -176,6 +178,7 @@ def propagate(lowered: Any, pins: Mapping[int, Layout] | None = None) -> Propaga
       ShardyError: propagation fails, or a pin names no op result.
     """
     module = _jax.stablehlo(lowered)
+    _state_pointwise_rules(module)
     _number_results(module, pins or {})
     _run(module, "sdy-propagation-pipeline")
     main = _functions(module)["main"]
@@ -213,6 +216,26 @@ def _run(module: Any, pipeline: str) -> None:
         _jax.run_passes(module, pipeline)
     except _jax.MLIRError as error:
         raise ShardyError(f"Shardy's `{pipeline}` failed: {error}") from error
+
+
+def _state_pointwise_rules(module: Any) -> None:
+    """Gives pointwise CHLO ops (`square`, `erf`, …) their rule.
+
+    XLA expands them before it propagates; Shardy by itself knows no CHLO op, and layouts
+    would stop there.
+    """
+    for op, _ in _walk(module):
+        shapes = {_shape(value) for value in (*op.operands, *op.results)}
+        if not op.name.startswith("chlo.") or len(shapes) != 1 or shapes <= {None, ()}:
+            continue
+        (shape,) = shapes
+        dims = tuple((factor,) for factor in _FACTORS[: len(shape or ())])
+        rule = FactorRule(
+            operands=(dims,) * len(op.operands),
+            results=(dims,) * len(op.results),
+            sizes={factor: size for (factor,), size in zip(dims, shape or (), strict=True)},
+        )
+        op.attributes["sdy.sharding_rule"] = _jax.parse_attribute(f"#sdy.op_sharding_rule<{rule}>", module)
 
 
 def _functions(module: Any) -> dict[str, Any]:
