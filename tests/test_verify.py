@@ -1,0 +1,84 @@
+"""What a plan promises against what the compilers emit: a plan that is not followed is a failing test."""
+
+from dataclasses import replace
+
+import pytest
+
+import autoshard
+import models
+from autoshard import Plan, compilers
+from autoshard.pins import Pins
+from autoshard.verify import Match, Verification
+
+MESH = {"data": 2, "model": 4}
+
+
+def planned(name: str, hardware: str, **fields: int | str) -> Plan:
+    step, (state, batch) = models.build(name, **fields)
+    return autoshard.plan(
+        step, state, batch, mesh=MESH, hardware=hardware, donate_argnums=0, memory=80 * 10**9, rel_gap=2e-2
+    )
+
+
+def check(found: Verification) -> None:
+    """Bytes per kind within 10 %, and no kind above a hundredth of all bytes that the plan does not have."""
+    told = "\n".join(str(row) for row in found.rows)
+    assert found.ok, told
+    assert sum(row.emitted_bytes for row in found.rows) > 0, "nothing was compared"
+    for row in found.by_kind():
+        assert row.status is not Match.EXTRA, told
+
+
+needs_gpu_compiler = pytest.mark.skipif(not compilers.available("gpu"), reason="the XLA:GPU compiler is not installed")
+needs_tpu_compiler = pytest.mark.skipif(not compilers.available("tpu"), reason="the XLA:TPU compiler is not installed")
+
+
+@pytest.mark.gpu_compiler
+@needs_gpu_compiler
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("linear-8k", {}),
+        ("mlp-8k", {}),
+        ("mlp-8k", {"batch": 65536}),
+        ("gpt2-small", {}),
+        ("gpt2-small", {"vocab": 50_304, "layers": 2, "batch": 1, "sequence": 128}),
+        ("llama3-8b", {"layers": 4, "batch": 8, "sequence": 2048}),
+        ("llama3-8b", {"layers": 1, "batch": 1, "sequence": 128}),
+    ],
+    ids=str,
+)
+def test_the_h100_compiler_follows_the_plan(name: str, fields: dict[str, int]) -> None:
+    check(planned(name, "h100:1x8", **fields).verify("gpu"))
+
+
+@pytest.mark.gpu_compiler
+@needs_gpu_compiler
+def test_two_nodes() -> None:
+    check(planned("mlp-8k", "h100:2x4").verify("gpu"))
+
+
+@pytest.mark.parametrize("name", ["linear-8k", "mlp-8k"])
+def test_the_cpu_compiler_follows_the_plan(name: str) -> None:
+    """In fp32, since XLA:CPU multiplies bf16 in fp32."""
+    check(planned(name, "cpu:8", compute_dtype="float32").verify("cpu"))
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+@needs_tpu_compiler
+@pytest.mark.parametrize("name", ["linear-8k", "mlp-8k"])
+def test_the_v5e_compiler_follows_the_plan(name: str) -> None:
+    check(planned(name, "tpu-v5e:2x4").verify("tpu"))
+
+
+@pytest.mark.gpu_compiler
+@needs_gpu_compiler
+def test_a_plan_that_is_not_followed_fails() -> None:
+    """Constraints left out: the partitioner decides otherwise, and the table says so."""
+    plan = planned("mlp-8k", "h100:1x8")
+    nothing = Pins(made={}, taken={}, inputs={}, outputs={})
+    bare = Plan(replace(plan.record, pins=nothing), place=plan._place, planned=plan.planned, traced=plan._traced)
+    found = bare.verify("gpu")
+    assert not found.ok
+    assert {row.status for row in found.rows} & {Match.EXTRA, Match.MISSING, Match.DIFFERS}
