@@ -40,7 +40,7 @@ def test_small_problems_match_enumeration(*, limited: bool) -> None:
         if solver is not None:
             assert incumbent.objective == incumbent.bound == truth.objective, seed
     assert seen["multipliers"] > 25
-    assert seen["multipliers, highs"] > 25
+    assert seen["multipliers and labels"] > 25
     assert seen[None] < 60 if limited else seen[None] == 0
 
 

@@ -21,10 +21,11 @@ from autoshard.problem.network import INF, Hinge, Int, Problem
 from autoshard.solver.bound import Dual, shifted
 from autoshard.solver.buckets import eliminate_all, order_by_size
 from autoshard.solver.core import Core, reduce
-from autoshard.solver.exact import highest_point, solve_program
+from autoshard.solver.exact import MipAnswer, highest_point, solve_program
 from autoshard.solver.incumbent import Incumbent
+from autoshard.solver.labels import solve_by_labels
 from autoshard.solver.presolve import presolve, settle
-from autoshard.solver.program import FORBIDDEN, Network
+from autoshard.solver.program import FORBIDDEN, Network, Program
 from autoshard.solver.usage import Memory, memory_of, peaks_over
 
 MULTIPLIER_BITS = 20
@@ -54,26 +55,6 @@ class Hinged:
         """Returns a bound in shifted units as a bound in the problem's unit."""
         return -((-shifted_bound) >> self.shift) if self.shift >= 0 else shifted_bound << -self.shift
 
-    def priced(self, multiplier: Int, network: Network | None = None) -> Network:
-        """Returns the plain network whose every choice costs at most what it costs with hinges.
-
-        Multipliers are in units of 2^-20.
-        """
-        net = network or self.network
-        cost, edge_cost = net.cost[0].copy(), net.edge_cost[0].copy()
-        offset = net.offset
-        for h, m in enumerate(multiplier.tolist(), start=1):
-            if m:
-                cost += product(m, net.cost[h])
-                edge_cost += product(m, net.edge_cost[h])
-                offset += (m * self.constants[h - 1]) >> MULTIPLIER_BITS
-        return replace(
-            net,
-            cost=np.where(net.cost[0] >= INF, FORBIDDEN, cost)[None],
-            edge_cost=np.where(net.edge_cost[0] >= INF, FORBIDDEN, edge_cost)[None],
-            offset=offset,
-        )
-
     def plane(self, choice: Int) -> list[int]:
         """Returns cost without hinges, and the value of each hinge, of a choice of the network."""
         of_layers = layer_sums(self.network, choice)
@@ -89,7 +70,7 @@ class Hinged:
         best, best_multiplier = -FORBIDDEN, multiplier
         planes: list[list[int]] = []
         for _ in range(MOST_STEPS):
-            answer = minimum(self.priced(multiplier))
+            answer = minimum(priced(self.network, self.constants, multiplier))
             if answer is None:
                 return None
             bound, choice = answer
@@ -112,7 +93,7 @@ class Hinged:
         """Solves what targets leave open until the gap is as asked; returns whether it is."""
         incumbent = self.incumbent
         deadline = incumbent.left_s() - limit_s
-        dual = settled_dual(self.priced(multiplier), self.shift)
+        dual = settled_dual(priced(self.network, self.constants, multiplier), self.shift)
         incumbent.raise_bound(dual.bound)
         distance = max(int(FIRST_DISTANCE * abs(dual.bound)), 1)
         events = EMPTY
@@ -126,7 +107,7 @@ class Hinged:
             if rest is None:
                 incumbent.raise_bound(target)
             else:
-                bound, events = self.solve_rest(rest, target, events, limit_s=incumbent.left_s() - deadline)
+                bound, events = self.solve_rest(rest, multiplier, target, events, limit_s=incumbent.left_s() - deadline)
                 if bound is None:
                     return False
                 incumbent.raise_bound(bound)
@@ -140,7 +121,7 @@ class Hinged:
         network = self.network
         for again in range(NARROWINGS):
             if again:
-                dual = settled_dual(self.priced(multiplier, network), self.shift)
+                dual = settled_dual(priced(network, self.constants, multiplier), self.shift)
             edge_cost = network.edge_cost.copy()
             edge_cost[0][dual.dead_cells(target)] = FORBIDDEN
             settled = settle(replace(network, edge_cost=edge_cost), dual.may_improve(target))
@@ -149,7 +130,9 @@ class Hinged:
             network = settled
         return network
 
-    def solve_rest(self, rest: Network, target: int, events: Int, *, limit_s: float) -> tuple[int | None, Int]:
+    def solve_rest(
+        self, rest: Network, multiplier: Int, target: int, events: Int, *, limit_s: float
+    ) -> tuple[int | None, Int]:
         """Solves `rest` with memory rows as they bind; offers what it finds.
 
         Returns a bound on all choices, given that others cost at least `target` (None if the MIP
@@ -164,26 +147,43 @@ class Hinged:
             if not core.feasible:
                 return target, events
             program, names = core.program()
-            if program.cells > MIP_CELLS:
+            answer = self.solve_core(program, multiplier, target, limit_s=incumbent.left_s() - deadline)
+            if answer is None:
                 return None, events
-            answer = solve_program(
-                program,
-                time_limit_s=incumbent.left_s() - deadline,
-                rel_gap=incumbent.rel_gap,
-                seed=incumbent.seed,
-            )
             if answer.infeasible:
                 return target, events
-            if answer.choice is None or answer.bound is None or not answer.finished:
-                return None, events
+            assert answer.choice is not None
+            assert answer.bound is not None
             choice = core.expand(dict(zip(names, answer.choice.tolist(), strict=True)))
             if incumbent.offer(rest.expand(choice)):
-                return min(target, self.bound_of(answer.bound)), events
+                return min(target, answer.bound), events
             more = np.union1d(events, peaks_over(memory.profile(choice), memory.limit, NEW_ROWS))
             if len(more) == len(events):
                 return None, events
             events = more
         return None, events
+
+    def solve_core(self, program: Program, multiplier: Int, target: int, *, limit_s: float) -> MipAnswer | None:
+        """Returns the best choice cheaper than `target` and a bound, in the problem's unit.
+
+        None if labels are too many, and the MIP too large or too slow.
+        """
+        dual = settled_dual(priced(program.network, program.hinge_constant, multiplier), self.shift)
+        room = (target << self.shift if self.shift >= 0 else (target >> -self.shift) + 1) - dual.constant
+        labels = solve_by_labels(program, dual, room)
+        if labels is not None:
+            if labels.choice is None:
+                return MipAnswer(choice=None, bound=target, infeasible=True, finished=True)
+            bound = self.bound_of(objective_of(program, labels.choice))
+            return MipAnswer(choice=labels.choice, bound=bound, infeasible=False, finished=True)
+        if program.cells > MIP_CELLS:
+            return None
+        answer = solve_program(program, time_limit_s=limit_s, rel_gap=self.incumbent.rel_gap, seed=self.incumbent.seed)
+        if answer.infeasible:
+            return answer
+        if answer.choice is None or answer.bound is None or not answer.finished:
+            return None
+        return replace(answer, bound=self.bound_of(answer.bound))
 
 
 def solve_hinged(incumbent: Incumbent, *, patience_s: float) -> str | None:
@@ -203,7 +203,27 @@ def solve_hinged(incumbent: Incumbent, *, patience_s: float) -> str | None:
         return "elimination"
     if incumbent.closed():
         return "multipliers"
-    return "multipliers, highs" if hinged.close(multiplier, limit_s=min(patience_s, incumbent.left_s())) else None
+    return "multipliers and labels" if hinged.close(multiplier, limit_s=min(patience_s, incumbent.left_s())) else None
+
+
+def priced(network: Network, constants: tuple[int, ...], multiplier: Int) -> Network:
+    """Returns the plain network whose every choice costs at most what it costs with hinges.
+
+    Multipliers are in units of 2^-20.
+    """
+    cost, edge_cost = network.cost[0].copy(), network.edge_cost[0].copy()
+    offset = network.offset
+    for h, m in enumerate(multiplier.tolist(), start=1):
+        if m:
+            cost += product(m, network.cost[h])
+            edge_cost += product(m, network.edge_cost[h])
+            offset += (m * constants[h - 1]) >> MULTIPLIER_BITS
+    return replace(
+        network,
+        cost=np.where(network.cost[0] >= INF, FORBIDDEN, cost)[None],
+        edge_cost=np.where(network.edge_cost[0] >= INF, FORBIDDEN, edge_cost)[None],
+        offset=offset,
+    )
 
 
 def product(multiplier: int, values: Int) -> Int:
@@ -218,6 +238,16 @@ def layer_sums(network: Network, choice: Int) -> list[int]:
     strategy = network.start[:-1] + choice
     cell = network.edge_start[:-1] + choice[u] * network.sizes[w] + choice[w]
     return [int(a[strategy].sum()) + int(b[cell].sum()) for a, b in zip(network.cost, network.edge_cost, strict=True)]
+
+
+def objective_of(program: Program, choice: Int) -> int:
+    """Returns what a finite choice costs, with hinges, in the network's unit."""
+    cost, *hinges = layer_sums(program.network, choice)
+    return (
+        program.network.offset
+        + cost
+        + sum(max(0, value + constant) for value, constant in zip(hinges, program.hinge_constant, strict=True))
+    )
 
 
 def minimum(network: Network) -> tuple[int, Int | None] | None:
