@@ -109,6 +109,13 @@ class Dual:
             self.hinge_steps.shorten()
         self.improve(RESTING)
 
+    def improve_at(self, factor: float, passes: int) -> None:
+        """Passes messages at `factor` times the multipliers of memory, which stay as they are."""
+        multiplier = self.multiplier
+        self._exchange(np.minimum(factor * multiplier, self._largest_multipliers()), self.hinge_multiplier)
+        self.improve(passes)
+        self._exchange(multiplier, self.hinge_multiplier)
+
     def improve(self, passes: int) -> None:
         """Passes messages at the multipliers as they are."""
         for _ in range(passes):
@@ -186,7 +193,8 @@ class Dual:
     def _sweep(self, *, forward: bool) -> None:
         net = self.network
         self.constant, failures = messages.sweep(
-            1 if forward else -1, net.start, net.edge_nodes, net.edge_start, *self.near, self.row_start, self.column_start,
+            1 if forward else -1,
+            net.start, net.edge_nodes, net.edge_start, *self.near, self.row_start, self.column_start,
             self.table, self.flipped, self.rows, self.columns, self.potential, self.cost,
             self.lower, self.least, self.choice, self.constant,
         )  # fmt: skip

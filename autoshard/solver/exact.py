@@ -109,10 +109,10 @@ def solve_program(
     time_limit_s: float,
     rel_gap: float = 0.0,
     seed: int = 0,
-    node_limit: int | None = None,
+    abs_gap: int = 0,
     minimise_peak: bool = False,
 ) -> MipAnswer:
-    """Solves `program` by HiGHS.
+    """Solves `program` by HiGHS, until the gap is `abs_gap` (in the program's unit) or `rel_gap`.
 
     With `minimise_peak`, costs and hinges are ignored and what is minimised is the largest usage
     over the memory rows, in bytes.
@@ -167,9 +167,8 @@ def solve_program(
     parameters = mathopt.SolveParameters(
         time_limit=datetime.timedelta(seconds=max(time_limit_s, 0.05)),
         relative_gap_tolerance=rel_gap,
-        absolute_gap_tolerance=0.0,
+        absolute_gap_tolerance=abs_gap / scale,
         random_seed=seed,
-        node_limit=node_limit,
     )
     built = mathopt.Model.from_model_proto(model.proto())
     try:

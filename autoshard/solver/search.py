@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.problem.network import INF, Int
-from autoshard.solver.bound import Dual, shifted
+from autoshard.solver.bound import RESTING, Dual, shifted
 from autoshard.solver.exact import MipAnswer, solve_program
 from autoshard.solver.incumbent import Incumbent
-from autoshard.solver.presolve import presolve, settle
+from autoshard.solver.peak import approximate_peak
+from autoshard.solver.presolve import neighbours, presolve, settle
 from autoshard.solver.program import FORBIDDEN, Network, Program, cell_ends
 from autoshard.solver.usage import memory_of, peaks_over
 
@@ -23,9 +24,14 @@ FIRST_CYCLES = 10  # of the dual, before the first MIP
 EXACT_CELLS = 40_000  # a network of so few finite cells is solved whole
 FIRST_CELLS = 20_000  # of the first restricted MIP
 GROWTH = 1.6
-MIP_S = 0.08  # of the time limit, the longest a restricted MIP may take
+MIP_S = 0.15  # of the time limit, the longest a restricted MIP may take
+FAR = 0.05  # gap of an incumbent whose strategies are not worth a place in a part's MIP
+FIRST_TOLERANCE, TOLERANCE = 2e-4, 0.05  # of a part's MIP: of the bound, of the gap
+PATIENT = 8  # rounds in which such an incumbent is not worth improving in neighbourhoods
 ROW_ROUNDS = 6  # MIPs in a row that add memory rows
 NEW_ROWS = 8
+WHOLE = 0.6  # of the time left, for a MIP of the whole network
+DEARER = (1.1, 1.3, 2.0, 4.0)  # factors on the multipliers while nothing fits
 
 
 class Search:
@@ -38,6 +44,7 @@ class Search:
         network, self.hinge_constant, self.shift = shifted(network, constants)
         self.dual = self._dual_of(network)
         self.events = self.dual.events  # of memory rows for MIPs
+        self.turn = 0  # of neighbourhoods
         self.fixed_at: int | None = None  # the objective at which was last fixed
 
     def _dual_of(self, network: Network) -> Dual:
@@ -78,9 +85,9 @@ class Search:
     def finite_cells(self) -> int:
         return int((self.dual.network.edge_cost[0] < INF).sum())
 
-    def solve_whole(self) -> bool:
+    def solve_whole(self, *, limit_s: float) -> bool:
         """Solves the network as it is by one MIP; returns whether that settled the problem."""
-        answer = self.solve(self.dual.residual(), limit_s=self.incumbent.left_s(), rel_gap=self.incumbent.rel_gap)
+        answer = self.solve(self.dual.residual(), limit_s=limit_s)
         self._conclude(answer)
         return answer.finished
 
@@ -95,7 +102,7 @@ class Search:
             bound = -((-answer.bound) >> self.shift) if self.shift >= 0 else answer.bound << -self.shift
             self.incumbent.raise_bound(bound)
 
-    def solve(self, network: Network, *, limit_s: float, rel_gap: float, node_limit: int | None = None) -> MipAnswer:
+    def solve(self, network: Network, *, limit_s: float, abs_gap: int = 0) -> MipAnswer:
         """Solves `network` by a MIP whose memory rows are added as they are violated.
 
         Offers what it finds. The answer's bound holds for `network`.
@@ -115,9 +122,8 @@ class Search:
             answer = solve_program(
                 program,
                 time_limit_s=self.incumbent.left_s() - deadline,
-                rel_gap=rel_gap,
+                abs_gap=abs_gap,
                 seed=self.incumbent.seed,
-                node_limit=node_limit,
             )
             if answer.choice is None or self.incumbent.offer(network.expand(answer.choice)):
                 return answer
@@ -128,18 +134,29 @@ class Search:
             self.events = more
         return replace(answer, finished=False)
 
-    def levels(self) -> tuple[Int, Int, Int]:
-        """Returns each strategy's excess (0 where it is in the incumbent or rounding), the finite cells, and theirs."""
+    def levels(self) -> tuple[Int, Int]:
+        """Returns each strategy's excess, and each finite cell's: the larger of its ends'.
+
+        Strategies of the last rounding, and of an incumbent that is not far off, count as 0.
+        """
         dual = self.dual
         network = dual.network
         excess = dual.excess()
         excess[network.start[:-1] + dual.choice] = 0
         own = self.incumbent_positions()
-        if own is not None:
+        if own is not None and self.incumbent.gap() <= FAR:
             excess[own] = 0
-        finite = np.flatnonzero(network.edge_cost[0] < INF)
+        finite = network.edge_cost[0] < INF
         _, left, right = cell_ends(network)
-        return excess, finite, np.maximum(excess[left[finite]], excess[right[finite]])
+        return excess, np.maximum(excess[left[finite]], excess[right[finite]])
+
+    def tolerance(self) -> int:
+        """Returns the gap, in the network's unit, at which a part's MIP may stop."""
+        incumbent = self.incumbent
+        gap = FIRST_TOLERANCE * abs(incumbent.bound)
+        if incumbent.objective is not None:
+            gap = min(gap, TOLERANCE * (incumbent.objective - incumbent.bound))
+        return int(gap * 2.0**self.shift)
 
     def incumbent_positions(self) -> Int | None:
         """Returns the strategies (global numbers) that the incumbent has in the network, where it has."""
@@ -160,20 +177,82 @@ class Search:
 
         Returns whether the MIP finished in its time.
         """
-        excess, _, level = self.levels()
+        excess, level = self.levels()
         at = min(cells, len(level) - 1)
-        threshold = np.partition(level, at)[at]
+        threshold = np.partition(level, at)[at] if len(level) else 0
         return self.solve_part(excess <= threshold)
 
     def solve_part(self, alive: NDArray[np.bool_]) -> bool:
+        """Solves the network of the strategies in `alive`; returns whether the MIP finished."""
         network = settle(self.dual.residual(), alive)
         if network is None:
             return True
         limit_s = min(self.incumbent.left_s(), max(2.0, MIP_S * self.incumbent.time_limit_s))
-        answer = self.solve(network, limit_s=limit_s, rel_gap=1e-6)
+        answer = self.solve(network, limit_s=limit_s, abs_gap=self.tolerance())
         if alive.all():
             self._conclude(answer)
         return answer.finished
+
+    def improve_neighbourhood(self, cells: int) -> bool:
+        """Frees a part of the network of about `cells` cells; the rest stays as the incumbent has it.
+
+        The parts are by turns windows in the nodes' order (which is that of time) and
+        surroundings of a node. Returns whether the MIP finished in its time.
+        """
+        network = self.dual.network
+        own = self.incumbent_positions()
+        if own is None or len(network.edge_nodes) == 0:
+            return True
+        alive = np.zeros(network.cost.shape[1], dtype=bool)
+        alive[own] = True
+        held = np.add.reduceat(alive, network.start[:-1]) > 0
+        size = np.diff(network.edge_start)
+        left, right = network.edge_nodes.T
+        first = int(self.random.integers(network.nodes))
+        self.turn += 1
+        order = window(network, first) if self.turn % 2 else surroundings(network, first)
+        rank = np.empty(network.nodes, dtype=np.int64)
+        rank[order] = np.arange(network.nodes)
+        # an edge is free once both ends are
+        by_rank = np.argsort(np.maximum(rank[left], rank[right]), kind="stable")
+        count = int(np.searchsorted(np.cumsum(size[by_rank]), cells))
+        last = by_rank[min(count, len(by_rank) - 1)]
+        free = rank <= max(rank[left[last]], rank[right[last]])
+        alive |= np.repeat(free | ~held, network.sizes)
+        return self.solve_part(alive)
+
+    def find_feasible(self) -> None:
+        """Finds a choice that fits: rounds at higher and higher prices of memory, then for least peak."""
+        for factor in DEARER:
+            self.dual.improve_at(factor, RESTING)
+            if self.dual.failures == 0 and self.incumbent.offer(self.dual.network.expand(self.dual.choice)):
+                break
+        self.dual.improve_at(1.0, RESTING)
+        if self.incumbent.objective is None:
+            peak = approximate_peak(self.incumbent)
+            if peak is not None:
+                self.incumbent.offer(peak.choice)
+
+
+def window(network: Network, first: int) -> Int:
+    """Returns all nodes by their distance from `first` in the nodes' order."""
+    return np.argsort(np.abs(np.arange(network.nodes) - first), kind="stable")
+
+
+def surroundings(network: Network, first: int) -> Int:
+    """Returns all nodes breadth first from `first`; those that it does not reach last."""
+    start, near = neighbours(network)
+    seen = np.zeros(network.nodes, dtype=bool)
+    seen[first] = True
+    order, at = [first], 0
+    while at < len(order):
+        v = order[at]
+        for w in (network.edge_nodes[near[start[v] : start[v + 1]]].sum(axis=1) - v).tolist():
+            if not seen[w]:
+                seen[w] = True
+                order.append(w)
+        at += 1
+    return np.concatenate([np.array(order, dtype=np.int64), np.flatnonzero(~seen)])
 
 
 def solve_by_search(incumbent: Incumbent) -> str:
@@ -188,23 +267,26 @@ def solve_by_search(incumbent: Incumbent) -> str:
         return "least usage"
     search = Search(incumbent, network)
     search.climb(FIRST_CYCLES)
-    cells = float(FIRST_CELLS)
-    rounds = 0
+    cells, part = float(FIRST_CELLS), float(FIRST_CELLS)
+    rounds = tried = 0
     while incumbent.left_s() > 0 and not incumbent.closed() and rounds != incumbent.rounds:
         rounds += 1
+        if incumbent.objective is None:
+            search.find_feasible()
         if incumbent.objective is not None and incumbent.objective != search.fixed_at:
             search.fix()
             search.climb(2)
-        elif rounds > 1:
+        elif rounds > 1 and rounds % 2:
             search.climb(2)
         if incumbent.closed():
             break
-        if search.finite_cells() <= EXACT_CELLS:
-            if search.solve_whole():
+        size = search.finite_cells()
+        if size <= EXACT_CELLS and size != tried:
+            tried = size
+            if search.solve_whole(limit_s=WHOLE * incumbent.left_s()):
                 break
-            continue
-        if search.restrict(int(cells)):
-            cells *= GROWTH
+        elif rounds % 2 or (incumbent.gap() > FAR and rounds < PATIENT):
+            cells *= GROWTH if search.restrict(int(cells)) else 1 / GROWTH
         else:
-            cells /= GROWTH
+            part *= GROWTH if search.improve_neighbourhood(int(part)) else 1 / GROWTH
     return "search"
