@@ -1,0 +1,237 @@
+"""From decisions to a problem and back: nothing is lost, nothing is counted twice."""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from autoshard.planner import Setting, program_pins
+from autoshard.problem.assignment import Assignment
+from autoshard.problem.folding import fold
+from autoshard.problem.formulation import INTERFERENCE, Formulation, formulate
+from autoshard.problem.network import INF
+from autoshard.problem.windows import combined
+from autoshard.solver import evaluate
+from autoshard.strategies import SUM, decode, layout_of, layouts
+from tests.assignments import random_choice
+from tests.programs import TINY, Program, setting_of, smallest
+
+SEEDS = range(5)
+
+
+@lru_cache(maxsize=None)
+def setting(name: str, *, step: bool = False) -> Setting:
+    return setting_of(smallest(name, step=step))[0]
+
+
+@lru_cache(maxsize=None)
+def formulation(name: str, *, folded: bool = True) -> Formulation:
+    of = setting(name)
+    return formulate(of.decisions, of.resharder, memory_bytes=None, folded=folded)
+
+
+def draw(of: Setting, seed: int) -> NDArray[np.int64]:
+    return random_choice(of.decisions, of.resharder, np.random.default_rng(seed))
+
+
+def assigned(of: Setting, choice: NDArray[np.int64]) -> Assignment:
+    return Assignment(decisions=of.decisions, resharder=of.resharder, choice=choice)
+
+
+# --- Pricing ---------------------------------------------------------------------------
+
+
+def price_ps(of: Setting, choice: NDArray[np.int64]) -> float:
+    """Decisions + resharding + what the windows leave exposed, in plain Python, edge by edge."""
+    total, hideable, cover = 0.0, Counter[int](), Counter[int]()
+    for node, pick in zip(of.decisions.nodes, choice, strict=True):
+        total += int(node.cost_ps[pick])
+        cover[node.window] += int(node.cover_ps[pick])
+    for edge in of.decisions.edges:
+        i, j = choice[edge.u], choice[edge.v]
+        if edge.forbidden is not None and edge.forbidden[i, j]:
+            return float("inf")
+        aval, pair = of.decisions.graph.avals[edge.value], (edge.source[i : i + 1], edge.target[j : j + 1])
+        ps = int(of.resharder.cost_ps(aval, *pair, combined=combined(edge.window))[0, 0])
+        if ps >= INF:
+            return float("inf")
+        if edge.window is None:
+            total += ps * edge.trips
+        else:
+            total += INTERFERENCE * ps * edge.trips
+            hideable[edge.window] += (1 - INTERFERENCE) * ps * edge.trips  # pyright: ignore[reportArgumentType]
+    return total + sum(max(0.0, hidden - cover[window]) for window, hidden in hideable.items())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", TINY)
+def test_a_problem_costs_what_its_decisions_cost(name: str, seed: int) -> None:
+    made = formulation(name, folded=False)
+    choice = draw(setting(name), seed)
+    objective = evaluate(made.problem, choice).objective
+    assert objective is not None
+    assert abs(objective - price_ps(setting(name), choice)) <= 2 * len(made.decisions.edges)  # each edge rounds twice
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", TINY)
+def test_what_is_forbidden_is_forbidden_in_the_problem(name: str, seed: int) -> None:
+    made, of = formulation(name, folded=False), setting(name)
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        choice = draw(of, seed)
+        node = rng.integers(len(choice))
+        choice[node] = rng.integers(len(of.decisions.nodes[node]))
+        objective, price = evaluate(made.problem, choice).objective, price_ps(of, choice)
+        assert (objective is None) == (price == float("inf"))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_folded_choice_costs_what_its_expansion_costs(name: str) -> None:
+    folded, flat = formulation(name), formulation(name, folded=False)
+    rng = np.random.default_rng(0)
+    sizes = np.diff(folded.problem.start)
+    whole = np.zeros(len(sizes), np.int64)
+    compared = 0
+    for _ in range(200):
+        choice = np.where(rng.random(len(sizes)) < 0.05, rng.integers(sizes), whole)
+        objective = evaluate(folded.problem, choice).objective
+        expanded = evaluate(flat.problem, folded.read(choice)).objective
+        assert (objective is None) == (expanded is None)
+        if objective is not None and expanded is not None:
+            compared += 1
+            assert abs(objective - expanded) <= 2 * len(folded.decisions.edges)
+    assert compared > 1
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_folding_keeps_memory(name: str) -> None:
+    of = setting(name, step=True)
+    folded, flat = (formulate(of.decisions, of.resharder, memory_bytes=10**9, folded=f) for f in (True, False))
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        choice = rng.integers(np.diff(folded.problem.start))
+        expanded = folded.read(choice)
+        peak, at, kinds = assigned(of, expanded).peak()
+        assert evaluate(folded.problem, choice).peak_bytes == peak
+        assert evaluate(flat.problem, expanded).peak_bytes == peak
+        assert sum(kinds.values()) == peak
+        assert peak == max(
+            sum(int(u.nbytes[expanded[u.node]]) for u in of.decisions.usages if u.start <= t < u.end)
+            for t in range(len(of.decisions.graph.eqns) + 2)
+        )
+        assert 0 <= at <= len(of.decisions.graph.eqns) + 1
+
+
+# --- Folding ---------------------------------------------------------------------------
+
+
+def towers(params: dict[str, Any], x: Any, order: Sequence[str]) -> Any:
+    out = {name: jnp.tanh(x @ params[name]) @ params[name].T for name in order}
+    return jnp.sum(out["p"] + (out["q"] + out["r"]))
+
+
+def classes(order: str, names: str = "pqr") -> Counter[int]:
+    w = {name: jax.ShapeDtypeStruct((16, 32), jnp.float32) for name in names}
+    x = jax.ShapeDtypeStruct((64, 16), jnp.float32)
+    program = Program(fn=lambda w, x: jax.grad(towers)(w, x, order), args=(w, x), names=("w", "x"))
+    return Counter(len(members) for members in fold(setting_of(program)[0].decisions).members)
+
+
+def test_the_order_of_equations_plays_no_part_in_folding() -> None:
+    assert classes("pqr") == classes("rqp") == classes("qpr")
+
+
+def test_equal_places_share_a_variable() -> None:
+    """Whatever stands in all three towers; x, and what is made of it alone, is there once."""
+    assert classes("pqr") == Counter({3: 13, 1: 2})
+
+
+# --- Assignments -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", TINY)
+def test_routes_lead_from_where_values_are_made_to_where_they_are_taken(name: str, seed: int) -> None:
+    of = setting(name, step=True)
+    made = assigned(of, draw(of, seed))
+    graph, mesh = of.decisions.graph, of.decisions.mesh
+    for e, operands in enumerate(graph.operands):
+        for i, v in enumerate(operands):
+            kept, taken = made.kept(v), made.taken(e, i)
+            if kept is None or taken is None:
+                continue
+            codes = made.before_taken(e, i)
+            assert not codes or codes[-1] == taken or not made.reduced(taken, v)
+            assert bool(codes) == (kept != taken and made.reduced(taken, v))
+            for code in codes:
+                assert code in layouts(graph.avals[v].shape, mesh, unreduced=False)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_donated_input_and_its_output_share_a_layout(name: str) -> None:
+    of = setting(name, step=True)
+    state = len(jax.tree.leaves(smallest(name, step=True).args[0]))
+    for seed in SEEDS:
+        made = assigned(of, draw(of, seed))
+        assert [made.input_code(i) for i in range(state)] == [made.output_code(i) for i in range(state)]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_constraints_divide_and_hold_no_pending_sums(name: str) -> None:
+    of = setting(name)
+    pins = program_pins(assigned(of, draw(of, 0)))
+    assert pins.count == sum(len(s) for g in (pins.made, pins.taken, pins.inputs, pins.outputs) for s in g.values())
+    assert pins.count > 0
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_collectives_are_those_of_the_edges(name: str) -> None:
+    """Without what several consumers share, the collectives' seconds are the edges' cost."""
+    of = setting(name)
+    for seed in SEEDS:
+        choice = draw(of, seed)
+        once: dict[tuple[int, int, int], float] = {}
+        for edge in of.decisions.edges:
+            source, target = int(edge.source[choice[edge.u]]), int(edge.target[choice[edge.v]])
+            aval = of.decisions.graph.avals[edge.value]
+            ps = of.resharder.cost_ps(aval, np.array([source]), np.array([target]), combined=combined(edge.window))
+            once[edge.value, source, target] = float(ps[0, 0]) * 1e-12 * edge.trips
+        found = list(assigned(of, choice).collectives())
+        in_op = sum(
+            1
+            for node, pick in zip(of.decisions.nodes, choice, strict=True)
+            if node.strategies is not None and node.strategies.in_op[pick].any()
+        )
+        seconds = sum(c.seconds * c.trips for c in found)
+        assert seconds >= sum(once.values()) * (1 - 1e-6)
+        if not in_op:
+            assert seconds == pytest.approx(sum(once.values()), rel=1e-5)
+        for c in found:
+            assert c.kind in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+            assert set(c.axes) <= set(of.decisions.mesh.names)
+            assert c.nbytes >= 0
+
+
+def test_partial_sums_flow_through_additions_alone() -> None:
+    """A sum of two products may stay pending; scaled or subtracted it is finished first."""
+
+    def program(a: Any, b: Any, c: Any) -> Any:
+        return a @ b + a @ c, 2 * (a @ b), (a @ b) - (a @ c)
+
+    square = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    of, _ = setting_of(Program(fn=program, args=(square,) * 3, names=("a", "b", "c")))
+    d = of.decisions
+    pending: dict[str, bool] = {}
+    for e, eqn in enumerate(d.graph.eqns):
+        port = d.made.get(d.graph.results[e][0])
+        if port is not None:
+            pending[eqn.primitive] = bool((decode(port.codes, 2, d.mesh.ndim) == SUM).any())
+    assert pending == {"dot_general": True, "add": True, "mul": False, "sub": False}
+    assert str(layout_of(int(d.nodes[0].codes[0]), 2, d.mesh)) == "[-,-]"  # pyright: ignore[reportOptionalSubscript]
