@@ -14,13 +14,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import cost_models
 from autoshard import _jax, _quiet, apply, meshes, planner
 from autoshard import binding as bindings
-from autoshard import plan as plans
 from autoshard import trace as traces
 from autoshard.errors import PlanMismatchError, SpecError
 from autoshard.gradient import gradient_arguments
 from autoshard.mesh import MeshAxes
 from autoshard.meshes import MeshLike, Place
-from autoshard.plan import PlanRecord
+from autoshard.plan import Leaf, PlanRecord, read, write
 from autoshard.planner import Budget, Planned
 from autoshard.report import text
 from autoshard.trace import Traced
@@ -64,7 +63,7 @@ class Plan:
         return self._tree(self.record.outputs, None if self._traced is None else self._traced.out_tree)
 
     @staticmethod
-    def _tree(leaves: Sequence[plans.Leaf], tree: Any) -> Any:
+    def _tree(leaves: Sequence[Leaf], tree: Any) -> Any:
         if tree is None:
             return {leaf.path: leaf.spec for leaf in leaves}
         return jax.tree.unflatten(tree, [leaf.spec for leaf in leaves])
@@ -154,7 +153,8 @@ class Plan:
             for old, new in zip(want, have, strict=False):
                 if old != new:
                     raise PlanMismatchError(
-                        f"the plan was made for {old[0]}: {old[2]}{list(old[1])}, got {new[0]}: {new[2]}{list(new[1])}; plan again"
+                        f"the plan was made for {old[0]}: {old[2]}{list(old[1])}, "
+                        f"got {new[0]}: {new[2]}{list(new[1])}; plan again"
                     )
             raise PlanMismatchError(f"the plan was made for {len(want)} input leaves, got {len(have)}; plan again")
         if traces.digest(traced) != self.record.digest:
@@ -206,7 +206,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Writes the plan file: JSON, the same bytes for the same input."""
-        plans.write(self.record, path)
+        write(self.record, path)
 
     def verify(self, compiler: str | None = None, *, topology: str | None = None) -> Verification:
         """Compiles the planned program for its hardware, without a device, and compares.
@@ -250,7 +250,7 @@ def load(path: str | Path) -> Plan:
     Raises:
       PlanFileError: not a plan file, truncated, or of a newer schema.
     """
-    return Plan(plans.read(path), place=None, planned=None, traced=None)
+    return Plan(read(path), place=None, planned=None, traced=None)
 
 
 def plan(
@@ -268,6 +268,7 @@ def plan(
     static_argnames: str | Sequence[str] | None = None,
     for_grad: bool | int | Sequence[int] | None = None,
     unknown: str = "error",
+    constraints: planner.Constraints = "needed",
     time_limit_s: float = 60.0,
     rel_gap: float = REL_GAP,
     **kwargs: Any,
@@ -294,8 +295,11 @@ def plan(
         which arguments (True: the first). None decides: yes, if no output could replace
         an input.
       unknown: "error", or "replicate" to keep equations without a sharding rule whole.
+      constraints: "needed" leaves out the constraints that the partitioner's own
+        propagation reaches anyway, "all" emits every one.
       time_limit_s: the solver's limit; then the best plan so far, with its gap.
       rel_gap: stop when proven optimal to this fraction.
+      **kwargs: keyword arguments of `fn`, as `args`.
 
     Raises:
       InfeasibleError: nothing fits; the message gives the smallest peak found.
@@ -320,6 +324,7 @@ def plan(
                 static_argnames=static_argnames,
                 for_grad=for_grad,
                 unknown=unknown,
+                constraints=constraints,
                 time_limit_s=time_limit_s,
                 rel_gap=rel_gap,
                 **kwargs,
@@ -359,6 +364,8 @@ def plan(
         hardware=place.hardware,
         machine=place.machine,
         wanted=asked,
+        constraints=constraints,
+        platform=meshes.platform(place.hardware.name),
         budget=Budget(memory_bytes=limit, time_limit_s=time_limit_s, rel_gap=rel_gap),
         notes=place.notes,
     )
@@ -451,7 +458,7 @@ def made_in_place(made: Plan, flat: Sequence[Any]) -> Any:
     traced = made.planned.traced if made.planned is not None else None
     assert traced is not None  # plans of a JitFunction are fresh
 
-    def run(*flat: Any) -> list[Any]:
+    def emitted(*flat: Any) -> list[Any]:
         inputs = [
             jax.lax.with_sharding_constraint(x, NamedSharding(mesh, leaf.spec)) if leaf.shape else x
             for x, leaf in zip(flat, made.record.inputs, strict=True)
@@ -461,8 +468,9 @@ def made_in_place(made: Plan, flat: Sequence[Any]) -> Any:
     around = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in around.axis_types:
         specs = [NamedSharding(around, leaf.spec) for leaf in made.record.outputs]
-        run = jax.sharding.auto_axes(run, out_sharding=specs)
-    return jax.tree.unflatten(traced.out_tree, run(*flat))
+        run: Any = jax.sharding.auto_axes(emitted, out_sharding=specs)
+        return jax.tree.unflatten(traced.out_tree, run(*flat))
+    return jax.tree.unflatten(traced.out_tree, emitted(*flat))
 
 
 def place_arguments(made: Plan, flat: Sequence[Any], *, strict: bool) -> list[Any]:

@@ -31,7 +31,7 @@ from autoshard.shardy import ShardyError, ValueLayout
 from autoshard.strategies import SUM, WHOLE, Codes, Rows, decode, encode
 from autoshard.trace import Traced
 
-_SCOPE = re.compile(r"autoshard@([\d.]+)")
+SCOPE = re.compile(r"autoshard@([\d.]+)")
 
 Ps = NDArray[np.int64]
 
@@ -126,7 +126,7 @@ def _lowered(graph: Graph, values: Sequence[ValueLayout]) -> dict[int, Layout]:
     """
     ops: dict[Path, list[ValueLayout]] = {}
     for value in values:
-        scopes = _SCOPE.findall(value.name)
+        scopes = SCOPE.findall(value.name)
         if scopes:
             ops.setdefault(tuple(int(step) for step in scopes[-1].split(".")), []).append(value)
     equal: dict[tuple[Path, Aval], dict[int, int]] = {}  # an equation's results of one type: position → value

@@ -6,9 +6,9 @@ trace → graph → decisions → problem → solution → assignment → record
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -16,7 +16,9 @@ from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
 from autoshard import graph as graphs
+from autoshard import minimal
 from autoshard import trace as traces
+from autoshard.completion import Annotations
 from autoshard.errors import InfeasibleError, SpecError
 from autoshard.gradient import GradientProgram, gradient_program, marks
 from autoshard.layout import Layout
@@ -46,6 +48,9 @@ class Wanted:
     inputs: Mapping[int, PartitionSpec]
     outputs: Mapping[int, PartitionSpec]
     donated: frozenset[int]
+
+
+Constraints = Literal["needed", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +155,9 @@ def prepare(
     else:
         tied = {gradient.first_gradient + k: i for k, i in enumerate(gradient.gradient_of)}
         held = dict.fromkeys(gradient.gradient_of, OPTIMIZER_BYTES)
-    input_pins = {i: _pinned(s, priced.in_avals[i].shape, mesh, real, traced.in_paths[i]) for i, s in wanted.inputs.items()}
+    input_pins = {
+        i: _pinned(s, priced.in_avals[i].shape, mesh, real, traced.in_paths[i]) for i, s in wanted.inputs.items()
+    }
     output_pins = {
         i: _pinned(s, priced.out_avals[i].shape, mesh, real, f"output {priced.out_paths[i]}")
         for i, s in wanted.outputs.items()
@@ -192,8 +199,15 @@ def make(
     wanted: Wanted,
     budget: Budget,
     notes: Sequence[str],
+    constraints: Constraints = "needed",
+    platform: str = "cpu",
 ) -> Planned:
     """Solves a setting and reads the solution as a plan.
+
+    Args:
+      constraints: "needed" asks Shardy which constraints its own propagation reaches
+        anyway and leaves those out; "all" emits every one.
+      platform: JAX's name of the platform that is planned for.
 
     Raises:
       InfeasibleError: no plan fits in memory, or the pins exclude each other.
@@ -223,6 +237,9 @@ def make(
         memory_bytes=budget.memory_bytes,
         notes=notes,
     )
+    if constraints == "needed" and setting.gradient is None and setting.decisions.mesh.ndim:
+        record = replace(record, pins=_needed(record, setting, formulation, platform))
+        clock.lap("constraints")
     seconds = {**setting.seconds, **clock.seconds}
     return Planned(
         record=record,
@@ -231,6 +248,18 @@ def make(
         solution=solution,
         assignment=assignment,
         seconds=seconds,
+    )
+
+
+def _needed(record: PlanRecord, setting: Setting, formulation: Formulation, platform: str) -> Pins:
+    annotations = Annotations(
+        inputs={i: leaf.spec for i, leaf in enumerate(record.inputs)},
+        outputs={i: leaf.spec for i, leaf in enumerate(record.outputs)},
+        pins=record.pins,
+        donated=frozenset(),
+    )
+    return minimal.needed(
+        setting.traced, setting.decisions, formulation.folding, record.mesh, annotations, platform
     )
 
 
@@ -422,7 +451,9 @@ def _infeasible(
         )
     peak = solution.smallest_peak_bytes
     if peak is None or peak <= limit:
-        return InfeasibleError("the pins exclude each other: no layout satisfies all of them; loosen one", limit_bytes=limit)
+        return InfeasibleError(
+            "the pins exclude each other: no layout satisfies all of them; loosen one", limit_bytes=limit
+        )
     by_kind = least_bytes(setting.decisions)
     parts = " + ".join(f"{kind} {_gb(nbytes)}" for kind, nbytes in by_kind.items() if nbytes)
     return InfeasibleError(
