@@ -1,6 +1,6 @@
 """autoshard: `jax.jit` that finds the sharding."""
 
-import autoshard._quiet  # noqa: F401  (first: it imports jax)
+import autoshard._quiet  # noqa: F401  # pyright: ignore[reportUnusedImport]  (first: it imports jax)
 from autoshard.api import AUTO, Plan, jit, load, plan
 from autoshard.errors import (
     AutoshardError,

@@ -6,12 +6,13 @@ it is absorbed here and pinned by `tests/test_jax.py`.
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import jax
 from jax._src import source_info_util
 from jax._src.mesh import get_concrete_mesh, thread_resources
+from jax.core import Tracer
 from jax.extend import core as jex_core
 from jax.interpreters import mlir
 from jaxlib.mlir import ir, passmanager
@@ -57,7 +58,7 @@ class SourceLines:
 
 def itemsize(dtype: Any) -> int:
     """Bytes per element; extended dtypes (PRNG keys) count their base array."""
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         base = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
         return base.size * base.dtype.itemsize
     return jax.numpy.dtype(dtype).itemsize
@@ -86,7 +87,7 @@ def array_consts(closed: Any) -> tuple[Any, ...]:
     """Concrete arrays that the closed jaxpr closes over (keys as their raw data)."""
     found: list[Any] = []
     for const in consts_of(closed):
-        if hasattr(const, "dtype") and jax.dtypes.issubdtype(const.dtype, jax.dtypes.extended):
+        if hasattr(const, "dtype") and jax.numpy.issubdtype(const.dtype, jax.dtypes.extended):
             found.append(jax.random.key_data(const))
         else:
             found.append(const)
@@ -120,7 +121,7 @@ def parse_attribute(text: str, module: Any) -> Any:
 
 
 @contextlib.contextmanager
-def as_written(eqn: Any) -> Iterator[None]:
+def as_written(eqn: Any) -> Generator[None]:
     """Binds under an equation's own source lines, name stack and context."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
@@ -156,7 +157,7 @@ def context_mesh() -> Any:
 
 def is_tracer(value: Any) -> bool:
     """Whether a value is being traced (by jit, grad, vmap, …)."""
-    return isinstance(value, jax.core.Tracer)
+    return isinstance(value, Tracer)
 
 
 def scan_arity(eqn: Any) -> tuple[int, int]:

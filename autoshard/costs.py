@@ -25,7 +25,8 @@ Seconds = NDArray[np.float64]
 class Machine(CollectiveMachine, Protocol):
     """What costs ask of a cost model."""
 
-    overlap: float
+    @property
+    def overlap(self) -> float: ...
 
     def matmul_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str) -> Seconds: ...
 
@@ -82,7 +83,8 @@ def contraction_s(
     batch, m, n = size(left & right & out), size((left & out) - right), size((right & out) - left)
     k = size((left | right) - out)
     dtype = jax.numpy.dtype(eqn.operands[0].dtype).name
-    return np.asarray(machine.matmul_s(batch, m, n, k, dtype)), 2.0 * batch * m * n * k
+    flops = np.multiply(2.0 * batch * m, n * k, dtype=np.float64)
+    return np.asarray(machine.matmul_s(batch, m, n, k, dtype)), flops
 
 
 def in_op_s(eqn: Eqn, rule: ShardingRule, strategies: Strategies, mesh: MeshAxes, machine: Machine) -> Seconds:
@@ -168,4 +170,5 @@ def materialised(graph: Graph, pointwise: Sequence[bool]) -> NDArray[np.bool_]:
 
 
 def is_contraction(eqn: Eqn) -> bool:
+    """Whether an equation is a matrix multiplication or a convolution."""
     return eqn.primitive in CONTRACTIONS

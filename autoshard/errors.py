@@ -14,9 +14,7 @@ class MissingRuleError(AutoshardError):
 
     def __init__(self, primitive: str, where: str, reason: str, way_out: str) -> None:
         self.primitive, self.where, self.reason = primitive, where, reason
-        super().__init__(
-            f"no sharding rule for `{primitive}` at {where}: {reason}\n  {way_out}"
-        )
+        super().__init__(f"no sharding rule for `{primitive}` at {where}: {reason}\n  {way_out}")
 
 
 class RuleError(AutoshardError):
@@ -38,9 +36,7 @@ class TargetError(AutoshardError, ValueError):
 class InfeasibleError(AutoshardError):
     """No plan satisfies the constraints (memory, or pins that exclude each other)."""
 
-    def __init__(
-        self, message: str, *, peak_bytes: int | None = None, limit_bytes: int | None = None
-    ) -> None:
+    def __init__(self, message: str, *, peak_bytes: int | None = None, limit_bytes: int | None = None) -> None:
         self.peak_bytes, self.limit_bytes = peak_bytes, limit_bytes
         super().__init__(message)
 

@@ -340,7 +340,15 @@ class _Builder:
         inside = self.enter(WHILE_TRIPS, scope)
         first, entry = tests + consts, (*here, 1)
         constant = [
-            self.into("loop_const", eqn, operands[tests + i], self.avals[operands[tests + i]], (here, tests + i), (entry, i), inside)
+            self.into(
+                "loop_const",
+                eqn,
+                operands[tests + i],
+                self.avals[operands[tests + i]],
+                (here, tests + i),
+                (entry, i),
+                inside,
+            )
             for i in range(consts)
         ]
         carried = [
@@ -361,7 +369,13 @@ class _Builder:
         outs = {k: self.walk(branch, operands[1:], (*here, k), scope) for k, branch in branches}
         return [
             self.out(
-                "branch_join", eqn, [v[i] for v in outs.values()], var.aval, [((*here, k), i) for k in outs], (here, i), scope
+                "branch_join",
+                eqn,
+                [v[i] for v in outs.values()],
+                var.aval,
+                [((*here, k), i) for k in outs],
+                (here, i),
+                scope,
             )
             for i, var in enumerate(eqn.outvars)
         ]

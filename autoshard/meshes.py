@@ -1,5 +1,6 @@
 """Meshes: what the user says of mesh and hardware → mesh axes, hardware, and real devices if there are any."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -14,6 +15,9 @@ from autoshard.errors import MeshError
 from autoshard.mesh import MeshAxes
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int] | None
+
+# JAX's words for what the catalogue calls otherwise (jax/_src/pallas/mosaic/tpu_info.py).
+_TPU_NAMES = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e", "TPU7x": "TPU v7x"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,12 +93,17 @@ def detect(devices: list[Any], count: int) -> str:
             f"the mesh has {count} devices, this process sees {len(devices)}: say which hardware to plan for "
             '(hardware="h100:1x8")'
         )
-    kind = f"{devices[0].platform} {devices[0].device_kind}".lower()
-    if kind.startswith("cpu"):
+    if devices[0].platform == "cpu":
         return f"cpu:{count}"
-    known = [chip for chip in cost_models.chips() if chip.removeprefix("tpu-") in kind.replace(" lite", "e").replace(" ", "")]
+    kind = str(devices[0].device_kind)
+    words = re.findall(r"[a-z0-9]+", _TPU_NAMES.get(kind, kind).lower())
+    known = [
+        chip
+        for chip in cost_models.chips()
+        if all(any(word in (part, f"{part}gb") for word in words) for part in chip.split("-"))
+    ]
     if not known:
-        raise MeshError(f"no hardware file for {devices[0].device_kind!r}: pass hardware=; known: {', '.join(cost_models.chips())}")
+        raise MeshError(f"no hardware file for {kind!r}: pass hardware=; known: {', '.join(cost_models.chips())}")
     return max(known, key=len)
 
 

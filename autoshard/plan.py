@@ -129,7 +129,9 @@ def read(path: str | Path) -> PlanRecord:
         raise PlanFileError(f"{path} is {what}: {error}; save the plan again") from error
     version = data.get("schema") if isinstance(data, dict) else None
     if isinstance(version, int) and version > SCHEMA_VERSION:
-        raise PlanFileError(f"{path} has schema {version}; this autoshard reads up to {SCHEMA_VERSION}: upgrade autoshard")
+        raise PlanFileError(
+            f"{path} has schema {version}; this autoshard reads up to {SCHEMA_VERSION}: upgrade autoshard"
+        )
     try:
         jsonschema.validate(data, schema())
     except jsonschema.ValidationError as error:
@@ -147,7 +149,9 @@ def _check(record: PlanRecord) -> None:
     """Raises a SpecError or MeshError if a record contradicts itself."""
     leaves = (*record.inputs, *record.outputs)
     pins = record.pins
-    constraints = [s for group in (pins.made, pins.taken, pins.inputs, pins.outputs) for specs in group.values() for s in specs]
+    constraints = [
+        s for group in (pins.made, pins.taken, pins.inputs, pins.outputs) for specs in group.values() for s in specs
+    ]
     for spec in (*(leaf.spec for leaf in leaves), *constraints):
         for axis in (axis for dim in Layout.from_spec(spec, len(spec)).dims for axis in dim):
             if axis not in record.mesh.names:
@@ -173,9 +177,13 @@ def _leaf_to_json(leaf: Leaf) -> dict[str, Any]:
 
 
 def _leaf_from_json(data: dict[str, Any]) -> Leaf:
-    return Leaf(
-        path=data["path"], shape=tuple(data["shape"]), dtype=data["dtype"], spec=_spec_from_json(data["spec"])
-    )
+    return Leaf(path=data["path"], shape=tuple(data["shape"]), dtype=data["dtype"], spec=_spec_from_json(data["spec"]))
+
+
+def _collective_from_json(data: dict[str, Any]) -> Collective:
+    fields = dict(data)
+    fields["axes"] = tuple(data["axes"])
+    return Collective(**fields)
 
 
 def _to_json(record: PlanRecord) -> dict[str, Any]:
@@ -229,7 +237,7 @@ def _from_json(data: dict[str, Any]) -> PlanRecord:
         outputs=tuple(_leaf_from_json(leaf) for leaf in data["outputs"]),
         donated=tuple(data["donated"]),
         pins=Pins(made=groups["made"], taken=groups["taken"], inputs=groups["input"], outputs=groups["output"]),
-        collectives=tuple(Collective(**{**c, "axes": tuple(c["axes"])}) for c in data["collectives"]),
+        collectives=tuple(_collective_from_json(c) for c in data["collectives"]),
         cost=Cost(**data["cost"]),
         memory=Memory(**data["memory"]),
         certificate=Certificate(**data["certificate"]),

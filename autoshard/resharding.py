@@ -18,7 +18,7 @@ below a bucket they are priced at the bucket's rate, plus what each costs by its
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -41,7 +41,7 @@ _HOPS = 64  # more than any path has steps: (picoseconds, hops) as one integer
 class Machine(Protocol):
     """What resharding and costs ask of a cost model (`cost_models.Machine` is one)."""
 
-    def collective_s(self, kind: str, axes: tuple[str, ...], nbytes: ArrayLike) -> NDArray[np.float64]: ...
+    def collective_s(self, kind: Any, axes: tuple[str, ...], nbytes: ArrayLike) -> NDArray[np.float64]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,9 @@ def _by_leaf(shardings: Any, tree: Any, paths: Sequence[str], what: str) -> dict
     try:
         spread = jax.tree.broadcast(shardings, full, is_leaf=_is_sharding)
     except ValueError as error:
-        raise SpecError(f"{what} is no prefix of the {'arguments' if what == 'in_shardings' else 'outputs'}: {error}") from error
+        raise SpecError(
+            f"{what} is no prefix of the {'arguments' if what == 'in_shardings' else 'outputs'}: {error}"
+        ) from error
     leaves = jax.tree.leaves(spread, is_leaf=_is_sharding)
     found: dict[int, PartitionSpec] = {}
     for i, leaf in enumerate(leaves):

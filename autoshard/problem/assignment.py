@@ -134,10 +134,20 @@ class Assignment:
                     pieces = int(np.prod([s for s, r in zip(d.mesh.sizes, row, strict=True) if r >= 0], dtype=np.int64))
                     local = aval.nbytes // pieces
                     trips = d.graph.runs(e)
-                    yield self._collective("all-reduce", axes, local, str(aval.dtype), trips, None, node.where, str(aval))
+                    yield self._collective(
+                        "all-reduce", axes, local, str(aval.dtype), trips, None, node.where, str(aval)
+                    )
 
     def _collective(
-        self, kind: str, axes: tuple[str, ...], nbytes: int, dtype: str, trips: int, window: int | None, where: str, value: str
+        self,
+        kind: str,
+        axes: tuple[str, ...],
+        nbytes: int,
+        dtype: str,
+        trips: int,
+        window: int | None,
+        where: str,
+        value: str,
     ) -> Collective:
         seconds = float(collective_s(self.resharder.machine, kind, axes, nbytes, combined=combined(window)))
         return Collective(

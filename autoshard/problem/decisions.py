@@ -503,7 +503,9 @@ class _Decider:
         rows = decode(wanted, aval.ndim, self.mesh.ndim)
         reduced = ~(rows == SUM).any(axis=1)
         made = np.unique(port.codes)
-        codes = np.unique(np.concatenate([wanted[reduced], np.intersect1d(wanted[~reduced], made), _reduced(made, aval, self.mesh)]))
+        codes = np.unique(
+            np.concatenate([wanted[reduced], np.intersect1d(wanted[~reduced], made), _reduced(made, aval, self.mesh)])
+        )
         name = f"copy of {self.nodes[port.node].name}"
         where = self.nodes[port.node].where
         forbidden = None

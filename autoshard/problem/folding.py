@@ -40,14 +40,14 @@ def fold(decisions: Decisions) -> Folding:
     usages: list[list[bytes]] = [[] for _ in decisions.nodes]
     for use in decisions.usages:
         usages[use.node].append(digest(use.kind, use.nbytes))
-    colors = [
-        digest(n.kind, n.window, n.cost_ps, n.cover_ps, sorted(usages[i])) for i, n in enumerate(decisions.nodes)
-    ]
+    colors = [digest(n.kind, n.window, n.cost_ps, n.cover_ps, sorted(usages[i])) for i, n in enumerate(decisions.nodes)]
     neighbours: list[list[tuple[bytes, int]]] = [[] for _ in decisions.nodes]
     for edge in decisions.edges:
         aval = decisions.graph.avals[edge.value]
         mask = b"" if edge.forbidden is None else digest(edge.forbidden)
-        label = digest(aval.shape, aval.itemsize, content(edge.source), content(edge.target), edge.window, edge.trips, mask)
+        label = digest(
+            aval.shape, aval.itemsize, content(edge.source), content(edge.target), edge.window, edge.trips, mask
+        )
         neighbours[edge.u].append((label + b">", edge.v))
         neighbours[edge.v].append((label + b"<", edge.u))
     count = len(set(colors))

@@ -129,7 +129,17 @@ class _ClassMatrices:
             aval = decisions.graph.avals[edge.value]
             a, b = int(folding.class_of[edge.u]), int(folding.class_of[edge.v])
             mask = None if edge.forbidden is None else edge.forbidden.tobytes()
-            key = (a, b, aval.shape, aval.itemsize, edge.source.tobytes(), edge.target.tobytes(), edge.window, edge.trips, mask)
+            key = (
+                a,
+                b,
+                aval.shape,
+                aval.itemsize,
+                edge.source.tobytes(),
+                edge.target.tobytes(),
+                edge.window,
+                edge.trips,
+                mask,
+            )
             counted[key] = (edge, counted[key][1] + 1 if key in counted else 1)
         for key, (edge, times) in counted.items():
             a, b = int(key[0]), int(key[1])  # pyright: ignore[reportArgumentType]
