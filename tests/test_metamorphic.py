@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autoshard
+from autoshard.solver import solver
 from tests.programs import GPUS, TPUS
 
 P = PartitionSpec
@@ -24,10 +25,16 @@ HARDWARE = (GPUS, TPUS)
 MESH = {"data": 2, "model": 4}
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proofs to the end, however busy the machine."""
+    monkeypatch.setattr(solver, "PATIENCE_S", 120.0)
+
+
 def plan(
     fn: Callable[..., Any], *args: Any, mesh: dict[str, int] | None = None, hardware: str, **options: Any
 ) -> autoshard.Plan:
-    made = autoshard.plan(fn, *args, mesh=MESH if mesh is None else mesh, hardware=hardware, rel_gap=0.0, **options)
+    made = autoshard.plan(fn, *args, mesh=MESH if mesh is None else mesh, hardware=hardware, rel_gap=0.0, time_limit_s=120.0, **options)
     assert made.record.certificate.status == "optimal"
     return made
 

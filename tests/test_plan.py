@@ -1,0 +1,139 @@
+"""Plan files: the same input gives the same bytes, and what is read is what was written."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jsonschema
+import numpy as np
+from jax.sharding import PartitionSpec
+
+import autoshard
+from autoshard.plan import read, schema
+from tests.programs import GPUS, MESH
+
+P = PartitionSpec
+W = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
+X = np.random.default_rng(1).normal(size=(32, 16)).astype(np.float32)
+
+# A program whose plan has collectives, chains of constraints and donated state; also run by
+# another process, so it imports all that it needs.
+PROGRAM = """
+import jax, jax.numpy as jnp, autoshard
+
+def train(state, x):
+    def loss(p):
+        h = jax.nn.gelu(x @ p["up"].astype(x.dtype)) @ p["down"].astype(x.dtype)
+        return jnp.mean(jnp.square(h.astype(jnp.float32)))
+    value, gradients = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 1e-3 * g, state, gradients), value
+
+def make():
+    state = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in (("up", (4096, 8192)), ("down", (8192, 4096)))}
+    x = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
+    return autoshard.plan(train, state, x, mesh={"data": 2, "model": 4}, hardware="h100:1x8", donate_argnums=0, rel_gap=1e-2)
+"""
+
+
+def made() -> autoshard.Plan:
+    scope: dict[str, Any] = {}
+    exec(compile(PROGRAM, "program.py", "exec"), scope)  # as the other process reads it
+    return scope["make"]()
+
+
+def loss(w: Any, x: Any) -> Any:
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def test_equal_inputs_give_equal_files(tmp_path: Path) -> None:
+    """In this process, again in this process, and in another one with another hash seed."""
+    text = made().record.dumps()
+    assert made().record.dumps() == text
+    assert len(json.loads(text)["constraints"]) > 0
+    assert len(json.loads(text)["collectives"]) > 0
+    script = (
+        f"source = {PROGRAM!r}\nscope = {{}}\nexec(compile(source, 'program.py', 'exec'), scope)\n"
+        "import sys\nscope['make']().save(sys.argv[1])\n"
+    )
+    for seed in ("1", "77"):
+        path = tmp_path / f"{seed}.json"
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, "-c", script, str(path)], check=True, env=env, cwd=Path(__file__).parents[1])
+        assert path.read_text(encoding="utf-8") == text
+
+
+def test_a_saved_plan_is_read_as_it_was(tmp_path: Path) -> None:
+    plan, path = made(), tmp_path / "plan.json"
+    plan.save(path)
+    assert read(path) == plan.record
+    assert read(path).dumps() == path.read_text(encoding="utf-8")
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+    loaded = autoshard.load(path)
+    assert loaded.specs == {"state['down']": plan.specs[0]["down"], "state['up']": plan.specs[0]["up"], "x": plan.specs[1]}
+    assert loaded.compiler_options == plan.compiler_options
+    assert repr(loaded) == repr(plan)
+
+
+def test_files_follow_the_published_schema() -> None:
+    jsonschema.Draft202012Validator.check_schema(schema())
+    jsonschema.validate(json.loads(made().record.dumps()), schema())
+
+
+def test_a_loaded_plan_runs(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan = autoshard.plan(loss, W, X, mesh=MESH, hardware=GPUS, pins={"w": P("data", "model")})
+    plan.save(path)
+    want = loss(W, X)
+    for jitted in (autoshard.load(path).jit(loss), autoshard.load(path).bind(loss, W, X).jit(), plan.jit()):
+        for _ in range(2):
+            np.testing.assert_allclose(jitted(W, X), want, rtol=1e-5)
+    bound = autoshard.load(path).bind(loss, W, X)
+    assert bound.specs == plan.specs
+    assert bound.put(W, "w").sharding == plan.put(W, "w").sharding
+    lowered = autoshard.load(path).jit(loss).lower(W, X)
+    assert lowered.as_text() == plan.jit().lower(W, X).as_text()
+
+
+def test_source_lines_do_not_belong_to_a_program() -> None:
+    """The same function further down in its file is the same program; another constant is not."""
+
+    def record(source: str) -> Any:
+        scope: dict[str, Any] = {"jnp": jnp}
+        exec(compile(source, "program.py", "exec"), scope)
+        return autoshard.plan(scope["f"], W, mesh=MESH, hardware=GPUS).record
+
+    one = record("def f(w):\n    return jnp.sum(w * 2)\n")
+    assert record("\n\n\ndef f(w):\n    return jnp.sum(w * 2)\n").digest == one.digest
+    assert record("def f(w):\n    return jnp.sum(w * 3)\n").digest != one.digest
+    assert record("def f(v):\n    return jnp.sum(v * 2)\n").digest != one.digest  # paths are part of a plan
+
+
+def test_closed_over_arrays_belong_to_a_program() -> None:
+    one, same, other = (
+        autoshard.plan(lambda x, c=c: x @ c, X, mesh=MESH, hardware=GPUS).record.digest for c in (W, W.copy(), 2 * W)
+    )
+    assert one == same != other
+
+
+def test_costs_add_up() -> None:
+    cost, certificate = made().record.cost, made().record.certificate
+    assert cost.step_s == certificate.objective_s
+    assert certificate.bound_s <= certificate.objective_s
+    assert cost.compute_s > 0
+    assert cost.hidden_s >= 0
+    np.testing.assert_allclose(cost.compute_s + cost.exposed_s, cost.step_s, rtol=1e-9)
+
+
+def test_the_summary_names_what_matters() -> None:
+    plan = made()
+    text = plan.summary()
+    for word in ("h100:1x8", "data=2", "state", plan.record.certificate.status):
+        assert word in text
+    assert jax.tree.structure(plan.in_shardings(), is_leaf=lambda x: hasattr(x, "spec")) == jax.tree.structure(
+        ({"up": 0, "down": 0}, 0)
+    )
