@@ -13,12 +13,13 @@ target. The target rises until the gap is closed.
 All bounds are sums of integers: multipliers are multiples of $2^{-20}$, products rounded down.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autoshard.problem.network import INF, Hinge, Int, Problem
-from autoshard.solver.bound import Dual, shifted
+from autoshard.solver.bound import ROUNDING, Dual, shifted
 from autoshard.solver.buckets import eliminate_all, order_by_size
 from autoshard.solver.core import Core, reduce
 from autoshard.solver.exact import MipAnswer, highest_point, solve_program
@@ -29,7 +30,7 @@ from autoshard.solver.program import FORBIDDEN, Network, Program
 from autoshard.solver.usage import Memory, memory_of, peaks_over
 
 MULTIPLIER_BITS = 20
-MOST_STEPS = 30  # of Kelley's method
+MOST_STEPS = 60  # of Kelley's method
 FLAT = 1e-6  # relative room between planes and L at which its maximum counts as found
 MOST_CYCLES = 6  # of message passing per evaluation of L
 SMALL_WORK = 4_000_000  # cells of an elimination, tried where message passing leaves a gap
@@ -38,11 +39,52 @@ GROWTH = 5  # of that distance from target to target
 MOST_TARGETS = 8
 NARROWINGS = 3  # rounds of message passing and removal per target
 MIP_CELLS = 60_000  # finite cells; larger remainders are left to the search
-NEW_ROWS = 8  # memory rows added at once
+NEW_ROWS = 8  # memory rows added at once to a MIP
+MOST_ROWS, ROWS_PER_STEP = 8, 2  # memory rows with multipliers, and how many a step adds
+ROW_COST = 4.0  # at a multiplier of one, usage of twice the limit costs so many times the bound
+ROW_BITS = 54  # no row's form exceeds 2^54, whatever the choice, nor all of them 2^57
 EMPTY = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Forms:
+    """A network and linear forms of its choices: its hinges, then memory rows (see `row_forms`)."""
+
+    network: Network
+    constants: tuple[int, ...]  # of hinges, then of rows
+    rows: Int  # rows, strategies
+
+    def priced(self, multiplier: Int) -> Network:
+        """Returns the plain network whose choices cost at most what they cost with hinges, if they fit.
+
+        Multipliers, one per form, are in units of 2^-20.
+        """
+        net = self.network
+        cost, edge_cost, offset = net.cost[0].copy(), net.edge_cost[0].copy(), net.offset
+        layers = [*net.cost[1:], *self.rows]
+        for form, m in enumerate(multiplier.tolist()):
+            if m:
+                cost += product(m, layers[form])
+                if form + 1 < len(net.edge_cost):
+                    edge_cost += product(m, net.edge_cost[form + 1])
+                offset += (m * self.constants[form]) >> MULTIPLIER_BITS
+        return replace(
+            net,
+            cost=np.where(net.cost[0] >= INF, FORBIDDEN, cost)[None],
+            edge_cost=np.where(net.edge_cost[0] >= INF, FORBIDDEN, edge_cost)[None],
+            offset=offset,
+        )
+
+    def plane(self, choice: Int) -> list[int]:
+        """Returns cost without hinges, and the value of each form, of a finite choice."""
+        cost, *hinges = layer_sums(self.network, choice)
+        strategy = self.network.start[:-1] + choice
+        values = [*hinges, *(int(row[strategy].sum()) for row in self.rows)]
+        forms = [value + constant for value, constant in zip(values, self.constants, strict=True)]
+        return [cost + self.network.offset, *forms]
+
+
+@dataclass(slots=True, kw_only=True)
 class Hinged:
     """A reduced network in shifted units, its hinges' constants, and where results go."""
 
@@ -50,27 +92,35 @@ class Hinged:
     network: Network
     constants: tuple[int, ...]
     shift: int
+    events: Int  # of the memory rows that have multipliers
+    row_scale: float = 0.0  # cost per byte above the limit at a multiplier of one
+
+    def forms(self, network: Network, constants: tuple[int, ...], usage: Int, base: Int) -> Forms:
+        """Returns the forms of a network whose memory rows are `usage` and `base`."""
+        rows, row_constants = row_forms(usage, base, self.incumbent.problem.usage_limit or 0, self.row_scale)
+        return Forms(network=network, constants=(*constants, *row_constants), rows=rows)
+
+    def forms_of(self, network: Network) -> Forms:
+        """Returns the forms of `network`, to which the problem was reduced."""
+        usage = memory_of(self.incumbent.problem, network).coefficients(self.events)
+        return self.forms(network, self.constants, usage, np.zeros(len(usage), dtype=np.int64))
 
     def bound_of(self, shifted_bound: int) -> int:
         """Returns a bound in shifted units as a bound in the problem's unit."""
         return -((-shifted_bound) >> self.shift) if self.shift >= 0 else shifted_bound << -self.shift
-
-    def plane(self, choice: Int) -> list[int]:
-        """Returns cost without hinges, and the value of each hinge, of a choice of the network."""
-        of_layers = layer_sums(self.network, choice)
-        hinges = [value + constant for value, constant in zip(of_layers[1:], self.constants, strict=True)]
-        return [of_layers[0] + self.network.offset, *hinges]
 
     def climb(self) -> Int | None:
         """Returns multipliers near the maximum of L; None if no finite choice exists.
 
         Raises the incumbent's bound to L, and offers every choice met on the way.
         """
+        memory = memory_of(self.incumbent.problem, self.network)
         multiplier = np.zeros(len(self.constants), dtype=np.int64)
         best, best_multiplier = -FORBIDDEN, multiplier
-        planes: list[list[int]] = []
+        choices: list[Int] = []
+        forms = self.forms_of(self.network)
         for _ in range(MOST_STEPS):
-            answer = minimum(priced(self.network, self.constants, multiplier))
+            answer = minimum(forms.priced(multiplier))
             if answer is None:
                 return None
             bound, choice = answer
@@ -81,22 +131,38 @@ class Hinged:
                 self.incumbent.offer(self.network.expand(choice))
             if choice is None or self.incumbent.closed() or self.incumbent.left_s() <= 0:
                 break
-            planes.append(self.plane(choice))
-            top, place = highest_point(np.array(planes, dtype=float))
+            choices.append(choice)
+            over = peaks_over(memory.profile(choice), memory.limit, MOST_ROWS) if len(memory.times) else EMPTY
+            over = over[~np.isin(over, self.events)][: min(ROWS_PER_STEP, MOST_ROWS - len(self.events))]
+            if len(over):
+                self.add_rows(over, best)
+                forms = self.forms_of(self.network)
+                best_multiplier = np.pad(best_multiplier, (0, len(over)))
+                multiplier = np.pad(multiplier, (0, len(over)))
+            top, place = highest_point(np.array([forms.plane(met) for met in choices], dtype=float))
             following = np.rint(place * 2**MULTIPLIER_BITS).astype(np.int64)
             if top - best <= FLAT * abs(top) or (following == multiplier).all():
                 break
             multiplier = following
         return best_multiplier
 
+    def add_rows(self, events: Int, bound: int) -> None:
+        """Gives multipliers to the memory rows at `events`; `bound` sets their scale, once."""
+        problem = self.incumbent.problem
+        if not len(self.events):
+            limit = max(problem.usage_limit or 0, 1)
+            most = int(np.maximum.reduceat(problem.usage, problem.use_start[:-1]).sum())
+            self.row_scale = min(ROW_COST * max(abs(bound), 1) / limit, 2.0**ROW_BITS / max(most, 1))
+        self.events = np.concatenate([self.events, events])
+
     def close(self, multiplier: Int, *, limit_s: float) -> bool:
         """Solves what targets leave open until the gap is as asked; returns whether it is."""
         incumbent = self.incumbent
         deadline = incumbent.left_s() - limit_s
-        dual = settled_dual(priced(self.network, self.constants, multiplier), self.shift)
+        dual = settled_dual(self.forms_of(self.network).priced(multiplier), self.shift)
         incumbent.raise_bound(dual.bound)
         distance = max(int(FIRST_DISTANCE * abs(dual.bound)), 1)
-        events = EMPTY
+        events = self.events
         for _ in range(MOST_TARGETS):
             if incumbent.closed() or incumbent.left_s() <= deadline:
                 break
@@ -121,7 +187,7 @@ class Hinged:
         network = self.network
         for again in range(NARROWINGS):
             if again:
-                dual = settled_dual(priced(network, self.constants, multiplier), self.shift)
+                dual = settled_dual(self.forms_of(network).priced(multiplier), self.shift)
             edge_cost = network.edge_cost.copy()
             edge_cost[0][dual.dead_cells(target)] = FORBIDDEN
             settled = settle(replace(network, edge_cost=edge_cost), dual.may_improve(target))
@@ -157,7 +223,8 @@ class Hinged:
             choice = core.expand(dict(zip(names, answer.choice.tolist(), strict=True)))
             if incumbent.offer(rest.expand(choice)):
                 return min(target, answer.bound), events
-            more = np.union1d(events, peaks_over(memory.profile(choice), memory.limit, NEW_ROWS))
+            over = peaks_over(memory.profile(choice), memory.limit, NEW_ROWS)
+            more = np.concatenate([events, over[~np.isin(over, events)]])
             if len(more) == len(events):
                 return None, events
             events = more
@@ -168,7 +235,9 @@ class Hinged:
 
         None if labels are too many, and the MIP too large or too slow.
         """
-        dual = settled_dual(priced(program.network, program.hinge_constant, multiplier), self.shift)
+        count = len(self.events)
+        forms = self.forms(program.network, program.hinge_constant, program.usage[:count], program.base[:count])
+        dual = settled_dual(forms.priced(multiplier), self.shift)
         room = (target << self.shift if self.shift >= 0 else (target >> -self.shift) + 1) - dual.constant
         labels = solve_by_labels(program, dual, room)
         if labels is not None:
@@ -196,34 +265,27 @@ def solve_hinged(incumbent: Incumbent, *, patience_s: float) -> str | None:
         incumbent.infeasible = True
         return "arc consistency"
     network, constants, shift = shifted(network, tuple(hinge.constant for hinge in incumbent.problem.hinges))
-    hinged = Hinged(incumbent=incumbent, network=network, constants=constants, shift=shift)
+    hinged = Hinged(incumbent=incumbent, network=network, constants=constants, shift=shift, events=EMPTY)
     multiplier = hinged.climb()
     if multiplier is None:
         incumbent.infeasible = True
         return "elimination"
     if incumbent.closed():
         return "multipliers"
+    if incumbent.objective is None and (multiplier[len(constants) :] == 2**MULTIPLIER_BITS).any():
+        return None  # memory has no price: most likely nothing fits
     return "multipliers and labels" if hinged.close(multiplier, limit_s=min(patience_s, incumbent.left_s())) else None
 
 
-def priced(network: Network, constants: tuple[int, ...], multiplier: Int) -> Network:
-    """Returns the plain network whose every choice costs at most what it costs with hinges.
+def row_forms(usage: Int, base: Int, limit: int, scale: float) -> tuple[Int, tuple[int, ...]]:
+    """Returns memory rows as forms in units of cost, and their constants.
 
-    Multipliers are in units of 2^-20.
+    Entries are rounded down and the limit up, by more than the rounding of doubles, so that a
+    choice that fits keeps each form at most zero.
     """
-    cost, edge_cost = network.cost[0].copy(), network.edge_cost[0].copy()
-    offset = network.offset
-    for h, m in enumerate(multiplier.tolist(), start=1):
-        if m:
-            cost += product(m, network.cost[h])
-            edge_cost += product(m, network.edge_cost[h])
-            offset += (m * constants[h - 1]) >> MULTIPLIER_BITS
-    return replace(
-        network,
-        cost=np.where(network.cost[0] >= INF, FORBIDDEN, cost)[None],
-        edge_cost=np.where(network.edge_cost[0] >= INF, FORBIDDEN, edge_cost)[None],
-        offset=offset,
-    )
+    rows = np.floor(usage * scale).astype(np.int64)
+    room = [math.ceil(max(limit - b, 0) * scale * ROUNDING) + 1 for b in base.tolist()]
+    return rows, tuple(-r for r in room)
 
 
 def product(multiplier: int, values: Int) -> Int:
