@@ -52,7 +52,7 @@ with without_driver_notices():
 
 def devices() -> list[Any]:
     """`jax.devices()`; the first call starts jax, quietly where it is to use the CPU alone."""
-    if jax.config.read("jax_platforms") != "cpu":
+    if jax.config.jax_platforms != "cpu":  # pyright: ignore[reportAttributeAccessIssue]  (a flag)
         return jax.devices()
     with without_driver_notices():
         return jax.devices()
