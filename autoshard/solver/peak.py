@@ -39,8 +39,8 @@ def approximate_peak(incumbent: Incumbent) -> Peak | None:
     nothing = memory_of(replace(problem, usage_limit=None), network)
     least = memory.least()
     bound, best, smallest = int(least.max(initial=0)), None, None
-    events = np.array([least.argmax()])
-    weight = np.ones(1)
+    events = np.argsort(-least, kind="stable")[:1]  # none if nothing is ever alive
+    weight = np.ones(len(events))
     for _ in range(ROUNDS):
         rows = memory.coefficients(events)
         cost = np.floor(weight @ rows).astype(np.int64)
@@ -49,11 +49,12 @@ def approximate_peak(incumbent: Incumbent) -> Peak | None:
         dual.improve(PASSES)
         bound = max(bound, dual.bound)
         profile = memory.profile(dual.choice)
-        if dual.failures == 0 and (smallest is None or profile.max() < smallest):
-            best, smallest = dual.choice.copy(), int(profile.max())
+        peak = int(profile.max(initial=0))
+        if dual.failures == 0 and (smallest is None or peak < smallest):
+            best, smallest = dual.choice.copy(), peak
         if (smallest is not None and smallest <= bound) or incumbent.left_s() <= 0:
             break
-        events, where = np.union1d(events, peaks_over(profile, NEAR * profile.max(), 4)), events
+        events, where = np.union1d(events, peaks_over(profile, NEAR * peak, 4)), events
         old, weight = weight, np.full(len(events), 1 / len(events))
         weight[np.searchsorted(events, where)] = old
         weight *= np.exp(EAGERNESS * (profile[events] / profile[events].mean() - 1))

@@ -27,6 +27,8 @@ GROWTH = 1.6
 MIP_S = 0.15  # of the time limit, the longest a restricted MIP may take
 FAR = 0.05  # gap of an incumbent whose strategies are not worth a place in a part's MIP
 FIRST_TOLERANCE, TOLERANCE = 2e-4, 0.05  # of a part's MIP: of the bound, of the gap
+MARGIN = 0.02  # of the time limit, kept from MIPs because they overrun
+MIP_CELLS_PER_S = 8_000  # of the time left: HiGHS reads, and looks at the clock, only so fast
 PATIENT = 8  # rounds in which such an incumbent is not worth improving in neighbourhoods
 ROW_ROUNDS = 6  # MIPs in a row that add memory rows
 NEW_ROWS = 8
@@ -121,7 +123,7 @@ class Search:
             )
             answer = solve_program(
                 program,
-                time_limit_s=self.incumbent.left_s() - deadline,
+                time_limit_s=self.incumbent.left_s() - max(deadline, MARGIN * self.incumbent.time_limit_s),
                 abs_gap=abs_gap,
                 seed=self.incumbent.seed,
             )
@@ -271,6 +273,8 @@ def solve_by_search(incumbent: Incumbent) -> str:
     rounds = tried = 0
     while incumbent.left_s() > 0 and not incumbent.closed() and rounds != incumbent.rounds:
         rounds += 1
+        most = MIP_CELLS_PER_S * incumbent.left_s()
+        cells, part = min(cells, most), min(part, most)
         if incumbent.objective is None:
             search.find_feasible()
         if incumbent.objective is not None and incumbent.objective != search.fixed_at:
