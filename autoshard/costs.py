@@ -25,9 +25,6 @@ Seconds = NDArray[np.float64]
 class Machine(CollectiveMachine, Protocol):
     """What costs ask of a cost model."""
 
-    @property
-    def overlap(self) -> float: ...
-
     def matmul_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str) -> Seconds: ...
 
     def hbm_s(self, nbytes: ArrayLike) -> Seconds: ...

@@ -41,6 +41,9 @@ _HOPS = 64  # more than any path has steps: (picoseconds, hops) as one integer
 class Machine(Protocol):
     """What resharding and costs ask of a cost model (`cost_models.Machine` is one)."""
 
+    @property
+    def overlap(self) -> float: ...
+
     def collective_s(self, kind: Any, axes: tuple[str, ...], nbytes: ArrayLike) -> NDArray[np.float64]: ...
 
 

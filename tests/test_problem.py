@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from autoshard.planner import Setting, program_pins
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.folding import fold
-from autoshard.problem.formulation import INTERFERENCE, Formulation, formulate
+from autoshard.problem.formulation import Formulation, formulate
 from autoshard.problem.network import INF
 from autoshard.problem.windows import combined
 from autoshard.solver import evaluate
@@ -64,8 +64,9 @@ def price_ps(of: Setting, choice: NDArray[np.int64]) -> float:
         if edge.window is None:
             total += ps * edge.trips
         else:
-            total += INTERFERENCE * ps * edge.trips
-            hideable[edge.window] += (1 - INTERFERENCE) * ps * edge.trips  # pyright: ignore[reportArgumentType]
+            overlap = of.resharder.machine.overlap
+            total += (1 - overlap) * ps * edge.trips
+            hideable[edge.window] += overlap * ps * edge.trips  # pyright: ignore[reportArgumentType]
     return total + sum(max(0.0, hidden - cover[window]) for window, hidden in hideable.items())
 
 

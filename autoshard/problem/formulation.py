@@ -1,13 +1,11 @@
 """Formulation: decisions → Problem arrays, and a solution → a choice per decision.
 
 The objective in integer picoseconds is the sum of every decision's own seconds, of
-every edge's resharding that cannot hide, and of what the two windows leave exposed:
+every edge's resharding that cannot hide, and of what each window leaves exposed. With
+the window's hideable communication h, the compute c beside it, and the machine's
+`overlap` (the share that does hide while there is compute to hide it behind):
 
-    exposed_w = max(0, Σ hideable communication_w − overlap · Σ contractions' compute_w)
-
-Hidden communication is not free: while it runs it takes cores and memory bandwidth from
-the compute that hides it. A share INTERFERENCE of hideable communication therefore
-counts like communication that cannot hide, and only the rest enters the windows.
+    exposed = (1 − overlap)·h + max(0, overlap·h − overlap·c)
 
 A class of equal decisions is one node of the problem: its costs count once per
 member, an edge inside the class becomes part of the node's own costs.
@@ -25,10 +23,6 @@ from autoshard.problem.network import INF, Hinge, Problem
 from autoshard.resharding import Resharder
 
 UNIT_S = 1e-12
-
-# [Empirical] NCCL runs a large collective in 16 to 32 channels, each a block on one of an
-# H100's 132 multiprocessors (NVIDIA/nccl src/graph/tuning.cc); the lower end is an eighth.
-INTERFERENCE = 0.125
 
 Int = NDArray[np.int64]
 
@@ -149,7 +143,7 @@ class _ClassMatrices:
             if edge.window is None:
                 base = np.where(forbidden, INF, seconds)
             else:
-                taxed = np.rint(seconds * INTERFERENCE).astype(np.int64)
+                taxed = np.rint(seconds * (1.0 - resharder.machine.overlap)).astype(np.int64)
                 base, seconds = np.where(forbidden, INF, taxed), seconds - taxed
             if a == b:
                 self.own[a] = _saturated(self.own.get(a), np.diagonal(base))
