@@ -155,8 +155,9 @@ CALLS: Mapping[str, str] = {
 }
 
 
-# Equations whose results are their operands.
-ALIASES = frozenset({"name", "optimization_barrier"})
+# Equations whose results are their operands. A `reshard` (JAX's indexing emits one) says
+# nothing of Auto axes, and programs are traced with no others.
+ALIASES = frozenset({"name", "optimization_barrier", "reshard"})
 
 
 def build(closed: Any, platform: str = "cpu") -> Graph:
