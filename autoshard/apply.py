@@ -94,7 +94,7 @@ def _equation(
     eqn: Any, operands: list[Any], made: Hook, taken: Hook, scope: Scope, here: Path, *, own: bool
 ) -> list[Any]:
     name = eqn.primitive.name
-    if name == "sharding_constraint" and not own:
+    if name == "reshard" or (name == "sharding_constraint" and not own):
         return operands
     if name not in INLINED and name not in BODIES:
         return _jax.bind(eqn, eqn.params, operands)
