@@ -28,6 +28,7 @@ SHORTER = 0.9  # of the longest step, after every cycle
 ROWS_EVERY, ROWS_AT_ONCE = 10, 4
 MOVING, RESTING = 40, 10  # passes of a cycle
 STEEPNESS = 10.0  # relative violations above 1 / STEEPNESS take a whole step
+NEARLY_FULL = 0.97  # averaged usage above limit · this makes a row matter to a MIP
 TOLERATED = 1.0005  # averaged usage above limit · this makes a row
 
 Floats = NDArray[np.float64]
@@ -146,6 +147,14 @@ class Dual:
         )  # fmt: skip
         _, left, right = cell_ends(net)
         return moved + self.potential[left] + self.potential[right] > room
+
+    def active_events(self, most: int) -> Int:
+        """Returns the rows that matter: priced, nearly full on average, or broken by the last rounding."""
+        limit = self.memory.limit
+        matters = self.multiplier > 0
+        if self.average is not None:
+            matters |= self.average[self.events] > NEARLY_FULL * limit
+        return np.union1d(self.events[matters], peaks_over(self.memory.profile(self.choice), limit, most))
 
     def excess(self) -> Int:
         """Returns how far each strategy's best proven lower bound lies above the bound."""

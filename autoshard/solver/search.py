@@ -110,7 +110,7 @@ class Search:
         Offers what it finds. The answer's bound holds for `network`.
         """
         memory = memory_of(self.incumbent.problem, network)
-        self.events = np.union1d(self.events, self.dual.events[self.dual.multiplier > 0])
+        self.events = np.union1d(self.events, self.dual.active_events(NEW_ROWS))
         deadline = self.incumbent.left_s() - limit_s
         answer = MipAnswer(choice=None, bound=None, infeasible=False, finished=False)
         for _ in range(ROW_ROUNDS):
