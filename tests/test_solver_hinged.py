@@ -121,9 +121,17 @@ def test_product_rounds_down_exactly() -> None:
         assert product(multiplier, values).tolist() == expected
 
 
-def test_highest_point_of_planes() -> None:
-    top, place = highest_point(np.array([[0.0, 2.0, 0.0], [1.0, -1.0, 0.0], [5.0, 0.0, -1.0]]))
-    assert top == pytest.approx(2 / 3)
-    assert place[0] == pytest.approx(1 / 3)
-    top, place = highest_point(np.array([[-3.0, 1.0]]))
-    assert (top, place.tolist()) == (pytest.approx(-2.0), [1.0])
+@pytest.mark.parametrize(
+    ("planes", "top", "place"),
+    [
+        ([[0.0, 2.0], [1.0, -1.0]], 2 / 3, [1 / 3]),
+        ([[-3.0, 1.0]], -2.0, [1.0]),
+        ([[1e15, 0.0, -1e13], [1e15 + 1e12, 3e12, -13.0]], 1e15, [0.0, 0.0]),
+    ],
+)
+def test_highest_point_of_planes(planes: list[list[float]], top: float, place: list[float]) -> None:
+    found = highest_point(np.array(planes))
+    assert found is not None
+    assert found[0] == pytest.approx(top, rel=1e-9)
+    if len(place) == 1:  # the third has several
+        assert found[1].tolist() == pytest.approx(place)

@@ -23,6 +23,7 @@ from autoshard.solver.program import Program, cell_ends
 
 SCALED_LARGEST = 1e6  # the largest cost that HiGHS sees
 SCALED_USAGE = 1e3  # the largest usage that HiGHS sees
+SCALED_PLANE, SMALLEST_SLOPE = 1e3, 1e-6  # the largest number that GLOP sees, and the least
 # HiGHS's dual feasibility tolerance is 1e-7 in scaled units; every node and edge carries one unit of
 # flow, so the sum of such errors is at most this much each. The rest covers the rounding of doubles
 # (1e-16 each) in sums of up to ten thousand terms.
@@ -200,20 +201,26 @@ def read(result: mathopt.SolveResult, start: Int, offset: int, scale: float, sla
     return MipAnswer(choice=choice, bound=bound, infeasible=False, finished=finished)
 
 
-def highest_point(planes: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-    """Returns the maximum over 0 ≤ x ≤ 1 of the least of `planes[i, 0] + planes[i, 1:] · x`, and where."""
-    scale = max(float(np.abs(planes).max()), 1.0) / SCALED_LARGEST
-    height, slope = planes[:, 0] / scale, planes[:, 1:] / scale
+def highest_point(planes: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]] | None:
+    """Returns the maximum over 0 ≤ x ≤ 1 of the least of `planes[i, 0] + planes[i, 1:] · x`, and where.
+
+    None if the engine fails for numerical reasons.
+    """
+    base = float(planes[:, 0].min())
+    planes = np.column_stack([planes[:, :1] - base, planes[:, 1:]])
+    scale = max(float(np.abs(planes).max()), 1.0) / SCALED_PLANE
+    planes = np.where(np.abs(planes) < SMALLEST_SLOPE * scale, 0.0, planes / scale)
     model = Model()
-    place = model.add_columns(np.zeros(slope.shape[1]), upper=1.0, integer=False)
+    place = model.add_columns(np.zeros(planes.shape[1] - 1), upper=1.0, integer=False)
     top = model.add_columns(np.array([-1.0]), upper=math.inf, integer=False, lower=-math.inf)
-    for h, s in zip(height.tolist(), slope, strict=True):
-        row = model.add_rows(1, -math.inf, h)
-        model.add_entries(row, place, -s)
+    for height, *slope in planes.tolist():
+        row = model.add_rows(1, -math.inf, height)
+        model.add_entries(row, place, -np.array(slope))
         model.add_entries(row, top, 1.0)
     result = mathopt.solve(mathopt.Model.from_model_proto(model.proto()), mathopt.SolverType.GLOP)
-    values = result.variable_values()
+    if not result.has_primal_feasible_solution():
+        return None
     found = np.zeros(model.columns)
-    for variable, value in values.items():
+    for variable, value in result.variable_values().items():
         found[variable.id] = value
-    return float(found[-1]) * scale, np.clip(found[:-1], 0.0, 1.0)
+    return base + float(found[-1]) * scale, np.clip(found[:-1], 0.0, 1.0)

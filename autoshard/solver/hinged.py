@@ -139,7 +139,10 @@ class Hinged:
                 forms = self.forms_of(self.network)
                 best_multiplier = np.pad(best_multiplier, (0, len(over)))
                 multiplier = np.pad(multiplier, (0, len(over)))
-            top, place = highest_point(np.array([forms.plane(met) for met in choices], dtype=float))
+            peak = highest_point(np.array([forms.plane(met) for met in choices], dtype=float))
+            if peak is None:
+                break
+            top, place = peak
             following = np.rint(place * 2**MULTIPLIER_BITS).astype(np.int64)
             if top - best <= FLAT * abs(top) or (following == multiplier).all():
                 break
