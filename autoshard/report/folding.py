@@ -6,6 +6,7 @@ moments of an optimizer repeat the parameters, is one row too, followed by those
 leaves whose layout is another.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
@@ -122,7 +123,7 @@ def _mirror_rows(
         )
         for (tail, _, _), holders in others.items()
     ]
-    head = _subtree_row(_braced(copies), f"as {'.'.join(original)}", every, mesh)
+    head = _subtree_row(_braced(copies), f"as {original[-1]}", every, mesh)
     return [head, *(replace(row, path=f"but {row.path}") for row in _folded(exceptions, mesh, depth=1))]
 
 
@@ -138,18 +139,23 @@ def _mirrors(by_path: Mapping[Segments, Leaf]) -> dict[Segments, list[Segments]]
             equal.setdefault(frozenset(shapes.items()), []).append(prefix)
     mirrors: dict[Segments, list[Segments]] = {}
     taken: list[Segments] = []
-    for shapes, (original, *rest) in sorted(equal.items(), key=lambda item: -len(item[0])):
-        if any(s.isdigit() for s in original) or any(_within(original, t) for t in taken):
-            continue  # equal layers of one list are folded by index
-        copies = [
-            copy
-            for copy in rest
-            if not any(_within(copy, t) for t in taken)
-            and 2 * sum(by_path[copy + tail].spec == by_path[original + tail].spec for tail, _ in shapes) > len(shapes)
-        ]
-        if copies:
-            mirrors[original] = copies
-            taken += [original, *copies]
+    for shapes, prefixes in sorted(equal.items(), key=lambda item: -len(item[0])):
+        patterns = Counter(map(_pattern, prefixes))
+        clusters: dict[Segments, list[Segments]] = {}
+        for prefix in prefixes:
+            if patterns[_pattern(prefix)] > 1 or any(_within(prefix, t) for t in taken):
+                continue  # the equal layers of a list are folded by index
+            alike = (
+                first
+                for first in clusters
+                if 2 * sum(by_path[prefix + tail].spec == by_path[first + tail].spec for tail, _ in shapes)
+                > len(shapes)
+            )
+            clusters.setdefault(next(alike, prefix), []).append(prefix)
+        for first, (_, *copies) in clusters.items():
+            if copies:
+                mirrors[first] = copies
+                taken += [first, *copies]
     return mirrors
 
 
