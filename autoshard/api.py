@@ -127,8 +127,12 @@ class Plan:
         record = self.record
 
         def run(*args: Any) -> Any:
-            flat = jax.tree.leaves(args)
-            return jax.tree.unflatten(traced.out_tree, apply.constrained(traced.jaxpr, record.pins, mesh, flat))
+
+            def emitted(*flat: Any) -> list[Any]:
+                return apply.constrained(traced.jaxpr, record.pins, mesh, flat)
+
+            outputs = in_auto_mode(emitted, record.outputs)(*jax.tree.leaves(args))
+            return jax.tree.unflatten(traced.out_tree, outputs)
 
         run.__name__ = record.name
         in_specs = jax.tree.unflatten(traced.in_tree, [NamedSharding(mesh, leaf.spec) for leaf in record.inputs])
@@ -465,12 +469,16 @@ def made_in_place(made: Plan, flat: Sequence[Any]) -> Any:
         ]
         return apply.constrained(traced.jaxpr, made.record.pins, mesh, inputs)
 
+    return jax.tree.unflatten(traced.out_tree, in_auto_mode(emitted, made.record.outputs)(*flat))
+
+
+def in_auto_mode(fn: Callable[..., list[Any]], outputs: Sequence[plans.Leaf]) -> Callable[..., list[Any]]:
+    """`fn` under the mesh in context with Auto axes: with Explicit ones, constraints would be assertions."""
     around = jax.sharding.get_abstract_mesh()
-    if AxisType.Explicit in around.axis_types:
-        specs = [NamedSharding(around, leaf.spec) for leaf in made.record.outputs]
-        run: Any = jax.sharding.auto_axes(emitted, out_sharding=specs)
-        return jax.tree.unflatten(traced.out_tree, run(*flat))
-    return jax.tree.unflatten(traced.out_tree, emitted(*flat))
+    if AxisType.Explicit not in around.axis_types:
+        return fn
+    auto: Any = jax.sharding.auto_axes(fn, out_sharding=[NamedSharding(around, leaf.spec) for leaf in outputs])
+    return auto
 
 
 def place_arguments(made: Plan, flat: Sequence[Any], *, strict: bool) -> list[Any]:
