@@ -1,4 +1,4 @@
-r"""Problems with hinges: prices turn hinges into costs; a MIP searches what the prices leave open.
+r"""Problems with hinges: prices turn hinges into costs, and exact search closes what they leave open.
 
 A hinge is $\max(0, h) = \max_{0 \le \lambda \le 1} \lambda h$. At fixed multipliers the problem is
 a plain network, which reduces far more than one with hinges, and whose optimum $L(\lambda)$
@@ -7,8 +7,11 @@ $c(x) + \lambda h(x)$: Kelley's method (1960) climbs to its maximum in a few ste
 
 What remains is the duality gap. At the best multipliers, message passing bounds from below every
 choice that contains a given strategy or cell. Those whose bounds reach a *target* a little above
-$L(\lambda^*)$ go, and the MIP solves the rest: whatever it cannot contain costs at least the
-target. The target rises until the gap is closed.
+$L(\lambda^*)$ go, and label elimination or, where it grows too large, the MIP solves the rest:
+whatever that cannot contain costs at least the target. The target rises until the gap is closed.
+
+Memory rows join lazily, once a choice breaks them: with multipliers of their own in the climb, as
+constraints in the search.
 
 All bounds are sums of integers: multipliers are multiples of $2^{-20}$, products rounded down.
 """
