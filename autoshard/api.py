@@ -215,6 +215,8 @@ class Plan:
     def verify(self, compiler: str | None = None, *, topology: str | None = None) -> Verification:
         """Compiles the planned program for its hardware, without a device, and compares.
 
+        A forward function that was planned for its gradient is compiled with its gradient.
+
         Args:
           compiler: "gpu", "tpu" or "cpu"; None takes the hardware's own.
           topology: another topology to compile for, such as "cpu:8".
@@ -224,9 +226,13 @@ class Plan:
         """
         if self._traced is None:
             raise PlanMismatchError("bind the loaded plan to its function first: plan.bind(train_step, state, batch)")
-        jitted = self._jitted(self._traced, meshes.abstract(self.record.mesh))
-        arguments = jax.tree.unflatten(self._traced.in_tree, self._traced.in_avals)
-        return verify(jitted.trace(*arguments), self.record, compiler=compiler, topology=topology)
+        mesh = meshes.abstract(self.record.mesh)
+        if self.planned is not None and self.planned.setting.gradient is not None:
+            program = planner.traced_gradient(self.planned, mesh)
+        else:
+            arguments = jax.tree.unflatten(self._traced.in_tree, self._traced.in_avals)
+            program = self._jitted(self._traced, mesh).trace(*arguments)
+        return verify(program, self.record, compiler=compiler, topology=topology)
 
 
 class _Loaded:

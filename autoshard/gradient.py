@@ -6,7 +6,7 @@ its layout is found again, so that the plan's constraints go into the forward fu
 and JAX's own rules carry them over to the backward pass.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from autoshard.apply import evaluate
+from autoshard.apply import constrained, evaluate
 from autoshard.errors import SpecError
 from autoshard.graph import Path
 from autoshard.mesh import MeshAxes
+from autoshard.pins import Pins
 from autoshard.trace import Traced, trace
 
 _PREFIX = "autoshard:"
@@ -77,21 +78,47 @@ def gradient_program(traced: Traced, argnums: Sequence[int], mesh: MeshAxes) -> 
     floats = [i for i, aval in enumerate(traced.out_avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
     seeds = [i for i in floats if traced.out_avals[i].shape]
 
+    def marked(args: Sequence[Any]) -> list[Any]:
+        return evaluate(traced.jaxpr, args, made=_mark, taken=lambda value, path, i: value, own=True)
+
+    program = _value_and_gradient(traced, leaves, marked)
+    gradient = trace(program, (list(traced.in_avals), [traced.out_avals[i] for i in seeds]), ("", "cotangents"), mesh)
+    return GradientProgram(traced=gradient, first_gradient=len(traced.out_avals), gradient_of=tuple(leaves))
+
+
+def emitted(traced: Traced, gradient: GradientProgram, pins: Pins, mesh: Any) -> Callable[..., list[Any]]:
+    """What runs when the constrained forward function is differentiated: flat inputs to flat outputs of the program."""
+    program = _value_and_gradient(traced, gradient.gradient_of, lambda args: constrained(traced.jaxpr, pins, mesh, args))
+    count = len(traced.in_avals)
+
+    def run(*flat: Any) -> list[Any]:
+        outputs, gradients = program(list(flat[:count]), list(flat[count:]))
+        return [*outputs, *gradients]
+
+    return run
+
+
+def _value_and_gradient(
+    traced: Traced, leaves: Sequence[int], forward: Callable[[Sequence[Any]], list[Any]]
+) -> Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]:
+    """(flat inputs, cotangents of the outputs that are no scalars) → (outputs, gradients of the leaves)."""
+    floats = [i for i, aval in enumerate(traced.out_avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
+    seeds = [i for i in floats if traced.out_avals[i].shape]
+
     def program(flat: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
-        def forward(chosen: list[Any]) -> tuple[list[Any], list[Any]]:
+        def of_leaves(chosen: list[Any]) -> tuple[list[Any], list[Any]]:
             args = list(flat)
             for i, leaf in zip(leaves, chosen, strict=True):
                 args[i] = leaf
-            outputs = evaluate(traced.jaxpr, args, made=_mark, taken=lambda value, path, i: value, own=True)
+            outputs = forward(args)
             return [outputs[i] for i in floats], outputs
 
-        values, pull, outputs = jax.vjp(forward, [flat[i] for i in leaves], has_aux=True)
+        values, pull, outputs = jax.vjp(of_leaves, [flat[i] for i in leaves], has_aux=True)
         given = dict(zip(seeds, cotangents, strict=True))
         seed = [given[i] if i in given else jnp.ones((), v.dtype) for i, v in zip(floats, values, strict=True)]
         return outputs, pull(seed)[0]
 
-    gradient = trace(program, (list(traced.in_avals), [traced.out_avals[i] for i in seeds]), ("", "cotangents"), mesh)
-    return GradientProgram(traced=gradient, first_gradient=len(traced.out_avals), gradient_of=tuple(leaves))
+    return program
 
 
 def _mark(value: Any, path: Path, i: int) -> Any:

@@ -5,14 +5,14 @@ trace → graph → decisions → problem → solution → assignment → record
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from autoshard import graph as graphs
@@ -20,7 +20,7 @@ from autoshard import minimal
 from autoshard import trace as traces
 from autoshard.completion import Annotations
 from autoshard.errors import InfeasibleError, SpecError
-from autoshard.gradient import GradientProgram, gradient_program, marks
+from autoshard.gradient import GradientProgram, emitted, gradient_program, marks
 from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins, Specs, spec_of
@@ -63,18 +63,6 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Planned:
-    """A record with everything that led to it, for explanations and further questions."""
-
-    record: PlanRecord
-    traced: Traced
-    formulation: Formulation
-    solution: Solution
-    assignment: Assignment
-    seconds: Mapping[str, float]  # wall-clock per stage
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Setting:
     """A program, ready to be planned or priced: its decisions and the way back to its source."""
 
@@ -88,6 +76,19 @@ class Setting:
     @property
     def priced(self) -> Traced:
         return self.traced if self.gradient is None else self.gradient.traced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Planned:
+    """A record with everything that led to it, for explanations and further questions."""
+
+    record: PlanRecord
+    traced: Traced
+    setting: Setting
+    formulation: Formulation
+    solution: Solution
+    assignment: Assignment
+    seconds: Mapping[str, float]  # wall-clock per stage
 
 
 class _Clock:
@@ -244,6 +245,7 @@ def make(
     return Planned(
         record=record,
         traced=setting.traced,
+        setting=setting,
         formulation=formulation,
         solution=solution,
         assignment=assignment,
@@ -320,6 +322,26 @@ def describe(
         compiler_options=_compiler_options(hardware),
         notes=tuple(notes),
     )
+
+
+def traced_gradient(planned: Planned, mesh: Any) -> Any:
+    """The gradient of a planned forward function, jitted on a mesh in the planned layouts and traced.
+
+    Its arguments are flat: the function's leaves, then the cotangents of outputs that are no scalars.
+    """
+    setting, assignment = planned.setting, planned.assignment
+    assert setting.gradient is not None  # asked only of plans for a gradient
+    priced, axes = setting.priced, setting.decisions.mesh
+
+    def shardings(codes: Iterable[int], avals: Sequence[Any]) -> list[NamedSharding]:
+        return [NamedSharding(mesh, layout_of(c, len(a.shape), axes).spec()) for c, a in zip(codes, avals, strict=True)]
+
+    jitted = jax.jit(
+        emitted(setting.traced, setting.gradient, planned.record.pins, mesh),
+        in_shardings=tuple(shardings(map(assignment.input_code, range(len(priced.in_avals))), priced.in_avals)),
+        out_shardings=shardings(map(assignment.output_code, range(len(priced.out_avals))), priced.out_avals),
+    )
+    return jitted.trace(*priced.in_avals)
 
 
 def program_pins(assignment: Assignment) -> Pins:
