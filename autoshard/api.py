@@ -478,7 +478,7 @@ def made_in_place(made: Plan, flat: Sequence[Any]) -> Any:
     return jax.tree.unflatten(traced.out_tree, in_auto_mode(emitted, made.record.outputs)(*flat))
 
 
-def in_auto_mode(fn: Callable[..., list[Any]], outputs: Sequence[plans.Leaf]) -> Callable[..., list[Any]]:
+def in_auto_mode(fn: Callable[..., list[Any]], outputs: Sequence[Leaf]) -> Callable[..., list[Any]]:
     """`fn` under the mesh in context with Auto axes: with Explicit ones, constraints would be assertions."""
     around = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit not in around.axis_types:
