@@ -68,7 +68,8 @@ def annotated(program: Traced, mesh: MeshAxes, annotations: Annotations) -> Any:
         out_shardings=shardings(annotations.outputs, len(program.out_avals)),
         donate_argnums=tuple(sorted(annotations.donated)),
     )
-    return jitted.trace(*program.in_avals)
+    with _jax.auto_mesh(mesh.names, mesh.sizes):
+        return jitted.trace(*program.in_avals)
 
 
 def _scope(path: Path) -> AbstractContextManager[Any]:
