@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from autoshard import apply, meshes, shardy
+from autoshard import _jax, apply, meshes, shardy
 from autoshard.graph import Aval, Graph, Path
 from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
