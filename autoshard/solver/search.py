@@ -270,7 +270,7 @@ def solve_by_search(incumbent: Incumbent) -> str:
     search = Search(incumbent, network)
     search.climb(FIRST_CYCLES)
     cells, part = float(FIRST_CELLS), float(FIRST_CELLS)
-    rounds = tried = 0
+    rounds, tried = 0, -1  # `tried`: the size of the last network solved whole
     while incumbent.left_s() > 0 and not incumbent.closed() and rounds != incumbent.rounds:
         rounds += 1
         most = MIP_CELLS_PER_S * incumbent.left_s()
