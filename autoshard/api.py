@@ -79,6 +79,11 @@ class Plan:
         order = np.asarray(self.record.device_order)
         return meshes.over_devices(self.record.mesh, order, None if devices is None else list(devices))
 
+    @property
+    def own_mesh(self) -> Mesh | None:
+        """The Mesh that the caller gave or had set, if any."""
+        return None if self._place is None else self._place.own
+
     def in_shardings(self, mesh: Mesh | None = None) -> Any:
         """NamedShardings of the inputs, for `device_put`, Orbax or `jax.jit`.
 

@@ -26,7 +26,8 @@ from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins, Specs, spec_of
 from autoshard.plan import Certificate, Cost, Leaf, Memory, PlanRecord
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.decisions import Decisions, decide
+from autoshard.problem.decide import decide
+from autoshard.problem.decisions import Decisions
 from autoshard.problem.formulation import UNIT_S, Formulation, exposed_ps, formulate
 from autoshard.resharding import Resharder
 from autoshard.solver import Solution, Status, solve
@@ -168,8 +169,8 @@ def prepare(
             input_pins[position] = np.intersect1d(input_pins[position], output_pins[output])
             if not len(input_pins[position]):
                 raise SpecError(
-                    f"{traced.in_paths[position]}: asked for in {wanted.inputs[position]}, but the output that replaces it "
-                    f"in {wanted.outputs[output]}"
+                    f"{traced.in_paths[position]}: asked for in {wanted.inputs[position]}, "
+                    f"but the output that replaces it in {wanted.outputs[output]}"
                 )
     resharder = Resharder(real, machine)
     decisions = decide(
@@ -206,6 +207,14 @@ def make(
     """Solves a setting and reads the solution as a plan.
 
     Args:
+      setting: the program's decisions.
+      name: the function's.
+      mesh: its logical mesh.
+      hardware: what is planned for.
+      machine: the mesh placed on it.
+      wanted: the user's specs and donations.
+      budget: limits of memory and search.
+      notes: for the plan, such as what was assumed for the user.
       constraints: "needed" asks Shardy which constraints its own propagation reaches
         anyway and leaves those out; "all" emits every one.
       platform: JAX's name of the platform that is planned for.
@@ -260,9 +269,7 @@ def _needed(record: PlanRecord, setting: Setting, formulation: Formulation, plat
         pins=record.pins,
         donated=frozenset(),
     )
-    return minimal.needed(
-        setting.traced, setting.decisions, formulation.folding, record.mesh, annotations, platform
-    )
+    return minimal.needed(setting.traced, setting.decisions, formulation.folding, record.mesh, annotations, platform)
 
 
 def describe(

@@ -23,7 +23,7 @@ OUTSIDE = 2  # windows outside of loops; the body of loop k is window OUTSIDE + 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """`of_value[v]`: the window in which v's resharding can hide, or None; `of_equation[e]`: where its compute counts."""
+    """The window in which each value's resharding can hide (or None), and in which each equation's compute counts."""
 
     of_value: tuple[int | None, ...]
     of_equation: tuple[int, ...]

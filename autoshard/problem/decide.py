@@ -1,0 +1,467 @@
+"""Decide: a graph on a mesh and a machine → its decisions, with every choice priced."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard import costs
+from autoshard.errors import InfeasibleError
+from autoshard.graph import LINKS, Aval, Eqn, Graph
+from autoshard.mesh import MeshAxes
+from autoshard.problem.decisions import Decision, Decisions, Edge, Port, Usage, consumer_port
+from autoshard.problem.windows import EARLY, LATE, windows
+from autoshard.resharding import PS_PER_S
+from autoshard.rules import FactorKind, ShardingRule, rules_of
+from autoshard.strategies import SUM, WHOLE, Codes, Strategies, decode, encode, enumerate_strategies, layouts, shards
+
+# Equations through which the partitioner itself lets partial sums flow in Auto mode: it
+# merges the reductions of both sides of an addition and moves one past a transpose or a
+# reshape, but never past a scale or a subtraction.
+SUMS_FLOW = frozenset({"add", "add_any", "transpose", "reshape"})
+
+
+def is_pointwise(rule: ShardingRule) -> bool:
+    """One result, and every operand dimension is whole or the result's own."""
+    if len(rule.results) != 1 or any(f.kind is not FactorKind.PASS for f in rule.factors):
+        return False
+    result = rule.results[0]
+    return all(
+        not dims or (len(dims) == len(result) and all(d in ((), r) for d, r in zip(dims, result, strict=True)))
+        for dims in rule.operands
+    )
+
+
+def decide(
+    graph: Graph,
+    mesh: MeshAxes,
+    machine: costs.Machine,
+    *,
+    tied: Mapping[int, int],
+    donated: frozenset[int],
+    input_pins: Mapping[int, Codes],
+    output_pins: Mapping[int, Codes],
+    equation_pins: Mapping[int, Codes],
+    held_bytes: Mapping[int, int],
+    unknown: str,
+) -> Decisions:
+    """Builds the decisions of a graph.
+
+    Args:
+      graph: the program.
+      mesh: the logical mesh.
+      machine: the cost model with the mesh placed on it.
+      tied: program output position → input position that share one layout.
+      donated: input positions whose memory may be reused after their last use.
+      input_pins: input position → the codes that it may have.
+      output_pins: output position → the codes that it may have.
+      equation_pins: equation → the codes that its one result may have.
+      held_bytes: input position → further bytes per element of memory that share its
+        layout throughout (an optimizer's state that is not in the program).
+      unknown: "error", or "replicate" to keep equations without a rule whole.
+    """
+    decider = _Decider(graph, mesh, machine, equation_pins, unknown)
+    return decider.run(tied, donated, input_pins, output_pins, held_bytes)
+
+
+class _Decider:
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: MeshAxes,
+        machine: costs.Machine,
+        equation_pins: Mapping[int, Codes],
+        unknown: str,
+    ) -> None:
+        self.graph, self.mesh, self.machine = graph, mesh, machine
+        self.equation_pins = equation_pins
+        self.rules = rules_of(graph.eqns, unknown=unknown)
+        self.pointwise = [
+            is_pointwise(rule) and e not in equation_pins and graph.eqns[e].primitive not in LINKS
+            for e, rule in enumerate(self.rules)
+        ]
+        self.made_by = graph.producers()
+        self.consumers = graph.consumers()
+        self.materialised = costs.materialised(graph, self.pointwise)
+        self.nodes: list[Decision] = []
+        self.edges: list[Edge] = []
+        self.usages: dict[tuple[int, int, int, str], NDArray[np.int64]] = {}
+        self.node_of = [-1] * len(graph.eqns)
+        self.copies: dict[int, Port] = {}  # value → its copy
+        self.ports: dict[int, Port] = {}  # value → where it is made
+        self.pruned = 0
+
+    def run(
+        self,
+        tied: Mapping[int, int],
+        donated: frozenset[int],
+        input_pins: Mapping[int, Codes],
+        output_pins: Mapping[int, Codes],
+        held_bytes: Mapping[int, int],
+    ) -> Decisions:
+        self.free = self._free_values()
+        self.flows = self._sum_flows()
+        self.windows = windows(self.graph)
+        inputs = self._add_inputs(tied, donated, input_pins, output_pins, held_bytes)
+        self._add_chains()
+        self._add_equations()
+        outputs = self._add_outputs(inputs, tied, output_pins)
+        self._connect(inputs, outputs)
+        return Decisions(
+            graph=self.graph,
+            mesh=self.mesh,
+            rules=tuple(self.rules),
+            nodes=tuple(self.nodes),
+            edges=tuple(self.edges),
+            usages=tuple(
+                Usage(node=node, start=start, end=end, nbytes=nbytes, kind=kind)
+                for (node, start, end, kind), nbytes in self.usages.items()
+            ),
+            node_of=tuple(self.node_of),
+            made=self.ports,
+            kept=self.copies,
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            windows=self.windows,
+            materialised=self.materialised,
+            pruned=self.pruned,
+        )
+
+    # What decides nothing, and through what partial sums flow.
+
+    def _free_values(self) -> set[int]:
+        """Constants and what is computed from constants alone without a contraction."""
+        given = set(self.graph.inputs)
+        free = {v for v in self.consumers if v not in self.made_by and v not in given}
+        for e, eqn in enumerate(self.graph.eqns):
+            if costs.fusible(eqn, pointwise=self.pointwise[e]) and all(v in free for v in self.graph.operands[e]):
+                free.update(self.graph.results[e])
+        return free - set(self.graph.outputs)
+
+    def _sum_flows(self) -> list[bool]:
+        """Equations whose operands may all be unreduced, so that partial sums flow on."""
+        summing: set[int] = set()
+        flows = [False] * len(self.graph.eqns)
+        for e, (eqn, rule) in enumerate(zip(self.graph.eqns, self.rules, strict=True)):
+            if eqn.primitive in SUMS_FLOW and rule.linear:
+                flows[e] = all(self.graph.operands[e][i] in summing for i in rule.linear[0])
+            if flows[e] or (costs.is_contraction(eqn) and any(f.reduction == "sum" for f in rule.factors)):
+                summing.update(self.graph.results[e])
+        return flows
+
+    # Nodes.
+
+    def _node(
+        self,
+        kind: str,
+        name: str,
+        where: str,
+        count: int,
+        *,
+        seconds: NDArray[np.float64] | None = None,
+        cover: NDArray[np.float64] | None = None,
+        window: int = EARLY,
+        flops: NDArray[np.float64] | None = None,
+        equations: Sequence[int] = (),
+        strategies: Strategies | None = None,
+        codes: Codes | None = None,
+    ) -> int:
+        zero = np.zeros(count)
+        self.nodes.append(
+            Decision(
+                kind=kind,
+                name=name,
+                where=where,
+                cost_ps=_ps(zero if seconds is None else seconds),
+                cover_ps=_ps(zero if cover is None else cover),
+                window=window,
+                flops=zero if flops is None else flops,
+                equations=tuple(equations),
+                strategies=strategies,
+                codes=codes,
+            )
+        )
+        return len(self.nodes) - 1
+
+    def _add_inputs(
+        self,
+        tied: Mapping[int, int],
+        donated: frozenset[int],
+        input_pins: Mapping[int, Codes],
+        output_pins: Mapping[int, Codes],
+        held_bytes: Mapping[int, int],
+    ) -> list[int]:
+        found: list[int] = []
+        end = len(self.graph.eqns) + 1
+        tied_inputs = set(tied.values())
+        pins = dict(input_pins)
+        for output, position in tied.items():
+            if output in output_pins:
+                pins.setdefault(position, output_pins[output])
+        for position, value in enumerate(self.graph.inputs):
+            aval = self.graph.avals[value]
+            codes = layouts(aval.shape, self.mesh, unreduced=False)
+            if position in pins:
+                codes = pins[position]
+            node = self._node("input", f"input {position}", "", len(codes), codes=codes)
+            self.ports[value] = Port(node, codes)
+            last = end
+            if position in donated and position not in tied_inputs:
+                last = 1 + max((e for e, _ in self.consumers.get(value, [])), default=0)
+            self._use(node, 0, last, aval, codes, "arguments")
+            if position in held_bytes:
+                pieces = shards(codes, aval.ndim, self.mesh)
+                self._add_usage(node, 0, end, aval.size * held_bytes[position] // pieces, "optimizer")
+            found.append(node)
+        return found
+
+    def _add_chains(self) -> None:
+        parent: dict[int, int] = {}
+
+        def find(e: int) -> int:
+            while parent[e] != e:
+                parent[e] = parent[parent[e]]
+                e = parent[e]
+            return e
+
+        graph = self.graph
+        for e, rule in enumerate(self.rules):
+            if not self.pointwise[e] or self.flows[e] or graph.results[e][0] in self.free:
+                continue
+            parent[e] = e
+            for v, dims in zip(graph.operands[e], rule.operands, strict=True):
+                maker = self.made_by.get(v, (-1, 0))[0]
+                if maker in parent and dims == rule.results[0] and not _narrows(graph.eqns[maker]):
+                    parent[find(maker)] = find(e)
+        chains: dict[int, list[int]] = {}
+        for e in parent:
+            chains.setdefault(find(e), []).append(e)
+        for members in [*chains.values(), *self._carries()]:
+            self._add_chain(members)
+
+    def _carries(self) -> list[list[int]]:
+        """The links into and out of a loop's body that carry one value round."""
+        graph = self.graph
+        into: dict[tuple[int, int], int] = {}
+        found: list[list[int]] = []
+        for e, eqn in enumerate(graph.eqns):
+            if eqn.primitive == "loop_carry":
+                into[graph.carry[e]] = e
+            elif eqn.primitive == "loop_result":
+                entry = into.get(graph.carry[e])
+                found.append([e] if entry is None else [entry, e])
+        return found
+
+    def _add_chain(self, members: list[int]) -> None:
+        graph, mesh = self.graph, self.mesh
+        first = members[0]
+        aval = graph.avals[graph.results[first][0]]
+        codes = layouts(aval.shape, mesh, unreduced=False)
+        inside = {graph.results[e][0] for e in members}
+        pieces = shards(codes, aval.ndim, mesh)
+        nbytes = np.zeros(len(codes))
+        trips = graph.runs(first)
+        seen: set[int] = set()
+        for e in members:
+            for v in graph.operands[e]:
+                if v in seen or v in self.free or (v not in inside and not self.materialised[v]):
+                    continue
+                if v in inside and not self.materialised[v]:
+                    continue
+                seen.add(v)
+                nbytes += graph.avals[v].nbytes / np.minimum(pieces, max(graph.avals[v].size, 1))
+            v = graph.results[e][0]
+            if self.materialised[v]:
+                nbytes += graph.avals[v].nbytes / pieces
+        if graph.eqns[first].primitive in LINKS:
+            nbytes[:] = 0.0
+        node = self._node(
+            "chain",
+            f"{graph.eqns[first].primitive} …" if len(members) > 1 else graph.eqns[first].primitive,
+            graph.eqns[first].where,
+            len(codes),
+            seconds=np.asarray(self.machine.hbm_s(nbytes)) * trips,
+            equations=members,
+            codes=codes,
+        )
+        for e in members:
+            self.node_of[e] = node
+            self.ports[graph.results[e][0]] = Port(node, codes)
+
+    def _add_equations(self) -> None:
+        graph = self.graph
+        for e, (eqn, rule) in enumerate(zip(graph.eqns, self.rules, strict=True)):
+            if self.node_of[e] >= 0 or all(v in self.free for v in graph.results[e]):
+                continue
+            strategies = enumerate_strategies(rule, self.mesh, sums_flow=self.flows[e])
+            if e in self.equation_pins:
+                strategies = strategies.only(np.isin(strategies.results[0], self.equation_pins[e]))
+            self.pruned += strategies.pruned
+            seconds = costs.in_op_s(eqn, rule, strategies, self.mesh, self.machine)
+            cover = flops = None
+            window = EARLY
+            if costs.is_contraction(eqn):
+                compute, flops = costs.contraction_s(eqn, rule, strategies, self.mesh, self.machine)
+                seconds = seconds + compute
+                cover = compute * self.machine.overlap * graph.runs(e)
+                window = self.windows.of_equation[e]
+            else:
+                reads = [v not in self.free and bool(self.materialised[v]) for v in graph.operands[e]]
+                writes = [bool(self.materialised[v]) for v in graph.results[e]]
+                touched = costs.touched_bytes(eqn, strategies, self.mesh, reads, writes)
+                seconds = seconds + np.asarray(self.machine.hbm_s(touched))
+            node = self._node(
+                "equation",
+                eqn.primitive,
+                eqn.where,
+                len(strategies),
+                seconds=seconds * graph.runs(e),
+                cover=cover,
+                window=window,
+                flops=None if flops is None else flops * graph.runs(e),
+                equations=(e,),
+                strategies=strategies,
+            )
+            self.node_of[e] = node
+            for v, codes in zip(graph.results[e], strategies.results, strict=True):
+                self.ports[v] = Port(node, codes)
+
+    def _add_outputs(self, inputs: list[int], tied: Mapping[int, int], output_pins: Mapping[int, Codes]) -> list[int]:
+        found: list[int] = []
+        for position, value in enumerate(self.graph.outputs):
+            if position in tied:
+                found.append(inputs[tied[position]])
+                continue
+            aval = self.graph.avals[value]
+            codes = layouts(aval.shape, self.mesh, unreduced=False)
+            if position in output_pins:
+                codes = output_pins[position]
+            found.append(self._node("output", f"output {position}", "", len(codes), codes=codes))
+        return found
+
+    # Edges and memory.
+
+    def _connect(self, inputs: list[int], outputs: list[int]) -> None:
+        graph = self.graph
+        leaves: dict[int, list[Port]] = {}
+        for position, value in enumerate(graph.outputs):
+            node = outputs[position]
+            codes = self.nodes[node].codes
+            assert codes is not None  # inputs and outputs have codes
+            leaves.setdefault(value, []).append(Port(node, codes))
+        for value in range(len(graph.avals)):
+            port = self.ports.get(value)
+            if port is None:
+                continue
+            self._connect_value(value, port, leaves.get(value, []))
+
+    def _connect_value(self, value: int, port: Port, leaves: list[Port]) -> None:
+        targets: dict[tuple[int, bytes], Port] = {}
+        uses = self.consumers.get(value, [])
+        for e, i in uses:
+            target = consumer_port(self.nodes, self.rules, self.node_of, self.mesh, e, i)
+            if target is None or (target.node == port.node and self.nodes[port.node].kind == "chain"):
+                continue
+            targets.setdefault((target.node, target.codes.tobytes()), target)
+        is_input = self.nodes[port.node].kind == "input"
+        for target in leaves:
+            if not (is_input and target.node == port.node):
+                targets.setdefault((target.node, target.codes.tobytes()), target)
+        aval = self.graph.avals[value]
+        start = self.made_by[value][0] if value in self.made_by else 0
+        end = 1 + max((e for e, _ in uses), default=start)
+        if leaves:
+            end = len(self.graph.eqns) + 1
+        holder = port
+        if len(targets) > 1:
+            holder = self._add_copy(value, port, list(targets.values()), is_input=is_input)
+            first = min((e for e, _ in uses), default=start)
+            self._use_copy(holder, first if is_input else start, end, aval, is_input=is_input)
+        elif not is_input and self.materialised[value]:
+            tied = leaves and self.nodes[leaves[0].node].kind == "input"
+            if not tied:
+                self._use(port.node, start, end, aval, port.codes, self._kind(value))
+        for target in targets.values():
+            self._edge(holder, target, value)
+
+    def _add_copy(self, value: int, port: Port, targets: list[Port], *, is_input: bool) -> Port:
+        """The copy of a value for several consumers.
+
+        An input's copy either *is* the input (same layout, no memory) or lies beside it:
+        each code appears as both, first the aliases.
+        """
+        aval = self.graph.avals[value]
+        wanted = np.unique(np.concatenate([t.codes for t in targets]))
+        rows = decode(wanted, aval.ndim, self.mesh.ndim)
+        reduced = ~(rows == SUM).any(axis=1)
+        made = np.unique(port.codes)
+        codes = np.unique(
+            np.concatenate([wanted[reduced], np.intersect1d(wanted[~reduced], made), _reduced(made, aval, self.mesh)])
+        )
+        name = f"copy of {self.nodes[port.node].name}"
+        where = self.nodes[port.node].where
+        forbidden = None
+        if is_input:
+            alias = codes[np.isin(codes, port.codes)]
+            forbidden = np.zeros((len(port.codes), len(alias) + len(codes)), bool)
+            forbidden[:, : len(alias)] = port.codes[:, None] != alias[None, :]
+            codes = np.concatenate([alias, codes])
+        node = self._node("copy", name, where, len(codes), codes=codes)
+        copy = Port(node, codes)
+        self.copies[value] = copy
+        self._edge(port, copy, value, forbidden=forbidden)
+        return copy
+
+    def _use_copy(self, copy: Port, start: int, end: int, aval: Aval, *, is_input: bool) -> None:
+        nbytes = _local_bytes(aval, copy.codes, self.mesh)
+        if is_input:
+            repeated = np.unique(copy.codes, return_counts=True)[1]
+            nbytes[: int((repeated > 1).sum())] = 0
+        self._add_usage(copy.node, start, end, nbytes, "copies" if is_input else "activations")
+
+    def _edge(self, source: Port, target: Port, value: int, forbidden: NDArray[np.bool_] | None = None) -> None:
+        self.edges.append(
+            Edge(
+                u=source.node,
+                v=target.node,
+                value=value,
+                source=source.codes,
+                target=target.codes,
+                window=self.windows.of_value[value],
+                trips=self.graph.trips[value],
+                forbidden=forbidden,
+            )
+        )
+
+    def _kind(self, value: int) -> str:
+        window = self.windows.of_value[value]
+        return "gradients" if window == LATE else "copies" if window == EARLY else "activations"
+
+    def _use(self, node: int, start: int, end: int, aval: Aval, codes: Codes, kind: str) -> None:
+        self._add_usage(node, start, end, _local_bytes(aval, codes, self.mesh), kind)
+
+    def _add_usage(self, node: int, start: int, end: int, nbytes: NDArray[np.int64], kind: str) -> None:
+        key = (node, start, end, kind)
+        self.usages[key] = self.usages[key] + nbytes if key in self.usages else nbytes
+
+
+def _narrows(eqn: Eqn) -> bool:
+    """Whether an equation casts to a smaller type: what it makes is cheaper to move than what it takes."""
+    return eqn.primitive == "convert_element_type" and eqn.results[0].itemsize < eqn.operands[0].itemsize
+
+
+def _ps(seconds: NDArray[np.float64]) -> NDArray[np.int64]:
+    if not np.isfinite(seconds).all():
+        raise InfeasibleError("the cost model returned a price that is not finite")
+    return np.rint(seconds * PS_PER_S).astype(np.int64)
+
+
+def _local_bytes(aval: Aval, codes: Codes, mesh: MeshAxes) -> NDArray[np.int64]:
+    return aval.nbytes // shards(codes, aval.ndim, mesh)
+
+
+def _reduced(codes: Codes, aval: Aval, mesh: MeshAxes) -> Codes:
+    """The codes with unreduced axes made whole."""
+    rows = decode(codes, aval.ndim, mesh.ndim).copy()
+    rows[rows == SUM] = WHOLE
+    return np.unique(encode(rows, aval.ndim))
