@@ -523,10 +523,9 @@ def _spec_text(sharding: Any) -> str:
 
 def on_caller_mesh(made: Plan, outputs: Any) -> Any:
     """Outputs as arrays on the caller's own mesh object (Explicit axes): nothing is copied."""
-    place = made._place
-    if place is None or place.own is None or place.own == made.mesh():
+    own = made.own_mesh
+    if own is None or own == made.mesh():
         return outputs
-    own = place.own
     return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(own, x.sharding.spec)), outputs)
 
 
