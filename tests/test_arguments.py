@@ -80,7 +80,11 @@ def test_patterns(pattern: str, path: str, expected: bool) -> None:  # noqa: FBT
     assert matches(pattern, path) == expected
 
 
-@given(st.recursive(st.just(0), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner)))
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner)
+
+
+@given(st.recursive(st.just(0), containers))
 def test_every_path_matches_itself_in_both_spellings(tree: Any) -> None:
     for path, _ in jax.tree_util.tree_leaves_with_path(tree):
         text = "state" + jax.tree_util.keystr(path)
@@ -146,7 +150,7 @@ def test_device_kinds_of_the_catalogue(kind: tuple[str, str], chip: str) -> None
 
 
 def test_a_device_that_is_not_in_the_catalogue() -> None:
-    with pytest.raises(MeshError, match="no hardware file for 'Abacus': pass hardware=; known: .*h100"):
+    with pytest.raises(MeshError, match=r"no hardware file for 'Abacus': pass hardware=; known: .*h100"):
         meshes.detect([Device("gpu", "Abacus")], 1)
 
 

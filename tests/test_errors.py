@@ -231,7 +231,8 @@ def test_a_plan_for_other_shapes(file: Path) -> None:
 def test_a_plan_for_another_function(file: Path) -> None:
     text = said(lambda: autoshard.load(file).bind(lambda w, x: x @ w + 1, W, X), PlanMismatchError)
     assert re.fullmatch(
-        r"the plan was made for another program \(product\): its digest is \w{32}, this function's is \w{32}; plan again",
+        r"the plan was made for another program \(product\): its digest is \w{32}, "
+        r"this function's is \w{32}; plan again",
         text,
     )
 

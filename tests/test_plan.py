@@ -36,7 +36,8 @@ def train(state, x):
 def make():
     state = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in (("up", (4096, 8192)), ("down", (8192, 4096)))}
     x = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
-    return autoshard.plan(train, state, x, mesh={"data": 2, "model": 4}, hardware="h100:1x8", donate_argnums=0, rel_gap=1e-2)
+    mesh = {"data": 2, "model": 4}
+    return autoshard.plan(train, state, x, mesh=mesh, hardware="h100:1x8", donate_argnums=0, rel_gap=1e-2)
 """
 
 
@@ -74,7 +75,8 @@ def test_a_saved_plan_is_read_as_it_was(tmp_path: Path) -> None:
     assert read(path).dumps() == path.read_text(encoding="utf-8")
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
     loaded = autoshard.load(path)
-    assert loaded.specs == {"state['down']": plan.specs[0]["down"], "state['up']": plan.specs[0]["up"], "x": plan.specs[1]}
+    state, x = plan.specs
+    assert loaded.specs == {"state['down']": state["down"], "state['up']": state["up"], "x": x}
     assert loaded.compiler_options == plan.compiler_options
     assert repr(loaded) == repr(plan)
 

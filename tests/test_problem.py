@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import jax
@@ -25,12 +25,12 @@ from tests.programs import TINY, Program, setting_of, smallest
 SEEDS = range(5)
 
 
-@lru_cache(maxsize=None)
+@cache
 def setting(name: str, *, step: bool = False) -> Setting:
     return setting_of(smallest(name, step=step))[0]
 
 
-@lru_cache(maxsize=None)
+@cache
 def formulation(name: str, *, folded: bool = True) -> Formulation:
     of = setting(name)
     return formulate(of.decisions, of.resharder, memory_bytes=None, folded=folded)

@@ -4,7 +4,6 @@ import itertools
 from functools import partial
 from typing import Any
 
-import cost_models
 import jax
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
+import cost_models
 from autoshard.graph import Aval
 from autoshard.mesh import MeshAxes
 from autoshard.resharding import INF_PS, Resharder, Step

@@ -84,7 +84,7 @@ def test_codes_layouts_and_specs_round_trip(mesh: MeshAxes, shape: tuple[int, ..
         assert encode(decode(code, len(shape), mesh.ndim), len(shape)) == code
         reduced = Layout(layout.dims)
         assert Layout.from_spec(reduced.spec(), len(shape)) == reduced
-        assert prod(shape) == prod(layout.local_shape(shape, mesh)) * int(shards(np.int64(code), len(shape), mesh))
+        assert prod(shape) == prod(layout.local_shape(shape, mesh)) * int(shards(np.array(code), len(shape), mesh))
 
 
 @settings(deadline=None)
