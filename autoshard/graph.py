@@ -83,7 +83,7 @@ class Eqn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """Equations in program order over values 0, 1, 2, …
+    """Equations in program order over values 0, 1, 2 and so on.
 
     `operands[e]` and `results[e]` are the value ids of equation e; `takes[e][i]` and
     `makes[e][i]` are where apply meets them. A value that no equation makes is an input

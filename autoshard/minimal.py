@@ -53,15 +53,16 @@ def needed(
       ShardyError: propagation fails.
     """
     graph = decisions.graph
-    value_at = {spot: v for spots, values in zip(graph.makes, graph.results, strict=True) for spot, v in zip(spots, values, strict=True)}
+    value_at = _value_at(graph)
     pins = annotations.pins
     open_ = {spot: specs for spot, specs in pins.made.items() if len(specs) == 1 and spot in value_at}
-    wanted = {value_at[spot]: Layout.from_spec(specs[0], graph.avals[value_at[spot]].ndim) for spot, specs in open_.items()}
+    wanted = {(v := value_at[spot]): Layout.from_spec(specs[0], graph.avals[v].ndim) for spot, specs in open_.items()}
     spot_of = {value_at[spot]: spot for spot in open_}
     fixed = replace(pins, made={spot: specs for spot, specs in pins.made.items() if spot not in open_})
     lowered = annotated(program, mesh, replace(annotations, pins=fixed)).lower(lowering_platforms=(platform,))
     held: set[int] = set()
     numbers: dict[int, int] = {}
+    wave = 0
     for wave in range(WAVES + 1):
         found = shardy.propagate(lowered, {numbers[v]: wanted[v] for v in held if v in numbers})
         values = _values(graph, found.values)
@@ -75,6 +76,15 @@ def needed(
     log.debug("%d of %d constraints are needed, after %d probes", len(held), len(wanted), wave + 1)
     made = {**fixed.made, **{spot_of[v]: pins.made[spot_of[v]] for v in held}}
     return replace(pins, made=dict(sorted(made.items())))
+
+
+def _value_at(graph: Graph) -> dict[Spot, int]:
+    """Where apply meets a result → the value."""
+    return {
+        spot: v
+        for spots, values in zip(graph.makes, graph.results, strict=True)
+        for spot, v in zip(spots, values, strict=True)
+    }
 
 
 def _axes(values: Mapping[int, ValueLayout], v: int) -> Layout | None:
@@ -103,10 +113,7 @@ def _values(graph: Graph, ops: Sequence[ValueLayout]) -> dict[int, ValueLayout]:
         if scopes:
             by_path.setdefault(tuple(int(step) for step in scopes[-1].split(".")), []).append(op)
     found: dict[int, ValueLayout] = {}
-    spots: dict[Spot, int] = {
-        spot: v for made, values in zip(graph.makes, graph.results, strict=True) for spot, v in zip(made, values, strict=True)
-    }
-    for (path, _), v in spots.items():
+    for (path, _), v in _value_at(graph).items():
         fitting = [op for op in by_path.get(path, ()) if op.shape == graph.avals[v].shape]
         if fitting:
             found[v] = fitting[-1]

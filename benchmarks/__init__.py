@@ -1,0 +1,1 @@
+"""Measurements, by command: `python -m benchmarks.<name>`."""

@@ -24,13 +24,14 @@ from dataclasses import dataclass
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from rich.console import Console
+from rich.progress import track
+
 import autoshard
 import cost_models
 import models
 from autoshard import Plan
 from cost_models import closed_forms
-from rich.console import Console
-from rich.progress import track
 
 MESHES = {8: {"data": 2, "model": 4}}
 LARGE_BYTES = 2.0**32  # far above every latency: the asymptotic bandwidth
@@ -139,7 +140,10 @@ def main() -> None:
     batches = [3 * 2**k for k in range(arguments.batch[0], arguments.batch[1] + 1)]
     widths = [2**k for k in range(arguments.width[0], arguments.width[1] + 1)]
     cells = grid(arguments.model, arguments.hardware, batches, widths)
-    print(f"{arguments.model} on {arguments.hardware}: found | closed forms; batch {batches[0]} … {batches[-1]}, ×2 a column")
+    print(
+        f"{arguments.model} on {arguments.hardware}: found | closed forms; "
+        f"batch {batches[0]} … {batches[-1]}, ×2 a column"
+    )
     for i, width in enumerate(widths):
         found = " ".join(cells[i, j].found for j in range(len(batches)))
         closed = " ".join(c if len(c) == 1 else "*" for c in (cells[i, j].closed for j in range(len(batches))))

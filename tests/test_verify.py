@@ -1,6 +1,7 @@
 """What a plan promises against what the compilers emit: a plan that is not followed is a failing test."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from autoshard.verify import Match, Verification
 MESH = {"data": 2, "model": 4}
 
 
-def planned(name: str, hardware: str, **fields: int | str) -> Plan:
+def planned(name: str, hardware: str, **fields: Any) -> Plan:
     step, (state, batch) = models.build(name, **fields)
     return autoshard.plan(
         step, state, batch, mesh=MESH, hardware=hardware, donate_argnums=0, memory=80 * 10**9, rel_gap=2e-2
