@@ -14,12 +14,14 @@ from autoshard.errors import (
     SpecError,
     VerifyError,
 )
+from autoshard.evaluate import Evaluation, evaluate
 from autoshard.rules import register_rule
 
 __all__ = [
     "AUTO",
     "AutoshardError",
     "CompilerMissingError",
+    "Evaluation",
     "InfeasibleError",
     "MeshError",
     "MissingRuleError",
@@ -29,6 +31,7 @@ __all__ = [
     "RuleError",
     "SpecError",
     "VerifyError",
+    "evaluate",
     "jit",
     "load",
     "plan",
