@@ -53,6 +53,11 @@ class Plan:
     # What was decided.
 
     @property
+    def cost(self) -> float:
+        """Predicted seconds of one step."""
+        return self.record.cost.step_s
+
+    @property
     def specs(self) -> Any:
         """PartitionSpecs of the inputs: a tuple of pytrees, one per argument (of a loaded plan: by path)."""
         return self._tree(self.record.inputs, None if self._traced is None else self._traced.in_tree)
