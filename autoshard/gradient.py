@@ -88,7 +88,9 @@ def gradient_program(traced: Traced, argnums: Sequence[int], mesh: MeshAxes) -> 
 
 def emitted(traced: Traced, gradient: GradientProgram, pins: Pins, mesh: Any) -> Callable[..., list[Any]]:
     """What runs when the constrained forward function is differentiated: flat inputs to flat outputs of the program."""
-    program = _value_and_gradient(traced, gradient.gradient_of, lambda args: constrained(traced.jaxpr, pins, mesh, args))
+    program = _value_and_gradient(
+        traced, gradient.gradient_of, lambda args: constrained(traced.jaxpr, pins, mesh, args)
+    )
     count = len(traced.in_avals)
 
     def run(*flat: Any) -> list[Any]:
