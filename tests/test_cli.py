@@ -265,7 +265,7 @@ def test_assignments_are_literals_or_text() -> None:
         ([{"stage": "trace"}], "graph …"),
         ([{"stage": "trace"}, {"stage": "graph"}], "strategies …"),
         ([{"stage": "price"}, {"now": "solve: 3 ms"}], "solve: 3 ms"),
-        ([{"stage": "price"}, {"stage": "solve"}], "solve …"),
+        ([{"stage": "solve"}, {"stage": "constraints"}], "constraints …"),
         ([{}], "begin …"),
     ],
 )
@@ -289,6 +289,7 @@ def test_planning_logs_every_stage(caplog: pytest.LogCaptureFixture) -> None:
             jax.ShapeDtypeStruct((8, 8), jnp.float32),
             mesh={"data": 8},
             hardware="cpu:8",
+            for_grad=False,
         )
     done = [getattr(entry, "stage", None) for entry in caplog.records]
     assert tuple(stage for stage in done if stage is not None) == progress.STAGES

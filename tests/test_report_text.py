@@ -94,7 +94,10 @@ def test_moments_that_mostly_differ_are_folded_among_themselves() -> None:
     leaves = [
         replace(made, spec=P("model")) if made.shape and "opt_state" in made.path else made for made in state(P("data"))
     ]
-    assert shown(leaves)[2:] == [
+    assert shown(leaves) == [
+        ("state.params", 6, ""),
+        ("  layers.0…2.norm", 3, "[-]"),
+        ("  layers.0…2.w", 3, "[data,model]"),
         ("state.opt_state.0.count", 1, "[]"),
         ("state.opt_state.0.mu", 6, ""),
         ("  layers.0…2.norm", 3, "[model]"),

@@ -128,7 +128,10 @@ def _mirror_rows(
 
 
 def _mirrors(by_path: Mapping[Segments, Leaf]) -> dict[Segments, list[Segments]]:
-    """Subtree → later subtrees that repeat it: the same paths and shapes below, most in the same layout."""
+    """Subtree → later subtrees that repeat it: the same paths and shapes below, most in the same layout.
+
+    Where such subtrees differ in layout, each kind is a key, if only of no others.
+    """
     below: dict[Segments, dict[Segments, tuple[int, ...]]] = {}
     for path, leaf in by_path.items():
         for cut in range(1, len(path)):
@@ -153,7 +156,7 @@ def _mirrors(by_path: Mapping[Segments, Leaf]) -> dict[Segments, list[Segments]]
             )
             clusters.setdefault(next(alike, prefix), []).append(prefix)
         for first, (_, *copies) in clusters.items():
-            if copies:
+            if copies or len(clusters) > 1:
                 mirrors[first] = copies
                 taken += [first, *copies]
     return mirrors

@@ -7,7 +7,7 @@ from collections.abc import Generator
 from rich.console import Console
 from rich.status import Status
 
-STAGES = ("trace", "graph", "strategies", "price", "solve")
+STAGES = ("trace", "graph", "strategies", "price", "solve", "constraints")
 
 _LOG = logging.getLogger("autoshard")
 
