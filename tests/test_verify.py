@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import autoshard
@@ -51,6 +53,38 @@ needs_tpu_compiler = pytest.mark.skipif(not compilers.available("tpu"), reason="
 )
 def test_the_h100_compiler_follows_the_plan(name: str, fields: dict[str, int]) -> None:
     check(planned(name, "h100:1x8", **fields).verify("gpu"))
+
+
+@pytest.mark.gpu_compiler
+@needs_gpu_compiler
+@pytest.mark.parametrize(("rows", "remat"), [(1024, False), (65536, True)])
+def test_a_scan_over_layers_is_followed_trip_by_trip(rows: int, *, remat: bool) -> None:
+    """Small batch: two all-reduces of activations per layer. Large: weights gathered twice, gradients scattered."""
+    layers, width, hidden = 8, 4096, 16384
+
+    def layer(h: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+        return h + jax.nn.gelu(h @ w["up"].astype(h.dtype)) @ w["down"].astype(h.dtype), None
+
+    def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        h, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x.astype(jnp.bfloat16), params)
+        return jnp.mean(jnp.square(h.astype(jnp.float32)))
+
+    def step(params: dict[str, jax.Array], x: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+        value, gradient = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient), value
+
+    shapes = {"up": (layers, width, hidden), "down": (layers, hidden, width)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+    found = autoshard.plan(step, params, x, mesh=MESH, hardware="h100:1x8", donate_argnums=0).verify("gpu")
+    check(found)
+    moved = {row.kind: row.emitted_bytes for row in found.by_kind()}
+    weights = 2 * layers * width * hidden * 2  # both matrices of every layer, in bf16
+    if rows == 65536:
+        assert moved["all-gather"] == 2 * weights
+        assert moved["reduce-scatter"] == weights
+    else:
+        assert moved["all-reduce"] - 4 == pytest.approx(2 * layers * rows * width * 2, rel=1e-3)
 
 
 @pytest.mark.gpu_compiler
