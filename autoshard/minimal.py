@@ -29,6 +29,7 @@ from autoshard.trace import Traced
 log = logging.getLogger("autoshard")
 
 WAVES = 24  # then all that are still wrong are pinned at once
+FEW = 1 / 50  # of all: so few are pinned at once, too, since sparing some is not worth a probe
 
 
 def needed(
@@ -70,7 +71,8 @@ def needed(
         wrong = {v for v, layout in wanted.items() if v not in held and _axes(values, v) != layout}
         if not wrong:
             break
-        first = wrong if wave == WAVES else _frontier(graph, wrong)
+        few = len(wrong) <= FEW * len(wanted)
+        first = wrong if few or wave == WAVES else _frontier(graph, wrong)
         classes = {int(folding.class_of[decisions.made[v].node]) for v in first}
         held |= {v for v in wrong if int(folding.class_of[decisions.made[v].node]) in classes} | first
     log.debug("%d of %d constraints are needed, after %d probes", len(held), len(wanted), wave + 1)
