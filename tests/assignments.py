@@ -8,18 +8,18 @@ from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
 from autoshard import apply, meshes, planner
+from autoshard._jax import JAX_VERSION
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Decisions, reshard_ps
 from autoshard.problem.network import INF
 from autoshard.resharding import Resharder
 from autoshard.strategies import layout_of
 
-# The CPU compiler at its fastest: kernels are not optimised, and not emitted through MLIR.
-QUICK_COMPILE = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
-}
+# The CPU compiler at its fastest: kernels are not optimised, and not emitted through MLIR
+# (an option that JAX 0.12 no longer has).
+QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+if JAX_VERSION < (0, 12):
+    QUICK_COMPILE["xla_cpu_use_fusion_emitters"] = False
 
 
 def random_choice(decisions: Decisions, resharder: Resharder, rng: np.random.Generator) -> NDArray[np.int64]:
