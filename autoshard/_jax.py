@@ -164,9 +164,5 @@ def scan_arity(eqn: Any) -> tuple[int, int]:
     """(constants, carries) of a scan; what follows are its sliced inputs."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carry, _ = (_leaves(tree) for tree in eqn.params["ft_in"].elts)
+    consts, carry, _ = (len(tree) for tree in eqn.params["ft_in"].unpack())
     return consts, carry
-
-
-def _leaves(tree: Any) -> int:
-    return sum(map(_leaves, tree.elts)) if hasattr(tree, "elts") else 1
