@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from models.annotate import name
+from models.layers import Remat, apply_layers, new_layers
 from models.training import Batch, Params, State, TrainStep, make_train_step, new_state
 
 
@@ -43,6 +44,8 @@ class Config:
     scale_embedding: bool = False  # by √D, as in Gemma
     compute_dtype: str = "bfloat16"
     learning_rate: float = 3e-4
+    scan: bool = False  # layers stacked on a leading dimension, and looped over
+    remat: Remat = "none"
 
 
 def gpt2(*, layers: int, width: int, heads: int, vocab: int = 50_257, context: int = 1024) -> Config:
@@ -176,7 +179,7 @@ def init_params(config: Config, key: jax.Array, new_mlp: Callable[[Any, jax.Arra
 
     params: Params = {
         "embed": normal(embed_key, config.vocab, config.width),
-        "layers": [new_layer(k) for k in jax.random.split(layers_key, config.layers)],
+        "layers": new_layers(new_layer, layers_key, config.layers, scan=config.scan),
         "final_norm": new_norm(config),
     }
     if config.positions == "learned":
@@ -270,8 +273,7 @@ def forward(config: Config, params: Params, tokens: jax.Array, mlp: MLP = mlp) -
     if config.positions == "learned":
         x = x + params["pos_embed"][: tokens.shape[1]]
     x = name(x.astype(config.compute_dtype), "residual")
-    for layer in params["layers"]:
-        x = block(config, layer, x, mlp)
+    x = apply_layers(lambda layer, x: block(config, layer, x, mlp), params["layers"], x, config.remat)
     x = normalize(config, params["final_norm"], x)
     if config.tied:
         logits = jnp.einsum("bsd,vd->bsv", x, params["embed"].astype(x.dtype))
