@@ -1,21 +1,52 @@
-"""autoshard: `jax.jit` that finds the sharding."""
+"""autoshard: `jax.jit` that finds the sharding.
 
-import autoshard._quiet  # noqa: F401  # pyright: ignore[reportUnusedImport]  (first: it imports jax)
-from autoshard.api import AUTO, Plan, jit, load, plan
-from autoshard.errors import (
-    AutoshardError,
-    CompilerMissingError,
-    InfeasibleError,
-    MeshError,
-    MissingRuleError,
-    PlanFileError,
-    PlanMismatchError,
-    RuleError,
-    SpecError,
-    VerifyError,
-)
-from autoshard.evaluate import Evaluation, evaluate
-from autoshard.rules import register_rule
+The public names are imported when first used: who wants the solver alone
+(`autoshard.solver`) does not wait for jax.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autoshard.api import plan
+    from autoshard.errors import (
+        AutoshardError,
+        CompilerMissingError,
+        InfeasibleError,
+        MeshError,
+        MissingRuleError,
+        PlanFileError,
+        PlanMismatchError,
+        RuleError,
+        SpecError,
+        VerifyError,
+    )
+    from autoshard.evaluation import Evaluation, evaluate
+    from autoshard.jitted import jit
+    from autoshard.plans import Plan, load
+    from autoshard.rules import register_rule
+    from autoshard.wanted import AUTO
+
+_ROOMS = {
+    "AUTO": "wanted",
+    "AutoshardError": "errors",
+    "CompilerMissingError": "errors",
+    "Evaluation": "evaluation",
+    "InfeasibleError": "errors",
+    "MeshError": "errors",
+    "MissingRuleError": "errors",
+    "Plan": "plans",
+    "PlanFileError": "errors",
+    "PlanMismatchError": "errors",
+    "RuleError": "errors",
+    "SpecError": "errors",
+    "VerifyError": "errors",
+    "evaluate": "evaluation",
+    "jit": "jitted",
+    "load": "plans",
+    "plan": "api",
+    "register_rule": "rules",
+}
 
 __all__ = [
     "AUTO",
@@ -37,3 +68,16 @@ __all__ = [
     "plan",
     "register_rule",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module 'autoshard' has no attribute {name!r}")
+    importlib.import_module("autoshard._quiet")  # before any other room imports jax
+    value = getattr(importlib.import_module(f"autoshard.{_ROOMS[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -56,3 +56,10 @@ def devices() -> list[Any]:
         return jax.devices()
     with without_driver_notices():
         return jax.devices()
+
+
+def on_cpu_alone() -> None:
+    """Starts jax on the CPU alone, here and in subprocesses: planning needs no device."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # for subprocesses; this one's jax has read it
+    jax.config.update("jax_platforms", "cpu")
+    devices()

@@ -24,11 +24,11 @@ from autoshard.gradient import GradientProgram, emitted, gradient_program, marks
 from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins, Specs, spec_of
-from autoshard.plan import Certificate, Cost, Leaf, Memory, PlanRecord
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decide import decide
 from autoshard.problem.decisions import Decisions
 from autoshard.problem.formulation import UNIT_S, Formulation, exposed_ps, formulate
+from autoshard.record import Certificate, Cost, Leaf, Memory, PlanRecord
 from autoshard.resharding import Resharder
 from autoshard.solver import Solution, Status, solve
 from autoshard.strategies import Codes, layout_of, matching

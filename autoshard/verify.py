@@ -8,7 +8,7 @@ from typing import Any
 
 from autoshard import compilers, hlo
 from autoshard.mesh import MeshAxes
-from autoshard.plan import PlanRecord
+from autoshard.record import PlanRecord
 from autoshard.tables import bytes_text, columns, fields, render, table
 
 # Padding, scalar bookkeeping and halos up to this share of all bytes are no news.

@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 import autoshard
 import cost_models
 from autoshard import cli
+from autoshard.cli.target import load_target
+from autoshard.cli.written import assignments, byte_count, mesh_axes, pin_of
 from autoshard.errors import MeshError, SpecError, TargetError
 from autoshard.report import progress
 
@@ -186,13 +188,13 @@ def test_a_target_s_missing_dependency_is_named(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(
         TargetError, match=r"^no module named `not_installed_anywhere`; `needs_more` needs it: install it$"
     ):
-        cli.load_target("needs_more:f", {})
+        load_target("needs_more:f", {})
 
 
 def test_a_target_is_found_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_program.py").write_text("def double(n=1):\n    return (lambda x: 2 * x), (float(n),)\n")
     monkeypatch.chdir(tmp_path)
-    fn, args = cli.load_target("my_program:double", {"n": 3})
+    fn, args = load_target("my_program:double", {"n": 3})
     assert fn(*args) == 6.0
 
 
@@ -200,13 +202,13 @@ def test_a_target_is_found_in_the_working_directory(tmp_path: Path, monkeypatch:
 
 
 def test_mesh_axes_keep_their_order() -> None:
-    assert list(cli.mesh_axes("model=4, data=2").items()) == [("model", 4), ("data", 2)]
+    assert list(mesh_axes("model=4, data=2").items()) == [("model", 4), ("data", 2)]
 
 
 @pytest.mark.parametrize("written", ["", "data", "data=two", "data=2,data=4", "2=data", "data=2,"])
 def test_meshes_that_cannot_be_read(written: str) -> None:
     with pytest.raises(MeshError, match="write each axis once, as in data=2,model=4"):
-        cli.mesh_axes(written)
+        mesh_axes(written)
 
 
 @pytest.mark.parametrize(
@@ -214,13 +216,13 @@ def test_meshes_that_cannot_be_read(written: str) -> None:
     [("64GB", 64 * 10**9), ("60GiB", 60 * 2**30), ("1.5e9", 1_500_000_000), ("2 mb", 2_000_000), ("17", 17)],
 )
 def test_byte_counts(written: str, nbytes: int) -> None:
-    assert cli.byte_count(written) == nbytes
+    assert byte_count(written) == nbytes
 
 
 @pytest.mark.parametrize("written", ["", "GB", "3XB", "-1GB", "1,5GB"])
 def test_byte_counts_that_cannot_be_read(written: str) -> None:
     with pytest.raises(SpecError, match="as in 64GB or 60GiB"):
-        cli.byte_count(written)
+        byte_count(written)
 
 
 @pytest.mark.parametrize(
@@ -234,18 +236,18 @@ def test_byte_counts_that_cannot_be_read(written: str) -> None:
     ],
 )
 def test_pins(written: str, pattern: str, spec: P) -> None:
-    assert cli.pin_of(written) == (pattern, spec)
+    assert pin_of(written) == (pattern, spec)
 
 
 @pytest.mark.parametrize("written", ["x", "=model"])
 def test_pins_that_cannot_be_read(written: str) -> None:
     with pytest.raises(SpecError, match="write PATTERN=SPEC"):
-        cli.pin_of(written)
+        pin_of(written)
 
 
 def test_assignments_are_literals_or_text() -> None:
     written = ["batch=16", "rate=1e-3", "name=relu", "sizes=[1, 2]", "text=a=b"]
-    assert cli.assignments(written, "--set") == {
+    assert assignments(written, "--set") == {
         "batch": 16,
         "rate": 1e-3,
         "name": "relu",
@@ -253,7 +255,7 @@ def test_assignments_are_literals_or_text() -> None:
         "text": "a=b",
     }
     with pytest.raises(TargetError, match="write key=value"):
-        cli.assignments(["16"], "--set")
+        assignments(["16"], "--set")
 
 
 # --- Progress ------------------------------------------------------------------------

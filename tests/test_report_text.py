@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 import cost_models
 from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins
-from autoshard.plan import Certificate, Cost, Leaf, Memory, PlanRecord
 from autoshard.problem.assignment import Collective
+from autoshard.record import Certificate, Cost, Leaf, Memory, PlanRecord
 from autoshard.report import hardware, machine, text
 from autoshard.report.folding import fold, local_bytes, ranges
 from autoshard.tables import broken_path, bytes_text, fields, flops_text, short_aval, time_text

@@ -16,7 +16,7 @@ import jax
 
 from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
-from autoshard.plan import Leaf
+from autoshard.record import Leaf
 from autoshard.wanted import dotted
 
 Segments = tuple[str, ...]

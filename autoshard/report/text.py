@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from rich.console import RenderableType
 
-from autoshard.plan import Leaf, PlanRecord
 from autoshard.problem.assignment import Collective
+from autoshard.record import Leaf, PlanRecord
 from autoshard.report.folding import fold
 from autoshard.tables import (
     GAP,

@@ -15,7 +15,7 @@ import autoshard
 import models
 from autoshard import AUTO, apply, compilers, meshes, shardy
 from autoshard.completion import annotated, code_near
-from autoshard.evaluate import Completion, Evaluation, evaluate
+from autoshard.evaluation import Completion, Evaluation, evaluate
 from autoshard.graph import Aval
 from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes

@@ -5,22 +5,20 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import cost_models
-from autoshard import binding as bindings
 from autoshard import meshes, pins, planner
-from autoshard import trace as traces
 from autoshard.completion import Annotations, annotated, nearest, propagated
 from autoshard.errors import InfeasibleError
-from autoshard.gradient import gradient_arguments
-from autoshard.meshes import MeshLike, Place
-from autoshard.plan import Certificate, PlanRecord
-from autoshard.planner import Budget, Setting, Wanted
+from autoshard.meshes import MeshLike
+from autoshard.planner import Budget, Setting
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.formulation import UNIT_S, exposed_ps, formulate
+from autoshard.question import Question, ask
+from autoshard.record import Certificate, PlanRecord
 from autoshard.resharding import Resharder
 from autoshard.solver.evaluate import evaluate as price
 from autoshard.strategies import layout_of
 from autoshard.verify import Verification, verify
-from autoshard.wanted import AUTO, wanted
+from autoshard.wanted import AUTO
 
 Completion = Literal["shardy", "best"]
 
@@ -126,62 +124,42 @@ def evaluate(
       MeshError: mesh, hardware and devices do not fit each other.
       ShardyError: propagation fails ("shardy").
     """
-    bound = bindings.bind(
+    question = ask(
         fn,
         args,
         kwargs,
-        static_argnums=static_argnums,
-        static_argnames=static_argnames,
+        mesh=mesh,
+        hardware=hardware,
+        in_shardings=in_specs,
+        out_shardings=out_specs,
+        memory=memory,
         donate_argnums=donate_argnums,
         donate_argnames=donate_argnames,
-    )
-    place = meshes.place(mesh, hardware)
-    traced = traces.trace(bound.fn, bound.values, bound.names, place.axes)
-    asked = wanted(traced, in_specs, out_specs, {}, bound.donated)
-    setting = planner.prepare(
-        traced,
-        place.axes,
-        place.machine,
-        asked,
-        gradient_of=gradient_arguments(traced, for_grad=for_grad),
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        for_grad=for_grad,
         unknown=unknown,
-        platform=meshes.platform(place.hardware.name),
-    )
-    question = _Question(
-        name=getattr(fn, "__name__", type(fn).__name__),
-        place=place,
-        wanted=asked,
-        setting=setting,
-        memory_bytes=place.hardware.usable_memory_bytes if memory is None else int(memory),
     )
     if completion == "shardy":
         return _by_shardy(question)
     return _by_plan(question, time_limit_s=time_limit_s, rel_gap=rel_gap)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Question:
-    name: str
-    place: Place
-    wanted: Wanted
-    setting: Setting
-    memory_bytes: int
-
-    def annotations(self) -> Annotations:
-        """What is annotated by hand."""
-        inputs, outputs = dict(self.wanted.inputs), dict(self.wanted.outputs)
-        for output, position in self.setting.tied.items():
-            if position in inputs:
-                outputs.setdefault(output, inputs[position])
-            elif output in outputs:
-                inputs[position] = outputs[output]
-        graph = self.setting.decisions.graph
-        return Annotations(inputs=inputs, outputs=outputs, pins=pins.own(graph), donated=self.wanted.donated)
+def _by_hand(question: Question) -> Annotations:
+    """What is annotated by hand."""
+    inputs, outputs = dict(question.wanted.inputs), dict(question.wanted.outputs)
+    for output, position in question.setting.tied.items():
+        if position in inputs:
+            outputs.setdefault(output, inputs[position])
+        elif output in outputs:
+            inputs[position] = outputs[output]
+    graph = question.setting.decisions.graph
+    return Annotations(inputs=inputs, outputs=outputs, pins=pins.own(graph), donated=question.wanted.donated)
 
 
-def _by_shardy(question: _Question) -> Evaluation:
+def _by_shardy(question: Question) -> Evaluation:
     """The assignment nearest to what propagation makes of the annotations."""
-    setting, place, annotations = question.setting, question.place, question.annotations()
+    setting, place, annotations = question.setting, question.place, _by_hand(question)
     decisions = setting.decisions
     resharder = Resharder(decisions.mesh, place.machine, pinned=False)
     layouts = propagated(setting.priced, decisions, place.axes, annotations, meshes.platform(place.hardware.name))
@@ -226,7 +204,7 @@ def _by_shardy(question: _Question) -> Evaluation:
     )
 
 
-def _by_plan(question: _Question, *, time_limit_s: float, rel_gap: float) -> Evaluation:
+def _by_plan(question: Question, *, time_limit_s: float, rel_gap: float) -> Evaluation:
     """The best plan that keeps the annotations; where none fits in memory, the best of all."""
     setting, place = question.setting, question.place
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 import autoshard
-from autoshard.plan import read, schema
+from autoshard.record import read, schema
 from tests.programs import GPUS, MESH
 
 P = PartitionSpec

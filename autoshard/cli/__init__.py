@@ -1,0 +1,31 @@
+"""The command line: `autoshard plan | verify | hardware`; it only parses and calls.
+
+A TARGET is `package.module:builder`, found from the working directory on: a function of no
+arguments (but those of `--set`) that returns `(fn, args)`, the function to plan and a tuple
+of its arguments, as arrays or ShapeDtypeStructs.
+"""
+
+import importlib
+import sys
+
+from rich.text import Text
+
+from autoshard import _quiet  # first: it imports jax
+from autoshard.cli.app import REFUSED, app, errors
+from autoshard.errors import AutoshardError
+from cost_models import CostModelError
+
+COMMANDS = ("plan", "verify", "hardware")  # one room each, in the order of --help
+
+for _command in COMMANDS:
+    importlib.import_module(f"autoshard.cli.{_command}")
+
+
+def main() -> None:
+    """Runs the command line."""
+    _quiet.on_cpu_alone()
+    try:
+        app()
+    except (AutoshardError, CostModelError) as error:
+        errors().print(Text(f"{type(error).__name__}: {error}", style="red"), soft_wrap=True)
+        sys.exit(REFUSED)

@@ -1,0 +1,26 @@
+"""App: the typer application, its exit codes, and what every command prints with."""
+
+import json
+from typing import Any
+
+import typer
+from rich.console import Console
+
+WRONG, REFUSED = 1, 2  # exit codes: a check failed; what was asked for is no good
+
+app = typer.Typer(
+    help="Finds the sharding of unannotated JAX functions, for hardware that need not be here.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def print_json(value: Any) -> None:
+    """Prints a value on standard output, which carries results alone."""
+    typer.echo(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def errors() -> Console:
+    """Standard error, for progress and refusals."""
+    return Console(stderr=True, highlight=False)

@@ -1,0 +1,49 @@
+"""`autoshard plan`: the layout with the least step time that fits in memory."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autoshard.api import REL_GAP
+from autoshard.cli.app import app
+from autoshard.cli.options import (
+    DonateOption,
+    ForwardOption,
+    GapOption,
+    HardwareOption,
+    JsonOption,
+    MemoryOption,
+    MeshOption,
+    PinOption,
+    SetOption,
+    TargetArgument,
+    TimeOption,
+    planned,
+)
+
+
+@app.command()
+def plan(
+    target: TargetArgument,
+    *,
+    mesh: MeshOption = None,
+    hardware: HardwareOption = None,
+    memory: MemoryOption = None,
+    donate: DonateOption = None,
+    pin: PinOption = None,
+    set_: SetOption = None,
+    forward: ForwardOption = False,
+    gap: GapOption = REL_GAP,
+    time_limit: TimeOption = 60.0,
+    out: Annotated[Path | None, typer.Option("--out", help="write the plan file here")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Plan TARGET: the layout with the least step time that fits in memory."""
+    made = planned(target, mesh, hardware, memory, donate, pin, set_, forward, gap, time_limit)
+    if out is not None:
+        made.save(out)
+    if as_json:
+        typer.echo(made.record.dumps(), nl=False)
+    else:
+        typer.echo(made.summary())

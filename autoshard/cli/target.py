@@ -1,0 +1,50 @@
+"""Target: `package.module:builder` → a function and its arguments."""
+
+import difflib
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autoshard.errors import TargetError
+
+
+def load_target(target: str, keywords: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """Imports and calls a builder: `(fn, args)`.
+
+    Args:
+      target: `package.module:builder`.
+      keywords: arguments of the builder.
+
+    Raises:
+      TargetError: no such module or builder, keywords that it does not take, or another result.
+    """
+    module_name, _, name = target.partition(":")
+    if not module_name or not name:
+        raise TargetError(f"cannot read the target `{target}`: write package.module:builder, such as models:gpt2_small")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name + ".").startswith(error.name + "."):
+            way_out = f"it is neither in {Path.cwd()} nor installed"
+        else:
+            way_out = f"`{module_name}` needs it: install it"
+        raise TargetError(f"no module named `{error.name}`; {way_out}") from error
+    builder = getattr(module, name, None)
+    if builder is None:
+        near = difflib.get_close_matches(name, dir(module), n=3)
+        raise TargetError(f"`{module_name}` has no `{name}`" + (f"; near it: {', '.join(near)}" if near else ""))
+    if not callable(builder):
+        raise TargetError(f"`{target}` is a {type(builder).__name__}, not a function that returns (fn, args)")
+    try:
+        built: Any = builder(**keywords)
+    except TypeError as error:
+        raise TargetError(
+            f"`{target}` cannot be called with {', '.join(keywords) or 'no arguments'}: {error}\n"
+            "  a target is a function that returns (fn, args); --set key=value gives it arguments"
+        ) from error
+    if not (isinstance(built, tuple) and len(built) == 2 and callable(built[0]) and isinstance(built[1], tuple)):
+        raise TargetError(f"`{target}` returned a {type(built).__name__}; a builder returns (fn, args), args a tuple")
+    return built[0], built[1]

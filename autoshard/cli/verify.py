@@ -1,0 +1,63 @@
+"""`autoshard verify`: a plan against what the real compiler makes of it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import autoshard
+from autoshard.api import REL_GAP
+from autoshard.cli.app import WRONG, app, errors, print_json
+from autoshard.cli.options import (
+    Compiler,
+    DonateOption,
+    ForwardOption,
+    GapOption,
+    HardwareOption,
+    JsonOption,
+    MemoryOption,
+    MeshOption,
+    PinOption,
+    SetOption,
+    TargetArgument,
+    TimeOption,
+    planned,
+)
+from autoshard.cli.target import load_target
+from autoshard.cli.written import assignments
+from autoshard.report import machine, progress
+
+
+@app.command()
+def verify(
+    target: TargetArgument,
+    *,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", help="a plan file of TARGET; without it TARGET is planned")
+    ] = None,
+    compiler: Annotated[Compiler | None, typer.Option("--compiler", help="default: the hardware's own")] = None,
+    mesh: MeshOption = None,
+    hardware: HardwareOption = None,
+    memory: MemoryOption = None,
+    donate: DonateOption = None,
+    pin: PinOption = None,
+    set_: SetOption = None,
+    forward: ForwardOption = False,
+    gap: GapOption = REL_GAP,
+    time_limit: TimeOption = 60.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Compile TARGET with its plan, without a device, and compare; exit code 1 if they do not match."""
+    if plan_file is None:
+        made = planned(target, mesh, hardware, memory, donate, pin, set_, forward, gap, time_limit)
+    else:
+        fn, args = load_target(target, assignments(set_ or (), "--set"))
+        made = autoshard.load(plan_file).bind(fn, *args)
+    with progress.shown(errors(), "compile"):
+        found = made.verify(compiler=None if compiler is None else compiler.value)
+    if as_json:
+        print_json(machine.verification(found))
+    else:
+        typer.echo(found)
+    if not found.ok:
+        raise typer.Exit(WRONG)

@@ -1,0 +1,75 @@
+"""Written: what stands on a command line → values."""
+
+import ast
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from autoshard.errors import MeshError, SpecError, TargetError
+
+
+def mesh_axes(written: str) -> dict[str, int]:
+    """`data=2,model=4` → axis sizes, major to minor.
+
+    Raises:
+      MeshError: it is written in another way.
+    """
+    axes: dict[str, int] = {}
+    for part in written.split(","):
+        name, _, size = part.strip().partition("=")
+        if not name.isidentifier() or not size.isdigit() or name in axes:
+            raise MeshError(f"cannot read `{part}` in --mesh {written}: write each axis once, as in data=2,model=4")
+        axes[name] = int(size)
+    return axes
+
+
+def byte_count(written: str) -> int:
+    """`64GB`, `60GiB`, `1.5e9` → bytes.
+
+    Raises:
+      SpecError: it is no number of bytes.
+    """
+    units = {"": 1, "B": 1} | {f"{p}B": 10 ** (3 * i) for i, p in enumerate("kMGT", 1)}
+    units |= {f"{p}iB": 2 ** (10 * i) for i, p in enumerate("KMGT", 1)}
+    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*(\w*)", written.strip())
+    unit = next((u for u in units if match is not None and u.lower() == match[2].lower()), None)
+    if match is None or unit is None:
+        raise SpecError(f"cannot read --memory {written}: write a number of bytes, as in 64GB or 60GiB")
+    return int(float(match[1]) * units[unit])
+
+
+def pin_of(written: str) -> tuple[str, PartitionSpec]:
+    """`**.embed=model,-` → pattern and PartitionSpec; `-` whole, `?` open, `data+model` both, in that order.
+
+    Raises:
+      SpecError: there is no pattern or no `=`.
+    """
+    pattern, equals, spec = written.rpartition("=")
+    if not pattern or not equals:
+        raise SpecError(f"cannot read --pin {written}: write PATTERN=SPEC, as in '**.embed=model,-'")
+    marks = {"-": None, "": None, "?": PartitionSpec.UNCONSTRAINED}
+    entries: list[Any] = []
+    for entry in (e.strip() for e in spec.split(",")):
+        axes = tuple(re.split(r"[+·]", entry))
+        entries.append(marks[entry] if entry in marks else axes if len(axes) > 1 else entry)
+    return pattern, PartitionSpec(*entries)
+
+
+def assignments(written: Sequence[str], option: str) -> dict[str, Any]:
+    """`batch=16` → values as Python literals, or as text where they are none.
+
+    Raises:
+      TargetError: one of them is no assignment.
+    """
+    values: dict[str, Any] = {}
+    for text_ in written:
+        key, equals, value = text_.partition("=")
+        if not equals or not key.isidentifier():
+            raise TargetError(f"cannot read {option} {text_}: write key=value, as in batch=16")
+        try:
+            values[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            values[key] = value
+    return values

@@ -1,0 +1,281 @@
+"""Plans: the Plan that users hold, fresh or loaded from a file."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from autoshard import apply, meshes, planner
+from autoshard import binding as bindings
+from autoshard import trace as traces
+from autoshard.errors import PlanMismatchError, SpecError
+from autoshard.mesh import MeshAxes
+from autoshard.meshes import Place
+from autoshard.planner import Planned
+from autoshard.record import Leaf, PlanRecord, read, write
+from autoshard.report import text
+from autoshard.trace import Traced
+from autoshard.verify import Verification, verify
+from autoshard.wanted import dotted
+
+
+class Plan:
+    """A sharding plan: layouts for a program's inputs, outputs and values, with its promises.
+
+    Made by `autoshard.plan` or `autoshard.jit(...).plan`; read from a file by
+    `autoshard.load`, in which case the function is given to `jit`.
+    """
+
+    def __init__(
+        self, record: PlanRecord, *, place: Place | None, planned: Planned | None, traced: Traced | None
+    ) -> None:
+        self.record = record
+        self.planned = planned
+        self._place = place
+        self._traced = traced
+
+    def __repr__(self) -> str:
+        r = self.record
+        return f"<Plan of {r.name} on {r.mesh} ({r.hardware}): {r.cost.step_s * 1e3:.3g} ms, {r.certificate.status}>"
+
+    # What was decided.
+
+    @property
+    def cost(self) -> float:
+        """Predicted seconds of one step."""
+        return self.record.cost.step_s
+
+    @property
+    def specs(self) -> Any:
+        """PartitionSpecs of the inputs: a tuple of pytrees, one per argument (of a loaded plan: by path)."""
+        return self._tree(self.record.inputs, None if self._traced is None else self._traced.in_tree)
+
+    @property
+    def out_specs(self) -> Any:
+        """PartitionSpecs of the outputs, a pytree (of a loaded plan: by path)."""
+        return self._tree(self.record.outputs, None if self._traced is None else self._traced.out_tree)
+
+    @staticmethod
+    def _tree(leaves: Sequence[Leaf], tree: Any) -> Any:
+        if tree is None:
+            return {leaf.path: leaf.spec for leaf in leaves}
+        return jax.tree.unflatten(tree, [leaf.spec for leaf in leaves])
+
+    def mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
+        """A Mesh with Auto axes, in the device order that was priced (or the caller's own mesh).
+
+        Raises:
+          MeshError: there are fewer devices than the mesh has.
+        """
+        if devices is None and self._place is not None and self._place.own is not None:
+            return meshes.auto_twin(self._place.own)
+        order = np.asarray(self.record.device_order)
+        return meshes.over_devices(self.record.mesh, order, None if devices is None else list(devices))
+
+    @property
+    def own_mesh(self) -> Mesh | None:
+        """The Mesh that the caller gave or had set, if any."""
+        return None if self._place is None else self._place.own
+
+    def in_shardings(self, mesh: Mesh | None = None) -> Any:
+        """NamedShardings of the inputs, for `device_put`, Orbax or `jax.jit`.
+
+        Raises:
+          PlanMismatchError: the mesh is not of the plan's shape.
+        """
+        return self._shardings(self.specs, mesh)
+
+    def out_shardings(self, mesh: Mesh | None = None) -> Any:
+        """NamedShardings of the outputs."""
+        return self._shardings(self.out_specs, mesh)
+
+    def _shardings(self, specs: Any, mesh: Mesh | None) -> Any:
+        on = self.mesh() if mesh is None else mesh
+        if dict(on.shape) != self.record.mesh.shape or tuple(on.axis_names) != self.record.mesh.names:
+            raise PlanMismatchError(
+                f"the plan was made for the mesh {self.record.mesh}, got {MeshAxes.of(dict(on.shape))}; plan again"
+            )
+        return jax.tree.map(lambda spec: NamedSharding(on, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+    @property
+    def compiler_options(self) -> Mapping[str, Any]:
+        """The compiler flags that the prices assume, for `lowered.compile(compiler_options=…)`."""
+        return self.record.compiler_options
+
+    # What it is used for.
+
+    def jit(self, fn: Callable[..., Any] | None = None) -> Any:
+        """A `jax.jit`-ed function of the dynamic arguments with the plan's layouts.
+
+        Args:
+          fn: for a loaded plan, the function it was made for; its program is traced at the
+            first call and its digest compared.
+
+        Raises:
+          PlanMismatchError: the function, its shapes or its pytrees are not the plan's.
+        """
+        if self._traced is not None:
+            return self._jitted(self._traced, self.mesh())
+        if fn is None:
+            raise PlanMismatchError("a loaded plan does not hold its function: pass it, plan.jit(train_step)")
+        return _Loaded(self, fn)
+
+    def _jitted(self, traced: Traced, mesh: Any) -> Any:
+        arguments = max(traced.argument_of, default=-1) + 1
+        record = self.record
+
+        def run(*args: Any) -> Any:
+
+            def emitted(*flat: Any) -> list[Any]:
+                return apply.constrained(traced.jaxpr, record.pins, mesh, flat)
+
+            outputs = in_auto_mode(emitted, record.outputs)(*jax.tree.leaves(args))
+            return jax.tree.unflatten(traced.out_tree, outputs)
+
+        run.__name__ = record.name
+        in_specs = jax.tree.unflatten(traced.in_tree, [NamedSharding(mesh, leaf.spec) for leaf in record.inputs])
+        out_specs = jax.tree.unflatten(traced.out_tree, [NamedSharding(mesh, leaf.spec) for leaf in record.outputs])
+        donated = {traced.argument_of[i] for i in record.donated}
+        options = dict(record.compiler_options) if _runs_on(mesh, record.hardware) else None
+        return jax.jit(
+            run,
+            in_shardings=in_specs,
+            out_shardings=out_specs,
+            donate_argnums=tuple(i for i in range(arguments) if i in donated),
+            compiler_options=options or None,
+        )
+
+    def bind(self, fn: Callable[..., Any], *args: Any) -> "Plan":
+        """A loaded plan with its function: checks shapes, paths and the program's digest."""
+        bound = bindings.bind(fn, args, {})
+        traced = traces.trace(bound.fn, bound.values, bound.names, self.record.mesh)
+        want = [(leaf.path, leaf.shape, leaf.dtype) for leaf in self.record.inputs]
+        have = [(p, a.shape, str(a.dtype)) for p, a in zip(traced.in_paths, traced.in_avals, strict=True)]
+        if want != have:
+            for old, new in zip(want, have, strict=False):
+                if old != new:
+                    raise PlanMismatchError(
+                        f"the plan was made for {old[0]}: {old[2]}{list(old[1])}, "
+                        f"got {new[0]}: {new[2]}{list(new[1])}; plan again"
+                    )
+            raise PlanMismatchError(f"the plan was made for {len(want)} input leaves, got {len(have)}; plan again")
+        if traces.digest(traced) != self.record.digest:
+            raise PlanMismatchError(
+                f"the plan was made for another program ({self.record.name}): its digest is {self.record.digest}, "
+                f"this function's is {traces.digest(traced)}; plan again"
+            )
+        return Plan(self.record, place=self._place, planned=None, traced=traced)
+
+    def _argument(self, arg: str) -> tuple[int, list[PartitionSpec]]:
+        if self._traced is None:
+            raise PlanMismatchError("bind the loaded plan to its function first: plan.bind(train_step, state, batch)")
+        traced = self._traced
+        roots = [dotted(path).split(".")[0] for path in traced.in_paths]
+        positions = [i for i, root in enumerate(roots) if root == arg]
+        if not positions:
+            raise SpecError(f"no argument named {arg!r}; there are: {', '.join(dict.fromkeys(roots))}")
+        return traced.argument_of[positions[0]], [self.record.inputs[i].spec for i in positions]
+
+    def init(self, init: Callable[..., Any], *args: Any, arg: str) -> Any:
+        """`init(*args)` born sharded as argument `arg`: nothing is allocated on one device first."""
+        _, specs = self._argument(arg)
+        shape = jax.eval_shape(init, *args)
+        tree = jax.tree.structure(shape)
+        if tree.num_leaves != len(specs):
+            raise PlanMismatchError(f"init returns {tree.num_leaves} leaves; the plan's {arg!r} has {len(specs)}")
+        mesh = self.mesh()
+        return jax.jit(init, out_shardings=jax.tree.unflatten(tree, [NamedSharding(mesh, s) for s in specs]))(*args)
+
+    def put(self, value: Any, arg: str) -> Any:
+        """Places a pytree in the layout of argument `arg`."""
+        _, specs = self._argument(arg)
+        leaves, tree = jax.tree.flatten(value)
+        if len(leaves) != len(specs):
+            raise PlanMismatchError(f"{len(leaves)} leaves given; the plan's {arg!r} has {len(specs)}")
+        mesh = self.mesh()
+        return jax.device_put(value, jax.tree.unflatten(tree, [NamedSharding(mesh, s) for s in specs]))
+
+    def summary(self) -> str:
+        """The plan as text: step time, memory, proof, layouts, collectives."""
+        if self.planned is None or self._place is None:
+            return text.summary(self.record)
+        return text.summary(
+            self.record,
+            seconds=self.planned.seconds,
+            flops=self.planned.assignment.flops(),
+            peak_flops_per_s=self._place.hardware.number("peak_bfloat16_flops_per_s"),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan file: JSON, the same bytes for the same input."""
+        write(self.record, path)
+
+    def verify(self, compiler: str | None = None, *, topology: str | None = None) -> Verification:
+        """Compiles the planned program for its hardware, without a device, and compares.
+
+        A forward function that was planned for its gradient is compiled with its gradient.
+
+        Args:
+          compiler: "gpu", "tpu" or "cpu"; None takes the hardware's own.
+          topology: another topology to compile for, such as "cpu:8".
+
+        Raises:
+          CompilerMissingError: that compiler is not installed.
+        """
+        if self._traced is None:
+            raise PlanMismatchError("bind the loaded plan to its function first: plan.bind(train_step, state, batch)")
+        mesh = meshes.abstract(self.record.mesh)
+        if self.planned is not None and self.planned.setting.gradient is not None:
+            program = planner.traced_gradient(self.planned, mesh)
+        else:
+            arguments = jax.tree.unflatten(self._traced.in_tree, self._traced.in_avals)
+            program = self._jitted(self._traced, mesh).trace(*arguments)
+        return verify(program, self.record, compiler=compiler, topology=topology)
+
+
+class _Loaded:
+    """A loaded plan's function: bound and compiled at the first call."""
+
+    def __init__(self, plan: Plan, fn: Callable[..., Any]) -> None:
+        self._plan, self._fn = plan, fn
+        self._jitted: Any = None
+
+    def _bound(self, args: Sequence[Any]) -> Any:
+        if self._jitted is None:
+            self._jitted = self._plan.bind(self._fn, *args).jit()
+        return self._jitted
+
+    def __call__(self, *args: Any) -> Any:
+        return self._bound(args)(*args)
+
+    def lower(self, *args: Any) -> Any:
+        return self._bound(args).lower(*args)
+
+
+def load(path: str | Path) -> Plan:
+    """Reads a plan file; nothing in it is executed.
+
+    Raises:
+      PlanFileError: not a plan file, truncated, or of a newer schema.
+    """
+    return Plan(read(path), place=None, planned=None, traced=None)
+
+
+def in_auto_mode(fn: Callable[..., list[Any]], outputs: Sequence[Leaf]) -> Callable[..., list[Any]]:
+    """`fn` under the mesh in context with Auto axes: with Explicit ones, constraints would be assertions."""
+    around = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit not in around.axis_types:
+        return fn
+    auto: Any = jax.sharding.auto_axes(fn, out_sharding=[NamedSharding(around, leaf.spec) for leaf in outputs])
+    return auto
+
+
+def _runs_on(mesh: Any, hardware: str) -> bool:
+    """Whether a mesh's devices are of the planned kind, so that its compiler flags apply."""
+    if not isinstance(mesh, Mesh):
+        return False
+    platform = mesh.devices.flat[0].platform
+    return platform == ("tpu" if hardware.startswith("tpu") else "cpu" if hardware.startswith("cpu") else "gpu")
