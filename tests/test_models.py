@@ -394,6 +394,57 @@ def test_a_bias_on_the_keys_has_no_gradient() -> None:
     assert np.abs(gradient["bk"]).max() < 1e-5 * np.abs(gradient["bq"]).max()
 
 
+# --- Layers: stacked and scanned, rematerialised -----------------------------------
+
+
+def gradients(name: str, **overrides: Any) -> tuple[float, Any]:
+    """Loss and gradients of three layers, those of stacked layers as a list of layers."""
+    module, config = models.find(name, layers=3, compute_dtype="float32", **overrides)
+    params, batch = module.init(config, jax.random.key(0)).params, module.example_batch(config, batch=2)
+    value, gradient = jax.jit(jax.value_and_grad(partial(module.loss, config)))(params, batch)
+    layers = gradient["layers"]
+    if config.scan:
+        layers = [jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(config.layers)]
+    return float(value), gradient | {"layers": layers}
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", pytest.param("tiny-mixtral", marks=pytest.mark.slow)])
+def test_scan_and_remat_keep_every_number(name: str) -> None:
+    value, gradient = gradients(name)
+    for scan, remat in ((True, "none"), (True, "dots"), (False, "full")):
+        other_value, other = gradients(name, scan=scan, remat=remat)
+        assert other_value == pytest.approx(value, rel=1e-6)
+        assert jax.tree.structure(other) == jax.tree.structure(gradient)
+        for leaf, want in zip(jax.tree.leaves(other), jax.tree.leaves(gradient), strict=True):
+            assert np.linalg.norm(leaf - want) <= 1e-5 * np.linalg.norm(want)
+
+
+def products(**overrides: Any) -> int:
+    """Equations that multiply matrices, in a scanned train step."""
+    train_step, args = models.build("tiny-llama", scan=True, **overrides)
+    names = [eqn.primitive.name for eqn in equations(jax.make_jaxpr(train_step)(*args))]
+    return names.count("dot_general")
+
+
+def test_a_scanned_program_does_not_grow_with_its_layers() -> None:
+    assert products(layers=2) == products(layers=7) == 3 * (9 + 1)  # forward, and two in the backward pass
+
+
+def test_remat_recomputes_what_it_says() -> None:
+    """Of the 9 products of a layer: with `dots` the scores and their mix, with `full` all but the last."""
+    assert products(remat="dots") - products() == 2
+    assert products(remat="full") - products() == 8
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_each_layer_of_a_rematerialised_model_is_a_checkpoint(*, scan: bool) -> None:
+    step, args = models.build("tiny-mixtral", layers=3, scan=scan, remat="full")
+    loss = jax.make_jaxpr(lambda state, batch: step(state, batch)[1])(*args)
+    checkpoints = [eqn for eqn in equations(loss) if eqn.primitive.name in ("checkpoint", "remat2", "remat")]
+    assert len(checkpoints) >= (1 if scan else 3)
+    assert {eqn.params["prevent_cse"] for eqn in checkpoints} == {not scan}
+
+
 # --- The mixture of experts --------------------------------------------------------
 
 
