@@ -2,17 +2,24 @@
 
 Each token goes to the `top_k` experts that its router scores highest, and their
 outputs are mixed by the softmax over those scores (Jiang et al. 2024, arXiv:2401.04088,
-section 2.1). Routing is by one-hot dispatch with a capacity per expert and sequence,
-as in GShard (Lepikhin et al. 2020, arXiv:2006.16668, algorithm 1): shapes are static,
-and tokens beyond an expert's capacity skip it. Mixtral itself drops no token; nor does
-this where `capacity_factor` is at least experts/top_k. No load-balancing loss.
+section 2.1). No load-balancing loss. There are two ways for a token to reach its experts:
 
-Shapes: as in `transformer.py`, and E experts, R = top_k, C capacity.
+- `one_hot`: products with one-hot tensors into a fixed capacity per expert and sequence,
+  as in GShard (Lepikhin et al. 2020, arXiv:2006.16668, algorithm 1); tokens beyond an
+  expert's capacity skip it. It can be split by expert.
+- `ragged`: each sequence's tokens are sorted by expert and multiplied by
+  `jax.lax.ragged_dot_general`, as in MegaBlocks (Gale et al. 2022, arXiv:2211.15841) and MaxText;
+  no token is dropped, as in Mixtral itself.
+
+Where `capacity_factor` is at least experts/top_k, both drop none and agree.
+
+Shapes: as in `transformer.py`, and E experts, R = top_k, C capacity, T = S·R rows.
 """
 
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +38,8 @@ class Config(transformer.Config):
 
     experts: int  # E
     top_k: int  # R
-    capacity_factor: float = 1.25  # of an even share; 1.25 as in Fedus et al. 2021, arXiv:2101.03961
+    dispatch: Literal["one_hot", "ragged"] = "one_hot"
+    capacity_factor: float = 1.25  # of an even share; 1.25 as in Fedus et al. 2021, arXiv:2101.03961; one_hot alone
 
     def capacity(self, sequence: int) -> int:
         """C: the tokens of one sequence that one expert takes."""
@@ -81,8 +89,14 @@ def new_experts(config: Config, key: jax.Array) -> Params:
     }
 
 
+def best_experts(config: Config, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The experts of each token and their weights, [B, S, R] each, by scores [B, S, E] in float32."""
+    top_scores, expert = jax.lax.top_k(scores, config.top_k)
+    return expert, jax.nn.softmax(top_scores).astype(config.compute_dtype)
+
+
 def route(config: Config, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where each token goes, by scores [B, S, E] in float32.
+    """Where each token goes within the capacities, by scores [B, S, E] in float32.
 
     Returns:
       dispatch: [B, S, E, C], 1 where token s has place c at expert e.
@@ -90,8 +104,7 @@ def route(config: Config, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     B, S, E = scores.shape
     dtype = config.compute_dtype
-    top_scores, expert = jax.lax.top_k(scores, config.top_k)  # [B, S, R]
-    weights = jax.nn.softmax(top_scores).astype(dtype)
+    expert, weights = best_experts(config, scores)
     chosen = jax.nn.one_hot(expert, E, dtype=jnp.int32)  # [B, S, R, E]
     count = jnp.cumsum(chosen.reshape(B, S * config.top_k, E), axis=1).reshape(chosen.shape)
     place = jnp.sum(count * chosen, axis=-1) - 1  # [B, S, R]
@@ -101,12 +114,8 @@ def route(config: Config, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
     return dispatch, combine
 
 
-def mixture(config: Config, layer: Params, x: jax.Array) -> jax.Array:
-    """Send to the experts, apply each, bring back and mix: [B, S, D] -> [B, S, D].
-
-    What is sent has two names, one for each end of the way.
-    """
-    scores = jnp.einsum("bsd,de->bse", x, layer["w_router"].astype(x.dtype)).astype(jnp.float32)
+def one_hot_mixture(config: Config, layer: Params, x: jax.Array, scores: jax.Array) -> jax.Array:
+    """[B, S, D] -> [B, S, D]; what is sent has two names, one for each end of the way."""
     dispatch, combine = route(config, scores)
     sent = name(jnp.einsum("bsec,bsd->ebcd", dispatch, x), "at_source")
     sent = name(sent, "at_expert")
@@ -116,6 +125,41 @@ def mixture(config: Config, layer: Params, x: jax.Array) -> jax.Array:
     back = name(jnp.einsum("ebcf,efd->ebcd", hidden, layer["w_down"].astype(x.dtype)), "at_expert")
     back = name(back, "at_source")
     return jnp.einsum("bsec,ebcd->bsd", combine, back)
+
+
+BY_SEQUENCE = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(([2], [1]), ([], [])), lhs_ragged_dimensions=[1], rhs_group_dimensions=[0]
+)
+"""[B, T, D], [E, D, F], [B, E] -> [B, T, F]: row t meets the matrix of its expert; each sequence has its own counts."""
+
+
+def ragged_mixture(config: Config, layer: Params, x: jax.Array, scores: jax.Array) -> jax.Array:
+    """[B, S, D] -> [B, S, D]; each sequence is sorted by itself, so that sequences stay apart."""
+    B, S, E = scores.shape
+    R = config.top_k
+    expert, weights = best_experts(config, scores)
+    expert = expert.reshape(B, S * R)
+    order = jnp.argsort(expert)  # [B, T]: row t is choice order[t], of token order[t] // R
+    rows_of = jnp.sum(jax.nn.one_hot(expert, E, dtype=jnp.int32), axis=1)  # [B, E]
+
+    def rows(x: jax.Array, index: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, index[..., None], axis=1, mode="promise_in_bounds")
+
+    def product(x: jax.Array, weight: str) -> jax.Array:
+        return jax.lax.ragged_dot_general(x, layer[weight].astype(x.dtype), rows_of, BY_SEQUENCE)
+
+    sent = name(rows(x, order // R), "sorted")  # [B, T, D]
+    hidden = name(product(sent, "w_up") * jax.nn.silu(product(sent, "w_gate")), "sorted_hidden")  # [B, T, F]
+    back = name(product(hidden, "w_down"), "sorted")
+    back = rows(back, jnp.argsort(order)).reshape(B, S, R, -1)
+    return jnp.einsum("bsr,bsrd->bsd", weights, back)
+
+
+def mixture(config: Config, layer: Params, x: jax.Array) -> jax.Array:
+    """Send to the experts, apply each, bring back and mix: [B, S, D] -> [B, S, D]."""
+    scores = jnp.einsum("bsd,de->bse", x, layer["w_router"].astype(x.dtype)).astype(jnp.float32)
+    way = {"one_hot": one_hot_mixture, "ragged": ragged_mixture}[config.dispatch]
+    return way(config, layer, x, scores)
 
 
 def init(config: Config, key: jax.Array) -> State:

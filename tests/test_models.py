@@ -454,8 +454,9 @@ def mixture(config: moe.Config) -> tuple[Any, jax.Array]:
     return layer, jax.random.normal(jax.random.key(1), (2, 16, config.width))
 
 
-def test_each_token_is_mixed_from_its_best_experts() -> None:
-    config = tiny("tiny-mixtral", capacity_factor=4.0)
+@pytest.mark.parametrize("fields", [{"capacity_factor": 4.0}, {"dispatch": "ragged"}], ids=["one_hot", "ragged"])
+def test_each_token_is_mixed_from_its_best_experts(fields: dict[str, Any]) -> None:
+    config = tiny("tiny-mixtral", **fields)
     layer, xs = mixture(config)
     y = jax.jit(moe.mixture, static_argnums=0)(config, layer, xs)
     w = jax.tree.map(lambda p: np.asarray(p, np.float64), layer)
@@ -476,6 +477,33 @@ def test_equal_experts_are_one_mlp() -> None:
     one = {w: layer[w][0] for w in ("w_gate", "w_up", "w_down")}
     equal = {w: jnp.broadcast_to(one[w], layer[w].shape) for w in one} | {"w_router": layer["w_router"]}
     np.testing.assert_allclose(moe.mixture(config, equal, x), transformer.mlp(config, one, x), rtol=1e-3, atol=1e-3)
+
+
+def test_both_dispatches_agree_where_none_drops_a_token() -> None:
+    config = tiny("tiny-mixtral", capacity_factor=4.0)
+    layer, x = mixture(config)
+    random = jax.random.normal(jax.random.key(2), x.shape)
+
+    def value_and_grad(config: moe.Config) -> Any:
+        def value(layer: Any, x: jax.Array) -> jax.Array:
+            return jnp.sum(random * moe.mixture(config, layer, x))
+
+        return jax.jit(jax.value_and_grad(value, argnums=(0, 1)))(layer, x)
+
+    one_hot, ragged = value_and_grad(config), value_and_grad(replace(config, dispatch="ragged"))
+    for leaf, want in zip(jax.tree.leaves(ragged), jax.tree.leaves(one_hot), strict=True):
+        assert np.linalg.norm(want) > 0
+        assert np.linalg.norm(leaf - want) < 1e-5 * np.linalg.norm(want)
+
+
+def test_only_the_one_hot_dispatch_drops_tokens() -> None:
+    few = tiny("tiny-mixtral", capacity_factor=0.5)
+    layer, x = mixture(few)
+    all_kept = moe.mixture(replace(few, capacity_factor=4.0), layer, x)
+    np.testing.assert_allclose(
+        moe.mixture(replace(few, dispatch="ragged"), layer, x), all_kept, rtol=1e-3, atol=1e-4 * np.abs(all_kept).max()
+    )
+    assert np.linalg.norm(moe.mixture(few, layer, x) - all_kept) > 0.1 * np.linalg.norm(all_kept)
 
 
 def test_an_expert_takes_its_capacity_first_come_first_served() -> None:
