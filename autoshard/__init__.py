@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autoshard.accumulation import accumulate
     from autoshard.api import plan
     from autoshard.errors import (
         AutoshardError,
@@ -41,6 +42,7 @@ _ROOMS = {
     "RuleError": "errors",
     "SpecError": "errors",
     "VerifyError": "errors",
+    "accumulate": "accumulation",
     "evaluate": "evaluation",
     "jit": "jitted",
     "load": "plans",
@@ -62,6 +64,7 @@ __all__ = [
     "RuleError",
     "SpecError",
     "VerifyError",
+    "accumulate",
     "evaluate",
     "jit",
     "load",

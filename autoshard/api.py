@@ -1,6 +1,7 @@
 """The public verb `plan`: from a function and its arguments to the best plan."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -10,7 +11,7 @@ from autoshard import _jax, _quiet, meshes, planner
 from autoshard.meshes import MeshLike
 from autoshard.planner import Budget
 from autoshard.plans import Plan
-from autoshard.question import Question, ask
+from autoshard.question import Question, ask, variants
 from autoshard.wanted import AUTO
 
 REL_GAP = 1e-3  # proven optimal to a tenth of a percent: well inside what a cost model can tell apart
@@ -70,49 +71,37 @@ def plan(
       SpecError: a pin or sharding that cannot be kept.
       MeshError: mesh, hardware and devices do not fit each other.
     """
-    if mesh is None and _jax.context_mesh() is None and hardware is None:
-        choices = meshes.candidates(len(_quiet.devices())) if len(_quiet.devices()) > 1 else [{"data": 1}]
-        options = [
-            plan(
-                fn,
-                *args,
-                mesh=choice,
-                in_shardings=in_shardings,
-                out_shardings=out_shardings,
-                pins=pins,
-                memory=memory,
-                donate_argnums=donate_argnums,
-                donate_argnames=donate_argnames,
-                static_argnums=static_argnums,
-                static_argnames=static_argnames,
-                for_grad=for_grad,
-                unknown=unknown,
-                constraints=constraints,
-                time_limit_s=time_limit_s,
-                rel_gap=rel_gap,
-                **kwargs,
-            )
-            for choice in choices
-        ]
-        return min(options, key=lambda p: p.record.cost.step_s)
-    question = ask(
-        fn,
-        args,
-        kwargs,
-        mesh=mesh,
-        hardware=hardware,
-        in_shardings=in_shardings,
-        out_shardings=out_shardings,
-        pins=pins,
-        memory=memory,
-        donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames,
-        static_argnums=static_argnums,
-        static_argnames=static_argnames,
-        for_grad=for_grad,
-        unknown=unknown,
-    )
-    return answer(question, constraints=constraints, time_limit_s=time_limit_s, rel_gap=rel_gap)
+    def ask_on(mesh: MeshLike) -> Question:
+        return ask(
+            fn,
+            args,
+            kwargs,
+            mesh=mesh,
+            hardware=hardware,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            pins=pins,
+            memory=memory,
+            donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            for_grad=for_grad,
+            unknown=unknown,
+        )
+
+    any_mesh = mesh is None and _jax.context_mesh() is None and hardware is None
+    plans = [
+        answer(question, constraints=constraints, time_limit_s=time_limit_s, rel_gap=rel_gap)
+        for on in (_device_meshes() if any_mesh else (mesh,))
+        for question in variants(partial(ask_on, on))
+    ]
+    return min(plans, key=lambda p: p.record.cost.step_s)
+
+
+def _device_meshes() -> list[dict[str, int]]:
+    count = len(_quiet.devices())
+    return meshes.candidates(count) if count > 1 else [{"data": 1}]
 
 
 def answer(

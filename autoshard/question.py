@@ -1,7 +1,8 @@
 """Question: a program, where it shall run, what is asked of its layouts."""
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +10,15 @@ from jax.sharding import PartitionSpec
 
 import cost_models
 from autoshard import binding as bindings
-from autoshard import meshes, planner
+from autoshard import accumulation, meshes, planner
 from autoshard import trace as traces
+from autoshard.errors import SpecError
 from autoshard.gradient import gradient_arguments
 from autoshard.meshes import MeshLike, Place
 from autoshard.planner import Setting, Wanted
 from autoshard.wanted import wanted
+
+log = logging.getLogger("autoshard")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,3 +82,20 @@ def ask(
         setting=setting,
         memory_bytes=place.hardware.usable_memory_bytes if memory is None else int(memory),
     )
+
+
+def variants(asked: Callable[[], Question]) -> Generator[Question]:
+    """The question, or one for each number of parts that an `autoshard.accumulate` leaves open."""
+    with accumulation.tried_parts(1):
+        first = asked()
+    yield first
+    if not accumulation.is_open(first.setting.traced.jaxpr):
+        return
+    for parts in accumulation.choices(first.place.axes)[1:]:
+        try:
+            with accumulation.tried_parts(parts):
+                other = asked()
+        except SpecError as error:  # the batch does not split into so many
+            log.debug("accumulation in %d parts: %s", parts, error)
+        else:
+            yield other
