@@ -69,6 +69,10 @@ class HloError(AutoshardError, ValueError):
     """HLO text cannot be read; the message quotes the line."""
 
 
+class MeasureError(AutoshardError):
+    """The devices at hand cannot be timed, or what was timed makes no sense."""
+
+
 class CompileError(AutoshardError):
     """A deviceless compilation failed; `stderr` holds what the compiler said."""
 

@@ -15,7 +15,7 @@ one counts. Within one switched domain a measured table takes their place.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log, log2, prod
 from typing import TypeAlias
 
@@ -94,15 +94,16 @@ def law_of(kind: Kind, crossings: Sequence[Crossing], links: Links) -> Law:
     """The law of a collective for a group that crosses these levels, inner to outer.
 
     Args:
-        kind: The collective. An all-reduce is a reduce-scatter, then an all-gather.
+        kind: The collective. An all-reduce that was not measured is a reduce-scatter,
+            then an all-gather.
         crossings: At least one.
         links: The interconnect of each level.
     """
+    if len(crossings) == 1 and (table := _nearest_table(kind, crossings[0], links)) is not None:
+        return _measured(kind, table, crossings[0], links)
     if kind == "all-reduce":
         halves = [law_of(half, crossings, links) for half in ("reduce-scatter", "all-gather")]
         return InTurn(halves[0], halves[1], _launch_s(crossings, links))
-    if len(crossings) == 1 and (table := _nearest_table(kind, crossings[0], links)) is not None:
-        return _measured(table, crossings[0], links)
     ring = _line(kind, crossings, links, tree=False)
     if kind == "collective-permute" or all(c.medium != "network" for c in crossings):
         return ring
@@ -175,7 +176,12 @@ def _hops(kind: Kind, crossing: Crossing) -> int:
 
 
 def _nearest_table(kind: Kind, crossing: Crossing, links: Links) -> CollectiveTable | None:
-    """The measured table nearest in group size; a reduce-scatter may use an all-gather's."""
+    """The measured table nearest in group size; a reduce-scatter may use an all-gather's.
+
+    None on a torus, where groups of one size have different links.
+    """
+    if crossing.medium == "torus":
+        return None
     for wanted in (kind, "all-gather") if kind == "reduce-scatter" else (kind,):
         tables = [table for table in links[crossing.level].tables if table.kind == wanted]
         if tables:
@@ -183,13 +189,14 @@ def _nearest_table(kind: Kind, crossing: Crossing, links: Links) -> CollectiveTa
     return None
 
 
-def _measured(table: CollectiveTable, crossing: Crossing, links: Links) -> Measured:
-    n, measured = crossing.n, table.devices
+def _measured(kind: Kind, table: CollectiveTable, crossing: Crossing, links: Links) -> Measured:
+    on_wire = [float(alpha_beta.wire_bytes(kind, n, 1.0)) for n in (crossing.n, table.devices)]
+    hops = _hops(kind, crossing) - _hops(kind, replace(crossing, n=table.devices))
     return Measured(
         table,
-        wire_ratio=((n - 1) / n) / ((measured - 1) / measured),
+        wire_ratio=on_wire[0] / on_wire[1],
         slower=table.link_bytes_per_s / _number(crossing, links, "one_way_bytes_per_s"),
-        more_s=(n - measured) * _number(crossing, links, "hop_s"),
+        more_s=(2 if kind == "all-reduce" else 1) * hops * _number(crossing, links, "hop_s"),
     )
 
 

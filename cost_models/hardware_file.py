@@ -12,7 +12,8 @@ into its interconnects::
      "numbers": {"scale_out.one_way_bytes_per_s": {"value": 2.5e10, "source": "ib_write_bw, 2026-05-02"}}}
 
 A measured file is the same with a `measured` object (date, device kind, versions,
-method) and, where there are several devices, `tables` of the domain's collectives.
+method), where there are several devices `tables` of the domain's collectives, and
+the `samples` that its numbers were fitted to, which are for people to read.
 """
 
 import difflib
@@ -91,6 +92,7 @@ _CHIP_KEYS = (
     "measured",
     "numbers",
     "tables",
+    "samples",
 )
 _MEASURED_KEYS = ("date", "device_kind", "versions", "method")
 

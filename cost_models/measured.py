@@ -8,7 +8,7 @@ samples count alike. Collectives are kept as tables.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,16 @@ import numpy as np
 
 from cost_models import catalogue
 from cost_models.alpha_beta import Kind
-from cost_models.dtypes import matmul_rates
+from cost_models.collective_law import link_bytes
+from cost_models.dtypes import itemsize, matmul_rates
 from cost_models.errors import CostModelError
 from cost_models.hardware_file import CHIP_NUMBERS, SCHEMA, Chip
-from cost_models.roofline import MatmulUnit
+from cost_models.placement import place
+from cost_models.roofline import MatmulUnit, matmul_bytes
+from cost_models.topology import parse_topology
+
+# A rate above this multiple of a data sheet's is no measurement.
+MOST_OF_PEAK = 1.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,7 @@ class MatmulSample:
 class StreamSample:
     """One timed pass over so many bytes of memory, read and written together."""
 
+    operation: str
     nbytes: float
     seconds: float
 
@@ -102,14 +109,19 @@ def document(measurement: Measurement) -> dict[str, Any]:
     """The hardware file of a measurement, ready for JSON.
 
     Raises:
-        CostModelError: There are too few samples of something.
+        CostModelError: There are too few samples of something, or a rate exceeds the
+            data sheet's by more than `MOST_OF_PEAK`.
     """
     base = catalogue.chip(measurement.based_on)
     source = f"measured {measurement.date} on {measurement.device_kind}, {measurement.versions}: {measurement.method}"
     numbers: dict[str, float] = {}
+    stream_rate = 0.0
+    if measurement.streams:
+        _, stream_rate = fit_line([s.nbytes for s in measurement.streams], [s.seconds for s in measurement.streams])
+        numbers |= _split(base, "hbm_bytes_per_s", "hbm_achieved_fraction", stream_rate)
     launches: list[float] = []
     for dtype, samples in measurement.matmuls.items():
-        launch_s, rate = _fit_matmuls(base, samples)
+        launch_s, rate = _fit_matmuls(base, _by_arithmetic(samples, itemsize(dtype), stream_rate))
         launches.append(launch_s)
         key = next(key for key in matmul_rates(dtype) if key in CHIP_NUMBERS)
         short = key.removeprefix("peak_").removesuffix("_flops_per_s")
@@ -117,13 +129,8 @@ def document(measurement: Measurement) -> dict[str, Any]:
         numbers |= _split(base, key, fraction if fraction in CHIP_NUMBERS else "matmul_achieved_fraction", rate)
     if launches:
         numbers["matmul_launch_s"] = float(np.median(launches))
-    if measurement.streams:
-        _, rate = fit_line([s.nbytes for s in measurement.streams], [s.seconds for s in measurement.streams])
-        numbers |= _split(base, "hbm_bytes_per_s", "hbm_achieved_fraction", rate)
-    gathers = [s for s in measurement.collectives if s.kind == "all-gather"]
-    if gathers:
-        wire = [s.nbytes * (s.devices - 1) / s.devices for s in gathers]
-        launch_s, rate = fit_line(wire, [s.seconds for s in gathers])
+    if any(s.kind == "all-gather" for s in measurement.collectives):
+        launch_s, rate = _fit_links(base, measurement)
         numbers |= {"domain.one_way_bytes_per_s": rate, "domain.achieved_fraction": 1.0}
         numbers |= {"domain.launch_s": launch_s, "domain.hop_s": 0.0}
     return {
@@ -141,12 +148,28 @@ def document(measurement: Measurement) -> dict[str, Any]:
         },
         "numbers": {key: {"value": value, "source": source} for key, value in numbers.items()},
         "tables": _tables(measurement, source),
+        "samples": {
+            "matmuls": [{"dtype": d, **asdict(s)} for d, samples in measurement.matmuls.items() for s in samples],
+            "streams": [asdict(s) for s in measurement.streams],
+        },
     }
 
 
 def write(measurement: Measurement, path: str | Path) -> None:
     """Write the hardware file of a measurement; `cost_models.hardware(path)` reads it."""
     Path(path).write_text(json.dumps(document(measurement), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _by_arithmetic(samples: Sequence[MatmulSample], itemsize: float, stream_rate: float) -> list[MatmulSample]:
+    """The samples whose traffic takes less than half of their time; all of them where too few are left."""
+    if not stream_rate:
+        return list(samples)
+    bound: list[MatmulSample] = []
+    for s in samples:
+        touched = float(matmul_bytes(s.batch, s.m, s.n, s.k, itemsize, itemsize))
+        if touched < s.seconds * stream_rate / 2:
+            bound.append(s)
+    return bound if len({(s.batch, s.m, s.n, s.k) for s in bound}) > 1 else list(samples)
 
 
 def _fit_matmuls(base: Chip, samples: Sequence[MatmulSample]) -> tuple[float, float]:
@@ -164,10 +187,32 @@ def _fit_matmuls(base: Chip, samples: Sequence[MatmulSample]) -> tuple[float, fl
     return fit_line(padded, [s.seconds for s in samples])
 
 
+def _fit_links(base: Chip, measurement: Measurement) -> tuple[float, float]:
+    """Launch and one-way bytes/s of the domain's links, from all-gathers among neighbours."""
+    topology = parse_topology(base, measurement.topology)
+    carried: list[float] = []
+    seconds: list[float] = []
+    for s in measurement.collectives:
+        if s.kind == "all-gather" and topology.devices % s.devices == 0:
+            placement = place(topology, {"apart": topology.devices // s.devices, "group": s.devices})
+            levels = link_bytes(s.kind, placement.crossings(("group",)), base.links, s.nbytes)
+            if set(levels) == {"domain"}:
+                carried.append(float(levels["domain"]))
+                seconds.append(s.seconds)
+    return fit_line(carried, seconds)
+
+
 def _split(base: Chip, peak_key: str, fraction_key: str, rate: float) -> dict[str, float]:
     """A measured rate as peak × achieved fraction: the data sheet's peak, unless it is a guess or was beaten."""
     stated = base.numbers.get(peak_key)
-    if stated is None or stated.source.startswith("assumed") or rate > stated.value:
+    if stated is None or stated.source.startswith("assumed"):
+        return {peak_key: rate, fraction_key: 1.0}
+    if rate > MOST_OF_PEAK * stated.value:
+        raise CostModelError(
+            f"`{peak_key}` was measured at {rate:.3g}, {base.name} has {stated.value:.3g} ({stated.source}): "
+            "the timed work was not done, or this is another chip (say which it is `based_on`)"
+        )
+    if rate > stated.value:
         return {peak_key: rate, fraction_key: 1.0}
     return {fraction_key: rate / stated.value}
 

@@ -33,7 +33,7 @@ def measurement(based_on: str = "cpu", topology: str = "8", flops_per_s: float =
         "matmuls": {
             "float32": [MatmulSample(b, m, n, k, 5e-6 + 2 * b * m * n * k / flops_per_s) for b, m, n, k in shapes]
         },
-        "streams": [StreamSample(size, size / 6e9) for size in (1e6, 1e7, 1e8)],
+        "streams": [StreamSample("copy", size, size / 6e9) for size in (1e6, 1e7, 1e8)],
         "collectives": [CollectiveSample("all-gather", 8, size, 3e-5 + size * 7 / 8 / 2e9) for size in (1e4, 1e6, 1e8)],
         "date": "2026-11-21",
         "device_kind": "cpu",

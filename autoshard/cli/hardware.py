@@ -1,8 +1,14 @@
-"""`autoshard hardware`: the catalogue, every number with its source."""
+"""`autoshard hardware`: the catalogue, every number with its source; and the machine at hand, measured."""
 
-from typing import Annotated
+import os
+import subprocess
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import cost_models
 from autoshard.cli.app import app, print_json
@@ -11,9 +17,39 @@ from autoshard.report import hardware as hardware_report
 from autoshard.report import machine
 from cost_models import catalogue
 
+QUICK = ("--scale", "0.02", "--repeats", "3", "--program-s", "0.005")
 
-@app.command()
-def hardware(
+
+class Platform(StrEnum):
+    """What jax can be started on."""
+
+    CPU = "cpu"
+    GPU = "gpu"
+    TPU = "tpu"
+
+
+class Dtype(StrEnum):
+    """Of timed matmuls."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+class ShowsByDefault(TyperGroup):
+    """`hardware h100` is `hardware show h100`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] != "--help"):
+            args = ["show", *args]
+        return super().parse_args(ctx, args)
+
+
+commands = typer.Typer(cls=ShowsByDefault, help="The catalogue of hardware; without a command, `show`.")
+app.add_typer(commands, name="hardware")
+
+
+@commands.command()
+def show(
     name: Annotated[
         str | None, typer.Argument(help="a chip, with or without a topology (h100, h100:2x8), or a JSON file")
     ] = None,
@@ -37,3 +73,36 @@ def hardware(
         print_json(machine.hardware(chip, topology))
     else:
         typer.echo(hardware_report.numbers(chip, topology))
+
+
+@commands.command()
+def measure(
+    *,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="write the hardware file here, not on standard output")
+    ] = None,
+    platform: Annotated[Platform | None, typer.Option("--platform", help="default: what jax starts on")] = None,
+    cpu_devices: Annotated[int, typer.Option("--cpu-devices", min=1, help="devices that the CPU is seen as")] = 8,
+    name: Annotated[str | None, typer.Option("--name", help="of the file; default: the chip's, -measured")] = None,
+    based_on: Annotated[
+        str | None, typer.Option("--based-on", help="chip that states what is not measured; default: recognised")
+    ] = None,
+    dtype: Annotated[
+        list[Dtype] | None, typer.Option("--dtype", help="of matmuls; may be repeated; default: all")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="small sizes, few repeats: a try, not a measurement")] = False,
+) -> None:
+    """Time matmuls, memory and collectives of the devices at hand; plan for them with `--hardware FILE`."""
+    options = {"--out": out, "--name": name, "--based-on": based_on, "--cpu-devices": cpu_devices}
+    command = [sys.executable, "-m", "autoshard.measure", *(QUICK if quick else ())]
+    for option, value in (*options.items(), *(("--dtype", d.value) for d in dtype or ())):
+        command += [] if value is None else [option, str(value)]
+    # A process of its own: this one's jax has started on the CPU, as a single device.
+    environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
+    if platform is not None:
+        environment["JAX_PLATFORMS"] = {"gpu": "cuda"}.get(platform.value, platform.value)
+    code = subprocess.run(command, env=environment, check=False).returncode
+    if code:
+        raise typer.Exit(code)
+    if out is not None:
+        typer.echo(f"{out}: {cost_models.hardware(out).name}; plan for it with --hardware {out}")
