@@ -31,6 +31,8 @@ tried_parts = jax.make_user_context(None)
 # The name of the call that marks, in a jaxpr, an accumulation whose parts the planner is to choose.
 _OPEN = "accumulated_in_parts_to_choose"
 
+_jax.hide_frames(__file__)  # its equations stand where the user calls it
+
 
 def accumulate(
     loss: Callable[..., Any], *, steps: int, parts: Parts = None, has_aux: bool = False

@@ -71,6 +71,7 @@ def plan(
       SpecError: a pin or sharding that cannot be kept.
       MeshError: mesh, hardware and devices do not fit each other.
     """
+
     def ask_on(mesh: MeshLike) -> Question:
         return ask(
             fn,

@@ -1,5 +1,6 @@
 """Plans: the Plan that users hold, fresh or loaded from a file."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,12 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autoshard import apply, meshes, planner
+import cost_models
+from autoshard import accumulation, apply, meshes, planner
 from autoshard import binding as bindings
+from autoshard import graph as graphs
 from autoshard import trace as traces
+from autoshard.completion import Annotations, annotated
 from autoshard.errors import PlanMismatchError, SpecError
 from autoshard.mesh import MeshAxes
 from autoshard.meshes import Place
@@ -18,7 +22,8 @@ from autoshard.planner import Planned
 from autoshard.record import Leaf, PlanRecord, read, write
 from autoshard.report import text
 from autoshard.trace import Traced
-from autoshard.verify import Verification, verify
+from autoshard.verification import Verification
+from autoshard.verify import TOLERANCE, check, verify
 from autoshard.wanted import dotted
 
 
@@ -151,7 +156,7 @@ class Plan:
     def bind(self, fn: Callable[..., Any], *args: Any) -> "Plan":
         """A loaded plan with its function: checks shapes, paths and the program's digest."""
         bound = bindings.bind(fn, args, {})
-        traced = traces.trace(bound.fn, bound.values, bound.names, self.record.mesh)
+        traced = self._same_program(lambda: traces.trace(bound.fn, bound.values, bound.names, self.record.mesh))
         want = [(leaf.path, leaf.shape, leaf.dtype) for leaf in self.record.inputs]
         have = [(p, a.shape, str(a.dtype)) for p, a in zip(traced.in_paths, traced.in_avals, strict=True)]
         if want != have:
@@ -168,6 +173,18 @@ class Plan:
                 f"this function's is {traces.digest(traced)}; plan again"
             )
         return Plan(self.record, place=self._place, planned=None, traced=traced)
+
+    def _same_program(self, trace: Callable[[], Traced]) -> Traced:
+        """The trace, with an open accumulation in as many parts as the plan has."""
+        with accumulation.tried_parts(1):
+            first = trace()
+        if accumulation.is_open(first.jaxpr):
+            for parts in accumulation.choices(self.record.mesh)[1:]:
+                with accumulation.tried_parts(parts), contextlib.suppress(SpecError):
+                    other = trace()
+                    if traces.digest(other) == self.record.digest:
+                        return other
+        return first
 
     def _argument(self, arg: str) -> tuple[int, list[PartitionSpec]]:
         if self._traced is None:
@@ -213,7 +230,9 @@ class Plan:
         """Writes the plan file: JSON, the same bytes for the same input."""
         write(self.record, path)
 
-    def verify(self, compiler: str | None = None, *, topology: str | None = None) -> Verification:
+    def verify(
+        self, compiler: str | None = None, *, topology: str | None = None, tolerance: float = TOLERANCE
+    ) -> Verification:
         """Compiles the planned program for its hardware, without a device, and compares.
 
         A forward function that was planned for its gradient is compiled with its gradient.
@@ -221,19 +240,64 @@ class Plan:
         Args:
           compiler: "gpu", "tpu" or "cpu"; None takes the hardware's own.
           topology: another topology to compile for, such as "cpu:8".
+          tolerance: relative difference in bytes that still counts as a match.
 
         Raises:
           CompilerMissingError: that compiler is not installed.
         """
-        if self._traced is None:
+        traced = self._traced
+        if traced is None:
             raise PlanMismatchError("bind the loaded plan to its function first: plan.bind(train_step, state, batch)")
-        mesh = meshes.abstract(self.record.mesh)
         if self.planned is not None and self.planned.setting.gradient is not None:
-            program = planner.traced_gradient(self.planned, mesh)
+            program, graph = planner.traced_gradient(self.planned, meshes.abstract(self.record.mesh)), None
         else:
-            arguments = jax.tree.unflatten(self._traced.in_tree, self._traced.in_avals)
-            program = self._jitted(self._traced, mesh).trace(*arguments)
-        return verify(program, self.record, compiler=compiler, topology=topology)
+            program = annotated(traced, self.record.mesh, _annotations(self.record))
+            graph = graphs.build(traced.jaxpr, meshes.platform(self.record.hardware))
+        return verify(
+            program,
+            self.record,
+            compiler=compiler,
+            topology=topology,
+            tolerance=tolerance,
+            machine=self._machine,
+            graph=graph,
+            flops=self._flops,
+        )
+
+    def check(self, compiled: Any, *, compiler: str | None = None, tolerance: float = TOLERANCE) -> Verification:
+        """Compares the plan with an executable that was compiled elsewhere, or with its HLO text.
+
+        Args:
+          compiled: what `jax.jit(…).lower(…).compile()` returns, or scheduled HLO text.
+          compiler: who compiled it: "gpu", "tpu" or "cpu"; None takes the executable's
+            platform, or for text that of the plan's hardware.
+          tolerance: relative difference in bytes that still counts as a match.
+
+        Raises:
+          VerifyError: it is neither, or the executable has no text.
+          HloError: the text is no HLO module, or of another number of devices.
+        """
+        return check(
+            compiled, self.record, compiler=compiler, tolerance=tolerance, machine=self._machine, flops=self._flops
+        )
+
+    @property
+    def _machine(self) -> cost_models.Machine | None:
+        return None if self._place is None else self._place.machine
+
+    @property
+    def _flops(self) -> float | None:
+        return None if self.planned is None else self.planned.assignment.flops()
+
+
+def _annotations(record: PlanRecord) -> Annotations:
+    """Everything that a plan says of layouts."""
+    return Annotations(
+        inputs={i: leaf.spec for i, leaf in enumerate(record.inputs)},
+        outputs={i: leaf.spec for i, leaf in enumerate(record.outputs)},
+        pins=record.pins,
+        donated=frozenset(record.donated),
+    )
 
 
 class _Loaded:

@@ -9,8 +9,8 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 import cost_models
-from autoshard import binding as bindings
 from autoshard import accumulation, meshes, planner
+from autoshard import binding as bindings
 from autoshard import trace as traces
 from autoshard.errors import SpecError
 from autoshard.gradient import gradient_arguments
