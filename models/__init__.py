@@ -2,7 +2,8 @@
 
 No model says a word about sharding; `models.layouts` holds the layouts that experts
 would write by hand. Every name is also a zero-argument builder, for command lines:
-`models:llama3_8b` returns `(train_step, (state, batch))`.
+`models:llama3_8b` returns `(train_step, (state, batch))`, `models:llama3_8b_decode`
+returns `(decode, (params, decoding))`.
 """
 
 from collections.abc import Callable
@@ -10,12 +11,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from models import linear, mlp, moe, transformer
-from models.training import Batch, State, TrainStep
+from models import inference, linear, mlp, moe, transformer
 
-_MODULES: dict[str, Any] = {name: module for module in (linear, mlp, transformer, moe) for name in module.CONFIGS}
+_STEPS: dict[Any, Callable[[Any], Callable[..., Any]]] = {
+    module: module.train_step for module in (linear, mlp, transformer, moe)
+} | {inference: inference.step}
 
-Target = tuple[TrainStep, tuple[State, Batch]]
+_MODULES: dict[str, Any] = {name: module for module in _STEPS for name in module.CONFIGS}
+
+Target = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A program and its arguments."""
 
 
 def names() -> tuple[str, ...]:
@@ -37,17 +42,20 @@ def find(name: str, **overrides: Any) -> tuple[Any, Any]:
 
 
 def build(name: str, *, batch: int | None = None, sequence: int | None = None, **overrides: Any) -> Target:
-    """`(train_step, (state, batch))` of a name, abstract: nothing is allocated.
+    """`(program, arguments)` of a name, abstract: nothing is allocated.
+
+    The program of a model is `train_step(state, batch)`; of the names that end so it is
+    `prefill(params, prompt)`, `decode(params, decoding)` or `generate(params, decoding, end)`.
 
     Args:
       name: one of `names()`.
-      batch: rows (linear, mlp) or sequences (transformer, moe); None is the model's own.
-      sequence: tokens per sequence, not of linear and mlp; None is the whole context.
+      batch: rows (linear, mlp) or sequences; None is the model's own.
+      sequence: tokens per sequence, of transformer, moe and prefill; None is the whole context.
       **overrides: fields of the model's configuration, such as `layers=2`.
     """
     module, config = find(name, **overrides)
     sizes = {key: value for key, value in (("batch", batch), ("sequence", sequence)) if value is not None}
-    return module.train_step(config), module.example_args(config, **sizes)
+    return _STEPS[module](config), module.example_args(config, **sizes)
 
 
 def __getattr__(attribute: str) -> Callable[[], Target]:

@@ -195,8 +195,13 @@ def init(config: Config, key: jax.Array) -> State:
 
 
 def project(letters: str, x: jax.Array, layer: Params, weight: str, bias: str) -> jax.Array:
-    """Einsum of an activation and a weight, plus the bias if there is one, in `x`'s dtype."""
+    """Einsum of an activation and a weight, plus the bias if there is one, in `x`'s dtype.
+
+    A weight in int8 has a scale per output channel beside it, applied to the product.
+    """
     out = jnp.einsum(letters, x, layer[weight].astype(x.dtype))
+    if (scale := f"{weight}_scale") in layer:
+        out = out * layer[scale].astype(x.dtype)
     return out + layer[bias].astype(x.dtype) if bias in layer else out
 
 
@@ -212,10 +217,10 @@ def normalize(config: Config, norm: Params, x: jax.Array) -> jax.Array:
     return y.astype(x.dtype)
 
 
-def rotation(config: Config, sequence: int) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of the angle of position s at frequency i: [S, 1, H/2] each."""
+def rotation(config: Config, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of the angles of positions [..., S]: [..., S, 1, H/2] each."""
     exponent = jnp.arange(0, config.head_dim, 2) / config.head_dim
-    angle = jnp.arange(sequence)[:, None, None] * config.rotary_base**-exponent
+    angle = positions[..., None, None] * config.rotary_base**-exponent
     return jnp.cos(angle), jnp.sin(angle)
 
 
@@ -225,23 +230,45 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def attention(config: Config, layer: Params, x: jax.Array) -> jax.Array:
-    """Causal attention, [B, S, D] -> [B, S, D]; each key/value head serves G query heads."""
-    B, S, _ = x.shape
-    N, K, H = config.heads, config.kv_heads, config.head_dim
-    q = name(project("bsd,dnh->bsnh", x, layer, "wq", "bq"), "heads")
-    k = name(project("btd,dkh->btkh", x, layer, "wk", "bk"), "heads")
-    v = name(project("btd,dkh->btkh", x, layer, "wv", "bv"), "heads")
+def queries_keys_values(
+    config: Config, layer: Params, x: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """[B, S, N, H] and twice [B, S, K, H] of tokens [B, S, D] at positions [S] or [B, S]."""
+    q = project("bsd,dnh->bsnh", x, layer, "wq", "bq")
+    k = project("btd,dkh->btkh", x, layer, "wk", "bk")
+    v = project("btd,dkh->btkh", x, layer, "wv", "bv")
     if config.positions == "rotary":
-        cos, sin = rotation(config, S)
+        cos, sin = rotation(config, positions)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    return name(q, "queries"), name(k, "keys"), name(v, "keys")
 
+
+def attend(config: Config, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """Softmax attention, [B, S, N, H] with K/V [B, T, K, H] -> [B, S, N, H].
+
+    Each key/value head serves G query heads.
+
+    Args:
+      config: of the model.
+      q: queries.
+      k: keys.
+      v: values.
+      mask: which keys a query sees, [..., S, 1, T] against [B, K, S, G, T].
+    """
+    B, S, N, H = q.shape
+    K = config.kv_heads
     q = q.reshape(B, S, K, N // K, H) * H**-0.5
     scores = jnp.einsum("bskgh,btkh->bksgt", q, k).astype(jnp.float32)
-    causal = jnp.arange(S)[:, None, None] >= jnp.arange(S)
-    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)).astype(x.dtype)
-    mixed = jnp.einsum("bksgt,btkh->bskgh", weights, v).reshape(B, S, N, H)
-    return project("bsnh,nhd->bsd", name(mixed, "heads"), layer, "wo", "bo")
+    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)).astype(q.dtype)
+    return jnp.einsum("bksgt,btkh->bskgh", weights, v).reshape(B, S, N, H)
+
+
+def attention(config: Config, layer: Params, x: jax.Array) -> jax.Array:
+    """Causal attention of a sequence to itself, [B, S, D] -> [B, S, D]."""
+    positions = jnp.arange(x.shape[1])
+    q, k, v = queries_keys_values(config, layer, x, positions)
+    mixed = attend(config, q, k, v, positions[:, None, None] >= positions)
+    return project("bsnh,nhd->bsd", name(mixed, "queries"), layer, "wo", "bo")
 
 
 def mlp(config: Config, layer: Params, x: jax.Array) -> jax.Array:
@@ -265,21 +292,31 @@ def block(config: Config, layer: Params, x: jax.Array, mlp: MLP = mlp) -> jax.Ar
     return name(x + mlp(config, layer, normalize(config, layer["mlp_norm"], x)), "residual")
 
 
-def forward(config: Config, params: Params, tokens: jax.Array, mlp: MLP = mlp) -> jax.Array:
-    """Tokens [B, S] -> logits [B, S, V] in float32."""
+def embed(config: Config, params: Params, tokens: jax.Array, positions: slice | jax.Array) -> jax.Array:
+    """Tokens [B, S] at positions S or [B, S] -> [B, S, D] in the compute dtype."""
     x = params["embed"][tokens]
     if config.scale_embedding:
         x = x * config.width**0.5
     if config.positions == "learned":
-        x = x + params["pos_embed"][: tokens.shape[1]]
-    x = name(x.astype(config.compute_dtype), "residual")
-    x = apply_layers(lambda layer, x: block(config, layer, x, mlp), params["layers"], x, config.remat)
+        x = x + params["pos_embed"][positions]
+    return name(x.astype(config.compute_dtype), "residual")
+
+
+def logits(config: Config, params: Params, x: jax.Array) -> jax.Array:
+    """The last layer's output [B, S, D] -> [B, S, V] in float32."""
     x = normalize(config, params["final_norm"], x)
     if config.tied:
-        logits = jnp.einsum("bsd,vd->bsv", x, params["embed"].astype(x.dtype))
+        out = jnp.einsum("bsd,vd->bsv", x, params["embed"].astype(x.dtype))
     else:
-        logits = jnp.einsum("bsd,dv->bsv", x, params["lm_head"].astype(x.dtype))
-    return name(logits, "logits").astype(jnp.float32)
+        out = jnp.einsum("bsd,dv->bsv", x, params["lm_head"].astype(x.dtype))
+    return name(out, "logits").astype(jnp.float32)
+
+
+def forward(config: Config, params: Params, tokens: jax.Array, mlp: MLP = mlp) -> jax.Array:
+    """Tokens [B, S] -> logits [B, S, V] in float32."""
+    x = embed(config, params, tokens, slice(tokens.shape[1]))
+    x = apply_layers(lambda layer, x: block(config, layer, x, mlp), params["layers"], x, config.remat)
+    return logits(config, params, x)
 
 
 def loss(config: Config, params: Params, batch: Batch, mlp: MLP = mlp) -> jax.Array:

@@ -15,7 +15,7 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import models
-from models import linear, mlp, moe, transformer
+from models import inference, linear, mlp, moe, transformer
 from models.annotate import hooked
 
 TINY = ("linear-tiny", "mlp-tiny", "tiny-gpt2", "tiny-llama", "tiny-mixtral")
@@ -70,7 +70,7 @@ def test_parameter_counts_are_the_published_ones(name: str) -> None:
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params)) == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", [name for name in models.names() if name not in inference.CONFIGS])
 def test_example_args_are_abstract(name: str) -> None:
     _, args = models.build(name)
     assert all(type(leaf) is jax.ShapeDtypeStruct for leaf in jax.tree.leaves(args))
@@ -182,7 +182,7 @@ def test_names_of_activations_leave_no_trace() -> None:
     bare = jaxpr()
     with hooked(record):
         assert jaxpr() == bare
-    layer = ["heads", "heads", "heads", "heads", "residual", "hidden", "residual"]
+    layer = ["queries", "keys", "keys", "queries", "residual", "hidden", "residual"]
     assert labels == ["residual", *layer, *layer, "logits"]
 
 
@@ -337,7 +337,7 @@ def test_a_later_token_does_not_change_earlier_logits(name: str) -> None:
 def test_rotary_scores_depend_on_the_distance_alone() -> None:
     config = tiny("tiny-llama")
     q, k = jax.random.normal(jax.random.key(0), (2, config.head_dim))
-    cos, sin = transformer.rotation(config, 32)
+    cos, sin = transformer.rotation(config, jnp.arange(32))
     everywhere = (jnp.broadcast_to(x, (1, 32, 1, config.head_dim)) for x in (q, k))
     qs, ks = (transformer.rotate(x, cos, sin)[0, :, 0] for x in everywhere)
     scores = np.asarray(qs @ ks.T)
