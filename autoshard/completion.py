@@ -31,7 +31,7 @@ from autoshard.shardy import ShardyError, ValueLayout
 from autoshard.strategies import SUM, WHOLE, Codes, Rows, decode, encode
 from autoshard.trace import Traced
 
-SCOPE = re.compile(r"autoshard@([\d.]+)")
+SCOPE = re.compile(r"autoshard\.([\d.]+)")  # XLA drops what follows an @ in a name
 
 Ps = NDArray[np.int64]
 
@@ -73,7 +73,7 @@ def annotated(program: Traced, mesh: MeshAxes, annotations: Annotations) -> Any:
 
 
 def _scope(path: Path) -> AbstractContextManager[Any]:
-    return jax.named_scope("autoshard@" + ".".join(map(str, path)))
+    return jax.named_scope("autoshard." + ".".join(map(str, path)))
 
 
 def propagated(

@@ -1,6 +1,6 @@
 """Evaluate: what a hand-written layout costs, in the planner's own model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,7 +17,8 @@ from autoshard.record import Certificate, PlanRecord
 from autoshard.resharding import Resharder
 from autoshard.solver.evaluate import evaluate as price
 from autoshard.strategies import layout_of
-from autoshard.verify import Verification, verify
+from autoshard.verification import Verification
+from autoshard.verify import TOLERANCE, verify
 from autoshard.wanted import AUTO
 
 Completion = Literal["shardy", "best"]
@@ -54,7 +55,14 @@ class Evaluation:
         """Whether the predicted peak is within the memory of a device."""
         return self.record.memory.peak_bytes <= self.record.memory.limit_bytes
 
-    def verify(self, compiler: str | None = None, *, topology: str | None = None) -> Verification:
+    def verify(
+        self,
+        compiler: str | None = None,
+        *,
+        topology: str | None = None,
+        tolerance: float = TOLERANCE,
+        compiler_options: Mapping[str, Any] | None = None,
+    ) -> Verification:
         """Compiles the annotated program for its hardware, without a device, and compares.
 
         With completion "shardy" the annotations are the hand-written ones alone; with
@@ -63,12 +71,23 @@ class Evaluation:
         Args:
           compiler: "gpu", "tpu" or "cpu"; None takes the hardware's own.
           topology: another topology to compile for, such as "cpu:8".
+          tolerance: relative difference in bytes that still counts as a match.
+          compiler_options: flags over the plan's own.
 
         Raises:
           CompilerMissingError: that compiler is not installed.
         """
         traced = annotated(self.setting.priced, self.record.mesh, self.annotations)
-        return verify(traced, self.record, compiler=compiler, topology=topology)
+        return verify(
+            traced,
+            self.record,
+            compiler=compiler,
+            topology=topology,
+            tolerance=tolerance,
+            compiler_options=compiler_options,
+            graph=self.setting.decisions.graph,
+            flops=self.assignment.flops(),
+        )
 
 
 def evaluate(

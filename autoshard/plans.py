@@ -231,7 +231,12 @@ class Plan:
         write(self.record, path)
 
     def verify(
-        self, compiler: str | None = None, *, topology: str | None = None, tolerance: float = TOLERANCE
+        self,
+        compiler: str | None = None,
+        *,
+        topology: str | None = None,
+        tolerance: float = TOLERANCE,
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> Verification:
         """Compiles the planned program for its hardware, without a device, and compares.
 
@@ -241,6 +246,7 @@ class Plan:
           compiler: "gpu", "tpu" or "cpu"; None takes the hardware's own.
           topology: another topology to compile for, such as "cpu:8".
           tolerance: relative difference in bytes that still counts as a match.
+          compiler_options: flags over the plan's own.
 
         Raises:
           CompilerMissingError: that compiler is not installed.
@@ -262,6 +268,7 @@ class Plan:
             machine=self._machine,
             graph=graph,
             flops=self._flops,
+            compiler_options=compiler_options,
         )
 
     def check(self, compiled: Any, *, compiler: str | None = None, tolerance: float = TOLERANCE) -> Verification:

@@ -85,6 +85,7 @@ class Timeline:
       compute_s: time in which the compute stream works.
       communication_s: time in which the communication stream works.
       exposed_s: time in which the compute stream waits for a collective.
+      flops: of the matmuls.
       events: what ran when, first trips only.
     """
 
@@ -92,6 +93,7 @@ class Timeline:
     compute_s: float
     communication_s: float
     exposed_s: float
+    flops: float
     events: tuple[Event, ...]
 
     @property
@@ -151,6 +153,7 @@ def timeline(
         compute_s=walk.compute_s,
         communication_s=walk.communication_s,
         exposed_s=walk.exposed_s,
+        flops=walk.flops,
         events=tuple(walk.events),
     )
 
@@ -170,6 +173,7 @@ class _Walk:
     compute_s: float = 0.0
     communication_s: float = 0.0
     exposed_s: float = 0.0
+    flops: float = 0.0
     events: list[Event] = field(default_factory=list)
 
     def run(self, computation: Computation, trips: int) -> None:
@@ -232,6 +236,7 @@ class _Walk:
         self.compute_s += more * (self.compute_s - before.compute_s)
         self.communication_s += more * (self.communication_s - before.communication_s)
         self.exposed_s += more * (self.exposed_s - before.exposed_s)
+        self.flops += more * (self.flops - before.flops)
         shift_s = more * (self.now_s - before.now_s)
         if self.free_s > before.free_s:
             self.free_s += shift_s
@@ -247,7 +252,7 @@ class _Walk:
         longest = max(ends, key=lambda branch: branch.now_s)
         self.now_s, self.free_s, self.events = longest.now_s, longest.free_s, longest.events
         self.compute_s, self.communication_s = longest.compute_s, longest.communication_s
-        self.exposed_s = longest.exposed_s
+        self.exposed_s, self.flops = longest.exposed_s, longest.flops
 
     def _record(self, name: str, stream: Stream, start_s: float, duration_s: float, trips: int, where: str) -> None:
         self.events.append(
@@ -261,6 +266,7 @@ class _Walk:
             return 0.0
         matmuls = _matmuls(self.module, computation, instruction)
         if matmuls:
+            self.flops += sum(2.0 * batch * m * n * k for batch, m, n, k, _ in matmuls)
             return sum(float(self.machine.matmul_s(*matmul)) for matmul in matmuls)
         if opcode == "custom-call" and not instruction.operands:
             return 0.0  # a buffer is allocated, nothing moves

@@ -1,104 +1,35 @@
 """Verify: what a plan promised against what the compiler emitted, row by row."""
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+import importlib.metadata
+import re
+from collections.abc import Mapping
+from math import prod
 from typing import Any
 
-from autoshard import compilers, hlo
-from autoshard.mesh import MeshAxes
-from autoshard.record import PlanRecord
-from autoshard.tables import bytes_text, columns, fields, render, table
+import jax
 
-# Padding, scalar bookkeeping and halos up to this share of all bytes are no news.
-SMALL = 0.01
+import cost_models
+from autoshard import compilers, hlo, meshes
+from autoshard.comparison import Place, attribute, compare
+from autoshard.completion import SCOPE
+from autoshard.errors import VerifyError
+from autoshard.graph import Graph, Path
+from autoshard.layout import Layout
+from autoshard.record import Leaf, PlanRecord
+from autoshard.timeline import timeline
+from autoshard.verification import ComputeComparison, MemoryComparison, Parts, Verification
 
+TOLERANCE = 0.05  # of bytes, in total and per row
+MEMORY_TOLERANCE = 0.10  # of the peak: a device that runs out of memory a little later does so all the same
 
-class Match(StrEnum):
-    """How one row of promised and emitted bytes compares."""
+# What `Compiled.peak_bytes` is, per compiler.
+PEAK = {
+    "gpu": "XLA's own (peak_memory_in_bytes)",
+    "tpu": "XLA's own (peak_memory_in_bytes)",
+    "cpu": "arguments + outputs − aliases + temporaries",
+}
 
-    MATCH = "MATCH"  # within tolerance
-    DIFFERS = "DIFFERS"  # both sides have it, in another amount
-    EXTRA = "EXTRA"  # the compiler emitted what the plan does not know
-    MISSING = "MISSING"  # the plan expects what the compiler did not emit
-    SMALL = "small"  # below a hundredth of all bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One collective kind over one set of mesh axes: logical bytes per device and step."""
-
-    kind: str
-    axes: tuple[str, ...]
-    predicted_bytes: int
-    emitted_bytes: int
-    predicted_count: int
-    emitted_count: int
-    status: Match
-
-    @property
-    def ratio(self) -> float:
-        """Emitted over predicted; infinite where nothing was predicted."""
-        return self.emitted_bytes / self.predicted_bytes if self.predicted_bytes else float("inf")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
-    """The comparison of a plan with one compiled program."""
-
-    compiler: str
-    version: str
-    topology: str
-    rows: tuple[Row, ...]
-    predicted_peak_bytes: int
-    compiled_peak_bytes: int
-    emitted: tuple[hlo.Collective, ...]
-    wall_s: float
-    tolerance: float
-
-    @property
-    def ok(self) -> bool:
-        """Whether every kind's bytes agree and the compiler emitted nothing unknown."""
-        return all(row.status in (Match.MATCH, Match.SMALL) for row in self.by_kind())
-
-    def __str__(self) -> str:
-        """The verdict and the rows, for a terminal."""
-        ratio = _ratio_text(self.compiled_peak_bytes, self.predicted_peak_bytes)
-        lines = [
-            (
-                "verdict",
-                f"{'MATCH' if self.ok else 'NO MATCH'} (bytes of each kind within {self.tolerance:.0%}, "
-                "and no kind that the plan does not have)",
-            ),
-            (
-                "memory",
-                f"peak per device: predicted {bytes_text(self.predicted_peak_bytes)}, "
-                f"compiled {bytes_text(self.compiled_peak_bytes)} ({ratio})",
-            ),
-            ("compiler", f"{self.compiler}, {self.version}, for {self.topology}: {self.wall_s:.1f} s"),
-        ]
-        cells: list[tuple[str, ...]] = []
-        for kind in self.by_kind():
-            split = [row for row in self.rows if row.kind == kind.kind]
-            cells += [_cells(row) for row in (split if len(split) == 1 else (*split, kind))]
-        rows = table(
-            "collectives per step: logical bytes per device, predicted → emitted",
-            ("collective", "over", "count", "predicted", "emitted", "ratio", "status"),
-            cells,
-            right=("count", "predicted", "emitted", "ratio"),
-            whole=("collective", "over", "status"),
-        )
-        width = columns()
-        return render(fields(lines, width) + "\n", rows, width=width)
-
-    def by_kind(self) -> tuple[Row, ...]:
-        """The rows with all axis sets of one kind together."""
-        kinds = sorted({row.kind for row in self.rows})
-        total = sum(row.predicted_bytes for row in self.rows), sum(row.emitted_bytes for row in self.rows)
-        return tuple(
-            _row(kind, (), [r for r in self.rows if r.kind == kind], max(total), self.tolerance) for kind in kinds
-        )
+_PACKAGE = re.compile(r"/autoshard/[\w/]+\.py:\d+")
 
 
 def verify(
@@ -107,16 +38,29 @@ def verify(
     *,
     compiler: str | None = None,
     topology: str | None = None,
-    tolerance: float = 0.10,
+    tolerance: float = TOLERANCE,
+    machine: cost_models.Machine | None = None,
+    graph: Graph | None = None,
+    flops: float | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Verification:
-    """Compiles a planned program and compares its collectives and memory with the plan.
+    """Compiles a planned program and compares it with the plan.
 
     Args:
       lowerable: the planned function, traced on abstract arguments with an abstract mesh.
       record: the plan.
       compiler: "gpu", "tpu", "cpu", or None for the hardware's own.
       topology: hardware to compile for; None takes the plan's own (for "cpu": as many devices).
-      tolerance: relative difference in bytes per kind that still counts as a match.
+      tolerance: relative difference in bytes that still counts as a match.
+      machine: the cost model with the plan's mesh placed on it; None reads the plan's hardware from the catalogue.
+      graph: of the planned program, if its ops carry their equations' paths (`completion.annotated`).
+      flops: of the plan's contractions, per device.
+      compiler_options: flags over the plan's own, such as `compilers.TPU_PLAIN_OPTIONS`.
+
+    Raises:
+      CompilerMissingError: the compiler is not installed.
+      MeshError: topology and mesh do not fit each other.
+      CompileError: the compiler refuses or crashes.
     """
     if topology is None:
         topology = f"cpu:{record.mesh.size}" if compiler == "cpu" else record.hardware
@@ -126,85 +70,187 @@ def verify(
         mesh=record.mesh,
         compiler=compiler,  # pyright: ignore[reportArgumentType]
         device_order=record.device_order,
-        compiler_options=None if compiler == "cpu" else record.compiler_options,
+        compiler_options={**({} if compiler == "cpu" else record.compiler_options), **(compiler_options or {})},
     )
-    emitted = hlo.collectives(hlo.read(compiled.hlo_text), record.mesh, fold_slices=compiled.compiler == "cpu")
-    return Verification(
+    return judge(
+        record,
+        compiled.hlo_text,
         compiler=compiled.compiler,
         version=compiled.version,
         topology=topology,
-        rows=compare(record, emitted, record.mesh, tolerance),
-        predicted_peak_bytes=record.memory.peak_bytes,
-        compiled_peak_bytes=compiled.peak_bytes,
-        emitted=emitted,
+        memory=_compiled_parts(compiled.memory, compiled.peak_bytes),
         wall_s=compiled.wall_s,
+        tolerance=tolerance,
+        machine=machine,
+        graph=graph,
+        flops=flops,
+    )
+
+
+def check(
+    compiled: Any,
+    record: PlanRecord,
+    *,
+    compiler: str | None = None,
+    tolerance: float = TOLERANCE,
+    machine: cost_models.Machine | None = None,
+    flops: float | None = None,
+) -> Verification:
+    """Compares a plan with an executable, or its HLO text, that somebody else compiled.
+
+    Args:
+      compiled: what `jax.jit(…).lower(…).compile()` returns, or HLO text after
+        scheduling (`compiled.as_text()`, an XLA dump of the module after optimizations).
+      record: the plan.
+      compiler: who compiled it: "gpu", "tpu" or "cpu"; None takes the executable's
+        platform, or for text that of the plan's hardware.
+      tolerance: as in `verify`.
+      machine: as in `verify`.
+      flops: as in `verify`.
+
+    Raises:
+      VerifyError: it is neither, or the executable has no text.
+      HloError: the text is no HLO module, or of another number of devices than the plan.
+    """
+    if isinstance(compiled, str):
+        platform = compiler or compilers.Target.parse(record.hardware).compiler
+        return judge(
+            record,
+            compiled,
+            compiler=platform,
+            version="as given",
+            topology=record.hardware,
+            memory=None,
+            wall_s=0.0,
+            tolerance=tolerance,
+            machine=machine,
+            graph=None,
+            flops=flops,
+        )
+    if not isinstance(compiled, jax.stages.Compiled):
+        raise VerifyError(
+            f"cannot check a {type(compiled).__name__}: pass an executable, "
+            "jax.jit(f).lower(*args).compile(), or its HLO text"
+        )
+    text = compiled.as_text()
+    if not text:
+        raise VerifyError("this executable does not give its HLO text; pass the text of an XLA dump instead")
+    devices = {d for s in jax.tree.leaves(compiled.input_shardings) for d in s.device_set}
+    platform = next((d.platform for d in devices), jax.default_backend())
+    kind = next((d.device_kind for d in devices), "")
+    stats: Any = compiled.memory_analysis()
+    memory = compilers.MemoryStats(
+        argument_bytes=stats.argument_size_in_bytes,
+        output_bytes=stats.output_size_in_bytes,
+        alias_bytes=stats.alias_size_in_bytes,
+        temp_bytes=stats.temp_size_in_bytes,
+        reported_peak_bytes=stats.peak_memory_in_bytes,
+    )
+    peak = memory.total_bytes if platform == "cpu" else memory.reported_peak_bytes
+    return judge(
+        record,
+        text,
+        compiler=compiler or ("gpu" if platform in ("cuda", "gpu", "rocm") else platform),
+        version=f"jaxlib {importlib.metadata.version('jaxlib')}",
+        topology=f"{len(devices)} × {kind}",
+        memory=_compiled_parts(memory, peak),
+        wall_s=0.0,
+        tolerance=tolerance,
+        machine=machine,
+        graph=None,
+        flops=flops,
+    )
+
+
+def judge(
+    record: PlanRecord,
+    text: str,
+    *,
+    compiler: str,
+    version: str,
+    topology: str,
+    memory: Parts | None,
+    wall_s: float,
+    tolerance: float,
+    machine: cost_models.Machine | None,
+    graph: Graph | None,
+    flops: float | None,
+) -> Verification:
+    """Compares a plan with a compiled program's text; arguments as of `verify`."""
+    machine = meshes.place(record.mesh.shape, record.hardware).machine if machine is None else machine
+    module = hlo.read(text)
+    emitted = hlo.collectives(module, record.mesh, fold_slices=compiler == "cpu")
+    priced = timeline(module, emitted, machine, record.mesh)
+    return Verification(
+        compiler=compiler,
+        version=version,
+        topology=topology,
+        rows=compare(record.collectives, emitted, record.mesh, tolerance),
+        lines=attribute(record.collectives, emitted, record.mesh, tolerance, _Places(graph)),
+        memory=MemoryComparison(
+            predicted=predicted_parts(record), compiled=memory, meaning=PEAK[compiler], tolerance=MEMORY_TOLERANCE
+        ),
+        compute=ComputeComparison(
+            predicted_s=record.cost.compute_s,
+            predicted_flops=flops,
+            compiled_s=priced.compute_s,
+            compiled_flops=priced.flops,
+            estimated_s=hlo.estimated_s(module, record.hardware),
+        ),
+        cost=record.cost,
+        timeline=priced,
+        emitted=emitted,
+        wall_s=wall_s,
         tolerance=tolerance,
     )
 
 
-def compare(record: PlanRecord, emitted: Sequence[hlo.Collective], mesh: MeshAxes, tolerance: float) -> tuple[Row, ...]:
-    """Promised against emitted bytes per (kind, axes); axes in mesh order."""
-    sides: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
-    order = {name: i for i, name in enumerate(mesh.names)}
-    for promised in record.collectives:
-        side = sides[promised.kind, tuple(sorted(promised.axes, key=order.__getitem__))]
-        side[0] += promised.nbytes * promised.trips
-        side[2] += promised.trips
-    for found in emitted:
-        axes = found.axes if found.axes is not None else ("?",)
-        side = sides[found.kind, tuple(sorted(axes, key=lambda a: order.get(a, -1)))]
-        side[1] += found.nbytes * found.trips
-        side[3] += found.trips
-    total = max(sum(s[0] for s in sides.values()), sum(s[1] for s in sides.values()))
-    return tuple(
-        Row(
-            kind=kind,
-            axes=axes,
-            predicted_bytes=p,
-            emitted_bytes=e,
-            predicted_count=pc,
-            emitted_count=ec,
-            status=_status(p, e, total, tolerance),
-        )
-        for (kind, axes), (p, e, pc, ec) in sorted(sides.items())
+def predicted_parts(record: PlanRecord) -> Parts:
+    """What a plan promises of one device's memory; temporaries are what its peak has beyond arguments."""
+    arguments = sum(local_bytes(leaf, record) for leaf in record.inputs)
+    aliases = sum(local_bytes(record.inputs[i], record) for i in record.donated)
+    return Parts(
+        arguments=arguments,
+        outputs=sum(local_bytes(leaf, record) for leaf in record.outputs),
+        aliases=aliases,
+        temporaries=record.memory.peak_bytes - arguments,
+        peak=record.memory.peak_bytes,
     )
 
 
-def _row(kind: str, axes: tuple[str, ...], rows: Sequence[Row], total: int, tolerance: float) -> Row:
-    predicted, emitted = sum(r.predicted_bytes for r in rows), sum(r.emitted_bytes for r in rows)
-    return Row(
-        kind=kind,
-        axes=axes,
-        predicted_bytes=predicted,
-        emitted_bytes=emitted,
-        predicted_count=sum(r.predicted_count for r in rows),
-        emitted_count=sum(r.emitted_count for r in rows),
-        status=_status(predicted, emitted, total, tolerance),
+def local_bytes(leaf: Leaf, record: PlanRecord) -> int:
+    """Bytes of one input or output on one device."""
+    local = Layout.from_spec(leaf.spec, len(leaf.shape)).local_shape(leaf.shape, record.mesh)
+    return prod(local) * jax.numpy.dtype(leaf.dtype).itemsize
+
+
+def _compiled_parts(memory: compilers.MemoryStats, peak_bytes: int) -> Parts:
+    return Parts(
+        arguments=memory.argument_bytes,
+        outputs=memory.output_bytes,
+        aliases=memory.alias_bytes,
+        temporaries=memory.temp_bytes,
+        peak=peak_bytes,
     )
 
 
-def _status(predicted: int, emitted: int, total: int, tolerance: float) -> Match:
-    if abs(predicted - emitted) <= tolerance * max(predicted, emitted):
-        return Match.MATCH
-    if abs(predicted - emitted) <= SMALL * total:
-        return Match.SMALL
-    if not predicted:
-        return Match.EXTRA
-    return Match.DIFFERS if emitted else Match.MISSING
+class _Places:
+    """The equation and source line of a compiled collective, from its op's metadata.
 
+    The path that `completion.annotated` writes into names says exactly which equation;
+    else the innermost name of JAX's name stack is its primitive.
+    """
 
-def _cells(row: Row) -> tuple[str, ...]:
-    """A row of the table; the sum of a kind names no axes."""
-    return (
-        row.kind if row.axes else "",
-        "·".join(row.axes) or "all",
-        f"{row.predicted_count:,} → {row.emitted_count:,}",
-        bytes_text(row.predicted_bytes),
-        bytes_text(row.emitted_bytes),
-        _ratio_text(row.emitted_bytes, row.predicted_bytes),
-        str(row.status),
-    )
+    def __init__(self, graph: Graph | None) -> None:
+        self._equations: dict[Path, tuple[str, str]] = {}
+        if graph is not None:
+            for eqn, spots in zip(graph.eqns, graph.makes, strict=True):
+                self._equations[spots[0][0]] = (eqn.primitive, eqn.where)
 
-
-def _ratio_text(emitted: int, predicted: int) -> str:
-    return f"×{emitted / predicted:.2f}" if predicted else ""
+    def __call__(self, found: hlo.Collective) -> Place:
+        scopes = SCOPE.findall(found.op_name)
+        path = tuple(int(step) for step in scopes[-1].split(".")) if scopes else ()
+        if path in self._equations:
+            return self._equations[path]
+        where = "" if _PACKAGE.search(found.where) else found.where
+        return found.op_name.rpartition("/")[2], where or "<unknown>"

@@ -16,7 +16,6 @@ from autoshard.record import Certificate, Cost, Leaf, Memory, PlanRecord
 from autoshard.report import hardware, machine, text
 from autoshard.report.folding import fold, local_bytes, ranges
 from autoshard.tables import broken_path, bytes_text, fields, flops_text, short_aval, time_text
-from autoshard.verify import Match, Row, Verification
 from cost_models import catalogue
 
 MESH = MeshAxes.of({"data": 2, "model": 4})
@@ -285,66 +284,6 @@ def test_small_collectives_are_one_row() -> None:
     made = text.summary(replace(record([leaf("x", 8)]), collectives=many), width=80)
     assert f"{15 - text.LONGEST} smaller" in made
     assert len([line for line in made.splitlines() if line.startswith(" all-gather")]) == text.LONGEST
-
-
-# --- Verification --------------------------------------------------------------------
-
-
-def row(kind: str, axes: tuple[str, ...], predicted: int, emitted: int, status: Match) -> Row:
-    return Row(
-        kind=kind,
-        axes=axes,
-        predicted_bytes=predicted,
-        emitted_bytes=emitted,
-        predicted_count=int(predicted > 0),
-        emitted_count=int(emitted > 0),
-        status=status,
-    )
-
-
-def verification(*rows: Row) -> Verification:
-    return Verification(
-        compiler="gpu",
-        version="jax-cuda12-pjrt 0.10.2",
-        topology="h100:1x8",
-        rows=rows,
-        predicted_peak_bytes=2_000_000,
-        compiled_peak_bytes=1_000_000,
-        emitted=(),
-        wall_s=2.5,
-        tolerance=0.1,
-    )
-
-
-def test_a_verification_prints_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    found = verification(
-        row("all-gather", ("data",), 1_000_000, 990_000, Match.MATCH),
-        row("all-gather", ("model",), 1_000_000, 990_000, Match.MATCH),
-        row("all-to-all", ("model",), 0, 500_000, Match.EXTRA),
-    )
-    assert (
-        str(found)
-        == """\
-  verdict   NO MATCH (bytes of each kind within 10%, and no kind that the plan
-            does not have)
-  memory    peak per device: predicted 2 MB, compiled 1 MB (×0.50)
-  compiler  gpu, jax-cuda12-pjrt 0.10.2, for h100:1x8: 2.5 s
-
-collectives per step: logical bytes per device, predicted → emitted
-
- collective  over   count  predicted  emitted  ratio  status
- ───────────────────────────────────────────────────────────
- all-gather  data   1 → 1       1 MB   990 kB  ×0.99  MATCH
- all-gather  model  1 → 1       1 MB   990 kB  ×0.99  MATCH
-             all    2 → 2       2 MB  1.98 MB  ×0.99  MATCH
- all-to-all  model  0 → 1        0 B   500 kB         EXTRA"""
-    )
-    assert not machine.verification(found)["ok"]
-
-
-def test_a_match_says_so() -> None:
-    assert "MATCH (" in str(verification(row("all-gather", ("data",), 10, 10, Match.MATCH)))
 
 
 # --- Hardware ------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Compiled HLO: the text read, and the collectives in it."""
 
-from autoshard.hlo.communication import KINDS, Collective, Kind, collectives
-from autoshard.hlo.cycles import estimated_cycles
+from autoshard.hlo.communication import KINDS, Collective, Kind, collectives, wire_bytes
+from autoshard.hlo.cycles import estimated_cycles, estimated_s
 from autoshard.hlo.text import Computation, Instruction, Module, Shape, read
 
 __all__ = [
@@ -14,5 +14,7 @@ __all__ = [
     "Shape",
     "collectives",
     "estimated_cycles",
+    "estimated_s",
     "read",
+    "wire_bytes",
 ]

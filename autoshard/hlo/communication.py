@@ -235,12 +235,12 @@ def _rows(
             combined=len(elements),
             conditional=context.conditional,
             unknown_loops=context.unknown_loops,
-            moved_bytes=_moved_bytes(actual, logical, size),
+            moved_bytes=wire_bytes(actual, logical, size),
             groups=groups,
         )
 
 
-def _moved_bytes(kind: Kind, nbytes: int, size: int) -> int:
+def wire_bytes(kind: str, nbytes: int, size: int) -> int:
     """Bytes that a device sends: ring volumes (Thakur, Rabenseifner and Gropp 2005), the whole operand of a permute."""
     if kind in ("collective-permute", "collective-broadcast"):
         return nbytes
@@ -350,7 +350,7 @@ def _fused(
             combined=1,
             conditional=context.conditional,
             unknown_loops=context.unknown_loops,
-            moved_bytes=_moved_bytes(kind, logical, size),
+            moved_bytes=wire_bytes(kind, logical, size),
             groups=groups,
         )
     for instruction in body:

@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from autoshard.hlo.loops import Loops
 from autoshard.hlo.text import Computation, Module
 
+# Clock of a TensorCore: what the chips' peak FLOP/s need of their MXUs (Austin et al. 2025, "How to Scale Your Model",
+# chapter 2: v5e 4 MXUs of 128 × 128, 197e12 FLOP/s; v5p 8 of them, 459e12; v6e 4 of 256 × 256, 918e12; v4 8, 275e12).
+CLOCK_HZ: Mapping[str, float] = {"tpu-v4": 1.05e9, "tpu-v5e": 1.5e9, "tpu-v5p": 1.75e9, "tpu-v6e": 1.75e9}
+
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
@@ -37,3 +41,14 @@ def estimated_cycles(module: Module, *, trip_counts: Mapping[str, int] | None = 
         return cycles
 
     return total(module[module.entry])
+
+
+def estimated_s(module: Module, hardware: str) -> float | None:
+    """Seconds of those cycles; None where the compiler estimates nothing, or the chip's clock is not known.
+
+    Args:
+      module: a compiled program.
+      hardware: such as `tpu-v5e:4x4`.
+    """
+    cycles, clock_hz = estimated_cycles(module), CLOCK_HZ.get(hardware.partition(":")[0])
+    return cycles / clock_hz if cycles and clock_hz else None

@@ -1,15 +1,18 @@
 """Machine: what the tables say, as JSON-ready values in SI units."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from autoshard.verify import Row, Verification
+from autoshard.comparison import Line, Row
+from autoshard.verification import Verification
 from cost_models.hardware_file import Chip, Number
 from cost_models.topology import Topology
 
 
 def verification(found: Verification) -> dict[str, Any]:
     """The comparison of a plan with a compiled program."""
+    timeline, memory = found.timeline, found.memory
     return {
         "ok": found.ok,
         "compiler": found.compiler,
@@ -17,23 +20,25 @@ def verification(found: Verification) -> dict[str, Any]:
         "topology": found.topology,
         "wall_s": found.wall_s,
         "tolerance": found.tolerance,
-        "predicted_peak_bytes": found.predicted_peak_bytes,
-        "compiled_peak_bytes": found.compiled_peak_bytes,
+        "memory": {
+            "predicted": asdict(memory.predicted),
+            "compiled": None if memory.compiled is None else asdict(memory.compiled),
+            "peak": memory.meaning,
+            "tolerance": memory.tolerance,
+        },
+        "compute": None if found.compute is None else asdict(found.compute),
+        "step": {
+            "predicted": {"step_s": found.cost.step_s, "exposed_s": found.cost.exposed_s},
+            "compiled": None if timeline is None else {"step_s": timeline.step_s, "exposed_s": timeline.exposed_s},
+        },
         "rows": [_row(row) for row in found.rows],
         "kinds": [_row(row) for row in found.by_kind()],
+        "lines": [_row(line) for line in found.lines],
     }
 
 
-def _row(row: Row) -> dict[str, Any]:
-    return {
-        "kind": row.kind,
-        "axes": list(row.axes),
-        "predicted_bytes": row.predicted_bytes,
-        "emitted_bytes": row.emitted_bytes,
-        "predicted_count": row.predicted_count,
-        "emitted_count": row.emitted_count,
-        "status": str(row.status),
-    }
+def _row(row: Row | Line) -> dict[str, Any]:
+    return {**asdict(row), "axes": list(row.axes), "status": str(row.status)}
 
 
 def hardware(chip: Chip, topology: Topology | None = None) -> dict[str, Any]:

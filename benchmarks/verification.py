@@ -1,0 +1,277 @@
+"""Every plan against the real compilers: the board of predicted and emitted bytes, memory and time.
+
+    python -m benchmarks.verification run [--set scatter|board|all] [--match h100:1x8] [--seconds 3600]
+    python -m benchmarks.verification render
+
+`run` compiles one case at a time, without a device, and appends one JSON line per compile to
+`benchmarks/results/verification.jsonl`; a case that is there already is skipped, so that it can be
+stopped and started again. `render` writes `docs/verification.md` and `docs/verification.svg` from it.
+
+The board: gpt2-small (unrolled), llama3-8b (scan, remat) and mixtral-8x7b (2 layers), each as planned
+and in four hand-written layouts, for 8 and 32 H100, v5e:4x4 and v5p:4x4x2. The scatter adds smaller
+models, more meshes and more layouts on the GPU compiler. On TPU, bytes are compared with windowed
+einsum off; the board's schedules are compiled once more with it on (`windowed`).
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+import models
+from autoshard import compilers, meshes
+from autoshard.errors import AutoshardError
+from autoshard.mesh import MeshAxes
+from autoshard.verification import Verification
+from benchmarks import verification_report
+from models import layouts
+
+RESULTS = Path(__file__).parent / "results" / "verification.jsonl"
+
+PLANNED = "plan"  # beside the hand-written layouts, the planner's own
+HAND = ("dp", "fsdp", "dp_megatron", "fsdp_megatron")
+MORE_HAND = ("zero1", "megatron_sequence")
+ONE_AXIS = frozenset({"dp", "fsdp", "zero1"})  # recipes that take all mesh axes as one
+NO_LIMIT_BYTES = 2**40  # hand layouts need not fit; the plan is asked for in the chip's own memory
+
+# Solver and sizes, so that a case takes seconds on a laptop.
+REL_GAP = 1e-2
+TIME_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One compile: a model as `models.build` makes it, a mesh on hardware, and a layout."""
+
+    group: str
+    model: str
+    fields: tuple[tuple[str, Any], ...]
+    hardware: str
+    mesh: tuple[tuple[str, int], ...]
+    layout: str
+    windowed: bool = False
+
+    @property
+    def key(self) -> str:
+        parts = (
+            self.model,
+            ",".join(f"{k}={v}" for k, v in self.fields),
+            self.hardware,
+            "×".join(f"{n}={s}" for n, s in self.mesh),
+            self.layout,
+        )
+        return " ".join((*parts, "windowed") if self.windowed else parts)
+
+
+def board() -> Iterator[Case]:
+    """The cases of the tables, the cheap compilers first."""
+    subjects: tuple[tuple[str, Any], ...] = (
+        ("mixtral-8x7b", lambda n: {"layers": 2, "batch": n, "sequence": 1024}),
+        ("llama3-8b", lambda n: {"scan": True, "remat": "full", "batch": n, "sequence": 2048}),
+        ("gpt2-small", lambda n: {"vocab": 50_304, "batch": 4 * n, "sequence": 1024}),
+    )
+    places = (
+        ("h100:1x8", {"data": 2, "model": 4}, {"data": 2, "model": 4}),
+        ("h100:4x8", {"data": 4, "model": 8}, {"data": 8, "model": 4}),
+        ("tpu-v5e:4x4", {"data": 4, "model": 4}, {"data": 4, "model": 4}),
+        ("tpu-v5p:4x4x2", {"data": 4, "model": 8}, {"data": 8, "model": 4}),
+    )
+    for hardware, mesh, mesh_of_12_heads in places:
+        for model, sizes in subjects:
+            axes = mesh_of_12_heads if model == "gpt2-small" else mesh
+            fields = tuple(sizes(MeshAxes.of(axes).size).items())
+            for layout in (PLANNED, *HAND):
+                for windowed in (False, True) if hardware.startswith("tpu") else (False,):
+                    yield Case(
+                        group="board",
+                        model=model,
+                        fields=fields,
+                        hardware=hardware,
+                        mesh=tuple(axes.items()),
+                        layout=layout,
+                        windowed=windowed,
+                    )
+
+
+def scatter() -> Iterator[Case]:
+    """Small variants on the GPU compiler, and a few on TPU."""
+    subjects: tuple[tuple[str, Any], ...] = (
+        ("mlp-8k", lambda n: {"layers": 4, "batch": 128 * n}),
+        ("linear-8k", lambda n: {"layers": 4, "batch": 128 * n}),
+        ("llama3-8b", lambda n: {"layers": 2, "scan": True, "remat": "full", "batch": n, "sequence": 512}),
+        ("mixtral-8x7b", lambda n: {"layers": 1, "batch": n, "sequence": 256}),
+        ("gpt2-small", lambda n: {"layers": 2, "vocab": 50_304, "batch": n, "sequence": 512}),
+        ("llama3-8b", lambda n: {"layers": 1, "batch": 2 * n, "sequence": 1024}),
+        ("mlp-8k", lambda n: {"layers": 4, "batch": 4096 * n}),
+    )
+    gpu = (
+        ("h100:1x8", {"data": 2, "model": 4}),
+        ("h100:2x8", {"data": 4, "model": 4}),
+        ("h100:4x8", {"data": 8, "model": 4}),
+        ("h100:1x8", {"data": 4, "model": 2}),
+    )
+    for model, sizes in subjects:
+        for hardware, mesh in gpu:
+            for layout in (PLANNED, *HAND, *MORE_HAND):
+                yield _case("scatter", model, sizes, hardware, mesh, layout)
+    for model, sizes in (subjects[0], subjects[2], subjects[3]):
+        for layout in (PLANNED, *HAND):
+            yield _case("scatter", model, sizes, "tpu-v5e:2x4", {"data": 2, "model": 4}, layout)
+
+
+def _case(group: str, model: str, sizes: Any, hardware: str, mesh: Mapping[str, int], layout: str) -> Case:
+    fields = tuple(sizes(MeshAxes.of(mesh).size).items())
+    return Case(group=group, model=model, fields=fields, hardware=hardware, mesh=tuple(mesh.items()), layout=layout)
+
+
+def subject(case: Case) -> Any:
+    """The plan or the evaluation of a case: what has `record` and `verify`."""
+    step, (state, batch) = models.build(case.model, **dict(case.fields))
+    mesh = dict(case.mesh)
+    if case.layout == PLANNED:
+        return autoshard.plan(
+            step,
+            state,
+            batch,
+            mesh=mesh,
+            hardware=case.hardware,
+            donate_argnums=0,
+            rel_gap=REL_GAP,
+            time_limit_s=TIME_LIMIT_S,
+        )
+    axes = {"data": tuple(mesh)} if case.layout in ONE_AXIS else {}
+    hand = layouts.find(case.model, case.layout, **axes)
+    specs = _specs(hand, state, batch)
+    on: Any = meshes.abstract(MeshAxes.of(mesh))
+    return autoshard.evaluate(
+        layouts.constrained(step, hand.activation, on),
+        state,
+        batch,
+        mesh=mesh,
+        hardware=case.hardware,
+        in_specs=specs,
+        out_specs=(specs[0], P()),
+        memory=NO_LIMIT_BYTES,
+        donate_argnums=0,
+    )
+
+
+def _specs(hand: layouts.HandLayout, state: Any, batch: Any) -> tuple[Any, Any]:
+    """The layout's specs; of layers that are stacked, each weight's leading dimension stays whole."""
+    layers = state.params.get("layers") if isinstance(state.params, dict) else None
+    if not isinstance(layers, dict):
+        return hand.specs(state, batch)
+    ranks = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf.ndim
+        for path, leaf in jax.tree.leaves_with_path(state.params)
+    }
+
+    def stacked(spec_of: Any) -> Any:
+        def spec(path: str) -> P:
+            own = spec_of(path)
+            return P(None, *own) if path.startswith("layers.") and len(own) < ranks[path] else own
+
+        return spec
+
+    return replace(hand, parameter=stacked(hand.parameter), moment=stacked(hand.moment)).specs(state, batch)
+
+
+def line(case: Case) -> dict[str, Any]:
+    """What is kept of a case: everything that the tables and the scatter need."""
+    begin = time.perf_counter()
+    told: dict[str, Any] = {
+        "key": case.key,
+        "group": case.group,
+        "model": case.model,
+        "fields": dict(case.fields),
+        "hardware": case.hardware,
+        "mesh": dict(case.mesh),
+        "layout": case.layout,
+        "windowed": case.windowed,
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": {"jax": jax.__version__},
+    }
+    try:
+        made = subject(case)
+        planned_s = time.perf_counter() - begin
+        plain = case.hardware.startswith("tpu") and not case.windowed
+        found = made.verify(compiler_options=compilers.TPU_PLAIN_OPTIONS if plain else None)
+    except AutoshardError as error:
+        return {**told, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+    return {**told, **_found(found), "planned_s": planned_s, "memory_by_kind": dict(made.record.memory.kinds)}
+
+
+def _found(found: Verification) -> dict[str, Any]:
+    timeline, compute, compiled = found.timeline, found.compute, found.memory.compiled
+    assert timeline is not None  # a compiler's program has a schedule
+    assert compute is not None
+    assert compiled is not None
+    return {
+        "compiler": found.version,
+        "compile_s": found.wall_s,
+        "ok": found.ok,
+        "rows": [{**asdict(row), "axes": list(row.axes), "status": str(row.status)} for row in found.rows],
+        "unmatched": [
+            {**asdict(x), "axes": list(x.axes), "status": str(x.status)}
+            for x in found.lines
+            if x.status in ("EXTRA", "MISSING")
+        ][:12],
+        "predicted_memory": asdict(found.memory.predicted),
+        "compiled_memory": asdict(compiled),
+        "cost": asdict(found.cost),
+        "compute": asdict(compute),
+        "timeline": {
+            "step_s": timeline.step_s,
+            "compute_s": timeline.compute_s,
+            "communication_s": timeline.communication_s,
+            "exposed_s": timeline.exposed_s,
+        },
+    }
+
+
+def run(cases: list[Case], seconds: float) -> None:
+    """Compiles what is not in the results yet, until the time is over."""
+    end = time.monotonic() + seconds
+    RESULTS.parent.mkdir(exist_ok=True)
+    done = {x["key"] for x in verification_report.read(RESULTS)}
+    left = [case for case in cases if case.key not in done]
+    for i, case in enumerate(left):
+        if time.monotonic() > end:
+            break
+        told = line(case)
+        with RESULTS.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(told) + "\n")
+        verdict = told.get("error") or ("ok" if told["ok"] else "differs")
+        sys.stderr.write(f"{i + 1}/{len(left)} {case.key}: {verdict}\n")
+        jax.clear_caches()
+
+
+def main() -> None:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=("run", "render"))
+    parser.add_argument("--set", choices=("scatter", "board", "all"), default="all")
+    parser.add_argument("--match", default="", help="only cases whose key contains this")
+    parser.add_argument("--seconds", type=float, default=1e9)
+    asked = parser.parse_args()
+    if asked.verb == "render":
+        verification_report.write(RESULTS, Path(__file__).parents[1] / "docs")
+        return
+    cases = [*(scatter() if asked.set != "board" else ()), *(board() if asked.set != "scatter" else ())]
+    run([case for case in cases if asked.match in case.key], asked.seconds)
+
+
+if __name__ == "__main__":
+    main()
