@@ -18,12 +18,15 @@ if TYPE_CHECKING:
         MissingRuleError,
         PlanFileError,
         PlanMismatchError,
+        ProcessError,
         RuleError,
+        SearchError,
         SpecError,
         VerifyError,
     )
     from autoshard.evaluation import Evaluation, evaluate
     from autoshard.jitted import jit
+    from autoshard.mesh_search import Search, search
     from autoshard.plans import Plan, load
     from autoshard.rules import register_rule
     from autoshard.wanted import AUTO
@@ -39,7 +42,10 @@ _ROOMS = {
     "Plan": "plans",
     "PlanFileError": "errors",
     "PlanMismatchError": "errors",
+    "ProcessError": "errors",
     "RuleError": "errors",
+    "Search": "mesh_search",
+    "SearchError": "errors",
     "SpecError": "errors",
     "VerifyError": "errors",
     "accumulate": "accumulation",
@@ -48,6 +54,7 @@ _ROOMS = {
     "load": "plans",
     "plan": "api",
     "register_rule": "rules",
+    "search": "mesh_search",
 }
 
 __all__ = [
@@ -62,6 +69,8 @@ __all__ = [
     "PlanFileError",
     "PlanMismatchError",
     "RuleError",
+    "Search",
+    "SearchError",
     "SpecError",
     "VerifyError",
     "accumulate",
@@ -70,6 +79,7 @@ __all__ = [
     "load",
     "plan",
     "register_rule",
+    "search",
 ]
 
 

@@ -73,6 +73,14 @@ class MeasureError(AutoshardError):
     """The devices at hand cannot be timed, or what was timed makes no sense."""
 
 
+class SearchError(AutoshardError):
+    """A process that planned candidates of a search died."""
+
+
+class ProcessError(AutoshardError):
+    """Several processes do not plan the same program, or one of them does not answer."""
+
+
 class CompileError(AutoshardError):
     """A deviceless compilation failed; `stderr` holds what the compiler said."""
 

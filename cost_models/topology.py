@@ -89,6 +89,37 @@ def smallest_topology(chip: Chip, devices: int) -> str:
     raise TopologyError(f"no usual topology of {chip.name} holds {devices} devices; write one: {examples(chip)}")
 
 
+def topologies(chip: Chip, devices: int) -> tuple[str, ...]:
+    """Every usual topology of exactly so many devices, as text: full nodes, or slices that exist.
+
+    Several slices over the data-centre network only where no single one has that many.
+    """
+    shapes = chip.links["domain"].torus
+    if shapes is None:
+        whole = devices > 0 and ("scale_out" in chip.links or devices <= _domain_limit(chip))
+        return (smallest_topology(chip, devices),) if whole else ()
+    per_chip = int(chip.numbers["devices_per_chip_count"].value)
+    slices = sorted(_slices(shapes), key=lambda shape: (max(shape), shape))
+    single = ["x".join(map(str, s)) for s in slices if prod(s) * per_chip == devices]
+    if single:
+        return tuple(single)
+    largest = max((prod(s) for s in slices if devices % (prod(s) * per_chip) == 0), default=0)
+    return tuple(
+        f"{devices // (largest * per_chip)}*{'x'.join(map(str, s))}" for s in slices if largest and prod(s) == largest
+    )
+
+
+def counts(chip: Chip) -> tuple[int, ...]:
+    """Numbers of devices that single slices, or nodes up to a thousand, have; ascending."""
+    shapes = chip.links["domain"].torus
+    if shapes is not None:
+        per_chip = int(chip.numbers["devices_per_chip_count"].value)
+        return tuple(sorted({prod(s) * per_chip for s in _slices(shapes)}))
+    limit = _domain_limit(chip)
+    inside = range(1, limit + 1)
+    return (*inside, *range(2 * limit, 1000 * limit + 1, limit)) if "scale_out" in chip.links else tuple(inside)
+
+
 def _slices(shapes: TorusShapes) -> set[tuple[int, ...]]:
     """Every slice, axes ascending: the listed ones, and boxes of whole cubes."""
     found = set(shapes.shapes)

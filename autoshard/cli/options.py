@@ -8,10 +8,10 @@ import typer
 
 import autoshard
 from autoshard.cli.app import errors
-from autoshard.cli.target import load_target
 from autoshard.cli.written import assignments, byte_count, mesh_axes, pin_of
 from autoshard.errors import MeshError
 from autoshard.report import progress
+from autoshard.target import load_target
 
 
 class Compiler(StrEnum):

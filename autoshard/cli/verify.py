@@ -23,9 +23,9 @@ from autoshard.cli.options import (
     TimeOption,
     planned,
 )
-from autoshard.cli.target import load_target
 from autoshard.cli.written import assignments
 from autoshard.report import machine, progress
+from autoshard.target import load_target
 
 
 @app.command()

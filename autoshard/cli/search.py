@@ -1,0 +1,107 @@
+"""`autoshard search`: every slice and mesh for a number of chips, planned and ranked."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autoshard import mesh_search
+from autoshard.cli.app import app, errors, print_json
+from autoshard.cli.options import DonateOption, ForwardOption, JsonOption, MemoryOption, SetOption, TargetArgument
+from autoshard.cli.written import assignments, byte_count
+from autoshard.errors import SpecError
+from autoshard.report import searching
+
+
+@app.command()
+def search(
+    target: TargetArgument,
+    *,
+    hardware: Annotated[str, typer.Option("--hardware", help="chips to compare: tpu-v5p, or h100,h200")],
+    chips: Annotated[str | None, typer.Option("--chips", help="how many: 256, or 8,16,32 for a scaling curve")] = None,
+    vary: Annotated[
+        list[str] | None, typer.Option("--vary", help="builder argument and its values: batch=64,128; may be repeated")
+    ] = None,
+    set_: SetOption = None,
+    donate: DonateOption = None,
+    tokens: Annotated[
+        str | None, typer.Option("--tokens", help="of the whole training: 15T, or 20x parameters")
+    ] = None,
+    price: Annotated[
+        str | None, typer.Option("--price", help="dollars per chip and hour: 4.2, or h100=2.5,h200=3")
+    ] = None,
+    memory: MemoryOption = None,
+    axes: Annotated[int, typer.Option("--axes", help="the most mesh axes, 1 to 3")] = 3,
+    forward: ForwardOption = False,
+    processes: Annotated[int | None, typer.Option("--processes", help="default: one per core")] = None,
+    as_json: JsonOption = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
+    html: Annotated[Path | None, typer.Option("--html", help="write a page that opens offline here")] = None,
+) -> None:
+    """Rank every slice and mesh of so many chips for TARGET: which is fastest, what it costs."""
+    numbers = chip_counts(chips)
+    given = donate or ()
+    with searching.shown(errors()) as tell:
+        found = mesh_search.search(
+            target,
+            hardware=hardware.split(","),
+            chips=numbers,
+            vary=dict(varied(text) for text in vary or ()),
+            keywords=assignments(set_ or (), "--set"),
+            axes=axes,
+            donate_argnums=[int(d) for d in given if d.isdigit()],
+            donate_argnames=[d for d in given if not d.isdigit()],
+            for_grad=False if forward else None,
+            memory=None if memory is None else byte_count(memory),
+            budget_tokens=tokens or 0,
+            prices=None if price is None else prices(price),
+            processes=processes,
+            on_progress=tell,
+        )
+    if html is not None:
+        from autoshard.report import page
+
+        html.write_text(page.of_ranking(found, target, assignments(set_ or (), "--set"), given), encoding="utf-8")
+    if as_json:
+        print_json(found.to_json())
+    else:
+        typer.echo(found.to_markdown() if as_markdown else found)
+
+
+def chip_counts(written: str | None) -> list[int]:
+    """`8,16,32` → numbers; none where nothing is written.
+
+    Raises:
+      SpecError: one of them is no number.
+    """
+    if written is None:
+        return []
+    try:
+        return [int(part) for part in written.split(",")]
+    except ValueError:
+        raise SpecError(f"cannot read --chips {written}: write 256, or 8,16,32 for a scaling curve") from None
+
+
+def varied(written: str) -> tuple[str, list[Any]]:
+    """`batch=64,128` → an argument of the builder and its values.
+
+    Raises:
+      TargetError: it is no assignment.
+    """
+    key, _, values = written.partition("=")
+    return key, [assignments([f"{key}={value}"], "--vary")[key] for value in values.split(",")]
+
+
+def prices(written: str) -> float | dict[str, float]:
+    """`4.2`, or `h100=2.5,h200=3` → dollars per chip and hour.
+
+    Raises:
+      SpecError: it is neither.
+    """
+    try:
+        if "=" not in written:
+            return float(written)
+        pairs = (part.split("=") for part in written.split(","))
+        return {chip.strip(): float(value) for chip, value in pairs}
+    except ValueError:
+        raise SpecError(f"cannot read --price {written}: write 4.2, or h100=2.5,h200=3") from None

@@ -1,0 +1,279 @@
+"""Search: hardware and a number of chips → every slice and mesh planned, and ranked.
+
+    found = autoshard.search("models:gpt2_xl", hardware="h100", chips=(8, 16), donate_argnums=0)
+    print(found)
+
+Candidates are planned in processes of their own, each of which traces the program once.
+An interruption (Ctrl-C) keeps what was found until then.
+"""
+
+import itertools
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from autoshard.binding import as_tuple
+from autoshard.candidates import Candidate, Candidates, candidates, slices
+from autoshard.errors import AutoshardError, InfeasibleError, SearchError, SpecError
+from autoshard.ranking import LeftOut, Progress, Ranking, Row
+from autoshard.report import ranking as report
+from autoshard.trial import Task, Trials
+
+Answer = Row | LeftOut
+PARAMETER_MULTIPLE = "x"  # "20x": twenty tokens per parameter
+
+
+class Search(Ranking):
+    """A finished search: a ranking that prints itself."""
+
+    def __str__(self) -> str:
+        return report.text(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, in SI units."""
+        return report.to_json(self)
+
+    def to_markdown(self) -> str:
+        """The same as Markdown tables."""
+        return report.markdown(self)
+
+
+def search(
+    target: str | Callable[..., Any],
+    *args: Any,
+    hardware: str | Sequence[str],
+    chips: int | Sequence[int] = (),
+    vary: Mapping[str, Sequence[Any]] | None = None,
+    keywords: Mapping[str, Any] | None = None,
+    axes: int = 3,
+    twins: bool = False,
+    pins: Mapping[str, Any] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
+    for_grad: bool | int | Sequence[int] | None = None,
+    memory: int | None = None,
+    tokens_per_step: int | None = None,
+    budget_tokens: float | str = 0,
+    prices: float | Mapping[str, float] | None = None,
+    processes: int | None = None,
+    time_limit_s: float = 20.0,
+    rel_gap: float = 1e-2,
+    unknown: str = "error",
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Search:
+    """Plans every mesh on every slice of so many chips, and ranks them by time per token.
+
+    Args:
+      target: a function, with its arguments in `args`; or a builder of both, as text
+        (`"package.module:builder"`), which returns `(fn, args)`.
+      args: pytrees of arrays or ShapeDtypeStructs; nothing is allocated.
+      hardware: chips, `"tpu-v5p"` or several; with a topology (`"h100:2x8"`) that one alone.
+      chips: how many, or several numbers for a scaling curve.
+      vary: argument of the builder → its values, such as `{"batch": (64, 128)}`; every
+        combination is planned.
+      keywords: further arguments of the builder.
+      axes: the most mesh axes.
+      twins: whether meshes that no link tells apart are planned, too (see `candidates`).
+      pins: as in `autoshard.plan`.
+      donate_argnums: as in `autoshard.plan`.
+      donate_argnames: as in `autoshard.plan`.
+      for_grad: as in `autoshard.plan`.
+      memory: bytes per device; None takes each chip's own.
+      tokens_per_step: None takes the elements of the largest integer input.
+      budget_tokens: of the whole training, as a number or text (`"15T"`, `"20x"`: per parameter).
+      prices: dollars per chip and hour, of every chip or by chip name.
+      processes: None takes one per core.
+      time_limit_s: of the solver, per candidate.
+      rel_gap: of the solver.
+      unknown: as in `autoshard.plan`.
+      on_progress: called after every candidate.
+
+    Raises:
+      MeshError: no slice has that many chips.
+      TargetError: the target is no builder.
+      MissingRuleError: a primitive without a rule.
+      InfeasibleError: no candidate fits; the message gives the smallest peak.
+      SearchError: a planning process died.
+    """
+    begin = time.perf_counter()
+    if not isinstance(target, str) and vary:
+        raise SpecError("vary= needs a builder: pass the target as text, such as 'models:gpt2_xl'")
+    names = [hardware] if isinstance(hardware, str) else list(hardware)
+    numbers = [chips] if isinstance(chips, int) else list(chips)
+    if not numbers and not all(":" in name for name in names):
+        raise SpecError(f"say how many chips, chips=256, or name the slice: {names[0]}:4x8x8")
+    places = [place for name in names for place in slices(name, numbers)]
+    choices = [dict(zip(vary or {}, values, strict=True)) for values in itertools.product(*(vary or {}).values())]
+    every = candidates(places, axes=axes, choices=choices, twins=twins)
+    builder = isinstance(target, str)
+    task = Task(
+        target=target if builder else None,
+        keywords=keywords or {},
+        fn=None if builder else target,
+        args=args,
+        pins=pins or {},
+        donate=(*as_tuple(donate_argnums), *as_tuple(donate_argnames)),
+        for_grad=for_grad,
+        memory=memory,
+        tokens=tokens_per_step,
+        unknown=unknown,
+        time_limit_s=time_limit_s,
+        rel_gap=rel_gap,
+    )
+    notes: list[str] = []
+    wanted = min(os.cpu_count() or 1 if processes is None else processes, len(every))
+    if wanted > 1 and not _sendable(task):
+        notes.append("planned in one process: the function is a closure; pass 'package.module:builder' to use more")
+        wanted = 1
+    answers: list[Answer] = []
+    tell = on_progress or (lambda progress: None)
+    stream = _here(task, every) if wanted == 1 else _in_processes(task, every, wanted)
+    try:
+        with stream as found:
+            for answer in found:
+                answers.append(answer)
+                rows = [a for a in answers if isinstance(a, Row)]
+                best = min(rows, key=lambda row: row.order, default=None)
+                tell(Progress(done=len(answers), total=len(every), answer=answer, best=best))
+    except KeyboardInterrupt:
+        notes.append(f"interrupted: {len(answers)} of {len(every)} candidates were planned")
+    return _ranked(answers, every.twins, len(every) - len(answers), budget_tokens, prices, begin, notes)
+
+
+def _ranked(
+    answers: Sequence[Answer],
+    twins: int,
+    missing: int,
+    budget: float | str,
+    prices: float | Mapping[str, float] | None,
+    begin: float,
+    notes: Sequence[str],
+) -> Search:
+    rows = sorted((a for a in answers if isinstance(a, Row)), key=lambda row: row.order)
+    left_out = tuple(a for a in answers if isinstance(a, LeftOut))
+    if not rows:
+        why = left_out[0].reason if left_out else "it was interrupted before the first plan was made"
+        raise InfeasibleError(
+            f"no candidate of {len(answers)} has a plan: {why}\n"
+            "  take more chips, a smaller batch (--set batch=…), rematerialization, or chips with more memory"
+        )
+    by_chip: dict[str, float] = {}
+    if prices is not None:
+        chips = {row.candidate.hardware.partition(":")[0] for row in rows}
+        by_chip = dict(prices) if isinstance(prices, Mapping) else dict.fromkeys(chips, float(prices))
+    return Search(
+        name=rows[0].record.name,
+        rows=tuple(rows),
+        left_out=left_out,
+        twins=twins,
+        missing=missing,
+        budget_tokens=token_count(budget, rows[0].parameters),
+        prices=by_chip,
+        wall_s=time.perf_counter() - begin,
+        notes=tuple(notes),
+    )
+
+
+def token_count(written: float | str, parameters: int) -> float:
+    """`15e12`, `"15T"`, `"300B"`, or `"20x"`: so many per parameter.
+
+    Raises:
+      SpecError: it is none of these, or "20x" of a program whose parameters are unknown.
+    """
+    if not isinstance(written, str):
+        return float(written)
+    units = {"": 1.0, "M": 1e6, "B": 1e9, "T": 1e12, PARAMETER_MULTIPLE: float(parameters)}
+    number, unit = (written[:-1], written[-1]) if written[-1:].isalpha() else (written, "")
+    try:
+        count = float(number) * units[unit]
+    except (KeyError, ValueError):
+        raise SpecError(f"cannot read the tokens {written}: write 15T, 300B or 20x (per parameter)") from None
+    if unit == PARAMETER_MULTIPLE and not parameters:
+        raise SpecError("tokens per parameter need leaves below `params`, which there are none of: write 15T or 300B")
+    return count
+
+
+@contextmanager
+def _here(task: Task, every: Iterable[Candidate]) -> Generator[Iterator[Answer]]:
+    trials = Trials(task)
+    yield (trials.run(candidate) for candidate in every)
+
+
+def _sendable(task: Task) -> bool:
+    """Whether another process can have the task: builders can, functions if they have a module."""
+    if getattr(task.fn, "__module__", None) == "__main__":
+        return False
+    try:
+        pickle.dumps(task)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return True
+
+
+@contextmanager
+def _in_processes(task: Task, every: Candidates, count: int) -> Generator[Iterator[Answer]]:
+    """Answers as they come from `count` processes, which end with the context."""
+    waiting: queue.SimpleQueue[Candidate | None] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for candidate in every:
+        waiting.put(candidate)
+    children = [_child(task) for _ in range(count)]
+    for child in children:
+        waiting.put(None)
+        threading.Thread(target=_attend, args=(child, waiting, answers), daemon=True).start()
+    try:
+        yield _received(answers, len(every))
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def _received(answers: "queue.SimpleQueue[Any]", count: int) -> Iterator[Answer]:
+    for _ in range(count):
+        answer = answers.get()
+        if isinstance(answer, Exception):
+            raise answer
+        yield answer
+
+
+def _child(task: Task) -> "subprocess.Popen[bytes]":
+    child = subprocess.Popen(
+        [sys.executable, "-m", "autoshard.search_child"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # a Ctrl-C reaches the parent alone, which ends the children
+    )
+    assert child.stdin is not None
+    pickle.dump([os.getcwd(), *sys.path], child.stdin)
+    pickle.dump(task, child.stdin)
+    child.stdin.flush()
+    return child
+
+
+def _attend(
+    child: "subprocess.Popen[bytes]",
+    waiting: "queue.SimpleQueue[Candidate | None]",
+    answers: "queue.SimpleQueue[Any]",
+) -> None:
+    """Hands candidates to one process and its answers back."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    while (candidate := waiting.get()) is not None:
+        try:
+            pickle.dump(candidate, child.stdin)
+            child.stdin.flush()
+            answer = pickle.load(child.stdout)
+        except (EOFError, OSError):
+            answers.put(SearchError(f"the process that planned {candidate} died with code {child.poll()}"))
+            return
+        answers.put(answer)
+        if isinstance(answer, AutoshardError):
+            return

@@ -1,0 +1,189 @@
+"""Trial: one candidate planned; what does not depend on the mesh is made once per program."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+
+from autoshard import _jax, meshes, planner, useful
+from autoshard import binding as bindings
+from autoshard import trace as traces
+from autoshard.candidates import Candidate
+from autoshard.errors import InfeasibleError, MeshError, SpecError
+from autoshard.gradient import gradient_arguments
+from autoshard.mesh import MeshAxes
+from autoshard.planner import Budget
+from autoshard.ranking import LeftOut, Row
+from autoshard.target import load_target
+from autoshard.trace import Traced
+from autoshard.wanted import AUTO, dotted, wanted
+
+DTYPE = "bfloat16"  # whose peak the utilizations refer to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is planned, and how: all that another process needs.
+
+    `target` is a builder, as text (`"models:gpt2_xl"`) or a function of the varied
+    arguments; or None, and `fn` and `args` are given.
+    """
+
+    target: Any = None
+    keywords: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    fn: Any = None
+    args: tuple[Any, ...] = ()
+    pins: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    donate: tuple[int | str, ...] = ()
+    for_grad: Any = None
+    memory: int | None = None
+    tokens: int | None = None
+    unknown: str = "error"
+    time_limit_s: float = 20.0
+    rel_gap: float = 1e-2
+
+    def build(self, choice: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+        """The function and its arguments for one choice of the varied arguments.
+
+        Raises:
+          TargetError: the target is no builder of them.
+        """
+        if self.target is None:
+            return self.fn, self.args
+        return load_target(self.target, {**self.keywords, **choice})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Program:
+    """A traced program and what no mesh changes."""
+
+    name: str
+    bound: bindings.Binding
+    traced: Traced
+    constrained: bool  # by the user: those constraints name mesh axes
+    flops: float
+    tokens: int
+    parameters: int
+    state_bytes: int  # donated arguments
+
+
+class Trials:
+    """Plans candidates of one task, one after the other."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._programs: dict[Any, Program] = {}
+
+    def run(self, candidate: Candidate) -> Row | LeftOut:
+        """The best plan of a candidate, or why there is none."""
+        try:
+            return self._run(candidate)
+        except (InfeasibleError, SpecError, MeshError) as error:
+            return LeftOut(candidate, str(error).split("\n")[0])
+
+    def program(self, candidate: Candidate) -> Program:
+        """The candidate's program, traced when first needed."""
+        key: Any = candidate.choice
+        if key not in self._programs:
+            self._programs[key] = self._trace(candidate)
+        if self._programs[key].constrained:
+            key = (candidate.choice, candidate.mesh)
+            if key not in self._programs:
+                self._programs[key] = self._trace(candidate)
+        return self._programs[key]
+
+    def _trace(self, candidate: Candidate) -> Program:
+        task = self._task
+        fn, args = task.build(dict(candidate.choice))
+        bound = bindings.bind(
+            fn,
+            args,
+            {},
+            donate_argnums=[d for d in task.donate if isinstance(d, int)],
+            donate_argnames=[d for d in task.donate if isinstance(d, str)],
+        )
+        traced = traces.trace(bound.fn, bound.values, bound.names, MeshAxes.of(candidate.shape))
+        leaves = list(zip(traced.in_paths, traced.in_avals, strict=True))
+        return Program(
+            name=getattr(fn, "__name__", type(fn).__name__),
+            bound=bound,
+            traced=traced,
+            constrained=_constrained(traced.jaxpr),
+            flops=useful.flops(traced.jaxpr),
+            tokens=task.tokens if task.tokens is not None else _tokens(leaves),
+            parameters=_parameters(leaves),
+            state_bytes=sum(
+                prod(a.shape) * _jax.itemsize(a.dtype)
+                for (_, a), argument in zip(leaves, traced.argument_of, strict=True)
+                if argument in bound.donated
+            ),
+        )
+
+    def _run(self, candidate: Candidate) -> Row | LeftOut:
+        task, program = self._task, self.program(candidate)
+        place = meshes.place(candidate.shape, candidate.hardware)
+        limit = place.hardware.usable_memory_bytes if task.memory is None else task.memory
+        if program.state_bytes > limit * place.axes.size:
+            return LeftOut(
+                candidate,
+                f"the donated arguments alone are {program.state_bytes / 1e9:,.0f} GB; "
+                f"{place.axes.size} devices hold {limit * place.axes.size / 1e9:,.0f} GB",
+            )
+        asked = wanted(program.traced, AUTO, AUTO, task.pins, program.bound.donated)
+        platform = meshes.platform(place.hardware.name)
+        setting = planner.prepare(
+            program.traced,
+            place.axes,
+            place.machine,
+            asked,
+            gradient_of=gradient_arguments(program.traced, for_grad=task.for_grad),
+            unknown=task.unknown,
+            platform=platform,
+        )
+        planned = planner.make(
+            setting,
+            name=program.name,
+            mesh=place.axes,
+            hardware=place.hardware,
+            machine=place.machine,
+            wanted=asked,
+            budget=Budget(memory_bytes=limit, time_limit_s=task.time_limit_s, rel_gap=task.rel_gap),
+            notes=place.notes,
+            constraints="all",  # which of them the compiler needs is asked for the one that is used
+            platform=platform,
+        )
+        gradient = setting.gradient
+        return Row(
+            candidate=candidate,
+            record=planned.record,
+            flops=program.flops if gradient is None else useful.flops(gradient.traced.jaxpr),
+            device_flops=planned.assignment.flops(),
+            peak_flops_per_s=place.hardware.number(f"peak_{DTYPE}_flops_per_s"),
+            tokens=program.tokens,
+            parameters=program.parameters,
+        )
+
+
+def _constrained(jaxpr: Any) -> bool:
+    """Whether the program has sharding constraints of its own."""
+    return any(
+        eqn.primitive.name == "sharding_constraint" or any(map(_constrained, _jax.sub_jaxprs(eqn.params)))
+        for eqn in _jax.open_jaxpr(jaxpr).eqns
+    )
+
+
+def _tokens(leaves: list[tuple[str, jax.ShapeDtypeStruct]]) -> int:
+    """Elements of the largest integer input of two dimensions or more: a batch of token ids."""
+    ids = [prod(a.shape) for _, a in leaves if len(a.shape) > 1 and np.issubdtype(a.dtype, np.integer)]
+    return max(ids, default=0)
+
+
+def _parameters(leaves: list[tuple[str, jax.ShapeDtypeStruct]]) -> int:
+    """Elements of the leaves below `params`, the optimizer's moments of them left out."""
+    segments = [(dotted(path).split("."), prod(a.shape)) for path, a in leaves]
+    at = [(path.index("params"), size) for path, size in segments if "params" in path]
+    shallowest = min((depth for depth, _ in at), default=0)
+    return sum(size for depth, size in at if depth == shallowest)
