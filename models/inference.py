@@ -209,6 +209,10 @@ def decode(config: Config, params: Params, state: Decoding) -> tuple[Decoding, j
     return Decoding(cache, jnp.argmax(logits, axis=-1).astype(jnp.int32), state.positions + 1), logits
 
 
+_Loop = tuple[Decoding, jax.Array, jax.Array]
+"""State, tokens by position, which sequences have ended."""
+
+
 def generate(config: Config, params: Params, state: Decoding, end: jax.Array) -> tuple[Decoding, jax.Array]:
     """Decodes until every sequence has said `end` or one has filled the cache.
 
@@ -223,13 +227,12 @@ def generate(config: Config, params: Params, state: Decoding, end: jax.Array) ->
       `state` on; zero elsewhere, and whatever follows a sequence's `end`.
     """
     B = state.tokens.shape[0]
-    Loop = tuple[Decoding, jax.Array, jax.Array]
 
-    def go_on(loop: Loop) -> jax.Array:
+    def go_on(loop: _Loop) -> jax.Array:
         state, _, ended = loop
         return ~jnp.all(ended) & (jnp.max(state.positions) < config.length)
 
-    def one_more(loop: Loop) -> Loop:
+    def one_more(loop: _Loop) -> _Loop:
         state, said, ended = loop
         here = jnp.arange(config.length) == state.positions[..., None]
         said, ended = jnp.where(here, state.tokens[:, None], said), ended | (state.tokens == end)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from models.annotate import name
+from models.layers import Remat, apply_layers, new_layers
 from models.training import Batch, Params, State, TrainStep, make_train_step, new_state
 
 
@@ -28,6 +29,8 @@ class Config:
     residual: bool = True
     compute_dtype: str = "bfloat16"
     learning_rate: float = 3e-4
+    scan: bool = False  # layers stacked on a leading dimension, and looped over
+    remat: Remat = "none"
 
 
 CONFIGS = {
@@ -48,7 +51,7 @@ def init_params(config: Config, key: jax.Array) -> Params:
             "w_down": config.hidden**-0.5 * jax.random.normal(down, (config.hidden, config.width)),
         }
 
-    return {"layers": [layer(k) for k in jax.random.split(key, config.layers)]}
+    return {"layers": new_layers(layer, key, config.layers, scan=config.scan)}
 
 
 def init(config: Config, key: jax.Array) -> State:
@@ -56,15 +59,18 @@ def init(config: Config, key: jax.Array) -> State:
     return new_state(init_params(config, key), config.learning_rate)
 
 
+def block(config: Config, layer: Params, x: jax.Array) -> jax.Array:
+    """One perceptron: [B, D] -> [B, D]."""
+    activation = {"gelu": jax.nn.gelu, "relu": jax.nn.relu}[config.activation]
+    hidden = name(activation(x @ layer["w_up"].astype(x.dtype)), "hidden")
+    out = hidden @ layer["w_down"].astype(x.dtype)
+    return name(x + out if config.residual else out, "residual")
+
+
 def forward(config: Config, params: Params, x: jax.Array) -> jax.Array:
     """[B, D] -> [B, D]."""
-    activation = {"gelu": jax.nn.gelu, "relu": jax.nn.relu}[config.activation]
     x = name(x.astype(config.compute_dtype), "residual")
-    for layer in params["layers"]:
-        hidden = name(activation(x @ layer["w_up"].astype(x.dtype)), "hidden")
-        out = hidden @ layer["w_down"].astype(x.dtype)
-        x = name(x + out if config.residual else out, "residual")
-    return x
+    return apply_layers(partial(block, config), params["layers"], x, config.remat)
 
 
 def loss(config: Config, params: Params, batch: Batch) -> jax.Array:

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from models.annotate import name
+
 Params = dict[str, Any]
 Batch = dict[str, jax.Array]
 
@@ -38,11 +40,17 @@ def new_state(params: Params, learning_rate: float) -> State:
 
 
 def make_train_step(loss: Callable[[Params, Batch], jax.Array], learning_rate: float) -> TrainStep:
-    """`(state, batch) -> (state, loss)`: gradient of `loss`, then AdamW."""
+    """`(state, batch) -> (state, loss)`: gradient of `loss`, then AdamW.
+
+    Each gradient has a name: `gradients.` and the path of its parameter.
+    """
     optimizer = adamw(learning_rate)
 
     def train_step(state: State, batch: Batch) -> tuple[State, jax.Array]:
         value, gradients = jax.value_and_grad(loss)(state.params, batch)
+        gradients = jax.tree.map_with_path(
+            lambda path, x: name(x, f"gradients.{jax.tree_util.keystr(path, simple=True, separator='.')}"), gradients
+        )
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
         return State(params, opt_state, state.step + 1), value

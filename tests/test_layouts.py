@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -26,27 +27,32 @@ def mesh() -> Mesh:
 
 
 def on_all_devices(name: str, recipe: str) -> layouts.HandLayout:
-    """The layout by a recipe; one of a single axis for data splits that over both of the mesh."""
-    if recipe == "expert":
-        return layouts.find(name, recipe, expert="model")
-    return layouts.find(name, recipe) if "megatron" in recipe else layouts.find(name, recipe, data=ALL_AXES)
+    """The layout by a recipe, whose axes are the mesh's two, or both for one."""
+    names = layouts.axes(recipe)
+    over = [ALL_AXES] if len(names) == 1 else list(ALL_AXES)
+    if recipe.startswith("megatron"):
+        over = ["model"]  # eight heads, of which four hold keys
+    return layouts.find(name, recipe, **dict(zip(names, over, strict=True)))
 
 
-def tiny(name: str) -> tuple[Any, Any]:
-    """A tiny model: one layer of a transformer, two of the others, in float32."""
-    return models.find(name, layers=1 if name.startswith("tiny") else 2, compute_dtype="float32")
+def tiny(name: str, *, scan: bool = False) -> tuple[Any, Any]:
+    """A tiny model, one layer of a transformer and two of the others, or two to scan over; in float32."""
+    scanned = {"scan": True, "remat": "full"} if scan else {}
+    return models.find(
+        name, layers=1 if name.startswith("tiny") and not scan else 2, compute_dtype="float32", **scanned
+    )
 
 
-def fresh(name: str) -> tuple[Any, Any]:
-    module, config = tiny(name)
+def fresh(name: str, *, scan: bool = False) -> tuple[Any, Any]:
+    module, config = tiny(name, scan=scan)
     return module.init(config, jax.random.key(1)), module.example_batch(config, batch=8)
 
 
 @cache
-def one_device(name: str) -> tuple[Any, tuple[float, ...]]:
+def one_device(name: str, *, scan: bool) -> tuple[Any, tuple[float, ...]]:
     """State and losses after `STEPS` steps on a single device."""
-    module, config = tiny(name)
-    train_step, (state, batch) = jax.jit(module.train_step(config)), fresh(name)
+    module, config = tiny(name, scan=scan)
+    train_step, (state, batch) = jax.jit(module.train_step(config)), fresh(name, scan=scan)
     losses: list[float] = []
     for _ in range(STEPS):
         state, loss = train_step(state, batch)
@@ -60,23 +66,30 @@ def collectives(compiled: Any) -> Counter[str]:
     return Counter(re.findall(kinds, compiled.as_text()))
 
 
-def case(name: str, recipe: str) -> Any:
-    """A layout to run; those of transformers that combine what others test are slow."""
-    combined = name.startswith("tiny") and recipe in ("zero1", "megatron_sequence", "dp_megatron")
-    return pytest.param(name, recipe, marks=pytest.mark.slow if combined else ())
+# Every layout of every model runs, these at once and the others by command.
+QUICK = {
+    *(("mlp-tiny", recipe, False) for recipe in layouts.recipes("mlp-tiny")),
+    ("mlp-tiny", "hsdp", True),
+    ("tiny-llama", "fsdp_context", False),
+    ("tiny-llama", "weight_stationary_2d", False),
+    ("tiny-mixtral", "expert_megatron", True),
+}
 
 
-# Without experts, `expert` is `dp`.
-CASES = [case(name, recipe) for name in TINY for recipe in layouts.names() if recipe != "expert"]
-CASES.append(case("tiny-mixtral", "expert"))
+def cases() -> Iterator[Any]:
+    for name in TINY:
+        for scan in (False, True) if name != "linear-tiny" else (False,):
+            for recipe in layouts.recipes(name):
+                marks = () if (name, recipe, scan) in QUICK else pytest.mark.slow
+                yield pytest.param(name, recipe, scan, marks=marks, id=f"{name}-{recipe}{'-scan' * scan}")
 
 
-@pytest.mark.parametrize(("name", "recipe"), CASES)
-def test_a_layout_keeps_every_number_and_donates(name: str, recipe: str) -> None:
+@pytest.mark.parametrize(("name", "recipe", "scan"), list(cases()))
+def test_a_layout_keeps_every_number_and_donates(name: str, recipe: str, *, scan: bool) -> None:
     layout = on_all_devices(name, recipe)
-    module, config = tiny(name)
-    state, batch = fresh(name)
-    train_step = layout.jit(module.train_step(config), state, batch, mesh())
+    module, config = tiny(name, scan=scan)
+    state, batch = fresh(name, scan=scan)
+    train_step = layout.jit(module.train_step(config), state, batch, mesh=mesh())
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh(), spec), layout.specs(state, batch))
     state, batch = jax.device_put((state, batch), shardings)
     losses: list[float] = []
@@ -86,7 +99,7 @@ def test_a_layout_keeps_every_number_and_donates(name: str, recipe: str) -> None
         losses.append(float(loss))
         assert all(leaf.is_deleted() for leaf in donated)
 
-    expected, expected_losses = one_device(name)
+    expected, expected_losses = one_device(name, scan=scan)
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
     for (path, leaf), want in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(expected), strict=True):
         where = jax.tree_util.keystr(path)
@@ -101,7 +114,8 @@ def test_a_layout_keeps_every_number_and_donates(name: str, recipe: str) -> None
 
 # Of the forward pass of two perceptrons: no weight moves in dp, every weight is
 # gathered in fsdp, and each Megatron pair ends in one all-reduce, or, with the
-# residual stream split, begins with an all-gather and ends in a reduce-scatter.
+# residual stream split, begins with an all-gather and ends in a reduce-scatter. In two
+# dimensions each matmul is one gather over one axis and one reduce-scatter over the other.
 @pytest.mark.parametrize(
     ("recipe", "expected"),
     [
@@ -112,13 +126,15 @@ def test_a_layout_keeps_every_number_and_donates(name: str, recipe: str) -> None
         ("dp_megatron", {"all-reduce": 2}),
         ("megatron_sequence", {"all-gather": 2, "all-reduce": 2}),
         ("fsdp_megatron", {"all-gather": 4, "all-reduce": 2}),
+        ("fsdp_megatron_sequence", {"all-gather": 6, "all-reduce": 2}),
+        ("weight_stationary_2d", {"all-gather": 4, "all-reduce": 4}),
     ],
 )
 def test_what_a_forward_pass_moves(recipe: str, expected: dict[str, int]) -> None:
     layout = on_all_devices("mlp-tiny", recipe)
     module, config = tiny("mlp-tiny")
     state, batch = module.example_args(config, batch=1024)
-    (state_spec, _), rows = layout.specs(state, batch), P(*layout.activation("residual"))
+    (state_spec, _), rows = layout.specs(state, batch), layout.activation("residual")
 
     def forward(params: Any, x: jax.Array) -> jax.Array:
         return module.forward(config, params, x)
@@ -174,20 +190,20 @@ def test_specs_of_a_llama_in_the_fsdp_megatron_layout() -> None:
     assert layer["wo"] == P("model", None, ("pod", "data"))
     assert spec.params["embed"] == P("model", ("pod", "data"))
     assert spec.opt_state[0].count == spec.step == P()
-    assert batch_spec == {"tokens": P(("pod", "data")), "targets": P(("pod", "data"))}
-    assert layout.activation("heads") == P(("pod", "data"), None, "model", None)
+    assert batch_spec == dict.fromkeys(("tokens", "targets"), P(("pod", "data"), None))
+    assert layout.activation("queries") == P(("pod", "data"), None, "model", None)
     assert "EasyLM" in layout.source
 
 
 def test_experts_live_apart_and_tokens_travel_to_them_and_back() -> None:
     module, config = tiny("tiny-mixtral")
     state, batch = module.example_args(config)
-    layout = on_all_devices("tiny-mixtral", "expert")
+    layout = on_all_devices("tiny-mixtral", "expert_dp")
     spec, batch_spec = layout.specs(state, batch)
-    assert batch_spec["tokens"] == P(ALL_AXES)
+    assert batch_spec["tokens"] == P(ALL_AXES, None)
     assert spec.params["layers"][0]["w_up"] == P("model", None, None)
     assert spec.params["layers"][0]["wq"] == P(None, None, None)
-    compiled = layout.jit(module.train_step(config), state, batch, mesh()).lower(state, batch).compile()
+    compiled = layout.jit(module.train_step(config), state, batch, mesh=mesh()).lower(state, batch).compile()
     assert collectives(compiled)["all-to-all"] == 4  # there and back, forward and backward
 
 
@@ -209,20 +225,46 @@ def test_constraints_pin_activations_and_their_cotangents() -> None:
     assert pins(layouts.constrained(jax.grad(loss), layout.activation, mesh())) == 9
 
 
+def test_every_recipe_names_its_axes_and_its_models() -> None:
+    assert layouts.axes("hsdp") == ("replica", "data")
+    assert layouts.axes("weight_stationary_2d") == ("x", "y")
+    assert layouts.recipes("llama3-8b") == layouts.recipes("gpt2-xl")
+    assert set(layouts.recipes("mixtral-8x7b")) - set(layouts.recipes("llama3-8b")) == {
+        "expert",
+        "expert_dp",
+        "expert_fsdp",
+        "expert_megatron",
+    }
+    every = {recipe for model in models.names() for recipe in layouts.recipes(model)}
+    assert every == set(layouts.names())
+
+
+def test_gradients_of_zero2_are_split_as_they_arise() -> None:
+    """ZeRO-1 leaves it to the partitioner; ZeRO-2 says where each gradient lies."""
+    path = "gradients.layers.0.w_up"
+    assert layouts.find("tiny-llama", "zero1").activation(path) is None
+    layout = layouts.find("tiny-llama", "zero2")
+    assert layout.activation(path) == layout.moment("layers.0.w_up") == P("data", None)
+    assert layout.parameter("layers.0.w_up") == P(None, None)
+    assert layout.activation("gradients.layers.w_up") == P(None, "data", None)  # stacked
+
+
 def test_what_cannot_be_laid_out_is_an_error() -> None:
     with pytest.raises(KeyError, match="no recipe named 'magic'; there are: dp"):
         layouts.find("tiny-gpt2", "magic")
     with pytest.raises(KeyError, match="no model named 'gpt5'"):
         layouts.find("gpt5", "dp")
+    with pytest.raises(KeyError, match="'expert' has no layout for 'tiny-gpt2'; there are: dp"):
+        layouts.find("tiny-gpt2", "expert")
     with pytest.raises(KeyError, match="w_new"):
         layouts.find("tiny-gpt2", "dp").parameter("layers.0.w_new")
 
     module, config = tiny("tiny-llama")
     state, batch = fresh("tiny-llama")
     layout = layouts.find("tiny-llama", "megatron", model=ALL_AXES)
-    train_step = layout.jit(module.train_step(config), state, batch, mesh())
+    train_step = layout.jit(module.train_step(config), state, batch, mesh=mesh())
     with pytest.raises(ValueError, match="divi"):
         train_step.lower(state, batch)
-    message = r"'heads' is \(8, 32, 4, 8\), and its dimension 2 does not divide by 8 \(data × model\)"
+    message = r"'keys' is \(8, 32, 4, 8\), and its dimension 2 does not divide by 8 \(data × model\)"
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(layouts.constrained(module.train_step(config), layout.activation, mesh()), state, batch)

@@ -21,7 +21,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from models.annotate import hooked
-from models.training import Batch, State, TrainStep
+from models.inference import Decoding
+from models.training import State
 
 SpecOf = Callable[[str], P]
 """The spec of a name; KeyError for a name that it does not know."""
@@ -36,61 +37,92 @@ class HandLayout:
 
     Attributes:
       source: paper or code base.
-      batch: of every array of the batch.
+      rows: of every array of the batch, as far as it has dimensions.
       parameter: by path, such as `layers.0.wq`; gradients end as their parameters lie.
       moment: by the path of the parameter whose AdamW moments these are.
-      activation: by the label that the model gives it, such as `residual`.
+      cache: by the path of a part of the KV cache, such as `0.k`.
+      activation: by the label that the model gives it, such as `residual`; None is free.
     """
 
     source: str
-    batch: P
+    rows: P
     parameter: SpecOf
     moment: SpecOf
-    activation: SpecOf
+    cache: SpecOf
+    activation: Callable[[str], P | None]
 
-    def specs(self, state: State, batch: Batch) -> tuple[Any, dict[str, P]]:
-        """PartitionSpecs in the shape of `(state, batch)`; counters are replicated.
+    def specs(self, *values: Any) -> tuple[Any, ...]:
+        """PartitionSpecs in the shape of a program's arguments, or of its results."""
+        return tuple(self._specs(value) for value in values)
 
-        Whatever part of the optimizer's state is shaped like the parameters holds
-        moments.
-        """
+    def _specs(self, value: Any) -> Any:
+        match value:
+            case State():
+                return self._state(value)
+            case Decoding():
+                rest = value._replace(cache=None)
+                return jax.tree.map(self._rows, rest)._replace(cache=_by_path(self.cache, value.cache))
+            case {"layers": _}:
+                return _by_path(self.parameter, value)
+            case _:
+                return jax.tree.map(self._rows, value)
+
+    def _rows(self, leaf: Any) -> P:
+        return P(*self.rows[: leaf.ndim])
+
+    def _state(self, state: State) -> Any:
+        """Whatever part of the optimizer's state is shaped like the parameters holds moments."""
         structure = jax.tree.structure(state.params)
-
-        def by_path(spec: SpecOf) -> Any:
-            return jax.tree.map_with_path(
-                lambda path, _: spec(jax.tree_util.keystr(path, simple=True, separator=".")), state.params
-            )
 
         def is_moments(node: Any) -> bool:
             return jax.tree.structure(node) == structure
 
-        moments = by_path(self.moment)
+        moments = _by_path(self.moment, state.params)
         opt_state = jax.tree.map(lambda node: moments if is_moments(node) else P(), state.opt_state, is_leaf=is_moments)
-        state_specs = state._replace(params=by_path(self.parameter), opt_state=opt_state, step=P())
-        return state_specs, dict.fromkeys(batch, self.batch)
+        return state._replace(params=_by_path(self.parameter, state.params), opt_state=opt_state, step=P())
 
-    def jit(self, train_step: TrainStep, state: State, batch: Batch, mesh: Mesh) -> Any:
-        """`jax.jit` of the train step in this layout; the state is donated.
+    def jit(self, fn: Callable[..., Any], *args: Any, mesh: Mesh) -> Any:
+        """`jax.jit` of a program in this layout; what it carries (state, cache) is donated.
 
         Args:
-          train_step: `(state, batch) -> (state, loss)` of a model of this family.
-          state: arrays or ShapeDtypeStructs.
-          batch: arrays or ShapeDtypeStructs.
+          fn: a train step, prefill, decode or generate of a model of this family.
+          *args: of `fn`, arrays or ShapeDtypeStructs.
           mesh: has the axes that this layout names, of type Auto.
         """
-        state_shardings, batch_shardings = jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec), self.specs(state, batch)
-        )
+
+        def on_mesh(specs: Any) -> Any:
+            return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
         return jax.jit(
-            constrained(train_step, self.activation, mesh),
-            in_shardings=(state_shardings, batch_shardings),
-            out_shardings=(state_shardings, NamedSharding(mesh, P())),
-            donate_argnums=0,
+            constrained(fn, self.activation, mesh),
+            in_shardings=on_mesh(self.specs(*args)),
+            out_shardings=on_mesh(self.specs(*jax.eval_shape(fn, *args))),
+            donate_argnums=tuple(i for i, arg in enumerate(args) if isinstance(arg, (State, Decoding))),
         )
 
 
-def constrained(fn: Callable[Args, Out], spec: SpecOf, mesh: Mesh) -> Callable[Args, Out]:
-    """`fn` with `with_sharding_constraint(x, spec(label))` at every named activation.
+def _by_path(spec: SpecOf, tree: Any) -> Any:
+    return jax.tree.map_with_path(lambda path, _: spec(jax.tree_util.keystr(path, simple=True, separator=".")), tree)
+
+
+def stacked(spec: SpecOf) -> SpecOf:
+    """The same for layers on a leading dimension too, which no layout splits.
+
+    A layer of a list has its number in its path: `layers.0.wq`, or `0.k` of a cache;
+    layers that are stacked have none: `layers.wq`, `k`.
+    """
+
+    def of_path(path: str) -> P:
+        parts = path.split(".")
+        in_layers = parts[0] == "layers" or parts[-1] in ("k", "v", "k_scale", "v_scale")
+        numbered = any(part.isdigit() for part in parts)
+        return P(None, *spec(path)) if in_layers and not numbered else spec(path)
+
+    return of_path
+
+
+def constrained(fn: Callable[Args, Out], spec: Callable[[str], P | None], mesh: Mesh) -> Callable[Args, Out]:
+    """`fn` with `with_sharding_constraint(x, spec(label))` at every named activation that has a spec.
 
     Raises (while it is traced):
       ValueError: an activation's dimension does not divide by its mesh axes. The
@@ -98,7 +130,10 @@ def constrained(fn: Callable[Args, Out], spec: SpecOf, mesh: Mesh) -> Callable[A
     """
 
     def pin(x: jax.Array, label: str) -> jax.Array:
-        for dim, entry in enumerate(spec(label)):
+        entries = spec(label)
+        if entries is None:
+            return x
+        for dim, entry in enumerate(entries):
             axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
             ways = prod(mesh.shape[axis] for axis in axes)
             if x.shape[dim] % ways:
@@ -106,7 +141,7 @@ def constrained(fn: Callable[Args, Out], spec: SpecOf, mesh: Mesh) -> Callable[A
                     f"{label!r} is {x.shape}, and its dimension {dim} does not divide by {ways} "
                     f"({' × '.join(axes)}): take a smaller axis, or pad the model"
                 )
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(label)))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, entries))
 
     @wraps(fn)
     def with_constraints(*args: Args.args, **kwargs: Args.kwargs) -> Out:

@@ -15,7 +15,8 @@ def parameters(recipe: Recipe, stored: Axes) -> SpecOf:
 
 def activations(recipe: Recipe) -> SpecOf:
     """By label; rows are tokens here, so that `sequence` splits them once more."""
+    width = joined(recipe.stationary, recipe.model) if recipe.stationary else None
     return {
-        "residual": P(joined(recipe.batch, recipe.sequence), None),
-        "hidden": P(recipe.batch, recipe.model),
+        "residual": P(joined(recipe.batch, recipe.sequence), width),
+        "hidden": P(recipe.batch, joined(recipe.model, recipe.stationary)),
     }.__getitem__

@@ -2,6 +2,7 @@
 
 With an expert axis each device holds some experts whole, and tokens travel to them
 and back: two all-to-alls per layer. Without one, an expert is laid out as an MLP is.
+Sorted tokens cannot travel so: which go where is known to the data alone.
 """
 
 from jax.sharding import PartitionSpec as P
@@ -35,6 +36,8 @@ def activations(recipe: Recipe) -> SpecOf:
         "at_source": P(None, recipe.batch, None, None),  # [E, B, C, D]
         "at_expert": P(recipe.expert, rows, None, None),
         "expert_hidden": P(recipe.expert, rows, None, recipe.model),  # [E, B, C, F]
+        "sorted": P(recipe.batch, None, None),  # [B, T, D]
+        "sorted_hidden": P(recipe.batch, None, recipe.model),  # [B, T, F]
     }
     others = transformer.activations(recipe)
     return lambda label: experts[label] if label in experts else others(label)

@@ -11,7 +11,7 @@ GPT-2's 50,257 to a multiple of 128 times the axis; build with `vocab=` to match
 from jax.sharding import PartitionSpec as P
 
 from models.layouts.hand import SpecOf
-from models.layouts.recipes import Axes, Recipe
+from models.layouts.recipes import Axes, Recipe, joined
 
 
 def parameters(recipe: Recipe, stored: Axes) -> SpecOf:
@@ -42,10 +42,14 @@ def parameters(recipe: Recipe, stored: Axes) -> SpecOf:
 
 
 def activations(recipe: Recipe) -> SpecOf:
-    """By label."""
+    """By label; stationary weights have the width split between them, and attention's batch."""
+    width = joined(recipe.stationary, recipe.model) if recipe.stationary else None
+    apart = joined(recipe.batch, recipe.stationary)
+    heads = None if recipe.cached else recipe.model
     return {
-        "residual": P(recipe.batch, recipe.sequence, None),  # [B, S, D]
-        "heads": P(recipe.batch, None, recipe.model, None),  # [B, S, N or K, H]
-        "hidden": P(recipe.batch, None, recipe.model),  # [B, S, F]
-        "logits": P(recipe.batch, None, recipe.model),  # [B, S, V]
+        "residual": P(recipe.batch, joined(recipe.context, recipe.sequence), width),  # [B, S, D]
+        "queries": P(apart, recipe.context, heads, None),  # [B, S, N, H]
+        "keys": P(apart, None, heads, None),  # [B, S, K, H]
+        "hidden": P(recipe.batch, recipe.context, joined(recipe.model, recipe.stationary)),  # [B, S, F]
+        "logits": P(apart, recipe.context, recipe.model),  # [B, S, V]
     }.__getitem__
