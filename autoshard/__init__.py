@@ -68,6 +68,7 @@ __all__ = [
     "Plan",
     "PlanFileError",
     "PlanMismatchError",
+    "ProcessError",
     "RuleError",
     "Search",
     "SearchError",

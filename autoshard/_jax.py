@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterable
 from typing import Any
 
 import jax
-from jax._src import source_info_util
+from jax._src import distributed, source_info_util
 from jax._src.mesh import get_concrete_mesh, thread_resources
 from jax.core import Tracer
 from jax.extend import core as jex_core
@@ -122,9 +122,10 @@ def parse_attribute(text: str, module: Any) -> Any:
 
 @contextlib.contextmanager
 def as_written(eqn: Any) -> Generator[None]:
-    """Binds under an equation's own source lines, name stack and context."""
+    """Binds under an equation's own source lines, name stack and context, but on the mesh that is set now."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+    mesh = jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager, mesh:
         yield
 
 
@@ -171,3 +172,25 @@ def scan_arity(eqn: Any) -> tuple[int, int]:
 def hide_frames(path: str) -> None:
     """Leaves a file out of source lines, as JAX's own: an equation's line is the caller's."""
     source_info_util.register_exclusion(path)
+
+
+def process_store() -> Any:
+    """The key-value store of `jax.distributed`, or None in a single process."""
+    return distributed.global_state.client
+
+
+def stored(store: Any, key: str, timeout_ms: int) -> str | None:
+    """A key's value in `process_store`, waited for at most so long; None if nobody has set it."""
+    try:
+        return store.blocking_key_value_get(key, timeout_ms)
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error) or "NOT_FOUND" in str(error):
+            return None
+        raise
+
+
+def element_bits(kind: Any) -> int:
+    """Bits of one element of an MLIR tensor: `i1` takes a byte, a complex number two floats."""
+    if isinstance(kind, ir.ComplexType):
+        return 2 * element_bits(ir.ComplexType(kind).element_type)
+    return max(int(kind.width), 8) if str(kind) == "i1" else int(kind.width)

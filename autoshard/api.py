@@ -1,20 +1,54 @@
 """The public verb `plan`: from a function and its arguments to the best plan."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 
 import cost_models
-from autoshard import _jax, _quiet, meshes, planner
+from autoshard import _jax, _quiet, meshes, planner, processes
+from autoshard.errors import SpecError
 from autoshard.meshes import MeshLike
-from autoshard.planner import Budget
+from autoshard.planner import Budget, Planned
 from autoshard.plans import Plan
+from autoshard.processes import Peers
 from autoshard.question import Question, ask, variants
+from autoshard.record import PlanRecord, parse
+from autoshard.store import Directory, Lock, cache_at, key_of, misfits
 from autoshard.wanted import AUTO
 
 REL_GAP = 1e-3  # proven optimal to a tenth of a percent: well inside what a cost model can tell apart
+WAIT_S = 25.0  # for other processes: an error comes within half a minute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of `plan`, which see."""
+
+    mesh: MeshLike = None
+    hardware: str | cost_models.Hardware | None = None
+    in_shardings: Any = AUTO
+    out_shardings: Any = AUTO
+    pins: Mapping[str, PartitionSpec] | None = None
+    memory: int | None = None
+    donate_argnums: int | Sequence[int] | None = None
+    donate_argnames: str | Sequence[str] | None = None
+    static_argnums: int | Sequence[int] | None = None
+    static_argnames: str | Sequence[str] | None = None
+    for_grad: bool | int | Sequence[int] | None = None
+    unknown: str = "error"
+    constraints: planner.Constraints = "needed"
+    like: Plan | None = None
+    lock: str | os.PathLike[str] | None = None
+    cache: Directory = None
+    time_limit_s: float = 60.0
+    rel_gap: float = REL_GAP
+    wait_s: float = WAIT_S
 
 
 def plan(
@@ -33,8 +67,12 @@ def plan(
     for_grad: bool | int | Sequence[int] | None = None,
     unknown: str = "error",
     constraints: planner.Constraints = "needed",
+    like: Plan | None = None,
+    lock: str | os.PathLike[str] | None = None,
+    cache: Directory = None,
     time_limit_s: float = 60.0,
     rel_gap: float = REL_GAP,
+    wait_s: float = WAIT_S,
     **kwargs: Any,
 ) -> Plan:
     """Finds the sharding of `fn(*args, **kwargs)` with the least step time that fits in memory.
@@ -61,8 +99,18 @@ def plan(
       unknown: "error", or "replicate" to keep equations without a sharding rule whole.
       constraints: "needed" leaves out the constraints that the partitioner's own
         propagation reaches anyway, "all" emits every one.
+      like: a plan whose layouts are kept by the arguments that have the same paths, shapes
+        and dtypes there: state passes from one function to the other without a move.
+      lock: a plan file that holds: read if it fits the program, the mesh, the hardware and
+        what is asked, else planned and written. In CI (the variable CI is set) a plan that
+        is missing or does not fit is an error. `{digest}` in the path stands for the
+        program's digest.
+      cache: a directory in which plans are kept and found again; None takes what the
+        variable AUTOSHARD_CACHE says, False none. What a miss is due to is logged.
       time_limit_s: the solver's limit; then the best plan so far, with its gap.
       rel_gap: stop when proven optimal to this fraction.
+      wait_s: where the mesh spans several processes (`jax.distributed`), process 0 plans for
+        all; how long they wait for each other.
       **kwargs: keyword arguments of `fn`, as `args`.
 
     Raises:
@@ -70,7 +118,53 @@ def plan(
       MissingRuleError: a primitive without a rule, with its source line.
       SpecError: a pin or sharding that cannot be kept.
       MeshError: mesh, hardware and devices do not fit each other.
+      PlanMismatchError: in CI, the locked plan is not this program's.
+      ProcessError: the processes do not have the same program, or one does not turn up.
     """
+    options = Options(
+        mesh=mesh,
+        hardware=hardware,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        pins=pins,
+        memory=memory,
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        for_grad=for_grad,
+        unknown=unknown,
+        constraints=constraints,
+        like=like,
+        lock=lock,
+        cache=cache,
+        time_limit_s=time_limit_s,
+        rel_gap=rel_gap,
+        wait_s=wait_s,
+    )
+    questions = pose(fn, args, kwargs, options)
+    if like is not None and not questions[0].kept:
+        raise SpecError(
+            f"like={like!r}: no argument of {questions[0].name} has the paths, shapes and dtypes of one there; "
+            "plan_many shares leaves of different paths"
+        )
+    offline = mesh is not None and hardware is not None and questions[0].place.own is None
+    return find(questions, options, peers=None if offline else peers(questions[0], options))
+
+
+def pose(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
+) -> tuple[Question, ...]:
+    """The questions of which the one with the fastest answer counts: usually one.
+
+    Several, if the mesh is to be chosen, or the parts of an `accumulate`.
+    """
+    o = options
+    record = None if o.like is None else o.like.record
+    choices: Sequence[MeshLike] = (o.mesh,)
+    hardware = o.hardware
+    if o.mesh is None and _jax.context_mesh() is None and hardware is None:
+        choices = _device_meshes() if o.like is None else (o.like.own_mesh or o.like.record.mesh.shape,)
 
     def ask_on(mesh: MeshLike) -> Question:
         return ask(
@@ -79,25 +173,20 @@ def plan(
             kwargs,
             mesh=mesh,
             hardware=hardware,
-            in_shardings=in_shardings,
-            out_shardings=out_shardings,
-            pins=pins,
-            memory=memory,
-            donate_argnums=donate_argnums,
-            donate_argnames=donate_argnames,
-            static_argnums=static_argnums,
-            static_argnames=static_argnames,
-            for_grad=for_grad,
-            unknown=unknown,
+            in_shardings=o.in_shardings,
+            out_shardings=o.out_shardings,
+            pins=o.pins,
+            memory=o.memory,
+            donate_argnums=o.donate_argnums,
+            donate_argnames=o.donate_argnames,
+            static_argnums=o.static_argnums,
+            static_argnames=o.static_argnames,
+            for_grad=o.for_grad,
+            unknown=o.unknown,
+            like=record,
         )
 
-    any_mesh = mesh is None and _jax.context_mesh() is None and hardware is None
-    plans = [
-        answer(question, constraints=constraints, time_limit_s=time_limit_s, rel_gap=rel_gap)
-        for on in (_device_meshes() if any_mesh else (mesh,))
-        for question in variants(partial(ask_on, on))
-    ]
-    return min(plans, key=lambda p: p.record.cost.step_s)
+    return tuple(question for mesh in choices for question in variants(partial(ask_on, mesh)))
 
 
 def _device_meshes() -> list[dict[str, int]]:
@@ -105,14 +194,81 @@ def _device_meshes() -> list[dict[str, int]]:
     return meshes.candidates(count) if count > 1 else [{"data": 1}]
 
 
-def answer(
-    question: Question,
-    *,
-    constraints: planner.Constraints = "needed",
-    time_limit_s: float = 60.0,
-    rel_gap: float = REL_GAP,
-) -> Plan:
-    """The plan of a question; arguments and errors as of `plan`."""
+def peers(question: Question, options: Options) -> Peers | None:
+    """The processes that share the mesh of a question; None if there is one."""
+    if jax.process_count() == 1:
+        return None
+    own = question.place.own
+    devices = _quiet.devices()[: question.place.axes.size] if own is None else own.devices.ravel().tolist()
+    return processes.peers_of(devices, options.wait_s)
+
+
+def find(questions: Sequence[Question], options: Options, *, peers: Peers | None = None) -> Plan:
+    """The best plan among the answers: from the lock, from the cache, or planned; by process 0 for all."""
+    if peers is None:
+        return _found(questions, options)
+    first = questions[0]
+    program = {"program": first.digest, **key_of(first, constraints=options.constraints)}
+    mine: list[Plan] = []
+
+    def decide() -> str:
+        mine.append(_found(questions, options))
+        return mine[0].record.dumps()
+
+    record = parse(peers.agree(first.name, program, decide), "the plan of process 0")
+    return mine[0] if mine else _answered(record, questions, options)
+
+
+def _found(questions: Sequence[Question], options: Options) -> Plan:
+    lock = None if options.lock is None else Lock(Path(options.lock))
+    locked = None if lock is None else lock.find(questions)
+    if locked is not None:
+        return _plan(*locked, options)
+    plans = [_cached(question, options) for question in questions]
+    best = min(plans, key=lambda p: p.record.cost.step_s)
+    if lock is not None:
+        lock.write(best.record)
+    return best
+
+
+def _answered(record: PlanRecord, questions: Sequence[Question], options: Options) -> Plan:
+    for question in questions:
+        if not misfits(record, question):
+            return _plan(record, question, options)
+    raise AssertionError("the plan of process 0 answers none of the questions, whose digests were equal")
+
+
+def _cached(question: Question, options: Options) -> Plan:
+    cache = cache_at(options.cache)
+    if cache is None:
+        return answer(question, options)
+    key = key_of(question, constraints=options.constraints, rel_gap=options.rel_gap, time_limit_s=options.time_limit_s)
+    record = cache.find(question.name, key)
+    if record is not None:
+        return _plan(record, question, options)
+    made = answer(question, options)
+    cache.write(question.name, key, made.record)
+    return made
+
+
+def _plan(record: PlanRecord, question: Question, options: Options) -> Plan:
+    """A plan that was made elsewhere; what led to it is found again if somebody asks."""
+    return Plan(
+        record,
+        place=question.place,
+        planned=None,
+        traced=question.traced,
+        plan_again=partial(_planned, question, options),
+    )
+
+
+def answer(question: Question, options: Options) -> Plan:
+    """The plan of a question."""
+    planned = _planned(question, options)
+    return Plan(planned.record, place=question.place, planned=planned, traced=question.traced)
+
+
+def _planned(question: Question, options: Options) -> Planned:
     place = question.place
     planned = planner.make(
         question.setting,
@@ -121,9 +277,9 @@ def answer(
         hardware=place.hardware,
         machine=place.machine,
         wanted=question.wanted,
-        constraints=constraints,
+        constraints=options.constraints,
         platform=meshes.platform(place.hardware.name),
-        budget=Budget(memory_bytes=question.memory_bytes, time_limit_s=time_limit_s, rel_gap=rel_gap),
+        budget=Budget(memory_bytes=question.memory_bytes, time_limit_s=options.time_limit_s, rel_gap=options.rel_gap),
         notes=place.notes,
     )
-    return Plan(planned.record, place=place, planned=planned, traced=question.setting.traced)
+    return replace(planned, record=replace(planned.record, asked=question.asked, gradient_of=question.gradient_of))

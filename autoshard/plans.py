@@ -35,18 +35,37 @@ class Plan:
     """
 
     def __init__(
-        self, record: PlanRecord, *, place: Place | None, planned: Planned | None, traced: Traced | None
+        self,
+        record: PlanRecord,
+        *,
+        place: Place | None,
+        planned: Planned | None,
+        traced: Traced | None,
+        plan_again: Callable[[], Planned] | None = None,
     ) -> None:
         self.record = record
-        self.planned = planned
         self._place = place
+        self._planned = planned
         self._traced = traced
+        self._plan_again = plan_again
 
     def __repr__(self) -> str:
         r = self.record
         return f"<Plan of {r.name} on {r.mesh} ({r.hardware}): {r.cost.step_s * 1e3:.3g} ms, {r.certificate.status}>"
 
     # What was decided.
+
+    @property
+    def planned(self) -> Planned | None:
+        """What led to the plan; one from a cache or another process is planned again for it. None for a plan file."""
+        if self._planned is None and self._plan_again is not None:
+            self._planned = self._plan_again()
+        return self._planned
+
+    @property
+    def traced(self) -> Traced | None:
+        """The program; None for a plan file that is not bound to its function."""
+        return self._traced
 
     @property
     def cost(self) -> float:
@@ -217,12 +236,12 @@ class Plan:
 
     def summary(self) -> str:
         """The plan as text: step time, memory, proof, layouts, collectives."""
-        if self.planned is None or self._place is None:
+        if self._planned is None or self._place is None:
             return text.summary(self.record)
         return text.summary(
             self.record,
-            seconds=self.planned.seconds,
-            flops=self.planned.assignment.flops(),
+            seconds=self._planned.seconds,
+            flops=self._planned.assignment.flops(),
             peak_flops_per_s=self._place.hardware.number("peak_bfloat16_flops_per_s"),
         )
 
@@ -254,7 +273,12 @@ class Plan:
         traced = self._traced
         if traced is None:
             raise PlanMismatchError("bind the loaded plan to its function first: plan.bind(train_step, state, batch)")
-        if self.planned is not None and self.planned.setting.gradient is not None:
+        if self.record.gradient_of:
+            if self.planned is None:
+                raise PlanMismatchError(
+                    f"the plan file of {self.record.name} is of a forward function planned for its gradient, which it "
+                    "does not hold: plan it again to verify it"
+                )
             program, graph = planner.traced_gradient(self.planned, meshes.abstract(self.record.mesh)), None
         else:
             program = annotated(traced, self.record.mesh, _annotations(self.record))
@@ -294,7 +318,7 @@ class Plan:
 
     @property
     def _flops(self) -> float | None:
-        return None if self.planned is None else self.planned.assignment.flops()
+        return None if self._planned is None else self._planned.assignment.flops()
 
 
 def _annotations(record: PlanRecord) -> Annotations:

@@ -1,9 +1,11 @@
 """Question: a program, where it shall run, what is asked of its layouts."""
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -16,20 +18,72 @@ from autoshard.errors import SpecError
 from autoshard.gradient import gradient_arguments
 from autoshard.meshes import MeshLike, Place
 from autoshard.planner import Setting, Wanted
-from autoshard.wanted import wanted
+from autoshard.record import PlanRecord
+from autoshard.trace import Traced
+from autoshard.wanted import kept, wanted
 
 log = logging.getLogger("autoshard")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: what is costly is found when first asked for
 class Question:
-    """What is planned or priced: `setting` holds the program's decisions on `place`."""
+    """What is planned or priced: a traced program on a place, with what is wanted of it.
+
+    `kept` are the input positions that another plan's layouts were taken for.
+    """
 
     name: str
     place: Place
+    traced: Traced
     wanted: Wanted
-    setting: Setting
+    kept: tuple[int, ...]
+    gradient_of: tuple[int, ...]
+    unknown: str
     memory_bytes: int
+    trace_s: float
+
+    @cached_property
+    def setting(self) -> Setting:
+        """The program's decisions.
+
+        Raises:
+          MissingRuleError: a primitive without a rule, with its source line.
+          SpecError: a pin or sharding that cannot be kept.
+        """
+        place = self.place
+        return planner.prepare(
+            self.traced,
+            place.axes,
+            place.machine,
+            self.wanted,
+            gradient_of=self.gradient_of,
+            unknown=self.unknown,
+            platform=meshes.platform(place.hardware.name),
+            trace_s=self.trace_s,
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """The traced program's hash."""
+        return traces.digest(self.traced)
+
+    @cached_property
+    def asked(self) -> str:
+        """A hash of all that is asked beside program, mesh and hardware."""
+        text = (
+            sorted((i, str(s)) for i, s in self.wanted.inputs.items()),
+            sorted((o, str(s)) for o, s in self.wanted.outputs.items()),
+            sorted(self.wanted.donated),
+            self.gradient_of,
+            self.unknown,
+            self.memory_bytes,
+        )
+        return hashlib.sha256(repr(text).encode()).hexdigest()[:32]
+
+    def pinned(self, specs: Mapping[int, PartitionSpec], *, memory_bytes: int) -> "Question":
+        """The same question with more inputs given, in another limit of memory."""
+        asked = replace(self.wanted, inputs={**self.wanted.inputs, **specs})
+        return replace(self, wanted=asked, memory_bytes=memory_bytes)
 
 
 def ask(
@@ -49,8 +103,9 @@ def ask(
     static_argnames: str | Sequence[str] | None,
     for_grad: bool | int | Sequence[int] | None,
     unknown: str,
+    like: PlanRecord | None = None,
 ) -> Question:
-    """Binds, traces and enumerates; arguments and errors as of `autoshard.plan`."""
+    """Binds and traces; arguments and errors as of `autoshard.plan`, `like` as a record."""
     bound = bindings.bind(
         fn,
         args,
@@ -65,22 +120,17 @@ def ask(
     traced = traces.trace(bound.fn, bound.values, bound.names, place.axes)
     trace_s = time.perf_counter() - begin
     asked = wanted(traced, in_shardings, out_shardings, pins or {}, bound.donated)
-    setting = planner.prepare(
-        traced,
-        place.axes,
-        place.machine,
-        asked,
-        gradient_of=gradient_arguments(traced, for_grad=for_grad),
-        unknown=unknown,
-        platform=meshes.platform(place.hardware.name),
-        trace_s=trace_s,
-    )
+    same = {} if like is None else kept(traced, like)
     return Question(
         name=getattr(fn, "__name__", type(fn).__name__),
         place=place,
-        wanted=asked,
-        setting=setting,
+        traced=traced,
+        wanted=replace(asked, inputs={**same, **asked.inputs}),
+        kept=tuple(same),
+        gradient_of=gradient_arguments(traced, for_grad=for_grad),
+        unknown=unknown,
         memory_bytes=place.hardware.usable_memory_bytes if memory is None else int(memory),
+        trace_s=trace_s,
     )
 
 
@@ -89,7 +139,7 @@ def variants(asked: Callable[[], Question]) -> Generator[Question]:
     with accumulation.tried_parts(1):
         first = asked()
     yield first
-    if not accumulation.is_open(first.setting.traced.jaxpr):
+    if not accumulation.is_open(first.traced.jaxpr):
         return
     for parts in accumulation.choices(first.place.axes)[1:]:
         try:

@@ -77,6 +77,7 @@ class PlanRecord:
 
     name: str
     digest: str
+    asked: str = ""  # digest of the pins, donations and limits; empty where a file does not say
     mesh: MeshAxes
     device_order: tuple[int, ...]  # physical device of each mesh position, row-major
     hardware: str
@@ -85,6 +86,7 @@ class PlanRecord:
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
     donated: tuple[int, ...]  # positions of donated inputs
+    gradient_of: tuple[int, ...] = ()  # arguments for whose gradient a forward function was planned
     pins: Pins
     collectives: tuple[Collective, ...]
     cost: Cost
@@ -100,9 +102,13 @@ class PlanRecord:
 
 def write(record: PlanRecord, path: str | Path) -> None:
     """Writes a plan file, whole or not at all."""
-    path = Path(path)
+    write_whole(Path(path), record.dumps())
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces a file by a finished one: who reads meanwhile sees the old text or the new."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8") as file:
-        file.write(record.dumps())
+        file.write(text)
     Path(file.name).replace(path)
 
 
@@ -122,26 +128,31 @@ def read(path: str | Path) -> PlanRecord:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PlanFileError(f"cannot read the plan file {path}: {error}") from error
+    return parse(text, path)
+
+
+def parse(text: str, source: object) -> PlanRecord:
+    """Reads a plan file's text; errors as of `read`, which name the source."""
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         what = "truncated or not JSON" if text.strip() else "empty"
-        raise PlanFileError(f"{path} is {what}: {error}; save the plan again") from error
+        raise PlanFileError(f"{source} is {what}: {error}; save the plan again") from error
     version = data.get("schema") if isinstance(data, dict) else None
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise PlanFileError(
-            f"{path} has schema {version}; this autoshard reads up to {SCHEMA_VERSION}: upgrade autoshard"
+            f"{source} has schema {version}; this autoshard reads up to {SCHEMA_VERSION}: upgrade autoshard"
         )
     try:
         jsonschema.validate(data, schema())
     except jsonschema.ValidationError as error:
         at = "/".join(map(str, error.absolute_path)) or "the top"
-        raise PlanFileError(f"{path} is not a plan file: at {at}: {error.message[:200]}") from error
+        raise PlanFileError(f"{source} is not a plan file: at {at}: {error.message[:200]}") from error
     try:
         record = _from_json(data)
         _check(record)
     except (SpecError, MeshError) as error:
-        raise PlanFileError(f"{path} is not a plan file: {error}") from error
+        raise PlanFileError(f"{source} is not a plan file: {error}") from error
     return record
 
 
@@ -192,6 +203,7 @@ def _to_json(record: PlanRecord) -> dict[str, Any]:
         "schema": SCHEMA_VERSION,
         "name": record.name,
         "digest": record.digest,
+        "asked": record.asked,
         "mesh": record.mesh.shape,
         "device_order": list(record.device_order),
         "hardware": record.hardware,
@@ -200,6 +212,7 @@ def _to_json(record: PlanRecord) -> dict[str, Any]:
         "inputs": [_leaf_to_json(leaf) for leaf in record.inputs],
         "outputs": [_leaf_to_json(leaf) for leaf in record.outputs],
         "donated": list(record.donated),
+        "gradient_of": list(record.gradient_of),
         "constraints": [
             {"at": at, "equation": list(path), "position": i, "specs": [_spec_to_json(s) for s in specs]}
             for at, group in (("made", pins.made), ("taken", pins.taken))
@@ -228,6 +241,7 @@ def _from_json(data: dict[str, Any]) -> PlanRecord:
     return PlanRecord(
         name=data["name"],
         digest=data["digest"],
+        asked=data.get("asked", ""),
         mesh=MeshAxes.of(data["mesh"]),
         device_order=tuple(data["device_order"]),
         hardware=data["hardware"],
@@ -236,6 +250,7 @@ def _from_json(data: dict[str, Any]) -> PlanRecord:
         inputs=tuple(_leaf_from_json(leaf) for leaf in data["inputs"]),
         outputs=tuple(_leaf_from_json(leaf) for leaf in data["outputs"]),
         donated=tuple(data["donated"]),
+        gradient_of=tuple(data.get("gradient_of", ())),
         pins=Pins(made=groups["made"], taken=groups["taken"], inputs=groups["input"], outputs=groups["output"]),
         collectives=tuple(_collective_from_json(c) for c in data["collectives"]),
         cost=Cost(**data["cost"]),

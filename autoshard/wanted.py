@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.errors import SpecError
 from autoshard.planner import Wanted
+from autoshard.record import PlanRecord
 from autoshard.trace import Traced
 
 
@@ -50,6 +51,14 @@ def wanted(
             inputs[i] = spec
     positions = frozenset(i for i, argument in enumerate(traced.argument_of) if argument in donated)
     return Wanted(inputs=inputs, outputs=outputs, donated=positions)
+
+
+def kept(traced: Traced, record: PlanRecord) -> dict[int, PartitionSpec]:
+    """The layouts in another plan of the arguments whose leaves all have their paths, shapes and dtypes there."""
+    known = {(leaf.path, leaf.shape, leaf.dtype): leaf.spec for leaf in record.inputs}
+    leaves = [(p, a.shape, str(a.dtype)) for p, a in zip(traced.in_paths, traced.in_avals, strict=True)]
+    changed = {argument for argument, leaf in zip(traced.argument_of, leaves, strict=True) if leaf not in known}
+    return {i: known[leaf] for i, leaf in enumerate(leaves) if traced.argument_of[i] not in changed}
 
 
 def dotted(path: str) -> str:
