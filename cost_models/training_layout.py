@@ -15,7 +15,7 @@ class TrainingLayout:
         fsdp: Ways that parameters, gradients and optimizer are sharded over data.
         expert: Ways that experts are spread; for the rest of the model more data.
         context: Ways that a sequence is split.
-        tensor: Megatron tensor parallelism, the residual stream split between blocks.
+        tensor: Megatron tensor parallelism.
         pipeline: Pipeline stages.
         virtual_stages: Chunks of layers per stage of an interleaved schedule.
         microbatch: Sequences per microbatch of one data shard.
@@ -26,6 +26,8 @@ class TrainingLayout:
         keep_gathered: With fsdp: whether weights stay gathered from forward to
             backward (ZeRO-2, PyTorch's SHARD_GRAD_OP).
         shard_optimizer: Whether replicas split the optimizer's state (ZeRO-1).
+        sequence_parallel: With tensor: whether the residual stream is split by tokens between
+            blocks (Korthikanti et al. 2022), or summed to be whole everywhere.
         collective_matmul: Whether tensor-parallel exchanges are cut up to run beside their matmuls.
     """
 
@@ -40,7 +42,13 @@ class TrainingLayout:
     remat: Remat = "none"
     keep_gathered: bool = False
     shard_optimizer: bool = True
+    sequence_parallel: bool = True
     collective_matmul: bool = False
+
+    @property
+    def stream_ways(self) -> int:
+        """Ways that the residual stream of a microbatch is split between blocks."""
+        return self.tensor if self.sequence_parallel else 1
 
     @property
     def devices(self) -> int:

@@ -11,12 +11,13 @@ matmuls are priced by the same `Machine` that the planner asks::
 from dataclasses import dataclass
 
 from cost_models import closed_forms
-from cost_models.block import ACTIVATIONS, FLASH_BACKWARD, Block
-from cost_models.dtypes import itemsize
+from cost_models.block import ACTIVATIONS, PASSES, Block
 from cost_models.errors import MeshFitError
+from cost_models.framework import MEGATRON, Framework
 from cost_models.model import Hardware
 from cost_models.operations import elementwise_s, lookup_s, optimizer_s
 from cost_models.training_layout import TrainingLayout
+from cost_models.training_memory import TrainingMemory
 from cost_models.training_traffic import Traffic, TrainingTraffic
 from cost_models.transformer import Transformer
 
@@ -80,6 +81,7 @@ def step_time(
     sequences: int,
     sequence: int,
     dtype: str = "bfloat16",
+    framework: Framework = MEGATRON,
 ) -> StepTime:
     """Predict one training step.
 
@@ -90,6 +92,7 @@ def step_time(
         sequences: Global batch.
         sequence: Tokens per sequence.
         dtype: Of the matmuls' operands: `"bfloat16"`, `"float8_e4m3fn"`, `"int8"`.
+        framework: How the program is written: `MEGATRON`, or `JAX`.
 
     Raises:
         MeshFitError: The layout has another number of devices than the hardware, or
@@ -104,19 +107,20 @@ def step_time(
             f"{sequences} sequences are less than one microbatch of {layout.microbatch} for each of "
             f"{layout.data_shards} data shards"
         )
-    block = Block(model=model, layout=layout, machine=machine, sequence=sequence, dtype=dtype)
+    block = Block(model=model, layout=layout, machine=machine, sequence=sequence, dtype=dtype, framework=framework)
     traffic = TrainingTraffic(block, microbatches)
     exchanged = (
         *traffic.tensor(),
         *traffic.context(),
         *traffic.expert(),
+        *traffic.vocabulary(),
         *(t for both in (traffic.fsdp(), traffic.replica()) for half in both for t in half),
         *traffic.stage(),
     )
     return StepTime(
         parts=_parts(block, traffic),
         traffic=tuple(t for t in exchanged if t.times),
-        memory_bytes=_memory(block, traffic),
+        memory_bytes=TrainingMemory(traffic).peak(),
         flops=_flops(block, traffic),
         model_flops=sequences * sequence * model.train_flops(sequence),
         devices=layout.devices,
@@ -128,8 +132,12 @@ def _parts(block: Block, traffic: TrainingTraffic) -> tuple[Part, ...]:
     """Everything that a device of the busiest stage spends its step on."""
     layout, n = block.layout, traffic.blocks
     work = (
-        Part("matmuls", 3 * block.matmul_s() * n, "forward and backward, padded to tiles, at the achieved rate"),
-        Part("attention", (1 + FLASH_BACKWARD) * block.score_s() * n, "flash kernels, causal half"),
+        Part(
+            "matmuls",
+            (block.matmul_s() + block.matmul_s("backward")) * n,
+            "forward and backward, padded to tiles, at the achieved rate",
+        ),
+        Part("attention", (1 + block.score_backward) * block.score_s() * n, _attention(block)),
         Part("element-wise", 3 * block.stream_s() * n, "norms, residuals and activations, memory-bound"),
         Part("recompute", block.recompute_s() * n, f"rematerialization: {layout.remat}"),
         Part("logits", _logits_s(block) * traffic.microbatches, "vocabulary matmul and softmax, on the last stage"),
@@ -139,6 +147,7 @@ def _parts(block: Block, traffic: TrainingTraffic) -> tuple[Part, ...]:
         Part("tensor-parallel", _tensor_s(block, traffic), "all-gathers and reduce-scatters of the residual stream"),
         Part("context-parallel", _total_s(traffic.context()), "keys and values of the whole sequence"),
         Part("expert-parallel", _total_s(traffic.expert()), "tokens to their experts and back"),
+        Part("vocabulary", _total_s(traffic.vocabulary()), "tokens to and from the split embedding and logits"),
         Part("fsdp", _fsdp_s(block, traffic), "weight gathers and gradient scatters that compute did not hide"),
         Part("stage hand-over", _stage_s(block, traffic), "activations between pipeline stages"),
     )
@@ -153,6 +162,12 @@ def _parts(block: Block, traffic: TrainingTraffic) -> tuple[Part, ...]:
     )
 
 
+def _attention(block: Block) -> str:
+    if block.framework.flash:
+        return "flash kernels, causal half"
+    return "scores in memory, the masked half computed"
+
+
 def _total_s(traffic: list[Traffic]) -> float:
     return sum(t.seconds for t in traffic)
 
@@ -162,7 +177,7 @@ def _tensor_s(block: Block, traffic: TrainingTraffic) -> float:
     exchange_s = _total_s(traffic.tensor())
     if not block.layout.collective_matmul:
         return exchange_s
-    beside_s = (3 * block.matmul_s() + block.matmul_s(recomputed=True)) * traffic.blocks
+    beside_s = sum(block.matmul_s(part) for part in PASSES) * traffic.blocks
     return float(block.machine.exposed_s(exchange_s, beside_s))
 
 
@@ -209,22 +224,7 @@ def _optimizer_s(block: Block, traffic: TrainingTraffic) -> float:
 def _flops(block: Block, traffic: TrainingTraffic) -> float:
     """Executed by one device of the last stage; attention's backward counted as twice its forward."""
     logits = 6.0 * block.tokens * block.model.d_model * block.model.vocab / block.layout.tensor
-    per_block = 3 * block.matmul_flops() + 3 * block.score_flops() + block.recompute_flops()
+    per_block = (
+        block.matmul_flops() + block.matmul_flops("backward") + 3 * block.score_flops() + block.recompute_flops()
+    )
     return traffic.blocks * per_block + traffic.microbatches * logits
-
-
-def _memory(block: Block, traffic: TrainingTraffic) -> dict[str, float]:
-    """Bytes per device at the peak, which is at the end of forward."""
-    layout, width = block.layout, itemsize(ACTIVATIONS)
-    held = sum(traffic.held_parameters())
-    in_flight = min(traffic.microbatches, layout.pipeline)
-    gathered_blocks = traffic.stage_blocks if layout.keep_gathered else 2  # one in use, one arriving
-    gathered = sum(traffic.local_parameters()) * gathered_blocks if layout.fsdp > 1 else 0.0
-    return {
-        "parameters": held * width,
-        "gradients": held * width,
-        "optimizer": closed_forms.state_bytes(traffic.updated_parameters(), bytes_per_parameter=12.0),
-        "activations": block.saved_bytes() * traffic.stage_blocks * in_flight,
-        "gathered weights": gathered * width,
-        "logits": closed_forms.array_bytes((block.tokens, block.model.vocab), itemsize("float32"), ways=layout.tensor),
-    }

@@ -14,9 +14,6 @@ from cost_models.machine import Machine
 from cost_models.training_layout import TrainingLayout
 from cost_models.transformer import Transformer
 
-GRADIENT_BYTES = 2.0  # per parameter on the wire between FSDP shards, as the bf16 matmul leaves them
-REPLICA_GRADIENT_BYTES = 4.0  # between replicas, summed in float32 (Megatron-LM's default)
-
 # How many of a block's two halves, attention and MLP, rematerialization runs again.
 REPEATED_HALVES = {"none": 0, "minimal": 0, "mlp": 1, "full": 2}
 
@@ -81,14 +78,59 @@ class TrainingTraffic:
     def tensor(self) -> list[Traffic]:
         """Per block and microbatch: two gathers and two scatters forward, as many backward.
 
-        Recomputation repeats the forward ones, but for the last scatter.
+        Recomputation repeats the forward ones, but for the last scatter. Where the
+        residual stream is whole everywhere, every scatter is an all-reduce instead, and
+        experts that are reached by one-hot products sum all of their rows, recomputed too.
         """
-        stream = array_bytes((self.block.tokens, self.model.d_model), itemsize(ACTIVATIONS))
-        again = REPEATED_HALVES[self.layout.remat] / 2
+        stream, halves = self.stream_bytes, REPEATED_HALVES[self.layout.remat]
+        scatters = (4 + max(0, halves - 1)) * self.blocks
+        if not self.layout.sequence_parallel:
+            if self.block.framework.one_hot_dispatch:
+                rows = self.block.expert_rows - 1
+                moe = self.model.moe_layers / self.model.layers
+                scatters += moe * self.blocks * (2 * rows + halves / 2 * (rows + 1))
+            return [self._priced("all-reduce", ("tensor",), stream, scatters)]
         return [
-            self._priced("all-gather", ("tensor",), stream, (4 + 2 * again) * self.blocks),
-            self._priced("reduce-scatter", ("tensor",), stream, (4 + again) * self.blocks),
+            self._priced("all-gather", ("tensor",), stream, (4 + halves) * self.blocks),
+            self._priced("reduce-scatter", ("tensor",), stream, scatters),
         ]
+
+    @property
+    def stream_bytes(self) -> float:
+        """The residual stream of a microbatch, whole."""
+        return array_bytes((self.block.tokens, self.model.d_model), itemsize(ACTIVATIONS))
+
+    def vocabulary(self) -> list[Traffic]:
+        """What the ends of the model exchange of tokens, per microbatch; of a pipeline, the last stage alone.
+
+        Tensor parallelism splits both matrices by vocabulary: the logits' matmul needs
+        the stream whole, and looked-up vectors are partial sums. A table that FSDP
+        splits by width may be looked up where it lies.
+        """
+        times, layout = self.microbatches, self.layout
+        streams = [self.stream_bytes] if layout.pipeline > 1 else [self.stream_bytes, self.vector_bytes]
+        kinds: tuple[Kind, ...] = ("all-gather", "reduce-scatter") if layout.sequence_parallel else ("all-reduce",)
+        found = [self._priced(kind, ("tensor",), nbytes, times) for nbytes in streams for kind in kinds]
+        if self.block.framework.looks_up_in_place and layout.pipeline == 1:
+            found.append(self._priced("all-to-all", self.shard_axes, self.vector_bytes, 2 * times))
+            if self._split_update:
+                found.append(self._priced("all-to-all", ("data",), self.vector_bytes, times))
+        return found
+
+    @property
+    def vector_bytes(self) -> float:
+        """What an embedding's look-up gives for a microbatch, in the table's type."""
+        return array_bytes((self.block.tokens, self.model.d_model), self.block.framework.parameter_bytes)
+
+    @property
+    def matrix(self) -> float:
+        """Parameters of one embedding or output matrix, after tensor parallelism."""
+        return self.model.vocab * self.model.d_model / self.layout.tensor
+
+    @property
+    def _split_update(self) -> bool:
+        """Whether replicas alone split the optimizer."""
+        return self.layout.shard_optimizer and not self.shard_axes
 
     def context(self) -> list[Traffic]:
         """Keys and values of the whole sequence: gathered forward and again backward, their gradients scattered."""
@@ -104,12 +146,15 @@ class TrainingTraffic:
 
         A token crosses the slowest links once per place that holds one of its k experts,
         not once per expert: M·(1 - (1 - 1/M)^k) places of M. Source: scaling book gpus.md:451.
+        One-hot products send every expert's rows, filled or not.
         """
         crossings = self.machine.crossings(("expert",))
         if not crossings:
             return []
         places = crossings[-1].n
         copies = places * (1 - (1 - 1 / places) ** self.model.active_experts)
+        if self.block.framework.one_hot_dispatch:
+            copies = self.block.expert_rows
         moe = self.model.moe_layers / self.model.layers
         shape = (self.block.tokens, copies, self.model.d_model)
         routed = array_bytes(shape, itemsize(ACTIVATIONS), ways=self.layout.tensor)
@@ -128,33 +173,51 @@ class TrainingTraffic:
         return ("fsdp", "expert") if self.layout.fsdp > 1 else ()
 
     def fsdp(self) -> tuple[list[Traffic], list[Traffic]]:
-        """Weights of a block gathered in each pass, gradients scattered; once per microbatch."""
+        """Weights of a block gathered in each pass, gradients scattered; once per microbatch.
+
+        So are the embedding, unless it is looked up where it lies, and the output
+        matrix, whose forward and backward follow each other, once for both.
+        """
         dense, experts = self.local_parameters()
-        width = itemsize(self.block.dtype)
+        framework = self.block.framework
+        width = framework.gathered_bytes or itemsize(self.block.dtype)
         passes = 1 if self.layout.keep_gathered else 2
         axes_of = ((dense, self.shard_axes), (experts, ("fsdp",)))
         gathers = [self._priced("all-gather", axes, p * width, passes * self.blocks) for p, axes in axes_of if p]
-        scatters = [self._priced("reduce-scatter", axes, p * GRADIENT_BYTES, self.blocks) for p, axes in axes_of if p]
+        scatters = [
+            self._priced("reduce-scatter", axes, p * framework.scattered_bytes, self.blocks) for p, axes in axes_of if p
+        ]
+        one = framework.looks_up_in_place or self.model.tied or self.layout.pipeline > 1
+        ends = self.matrix * (1 if one else 2)
+        wide = itemsize(ACTIVATIONS)
+        gathers.append(self._priced("all-gather", self.shard_axes, ends * wide, self.microbatches))
+        scatters.append(self._priced("reduce-scatter", self.shard_axes, ends * wide, self.microbatches))
         return gathers, scatters
 
     def replica(self) -> tuple[list[Traffic], list[Traffic]]:
         """Once per step: gradients of a stage summed between replicas, and what is gathered back.
 
         With a split optimizer every replica gets its part of the sums, updates it and
-        gathers the new weights, in the matmuls' type; otherwise it gets all of the sums.
+        gathers the new weights; otherwise it gets all of the sums.
         """
-        layers = self.stage_blocks
-        dense, experts = (p * layers for p in self.local_parameters())
-        shards = self.machine.group_size(self.shard_axes)
+        framework, shards = self.block.framework, self.machine.group_size(self.shard_axes)
+        dense, experts = (p * self.stage_blocks for p in self.local_parameters())
         copies = ("data",) if self.shard_axes else ("data", "expert")
-        held = ((dense / shards, copies), (experts / self.layout.fsdp, ("data",)))
+        summed = framework.summed_bytes
+        held = [(dense / shards, summed, copies), (experts / self.layout.fsdp, summed, ("data",))]
+        held.append((self.matrix / shards, summed, copies))
+        if framework.looks_up_in_place and self.layout.pipeline == 1:
+            # XLA sums the gradient of a look-up by itself, and in the table's type.
+            held.append((self.matrix / shards, max(summed, framework.parameter_bytes), copies))
+        elif not self.model.tied and self.layout.pipeline == 1:
+            held.append((self.matrix / shards, summed, copies))
         if not self.layout.shard_optimizer:
-            return [self._priced("all-reduce", axes, p * REPLICA_GRADIENT_BYTES, 1.0) for p, axes in held], []
-        weight_bytes = itemsize(ACTIVATIONS)
-        return (
-            [self._priced("reduce-scatter", axes, p * REPLICA_GRADIENT_BYTES, 1.0) for p, axes in held],
-            [self._priced("all-gather", axes, p * weight_bytes, 1.0) for p, axes in held],
-        )
+            return [self._priced("all-reduce", axes, p * width, 1.0) for p, width, axes in held], []
+        kept = held[:-1] if framework.looks_up_in_place and self.model.tied else held
+        returns = [self._priced("all-gather", axes, p * framework.returned_bytes, 1.0) for p, _, axes in kept]
+        if framework.looks_up_in_place and self._split_update:
+            held.pop()  # the look-up's gradient arrives by token: see `vocabulary`
+        return [self._priced("reduce-scatter", axes, p * width, 1.0) for p, width, axes in held], returns
 
     def stage(self) -> list[Traffic]:
         """Activations to the next stage and their gradients back, per microbatch and chunk."""

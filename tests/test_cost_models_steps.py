@@ -37,6 +37,14 @@ def step(
     return step_time(model, layout, cost_models.hardware(spec), sequences=sequences, sequence=4096)
 
 
+def bytes_by_kind(found: StepTime) -> dict[str, float]:
+    """Logical bytes per device and step."""
+    by_kind: dict[str, float] = defaultdict(float)
+    for t in found.traffic:
+        by_kind[t.kind] += t.nbytes * t.times
+    return dict(by_kind)
+
+
 def test_published_runs_are_predicted_within_their_targets(runs: list[Run], steps: list[StepTime]):
     errors = np.abs([s.seconds / r.measured_s - 1 for r, s in zip(runs, steps, strict=True)])
     assert len(errors) >= 150
@@ -100,15 +108,25 @@ def test_layouts_share_the_same_work(layout: TrainingLayout):
 
 
 def test_collective_bytes_by_hand():
-    fsdp = {t.kind: t for t in step(TrainingLayout(fsdp=8, microbatch=8)).traffic}
-    block = 3 * 4096 * 14336 + 2 * 4096 * 40 * 128
-    assert fsdp["all-gather"].nbytes == 2 * block
-    assert fsdp["all-gather"].times == 2 * 32
-    assert (fsdp["reduce-scatter"].nbytes, fsdp["reduce-scatter"].times) == (2 * block, 32)
-    tensor = {t.kind: t for t in step(TrainingLayout(tensor=8, microbatch=64)).traffic}
+    block, ends = 3 * 4096 * 14336 + 2 * 4096 * 40 * 128, 2 * 128256 * 4096
+    fsdp = bytes_by_kind(step(TrainingLayout(fsdp=8, microbatch=8)))
+    assert fsdp == {"all-gather": 2 * (2 * 32 * block + ends), "reduce-scatter": 2 * (32 * block + ends)}
+    tensor = bytes_by_kind(step(TrainingLayout(tensor=8, microbatch=64)))
     stream = 64 * 4096 * 4096 * 2
-    assert (tensor["all-gather"].nbytes, tensor["all-gather"].times) == (stream, 4 * 32)
-    assert (tensor["reduce-scatter"].nbytes, tensor["reduce-scatter"].times) == (stream, 4 * 32)
+    assert tensor == {"all-gather": (4 * 32 + 2) * stream, "reduce-scatter": (4 * 32 + 2) * stream}
+    whole = bytes_by_kind(step(TrainingLayout(tensor=8, microbatch=64, sequence_parallel=False)))
+    assert whole == {"all-reduce": (4 * 32 + 2) * stream}
+
+
+def test_recomputation_repeats_exchanges_but_for_the_last_of_an_mlp():
+    def times(remat: Remat, *, sequence_parallel: bool) -> dict[str, float]:
+        layout = TrainingLayout(tensor=8, microbatch=64, remat=remat, sequence_parallel=sequence_parallel)
+        return {kind: nbytes / (64 * 4096 * 4096 * 2) for kind, nbytes in bytes_by_kind(step(layout)).items()}
+
+    ends = 2
+    assert times("full", sequence_parallel=True) == {"all-gather": 6 * 32 + ends, "reduce-scatter": 5 * 32 + ends}
+    assert times("mlp", sequence_parallel=True) == {"all-gather": 5 * 32 + ends, "reduce-scatter": 4 * 32 + ends}
+    assert times("full", sequence_parallel=False) == {"all-reduce": 5 * 32 + ends}
 
 
 def test_replicas_split_or_repeat_the_optimizer():
@@ -167,7 +185,7 @@ def test_backward_is_twice_forward_and_a_flash_kernel_more(remat: Remat, matmuls
     machine = cost_models.hardware("h100:1x8").place(layout.mesh(slices_outermost=False))
     block = Block(model=LLAMA_8B, layout=layout, machine=machine, sequence=4096, dtype="bfloat16")
     twice = 2 * block.matmul_s() + 2.5 * block.score_s() + 2 * block.stream_s()
-    again = matmuls * block.matmul_s(recomputed=True) + scores * block.score_s() + streams * block.stream_s()
+    again = matmuls * block.matmul_s("recomputed") + scores * block.score_s() + streams * block.stream_s()
     assert block.backward_s() == pytest.approx(twice + again)
     assert block.forward_s() == pytest.approx(block.matmul_s() + block.score_s() + block.stream_s())
 
