@@ -82,8 +82,9 @@ def search(
       axes: the most mesh axes.
       twins: whether meshes that no link tells apart are planned, too (see `candidates`).
       pins: as in `autoshard.plan`.
-      donate_argnums: as in `autoshard.plan`.
-      donate_argnames: as in `autoshard.plan`.
+      donate_argnums: as in `jax.jit`; None, and no names, donates the arguments that
+        outputs replace leaf by leaf, as a training step's state; `()` donates none.
+      donate_argnames: likewise, by name.
       for_grad: as in `autoshard.plan`.
       memory: bytes per device; None takes each chip's own.
       tokens_per_step: None takes the elements of the largest integer input.
@@ -119,7 +120,9 @@ def search(
         fn=None if builder else target,
         args=args,
         pins=pins or {},
-        donate=(*as_tuple(donate_argnums), *as_tuple(donate_argnames)),
+        donate=None
+        if donate_argnums is None and donate_argnames is None
+        else (*as_tuple(donate_argnums), *as_tuple(donate_argnames)),
         for_grad=for_grad,
         memory=memory,
         tokens=tokens_per_step,

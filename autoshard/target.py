@@ -3,7 +3,7 @@
 import difflib
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,28 @@ def load_target(target: str, keywords: Mapping[str, Any]) -> tuple[Any, tuple[An
 
     Raises:
       TargetError: no such module or builder, keywords that it does not take, or another result.
+    """
+    builder = load_builder(target)
+    try:
+        built: Any = builder(**keywords)
+    except TypeError as error:
+        raise TargetError(
+            f"`{target}` cannot be called with {', '.join(keywords) or 'no arguments'}: {error}\n"
+            "  a target is a function that returns (fn, args); --set key=value gives it arguments"
+        ) from error
+    if not (isinstance(built, tuple) and len(built) == 2 and callable(built[0]) and isinstance(built[1], tuple)):
+        raise TargetError(f"`{target}` returned a {type(built).__name__}; a builder returns (fn, args), args a tuple")
+    return built[0], built[1]
+
+
+def load_builder(target: str) -> Callable[..., Any]:
+    """Imports a builder.
+
+    Args:
+      target: `package.module:builder`.
+
+    Raises:
+      TargetError: no such module or builder.
     """
     module_name, _, name = target.partition(":")
     if not module_name or not name:
@@ -38,13 +60,4 @@ def load_target(target: str, keywords: Mapping[str, Any]) -> tuple[Any, tuple[An
         raise TargetError(f"`{module_name}` has no `{name}`" + (f"; near it: {', '.join(near)}" if near else ""))
     if not callable(builder):
         raise TargetError(f"`{target}` is a {type(builder).__name__}, not a function that returns (fn, args)")
-    try:
-        built: Any = builder(**keywords)
-    except TypeError as error:
-        raise TargetError(
-            f"`{target}` cannot be called with {', '.join(keywords) or 'no arguments'}: {error}\n"
-            "  a target is a function that returns (fn, args); --set key=value gives it arguments"
-        ) from error
-    if not (isinstance(built, tuple) and len(built) == 2 and callable(built[0]) and isinstance(built[1], tuple)):
-        raise TargetError(f"`{target}` returned a {type(built).__name__}; a builder returns (fn, args), args a tuple")
-    return built[0], built[1]
+    return builder

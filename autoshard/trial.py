@@ -1,7 +1,7 @@
 """Trial: one candidate planned; what does not depend on the mesh is made once per program."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -29,7 +29,8 @@ class Task:
     """What is planned, and how: all that another process needs.
 
     `target` is a builder, as text (`"models:gpt2_xl"`) or a function of the varied
-    arguments; or None, and `fn` and `args` are given.
+    arguments; or None, and `fn` and `args` are given. `donate` None donates the arguments
+    that outputs replace leaf by leaf, as a training step's state.
     """
 
     target: Any = None
@@ -37,7 +38,7 @@ class Task:
     fn: Any = None
     args: tuple[Any, ...] = ()
     pins: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    donate: tuple[int | str, ...] = ()
+    donate: tuple[int | str, ...] | None = None
     for_grad: Any = None
     memory: int | None = None
     tokens: int | None = None
@@ -102,10 +103,12 @@ class Trials:
             fn,
             args,
             {},
-            donate_argnums=[d for d in task.donate if isinstance(d, int)],
-            donate_argnames=[d for d in task.donate if isinstance(d, str)],
+            donate_argnums=[d for d in task.donate or () if isinstance(d, int)],
+            donate_argnames=[d for d in task.donate or () if isinstance(d, str)],
         )
         traced = traces.trace(bound.fn, bound.values, bound.names, MeshAxes.of(candidate.shape))
+        if task.donate is None:
+            bound = replace(bound, donated=_replaced(traced))
         leaves = list(zip(traced.in_paths, traced.in_avals, strict=True))
         return Program(
             name=getattr(fn, "__name__", type(fn).__name__),
@@ -165,6 +168,13 @@ class Trials:
             tokens=program.tokens,
             parameters=program.parameters,
         )
+
+
+def _replaced(traced: Traced) -> frozenset[int]:
+    """Arguments every leaf of which an output replaces."""
+    tied = set(planner.ties(traced, frozenset(range(len(traced.in_avals)))).values())
+    every = set(traced.argument_of)
+    return frozenset(every - {a for i, a in enumerate(traced.argument_of) if i not in tied})
 
 
 def _constrained(jaxpr: Any) -> bool:

@@ -7,7 +7,7 @@ import typer
 
 from autoshard import mesh_search
 from autoshard.cli.app import app, errors, print_json
-from autoshard.cli.options import DonateOption, ForwardOption, JsonOption, MemoryOption, SetOption, TargetArgument
+from autoshard.cli.options import ForwardOption, JsonOption, MemoryOption, SetOption, TargetArgument
 from autoshard.cli.written import assignments, byte_count
 from autoshard.errors import SpecError
 from autoshard.report import searching
@@ -23,7 +23,9 @@ def search(
         list[str] | None, typer.Option("--vary", help="builder argument and its values: batch=64,128; may be repeated")
     ] = None,
     set_: SetOption = None,
-    donate: DonateOption = None,
+    donate: Annotated[
+        list[str] | None, typer.Option("--donate", help="by position or name; default: what outputs replace")
+    ] = None,
     tokens: Annotated[
         str | None, typer.Option("--tokens", help="of the whole training: 15T, or 20x parameters")
     ] = None,
@@ -40,7 +42,6 @@ def search(
 ) -> None:
     """Rank every slice and mesh of so many chips for TARGET: which is fastest, what it costs."""
     numbers = chip_counts(chips)
-    given = donate or ()
     with searching.shown(errors()) as tell:
         found = mesh_search.search(
             target,
@@ -49,8 +50,8 @@ def search(
             vary=dict(varied(text) for text in vary or ()),
             keywords=assignments(set_ or (), "--set"),
             axes=axes,
-            donate_argnums=[int(d) for d in given if d.isdigit()],
-            donate_argnames=[d for d in given if not d.isdigit()],
+            donate_argnums=None if donate is None else [int(d) for d in donate if d.isdigit()],
+            donate_argnames=None if donate is None else [d for d in donate if not d.isdigit()],
             for_grad=False if forward else None,
             memory=None if memory is None else byte_count(memory),
             budget_tokens=tokens or 0,
@@ -61,7 +62,7 @@ def search(
     if html is not None:
         from autoshard.report import page
 
-        html.write_text(page.of_ranking(found, target, assignments(set_ or (), "--set"), given), encoding="utf-8")
+        html.write_text(page.of_ranking(found, target, assignments(set_ or (), "--set"), donate), encoding="utf-8")
     if as_json:
         print_json(found.to_json())
     else:

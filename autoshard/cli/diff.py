@@ -1,0 +1,26 @@
+"""`autoshard diff`: what differs between two plan files."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autoshard.cli.app import app, print_json
+from autoshard.cli.options import JsonOption
+from autoshard.diff import diff as compare
+from autoshard.record import read
+
+
+@app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(help="a plan file")],
+    after: Annotated[Path, typer.Argument(help="another, of the same program as a rule")],
+    *,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two plan files: step, memory, layouts and traffic that differ."""
+    found = compare(read(before), read(after))
+    if as_json:
+        print_json(found.to_json())
+    else:
+        typer.echo(found)
