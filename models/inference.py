@@ -144,10 +144,9 @@ Block = Callable[[Params, jax.Array, Params], tuple[jax.Array, Params]]
 
 def block(config: Config, attend: Block, layer: Params, x: jax.Array, cache: Params) -> tuple[jax.Array, Params]:
     """One pre-norm layer whose attention is `attend`, on heads before the output projection."""
-    mixed, cache = attend(layer, transformer.normalize(config, layer["attention_norm"], x), cache)
-    out = transformer.project("bsnh,nhd->bsd", name(mixed, "queries"), layer, "wo", "bo")
-    x = name(x + out, "residual")
-    out = transformer.mlp(config, layer, transformer.normalize(config, layer["mlp_norm"], x))
+    mixed, cache = attend(layer, transformer.branch(config, layer["attention_norm"], x), cache)
+    x = name(x + transformer.project_mixed(layer, mixed), "residual")
+    out = transformer.mlp(config, layer, transformer.branch(config, layer["mlp_norm"], x))
     return name(x + out, "residual"), cache
 
 

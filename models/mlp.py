@@ -62,8 +62,8 @@ def init(config: Config, key: jax.Array) -> State:
 def block(config: Config, layer: Params, x: jax.Array) -> jax.Array:
     """One perceptron: [B, D] -> [B, D]."""
     activation = {"gelu": jax.nn.gelu, "relu": jax.nn.relu}[config.activation]
-    hidden = name(activation(x @ layer["w_up"].astype(x.dtype)), "hidden")
-    out = hidden @ layer["w_down"].astype(x.dtype)
+    hidden = name(activation(name(x, "branch") @ layer["w_up"].astype(x.dtype)), "hidden")
+    out = name(hidden, "contracted") @ layer["w_down"].astype(x.dtype)
     return name(x + out if config.residual else out, "residual")
 
 

@@ -217,6 +217,11 @@ def normalize(config: Config, norm: Params, x: jax.Array) -> jax.Array:
     return y.astype(x.dtype)
 
 
+def branch(config: Config, norm: Params, x: jax.Array) -> jax.Array:
+    """What leaves the residual stream for attention or MLP; two names, for one who moves it there."""
+    return name(name(normalize(config, norm, x), "residual"), "branch")
+
+
 def rotation(config: Config, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of the angles of positions [..., S]: [..., S, 1, H/2] each."""
     exponent = jnp.arange(0, config.head_dim, 2) / config.head_dim
@@ -268,7 +273,13 @@ def attention(config: Config, layer: Params, x: jax.Array) -> jax.Array:
     positions = jnp.arange(x.shape[1])
     q, k, v = queries_keys_values(config, layer, x, positions)
     mixed = attend(config, q, k, v, positions[:, None, None] >= positions)
-    return project("bsnh,nhd->bsd", name(mixed, "queries"), layer, "wo", "bo")
+    return project_mixed(layer, mixed)
+
+
+def project_mixed(layer: Params, mixed: jax.Array) -> jax.Array:
+    """What the heads read, [B, S, N, H] -> [B, S, D]."""
+    mixed = name(name(mixed, "queries"), "mixed")
+    return project("bsnh,nhd->bsd", mixed, layer, "wo", "bo")
 
 
 def mlp(config: Config, layer: Params, x: jax.Array) -> jax.Array:
@@ -279,7 +290,8 @@ def mlp(config: Config, layer: Params, x: jax.Array) -> jax.Array:
     else:
         activation = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}[config.activation]
         hidden = hidden * activation(project("bsd,df->bsf", x, layer, "w_gate", "b_gate"))
-    return project("bsf,fd->bsd", name(hidden, "hidden"), layer, "w_down", "b_down")
+    hidden = name(name(hidden, "hidden"), "contracted")
+    return project("bsf,fd->bsd", hidden, layer, "w_down", "b_down")
 
 
 MLP = Callable[[Any, Params, jax.Array], jax.Array]
@@ -288,8 +300,8 @@ MLP = Callable[[Any, Params, jax.Array], jax.Array]
 
 def block(config: Config, layer: Params, x: jax.Array, mlp: MLP = mlp) -> jax.Array:
     """One pre-norm layer: [B, S, D] -> [B, S, D]."""
-    x = name(x + attention(config, layer, normalize(config, layer["attention_norm"], x)), "residual")
-    return name(x + mlp(config, layer, normalize(config, layer["mlp_norm"], x)), "residual")
+    x = name(x + attention(config, layer, branch(config, layer["attention_norm"], x)), "residual")
+    return name(x + mlp(config, layer, branch(config, layer["mlp_norm"], x)), "residual")
 
 
 def embed(config: Config, params: Params, tokens: jax.Array, positions: slice | jax.Array) -> jax.Array:

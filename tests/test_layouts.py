@@ -126,7 +126,6 @@ def test_a_layout_keeps_every_number_and_donates(name: str, recipe: str, *, scan
         ("dp_megatron", {"all-reduce": 2}),
         ("megatron_sequence", {"all-gather": 2, "all-reduce": 2}),
         ("fsdp_megatron", {"all-gather": 4, "all-reduce": 2}),
-        ("fsdp_megatron_sequence", {"all-gather": 6, "all-reduce": 2}),
         ("weight_stationary_2d", {"all-gather": 4, "all-reduce": 4}),
     ],
 )

@@ -182,7 +182,8 @@ def test_names_of_activations_leave_no_trace() -> None:
     bare = jaxpr()
     with hooked(record):
         assert jaxpr() == bare
-    layer = ["queries", "keys", "keys", "queries", "residual", "hidden", "residual"]
+    attention = ["residual", "branch", "queries", "keys", "keys", "queries", "mixed", "residual"]
+    layer = [*attention, "residual", "branch", "hidden", "contracted", "residual"]
     assert labels == ["residual", *layer, *layer, "logits"]
 
 

@@ -18,5 +18,7 @@ def activations(recipe: Recipe) -> SpecOf:
     width = joined(recipe.stationary, recipe.model) if recipe.stationary else None
     return {
         "residual": P(joined(recipe.batch, recipe.sequence), width),
+        "branch": P(recipe.batch, recipe.stationary),  # as it enters w_up
         "hidden": P(recipe.batch, joined(recipe.model, recipe.stationary)),
+        "contracted": P(recipe.batch, recipe.model),  # as it enters w_down
     }.__getitem__

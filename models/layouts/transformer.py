@@ -48,8 +48,11 @@ def activations(recipe: Recipe) -> SpecOf:
     heads = None if recipe.cached else recipe.model
     return {
         "residual": P(recipe.batch, joined(recipe.context, recipe.sequence), width),  # [B, S, D]
+        "branch": P(recipe.batch, recipe.context, recipe.stationary),  # [B, S, D], as it enters the matmuls
         "queries": P(apart, recipe.context, heads, None),  # [B, S, N, H]
         "keys": P(apart, None, heads, None),  # [B, S, K, H]
+        "mixed": P(recipe.batch, recipe.context, recipe.model, None),  # [B, S, N, H], as it enters wo
         "hidden": P(recipe.batch, recipe.context, joined(recipe.model, recipe.stationary)),  # [B, S, F]
+        "contracted": P(recipe.batch, recipe.context, recipe.model),  # [B, S, F], as it enters w_down
         "logits": P(apart, recipe.context, recipe.model),  # [B, S, V]
     }.__getitem__
