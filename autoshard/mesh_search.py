@@ -17,12 +17,16 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import cost_models
 from autoshard.binding import as_tuple
 from autoshard.candidates import Candidate, Candidates, candidates, slices
 from autoshard.errors import AutoshardError, InfeasibleError, SearchError, SpecError
+from autoshard.planner import Planned
 from autoshard.ranking import LeftOut, Progress, Ranking, Row
+from autoshard.report import page, view
 from autoshard.report import ranking as report
 from autoshard.trial import Task, Trials
 
@@ -30,8 +34,11 @@ Answer = Row | LeftOut
 PARAMETER_MULTIPLE = "x"  # "20x": twenty tokens per parameter
 
 
+@dataclass(frozen=True, kw_only=True)
 class Search(Ranking):
-    """A finished search: a ranking that prints itself."""
+    """A finished search: a ranking that prints itself, and plans its rows again for more."""
+
+    task: Task
 
     def __str__(self) -> str:
         return report.text(self)
@@ -43,6 +50,15 @@ class Search(Ranking):
     def to_markdown(self) -> str:
         """The same as Markdown tables."""
         return report.markdown(self)
+
+    def planned(self, rank: int = 1) -> Planned:
+        """The plan of a rank (1 is the best) with its problem, for explanations."""
+        return Trials(self.task).planned(self.rows[rank - 1].candidate)
+
+    def to_html(self) -> str:
+        """A page that opens offline: the ranking, and the best plan in detail."""
+        best = view.of_plan(self.planned(), cost_models.hardware(self.best.candidate.hardware))
+        return page.page(ranking=self.to_json(), plan=best)
 
 
 def search(
@@ -147,7 +163,7 @@ def search(
                 tell(Progress(done=len(answers), total=len(every), answer=answer, best=best))
     except KeyboardInterrupt:
         notes.append(f"interrupted: {len(answers)} of {len(every)} candidates were planned")
-    return _ranked(answers, every.twins, len(every) - len(answers), budget_tokens, prices, begin, notes)
+    return _ranked(answers, every.twins, len(every) - len(answers), budget_tokens, prices, begin, notes, task)
 
 
 def _ranked(
@@ -158,6 +174,7 @@ def _ranked(
     prices: float | Mapping[str, float] | None,
     begin: float,
     notes: Sequence[str],
+    task: Task,
 ) -> Search:
     rows = sorted((a for a in answers if isinstance(a, Row)), key=lambda row: row.order)
     left_out = tuple(a for a in answers if isinstance(a, LeftOut))
@@ -181,6 +198,7 @@ def _ranked(
         prices=by_chip,
         wall_s=time.perf_counter() - begin,
         notes=tuple(notes),
+        task=task,
     )
 
 

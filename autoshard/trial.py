@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+import cost_models
 from autoshard import _jax, meshes, planner, useful
 from autoshard import binding as bindings
 from autoshard import trace as traces
@@ -15,7 +16,7 @@ from autoshard.candidates import Candidate
 from autoshard.errors import InfeasibleError, MeshError, SpecError
 from autoshard.gradient import gradient_arguments
 from autoshard.mesh import MeshAxes
-from autoshard.planner import Budget
+from autoshard.planner import Budget, Planned
 from autoshard.ranking import LeftOut, Row
 from autoshard.target import load_target
 from autoshard.trace import Traced
@@ -125,15 +126,21 @@ class Trials:
             ),
         )
 
-    def _run(self, candidate: Candidate) -> Row | LeftOut:
+    def planned(self, candidate: Candidate) -> Planned:
+        """The best plan of a candidate, with its problem.
+
+        Raises:
+          InfeasibleError: it does not fit.
+          SpecError: a pin cannot be kept on its mesh.
+          MissingRuleError: a primitive without a rule.
+        """
         task, program = self._task, self.program(candidate)
         place = meshes.place(candidate.shape, candidate.hardware)
         limit = place.hardware.usable_memory_bytes if task.memory is None else task.memory
         if program.state_bytes > limit * place.axes.size:
-            return LeftOut(
-                candidate,
+            raise InfeasibleError(
                 f"the donated arguments alone are {program.state_bytes / 1e9:,.0f} GB; "
-                f"{place.axes.size} devices hold {limit * place.axes.size / 1e9:,.0f} GB",
+                f"{place.axes.size} devices hold {limit * place.axes.size / 1e9:,.0f} GB"
             )
         asked = wanted(program.traced, AUTO, AUTO, task.pins, program.bound.donated)
         platform = meshes.platform(place.hardware.name)
@@ -146,7 +153,7 @@ class Trials:
             unknown=task.unknown,
             platform=platform,
         )
-        planned = planner.make(
+        return planner.make(
             setting,
             name=program.name,
             mesh=place.axes,
@@ -158,13 +165,16 @@ class Trials:
             constraints="all",  # which of them the compiler needs is asked for the one that is used
             platform=platform,
         )
-        gradient = setting.gradient
+
+    def _run(self, candidate: Candidate) -> Row:
+        planned, program = self.planned(candidate), self.program(candidate)
+        gradient = planned.setting.gradient
         return Row(
             candidate=candidate,
             record=planned.record,
             flops=program.flops if gradient is None else useful.flops(gradient.traced.jaxpr),
             device_flops=planned.assignment.flops(),
-            peak_flops_per_s=place.hardware.number(f"peak_{DTYPE}_flops_per_s"),
+            peak_flops_per_s=cost_models.hardware(candidate.hardware).number(f"peak_{DTYPE}_flops_per_s"),
             tokens=program.tokens,
             parameters=program.parameters,
         )

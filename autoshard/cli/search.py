@@ -10,7 +10,7 @@ from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import ForwardOption, JsonOption, MemoryOption, SetOption, TargetArgument
 from autoshard.cli.written import assignments, byte_count
 from autoshard.errors import SpecError
-from autoshard.report import searching
+from autoshard.report import progress, searching
 
 
 @app.command()
@@ -60,9 +60,8 @@ def search(
             on_progress=tell,
         )
     if html is not None:
-        from autoshard.report import page
-
-        html.write_text(page.of_ranking(found, target, assignments(set_ or (), "--set"), donate), encoding="utf-8")
+        with progress.shown(errors(), "report"):
+            html.write_text(found.to_html(), encoding="utf-8")
     if as_json:
         print_json(found.to_json())
     else:

@@ -1,0 +1,93 @@
+"""`autoshard report`: a plan in pictures, as one page that opens offline."""
+
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import typer
+
+import autoshard
+import cost_models
+from autoshard import standard
+from autoshard.api import REL_GAP
+from autoshard.cli.app import app, errors, print_json
+from autoshard.cli.options import (
+    DonateOption,
+    ForwardOption,
+    HardwareOption,
+    JsonOption,
+    MemoryOption,
+    MeshOption,
+    PinOption,
+    SetOption,
+    TargetArgument,
+    TimeOption,
+    planned,
+)
+from autoshard.cli.written import assignments
+from autoshard.errors import AutoshardError
+from autoshard.report import page, progress, view
+from autoshard.target import load_target
+
+
+@app.command()
+def report(
+    target: TargetArgument,
+    *,
+    out: Annotated[Path, typer.Option("--out", help="the page to write")] = Path("report.html"),
+    compare: Annotated[bool, typer.Option("--compare/--no-compare", help="price the standard layouts, too")] = True,
+    mesh: MeshOption = None,
+    hardware: HardwareOption = None,
+    memory: MemoryOption = None,
+    donate: DonateOption = None,
+    pin: PinOption = None,
+    set_: SetOption = None,
+    forward: ForwardOption = False,
+    time_limit: TimeOption = 60.0,
+    as_json: JsonOption = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
+) -> None:
+    """Plan TARGET and write a page: layouts as tiles, timeline, memory, roofline, collectives, sources."""
+    made = planned(target, mesh, hardware, memory, donate, pin, set_, forward, REL_GAP, time_limit)
+    assert made.planned is not None  # planned just now
+    rows: list[view.Json] = []
+    if compare and not forward:
+        with progress.shown(errors(), "standard layouts"):
+            rows = _compared(target, made, hardware or "", set_, time_limit)
+    shown = view.of_plan(made.planned, cost_models.hardware(hardware or ""), rows)
+    if as_json:
+        print_json(shown)
+    elif as_markdown:
+        typer.echo(view.markdown(shown))
+    else:
+        out.write_text(page.page(plan=shown), encoding="utf-8")
+        typer.echo(f"{shown['verdict']}\n{out}")
+
+
+def _compared(
+    target: str, made: autoshard.Plan, hardware: str, set_: list[str] | None, time_limit: float
+) -> list[view.Json]:
+    """The standard layouts in the same model; one that cannot be is left out."""
+    assert made.planned is not None  # planned just now
+    fn, args = load_target(target, assignments(set_ or (), "--set"))
+    traced = made.planned.traced
+    rows: list[view.Json] = []
+    for name, specs in standard.layouts(made.planned):
+        try:
+            found = autoshard.evaluate(
+                fn,
+                *args,
+                mesh=made.record.mesh.shape,
+                hardware=hardware,
+                in_specs=jax.tree.unflatten(traced.in_tree, specs),
+                completion="best",
+                donate_argnums=sorted({traced.argument_of[i] for i in made.record.donated}),
+                memory=made.record.memory.limit_bytes,
+                time_limit_s=time_limit,
+                rel_gap=REL_GAP,
+            )
+        except AutoshardError as error:
+            errors().print(f"{name} is left out: {error}", markup=False)
+            continue
+        rows.append(view.compared_row(name, found.record))
+    return rows

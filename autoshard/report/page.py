@@ -1,0 +1,44 @@
+"""Page: a report as one HTML file that opens offline; data and chart library lie in it, compressed."""
+
+import base64
+import gzip
+import html
+import json
+from collections.abc import Mapping
+from importlib import metadata, resources
+from typing import Any
+
+ECHARTS = "6.1.0"
+
+
+def page(*, ranking: Mapping[str, Any] | None = None, plan: Mapping[str, Any] | None = None) -> str:
+    """The page of a ranking (`Search.to_json`), of a plan (`view.of_plan`), or of both.
+
+    Every number that it shows is one of theirs: they are what is embedded.
+    """
+    data = {"ranking": ranking, "plan": plan}
+    shown = ranking or plan
+    assert shown is not None  # one of them is given
+    parts = {
+        "TITLE": html.escape(f"{shown['name']}: autoshard report"),
+        "VERDICT": html.escape(str(shown["verdict"])),
+        "VERSION": metadata.version("autoshard"),
+        "ECHARTS": ECHARTS,
+        "CSS": _asset("page.css"),
+        "JS": _asset("page.js"),
+        "DATA": _packed(json.dumps(data, ensure_ascii=False, separators=(",", ":"))),
+        "LIBRARY": _packed(_asset("echarts.min.js")),
+    }
+    made = _asset("page.html")
+    for name, text in parts.items():
+        made = made.replace(f"@{name}@", text, 1)
+    return made
+
+
+def _asset(name: str) -> str:
+    return resources.files("autoshard.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _packed(text: str) -> str:
+    """Gzip without a date, so that equal reports are equal files; as base64."""
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
