@@ -16,6 +16,7 @@ from autoshard import graph as graphs
 from autoshard import trace as traces
 from autoshard.completion import Annotations, annotated
 from autoshard.errors import PlanMismatchError, SpecError
+from autoshard.honoured import Honoured, honoured
 from autoshard.mesh import MeshAxes
 from autoshard.meshes import Place
 from autoshard.planner import Planned
@@ -262,7 +263,8 @@ class Plan:
         A forward function that was planned for its gradient is compiled with its gradient.
 
         Args:
-          compiler: "gpu", "tpu" or "cpu"; None takes the hardware's own.
+          compiler: "gpu", "tpu" or "cpu"; None takes the hardware's own. "shardy" compares with
+            the collectives that Shardy itself names, in-process, without a compiler.
           topology: another topology to compile for, such as "cpu:8".
           tolerance: relative difference in bytes that still counts as a match.
           compiler_options: flags over the plan's own.
@@ -311,6 +313,20 @@ class Plan:
         return check(
             compiled, self.record, compiler=compiler, tolerance=tolerance, machine=self._machine, flops=self._flops
         )
+
+    def honoured(self, compiler: str | None = None) -> Honoured:
+        """Reads the layout of every value back and lists those that the partitioner did not keep.
+
+        Args:
+          compiler: "gpu", "tpu" or "cpu" to read that compiler's own dump; None asks Shardy in-process.
+
+        Raises:
+          PlanMismatchError: the plan was read from a file.
+          VerifyError: it is the plan of a forward function for its gradient.
+        """
+        if self.planned is None:
+            raise PlanMismatchError("a loaded plan holds the layouts of inputs and outputs alone: plan again")
+        return honoured(self.planned, compiler=compiler)
 
     @property
     def _machine(self) -> cost_models.Machine | None:

@@ -10,7 +10,7 @@ reduction={k}`: one factor per dimension, or several run together, major to mino
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -156,9 +156,9 @@ def factor_rules(fn: Callable[..., Any], *avals: Any) -> list[tuple[str, str]]:
       Pairs such as `("stablehlo.dot_general", "([i, k], [k, j])->([i, j]) {…} reduction={k}")`.
     """
     module = _jax.stablehlo(jax.jit(fn).trace(*avals).lower())
-    _run(module, "func.func(sdy-populate-op-sharding-rules)")
+    run(module, "func.func(sdy-populate-op-sharding-rules)")
     rules: list[tuple[str, str]] = []
-    for op, _ in _walk(module):
+    for op, _ in walk(module):
         if "sdy.sharding_rule" in op.attributes:
             text = str(op.attributes["sdy.sharding_rule"])
             rules.append((op.name, text.removeprefix("#sdy.op_sharding_rule<").removesuffix(">")))
@@ -178,17 +178,17 @@ def propagate(lowered: Any, pins: Mapping[int, Layout] | None = None) -> Propaga
       ShardyError: propagation fails, or a pin names no op result.
     """
     module = _jax.stablehlo(lowered)
-    _state_pointwise_rules(module)
+    state_pointwise_rules(module)
     _number_results(module, pins or {})
-    _run(module, "sdy-propagation-pipeline")
+    run(module, "sdy-propagation-pipeline")
     main = _functions(module)["main"]
     inputs = main.regions[0].blocks[0].arguments
     values: list[ValueLayout] = []
-    for op, stack in _walk(module):
+    for op, around in walk(module):
         attributes = op.attributes
-        layouts = _op_layouts(op)
+        layouts = layouts_of(op)
         number = int(attributes[_NUMBER].value) if _NUMBER in attributes else None
-        name, where = _source(str(op.location))
+        name, where = source_of(op, around)
         for offset, result in enumerate(op.results):
             shape = _shape(result)
             if shape is None:
@@ -196,7 +196,7 @@ def propagate(lowered: Any, pins: Mapping[int, Layout] | None = None) -> Propaga
             values.append(
                 ValueLayout(
                     op=op.name,
-                    name="/".join(filter(None, (*stack, name))),
+                    name=name,
                     where=where,
                     number=None if number is None else number + offset,
                     shape=shape,
@@ -211,20 +211,25 @@ def propagate(lowered: Any, pins: Mapping[int, Layout] | None = None) -> Propaga
     )
 
 
-def _run(module: Any, pipeline: str) -> None:
+def run(module: Any, pipeline: str) -> None:
+    """Runs one of Shardy's pass pipelines on a module in place.
+
+    Raises:
+      ShardyError: it fails.
+    """
     try:
         _jax.run_passes(module, pipeline)
     except _jax.MLIRError as error:
         raise ShardyError(f"Shardy's `{pipeline}` failed: {error}") from error
 
 
-def _state_pointwise_rules(module: Any) -> None:
+def state_pointwise_rules(module: Any) -> None:
     """Gives pointwise CHLO ops (`square`, `erf`, …) their rule.
 
     XLA expands them before it propagates; Shardy by itself knows no CHLO op, and layouts
     would stop there.
     """
-    for op, _ in _walk(module):
+    for op, _ in walk(module):
         shapes = {_shape(value) for value in (*op.operands, *op.results)}
         if not op.name.startswith("chlo.") or len(shapes) != 1 or shapes <= {None, ()}:
             continue
@@ -244,32 +249,38 @@ def _functions(module: Any) -> dict[str, Any]:
     return {op.attributes["sym_name"].value: op for op in operations if op.name == "func.func"}
 
 
-def _walk(module: Any) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    """Operations in program order, each with the name stacks of the calls around it.
+def walk(module: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Operations in program order, each with the calls, loops and branches around it, outermost first.
 
     Calls are entered where they stand, as are loops and branches.
     """
     functions = _functions(module)
 
-    def visit(owner: Any, stack: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    def visit(owner: Any, around: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         for region in owner.regions:
             for block in region.blocks:
                 for view in block.operations:
                     op = view.operation
                     if op.name in _ENTERED:
-                        yield from visit(op, stack)
+                        yield from visit(op, (*around, op))
                     elif op.name == "func.call":
-                        name, _ = _source(str(op.location))
-                        yield from visit(functions[op.attributes["callee"].value], (*stack, name))
-                    yield op, stack
+                        yield from visit(functions[op.attributes["callee"].value], (*around, op))
+                    yield op, around
 
     return visit(functions["main"], ())
+
+
+def source_of(op: Any, around: Iterable[Any]) -> tuple[str, str]:
+    """JAX's name stack of an op, those of the calls around it before it, and the user's `file:line (function)`."""
+    name, where = _source(str(op.location))
+    calls = (_source(str(owner.location))[0] for owner in around if owner.name == "func.call")
+    return "/".join(filter(None, (*calls, name))), where
 
 
 def _number_results(module: Any, pins: Mapping[int, Layout]) -> None:
     """Tags each op with the number of its first result, and sets the pins."""
     count, left = 0, set(pins)
-    for op, _ in _walk(module):
+    for op, _ in walk(module):
         if not len(op.results) or _NUMBER in op.attributes:
             continue
         op.attributes[_NUMBER] = _jax.parse_attribute(f"{count} : i64", module)
@@ -301,9 +312,9 @@ def _dims_text(layout: Layout | None, result: Any) -> str:
     return "[" + ", ".join("{" + ", ".join(f'"{axis}"' for axis in dim) + "}" for dim in layout.dims) + "]"
 
 
-def _op_layouts(op: Any) -> tuple[Layout, ...]:
+def layouts_of(op: Any) -> tuple[Layout, ...]:
     """Layouts of an op's results; empty where Shardy wrote none."""
-    for name in ("sdy.sharding", "sharding", "out_shardings"):
+    for name in ("sdy.sharding", "sharding", "out_sharding", "out_shardings"):
         if name in op.attributes:
             return _read_shardings(str(op.attributes[name]))
     return ()
@@ -317,6 +328,11 @@ def _signature(main: Any, name: str, shapes: list[tuple[int, ...] | None]) -> tu
         for entry, shape in zip(attributes, shapes, strict=True)
         if shape is not None
     )
+
+
+def axes_in(text: str) -> list[str]:
+    """The axes that an attribute of Shardy's names, in order, parts of one as `model:(1)2`."""
+    return [name + part for name, part in _AXIS.findall(text)]
 
 
 @lru_cache(maxsize=4096)

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import re
+import time
 from collections.abc import Mapping
 from math import prod
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 
 import cost_models
-from autoshard import compilers, hlo, meshes
+from autoshard import compilers, explicit, hlo, meshes
 from autoshard.comparison import Place, attribute, compare
 from autoshard.completion import SCOPE
 from autoshard.errors import VerifyError
@@ -49,7 +50,8 @@ def verify(
     Args:
       lowerable: the planned function, traced on abstract arguments with an abstract mesh.
       record: the plan.
-      compiler: "gpu", "tpu", "cpu", or None for the hardware's own.
+      compiler: "gpu", "tpu", "cpu", or None for the hardware's own; "shardy" for the collectives
+        that Shardy names, in-process, without a compiler's schedule or memory.
       topology: hardware to compile for; None takes the plan's own (for "cpu": as many devices).
       tolerance: relative difference in bytes that still counts as a match.
       machine: the cost model with the plan's mesh placed on it; None reads the plan's hardware from the catalogue.
@@ -62,6 +64,8 @@ def verify(
       MeshError: topology and mesh do not fit each other.
       CompileError: the compiler refuses or crashes.
     """
+    if compiler == "shardy":
+        return _by_shardy(lowerable, record, tolerance, graph)
     if topology is None:
         topology = f"cpu:{record.mesh.size}" if compiler == "cpu" else record.hardware
     compiled = compilers.compile(
@@ -84,6 +88,29 @@ def verify(
         machine=machine,
         graph=graph,
         flops=flops,
+    )
+
+
+def _by_shardy(lowerable: Any, record: PlanRecord, tolerance: float, graph: Graph | None) -> Verification:
+    """The plan against the collectives that Shardy itself names."""
+    begin = time.perf_counter()
+    lowered = lowerable.lower(lowering_platforms=(meshes.platform(record.hardware),))
+    emitted = explicit.collectives(lowered, record.mesh)
+    return Verification(
+        compiler="shardy",
+        version=f"jaxlib {importlib.metadata.version('jaxlib')}",
+        topology=str(record.mesh),
+        rows=compare(record.collectives, emitted, record.mesh, tolerance),
+        lines=attribute(record.collectives, emitted, record.mesh, tolerance, _Places(graph)),
+        memory=MemoryComparison(
+            predicted=predicted_parts(record), compiled=None, meaning="unknown to Shardy", tolerance=MEMORY_TOLERANCE
+        ),
+        compute=None,
+        cost=record.cost,
+        timeline=None,
+        emitted=emitted,
+        wall_s=time.perf_counter() - begin,
+        tolerance=tolerance,
     )
 
 

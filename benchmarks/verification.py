@@ -206,6 +206,7 @@ def line(case: Case) -> dict[str, Any]:
     try:
         made = subject(case)
         planned_s = time.perf_counter() - begin
+        told["predicted_peak_bytes"] = made.record.memory.peak_bytes
         plain = case.hardware.startswith("tpu") and not case.windowed
         found = made.verify(compiler_options=compilers.TPU_PLAIN_OPTIONS if plain else None)
     except AutoshardError as error:

@@ -2,6 +2,7 @@
 
 from autoshard.hlo.communication import KINDS, Collective, Kind, collectives, wire_bytes
 from autoshard.hlo.cycles import estimated_cycles, estimated_s
+from autoshard.hlo.shardings import layout_of, shardings_of
 from autoshard.hlo.text import Computation, Instruction, Module, Shape, read
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "collectives",
     "estimated_cycles",
     "estimated_s",
+    "layout_of",
     "read",
+    "shardings_of",
     "wire_bytes",
 ]

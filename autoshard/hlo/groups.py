@@ -41,9 +41,9 @@ def parse_groups(text: str, devices: int) -> Groups:
         )
     if text.startswith("mesh["):
         return _mesh_groups(text)
-    if iota := re.fullmatch(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text):
-        shape = _integers(iota[1])
-        return _as_groups(_iota(iota[2]).reshape(shape[0], -1))
+    if parsed := re.fullmatch(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text):
+        shape = _integers(parsed[1])
+        return _as_groups(iota(parsed[2]).reshape(shape[0], -1))
     raise HloError(f"cannot read the replica groups {text!r}")
 
 
@@ -104,11 +104,11 @@ def _mesh_groups(text: str) -> Groups:
 
 
 def _device_ids(text: str) -> NDArray[np.int64]:
-    return _iota(text) if text.startswith("[") else np.array(_integers(text))
+    return iota(text) if text.startswith("[") else np.array(_integers(text))
 
 
-def _iota(text: str) -> NDArray[np.int64]:
-    """`[2,4]T(1,0)`: consecutive ids of that shape, transposed, flat."""
+def iota(text: str) -> NDArray[np.int64]:
+    """`[8]` or `[2,4]T(1,0)`: consecutive ids of that shape, transposed, flat."""
     parsed = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if parsed is None:
         raise HloError(f"cannot read the device ids {text!r}")
