@@ -69,14 +69,13 @@ class Question:
 
     @cached_property
     def asked(self) -> str:
-        """A hash of all that is asked beside program, mesh and hardware."""
+        """A hash of all that is asked beside program, mesh, hardware and memory limit."""
         text = (
             sorted((i, str(s)) for i, s in self.wanted.inputs.items()),
             sorted((o, str(s)) for o, s in self.wanted.outputs.items()),
             sorted(self.wanted.donated),
             self.gradient_of,
             self.unknown,
-            self.memory_bytes,
         )
         return hashlib.sha256(repr(text).encode()).hexdigest()[:32]
 

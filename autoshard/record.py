@@ -77,7 +77,7 @@ class PlanRecord:
 
     name: str
     digest: str
-    asked: str = ""  # digest of the pins, donations and limits; empty where a file does not say
+    asked: str = ""  # digest of the pins and donations; empty where a file does not say
     mesh: MeshAxes
     device_order: tuple[int, ...]  # physical device of each mesh position, row-major
     hardware: str
@@ -161,7 +161,10 @@ def _check(record: PlanRecord) -> None:
     leaves = (*record.inputs, *record.outputs)
     pins = record.pins
     constraints = [
-        s for group in (pins.made, pins.taken, pins.inputs, pins.outputs) for specs in group.values() for s in specs
+        s
+        for group in (pins.made, pins.taken, pins.again, pins.inputs, pins.outputs)
+        for specs in group.values()
+        for s in specs
     ]
     for spec in (*(leaf.spec for leaf in leaves), *constraints):
         for axis in (axis for dim in Layout.from_spec(spec, len(spec)).dims for axis in dim):
@@ -215,7 +218,7 @@ def _to_json(record: PlanRecord) -> dict[str, Any]:
         "gradient_of": list(record.gradient_of),
         "constraints": [
             {"at": at, "equation": list(path), "position": i, "specs": [_spec_to_json(s) for s in specs]}
-            for at, group in (("made", pins.made), ("taken", pins.taken))
+            for at, group in (("made", pins.made), ("taken", pins.taken), ("again", pins.again))
             for (path, i), specs in sorted(group.items())
         ]
         + [
@@ -233,10 +236,11 @@ def _to_json(record: PlanRecord) -> dict[str, Any]:
 
 
 def _from_json(data: dict[str, Any]) -> PlanRecord:
-    groups: dict[str, dict[Any, Any]] = {"made": {}, "taken": {}, "input": {}, "output": {}}
+    groups: dict[str, dict[Any, Any]] = {"made": {}, "taken": {}, "again": {}, "input": {}, "output": {}}
     for entry in data["constraints"]:
         specs = tuple(_spec_from_json(s) for s in entry["specs"])
-        key = (tuple(entry["equation"]), entry["position"]) if entry["at"] in ("made", "taken") else entry["position"]
+        inside = entry["at"] in ("made", "taken", "again")
+        key = (tuple(entry["equation"]), entry["position"]) if inside else entry["position"]
         groups[entry["at"]][key] = specs
     return PlanRecord(
         name=data["name"],
@@ -251,7 +255,13 @@ def _from_json(data: dict[str, Any]) -> PlanRecord:
         outputs=tuple(_leaf_from_json(leaf) for leaf in data["outputs"]),
         donated=tuple(data["donated"]),
         gradient_of=tuple(data.get("gradient_of", ())),
-        pins=Pins(made=groups["made"], taken=groups["taken"], inputs=groups["input"], outputs=groups["output"]),
+        pins=Pins(
+            made=groups["made"],
+            taken=groups["taken"],
+            again=groups["again"],
+            inputs=groups["input"],
+            outputs=groups["output"],
+        ),
         collectives=tuple(_collective_from_json(c) for c in data["collectives"]),
         cost=Cost(**data["cost"]),
         memory=Memory(**data["memory"]),

@@ -40,7 +40,8 @@ def key_of(question: Question, **options: Any) -> Key:
         "device order": np.asarray(place.machine.device_order).ravel().tolist(),
         "hardware": place.hardware.name,
         "hardware file": place.hardware.digest,
-        "pins, donations and limits": question.asked,
+        "memory limit": question.memory_bytes,
+        "pins and donations": question.asked,
         **options,
         "version of autoshard": metadata.version("autoshard"),
         "version of jax": jax.__version__,
@@ -75,7 +76,8 @@ def misfits(record: PlanRecord, question: Question) -> list[str]:
         "device order": list(record.device_order),
         "hardware": record.hardware,
         "hardware file": record.hardware_digest,
-        "pins, donations and limits": record.asked,
+        "memory limit": record.memory.limit_bytes,
+        "pins and donations": record.asked,
     }
     return changes(have, key)
 
