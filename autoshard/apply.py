@@ -19,7 +19,12 @@ from autoshard.graph import CALLS, Path
 from autoshard.pins import Pins, Specs
 
 Hook = Callable[[Any, Path, int], Any]  # (value, equation path, position) → the value to go on with
+Before = Callable[[list[Any], Path], list[Any]]  # (operands, equation path) → the operands to go on with
 Scope = Callable[[Path], AbstractContextManager[Any]]  # equation path → the context to evaluate it in
+
+
+def _as_they_are(operands: list[Any], path: Path) -> list[Any]:
+    return operands
 
 
 def _no_scope(path: Path) -> AbstractContextManager[Any]:
@@ -42,12 +47,22 @@ def constrained(closed: Any, pins: Pins, mesh: Any, args: Sequence[Any], *, scop
             seen[key] = (value, pinned)
         return seen[key][1]
 
+    barred = {path for path, _ in pins.again}
+
+    def before(operands: list[Any], path: Path) -> list[Any]:
+        """The operands behind a barrier, where one of them is gathered again."""
+        if path not in barred:
+            return operands
+        behind = jax.lax.optimization_barrier(operands)
+        return [pin(value, pins.again.get((path, i), ())) for i, value in enumerate(behind)]
+
     inputs = [pin(arg, pins.inputs.get(i, ())) for i, arg in enumerate(args)]
     results = evaluate(
         closed,
         inputs,
         made=lambda value, path, i: pin(value, pins.made.get((path, i), ())),
         taken=lambda value, path, i: pin(value, pins.taken.get((path, i), ())),
+        before=before,
         scope=scope,
     )
     return [pin(result, pins.outputs.get(i, ())) for i, result in enumerate(results)]
@@ -59,6 +74,7 @@ def evaluate(
     *,
     made: Hook,
     taken: Hook,
+    before: Before = _as_they_are,
     scope: Scope = _no_scope,
     own: bool = False,
     path: Path = (),
@@ -70,6 +86,7 @@ def evaluate(
       args: one per input.
       made: called on every result.
       taken: called on every operand.
+      before: called on every equation's operands together, ahead of `taken`.
       scope: entered around every equation.
       own: whether the program's own `with_sharding_constraint`s stay; if not, pins stand for them.
       path: of the equation whose body this is.
@@ -79,19 +96,20 @@ def evaluate(
     env.update(zip(jaxpr.invars, args, strict=True))
 
     def read(atom: Any) -> Any:
-        return atom.val if _jax.is_literal(atom) else env[atom]
+        return _jax.literal(atom) if _jax.is_literal(atom) else env[atom]
 
     for index, eqn in enumerate(jaxpr.eqns):
         here = (*path, index)
         with _jax.as_written(eqn), scope(here):
-            operands = [taken(read(atom), here, i) for i, atom in enumerate(eqn.invars)]
-            results = _equation(eqn, operands, made, taken, scope, here, own=own)
+            operands = before([read(atom) for atom in eqn.invars], here)
+            operands = [taken(operand, here, i) for i, operand in enumerate(operands)]
+            results = _equation(eqn, operands, made, taken, before, scope, here, own=own)
             env.update(zip(eqn.outvars, [made(result, here, i) for i, result in enumerate(results)], strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
 def _equation(
-    eqn: Any, operands: list[Any], made: Hook, taken: Hook, scope: Scope, here: Path, *, own: bool
+    eqn: Any, operands: list[Any], made: Hook, taken: Hook, before: Before, scope: Scope, here: Path, *, own: bool
 ) -> list[Any]:
     name = eqn.primitive.name
     if name == "reshard" or (name == "sharding_constraint" and not own):
@@ -100,7 +118,14 @@ def _equation(
         return _jax.bind(eqn, eqn.params, operands)
     if name in INLINED:
         return evaluate(
-            eqn.params[CALLS[name]], operands, made=made, taken=taken, scope=scope, own=own, path=(*here, 0)
+            eqn.params[CALLS[name]],
+            operands,
+            made=made,
+            taken=taken,
+            before=before,
+            scope=scope,
+            own=own,
+            path=(*here, 0),
         )
 
     def rewritten(body: Any, k: int) -> Any:
@@ -108,7 +133,7 @@ def _equation(
 
         def run(*xs: Any) -> list[Any]:
             entered = [made(x, path, i) for i, x in enumerate(xs)]
-            outs = evaluate(body, entered, made=made, taken=taken, scope=scope, own=own, path=path)
+            outs = evaluate(body, entered, made=made, taken=taken, before=before, scope=scope, own=own, path=path)
             return [taken(x, path, i) for i, x in enumerate(outs)]
 
         return _jax.with_body(body, run)

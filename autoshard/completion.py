@@ -25,7 +25,7 @@ from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins
 from autoshard.problem import windows
-from autoshard.problem.decisions import Decisions
+from autoshard.problem.decisions import Decisions, Edge, reshard_ps
 from autoshard.resharding import INF_PS, Resharder
 from autoshard.shardy import ShardyError, ValueLayout
 from autoshard.strategies import SUM, WHOLE, Codes, Rows, decode, encode
@@ -210,7 +210,25 @@ class _Nearest:
         for position, value in enumerate(d.graph.outputs):
             if self.choice[d.outputs[position]] < 0:
                 self._end(d.outputs[position], value)
+        self._share()
         return self.choice, self.inexact
+
+    def _share(self) -> None:
+        """Moves copies to where all that touches them costs least: the compilers merge equal moves of one value."""
+        d = self.d
+        around: dict[int, list[Edge]] = {}
+        for edge in d.edges:
+            for node in {edge.u, edge.v}:
+                if d.nodes[node].kind == "copy":
+                    around.setdefault(node, []).append(edge)
+        for node, edges in around.items():
+            total = np.zeros(len(d.nodes[node]), np.int64)
+            for edge in edges:
+                ps = reshard_ps(edge, d.graph.avals[edge.value], self.resharder)
+                ps = ps[:, self.choice[edge.v]] if edge.u == node else ps[self.choice[edge.u]]
+                total = np.minimum(total + ps, INF_PS)
+            if total.min() < total[self.choice[node]]:
+                self.choice[node] = int(total.argmin())
 
     def _ps(self, value: int, source: int | Codes, target: int | Codes) -> Ps:
         """Picoseconds between one code and several, either way round, INF where there is no way."""

@@ -3,7 +3,7 @@
 Contractions are priced by their FLOPs and their operands' and results' bytes. Every
 other equation is bound by HBM: it reads what lies in memory and writes what must
 lie there. XLA fuses element-wise chains, so a value counts only if it is
-*materialised* (`materialised`): a fused value is never in memory.
+*held* in memory (`autoshard.memory`): a fused value is not.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from autoshard.graph import Eqn, Graph
+from autoshard.graph import Eqn
 from autoshard.mesh import MeshAxes
 from autoshard.resharding import Machine as CollectiveMachine
 from autoshard.rules import ShardingRule
@@ -136,34 +136,6 @@ def touched_bytes(
 def fusible(eqn: Eqn, *, pointwise: bool) -> bool:
     """Whether XLA fuses the equation with its neighbours."""
     return pointwise or eqn.primitive in FUSIBLE
-
-
-def materialised(graph: Graph, pointwise: Sequence[bool]) -> NDArray[np.bool_]:
-    """Which values lie in HBM: (values,).
-
-    Inputs, outputs, operands and results of equations that do not fuse, and fused
-    values whose reader comes after more equations that do not fuse than they do
-    themselves, counted along the longest path: the order of independent equations plays
-    no part.
-    """
-    flags = np.zeros(len(graph.avals), bool)
-    flags[list(graph.inputs)] = True
-    flags[list(graph.outputs)] = True
-    fuses = [fusible(eqn, pointwise=p) for eqn, p in zip(graph.eqns, pointwise, strict=True)]
-    depth: dict[int, int] = {}  # value → equations that do not fuse on the longest path to it
-    for e, fuse in enumerate(fuses):
-        before = max((depth.get(v, 0) for v in graph.operands[e]), default=0)
-        depth.update(dict.fromkeys(graph.results[e], before + (not fuse)))
-        if fuse:
-            flags[[v for v in graph.operands[e] if depth.get(v, before) != before]] = True
-        else:
-            flags[list(graph.operands[e])] = True
-            flags[list(graph.results[e])] = True
-    same = [e for e, eqn in enumerate(graph.eqns) if eqn.primitive in (CONSTRAINT, "transpose")]
-    for e in (*reversed(same), *same):  # one value before and after: both in memory, or neither
-        both = [graph.operands[e][0], graph.results[e][0]]
-        flags[both] = flags[both].any()
-    return flags
 
 
 def is_contraction(eqn: Eqn) -> bool:

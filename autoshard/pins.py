@@ -1,7 +1,7 @@
 """Pins: where in a program which constraints are emitted."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jax.sharding import PartitionSpec
 
@@ -16,18 +16,23 @@ class Pins:
     """PartitionSpecs to constrain to, in order.
 
     `made[path, i]` right after result i of the equation at a path, `taken[path, i]` right
-    before its operand i, `inputs[i]` and `outputs[i]` at the program's ends.
+    before its operand i, `inputs[i]` and `outputs[i]` at the program's ends. `again` is as
+    `taken`, for an operand that is to be gathered once more rather than kept gathered since
+    an earlier use: all of the equation's operands pass an `optimization_barrier` first, so
+    that the compiler neither merges the two gathers nor starts the second before the other
+    operands exist.
     """
 
     made: Mapping[tuple[Path, int], Specs]
     taken: Mapping[tuple[Path, int], Specs]
     inputs: Mapping[int, Specs]
     outputs: Mapping[int, Specs]
+    again: Mapping[tuple[Path, int], Specs] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
         """How many constraints are emitted."""
-        groups = (self.made, self.taken, self.inputs, self.outputs)
+        groups = (self.made, self.taken, self.again, self.inputs, self.outputs)
         return sum(len(specs) for group in groups for specs in group.values())
 
 

@@ -367,11 +367,12 @@ def program_pins(assignment: Assignment) -> Pins:
         for i, v in enumerate(values)
         if v in crossing
     }
+    again = {graph.takes[e][i]: specs(codes, graph.operands[e][i]) for (e, i), codes in assignment.again().items()}
     taken = {
         graph.takes[e][i]: specs(assignment.before_taken(e, i), v)
         for e, values in enumerate(graph.operands)
         for i, v in enumerate(values)
-        if v in crossing
+        if v in crossing and graph.takes[e][i] not in again
     }
     inputs = {p: specs(assignment.after_made(v)[1:], v) for p, v in enumerate(graph.inputs) if v in crossing}
     outputs = {p: specs(assignment.before_output(p), v) for p, v in enumerate(graph.outputs) if v in crossing}
@@ -380,6 +381,7 @@ def program_pins(assignment: Assignment) -> Pins:
         taken={k: v for k, v in taken.items() if v},
         inputs={k: v for k, v in inputs.items() if v},
         outputs={k: v for k, v in outputs.items() if v},
+        again={k: v for k, v in again.items() if v},
     )
 
 

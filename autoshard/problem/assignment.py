@@ -103,6 +103,34 @@ class Assignment:
             return ()
         return self.route(value, kept, taken)
 
+    def again(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """Operands (equation, position) that are moved by collectives of their own, and the codes on the way.
+
+        A value that is kept in one layout and that several equations take in another is moved
+        for each of them: the compiler would merge what it may, and hold the moved value from
+        the first to the last. The first is no news; the others are listed.
+        """
+        found: dict[tuple[int, int], tuple[int, ...]] = {}
+        d = self.decisions
+        uses = d.graph.consumers()
+        for value in d.kept:
+            kept = self.kept(value)
+            assert kept is not None  # copies have codes
+            seen: set[int] = set()
+            for e, i in uses.get(value, ()):
+                taken = self.taken(e, i)
+                if taken is None or taken == kept or not self._communicates(value, kept, taken):
+                    continue
+                if taken in seen and d.nodes[d.node_of[e]].kind == "equation" and self.reduced(kept, value):
+                    found[e, i] = (kept, *self.route(value, kept, taken))
+                seen.add(taken)
+        return found
+
+    def _communicates(self, value: int, source: int, target: int) -> bool:
+        aval = self.decisions.graph.avals[value]
+        steps = self.resharder.path(aval, source, target, combined=combined(self.decisions.window_of(value)))
+        return any(step.kind != "slice" for step in steps)
+
     def before_output(self, position: int) -> tuple[int, ...]:
         """Codes to pin, in order, before a program output."""
         value = self.decisions.graph.outputs[position]
@@ -110,12 +138,13 @@ class Assignment:
         return () if kept is None else self.route(value, kept, self.output_code(position))
 
     def collectives(self) -> Iterator[Collective]:
-        """Every collective, once per value and pair of layouts, as emitted."""
+        """Every collective, as emitted: once per value and pair of layouts, and per operand that is moved again."""
         d = self.decisions
         seen: set[tuple[int, int, int]] = set()
+        again = {(d.graph.operands[e][i], d.node_of[e]) for e, i in self.again()}
         for edge in d.edges:
             source, target = int(edge.source[self.choice[edge.u]]), int(edge.target[self.choice[edge.v]])
-            if source == target or (edge.value, source, target) in seen:
+            if source == target or ((edge.value, source, target) in seen and (edge.value, edge.v) not in again):
                 continue
             seen.add((edge.value, source, target))
             aval = d.graph.avals[edge.value]

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from autoshard import costs
 from autoshard.errors import InfeasibleError
 from autoshard.graph import LINKS, Aval, Eqn, Graph
+from autoshard.memory import lives
 from autoshard.mesh import MeshAxes
 from autoshard.problem.decisions import Decision, Decisions, Edge, Port, Usage, consumer_port
 from autoshard.problem.windows import EARLY, LATE, windows
@@ -82,7 +83,9 @@ class _Decider:
         ]
         self.made_by = graph.producers()
         self.consumers = graph.consumers()
-        self.materialised = costs.materialised(graph, self.pointwise)
+        fuses = [costs.fusible(eqn, pointwise=p) for eqn, p in zip(graph.eqns, self.pointwise, strict=True)]
+        self.lives = lives(graph, fuses)
+        self.held = self.lives.stored | self.lives.named
         self.nodes: list[Decision] = []
         self.edges: list[Edge] = []
         self.usages: dict[tuple[int, int, int, str], NDArray[np.int64]] = {}
@@ -123,20 +126,26 @@ class _Decider:
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             windows=self.windows,
-            materialised=self.materialised,
+            lives=self.lives,
             pruned=self.pruned,
         )
 
     # What decides nothing, and through what partial sums flow.
 
     def _free_values(self) -> set[int]:
-        """Constants and what is computed from constants alone without a contraction."""
-        given = set(self.graph.inputs)
+        """Constants and what is computed from constants alone without a contraction.
+
+        What a loop reads lies in memory while it runs: it has a layout like any other value.
+        """
+        graph = self.graph
+        given = set(graph.inputs)
         free = {v for v in self.consumers if v not in self.made_by and v not in given}
-        for e, eqn in enumerate(self.graph.eqns):
-            if costs.fusible(eqn, pointwise=self.pointwise[e]) and all(v in free for v in self.graph.operands[e]):
-                free.update(self.graph.results[e])
-        return free - set(self.graph.outputs)
+        read = {v for e, eqn in enumerate(graph.eqns) if eqn.primitive in LINKS for v in graph.operands[e]}
+        read = {v for v in read if graph.avals[v].ndim and v in self.made_by}
+        for e, eqn in enumerate(graph.eqns):
+            if costs.fusible(eqn, pointwise=self.pointwise[e]) and all(v in free for v in graph.operands[e]):
+                free.update(v for v in graph.results[e] if v not in read)
+        return free - set(graph.outputs)
 
     def _sum_flows(self) -> list[bool]:
         """Equations whose operands may all be unreduced, so that partial sums flow on."""
@@ -207,7 +216,7 @@ class _Decider:
             self.ports[value] = Port(node, codes)
             last = end
             if position in donated and position not in tied_inputs:
-                last = 1 + max((e for e, _ in self.consumers.get(value, [])), default=0)
+                last = int(self.lives.end[value])
             self._use(node, 0, last, aval, codes, "arguments")
             if position in held_bytes:
                 pieces = shards(codes, aval.ndim, self.mesh)
@@ -264,14 +273,14 @@ class _Decider:
         seen: set[int] = set()
         for e in members:
             for v in graph.operands[e]:
-                if v in seen or v in self.free or (v not in inside and not self.materialised[v]):
+                if v in seen or v in self.free or (v not in inside and not self.held[v]):
                     continue
-                if v in inside and not self.materialised[v]:
+                if v in inside and not self.held[v]:
                     continue
                 seen.add(v)
                 nbytes += graph.avals[v].nbytes / np.minimum(pieces, max(graph.avals[v].size, 1))
             v = graph.results[e][0]
-            if self.materialised[v]:
+            if self.held[v]:
                 nbytes += graph.avals[v].nbytes / pieces
         if graph.eqns[first].primitive in LINKS:
             nbytes[:] = 0.0
@@ -306,8 +315,8 @@ class _Decider:
                 cover = compute * self.machine.overlap * graph.runs(e)
                 window = self.windows.of_equation[e]
             else:
-                reads = [v not in self.free and bool(self.materialised[v]) for v in graph.operands[e]]
-                writes = [bool(self.materialised[v]) for v in graph.results[e]]
+                reads = [v not in self.free and bool(self.held[v]) for v in graph.operands[e]]
+                writes = [bool(self.held[v]) for v in graph.results[e]]
                 touched = costs.touched_bytes(eqn, strategies, self.mesh, reads, writes)
                 seconds = seconds + np.asarray(self.machine.hbm_s(touched))
             node = self._node(
@@ -367,28 +376,41 @@ class _Decider:
         for target in leaves:
             if not (is_input and target.node == port.node):
                 targets.setdefault((target.node, target.codes.tobytes()), target)
-        aval = self.graph.avals[value]
-        start = self.made_by[value][0] if value in self.made_by else 0
-        end = 1 + max((e for e, _ in uses), default=start)
-        if leaves:
-            end = len(self.graph.eqns) + 1
+        found = list(targets.values())
+        lent = is_input or bool(self.lives.named[value])
+        first = min((e for e, _ in uses), default=0)
         holder = port
-        if len(targets) > 1:
-            holder = self._add_copy(value, port, list(targets.values()), is_input=is_input)
-            first = min((e for e, _ in uses), default=start)
-            self._use_copy(holder, first if is_input else start, end, aval, is_input=is_input)
-        elif not is_input and self.materialised[value]:
-            tied = leaves and self.nodes[leaves[0].node].kind == "input"
-            if not tied:
-                self._use(port.node, start, end, aval, port.codes, self._kind(value))
-        for target in targets.values():
+        if len(found) > 1 or (found and lent and any(not self.pointwise[e] for e, _ in uses)):
+            holder = self._add_copy(value, port, found, lent=lent)
+            self._use_copy(holder, value, port, first, lent=lent)
+        elif not is_input and self.lives.stored[value]:
+            self._use_value(value, port, first, found[0] if found else None)
+        for target in found:
             self._edge(holder, target, value)
 
-    def _add_copy(self, value: int, port: Port, targets: list[Port], *, is_input: bool) -> Port:
-        """The copy of a value for several consumers.
+    def _use_value(self, value: int, port: Port, first: int, target: Port | None) -> None:
+        """Memory of a value with one consumer at most: in its own layout first, then in the consumer's.
 
-        An input's copy either *is* the input (same layout, no memory) or lies beside it:
-        each code appears as both, first the aliases.
+        What leaves a contraction is reduced or moved at once; all else moves where it is taken.
+        """
+        aval, kind = self.graph.avals[value], self._kind(value)
+        start, end = int(self.lives.start[value]), int(self.lives.end[value])
+        if target is None:
+            self._use(port.node, start, end, aval, port.codes, kind)
+            return
+        maker = self.made_by[value][0] if value in self.made_by else -1
+        at_once = maker >= 0 and (costs.is_contraction(self.graph.eqns[maker]) or self.flows[maker])
+        moved = start + 1 if at_once else min(max(first, start + 1), end)
+        self._use(port.node, start, moved, aval, port.codes, kind)
+        if self.nodes[target.node].kind != "input":  # an output that takes an input's place has its memory
+            self._use(target.node, moved, end, aval, target.codes, kind)
+
+    def _add_copy(self, value: int, port: Port, targets: list[Port], *, lent: bool) -> Port:
+        """The copy of a value for its consumers.
+
+        The copy of a value whose memory is another's (an input, a stored value under another
+        name) either *is* that value (same layout, no memory) or lies beside it: each code
+        appears as both, first the aliases.
         """
         aval = self.graph.avals[value]
         wanted = np.unique(np.concatenate([t.codes for t in targets]))
@@ -401,7 +423,7 @@ class _Decider:
         name = f"copy of {self.nodes[port.node].name}"
         where = self.nodes[port.node].where
         forbidden = None
-        if is_input:
+        if lent:
             alias = codes[np.isin(codes, port.codes)]
             forbidden = np.zeros((len(port.codes), len(alias) + len(codes)), bool)
             forbidden[:, : len(alias)] = port.codes[:, None] != alias[None, :]
@@ -412,12 +434,20 @@ class _Decider:
         self._edge(port, copy, value, forbidden=forbidden)
         return copy
 
-    def _use_copy(self, copy: Port, start: int, end: int, aval: Aval, *, is_input: bool) -> None:
-        nbytes = _local_bytes(aval, copy.codes, self.mesh)
-        if is_input:
+    def _use_copy(self, copy: Port, value: int, port: Port, first: int, *, lent: bool) -> None:
+        aval = self.graph.avals[value]
+        start, end = int(self.lives.start[value]), int(self.lives.end[value])
+        if lent:
+            nbytes = _local_bytes(aval, copy.codes, self.mesh)
             repeated = np.unique(copy.codes, return_counts=True)[1]
             nbytes[: int((repeated > 1).sum())] = 0
-        self._add_usage(copy.node, start, end, nbytes, "copies" if is_input else "activations")
+            self._add_usage(copy.node, max(first, start), end, nbytes, "copies")
+        elif self.lives.stored[value]:
+            self._use(copy.node, start, end, aval, copy.codes, "activations")
+            pending = (decode(port.codes, aval.ndim, self.mesh.ndim) == SUM).any(axis=1)
+            if pending.any():  # the partial sums lie beside what they are reduced to
+                partial = np.where(pending, _local_bytes(aval, port.codes, self.mesh), 0)
+                self._add_usage(port.node, start, start + 1, partial, "activations")
 
     def _edge(self, source: Port, target: Port, value: int, forbidden: NDArray[np.bool_] | None = None) -> None:
         self.edges.append(

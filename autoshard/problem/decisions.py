@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.graph import Aval, Graph
+from autoshard.memory import Lives
 from autoshard.mesh import MeshAxes
 from autoshard.problem.windows import Windows, combined
 from autoshard.resharding import INF_PS, Resharder
@@ -105,7 +106,7 @@ class Decisions:
     inputs: tuple[int, ...]  # program input → decision
     outputs: tuple[int, ...]  # program output → decision
     windows: Windows
-    materialised: NDArray[np.bool_]
+    lives: Lives
     pruned: int
 
     def window_of(self, value: int) -> int | None:
