@@ -40,6 +40,11 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, jex_core.Literal)
 
 
+def literal(atom: Any) -> Any:
+    """A literal's value, without the mesh that was set when it was traced (arrays remember it in their type)."""
+    return atom.val.view() if hasattr(atom.val, "view") else atom.val
+
+
 class SourceLines:
     """`file:line (function)` of the user's frame that made an equation; cached by traceback."""
 
@@ -130,9 +135,25 @@ def as_written(eqn: Any) -> Generator[None]:
 
 
 def bind(eqn: Any, params: Any, operands: Any) -> list[Any]:
-    """Binds an equation's primitive again; a list of results."""
+    """Binds an equation's primitive again; a list of results.
+
+    What JAX notes of results on Auto axes while tracing (`sharding=`, nothing but the mesh) is left out:
+    the mesh may be another one now.
+    """
+    if eqn.primitive.name not in _OF_SHARDING:
+        params = {k: None if k in _RESULT_SHARDING and _is_auto(v) else v for k, v in params.items()}
     results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+_RESULT_SHARDING = frozenset({"sharding", "out_sharding"})
+_OF_SHARDING = frozenset({"sharding_constraint", "reshard"})
+
+
+def _is_auto(sharding: Any) -> bool:
+    """Whether a sharding is on a mesh of Auto axes alone."""
+    mesh = getattr(sharding, "mesh", None)
+    return mesh is not None and all(kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types)
 
 
 def with_body(body: Any, fn: Any) -> Any:
