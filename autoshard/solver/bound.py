@@ -7,6 +7,7 @@ bits, penalties rounded down), so that the bound is exact: nothing to trust but 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -86,14 +87,17 @@ class Dual:
         target = objective - 1
         return self.lower <= (target << self.shift if self.shift >= 0 else (target >> -self.shift) + 1)
 
-    def cycle(self) -> None:
+    def cycle(self, left_s: Callable[[], float] | None = None) -> None:
         """Moves the multipliers for some passes, then rests at the average of the later half.
 
         While they move, messages lag behind and the bound suffers; the average of the way is
-        steadier than any point of it (as in all subgradient methods).
+        steadier than any point of it (as in all subgradient methods). Ends early once
+        `left_s()` is not positive.
         """
         mean, hinge_mean = np.zeros(0), np.zeros(0)
         for moves in range(MOVING):
+            if left_s is not None and left_s() <= 0:
+                return
             self._pass()
             if moves < MOVING // 2 and self.iterations % ROWS_EVERY == 0 and self.average is not None:
                 self.add_rows(peaks_over(self.average, self.memory.limit * TOLERATED, ROWS_AT_ONCE))
@@ -108,7 +112,9 @@ class Dual:
             self._exchange(mean, hinge_mean)
             self.steps.shorten()
             self.hinge_steps.shorten()
-        self.improve(RESTING)
+        for _ in range(RESTING):
+            if left_s is None or left_s() > 0:
+                self._pass()
 
     def improve_at(self, factor: float, passes: int) -> None:
         """Passes messages at `factor` times the multipliers of memory, which stay as they are."""

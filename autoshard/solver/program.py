@@ -40,6 +40,19 @@ class Network:
         """Returns the problem's choice that follows from a choice of the roots."""
         return self.follows[self.follows_start[:-1] + choice[self.root]]
 
+    def positions(self, choice: Int) -> Int:
+        """Returns the roots' strategies that stand for a choice of the problem, −1 where none does."""
+        sizes = self.sizes[self.root]
+        node = np.repeat(np.arange(len(self.root)), sizes)
+        local = np.arange(len(self.follows)) - np.repeat(self.follows_start[:-1], sizes)
+        right = np.ones(self.start[-1], dtype=bool)
+        right[(self.start[self.root[node]] + local)[self.follows != choice[node]]] = False
+        at = np.flatnonzero(right)
+        owner = np.searchsorted(self.start, at, side="right") - 1
+        out = np.full(self.nodes, -1, dtype=np.int64)
+        out[owner] = at - self.start[owner]
+        return out
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:

@@ -1,64 +1,92 @@
-"""The anytime engine: bound, round, fix, and solve ever larger parts exactly.
+"""The anytime engine: bound, round, fix, search locally, and solve ever larger parts exactly.
 
-A `Dual` bounds the reduced network and rounds. What its bounds exclude is removed and the network
-reduced again, which sharpens the bound in turn. Restricted MIPs over the strategies of least
-excess find choices; neighbourhood MIPs improve the best one. Once the network is small enough, one
-MIP finishes.
+Two things go on at once, on two cores. Here a `Dual` bounds the reduced network and rounds, what its
+bounds exclude is removed and the network reduced again, and a `LocalSearch` improves the best choice.
+In a `Child`, restricted MIPs over the strategies of least excess, neighbourhoods of the best choice
+and, once it is small enough, the whole network are solved.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.problem.network import INF, Int
 from autoshard.solver.bound import RESTING, Dual, shifted
-from autoshard.solver.exact import MipAnswer, solve_program
+from autoshard.solver.child import SMALL_CELLS, Child
+from autoshard.solver.exact import MipAnswer
 from autoshard.solver.incumbent import Incumbent
+from autoshard.solver.local import LocalSearch
 from autoshard.solver.peak import approximate_peak
 from autoshard.solver.presolve import neighbours, presolve, settle
 from autoshard.solver.program import FORBIDDEN, Network, Program, cell_ends
-from autoshard.solver.usage import memory_of, peaks_over
+from autoshard.solver.rows import rows_of, within_memory
+from autoshard.solver.usage import Memory, memory_of, peaks_over
 
-FIRST_CYCLES = 10  # of the dual, before the first MIP
+FIRST_PASSES = 5  # of messages, before all else
+FIRST_CYCLES = 8  # of the dual, before the first MIP
+TURNS = 8  # of the local search, between cycles of the dual
+LONGEST_REST = 16  # works in a row without a cycle, when cycles gain nothing
+WORTHWHILE = 0.01  # of the gap: what a cycle must gain, and an incumbent to fix again
+FIRST_FIT = 25  # turns of the local search before memory comes first
 EXACT_CELLS = 40_000  # a network of so few finite cells is solved whole
 FIRST_CELLS = 20_000  # of the first restricted MIP
+MOST_CELLS = 600_000  # of any MIP: HiGHS needs gigabytes for more
 GROWTH = 1.6
 MIP_S = 0.15  # of the time limit, the longest a restricted MIP may take
 FAR = 0.05  # gap of an incumbent whose strategies are not worth a place in a part's MIP
 FIRST_TOLERANCE, TOLERANCE = 2e-4, 0.05  # of a part's MIP: of the bound, of the gap
-MARGIN = 0.02  # of the time limit, kept from MIPs because they overrun
-MIP_CELLS_PER_S = 8_000  # of the time left: HiGHS reads, and looks at the clock, only so fast
-PATIENT = 8  # rounds in which such an incumbent is not worth improving in neighbourhoods
+MIP_CELLS_PER_S = 8_000  # of the time left: HiGHS reads, and finds anything, only so fast
 ROW_ROUNDS = 6  # MIPs in a row that add memory rows
 NEW_ROWS = 8
 WHOLE = 0.6  # of the time left, for a MIP of the whole network
 DEARER = (1.1, 1.3, 2.0, 4.0)  # factors on the multipliers while nothing fits
+NAP_S = 0.05  # between looks at the child, when there is nothing else to do
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """A network that the child solves, memory rows being added as its answers violate them."""
+
+    network: Network
+    memory: Memory
+    whole: bool  # its bound is the problem's
+    abs_gap: int
+    until: float  # what may be left of the time when it ends
+    rounds: int = 0
 
 
 class Search:
     """Networks, duals and budgets of one search; the results go to `incumbent`."""
 
-    def __init__(self, incumbent: Incumbent, network: Network) -> None:
-        self.incumbent = incumbent
+    def __init__(self, incumbent: Incumbent, network: Network, child: Child) -> None:
+        self.incumbent, self.child = incumbent, child
         self.random = np.random.default_rng(incumbent.seed)
         constants = tuple(hinge.constant for hinge in incumbent.problem.hinges)
+        self.full = network
         network, self.hinge_constant, self.shift = shifted(network, constants)
         self.dual = self._dual_of(network)
+        self.local: LocalSearch | None = None
         self.events = self.dual.events  # of memory rows for MIPs
-        self.turn = 0  # of neighbourhoods
+        self.job: Job | None = None
+        self.neighbourhoods = 0
         self.fixed_at: int | None = None  # the objective at which was last fixed
+        self.rounded = -1  # the dual's iteration whose rounding the local search knows
+        self.cycle_s = 0.0  # how long the last cycle took
+        self.rest = self.rested = 0  # works without a cycle: wanted, and had
 
     def _dual_of(self, network: Network) -> Dual:
         memory = memory_of(self.incumbent.problem, network)
         return Dual(network, memory, self.hinge_constant, self.shift)
+
+    # ── here ─────────────────────────────────────────────────────────────────
 
     def climb(self, cycles: int) -> None:
         """Improves bound and roundings."""
         for _ in range(cycles):
             if self.incumbent.left_s() <= 0 or self.incumbent.closed():
                 return
-            self.dual.cycle()
+            self.dual.cycle(self.incumbent.left_s)
             if self.dual.proves_infeasible:
                 self.incumbent.infeasible = self.incumbent.objective is None
                 return
@@ -66,11 +94,73 @@ class Search:
             if self.dual.failures == 0:
                 self.incumbent.offer(self.dual.network.expand(self.dual.choice))
 
+    def begin(self) -> None:
+        """Finds a first choice, and multipliers that lead to better ones."""
+        self.dual.improve(FIRST_PASSES)
+        self.incumbent.raise_bound(self.dual.bound)
+        self.wander(FIRST_FIT)
+        for cycle in range(FIRST_CYCLES):
+            if self.incumbent.objective is None and cycle == 1:
+                self.find_feasible()
+            self.work()
+
+    def wander(self, turns: int, seconds: float = 0.0) -> None:
+        """Goes on with the local search for `turns`, and `seconds`.
+
+        It starts at the dual's last rounding if that is new, and knows the incumbent.
+        """
+        local, incumbent = self.local, self.incumbent
+        if local is None:
+            plain = linearised(self.full, self.dual.hinge_multiplier)
+            local = LocalSearch(plain, rows_of(memory_of(incumbent.problem, self.full)), incumbent.seed)
+            self.local = local
+        price = np.zeros(local.rows.count)
+        if local.rows.count:
+            row = np.maximum(np.searchsorted(local.rows.events, self.dual.events, side="right") - 1, 0)
+            np.add.at(price, row, self.dual.multiplier * 2.0**-self.shift)
+        local.set_prices(price)
+        if incumbent.choice is not None and incumbent.objective is not None:
+            own = self.full.positions(incumbent.choice)
+            if local.value_of(own) < local.best_value:
+                local.start_at(own)
+        if self.rounded != self.dual.iterations:
+            self.rounded = self.dual.iterations
+            local.go_on_from(self.full.positions(self.dual.network.expand(self.dual.choice)))
+        until = incumbent.left_s() - seconds
+        while turns > 0 or incumbent.left_s() > until:
+            turns -= 1
+            if incumbent.left_s() <= 0 or incumbent.closed():
+                return
+            if local.turn() and local.best is not None:
+                incumbent.offer(self.full.expand(local.best))
+
+    def work(self) -> None:
+        """Local search, then a cycle of the dual unless those gain little.
+
+        Both take as long, unless a budget of rounds asks for the same steps every time.
+        """
+        incumbent = self.incumbent
+        self.wander(TURNS, 0.0 if incumbent.rounds is not None else self.cycle_s)
+        self.rested += 1
+        if self.rested <= self.rest:
+            return
+        before, self.rested = incumbent.bound, 0
+        left_s = incumbent.left_s()
+        self.climb(1)
+        self.cycle_s = left_s - incumbent.left_s()
+        gap = (incumbent.objective or 2 * abs(before)) - before
+        gained = incumbent.bound - before >= WORTHWHILE * gap
+        self.rest = 0 if gained else min(2 * self.rest + 1, LONGEST_REST)
+
     def fix(self) -> None:
         """Removes what no better choice than the incumbent contains, and reduces again."""
         objective = self.incumbent.objective
         if objective is None:
             return
+        if self.fixed_at is not None:
+            gap = self.fixed_at - self.incumbent.bound
+            if self.fixed_at - objective <= WORTHWHILE * gap:
+                return
         dual = self.dual
         network = dual.residual()
         dead = dual.dead_cells(objective)
@@ -82,59 +172,76 @@ class Search:
             return
         self.dual = self._dual_of(settled)
         self.dual.inherit(dual)
-        self.fixed_at = objective
+        self.fixed_at, self.rest = objective, 0
+        self.climb(1)
+
+    def find_feasible(self) -> None:
+        """Finds a choice that fits: at higher prices of memory, then for least peak."""
+        for factor in DEARER:
+            if self.incumbent.objective is not None or self.incumbent.left_s() <= 0:
+                break
+            self.dual.improve_at(factor, RESTING)
+            if self.dual.failures == 0:
+                self.incumbent.offer(self.dual.network.expand(self.dual.choice))
+        self.dual.improve_at(1.0, RESTING)
+        if self.incumbent.objective is None:
+            peak = approximate_peak(self.incumbent)
+            if peak is not None:
+                self.incumbent.offer(peak.choice)
+                if self.incumbent.problem.usage_limit is not None:
+                    self.incumbent.infeasible = peak.bound_bytes > self.incumbent.problem.usage_limit
+
+    # ── in the child ─────────────────────────────────────────────────────────
 
     def finite_cells(self) -> int:
         return int((self.dual.network.edge_cost[0] < INF).sum())
 
-    def solve_whole(self, *, limit_s: float) -> bool:
-        """Solves the network as it is by one MIP; returns whether that settled the problem."""
-        answer = self.solve(self.dual.residual(), limit_s=limit_s)
-        self._conclude(answer)
-        return answer.finished
+    def solve_whole(self, *, limit_s: float) -> None:
+        """Begins to solve the network as it is."""
+        network = self.dual.residual()
+        self._begin(network, whole=True, abs_gap=0, limit_s=limit_s)
 
-    def _conclude(self, answer: MipAnswer) -> None:
-        """Takes over what an answer for the whole network proves."""
-        if answer.infeasible:
-            if self.incumbent.objective is None:
-                self.incumbent.infeasible = True
-            else:
-                self.incumbent.raise_bound(self.incumbent.objective)
-        elif answer.bound is not None:
-            bound = -((-answer.bound) >> self.shift) if self.shift >= 0 else answer.bound << -self.shift
-            self.incumbent.raise_bound(bound)
+    def restrict(self, cells: int) -> None:
+        """Begins to solve the strategies of least excess that make about `cells` cells."""
+        excess, level = self.levels()
+        at = min(cells, len(level) - 1)
+        threshold = np.partition(level, at)[at] if len(level) else 0
+        self.solve_part(excess <= threshold)
 
-    def solve(self, network: Network, *, limit_s: float, abs_gap: int = 0) -> MipAnswer:
-        """Solves `network` by a MIP whose memory rows are added as they are violated.
+    def solve_part(self, alive: NDArray[np.bool_]) -> None:
+        """Begins to solve the network of the strategies in `alive`."""
+        network = settle(self.dual.residual(), alive)
+        if network is not None and int((network.edge_cost[0] < INF).sum()) <= 2 * MOST_CELLS:
+            limit_s = min(self.incumbent.left_s(), max(2.0, MIP_S * self.incumbent.time_limit_s))
+            self._begin(network, whole=bool(alive.all()), abs_gap=self.tolerance(), limit_s=limit_s)
 
-        Offers what it finds. The answer's bound holds for `network`.
+    def improve_neighbourhood(self, cells: int) -> None:
+        """Frees a part of the network of about `cells` cells; the rest stays as the incumbent has it.
+
+        The parts are by turns windows in the nodes' order (which is that of time) and
+        surroundings of a node.
         """
-        memory = memory_of(self.incumbent.problem, network)
-        self.events = np.union1d(self.events, self.dual.active_events(NEW_ROWS))
-        deadline = self.incumbent.left_s() - limit_s
-        answer = MipAnswer(choice=None, bound=None, infeasible=False, finished=False)
-        for _ in range(ROW_ROUNDS):
-            program = Program(
-                network=network,
-                usage=memory.coefficients(self.events),
-                base=np.zeros(len(self.events), dtype=np.int64),
-                limit=memory.limit,
-                hinge_constant=self.hinge_constant,
-            )
-            answer = solve_program(
-                program,
-                time_limit_s=self.incumbent.left_s() - max(deadline, MARGIN * self.incumbent.time_limit_s),
-                abs_gap=abs_gap,
-                seed=self.incumbent.seed,
-            )
-            if answer.choice is None or self.incumbent.offer(network.expand(answer.choice)):
-                return answer
-            over = peaks_over(memory.profile(answer.choice), memory.limit, NEW_ROWS)
-            more = np.union1d(self.events, over)
-            if len(more) == len(self.events) or self.incumbent.left_s() <= deadline:
-                break
-            self.events = more
-        return replace(answer, finished=False)
+        network = self.dual.network
+        if self.incumbent.choice is None or len(network.edge_nodes) == 0:
+            return
+        own = network.positions(self.incumbent.choice)
+        held = own >= 0
+        alive = np.zeros(network.cost.shape[1], dtype=bool)
+        alive[(network.start[:-1] + own)[held]] = True
+        size = np.diff(network.edge_start)
+        left, right = network.edge_nodes.T
+        first = int(self.random.integers(network.nodes))
+        self.neighbourhoods += 1
+        order = window(network, first) if self.neighbourhoods % 2 else surroundings(network, first)
+        rank = np.empty(network.nodes, dtype=np.int64)
+        rank[order] = np.arange(network.nodes)
+        # an edge is free once both ends are
+        by_rank = np.argsort(np.maximum(rank[left], rank[right]), kind="stable")
+        count = int(np.searchsorted(np.cumsum(size[by_rank]), cells))
+        last = by_rank[min(count, len(by_rank) - 1)]
+        free = rank <= max(rank[left[last]], rank[right[last]])
+        alive |= np.repeat(free | ~held, network.sizes)
+        self.solve_part(alive)
 
     def levels(self) -> tuple[Int, Int]:
         """Returns each strategy's excess, and each finite cell's: the larger of its ends'.
@@ -145,9 +252,9 @@ class Search:
         network = dual.network
         excess = dual.excess()
         excess[network.start[:-1] + dual.choice] = 0
-        own = self.incumbent_positions()
-        if own is not None and self.incumbent.gap() <= FAR:
-            excess[own] = 0
+        if self.incumbent.choice is not None and self.incumbent.gap() <= FAR:
+            own = network.positions(self.incumbent.choice)
+            excess[(network.start[:-1] + own)[own >= 0]] = 0
         finite = network.edge_cost[0] < INF
         _, left, right = cell_ends(network)
         return excess, np.maximum(excess[left[finite]], excess[right[finite]])
@@ -160,80 +267,68 @@ class Search:
             gap = min(gap, TOLERANCE * (incumbent.objective - incumbent.bound))
         return int(gap * 2.0**self.shift)
 
-    def incumbent_positions(self) -> Int | None:
-        """Returns the strategies (global numbers) that the incumbent has in the network, where it has."""
-        choice = self.incumbent.choice
-        if choice is None:
+    def _begin(self, network: Network, *, whole: bool, abs_gap: int, limit_s: float) -> None:
+        self.events = np.union1d(self.events, self.dual.active_events(NEW_ROWS))
+        memory = memory_of(self.incumbent.problem, network)
+        until = self.incumbent.left_s() - limit_s
+        self.job = Job(network=network, memory=memory, whole=whole, abs_gap=abs_gap, until=until)
+        self._submit(self.job)
+
+    def _submit(self, job: Job) -> None:
+        program = Program(
+            network=job.network,
+            usage=job.memory.coefficients(self.events),
+            base=np.zeros(len(self.events), dtype=np.int64),
+            limit=job.memory.limit,
+            hinge_constant=self.hinge_constant,
+        )
+        limit_s = max(self.incumbent.left_s() - job.until, NAP_S)
+        self.child.submit(program, time_limit_s=limit_s, abs_gap=job.abs_gap, seed=self.incumbent.seed)
+        job.rounds += 1
+
+    def collect(self, wait_s: float) -> MipAnswer | None:
+        """Returns the job's last answer, having offered its choice; None while it goes on."""
+        assert self.job is not None
+        job = self.job
+        answer = self.child.answer(wait_s)
+        if answer is None:
             return None
-        network = self.dual.network
-        # a root's strategy is right if every node of the problem follows as the incumbent says
-        wrong = np.zeros(network.cost.shape[1], dtype=np.int64)
-        length = np.diff(network.follows_start)
-        node = np.repeat(np.arange(len(network.root)), length)
-        local = np.arange(len(network.follows)) - np.repeat(network.follows_start[:-1], length)
-        np.add.at(wrong, network.start[network.root[node]] + local, network.follows != choice[node])
-        return np.flatnonzero(wrong == 0)
-
-    def restrict(self, cells: int) -> bool:
-        """Solves the strategies of least excess that make about `cells` cells.
-
-        Returns whether the MIP finished in its time.
-        """
-        excess, level = self.levels()
-        at = min(cells, len(level) - 1)
-        threshold = np.partition(level, at)[at] if len(level) else 0
-        return self.solve_part(excess <= threshold)
-
-    def solve_part(self, alive: NDArray[np.bool_]) -> bool:
-        """Solves the network of the strategies in `alive`; returns whether the MIP finished."""
-        network = settle(self.dual.residual(), alive)
-        if network is None:
-            return True
-        limit_s = min(self.incumbent.left_s(), max(2.0, MIP_S * self.incumbent.time_limit_s))
-        answer = self.solve(network, limit_s=limit_s, abs_gap=self.tolerance())
-        if alive.all():
+        if answer.choice is not None and not self.incumbent.offer(job.network.expand(answer.choice)):
+            over = peaks_over(job.memory.profile(answer.choice), job.memory.limit, NEW_ROWS)
+            more = np.union1d(self.events, over)
+            if len(more) > len(self.events) and job.rounds < ROW_ROUNDS and self.incumbent.left_s() > job.until:
+                self.events = more
+                self._submit(job)
+                return None
+            answer = replace(answer, finished=False)
+        self.job = None
+        if job.whole:
             self._conclude(answer)
-        return answer.finished
+        return answer
 
-    def improve_neighbourhood(self, cells: int) -> bool:
-        """Frees a part of the network of about `cells` cells; the rest stays as the incumbent has it.
+    def _conclude(self, answer: MipAnswer) -> None:
+        """Takes over what an answer for the whole network proves."""
+        if answer.infeasible:
+            if self.incumbent.objective is None:
+                self.incumbent.infeasible = True
+            else:
+                self.incumbent.raise_bound(self.incumbent.objective)
+        elif answer.bound is not None:
+            bound = -((-answer.bound) >> self.shift) if self.shift >= 0 else answer.bound << -self.shift
+            self.incumbent.raise_bound(bound)
 
-        The parts are by turns windows in the nodes' order (which is that of time) and
-        surroundings of a node. Returns whether the MIP finished in its time.
-        """
-        network = self.dual.network
-        own = self.incumbent_positions()
-        if own is None or len(network.edge_nodes) == 0:
-            return True
-        alive = np.zeros(network.cost.shape[1], dtype=bool)
-        alive[own] = True
-        held = np.add.reduceat(alive, network.start[:-1]) > 0
-        size = np.diff(network.edge_start)
-        left, right = network.edge_nodes.T
-        first = int(self.random.integers(network.nodes))
-        self.turn += 1
-        order = window(network, first) if self.turn % 2 else surroundings(network, first)
-        rank = np.empty(network.nodes, dtype=np.int64)
-        rank[order] = np.arange(network.nodes)
-        # an edge is free once both ends are
-        by_rank = np.argsort(np.maximum(rank[left], rank[right]), kind="stable")
-        count = int(np.searchsorted(np.cumsum(size[by_rank]), cells))
-        last = by_rank[min(count, len(by_rank) - 1)]
-        free = rank <= max(rank[left[last]], rank[right[last]])
-        alive |= np.repeat(free | ~held, network.sizes)
-        return self.solve_part(alive)
 
-    def find_feasible(self) -> None:
-        """Finds a choice that fits: rounds at higher and higher prices of memory, then for least peak."""
-        for factor in DEARER:
-            self.dual.improve_at(factor, RESTING)
-            if self.dual.failures == 0 and self.incumbent.offer(self.dual.network.expand(self.dual.choice)):
-                break
-        self.dual.improve_at(1.0, RESTING)
-        if self.incumbent.objective is None:
-            peak = approximate_peak(self.incumbent)
-            if peak is not None:
-                self.incumbent.offer(peak.choice)
+def linearised(network: Network, multiplier: NDArray[np.float64]) -> Network:
+    """Returns the network with its hinges priced into layer 0, about."""
+    if not len(multiplier):
+        return network
+    cost = network.cost[0] + np.rint(multiplier @ network.cost[1:]).astype(np.int64)
+    edge_cost = network.edge_cost[0] + np.rint(multiplier @ network.edge_cost[1:]).astype(np.int64)
+    return replace(
+        network,
+        cost=np.where(network.cost[0] >= INF, FORBIDDEN, cost)[None],
+        edge_cost=np.where(network.edge_cost[0] >= INF, FORBIDDEN, edge_cost)[None],
+    )
 
 
 def window(network: Network, first: int) -> Int:
@@ -259,38 +354,77 @@ def surroundings(network: Network, first: int) -> Int:
 
 def solve_by_search(incumbent: Incumbent) -> str:
     """Solves the problem in `incumbent` as well as time allows; returns the engine's name."""
-    network = presolve(incumbent.problem)
-    if network is None:
-        incumbent.infeasible = True
-        return "arc consistency"
-    memory = memory_of(incumbent.problem, network)
-    if memory.least().max(initial=0) > memory.limit and incumbent.problem.usage_limit is not None:
-        incumbent.infeasible = True
-        return "least usage"
-    search = Search(incumbent, network)
-    search.climb(FIRST_CYCLES)
-    cells, part = float(FIRST_CELLS), float(FIRST_CELLS)
+    child = Child()
+    try:
+        network = presolve(incumbent.problem)
+        if network is not None and incumbent.problem.usage_limit is not None:
+            network = within_memory(incumbent.problem, network)
+            if network is None:
+                incumbent.infeasible = True
+                return "least usage"
+        if network is None:
+            incumbent.infeasible = True
+            return "arc consistency"
+        if network.edge_cost.shape[1] > SMALL_CELLS:
+            child.start()
+        run(Search(incumbent, network, child))
+    finally:
+        child.close()
+    return "search"
+
+
+def run(search: Search) -> None:
+    """Searches until the gap is closed, or time or rounds run out."""
+    incumbent = search.incumbent
+    search.begin()
+    cells = part = float(FIRST_CELLS)
     rounds, tried = 0, -1  # `tried`: the size of the last network solved whole
     while incumbent.left_s() > 0 and not incumbent.closed() and rounds != incumbent.rounds:
         rounds += 1
-        most = MIP_CELLS_PER_S * incumbent.left_s()
+        most = min(MIP_CELLS_PER_S * incumbent.left_s(), MOST_CELLS)
         cells, part = min(cells, most), min(part, most)
         if incumbent.objective is None:
             search.find_feasible()
-        if incumbent.objective is not None and incumbent.objective != search.fixed_at:
-            search.fix()
-            search.climb(2)
-        elif rounds > 1 and rounds % 2:
-            search.climb(2)
+        search.fix()
         if incumbent.closed():
-            break
+            return
         size = search.finite_cells()
-        if size <= EXACT_CELLS and size != tried:
+        whole = size <= EXACT_CELLS and size != tried
+        widens = bool(rounds % 2) or incumbent.objective is None
+        if whole:
             tried = size
-            if search.solve_whole(limit_s=WHOLE * incumbent.left_s()):
-                break
-        elif rounds % 2 or (incumbent.gap() > FAR and rounds < PATIENT):
-            cells *= GROWTH if search.restrict(int(cells)) else 1 / GROWTH
+            search.solve_whole(limit_s=WHOLE * incumbent.left_s())
+        elif widens:
+            search.restrict(int(cells))
         else:
-            part *= GROWTH if search.improve_neighbourhood(int(part)) else 1 / GROWTH
-    return "search"
+            search.improve_neighbourhood(int(part))
+        finished = finish(search)
+        if whole and finished:
+            return
+        if widens:
+            cells *= GROWTH if finished else 1 / GROWTH
+        else:
+            part *= GROWTH if finished else 1 / GROWTH
+
+
+def finish(search: Search) -> bool:
+    """Works while the child solves its job; returns whether that finished.
+
+    Under a budget of rounds the work is the same every time; else it goes on as long as the job.
+    """
+    incumbent = search.incumbent
+    if search.job is None:
+        search.work()
+        return True
+    worked = False
+    while incumbent.left_s() > 0 and not incumbent.closed():
+        if incumbent.rounds is None or not worked:
+            search.work()
+            worked = True
+            wait_s = 0.0
+        else:
+            wait_s = NAP_S
+        answer = search.collect(wait_s)
+        if search.job is None:
+            return answer is not None and (answer.finished or answer.infeasible)
+    return False

@@ -1,0 +1,338 @@
+"""Compiled local search: many nodes at once move to their joint optimum, the others given.
+
+A *block* is a set of nodes that induces a forest, grown breadth first from a random node. Given all
+other nodes, its best strategies at given prices of memory follow by dynamic programming, so that a
+move changes one node or thousands at the price of one pass over their edges. A move is made if every
+memory row still fits (or overflows less).
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.problem.network import Int
+from autoshard.solver.kernels import jit
+
+Floats = NDArray[np.float64]
+Random = NDArray[np.uint64]  # the state of a generator, one number
+NEVER = 1e30  # the price of a forbidden strategy or cell
+
+
+@jit
+def draw(state: Random, below: int) -> int:
+    """Returns the next pseudo-random integer in [0, below) (xorshift64*, Vigna 2016)."""
+    x = state[0]
+    x ^= x >> np.uint64(12)
+    x ^= x << np.uint64(25)
+    x ^= x >> np.uint64(27)
+    state[0] = x
+    return int((x * np.uint64(2685821657736338717)) >> np.uint64(33)) % below
+
+
+@jit
+def total(start: Int, edge_nodes: Int, edge_start: Int, cost: Floats, table: Floats, choice: Int) -> float:
+    """Returns the sum of the chosen entries."""
+    out = 0.0
+    for v in range(len(start) - 1):
+        out += cost[start[v] + choice[v]]
+    for e in range(len(edge_nodes)):
+        u, w = edge_nodes[e, 0], edge_nodes[e, 1]
+        out += table[edge_start[e] + choice[u] * (start[w + 1] - start[w]) + choice[w]]
+    return out
+
+
+@jit
+def priced(items: Int, begin: Int, end: Int, first: Int, usage: Int, start: Int, price: Floats) -> Floats:
+    """Returns what each strategy's usage costs at a price per row."""
+    sums = np.zeros(len(price) + 1)
+    for r in range(len(price)):
+        sums[r + 1] = sums[r] + price[r]
+    out = np.zeros(start[-1])
+    for v in range(len(start) - 1):
+        for i in range(items[v], items[v + 1]):
+            unit = sums[end[i]] - sums[begin[i]]
+            if unit > 0.0:
+                for s in range(start[v + 1] - start[v]):
+                    out[start[v] + s] += unit * usage[first[i] + s]
+    return out
+
+
+@jit
+def overflow(profile: Int, limit: int) -> int:
+    """Returns the largest excess over the limit, or 0."""
+    worst = 0
+    for r in range(len(profile)):
+        if profile[r] - limit > worst:
+            worst = profile[r] - limit
+    return worst
+
+
+@jit
+def grow(
+    seed: int, most: int, state: Random, edge_nodes: Int, near_start: Int, near: Int, mark: Int, block: Int, via: Int
+) -> int:
+    """Grows a block from `seed` to at most `most` nodes; returns how many.
+
+    `block` receives them, parents before children; `via[k]` the edge to the parent, or −1; `mark[v]`
+    is 1 + v's position.
+    """
+    count = 1
+    block[0], via[0] = seed, -1
+    mark[seed] = 1
+    head = 0
+    while head < count and count < most:
+        v = block[head]
+        head += 1
+        degree = near_start[v + 1] - near_start[v]
+        shift = draw(state, degree) if degree > 0 else 0
+        for k in range(degree):
+            e = near[near_start[v] + (k + shift) % degree]
+            w = edge_nodes[e, 0] + edge_nodes[e, 1] - v
+            if count < most and mark[w] == 0 and not touches(w, v, edge_nodes, near_start, near, mark):
+                block[count], via[count] = w, e
+                count += 1
+                mark[w] = count
+    return count
+
+
+@jit
+def touches(w: int, but: int, edge_nodes: Int, near_start: Int, near: Int, mark: Int) -> bool:
+    """Whether node w has a neighbour in the block other than `but`."""
+    for at in range(near_start[w], near_start[w + 1]):
+        e = near[at]
+        x = edge_nodes[e, 0] + edge_nodes[e, 1] - w
+        if x != but and mark[x] > 0:
+            return True
+    return False
+
+
+@jit
+def best_of_block(
+    count: int,
+    block: Int,
+    via: Int,
+    mark: Int,
+    start: Int,
+    edge_nodes: Int,
+    edge_start: Int,
+    near_start: Int,
+    near: Int,
+    table: Floats,
+    unary: Floats,
+    choice: Int,
+    message: Floats,
+    new: Int,
+) -> bool:
+    """Writes the block's best strategies, given the others' `choice`, into `new`; whether any differs.
+
+    `unary` is cost and price of each strategy; `message` is room for a number per strategy.
+    """
+    for k in range(count):
+        v = block[k]
+        for s in range(start[v], start[v + 1]):
+            message[s] = unary[s]
+        for at in range(near_start[v], near_start[v + 1]):
+            e = near[at]
+            u, w = edge_nodes[e, 0], edge_nodes[e, 1]
+            x = u + w - v
+            if mark[x] > 0:
+                continue
+            kw = start[w + 1] - start[w]
+            if v == u:
+                for i in range(start[v + 1] - start[v]):
+                    message[start[v] + i] += table[edge_start[e] + i * kw + choice[w]]
+            else:
+                row = edge_start[e] + choice[u] * kw
+                for j in range(kw):
+                    message[start[v] + j] += table[row + j]
+    for k in range(count - 1, 0, -1):
+        v, e = block[k], via[k]
+        u, w = edge_nodes[e, 0], edge_nodes[e, 1]
+        p = u + w - v
+        kw = start[w + 1] - start[w]
+        kv, kp = start[v + 1] - start[v], start[p + 1] - start[p]
+        for i in range(kp):
+            low = 1e300
+            for j in range(kv):
+                cell = table[edge_start[e] + i * kw + j] if p == u else table[edge_start[e] + j * kw + i]
+                value = message[start[v] + j] + cell
+                if value < low:
+                    low = value
+            message[start[p] + i] += low
+    differs = False
+    for k in range(count):
+        v, e = block[k], via[k]
+        best, low = choice[v], 1e300
+        if e < 0:
+            low = message[start[v] + best]
+            for j in range(start[v + 1] - start[v]):
+                if message[start[v] + j] < low - 1e-9 * abs(low):
+                    low, best = message[start[v] + j], j
+        else:
+            u, w = edge_nodes[e, 0], edge_nodes[e, 1]
+            p = u + w - v
+            kw = start[w + 1] - start[w]
+            i = new[mark[p] - 1]
+            low = message[start[v] + best] + (
+                table[edge_start[e] + i * kw + best] if p == u else table[edge_start[e] + best * kw + i]
+            )
+            for j in range(start[v + 1] - start[v]):
+                cell = table[edge_start[e] + i * kw + j] if p == u else table[edge_start[e] + j * kw + i]
+                value = message[start[v] + j] + cell
+                if value < low - 1e-9 * abs(low):
+                    low, best = value, j
+        new[k] = best
+        differs |= best != choice[v]
+    return differs
+
+
+@jit
+def wander(
+    moves: int,
+    most: int,
+    state: Random,
+    start: Int,
+    edge_nodes: Int,
+    edge_start: Int,
+    near_start: Int,
+    near: Int,
+    table: Floats,
+    unary: Floats,
+    items: Int,
+    begin: Int,
+    end: Int,
+    first: Int,
+    usage: Int,
+    limit: int,
+    choice: Int,
+    profile: Int,
+) -> int:
+    """Makes `moves` block moves of up to `most` nodes, in place; returns how many changed the choice.
+
+    A move is refused where it would leave one of the rows it touches above `limit`.
+    """
+    n, rows = len(start) - 1, len(profile)
+    mark = np.zeros(n, dtype=np.int64)
+    block, via, new = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)
+    message = np.empty(len(unary))
+    change = np.zeros(rows + 1, dtype=np.int64)
+    octaves = 1
+    while most >> octaves > 0:
+        octaves += 1
+    made = 0
+    for _ in range(moves):
+        size = most >> draw(state, octaves)
+        count = grow(draw(state, n), size, state, edge_nodes, near_start, near, mark, block, via)
+        differs = best_of_block(
+            count, block, via, mark, start, edge_nodes, edge_start, near_start, near, table, unary, choice, message, new
+        )
+        for k in range(count):
+            mark[block[k]] = 0
+        if not differs:
+            continue
+        low, high = rows, 0
+        for k in range(count):
+            v = block[k]
+            if new[k] != choice[v]:
+                for i in range(items[v], items[v + 1]):
+                    more = usage[first[i] + new[k]] - usage[first[i] + choice[v]]
+                    change[begin[i]] += more
+                    change[end[i]] -= more
+                    low, high = min(low, begin[i]), max(high, end[i])
+        fits = True
+        more = 0
+        for r in range(low, high):
+            more += change[r]
+            if more > 0 and profile[r] + more > limit:
+                fits = False
+                break
+        if fits:
+            more = 0
+            for r in range(low, high):
+                more += change[r]
+                profile[r] += more
+            for k in range(count):
+                choice[block[k]] = new[k]
+            made += 1
+        for r in range(low, high + 1):
+            change[r] = 0
+    return made
+
+
+@jit
+def cross(
+    start: Int,
+    edge_nodes: Int,
+    edge_start: Int,
+    near_start: Int,
+    near: Int,
+    table: Floats,
+    unary: Floats,
+    items: Int,
+    begin: Int,
+    end: Int,
+    first: Int,
+    usage: Int,
+    limit: int,
+    choice: Int,
+    profile: Int,
+    other: Int,
+) -> int:
+    """Takes over from `other` every connected difference that lowers the sum and fits, in place.
+
+    Returns how many were taken over. Differences that do not touch are independent (partition
+    crossover: Whitley, Hains & Howe 2009).
+    """
+    n, rows = len(start) - 1, len(profile)
+    seen = np.zeros(n, dtype=np.bool_)
+    part = np.empty(n, dtype=np.int64)
+    change = np.zeros(rows + 1, dtype=np.int64)
+    taken = 0
+    for seed in range(n):
+        if seen[seed] or choice[seed] == other[seed]:
+            continue
+        count = 1
+        part[0] = seed
+        seen[seed] = True
+        head = 0
+        gain = 0.0
+        low, high = rows, 0
+        while head < count:
+            v = part[head]
+            head += 1
+            gain += unary[start[v] + choice[v]] - unary[start[v] + other[v]]
+            for at in range(near_start[v], near_start[v + 1]):
+                e = near[at]
+                u, w = edge_nodes[e, 0], edge_nodes[e, 1]
+                x = u + w - v
+                differs = choice[x] != other[x]
+                if differs and not seen[x]:
+                    seen[x] = True
+                    part[count] = x
+                    count += 1
+                if not differs or v == u:  # inside the part every edge counts once
+                    kw = start[w + 1] - start[w]
+                    gain += table[edge_start[e] + choice[u] * kw + choice[w]]
+                    gain -= table[edge_start[e] + other[u] * kw + other[w]]
+            for i in range(items[v], items[v + 1]):
+                more = usage[first[i] + other[v]] - usage[first[i] + choice[v]]
+                change[begin[i]] += more
+                change[end[i]] -= more
+                low, high = min(low, begin[i]), max(high, end[i])
+        fits = gain > 0.0
+        more = 0
+        for r in range(low, high):
+            more += change[r]
+            if more > 0 and profile[r] + more > limit:
+                fits = False
+                break
+        if fits:
+            more = 0
+            for r in range(low, high):
+                more += change[r]
+                profile[r] += more
+            for k in range(count):
+                choice[part[k]] = other[part[k]]
+            taken += 1
+        for r in range(low, high + 1):
+            change[r] = 0
+    return taken

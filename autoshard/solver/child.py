@@ -1,0 +1,131 @@
+"""A MIP engine in a process of its own: it runs beside the search, and can be stopped.
+
+HiGHS looks at the clock only now and then (a restricted MIP of two million cells overran a limit of 2 s
+by 50 s), so that only killing its process keeps a time limit. Run as a module this is that process:
+it reads pickled requests from its standard input and writes pickled answers.
+"""
+
+import contextlib
+import math
+import os
+import pickle
+import subprocess
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYetError
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from autoshard.solver.exact import MipAnswer, solve_program
+from autoshard.solver.program import Program
+
+SMALL_CELLS = 5_000  # a program of so few cells is solved at once, without a process
+OVERRUN_S, OVERRUN = 1.0, 1.5  # a request may take OVERRUN · its limit + OVERRUN_S before the kill
+NOTHING = MipAnswer(choice=None, bound=None, infeasible=False, finished=False)
+
+
+@dataclass(slots=True)
+class Child:
+    """Solves one program at a time, in a process that starts with the first `submit`."""
+
+    process: "subprocess.Popen[bytes] | None" = None
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    pending: "Future[MipAnswer] | None" = None
+    kill_at: float = 0.0
+
+    def start(self) -> None:
+        """Starts the process, so that it can load the engine while others work."""
+        if self.process is not None and self.process.poll() is None:
+            return
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "autoshard.solver.child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+
+    @property
+    def busy(self) -> bool:
+        return self.pending is not None
+
+    def submit(self, program: Program, *, time_limit_s: float, **options: Any) -> None:
+        """Begins to solve `program`; the options are those of `solve_program`."""
+        assert not self.busy
+        if program.cells <= SMALL_CELLS:
+            self.pending = Future()
+            self.pending.set_result(solve_program(program, time_limit_s=time_limit_s, **options))
+            self.kill_at = math.inf
+            return
+        self.start()
+        request = (program, {"time_limit_s": time_limit_s, **options})
+        self.kill_at = time.perf_counter() + OVERRUN * time_limit_s + OVERRUN_S
+        self.pending = self.thread.submit(self._exchange, request)
+
+    def answer(self, wait_s: float) -> MipAnswer | None:
+        """Returns the answer; None if it takes more than `wait_s`. An overrun ends without choice or bound."""
+        assert self.pending is not None
+        until = min(time.perf_counter() + wait_s, self.kill_at)
+        try:
+            answer = self.pending.result(timeout=max(until - time.perf_counter(), 0.0))
+        except NotYetError:
+            if time.perf_counter() < self.kill_at:
+                return None
+            self.stop()
+            answer = NOTHING
+        except (OSError, EOFError, pickle.UnpicklingError):  # the process died, for want of memory most likely
+            self.stop()
+            answer = NOTHING
+        self.pending = None
+        return answer
+
+    def stop(self) -> None:
+        """Ends the process, whatever it does."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            if self.pending is not None:
+                self.pending.exception()  # the thread meets the end of the stream
+                self.pending = None
+            for stream in (self.process.stdin, self.process.stdout):
+                assert stream is not None
+                with contextlib.suppress(OSError):  # what was not read cannot be flushed
+                    stream.close()
+            self.process = None
+
+    def close(self) -> None:
+        """Ends the process and the thread."""
+        self.stop()
+        self.thread.shutdown()
+
+    def _exchange(self, request: Any) -> MipAnswer:
+        assert self.process is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        pickle.dump(request, self.process.stdin, protocol=5)
+        self.process.stdin.flush()
+        return pickle.load(self.process.stdout)
+
+
+def main() -> None:
+    """Answers requests until the input ends."""
+    requests, answers = sys.stdin.buffer, private_output()
+    while True:
+        try:
+            program, options = pickle.load(requests)
+        except EOFError:
+            return
+        pickle.dump(solve_program(program, **options), answers, protocol=5)
+        answers.flush()
+
+
+def private_output() -> BinaryIO:
+    """Returns the standard output for answers alone; what engines print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return answers
+
+
+if __name__ == "__main__":
+    main()
