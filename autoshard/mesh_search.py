@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -246,14 +246,20 @@ def _in_processes(task: Task, every: Candidates, count: int) -> Generator[Iterat
     for candidate in every:
         waiting.put(candidate)
     children = [_child(task) for _ in range(count)]
-    for child in children:
+    threads = [threading.Thread(target=_attend, args=(child, waiting, answers), daemon=True) for child in children]
+    for thread in threads:
         waiting.put(None)
-        threading.Thread(target=_attend, args=(child, waiting, answers), daemon=True).start()
+        thread.start()
     try:
         yield _received(answers, len(every))
     finally:
-        for child in children:
+        for child, thread in zip(children, threads, strict=True):
             child.kill()
+            thread.join()
+            for pipe in (child.stdin, child.stdout):
+                with suppress(BrokenPipeError):  # what a dead process has not read
+                    assert pipe is not None
+                    pipe.close()
             child.wait()
 
 
@@ -292,7 +298,7 @@ def _attend(
             pickle.dump(candidate, child.stdin)
             child.stdin.flush()
             answer = pickle.load(child.stdout)
-        except (EOFError, OSError):
+        except (EOFError, OSError, pickle.UnpicklingError):
             answers.put(SearchError(f"the process that planned {candidate} died with code {child.poll()}"))
             return
         answers.put(answer)

@@ -92,7 +92,7 @@ def smallest_topology(chip: Chip, devices: int) -> str:
 def topologies(chip: Chip, devices: int) -> tuple[str, ...]:
     """Every usual topology of exactly so many devices, as text: full nodes, or slices that exist.
 
-    Several slices over the data-centre network only where no single one has that many.
+    Several slices over the data-centre network only where the largest one is too small.
     """
     shapes = chip.links["domain"].torus
     if shapes is None:
@@ -101,7 +101,7 @@ def topologies(chip: Chip, devices: int) -> tuple[str, ...]:
     per_chip = int(chip.numbers["devices_per_chip_count"].value)
     slices = sorted(_slices(shapes), key=lambda shape: (max(shape), shape))
     single = ["x".join(map(str, s)) for s in slices if prod(s) * per_chip == devices]
-    if single:
+    if single or devices < per_chip * max(prod(s) for s in slices):
         return tuple(single)
     largest = max((prod(s) for s in slices if devices % (prod(s) * per_chip) == 0), default=0)
     return tuple(

@@ -187,7 +187,7 @@ def _memory(record: PlanRecord, assignment: Assignment) -> Json:
     return {
         "peak_bytes": record.memory.peak_bytes,
         "limit_bytes": record.memory.limit_bytes,
-        "peak_at": record.memory.at,
+        "peak_at": short_place(record.memory.at),
         "peak_kinds": dict(record.memory.kinds),
         "peak_moment": int(np.argmax(total[at])) if at else 0,
         "moments": [short_place(d.graph.eqns[i].where) if i < len(d.graph.eqns) else "end" for i in at],
@@ -226,6 +226,7 @@ def _transfers(assignment: Assignment) -> dict[int, list[Json]]:
                         "seconds": one_s * edge.trips,
                         "trips": edge.trips,
                         "hides": edge.window is not None,
+                        "after": edge.u,
                     }
                 )
     return found
@@ -241,9 +242,10 @@ def _timeline(assignment: Assignment) -> list[Json]:
             costs[min(node.equations)] = (n, int(node.cost_ps[pick]) * 1e-12)
     bars: list[Json] = []
     now = link = 0.0
+    made: dict[int, float] = {}  # decision → when its compute ends
     for e in range(-1, len(d.graph.eqns) + 1):
         for transfer in transfers.get(e, ()):
-            start = link if transfer["hides"] else max(link, now)
+            start = max(link, made.get(transfer["after"], 0.0) if transfer["hides"] else now)
             bars.append(
                 {
                     "lane": "communication",
@@ -274,6 +276,7 @@ def _timeline(assignment: Assignment) -> list[Json]:
                 }
             )
             now += seconds
+            made[n] = now
     return bars
 
 

@@ -1,0 +1,128 @@
+"""Explain: the runner-up is the best plan without the choice; flips, divisibility, remedies, diff."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.diff import diff
+from autoshard.errors import SpecError
+from autoshard.explain import blocked, explain, flip
+from autoshard.mesh import MeshAxes
+from autoshard.planner import Planned
+from autoshard.record import Leaf
+from autoshard.remedies import remedies
+from autoshard.report import explanation
+from autoshard.trial import Task
+
+
+def step(w: jax.Array, x: jax.Array) -> jax.Array:
+    return x @ w
+
+
+ARGS = (jax.ShapeDtypeStruct((512, 1024), jnp.float32), jax.ShapeDtypeStruct((256, 512), jnp.float32))
+ON = {"mesh": {"data": 2, "model": 2}, "hardware": "h100:1x4"}
+
+
+def made(**options: object) -> Planned:
+    plan = autoshard.plan(step, *ARGS, for_grad=False, constraints="all", rel_gap=0.0, **{**ON, **options})  # pyright: ignore[reportArgumentType]
+    assert plan.planned is not None
+    return plan.planned
+
+
+@pytest.fixture(scope="module")
+def planned() -> Planned:
+    return made()
+
+
+def test_the_runner_up_is_the_best_of_all_other_pins(planned: Planned) -> None:
+    (found,) = explain(planned, "w")
+    assert found.runner_up is not None
+    mine = planned.record.inputs[0].spec
+    every = [P(), P("data"), P("model"), P(("data", "model")), P(None, "data"), P(None, "model")]
+    every += [P(None, ("data", "model")), P("data", "model"), P("model", "data")]
+    others = [made(pins={"w": spec}).record.cost.step_s for spec in every if spec != mine]
+    assert found.runner_up.step_s == pytest.approx(min(others), rel=1e-6)
+    assert found.step_s <= found.runner_up.step_s
+    assert found.choices == len(every)
+
+
+def test_a_line_is_explained_by_its_equation(planned: Planned) -> None:
+    line = step.__code__.co_firstlineno + 1
+    found = explain(planned, at=f"test_explain.py:{line}")
+    assert found[0].kind == "equation"
+    assert "->" in found[0].layout
+
+
+def test_what_is_not_there_is_named(planned: Planned) -> None:
+    with pytest.raises(SpecError, match=r"no input matches '\*\*.wq'; there are \*\*.NAME of: w, x"):
+        explain(planned, "**.wq")
+    with pytest.raises(SpecError, match=r"lines with decisions: test_explain\.py"):
+        explain(planned, at="nowhere.py:1")
+    with pytest.raises(SpecError, match="say what to explain"):
+        explain(planned)
+
+
+def test_text_and_json_say_the_same(planned: Planned) -> None:
+    found = explain(planned, "x")
+    written = explanation.to_json(found)["decisions"][0]
+    assert written["layout"] in explanation.text(found)
+    assert written["runner_up"]["layout"] in explanation.text(found)
+
+
+@pytest.mark.parametrize(("turn", "above"), [(30.0, True), (3.0, False)])
+def test_a_flip_is_found_within_a_few_percent(turn: float, *, above: bool) -> None:
+    found = flip("x", 10.0, "a", lambda v: "b" if (v > turn) == above and v != 10.0 else "a", (10 / 16, 160.0))
+    assert found.at == pytest.approx(turn, rel=0.05)
+    assert found.layout == "b"
+
+
+def test_what_never_turns_has_no_flip() -> None:
+    found = flip("x", 10.0, "a", lambda _: "a", (5.0, 20.0))
+    assert found.at is None
+
+
+def test_undivided_dimensions_and_their_ways_out() -> None:
+    leaf = Leaf(path="params['wk']", shape=(64, 6, 8), dtype="float32", spec=P())
+    (found,) = blocked([leaf], MeshAxes.of({"data": 2, "model": 4}))
+    assert (found.dim, found.size, found.axis, found.padded, found.divides) == (1, 6, "model", 8, 2)
+
+
+def test_remedies_fit() -> None:
+    task = Task(
+        target="models:linear_tiny",
+        keywords={"compute_dtype": "float32", "width": 64, "layers": 2, "batch": 4096},
+        memory=700_000,
+    )
+    found = remedies(task, {"data": 2}, "cpu:2")
+    assert found
+    assert all(way.peak_bytes <= 700_000 for way in found)
+    assert any(way.change.startswith("--set batch=") for way in found)
+
+
+def test_diff_of_a_plan_with_itself_is_empty(planned: Planned) -> None:
+    found = diff(planned.record, planned.record)
+    assert not found.leaves
+    assert not found.traffic
+    assert "alike" in str(found)
+
+
+def test_diff_names_what_moved(planned: Planned) -> None:
+    mine = planned.record.inputs[0].spec
+    other = made(pins={"w": P("data", "model") if mine != P("data", "model") else P()}).record
+    found = diff(planned.record, other)
+    (change,) = [leaf for leaf in found.leaves if leaf.path == "w"]
+    assert change.before != change.after
+    total = sum(t.after_bytes - t.before_bytes for t in found.traffic)
+    mine_bytes, other_bytes = (sum(c.nbytes * c.trips for c in r.collectives) for r in (planned.record, other))
+    assert total == other_bytes - mine_bytes
+    assert np.sign(other.cost.step_s - planned.record.cost.step_s) >= 0
+    assert found.to_json()["after"]["step_s"] == other.cost.step_s
+
+
+def test_diff_of_two_programs_says_so(planned: Planned) -> None:
+    assert "different programs" in str(diff(planned.record, replace(planned.record, digest="another")))
