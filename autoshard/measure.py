@@ -213,7 +213,7 @@ def time_case(case: Case, devices: Sequence[Any], effort: Effort) -> Timed:
                 f"{case.what}: {times} runs of it take {once:.2g} s together, too short to be work; "
                 "the compiler has removed it, or the clock is wrong"
             )
-        times = int(min(max(2 * times, times * min(effort.program_s / once, 100)), _MOST_TIMES))
+        times = int(min(max(2 * times, times * min(effort.program_s / max(once, 1e-9), 100)), _MOST_TIMES))
         run = program(times)
     seconds = np.array([run() for _ in range(effort.repeats)]) / times
     low, median, high = np.quantile(seconds, (0.25, 0.5, 0.75))

@@ -210,10 +210,18 @@ class Block:
         return self._saved_bytes(self.layout.remat)
 
     def working_bytes(self) -> float:
-        """What one block's backward adds: what it computes again, and the gradients of an MLP's hidden values."""
+        """What one block's backward adds: what it computes again, and gradients of hidden values or scores."""
         again = self._saved_bytes("none") - self._saved_bytes(self.layout.remat)
         hidden = (self.model.mlp_matrices - 1) * self._hidden() / self.layout.tensor
-        return again + closed_forms.activation_bytes(self.tokens, 1, hidden, itemsize=itemsize(ACTIVATIONS))
+        mlp = closed_forms.activation_bytes(self.tokens, 1, hidden, itemsize=itemsize(ACTIVATIONS))
+        return again + max(mlp, self._score_bytes())
+
+    def _score_bytes(self) -> float:
+        """Attention's weights where they lie in memory: in float32, as the softmax leaves them, and cast."""
+        if self.framework.flash:
+            return 0.0
+        pairs = self.tokens * self.sequence * self.model.heads / self.layout.tensor
+        return pairs * (itemsize("float32") + itemsize(ACTIVATIONS))
 
     def _hidden(self) -> float:
         """Hidden values per token of the average MLP."""
@@ -233,10 +241,7 @@ class Block:
             "minimal": stream + matmul_results,
             "none": 4 * stream + matmul_results + hidden + rotated_copies(model) / layout.tensor,
         }[remat]
-        scores = 0.0
-        if remat == "none" and not self.framework.flash:  # weights in float32, as the softmax leaves them, and cast
-            pairs = self.tokens * self.sequence * model.heads / layout.tensor
-            scores = pairs * (itemsize("float32") + itemsize(ACTIVATIONS))
+        scores = self._score_bytes() if remat == "none" else 0.0
         return closed_forms.activation_bytes(self.tokens, 1, kept, itemsize=itemsize(ACTIVATIONS)) + scores
 
 

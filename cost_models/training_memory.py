@@ -38,12 +38,12 @@ class TrainingMemory:
         """By what holds it, at the fullest moment."""
         block, blocks = self.block, self.traffic.stage_blocks
         saved = block.saved_bytes() * min(self.traffic.microbatches, block.layout.pipeline)
-        ends, others = self._gradients()
+        head, inner, table = self._gradients()
         moments = (
-            self._moment(saved * blocks, ends, logits=self._logits(), gathered=self._gathered(0.0)),
-            self._moment(saved * blocks, ends, working=block.working_bytes(), gathered=self._gathered(2.0)),
-            self._moment(saved, ends + others, working=block.working_bytes(), gathered=self._gathered(2.0)),
-            self._moment(0.0, ends + others),
+            self._moment(saved * blocks, head, logits=self._logits(), gathered=self._gathered(0.0)),
+            self._moment(saved * blocks, head, working=block.working_bytes(), gathered=self._gathered(2.0)),
+            self._moment(saved, head + inner, working=block.working_bytes(), gathered=self._gathered(2.0)),
+            self._moment(0.0, head + inner + table),
         )
         return max(moments, key=lambda held: sum(held.values()))
 
@@ -65,21 +65,22 @@ class TrainingMemory:
             "logits": logits,
         }
 
-    def _gradients(self) -> tuple[float, float]:
-        """Bytes of the output matrix's gradient, and of all others, where they lie when they are done."""
+    def _gradients(self) -> tuple[float, float, float]:
+        """Bytes of finished gradients: the output matrix's, the blocks', the embedding's."""
         framework, traffic, model = self.block.framework, self.traffic, self.block.model
         if framework.gradient_buffer or not traffic.layout.shard_optimizer:
             count = sum(traffic.held_parameters())
         else:
             count = traffic.updated_parameters()
-        share = count / (sum(traffic.local_parameters()) * traffic.stage_blocks + model.embedding_parameters)
-        ends = share * traffic.matrix * framework.gradient_bytes
-        table = 0.0
-        if framework.looks_up_in_place:  # in the table's type
-            table = (
-                share * traffic.matrix * (framework.parameter_bytes - (0 if model.tied else framework.gradient_bytes))
-            )
-        return ends, count * framework.gradient_bytes - ends + table
+        width = framework.gradient_bytes
+        share = traffic.matrix * count / (sum(traffic.local_parameters()) * traffic.stage_blocks + self._embeddings())
+        if not framework.looks_up_in_place:
+            return share * width, (count - share) * width, 0.0
+        inner = count - share * (1 if model.tied else 2)
+        return share * width, inner * width, share * framework.parameter_bytes  # a look-up's has the table's type
+
+    def _embeddings(self) -> float:
+        return self.traffic.matrix * (1 if self.block.model.tied or self.block.layout.pipeline > 1 else 2)
 
     def _logits(self) -> float:
         """The logits and their gradient, and the output matrix cast beside its own whole gradient.
