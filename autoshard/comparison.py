@@ -12,6 +12,7 @@ from enum import StrEnum
 from math import prod
 
 from autoshard import hlo
+from autoshard.hlo.text import UNKNOWN
 from autoshard.mesh import MeshAxes
 from autoshard.problem.assignment import Collective as Promised
 
@@ -63,8 +64,8 @@ class Row:
 class Line:
     """Collectives of one kind, axes and status that come from one equation: `count` of them, `trips` times each.
 
-    `where` is the user's `file:line (function)`, `primitive` the equation's. What is
-    MISSING stands where the plan has it, everything else where the compiler has it.
+    `where` is the user's `file:line (function)`, `primitive` the equation's. A collective
+    stands where the compiler has it; what is MISSING, or has lost its metadata, where the plan has it.
     """
 
     kind: str
@@ -157,7 +158,9 @@ def attribute(
         pairs, missing, extra = _paired(ours[key], theirs[key], {i: where for i, (_, where) in places.items()})
         for row, found in pairs:
             status = Match.MERGED if found.combined > 1 else Match.MATCH
-            add(key, places[id(found)], found.trips, status, row.nbytes * row.trips, found.total_bytes)
+            primitive, where = places[id(found)]
+            at = (primitive, where) if where != UNKNOWN else ("", row.where)  # the compiler dropped its metadata
+            add(key, at, found.trips, status, row.nbytes * row.trips, found.total_bytes)
         left = sum(row.nbytes * row.trips for row in missing), sum(found.total_bytes for found in extra)
         merged = bool(missing and extra) and within(*left, tolerance)
         for row in missing:

@@ -86,7 +86,7 @@ class Evaluation:
             tolerance=tolerance,
             compiler_options=compiler_options,
             graph=self.setting.decisions.graph,
-            flops=self.assignment.flops(),
+            assignment=self.assignment,
         )
 
 

@@ -20,6 +20,7 @@ from autoshard.honoured import Honoured, honoured
 from autoshard.mesh import MeshAxes
 from autoshard.meshes import Place
 from autoshard.planner import Planned
+from autoshard.problem.assignment import Assignment
 from autoshard.record import Leaf, PlanRecord, read, write
 from autoshard.report import text
 from autoshard.trace import Traced
@@ -293,7 +294,7 @@ class Plan:
             tolerance=tolerance,
             machine=self._machine,
             graph=graph,
-            flops=self._flops,
+            assignment=self._assignment,
             compiler_options=compiler_options,
         )
 
@@ -311,7 +312,12 @@ class Plan:
           HloError: the text is no HLO module, or of another number of devices.
         """
         return check(
-            compiled, self.record, compiler=compiler, tolerance=tolerance, machine=self._machine, flops=self._flops
+            compiled,
+            self.record,
+            compiler=compiler,
+            tolerance=tolerance,
+            machine=self._machine,
+            assignment=self._assignment,
         )
 
     def honoured(self, compiler: str | None = None) -> Honoured:
@@ -333,8 +339,8 @@ class Plan:
         return None if self._place is None else self._place.machine
 
     @property
-    def _flops(self) -> float | None:
-        return None if self._planned is None else self._planned.assignment.flops()
+    def _assignment(self) -> Assignment | None:
+        return None if self._planned is None else self._planned.assignment
 
 
 def _annotations(record: PlanRecord) -> Annotations:

@@ -103,26 +103,32 @@ class Timeline:
 
     def trace(self) -> dict[str, Any]:
         """Chrome trace events (JSON), as Perfetto reads them; times in µs."""
-        streams: tuple[Stream, ...] = ("compute", "communication")
-        names = [
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": f"{stream} (priced)"}}
+        return side_by_side({"priced": self})
+
+
+def side_by_side(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
+    """Several timelines as one Chrome trace (JSON, as Perfetto reads it): a process each, a thread per stream."""
+    streams: tuple[Stream, ...] = ("compute", "communication")
+    rows: list[dict[str, Any]] = []
+    for pid, (name, one) in enumerate(timelines.items()):
+        rows.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}})
+        rows += [
+            {"name": "thread_name", "ph": "M", "pid": pid, "tid": i, "args": {"name": f"{stream} (priced)"}}
             for i, stream in enumerate(streams)
         ]
-        return {
-            "traceEvents": names
-            + [
-                {
-                    "name": event.name,
-                    "ph": "X",
-                    "pid": 0,
-                    "tid": streams.index(event.stream),
-                    "ts": event.start_s * 1e6,
-                    "dur": event.duration_s * 1e6,
-                    "args": {"where": event.where, "trips": event.trips},
-                }
-                for event in self.events
-            ]
-        }
+        rows += [
+            {
+                "name": event.name,
+                "ph": "X",
+                "pid": pid,
+                "tid": streams.index(event.stream),
+                "ts": event.start_s * 1e6,
+                "dur": event.duration_s * 1e6,
+                "args": {"where": event.where, "trips": event.trips},
+            }
+            for event in one.events
+        ]
+    return {"traceEvents": rows}
 
 
 def timeline(

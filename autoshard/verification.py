@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
+from typing import Any
 
 from rich.console import RenderableType
 
@@ -9,7 +10,7 @@ from autoshard import hlo
 from autoshard.comparison import LARGE, Line, Match, Row, agrees, together
 from autoshard.record import Cost
 from autoshard.tables import GAP, bytes_text, columns, fields, flops_text, render, short_place, table, time_text
-from autoshard.timeline import Timeline
+from autoshard.timeline import Timeline, side_by_side
 
 LONGEST = 12  # attributed collectives that are shown one by one
 
@@ -27,17 +28,26 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryComparison:
-    """Predicted and compiled memory; `meaning` says what this compiler calls its peak. None: no compiler was asked."""
+    """Predicted and compiled memory of one device.
+
+    Attributes:
+      predicted: of the plan; its temporaries are what its peak has beyond the arguments.
+      compiled: of the compiler; None where no compiler was asked.
+      meaning: what this compiler calls its peak.
+      bound: whether its peak is but an upper bound (XLA:CPU says none), which is shown and not judged.
+      tolerance: fraction by which the compiled peak may be above the predicted.
+    """
 
     predicted: Parts
     compiled: Parts | None
     meaning: str
+    bound: bool
     tolerance: float
 
     @property
     def ok(self) -> bool:
         """Whether the device holds what it needs: the compiled peak is not above the predicted by more."""
-        return self.compiled is None or self.compiled.peak <= (1 + self.tolerance) * self.predicted.peak
+        return self.compiled is None or self.bound or self.compiled.peak <= (1 + self.tolerance) * self.predicted.peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +82,7 @@ class Verification:
       memory: per device.
       compute: per device and step.
       cost: the plan's own times.
+      predicted: the plan's prices as a timeline; None where the plan was read from a file.
       timeline: the compiled schedule, priced by the plan's cost model; None without a schedule.
       emitted: every collective of the compiled program.
       wall_s: of the compiler.
@@ -86,6 +97,7 @@ class Verification:
     memory: MemoryComparison
     compute: ComputeComparison | None
     cost: Cost
+    predicted: Timeline | None
     timeline: Timeline | None
     emitted: tuple[hlo.Collective, ...]
     wall_s: float
@@ -101,6 +113,11 @@ class Verification:
         total = max(sum(row.predicted_bytes for row in self.rows), sum(row.emitted_bytes for row in self.rows))
         kinds = sorted({row.kind for row in self.rows})
         return tuple(together(k, [r for r in self.rows if r.kind == k], total, self.tolerance) for k in kinds)
+
+    def trace(self) -> dict[str, Any]:
+        """The predicted and the compiled timeline as one Chrome trace (JSON), as Perfetto reads it."""
+        both = {"predicted by the plan": self.predicted, f"compiled by {self.compiler}": self.timeline}
+        return side_by_side({name: one for name, one in both.items() if one is not None})
 
     def __str__(self) -> str:
         """The verdict and the tables, for a terminal."""

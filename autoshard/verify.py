@@ -15,8 +15,11 @@ from autoshard.comparison import Place, attribute, compare
 from autoshard.completion import SCOPE
 from autoshard.errors import VerifyError
 from autoshard.graph import Graph, Path
+from autoshard.hlo.text import UNKNOWN
 from autoshard.layout import Layout
+from autoshard.problem.assignment import Assignment
 from autoshard.record import Leaf, PlanRecord
+from autoshard.schedule import schedule
 from autoshard.timeline import timeline
 from autoshard.verification import ComputeComparison, MemoryComparison, Parts, Verification
 
@@ -27,7 +30,7 @@ MEMORY_TOLERANCE = 0.10  # of the peak: a device that runs out of memory a littl
 PEAK = {
     "gpu": "XLA's own (peak_memory_in_bytes)",
     "tpu": "XLA's own (peak_memory_in_bytes)",
-    "cpu": "arguments + outputs − aliases + temporaries",
+    "cpu": "arguments + outputs − aliases + temporaries, a bound",
 }
 
 _PACKAGE = re.compile(r"/autoshard/[\w/]+\.py:\d+")
@@ -42,7 +45,7 @@ def verify(
     tolerance: float = TOLERANCE,
     machine: cost_models.Machine | None = None,
     graph: Graph | None = None,
-    flops: float | None = None,
+    assignment: Assignment | None = None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Verification:
     """Compiles a planned program and compares it with the plan.
@@ -56,7 +59,7 @@ def verify(
       tolerance: relative difference in bytes that still counts as a match.
       machine: the cost model with the plan's mesh placed on it; None reads the plan's hardware from the catalogue.
       graph: of the planned program, if its ops carry their equations' paths (`completion.annotated`).
-      flops: of the plan's contractions, per device.
+      assignment: the plan's choices, if it was made in this process.
       compiler_options: flags over the plan's own, such as `compilers.TPU_PLAIN_OPTIONS`.
 
     Raises:
@@ -65,7 +68,7 @@ def verify(
       CompileError: the compiler refuses or crashes.
     """
     if compiler == "shardy":
-        return _by_shardy(lowerable, record, tolerance, graph)
+        return _by_shardy(lowerable, record, tolerance, graph, assignment)
     if topology is None:
         topology = f"cpu:{record.mesh.size}" if compiler == "cpu" else record.hardware
     compiled = compilers.compile(
@@ -87,11 +90,13 @@ def verify(
         tolerance=tolerance,
         machine=machine,
         graph=graph,
-        flops=flops,
+        assignment=assignment,
     )
 
 
-def _by_shardy(lowerable: Any, record: PlanRecord, tolerance: float, graph: Graph | None) -> Verification:
+def _by_shardy(
+    lowerable: Any, record: PlanRecord, tolerance: float, graph: Graph | None, assignment: Assignment | None
+) -> Verification:
     """The plan against the collectives that Shardy itself names."""
     begin = time.perf_counter()
     lowered = lowerable.lower(lowering_platforms=(meshes.platform(record.hardware),))
@@ -103,10 +108,15 @@ def _by_shardy(lowerable: Any, record: PlanRecord, tolerance: float, graph: Grap
         rows=compare(record.collectives, emitted, record.mesh, tolerance),
         lines=attribute(record.collectives, emitted, record.mesh, tolerance, _Places(graph)),
         memory=MemoryComparison(
-            predicted=predicted_parts(record), compiled=None, meaning="unknown to Shardy", tolerance=MEMORY_TOLERANCE
+            predicted=predicted_parts(record),
+            compiled=None,
+            meaning="unknown to Shardy",
+            bound=False,
+            tolerance=MEMORY_TOLERANCE,
         ),
         compute=None,
         cost=record.cost,
+        predicted=None if assignment is None else schedule(assignment),
         timeline=None,
         emitted=emitted,
         wall_s=time.perf_counter() - begin,
@@ -121,7 +131,7 @@ def check(
     compiler: str | None = None,
     tolerance: float = TOLERANCE,
     machine: cost_models.Machine | None = None,
-    flops: float | None = None,
+    assignment: Assignment | None = None,
 ) -> Verification:
     """Compares a plan with an executable, or its HLO text, that somebody else compiled.
 
@@ -133,7 +143,7 @@ def check(
         platform, or for text that of the plan's hardware.
       tolerance: as in `verify`.
       machine: as in `verify`.
-      flops: as in `verify`.
+      assignment: as in `verify`.
 
     Raises:
       VerifyError: it is neither, or the executable has no text.
@@ -152,7 +162,7 @@ def check(
             tolerance=tolerance,
             machine=machine,
             graph=None,
-            flops=flops,
+            assignment=assignment,
         )
     if not isinstance(compiled, jax.stages.Compiled):
         raise VerifyError(
@@ -185,7 +195,7 @@ def check(
         tolerance=tolerance,
         machine=machine,
         graph=None,
-        flops=flops,
+        assignment=assignment,
     )
 
 
@@ -201,7 +211,7 @@ def judge(
     tolerance: float,
     machine: cost_models.Machine | None,
     graph: Graph | None,
-    flops: float | None,
+    assignment: Assignment | None,
 ) -> Verification:
     """Compares a plan with a compiled program's text; arguments as of `verify`."""
     machine = meshes.place(record.mesh.shape, record.hardware).machine if machine is None else machine
@@ -215,16 +225,21 @@ def judge(
         rows=compare(record.collectives, emitted, record.mesh, tolerance),
         lines=attribute(record.collectives, emitted, record.mesh, tolerance, _Places(graph)),
         memory=MemoryComparison(
-            predicted=predicted_parts(record), compiled=memory, meaning=PEAK[compiler], tolerance=MEMORY_TOLERANCE
+            predicted=predicted_parts(record),
+            compiled=memory,
+            meaning=PEAK[compiler],
+            bound=compiler == "cpu",
+            tolerance=MEMORY_TOLERANCE,
         ),
         compute=ComputeComparison(
             predicted_s=record.cost.compute_s,
-            predicted_flops=flops,
+            predicted_flops=None if assignment is None else assignment.flops(),
             compiled_s=priced.compute_s,
             compiled_flops=priced.flops,
             estimated_s=hlo.estimated_s(module, record.hardware),
         ),
         cost=record.cost,
+        predicted=None if assignment is None else schedule(assignment),
         timeline=priced,
         emitted=emitted,
         wall_s=wall_s,
@@ -280,4 +295,4 @@ class _Places:
         if path in self._equations:
             return self._equations[path]
         where = "" if _PACKAGE.search(found.where) else found.where
-        return found.op_name.rpartition("/")[2], where or "<unknown>"
+        return found.op_name.rpartition("/")[2], where or UNKNOWN

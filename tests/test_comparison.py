@@ -154,3 +154,10 @@ def test_equal_ones_of_one_line_are_one_line() -> None:
 def test_axes_in_mesh_order() -> None:
     assert in_order(("model:(1)2", "data"), MESH) == ("data", "model:(1)2")
     assert in_order(None, MESH) == ("?",)
+
+
+def test_what_lost_its_metadata_stands_where_the_plan_has_it() -> None:
+    ours = [promised("all-gather", ("data",), 100, where="m.py:4")]
+    assert lines(ours, [emitted("all-gather", ("data",), 100, where="<unknown>")]) == [
+        (Match.MATCH, "m.py:4", 1, 100, 100)
+    ]

@@ -1,5 +1,7 @@
 """What a verification says, and when it says no."""
 
+from dataclasses import replace
+
 import pytest
 
 from autoshard.comparison import Line, Match, Row
@@ -50,12 +52,17 @@ def verification(*rows: Row, lines: tuple[Line, ...] = (), compiled_peak_bytes: 
         rows=rows,
         lines=lines,
         memory=MemoryComparison(
-            predicted=parts(2_000_000), compiled=parts(compiled_peak_bytes), meaning="XLA's own", tolerance=0.1
+            predicted=parts(2_000_000),
+            compiled=parts(compiled_peak_bytes),
+            meaning="XLA's own",
+            bound=False,
+            tolerance=0.1,
         ),
         compute=ComputeComparison(
             predicted_s=1e-3, predicted_flops=2e12, compiled_s=1.1e-3, compiled_flops=2e12, estimated_s=None
         ),
         cost=Cost(step_s=1.5e-3, compute_s=1e-3, communication_s=1e-3, hidden_s=5e-4),
+        predicted=None,
         timeline=Timeline(step_s=1.6e-3, compute_s=1.1e-3, communication_s=1e-3, exposed_s=5e-4, flops=2e12, events=()),
         emitted=(),
         wall_s=2.5,
@@ -137,3 +144,9 @@ def test_a_program_that_needs_more_memory_is_no_match(peak_bytes: int, *, ok: bo
     found = verification(GATHER, compiled_peak_bytes=peak_bytes)
     assert found.ok is ok
     assert ("NO MATCH: memory (" in str(found)) is not ok
+
+
+def test_a_peak_that_is_only_a_bound_is_not_judged() -> None:
+    found = verification(GATHER, compiled_peak_bytes=9_000_000)
+    assert not found.ok
+    assert replace(found, memory=replace(found.memory, bound=True)).ok

@@ -20,6 +20,7 @@ class Compiler(StrEnum):
     GPU = "gpu"
     TPU = "tpu"
     CPU = "cpu"
+    SHARDY = "shardy"
 
 
 TargetArgument = Annotated[str, typer.Argument(help="package.module:builder; the builder returns (fn, args)")]

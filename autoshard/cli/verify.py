@@ -1,5 +1,6 @@
 """`autoshard verify`: a plan against what the real compiler makes of it."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,7 @@ from autoshard.cli.options import (
 from autoshard.cli.written import assignments
 from autoshard.report import machine, progress
 from autoshard.target import load_target
+from autoshard.verify import TOLERANCE
 
 
 @app.command()
@@ -35,7 +37,18 @@ def verify(
     plan_file: Annotated[
         Path | None, typer.Option("--plan", help="a plan file of TARGET; without it TARGET is planned")
     ] = None,
-    compiler: Annotated[Compiler | None, typer.Option("--compiler", help="default: the hardware's own")] = None,
+    compiler: Annotated[
+        Compiler | None, typer.Option("--compiler", help="default: the hardware's own; shardy needs no compiler")
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option("--tolerance", help="relative difference in bytes that still counts as equal")
+    ] = TOLERANCE,
+    layouts: Annotated[
+        bool, typer.Option("--layouts", help="read every layout back, too, and list those that were not kept")
+    ] = False,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="write both timelines as one Perfetto/Chrome trace")
+    ] = None,
     mesh: MeshOption = None,
     hardware: HardwareOption = None,
     memory: MemoryOption = None,
@@ -47,17 +60,22 @@ def verify(
     time_limit: TimeOption = 60.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Compile TARGET with its plan, without a device, and compare; exit code 1 if they do not match."""
+    """Compile TARGET with its plan, without a device, and compare; exit code 1 if something does not match."""
     if plan_file is None:
         made = planned(target, mesh, hardware, memory, donate, pin, set_, forward, gap, time_limit)
     else:
         fn, args = load_target(target, assignments(set_ or (), "--set"))
         made = autoshard.load(plan_file).bind(fn, *args)
     with progress.shown(errors(), "compile"):
-        found = made.verify(compiler=None if compiler is None else compiler.value)
+        found = made.verify(compiler=None if compiler is None else compiler.value, tolerance=tolerance)
+        kept = made.honoured() if layouts else None
+    if trace is not None:
+        trace.write_text(json.dumps(found.trace()), encoding="utf-8")
     if as_json:
-        print_json(machine.verification(found))
+        print_json(machine.verification(found) | ({} if kept is None else {"layouts": machine.honoured(kept)}))
     else:
         typer.echo(found)
-    if not found.ok:
+        if kept is not None:
+            typer.echo(f"\n{kept}")
+    if not found.ok or (kept is not None and not kept.ok):
         raise typer.Exit(WRONG)

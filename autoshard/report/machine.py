@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from autoshard.comparison import Line, Row
+from autoshard.honoured import Honoured
 from autoshard.verification import Verification
 from cost_models.hardware_file import Chip, Number
 from cost_models.topology import Topology
@@ -34,6 +35,16 @@ def verification(found: Verification) -> dict[str, Any]:
         "rows": [_row(row) for row in found.rows],
         "kinds": [_row(row) for row in found.by_kind()],
         "lines": [_row(line) for line in found.lines],
+    }
+
+
+def honoured(found: Honoured) -> dict[str, Any]:
+    """The planned layouts that were not kept."""
+    return {
+        "ok": found.ok,
+        "source": found.source,
+        "checked": found.checked,
+        "unkept": [{**asdict(x), "planned": str(x.planned), "found": str(x.found)} for x in found.unkept],
     }
 
 
