@@ -26,7 +26,7 @@ def mesh() -> Mesh:
 
 def layout_of(model: str, recipe: str) -> layouts.HandLayout:
     names = layouts.axes(recipe)
-    over = [ALL_AXES] if len(names) == 1 else ALL_AXES
+    over: Any = [ALL_AXES] if len(names) == 1 else ALL_AXES
     return layouts.find(model, recipe, **dict(zip(names, over, strict=True)))
 
 
@@ -49,8 +49,8 @@ def run(prefill: Any, decode: Any, params: Any, prompt: Any) -> list[np.ndarray]
 def one_device(fields: tuple[tuple[str, Any], ...]) -> list[np.ndarray]:
     config, params = served("decode", fields)
     prompt = inference.example_prompt(config, batch=8, sequence=8)
-    programs = (jax.jit(models.inference.step(served(task, fields)[0])) for task in ("prefill", "decode"))
-    return run(*programs, params, prompt)
+    prefill, decode = (jax.jit(inference.step(served(task, fields)[0])) for task in ("prefill", "decode"))
+    return run(prefill, decode, params, prompt)
 
 
 def case(recipe: str, *, quick: bool = False, **fields: Any) -> Any:

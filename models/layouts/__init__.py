@@ -5,13 +5,14 @@ arguments, and constraints on activations. Plain JAX, nothing of autoshard.
 """
 
 import inspect
+from collections.abc import Callable
 
 from jax.sharding import PartitionSpec as P
 
 import models
 from models.layouts import inference, linear, mlp, moe, transformer
 from models.layouts.hand import HandLayout, constrained, stacked
-from models.layouts.recipes import ANY, EXPERTS, RECIPES, SEQUENCES, SERVING, TWO_DIMENSIONAL, Axes
+from models.layouts.recipes import ANY, EXPERTS, RECIPES, SEQUENCES, SERVING, TWO_DIMENSIONAL, Axes, Recipe
 
 __all__ = ["HandLayout", "axes", "constrained", "find", "names", "recipes"]
 
@@ -78,12 +79,12 @@ def find(model: str, recipe: str, /, **axes: Axes) -> HandLayout:
         rows=P(split.batch, split.context),
         parameter=stacked(family.parameters(split, split.parameters)),
         moment=stacked(family.parameters(split, split.moments)),
-        cache=stacked(lambda path: activations(f"cache.{path.rpartition('.')[2]}")),
+        cache=stacked(inference.cache(split)),
         activation=activation,
     )
 
 
-def _known(recipe: str):
+def _known(recipe: str) -> Callable[..., Recipe]:
     if recipe not in RECIPES:
         raise KeyError(f"no recipe named {recipe!r}; there are: {', '.join(names())}")
     return RECIPES[recipe]

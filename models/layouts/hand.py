@@ -27,6 +27,9 @@ from models.training import State
 SpecOf = Callable[[str], P]
 """The spec of a name; KeyError for a name that it does not know."""
 
+PinOf = Callable[[str], P | None]
+"""The spec of an activation by its label, None where it is free; KeyError likewise."""
+
 Args = ParamSpec("Args")
 Out = TypeVar("Out")
 
@@ -49,7 +52,7 @@ class HandLayout:
     parameter: SpecOf
     moment: SpecOf
     cache: SpecOf
-    activation: Callable[[str], P | None]
+    activation: PinOf
 
     def specs(self, *values: Any) -> tuple[Any, ...]:
         """PartitionSpecs in the shape of a program's arguments, or of its results."""
@@ -121,7 +124,7 @@ def stacked(spec: SpecOf) -> SpecOf:
     return of_path
 
 
-def constrained(fn: Callable[Args, Out], spec: Callable[[str], P | None], mesh: Mesh) -> Callable[Args, Out]:
+def constrained(fn: Callable[Args, Out], spec: PinOf, mesh: Mesh) -> Callable[Args, Out]:
     """`fn` with `with_sharding_constraint(x, spec(label))` at every named activation that has a spec.
 
     Raises (while it is traced):

@@ -7,7 +7,7 @@ of its weight, whole along D.
 from jax.sharding import PartitionSpec as P
 
 from models.layouts import transformer
-from models.layouts.hand import SpecOf
+from models.layouts.hand import PinOf, SpecOf
 from models.layouts.recipes import Axes, Recipe, joined
 
 
@@ -32,14 +32,15 @@ def parameters(recipe: Recipe, stored: Axes) -> SpecOf:
     return spec
 
 
-def activations(recipe: Recipe) -> SpecOf:
-    """By label; the parts of the cache are `cache.k` and so on."""
+def cache(recipe: Recipe) -> SpecOf:
+    """By path: the parts of a layer's cache."""
     rows = joined(recipe.batch, recipe.stationary), recipe.cached, None if recipe.cached else recipe.model
-    cache = {
-        "cache.k": P(*rows, None),  # [B, T, K, H]
-        "cache.v": P(*rows, None),
-        "cache.k_scale": P(*rows),  # [B, T, K]
-        "cache.v_scale": P(*rows),
-    }
-    others = transformer.activations(recipe)
-    return lambda label: cache[label] if label in cache else others(label)
+    whole, scales = P(*rows, None), P(*rows)  # [B, T, K, H], [B, T, K]
+    table = {"k": whole, "v": whole, "k_scale": scales, "v_scale": scales}
+    return lambda path: table[path.rpartition(".")[2]]
+
+
+def activations(recipe: Recipe) -> PinOf:
+    """By label; the parts of the cache are `cache.k` and so on."""
+    of_cache, others = cache(recipe), transformer.activations(recipe)
+    return lambda label: of_cache(label) if label.startswith("cache.") else others(label)

@@ -6,7 +6,7 @@ so that one all-reduce serves two layers.
 
 from jax.sharding import PartitionSpec as P
 
-from models.layouts.hand import SpecOf
+from models.layouts.hand import PinOf, SpecOf
 from models.layouts.recipes import Axes, Recipe, joined
 
 
@@ -21,7 +21,7 @@ def parameters(recipe: Recipe, stored: Axes) -> SpecOf:
     return lambda path: column if _is_column_split(path) else row
 
 
-def activations(recipe: Recipe) -> SpecOf:
+def activations(recipe: Recipe) -> PinOf:
     """By label: the output of each layer."""
     inside, between = P(recipe.batch, recipe.model), P(joined(recipe.batch, recipe.sequence), None)
     return lambda label: inside if _is_column_split(label) else between

@@ -2,7 +2,7 @@
 
 from jax.sharding import PartitionSpec as P
 
-from models.layouts.hand import SpecOf
+from models.layouts.hand import PinOf, SpecOf
 from models.layouts.recipes import Axes, Recipe, joined
 
 
@@ -13,12 +13,13 @@ def parameters(recipe: Recipe, stored: Axes) -> SpecOf:
     return lambda path: table[path.rpartition(".")[2]]
 
 
-def activations(recipe: Recipe) -> SpecOf:
+def activations(recipe: Recipe) -> PinOf:
     """By label; rows are tokens here, so that `sequence` splits them once more."""
-    width = joined(recipe.stationary, recipe.model) if recipe.stationary else None
+    batch, model, stationary = recipe.batch, recipe.model, recipe.stationary
+    width = joined(stationary, model) if stationary else None
+    entering = {"branch": P(batch, stationary), "contracted": P(batch, model)}
     return {
-        "residual": P(joined(recipe.batch, recipe.sequence), width),
-        "branch": P(recipe.batch, recipe.stationary),  # as it enters w_up
-        "hidden": P(recipe.batch, joined(recipe.model, recipe.stationary)),
-        "contracted": P(recipe.batch, recipe.model),  # as it enters w_down
+        "residual": P(joined(batch, recipe.sequence), width),
+        "hidden": P(batch, joined(model, stationary)),
+        **(entering if stationary else dict.fromkeys(entering)),
     }.__getitem__

@@ -8,7 +8,7 @@ Sorted tokens cannot travel so: which go where is known to the data alone.
 from jax.sharding import PartitionSpec as P
 
 from models.layouts import transformer
-from models.layouts.hand import SpecOf
+from models.layouts.hand import PinOf, SpecOf
 from models.layouts.recipes import Axes, Recipe, without
 
 
@@ -29,7 +29,7 @@ def parameters(recipe: Recipe, stored: Axes) -> SpecOf:
     return spec
 
 
-def activations(recipe: Recipe) -> SpecOf:
+def activations(recipe: Recipe) -> PinOf:
     """By label."""
     rows = without(recipe.batch, recipe.expert)
     experts = {

@@ -10,7 +10,7 @@ GPT-2's 50,257 to a multiple of 128 times the axis; build with `vocab=` to match
 
 from jax.sharding import PartitionSpec as P
 
-from models.layouts.hand import SpecOf
+from models.layouts.hand import PinOf, SpecOf
 from models.layouts.recipes import Axes, Recipe, joined
 
 
@@ -41,18 +41,25 @@ def parameters(recipe: Recipe, stored: Axes) -> SpecOf:
     return lambda path: table[path.rpartition(".")[2]]
 
 
-def activations(recipe: Recipe) -> SpecOf:
-    """By label; stationary weights have the width split between them, and attention's batch."""
-    width = joined(recipe.stationary, recipe.model) if recipe.stationary else None
-    apart = joined(recipe.batch, recipe.stationary)
-    heads = None if recipe.cached else recipe.model
+def activations(recipe: Recipe) -> PinOf:
+    """By label; stationary weights have the width split between them, and attention's batch.
+
+    Where weights move or have one split alone, what enters a matmul is left free: a pin
+    there would have its cotangent summed whole before it is split.
+    """
+    batch, context, model, stationary = recipe.batch, recipe.context, recipe.model, recipe.stationary
+    apart, heads = joined(batch, stationary), None if recipe.cached else model
+    width = joined(stationary, model) if stationary else None
+    entering = {
+        "branch": P(batch, context, stationary),  # [B, S, D]
+        "mixed": P(batch, context, model, None),  # [B, S, N, H]
+        "contracted": P(batch, context, model),  # [B, S, F]
+    }
     return {
-        "residual": P(recipe.batch, joined(recipe.context, recipe.sequence), width),  # [B, S, D]
-        "branch": P(recipe.batch, recipe.context, recipe.stationary),  # [B, S, D], as it enters the matmuls
-        "queries": P(apart, recipe.context, heads, None),  # [B, S, N, H]
+        "residual": P(batch, joined(context, recipe.sequence), width),  # [B, S, D]
+        "queries": P(apart, context, heads, None),  # [B, S, N, H]
         "keys": P(apart, None, heads, None),  # [B, S, K, H]
-        "mixed": P(recipe.batch, recipe.context, recipe.model, None),  # [B, S, N, H], as it enters wo
-        "hidden": P(recipe.batch, recipe.context, joined(recipe.model, recipe.stationary)),  # [B, S, F]
-        "contracted": P(recipe.batch, recipe.context, recipe.model),  # [B, S, F], as it enters w_down
-        "logits": P(apart, recipe.context, recipe.model),  # [B, S, V]
+        "hidden": P(batch, context, joined(model, stationary)),  # [B, S, F]
+        "logits": P(apart, context, model),  # [B, S, V]
+        **(entering if stationary else dict.fromkeys(entering)),
     }.__getitem__
