@@ -187,7 +187,7 @@ def best_of_block(
 
 @jit
 def wander(
-    moves: int,
+    visits: int,
     most: int,
     state: Random,
     start: Int,
@@ -206,9 +206,10 @@ def wander(
     choice: Int,
     profile: Int,
 ) -> int:
-    """Makes `moves` block moves of up to `most` nodes, in place; returns how many changed the choice.
+    """Makes block moves of up to `most` nodes, in place, until they had `visits` nodes together.
 
-    A move is refused where it would leave one of the rows it touches above `limit`.
+    Returns how many moves changed the choice. A move is refused where it would
+    leave one of the rows it touches above `limit`.
     """
     n, rows = len(start) - 1, len(profile)
     mark = np.zeros(n, dtype=np.int64)
@@ -219,9 +220,10 @@ def wander(
     while most >> octaves > 0:
         octaves += 1
     made = 0
-    for _ in range(moves):
+    while visits > 0:
         size = most >> draw(state, octaves)
         count = grow(draw(state, n), size, state, edge_nodes, near_start, near, mark, block, via)
+        visits -= count
         differs = best_of_block(
             count, block, via, mark, start, edge_nodes, edge_start, near_start, near, table, unary, choice, message, new
         )

@@ -1,8 +1,8 @@
 """A MIP engine in a process of its own: it runs beside the search, and can be stopped.
 
 HiGHS looks at the clock only now and then (a restricted MIP of two million cells overran a limit of 2 s
-by 50 s), so that only killing its process keeps a time limit. Run as a module this is that process:
-it reads pickled requests from its standard input and writes pickled answers.
+by 50 s), so that only killing its process keeps a time limit. `main` is what that process does: it
+reads pickled requests from its standard input and writes pickled answers.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from autoshard.solver.exact import MipAnswer, solve_program
 from autoshard.solver.program import Program
 
-SMALL_CELLS = 5_000  # a program of so few cells is solved at once, without a process
+SMALL_CELLS = 10_000  # a program of so few cells is solved at once, without a process
 OVERRUN_S, OVERRUN = 1.0, 1.5  # a request may take OVERRUN · its limit + OVERRUN_S before the kill
 NOTHING = MipAnswer(choice=None, bound=None, infeasible=False, finished=False)
 
@@ -40,7 +40,7 @@ class Child:
             return
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "autoshard.solver.child"],
+            [sys.executable, "-c", "from autoshard.solver.child import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -67,8 +67,9 @@ class Child:
         """Returns the answer; None if it takes more than `wait_s`. An overrun ends without choice or bound."""
         assert self.pending is not None
         until = min(time.perf_counter() + wait_s, self.kill_at)
+        timeout = None if math.isinf(until) else max(until - time.perf_counter(), 0.0)
         try:
-            answer = self.pending.result(timeout=max(until - time.perf_counter(), 0.0))
+            answer = self.pending.result(timeout=timeout)
         except NotYetError:
             if time.perf_counter() < self.kill_at:
                 return None
@@ -108,6 +109,19 @@ class Child:
         return pickle.load(self.process.stdout)
 
 
+def solve_in_time(program: Program, *, time_limit_s: float, **options: Any) -> MipAnswer:
+    """Solves `program` as `solve_program` does, but keeps the time limit whatever the engine does."""
+    child = Child()
+    try:
+        child.submit(program, time_limit_s=time_limit_s, **options)
+        child.kill_at = min(child.kill_at, time.perf_counter() + time_limit_s + OVERRUN_S)
+        answer = child.answer(math.inf)
+    finally:
+        child.close()
+    assert answer is not None
+    return answer
+
+
 def main() -> None:
     """Answers requests until the input ends."""
     requests, answers = sys.stdin.buffer, private_output()
@@ -125,7 +139,3 @@ def private_output() -> BinaryIO:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return answers
-
-
-if __name__ == "__main__":
-    main()

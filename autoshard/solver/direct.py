@@ -9,9 +9,9 @@ import numpy as np
 
 from autoshard.problem.network import Int, Problem
 from autoshard.solver.buckets import eliminate_all
+from autoshard.solver.child import solve_in_time
 from autoshard.solver.core import Core, reduce
 from autoshard.solver.evaluate import evaluate, usage_profile
-from autoshard.solver.exact import solve_program
 from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.usage import peaks_over
 
@@ -64,7 +64,7 @@ def optimum(core: Core, incumbent: Incumbent, limit_s: float) -> tuple[Int | Non
     program, names = core.program()
     if program.cells > MIP_CELLS:
         return None, None
-    answer = solve_program(program, time_limit_s=limit_s, rel_gap=incumbent.rel_gap, seed=incumbent.seed)
+    answer = solve_in_time(program, time_limit_s=limit_s, rel_gap=incumbent.rel_gap, seed=incumbent.seed)
     if answer.infeasible:
         incumbent.infeasible = True
         return None, "highs"
@@ -97,7 +97,7 @@ def smallest_peak(incumbent: Incumbent) -> bool:
         program, names = core.program()
         if program.cells > MIP_CELLS:
             return False
-        answer = solve_program(
+        answer = solve_in_time(
             program, time_limit_s=max(incumbent.left_s(), 1.0), seed=incumbent.seed, minimise_peak=True
         )
         if answer.choice is None:

@@ -24,8 +24,9 @@ import numpy as np
 from autoshard.problem.network import INF, Hinge, Int, Problem
 from autoshard.solver.bound import ROUNDING, Dual, shifted
 from autoshard.solver.buckets import eliminate_all, order_by_size
+from autoshard.solver.child import solve_in_time
 from autoshard.solver.core import Core, reduce
-from autoshard.solver.exact import MipAnswer, highest_point, solve_program
+from autoshard.solver.exact import MipAnswer, highest_point
 from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.labels import solve_by_labels
 from autoshard.solver.presolve import presolve, settle
@@ -253,7 +254,7 @@ class Hinged:
             return MipAnswer(choice=labels.choice, bound=bound, infeasible=False, finished=True)
         if program.cells > MIP_CELLS:
             return None
-        answer = solve_program(program, time_limit_s=limit_s, rel_gap=self.incumbent.rel_gap, seed=self.incumbent.seed)
+        answer = solve_in_time(program, time_limit_s=limit_s, rel_gap=self.incumbent.rel_gap, seed=self.incumbent.seed)
         if answer.infeasible:
             return answer
         if answer.choice is None or answer.bound is None or not answer.finished:

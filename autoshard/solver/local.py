@@ -7,6 +7,8 @@ it beats the best choice so far in parts, these parts are taken over. After turn
 search goes on from the best choice, perturbed (iterated local search: Lourenço, Martin & Stützle 2003).
 """
 
+import math
+
 import numpy as np
 
 from autoshard.problem.network import INF, Int
@@ -17,8 +19,8 @@ from autoshard.solver.program import Network
 from autoshard.solver.rows import Rows
 from autoshard.solver.usage import peaks_over
 
-MOVES = 12  # of a turn
-POLISH_MOVES = 40  # at each factor
+VISITS = 1.2  # of each node, on average, by the moves of a turn
+POLISH_VISITS = 4.0  # at each factor
 POLISH = (0.0, 0.5, 0.9, 0.0)  # factors of the prices: low ones spend memory, high ones win it back
 PEAKS = 16  # rows that become dearer at once
 DEARER, LEAST_DEARER = 3.0, 0.01  # price per relative overflow, and the least, of value / limit
@@ -74,7 +76,7 @@ class LocalSearch:
         if self.idle >= PATIENCE:
             self._perturb()
         unary = self._unary(self.level * self.price + self.added)
-        self._move(unary, self.choice, self.profile, ANY, MOVES)
+        self._move(unary, self.choice, self.profile, ANY, VISITS)
         peaks = peaks_over(self.profile, limit, PEAKS)
         value = self.value_of(self.choice)
         found = False
@@ -98,7 +100,7 @@ class LocalSearch:
         found = self._keep(choice, profile)
         price = self._unary(self.price + self.added) - self.cost
         for factor in POLISH:
-            self._move(self.cost + factor * price, choice, profile, self.rows.limit, POLISH_MOVES)
+            self._move(self.cost + factor * price, choice, profile, self.rows.limit, POLISH_VISITS)
             found |= self._keep(choice, profile)
         return self._cross(choice) or found
 
@@ -121,17 +123,18 @@ class LocalSearch:
         self.choice, self.profile = self.best.copy(), self.rows.profile(self.best)
         unary = self._unary(self.level * self.price + self.added)
         scale = self.random.choice(NOISE) * max(abs(self.best_value), 1.0) / self.network.nodes
-        self._move(unary + scale * self.random.random(len(unary)), self.choice, self.profile, ANY, MOVES)
+        self._move(unary + scale * self.random.random(len(unary)), self.choice, self.profile, ANY, VISITS)
 
     def _unary(self, price: Floats) -> Floats:
         rows = self.rows
         args = (rows.items, rows.begin, rows.end, rows.first, rows.usage, self.network.start, price)
         return self.cost + blocks.priced(*args)
 
-    def _move(self, unary: Floats, choice: Int, profile: Int, limit: int, moves: int) -> None:
+    def _move(self, unary: Floats, choice: Int, profile: Int, limit: int, visits: float) -> None:
         net, rows = self.network, self.rows
         blocks.wander(
-            moves, net.nodes, self.state, net.start, net.edge_nodes, net.edge_start, *self.near, self.table, unary,
+            math.ceil(visits * net.nodes), net.nodes, self.state,
+            net.start, net.edge_nodes, net.edge_start, *self.near, self.table, unary,
             rows.items, rows.begin, rows.end, rows.first, rows.usage, limit, choice, profile,
         )  # fmt: skip
 

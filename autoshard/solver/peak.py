@@ -12,10 +12,15 @@ import numpy as np
 from autoshard.problem.network import INF, Int, Problem
 from autoshard.solver.bound import Dual, shifted
 from autoshard.solver.incumbent import Incumbent
+from autoshard.solver.local import LocalSearch
 from autoshard.solver.presolve import presolve
-from autoshard.solver.usage import memory_of, peaks_over
+from autoshard.solver.program import Network
+from autoshard.solver.rows import rows_of
+from autoshard.solver.usage import Memory, memory_of, peaks_over
 
 ROUNDS, PASSES = 30, 20
+TURNS = 25  # of the local search at one limit
+LOWERINGS = 4  # limits in a row, each half as ambitious, that fail before it is given up
 EAGERNESS = 4.0  # exponent of a time point's excess over the mean
 NEAR = 0.98  # time points so near the peak get a weight
 
@@ -61,7 +66,32 @@ def approximate_peak(incumbent: Incumbent) -> Peak | None:
         weight /= weight.sum() * (1 + 1e-9)  # at most 1 in spite of rounding
     if best is None or smallest is None:
         return None
+    best = lowered(incumbent, network, memory, best, bound)
+    smallest = int(memory.profile(best).max(initial=0))
     return Peak(choice=network.expand(best), peak_bytes=smallest, bound_bytes=min(bound, smallest))
+
+
+def lowered(incumbent: Incumbent, network: Network, memory: Memory, choice: Int, bound: int) -> Int:
+    """Returns a choice of a peak at most that of `choice`: the local search under lower and lower limits."""
+    idle = 0
+    while idle < LOWERINGS and incumbent.left_s() > 0:
+        peak = int(memory.profile(choice).max(initial=0))
+        if peak <= bound:
+            break
+        limit = bound if idle == 0 else (bound + (2**idle - 1) * peak) >> idle
+        if limit >= peak:
+            break
+        local = LocalSearch(network, rows_of(replace(memory, limit=limit)), incumbent.seed)
+        local.go_on_from(choice)
+        for _ in range(TURNS):
+            if local.best is not None or incumbent.left_s() <= 0:
+                break
+            local.turn()
+        if local.best is None:
+            idle += 1
+        else:
+            choice, idle = local.best, 0
+    return choice
 
 
 def without_costs(problem: Problem) -> Problem:

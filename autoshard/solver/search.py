@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from autoshard.problem.network import INF, Int
 from autoshard.solver.bound import RESTING, Dual, shifted
 from autoshard.solver.child import SMALL_CELLS, Child
+from autoshard.solver.dominance import without_dominated
 from autoshard.solver.exact import MipAnswer
 from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.local import LocalSearch
@@ -121,8 +122,11 @@ class Search:
         local.set_prices(price)
         if incumbent.choice is not None and incumbent.objective is not None:
             own = self.full.positions(incumbent.choice)
-            if local.value_of(own) < local.best_value:
-                local.start_at(own)
+            if (own >= 0).all():
+                if local.value_of(own) < local.best_value:
+                    local.start_at(own)
+            elif local.best is None:  # some of its strategies are dominated
+                local.go_on_from(np.maximum(own, 0))
         if self.rounded != self.dual.iterations:
             self.rounded = self.dual.iterations
             local.go_on_from(self.full.positions(self.dual.network.expand(self.dual.choice)))
@@ -365,6 +369,7 @@ def solve_by_search(incumbent: Incumbent) -> str:
         if network is None:
             incumbent.infeasible = True
             return "arc consistency"
+        network = without_dominated(incumbent.problem, network)
         if network.edge_cost.shape[1] > SMALL_CELLS:
             child.start()
         run(Search(incumbent, network, child))

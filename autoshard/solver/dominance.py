@@ -1,0 +1,105 @@
+"""Dominance: a strategy goes if another of its node is at least as good in every way.
+
+That is: costs no more by itself and with every strategy of every neighbour, adds no more to any hinge,
+and uses no more in any memory row. Of equals the first stays.
+"""
+
+import numpy as np
+
+from autoshard.problem.network import INF, Int, Problem
+from autoshard.solver.kernels import Mask, jit
+from autoshard.solver.presolve import neighbours, settle
+from autoshard.solver.program import Network
+from autoshard.solver.rows import rows_of
+from autoshard.solver.usage import memory_of
+
+
+def without_dominated(problem: Problem, network: Network) -> Network:
+    """Returns `network`, to which `problem` was reduced, without dominated strategies; an optimum stays."""
+    while True:
+        rows = rows_of(memory_of(problem, network))
+        alive = undominated(
+            network.start, network.cost, network.edge_nodes, network.edge_start, network.edge_cost,
+            *neighbours(network), rows.items, rows.first, rows.usage,
+        )  # fmt: skip
+        if alive.all():
+            return network
+        settled = settle(network, alive)
+        assert settled is not None  # of any finite choice, the dominating one is left
+        network = settled
+
+
+@jit
+def undominated(
+    start: Int,
+    cost: Int,
+    edge_nodes: Int,
+    edge_start: Int,
+    edge_cost: Int,
+    near_start: Int,
+    near: Int,
+    items: Int,
+    first: Int,
+    usage: Int,
+) -> Mask:
+    """Returns which strategies no other of their node dominates."""
+    alive = np.ones(start[-1], dtype=np.bool_)
+    for v in range(len(start) - 1):
+        k = start[v + 1] - start[v]
+        for j in range(k):
+            for i in range(k):
+                if i == j or not alive[start[v] + i] or not alive[start[v] + j]:
+                    continue
+                if _dominates(
+                    v, i, j, start, cost, edge_nodes, edge_start, edge_cost, near_start, near, items, first, usage
+                ):
+                    alive[start[v] + j] = False
+    return alive
+
+
+@jit
+def _dominates(
+    v: int,
+    i: int,
+    j: int,
+    start: Int,
+    cost: Int,
+    edge_nodes: Int,
+    edge_start: Int,
+    edge_cost: Int,
+    near_start: Int,
+    near: Int,
+    items: Int,
+    first: Int,
+    usage: Int,
+) -> bool:
+    """Whether strategy i of node v is at least as good as j in every way, and comes first if as good."""
+    better = i < j
+    for layer in range(len(cost)):
+        a, b = cost[layer, start[v] + i], cost[layer, start[v] + j]
+        if a > b:
+            return False
+        better |= a < b
+    for at in range(items[v], items[v + 1]):
+        a, b = usage[first[at] + i], usage[first[at] + j]
+        if a > b:
+            return False
+        better |= a < b
+    for at in range(near_start[v], near_start[v + 1]):
+        e = near[at]
+        u, w = edge_nodes[e, 0], edge_nodes[e, 1]
+        kw = start[w + 1] - start[w]
+        others = kw if v == u else start[u + 1] - start[u]
+        for layer in range(len(cost)):
+            for x in range(others):
+                if v == u:
+                    a, b = edge_cost[layer, edge_start[e] + i * kw + x], edge_cost[layer, edge_start[e] + j * kw + x]
+                else:
+                    a, b = edge_cost[layer, edge_start[e] + x * kw + i], edge_cost[layer, edge_start[e] + x * kw + j]
+                if layer == 0 and b >= INF:
+                    better |= a < INF
+                    continue
+                if a > b:
+                    return False
+                better |= a < b
+    return better
