@@ -21,23 +21,28 @@ from cost_models.errors import (
     UnknownHardwareError,
     UnknownNumberError,
 )
+from cost_models.framework import JAX, MEGATRON, Framework
 from cost_models.limits import Limit, hardware_limits, model_limits
 from cost_models.machine import Machine
 from cost_models.model import Hardware, hardware
 from cost_models.serving import ServingTime, serving_time
 from cost_models.training_layout import TrainingLayout
-from cost_models.training_step import StepTime, step_time
+from cost_models.training_step import Part, StepTime, step_time
 from cost_models.transformer import Transformer
 
 __all__ = [
+    "JAX",
     "KINDS",
+    "MEGATRON",
     "CostModelError",
+    "Framework",
     "Hardware",
     "HardwareFileError",
     "Kind",
     "Limit",
     "Machine",
     "MeshFitError",
+    "Part",
     "ServingTime",
     "StepTime",
     "TopologyError",

@@ -3,17 +3,22 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from pathlib import Path
+from typing import TypeAlias
 
 from cost_models import catalogue
+from cost_models.alpha_beta import Kind
 from cost_models.errors import TopologyError, UnknownHardwareError, UnknownNumberError
 from cost_models.hardware_file import Chip, Number, parse_chip
 from cost_models.machine import Machine
 from cost_models.placement import place
 from cost_models.topology import Topology, examples, explain_core_count, parse_topology, smallest_topology
+
+Exchanged: TypeAlias = tuple[Kind, tuple[str, ...], float, float]
+"""One collective of a step: kind, mesh axes, logical bytes per device, how often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +29,14 @@ class Hardware:
         chip: Numbers of one device and of its interconnects.
         topology: Which devices there are, and how they are linked.
         note: What was assumed for the user, or "".
+        order: Mesh axes from outermost to innermost, where they are not to lie as the
+            mesh lists them; see `nested`.
     """
 
     chip: Chip
     topology: Topology
     note: str = ""
+    order: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -94,7 +102,7 @@ class Hardware:
         links = {role: link.medium for role, link in self.chip.links.items()}
         dims = [(d.size, d.level, d.medium, d.wraps) for d in self.topology.dimensions]
         values = {key: number.value for key, number in self.numbers.items()}
-        text = json.dumps([values, tables, links, dims], sort_keys=True)
+        text = json.dumps([values, tables, links, dims, *([self.order] if self.order else [])], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def replaced(self, source: str, **values: float) -> "Hardware":
@@ -121,16 +129,34 @@ class Hardware:
     def place(self, mesh: Mapping[str, int], order: Sequence[str] | None = None) -> Machine:
         """Lay a mesh (axis name → size, major to minor) on this hardware.
 
-        By default the last axis lies innermost, on the fastest links; `order`
-        names the axes from outermost to innermost instead. See `placement`.
+        By default the last axis lies innermost, on the fastest links; `order`, or this
+        hardware's own, names the axes from outermost to innermost instead. See `placement`.
 
         Raises:
             MeshFitError: The mesh does not fill the topology exactly.
         """
-        return Machine(self.chip, place(self.topology, mesh, order))
+        return Machine(self.chip, place(self.topology, mesh, order or self.order or None))
+
+    def nested(self, order: Sequence[str]) -> "Hardware":
+        """The same hardware, on which mesh axes lie in this order, outermost to innermost."""
+        return replace(self, order=tuple(order))
+
+    def best_order(self, mesh: Mapping[str, int], exchanged: Iterable[Exchanged]) -> tuple[str, ...]:
+        """The nesting of mesh axes, outermost to innermost, under which these collectives take the least time.
+
+        Args:
+            mesh: Axis name → size, major to minor.
+            exchanged: `(kind, axes, logical bytes per device, how often)`.
+        """
+        rows = tuple(exchanged)
+
+        def seconds(machine: Machine) -> float:
+            return sum(times * float(machine.collective_s(kind, axes, nbytes)) for kind, axes, nbytes, times in rows)
+
+        return min(self.placements(mesh), key=seconds).placement.order
 
     def placements(self, mesh: Mapping[str, int]) -> Iterator[Machine]:
-        """Every distinct way to nest the mesh axes, the default first."""
+        """Every distinct way to nest the mesh axes, the mesh's own first."""
         seen: set[tuple[int, ...]] = set()
         for inner_first in permutations(reversed(tuple(mesh))):
             machine = self.place(mesh, tuple(reversed(inner_first)))

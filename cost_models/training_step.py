@@ -8,11 +8,12 @@ matmuls are priced by the same `Machine` that the planner asks::
          + pipeline bubble + gradient sums that did not hide + optimizer
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cost_models import closed_forms
 from cost_models.block import ACTIVATIONS, PASSES, Block
-from cost_models.errors import MeshFitError
+from cost_models.errors import CostModelError, MeshFitError
 from cost_models.framework import MEGATRON, Framework
 from cost_models.model import Hardware
 from cost_models.operations import elementwise_s, lookup_s, optimizer_s
@@ -24,11 +25,24 @@ from cost_models.transformer import Transformer
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Seconds of a step, and why they are spent."""
+    """Seconds of a step, and why they are spent.
+
+    Attributes:
+        name: What the time goes to.
+        seconds: On the critical path.
+        reason: Why.
+        traffic: The collectives behind it, hidden or not.
+    """
 
     name: str
     seconds: float
     reason: str
+    traffic: tuple[Traffic, ...] = ()
+
+    @property
+    def hidden_s(self) -> float:
+        """Communication of this part that runs beside compute."""
+        return max(0.0, sum(t.seconds for t in self.traffic) - self.seconds) if self.traffic else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +81,27 @@ class StepTime:
     def peak_bytes(self) -> float:
         """Memory that a device needs."""
         return sum(self.memory_bytes.values())
+
+    def why(self, name: str) -> str:
+        """The reason for a part's seconds: how many, of how many, through which collectives, and what hides.
+
+        Raises:
+            CostModelError: The step has no part of that name.
+        """
+        part = next((part for part in self.parts if part.name == name), None)
+        if part is None:
+            raise CostModelError(f"no part `{name}` of a step; there are {', '.join(p.name for p in self.parts)}")
+        share = part.seconds / self.seconds
+        lines = [f"{part.name}: {part.seconds:.6f} s, {share:.1%} of the step: {part.reason}"]
+        for t in part.traffic:
+            axes, each_s = "·".join(t.axes), t.seconds / t.times
+            lines.append(
+                f"  {t.times:g} × {t.kind} over {axes} of {t.nbytes / 1e6:.3f} MB, {each_s * 1e6:.1f} µs each: "
+                f"{t.seconds:.6f} s"
+            )
+        if part.hidden_s > 0:
+            lines.append(f"  of them hidden behind compute: {part.hidden_s:.6f} s")
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         rows = [f"{p.seconds:12.6f} s  {p.name:<24} {p.reason}" for p in self.parts if p.seconds > 0]
@@ -109,17 +144,10 @@ def step_time(
         )
     block = Block(model=model, layout=layout, machine=machine, sequence=sequence, dtype=dtype, framework=framework)
     traffic = TrainingTraffic(block, microbatches)
-    exchanged = (
-        *traffic.tensor(),
-        *traffic.context(),
-        *traffic.expert(),
-        *traffic.vocabulary(),
-        *(t for both in (traffic.fsdp(), traffic.replica()) for half in both for t in half),
-        *traffic.stage(),
-    )
+    parts = _parts(block, traffic)
     return StepTime(
-        parts=_parts(block, traffic),
-        traffic=tuple(t for t in exchanged if t.times),
+        parts=parts,
+        traffic=tuple(t for part in parts for t in part.traffic),
         memory_bytes=TrainingMemory(traffic).peak(),
         flops=_flops(block, traffic),
         model_flops=sequences * sequence * model.train_flops(sequence),
@@ -143,13 +171,21 @@ def _parts(block: Block, traffic: TrainingTraffic) -> tuple[Part, ...]:
         Part("logits", _logits_s(block) * traffic.microbatches, "vocabulary matmul and softmax, on the last stage"),
         Part("embedding", _embedding_s(block) * traffic.microbatches, "look-up and its scatter"),
     )
+    tensor, context, expert = traffic.tensor(), traffic.context(), traffic.expert()
+    vocabulary, stage = traffic.vocabulary(), traffic.stage()
+    sharded, replicas = ([*one, *other] for one, other in (traffic.fsdp(), traffic.replica()))
+    stream = "all-gathers and reduce-scatters" if layout.sequence_parallel else "all-reduces"
     waits = (
-        Part("tensor-parallel", _tensor_s(block, traffic), "all-gathers and reduce-scatters of the residual stream"),
-        Part("context-parallel", _total_s(traffic.context()), "keys and values of the whole sequence"),
-        Part("expert-parallel", _total_s(traffic.expert()), "tokens to their experts and back"),
-        Part("vocabulary", _total_s(traffic.vocabulary()), "tokens to and from the split embedding and logits"),
-        Part("fsdp", _fsdp_s(block, traffic), "weight gathers and gradient scatters that compute did not hide"),
-        Part("stage hand-over", _stage_s(block, traffic), "activations between pipeline stages"),
+        _communicated("tensor-parallel", _tensor_s(block, traffic), f"{stream} of the residual stream", tensor),
+        _communicated("context-parallel", _total_s(context), "keys and values of the whole sequence", context),
+        _communicated("expert-parallel", _total_s(expert), "tokens to their experts and back", expert),
+        _communicated(
+            "vocabulary", _total_s(vocabulary), "tokens to and from the split embedding and logits", vocabulary
+        ),
+        _communicated(
+            "fsdp", _fsdp_s(block, traffic), "weight gathers and gradient scatters that compute did not hide", sharded
+        ),
+        _communicated("stage hand-over", _stage_s(block, traffic), "activations between pipeline stages", stage),
     )
     busy_s = sum(part.seconds for part in (*work, *waits))
     bubble = closed_forms.pipeline_bubble(layout.pipeline, traffic.microbatches, repeats=layout.virtual_stages)
@@ -157,9 +193,16 @@ def _parts(block: Block, traffic: TrainingTraffic) -> tuple[Part, ...]:
         *work,
         *waits,
         Part("pipeline bubble", busy_s * bubble / (1 - bubble), "stages that wait to fill and to drain"),
-        Part("gradient sums", _replica_s(block, traffic), "between replicas, what one microbatch did not hide"),
+        _communicated(
+            "gradient sums", _replica_s(block, traffic), "between replicas, what one microbatch did not hide", replicas
+        ),
         Part("optimizer", _optimizer_s(block, traffic), "memory-bound update of the local parameters"),
     )
+
+
+def _communicated(name: str, seconds: float, reason: str, exchanged: Sequence[Traffic]) -> Part:
+    """A part that collectives take, those of groups of one left out."""
+    return Part(name, seconds, reason, tuple(t for t in exchanged if t.times))
 
 
 def _attention(block: Block) -> str:
@@ -168,7 +211,7 @@ def _attention(block: Block) -> str:
     return "scores in memory, the masked half computed"
 
 
-def _total_s(traffic: list[Traffic]) -> float:
+def _total_s(traffic: Sequence[Traffic]) -> float:
     return sum(t.seconds for t in traffic)
 
 

@@ -3,13 +3,16 @@
 from itertools import product
 from math import prod
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
+import autoshard
 import cost_models
 from cost_models.alpha_beta import Ring
 from cost_models.errors import MeshFitError
+from cost_models.model import Exchanged
 from tests.random_machines import placed
 
 
@@ -127,3 +130,32 @@ def test_placements_are_distinct_and_start_with_the_default():
     assert len(orders) == len(set(orders)) == 6
     best = min(hardware.placements(mesh), key=lambda m: float(m.collective_s("all-reduce", ("pipe",), 2**26)))
     assert [c.level for c in best.crossings(("pipe",))] == ["domain"]
+
+
+def test_the_best_order_is_searched_and_kept():
+    hardware = cost_models.hardware("h100:2x8")
+    mesh = {"data": 2, "pipe": 2, "model": 4}
+    busy: list[Exchanged] = [("all-reduce", (axis,), 2.0**26, 100.0) for axis in ("data", "model")]
+    order = hardware.best_order(mesh, [*busy, ("collective-permute", ("pipe",), 2.0**10, 1.0)])
+    assert order[0] == "pipe"
+    nested = hardware.nested(order)
+    assert [c.level for c in nested.place(mesh).crossings(("data",))] == ["domain"]
+    assert nested.digest != hardware.digest
+    assert hardware.nested(("data", "pipe", "model")).place(mesh).device_order.tolist() == (
+        hardware.place(mesh).device_order.tolist()
+    )
+
+
+def test_a_plan_has_the_device_order_that_was_priced():
+    """[TP2, CP2, PP2, DP2], major to minor, nested as in Llama 3: GPU0 meets GPUs 1, 2, 4 and 8."""
+
+    def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x @ w
+
+    hardware = cost_models.hardware("h100:2x8").nested(("dp", "pp", "cp", "tp"))
+    square = jax.ShapeDtypeStruct((64, 64), "float32")
+    plan = autoshard.plan(
+        matmul, square, square, mesh={"tp": 2, "cp": 2, "pp": 2, "dp": 2}, hardware=hardware, for_grad=False
+    )
+    order = np.reshape(plan.record.device_order, (2, 2, 2, 2))
+    assert [order[1, 0, 0, 0], order[0, 1, 0, 0], order[0, 0, 1, 0], order[0, 0, 0, 1]] == [1, 2, 4, 8]

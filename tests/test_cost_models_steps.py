@@ -10,7 +10,7 @@ import cost_models
 from benchmarks.fit_steps import NAMES, fit, fit_half
 from benchmarks.published_steps import ROWS, Run, read, spearman
 from cost_models.block import Block
-from cost_models.errors import MeshFitError
+from cost_models.errors import CostModelError, MeshFitError
 from cost_models.training_layout import Remat, TrainingLayout
 from cost_models.training_step import StepTime, step_time
 from cost_models.transformer import Transformer
@@ -78,6 +78,20 @@ def test_every_second_has_a_reason():
     assert all(part.reason for part in found.parts)
     assert "weight gathers" in str(found)
     assert f"{100 * found.mfu:.1f}% MFU" in str(found)
+
+
+def test_every_part_can_be_asked_why():
+    found = step(TrainingLayout(data=2, fsdp=4, microbatch=8), "h100:2x4")
+    assert {t for part in found.parts for t in part.traffic} == set(found.traffic)
+    for part in found.parts:
+        assert found.why(part.name).startswith(f"{part.name}: {part.seconds:.6f} s, ")
+        assert part.hidden_s == pytest.approx(max(0.0, sum(t.seconds for t in part.traffic) - part.seconds))
+    why = found.why("fsdp").splitlines()
+    assert len(why) == 1 + len(next(p.traffic for p in found.parts if p.name == "fsdp")) + 1
+    assert "all-gather over fsdp·expert" in why[1]
+    assert why[-1].startswith("  of them hidden behind compute: ")
+    with pytest.raises(CostModelError, match="no part `magic` of a step; there are matmuls, attention"):
+        found.why("magic")
 
 
 def test_flops_by_hand():
