@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from autoshard.mesh_search import Search, search
     from autoshard.plans import Plan, load
     from autoshard.rules import register_rule
+    from autoshard.together import plan_many
     from autoshard.wanted import AUTO
 
 _ROOMS = {
@@ -53,6 +54,7 @@ _ROOMS = {
     "jit": "jitted",
     "load": "plans",
     "plan": "api",
+    "plan_many": "together",
     "register_rule": "rules",
     "search": "mesh_search",
 }
@@ -79,6 +81,7 @@ __all__ = [
     "jit",
     "load",
     "plan",
+    "plan_many",
     "register_rule",
     "search",
 ]

@@ -79,11 +79,6 @@ class Question:
         )
         return hashlib.sha256(repr(text).encode()).hexdigest()[:32]
 
-    def pinned(self, specs: Mapping[int, PartitionSpec], *, memory_bytes: int) -> "Question":
-        """The same question with more inputs given, in another limit of memory."""
-        asked = replace(self.wanted, inputs={**self.wanted.inputs, **specs})
-        return replace(self, wanted=asked, memory_bytes=memory_bytes)
-
 
 def ask(
     fn: Callable[..., Any],
