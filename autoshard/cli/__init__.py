@@ -1,4 +1,4 @@
-"""The command line: `autoshard plan | search | explain | report | diff | verify | hardware`; it only parses and calls.
+"""The command line: one room per command; it only parses and calls.
 
 A TARGET is `package.module:builder`, found from the working directory on: a function of no
 arguments (but those of `--set`) that returns `(fn, args)`, the function to plan and a tuple
@@ -16,15 +16,7 @@ from autoshard.errors import AutoshardError
 from cost_models import CostModelError
 
 # One room each, in the order of --help.
-COMMANDS = (
-    "plan",
-    "search",
-    "explain",
-    "report",
-    "diff",
-    "verify",
-    "hardware",
-)
+COMMANDS = ("plan", "search", "explain", "report", "scale", "diff", "verify", "hardware")
 
 for _command in COMMANDS:
     importlib.import_module(f"autoshard.cli.{_command}")

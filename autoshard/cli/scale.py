@@ -1,0 +1,77 @@
+"""`autoshard scale`: tensor, context, expert, pipeline and data parallelism of a transformer, in closed form."""
+
+from typing import Annotated, Any
+
+import typer
+
+from autoshard.candidates import slices
+from autoshard.cli.app import app, print_json
+from autoshard.cli.options import JsonOption, MemoryOption
+from autoshard.cli.written import assignments, byte_count
+from autoshard.errors import InfeasibleError, TargetError
+from autoshard.report import scale as scale_report
+from autoshard.target import load_builder
+from cost_models import Transformer
+from cost_models.layout_search import LayoutRanking, best_layouts
+
+
+@app.command()
+def scale(
+    shape: Annotated[str, typer.Argument(help="layers=126,d_model=16384,… or package.module:function")],
+    *,
+    hardware: Annotated[str, typer.Option("--hardware", help="chip, or chip and topology: h100, h100:2048x8")],
+    batch: Annotated[int, typer.Option("--batch", help="sequences of a step, all devices together")],
+    sequence: Annotated[int, typer.Option("--sequence", help="tokens per sequence")] = 8192,
+    chips: Annotated[int | None, typer.Option("--chips", help="how many, if the topology is not given")] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="of the matmuls: bfloat16, float8_e4m3fn")] = "bfloat16",
+    memory: MemoryOption = None,
+    rows: Annotated[int, typer.Option("--rows", help="of the ranking")] = 10,
+    as_json: JsonOption = False,
+) -> None:
+    """Rank TP × CP × EP × PP × FSDP × DP for a stack of equal layers: scales that nobody compiles."""
+    model = transformer(shape)
+    found: list[LayoutRanking] = []
+    for place in slices(hardware, [] if chips is None else [chips]):
+        ranking = best_layouts(
+            model,
+            place,
+            sequences=batch,
+            sequence=sequence,
+            dtype=dtype,
+            memory_bytes=None if memory is None else byte_count(memory),
+            keep=rows,
+        )
+        found.append(ranking)
+    fitting = [ranking for ranking in found if ranking.ranked]
+    if not fitting:
+        smallest = min((ranking.smallest_bytes for ranking in found), default=float("inf"))
+        raise InfeasibleError(
+            f"no layout of {model.parameters / 1e9:.0f}e9 parameters fits: the smallest takes {smallest / 1e9:.1f} GB "
+            "per device\n  take more chips (--chips), or a --batch that they divide"
+        )
+    best = min(fitting, key=lambda ranking: ranking.ranked[0].step.seconds)
+    if as_json:
+        print_json(scale_report.to_json(best, sequences=batch, sequence=sequence))
+    else:
+        typer.echo(scale_report.text(best, sequences=batch, sequence=sequence))
+
+
+def transformer(written: str) -> Transformer:
+    """`layers=2,d_model=64,…`, or `package.module:function` of a Transformer.
+
+    Raises:
+      TargetError: it is neither.
+    """
+    if "=" in written:
+        given = assignments(written.split(","), "SHAPE")
+        try:
+            return Transformer(**given)
+        except TypeError as error:
+            needed = "layers, d_model, d_ff, heads, kv_heads, head_dim, vocab"
+            raise TargetError(
+                f"cannot read the shape {written}: {error}; write {needed}, each as key=number"
+            ) from error
+    made: Any = load_builder(written)()
+    if not isinstance(made, Transformer):
+        raise TargetError(f"`{written}` returned a {type(made).__name__}, not a cost_models.Transformer")
+    return made
