@@ -35,8 +35,8 @@ def weight_stationary_2d(config: mlp.Config, mesh: Mesh, x: str = "x", y: str = 
     def block(layer: Params, act: jax.Array) -> jax.Array:
         act = jax.lax.all_gather(act, y, axis=1, tiled=True)  # [B, D/x]
         hidden = act @ layer["w_up"].astype(act.dtype)  # [B, F/y], a part of the sum over x
-        hidden = _activation(config)(jax.lax.psum_scatter(hidden, x, scatter_dimension=1, tiled=True))  # [B, F/yx]
-        hidden = jax.lax.all_gather(hidden, x, axis=1, tiled=True)  # [B, F/y]
+        hidden = _activation(config)(jax.lax.psum_scatter(hidden, x, scatter_dimension=0, tiled=True))  # [B/x, F/y]
+        hidden = jax.lax.all_gather(hidden, x, axis=0, tiled=True)  # [B, F/y]
         out = hidden @ layer["w_down"].astype(act.dtype)  # [B, D/x], a part of the sum over y
         return jax.lax.psum_scatter(out, y, scatter_dimension=1, tiled=True)  # [B, D/xy]
 

@@ -20,6 +20,6 @@ def activations(recipe: Recipe) -> PinOf:
     entering = {"branch": P(batch, stationary), "contracted": P(batch, model)}
     return {
         "residual": P(joined(batch, recipe.sequence), width),
-        "hidden": P(batch, joined(model, stationary)),
+        "hidden": P(joined(batch, stationary), model),
         **(entering if stationary else dict.fromkeys(entering)),
     }.__getitem__

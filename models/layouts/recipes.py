@@ -116,8 +116,8 @@ def fsdp_megatron_sequence(data: Axes = "data", model: Axes = "model") -> Recipe
 def weight_stationary_2d(x: Axes = "x", y: Axes = "y") -> Recipe:
     """Weights split over both, and never moved; activations split over both in between.
 
-    Per matmul one gather and one reduce-scatter, over one of the axes each; attention
-    has its batch over `x`, its heads over `y`.
+    Per matmul one gather and one reduce-scatter, over one of the axes each; hidden units
+    and heads lie over `y`, their batch over `x`.
     """
     source = "Pope et al. 2022, arXiv:2211.05102, sections 3.2.2 and 3.3"
     return Recipe(source=source, model=y, stationary=x, parameters=x, moments=x)

@@ -42,7 +42,7 @@ def parameters(recipe: Recipe, stored: Axes) -> SpecOf:
 
 
 def activations(recipe: Recipe) -> PinOf:
-    """By label; stationary weights have the width split between them, and attention's batch.
+    """By label; between stationary weights lie the residual's width and the inner batch split over both.
 
     Where weights move or have one split alone, what enters a matmul is left free: a pin
     there would have its cotangent summed whole before it is split.
@@ -59,7 +59,7 @@ def activations(recipe: Recipe) -> PinOf:
         "residual": P(batch, joined(context, recipe.sequence), width),  # [B, S, D]
         "queries": P(apart, context, heads, None),  # [B, S, N, H]
         "keys": P(apart, None, heads, None),  # [B, S, K, H]
-        "hidden": P(batch, context, joined(model, stationary)),  # [B, S, F]
+        "hidden": P(apart, context, model),  # [B, S, F]
         "logits": P(apart, context, model),  # [B, S, V]
         **(entering if stationary else dict.fromkeys(entering)),
     }.__getitem__
