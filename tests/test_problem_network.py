@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def test_written_problems_read_back_equal(tmp_path: Path, name: str) -> None:
     for seed in range(50):
         problem = random_problem(np.random.default_rng(seed), hinges=seed % 3)
         problem = replace(problem, unit_s=1e-12, names=tuple(f"node {v}" for v in range(problem.nodes)))
-        iopddl.write(problem, tmp_path / name)
+        problem.dump(tmp_path / name)
         again = iopddl.read(tmp_path / name)
         for field in ("start", "cost", "edge_nodes", "edge_start", "edge_cost"):
             assert np.array_equal(getattr(problem, field), getattr(again, field)), field
@@ -68,6 +69,27 @@ def test_written_problems_read_back_equal(tmp_path: Path, name: str) -> None:
             again.names,
         )
         assert solve(problem).objective == solve(again).objective
+
+
+def test_other_readers_see_a_relaxation_exact_but_for_hinges(tmp_path: Path) -> None:
+    """Without our own object, the file has the same optimum; with hinges, a lower one at most."""
+    followed = 0
+    for seed in range(150):
+        problem = random_problem(np.random.default_rng(seed), nodes=4, hinges=seed % 2)
+        iopddl.write(problem, tmp_path / "p.json")
+        document = json.loads((tmp_path / "p.json").read_text())
+        document.pop("autoshard", None)
+        plain_part = iopddl.read(save(document, tmp_path / "plain.json"))
+        followed += plain_part.nodes > problem.nodes
+        ours, theirs = solve(problem), solve(plain_part)
+        assert ours.status == theirs.status, seed
+        if ours.found and problem.hinges:
+            assert theirs.objective <= ours.objective, seed
+        elif ours.found:
+            assert theirs.objective == ours.objective, seed
+        else:
+            assert theirs.smallest_peak_bytes == ours.smallest_peak_bytes, seed
+    assert followed > 50
 
 
 def edit(document: dict[str, Any], path: str, value: object) -> dict[str, Any]:
@@ -91,6 +113,9 @@ def edit(document: dict[str, Any], path: str, value: object) -> dict[str, Any]:
         ("problem.nodes.costs", 3, "problem.nodes.costs: expected a list, found int"),
         ("problem.nodes.costs.1", [], r"problem\.nodes\.costs\[1\]: a node needs at least one strategy"),
         ("problem.nodes.costs.1.2", 1.5, r"problem\.nodes\.costs\[1\]\[2\]: 1\.5 is not an integer"),
+        ("problem.nodes.costs.1.2", math.nan, r"problem\.nodes\.costs\[1\]\[2\]: nan is not an integer"),
+        ("problem.nodes.usages.1.0", math.inf, r"problem\.nodes\.usages\[1\]\[0\]: inf is not an integer"),
+        ("problem.edges.costs.0.1", None, r"problem\.edges\.costs\[0\]: 5 entries for 6 pairs of strategies"),
         ("problem.nodes.costs.1.2", "x", r"problem\.nodes\.costs\[1\]\[2\]: 'x' is not an integer"),
         ("problem.nodes.costs.1.2", True, r"problem\.nodes\.costs\[1\]\[2\]: True is not an integer"),
         ("problem.nodes.costs.1", {"a": 1}, r"problem\.nodes\.costs\[1\]: expected a list, found dict"),
@@ -103,7 +128,7 @@ def edit(document: dict[str, Any], path: str, value: object) -> dict[str, Any]:
         ("problem.edges.costs.0", [1, 2, 3], r"problem\.edges\.costs\[0\]: 3 entries for 6 pairs of strategies"),
         ("problem.edges.costs", [], "problem.edges.costs: 0 entries for 1 edges"),
         ("problem.usage_limit", -1, "problem.usage_limit: -1 is not a usage"),
-        ("autoshard", {"hinges": []}, "autoshard: KeyError: 'use_node'"),
+        ("autoshard", {"hinges": []}, "autoshard: KeyError: 'nodes'"),
     ],
 )
 def test_malformed_files_are_refused_with_the_position(tmp_path: Path, path: str, value: object, message: str) -> None:
@@ -120,12 +145,18 @@ def test_files_that_are_no_json_are_refused(tmp_path: Path) -> None:
     file.write_text('{"problem": {\n "nodes": ]}')
     with pytest.raises(ProblemFileError, match=r"bad\.json:2:11: not JSON"):
         iopddl.read(file)
-    file.write_text(json.dumps(plain()).replace("[5, 6]", "[5, NaN]"))
-    with pytest.raises(ProblemFileError, match="NaN is not an integer"):
+    file.write_text("[" * 100_000)
+    with pytest.raises(ProblemFileError, match="not a problem"):
         iopddl.read(file)
-    whole = gzip.compress(json.dumps(plain()).encode())
+    file.write_text(json.dumps(plain()).replace("100}", "1" * 5000 + "}"))
+    with pytest.raises(ProblemFileError, match="not a problem"):
+        iopddl.read(file)
+    whole = gzip.compress(json.dumps(plain()).encode() + np.random.default_rng(0).bytes(9000))
     file.write_bytes(whole[:-20])
-    with pytest.raises(ProblemFileError, match="damaged gzip"):
+    with pytest.raises(ProblemFileError, match=rf"damaged gzip at byte {len(whole) - 20} of {len(whole) - 20}: "):
+        iopddl.read(file)
+    file.write_bytes(whole[:2050] + bytes(2000) + whole[4050:])
+    with pytest.raises(ProblemFileError, match=r"damaged gzip at byte \d+ of"):
         iopddl.read(file)
     file.write_bytes(b"{\xff}")
     with pytest.raises(ProblemFileError, match="not"):

@@ -2,9 +2,12 @@
 
 The format is that of the ASPLOS/EuroSys 2025 contest on intra-operator parallelism
 (github.com/google/iopddl): `problem.nodes.{intervals, costs, usages}`, `problem.edges.{nodes,
-costs}` and `problem.usage_limit`. A node has one usage item at most; what the format does not know
-(several items a node, hinges, an offset, names, the unit) goes into a sibling object,
-`autoshard`, that other readers ignore.
+costs}` and `problem.usage_limit`. A node has one usage item at most; further items, and an offset,
+are written as nodes that have no say of their own: *followers* with the strategies of their node,
+bound to it by an edge that is 0 on the diagonal and forbidden elsewhere. What the format cannot say
+(hinges, names, the unit) goes into a sibling object, `autoshard`, that other readers ignore; with it
+the problem reads back as it was. To other readers a problem with hinges is a relaxation: hinges are
+at least 0, so that their optimum is a lower bound, and a choice fits if it fits here.
 """
 
 import gzip
@@ -37,14 +40,27 @@ def read(path: str | Path) -> Problem:
     try:
         text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
     except (OSError, EOFError, zlib.error) as error:
-        raise ProblemFileError(f"{path}: damaged gzip after {len(raw)} bytes: {error}") from None
+        raise ProblemFileError(f"{path}: damaged gzip at byte {damage(raw)} of {len(raw)}: {error}") from None
     try:
-        document = json.loads(text, parse_constant=lambda name: refuse(path, "a number", f"{name} is not an integer"))
+        document = json.loads(text)
     except json.JSONDecodeError as error:
         raise ProblemFileError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from None
     except UnicodeDecodeError as error:
         raise ProblemFileError(f"{path}: byte {error.start} is not UTF-8") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
+        raise ProblemFileError(f"{path}: not a problem: {error}") from None
     return parse(document, path)
+
+
+def damage(raw: bytes) -> int:
+    """Returns where in a damaged gzip file decompression stops, to the block of 1024 bytes."""
+    stream = zlib.decompressobj(wbits=31)
+    for at in range(0, len(raw), 1024):
+        try:
+            stream.decompress(raw[at : at + 1024])
+        except zlib.error:
+            return at
+    return len(raw)
 
 
 def refuse(path: Path, where: str, why: str) -> NoReturn:
@@ -115,12 +131,13 @@ def extend(
 ) -> Problem:
     """Returns the problem whose usage items, hinges and names are in the `autoshard` object."""
     try:
+        nodes, edges = int(more["nodes"]), int(more["edges"])  # the rest are followers
         problem = Problem(
-            start=start,
-            cost=cost,
-            edge_nodes=edge_nodes,
-            edge_start=edge_start,
-            edge_cost=edge_cost,
+            start=start[: nodes + 1],
+            cost=cost[: start[nodes]],
+            edge_nodes=edge_nodes[:edges],
+            edge_start=edge_start[: edges + 1],
+            edge_cost=edge_cost[: edge_start[edges]],
             use_node=np.array(more["use_node"], dtype=np.int64),
             use_interval=np.array(more["use_interval"], dtype=np.int64).reshape(-1, 2),
             use_start=np.array(more["use_start"], dtype=np.int64),
@@ -140,41 +157,52 @@ def extend(
             unit_s=float(more["unit_s"]),
             names=tuple(str(name) for name in more["names"]),
         )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
         refuse(path, "autoshard", f"{type(error).__name__}: {error}")
     return problem
 
 
 def write(problem: Problem, path: str | Path, *, name: str = "autoshard") -> None:
-    """Writes `problem` as IOPDDL JSON, compressed if `path` ends in `.gz`.
-
-    The plain part holds a node's only usage item; with several items, hinges, an offset, names or
-    another unit, the whole truth is in the `autoshard` object and the plain part keeps each node's
-    first item.
-    """
+    """Writes `problem` as IOPDDL JSON, compressed if `path` ends in `.gz`."""
     sizes = np.diff(problem.start)
-    n = problem.nodes
-    intervals: list[list[int]] = [[0, 0]] * n
+    intervals: list[list[int]] = [[0, 0]] * problem.nodes
+    costs = split(problem.cost, problem.start)
     usages = [[0] * int(size) for size in sizes]
-    for i in reversed(range(len(problem.use_node))):
-        v = int(problem.use_node[i])
-        intervals[v] = problem.use_interval[i].tolist()
-        usages[v] = problem.usage[problem.use_start[i] : problem.use_start[i + 1]].tolist()
+    ends: list[list[int]] = problem.edge_nodes.tolist()
+    tables = split(problem.edge_cost, problem.edge_start)
+    used: set[int] = set()
+    for v, interval, usage in zip(
+        problem.use_node.tolist(),
+        problem.use_interval.tolist(),
+        split(problem.usage, problem.use_start),
+        strict=True,
+    ):
+        if v not in used:
+            used.add(v)
+            intervals[v], usages[v] = interval, usage
+            continue
+        ends.append([v, len(costs)])
+        tables.append(np.where(np.eye(len(usage), dtype=bool), 0, INF).reshape(-1).tolist())
+        costs.append([0] * len(usage))
+        intervals.append(interval)
+        usages.append(usage)
+    if problem.offset:
+        costs.append([problem.offset])
+        intervals.append([0, 0])
+        usages.append([0])
     document: dict[str, Any] = {
         "problem": {
             "name": name,
-            "nodes": {"intervals": intervals, "costs": split(problem.cost, problem.start), "usages": usages},
-            "edges": {
-                "nodes": problem.edge_nodes.tolist(),
-                "costs": split(problem.edge_cost, problem.edge_start),
-            },
+            "nodes": {"intervals": intervals, "costs": costs, "usages": usages},
+            "edges": {"nodes": ends, "costs": tables},
         }
     }
     if problem.usage_limit is not None:
         document["problem"]["usage_limit"] = problem.usage_limit
-    plain = len(np.unique(problem.use_node)) == len(problem.use_node)
-    if not plain or problem.hinges or problem.offset or problem.names or problem.unit_s != 1.0:
+    if len(costs) > problem.nodes or problem.hinges or problem.names or problem.unit_s != 1.0:
         document["autoshard"] = {
+            "nodes": problem.nodes,
+            "edges": problem.edges,
             "use_node": problem.use_node.tolist(),
             "use_interval": problem.use_interval.tolist(),
             "use_start": problem.use_start.tolist(),

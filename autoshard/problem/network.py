@@ -14,6 +14,7 @@ give equal plans. A cost of `INF` or more is a forbidden choice.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,6 +105,12 @@ class Problem:
                     raise ValueError(f"hinge {h} names {name} {bad} of {most}")
         if self.names and len(self.names) != self.nodes:
             raise ValueError(f"{len(self.names)} names for {self.nodes} nodes")
+
+    def dump(self, path: str | Path) -> None:
+        """Writes the problem as IOPDDL JSON (`.json`, `.json.gz`), which `problem.iopddl` describes and reads."""
+        from autoshard.problem import iopddl
+
+        iopddl.write(self, path)
 
     def _check_types(self) -> None:
         shapes = {"edge_nodes": (self.edges, 2), "use_interval": (len(self.use_node), 2)}

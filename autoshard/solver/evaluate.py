@@ -83,7 +83,7 @@ def usage_profile(problem: Problem, choice: Int) -> tuple[Int, Int]:
     An item with an empty interval is never alive.
     """
     begin, end = problem.use_interval[:, 0], problem.use_interval[:, 1]
-    chosen = problem.usage[problem.use_start[:-1] + choice[problem.use_node]]
+    chosen = saturated(problem.usage[problem.use_start[:-1] + choice[problem.use_node]], problem.usage_limit)
     alive = begin < end
     times, where = np.unique(np.concatenate([begin[alive], end[alive]]), return_inverse=True)
     change = np.zeros(len(times), dtype=np.int64)
@@ -91,6 +91,16 @@ def usage_profile(problem: Problem, choice: Int) -> tuple[Int, Int]:
     np.add.at(change, where[:count], chosen[alive])
     np.subtract.at(change, where[count:], chosen[alive])
     return times, np.cumsum(change)
+
+
+def saturated(usage: Int, limit: int | None) -> Int:
+    """Returns usages whose sum fits into 64 bits: as they are or, if too large, cut just above the limit.
+
+    What a choice that fits uses is never cut.
+    """
+    if limit is None or usage.sum(dtype=float) < 2.0**62:
+        return usage
+    return np.minimum(usage, limit + 1)
 
 
 def users_at(problem: Problem, choice: Int, time: int) -> list[tuple[int, int]]:

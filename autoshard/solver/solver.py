@@ -1,7 +1,10 @@
 """Solve a problem: small ones directly, large ones by search."""
 
+from dataclasses import replace
+
 from autoshard.problem.network import Problem
 from autoshard.solver.direct import smallest_peak, solve_directly
+from autoshard.solver.evaluate import saturated
 from autoshard.solver.incumbent import Incumbent, Progress
 from autoshard.solver.solution import Solution
 
@@ -29,6 +32,7 @@ def solve(
       rounds: the most rounds of the search; None for as many as time allows.
       on_progress: called with (best, bound, elapsed seconds) whenever either improves.
     """
+    problem = replace(problem, usage=saturated(problem.usage, problem.usage_limit))
     incumbent = Incumbent(
         problem=problem, time_limit_s=time_limit_s, rel_gap=rel_gap, seed=seed, rounds=rounds, on_progress=on_progress
     )
