@@ -137,6 +137,7 @@ def measure(
         raise MeasureError("the devices belong to several processes: measure those of one host, `jax.local_devices()`")
     chip = catalogue.chip(based_on or meshes.detect(list(devices), len(devices)).partition(":")[0])
     effort = effort or Effort()
+    busy = _busy() if devices[0].platform == "cpu" else ""
     plan = list(cases(chip, len(devices), dtypes, effort.scale))
     samples: list[tuple[str, MatmulSample | StreamSample | CollectiveSample]] = []
     spreads: list[float] = []
@@ -158,9 +159,15 @@ def measure(
         versions=f"jax {jax.__version__}, Python {platform.python_version()}",
         method=(
             f"every kernel on all {len(devices)} devices at once, repeated in one program for {effort.program_s:g} s, "
-            f"median of {effort.repeats} programs; half of them lie within ±{float(np.median(spreads)):.0%} of it"
+            f"median of {effort.repeats} programs; half of them lie within ±{float(np.median(spreads)):.0%} of it{busy}"
         ),
     )
+
+
+def _busy() -> str:
+    """What else runs on the cores that are timed; "" if next to nothing does."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    return f"; the {cores} cores were busy with {load:.0f} other threads" if load >= cores / 4 else ""
 
 
 def cases(chip: Chip, devices: int, dtypes: Sequence[str], scale: float) -> Iterator[Case]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 from cost_models import closed_forms as cf
 from cost_models import hardware
@@ -279,6 +279,11 @@ SKIPPED = {
 }
 
 
+def is_close(row: dict[str, Any], value: float) -> bool:
+    """Whether a computed value is within a row's tolerance of what is published."""
+    return abs(value - row["expected"]) <= max(row["tol"], 1e-9) * abs(row["expected"])
+
+
 def main() -> None:
     """Print every computed row beside what is published, and what was skipped."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -291,7 +296,7 @@ def main() -> None:
             print(f"{name:7s} skipped: {SKIPPED.get(name, 'not known here')}")
             continue
         value = float(COMPUTED[name]())
-        close = abs(value - row["expected"]) <= max(row["tol"], 1e-9) * abs(row["expected"])
+        close = is_close(row, value)
         computed, right = computed + 1, right + close
         verdict = "ok   " if close else "WRONG"
         print(f"{name:7s} {verdict} {value:12.6g}  published {row['expected']:g} {row['unit']}  ({row['inputs']})")

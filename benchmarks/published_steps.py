@@ -239,14 +239,55 @@ def describe(errors: Sequence[float]) -> str:
     return f"median {np.median(absolute):6.1%}   90th percentile {worst:6.1%}   ({len(absolute)} rows)"
 
 
-def main() -> None:
-    """Print errors by chip and precision, and of all rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="?", type=Path, default=ROWS, help="JSON list of published runs")
-    parser.add_argument("--all", action="store_true", help="print every row")
-    arguments = parser.parse_args()
-    read_rows = [(row, read(row)) for row in json.loads(arguments.rows.read_text(encoding="utf-8"))]
-    runs = [run for _, run in read_rows if isinstance(run, Run)]
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The runs of one chip at one precision.
+
+    Attributes:
+        rows: Number of them.
+        error: Median absolute error of the predicted step times.
+        constant_error: The same of one constant MFU for all of them, their geometric mean.
+        rank: Spearman's correlation of predicted and measured MFU; None of fewer than 8 rows.
+    """
+
+    name: str
+    rows: int
+    error: float
+    constant_error: float
+    rank: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """Every run, predicted.
+
+    Attributes:
+        skipped: Why rows are not priced.
+        runs: Those that are.
+        predicted_s: Their predicted step times.
+        families: By chip and precision.
+        errors: Relative, by run.
+        fitted: Positions of the runs that constants were fitted on.
+        baseline: Relative errors of one MFU per family.
+    """
+
+    skipped: tuple[str, ...]
+    runs: tuple[Run, ...]
+    predicted_s: tuple[float, ...]
+    families: tuple[Family, ...]
+    errors: tuple[float, ...]
+    fitted: frozenset[int]
+    baseline: tuple[float, ...]
+
+    def of(self, *, fitted: bool) -> list[float]:
+        """Errors of the runs that constants were fitted on, or of the others."""
+        return [error for i, error in enumerate(self.errors) if (i in self.fitted) == fitted]
+
+
+def board(rows: Sequence[dict[str, Any]]) -> Board:
+    """Predicts every row that can be priced."""
+    found = [(row, read(row)) for row in rows]
+    runs = [run for _, run in found if isinstance(run, Run)]
     steps = [run.predict() for run in runs]
     errors = [step.seconds / run.measured_s - 1 for run, step in zip(runs, steps, strict=True)]
     by_chip: dict[str, list[int]] = defaultdict(list)
@@ -254,31 +295,52 @@ def main() -> None:
     for i, run in enumerate(runs):
         by_chip[run.chip].append(i)
         by_family[run.family].append(i)
-    fitted = {i for members in by_chip.values() for i in members[1::2]}
-
-    for row, run in read_rows:
-        if isinstance(run, str):
-            print(f"skipped: {row['hw']} {row['model']}, {row['layout']}: {run}")
-    if arguments.all:
-        for run, step, error in zip(runs, steps, errors, strict=True):
-            print(
-                f"{run.family:24s} {run.row['model'][:24]:24s} {run.row['layout'][:44]:44s} "
-                f"measured {run.measured_s:8.3f} s  predicted {step.seconds:8.3f} s  {error:+6.1%}"
-            )
+    families: list[Family] = []
     baseline: list[float] = []
-    print("\nchip and precision         rows   model error   constant MFU   Spearman of MFU")
-    for family, members in sorted(by_family.items()):
+    for name, members in sorted(by_family.items()):
         measured = [steps[i].mfu * steps[i].seconds / runs[i].measured_s for i in members]
         constant = float(np.exp(np.mean(np.log(measured))))
         off = [abs(mfu / constant - 1) for mfu in measured]
         baseline += off
-        rank = f"{spearman(measured, [steps[i].mfu for i in members]):8.2f}" if len(members) >= 8 else "  (few)"
-        mine = float(np.median(np.abs([errors[i] for i in members])))
-        print(f"{family:24s} {len(members):6d}   {mine:11.1%}   {float(np.median(off)):12.1%}   {rank}")
-    print(f"\npredicted, all rows          {describe(errors)}")
-    print(f"predicted, not fitted on     {describe([e for i, e in enumerate(errors) if i not in fitted])}")
-    print(f"predicted, fitted on         {describe([e for i, e in enumerate(errors) if i in fitted])}")
-    print(f"one MFU per chip, precision  {describe(baseline)}")
+        rank = spearman(measured, [steps[i].mfu for i in members]) if len(members) >= 8 else None
+        error = float(np.median(np.abs([errors[i] for i in members])))
+        families.append(Family(name, len(members), error, float(np.median(off)), rank))
+    return Board(
+        skipped=tuple(
+            f"{row['hw']} {row['model']}, {row['layout']}: {why}" for row, why in found if isinstance(why, str)
+        ),
+        runs=tuple(runs),
+        predicted_s=tuple(step.seconds for step in steps),
+        families=tuple(families),
+        errors=tuple(errors),
+        fitted=frozenset(i for members in by_chip.values() for i in members[1::2]),
+        baseline=tuple(baseline),
+    )
+
+
+def main() -> None:
+    """Print errors by chip and precision, and of all rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="?", type=Path, default=ROWS, help="JSON list of published runs")
+    parser.add_argument("--all", action="store_true", help="print every row")
+    arguments = parser.parse_args()
+    found = board(json.loads(arguments.rows.read_text(encoding="utf-8")))
+    for why in found.skipped:
+        print(f"skipped: {why}")
+    if arguments.all:
+        for run, predicted_s, error in zip(found.runs, found.predicted_s, found.errors, strict=True):
+            print(
+                f"{run.family:24s} {run.row['model'][:24]:24s} {run.row['layout'][:44]:44s} "
+                f"measured {run.measured_s:8.3f} s  predicted {predicted_s:8.3f} s  {error:+6.1%}"
+            )
+    print("\nchip and precision         rows   model error   constant MFU   Spearman of MFU")
+    for family in found.families:
+        rank = "  (few)" if family.rank is None else f"{family.rank:8.2f}"
+        print(f"{family.name:24s} {family.rows:6d}   {family.error:11.1%}   {family.constant_error:12.1%}   {rank}")
+    print(f"\npredicted, all rows          {describe(found.errors)}")
+    print(f"predicted, not fitted on     {describe(found.of(fitted=False))}")
+    print(f"predicted, fitted on         {describe(found.of(fitted=True))}")
+    print(f"one MFU per chip, precision  {describe(found.baseline)}")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,12 @@ class TrainingMemory:
         saved = block.saved_bytes() * min(self.traffic.microbatches, block.layout.pipeline)
         head, inner, table = self._gradients()
         moments = (
-            self._moment(saved * blocks, head, logits=self._logits(), gathered=self._gathered(0.0)),
+            self._moment(
+                saved * blocks,
+                head,
+                logits=self._logits(),
+                gathered=self._gathered(block.layout.keep_gathered * blocks),
+            ),
             self._moment(saved * blocks, head, working=block.working_bytes(), gathered=self._gathered(2.0)),
             self._moment(saved, head + inner, working=block.working_bytes(), gathered=self._gathered(2.0)),
             self._moment(0.0, head + inner + table),
@@ -96,9 +101,19 @@ class TrainingMemory:
         return logits + 2 * traffic.matrix * itemsize(ACTIVATIONS)
 
     def _gathered(self, blocks: float) -> float:
-        """Weights that FSDP has gathered: of the block in use and the one arriving, or of all."""
-        layout, traffic = self.block.layout, self.traffic
-        if layout.fsdp == 1:
+        """Weights that FSDP has gathered: of the block in use and the one arriving, or of all.
+
+        A plain program has one block's, and the gradient of its largest matrix before it is scattered.
+        """
+        block, layout, traffic = self.block, self.block.layout, self.traffic
+        if layout.fsdp == 1 or not blocks:
             return 0.0
-        count = traffic.stage_blocks if layout.keep_gathered else blocks
-        return sum(traffic.local_parameters()) * count * itemsize(ACTIVATIONS)
+        one = sum(traffic.local_parameters())
+        if layout.keep_gathered:
+            count = one * traffic.stage_blocks
+        elif block.framework.gradient_buffer:
+            count = one * blocks
+        else:
+            dense, experts = block.model.d_ff * block.model.d_model, block.expert_parameters / block.model.mlp_matrices
+            count = one + max(dense, experts / layout.expert) / layout.tensor
+        return count * itemsize(ACTIVATIONS)

@@ -1,6 +1,8 @@
 """Timing the devices at hand: what is timed, what is refused, and the file that the planner takes."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,3 +140,35 @@ def test_what_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(measure, "perf_counter", lambda: 0.0)
     with pytest.raises(MeasureError, match="nothing: 100000 runs of it take 0 s together, too short to be work"):
         measure.time_case(nothing, jax.devices()[:1], QUICK)
+
+
+def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(measure.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(measure.os, "getloadavg", lambda: (5.2, 1.0, 1.0))
+    assert measure._busy() == "; the 2 cores were busy with 5 other threads"
+    monkeypatch.setattr(measure.os, "getloadavg", lambda: (0.1, 1.0, 1.0))
+    assert measure._busy() == ""
+
+
+@pytest.mark.slow
+def test_the_command_writes_a_file_that_prices(tmp_path: Path):
+    path = tmp_path / "machine.json"
+    options = ["--quick", "--platform", "cpu", "--cpu-devices", "2", "--dtype", "float32", "--out", str(path)]
+    ran = subprocess.run(
+        [sys.executable, "-c", "from autoshard.cli import main; main()", "hardware", "measure", *options],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == f"{path}: cpu-measured:2; plan for it with --hardware {path}\n"
+    assert "timing 2 devices: cpu" in ran.stderr
+    assert float(cost_models.hardware(path).place({"x": 2}).collective_s("all-gather", ("x",), 1e6)) > 0
+
+
+def test_a_command_that_asks_for_too_much_is_refused():
+    found = subprocess.run(
+        [sys.executable, "-m", "autoshard.measure", "--based-on", "h10"], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 2
+    assert "UnknownHardwareError: unknown chip `h10`: did you mean h100 or h100-96?" in found.stderr
