@@ -1,16 +1,269 @@
-"""The report of `benchmarks.verification`: tables and a scatter from its result lines."""
+"""The report of `benchmarks.verification`: tables and a scatter from its result lines.
+
+Needs matplotlib (`pip install "autoshard[docs]"`) for the figure alone.
+"""
 
 import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from math import inf
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+LARGE, TOLERANCE, SMALL = 0.05, 0.05, 0.01
+MEMORY = 0.10
+PLANNED = "plan"
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The result lines; none where there is no file yet."""
+Line = dict[str, Any]
+
+
+def read(path: Path) -> list[Line]:
+    """The result lines, the last of each case; none where there is no file yet."""
     if not path.is_file():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line)
+    return list({line["key"]: line for line in lines}.values())
 
 
 def write(results: Path, folder: Path) -> None:
     """Writes `verification.md` and `verification.svg`."""
+    lines = read(results)
+    folder.mkdir(exist_ok=True)
+    _scatter([line for line in lines if "error" not in line and not line["windowed"]], folder / "verification.svg")
+    (folder / "verification.md").write_text(_text(lines), encoding="utf-8")
+
+
+def bytes_agree(line: Line) -> bool:
+    """Whether emitted bytes are within tolerance, in total and in every row of a twentieth of them."""
+    rows = line["rows"]
+    predicted, emitted = (sum(row[f"{side}_bytes"] for row in rows) for side in ("predicted", "emitted"))
+    total = max(predicted, emitted)
+    pairs = [(row["predicted_bytes"], row["emitted_bytes"]) for row in rows]
+    return _within(predicted, emitted) and all(_within(p, e) for p, e in pairs if max(p, e) >= LARGE * total)
+
+
+def worst_row(line: Line) -> str:
+    """The large row that differs most, as `×1.42 all-gather data`; empty where all agree."""
+    total = max(sum(row[f"{side}_bytes"] for row in line["rows"]) for side in ("predicted", "emitted"))
+    wrong = [
+        row
+        for row in line["rows"]
+        if max(row["predicted_bytes"], row["emitted_bytes"]) >= LARGE * total
+        and not _within(row["predicted_bytes"], row["emitted_bytes"])
+    ]
+    if not wrong:
+        return ""
+    row = max(wrong, key=lambda r: abs(r["predicted_bytes"] - r["emitted_bytes"]))
+    return f"{_ratio(row['emitted_bytes'], row['predicted_bytes'])} {row['kind']} {'·'.join(row['axes'])}"
+
+
+def unknown_share(line: Line) -> float:
+    """The largest row that the plan does not have, as a share of all emitted bytes."""
+    emitted = sum(row["emitted_bytes"] for row in line["rows"]) or 1
+    return max((row["emitted_bytes"] / emitted for row in line["rows"] if row["status"] == "EXTRA"), default=0.0)
+
+
+def peak_ratio(line: Line) -> float:
+    """Compiled over predicted peak bytes per device."""
+    return line["compiled_memory"]["peak"] / line["predicted_memory"]["peak"]
+
+
+def kendall(pairs: Sequence[tuple[float, float]]) -> float:
+    """Kendall's τ-a: concordant less discordant pairs, over all pairs."""
+    signs = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in combinations(pairs, 2)]
+    return sum((s > 0) - (s < 0) for s in signs) / len(signs) if signs else 1.0
+
+
+def _within(predicted: float, emitted: float) -> bool:
+    return abs(predicted - emitted) <= TOLERANCE * max(predicted, emitted)
+
+
+def _ratio(emitted: float, predicted: float) -> str:
+    return f"×{emitted / predicted:.2f}" if predicted else f"×{inf}"
+
+
+def _text(lines: Sequence[Line]) -> str:
+    compiled = [line for line in lines if "error" not in line]
+    plain = [line for line in compiled if not line["windowed"]]
+    days = sorted({line["date"] for line in lines})
+    versions = sorted({f"jax {line['versions']['jax']}" for line in lines} | {line["compiler"] for line in compiled})
+    parts = [
+        "# Predicted against emitted\n",
+        f"Made by `python -m benchmarks.verification run` and `… render`; {', '.join(days)}; {', '.join(versions)}. "
+        f"{len(compiled)} compiles without a device ({len(lines) - len(compiled)} more were refused by a compiler or "
+        "the planner: last section). Every line of `benchmarks/results/verification.jsonl` is one compile.\n",
+        "Bytes are logical, per device and step, loops multiplied out. A case agrees when the emitted bytes are within "
+        "5 % of the predicted in total and in every (collective, axes) of at least 5 % of them. *Peak* is compiled over "
+        "predicted peak memory per device. *Schedule* is the compiled schedule priced by the plan's own cost model (the "
+        "text of a program holds no prices): it judges the planner's view of overlap and fusion, not the prices.\n",
+        "## Against the targets\n",
+        _summary(plain),
+        "\n![predicted and emitted bytes](verification.svg)\n",
+        "Each point is one (collective, axes) of one compile: filled for our own plans, hollow for hand-written layouts "
+        "whose open values the partitioner itself completes.\n",
+        "## The board\n",
+        *_board(compiled),
+        "## What differs\n",
+        _differences(plain),
+        "## Refused\n",
+        _refused([line for line in lines if "error" in line]),
+    ]
+    return "\n".join(parts)
+
+
+def _summary(lines: Sequence[Line]) -> str:
+    rows: list[tuple[str, ...]] = []
+
+    def share(name: str, target: str, found: Iterable[bool]) -> None:
+        values = list(found)
+        if values:
+            rows.append((name, target, f"{sum(values)} of {len(values)} ({sum(values) / len(values):.0%})"))
+
+    for compiler, target in (("gpu", "≥ 95 %"), ("tpu", "≥ 90 %")):
+        mine = [line for line in lines if _compiler(line) == compiler]
+        for who, some in (("our plans", [x for x in mine if x["layout"] == PLANNED]), ("all layouts", mine)):
+            share(f"{compiler.upper()}: bytes agree, {who}", target, map(bytes_agree, some))
+    own = [line for line in lines if line["layout"] == PLANNED]
+    share("no unknown row above 1 % in our plans", "100 %", [unknown_share(line) <= SMALL for line in own])
+    share("peak memory within 10 %", "≥ 90 %", [abs(peak_ratio(line) - 1) <= MEMORY for line in lines])
+    share("peak memory not above the plan by more than 10 %", "100 %", [peak_ratio(x) <= 1 + MEMORY for x in lines])
+    taus = [tau for _, tau in _taus(lines)]
+    if taus:
+        rows.append(
+            ("rank order of layouts, Kendall τ, median", "≥ 0.8", f"{median(taus):.2f} of {len(taus)} boards")
+        )
+    return _table(("what", "target", "found"), rows)
+
+
+def _taus(lines: Iterable[Line]) -> list[tuple[tuple[str, ...], float]]:
+    """Kendall's τ between predicted steps and compiled schedules, per (model, sizes, hardware, mesh)."""
+    groups: dict[tuple[str, ...], list[Line]] = defaultdict(list)
+    for line in lines:
+        groups[_group(line)].append(line)
+    return [
+        (group, kendall([(line["cost"]["step_s"], line["timeline"]["step_s"]) for line in same]))
+        for group, same in groups.items()
+        if len(same) >= 4
+    ]
+
+
+def _group(line: Line) -> tuple[str, ...]:
+    sizes = ", ".join(f"{k}={v}" for k, v in line["fields"].items())
+    return line["model"], sizes, line["hardware"], " × ".join(f"{n}={s}" for n, s in line["mesh"].items())
+
+
+def _board(lines: Sequence[Line]) -> list[str]:
+    groups: dict[tuple[str, ...], list[Line]] = defaultdict(list)
+    for line in lines:
+        if line["group"] == "board" and not line["windowed"]:
+            groups[_group(line)].append(line)
+    windowed = {(_group(x), x["layout"]): x for x in lines if x["windowed"]}
+    parts: list[str] = []
+    for group, same in groups.items():
+        model, sizes, hardware, mesh = group
+        tau = kendall([(line["cost"]["step_s"], line["timeline"]["step_s"]) for line in same])
+        parts.append(f"**{model}** ({sizes}), {hardware}, {mesh}; Kendall τ {tau:.2f}\n")
+        rows = [
+            (
+                line["layout"],
+                *(_bytes(sum(row[f"{side}_bytes"] for row in line["rows"])) for side in ("predicted", "emitted")),
+                "yes" if bytes_agree(line) else worst_row(line) or "total",
+                f"{line['predicted_memory']['peak'] / 1e9:.1f} → {line['compiled_memory']['peak'] / 1e9:.1f} GB "
+                f"(×{peak_ratio(line):.2f})",
+                f"{line['cost']['step_s'] * 1e3:.1f} ms",
+                f"{line['timeline']['step_s'] * 1e3:.1f} ms"
+                + (
+                    f", {other['timeline']['step_s'] * 1e3:.1f} with rings"
+                    if (other := windowed.get((group, line["layout"])))
+                    else ""
+                ),
+            )
+            for line in same
+        ]
+        head = ("layout", "predicted bytes", "emitted", "agree", "peak", "predicted step", "schedule")
+        parts.append(_table(head, rows) + "\n")
+    return parts
+
+
+def _differences(lines: Sequence[Line]) -> str:
+    rows = [
+        (
+            line["layout"],
+            f"{line['model']} {line['hardware']} {'×'.join(map(str, line['mesh'].values()))}",
+            worst_row(line) or "total",
+            _ratio(*(sum(row[f"{side}_bytes"] for row in line["rows"]) for side in ("emitted", "predicted"))),
+        )
+        for line in lines
+        if not bytes_agree(line)
+    ]
+    return _table(("layout", "case", "largest difference", "total"), sorted(rows)) if rows else "Nothing.\n"
+
+
+def _refused(lines: Sequence[Line]) -> str:
+    if not lines:
+        return "None.\n"
+    return _table(
+        ("case", "predicted peak", "why"),
+        [
+            (
+                line["key"],
+                f"{line['predicted_peak_bytes'] / 1e9:.1f} GB" if "predicted_peak_bytes" in line else "",
+                line["error"].split("\n")[0][:160].replace("|", "/"),
+            )
+            for line in lines
+        ],
+    )
+
+
+def _compiler(line: Line) -> str:
+    return "tpu" if line["hardware"].startswith("tpu") else "gpu"
+
+
+def _bytes(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.3g} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3g} MB"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _scatter(lines: Sequence[Line], path: Path) -> None:
+    """Predicted against emitted bytes of every (collective, axes), in logarithmic axes."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "autoshard"  # equal input, equal file
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 6.0), layout="constrained")
+    kinds = sorted({row["kind"] for line in lines for row in line["rows"]})
+    least = 1e3  # bytes: below are scalars, and what one side does not have lies on this edge
+    for i, kind in enumerate(kinds):
+        for own in (True, False):
+            points = [
+                (max(row["predicted_bytes"], least), max(row["emitted_bytes"], least))
+                for line in lines
+                if (line["layout"] == PLANNED) is own
+                for row in line["rows"]
+                if row["kind"] == kind and max(row["predicted_bytes"], row["emitted_bytes"]) > least
+            ]
+            axes.scatter(
+                [p for p, _ in points],
+                [e for _, e in points],
+                s=22,
+                color=f"C{i}" if own else "none",
+                edgecolors=f"C{i}",
+                label=f"{kind}, {'plans' if own else 'hand layouts'} ({len(points)})",
+                alpha=0.8,
+            )
+    ends = [least, 1e12]
+    axes.plot(ends, ends, color="0.6", linewidth=0.8, zorder=0)
+    axes.fill_between(ends, [x * 0.95 for x in ends], [x * 1.05 for x in ends], color="0.85", zorder=0, label="± 5 %")
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="predicted bytes", ylabel="emitted bytes")
+    axes.set_title(f"{len(lines)} compiles, bytes per device and step")
+    axes.legend(fontsize=7, loc="upper left")
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
