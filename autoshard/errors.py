@@ -4,6 +4,8 @@
 keeps its facts as fields, so that programs can read what people are told.
 """
 
+from collections.abc import Mapping
+
 
 class AutoshardError(Exception):
     """Base of every error that autoshard raises on purpose."""
@@ -34,10 +36,25 @@ class TargetError(AutoshardError, ValueError):
 
 
 class InfeasibleError(AutoshardError):
-    """No plan satisfies the constraints (memory, or pins that exclude each other)."""
+    """No plan satisfies the constraints (memory, or pins that exclude each other).
 
-    def __init__(self, message: str, *, peak_bytes: int | None = None, limit_bytes: int | None = None) -> None:
-        self.peak_bytes, self.limit_bytes = peak_bytes, limit_bytes
+    Where memory is the reason, `peak_bytes` is the smallest peak found, `bound_bytes` what no
+    plan has less than, `where` the equation at which it is reached, and `kinds` its bytes by
+    kind: parameters, optimizer, arguments, gradients, activations, copies.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        peak_bytes: int | None = None,
+        bound_bytes: int | None = None,
+        limit_bytes: int | None = None,
+        where: str | None = None,
+        kinds: Mapping[str, int] | None = None,
+    ) -> None:
+        self.peak_bytes, self.bound_bytes, self.limit_bytes = peak_bytes, bound_bytes, limit_bytes
+        self.where, self.kinds = where, dict(kinds or {})
         super().__init__(message)
 
 

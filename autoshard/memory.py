@@ -132,7 +132,7 @@ def _last_uses(
 ) -> NDArray[np.int64]:
     """The last equation by which each value is read, if need be through values that are not stored."""
     last = np.full(len(graph.avals), -1, np.int64)
-    feeds = _feeding(graph)
+    feeds = feeding(graph)
     following: dict[int, int] = {}  # loop → its next contraction in program order
     for e in range(len(graph.eqns) - 1, -1, -1):
         when, loop = e, graph.loop_of[e]
@@ -148,7 +148,7 @@ def _last_uses(
     return last
 
 
-def _feeding(graph: Graph) -> NDArray[np.bool_]:
+def feeding(graph: Graph) -> NDArray[np.bool_]:
     """Values on which, in their own scope, a contraction, a loop, or the next trip depends."""
     feeds = np.zeros(len(graph.avals), bool)
     for e in range(len(graph.eqns) - 1, -1, -1):

@@ -178,10 +178,16 @@ def test_memory_that_nothing_fits() -> None:
     assert re.fullmatch(
         r"no plan fits \S+ GB per device on data=2 × model=4; the smallest peak found is \S+ GB", lines[0]
     )
-    assert re.fullmatch(r"  at its least, split over every device: .*arguments \S+ GB.*", lines[1])
-    assert (
-        lines[2] == "  use more devices or a mesh axis that divides more dimensions, donate the state, or raise memory="
+    assert re.fullmatch(
+        r"  at dot_general at \S+test_errors.py:\d+ \(product\): arguments \S+ GB \+ \w+ \S+ GB", lines[1]
     )
+    assert lines[2] == (
+        "  what helps: donate the state (donate_argnums=), so that the new one takes its place; "
+        "more devices, or mesh axes that divide more dimensions; or raise memory="
+    )
+    assert error.where is not None
+    assert error.where in lines[1]
+    assert sum(error.kinds.values()) == error.peak_bytes
     assert plan(product, W, X, memory=error.peak_bytes).record.memory.peak_bytes <= error.peak_bytes
 
 

@@ -17,7 +17,7 @@ from autoshard.problem.folding import fold
 from autoshard.problem.formulation import Formulation, formulate
 from autoshard.problem.network import INF
 from autoshard.problem.windows import combined
-from autoshard.solver import evaluate
+from autoshard.solver import evaluate, solve
 from autoshard.strategies import SUM, decode, layout_of, layouts
 from tests.assignments import random_choice
 from tests.programs import TINY, Program, setting_of, smallest
@@ -98,10 +98,10 @@ def test_a_folded_choice_costs_what_its_expansion_costs(name: str) -> None:
     folded, flat = formulation(name), formulation(name, folded=False)
     rng = np.random.default_rng(0)
     sizes = np.diff(folded.problem.start)
-    whole = np.zeros(len(sizes), np.int64)
+    best = solve(folded.problem, time_limit_s=60, rel_gap=0.01).choice
     compared = 0
     for _ in range(200):
-        choice = np.where(rng.random(len(sizes)) < 0.05, rng.integers(sizes), whole)
+        choice = np.where(rng.random(len(sizes)) < 2 / len(sizes), rng.integers(sizes), best)
         objective = evaluate(folded.problem, choice).objective
         expanded = evaluate(flat.problem, folded.read(choice)).objective
         assert (objective is None) == (expanded is None)

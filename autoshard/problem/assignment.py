@@ -149,10 +149,12 @@ class Assignment:
             seen.add((edge.value, source, target))
             aval = d.graph.avals[edge.value]
             where = d.nodes[edge.v].where or d.nodes[edge.u].where
+            ends = (np.array([source], np.int64), np.array([target], np.int64))
+            trips = int(edge.runs(*ends, aval.ndim, d.mesh.ndim)[0, 0])
             for step in self.resharder.path(aval, source, target, combined=combined(edge.window)):
                 if step.kind != "slice":
                     yield self._collective(
-                        step.kind, step.axes, step.nbytes, str(aval.dtype), edge.trips, edge.window, where, str(aval)
+                        step.kind, step.axes, step.nbytes, str(aval.dtype), trips, edge.window, where, str(aval)
                     )
         for node, pick in zip(d.nodes, self.choice, strict=True):
             if node.strategies is not None and node.strategies.in_op[pick].any():

@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 from autoshard import costs
 from autoshard.errors import InfeasibleError
 from autoshard.graph import LINKS, Aval, Eqn, Graph
-from autoshard.memory import lives
+from autoshard.memory import feeding, lives
 from autoshard.mesh import MeshAxes
+from autoshard.problem.accumulators import accumulated
 from autoshard.problem.decisions import Decision, Decisions, Edge, Port, Usage, consumer_port
 from autoshard.problem.windows import EARLY, LATE, windows
 from autoshard.resharding import PS_PER_S
@@ -45,6 +46,7 @@ def decide(
     equation_pins: Mapping[int, Codes],
     held_bytes: Mapping[int, int],
     unknown: str,
+    platform: str = "cpu",
 ) -> Decisions:
     """Builds the decisions of a graph.
 
@@ -60,8 +62,9 @@ def decide(
       held_bytes: input position → further bytes per element of memory that share its
         layout throughout (an optimizer's state that is not in the program).
       unknown: "error", or "replicate" to keep equations without a rule whole.
+      platform: JAX's name of the platform that is compiled for.
     """
-    decider = _Decider(graph, mesh, machine, equation_pins, unknown)
+    decider = _Decider(graph, mesh, machine, equation_pins, unknown, platform)
     return decider.run(tied, donated, input_pins, output_pins, held_bytes)
 
 
@@ -73,6 +76,7 @@ class _Decider:
         machine: costs.Machine,
         equation_pins: Mapping[int, Codes],
         unknown: str,
+        platform: str,
     ) -> None:
         self.graph, self.mesh, self.machine = graph, mesh, machine
         self.equation_pins = equation_pins
@@ -81,6 +85,7 @@ class _Decider:
             is_pointwise(rule) and e not in equation_pins and graph.eqns[e].primitive not in LINKS
             for e, rule in enumerate(self.rules)
         ]
+        self.total_trips = {} if platform == "cpu" else accumulated(graph)
         self.made_by = graph.producers()
         self.consumers = graph.consumers()
         fuses = [costs.fusible(eqn, pointwise=p) for eqn, p in zip(graph.eqns, self.pointwise, strict=True)]
@@ -207,6 +212,7 @@ class _Decider:
         for output, position in tied.items():
             if output in output_pins:
                 pins.setdefault(position, output_pins[output])
+        feeds = feeding(self.graph)
         for position, value in enumerate(self.graph.inputs):
             aval = self.graph.avals[value]
             codes = layouts(aval.shape, self.mesh, unreduced=False)
@@ -217,7 +223,9 @@ class _Decider:
             last = end
             if position in donated and position not in tied_inputs:
                 last = int(self.lives.end[value])
-            self._use(node, 0, last, aval, codes, "arguments")
+            # What goes round is the model's if a contraction depends on it, else its optimizer's.
+            kind = "arguments" if position not in tied_inputs else "parameters" if feeds[value] else "optimizer"
+            self._use(node, 0, last, aval, codes, kind)
             if position in held_bytes:
                 pieces = shards(codes, aval.ndim, self.mesh)
                 self._add_usage(node, 0, end, aval.size * held_bytes[position] // pieces, "optimizer")
@@ -460,6 +468,7 @@ class _Decider:
                 window=self.windows.of_value[value],
                 trips=self.graph.trips[value],
                 forbidden=forbidden,
+                total_trips=self.total_trips.get(value),
             )
         )
 

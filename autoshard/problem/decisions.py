@@ -31,7 +31,7 @@ from autoshard.mesh import MeshAxes
 from autoshard.problem.windows import Windows, combined
 from autoshard.resharding import INF_PS, Resharder
 from autoshard.rules import ShardingRule
-from autoshard.strategies import WHOLE, Codes, Strategies, decode, encode
+from autoshard.strategies import SUM, WHOLE, Codes, Strategies, decode, encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,7 +66,8 @@ class Edge:
     """Resharding of one value between two decisions.
 
     `source[i]`, `target[j]`: the value's code under choice i of `u` and j of `v`.
-    `forbidden`, if given, marks pairs (S_u, S_v) that cannot be.
+    `forbidden`, if given, marks pairs (S_u, S_v) that cannot be. `total_trips`, if given, is
+    how often it runs where it only finishes pending sums (see `accumulators`).
     """
 
     u: int
@@ -77,6 +78,16 @@ class Edge:
     window: int | None
     trips: int
     forbidden: NDArray[np.bool_] | None = None
+    total_trips: int | None = None
+
+    def runs(self, source: Codes, target: Codes, ndim: int, axes: int) -> NDArray[np.int64]:
+        """How often the resharding from each source to each target code runs: (sources, targets)."""
+        times = np.full((len(source), len(target)), self.trips, np.int64)
+        if self.total_trips is not None:
+            here, there = decode(source, ndim, axes)[:, None], decode(target, ndim, axes)[None]
+            finished = ((here == there) | ((here == SUM) & (there == WHOLE))).all(axis=2) & (here == SUM).any(axis=2)
+            times[finished] = self.total_trips
+        return times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -154,8 +165,9 @@ def reshard_ps(edge: Edge, aval: Aval, resharder: Resharder) -> NDArray[np.int64
     sources, i = np.unique(edge.source, return_inverse=True)
     targets, j = np.unique(edge.target, return_inverse=True)
     table = resharder.cost_ps(aval, sources, targets, combined=combined(edge.window))
+    runs = edge.runs(sources, targets, aval.ndim, resharder.mesh.ndim)
+    table = np.where(table < INF_PS, table * np.where(table < INF_PS, runs, 1), INF_PS)
     matrix = table[np.ix_(i.ravel(), j.ravel())]
-    matrix = np.where(matrix < INF_PS, matrix * edge.trips, INF_PS)
     if edge.forbidden is not None:
         matrix = np.where(edge.forbidden, INF_PS, matrix)
     return matrix

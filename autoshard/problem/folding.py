@@ -46,7 +46,14 @@ def fold(decisions: Decisions) -> Folding:
         aval = decisions.graph.avals[edge.value]
         mask = b"" if edge.forbidden is None else digest(edge.forbidden)
         label = digest(
-            aval.shape, aval.itemsize, content(edge.source), content(edge.target), edge.window, edge.trips, mask
+            aval.shape,
+            aval.itemsize,
+            content(edge.source),
+            content(edge.target),
+            edge.window,
+            edge.trips,
+            edge.total_trips,
+            mask,
         )
         neighbours[edge.u].append((label + b">", edge.v))
         neighbours[edge.v].append((label + b"<", edge.u))

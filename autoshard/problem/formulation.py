@@ -132,6 +132,7 @@ class _ClassMatrices:
                 edge.target.tobytes(),
                 edge.window,
                 edge.trips,
+                edge.total_trips,
                 mask,
             )
             counted[key] = (edge, counted[key][1] + 1 if key in counted else 1)
