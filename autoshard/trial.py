@@ -196,9 +196,9 @@ def _constrained(jaxpr: Any) -> bool:
 
 
 def _tokens(leaves: list[tuple[str, jax.ShapeDtypeStruct]]) -> int:
-    """Elements of the largest integer input of two dimensions or more: a batch of token ids."""
-    ids = [prod(a.shape) for _, a in leaves if len(a.shape) > 1 and np.issubdtype(a.dtype, np.integer)]
-    return max(ids, default=0)
+    """Elements of the largest integer input: a batch of token ids, [B, S], or in decoding [B]."""
+    ids = [a for _, a in leaves if a.shape and np.issubdtype(a.dtype, np.integer)]
+    return max((prod(a.shape) for a in ids), default=0)
 
 
 def _parameters(leaves: list[tuple[str, jax.ShapeDtypeStruct]]) -> int:
