@@ -69,12 +69,28 @@ def itemsize(dtype: Any) -> int:
     return jax.numpy.dtype(dtype).itemsize
 
 
+def itemsize_of(name: str) -> int:
+    """Bytes per element of a dtype by its name, as `str` gives it (of a PRNG key: `key<fry>`)."""
+    for implementation in ("threefry2x32", "rbg", "unsafe_rbg") if name.startswith("key<") else ():
+        key = jax.eval_shape(lambda impl=implementation: jax.random.key(0, impl=impl))
+        if str(key.dtype) == name:
+            return itemsize(key.dtype)
+    return jax.numpy.dtype(name).itemsize
+
+
 def sub_jaxprs(params: Any) -> Iterable[Any]:
     """Every jaxpr in an equation's parameters, in order."""
     for value in params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if is_jaxpr(item):
                 yield item
+
+
+def function_name(jaxpr: Any) -> str:
+    """The name of the function that a jaxpr was traced from; empty if it is not known."""
+    info = getattr(open_jaxpr(jaxpr), "debug_info", None)
+    name = (getattr(info, "func_name", None) or "").split()
+    return name[0] if name else ""
 
 
 def abstract_of(leaf: Any) -> Any:
@@ -132,6 +148,27 @@ def as_written(eqn: Any) -> Generator[None]:
     mesh = jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager, mesh:
         yield
+
+
+def on_present_mesh(jaxpr: Any) -> Any:
+    """An open jaxpr (and the bodies in it) whose equations bind on the mesh that is set now, not on their trace's."""
+    eqns: list[Any] = []
+    for eqn in jaxpr.eqns:
+        mesh = jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
+        with eqn.ctx.manager, mesh:
+            context = type(eqn.ctx)()
+        params = {k: _on_present_mesh(v) for k, v in eqn.params.items()}
+        eqns.append(eqn.replace(params=params, ctx=context))
+    return jaxpr.replace(eqns=eqns)
+
+
+def _on_present_mesh(param: Any) -> Any:
+    if isinstance(param, tuple):
+        return tuple(_on_present_mesh(item) for item in param)
+    if not is_jaxpr(param):
+        return param
+    inner = on_present_mesh(open_jaxpr(param))
+    return param.replace(jaxpr=inner) if isinstance(param, jex_core.ClosedJaxpr) else inner
 
 
 def bind(eqn: Any, params: Any, operands: Any) -> list[Any]:

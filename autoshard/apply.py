@@ -14,17 +14,22 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from autoshard import _jax
+from autoshard import _jax, opaque
 from autoshard.graph import CALLS, Path
 from autoshard.pins import Pins, Specs
 
 Hook = Callable[[Any, Path, int], Any]  # (value, equation path, position) → the value to go on with
 Before = Callable[[list[Any], Path], list[Any]]  # (operands, equation path) → the operands to go on with
+Bind = Callable[[Any, list[Any], Path], list[Any]]  # (equation without a body, operands, its path) → results
 Scope = Callable[[Path], AbstractContextManager[Any]]  # equation path → the context to evaluate it in
 
 
 def _as_they_are(operands: list[Any], path: Path) -> list[Any]:
     return operands
+
+
+def _bind(eqn: Any, operands: list[Any], path: Path) -> list[Any]:
+    return _jax.bind(eqn, eqn.params, operands)
 
 
 def _no_scope(path: Path) -> AbstractContextManager[Any]:
@@ -56,6 +61,13 @@ def constrained(closed: Any, pins: Pins, mesh: Any, args: Sequence[Any], *, scop
         behind = jax.lax.optimization_barrier(operands)
         return [pin(value, pins.again.get((path, i), ())) for i, value in enumerate(behind)]
 
+    def bind(eqn: Any, operands: list[Any], path: Path) -> list[Any]:
+        """An opaque kernel is run on each device's part of its operands."""
+        if (path, 0) not in pins.kernels or mesh.size == 1:
+            return _jax.bind(eqn, eqn.params, operands)
+        count = len(operands) + len(eqn.outvars)
+        return opaque.call(eqn, operands, mesh, [pins.kernels[path, i][0] for i in range(count)])
+
     inputs = [pin(arg, pins.inputs.get(i, ())) for i, arg in enumerate(args)]
     results = evaluate(
         closed,
@@ -64,6 +76,7 @@ def constrained(closed: Any, pins: Pins, mesh: Any, args: Sequence[Any], *, scop
         taken=lambda value, path, i: pin(value, pins.taken.get((path, i), ())),
         before=before,
         scope=scope,
+        bind=bind,
     )
     return [pin(result, pins.outputs.get(i, ())) for i, result in enumerate(results)]
 
@@ -76,6 +89,7 @@ def evaluate(
     taken: Hook,
     before: Before = _as_they_are,
     scope: Scope = _no_scope,
+    bind: Bind = _bind,
     own: bool = False,
     path: Path = (),
 ) -> list[Any]:
@@ -88,6 +102,7 @@ def evaluate(
       taken: called on every operand.
       before: called on every equation's operands together, ahead of `taken`.
       scope: entered around every equation.
+      bind: called for every equation that has no body.
       own: whether the program's own `with_sharding_constraint`s stay; if not, pins stand for them.
       path: of the equation whose body this is.
     """
@@ -103,19 +118,28 @@ def evaluate(
         with _jax.as_written(eqn), scope(here):
             operands = before([read(atom) for atom in eqn.invars], here)
             operands = [taken(operand, here, i) for i, operand in enumerate(operands)]
-            results = _equation(eqn, operands, made, taken, before, scope, here, own=own)
+            results = _equation(eqn, operands, made, taken, before, scope, bind, here, own=own)
             env.update(zip(eqn.outvars, [made(result, here, i) for i, result in enumerate(results)], strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
 def _equation(
-    eqn: Any, operands: list[Any], made: Hook, taken: Hook, before: Before, scope: Scope, here: Path, *, own: bool
+    eqn: Any,
+    operands: list[Any],
+    made: Hook,
+    taken: Hook,
+    before: Before,
+    scope: Scope,
+    bind: Bind,
+    here: Path,
+    *,
+    own: bool,
 ) -> list[Any]:
     name = eqn.primitive.name
     if name == "reshard" or (name == "sharding_constraint" and not own):
         return operands
     if name not in INLINED and name not in BODIES:
-        return _jax.bind(eqn, eqn.params, operands)
+        return bind(eqn, operands, here)
     if name in INLINED:
         return evaluate(
             eqn.params[CALLS[name]],
@@ -124,6 +148,7 @@ def _equation(
             taken=taken,
             before=before,
             scope=scope,
+            bind=bind,
             own=own,
             path=(*here, 0),
         )
@@ -133,7 +158,9 @@ def _equation(
 
         def run(*xs: Any) -> list[Any]:
             entered = [made(x, path, i) for i, x in enumerate(xs)]
-            outs = evaluate(body, entered, made=made, taken=taken, before=before, scope=scope, own=own, path=path)
+            outs = evaluate(
+                body, entered, made=made, taken=taken, before=before, scope=scope, bind=bind, own=own, path=path
+            )
             return [taken(x, path, i) for i, x in enumerate(outs)]
 
         return _jax.with_body(body, run)

@@ -20,7 +20,8 @@ class Pins:
     `taken`, for an operand that is to be gathered once more rather than kept gathered since
     an earlier use: all of the equation's operands pass an `optimization_barrier` first, so
     that the compiler neither merges the two gathers nor starts the second before the other
-    operands exist.
+    operands exist. `kernels[path, i]` is the one layout in which the opaque kernel at a path
+    runs: of its operand i or, counted on from its operands, of its result.
     """
 
     made: Mapping[tuple[Path, int], Specs]
@@ -28,6 +29,7 @@ class Pins:
     inputs: Mapping[int, Specs]
     outputs: Mapping[int, Specs]
     again: Mapping[tuple[Path, int], Specs] = field(default_factory=dict)
+    kernels: Mapping[tuple[Path, int], Specs] = field(default_factory=dict)
 
     @property
     def count(self) -> int:

@@ -162,7 +162,7 @@ def _check(record: PlanRecord) -> None:
     pins = record.pins
     constraints = [
         s
-        for group in (pins.made, pins.taken, pins.again, pins.inputs, pins.outputs)
+        for group in (pins.made, pins.taken, pins.again, pins.kernels, pins.inputs, pins.outputs)
         for specs in group.values()
         for s in specs
     ]
@@ -218,7 +218,12 @@ def _to_json(record: PlanRecord) -> dict[str, Any]:
         "gradient_of": list(record.gradient_of),
         "constraints": [
             {"at": at, "equation": list(path), "position": i, "specs": [_spec_to_json(s) for s in specs]}
-            for at, group in (("made", pins.made), ("taken", pins.taken), ("again", pins.again))
+            for at, group in (
+                ("made", pins.made),
+                ("taken", pins.taken),
+                ("again", pins.again),
+                ("kernel", pins.kernels),
+            )
             for (path, i), specs in sorted(group.items())
         ]
         + [
@@ -236,10 +241,11 @@ def _to_json(record: PlanRecord) -> dict[str, Any]:
 
 
 def _from_json(data: dict[str, Any]) -> PlanRecord:
-    groups: dict[str, dict[Any, Any]] = {"made": {}, "taken": {}, "again": {}, "input": {}, "output": {}}
+    within = ("made", "taken", "again", "kernel")
+    groups: dict[str, dict[Any, Any]] = {at: {} for at in (*within, "input", "output")}
     for entry in data["constraints"]:
         specs = tuple(_spec_from_json(s) for s in entry["specs"])
-        inside = entry["at"] in ("made", "taken", "again")
+        inside = entry["at"] in within
         key = (tuple(entry["equation"]), entry["position"]) if inside else entry["position"]
         groups[entry["at"]][key] = specs
     return PlanRecord(
@@ -259,6 +265,7 @@ def _from_json(data: dict[str, Any]) -> PlanRecord:
             made=groups["made"],
             taken=groups["taken"],
             again=groups["again"],
+            kernels=groups["kernel"],
             inputs=groups["input"],
             outputs=groups["output"],
         ),

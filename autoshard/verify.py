@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 import cost_models
-from autoshard import compilers, explicit, hlo, meshes
+from autoshard import _jax, compilers, explicit, hlo, meshes
 from autoshard.comparison import Place, attribute, compare
 from autoshard.completion import SCOPE
 from autoshard.errors import VerifyError
@@ -106,7 +106,7 @@ def _by_shardy(
         version=f"jaxlib {importlib.metadata.version('jaxlib')}",
         topology=str(record.mesh),
         rows=compare(record.collectives, emitted, record.mesh, tolerance),
-        lines=attribute(record.collectives, emitted, record.mesh, tolerance, _Places(graph)),
+        lines=attribute(record.collectives, emitted, record.mesh, tolerance, Places(graph)),
         memory=MemoryComparison(
             predicted=predicted_parts(record),
             compiled=None,
@@ -223,7 +223,7 @@ def judge(
         version=version,
         topology=topology,
         rows=compare(record.collectives, emitted, record.mesh, tolerance),
-        lines=attribute(record.collectives, emitted, record.mesh, tolerance, _Places(graph)),
+        lines=attribute(record.collectives, emitted, record.mesh, tolerance, Places(graph)),
         memory=MemoryComparison(
             predicted=predicted_parts(record),
             compiled=memory,
@@ -263,7 +263,7 @@ def predicted_parts(record: PlanRecord) -> Parts:
 def local_bytes(leaf: Leaf, record: PlanRecord) -> int:
     """Bytes of one input or output on one device."""
     local = Layout.from_spec(leaf.spec, len(leaf.shape)).local_shape(leaf.shape, record.mesh)
-    return prod(local) * jax.numpy.dtype(leaf.dtype).itemsize
+    return prod(local) * _jax.itemsize_of(leaf.dtype)
 
 
 def _compiled_parts(memory: compilers.MemoryStats, peak_bytes: int) -> Parts:
@@ -276,7 +276,13 @@ def _compiled_parts(memory: compilers.MemoryStats, peak_bytes: int) -> Parts:
     )
 
 
-class _Places:
+def path_of(found: hlo.Collective) -> Path:
+    """The path of the equation that an op comes from, where its name carries one; else ()."""
+    scopes = SCOPE.findall(found.op_name)
+    return tuple(int(step) for step in scopes[-1].split(".")) if scopes else ()
+
+
+class Places:
     """The equation and source line of a compiled collective, from its op's metadata.
 
     The path that `completion.annotated` writes into names says exactly which equation;
@@ -290,8 +296,7 @@ class _Places:
                 self._equations[spots[0][0]] = (eqn.primitive, eqn.where)
 
     def __call__(self, found: hlo.Collective) -> Place:
-        scopes = SCOPE.findall(found.op_name)
-        path = tuple(int(step) for step in scopes[-1].split(".")) if scopes else ()
+        path = path_of(found)
         if path in self._equations:
             return self._equations[path]
         where = "" if _PACKAGE.search(found.where) else found.where

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from models import attention as kernels
 from models.annotate import name
 from models.layers import Remat, apply_layers, new_layers
 from models.training import Batch, Params, State, TrainStep, make_train_step, new_state
@@ -44,6 +45,7 @@ class Config:
     scale_embedding: bool = False  # by √D, as in Gemma
     compute_dtype: str = "bfloat16"
     learning_rate: float = 3e-4
+    attention: Literal["xla", "flash", "cudnn"] = "xla"  # of a sequence to itself; the others are `models.attention`
     scan: bool = False  # layers stacked on a leading dimension, and looped over
     remat: Remat = "none"
 
@@ -272,7 +274,10 @@ def attention(config: Config, layer: Params, x: jax.Array) -> jax.Array:
     """Causal attention of a sequence to itself, [B, S, D] -> [B, S, D]."""
     positions = jnp.arange(x.shape[1])
     q, k, v = queries_keys_values(config, layer, x, positions)
-    mixed = attend(config, q, k, v, positions[:, None, None] >= positions)
+    if config.attention == "xla":
+        mixed = attend(config, q, k, v, positions[:, None, None] >= positions)
+    else:
+        mixed = kernels.attention(config.attention)(q, k, v)
     return project_mixed(layer, mixed)
 
 

@@ -6,6 +6,7 @@ Importing this package registers every family.
 from autoshard.rules import contraction as contraction
 from autoshard.rules import control_flow as control_flow
 from autoshard.rules import indexing as indexing
+from autoshard.rules import kernels as kernels
 from autoshard.rules import linalg as linalg
 from autoshard.rules import pointwise as pointwise
 from autoshard.rules import random as random

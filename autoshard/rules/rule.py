@@ -25,6 +25,7 @@ from enum import StrEnum
 from math import gcd, prod
 from typing import Any
 
+from autoshard import _jax, opaque
 from autoshard.errors import MissingRuleError, RuleError
 from autoshard.graph import Eqn
 
@@ -223,16 +224,66 @@ def rule_of(eqn: Eqn) -> ShardingRule:
     if fn is None:
         reason = _REFUSED.get(eqn.primitive, "autoshard does not know this primitive")
         shapes = ", ".join(str(list(aval.shape)) for aval in eqn.operands)
+        text = _walked(eqn) if eqn.primitive == opaque.PALLAS else "b i k, b k j -> b i j"
         raise MissingRuleError(
             eqn.primitive,
             eqn.where,
             f"{reason} (operands {shapes})",
-            f'register one: autoshard.register_rule("{name}", "b i k, b k j -> b i j"), '
-            'or plan with unknown="replicate"',
+            f'register one: autoshard.register_rule("{name}", "{text}"), or plan with unknown="replicate"',
         )
     rule = fn(eqn)
     rule.check(eqn)
-    return rule
+    return _as_walked(eqn, rule) if eqn.primitive == opaque.PALLAS else rule
+
+
+def _walked(eqn: Eqn) -> str:
+    """The rule that a kernel's grid suggests: dimensions that one grid axis walks over share a letter."""
+    letter = {
+        place: string.ascii_lowercase[axis]
+        for axis, places in opaque.axes_of_all(eqn.params).items()
+        for place in places
+    }
+    sides = (eqn.operands, eqn.results)
+    starts = (0, len(eqn.operands))
+    return " -> ".join(
+        ", ".join(
+            " ".join("1" if size == 1 else letter.get((start + i, d), "_") for d, size in enumerate(aval.shape))
+            for i, aval in enumerate(side)
+        )
+        for side, start in zip(sides, starts, strict=True)
+    )
+
+
+def _as_walked(eqn: Eqn, rule: ShardingRule) -> ShardingRule:
+    """A kernel's rule with factors whole that its grid does not walk over in all their places, block by block.
+
+    A factor that stays is split into its blocks and, minor of them, what lies within a block.
+    """
+    driven = opaque.driven(eqn.params)
+    values = (*rule.operands, *rule.results)
+    places: dict[int, set[opaque.Place]] = {}
+    for value, dims in enumerate(values):
+        for d, dim in enumerate(dims):
+            for f in dim:
+                places.setdefault(f, set()).add((value, d))
+    shapes = [aval.shape for aval in (*eqn.operands, *eqn.results)]
+    build = RuleBuilder()
+    parts: dict[int, Dim] = {}
+    for f, factor in enumerate(rule.factors):
+        found = places.get(f, set())
+        walks = {driven[place].axis for place in found if place in driven}
+        walked = {p for p, by in driven.items() if by.axis in walks and shapes[p[0]][p[1]] > 1}
+        alone = all(values[value][d] == (f,) for value, d in found)
+        if factor.kind is FactorKind.PASS and len(walks) == 1 and walked == found and alone:
+            by = driven[next(iter(found))]
+            parts[f] = (*build.dims((by.blocks,))[0], *build.dims((by.block_size,), FactorKind.REPLICATE)[0])
+        else:
+            parts[f] = build.dims((factor.size,), FactorKind.REPLICATE)[0]
+    operands, results = (
+        [[tuple(p for f in dim for p in parts[f]) for dim in dims] for dims in side]
+        for side in (rule.operands, rule.results)
+    )
+    return build.rule(operands, results)
 
 
 def rules_of(eqns: Iterable[Eqn], *, unknown: str = "error") -> list[ShardingRule]:
@@ -267,13 +318,17 @@ def rules_of(eqns: Iterable[Eqn], *, unknown: str = "error") -> list[ShardingRul
     return rules
 
 
-# Calls of foreign code: primitive → the parameter that names the kernel.
-KERNEL_NAMES: Mapping[str, str] = {"ffi_call": "target_name", "pallas_call": "name"}
-
-
 def registry_name(eqn: Eqn) -> str:
-    """The most specific name for an equation's rule: `ffi_call[my_kernel]` for a foreign kernel."""
-    kernel = eqn.params.get(KERNEL_NAMES.get(eqn.primitive, ""))
+    """The most specific name for an equation's rule: `ffi_call[my_kernel]` for a foreign kernel.
+
+    A Pallas kernel has the name that it was given, else that of its function.
+    """
+    if eqn.primitive == "ffi_call":
+        kernel = eqn.params.get("target_name")
+    elif eqn.primitive == opaque.PALLAS:
+        kernel = eqn.params.get("name") or _jax.function_name(eqn.params["jaxpr"])
+    else:
+        kernel = None
     return f"{eqn.primitive}[{kernel}]" if kernel else eqn.primitive
 
 

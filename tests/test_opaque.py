@@ -1,0 +1,141 @@
+"""Kernels that no partitioner can split run inside `shard_map` at the planned layout."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+import models
+from autoshard import compilers, graph, meshes, opaque
+from autoshard.rules import register_rule, rule_of
+from autoshard.rules.rule import unregister
+from tests.programs import GPUS, MESH
+
+ROWS, BLOCK, WIDTH = 64, 4, 8
+
+
+def scaled_rows_kernel(x: Any, scale: Any, out: Any) -> None:
+    out[...] = x[...] * scale[...] + x[...].sum(axis=1, keepdims=True)
+
+
+def scaled_rows(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """x[i] · scale + Σ x[i], four rows at a time; interpreted, so that it runs anywhere."""
+    return pl.pallas_call(
+        scaled_rows_kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(ROWS // BLOCK,),
+        in_specs=[pl.BlockSpec((BLOCK, WIDTH), lambda i: (i, 0)), pl.BlockSpec((1, WIDTH), lambda i: (0, 0))],
+        out_specs=pl.BlockSpec((BLOCK, WIDTH), lambda i: (i, 0)),
+        interpret=True,
+    )(x, scale)
+
+
+KERNEL = "pallas_call[scaled_rows_kernel]"
+
+
+@pytest.fixture
+def registered() -> Any:
+    register_rule(KERNEL, "i j, 1 j -> i j")
+    yield
+    unregister(KERNEL)
+
+
+def equations(fn: Any, *args: Any) -> list[graph.Eqn]:
+    return [e for e in graph.build(jax.make_jaxpr(fn)(*args)).eqns if e.primitive == opaque.PALLAS]
+
+
+def shaped(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_rule_keeps_what_the_grid_walks_over_block_by_block() -> None:
+    """Rows are walked over, four in a block; columns are within every block, whatever the rule says."""
+    (eqn,) = equations(scaled_rows, shaped(ROWS, WIDTH), shaped(1, WIDTH))
+    assert str(rule_of(eqn)) == "([ij,k],[1,k])->([ij,k]) {i=16,j=4,k=8} replicate={j,k}"
+
+
+def test_flash_attention_splits_by_batch_and_heads() -> None:
+    def gradients(*qkv: jax.Array) -> Any:
+        return jax.grad(lambda *qkv: flash_attention(*qkv, causal=True).sum(), (0, 1, 2))(*qkv)
+
+    found = equations(gradients, *[shaped(4, 8, 256, 128, dtype=jnp.bfloat16)] * 3)
+    assert len(found) == 3
+    for eqn in found:
+        rule = rule_of(eqn)
+        passing = [f.size for f in rule.factors if f.kind == "pass"]
+        assert passing == [4, 8]
+        assert all(dims[:2] == rule.operands[0][:2] for dims in (*rule.operands, *rule.results))
+
+
+def test_without_a_rule_the_error_shows_the_line_to_write() -> None:
+    x, scale = shaped(ROWS, WIDTH), shaped(8, WIDTH)
+
+    def both_walked(x: jax.Array, y: jax.Array) -> jax.Array:
+        spec = pl.BlockSpec((BLOCK, WIDTH), lambda i: (i, 0))
+        return pl.pallas_call(
+            scaled_rows_kernel, out_shape=x, grid=(16,), in_specs=[spec, spec], out_specs=spec, interpret=True
+        )(x, y)
+
+    with pytest.raises(autoshard.MissingRuleError) as error:
+        autoshard.plan(both_walked, x, x, mesh=MESH, hardware=GPUS, for_grad=False)
+    line = f'autoshard.register_rule("{KERNEL}", "a _, a _ -> a _")'
+    assert line in str(error.value)
+    assert "test_opaque.py" in str(error.value)
+    with pytest.raises(autoshard.MissingRuleError, match='"_ _, 1 _ -> _ _"'):
+        autoshard.plan(scaled_rows, x, shaped(1, WIDTH), mesh=MESH, hardware=GPUS, for_grad=False)
+    assert scale.shape == (8, WIDTH)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("spec", [P("data"), P(("data", "model")), P(None, "model"), P()])
+def test_a_kernel_computes_on_parts_what_it_does_on_the_whole(spec: P) -> None:
+    def program(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return scaled_rows(x + 1, scale) * 2
+
+    keys = jax.random.split(jax.random.key(0))
+    x, scale = jax.random.normal(keys[0], (ROWS, WIDTH)), jax.random.normal(keys[1], (1, WIDTH))
+    plan = autoshard.plan(
+        program, x, scale, mesh=MESH, hardware=GPUS, for_grad=False, in_shardings=(spec, P()), out_shardings=spec
+    )
+    jitted = plan.jit()
+    np.testing.assert_allclose(jitted(plan.put(x, "x"), plan.put(scale, "scale")), program(x, scale), rtol=1e-6)
+    layouts = [specs[0] for _, specs in sorted(plan.record.pins.kernels.items())]
+    assert layouts == ([spec, P(), spec] if spec[:1] != (None,) else [P(), P(), P()])
+
+
+@pytest.mark.usefixtures("registered")
+def test_kernel_layouts_survive_the_plan_file(tmp_path: Any) -> None:
+    plan = autoshard.plan(
+        scaled_rows,
+        shaped(ROWS, WIDTH),
+        shaped(1, WIDTH),
+        mesh=MESH,
+        hardware=GPUS,
+        for_grad=False,
+        in_shardings=(P("data"), P()),
+    )
+    plan.save(tmp_path / "plan.json")
+    assert autoshard.load(tmp_path / "plan.json").record.pins == plan.record.pins
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.skipif(not compilers.available("tpu"), reason="needs libtpu")
+def test_a_llama_with_flash_attention_compiles_for_tpu_as_planned() -> None:
+    """One layer of heads of 128; at the kernel nothing moves: its operands are made in the kernel's layout."""
+    sizes = {"layers": 1, "width": 1024, "heads": 8, "kv_heads": 8, "head_dim": 128, "hidden": 2048, "vocab": 1024}
+    step, args = models.build("tiny-llama", attention="flash", context=512, batch=8, **sizes)
+    plan = autoshard.plan(step, *args, mesh={"data": 2, "model": 2}, hardware="tpu-v5e:2x2", donate_argnums=0)
+    assert plan.record.pins.kernels
+    mesh = plan.record.mesh
+    assert plan._traced is not None  # fresh
+    program = plan._jitted(plan._traced, meshes.abstract(mesh)).trace(*args)
+    compiled = compilers.compile(program, topology="tpu-v5e:2x2", mesh=mesh, device_order=plan.record.device_order)
+    assert compiled.hlo_text.count('custom_call_target="tpu_custom_call"') == 3
+    assert not [c for c in plan.record.collectives if "flash_attention" in c.where]
