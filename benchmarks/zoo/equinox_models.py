@@ -1,4 +1,5 @@
 """Programs in Equinox: a module is a pytree; its arrays are the state."""
+# ruff: noqa: D101, D103 (`subjects` says what each program is)
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,5 @@
 """Hugging Face's Flax models by their configurations; no weights are loaded."""
+# ruff: noqa: D101, D103 (`subjects` says what each program is)
 
 from collections.abc import Callable
 from typing import Any

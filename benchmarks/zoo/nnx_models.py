@@ -1,4 +1,5 @@
 """Programs in Flax NNX, in its functional form: graph definition outside, state as a pytree."""
+# ruff: noqa: D101, D103 (`subjects` says what each program is)
 
 from collections.abc import Callable
 from typing import Any

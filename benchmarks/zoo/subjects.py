@@ -28,7 +28,9 @@ SUBJECTS: tuple[Subject, ...] = (
     Subject("linen-lstm", LINEN, "adam", "nn.RNN of an LSTMCell", "linen:lstm"),
     Subject("linen-seq2seq", LINEN, "adafactor", "encoder-decoder with cross attention", "linen:seq2seq"),
     Subject("linen-vit", LINEN, "adamw", "patches by a convolution, class token", "linen:vit"),
-    Subject("linen-unet", LINEN, "adamw + EMA", "diffusion step: U-Net, group norm, resize, time embedding", "linen:unet"),
+    Subject(
+        "linen-unet", LINEN, "adamw + EMA", "diffusion step: U-Net, group norm, resize, time embedding", "linen:unet"
+    ),
     Subject("linen-mixed", LINEN, "adamw", "bfloat16 compute, dynamic loss scaling with lax.cond", "linen:mixed"),
     Subject("linen-decode", LINEN, "none", "one-token decode, mutable KV cache (decode=True)", "linen:decode"),
     Subject("nnx-mlp", NNX, "adamw", "nnx.split and merge, nnx.Optimizer's state", "nnx_models:mlp"),
@@ -38,7 +40,9 @@ SUBJECTS: tuple[Subject, ...] = (
     Subject("nnx-lora", NNX, "adamw", "nnx.LoRA: only the adapters are trained", "nnx_models:lora"),
     Subject("equinox-mlp", EQUINOX, "adamw", "eqx.nn.MLP under jax.vmap, filter_value_and_grad", "equinox_models:mlp"),
     Subject("equinox-cnn", EQUINOX, "sgd", "eqx.nn.Conv2d and pooling under jax.vmap", "equinox_models:cnn"),
-    Subject("equinox-transformer", EQUINOX, "adamw", "eqx.nn.MultiheadAttention, dropout keys", "equinox_models:transformer"),
+    Subject(
+        "equinox-transformer", EQUINOX, "adamw", "eqx.nn.MultiheadAttention, dropout keys", "equinox_models:transformer"
+    ),
     Subject("equinox-gru", EQUINOX, "adam", "eqx.nn.GRUCell under lax.scan", "equinox_models:gru"),
     Subject("haiku-mlp", HAIKU, "adam", "hk.transform, hk.nets.MLP", "haiku_models:mlp"),
     Subject("haiku-resnet18", HAIKU, "sgd + momentum", "hk.nets.ResNet18 with state", "haiku_models:resnet"),
@@ -56,13 +60,17 @@ SUBJECTS: tuple[Subject, ...] = (
     Subject("hf-vit", HF, "adamw", "FlaxViTForImageClassification", "hugging_face:vit"),
     Subject("hf-clip", HF, "adamw", "FlaxCLIPModel, contrastive loss over the batch", "hugging_face:clip"),
     Subject("hf-whisper", HF, "adamw", "FlaxWhisperForConditionalGeneration", "hugging_face:whisper"),
-    Subject("optax-adamw", OPTAX, "adamw + clip + schedule", "global-norm clipping, cosine schedule", "optimizers:adamw"),
+    Subject(
+        "optax-adamw", OPTAX, "adamw + clip + schedule", "global-norm clipping, cosine schedule", "optimizers:adamw"
+    ),
     Subject("optax-adafactor", OPTAX, "adafactor", "factored second moments", "optimizers:adafactor"),
     Subject("optax-lion", OPTAX, "lion", "signs of momenta", "optimizers:lion"),
     Subject("optax-sgd", OPTAX, "sgd + nesterov", "", "optimizers:sgd"),
     Subject("optax-muon", OPTAX, "muon", "Newton-Schulz iterations on matrices", "optimizers:muon"),
     Subject("optax-masked", OPTAX, "masked adamw", "weight decay on matrices alone", "optimizers:masked"),
-    Subject("optax-multisteps", OPTAX, "MultiSteps(adamw)", "gradient accumulation with lax.cond", "optimizers:multisteps"),
+    Subject(
+        "optax-multisteps", OPTAX, "MultiSteps(adamw)", "gradient accumulation with lax.cond", "optimizers:multisteps"
+    ),
     Subject("lora", OPTAX, "adamw", "frozen matrices, trained low-rank factors", "shapes:lora"),
     Subject("ragged-moe", OURS, "adamw", "tokens sorted by expert, ragged_dot", "shapes:ragged_moe"),
     Subject("ssm-scan", OPTAX, "adamw", "a diagonal state-space model, associative_scan", "shapes:ssm"),
@@ -75,5 +83,7 @@ SUBJECTS: tuple[Subject, ...] = (
     Subject("int8", JAX, "none", "int8 weights with scales, int8 products", "shapes:int8"),
     Subject("fp8", OPTAX, "adamw", "float8_e4m3fn operands, float8_e5m2 gradients, delayed scales", "shapes:fp8"),
     Subject("gnn", OPTAX, "adam", "message passing: gather, segment_sum", "shapes:gnn"),
-    Subject("rl", OPTAX, "adam", "rollout under scan, categorical actions, REINFORCE with a baseline", "shapes:reinforce"),
+    Subject(
+        "rl", OPTAX, "adam", "rollout under scan, categorical actions, REINFORCE with a baseline", "shapes:reinforce"
+    ),
 )
