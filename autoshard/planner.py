@@ -13,7 +13,6 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from numpy.typing import NDArray
 
 from autoshard import graph as graphs
 from autoshard import minimal, opaque
@@ -29,7 +28,7 @@ from autoshard.problem.decide import decide
 from autoshard.problem.decisions import Decisions
 from autoshard.problem.formulation import UNIT_S, Formulation, exposed_ps, formulate
 from autoshard.record import Certificate, Cost, Leaf, Memory, PlanRecord
-from autoshard.resharding import Resharder
+from autoshard.resharding import BUCKET_BYTES, Resharder
 from autoshard.solver import Solution, Status, solve
 from autoshard.strategies import Codes, layout_of, matching
 from autoshard.trace import Traced
@@ -184,6 +183,7 @@ def prepare(
         equation_pins=_own_constraints(graph, mesh, real),
         held_bytes=held,
         unknown=unknown,
+        platform=platform,
     )
     clock.lap("strategies")
     return Setting(
@@ -293,8 +293,6 @@ def describe(
     compute_s = assignment.compute_s()
     hidden_s = sum(hideable - left for hideable, _, left in exposed.values()) * UNIT_S
     peak, at, kinds = assignment.peak()
-    eqns = d.graph.eqns
-    where = f"{eqns[at].primitive} at {eqns[at].where}" if at < len(eqns) else "the end of the program"
 
     def spec(code: int, ndim: int) -> PartitionSpec:
         return layout_of(code, ndim, d.mesh).spec()
@@ -324,9 +322,9 @@ def describe(
             communication_s=step_s - compute_s + hidden_s,
             hidden_s=hidden_s,
         ),
-        memory=Memory(peak_bytes=peak, limit_bytes=memory_bytes, at=where, kinds=kinds),
+        memory=Memory(peak_bytes=peak, limit_bytes=memory_bytes, at=_where(d, at), kinds=kinds),
         certificate=certificate,
-        compiler_options=_compiler_options(hardware),
+        compiler_options=_compiler_options(hardware, mesh, memory_bytes - peak),
         notes=tuple(notes),
     )
 
@@ -479,11 +477,25 @@ def _certificate(formulation: Formulation, solution: Solution, hardware: Hardwar
     )
 
 
-def _compiler_options(hardware: Hardware) -> dict[str, Any]:
-    """The flags that the overlap in the prices needs."""
+def _compiler_options(hardware: Hardware, mesh: MeshAxes, spare_bytes: int) -> dict[str, Any]:
+    """The flags that the plan's overlap and memory need.
+
+    XLA:GPU merges reduce-scatters up to a size of their results; what they reduce, as many
+    times as large as there are devices, is alive until then. Where memory is short, they
+    are merged less.
+    """
     if hardware.name.startswith(("tpu", "cpu")):
         return {}
-    return {"xla_gpu_enable_latency_hiding_scheduler": True}
+    options: dict[str, Any] = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    merged = spare_bytes // mesh.size
+    if merged < BUCKET_BYTES:
+        options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = max(1, merged)
+    return options
+
+
+def _where(decisions: Decisions, at: int) -> str:
+    eqns = decisions.graph.eqns
+    return f"{eqns[at].primitive} at {eqns[at].where}" if at < len(eqns) else "the end of the program"
 
 
 def _infeasible(
@@ -496,32 +508,40 @@ def _infeasible(
             "raise time_limit_s, or the memory limit",
             limit_bytes=limit,
         )
-    peak = solution.smallest_peak_bytes
-    if peak is None or peak <= limit:
+    found = solution.smallest_peak_bytes
+    if found is None or found <= limit:
         return InfeasibleError(
             "the pins exclude each other: no layout satisfies all of them; loosen one", limit_bytes=limit
         )
-    by_kind = least_bytes(setting.decisions)
-    parts = " + ".join(f"{kind} {_gb(nbytes)}" for kind, nbytes in by_kind.items() if nbytes)
+    decisions = setting.decisions
+    choice = formulation.read(solution.choice)
+    peak, at, kinds = Assignment(decisions=decisions, resharder=setting.resharder, choice=choice).peak()
+    bound = min(solution.peak_bound_bytes or 0, peak)
+    proven = "" if bound >= peak else f" (none has less than {_gb(bound)})" if bound else ""
+    parts = " + ".join(f"{kind} {_gb(n)}" for kind, n in sorted(kinds.items(), key=lambda item: -item[1]) if n)
     return InfeasibleError(
-        f"no plan fits {_gb(limit)} per device on {mesh}; the smallest peak found is {_gb(peak)}\n"
-        f"  at its least, split over every device: {parts}\n"
-        "  use more devices or a mesh axis that divides more dimensions, donate the state, or raise memory=",
+        f"no plan fits {_gb(limit)} per device on {mesh}; the smallest peak found is {_gb(peak)}{proven}\n"
+        f"  at {_where(decisions, at)}: {parts}\n"
+        f"  {_way_out(setting, kinds)}",
         peak_bytes=peak,
+        bound_bytes=bound,
         limit_bytes=limit,
+        where=_where(decisions, at),
+        kinds=kinds,
     )
 
 
-def least_bytes(decisions: Decisions) -> dict[str, int]:
-    """Per kind, the least bytes that are alive at that kind's own worst time."""
-    end = len(decisions.graph.eqns) + 2
-    change: dict[str, NDArray[np.int64]] = {}
-    for use in decisions.usages:
-        row = change.setdefault(use.kind, np.zeros(end, np.int64))
-        least = int(use.nbytes.min())
-        row[use.start] += least
-        row[min(use.end, end - 1)] -= least
-    return {kind: int(np.cumsum(row).max()) for kind, row in sorted(change.items())}
+def _way_out(setting: Setting, kinds: Mapping[str, int]) -> str:
+    """What would help most, of what makes up a peak."""
+    ways: list[str] = []
+    state = sum(kinds.get(kind, 0) for kind in ("parameters", "optimizer", "arguments"))
+    passing = sum(kinds.get(kind, 0) for kind in ("activations", "copies"))
+    if not setting.tied:
+        ways.append("donate the state (donate_argnums=), so that the new one takes its place")
+    if passing >= state:
+        ways.append("a smaller batch (autoshard.accumulate splits it), jax.checkpoint around a layer")
+    ways.append("more devices, or mesh axes that divide more dimensions")
+    return "what helps: " + "; ".join(ways) + "; or raise memory="
 
 
 def _gb(nbytes: int) -> str:
