@@ -125,10 +125,11 @@ class Target:
           MeshError: the chip is unknown, or the shape is missing or malformed.
         """
         chip, _, shape = name.partition(":")
+        chip = chip.partition("/")[0]  # a user's hardware file, by the chip that it is based on
         if not re.fullmatch(r"\d+(x\d+)*", shape):
             raise MeshError(f"cannot read the topology {name!r}: write chip:shape, such as {_EXAMPLES}")
         sizes = tuple(int(size) for size in shape.split("x"))
-        if chip == "cpu" and len(sizes) == 1:
+        if chip.partition("-")[0] == "cpu" and len(sizes) == 1:
             return cls(compiler="cpu", chip=chip, shape=sizes)
         if chip.startswith("tpu-"):
             return cls(compiler="tpu", chip=chip.removeprefix("tpu-"), shape=sizes)

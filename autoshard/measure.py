@@ -176,7 +176,7 @@ def cases(chip: Chip, devices: int, dtypes: Sequence[str], scale: float) -> Iter
     for dtype in dtypes:
         yield from _matmuls(chip, dtype, scale)
     largest = _power_of_2(memory / 32)
-    for nbytes in (largest // 4, largest // 2, largest):
+    for nbytes in (largest // 16, largest // 4, largest):
         yield _stream("copy", _copied, nbytes, 2 * nbytes)
         yield _stream("reduce", _summed, nbytes, nbytes)
     last = min(_power_of_2(memory / 256), _LARGEST_MESSAGE)

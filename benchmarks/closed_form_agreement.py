@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 import cost_models
 import models
-from autoshard import meshes
+from autoshard import _quiet, meshes
 from autoshard.mesh import MeshAxes
 from cost_models.framework import JAX
 from models import layouts
@@ -238,6 +238,7 @@ def main() -> None:
     parser.add_argument("--details", action="store_true", help="print every collective")
     parser.add_argument("--out", type=Path, help="write the table here")
     arguments = parser.parse_args()
+    _quiet.on_cpu_alone()
     rows: list[tuple[str, ...]] = []
     for case in CASES:
         found = compare(case)

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 import cost_models
+from autoshard import _quiet
 from benchmarks import closed_form_agreement, cost_oracles, published_steps
 from cost_models import catalogue
 
@@ -132,8 +133,8 @@ def agreement(*, compiled: bool) -> str:
         "## Closed form and program\n\n"
         "`cost_models.step_time`, which knows a model's shape alone, beside `autoshard.evaluate` of the traced train "
         "step in the hand-written layout (`benchmarks/closed_form_agreement.py`): truncated models, 16 sequences of "
-        "512 tokens, attention without a kernel. Bytes moved otherwise: what one of the two has in another collective or "
-        "over other axes, over all that is moved.\n\n" + table(closed_form_agreement.HEADER, rows)
+        "512 tokens, attention without a kernel. Bytes moved otherwise: what one of the two has in another "
+        "collective or over other axes, over all that is moved.\n\n" + table(closed_form_agreement.HEADER, rows)
     )
 
 
@@ -175,6 +176,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=PAGE)
     parser.add_argument("--compile", action="store_true", help="XLA:GPU's memory, too")
     arguments = parser.parse_args()
+    _quiet.on_cpu_alone()
     introduction = INTRODUCTION.format(
         today=datetime.datetime.now(datetime.UTC).date().isoformat(),
         python=platform.python_version(),

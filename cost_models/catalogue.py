@@ -2,6 +2,7 @@
 
 import difflib
 import json
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -62,7 +63,8 @@ def read(path: str | Path) -> Chip:
         raise HardwareFileError(str(path), f"cannot be read: {error.strerror}") from error
     except json.JSONDecodeError as error:
         raise HardwareFileError(str(path), f"not JSON: {error}") from error
-    return parse_chip(document, str(path), chip, interconnect)
+    read_chip = parse_chip(document, str(path), chip, interconnect)
+    return replace(read_chip, based_on=chip(str(document["based_on"])).name if document.get("based_on") else "")
 
 
 @cache

@@ -165,6 +165,7 @@ class Chip:
         links: `"die"`, `"domain"` and `"scale_out"`, as far as the chip has them.
         topology: The topology that a user's file states, or "".
         measured: Date, device kind, versions and method of a measured file.
+        based_on: The catalogue's chip that a user's file changes, or "".
     """
 
     name: str
@@ -174,6 +175,7 @@ class Chip:
     links: Mapping[str, Interconnect]
     topology: str = ""
     measured: Mapping[str, str] = field(default_factory=dict[str, str])
+    based_on: str = ""
 
 
 Finder: TypeAlias = Callable[[str], Any]

@@ -40,8 +40,9 @@ class Hardware:
 
     @property
     def name(self) -> str:
-        """Canonical spelling: `"h100:2x4"`."""
-        return f"{self.chip.name}:{self.topology.name}"
+        """Canonical spelling: `"h100:2x4"`; a user's file after what it is based on: `"h100/my-h100:2x4"`."""
+        base = f"{self.chip.based_on}/" if self.chip.based_on else ""
+        return f"{base}{self.chip.name}:{self.topology.name}"
 
     @property
     def devices(self) -> int:
@@ -124,7 +125,7 @@ class Hardware:
             "numbers": stated,
         }
         changed = parse_chip(document, f"{self.chip.name}, replaced", lambda _: self.chip, catalogue.interconnect)
-        return replace(self, chip=changed)
+        return replace(self, chip=replace(changed, based_on=self.chip.based_on))
 
     def place(self, mesh: Mapping[str, int], order: Sequence[str] | None = None) -> Machine:
         """Lay a mesh (axis name → size, major to minor) on this hardware.

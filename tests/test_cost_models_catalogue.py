@@ -175,7 +175,7 @@ def test_a_users_file_overrides_any_number(tmp_path: Path):
         topology="2x8",
     )
     mine, stock = cost_models.hardware(str(path)), cost_models.hardware("h100:2x8")
-    assert mine.name == "mine:2x8"
+    assert mine.name == "h100/mine:2x8"
     assert mine.memory_bytes == 9.6e10
     assert mine.provenance["scale_out.one_way_bytes_per_s"] == "ib_write_bw"
     assert mine.digest != stock.digest

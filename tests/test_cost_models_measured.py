@@ -47,7 +47,7 @@ def test_a_written_file_prices_what_was_measured(tmp_path: Path):
     write(measurement(), tmp_path / "m.json")
     hardware = cost_models.hardware(tmp_path / "m.json")
     machine = hardware.place({"x": 8})
-    assert hardware.name == "this-machine:8"
+    assert hardware.name == "cpu/this-machine:8"
     assert float(machine.matmul_s(1, 4096, 512, 512, "float32")) == pytest.approx(
         5e-6 + 2 * 4096 * 512**2 / 4e10, rel=0.01
     )

@@ -112,7 +112,8 @@ def test_the_planner_takes_the_file(measured: dict[str, Any], tmp_path: Path):
 
     shapes = jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((64, 256), jnp.float32)
     plan = autoshard.plan(loss, *shapes, mesh={"data": 2, "model": 2}, hardware=str(path))
-    assert plan.record.hardware == "cpu-measured:4"
+    assert plan.record.hardware == "cpu/cpu-measured:4"
+    assert plan.verify().compiler == "cpu"
     stock = autoshard.plan(loss, *shapes, mesh={"data": 2, "model": 2}, hardware="cpu:4")
     assert plan.record.hardware_digest != stock.record.hardware_digest
     machine = cost_models.hardware(path).place({"x": 4})
@@ -161,7 +162,7 @@ def test_the_command_writes_a_file_that_prices(tmp_path: Path):
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == f"{path}: cpu-measured:2; plan for it with --hardware {path}\n"
+    assert ran.stdout == f"{path}: cpu/cpu-measured:2; plan for it with --hardware {path}\n"
     assert "timing 2 devices: cpu" in ran.stderr
     assert float(cost_models.hardware(path).place({"x": 2}).collective_s("all-gather", ("x",), 1e6)) > 0
 

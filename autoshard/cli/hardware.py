@@ -17,7 +17,7 @@ from autoshard.report import hardware as hardware_report
 from autoshard.report import machine
 from cost_models import catalogue
 
-QUICK = ("--scale", "0.02", "--repeats", "3", "--program-s", "0.005")
+QUICK = ("--scale", "0.1", "--repeats", "3", "--program-s", "0.005")
 
 
 class Platform(StrEnum):
