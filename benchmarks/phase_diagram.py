@@ -1,7 +1,7 @@
 """The phase diagram of parallelism: batch × width, and which family of layouts the solver found.
 
     python -m benchmarks.phase_diagram --model linear --hardware h100:1x8
-    python -m benchmarks.phase_diagram --model mlp --hardware tpu-v5e:2x4
+    python -m benchmarks.phase_diagram --model mlp --hardware tpu-v5e:2x4 --picture phase.svg --html phase.html
 
 One letter per plan, from what its collectives move: D moves weights and gradients alone
 (data parallelism, FSDP, ZeRO), T moves activations alone (tensor parallelism, Megatron or
@@ -21,9 +21,14 @@ import argparse
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+from matplotlib.colors import ListedColormap
 from rich.console import Console
 from rich.progress import track
 
@@ -31,6 +36,7 @@ import autoshard
 import cost_models
 import models
 from autoshard import Plan
+from autoshard.report.page import page
 from cost_models import closed_forms
 
 MESHES = {8: {"data": 2, "model": 4}}
@@ -128,6 +134,61 @@ def grid(
     return {(i, j): cell(model, hardware, mesh, b, w, alpha) for i, j, b, w in shown}
 
 
+FAMILIES = {"D": "data parallel, FSDP", "m": "mixed", "T": "tensor parallel", ".": "nothing moves"}
+COLOURS = {"D": "#3b7ddd", "m": "#e0a800", "T": "#19a979", ".": "#c4c8cd"}
+
+
+def diagram(cells: dict[tuple[int, int], Cell], model: str, hardware: str, alpha: float, devices: int) -> Any:
+    """The diagram as plain values: cells and the closed forms' lines, batch per device against split width."""
+    factor = 4 if model == "mlp" else 1
+    hidden = sorted({factor * c.width for c in cells.values()})
+    each = sorted({c.batch / devices for c in cells.values()})
+    curve = [(alpha**2 / f, f) for f in (hidden[0] * 2 ** (k / 4) for k in range(4 * len(hidden)))]
+    return {
+        "name": f"{model} on {hardware}",
+        "families": FAMILIES,
+        "cells": [
+            {
+                "per_device": c.batch / devices,
+                "width": factor * c.width,
+                "found": c.found,
+                "closed": c.closed,
+                "step_s": c.step_s,
+            }
+            for c in cells.values()
+        ],
+        "lines": [
+            {"name": "B/N = α", "points": [(alpha, hidden[0] / 2), (alpha, 2 * hidden[-1])]},
+            {"name": "F = αN", "points": [(each[0] / 2, alpha * devices), (2 * each[-1], alpha * devices)]},
+            {"name": "B/N = α²/F", "points": [(x, y) for x, y in curve if each[0] / 2 <= x <= 2 * each[-1]]},
+        ],
+    }
+
+
+def picture(shown: Any, file: Path) -> None:
+    """Draws the diagram, as SVG or PNG by the file's name."""
+    mpl.use("agg")
+    mpl.rcParams["svg.hashsalt"] = "autoshard"  # equal input, equal file
+    figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
+    columns = sorted({c["per_device"] for c in shown["cells"]})
+    rows = sorted({c["width"] for c in shown["cells"]})
+    found = {(c["per_device"], c["width"]): c["found"] for c in shown["cells"]}
+    letters = [name for name in FAMILIES if name in set(found.values())]
+    grid_ = [[letters.index(found[x, y]) for x in columns] for y in rows]
+    edges = [[v[0] / 2**0.5, *(x * 2**0.5 for x in v)] for v in (columns, rows)]
+    colours = ListedColormap([COLOURS[name] for name in letters])
+    axes.pcolormesh(*edges, grid_, cmap=colours, vmin=-0.5, vmax=len(letters) - 0.5, edgecolors="white", linewidth=0.5)
+    for line, style in zip(shown["lines"], ("-", "--", ":"), strict=True):
+        axes.plot(*zip(*line["points"], strict=True), style, color="black", label=line["name"])
+    for name in letters:
+        axes.plot([], [], "s", color=COLOURS[name], label=FAMILIES[name])
+    axes.set(xscale="log", yscale="log", xlim=(edges[0][0], edges[0][-1]), ylim=(edges[1][0], edges[1][-1]))
+    axes.set(xlabel="rows of the batch per device", ylabel="split width F", title=shown["name"])
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, fontsize=8, frameon=False)
+    figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
+    plt.close(figure)
+
+
 def main() -> None:
     """Prints both diagrams and every cell that disagrees by more than one step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -135,6 +196,8 @@ def main() -> None:
     parser.add_argument("--hardware", default="h100:1x8")
     parser.add_argument("--batch", nargs=2, type=int, default=(8, 18), metavar=("LOW", "HIGH"), help="powers of two")
     parser.add_argument("--width", nargs=2, type=int, default=(11, 15), metavar=("LOW", "HIGH"), help="powers of two")
+    parser.add_argument("--picture", type=Path, help="draw it here, .svg or .png")
+    parser.add_argument("--html", type=Path, help="write a page that opens offline here")
     arguments = parser.parse_args()
     # Three times a power of two: a batch is never as long as a width, so that shapes tell them apart.
     batches = [3 * 2**k for k in range(arguments.batch[0], arguments.batch[1] + 1)]
@@ -148,6 +211,13 @@ def main() -> None:
         found = " ".join(cells[i, j].found for j in range(len(batches)))
         closed = " ".join(c if len(c) == 1 else "*" for c in (cells[i, j].closed for j in range(len(batches))))
         print(f"{width:>7}  {found}  |  {closed}")
+    place = cost_models.hardware(arguments.hardware)
+    alpha = intensity(arguments.hardware, MESHES[place.devices])
+    shown = diagram(cells, arguments.model, arguments.hardware, alpha, place.devices)
+    if arguments.picture is not None:
+        picture(shown, arguments.picture)
+    if arguments.html is not None:
+        arguments.html.write_text(page(phase=shown), encoding="utf-8")
     wrong = off_by_more_than_one_step(cells)
     print(f"{len(cells)} cells, {len(wrong)} more than one grid step from a closed-form region of their family")
     for c in wrong:

@@ -11,17 +11,22 @@ from typing import Any
 ECHARTS = "6.1.0"
 
 
-def page(*, ranking: Mapping[str, Any] | None = None, plan: Mapping[str, Any] | None = None) -> str:
-    """The page of a ranking (`Search.to_json`), of a plan (`view.of_plan`), or of both.
+def page(
+    *,
+    ranking: Mapping[str, Any] | None = None,
+    plan: Mapping[str, Any] | None = None,
+    phase: Mapping[str, Any] | None = None,
+) -> str:
+    """The page of a ranking (`Search.to_json`), a plan (`view.of_plan`), a phase diagram, or several of them.
 
     Every number that it shows is one of theirs: they are what is embedded.
     """
-    data = {"ranking": ranking, "plan": plan}
-    shown = ranking or plan
+    data = {"ranking": ranking, "plan": plan, "phase": phase}
+    shown = ranking or plan or phase
     assert shown is not None  # one of them is given
     parts = {
         "TITLE": html.escape(f"{shown['name']}: autoshard report"),
-        "VERDICT": html.escape(str(shown["verdict"])),
+        "VERDICT": html.escape(str(shown.get("verdict", shown["name"]))),
         "VERSION": metadata.version("autoshard"),
         "ECHARTS": ECHARTS,
         "CSS": _asset("page.css"),

@@ -273,6 +273,30 @@ function planned(plan, first) {
   if (plan.notes.length) section(main, "Notes", plan.notes.join(" · "));
 }
 
+const FAMILY = { D: "#3b7ddd", m: "#e0a800", T: "#19a979", ".": "#9ba1a9" };
+
+function phases(phase) {
+  const widths = phase.cells.map((c) => c.width), batches = phase.cells.map((c) => c.per_device);
+  const bounds = (v) => [Math.min(...v) / Math.SQRT2, Math.max(...v) * Math.SQRT2];
+  const kinds = Object.keys(phase.families).filter((k) => phase.cells.some((c) => c.found === k));
+  chart(main, "Which parallelism where", `${phase.name}: the family that the solver found for each batch and width, and the closed forms' boundaries.`, (axis) => ({
+    grid: { left: 8, right: 16, top: 56, bottom: 34, containLabel: true }, legend: { top: 0, textStyle: { color: css("--soft") } },
+    xAxis: { ...axis, type: "log", logBase: 2, min: bounds(batches)[0], max: bounds(batches)[1], name: "rows of the batch per device", nameLocation: "middle", nameGap: 28, axisLabel: { ...axis.axisLabel, formatter: short } },
+    yAxis: { ...axis, type: "log", logBase: 2, min: bounds(widths)[0], max: bounds(widths)[1], axisLabel: { ...axis.axisLabel, formatter: short } },
+    tooltip: { formatter: (p) => { if (p.seriesType === "line") return p.seriesName; const c = phase.cells[p.data[2]];
+      return `${short(c.per_device)} per device, width ${count(c.width)}<br>found: ${phase.families[c.found]}, closed forms: ${c.closed}<br>${time(c.step_s)}`; } },
+    series: [
+      ...kinds.map((kind) => ({ type: "custom", name: phase.families[kind], itemStyle: { color: FAMILY[kind] },
+        data: phase.cells.map((c, i) => [c.per_device, c.width, i]).filter(([, , i]) => phase.cells[i].found === kind),
+        renderItem: (params, api) => {
+          const a = api.coord([api.value(0) / Math.SQRT2, api.value(1) * Math.SQRT2]), b = api.coord([api.value(0) * Math.SQRT2, api.value(1) / Math.SQRT2]);
+          return { type: "rect", shape: { x: a[0], y: a[1], width: b[0] - a[0], height: b[1] - a[1] }, style: { fill: FAMILY[kind], stroke: css("--card"), lineWidth: 1 } };
+        } })),
+      ...phase.lines.map((line, i) => ({ type: "line", name: line.name, symbol: "none", clip: true, data: line.points, lineStyle: { color: css("--ink"), type: ["solid", "dashed", "dotted"][i] }, itemStyle: { color: css("--ink") } })),
+    ],
+  }), "tall");
+}
+
 async function start() {
   const data = JSON.parse(await unpacked("data"));
   const script = element("script");
@@ -283,6 +307,7 @@ async function start() {
   if (data.ranking && data.ranking.left_out.length) {
     section(main, "Left out", "Candidates without a plan.", table(data.ranking.left_out, [["candidate", (r) => r.candidate], ["why", (r) => r.reason, null, "text"]]));
   }
+  if (data.phase) phases(data.phase);
   for (const entry of charts) draw(entry);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach(draw));
   addEventListener("resize", () => charts.forEach((entry) => entry.drawn.resize()));
