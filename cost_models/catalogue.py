@@ -32,11 +32,11 @@ def chip(name: str) -> Chip:
     wanted = name.lower().strip()
     documents = _documents()
     for key in chips():
-        if wanted == key or wanted in documents[key]["aliases"]:
+        if wanted == key or wanted in documents[key].get("aliases", ()):
             return parse_chip(documents[key], f"cost_models/hardware/{key}.json", chip, interconnect)
-    every = [*chips(), *(alias for key in chips() for alias in documents[key]["aliases"])]
+    every = [*chips(), *(alias for key in chips() for alias in documents[key].get("aliases", ()))]
     near = dict.fromkeys(
-        next(key for key in chips() if match == key or match in documents[key]["aliases"])
+        next(key for key in chips() if match == key or match in documents[key].get("aliases", ()))
         for match in difflib.get_close_matches(wanted, every, n=3, cutoff=0.5)
     )
     raise UnknownHardwareError(name, tuple(near), chips())
