@@ -212,7 +212,7 @@ class Verification:
             count = f"{sum(x.count for x in rest):,}"
             cells.append((f"{len(rest)} smaller", "", "", count, _arrow(*map(bytes_text, sums)), ""))
         others = sum(max(len(row[i]) for row in (head, *cells)) + GAP for i in range(1, len(head)))
-        places = [_place_text(line, max(width - others - 1, 12)) for line in shown]
+        places = [place_text(line, max(width - others - 1, 12)) for line in shown]
         return table(
             "where they come from: source line and equation (count × trips)",
             head,
@@ -244,7 +244,7 @@ def _arrow(predicted: str, emitted: str) -> str:
     return predicted if predicted == emitted else f"{predicted} → {emitted}"
 
 
-def _place_text(line: Line, width: int) -> str:
+def place_text(line: Line, width: int) -> str:
     """`transformer.py:199 dot_general`, cut in two lines where there is no room."""
     where = short_place(line.where).partition(" (")[0]
     text = f"{where} {line.primitive}".rstrip()

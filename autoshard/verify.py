@@ -14,7 +14,7 @@ from autoshard import _jax, compilers, explicit, hlo, meshes
 from autoshard.comparison import Place, attribute, compare
 from autoshard.completion import SCOPE
 from autoshard.errors import VerifyError
-from autoshard.graph import Graph, Path
+from autoshard.graph import WHILE_TRIPS, Graph, Path
 from autoshard.hlo.text import UNKNOWN
 from autoshard.layout import Layout
 from autoshard.problem.assignment import Assignment
@@ -216,7 +216,7 @@ def judge(
     """Compares a plan with a compiled program's text; arguments as of `verify`."""
     machine = meshes.place(record.mesh.shape, record.hardware).machine if machine is None else machine
     module = hlo.read(text)
-    emitted = hlo.collectives(module, record.mesh, fold_slices=compiler == "cpu")
+    emitted = hlo.collectives(module, record.mesh, fold_slices=compiler == "cpu", unknown_trips=WHILE_TRIPS)
     priced = timeline(module, emitted, machine, record.mesh)
     return Verification(
         compiler=compiler,

@@ -94,15 +94,16 @@ def _text(lines: Sequence[Line]) -> str:
         f"Made by `python -m benchmarks.verification run` and `… render`; {', '.join(days)}; {', '.join(versions)}. "
         f"{len(compiled)} compiles without a device ({len(lines) - len(compiled)} more were refused by a compiler or "
         "the planner: last section). Every line of `benchmarks/results/verification.jsonl` is one compile.\n",
-        "Bytes are logical, per device and step, loops multiplied out. A case agrees when the emitted bytes are within "
-        "5 % of the predicted in total and in every (collective, axes) of at least 5 % of them. *Peak* is compiled over "
-        "predicted peak memory per device. *Schedule* is the compiled schedule priced by the plan's own cost model (the "
-        "text of a program holds no prices): it judges the planner's view of overlap and fusion, not the prices.\n",
+        "Bytes are logical, per device and step, loops multiplied out. A case agrees when the emitted bytes are "
+        "within 5 % of the predicted in total and in every (collective, axes) of at least 5 % of them. *Peak* is "
+        "compiled over predicted peak memory per device. *Schedule* is the compiled schedule priced by the plan's own "
+        "cost model (the text of a program holds no prices): it judges the planner's view of overlap and fusion, not "
+        "the prices.\n",
         "## Against the targets\n",
         _summary(plain),
         "\n![predicted and emitted bytes](verification.svg)\n",
-        "Each point is one (collective, axes) of one compile: filled for our own plans, hollow for hand-written layouts "
-        "whose open values the partitioner itself completes.\n",
+        "Each point is one (collective, axes) of one compile: filled for our own plans, hollow for hand-written "
+        "layouts, whose open values the partitioner itself completes.\n",
         "## The board\n",
         *_board(compiled),
         "## What differs\n",
@@ -131,9 +132,7 @@ def _summary(lines: Sequence[Line]) -> str:
     share("peak memory not above the plan by more than 10 %", "100 %", [peak_ratio(x) <= 1 + MEMORY for x in lines])
     taus = [tau for _, tau in _taus(lines)]
     if taus:
-        rows.append(
-            ("rank order of layouts, Kendall τ, median", "≥ 0.8", f"{median(taus):.2f} of {len(taus)} boards")
-        )
+        rows.append(("rank order of layouts, Kendall τ, median", "≥ 0.8", f"{median(taus):.2f} of {len(taus)} boards"))
     return _table(("what", "target", "found"), rows)
 
 

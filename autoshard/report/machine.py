@@ -32,9 +32,9 @@ def verification(found: Verification) -> dict[str, Any]:
             "predicted": {"step_s": found.cost.step_s, "exposed_s": found.cost.exposed_s},
             "compiled": None if timeline is None else {"step_s": timeline.step_s, "exposed_s": timeline.exposed_s},
         },
-        "rows": [_row(row) for row in found.rows],
-        "kinds": [_row(row) for row in found.by_kind()],
-        "lines": [_row(line) for line in found.lines],
+        "rows": [row(x) for x in found.rows],
+        "kinds": [row(x) for x in found.by_kind()],
+        "lines": [row(x) for x in found.lines],
     }
 
 
@@ -48,8 +48,9 @@ def honoured(found: Honoured) -> dict[str, Any]:
     }
 
 
-def _row(row: Row | Line) -> dict[str, Any]:
-    return {**asdict(row), "axes": list(row.axes), "status": str(row.status)}
+def row(found: Row | Line) -> dict[str, Any]:
+    """A row of a comparison."""
+    return {**asdict(found), "axes": list(found.axes), "status": str(found.status)}
 
 
 def hardware(chip: Chip, topology: Topology | None = None) -> dict[str, Any]:

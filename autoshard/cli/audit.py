@@ -1,0 +1,55 @@
+"""`autoshard audit`: a program that is sharded by hand, against the compiler and the optimum."""
+
+from typing import Annotated
+
+import typer
+
+from autoshard.api import REL_GAP
+from autoshard.audit import audit as audited
+from autoshard.cli.app import WRONG, app, errors, print_json
+from autoshard.cli.options import Compiler, GapOption, HardwareOption, JsonOption, SetOption, TargetArgument, TimeOption
+from autoshard.cli.written import assignments
+from autoshard.errors import MeshError
+from autoshard.report import machine, progress
+from autoshard.target import load_target
+
+
+@app.command()
+def audit(
+    target: TargetArgument,
+    *,
+    compiler: Annotated[Compiler | None, typer.Option("--compiler", help="default: the hardware's own")] = None,
+    hardware: HardwareOption = None,
+    set_: SetOption = None,
+    gap: GapOption = REL_GAP,
+    time_limit: TimeOption = 60.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Compile TARGET as it is sharded already; exit code 1 if it emits collectives that no annotation asks for."""
+    if hardware is None:
+        raise MeshError("say what to compile for, as in --hardware h100:1x8")
+    fn, args = load_target(target, assignments(set_ or (), "--set"))
+    with progress.shown(errors(), "compile and plan"):
+        found = audited(
+            fn,
+            *args,
+            hardware=hardware,
+            compiler=None if compiler is None else compiler.value,
+            rel_gap=gap,
+            time_limit_s=time_limit,
+        )
+    if as_json:
+        print_json(
+            {
+                "unasked_bytes": found.unasked_bytes,
+                "gap": found.gap,
+                "hand_s": found.hand.cost,
+                "best_s": found.best.cost,
+                "emitted": [{**machine.row(x.line), "asked": x.asked} for x in found.emitted],
+                "verification": machine.verification(found.verification),
+            }
+        )
+    else:
+        typer.echo(found)
+    if found.unasked_bytes:
+        raise typer.Exit(WRONG)
