@@ -43,14 +43,14 @@ KNOWN = """\
   all-reduce as the two, so that a program with one and a program with the other are not told apart by a library's
   setting: at most 20 % too much, for large all-reduces inside one node. A measured file's own all-reduce table is
   used as it is.
-- **Twisted tori** (v4 and v5p slices of k×k×2k and k×2k×2k) are priced as plain ones. They raise the bisection, so that
-  all-to-alls are priced too high there; nobody publishes by how much, and all-gathers, reduce-scatters and all-reduces
-  along axes are as on a plain torus.
+- **Twisted tori**, which users may pick for v4 and v5p slices of k×k×2k and k×2k×2k (Jouppi et al. 2023,
+  arXiv:2304.01433). The plain torus is priced; a twist raises the bisection, which all-to-alls over the whole slice
+  alone are bound by.
 - **Two collectives at once on shared links.** A step prices its collectives one after the other, also those of
   different axes that could run side by side: on one link nothing is gained by that, on two a step is priced up to the
   shorter of them too high. Groups of one mesh axis that share links among each other are priced as sharing.
 - **No GPU or TPU was at hand**: what the catalogue knows of them is published. `autoshard hardware measure` times the
-  devices that it runs on; `cpu-measured` is what it wrote on a CPU.
+  devices that it runs on.
 """
 
 SOURCES = {
