@@ -317,8 +317,9 @@ def with_masters(name: str, *, batch: int, sequence: int, **fields: Any) -> tupl
 def test_zero_splits_the_optimizer_first_and_the_parameters_when_memory_is_short() -> None:
     """ZeRO-2, then FSDP: GPT-2 XL in bfloat16 with float32 masters, 1024 tokens per GPU.
 
-    Parameters gathered once per step are cheaper than twice (forward, backward) where so
-    few tokens hide little; 14 bytes of state per parameter but two are split all the same.
+    Of the 14 bytes of state per parameter 12 are split from the first. The other two are
+    too where the gathers in the loop, forward and backward, hide behind its matmuls, which
+    is not enough for attention's; those are gathered once per step, until memory is short.
     """
     step, init, batch = with_masters("gpt2-xl", batch=16, sequence=512, vocab=50_304)
     big = step, (jax.eval_shape(init, jax.random.key(0)), jax.eval_shape(batch))
@@ -333,10 +334,12 @@ def test_zero_splits_the_optimizer_first_and_the_parameters_when_memory_is_short
         return {weight for weight in matrices if not any(spec(plan, "['params']", weight))}
 
     ample = planned(big, {"data": 8}, "h100:1x8")
-    assert whole(ample) == set(matrices)
-    for weight, shape in matrices.items():
+    assert whole(ample) >= {"'wq'", "'wo'"}
+    for weight in matrices:
         for part in ("['masters']", ".mu", ".nu"):
             assert any(spec(ample, part, weight)), (part, weight)
+    for weight in whole(ample):
+        shape = matrices[weight]
         assert f"bfloat16[{shape}]" in moved(ample, "reduce-scatter", "data")  # gradients, as they arise
         assert f"bfloat16[48,{shape}]" in moved(ample, "all-gather", "data")  # parameters, once
     assert not [c for c in ample.record.collectives if c.kind == "all-reduce" and c.nbytes > 1e6]
