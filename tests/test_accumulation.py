@@ -215,3 +215,71 @@ def test_a_transformer_accumulates_as_planned_on_gpus() -> None:
     assert verified.ok, str(verified)
     summed = [c for c in verified.emitted if c.kind in ("all-reduce", "reduce-scatter") and c.nbytes > 1024]
     assert {(c.dtype, c.trips) for c in summed} == {("f32", 1)}
+
+
+# --- Scans that users write themselves ----------------------------------------------------
+
+
+def plain(loss: Any, steps: int, spec: PartitionSpec) -> Any:
+    """An accumulation scan whose accumulator is pinned in the loop and behind it."""
+
+    def pin(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, spec), tree)
+
+    def value_and_grad(p: Any, batch: Any) -> Any:
+        def add(total: Any, chunk: Any) -> Any:
+            value, gradients = jax.value_and_grad(loss)(p, chunk)
+            return pin(jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, gradients)), value
+
+        chunks = jnp.moveaxis(batch.reshape(-1, steps, *batch.shape[1:]), 1, 0)
+        total, values = jax.lax.scan(add, pin(jax.tree.map(jnp.zeros_like, p)), chunks)
+        return values.mean(), jax.tree.map(lambda t: t / steps, pin(total))
+
+    return value_and_grad
+
+
+def plain_step(hardware: str, *, spec: PartitionSpec) -> autoshard.Plan:
+    wide = {
+        "up": jax.ShapeDtypeStruct((1024, 4096), jnp.float32),
+        "down": jax.ShapeDtypeStruct((4096, 1024), jnp.float32),
+    }
+    return autoshard.plan(
+        descent(plain(loss, 8, spec)),
+        wide,
+        jax.ShapeDtypeStruct((32768, 1024), jnp.bfloat16),
+        mesh={"data": 8},
+        hardware=hardware,
+        donate_argnums=0,
+        pins={"state.**": spec, "batch": P("data")},
+    )
+
+
+# Accumulator → what its reduction is, and how often it runs in eight micro-batches: XLA moves an
+# all-reduce behind the loop, never a reduce-scatter. Both are of the products' own bfloat16.
+PLAIN = {"split": (P(None, "data"), ("reduce-scatter", "bf16", 8)), "whole": (P(), ("all-reduce", "bf16", 1))}
+
+
+# The planner takes the all-reduce behind the loop, and a slice of it, to be possible here, too.
+ACCUMULATORS = [pytest.param("split", marks=pytest.mark.xfail(strict=True, reason="priced as if whole")), "whole"]
+
+
+def check_plain(accumulator: str, hardware: str, compiler: str) -> None:
+    spec, reduced = PLAIN[accumulator]
+    plan = plain_step(hardware, spec=spec)
+    found = reductions(plan, compiler)
+    assert [(kind, dtype, trips) for kind, dtype, trips, _ in found] == [reduced] * 2
+    promised = [c for c in plan.record.collectives if c.kind == reduced[0] and c.nbytes > 1024]
+    assert sorted((c.nbytes, c.trips) for c in promised) == sorted((n, trips) for *_, trips, n in found)
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize("accumulator", ACCUMULATORS)
+def test_plain_scans_reduce_on_gpus_as_priced(accumulator: str) -> None:
+    check_plain(accumulator, GPUS, "gpu")
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("accumulator", ACCUMULATORS)
+def test_plain_scans_reduce_on_tpus_as_priced(accumulator: str) -> None:
+    check_plain(accumulator, TPUS, "tpu")
