@@ -387,11 +387,14 @@ class _Decider:
         found = list(targets.values())
         lent = is_input or bool(self.lives.named[value])
         first = min((e for e, _ in uses), default=0)
+        # What is computed element by element and leaves in a donated input's place is written there.
+        replaces = self.nodes[port.node].kind == "chain" and any(self.nodes[t.node].kind == "input" for t in leaves)
         holder = port
         if len(found) > 1 or (found and lent and any(not self.pointwise[e] for e, _ in uses)):
             holder = self._add_copy(value, port, found, lent=lent)
-            self._use_copy(holder, value, port, first, lent=lent)
-        elif not is_input and self.lives.stored[value]:
+            if not replaces:
+                self._use_copy(holder, value, port, first, lent=lent)
+        elif not is_input and self.lives.stored[value] and not replaces:
             self._use_value(value, port, first, found[0] if found else None)
         for target in found:
             self._edge(holder, target, value)
