@@ -19,6 +19,7 @@ from autoshard.plans import Plan
 from autoshard.processes import Peers
 from autoshard.question import Question, ask, variants
 from autoshard.record import PlanRecord, parse
+from autoshard.refine import refined
 from autoshard.store import Directory, Lock, cache_at, key_of, misfits
 from autoshard.wanted import AUTO
 
@@ -49,6 +50,8 @@ class Options:
     time_limit_s: float = 60.0
     rel_gap: float = REL_GAP
     wait_s: float = WAIT_S
+    refine: str | None = None
+    candidates: int = 3
 
 
 def plan(
@@ -73,6 +76,8 @@ def plan(
     time_limit_s: float = 60.0,
     rel_gap: float = REL_GAP,
     wait_s: float = WAIT_S,
+    refine: str | None = None,
+    candidates: int = 3,
     **kwargs: Any,
 ) -> Plan:
     """Finds the sharding of `fn(*args, **kwargs)` with the least step time that fits in memory.
@@ -111,6 +116,10 @@ def plan(
       rel_gap: stop when proven optimal to this fraction.
       wait_s: where the mesh spans several processes (`jax.distributed`), process 0 plans for
         all; how long they wait for each other.
+      refine: "gpu", "tpu" or "cpu": a compiler that compiles `candidates` near-optimal plans
+        for the hardware, without a device; the plan is the one whose schedule, priced by the
+        same model, is shortest, and its notes say what changed the order. A locked plan stays.
+      candidates: how many plans `refine` compiles, the optimum included.
       **kwargs: keyword arguments of `fn`, as `args`.
 
     Raises:
@@ -141,6 +150,8 @@ def plan(
         time_limit_s=time_limit_s,
         rel_gap=rel_gap,
         wait_s=wait_s,
+        refine=refine,
+        candidates=candidates,
     )
     questions = pose(fn, args, kwargs, options)
     if like is not None and not questions[0].kept:
@@ -225,7 +236,11 @@ def _found(questions: Sequence[Question], options: Options) -> Plan:
     if locked is not None:
         return _plan(*locked, options)
     plans = [_cached(question, options) for question in questions]
-    best = min(plans, key=lambda p: p.record.cost.step_s)
+    at = min(range(len(plans)), key=lambda i: plans[i].record.cost.step_s)
+    best = plans[at]
+    if options.refine is not None:
+        again = partial(_with_inputs, questions[at], options)
+        best = refined(best, again, compiler=options.refine, candidates=options.candidates)
     if lock is not None:
         lock.write(best.record)
     return best
@@ -260,6 +275,14 @@ def _plan(record: PlanRecord, question: Question, options: Options) -> Plan:
         traced=question.traced,
         plan_again=partial(_planned, question, options),
     )
+
+
+def _with_inputs(question: Question, options: Options, inputs: Mapping[int, PartitionSpec]) -> Plan:
+    """The plan of a question with these layouts of inputs; what was asked stays what it was."""
+    pinned = replace(question, wanted=replace(question.wanted, inputs=inputs))
+    planned = _planned(pinned, options)
+    planned = replace(planned, record=replace(planned.record, asked=question.asked))
+    return Plan(planned.record, place=question.place, planned=planned, traced=question.traced)
 
 
 def answer(question: Question, options: Options) -> Plan:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,12 @@ class Plan:
     def __repr__(self) -> str:
         r = self.record
         return f"<Plan of {r.name} on {r.mesh} ({r.hardware}): {r.cost.step_s * 1e3:.3g} ms, {r.certificate.status}>"
+
+    def noted(self, note: str) -> "Plan":
+        """The same plan with one more note."""
+        record = replace(self.record, notes=(*self.record.notes, note))
+        again = self._plan_again
+        return Plan(record, place=self._place, planned=self._planned, traced=self._traced, plan_again=again)
 
     # What was decided.
 
