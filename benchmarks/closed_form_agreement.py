@@ -228,7 +228,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 def compiled_peak(evaluation: Any) -> float:
     """Peak bytes of what XLA:GPU makes of the layout."""
-    return float(evaluation.verify(compiler="gpu").compiled.peak_bytes)
+    return float(evaluation.verify(compiler="gpu").memory.compiled.peak)
 
 
 def main() -> None:

@@ -138,7 +138,9 @@ def test_hardware_lists_the_catalogue() -> None:
 
 def test_hardware_of_one_chip() -> None:
     assert "peak_bfloat16_flops_per_s" in run("hardware", "h100").stdout
-    assert run("hardware", "h100:2x8").stdout.startswith("h100: NVIDIA H100 SXM 80 GB, 16 devices as 2x8\n")
+    shown = run("hardware", "h100:2x8").stdout
+    assert shown.startswith("h100: NVIDIA H100 SXM 80 GB, 16 devices as 2x8\n")
+    assert "matmul is compute-bound from" in shown
     assert json.loads(run("hardware", "tpu-v5e:2x4", "--json").stdout)["devices"] == 8
 
 

@@ -56,7 +56,7 @@ def show(
     *,
     as_json: JsonOption = False,
 ) -> None:
-    """List the chips of the catalogue, or every number of one with its source."""
+    """List the chips of the catalogue, or every number of one with its source; of a topology, rules of thumb, too."""
     if name is None:
         chips = [catalogue.chip(chip) for chip in cost_models.chips()]
         if as_json:
@@ -64,15 +64,17 @@ def show(
         else:
             typer.echo(hardware_report.catalogue(chips))
         return
-    if ":" in name:
-        found = cost_models.hardware(name)
+    found = cost_models.hardware(name) if ":" in name else None
+    if found is not None:
         chip, topology = found.chip, found.topology
     else:
         chip, topology = catalogue.read(name) if name.endswith(".json") else catalogue.chip(name), None
     if as_json:
         print_json(machine.hardware(chip, topology))
-    else:
-        typer.echo(hardware_report.numbers(chip, topology))
+        return
+    typer.echo(hardware_report.numbers(chip, topology))
+    if found is not None:
+        typer.echo(hardware_report.limits(found))
 
 
 @commands.command()

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard.tables import bytes_text, columns, fields, flops_text, render, table, time_text
+from cost_models import Hardware, hardware_limits
 from cost_models.hardware_file import Chip
 from cost_models.topology import Topology
 
@@ -66,6 +67,14 @@ def numbers(chip: Chip, topology: Topology | None = None, *, width: int | None =
             )
     parts.append(fields([(f"[{i}]", source) for source, i in sources.items()], width))
     return render(*parts, width=width)
+
+
+def limits(hardware: Hardware, *, width: int | None = None) -> str:
+    """Rules of thumb for a chip and topology: from where on is a strategy compute-bound?"""
+    rows = [(limit.name, f"{limit.value:,.4g}", limit.unit, limit.source) for limit in hardware_limits(hardware)]
+    title = "rules of thumb, from the peaks above; chapters of How to Scale Your Model"
+    head = ("rule", "value", "unit", "chapter")
+    return render(table(title, head, rows, right=("value",)), width=columns() if width is None else width)
 
 
 def number_text(key: str, value: float) -> str:
