@@ -140,6 +140,7 @@ def test_planned_steps_are_those_of_one_device(parts: Any) -> None:
     step = descent(accumulate(loss, steps=STEPS, parts=parts))
     planned = autoshard.jit(step, mesh=MESH, hardware=GPUS, donate_argnums=0)
     got, want = (jax.tree.map(jnp.asarray, params()) for _ in range(2))
+    value = expected = jnp.zeros(())
     for _ in range(3):
         got, value = planned(got, BATCH)
         want, expected = jax.jit(descent(jax.value_and_grad(loss)))(want, BATCH)
