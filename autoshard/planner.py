@@ -123,6 +123,7 @@ def prepare(
     unknown: str,
     platform: str = "cpu",
     trace_s: float = 0.0,
+    graph: graphs.Graph | None = None,
 ) -> Setting:
     """Builds the decisions of a traced program.
 
@@ -135,6 +136,8 @@ def prepare(
       unknown: "error" or "replicate".
       platform: what `platform_index` resolves to: "cpu", "cuda" or "tpu".
       trace_s: seconds that tracing took, for the stages' times.
+      graph: of the traced program on this platform, if it was built before (no mesh changes
+        it); not used with `gradient_of`.
 
     Raises:
       MissingRuleError: a primitive without a rule, if `unknown` is "error".
@@ -148,7 +151,8 @@ def prepare(
     gradient = gradient_program(traced, gradient_of, mesh) if gradient_of else None
     priced = traced if gradient is None else gradient.traced
     clock.lap("trace")
-    graph = graphs.build(priced.jaxpr, platform)
+    if graph is None or gradient is not None:
+        graph = graphs.build(priced.jaxpr, platform)
     clock.lap("graph")
     held: dict[int, int] = {}
     if gradient is None:
@@ -419,6 +423,10 @@ def ties(traced: Traced, donated: frozenset[int]) -> dict[int, int]:
     A donated leaf whose path no output has is not tied. Of several outputs the one with the
     shortest path is taken: `[0]['w']` before `[0].mu['w']`.
     """
+    alike: dict[tuple[Any, ...], list[int]] = {}  # shape, dtype and last part of the path → outputs
+    for o, (out, path) in enumerate(zip(traced.out_avals, traced.out_paths, strict=True)):
+        for last in (_last(path), ""):
+            alike.setdefault((out.shape, out.dtype, last), []).append(o)
     tied: dict[int, int] = {}
     for i in sorted(donated):
         aval, path = traced.in_avals[i], traced.in_paths[i]
@@ -426,12 +434,17 @@ def ties(traced: Traced, donated: frozenset[int]) -> dict[int, int]:
         suffix = path[begin:]
         fits = [
             o
-            for o, (out, out_path) in enumerate(zip(traced.out_avals, traced.out_paths, strict=True))
-            if o not in tied and out.shape == aval.shape and out.dtype == aval.dtype and out_path.endswith(suffix)
+            for o in alike.get((aval.shape, aval.dtype, _last(suffix)), ())
+            if o not in tied and traced.out_paths[o].endswith(suffix)
         ]
         if fits:
             tied[min(fits, key=lambda o: (len(traced.out_paths[o]), o))] = i
     return tied
+
+
+def _last(path: str) -> str:
+    """The last part of a path: `['w']` of `[0]['layers'][3]['w']`."""
+    return path[max(path.rfind("["), path.rfind("."), 0) :]
 
 
 def _pinned(spec: PartitionSpec, shape: tuple[int, ...], mesh: MeshAxes, real: MeshAxes, what: str) -> Codes:

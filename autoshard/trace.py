@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from autoshard import _jax
 from autoshard.mesh import MeshAxes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: the digest is found when first asked for
 class Traced:
     """A closed jaxpr with the pytree path of each input and output.
 
@@ -28,6 +29,15 @@ class Traced:
     in_avals: tuple[jax.ShapeDtypeStruct, ...]
     out_avals: tuple[jax.ShapeDtypeStruct, ...]
     argument_of: tuple[int, ...]  # position of each leaf's argument
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the program: the jaxpr's text and every aval (not source lines)."""
+        text = _jax.stable_text(self.jaxpr)
+        avals = ";".join(f"{a.dtype}{list(a.shape)}" for a in self.in_avals)
+        paths = ";".join(self.in_paths) + ">" + ";".join(self.out_paths)
+        consts = b"".join(np.asarray(c).tobytes() for c in _jax.array_consts(self.jaxpr))
+        return hashlib.sha256("\n".join((text, avals, paths)).encode() + consts).hexdigest()[:32]
 
 
 def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -72,9 +82,5 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mes
 
 
 def digest(traced: Traced) -> str:
-    """A hash of the program: the jaxpr's text and every aval (not source lines)."""
-    text = _jax.stable_text(traced.jaxpr)
-    avals = ";".join(f"{a.dtype}{list(a.shape)}" for a in traced.in_avals)
-    paths = ";".join(traced.in_paths) + ">" + ";".join(traced.out_paths)
-    consts = b"".join(np.asarray(c).tobytes() for c in _jax.array_consts(traced.jaxpr))
-    return hashlib.sha256("\n".join((text, avals, paths)).encode() + consts).hexdigest()[:32]
+    """The hash of a traced program."""
+    return traced.digest

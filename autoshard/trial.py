@@ -15,6 +15,7 @@ from autoshard import trace as traces
 from autoshard.candidates import Candidate
 from autoshard.errors import InfeasibleError, MeshError, SpecError
 from autoshard.gradient import gradient_arguments
+from autoshard.graph import Graph
 from autoshard.mesh import MeshAxes
 from autoshard.planner import Budget, Planned
 from autoshard.ranking import LeftOut, Row
@@ -78,6 +79,7 @@ class Trials:
     def __init__(self, task: Task) -> None:
         self._task = task
         self._programs: dict[Any, Program] = {}
+        self._graphs: dict[tuple[int, str], Graph] = {}  # by program (kept above) and platform
 
     def run(self, candidate: Candidate) -> Row | LeftOut:
         """The best plan of a candidate, or why there is none."""
@@ -152,7 +154,10 @@ class Trials:
             gradient_of=gradient_arguments(program.traced, for_grad=task.for_grad),
             unknown=task.unknown,
             platform=platform,
+            graph=self._graphs.get((id(program), platform)),
         )
+        if setting.gradient is None:
+            self._graphs[id(program), platform] = setting.decisions.graph
         return planner.make(
             setting,
             name=program.name,
