@@ -1,0 +1,53 @@
+"""Random programs under random emittable plans give the numbers of one device, exactly.
+
+Many small programs are compiled as one, so that thousands take a minute.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tests import random_programs
+from tests.assignments import QUICK_COMPILE, random_choice, run
+from tests.programs import Program, setting_of
+
+BATCH = 100  # programs compiled together
+BATCHES = 20
+SLOW_BATCHES = 200
+
+
+def batch_of(first: int) -> Program:
+    """`BATCH` programs with seeds from `first` on, as one function of the list of their arguments."""
+    arguments = [random_programs.inputs(first + i) for i in range(BATCH)]
+
+    def together(arguments: list[list[jax.Array]]) -> list[list[jax.Array]]:
+        return [random_programs.program(first + i, given) for i, given in enumerate(arguments)]
+
+    return Program(fn=together, args=(arguments,), names=("arguments",))
+
+
+def check(batch: int) -> None:
+    program = batch_of(batch * BATCH)
+    setting, _ = setting_of(program)
+    choice = random_choice(setting.decisions, setting.resharder, np.random.default_rng(batch))
+    want: Any = jax.jit(program.fn, compiler_options=QUICK_COMPILE)(*program.args)
+    got = jax.tree.unflatten(jax.tree.structure(want), run(setting, choice, jax.tree.leaves(program.args)))
+    wrong = [
+        batch * BATCH + i
+        for i, pair in enumerate(zip(got, want, strict=True))
+        if not all(np.array_equal(g, w, equal_nan=True) for g, w in zip(*pair, strict=True))
+    ]
+    assert not wrong, f"programs {wrong} (batch {batch})"
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_random_programs_under_random_plans(batch: int) -> None:
+    check(batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", range(BATCHES, BATCHES + SLOW_BATCHES))
+def test_many_random_programs_under_random_plans(batch: int) -> None:
+    check(batch)
