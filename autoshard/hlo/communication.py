@@ -75,7 +75,7 @@ class Collective:
       asynchronous: other instructions may run between start and done.
       combined: elements that the compiler launches together with this one, itself included.
       conditional: it stands in a branch, which may not be taken.
-      unknown_loops: loops around it whose trips the text does not tell; each counts once.
+      unknown_loops: loops around it whose trips the text does not tell; each counts `unknown_trips`.
       moved_bytes: bytes that one device sends in one execution.
       groups: devices by position in the mesh.
     """
@@ -130,6 +130,7 @@ class _Reader:
     fold_slices: bool
     communicating: frozenset[str]
     flow: Dataflow
+    unknown_trips: int
 
 
 def collectives(
@@ -138,6 +139,7 @@ def collectives(
     *,
     trip_counts: Mapping[str, int] | None = None,
     fold_slices: bool = False,
+    unknown_trips: int = 1,
 ) -> tuple[Collective, ...]:
     """Every collective of a program, in program order, loops multiplied out.
 
@@ -148,13 +150,16 @@ def collectives(
         text does not tell (or to replace what it tells).
       fold_slices: count an all-reduce that is only sliced by partition id as a
         reduce-scatter: right for XLA:CPU, which never emits one.
+      unknown_trips: trips of a loop that neither its text nor `trip_counts` tells.
 
     Raises:
       HloError: the mesh is not of the program's size, or a group cannot be read.
     """
     if module.num_partitions != mesh.size:
         raise HloError(f"the program is for {module.num_partitions} devices; the mesh {mesh} has {mesh.size}")
-    reader = _Reader(module, mesh, trip_counts or {}, fold_slices, _communicating(module), Dataflow(module))
+    reader = _Reader(
+        module, mesh, trip_counts or {}, fold_slices, _communicating(module), Dataflow(module), unknown_trips
+    )
     return tuple(_walk(reader, module[module.entry], _Context()))
 
 
@@ -194,7 +199,7 @@ def _loop(reader: _Reader, loop: Instruction, context: _Context) -> Iterator[Col
     """Body and condition of a loop, times its trips."""
     trips = reader.trip_counts.get(loop.name, reader.flow.loops.trip_count(loop))
     unknown = context.unknown_loops if trips is not None else (*context.unknown_loops, loop.name)
-    inside = _Context(context.trips * (1 if trips is None else trips), context.conditional, unknown)
+    inside = _Context(context.trips * (reader.unknown_trips if trips is None else trips), context.conditional, unknown)
     for name in loop.calls:
         yield from _walk(reader, reader.module[name], inside)
 
