@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import cost_models
 from autoshard import accumulation, apply, meshes, planner
 from autoshard import binding as bindings
+from autoshard import explain as reasons
 from autoshard import graph as graphs
 from autoshard import trace as traces
 from autoshard.completion import Annotations, annotated
@@ -22,8 +23,9 @@ from autoshard.mesh import MeshAxes
 from autoshard.meshes import Place
 from autoshard.planner import Planned
 from autoshard.problem.assignment import Assignment
+from autoshard.profiling import Profile, profile
 from autoshard.record import Leaf, PlanRecord, read, write
-from autoshard.report import text
+from autoshard.report import explanation, page, text, view
 from autoshard.trace import Traced
 from autoshard.verification import Verification
 from autoshard.verify import TOLERANCE, check, verify
@@ -243,6 +245,19 @@ class Plan:
         mesh = self.mesh()
         return jax.device_put(value, jax.tree.unflatten(tree, [NamedSharding(mesh, s) for s in specs]))
 
+    def put_local(self, value: Any, arg: str) -> Any:
+        """As `put`, of what this process has of the argument: each host gives its own part of the batch."""
+        _, specs = self._argument(arg)
+        leaves, tree = jax.tree.flatten(value)
+        if len(leaves) != len(specs):
+            raise PlanMismatchError(f"{len(leaves)} leaves given; the plan's {arg!r} has {len(specs)}")
+        mesh = self.mesh()
+        placed = [
+            jax.make_array_from_process_local_data(NamedSharding(mesh, spec), np.asarray(leaf))
+            for spec, leaf in zip(specs, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(tree, placed)
+
     def summary(self) -> str:
         """The plan as text: step time, memory, proof, layouts, collectives."""
         if self._planned is None or self._place is None:
@@ -253,6 +268,39 @@ class Plan:
             flops=self._planned.assignment.flops(),
             peak_flops_per_s=self._place.hardware.number("peak_bfloat16_flops_per_s"),
         )
+
+    def explain(self, pattern: str | None = None, *, at: str | None = None, flips: bool = False) -> str:
+        """Why inputs, or what a source line computes, lie as they do: the runner-up and what it costs, as text.
+
+        Args:
+          pattern: of inputs' paths, such as `"**.wq"`.
+          at: or a source line, such as `"model.py:61"`.
+          flips: whether to look for the link rates and the memory that turn the decision, too.
+
+        Raises:
+          SpecError: nothing is found there.
+          PlanMismatchError: the plan was read from a file.
+        """
+        planned, place = self._explainable()
+        turned = reasons.flip_points(planned, place.hardware, pattern, at=at) if flips else ()
+        undivided = reasons.blocked(self.record.inputs, self.record.mesh)
+        return explanation.text(reasons.explain(planned, pattern, at=at), turned, undivided)
+
+    def to_html(self) -> str:
+        """A page that opens offline: layouts as tiles, timeline, memory, roofline, collectives, sources.
+
+        Raises:
+          PlanMismatchError: the plan was read from a file.
+        """
+        planned, place = self._explainable()
+        return page.page(plan=view.of_plan(planned, place.hardware))
+
+    def _explainable(self) -> tuple[Planned, Place]:
+        if self.planned is None or self._place is None:
+            raise PlanMismatchError(
+                "a plan file holds no alternatives: plan again, autoshard.plan(train_step, state, batch, mesh=…)"
+            )
+        return self.planned, self._place
 
     def save(self, path: str | Path) -> None:
         """Writes the plan file: JSON, the same bytes for the same input."""
@@ -340,6 +388,20 @@ class Plan:
         if self.planned is None:
             raise PlanMismatchError("a loaded plan holds the layouts of inputs and outputs alone: plan again")
         return honoured(self.planned, compiler=compiler)
+
+    def profile(self, step: Callable[..., Any], *args: Any, steps: int = 5) -> Profile:
+        """Runs the planned step under JAX's profiler: predicted beside measured, per class of operation.
+
+        Args:
+          step: what `jit()` returned.
+          args: its arguments; donated ones are consumed. An output of an argument's structure and
+            shapes takes its place in the next step, as of a train step its state.
+          steps: how many to measure, after one to warm up.
+
+        Raises:
+          VerifyError: `step` is not jitted, or the profiler saw none of its operations.
+        """
+        return profile(step, args, self.record, self._assignment, steps=steps)
 
     @property
     def _machine(self) -> cost_models.Machine | None:

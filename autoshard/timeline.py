@@ -270,16 +270,16 @@ class _Walk:
         opcode = instruction.opcode
         if opcode in _FREE or opcode.endswith("-done") or not instruction.shapes:
             return 0.0
-        matmuls = _matmuls(self.module, computation, instruction)
-        if matmuls:
-            self.flops += sum(2.0 * batch * m * n * k for batch, m, n, k, _ in matmuls)
-            return sum(float(self.machine.matmul_s(*matmul)) for matmul in matmuls)
+        found = matmuls(self.module, computation, instruction)
+        if found:
+            self.flops += sum(2.0 * batch * m * n * k for batch, m, n, k, _ in found)
+            return sum(float(self.machine.matmul_s(*matmul)) for matmul in found)
         if opcode == "custom-call" and not instruction.operands:
             return 0.0  # a buffer is allocated, nothing moves
         return float(self.machine.hbm_s(_traffic_bytes(self.module, computation, instruction)))
 
 
-def _matmuls(
+def matmuls(
     module: Module, computation: Computation, instruction: Instruction
 ) -> list[tuple[int, int, int, int, str]]:
     """`(batch, m, n, k, dtype)` of every matmul in an instruction and in what it fuses."""
@@ -288,7 +288,7 @@ def _matmuls(
             found
             for name in instruction.calls
             for inner in module[name]
-            for found in _matmuls(module, module[name], inner)
+            for found in matmuls(module, module[name], inner)
         ]
     if instruction.opcode not in ("dot", "convolution"):
         return []
