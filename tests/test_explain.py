@@ -1,6 +1,7 @@
 """Explain: the runner-up is the best plan without the choice; flips, divisibility, remedies, diff."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.diff import diff
-from autoshard.errors import SpecError
+from autoshard.errors import PlanMismatchError, SpecError
 from autoshard.explain import blocked, explain, flip
 from autoshard.mesh import MeshAxes
 from autoshard.planner import Planned
@@ -126,3 +127,19 @@ def test_diff_names_what_moved(planned: Planned) -> None:
 
 def test_diff_of_two_programs_says_so(planned: Planned) -> None:
     assert "different programs" in str(diff(planned.record, replace(planned.record, digest="another")))
+
+
+def test_a_plan_explains_itself_and_a_file_cannot(tmp_path: Path) -> None:
+    plan = autoshard.plan(step, *ARGS, for_grad=False, constraints="all", **ON)  # pyright: ignore[reportArgumentType]
+    assert "otherwise" in plan.explain("w")
+    assert plan.record.hardware in plan.to_html()
+    plan.save(tmp_path / "plan.json")
+    with pytest.raises(PlanMismatchError, match="a plan file holds no alternatives: plan again"):
+        autoshard.load(tmp_path / "plan.json").explain("w")
+
+
+def test_flips_of_a_plan_name_links_and_memory() -> None:
+    plan = autoshard.plan(step, *ARGS, for_grad=False, constraints="all", mesh={"model": 2}, hardware="h100:1x2")
+    said = plan.explain("w", flips=True)
+    assert "domain.one_way_bytes_per_s" in said
+    assert "memory_bytes" in said
