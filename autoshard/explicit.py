@@ -74,7 +74,7 @@ def _rows(op: Any, around: tuple[Any, ...], mesh: MeshAxes) -> Iterator[hlo.Coll
     parts.append((kind, rest, nbytes // _size(parts[0][1], mesh)))
     loops = [owner for owner in around if owner.name == "stablehlo.while"]
     counts = [_trips(loop) for loop in loops]
-    name, where = shardy.source_of(op, around)
+    name, where = shardy.source_of(op, shardy.calls_of(around))
     for part, over, amount in parts:
         if over:
             size = _size(over, mesh)

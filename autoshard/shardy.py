@@ -184,11 +184,15 @@ def propagate(lowered: Any, pins: Mapping[int, Layout] | None = None) -> Propaga
     main = _functions(module)["main"]
     inputs = main.regions[0].blocks[0].arguments
     values: list[ValueLayout] = []
+    inside: tuple[Any, ...] | None = None
+    calls = ""
     for op, around in walk(module):
+        if around is not inside:  # all ops of a block have the same ones around them
+            inside, calls = around, calls_of(around)
         attributes = op.attributes
         layouts = layouts_of(op)
         number = int(attributes[_NUMBER].value) if _NUMBER in attributes else None
-        name, where = source_of(op, around)
+        name, where = source_of(op, calls)
         for offset, result in enumerate(op.results):
             shape = _shape(result)
             if shape is None:
@@ -270,11 +274,15 @@ def walk(module: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     return visit(functions["main"], ())
 
 
-def source_of(op: Any, around: Iterable[Any]) -> tuple[str, str]:
-    """JAX's name stack of an op, those of the calls around it before it, and the user's `file:line (function)`."""
+def calls_of(around: Iterable[Any]) -> str:
+    """JAX's name stack of the calls around an op."""
+    return "/".join(filter(None, (_source(str(o.location))[0] for o in around if o.name == "func.call")))
+
+
+def source_of(op: Any, calls: str) -> tuple[str, str]:
+    """JAX's name stack of an op, that of the calls around it before it, and the user's `file:line (function)`."""
     name, where = _source(str(op.location))
-    calls = (_source(str(owner.location))[0] for owner in around if owner.name == "func.call")
-    return "/".join(filter(None, (*calls, name))), where
+    return "/".join(filter(None, (calls, name))), where
 
 
 def _number_results(module: Any, pins: Mapping[int, Layout]) -> None:
@@ -362,6 +370,7 @@ def _shape_of_type(kind: Any) -> tuple[int, ...] | None:
 
 
 @lru_cache(maxsize=65536)
+@lru_cache(maxsize=2**16)
 def _source(location: str) -> tuple[str, str]:
     """JAX's name stack and the user's `file:line (function)` from an MLIR location."""
     name, source = _NAME.match(location), _SOURCE.search(location)
