@@ -71,6 +71,14 @@ def test_the_page_s_json_is_json_and_markdown_has_every_row(found: Search) -> No
     assert "linear" in str(found) or "train_step" in str(found)
 
 
+def test_the_verdict_names_the_cheapest_where_it_is_another(found: Search) -> None:
+    cheapest = min(range(len(found.rows)), key=lambda i: (found.dollars(found.rows[i]), i))
+    named = f"cheapest is {found.rows[cheapest].candidate} (rank {cheapest + 1})"
+    assert (named in report.verdict(found)) == (cheapest != 0)
+    one = replace(found, rows=found.rows[:1])
+    assert "cheapest" not in report.verdict(one)
+
+
 def test_text_fits_a_terminal(found: Search) -> None:
     assert all(len(line) <= 80 for line in report.text(found, width=80).splitlines()[2:])
 

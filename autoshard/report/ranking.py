@@ -80,11 +80,15 @@ def verdict(found: Ranking) -> str:
     days, dollars = found.days(best), found.dollars(best)
     if days is not None:
         said += f"; {found.budget_tokens:.3g} tokens take {days:,.3g} days"
-        said += f" and ${dollars:,.0f}" if dollars is not None else ""
+        said += f" and ${_number(dollars)}" if dollars is not None else ""
     rest = [row for row in found.rows[1:] if row.order[0] > 1.001 * best.order[0]]
     ties = len(found.rows) - 1 - len(rest)
     if ties:
         said += f"; {ties} more {'is' if ties == 1 else 'are'} within 0.1%"
+    priced = [(dollars, i) for i, row in enumerate(found.rows) if (dollars := found.dollars(row)) is not None]
+    if priced and min(priced)[1]:
+        dollars, rank = min(priced)
+        said += f"; cheapest is {found.rows[rank].candidate} (rank {rank + 1}), ${_number(dollars)}"
     return said + "."
 
 
