@@ -112,20 +112,20 @@ class Dual:
             self._exchange(mean, hinge_mean)
             self.steps.shorten()
             self.hinge_steps.shorten()
-        for _ in range(RESTING):
-            if left_s is None or left_s() > 0:
-                self._pass()
+        self.improve(RESTING, left_s)
 
-    def improve_at(self, factor: float, passes: int) -> None:
+    def improve_at(self, factor: float, passes: int, left_s: Callable[[], float] | None = None) -> None:
         """Passes messages at `factor` times the multipliers of memory, which stay as they are."""
         multiplier = self.multiplier
         self._exchange(np.minimum(factor * multiplier, self._largest_multipliers()), self.hinge_multiplier)
-        self.improve(passes)
+        self.improve(passes, left_s)
         self._exchange(multiplier, self.hinge_multiplier)
 
-    def improve(self, passes: int) -> None:
-        """Passes messages at the multipliers as they are."""
+    def improve(self, passes: int, left_s: Callable[[], float] | None = None) -> None:
+        """Passes messages at the multipliers as they are, while `left_s()` is positive."""
         for _ in range(passes):
+            if left_s is not None and left_s() <= 0:
+                return
             self._pass()
 
     @property

@@ -8,6 +8,7 @@ search goes on from the best choice, perturbed (iterated local search: Lourenço
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from autoshard.solver.usage import peaks_over
 VISITS = 1.2  # of each node, on average, by the moves of a turn
 POLISH_VISITS = 4.0  # at each factor
 POLISH = (0.0, 0.5, 0.9, 0.0)  # factors of the prices: low ones spend memory, high ones win it back
+PORTIONS = 5  # of a visit to every node, between looks at the clock
 PEAKS = 16  # rows that become dearer at once
 DEARER, LEAST_DEARER = 3.0, 0.01  # price per relative overflow, and the least, of value / limit
 CHEAPER, LEVEL = 0.9, 0.95  # a turn's fall of the added prices, and of the dual's
@@ -34,9 +36,9 @@ ANY = 2**62  # a limit that refuses nothing
 class LocalSearch:
     """A choice of a network that swings about the memory limit, and the best that fitted."""
 
-    def __init__(self, network: Network, rows: Rows, seed: int) -> None:
-        """Starts without a choice; `network` has no hinges (see `Dual.plain`)."""
-        self.network, self.rows = network, rows
+    def __init__(self, network: Network, rows: Rows, seed: int, left_s: Callable[[], float] = lambda: math.inf) -> None:
+        """Starts without a choice. Hinges of `network` are ignored; moves end when `left_s()` is not positive."""
+        self.network, self.rows, self.left_s = network, rows, left_s
         self.near = neighbours(network)
         self.table, self.cost = as_floats(network.edge_cost[0]), as_floats(network.cost[0])
         self.state = np.array([2 * seed + 0x9E3779B97F4A7C15], dtype=np.uint64)
@@ -49,6 +51,7 @@ class LocalSearch:
         self.best_value = np.inf
         self.polished = np.inf  # value of the choice that was last polished
         self.idle = 0
+        self.age = 0  # turns since it went on from a choice of another's making
 
     def value_of(self, choice: Int) -> float:
         """Returns what a choice costs; at least `NEVER` if it is forbidden."""
@@ -65,9 +68,10 @@ class LocalSearch:
         self._keep(choice, self.profile)
 
     def go_on_from(self, choice: Int) -> None:
-        """Goes on from any choice, which need not fit nor be finite."""
+        """Goes on from any choice, which need not fit nor be finite, at the dual's prices alone."""
         self.choice, self.profile = choice.copy(), self.rows.profile(choice)
-        self.idle = 0
+        self.added = np.zeros(self.rows.count)
+        self.level, self.idle, self.age = 1.0, 0, 0
 
     def turn(self) -> bool:
         """Moves, then changes prices; returns whether a better choice that fits was found."""
@@ -92,6 +96,7 @@ class LocalSearch:
             self.added *= CHEAPER
             self.level = max(self.level * LEVEL, LOWEST_LEVEL)
         self.idle = 0 if found else self.idle + 1
+        self.age += 1
         return found
 
     def _polish(self) -> bool:
@@ -132,11 +137,14 @@ class LocalSearch:
 
     def _move(self, unary: Floats, choice: Int, profile: Int, limit: int, visits: float) -> None:
         net, rows = self.network, self.rows
-        blocks.wander(
-            math.ceil(visits * net.nodes), net.nodes, self.state,
-            net.start, net.edge_nodes, net.edge_start, *self.near, self.table, unary,
-            rows.items, rows.begin, rows.end, rows.first, rows.usage, limit, choice, profile,
-        )  # fmt: skip
+        for _ in range(math.ceil(visits * PORTIONS)):
+            if self.left_s() <= 0:
+                return
+            blocks.wander(
+                math.ceil(net.nodes / PORTIONS), net.nodes, self.state,
+                net.start, net.edge_nodes, net.edge_start, *self.near, self.table, unary,
+                rows.items, rows.begin, rows.end, rows.first, rows.usage, limit, choice, profile,
+            )  # fmt: skip
 
     def _keep(self, choice: Int, profile: Int) -> bool:
         """Keeps a choice if it fits and costs less than the best."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from autoshard.problem.network import INF, Int, Problem
 from autoshard.solver.bound import Dual, shifted
+from autoshard.solver.evaluate import evaluate
 from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.local import LocalSearch
 from autoshard.solver.presolve import presolve
@@ -51,11 +52,11 @@ def approximate_peak(incumbent: Incumbent) -> Peak | None:
         cost = np.floor(weight @ rows).astype(np.int64)
         weighted, _, shift = shifted(replace(network, cost=cost[None]), ())
         dual = Dual(weighted, nothing, (), shift)
-        dual.improve(PASSES)
+        dual.improve(PASSES, incumbent.left_s)
         bound = max(bound, dual.bound)
         profile = memory.profile(dual.choice)
         peak = int(profile.max(initial=0))
-        if dual.failures == 0 and (smallest is None or peak < smallest):
+        if (smallest is None or peak < smallest) and is_finite(problem, network, dual.choice):
             best, smallest = dual.choice.copy(), peak
         if (smallest is not None and smallest <= bound) or incumbent.left_s() <= 0:
             break
@@ -71,6 +72,11 @@ def approximate_peak(incumbent: Incumbent) -> Peak | None:
     return Peak(choice=network.expand(best), peak_bytes=smallest, bound_bytes=min(bound, smallest))
 
 
+def is_finite(problem: Problem, network: Network, choice: Int) -> bool:
+    """Whether a choice of the roots contains nothing forbidden."""
+    return evaluate(problem, network.expand(choice)).objective is not None
+
+
 def lowered(incumbent: Incumbent, network: Network, memory: Memory, choice: Int, bound: int) -> Int:
     """Returns a choice of a peak at most that of `choice`: the local search under lower and lower limits."""
     idle = 0
@@ -81,7 +87,7 @@ def lowered(incumbent: Incumbent, network: Network, memory: Memory, choice: Int,
         limit = bound if idle == 0 else (bound + (2**idle - 1) * peak) >> idle
         if limit >= peak:
             break
-        local = LocalSearch(network, rows_of(replace(memory, limit=limit)), incumbent.seed)
+        local = LocalSearch(network, rows_of(replace(memory, limit=limit)), incumbent.seed, incumbent.left_s)
         local.go_on_from(choice)
         for _ in range(TURNS):
             if local.best is not None or incumbent.left_s() <= 0:

@@ -24,11 +24,12 @@ from autoshard.solver.program import FORBIDDEN, Network, Program, cell_ends
 from autoshard.solver.rows import rows_of, within_memory
 from autoshard.solver.usage import Memory, memory_of, peaks_over
 
-FIRST_PASSES = 5  # of messages, before all else
+FIRST_PASSES = 25  # of messages, before all else
 FIRST_CYCLES = 8  # of the dual, before the first MIP
 TURNS = 8  # of the local search, between cycles of the dual
 LONGEST_REST = 16  # works in a row without a cycle, when cycles gain nothing
 WORTHWHILE = 0.01  # of the gap: what a cycle must gain, and an incumbent to fix again
+RUN = 8  # turns from one rounding of the dual, at least
 FIRST_FIT = 25  # turns of the local search before memory comes first
 EXACT_CELLS = 40_000  # a network of so few finite cells is solved whole
 FIRST_CELLS = 20_000  # of the first restricted MIP
@@ -97,23 +98,27 @@ class Search:
 
     def begin(self) -> None:
         """Finds a first choice, and multipliers that lead to better ones."""
-        self.dual.improve(FIRST_PASSES)
+        self.dual.improve(FIRST_PASSES, self.incumbent.left_s)
         self.incumbent.raise_bound(self.dual.bound)
-        self.wander(FIRST_FIT)
+        for _ in range(FIRST_FIT):
+            if self.incumbent.objective is None:
+                self.wander(1)
         for cycle in range(FIRST_CYCLES):
             if self.incumbent.objective is None and cycle == 1:
                 self.find_feasible()
-            self.work()
+            self.work(0.0)
 
     def wander(self, turns: int, seconds: float = 0.0) -> None:
         """Goes on with the local search for `turns`, and `seconds`.
 
-        It starts at the dual's last rounding if that is new, and knows the incumbent.
+        After a run it starts again, from the dual's last rounding if that is new; it knows the incumbent.
         """
         local, incumbent = self.local, self.incumbent
         if local is None:
             plain = linearised(self.full, self.dual.hinge_multiplier)
-            local = LocalSearch(plain, rows_of(memory_of(incumbent.problem, self.full)), incumbent.seed)
+            local = LocalSearch(
+                plain, rows_of(memory_of(incumbent.problem, self.full)), incumbent.seed, incumbent.left_s
+            )
             self.local = local
         price = np.zeros(local.rows.count)
         if local.rows.count:
@@ -127,7 +132,7 @@ class Search:
                     local.start_at(own)
             elif local.best is None:  # some of its strategies are dominated
                 local.go_on_from(np.maximum(own, 0))
-        if self.rounded != self.dual.iterations:
+        if local.choice is None or (local.age >= RUN and self.rounded != self.dual.iterations):
             self.rounded = self.dual.iterations
             local.go_on_from(self.full.positions(self.dual.network.expand(self.dual.choice)))
         until = incumbent.left_s() - seconds
@@ -138,13 +143,17 @@ class Search:
             if local.turn() and local.best is not None:
                 incumbent.offer(self.full.expand(local.best))
 
-    def work(self) -> None:
+    def work(self, share: float = 1.0) -> None:
         """Local search, then a cycle of the dual unless those gain little.
 
-        Both take as long, unless a budget of rounds asks for the same steps every time.
+        The search takes `share` of a cycle's time, at least a turn; under a budget of rounds, which
+        asks for the same steps every time, always as many turns.
         """
         incumbent = self.incumbent
-        self.wander(TURNS, 0.0 if incumbent.rounds is not None else self.cycle_s)
+        if incumbent.rounds is None:
+            self.wander(1, share * self.cycle_s)
+        else:
+            self.wander(TURNS)
         self.rested += 1
         if self.rested <= self.rest:
             return
@@ -184,10 +193,10 @@ class Search:
         for factor in DEARER:
             if self.incumbent.objective is not None or self.incumbent.left_s() <= 0:
                 break
-            self.dual.improve_at(factor, RESTING)
+            self.dual.improve_at(factor, RESTING, self.incumbent.left_s)
             if self.dual.failures == 0:
                 self.incumbent.offer(self.dual.network.expand(self.dual.choice))
-        self.dual.improve_at(1.0, RESTING)
+        self.dual.improve_at(1.0, RESTING, self.incumbent.left_s)
         if self.incumbent.objective is None:
             peak = approximate_peak(self.incumbent)
             if peak is not None:

@@ -48,10 +48,12 @@ def solve(
         from autoshard.solver.search import solve_by_search
 
         solver = solve_by_search(incumbent)
-    if incumbent.infeasible and problem.usage_limit is not None and not smallest_peak(incumbent):
+    if incumbent.infeasible and problem.usage_limit is not None:
         from autoshard.solver.peak import approximate_peak
 
         found = approximate_peak(incumbent)
         if found is not None:
             incumbent.offer_peak(found.choice, found.bound_bytes)
+        if (found is None or found.peak_bytes > found.bound_bytes) and incumbent.left_s() > 0:
+            smallest_peak(incumbent)
     return incumbent.solution(solver or "search")
