@@ -58,8 +58,8 @@ class Row:
 
     @property
     def order(self) -> tuple[float, float, int, str]:
-        """Less is better: seconds per token (per step, where tokens are unknown), then exposed, then axes."""
-        each = self.step_s / self.tokens if self.tokens else self.step_s
+        """Less is better: seconds per token (per FLOP, where tokens are unknown), then exposed, then axes."""
+        each = self.step_s / (self.tokens or self.flops or 1.0)
         return (each, self.record.cost.exposed_s, len(self.candidate.mesh), str(self.candidate))
 
 
