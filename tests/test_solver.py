@@ -80,7 +80,7 @@ def chain(length: int, seed: int = 0) -> Problem:
 
 
 def test_answers_are_equal_for_equal_inputs() -> None:
-    problem = chain(60)
+    problem = chain(24)
     first, second = solve(problem, seed=3), solve(problem, seed=3)
     assert first.found
     assert np.array_equal(first.choice, second.choice)
@@ -105,6 +105,15 @@ def test_progress_improves_and_ends_at_the_answer() -> None:
     assert bests == sorted(bests, reverse=True)
     assert bounds == sorted(bounds)
     assert seen[-1] == (solution.objective, solution.bound)
+
+
+def test_the_search_repeats_itself_under_a_budget_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solver_room, "DIRECT_CELLS", -1)
+    problem = replace(chain(40), hinges=())
+    first, second = (solve(problem, seed=3, rounds=2, time_limit_s=300.0) for _ in range(2))
+    assert first.found
+    assert np.array_equal(first.choice, second.choice)
+    assert (first.objective, first.bound) == (second.objective, second.bound)
 
 
 def test_a_limit_that_cannot_be_met_names_the_smallest_peak() -> None:

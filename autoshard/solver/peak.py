@@ -63,7 +63,7 @@ def approximate_peak(incumbent: Incumbent) -> Peak | None:
         events, where = np.union1d(events, peaks_over(profile, NEAR * peak, 4)), events
         old, weight = weight, np.full(len(events), 1 / len(events))
         weight[np.searchsorted(events, where)] = old
-        weight *= np.exp(EAGERNESS * (profile[events] / profile[events].mean() - 1))
+        weight *= np.exp(EAGERNESS * (profile[events] / max(profile[events].mean(), 1.0) - 1))
         weight /= weight.sum() * (1 + 1e-9)  # at most 1 in spite of rounding
     if best is None or smallest is None:
         return None
