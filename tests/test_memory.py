@@ -90,7 +90,7 @@ def test_another_name_needs_no_memory() -> None:
 
 # --- The forms of FSDP, by the GPU compiler -------------------------------------------
 
-LAYERS, WIDTH, HIDDEN, ROWS = 8, 1024, 4096, 1024
+LAYERS, WIDTH, HIDDEN, ROWS = 8, 2048, 8192, 4096
 
 
 def mlp_step(block: Callable[..., Any], params: Any, x: Any) -> Any:
@@ -149,5 +149,6 @@ def test_weights_are_gathered_again_where_memory_is_short() -> None:
     assert smaller <= 1.1 * short
     assert smaller < 0.88 * compiled
     assert again.planned.assignment.flops() == plain.planned.assignment.flops()
-    remat, _ = fsdp(jax.checkpoint(block))
-    assert gathers(remat) > 2 * LAYERS
+    remat, third = fsdp(jax.checkpoint(block), memory=short)
+    assert remat.planned.assignment.flops() > plain.planned.assignment.flops()
+    assert third <= 1.1 * short
