@@ -10,6 +10,7 @@ import numpy as np
 
 import models
 from autoshard import accumulate
+from models import moe
 from tests.programs import Program
 
 LAYERS, WIDTH, ROWS = 2, 16, 16
@@ -93,22 +94,30 @@ def _while() -> Program:
     return Program(fn=power, args=(a @ a.T, X), names=("a", "v"))
 
 
+def _experts(dispatch: str) -> Program:
+    """A mixture of four experts, two of them for each token, and its router."""
+    _, config = models.find("tiny-mixtral", compute_dtype="float32", experts=4, dispatch=dispatch)
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.mean(jnp.square(moe.mixture(config, w, x)))
+
+    layer = {
+        "w_router": _weights(WIDTH, 4),
+        **{name: _weights(4, WIDTH, 2 * WIDTH, seed=seed) for seed, name in enumerate(("w_gate", "w_up"))},
+        "w_down": _weights(4, 2 * WIDTH, WIDTH, seed=5),
+    }
+    return Program(fn=jax.value_and_grad(loss), args=(layer, _weights(8, 8, WIDTH, seed=6)), names=("w", "x"))
+
+
 def _model(name: str, **sizes: Any) -> Program:
+    """A whole model's loss and gradient, of random weights."""
+    sizes = {"width": 16, "heads": 8, "kv_heads": 4, "head_dim": 2, "hidden": 16, "vocab": 16, "context": 8, **sizes}
     module, config = models.find(name, compute_dtype="float32", **sizes)
-    params = jax.jit(partial(module.init, config))(jax.random.key(1)).params
+    rng = np.random.default_rng(1)
+    shapes = jax.eval_shape(partial(module.init, config), jax.random.key(1)).params
+    params = jax.tree.map(lambda s: (1 + rng.normal(size=s.shape)).astype(np.float32) / np.float32(4), shapes)
     gradient: Callable[..., Any] = jax.value_and_grad(partial(module.loss, config))
     return Program(fn=gradient, args=(params, module.example_batch(config, batch=8)), names=("params", "batch"))
-
-
-_EXPERTS = {
-    "layers": 1, "width": 16, "heads": 8, "kv_heads": 4, "head_dim": 2, "hidden": 16, "vocab": 16, "context": 8,
-    "experts": 4,
-}  # fmt: skip
-
-
-def _scanned_model() -> Program:
-    sizes = {k: v for k, v in _EXPERTS.items() if k != "experts"}
-    return _model("tiny-llama", **{**sizes, "layers": 2, "scan": True, "remat": "full"})
 
 
 def _accumulation(parts: int | None) -> Program:
@@ -139,12 +148,19 @@ LOOPS: dict[str, Callable[[], Program]] = {
     "scan": _scan,
     "remat": _remat,
     "remat of products, nested calls": _remat_dots,
-    "scanned model with remat": _scanned_model,
     "cond": _cond,
     "while": _while,
-    "experts, one-hot": lambda: _model("tiny-mixtral", **_EXPERTS),
-    "experts, ragged": lambda: _model("tiny-mixtral", **_EXPERTS, dispatch="ragged"),
+    "experts, one-hot": lambda: _experts("one_hot"),
+    "experts, ragged": lambda: _experts("ragged"),
     "accumulation": lambda: _accumulation(1),
     "accumulation in parts": lambda: _accumulation(8),
     "plain accumulation": _plain_accumulation,
+}
+
+# Whole models, whose compilation takes several seconds each.
+LOOPED_MODELS: dict[str, Callable[[], Program]] = {
+    "llama, scanned with remat": lambda: _model("tiny-llama", layers=2, scan=True, remat="full"),
+    "gpt2, scanned with remat of products": lambda: _model("tiny-gpt2", layers=2, kv_heads=8, scan=True, remat="dots"),
+    "mixtral, one-hot": lambda: _model("tiny-mixtral", layers=1, experts=4),
+    "mixtral, ragged": lambda: _model("tiny-mixtral", layers=1, experts=4, dispatch="ragged"),
 }

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import autoshard
-from tests.loop_programs import LOOPS
+from tests.loop_programs import LOOPED_MODELS, LOOPS
 from tests.programs import GPUS, MESH
 from tests.test_numerics import SLOW_SEEDS, check_random, wrong
 
@@ -26,6 +26,6 @@ def test_the_optimum_computes_the_same(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(SEEDS, SEEDS + SLOW_SEEDS, 20))
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", [*LOOPS, *LOOPED_MODELS])
 def test_many_random_plans_compute_the_same(name: str, first: int) -> None:
-    check_random(LOOPS[name](), range(first, first + 20))
+    check_random({**LOOPS, **LOOPED_MODELS}[name](), range(first, first + 20))
