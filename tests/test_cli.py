@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 import autoshard
 import cost_models
 from autoshard import cli
-from autoshard.target import load_target
 from autoshard.cli.written import assignments, byte_count, mesh_axes, pin_of
 from autoshard.errors import MeshError, SpecError, TargetError
 from autoshard.report import progress
+from autoshard.target import load_target
 
 ROOT = Path(__file__).parent.parent
 SMALL = [
