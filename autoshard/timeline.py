@@ -8,8 +8,9 @@ the compute stream. A loop's body is walked once and takes that time every trip;
 conditional the longest branch is taken. A windowed einsum's ring runs beside its loop.
 
 Matmuls cost what the model says of their shapes (their operands' and results' HBM
-traffic included); everything else costs the HBM bytes that it reads and writes, of
-which a slice reads only its part. Prefetches into faster memory are free.
+traffic included), or where more is fused with them what that reads and writes, if it is
+longer; everything else costs the HBM bytes that it reads and writes, of which a slice
+reads only its part. Prefetches into faster memory are free.
 """
 
 import re
@@ -273,15 +274,19 @@ class _Walk:
         found = matmuls(self.module, computation, instruction)
         if found:
             self.flops += sum(2.0 * batch * m * n * k for batch, m, n, k, _ in found)
-            return sum(float(self.machine.matmul_s(*matmul)) for matmul in found)
+            matmul_s = sum(float(self.machine.matmul_s(*matmul)) for matmul in found)
+            # What is fused behind a matmul reads and writes, too: XLA:TPU fuses whole optimizer updates into one.
+            fused = instruction.opcode.startswith("fusion")
+            return max(matmul_s, self._traffic_s(computation, instruction)) if fused else matmul_s
         if opcode == "custom-call" and not instruction.operands:
             return 0.0  # a buffer is allocated, nothing moves
+        return self._traffic_s(computation, instruction)
+
+    def _traffic_s(self, computation: Computation, instruction: Instruction) -> float:
         return float(self.machine.hbm_s(_traffic_bytes(self.module, computation, instruction)))
 
 
-def matmuls(
-    module: Module, computation: Computation, instruction: Instruction
-) -> list[tuple[int, int, int, int, str]]:
+def matmuls(module: Module, computation: Computation, instruction: Instruction) -> list[tuple[int, int, int, int, str]]:
     """`(batch, m, n, k, dtype)` of every matmul in an instruction and in what it fuses."""
     if instruction.opcode in ("fusion", "fusion-start"):
         return [

@@ -186,3 +186,18 @@ def test_the_trace_is_what_perfetto_reads() -> None:
     assert len(drawn) == len(found.events)
     assert {event["tid"] for event in drawn} == {0, 1}
     assert drawn[0]["dur"] == found.events[0].duration_s * 1e6
+
+
+def test_what_is_fused_behind_a_matmul_moves_its_bytes() -> None:
+    """An optimizer's update in the fusion of its gradient: three more arrays read, and one written."""
+    body = (
+        "%update (a: f32[8,8], b: f32[8,8], p: f32[8,8], m: f32[8,8], v: f32[8,8]) -> f32[8,8] {\n"
+        + "".join(f"  %{name} = f32[8,8]{{1,0}} parameter({i})\n" for i, name in enumerate("abpmv"))
+        + "  %g = f32[8,8]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n"
+        "  %s = f32[8,8]{1,0} add(%p, %m)\n  %t = f32[8,8]{1,0} add(%s, %v)\n"
+        "  ROOT %u = f32[8,8]{1,0} add(%t, %g)\n}"
+    )
+    entry = "  ROOT %z = f32[8,8]{1,0} fusion(%x, %x, %x, %x, %x), kind=kOutput, calls=%update"
+    assert price(entry, body).compute_s == max(2 * 8**3, 6 * 8 * 8 * 4) == 1536
+    assert price(entry, body, machine=Counter(flops_per_s=0.5)).compute_s == 2 * 2 * 8**3
+    assert price(entry, body).flops == 2 * 8**3
