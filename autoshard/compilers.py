@@ -199,9 +199,7 @@ def compile(
     if device_order is not None and len(set(device_order)) != mesh.size:
         raise MeshError(f"device_order names {len(set(device_order))} devices; the mesh {mesh} has {mesh.size}")
     flags = {**(GPU_OPTIONS if target.compiler == "gpu" else {}), **(compiler_options or {})}
-    lowered = (
-        lowerable.lower(lowering_platforms=(_PLATFORM[target.compiler],)) if hasattr(lowerable, "lower") else lowerable
-    )
+    lowered = _lowered(lowerable, target)
     with tempfile.TemporaryDirectory(prefix="autoshard-") as name:
         folder = Path(name)
         options = dict(flags)
@@ -235,6 +233,21 @@ def compile(
             after_propagation=_dump(folder, "shardy-xla") if passes else None,
             after_partitioning=_dump(folder, "spmd-partitioning") if passes else None,
         )
+
+
+def _lowered(lowerable: Any, target: Target) -> Any:
+    """A program lowered for a target's platform; one that is lowered already, as it is."""
+    if not hasattr(lowerable, "lower"):
+        return lowerable
+    try:
+        return lowerable.lower(lowering_platforms=(_PLATFORM[target.compiler],))
+    except ValueError as error:
+        if "require devices to be present" not in str(error):
+            raise
+        raise CompileError(
+            "a program that calls back to the host (jax.pure_callback, io_callback, jax.debug) cannot be compiled "
+            "without its devices: leave the callback out for this"
+        ) from error
 
 
 def _run_child(folder: Path, topology: str, timeout_s: float | None) -> None:

@@ -1,4 +1,6 @@
-"""Opaque: kernels whose inside no partitioner can split, run on each device's part of their operands.
+"""Opaque: calls whose inside no partitioner splits, run on each device's part of their operands.
+
+The body of a `shard_map` is such a part already, at the layouts that its author gives.
 
 A `pallas_call` walks a grid: the index map of each operand and result says which block
 a grid point reads or writes. Where a grid axis alone walks over a dimension, block by block, a
@@ -16,8 +18,12 @@ import jax
 from jax.sharding import PartitionSpec
 
 from autoshard import _jax
+from autoshard.errors import SpecError
+from autoshard.graph import Eqn
+from autoshard.layout import Layout
+from autoshard.mesh import MeshAxes
 
-PALLAS = "pallas_call"
+PALLAS, MANUAL = "pallas_call", "shard_map"
 
 Place = tuple[int, int]  # (operands then results of the call, dimension)
 
@@ -99,6 +105,25 @@ def localized(params: Mapping[str, Any], pieces: Mapping[Place, int]) -> dict[st
         counts = ("flops", "transcendentals", "bytes_accessed")
         changed["cost_estimate"] = dataclasses.replace(estimate, **{c: getattr(estimate, c) // parts for c in counts})
     return changed
+
+
+def manual_layouts(eqn: Eqn, mesh: MeshAxes) -> list[Layout]:
+    """The layouts of a `shard_map`'s operands, then results, on a mesh without axes of size 1.
+
+    Raises:
+      SpecError: it is over another mesh, or splits a dimension over axes in another order than the mesh's.
+    """
+    own = MeshAxes.of({name: size for name, size in dict(eqn.params["mesh"].shape).items() if size > 1})
+    if own != mesh:
+        raise SpecError(f"shard_map at {eqn.where} is over the mesh {own}, the plan over {mesh}: plan on the same mesh")
+    found: list[Layout] = []
+    specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
+    for spec, aval in zip(specs, (*eqn.operands, *eqn.results), strict=True):
+        dims = [tuple(axis for axis in dim if axis in mesh.names) for dim in Layout.from_spec(spec, aval.ndim).dims]
+        if any(list(dim) != sorted(dim, key=mesh.names.index) for dim in dims):
+            raise SpecError(f"shard_map at {eqn.where}: {spec} puts axes in another order than the mesh ({mesh})")
+        found.append(Layout(tuple(dims)))
+    return found
 
 
 def call(eqn: Any, operands: Sequence[Any], mesh: Any, specs: Sequence[PartitionSpec]) -> list[Any]:

@@ -29,6 +29,7 @@ from autoshard.problem.decisions import Decisions
 from autoshard.problem.formulation import UNIT_S, Formulation, exposed_ps, formulate
 from autoshard.record import Certificate, Cost, Leaf, Memory, PlanRecord
 from autoshard.resharding import BUCKET_BYTES, Resharder
+from autoshard.rules.control_flow import HOST_CALLS
 from autoshard.solver import Solution, Status, solve
 from autoshard.strategies import Codes, layout_of, matching
 from autoshard.trace import Traced
@@ -251,7 +252,8 @@ def make(
         memory_bytes=budget.memory_bytes,
         notes=notes,
     )
-    if constraints == "needed" and setting.gradient is None and setting.decisions.mesh.ndim:
+    probed = setting.gradient is None and setting.decisions.mesh.ndim and not _calls_the_host(setting)
+    if constraints == "needed" and probed:
         record = replace(record, pins=_needed(record, setting, formulation, platform))
         clock.lap("constraints")
     seconds = {**setting.seconds, **clock.seconds}
@@ -386,6 +388,11 @@ def program_pins(assignment: Assignment) -> Pins:
         again={k: v for k, v in again.items() if v},
         kernels=dict(_kernel_layouts(assignment)),
     )
+
+
+def _calls_the_host(setting: Setting) -> bool:
+    """Whether a program has a callback: JAX lowers it for real devices alone, so that nothing can be probed."""
+    return any(eqn.primitive in HOST_CALLS for eqn in setting.decisions.graph.eqns)
 
 
 def _kernel_layouts(assignment: Assignment) -> Iterable[tuple[tuple[graphs.Path, int], Specs]]:

@@ -6,6 +6,7 @@ over it, in base `ndim + 2`. Two axes on one dimension lie in mesh order, major 
 minor. Divisibility and pruning live here, and what was pruned is counted.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -138,6 +139,18 @@ class Strategies:
             rows = np.flatnonzero(split >= 0)
             local[rows, split[rows]] //= size
         return local
+
+
+def given(layouts: Sequence[Layout], operands: int, mesh: MeshAxes) -> Strategies:
+    """The one strategy of an equation whose layouts are given: of its operands, then of its results."""
+    codes = tuple(np.array([code_of(layout, mesh)], np.int64) for layout in layouts)
+    return Strategies(
+        factor=np.full((1, mesh.ndim), WHOLE, np.int8),
+        operands=codes[:operands],
+        results=codes[operands:],
+        in_op=np.zeros((1, mesh.ndim), bool),
+        pruned=0,
+    )
 
 
 def splittable(rule: ShardingRule) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from autoshard import _jax
+from autoshard.errors import SpecError
 from autoshard.mesh import MeshAxes
 
 
@@ -58,8 +59,13 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mes
       names: one per argument.
     """
     avals = tuple(jax.tree.map(abstract, arg) for arg in args)
-    with _jax.auto_mesh(mesh.names if mesh else (), mesh.sizes if mesh else ()):
-        closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
+    try:
+        with _jax.auto_mesh(mesh.names if mesh else (), mesh.sizes if mesh else ()):
+            closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
+    except ValueError as error:
+        if "mesh passed to shard_map" not in str(error):
+            raise
+        closed, out_shape = _with_own_mesh(fn, avals, error)
     leaves, in_tree = jax.tree.flatten(avals)
     in_paths: list[str] = []
     argument_of: list[int] = []
@@ -79,6 +85,18 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mes
         out_avals=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out_leaves),
         argument_of=tuple(argument_of),
     )
+
+
+def _with_own_mesh(fn: Callable[..., Any], avals: Sequence[Any], refusal: ValueError) -> Any:
+    """Traces a function that brings the mesh of a `shard_map` along: none is set meanwhile."""
+    if "Explicit" in str(refusal):
+        raise SpecError(
+            "a `shard_map` in the function is over a mesh with Explicit axes, which say what a plan is to decide\n"
+            "  give it the same devices with Auto axes: "
+            "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))"
+        ) from refusal
+    with _jax.auto_mesh((), ()):
+        return jax.make_jaxpr(fn, return_shape=True)(*avals)
 
 
 def digest(traced: Traced) -> str:

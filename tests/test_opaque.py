@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 import models
 from autoshard import compilers, graph, meshes, opaque
+from autoshard.errors import CompileError
 from autoshard.rules import register_rule, rule_of
 from autoshard.rules.rule import unregister
 from tests.programs import GPUS, MESH
@@ -139,3 +140,48 @@ def test_a_llama_with_flash_attention_compiles_for_tpu_as_planned() -> None:
     compiled = compilers.compile(program, topology="tpu-v5e:2x2", mesh=mesh, device_order=plan.record.device_order)
     assert compiled.hlo_text.count('custom_call_target="tpu_custom_call"') == 3
     assert not [c for c in plan.record.collectives if "flash_attention" in c.where]
+
+
+AXES = ("data", "model")
+
+
+def auto_mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 4), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def test_a_shard_map_is_taken_at_its_specs() -> None:
+    mesh = auto_mesh()
+
+    def program(x: jax.Array) -> jax.Array:
+        summed = jax.shard_map(
+            lambda part: jax.lax.psum(part * 2, "model"), mesh=mesh, in_specs=P(*AXES), out_specs=P("data")
+        )
+        return summed(jnp.sin(x)) + 1
+
+    x = jnp.arange(64.0).reshape(8, 8)
+    plan = autoshard.plan(program, x, mesh=mesh, hardware=GPUS, for_grad=False, in_shardings=P(None, "data"))
+    np.testing.assert_allclose(plan.jit()(plan.put(x, "x")), program(x), rtol=1e-5)
+    assert P(*AXES) in [specs[-1] for specs in plan.record.pins.taken.values()]  # the sine moves to the specs
+
+
+def test_a_shard_map_over_another_mesh_is_an_error() -> None:
+    def over(mesh: Any) -> Any:
+        return lambda x: jax.shard_map(lambda part: part * 2, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)
+
+    x = shaped(8, 8)
+    with pytest.raises(autoshard.SpecError, match="is over the mesh data=2 × model=4, the plan over data=8"):
+        autoshard.plan(over(auto_mesh()), x, mesh={"data": 8}, hardware=GPUS, for_grad=False)
+    with pytest.raises(autoshard.SpecError, match="Explicit axes, which say what a plan is to decide"):
+        autoshard.plan(over(jax.make_mesh((2, 4), AXES)), x, mesh=MESH, hardware=GPUS, for_grad=False)
+
+
+def test_a_callback_is_planned_and_run_but_not_compiled_without_devices() -> None:
+    def program(x: jax.Array) -> jax.Array:
+        sine = jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x + 1)
+        return sine * 2
+
+    x = jnp.arange(64.0).reshape(8, 8)
+    plan = autoshard.plan(program, x, mesh=MESH, hardware=GPUS, for_grad=False, in_shardings=P("data"))
+    np.testing.assert_allclose(plan.jit()(plan.put(x, "x")), program(x), rtol=1e-5)
+    with pytest.raises(CompileError, match="calls back to the host"):
+        plan.verify("cpu")

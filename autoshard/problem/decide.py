@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard import costs
+from autoshard import costs, opaque
 from autoshard.errors import InfeasibleError
 from autoshard.graph import LINKS, Aval, Eqn, Graph
 from autoshard.memory import feeding, lives
@@ -15,7 +15,18 @@ from autoshard.problem.decisions import Decision, Decisions, Edge, Port, Usage, 
 from autoshard.problem.windows import EARLY, LATE, windows
 from autoshard.resharding import PS_PER_S
 from autoshard.rules import FactorKind, ShardingRule, rules_of
-from autoshard.strategies import SUM, WHOLE, Codes, Strategies, decode, encode, enumerate_strategies, layouts, shards
+from autoshard.strategies import (
+    SUM,
+    WHOLE,
+    Codes,
+    Strategies,
+    decode,
+    encode,
+    enumerate_strategies,
+    given,
+    layouts,
+    shards,
+)
 
 # Equations through which the partitioner itself lets partial sums flow in Auto mode: it
 # merges the reductions of both sides of an addition and moves one past a transpose or a
@@ -310,7 +321,10 @@ class _Decider:
         for e, (eqn, rule) in enumerate(zip(graph.eqns, self.rules, strict=True)):
             if self.node_of[e] >= 0 or all(v in self.free for v in graph.results[e]):
                 continue
-            strategies = enumerate_strategies(rule, self.mesh, sums_flow=self.flows[e])
+            if eqn.primitive == opaque.MANUAL:
+                strategies = given(opaque.manual_layouts(eqn, self.mesh), len(eqn.operands), self.mesh)
+            else:
+                strategies = enumerate_strategies(rule, self.mesh, sums_flow=self.flows[e])
             if e in self.equation_pins:
                 strategies = strategies.only(np.isin(strategies.results[0], self.equation_pins[e]))
             self.pruned += strategies.pruned

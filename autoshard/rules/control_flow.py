@@ -10,13 +10,22 @@ from autoshard.rules.rule import FactorKind, RuleBuilder, ShardingRule, refuse, 
 
 BODIES = (
     *("call", "checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_lin", "custom_vjp_call"),
-    *("eval_jaxpr", "jit", "pjit", "remat", "remat2", "scan", "shard_map", "while"),
+    *("eval_jaxpr", "jit", "pjit", "remat", "remat2", "scan", "while"),
 )
 
 refuse(dict.fromkeys(BODIES, "it has a body, whose equations have the rules, and none of its own"))
 
 
-@register("debug_callback", "debug_print", "io_callback", "pure_callback")
+@register("shard_map")
+def manual(eqn: Eqn) -> ShardingRule:
+    """Nothing to choose: its author has given the layouts (`autoshard.opaque`)."""
+    return whole(eqn)
+
+
+HOST_CALLS = ("debug_callback", "debug_print", "io_callback", "pure_callback")
+
+
+@register(*HOST_CALLS)
 def host_call(eqn: Eqn) -> ShardingRule:
     """Every dimension must be whole."""
     return whole(eqn)
