@@ -79,7 +79,7 @@ def verdict(found: Ranking) -> str:
     )
     days, dollars = found.days(best), found.dollars(best)
     if days is not None:
-        said += f"; {found.budget_tokens:.3g} tokens take {days:,.3g} days"
+        said += f"; {_tokens(found.budget_tokens)} tokens take {_number(days)} days"
         said += f" and ${_number(dollars)}" if dollars is not None else ""
     rest = [row for row in found.rows[1:] if row.order[0] > 1.001 * best.order[0]]
     ties = len(found.rows) - 1 - len(rest)
@@ -158,6 +158,12 @@ def _fitting(
             head = head[:at] + head[at + 1 :]
             rows = [row[:at] + row[at + 1 :] for row in rows]
     return head, rows, tuple(name for name in right if name in head)
+
+
+def _tokens(count: float) -> str:
+    """`15T`, `300B`, `2.4M`: as `--tokens` takes them."""
+    unit, scale = next(((u, x) for u, x in (("T", 1e12), ("B", 1e9)) if count >= x), ("M", 1e6))
+    return f"{count / scale:.4g}{unit}"
 
 
 def _number(value: float | None) -> str:

@@ -135,7 +135,7 @@ function ranking(found) {
   section(main, "Ranking", "Every slice and mesh that was planned, by time per token. A star marks the Pareto front of time, memory and chips. " +
     (found.twins ? `${found.twins} meshes that differ in the order of equal links alone are not listed. ` : "") + "Click a head to sort.",
     table(found.rows, [
-      ["#", (r) => r.rank, (x, r) => element("span", r.pareto ? { class: "star" } : {}, x + (r.pareto ? " ★" : ""))],
+      ["#", (r) => r.rank, (x, r) => element("span", r.pareto ? { class: "star" } : {}, x + (r.pareto ? "\u00a0★" : ""))],
       ["slice", (r) => r.hardware],
       ["chips", (r) => r.chips, count, "number"],
       ["mesh", (r) => Object.entries(r.mesh).map(([a, n]) => `${a}=${n}`).join(" × ")],
