@@ -146,8 +146,8 @@ def program(name: str, *, batch: int, sequence: int | None = None, **fields: Any
 
 
 def at_small_sizes(name: str, *, batch: int, sequence: int | None = None, **fields: Any) -> Any:
-    """The same program with arrays, two layers of it."""
-    module, config = models.find(name, scan=True, layers=2, **fields)
+    """The same program with arrays; eight layers, for a plan may split the stack."""
+    module, config = models.find(name, scan=True, layers=8, **fields)
     sizes = {"batch": batch} | ({} if sequence is None else {"sequence": sequence})
     return module.train_step(config), (module.init(config, jax.random.key(0)), module.example_batch(config, **sizes))
 
@@ -329,7 +329,7 @@ def test_zero_splits_the_optimizer_first_and_the_parameters_when_memory_is_short
     step, init, batch = with_masters("gpt2-xl", batch=16, sequence=512, vocab=50_304)
     big = step, (jax.eval_shape(init, jax.random.key(0)), jax.eval_shape(batch))
     small_step, small_init, small_batch = with_masters(
-        "gpt2-xl", batch=8, sequence=32, layers=2, **SMALL | {"heads": 5, "kv_heads": 5}
+        "gpt2-xl", batch=8, sequence=32, layers=8, **SMALL | {"heads": 5, "kv_heads": 5}
     )
     small = small_step, (small_init(jax.random.key(0)), small_batch())
     matrices = {"w_up": "1600,6400", "w_down": "6400,1600", "'wq'": "1600,25,64", "'wo'": "25,64,1600"}
@@ -389,6 +389,6 @@ def test_zero1_keeps_gradients_whole_while_they_accumulate() -> None:
     attention = [c for c in plan.record.collectives if "1600,25,64" in c.value or "25,64,1600" in c.value]
     assert {c.trips for c in attention} == {1}
 
-    small_step, _, small_config = accumulating(8, **SMALL | {"heads": 5, "kv_heads": 5, "layers": 2})
+    small_step, _, small_config = accumulating(8, **SMALL | {"heads": 5, "kv_heads": 5, "layers": 8})
     small = module.init(small_config, jax.random.key(0)), module.example_batch(small_config, batch=64, sequence=8)
     check_numbers(plan, (accumulating(8, vocab=50_304)[0], args), (small_step, small), {"data": 8})
