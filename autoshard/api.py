@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.sharding import PartitionSpec
 
 import cost_models
@@ -207,7 +206,7 @@ def _device_meshes() -> list[dict[str, int]]:
 
 def peers(question: Question, options: Options) -> Peers | None:
     """The processes that share the mesh of a question; None if there is one."""
-    if jax.process_count() == 1:
+    if _jax.process_store() is None:
         return None
     own = question.place.own
     devices = _quiet.devices()[: question.place.axes.size] if own is None else own.devices.ravel().tolist()
