@@ -37,7 +37,7 @@ def total(start: Int, edge_nodes: Int, edge_start: Int, cost: Floats, table: Flo
     for e in range(len(edge_nodes)):
         u, w = edge_nodes[e, 0], edge_nodes[e, 1]
         out += table[edge_start[e] + choice[u] * (start[w + 1] - start[w]) + choice[w]]
-    return out
+    return float(out)
 
 
 @jit
@@ -83,7 +83,7 @@ def grow(
         v = block[head]
         head += 1
         degree = near_start[v + 1] - near_start[v]
-        shift = draw(state, degree) if degree > 0 else 0
+        shift = draw(state, int(degree)) if degree > 0 else 0
         for k in range(degree):
             e = near[near_start[v] + (k + shift) % degree]
             w = edge_nodes[e, 0] + edge_nodes[e, 1] - v

@@ -102,4 +102,4 @@ def _dominates(
                 if a > b:
                     return False
                 better |= a < b
-    return better
+    return bool(better)

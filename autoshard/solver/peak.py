@@ -58,7 +58,8 @@ def approximate_peak(incumbent: Incumbent) -> Peak | None:
         peak = int(profile.max(initial=0))
         if (smallest is None or peak < smallest) and is_finite(problem, network, dual.choice):
             best, smallest = dual.choice.copy(), peak
-        if (smallest is not None and smallest <= bound) or incumbent.left_s() <= 0:
+        found = smallest is not None and smallest <= bound
+        if found or not len(memory.times) or incumbent.left_s() <= 0:
             break
         events, where = np.union1d(events, peaks_over(profile, NEAR * peak, 4)), events
         old, weight = weight, np.full(len(events), 1 / len(events))

@@ -204,6 +204,11 @@ class Search:
                 if self.incumbent.problem.usage_limit is not None:
                     self.incumbent.infeasible = peak.bound_bytes > self.incumbent.problem.usage_limit
 
+    @property
+    def busy(self) -> bool:
+        """Whether the child works on a job."""
+        return self.job is not None
+
     # ── in the child ─────────────────────────────────────────────────────────
 
     def finite_cells(self) -> int:
@@ -427,7 +432,7 @@ def finish(search: Search) -> bool:
     Under a budget of rounds the work is the same every time; else it goes on as long as the job.
     """
     incumbent = search.incumbent
-    if search.job is None:
+    if not search.busy:
         search.work()
         return True
     worked = False
@@ -439,6 +444,6 @@ def finish(search: Search) -> bool:
         else:
             wait_s = NAP_S
         answer = search.collect(wait_s)
-        if search.job is None:
+        if not search.busy:
             return answer is not None and (answer.finished or answer.infeasible)
     return False
