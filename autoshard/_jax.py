@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax._src import distributed, source_info_util
+from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax._src.mesh import get_concrete_mesh, thread_resources
 from jax.core import Tracer
 from jax.extend import core as jex_core
@@ -200,6 +201,31 @@ def with_body(body: Any, fn: Any) -> Any:
     ]
     traced = jax.make_jaxpr(fn)(*avals)
     return traced if isinstance(body, jex_core.ClosedJaxpr) else open_jaxpr(traced)
+
+
+@contextlib.contextmanager
+def cudnn_if_missing() -> Generator[None]:
+    """Lets `jax.nn.dot_product_attention(implementation="cudnn")` be traced where cuDNN is not installed.
+
+    JAX asks for cuDNN's version and the GPU's capability while it traces; without cuDNN the
+    answers are those of version 9.10 on an H100. The traced program has the same equations.
+    """
+    try:
+        fused.check_cudnn_version()
+    except RuntimeError:
+        pass
+    else:
+        yield
+        return
+    answers = {"check_cudnn_version": lambda: 91000, "check_compute_capability": lambda capability: True}
+    own = {name: getattr(fused, name) for name in answers}
+    for name, answer in answers.items():
+        setattr(fused, name, answer)
+    try:
+        yield
+    finally:
+        for name, answer in own.items():
+            setattr(fused, name, answer)
 
 
 def context_mesh() -> Any:

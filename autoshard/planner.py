@@ -30,6 +30,7 @@ from autoshard.problem.formulation import UNIT_S, Formulation, exposed_ps, formu
 from autoshard.record import Certificate, Cost, Leaf, Memory, PlanRecord
 from autoshard.resharding import BUCKET_BYTES, Resharder
 from autoshard.rules.control_flow import HOST_CALLS
+from autoshard.rules.kernels import CUDNN_BACKWARD, CUDNN_FORWARD
 from autoshard.solver import Solution, Status, solve
 from autoshard.strategies import Codes, layout_of, matching
 from autoshard.trace import Traced
@@ -252,7 +253,7 @@ def make(
         memory_bytes=budget.memory_bytes,
         notes=notes,
     )
-    probed = setting.gradient is None and setting.decisions.mesh.ndim and not _calls_the_host(setting)
+    probed = setting.gradient is None and setting.decisions.mesh.ndim and not _needs_devices(setting)
     if constraints == "needed" and probed:
         record = replace(record, pins=_needed(record, setting, formulation, platform))
         clock.lap("constraints")
@@ -390,9 +391,12 @@ def program_pins(assignment: Assignment) -> Pins:
     )
 
 
-def _calls_the_host(setting: Setting) -> bool:
-    """Whether a program has a callback: JAX lowers it for real devices alone, so that nothing can be probed."""
-    return any(eqn.primitive in HOST_CALLS for eqn in setting.decisions.graph.eqns)
+NEED_DEVICES = frozenset({*HOST_CALLS, CUDNN_FORWARD, CUDNN_BACKWARD})
+
+
+def _needs_devices(setting: Setting) -> bool:
+    """Whether JAX lowers a program for real devices alone (it calls the host, or cuDNN): no probing."""
+    return any(eqn.primitive in NEED_DEVICES for eqn in setting.decisions.graph.eqns)
 
 
 def _kernel_layouts(assignment: Assignment) -> Iterable[tuple[tuple[graphs.Path, int], Specs]]:

@@ -60,7 +60,7 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mes
     """
     avals = tuple(jax.tree.map(abstract, arg) for arg in args)
     try:
-        with _jax.auto_mesh(mesh.names if mesh else (), mesh.sizes if mesh else ()):
+        with _jax.cudnn_if_missing(), _jax.auto_mesh(mesh.names if mesh else (), mesh.sizes if mesh else ()):
             closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
     except ValueError as error:
         if "mesh passed to shard_map" not in str(error):
@@ -95,7 +95,7 @@ def _with_own_mesh(fn: Callable[..., Any], avals: Sequence[Any], refusal: ValueE
             "  give it the same devices with Auto axes: "
             "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))"
         ) from refusal
-    with _jax.auto_mesh((), ()):
+    with _jax.cudnn_if_missing(), _jax.auto_mesh((), ()):
         return jax.make_jaxpr(fn, return_shape=True)(*avals)
 
 

@@ -126,6 +126,7 @@ def test_kernel_layouts_survive_the_plan_file(tmp_path: Any) -> None:
     assert autoshard.load(tmp_path / "plan.json").record.pins == plan.record.pins
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compiler
 @pytest.mark.skipif(not compilers.available("tpu"), reason="needs libtpu")
 def test_a_llama_with_flash_attention_compiles_for_tpu_as_planned() -> None:
@@ -185,3 +186,27 @@ def test_a_callback_is_planned_and_run_but_not_compiled_without_devices() -> Non
     np.testing.assert_allclose(plan.jit()(plan.put(x, "x")), program(x), rtol=1e-5)
     with pytest.raises(CompileError, match="calls back to the host"):
         plan.verify("cpu")
+
+
+def test_cudnn_attention_is_planned_without_cudnn() -> None:
+    """Grouped queries: 8 heads on 4 of keys. Batch and heads are split, nothing moves at the kernels."""
+
+    def gradients(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        def loss(*qkv: jax.Array) -> jax.Array:
+            return jax.nn.dot_product_attention(*qkv, is_causal=True, implementation="cudnn").sum()
+
+        return jax.grad(loss, (0, 1, 2))(q, k, v)
+
+    q, kv = shaped(4, 256, 8, 128, dtype=jnp.bfloat16), shaped(4, 256, 4, 128, dtype=jnp.bfloat16)
+    spec = P("data", None, "model")
+    plan = autoshard.plan(
+        gradients, q, kv, kv, mesh=MESH, hardware=GPUS, for_grad=False, in_shardings=spec, out_shardings=spec
+    )
+    assert plan.planned is not None  # fresh
+    eqns = {e.primitive: rule_of(e) for e in plan.planned.setting.decisions.graph.eqns if "attention" in e.primitive}
+    assert [e.rpartition("_")[0] for e in eqns] == ["dot_product_attention_fwd", "dot_product_attention_bwd"]
+    for rule in eqns.values():
+        assert [f.size for f in rule.factors if f.kind == "pass"] == [4, 4]
+    assert not plan.record.collectives
+    with pytest.raises(RuntimeError, match="cuDNN"):  # JAX's own answer is back
+        jax.eval_shape(gradients, q, kv, kv)

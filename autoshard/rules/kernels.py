@@ -1,6 +1,6 @@
-"""Kernels: Pallas kernels that ship with JAX, by the names of their functions.
+"""Kernels: attention by Pallas kernels that ship with JAX, and by cuDNN.
 
-A rule for a kernel says which dimensions it treats each on its own; the grid must agree
+A rule for a Pallas kernel says which dimensions it treats each on its own; the grid must agree
 (`rule_of` keeps whole what the grid does not walk over block by block).
 """
 
@@ -22,3 +22,48 @@ def flash_attention(eqn: Eqn) -> ShardingRule:
         return [*leading, *build.dims(shape[len(leading) :], FactorKind.REPLICATE)]
 
     return build.rule([dims(a.shape) for a in eqn.operands], [dims(a.shape) for a in eqn.results])
+
+
+# jax.nn.dot_product_attention(implementation="cudnn"): positions of what its primitives take and make.
+CUDNN_OPERANDS = ("q", "kv", "kv", "bias", *("lengths",) * 6)
+CUDNN_FORWARD, CUDNN_BACKWARD = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
+
+
+@register(CUDNN_FORWARD, CUDNN_BACKWARD)
+def cudnn_attention(eqn: Eqn) -> ShardingRule:
+    """Batch and heads pass, positions and features must be whole, as cuDNN's partitioning in JAX has it.
+
+    With G query heads per head of keys, the query heads are (heads, G). A bias whose
+    gradient is wanted is summed over what it lacks: then nothing is split.
+    """
+    query, keys = eqn.operands[:2]
+    heads_first = eqn.params["layout"] == 1  # BNTH, else BTNH
+    at = 1 if heads_first else 2
+    build = RuleBuilder()
+    summed = eqn.primitive == CUDNN_BACKWARD and len(eqn.results) > 3
+    kind = FactorKind.REPLICATE if summed else FactorKind.PASS
+    batch, heads = build.dims((query.shape[0], keys.shape[at]), kind)
+    groups = build.dims((query.shape[at] // keys.shape[at],), FactorKind.REPLICATE)[0]
+    of_queries: Dim = (*heads, *groups)
+
+    def dims(role: str, shape: tuple[int, ...]) -> list[Dim]:
+        rest = build.dims(shape, FactorKind.REPLICATE)
+        if role in ("q", "kv"):
+            rest[0], rest[at] = batch, of_queries if role == "q" else heads
+        elif role in ("lse", "bias"):
+            split = len(shape) > 1
+            rest[:2] = [
+                batch if split and shape[0] == query.shape[0] else rest[0],
+                *([of_queries if shape[1] == query.shape[at] else rest[1]] if split else []),
+            ]
+        elif shape[0] == query.shape[0]:
+            rest[0] = batch
+        return rest
+
+    forward = eqn.primitive == CUDNN_FORWARD
+    takes = CUDNN_OPERANDS if forward else (*CUDNN_OPERANDS, "lse", "q", "q")
+    makes = ("q", "lse") if forward else ("q", "kv", "kv", "bias")
+    return build.rule(
+        [dims(role, a.shape) for role, a in zip(takes, eqn.operands, strict=True)],
+        [dims(role, a.shape) for role, a in zip(makes, eqn.results, strict=False)],
+    )

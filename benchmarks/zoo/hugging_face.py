@@ -1,7 +1,7 @@
 """Hugging Face's Flax models by their configurations; no weights are loaded."""
-# ruff: noqa: D101, D103 (`subjects` says what each program is)
+# ruff: noqa: D103 (`subjects` says what each program is)
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,11 +14,20 @@ from benchmarks.zoo.program import Program, Size, cross_entropy, images, tokens,
 ADAMW = optax.adamw(1e-3)
 
 
-def _decoder(size: Size, kind: Any, config: Any, optimizer: optax.GradientTransformation = ADAMW) -> Program:
+TRAIN = {"train": True}
+
+
+def _decoder(
+    size: Size,
+    kind: Any,
+    config: Any,
+    optimizer: optax.GradientTransformation = ADAMW,
+    training: Mapping[str, bool] = TRAIN,
+) -> Program:
     model = kind(config, input_shape=(1, size.sequence), _do_init=False)
 
     def loss(params: Any, ids: jax.Array, key: jax.Array) -> jax.Array:
-        logits = model(ids, params=params, dropout_rng=key, train=True).logits
+        logits = model(ids, params=params, dropout_rng=key, **training).logits
         return cross_entropy(logits[:, :-1], ids[:, 1:])
 
     return trained(
@@ -76,7 +85,7 @@ def opt(size: Size) -> Program:
         num_attention_heads=size.heads,
         max_position_embeddings=size.sequence,
     )
-    return _decoder(size, transformers.FlaxOPTForCausalLM, config)
+    return _decoder(size, transformers.FlaxOPTForCausalLM, config, training={"deterministic": False})
 
 
 def gptj(size: Size) -> Program:
