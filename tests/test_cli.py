@@ -122,7 +122,7 @@ def test_a_plan_that_the_compiler_does_not_follow_fails(plan_file: Path, tmp_pat
         promised["nbytes"] *= 3
     (tmp_path / "wrong.json").write_text(json.dumps(plan))
     result = run("verify", *SMALL, "--plan", str(tmp_path / "wrong.json"), "--compiler", "cpu")
-    assert result.stdout.startswith("  verdict   NO MATCH (")
+    assert result.stdout.startswith("  verdict   NO MATCH: collectives (")
     assert result.exit_code == 1
 
 
