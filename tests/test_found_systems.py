@@ -204,6 +204,7 @@ def test_sequence_parallelism_where_one_sequence_meets_a_large_model() -> None:
 # --- Sequences ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_context_parallelism_for_one_long_sequence() -> None:
     """Llama 3 8B, one sequence of 32,768 tokens on two nodes: eight key heads cannot split 16 ways, tokens can.
 
@@ -244,6 +245,7 @@ def test_weights_are_gathered_within_a_slice_and_gradients_cross_the_network_spl
 # --- Experts -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_expert_parallelism_where_tokens_are_lighter_than_experts() -> None:
     """Mixtral 8x7B, 4096 tokens: per layer the experts are 2.8 GB, what is sent to them 84 MB."""
     big, mesh = program("mixtral-8x7b", layers=4, batch=8, sequence=512), {"expert": 8}
@@ -319,6 +321,7 @@ def with_masters(name: str, *, batch: int, sequence: int, **fields: Any) -> tupl
     return train_step, init, lambda: module.example_batch(config, batch=batch, sequence=sequence)
 
 
+@pytest.mark.slow
 def test_zero_splits_the_optimizer_first_and_the_parameters_when_memory_is_short() -> None:
     """ZeRO-2, then FSDP: GPT-2 XL in bfloat16 with float32 masters, 1024 tokens per GPU.
 

@@ -61,7 +61,7 @@ def case(recipe: str, *, quick: bool = False, **fields: Any) -> Any:
 @pytest.mark.parametrize(
     ("recipe", "fields"),
     [
-        case("tp", quick=True, scan=True),
+        case("tp", scan=True),
         case("tp", scan=True, **INT8),
         case("tp", aligned=True),
         case("tp_cached_positions", quick=True, scan=True, **INT8),
@@ -69,7 +69,7 @@ def case(recipe: str, *, quick: bool = False, **fields: Any) -> Any:
         case("tp_cached_positions", scan=True, aligned=True),
         case("weight_gathered", scan=True),
         case("weight_gathered", **INT8),
-        case("weight_stationary_2d", quick=True, scan=True),
+        case("weight_stationary_2d", scan=True),
         case("weight_stationary_2d", **INT8),
     ],
 )

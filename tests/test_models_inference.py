@@ -67,6 +67,7 @@ def test_decoding_with_a_cache_is_the_forward_pass(name: str, fields: dict[str, 
     np.testing.assert_allclose(logits, recomputed(config, tokens), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_int8_is_close() -> None:
     config = tiny("tiny-llama-decode", scan=True)
     _, exact = said(config, steps=2)
