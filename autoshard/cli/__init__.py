@@ -16,7 +16,19 @@ from autoshard.errors import AutoshardError
 from cost_models import CostModelError
 
 # One room each, in the order of --help.
-COMMANDS = ("plan", "search", "explain", "report", "scale", "serve", "diff", "verify", "audit", "hardware")
+COMMANDS = (
+    "plan",
+    "search",
+    "explain",
+    "report",
+    "scale",
+    "serve",
+    "compare",
+    "diff",
+    "verify",
+    "audit",
+    "hardware",
+)
 
 for _command in COMMANDS:
     importlib.import_module(f"autoshard.cli.{_command}")

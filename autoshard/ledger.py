@@ -1,0 +1,318 @@
+"""Ledger: why the step of one layout takes longer than another's, entry by entry.
+
+An entry is what the step waits for the collectives of one kind, over the same axes, of
+one type of value at one source line; or the compute of one operation at one line. The
+communication that a window leaves exposed is shared among its hideable collectives in
+proportion to their seconds. The entries sum to the difference of the two steps.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import fsum
+from typing import Any
+
+from autoshard.costs import is_contraction, shards
+from autoshard.graph import Graph
+from autoshard.mesh import MeshAxes
+from autoshard.problem.assignment import Assignment, Collective
+from autoshard.record import PlanRecord
+from autoshard.resharding import PS_PER_S
+from autoshard.tables import bytes_text, columns, render, short_aval, short_place, table, time_text
+from autoshard.wanted import dotted
+
+COMPUTE, ROUNDING = "compute", "rounding"
+MOST = 3  # entries of a sentence, on either side
+LEAST = 0.01  # of the difference: what a sentence leaves to "other"
+ROWS = 12  # of the table in a terminal
+
+_REDUCES = frozenset({"all-reduce", "reduce-scatter"})
+
+Axes = tuple[tuple[str, int], ...]
+_Key = tuple[str, Axes, str, str, tuple[str, ...]]
+_Type = tuple[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Seconds of a step that two layouts spend on the same thing.
+
+    Attributes:
+      kind: of a collective, or "compute"; "rounding" is what picoseconds do not add up to.
+      axes: that a collective runs over, with their sizes.
+      what: the type of the value, such as `bfloat16[4096,14336]`; of compute, the operation.
+      where: the source line.
+      tensors: inputs that the value is, or whose gradient it is; empty where the program does not say.
+      hand_s: what the step of the first layout takes for it.
+      best_s: likewise, of the second.
+      hand_bytes: logical bytes per device and step; 0 of compute.
+      best_bytes: likewise.
+    """
+
+    kind: str
+    axes: Axes
+    what: str
+    where: str
+    tensors: tuple[str, ...]
+    hand_s: float
+    best_s: float
+    hand_bytes: int
+    best_bytes: int
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds that the first layout takes longer; negative where it saves."""
+        return self.hand_s - self.best_s
+
+    @property
+    def subject(self) -> str:
+        """`w_up`, `gradient of w_up`, or the type of a value that is no input."""
+        names = ", ".join(self.tensors)
+        if self.kind in _REDUCES and names:
+            return f"gradient of {names}"
+        return names or short_aval(self.what)
+
+    @property
+    def title(self) -> str:
+        """`all-gather w_up over data (mlp.py:65)`."""
+        over = f" over {'·'.join(name for name, _ in self.axes)}" if self.axes else ""
+        line = short_place(self.where).partition(" (")[0]
+        return f"{self.kind} {self.subject}{over}" + (f" ({line})" if line else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """The difference of two predicted steps, the largest entries first.
+
+    Attributes:
+      hand: the layout in question, as the planner's model sees it.
+      best: the one that it is measured by, of the same program.
+      entries: all that differ, and no other.
+    """
+
+    hand: PlanRecord
+    best: PlanRecord
+    entries: tuple[Entry, ...]
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds that the step of `hand` takes longer: the sum of the entries."""
+        return self.hand.cost.step_s - self.best.cost.step_s
+
+    def sentence(self, most: int = MOST) -> str:
+        """`loses 1.8 ms: 1.2 ms all-gather w_down over data (mlp.py:65), …; saves 0.3 ms …`."""
+        least = LEAST * max((abs(e.lost_s) for e in self.entries), default=0.0)
+        told = [e for e in self.entries if abs(e.lost_s) > least]
+        losses, savings = ([e for e in told if sign * e.lost_s > 0][:most] for sign in (1, -1))
+        rest = self.lost_s - fsum(e.lost_s for e in (*losses, *savings))
+        parts = [f"{time_text(e.lost_s)} {e.title}" for e in losses]
+        saved = [f"{time_text(-e.lost_s)} {e.title}" for e in savings]
+        if rest > least:
+            parts.append(f"{time_text(rest)} other")
+        if rest < -least:
+            saved.append(f"{time_text(-rest)} other")
+        if not parts and not saved:
+            return "takes the same time for everything"
+        verb = "loses" if self.lost_s >= 0 else "wins"
+        told_of = [*([", ".join(parts)] if parts else []), *([f"saves {', '.join(saved)}"] if saved else [])]
+        return f"{verb} {time_text(abs(self.lost_s))}: {'; '.join(told_of)}"
+
+    def of_tensor(self, name: str) -> float:
+        """Seconds lost on the collectives of one input and of its gradient; shared ones in equal parts."""
+        return fsum(e.lost_s / len(e.tensors) for e in self.entries if name in e.tensors)
+
+    def __str__(self) -> str:
+        width = columns()
+        shown, rest = self.entries[:ROWS], self.entries[ROWS:]
+        cells = [
+            (
+                signed(e.lost_s),
+                e.kind,
+                "·".join(name if self.hand.mesh == self.best.mesh else f"{name}={size}" for name, size in e.axes),
+                e.subject,
+                short_place(e.where).partition(" (")[0],
+                _arrow(e),
+            )
+            for e in shown
+        ]
+        if rest:
+            cells.append((signed(fsum(e.lost_s for e in rest)), f"{len(rest)} more", "", "", "", ""))
+        return render(
+            f"step: {time_text(self.hand.cost.step_s)} against {time_text(self.best.cost.step_s)}: "
+            f"{signed(self.lost_s)}\n",
+            table("", ("lost", "on", "over", "of", "at", "bytes"), cells, right=("lost", "bytes"), whole=("on",)),
+            width=width,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, in SI units."""
+        return {
+            "hand_step_s": self.hand.cost.step_s,
+            "best_step_s": self.best.cost.step_s,
+            "lost_s": self.lost_s,
+            "entries": [
+                {
+                    "kind": e.kind,
+                    "axes": dict(e.axes),
+                    "what": e.what,
+                    "where": e.where,
+                    "tensors": list(e.tensors),
+                    "lost_s": e.lost_s,
+                    "hand_s": e.hand_s,
+                    "best_s": e.best_s,
+                    "hand_bytes": e.hand_bytes,
+                    "best_bytes": e.best_bytes,
+                }
+                for e in self.entries
+            ],
+        }
+
+
+def signed(seconds: float) -> str:
+    """Seconds that are lost (+) or saved (−)."""
+    return f"{'+' if seconds >= 0 else '−'}{time_text(abs(seconds))}"
+
+
+def _arrow(entry: Entry) -> str:
+    if entry.kind in (COMPUTE, ROUNDING):
+        return ""
+    before, after = bytes_text(entry.hand_bytes), bytes_text(entry.best_bytes)
+    return before if before == after else f"{before} → {after}"
+
+
+def ledger(hand: tuple[PlanRecord, Assignment], best: tuple[PlanRecord, Assignment]) -> Ledger:
+    """The difference of the steps of two layouts of one program, each given as its record and assignment.
+
+    Their meshes may differ; collectives over axes of other names or sizes are entries of their own.
+    """
+    spent = [_spent(*side) for side in (hand, best)]
+    entries: list[Entry] = []
+    for key in dict.fromkeys((*spent[0], *spent[1])):
+        (hand_s, hand_bytes), (best_s, best_bytes) = (side.get(key, (0.0, 0)) for side in spent)
+        if hand_s != best_s or hand_bytes != best_bytes:
+            kind, axes, what, where, tensors = key
+            entries.append(
+                Entry(
+                    kind=kind,
+                    axes=axes,
+                    what=what,
+                    where=where,
+                    tensors=tensors,
+                    hand_s=hand_s,
+                    best_s=best_s,
+                    hand_bytes=hand_bytes,
+                    best_bytes=best_bytes,
+                )
+            )
+    return Ledger(hand=hand[0], best=best[0], entries=tuple(sorted(entries, key=lambda e: -abs(e.lost_s))))
+
+
+@dataclass(slots=True)
+class _Sum:
+    seconds: list[float] = field(default_factory=list)
+    nbytes: int = 0
+
+
+def _spent(record: PlanRecord, assignment: Assignment) -> dict[_Key, tuple[float, int]]:
+    """What a step is made of: seconds and bytes by entry; the seconds sum to the step."""
+    sums: dict[_Key, _Sum] = defaultdict(_Sum)
+    for name, where, seconds in _compute(assignment):
+        sums[COMPUTE, (), name, where, ()].seconds.append(seconds)
+    named = _Names(record, assignment.decisions.graph)
+    for row, waited_s in _waits(assignment):
+        axes = _sized(row.axes, record.mesh)
+        entry = sums[row.kind, axes, row.value, row.where, named(row)]
+        entry.seconds.append(waited_s)
+        entry.nbytes += row.nbytes * row.trips
+    spent = {key: (fsum(entry.seconds), entry.nbytes) for key, entry in sums.items()}
+    rest = record.cost.step_s - fsum(seconds for seconds, _ in spent.values())
+    return {**spent, (ROUNDING, (), "", "", ()): (rest, 0)}
+
+
+def _sized(axes: Iterable[str], mesh: MeshAxes) -> Axes:
+    return tuple((name, size) for name, size in mesh.shape.items() if name in set(axes))
+
+
+def _compute(assignment: Assignment) -> Iterable[tuple[str, str, float]]:
+    """Operation, line and seconds of every decision, without the collectives inside."""
+    d = assignment.decisions
+    machine = assignment.resharder.machine
+    for node, pick in zip(d.nodes, assignment.choice, strict=True):
+        seconds = int(node.cost_ps[pick]) / PS_PER_S
+        s = node.strategies
+        if s is not None and s.in_op[pick].any():
+            e = node.equations[0]
+            axes = tuple(n for n, used in zip(d.mesh.names, s.in_op[pick], strict=True) if used)
+            for aval, codes in zip(d.graph.eqns[e].results, s.results, strict=True):
+                local = aval.nbytes / float(shards(codes[[pick]], aval.ndim, d.mesh)[0])
+                seconds -= float(machine.collective_s("all-reduce", axes, local)) * d.graph.runs(e)
+        if seconds:
+            yield node.name, node.where, seconds
+
+
+def _waits(assignment: Assignment) -> Iterable[tuple[Collective, float]]:
+    """Every collective, and how long the step waits for it."""
+    d, overlap = assignment.decisions, assignment.resharder.machine.overlap
+    rows = tuple(assignment.collectives())
+    hides: dict[int, float] = defaultdict(float)
+    covers: dict[int, float] = defaultdict(float)
+    for row in rows:
+        if row.window is not None:
+            hides[row.window] += row.seconds * row.trips
+    for node, pick in zip(d.nodes, assignment.choice, strict=True):
+        covers[node.window] += int(node.cover_ps[pick]) / PS_PER_S
+    for row in rows:
+        share = 1.0
+        if row.window is not None and hides[row.window]:
+            hideable, cover = hides[row.window], covers[row.window]
+            share = (1 - overlap) + max(0.0, overlap * hideable - cover) / hideable
+        yield row, row.seconds * row.trips * share
+
+
+class _Names:
+    """Inputs that a collective moves, by what its source line contracts or looks up.
+
+    A value of the type of such an operand that is an input, cast or taken from a stack at
+    most, is that input; a reduced one, its dimensions in any order, is its gradient. Where
+    another operand of the line has the same dimensions, nothing is said.
+    """
+
+    def __init__(self, record: PlanRecord, graph: Graph) -> None:
+        of_input = {v: i for i, v in enumerate(graph.inputs) if i < len(record.inputs)}
+        made_by = graph.producers()
+        patterns: dict[tuple[str, _Type], dict[tuple[str, ...], None]] = {}
+        others: set[tuple[str, _Type]] = set()
+        for e, eqn in enumerate(graph.eqns):
+            if not is_contraction(eqn) and eqn.primitive != "gather":
+                continue
+            for v in graph.operands[e]:
+                aval = graph.avals[v]
+                key = eqn.where, (str(aval.dtype), tuple(sorted(aval.shape)))
+                root = v
+                while root not in of_input and root in made_by and len(graph.operands[made_by[root][0]]) == 1:
+                    root = graph.operands[made_by[root][0]][0]
+                if root in of_input:
+                    path = dotted(record.inputs[of_input[root]].path).split(".")
+                    patterns.setdefault(key, {})[tuple(s for s in path if not s.isdigit())] = None
+                else:
+                    others.add(key)
+        short = _shortest({p for found in patterns.values() for p in found})
+        self._names: Mapping[tuple[str, _Type], tuple[str, ...]] = {
+            key: tuple(short[p] for p in found) for key, found in patterns.items() if key not in others
+        }
+
+    def __call__(self, row: Collective) -> tuple[str, ...]:
+        dims = row.value.partition("[")[2].rstrip("]")
+        shape = tuple(sorted(int(size) for size in dims.split(",") if size))
+        return self._names.get((row.where, (row.dtype, shape)), ())
+
+
+def _shortest(paths: set[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
+    """The shortest end of each path that no other path has."""
+    short: dict[tuple[str, ...], str] = {}
+    for path in paths:
+        for n in range(1, len(path) + 1):
+            if n == len(path) or sum(other[-n:] == path[-n:] for other in paths) == 1:
+                short[path] = ".".join(path[-n:])
+                break
+    return short
