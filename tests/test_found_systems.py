@@ -323,13 +323,12 @@ def with_masters(name: str, *, batch: int, sequence: int, **fields: Any) -> tupl
 
 @pytest.mark.slow
 def test_zero_splits_the_optimizer_first_and_the_parameters_when_memory_is_short() -> None:
-    """ZeRO-2, then FSDP: GPT-2 XL in bfloat16 with float32 masters, 1024 tokens per GPU.
+    """ZeRO-2, then FSDP: GPT-2 XL in bfloat16 with float32 masters, 8192 tokens per GPU.
 
-    Of the 14 bytes of state per parameter 12 are split from the first. The other two are
-    too where the gathers in the loop, forward and backward, hide behind its matmuls, which
-    is not enough for attention's; those are gathered once per step, until memory is short.
+    Of the 14 bytes of state per parameter 12 are split from the first. Attention's weights
+    are gathered once per step, and each layer's only where memory is short.
     """
-    step, init, batch = with_masters("gpt2-xl", batch=16, sequence=512, vocab=50_304)
+    step, init, batch = with_masters("gpt2-xl", batch=64, sequence=1024, vocab=50_304)
     big = step, (jax.eval_shape(init, jax.random.key(0)), jax.eval_shape(batch))
     small_step, small_init, small_batch = with_masters(
         "gpt2-xl", batch=8, sequence=32, layers=8, **SMALL | {"heads": 5, "kv_heads": 5}
@@ -353,9 +352,9 @@ def test_zero_splits_the_optimizer_first_and_the_parameters_when_memory_is_short
     assert not [c for c in ample.record.collectives if c.kind == "all-reduce" and c.nbytes > 1e6]
     check_numbers(ample, big, small, {"data": 8})
 
-    short = planned(big, {"data": 8}, "h100:1x8", memory=5 * 10**9)
+    short = planned(big, {"data": 8}, "h100:1x8", memory=7_500_000_000)
     assert gathered(short, trips=48) == set(matrices)
-    assert short.record.memory.peak_bytes <= 5 * 10**9 < ample.record.memory.peak_bytes
+    assert short.record.memory.peak_bytes <= 7_500_000_000 < ample.record.memory.peak_bytes
     assert ample.cost <= short.cost * 1.01
     check_numbers(short, big, small, {"data": 8})
 
@@ -392,6 +391,9 @@ def test_zero1_keeps_gradients_whole_while_they_accumulate() -> None:
     attention = [c for c in plan.record.collectives if "1600,25,64" in c.value or "25,64,1600" in c.value]
     assert {c.trips for c in attention} == {1}
 
+    big = accumulating(8, vocab=50_304)[0], args
+    apart = planned(big, {"data": 8}, "h100:1x8")
+    assert plan.cost == pytest.approx(apart.cost, rel=0.02)  # the parts that the planner chose itself
     small_step, _, small_config = accumulating(8, **SMALL | {"heads": 5, "kv_heads": 5, "layers": 8})
     small = module.init(small_config, jax.random.key(0)), module.example_batch(small_config, batch=64, sequence=8)
-    check_numbers(plan, (accumulating(8, vocab=50_304)[0], args), (small_step, small), {"data": 8})
+    check_numbers(apart, big, (small_step, small), {"data": 8})
