@@ -116,6 +116,16 @@ def test_verify_as_json() -> None:
     assert result.exit_code == (0 if json.loads(result.stdout)["ok"] else 1)
 
 
+def test_verify_by_shardy_with_layouts_and_a_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    options = ("--compiler", "shardy", "--layouts", "--trace", str(trace), "--tolerance", "0.01")
+    result = run("verify", *SMALL, *ON, *options)
+    assert result.exit_code == 0, result.stdout
+    assert "within 1%" in result.stdout
+    assert "are kept, by Shardy's propagation" in result.stdout
+    assert json.loads(trace.read_text())["traceEvents"][0]["args"]["name"] == "predicted by the plan"
+
+
 def test_a_plan_that_the_compiler_does_not_follow_fails(plan_file: Path, tmp_path: Path) -> None:
     plan = json.loads(plan_file.read_text())
     for promised in plan["collectives"]:

@@ -51,7 +51,9 @@ needs_tpu_compiler = pytest.mark.skipif(not compilers.available("tpu"), reason="
         pytest.param(
             "llama3-8b",
             {"layers": 1, "batch": 1, "sequence": 128},
-            marks=pytest.mark.xfail(reason="XLA slices a gradient that it also all-reduces; planned is a reduce-scatter"),
+            marks=pytest.mark.xfail(
+                reason="planned: all-reduce and reduce-scatter of one gradient; XLA slices the first"
+            ),
         ),
     ],
     ids=str,
