@@ -245,7 +245,7 @@ def _lowered(lowerable: Any, target: Target) -> Any:
         if "require devices to be present" not in str(error):
             raise
         raise CompileError(
-            "a program that calls back to the host (jax.pure_callback, io_callback, jax.debug) or has cuDNN's attention "
+            "a program that calls the host (jax.pure_callback, io_callback, jax.debug) or has cuDNN's attention "
             "cannot be compiled without its devices: leave these out for this"
         ) from error
 
