@@ -331,7 +331,7 @@ def test_zero_splits_the_optimizer_first_and_the_parameters_when_memory_is_short
     step, init, batch = with_masters("gpt2-xl", batch=64, sequence=1024, vocab=50_304)
     big = step, (jax.eval_shape(init, jax.random.key(0)), jax.eval_shape(batch))
     small_step, small_init, small_batch = with_masters(
-        "gpt2-xl", batch=8, sequence=32, layers=8, **SMALL | {"heads": 5, "kv_heads": 5}
+        "gpt2-xl", batch=8, sequence=64, layers=8, **SMALL | {"heads": 5, "kv_heads": 5}
     )
     small = small_step, (small_init(jax.random.key(0)), small_batch())
     matrices = {"w_up": "1600,6400", "w_down": "6400,1600", "'wq'": "1600,25,64", "'wo'": "25,64,1600"}
