@@ -7,14 +7,16 @@ from typing import Any, Literal
 import cost_models
 from autoshard import meshes, pins, planner
 from autoshard.completion import Annotations, annotated, nearest, propagated
+from autoshard.description import describe, program_pins
 from autoshard.errors import InfeasibleError
 from autoshard.meshes import MeshLike
-from autoshard.planner import Budget, Setting
+from autoshard.planner import Budget
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.formulation import UNIT_S, exposed_ps, formulate
 from autoshard.question import Question, ask
 from autoshard.record import Certificate, PlanRecord
 from autoshard.resharding import Resharder
+from autoshard.setting import Setting
 from autoshard.solver.evaluate import evaluate as price
 from autoshard.strategies import layout_of
 from autoshard.verification import Verification
@@ -191,7 +193,7 @@ def _by_shardy(question: Question) -> Evaluation:
     if inexact:
         notes.append(f"{inexact} values lie in split or uneven layouts, which are priced as if whole there")
     assignment = Assignment(decisions=decisions, resharder=resharder, choice=choice)
-    record = planner.describe(
+    record = describe(
         setting,
         assignment,
         exposed=exposed_ps(problem, choice),
@@ -260,7 +262,7 @@ def _by_plan(question: Question, *, time_limit_s: float, rel_gap: float) -> Eval
         annotations=Annotations(
             inputs=inputs,
             outputs=outputs,
-            pins=planner.program_pins(planned.assignment),
+            pins=program_pins(planned.assignment),
             donated=question.wanted.donated,
         ),
         setting=setting,

@@ -15,13 +15,14 @@ import numpy as np
 
 from autoshard.errors import SpecError
 from autoshard.mesh import MeshAxes
-from autoshard.planner import OPTIMIZER_BYTES, Planned
+from autoshard.planner import Planned
 from autoshard.problem.assignment import Assignment, Collective
 from autoshard.problem.decide import decide
 from autoshard.problem.formulation import UNIT_S, formulate
 from autoshard.problem.network import INF
 from autoshard.record import Leaf
 from autoshard.resharding import Resharder
+from autoshard.setting import OPTIMIZER_BYTES
 from autoshard.solver import Solution, solve
 from autoshard.solver.evaluate import evaluate
 from autoshard.strategies import layout_of

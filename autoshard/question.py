@@ -11,14 +11,14 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 import cost_models
-from autoshard import accumulation, meshes, planner
+from autoshard import accumulation, meshes
 from autoshard import binding as bindings
 from autoshard import trace as traces
 from autoshard.errors import SpecError
 from autoshard.gradient import gradient_arguments
 from autoshard.meshes import MeshLike, Place
-from autoshard.planner import Setting, Wanted
 from autoshard.record import PlanRecord
+from autoshard.setting import Setting, Wanted, prepare
 from autoshard.trace import Traced
 from autoshard.wanted import kept, wanted
 
@@ -51,7 +51,7 @@ class Question:
           SpecError: a pin or sharding that cannot be kept.
         """
         place = self.place
-        return planner.prepare(
+        return prepare(
             self.traced,
             place.axes,
             place.machine,

@@ -19,6 +19,7 @@ from autoshard.graph import Graph
 from autoshard.mesh import MeshAxes
 from autoshard.planner import Budget, Planned
 from autoshard.ranking import LeftOut, Row
+from autoshard.setting import prepare, ties
 from autoshard.target import load_target
 from autoshard.trace import Traced
 from autoshard.wanted import AUTO, dotted, wanted
@@ -146,7 +147,7 @@ class Trials:
             )
         asked = wanted(program.traced, AUTO, AUTO, task.pins, program.bound.donated)
         platform = meshes.platform(place.hardware.name)
-        setting = planner.prepare(
+        setting = prepare(
             program.traced,
             place.axes,
             place.machine,
@@ -187,7 +188,7 @@ class Trials:
 
 def _replaced(traced: Traced) -> frozenset[int]:
     """Arguments every leaf of which an output replaces."""
-    tied = set(planner.ties(traced, frozenset(range(len(traced.in_avals)))).values())
+    tied = set(ties(traced, frozenset(range(len(traced.in_avals)))).values())
     every = set(traced.argument_of)
     return frozenset(every - {a for i, a in enumerate(traced.argument_of) if i not in tied})
 

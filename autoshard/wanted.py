@@ -10,8 +10,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.errors import SpecError
-from autoshard.planner import Wanted
 from autoshard.record import PlanRecord
+from autoshard.setting import Wanted
 from autoshard.trace import Traced
 
 

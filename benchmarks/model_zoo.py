@@ -106,7 +106,8 @@ def numerics(subject: Subject) -> dict[str, Any]:
     import numpy as np
 
     import autoshard
-    from autoshard import meshes, planner, trace
+    from autoshard import meshes, trace
+    from autoshard.setting import prepare
     from autoshard.wanted import wanted
     from benchmarks.zoo.program import TINY
     from tests.assignments import random_choice, run
@@ -133,7 +134,7 @@ def numerics(subject: Subject) -> dict[str, Any]:
     traced = trace.trace(program.step, arguments, names, place.axes)
     donated = frozenset(i for i, a in enumerate(traced.argument_of) if a in program.donate)
     asked = wanted(traced, None, None, {}, donated)
-    setting = planner.prepare(traced, place.axes, place.machine, asked, gradient_of=(), unknown="error")
+    setting = prepare(traced, place.axes, place.machine, asked, gradient_of=(), unknown="error")
     flat = jax.tree.leaves(arguments)
     for seed in range(2):
         choice = random_choice(setting.decisions, setting.resharder, np.random.default_rng(seed))

@@ -7,12 +7,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
-from autoshard import apply, meshes, planner
+from autoshard import apply, meshes
 from autoshard._jax import JAX_VERSION
+from autoshard.description import program_pins
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Decisions, reshard_ps
 from autoshard.problem.network import INF
 from autoshard.resharding import Resharder
+from autoshard.setting import Setting
 from autoshard.strategies import layout_of
 
 # The CPU compiler at its fastest: kernels are not optimised, and not emitted through MLIR
@@ -65,12 +67,12 @@ def random_choice(decisions: Decisions, resharder: Resharder, rng: np.random.Gen
     return np.array([int(s.argmax()) for s in open_], np.int64)
 
 
-def run(setting: planner.Setting, choice: NDArray[np.int64], args: list[Any]) -> list[Any]:
+def run(setting: Setting, choice: NDArray[np.int64], args: list[Any]) -> list[Any]:
     """Compiles the program under a choice on real devices and runs it on flat arguments."""
     decisions = setting.decisions
     assignment = Assignment(decisions=decisions, resharder=setting.resharder, choice=choice)
     mesh = meshes.over_devices(decisions.mesh, np.arange(decisions.mesh.size))
-    pins = planner.program_pins(assignment)
+    pins = program_pins(assignment)
     avals = decisions.graph.avals
 
     def sharding(code: int, value: int) -> NamedSharding:

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec
 import models
 from autoshard import meshes, planner, trace
 from autoshard.meshes import Place
-from autoshard.planner import Budget, Planned, Setting
+from autoshard.planner import Budget, Planned
+from autoshard.setting import Setting, prepare
 from autoshard.wanted import wanted
 
 TINY = ("linear-tiny", "mlp-tiny", "tiny-gpt2", "tiny-llama")
@@ -65,7 +66,7 @@ def setting_of(
     place = meshes.place(MESH if mesh is None else mesh, hardware)
     traced = trace.trace(program.fn, program.args, program.names, place.axes)
     asked = wanted(traced, None, None, pins or {}, program.donated)
-    setting = planner.prepare(traced, place.axes, place.machine, asked, gradient_of=gradient_of, unknown=unknown)
+    setting = prepare(traced, place.axes, place.machine, asked, gradient_of=gradient_of, unknown=unknown)
     return setting, place
 
 

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from autoshard.planner import Setting, program_pins
+from autoshard.description import program_pins
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.folding import fold
 from autoshard.problem.formulation import Formulation, formulate
 from autoshard.problem.network import INF
 from autoshard.problem.windows import combined
+from autoshard.setting import Setting
 from autoshard.solver import evaluate, solve
 from autoshard.strategies import SUM, decode, layout_of, layouts
 from tests.assignments import random_choice

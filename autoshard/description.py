@@ -1,0 +1,167 @@
+"""Description: one assignment of a setting → the record of a plan, and the constraints that it emits."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from autoshard import graph as graphs
+from autoshard import opaque
+from autoshard import trace as traces
+from autoshard.gradient import marks
+from autoshard.mesh import MeshAxes
+from autoshard.pins import Pins, Specs
+from autoshard.problem.assignment import Assignment
+from autoshard.problem.decisions import Decisions
+from autoshard.problem.formulation import UNIT_S
+from autoshard.record import Certificate, Cost, Leaf, Memory, PlanRecord
+from autoshard.resharding import BUCKET_BYTES
+from autoshard.setting import Setting, Wanted
+from autoshard.strategies import layout_of
+from cost_models import Hardware, Machine
+
+
+def describe(
+    setting: Setting,
+    assignment: Assignment,
+    *,
+    exposed: Mapping[int, tuple[int, int, int]],
+    certificate: Certificate,
+    name: str,
+    mesh: MeshAxes,
+    hardware: Hardware,
+    machine: Machine,
+    wanted: Wanted,
+    memory_bytes: int,
+    notes: Sequence[str],
+) -> PlanRecord:
+    """Reads one assignment of a setting as a plan record."""
+    d, traced = assignment.decisions, setting.traced
+    collectives = tuple(sorted(assignment.collectives(), key=lambda c: (c.kind, c.axes, -c.nbytes, c.where, c.value)))
+    step_s = certificate.objective_s
+    compute_s = assignment.compute_s()
+    hidden_s = sum(hideable - left for hideable, _, left in exposed.values()) * UNIT_S
+    peak, at, kinds = assignment.peak()
+
+    def spec(code: int, ndim: int) -> PartitionSpec:
+        return layout_of(code, ndim, d.mesh).spec()
+
+    return PlanRecord(
+        name=name,
+        digest=traces.digest(traced),
+        mesh=mesh,
+        device_order=tuple(int(i) for i in np.asarray(machine.device_order).ravel()),
+        hardware=hardware.name,
+        hardware_digest=hardware.digest,
+        versions={"autoshard": metadata.version("autoshard"), "jax": jax.__version__},
+        inputs=tuple(
+            Leaf(path=p, shape=a.shape, dtype=str(a.dtype), spec=spec(assignment.input_code(i), len(a.shape)))
+            for i, (p, a) in enumerate(zip(traced.in_paths, traced.in_avals, strict=True))
+        ),
+        outputs=tuple(
+            Leaf(path=p, shape=a.shape, dtype=str(a.dtype), spec=spec(assignment.output_code(i), len(a.shape)))
+            for i, (p, a) in enumerate(zip(traced.out_paths, traced.out_avals, strict=True))
+        ),
+        donated=tuple(sorted(wanted.donated)),
+        pins=forward_pins(setting, assignment) if setting.gradient else program_pins(assignment),
+        collectives=collectives,
+        cost=Cost(
+            step_s=step_s,
+            compute_s=compute_s,
+            communication_s=step_s - compute_s + hidden_s,
+            hidden_s=hidden_s,
+        ),
+        memory=Memory(peak_bytes=peak, limit_bytes=memory_bytes, at=place_of(d, at), kinds=kinds),
+        certificate=certificate,
+        compiler_options=_compiler_options(hardware, mesh, memory_bytes - peak),
+        notes=tuple(notes),
+    )
+
+
+def program_pins(assignment: Assignment) -> Pins:
+    """The constraints of an assignment: where values are made, and where they are taken."""
+    d = assignment.decisions
+    graph = d.graph
+    crossing = {edge.value for edge in d.edges}
+
+    def specs(codes: Sequence[int], value: int) -> Specs:
+        ndim = graph.avals[value].ndim
+        return tuple(layout_of(c, ndim, d.mesh).spec() for c in codes) if ndim else ()
+
+    made = {
+        graph.makes[e][i]: specs(assignment.after_made(v), v)
+        for e, values in enumerate(graph.results)
+        for i, v in enumerate(values)
+        if v in crossing
+    }
+    again = {graph.takes[e][i]: specs(codes, graph.operands[e][i]) for (e, i), codes in assignment.again().items()}
+    taken = {
+        graph.takes[e][i]: specs(assignment.before_taken(e, i), v)
+        for e, values in enumerate(graph.operands)
+        for i, v in enumerate(values)
+        if v in crossing and graph.takes[e][i] not in again
+    }
+    inputs = {p: specs(assignment.after_made(v)[1:], v) for p, v in enumerate(graph.inputs) if v in crossing}
+    outputs = {p: specs(assignment.before_output(p), v) for p, v in enumerate(graph.outputs) if v in crossing}
+    return Pins(
+        made={k: v for k, v in made.items() if v},
+        taken={k: v for k, v in taken.items() if v},
+        inputs={k: v for k, v in inputs.items() if v},
+        outputs={k: v for k, v in outputs.items() if v},
+        again={k: v for k, v in again.items() if v},
+        kernels=dict(_kernel_layouts(assignment)),
+    )
+
+
+def _kernel_layouts(assignment: Assignment) -> Iterable[tuple[tuple[graphs.Path, int], Specs]]:
+    """The one layout of every operand and result of each opaque kernel; whole where nothing decides."""
+    d = assignment.decisions
+    graph = d.graph
+    for e, eqn in enumerate(graph.eqns):
+        if eqn.primitive != opaque.PALLAS:
+            continue
+        path = graph.makes[e][0][0]
+        codes = [assignment.taken(e, i) for i in range(len(eqn.operands))]
+        codes += [assignment.made(v) for v in graph.results[e]]
+        for i, (code, aval) in enumerate(zip(codes, (*eqn.operands, *eqn.results), strict=True)):
+            whole = PartitionSpec()
+            yield (path, i), (whole if code is None else layout_of(code, aval.ndim, d.mesh).spec(),)
+
+
+def forward_pins(setting: Setting, assignment: Assignment) -> Pins:
+    """The constraints of a forward function that was planned for its gradient: on its own values alone."""
+    d = assignment.decisions
+    crossing = {edge.value for edge in d.edges}
+    made: dict[tuple[graphs.Path, int], Specs] = {}
+    for key, value in marks(d.graph.named).items():
+        if value in crossing:
+            ndim = d.graph.avals[value].ndim
+            specs = tuple(layout_of(c, ndim, d.mesh).spec() for c in assignment.after_made(value))
+            if specs:
+                made[key] = specs
+    return Pins(made=made, taken={}, inputs={}, outputs={})
+
+
+def _compiler_options(hardware: Hardware, mesh: MeshAxes, spare_bytes: int) -> dict[str, Any]:
+    """The flags that the plan's overlap and memory need.
+
+    XLA:GPU merges reduce-scatters up to a size of their results; what they reduce, as many
+    times as large as there are devices, is alive until then. Where memory is short, they
+    are merged less.
+    """
+    if hardware.name.startswith(("tpu", "cpu")):
+        return {}
+    options: dict[str, Any] = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    merged = spare_bytes // mesh.size
+    if merged < BUCKET_BYTES:
+        options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = max(1, merged)
+    return options
+
+
+def place_of(decisions: Decisions, at: int) -> str:
+    """A time point, in words: the equation that runs then, and its source line."""
+    eqns = decisions.graph.eqns
+    return f"{eqns[at].primitive} at {eqns[at].where}" if at < len(eqns) else "the end of the program"

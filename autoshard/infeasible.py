@@ -1,0 +1,70 @@
+"""Infeasible: why no plan fits, at which equation, and what would help."""
+
+from collections.abc import Mapping
+
+from autoshard.description import place_of
+from autoshard.errors import InfeasibleError
+from autoshard.mesh import MeshAxes
+from autoshard.problem.assignment import Assignment
+from autoshard.problem.formulation import Formulation
+from autoshard.setting import Setting
+from autoshard.solver import Solution, Status
+
+
+def infeasible(
+    setting: Setting, formulation: Formulation, solution: Solution, limit: int, time_limit_s: float, mesh: MeshAxes
+) -> InfeasibleError:
+    """The error of a problem without a solution.
+
+    Args:
+      setting: the program.
+      formulation: its problem.
+      solution: what the solver found: the smallest peak, where memory is the reason.
+      limit: bytes per device.
+      time_limit_s: what the solver was given.
+      mesh: the mesh, as the user names it.
+    """
+    if solution.status is Status.UNKNOWN:
+        return InfeasibleError(
+            f"no plan was found within {time_limit_s:g} s (limit {_gb(limit)} per device on {mesh}); "
+            "raise time_limit_s, or the memory limit",
+            limit_bytes=limit,
+        )
+    found = solution.smallest_peak_bytes
+    if found is None or found <= limit:
+        return InfeasibleError(
+            "the pins exclude each other: no layout satisfies all of them; loosen one", limit_bytes=limit
+        )
+    decisions = setting.decisions
+    choice = formulation.read(solution.choice)
+    peak, at, kinds = Assignment(decisions=decisions, resharder=setting.resharder, choice=choice).peak()
+    bound = min(solution.peak_bound_bytes or 0, peak)
+    proven = "" if bound >= peak else f" (none has less than {_gb(bound)})" if bound else ""
+    parts = " + ".join(f"{kind} {_gb(n)}" for kind, n in sorted(kinds.items(), key=lambda item: -item[1]) if n)
+    return InfeasibleError(
+        f"no plan fits {_gb(limit)} per device on {mesh}; the smallest peak found is {_gb(peak)}{proven}\n"
+        f"  at {place_of(decisions, at)}: {parts}\n"
+        f"  {_way_out(setting, kinds)}",
+        peak_bytes=peak,
+        bound_bytes=bound,
+        limit_bytes=limit,
+        where=place_of(decisions, at),
+        kinds=kinds,
+    )
+
+
+def _way_out(setting: Setting, kinds: Mapping[str, int]) -> str:
+    """What would help most, of what makes up a peak."""
+    ways: list[str] = []
+    state = sum(kinds.get(kind, 0) for kind in ("parameters", "optimizer", "arguments"))
+    passing = sum(kinds.get(kind, 0) for kind in ("activations", "copies"))
+    if not setting.tied:
+        ways.append("donate the state (donate_argnums=), so that the new one takes its place")
+    if passing >= state:
+        ways.append("a smaller batch (autoshard.accumulate splits it), jax.checkpoint around a layer")
+    ways.append("more devices, or mesh axes that divide more dimensions")
+    return "what helps: " + "; ".join(ways) + "; or raise memory="
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.3g} GB"
