@@ -268,7 +268,7 @@ def board(rows: dict[str, Any]) -> str:
         "| program | framework | optimizer | what | planned | equations | seconds | equal | followed by XLA:GPU |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    table = [cells(s, rows["rows"][s.name]) for s in SUBJECTS if s.name in rows["rows"]]
+    table = [cells(s, rows["rows"].get(s.name, {})) for s in SUBJECTS]
     lines += ["| " + " | ".join(c.replace("|", "/") for c in line) + " |" for line in table]
     counts = [sum(line[i].startswith("yes") for line in table) for i in (4, 7, 8)]
     lines += ["", f"Of {len(table)}: {counts[0]} planned, {counts[1]} equal, {counts[2]} followed by XLA:GPU.", ""]
