@@ -1,5 +1,5 @@
 """Programs in Haiku."""
-# ruff: noqa: D101, D103 (`subjects` says what each program is)
+# ruff: noqa: D103 (`subjects` says what each program is)
 
 from typing import Any
 

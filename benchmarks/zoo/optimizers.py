@@ -1,5 +1,5 @@
 """Optax's optimizers, each on the same decoder-like network of plain JAX."""
-# ruff: noqa: D101, D103 (`subjects` says what each program is)
+# ruff: noqa: D103 (`subjects` says what each program is)
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 """Program shapes in plain JAX: recurrences, caches, loops, several losses, narrow numbers, graphs, rollouts."""
-# ruff: noqa: D101, D103 (`subjects` says what each program is)
+# ruff: noqa: D103 (`subjects` says what each program is)
 
 from dataclasses import replace
 from typing import Any
