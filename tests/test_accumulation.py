@@ -260,10 +260,6 @@ def plain_step(hardware: str, *, spec: PartitionSpec) -> autoshard.Plan:
 PLAIN = {"split": (P(None, "data"), ("reduce-scatter", "bf16", 8)), "whole": (P(), ("all-reduce", "bf16", 1))}
 
 
-# The planner takes the all-reduce behind the loop, and a slice of it, to be possible here, too.
-ACCUMULATORS = [pytest.param("split", marks=pytest.mark.xfail(strict=True, reason="priced as if whole")), "whole"]
-
-
 def check_plain(accumulator: str, hardware: str, compiler: str) -> None:
     spec, reduced = PLAIN[accumulator]
     plan = plain_step(hardware, spec=spec)
@@ -274,13 +270,13 @@ def check_plain(accumulator: str, hardware: str, compiler: str) -> None:
 
 
 @pytest.mark.gpu_compiler
-@pytest.mark.parametrize("accumulator", ACCUMULATORS)
+@pytest.mark.parametrize("accumulator", sorted(PLAIN))
 def test_plain_scans_reduce_on_gpus_as_priced(accumulator: str) -> None:
     check_plain(accumulator, GPUS, "gpu")
 
 
 @pytest.mark.slow
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("accumulator", ACCUMULATORS)
+@pytest.mark.parametrize("accumulator", sorted(PLAIN))
 def test_plain_scans_reduce_on_tpus_as_priced(accumulator: str) -> None:
     check_plain(accumulator, TPUS, "tpu")

@@ -7,42 +7,61 @@ gradient accumulation of 8 trips emits one all-reduce). A reduce-scatter into a 
 accumulator stays in the loop on both, and XLA:CPU moves neither.
 """
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 
 from autoshard.graph import Graph
 
-# From the contraction to the addition: one operand, the same values in another dtype or order.
+# From the addition to the carry: one operand, the same values in another dtype or order.
 _PASSING = frozenset({"convert_element_type", "transpose", "reshape", "sharding_constraint", "copy"})
+# From the term to the addition: what shares the addition's layout.
+_CASTS = frozenset({"convert_element_type", "copy"})
 
 
-def accumulated(graph: Graph) -> Mapping[int, int]:
-    """Value of a loop's body that is summed up over its trips → how often the loop itself runs."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulators:
+    """`trips[v]`: how often the loop runs to whose accumulator the body's value v is added.
+
+    `totals` are the new values of the accumulators, which lie as they are carried on: a
+    total that is whole and carried in pieces would be reduced once a trip all the same.
+    """
+
+    trips: dict[int, int]
+    totals: frozenset[int]
+
+
+NONE = Accumulators(trips={}, totals=frozenset())
+
+
+def accumulators(graph: Graph) -> Accumulators:
+    """The accumulators of a graph's loops."""
     consumers, made_by = graph.consumers(), graph.producers()
 
-    def passed(value: int) -> list[int]:
-        """The value and those that it becomes, as long as there is one consumer and nothing is computed."""
-        found = [value]
-        while len(uses := consumers.get(found[-1], [])) == 1 and graph.eqns[uses[0][0]].primitive in _PASSING:
-            found.append(graph.results[uses[0][0]][0])
-        return found
+    def passed(value: int) -> int:
+        """What the value becomes, as long as it has one consumer and nothing is computed."""
+        while len(uses := consumers.get(value, [])) == 1 and graph.eqns[uses[0][0]].primitive in _PASSING:
+            value = graph.results[uses[0][0]][0]
+        return value
 
-    found: dict[int, int] = {}
+    trips: dict[int, int] = {}
+    totals: set[int] = set()
     for e, eqn in enumerate(graph.eqns):
         if eqn.primitive != "loop_carry":
             continue
-        carry = graph.results[e][0]
-        uses = consumers.get(passed(carry)[-1], [])
+        uses = consumers.get(passed(graph.results[e][0]), [])
         if len(uses) != 1 or graph.eqns[uses[0][0]].primitive not in ("add", "add_any"):
             continue
         add, position = uses[0]
-        onward = consumers.get(passed(graph.results[add][0])[-1], [])
+        total = graph.results[add][0]
+        onward = consumers.get(passed(total), [])
         if [graph.carry.get(use) for use, _ in onward] != [graph.carry[e]]:
             continue
-        term: int | None = graph.operands[add][1 - position]
-        trips = graph.trips[graph.results[onward[0][0]][0]]
-        while term is not None:
-            found[term] = trips
-            maker = made_by.get(term, (-1, 0))[0]
-            through = maker >= 0 and graph.eqns[maker].primitive in _PASSING
-            term = graph.operands[maker][0] if through and len(consumers[graph.operands[maker][0]]) == 1 else None
-    return found
+        totals.add(total)
+        term = graph.operands[add][1 - position]
+        trips[term] = runs = graph.trips[graph.results[onward[0][0]][0]]
+        while (maker := made_by.get(term, (-1, 0))[0]) >= 0 and graph.eqns[maker].primitive in _CASTS:
+            before = graph.operands[maker][0]
+            if len(consumers[before]) != 1 or graph.avals[before].itemsize > graph.avals[term].itemsize:
+                break
+            term = before
+            trips[term] = runs
+    return Accumulators(trips=trips, totals=frozenset(totals))

@@ -10,7 +10,7 @@ from autoshard.errors import InfeasibleError
 from autoshard.graph import LINKS, Aval, Eqn, Graph
 from autoshard.memory import feeding, lives
 from autoshard.mesh import MeshAxes
-from autoshard.problem.accumulators import accumulated
+from autoshard.problem.accumulators import NONE, accumulators
 from autoshard.problem.decisions import Decision, Decisions, Edge, Port, Usage, consumer_port
 from autoshard.problem.windows import EARLY, LATE, windows
 from autoshard.resharding import PS_PER_S
@@ -96,7 +96,7 @@ class _Decider:
             is_pointwise(rule) and e not in equation_pins and graph.eqns[e].primitive not in LINKS
             for e, rule in enumerate(self.rules)
         ]
-        self.total_trips = {} if platform == "cpu" else accumulated(graph)
+        self.accumulators = NONE if platform == "cpu" else accumulators(graph)
         self.made_by = graph.producers()
         self.consumers = graph.consumers()
         fuses = [costs.fusible(eqn, pointwise=p) for eqn, p in zip(graph.eqns, self.pointwise, strict=True)]
@@ -475,6 +475,8 @@ class _Decider:
                 self._add_usage(port.node, start, start + 1, partial, "activations")
 
     def _edge(self, source: Port, target: Port, value: int, forbidden: NDArray[np.bool_] | None = None) -> None:
+        if value in self.accumulators.totals:
+            forbidden = source.codes[:, None] != target.codes[None, :]
         self.edges.append(
             Edge(
                 u=source.node,
@@ -485,7 +487,7 @@ class _Decider:
                 window=self.windows.of_value[value],
                 trips=self.graph.trips[value],
                 forbidden=forbidden,
-                total_trips=self.total_trips.get(value),
+                total_trips=self.accumulators.trips.get(value),
             )
         )
 
