@@ -11,6 +11,7 @@ holds by construction; with a compiler, the same programs' compiled schedules de
 """
 
 import logging
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -136,7 +137,7 @@ class Compared:
         record = self.ours.record
         limit = bytes_text(record.memory.limit_bytes)
         parts: list[Any] = [
-            f"{record.name} on {record.hardware}, {limit} per device: {self._verdict()}\n",
+            textwrap.fill(f"{record.name} on {record.hardware}, {limit} per device: {self._verdict()}", width) + "\n",
             self._predicted(),
         ]
         if self.compiler is not None:

@@ -7,14 +7,13 @@ proportion to their seconds. The entries sum to the difference of the two steps.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import fsum
 from typing import Any
 
 from autoshard.costs import is_contraction, shards
 from autoshard.graph import Graph
-from autoshard.mesh import MeshAxes
 from autoshard.problem.assignment import Assignment, Collective
 from autoshard.record import PlanRecord
 from autoshard.resharding import PS_PER_S
@@ -23,7 +22,7 @@ from autoshard.wanted import dotted
 
 COMPUTE, ROUNDING = "compute", "rounding"
 MOST = 3  # entries of a sentence, on either side
-LEAST = 0.01  # of the difference: what a sentence leaves to "other"
+LEAST = 0.01  # of the largest part: what a sentence leaves to "other"
 ROWS = 12  # of the table in a terminal
 
 _REDUCES = frozenset({"all-reduce", "reduce-scatter"})
@@ -70,7 +69,7 @@ class Entry:
         names = ", ".join(self.tensors)
         if self.kind in _REDUCES and names:
             return f"gradient of {names}"
-        return names or short_aval(self.what)
+        return names or (self.what if self.kind == COMPUTE else short_aval(self.what))
 
     @property
     def title(self) -> str:
@@ -100,13 +99,18 @@ class Ledger:
         return self.hand.cost.step_s - self.best.cost.step_s
 
     def sentence(self, most: int = MOST) -> str:
-        """`loses 1.8 ms: 1.2 ms all-gather w_down over data (mlp.py:65), …; saves 0.3 ms …`."""
-        least = LEAST * max((abs(e.lost_s) for e in self.entries), default=0.0)
-        told = [e for e in self.entries if abs(e.lost_s) > least]
-        losses, savings = ([e for e in told if sign * e.lost_s > 0][:most] for sign in (1, -1))
-        rest = self.lost_s - fsum(e.lost_s for e in (*losses, *savings))
-        parts = [f"{time_text(e.lost_s)} {e.title}" for e in losses]
-        saved = [f"{time_text(-e.lost_s)} {e.title}" for e in savings]
+        """`loses 1.8 ms: 1.2 ms all-gather w_down over data (mlp.py:65), …; saves 0.3 ms …`.
+
+        All compute is one part; parts that are small beside the largest are "other".
+        """
+        items = [(e.lost_s, e.title) for e in self.entries if e.kind not in (COMPUTE, ROUNDING)]
+        items.append((fsum(e.lost_s for e in self.entries if e.kind == COMPUTE), COMPUTE))
+        items.sort(key=lambda item: -abs(item[0]))
+        least = LEAST * abs(items[0][0])
+        losses, savings = ([i for i in items if sign * i[0] > least][:most] for sign in (1, -1))
+        rest = self.lost_s - fsum(lost_s for lost_s, _ in (*losses, *savings))
+        parts = [f"{time_text(lost_s)} {title}" for lost_s, title in losses]
+        saved = [f"{time_text(-lost_s)} {title}" for lost_s, title in savings]
         if rest > least:
             parts.append(f"{time_text(rest)} other")
         if rest < -least:
@@ -123,24 +127,15 @@ class Ledger:
 
     def __str__(self) -> str:
         width = columns()
-        shown, rest = self.entries[:ROWS], self.entries[ROWS:]
-        cells = [
-            (
-                signed(e.lost_s),
-                e.kind,
-                "·".join(name if self.hand.mesh == self.best.mesh else f"{name}={size}" for name, size in e.axes),
-                e.subject,
-                short_place(e.where).partition(" (")[0],
-                _arrow(e),
-            )
-            for e in shown
-        ]
+        told = [e for e in self.entries if e.kind != ROUNDING]
+        shown, rest = told[:ROWS], told[ROWS:]
+        cells = [(signed(e.lost_s), e.title, _arrow(e)) for e in shown]
         if rest:
-            cells.append((signed(fsum(e.lost_s for e in rest)), f"{len(rest)} more", "", "", "", ""))
+            cells.append((signed(fsum(e.lost_s for e in rest)), f"{len(rest)} more", ""))
         return render(
             f"step: {time_text(self.hand.cost.step_s)} against {time_text(self.best.cost.step_s)}: "
             f"{signed(self.lost_s)}\n",
-            table("", ("lost", "on", "over", "of", "at", "bytes"), cells, right=("lost", "bytes"), whole=("on",)),
+            table("", ("lost", "on", "bytes"), cells, right=("lost", "bytes")),
             width=width,
         )
 
@@ -183,9 +178,12 @@ def _arrow(entry: Entry) -> str:
 def ledger(hand: tuple[PlanRecord, Assignment], best: tuple[PlanRecord, Assignment]) -> Ledger:
     """The difference of the steps of two layouts of one program, each given as its record and assignment.
 
-    Their meshes may differ; collectives over axes of other names or sizes are entries of their own.
+    Their meshes may differ: collectives over other axes are entries of their own. In meshes of
+    the same sizes axes correspond by position, whatever they are called; the entries have the
+    names of the first.
     """
-    spent = [_spent(*side) for side in (hand, best)]
+    alike = hand[0].mesh.sizes == best[0].mesh.sizes
+    spent = [_spent(*hand, hand[0].mesh.names), _spent(*best, (hand if alike else best)[0].mesh.names)]
     entries: list[Entry] = []
     for key in dict.fromkeys((*spent[0], *spent[1])):
         (hand_s, hand_bytes), (best_s, best_bytes) = (side.get(key, (0.0, 0)) for side in spent)
@@ -213,24 +211,22 @@ class _Sum:
     nbytes: int = 0
 
 
-def _spent(record: PlanRecord, assignment: Assignment) -> dict[_Key, tuple[float, int]]:
-    """What a step is made of: seconds and bytes by entry; the seconds sum to the step."""
+def _spent(record: PlanRecord, assignment: Assignment, names: Sequence[str]) -> dict[_Key, tuple[float, int]]:
+    """What a step is made of, its mesh axes so named: seconds and bytes by entry; the seconds sum to the step."""
     sums: dict[_Key, _Sum] = defaultdict(_Sum)
     for name, where, seconds in _compute(assignment):
         sums[COMPUTE, (), name, where, ()].seconds.append(seconds)
-    named = _Names(record, assignment.decisions.graph)
+    named, mesh = _Names(record, assignment.decisions.graph), record.mesh
     for row, waited_s in _waits(assignment):
-        axes = _sized(row.axes, record.mesh)
-        entry = sums[row.kind, axes, row.value, row.where, named(row)]
+        axes = tuple(
+            (name, size) for name, own, size in zip(names, mesh.names, mesh.sizes, strict=True) if own in row.axes
+        )
+        entry = sums[row.kind, axes, row.value, named.line(row), named.tensors(row)]
         entry.seconds.append(waited_s)
         entry.nbytes += row.nbytes * row.trips
     spent = {key: (fsum(entry.seconds), entry.nbytes) for key, entry in sums.items()}
     rest = record.cost.step_s - fsum(seconds for seconds, _ in spent.values())
     return {**spent, (ROUNDING, (), "", "", ()): (rest, 0)}
-
-
-def _sized(axes: Iterable[str], mesh: MeshAxes) -> Axes:
-    return tuple((name, size) for name, size in mesh.shape.items() if name in set(axes))
 
 
 def _compute(assignment: Assignment) -> Iterable[tuple[str, str, float]]:
@@ -270,41 +266,68 @@ def _waits(assignment: Assignment) -> Iterable[tuple[Collective, float]]:
 
 
 class _Names:
-    """Inputs that a collective moves, by what its source line contracts or looks up.
+    """What a program's source calls the values that collectives move.
 
-    A value of the type of such an operand that is an input, cast or taken from a stack at
-    most, is that input; a reduced one, its dimensions in any order, is its gradient. Where
-    another operand of the line has the same dimensions, nothing is said.
+    A weight is an input that some line contracts or looks up, cast or taken from a stack at
+    most. At that line, a value of its type is the weight, and a reduced one of its dimensions in
+    any order its gradient; where another operand has the same, nothing is said. Where weights
+    meet values of their type, as in an update, these are theirs.
     """
 
     def __init__(self, record: PlanRecord, graph: Graph) -> None:
         of_input = {v: i for i, v in enumerate(graph.inputs) if i < len(record.inputs)}
         made_by = graph.producers()
+        root: dict[int, int] = {}  # value → the input that it is
+        for v in range(len(graph.avals)):
+            at = v
+            while at not in of_input and at in made_by and len(graph.operands[made_by[at][0]]) == 1:
+                at = graph.operands[made_by[at][0]][0]
+            if at in of_input:
+                root[v] = of_input[at]
+        reads = [is_contraction(eqn) or eqn.primitive == "gather" for eqn in graph.eqns]
+        weights = {
+            root[v]
+            for e, read in enumerate(reads)
+            if read
+            for v in graph.operands[e]
+            if v in root and graph.avals[v].ndim
+        }
         patterns: dict[tuple[str, _Type], dict[tuple[str, ...], None]] = {}
         others: set[tuple[str, _Type]] = set()
         for e, eqn in enumerate(graph.eqns):
-            if not is_contraction(eqn) and eqn.primitive != "gather":
-                continue
             for v in graph.operands[e]:
                 aval = graph.avals[v]
-                key = eqn.where, (str(aval.dtype), tuple(sorted(aval.shape)))
-                root = v
-                while root not in of_input and root in made_by and len(graph.operands[made_by[root][0]]) == 1:
-                    root = graph.operands[made_by[root][0]][0]
-                if root in of_input:
-                    path = dotted(record.inputs[of_input[root]].path).split(".")
-                    patterns.setdefault(key, {})[tuple(s for s in path if not s.isdigit())] = None
-                else:
-                    others.add(key)
+                dims = {aval.shape, tuple(sorted(aval.shape))}
+                keys = [(eqn.where, (str(aval.dtype), shape)) for shape in dims]
+                if root.get(v) in weights:
+                    path = dotted(record.inputs[root[v]].path).split(".")
+                    for key in keys:
+                        patterns.setdefault(key, {})[tuple(s for s in path if not s.isdigit())] = None
+                elif reads[e]:
+                    others.update(keys)
         short = _shortest({p for found in patterns.values() for p in found})
         self._names: Mapping[tuple[str, _Type], tuple[str, ...]] = {
             key: tuple(short[p] for p in found) for key, found in patterns.items() if key not in others
         }
 
-    def __call__(self, row: Collective) -> tuple[str, ...]:
+        self._lines: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for e, eqn in enumerate(graph.eqns):
+            if eqn.primitive == "sharding_constraint":
+                v = graph.operands[e][0]
+                maker = graph.eqns[made_by[v][0]].where if v in made_by else eqn.where
+                self._lines[eqn.where, str(graph.avals[v])].add(maker)
+
+    def line(self, row: Collective) -> str:
+        """The source line of a collective; where it stands at a constraint, that of what is constrained."""
+        makers = self._lines.get((row.where, row.value), set())
+        return next(iter(makers)) if len(makers) == 1 else row.where
+
+    def tensors(self, row: Collective) -> tuple[str, ...]:
+        """The weights that are moved, or whose gradient is reduced; none where the program does not say."""
         dims = row.value.partition("[")[2].rstrip("]")
-        shape = tuple(sorted(int(size) for size in dims.split(",") if size))
-        return self._names.get((row.where, (row.dtype, shape)), ())
+        shape = tuple(int(size) for size in dims.split(",") if size)
+        reduced = tuple(sorted(shape)) if row.kind in _REDUCES else shape
+        return self._names.get((row.where, (row.dtype, reduced)), ())
 
 
 def _shortest(paths: set[tuple[str, ...]]) -> dict[tuple[str, ...], str]:

@@ -135,7 +135,7 @@ def _compiled_s(made: "Plan | Evaluation", compiler: str) -> float:
 
 
 def _slower(found: "Ledger", ratio: float, hand_s: float, plan_s: float, said: str) -> str:
-    from autoshard.ledger import signed
+    from autoshard.ledger import ROUNDING, signed
     from autoshard.tables import time_text
 
     head = (
@@ -145,7 +145,7 @@ def _slower(found: "Ledger", ratio: float, hand_s: float, plan_s: float, said: s
     lines = [head, f"  predicted, the hand-written layout {found.sentence()}", *_leaves(found)]
     lines += [
         "  the largest entries; + is what the hand-written layout loses:",
-        *(f"    {signed(e.lost_s):>11}  {e.title}" for e in found.entries[:LEAVES]),
+        *(f"    {signed(e.lost_s):>11}  {e.title}" for e in found.entries[:LEAVES] if e.kind != ROUNDING),
     ]
     return "\n".join(lines)
 
