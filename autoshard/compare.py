@@ -6,15 +6,17 @@
     print(compare(step, state, batch, hardware="h100:1x8", layouts={"fsdp": Template(axes=("data",), write=fsdp)}))
 
 Every layout is priced by the planner's own model on every mesh that it can have, and
-stands for its best one: the fastest that fits in memory. That ours is the fastest there
-holds by construction; with a compiler, the same programs' compiled schedules decide.
+shown on its best one: the fastest that fits in memory. That ours is the fastest there
+holds by construction. With a compiler, a hand-written layout is compiled on every mesh
+on which it is predicted to fit, and its best one is the one with the shortest schedule;
+ours is compiled on the mesh that the model chose.
 """
 
 import logging
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from jax.sharding import AbstractMesh
@@ -27,7 +29,6 @@ from autoshard.evaluation import Completion, Evaluation, evaluate
 from autoshard.ledger import Ledger, ledger
 from autoshard.mesh import MeshAxes
 from autoshard.plans import Plan
-from autoshard.problem.assignment import Assignment
 from autoshard.record import PlanRecord
 from autoshard.tables import bytes_text, columns, fields, render, table, time_text
 from autoshard.verification import Verification
@@ -93,6 +94,15 @@ class Contender:
         return self.record.memory.peak_bytes <= self.record.memory.limit_bytes
 
     @property
+    def compiled_s(self) -> float | None:
+        """The step of the compiled schedule; None without one, or where the compiled program does not fit."""
+        found = self.verification
+        if found is None or found.timeline is None or found.memory.compiled is None:
+            return None
+        fits = found.memory.compiled.peak <= self.record.memory.limit_bytes
+        return found.timeline.step_s if fits else None
+
+    @property
     def moved(self) -> Mapping[str, int]:
         """Predicted logical bytes per device and step, by kind of collective."""
         found: dict[str, int] = {}
@@ -123,14 +133,15 @@ class Compared:
     @property
     def ratio(self) -> float | None:
         """Our step over the best hand-written one's that fits: compiled, if a compiler was asked. None without one."""
-        steps = [s for c in self.contenders if c.name != OURS and c.fits and (s := self._step_s(c)) is not None]
+        steps = [s for c in self.contenders if c.name != OURS and (s := self._step_s(c)) is not None]
         own = self._step_s(self.ours)
         return own / min(steps) if steps and own is not None else None
 
     def _step_s(self, c: Contender) -> float | None:
+        """The step that counts; None where the layout does not fit, or is not compiled."""
         if self.compiler is None:
-            return c.record.cost.step_s
-        return None if c.verification is None or c.verification.timeline is None else c.verification.timeline.step_s
+            return c.record.cost.step_s if c.fits else None
+        return c.compiled_s
 
     def __str__(self) -> str:
         width = columns()
@@ -173,7 +184,7 @@ class Compared:
         return _steps("predicted", cells)
 
     def _compiled(self) -> RenderableType:
-        ours = self._step_s(self.ours)
+        ours = self.ours.compiled_s
         cells: list[tuple[str, ...]] = []
         for c in self.contenders:
             found = c.verification
@@ -185,7 +196,7 @@ class Compared:
                 (
                     _broken(c.name),
                     "×".join(map(str, c.record.mesh.sizes)),
-                    ratio if peak <= c.record.memory.limit_bytes else "no fit",
+                    "no fit" if c.compiled_s is None else ratio,
                     *(time_text(s) for s in _times(found.timeline)),
                     bytes_text(peak),
                 )
@@ -282,7 +293,8 @@ def compare(
       mesh: the only mesh to look at: ours, and of layouts with as many axes (in its order);
         those with one axis take all devices. None tries every one- and two-dimensional mesh
         for ours, and for a layout every mesh of as many axes as it has.
-      compiler: "gpu", "tpu" or "cpu", which compiles every contender, without a device.
+      compiler: "gpu", "tpu" or "cpu", which compiles ours, and every layout on every mesh where it is
+        predicted to fit, without a device.
       completion: as in `autoshard.evaluate`.
       memory: bytes per device; None takes the chip's memory less what JAX cannot use.
       donate_argnums: as in `jax.jit`.
@@ -300,23 +312,27 @@ def compare(
     ours = _ours(fn, args, [mesh] if mesh is not None else meshes.candidates(devices), {**common, **solver})
     assert ours.planned is not None  # planned just now
     own = (ours.record, ours.planned.assignment)
-    entries: list[tuple[Contender, Plan | Evaluation]] = [
-        (Contender(name=OURS, record=ours.record, ledger=None), ours),
-    ]
+    mine = Contender(name=OURS, record=ours.record, ledger=None)
+    contenders = [mine if compiler is None else _compiled(mine, ours, compiler)]
     left_out: dict[str, str] = {}
     for name, template in layouts.items():
         shapes = list(_shapes(template.axes, devices, mesh))
         try:
-            found = best_of(fn, args, template, shapes, completion=completion, **common, **solver)
+            found = evaluations(fn, args, template, shapes, completion=completion, **common, **solver)
         except (AutoshardError, ValueError) as error:
             left_out[name] = str(error).partition("\n")[0]
             continue
-        entry: tuple[PlanRecord, Assignment] = (found.record, found.assignment)
-        entries.append((Contender(name=name, record=found.record, ledger=ledger(entry, own)), found))
-    if compiler is not None:
-        entries = [(_compiled(contender, made, compiler), made) for contender, made in entries]
-    ranked = sorted((c for c, _ in entries), key=lambda c: (not c.fits, c.record.cost.step_s))
-    return Compared(contenders=tuple(ranked), left_out=left_out, compiler=compiler)
+        tried = [
+            Contender(name=name, record=made.record, ledger=ledger((made.record, made.assignment), own))
+            for made in found
+        ]
+        if compiler is not None:
+            some = max(1, sum(made.fits for made in found))
+            tried = [_compiled(c, made, compiler) for c, made in zip(tried[:some], found, strict=False)]
+            tried.sort(key=lambda c: c.compiled_s or inf)
+        contenders.append(tried[0])
+    contenders.sort(key=lambda c: (not c.fits, c.record.cost.step_s))
+    return Compared(contenders=tuple(contenders), left_out=left_out, compiler=compiler)
 
 
 def _tell(now: str) -> None:
@@ -341,10 +357,10 @@ def _ours(fn: Callable[..., Any], args: Sequence[Any], shapes: Sequence[Shape], 
     return best
 
 
-def best_of(
+def evaluations(
     fn: Callable[..., Any], args: Sequence[Any], template: Template, shapes: Sequence[Shape], **options: Any
-) -> Evaluation:
-    """A template on the mesh on which it is fastest, of those where it fits; where it fits nowhere, the fastest.
+) -> list[Evaluation]:
+    """A template on every mesh that it takes: those where it fits first, the fastest first.
 
     Raises:
       ValueError: it takes none of the meshes; the message is that of the last refusal.
@@ -364,7 +380,7 @@ def best_of(
         found.append(made)
     if not found:
         raise last
-    return min(found, key=lambda made: (not made.fits, made.cost))
+    return sorted(found, key=lambda made: (not made.fits, made.cost))
 
 
 def _shapes(axes: Sequence[str], devices: int, given: Shape | None) -> Iterator[Shape]:

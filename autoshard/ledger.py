@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from math import fsum
 from typing import Any
 
+import numpy as np
+
 from autoshard.costs import is_contraction, shards
-from autoshard.graph import Graph
+from autoshard.graph import Aval, Graph
 from autoshard.problem.assignment import Assignment, Collective
 from autoshard.record import PlanRecord
 from autoshard.resharding import PS_PER_S
@@ -269,9 +271,8 @@ class _Names:
     """What a program's source calls the values that collectives move.
 
     A weight is an input that some line contracts or looks up, cast or taken from a stack at
-    most. At that line, a value of its type is the weight, and a reduced one of its dimensions in
-    any order its gradient; where another operand has the same, nothing is said. Where weights
-    meet values of their type, as in an update, these are theirs.
+    most, and beside no other value of its type. Where weights are read, a value of their type is
+    the weight, and a reduced one of its dimensions in any order its gradient.
     """
 
     def __init__(self, record: PlanRecord, graph: Graph) -> None:
@@ -285,26 +286,20 @@ class _Names:
             if at in of_input:
                 root[v] = of_input[at]
         reads = [is_contraction(eqn) or eqn.primitive == "gather" for eqn in graph.eqns]
-        weights = {
-            root[v]
-            for e, read in enumerate(reads)
-            if read
-            for v in graph.operands[e]
-            if v in root and graph.avals[v].ndim
-        }
-        patterns: dict[tuple[str, _Type], dict[tuple[str, ...], None]] = {}
         others: set[tuple[str, _Type]] = set()
+        read: dict[int, set[tuple[str, _Type]]] = defaultdict(set)  # input → lines and types in which it is read
+        for e in np.flatnonzero(reads):
+            for v in graph.operands[e]:
+                keys = _keys(graph.eqns[e].where, graph.avals[v])
+                (read[root[v]] if v in root else others).update(keys)
+        weights = {i for i, keys in read.items() if not keys & others}
+        patterns: dict[tuple[str, _Type], dict[tuple[str, ...], None]] = {}
         for e, eqn in enumerate(graph.eqns):
             for v in graph.operands[e]:
-                aval = graph.avals[v]
-                dims = {aval.shape, tuple(sorted(aval.shape))}
-                keys = [(eqn.where, (str(aval.dtype), shape)) for shape in dims]
                 if root.get(v) in weights:
                     path = dotted(record.inputs[root[v]].path).split(".")
-                    for key in keys:
+                    for key in _keys(eqn.where, graph.avals[v]):
                         patterns.setdefault(key, {})[tuple(s for s in path if not s.isdigit())] = None
-                elif reads[e]:
-                    others.update(keys)
         short = _shortest({p for found in patterns.values() for p in found})
         self._names: Mapping[tuple[str, _Type], tuple[str, ...]] = {
             key: tuple(short[p] for p in found) for key, found in patterns.items() if key not in others
@@ -328,6 +323,11 @@ class _Names:
         shape = tuple(int(size) for size in dims.split(",") if size)
         reduced = tuple(sorted(shape)) if row.kind in _REDUCES else shape
         return self._names.get((row.where, (row.dtype, reduced)), ())
+
+
+def _keys(where: str, aval: Aval) -> set[tuple[str, _Type]]:
+    """A line with a type, and with its dimensions in order of size."""
+    return {(where, (str(aval.dtype), shape)) for shape in (aval.shape, tuple(sorted(aval.shape)))}
 
 
 def _shortest(paths: set[tuple[str, ...]]) -> dict[tuple[str, ...], str]:

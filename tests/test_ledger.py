@@ -57,7 +57,9 @@ def planned(*mesh: tuple[str, int]) -> autoshard.Plan:
 
 
 def side(made: Any) -> Any:
-    return made.record, made.planned.assignment if isinstance(made, autoshard.Plan) else made.assignment
+    led = made.planned if isinstance(made, autoshard.Plan) else made
+    assert led is not None
+    return made.record, led.assignment
 
 
 def between(hand: Any, best: Any) -> Ledger:
