@@ -186,7 +186,7 @@ class Compared:
     def _compiled(self) -> RenderableType:
         ours = self.ours.compiled_s
         cells: list[tuple[str, ...]] = []
-        for c in self.contenders:
+        for c in sorted(self.contenders, key=lambda c: c.compiled_s or inf):
             found = c.verification
             if found is None or found.timeline is None or found.memory.compiled is None:
                 continue

@@ -30,7 +30,8 @@ ROWS = 12  # of the table in a terminal
 _REDUCES = frozenset({"all-reduce", "reduce-scatter"})
 
 Axes = tuple[tuple[str, int], ...]
-_Key = tuple[str, Axes, str, str, tuple[str, ...]]
+_Named = tuple[tuple[str, str], ...]  # end of a path, and all of it
+_Key = tuple[str, Axes, str, str, _Named]
 _Type = tuple[str, tuple[int, ...]]
 
 
@@ -43,7 +44,9 @@ class Entry:
       axes: that a collective runs over, with their sizes.
       what: the type of the value, such as `bfloat16[4096,14336]`; of compute, the operation.
       where: the source line.
-      tensors: inputs that the value is, or whose gradient it is; empty where the program does not say.
+      tensors: inputs that the value is, or whose gradient it is, by the ends of their paths that tell
+        them apart; empty where the program does not say.
+      paths: likewise, whole, without the numbers of layers: `state.params.layers.w_up`.
       hand_s: what the step of the first layout takes for it.
       best_s: likewise, of the second.
       hand_bytes: logical bytes per device and step; 0 of compute.
@@ -55,6 +58,7 @@ class Entry:
     what: str
     where: str
     tensors: tuple[str, ...]
+    paths: tuple[str, ...]
     hand_s: float
     best_s: float
     hand_bytes: int
@@ -123,9 +127,10 @@ class Ledger:
         told_of = [*([", ".join(parts)] if parts else []), *([f"saves {', '.join(saved)}"] if saved else [])]
         return f"{verb} {time_text(abs(self.lost_s))}: {'; '.join(told_of)}"
 
-    def of_tensor(self, name: str) -> float:
-        """Seconds lost on the collectives of one input and of its gradient; shared ones in equal parts."""
-        return fsum(e.lost_s / len(e.tensors) for e in self.entries if name in e.tensors)
+    def of_tensor(self, path: str) -> float | None:
+        """Seconds lost on collectives of an input and of its gradient; shared ones in equal parts. None without any."""
+        parts = [e.lost_s / len(e.paths) for e in self.entries if path in e.paths]
+        return fsum(parts) if parts else None
 
     def __str__(self) -> str:
         width = columns()
@@ -153,7 +158,7 @@ class Ledger:
                     "axes": dict(e.axes),
                     "what": e.what,
                     "where": e.where,
-                    "tensors": list(e.tensors),
+                    "tensors": list(e.paths),
                     "lost_s": e.lost_s,
                     "hand_s": e.hand_s,
                     "best_s": e.best_s,
@@ -190,14 +195,15 @@ def ledger(hand: tuple[PlanRecord, Assignment], best: tuple[PlanRecord, Assignme
     for key in dict.fromkeys((*spent[0], *spent[1])):
         (hand_s, hand_bytes), (best_s, best_bytes) = (side.get(key, (0.0, 0)) for side in spent)
         if hand_s != best_s or hand_bytes != best_bytes:
-            kind, axes, what, where, tensors = key
+            kind, axes, what, where, named = key
             entries.append(
                 Entry(
                     kind=kind,
                     axes=axes,
                     what=what,
                     where=where,
-                    tensors=tensors,
+                    tensors=tuple(name for name, _ in named),
+                    paths=tuple(path for _, path in named),
                     hand_s=hand_s,
                     best_s=best_s,
                     hand_bytes=hand_bytes,
@@ -301,8 +307,8 @@ class _Names:
                     for key in _keys(eqn.where, graph.avals[v]):
                         patterns.setdefault(key, {})[tuple(s for s in path if not s.isdigit())] = None
         short = _shortest({p for found in patterns.values() for p in found})
-        self._names: Mapping[tuple[str, _Type], tuple[str, ...]] = {
-            key: tuple(short[p] for p in found) for key, found in patterns.items() if key not in others
+        self._names: Mapping[tuple[str, _Type], _Named] = {
+            key: tuple((short[p], ".".join(p)) for p in found) for key, found in patterns.items() if key not in others
         }
 
         self._lines: dict[tuple[str, str], set[str]] = defaultdict(set)
@@ -317,7 +323,7 @@ class _Names:
         makers = self._lines.get((row.where, row.value), set())
         return next(iter(makers)) if len(makers) == 1 else row.where
 
-    def tensors(self, row: Collective) -> tuple[str, ...]:
+    def tensors(self, row: Collective) -> _Named:
         """The weights that are moved, or whose gradient is reduced; none where the program does not say."""
         dims = row.value.partition("[")[2].rstrip("]")
         shape = tuple(int(size) for size in dims.split(",") if size)

@@ -17,6 +17,7 @@ the variable AUTOSHARD_UPDATE_PLANS does the same.
 """
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,12 +159,11 @@ def _leaves(found: "Ledger") -> list[str]:
     changes = [x for x in diff(found.hand, found.best).leaves if not x.path.startswith("output ")]
     if not changes:
         return ["  every input lies alike"]
-    known = {name for e in found.entries for name in e.tensors}
+    costs = [found.of_tensor(re.sub(r"\.[\d,…]+(?=\.|$)", "", change.path)) for change in changes]
     lines = ["  tensors that lie differently (by hand → planned), and what their collectives lose by hand:"]
-    for change in changes[:LEAVES]:
-        names = [name for name in known if f".{change.path}".endswith(f".{name}")]
-        cost = signed(found.of_tensor(max(names, key=len))) if names else ""
-        lines.append(f"    {cost:>11}  {change.path}: {change.before} → {change.after}")
+    for cost, change in sorted(zip(costs, changes, strict=True), key=lambda x: -abs(x[0] or 0.0))[:LEAVES]:
+        said = "" if cost is None else signed(cost)
+        lines.append(f"    {said:>11}  {change.path}: {change.before} → {change.after}")
     if len(changes) > LEAVES:
         lines.append(f"    and {len(changes) - LEAVES} more")
     return lines

@@ -65,6 +65,19 @@ def test_a_layout_that_does_not_fit_is_no_measure() -> None:
     assert "memory=" in told
 
 
+def test_a_cost_is_told_of_the_weight_and_not_of_its_moments() -> None:
+    def with_momentum(state: Any, x: jax.Array) -> Any:
+        moved = step(state["weights"], x)
+        kept = jax.tree.map(lambda w, n, v: 0.9 * v + n - w, state["weights"], moved, state["velocity"])
+        return {"velocity": kept, "weights": moved}
+
+    weights, x = arguments()
+    state, by_hand = ({"velocity": each, "weights": each} for each in (weights, DP[0]))
+    told = failure(0.1, with_momentum, state, x, of=(by_hand, DP[1]), **ON)
+    assert re.search(r"^ +[+−][\d.,]+ [mµ]s  state\.weights\.w_up: ", told, re.MULTILINE)
+    assert re.search(r"^ +state\.velocity\.w_up: ", told, re.MULTILINE)
+
+
 @pytest.mark.gpu_compiler
 def test_compiled_schedules_are_compared() -> None:
     told = failure(0.01, step, *arguments(), of=DP, compiler="gpu", **ON)
