@@ -208,7 +208,8 @@ class Compared:
         kinds = [k for k in KINDS if any(moved.get(k) for _, moved in of)]
         cells = [(_broken(c.name), *(bytes_text(m[k]) if m.get(k) else "-" for k in kinds)) for c, m in of]
         said = "predicted" if self.compiler is None else "emitted"
-        return table(f"bytes per device and step, {said}", ("layout", *kinds), cells, right=kinds)
+        heads = [k.replace("-", "-\n", 1) for k in kinds]
+        return table(f"bytes per device and step, {said}", ("layout", *heads), cells, right=heads, whole=("layout",))
 
     def to_json(self) -> dict[str, Any]:
         """Everything, in SI units."""
@@ -280,7 +281,7 @@ def compare(
     completion: Completion = "shardy",
     memory: int | None = None,
     donate_argnums: int | Sequence[int] | None = None,
-    time_limit_s: float = 60.0,
+    time_limit_s: float = 20.0,
     rel_gap: float = 1e-3,
 ) -> Compared:
     """Prices ours and every hand-written layout, each on its own best mesh; compiles them, if asked.

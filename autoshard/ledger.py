@@ -42,7 +42,8 @@ class Entry:
     Attributes:
       kind: of a collective, or "compute"; "rounding" is what picoseconds do not add up to.
       axes: that a collective runs over, with their sizes.
-      what: the type of the value, such as `bfloat16[4096,14336]`; of compute, the operation.
+      what: the type of the value, such as `bfloat16[4096,14336]`, of a gradient with its dimensions in
+        order of size; of compute, the operation.
       where: the source line.
       tensors: inputs that the value is, or whose gradient it is, by the ends of their paths that tell
         them apart; empty where the program does not say.
@@ -229,7 +230,10 @@ def _spent(record: PlanRecord, assignment: Assignment, names: Sequence[str]) -> 
         axes = tuple(
             (name, size) for name, own, size in zip(names, mesh.names, mesh.sizes, strict=True) if own in row.axes
         )
-        entry = sums[row.kind, axes, row.value, named.line(row), named.tensors(row)]
+        tensors = named.tensors(row)
+        transposed = tensors and row.kind in _REDUCES  # a gradient may be reduced before it is transposed
+        what = f"{row.dtype}{sorted(_shape(row))}".replace(" ", "") if transposed else row.value
+        entry = sums[row.kind, axes, what, named.line(row), tensors]
         entry.seconds.append(waited_s)
         entry.nbytes += row.nbytes * row.trips
     spent = {key: (fsum(entry.seconds), entry.nbytes) for key, entry in sums.items()}
@@ -325,10 +329,14 @@ class _Names:
 
     def tensors(self, row: Collective) -> _Named:
         """The weights that are moved, or whose gradient is reduced; none where the program does not say."""
-        dims = row.value.partition("[")[2].rstrip("]")
-        shape = tuple(int(size) for size in dims.split(",") if size)
+        shape = _shape(row)
         reduced = tuple(sorted(shape)) if row.kind in _REDUCES else shape
         return self._names.get((row.where, (row.dtype, reduced)), ())
+
+
+def _shape(row: Collective) -> tuple[int, ...]:
+    dims = row.value.partition("[")[2].rstrip("]")
+    return tuple(int(size) for size in dims.split(",") if size)
 
 
 def _keys(where: str, aval: Aval) -> set[tuple[str, _Type]]:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from typer.testing import CliRunner
 
 from autoshard import cli
-from autoshard.compare import OURS, Compared, Hand, Template, compare
+from autoshard.compare import KINDS, OURS, Compared, Hand, Template, compare
 from autoshard.evaluation import evaluate
 
 H100 = "h100:1x8"
@@ -138,8 +139,18 @@ def test_the_tables_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = str(board())
     assert max(map(len, text.splitlines())) <= 80
-    for words in ("of the best hand-written", "÷ ours", "hidden", "all-reduce", "dp  "):
+    for words in ("of the best hand-written", "÷ ours", "hidden", "bytes per device", "dp  "):
         assert words in text
+
+
+def test_every_kind_of_collective_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = board().ours.record.collectives[:1]
+    every = tuple(replace(row, kind=kind) for row in rows for kind in KINDS)
+    longest = replace(board().ours, record=replace(board().ours.record, collectives=every))
+    text = str(replace(board(), contenders=(longest, *board().contenders)))
+    assert max(map(len, text.splitlines())) <= 80
+    assert " megatron_with_a_ " in text
 
 
 def test_bytes_are_those_of_the_closed_form() -> None:
