@@ -46,7 +46,7 @@ class Options:
     like: Plan | None = None
     lock: str | os.PathLike[str] | None = None
     cache: Directory = None
-    time_limit_s: float = 60.0
+    time_limit_s: float = 20.0
     rel_gap: float = REL_GAP
     wait_s: float = WAIT_S
     refine: str | None = None
@@ -72,7 +72,7 @@ def plan(
     like: Plan | None = None,
     lock: str | os.PathLike[str] | None = None,
     cache: Directory = None,
-    time_limit_s: float = 60.0,
+    time_limit_s: float = 20.0,
     rel_gap: float = REL_GAP,
     wait_s: float = WAIT_S,
     refine: str | None = None,
@@ -112,7 +112,7 @@ def plan(
       cache: a directory in which plans are kept and found again; None takes what the
         variable AUTOSHARD_CACHE says, False none. What a miss is due to is logged.
       time_limit_s: the solver's limit; then the best plan so far, with its gap.
-      rel_gap: stop when proven optimal to this fraction.
+      rel_gap: stop when proven optimal to this fraction; after three seconds, to ten times of it.
       wait_s: where the mesh spans several processes (`jax.distributed`), process 0 plans for
         all; how long they wait for each other.
       refine: "gpu", "tpu" or "cpu": a compiler that compiles `candidates` near-optimal plans

@@ -134,7 +134,7 @@ def audit(
     compiler: str | None = None,
     donate_argnums: Sequence[int] | None = None,
     rel_gap: float = REL_GAP,
-    time_limit_s: float = 60.0,
+    time_limit_s: float = 20.0,
 ) -> Audit:
     """Compiles a program with its own annotations, and holds it against the best plan.
 

@@ -107,7 +107,7 @@ def evaluate(
     static_argnames: str | Sequence[str] | None = None,
     for_grad: bool | int | Sequence[int] | None = None,
     unknown: str = "error",
-    time_limit_s: float = 60.0,
+    time_limit_s: float = 20.0,
     rel_gap: float = 1e-3,
     **kwargs: Any,
 ) -> Evaluation:

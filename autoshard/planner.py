@@ -34,6 +34,8 @@ log = logging.getLogger("autoshard")
 
 Constraints = Literal["needed", "all"]
 
+SETTLE_S = 3.0  # then ten times the gap that was asked for will do: nobody waits a minute for the last percent
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
@@ -100,7 +102,11 @@ def make(
     formulation = formulate(setting.decisions, setting.resharder, memory_bytes=budget.memory_bytes)
     clock.lap("price")
     solution = solve(
-        formulation.problem, time_limit_s=budget.time_limit_s, rel_gap=budget.rel_gap, on_progress=_log_progress
+        formulation.problem,
+        time_limit_s=budget.time_limit_s,
+        rel_gap=budget.rel_gap,
+        settle_s=SETTLE_S,
+        on_progress=_log_progress,
     )
     clock.lap("solve")
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):

@@ -66,7 +66,7 @@ def plan_many(
     memory: int | None = None,
     unknown: str = "error",
     constraints: planner.Constraints = "needed",
-    time_limit_s: float = 60.0,
+    time_limit_s: float = 20.0,
     rel_gap: float = REL_GAP,
 ) -> dict[str, Plan]:
     """Plans functions with common state for the least weighted sum of their step times.

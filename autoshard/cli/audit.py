@@ -22,7 +22,7 @@ def audit(
     hardware: HardwareOption = None,
     set_: SetOption = None,
     gap: GapOption = REL_GAP,
-    time_limit: TimeOption = 60.0,
+    time_limit: TimeOption = 20.0,
     as_json: JsonOption = False,
 ) -> None:
     """Compile TARGET as it is sharded already; exit code 1 if it emits collectives that no annotation asks for."""

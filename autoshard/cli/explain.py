@@ -45,7 +45,7 @@ def explain(
     pin: PinOption = None,
     set_: SetOption = None,
     forward: ForwardOption = False,
-    time_limit: TimeOption = 60.0,
+    time_limit: TimeOption = 20.0,
     as_json: JsonOption = False,
 ) -> None:
     """Say why WHAT lies as it does in TARGET's plan: the runner-up, its price, what turns the decision."""

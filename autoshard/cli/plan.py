@@ -35,7 +35,7 @@ def plan(
     set_: SetOption = None,
     forward: ForwardOption = False,
     gap: GapOption = REL_GAP,
-    time_limit: TimeOption = 60.0,
+    time_limit: TimeOption = 20.0,
     out: Annotated[Path | None, typer.Option("--out", help="write the plan file here")] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -43,7 +43,7 @@ def report(
     pin: PinOption = None,
     set_: SetOption = None,
     forward: ForwardOption = False,
-    time_limit: TimeOption = 60.0,
+    time_limit: TimeOption = 20.0,
     as_json: JsonOption = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
 ) -> None:

@@ -57,7 +57,7 @@ def verify(
     set_: SetOption = None,
     forward: ForwardOption = False,
     gap: GapOption = REL_GAP,
-    time_limit: TimeOption = 60.0,
+    time_limit: TimeOption = 20.0,
     as_json: JsonOption = False,
 ) -> None:
     """Compile TARGET with its plan, without a device, and compare; exit code 1 if something does not match."""

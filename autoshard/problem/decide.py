@@ -96,6 +96,7 @@ class _Decider:
             is_pointwise(rule) and e not in equation_pins and graph.eqns[e].primitive not in LINKS
             for e, rule in enumerate(self.rules)
         ]
+        self.platform = platform
         self.accumulators = NONE if platform == "cpu" else accumulators(graph)
         self.made_by = graph.producers()
         self.consumers = graph.consumers()
@@ -120,7 +121,7 @@ class _Decider:
     ) -> Decisions:
         self.free = self._free_values()
         self.flows = self._sum_flows()
-        self.windows = windows(self.graph)
+        self.windows = windows(self.graph, self.platform)
         inputs = self._add_inputs(tied, donated, input_pins, output_pins, held_bytes)
         self._add_chains()
         self._add_equations()

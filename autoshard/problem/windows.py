@@ -9,7 +9,8 @@ second behind the others.
 The body of a loop is a window of its own: what depends neither on the trip before nor
 on a contraction (gathers of this layer's weights), and what feeds neither a contraction
 nor the next trip (reductions of this layer's gradients), hides behind the contractions
-of the body.
+of the body. XLA:GPU starts a body's first gather in the trip that needs it: what the
+first contraction of a body waits for is exposed there.
 """
 
 from dataclasses import dataclass
@@ -35,10 +36,12 @@ def combined(window: int | None) -> bool:
     return window is not None and window < OUTSIDE
 
 
-def windows(graph: Graph) -> Windows:
-    """The windows of a graph."""
+def windows(graph: Graph, platform: str = "cpu") -> Windows:
+    """The windows of a graph, for a platform as JAX names it."""
     outer = _outside(graph)
     inner = _inside(graph)
+    if platform == "cuda":
+        inner -= _awaited(graph)
     of_value: list[int | None] = []
     for v, loop in enumerate(graph.loop):
         if loop:
@@ -103,3 +106,23 @@ def _inside(graph: Graph) -> frozenset[int]:
         for v, loop in enumerate(graph.loop)
         if loop and ((v not in carried and v not in after) or (v in after and v not in feeds))
     )
+
+
+def _awaited(graph: Graph) -> frozenset[int]:
+    """Values of a loop's body that its first contraction is computed from."""
+    awaited: set[int] = set()
+    seen: set[int] = set()  # loops
+    made_by = graph.producers()
+    for e, eqn in enumerate(graph.eqns):
+        loop = graph.loop_of[e]
+        if not loop or loop in seen or not is_contraction(eqn):
+            continue
+        seen.add(loop)
+        left = list(graph.operands[e])
+        while left:
+            value = left.pop()
+            if value in awaited or graph.loop[value] != loop:
+                continue
+            awaited.add(value)
+            left.extend(graph.operands[made_by[value][0]] if value in made_by else ())
+    return frozenset(awaited)

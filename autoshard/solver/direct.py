@@ -33,7 +33,7 @@ def solve_directly(incumbent: Incumbent, *, patience_s: float) -> str | None:
         if not core.feasible:
             incumbent.infeasible = True
             return "arc consistency"
-        choice, solver = optimum(core, incumbent, min(patience_s, incumbent.left_s()))
+        choice, solver = optimum(core, incumbent, incumbent.patience_s(patience_s))
         if incumbent.infeasible or choice is None:
             return solver
         if incumbent.offer(choice):

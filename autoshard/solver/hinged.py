@@ -281,7 +281,7 @@ def solve_hinged(incumbent: Incumbent, *, patience_s: float) -> str | None:
         return "multipliers"
     if incumbent.objective is None and (multiplier[len(constants) :] == 2**MULTIPLIER_BITS).any():
         return None  # memory has no price: most likely nothing fits
-    return "multipliers and labels" if hinged.close(multiplier, limit_s=min(patience_s, incumbent.left_s())) else None
+    return "multipliers and labels" if hinged.close(multiplier, limit_s=incumbent.patience_s(patience_s)) else None
 
 
 def row_forms(usage: Int, base: Int, limit: int, scale: float) -> tuple[Int, tuple[int, ...]]:

@@ -13,6 +13,7 @@ from autoshard.solver.solution import Solution, Status
 
 Progress = Callable[[int | None, int | None, float], None]  # best, bound, elapsed_s
 NO_BOUND = -(2**62)
+SETTLED = 10  # times the gap that was asked for
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class Incumbent:
     rel_gap: float = 0.0
     seed: int = 0
     rounds: int | None = None
+    settle_s: float = math.inf
     on_progress: Progress | None = None
     choice: Int | None = None
     objective: int | None = None
@@ -61,10 +63,18 @@ class Incumbent:
             self._report()
 
     def closed(self) -> bool:
-        """Whether the gap is as small as was asked for."""
+        """Whether the gap is as small as was asked for; after `settle_s`, ten times as much will do."""
         if self.objective is None:
             return self.infeasible
-        return self.gap() <= self.rel_gap
+        settled = time.perf_counter() - self.begin > self.settle_s
+        return self.gap() <= self.rel_gap * (SETTLED if settled else 1)
+
+    def patience_s(self, most_s: float) -> float:
+        """Seconds for one attempt: at most so many, and none past `settle_s` where the gap would do then."""
+        left = min(most_s, self.left_s())
+        if self.gap() <= self.rel_gap * SETTLED:
+            left = min(left, self.begin + self.settle_s - time.perf_counter())
+        return max(left, 0.0)
 
     def gap(self) -> float:
         """(objective − bound) / objective; infinite without a choice."""

@@ -1,5 +1,6 @@
 """Solve a problem: small ones directly, large ones by search."""
 
+import math
 from dataclasses import replace
 
 from autoshard.problem.network import Problem
@@ -20,6 +21,7 @@ def solve(
     rel_gap: float = 0.0,
     seed: int = 0,
     rounds: int | None = None,
+    settle_s: float = math.inf,
     on_progress: Progress | None = None,
 ) -> Solution:
     """Returns the best choice within the time, with a proven bound.
@@ -30,11 +32,18 @@ def solve(
       rel_gap: stop once (objective − bound) / objective is at most this.
       seed: of the engines; equal seeds and `rounds` give equal answers where no time limit bites.
       rounds: the most rounds of the search; None for as many as time allows.
+      settle_s: after so many seconds, stop at ten times `rel_gap`.
       on_progress: called with (best, bound, elapsed seconds) whenever either improves.
     """
     problem = replace(problem, usage=saturated(problem.usage, problem.usage_limit))
     incumbent = Incumbent(
-        problem=problem, time_limit_s=time_limit_s, rel_gap=rel_gap, seed=seed, rounds=rounds, on_progress=on_progress
+        problem=problem,
+        time_limit_s=time_limit_s,
+        rel_gap=rel_gap,
+        seed=seed,
+        rounds=rounds,
+        settle_s=settle_s,
+        on_progress=on_progress,
     )
     solver = None
     # numba takes its time to load, and small problems do without it
