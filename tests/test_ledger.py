@@ -117,6 +117,29 @@ def test_fsdp_gathers_weights_that_dp_has() -> None:
         assert "test_ledger.py:" in of["all-gather"].title
 
 
+def test_a_loop_counts_every_trip_and_knows_its_stacked_weights() -> None:
+    layers, width = 4, 512
+    weights = jax.ShapeDtypeStruct((layers, width, width), jnp.float32)
+    x = jax.ShapeDtypeStruct((ROWS, width), jnp.float32)
+
+    def looped(weights: jax.Array, x: jax.Array) -> Any:
+        def loss(weights: jax.Array) -> jax.Array:
+            return (jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0] ** 2).mean()
+
+        return weights - 0.1 * jax.grad(loss)(weights)
+
+    def laid(spec: P) -> Evaluation:
+        specs = (spec, P("data"))
+        return evaluate(looped, weights, x, mesh=DATA, hardware=H100, in_specs=specs, out_specs=spec, donate_argnums=0)
+
+    found = between(laid(P(None, "data")), laid(P()))
+    assert_adds_up(found)
+    nbytes = layers * width * width * F32
+    of = {e.kind: e for e in found.entries if e.tensors == ("weights",)}
+    assert of["all-gather"].hand_bytes == 2 * nbytes  # forward and backward
+    assert of["all-reduce"].best_bytes == nbytes
+
+
 def test_a_layout_loses_nothing_against_itself() -> None:
     found = between(by_hand("dp", *DATA.items()), by_hand("dp", *DATA.items()))
     assert found.entries == ()
