@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from autoshard.record import PlanRecord
 
 UPDATE = "AUTOSHARD_UPDATE_PLANS"
-STEP_TOLERANCE = 1e-3  # relative; the solver stops at a proven 1e-3, so that less may be its whim
+STEP_TOLERANCE = 1e-3  # relative; the gap at which the solver stops by default, so that less says nothing
 LEAVES = 12  # layouts that a message shows
 
 
@@ -179,7 +179,8 @@ def assert_plan_unchanged(
     """Asserts that a program's plan is still the one in a plan file: a change of the model may not change it silently.
 
     Compared are the layout of every input and output, what each kind of collective moves, and the
-    predicted step; not the program itself, so that a change that leaves all of it alone passes.
+    predicted step; not the program itself, so that a change that leaves all of it alone passes. A plan
+    that the solver settles for by the clock may be another one elsewhere: lock a model of few layers.
 
     Args:
       path: of the plan file, to be kept under version control.
