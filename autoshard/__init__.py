@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from autoshard.mesh_search import Search, search
     from autoshard.plans import Plan, load
     from autoshard.rules import register_rule
+    from autoshard.standings import Hand, Template, compare
     from autoshard.together import plan_many
     from autoshard.wanted import AUTO
 
@@ -37,6 +38,7 @@ _ROOMS = {
     "AutoshardError": "errors",
     "CompilerMissingError": "errors",
     "Evaluation": "evaluation",
+    "Hand": "standings",
     "InfeasibleError": "errors",
     "MeshError": "errors",
     "MissingRuleError": "errors",
@@ -48,8 +50,10 @@ _ROOMS = {
     "Search": "mesh_search",
     "SearchError": "errors",
     "SpecError": "errors",
+    "Template": "standings",
     "VerifyError": "errors",
     "accumulate": "accumulation",
+    "compare": "standings",
     "evaluate": "evaluation",
     "jit": "jitted",
     "load": "plans",
@@ -64,6 +68,7 @@ __all__ = [
     "AutoshardError",
     "CompilerMissingError",
     "Evaluation",
+    "Hand",
     "InfeasibleError",
     "MeshError",
     "MissingRuleError",
@@ -75,8 +80,10 @@ __all__ = [
     "Search",
     "SearchError",
     "SpecError",
+    "Template",
     "VerifyError",
     "accumulate",
+    "compare",
     "evaluate",
     "jit",
     "load",

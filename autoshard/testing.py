@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autoshard.compare import Hand
     from autoshard.evaluation import Completion, Evaluation
     from autoshard.ledger import Ledger
     from autoshard.plans import Plan
     from autoshard.record import PlanRecord
+    from autoshard.standings import Hand
 
 UPDATE = "AUTOSHARD_UPDATE_PLANS"
 STEP_TOLERANCE = 1e-3  # relative; the gap at which the solver stops by default, so that less says nothing
@@ -69,7 +69,7 @@ def assert_plan_within(
       ratio: of the steps.
       fn: a jittable function without sharding words.
       args: pytrees of arrays or ShapeDtypeStructs; nothing is allocated.
-      of: PartitionSpecs of the arguments; an `autoshard.compare.Hand`, which may hold constraints,
+      of: PartitionSpecs of the arguments; an `autoshard.Hand`, which may hold constraints,
         too; or an `Evaluation`.
       mesh: of both.
       hardware: of both.
@@ -88,9 +88,9 @@ def assert_plan_within(
         message says which tensors lie differently and what each costs.
     """
     from autoshard.api import plan
-    from autoshard.compare import Hand
     from autoshard.evaluation import Evaluation, evaluate
     from autoshard.ledger import ledger
+    from autoshard.standings import Hand
 
     common: dict[str, Any] = {
         "mesh": mesh,

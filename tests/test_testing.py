@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from autoshard.compare import Hand
 from autoshard.errors import PlanFileError
 from autoshard.evaluation import evaluate
+from autoshard.standings import Hand
 from autoshard.testing import assert_plan_unchanged, assert_plan_within
 
 pytest_plugins = ["pytester"]

@@ -9,7 +9,7 @@ import jax
 import typer
 from jax.sharding import AbstractMesh
 
-from autoshard import compare as comparing
+from autoshard import standings
 from autoshard.api import REL_GAP
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import (
@@ -24,9 +24,9 @@ from autoshard.cli.options import (
     TimeOption,
 )
 from autoshard.cli.written import assignments, byte_count, mesh_axes
-from autoshard.compare import Hand, Template
 from autoshard.errors import MeshError, TargetError
 from autoshard.report import progress
+from autoshard.standings import Hand, Template
 from autoshard.target import load_builder, load_target
 
 MODELS = "models"  # the package of the reference models, whose layouts are known
@@ -68,7 +68,7 @@ def compare(
     if missing:
         raise TargetError(f"no layout named {', '.join(missing)} of `{target}`; there are: {', '.join(known)}")
     with progress.shown(errors(), progress.STAGES[0]):
-        found = comparing.compare(
+        found = standings.compare(
             fn,
             *args,
             hardware=hardware,
@@ -94,7 +94,7 @@ def of_builder(written: str) -> Mapping[str, Template]:
     """
     built = load_builder(written)()
     if not isinstance(built, Mapping) or not all(isinstance(value, Template) for value in built.values()):
-        raise TargetError(f"`{written}` returned a {type(built).__name__}; write {{name: autoshard.compare.Template}}")
+        raise TargetError(f"`{written}` returned a {type(built).__name__}; write {{name: autoshard.Template}}")
     return {str(name): value for name, value in built.items()}
 
 

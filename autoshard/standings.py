@@ -1,4 +1,4 @@
-"""Compare: ours beside the layouts that a hand writes, each on its own best mesh.
+"""Standings: ours beside the layouts that a hand writes, each on its own best mesh.
 
     def fsdp(mesh):
         return Hand(in_specs=(P("data"), P("data")))

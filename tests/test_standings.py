@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from typer.testing import CliRunner
 
 from autoshard import cli
-from autoshard.compare import KINDS, OURS, Compared, Hand, Template, compare
 from autoshard.evaluation import evaluate
+from autoshard.standings import KINDS, OURS, Compared, Hand, Template, compare
 
 H100 = "h100:1x8"
 GAP = 1e-2
@@ -206,7 +206,7 @@ def test_the_command_takes_a_users_layouts(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "layouts_of_ours.py").write_text(
         "import jax, jax.numpy as jnp\n"
         "from jax.sharding import PartitionSpec as P\n"
-        "from autoshard.compare import Hand, Template\n"
+        "from autoshard.standings import Hand, Template\n"
         "x = jax.ShapeDtypeStruct((256, 256), jnp.float32)\n"
         "def target():\n    return jnp.matmul, (x, x)\n"
         "def rows():\n"
