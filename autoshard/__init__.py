@@ -7,6 +7,8 @@ The public names are imported when first used: who wants the solver alone
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from autoshard import _quiet
+
 if TYPE_CHECKING:
     from autoshard.accumulation import accumulate
     from autoshard.api import plan
@@ -94,10 +96,12 @@ __all__ = [
 ]
 
 
+_quiet.before_jax()
+
+
 def __getattr__(name: str) -> Any:
     if name not in _ROOMS:
         raise AttributeError(f"module 'autoshard' has no attribute {name!r}")
-    importlib.import_module("autoshard._quiet")  # before any other room imports jax
     value = getattr(importlib.import_module(f"autoshard.{_ROOMS[name]}"), name)
     globals()[name] = value
     return value

@@ -6,11 +6,14 @@ nothing to somebody who plans for a GPU elsewhere. All else that is written come
 """
 
 import contextlib
+import importlib.util
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from importlib.abc import MetaPathFinder
+from types import ModuleType
 from typing import Any
 
 _HARMLESS = re.compile(
@@ -46,12 +49,37 @@ def _flush() -> None:
         sys.stderr.flush()
 
 
-with without_driver_notices():
-    import jax
+class _First(MetaPathFinder):
+    """Finds jax as it is found anyway, and holds notices back while it loads."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if fullname != "jax":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        loader: Any = None if spec is None else spec.loader
+        if loader is None:
+            return spec
+        load = loader.exec_module
+
+        def quietly(module: ModuleType) -> None:
+            with without_driver_notices():
+                load(module)
+
+        loader.exec_module = quietly
+        return spec
+
+
+def before_jax() -> None:
+    """Sees to it that jax, when somebody imports it, loads quietly; imports nothing itself."""
+    if "jax" not in sys.modules:
+        sys.meta_path.insert(0, _First())
 
 
 def devices() -> list[Any]:
     """`jax.devices()`; the first call starts jax, quietly where it is to use the CPU alone."""
+    import jax
+
     if jax.config.jax_platforms != "cpu":  # pyright: ignore[reportAttributeAccessIssue]  (a flag)
         return jax.devices()
     with without_driver_notices():
@@ -60,6 +88,8 @@ def devices() -> list[Any]:
 
 def on_cpu_alone() -> None:
     """Starts jax on the CPU alone, here and in subprocesses: planning needs no device."""
+    import jax
+
     os.environ["JAX_PLATFORMS"] = "cpu"  # for subprocesses; this one's jax has read it
     jax.config.update("jax_platforms", "cpu")
     devices()

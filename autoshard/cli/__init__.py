@@ -10,7 +10,7 @@ import sys
 
 from rich.text import Text
 
-from autoshard import _quiet  # first: it imports jax
+from autoshard import _quiet
 from autoshard.cli.app import REFUSED, app, errors
 from autoshard.errors import AutoshardError
 from cost_models import CostModelError
