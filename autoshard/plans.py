@@ -22,6 +22,7 @@ from autoshard.honoured import Honoured, honoured
 from autoshard.mesh import MeshAxes
 from autoshard.meshes import Place
 from autoshard.planner import Planned
+from autoshard.problem import Problem
 from autoshard.problem.assignment import Assignment
 from autoshard.profiling import Profile, profile
 from autoshard.record import Leaf, PlanRecord, read, write
@@ -82,6 +83,17 @@ class Plan:
     def cost(self) -> float:
         """Predicted seconds of one step."""
         return self.record.cost.step_s
+
+    @property
+    def problem(self) -> Problem:
+        """What the solver was given, as arrays; `plan.problem.dump("plan.json.gz")` writes it as IOPDDL JSON.
+
+        Raises:
+          PlanMismatchError: the plan was read from a file.
+        """
+        if self.planned is None:
+            raise PlanMismatchError("a loaded plan does not hold its problem: plan again")
+        return self.planned.formulation.problem
 
     @property
     def specs(self) -> Any:

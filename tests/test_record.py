@@ -11,10 +11,14 @@ import jax
 import jax.numpy as jnp
 import jsonschema
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec
 
 import autoshard
+from autoshard.errors import PlanMismatchError
+from autoshard.problem import iopddl
 from autoshard.record import read, schema
+from autoshard.solver import solve
 from tests.programs import GPUS, MESH
 
 P = PartitionSpec
@@ -139,3 +143,15 @@ def test_the_summary_names_what_matters() -> None:
     assert jax.tree.structure(plan.in_shardings(), is_leaf=lambda x: hasattr(x, "spec")) == jax.tree.structure(
         ({"up": 0, "down": 0}, 0)
     )
+
+
+def test_a_plan_s_problem_is_solved_on_its_own(tmp_path: Path) -> None:
+    plan = autoshard.plan(lambda w, x: w @ x, W, X, mesh=MESH, hardware=GPUS, for_grad=False)
+    plan.problem.dump(tmp_path / "problem.json.gz")
+    read_back = iopddl.read(tmp_path / "problem.json.gz")
+    assert solve(read_back, time_limit_s=20, rel_gap=1e-3).objective * read_back.unit_s == pytest.approx(
+        plan.cost, rel=2e-3
+    )
+    plan.save(tmp_path / "plan.json")
+    with pytest.raises(PlanMismatchError, match="plan again"):
+        _ = autoshard.load(tmp_path / "plan.json").problem
