@@ -100,9 +100,9 @@ def test_standard_layouts_are_those_of_the_names(found: Search) -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api")
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is one of the dev extras")
     if CHROMIUM is None:
-        pytest.skip("no chromium here")
+        pytest.skip("the page is looked at in a real browser: install one, as in `apt install chromium`")
     with playwright.sync_playwright() as started:
         opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield opened
