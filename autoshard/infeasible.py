@@ -9,6 +9,7 @@ from autoshard.problem.assignment import Assignment
 from autoshard.problem.formulation import Formulation
 from autoshard.setting import Setting
 from autoshard.solver import Solution, Status
+from autoshard.tables import bytes_text
 
 
 def infeasible(
@@ -26,7 +27,7 @@ def infeasible(
     """
     if solution.status is Status.UNKNOWN:
         return InfeasibleError(
-            f"no plan was found within {time_limit_s:g} s (limit {_gb(limit)} per device on {mesh}); "
+            f"no plan was found within {time_limit_s:g} s (limit {bytes_text(limit)} per device on {mesh}); "
             "raise time_limit_s, or the memory limit",
             limit_bytes=limit,
         )
@@ -39,10 +40,11 @@ def infeasible(
     choice = formulation.read(solution.choice)
     peak, at, kinds = Assignment(decisions=decisions, resharder=setting.resharder, choice=choice).peak()
     bound = min(solution.peak_bound_bytes or 0, peak)
-    proven = "" if bound >= peak else f" (none has less than {_gb(bound)})" if bound else ""
-    parts = " + ".join(f"{kind} {_gb(n)}" for kind, n in sorted(kinds.items(), key=lambda item: -item[1]) if n)
+    proven = "" if bound >= peak else f" (none has less than {bytes_text(bound)})" if bound else ""
+    parts = " + ".join(f"{kind} {bytes_text(n)}" for kind, n in sorted(kinds.items(), key=lambda item: -item[1]) if n)
     return InfeasibleError(
-        f"no plan fits {_gb(limit)} per device on {mesh}; the smallest peak found is {_gb(peak)}{proven}\n"
+        f"no plan fits {bytes_text(limit)} per device on {mesh}; "
+        f"the smallest peak found is {bytes_text(peak)}{proven}\n"
         f"  at {place_of(decisions, at)}: {parts}\n"
         f"  {_way_out(setting, kinds)}",
         peak_bytes=peak,
@@ -64,7 +66,3 @@ def _way_out(setting: Setting, kinds: Mapping[str, int]) -> str:
         ways.append("a smaller batch (autoshard.accumulate splits it), jax.checkpoint around a layer")
     ways.append("more devices, or mesh axes that divide more dimensions")
     return "what helps: " + "; ".join(ways) + "; or raise memory="
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.3g} GB"

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.costs import is_contraction, shards
+from autoshard.costs import is_contraction
 from autoshard.graph import Aval, Graph
 from autoshard.problem.assignment import Assignment, Collective
 from autoshard.record import PlanRecord
@@ -243,18 +243,8 @@ def _spent(record: PlanRecord, assignment: Assignment, names: Sequence[str]) -> 
 
 def _compute(assignment: Assignment) -> Iterable[tuple[str, str, float]]:
     """Operation, line and seconds of every decision, without the collectives inside."""
-    d = assignment.decisions
-    machine = assignment.resharder.machine
-    for node, pick in zip(d.nodes, assignment.choice, strict=True):
-        seconds = int(node.cost_ps[pick]) / PS_PER_S
-        s = node.strategies
-        if s is not None and s.in_op[pick].any():
-            e = node.equations[0]
-            axes = tuple(n for n, used in zip(d.mesh.names, s.in_op[pick], strict=True) if used)
-            for aval, codes in zip(d.graph.eqns[e].results, s.results, strict=True):
-                local = aval.nbytes / float(shards(codes[[pick]], aval.ndim, d.mesh)[0])
-                seconds -= float(machine.collective_s("all-reduce", axes, local)) * d.graph.runs(e)
-        if seconds:
+    for n, node in enumerate(assignment.decisions.nodes):
+        if seconds := assignment.node_s(n):
             yield node.name, node.where, seconds
 
 

@@ -37,7 +37,7 @@ def schedule(assignment: Assignment) -> Timeline:
         cover_ps = busy_s = 0.0
         for e, n in sorted(compute[window]):
             node, pick = d.nodes[n], assignment.choice[n]
-            trips, seconds = (d.graph.runs(e) if d.graph.eqns else 1), int(node.cost_ps[pick]) * PS
+            trips, seconds = (d.graph.runs(e) if d.graph.eqns else 1), assignment.node_s(n)
             events.append(_event(node.name, "compute", now_s, seconds / trips, trips, node.where))
             cover_ps += int(node.cover_ps[pick])
             busy_s += seconds

@@ -71,7 +71,7 @@ def test_shapes_that_fit_in_no_kept_layout_say_what_would_move() -> None:
     f._first[None] = whole  # as if an earlier shape had wanted it whole
     with pytest.raises(InfeasibleError) as raised:
         f.plan(w, S((16384, 8192), jnp.float32))
-    assert "with the layouts of earlier shapes kept: no plan fits 0.33 GB" in str(raised.value)
+    assert "with the layouts of earlier shapes kept: no plan fits 330 MB" in str(raised.value)
     assert "with move=True 1 arguments (268 MB) move between these shapes and the first: w: P" in str(
         raised.value
     ).replace("PartitionSpec", "P")

@@ -7,11 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autoshard
 import models
 from autoshard import Plan
 from autoshard.schedule import schedule
+from tests.programs import GPUS, MESH
 
 OPTIONS: dict[str, Any] = {
     "mesh": {"data": 2, "model": 4},
@@ -67,3 +69,17 @@ def test_both_timelines_are_one_trace() -> None:
     ends = [max(r["ts"] + r["dur"] for r in rows if r["ph"] == "X" and r["pid"] == pid) for pid in (0, 1)]
     assert ends[0] == pytest.approx(found.predicted.step_s * 1e6, rel=0.2)
     assert ends[1] == pytest.approx(found.timeline.step_s * 1e6, rel=0.2)
+
+
+def test_a_maximum_s_own_reduction_counts_once() -> None:
+    """A split maximum is finished by its equation: communication, and no part of the compute beside it."""
+    rows = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    plan = autoshard.plan(
+        lambda x: jnp.max(x, axis=1), rows, mesh=MESH, hardware=GPUS, for_grad=False, in_shardings=P(None, "model")
+    )
+    (row,) = plan.record.collectives
+    assert row.kind == "all-reduce"
+    assert plan.planned is not None
+    found = schedule(plan.planned.assignment)
+    assert found.step_s == pytest.approx(plan.cost, rel=1e-9)
+    assert plan.cost - plan.record.cost.compute_s == pytest.approx(row.seconds)

@@ -156,18 +156,30 @@ class Assignment:
                     yield self._collective(
                         step.kind, step.axes, step.nbytes, str(aval.dtype), trips, edge.window, where, str(aval)
                     )
-        for node, pick in zip(d.nodes, self.choice, strict=True):
-            if node.strategies is not None and node.strategies.in_op[pick].any():
-                e = node.equations[0]
-                axes = tuple(n for n, used in zip(d.mesh.names, node.strategies.in_op[pick], strict=True) if used)
-                for aval, codes in zip(d.graph.eqns[e].results, node.strategies.results, strict=True):
-                    row = decode(int(codes[pick]), aval.ndim, d.mesh.ndim)
-                    pieces = int(np.prod([s for s, r in zip(d.mesh.sizes, row, strict=True) if r >= 0], dtype=np.int64))
-                    local = aval.nbytes // pieces
-                    trips = d.graph.runs(e)
-                    yield self._collective(
-                        "all-reduce", axes, local, str(aval.dtype), trips, None, node.where, str(aval)
-                    )
+        for n in range(len(d.nodes)):
+            yield from self.in_op(n)
+
+    def in_op(self, n: int) -> Iterator[Collective]:
+        """The collectives inside decision n: reductions that an equation finishes itself."""
+        d = self.decisions
+        node, pick = d.nodes[n], self.choice[n]
+        if node.strategies is None or not node.strategies.in_op[pick].any():
+            return
+        e = node.equations[0]
+        axes = tuple(name for name, used in zip(d.mesh.names, node.strategies.in_op[pick], strict=True) if used)
+        for aval, codes in zip(d.graph.eqns[e].results, node.strategies.results, strict=True):
+            row = decode(int(codes[pick]), aval.ndim, d.mesh.ndim)
+            pieces = int(np.prod([s for s, r in zip(d.mesh.sizes, row, strict=True) if r >= 0], dtype=np.int64))
+            local = aval.nbytes // pieces
+            yield self._collective(
+                "all-reduce", axes, local, str(aval.dtype), d.graph.runs(e), None, node.where, str(aval)
+            )
+
+    def node_s(self, n: int) -> float:
+        """Seconds of decision n over all its trips, without the collectives inside."""
+        return int(self.decisions.nodes[n].cost_ps[self.choice[n]]) / PS_PER_S - sum(
+            row.seconds * row.trips for row in self.in_op(n)
+        )
 
     def _collective(
         self,
@@ -211,8 +223,8 @@ class Assignment:
         return int(held[at]), at, dict(sorted(kinds.items()))
 
     def compute_s(self) -> float:
-        """Seconds of all equations, without communication between them."""
-        return sum(int(n.cost_ps[c]) for n, c in zip(self.decisions.nodes, self.choice, strict=True)) / PS_PER_S
+        """Seconds of all equations, without communication."""
+        return sum(map(self.node_s, range(len(self.decisions.nodes))))
 
     def flops(self) -> float:
         """Contractions' FLOPs per device."""
