@@ -182,7 +182,7 @@ def _by_shardy(question: Question) -> Evaluation:
     """The assignment nearest to what propagation makes of the annotations."""
     setting, place, annotations = question.setting, question.place, _by_hand(question)
     decisions = setting.decisions
-    resharder = Resharder(decisions.mesh, place.machine, pinned=False)
+    resharder = Resharder(decisions.mesh, place.machine, pinned=False, scatters_whole=place.machine.scatters_whole)
     layouts = propagated(setting.priced, decisions, place.axes, annotations, meshes.platform(place.hardware.name))
     choice, inexact = nearest(decisions, resharder, layouts)
     problem = formulate(decisions, resharder, memory_bytes=None, folded=False).problem

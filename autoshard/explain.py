@@ -354,7 +354,7 @@ def _layout_with(planned: Planned, machine: Machine | None, memory_bytes: int, n
     if machine is not None:
         setting = planned.setting
         held = dict.fromkeys(setting.gradient.gradient_of, OPTIMIZER_BYTES) if setting.gradient else {}
-        resharder = Resharder(d.mesh, machine)
+        resharder = Resharder(d.mesh, machine, scatters_whole=machine.scatters_whole)
         constraints = [e for e, eqn in enumerate(d.graph.eqns) if eqn.primitive == "sharding_constraint"]
         d = decide(
             d.graph,

@@ -79,10 +79,13 @@ class Resharder:
     Every layout on a path is meant to be pinned. Left to itself (`pinned=False`), the
     partitioner finishes a pending sum by an all-reduce, or by a reduce-scatter where the
     layout that is wanted is split anyway; it never scatters a sum to gather it again.
+    Where the compiler does not scatter a sum over all devices (`scatters_whole`, as of
+    `cost_models.Machine`), it is all-reduced and sliced.
     """
 
-    def __init__(self, mesh: MeshAxes, machine: Machine, *, pinned: bool = True) -> None:
+    def __init__(self, mesh: MeshAxes, machine: Machine, *, pinned: bool = True, scatters_whole: bool = True) -> None:
         self.mesh, self.machine, self.pinned = mesh, machine, pinned
+        self.scatters_whole = scatters_whole
         self._tables: dict[tuple[tuple[int, ...], int, bool], _Table] = {}
 
     def table(self, aval: Aval, *, combined: bool) -> "_Table":
@@ -90,7 +93,13 @@ class Resharder:
         key = (aval.shape, aval.itemsize, combined)
         if key not in self._tables:
             self._tables[key] = _Table(
-                aval.shape, aval.itemsize, self.mesh, self.machine, combined=combined, pinned=self.pinned
+                aval.shape,
+                aval.itemsize,
+                self.mesh,
+                self.machine,
+                combined=combined,
+                pinned=self.pinned,
+                scatters_whole=self.scatters_whole,
             )
         return self._tables[key]
 
@@ -108,9 +117,17 @@ class _Table:
     """All-pairs cheapest paths between the layouts of one shape."""
 
     def __init__(
-        self, shape: tuple[int, ...], itemsize: int, mesh: MeshAxes, machine: Machine, *, combined: bool, pinned: bool
+        self,
+        shape: tuple[int, ...],
+        itemsize: int,
+        mesh: MeshAxes,
+        machine: Machine,
+        *,
+        combined: bool,
+        pinned: bool,
+        scatters_whole: bool,
     ) -> None:
-        self.shape, self.mesh, self.combined = shape, mesh, combined
+        self.shape, self.mesh, self.combined, self.scatters_whole = shape, mesh, combined, scatters_whole
         self.codes = np.sort(layouts(shape, mesh, unreduced=True))
         total = int(np.prod(shape, dtype=np.int64)) * itemsize
         self.local_bytes = total // shards(self.codes, len(shape), mesh)
@@ -203,7 +220,7 @@ class _Table:
             change("all-reduce", tuple(sums), *((a, WHOLE) for a in sums))
         for d in range(ndim):
             last = members[d][-1] if members[d] else -1
-            if sums and sums[0] > last:
+            if sums and sums[0] > last and (self.scatters_whole or len(sums) < len(row)):
                 change("reduce-scatter", tuple(sums), *((a, d) for a in sums))
             if sums:
                 continue

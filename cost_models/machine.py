@@ -54,6 +54,17 @@ class Machine:
         """κ: how much of hideable communication hides, at most κ times the compute beside it: see `exposed_s`."""
         return self.chip.numbers["overlap_fraction"].value
 
+    @property
+    def scatters_whole(self) -> bool:
+        """Whether a sum over all devices that ends up split is emitted as a reduce-scatter.
+
+        XLA:TPU scatters inside any part of a slice, but over all of it only on a line, on 2x2
+        and on two unequal sides; on squares and in three dimensions it all-reduces, then slices
+        (libtpu 0.0.51, compiled for v5e, v5p and v6e; no `xla_tpu_*reduce_scatter*` flag changes it).
+        """
+        sides = [d.size for d in self.placement.topology.dimensions if d.medium == "torus" and d.size > 1]
+        return len(sides) < 2 or sides == [2, 2] or (len(sides) == 2 and sides[0] != sides[1])
+
     def exposed_s(self, communication_s: ArrayLike, compute_s: ArrayLike) -> Floats:
         """What is left of communication that may run beside compute: h - overlap·min(h, c).
 

@@ -16,7 +16,7 @@ import cost_models
 from autoshard.graph import Aval
 from autoshard.mesh import MeshAxes
 from autoshard.resharding import INF_PS, Resharder, Step
-from autoshard.strategies import SUM, Codes, decode, layout_of, layouts, shards
+from autoshard.strategies import SUM, WHOLE, Codes, decode, encode, layout_of, layouts, shards
 
 MESHES = {
     "two axes": (MeshAxes(("x", "y"), (2, 4)), "h100:1x8"),
@@ -220,3 +220,29 @@ def test_pins_along_a_path_keep_the_value(shape: tuple[int, ...]) -> None:
     for source, target in rng.choice(codes, (20, 2)):
         steps = tuple(s.after for s in resharder.path(aval, int(source), int(target), combined=False))
         np.testing.assert_array_equal(walk(jax.device_put(value, sharding(int(source))), steps), value)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "mesh", "over", "kinds"),
+    [
+        ("tpu-v5e:4x4", {"x": 4, "y": 4}, ("x", "y"), ["all-reduce"]),
+        ("tpu-v5e:4x4", {"x": 4, "y": 4}, ("x",), ["reduce-scatter"]),
+        ("tpu-v5e:4x8", {"x": 4, "y": 8}, ("x", "y"), ["reduce-scatter"]),
+        ("tpu-v5e:2x2", {"x": 2, "y": 2}, ("x", "y"), ["reduce-scatter"]),
+        ("tpu-v5p:4x4x2", {"x": 4, "y": 8}, ("x", "y"), ["all-reduce"]),
+        ("tpu-v5p:4x4x2", {"x": 4, "y": 8}, ("y",), ["reduce-scatter"]),
+        ("h100:2x8", {"x": 4, "y": 4}, ("x", "y"), ["reduce-scatter"]),
+    ],
+)
+def test_sums_over_all_of_a_torus_are_scattered_where_the_compiler_does(
+    hardware: str, mesh: dict[str, int], over: tuple[str, ...], kinds: list[str]
+) -> None:
+    """What libtpu 0.0.51 emits for such a gradient; see `cost_models.Machine.scatters_whole`."""
+    axes, machine = MeshAxes.of(mesh), cost_models.hardware(hardware).place(mesh)
+    resharder = Resharder(axes, machine, scatters_whole=machine.scatters_whole)
+    aval = Aval((1024, 1024), np.dtype("float32"))
+    row = [SUM if name in over else WHOLE for name in axes.names]
+    split = [0 if name in over else WHOLE for name in axes.names]
+    source, target = (int(encode(np.array(r, np.int8), 2)) for r in (row, split))
+    steps = resharder.path(aval, source, target, combined=False)
+    assert [step.kind for step in steps if step.kind != "slice"] == kinds
