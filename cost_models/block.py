@@ -212,18 +212,19 @@ class Block:
     def working_bytes(self) -> float:
         """What one block's backward adds: what it computes again, and gradients of hidden values or scores."""
         again = self._saved_bytes("none") - self._saved_bytes(self.layout.remat)
-        hidden = (self.model.mlp_matrices - 1) * self._hidden() / self.layout.tensor
+        hidden = (self.model.mlp_matrices - 1) * self.hidden / self.layout.tensor
         mlp = closed_forms.activation_bytes(self.tokens, 1, hidden, itemsize=itemsize(ACTIVATIONS))
-        return again + max(mlp, self._score_bytes())
+        return again + max(mlp, self.score_bytes())
 
-    def _score_bytes(self) -> float:
-        """Attention's weights where they lie in memory: in float32, as the softmax leaves them, and cast."""
+    def score_bytes(self) -> float:
+        """Attention's weights where they lie in memory: the scores and their softmax."""
         if self.framework.flash:
             return 0.0
         pairs = self.tokens * self.sequence * self.model.heads / self.layout.tensor
-        return pairs * (itemsize("float32") + itemsize(ACTIVATIONS))
+        return closed_forms.array_bytes((2, pairs), itemsize(ACTIVATIONS))
 
-    def _hidden(self) -> float:
+    @property
+    def hidden(self) -> float:
         """Hidden values per token of the average MLP."""
         model = self.model
         moe = model.moe_layers / model.layers
@@ -233,7 +234,7 @@ class Block:
         model, layout = self.model, self.layout
         stream = model.d_model / layout.stream_ways
         heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim / layout.tensor  # q, k, v, attention's output
-        hidden = self._hidden() / layout.tensor
+        hidden = self.hidden / layout.tensor
         matmul_results = heads + stream + (model.mlp_matrices - 1) * hidden
         kept = {
             "full": stream,
@@ -241,7 +242,7 @@ class Block:
             "minimal": stream + matmul_results,
             "none": 4 * stream + matmul_results + hidden + rotated_copies(model) / layout.tensor,
         }[remat]
-        scores = self._score_bytes() if remat == "none" else 0.0
+        scores = self.score_bytes() if remat == "none" else 0.0
         return closed_forms.activation_bytes(self.tokens, 1, kept, itemsize=itemsize(ACTIVATIONS)) + scores
 
 

@@ -1,13 +1,13 @@
-"""The memory of one training step per device: what is held, and what the fullest moment adds.
+"""The memory of one training step whose buffers a framework lays out, per device: what is held, and when most of it.
 
-Parameters and the optimizer's state are always there. Of the rest there are four
-moments to look at, and the fullest counts:
+Parameters, the optimizer's state and a buffer of every gradient are always there. Of the
+rest there are two moments to look at, and the fuller counts:
 
-- the logits: every block's saved activations, the logits and their gradient, the
-  output matrix gathered and its gradient not yet scattered;
-- the backward of the last block, when every block's activations are still saved, and of
-  the first, when every other gradient is there: what one block's backward works on;
-- the update: every gradient.
+- the logits: every block's saved activations, and the logits in float32, over which the
+  loss writes their gradient;
+- the backward of the last block, when every block's activations are still saved.
+
+For a program whose buffers a compiler lays out, see `program_memory`.
 """
 
 from dataclasses import dataclass
@@ -37,30 +37,19 @@ class TrainingMemory:
     def peak(self) -> Held:
         """By what holds it, at the fullest moment."""
         block, blocks = self.block, self.traffic.stage_blocks
-        saved = block.saved_bytes() * min(self.traffic.microbatches, block.layout.pipeline)
-        head, inner, table = self._gradients()
+        saved = block.saved_bytes() * min(self.traffic.microbatches, block.layout.pipeline) * blocks
         moments = (
-            self._moment(
-                saved * blocks,
-                head,
-                logits=self._logits(),
-                gathered=self._gathered(block.layout.keep_gathered * blocks),
-            ),
-            self._moment(saved * blocks, head, working=block.working_bytes(), gathered=self._gathered(2.0)),
-            self._moment(saved, head + inner, working=block.working_bytes(), gathered=self._gathered(2.0)),
-            self._moment(0.0, head + inner + table),
+            self._moment(saved, logits=self._logits(), gathered=self._gathered(block.layout.keep_gathered * blocks)),
+            self._moment(saved, working=block.working_bytes(), gathered=self._gathered(2.0)),
         )
         return max(moments, key=lambda held: sum(held.values()))
 
-    def _moment(
-        self, saved: float, gradients: float, *, working: float = 0.0, logits: float = 0.0, gathered: float = 0.0
-    ) -> Held:
+    def _moment(self, saved: float, *, working: float = 0.0, logits: float = 0.0, gathered: float) -> Held:
         framework, traffic = self.block.framework, self.traffic
-        if framework.gradient_buffer:
-            gradients = sum(self._gradients())
+        held = sum(traffic.held_parameters())
         return {
-            "parameters": sum(traffic.held_parameters()) * framework.parameter_bytes,
-            "gradients": gradients,
+            "parameters": held * framework.parameter_bytes,
+            "gradients": held * framework.gradient_bytes,
             "optimizer": closed_forms.state_bytes(
                 traffic.updated_parameters(), bytes_per_parameter=framework.optimizer_bytes
             ),
@@ -70,50 +59,16 @@ class TrainingMemory:
             "logits": logits,
         }
 
-    def _gradients(self) -> tuple[float, float, float]:
-        """Bytes of finished gradients: the output matrix's, the blocks', the embedding's."""
-        framework, traffic, model = self.block.framework, self.traffic, self.block.model
-        if framework.gradient_buffer or not traffic.layout.shard_optimizer:
-            count = sum(traffic.held_parameters())
-        else:
-            count = traffic.updated_parameters()
-        width = framework.gradient_bytes
-        share = traffic.matrix * count / (sum(traffic.local_parameters()) * traffic.stage_blocks + self._embeddings())
-        if not framework.looks_up_in_place:
-            return share * width, (count - share) * width, 0.0
-        inner = count - share * (1 if model.tied else 2)
-        return share * width, inner * width, share * framework.parameter_bytes  # a look-up's has the table's type
-
-    def _embeddings(self) -> float:
-        return self.traffic.matrix * (1 if self.block.model.tied or self.block.layout.pipeline > 1 else 2)
-
     def _logits(self) -> float:
-        """The logits and their gradient, and the output matrix cast beside its own whole gradient.
-
-        Where gradients have a buffer, float32 logits alone: the loss writes its gradient over them.
-        """
-        block, traffic = self.block, self.traffic
-        logits = closed_forms.array_bytes(
-            (block.tokens, block.model.vocab), itemsize("float32"), ways=block.layout.tensor
-        )
-        if block.framework.gradient_buffer:
-            return logits
-        return logits + 2 * traffic.matrix * itemsize(ACTIVATIONS)
+        """In float32, of one microbatch."""
+        block = self.block
+        shape = (block.tokens, block.model.vocab)
+        return closed_forms.array_bytes(shape, itemsize("float32"), ways=block.layout.tensor)
 
     def _gathered(self, blocks: float) -> float:
-        """Weights that FSDP has gathered: of the block in use and the one arriving, or of all.
-
-        A plain program has one block's, and the gradient of its largest matrix before it is scattered.
-        """
-        block, layout, traffic = self.block, self.block.layout, self.traffic
+        """Weights that FSDP has gathered: of the block in use and the one arriving, or of all."""
+        layout, traffic = self.block.layout, self.traffic
         if layout.fsdp == 1 or not blocks:
             return 0.0
-        one = sum(traffic.local_parameters())
-        if layout.keep_gathered:
-            count = one * traffic.stage_blocks
-        elif block.framework.gradient_buffer:
-            count = one * blocks
-        else:
-            dense, experts = block.model.d_ff * block.model.d_model, block.expert_parameters / block.model.mlp_matrices
-            count = one + max(dense, experts / layout.expert) / layout.tensor
-        return count * itemsize(ACTIVATIONS)
+        count = traffic.stage_blocks if layout.keep_gathered else blocks
+        return sum(traffic.local_parameters()) * count * itemsize(ACTIVATIONS)

@@ -17,6 +17,7 @@ from cost_models.errors import CostModelError, MeshFitError
 from cost_models.framework import MEGATRON, Framework
 from cost_models.model import Hardware
 from cost_models.operations import elementwise_s, lookup_s, optimizer_s
+from cost_models.program_memory import ProgramMemory
 from cost_models.training_layout import TrainingLayout
 from cost_models.training_memory import TrainingMemory
 from cost_models.training_traffic import Traffic, TrainingTraffic
@@ -145,10 +146,11 @@ def step_time(
     block = Block(model=model, layout=layout, machine=machine, sequence=sequence, dtype=dtype, framework=framework)
     traffic = TrainingTraffic(block, microbatches)
     parts = _parts(block, traffic)
+    memory = (TrainingMemory if framework.gradient_buffer else ProgramMemory)(traffic)
     return StepTime(
         parts=parts,
         traffic=tuple(t for part in parts for t in part.traffic),
-        memory_bytes=TrainingMemory(traffic).peak(),
+        memory_bytes=memory.peak(),
         flops=_flops(block, traffic),
         model_flops=sequences * sequence * model.train_flops(sequence),
         devices=layout.devices,

@@ -1,0 +1,172 @@
+"""The memory of one training step of a plain program, as XLA's GPU compiler keeps it.
+
+No buffers are laid out by hand, so what lies in memory follows from what is read when:
+
+- A weight lies in the matmuls' type, gathered from its shards, from the pass that casts
+  it to the matmul that reads it last: through one block's backward where the block is
+  computed again, from forward to backward where nothing is.
+- The sums of the residual stream are added up again by whoever reads them; what each
+  half of a block adds lies in memory, beside the look-up, in the table's type.
+- Of attention's weights the scores and their softmax lie in memory, in the stream's type;
+  the float32 in between are never stored.
+- A gradient lies whole, in the matmuls' type, until the update reads its scattered sum:
+  nothing else waits for it.
+
+Of the step there are five moments to look at, and the fullest counts: the softmax's
+backward, with three copies of the logits; the output matrix's gradient; the backward of
+an MLP, in the last block, when all that was saved is still there, and in the first, when
+every other gradient is; and the update, with the look-up's gradient in the table's type.
+"""
+
+from dataclasses import dataclass
+
+from cost_models import closed_forms
+from cost_models.block import ACTIVATIONS, Block
+from cost_models.dtypes import itemsize
+from cost_models.training_memory import Held
+from cost_models.training_traffic import TrainingTraffic
+
+WIDE = itemsize(ACTIVATIONS)
+
+# Copies of the logits at the softmax's backward: as they were made and their gradient cast, beside it in float32.
+LOGITS_BYTES = 2 * WIDE + itemsize("float32")
+
+# Matrices of an MLP in memory beside its casts when the first of its input matrices' gradients is made:
+# that gradient, and the output matrix's.
+MLP_GRADIENTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramMemory:
+    """Bytes of one device.
+
+    Attributes:
+        traffic: The step.
+    """
+
+    traffic: TrainingTraffic
+
+    @property
+    def block(self) -> Block:
+        return self.traffic.block
+
+    def peak(self) -> Held:
+        """By what holds it, at the fullest moment."""
+        blocks, in_flight = self.traffic.stage_blocks, min(self.traffic.microbatches, self.block.layout.pipeline)
+        block, head, table = self._gradients()
+        before, after = (self._saved(n) * in_flight for n in (blocks, blocks - 1))
+        moments = (
+            self._moment(saved=before, casts=self._casts(blocks), gradients=0.0, logits=LOGITS_BYTES),
+            self._moment(saved=before, casts=self._casts(blocks), gradients=head, logits=WIDE),
+            self._backward(after, blocks, head),
+            self._backward(self._saved(0), 1, head + (blocks - 1) * block),
+            self._moment(saved=0.0, casts=0.0, gradients=head + blocks * block + table),
+        )
+        return max(moments, key=lambda held: sum(held.values()))
+
+    def _moment(
+        self, *, saved: float, casts: float, gradients: float, logits: float = 0.0, working: float = 0.0
+    ) -> Held:
+        """`logits`: bytes of each; with any, the output matrix is cast and its operand whole."""
+        traffic, framework = self.traffic, self.block.framework
+        count = self.block.tokens * self.block.model.vocab / self.block.layout.tensor
+        ends = (traffic.matrix * WIDE, traffic.stream_bytes) if logits else (0.0, 0.0)
+        return {
+            "parameters": sum(traffic.held_parameters()) * framework.parameter_bytes,
+            "gradients": gradients,
+            "optimizer": closed_forms.state_bytes(
+                traffic.updated_parameters(), bytes_per_parameter=framework.optimizer_bytes
+            ),
+            "activations": saved,
+            "working set": working + ends[1],
+            "gathered weights": casts + ends[0],
+            "logits": count * logits,
+        }
+
+    def _backward(self, saved: float, blocks: float, gradients: float) -> Held:
+        """An MLP's backward, `blocks` being left to go through, this one included."""
+        matrix = self._mlp_parameters() / self.block.model.mlp_matrices * WIDE
+        casts = self._casts(blocks) if self.block.layout.remat == "none" else self._block_parameters() * WIDE
+        return self._moment(
+            saved=saved, casts=casts, gradients=gradients + MLP_GRADIENTS * matrix, working=self._working()
+        )
+
+    def _gradients(self) -> tuple[float, float, float]:
+        """Bytes of whole gradients: a block's, the output matrix's, and the look-up's, which arrives by token."""
+        traffic, framework = self.traffic, self.block.framework
+        shards = self.block.machine.group_size(traffic.shard_axes)
+        if traffic.layout.shard_optimizer and not traffic.shard_axes:
+            shards = self.block.machine.group_size(("data",))
+        table = traffic.matrix / shards * framework.parameter_bytes
+        head = traffic.matrix * framework.gradient_bytes
+        arriving = self._stream(framework.parameter_bytes)
+        return self._block_parameters() * framework.gradient_bytes, head, table + arriving
+
+    def _block_parameters(self) -> float:
+        """Of a block, after tensor and expert parallelism."""
+        return sum(self.traffic.local_parameters())
+
+    def _mlp_parameters(self) -> float:
+        """Of them, the MLP's."""
+        return self._block_parameters() - self.block.model.attention_layer_parameters / self.block.layout.tensor
+
+    def _casts(self, blocks: float) -> float:
+        """Weights in the matmuls' type: kept from forward to backward where nothing is computed again."""
+        kept = self.block.layout.remat == "none" or self.block.layout.keep_gathered
+        return self._block_parameters() * WIDE * blocks if kept else 0.0
+
+    def _stream(self, width: float) -> float:
+        """The residual stream where it is split, in elements of `width` bytes."""
+        return self.traffic.stream_bytes / WIDE * width / self.block.layout.stream_ways
+
+    def _saved(self, blocks: float) -> float:
+        """What so many blocks' backward needs, and the look-up that the residual stream begins with."""
+        return self._stream(self.block.framework.parameter_bytes) + blocks * self._saved_of_one()
+
+    def _saved_of_one(self) -> float:
+        """What backward needs of the average block: what its halves add to the stream, and what is not computed again.
+
+        Where nothing is, what each norm read, in float32, stands for those.
+        """
+        remat, added = self.block.layout.remat, 2 * self._stream(WIDE)
+        model = self.block.model
+        if remat == "none":
+            return 2 * self._stream(itemsize("float32")) + self._attention() + self._mlp(model.mlp_matrices)
+        if remat == "full":
+            return added
+        inputs = model.mlp_matrices - 1 if remat == "minimal" else 0
+        return added + self._heads(model.heads + 2 * model.kv_heads) + inputs * self._hidden()
+
+    def _working(self) -> float:
+        """At an MLP's backward, beside what is saved: what the block computed again, two hidden values' gradients.
+
+        Of the stream there are the gradient that came in, and the one of the MLP's
+        operand, whole; where the block is computed again, what attention added, too.
+        """
+        beside = self._stream(WIDE) + self.traffic.stream_bytes
+        if self.block.layout.remat == "none":
+            return beside + 2 * self._hidden()
+        return beside + self._stream(WIDE) + self._attention() + self._mlp(2)
+
+    def _attention(self) -> float:
+        """Operands of its matmuls: the normalized stream, queries, keys, values, scores' softmax, what heads read."""
+        model = self.block.model
+        heads = self._heads(2 * model.heads + 2 * model.kv_heads)
+        return self.traffic.stream_bytes + heads + self.block.score_bytes()
+
+    def _mlp(self, hidden: float) -> float:
+        """The normalized stream and so many hidden values; tokens at their experts, and the one-hot tensors."""
+        block = self.block
+        moe = block.model.moe_layers / block.model.layers
+        routed = 2 * block.expert_rows * self.traffic.stream_bytes
+        if block.framework.one_hot_dispatch:
+            routed += 2 * block.tokens * block.expert_rows * block.sequence * WIDE
+        return self.traffic.stream_bytes + hidden * self._hidden() + moe * routed
+
+    def _heads(self, count: float) -> float:
+        """So many heads of every token."""
+        return count * self.block.model.head_dim / self.block.layout.tensor * self.block.tokens * WIDE
+
+    def _hidden(self) -> float:
+        """One hidden value of the MLP, every token."""
+        return self.block.hidden / self.block.layout.tensor * self.block.tokens * WIDE
