@@ -11,11 +11,14 @@ No buffers are laid out by hand, so what lies in memory follows from what is rea
   the float32 in between are never stored.
 - A gradient lies whole, in the matmuls' type, until the update reads its scattered sum:
   nothing else waits for it.
+- What replicas update in parts they gather into the old weight's place if the parts are of
+  its first dimension; of another they are gathered beside both first, and transposed.
 
-Of the step there are five moments to look at, and the fullest counts: the softmax's
+Of the step there are six moments to look at, and the fullest counts: the softmax's
 backward, with three copies of the logits; the output matrix's gradient; the backward of
 an MLP, in the last block, when all that was saved is still there, and in the first, when
-every other gradient is; and the update, with the look-up's gradient in the table's type.
+every other gradient is; the update, with the look-up's gradient in the table's type; and
+the return of what replicas updated.
 """
 
 from dataclasses import dataclass
@@ -61,6 +64,7 @@ class ProgramMemory:
             self._backward(after, blocks, head),
             self._backward(self._saved(0), 1, head + (blocks - 1) * block),
             self._moment(saved=0.0, casts=0.0, gradients=head + blocks * block + table),
+            self._moment(saved=0.0, casts=self._returned(blocks), gradients=0.0),
         )
         return max(moments, key=lambda held: sum(held.values()))
 
@@ -94,13 +98,27 @@ class ProgramMemory:
     def _gradients(self) -> tuple[float, float, float]:
         """Bytes of whole gradients: a block's, the output matrix's, and the look-up's, which arrives by token."""
         traffic, framework = self.traffic, self.block.framework
-        shards = self.block.machine.group_size(traffic.shard_axes)
-        if traffic.layout.shard_optimizer and not traffic.shard_axes:
-            shards = self.block.machine.group_size(("data",))
+        splits = traffic.shard_axes or (("data",) if traffic.layout.shard_optimizer else ())
+        shards = self.block.machine.group_size(splits)
         table = traffic.matrix / shards * framework.parameter_bytes
         head = traffic.matrix * framework.gradient_bytes
         arriving = self._stream(framework.parameter_bytes)
         return self._block_parameters() * framework.gradient_bytes, head, table + arriving
+
+    def _returned(self, blocks: float) -> float:
+        """New weights beside the old ones, and the parts: of all whose first dimension is not the stream's width.
+
+        Those are the look-up, and of a block the output projections of attention and of
+        dense MLPs, and the experts, whose first dimension is their number.
+        """
+        traffic, model, layout = self.traffic, self.block.model, self.block.layout
+        if not layout.shard_optimizer or traffic.shard_axes or layout.data == 1:
+            return 0.0
+        dense = (1 - model.moe_layers / model.layers) * model.d_ff
+        outputs = (model.heads * model.head_dim + dense) * model.d_model / layout.tensor
+        _, experts = traffic.local_parameters()
+        whole = (traffic.matrix + blocks * (outputs + experts)) * self.block.framework.parameter_bytes
+        return whole + whole / layout.data
 
     def _block_parameters(self) -> float:
         """Of a block, after tensor and expert parallelism."""
