@@ -45,6 +45,7 @@ class Case:
         remat: What the program recomputes.
         layers: Blocks of the truncated model.
         sequence: Tokens.
+        differs: Why the collectives of the two are not the same ones, where they are not.
     """
 
     model: str
@@ -54,6 +55,7 @@ class Case:
     remat: str = "full"
     layers: int = 4
     sequence: int = 512
+    differs: str = ""
 
     @property
     def name(self) -> str:
@@ -72,7 +74,14 @@ CASES = (
     Case(model="llama3-8b", recipe="zero1", mesh={"data": 16}, layout={"data": 16}),
     Case(model="llama3-8b", recipe="fsdp", mesh={"data": 16}, layout={"fsdp": 16}),
     Case(model="llama3-8b", recipe="megatron", mesh={"model": 8}, layout={"tensor": 8, **MEGATRON}),
-    Case(model="llama3-8b", recipe="megatron_sequence", mesh={"model": 8}, layout={"tensor": 8}),
+    Case(
+        model="llama3-8b",
+        recipe="megatron_sequence",
+        mesh={"model": 8},
+        layout={"tensor": 8},
+        differs="the partitioner gathers the weights of queries and keys, smaller than the tokens that Megatron "
+        "gathers, and exchanges what it rotated",
+    ),
     Case(
         model="llama3-8b",
         recipe="dp_megatron",
@@ -89,6 +98,15 @@ CASES = (
     Case(model="gpt2-xl", recipe="dp", mesh={"data": 8}, layout={"data": 8, **REPLICAS}),
     Case(model="gpt2-xl", recipe="fsdp", mesh={"data": 8}, layout={"fsdp": 8, "keep_gathered": True}, remat="none"),
     Case(model="gpt2-xl", recipe="zero1", mesh={"data": 16}, layout={"data": 16}, remat="none"),
+    Case(model="gpt2-medium", recipe="megatron", mesh={"model": 8}, layout={"tensor": 8, **MEGATRON}, sequence=1024),
+    Case(model="gpt2-medium", recipe="megatron_sequence", mesh={"model": 8}, layout={"tensor": 8}, layers=8),
+    Case(
+        model="gpt2-medium",
+        recipe="fsdp_megatron_sequence",
+        mesh={"data": 2, "model": 8},
+        layout={"fsdp": 2, "tensor": 8},
+        layers=8,
+    ),
     Case(model="mixtral-8x7b", recipe="fsdp", mesh={"data": 16}, layout={"fsdp": 16}, layers=2),
     Case(
         model="mixtral-8x7b",
@@ -103,6 +121,12 @@ CASES = (
         mesh={"data": 2, "model": 8},
         layout={"data": 2, "tensor": 8, **MEGATRON, **REPLICAS},
         layers=2,
+    ),
+    Case(
+        model="llama3-70b",
+        recipe="fsdp_megatron",
+        mesh={"data": 8, "model": 8},
+        layout={"fsdp": 8, "tensor": 8, **MEGATRON},
     ),
 )
 

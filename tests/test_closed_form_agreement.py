@@ -1,23 +1,30 @@
 """The closed form of a step and the jaxpr say the same: FLOPs, bytes of each collective, memory."""
 
-from dataclasses import replace
-
 import pytest
 
 from benchmarks.closed_form_agreement import CASES, Case, Compared, compare, compiled_peak
 
-QUICK = ("dp", "fsdp", "dp_megatron")  # of Llama
+QUICK = ("llama3-8b dp", "llama3-8b fsdp", "llama3-8b dp_megatron", "gpt2-xl fsdp")
 WITHIN = 0.05
 
 
 def case(one: Case) -> object:
-    quick = one.model.startswith("llama") and one.recipe in QUICK
-    return pytest.param(one, id=one.name, marks=() if quick else pytest.mark.slow)
+    marks = [] if f"{one.model} {one.recipe}" in QUICK else [pytest.mark.slow]
+    if one.differs:
+        marks.append(pytest.mark.xfail(strict=True, reason=one.differs))
+    return pytest.param(one, id=one.name, marks=marks)
+
+
+@pytest.fixture
+def found(request: pytest.FixtureRequest) -> Compared:
+    return compare(request.param)
 
 
 @pytest.mark.parametrize("found", list(map(case, CASES)), indirect=True)
-def test_flops_and_bytes_of_every_collective_agree(found: Compared):
+def test_flops_memory_and_bytes_of_every_collective_agree(found: Compared):
     closed, traced = found.flops
+    assert closed == pytest.approx(traced, rel=WITHIN)
+    closed, traced = found.peak_bytes
     assert closed == pytest.approx(traced, rel=WITHIN)
     assert found.bytes_error <= WITHIN
     whole = sum(found.evaluated_bytes.values())
@@ -26,21 +33,16 @@ def test_flops_and_bytes_of_every_collective_agree(found: Compared):
             assert found.closed_bytes.get(key, 0.0) == pytest.approx(nbytes, rel=WITHIN), key
 
 
-@pytest.fixture
-def found(request: pytest.FixtureRequest) -> Compared:
-    return compare(request.param)
-
-
 def test_there_are_a_dozen_layouts():
-    assert len(CASES) >= 12
+    assert sum(not one.differs for one in CASES) >= 12
     assert len({(one.model, one.recipe) for one in CASES}) == len(CASES)
 
 
 @pytest.mark.slow
 @pytest.mark.gpu_compiler
-@pytest.mark.parametrize("recipe", ["dp", "zero1", "fsdp"])
+@pytest.mark.parametrize("recipe", ["dp", "zero1", "megatron"])
 def test_memory_is_what_the_compiler_needs(recipe: str):
-    """Where no scores lie in memory at the fullest moment; see docs/cost_models.md for the others."""
+    """Where no gradient is scattered before the update; see docs/cost_models.md for the others."""
     one = next(one for one in CASES if one.model.startswith("llama") and one.recipe == recipe)
-    found = compare(replace(one, sequence=2048))
+    found = compare(one)
     assert found.closed.peak_bytes == pytest.approx(compiled_peak(found.evaluation), rel=WITHIN)
