@@ -17,6 +17,7 @@ from autoshard.completion import Annotations
 from autoshard.description import describe
 from autoshard.gradient import emitted
 from autoshard.infeasible import infeasible
+from autoshard.lighter import lighter
 from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins
 from autoshard.problem.assignment import Assignment
@@ -111,6 +112,8 @@ def make(
     clock.lap("solve")
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
         raise infeasible(setting, formulation, solution, budget.memory_bytes, budget.time_limit_s, mesh)
+    solution = replace(solution, choice=lighter(formulation.problem, solution.choice))
+    clock.lap("lighten")
     assignment = Assignment(
         decisions=setting.decisions, resharder=setting.resharder, choice=formulation.read(solution.choice)
     )

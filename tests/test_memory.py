@@ -152,3 +152,33 @@ def test_weights_are_gathered_again_where_memory_is_short() -> None:
     remat, third = fsdp(jax.checkpoint(block), memory=short)
     assert remat.planned.assignment.flops() > plain.planned.assignment.flops()
     assert third <= 1.1 * short
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.skipif(not compilers.available("gpu"), reason="the GPU compiler is not installed")
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_state_gathered_after_its_update_lies_beside_the_old_one(dim: int) -> None:
+    """ZeRO-1 of one large weight: along the major dimension the gather writes where the old one was."""
+
+    def step(state: Any, x: Any) -> Any:
+        w, m = state
+        g = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        m = 0.9 * m + g
+        return (w - 1e-3 * m, m), None
+
+    split = P("data", None) if dim == 0 else P(None, "data")
+    w = F32((1024, 4096))
+    plan = autoshard.plan(
+        step,
+        (w, w),
+        F32((64, 1024)),
+        mesh={"data": 8},
+        hardware="h100:1x8",
+        donate_argnums=0,
+        in_shardings=((P(), split), P("data", None)),
+    )
+    assert ("all-gather", 4 * w.size) in [(row.kind, row.nbytes) for row in plan.record.collectives]
+    beside = plan.record.memory.kinds.get("copies", 0) // (4 * w.size)
+    assert beside == dim
+    memory = plan.verify().memory
+    assert memory.compiled.peak == pytest.approx(memory.predicted.peak, rel=0.1)

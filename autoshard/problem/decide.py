@@ -109,6 +109,7 @@ class _Decider:
         self.node_of = [-1] * len(graph.eqns)
         self.copies: dict[int, Port] = {}  # value → its copy
         self.ports: dict[int, Port] = {}  # value → where it is made
+        self.parameters: set[int] = set()  # inputs that a new value replaces and that a contraction depends on
         self.pruned = 0
 
     def run(
@@ -237,6 +238,8 @@ class _Decider:
                 last = int(self.lives.end[value])
             # What goes round is the model's if a contraction depends on it, else its optimizer's.
             kind = "arguments" if position not in tied_inputs else "parameters" if feeds[value] else "optimizer"
+            if kind == "parameters":
+                self.parameters.add(node)
             self._use(node, 0, last, aval, codes, kind)
             if position in held_bytes:
                 pieces = shards(codes, aval.ndim, self.mesh)
@@ -404,15 +407,19 @@ class _Decider:
         first = min((e for e, _ in uses), default=0)
         # What is computed element by element and leaves in a donated input's place is written there.
         replaces = self.nodes[port.node].kind == "chain" and any(self.nodes[t.node].kind == "input" for t in leaves)
+        arrives = replaces and len(found) == 1 and found[0].node in self.parameters and self.platform == "cuda"
         holder = port
-        if len(found) > 1 or (found and lent and any(not self.pointwise[e] for e, _ in uses)):
+        if arrives:
+            holder = self._add_arrival(value, port, found[0])
+        elif len(found) > 1 or (found and lent and any(not self.pointwise[e] for e, _ in uses)):
             holder = self._add_copy(value, port, found, lent=lent)
             if not replaces:
                 self._use_copy(holder, value, port, first, lent=lent)
         elif not is_input and self.lives.stored[value] and not replaces:
             self._use_value(value, port, first, found[0] if found else None)
         for target in found:
-            self._edge(holder, target, value)
+            kept = holder.codes[:, None] != target.codes[None, :] if arrives else None
+            self._edge(holder, target, value, forbidden=kept)
 
     def _use_value(self, value: int, port: Port, first: int, target: Port | None) -> None:
         """Memory of a value with one consumer at most: in its own layout first, then in the consumer's.
@@ -459,6 +466,30 @@ class _Decider:
         self.copies[value] = copy
         self._edge(port, copy, value, forbidden=forbidden)
         return copy
+
+    def _add_arrival(self, value: int, port: Port, target: Port) -> Port:
+        """The copy of a new state that is gathered after its update: in its input's place, or beside it first.
+
+        XLA's GPU compiler gathers along the major dimension only. What is moved along another is
+        made in memory of its own, beside the piece that it is made of, and transposed into its place
+        from there; the moves of all that leaves the program are under way at once. Each code
+        appears as both, first in its place.
+        """
+        aval = self.graph.avals[value]
+        codes = np.unique(target.codes)
+        source = decode(port.codes, aval.ndim, self.mesh.ndim)[:, None, :]
+        there = decode(codes, aval.ndim, self.mesh.ndim)[None, :, :]
+        beside = ((source != there) & ~((source == 0) & (there == WHOLE))).any(axis=2)
+        codes = np.concatenate([codes, codes])
+        made = self.nodes[port.node]
+        node = self._node("copy", f"copy of {made.name}", made.where, len(codes), codes=codes)
+        arrival = Port(node, codes)
+        self.copies[value] = arrival
+        self._edge(port, arrival, value, forbidden=np.concatenate([beside, ~beside], axis=1))
+        nbytes = _local_bytes(aval, codes, self.mesh) + aval.nbytes // self.mesh.size
+        nbytes[: len(codes) // 2] = 0
+        self._add_usage(node, int(self.lives.start[value]), len(self.graph.eqns) + 1, nbytes, "copies")
+        return arrival
 
     def _use_copy(self, copy: Port, value: int, port: Port, first: int, *, lent: bool) -> None:
         aval = self.graph.avals[value]
