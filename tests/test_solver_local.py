@@ -129,7 +129,7 @@ def test_the_child_answers_as_the_engine_does(monkeypatch: pytest.MonkeyPatch) -
     program = dense(6, 4)
     here = solve_program(program, time_limit_s=60.0)
     monkeypatch.setattr(child, "SMALL_CELLS", 0)
-    there = solve_in_time(program, time_limit_s=60.0)
+    there = solve_in_time(program, left_s=60.0, time_limit_s=60.0)
     assert here.choice is not None
     assert there.choice is not None
     assert np.array_equal(here.choice, there.choice)
@@ -140,7 +140,7 @@ def test_the_child_answers_as_the_engine_does(monkeypatch: pytest.MonkeyPatch) -
 def test_a_mip_that_overruns_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "OVERRUN_S", 0.2)
     begin = time.perf_counter()
-    answer = solve_in_time(dense(40, 30), time_limit_s=0.3)  # 702,000 cells: reading alone takes longer
+    answer = solve_in_time(dense(40, 30), left_s=5.0, time_limit_s=0.3)  # 702,000 cells: reading alone takes longer
     assert time.perf_counter() - begin < 5.0
     assert (answer.choice, answer.bound, answer.finished) == (None, None, False)
 

@@ -7,7 +7,6 @@ bits, penalties rounded down), so that the bound is exact: nothing to trust but 
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from autoshard.problem.network import INF, Int
 from autoshard.solver import messages
+from autoshard.solver.clock import Clock, endless
 from autoshard.solver.presolve import neighbours
 from autoshard.solver.program import FORBIDDEN, Network, cell_ends
 from autoshard.solver.usage import Memory, peaks_over
@@ -30,6 +30,8 @@ ROWS_EVERY, ROWS_AT_ONCE = 10, 4
 MOVING, RESTING = 40, 10  # passes of a cycle
 STEEPNESS = 10.0  # relative violations above 1 / STEEPNESS take a whole step
 NEARLY_FULL = 0.97  # averaged usage above limit · this makes a row matter to a MIP
+MOST_CYCLES = 6  # of a plain network's message passing
+FLAT = 1e-6  # relative gain of a bound that counts as none
 TOLERATED = 1.0005  # averaged usage above limit · this makes a row
 
 Floats = NDArray[np.float64]
@@ -87,7 +89,7 @@ class Dual:
         target = objective - 1
         return self.lower <= (target << self.shift if self.shift >= 0 else (target >> -self.shift) + 1)
 
-    def cycle(self, left_s: Callable[[], float] | None = None) -> None:
+    def cycle(self, left_s: Clock = endless) -> None:
         """Moves the multipliers for some passes, then rests at the average of the later half.
 
         While they move, messages lag behind and the bound suffers; the average of the way is
@@ -96,7 +98,7 @@ class Dual:
         """
         mean, hinge_mean = np.zeros(0), np.zeros(0)
         for moves in range(MOVING):
-            if left_s is not None and left_s() <= 0:
+            if left_s() <= 0:
                 return
             self._pass()
             if moves < MOVING // 2 and self.iterations % ROWS_EVERY == 0 and self.average is not None:
@@ -114,17 +116,17 @@ class Dual:
             self.hinge_steps.shorten()
         self.improve(RESTING, left_s)
 
-    def improve_at(self, factor: float, passes: int, left_s: Callable[[], float] | None = None) -> None:
+    def improve_at(self, factor: float, passes: int, left_s: Clock = endless) -> None:
         """Passes messages at `factor` times the multipliers of memory, which stay as they are."""
         multiplier = self.multiplier
         self._exchange(np.minimum(factor * multiplier, self._largest_multipliers()), self.hinge_multiplier)
         self.improve(passes, left_s)
         self._exchange(multiplier, self.hinge_multiplier)
 
-    def improve(self, passes: int, left_s: Callable[[], float] | None = None) -> None:
+    def improve(self, passes: int, left_s: Clock = endless) -> None:
         """Passes messages at the multipliers as they are, while `left_s()` is positive."""
         for _ in range(passes):
-            if left_s is not None and left_s() <= 0:
+            if left_s() <= 0:
                 return
             self._pass()
 
@@ -281,6 +283,28 @@ class Dual:
         of_nodes = np.maximum.reduceat(np.abs(net.cost[h]), net.start[:-1]).sum(dtype=float)
         of_edges = np.abs(net.edge_cost[h]).max(initial=0) * float(len(net.edge_nodes))
         return of_nodes + of_edges + abs(self.hinge_constant[h - 1])
+
+
+def plain_dual(network: Network, shift: int) -> Dual:
+    """Returns message passing over layer 0 of a network, without memory."""
+    none = np.zeros(0, dtype=np.int64)
+    memory = Memory(
+        times=none, root=none, begin=none, end=none, first=none, follow_first=none,
+        usage=none, follows=none, strategies=network.start, limit=0,
+    )  # fmt: skip
+    return Dual(network, memory, (), shift)
+
+
+def settled_dual(network: Network, shift: int, left_s: Clock) -> Dual:
+    """Returns message passing over layer 0 of a network after the cycles that improve its bound."""
+    dual = plain_dual(network, shift)
+    before = -FORBIDDEN
+    for _ in range(MOST_CYCLES):
+        dual.cycle(left_s)
+        if dual.best - before <= FLAT * abs(dual.best):
+            break
+        before = dual.best
+    return dual
 
 
 class Steps:

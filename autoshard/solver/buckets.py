@@ -4,11 +4,13 @@ Exact, and fast while every table stays small (a narrow network). Source: Dechte
 elimination", 1999.
 """
 
+import heapq
 from functools import reduce
 
 import numpy as np
 
 from autoshard.problem.network import INF, Int
+from autoshard.solver.clock import Clock, endless
 from autoshard.solver.core import Core, join
 
 MOST_CELLS = 4_000_000  # of the largest table
@@ -26,8 +28,12 @@ def order_by_size(core: Core) -> tuple[list[int], int, int]:
         return int(np.prod([float(size[w]) for w in near[v]])) * size[v]
 
     weight = {v: cells(v) for v in near}
+    heap = [(of, v) for v, of in weight.items()]
+    heapq.heapify(heap)
     while near:
-        v = min(near, key=lambda node: (weight[node], node))
+        of, v = heapq.heappop(heap)
+        if weight.get(v) != of:
+            continue  # its table has changed since
         largest, total = max(largest, weight[v]), total + weight[v]
         order.append(v)
         if largest > MOST_CELLS or total > MOST_WORK:
@@ -39,13 +45,14 @@ def order_by_size(core: Core) -> tuple[list[int], int, int]:
             near[w] -= {v, w}
         for w in around:
             weight[w] = cells(w)
+            heapq.heappush(heap, (weight[w], w))
     return order, largest, total
 
 
-def eliminate_all(core: Core) -> dict[int, int] | None:
+def eliminate_all(core: Core, left_s: Clock = endless) -> dict[int, int] | None:
     """Returns an optimal position for every node of a core without rows on its nodes.
 
-    None if the tables would be too large. Raises ValueError if no finite choice exists.
+    None if the tables would be too large, or time is over. Raises ValueError if no finite choice exists.
     """
     order, largest, total = order_by_size(core)
     if largest > MOST_CELLS or total > MOST_WORK:
@@ -68,6 +75,8 @@ def eliminate_all(core: Core) -> dict[int, int] | None:
 
     answers: list[tuple[int, tuple[int, ...], Int]] = []
     for v in order:
+        if left_s() <= 0:
+            return None
         mine = [factors.pop(name) for name in sorted(of.pop(v))]
         scope = tuple(sorted(set().union(*(s for s, _ in mine)) - {v}))
         axes = (v, *scope)

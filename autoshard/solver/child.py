@@ -22,6 +22,7 @@ from autoshard.solver.program import Program
 
 SMALL_CELLS = 10_000  # a program of so few cells is solved at once, without a process
 OVERRUN_S, OVERRUN = 1.0, 1.5  # a request may take OVERRUN · its limit + OVERRUN_S before the kill
+MARGIN = 0.1  # of the time left, for an engine that overruns to say what it has before it is killed
 NOTHING = MipAnswer(choice=None, bound=None, infeasible=False, finished=False)
 
 
@@ -109,12 +110,16 @@ class Child:
         return pickle.load(self.process.stdout)
 
 
-def solve_in_time(program: Program, *, time_limit_s: float, **options: Any) -> MipAnswer:
-    """Solves `program` as `solve_program` does, but keeps the time limit whatever the engine does."""
+def solve_in_time(program: Program, *, left_s: float, time_limit_s: float, **options: Any) -> MipAnswer:
+    """Solves `program` as `solve_program` does, within `left_s` whatever the engine does.
+
+    The engine is asked to stop after `time_limit_s`, and has `OVERRUN_S` more if they are left.
+    """
     child = Child()
     try:
-        child.submit(program, time_limit_s=time_limit_s, **options)
-        child.kill_at = min(child.kill_at, time.perf_counter() + time_limit_s + OVERRUN_S)
+        begin = time.perf_counter()
+        child.submit(program, time_limit_s=min(time_limit_s, (1 - MARGIN) * left_s), **options)
+        child.kill_at = min(child.kill_at, begin + min(left_s, time_limit_s + OVERRUN_S))
         answer = child.answer(math.inf)
     finally:
         child.close()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoshard.problem.network import INF, Int, Problem
+from autoshard.solver.clock import Clock, endless
 from autoshard.solver.program import FORBIDDEN, Network, Program
 
 MOST_CELLS = 2_000_000  # work limit of one elimination of a node with two neighbours
@@ -335,14 +336,14 @@ class Core:
         return full
 
 
-def reduce(core: Core) -> None:
-    """Applies every exact step until none applies."""
+def reduce(core: Core, left_s: Clock = endless) -> None:
+    """Applies every exact step until none applies, or time is over."""
     core.make_consistent(list(core.cost))
     for u, v in list(core.table):
         core.split(u, v)
     queue = sorted(core.cost, key=lambda v: (len(core.near[v]), v), reverse=True)
     waiting = set(queue)
-    while queue and core.feasible:
+    while queue and core.feasible and left_s() > 0:
         v = queue.pop()
         waiting.discard(v)
         if v not in core.cost:

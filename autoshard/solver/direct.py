@@ -29,7 +29,7 @@ def solve_directly(incumbent: Incumbent, *, patience_s: float) -> str | None:
     times = np.zeros(0, dtype=np.int64)
     while True:
         core = Core(incumbent.problem, times)
-        reduce(core)
+        reduce(core, incumbent.left_s)
         if not core.feasible:
             incumbent.infeasible = True
             return "arc consistency"
@@ -51,7 +51,7 @@ def optimum(core: Core, incumbent: Incumbent, limit_s: float) -> tuple[Int | Non
             incumbent.infeasible = True
             return None, "elimination"
         try:
-            position = eliminate_all(core)
+            position = eliminate_all(core, incumbent.left_s)
         except ValueError:
             incumbent.infeasible = True
             return None, "elimination"
@@ -64,7 +64,9 @@ def optimum(core: Core, incumbent: Incumbent, limit_s: float) -> tuple[Int | Non
     program, names = core.program()
     if program.cells > MIP_CELLS:
         return None, None
-    answer = solve_in_time(program, time_limit_s=limit_s, rel_gap=incumbent.rel_gap, seed=incumbent.seed)
+    answer = solve_in_time(
+        program, left_s=incumbent.left_s(), time_limit_s=limit_s, rel_gap=incumbent.rel_gap, seed=incumbent.seed
+    )
     if answer.infeasible:
         incumbent.infeasible = True
         return None, "highs"
@@ -89,7 +91,7 @@ def smallest_peak(incumbent: Incumbent) -> bool:
     """
     problem = incumbent.problem
     times = np.zeros(0, dtype=np.int64)
-    while problem.usage_limit is not None:
+    while problem.usage_limit is not None and incumbent.left_s() > 0:
         core = Core(problem, times)
         core.make_consistent(list(core.cost))
         if not core.feasible:
@@ -97,9 +99,8 @@ def smallest_peak(incumbent: Incumbent) -> bool:
         program, names = core.program()
         if program.cells > MIP_CELLS:
             return False
-        answer = solve_in_time(
-            program, time_limit_s=max(incumbent.left_s(), 1.0), seed=incumbent.seed, minimise_peak=True
-        )
+        left_s = incumbent.left_s()
+        answer = solve_in_time(program, left_s=left_s, time_limit_s=left_s, seed=incumbent.seed, minimise_peak=True)
         if answer.choice is None:
             return True
         choice = core.expand(dict(zip(names, answer.choice.tolist(), strict=True)))

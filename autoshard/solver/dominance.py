@@ -7,30 +7,45 @@ and uses no more in any memory row. Of equals the first stays.
 import numpy as np
 
 from autoshard.problem.network import INF, Int, Problem
+from autoshard.solver.clock import Clock, endless
 from autoshard.solver.kernels import Mask, jit
 from autoshard.solver.presolve import neighbours, settle
 from autoshard.solver.program import Network
 from autoshard.solver.rows import rows_of
 from autoshard.solver.usage import memory_of
 
+NODES_AT_ONCE = 500  # between looks at the clock
 
-def without_dominated(problem: Problem, network: Network) -> Network:
-    """Returns `network`, to which `problem` was reduced, without dominated strategies; an optimum stays."""
-    while True:
+
+def without_dominated(problem: Problem, network: Network, left_s: Clock = endless) -> Network:
+    """Returns `network`, to which `problem` was reduced, without dominated strategies; an optimum stays.
+
+    Stops once `left_s()` is not positive.
+    """
+    while left_s() > 0:
         rows = rows_of(memory_of(problem, network))
-        alive = undominated(
-            network.start, network.cost, network.edge_nodes, network.edge_start, network.edge_cost,
-            *neighbours(network), rows.items, rows.first, rows.usage,
-        )  # fmt: skip
+        alive, near = np.ones(network.start[-1], dtype=bool), neighbours(network)
+        for begin in range(0, network.nodes, NODES_AT_ONCE):
+            if left_s() <= 0:
+                break
+            undominated(
+                begin, min(begin + NODES_AT_ONCE, network.nodes), alive,
+                network.start, network.cost, network.edge_nodes, network.edge_start, network.edge_cost,
+                *near, rows.items, rows.first, rows.usage,
+            )  # fmt: skip
         if alive.all():
             return network
-        settled = settle(network, alive)
+        settled = settle(network, alive, left_s)
         assert settled is not None  # of any finite choice, the dominating one is left
         network = settled
+    return network
 
 
 @jit
 def undominated(
+    begin: int,
+    end: int,
+    alive: Mask,
     start: Int,
     cost: Int,
     edge_nodes: Int,
@@ -41,10 +56,9 @@ def undominated(
     items: Int,
     first: Int,
     usage: Int,
-) -> Mask:
-    """Returns which strategies no other of their node dominates."""
-    alive = np.ones(start[-1], dtype=np.bool_)
-    for v in range(len(start) - 1):
+) -> None:
+    """Clears `alive` of strategies of nodes in [begin, end) that another of their node dominates."""
+    for v in range(begin, end):
         k = start[v + 1] - start[v]
         for j in range(k):
             for i in range(k):
@@ -54,7 +68,6 @@ def undominated(
                     v, i, j, start, cost, edge_nodes, edge_start, edge_cost, near_start, near, items, first, usage
                 ):
                     alive[start[v] + j] = False
-    return alive
 
 
 @jit

@@ -22,21 +22,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.problem.network import INF, Hinge, Int, Problem
-from autoshard.solver.bound import ROUNDING, Dual, shifted
+from autoshard.solver.bound import FLAT, MOST_CYCLES, ROUNDING, Dual, plain_dual, settled_dual, shifted
 from autoshard.solver.buckets import eliminate_all, order_by_size
 from autoshard.solver.child import solve_in_time
+from autoshard.solver.clock import Clock, endless
 from autoshard.solver.core import Core, reduce
 from autoshard.solver.exact import MipAnswer, highest_point
 from autoshard.solver.incumbent import Incumbent
-from autoshard.solver.labels import solve_by_labels
+from autoshard.solver.labels import layer_sums, objective_of, solve_by_labels
 from autoshard.solver.presolve import presolve, settle
 from autoshard.solver.program import FORBIDDEN, Network, Program
 from autoshard.solver.usage import Memory, memory_of, peaks_over
 
 MULTIPLIER_BITS = 20
 MOST_STEPS = 60  # of Kelley's method
-FLAT = 1e-6  # relative room between planes and L at which its maximum counts as found
-MOST_CYCLES = 6  # of message passing per evaluation of L
 SMALL_WORK = 4_000_000  # cells of an elimination, tried where message passing leaves a gap
 FIRST_DISTANCE = 2e-4  # of the target from the bound, relative to the bound
 GROWTH = 5  # of that distance from target to target
@@ -124,7 +123,7 @@ class Hinged:
         choices: list[Int] = []
         forms = self.forms_of(self.network)
         for _ in range(MOST_STEPS):
-            answer = minimum(forms.priced(multiplier))
+            answer = minimum(forms.priced(multiplier), self.incumbent.left_s)
             if answer is None:
                 return None
             bound, choice = answer
@@ -166,7 +165,7 @@ class Hinged:
         """Solves what targets leave open until the gap is as asked; returns whether it is."""
         incumbent = self.incumbent
         deadline = incumbent.left_s() - limit_s
-        dual = settled_dual(self.forms_of(self.network).priced(multiplier), self.shift)
+        dual = settled_dual(self.forms_of(self.network).priced(multiplier), self.shift, incumbent.left_s)
         incumbent.raise_bound(dual.bound)
         distance = max(int(FIRST_DISTANCE * abs(dual.bound)), 1)
         events = self.events
@@ -194,10 +193,10 @@ class Hinged:
         network = self.network
         for again in range(NARROWINGS):
             if again:
-                dual = settled_dual(self.forms_of(network).priced(multiplier), self.shift)
+                dual = settled_dual(self.forms_of(network).priced(multiplier), self.shift, self.incumbent.left_s)
             edge_cost = network.edge_cost.copy()
             edge_cost[0][dual.dead_cells(target)] = FORBIDDEN
-            settled = settle(replace(network, edge_cost=edge_cost), dual.may_improve(target))
+            settled = settle(replace(network, edge_cost=edge_cost), dual.may_improve(target), self.incumbent.left_s)
             if settled is None or dual.bound >= target:
                 return None
             network = settled
@@ -216,7 +215,7 @@ class Hinged:
         deadline = incumbent.left_s() - limit_s
         while incumbent.left_s() > deadline:
             core = Core(as_problem(rest, self.constants, memory, events), np.arange(len(events)))
-            reduce(core)
+            reduce(core, incumbent.left_s)
             if not core.feasible:
                 return target, events
             program, names = core.program()
@@ -244,9 +243,9 @@ class Hinged:
         """
         count = len(self.events)
         forms = self.forms(program.network, program.hinge_constant, program.usage[:count], program.base[:count])
-        dual = settled_dual(forms.priced(multiplier), self.shift)
+        dual = settled_dual(forms.priced(multiplier), self.shift, self.incumbent.left_s)
         room = (target << self.shift if self.shift >= 0 else (target >> -self.shift) + 1) - dual.constant
-        labels = solve_by_labels(program, dual, room)
+        labels = solve_by_labels(program, dual, room, self.incumbent.left_s)
         if labels is not None:
             if labels.choice is None:
                 return MipAnswer(choice=None, bound=target, infeasible=True, finished=True)
@@ -254,7 +253,10 @@ class Hinged:
             return MipAnswer(choice=labels.choice, bound=bound, infeasible=False, finished=True)
         if program.cells > MIP_CELLS:
             return None
-        answer = solve_in_time(program, time_limit_s=limit_s, rel_gap=self.incumbent.rel_gap, seed=self.incumbent.seed)
+        incumbent = self.incumbent
+        answer = solve_in_time(
+            program, left_s=incumbent.left_s(), time_limit_s=limit_s, rel_gap=incumbent.rel_gap, seed=incumbent.seed
+        )
         if answer.infeasible:
             return answer
         if answer.choice is None or answer.bound is None or not answer.finished:
@@ -267,7 +269,7 @@ def solve_hinged(incumbent: Incumbent, *, patience_s: float) -> str | None:
 
     None if it gave up; bound and choice are kept. `patience_s` limits its MIPs together.
     """
-    network = presolve(incumbent.problem)
+    network = presolve(incumbent.problem, incumbent.left_s)
     if network is None:
         incumbent.infeasible = True
         return "arc consistency"
@@ -301,76 +303,37 @@ def product(multiplier: int, values: Int) -> Int:
     return multiplier * high + ((multiplier * low) >> MULTIPLIER_BITS)
 
 
-def layer_sums(network: Network, choice: Int) -> list[int]:
-    """Returns the sum of each layer's chosen entries; all of them are finite."""
-    u, w = network.edge_nodes.T
-    strategy = network.start[:-1] + choice
-    cell = network.edge_start[:-1] + choice[u] * network.sizes[w] + choice[w]
-    return [int(a[strategy].sum()) + int(b[cell].sum()) for a, b in zip(network.cost, network.edge_cost, strict=True)]
-
-
-def objective_of(program: Program, choice: Int) -> int:
-    """Returns what a finite choice costs, with hinges, in the network's unit."""
-    cost, *hinges = layer_sums(program.network, choice)
-    return (
-        program.network.offset
-        + cost
-        + sum(max(0, value + constant) for value, constant in zip(hinges, program.hinge_constant, strict=True))
-    )
-
-
-def minimum(network: Network) -> tuple[int, Int | None] | None:
+def minimum(network: Network, left_s: Clock = endless) -> tuple[int, Int | None] | None:
     """Returns a bound on every choice of a plain network and, mostly, a choice that attains it.
 
     None if no finite choice exists.
     """
     core = Core(as_problem(network), EMPTY)
-    reduce(core)
+    reduce(core, left_s)
     if not core.feasible:
         return None
     program, names = core.program()
-    dual = dual_of(program.network, 0)
+    dual = plain_dual(program.network, 0)
     position: dict[int, int] | None = None
     least = FORBIDDEN
     for _ in range(MOST_CYCLES):
-        dual.cycle()
-        if dual.failures == 0:
+        dual.cycle(left_s)
+        if dual.failures == 0 and dual.iterations > 0:
             value = layer_sums(program.network, dual.choice)[0] + program.network.offset
             if value < least:
                 position, least = dict(zip(names, dual.choice.tolist(), strict=True)), value
         if dual.best >= least or dual.proves_infeasible:
             break
     bound = dual.best
-    if bound < least and order_by_size(core)[2] <= SMALL_WORK:
+    if bound < least and left_s() > 0 and order_by_size(core)[2] <= SMALL_WORK:
         try:
-            position = eliminate_all(core)
+            exact = eliminate_all(core, left_s)
         except ValueError:
             return None
-        if position is not None:
-            choice = core.expand(position)
+        if exact is not None:
+            choice = core.expand(exact)
             return layer_sums(network, choice)[0] + network.offset, choice
     return bound, None if position is None else core.expand(position)
-
-
-def dual_of(network: Network, shift: int) -> Dual:
-    """Returns message passing over a plain network, without memory."""
-    none = Memory(
-        times=EMPTY, root=EMPTY, begin=EMPTY, end=EMPTY, first=EMPTY, follow_first=EMPTY,
-        usage=EMPTY, follows=EMPTY, strategies=network.start, limit=0,
-    )  # fmt: skip
-    return Dual(network, none, (), shift)
-
-
-def settled_dual(network: Network, shift: int) -> Dual:
-    """Returns message passing over a plain network after the cycles that improve its bound."""
-    dual = dual_of(network, shift)
-    before = -FORBIDDEN
-    for _ in range(MOST_CYCLES):
-        dual.cycle()
-        if dual.best - before <= FLAT * abs(dual.best):
-            break
-        before = dual.best
-    return dual
 
 
 def as_problem(

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from autoshard.problem.network import INF, Int
 from autoshard.solver.bound import Dual
+from autoshard.solver.clock import Clock, endless
 from autoshard.solver.kernels import jit
-from autoshard.solver.program import Program
+from autoshard.solver.program import Network, Program
 
 MOST_LABELS = 400_000  # in one table before pruning
 MOST_HINGES = 3  # dominance looks at 2^hinges corners
@@ -71,13 +72,14 @@ class LabelAnswer:
     choice: Int | None
 
 
-def solve_by_labels(program: Program, dual: Dual, room: int) -> LabelAnswer | None:
-    """Solves a program exactly; None if tables grow too large.
+def solve_by_labels(program: Program, dual: Dual, room: int, left_s: Clock = endless) -> LabelAnswer | None:
+    """Solves a program exactly; None if tables grow too large, or time is over.
 
     Args:
       program: the network and its rows.
       dual: message passing over the program's network at fixed multipliers.
       room: how far from the dual's constant, in the network's unit, a choice may lie.
+      left_s: how much time is left.
     """
     if len(program.hinge_constant) > MOST_HINGES:
         return None
@@ -88,6 +90,8 @@ def solve_by_labels(program: Program, dual: Dual, room: int) -> LabelAnswer | No
             waiting = {v for table in tables for v in table.scope}
             if not waiting:
                 break
+            if left_s() <= 0:
+                return None
             v = min(waiting, key=lambda node: (weight(node, tables, sizes), node))
             mine = [table for table in tables if v in table.scope]
             tables = [table for table in tables if v not in table.scope]
@@ -111,6 +115,24 @@ def solve_by_labels(program: Program, dual: Dual, room: int) -> LabelAnswer | No
         return LabelAnswer(choice=None)
     last.trace(int(np.where(fits, total, np.iinfo(np.int64).max).argmin()), choice)
     return LabelAnswer(choice=choice)
+
+
+def layer_sums(network: Network, choice: Int) -> list[int]:
+    """Returns the sum of each layer's chosen entries; all of them are finite."""
+    u, w = network.edge_nodes.T
+    strategy = network.start[:-1] + choice
+    cell = network.edge_start[:-1] + choice[u] * network.sizes[w] + choice[w]
+    return [int(a[strategy].sum()) + int(b[cell].sum()) for a, b in zip(network.cost, network.edge_cost, strict=True)]
+
+
+def objective_of(program: Program, choice: Int) -> int:
+    """Returns what a finite choice costs, with hinges, in the network's unit."""
+    cost, *hinges = layer_sums(program.network, choice)
+    return (
+        program.network.offset
+        + cost
+        + sum(max(0, value + constant) for value, constant in zip(hinges, program.hinge_constant, strict=True))
+    )
 
 
 def initial(program: Program, dual: Dual, room: int) -> list[Labels]:

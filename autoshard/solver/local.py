@@ -8,13 +8,13 @@ search goes on from the best choice, perturbed (iterated local search: Lourenço
 """
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 
 from autoshard.problem.network import INF, Int
 from autoshard.solver import blocks
 from autoshard.solver.blocks import NEVER, Floats
+from autoshard.solver.clock import Clock, endless
 from autoshard.solver.presolve import neighbours
 from autoshard.solver.program import Network
 from autoshard.solver.rows import Rows
@@ -36,7 +36,7 @@ ANY = 2**62  # a limit that refuses nothing
 class LocalSearch:
     """A choice of a network that swings about the memory limit, and the best that fitted."""
 
-    def __init__(self, network: Network, rows: Rows, seed: int, left_s: Callable[[], float] = lambda: math.inf) -> None:
+    def __init__(self, network: Network, rows: Rows, seed: int, left_s: Clock = endless) -> None:
         """Starts without a choice. Hinges of `network` are ignored; moves end when `left_s()` is not positive."""
         self.network, self.rows, self.left_s = network, rows, left_s
         self.near = neighbours(network)

@@ -38,7 +38,7 @@ class Peak:
 def approximate_peak(incumbent: Incumbent) -> Peak | None:
     """Returns a small peak and a bound on the smallest; None if no choice is finite."""
     problem = incumbent.problem
-    network = presolve(without_costs(problem))
+    network = presolve(without_costs(problem), incumbent.left_s)
     if network is None:
         return None
     memory = memory_of(problem, network)

@@ -13,6 +13,7 @@ import numpy as np
 
 from autoshard.problem.network import INF, Int, Problem
 from autoshard.solver import kernels
+from autoshard.solver.clock import Clock, endless
 from autoshard.solver.kernels import Mask
 from autoshard.solver.program import FORBIDDEN, Network
 
@@ -41,15 +42,16 @@ def load(problem: Problem) -> Network:
     )
 
 
-def presolve(problem: Problem) -> Network | None:
+def presolve(problem: Problem, left_s: Clock = endless) -> Network | None:
     """Returns the reduced network; None if no finite choice exists."""
-    return settle(load(problem))
+    return settle(load(problem), left_s=left_s)
 
 
-def settle(network: Network, alive: Mask | None = None) -> Network | None:
+def settle(network: Network, alive: Mask | None = None, left_s: Clock = endless) -> Network | None:
     """Returns `network` reduced until no step applies; None if no finite choice exists.
 
-    `alive` marks the strategies to keep (reduced-cost fixing); all if None.
+    `alive` marks the strategies to keep (reduced-cost fixing); all if None. Once `left_s()` is not
+    positive nothing is merged any more, only made consistent, as message passing needs it.
     """
     mask = network.cost[0] < INF if alive is None else alive & (network.cost[0] < INF)
     while True:
@@ -58,9 +60,12 @@ def settle(network: Network, alive: Mask | None = None) -> Network | None:
             network.start, network.edge_nodes, network.edge_start, network.edge_cost[0], *near, mask
         ):
             return None
-        parent = kernels.choose_parents(
-            network.start, network.edge_nodes, network.edge_start, network.edge_cost[0], mask
-        )
+        if left_s() > 0:
+            parent = kernels.choose_parents(
+                network.start, network.edge_nodes, network.edge_start, network.edge_cost[0], mask
+            )
+        else:
+            parent = np.full(network.nodes, -1)
         merged = rebuild(network, mask, parent)
         if merged.nodes == network.nodes and len(merged.edge_nodes) == len(network.edge_nodes):
             return merged

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.problem.network import Int, Problem
+from autoshard.solver.clock import Clock, endless
 from autoshard.solver.presolve import settle
 from autoshard.solver.program import Network
 from autoshard.solver.usage import Memory, memory_of
@@ -130,12 +131,12 @@ def without_rows(keep: np.ndarray, kept: Int, begin: Int, end: Int) -> tuple[Int
     return kept[keep], before[begin], before[end]
 
 
-def within_memory(problem: Problem, network: Network) -> Network | None:
+def within_memory(problem: Problem, network: Network, left_s: Clock = endless) -> Network | None:
     """Returns `network` without strategies that overflow even if all others use their least.
 
-    None if no choice fits.
+    None if no choice fits. Stops once `left_s()` is not positive.
     """
-    while True:
+    while left_s() > 0:
         rows = rows_of(memory_of(problem, network))
         room = rows.limit - rows.base
         if room.min(initial=0) < 0:
@@ -149,10 +150,11 @@ def within_memory(problem: Problem, network: Network) -> Network | None:
         alive[(network.start[root[item]] + local)[over]] = False
         if alive.all():
             return network
-        settled = settle(network, alive)
+        settled = settle(network, alive, left_s)
         if settled is None:
             return None
         network = settled
+    return network
 
 
 def least_between(values: Int, begin: Int, end: Int) -> Int:

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from autoshard.problem.network import INF, Int
 from autoshard.solver.bound import RESTING, Dual, shifted
 from autoshard.solver.child import SMALL_CELLS, Child
-from autoshard.solver.dominance import without_dominated
+from autoshard.solver.closing import close
 from autoshard.solver.exact import MipAnswer
 from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.local import LocalSearch
 from autoshard.solver.peak import approximate_peak
-from autoshard.solver.presolve import neighbours, presolve, settle
+from autoshard.solver.presolve import neighbours, settle
 from autoshard.solver.program import FORBIDDEN, Network, Program, cell_ends
-from autoshard.solver.rows import rows_of, within_memory
+from autoshard.solver.rows import rows_of
 from autoshard.solver.usage import Memory, memory_of, peaks_over
 
 FIRST_PASSES = 25  # of messages, before all else
@@ -62,6 +62,7 @@ class Search:
     """Networks, duals and budgets of one search; the results go to `incumbent`."""
 
     def __init__(self, incumbent: Incumbent, network: Network, child: Child) -> None:
+        begin_s = incumbent.left_s()
         self.incumbent, self.child = incumbent, child
         self.random = np.random.default_rng(incumbent.seed)
         constants = tuple(hinge.constant for hinge in incumbent.problem.hinges)
@@ -76,6 +77,7 @@ class Search:
         self.rounded = -1  # the dual's iteration whose rounding the local search knows
         self.cycle_s = 0.0  # how long the last cycle took
         self.rest = self.rested = 0  # works without a cycle: wanted, and had
+        self.step_s = 2 * (begin_s - incumbent.left_s())  # the longest step that nothing interrupts, at first a guess
 
     def _dual_of(self, network: Network) -> Dual:
         memory = memory_of(self.incumbent.problem, network)
@@ -92,14 +94,20 @@ class Search:
             if self.dual.proves_infeasible:
                 self.incumbent.infeasible = self.incumbent.objective is None
                 return
-            self.incumbent.raise_bound(self.dual.bound)
-            if self.dual.failures == 0:
-                self.incumbent.offer(self.dual.network.expand(self.dual.choice))
+            self._report()
+
+    def _report(self) -> None:
+        """Takes over the dual's bound and rounding."""
+        if self.dual.iterations == 0:
+            return
+        self.incumbent.raise_bound(self.dual.bound)
+        if self.dual.failures == 0:
+            self.incumbent.offer(self.dual.network.expand(self.dual.choice))
 
     def begin(self) -> None:
         """Finds a first choice, and multipliers that lead to better ones."""
         self.dual.improve(FIRST_PASSES, self.incumbent.left_s)
-        self.incumbent.raise_bound(self.dual.bound)
+        self._report()
         for _ in range(FIRST_FIT):
             if self.incumbent.objective is None:
                 self.wander(1)
@@ -114,6 +122,8 @@ class Search:
         After a run it starts again, from the dual's last rounding if that is new; it knows the incumbent.
         """
         local, incumbent = self.local, self.incumbent
+        if incumbent.left_s() <= 0:
+            return
         if local is None:
             plain = linearised(self.full, self.dual.hinge_multiplier)
             local = LocalSearch(
@@ -174,18 +184,20 @@ class Search:
             gap = self.fixed_at - self.incumbent.bound
             if self.fixed_at - objective <= WORTHWHILE * gap:
                 return
+        begin_s = self.incumbent.left_s()
         dual = self.dual
         network = dual.residual()
         dead = dual.dead_cells(objective)
         edge_cost = network.edge_cost.copy()
         edge_cost[0][dead] = FORBIDDEN
-        settled = settle(replace(network, edge_cost=edge_cost), dual.may_improve(objective))
+        settled = settle(replace(network, edge_cost=edge_cost), dual.may_improve(objective), self.incumbent.left_s)
         if settled is None or dual.bound >= objective:
             self.incumbent.raise_bound(objective)  # nothing better exists
             return
         self.dual = self._dual_of(settled)
         self.dual.inherit(dual)
         self.fixed_at, self.rest = objective, 0
+        self._took(begin_s)
         self.climb(1)
 
     def find_feasible(self) -> None:
@@ -194,15 +206,18 @@ class Search:
             if self.incumbent.objective is not None or self.incumbent.left_s() <= 0:
                 break
             self.dual.improve_at(factor, RESTING, self.incumbent.left_s)
-            if self.dual.failures == 0:
-                self.incumbent.offer(self.dual.network.expand(self.dual.choice))
+            self._report()
         self.dual.improve_at(1.0, RESTING, self.incumbent.left_s)
-        if self.incumbent.objective is None:
+        if self.incumbent.objective is None and self.incumbent.left_s() > 0:
             peak = approximate_peak(self.incumbent)
             if peak is not None:
                 self.incumbent.offer(peak.choice)
                 if self.incumbent.problem.usage_limit is not None:
                     self.incumbent.infeasible = peak.bound_bytes > self.incumbent.problem.usage_limit
+
+    def _took(self, begin_s: float) -> None:
+        """Notes the length of a step that began with so many seconds left."""
+        self.step_s = max(self.step_s, begin_s - self.incumbent.left_s())
 
     @property
     def busy(self) -> bool:
@@ -219,6 +234,10 @@ class Search:
         network = self.dual.residual()
         self._begin(network, whole=True, abs_gap=0, limit_s=limit_s)
 
+    def close(self) -> None:
+        """Closes a gap that the tolerances of a MIP of the whole network have left."""
+        close(self.incumbent, self.dual.network, self.hinge_constant, self.shift, self.events)
+
     def restrict(self, cells: int) -> None:
         """Begins to solve the strategies of least excess that make about `cells` cells."""
         excess, level = self.levels()
@@ -228,10 +247,12 @@ class Search:
 
     def solve_part(self, alive: NDArray[np.bool_]) -> None:
         """Begins to solve the network of the strategies in `alive`."""
-        network = settle(self.dual.residual(), alive)
+        begin_s = self.incumbent.left_s()
+        network = settle(self.dual.residual(), alive, self.incumbent.left_s)
         if network is not None and int((network.edge_cost[0] < INF).sum()) <= 2 * MOST_CELLS:
             limit_s = min(self.incumbent.left_s(), max(2.0, MIP_S * self.incumbent.time_limit_s))
             self._begin(network, whole=bool(alive.all()), abs_gap=self.tolerance(), limit_s=limit_s)
+        self._took(begin_s)
 
     def improve_neighbourhood(self, cells: int) -> None:
         """Frees a part of the network of about `cells` cells; the rest stays as the incumbent has it.
@@ -370,26 +391,15 @@ def surroundings(network: Network, first: int) -> Int:
     return np.concatenate([np.array(order, dtype=np.int64), np.flatnonzero(~seen)])
 
 
-def solve_by_search(incumbent: Incumbent) -> str:
-    """Solves the problem in `incumbent` as well as time allows; returns the engine's name."""
+def solve_by_search(incumbent: Incumbent, network: Network) -> None:
+    """Solves the problem in `incumbent`, which was reduced to `network`, as well as time allows."""
     child = Child()
     try:
-        network = presolve(incumbent.problem)
-        if network is not None and incumbent.problem.usage_limit is not None:
-            network = within_memory(incumbent.problem, network)
-            if network is None:
-                incumbent.infeasible = True
-                return "least usage"
-        if network is None:
-            incumbent.infeasible = True
-            return "arc consistency"
-        network = without_dominated(incumbent.problem, network)
         if network.edge_cost.shape[1] > SMALL_CELLS:
             child.start()
         run(Search(incumbent, network, child))
     finally:
         child.close()
-    return "search"
 
 
 def run(search: Search) -> None:
@@ -397,8 +407,11 @@ def run(search: Search) -> None:
     incumbent = search.incumbent
     search.begin()
     cells = part = float(FIRST_CELLS)
-    rounds, tried = 0, -1  # `tried`: the size of the last network solved whole
+    rounds, tried = 0, (-1, None)  # `tried`: the last network solved whole, by size and objective
     while incumbent.left_s() > 0 and not incumbent.closed() and rounds != incumbent.rounds:
+        if incumbent.left_s() < search.step_s:
+            search.work()
+            continue
         rounds += 1
         most = min(MIP_CELLS_PER_S * incumbent.left_s(), MOST_CELLS)
         cells, part = min(cells, most), min(part, most)
@@ -408,17 +421,18 @@ def run(search: Search) -> None:
         if incumbent.closed():
             return
         size = search.finite_cells()
-        whole = size <= EXACT_CELLS and size != tried
+        whole = size <= EXACT_CELLS and (size, search.fixed_at) != tried
         widens = bool(rounds % 2) or incumbent.objective is None
         if whole:
-            tried = size
+            tried = (size, search.fixed_at)
             search.solve_whole(limit_s=WHOLE * incumbent.left_s())
         elif widens:
             search.restrict(int(cells))
         else:
             search.improve_neighbourhood(int(part))
         finished = finish(search)
-        if whole and finished:
+        if whole and finished and incumbent.objective == search.fixed_at:
+            search.close()
             return
         if widens:
             cells *= GROWTH if finished else 1 / GROWTH

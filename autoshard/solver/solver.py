@@ -1,17 +1,22 @@
-"""Solve a problem: small ones directly, large ones by search."""
+"""Solve a problem: small ones directly, large ones reduced, part by part, by search."""
 
 import math
 from dataclasses import replace
 
+import numpy as np
+
 from autoshard.problem.network import Problem
+from autoshard.solver.coarse import coarsened, coarsening, least
 from autoshard.solver.direct import smallest_peak, solve_directly
 from autoshard.solver.evaluate import saturated
-from autoshard.solver.incumbent import Incumbent, Progress
+from autoshard.solver.incumbent import NO_BOUND, Incumbent, Progress
+from autoshard.solver.program import Network
 from autoshard.solver.solution import Solution
 
 HINGED_CELLS = 5_000  # smaller problems with hinges are solved directly
-DIRECT_CELLS = 400_000  # larger problems go to the search at once
-PATIENCE_S = 10.0  # for the MIP of a small problem, before the search tries
+DIRECT_CELLS, DIRECT_NODES = 400_000, 20_000  # larger problems go to the search at once
+CLOSING_ROUNDS = 2  # of the search, after an engine that ended with a gap of rounding errors
+PATIENCE_S, PATIENCE = 10.0, 0.3  # for the MIP of a small problem, at most this much of the time limit
 
 
 def solve(
@@ -45,24 +50,107 @@ def solve(
         settle_s=settle_s,
         on_progress=on_progress,
     )
-    solver = None
-    # numba takes its time to load, and small problems do without it
-    if problem.hinges and len(problem.edge_cost) > HINGED_CELLS:
-        from autoshard.solver.hinged import solve_hinged
-
-        solver = solve_hinged(incumbent, patience_s=PATIENCE_S)
-    if solver is None and not incumbent.closed() and len(problem.edge_cost) <= DIRECT_CELLS:
-        solver = solve_directly(incumbent, patience_s=PATIENCE_S)
-    if solver is None and not incumbent.closed():
-        from autoshard.solver.search import solve_by_search
-
-        solver = solve_by_search(incumbent)
+    incumbent.raise_bound(least(problem))
+    shift = coarsening(problem)
+    solver = solve_coarse(incumbent, shift) if shift else run_engines(incumbent)
     if incumbent.infeasible and problem.usage_limit is not None:
         from autoshard.solver.peak import approximate_peak
 
         found = approximate_peak(incumbent)
         if found is not None:
             incumbent.offer_peak(found.choice, found.bound_bytes)
-        if (found is None or found.peak_bytes > found.bound_bytes) and incumbent.left_s() > 0:
+        if found is None or found.peak_bytes > found.bound_bytes:
             smallest_peak(incumbent)
-    return incumbent.solution(solver or "search")
+    return incumbent.solution(solver)
+
+
+def solve_coarse(incumbent: Incumbent, shift: int) -> str:
+    """Solves the problem in `incumbent` with costs divided by 2^shift; returns the last engine's name."""
+
+    def report(*_: object) -> None:
+        if own.bound > NO_BOUND:
+            incumbent.raise_bound(own.bound << shift)
+        if own.choice is not None:
+            incumbent.offer(own.choice)
+
+    own = part_of(incumbent, coarsened(incumbent.problem, shift), incumbent.left_s(), report)
+    solver = run_engines(own)
+    incumbent.infeasible = own.infeasible
+    return solver
+
+
+def part_of(incumbent: Incumbent, problem: Problem, time_limit_s: float, report: Progress) -> Incumbent:
+    """Returns an incumbent for another problem to solve on the way."""
+    return Incumbent(
+        problem=problem,
+        time_limit_s=time_limit_s,
+        rel_gap=incumbent.rel_gap,
+        seed=incumbent.seed,
+        rounds=incumbent.rounds,
+        settle_s=incumbent.settle_s,
+        on_progress=report,
+    )
+
+
+def run_engines(incumbent: Incumbent) -> str:
+    """Solves the problem in `incumbent` by one engine after another; returns the last one's name."""
+    problem, solver = incumbent.problem, None
+    patience_s = min(PATIENCE_S, PATIENCE * incumbent.time_limit_s)
+    # numba takes its time to load, and small problems do without it
+    if problem.hinges and len(problem.edge_cost) > HINGED_CELLS:
+        from autoshard.solver.hinged import solve_hinged
+
+        solver = solve_hinged(incumbent, patience_s=patience_s)
+    small = len(problem.edge_cost) <= DIRECT_CELLS and problem.nodes <= DIRECT_NODES
+    if solver is None and small and not incumbent.closed():
+        solver = solve_directly(incumbent, patience_s=patience_s)
+    if solver is not None:  # what is open is within the tolerance of the MIP, which some exact steps may close
+        incumbent.rounds = min(incumbent.rounds or CLOSING_ROUNDS, CLOSING_ROUNDS)
+    if not incumbent.closed():
+        from autoshard.solver.reduction import reduced
+
+        network = reduced(problem, incumbent.left_s)
+        if network is None:
+            incumbent.infeasible = True
+            return "presolve"
+        solve_parts(incumbent, network)
+    return solver or "search"
+
+
+def solve_parts(incumbent: Incumbent, network: Network) -> None:
+    """Solves the problem in `incumbent`, which was reduced to `network`, each component on its own."""
+    if incumbent.left_s() <= 0:
+        return
+    from autoshard.solver.components import components
+    from autoshard.solver.rows import rows_of
+    from autoshard.solver.search import solve_by_search
+    from autoshard.solver.usage import memory_of
+
+    parts = [] if incumbent.problem.hinges else components(network, rows_of(memory_of(incumbent.problem, network)))
+    if sum(len(part.problem.cost) > part.problem.nodes for part in parts) <= 1:  # the others have no choice
+        solve_by_search(incumbent, network)
+        return
+    solved: list[Incumbent] = []
+
+    def gather(*_: object) -> None:
+        """Offers the parts' choices together, and the sum of their bounds, once each has one."""
+        if len(solved) < len(parts):
+            return
+        if all(own.bound > NO_BOUND for own in solved):
+            incumbent.raise_bound(network.offset + sum(own.bound for own in solved))
+        position = np.zeros(network.nodes, dtype=np.int64)
+        for part, own in zip(parts, solved, strict=True):
+            if own.choice is None:
+                return
+            position[part.nodes] = own.choice
+        incumbent.offer(network.expand(position))
+
+    weight = [len(part.problem.cost) + len(part.problem.edge_cost) for part in parts]
+    for k, part in enumerate(parts):
+        own = part_of(incumbent, part.problem, incumbent.left_s() * weight[k] / sum(weight[k:]), gather)
+        solved.append(own)
+        run_engines(own)
+        if own.infeasible:
+            incumbent.infeasible = True
+            return
+    gather()

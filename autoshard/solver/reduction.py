@@ -1,0 +1,20 @@
+"""Reduction: all that the presolve does to a problem before the search."""
+
+from autoshard.problem.network import Problem
+from autoshard.solver.clock import Clock
+from autoshard.solver.dominance import without_dominated
+from autoshard.solver.leaves import without_leaves
+from autoshard.solver.presolve import presolve
+from autoshard.solver.program import Network
+from autoshard.solver.rows import within_memory
+
+
+def reduced(problem: Problem, left_s: Clock) -> Network | None:
+    """Returns a network with an optimum of `problem`, as small as the steps make it in time; None if nothing fits."""
+    network = presolve(problem, left_s)
+    if network is not None and problem.usage_limit is not None:
+        network = within_memory(problem, network, left_s)
+    if network is None:
+        return None
+    network = without_dominated(problem, network, left_s)
+    return without_leaves(problem, network, left_s) if left_s() > 0 else network
