@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any
 
 from models import inference, linear, mlp, moe, transformer
+from models.training import ValueAndGrad
 
-_STEPS: dict[Any, Callable[[Any], Callable[..., Any]]] = {
+_STEPS: dict[Any, Callable[..., Callable[..., Any]]] = {
     module: module.train_step for module in (linear, mlp, transformer, moe)
 } | {inference: inference.step}
 
@@ -41,7 +42,14 @@ def find(name: str, **overrides: Any) -> tuple[Any, Any]:
     return module, replace(module.CONFIGS[name], **overrides)
 
 
-def build(name: str, *, batch: int | None = None, sequence: int | None = None, **overrides: Any) -> Target:
+def build(
+    name: str,
+    *,
+    batch: int | None = None,
+    sequence: int | None = None,
+    value_and_grad: ValueAndGrad | None = None,
+    **overrides: Any,
+) -> Target:
     """`(program, arguments)` of a name, abstract: nothing is allocated.
 
     The program of a model is `train_step(state, batch)`; of the names that end so it is
@@ -51,11 +59,13 @@ def build(name: str, *, batch: int | None = None, sequence: int | None = None, *
       name: one of `names()`.
       batch: rows (linear, mlp) or sequences; None is the model's own.
       sequence: tokens per sequence, of transformer, moe and prefill; None is the whole context.
+      value_and_grad: of a training step; None is `jax.value_and_grad`.
       **overrides: fields of the model's configuration, such as `layers=2`.
     """
     module, config = find(name, **overrides)
+    step = _STEPS[module] if value_and_grad is None else partial(_STEPS[module], value_and_grad=value_and_grad)
     sizes = {key: value for key, value in (("batch", batch), ("sequence", sequence)) if value is not None}
-    return _STEPS[module](config), module.example_args(config, **sizes)
+    return step(config), module.example_args(config, **sizes)
 
 
 def __getattr__(attribute: str) -> Callable[[], Target]:

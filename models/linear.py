@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from models.annotate import name
-from models.training import Batch, Params, State, TrainStep, make_train_step, new_state
+from models.training import Batch, Params, State, TrainStep, ValueAndGrad, make_train_step, new_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +61,9 @@ def loss(config: Config, params: Params, batch: Batch) -> jax.Array:
     return jnp.mean(jnp.square(forward(config, params, batch["x"]).astype(jnp.float32)))
 
 
-def train_step(config: Config) -> TrainStep:
+def train_step(config: Config, value_and_grad: ValueAndGrad = jax.value_and_grad) -> TrainStep:
     """`(state, batch) -> (state, loss)`."""
-    return make_train_step(partial(loss, config), config.learning_rate)
+    return make_train_step(partial(loss, config), config.learning_rate, value_and_grad)
 
 
 def example_batch(config: Config, *, batch: int = 1024, seed: int = 0) -> Batch:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from models import transformer
 from models.annotate import name
-from models.training import Batch, Params, State, TrainStep, make_train_step, new_state
+from models.training import Batch, Params, State, TrainStep, ValueAndGrad, make_train_step, new_state
 from models.transformer import branch_end, example_batch, normal
 
 __all__ = ["CONFIGS", "Config", "example_args", "example_batch", "forward", "init", "loss", "train_step"]
@@ -177,9 +177,9 @@ def loss(config: Config, params: Params, batch: Batch) -> jax.Array:
     return transformer.loss(config, params, batch, mixture)
 
 
-def train_step(config: Config) -> TrainStep:
+def train_step(config: Config, value_and_grad: ValueAndGrad = jax.value_and_grad) -> TrainStep:
     """`(state, batch) -> (state, loss)`."""
-    return make_train_step(partial(loss, config), config.learning_rate)
+    return make_train_step(partial(loss, config), config.learning_rate, value_and_grad)
 
 
 def example_args(config: Config, *, batch: int = 8, sequence: int | None = None) -> tuple[State, Batch]:

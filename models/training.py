@@ -28,6 +28,9 @@ class State(NamedTuple):
 
 TrainStep = Callable[[State, Batch], tuple[State, jax.Array]]
 
+ValueAndGrad = Callable[[Callable[..., jax.Array]], Callable[..., tuple[jax.Array, Any]]]
+"""`jax.value_and_grad`, or what takes its place, such as one that accumulates over micro-batches."""
+
 
 def adamw(learning_rate: float) -> optax.GradientTransformation:
     """AdamW with the betas and the decay of GPT-3 and Llama."""
@@ -39,7 +42,9 @@ def new_state(params: Params, learning_rate: float) -> State:
     return State(params, adamw(learning_rate).init(params), jnp.zeros((), jnp.int32))
 
 
-def make_train_step(loss: Callable[[Params, Batch], jax.Array], learning_rate: float) -> TrainStep:
+def make_train_step(
+    loss: Callable[[Params, Batch], jax.Array], learning_rate: float, value_and_grad: ValueAndGrad = jax.value_and_grad
+) -> TrainStep:
     """`(state, batch) -> (state, loss)`: gradient of `loss`, then AdamW.
 
     Each gradient has a name: `gradients.` and the path of its parameter.
@@ -47,7 +52,7 @@ def make_train_step(loss: Callable[[Params, Batch], jax.Array], learning_rate: f
     optimizer = adamw(learning_rate)
 
     def train_step(state: State, batch: Batch) -> tuple[State, jax.Array]:
-        value, gradients = jax.value_and_grad(loss)(state.params, batch)
+        value, gradients = value_and_grad(loss)(state.params, batch)
         gradients = jax.tree.map_with_path(
             lambda path, x: name(x, f"gradients.{jax.tree_util.keystr(path, simple=True, separator='.')}"), gradients
         )

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from models import attention as kernels
 from models.annotate import name
 from models.layers import Remat, apply_layers, new_layers
-from models.training import Batch, Params, State, TrainStep, make_train_step, new_state
+from models.training import Batch, Params, State, TrainStep, ValueAndGrad, make_train_step, new_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,9 +342,9 @@ def loss(config: Config, params: Params, batch: Batch, mlp: MLP = mlp) -> jax.Ar
     return -jnp.mean(jnp.take_along_axis(log_probs, batch["targets"][..., None], axis=-1))
 
 
-def train_step(config: Config) -> TrainStep:
+def train_step(config: Config, value_and_grad: ValueAndGrad = jax.value_and_grad) -> TrainStep:
     """`(state, batch) -> (state, loss)`."""
-    return make_train_step(partial(loss, config), config.learning_rate)
+    return make_train_step(partial(loss, config), config.learning_rate, value_and_grad)
 
 
 def example_batch(config: Config, *, batch: int = 8, sequence: int | None = None, seed: int = 0) -> Batch:

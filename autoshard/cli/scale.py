@@ -1,17 +1,19 @@
-"""`autoshard scale`: tensor, context, expert, pipeline and data parallelism of a transformer, in closed form."""
+"""`autoshard scale`: tensor, context, expert, pipeline and data parallelism of a stack of equal layers."""
 
 from typing import Annotated, Any
 
 import typer
 
 from autoshard.candidates import slices
-from autoshard.cli.app import app, print_json
-from autoshard.cli.options import JsonOption, MemoryOption
+from autoshard.cli.app import app, errors, print_json
+from autoshard.cli.options import JsonOption, MemoryOption, SetOption
 from autoshard.cli.written import assignments, byte_count
 from autoshard.errors import InfeasibleError, TargetError
+from autoshard.report import progress
 from autoshard.report import scale as scale_report
+from autoshard.stages import Builder, Staged, pipelined
 from autoshard.target import load_builder
-from cost_models import Transformer
+from cost_models import Hardware, Transformer
 from cost_models.layout_search import LayoutRanking, best_layouts
 
 
@@ -26,11 +28,18 @@ def scale(
     dtype: Annotated[str, typer.Option("--dtype", help="of the matmuls: bfloat16, float8_e4m3fn")] = "bfloat16",
     memory: MemoryOption = None,
     rows: Annotated[int, typer.Option("--rows", help="of the ranking")] = 10,
+    plan: Annotated[
+        str | None, typer.Option("--plan", help="builder whose stages are planned for every row: models:llama3_405b")
+    ] = None,
+    set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Rank TP × CP × EP × PP × FSDP × DP for a stack of equal layers: scales that nobody compiles."""
+    """Rank TP × CP × EP × PP × FSDP × DP for a stack of equal layers: scales that nobody compiles.
+
+    In closed form; with --plan the stages of the rows are planned, too.
+    """
     model = transformer(shape)
-    found: list[LayoutRanking] = []
+    found: list[tuple[LayoutRanking, Hardware]] = []
     for place in slices(hardware, [] if chips is None else [chips]):
         ranking = best_layouts(
             model,
@@ -41,19 +50,26 @@ def scale(
             memory_bytes=None if memory is None else byte_count(memory),
             keep=rows,
         )
-        found.append(ranking)
-    fitting = [ranking for ranking in found if ranking.ranked]
+        found.append((ranking, place))
+    fitting = [(ranking, place) for ranking, place in found if ranking.ranked]
     if not fitting:
-        smallest = min((ranking.smallest_bytes for ranking in found), default=float("inf"))
+        smallest = min((ranking.smallest_bytes for ranking, _ in found), default=float("inf"))
         raise InfeasibleError(
             f"no layout of {model.parameters / 1e9:.0f}e9 parameters fits: the smallest takes {smallest / 1e9:.1f} GB "
             "per device\n  take more chips (--chips), or a --batch that they divide"
         )
-    best = min(fitting, key=lambda ranking: ranking.ranked[0].step.seconds)
+    best, place = min(fitting, key=lambda pair: pair[0].ranked[0].step.seconds)
+    staged: tuple[Staged, ...] = ()
+    if plan is not None:
+        keywords = assignments(set_ or (), "--set")
+        builder = Builder(target=plan, keywords=keywords, layers=model.layers, sequences=batch, sequence=sequence)
+        limit = None if memory is None else byte_count(memory)
+        with progress.shown(errors(), "plan stages"):
+            staged = pipelined(builder, best.ranked, place, memory_bytes=limit)
     if as_json:
-        print_json(scale_report.to_json(best, sequences=batch, sequence=sequence))
+        print_json(scale_report.to_json(best, staged, sequences=batch, sequence=sequence))
     else:
-        typer.echo(scale_report.text(best, sequences=batch, sequence=sequence))
+        typer.echo(scale_report.text(best, staged, sequences=batch, sequence=sequence))
 
 
 def transformer(written: str) -> Transformer:
