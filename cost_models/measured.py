@@ -1,9 +1,9 @@
 """Measured hardware: timings of one machine → a hardware file in the catalogue's schema.
 
 Who times is no business of this room: it takes samples and fits the few numbers
-that prices need. A matmul and a stream of bytes take `fixed + work ÷ rate`;
-fixed and rate are fitted to the *relative* errors, so that small and large
-samples count alike. Collectives are kept as tables.
+that prices need. A matmul takes `fixed + work ÷ rate`; fixed and rate are fitted
+to the *relative* errors, so that small and large samples count alike. Memory is
+as fast as the largest streams, which no cache holds. Collectives are kept as tables.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cost_models import catalogue
-from cost_models.alpha_beta import Kind
+from cost_models.alpha_beta import Floats, Kind
 from cost_models.collective_law import link_bytes
 from cost_models.dtypes import itemsize, matmul_rates
 from cost_models.errors import CostModelError
@@ -90,6 +90,9 @@ class Measurement:
 def fit_line(work: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """`(fixed_s, rate)` such that seconds ≈ fixed + work ÷ rate, least squares of relative errors.
 
+    Where times grow faster than the work, as they do once a cache is too small, the rate
+    is that of the largest sizes, within a factor of two.
+
     Raises:
         CostModelError: Fewer than two sizes, or times that do not grow with the work.
     """
@@ -99,10 +102,16 @@ def fit_line(work: Sequence[float], seconds: Sequence[float]) -> tuple[float, fl
     scaled = np.stack([1 / t, w / t], axis=1)
     fixed, slope = np.linalg.lstsq(scaled, np.ones_like(t), rcond=None)[0]
     if fixed < 0:
-        fixed, slope = 0.0, float(np.sum(w / t) / np.sum((w / t) ** 2))
+        fixed, slope = 0.0, 1 / _rate_of_the_largest(w, t)
     if slope <= 0:
         raise CostModelError("the measured times do not grow with the work; time larger sizes")
     return float(fixed), float(1 / slope)
+
+
+def _rate_of_the_largest(work: Floats, seconds: Floats) -> float:
+    """Of all samples within a factor of two of the largest together."""
+    largest = 2 * work >= work.max()
+    return float(np.sum(work[largest]) / np.sum(seconds[largest]))
 
 
 def document(measurement: Measurement) -> dict[str, Any]:
@@ -117,7 +126,8 @@ def document(measurement: Measurement) -> dict[str, Any]:
     numbers: dict[str, float] = {}
     stream_rate = 0.0
     if measurement.streams:
-        _, stream_rate = fit_line([s.nbytes for s in measurement.streams], [s.seconds for s in measurement.streams])
+        touched, seconds = np.array([(s.nbytes, s.seconds) for s in measurement.streams], float).T
+        stream_rate = _rate_of_the_largest(touched, seconds)  # smaller ones may lie in a cache
         numbers |= _split(base, "hbm_bytes_per_s", "hbm_achieved_fraction", stream_rate)
     launches: list[float] = []
     for dtype, samples in measurement.matmuls.items():
@@ -161,13 +171,17 @@ def write(measurement: Measurement, path: str | Path) -> None:
 
 
 def _by_arithmetic(samples: Sequence[MatmulSample], itemsize: float, stream_rate: float) -> list[MatmulSample]:
-    """The samples whose traffic takes less than half of their time; all of them where too few are left."""
+    """The samples that did not wait for memory; all of them where too few are left.
+
+    Traffic that takes about as long as the sample is what it waited for; traffic that
+    would have taken much longer came from a cache.
+    """
     if not stream_rate:
         return list(samples)
     bound: list[MatmulSample] = []
     for s in samples:
         touched = float(matmul_bytes(s.batch, s.m, s.n, s.k, itemsize, itemsize))
-        if touched < s.seconds * stream_rate / 2:
+        if not 0.5 <= touched / stream_rate / s.seconds <= 1.5:
             bound.append(s)
     return bound if len({(s.batch, s.m, s.n, s.k) for s in bound}) > 1 else list(samples)
 

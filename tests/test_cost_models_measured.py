@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cost_models
+from cost_models import KINDS, catalogue
 from cost_models.errors import CostModelError
 from cost_models.measured import (
     CollectiveSample,
@@ -21,6 +23,8 @@ from cost_models.measured import (
     fit_line,
     write,
 )
+
+SHIPPED = Path(cost_models.__file__).parent / "hardware" / "cpu-measured.json"
 
 
 def measurement(based_on: str = "cpu", topology: str = "8", flops_per_s: float = 4e10, **changes: Any) -> Measurement:
@@ -86,6 +90,29 @@ def test_the_file_is_plain_json(tmp_path: Path):
     }
 
 
+def test_the_shipped_measurement_prices_what_it_measured():
+    chip = catalogue.chip("cpu-measured")
+    assert chip.measured["date"] == "2026-11-21"
+    assert {"peak_float32_flops_per_s", "hbm_bytes_per_s"} <= {
+        key for key, number in chip.numbers.items() if number.source.startswith("measured 2026-11-21 on cpu, jax ")
+    }
+    assert {(t.kind, t.devices) for t in chip.links["domain"].tables} == set(
+        product(set(KINDS) - {"broadcast"}, (2, 4, 8))
+    )
+    machine = cost_models.hardware("cpu-measured:8").place({"x": 8})
+    for table in (t for t in chip.links["domain"].tables if t.devices == 8):
+        assert float(machine.collective_s(table.kind, ("x",), table.nbytes[-1])) == pytest.approx(table.seconds[-1])
+    samples = json.loads(SHIPPED.read_text())["samples"]
+    largest = max(s["nbytes"] for s in samples["streams"])
+    for s in samples["streams"]:
+        if 2 * s["nbytes"] >= largest:
+            assert float(machine.hbm_s(s["nbytes"])) == pytest.approx(s["seconds"], rel=0.5)
+    for s in samples["matmuls"]:
+        if s["batch"] * s["m"] * s["n"] * s["k"] >= 256**3:  # smaller ones lie in caches, which no price knows
+            priced = float(machine.matmul_s(s["batch"], s["m"], s["n"], s["k"], s["dtype"]))
+            assert 0.5 < priced / s["seconds"] < 2
+
+
 @settings(deadline=None)
 @given(st.floats(0, 1e-3), st.floats(1e6, 1e15))
 def test_a_line_is_found_again(fixed_s: float, rate: float):
@@ -96,9 +123,12 @@ def test_a_line_is_found_again(fixed_s: float, rate: float):
 
 
 def test_a_line_never_starts_below_zero():
-    fixed_s, rate = fit_line([1.0, 2.0, 3.0], [1.0, 3.0, 5.0])
-    assert fixed_s == 0
-    assert rate > 0
+    assert fit_line([1.0, 2.0, 4.0], [1.0, 3.0, 9.0]) == (0.0, 0.5)
+
+
+def test_memory_is_as_fast_as_what_no_cache_holds():
+    streams = [StreamSample("copy", 1e6, 1e6 / 30e9), StreamSample("copy", 1e8, 0.2), StreamSample("reduce", 6e7, 0.12)]
+    assert document(measurement(streams=streams))["numbers"]["hbm_bytes_per_s"]["value"] == pytest.approx(5e8)
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,19 @@ def test_the_planner_takes_the_file(measured: dict[str, Any], tmp_path: Path):
     assert float(machine.collective_s("all-reduce", ("x",), table["bytes"][-1])) == pytest.approx(table["seconds"][-1])
 
 
+def test_the_planner_takes_the_shipped_measurement_by_name_and_by_path():
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum((x @ w) ** 2)
+
+    shapes = jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    path = Path(cost_models.__file__).parent / "hardware" / "cpu-measured.json"
+    plans = [autoshard.plan(loss, *shapes, mesh={"x": 8}, hardware=spec) for spec in ("cpu-measured:8", str(path))]
+    assert [plan.record.hardware for plan in plans] == ["cpu-measured:8", "cpu/cpu-measured:8"]
+    assert plans[0].record.hardware_digest == plans[1].record.hardware_digest
+    assert plans[0].record.cost == plans[1].record.cost
+    assert plans[0].verify().compiler == "cpu"
+
+
 def test_repeats_last_as_long_as_asked():
     case = next(few_cases())
     timed = measure.time_case(case, jax.devices()[:1], measure.Effort(program_s=0.02, repeats=3))
