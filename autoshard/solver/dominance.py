@@ -17,10 +17,10 @@ from autoshard.solver.usage import memory_of
 NODES_AT_ONCE = 500  # between looks at the clock
 
 
-def without_dominated(problem: Problem, network: Network, left_s: Clock = endless) -> Network:
+def without_dominated(problem: Problem, network: Network, left_s: Clock = endless) -> Network | None:
     """Returns `network`, to which `problem` was reduced, without dominated strategies; an optimum stays.
 
-    Stops once `left_s()` is not positive.
+    None if no finite choice exists. Stops once `left_s()` is not positive.
     """
     while left_s() > 0:
         rows = rows_of(memory_of(problem, network))
@@ -36,7 +36,8 @@ def without_dominated(problem: Problem, network: Network, left_s: Clock = endles
         if alive.all():
             return network
         settled = settle(network, alive, left_s)
-        assert settled is not None  # of any finite choice, the dominating one is left
+        if settled is None:
+            return None
         network = settled
     return network
 

@@ -19,8 +19,11 @@ from autoshard.solver.rows import rows_of
 from autoshard.solver.usage import memory_of
 
 
-def without_leaves(problem: Problem, network: Network, left_s: Clock = endless) -> Network:
-    """Returns `network`, to which `problem` was reduced, without trees of free nodes; an optimum stays."""
+def without_leaves(problem: Problem, network: Network, left_s: Clock = endless) -> Network | None:
+    """Returns `network`, to which `problem` was reduced, without trees of free nodes; an optimum stays.
+
+    None if no finite choice exists.
+    """
     table = network.edge_cost[0].copy()
     alive = answers(
         network.start, network.cost[0], network.edge_nodes, network.edge_start, table, *neighbours(network),
@@ -29,9 +32,7 @@ def without_leaves(problem: Problem, network: Network, left_s: Clock = endless) 
     if alive.all() and (table == network.edge_cost[0]).all():
         return network
     edge_cost = np.concatenate([table[None], network.edge_cost[1:]])
-    settled = settle(replace(network, edge_cost=edge_cost), alive, left_s)
-    assert settled is not None  # every strategy of the others keeps an answer
-    return settled
+    return settle(replace(network, edge_cost=edge_cost), alive, left_s)
 
 
 def free_nodes(problem: Problem, network: Network) -> Mask:

@@ -10,11 +10,15 @@ from autoshard.solver.rows import within_memory
 
 
 def reduced(problem: Problem, left_s: Clock) -> Network | None:
-    """Returns a network with an optimum of `problem`, as small as the steps make it in time; None if nothing fits."""
+    """Returns a network with an optimum of `problem`, as small as the steps make it in time.
+
+    None if they find that nothing fits.
+    """
     network = presolve(problem, left_s)
     if network is not None and problem.usage_limit is not None:
         network = within_memory(problem, network, left_s)
-    if network is None:
-        return None
-    network = without_dominated(problem, network, left_s)
-    return without_leaves(problem, network, left_s) if left_s() > 0 else network
+    if network is not None:
+        network = without_dominated(problem, network, left_s)
+    if network is not None and left_s() > 0:
+        network = without_leaves(problem, network, left_s)
+    return network
