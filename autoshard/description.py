@@ -76,7 +76,9 @@ def describe(
         ),
         memory=Memory(peak_bytes=peak, limit_bytes=memory_bytes, at=place_of(d, at), kinds=kinds),
         certificate=certificate,
-        compiler_options=_compiler_options(hardware, mesh, memory_bytes - peak),
+        compiler_options=_compiler_options(
+            hardware, mesh, memory_bytes - peak, loops=bool(setting.decisions.graph.loops)
+        ),
         notes=tuple(notes),
     )
 
@@ -145,19 +147,24 @@ def forward_pins(setting: Setting, assignment: Assignment) -> Pins:
     return Pins(made=made, taken={}, inputs={}, outputs={})
 
 
-def _compiler_options(hardware: Hardware, mesh: MeshAxes, spare_bytes: int) -> dict[str, Any]:
+def _compiler_options(hardware: Hardware, mesh: MeshAxes, spare_bytes: int, *, loops: bool) -> dict[str, Any]:
     """The flags that the plan's overlap and memory need.
 
-    XLA:GPU merges reduce-scatters up to a size of their results; what they reduce, as many
-    times as large as there are devices, is alive until then. Where memory is short, they
-    are merged less.
+    XLA:GPU merges reduce-scatters up to a size of their *results*; what they reduce, as many
+    times as large as there are devices, is alive until then, and the gradients of a whole
+    loop's body are reduced after its last one. They are merged up to a bucket of what is
+    reduced, as they are priced, and less where memory is short. In loops the scheduler's
+    analytical estimates put each gather behind the compute before its use (the default
+    estimator takes any two matmuls to be equally long).
     """
     if hardware.name.startswith(("tpu", "cpu")):
         return {}
-    options: dict[str, Any] = {"xla_gpu_enable_latency_hiding_scheduler": True}
-    merged = spare_bytes // mesh.size
-    if merged < BUCKET_BYTES:
-        options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = max(1, merged)
+    options: dict[str, Any] = {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": max(1, min(BUCKET_BYTES, spare_bytes) // mesh.size),
+    }
+    if loops:
+        options["xla_gpu_enable_analytical_latency_estimator"] = True
     return options
 
 

@@ -9,8 +9,9 @@ second behind the others.
 The body of a loop is a window of its own: what depends neither on the trip before nor
 on a contraction (gathers of this layer's weights), and what feeds neither a contraction
 nor the next trip (reductions of this layer's gradients), hides behind the contractions
-of the body. XLA:GPU starts a body's first gather in the trip that needs it: what the
-first contraction of a body waits for is exposed there.
+of the body. XLA:GPU moves nothing into another trip: what the first contraction of a body
+waits for is exposed there, and so is the reduction of what its last contraction makes
+(the scheduler keeps the largest gradient for last).
 """
 
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ def windows(graph: Graph, platform: str = "cpu") -> Windows:
     outer = _outside(graph)
     inner = _inside(graph)
     if platform == "cuda":
-        inner -= _awaited(graph)
+        inner -= _awaited(graph) | _last(graph, inner)
     of_value: list[int | None] = []
     for v, loop in enumerate(graph.loop):
         if loop:
@@ -106,6 +107,19 @@ def _inside(graph: Graph) -> frozenset[int]:
         for v, loop in enumerate(graph.loop)
         if loop and ((v not in carried and v not in after) or (v in after and v not in feeds))
     )
+
+
+def _last(graph: Graph, inner: frozenset[int]) -> frozenset[int]:
+    """Of every loop's body, the largest result of a contraction whose reduction could hide, the last of equals."""
+    largest: dict[int, int] = {}
+    for e, eqn in enumerate(graph.eqns):
+        loop = graph.loop_of[e]
+        if not loop or not is_contraction(eqn):
+            continue
+        for v in graph.results[e]:
+            if v in inner and (loop not in largest or graph.avals[v].nbytes >= graph.avals[largest[loop]].nbytes):
+                largest[loop] = v
+    return frozenset(largest.values())
 
 
 def _awaited(graph: Graph) -> frozenset[int]:
