@@ -11,11 +11,11 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from autoshard import _jax, apply
+from autoshard import _jax, apply, meshes
 from autoshard import binding as bindings
 from autoshard import trace as traces
 from autoshard.api import Options, find, peers, pose
-from autoshard.errors import InfeasibleError, PlanMismatchError
+from autoshard.errors import InfeasibleError, MeshError, PlanMismatchError
 from autoshard.plans import Plan, in_auto_mode
 from autoshard.store import Lock
 from autoshard.tables import bytes_text
@@ -170,8 +170,15 @@ class _LazyJit:
 
 
 def made_in_place(made: Plan, flat: Sequence[Any]) -> Any:
-    """The planned program on tracers: constraints on inputs, values and outputs, no `jit` of its own."""
-    mesh = made.mesh()
+    """The planned program on tracers: constraints on inputs, values and outputs, no `jit` of its own.
+
+    Shapes can be evaluated, and programs lowered, for more devices than there are.
+    """
+    mesh: Any
+    try:
+        mesh = made.mesh()
+    except MeshError:
+        mesh = meshes.abstract(made.record.mesh)
     traced = made.traced
     assert traced is not None  # plans of a JitFunction are fresh
 
