@@ -35,7 +35,7 @@ _DIM = re.compile(r"\{([^}]*)\}")
 _AXIS = re.compile(r'"([^"]+)"(:\(\d+\)\d+)?')
 _UNREDUCED = re.compile(r"unreduced=[^{]*\{([^}]*)\}")
 _SOURCE = re.compile(r'(?:"([^"]*)"\()?"([^"]+)":(\d+):\d+')
-_NAME = re.compile(r'loc\("([^"]*)"\(')
+_NAME = re.compile(r'loc\("([^"]*)"[()]')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
