@@ -317,9 +317,9 @@ def compare(
     contenders = [mine if compiler is None else _compiled(mine, ours, compiler)]
     left_out: dict[str, str] = {}
     for name, template in layouts.items():
-        shapes = list(_shapes(template.axes, devices, mesh))
+        tried_on = list(mesh_shapes(template.axes, devices, mesh))
         try:
-            found = evaluations(fn, args, template, shapes, completion=completion, **common, **solver)
+            found = evaluations(fn, args, template, tried_on, completion=completion, **common, **solver)
         except (AutoshardError, ValueError) as error:
             left_out[name] = str(error).partition("\n")[0]
             continue
@@ -384,7 +384,7 @@ def evaluations(
     return sorted(found, key=lambda made: (not made.fits, made.cost))
 
 
-def _shapes(axes: Sequence[str], devices: int, given: Shape | None) -> Iterator[Shape]:
+def mesh_shapes(axes: Sequence[str], devices: int, given: Shape | None = None) -> Iterator[Shape]:
     """Meshes with these axes: every ordered factorization into parts above 1, or what is given, if it can be."""
     if given is not None and len(given) == len(axes):
         yield dict(zip(axes, given.values(), strict=True))

@@ -1,0 +1,275 @@
+"""Ours against the layouts that a hand writes, by the GPU compiler's schedules: a board of many cells.
+
+    python -m benchmarks.comparison_board run [--match h100:1x8] [--seconds 3600]
+    python -m benchmarks.comparison_board render
+
+`run` takes one cell at a time, without a device, and appends one JSON line per cell to
+`benchmarks/results/comparison.jsonl`; a cell that is there already is skipped, so that it can be
+stopped and started again. `render` writes the board into `docs/comparing.md`.
+
+A cell is a model of four layers, a batch, and 8, 16 or 32 H100. Every applicable hand-written layout is
+priced on every mesh that it takes; the best of those that fit, each on its best mesh, are compiled
+(two, or three where the third is predicted close). Ours is compiled on the mesh that the model
+chose; where it loses there, on the next best, too, as `refined`. The compiled schedules are priced
+by the same model.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from math import inf
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+import autoshard
+import models
+from autoshard import meshes, standings
+from autoshard.cli.compare import of_models
+from autoshard.errors import AutoshardError, InfeasibleError
+from autoshard.evaluation import Evaluation
+from autoshard.plans import Plan
+from autoshard.problem.formulation import UNIT_S
+from benchmarks import comparison_report
+from cost_models import hardware as read_hardware
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "comparison.jsonl"
+
+PLACES = ("h100:1x8", "h100:2x8", "h100:4x8")
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2-xl": {"vocab": 50_304},  # padded as Megatron pads it: 50,257 is odd
+    "llama3-8b": {},
+    "gemma-7b": {},
+    "mixtral-8x7b": {},
+}
+LAYERS = 4
+SIZES = ("medium", "large", "small", "one", "huge")  # in the order in which they are run
+
+TIME_LIMIT_S = 8.0  # of the solver, per mesh
+CLOSE = 1.05  # times the best prediction: what is compiled besides the two best hand layouts, and our best mesh
+# Faster code generation: the schedule is made before it, and stays the same.
+QUICK = {
+    "xla_backend_optimization_level": "0",
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_gpu_disable_gpuasm_optimizations": True,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One model and batch on one place."""
+
+    model: str
+    size: str
+    hardware: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.model} {self.size} {self.hardware}"
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """Sequences and tokens of each."""
+        devices = read_hardware(self.hardware).devices
+        return {
+            "one": (1, 4096 if self.model != "gpt2-xl" else 1024),
+            "small": (devices // 4, 1024),
+            "medium": (devices, 1024),
+            "large": (4 * devices, 1024),
+            "huge": (16 * devices, 512),
+        }[self.size]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Of `models.build`."""
+        batch, sequence = self.batch
+        return {"layers": LAYERS, "scan": True, "batch": batch, "sequence": sequence, **MODELS[self.model]}
+
+
+def cells() -> Iterator[Cell]:
+    """The board, every model and place once before the next size."""
+    for size in SIZES:
+        for hardware in PLACES:
+            for model in MODELS:
+                yield Cell(model=model, size=size, hardware=hardware)
+
+
+def line(cell: Cell) -> dict[str, Any]:
+    """What is kept of a cell."""
+    begin, begin_cpu = time.perf_counter(), _cpu_s()
+    fn, args = models.build(cell.model, **cell.fields)
+    common: dict[str, Any] = {"hardware": cell.hardware, "donate_argnums": 0}
+    chosen, floor_s = _chosen(fn, args, common)
+    ours = [_told("autoshard", _planned(fn, args, chosen[0], common))]
+    hands, left_out = _hands(cell, fn, args, common)
+    compiled = _compiled(hands)
+    best_s = min((x["compiled"]["step_s"] for x in compiled if x["fits"]), default=inf)
+    if chosen[1:] and not (ours[0]["fits"] and ours[0]["compiled"]["step_s"] <= best_s):
+        ours.append(_told("autoshard", _planned(fn, args, chosen[1], common)))
+    return {
+        "key": cell.key,
+        "model": cell.model,
+        "size": cell.size,
+        "hardware": cell.hardware,
+        "fields": cell.fields,
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": {"jax": jax.__version__, "autoshard": _commit()},
+        "limit_bytes": read_hardware(cell.hardware).usable_memory_bytes,
+        "floor_s": floor_s,
+        "ours": ours,
+        "hands": compiled,
+        "predicted": [
+            {"layout": name, "mesh": made.record.mesh.shape, "step_s": made.cost, "fits": made.fits}
+            for name, made in hands
+        ],
+        "left_out": left_out,
+        "wall_s": time.perf_counter() - begin,
+        "cpu_s": _cpu_s() - begin_cpu,
+    }
+
+
+def _chosen(fn: Any, args: Sequence[Any], common: dict[str, Any]) -> tuple[list[dict[str, int]], float]:
+    """Our best mesh and, where it is close, the next; and a bound of every layout's compute, in seconds."""
+    found: list[tuple[float, dict[str, int]]] = []
+    floors: list[float] = []
+    last: InfeasibleError | None = None
+    for mesh in meshes.candidates(read_hardware(common["hardware"]).devices):
+        try:
+            made = autoshard.plan(fn, *args, mesh=mesh, constraints="all", time_limit_s=TIME_LIMIT_S, **common)
+        except InfeasibleError as error:
+            last = error
+            continue
+        assert made.planned is not None  # planned just now
+        floors.append(sum(int(node.cost_ps.min()) for node in made.planned.assignment.decisions.nodes) * UNIT_S)
+        found.append((made.cost, mesh))
+    if last is not None and not found:
+        raise last
+    found.sort(key=lambda item: item[0])
+    return [mesh for cost, mesh in found[:2] if cost <= CLOSE * found[0][0]], min(floors)
+
+
+def _planned(fn: Any, args: Sequence[Any], mesh: dict[str, int], common: dict[str, Any]) -> Plan:
+    return autoshard.plan(fn, *args, mesh=mesh, time_limit_s=TIME_LIMIT_S, **common)
+
+
+def _hands(
+    cell: Cell, fn: Any, args: Sequence[Any], common: dict[str, Any]
+) -> tuple[list[tuple[str, Evaluation]], dict[str, str]]:
+    """Every applicable layout on its own best mesh, those that fit first, the fastest first; why others are none."""
+    devices = read_hardware(cell.hardware).devices
+    hands: list[tuple[str, Evaluation]] = []
+    left_out: dict[str, str] = {}
+    for name, template in of_models(f"models:{cell.model.replace('-', '_')}", fn, args).items():
+        try:
+            shapes = list(standings.mesh_shapes(template.axes, devices))
+            hands.append((name, standings.evaluations(fn, args, template, shapes, **common)[0]))
+        except (AutoshardError, ValueError) as error:
+            left_out[name] = str(error).partition("\n")[0]
+    return sorted(hands, key=lambda item: (not item[1].fits, item[1].cost)), left_out
+
+
+def _compiled(hands: Sequence[tuple[str, Evaluation]]) -> list[dict[str, Any]]:
+    """The best of those that are predicted to fit: two that do, and a third that is predicted close."""
+    fitting = [(name, made) for name, made in hands if made.fits]
+    told: list[dict[str, Any]] = []
+    costs: set[float] = set()
+    for name, made in fitting:
+        counted = sum(bool(x["fits"]) for x in told)
+        if counted > 2 or (counted == 2 and made.cost > CLOSE * fitting[0][1].cost):
+            break
+        if made.cost not in costs:  # ZeRO-2 is ZeRO-1 where XLA reduces gradients into parts anyway
+            told.append(_told(name, made))
+            costs.add(made.cost)
+    return told
+
+
+def _told(name: str, made: Plan | Evaluation) -> dict[str, Any]:
+    """A layout as predicted and as compiled."""
+    record, found = made.record, made.verify("gpu", compiler_options=QUICK)
+    timeline, memory = found.timeline, found.memory.compiled
+    assert timeline is not None  # a compiler's program has a schedule
+    assert memory is not None
+    return {
+        "layout": name,
+        "mesh": record.mesh.shape,
+        "gap": record.certificate.gap,
+        "predicted": {
+            "step_s": record.cost.step_s,
+            "compute_s": record.cost.compute_s,
+            "exposed_s": record.cost.exposed_s,
+            "hidden_s": record.cost.hidden_s,
+            "peak_bytes": record.memory.peak_bytes,
+        },
+        "compiled": {
+            "step_s": timeline.step_s,
+            "compute_s": timeline.compute_s,
+            "exposed_s": timeline.exposed_s,
+            "hidden_s": timeline.hidden_s,
+            "peak_bytes": memory.peak,
+        },
+        "bytes": {row.kind: [row.predicted_bytes, row.emitted_bytes] for row in found.by_kind()},
+        "fits": memory.peak <= record.memory.limit_bytes,
+        "ok": found.ok,
+        "compiler": found.version,
+    }
+
+
+def _cpu_s() -> float:
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+def _commit() -> str:
+    """Of this checkout, short; empty where it is none."""
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip()
+
+
+def run(left: list[Cell], results: Path, seconds: float) -> None:
+    """Takes the cells that are not in the results yet, until the time is over."""
+    end = time.monotonic() + seconds
+    done = {x["key"] for x in comparison_report.read(results)}
+    left = [cell for cell in left if cell.key not in done]
+    results.parent.mkdir(exist_ok=True)
+    for i, cell in enumerate(left):
+        if time.monotonic() > end:
+            break
+        try:
+            told = line(cell)
+        except AutoshardError as error:
+            told = {"key": cell.key, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+        with results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(told) + "\n")
+        said = told.get("error") or comparison_report.said(told)
+        sys.stderr.write(f"{i + 1}/{len(left)} {cell.key}: {said}\n")
+        jax.clear_caches()
+
+
+def main() -> None:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=("run", "render"))
+    parser.add_argument("--match", default="", help="only cells whose key contains this")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--seconds", type=float, default=1e9)
+    asked = parser.parse_args()
+    if asked.verb == "render":
+        comparison_report.write(asked.results, ROOT / "docs" / "comparing.md")
+        return
+    run([cell for cell in cells() if asked.match in cell.key], asked.results, asked.seconds)
+
+
+if __name__ == "__main__":
+    main()

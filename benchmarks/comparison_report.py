@@ -1,0 +1,145 @@
+"""The report of `benchmarks.comparison_board`: a table in `docs/comparing.md` from its result lines."""
+
+import json
+from math import exp, fsum, log
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- board: python -m benchmarks.comparison_board -->", "<!-- end of board -->"
+ALLOWED = 1.02  # ours over the best hand-written layout
+
+Line = dict[str, Any]
+
+
+def read(path: Path) -> list[Line]:
+    """The result lines, the last of each cell; none where there is no file yet."""
+    if not path.is_file():
+        return []
+    lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line)
+    return list({line["key"]: line for line in lines}.values())
+
+
+def steps(line: Line) -> tuple[float | None, float | None, float | None]:
+    """Compiled steps: of ours, of ours on the better of two meshes, of the best hand layout; None where none fits."""
+    ours = [x["compiled"]["step_s"] if x["fits"] else None for x in line["ours"]]
+    fitting = [s for s in ours if s is not None]
+    hands = [x["compiled"]["step_s"] for x in line["hands"] if x["fits"]]
+    return ours[0], min(fitting, default=None), min(hands, default=None)
+
+
+def floor_s(line: Line) -> float:
+    """At most the least compute of any layout: a bound by the model, or what was compiled with less."""
+    return min(line["floor_s"], *(x["compiled"]["compute_s"] for x in (*line["ours"], *line["hands"])))
+
+
+def remaining(line: Line, step_s: float) -> float | None:
+    """The share of the distance between best hand layout and floor that a step leaves; None without a hand layout."""
+    *_, hand_s = steps(line)
+    return None if hand_s is None else (step_s - floor_s(line)) / (hand_s - floor_s(line))
+
+
+def said(line: Line) -> str:
+    """A cell in one line."""
+    ours_s, refined_s, hand_s = steps(line)
+    if ours_s is None or refined_s is None or hand_s is None:
+        return "nothing to compare"
+    return f"{ours_s / hand_s:.3f}, refined {refined_s / hand_s:.3f}, in {line['wall_s']:.0f} s"
+
+
+def geometric_mean(values: list[float]) -> float:
+    """Of positive numbers."""
+    return exp(fsum(map(log, values)) / len(values))
+
+
+def write(results: Path, page: Path) -> None:
+    """Replaces the board in a page.
+
+    Raises:
+      ValueError: the page has no place for it.
+    """
+    text = page.read_text(encoding="utf-8")
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"{page} has no place for a board: {BEGIN} … {END}")
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    page.write_text(f"{head}{BEGIN}\n{board(read(results))}\n{END}{tail}", encoding="utf-8")
+
+
+def board(lines: list[Line]) -> str:
+    """The summary and the table, in Markdown."""
+    failed = [x for x in lines if "error" in x]
+    cells = [x for x in lines if "error" not in x]
+    compared = [x for x in cells if None not in steps(x)]
+    if not compared:
+        return "No cell was compared yet."
+    ours = [_ratio(x, 0) for x in compared]
+    refined = [_ratio(x, 1) for x in compared]
+    left = [r for x in compared if (r := remaining(x, _step(x, 0))) is not None]
+    left_refined = [r for x in compared if (r := remaining(x, _step(x, 1))) is not None]
+    dates = sorted({x["date"] for x in cells})
+    commits = sorted({x["versions"]["autoshard"] for x in cells})
+    compilers = sorted({y["compiler"] for x in cells for y in x["ours"]})
+    within = sum(r <= ALLOWED for r in ours)
+    summary = [
+        f"{len(lines)} cells were run, {len(compared)} compared"
+        + (f", {len(failed)} failed" if failed else "")
+        + f" ({' to '.join(dict.fromkeys((dates[0], dates[-1])))}; JAX {cells[0]['versions']['jax']}, "
+        f"{', '.join(compilers)}; commit {', '.join(commits)}).",
+        "",
+        f"- ours ≤ {ALLOWED:g} × the best hand-written layout in {within} of {len(compared)} cells, ≤ 1.00 × in "
+        f"{sum(r <= 1.0 for r in ours)}; geometric mean {geometric_mean(ours):.3f}, worst {max(ours):.3f}",
+        f"- refined ≤ 1.00 × in {sum(r <= 1.0 for r in refined)}; geometric mean {geometric_mean(refined):.3f}, "
+        f"worst {max(refined):.3f}",
+        f"- of the distance between the best hand-written layout and the compute floor, {_closed(left)} is closed in "
+        f"the geometric mean (refined: {_closed(left_refined)})",
+    ]
+    head = (
+        "| model | sequences × tokens | hardware | ours: mesh | ms | best hand: layout, mesh | ms | ours ÷ hand | "
+        "refined ÷ hand | closed |\n|---|---:|---|---|---:|---|---:|---:|---:|---:|"
+    )
+    return "\n".join([*summary, "", head, *map(_row, compared), *map(_failed, failed)])
+
+
+def _closed(left: list[float]) -> str:
+    """1 less the geometric mean of what is left of the distance."""
+    positive = [r for r in left if r > 0]
+    return f"{1 - geometric_mean(positive):.0%}" if positive else "nothing"
+
+
+def _step(line: Line, which: int) -> float:
+    step_s = steps(line)[which]
+    assert step_s is not None  # asked of compared cells alone
+    return step_s
+
+
+def _ratio(line: Line, which: int) -> float:
+    return _step(line, which) / _step(line, 2)
+
+
+def _row(line: Line) -> str:
+    fields = line["fields"]
+    hand = min((x for x in line["hands"] if x["fits"]), key=lambda x: x["compiled"]["step_s"])
+    ratio, refined, left = _ratio(line, 0), _ratio(line, 1), remaining(line, _step(line, 0))
+    mark = "**" if ratio > ALLOWED else ""
+    return " | ".join(
+        (
+            f"| {line['model']}",
+            f"{fields['batch']:,} × {fields['sequence']:,}",
+            line["hardware"],
+            _mesh(line["ours"][0]["mesh"]),
+            f"{_step(line, 0) * 1e3:.2f}",
+            f"{hand['layout']}, {_mesh(hand['mesh'])}",
+            f"{_step(line, 2) * 1e3:.2f}",
+            f"{mark}{ratio:.3f}{mark}",
+            f"{refined:.3f}",
+            ("" if left is None else f"{1 - left:.0%}") + " |",
+        )
+    )
+
+
+def _failed(line: Line) -> str:
+    return f"| {line['key']} | {line['error'].partition(chr(10))[0][:80]} |" + " |" * 8
+
+
+def _mesh(mesh: dict[str, int]) -> str:
+    return "×".join(map(str, mesh.values()))
