@@ -57,16 +57,6 @@ def priced(items: Int, begin: Int, end: Int, first: Int, usage: Int, start: Int,
 
 
 @jit
-def overflow(profile: Int, limit: int) -> int:
-    """Returns the largest excess over the limit, or 0."""
-    worst = 0
-    for r in range(len(profile)):
-        if profile[r] - limit > worst:
-            worst = profile[r] - limit
-    return worst
-
-
-@jit
 def grow(
     seed: int, most: int, state: Random, edge_nodes: Int, near_start: Int, near: Int, mark: Int, block: Int, via: Int
 ) -> int:
@@ -186,6 +176,43 @@ def best_of_block(
 
 
 @jit
+def note(
+    v: int, new: int, choice: Int, items: Int, begin: Int, end: Int, first: Int, usage: Int, change: Int
+) -> tuple[int, int]:
+    """Adds to `change`, the differences from row to row, how much more node v uses with strategy `new`.
+
+    Returns the range of rows that it touches.
+    """
+    low, high = len(change) - 1, 0
+    for i in range(items[v], items[v + 1]):
+        more = usage[first[i] + new] - usage[first[i] + choice[v]]
+        change[begin[i]] += more
+        change[end[i]] -= more
+        low, high = min(low, begin[i]), max(high, end[i])
+    return low, high
+
+
+@jit
+def fits(change: Int, low: int, high: int, profile: Int, limit: int) -> bool:
+    """Whether no row of [low, high) both grows and exceeds the limit by `change`."""
+    more = 0
+    for r in range(low, high):
+        more += change[r]
+        if more > 0 and profile[r] + more > limit:
+            return False
+    return True
+
+
+@jit
+def add(change: Int, low: int, high: int, profile: Int) -> None:
+    """Adds `change` to the rows [low, high) of `profile`."""
+    more = 0
+    for r in range(low, high):
+        more += change[r]
+        profile[r] += more
+
+
+@jit
 def wander(
     visits: int,
     most: int,
@@ -235,28 +262,14 @@ def wander(
         for k in range(count):
             v = block[k]
             if new[k] != choice[v]:
-                for i in range(items[v], items[v + 1]):
-                    more = usage[first[i] + new[k]] - usage[first[i] + choice[v]]
-                    change[begin[i]] += more
-                    change[end[i]] -= more
-                    low, high = min(low, begin[i]), max(high, end[i])
-        fits = True
-        more = 0
-        for r in range(low, high):
-            more += change[r]
-            if more > 0 and profile[r] + more > limit:
-                fits = False
-                break
-        if fits:
-            more = 0
-            for r in range(low, high):
-                more += change[r]
-                profile[r] += more
+                touched = note(v, int(new[k]), choice, items, begin, end, first, usage, change)
+                low, high = min(low, touched[0]), max(high, touched[1])
+        if fits(change, low, high, profile, limit):
+            add(change, low, high, profile)
             for k in range(count):
                 choice[block[k]] = new[k]
             made += 1
-        for r in range(low, high + 1):
-            change[r] = 0
+        change[low : high + 1] = 0
     return made
 
 
@@ -315,26 +328,12 @@ def cross(
                     kw = start[w + 1] - start[w]
                     gain += table[edge_start[e] + choice[u] * kw + choice[w]]
                     gain -= table[edge_start[e] + other[u] * kw + other[w]]
-            for i in range(items[v], items[v + 1]):
-                more = usage[first[i] + other[v]] - usage[first[i] + choice[v]]
-                change[begin[i]] += more
-                change[end[i]] -= more
-                low, high = min(low, begin[i]), max(high, end[i])
-        fits = gain > 0.0
-        more = 0
-        for r in range(low, high):
-            more += change[r]
-            if more > 0 and profile[r] + more > limit:
-                fits = False
-                break
-        if fits:
-            more = 0
-            for r in range(low, high):
-                more += change[r]
-                profile[r] += more
+            touched = note(v, int(other[v]), choice, items, begin, end, first, usage, change)
+            low, high = min(low, touched[0]), max(high, touched[1])
+        if gain > 0.0 and fits(change, low, high, profile, limit):
+            add(change, low, high, profile)
             for k in range(count):
                 choice[part[k]] = other[part[k]]
             taken += 1
-        for r in range(low, high + 1):
-            change[r] = 0
+        change[low : high + 1] = 0
     return taken
