@@ -22,8 +22,8 @@ def intensity(flops_per_s: float, bytes_per_s: float) -> float:
     return flops_per_s / bytes_per_s
 
 
-def sum_of_axes(link_bytes_per_s: float, axes: int = 1) -> float:
-    """Bytes/s of a collective on wrapped torus axes, two links each. sharding.md:320-361."""
+def sum_of_axes(link_bytes_per_s: float, axes: float = 1) -> float:
+    """Bytes/s of a collective on wrapped torus axes, two links each; a line counts half. sharding.md:320-364."""
     return 2 * link_bytes_per_s * axes
 
 

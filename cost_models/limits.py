@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from cost_models import closed_forms as forms
 from cost_models.dtypes import itemsize
 from cost_models.model import Hardware
+from cost_models.roofline import arithmetic_intensity, matmul_bytes, roofline_s
 from cost_models.transformer import Transformer
 
 DTYPE = "bfloat16"
@@ -72,8 +73,8 @@ def hardware_limits(hardware: Hardware) -> tuple[Limit, ...]:
             "sharding.md",
         ),
     ]
-    for axes in range(1, _torus_axes(hardware) + 1):
-        tokens = forms.critical_tokens_per_device(domain_intensity(hardware), axes=axes)
+    for axes in range(1, len(_axis_links(hardware)) + 1):
+        tokens = forms.critical_tokens_per_device(domain_intensity(hardware, axes))
         over = f" over {axes} torus axes" if axes > 1 else ""
         found.append(
             Limit(f"data parallelism and FSDP are compute-bound{over} from", tokens, "tokens per device", "training.md")
@@ -107,19 +108,23 @@ def hardware_limits(hardware: Hardware) -> tuple[Limit, ...]:
 
 def model_limits(model: Transformer, hardware: Hardware, tokens: float) -> tuple[Limit, ...]:
     """Thresholds for training this model with a batch of so many tokens."""
-    number, intensity, axes = hardware.number, domain_intensity(hardware), _torus_axes(hardware)
-    flops_per_s = number(f"peak_{DTYPE}_flops_per_s")
+    number, axes = hardware.number, len(_axis_links(hardware))
+    one_axis, all_axes = domain_intensity(hardware), domain_intensity(hardware, axes)
+    flops_per_s, width_bytes = number(f"peak_{DTYPE}_flops_per_s"), itemsize(DTYPE)
     width = model.expert_width if model.experts > 1 else model.d_ff
     experts = {"experts": model.experts, "active_experts": model.active_experts}
-    sharded = forms.critical_tokens_per_device(intensity, axes=axes, **experts)
+    sharded = forms.critical_tokens_per_device(all_axes, **experts)
     mixed_axes = {"fsdp_axes": max(1, axes - 1), "tensor_axes": 1}
     state_bytes = forms.state_bytes(model.parameters)
-    link_parameters_per_s = number("domain.one_way_bytes_per_s") / 2
+    local = tokens / hardware.devices
+    block = (model.parameters - model.embedding_parameters) / model.layers
+    multiplied = (model.active_parameters - model.embedding_parameters) / model.layers
+    mlp_bytes = matmul_bytes(1, local, width, model.d_model, width_bytes, width_bytes)
     return (
         Limit("FSDP alone is compute-bound up to", forms.most_devices(tokens, sharded), "devices", "training.md"),
         Limit(
             "FSDP with tensor parallelism up to",
-            forms.most_devices(tokens, forms.mixed_tokens_per_device(intensity, width, **mixed_axes)),
+            forms.most_devices(tokens, forms.mixed_tokens_per_device(one_axis, width, **mixed_axes)),
             "devices",
             "training.md",
         ),
@@ -129,13 +134,31 @@ def model_limits(model: Transformer, hardware: Hardware, tokens: float) -> tuple
             "ways of FSDP",
             "training.md, X_opt",
         ),
-        Limit("tensor parallelism pays up to", forms.tensor_parallel_limit(width, intensity), "ways", "training.md"),
+        Limit("tensor parallelism pays up to", forms.tensor_parallel_limit(width, one_axis), "ways", "training.md"),
+        Limit(
+            "FSDP gathers one block's weights in",
+            float(forms.gather_s(block * width_bytes, flops_per_s / all_axes)),
+            "s",
+            "sharding.md",
+        ),
+        Limit(
+            "beside its forward matmuls, which take",
+            float(roofline_s(2 * multiplied * local, block * width_bytes, flops_per_s, number("hbm_bytes_per_s"))),
+            "s",
+            "training.md, FSDP",
+        ),
+        Limit(
+            "an MLP matmul of one device's tokens does",
+            float(arithmetic_intensity(2.0 * local * width * model.d_model, mlp_bytes)),
+            "FLOPs per byte",
+            "roofline.md",
+        ),
         Limit(
             "gradients of one block hide behind its compute up to",
             forms.largest_hidden_group(
-                tokens / hardware.devices,
+                local,
                 flops_per_s,
-                link_parameters_per_s,
+                number("domain.one_way_bytes_per_s") / width_bytes,
                 number("domain.hop_s"),
                 model.parameters / model.layers,
                 flops_per_parameter=4.0,
@@ -164,14 +187,17 @@ def model_limits(model: Transformer, hardware: Hardware, tokens: float) -> tuple
     )
 
 
-def domain_intensity(hardware: Hardware) -> float:
-    """FLOPs per byte of one wrapped torus axis, or of a GPU's way into its switch."""
-    link = hardware.number("domain.one_way_bytes_per_s")
-    per_axis = forms.sum_of_axes(link) if _torus_axes(hardware) > 1 else link
-    return forms.intensity(hardware.number(f"peak_{DTYPE}_flops_per_s"), per_axis)
+def domain_intensity(hardware: Hardware, axes: int = 1) -> float:
+    """FLOPs per byte of so many torus axes together, the best first, or of a GPU's way into its switch.
+
+    An axis that closes into a ring has two links that carry a collective, a line one. sharding.md:364.
+    """
+    links = sum(_axis_links(hardware)[:axes])
+    per_s = forms.sum_of_axes(hardware.number("domain.one_way_bytes_per_s"), links / 2)
+    return forms.intensity(hardware.number(f"peak_{DTYPE}_flops_per_s"), per_s)
 
 
-def _torus_axes(hardware: Hardware) -> int:
-    """Torus dimensions longer than one; 1 behind a switch."""
+def _axis_links(hardware: Hardware) -> list[int]:
+    """Links that carry a collective over each torus axis longer than one, most first; one link behind a switch."""
     tori = [d for d in hardware.topology.dimensions if d.medium == "torus" and d.size > 1]
-    return max(1, len(tori))
+    return sorted((2 if d.wraps else 1 for d in tori), reverse=True) or [1]

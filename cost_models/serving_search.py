@@ -75,6 +75,7 @@ class Disaggregated:
     Attributes:
         prefill_per_decode: Prefill sets that keep one decoding set busy.
         transfer_s: Sending one prompt's cache, over every device's way out.
+        requests_per_s: Finished by one decoding set.
         tokens_per_s: Decoded per device, those of prefill counted.
         dollars_per_million: Per million decoded tokens; None without a price.
     """
@@ -82,6 +83,7 @@ class Disaggregated:
     server: Server
     prefill_per_decode: float
     transfer_s: float
+    requests_per_s: float
     ttft_s: float
     tokens_per_s_per_device: float
     dollars_per_million: float | None
@@ -157,6 +159,7 @@ def disaggregated(
         server=server,
         prefill_per_decode=ratio,
         transfer_s=transfer_s,
+        requests_per_s=time.requests_per_s(workload.generated),
         ttft_s=time.prefill_s + transfer_s + time.decode_s,
         tokens_per_s_per_device=per_device,
         dollars_per_million=_dollars(price_per_hour, 1, per_device),

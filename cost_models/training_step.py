@@ -194,12 +194,21 @@ def _parts(block: Block, traffic: TrainingTraffic) -> tuple[Part, ...]:
     return (
         *work,
         *waits,
-        Part("pipeline bubble", busy_s * bubble / (1 - bubble), "stages that wait to fill and to drain"),
+        Part("pipeline bubble", busy_s * bubble / (1 - bubble), _bubble(layout, traffic.microbatches, bubble)),
         _communicated(
             "gradient sums", _replica_s(block, traffic), "between replicas, what one microbatch did not hide", replicas
         ),
         Part("optimizer", _optimizer_s(block, traffic), "memory-bound update of the local parameters"),
     )
+
+
+def _bubble(layout: TrainingLayout, microbatches: float, exact: float) -> str:
+    """What stages wait for, exactly and by the rule of thumb."""
+    waits = "stages that wait to fill and to drain"
+    if layout.pipeline == 1:
+        return waits
+    rough = closed_forms.pipeline_bubble_rough(layout.pipeline, layout.virtual_stages * microbatches)
+    return f"{waits}: {exact:.1%} of the time, (p-1)/(p+k-1); roughly p/(p+k), {rough:.1%}"
 
 
 def _communicated(name: str, seconds: float, reason: str, exchanged: Sequence[Traffic]) -> Part:

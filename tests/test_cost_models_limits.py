@@ -47,6 +47,28 @@ def test_llama_70b_on_a_pod():
     assert "devices (training.md)" in str(limits[0])
 
 
+def test_fsdp_is_compute_bound_where_a_gather_is_shorter_than_the_matmuls_beside_it():
+    """training.md: from 850 tokens per device on three wrapped axes, forward."""
+    hardware = cost_models.hardware("tpu-v5p:4x4x4")
+    for tokens, hidden in ((800 * 64, False), (900 * 64, True)):
+        limits = model_limits(LLAMA_70B, hardware, tokens)
+        gather_s, beside_s = value(limits, "FSDP gathers"), value(limits, "beside its forward")
+        block = 3 * 8192 * 28672 + 2 * 8192 * 72 * 128
+        assert gather_s == pytest.approx(2 * block / (6 * 90e9))
+        assert beside_s == pytest.approx(2 * block * tokens / 64 / 459e12)
+        assert (gather_s < beside_s) == hidden
+        assert value(limits, "an MLP matmul") < tokens / 64
+
+
+@pytest.mark.parametrize(
+    ("spec", "axes", "expected"),
+    [("tpu-v6e:16x16", 1, 5111), ("tpu-v6e:16x16", 2, 2556), ("tpu-v6e:8x8", 2, 5111), ("tpu-v6e:8x8", 1, 10222)],
+)
+def test_a_line_has_half_of_the_links_of_a_ring(spec: str, axes: int, expected: float):
+    """MaxText, docs/guides/optimization/custom_model.md: 5100 for one ring or two lines, 2550 for two rings."""
+    assert domain_intensity(cost_models.hardware(spec), axes) == pytest.approx(expected, rel=1e-3)
+
+
 def test_larger_batches_hide_gradients_of_more_replicas():
     hardware = cost_models.hardware("h100:4x8")
     few, many = (

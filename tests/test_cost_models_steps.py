@@ -90,6 +90,8 @@ def test_every_part_can_be_asked_why():
     assert len(why) == 1 + len(next(p.traffic for p in found.parts if p.name == "fsdp")) + 1
     assert "all-gather over fsdp·expert" in why[1]
     assert why[-1].startswith("  of them hidden behind compute: ")
+    bubble = step(TrainingLayout(pipeline=8), sequences=32).why("pipeline bubble")
+    assert "17.9% of the time, (p-1)/(p+k-1); roughly p/(p+k), 20.0%" in bubble
     with pytest.raises(CostModelError, match="no part `magic` of a step; there are matmuls, attention"):
         found.why("magic")
 

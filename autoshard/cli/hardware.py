@@ -74,7 +74,7 @@ def show(
         return
     typer.echo(hardware_report.numbers(chip, topology))
     if found is not None:
-        typer.echo(hardware_report.limits(found))
+        typer.echo(hardware_report.limits(cost_models.hardware_limits(found)))
 
 
 @commands.command()

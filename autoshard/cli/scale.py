@@ -9,11 +9,12 @@ from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import JsonOption, MemoryOption, SetOption
 from autoshard.cli.written import assignments, byte_count
 from autoshard.errors import InfeasibleError, TargetError
+from autoshard.report import hardware as hardware_report
 from autoshard.report import progress
 from autoshard.report import scale as scale_report
 from autoshard.stages import Builder, Staged, pipelined
 from autoshard.target import load_builder
-from cost_models import Hardware, Transformer
+from cost_models import Hardware, Transformer, model_limits
 from cost_models.layout_search import LayoutRanking, best_layouts
 
 
@@ -70,6 +71,7 @@ def scale(
         print_json(scale_report.to_json(best, staged, sequences=batch, sequence=sequence))
     else:
         typer.echo(scale_report.text(best, staged, sequences=batch, sequence=sequence))
+        typer.echo(hardware_report.limits(model_limits(model, place, batch * sequence)))
 
 
 def transformer(written: str) -> Transformer:

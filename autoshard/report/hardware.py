@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoshard.tables import bytes_text, columns, fields, flops_text, render, table, time_text
-from cost_models import Hardware, hardware_limits
+from cost_models import Limit
 from cost_models.hardware_file import Chip
 from cost_models.topology import Topology
 
@@ -69,10 +69,10 @@ def numbers(chip: Chip, topology: Topology | None = None, *, width: int | None =
     return render(*parts, width=width)
 
 
-def limits(hardware: Hardware, *, width: int | None = None) -> str:
-    """Rules of thumb for a chip and topology: from where on is a strategy compute-bound?"""
-    rows = [(limit.name, f"{limit.value:,.4g}", limit.unit, limit.source) for limit in hardware_limits(hardware)]
-    title = "rules of thumb, from the peaks above; chapters of How to Scale Your Model"
+def limits(found: Sequence[Limit], *, width: int | None = None) -> str:
+    """Rules of thumb: from where on is a strategy compute-bound, and what fits?"""
+    rows = [(limit.name, f"{limit.value:,.4g}", limit.unit, limit.source) for limit in found]
+    title = "rules of thumb, at peak rates; chapters of How to Scale Your Model"
     head = ("rule", "value", "unit", "chapter")
     return render(table(title, head, rows, right=("value",)), width=columns() if width is None else width)
 
