@@ -183,14 +183,15 @@ def _compiled(hands: Sequence[tuple[str, Evaluation]]) -> list[dict[str, Any]]:
     """The best of those that are predicted to fit: two that do, and a third that is predicted close."""
     fitting = [(name, made) for name, made in hands if made.fits]
     told: list[dict[str, Any]] = []
-    costs: set[float] = set()
+    seen: set[str] = set()
     for name, made in fitting:
         counted = sum(bool(x["fits"]) for x in told)
         if counted > 2 or (counted == 2 and made.cost > CLOSE * fitting[0][1].cost):
             break
-        if made.cost not in costs:  # ZeRO-2 is ZeRO-1 where XLA reduces gradients into parts anyway
+        alike = f"{made.cost:.4g} {made.record.memory.peak_bytes:.4g}"
+        if alike not in seen:  # ZeRO-2 is ZeRO-1 where XLA reduces gradients into parts anyway
             told.append(_told(name, made))
-            costs.add(made.cost)
+            seen.add(alike)
     return told
 
 
