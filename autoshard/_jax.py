@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterable
 from typing import Any
 
 import jax
-from jax._src import distributed, source_info_util
+from jax._src import config, distributed, source_info_util
 from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax._src.mesh import get_concrete_mesh, thread_resources
 from jax.core import Tracer
@@ -121,6 +121,12 @@ def stable_text(closed: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", str(closed))
 
 
+def lower(traced: Any, platform: str) -> Any:
+    """Lowers a traced function for a platform; of an op's traceback, the innermost frame of the user's is enough."""
+    with config.traceback_in_locations_limit(1):
+        return traced.lower(lowering_platforms=(platform,))
+
+
 def stablehlo(lowered: Any) -> Any:
     """A private copy of a lowering's StableHLO module operation (its owner keeps the original)."""
     return lowered.compiler_ir("stablehlo").operation.clone()
@@ -132,9 +138,14 @@ def bytecode(lowered: Any) -> bytes:
 
 
 def run_passes(module: Any, pipeline: str) -> None:
-    """Runs an MLIR pass pipeline, such as Shardy's, on a module operation in place (or raises `MLIRError`)."""
+    """Runs an MLIR pass pipeline, such as Shardy's, on a module operation in place (or raises `MLIRError`).
+
+    The module is not verified again after every pass: that takes as long as the passes do.
+    """
     with module.context:
-        passmanager.PassManager.parse(f"builtin.module({pipeline})").run(module)
+        manager = passmanager.PassManager.parse(f"builtin.module({pipeline})")
+        manager.enable_verifier(False)
+        manager.run(module)
 
 
 def parse_attribute(text: str, module: Any) -> Any:

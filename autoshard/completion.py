@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -49,10 +50,11 @@ class Annotations:
     donated: frozenset[int]
 
 
-def annotated(program: Traced, mesh: MeshAxes, annotations: Annotations) -> Any:
+def annotated(program: Traced, mesh: MeshAxes, annotations: Annotations, *, keep_unused: bool = False) -> Any:
     """The program, jitted on an abstract mesh with its annotations and traced: `.lower(…)` it.
 
-    Its arguments are the program's flat leaves; the ops of every equation carry its path.
+    Its arguments are the program's flat leaves (without the unused ones, unless they are
+    kept); the ops of every equation carry its path.
     """
     on = meshes.abstract(mesh)
 
@@ -67,6 +69,7 @@ def annotated(program: Traced, mesh: MeshAxes, annotations: Annotations) -> Any:
         in_shardings=tuple(shardings(annotations.inputs, len(program.in_avals))),
         out_shardings=shardings(annotations.outputs, len(program.out_avals)),
         donate_argnums=tuple(sorted(annotations.donated)),
+        keep_unused=keep_unused,
     )
     with _jax.auto_mesh(mesh.names, mesh.sizes):
         return jitted.trace(*program.in_avals)
@@ -85,20 +88,16 @@ def propagated(
       ShardyError: propagation fails, or the lowered program lacks a value.
     """
     graph = decisions.graph
-    found = shardy.propagate(annotated(program, mesh, annotations).lower(lowering_platforms=(platform,)))
-    lowered = _lowered(graph, found.values)
+    found = shardy.propagate(_jax.lower(annotated(program, mesh, annotations, keep_unused=True), platform))
+    lowered = ops_of(graph, found.values)
     layouts = dict(zip(graph.inputs, found.arguments, strict=True))
     rounds = {graph.carry[e]: lowered.get(r[0]) for e, r in enumerate(graph.results) if _is(graph, e, "loop_result")}
     for e, results in enumerate(graph.results):
         for v in results:
             if v not in decisions.made:
                 continue
-            layout = lowered.get(v)
-            if _is(graph, e, "loop_carry"):
-                layout = rounds[graph.carry[e]]
-            if layout is None:  # the equation lowers to nothing: its result is its operand, or a slice of it
-                dropped = int(_is(graph, e, "loop_slice"))
-                layout = next((_cut(layouts[u], dropped) for u in _like(graph, e, v, dropped) if u in layouts), None)
+            op = rounds[graph.carry[e]] if _is(graph, e, "loop_carry") else lowered.get(v)
+            layout = as_operand(graph, e, v, layouts) if op is None else layout_in(op, graph.avals[v])
             if layout is None:
                 eqn = graph.eqns[e]
                 raise ShardyError(f"no op of the lowered program is `{eqn.primitive}` at {eqn.where}")
@@ -110,36 +109,49 @@ def _is(graph: Graph, e: int, primitive: str) -> bool:
     return graph.eqns[e].primitive == primitive
 
 
-def _like(graph: Graph, e: int, v: int, dropped: int) -> list[int]:
-    """Operands of an equation that have a result's shape, after as many leading dimensions."""
-    return [u for u in graph.operands[e] if graph.avals[u].shape[dropped:] == graph.avals[v].shape]
+def as_operand(graph: Graph, e: int, v: int, layouts: Mapping[int, Layout]) -> Layout | None:
+    """The layout of a result whose equation lowers to nothing: that of an operand, or of the operand's slices."""
+    dropped = int(_is(graph, e, "loop_slice"))
+    like = (u for u in graph.operands[e] if graph.avals[u].shape[dropped:] == graph.avals[v].shape)
+    return next((Layout(layouts[u].dims[dropped:]) for u in like if u in layouts), None)
 
 
-def _cut(layout: Layout, dropped: int) -> Layout:
-    return Layout(layout.dims[dropped:])
+def layout_in(op: ValueLayout, aval: Aval) -> Layout:
+    """A value's layout in the op result that it lowers to (keys lower to more dimensions)."""
+    return Layout(op.layout.dims[: aval.ndim])
 
 
-def _lowered(graph: Graph, values: Sequence[ValueLayout]) -> dict[int, Layout]:
-    """Value → layout of the op result that it lowers to.
+def ops_of(graph: Graph, values: Sequence[ValueLayout]) -> dict[int, ValueLayout]:
+    """Value → the op result that it lowers to.
 
     An equation's results are the last op results in its scope; of those of equal shape,
-    in order.
+    in order. What Shardy made of a constraint stands for its operand only where nothing
+    else in the scope does.
     """
     ops: dict[Path, list[ValueLayout]] = {}
     for value in values:
-        scopes = SCOPE.findall(value.name)
-        if scopes:
-            ops.setdefault(tuple(int(step) for step in scopes[-1].split(".")), []).append(value)
+        path = _path_in(value.name)
+        if path is not None:
+            ops.setdefault(path, []).append(value)
     equal: dict[tuple[Path, Aval], dict[int, int]] = {}  # an equation's results of one type: position → value
     for makes, results in zip(graph.makes, graph.results, strict=True):
         for (path, i), v in zip(makes, results, strict=True):
             equal.setdefault((path, graph.avals[v]), {})[i] = v
-    layouts: dict[int, Layout] = {}
+    found: dict[int, ValueLayout] = {}
     for (path, aval), members in equal.items():
-        fitting = [Layout(op.layout.dims[: aval.ndim]) for op in ops.get(path, ()) if _fits(op.shape, aval)]
+        fitting = [op for op in ops.get(path, ()) if _fits(op.shape, aval)]
+        written = [op for op in fitting if op.number is not None]
+        fitting = written if len(written) >= len(members) else fitting
         in_order = [members[i] for i in sorted(members)]
-        layouts.update(zip(reversed(in_order), reversed(fitting), strict=False))
-    return layouts
+        found.update(zip(reversed(in_order), reversed(fitting), strict=False))
+    return found
+
+
+@lru_cache(maxsize=2**16)
+def _path_in(name: str) -> Path | None:
+    """The path of the innermost equation that a name stack names."""
+    scopes = SCOPE.findall(name)
+    return tuple(int(step) for step in scopes[-1].split(".")) if scopes else None
 
 
 def _fits(shape: tuple[int, ...], aval: Aval) -> bool:

@@ -11,19 +11,18 @@ are computed from came out right get theirs, with all values in equal places.
 """
 
 import logging
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Set
 from dataclasses import replace
 
-from autoshard import shardy
-from autoshard.completion import SCOPE, Annotations, annotated
-from autoshard.graph import Graph, Path, Spot
+from autoshard import _jax
+from autoshard.completion import Annotations, annotated, as_operand, layout_in, ops_of
+from autoshard.graph import LINKS, Graph, Spot
 from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins
 from autoshard.problem.decisions import Decisions
 from autoshard.problem.folding import Folding
-from autoshard.shardy import ValueLayout
+from autoshard.shardy import Lowering, ValueLayout
 from autoshard.trace import Traced
 
 log = logging.getLogger("autoshard")
@@ -60,19 +59,20 @@ def needed(
     wanted = {(v := value_at[spot]): Layout.from_spec(specs[0], graph.avals[v].ndim) for spot, specs in open_.items()}
     spot_of = {value_at[spot]: spot for spot in open_}
     fixed = replace(pins, made={spot: specs for spot, specs in pins.made.items() if spot not in open_})
-    lowered = annotated(program, mesh, replace(annotations, pins=fixed)).lower(lowering_platforms=(platform,))
+    lowering = Lowering(_jax.lower(annotated(program, mesh, replace(annotations, pins=fixed)), platform))
+    inputs = {v: Layout.from_spec(annotations.inputs[i], graph.avals[v].ndim) for i, v in enumerate(graph.inputs)}
     held: set[int] = set()
-    numbers: dict[int, int] = {}
+    ops: dict[int, ValueLayout] = {}
     wave = 0
     for wave in range(WAVES + 1):
-        found = shardy.propagate(lowered, {numbers[v]: wanted[v] for v in held if v in numbers})
-        values = _values(graph, found.values)
-        numbers |= {v: op.number for v, op in values.items() if op.number is not None}
-        wrong = {v for v, layout in wanted.items() if v not in held and _axes(values, v) != layout}
+        found = lowering.propagate(_held(ops, {v: wanted[v] for v in held}))
+        ops = ops_of(graph, found.values)
+        layouts = _layouts(graph, ops, inputs)
+        wrong = {v for v, layout in wanted.items() if v not in held and layouts.get(v) != layout}
         if not wrong:
             break
         few = len(wrong) <= FEW * len(wanted)
-        first = wrong if few or wave == WAVES else _frontier(graph, wrong)
+        first = wrong if few or wave == WAVES else _frontier(graph, wrong, wanted.keys() - wrong)
         classes = {int(folding.class_of[decisions.made[v].node]) for v in first}
         held |= {v for v in wrong if int(folding.class_of[decisions.made[v].node]) in classes} | first
     log.debug("%d of %d constraints are needed, after %d probes", len(held), len(wanted), wave + 1)
@@ -89,12 +89,32 @@ def _value_at(graph: Graph) -> dict[Spot, int]:
     }
 
 
-def _axes(values: Mapping[int, ValueLayout], v: int) -> Layout | None:
-    return values[v].layout if v in values else None
+def _held(ops: Mapping[int, ValueLayout], layouts: Mapping[int, Layout]) -> dict[int, Layout]:
+    """Pins of the values that have an op of their own, by its number; whole where the op has more dimensions."""
+    return {
+        op.number: Layout(layout.dims + ((),) * (len(op.shape) - layout.ndim))
+        for v, layout in layouts.items()
+        if (op := ops.get(v)) is not None and op.number is not None
+    }
 
 
-def _frontier(graph: Graph, wrong: set[int]) -> set[int]:
-    """The wrong values that depend on no other wrong value."""
+def _layouts(graph: Graph, ops: Mapping[int, ValueLayout], inputs: Mapping[int, Layout]) -> dict[int, Layout]:
+    """Value → its layout; that of the operand where an equation lowers to nothing."""
+    layouts = dict(inputs)
+    for e, results in enumerate(graph.results):
+        for v in results:
+            layout: Layout | None = None
+            if v in ops:
+                layout = layout_in(ops[v], graph.avals[v])
+            elif graph.eqns[e].primitive not in LINKS:
+                layout = as_operand(graph, e, v, layouts)
+            if layout is not None:
+                layouts[v] = layout
+    return layouts
+
+
+def _frontier(graph: Graph, wrong: Set[int], right: Set[int]) -> set[int]:
+    """The wrong values that depend on no other wrong value, but through values that came out right."""
     tainted: set[int] = set()
     first: set[int] = set()
     for operands, results in zip(graph.operands, graph.results, strict=True):
@@ -102,21 +122,6 @@ def _frontier(graph: Graph, wrong: set[int]) -> set[int]:
         for v in results:
             if v in wrong and not behind:
                 first.add(v)
-            if behind or v in wrong:
+            if v in wrong or (behind and v not in right):
                 tainted.add(v)
     return first
-
-
-def _values(graph: Graph, ops: Sequence[ValueLayout]) -> dict[int, ValueLayout]:
-    """Value → the op result that it lowers to: the last of its shape in its equation's scope."""
-    by_path: dict[Path, list[ValueLayout]] = {}
-    for op in ops:
-        scopes = re.findall(SCOPE, op.name)
-        if scopes:
-            by_path.setdefault(tuple(int(step) for step in scopes[-1].split(".")), []).append(op)
-    found: dict[int, ValueLayout] = {}
-    for (path, _), v in _value_at(graph).items():
-        fitting = [op for op in by_path.get(path, ()) if op.shape == graph.avals[v].shape]
-        if fitting:
-            found[v] = fitting[-1]
-    return found

@@ -11,7 +11,7 @@ reduction={k}`: one factor per dimension, or several run together, major to mino
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -166,52 +166,99 @@ def factor_rules(fn: Callable[..., Any], *avals: Any) -> list[tuple[str, str]]:
 
 
 def propagate(lowered: Any, pins: Mapping[int, Layout] | None = None) -> Propagation:
-    """The layout of every value after Shardy's propagation.
-
-    Args:
-      lowered: what `jax.jit(…, in_shardings=…).lower(…)` returns, for a mesh of
-        two or more devices. It is not changed.
-      pins: layouts to hold fixed as `with_sharding_constraint` would, keyed by
-        `ValueLayout.number` (a probe without lowering again).
+    """The layout of every value after Shardy's propagation: one probe of a `Lowering`.
 
     Raises:
       ShardyError: propagation fails, or a pin names no op result.
     """
-    module = _jax.stablehlo(lowered)
-    state_pointwise_rules(module)
-    _number_results(module, pins or {})
-    run(module, "sdy-propagation-pipeline")
-    main = _functions(module)["main"]
-    inputs = main.regions[0].blocks[0].arguments
-    values: list[ValueLayout] = []
-    inside: tuple[Any, ...] | None = None
-    calls = ""
-    for op, around in walk(module):
-        if around is not inside:  # all ops of a block have the same ones around them
-            inside, calls = around, calls_of(around)
-        attributes = op.attributes
-        layouts = layouts_of(op)
-        number = int(attributes[_NUMBER].value) if _NUMBER in attributes else None
-        name, where = source_of(op, calls)
-        for offset, result in enumerate(op.results):
-            shape = _shape(result)
-            if shape is None:
+    return Lowering(lowered).propagate(pins)
+
+
+class Lowering:
+    """A lowered program, ready to be propagated any number of times under various pins.
+
+    What a probe reads of an op beside its layout (name, place, shape) is read once: the text
+    of 30,000 locations takes as long as propagation does.
+    """
+
+    def __init__(self, lowered: Any) -> None:
+        """Copies what `jax.jit(…, in_shardings=…).lower(…)` returns, for a mesh of two or more devices."""
+        self._module = _jax.stablehlo(lowered)
+        state_pointwise_rules(self._module)
+        self._count = _number_results(self._module)
+        self._read: dict[tuple[int, int], tuple[tuple[Layout, ...], tuple[ValueLayout, ...]]] = {}
+
+    def propagate(self, pins: Mapping[int, Layout] | None = None) -> Propagation:
+        """The layout of every value after Shardy's propagation.
+
+        Args:
+          pins: layouts to hold fixed as `with_sharding_constraint` would, keyed by
+            `ValueLayout.number` (a probe without lowering again).
+
+        Raises:
+          ShardyError: propagation fails, or a pin names no op result.
+        """
+        module = self._module.clone()
+        if pins:
+            _pin(module, pins, self._count)
+        run(module, "sdy-propagation-pipeline")
+        main = _functions(module)["main"]
+        inputs = main.regions[0].blocks[0].arguments
+        results = [_shape_of_type(t) for t in main.attributes["function_type"].value.results]
+        return Propagation(
+            arguments=_signature(main, "arg_attrs", [_shape(x) for x in inputs]),
+            results=_signature(main, "res_attrs", results),
+            values=tuple(self._values(module)),
+        )
+
+    def _values(self, module: Any) -> Iterator[ValueLayout]:
+        """The op results of a propagated module."""
+        inside: tuple[Any, ...] | None = None
+        calls = ""
+        met: dict[int, int] = {}  # number → how often an op of it was met: once per call of the function around it
+        for op, around in walk(module):
+            if not len(op.results):
                 continue
-            values.append(
-                ValueLayout(
-                    op=op.name,
-                    name=name,
-                    where=where,
-                    number=None if number is None else number + offset,
-                    shape=shape,
-                    layout=layouts[offset] if layouts else Layout.replicated(len(shape)),
-                )
-            )
-    results = [_shape_of_type(t) for t in main.attributes["function_type"].value.results]
-    return Propagation(
-        arguments=_signature(main, "arg_attrs", [_shape(x) for x in inputs]),
-        results=_signature(main, "res_attrs", results),
-        values=tuple(values),
+            if around is not inside:  # all ops of a block have the same ones around them
+                inside, calls = around, calls_of(around)
+            layouts = layouts_of(op)
+            attributes = op.attributes
+            if _NUMBER not in attributes:
+                yield from _read_op(op, calls, None, layouts)
+                continue
+            number = int(attributes[_NUMBER].value)
+            visit = met[number] = met.get(number, -1) + 1
+            before, values = self._read.get((number, visit), (None, ()))
+            if before is None:
+                values = _read_op(op, calls, number, layouts)
+            elif before is not layouts:  # equal texts are read once
+                values = _with_layouts(values, number, layouts)
+            self._read[number, visit] = (layouts, values)
+            yield from values
+
+
+def _read_op(op: Any, calls: str, number: int | None, layouts: tuple[Layout, ...]) -> tuple[ValueLayout, ...]:
+    """The results of an op that are arrays, by the number of the first result."""
+    name, where = source_of(op, calls)
+    return tuple(
+        ValueLayout(
+            op=op.name,
+            name=name,
+            where=where,
+            number=None if number is None else number + offset,
+            shape=shape,
+            layout=layouts[offset] if layouts else Layout.replicated(len(shape)),
+        )
+        for offset, result in enumerate(op.results)
+        if (shape := _shape(result)) is not None
+    )
+
+
+def _with_layouts(values: tuple[ValueLayout, ...], first: int, layouts: tuple[Layout, ...]) -> tuple[ValueLayout, ...]:
+    """The same op's results in the layouts of another probe."""
+    return tuple(
+        replace(v, layout=layouts[(v.number or 0) - first] if layouts else Layout.replicated(len(v.shape)))
+        for v in values
     )
 
 
@@ -285,24 +332,37 @@ def source_of(op: Any, calls: str) -> tuple[str, str]:
     return "/".join(filter(None, (calls, name))), where
 
 
-def _number_results(module: Any, pins: Mapping[int, Layout]) -> None:
-    """Tags each op with the number of its first result, and sets the pins."""
-    count, left = 0, set(pins)
+def _number_results(module: Any) -> int:
+    """Tags each op with the number of its first result; how many results there are."""
+    count = 0
     for op, _ in walk(module):
-        if not len(op.results) or _NUMBER in op.attributes:
+        if len(op.results) and _NUMBER not in op.attributes:
+            op.attributes[_NUMBER] = _jax.parse_attribute(f"{count} : i64", module)
+            count += len(op.results)
+    return count
+
+
+def _pin(module: Any, pins: Mapping[int, Layout], count: int) -> None:
+    """Sets pins on a module whose results are numbered up to a count.
+
+    Raises:
+      ShardyError: one of them names no op result.
+    """
+    if beyond := sorted(number for number in pins if not 0 <= number < count):
+        raise ShardyError(f"pins name op results {beyond}; the module has {count}")
+    mesh, left = _mesh_name(module), set(pins)
+    for op, _ in walk(module):
+        if not left:
+            return
+        if not len(op.results):
             continue
-        op.attributes[_NUMBER] = _jax.parse_attribute(f"{count} : i64", module)
-        pinned = {i: pins[count + i] for i in range(len(op.results)) if count + i in pins}
+        first = int(op.attributes[_NUMBER].value)
+        pinned = {i: pins[first + i] for i in range(len(op.results)) if first + i in left}
         if pinned:
-            left -= {count + i for i in pinned}
-            shardings = ", ".join(
-                f"<@{_mesh_name(module)}, {_dims_text(pinned.get(i), result)}>" for i, result in enumerate(op.results)
-            )
+            left -= {first + i for i in pinned}
+            shardings = ", ".join(f"<@{mesh}, {_dims_text(pinned.get(i), r)}>" for i, r in enumerate(op.results))
             attribute = f"#sdy.sharding_per_value<[{shardings}]>"
             op.attributes["sdy.sharding"] = _jax.parse_attribute(attribute, module)
-        count += len(op.results)
-    if left:
-        raise ShardyError(f"pins name op results {sorted(left)}; the module has {count}")
 
 
 def _mesh_name(module: Any) -> str:
@@ -369,7 +429,6 @@ def _shape_of_type(kind: Any) -> tuple[int, ...] | None:
     return tuple(kind.shape) if hasattr(kind, "shape") else None
 
 
-@lru_cache(maxsize=65536)
 @lru_cache(maxsize=2**16)
 def _source(location: str) -> tuple[str, str]:
     """JAX's name stack and the user's `file:line (function)` from an MLIR location."""
