@@ -6,7 +6,8 @@
    V/g over a level inside which g devices of the group lie, because those g
    receive different parts and exchange them on the faster links.
 3. GPU levels work at once (NCCL's rings are pipelined through nodes; each GPU
-   drives its own NIC), TPU levels after each other (XLA's hierarchical collectives).
+   drives its own NIC), and so do those inside a TPU slice (two dies of a chip exchange
+   what arrives over the torus); slices follow (XLA's hierarchical collectives).
 4. Latency is one launch and the hops of every level.
 
 So a law is a line, latency + bytes ÷ rate. On a network there are two, a ring of
@@ -77,14 +78,14 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class InTurn:
-    """One collective made of two, launched once."""
+    """One collective made of two, which takes less than both by `saved_s`: a launch, and latency."""
 
     first: "Law"
     second: "Law"
-    launch_s: float
+    saved_s: float
 
     def seconds(self, nbytes: Floats) -> Floats:
-        return self.first.seconds(nbytes) + self.second.seconds(nbytes) - self.launch_s
+        return self.first.seconds(nbytes) + self.second.seconds(nbytes) - self.saved_s
 
 
 Law: TypeAlias = Line | Cheapest | Measured | InTurn
@@ -103,7 +104,11 @@ def law_of(kind: Kind, crossings: Sequence[Crossing], links: Links) -> Law:
         return _measured(kind, table, crossings[0], links)
     if kind == "all-reduce":
         halves = [law_of(half, crossings, links) for half in ("reduce-scatter", "all-gather")]
-        return InTurn(halves[0], halves[1], _launch_s(crossings, links))
+        smallest_s = _smallest_all_reduce_s(crossings, links)
+        if smallest_s is None:
+            return InTurn(halves[0], halves[1], _launch_s(crossings, links))
+        both_s = sum(float(half.seconds(np.ones(()))) for half in halves)
+        return InTurn(halves[0], halves[1], both_s - smallest_s)
     ring = _line(kind, crossings, links, tree=False)
     if kind == "collective-permute" or all(c.medium != "network" for c in crossings):
         return ring
@@ -120,17 +125,19 @@ def link_bytes(kind: Kind, crossings: Sequence[Crossing], links: Links, nbytes: 
 
 
 def _line(kind: Kind, crossings: Sequence[Crossing], links: Links, *, tree: bool) -> Line:
-    """One launch, the hops of every level, and bytes at the slowest level or at all in turn."""
+    """One launch, the hops of every level, and bytes at the slowest level, or inside a slice and then between."""
     latency_s = _launch_s(crossings, links)
-    s_per_byte: list[float] = []
+    s_per_byte: dict[str, float] = {}
     for crossing in crossings:
         climbs = tree and crossing.medium == "network"
         carried = _share(kind, crossing, crossings) * _link_bytes_per_byte(kind, crossing, links)
-        s_per_byte.append((2.0 if climbs else 1.0) * carried / _rate(crossing, links))
+        s_per_byte[crossing.level] = (2.0 if climbs else 1.0) * carried / _rate(crossing, links)
         hops = ceil(log2(crossing.n)) if climbs else _hops(kind, crossing)
         latency_s += hops * _number(crossing, links, "hop_s")
-    pipelined = all(c.medium != "torus" for c in crossings)
-    return Line(latency_s, max(s_per_byte) if pipelined else sum(s_per_byte))
+    if all(c.medium != "torus" for c in crossings):
+        return Line(latency_s, max(s_per_byte.values()))
+    between = s_per_byte.pop("scale_out", 0.0)
+    return Line(latency_s, max(s_per_byte.values()) + between)
 
 
 def _share(kind: Kind, crossing: Crossing, crossings: Sequence[Crossing]) -> float:
@@ -198,6 +205,14 @@ def _measured(kind: Kind, table: CollectiveTable, crossing: Crossing, links: Lin
         slower=table.link_bytes_per_s / _number(crossing, links, "one_way_bytes_per_s"),
         more_s=(2 if kind == "all-reduce" else 1) * hops * _number(crossing, links, "hop_s"),
     )
+
+
+def _smallest_all_reduce_s(crossings: Sequence[Crossing], links: Links) -> float | None:
+    """Latency of a whole all-reduce inside one domain, where its link states it; None: that of its halves."""
+    numbers = links[crossings[0].level].numbers
+    if len(crossings) > 1 or "all_reduce_launch_s" not in numbers or "all_reduce_hop_s" not in numbers:
+        return None
+    return numbers["all_reduce_launch_s"].value + (crossings[0].n - 1) * numbers["all_reduce_hop_s"].value
 
 
 def _number(crossing: Crossing, links: Links, key: str) -> float:

@@ -76,10 +76,14 @@ LINK_NUMBERS: dict[str, bool] = {
     "achieved_fraction": True,
     "hop_s": True,
     "launch_s": True,
+    "all_reduce_launch_s": False,
+    "all_reduce_hop_s": False,
     "max_devices_count": False,
     "dimensions_count": False,
 }
-MAY_BE_ZERO = frozenset({"overlap_fraction", "hop_s", "launch_s", "matmul_launch_s"})
+MAY_BE_ZERO = frozenset(
+    {"overlap_fraction", "hop_s", "launch_s", "matmul_launch_s", "all_reduce_launch_s", "all_reduce_hop_s"}
+)
 LINK_ROLES = ("die", "domain", "scale_out")  # inner to outer
 _CHIP_KEYS = (
     "schema",
