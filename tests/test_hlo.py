@@ -306,6 +306,31 @@ def test_groups_of_one_device_move_nothing() -> None:
     assert rows(found) == []
 
 
+def test_fused_reduce_scatters_of_one_channel_are_all_counted_each_element_for_itself() -> None:
+    """As XLA:TPU (libtpu 0.0.51) emits them: two gradients a fusion, and every such fusion on channel 1."""
+    scatter = (
+        "%all-reduce-scatter.{0} (p.{0}: f32[64], q.{0}: f32[32]) -> (f32[8], f32[4]) {{\n"
+        "  %p.{0} = f32[64]{{0}} parameter(0)\n  %q.{0} = f32[32]{{0}} parameter(1)\n"
+        "  %r.{0} = (f32[64]{{0}}, f32[32]{{0}}) all-reduce(%p.{0}, %q.{0}), {1}, replica_groups=[1,8]<=[8]\n"
+        "  %id.{0} = u32[] partition-id()\n"
+        "  %x.{0} = f32[64]{{0}} get-tuple-element(%r.{0}), index=0\n"
+        "  %y.{0} = f32[32]{{0}} get-tuple-element(%r.{0}), index=1\n"
+        "  %u.{0} = f32[8]{{0}} dynamic-slice(%x.{0}, %id.{0}), dynamic_slice_sizes={{8}}\n"
+        "  %v.{0} = f32[4]{{0}} dynamic-slice(%y.{0}, %id.{0}), dynamic_slice_sizes={{4}}\n"
+        "  ROOT %t.{0} = (f32[8]{{0}}, f32[4]{{0}}) tuple(%u.{0}, %v.{0})\n}}"
+    )
+    found = module(
+        "  %b = f32[32]{0} slice(%a), slice={[0:32]}\n"
+        "  %f.1 = (f32[8]{0}, f32[4]{0}) fusion(%a, %b), kind=kCustom, calls=%all-reduce-scatter.1\n"
+        "  %f.2 = (f32[8]{0}, f32[4]{0}) fusion(%a, %b), kind=kCustom, calls=%all-reduce-scatter.2\n"
+        "  ROOT %out = f32[64]{0} copy(%a)",
+        scatter.format(1, REDUCE),
+        scatter.format(2, REDUCE),
+    )
+    assert rows(found) == [("reduce-scatter", BOTH, 256, 1), ("reduce-scatter", BOTH, 128, 1)] * 2
+    assert {row.combined for row in hlo.collectives(found, MESH)} == {2}
+
+
 def test_an_async_start_is_seen_from_outside() -> None:
     wrapped = (
         "%wrapped (p: f32[64]) -> f32[256] {\n  %p = f32[64]{0} parameter(0)\n"

@@ -322,42 +322,48 @@ def _fused(
     context: _Context,
     seen: dict[tuple[Kind, str], None],
 ) -> Iterator[Collective]:
-    """Collectives inside a fusion, once per channel in the computation that owns the fusion."""
+    """Collectives inside a fusion, once per channel in the computation that owns the fusion; a row per element."""
     body = reader.module[fusion.calls[0]]
     for instruction in body:
         kind = _KIND_OF.get(instruction.opcode)
         if kind is None:
             continue
+        groups, axes, size = _span(reader, instruction)
+        scattered = [
+            kind == "all-reduce" and reader.flow.is_scattered(body, instruction, i, size)
+            for i in range(len(instruction.operands))
+        ]
         channel = (kind, instruction.attribute("channel_id") or instruction.name)
+        if any(scattered) and "kind=kCustom" in fusion.attributes:
+            channel = (kind, fusion.name)  # not asynchronous: nothing repeats it, and they all have one channel
         if channel in seen:
             continue
         seen[channel] = None
-        groups, axes, size = _span(reader, instruction)
-        operand = body[instruction.operands[0]]
-        if kind == "all-reduce" and reader.flow.is_scattered(body, instruction, 0, size):
-            # The fusion's own operand: what the fusion pads before the all-reduce is no one's data.
-            kind, operand = "reduce-scatter", _unpadded(body, operand)
         done = _waiting(reader, computation, channel) or fusion.name
-        logical = operand.nbytes * (size if kind == "all-gather" else 1)
-        yield Collective(
-            kind=kind,
-            axes=axes,
-            group_size=size,
-            nbytes=logical,
-            dtype=operand.shapes[0].dtype,
-            trips=context.trips,
-            where=reader.flow.where(computation, (instruction, fusion)),
-            op_name=instruction.op_name or fusion.op_name,
-            instruction=fusion.name,
-            done=done,
-            computation=computation.name,
-            asynchronous=done != fusion.name,
-            combined=1,
-            conditional=context.conditional,
-            unknown_loops=context.unknown_loops,
-            moved_bytes=wire_bytes(kind, logical, size),
-            groups=groups,
-        )
+        for name, scatters in zip(instruction.operands, scattered, strict=True):
+            # The fusion's own operand: what the fusion pads before the all-reduce is no one's data.
+            operand = _unpadded(body, body[name]) if scatters else body[name]
+            actual: Kind = "reduce-scatter" if scatters else kind
+            logical = operand.nbytes * (size if kind == "all-gather" else 1)
+            yield Collective(
+                kind=actual,
+                axes=axes,
+                group_size=size,
+                nbytes=logical,
+                dtype=operand.shapes[0].dtype,
+                trips=context.trips,
+                where=reader.flow.where(computation, (instruction, fusion)),
+                op_name=instruction.op_name or fusion.op_name,
+                instruction=fusion.name,
+                done=done,
+                computation=computation.name,
+                asynchronous=done != fusion.name,
+                combined=len(scattered),
+                conditional=context.conditional,
+                unknown_loops=context.unknown_loops,
+                moved_bytes=wire_bytes(actual, logical, size),
+                groups=groups,
+            )
     for instruction in body:
         if reader.communicating.intersection(instruction.calls) and instruction.opcode == "fusion":
             yield from _fused(reader, body, instruction, context, seen)
