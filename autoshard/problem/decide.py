@@ -263,7 +263,8 @@ class _Decider:
             parent[e] = e
             for v, dims in zip(graph.operands[e], rule.operands, strict=True):
                 maker = self.made_by.get(v, (-1, 0))[0]
-                if maker in parent and dims == rule.results[0] and not _narrows(graph.eqns[maker]):
+                cut = maker in parent and (_casts(graph.eqns[maker]) < 0 or _casts(graph.eqns[e]) > 0)
+                if maker in parent and dims == rule.results[0] and not cut:
                     parent[find(maker)] = find(e)
         chains: dict[int, list[int]] = {}
         for e in parent:
@@ -535,9 +536,11 @@ class _Decider:
         self.usages[key] = self.usages[key] + nbytes if key in self.usages else nbytes
 
 
-def _narrows(eqn: Eqn) -> bool:
-    """Whether an equation casts to a smaller type: what it makes is cheaper to move than what it takes."""
-    return eqn.primitive == "convert_element_type" and eqn.results[0].itemsize < eqn.operands[0].itemsize
+def _casts(eqn: Eqn) -> int:
+    """Bytes per element that a cast adds; what is moved is moved on the smaller side of it."""
+    if eqn.primitive != "convert_element_type":
+        return 0
+    return eqn.results[0].itemsize - eqn.operands[0].itemsize
 
 
 def _ps(seconds: NDArray[np.float64]) -> NDArray[np.int64]:

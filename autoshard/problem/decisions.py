@@ -5,7 +5,7 @@ One decision is
     input     the layout of a program input (a donated one shares it with its output)
     equation  the strategy of an equation that is not element-wise
     chain     the one layout of a connected set of element-wise equations of one shape
-              (cut after a cast to a smaller type, where moving is cheaper)
+              (cut after a cast to a smaller type and before one to a larger, where moving is cheaper)
     copy      the layout in which a value is kept for several consumers
     output    the layout of a program output
 

@@ -110,7 +110,10 @@ def _inside(graph: Graph) -> frozenset[int]:
 
 
 def _last(graph: Graph, inner: frozenset[int]) -> frozenset[int]:
-    """Of every loop's body, the largest result of a contraction whose reduction could hide, the last of equals."""
+    """Of every loop's body, the largest result of a contraction whose reduction could hide, and what is made of it.
+
+    Of equally large ones the last.
+    """
     largest: dict[int, int] = {}
     for e, eqn in enumerate(graph.eqns):
         loop = graph.loop_of[e]
@@ -119,7 +122,11 @@ def _last(graph: Graph, inner: frozenset[int]) -> frozenset[int]:
         for v in graph.results[e]:
             if v in inner and (loop not in largest or graph.avals[v].nbytes >= graph.avals[largest[loop]].nbytes):
                 largest[loop] = v
-    return frozenset(largest.values())
+    found = set(largest.values())
+    for e, operands in enumerate(graph.operands):
+        if not found.isdisjoint(operands):
+            found.update(v for v in graph.results[e] if v in inner)
+    return frozenset(found)
 
 
 def _awaited(graph: Graph) -> frozenset[int]:
