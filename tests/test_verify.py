@@ -26,8 +26,10 @@ def planned(name: str, hardware: str, **fields: Any) -> Plan:
 
 
 def check(found: Verification) -> None:
-    """Bytes within 5 %, in total and in each large row, and nothing unknown."""
+    """Bytes within 5 %, in total and in each large row, nothing unknown, and the peak at most 10 % above the plan's."""
     assert agrees(found.rows, found.tolerance), str(found)
+    assert found.memory.ok, str(found)
+    assert found.ok
     assert sum(row.emitted_bytes for row in found.rows) > 0, "nothing was compared"
     for row in found.by_kind():
         assert row.status is not Match.EXTRA, str(found)
