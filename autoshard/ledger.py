@@ -25,6 +25,7 @@ from autoshard.wanted import dotted
 COMPUTE, ROUNDING = "compute", "rounding"
 MOST = 3  # entries of a sentence, on either side
 LEAST = 0.01  # of the largest part: what a sentence leaves to "other"
+EQUAL_S = 1e-9  # steps that differ by less are equal
 ROWS = 12  # of the table in a terminal
 
 _REDUCES = frozenset({"all-reduce", "reduce-scatter"})
@@ -124,9 +125,11 @@ class Ledger:
             saved.append(f"{time_text(-rest)} other")
         if not parts and not saved:
             return "takes the same time for everything"
-        verb = "loses" if self.lost_s >= 0 else "wins"
-        told_of = [*([", ".join(parts)] if parts else []), *([f"saves {', '.join(saved)}"] if saved else [])]
-        return f"{verb} {time_text(abs(self.lost_s))}: {'; '.join(told_of)}"
+        losing, saving = ", ".join(parts), [f"saves {', '.join(saved)}"] if saved else []
+        if abs(self.lost_s) < EQUAL_S:
+            return f"takes as long: {'; '.join([*([f'loses {losing}'] if parts else []), *saving])}"
+        verb = "loses" if self.lost_s > 0 else "wins"
+        return f"{verb} {time_text(abs(self.lost_s))}: {'; '.join([*([losing] if parts else []), *saving])}"
 
     def of_tensor(self, path: str) -> float | None:
         """Seconds lost on collectives of an input and of its gradient; shared ones in equal parts. None without any."""

@@ -40,6 +40,8 @@ log = logging.getLogger("autoshard")
 OURS = "autoshard"
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 NAME = 17  # columns of a layout's name
+COMPUTES, WAITS = "█", "░"
+LONGEST = 3.0  # bars in a chart, of the fastest
 
 Shape = Mapping[str, int]
 
@@ -153,7 +155,7 @@ class Compared:
         ]
         if self.compiler is not None:
             parts.append(self._compiled())
-        parts.append(self._bytes())
+        parts += [self._chart(width), self._bytes()]
         losses = [(c.name, c.ledger.sentence()) for c in self.contenders if c.ledger is not None]
         if losses:
             parts.append(f"predicted, against ours\n{fields(losses, width)}\n")
@@ -174,7 +176,7 @@ class Compared:
         cells = [
             (
                 _broken(c.name),
-                "×".join(map(str, c.record.mesh.sizes)),
+                _mesh(c),
                 f"{c.record.cost.step_s / ours:.3f}" if c.fits else "no fit",
                 *(time_text(s) for s in _times(c.record.cost)),
                 bytes_text(c.record.memory.peak_bytes),
@@ -195,13 +197,24 @@ class Compared:
             cells.append(
                 (
                     _broken(c.name),
-                    "×".join(map(str, c.record.mesh.sizes)),
+                    _mesh(c),
                     "no fit" if c.compiled_s is None else ratio,
                     *(time_text(s) for s in _times(found.timeline)),
                     bytes_text(peak),
                 )
             )
         return _steps(f"compiled by {self.compiler}: its schedule, priced by the same model", cells)
+
+    def _chart(self, width: int) -> str:
+        """A bar per layout that fits, the fastest first: what its step computes, and what it waits."""
+        bars: list[tuple[str, float, float]] = []
+        for c in self.contenders:
+            timed = c.record.cost if self.compiler is None or c.verification is None else c.verification.timeline
+            if timed is not None and self._step_s(c) is not None:
+                bars.append((f"{c.name} {_mesh(c)}", timed.compute_s, timed.exposed_s))
+        bars.sort(key=lambda bar: bar[1] + bar[2])
+        said = "predicted" if self.compiler is None else f"compiled by {self.compiler}"
+        return f"step, {said}: {COMPUTES} computes, {WAITS} waits for communication\n\n{_drawn(bars, width)}\n"
 
     def _bytes(self) -> RenderableType:
         of = [(c, c.moved if self.compiler is None else c.emitted) for c in self.contenders]
@@ -231,6 +244,26 @@ def _steps(title: str, cells: Sequence[Sequence[str]]) -> RenderableType:
 
 def _times(cost: Any) -> tuple[float, float, float, float]:
     return cost.step_s, cost.compute_s, cost.exposed_s, cost.hidden_s
+
+
+def _mesh(c: Contender) -> str:
+    return "×".join(map(str, c.record.mesh.sizes))
+
+
+def _drawn(bars: Sequence[tuple[str, float, float]], width: int) -> str:
+    """Lines of a name, a bar of two parts and the step; bars of more than `LONGEST` times the first are cut."""
+    names = [textwrap.shorten(name, width // 2, placeholder="…") for name, *_ in bars]
+    margin = max(map(len, names), default=0) + 3
+    room = width - margin - len("  0.00 ms") - 1
+    steps = [compute_s + exposed_s for _, compute_s, exposed_s in bars]
+    full = min(max(steps, default=0.0), LONGEST * min(steps, default=0.0))
+    lines: list[str] = []
+    for name, (_, compute_s, exposed_s) in zip(names, bars, strict=True):
+        ends = [round(room * s / full) for s in (compute_s, compute_s + exposed_s)]
+        bar = COMPUTES * ends[0] + WAITS * (ends[1] - ends[0])
+        drawn = bar if len(bar) <= room else bar[: room - 1] + "…"
+        lines.append(f" {name}".ljust(margin) + f"{drawn}  {time_text(compute_s + exposed_s)}")
+    return "\n".join(lines)
 
 
 def _broken(name: str) -> str:
@@ -332,7 +365,7 @@ def compare(
             tried = [_compiled(c, made, compiler) for c, made in zip(tried[:some], found, strict=False)]
             tried.sort(key=lambda c: c.compiled_s or inf)
         contenders.append(tried[0])
-    contenders.sort(key=lambda c: (not c.fits, c.record.cost.step_s))
+    contenders.sort(key=lambda c: (not c.fits, round(c.record.cost.step_s, 9), c.name != OURS))
     return Compared(contenders=tuple(contenders), left_out=left_out, compiler=compiler)
 
 

@@ -1,5 +1,6 @@
 """The entries of a ledger sum to the difference of two steps, and name what the difference is."""
 
+from dataclasses import replace
 from functools import cache
 from math import fsum
 from typing import Any
@@ -163,6 +164,9 @@ def test_the_sentence_says_what_is_lost_and_saved() -> None:
     assert told.startswith("loses " if found.lost_s >= 0 else "wins ")
     assert "all-reduce gradient of w_" in told
     assert "saves" in told
+    equal = replace(found, hand=replace(found.hand, cost=found.best.cost))
+    assert equal.sentence().startswith("takes as long: loses ")
+    assert "; saves " in equal.sentence()
 
 
 def test_the_table_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from autoshard import cli
 from autoshard.evaluation import evaluate
-from autoshard.standings import KINDS, OURS, Compared, Hand, Template, compare
+from autoshard.standings import KINDS, LONGEST, OURS, Compared, Hand, Template, compare
+from autoshard.tables import time_text
 
 H100 = "h100:1x8"
 GAP = 1e-2
@@ -141,6 +142,26 @@ def test_the_tables_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, text.splitlines())) <= 80
     for words in ("of the best hand-written", "÷ ours", "hidden", "bytes per device", "dp  "):
         assert words in text
+
+
+def test_the_chart_has_a_bar_per_layout_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a bar are in proportion to compute and waiting; one that is cut says so."""
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = str(board()).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("step, predicted: █"))
+    bars = lines[start + 2 : start + 2 + len(board().contenders)]
+    assert bars[0].startswith(" autoshard ")
+    steps = [c.record.cost.step_s for c in board().contenders]
+    for bar, c in zip(bars, board().contenders, strict=True):
+        cost, computes, waits = c.record.cost, bar.count("█"), bar.count("░")
+        assert bar.endswith(time_text(cost.step_s))
+        if cost.step_s <= LONGEST * min(steps):
+            assert computes == pytest.approx(cost.compute_s / cost.step_s * (computes + waits), abs=1)
+        else:
+            assert "…  " in bar
+    hopeless = replace(board().ours.record, memory=replace(board().ours.record.memory, limit_bytes=1))
+    none = replace(board(), contenders=(replace(board().ours, record=hopeless),))
+    assert "█" not in str(none).partition("communication")[2]
 
 
 def test_every_kind_of_collective_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
