@@ -86,6 +86,18 @@ def test_arguments_are_donated_by_name_too() -> None:
     assert by_name.stdout == run("plan", *SMALL, *ON, "--json").stdout
 
 
+def test_a_plan_is_refined_by_a_compiler() -> None:
+    plan = json.loads(run("plan", *SMALL, *ON, "--refine", "cpu", "--candidates", "2", "--json").stdout)
+    assert plan["notes"][-1].startswith("refined by cpu: the schedules of 2 plans take ")
+
+
+def test_shardy_has_no_schedule_to_refine_by(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refused("plan", *SMALL, *ON, "--refine", "shardy", monkeypatch=monkeypatch, capsys=capsys)
+    assert "compile two plans or more, by 'gpu', 'tpu' or 'cpu'" in " ".join(error.split())
+
+
 def test_nothing_but_the_plan_is_written() -> None:
     """Neither what plugins say of missing devices nor progress: standard error is no terminal here."""
     command = [sys.executable, "-c", "from autoshard.cli import main; main()", "plan", *SMALL, *ON, "--json"]

@@ -12,11 +12,12 @@ import pytest
 from numpy.typing import NDArray
 
 from autoshard.description import program_pins
+from autoshard.graph import build
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.folding import fold
 from autoshard.problem.formulation import Formulation, formulate
 from autoshard.problem.network import INF
-from autoshard.problem.windows import combined
+from autoshard.problem.windows import combined, windows
 from autoshard.setting import Setting
 from autoshard.solver import evaluate, solve
 from autoshard.strategies import SUM, decode, layout_of, layouts
@@ -242,3 +243,47 @@ def test_partial_sums_flow_through_additions_alone() -> None:
             pending[eqn.primitive] = bool((decode(port.codes, 2, d.mesh.ndim) == SUM).any())
     assert pending == {"dot_general": True, "add": True, "mul": False, "sub": False}
     assert str(layout_of(int(d.nodes[0].codes[0]), 2, d.mesh)) == "[-,-]"  # pyright: ignore[reportOptionalSubscript]
+
+
+def test_what_is_moved_is_moved_on_the_smaller_side_of_a_cast() -> None:
+    """Element-wise chains end after a cast to a smaller type, and before one to a larger."""
+
+    def program(a: Any, b: Any) -> Any:
+        narrow = (a + b) * a
+        wide = jnp.exp(narrow.astype(jnp.float32) * 2)
+        return (wide.astype(jnp.bfloat16) - a) * b
+
+    half = jax.ShapeDtypeStruct((16, 16), jnp.bfloat16)
+    of, _ = setting_of(Program(fn=program, args=(half, half), names=("a", "b")))
+    d = of.decisions
+    chains = [[d.graph.eqns[e].primitive for e in node.equations] for node in d.nodes if node.kind == "chain"]
+    assert sorted(chains) == [
+        ["add", "mul"],
+        ["convert_element_type", "mul", "exp", "convert_element_type"],
+        ["sub", "mul"],
+    ]
+
+
+def test_a_gpu_starts_a_trip_with_a_gather_and_ends_it_with_a_reduction() -> None:
+    """The largest gradient of a scanned layer is reduced last, where nothing is left to hide it behind."""
+
+    def loss(w: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return x + jnp.tanh(x @ w["small"]) @ w["large"], None
+
+        return jnp.sum(jax.lax.scan(layer, x, w)[0])
+
+    shapes = {"small": (4, 16, 8), "large": (4, 8, 16)}
+    w = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((32, 16), jnp.float32)
+    traced = jax.make_jaxpr(jax.grad(loss))(w, x)
+    for platform, hidden in (("tpu", 2), ("cuda", 1)):
+        of_value = windows(build(traced, platform), platform).of_value
+        graph = build(traced, platform)
+        gradients = [
+            graph.results[e][0]
+            for e, eqn in enumerate(graph.eqns)
+            if eqn.primitive == "dot_general" and eqn.results[0].shape in ((16, 8), (8, 16))
+        ]
+        assert len(gradients) == 2
+        assert sum(of_value[v] is not None for v in gradients) == hidden

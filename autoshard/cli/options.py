@@ -59,6 +59,9 @@ def planned(
     forward: bool,  # noqa: FBT001  (a flag of the command line, passed on)
     gap: float,
     time_limit: float,
+    *,
+    refine: str | None = None,
+    candidates: int = 3,
 ) -> autoshard.Plan:
     """The plan that a command's options ask for, with progress on standard error."""
     if mesh is None or hardware is None:
@@ -73,6 +76,8 @@ def planned(
         "for_grad": False if forward else None,
         "rel_gap": gap,
         "time_limit_s": time_limit,
+        "refine": refine,
+        "candidates": candidates,
     }
     with progress.shown(errors(), f"build {target}"):
         fn, args = load_target(target, assignments(set_ or (), "--set"))

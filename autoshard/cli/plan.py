@@ -8,6 +8,7 @@ import typer
 from autoshard.api import REL_GAP
 from autoshard.cli.app import app
 from autoshard.cli.options import (
+    Compiler,
     DonateOption,
     ForwardOption,
     GapOption,
@@ -36,11 +37,28 @@ def plan(
     forward: ForwardOption = False,
     gap: GapOption = REL_GAP,
     time_limit: TimeOption = 20.0,
+    refine: Annotated[
+        Compiler | None, typer.Option("--refine", help="compile the best plans and keep the shortest schedule")
+    ] = None,
+    candidates: Annotated[int, typer.Option("--candidates", help="plans that --refine compiles")] = 3,
     out: Annotated[Path | None, typer.Option("--out", help="write the plan file here")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Plan TARGET: the layout with the least step time that fits in memory."""
-    made = planned(target, mesh, hardware, memory, donate, pin, set_, forward, gap, time_limit)
+    made = planned(
+        target,
+        mesh,
+        hardware,
+        memory,
+        donate,
+        pin,
+        set_,
+        forward,
+        gap,
+        time_limit,
+        refine=None if refine is None else refine.value,
+        candidates=candidates,
+    )
     if out is not None:
         made.save(out)
     if as_json:
