@@ -30,6 +30,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+import cost_models
 import models
 from autoshard import compilers, meshes
 from autoshard.errors import AutoshardError
@@ -202,6 +203,7 @@ def line(case: Case) -> dict[str, Any]:
         "windowed": case.windowed,
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {"jax": jax.__version__},
+        "memory_bytes": cost_models.hardware(case.hardware).usable_memory_bytes,
     }
     try:
         made = subject(case)

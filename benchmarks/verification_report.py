@@ -14,6 +14,7 @@ from typing import Any
 
 LARGE, TOLERANCE, SMALL = 0.05, 0.05, 0.01
 MEMORY = 0.10
+UNENDING_S = 1e6  # of a step that does not fit: behind all that do
 PLANNED = "plan"
 
 # Causes that were found by looking at the compiled programs of the cases below.
@@ -92,6 +93,20 @@ def kendall(pairs: Sequence[tuple[float, float]]) -> float:
     return sum((s > 0) - (s < 0) for s in signs) / len(signs) if signs else 1.0
 
 
+def steps(line: Line) -> tuple[float, float]:
+    """The predicted step and the compiled schedule, as they rank: a program that does not fit never ends.
+
+    Where it does not fit, XLA schedules for memory and overlaps nothing; such steps rank among
+    themselves by their seconds, behind all others.
+    """
+    limit = line["memory_bytes"]
+    over = [line[f"{side}_memory"]["peak"] > limit for side in ("predicted", "compiled")]
+    return tuple(  # pyright: ignore[reportReturnType]
+        seconds + (UNENDING_S if too_much else 0.0)
+        for seconds, too_much in zip((line["cost"]["step_s"], line["timeline"]["step_s"]), over, strict=True)
+    )
+
+
 def _within(predicted: float, emitted: float) -> bool:
     return abs(predicted - emitted) <= TOLERANCE * max(predicted, emitted)
 
@@ -114,7 +129,9 @@ def _text(lines: Sequence[Line]) -> str:
         "within 5 % of the predicted in total and in every (collective, axes) of at least 5 % of them. *Peak* is "
         "compiled over predicted peak memory per device. *Schedule* is the compiled schedule priced by the plan's own "
         "cost model (the text of a program holds no prices): it judges the planner's view of overlap and fusion, not "
-        "the prices.\n",
+        "the prices. In the rank order of layouts one that does not fit in memory comes last, by prediction and by "
+        "compiler. The board is the three models as planned and in four hand-written layouts; all adds smaller models, "
+        "more meshes and more hand layouts.\n",
         "## Against the targets\n",
         _summary(plain),
         "\n![predicted and emitted bytes](verification.svg)\n",
@@ -141,15 +158,28 @@ def _summary(lines: Sequence[Line]) -> str:
 
     for compiler, target in (("gpu", "≥ 95 %"), ("tpu", "≥ 90 %")):
         mine = [line for line in lines if _compiler(line) == compiler]
-        for who, some in (("our plans", [x for x in mine if x["layout"] == PLANNED]), ("all layouts", mine)):
+        on_board = [line for line in mine if line["group"] == "board"]
+        for who, some in (
+            ("our plans of the board", [x for x in on_board if x["layout"] == PLANNED]),
+            ("the board", on_board),
+            ("our plans, all", [x for x in mine if x["layout"] == PLANNED]),
+            ("all", mine),
+        ):
             share(f"{compiler.upper()}: bytes agree, {who}", target, map(bytes_agree, some))
     own = [line for line in lines if line["layout"] == PLANNED]
     share("no unknown row above 1 % in our plans", "100 %", [unknown_share(line) <= SMALL for line in own])
-    share("peak memory within 10 %", "≥ 90 %", [abs(peak_ratio(line) - 1) <= MEMORY for line in lines])
-    share("peak memory not above the plan by more than 10 %", "100 %", [peak_ratio(x) <= 1 + MEMORY for x in lines])
-    taus = [tau for _, tau in _taus(lines)]
-    if taus:
-        rows.append(("rank order of layouts, Kendall τ, median", "≥ 0.8", f"{median(taus):.2f} of {len(taus)} boards"))
+    for who, some in (("the board", [x for x in lines if x["group"] == "board"]), ("all", lines)):
+        share(f"peak memory within 10 %, {who}", "≥ 90 %", [abs(peak_ratio(line) - 1) <= MEMORY for line in some])
+        share(
+            f"peak memory not above the plan by more than 10 %, {who}",
+            "100 %",
+            [peak_ratio(x) <= 1 + MEMORY for x in some],
+        )
+    for who, some in (("the board", [x for x in lines if x["group"] == "board"]), ("all", lines)):
+        taus = [tau for _, tau in _taus(some)]
+        if taus:
+            found = f"{median(taus):.2f} of {len(taus)} (model, mesh)"
+            rows.append((f"rank order of layouts, Kendall τ, median, {who}", "≥ 0.8", found))
     return _table(("what", "target", "found"), rows)
 
 
@@ -158,11 +188,7 @@ def _taus(lines: Iterable[Line]) -> list[tuple[tuple[str, ...], float]]:
     groups: dict[tuple[str, ...], list[Line]] = defaultdict(list)
     for line in lines:
         groups[_group(line)].append(line)
-    return [
-        (group, kendall([(line["cost"]["step_s"], line["timeline"]["step_s"]) for line in same]))
-        for group, same in groups.items()
-        if len(same) >= 4
-    ]
+    return [(group, kendall([steps(line) for line in same])) for group, same in groups.items() if len(same) >= 4]
 
 
 def _group(line: Line) -> tuple[str, ...]:
@@ -179,7 +205,7 @@ def _board(lines: Sequence[Line]) -> list[str]:
     parts: list[str] = []
     for group, same in groups.items():
         model, sizes, hardware, mesh = group
-        tau = kendall([(line["cost"]["step_s"], line["timeline"]["step_s"]) for line in same])
+        tau = kendall([steps(line) for line in same])
         parts.append(f"**{model}** ({sizes}), {hardware}, {mesh}; Kendall τ {tau:.2f}\n")
         rows = [
             (

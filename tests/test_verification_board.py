@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.verification import board, scatter
-from benchmarks.verification_report import bytes_agree, kendall, peak_ratio, read, unknown_share, worst_row
+from benchmarks.verification_report import bytes_agree, kendall, peak_ratio, read, steps, unknown_share, worst_row
 
 
 def row(kind: str, predicted: int, emitted: int) -> dict[str, Any]:
@@ -51,6 +51,17 @@ def test_shares() -> None:
 )
 def test_kendalls_tau(order: tuple[int, ...], tau: float) -> None:
     assert kendall(list(enumerate(order))) == pytest.approx(tau)
+
+
+def test_what_does_not_fit_ranks_last() -> None:
+    def told(predicted: int, compiled: int, seconds: float) -> dict[str, Any]:
+        peaks = {"predicted_memory": {"peak": predicted}, "compiled_memory": {"peak": compiled}, "memory_bytes": 100}
+        return {**peaks, "cost": {"step_s": seconds}, "timeline": {"step_s": seconds}}
+
+    slow, fits, by_compiler = steps(told(90, 90, 2.0)), steps(told(100, 100, 1.0)), steps(told(90, 101, 0.5))
+    assert fits == (1.0, 1.0)
+    assert kendall([slow, fits, by_compiler]) == pytest.approx((1 - 1 - 1) / 3)
+    assert kendall([slow, fits, steps(told(101, 101, 0.1))]) == 1.0
 
 
 def test_the_last_line_of_a_case_counts(tmp_path: Path) -> None:
