@@ -6,16 +6,16 @@ it is absorbed here and pinned by `tests/test_jax.py`.
 
 import contextlib
 import re
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax._src import config, distributed, source_info_util
+from jax._src import config, distributed, linear_util, source_info_util
 from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax._src.mesh import get_concrete_mesh, thread_resources
 from jax.core import Tracer
 from jax.extend import core as jex_core
-from jax.interpreters import mlir
+from jax.interpreters import ad, mlir
 from jaxlib.mlir import ir, passmanager
 
 MLIRError = ir.MLIRError
@@ -203,6 +203,40 @@ def _is_auto(sharding: Any) -> bool:
     """Whether a sharding is on a mesh of Auto axes alone."""
     mesh = getattr(sharding, "mesh", None)
     return mesh is not None and all(kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types)
+
+
+def with_derivatives(params: Any, rewritten: Callable[[Any, Sequence[Any], int], list[Any]]) -> dict[str, Any]:
+    """The parameters of a `custom_vjp_call` with its two rules evaluated in another way.
+
+    Args:
+      params: of the equation.
+      rewritten: (closed jaxpr, arguments, 0 for the forward rule or 1 for the backward one) → results.
+    """
+    forward, backward = params["fwd_jaxpr_thunk"], params["bwd"]
+
+    def forward_jaxpr(*nonzeros: Any) -> tuple[Any, Any]:
+        jaxpr, consts = forward.call_wrapped(*nonzeros)
+        closed = jaxpr.with_consts(consts) if hasattr(jaxpr, "with_consts") else jex_core.ClosedJaxpr(jaxpr, consts)
+        traced = with_body(closed, lambda *args: rewritten(closed, args, 0))
+        return open_jaxpr(traced), traced.consts
+
+    def backward_rule(*args: Any) -> list[Any]:
+        kept: list[Any] = []  # results in order, None where an array stands
+
+        def arrays(*args: Any) -> list[Any]:
+            results = list(backward.call_wrapped(*args))
+            kept.extend(r if isinstance(r, ad.Zero) else None for r in results)
+            return [r for r in results if not isinstance(r, ad.Zero)]
+
+        closed = jax.make_jaxpr(arrays)(*args)
+        found = iter(rewritten(closed, args, 1))
+        return [next(found) if zero is None else zero for zero in kept]
+
+    return {
+        **params,
+        "fwd_jaxpr_thunk": linear_util.wrap_init(forward_jaxpr, debug_info=forward.debug_info),
+        "bwd": linear_util.wrap_init(backward_rule, debug_info=backward.debug_info),
+    }
 
 
 def with_body(body: Any, fn: Any) -> Any:

@@ -22,6 +22,14 @@ Hook = Callable[[Any, Path, int], Any]  # (value, equation path, position) → t
 Before = Callable[[list[Any], Path], list[Any]]  # (operands, equation path) → the operands to go on with
 Bind = Callable[[Any, list[Any], Path], list[Any]]  # (equation without a body, operands, its path) → results
 Scope = Callable[[Path], AbstractContextManager[Any]]  # equation path → the context to evaluate it in
+# (closed jaxpr, arguments, its path) → results, for the rules of a `custom_vjp` when it is differentiated
+Rule = Callable[[Any, Sequence[Any], Path], list[Any]]
+
+FORWARD, BACKWARD = -1, -2  # in paths: the rules of a `custom_vjp`, which are no bodies of its equation
+
+
+def _keep(value: Any, path: Path, i: int) -> Any:
+    return value
 
 
 def _as_they_are(operands: list[Any], path: Path) -> list[Any]:
@@ -53,6 +61,7 @@ def constrained(closed: Any, pins: Pins, mesh: Any, args: Sequence[Any], *, scop
         return seen[key][1]
 
     barred = {path for path, _ in pins.again}
+    ruled = any(min(path, default=0) < 0 for path, _ in pins.kernels)
 
     def before(operands: list[Any], path: Path) -> list[Any]:
         """The operands behind a barrier, where one of them is gathered again."""
@@ -68,6 +77,10 @@ def constrained(closed: Any, pins: Pins, mesh: Any, args: Sequence[Any], *, scop
         count = len(operands) + len(eqn.outvars)
         return opaque.call(eqn, operands, mesh, [pins.kernels[path, i][0] for i in range(count)])
 
+    def rule(closed: Any, args: Sequence[Any], path: Path) -> list[Any]:
+        """Of the rules of a `custom_vjp`, the kernels alone are laid out."""
+        return evaluate(closed, args, made=_keep, taken=_keep, bind=bind, path=path)
+
     inputs = [pin(arg, pins.inputs.get(i, ())) for i, arg in enumerate(args)]
     results = evaluate(
         closed,
@@ -77,6 +90,7 @@ def constrained(closed: Any, pins: Pins, mesh: Any, args: Sequence[Any], *, scop
         before=before,
         scope=scope,
         bind=bind,
+        rule=rule if ruled else None,
     )
     return [pin(result, pins.outputs.get(i, ())) for i, result in enumerate(results)]
 
@@ -91,6 +105,7 @@ def evaluate(
     scope: Scope = _no_scope,
     bind: Bind = _bind,
     own: bool = False,
+    rule: Rule | None = None,
     path: Path = (),
 ) -> list[Any]:
     """Evaluates a closed jaxpr as JAX does, with hooks on every operand and result.
@@ -104,6 +119,7 @@ def evaluate(
       scope: entered around every equation.
       bind: called for every equation that has no body.
       own: whether the program's own `with_sharding_constraint`s stay; if not, pins stand for them.
+      rule: evaluates the rules of every `custom_vjp` when it is differentiated; None leaves them as they are.
       path: of the equation whose body this is.
     """
     jaxpr = _jax.open_jaxpr(closed)
@@ -118,7 +134,7 @@ def evaluate(
         with _jax.as_written(eqn), scope(here):
             operands = before([read(atom) for atom in eqn.invars], here)
             operands = [taken(operand, here, i) for i, operand in enumerate(operands)]
-            results = _equation(eqn, operands, made, taken, before, scope, bind, here, own=own)
+            results = _equation(eqn, operands, made, taken, before, scope, bind, rule, here, own=own)
             env.update(zip(eqn.outvars, [made(result, here, i) for i, result in enumerate(results)], strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
@@ -131,6 +147,7 @@ def _equation(
     before: Before,
     scope: Scope,
     bind: Bind,
+    rule: Rule | None,
     here: Path,
     *,
     own: bool,
@@ -150,6 +167,7 @@ def _equation(
             scope=scope,
             bind=bind,
             own=own,
+            rule=rule,
             path=(*here, 0),
         )
 
@@ -159,7 +177,16 @@ def _equation(
         def run(*xs: Any) -> list[Any]:
             entered = [made(x, path, i) for i, x in enumerate(xs)]
             outs = evaluate(
-                body, entered, made=made, taken=taken, before=before, scope=scope, bind=bind, own=own, path=path
+                body,
+                entered,
+                made=made,
+                taken=taken,
+                before=before,
+                scope=scope,
+                bind=bind,
+                own=own,
+                rule=rule,
+                path=path,
             )
             return [taken(x, path, i) for i, x in enumerate(outs)]
 
@@ -169,6 +196,10 @@ def _equation(
     for key, k in BODIES[name]:
         body = params[key]
         params[key] = tuple(rewritten(b, i) for i, b in enumerate(body)) if k is None else rewritten(body, k)
+    if name == "custom_vjp_call" and rule is not None:
+        params = _jax.with_derivatives(
+            params, lambda closed, args, k: rule(closed, args, (*here, (FORWARD, BACKWARD)[k]))
+        )
     return _jax.bind(eqn, params, operands)
 
 

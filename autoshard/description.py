@@ -126,25 +126,42 @@ def _kernel_layouts(assignment: Assignment) -> Iterable[tuple[tuple[graphs.Path,
         if eqn.primitive != opaque.PALLAS:
             continue
         path = graph.makes[e][0][0]
-        codes = [assignment.taken(e, i) for i in range(len(eqn.operands))]
-        codes += [assignment.made(v) for v in graph.results[e]]
-        for i, (code, aval) in enumerate(zip(codes, (*eqn.operands, *eqn.results), strict=True)):
-            whole = PartitionSpec()
-            yield (path, i), (whole if code is None else layout_of(code, aval.ndim, d.mesh).spec(),)
+        yield from (((path, i), specs) for i, specs in enumerate(_kernel_specs(assignment, e)))
+
+
+def _kernel_specs(assignment: Assignment, e: int) -> list[Specs]:
+    """One per operand and result of an opaque kernel."""
+    d = assignment.decisions
+    eqn = d.graph.eqns[e]
+    codes = [assignment.taken(e, i) for i in range(len(eqn.operands))]
+    codes += [assignment.made(v) for v in d.graph.results[e]]
+    return [
+        (PartitionSpec() if code is None else layout_of(code, aval.ndim, d.mesh).spec(),)
+        for code, aval in zip(codes, (*eqn.operands, *eqn.results), strict=True)
+    ]
 
 
 def forward_pins(setting: Setting, assignment: Assignment) -> Pins:
-    """The constraints of a forward function that was planned for its gradient: on its own values alone."""
+    """The constraints of a forward function that was planned for its gradient: on its own values alone.
+
+    And the layouts of its kernels, those in the rules of a `custom_vjp` included.
+    """
     d = assignment.decisions
     crossing = {edge.value for edge in d.edges}
+    producers = d.graph.producers()
     made: dict[tuple[graphs.Path, int], Specs] = {}
+    at: dict[int, graphs.Path] = {}  # kernel → its own path: the longest, others are of calls around it
     for key, value in marks(d.graph.named).items():
-        if value in crossing:
+        path = key[0]
+        if value in producers and d.graph.eqns[e := producers[value][0]].primitive == opaque.PALLAS:
+            at[e] = max(at.get(e, ()), path, key=len)
+        if value in crossing and min(path, default=0) >= 0:
             ndim = d.graph.avals[value].ndim
             specs = tuple(layout_of(c, ndim, d.mesh).spec() for c in assignment.after_made(value))
             if specs:
                 made[key] = specs
-    return Pins(made=made, taken={}, inputs={}, outputs={})
+    kernels = {(path, i): specs for e, path in at.items() for i, specs in enumerate(_kernel_specs(assignment, e))}
+    return Pins(made=made, taken={}, inputs={}, outputs={}, kernels=kernels)
 
 
 def _compiler_options(hardware: Hardware, mesh: MeshAxes, spare_bytes: int, *, loops: bool) -> dict[str, Any]:

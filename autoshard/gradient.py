@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from autoshard import _jax, opaque
 from autoshard.apply import constrained, evaluate
 from autoshard.errors import SpecError
 from autoshard.graph import Path
@@ -79,7 +80,7 @@ def gradient_program(traced: Traced, argnums: Sequence[int], mesh: MeshAxes) -> 
     seeds = [i for i in floats if traced.out_avals[i].shape]
 
     def marked(args: Sequence[Any]) -> list[Any]:
-        return evaluate(traced.jaxpr, args, made=_mark, taken=lambda value, path, i: value, own=True)
+        return evaluate(traced.jaxpr, args, made=_mark, taken=_keep, own=True, rule=_marked_rule)
 
     program = _value_and_gradient(traced, leaves, marked)
     gradient = trace(program, (list(traced.in_avals), [traced.out_avals[i] for i in seeds]), ("", "cotangents"), mesh)
@@ -127,6 +128,22 @@ def _mark(value: Any, path: Path, i: int) -> Any:
     if not getattr(value, "shape", ()):
         return value
     return checkpoint_name(value, _PREFIX + ".".join(map(str, path)) + f"/{i}")
+
+
+def _keep(value: Any, path: Path, i: int) -> Any:
+    return value
+
+
+def _marked_rule(closed: Any, args: Sequence[Any], path: Path) -> list[Any]:
+    """A rule of a `custom_vjp` with the results of its kernels marked: only they are laid out by the plan."""
+
+    def bind(eqn: Any, operands: list[Any], path: Path) -> list[Any]:
+        results = _jax.bind(eqn, eqn.params, operands)
+        if eqn.primitive.name != opaque.PALLAS:
+            return results
+        return [_mark(result, path, i) for i, result in enumerate(results)]
+
+    return evaluate(closed, args, made=_keep, taken=_keep, own=True, bind=bind, path=path)
 
 
 def marks(named: Mapping[str, int]) -> dict[tuple[Path, int], int]:

@@ -127,6 +127,81 @@ def test_kernel_layouts_survive_the_plan_file(tmp_path: Any) -> None:
     assert autoshard.load(tmp_path / "plan.json").record.pins == plan.record.pins
 
 
+def wave_kernel(x: Any, out: Any) -> None:
+    out[...] = x[...] * jnp.sin(x[...])
+
+
+def slope_kernel(x: Any, g: Any, out: Any) -> None:
+    out[...] = g[...] * (jnp.sin(x[...]) + x[...] * jnp.cos(x[...]))
+
+
+def by_rows(kernel: Any, *operands: jax.Array) -> jax.Array:
+    x = operands[0]
+    spec = pl.BlockSpec((BLOCK, WIDTH), lambda i: (i, 0))
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(ROWS // BLOCK,),
+        in_specs=[spec] * len(operands),
+        out_specs=spec,
+        interpret=True,
+    )(*operands)
+
+
+@jax.custom_vjp
+def wave(x: jax.Array) -> jax.Array:
+    return by_rows(wave_kernel, x)
+
+
+wave.defvjp(lambda x: (by_rows(wave_kernel, x), x), lambda x, g: (by_rows(slope_kernel, x, g),))
+
+
+@pytest.fixture
+def waves() -> Any:
+    register_rule("pallas_call[wave_kernel]", "i j -> i j")
+    register_rule("pallas_call[slope_kernel]", "i j, i j -> i j")
+    yield
+    unregister("pallas_call[wave_kernel]")
+    unregister("pallas_call[slope_kernel]")
+
+
+@pytest.mark.usefixtures("waves")
+@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint, jax.jit], ids=["plain", "remat", "jit"])
+def test_both_rules_of_a_kernel_run_on_parts_when_a_loss_is_differentiated(around: Any, tmp_path: Any) -> None:
+    """The plan is of the loss; its kernels are in the forward and the backward rule of a `custom_vjp`."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(around(wave)(x @ w) ** 2)
+
+    keys = jax.random.split(jax.random.key(0))
+    w, x = jax.random.normal(keys[0], (16, WIDTH)), jax.random.normal(keys[1], (ROWS, 16))
+    f = autoshard.jit(loss, mesh=MESH, hardware=GPUS, pins={"x": P("data")})
+    plan = f.plan(w, x)
+    assert plan.record.pins.kernels
+    assert all(spec[0] is not None for (spec,) in plan.record.pins.kernels.values())
+    program = str(jax.make_jaxpr(jax.grad(f))(w, x))
+    assert program.count("shard_map") == program.count("pallas_call") > 1
+    np.testing.assert_allclose(jax.jit(jax.grad(f))(w, x), jax.grad(loss)(w, x), rtol=1e-5, atol=1e-6)
+    plan.save(tmp_path / "plan.json")
+    assert autoshard.load(tmp_path / "plan.json").record.pins == plan.record.pins
+
+
+def test_flash_attention_of_a_loss_is_laid_out_in_both_directions() -> None:
+    def loss(*qkv: jax.Array) -> jax.Array:
+        return flash_attention(*qkv, causal=True).astype(jnp.float32).sum()
+
+    plan = autoshard.plan(
+        loss, *[shaped(4, 8, 256, 128, dtype=jnp.bfloat16)] * 3, mesh=MESH, hardware="tpu-v5e:2x4", for_grad=(0, 1, 2)
+    )
+    rules = {path for path, _ in plan.record.pins.kernels}
+    assert len(rules) == 3
+    assert all(min(path) < 0 for path in rules)
+    for (_, i), (spec,) in plan.record.pins.kernels.items():
+        split = set(jax.tree.leaves(tuple(spec)))
+        assert split == set(jax.tree.leaves(tuple(spec[:2]))), spec  # batch and heads alone
+        assert i > 2 or split == {"data", "model"}
+
+
 @pytest.mark.slow
 @pytest.mark.tpu_compiler
 @pytest.mark.skipif(not compilers.available("tpu"), reason="needs libtpu")
