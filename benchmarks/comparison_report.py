@@ -124,7 +124,7 @@ def _row(line: Line) -> str:
     return " | ".join(
         (
             f"| {line['model']}",
-            f"{fields['batch']:,} × {fields['sequence']:,}",
+            f"{fields['batch']:,} × {fields.get('sequence', 1):,}",
             line["hardware"],
             _mesh(line["ours"][0]["mesh"]),
             f"{_step(line, 0) * 1e3:.2f}",
