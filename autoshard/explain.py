@@ -1,38 +1,29 @@
-"""Explain: why a value lies as it does, what the runner-up costs, and when the decision flips.
+"""Explain: why a value lies as it does, and what the runner-up costs.
 
 A decision is explained by solving the plan's own problem again with its choice
 forbidden: the difference is what the choice is worth, all else being rearranged for the
-best. A flip point is found by planning again with one number of the hardware changed,
-outward by factors of two and then by bisection.
+best.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
-
-import numpy as np
 
 from autoshard.errors import SpecError
 from autoshard.mesh import MeshAxes
 from autoshard.planner import Planned
 from autoshard.problem.assignment import Assignment, Collective
-from autoshard.problem.decide import decide
-from autoshard.problem.formulation import UNIT_S, formulate
-from autoshard.problem.network import INF
+from autoshard.problem.formulation import UNIT_S
+from autoshard.problem.network import INF, Problem
 from autoshard.record import Leaf
-from autoshard.resharding import Resharder
-from autoshard.setting import OPTIMIZER_BYTES
 from autoshard.solver import Solution, solve
 from autoshard.solver.evaluate import evaluate
 from autoshard.strategies import layout_of
 from autoshard.wanted import dotted, matches
-from cost_models import Hardware, Machine
 
 MOST = 4  # decisions that one question explains
 OTHERS = 5  # alternatives that are priced where they stand
-FACTOR = 16.0  # how far from its present value a number is varied
-STEPS = 4  # bisections between two powers of two: to 2^(1/16), 4%
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +70,6 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flip:
-    """Where a decision turns: at `at` it becomes `layout`; None if nothing turns it within the range tried."""
-
-    number: str
-    now: float
-    at: float | None
-    layout: str
-    range: tuple[float, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Blocked:
     """A dimension that a mesh axis does not divide, and the ways out."""
 
@@ -113,12 +93,12 @@ def explain(planned: Planned, pattern: str | None = None, *, at: str | None = No
     Raises:
       SpecError: neither or both are given, or nothing is found there.
     """
-    classes = _classes(planned, pattern, at)
+    classes = decided(planned, pattern, at)
     return tuple(_explained(planned, c, nodes) for c, nodes in list(classes.items())[:MOST])
 
 
-def _classes(planned: Planned, pattern: str | None, at: str | None) -> dict[int, list[int]]:
-    """Classes of equal decisions → those of their decisions that are asked for."""
+def decided(planned: Planned, pattern: str | None, at: str | None) -> dict[int, list[int]]:
+    """Classes of equal decisions → those of their decisions that are asked for, as by `explain`."""
     if (pattern is None) == (at is None):
         raise SpecError('say what to explain: an input, "**.wq", or a line, at="model.py:61"')
     nodes = _inputs_named(planned, pattern) if pattern is not None else _decided_at(planned, at or "")
@@ -228,7 +208,7 @@ def _runner_up(planned: Planned, c: int, node: int, pick: int) -> RunnerUp | Non
     problem = planned.formulation.problem
     cost = problem.cost.copy()
     cost[problem.start[c] + pick] = INF
-    solution = _solved(planned, replace(problem, cost=cost))
+    solution = solved(planned, replace(problem, cost=cost))
     if not solution.found:
         return None
     other = Assignment(
@@ -246,7 +226,8 @@ def _runner_up(planned: Planned, c: int, node: int, pick: int) -> RunnerUp | Non
     )
 
 
-def _solved(planned: Planned, problem: Any, seconds: float = 30.0) -> Solution:
+def solved(planned: Planned, problem: Problem, seconds: float = 30.0) -> Solution:
+    """Solves a variation of a plan's problem, as far as the plan itself was proven."""
     return solve(problem, time_limit_s=seconds, rel_gap=max(planned.record.certificate.gap, 1e-3))
 
 
@@ -272,112 +253,6 @@ def _moved(
             more[x.kind, x.axes] = (nbytes + sign * x.nbytes * x.trips, seconds + sign * x.seconds * x.trips)
     rows = [(kind, axes, nbytes, seconds) for (kind, axes), (nbytes, seconds) in more.items() if nbytes]
     return tuple(sorted(rows, key=lambda row: -abs(row[3])))
-
-
-def flip_points(
-    planned: Planned, hardware: Hardware, pattern: str | None = None, *, at: str | None = None
-) -> tuple[Flip, ...]:
-    """The link rates and the memory at which the first decision that is asked for turns.
-
-    Args:
-      planned: the plan with its problem.
-      hardware: that it was made for.
-      pattern: as in `explain`.
-      at: as in `explain`.
-    """
-    node = next(iter(_classes(planned, pattern, at).values()))[0]
-    layout = choice_text(planned.assignment, node, int(planned.assignment.choice[node]))
-    flips: list[Flip] = []
-    for role, link in hardware.chip.links.items():
-        key = "one_way_bytes_per_s"
-        if key not in link.numbers or not any(
-            dim.level == role and dim.size > 1 for dim in hardware.topology.dimensions
-        ):
-            continue
-        now = link.numbers[key].value
-
-        def layout_at(rate: float, role: str = role) -> str | None:
-            machine = hardware.replaced("varied", **{f"{role}__one_way_bytes_per_s": rate}).place(
-                planned.record.mesh.shape
-            )
-            return _layout_with(planned, machine, planned.record.memory.limit_bytes, node)
-
-        flips.append(flip(f"{role}.{key}", now, layout, layout_at, (now / FACTOR, now * FACTOR)))
-    limit = float(planned.record.memory.limit_bytes)
-    flips.append(
-        flip(
-            "memory_bytes",
-            limit,
-            layout,
-            lambda nbytes: _layout_with(planned, None, int(nbytes), node),
-            (limit / FACTOR, limit),
-        )
-    )
-    return tuple(flips)
-
-
-def flip(
-    number: str, now: float, layout: str, layout_at: Callable[[float], str | None], bounds: tuple[float, float]
-) -> Flip:
-    """The value nearest to `now` at which `layout_at` gives another layout (None: nothing fits)."""
-    best: tuple[float, str] | None = None
-    for step in (0.5, 2.0):
-        same, value = now, now * step
-        while bounds[0] * 0.999 <= value <= bounds[1] * 1.001:
-            found = layout_at(value)
-            if found != layout:
-                turned = found
-                for _ in range(STEPS):
-                    middle = (same * value) ** 0.5
-                    found = layout_at(middle)
-                    if found == layout:
-                        same = middle
-                    else:
-                        value, turned = middle, found
-                nearer = best is None or abs(np.log(value / now)) < abs(np.log(best[0] / now))
-                best = (value, turned or "nothing fits") if nearer else best
-                break
-            same, value = value, value * step
-    return Flip(
-        number=number,
-        now=now,
-        at=None if best is None else best[0],
-        layout="" if best is None else best[1],
-        range=bounds,
-    )
-
-
-def _layout_with(planned: Planned, machine: Machine | None, memory_bytes: int, node: int) -> str | None:
-    """The layout of a decision on another machine or in other memory; None if nothing fits."""
-    d = planned.assignment.decisions
-    resharder = planned.assignment.resharder
-    if machine is not None:
-        setting = planned.setting
-        held = dict.fromkeys(setting.gradient.gradient_of, OPTIMIZER_BYTES) if setting.gradient else {}
-        resharder = Resharder(d.mesh, machine, scatters_whole=machine.scatters_whole)
-        constraints = [e for e, eqn in enumerate(d.graph.eqns) if eqn.primitive == "sharding_constraint"]
-        d = decide(
-            d.graph,
-            d.mesh,
-            machine,
-            tied=setting.tied,
-            donated=frozenset(planned.record.donated),
-            input_pins={i: _codes(planned, n) for i, n in enumerate(d.inputs)},
-            output_pins={o: _codes(planned, n) for o, n in enumerate(d.outputs)},
-            equation_pins={e: _codes(planned, d.node_of[e]) for e in constraints},
-            held_bytes=held,
-            unknown="replicate",
-        )
-    formulation = formulate(d, resharder, memory_bytes=memory_bytes)
-    solution = _solved(planned, formulation.problem)
-    if not solution.found:
-        return None
-    assignment = Assignment(decisions=d, resharder=resharder, choice=formulation.read(solution.choice))
-    return choice_text(assignment, node, int(assignment.choice[node]))
-
-
-def _codes(planned: Planned, node: int) -> Any:
-    return planned.assignment.decisions.nodes[node].codes
 
 
 def blocked(leaves: Sequence[Leaf], mesh: MeshAxes) -> tuple[Blocked, ...]:

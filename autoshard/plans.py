@@ -18,6 +18,7 @@ from autoshard import graph as graphs
 from autoshard import trace as traces
 from autoshard.completion import Annotations, annotated
 from autoshard.errors import PlanMismatchError, SpecError
+from autoshard.flips import flip_points
 from autoshard.honoured import Honoured, honoured
 from autoshard.mesh import MeshAxes
 from autoshard.meshes import Place
@@ -281,20 +282,32 @@ class Plan:
             peak_flops_per_s=self._place.hardware.number("peak_bfloat16_flops_per_s"),
         )
 
-    def explain(self, pattern: str | None = None, *, at: str | None = None, flips: bool = False) -> str:
+    def explain(
+        self,
+        pattern: str | None = None,
+        *,
+        at: str | None = None,
+        flips: bool = False,
+        vary: Mapping[str, tuple[int, Callable[[int], "Plan"]]] | None = None,
+    ) -> str:
         """Why inputs, or what a source line computes, lie as they do: the runner-up and what it costs, as text.
 
         Args:
           pattern: of inputs' paths, such as `"**.wq"`.
           at: or a source line, such as `"model.py:61"`.
           flips: whether to look for the link rates and the memory that turn the decision, too.
+          vary: sizes to look for besides: name → its present value, and a function that plans
+            the program at another, such as `{"batch": (32, lambda n: autoshard.plan(step,
+            state, batches(n), mesh=mesh))}`. A plan alone does not know how its arguments
+            follow from a size.
 
         Raises:
           SpecError: nothing is found there.
           PlanMismatchError: the plan was read from a file.
         """
         planned, place = self._explainable()
-        turned = reasons.flip_points(planned, place.hardware, pattern, at=at) if flips else ()
+        varied = {name: (now, _planned_by(plan_at)) for name, (now, plan_at) in (vary or {}).items()}
+        turned = flip_points(planned, place.hardware, pattern, at=at, varied=varied) if flips or varied else ()
         undivided = reasons.blocked(self.record.inputs, self.record.mesh)
         return explanation.text(reasons.explain(planned, pattern, at=at), turned, undivided)
 
@@ -422,6 +435,18 @@ class Plan:
     @property
     def _assignment(self) -> Assignment | None:
         return None if self._planned is None else self._planned.assignment
+
+
+def _planned_by(plan_at: Callable[[int], Plan]) -> Callable[[int], Planned]:
+    """The problem behind a user's plans at other sizes."""
+
+    def planned_at(size: int) -> Planned:
+        planned = plan_at(size).planned
+        if planned is None:
+            raise PlanMismatchError("vary= takes functions that plan; a plan file holds no alternatives")
+        return planned
+
+    return planned_at
 
 
 def _annotations(record: PlanRecord) -> Annotations:

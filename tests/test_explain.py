@@ -10,9 +10,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+import models
+from autoshard.cli.explain import sizes
 from autoshard.diff import diff
 from autoshard.errors import PlanMismatchError, SpecError
-from autoshard.explain import blocked, explain, flip
+from autoshard.explain import blocked, choice_text, explain
+from autoshard.flips import flip, lies
 from autoshard.mesh import MeshAxes
 from autoshard.planner import Planned
 from autoshard.record import Leaf
@@ -23,6 +26,10 @@ from autoshard.trial import Task
 
 def step(w: jax.Array, x: jax.Array) -> jax.Array:
     return x @ w
+
+
+def doubled(x: jax.Array) -> jax.Array:
+    return x + x
 
 
 ARGS = (jax.ShapeDtypeStruct((512, 1024), jnp.float32), jax.ShapeDtypeStruct((256, 512), jnp.float32))
@@ -85,6 +92,73 @@ def test_a_flip_is_found_within_a_few_percent(turn: float, *, above: bool) -> No
 def test_what_never_turns_has_no_flip() -> None:
     found = flip("x", 10.0, "a", lambda _: "a", (5.0, 20.0))
     assert found.at is None
+
+
+def test_sizes_turn_at_whole_numbers_and_end_where_there_is_no_program() -> None:
+    tried: list[float] = []
+
+    def layout_at(size: float) -> str:
+        tried.append(size)
+        if size > 300:
+            raise SpecError("longer than the context")
+        return "b" if size > 100 else "a"
+
+    found = flip("batch", 32, "a", layout_at, (4, 512), whole=8)
+    assert found.at == 104
+    assert all(size == int(size) for size in tried)
+    assert flip("batch", 32, "a", lambda size: "a" if size <= 64 else layout_at(301), (4, 512), whole=8).at is None
+
+
+def test_a_layout_that_ties_is_no_turn() -> None:
+    plan = autoshard.plan(
+        doubled, ARGS[1], for_grad=False, constraints="all", rel_gap=0.0, mesh={"data": 2}, hardware="h100:1x2"
+    )
+    planned = plan.planned
+    assert planned is not None
+    (mine,) = explain(planned, "x")
+    assert mine.runner_up is not None
+    assert mine.runner_up.step_s == pytest.approx(mine.step_s)
+    node = planned.assignment.decisions.inputs[0]
+    size = len(planned.assignment.decisions.nodes[node])
+    layouts = {choice_text(planned.assignment, node, k) for k in range(size)}
+    assert {mine.layout, mine.runner_up.layout} <= layouts
+    for layout in (mine.layout, mine.runner_up.layout):
+        assert lies(lambda: planned, "x", None, layout) == layout
+
+
+def test_a_layout_that_cannot_be_kept_is_a_turn() -> None:
+    pinned = made(pins={"w": P(("data", "model"))})
+    assert lies(lambda: pinned, "w", None, "[-,-]") == "[data·model,-]"
+    assert lies(lambda: pinned, "w", None, "[data·model,-]") == "[data·model,-]"
+
+
+def test_a_plan_looks_for_sizes_that_somebody_plans() -> None:
+    def plan_at(batch: int) -> autoshard.Plan:
+        x = jax.ShapeDtypeStruct((batch, 512), jnp.float32)
+        return autoshard.plan(
+            step, ARGS[0], x, for_grad=False, constraints="all", mesh={"model": 2}, hardware="h100:1x2"
+        )
+
+    said = plan_at(256).explain("w", vary={"batch": (256, plan_at)})
+    (row,) = (line for line in said.splitlines() if line.split()[:1] == ["batch"])
+    assert "256" in row
+
+
+def test_builders_say_which_sizes_they_take() -> None:
+    fn, args = models.build("tiny-llama", batch=16)
+    planned = autoshard.plan(fn, *args, mesh={"data": 2}, hardware="h100:1x2", constraints="all").planned
+    assert planned is not None
+    asked: list[str] = []
+
+    def plan_at(assignment: str) -> Planned:
+        asked.append(assignment)
+        raise ValueError("a sequence of 64 is longer than the context of 32")
+
+    found = sizes("models:tiny_llama", {"batch": 16}, planned, plan_at)
+    assert {name: now for name, (now, _) in found.items()} == {"batch": 16, "sequence": 32}
+    with pytest.raises(SpecError, match="longer than the context"):
+        found["sequence"][1](64)
+    assert asked == ["sequence=64"]
 
 
 def test_undivided_dimensions_and_their_ways_out() -> None:

@@ -1,7 +1,11 @@
 """`autoshard explain`: why a value lies as it does, and what would turn it."""
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 import cost_models
@@ -22,10 +26,13 @@ from autoshard.cli.options import (
     planned,
 )
 from autoshard.cli.written import assignments, byte_count, mesh_axes
-from autoshard.errors import InfeasibleError
+from autoshard.errors import AutoshardError, InfeasibleError, SpecError
+from autoshard.flips import Varied, flip_points
+from autoshard.planner import Planned
 from autoshard.remedies import remedies
 from autoshard.report import explanation, progress
 from autoshard.tables import bytes_text, time_text
+from autoshard.target import load_builder
 from autoshard.trial import Task
 
 
@@ -36,7 +43,10 @@ def explain(
     *,
     at: Annotated[str | None, typer.Option("--at", help="or a source line: model.py:61")] = None,
     flips: Annotated[
-        bool, typer.Option("--flips", help="also where link rates and memory turn the decision (plans about ten times)")
+        bool,
+        typer.Option(
+            "--flips", help="also where link rates, memory, batch and sequence turn it (plans about 30 times)"
+        ),
     ] = False,
     mesh: MeshOption = None,
     hardware: HardwareOption = None,
@@ -68,11 +78,57 @@ def explain(
     assert made.planned is not None  # planned just now
     with progress.shown(errors(), "explain"):
         found = reasons.explain(made.planned, what, at=at)
-        turned = ()
-        if flips:
-            turned = reasons.flip_points(made.planned, cost_models.hardware(hardware or ""), what, at=at)
         undivided = reasons.blocked(made.record.inputs, made.record.mesh)
+    turned = ()
+    if flips:
+
+        def plan_at(assignment: str) -> Planned:
+            sets = [*(set_ or ()), assignment]
+            other = planned(target, mesh, hardware, memory, donate, pin, sets, forward, REL_GAP, time_limit)
+            assert other.planned is not None  # planned just now
+            return other.planned
+
+        varied = sizes(target, assignments(set_ or (), "--set"), made.planned, plan_at)
+        turned = flip_points(made.planned, cost_models.hardware(hardware or ""), what, at=at, varied=varied)
     if as_json:
         print_json(explanation.to_json(found, turned, undivided))
     else:
         typer.echo(explanation.text(found, turned, undivided))
+
+
+SIZES = ("batch", "sequence")  # arguments of builders, and the dimensions of token ids
+
+
+def sizes(target: str, keywords: Mapping[str, Any], planned: Planned, plan_at: Callable[[str], Planned]) -> Varied:
+    """The sizes that a builder takes, with their present values.
+
+    A value that is neither set nor a default is read off the largest integer input, [batch, sequence].
+
+    Args:
+      target: the builder.
+      keywords: that it was called with.
+      planned: the plan.
+      plan_at: the plan with one more assignment, such as `batch=16`.
+    """
+    ids = [a.shape for a in planned.traced.in_avals if a.shape and np.issubdtype(a.dtype, np.integer)]
+    shape = max(ids, key=lambda s: int(np.prod(s)), default=())
+    parameters = inspect.signature(load_builder(target)).parameters
+    found: dict[str, tuple[int, Callable[[int], Planned]]] = {}
+
+    def at(name: str, size: int) -> Planned:
+        try:
+            return plan_at(f"{name}={size}")
+        except InfeasibleError:
+            raise
+        except (AutoshardError, ValueError) as error:  # the builder's own refusals, such as of a long sequence
+            raise SpecError(f"{target} has no {name} of {size}: {error}") from error
+
+    for dim, name in enumerate(SIZES):
+        if name not in parameters:
+            continue
+        now = keywords.get(name, parameters[name].default)
+        if not isinstance(now, int) and dim < len(shape):
+            now = int(shape[dim])
+        if isinstance(now, int):
+            found[name] = (now, partial(at, name))
+    return found

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from autoshard.explain import Blocked, Explanation, Flip
+from autoshard.explain import Blocked, Explanation
+from autoshard.flips import Flip
 from autoshard.tables import bytes_text, columns, fields, render, short_aval, short_place, table, time_text
 
 LONGEST = 8  # changes elsewhere, and collectives, that are shown one by one
@@ -84,11 +85,14 @@ def _one(one: Explanation, width: int) -> list[Any]:
 
 
 def _flip_row(flip: Flip) -> tuple[str, ...]:
-    show = bytes_text
     unit = "/s" if flip.number.endswith("per_s") else ""
-    low, high = (show(x) + unit for x in flip.range)
-    at = f"not from {low} to {high}" if flip.at is None else f"{show(flip.at)}{unit} ({flip.at / flip.now:.3g}×)"
-    return (flip.number, show(flip.now) + unit, at, flip.layout)
+
+    def show(value: float) -> str:
+        return bytes_text(value) + unit if "bytes" in flip.number else f"{value:,.0f}"
+
+    low, high = map(show, flip.range)
+    at = f"not from {low} to {high}" if flip.at is None else f"{show(flip.at)} ({flip.at / flip.now:.3g}×)"
+    return (flip.number, show(flip.now), at, flip.layout)
 
 
 def _blocked_row(b: Blocked) -> tuple[str, ...]:

@@ -151,7 +151,7 @@ function ranking(found) {
     ], (r) => r.rank === 1));
   const both = pair();
   chart(both, "Time and memory", "A point is a candidate; those on the Pareto front are larger. Down and left is better.", (axis) => ({
-    grid: { left: 8, right: 16, top: 30, bottom: 30, containLabel: true }, legend: { show: false },
+    grid: { left: 8, right: 16, top: 40, bottom: 30, containLabel: true }, legend: { top: 0, type: "scroll", textStyle: { color: css("--soft") }, pageTextStyle: { color: css("--soft") } },
     xAxis: { ...axis, type: "value", scale: true, name: "memory per device", nameLocation: "middle", nameGap: 28, axisLabel: { ...axis.axisLabel, formatter: bytes } },
     yAxis: { ...axis, type: "value", scale: true, name: "step", axisLabel: { ...axis.axisLabel, formatter: time } },
     tooltip: { formatter: (p) => { const r = found.rows[p.data[2]]; return `#${r.rank} ${r.hardware}<br>${Object.values(r.mesh).join("×")}: ${time(r.step_s)}, ${bytes(r.peak_bytes)}`; } },
@@ -160,14 +160,13 @@ function ranking(found) {
       symbolSize: (v) => (found.rows[v[2]].pareto ? 13 : 7) })),
   }));
   if (found.scaling.length) {
-    chart(both, "Strong scaling", "The same work on more chips; the knee is where doubling the chips stops to give half of what it could: " +
+    chart(both, "Strong scaling", "The same work on more chips; the knee, a larger point, is where doubling the chips stops to give half of what it could: " +
       found.scaling.map((c) => `${c.name}: ${c.knee_chips} chips`).join("; ") + ".", (axis) => ({
       grid: { left: 8, right: 16, top: 30, bottom: 30, containLabel: true }, legend: { top: 0, textStyle: { color: css("--soft") } },
       xAxis: { ...axis, type: "log", logBase: 2, name: "chips", nameLocation: "middle", nameGap: 28 },
       yAxis: { ...axis, type: "log", axisLabel: { ...axis.axisLabel, formatter: count } },
       tooltip: { trigger: "item", formatter: (p) => `${p.seriesName}<br>${count(p.data[0])} chips: ${count(p.data[1])} per s` },
-      series: found.scaling.map((c) => ({ type: "line", name: c.name, symbolSize: 8, data: c.points.map((p) => [p.chips, p.per_s]),
-        markPoint: { symbol: "pin", symbolSize: 40, label: { formatter: "knee", fontSize: 9 }, data: c.points.filter((p) => p.chips === c.knee_chips).map((p) => ({ coord: [p.chips, p.per_s] })) } })),
+      series: found.scaling.map((c) => ({ type: "line", name: c.name, symbolSize: (v) => (v[0] === c.knee_chips ? 13 : 7), data: c.points.map((p) => [p.chips, p.per_s]) })),
     }));
   } else {
     chart(both, "Where the time goes", "Compute and exposed communication of the first candidates.", (axis) => stacked(axis, found.rows.slice(0, 12).map((r) => Object.values(r.mesh).join("×")),
@@ -260,9 +259,11 @@ function planned(plan, first) {
       ["exposed", (r) => r.exposed_s, time, "number"], ["memory", (r) => r.peak_bytes, bytes, "number"], ["fits", (r) => (r.fits ? "yes" : "no"), (x) => element("span", x === "no" ? { class: "no" } : {}, x)]]));
   }
   const mesh = Object.entries(plan.mesh).map(([a, n]) => `${a}=${n}`).join(" × ");
-  section(main, "Layouts", `Mesh ${mesh}. A tile is a piece of the value, its colour the device that holds it (at most 16 a side are drawn); grey: every device holds it all. Equal layers share a row.`,
-    table(plan.layouts, [["role", (r) => r.role], ["name", (r) => r.path, null, "code"], ["value", (r) => r.value, null, "code"], ["layout", (r) => r.layout, null, "code"],
-      ["tiles", (r) => r.layout, (x) => tiles(x, plan.mesh)], ["count", (r) => r.count, count, "number"], ["bytes per device", (r) => r.bytes, bytes, "number"], ["at", (r) => r.where]]));
+  const lies = (role, name, ...more) => table(plan.layouts.filter((r) => r.role === role), [[name, (r) => r.path, null, "code"], ["value", (r) => r.value, null, "code"],
+    ["layout", (r) => r.layout, null, "code"], ["tiles", (r) => r.layout, (x) => tiles(x, plan.mesh)], ["count", (r) => r.count, count, "number"], ["bytes per device", (r) => r.bytes, bytes, "number"], ...more]);
+  section(main, "Layouts of inputs", `Mesh ${mesh}. A tile is a piece of the value, its colour the device that holds it (at most 16 a side are drawn); grey: every device holds it all. Equal layers share a row.`,
+    lies("input", "input"));
+  section(main, "Layouts of activations", "Results of contractions, the weightiest first.", lies("activation", "made by", ["at", (r) => r.where]));
   section(main, "Collectives of a step", "Logical bytes per device; the time if nothing hides.",
     table(plan.collectives, [["collective", (r) => r.kind], ["over", (r) => r.axes], ["count", (r) => r.count, count, "number"], ["bytes", (r) => r.bytes, bytes, "number"], ["time", (r) => r.seconds, time, "number"],
       ["may hide", (r) => (r.hides ? "yes" : "no")], ["value", (r) => r.value, null, "code"], ["at", (r) => r.where]]));
