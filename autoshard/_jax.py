@@ -15,7 +15,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax._src.mesh import get_concrete_mesh, thread_resources
 from jax.core import Tracer
 from jax.extend import core as jex_core
-from jax.interpreters import ad, mlir
+from jax.interpreters import mlir
 from jaxlib.mlir import ir, passmanager
 
 MLIRError = ir.MLIRError
@@ -220,17 +220,16 @@ def with_derivatives(params: Any, rewritten: Callable[[Any, Sequence[Any], int],
         traced = with_body(closed, lambda *args: rewritten(closed, args, 0))
         return open_jaxpr(traced), traced.consts
 
-    def backward_rule(*args: Any) -> list[Any]:
-        kept: list[Any] = []  # results in order, None where an array stands
+    def backward_rule(*args: Any) -> Any:
+        structure: list[Any] = []
 
-        def arrays(*args: Any) -> list[Any]:
-            results = list(backward.call_wrapped(*args))
-            kept.extend(r if isinstance(r, ad.Zero) else None for r in results)
-            return [r for r in results if not isinstance(r, ad.Zero)]
+        def leaves(*args: Any) -> list[Any]:
+            found, tree = jax.tree.flatten(backward.call_wrapped(*args))  # symbolic zeros have no leaves
+            structure[:] = [tree]
+            return found
 
-        closed = jax.make_jaxpr(arrays)(*args)
-        found = iter(rewritten(closed, args, 1))
-        return [next(found) if zero is None else zero for zero in kept]
+        closed = jax.make_jaxpr(leaves)(*args)
+        return jax.tree.unflatten(structure[0], rewritten(closed, args, 1))
 
     return {
         **params,
