@@ -10,6 +10,7 @@ import numpy as np
 from autoshard.problem.network import Int, Problem
 from autoshard.solver.buckets import eliminate_all
 from autoshard.solver.child import solve_in_time
+from autoshard.solver.coarse import coarsened, coarsening
 from autoshard.solver.core import Core, reduce
 from autoshard.solver.evaluate import evaluate, usage_profile
 from autoshard.solver.incumbent import Incumbent
@@ -89,7 +90,7 @@ def smallest_peak(incumbent: Incumbent) -> bool:
 
     Returns False, having found nothing, where the MIP would have more than `MIP_CELLS`.
     """
-    problem = incumbent.problem
+    problem = coarsened(incumbent.problem, coarsening(incumbent.problem))
     times = np.zeros(0, dtype=np.int64)
     while problem.usage_limit is not None and incumbent.left_s() > 0:
         core = Core(problem, times)

@@ -27,6 +27,7 @@ class Incumbent:
     rounds: int | None = None
     settle_s: float = math.inf
     on_progress: Progress | None = None
+    clock: Callable[[], float] = time.perf_counter
     choice: Int | None = None
     objective: int | None = None
     bound: int = NO_BOUND
@@ -34,10 +35,16 @@ class Incumbent:
     smallest_peak_bytes: int | None = None
     peak_bound_bytes: int | None = None
     peak_at: int | None = None
-    begin: float = field(default_factory=time.perf_counter)
+    begin: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.begin = self.clock()
+
+    def elapsed_s(self) -> float:
+        return self.clock() - self.begin
 
     def left_s(self) -> float:
-        return self.begin + self.time_limit_s - time.perf_counter()
+        return self.time_limit_s - self.elapsed_s()
 
     def offer(self, choice: Int) -> bool:
         """Keeps `choice` if it is feasible and better; returns whether it is feasible."""
@@ -66,14 +73,14 @@ class Incumbent:
         """Whether the gap is as small as was asked for; after `settle_s`, ten times as much will do."""
         if self.objective is None:
             return self.infeasible
-        settled = time.perf_counter() - self.begin > self.settle_s
+        settled = self.elapsed_s() > self.settle_s
         return self.gap() <= self.rel_gap * (SETTLED if settled else 1)
 
     def patience_s(self, most_s: float) -> float:
         """Seconds for one attempt: at most so many, and none past `settle_s` where the gap would do then."""
         left = min(most_s, self.left_s())
         if self.gap() <= self.rel_gap * SETTLED:
-            left = min(left, self.begin + self.settle_s - time.perf_counter())
+            left = min(left, self.settle_s - self.elapsed_s())
         return max(left, 0.0)
 
     def gap(self) -> float:
@@ -85,7 +92,7 @@ class Incumbent:
     def _report(self) -> None:
         if self.on_progress is not None:
             bound = None if self.bound == NO_BOUND else self.bound
-            self.on_progress(self.objective, bound, time.perf_counter() - self.begin)
+            self.on_progress(self.objective, bound, self.elapsed_s())
 
     def solution(self, solver: str) -> Solution:
         if self.infeasible:
@@ -99,7 +106,7 @@ class Incumbent:
             objective=0 if self.objective is None else self.objective,
             bound=self.bound,
             status=status,
-            wall_s=time.perf_counter() - self.begin,
+            wall_s=self.elapsed_s(),
             solver=solver,
             smallest_peak_bytes=self.smallest_peak_bytes,
             peak_bound_bytes=self.peak_bound_bytes,

@@ -1,6 +1,8 @@
 """Solve a problem: small ones directly, large ones reduced, part by part, by search."""
 
 import math
+import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -28,17 +30,19 @@ def solve(
     rounds: int | None = None,
     settle_s: float = math.inf,
     on_progress: Progress | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Solution:
     """Returns the best choice within the time, with a proven bound.
 
     Args:
       problem: the network.
-      time_limit_s: wall-clock seconds.
+      time_limit_s: seconds of `clock`.
       rel_gap: stop once (objective − bound) / objective is at most this.
       seed: of the engines; equal seeds and `rounds` give equal answers where no time limit bites.
       rounds: the most rounds of the search; None for as many as time allows.
       settle_s: after so many seconds, stop at ten times `rel_gap`.
       on_progress: called with (best, bound, elapsed seconds) whenever either improves.
+      clock: the time in seconds; `time.process_time` where other processes slow this one down.
     """
     problem = replace(problem, usage=saturated(problem.usage, problem.usage_limit))
     incumbent = Incumbent(
@@ -49,6 +53,7 @@ def solve(
         rounds=rounds,
         settle_s=settle_s,
         on_progress=on_progress,
+        clock=clock,
     )
     incumbent.raise_bound(least(problem))
     shift = coarsening(problem)
@@ -89,6 +94,7 @@ def part_of(incumbent: Incumbent, problem: Problem, time_limit_s: float, report:
         rounds=incumbent.rounds,
         settle_s=incumbent.settle_s,
         on_progress=report,
+        clock=incumbent.clock,
     )
 
 
