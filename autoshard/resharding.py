@@ -4,7 +4,7 @@ A shortest path over all layouts of a value, not a special case per pair. One st
 is a single collective, or a local slice, which moves nothing:
 
     all-gather       the minor-most axes of one dimension become whole
-    all-to-all       the minor-most axis of one dimension moves to another
+    all-to-all       the minor-most axes of one dimension move to another, together
     permute          one axis of a dimension is replaced by another of equal size
     all-reduce       all unreduced axes become whole
     reduce-scatter   all unreduced axes become the minor-most of one dimension
@@ -78,7 +78,8 @@ class Resharder:
 
     Every layout on a path is meant to be pinned. Left to itself (`pinned=False`), the
     partitioner finishes a pending sum by an all-reduce, or by a reduce-scatter where the
-    layout that is wanted is split anyway; it never scatters a sum to gather it again.
+    layout that is wanted is split anyway; it never scatters a sum to gather it again, nor
+    slices along an axis that the wanted layout does not have.
     Where the compiler does not scatter a sum over all devices (`scatters_whole`, as of
     `cost_models.Machine`), it is all-reduced and sliced.
     """
@@ -136,16 +137,27 @@ class _Table:
         weight = np.full((n, n), INF_PS, np.int64)
         np.fill_diagonal(weight, 0)
         self._link(weight, machine)
-        single = weight.copy()
-        self._next = np.where(weight < INF_PS, np.arange(n)[None, :], -1).astype(np.int32)
-        for via in range(n):
-            through = weight[:, via, None] + weight[None, via, :]
-            better = through < weight
-            weight = np.where(better, through, weight)
-            self._next = np.where(better, self._next[:, via, None], self._next)
+        single = weight
+        weight, self._next = _shortest(single)
         if not pinned:
+            self._slice_for_good(single, weight)
             self._finish_sums(single, weight)
         self.ps = np.where(weight < INF_PS, weight // _HOPS, INF_PS)
+
+    def _slice_for_good(self, single: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
+        """Makes every path slice along axes alone that split its end, too."""
+        split = decode(self.codes, len(self.shape), self.mesh.ndim) >= 0
+        slices = [
+            (i, j, self.mesh.names.index(a[0])) for (i, j), (kind, a, _) in self._steps.items() if kind == "slice"
+        ]
+        for axes in np.unique(split, axis=0):
+            allowed = single.copy()
+            for i, j, axis in slices:
+                if not axes[axis]:
+                    allowed[i, j] = INF_PS
+            ends = (split == axes).all(axis=1)
+            least, following = _shortest(allowed)
+            weight[:, ends], self._next[:, ends] = least[:, ends], following[:, ends]
 
     def _finish_sums(self, single: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
         """Makes every path from a pending sum begin with its all-reduce, or be its reduce-scatter and slices."""
@@ -230,11 +242,22 @@ class _Table:
             for count in range(1, len(members[d]) + 1):
                 gone = tuple(members[d][-count:])
                 change("all-gather", gone, *((a, WHOLE) for a in gone))
-            if members[d]:
                 for e in range(ndim):
-                    if e != d and (not members[e] or members[e][-1] < last):
-                        change("all-to-all", (last,), (last, e))
+                    if e != d and (not members[e] or members[e][-1] < gone[0]):
+                        change("all-to-all", gone, *((a, e) for a in gone))
+            if members[d]:
                 for a in whole:
                     if self.mesh.sizes[a] == self.mesh.sizes[last] and all(m < a for m in members[d][:-1]):
                         change("collective-permute", tuple(sorted((a, last))), (last, WHOLE), (a, d))
         return moves
+
+
+def _shortest(weight: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Least weights between all pairs, and the first step on each way (Floyd and Warshall)."""
+    following = np.where(weight < INF_PS, np.arange(len(weight))[None, :], -1).astype(np.int32)
+    for via in range(len(weight)):
+        through = weight[:, via, None] + weight[None, via, :]
+        better = through < weight
+        weight = np.where(better, through, weight)
+        following = np.where(better, following[:, via, None], following)
+    return weight, following

@@ -246,3 +246,26 @@ def test_sums_over_all_of_a_torus_are_scattered_where_the_compiler_does(
     source, target = (int(encode(np.array(r, np.int8), 2)) for r in (row, split))
     steps = resharder.path(aval, source, target, combined=False)
     assert [step.kind for step in steps if step.kind != "slice"] == kinds
+
+
+def kinds_of(
+    resharder: Resharder, aval: Aval, source: list[int], target: list[int]
+) -> list[tuple[str, tuple[str, ...]]]:
+    """The steps from one row of dimensions per axis to another."""
+    codes = [int(encode(np.array(row, np.int8), aval.ndim)) for row in (source, target)]
+    return [(step.kind, step.axes) for step in resharder.path(aval, codes[0], codes[1], combined=False)]
+
+
+def test_several_axes_of_a_dimension_move_to_another_at_once() -> None:
+    resharder, aval = resharder_of("two axes"), Aval((4096, 4096), np.dtype("float32"))
+    assert kinds_of(resharder, aval, [1, 1], [0, 0]) == [("all-to-all", ("x", "y"))]
+
+
+def test_the_partitioner_by_itself_slices_for_good_alone() -> None:
+    """Pinned, a value is split further before it moves between nodes and gathered inside of them; not so unpinned."""
+    mesh = MeshAxes(("node", "gpu"), (4, 8))
+    machine = cost_models.hardware("h100:4x8").place(mesh.shape)
+    aval = Aval((4096, 4096), np.dtype("float32"))
+    pinned, left = Resharder(mesh, machine), Resharder(mesh, machine, pinned=False)
+    assert [kind for kind, _ in kinds_of(pinned, aval, [1, WHOLE], [0, WHOLE])] == ["slice", "all-to-all", "all-gather"]
+    assert kinds_of(left, aval, [1, WHOLE], [0, WHOLE]) == [("all-to-all", ("node",))]
