@@ -231,15 +231,17 @@ def parse_chip(document: Any, file: str, find_chip: Finder, find_link: Finder) -
             raise HardwareFileError(
                 file, f"`{role}` is {link.name}, a {link.medium}: networks, and only they, scale out"
             )
+    if numbers["devices_per_chip_count"].value > 1 and "die" not in links:
+        raise HardwareFileError(file, "`devices_per_chip_count` is more than 1: name the `die` between them")
     if "tables" in doc:
         rate = links["domain"].numbers["one_way_bytes_per_s"].value
-        tables = tuple(_table(row, rate, file) for row in doc["tables"])
+        tables = tuple(_table(row, rate, file) for row in _list(doc["tables"], file, "`tables`"))
         links["domain"] = replace(links["domain"], tables=tables)
     measured = _object(doc.get("measured", {}), file, "`measured`")
     _known(measured, _MEASURED_KEYS, f"{file}, measured")
     return Chip(
         name=str(doc["name"]),
-        aliases=tuple(map(str, doc.get("aliases", ()))),
+        aliases=tuple(map(str, _list(doc.get("aliases", []), file, "`aliases`"))),
         description=str(doc.get("description", base.description if base else "")),
         numbers=numbers,
         links=links,
@@ -269,7 +271,10 @@ def parse_interconnect(document: Any, file: str) -> Interconnect:
         medium=cast(Medium, medium),
         numbers=numbers,
         torus=_torus(doc["torus"], file) if medium == "torus" else None,
-        tables=tuple(_table(row, numbers["one_way_bytes_per_s"].value, file) for row in doc.get("tables", ())),
+        tables=tuple(
+            _table(row, numbers["one_way_bytes_per_s"].value, file)
+            for row in _list(doc.get("tables", []), file, "`tables`")
+        ),
     )
 
 
@@ -278,13 +283,28 @@ def _torus(entry: Any, file: str) -> TorusShapes:
     _exactly(doc, ("wrap", "shapes", "largest", "name_counts_cores", "source"), f"{file}, torus")
     if doc.get("wrap") not in ("cubes of 4", "axes of 16"):
         raise HardwareFileError(file, f'`torus.wrap` is {doc.get("wrap")!r}; write "cubes of 4" or "axes of 16"')
+    if not isinstance(doc["name_counts_cores"], bool):
+        raise HardwareFileError(file, f"`torus.name_counts_cores` is {doc['name_counts_cores']!r}, not true or false")
+    shapes = tuple(
+        _lengths(shape, file, "a shape of `torus.shapes`") for shape in _list(doc["shapes"], file, "`torus.shapes`")
+    )
+    largest = _lengths(doc["largest"], file, "`torus.largest`")
+    if not shapes or any(len(shape) != len(largest) for shape in shapes):
+        raise HardwareFileError(file, "`torus.shapes` has no shape, or one of other dimensions than `torus.largest`")
     return TorusShapes(
         wrap=doc["wrap"],
-        shapes=tuple(tuple(int(x) for x in shape) for shape in doc["shapes"]),
-        largest=tuple(int(x) for x in doc["largest"]),
-        name_counts_cores=bool(doc["name_counts_cores"]),
+        shapes=shapes,
+        largest=largest,
+        name_counts_cores=doc["name_counts_cores"],
         source=str(doc["source"]),
     )
+
+
+def _lengths(value: Any, file: str, what: str) -> tuple[int, ...]:
+    lengths = tuple(_list(value, file, what))
+    if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
+        raise HardwareFileError(file, f"{what} is {value!r}; write lengths, whole and from 1")
+    return lengths
 
 
 def _table(entry: Any, link_bytes_per_s: float, file: str) -> CollectiveTable:
@@ -294,15 +314,28 @@ def _table(entry: Any, link_bytes_per_s: float, file: str) -> CollectiveTable:
     if kind not in KINDS:
         raise HardwareFileError(file, f"tables: `collective` is {kind!r}; it must be one of {', '.join(KINDS)}")
     devices = doc["devices"]
-    if not isinstance(devices, int) or devices < 2:
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 2:
         raise HardwareFileError(file, f"tables, {kind}: `devices` is {devices!r}; a group has two or more")
-    sizes, seconds = np.asarray(doc["bytes"], float), np.asarray(doc["seconds"], float)
     where = f"tables, {kind} on {devices} devices"
-    if sizes.ndim != 1 or sizes.shape != seconds.shape or sizes.size < 2:
+    sizes, seconds = (_floats(doc[key], file, f"{where}: `{key}`") for key in ("bytes", "seconds"))
+    if sizes.shape != seconds.shape or sizes.size < 2:
         raise HardwareFileError(file, f"{where}: `bytes` and `seconds` must be two lists of one length, 2 or more")
     if not (np.all(np.diff(sizes) > 0) and sizes[0] > 0 and np.all(np.isfinite(seconds)) and np.all(seconds > 0)):
         raise HardwareFileError(file, f"{where}: `bytes` must ascend from above 0, `seconds` must be positive")
     return CollectiveTable(kind, devices, sizes, seconds, str(doc["source"]), link_bytes_per_s)
+
+
+def _list(value: Any, file: str, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise HardwareFileError(file, f"{what} must be a JSON list, not {type(value).__name__}")
+    return cast(list[Any], value)
+
+
+def _floats(value: Any, file: str, what: str) -> Floats:
+    found = _list(value, file, what)
+    if any(isinstance(x, bool) or not isinstance(x, int | float) for x in found):
+        raise HardwareFileError(file, f"{what} must be numbers alone")
+    return np.asarray(found, float)
 
 
 def _object(value: Any, file: str, what: str) -> dict[str, Any]:

@@ -83,7 +83,12 @@ def best_layouts(
         dtype: Of the matmuls' operands.
         memory_bytes: Per device; what the hardware's file says is usable if None.
         keep: Rows of the ranking.
+
+    Raises:
+        MeshFitError: There is no sequence, or no token in one.
     """
+    if sequences < 1 or sequence < 1:
+        raise MeshFitError(f"{sequences} sequences of {sequence} tokens: there must be at least one of each")
     limit = hardware.usable_memory_bytes if memory_bytes is None else memory_bytes
     fitting: list[Priced] = []
     tried, smallest = 0, float("inf")

@@ -188,7 +188,7 @@ def hardware(spec: str | Path, devices: int | None = None) -> Hardware:
         topology = topology.removeprefix(":") or chip.topology
     else:
         name, _, topology = text.partition(":")
-        chip = _catalogue_chip(name, text)
+        chip = chip_named(name)
     if topology:
         found = Hardware(chip, parse_topology(chip, topology))
         if devices is not None and devices != found.devices:
@@ -201,12 +201,21 @@ def hardware(spec: str | Path, devices: int | None = None) -> Hardware:
     return Hardware(chip, smallest, note)
 
 
-def _catalogue_chip(name: str, text: str) -> Chip:
+def chip_named(name: str) -> Chip:
+    """The chip of that name, without a topology: one of the catalogue, or a user's JSON file.
+
+    Raises:
+        UnknownHardwareError: No such chip; the nearest names are listed.
+        TopologyError: The name is that of a slice, such as `v5p-256`.
+        HardwareFileError: The file is malformed.
+    """
+    if name.endswith(".json"):
+        return catalogue.read(name)
     try:
         return catalogue.chip(name)
     except UnknownHardwareError:
-        counted = re.fullmatch(r"((?:tpu-?)?v?\d+\w*?)-(\d+)", name.lower())
+        counted = re.fullmatch(r"((?:tpu-?)?v?\d+\w*?)-(\d+)", name.lower().strip())
         if counted is None:
             raise
         chip = catalogue.chip(counted[1])
-        raise TopologyError(f"`{text}`: {explain_core_count(chip, int(counted[2]))}") from None
+        raise TopologyError(f"`{name}`: {explain_core_count(chip, int(counted[2]))}") from None

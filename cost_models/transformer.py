@@ -3,7 +3,9 @@
 Source: Austin et al., How to Scale Your Model (2026-06-24), transformers.md:150-310.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from cost_models.errors import CostModelError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +15,7 @@ class Transformer:
     Attributes:
         layers: Number of blocks.
         d_model: Width of the residual stream (D).
-        d_ff: Hidden width of a dense MLP (F).
+        d_ff: Hidden width of a dense MLP (F); 0 where there is none.
         heads: Query heads (N).
         kv_heads: Key and value heads (K).
         head_dim: Width of a head (H), of queries and keys.
@@ -28,6 +30,10 @@ class Transformer:
         window: Positions that a local attention layer sees; 0: all attend to everything.
         global_layers: Blocks that attend to everything when `window` is set.
         attention_parameters: Of one block, where it is not 2·D·(N+K)·H (latent attention).
+
+    Raises:
+        CostModelError: A size is negative, or zero where there must be one; a token visits
+            more experts than there are.
     """
 
     layers: int
@@ -47,6 +53,15 @@ class Transformer:
     window: int = 0
     global_layers: int = 0
     attention_parameters: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.default == 0 or field.name == "d_ff" else 1  # no dense MLP where all are of experts
+            if not isinstance(value, bool) and value < least:
+                raise CostModelError(f"a transformer of {field.name}={value}: it must be {least} or more")
+        if self.active_experts > self.experts:
+            raise CostModelError(f"a token visits {self.active_experts} experts, but there are {self.experts}")
 
     @property
     def mlp_matrices(self) -> int:

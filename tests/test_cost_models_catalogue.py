@@ -9,7 +9,14 @@ import pytest
 
 import cost_models
 from cost_models import catalogue
-from cost_models.errors import HardwareFileError, TopologyError, UnknownHardwareError, UnknownNumberError
+from cost_models.errors import (
+    CostModelError,
+    HardwareFileError,
+    TopologyError,
+    UnknownHardwareError,
+    UnknownNumberError,
+)
+from cost_models.model import chip_named
 
 BIG_SIX = (
     "tpu-v4",
@@ -47,6 +54,11 @@ def number(key: str, value: Any, source: str = "measured") -> dict[str, Any]:
 
 def table(**changes: Any) -> dict[str, Any]:
     return {"collective": "all-gather", "devices": 8, "source": "me", "bytes": [1, 2], "seconds": [1, 2]} | changes
+
+
+def torus(**changes: Any) -> dict[str, Any]:
+    stated = {"wrap": "axes of 16", "shapes": [[4, 4]], "largest": [16, 16], "name_counts_cores": False, "source": "me"}
+    return stated | changes
 
 
 def link(**changes: Any) -> dict[str, Any]:
@@ -222,6 +234,21 @@ def test_a_users_file_may_bring_its_own_interconnect(tmp_path: Path):
         ({"tables": [table(devices=1)]}, r"`devices` is 1; a group has two or more"),
         ({"tables": [table(seconds=[1.0])]}, r"must be two lists of one length, 2 or more"),
         ({"tables": [table(bytes=[2.0, 1.0])]}, r"`bytes` must ascend from above 0"),
+        ({"tables": 3}, r"`tables` must be a JSON list, not int"),
+        ({"tables": [table(seconds=["1", 2.0])]}, r"all-gather on 8 devices: `seconds` must be numbers alone"),
+        ({"tables": [table(bytes="1 MB")]}, r"`bytes` must be a JSON list, not str"),
+        ({"aliases": None}, r"`aliases` must be a JSON list, not NoneType"),
+        ({"domain": link(medium="torus", torus=torus(shapes=[]))}, r"`torus.shapes` has no shape, or one of other dim"),
+        (
+            {"domain": link(medium="torus", torus=torus(shapes=[[4, "4"]]))},
+            r"\[4, '4'\]; write lengths, whole and from 1",
+        ),
+        ({"domain": link(medium="torus", torus=torus(largest=[0, 4]))}, r"`torus.largest` is \[0, 4\]; write lengths"),
+        ({"domain": link(medium="torus", torus=torus(name_counts_cores=1))}, r"is 1, not true or false"),
+        (
+            {"numbers": {"devices_per_chip_count": {"value": 2, "source": "me"}}},
+            r"`devices_per_chip_count` is more than 1: name the `die` between them",
+        ),
         ({"domain": link(medium="rope")}, r"`medium` is 'rope'; it must be one of torus, switch"),
         ({"domain": link(torus={})}, r"belongs to a torus medium, and to no other"),
         ({"domain": link(medium="torus", torus={"wrap": "sometimes"})}, r"torus: missing keys: shapes"),
@@ -233,6 +260,36 @@ def test_a_users_file_may_bring_its_own_interconnect(tmp_path: Path):
 def test_malformed_files(tmp_path: Path, changes: dict[str, Any], message: str):
     with pytest.raises((HardwareFileError, UnknownHardwareError), match=message):
         cost_models.hardware(str(user_file(tmp_path, **changes)))
+
+
+@pytest.mark.parametrize("name", ["v5p-256", "tpu-v5p-256"])
+def test_a_name_that_counts_cores_is_explained_with_and_without_a_topology_asked_for(name: str):
+    for ask in (chip_named, cost_models.hardware):
+        with pytest.raises(TopologyError, match=r"counts TensorCores: it is 128 chips; write tpu-v5p:4x4x8"):
+            ask(name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": -2}, "layers=-2: it must be 1 or more"),
+        ({"heads": 0}, "heads=0: it must be 1 or more"),
+        ({"window": -1}, "window=-1: it must be 0 or more"),
+        ({"active_experts": 2}, "visits 2 experts, but there are 1"),
+    ],
+)
+def test_transformers_that_cannot_be(changes: dict[str, int], message: str):
+    sizes: dict[str, Any] = {
+        "layers": 2,
+        "d_model": 64,
+        "d_ff": 128,
+        "heads": 4,
+        "kv_heads": 4,
+        "head_dim": 16,
+        "vocab": 100,
+    }
+    with pytest.raises(CostModelError, match=message):
+        cost_models.Transformer(**(sizes | changes))
 
 
 def test_files_that_are_not_there_or_not_json(tmp_path: Path):

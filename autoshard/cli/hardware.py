@@ -16,6 +16,7 @@ from autoshard.cli.options import JsonOption
 from autoshard.report import hardware as hardware_report
 from autoshard.report import machine
 from cost_models import catalogue
+from cost_models.model import chip_named
 
 QUICK = ("--scale", "0.1", "--repeats", "3", "--program-s", "0.005")
 
@@ -68,7 +69,7 @@ def show(
     if found is not None:
         chip, topology = found.chip, found.topology
     else:
-        chip, topology = catalogue.read(name) if name.endswith(".json") else catalogue.chip(name), None
+        chip, topology = chip_named(name), None
     if as_json:
         print_json(machine.hardware(chip, topology))
         return
