@@ -278,7 +278,7 @@ def test_a_name_that_counts_cores_is_explained_with_and_without_a_topology_asked
         ({"active_experts": 2}, "visits 2 experts, but there are 1"),
     ],
 )
-def test_transformers_that_cannot_be(changes: dict[str, int], message: str):
+def test_transformers_that_cannot_be(changes: dict[str, Any], message: str):
     sizes: dict[str, Any] = {
         "layers": 2,
         "d_model": 64,
