@@ -30,6 +30,10 @@ CompilerName = Literal["gpu", "tpu", "cpu"]
 # turn on (JAX's GPU performance guide), and without it nothing overlaps.
 GPU_OPTIONS: Mapping[str, Any] = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_latency_hiding_scheduler": True}
 
+# XLA:GPU's Triton emitter finds no tiles for matmuls of odd sizes (257 patches of an image, over some of 8 devices)
+# and gives up; without it the library's matmul is taken, and no collective changes.
+TILE_ERROR = "Couldn't find output tile sizes"
+
 # Windowed einsum off: the collectives stay what they are, so that their bytes can be compared exactly.
 # With it (XLA:TPU's default) the program is faster, and `hlo.collectives` folds its rings.
 TPU_PLAIN_OPTIONS: Mapping[str, Any] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "100000"}
@@ -179,7 +183,8 @@ def compile(
       compiler: must be the one that `topology` implies; None infers it.
       device_order: positions in the topology of the mesh's devices, major to minor;
         None takes `jax.make_mesh`'s order.
-      compiler_options: as `jax.stages.Lowered.compile` takes them, over `GPU_OPTIONS` on GPU.
+      compiler_options: as `jax.stages.Lowered.compile` takes them, over `GPU_OPTIONS` on GPU. Where XLA:GPU
+        finds no tiles for a matmul, the program is compiled once more without Triton's; `Compiled.flags` says so.
       passes: keep the text after Shardy and after partitioning.
       timeout_s: gives up after so long; None waits.
 
@@ -200,39 +205,48 @@ def compile(
         raise MeshError(f"device_order names {len(set(device_order))} devices; the mesh {mesh} has {mesh.size}")
     flags = {**(GPU_OPTIONS if target.compiler == "gpu" else {}), **(compiler_options or {})}
     lowered = _lowered(lowerable, target)
-    with tempfile.TemporaryDirectory(prefix="autoshard-") as name:
-        folder = Path(name)
-        options = dict(flags)
-        if passes:
-            options["xla_dump_to"] = str(folder)
-            options["xla_dump_hlo_pass_re"] = ".*shardy-xla.*|.*spmd-partitioning.*"
-            options["xla_dump_hlo_as_text"] = True
-        request = {
-            "compiler": target.compiler,
-            **target.request,
-            "mesh_names": mesh.names,
-            "mesh_sizes": mesh.sizes,
-            "device_order": None if device_order is None else list(device_order),
-            "options": options,
-        }
-        (folder / "request.json").write_text(json.dumps(request))
-        (folder / "module.mlirbc").write_bytes(_jax.bytecode(lowered))
-        _run_child(folder, topology, timeout_s)
-        answer = json.loads((folder / "answer.json").read_text())
-        return Compiled(
-            hlo_text=(folder / "hlo.txt").read_text(),
-            memory=MemoryStats(**answer["memory"]),
-            cost=CostStats(**answer["cost"]),
-            wall_s=answer["wall_s"],
-            compiler=target.compiler,
-            version=_version(target.compiler),
-            topology=topology,
-            device_kind=answer["device_kind"],
-            device_order=tuple(answer["device_order"]),
-            flags=flags,
-            after_propagation=_dump(folder, "shardy-xla") if passes else None,
-            after_partitioning=_dump(folder, "spmd-partitioning") if passes else None,
-        )
+
+    def compiled(flags: Mapping[str, Any]) -> Compiled:
+        with tempfile.TemporaryDirectory(prefix="autoshard-") as name:
+            folder = Path(name)
+            options = dict(flags)
+            if passes:
+                options["xla_dump_to"] = str(folder)
+                options["xla_dump_hlo_pass_re"] = ".*shardy-xla.*|.*spmd-partitioning.*"
+                options["xla_dump_hlo_as_text"] = True
+            request = {
+                "compiler": target.compiler,
+                **target.request,
+                "mesh_names": mesh.names,
+                "mesh_sizes": mesh.sizes,
+                "device_order": None if device_order is None else list(device_order),
+                "options": options,
+            }
+            (folder / "request.json").write_text(json.dumps(request))
+            (folder / "module.mlirbc").write_bytes(_jax.bytecode(lowered))
+            _run_child(folder, topology, timeout_s)
+            answer = json.loads((folder / "answer.json").read_text())
+            return Compiled(
+                hlo_text=(folder / "hlo.txt").read_text(),
+                memory=MemoryStats(**answer["memory"]),
+                cost=CostStats(**answer["cost"]),
+                wall_s=answer["wall_s"],
+                compiler=target.compiler,
+                version=_version(target.compiler),
+                topology=topology,
+                device_kind=answer["device_kind"],
+                device_order=tuple(answer["device_order"]),
+                flags=flags,
+                after_propagation=_dump(folder, "shardy-xla") if passes else None,
+                after_partitioning=_dump(folder, "spmd-partitioning") if passes else None,
+            )
+
+    try:
+        return compiled(flags)
+    except CompileError as error:
+        if TILE_ERROR not in str(error) or "xla_gpu_enable_triton_gemm" in flags:
+            raise
+        return compiled({**flags, "xla_gpu_enable_triton_gemm": False})
 
 
 def _lowered(lowerable: Any, target: Target) -> Any:

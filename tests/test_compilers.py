@@ -1,3 +1,4 @@
+import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -243,6 +244,26 @@ def test_a_crash_is_an_error_and_not_ours(traced: Any, monkeypatch: pytest.Monke
     with pytest.raises(CompileError, match="the compiler's process died of signal 6") as caught:
         compilers.compile(traced, topology="cpu:8", mesh=AXES)
     assert caught.value.stderr.startswith("Check failed")
+
+
+@pytest.mark.skipif(not compilers.available("gpu"), reason="needs the CUDA plugin")
+def test_matmuls_without_tiles_are_tried_without_triton(
+    traced: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A child that never finds tiles is asked twice, the second time for another matmul."""
+    child, asked = tmp_path / "child.py", tmp_path / "asked"
+    child.write_text(
+        "import pathlib, sys\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        f"with open({str(asked)!r}, 'a') as file: print((folder / 'request.json').read_text(), file=file)\n"
+        f"(folder / 'error.txt').write_text({compilers.TILE_ERROR!r})\n"
+        "sys.exit(1)\n"
+    )
+    monkeypatch.setattr(compilers, "_CHILD", child)
+    with pytest.raises(CompileError, match=compilers.TILE_ERROR):
+        compilers.compile(traced, topology="h100:1x8", mesh=AXES)
+    first, second = (json.loads(line)["options"] for line in asked.read_text().splitlines())
+    assert second == {**first, "xla_gpu_enable_triton_gemm": False}
 
 
 def test_patience_ends(traced: Any) -> None:
