@@ -52,9 +52,9 @@ KNOWN = """\
 - **No GPU or TPU was at hand**: what the catalogue knows of them is published, and no measured file of one ships.
   `autoshard hardware measure --platform gpu --out FILE` times those that it runs on, `--hardware FILE` plans for them.
 - **Gradients that are scattered early.** `autoshard.evaluate` and the closed form keep the gradients of an unrolled
-  program whole until the update. XLA:GPU (JAX 0.10.2) scatters some before, and keeps more elsewhere: of the layouts
-  above it needs 8.3 GB for Mixtral's FSDP, 4.3 for Llama's, 3.8 with Megatron's split inside, and 5.0 for the one
-  with split sequences; of the other nine, each within 5 % of the closed form.
+  program whole until the update. XLA:GPU (JAX 0.10.2) scatters some before, and keeps more elsewhere: of 13 of the
+  layouts above, compiled, it needs 8.3 GB for Mixtral's FSDP, 4.3 for Llama's, 3.8 with Megatron's split inside, and
+  5.0 for Llama's with split sequences; for the other nine the closed form is within 5 %.
 - **Small all-reduces over TPU torus axes** at 4 MB take three times what is priced, by a published plot of v5p; from
   134 MB on the two agree within 8 %.
 """

@@ -273,9 +273,9 @@ def test_a_million_collectives_price_in_under_a_second():
     machine = cost_models.hardware("h100:4x8").place({"data": 4, "model": 8})
     sizes = np.linspace(1, 1e9, 1_000_000)
     for axes in (("data",), ("model",), ("data", "model")):
-        start = time.perf_counter()
+        start = time.process_time()
         assert machine.collective_s("all-reduce", axes, sizes).shape == sizes.shape
-        assert time.perf_counter() - start < 1
+        assert time.process_time() - start < 1
 
 
 def test_a_misspelt_collective_is_an_error():
