@@ -30,7 +30,7 @@ def on_all_devices(name: str, recipe: str) -> layouts.HandLayout:
     """The layout by a recipe, whose axes are the mesh's two, or both for one."""
     names = layouts.axes(recipe)
     over = [ALL_AXES] if len(names) == 1 else list(ALL_AXES)
-    if recipe.startswith("megatron"):
+    if recipe.startswith("megatron") or recipe == "ulysses":
         over = ["model"]  # eight heads, of which four hold keys
     return layouts.find(name, recipe, **dict(zip(names, over, strict=True)))
 
@@ -191,6 +191,18 @@ def test_specs_of_a_llama_in_the_fsdp_megatron_layout() -> None:
     assert batch_spec == dict.fromkeys(("tokens", "targets"), P(("pod", "data"), None))
     assert layout.activation("queries") == P(("pod", "data"), None, "model", None)
     assert "EasyLM" in layout.source
+
+
+@pytest.mark.slow
+def test_ulysses_exchanges_tokens_for_heads_and_back() -> None:
+    """Queries, keys, values, and what they mix, in either direction: eight all-to-alls; no key is gathered."""
+    module, config = tiny("tiny-llama")
+    state, batch = module.example_args(config, batch=1)
+    layout = on_all_devices("tiny-llama", "ulysses")
+    assert layout.specs(state, batch)[1]["tokens"] == P(None, "model")
+    assert layout.activation("queries") == layout.activation("keys") == P(None, None, "model", None)
+    compiled = layout.jit(module.train_step(config), state, batch, mesh=mesh()).lower(state, batch).compile()
+    assert collectives(compiled)["all-to-all"] >= 8
 
 
 def test_experts_live_apart_and_tokens_travel_to_them_and_back() -> None:

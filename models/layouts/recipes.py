@@ -35,6 +35,7 @@ class Recipe:
       batch: split the rows of the batch and of every activation.
       expert: those of `batch` that split experts, where a model has them, rather than rows.
       context: split the tokens of every activation, save the keys and values of attention.
+      heads: split the heads of attention in place of its tokens.
       sequence: split the tokens of the residual stream, between the split matmuls.
       model: split hidden units, heads and vocabulary, and the weights that make them.
       stationary: split the other dimension of those weights, which stay where they are:
@@ -49,6 +50,7 @@ class Recipe:
     batch: Axes = None
     expert: Axes = None
     context: Axes = None
+    heads: Axes = None
     sequence: Axes = None
     model: Axes = None
     stationary: Axes = None
@@ -130,6 +132,17 @@ def fsdp_context(data: Axes = "data", context: Axes = "context") -> Recipe:
     return Recipe(source=source, batch=data, context=context, parameters=stored, moments=stored)
 
 
+def context(context: Axes = "context") -> Recipe:
+    """The same for one sequence, which no batch goes with."""
+    return fsdp_context(None, context)
+
+
+def ulysses(context: Axes = "context") -> Recipe:
+    """Sequences split, but in attention its heads: an all-to-all before and after it."""
+    source = "Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv:2309.14509, section 3.1, with ZeRO-3 as in 3.2"
+    return Recipe(source=source, context=context, heads=context, parameters=context, moments=context)
+
+
 def expert(expert: Axes = "expert") -> Recipe:
     """Data parallelism, but each expert whole on one device: all-to-all."""
     return Recipe(source="Lepikhin et al. 2020, arXiv:2006.16668, section 3.3", batch=expert, expert=expert)
@@ -185,7 +198,7 @@ ANY: Recipes = {
     "fsdp_megatron_sequence": fsdp_megatron_sequence,
 }
 TWO_DIMENSIONAL: Recipes = {"weight_stationary_2d": weight_stationary_2d}
-SEQUENCES: Recipes = {"fsdp_context": fsdp_context}
+SEQUENCES: Recipes = {"fsdp_context": fsdp_context, "context": context, "ulysses": ulysses}
 EXPERTS: Recipes = {
     "expert": expert,
     "expert_dp": expert_dp,

@@ -48,7 +48,8 @@ def activations(recipe: Recipe) -> PinOf:
     there would have its cotangent summed whole before it is split.
     """
     batch, context, model, stationary = recipe.batch, recipe.context, recipe.model, recipe.stationary
-    apart, heads = joined(batch, stationary), None if recipe.cached else model
+    apart, heads = joined(batch, stationary), None if recipe.cached else model or recipe.heads
+    attended = None if recipe.heads else context
     width = joined(stationary, model) if stationary else None
     entering = {
         "branch": P(batch, context, stationary),  # [B, S, D]
@@ -57,9 +58,10 @@ def activations(recipe: Recipe) -> PinOf:
     }
     return {
         "residual": P(batch, joined(context, recipe.sequence), width),  # [B, S, D]
-        "queries": P(apart, context, heads, None),  # [B, S, N, H]
+        "queries": P(apart, attended, heads, None),  # [B, S, N, H]
         "keys": P(apart, None, heads, None),  # [B, S, K, H]
         "hidden": P(apart, context, model),  # [B, S, F]
         "logits": P(apart, context, model),  # [B, S, V]
         **(entering if stationary else dict.fromkeys(entering)),
+        **({"mixed": entering["mixed"]} if recipe.heads else {}),
     }.__getitem__
