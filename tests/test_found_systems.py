@@ -26,7 +26,9 @@ from autoshard.problem.assignment import Assignment
 from autoshard.strategies import layout_of
 from models.training import adamw
 
-TOLERANCE = 0.06  # of a leaf's norm: sums in bfloat16 in another order; a bias's gradient was seen 3 % off
+# Of a leaf's norm, for sums in bfloat16 in another order. One device in bfloat16 is itself 7 to 9 % off one in
+# float32 in the experts' gradients of the small Mixtral (a router's near ties fall the other way), 1 % elsewhere.
+TOLERANCE = 0.1
 ONE_STEP = 2 * 3e-4  # what a sign that rounding flips changes in a parameter: Adam's first step is ± the learning rate
 
 
@@ -348,7 +350,8 @@ def test_zero_splits_the_optimizer_first_and_the_parameters_when_memory_is_short
     for weight, shape in matrices.items():
         for part in ("['masters']", ".mu", ".nu"):
             assert any(spec(ample, part, weight)), (part, weight)
-        assert f"bfloat16[{shape}]" in moved(ample, "reduce-scatter", "data")  # gradients, as they arise
+        gradients = moved(ample, "reduce-scatter", "data")  # as they arise, before or after they are transposed
+        assert sorted(shape.split(",")) in [sorted(v.strip("]").split("[")[1].split(",")) for v in gradients]
     assert not [c for c in ample.record.collectives if c.kind == "all-reduce" and c.nbytes > 1e6]
     check_numbers(ample, big, small, {"data": 8})
 
