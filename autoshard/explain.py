@@ -7,7 +7,7 @@ best.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import gcd
+from math import gcd, inf
 from typing import Any
 
 from autoshard.errors import SpecError
@@ -24,6 +24,7 @@ from autoshard.wanted import dotted, matches
 
 MOST = 4  # decisions that one question explains
 OTHERS = 5  # alternatives that are priced where they stand
+TIME_LIMIT_S = 30.0  # of one variation
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def explain(planned: Planned, pattern: str | None = None, *, at: str | None = No
 def decided(planned: Planned, pattern: str | None, at: str | None) -> dict[int, list[int]]:
     """Classes of equal decisions → those of their decisions that are asked for, as by `explain`."""
     if (pattern is None) == (at is None):
-        raise SpecError('say what to explain: an input, "**.wq", or a line, at="model.py:61"')
+        raise SpecError('say what to explain: an input, "**.wq", or a line, at="model.py:61" (--at model.py:61)')
     nodes = _inputs_named(planned, pattern) if pattern is not None else _decided_at(planned, at or "")
     classes: dict[int, list[int]] = {}
     for node in nodes:
@@ -226,9 +227,10 @@ def _runner_up(planned: Planned, c: int, node: int, pick: int) -> RunnerUp | Non
     )
 
 
-def solved(planned: Planned, problem: Problem, seconds: float = 30.0) -> Solution:
-    """Solves a variation of a plan's problem, as far as the plan itself was proven."""
-    return solve(problem, time_limit_s=seconds, rel_gap=max(planned.record.certificate.gap, 1e-3))
+def solved(planned: Planned, problem: Problem, *, settle_s: float = inf) -> Solution:
+    """Solves a variation of a plan's problem as far as the plan was proven, or after `settle_s` to ten times of it."""
+    gap = max(planned.record.certificate.gap, 1e-3)
+    return solve(problem, time_limit_s=TIME_LIMIT_S, rel_gap=gap, settle_s=settle_s)
 
 
 def _changes(planned: Planned, other: Assignment, node: int) -> tuple[Change, ...]:

@@ -18,7 +18,7 @@ import numpy as np
 from autoshard import meshes
 from autoshard.errors import InfeasibleError, SpecError
 from autoshard.explain import choice_text, decided, solved
-from autoshard.planner import Planned
+from autoshard.planner import SETTLE_S, Planned
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decide import decide
 from autoshard.problem.formulation import formulate
@@ -196,9 +196,9 @@ def lies(plan: Callable[[], Planned], pattern: str | None, at: str | None, layou
     cost = problem.cost.copy()
     cost[first:last] = INF
     cost[first + kept[0]] = problem.cost[first + kept[0]]
-    solution = solved(planned, replace(problem, cost=cost))
-    tied = solution.found and solution.objective <= planned.solution.objective * (1 + TIED)
-    return layout if tied else found
+    solution = solved(planned, replace(problem, cost=cost), settle_s=SETTLE_S)
+    tied = max(TIED, planned.solution.gap)  # what is not proven cannot be told apart
+    return layout if solution.found and solution.objective <= planned.solution.objective * (1 + tied) else found
 
 
 def _again(planned: Planned, hardware: Hardware, machine: Machine | None, memory_bytes: int) -> Planned:
@@ -227,7 +227,7 @@ def _again(planned: Planned, hardware: Hardware, machine: Machine | None, memory
             platform=meshes.platform(hardware.name),
         )
     formulation = formulate(d, resharder, memory_bytes=memory_bytes)
-    solution = solved(planned, formulation.problem)
+    solution = solved(planned, formulation.problem, settle_s=SETTLE_S)
     if not solution.found:
         raise InfeasibleError(f"nothing fits {memory_bytes / 1e9:.3g} GB per device")
     assignment = Assignment(decisions=d, resharder=resharder, choice=formulation.read(solution.choice))

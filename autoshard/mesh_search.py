@@ -29,6 +29,7 @@ from autoshard.ranking import LeftOut, Progress, Ranking, Row
 from autoshard.report import page, view
 from autoshard.report import ranking as report
 from autoshard.trial import Task, Trials
+from cost_models.topology import examples
 
 Answer = Row | LeftOut
 PARAMETER_MULTIPLE = "x"  # "20x": twenty tokens per parameter
@@ -125,7 +126,10 @@ def search(
     names = [hardware] if isinstance(hardware, str) else list(hardware)
     numbers = [chips] if isinstance(chips, int) else list(chips)
     if not numbers and not all(":" in name for name in names):
-        raise SpecError(f"say how many chips, chips=256, or name the slice: {names[0]}:4x8x8")
+        chip = next(name for name in names if ":" not in name)
+        slice_ = examples(cost_models.hardware(chip, 1).chip)
+        raise SpecError(f"say how many chips, --chips 8 (chips=8), or name the slice, {slice_}")
+    token_count(budget_tokens, 1)  # refused now, not after the search
     places = [place for name in names for place in slices(name, numbers)]
     choices = [dict(zip(vary or {}, values, strict=True)) for values in itertools.product(*(vary or {}).values())]
     every = candidates(places, axes=axes, choices=choices, twins=twins)

@@ -33,8 +33,11 @@ def main() -> None:
             answer: Any = trials.run(candidate)
         except AutoshardError as error:
             answer = error
-        pickle.dump(answer, answers)
-        answers.flush()
+        try:
+            pickle.dump(answer, answers)
+            answers.flush()
+        except BrokenPipeError:  # whoever asked is gone
+            os._exit(1)
 
 
 if __name__ == "__main__":

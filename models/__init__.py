@@ -74,3 +74,8 @@ def __getattr__(attribute: str) -> Callable[[], Target]:
     if name not in _MODULES:
         raise AttributeError(f"module 'models' has no attribute {attribute!r}")
     return partial(build, name)
+
+
+def __dir__() -> list[str]:
+    """What there is, every name as a builder, too."""
+    return [*globals(), *(name.replace("-", "_") for name in names())]

@@ -48,6 +48,7 @@ def test_search_prints_json_markdown_and_a_page(tmp_path: Path) -> None:
         (["--hardware", "tpu-v5"], "tpu-v5"),
         (["--hardware", "tpu-v5p", "--chips", "100"], "write --chips 64 or --chips 128"),
         (["--axes", "9"], "write 1, 2 or 3"),
+        (["--vary", "batch"], "write an argument and its values, as in batch=64,128"),
         (["--memory", "1B"], "take more chips"),
     ],
 )
@@ -55,6 +56,18 @@ def test_search_says_what_to_type_instead(
     change: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said in refused("search", *SEARCHED, *change, monkeypatch=monkeypatch, capsys=capsys)
+
+
+def test_a_name_that_is_nearly_a_model_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(
+        "search", "models:llama3_80b", "--hardware", "h100", "--chips", "8", monkeypatch=monkeypatch, capsys=capsys
+    )
+    assert "near it: llama3_8b" in said
+    slices = refused("search", "models:linear_tiny", "--hardware", "h100", monkeypatch=monkeypatch, capsys=capsys)
+    assert "--chips 8" in slices
+    assert "h100:2x8" in slices
 
 
 @pytest.mark.parametrize("command", ["search", "explain", "report", "diff", "scale", "serve"])

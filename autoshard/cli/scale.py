@@ -91,5 +91,9 @@ def transformer(written: str) -> Transformer:
             ) from error
     made: Any = load_builder(written)()
     if not isinstance(made, Transformer):
-        raise TargetError(f"`{written}` returned a {type(made).__name__}, not a cost_models.Transformer")
+        raise TargetError(
+            f"`{written}` returned a {type(made).__name__}, not a cost_models.Transformer\n"
+            "  write the shape, layers=32,d_model=4096,…; builders of programs go after it: "
+            "scale SHAPE --plan BUILDER, serve PREFILL DECODE"
+        )
     return made

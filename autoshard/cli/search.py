@@ -86,9 +86,12 @@ def varied(written: str) -> tuple[str, list[Any]]:
     """`batch=64,128` → an argument of the builder and its values.
 
     Raises:
+      SpecError: it has no values.
       TargetError: it is no assignment.
     """
     key, _, values = written.partition("=")
+    if not all(values.split(",")):
+        raise SpecError(f"cannot read --vary {written}: write an argument and its values, as in batch=64,128")
     return key, [assignments([f"{key}={value}"], "--vary")[key] for value in values.split(",")]
 
 
