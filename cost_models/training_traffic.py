@@ -105,18 +105,15 @@ class TrainingTraffic:
 
         Tensor parallelism splits both matrices by vocabulary: the logits' matmul needs
         the stream whole, and looked-up vectors are partial sums. A table that FSDP
-        splits by width may be looked up where it lies: of a stream that is whole on every
-        device of a tensor-parallel group each sends a part, and they gather what arrives.
+        splits by width may be looked up where it lies.
         """
         times, layout = self.microbatches, self.layout
         streams = [self.stream_bytes] if layout.pipeline > 1 else [self.stream_bytes, self.vector_bytes]
         kinds: tuple[Kind, ...] = ("all-gather", "reduce-scatter") if layout.sequence_parallel else ("all-reduce",)
         found = [self._priced(kind, ("tensor",), nbytes, times) for nbytes in streams for kind in kinds]
         if self.block.framework.looks_up_in_place and layout.pipeline == 1:
-            part = self.vector_bytes / layout.tensor
+            part = self.vector_bytes / layout.stream_ways
             found.append(self._priced("all-to-all", self.shard_axes, part, 2 * times))
-            if self.shard_axes and not layout.sequence_parallel:
-                found.append(self._priced("all-gather", ("tensor",), self.vector_bytes, 2 * times))
             if self._split_update:
                 found.append(self._priced("all-to-all", ("data",), part, times))
         return found
