@@ -64,14 +64,14 @@ def test_the_floor_is_the_lower_of_bound_and_compiled_compute() -> None:
 
 
 def test_losses_are_shown() -> None:
-    text = board([WON, LOST, {"key": "failed", "error": "InfeasibleError: no plan\nat 3"}])
-    assert "3 cells were run, 2 compared, 1 failed" in text
+    text = board([WON, LOST, {"key": "failed", "error": "InfeasibleError: no plan\nat 3"}], 60)
+    assert "3 of 60 cells were run so far, 2 compared, 1 failed" in text
     assert "in 1 of 2 cells" in text
     assert "worst 1.250" in text
     assert "| **1.250** | 0.938 |" in text
     assert "| 0.667 | 0.667 | 50% |" in text
     assert "| failed | InfeasibleError: no plan |" in text
-    assert board([]) == "No cell was compared yet."
+    assert board([], 60) == "No cell was compared yet."
 
 
 def test_the_page_keeps_what_stands_around_the_board(tmp_path: Path) -> None:
@@ -79,14 +79,14 @@ def test_the_page_keeps_what_stands_around_the_board(tmp_path: Path) -> None:
     results.write_text("\n".join(json.dumps(x) for x in (LOST, {**LOST, "ours": WON["ours"]})))
     assert len(read(results)) == 1  # the last of each cell
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write(results, page)
+    write(results, page, 60)
     text = page.read_text()
-    assert text.startswith(f"before\n{BEGIN}\n1 cells")
+    assert text.startswith(f"before\n{BEGIN}\n1 of 60 cells")
     assert text.endswith(f"{END}\nafter\n")
     assert "old" not in text
     page.write_text("nothing")
     with pytest.raises(ValueError, match="no place for a board"):
-        write(results, page)
+        write(results, page, 60)
 
 
 def test_the_board_is_whole() -> None:
