@@ -7,6 +7,7 @@ it is absorbed here and pinned by `tests/test_jax.py`.
 import contextlib
 import re
 from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -62,6 +63,7 @@ class SourceLines:
         return self._known[traceback]
 
 
+@cache
 def itemsize(dtype: Any) -> int:
     """Bytes per element; extended dtypes (PRNG keys) count their base array."""
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended):

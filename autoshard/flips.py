@@ -42,7 +42,7 @@ such program, beyond which nothing is tried.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flip:
-    """Where a decision turns: at `at` it becomes `layout`; None if nothing turns it within the range tried."""
+    """Where a decision turns: at `at` it becomes `layout`; None if nothing turns it within the `range` tried."""
 
     number: str
     now: float
@@ -128,6 +128,7 @@ def flip(
       whole: what every value is a multiple of, but for halves of `now`; None for real numbers.
     """
     best: tuple[float, str] | None = None
+    tried = [now]
     for step in (0.5, 2.0):
         same, value = now, now * step
         while bounds[0] * 0.999 <= value <= bounds[1] * 1.001 and (whole is None or value == int(value)):
@@ -135,6 +136,7 @@ def flip(
                 found = layout_at(value)
             except SpecError:
                 break
+            tried.append(value)
             if found != layout:
                 value, turned = _between(same, value, found, layout, layout_at, whole)
                 nearer = best is None or abs(np.log(value / now)) < abs(np.log(best[0] / now))
@@ -146,7 +148,7 @@ def flip(
         now=now,
         at=None if best is None else best[0],
         layout="" if best is None else best[1],
-        range=bounds,
+        range=(min(tried), max(tried)),
     )
 
 

@@ -7,7 +7,9 @@ colours; names and the order of equations play no part, so the classes, and thei
 order, are the same for every way of writing the same program.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +33,7 @@ def fold(decisions: Decisions) -> Folding:
     """The coarsest stable colouring of the decisions."""
     known: dict[int, bytes] = {}
 
-    def content(array: NDArray[np.int64]) -> bytes:
+    def content(array: NDArray[Any]) -> bytes:
         """A hash of an array, remembered by identity while the decisions live."""
         if id(array) not in known:
             known[id(array)] = digest(array)
@@ -41,28 +43,10 @@ def fold(decisions: Decisions) -> Folding:
     for use in decisions.usages:
         usages[use.node].append(digest(use.kind, use.nbytes))
     colors = [digest(n.kind, n.window, n.cost_ps, n.cover_ps, sorted(usages[i])) for i, n in enumerate(decisions.nodes)]
-    neighbours: list[list[tuple[bytes, int]]] = [[] for _ in decisions.nodes]
-    for edge in decisions.edges:
-        aval = decisions.graph.avals[edge.value]
-        mask = b"" if edge.forbidden is None else digest(edge.forbidden)
-        label = digest(
-            aval.shape,
-            aval.itemsize,
-            content(edge.source),
-            content(edge.target),
-            edge.window,
-            edge.trips,
-            edge.total_trips,
-            mask,
-        )
-        neighbours[edge.u].append((label + b">", edge.v))
-        neighbours[edge.v].append((label + b"<", edge.u))
+    labels = _Labels(decisions, content)
     count = len(set(colors))
     while True:
-        colors = [
-            digest(own, *sorted(label + colors[other] for label, other in around))
-            for own, around in zip(colors, neighbours, strict=True)
-        ]
+        colors = labels.refined(colors)
         now = len(set(colors))
         if now == count:
             break
@@ -73,6 +57,47 @@ def fold(decisions: Decisions) -> Folding:
     for node, c in enumerate(class_of):
         members[c].append(node)
     return Folding(class_of, tuple(tuple(m) for m in members))
+
+
+class _Labels:
+    """What leads from each decision to its neighbours, and the colours that follow from theirs."""
+
+    def __init__(self, decisions: Decisions, content: Callable[[NDArray[Any]], bytes]) -> None:
+        numbers: dict[bytes, int] = {}
+        known: dict[tuple[object, ...], bytes] = {}
+        self._neighbours: list[list[tuple[int, int]]] = [[] for _ in decisions.nodes]
+        for edge in decisions.edges:
+            aval = decisions.graph.avals[edge.value]
+            mask = b"" if edge.forbidden is None else content(edge.forbidden)
+            parts = (
+                aval.shape,
+                aval.itemsize,
+                content(edge.source),
+                content(edge.target),
+                edge.window,
+                edge.trips,
+                edge.total_trips,
+                mask,
+            )
+            if parts not in known:
+                known[parts] = digest(*parts)
+            for end, here, there in ((b">", edge.u, edge.v), (b"<", edge.v, edge.u)):
+                number = numbers.setdefault(known[parts] + end, len(numbers))
+                self._neighbours[here].append((number, there))
+        self._names = list(numbers)
+
+    def refined(self, colors: Sequence[bytes]) -> list[bytes]:
+        """Hashes of each colour with those around it; equal surroundings, by number, are hashed once."""
+        numbers = {color: c for c, color in enumerate(dict.fromkeys(colors))}
+        own = [numbers[color] for color in colors]
+        known: dict[tuple[int, ...], bytes] = {}
+        found: list[bytes] = []
+        for color, number, around in zip(colors, own, self._neighbours, strict=True):
+            key = (number, *sorted([label * len(numbers) + own[other] for label, other in around]))
+            if key not in known:
+                known[key] = digest(color, *sorted(self._names[label] + colors[other] for label, other in around))
+            found.append(known[key])
+        return found
 
 
 def unfolded(decisions: Decisions) -> Folding:
