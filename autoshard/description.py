@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from autoshard import graph as graphs
 from autoshard import opaque
 from autoshard import trace as traces
+from autoshard.apply import FORWARD
 from autoshard.gradient import marks
 from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins, Specs
@@ -160,8 +161,36 @@ def forward_pins(setting: Setting, assignment: Assignment) -> Pins:
             specs = tuple(layout_of(c, ndim, d.mesh).spec() for c in assignment.after_made(value))
             if specs:
                 made[key] = specs
-    kernels = {(path, i): specs for e, path in at.items() for i, specs in enumerate(_kernel_specs(assignment, e))}
+    of_rules = {path: _kernel_specs(assignment, e) for e, path in sorted(at.items())}
+    laid_out = {**of_rules, **_undifferentiated(setting.traced, of_rules)} if of_rules else {}
+    kernels = {(path, i): specs for path, found in laid_out.items() for i, specs in enumerate(found)}
     return Pins(made=made, taken={}, inputs={}, outputs={}, kernels=kernels)
+
+
+def _undifferentiated(
+    traced: traces.Traced, of_rules: Mapping[graphs.Path, list[Specs]]
+) -> dict[graphs.Path, list[Specs]]:
+    """The kernels of a `custom_vjp` that is not differentiated lie as those of its forward rule, in order.
+
+    The forward rule's may have further results, for the backward rule.
+    """
+    forward = graphs.build(traced.jaxpr)
+    found: dict[graphs.Path, list[Specs]] = {}
+    met: dict[graphs.Path, int] = {}
+    for e, eqn in enumerate(forward.eqns):
+        path = forward.makes[e][0][0]
+        if eqn.primitive != opaque.PALLAS or path in of_rules:
+            continue
+        for cut in range(len(path) - 1, -1, -1):
+            rule = (*path[:cut], FORWARD)
+            kernels = [specs for other, specs in of_rules.items() if other[: cut + 1] == rule]
+            if kernels:
+                position = met[rule] = met.get(rule, -1) + 1
+                count = len(eqn.operands) + len(eqn.results)
+                if position < len(kernels) and len(kernels[position]) >= count:
+                    found[path] = kernels[position][:count]
+                break
+    return found
 
 
 def _compiler_options(hardware: Hardware, mesh: MeshAxes, spare_bytes: int, *, loops: bool) -> dict[str, Any]:
