@@ -112,7 +112,7 @@ def run_engines(incumbent: Incumbent) -> str:
         solver = solve_directly(incumbent, patience_s=patience_s)
     if solver is not None:  # what is open is within the tolerance of the MIP, which some exact steps may close
         incumbent.rounds = min(incumbent.rounds or CLOSING_ROUNDS, CLOSING_ROUNDS)
-    if not incumbent.closed():
+    if not incumbent.closed() and incumbent.left_s() > 0:
         from autoshard.solver.reduction import reduced
 
         network = reduced(problem, incumbent.left_s)
