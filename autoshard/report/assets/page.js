@@ -263,7 +263,7 @@ function planned(plan, first) {
     ["layout", (r) => r.layout, null, "code"], ["tiles", (r) => r.layout, (x) => tiles(x, plan.mesh)], ["count", (r) => r.count, count, "number"], ["bytes per device", (r) => r.bytes, bytes, "number"], ...more]);
   section(main, "Layouts of inputs", `Mesh ${mesh}. A tile is a piece of the value, its colour the device that holds it (at most 16 a side are drawn); grey: every device holds it all. Equal layers share a row.`,
     lies("input", "input"));
-  section(main, "Layouts of activations", "Results of contractions, the weightiest first.", lies("activation", "made by", ["at", (r) => r.where]));
+  section(main, "Layouts of activations", "What operations that decide a layout give, the weightiest first.", lies("activation", "made by", ["at", (r) => r.where]));
   section(main, "Collectives of a step", "Logical bytes per device; the time if nothing hides.",
     table(plan.collectives, [["collective", (r) => r.kind], ["over", (r) => r.axes], ["count", (r) => r.count, count, "number"], ["bytes", (r) => r.bytes, bytes, "number"], ["time", (r) => r.seconds, time, "number"],
       ["may hide", (r) => (r.hides ? "yes" : "no")], ["value", (r) => r.value, null, "code"], ["at", (r) => r.where]]));
