@@ -226,21 +226,42 @@ class _Nearest:
         return self.choice, self.inexact
 
     def _share(self) -> None:
-        """Moves copies to where all that touches them costs least: the compilers merge equal moves of one value."""
+        """Moves copies and casts to where all that touches them costs least.
+
+        The compilers merge equal moves of one value, and move it on the smaller side of a
+        cast (openxla/xla collective_quantizer.cc), which then lies as what is before or behind it.
+        """
         d = self.d
         around: dict[int, list[Edge]] = {}
         for edge in d.edges:
             for node in {edge.u, edge.v}:
-                if d.nodes[node].kind == "copy":
+                if d.nodes[node].kind == "copy" or self._casts(node):
                     around.setdefault(node, []).append(edge)
+        for edge in d.edges:
+            if edge.v in around and (self._row(edge.value, int(edge.source[self.choice[edge.u]])) == SUM).any():
+                around.pop(edge.v)  # a pending sum is finished where it was
         for node, edges in around.items():
             total = np.zeros(len(d.nodes[node]), np.int64)
+            beside = np.zeros(len(d.nodes[node]), bool)
             for edge in edges:
                 ps = reshard_ps(edge, d.graph.avals[edge.value], self.resharder)
                 ps = ps[:, self.choice[edge.v]] if edge.u == node else ps[self.choice[edge.u]]
                 total = np.minimum(total + ps, INF_PS)
+                beside |= (
+                    edge.source == edge.target[self.choice[edge.v]]
+                    if edge.u == node
+                    else (edge.target == edge.source[self.choice[edge.u]])
+                )
+            if self._casts(node):
+                total = np.where(beside, total, INF_PS)
             if total.min() < total[self.choice[node]]:
                 self.choice[node] = int(total.argmin())
+
+    def _casts(self, node: int) -> bool:
+        """Whether a decision is one cast alone."""
+        decision = self.d.nodes[node]
+        made = [self.d.graph.eqns[e].primitive for e in decision.equations]
+        return decision.kind == "chain" and made == ["convert_element_type"]
 
     def _ps(self, value: int, source: int | Codes, target: int | Codes) -> Ps:
         """Picoseconds between one code and several, either way round, INF where there is no way."""

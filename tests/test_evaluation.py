@@ -319,3 +319,16 @@ def test_the_compiler_emits_what_the_evaluation_predicts(recipe: str) -> None:
     assert agrees(verification.rows, verification.tolerance), str(verification)
     for row in verification.rows:
         assert row.emitted_bytes == pytest.approx(row.predicted_bytes, rel=0.10)
+
+
+def test_the_partitioner_moves_a_value_on_the_smaller_side_of_a_cast() -> None:
+    """XLA's collective quantizer: what is moved and then cast to a smaller type is cast first."""
+    found = evaluate(
+        lambda x: x.astype(jnp.bfloat16),
+        jax.ShapeDtypeStruct((256, 512), jnp.float32),
+        mesh={"data": 8},
+        hardware=H100,
+        in_specs=(P("data"),),
+        out_specs=P(None, "data"),
+    )
+    assert [(c.kind, c.nbytes) for c in found.record.collectives] == [("all-to-all", 256 * 512 * BF16 // 8)]
