@@ -22,15 +22,19 @@ CAUSES = """\
 - **Hand layouts, two mesh axes, no constraint on the weight** (`fsdp_megatron` of mlp and linear): the forward and the
   backward matmul gather the same weight once each, where the price of a hand layout assumes one copy for both. With one
   axis, and with our plans' constraints, it is gathered once.
-- **Embedding lookups in hand layouts** (gpt2-small, mixtral): priced as an all-to-all per mesh axis, emitted as one
-  over both.
-- **A widening cast** (gpt2-small, our plan): the all-to-all is planned in float32 behind the cast, XLA moves it before
-  the cast, in bfloat16: half its bytes.
+- **A widening cast in a hand layout** (gpt2-small, the learned positions): the all-to-all of the lookup's gradient is
+  priced in float32 behind the cast; XLA moves it before the cast, in bfloat16. Our plans move on the smaller side of a
+  cast themselves.
 - **`megatron_sequence` on square-ish meshes**: the partitioner gathers over the idle axis, with collective-permutes.
-- **Peak memory** is over-estimated where parameters are whole on every device (`dp`): XLA updates leaf by leaf, so that
-  gradients and updates of all leaves are never alive together.
-- **Schedules of scanned layers on GPU** are longer than predicted: the first gather of each trip has nothing to hide
-  behind.
+- **TPU, sums over a whole torus**: libtpu emits a reduce-scatter over any part of a slice, but over all of it only on
+  a line, on 2x2 and on unequal sides; squares and cubes all-reduce and slice. Planned and priced so.
+- **Schedules of scanned layers on GPU** are up to a tenth longer than predicted: a gather hides behind what stands
+  right before its use, and behind one matmul alone it does not fit (the second of three gathers of an MLP behind the
+  projection before it). The first gather and the last reduction of a trip are priced as exposed.
+- **Layouts that do not fit** (`dp` of llama3-8b needs 127 GB of 80): XLA's scheduler then saves memory and overlaps
+  nothing; the prediction is of a device that holds it.
+- **Optimizer updates of whole parameters** (`dp` of mlp, linear and mixtral): predicted a sixth too long. New moments
+  leave the program and are read on: XLA's fusion keeps them in registers, the price reads them once more.
 """
 
 Line = dict[str, Any]
