@@ -35,6 +35,7 @@ import models
 from autoshard import compilers, meshes
 from autoshard.errors import AutoshardError
 from autoshard.mesh import MeshAxes
+from autoshard.tables import short_place
 from autoshard.verification import Verification
 from benchmarks import verification_report
 from models import layouts
@@ -227,7 +228,7 @@ def _found(found: Verification) -> dict[str, Any]:
         "ok": found.ok,
         "rows": [{**asdict(row), "axes": list(row.axes), "status": str(row.status)} for row in found.rows],
         "unmatched": [
-            {**asdict(x), "axes": list(x.axes), "status": str(x.status)}
+            {**asdict(x), "axes": list(x.axes), "status": str(x.status), "where": short_place(x.where)}
             for x in found.lines
             if x.status in ("EXTRA", "MISSING")
         ][:12],
