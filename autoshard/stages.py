@@ -142,8 +142,8 @@ def pipelined(
     hardware: Hardware,
     *,
     memory_bytes: float | None = None,
-    time_limit_s: float = 20.0,
-    rel_gap: float = 1e-2,
+    time_limit_s: float = 60.0,
+    rel_gap: float = 2e-3,
 ) -> tuple[Staged, ...]:
     """Plans the stages of each layout that a closed form proposes; the fastest first.
 
@@ -167,11 +167,14 @@ def pipelined(
         alike.setdefault(_proposal(one.layout), one)
     for one in alike.values():
         budget = Budget(memory_bytes=limit, time_limit_s=time_limit_s, rel_gap=rel_gap)
+        fitting: list[Staged] = []
         for remat in REMATS[one.layout.remat]:
-            fitting = list(_with_remat(builder, one, hardware, remat, budget))
-            if fitting:
-                found.append(min(fitting, key=_order))
-                break
+            more = list(_with_remat(builder, one, hardware, remat, budget))
+            fitting += more
+            if len(more) == len(_parts(one.layout)):
+                break  # recomputing more only takes longer
+        if fitting:
+            found.append(min(fitting, key=_order))
     if not found:
         raise InfeasibleError(
             f"none of {len(alike)} layouts fits with planned stages\n"
@@ -190,11 +193,16 @@ def _proposal(layout: TrainingLayout) -> tuple[Any, ...]:
     return (layout.tensor, layout.context, layout.expert, layout.pipeline, shards, layout.microbatch, layout.remat)
 
 
+def _parts(layout: TrainingLayout) -> list[int]:
+    """In how many parts gradients are accumulated: in one, reduced every trip, or in one per shard, reduced once."""
+    return sorted({1, layout.data_shards})
+
+
 def _with_remat(builder: Builder, one: Priced, hardware: Hardware, remat: str, budget: Budget) -> Iterator[Staged]:
     """The best schedule with gradients that are reduced every trip, and with such as are reduced once."""
     layout = one.layout
     count = int(layout.microbatches(builder.sequences))
-    for parts in sorted({1, layout.data_shards}):
+    for parts in _parts(layout):
         try:
             planned, machine, shares = _planned(builder, layout, hardware, remat, parts, budget)
         except InfeasibleError:
