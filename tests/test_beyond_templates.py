@@ -34,7 +34,7 @@ class Case(NamedTuple):
     """A program for a place."""
 
     model: str
-    fields: Mapping[str, int]
+    fields: Mapping[str, Any]
     mesh: Mapping[str, int]
     hardware: str
 

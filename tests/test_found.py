@@ -4,6 +4,7 @@ No layout is suggested anywhere: the textbook's answers appear because they are 
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from benchmarks import phase_diagram
 MESH = {"data": 2, "model": 4}
 
 
-def planned(name: str, hardware: str, **fields: int) -> Plan:
+def planned(name: str, hardware: str, **fields: Any) -> Plan:
     step, (state, batch) = models.build(name, **fields)
     return autoshard.plan(
         step, state, batch, mesh=MESH, hardware=hardware, donate_argnums=0, memory=10**12, rel_gap=1e-2, time_limit_s=60
