@@ -10,6 +10,10 @@ ALLOWED = 1.02  # ours over the best hand-written layout
 
 # Causes that were found by looking at the compiled programs of the cells.
 CAUSES = """\
+In these cells the two or three hand-written layouts that are predicted best were compiled. Their predictions are too
+high where weights are gathered across nodes, so that on 16 devices another one may be better: from now on up to five
+are compiled. Two cells of 32 devices, where FSDP was not among the two, do not count and are left out.
+
 Where ours loses, or wins by less than predicted:
 
 - **gpt2-xl, medium**: our plan keeps attention's weights whole, and gathers what AdamW updates in parts once per
