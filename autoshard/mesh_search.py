@@ -81,7 +81,7 @@ def search(
     prices: float | Mapping[str, float] | None = None,
     processes: int | None = None,
     time_limit_s: float = 20.0,
-    rel_gap: float = 1e-2,
+    rel_gap: float = 2e-3,
     unknown: str = "error",
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Search:

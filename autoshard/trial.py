@@ -47,7 +47,7 @@ class Task:
     tokens: int | None = None
     unknown: str = "error"
     time_limit_s: float = 20.0
-    rel_gap: float = 1e-2
+    rel_gap: float = 2e-3
 
     def build(self, choice: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
         """The function and its arguments for one choice of the varied arguments.

@@ -42,7 +42,7 @@ def planned(program: Any, mesh: dict[str, int], hardware: str, *, memory: int | 
         memory=memory,
         donate_argnums=0,
         constraints="all",
-        rel_gap=1e-2,
+        rel_gap=1e-3,
         time_limit_s=60,
     )
 
