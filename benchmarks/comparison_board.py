@@ -10,9 +10,9 @@ stopped and started again. `render` writes the board into `docs/comparing.md`.
 A cell is a model of four layers, a batch, and 8, 16 or 32 H100, or one of two TPU slices; the first
 is small enough to be made again by the tests. Every applicable hand-written layout is priced on
 every mesh that it takes; the best of those that fit, each on its best mesh, are compiled (two to
-five: those within a quarter of the best prediction). Ours is compiled on the mesh that the model chose; where
-it loses there, on the next best, too, as `refined`. The compiled schedules are priced by the same
-model.
+five: those within a quarter of the best prediction). Ours is compiled on the mesh that the model
+chose; where it loses there, on the next best, too, as `refined`. The compiled schedules are priced
+by the same model.
 """
 
 import argparse
