@@ -30,7 +30,14 @@ from autoshard.mesh import MeshAxes
 Stream = Literal["compute", "communication"]
 
 # Names of XLA's element types that cost models know by JAX's.
-_DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "s8": "int8"}
+_DTYPES: Mapping[str, str] = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "f32": "float32",
+    "f64": "float64",
+    "s8": "int8",
+    "pred": "int8",
+}
 _KINDS: Mapping[str, str] = {"collective-broadcast": "broadcast", "ragged-all-to-all": "all-to-all"}
 _FREE = frozenset(
     {
@@ -298,7 +305,8 @@ def matmuls(module: Module, computation: Computation, instruction: Instruction) 
     if instruction.opcode not in ("dot", "convolution"):
         return []
     left, right = (computation[name].shapes[0] for name in instruction.operands[:2])
-    dtype = _DTYPES.get(left.dtype, "bfloat16" if left.dtype.startswith("f8") else left.dtype)
+    wider = right.dtype if left.dtype == "pred" else left.dtype  # a mask times values: XLA:TPU fuses its conversion
+    dtype = _DTYPES.get(wider, "bfloat16" if wider.startswith("f8") else wider)
     if instruction.opcode == "dot":
         batch = prod(left.dims[i] for i in _dims(instruction, "lhs_batch_dims"))
         k = prod(left.dims[i] for i in _dims(instruction, "lhs_contracting_dims"))

@@ -7,7 +7,7 @@ import pytest
 
 from autoshard import hlo
 from autoshard.mesh import MeshAxes
-from autoshard.timeline import Timeline, timeline
+from autoshard.timeline import Timeline, matmuls, timeline
 
 MESH = MeshAxes.of({"data": 2, "model": 4})
 FIXTURES = Path(__file__).parent / "data" / "hlo" / "jax-0.10"
@@ -201,3 +201,13 @@ def test_what_is_fused_behind_a_matmul_moves_its_bytes() -> None:
     assert price(entry, body).compute_s == max(2 * 8**3, 6 * 8 * 8 * 4) == 1536
     assert price(entry, body, machine=Counter(flops_per_s=0.5)).compute_s == 2 * 2 * 8**3
     assert price(entry, body).flops == 2 * 8**3
+
+
+def test_a_mask_is_multiplied_as_what_it_masks() -> None:
+    """XLA:TPU fuses the conversion of a one-hot mask into the matmul that takes it."""
+    found = hlo.read(
+        HEADER + "ENTRY %main (m: pred[8,8], x: bf16[8,8]) -> bf16[8,8] {\n  %m = pred[8,8]{1,0} parameter(0)\n"
+        "  %x = bf16[8,8]{1,0} parameter(1)\n"
+        "  ROOT %z = bf16[8,8]{1,0} dot(%m, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n}\n"
+    )
+    assert matmuls(found, found["main"], found["main"].root) == [(1, 8, 8, 8, "bfloat16")]
