@@ -181,4 +181,5 @@ def test_a_state_gathered_after_its_update_lies_beside_the_old_one(dim: int) -> 
     beside = plan.record.memory.kinds.get("copies", 0) // (4 * w.size)
     assert beside == dim
     memory = plan.verify().memory
+    assert memory.compiled is not None
     assert memory.compiled.peak == pytest.approx(memory.predicted.peak, rel=0.1)

@@ -14,8 +14,8 @@ from cost_models.layout_search import LayoutRanking, Priced, describe
 WAITED_FOR = 6  # collectives of the best planned stage that are named
 
 EXECUTABLE = (
-    "one program with data, FSDP, tensor, context and expert axes runs as `autoshard.plan` emits it, and so does that of "
-    "one stage; what passes between pipeline stages is priced, not emitted"
+    "one program with data, FSDP, tensor, context and expert axes runs as `autoshard.plan` emits it, and so does that "
+    "of one stage; what passes between pipeline stages is priced, not emitted"
 )
 
 _HEAD = ("", "layout", "step", "tokens/s", "MFU", "memory")
