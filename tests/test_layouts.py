@@ -149,8 +149,9 @@ def test_what_a_forward_pass_moves(recipe: str, expected: dict[str, int]) -> Non
 def test_stored_elements_at_full_size(name: str, replicated: float) -> None:
     """Parameters and moments per device on 64 × 8, against the whole; norms and most biases are not split."""
     sizes = {"data": 64, "model": 8}
-    whole: dict[str, Any] = {"vocab": 50_304, "heads": 32, "kv_heads": 32, "head_dim": 50}
-    overrides = whole if name == "gpt2-xl" else {}
+    overrides: dict[str, Any] = {}
+    if name == "gpt2-xl":
+        overrides = {"vocab": 50_304, "heads": 32, "kv_heads": 32, "head_dim": 50}
     _, (state, batch) = models.build(name, **overrides)
 
     def moments(state: Any) -> Any:
