@@ -9,6 +9,7 @@ all-to-all is not replaced by a gather. Calls with rules of their own (`remat`,
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import jax
@@ -157,37 +158,16 @@ def _equation(
         return operands
     if name not in INLINED and name not in BODIES:
         return bind(eqn, operands, here)
+    within = partial(evaluate, made=made, taken=taken, before=before, scope=scope, bind=bind, own=own, rule=rule)
     if name in INLINED:
-        return evaluate(
-            eqn.params[CALLS[name]],
-            operands,
-            made=made,
-            taken=taken,
-            before=before,
-            scope=scope,
-            bind=bind,
-            own=own,
-            rule=rule,
-            path=(*here, 0),
-        )
+        return within(eqn.params[CALLS[name]], operands, path=(*here, 0))
 
     def rewritten(body: Any, k: int) -> Any:
         path = (*here, k)
 
         def run(*xs: Any) -> list[Any]:
             entered = [made(x, path, i) for i, x in enumerate(xs)]
-            outs = evaluate(
-                body,
-                entered,
-                made=made,
-                taken=taken,
-                before=before,
-                scope=scope,
-                bind=bind,
-                own=own,
-                rule=rule,
-                path=path,
-            )
+            outs = within(body, entered, path=path)
             return [taken(x, path, i) for i, x in enumerate(outs)]
 
         return _jax.with_body(body, run)

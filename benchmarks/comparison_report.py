@@ -1,9 +1,9 @@
 """The report of `benchmarks.comparison_board`: a table in `docs/comparing.md` from its result lines."""
 
-import json
 from math import exp, fsum, log
 from pathlib import Path
-from typing import Any
+
+from benchmarks.verification_report import Line, read
 
 BEGIN, END = "<!-- board: python -m benchmarks.comparison_board -->", "<!-- end of board -->"
 ALLOWED = 1.02  # ours over the best hand-written layout
@@ -27,16 +27,6 @@ Where ours loses, or wins by less than predicted:
 - **FSDP on gpt2-xl** is predicted half as long again as it is compiled: the partitioner's lookup, and the gathers of
   weights that are used forward and backward, are priced as 1.5 GB on 16 devices, and emitted as 0.66 GB.
 """
-
-Line = dict[str, Any]
-
-
-def read(path: Path) -> list[Line]:
-    """The result lines, the last of each cell; none where there is no file yet."""
-    if not path.is_file():
-        return []
-    lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line)
-    return list({line["key"]: line for line in lines}.values())
 
 
 def steps(line: Line) -> tuple[float | None, float | None, float | None]:

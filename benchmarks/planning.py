@@ -1,10 +1,14 @@
-"""How long planning takes, stage by stage, each model in a fresh process.
+r"""How long planning takes, stage by stage, each model in a fresh process.
 
     python -m benchmarks.planning [MODEL ...]
 
 Models: a name of `models.names()`, with `name@field=value,…` for other fields; the default is
 what the project promises: gpt2-small whole, unrolled, on a 2 × 4 mesh. The mesh and the
-hardware are `--mesh` and `--hardware`.
+hardware are `--mesh` and `--hardware`; `--memory` lifts the limit where only time matters, and
+`--constraints all` leaves out the probes of what Shardy reaches by itself:
+
+    python -m benchmarks.planning llama3-405b@layers=32,batch=64,sequence=4096 \
+        --mesh data=8,model=8 --hardware h100:8x8 --memory 10TB --constraints all
 """
 
 import argparse
@@ -16,20 +20,22 @@ import sys
 import time
 from typing import Any
 
+from autoshard.cli.written import assignments, byte_count, mesh_axes
+
 DEFAULT = ("mlp-1k", "tiny-llama", "gpt2-small", "llama3-8b@layers=4,batch=8,sequence=2048")
 
 
-def one(model: str, mesh: dict[str, int], hardware: str, rel_gap: float) -> dict[str, Any]:
-    """Plans one model in this process; seconds per stage, and the plan's own numbers."""
+def one(model: str, **options: Any) -> dict[str, Any]:
+    """Plans one model in this process, with options of `autoshard.plan`: seconds per stage, the plan's own numbers."""
     begin = time.perf_counter()
     import autoshard
     import models
 
     loaded = time.perf_counter()
     name, _, fields = model.partition("@")
-    overrides = {k: int(v) for k, v in (field.split("=") for field in fields.split(",") if field)}
+    overrides = assignments([field for field in fields.split(",") if field], "MODEL@")
     step, (state, batch) = models.build(name, **overrides)
-    plan = autoshard.plan(step, state, batch, mesh=mesh, hardware=hardware, donate_argnums=0, rel_gap=rel_gap)
+    plan = autoshard.plan(step, state, batch, donate_argnums=0, **options)
     done = time.perf_counter()
     planned = plan.planned
     assert planned is not None  # made here
@@ -55,16 +61,17 @@ def main() -> None:
     parser.add_argument("--mesh", default="data=2,model=4")
     parser.add_argument("--hardware", default="h100:1x8")
     parser.add_argument("--rel-gap", type=float, default=1e-2)
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--memory", type=byte_count, help="limit per device: 64GB; default: the chip's")
+    parser.add_argument("--constraints", choices=("needed", "all"), default="needed")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    mesh = {k: int(v) for k, v in (axis.split("=") for axis in arguments.mesh.split(","))}
+    options = {key: getattr(arguments, key) for key in ("hardware", "rel_gap", "memory", "constraints")}
     if arguments.child:
-        print(json.dumps(one(arguments.models[0], mesh, arguments.hardware, arguments.rel_gap)))
+        print(json.dumps(one(arguments.child, mesh=mesh_axes(arguments.mesh), **options)))
         return
     rows: list[dict[str, Any]] = []
     for model in arguments.models:
-        flags = ["--child", "--mesh", arguments.mesh, "--hardware", arguments.hardware]
-        command = [sys.executable, "-m", "benchmarks.planning", *flags, "--rel-gap", str(arguments.rel_gap), model]
+        command = [sys.executable, "-m", "benchmarks.planning", *sys.argv[1:], "--child", model]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))

@@ -46,7 +46,7 @@ Line = dict[str, Any]
 
 
 def read(path: Path) -> list[Line]:
-    """The result lines, the last of each case; none where there is no file yet."""
+    """The result lines, the last of each key; none where there is no file yet."""
     if not path.is_file():
         return []
     lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line)
