@@ -39,8 +39,9 @@ REL_GAP = 1e-2
 TIME_LIMIT_S = 120.0
 CHILD_LIMIT_S = 1800
 # A leaf may differ from the unsharded step's by so much of its largest entry, or by twenty
-# times what the unsharded step itself differs by after a change in the last bit of its inputs.
-TOLERANCE, NOISE_FACTOR = 1e-4, 20.0
+# times what the unsharded step itself differs by after a change in the last bit of its inputs;
+# if it computes in fewer bits than float32, also by twice what it differs by from float32.
+TOLERANCE, NOISE_FACTOR, ROUNDING_FACTOR = 1e-4, 20.0, 2.0
 ROWS = Path(__file__).with_name("model_zoo.json")
 BOARD = Path(__file__).parents[1] / "docs" / "models.md"
 VERSIONS = ("jax", "flax", "equinox", "dm-haiku", "transformers", "optax", "jax-cuda12-pjrt")
@@ -139,13 +140,20 @@ def numerics(subject: Subject) -> dict[str, Any]:
     arguments = jax.jit(program.arguments)()
     plain = jax.jit(program.step)
     want = leaves_of(plain(*arguments))
-    noise = [np.abs(a - b).max(initial=0.0) for a, b in zip(leaves_of(plain(*nudged(arguments))), want, strict=True)]
+
+    def apart(other: Any) -> list[float]:
+        return [float(np.abs(a - b).max(initial=0.0)) for a, b in zip(leaves_of(other), want, strict=True)]
+
+    noise = [NOISE_FACTOR * n for n in apart(plain(*nudged(arguments)))]
+    if program.exact is not None:
+        rounding = apart(jax.jit(program.exact)(*arguments))
+        noise = [max(n, ROUNDING_FACTOR * r) for n, r in zip(noise, rounding, strict=True)]
     row: dict[str, Any] = {}
 
     def worst(got: Any) -> float:
         return max(
             (
-                float(np.abs(g - w).max(initial=0.0) / max(TOLERANCE * np.abs(w).max(initial=1e-30), NOISE_FACTOR * n))
+                float(np.abs(g - w).max(initial=0.0) / max(TOLERANCE * np.abs(w).max(initial=1e-30), n))
                 for g, w, n in zip(leaves_of(got), want, noise, strict=True)
                 if np.isfinite(w).all()
             ),

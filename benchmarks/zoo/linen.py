@@ -1,6 +1,7 @@
 """Programs in Flax Linen."""
 # ruff: noqa: D101, D103 (`subjects` says what each program is)
 
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -301,15 +302,15 @@ def unet(size: Size) -> Program:
 
 def mixed(size: Size) -> Program:
     """Master weights in float32; the loss is scaled up, and a step with infinities is skipped."""
-    model = Decoder(size, dtype=jnp.bfloat16)
     optimizer = optax.adamw(1e-3)
 
     def arguments() -> tuple[Any, ...]:
-        params = model.init(jax.random.key(0), tokens(size))
+        params = Decoder(size, dtype=jnp.bfloat16).init(jax.random.key(0), tokens(size))
         return (params, optimizer.init(params), jnp.float32(2**15), jnp.int32(0)), tokens(size)
 
-    def step(state: Any, ids: jax.Array) -> Any:
+    def step(dtype: Any, state: Any, ids: jax.Array) -> Any:
         params, opt, scale, good = state
+        model = Decoder(size, dtype=dtype)
 
         def loss(params: Any) -> jax.Array:
             return scale * cross_entropy(model.apply(params, ids)[:, :-1], ids[:, 1:])
@@ -327,7 +328,7 @@ def mixed(size: Size) -> Program:
         scale = jnp.where(finite, jnp.where(grow, 2 * scale, scale), scale / 2)
         return (params, opt, scale, jnp.where(finite & ~grow, good + 1, 0)), value / scale
 
-    return Program(step=step, arguments=arguments)
+    return Program(step=partial(step, jnp.bfloat16), arguments=arguments, exact=partial(step, jnp.float32))
 
 
 def decode(size: Size) -> Program:

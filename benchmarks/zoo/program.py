@@ -34,11 +34,16 @@ LARGE = Size(layers=2, width=2048, heads=16, batch=32, sequence=1024, vocab=3276
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """`step(*arguments())`; `arguments` is jittable, so that nothing need be allocated."""
+    """`step(*arguments())`; `arguments` is jittable, so that nothing need be allocated.
+
+    `exact`, if given, is the same step in float32 throughout, by which the rounding of a step that
+    computes in fewer bits is known.
+    """
 
     step: Callable[..., Any]
     arguments: Callable[[], tuple[Any, ...]]
     donate: tuple[int, ...] = (0,)
+    exact: Callable[..., Any] | None = None
 
 
 def tokens(size: Size, seed: int = 0) -> jax.Array:
