@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,16 @@ from jax.sharding import PartitionSpec
 
 import cost_models
 from autoshard import _jax, _quiet, meshes, planner, processes
-from autoshard.errors import SpecError
+from autoshard.errors import InfeasibleError, SpecError
+from autoshard.evaluation import Evaluation
+from autoshard.mesh import MeshAxes
 from autoshard.meshes import MeshLike
 from autoshard.planner import Budget, Planned
 from autoshard.plans import Plan
 from autoshard.processes import Peers
 from autoshard.question import Question, ask, variants
 from autoshard.record import PlanRecord, parse
-from autoshard.refine import refined
+from autoshard.refine import Candidates, adopted, refined
 from autoshard.store import Directory, Lock, cache_at, key_of, misfits
 from autoshard.wanted import AUTO
 
@@ -30,7 +33,7 @@ WAIT_S = 25.0  # for other processes: an error comes within half a minute
 class Options:
     """The options of `plan`, which see."""
 
-    mesh: MeshLike = None
+    mesh: MeshLike | Sequence[MeshLike] = None
     hardware: str | cost_models.Hardware | None = None
     in_shardings: Any = AUTO
     out_shardings: Any = AUTO
@@ -51,12 +54,13 @@ class Options:
     wait_s: float = WAIT_S
     refine: str | None = None
     candidates: int = 3
+    also: Mapping[str, Plan | Evaluation] = field(default_factory=dict[str, Plan | Evaluation])
 
 
 def plan(
     fn: Callable[..., Any],
     *args: Any,
-    mesh: MeshLike = None,
+    mesh: MeshLike | Sequence[MeshLike] = None,
     hardware: str | cost_models.Hardware | None = None,
     in_shardings: Any = AUTO,
     out_shardings: Any = AUTO,
@@ -77,6 +81,7 @@ def plan(
     wait_s: float = WAIT_S,
     refine: str | None = None,
     candidates: int = 3,
+    also: Mapping[str, Plan | Evaluation] | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Finds the sharding of `fn(*args, **kwargs)` with the least step time that fits in memory.
@@ -85,7 +90,8 @@ def plan(
       fn: a jittable function without sharding words (its own constraints are kept).
       args: pytrees of arrays or ShapeDtypeStructs; nothing is allocated.
       mesh: a Mesh, an AbstractMesh, `{"data": 2, "model": 4}`, or None for the mesh in
-        context, else the best one- or two-dimensional mesh over `jax.devices()`.
+        context, else the best one- or two-dimensional mesh over the hardware's devices, or over
+        `jax.devices()`; several of them, to take the best.
       hardware: chip and physical topology, `"h100:4x8"` (nodes × GPUs), `"tpu-v5p:4x4x8"`,
         `"cpu:8"`; a bare chip name takes the smallest usual topology; None detects it.
       in_shardings: as in `jax.jit`, with `AUTO` wherever the planner shall choose.
@@ -118,7 +124,11 @@ def plan(
       refine: "gpu", "tpu" or "cpu": a compiler that compiles `candidates` near-optimal plans
         for the hardware, without a device; the plan is the one whose schedule, priced by the
         same model, is shortest, and its notes say what changed the order. A locked plan stays.
-      candidates: how many plans `refine` compiles, the optimum included.
+      candidates: how many plans `refine` compiles, the optimum included: those that are best
+        without one of its choices, and the best on other meshes, if there are several.
+      also: layouts that `refine` compiles besides, by name: hand-written ones as
+        `autoshard.evaluate` returns them, or plans. One whose schedule is shorter than ours is
+        the plan.
       **kwargs: keyword arguments of `fn`, as `args`.
 
     Raises:
@@ -151,6 +161,7 @@ def plan(
         wait_s=wait_s,
         refine=refine,
         candidates=candidates,
+        also=also or {},
     )
     questions = pose(fn, args, kwargs, options)
     if like is not None and not questions[0].kept:
@@ -171,10 +182,10 @@ def pose(
     """
     o = options
     record = None if o.like is None else o.like.record
-    choices: Sequence[MeshLike] = (o.mesh,)
     hardware = o.hardware
-    if o.mesh is None and _jax.context_mesh() is None and hardware is None:
-        choices = _device_meshes() if o.like is None else (o.like.own_mesh or o.like.record.mesh.shape,)
+    choices: list[MeshLike] = list(o.mesh) if isinstance(o.mesh, Sequence) else [o.mesh]
+    if o.mesh is None and _jax.context_mesh() is None:
+        choices = _open_meshes(o) if o.like is None else [o.like.own_mesh or o.like.record.mesh.shape]
 
     def ask_on(mesh: MeshLike) -> Question:
         return ask(
@@ -199,9 +210,12 @@ def pose(
     return tuple(question for mesh in choices for question in variants(partial(ask_on, mesh)))
 
 
-def _device_meshes() -> list[dict[str, int]]:
-    count = len(_quiet.devices())
-    return meshes.candidates(count) if count > 1 else [{"data": 1}]
+def _open_meshes(options: Options) -> list[MeshLike]:
+    """One- and two-dimensional meshes over the devices, and those of the layouts that enter besides."""
+    hardware = options.hardware
+    count = len(_quiet.devices()) if hardware is None else meshes.devices_of(hardware)
+    axes = [*map(MeshAxes.of, meshes.candidates(count)), *(made.record.mesh for made in options.also.values())]
+    return [one.shape for one in dict.fromkeys(axes)] if count > 1 else [{"data": 1}]
 
 
 def peers(question: Question, options: Options) -> Peers | None:
@@ -234,15 +248,34 @@ def _found(questions: Sequence[Question], options: Options) -> Plan:
     locked = None if lock is None else lock.find(questions)
     if locked is not None:
         return _plan(*locked, options)
-    plans = [_cached(question, options) for question in questions]
-    at = min(range(len(plans)), key=lambda i: plans[i].record.cost.step_s)
-    best = plans[at]
+    plans = _fitting(questions, options)
+    (at, best), *others = sorted(plans.items(), key=lambda item: item[1].record.cost.step_s)
     if options.refine is not None:
+        also = {name: adopted(name, layout, questions) for name, layout in options.also.items()}
         again = partial(_with_inputs, questions[at], options)
-        best = refined(best, again, compiler=options.refine, candidates=options.candidates)
+        entered = Candidates(first=best, again=again, elsewhere=[made for _, made in others], also=also)
+        best = refined(entered, compiler=options.refine, count=options.candidates)
     if lock is not None:
         lock.write(best.record)
     return best
+
+
+def _fitting(questions: Sequence[Question], options: Options) -> dict[int, Plan]:
+    """The answer of every question that has one, by its number.
+
+    Raises:
+      InfeasibleError: none has; the error is that of the smallest peak.
+    """
+    plans: dict[int, Plan] = {}
+    errors: list[InfeasibleError] = []
+    for i, question in enumerate(questions):
+        try:
+            plans[i] = _cached(question, options)
+        except InfeasibleError as error:
+            errors.append(error)
+    if not plans:
+        raise min(errors, key=lambda error: inf if error.peak_bytes is None else error.peak_bytes)
+    return plans
 
 
 def _answered(record: PlanRecord, questions: Sequence[Question], options: Options) -> Plan:

@@ -77,9 +77,32 @@ def candidates(devices: int) -> list[dict[str, int]]:
     return [{"data": devices}, *({"data": d, "model": m} for d, m in pairs)]
 
 
+def devices_of(hardware: str | cost_models.Hardware) -> int:
+    """How many devices a hardware has.
+
+    Raises:
+      MeshError: a chip without a topology, or no such hardware.
+    """
+    if isinstance(hardware, cost_models.Hardware):
+        return hardware.devices
+    if _is_bare(hardware):
+        raise MeshError(
+            f'no mesh, and {hardware!r} does not say how many devices: pass mesh={{"data": 2, "model": 4}}, '
+            'or a topology, hardware="h100:1x8"'
+        )
+    try:
+        return cost_models.hardware(hardware).devices
+    except cost_models.CostModelError as error:
+        raise MeshError(str(error)) from error
+
+
 def _read(spec: str, devices: int) -> cost_models.Hardware:
-    bare = ":" not in spec and not spec.endswith(".json")
-    return cost_models.hardware(spec, devices if bare else None)
+    return cost_models.hardware(spec, devices if _is_bare(spec) else None)
+
+
+def _is_bare(spec: str) -> bool:
+    """Whether it names a chip alone."""
+    return ":" not in spec and not spec.endswith(".json")
 
 
 def detect(devices: list[Any], count: int) -> str:

@@ -24,6 +24,8 @@ from autoshard.problem.assignment import Collective
 
 SCHEMA_VERSION = 1
 
+_OPEN = "?"  # in a constraint: a dimension that a hand-written one leaves to the partitioner
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
@@ -166,7 +168,7 @@ def _check(record: PlanRecord) -> None:
         for specs in group.values()
         for s in specs
     ]
-    for spec in (*(leaf.spec for leaf in leaves), *constraints):
+    for spec in (*(leaf.spec for leaf in leaves), *map(_without_open, constraints)):
         for axis in (axis for dim in Layout.from_spec(spec, len(spec)).dims for axis in dim):
             if axis not in record.mesh.names:
                 raise SpecError(f"{spec} names the axis `{axis}`; the mesh has {', '.join(record.mesh.names)}")
@@ -178,12 +180,18 @@ def _check(record: PlanRecord) -> None:
         raise SpecError(f"donated inputs {list(record.donated)} of {len(record.inputs)}")
 
 
+def _without_open(spec: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(*(None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec))
+
+
 def _spec_to_json(spec: PartitionSpec) -> list[Any]:
-    return [list(entry) if isinstance(entry, tuple) else entry for entry in spec]
+    entries = [_OPEN if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec]
+    return [list(entry) if isinstance(entry, tuple) else entry for entry in entries]
 
 
 def _spec_from_json(entries: list[Any]) -> PartitionSpec:
-    return PartitionSpec(*(tuple(entry) if isinstance(entry, list) else entry for entry in entries))
+    read = [PartitionSpec.UNCONSTRAINED if entry == _OPEN else entry for entry in entries]
+    return PartitionSpec(*(tuple(entry) if isinstance(entry, list) else entry for entry in read))
 
 
 def _leaf_to_json(leaf: Leaf) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Refine: the compiler in the loop. Several near-optimal plans are compiled, the shortest schedule wins.
 
-Candidates are the optimum and the plans that are best without one of its choices: the
-layout of one large input. They are compiled for the plan's hardware and their schedules
-priced by the plan's own cost model (`timeline`). A candidate that the compiler gives more
-memory than the device has drops out. The winner's notes say what changed the order.
+Candidates are the optimum, the plans that are best without one of its choices (the layout
+of one large input), the best plans on other meshes, and layouts that the user enters, such
+as hand-written ones. They are compiled for the plan's hardware and their schedules priced
+by the plan's own cost model (`timeline`). A candidate that the compiler gives more memory
+than the device has drops out. The winner's notes say what changed the order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +14,18 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from autoshard.errors import SpecError
+from autoshard.evaluation import Evaluation
+from autoshard.layout import Layout
 from autoshard.planner import Planned
 from autoshard.plans import Plan
 from autoshard.problem.assignment import Assignment
+from autoshard.problem.formulation import UNIT_S
 from autoshard.problem.network import INF
+from autoshard.question import Question
 from autoshard.solver import solve
 from autoshard.strategies import layout_of
 from autoshard.tables import bytes_text, time_text
+from autoshard.transfer import transferred
 from autoshard.verification import Verification
 
 TRIED = 2  # inputs whose layout is forbidden, per candidate that is wanted: some lead to the same plan
@@ -30,10 +36,11 @@ Inputs = Mapping[int, PartitionSpec]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Candidate:
-    """A plan and what the compiler made of it."""
+    """A plan and what the compiler made of it; `name` where it is neither the optimum nor near it on its mesh."""
 
     plan: Plan
     found: Verification
+    name: str = ""
 
     @property
     def schedule_s(self) -> float:
@@ -48,33 +55,102 @@ class Candidate:
         return compiled is None or compiled.peak <= self.plan.record.memory.limit_bytes
 
 
-def refined(first: Plan, again: Callable[[Inputs], Plan], *, compiler: str, candidates: int) -> Plan:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Candidates:
+    """What may enter.
+
+    Attributes:
+      first: the optimum.
+      again: plans its question with these layouts of inputs.
+      elsewhere: the best plans on other meshes.
+      also: the user's, by name.
+    """
+
+    first: Plan
+    again: Callable[[Inputs], Plan]
+    elsewhere: Sequence[Plan]
+    also: Mapping[str, Plan]
+
+    def best(self, count: int) -> list[tuple[str, Plan]]:
+        """The optimum and the next of ours, the least predicted step first, then the user's; their names."""
+        assert self.first.planned is not None  # a plan of a question can be planned again
+        near = [(cost_s, "", inputs) for cost_s, inputs in alternatives(self.first.planned, count - 1)]
+        elsewhere = [(made.cost, f"on {made.record.mesh}", made) for made in self.elsewhere]
+        ours = sorted([*near, *elsewhere], key=lambda entry: entry[0])[: count - 1]
+        plans = [(name, made if isinstance(made, Plan) else self.again(made)) for _, name, made in ours]
+        return [("", self.first), *plans, *self.also.items()]
+
+
+def refined(entered: Candidates, *, compiler: str, count: int) -> Plan:
     """The plan whose compiled schedule is shortest, with a note of what was compared.
 
     Args:
-      first: the optimum.
-      again: plans the same question with these layouts of inputs.
+      entered: the plans to choose among.
       compiler: "gpu", "tpu" or "cpu".
-      candidates: how many plans to compile, the optimum included.
+      count: how many of ours to compile, the optimum included.
 
     Raises:
       SpecError: fewer than two candidates, or no such compiler.
       CompilerMissingError: that compiler is not installed.
     """
-    if candidates < 2 or compiler not in ("gpu", "tpu", "cpu"):
+    if count < 1 or count + len(entered.also) < 2 or compiler not in ("gpu", "tpu", "cpu"):
         raise SpecError(
-            f"refine={compiler!r} with candidates={candidates}: compile two plans or more, by 'gpu', 'tpu' or 'cpu'"
+            f"refine={compiler!r} with candidates={count}: compile two plans or more, by 'gpu', 'tpu' or 'cpu'"
         )
-    assert first.planned is not None  # a plan of a question can be planned again
-    plans = [first, *(again(inputs) for inputs in alternatives(first.planned, candidates - 1))]
-    tried = [Candidate(plan=plan, found=plan.verify(compiler)) for plan in plans]
+    tried = [Candidate(plan=plan, found=plan.verify(compiler), name=name) for name, plan in entered.best(count)]
     fitting = [x for x in tried if x.fits] or tried
     best = min(fitting, key=lambda x: x.schedule_s)
     return best.plan.noted(told(tried, best))
 
 
-def alternatives(planned: Planned, count: int) -> list[Inputs]:
-    """Input layouts of other plans, the least predicted step first: each is best without one choice of the optimum."""
+def adopted(name: str, layout: Plan | Evaluation, questions: Sequence[Question]) -> Plan:
+    """A user's layout as a plan of one of the questions.
+
+    Raises:
+      SpecError: it is of another mesh, hardware or program, donates other arguments, or contradicts what is asked.
+    """
+    record = layout.record
+    question = next((q for q in questions if q.place.axes == record.mesh), None)
+    if question is None:
+        known = ", ".join(str(q.place.axes) for q in questions)
+        raise SpecError(f"also={name!r} is laid out on the mesh {record.mesh}; planned for is {known}")
+    source = layout.setting.traced if isinstance(layout, Evaluation) else layout.traced
+    if source is None or question.gradient_of or record.gradient_of:
+        raise SpecError(f"also={name!r}: layouts of whole programs can enter, not plan files or functions for_grad")
+    if record.hardware != question.place.hardware.name or frozenset(record.donated) != question.wanted.donated:
+        raise SpecError(
+            f"also={name!r} is for {record.hardware} and donates {list(record.donated)}; planned for is "
+            f"{question.place.hardware.name}, donating {sorted(question.wanted.donated)}: give both the same options"
+        )
+    for i, spec in question.wanted.inputs.items():
+        leaf = record.inputs[i]
+        if not _keeps(leaf.spec, spec, len(leaf.shape)):
+            raise SpecError(f"also={name!r} lays {leaf.path} out as {leaf.spec}; asked for is {spec}")
+    return Plan(
+        replace(
+            record,
+            name=question.name,
+            digest=question.digest,
+            asked=question.asked,
+            pins=transferred(record.pins, source.jaxpr, question.traced.jaxpr),
+            memory=replace(record.memory, limit_bytes=question.memory_bytes),
+        ),
+        place=question.place,
+        planned=layout.planned if isinstance(layout, Plan) else None,
+        traced=question.traced,
+    )
+
+
+def _keeps(spec: PartitionSpec, asked: PartitionSpec, ndim: int) -> bool:
+    """Whether a layout is what was asked for, in the dimensions that are not left open."""
+    entries = [None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in asked]
+    pairs = zip(Layout.from_spec(spec, ndim).dims, Layout.from_spec(PartitionSpec(*entries), ndim).dims, strict=True)
+    free = {d for d, entry in enumerate(asked) if entry is PartitionSpec.UNCONSTRAINED}
+    return all(d in free or one == other for d, (one, other) in enumerate(pairs))
+
+
+def alternatives(planned: Planned, count: int) -> list[tuple[float, Inputs]]:
+    """Predicted seconds and input layouts of other plans: each is best without one choice of the optimum."""
     problem, d = planned.formulation.problem, planned.assignment.decisions
     nbytes: dict[int, int] = {}
     for position, v in enumerate(d.graph.inputs):
@@ -82,7 +158,7 @@ def alternatives(planned: Planned, count: int) -> list[Inputs]:
         nbytes[c] = nbytes.get(c, 0) + d.graph.avals[v].nbytes
     largest = sorted(nbytes, key=lambda c: -nbytes[c])[: TRIED * count]
     seen = [_inputs(planned.assignment)]
-    found: list[tuple[int, Inputs]] = []
+    found: list[tuple[float, Inputs]] = []
     for c in largest:
         cost = problem.cost.copy()
         cost[problem.start[c] + planned.solution.choice[c]] = INF
@@ -95,15 +171,16 @@ def alternatives(planned: Planned, count: int) -> list[Inputs]:
         inputs = _inputs(replace(planned.assignment, choice=planned.formulation.read(solution.choice), _ports={}))
         if inputs not in seen:
             seen.append(inputs)
-            found.append((solution.objective, inputs))
-    return [inputs for _, inputs in sorted(found, key=lambda item: item[0])[:count]]
+            found.append((solution.objective * UNIT_S, inputs))
+    return sorted(found, key=lambda item: item[0])[:count]
 
 
 def told(tried: Sequence[Candidate], best: Candidate) -> str:
     """What was compared, and what changed the order, if anything did."""
     ranks = sorted(range(len(tried)), key=lambda i: tried[i].schedule_s)
     listed = ", ".join(
-        f"{time_text(tried[i].schedule_s)} (predicted {time_text(tried[i].plan.cost)})"
+        f"{time_text(tried[i].schedule_s)} (predicted {time_text(tried[i].plan.cost)}"
+        + (f", {tried[i].name})" if tried[i].name else ")")
         + ("" if tried[i].fits else ", does not fit")
         for i in ranks
     )

@@ -166,8 +166,10 @@ def test_unknown_hardware_names_what_there_is() -> None:
 
 
 def test_no_mesh_at_all() -> None:
-    text = said(lambda: autoshard.plan(product, W, X, hardware=GPUS), MeshError)
+    text = said(lambda: autoshard.evaluate(product, W, X, hardware=GPUS), MeshError)
     assert text == 'no mesh: pass mesh={"data": 2, "model": 4} or a Mesh, or call inside `jax.set_mesh(mesh)`'
+    text = said(lambda: autoshard.plan(product, W, X, hardware="h100"), MeshError)
+    assert text.startswith("no mesh, and 'h100' does not say how many devices: pass mesh=")
 
 
 def test_memory_that_nothing_fits() -> None:

@@ -1,18 +1,26 @@
 """The compiler in the loop: other plans are found, compiled and compared; the shortest schedule wins."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autoshard
 import models
-from autoshard import Plan
+from autoshard import Evaluation, Plan, meshes
+from autoshard.api import Options, pose
 from autoshard.errors import SpecError
-from autoshard.refine import Candidate, alternatives, told
+from autoshard.mesh import MeshAxes
+from autoshard.question import Question
+from autoshard.refine import Candidate, Candidates, adopted, alternatives, told
+from autoshard.store import misfits
 from autoshard.verification import Verification
+from models import layouts
 
 OPTIONS: dict[str, Any] = {
     "mesh": {"data": 2, "model": 4},
@@ -28,12 +36,30 @@ SIZES: dict[str, Any] = {"layers": 2, "width": 256, "hidden": 512, "batch": 128,
 
 def planned(**more: Any) -> Plan:
     step, args = models.build("mlp-1k", **SIZES)
-    return autoshard.plan(step, *args, **OPTIONS, **more)
+    return autoshard.plan(step, *args, **{**OPTIONS, **more})
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     return planned()
+
+
+@pytest.fixture(scope="module")
+def by_hand() -> Evaluation:
+    """Megatron's layout, whose constraints stand in the program."""
+    step, args = models.build("mlp-1k", **SIZES)
+    layout = layouts.find("mlp-1k", "dp_megatron")
+    on: Any = meshes.abstract(MeshAxes.of(OPTIONS["mesh"]))
+    state = layout.specs(args[0])[0]
+    return autoshard.evaluate(
+        layouts.constrained(step, layout.activation, on),
+        *args,
+        in_specs=layout.specs(*args),
+        out_specs=(state, P()),
+        mesh=OPTIONS["mesh"],
+        hardware=OPTIONS["hardware"],
+        donate_argnums=0,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +74,7 @@ def refined() -> Plan:
 
 def test_alternatives_are_other_plans_none_better_than_the_optimum(plan: Plan) -> None:
     assert plan.planned is not None
-    found = alternatives(plan.planned, 2)
+    found = [inputs for _, inputs in alternatives(plan.planned, 2)]
     own = {i: leaf.spec for i, leaf in enumerate(plan.record.inputs)}
     assert len(found) == 2
     assert own not in found
@@ -88,8 +114,73 @@ def test_a_plan_that_the_compiler_cannot_fit_drops_out(plan: Plan, found: Verifi
 def test_the_reason_names_what_grew(plan: Plan, found: Verification) -> None:
     assert found.timeline is not None
     slow = replace(found, timeline=replace(found.timeline, step_s=9.0, exposed_s=8.0))
-    first, other = Candidate(plan=plan, found=slow), Candidate(plan=plan, found=found)
+    first, other = Candidate(plan=plan, found=slow), Candidate(plan=plan, found=found, name="by hand")
+    assert "(predicted " in told([first, other], other)
+    assert ", by hand)" in told([first, other], other)
     assert "the order changed by exposed communication: the predicted optimum has 8 s" in told([first, other], other)
+
+
+@pytest.fixture(scope="module")
+def question() -> Question:
+    step, args = models.build("mlp-1k", **SIZES)
+    asked = {key: OPTIONS[key] for key in ("mesh", "hardware", "donate_argnums")}
+    return pose(step, args, {}, Options(**asked))[0]
+
+
+def test_a_hand_written_layout_becomes_a_plan_of_the_program_without_constraints(
+    by_hand: Evaluation, question: Question, tmp_path: Path
+) -> None:
+    made = adopted("by hand", by_hand, [question])
+    one, other = made.verify("cpu"), by_hand.verify("cpu")
+    assert one.timeline is not None
+    assert other.timeline is not None
+    assert one.timeline.step_s == pytest.approx(other.timeline.step_s)
+    assert one.by_kind() == other.by_kind()
+    assert not misfits(made.record, question)
+    made.save(tmp_path / "plan.json")
+    step, args = models.build("mlp-1k", **SIZES)
+    values = jax.tree.map(lambda a: jnp.full(a.shape, 0.01, a.dtype), args)
+    expected = jax.tree.leaves(jax.jit(step)(*values))
+    bound = autoshard.load(tmp_path / "plan.json").bind(step, *args)
+    for a, b in zip(expected, jax.tree.leaves(bound.jit()(*values)), strict=True):
+        assert jnp.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_other_meshes_and_hand_written_layouts_enter(by_hand: Evaluation) -> None:
+    more = {"mesh": [{"data": 2, "model": 4}, {"data": 8}], "refine": "cpu", "candidates": 2}
+    note = planned(**more, also={"by hand": by_hand}).record.notes[-1]
+    assert note.startswith("refined by cpu: the schedules of 3 plans take ")
+    assert re.search(r"\(predicted [^()]*, by hand\)", note)
+
+
+def test_plans_on_other_meshes_are_candidates_in_the_order_of_their_predictions(plan: Plan) -> None:
+    slow = replace(plan.record, mesh=MeshAxes.of({"data": 8}), cost=replace(plan.record.cost, step_s=9.0))
+    fast = replace(plan.record, mesh=MeshAxes.of({"model": 8}), cost=replace(plan.record.cost, step_s=0.0))
+    elsewhere = [Plan(record, place=None, planned=None, traced=None) for record in (slow, fast)]
+    entered = Candidates(first=plan, again=lambda inputs: plan, elsewhere=elsewhere, also={"mine": plan})
+    names = [name for name, _ in entered.best(9)]
+    assert names[:2] == ["", "on model=8"]
+    assert names[-2:] == ["on data=8", "mine"]
+    assert [name for name, _ in entered.best(2)] == ["", "on model=8", "mine"]
+
+
+def test_a_layout_that_does_not_answer_the_question_is_refused(by_hand: Evaluation, question: Question) -> None:
+    def refused(layout: Plan | Evaluation, by: Question) -> str:
+        with pytest.raises(SpecError) as caught:
+            adopted("mine", layout, [by])
+        return str(caught.value)
+
+    elsewhere = replace(question.place, axes=MeshAxes.of({"data": 8}))
+    assert "on the mesh data=2 × model=4; planned for is data=8" in refused(by_hand, replace(question, place=elsewhere))
+    kept = replace(question.wanted, donated=frozenset[int]())
+    assert "donating []" in refused(by_hand, replace(question, wanted=kept))
+    weights = next(i for i, leaf in enumerate(by_hand.record.inputs) if "w_up" in leaf.path)
+    asked = replace(question.wanted, inputs={weights: P("model", None)})
+    assert "lays state.params" in refused(by_hand, replace(question, wanted=asked))
+    free = replace(question.wanted, inputs={weights: P(P.UNCONSTRAINED, by_hand.record.inputs[weights].spec[1])})
+    assert adopted("mine", by_hand, [replace(question, wanted=free)])
+    bare = Plan(by_hand.record, place=None, planned=None, traced=None)
+    assert "not plan files" in refused(bare, question)
 
 
 @pytest.mark.parametrize("more", [{"refine": "cpu", "candidates": 1}, {"refine": "xla"}])
