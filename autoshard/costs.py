@@ -18,6 +18,7 @@ from autoshard.mesh import MeshAxes
 from autoshard.resharding import Machine as CollectiveMachine
 from autoshard.rules import ShardingRule
 from autoshard.strategies import Strategies, shards
+from cost_models.roofline import taps_on_data
 
 Seconds = NDArray[np.float64]
 
@@ -30,7 +31,8 @@ class Machine(CollectiveMachine, Protocol):
     def hbm_s(self, nbytes: ArrayLike) -> Seconds: ...
 
 
-CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated"})
+CONVOLUTION = "conv_general_dilated"
+CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general", "ragged_dot", CONVOLUTION})
 
 # `with_sharding_constraint`: its result is its operand, in a layout.
 CONSTRAINT = "sharding_constraint"
@@ -68,7 +70,10 @@ def contraction_s(
     """Roofline seconds (S,) and FLOPs per device (S,) of a contraction of two operands.
 
     Factors in both operands and the result are batch, in the left and the result m, in
-    the right and the result n, in both operands alone k.
+    the right and the result n, in both operands but not in the result k; a row of a ragged
+    dot meets one of the right operand's groups. A convolution is the matmul of its outputs
+    (m) and output features (n) over the input features and the taps that fall on data (k,
+    their mean per output; the image counts as read once per tap, as if unrolled).
     """
     left, right = ({f for dim in dims for f in dim} for dims in rule.operands[:2])
     out = {f for dim in rule.results[0] for f in dim}
@@ -77,11 +82,35 @@ def contraction_s(
     def size(factors: set[int]) -> NDArray[np.int64]:
         return local[:, sorted(factors)].prod(axis=1) if factors else np.ones(len(local), np.int64)
 
-    batch, m, n = size(left & right & out), size((left & out) - right), size((right & out) - left)
-    k = size((left | right) - out)
+    batch, n, k = size(left & right & out), size((right & out) - left), size((left & right) - out)
+    m = size(out - right if eqn.primitive == CONVOLUTION else (left & out) - right)
+    if eqn.primitive == CONVOLUTION:
+        everywhere = np.array([[factor.size for factor in rule.factors]])
+        parts = (everywhere // np.maximum(local, 1))[:, sorted(left | right | out)].prod(axis=1)
+        k = _convolution_flops(eqn) / (2.0 * np.maximum(batch * m * n, 1) * parts)
     dtype = jax.numpy.dtype(eqn.operands[0].dtype).name
     flops = np.multiply(2.0 * batch * m, n * k, dtype=np.float64)
     return np.asarray(machine.matmul_s(batch, m, n, k, dtype)), flops
+
+
+def _convolution_flops(eqn: Eqn) -> float:
+    """FLOPs of a whole convolution, of which only taps that fall on data count."""
+    p, numbers = eqn.params, eqn.params["dimension_numbers"]
+    (image, kernel), (out,) = eqn.operands, eqn.results
+    flops = 2.0 * out.shape[numbers.out_spec[0]] * out.shape[numbers.out_spec[1]] * kernel.shape[numbers.rhs_spec[1]]
+    for i, (d_image, d_kernel, d_out) in enumerate(
+        zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    ):
+        flops *= taps_on_data(
+            out.shape[d_out],
+            kernel.shape[d_kernel],
+            image.shape[d_image],
+            stride=p["window_strides"][i],
+            pad=p["padding"][i][0],
+            image_step=p["lhs_dilation"][i],
+            kernel_step=p["rhs_dilation"][i],
+        )
+    return flops
 
 
 def in_op_s(eqn: Eqn, rule: ShardingRule, strategies: Strategies, mesh: MeshAxes, machine: Machine) -> Seconds:

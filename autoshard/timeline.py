@@ -20,12 +20,11 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal, Protocol
 
-import numpy as np
-
 from autoshard.errors import HloError
 from autoshard.hlo import Collective, Computation, Instruction, Module
 from autoshard.hlo.loops import Loops
 from autoshard.mesh import MeshAxes
+from cost_models.roofline import taps_on_data
 
 Stream = Literal["compute", "communication"]
 
@@ -319,7 +318,7 @@ def _convolution(
 ) -> tuple[int, int, int, int, str]:
     """A convolution as a matmul: XLA:TPU writes every dot as one.
 
-    Only taps that fall on data count (as HloCostAnalysis::HandleConvolution has it): a
+    Only taps that fall on data count: a
     batch dimension is a dilated spatial one, in which each output has one such tap.
     Their mean per output is rounded down, which only padded windows of several taps notice.
     """
@@ -336,12 +335,16 @@ def _convolution(
     pads = [int(x.split("_")[0]) for x in window["pad"].split("x")] if "pad" in window else [0] * rank
     taps, outputs = 1, 1
     for i in range(rank):
-        spread = (image[labels[1].index(str(i))] - 1) * image_steps[i]
         size = result[labels[3].index(str(i))]
-        at = np.add.outer(
-            np.arange(size) * strides[i] - pads[i], np.arange(kernel[labels[2].index(str(i))]) * kernel_steps[i]
+        taps *= taps_on_data(
+            size,
+            kernel[labels[2].index(str(i))],
+            image[labels[1].index(str(i))],
+            stride=strides[i],
+            pad=pads[i],
+            image_step=image_steps[i],
+            kernel_step=kernel_steps[i],
         )
-        taps *= int(((at >= 0) & (at <= spread) & (at % image_steps[i] == 0)).sum())
         outputs *= size
     features, n = kernel[labels[2].index("i")], kernel[labels[2].index("o")]
     return 1, result[labels[3].index("b")] * outputs, n, max(1, features * taps // outputs), dtype

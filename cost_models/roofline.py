@@ -57,6 +57,26 @@ def matmul_bytes(
     return b * ((m_ * k_ + k_ * n_) * operand_itemsize + m_ * n_ * result_itemsize)
 
 
+def taps_on_data(
+    outputs: int, kernel: int, image: int, *, stride: int, pad: int, image_step: int, kernel_step: int
+) -> int:
+    """How often a kernel's taps fall on data along one dimension of a convolution, over all outputs.
+
+    Padding and what an image is dilated with are no data. Source: HloCostAnalysis::HandleConvolution (XLA).
+
+    Args:
+        outputs: Size of the result.
+        kernel: Taps of the kernel.
+        image: Size of the image.
+        stride: From one output to the next.
+        pad: In front of the image; negative where it is cut off.
+        image_step: Dilation of the image.
+        kernel_step: Dilation of the kernel.
+    """
+    at = np.add.outer(np.arange(outputs) * stride - pad, np.arange(kernel) * kernel_step)
+    return int(((at >= 0) & (at <= (image - 1) * image_step) & (at % image_step == 0)).sum())
+
+
 def arithmetic_intensity(flops: ArrayLike, nbytes: ArrayLike) -> Floats:
     """FLOPs per byte of memory traffic. Source: scaling book roofline.md:119."""
     return np.asarray(flops, float) / np.asarray(nbytes, float)
