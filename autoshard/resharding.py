@@ -17,7 +17,10 @@ are *combined* by the compilers into buckets, so that many small ones pay one la
 below a bucket they are priced at the bucket's rate, plus what each costs by itself.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import combinations, product
 from typing import Any, Protocol
 
 import numpy as np
@@ -114,6 +117,16 @@ class Resharder:
         return self.table(aval, combined=combined).path(source, target)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Moves:
+    """Every single step of one kind over one set of axes, between layouts of any shape: parallel arrays of codes."""
+
+    kind: str
+    axes: tuple[int, ...]
+    before: Codes
+    after: Codes
+
+
 class _Table:
     """All-pairs cheapest paths between the layouts of one shape."""
 
@@ -128,32 +141,49 @@ class _Table:
         pinned: bool,
         scatters_whole: bool,
     ) -> None:
-        self.shape, self.mesh, self.combined, self.scatters_whole = shape, mesh, combined, scatters_whole
+        self.shape, self.mesh = shape, mesh
         self.codes = np.sort(layouts(shape, mesh, unreduced=True))
         total = int(np.prod(shape, dtype=np.int64)) * itemsize
         self.local_bytes = total // shards(self.codes, len(shape), mesh)
-        self._steps: dict[tuple[int, int], tuple[str, tuple[str, ...], int]] = {}
+        alike = tuple(mesh.sizes.index(size) for size in mesh.sizes)
+        self._moves = _moves(len(shape), alike, scatters_whole=scatters_whole)
         n = len(self.codes)
-        weight = np.full((n, n), INF_PS, np.int64)
-        np.fill_diagonal(weight, 0)
-        self._link(weight, machine)
-        single = weight
+        single = np.full((n, n), INF_PS, np.int64)
+        np.fill_diagonal(single, 0)
+        self._move = np.full((n, n), -1, np.int16)  # by the ends of a single step
+        position = np.full((len(shape) + 2) ** mesh.ndim, -1, np.int64)
+        position[self.codes] = np.arange(n)
+        for m, moves in enumerate(self._moves):
+            i, j = position[moves.before], position[moves.after]
+            exist = (i >= 0) & (j >= 0)
+            i, j = i[exist], j[exist]
+            self._move[i, j] = m
+            single[i, j] = 0
+            if moves.kind != "slice" and len(i):
+                where = tuple(mesh.names[a] for a in moves.axes)
+                nbytes = self.local_bytes[j if moves.kind == "all-gather" else i]
+                seconds = collective_s(machine, moves.kind, where, nbytes, combined=combined)
+                single[i, j] = np.rint(seconds * PS_PER_S).astype(np.int64) * _HOPS + 1
         weight, self._next = _shortest(single)
         if not pinned:
             self._slice_for_good(single, weight)
             self._finish_sums(single, weight)
         self.ps = np.where(weight < INF_PS, weight // _HOPS, INF_PS)
 
+    def _singles(self, *kinds: str) -> list[tuple[_Moves, int, int]]:
+        """Every single step of these kinds, with the positions of its ends."""
+        kind = np.array([moves.kind in kinds for moves in self._moves])
+        at = np.argwhere((self._move >= 0) & kind[self._move])
+        return [(self._moves[self._move[i, j]], i, j) for i, j in at.tolist()]
+
     def _slice_for_good(self, single: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
         """Makes every path slice along axes alone that split its end, too."""
         split = decode(self.codes, len(self.shape), self.mesh.ndim) >= 0
-        slices = [
-            (i, j, self.mesh.names.index(a[0])) for (i, j), (kind, a, _) in self._steps.items() if kind == "slice"
-        ]
+        slices = self._singles("slice")
         for axes in np.unique(split, axis=0):
             allowed = single.copy()
-            for i, j, axis in slices:
-                if not axes[axis]:
+            for moves, i, j in slices:
+                if not axes[moves.axes[0]]:
                     allowed[i, j] = INF_PS
             ends = (split == axes).all(axis=1)
             least, following = _shortest(allowed)
@@ -162,9 +192,8 @@ class _Table:
     def _finish_sums(self, single: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
         """Makes every path from a pending sum begin with its all-reduce, or be its reduce-scatter and slices."""
         first: dict[int, list[tuple[str, int]]] = {}
-        for (i, k), (kind, _, _) in self._steps.items():
-            if kind in ("all-reduce", "reduce-scatter"):
-                first.setdefault(i, []).append((kind, k))
+        for moves, i, k in self._singles("all-reduce", "reduce-scatter"):
+            first.setdefault(i, []).append((moves.kind, k))
         for i, steps in first.items():
             (whole,) = (k for kind, k in steps if kind == "all-reduce")
             weight[i] = np.minimum(single[i, whole] + weight[whole], INF_PS)
@@ -186,78 +215,69 @@ class _Table:
         steps: list[Step] = []
         while i != j:
             k = int(self._next[i, j])
-            kind, axes, nbytes = self._steps[i, k]
-            steps.append(Step(kind, axes, nbytes, int(self.codes[k])))
+            moves = self._moves[self._move[i, k]]
+            size = 0 if moves.kind == "slice" else int(self.local_bytes[k if moves.kind == "all-gather" else i])
+            steps.append(Step(moves.kind, tuple(self.mesh.names[a] for a in moves.axes), size, int(self.codes[k])))
             i = k
         return tuple(steps)
 
-    def _link(self, weight: NDArray[np.int64], machine: Machine) -> None:
-        """Fills in every single step, pricing all of one kind and axis set at once."""
-        names = self.mesh.names
-        found: dict[tuple[str, tuple[int, ...]], list[tuple[int, int, int]]] = {}
-        for i, row in enumerate(decode(self.codes, len(self.shape), self.mesh.ndim)):
-            for kind, axes, after in self._moves(row):
-                j = int(np.searchsorted(self.codes, encode(after, len(self.shape))))
-                if j < len(self.codes) and self.codes[j] == encode(after, len(self.shape)):
-                    nbytes = int(self.local_bytes[j if kind == "all-gather" else i])
-                    found.setdefault((kind, axes), []).append((i, j, nbytes))
-        for (kind, axes), moves in found.items():
-            where = tuple(names[a] for a in axes)
-            nbytes = np.array([m[2] for m in moves], np.float64)
-            if kind == "slice":
-                ps = np.zeros(len(moves), np.int64)
-            else:
-                seconds = collective_s(machine, kind, where, nbytes, combined=self.combined)
-                ps = np.rint(seconds * PS_PER_S).astype(np.int64) * _HOPS + 1
-            for (i, j, size), price in zip(moves, ps, strict=True):
-                if price < weight[i, j]:
-                    weight[i, j] = price
-                    self._steps[i, j] = (kind, where, 0 if kind == "slice" else size)
 
-    def _moves(self, row: NDArray[np.int8]) -> list[tuple[str, tuple[int, ...], NDArray[np.int8]]]:
-        moves: list[tuple[str, tuple[int, ...], NDArray[np.int8]]] = []
-        ndim = len(self.shape)
+@cache
+def _moves(ndim: int, alike: tuple[int, ...], *, scatters_whole: bool) -> tuple[_Moves, ...]:
+    """Every single step between layouts of `ndim` dimensions, dividing or not.
 
-        def change(kind: str, axes: tuple[int, ...], *to: tuple[int, int]) -> None:
-            after = row.copy()
-            for axis, value in to:
-                after[axis] = value
-            moves.append((kind, axes, after))
+    Args:
+      ndim: of the value.
+      alike: mesh axis → the first axis of its size.
+      scatters_whole: as of `Resharder`.
+    """
+    axes = range(len(alike))
+    rows = decode(np.arange((ndim + 2) ** len(alike)), ndim, len(alike))
+    sums = rows == SUM
+    reduced = ~sums.any(axis=1)
+    last = [np.where(rows == d, axes, -1).max(axis=1, initial=-1) for d in range(ndim)]  # the minor-most axis, or −1
+    found: dict[tuple[str, tuple[int, ...]], list[tuple[Codes, Codes]]] = {}
 
-        whole = [a for a in range(len(row)) if row[a] == WHOLE]
-        sums = [a for a in range(len(row)) if row[a] == SUM]
-        members = [[a for a in range(len(row)) if row[a] == d] for d in range(ndim)]
-        if sums:
-            # A pin makes the partitioner finish every pending sum at once, over all axes together.
-            change("all-reduce", tuple(sums), *((a, WHOLE) for a in sums))
+    def add(kind: str, over: tuple[int, ...], which: NDArray[np.bool_], *to: tuple[Sequence[int], int]) -> None:
+        after = rows[which]
+        for moved, place in to:
+            after[:, moved] = place
+        found.setdefault((kind, over), []).append((np.flatnonzero(which), encode(after, ndim)))
+
+    for over in (subset for count in range(1, len(alike) + 1) for subset in combinations(axes, count)):
+        inside = np.isin(axes, over)
+        # A pin makes the partitioner finish every pending sum at once, over all axes together.
+        pending = (sums == inside).all(axis=1)
+        add("all-reduce", over, pending, (over, WHOLE))
         for d in range(ndim):
-            last = members[d][-1] if members[d] else -1
-            if sums and sums[0] > last and (self.scatters_whole or len(sums) < len(row)):
-                change("reduce-scatter", tuple(sums), *((a, d) for a in sums))
-            if sums:
-                continue
-            for a in whole:
-                if a > last:
-                    change("slice", (a,), (a, d))
-            for count in range(1, len(members[d]) + 1):
-                gone = tuple(members[d][-count:])
-                change("all-gather", gone, *((a, WHOLE) for a in gone))
-                for e in range(ndim):
-                    if e != d and (not members[e] or members[e][-1] < gone[0]):
-                        change("all-to-all", gone, *((a, e) for a in gone))
-            if members[d]:
-                for a in whole:
-                    if self.mesh.sizes[a] == self.mesh.sizes[last] and all(m < a for m in members[d][:-1]):
-                        change("collective-permute", tuple(sorted((a, last))), (last, WHOLE), (a, d))
-        return moves
+            if scatters_whole or len(over) < len(alike):
+                add("reduce-scatter", over, pending & (last[d] < over[0]), (over, d))
+            minor = reduced & (rows[:, over] == d).all(axis=1)  # exactly the minor-most axes of d
+            minor &= ~((rows == d) & ~inside)[:, over[0] :].any(axis=1)
+            add("all-gather", over, minor, (over, WHOLE))
+            for e in range(ndim):
+                if e != d:
+                    add("all-to-all", over, minor & (last[e] < over[0]), (over, e))
+    for a, d in product(axes, range(ndim)):
+        whole = reduced & (rows[:, a] == WHOLE)
+        add("slice", (a,), whole & (last[d] < a), ([a], d))
+        for b in (b for b in axes if b != a and alike[b] == alike[a]):
+            others = ((rows == d) & (np.array(axes) != b))[:, a:].any(axis=1)  # of d, minor to a
+            replaced = whole & (last[d] == b) & ~others
+            add("collective-permute", tuple(sorted((a, b))), replaced, ([b], WHOLE), ([a], d))
+    return tuple(
+        _Moves(kind, over, *(np.concatenate(codes) for codes in zip(*pairs, strict=True)))
+        for (kind, over), pairs in found.items()
+    )
 
 
 def _shortest(weight: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Least weights between all pairs, and the first step on each way (Floyd and Warshall)."""
     following = np.where(weight < INF_PS, np.arange(len(weight))[None, :], -1).astype(np.int32)
+    weight = weight.copy()
     for via in range(len(weight)):
         through = weight[:, via, None] + weight[None, via, :]
         better = through < weight
-        weight = np.where(better, through, weight)
-        following = np.where(better, following[:, via, None], following)
+        np.copyto(weight, through, where=better)
+        np.copyto(following, following[:, via, None].copy(), where=better)
     return weight, following

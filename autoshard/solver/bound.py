@@ -346,17 +346,18 @@ def shifted(network: Network, hinge_constant: tuple[int, ...]) -> tuple[Network,
     bound.
     """
     total = abs(network.offset) + sum(map(abs, hinge_constant))
-    for layer, edge_layer in zip(network.cost, network.edge_cost, strict=True):
-        size = np.abs(np.where(layer >= INF, 0, layer))
-        cells = np.abs(np.where(edge_layer >= INF, 0, edge_layer))
-        total += int(np.maximum.reduceat(size, network.start[:-1]).sum(dtype=float))
-        if len(network.edge_nodes):
-            total += int(np.maximum.reduceat(cells, network.edge_start[:-1]).sum(dtype=float))
+    for layer, start in ((network.cost, network.start), (network.edge_cost, network.edge_start)):
+        if len(start) > 1:
+            for values in layer:
+                size = np.abs(values)
+                size[size >= INF] = 0
+                total += int(np.maximum.reduceat(size, start[:-1]).sum(dtype=float))
     shift = BITS - total.bit_length()
 
     def move(values: Int) -> Int:
-        finite = np.where(values >= INF, 0, values)
-        return np.where(values >= INF, FORBIDDEN, finite << shift if shift >= 0 else finite >> -shift)
+        moved = values << shift if shift >= 0 else values >> -shift
+        moved[values >= INF] = FORBIDDEN
+        return moved
 
     def move_one(value: int) -> int:
         return value << shift if shift >= 0 else value >> -shift

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.problem.network import INF, Hinge, Int, Problem
-from autoshard.solver.bound import FLAT, MOST_CYCLES, ROUNDING, Dual, plain_dual, settled_dual, shifted
+from autoshard.solver.bound import FLAT, ROUNDING, Dual, plain_dual, settled_dual, shifted
 from autoshard.solver.buckets import eliminate_all, order_by_size
 from autoshard.solver.child import solve_in_time
 from autoshard.solver.clock import Clock, endless
@@ -36,6 +36,9 @@ from autoshard.solver.usage import Memory, memory_of, peaks_over
 
 MULTIPLIER_BITS = 20
 MOST_STEPS = 60  # of Kelley's method
+PASSES, MOST_LOOKS = 10, 30  # of messages over a plain network, between looks at what they prove
+RESTED = 3  # looks that gained nothing, after which nothing more is expected
+ROUNDED_OFF = 1e-12  # relative gap that integer messages leave
 SMALL_WORK = 4_000_000  # cells of an elimination, tried where message passing leaves a gap
 FIRST_DISTANCE = 2e-4  # of the target from the bound, relative to the bound
 GROWTH = 5  # of that distance from target to target
@@ -316,13 +319,16 @@ def minimum(network: Network, left_s: Clock = endless) -> tuple[int, Int | None]
     dual = plain_dual(program.network, 0)
     position: dict[int, int] | None = None
     least = FORBIDDEN
-    for _ in range(MOST_CYCLES):
-        dual.cycle(left_s)
+    resting = 0  # looks in a row at which the bound had not risen
+    for _ in range(MOST_LOOKS):
+        before = dual.best
+        dual.improve(PASSES, left_s)
         if dual.failures == 0 and dual.iterations > 0:
             value = layer_sums(program.network, dual.choice)[0] + program.network.offset
             if value < least:
                 position, least = dict(zip(names, dual.choice.tolist(), strict=True)), value
-        if dual.best >= least or dual.proves_infeasible:
+        resting = 0 if dual.best > before else resting + 1
+        if least - dual.best <= ROUNDED_OFF * abs(least) or dual.proves_infeasible or resting == RESTED:
             break
     bound = dual.best
     if bound < least and left_s() > 0 and order_by_size(core)[2] <= SMALL_WORK:

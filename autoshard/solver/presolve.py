@@ -54,6 +54,7 @@ def settle(network: Network, alive: Mask | None = None, left_s: Clock = endless)
     positive nothing is merged any more, only made consistent, as message passing needs it.
     """
     mask = network.cost[0] < INF if alive is None else alive & (network.cost[0] < INF)
+    rebuilt = False
     while True:
         near = neighbours(network)
         if not kernels.make_consistent(
@@ -66,7 +67,9 @@ def settle(network: Network, alive: Mask | None = None, left_s: Clock = endless)
             )
         else:
             parent = np.full(network.nodes, -1)
-        merged = rebuild(network, mask, parent)
+        if rebuilt and mask.all() and (parent < 0).all():
+            return network  # as the last pass left it
+        merged, rebuilt = rebuild(network, mask, parent), True
         if merged.nodes == network.nodes and len(merged.edge_nodes) == len(network.edge_nodes):
             return merged
         network = merged
