@@ -12,7 +12,8 @@ is small enough to be made again by the tests. Every applicable hand-written lay
 every mesh that it takes; the best of those that fit, each on its best mesh, are compiled (two to
 five: those within a quarter of the best prediction). Ours is compiled on the mesh that the model
 chose; where it loses there, on the next best, too, as `refined`. The compiled schedules are priced
-by the same model.
+by the same model. The fastest of the hand-written layouts is also completed at best, as a check of
+the model with itself.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import inf
@@ -41,6 +42,7 @@ from autoshard.errors import AutoshardError, InfeasibleError
 from autoshard.evaluation import Evaluation
 from autoshard.plans import Plan
 from autoshard.problem.formulation import UNIT_S
+from autoshard.standings import Template
 from benchmarks import comparison_report
 from cost_models import hardware as read_hardware
 
@@ -127,7 +129,8 @@ def line(cell: Cell) -> dict[str, Any]:
     common: dict[str, Any] = {"hardware": cell.hardware, "donate_argnums": 0}
     chosen, floor_s = _chosen(fn, args, common)
     ours = [_told("autoshard", _planned(fn, args, chosen[0], common))]
-    hands, left_out = _hands(cell, fn, args, common)
+    templates = of_models(f"models:{cell.model.replace('-', '_')}", fn, args)
+    hands, left_out = _hands(cell, fn, args, templates, common)
     compiled = _compiled(hands)
     best_s = min((x["compiled"]["step_s"] for x in compiled if x["fits"]), default=inf)
     if chosen[1:] and not (ours[0]["fits"] and ours[0]["compiled"]["step_s"] <= best_s):
@@ -148,6 +151,7 @@ def line(cell: Cell) -> dict[str, Any]:
             {"layout": name, "mesh": made.record.mesh.shape, "step_s": made.cost, "fits": made.fits}
             for name, made in hands
         ],
+        "completed": _completed(fn, args, templates, hands, common),
         "left_out": left_out,
         "wall_s": time.perf_counter() - begin,
         "cpu_s": _cpu_s() - begin_cpu,
@@ -179,19 +183,46 @@ def _planned(fn: Any, args: Sequence[Any], mesh: dict[str, int], common: dict[st
 
 
 def _hands(
-    cell: Cell, fn: Any, args: Sequence[Any], common: dict[str, Any]
+    cell: Cell, fn: Any, args: Sequence[Any], templates: Mapping[str, Template], common: dict[str, Any]
 ) -> tuple[list[tuple[str, Evaluation]], dict[str, str]]:
     """Every applicable layout on its own best mesh, those that fit first, the fastest first; why others are none."""
     devices = read_hardware(cell.hardware).devices
     hands: list[tuple[str, Evaluation]] = []
     left_out: dict[str, str] = {}
-    for name, template in of_models(f"models:{cell.model.replace('-', '_')}", fn, args).items():
+    for name, template in templates.items():
         try:
             shapes = list(standings.mesh_shapes(template.axes, devices))
             hands.append((name, standings.evaluations(fn, args, template, shapes, **common)[0]))
         except (AutoshardError, ValueError) as error:
             left_out[name] = str(error).partition("\n")[0]
     return sorted(hands, key=lambda item: (not item[1].fits, item[1].cost)), left_out
+
+
+def _completed(
+    fn: Any,
+    args: Sequence[Any],
+    templates: Mapping[str, Template],
+    hands: Sequence[tuple[str, Evaluation]],
+    common: dict[str, Any],
+) -> dict[str, Any]:
+    """The layout that is predicted fastest: as the partitioner completes it, and at best; what the solver left open."""
+    name, by_shardy = hands[0]
+    best = standings.evaluations(
+        fn,
+        args,
+        templates[name],
+        [by_shardy.record.mesh.shape],
+        completion="best",
+        time_limit_s=TIME_LIMIT_S,
+        **common,
+    )[0]
+    return {
+        "layout": name,
+        "shardy_s": by_shardy.cost,
+        "best_s": best.cost,
+        "fits": best.fits,
+        "gap": best.record.certificate.gap,
+    }
 
 
 def _compiled(hands: Sequence[tuple[str, Evaluation]]) -> list[dict[str, Any]]:

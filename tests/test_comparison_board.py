@@ -1,6 +1,7 @@
 """The board of ours against hand-written layouts: its arithmetic, its pages, and one cell of it made again."""
 
 import json
+import math
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,19 @@ from autoshard.cli.compare import of_models
 from autoshard.mesh import MeshAxes
 from benchmarks import comparison_board, comparison_report
 from benchmarks.comparison_board import CHECKED, MODELS, PLACES, RESULTS, cells
-from benchmarks.comparison_report import BEGIN, END, board, floor_s, geometric_mean, read, remaining, steps, write
+from benchmarks.comparison_report import (
+    BEGIN,
+    END,
+    board,
+    compiled_floor_s,
+    consistent,
+    floor_s,
+    geometric_mean,
+    read,
+    remaining,
+    steps,
+    write,
+)
 
 GAP = 1e-2
 
@@ -23,6 +36,8 @@ def layout(name: str, step_s: float, compute_s: float, *, fits: bool = True) -> 
     return {
         "layout": name,
         "mesh": {"data": 4, "model": 2},
+        "gap": 0.01,
+        "predicted": {"step_s": step_s},
         "compiled": {"step_s": step_s, "compute_s": compute_s},
         "fits": fits,
         "compiler": "jax-cuda12-pjrt 0.10.2",
@@ -40,6 +55,8 @@ def line(key: str, ours: list[Any], hands: list[Any], bound_s: float = 1.0) -> d
         "floor_s": bound_s,
         "ours": ours,
         "hands": hands,
+        "predicted": [{"step_s": x["predicted"]["step_s"], "fits": x["fits"]} for x in hands],
+        "completed": {"shardy_s": 3.0, "best_s": 2.9, "fits": True, "gap": 0.0},
         "wall_s": 1.0,
     }
 
@@ -63,11 +80,39 @@ def test_the_floor_is_the_lower_of_bound_and_compiled_compute() -> None:
     assert geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
 
 
+def test_without_a_distance_nothing_is_left_of_it() -> None:
+    assert remaining(line("even", [layout("autoshard", 1.5, 1.0)], [layout("fsdp", 1.0, 1.0)]), 1.5) == math.inf
+    assert (
+        remaining(line("none", [layout("autoshard", 1.5, 1.0)], [layout("fsdp", 1.0, 1.0, fits=False)]), 1.5)
+        == math.inf
+    )
+    assert compiled_floor_s(LOST) == 1.0
+    assert remaining(LOST, 3.0, compiled_floor_s) == pytest.approx((3.0 - 1.0) / (3.2 - 1.0))
+
+
+@pytest.mark.parametrize(
+    ("change", "holds"),
+    [
+        ({}, True),
+        ({"completed": {"shardy_s": 3.0, "best_s": 1.99, "fits": True, "gap": 0.0}}, True),
+        ({"completed": {"shardy_s": 3.0, "best_s": 1.97, "fits": True, "gap": 0.0}}, False),
+        ({"completed": {"shardy_s": 3.0, "best_s": 1.97, "fits": False, "gap": 0.0}}, True),
+        ({"completed": {"shardy_s": 2.8, "best_s": 2.9, "fits": True, "gap": 0.0}}, False),
+        ({"predicted": [{"step_s": 1.9, "fits": True}]}, False),
+        ({"predicted": [{"step_s": 1.9, "fits": False}]}, True),
+    ],
+)
+def test_the_model_agrees_with_itself_up_to_the_solvers_gap(change: dict[str, Any], holds: bool) -> None:  # noqa: FBT001
+    assert consistent({**WON, **change}) == holds
+
+
 def test_losses_are_shown() -> None:
     text = board([WON, LOST, {"key": "failed", "error": "InfeasibleError: no plan\nat 3"}], 60)
     assert "3 of 60 cells were run so far, 2 compared, 1 failed" in text
     assert "in 1 of 2 cells" in text
     assert "worst 1.250" in text
+    assert "one of them is the plan in 0" in text
+    assert "ours ≤ all others, in 1 of 2" in text
     assert "| **1.250** | 0.938 |" in text
     assert "| 0.667 | 0.667 | 50% |" in text
     assert "| failed | InfeasibleError: no plan |" in text
