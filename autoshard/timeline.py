@@ -371,7 +371,7 @@ def _traffic_bytes(module: Module, computation: Computation, instruction: Instru
         in_place = readers and all(
             x.opcode == "dynamic-update-slice" and x.operands[0] == parameter.name for x in readers
         )
-        if readers and all(x.opcode in _SLICES for x in readers):
+        if readers and all(x.opcode in _SLICES and x.operands[0] == parameter.name for x in readers):
             read += sum(x.nbytes for x in readers)
         elif not in_place:
             read += operands[number].nbytes
