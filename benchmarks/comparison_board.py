@@ -62,6 +62,7 @@ SIZES = ("medium", "large", "small", "one", "huge")  # in the order in which the
 
 TIME_LIMIT_S = 8.0  # of the solver, per mesh
 CLOSE = 1.05  # times our best prediction: which mesh of ours is compiled, too
+ALIKE = 1 + 1e-5  # times it: of equal plans on two meshes (both axes split what one splits elsewhere) one is compiled
 # Times the best prediction, which hand layouts are compiled: predictions of what a partitioner makes of annotations
 # were seen to be 1.7 times too high for FSDP across nodes, and right for others.
 LIKELY = 1.25
@@ -175,7 +176,9 @@ def _chosen(fn: Any, args: Sequence[Any], common: dict[str, Any]) -> tuple[list[
     if last is not None and not found:
         raise last
     found.sort(key=lambda item: item[0])
-    return [mesh for cost, mesh in found[:2] if cost <= CLOSE * found[0][0]], min(floors)
+    best_s = found[0][0]
+    others = [mesh for cost, mesh in found[1:] if ALIKE * best_s < cost <= CLOSE * best_s]
+    return [found[0][1], *others[:1]], min(floors)
 
 
 def _planned(fn: Any, args: Sequence[Any], mesh: dict[str, int], common: dict[str, Any]) -> Plan:
