@@ -10,7 +10,7 @@ choice nearest to those layouts.
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,15 +21,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from autoshard import _jax, apply, meshes, shardy
+from autoshard.costs import is_contraction
 from autoshard.graph import Aval, Graph, Path
 from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins
 from autoshard.problem import windows
-from autoshard.problem.decisions import Decisions, Edge, reshard_ps
+from autoshard.problem.decisions import Decisions, Edge, Usage, reshard_ps
 from autoshard.resharding import INF_PS, Resharder
 from autoshard.shardy import ShardyError, ValueLayout
-from autoshard.strategies import SUM, WHOLE, Codes, Rows, decode, encode
+from autoshard.strategies import SUM, WHOLE, Codes, Rows, decode, encode, shards
 from autoshard.trace import Traced
 
 SCOPE = re.compile(r"autoshard\.([\d.]+)")  # XLA drops what follows an @ in a name
@@ -185,6 +186,22 @@ def code_near(layout: Layout, shape: tuple[int, ...], mesh: MeshAxes) -> tuple[i
     return int(encode(row, len(shape))), exact
 
 
+def before_casts(decisions: Decisions) -> Decisions:
+    """The same decisions, where what a widening cast makes is moved before the cast, as the compilers do.
+
+    A layout by hand does not pin the cast, which is made again for every use (openxla/xla collective_quantizer.cc).
+    """
+    graph = decisions.graph
+    narrow: dict[int, Aval] = {}
+    for eqn, operands, results in zip(graph.eqns, graph.operands, graph.results, strict=True):
+        if eqn.primitive == "convert_element_type":
+            source, made = graph.avals[operands[0]], graph.avals[results[0]]
+            if source.itemsize < made.itemsize:
+                narrow[results[0]] = source
+    edges = tuple(replace(e, moved=narrow[e.value]) if e.value in narrow else e for e in decisions.edges)
+    return replace(decisions, edges=edges)
+
+
 def nearest(decisions: Decisions, resharder: Resharder, layouts: Mapping[int, Layout]) -> tuple[NDArray[np.int64], int]:
     """The choice per decision nearest to the layouts of all values, and how many values have none of its codes.
 
@@ -193,6 +210,29 @@ def nearest(decisions: Decisions, resharder: Resharder, layouts: Mapping[int, La
     strategy that leaves most of its operands where they lie and its results where they belong.
     """
     return _Nearest(decisions, resharder, layouts).run()
+
+
+def gathered(decisions: Decisions, choice: NDArray[np.int64]) -> Decisions:
+    """The same decisions with the memory of what a choice gathers for one use of several, while that use needs it.
+
+    A gather starts behind the contraction before its use, so as to hide.
+    """
+    graph, found = decisions.graph, list[Usage]()
+    before, contractions = -1, list[int]()  # equation → the contraction before it
+    for e, eqn in enumerate(graph.eqns):
+        contractions.append(max(before, 0))
+        before = e if is_contraction(eqn) else before
+    for edge in decisions.edges:
+        node = decisions.nodes[edge.v]
+        if decisions.nodes[edge.u].kind != "copy" or node.kind != "equation":
+            continue
+        aval, codes = graph.avals[edge.value], (edge.source[choice[edge.u]], edge.target[choice[edge.v]])
+        lies, taken = aval.nbytes // shards(np.array(codes), aval.ndim, decisions.mesh)
+        if taken > lies:
+            e = node.equations[0]
+            nbytes = np.full(len(node), taken)
+            found.append(Usage(node=edge.v, start=contractions[e], end=e + 1, nbytes=nbytes, kind="copies"))
+    return replace(decisions, usages=(*decisions.usages, *found))
 
 
 class _Nearest:
@@ -226,10 +266,10 @@ class _Nearest:
         return self.choice, self.inexact
 
     def _share(self) -> None:
-        """Moves copies and casts to where all that touches them costs least.
+        """Moves copies and casts to where all that touches them costs least: as something before or behind them lies.
 
-        The compilers merge equal moves of one value, and move it on the smaller side of a
-        cast (openxla/xla collective_quantizer.cc), which then lies as what is before or behind it.
+        The compilers merge equal moves of one value, but for those that a contraction makes
+        by itself, and move it on the smaller side of a cast (openxla/xla collective_quantizer.cc).
         """
         d = self.d
         around: dict[int, list[Edge]] = {}
@@ -237,25 +277,59 @@ class _Nearest:
             for node in {edge.u, edge.v}:
                 if d.nodes[node].kind == "copy" or self._casts(node):
                     around.setdefault(node, []).append(edge)
-        for edge in d.edges:
-            if edge.v in around and (self._row(edge.value, int(edge.source[self.choice[edge.u]])) == SUM).any():
-                around.pop(edge.v)  # a pending sum is finished where it was
         for node, edges in around.items():
             total = np.zeros(len(d.nodes[node]), np.int64)
-            beside = np.zeros(len(d.nodes[node]), bool)
+            before, behind = np.zeros((2, len(d.nodes[node])), bool)
+            alone = False
             for edge in edges:
-                ps = reshard_ps(edge, d.graph.avals[edge.value], self.resharder)
-                ps = ps[:, self.choice[edge.v]] if edge.u == node else ps[self.choice[edge.u]]
+                ps = reshard_ps(edge, self.resharder)
+                if edge.u == node:
+                    ps = ps[:, self.choice[edge.v]]
+                    behind |= edge.source == edge.target[self.choice[edge.v]]
+                    alone |= d.nodes[node].kind == "copy" and self._alone(edge)
+                else:
+                    ps = ps[self.choice[edge.u]]
+                    before |= edge.target == self._reduced(edge.value, int(edge.source[self.choice[edge.u]]))
                 total = np.minimum(total + ps, INF_PS)
-                beside |= (
-                    edge.source == edge.target[self.choice[edge.v]]
-                    if edge.u == node
-                    else (edge.target == edge.source[self.choice[edge.u]])
-                )
-            if self._casts(node):
-                total = np.where(beside, total, INF_PS)
+            total = np.where(before if alone else before | behind, total, INF_PS)
             if total.min() < total[self.choice[node]]:
                 self.choice[node] = int(total.argmin())
+
+    def _reduced(self, value: int, code: int) -> int:
+        """A code with its pending sums finished, whole."""
+        row = self._row(value, code)
+        return int(encode(np.where(row == SUM, WHOLE, row).astype(np.int8), self.d.graph.avals[value].ndim))
+
+    def _alone(self, edge: Edge) -> bool:
+        """Whether a contraction gathers its operand inside the groups that it splits the devices into.
+
+        Where free dimensions of both operands are split, the devices are grouped by one of them first: the
+        one that makes less of repeating the other operand in every group, in doubt the right one's. That
+        operand is then gathered per group, which is shared with no other use (openxla/xla dot_handler.cc).
+        """
+        d = self.d
+        e = d.nodes[edge.v].equations[0] if d.nodes[edge.v].kind == "equation" else -1
+        if e < 0 or d.graph.eqns[e].primitive != "dot_general":
+            return False
+        strategies = d.nodes[edge.v].strategies
+        assert strategies is not None  # equations have strategies
+        rule, values, pick = d.rules[e], d.graph.operands[e], self.choice[edge.v]
+        factors = [{f for dim in dims for f in dim} for dims in (*rule.operands, rule.results[0])]
+        groups, nbytes = [1, 1], [0, 0]
+        for i, (value, codes) in enumerate(zip(values, strategies.operands, strict=True)):
+            if value not in self.target:
+                return False
+            row, free = self._row(value, int(codes[pick])), factors[2] - factors[1 - i]
+            split = [row[a] >= 0 and set(rule.operands[i][row[a]]) <= free for a in range(d.mesh.ndim)]
+            groups[i] = int(np.prod([s for s, on in zip(d.mesh.sizes, split, strict=True) if on], dtype=np.int64))
+            aval = d.graph.avals[value]
+            nbytes[i] = aval.nbytes // int(shards(np.array([self.target[value]]), aval.ndim, d.mesh)[0])
+        first = int(groups[0] * nbytes[1] >= groups[1] * nbytes[0])
+        lies, taken = (
+            self._row(edge.value, code) for code in (self.target[edge.value], int(edge.target[self.choice[edge.v]]))
+        )
+        gathers = ((lies >= 0) & (taken != lies)).any()
+        return min(groups) > 1 and values[first] == edge.value and bool(gathers)
 
     def _casts(self, node: int) -> bool:
         """Whether a decision is one cast alone."""

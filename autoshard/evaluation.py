@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import cost_models
 from autoshard import meshes, pins, planner
-from autoshard.completion import Annotations, annotated, nearest, propagated
+from autoshard.completion import Annotations, annotated, before_casts, gathered, nearest, propagated
 from autoshard.description import describe, program_pins
 from autoshard.errors import InfeasibleError
 from autoshard.meshes import MeshLike
@@ -181,10 +181,11 @@ def _by_hand(question: Question) -> Annotations:
 def _by_shardy(question: Question) -> Evaluation:
     """The assignment nearest to what propagation makes of the annotations."""
     setting, place, annotations = question.setting, question.place, _by_hand(question)
-    decisions = setting.decisions
+    decisions = before_casts(setting.decisions)
     resharder = Resharder(decisions.mesh, place.machine, pinned=False, scatters_whole=place.machine.scatters_whole)
     layouts = propagated(setting.priced, decisions, place.axes, annotations, meshes.platform(place.hardware.name))
     choice, inexact = nearest(decisions, resharder, layouts)
+    decisions = gathered(decisions, choice)
     problem = formulate(decisions, resharder, memory_bytes=None, folded=False).problem
     objective = price(problem, choice).objective
     assert objective is not None  # `nearest` takes no forbidden choice

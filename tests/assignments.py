@@ -33,7 +33,7 @@ def random_choice(decisions: Decisions, resharder: Resharder, rng: np.random.Gen
     open_ = [np.ones(len(node), bool) for node in decisions.nodes]
     links: list[list[tuple[int, NDArray[np.bool_]]]] = [[] for _ in decisions.nodes]
     for edge in decisions.edges:
-        allowed = reshard_ps(edge, decisions.graph.avals[edge.value], resharder) < INF
+        allowed = reshard_ps(edge, resharder) < INF
         if not allowed.all():
             links[edge.u].append((edge.v, allowed))
             links[edge.v].append((edge.u, allowed.T))

@@ -313,7 +313,7 @@ def test_the_partitioner_never_scatters_a_sum_to_gather_it_again(
 
 @pytest.mark.gpu_compiler
 @pytest.mark.skipif(not compilers.available("gpu"), reason="the GPU compiler is not installed")
-@pytest.mark.parametrize("recipe", ["dp", "megatron"])
+@pytest.mark.parametrize("recipe", ["dp", "megatron", "fsdp_megatron"])
 def test_the_compiler_emits_what_the_evaluation_predicts(recipe: str) -> None:
     verification = evaluated("mlp-1k", recipe, "shardy").verify()
     assert agrees(verification.rows, verification.tolerance), str(verification)
@@ -332,3 +332,47 @@ def test_the_partitioner_moves_a_value_on_the_smaller_side_of_a_cast() -> None:
         out_specs=P(None, "data"),
     )
     assert [(c.kind, c.nbytes) for c in found.record.collectives] == [("all-to-all", 256 * 512 * BF16 // 8)]
+
+
+def test_the_partitioner_casts_again_for_every_use() -> None:
+    """Of what a cast widens, the narrow side is moved to a use that lies elsewhere, and cast there."""
+
+    def used_twice(x: Any) -> Any:
+        wide = x.astype(jnp.float32)
+        return 2 * wide, wide
+
+    found = evaluate(
+        used_twice,
+        jax.ShapeDtypeStruct((256, 512), jnp.bfloat16),
+        mesh={"data": 8},
+        hardware=H100,
+        in_specs=(P("data"),),
+        out_specs=(P("data"), P(None, "data")),
+    )
+    assert [(c.kind, c.nbytes) for c in found.record.collectives] == [("all-to-all", 256 * 512 * BF16 // 8)]
+
+
+@pytest.mark.parametrize(("tokens", "gathers"), [(512, 2), (4096, 1)])
+def test_a_weight_is_gathered_once_unless_each_matmul_gathers_it_in_its_groups(tokens: int, gathers: int) -> None:
+    """The devices are grouped by the weight where repeating the tokens in every group is less than repeating it."""
+    x = jax.ShapeDtypeStruct((tokens, WIDTH), jnp.bfloat16)
+    weight = jax.ShapeDtypeStruct((WIDTH, HIDDEN), jnp.bfloat16)
+
+    def forward_and_backward(x: Any, weight: Any, cotangent: Any) -> Any:
+        out, backward = jax.vjp(lambda x: x @ weight, x)
+        return out, backward(cotangent)[0]
+
+    found = evaluate(
+        forward_and_backward,
+        x,
+        weight,
+        jax.ShapeDtypeStruct((tokens, HIDDEN), jnp.bfloat16),
+        mesh=MESH.shape,
+        hardware=H100,
+        in_specs=(P("data", None), P("data", "model"), P("data", "model")),
+        out_specs=(P("data", "model"), P("data", None)),
+    )
+    assert moved(found, "all-gather", "data") == gathers * WIDTH * HIDDEN * BF16 // MESH.shape["model"]
+    assert moved(found, "all-reduce", "model") == tokens * WIDTH * BF16 // MESH.shape["data"]
+    held = found.record.memory.kinds["copies"]
+    assert held >= WIDTH * HIDDEN * BF16 // MESH.shape["model"]

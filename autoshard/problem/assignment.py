@@ -43,6 +43,7 @@ class Assignment:
     resharder: Resharder
     choice: NDArray[np.int64]
     _ports: dict[tuple[int, int], Port | None] = field(default_factory=dict)
+    _uses: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     def _code(self, port: Port) -> int:
         return int(port.codes[self.choice[port.node]])
@@ -87,21 +88,45 @@ class Assignment:
         steps = self.resharder.path(aval, source, target, combined=combined(self.decisions.window_of(value)))
         return tuple(step.after for step in steps if self.reduced(step.after, value))
 
-    def after_made(self, value: int) -> tuple[int, ...]:
-        """Codes to pin, in order, where a value is made: its own, then on to its copy's."""
+    def left(self, value: int) -> int | None:
+        """The code in which a value goes on from where it is made: its copy's, or its own.
+
+        Its own where an equation of the same chain takes it as it was made, and the way back
+        from the copy would be a collective: then everyone else moves it for himself.
+        """
         made, kept = self.made(value), self.kept(value)
-        if made is None or kept is None:
+        if made is None or kept is None or made == kept:
+            return made
+        if not self._uses:
+            self._uses.update(self.decisions.graph.consumers())
+        back = any(self._in_chain(e, value) for e, _ in self._uses.get(value, ()))
+        return made if back and self._communicates(value, kept, made) else kept
+
+    def _in_chain(self, e: int, value: int) -> bool:
+        """Whether equation e is of the chain that makes a value."""
+        node = self.decisions.made[value].node
+        return self.decisions.node_of[e] == node and self.decisions.nodes[node].kind == "chain"
+
+    def _to_copy(self, value: int) -> tuple[int, ...]:
+        """The codes to pin on the way to a value's copy, from where it is left."""
+        left, kept = self.left(value), self.kept(value)
+        return () if left is None or kept is None else self.route(value, left, kept)
+
+    def after_made(self, value: int) -> tuple[int, ...]:
+        """Codes to pin, in order, where a value is made: its own, then on to where it is left."""
+        made, left = self.made(value), self.left(value)
+        if made is None or left is None:
             return ()
         own = (made,) if self.reduced(made, value) else ()
-        return own + self.route(value, made, kept)
+        return own + self.route(value, made, left)
 
     def before_taken(self, e: int, i: int) -> tuple[int, ...]:
         """Codes to pin, in order, where equation e takes operand i."""
         value = self.decisions.graph.operands[e][i]
         kept, taken = self.kept(value), self.taken(e, i)
-        if kept is None or taken is None:
+        if kept is None or taken is None or (taken == self.left(value) and self._in_chain(e, value)):
             return ()
-        return self.route(value, kept, taken)
+        return self._to_copy(value) + self.route(value, kept, taken)
 
     def again(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """Operands (equation, position) that are moved by collectives of their own, and the codes on the way.
@@ -135,7 +160,7 @@ class Assignment:
         """Codes to pin, in order, before a program output."""
         value = self.decisions.graph.outputs[position]
         kept = self.kept(value)
-        return () if kept is None else self.route(value, kept, self.output_code(position))
+        return () if kept is None else self._to_copy(value) + self.route(value, kept, self.output_code(position))
 
     def collectives(self) -> Iterator[Collective]:
         """Every collective, as emitted: once per value and pair of layouts, and per operand that is moved again."""
@@ -147,7 +172,7 @@ class Assignment:
             if source == target or ((edge.value, source, target) in seen and (edge.value, edge.v) not in again):
                 continue
             seen.add((edge.value, source, target))
-            aval = d.graph.avals[edge.value]
+            aval = edge.moved
             where = d.nodes[edge.v].where or d.nodes[edge.u].where
             ends = (np.array([source], np.int64), np.array([target], np.int64))
             trips = int(edge.runs(*ends, aval.ndim, d.mesh.ndim)[0, 0])

@@ -515,6 +515,7 @@ class _Decider:
                 u=source.node,
                 v=target.node,
                 value=value,
+                moved=self.graph.avals[value],
                 source=source.codes,
                 target=target.codes,
                 window=self.windows.of_value[value],

@@ -65,6 +65,7 @@ class Port:
 class Edge:
     """Resharding of one value between two decisions.
 
+    `moved` is what is moved of the value: itself, or the smaller side of the cast that makes it.
     `source[i]`, `target[j]`: the value's code under choice i of `u` and j of `v`.
     `forbidden`, if given, marks pairs (S_u, S_v) that cannot be. `total_trips`, if given, is
     how often it runs where it only finishes pending sums (see `accumulators`).
@@ -73,6 +74,7 @@ class Edge:
     u: int
     v: int
     value: int
+    moved: Aval
     source: Codes
     target: Codes
     window: int | None
@@ -160,12 +162,12 @@ def _narrowed(codes: Codes, ndim: int, dims: tuple[tuple[int, ...], ...], mesh: 
     return encode(rows, len(dims))
 
 
-def reshard_ps(edge: Edge, aval: Aval, resharder: Resharder) -> NDArray[np.int64]:
+def reshard_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
     """The edge's cost matrix (S_u, S_v) in integer picoseconds, INF where it cannot be."""
     sources, i = np.unique(edge.source, return_inverse=True)
     targets, j = np.unique(edge.target, return_inverse=True)
-    table = resharder.cost_ps(aval, sources, targets, combined=combined(edge.window))
-    runs = edge.runs(sources, targets, aval.ndim, resharder.mesh.ndim)
+    table = resharder.cost_ps(edge.moved, sources, targets, combined=combined(edge.window))
+    runs = edge.runs(sources, targets, edge.moved.ndim, resharder.mesh.ndim)
     table = np.where(table < INF_PS, table * np.where(table < INF_PS, runs, 1), INF_PS)
     matrix = table[np.ix_(i.ravel(), j.ravel())]
     if edge.forbidden is not None:

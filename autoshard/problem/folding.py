@@ -67,11 +67,10 @@ class _Labels:
         known: dict[tuple[object, ...], bytes] = {}
         self._neighbours: list[list[tuple[int, int]]] = [[] for _ in decisions.nodes]
         for edge in decisions.edges:
-            aval = decisions.graph.avals[edge.value]
             mask = b"" if edge.forbidden is None else content(edge.forbidden)
             parts = (
-                aval.shape,
-                aval.itemsize,
+                edge.moved.shape,
+                edge.moved.itemsize,
                 content(edge.source),
                 content(edge.target),
                 edge.window,

@@ -120,14 +120,13 @@ class _ClassMatrices:
         self.own_hidden: dict[tuple[int, int], Int] = {}
         counted: dict[tuple[object, ...], tuple[Edge, int]] = {}
         for edge in decisions.edges:
-            aval = decisions.graph.avals[edge.value]
             a, b = int(folding.class_of[edge.u]), int(folding.class_of[edge.v])
             mask = None if edge.forbidden is None else edge.forbidden.tobytes()
             key = (
                 a,
                 b,
-                aval.shape,
-                aval.itemsize,
+                edge.moved.shape,
+                edge.moved.itemsize,
                 edge.source.tobytes(),
                 edge.target.tobytes(),
                 edge.window,
@@ -138,7 +137,7 @@ class _ClassMatrices:
             counted[key] = (edge, counted[key][1] + 1 if key in counted else 1)
         for key, (edge, times) in counted.items():
             a, b = int(key[0]), int(key[1])  # pyright: ignore[reportArgumentType]
-            matrix = reshard_ps(edge, decisions.graph.avals[edge.value], resharder)
+            matrix = reshard_ps(edge, resharder)
             forbidden = matrix >= INF
             seconds = np.where(forbidden, 0, matrix) * times
             if edge.window is None:

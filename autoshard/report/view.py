@@ -207,7 +207,7 @@ def _transfers(assignment: Assignment) -> dict[int, list[Json]]:
         if source == target or (edge.value, source, target) in seen:
             continue
         seen.add((edge.value, source, target))
-        aval = d.graph.avals[edge.value]
+        aval = edge.moved
         at = d.nodes[edge.v].equations[:1] or [last if d.nodes[edge.v].kind == "output" else -1]
         if d.nodes[edge.v].kind == "copy":
             at = [max(d.nodes[edge.u].equations, default=-1) + 1]
