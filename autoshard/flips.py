@@ -22,7 +22,7 @@ from autoshard.planner import SETTLE_S, Planned
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decide import decide
 from autoshard.problem.formulation import formulate
-from autoshard.problem.network import INF
+from autoshard.problem.network import INF, Int
 from autoshard.resharding import Resharder
 from autoshard.setting import OPTIMIZER_BYTES
 from cost_models import Hardware, Machine
@@ -70,6 +70,7 @@ def flip_points(
     """
     layout = _layout(planned, pattern, at)
     found = partial(lies, pattern=pattern, at=at, layout=layout)
+    again = partial(_again, planned, hardware, met=[planned.assignment.choice])
     flips: list[Flip] = []
     for role, link in hardware.chip.links.items():
         key = "one_way_bytes_per_s"
@@ -80,7 +81,7 @@ def flip_points(
         def rated(rate: float, role: str = role) -> str | None:
             other = hardware.replaced("varied", **{f"{role}__one_way_bytes_per_s": rate})
             machine = other.place(planned.record.mesh.shape)
-            return found(partial(_again, planned, hardware, machine, planned.record.memory.limit_bytes))
+            return found(partial(again, machine, planned.record.memory.limit_bytes))
 
         now = link.numbers[key].value
         flips.append(flip(f"{role}.{key}", now, layout, rated, (now / FACTOR, now * FACTOR)))
@@ -90,7 +91,7 @@ def flip_points(
             "memory_bytes",
             limit,
             layout,
-            lambda nbytes: found(partial(_again, planned, hardware, None, int(nbytes))),
+            lambda nbytes: found(partial(again, None, int(nbytes))),
             (limit / FACTOR, limit),
         )
     )
@@ -203,14 +204,26 @@ def lies(plan: Callable[[], Planned], pattern: str | None, at: str | None, layou
     return layout if solution.found and solution.objective <= planned.solution.objective * (1 + tied) else found
 
 
-def _again(planned: Planned, hardware: Hardware, machine: Machine | None, memory_bytes: int) -> Planned:
+def _again(
+    planned: Planned, hardware: Hardware, machine: Machine | None, memory_bytes: int, *, met: list[Int]
+) -> Planned:
     """The same program on another machine or in other memory.
+
+    Args:
+      planned: the program's plan.
+      hardware: that it was made for.
+      machine: None for the plan's own.
+      memory_bytes: the limit.
+      met: solutions found so far, a choice per decision: each search begins with them, and adds its own.
 
     Raises:
       InfeasibleError: nothing fits.
     """
-    setting, d, resharder = planned.setting, planned.assignment.decisions, planned.assignment.resharder
-    if machine is not None:
+    formulation = planned.formulation
+    if machine is None:
+        formulation = replace(formulation, problem=replace(formulation.problem, usage_limit=memory_bytes))
+    else:
+        setting, d = planned.setting, planned.assignment.decisions
         held = dict.fromkeys(setting.gradient.gradient_of, OPTIMIZER_BYTES) if setting.gradient else {}
         resharder = Resharder(d.mesh, machine, scatters_whole=machine.scatters_whole)
         constraints = [e for e, eqn in enumerate(d.graph.eqns) if eqn.primitive == "sharding_constraint"]
@@ -228,9 +241,15 @@ def _again(planned: Planned, hardware: Hardware, machine: Machine | None, memory
             unknown="replicate",
             platform=meshes.platform(hardware.name),
         )
-    formulation = formulate(d, resharder, memory_bytes=memory_bytes)
-    solution = solved(planned, formulation.problem, settle_s=SETTLE_S)
+        formulation = formulate(d, resharder, memory_bytes=memory_bytes)
+    first = [members[0] for members in formulation.folding.members]
+    alike = [*map(len, formulation.decisions.nodes)] == [*map(len, planned.setting.decisions.nodes)]
+    known = [choice[first] for choice in met] if alike else []
+    solution = solved(planned, formulation.problem, settle_s=SETTLE_S, known=known)
     if not solution.found:
         raise InfeasibleError(f"nothing fits {memory_bytes / 1e9:.3g} GB per device")
-    assignment = Assignment(decisions=d, resharder=resharder, choice=formulation.read(solution.choice))
+    choice = formulation.read(solution.choice)
+    if alike:
+        met.append(choice)
+    assignment = Assignment(decisions=formulation.decisions, resharder=formulation.resharder, choice=choice)
     return replace(planned, formulation=formulation, solution=solution, assignment=assignment)

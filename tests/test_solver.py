@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoshard.problem.network import Hinge, Problem
+from autoshard.problem.network import INF, Hinge, Problem
 from autoshard.solver import Status, evaluate, solve
 from autoshard.solver import solver as solver_room
 from tests.random_problems import brute_force, random_problem
@@ -86,6 +86,28 @@ def test_answers_are_equal_for_equal_inputs() -> None:
     assert first.found
     assert np.array_equal(first.choice, second.choice)
     assert (first.objective, first.bound) == (second.objective, second.bound)
+
+
+def test_a_search_begins_with_what_is_known() -> None:
+    problem = chain(24)
+    best = solve(problem)
+    moved = [
+        np.where(np.arange(problem.nodes) == v, k, best.choice)
+        for v, size in enumerate(np.diff(problem.start))
+        for k in range(size)
+    ]
+    priced = [(evaluate(problem, choice), choice) for choice in moved]
+    objective, worse = max(
+        ((p.objective, choice) for p, choice in priced if p.feasible and p.objective is not None),
+        key=lambda pair: pair[0],
+    )
+    assert objective > best.objective
+    assert solve(problem, time_limit_s=0.0, known=[worse]).objective == objective
+    assert solve(problem, time_limit_s=0.0, known=[worse, best.choice]).objective == best.objective
+    assert solve(problem, known=[worse]).objective == best.objective
+    cost = problem.cost.copy()
+    cost[problem.start[:-1] + worse] = INF
+    assert not solve(replace(problem, cost=cost), time_limit_s=0.0, known=[worse]).found
 
 
 def test_gap_is_tight_on_a_chain_with_memory_and_hinge() -> None:

@@ -2,12 +2,12 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
 
-from autoshard.problem.network import Problem
+from autoshard.problem.network import Int, Problem
 from autoshard.solver.coarse import coarsened, coarsening, least
 from autoshard.solver.direct import smallest_peak, solve_directly
 from autoshard.solver.evaluate import saturated
@@ -29,6 +29,7 @@ def solve(
     seed: int = 0,
     rounds: int | None = None,
     settle_s: float = math.inf,
+    known: Iterable[Int] = (),
     on_progress: Progress | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Solution:
@@ -41,6 +42,8 @@ def solve(
       seed: of the engines; equal seeds and `rounds` give equal answers where no time limit bites.
       rounds: the most rounds of the search; None for as many as time allows.
       settle_s: after so many seconds, stop at ten times `rel_gap`.
+      known: choices to begin with, such as solutions of similar problems; each (nodes,), a strategy
+        per node. Those that are forbidden here, or do not fit, are passed over.
       on_progress: called with (best, bound, elapsed seconds) whenever either improves.
       clock: the time in seconds; `time.process_time` where other processes slow this one down.
     """
@@ -55,6 +58,8 @@ def solve(
         on_progress=on_progress,
         clock=clock,
     )
+    for choice in known:
+        incumbent.offer(choice)
     incumbent.raise_bound(least(problem))
     shift = coarsening(problem)
     solver = solve_coarse(incumbent, shift) if shift else run_engines(incumbent)
