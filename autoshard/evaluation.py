@@ -182,7 +182,13 @@ def _by_shardy(question: Question) -> Evaluation:
     """The assignment nearest to what propagation makes of the annotations."""
     setting, place, annotations = question.setting, question.place, _by_hand(question)
     decisions = before_casts(setting.decisions)
-    resharder = Resharder(decisions.mesh, place.machine, pinned=False, scatters_whole=place.machine.scatters_whole)
+    resharder = Resharder(
+        decisions.mesh,
+        place.machine,
+        pinned=False,
+        scatters_whole=place.machine.scatters_whole,
+        tiled=place.machine.tiled,
+    )
     layouts = propagated(setting.priced, decisions, place.axes, annotations, meshes.platform(place.hardware.name))
     choice, inexact = nearest(decisions, resharder, layouts)
     decisions = gathered(decisions, choice)

@@ -225,7 +225,7 @@ def _again(
     else:
         setting, d = planned.setting, planned.assignment.decisions
         held = dict.fromkeys(setting.gradient.gradient_of, OPTIMIZER_BYTES) if setting.gradient else {}
-        resharder = Resharder(d.mesh, machine, scatters_whole=machine.scatters_whole)
+        resharder = Resharder(d.mesh, machine, scatters_whole=machine.scatters_whole, tiled=machine.tiled)
         constraints = [e for e, eqn in enumerate(d.graph.eqns) if eqn.primitive == "sharding_constraint"]
         codes: Any = [node.codes for node in d.nodes]  # all that were allowed; inputs and outputs have codes
         d = decide(

@@ -38,6 +38,7 @@ BUCKET_BYTES = 30 * 2**20
 # What one member of a bucket adds: the kernel that copies it in and out (kernel launch
 # overhead of 1 µs in XLA's own model, openxla/xla sol_gpu_cost_model.cc).
 MEMBER_S = 1e-6
+_SUBLANES, _LANES = 8, 128  # of a tile of a TPU's vector memory
 _HOPS = 64  # more than any path has steps: (picoseconds, hops) as one integer
 
 
@@ -84,12 +85,21 @@ class Resharder:
     layout that is wanted is split anyway; it never scatters a sum to gather it again, nor
     slices along an axis that the wanted layout does not have.
     Where the compiler does not scatter a sum over all devices (`scatters_whole`, as of
-    `cost_models.Machine`), it is all-reduced and sliced.
+    `cost_models.Machine`), it is all-reduced and sliced; so it is along a dimension that the
+    tiles in which an array lies (`tiled`) do not allow.
     """
 
-    def __init__(self, mesh: MeshAxes, machine: Machine, *, pinned: bool = True, scatters_whole: bool = True) -> None:
+    def __init__(
+        self,
+        mesh: MeshAxes,
+        machine: Machine,
+        *,
+        pinned: bool = True,
+        scatters_whole: bool = True,
+        tiled: bool = False,
+    ) -> None:
         self.mesh, self.machine, self.pinned = mesh, machine, pinned
-        self.scatters_whole = scatters_whole
+        self.scatters_whole, self.tiled = scatters_whole, tiled
         self._tables: dict[tuple[tuple[int, ...], int, bool], _Table] = {}
 
     def table(self, aval: Aval, *, combined: bool) -> "_Table":
@@ -104,6 +114,7 @@ class Resharder:
                 combined=combined,
                 pinned=self.pinned,
                 scatters_whole=self.scatters_whole,
+                tiled=self.tiled,
             )
         return self._tables[key]
 
@@ -140,6 +151,7 @@ class _Table:
         combined: bool,
         pinned: bool,
         scatters_whole: bool,
+        tiled: bool,
     ) -> None:
         self.shape, self.mesh = shape, mesh
         self.codes = np.sort(layouts(shape, mesh, unreduced=True))
@@ -156,6 +168,8 @@ class _Table:
         for m, moves in enumerate(self._moves):
             i, j = position[moves.before], position[moves.after]
             exist = (i >= 0) & (j >= 0)
+            if tiled and moves.kind == "reduce-scatter":
+                exist &= _scatters(shape, moves.after, moves.axes, mesh)
             i, j = i[exist], j[exist]
             self._move[i, j] = m
             single[i, j] = 0
@@ -268,6 +282,31 @@ def _moves(ndim: int, alike: tuple[int, ...], *, scatters_whole: bool) -> tuple[
     return tuple(
         _Moves(kind, over, *(np.concatenate(codes) for codes in zip(*pairs, strict=True)))
         for (kind, over), pairs in found.items()
+    )
+
+
+def _scatters(shape: tuple[int, ...], after: Codes, over: tuple[int, ...], mesh: MeshAxes) -> NDArray[np.bool_]:
+    """Whether XLA:TPU makes a reduce-scatter of a sum over mesh axes that ends in each of some layouts.
+
+    Arrays lie in tiles of 8 x 128 of their last two dimensions. Along the last but one whole tiles
+    are scattered, along the last any number but one. Of the dimensions before them, what is outermost
+    is, and what is longer than the last but one, whose place in the tiles it then takes (libtpu 0.0.51,
+    compiled for v5e:4x4, values of two to four dimensions).
+    """
+    ndim, sizes = len(shape), np.array(mesh.sizes)
+    rows = decode(after, ndim, mesh.ndim)
+    pieces = np.stack([np.where(rows == d, sizes, 1).prod(axis=1) for d in range(ndim)], axis=1)
+    local = np.array(shape) // pieces  # (layouts, ndim), of what is left of a scattered one
+    dim = rows[:, over[0]].astype(np.int64)
+    left = np.take_along_axis(local, dim[:, None], axis=1)[:, 0]
+    before = left * int(sizes[list(over)].prod())
+    outermost = np.array([row[:d].prod() == 1 for row, d in zip(local, dim, strict=True)], bool)
+    if ndim < 2:
+        return np.ones(len(after), bool)
+    return np.select(
+        [dim == ndim - 1, dim == ndim - 2],
+        [left != _LANES, left >= _SUBLANES],
+        outermost | (before > local[:, ndim - 2]),
     )
 
 

@@ -130,7 +130,7 @@ def prepare(
                     f"{traced.in_paths[position]}: asked for in {wanted.inputs[position]}, "
                     f"but the output that replaces it in {wanted.outputs[output]}"
                 )
-    resharder = Resharder(real, machine, scatters_whole=machine.scatters_whole)
+    resharder = Resharder(real, machine, scatters_whole=machine.scatters_whole, tiled=machine.tiled)
     decisions = decide(
         graph,
         real,

@@ -65,6 +65,11 @@ class Machine:
         sides = [d.size for d in self.placement.topology.dimensions if d.medium == "torus" and d.size > 1]
         return len(sides) < 2 or sides == [2, 2] or (len(sides) == 2 and sides[0] != sides[1])
 
+    @property
+    def tiled(self) -> bool:
+        """Whether arrays lie in memory in tiles of their last two dimensions: on TPUs."""
+        return any(d.medium == "torus" for d in self.placement.topology.dimensions)
+
     def exposed_s(self, communication_s: ArrayLike, compute_s: ArrayLike) -> Floats:
         """What is left of communication that may run beside compute: h - overlap·min(h, c).
 
