@@ -37,6 +37,11 @@ class Candidate:
         return dict(self.mesh)
 
     @property
+    def contest(self) -> tuple[object, ...]:
+        """What it is compared within: meshes of as many chips of a kind, for the same program."""
+        return (self.hardware.partition(":")[0], self.chips, self.choice)
+
+    @property
     def mesh_text(self) -> str:
         return "×".join(f"{name}={size}" for name, size in self.mesh)
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import cost_models
@@ -28,6 +29,7 @@ from autoshard.planner import Planned
 from autoshard.ranking import LeftOut, Progress, Ranking, Row
 from autoshard.report import page, view
 from autoshard.report import ranking as report
+from autoshard.solver.incumbent import SETTLED
 from autoshard.trial import Task, Trials
 from cost_models.topology import examples
 
@@ -156,12 +158,16 @@ def search(
         notes.append("planned in one process: the function is a closure; pass 'package.module:builder' to use more")
         wanted = 1
     answers: list[Answer] = []
+    least_s: dict[object, float] = {}  # step by contest: what is proven to take longer is not searched for long
     tell = on_progress or (lambda progress: None)
-    stream = _here(task, every) if wanted == 1 else _in_processes(task, every, wanted)
+    stream = _here(task, every, least_s) if wanted == 1 else _in_processes(task, every, wanted, least_s)
     try:
         with stream as found:
             for answer in found:
                 answers.append(answer)
+                if isinstance(answer, Row):
+                    contest = answer.candidate.contest
+                    least_s[contest] = min(answer.step_s, least_s.get(contest, inf))
                 rows = [a for a in answers if isinstance(a, Row)]
                 best = min(rows, key=lambda row: row.order, default=None)
                 tell(Progress(done=len(answers), total=len(every), answer=answer, best=best))
@@ -188,6 +194,7 @@ def _ranked(
             f"no candidate of {len(answers)} has a plan: {why}\n"
             "  take more chips, a smaller batch (--set batch=…), rematerialization, or chips with more memory"
         )
+    notes = [*notes, *unproven(rows, SETTLED * task.rel_gap)]
     by_chip: dict[str, float] = {}
     if prices is not None:
         chips = {row.candidate.hardware.partition(":")[0] for row in rows}
@@ -204,6 +211,24 @@ def _ranked(
         notes=tuple(notes),
         task=task,
     )
+
+
+def unproven(rows: Sequence[Row], gap: float) -> Iterator[str]:
+    """Notes on rows, the best first, whose step may be shorter by more than `gap`."""
+    least_s: dict[object, float] = {}
+    beaten: list[float] = []
+    open_: list[float] = []
+    for row in rows:
+        best_s, proof = least_s.setdefault(row.candidate.contest, row.step_s), row.record.certificate
+        if proof.gap > gap:
+            (beaten if proof.bound_s >= best_s else open_).append(proof.gap)
+    if beaten:
+        yield (
+            f"{len(beaten)} of {len(rows)} rows are proven slower than the best, and were not searched further: "
+            f"their steps may be up to {max(beaten):.1%} shorter"
+        )
+    if open_:
+        yield f"{len(open_)} of {len(rows)} rows ran out of time: their steps may be up to {max(open_):.1%} shorter"
 
 
 def token_count(written: float | str, parameters: int) -> float:
@@ -226,9 +251,9 @@ def token_count(written: float | str, parameters: int) -> float:
 
 
 @contextmanager
-def _here(task: Task, every: Iterable[Candidate]) -> Generator[Iterator[Answer]]:
+def _here(task: Task, every: Iterable[Candidate], least_s: Mapping[object, float]) -> Generator[Iterator[Answer]]:
     trials = Trials(task)
-    yield (trials.run(candidate) for candidate in every)
+    yield (trials.run(candidate, least_s.get(candidate.contest, inf)) for candidate in every)
 
 
 def _sendable(task: Task) -> bool:
@@ -243,14 +268,18 @@ def _sendable(task: Task) -> bool:
 
 
 @contextmanager
-def _in_processes(task: Task, every: Candidates, count: int) -> Generator[Iterator[Answer]]:
+def _in_processes(
+    task: Task, every: Candidates, count: int, least_s: Mapping[object, float]
+) -> Generator[Iterator[Answer]]:
     """Answers as they come from `count` processes, which end with the context."""
     waiting: queue.SimpleQueue[Candidate | None] = queue.SimpleQueue()
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     for candidate in every:
         waiting.put(candidate)
     children = [_child(task) for _ in range(count)]
-    threads = [threading.Thread(target=_attend, args=(child, waiting, answers), daemon=True) for child in children]
+    threads = [
+        threading.Thread(target=_attend, args=(child, waiting, answers, least_s), daemon=True) for child in children
+    ]
     for thread in threads:
         waiting.put(None)
         thread.start()
@@ -293,13 +322,14 @@ def _attend(
     child: "subprocess.Popen[bytes]",
     waiting: "queue.SimpleQueue[Candidate | None]",
     answers: "queue.SimpleQueue[Any]",
+    least_s: Mapping[object, float],
 ) -> None:
     """Hands candidates to one process and its answers back."""
     assert child.stdin is not None
     assert child.stdout is not None
     while (candidate := waiting.get()) is not None:
         try:
-            pickle.dump(candidate, child.stdin)
+            pickle.dump((candidate, least_s.get(candidate.contest, inf)), child.stdin)
             child.stdin.flush()
             answer = pickle.load(child.stdout)
         except (EOFError, OSError, pickle.UnpicklingError):

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
+from math import inf
 from typing import Any, Literal
 
 import jax
@@ -40,11 +41,12 @@ SETTLE_S = 3.0  # then ten times the gap that was asked for will do: nobody wait
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Limits of the search."""
+    """Limits of the search; a step of `cutoff_s` or more is of no use, and is not improved for long."""
 
     memory_bytes: int
     time_limit_s: float
     rel_gap: float
+    cutoff_s: float = inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,6 +83,7 @@ def _solved(formulation: Formulation, budget: Budget) -> Solution:
             time_limit_s=budget.time_limit_s,
             rel_gap=budget.rel_gap,
             settle_s=SETTLE_S,
+            cutoff=None if budget.cutoff_s == inf else round(budget.cutoff_s / UNIT_S),
             on_progress=_log_progress,
         )
 

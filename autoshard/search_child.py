@@ -1,6 +1,6 @@
 """A process that plans candidates: a task on standard input, then candidates; answers on standard output.
 
-Messages are pickles of `trial.Task`, `candidates.Candidate`, and `ranking.Row` or
+Messages are pickles of `trial.Task`, of (`candidates.Candidate`, cutoff in seconds), and `ranking.Row` or
 `LeftOut` or, where the task itself is no good, the exception. What the program prints
 meanwhile goes to standard error.
 """
@@ -26,11 +26,11 @@ def main() -> None:
     trials = Trials(pickle.load(source))
     while True:
         try:
-            candidate = pickle.load(source)
+            candidate, cutoff_s = pickle.load(source)
         except EOFError:
             return
         try:
-            answer: Any = trials.run(candidate)
+            answer: Any = trials.run(candidate, cutoff_s)
         except AutoshardError as error:
             answer = error
         try:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import jax
@@ -82,10 +82,10 @@ class Trials:
         self._programs: dict[Any, Program] = {}
         self._graphs: dict[tuple[int, str], Graph] = {}  # by program (kept above) and platform
 
-    def run(self, candidate: Candidate) -> Row | LeftOut:
-        """The best plan of a candidate, or why there is none."""
+    def run(self, candidate: Candidate, cutoff_s: float = inf) -> Row | LeftOut:
+        """The best plan of a candidate, or why there is none; a step of `cutoff_s` or more is not improved for long."""
         try:
-            return self._run(candidate)
+            return self._run(candidate, cutoff_s)
         except (InfeasibleError, SpecError, MeshError) as error:
             return LeftOut(candidate, str(error).split("\n")[0])
 
@@ -129,8 +129,8 @@ class Trials:
             ),
         )
 
-    def planned(self, candidate: Candidate) -> Planned:
-        """The best plan of a candidate, with its problem.
+    def planned(self, candidate: Candidate, cutoff_s: float = inf) -> Planned:
+        """The best plan of a candidate, with its problem; a step of `cutoff_s` or more is not improved for long.
 
         Raises:
           InfeasibleError: it does not fit.
@@ -166,14 +166,14 @@ class Trials:
             hardware=place.hardware,
             machine=place.machine,
             wanted=asked,
-            budget=Budget(memory_bytes=limit, time_limit_s=task.time_limit_s, rel_gap=task.rel_gap),
+            budget=Budget(memory_bytes=limit, time_limit_s=task.time_limit_s, rel_gap=task.rel_gap, cutoff_s=cutoff_s),
             notes=place.notes,
             constraints="all",  # which of them the compiler needs is asked for the one that is used
             platform=platform,
         )
 
-    def _run(self, candidate: Candidate) -> Row:
-        planned, program = self.planned(candidate), self.program(candidate)
+    def _run(self, candidate: Candidate, cutoff_s: float) -> Row:
+        planned, program = self.planned(candidate, cutoff_s), self.program(candidate)
         gradient = planned.setting.gradient
         return Row(
             candidate=candidate,

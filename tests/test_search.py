@@ -13,7 +13,7 @@ import models
 from autoshard import useful
 from autoshard.candidates import Candidate
 from autoshard.errors import InfeasibleError, SpecError, TargetError
-from autoshard.mesh_search import Search, search, token_count
+from autoshard.mesh_search import Search, search, token_count, unproven
 from autoshard.ranking import Progress, Ranking, Row
 from autoshard.report import ranking as report
 from autoshard.trial import Task, Trials
@@ -77,6 +77,21 @@ def test_the_verdict_names_the_cheapest_where_it_is_another(found: Search) -> No
     assert (named in report.verdict(found)) == (cheapest != 0)
     one = replace(found, rows=found.rows[:1])
     assert "cheapest" not in report.verdict(one)
+
+
+def test_rows_with_a_gap_say_whether_they_can_be_the_best(found: Search) -> None:
+    best = found.best
+
+    def noted(bound_s: float, gap: float) -> list[str]:
+        proof = replace(best.record.certificate, bound_s=bound_s, gap=gap)
+        return list(unproven([best, replace(best, record=replace(best.record, certificate=proof))], gap=0.02))
+
+    assert noted(0.99 * best.step_s, 0.01) == []
+    assert noted(best.step_s, 0.1) == [
+        "1 of 2 rows are proven slower than the best, and were not searched further: "
+        "their steps may be up to 10.0% shorter"
+    ]
+    assert noted(0.9 * best.step_s, 0.1) == ["1 of 2 rows ran out of time: their steps may be up to 10.0% shorter"]
 
 
 def test_text_fits_a_terminal(found: Search) -> None:

@@ -110,6 +110,16 @@ def test_a_search_begins_with_what_is_known() -> None:
     assert not solve(replace(problem, cost=cost), time_limit_s=0.0, known=[worse]).found
 
 
+def test_beyond_a_cutoff_nothing_is_improved() -> None:
+    problem = chain(24)
+    best = solve(problem)
+    above = solve(problem, cutoff=best.objective + 1)
+    assert (above.objective, above.bound) == (best.objective, best.bound)
+    beaten = solve(problem, cutoff=0, settle_s=0.0)  # every choice costs more
+    assert beaten.found
+    assert beaten.bound <= best.objective <= beaten.objective
+
+
 def test_gap_is_tight_on_a_chain_with_memory_and_hinge() -> None:
     problem = chain(60)
     solution = solve(problem)

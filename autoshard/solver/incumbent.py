@@ -26,6 +26,7 @@ class Incumbent:
     seed: int = 0
     rounds: int | None = None
     settle_s: float = math.inf
+    cutoff: int | None = None
     on_progress: Progress | None = None
     clock: Callable[[], float] = time.perf_counter
     choice: Int | None = None
@@ -69,17 +70,27 @@ class Incumbent:
             self.bound = bound if self.objective is None else min(bound, self.objective)
             self._report()
 
+    @property
+    def beaten(self) -> bool:
+        """Whether every choice costs at least the cutoff."""
+        return self.cutoff is not None and self.bound >= self.cutoff
+
     def closed(self) -> bool:
-        """Whether the gap is as small as was asked for; after `settle_s`, ten times as much will do."""
+        """Whether the gap is as small as was asked for.
+
+        After `settle_s`, or once beaten, ten times as much will do; after both, any.
+        """
         if self.objective is None:
             return self.infeasible
         settled = self.elapsed_s() > self.settle_s
-        return self.gap() <= self.rel_gap * (SETTLED if settled else 1)
+        if settled and self.beaten:
+            return True
+        return self.gap() <= self.rel_gap * (SETTLED if settled or self.beaten else 1)
 
     def patience_s(self, most_s: float) -> float:
-        """Seconds for one attempt: at most so many, and none past `settle_s` where the gap would do then."""
+        """Seconds for one attempt: at most so many, and none past `settle_s` where what there is would do then."""
         left = min(most_s, self.left_s())
-        if self.gap() <= self.rel_gap * SETTLED:
+        if self.gap() <= self.rel_gap * SETTLED or self.beaten:
             left = min(left, self.settle_s - self.elapsed_s())
         return max(left, 0.0)
 

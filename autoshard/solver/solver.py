@@ -29,6 +29,7 @@ def solve(
     seed: int = 0,
     rounds: int | None = None,
     settle_s: float = math.inf,
+    cutoff: int | None = None,
     known: Iterable[Int] = (),
     on_progress: Progress | None = None,
     clock: Callable[[], float] = time.perf_counter,
@@ -42,6 +43,8 @@ def solve(
       seed: of the engines; equal seeds and `rounds` give equal answers where no time limit bites.
       rounds: the most rounds of the search; None for as many as time allows.
       settle_s: after so many seconds, stop at ten times `rel_gap`.
+      cutoff: what nothing is of use that costs as much: once this is proven of every choice, the best
+        one so far is not improved beyond ten times `rel_gap`, nor for longer than `settle_s`.
       known: choices to begin with, such as solutions of similar problems; each (nodes,), a strategy
         per node. Those that are forbidden here, or do not fit, are passed over.
       on_progress: called with (best, bound, elapsed seconds) whenever either improves.
@@ -55,6 +58,7 @@ def solve(
         seed=seed,
         rounds=rounds,
         settle_s=settle_s,
+        cutoff=cutoff,
         on_progress=on_progress,
         clock=clock,
     )
@@ -84,6 +88,7 @@ def solve_coarse(incumbent: Incumbent, shift: int) -> str:
             incumbent.offer(own.choice)
 
     own = part_of(incumbent, coarsened(incumbent.problem, shift), incumbent.left_s(), report)
+    own.cutoff = None if incumbent.cutoff is None else -(-incumbent.cutoff >> shift)
     solver = run_engines(own)
     incumbent.infeasible = own.infeasible
     return solver
