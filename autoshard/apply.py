@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import _jax, opaque
 from autoshard.graph import CALLS, Path
@@ -47,19 +47,16 @@ def _no_scope(path: Path) -> AbstractContextManager[Any]:
 
 def constrained(closed: Any, pins: Pins, mesh: Any, args: Sequence[Any], *, scope: Scope = _no_scope) -> list[Any]:
     """Evaluates a closed jaxpr on flat arguments, with constraints on `mesh` (Auto axes)."""
-    seen: dict[tuple[int, Specs], tuple[Any, Any]] = {}  # keeps the source alive, so that ids stay unique
+    seen: dict[tuple[int, PartitionSpec], tuple[Any, Any]] = {}  # keeps the source alive, so that ids stay unique
 
     def pin(value: Any, specs: Specs) -> Any:
-        """The value under each constraint in turn; the same chain on the same value is emitted once."""
-        if not specs:
-            return value
-        key = (id(value), specs)
-        if key not in seen:
-            pinned = value
-            for spec in specs:
-                pinned = jax.lax.with_sharding_constraint(pinned, NamedSharding(mesh, spec))
-            seen[key] = (value, pinned)
-        return seen[key][1]
+        """The value under each constraint in turn; the same one on the same value is emitted once."""
+        for spec in specs:
+            key = (id(value), spec)
+            if key not in seen:
+                seen[key] = (value, jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec)))
+            value = seen[key][1]
+        return value
 
     barred = {path for path, _ in pins.again}
     ruled = any(min(path, default=0) < 0 for path, _ in pins.kernels)

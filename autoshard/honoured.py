@@ -131,14 +131,14 @@ def honoured(planned: Planned, *, compiler: str | None = None) -> Honoured:
 def _planned(assignment: Assignment) -> dict[int, Layout]:
     """Value → the layout in which the scope of its equation leaves it, of all that are not left as partial sums.
 
-    That is its copy's: where it is made in another one, the way there is emitted in the same scope.
+    That is mostly its copy's: where it is made in another one, the way there is emitted in the same scope.
     An input is left as it comes.
     """
     d = assignment.decisions
     inputs = frozenset(d.graph.inputs)
     found: dict[int, Layout] = {}
     for v in d.made:
-        code = assignment.made(v) if v in inputs else assignment.kept(v)
+        code = assignment.made(v) if v in inputs else assignment.left(v)
         if code is not None and d.graph.avals[v].ndim and assignment.reduced(code, v):
             found[v] = layout_of(code, d.graph.avals[v].ndim, d.mesh)
     return found

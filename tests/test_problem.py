@@ -172,9 +172,28 @@ def test_routes_lead_from_where_values_are_made_to_where_they_are_taken(name: st
                 continue
             codes = made.before_taken(e, i)
             assert not codes or codes[-1] == taken or not made.reduced(taken, v)
-            assert bool(codes) == (kept != taken and made.reduced(taken, v))
+            if not codes and made.reduced(taken, v):
+                assert taken == made.left(v)
             for code in codes:
                 assert code in layouts(graph.avals[v].shape, mesh, unreduced=False)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", TINY)
+def test_a_chain_takes_its_own_values_without_a_collective(name: str, seed: int) -> None:
+    """Whatever layout the copy for the others has: that way is not priced."""
+    of = setting(name, step=True)
+    made = assigned(of, draw(of, seed))
+    d = of.decisions
+    for e, operands in enumerate(d.graph.operands):
+        for i, v in enumerate(operands):
+            port, taken = d.made.get(v), made.taken(e, i)
+            if port is None or taken is None or port.node != d.node_of[e] or d.nodes[port.node].kind != "chain":
+                continue
+            left = made.left(v)
+            assert left is not None
+            steps = of.resharder.path(d.graph.avals[v], left, taken, combined=combined(d.window_of(v)))
+            assert {step.kind for step in steps} <= {"slice"}
 
 
 @pytest.mark.parametrize("name", TINY)
