@@ -242,9 +242,8 @@ def _again(
             platform=meshes.platform(hardware.name),
         )
         formulation = formulate(d, resharder, memory_bytes=memory_bytes)
-    first = [members[0] for members in formulation.folding.members]
     alike = [*map(len, formulation.decisions.nodes)] == [*map(len, planned.setting.decisions.nodes)]
-    known = [choice[first] for choice in met] if alike else []
+    known = [formulation.write(choice) for choice in met] if alike else []
     solution = solved(planned, formulation.problem, settle_s=SETTLE_S, known=known)
     if not solution.found:
         raise InfeasibleError(f"nothing fits {memory_bytes / 1e9:.3g} GB per device")

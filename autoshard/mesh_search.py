@@ -15,15 +15,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import cost_models
+from autoshard.agenda import Agenda
 from autoshard.binding import as_tuple
-from autoshard.candidates import Candidate, Candidates, candidates, slices
+from autoshard.candidates import candidates, slices
 from autoshard.errors import AutoshardError, InfeasibleError, SearchError, SpecError
 from autoshard.planner import Planned
 from autoshard.ranking import LeftOut, Progress, Ranking, Row
@@ -158,16 +158,13 @@ def search(
         notes.append("planned in one process: the function is a closure; pass 'package.module:builder' to use more")
         wanted = 1
     answers: list[Answer] = []
-    least_s: dict[object, float] = {}  # step by contest: what is proven to take longer is not searched for long
     tell = on_progress or (lambda progress: None)
-    stream = _here(task, every, least_s) if wanted == 1 else _in_processes(task, every, wanted, least_s)
+    agenda = Agenda(every)
+    stream = _here(task, agenda) if wanted == 1 else _in_processes(task, agenda, wanted)
     try:
         with stream as found:
-            for answer in found:
+            for answer in itertools.islice(found, len(every)):
                 answers.append(answer)
-                if isinstance(answer, Row):
-                    contest = answer.candidate.contest
-                    least_s[contest] = min(answer.step_s, least_s.get(contest, inf))
                 rows = [a for a in answers if isinstance(a, Row)]
                 best = min(rows, key=lambda row: row.order, default=None)
                 tell(Progress(done=len(answers), total=len(every), answer=answer, best=best))
@@ -251,9 +248,16 @@ def token_count(written: float | str, parameters: int) -> float:
 
 
 @contextmanager
-def _here(task: Task, every: Iterable[Candidate], least_s: Mapping[object, float]) -> Generator[Iterator[Answer]]:
-    trials = Trials(task)
-    yield (trials.run(candidate, least_s.get(candidate.contest, inf)) for candidate in every)
+def _here(task: Task, agenda: Agenda) -> Generator[Iterator[Answer]]:
+    yield _tried(Trials(task), agenda)
+
+
+def _tried(trials: Trials, agenda: Agenda) -> Iterator[Answer]:
+    while (taken := agenda.take()) is not None:
+        candidate, hints = taken
+        tried = trials.run(candidate, hints)
+        agenda.learn(candidate, tried)
+        yield tried.answer
 
 
 def _sendable(task: Task) -> bool:
@@ -268,24 +272,17 @@ def _sendable(task: Task) -> bool:
 
 
 @contextmanager
-def _in_processes(
-    task: Task, every: Candidates, count: int, least_s: Mapping[object, float]
-) -> Generator[Iterator[Answer]]:
+def _in_processes(task: Task, agenda: Agenda, count: int) -> Generator[Iterator[Answer]]:
     """Answers as they come from `count` processes, which end with the context."""
-    waiting: queue.SimpleQueue[Candidate | None] = queue.SimpleQueue()
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    for candidate in every:
-        waiting.put(candidate)
     children = [_child(task) for _ in range(count)]
-    threads = [
-        threading.Thread(target=_attend, args=(child, waiting, answers, least_s), daemon=True) for child in children
-    ]
+    threads = [threading.Thread(target=_attend, args=(child, agenda, answers), daemon=True) for child in children]
     for thread in threads:
-        waiting.put(None)
         thread.start()
     try:
-        yield _received(answers, len(every))
+        yield _received(answers)
     finally:
+        agenda.drop()
         for child, thread in zip(children, threads, strict=True):
             child.kill()
             thread.join()
@@ -296,8 +293,8 @@ def _in_processes(
             child.wait()
 
 
-def _received(answers: "queue.SimpleQueue[Any]", count: int) -> Iterator[Answer]:
-    for _ in range(count):
+def _received(answers: "queue.SimpleQueue[Any]") -> Iterator[Answer]:
+    while True:
         answer = answers.get()
         if isinstance(answer, Exception):
             raise answer
@@ -318,23 +315,21 @@ def _child(task: Task) -> "subprocess.Popen[bytes]":
     return child
 
 
-def _attend(
-    child: "subprocess.Popen[bytes]",
-    waiting: "queue.SimpleQueue[Candidate | None]",
-    answers: "queue.SimpleQueue[Any]",
-    least_s: Mapping[object, float],
-) -> None:
+def _attend(child: "subprocess.Popen[bytes]", agenda: Agenda, answers: "queue.SimpleQueue[Any]") -> None:
     """Hands candidates to one process and its answers back."""
     assert child.stdin is not None
     assert child.stdout is not None
-    while (candidate := waiting.get()) is not None:
+    while (taken := agenda.take()) is not None:
+        candidate, _ = taken
         try:
-            pickle.dump((candidate, least_s.get(candidate.contest, inf)), child.stdin)
+            pickle.dump(taken, child.stdin)
             child.stdin.flush()
-            answer = pickle.load(child.stdout)
+            tried = pickle.load(child.stdout)
         except (EOFError, OSError, pickle.UnpicklingError):
             answers.put(SearchError(f"the process that planned {candidate} died with code {child.poll()}"))
             return
-        answers.put(answer)
-        if isinstance(answer, AutoshardError):
+        if isinstance(tried, AutoshardError):
+            answers.put(tried)
             return
+        agenda.learn(candidate, tried)
+        answers.put(tried.answer)

@@ -23,6 +23,7 @@ from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.formulation import UNIT_S, Formulation, exposed_ps, formulate
+from autoshard.problem.network import Int
 from autoshard.record import Certificate, PlanRecord
 from autoshard.rules.control_flow import HOST_CALLS
 from autoshard.rules.kernels import CUDNN_BACKWARD, CUDNN_FORWARD
@@ -70,7 +71,7 @@ def _log_progress(best: int | None, bound: int | None, elapsed_s: float) -> None
         log.debug("%s", now, extra={"now": now})
 
 
-def _solved(formulation: Formulation, budget: Budget) -> Solution:
+def _solved(formulation: Formulation, budget: Budget, known: Sequence[Int]) -> Solution:
     """The solver's answer; where its time ran out before the first one, that of a second try.
 
     The first problem of an installation has the solver's kernels compiled on its time, which
@@ -84,6 +85,7 @@ def _solved(formulation: Formulation, budget: Budget) -> Solution:
             rel_gap=budget.rel_gap,
             settle_s=SETTLE_S,
             cutoff=None if budget.cutoff_s == inf else round(budget.cutoff_s / UNIT_S),
+            known=[formulation.write(choice) for choice in known],
             on_progress=_log_progress,
         )
 
@@ -100,6 +102,7 @@ def make(
     machine: Machine,
     wanted: Wanted,
     budget: Budget,
+    known: Sequence[Int] = (),
     notes: Sequence[str],
     constraints: Constraints = "needed",
     platform: str = "cpu",
@@ -114,6 +117,7 @@ def make(
       machine: the mesh placed on it.
       wanted: the user's specs and donations.
       budget: limits of memory and search.
+      known: choices per decision with which the search begins.
       notes: for the plan, such as what was assumed for the user.
       constraints: "needed" asks Shardy which constraints its own propagation reaches
         anyway and leaves those out; "all" emits every one.
@@ -125,7 +129,7 @@ def make(
     clock = Clock()
     formulation = formulate(setting.decisions, setting.resharder, memory_bytes=budget.memory_bytes)
     clock.lap("price")
-    solution = _solved(formulation, budget)
+    solution = _solved(formulation, budget, known)
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
         raise infeasible(setting, formulation, solution, budget.memory_bytes, budget.time_limit_s, mesh)
     solution = replace(solution, choice=lighter(formulation.problem, solution.choice))

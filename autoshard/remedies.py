@@ -61,7 +61,7 @@ def _planned(task: Task, mesh: Mapping[str, int], hardware: str, choice: Mapping
     chips = cost_models.hardware(hardware).devices
     candidate = Candidate(hardware=hardware, chips=chips, mesh=tuple(mesh.items()), choice=tuple(choice.items()))
     try:
-        answer = Trials(task).run(candidate)
+        answer = Trials(task).run(candidate).answer
     except AutoshardError:
         return None  # a smaller batch that the program cannot be built with
     return answer if isinstance(answer, Row) else None

@@ -1,8 +1,8 @@
 """A process that plans candidates: a task on standard input, then candidates; answers on standard output.
 
-Messages are pickles of `trial.Task`, of (`candidates.Candidate`, cutoff in seconds), and `ranking.Row` or
-`LeftOut` or, where the task itself is no good, the exception. What the program prints
-meanwhile goes to standard error.
+Messages are pickles of `trial.Task`, of (`candidates.Candidate`, `trial.Hints`), and of
+`trial.Tried` or, where the task itself is no good, the exception. What the program
+prints meanwhile goes to standard error.
 """
 
 import os
@@ -26,11 +26,11 @@ def main() -> None:
     trials = Trials(pickle.load(source))
     while True:
         try:
-            candidate, cutoff_s = pickle.load(source)
+            candidate, hints = pickle.load(source)
         except EOFError:
             return
         try:
-            answer: Any = trials.run(candidate, cutoff_s)
+            answer: Any = trials.run(candidate, hints)
         except AutoshardError as error:
             answer = error
         try:

@@ -13,6 +13,7 @@ from autoshard import _jax, meshes, planner, useful
 from autoshard import binding as bindings
 from autoshard import trace as traces
 from autoshard.candidates import Candidate
+from autoshard.coarser import Chosen, chosen
 from autoshard.errors import InfeasibleError, MeshError, SpecError
 from autoshard.gradient import gradient_arguments
 from autoshard.graph import Graph
@@ -74,6 +75,25 @@ class Program:
     state_bytes: int  # donated arguments
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hints:
+    """What the search knows already: a step of `cutoff_s` or more is not improved for long."""
+
+    cutoff_s: float = inf
+    known: tuple[Chosen, ...] = ()  # on coarser meshes of the same devices
+
+
+NO_HINTS = Hints()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """What became of a candidate, and what was chosen, for other meshes."""
+
+    answer: Row | LeftOut
+    chosen: Chosen | None = None
+
+
 class Trials:
     """Plans candidates of one task, one after the other."""
 
@@ -82,12 +102,14 @@ class Trials:
         self._programs: dict[Any, Program] = {}
         self._graphs: dict[tuple[int, str], Graph] = {}  # by program (kept above) and platform
 
-    def run(self, candidate: Candidate, cutoff_s: float = inf) -> Row | LeftOut:
-        """The best plan of a candidate, or why there is none; a step of `cutoff_s` or more is not improved for long."""
+    def run(self, candidate: Candidate, hints: Hints = NO_HINTS) -> Tried:
+        """The best plan of a candidate, or why there is none."""
         try:
-            return self._run(candidate, cutoff_s)
+            planned = self.planned(candidate, hints)
         except (InfeasibleError, SpecError, MeshError) as error:
-            return LeftOut(candidate, str(error).split("\n")[0])
+            return Tried(answer=LeftOut(candidate, str(error).split("\n")[0]))
+        decisions, choice = planned.assignment.decisions, planned.assignment.choice
+        return Tried(answer=self._row(candidate, planned), chosen=chosen(decisions, choice))
 
     def program(self, candidate: Candidate) -> Program:
         """The candidate's program, traced when first needed."""
@@ -129,8 +151,8 @@ class Trials:
             ),
         )
 
-    def planned(self, candidate: Candidate, cutoff_s: float = inf) -> Planned:
-        """The best plan of a candidate, with its problem; a step of `cutoff_s` or more is not improved for long.
+    def planned(self, candidate: Candidate, hints: Hints = NO_HINTS) -> Planned:
+        """The best plan of a candidate, with its problem.
 
         Raises:
           InfeasibleError: it does not fit.
@@ -166,14 +188,17 @@ class Trials:
             hardware=place.hardware,
             machine=place.machine,
             wanted=asked,
-            budget=Budget(memory_bytes=limit, time_limit_s=task.time_limit_s, rel_gap=task.rel_gap, cutoff_s=cutoff_s),
+            budget=Budget(
+                memory_bytes=limit, time_limit_s=task.time_limit_s, rel_gap=task.rel_gap, cutoff_s=hints.cutoff_s
+            ),
+            known=[choice for known in hints.known if (choice := known.on(setting.decisions)) is not None],
             notes=place.notes,
             constraints="all",  # which of them the compiler needs is asked for the one that is used
             platform=platform,
         )
 
-    def _run(self, candidate: Candidate, cutoff_s: float) -> Row:
-        planned, program = self.planned(candidate, cutoff_s), self.program(candidate)
+    def _row(self, candidate: Candidate, planned: Planned) -> Row:
+        program = self.program(candidate)
         gradient = planned.setting.gradient
         return Row(
             candidate=candidate,

@@ -40,6 +40,10 @@ class Formulation:
         """The choice per decision that a choice per problem node stands for."""
         return choice[self.folding.class_of]
 
+    def write(self, choice: Int) -> Int:
+        """The choice per problem node that is nearest to a choice per decision: that of one decision of each."""
+        return choice[[members[0] for members in self.folding.members]]
+
 
 def formulate(
     decisions: Decisions, resharder: Resharder, *, memory_bytes: int | None, folded: bool = True

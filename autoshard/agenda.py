@@ -1,0 +1,69 @@
+"""Agenda: in which order candidates are tried, and what each tells the others.
+
+A candidate's turn comes once every coarser mesh on its devices has been tried, whose
+choices are choices on it, too: its search begins with them.
+"""
+
+import threading
+from collections.abc import Iterable
+from math import inf
+
+from autoshard.candidates import Candidate
+from autoshard.coarser import Chosen, refined
+from autoshard.ranking import Row
+from autoshard.trial import Hints, Tried
+
+
+class Agenda:
+    """What is left to try, shared by the threads that attend to it."""
+
+    def __init__(self, candidates: Iterable[Candidate]) -> None:
+        self._left = list(candidates)
+        self._coarser = _coarser(self._left)
+        self._pending = set(self._left)  # left, or being tried
+        self._chosen: dict[Candidate, Chosen] = {}
+        self._least_s: dict[object, float] = {}  # step by contest
+        self._changed = threading.Condition()
+
+    def take(self) -> tuple[Candidate, Hints] | None:
+        """The next candidate and what is known for it; waits for its turn. None once nothing is left."""
+        with self._changed:
+            while self._left:
+                ready = (c for c in self._left if not self._pending.intersection(self._coarser[c]))
+                candidate = next(ready, None)
+                if candidate is not None:
+                    self._left.remove(candidate)
+                    known = tuple(self._chosen[c] for c in self._coarser[candidate] if c in self._chosen)
+                    return candidate, Hints(cutoff_s=self._least_s.get(candidate.contest, inf), known=known)
+                self._changed.wait()
+            return None
+
+    def learn(self, candidate: Candidate, tried: Tried) -> None:
+        """Takes note of what became of a candidate."""
+        with self._changed:
+            self._pending.discard(candidate)
+            if tried.chosen is not None:
+                self._chosen[candidate] = tried.chosen
+            if isinstance(tried.answer, Row):
+                best_s = self._least_s.get(candidate.contest, inf)
+                self._least_s[candidate.contest] = min(tried.answer.step_s, best_s)
+            self._changed.notify_all()
+
+    def drop(self) -> None:
+        """Leaves the rest untried."""
+        with self._changed:
+            self._left.clear()
+            self._changed.notify_all()
+
+
+def _coarser(candidates: Iterable[Candidate]) -> dict[Candidate, list[Candidate]]:
+    """Candidate → those on coarser meshes of the same devices, for the same program."""
+    at: dict[object, list[Candidate]] = {}
+    for candidate in candidates:
+        at.setdefault((candidate.hardware, candidate.choice), []).append(candidate)
+    sizes = {candidate: tuple(candidate.shape.values()) for here in at.values() for candidate in here}
+    return {
+        fine: [c for c in here if c is not fine and refined(sizes[c], sizes[fine]) is not None]
+        for here in at.values()
+        for fine in here
+    }
