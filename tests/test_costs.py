@@ -12,6 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from autoshard import costs, graph
 from autoshard.mesh import MeshAxes
+from autoshard.problem.decide import decide
+from autoshard.resharding import PS_PER_S
 from autoshard.rules import rule_of
 from autoshard.strategies import enumerate_strategies
 
@@ -75,3 +77,53 @@ def test_a_row_of_a_ragged_dot_meets_one_group() -> None:
 
     assert flops(lax.ragged_dot, rows, groups, sizes) == 2 * 32 * 8 * 16
     assert flops(both, rows, groups, sizes) == 2 * 2 * 32 * 8 * 16
+
+
+class OneByteAPicosecond(Free):
+    """A machine on which bytes of memory traffic can be read off the price."""
+
+    def hbm_s(self, nbytes: ArrayLike) -> NDArray[np.float64]:
+        return np.asarray(nbytes) / PS_PER_S
+
+
+def traffic(fn: Callable[..., Any], *args: Any, tied: dict[int, int]) -> int:
+    """HBM bytes of a program on one device; `tied` outputs lie in donated inputs."""
+    decisions = decide(
+        graph.build(jax.make_jaxpr(fn)(*args)),
+        ONE,
+        OneByteAPicosecond(),
+        tied=tied,
+        donated=frozenset(tied.values()),
+        input_pins={},
+        output_pins={},
+        equation_pins={},
+        held_bytes={},
+        unknown="error",
+    )
+    return sum(int(node.cost_ps[0]) for node in decisions.nodes)
+
+
+def test_a_fused_update_reads_and_writes_every_value_once() -> None:
+    """Adam: three values of float32 each way and a gradient of bfloat16, 26 bytes a parameter in XLA's one kernel."""
+
+    def update(p: jax.Array, m: jax.Array, v: jax.Array, g: jax.Array) -> Any:
+        gradient = g.astype(jnp.float32)
+        m = 0.9 * m + 0.1 * gradient
+        v = 0.95 * v + 0.05 * gradient * gradient
+        return p - 1e-3 * (m / (jnp.sqrt(v) + 1e-8) + 0.1 * p), m, v
+
+    state = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    gradient = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    assert traffic(update, state, state, state, gradient, tied={0: 0, 1: 1, 2: 2}) == 26 * 64 * 64
+
+
+def test_what_waits_for_a_reduction_reads_its_value_again() -> None:
+    """A sum that leaves the program is written, read by its mean, and read once more beside it: 4 bytes each time."""
+
+    def centred(a: jax.Array, b: jax.Array) -> Any:
+        x = a + b
+        return x, x - x.mean(axis=1, keepdims=True)
+
+    a = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+    row = 64 * 4  # bytes of the means
+    assert traffic(centred, a, a, tied={}) == pytest.approx((2 + 1 + 1 + 1 + 1) * 64 * 1024 * 4, abs=8 * row)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from autoshard import costs, opaque
 from autoshard.errors import InfeasibleError
 from autoshard.graph import LINKS, Aval, Eqn, Graph
-from autoshard.memory import feeding, lives
+from autoshard.memory import ENDS, feeding, lives
 from autoshard.mesh import MeshAxes
 from autoshard.problem.accumulators import NONE, accumulators
 from autoshard.problem.decisions import Decision, Decisions, Edge, Port, Usage, consumer_port
@@ -103,6 +103,7 @@ class _Decider:
         fuses = [costs.fusible(eqn, pointwise=p) for eqn, p in zip(graph.eqns, self.pointwise, strict=True)]
         self.lives = lives(graph, fuses)
         self.held = self.lives.stored | self.lives.named
+        self.levels = _levels(graph, fuses)
         self.nodes: list[Decision] = []
         self.edges: list[Edge] = []
         self.usages: dict[tuple[int, int, int, str], NDArray[np.int64]] = {}
@@ -296,16 +297,16 @@ class _Decider:
         trips = graph.runs(first)
         seen: set[int] = set()
         for e in members:
+            result = graph.results[e][0]
             for v in graph.operands[e]:
-                if v in seen or v in self.free or (v not in inside and not self.held[v]):
+                if v in seen or v in self.free or not self.held[v]:
                     continue
-                if v in inside and not self.held[v]:
-                    continue
+                if v in inside and self.levels[v] == self.levels[result]:
+                    continue  # written by the same kernel, which has it in registers
                 seen.add(v)
                 nbytes += graph.avals[v].nbytes / np.minimum(pieces, max(graph.avals[v].size, 1))
-            v = graph.results[e][0]
-            if self.held[v]:
-                nbytes += graph.avals[v].nbytes / pieces
+            if self.held[result]:
+                nbytes += graph.avals[result].nbytes / pieces
         if graph.eqns[first].primitive in LINKS:
             nbytes[:] = 0.0
         node = self._node(
@@ -535,6 +536,18 @@ class _Decider:
     def _add_usage(self, node: int, start: int, end: int, nbytes: NDArray[np.int64], kind: str) -> None:
         key = (node, start, end, kind)
         self.usages[key] = self.usages[key] + nbytes if key in self.usages else nbytes
+
+
+def _levels(graph: Graph, fuses: Sequence[bool]) -> NDArray[np.int64]:
+    """Of every value, how many fusions at least end before the one that makes it: the most on any way to it.
+
+    Values of one chain and one level depend on each other through the chain alone: one kernel makes them.
+    """
+    levels = np.zeros(len(graph.avals), np.int64)
+    for e, eqn in enumerate(graph.eqns):
+        level = max((int(levels[v]) for v in graph.operands[e]), default=0)
+        levels[list(graph.results[e])] = level + (not fuses[e] or eqn.primitive in ENDS)
+    return levels
 
 
 def _casts(eqn: Eqn) -> int:
