@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import autoshard
-from autoshard import PlanMismatchError, SpecError
+from autoshard import InfeasibleError, PlanMismatchError, SpecError, meshes
 from tests.programs import GPUS, MESH
 
 P = PartitionSpec
@@ -332,6 +332,21 @@ def test_without_a_mesh_the_best_of_all_meshes_is_taken() -> None:
     assert plan.record.hardware == "cpu:8"
     by_hand = [autoshard.plan(loss, W, X, mesh=shape) for shape in ({"data": 8}, {"data": 2, "model": 4})]
     assert plan.record.cost.step_s <= min(p.record.cost.step_s for p in by_hand)
+
+
+def test_of_several_meshes_the_best_that_fits_is_taken() -> None:
+    """Four rows do not go into eight devices: there the operands are whole, and do not fit."""
+    small: dict[str, Any] = {"hardware": GPUS, "memory": 600}
+    rows = jax.ShapeDtypeStruct((4, 36), jnp.float32)
+    shapes = [{"data": 8}, {"data": 4, "model": 2}]
+    with pytest.raises(InfeasibleError):
+        autoshard.plan(jnp.sin, rows, mesh=shapes[0], **small)
+    assert autoshard.plan(jnp.sin, rows, mesh=shapes, **small).record.mesh.shape == shapes[1]
+    with pytest.raises(InfeasibleError, match="600"):
+        autoshard.plan(jnp.sin, rows, mesh=shapes[:1] * 2, **small)
+    found = autoshard.plan(step, new_state(), X, hardware="h100:1x4")
+    by_hand = [autoshard.plan(step, new_state(), X, mesh=shape, hardware="h100:1x4") for shape in meshes.candidates(4)]
+    assert found.cost == min(one.cost for one in by_hand)
 
 
 def test_planning_needs_no_devices() -> None:
