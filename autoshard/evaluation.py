@@ -181,7 +181,9 @@ def _by_hand(question: Question) -> Annotations:
 def _by_shardy(question: Question) -> Evaluation:
     """The assignment nearest to what propagation makes of the annotations."""
     setting, place, annotations = question.setting, question.place, _by_hand(question)
-    decisions = before_casts(setting.decisions)
+    platform, decisions = meshes.platform(place.hardware.name), setting.decisions
+    if platform == "cuda":
+        decisions = before_casts(decisions)
     resharder = Resharder(
         decisions.mesh,
         place.machine,
@@ -189,7 +191,7 @@ def _by_shardy(question: Question) -> Evaluation:
         scatters_whole=place.machine.scatters_whole,
         tiled=place.machine.tiled,
     )
-    layouts = propagated(setting.priced, decisions, place.axes, annotations, meshes.platform(place.hardware.name))
+    layouts = propagated(setting.priced, decisions, place.axes, annotations, platform)
     choice, inexact = nearest(decisions, resharder, layouts)
     decisions = gathered(decisions, choice)
     problem = formulate(decisions, resharder, memory_bytes=None, folded=False).problem
