@@ -33,6 +33,9 @@ from autoshard.strategies import (
 # reshape, but never past a scale or a subtraction.
 SUMS_FLOW = frozenset({"add", "add_any", "transpose", "reshape"})
 
+# What may stand between a cast and a collective that are exchanged.
+_OTHER_SHAPES = frozenset({"reshape", "squeeze", "expand_dims", "transpose"})
+
 
 def is_pointwise(rule: ShardingRule) -> bool:
     """One result, and every operand dimension is whole or the result's own."""
@@ -516,7 +519,9 @@ class _Decider:
                 u=source.node,
                 v=target.node,
                 value=value,
-                moved=self.graph.avals[value],
+                moved=narrow_side(self.graph, self.made_by, value)
+                if self.platform == "cuda"
+                else self.graph.avals[value],
                 source=source.codes,
                 target=target.codes,
                 window=self.windows.of_value[value],
@@ -525,6 +530,10 @@ class _Decider:
                 total_trips=self.accumulators.trips.get(value),
             )
         )
+
+    def _moved(self, value: int) -> Aval:
+        on_gpu = self.platform == "cuda"
+        return narrow_side(self.graph, self.made_by, value) if on_gpu else self.graph.avals[value]
 
     def _kind(self, value: int) -> str:
         window = self.windows.of_value[value]
@@ -555,6 +564,31 @@ def _casts(eqn: Eqn) -> int:
     if eqn.primitive != "convert_element_type":
         return 0
     return eqn.results[0].itemsize - eqn.operands[0].itemsize
+
+
+def narrow_side(graph: Graph, made_by: Mapping[int, tuple[int, int]], value: int) -> Aval:
+    """What XLA:GPU moves of a value: of what a widening cast and then at most a scale makes, the narrow side.
+
+    It exchanges the collective with both (xla/hlo/transforms/collectives/collective_quantizer.cc).
+    """
+
+    def maker(v: int) -> int:
+        return made_by[v][0] if v in made_by else -1
+
+    def one_number(v: int) -> bool:
+        e = maker(v)
+        repeated = e >= 0 and graph.eqns[e].primitive == "broadcast_in_dim"
+        return not graph.avals[graph.operands[e][0] if repeated else v].ndim
+
+    aval, e = graph.avals[value], maker(value)
+    while e >= 0 and graph.eqns[e].primitive in _OTHER_SHAPES:
+        e = maker(graph.operands[e][0])
+    if e >= 0 and graph.eqns[e].primitive in ("mul", "div"):
+        left, right = graph.operands[e]
+        if one_number(left) and graph.eqns[e].primitive == "mul":
+            left, right = right, left
+        e = maker(left) if one_number(right) else -1
+    return Aval(aval.shape, graph.eqns[e].operands[0].dtype) if e >= 0 and _casts(graph.eqns[e]) > 0 else aval
 
 
 def _ps(seconds: NDArray[np.float64]) -> NDArray[np.int64]:
