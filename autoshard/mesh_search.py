@@ -120,9 +120,12 @@ def search(
       TargetError: the target is no builder.
       MissingRuleError: a primitive without a rule.
       InfeasibleError: no candidate fits; the message gives the smallest peak.
+      SpecError: an argument that says nothing, such as no processes.
       SearchError: a planning process died.
     """
     begin = time.perf_counter()
+    if processes is not None and processes < 1:
+        raise SpecError(f"{processes} processes plan nothing: write --processes 1 (processes=1), or leave it out")
     if not isinstance(target, str) and vary:
         raise SpecError("vary= needs a builder: pass the target as text, such as 'models:gpt2_xl'")
     names = [hardware] if isinstance(hardware, str) else list(hardware)
@@ -134,6 +137,10 @@ def search(
     token_count(budget_tokens, 1)  # refused now, not after the search
     places = [place for name in names for place in slices(name, numbers)]
     choices = [dict(zip(vary or {}, values, strict=True)) for values in itertools.product(*(vary or {}).values())]
+    if isinstance(prices, Mapping):
+        kinds = sorted({place.name.partition(":")[0] for place in places})
+        if strange := sorted(set(prices) - set(kinds)):
+            raise SpecError(f"a price of {', '.join(strange)}, which is not searched: there is {', '.join(kinds)}")
     every = candidates(places, axes=axes, choices=choices, twins=twins)
     builder = isinstance(target, str)
     task = Task(
@@ -239,12 +246,14 @@ def token_count(written: float | str, parameters: int) -> float:
     units = {"": 1.0, "M": 1e6, "B": 1e9, "T": 1e12, PARAMETER_MULTIPLE: float(parameters)}
     number, unit = (written[:-1], written[-1]) if written[-1:].isalpha() else (written, "")
     try:
-        count = float(number) * units[unit]
+        amount, each = float(number), units[unit]
+        if amount <= 0:
+            raise ValueError(amount)
     except (KeyError, ValueError):
         raise SpecError(f"cannot read the tokens {written}: write 15T, 300B or 20x (per parameter)") from None
     if unit == PARAMETER_MULTIPLE and not parameters:
         raise SpecError("tokens per parameter need leaves below `params`, which there are none of: write 15T or 300B")
-    return count
+    return amount * each
 
 
 @contextmanager

@@ -189,7 +189,9 @@ def test_hardware_of_a_file(tmp_path: Path) -> None:
         (["plan", *SMALL, *ON, "--set", "bach=3"], "cannot be called with compute_dtype, batch, width, layers, bach: "),
         (["plan", *SMALL, *ON, "--pin", "**.nothing=model"], "SpecError: the pin '**.nothing' matches no input"),
         (["plan", *SMALL, *ON, "--memory", "100B"], "InfeasibleError: no plan fits "),
+        (["plan", *SMALL, *ON, "--out", "."], "SpecError: cannot write .: it is a folder"),
         (["verify", *SMALL, "--plan", "missing.json"], "PlanFileError: cannot read the plan file missing.json"),
+        (["diff", "missing.json", "absent.json"], "PlanFileError: cannot read the plan file missing.json"),
     ],
 )
 def test_errors(

@@ -50,6 +50,13 @@ def test_search_prints_json_markdown_and_a_page(tmp_path: Path) -> None:
         (["--axes", "9"], "write 1, 2 or 3"),
         (["--vary", "batch"], "write an argument and its values, as in batch=64,128"),
         (["--memory", "1B"], "take more chips"),
+        (["--memory", "lots"], "write a number of bytes, as in 64GB or 60GiB"),
+        (["--axes", "two"], "Invalid value for '--axes'"),
+        (["--chips", "0"], "no slice of cpu has 0 chips; write --chips 1"),
+        (["--processes", "0"], "write --processes 1 (processes=1), or leave it out"),
+        (["--tokens", "-3T"], "write 15T, 300B or 20x (per parameter)"),
+        (["--price", "h100=2"], "a price of h100, which is not searched: there is cpu"),
+        (["--html", "nowhere/page.html"], "cannot write nowhere/page.html: there is no folder nowhere"),
     ],
 )
 def test_search_says_what_to_type_instead(

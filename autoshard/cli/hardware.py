@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 import cost_models
 from autoshard.cli.app import app, print_json
 from autoshard.cli.options import JsonOption
+from autoshard.cli.written import writable
 from autoshard.report import hardware as hardware_report
 from autoshard.report import machine
 from cost_models import catalogue
@@ -82,7 +83,8 @@ def show(
 def measure(
     *,
     out: Annotated[
-        Path | None, typer.Option("--out", help="write the hardware file here, not on standard output")
+        Path | None,
+        typer.Option("--out", callback=writable, help="write the hardware file here, not on standard output"),
     ] = None,
     platform: Annotated[Platform | None, typer.Option("--platform", help="default: what jax starts on")] = None,
     cpu_devices: Annotated[int, typer.Option("--cpu-devices", min=1, help="devices that the CPU is seen as")] = 8,

@@ -22,6 +22,7 @@ from autoshard.cli.options import (
     TimeOption,
     planned,
 )
+from autoshard.cli.written import writable
 
 
 @app.command()
@@ -41,7 +42,7 @@ def plan(
         Compiler | None, typer.Option("--refine", help="compile the best plans and keep the shortest schedule")
     ] = None,
     candidates: Annotated[int, typer.Option("--candidates", help="plans that --refine compiles")] = 3,
-    out: Annotated[Path | None, typer.Option("--out", help="write the plan file here")] = None,
+    out: Annotated[Path | None, typer.Option("--out", callback=writable, help="write the plan file here")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Plan TARGET: the layout with the least step time that fits in memory."""

@@ -24,7 +24,7 @@ from autoshard.cli.options import (
     TimeOption,
     planned,
 )
-from autoshard.cli.written import assignments
+from autoshard.cli.written import assignments, writable
 from autoshard.errors import AutoshardError
 from autoshard.report import page, progress, view
 from autoshard.target import load_target
@@ -34,7 +34,7 @@ from autoshard.target import load_target
 def report(
     target: TargetArgument,
     *,
-    out: Annotated[Path, typer.Option("--out", help="the page to write")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("--out", callback=writable, help="the page to write")] = Path("report.html"),
     compare: Annotated[bool, typer.Option("--compare/--no-compare", help="price the standard layouts, too")] = True,
     mesh: MeshOption = None,
     hardware: HardwareOption = None,

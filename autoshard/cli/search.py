@@ -8,7 +8,7 @@ import typer
 from autoshard import mesh_search
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import ForwardOption, JsonOption, MemoryOption, SetOption, TargetArgument
-from autoshard.cli.written import assignments, byte_count
+from autoshard.cli.written import assignments, byte_count, writable
 from autoshard.errors import SpecError
 from autoshard.report import progress, searching
 
@@ -38,7 +38,9 @@ def search(
     processes: Annotated[int | None, typer.Option("--processes", help="default: one per core")] = None,
     as_json: JsonOption = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
-    html: Annotated[Path | None, typer.Option("--html", help="write a page that opens offline here")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", callback=writable, help="write a page that opens offline here")
+    ] = None,
 ) -> None:
     """Rank every slice and mesh of so many chips for TARGET: which is fastest, what it costs."""
     numbers = chip_counts(chips)

@@ -24,7 +24,7 @@ from autoshard.cli.options import (
     TimeOption,
     planned,
 )
-from autoshard.cli.written import assignments
+from autoshard.cli.written import assignments, writable
 from autoshard.report import machine, progress
 from autoshard.target import load_target
 from autoshard.verify import TOLERANCE
@@ -47,7 +47,8 @@ def verify(
         bool, typer.Option("--layouts", help="read every layout back, too, and list those that were not kept")
     ] = False,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="write both timelines as one Perfetto/Chrome trace")
+        Path | None,
+        typer.Option("--trace", callback=writable, help="write both timelines as one Perfetto/Chrome trace"),
     ] = None,
     mesh: MeshOption = None,
     hardware: HardwareOption = None,

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -73,3 +74,15 @@ def assignments(written: Sequence[str], option: str) -> dict[str, Any]:
         except (ValueError, SyntaxError):
             values[key] = value
     return values
+
+
+def writable(path: Path | None) -> Path | None:
+    """A file to write, refused before the work is done rather than after it.
+
+    Raises:
+      SpecError: it is a folder, or stands in none.
+    """
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        why = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise SpecError(f"cannot write {path}: {why}")
+    return path
