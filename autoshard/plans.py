@@ -60,9 +60,10 @@ class Plan:
         r = self.record
         return f"<Plan of {r.name} on {r.mesh} ({r.hardware}): {r.cost.step_s * 1e3:.3g} ms, {r.certificate.status}>"
 
-    def noted(self, note: str) -> "Plan":
-        """The same plan with one more note."""
-        record = replace(self.record, notes=(*self.record.notes, note))
+    def noted(self, note: str, *, compiler_options: Mapping[str, Any] | None = None) -> "Plan":
+        """The same plan with one more note, and more compiler flags, if any."""
+        options = {**self.record.compiler_options, **(compiler_options or {})}
+        record = replace(self.record, notes=(*self.record.notes, note), compiler_options=options)
         again = self._plan_again
         return Plan(record, place=self._place, planned=self._planned, traced=self._traced, plan_again=again)
 

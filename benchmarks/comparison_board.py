@@ -11,8 +11,9 @@ A cell is a model of four layers, a batch, and 8, 16 or 32 H100, or one of two T
 is small enough to be made again by the tests. Every applicable hand-written layout is priced on
 every mesh that it takes; the best of those that fit, each on its best mesh, are compiled (two to
 five: those within a quarter of the best prediction). Ours is compiled on the mesh that the model
-chose; where it loses there, on the next best, too, as `refined`. The compiled schedules are priced
-by the same model. The fastest of the hand-written layouts is also completed at best, as a check of
+chose; where it loses there, on the next best, too, as `refined`; and the faster, as the fastest of
+the hand-written, with the flag that `refine` tries. The compiled schedules are priced by the same
+model. The fastest of the hand-written layouts is also completed at best, as a check of
 the model with itself.
 """
 
@@ -36,10 +37,11 @@ import jax
 
 import autoshard
 import models
-from autoshard import meshes, standings
+from autoshard import meshes, refine, standings
 from autoshard.cli.compare import of_models
 from autoshard.errors import AutoshardError, InfeasibleError
 from autoshard.evaluation import Evaluation
+from autoshard.mesh import MeshAxes
 from autoshard.plans import Plan
 from autoshard.problem.formulation import UNIT_S
 from autoshard.standings import Template
@@ -129,13 +131,16 @@ def line(cell: Cell) -> dict[str, Any]:
     fn, args = models.build(cell.model, **cell.fields)
     common: dict[str, Any] = {"hardware": cell.hardware, "donate_argnums": 0}
     chosen, floor_s = _chosen(fn, args, common)
-    ours = [_told("autoshard", _planned(fn, args, chosen[0], common))]
+    plans = [_planned(fn, args, chosen[0], common)]
+    ours = [_told("autoshard", plans[0])]
     templates = of_models(f"models:{cell.model.replace('-', '_')}", fn, args)
     hands, left_out = _hands(cell, fn, args, templates, common)
     compiled = _compiled(hands)
     best_s = min((x["compiled"]["step_s"] for x in compiled if x["fits"]), default=inf)
     if chosen[1:] and not (ours[0]["fits"] and ours[0]["compiled"]["step_s"] <= best_s):
-        ours.append(_told("autoshard", _planned(fn, args, chosen[1], common)))
+        plans.append(_planned(fn, args, chosen[1], common))
+        ours.append(_told("autoshard", plans[1]))
+    of_hands = {(name, made.record.mesh): made for name, made in hands}
     return {
         "key": cell.key,
         "model": cell.model,
@@ -152,6 +157,10 @@ def line(cell: Cell) -> dict[str, Any]:
             {"layout": name, "mesh": made.record.mesh.shape, "step_s": made.cost, "fits": made.fits}
             for name, made in hands
         ],
+        "scheduled": {
+            "ours": _scheduled([*zip(ours, plans, strict=True)]),
+            "hand": _scheduled([(x, of_hands[x["layout"], MeshAxes.of(x["mesh"])]) for x in compiled]),
+        },
         "completed": _completed(fn, args, templates, hands, common),
         "left_out": left_out,
         "wall_s": time.perf_counter() - begin,
@@ -244,10 +253,24 @@ def _compiled(hands: Sequence[tuple[str, Evaluation]]) -> list[dict[str, Any]]:
     return told
 
 
-def _told(name: str, made: Plan | Evaluation) -> dict[str, Any]:
+def _scheduled(layouts: Sequence[tuple[dict[str, Any], Plan | Evaluation]]) -> dict[str, Any] | None:
+    """The fastest that fits, compiled with the flag that `refine` tries; None where there is none."""
+    fitting = [(told, made) for told, made in layouts if told["fits"]]
+    if not fitting or not _on_gpus(fitting[0][1]):
+        return None
+    told, made = min(fitting, key=lambda item: item[0]["compiled"]["step_s"])
+    return _told(told["layout"], made, refine.SCHEDULING["gpu"])
+
+
+def _on_gpus(made: Plan | Evaluation) -> bool:
+    """Whether a layout is for GPUs, the only ones among the places that have such flags."""
+    return made.record.hardware.startswith("h100")
+
+
+def _told(name: str, made: Plan | Evaluation, flags: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A layout as predicted and as compiled."""
     record = made.record
-    found = made.verify(compiler_options=QUICK if record.hardware.startswith("h100") else None)
+    found = made.verify(compiler_options={**QUICK, **(flags or {})} if _on_gpus(made) else None)
     timeline, memory = found.timeline, found.memory.compiled
     assert timeline is not None  # a compiler's program has a schedule
     assert memory is not None

@@ -25,6 +25,7 @@ from benchmarks.comparison_report import (
     geometric_mean,
     read,
     remaining,
+    rival_s,
     steps,
     write,
 )
@@ -55,6 +56,7 @@ def line(key: str, ours: list[Any], hands: list[Any], bound_s: float = 1.0) -> d
         "floor_s": bound_s,
         "ours": ours,
         "hands": hands,
+        "scheduled": {"ours": None, "hand": None},
         "predicted": [{"step_s": x["predicted"]["step_s"], "fits": x["fits"]} for x in hands],
         "completed": {"shardy_s": 3.0, "best_s": 2.9, "fits": True, "gap": 0.0},
         "wall_s": 1.0,
@@ -78,6 +80,14 @@ def test_the_floor_is_the_lower_of_bound_and_compiled_compute() -> None:
     assert floor_s({**WON, "floor_s": 9.0}) == 1.2
     assert remaining(WON, 2.0) == pytest.approx((2.0 - 1.0) / (3.0 - 1.0))
     assert geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
+
+
+def test_refined_is_the_best_mesh_and_flag_over_a_hand_with_the_same() -> None:
+    assert rival_s(WON) == 3.0
+    flagged = {**WON, "scheduled": {"ours": layout("autoshard", 1.8, 1.5), "hand": layout("fsdp", 2.4, 1.2)}}
+    assert steps(flagged) == (2.0, 1.8, 3.0)
+    assert rival_s(flagged) == 2.4
+    assert comparison_report.said(flagged) == "0.667, refined 0.750, in 1 s"
 
 
 def test_without_a_distance_nothing_is_left_of_it() -> None:
@@ -111,7 +121,7 @@ def test_losses_are_shown() -> None:
     assert "3 of 60 cells were run so far, 2 compared, 1 failed" in text
     assert "in 1 of 2 cells" in text
     assert "worst 1.250" in text
-    assert "one of them is the plan in 0" in text
+    assert "in the other 0 the hand-written layout is the plan" in text
     assert "ours ≤ all others, in 1 of 2" in text
     assert "| **1.250** | 0.938 |" in text
     assert "| 0.667 | 0.667 | 50% |" in text
@@ -155,7 +165,7 @@ def test_one_cell_comes_out_as_it_is_stored() -> None:
     assert by_hand_s is not None
     assert ours_s / hand_s == pytest.approx(before_s / by_hand_s, rel=0.05)
     assert json.loads(json.dumps(told)).keys() == stored.keys()
-    assert comparison_report.said(told).startswith(f"{ours_s / hand_s:.3f}, refined")
+    assert comparison_report.said(told).startswith(f"{ours_s / hand_s:.3f}, refined ")
 
 
 # --- Consistency -------------------------------------------------------------------

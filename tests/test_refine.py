@@ -17,7 +17,7 @@ from autoshard.api import Options, pose
 from autoshard.errors import SpecError
 from autoshard.mesh import MeshAxes
 from autoshard.question import Question
-from autoshard.refine import Candidate, Candidates, adopted, alternatives, told
+from autoshard.refine import SCHEDULING, Candidate, Candidates, adopted, alternatives, refined, told
 from autoshard.store import misfits
 from autoshard.verification import Verification
 from models import layouts
@@ -68,7 +68,7 @@ def found(plan: Plan) -> Verification:
 
 
 @pytest.fixture(scope="module")
-def refined() -> Plan:
+def chosen() -> Plan:
     return planned(refine="cpu", candidates=3)
 
 
@@ -81,25 +81,46 @@ def test_alternatives_are_other_plans_none_better_than_the_optimum(plan: Plan) -
     assert found[0] != found[1]
 
 
-def test_the_shortest_schedule_wins_and_says_so(plan: Plan, found: Verification, refined: Plan) -> None:
-    note = refined.record.notes[-1]
+def test_the_shortest_schedule_wins_and_says_so(plan: Plan, found: Verification, chosen: Plan) -> None:
+    note = chosen.record.notes[-1]
     assert note.startswith("refined by cpu: the schedules of 3 plans take ")
     assert note.count("predicted") >= 3
-    first, best = found.timeline, refined.verify("cpu").timeline
+    first, best = found.timeline, chosen.verify("cpu").timeline
     assert first is not None
     assert best is not None
     assert best.step_s <= first.step_s
-    assert ("the predicted optimum stays" in note) == (refined.record.inputs == plan.record.inputs)
-    assert refined.record.asked == plan.record.asked
+    assert ("the predicted optimum stays" in note) == (chosen.record.inputs == plan.record.inputs)
+    assert chosen.record.asked == plan.record.asked
 
 
-def test_a_refined_plan_runs(refined: Plan) -> None:
+def test_a_refined_plan_runs(chosen: Plan) -> None:
     step, args = models.build("mlp-1k", **SIZES)
     values = jax.tree.map(lambda a: jnp.full(a.shape, 0.01, a.dtype), args)
     expected = jax.tree.leaves(jax.jit(step)(*values))
-    found = jax.tree.leaves(refined.jit()(*jax.tree.map(jnp.copy, values)))
+    found = jax.tree.leaves(chosen.jit()(*jax.tree.map(jnp.copy, values)))
     for a, b in zip(expected, found, strict=True):
         assert jnp.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("step_s", "taken"), [(1e-9, True), (9.0, False)])
+def test_a_flag_that_shortens_the_schedule_is_the_plans(
+    plan: Plan,
+    found: Verification,
+    monkeypatch: pytest.MonkeyPatch,
+    step_s: float,
+    taken: bool,  # noqa: FBT001
+) -> None:
+    assert found.timeline is not None
+    other = replace(found, timeline=replace(found.timeline, step_s=step_s))
+    flags = SCHEDULING["gpu"]
+    monkeypatch.setattr(
+        Plan, "verify", lambda self, compiler, compiler_options=None: other if compiler_options else found
+    )
+    entered = Candidates(first=plan, again=lambda inputs: plan, elsewhere=[], also={"mine": plan})
+    made = refined(entered, compiler="gpu", count=1)
+    assert made.compiler_options == ({**plan.compiler_options, **flags} if taken else plan.compiler_options)
+    assert ("a compiler option of the plan" in made.record.notes[-1]) == taken
+    assert "the schedules of 2 plans" in " ".join(made.record.notes)
 
 
 def test_a_plan_that_the_compiler_cannot_fit_drops_out(plan: Plan, found: Verification) -> None:
