@@ -71,28 +71,6 @@ def _log_progress(best: int | None, bound: int | None, elapsed_s: float) -> None
         log.debug("%s", now, extra={"now": now})
 
 
-def _solved(formulation: Formulation, budget: Budget, known: Sequence[Int]) -> Solution:
-    """The solver's answer; where its time ran out before the first one, that of a second try.
-
-    The first problem of an installation has the solver's kernels compiled on its time, which
-    on a busy machine may be all of it.
-    """
-
-    def attempt() -> Solution:
-        return solve(
-            formulation.problem,
-            time_limit_s=budget.time_limit_s,
-            rel_gap=budget.rel_gap,
-            settle_s=SETTLE_S,
-            cutoff=None if budget.cutoff_s == inf else round(budget.cutoff_s / UNIT_S),
-            known=[formulation.write(choice) for choice in known],
-            on_progress=_log_progress,
-        )
-
-    solution = attempt()
-    return attempt() if solution.status is Status.UNKNOWN else solution
-
-
 def make(
     setting: Setting,
     *,
@@ -129,7 +107,15 @@ def make(
     clock = Clock()
     formulation = formulate(setting.decisions, setting.resharder, memory_bytes=budget.memory_bytes)
     clock.lap("price")
-    solution = _solved(formulation, budget, known)
+    solution = solve(
+        formulation.problem,
+        time_limit_s=budget.time_limit_s,
+        rel_gap=budget.rel_gap,
+        settle_s=SETTLE_S,
+        cutoff=None if budget.cutoff_s == inf else round(budget.cutoff_s / UNIT_S),
+        known=[formulation.write(choice) for choice in known],
+        on_progress=_log_progress,
+    )
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
         raise infeasible(setting, formulation, solution, budget.memory_bytes, budget.time_limit_s, mesh)
     solution = replace(solution, choice=lighter(formulation.problem, solution.choice))

@@ -4,7 +4,6 @@ import json
 import pickle
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,7 @@ from autoshard import (
     PlanMismatchError,
     SpecError,
     compilers,
-    planner,
 )
-from autoshard.solver import Status, solve
 from tests.programs import GPUS, MESH
 
 P = PartitionSpec
@@ -326,18 +323,3 @@ def test_a_compiler_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(compilers.importlib.util, "find_spec", lambda name: None)
     text = said(lambda: made.verify("gpu"), CompilerMissingError)
     assert "pip install" in text
-
-
-def test_time_that_ran_out_before_a_first_plan_is_given_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the solver's kernels are compiled on the first problem's time."""
-    limits: list[float] = []
-
-    def late(problem: Any, *, time_limit_s: float, **options: Any) -> Any:
-        limits.append(time_limit_s)
-        solution = solve(problem, time_limit_s=time_limit_s, **options)
-        return solution if len(limits) > 1 else replace(solution, status=Status.UNKNOWN)
-
-    monkeypatch.setattr(planner, "solve", late)
-    found = plan(product, W, X, time_limit_s=10)
-    assert limits == [10, 10]
-    assert found.record.certificate.status == "optimal"

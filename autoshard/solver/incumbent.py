@@ -1,13 +1,13 @@
 """The best choice and the best bound so far, and the clock."""
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from autoshard.problem.network import Int, Problem
+from autoshard.solver.clock import compilation
 from autoshard.solver.evaluate import evaluate
 from autoshard.solver.solution import Solution, Status
 
@@ -28,7 +28,7 @@ class Incumbent:
     settle_s: float = math.inf
     cutoff: int | None = None
     on_progress: Progress | None = None
-    clock: Callable[[], float] = time.perf_counter
+    clock: Callable[[], float] = compilation.worked_s
     choice: Int | None = None
     objective: int | None = None
     bound: int = NO_BOUND

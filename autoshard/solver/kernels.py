@@ -1,6 +1,7 @@
 """Compiled loops over flat networks; see `presolve.Network` for the arrays' meaning.
 
-Compiled code is cached beside this file by numba, so that only the first run pays.
+Compiled code is cached beside this file by numba, so that only the first run pays; the
+solver's clock stands still meanwhile.
 """
 
 from collections.abc import Callable
@@ -8,13 +9,28 @@ from typing import TypeVar, cast
 
 import numba
 import numpy as np
+from numba.core import event
 from numpy.typing import NDArray
 
 from autoshard.problem.network import INF, Int
+from autoshard.solver.clock import compilation
 from autoshard.solver.program import FORBIDDEN
 
 Mask = NDArray[np.bool_]
 Function = TypeVar("Function", bound=Callable[..., object])
+
+
+class _Listener(event.Listener):
+    """Tells the clock when numba compiles; what it finds in its cache is no compilation."""
+
+    def on_start(self, event: object) -> None:
+        compilation.begin()
+
+    def on_end(self, event: object) -> None:
+        compilation.end()
+
+
+event.register("numba:compile", _Listener())
 
 
 def jit(function: Function) -> Function:
