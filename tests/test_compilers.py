@@ -87,6 +87,15 @@ def test_the_peak_holds_arguments_and_fits_the_total(compiled: dict[str, Compile
         assert program.peak_bytes <= program.memory.total_bytes
 
 
+@pytest.mark.parametrize(("compiler", "peak"), [("cpu", 110), ("gpu", 105), ("tpu", 110)])
+def test_a_heap_with_gaps_is_allocated_whole(compiler: str, peak: int) -> None:
+    memory = compilers.MemoryStats(
+        argument_bytes=70, output_bytes=70, alias_bytes=60, temp_bytes=30, reported_peak_bytes=105
+    )
+    assert memory.total_bytes == 110
+    assert memory.peak_bytes(compiler) == peak
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_source_lines_survive(compiled: dict[str, Compiled], topology: str) -> None:
     text = compiled[topology].hlo_text
