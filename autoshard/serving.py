@@ -32,7 +32,7 @@ from autoshard.strategies import layout_of, matching
 from autoshard.target import load_target
 from autoshard.together import plan_many
 from autoshard.wanted import dotted
-from cost_models import Hardware
+from cost_models import Hardware, closed_forms
 from cost_models.serving_search import SECONDS_PER_HOUR
 
 DTYPE = "bfloat16"  # of the multiplications, whose rate the crossover refers to
@@ -369,7 +369,7 @@ def drafted(
     draft_s = _step(draft, served.batch, model.length, options).cost
     found: list[Drafted] = []
     for length in lengths:
-        accepted = sum(acceptance**i for i in range(length + 1))
+        accepted = closed_forms.tokens_per_round(acceptance, length)
         read_s = _step(model, served.batch * (length + 1), 1, options).cost + cache_s
         round_s = length * draft_s + read_s
         found.append(

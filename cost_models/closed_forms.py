@@ -269,3 +269,12 @@ def requests_per_s(batch: float, decode_step_s: float, decode_steps: float, devi
 def prefill_servers(batch: float, prefill_request_s: float, decode_step_s: float, decode_steps: float) -> float:
     """Prefill servers that keep one decoding server busy. applied-inference.md:263."""
     return batch * prefill_request_s / (decode_step_s * decode_steps)
+
+
+def tokens_per_round(acceptance: float, drafted: int) -> float:
+    """Tokens that a round of speculative decoding gives: the accepted of those drafted, and one of the target's own.
+
+    `acceptance` is the chance that a drafted token is kept, each on its own. Source:
+    Leviathan, Kalman, Matias 2023 (arXiv:2211.17192), equation 1.
+    """
+    return sum(acceptance**i for i in range(drafted + 1))

@@ -191,7 +191,7 @@ def speculative(
     drafted = _time(draft, hardware, workload, batch)
     found: list[Speculative] = []
     for length in lengths:
-        accepted = sum(acceptance**i for i in range(length + 1))
+        accepted = forms.tokens_per_round(acceptance, length)
         round_s = length * drafted.decode_s + _reading_s(target, hardware, alone, batch, length + 1)
         found.append(
             Speculative(

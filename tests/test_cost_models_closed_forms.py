@@ -136,3 +136,11 @@ def test_windows_cut_the_scores():
     per_layer = full.score_flops(8192) / 6
     assert local.score_flops(8192) == pytest.approx(per_layer * (1 + 5 * 256 / 4096))
     assert local.score_flops(128) == full.score_flops(128)
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
+def test_a_round_of_speculation_gives_what_drawn_rounds_do(acceptance: float):
+    rng, drafted = np.random.default_rng(0), 4
+    kept = rng.random((20_000, drafted)) < acceptance
+    drawn = 1 + np.cumprod(kept, axis=1).sum(axis=1)  # drafted tokens up to the first that is refused, and one more
+    assert forms.tokens_per_round(acceptance, drafted) == pytest.approx(drawn.mean(), rel=0.02)
