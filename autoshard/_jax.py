@@ -6,7 +6,7 @@ it is absorbed here and pinned by `tests/test_jax.py`.
 
 import contextlib
 import re
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -148,6 +148,19 @@ def run_passes(module: Any, pipeline: str) -> None:
         manager = passmanager.PassManager.parse(f"builtin.module({pipeline})")
         manager.enable_verifier(False)
         manager.run(module)
+
+
+def operations(module: Any, names: Container[str]) -> list[Any]:
+    """The operations of these names in a module, at any depth, in order (inner ones before those around them)."""
+    found: list[Any] = []
+
+    def visit(op: Any) -> Any:
+        if op.name in names:
+            found.append(op)
+        return ir.WalkResult.ADVANCE
+
+    module.walk(visit)
+    return found
 
 
 def parse_attribute(text: str, module: Any) -> Any:

@@ -26,6 +26,9 @@ Scope = Callable[[Path], AbstractContextManager[Any]]  # equation path → the c
 # (closed jaxpr, arguments, its path) → results, for the rules of a `custom_vjp` when it is differentiated
 Rule = Callable[[Any, Sequence[Any], Path], list[Any]]
 
+Place = tuple[str, Any]  # "made", "taken", "again", "input" or "output", and the key in those pins
+Label = Callable[[Place], str]  # where a constraint is → the name scope to emit it in
+
 FORWARD, BACKWARD = -1, -2  # in paths: the rules of a `custom_vjp`, which are no bodies of its equation
 
 
@@ -45,16 +48,35 @@ def _no_scope(path: Path) -> AbstractContextManager[Any]:
     return nullcontext(path)
 
 
-def constrained(closed: Any, pins: Pins, mesh: Any, args: Sequence[Any], *, scope: Scope = _no_scope) -> list[Any]:
-    """Evaluates a closed jaxpr on flat arguments, with constraints on `mesh` (Auto axes)."""
-    seen: dict[tuple[int, PartitionSpec], tuple[Any, Any]] = {}  # keeps the source alive, so that ids stay unique
+def constrained(
+    closed: Any,
+    pins: Pins,
+    mesh: Any,
+    args: Sequence[Any],
+    *,
+    scope: Scope = _no_scope,
+    label: Label | None = None,
+) -> list[Any]:
+    """Evaluates a closed jaxpr on flat arguments, with constraints on `mesh` (Auto axes).
 
-    def pin(value: Any, specs: Specs) -> Any:
+    Args:
+      closed: the program.
+      pins: its constraints.
+      mesh: concrete or abstract.
+      args: one per input.
+      scope: entered around every equation.
+      label: the name scope in which each constraint is emitted; places with equal names share them.
+    """
+    seen: dict[tuple[int, PartitionSpec, str], tuple[Any, Any]] = {}  # keeps the source alive: ids stay unique
+
+    def pin(value: Any, specs: Specs, place: Place) -> Any:
         """The value under each constraint in turn; the same one on the same value is emitted once."""
+        name = label(place) if label and specs else ""
         for spec in specs:
-            key = (id(value), spec)
+            key = (id(value), spec, name)
             if key not in seen:
-                seen[key] = (value, jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec)))
+                with jax.named_scope(name) if name else nullcontext():
+                    seen[key] = (value, jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec)))
             value = seen[key][1]
         return value
 
@@ -66,7 +88,7 @@ def constrained(closed: Any, pins: Pins, mesh: Any, args: Sequence[Any], *, scop
         if path not in barred:
             return operands
         behind = jax.lax.optimization_barrier(operands)
-        return [pin(value, pins.again.get((path, i), ())) for i, value in enumerate(behind)]
+        return [pin(value, pins.again.get((path, i), ()), ("again", (path, i))) for i, value in enumerate(behind)]
 
     def bind(eqn: Any, operands: list[Any], path: Path) -> list[Any]:
         """An opaque kernel is run on each device's part of its operands."""
@@ -79,18 +101,18 @@ def constrained(closed: Any, pins: Pins, mesh: Any, args: Sequence[Any], *, scop
         """Of the rules of a `custom_vjp`, the kernels alone are laid out."""
         return evaluate(closed, args, made=_keep, taken=_keep, bind=bind, path=path)
 
-    inputs = [pin(arg, pins.inputs.get(i, ())) for i, arg in enumerate(args)]
+    inputs = [pin(arg, pins.inputs.get(i, ()), ("input", i)) for i, arg in enumerate(args)]
     results = evaluate(
         closed,
         inputs,
-        made=lambda value, path, i: pin(value, pins.made.get((path, i), ())),
-        taken=lambda value, path, i: pin(value, pins.taken.get((path, i), ())),
+        made=lambda value, path, i: pin(value, pins.made.get((path, i), ()), ("made", (path, i))),
+        taken=lambda value, path, i: pin(value, pins.taken.get((path, i), ()), ("taken", (path, i))),
         before=before,
         scope=scope,
         bind=bind,
         rule=rule if ruled else None,
     )
-    return [pin(result, pins.outputs.get(i, ())) for i, result in enumerate(results)]
+    return [pin(result, pins.outputs.get(i, ()), ("output", i)) for i, result in enumerate(results)]
 
 
 def evaluate(

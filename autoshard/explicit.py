@@ -33,8 +33,7 @@ _AXES = {
     "sdy.reduce_scatter": "reduce_scatter_axes",
 }
 _NUMBER = re.compile(r"dense<(-?\d+)>")
-_PIPELINE = (
-    "sdy-propagation-pipeline",
+_WRITE_OUT = (
     "func.func(sdy-insert-explicit-reshards{enable-full-version=true})",
     "func.func(sdy-reshard-to-collectives)",
 )
@@ -52,51 +51,94 @@ def collectives(lowered: Any, mesh: MeshAxes) -> tuple[hlo.Collective, ...]:
     """
     module = _jax.stablehlo(lowered)
     shardy.state_pointwise_rules(module)
-    for pipeline in _PIPELINE:
-        shardy.run(module, pipeline)
+    shardy.run(module, "sdy-propagation-pipeline")
+    write_out(module)
     return tuple(row for op, around in shardy.walk(module) for row in _rows(op, around, mesh))
 
 
-def _rows(op: Any, around: tuple[Any, ...], mesh: MeshAxes) -> Iterator[hlo.Collective]:
-    kind = _KINDS.get(op.name)
-    if kind is None:
-        return
+def write_out(module: Any) -> None:
+    """Makes every resharding of a propagated module explicit, as collectives, in place.
+
+    Raises:
+      ShardyError: a pass fails.
+    """
+    for pipeline in _WRITE_OUT:
+        shardy.run(module, pipeline)
+
+
+def operations(module: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """The collectives of a module that is written out, once per call, each with the calls and loops around it."""
+    calls: dict[str, list[Any]] = {}
+    found: list[Any] = []
+    for op in _jax.operations(module, {*_KINDS, "func.call"}):
+        if op.name == "func.call":
+            calls.setdefault(op.attributes["callee"].value, []).append(op)
+        else:
+            found.append(op)
+
+    def around(op: Any) -> Iterator[tuple[Any, ...]]:
+        owner = op.parent
+        if owner.name != "func.func":
+            yield from ((*outer, owner) for outer in around(owner))
+        elif (name := owner.attributes["sym_name"].value) == "main":
+            yield ()
+        else:
+            yield from ((*outer, call) for call in calls.get(name, ()) for outer in around(call))
+
+    return ((op, outer) for op in found for outer in around(op))
+
+
+def text(op: Any) -> str:
+    """What a collective does, in words that are equal for equal ones."""
+    return f"{op.name} {op.attributes[_AXES[op.name]] if op.name in _AXES else ''} {op.attributes['out_sharding']}"
+
+
+def parts(op: Any, around: tuple[Any, ...], mesh: MeshAxes) -> Iterator[tuple[hlo.Kind, tuple[str, ...], int, int]]:
+    """(kind, axes, bytes, trips) of what a collective is to a compiler: an all-reduce may be scattered in part."""
+    kind = _KINDS[op.name]
     after = shardy.layouts_of(op)[0]
     nbytes = _local_bytes(op, after, mesh)
     axes = _axes(op)
     if kind == "collective-permute":
-        axes = _moved(shardy.layouts_of(op.operands[0].owner), after)
+        axes = _moved(_layouts_of_owner(op.operands[0]), after)
     if kind == "reduce-scatter":
         nbytes *= _size(axes, mesh)
     scattered = _sliced(op) if kind == "all-reduce" else frozenset[str]()
-    parts = [("reduce-scatter", tuple(a for a in axes if a in scattered), nbytes)]
+    first = tuple(a for a in axes if a in scattered)
+    trips = prod(_trips(owner) or 1 for owner in around if owner.name == "stablehlo.while")
+    if first:
+        yield "reduce-scatter", first, nbytes, trips
     rest = tuple(a for a in axes if a not in scattered)
-    parts.append((kind, rest, nbytes // _size(parts[0][1], mesh)))
+    if rest:
+        yield kind, rest, nbytes // _size(first, mesh), trips
+
+
+def _rows(op: Any, around: tuple[Any, ...], mesh: MeshAxes) -> Iterator[hlo.Collective]:
+    if op.name not in _KINDS:
+        return
     loops = [owner for owner in around if owner.name == "stablehlo.while"]
-    counts = [_trips(loop) for loop in loops]
     name, where = shardy.source_of(op, shardy.calls_of(around))
-    for part, over, amount in parts:
-        if over:
-            size = _size(over, mesh)
-            yield hlo.Collective(
-                kind=part,  # pyright: ignore[reportArgumentType]
-                axes=over,
-                group_size=size,
-                nbytes=amount,
-                dtype=str(op.results[0].type.element_type),
-                trips=prod(count or 1 for count in counts),
-                where=where,
-                op_name=name,
-                instruction=str(op.results[0].get_name()),
-                done=str(op.results[0].get_name()),
-                computation=f"{len(loops)}",
-                asynchronous=False,
-                combined=1,
-                conditional=any(owner.name in ("stablehlo.case", "stablehlo.if") for owner in around),
-                unknown_loops=tuple(str(n) for n, count in enumerate(counts) if count is None),
-                moved_bytes=hlo.wire_bytes(part, amount, size),
-                groups=(),
-            )
+    for kind, over, nbytes, trips in parts(op, around, mesh):
+        size = _size(over, mesh)
+        yield hlo.Collective(
+            kind=kind,
+            axes=over,
+            group_size=size,
+            nbytes=nbytes,
+            dtype=str(op.results[0].type.element_type),
+            trips=trips,
+            where=where,
+            op_name=name,
+            instruction=str(op.results[0].get_name()),
+            done=str(op.results[0].get_name()),
+            computation=f"{len(loops)}",
+            asynchronous=False,
+            combined=1,
+            conditional=any(owner.name in ("stablehlo.case", "stablehlo.if") for owner in around),
+            unknown_loops=tuple(str(n) for n, loop in enumerate(loops) if _trips(loop) is None),
+            moved_bytes=hlo.wire_bytes(kind, nbytes, size),
+            groups=(),
+        )
 
 
 def _axes(op: Any) -> tuple[str, ...]:
@@ -118,6 +160,11 @@ def _sliced(op: Any) -> frozenset[str]:
             user = onward[0]
         cut.append(over)
     return frozenset.intersection(*cut) if cut else frozenset()
+
+
+def _layouts_of_owner(value: Any) -> tuple[Layout, ...]:
+    """Layouts of the op that makes a value; none of a block's argument."""
+    return shardy.layouts_of(value.owner) if hasattr(value.owner, "attributes") else ()
 
 
 def _moved(before: tuple[Layout, ...], after: Layout) -> tuple[str, ...]:

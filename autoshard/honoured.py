@@ -117,9 +117,9 @@ def honoured(planned: Planned, *, compiler: str | None = None) -> Honoured:
         source = f"{compiled.compiler} ({compiled.version}) after its Shardy pass"
     makers = graph.producers()
     unkept = [
-        _unkept(planned.assignment, record, v, layout, found[v], makers)
-        for v, layout in wanted.items()
-        if v in found and not _same(layout, found[v], graph.avals[v].shape, record)
+        _unkept(planned.assignment, record, v, layouts[0], found[v], makers)
+        for v, layouts in wanted.items()
+        if v in found and not any(_same(layout, found[v], graph.avals[v].shape, record) for layout in layouts)
     ]
     return Honoured(
         source=source,
@@ -128,19 +128,21 @@ def honoured(planned: Planned, *, compiler: str | None = None) -> Honoured:
     )
 
 
-def _planned(assignment: Assignment) -> dict[int, Layout]:
-    """Value → the layout in which the scope of its equation leaves it, of all that are not left as partial sums.
+def _planned(assignment: Assignment) -> dict[int, tuple[Layout, ...]]:
+    """Value → the layouts in which it may be found, of all that are not left as partial sums.
 
-    That is mostly its copy's: where it is made in another one, the way there is emitted in the same scope.
-    An input is left as it comes.
+    First the one in which the scope of its equation leaves it with every constraint: mostly its copy's. Where
+    the compiler moves it by itself, it is found as it was made. An input is left as it comes.
     """
     d = assignment.decisions
     inputs = frozenset(d.graph.inputs)
-    found: dict[int, Layout] = {}
+    found: dict[int, tuple[Layout, ...]] = {}
     for v in d.made:
-        code = assignment.made(v) if v in inputs else assignment.left(v)
-        if code is not None and d.graph.avals[v].ndim and assignment.reduced(code, v):
-            found[v] = layout_of(code, d.graph.avals[v].ndim, d.mesh)
+        codes = (assignment.made(v),) if v in inputs else (assignment.left(v), assignment.made(v))
+        ndim = d.graph.avals[v].ndim
+        layouts = [layout_of(c, ndim, d.mesh) for c in codes if c is not None and ndim and assignment.reduced(c, v)]
+        if layouts and codes[0] is not None and assignment.reduced(codes[0], v):
+            found[v] = tuple(dict.fromkeys(layouts))
     return found
 
 

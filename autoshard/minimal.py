@@ -1,34 +1,46 @@
 """Minimal: which of a plan's constraints the partitioner would not reach by itself.
 
 Constraints block fusions and clutter a program, but a missing one can cost more than
-many (a residual pinned alone made XLA gather weights). So none is dropped without a
-probe: Shardy's own propagation is run in-process on the program with fewer
-constraints, and every value must come out in its planned layout.
+many (a residual pinned alone made XLA gather weights). So none is left out without a
+probe: Shardy is run in-process on the program with fewer constraints, and must do what
+it does with all of them: the same collectives, every contraction and every cast in the
+same layout, and no value larger on a device. What is moved from one split layout to
+another keeps its constraints, since there the compilers choose otherwise than Shardy.
 
-Constraints on the way of a resharding always stay. Of the others, none is emitted at
-first; then, wave by wave, those values that come out wrong although everything they
-are computed from came out right get theirs, with all values in equal places.
+The search goes forward from those alone: the constraints of one value at a time (with those of
+all values in equal places) are added where that brings the program nearer, those of
+wrong contractions and of what is near a wrong collective first. A value that is moved
+has constraints at both ends, which are added together: one alone draws the other side
+over. Where no single one helps, those of all moved values are added, then wave by wave
+those of values that are wrong although everything they are computed from is right. Last,
+what became superfluous is left out again, in halves.
 """
 
 import logging
-from collections.abc import Mapping, Set
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, replace
 
-from autoshard import _jax
-from autoshard.completion import Annotations, annotated, as_operand, layout_in, ops_of
-from autoshard.graph import LINKS, Graph, Spot
+from jax.sharding import PartitionSpec
+
+from autoshard.completion import Annotations
+from autoshard.graph import Graph, Path
 from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins
+from autoshard.probe import Answer, Probe
 from autoshard.problem.decisions import Decisions
 from autoshard.problem.folding import Folding
-from autoshard.shardy import Lowering, ValueLayout
 from autoshard.trace import Traced
 
 log = logging.getLogger("autoshard")
 
-WAVES = 24  # then all that are still wrong are pinned at once
-FEW = 1 / 50  # of all: so few are pinned at once, too, since sparing some is not worth a probe
+# A probe takes about 55 µs per op result. A looped transformer's step has about 1,600 of
+# them and is probed until nothing is superfluous; one of 12 unrolled layers has 14,000.
+PROBED_RESULTS = 80_000
+LEAST, MOST = 6, 32  # probes of a search
+PATIENCE = 3  # values in a row that did not help, until all that are moved are added
+CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
 
 def needed(
@@ -39,7 +51,7 @@ def needed(
     annotations: Annotations,
     platform: str,
 ) -> Pins:
-    """The constraints of `annotations.pins` without those that propagation reaches anyway.
+    """The constraints of `annotations.pins` without those that make no difference.
 
     Args:
       program: what is planned, and annotated.
@@ -52,65 +64,219 @@ def needed(
     Raises:
       ShardyError: propagation fails.
     """
-    graph = decisions.graph
-    value_at = _value_at(graph)
+    probe = Probe(program, decisions.graph, mesh, annotations, platform)
+    search = _Search(probe, decisions, folding, mesh, annotations)
+    kept = search.thinned(search.forward())
+    log.debug("constraints of %d of %d values are needed, after %d probes", len(kept), len(probe.values), search.probes)
+    return chosen(annotations.pins, probe, kept)
+
+
+def chosen(pins: Pins, probe: Probe, kept: Set[int]) -> Pins:
+    """The constraints of some values, and those that are of none."""
+
+    def stays(name: str, key: object) -> bool:
+        value = probe.of.get((name, key))
+        return value is None or value in kept
+
+    return replace(
+        pins,
+        made={k: s for k, s in pins.made.items() if stays("made", k)},
+        taken={k: s for k, s in pins.taken.items() if stays("taken", k)},
+        inputs={k: s for k, s in pins.inputs.items() if stays("input", k)},
+        outputs={k: s for k, s in pins.outputs.items() if stays("output", k)},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Gap:
+    """What differs from the program with all constraints if only those of `kept` are there.
+
+    `wrong` lie neither as they are to be made nor as they are to be kept. `cost` in bytes:
+    of collectives too many or too few, of wrong contractions, of what values are larger by;
+    and one for every other wrong value, and every cast whose operand is moved before it.
+    `near` has, per equation, the bytes of the collectives that differ in sum.
+    """
+
+    kept: frozenset[int]
+    cost: int
+    wrong: frozenset[int]
+    near: Counter[Path]
+
+
+class _Search:
+    def __init__(
+        self, probe: Probe, decisions: Decisions, folding: Folding, mesh: MeshAxes, annotations: Annotations
+    ) -> None:
+        self._probe, self._mesh, self._graph = probe, mesh, decisions.graph
+        pins = annotations.pins
+        graph = self._graph
+        self._maker = {v: e for e, values in enumerate(graph.results) for v in values}
+        self._contracted = frozenset(v for v, e in self._maker.items() if graph.eqns[e].primitive in CONTRACTIONS)
+        self._moved = _moved_values(probe, pins)
+        self._planned = {
+            probe.of["made", spot]: frozenset(
+                Layout.from_spec(s, graph.avals[probe.of["made", spot]].ndim) for s in specs
+            )
+            for spot, specs in pins.made.items()
+            if ("made", spot) in probe.of
+        }
+        self._ambiguous = _moved_in_part(probe, graph, annotations)
+        self._equal: dict[int, frozenset[int]] = _in_equal_places(probe.values, decisions, folding)
+        self._around: dict[int, list[Path]] = {}  # value → the equations that make and take it
+        for e, path in enumerate(graph.paths):
+            before = [graph.paths[self._maker[u]] for u in graph.operands[e] if u in self._maker]
+            for v in graph.results[e]:
+                self._around.setdefault(v, []).extend((path, *before))
+            for v in graph.operands[e]:
+                self._around.setdefault(v, []).append(path)
+        self._most = min(MOST, max(LEAST, PROBED_RESULTS // probe.size))
+        self.probes = 0
+        self._goal = self._ask(probe.values)
+
+    def _ask(self, kept: Set[int]) -> Answer:
+        self.probes += 1
+        return self._probe.ask(kept)
+
+    def gap(self, kept: Set[int]) -> _Gap:
+        """What differs if only the constraints of these values are there."""
+        found, goal, graph = self._ask(kept), self._goal, self._graph
+        kinds = {k for k in found.moved.keys() | goal.moved.keys() if found.moved.get(k, 0) != goal.moved.get(k, 0)}
+        near: Counter[Path] = Counter()
+        for path, kind in found.at.keys() | goal.at.keys():
+            if kind in kinds:
+                near[path] += abs(found.at.get((path, kind), 0) - goal.at.get((path, kind), 0))
+        other = {v: layout for v, layout in found.layouts.items() if goal.layouts.get(v, layout) != layout}
+        wrong = frozenset(
+            v for v, layout in other.items() if v in self._contracted or layout not in self._planned.get(v, (layout,))
+        )
+        cost = sum(abs(found.moved.get(k, 0) - goal.moved.get(k, 0)) for k in kinds)
+        cost += sum(count for cast, count in found.casts.items() if count > goal.casts.get(cast, 0))
+        for v, layout in other.items():
+            planned = self._local(v, goal.layouts[v])
+            cost += max(0, self._local(v, layout) - planned)
+            if v in wrong:
+                cost += planned * graph.trips[v] if v in self._contracted else 1
+        return _Gap(kept=frozenset(kept), cost=cost, wrong=wrong, near=+near)
+
+    def _local(self, v: int, layout: Layout) -> int:
+        """Bytes of a value on one device (Shardy may split part of an axis)."""
+        nbytes = self._graph.avals[v].nbytes
+        for axis in (axis for dim in layout.dims for axis in dim):
+            nbytes //= int(axis.rpartition(")")[2]) if ":" in axis else self._mesh.shape[axis]
+        return nbytes
+
+    def forward(self) -> _Gap:
+        """From no constraints to enough of them."""
+        best, tried = self.gap(self._ambiguous), set[int]()
+        while best.cost and len(tried) < PATIENCE and self.probes < self._most // 2:
+            seeds = self._seeds(best, tried)
+            if not seeds:
+                break
+            tried |= seeds
+            now = self.gap(best.kept.union(*map(self._with_ends, seeds)))
+            if now.cost < best.cost:
+                best, tried = now, set[int]()
+        return best if not best.cost else self._waves(best)
+
+    def _seeds(self, gap: _Gap, tried: Set[int]) -> Set[int]:
+        """The values whose constraints are added next: one, or where none stands out all the first wrong ones."""
+        graph = self._graph
+        open_ = [v for v in self._probe.values - gap.kept - tried if v in gap.wrong or v in self._moved]
+        likely = [v for v in open_ if v in self._contracted & gap.wrong or self._near(gap, v)]
+        if not likely:
+            return _frontier(graph, gap.wrong.intersection(open_), self._probe.values - gap.wrong)
+
+        def rank(v: int) -> tuple[bool, bool, int, int, int]:
+            near, moved = self._near(gap, v), not self._with_ends(v).isdisjoint(self._moved)
+            size = graph.avals[v].nbytes * graph.trips[v]
+            return v in gap.wrong and v in self._contracted, moved and near > 0, near, size, -v
+
+        return {max(likely, key=rank)}
+
+    def _near(self, gap: _Gap, v: int) -> int:
+        """Bytes of the differing collectives at the equations that make and take a value, and at those before."""
+        return sum(gap.near[path] for path in self._around[v])
+
+    def _with_ends(self, v: int) -> frozenset[int]:
+        """A value, the operands that are moved on the way to its equation, and all in equal places."""
+        operands = self._graph.operands[self._maker[v]] if v in self._maker else ()
+        ends = (self._equal[u] for u in operands if u in self._moved)
+        return self._equal[v].union(*ends)
+
+    def _waves(self, gap: _Gap) -> _Gap:
+        """All values that are moved, then wave by wave the first wrong ones, until nothing is wrong."""
+        gap = self.gap(gap.kept | self._moved)
+        while gap.cost:
+            open_ = self._probe.values - gap.kept
+            first = _frontier(self._graph, gap.wrong & open_, self._probe.values - gap.wrong)
+            if not first:
+                first = self._beside(gap) & open_ or open_
+            gap = self.gap(gap.kept.union(*(self._equal[v] for v in first)))
+        return gap
+
+    def _beside(self, gap: _Gap) -> set[int]:
+        """The values of the equations that have to do with a wrong value, or with a collective that differs."""
+        at = {path for v in gap.wrong for path in self._around[v]} | gap.near.keys()
+        return {v for v in self._probe.values if not at.isdisjoint(self._around[v])}
+
+    def thinned(self, gap: _Gap) -> frozenset[int]:
+        """Without what makes no difference: in halves, the smallest values first."""
+        graph, kept = self._graph, gap.kept
+        classes = sorted(
+            {frozenset(self._equal[v] & kept) for v in kept - self._ambiguous},
+            key=lambda c: (max(graph.avals[v].nbytes * graph.trips[v] for v in c), -min(c)),
+        )
+        size = len(classes) // 2  # all of them cannot go: forward has tried
+        while size and self.probes < self._most:
+            for chunk in _chunks(classes, size):
+                if self.probes >= self._most:
+                    break
+                left = kept.difference(*chunk)
+                if not self.gap(left).cost:
+                    kept, classes = left, [c for c in classes if c not in chunk]
+            size //= 2
+        return kept
+
+
+def _chunks(items: Sequence[frozenset[int]], size: int) -> Iterable[Sequence[frozenset[int]]]:
+    return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+def _moved_values(probe: Probe, pins: Pins) -> frozenset[int]:
+    """Values with several constraints: both ends of where they are moved."""
+    counts: Counter[int] = Counter()
+    for name, group in (("made", pins.made), ("taken", pins.taken), ("input", pins.inputs), ("output", pins.outputs)):
+        for key, specs in group.items():
+            if (name, key) in probe.of:
+                counts[probe.of[name, key]] += len(specs)
+    return frozenset(v for v, count in counts.items() if count > 1)
+
+
+def _moved_in_part(probe: Probe, graph: Graph, annotations: Annotations) -> frozenset[int]:
+    """Values that are moved from one layout that is split to another.
+
+    XLA's partitioner has several ways from one to the other and does not choose as Shardy does
+    (where a contraction's operand is gathered over one of its two axes, over another one), so
+    that both ends stay.
+    """
     pins = annotations.pins
-    open_ = {spot: specs for spot, specs in pins.made.items() if len(specs) == 1 and spot in value_at}
-    wanted = {(v := value_at[spot]): Layout.from_spec(specs[0], graph.avals[v].ndim) for spot, specs in open_.items()}
-    spot_of = {value_at[spot]: spot for spot in open_}
-    fixed = replace(pins, made={spot: specs for spot, specs in pins.made.items() if spot not in open_})
-    lowering = Lowering(_jax.lower(annotated(program, mesh, replace(annotations, pins=fixed)), platform))
-    inputs = {v: Layout.from_spec(annotations.inputs[i], graph.avals[v].ndim) for i, v in enumerate(graph.inputs)}
-    held: set[int] = set()
-    ops: dict[int, ValueLayout] = {}
-    wave = 0
-    for wave in range(WAVES + 1):
-        found = lowering.propagate(_held(ops, {v: wanted[v] for v in held}))
-        ops = ops_of(graph, found.values)
-        layouts = _layouts(graph, ops, inputs)
-        wrong = {v for v, layout in wanted.items() if v not in held and layouts.get(v) != layout}
-        if not wrong:
-            break
-        few = len(wrong) <= FEW * len(wanted)
-        first = wrong if few or wave == WAVES else _frontier(graph, wrong, wanted.keys() - wrong)
-        classes = {int(folding.class_of[decisions.made[v].node]) for v in first}
-        held |= {v for v in wrong if int(folding.class_of[decisions.made[v].node]) in classes} | first
-    log.debug("%d of %d constraints are needed, after %d probes", len(held), len(wanted), wave + 1)
-    made = {**fixed.made, **{spot_of[v]: pins.made[spot_of[v]] for v in held}}
-    return replace(pins, made=dict(sorted(made.items())))
+    ends: dict[int, list[PartitionSpec]] = {v: [annotations.inputs[i]] for i, v in enumerate(graph.inputs)}
+    for name, group in (("made", pins.made), ("taken", pins.taken), ("input", pins.inputs), ("output", pins.outputs)):
+        for key, specs in group.items():
+            if (name, key) in probe.of:
+                ends.setdefault(probe.of[name, key], []).extend(specs)
+    split = {v: {spec for spec in specs if any(spec)} for v, specs in ends.items() if any(specs[0])}
+    return frozenset(v for v, specs in split.items() if len(specs) > 1)
 
 
-def _value_at(graph: Graph) -> dict[Spot, int]:
-    """Where apply meets a result → the value."""
-    return {
-        spot: v
-        for spots, values in zip(graph.makes, graph.results, strict=True)
-        for spot, v in zip(spots, values, strict=True)
-    }
-
-
-def _held(ops: Mapping[int, ValueLayout], layouts: Mapping[int, Layout]) -> dict[int, Layout]:
-    """Pins of the values that have an op of their own, by its number; whole where the op has more dimensions."""
-    return {
-        op.number: Layout(layout.dims + ((),) * (len(op.shape) - layout.ndim))
-        for v, layout in layouts.items()
-        if (op := ops.get(v)) is not None and op.number is not None
-    }
-
-
-def _layouts(graph: Graph, ops: Mapping[int, ValueLayout], inputs: Mapping[int, Layout]) -> dict[int, Layout]:
-    """Value → its layout; that of the operand where an equation lowers to nothing."""
-    layouts = dict(inputs)
-    for e, results in enumerate(graph.results):
-        for v in results:
-            layout: Layout | None = None
-            if v in ops:
-                layout = layout_in(ops[v], graph.avals[v])
-            elif graph.eqns[e].primitive not in LINKS:
-                layout = as_operand(graph, e, v, layouts)
-            if layout is not None:
-                layouts[v] = layout
-    return layouts
+def _in_equal_places(values: Iterable[int], decisions: Decisions, folding: Folding) -> dict[int, frozenset[int]]:
+    """Value → the values of its type whose decision stands in an equal place, with itself."""
+    members: dict[tuple[int, object], set[int]] = {}
+    class_of: dict[int, tuple[int, object]] = {}
+    for v in sorted(values):
+        class_of[v] = int(folding.class_of[decisions.made[v].node]), decisions.graph.avals[v]
+        members.setdefault(class_of[v], set()).add(v)
+    return {v: frozenset(members[c]) for v, c in class_of.items()}
 
 
 def _frontier(graph: Graph, wrong: Set[int], right: Set[int]) -> set[int]:

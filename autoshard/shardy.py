@@ -185,7 +185,7 @@ class Lowering:
         """Copies what `jax.jit(…, in_shardings=…).lower(…)` returns, for a mesh of two or more devices."""
         self._module = _jax.stablehlo(lowered)
         state_pointwise_rules(self._module)
-        self._count = _number_results(self._module)
+        self.count = _number_results(self._module)
         self._read: dict[tuple[int, int], tuple[tuple[Layout, ...], tuple[ValueLayout, ...]]] = {}
 
     def propagate(self, pins: Mapping[int, Layout] | None = None) -> Propagation:
@@ -198,20 +198,32 @@ class Lowering:
         Raises:
           ShardyError: propagation fails, or a pin names no op result.
         """
-        module = self._module.clone()
-        if pins:
-            _pin(module, pins, self._count)
-        run(module, "sdy-propagation-pipeline")
+        module = self.propagated(lambda module: _pin(module, pins, self.count) if pins else None)
         main = _functions(module)["main"]
         inputs = main.regions[0].blocks[0].arguments
         results = [_shape_of_type(t) for t in main.attributes["function_type"].value.results]
         return Propagation(
             arguments=_signature(main, "arg_attrs", [_shape(x) for x in inputs]),
             results=_signature(main, "res_attrs", results),
-            values=tuple(self._values(module)),
+            values=tuple(self.values(module)),
         )
 
-    def _values(self, module: Any) -> Iterator[ValueLayout]:
+    def edit(self, change: Callable[[Any], None]) -> None:
+        """Changes the lowered module for all later probes; no op may be added."""
+        change(self._module)
+
+    def propagated(self, change: Callable[[Any], None]) -> Any:
+        """A copy of the module after Shardy's propagation, changed before it.
+
+        Raises:
+          ShardyError: propagation fails.
+        """
+        module = self._module.clone()
+        change(module)
+        run(module, "sdy-propagation-pipeline")
+        return module
+
+    def values(self, module: Any) -> Iterator[ValueLayout]:
         """The op results of a propagated module."""
         inside: tuple[Any, ...] | None = None
         calls = ""

@@ -1,23 +1,34 @@
 """Which constraints are emitted: those that propagation does not reach by itself, and no others."""
 
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec
 
 import autoshard
-from autoshard import minimal, shardy
+import models
+from autoshard import compilers, minimal, shardy
+from autoshard.comparison import agrees
 from autoshard.completion import Annotations, annotated
+from autoshard.description import program_pins
 from autoshard.graph import Graph, build
 from autoshard.layout import Layout
 from autoshard.pins import Pins
 from autoshard.plans import Plan
+from autoshard.probe import Probe
+from autoshard.verification import Verification
 from tests.programs import GPUS, MESH
 
 P = PartitionSpec
 S = jax.ShapeDtypeStruct
+needs_gpu_compiler = pytest.mark.skipif(not compilers.available("gpu"), reason="the XLA:GPU compiler is not installed")
 X, W = S((64, 32), jnp.float32), S((32, 64), jnp.float32)
 
 
@@ -48,11 +59,120 @@ def test_unused_arguments_are_planned_and_evaluated() -> None:
 
 
 def test_a_constraint_that_propagation_does_not_reach_stays() -> None:
+    def split(x: Any, w: Any) -> Any:
+        return jax.lax.with_sharding_constraint(jnp.tanh(x @ w), P("data", "model")) * 2
+
+    plan = planned(split, X, W, in_shardings=(P(), P()), out_shardings=P())
+    specs = [spec for group in (plan.record.pins.made, plan.record.pins.taken) for s in group.values() for spec in s]
+    assert P("data", "model") in specs
+    assert plan.verify("cpu").ok
+
+
+def test_both_ends_of_a_move_between_split_layouts_stay() -> None:
     def gathered(x: Any, w: Any) -> Any:
         return jnp.tanh(x @ w) * 2
 
-    options: dict[str, Any] = {"in_shardings": (P("data"), P(None, "model")), "out_shardings": P(None, "model")}
-    assert planned(gathered, X, W, **options).record.pins.count > 0
+    plan = planned(gathered, X, W, in_shardings=(P("data"), P(None, "model")), out_shardings=P(None, "model"))
+    assert plan.record.pins.count == 2
+    assert plan.verify("cpu").ok
+
+
+def everything(plan: Plan) -> Plan:
+    """The same plan with every constraint."""
+    assert plan.planned is not None
+    record = replace(plan.record, pins=program_pins(plan.planned.assignment))
+    return Plan(record, place=plan._place, planned=replace(plan.planned, record=record), traced=plan.traced)
+
+
+def moved(found: Verification) -> Counter[tuple[str, tuple[str, ...]]]:
+    """Bytes of emitted collectives by kind and axes."""
+    total: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for row in found.emitted:
+        total[row.kind, tuple(sorted(row.axes or ()))] += row.nbytes * row.trips
+    return total
+
+
+@cache
+def of_model(
+    name: str, hardware: str = GPUS, axes: tuple[tuple[str, int], ...] = tuple(MESH.items()), **fields: Any
+) -> Plan:
+    step, (state, batch) = models.build(name, **fields)
+    return autoshard.plan(step, state, batch, mesh=dict(axes), hardware=hardware, donate_argnums=0, rel_gap=1e-2)
+
+
+def contractions(plan: Plan) -> int:
+    assert plan.planned is not None
+    eqns = plan.planned.setting.decisions.graph.eqns
+    return sum(eqn.primitive == "dot_general" for eqn in eqns)
+
+
+# Weights gathered in a loop, and again for its recomputation; unrolled layers.
+LOOP = ("llama3-8b", {"layers": 2, "scan": True, "remat": "full", "batch": 8, "sequence": 2048})
+UNROLLED = ("tiny-gpt2", {"layers": 2, "batch": 64})
+# Experts behind two all-to-alls.
+EXPERTS = ("mixtral-8x7b", {"layers": 1, "batch": 8, "sequence": 1024})
+
+
+@pytest.mark.parametrize(("name", "fields"), [LOOP, UNROLLED, pytest.param(*EXPERTS, marks=pytest.mark.slow)], ids=str)
+def test_few_constraints_do_what_all_do(name: str, fields: dict[str, Any]) -> None:
+    plan = of_model(name, **fields)
+    assert 3 * plan.record.pins.count <= contractions(plan)
+    assert plan.planned is not None
+    d, record = plan.planned.setting.decisions, plan.record
+    annotations = Annotations(
+        inputs={i: leaf.spec for i, leaf in enumerate(record.inputs)},
+        outputs={i: leaf.spec for i, leaf in enumerate(record.outputs)},
+        pins=program_pins(plan.planned.assignment),
+        donated=frozenset(),
+    )
+    probe = Probe(plan.planned.traced, d.graph, record.mesh, annotations, "cuda")
+    kept = {probe.of["made", key] for key in record.pins.made} | {probe.of["taken", key] for key in record.pins.taken}
+    few, none, all_ = probe.ask(kept), probe.ask(set()), probe.ask(probe.values)
+    assert few.moved == all_.moved != none.moved
+    assert few.casts == all_.casts
+
+
+@pytest.mark.gpu_compiler
+@needs_gpu_compiler
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        LOOP,
+        pytest.param(*EXPERTS, marks=pytest.mark.slow),
+        pytest.param("gpt2-small", {"layers": 3, "vocab": 50_304, "batch": 32}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_gpu_compiler_emits_the_same_collectives(name: str, fields: dict[str, Any]) -> None:
+    plan = of_model(name, **fields)
+    few, all_ = plan.verify("gpu"), everything(plan).verify("gpu")
+    assert moved(few) == moved(all_)
+    assert sum(moved(few).values()) > 0
+    assert few.memory.compiled is not None
+    assert all_.memory.compiled is not None
+    assert few.memory.compiled.peak == pytest.approx(all_.memory.compiled.peak, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compiler
+@needs_gpu_compiler
+@pytest.mark.parametrize(
+    ("hardware", "axes"),
+    [("h100:1x8", (("data", 2), ("model", 4))), ("h100:4x8", (("data", 4), ("model", 8)))],
+)
+def test_a_whole_llama_needs_a_third_of_a_constraint_per_contraction(
+    hardware: str, axes: tuple[tuple[str, int], ...]
+) -> None:
+    """And a twentieth of one per value of the jaxpr; 375 are all there are."""
+    devices = prod(size for _, size in axes)
+    plan = of_model("llama3-8b", scan=True, remat="full", batch=devices, sequence=2048, axes=axes, hardware=hardware)
+    assert plan.planned is not None
+    count, graph = plan.record.pins.count, plan.planned.setting.decisions.graph
+    assert 3 * count <= contractions(plan)
+    assert 20 * count <= len(graph.avals)
+    few, all_ = plan.verify("gpu"), everything(plan).verify("gpu")
+    assert moved(few) == moved(all_)
+    assert agrees(few.rows, few.tolerance), str(few)
 
 
 def chain(count: int) -> Graph:
