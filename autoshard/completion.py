@@ -21,7 +21,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from autoshard import _jax, apply, meshes, shardy
-from autoshard.costs import is_contraction
 from autoshard.graph import Aval, Graph, Path
 from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
@@ -214,25 +213,26 @@ def nearest(decisions: Decisions, resharder: Resharder, layouts: Mapping[int, La
 
 
 def gathered(decisions: Decisions, choice: NDArray[np.int64]) -> Decisions:
-    """The same decisions with the memory of what a choice gathers for one use of several, while that use needs it.
+    """The same decisions with the memory of what a choice gathers for several uses, each for itself.
 
-    A gather starts behind the contraction before its use, so as to hide.
+    The weights are there from the start: XLA's scheduler gathers for the last use before the first one is over.
     """
-    graph, found = decisions.graph, list[Usage]()
-    before, contractions = -1, list[int]()  # equation → the contraction before it
-    for e, eqn in enumerate(graph.eqns):
-        contractions.append(max(before, 0))
-        before = e if is_contraction(eqn) else before
+    graph = decisions.graph
+    held: dict[int, tuple[int, int, int]] = {}  # copy → first and last use, bytes
     for edge in decisions.edges:
         node = decisions.nodes[edge.v]
         if decisions.nodes[edge.u].kind != "copy" or node.kind != "equation":
             continue
         aval, codes = graph.avals[edge.value], (edge.source[choice[edge.u]], edge.target[choice[edge.v]])
-        lies, taken = aval.nbytes // shards(np.array(codes), aval.ndim, decisions.mesh)
+        lies, taken = (int(n) for n in aval.nbytes // shards(np.array(codes), aval.ndim, decisions.mesh))
         if taken > lies:
             e = node.equations[0]
-            nbytes = np.full(len(node), taken)
-            found.append(Usage(node=edge.v, start=contractions[e], end=e + 1, nbytes=nbytes, kind="copies"))
+            first, last, nbytes = held.get(edge.u, (e, e, 0))
+            held[edge.u] = min(first, e), max(last, e), max(nbytes, taken)
+    found = (
+        Usage(node=n, start=first, end=last + 1, nbytes=np.full(len(decisions.nodes[n]), nbytes), kind="copies")
+        for n, (first, last, nbytes) in held.items()
+    )
     return replace(decisions, usages=(*decisions.usages, *found))
 
 
