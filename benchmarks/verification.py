@@ -254,8 +254,11 @@ def predicted(case: Case, told: Mapping[str, Any]) -> dict[str, Any]:
     made, mesh = subject(case), MeshAxes.of(dict(case.mesh))
     record = made.record
     ours = comparison.compare(record.collectives, (), mesh, TOLERANCE)
-    nothing = {"predicted_bytes": 0, "predicted_wire_bytes": 0, "predicted_count": 0}
-    theirs = [comparison.Row(**{**row, **nothing, "axes": tuple(row["axes"])}) for row in told["rows"]]
+    nothing: dict[str, Any] = {"predicted_bytes": 0, "predicted_wire_bytes": 0, "predicted_count": 0}
+    theirs: list[comparison.Row] = []
+    for row in told["rows"]:
+        emitted: dict[str, Any] = {**row, **nothing, "axes": tuple(row["axes"])}
+        theirs.append(comparison.Row(**emitted))
     sides: dict[tuple[str, tuple[str, ...]], list[comparison.Row]] = {}
     for row in (*ours, *theirs):
         sides.setdefault((row.kind, row.axes), []).append(row)

@@ -449,10 +449,10 @@ class _Decider:
         """Hands the memory of a value that may be a pending sum, under its other name, to its one consumer at once.
 
         The partitioner finishes a sum behind a transpose or a reshape as it does behind what made it.
-        In a loop's body XLA's scheduler puts what it finishes of gradients last.
+        Beside a loop XLA's scheduler puts what it makes of gradients last, in the body and behind it.
         """
         e = self.made_by[value][0]
-        if not self.flows[e] or self.graph.loop_of[e] or self.nodes[target.node].kind == "input":
+        if not self.flows[e] or self.graph.loops or self.nodes[target.node].kind == "input":
             return
         before = self.graph.operands[e][0]
         end, kind = int(self.lives.end[before]), self._kind(before)
