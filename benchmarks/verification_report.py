@@ -19,27 +19,22 @@ PLANNED = "plan"
 
 # Causes that were found by looking at the compiled programs of the cases below.
 CAUSES = """\
-- **Hand layouts, two mesh axes, no constraint on the weight** (`fsdp_megatron` of mlp and linear): the forward and the
-  backward matmul gather the same weight once each, where the price of a hand layout assumes one copy for both. With one
-  axis, and with our plans' constraints, it is gathered once.
-- **A widening cast in a hand layout** (gpt2-small, the learned positions): the all-to-all of the lookup's gradient is
-  priced in float32 behind the cast; XLA moves it before the cast, in bfloat16. Our plans move on the smaller side of a
-  cast themselves.
-- **Embedding lookups of hand layouts on two mesh axes** (`fsdp_megatron` of gpt2-small on 8 × 4): priced with another
-  way from the table's layout to the batch's than the partitioner takes.
+- **Embedding lookups of hand layouts on two mesh axes** (`fsdp_megatron` of gpt2-small on 8 × 4): where updates are more
+  than the table, the partitioner gathers the gradient that they are added to and scatters a pending sum; the price
+  keeps the table where it lies.
 - **`megatron_sequence` on square-ish meshes**: the partitioner gathers over the idle axis, with collective-permutes.
 - **TPU, sums over a whole torus**: libtpu emits a reduce-scatter over any part of a slice, but over all of it only on
   a line, on 2x2 and on unequal sides; squares and cubes all-reduce and slice. Planned and priced so.
+- **TPU, sums along a dimension of which the tiles know nothing** (the sequences of what is sent to experts): libtpu
+  all-reduces and slices. Planned and priced so.
+- **TPU, hand layouts of unrolled layers** (`fsdp` of gpt2-small and mixtral): libtpu gathers most weights again for the
+  backward pass, by a rule of its own (it does not for mlp); priced as one copy for both.
+- **TPU, peak memory of unrolled layers**: predicted up to a third too high: the model is of XLA:GPU's fusions.
 - **Schedules of scanned layers on GPU** are up to a tenth longer than predicted: a gather hides behind what stands
   right before its use, and behind one matmul alone it does not fit (the second of three gathers of an MLP behind the
   projection before it). The first gather and the last reduction of a trip are priced as exposed.
 - **Layouts that do not fit** (`dp` of llama3-8b needs 127 GB of 80): XLA's scheduler then saves memory and overlaps
   nothing; the prediction is of a device that holds it.
-- **Peak memory of unrolled layers, gathered and scattered whole** (`fsdp` of mlp, linear and mixtral): predicted up to
-  a third too high. With the flag that merges reduce-scatters up to 30 MiB of what is reduced, XLA scatters gradients
-  early; the prediction keeps them whole until the update.
-- **Optimizer updates of whole parameters** (`dp` of mlp, linear and mixtral): predicted a sixth too long. New moments
-  leave the program and are read on: XLA's fusion keeps them in registers, the price reads them once more.
 """
 
 Line = dict[str, Any]
