@@ -19,8 +19,8 @@ PLANNED = "plan"
 
 # Causes that were found by looking at the compiled programs of the cases below.
 CAUSES = """\
-- **Embedding lookups of hand layouts on two mesh axes** (`fsdp_megatron` of gpt2-small on 8 × 4): where updates are more
-  than the table, the partitioner gathers the gradient that they are added to and scatters a pending sum; the price
+- **Embedding lookups of hand layouts on two mesh axes** (`fsdp_megatron` of gpt2-small on 8 × 4): where updates are
+  more than the table, the partitioner gathers the gradient that they are added to and scatters a pending sum; the price
   keeps the table where it lies.
 - **`megatron_sequence` on square-ish meshes**: the partitioner gathers over the idle axis, with collective-permutes.
 - **TPU, sums over a whole torus**: libtpu emits a reduce-scatter over any part of a slice, but over all of it only on
