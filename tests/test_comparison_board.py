@@ -78,7 +78,7 @@ def test_the_floor_is_the_lower_of_bound_and_compiled_compute() -> None:
     assert floor_s(WON) == 1.0
     assert floor_s(LOST) == 0.8
     assert floor_s({**WON, "floor_s": 9.0}) == 1.2
-    assert remaining(WON, 2.0) == pytest.approx((2.0 - 1.0) / (3.0 - 1.0))
+    assert remaining(WON, 0) == pytest.approx((2.0 - 1.0) / (3.0 - 1.0))
     assert geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
 
 
@@ -87,17 +87,18 @@ def test_refined_is_the_best_mesh_and_flag_over_a_hand_with_the_same() -> None:
     flagged = {**WON, "scheduled": {"ours": layout("autoshard", 1.8, 1.5), "hand": layout("fsdp", 2.4, 1.2)}}
     assert steps(flagged) == (2.0, 1.8, 3.0)
     assert rival_s(flagged) == 2.4
+    assert remaining(flagged, 1) == pytest.approx((1.8 - 1.0) / (2.4 - 1.0))
     assert comparison_report.said(flagged) == "0.667, refined 0.750, in 1 s"
 
 
 def test_without_a_distance_nothing_is_left_of_it() -> None:
-    assert remaining(line("even", [layout("autoshard", 1.5, 1.0)], [layout("fsdp", 1.0, 1.0)]), 1.5) == math.inf
+    assert remaining(line("even", [layout("autoshard", 1.5, 1.0)], [layout("fsdp", 1.0, 1.0)]), 0) == math.inf
     assert (
         remaining(line("none", [layout("autoshard", 1.5, 1.0)], [layout("fsdp", 1.0, 1.0, fits=False)]), 1.5)
         == math.inf
     )
     assert compiled_floor_s(LOST) == 1.0
-    assert remaining(LOST, 3.0, compiled_floor_s) == pytest.approx((3.0 - 1.0) / (3.2 - 1.0))
+    assert remaining(LOST, 1, compiled_floor_s) == pytest.approx((3.0 - 1.0) / (3.2 - 1.0))
 
 
 @pytest.mark.parametrize(
