@@ -93,10 +93,8 @@ def test_refined_is_the_best_mesh_and_flag_over_a_hand_with_the_same() -> None:
 
 def test_without_a_distance_nothing_is_left_of_it() -> None:
     assert remaining(line("even", [layout("autoshard", 1.5, 1.0)], [layout("fsdp", 1.0, 1.0)]), 0) == math.inf
-    assert (
-        remaining(line("none", [layout("autoshard", 1.5, 1.0)], [layout("fsdp", 1.0, 1.0, fits=False)]), 1.5)
-        == math.inf
-    )
+    none = line("none", [layout("autoshard", 1.5, 1.0)], [layout("fsdp", 1.0, 1.0, fits=False)])
+    assert remaining(none, 0) == math.inf
     assert compiled_floor_s(LOST) == 1.0
     assert remaining(LOST, 1, compiled_floor_s) == pytest.approx((3.0 - 1.0) / (3.2 - 1.0))
 
