@@ -123,7 +123,8 @@ def plan(
         all; how long they wait for each other.
       refine: "gpu", "tpu" or "cpu": a compiler that compiles `candidates` near-optimal plans
         for the hardware, without a device; the plan is the one whose schedule, priced by the
-        same model, is shortest, and its notes say what changed the order. A locked plan stays.
+        same model, is shortest, and its notes say what changed the order. On GPUs its compiler
+        options may get a flag of the scheduler that makes it shorter still. A locked plan stays.
       candidates: how many plans `refine` compiles, the optimum included: those that are best
         without one of its choices, and the best on other meshes, if there are several.
       also: layouts that `refine` compiles besides, by name: hand-written ones as
