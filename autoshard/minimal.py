@@ -129,7 +129,7 @@ class _Search:
                 self._around.setdefault(v, []).extend((path, *before))
             for v in graph.operands[e]:
                 self._around.setdefault(v, []).append(path)
-        self._most = min(MOST, max(LEAST, PROBED_RESULTS // probe.size))
+        self._most = min(MOST, max(LEAST, PROBED_RESULTS // max(probe.size, 1)))
         self.probes = 0
         self._goal = self._ask(probe.values)
 

@@ -422,8 +422,6 @@ class _Decider:
                 self._use_copy(holder, value, port, first, lent=lent)
         elif not is_input and self.lives.stored[value] and not replaces:
             self._use_value(value, port, first, found[0] if found else None)
-        elif len(found) == 1 and self.lives.named[value]:
-            self._use_renamed(value, port, found[0])
         for target in found:
             kept = holder.codes[:, None] != target.codes[None, :] if arrives else None
             self._edge(holder, target, value, forbidden=kept)
@@ -444,22 +442,6 @@ class _Decider:
         self._use(port.node, start, moved, aval, port.codes, kind)
         if self.nodes[target.node].kind != "input":  # an output that takes an input's place has its memory
             self._use(target.node, moved, end, aval, target.codes, kind)
-
-    def _use_renamed(self, value: int, port: Port, target: Port) -> None:
-        """Hands the memory of a value that may be a pending sum, under its other name, to its one consumer at once.
-
-        The partitioner finishes a sum behind a transpose or a reshape as it does behind what made it.
-        Beside a loop XLA's scheduler puts what it makes of gradients last, in the body and behind it.
-        """
-        e = self.made_by[value][0]
-        if not self.flows[e] or self.graph.loops or self.nodes[target.node].kind == "input":
-            return
-        before = self.graph.operands[e][0]
-        end, kind = int(self.lives.end[before]), self._kind(before)
-        nbytes = self.usages.pop((port.node, int(self.lives.start[before]) + 1, end, kind), None)
-        if nbytes is not None:
-            self._add_usage(port.node, int(self.lives.start[before]) + 1, e + 1, nbytes, kind)
-            self._use(target.node, e + 1, end, self.graph.avals[value], target.codes, kind)
 
     def _add_copy(self, value: int, port: Port, targets: list[Port], *, lent: bool) -> Port:
         """The copy of a value for its consumers.
