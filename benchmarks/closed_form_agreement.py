@@ -67,6 +67,12 @@ class Case:
         return f"h100:{prod(self.mesh.values()) // 8}x8"
 
 
+# XLA:GPU does so, too: of Llama 3 8B it emits the 2.27 GB of gathers that are priced.
+GATHERED_ONCE_MORE = (
+    "without a constraint on a weight the partitioner gathers it for every matmul that groups the devices, "
+    "where the closed form counts one gather a pass"
+)
+
 REPLICAS: dict[str, Any] = {"shard_optimizer": False}
 MEGATRON: dict[str, Any] = {"sequence_parallel": False}
 CASES = (
@@ -94,6 +100,7 @@ CASES = (
         mesh={"data": 4, "model": 4},
         layout={"fsdp": 4, "tensor": 4, **MEGATRON},
         layers=8,
+        differs=GATHERED_ONCE_MORE,
     ),
     Case(model="gpt2-xl", recipe="dp", mesh={"data": 8}, layout={"data": 8, **REPLICAS}),
     Case(model="gpt2-xl", recipe="fsdp", mesh={"data": 8}, layout={"fsdp": 8, "keep_gathered": True}, remat="none"),
@@ -106,6 +113,8 @@ CASES = (
         mesh={"data": 2, "model": 8},
         layout={"fsdp": 2, "tensor": 8},
         layers=8,
+        differs="tokens are priced as gathered for every matmul that groups the devices; "
+        "XLA:GPU gathers most of them once",
     ),
     Case(model="mixtral-8x7b", recipe="fsdp", mesh={"data": 16}, layout={"fsdp": 16}, layers=2),
     Case(
@@ -127,6 +136,7 @@ CASES = (
         recipe="fsdp_megatron",
         mesh={"data": 8, "model": 8},
         layout={"fsdp": 8, "tensor": 8, **MEGATRON},
+        differs=GATHERED_ONCE_MORE,
     ),
 )
 
