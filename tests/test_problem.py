@@ -18,7 +18,7 @@ from autoshard.description import program_pins
 from autoshard.graph import build
 from autoshard.mesh import MeshAxes
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.decide import narrow_side
+from autoshard.problem.casts import narrow_side
 from autoshard.problem.folding import fold
 from autoshard.problem.formulation import Formulation, formulate
 from autoshard.problem.network import INF

@@ -7,10 +7,11 @@ from numpy.typing import NDArray
 
 from autoshard import costs, opaque
 from autoshard.errors import InfeasibleError
-from autoshard.graph import LINKS, Aval, Eqn, Graph
+from autoshard.graph import LINKS, Aval, Graph
 from autoshard.memory import ENDS, feeding, lives
 from autoshard.mesh import MeshAxes
 from autoshard.problem.accumulators import NONE, accumulators
+from autoshard.problem.casts import narrow_side, widening
 from autoshard.problem.decisions import Decision, Decisions, Edge, Port, Usage, consumer_port
 from autoshard.problem.windows import EARLY, LATE, windows
 from autoshard.resharding import PS_PER_S
@@ -32,9 +33,6 @@ from autoshard.strategies import (
 # merges the reductions of both sides of an addition and moves one past a transpose or a
 # reshape, but never past a scale or a subtraction.
 SUMS_FLOW = frozenset({"add", "add_any", "transpose", "reshape"})
-
-# What may stand between a cast and a collective that are exchanged.
-_OTHER_SHAPES = frozenset({"reshape", "squeeze", "expand_dims", "transpose"})
 
 
 def is_pointwise(rule: ShardingRule) -> bool:
@@ -267,7 +265,7 @@ class _Decider:
             parent[e] = e
             for v, dims in zip(graph.operands[e], rule.operands, strict=True):
                 maker = self.made_by.get(v, (-1, 0))[0]
-                cut = maker in parent and (_casts(graph.eqns[maker]) < 0 or _casts(graph.eqns[e]) > 0)
+                cut = maker in parent and (widening(graph.eqns[maker]) < 0 or widening(graph.eqns[e]) > 0)
                 if maker in parent and dims == rule.results[0] and not cut:
                     parent[find(maker)] = find(e)
         chains: dict[int, list[int]] = {}
@@ -519,9 +517,7 @@ class _Decider:
                 u=source.node,
                 v=target.node,
                 value=value,
-                moved=narrow_side(self.graph, self.made_by, value)
-                if self.platform == "cuda"
-                else self.graph.avals[value],
+                moved=self._moved(value),
                 source=source.codes,
                 target=target.codes,
                 window=self.windows.of_value[value],
@@ -532,6 +528,7 @@ class _Decider:
         )
 
     def _moved(self, value: int) -> Aval:
+        """What is moved of a value: XLA:GPU exchanges collectives with casts, XLA:TPU does not."""
         on_gpu = self.platform == "cuda"
         return narrow_side(self.graph, self.made_by, value) if on_gpu else self.graph.avals[value]
 
@@ -557,38 +554,6 @@ def _levels(graph: Graph, fuses: Sequence[bool]) -> NDArray[np.int64]:
         level = max((int(levels[v]) for v in graph.operands[e]), default=0)
         levels[list(graph.results[e])] = level + (not fuses[e] or eqn.primitive in ENDS)
     return levels
-
-
-def _casts(eqn: Eqn) -> int:
-    """Bytes per element that a cast adds; what is moved is moved on the smaller side of it."""
-    if eqn.primitive != "convert_element_type":
-        return 0
-    return eqn.results[0].itemsize - eqn.operands[0].itemsize
-
-
-def narrow_side(graph: Graph, made_by: Mapping[int, tuple[int, int]], value: int) -> Aval:
-    """What XLA:GPU moves of a value: of what a widening cast and then at most a scale makes, the narrow side.
-
-    It exchanges the collective with both (xla/hlo/transforms/collectives/collective_quantizer.cc).
-    """
-
-    def maker(v: int) -> int:
-        return made_by[v][0] if v in made_by else -1
-
-    def one_number(v: int) -> bool:
-        e = maker(v)
-        repeated = e >= 0 and graph.eqns[e].primitive == "broadcast_in_dim"
-        return not graph.avals[graph.operands[e][0] if repeated else v].ndim
-
-    aval, e = graph.avals[value], maker(value)
-    while e >= 0 and graph.eqns[e].primitive in _OTHER_SHAPES:
-        e = maker(graph.operands[e][0])
-    if e >= 0 and graph.eqns[e].primitive in ("mul", "div"):
-        left, right = graph.operands[e]
-        if one_number(left) and graph.eqns[e].primitive == "mul":
-            left, right = right, left
-        e = maker(left) if one_number(right) else -1
-    return Aval(aval.shape, graph.eqns[e].operands[0].dtype) if e >= 0 and _casts(graph.eqns[e]) > 0 else aval
 
 
 def _ps(seconds: NDArray[np.float64]) -> NDArray[np.int64]:
