@@ -21,7 +21,7 @@ from autoshard.plans import Plan
 from autoshard.processes import Peers
 from autoshard.question import Question, ask, variants
 from autoshard.record import PlanRecord, parse
-from autoshard.refine import Candidates, adopted, refined
+from autoshard.refine import Entered, adopted, refined
 from autoshard.store import Directory, Lock, cache_at, key_of, misfits
 from autoshard.wanted import AUTO
 
@@ -254,7 +254,7 @@ def _found(questions: Sequence[Question], options: Options) -> Plan:
     if options.refine is not None:
         also = {name: adopted(name, layout, questions) for name, layout in options.also.items()}
         again = partial(_with_inputs, questions[at], options)
-        entered = Candidates(first=best, again=again, elsewhere=[made for _, made in others], also=also)
+        entered = Entered(first=best, again=again, elsewhere=[made for _, made in others], also=also)
         best = refined(entered, compiler=options.refine, count=options.candidates)
     if lock is not None:
         lock.write(best.record)

@@ -26,6 +26,7 @@ from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins
 from autoshard.problem import windows
+from autoshard.problem.casts import widening
 from autoshard.problem.decisions import Decisions, Edge, Usage, reshard_ps
 from autoshard.resharding import INF_PS, Resharder
 from autoshard.shardy import ShardyError, ValueLayout
@@ -194,10 +195,8 @@ def before_casts(decisions: Decisions) -> Decisions:
     graph = decisions.graph
     narrow: dict[int, Aval] = {}
     for eqn, operands, results in zip(graph.eqns, graph.operands, graph.results, strict=True):
-        if eqn.primitive == "convert_element_type":
-            source, made = graph.avals[operands[0]], graph.avals[results[0]]
-            if source.itemsize < made.itemsize:
-                narrow[results[0]] = source
+        if widening(eqn) > 0:
+            narrow[results[0]] = graph.avals[operands[0]]
     edges = tuple(replace(e, moved=narrow[e.value]) if e.value in narrow else e for e in decisions.edges)
     return replace(decisions, edges=edges)
 

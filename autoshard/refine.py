@@ -62,7 +62,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Candidates:
+class Entered:
     """What may enter.
 
     Attributes:
@@ -87,7 +87,7 @@ class Candidates:
         return [("", self.first), *plans, *self.also.items()]
 
 
-def refined(entered: Candidates, *, compiler: str, count: int) -> Plan:
+def refined(entered: Entered, *, compiler: str, count: int) -> Plan:
     """The plan whose compiled schedule is shortest, with a note of what was compared.
 
     Args:

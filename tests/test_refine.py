@@ -17,7 +17,7 @@ from autoshard.api import Options, pose
 from autoshard.errors import SpecError
 from autoshard.mesh import MeshAxes
 from autoshard.question import Question
-from autoshard.refine import SCHEDULING, Candidate, Candidates, adopted, alternatives, refined, told
+from autoshard.refine import SCHEDULING, Candidate, Entered, adopted, alternatives, refined, told
 from autoshard.store import misfits
 from autoshard.verification import Verification
 from models import layouts
@@ -116,7 +116,7 @@ def test_a_flag_that_shortens_the_schedule_is_the_plans(
     monkeypatch.setattr(
         Plan, "verify", lambda self, compiler, compiler_options=None: other if compiler_options else found
     )
-    entered = Candidates(first=plan, again=lambda inputs: plan, elsewhere=[], also={"mine": plan})
+    entered = Entered(first=plan, again=lambda inputs: plan, elsewhere=[], also={"mine": plan})
     made = refined(entered, compiler="gpu", count=1)
     assert made.compiler_options == ({**plan.compiler_options, **flags} if taken else plan.compiler_options)
     assert ("a compiler option of the plan" in made.record.notes[-1]) == taken
@@ -178,7 +178,7 @@ def test_plans_on_other_meshes_are_candidates_in_the_order_of_their_predictions(
     slow = replace(plan.record, mesh=MeshAxes.of({"data": 8}), cost=replace(plan.record.cost, step_s=9.0))
     fast = replace(plan.record, mesh=MeshAxes.of({"model": 8}), cost=replace(plan.record.cost, step_s=0.0))
     elsewhere = [Plan(record, place=None, planned=None, traced=None) for record in (slow, fast)]
-    entered = Candidates(first=plan, again=lambda inputs: plan, elsewhere=elsewhere, also={"mine": plan})
+    entered = Entered(first=plan, again=lambda inputs: plan, elsewhere=elsewhere, also={"mine": plan})
     names = [name for name, _ in entered.best(9)]
     assert names[:2] == ["", "on model=8"]
     assert names[-2:] == ["on data=8", "mine"]
