@@ -11,7 +11,7 @@ from math import inf
 from autoshard.candidates import Candidate
 from autoshard.coarser import Chosen, refined
 from autoshard.ranking import Row
-from autoshard.trial import Hints, Tried
+from autoshard.trial import Tried
 
 
 class Agenda:
@@ -25,16 +25,15 @@ class Agenda:
         self._least_s: dict[object, float] = {}  # step by contest
         self._changed = threading.Condition()
 
-    def take(self) -> tuple[Candidate, Hints] | None:
-        """The next candidate and what is known for it; waits for its turn. None once nothing is left."""
+    def take(self) -> tuple[Candidate, tuple[Chosen, ...]] | None:
+        """The next candidate and what was chosen on coarser meshes; waits for its turn. None once nothing is left."""
         with self._changed:
             while self._left:
                 ready = (c for c in self._left if not self._pending.intersection(self._coarser[c]))
                 candidate = next(ready, None)
                 if candidate is not None:
                     self._left.remove(candidate)
-                    known = tuple(self._chosen[c] for c in self._coarser[candidate] if c in self._chosen)
-                    return candidate, Hints(cutoff_s=self._least_s.get(candidate.contest, inf), known=known)
+                    return candidate, tuple(self._chosen[c] for c in self._coarser[candidate] if c in self._chosen)
                 self._changed.wait()
             return None
 
@@ -45,9 +44,12 @@ class Agenda:
             if tried.chosen is not None:
                 self._chosen[candidate] = tried.chosen
             if isinstance(tried.answer, Row):
-                best_s = self._least_s.get(candidate.contest, inf)
-                self._least_s[candidate.contest] = min(tried.answer.step_s, best_s)
+                self._least_s[candidate.contest] = min(tried.answer.step_s, self.least_s(candidate))
             self._changed.notify_all()
+
+    def least_s(self, candidate: Candidate) -> float:
+        """The least step so far in a candidate's contest."""
+        return self._least_s.get(candidate.contest, inf)
 
     def drop(self) -> None:
         """Leaves the rest untried."""

@@ -10,30 +10,27 @@ An interruption (Ctrl-C) keeps what was found until then.
 import itertools
 import os
 import pickle
-import queue
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import cost_models
+from autoshard import workers
 from autoshard.agenda import Agenda
 from autoshard.binding import as_tuple
 from autoshard.candidates import candidates, slices
-from autoshard.errors import AutoshardError, InfeasibleError, SearchError, SpecError
+from autoshard.errors import InfeasibleError, SpecError
 from autoshard.planner import Planned
 from autoshard.ranking import LeftOut, Progress, Ranking, Row
 from autoshard.report import page, view
 from autoshard.report import ranking as report
 from autoshard.solver.incumbent import SETTLED
-from autoshard.trial import Task, Trials
+from autoshard.trial import Hints, Task, Trials
+from autoshard.workers import Answer
 from cost_models.topology import examples
 
-Answer = Row | LeftOut
 PARAMETER_MULTIPLE = "x"  # "20x": twenty tokens per parameter
 
 
@@ -167,7 +164,7 @@ def search(
     answers: list[Answer] = []
     tell = on_progress or (lambda progress: None)
     agenda = Agenda(every)
-    stream = _here(task, agenda) if wanted == 1 else _in_processes(task, agenda, wanted)
+    stream = _here(task, agenda) if wanted == 1 else workers.answers(task, agenda, wanted)
     try:
         with stream as found:
             for answer in itertools.islice(found, len(every)):
@@ -263,8 +260,8 @@ def _here(task: Task, agenda: Agenda) -> Generator[Iterator[Answer]]:
 
 def _tried(trials: Trials, agenda: Agenda) -> Iterator[Answer]:
     while (taken := agenda.take()) is not None:
-        candidate, hints = taken
-        tried = trials.run(candidate, hints)
+        candidate, known = taken
+        tried = trials.run(candidate, Hints(cutoff_s=lambda c=candidate: agenda.least_s(c), known=known))
         agenda.learn(candidate, tried)
         yield tried.answer
 
@@ -278,67 +275,3 @@ def _sendable(task: Task) -> bool:
     except (pickle.PicklingError, AttributeError, TypeError):
         return False
     return True
-
-
-@contextmanager
-def _in_processes(task: Task, agenda: Agenda, count: int) -> Generator[Iterator[Answer]]:
-    """Answers as they come from `count` processes, which end with the context."""
-    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    children = [_child(task) for _ in range(count)]
-    threads = [threading.Thread(target=_attend, args=(child, agenda, answers), daemon=True) for child in children]
-    for thread in threads:
-        thread.start()
-    try:
-        yield _received(answers)
-    finally:
-        agenda.drop()
-        for child, thread in zip(children, threads, strict=True):
-            child.kill()
-            thread.join()
-            for pipe in (child.stdin, child.stdout):
-                with suppress(BrokenPipeError):  # what a dead process has not read
-                    assert pipe is not None
-                    pipe.close()
-            child.wait()
-
-
-def _received(answers: "queue.SimpleQueue[Any]") -> Iterator[Answer]:
-    while True:
-        answer = answers.get()
-        if isinstance(answer, Exception):
-            raise answer
-        yield answer
-
-
-def _child(task: Task) -> "subprocess.Popen[bytes]":
-    child = subprocess.Popen(
-        [sys.executable, "-m", "autoshard.search_child"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,  # a Ctrl-C reaches the parent alone, which ends the children
-    )
-    assert child.stdin is not None
-    pickle.dump([os.getcwd(), *sys.path], child.stdin)
-    pickle.dump(task, child.stdin)
-    child.stdin.flush()
-    return child
-
-
-def _attend(child: "subprocess.Popen[bytes]", agenda: Agenda, answers: "queue.SimpleQueue[Any]") -> None:
-    """Hands candidates to one process and its answers back."""
-    assert child.stdin is not None
-    assert child.stdout is not None
-    while (taken := agenda.take()) is not None:
-        candidate, _ = taken
-        try:
-            pickle.dump(taken, child.stdin)
-            child.stdin.flush()
-            tried = pickle.load(child.stdout)
-        except (EOFError, OSError, pickle.UnpicklingError):
-            answers.put(SearchError(f"the process that planned {candidate} died with code {child.poll()}"))
-            return
-        if isinstance(tried, AutoshardError):
-            answers.put(tried)
-            return
-        agenda.learn(candidate, tried)
-        answers.put(tried.answer)

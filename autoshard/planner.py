@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
-from math import inf
 from typing import Any, Literal
 
 import jax
@@ -29,6 +28,7 @@ from autoshard.rules.control_flow import HOST_CALLS
 from autoshard.rules.kernels import CUDNN_BACKWARD, CUDNN_FORWARD
 from autoshard.setting import Clock, Setting, Wanted
 from autoshard.solver import Solution, Status, solve
+from autoshard.solver.incumbent import Cutoff, no_cutoff
 from autoshard.strategies import layout_of
 from autoshard.trace import Traced
 from cost_models import Hardware, Machine
@@ -42,12 +42,12 @@ SETTLE_S = 3.0  # then ten times the gap that was asked for will do: nobody wait
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Limits of the search; a step of `cutoff_s` or more is of no use, and is not improved for long."""
+    """Limits of the search; a step of `cutoff_s()` or more is of no use, and is not improved for long."""
 
     memory_bytes: int
     time_limit_s: float
     rel_gap: float
-    cutoff_s: float = inf
+    cutoff_s: Cutoff = no_cutoff
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -112,7 +112,7 @@ def make(
         time_limit_s=budget.time_limit_s,
         rel_gap=budget.rel_gap,
         settle_s=SETTLE_S,
-        cutoff=None if budget.cutoff_s == inf else round(budget.cutoff_s / UNIT_S),
+        cutoff=lambda: budget.cutoff_s() / UNIT_S,
         known=[formulation.write(choice) for choice in known],
         on_progress=_log_progress,
     )

@@ -1,8 +1,8 @@
 """Trial: one candidate planned; what does not depend on the mesh is made once per program."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, prod
+from math import prod
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from autoshard.mesh import MeshAxes
 from autoshard.planner import Budget, Planned
 from autoshard.ranking import LeftOut, Row
 from autoshard.setting import prepare, ties
+from autoshard.solver.incumbent import Cutoff, no_cutoff
 from autoshard.target import load_target
 from autoshard.trace import Traced
 from autoshard.wanted import AUTO, dotted, wanted
@@ -77,10 +78,10 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
-    """What the search knows already: a step of `cutoff_s` or more is not improved for long."""
+    """What the search knows of others: a step of `cutoff_s()` or more is not improved for long."""
 
-    cutoff_s: float = inf
-    known: tuple[Chosen, ...] = ()  # on coarser meshes of the same devices
+    cutoff_s: Cutoff = no_cutoff  # may fall while a candidate is tried
+    known: Sequence[Chosen] = ()  # on coarser meshes of the same devices
 
 
 NO_HINTS = Hints()

@@ -51,7 +51,7 @@ def test_a_finer_mesh_is_no_worse_than_what_is_known_of_a_coarser_one() -> None:
     trials = Trials(TASK)
     coarse = trials.planned(on(4, 2))
     known = (chosen(coarse.assignment.decisions, coarse.assignment.choice),)
-    fine = trials.planned(on(2, 2, 2), Hints(known=known, cutoff_s=0.0))
+    fine = trials.planned(on(2, 2, 2), Hints(known=known, cutoff_s=lambda: 0.0))
     assert fine.record.cost.step_s <= coarse.record.cost.step_s * (1 + 1e-9)
     assert fine.record.certificate.bound_s <= fine.record.certificate.objective_s
 
@@ -60,9 +60,9 @@ def test_a_mesh_has_its_turn_after_the_coarser_ones_and_begins_with_their_plans(
     candidates = [on(2, 2, 2), on(8), on(4, 2)]
     agenda, trials, order = Agenda(candidates), Trials(TASK), list[Candidate]()
     while (taken := agenda.take()) is not None:
-        candidate, hints = taken
-        assert len(hints.known) == len(order)  # each of these refines those before
-        agenda.learn(candidate, trials.run(candidate, hints))
+        candidate, known = taken
+        assert len(known) == len(order)  # each of these refines those before
+        agenda.learn(candidate, trials.run(candidate, Hints(known=known)))
         order.append(candidate)
     assert order == [on(8), on(4, 2), on(2, 2, 2)]
 

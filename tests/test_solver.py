@@ -1,5 +1,6 @@
 """The solver against enumeration of every choice, and what it promises about its answers."""
 
+import math
 import time
 from collections import Counter
 from dataclasses import replace
@@ -113,11 +114,19 @@ def test_a_search_begins_with_what_is_known() -> None:
 def test_beyond_a_cutoff_nothing_is_improved() -> None:
     problem = chain(24)
     best = solve(problem)
-    above = solve(problem, cutoff=best.objective + 1)
+    above = solve(problem, cutoff=lambda: best.objective + 1)
     assert (above.objective, above.bound) == (best.objective, best.bound)
-    beaten = solve(problem, cutoff=0, settle_s=0.0)  # every choice costs more
+    beaten = solve(problem, cutoff=lambda: 0, settle_s=0.0)  # every choice costs more
     assert beaten.found
     assert beaten.bound <= best.objective <= beaten.objective
+
+
+def test_a_cutoff_may_fall_while_a_problem_is_solved() -> None:
+    answers = iter([math.inf] * 4)
+    solution = solve(chain(24), cutoff=lambda: next(answers, 0.0), settle_s=0.0)
+    assert next(answers, None) is None  # it was asked until it fell
+    assert solution.found
+    assert solution.status is Status.FEASIBLE  # and then nothing was improved
 
 
 def test_gap_is_tight_on_a_chain_with_memory_and_hinge() -> None:

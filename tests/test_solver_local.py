@@ -9,7 +9,7 @@ import pytest
 from autoshard.problem.network import Int, Problem
 from autoshard.solver import Status, blocks, child, solve
 from autoshard.solver.blocks import NEVER
-from autoshard.solver.child import Child, solve_in_time
+from autoshard.solver.child import NOTHING, Child, solve_in_time
 from autoshard.solver.evaluate import evaluate
 from autoshard.solver.exact import solve_program
 from autoshard.solver.local import LocalSearch
@@ -143,6 +143,19 @@ def test_a_mip_that_overruns_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None
     answer = solve_in_time(dense(40, 30), left_s=5.0, time_limit_s=0.3)  # 702,000 cells: reading alone takes longer
     assert time.perf_counter() - begin < 5.0
     assert (answer.choice, answer.bound, answer.finished) == (None, None, False)
+
+
+def test_a_mip_whose_answer_is_not_wanted_any_more_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[bool] = []
+
+    def enough() -> bool:
+        looked.append(len(looked) == 1)
+        return looked[-1]
+
+    monkeypatch.setattr(child, "LOOK_S", 0.01)
+    answer = solve_in_time(dense(40, 30), left_s=60.0, time_limit_s=60.0, enough=enough)
+    assert answer is NOTHING
+    assert looked == [False, True]
 
 
 def test_a_child_that_dies_is_no_answer() -> None:

@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYetError
 from dataclasses import dataclass, field
@@ -22,8 +23,14 @@ from autoshard.solver.program import Program
 
 SMALL_CELLS = 10_000  # a program of so few cells is solved at once, without a process
 OVERRUN_S, OVERRUN = 1.0, 1.5  # a request may take OVERRUN · its limit + OVERRUN_S before the kill
+LOOK_S = 0.1  # between looks at whether an answer is still wanted
 MARGIN = 0.1  # of the time left, for an engine that overruns to say what it has before it is killed
 NOTHING = MipAnswer(choice=None, bound=None, infeasible=False, finished=False)
+
+
+def never() -> bool:
+    """Waits for an answer as long as there is time."""
+    return False
 
 
 @dataclass(slots=True)
@@ -110,21 +117,25 @@ class Child:
         return pickle.load(self.process.stdout)
 
 
-def solve_in_time(program: Program, *, left_s: float, time_limit_s: float, **options: Any) -> MipAnswer:
+def solve_in_time(
+    program: Program, *, left_s: float, time_limit_s: float, enough: Callable[[], bool] = never, **options: Any
+) -> MipAnswer:
     """Solves `program` as `solve_program` does, within `left_s` whatever the engine does.
 
-    The engine is asked to stop after `time_limit_s`, and has `OVERRUN_S` more if they are left.
+    The engine is asked to stop after `time_limit_s`, and has `OVERRUN_S` more if they are left. Once
+    what there is is `enough` without it, it is ended without an answer.
     """
     child = Child()
     try:
         begin = time.perf_counter()
         child.submit(program, time_limit_s=min(time_limit_s, (1 - MARGIN) * left_s), **options)
         child.kill_at = min(child.kill_at, begin + min(left_s, time_limit_s + OVERRUN_S))
-        answer = child.answer(math.inf)
+        while (answer := child.answer(LOOK_S)) is None:
+            if enough():
+                return NOTHING
+        return answer
     finally:
         child.close()
-    assert answer is not None
-    return answer
 
 
 def main() -> None:

@@ -66,7 +66,12 @@ def optimum(core: Core, incumbent: Incumbent, limit_s: float) -> tuple[Int | Non
     if program.cells > MIP_CELLS:
         return None, None
     answer = solve_in_time(
-        program, left_s=incumbent.left_s(), time_limit_s=limit_s, rel_gap=incumbent.rel_gap, seed=incumbent.seed
+        program,
+        left_s=incumbent.left_s(),
+        time_limit_s=limit_s,
+        enough=incumbent.closed,
+        rel_gap=incumbent.rel_gap,
+        seed=incumbent.seed,
     )
     if answer.infeasible:
         incumbent.infeasible = True

@@ -258,7 +258,12 @@ class Hinged:
             return None
         incumbent = self.incumbent
         answer = solve_in_time(
-            program, left_s=incumbent.left_s(), time_limit_s=limit_s, rel_gap=incumbent.rel_gap, seed=incumbent.seed
+            program,
+            left_s=incumbent.left_s(),
+            time_limit_s=limit_s,
+            enough=incumbent.closed,
+            rel_gap=incumbent.rel_gap,
+            seed=incumbent.seed,
         )
         if answer.infeasible:
             return answer

@@ -12,8 +12,14 @@ from autoshard.solver.evaluate import evaluate
 from autoshard.solver.solution import Solution, Status
 
 Progress = Callable[[int | None, int | None, float], None]  # best, bound, elapsed_s
+Cutoff = Callable[[], float]  # what a choice must cost less than to be of use, by what is known now
 NO_BOUND = -(2**62)
 SETTLED = 10  # times the gap that was asked for
+
+
+def no_cutoff() -> float:
+    """Lets every choice be of use."""
+    return math.inf
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,7 +32,7 @@ class Incumbent:
     seed: int = 0
     rounds: int | None = None
     settle_s: float = math.inf
-    cutoff: int | None = None
+    cutoff: Cutoff = no_cutoff
     on_progress: Progress | None = None
     clock: Callable[[], float] = compilation.worked_s
     choice: Int | None = None
@@ -72,8 +78,8 @@ class Incumbent:
 
     @property
     def beaten(self) -> bool:
-        """Whether every choice costs at least the cutoff."""
-        return self.cutoff is not None and self.bound >= self.cutoff
+        """Whether every choice costs at least the cutoff, which may fall meanwhile."""
+        return self.bound >= self.cutoff()
 
     def closed(self) -> bool:
         """Whether the gap is as small as was asked for.

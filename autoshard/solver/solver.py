@@ -11,7 +11,7 @@ from autoshard.solver.clock import compilation
 from autoshard.solver.coarse import coarsened, coarsening, least
 from autoshard.solver.direct import smallest_peak, solve_directly
 from autoshard.solver.evaluate import saturated
-from autoshard.solver.incumbent import NO_BOUND, Incumbent, Progress
+from autoshard.solver.incumbent import NO_BOUND, Cutoff, Incumbent, Progress, no_cutoff
 from autoshard.solver.program import Network
 from autoshard.solver.solution import Solution
 
@@ -29,7 +29,7 @@ def solve(
     seed: int = 0,
     rounds: int | None = None,
     settle_s: float = math.inf,
-    cutoff: int | None = None,
+    cutoff: Cutoff = no_cutoff,
     known: Iterable[Int] = (),
     on_progress: Progress | None = None,
     clock: Callable[[], float] = compilation.worked_s,
@@ -43,8 +43,9 @@ def solve(
       seed: of the engines; equal seeds and `rounds` give equal answers where no time limit bites.
       rounds: the most rounds of the search; None for as many as time allows.
       settle_s: after so many seconds, stop at ten times `rel_gap`.
-      cutoff: what nothing is of use that costs as much: once this is proven of every choice, the best
-        one so far is not improved beyond ten times `rel_gap`, nor for longer than `settle_s`.
+      cutoff: asked again and again, what nothing is of use that costs as much: once this is proven of
+        every choice, the best one so far is not improved beyond ten times `rel_gap`, nor for longer
+        than `settle_s`.
       known: choices to begin with, such as solutions of similar problems; each (nodes,), a strategy
         per node. Those that are forbidden here, or do not fit, are passed over.
       on_progress: called with (best, bound, elapsed seconds) whenever either improves.
@@ -89,7 +90,7 @@ def solve_coarse(incumbent: Incumbent, shift: int) -> str:
             incumbent.offer(own.choice)
 
     own = part_of(incumbent, coarsened(incumbent.problem, shift), incumbent.left_s(), report)
-    own.cutoff = None if incumbent.cutoff is None else -(-incumbent.cutoff >> shift)
+    own.cutoff = lambda: incumbent.cutoff() / 2**shift
     solver = run_engines(own)
     incumbent.infeasible = own.infeasible
     return solver
