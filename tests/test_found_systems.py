@@ -6,7 +6,7 @@ it by the layouts and collectives of the plan, and runs the same layout, constra
 constraint, on eight CPU devices with the same program at small sizes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
 
@@ -20,16 +20,22 @@ from jax.sharding import Mesh, NamedSharding
 import autoshard
 import models
 from autoshard import Plan, apply
-from autoshard import trace as traces
-from autoshard.mesh import MeshAxes
 from autoshard.problem.assignment import Assignment
 from autoshard.strategies import layout_of
 from models.training import adamw
 
-# Of a leaf's norm, for sums in bfloat16 in another order. One device in bfloat16 is itself 7 to 9 % off one in
-# float32 in the experts' gradients of the small Mixtral (a router's near ties fall the other way), 1 % elsewhere.
-TOLERANCE = 0.1
-ONE_STEP = 2 * 3e-4  # what a sign that rounding flips changes in a parameter: Adam's first step is ± the learning rate
+# Of the norm of what a step changes in a leaf. The small programs compute in float64 where the planned ones compute
+# in bfloat16; norms, scores, the loss and the state stay in float32, as they are, whose sums come in another order.
+TOLERANCE = 1e-4
+EPSILON = float(np.finfo(np.float32).eps)  # of a leaf's norm
+
+
+@pytest.fixture(autouse=True)
+def float64_by_name() -> Iterator[None]:
+    """Float64 where a program names it, and nowhere else: every cast to bfloat16 has one to float64 in its place."""
+    jax.config.update("jax_explicit_x64_dtypes", "allow")
+    yield
+    jax.config.update("jax_explicit_x64_dtypes", "warn")  # JAX's default
 
 
 def planned(program: Any, mesh: dict[str, int], hardware: str, *, memory: int | None = None) -> Plan:
@@ -88,9 +94,9 @@ def spec(plan: Plan, *words: str) -> list[tuple[str, ...]]:
     return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
 
 
-def moved(plan: Plan, kind: str, *axes: str, value: str = "") -> list[str]:
-    """What collectives of a kind over exactly these axes move, largest first; `value` filters."""
-    found = [c for c in plan.record.collectives if c.kind == kind and c.axes == axes and value in c.value]
+def moved(plan: Plan, kind: str, *axes: str, trips: int | None = None) -> list[str]:
+    """What collectives of a kind over exactly these axes move, largest first; `trips` filters."""
+    found = [c for c in plan.record.collectives if c.kind == kind and c.axes == axes and trips in (None, c.trips)]
     return [c.value for c in sorted(found, key=lambda c: -c.nbytes * c.trips)]
 
 
@@ -117,29 +123,27 @@ def check_numbers(plan: Plan, big: Any, small: Any, mesh: dict[str, int]) -> Non
       mesh: sizes of the same axes, over eight devices.
     """
     fn, args = small
-    axes = MeshAxes.of(mesh)
-    traced, planned_as = (traces.trace(f, a, [str(i) for i in range(len(a))], axes) for f, a in (small, big))
-    assert primitives(traced.jaxpr.jaxpr) == primitives(planned_as.jaxpr.jaxpr)
-    on = Mesh(np.array(jax.devices()[: prod(mesh.values())]).reshape(axes.sizes), axes.names)
+    closed, planned_as = (jax.make_jaxpr(f)(*a) for f, a in (small, big))
+    assert primitives(closed.jaxpr) == primitives(planned_as.jaxpr)
+    on = Mesh(np.array(jax.devices()[: prod(mesh.values())]).reshape([*mesh.values()]), [*mesh])
 
     def emitted(*flat: Any) -> list[Any]:
-        return apply.constrained(traced.jaxpr, plan.record.pins, on, flat)
+        return apply.constrained(closed, plan.record.pins, on, flat)
 
     ins, outs = (
         [NamedSharding(on, leaf.spec) for leaf in leaves] for leaves in (plan.record.inputs, plan.record.outputs)
     )
     flat = jax.device_put(jax.tree.leaves(args), ins)
-    got = jax.jit(emitted, in_shardings=ins, out_shardings=outs)(*flat)
-    want = jax.tree.leaves_with_path(jax.jit(fn)(*args))
-    for (path, leaf), value in zip(want, got, strict=True):
+    with jax.enable_x64(True):  # bodies of loops are traced once more, from their types
+        got = jax.jit(emitted, in_shardings=ins, out_shardings=outs)(*flat)
+    want = jax.jit(fn)(*args)
+    before = [*jax.tree.leaves(args[0]), 0.0]  # the state, and nothing for the loss
+    for (path, leaf), start, value in zip(jax.tree.leaves_with_path(want), before, got, strict=True):
         where = jax.tree_util.keystr(path)
         if not jnp.issubdtype(leaf.dtype, jnp.floating) or "'bk'" in where:  # bk has no gradient but rounding
             continue
-        exact = np.asarray(leaf, np.float64)
-        squares = ".nu" in where  # of gradients: they are off by twice as much
-        allowed = (2 if squares else 1) * TOLERANCE * np.linalg.norm(exact)
-        if not any(part in where for part in (".mu", ".nu")):
-            allowed += ONE_STEP * exact.size**0.5
+        exact, change = np.asarray(leaf, np.float64), np.asarray(leaf, np.float64) - np.asarray(start, np.float64)
+        allowed = TOLERANCE * np.linalg.norm(change) + EPSILON * np.linalg.norm(exact)
         assert np.linalg.norm(np.asarray(value, np.float64) - exact) <= allowed, where
 
 
@@ -150,7 +154,7 @@ def program(name: str, *, batch: int, sequence: int | None = None, **fields: Any
 
 def at_small_sizes(name: str, *, batch: int, sequence: int | None = None, **fields: Any) -> Any:
     """The same program with arrays; eight layers, for a plan may split the stack."""
-    module, config = models.find(name, scan=True, layers=8, **fields)
+    module, config = models.find(name, scan=True, layers=8, compute_dtype="float64", **fields)
     sizes = {"batch": batch} | ({} if sequence is None else {"sequence": sequence})
     return module.train_step(config), (module.init(config, jax.random.key(0)), module.example_batch(config, **sizes))
 
@@ -211,16 +215,22 @@ def test_sequence_parallelism_where_one_sequence_meets_a_large_model() -> None:
 def test_context_parallelism_for_one_long_sequence() -> None:
     """Llama 3 8B, one sequence of 32,768 tokens on two nodes: eight key heads cannot split 16 ways, tokens can.
 
-    Per layer keys and values are 134 MB, an activation 268 MB.
+    Per layer and pass keys and values are 2 · 67 MB, and nothing waits for the weights' 436 MB, which are gathered
+    behind matrices' products. Columns and rows split instead would gather and scatter activations of 268 MB, twice
+    each, with everything waiting. Once per step, before the vocabulary, an activation is the lighter one: 268 MB
+    against 1.05 GB of the projection.
     """
     fields = {"remat": "full"}
     big = program("llama3-8b", batch=1, sequence=32_768, context=32_768, **fields)
     plan = planned(big, {"context": 16}, "h100:2x8")
     assert set(made(plan, "dot_general", 1, 32_768, 14_336)) == {"[-,context,-]"}
     assert "[-,context,-,-]" in made(plan, "dot_general", 1, 32_768, 32, 128)
-    gathered = moved(plan, "all-gather", "context")
-    assert gathered.count("bfloat16[1,32768,8,128]") >= 2
-    assert "bfloat16[1,32768,4096]" not in gathered
+    keys, stream = "bfloat16[1,32768,8,128]", "bfloat16[1,32768,4096]"
+    gathered, scattered = (moved(plan, kind, "context", trips=32) for kind in ("all-gather", "reduce-scatter"))
+    assert gathered.count(keys) == 4  # keys and values, forward and once more for the backward pass
+    assert sorted(x for x in scattered if "32768" in x) == ["bfloat16[1,8,128,32768]", "bfloat16[1,8,32768,128]"]
+    assert not [c for c in plan.record.collectives if c.trips > 1 and c.value == stream]
+    assert moved(plan, "all-gather", "context", trips=1).count(stream) == 1
     small = at_small_sizes("llama3-8b", batch=1, heads=8, kv_heads=4, **fields, **SMALL)
     check_numbers(plan, big, small, {"context": 8})
 
@@ -263,7 +273,7 @@ def test_expert_parallelism_where_tokens_are_lighter_than_experts() -> None:
     ]
     assert len(sent) == 4  # there and back, forward and backward
     assert not [v for v in moved(plan, "all-gather", "expert") if "14336" in v]
-    check_numbers(plan, big, at_small_sizes("mixtral-8x7b", batch=8, heads=8, kv_heads=4, **SMALL), mesh)
+    check_numbers(plan, big, at_small_sizes("mixtral-8x7b", batch=8, heads=16, kv_heads=8, **SMALL), mesh)
 
 
 @pytest.mark.slow
@@ -299,7 +309,8 @@ def test_each_expert_is_split_where_there_are_more_devices_than_experts() -> Non
 def with_masters(name: str, *, batch: int, sequence: int, **fields: Any) -> tuple[Callable[..., Any], Any, Any]:
     """A train step on bfloat16 parameters with float32 masters among the optimizer's state.
 
-    Micikevicius et al. 2018, as Megatron's distributed optimizer and ZeRO have it.
+    Micikevicius et al. 2018, as Megatron's distributed optimizer and ZeRO have it. Norms,
+    which compute in float32, have float32 parameters.
 
     Returns:
       The step, the state's maker from a key, and the batch's maker.
@@ -308,7 +319,9 @@ def with_masters(name: str, *, batch: int, sequence: int, **fields: Any) -> tupl
     optimizer = adamw(config.learning_rate)
 
     def rounded(params: Any) -> Any:
-        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+        return jax.tree.map_with_path(
+            lambda path, x: x if "norm" in jax.tree_util.keystr(path) else x.astype(config.compute_dtype), params
+        )
 
     def init(key: jax.Array) -> Any:
         params = module.init(config, key).params
@@ -334,7 +347,7 @@ def test_zero_splits_the_optimizer_first_and_the_parameters_when_memory_is_short
     step, init, batch = with_masters("gpt2-xl", batch=64, sequence=1024, vocab=50_304)
     big = step, (jax.eval_shape(init, jax.random.key(0)), jax.eval_shape(batch))
     small_step, small_init, small_batch = with_masters(
-        "gpt2-xl", batch=8, sequence=64, layers=8, **SMALL | {"heads": 5, "kv_heads": 5}
+        "gpt2-xl", batch=8, sequence=64, layers=8, compute_dtype="float64", **SMALL | {"heads": 5, "kv_heads": 5}
     )
     small = small_step, (small_init(jax.random.key(0)), small_batch())
     matrices = {"w_up": "1600,6400", "w_down": "6400,1600", "'wq'": "1600,25,64", "'wo'": "25,64,1600"}
@@ -398,6 +411,8 @@ def test_zero1_keeps_gradients_whole_while_they_accumulate() -> None:
     big = accumulating(8, vocab=50_304)[0], args
     apart = planned(big, {"data": 8}, "h100:1x8")
     assert plan.cost == pytest.approx(apart.cost, rel=0.02)  # the parts that the planner chose itself
-    small_step, _, small_config = accumulating(8, **SMALL | {"heads": 5, "kv_heads": 5, "layers": 8})
+    small_step, _, small_config = accumulating(
+        8, compute_dtype="float64", **SMALL | {"heads": 5, "kv_heads": 5, "layers": 8}
+    )
     small = module.init(small_config, jax.random.key(0)), module.example_batch(small_config, batch=64, sequence=8)
     check_numbers(apart, big, (small_step, small), {"data": 8})
