@@ -92,15 +92,29 @@ class Assignment:
         """The code in which a value goes on from where it is made: its copy's, or its own.
 
         Its own where an equation of the same chain takes it as it was made, and the way back
-        from the copy would be a collective: then everyone else moves it for himself.
+        from the copy would be a collective; and that of an input which anyone takes as it came
+        and could cut from the copy, which need not live as long then. Everyone else moves it for
+        himself.
         """
         made, kept = self.made(value), self.kept(value)
         if made is None or kept is None or made == kept:
             return made
         if not self._uses:
             self._uses.update(self.decisions.graph.consumers())
-        back = any(self._in_chain(e, value) for e, _ in self._uses.get(value, ()))
+        uses = self._uses.get(value, ())
+        if self._is_input(value):
+            as_came = any(self.taken(e, i) == made for e, i in uses)
+            return made if as_came and not self._communicates(value, kept, made) else kept
+        back = any(self._in_chain(e, value) for e, _ in uses)
         return made if back and self._communicates(value, kept, made) else kept
+
+    def _is_input(self, value: int) -> bool:
+        return self.decisions.nodes[self.decisions.made[value].node].kind == "input"
+
+    def _as_made(self, e: int, i: int) -> bool:
+        """Whether equation e takes its operand i from where it is made, past its copy."""
+        value = self.decisions.graph.operands[e][i]
+        return self.taken(e, i) == self.left(value) and (self._is_input(value) or self._in_chain(e, value))
 
     def _in_chain(self, e: int, value: int) -> bool:
         """Whether equation e is of the chain that makes a value."""
@@ -124,7 +138,7 @@ class Assignment:
         """Codes to pin, in order, where equation e takes operand i."""
         value = self.decisions.graph.operands[e][i]
         kept, taken = self.kept(value), self.taken(e, i)
-        if kept is None or taken is None or (taken == self.left(value) and self._in_chain(e, value)):
+        if kept is None or taken is None or self._as_made(e, i):
             return ()
         return self._to_copy(value) + self.route(value, kept, taken)
 
