@@ -138,7 +138,7 @@ def touched_bytes(
     of its table only what it returns; a scatter rewrites only what it updates. A
     constraint by itself touches nothing; nor does a transpose, which XLA's layout
     assignment turns into another order of the same bytes in memory; a loop's constants
-    are read where they lie.
+    are read where they lie. What a loop stacks is read, written, and has been zeroed before.
     """
     if eqn.primitive in (CONSTRAINT, "transpose", "loop_const", "branch_join"):
         return np.zeros(len(strategies))
@@ -152,7 +152,7 @@ def touched_bytes(
     sparse = eqn.primitive in ("gather", "dynamic_slice", "loop_slice")
     update = eqn.primitive.startswith("scatter") or eqn.primitive == "dynamic_update_slice"
     if eqn.primitive == "loop_stack":
-        return 2 * local(0, result=False)
+        return 3 * local(0, result=False)
     for i, read in enumerate(reads):
         if read and not (sparse and i == 0) and not (update and i == 0):
             total += local(i, result=False) * (2 if update and i == len(reads) - 1 else 1)
