@@ -12,9 +12,9 @@ from itertools import combinations, permutations
 from typing import Any
 
 import cost_models
-from autoshard.errors import MeshError
+from autoshard.errors import MeshError, SpecError
 from cost_models import Hardware, Machine
-from cost_models.topology import counts, topologies
+from cost_models.topology import counts, examples, topologies
 
 AXES = ("data", "fsdp", "model")  # outermost first; two axes take the first and the last
 MOST_AXES = len(AXES)
@@ -69,11 +69,14 @@ def slices(hardware: str, chips: Sequence[int]) -> list[Hardware]:
 
     Raises:
       MeshError: no slice has that many chips; names the numbers next to it.
+      SpecError: neither a number of chips nor a topology is given.
     """
     if ":" in hardware:
         return [cost_models.hardware(hardware)]
     found: list[Hardware] = []
     chip = cost_models.hardware(hardware, 1).chip
+    if not chips:
+        raise SpecError(f"say how many chips, --chips 8 (chips=8), or name the slice, {examples(chip)}")
     per_chip = int(chip.numbers["devices_per_chip_count"].value) if "devices_per_chip_count" in chip.numbers else 1
     for count in chips:
         names = topologies(chip, count * per_chip)

@@ -123,8 +123,9 @@ def _decided_at(planned: Planned, at: str) -> list[int]:
     lines = [eqn.where.partition(" (")[0] for eqn in d.graph.eqns]
     found = [d.node_of[e] for e, line in enumerate(lines) if line.endswith(at) and d.node_of[e] >= 0]
     if not found:
-        known = sorted({line.rpartition("/")[2] for e, line in enumerate(lines) if d.node_of[e] >= 0})
-        raise SpecError(f"nothing is decided at {at!r}; lines with decisions: {', '.join(known)}")
+        known = sorted({line.rpartition("/")[2] for e, line in enumerate(lines) if d.node_of[e] >= 0 and ":" in line})
+        here = [line for line in known if line.partition(":")[0] == at.rpartition("/")[2].partition(":")[0]]
+        raise SpecError(f"nothing is decided at {at!r}; lines with decisions: {', '.join(here or known)}")
     return list(dict.fromkeys(found))
 
 

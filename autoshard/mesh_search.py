@@ -29,7 +29,6 @@ from autoshard.report import ranking as report
 from autoshard.solver.incumbent import SETTLED
 from autoshard.trial import Hints, Task, Trials
 from autoshard.workers import Answer
-from cost_models.topology import examples
 
 PARAMETER_MULTIPLE = "x"  # "20x": twenty tokens per parameter
 
@@ -127,10 +126,6 @@ def search(
         raise SpecError("vary= needs a builder: pass the target as text, such as 'models:gpt2_xl'")
     names = [hardware] if isinstance(hardware, str) else list(hardware)
     numbers = [chips] if isinstance(chips, int) else list(chips)
-    if not numbers and not all(":" in name for name in names):
-        chip = next(name for name in names if ":" not in name)
-        slice_ = examples(cost_models.hardware(chip, 1).chip)
-        raise SpecError(f"say how many chips, --chips 8 (chips=8), or name the slice, {slice_}")
     token_count(budget_tokens, 1)  # refused now, not after the search
     places = [place for name in names for place in slices(name, numbers)]
     choices = [dict(zip(vary or {}, values, strict=True)) for values in itertools.product(*(vary or {}).values())]

@@ -128,6 +128,10 @@ def read(path: str | Path) -> PlanRecord:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise PlanFileError(
+            f"cannot read the plan file {path}: there is none; `autoshard plan … --out {path}` or `plan.save` writes it"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise PlanFileError(f"cannot read the plan file {path}: {error}") from error
     return parse(text, path)

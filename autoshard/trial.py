@@ -104,11 +104,19 @@ class Trials:
         self._graphs: dict[tuple[int, str], Graph] = {}  # by program (kept above) and platform
 
     def run(self, candidate: Candidate, hints: Hints = NO_HINTS) -> Tried:
-        """The best plan of a candidate, or why there is none."""
+        """The best plan of a candidate, or why there is none.
+
+        Raises:
+          SpecError: what is asked for is no good, whatever the mesh.
+        """
+        try:
+            self.program(candidate)
+        except MeshError as error:  # the program's own constraints name other axes
+            return _left_out(candidate, error)
         try:
             planned = self.planned(candidate, hints)
         except (InfeasibleError, SpecError, MeshError) as error:
-            return Tried(answer=LeftOut(candidate, str(error).split("\n")[0]))
+            return _left_out(candidate, error)
         decisions, choice = planned.assignment.decisions, planned.assignment.choice
         return Tried(answer=self._row(candidate, planned), chosen=chosen(decisions, choice))
 
@@ -210,6 +218,10 @@ class Trials:
             tokens=program.tokens,
             parameters=program.parameters,
         )
+
+
+def _left_out(candidate: Candidate, error: Exception) -> Tried:
+    return Tried(answer=LeftOut(candidate, str(error).split("\n")[0]))
 
 
 def _replaced(traced: Traced) -> frozenset[int]:

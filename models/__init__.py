@@ -7,7 +7,8 @@ returns `(decode, (params, decoding))`.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,8 @@ _STEPS: dict[Any, Callable[..., Callable[..., Any]]] = {
 } | {inference: inference.step}
 
 _MODULES: dict[str, Any] = {name: module for module in _STEPS for name in module.CONFIGS}
+
+SIZES = ("batch", "sequence")  # of the arguments, beside the fields of a configuration
 
 Target = tuple[Callable[..., Any], tuple[Any, ...]]
 """A program and its arguments."""
@@ -39,6 +42,11 @@ def find(name: str, **overrides: Any) -> tuple[Any, Any]:
     if name not in _MODULES:
         raise KeyError(f"no model named {name!r}; there are: {', '.join(names())}")
     module = _MODULES[name]
+    known = [*SIZES, *(field.name for field in fields(module.CONFIGS[name]))]
+    for key in overrides:
+        if key not in known:
+            near = get_close_matches(key, known, n=2, cutoff=0.5) or known
+            raise TypeError(f"{name} has no {key!r}; there is {', '.join(near)}")
     return module, replace(module.CONFIGS[name], **overrides)
 
 

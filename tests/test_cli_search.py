@@ -56,6 +56,8 @@ def test_search_prints_json_markdown_and_a_page(tmp_path: Path) -> None:
         (["--processes", "0"], "write --processes 1 (processes=1), or leave it out"),
         (["--tokens", "-3T"], "write 15T, 300B or 20x (per parameter)"),
         (["--price", "h100=2"], "a price of h100, which is not searched: there is cpu"),
+        (["--donate", "7"], "SpecError: donate_argnums=7: train_step was called with 2 positional arguments"),
+        (["--set", "bach=3"], "linear-tiny has no 'bach'; there is batch"),
         (["--html", "nowhere/page.html"], "cannot write nowhere/page.html: there is no folder nowhere"),
     ],
 )
@@ -80,8 +82,27 @@ def test_a_name_that_is_nearly_a_model_is_told(
 @pytest.mark.parametrize("command", ["search", "explain", "report", "diff", "scale", "serve"])
 def test_help_fits_a_screen(command: str) -> None:
     lines = run(command, "--help").splitlines()
-    assert len(lines) <= 60
+    assert len(lines) <= 40
     assert all(len(line) <= 80 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["scale", "layers=2", "--hardware", "h100", "--batch", "8"], "add d_model=…,d_ff=…,heads=…,kv_heads=…"),
+        (["scale", "layers=2,dmodel=8", "--hardware", "h100", "--batch", "8"], "no dmodel; there is d_model"),
+        (["scale", "SHAPE", "--hardware", "h100", "--batch", "8"], "say how many chips, --chips 8"),
+        (["serve", "SHAPE", "--hardware", "tpu-v5e"], "say how many chips, --chips 8"),
+        (["diff", "no.json", "no.json"], "there is none; `autoshard plan … --out no.json`"),
+        (["explain", *SMALL, *ON, "--at", "linear.py"], "lines with decisions: linear.py:"),
+    ],
+)
+def test_the_others_do_so_too(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = "layers=2,d_model=64,d_ff=128,heads=4,kv_heads=4,head_dim=16,vocab=64"
+    given = [shape if argument == "SHAPE" else argument for argument in arguments]
+    assert said in refused(*given, monkeypatch=monkeypatch, capsys=capsys)
 
 
 def test_explain_and_report_and_diff(tmp_path: Path) -> None:

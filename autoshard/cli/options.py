@@ -28,24 +28,20 @@ MeshOption = Annotated[str | None, typer.Option("--mesh", help="axes, major to m
 HardwareOption = Annotated[str | None, typer.Option("--hardware", help="chip and topology: h100:1x8, tpu-v5e:2x4")]
 MemoryOption = Annotated[
     str | None,
-    typer.Option("--memory", help="limit per device: 64GB, 60GiB; default: the chip's, less the runtime's share"),
+    typer.Option("--memory", help="per device: 64GB; default: all usable"),
 ]
-DonateOption = Annotated[
-    list[str] | None, typer.Option("--donate", help="a donated argument, by position or name; may be repeated")
-]
+DonateOption = Annotated[list[str] | None, typer.Option("--donate", help="an argument by position or name; repeatable")]
 PinOption = Annotated[
     list[str] | None,
     typer.Option(
         "--pin", help="'PATTERN=SPEC' for inputs: '**.embed=model,-'; - is whole, ? is open, data+model is both"
     ),
 ]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="an argument of the builder: batch=16; may be repeated")
-]
-ForwardOption = Annotated[bool, typer.Option("--forward", help="plan the function as it is, not for its gradient")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="of the builder: batch=16; repeatable")]
+ForwardOption = Annotated[bool, typer.Option("--forward", help="plan the function, not its gradient")]
 GapOption = Annotated[float, typer.Option("--gap", help="stop when proven optimal to this fraction")]
-TimeOption = Annotated[float, typer.Option("--time-limit", help="seconds for the solver; then the best plan so far")]
-JsonOption = Annotated[bool, typer.Option("--json", help="print JSON, and nothing else, on standard output")]
+TimeOption = Annotated[float, typer.Option("--time-limit", help="seconds; then the best plan so far")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print JSON alone on standard output")]
 
 
 def planned(

@@ -1,5 +1,7 @@
 """`autoshard scale`: tensor, context, expert, pipeline and data parallelism of a stack of equal layers."""
 
+from dataclasses import MISSING, fields
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer
@@ -22,16 +24,14 @@ from cost_models.layout_search import LayoutRanking, best_layouts
 def scale(
     shape: Annotated[str, typer.Argument(help="layers=126,d_model=16384,… or package.module:function")],
     *,
-    hardware: Annotated[str, typer.Option("--hardware", help="chip, or chip and topology: h100, h100:2048x8")],
-    batch: Annotated[int, typer.Option("--batch", help="sequences of a step, all devices together")],
+    hardware: Annotated[str, typer.Option("--hardware", help="h100, or with topology: h100:2048x8")],
+    batch: Annotated[int, typer.Option("--batch", help="sequences a step, all devices together")],
     sequence: Annotated[int, typer.Option("--sequence", help="tokens per sequence")] = 8192,
     chips: Annotated[int | None, typer.Option("--chips", help="how many, if the topology is not given")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="of the matmuls: bfloat16, float8_e4m3fn")] = "bfloat16",
     memory: MemoryOption = None,
     rows: Annotated[int, typer.Option("--rows", help="of the ranking")] = 10,
-    plan: Annotated[
-        str | None, typer.Option("--plan", help="builder whose stages are planned for every row: models:llama3_405b")
-    ] = None,
+    plan: Annotated[str | None, typer.Option("--plan", help="also plan its stages: models:llama3_405b")] = None,
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -82,13 +82,13 @@ def transformer(written: str) -> Transformer:
     """
     if "=" in written:
         given = assignments(written.split(","), "SHAPE")
-        try:
-            return Transformer(**given)
-        except TypeError as error:
-            needed = "layers, d_model, d_ff, heads, kv_heads, head_dim, vocab"
-            raise TargetError(
-                f"cannot read the shape {written}: {error}; write {needed}, each as key=number"
-            ) from error
+        known = fields(Transformer)
+        if strange := sorted(set(given) - {size.name for size in known}):
+            near = get_close_matches(strange[0], [size.name for size in known], n=2) or [size.name for size in known]
+            raise TargetError(f"cannot read the shape: there is no {strange[0]}; there is {', '.join(near)}")
+        if missing := [size.name for size in known if size.default is MISSING and size.name not in given]:
+            raise TargetError(f"cannot read the shape: add {','.join(f'{name}=…' for name in missing)}")
+        return Transformer(**given)
     made: Any = load_builder(written)()
     if not isinstance(made, Transformer):
         raise TargetError(

@@ -18,20 +18,12 @@ def search(
     target: TargetArgument,
     *,
     hardware: Annotated[str, typer.Option("--hardware", help="chips to compare: tpu-v5p, or h100,h200")],
-    chips: Annotated[str | None, typer.Option("--chips", help="how many: 256, or 8,16,32 for a scaling curve")] = None,
-    vary: Annotated[
-        list[str] | None, typer.Option("--vary", help="builder argument and its values: batch=64,128; may be repeated")
-    ] = None,
+    chips: Annotated[str | None, typer.Option("--chips", help="256, or 8,16,32 for a scaling curve")] = None,
+    vary: Annotated[list[str] | None, typer.Option("--vary", help="values to try: batch=64,128; repeatable")] = None,
     set_: SetOption = None,
-    donate: Annotated[
-        list[str] | None, typer.Option("--donate", help="by position or name; default: what outputs replace")
-    ] = None,
-    tokens: Annotated[
-        str | None, typer.Option("--tokens", help="of the whole training: 15T, or 20x parameters")
-    ] = None,
-    price: Annotated[
-        str | None, typer.Option("--price", help="dollars per chip and hour: 4.2, or h100=2.5,h200=3")
-    ] = None,
+    donate: Annotated[list[str] | None, typer.Option("--donate", help="default: what outputs replace")] = None,
+    tokens: Annotated[str | None, typer.Option("--tokens", help="to train on: 15T, or 20x parameters")] = None,
+    price: Annotated[str | None, typer.Option("--price", help="$ per chip-hour: 4.2, or h100=2.5,h200=3")] = None,
     memory: MemoryOption = None,
     axes: Annotated[int, typer.Option("--axes", help="the most mesh axes, 1 to 3")] = 3,
     forward: ForwardOption = False,

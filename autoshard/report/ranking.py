@@ -1,5 +1,6 @@
 """Ranking: the result of a search as a table for terminals, as Markdown, and as JSON."""
 
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ def text(found: Ranking, *, width: int | None = None) -> str:
     width = columns() if width is None else width
     head, rows, right = _fitting(*_table(found), width)
     parts: list[Any] = [
-        f"{verdict(found)}\n",
+        textwrap.fill(verdict(found), width, break_on_hyphens=False) + "\n",
         table("", head, rows[:SHOWN], right=right, whole=("mesh", "slice")),
     ]
     if len(rows) > SHOWN:
