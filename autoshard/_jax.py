@@ -168,6 +168,17 @@ def parse_attribute(text: str, module: Any) -> Any:
     return ir.Attribute.parse(text, module.context)
 
 
+def replace_op(op: Any, name: str) -> None:
+    """Puts an op of another name, without attributes, in the place of one: same operands, results and location."""
+    types = [result.type for result in op.results]
+    new = ir.Operation.create(
+        name, results=types, operands=list(op.operands), loc=op.location, ip=ir.InsertionPoint(op)
+    )
+    for before, after in zip(op.results, new.results, strict=True):
+        before.replace_all_uses_with(after)
+    op.erase()
+
+
 @contextlib.contextmanager
 def as_written(eqn: Any) -> Generator[None]:
     """Binds under an equation's own source lines, name stack and context, but on the mesh that is set now."""

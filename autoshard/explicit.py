@@ -50,7 +50,7 @@ def collectives(lowered: Any, mesh: MeshAxes) -> tuple[hlo.Collective, ...]:
       ShardyError: a pass fails.
     """
     module = _jax.stablehlo(lowered)
-    shardy.state_pointwise_rules(module)
+    shardy.simplify(module)
     shardy.run(module, "sdy-propagation-pipeline")
     write_out(module)
     return tuple(row for op, around in shardy.walk(module) for row in _rows(op, around, mesh))

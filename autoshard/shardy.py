@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import jax
@@ -184,7 +185,7 @@ class Lowering:
     def __init__(self, lowered: Any) -> None:
         """Copies what `jax.jit(…, in_shardings=…).lower(…)` returns, for a mesh of two or more devices."""
         self._module = _jax.stablehlo(lowered)
-        state_pointwise_rules(self._module)
+        simplify(self._module)
         self.count = _number_results(self._module)
         self._read: dict[tuple[int, int], tuple[tuple[Layout, ...], tuple[ValueLayout, ...]]] = {}
 
@@ -286,24 +287,41 @@ def run(module: Any, pipeline: str) -> None:
         raise ShardyError(f"Shardy's `{pipeline}` failed: {error}") from error
 
 
-def state_pointwise_rules(module: Any) -> None:
-    """Gives pointwise CHLO ops (`square`, `erf`, …) their rule.
+def simplify(module: Any) -> None:
+    """Brings a lowered module to what XLA propagates, as far as Shardy tells the difference.
 
-    XLA expands them before it propagates; Shardy by itself knows no CHLO op, and layouts
-    would stop there.
+    XLA first expands CHLO ops (`square`, `erf`, …), none of which Shardy knows, so that layouts
+    would stop there: pointwise ones get their rule. And it makes a reshape of a broadcast that
+    only adds dimensions of one, as in what a `scan` stacks: Shardy passes layouts through reshapes
+    both ways before it passes them through matmuls, through broadcasts one way.
     """
     for op, _ in walk(module):
-        shapes = {_shape(value) for value in (*op.operands, *op.results)}
-        if not op.name.startswith("chlo.") or len(shapes) != 1 or shapes <= {None, ()}:
-            continue
-        (shape,) = shapes
-        dims = tuple((factor,) for factor in _FACTORS[: len(shape or ())])
-        rule = FactorRule(
-            operands=(dims,) * len(op.operands),
-            results=(dims,) * len(op.results),
-            sizes={factor: size for (factor,), size in zip(dims, shape or (), strict=True)},
-        )
-        op.attributes["sdy.sharding_rule"] = _jax.parse_attribute(f"#sdy.op_sharding_rule<{rule}>", module)
+        if op.name.startswith("chlo."):
+            _state_pointwise_rule(op, module)
+    for op in _jax.operations(module, {"stablehlo.broadcast_in_dim"}):
+        if _adds_ones(op):
+            _jax.replace_op(op, "stablehlo.reshape")
+
+
+def _state_pointwise_rule(op: Any, module: Any) -> None:
+    shapes = {_shape(value) for value in (*op.operands, *op.results)}
+    if len(shapes) != 1 or shapes <= {None, ()}:
+        return
+    (shape,) = shapes
+    dims = tuple((factor,) for factor in _FACTORS[: len(shape or ())])
+    rule = FactorRule(
+        operands=(dims,) * len(op.operands),
+        results=(dims,) * len(op.results),
+        sizes={factor: size for (factor,), size in zip(dims, shape or (), strict=True)},
+    )
+    op.attributes["sdy.sharding_rule"] = _jax.parse_attribute(f"#sdy.op_sharding_rule<{rule}>", module)
+
+
+def _adds_ones(op: Any) -> bool:
+    """Whether a broadcast keeps all dimensions of its operand, in their order, and repeats nothing."""
+    before, after = _shape(op.operands[0]), _shape(op.results[0])
+    dims = list(op.attributes["broadcast_dimensions"])
+    return before is not None and after is not None and prod(before) == prod(after) and dims == sorted(dims)
 
 
 def _functions(module: Any) -> dict[str, Any]:

@@ -139,6 +139,26 @@ def test_propagation_enters_loops_and_calls_in_program_order() -> None:
     assert carries == [layout("data", None)]
 
 
+def test_what_a_scan_stacks_for_its_gradient_lies_as_it_was_made() -> None:
+    """Under FSDP (weights split over the batch's axis) XLA keeps residuals split by batch; the weights' gradients,
+    whose products read them, would split them by features if the stacking were a broadcast, as it is lowered."""
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jnp.sum(jax.lax.scan(lambda c, w: (hold(jnp.tanh(hold(c) @ w)), None), x, w)[0])
+
+        return w - jax.grad(loss)(w)
+
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    hold = partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, P("data")))
+    weights = NamedSharding(mesh, P(None, "data"))
+    jitted = jax.jit(step, in_shardings=(weights, NamedSharding(mesh, P("data"))), out_shardings=weights)
+    found = shardy.propagate(jitted.lower(array(3, 16, 16), array(8, 16)))
+    stacked = [value.layout for value in find(found, "stablehlo.while") if value.shape == (3, 8, 16)]
+    assert stacked
+    assert set(stacked) == {layout(None, "data", None)}
+
+
 def test_a_pin_holds_and_spreads_to_what_follows() -> None:
     def chain(x: Any, w: Any) -> Any:
         return jnp.tanh(x @ w)
