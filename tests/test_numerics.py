@@ -8,9 +8,11 @@ import pytest
 
 import autoshard
 from tests.assignments import random_choice, run
+from tests.float64 import exact
 from tests.programs import GPUS, MESH, TINY, Program, relative_error, setting_of, smallest
 
 TOLERANCE = 1e-5  # relative to the largest entry of a leaf, in float32
+ROUNDING = 4  # times what one device is off itself: another order of sums rounds otherwise, and as far
 STEPS = 3
 SEEDS = 25
 SLOW_SEEDS = 200
@@ -34,8 +36,22 @@ def errors(got: Any, want: Any) -> dict[str, float]:
     return found
 
 
-def wrong(got: Any, want: Any) -> dict[str, float]:
-    return {name: error for name, error in errors(got, want).items() if not error <= TOLERANCE}
+def wrong(got: Any, want: Any, tolerance: float = TOLERANCE) -> dict[str, float]:
+    return {name: error for name, error in errors(got, want).items() if not error <= tolerance}
+
+
+def truth(program: Program) -> tuple[Any, float]:
+    """What a program computes in float64, and how far off it may be in float32.
+
+    That is the tolerance, or where the program itself is ill-conditioned a few times what it is off on
+    one device (which has to keep within the tolerance). Of the programs here only the scanned GPT-2
+    is: 4e-6 off on one device, up to 1.3e-5 in 200 random plans, each of which is 1e-14 off in
+    float64. A product that is a thousandth too large is 3e-4 off or more.
+    """
+    want = exact(program.fn, *program.args)
+    off = max(errors(jax.jit(program.fn)(*program.args), want).values())
+    assert off <= TOLERANCE
+    return want, max(TOLERANCE, ROUNDING * off)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -56,11 +72,11 @@ def test_three_adamw_steps_of_the_optimum_are_those_of_one_device(name: str) -> 
 def check_random(program: Program, seeds: range) -> None:
     setting, _ = setting_of(program)
     flat = jax.tree.leaves(program.args)
-    want = jax.jit(program.fn)(*program.args)
+    want, tolerance = truth(program)
     for seed in seeds:
         choice = random_choice(setting.decisions, setting.resharder, np.random.default_rng(seed))
         got = jax.tree.unflatten(jax.tree.structure(want), run(setting, choice, flat))
-        assert not wrong(got, want), f"seed {seed}"
+        assert not wrong(got, want, tolerance), f"seed {seed}"
 
 
 @pytest.mark.parametrize("name", TINY)
