@@ -5,9 +5,9 @@ forbidden: the difference is what the choice is worth, all else being rearranged
 best.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import gcd, inf
+from math import gcd
 from typing import Any
 
 from autoshard.errors import SpecError
@@ -15,7 +15,7 @@ from autoshard.mesh import MeshAxes
 from autoshard.planner import Planned
 from autoshard.problem.assignment import Assignment, Collective
 from autoshard.problem.formulation import UNIT_S
-from autoshard.problem.network import INF, Int, Problem
+from autoshard.problem.network import INF, Problem
 from autoshard.record import Leaf
 from autoshard.solver import Solution, solve
 from autoshard.solver.evaluate import evaluate
@@ -228,13 +228,9 @@ def _runner_up(planned: Planned, c: int, node: int, pick: int) -> RunnerUp | Non
     )
 
 
-def solved(planned: Planned, problem: Problem, *, settle_s: float = inf, known: Iterable[Int] = ()) -> Solution:
-    """Solves a variation of a plan's problem as far as the plan was proven, or after `settle_s` to ten times of it.
-
-    It begins with the `known` choices, of the problem's nodes.
-    """
-    gap = max(planned.record.certificate.gap, 1e-3)
-    return solve(problem, time_limit_s=TIME_LIMIT_S, rel_gap=gap, settle_s=settle_s, known=known)
+def solved(planned: Planned, problem: Problem, *, time_limit_s: float = TIME_LIMIT_S, **options: Any) -> Solution:
+    """Solves a variation of a plan's problem as far as the plan was proven; the options are those of `solve`."""
+    return solve(problem, time_limit_s=time_limit_s, rel_gap=max(planned.record.certificate.gap, 1e-3), **options)
 
 
 def _changes(planned: Planned, other: Assignment, node: int) -> tuple[Change, ...]:

@@ -16,20 +16,24 @@ from typing import Any
 import numpy as np
 
 from autoshard import meshes
-from autoshard.errors import InfeasibleError, SpecError
+from autoshard.errors import AutoshardError, InfeasibleError, SpecError
 from autoshard.explain import choice_text, decided, solved
 from autoshard.planner import SETTLE_S, Planned
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decide import decide
-from autoshard.problem.formulation import formulate
+from autoshard.problem.decisions import Decisions
+from autoshard.problem.formulation import Formulation, formulate
 from autoshard.problem.network import INF, Int
 from autoshard.resharding import Resharder
 from autoshard.setting import OPTIMIZER_BYTES
+from autoshard.solver import Evaluation, evaluate
 from cost_models import Hardware, Machine
 
 FACTOR = 16.0  # how far from its present value a number of the hardware is varied
 SIZE_FACTOR = 8.0  # and how far a batch or a sequence
 STEPS = 4  # bisections between two powers of two: to 2^(1/16), 4%
+LIMIT_S = 6.0  # of the solver, for one value
+UNTOLD = 0.02  # gap of a plan that says nothing of its layouts
 TIED = 1e-3  # layouts whose steps differ by less are equally good
 
 Varied = Mapping[str, tuple[int, Callable[[int], Planned]]]
@@ -40,9 +44,47 @@ such program, beyond which nothing is tried.
 """
 
 
+class UnprovenError(AutoshardError):
+    """The plan at a value is not proven well enough to tell its layouts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Met:
+    """Solutions found so far, of programs with the same decisions: every search begins with them.
+
+    Attributes:
+      sizes: the number of choices per decision.
+      choices: one per decision.
+    """
+
+    sizes: tuple[int, ...]
+    choices: list[Int]
+
+    @staticmethod
+    def by(planned: Planned) -> "Met":
+        """The solution of one plan."""
+        return Met(sizes=_sizes(planned.assignment.decisions), choices=[planned.assignment.choice])
+
+    def of(self, formulation: Formulation) -> list[Int]:
+        """The solutions for a formulation's problem; none if its decisions are others."""
+        return [*map(formulation.write, self.choices)] if _sizes(formulation.decisions) == self.sizes else []
+
+    def add(self, formulation: Formulation, choice: Int) -> None:
+        """Takes a solution up, a choice per decision, if its decisions are the same."""
+        if _sizes(formulation.decisions) == self.sizes:
+            self.choices.append(choice)
+
+
+def _sizes(decisions: Decisions) -> tuple[int, ...]:
+    return tuple(map(len, decisions.nodes))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flip:
-    """Where a decision turns: at `at` it becomes `layout`; None if nothing turns it within the `range` tried."""
+    """Where a decision turns: at `at` it becomes `layout`; None if nothing turns it within the `range` tried.
+
+    It ends where there is no such program, or none whose plan is proven well enough.
+    """
 
     number: str
     now: float
@@ -69,8 +111,9 @@ def flip_points(
       varied: sizes of the program, such as its batch.
     """
     layout = _layout(planned, pattern, at)
-    found = partial(lies, pattern=pattern, at=at, layout=layout)
-    again = partial(_again, planned, hardware, met=[planned.assignment.choice])
+    met = Met.by(planned)
+    found = partial(lies, pattern=pattern, at=at, layout=layout, met=met)
+    again = partial(_again, planned, hardware, met=met)
     flips: list[Flip] = []
     for role, link in hardware.chip.links.items():
         key = "one_way_bytes_per_s"
@@ -124,7 +167,7 @@ def flip(
       number: what is varied.
       now: its value.
       layout: at that value.
-      layout_at: the layout at another; SpecError where there is none to try.
+      layout_at: the layout at another; SpecError where there is none to try, UnprovenError where none is known.
       bounds: how far it is varied.
       whole: what every value is a multiple of, but for halves of `now`; None for real numbers.
     """
@@ -135,7 +178,7 @@ def flip(
         while bounds[0] * 0.999 <= value <= bounds[1] * 1.001 and (whole is None or value == int(value)):
             try:
                 found = layout_at(value)
-            except SpecError:
+            except (SpecError, UnprovenError):
                 break
             tried.append(value)
             if found != layout:
@@ -168,7 +211,10 @@ def _between(
             middle = float(round(middle / whole) * whole)
         if not min(same, value) < middle < max(same, value):
             break
-        found = layout_at(middle)
+        try:
+            found = layout_at(middle)
+        except (SpecError, UnprovenError):
+            break
         if found == layout:
             same = middle
         else:
@@ -181,12 +227,20 @@ def _layout(planned: Planned, pattern: str | None, at: str | None) -> str:
     return choice_text(planned.assignment, node, int(planned.assignment.choice[node]))
 
 
-def lies(plan: Callable[[], Planned], pattern: str | None, at: str | None, layout: str) -> str | None:
-    """How the decision lies in another plan: as before, if that is as good; None if nothing fits."""
+def lies(
+    plan: Callable[[], Planned], pattern: str | None, at: str | None, layout: str, met: Met | None = None
+) -> str | None:
+    """How the decision lies in another plan: as before, if that is as good; None if nothing fits.
+
+    Raises:
+      UnprovenError: the plan is too far from its bound, or it is open what the layout as before would cost.
+    """
     try:
         planned = plan()
     except InfeasibleError:
         return None
+    if planned.solution.gap > UNTOLD:
+        raise UnprovenError(f"a plan within {planned.solution.gap:.1%} of its bound says nothing of its layouts")
     found = _layout(planned, pattern, at)
     if found == layout:
         return layout
@@ -199,14 +253,25 @@ def lies(plan: Callable[[], Planned], pattern: str | None, at: str | None, layou
     cost = problem.cost.copy()
     cost[first:last] = INF
     cost[first + kept[0]] = problem.cost[first + kept[0]]
-    solution = solved(planned, replace(problem, cost=cost), settle_s=SETTLE_S)
     tied = max(TIED, planned.solution.gap)  # what is not proven cannot be told apart
-    return layout if solution.found and solution.objective <= planned.solution.objective * (1 + tied) else found
+    most = planned.solution.objective * (1 + tied)
+    kept_problem = replace(problem, cost=cost)
+    known = [] if met is None else met.of(planned.formulation)
+    if any(_at_most(evaluate(kept_problem, choice), most) for choice in known):
+        return layout
+    solution = solved(planned, kept_problem, time_limit_s=LIMIT_S, settle_s=SETTLE_S, cutoff=lambda: most, known=known)
+    if solution.found and solution.objective <= most:
+        return layout
+    if solution.found and solution.bound < most:
+        raise UnprovenError(f"whether {layout} costs more is not proven")
+    return found
 
 
-def _again(
-    planned: Planned, hardware: Hardware, machine: Machine | None, memory_bytes: int, *, met: list[Int]
-) -> Planned:
+def _at_most(priced: Evaluation, most: float) -> bool:
+    return priced.feasible and priced.objective is not None and priced.objective <= most
+
+
+def _again(planned: Planned, hardware: Hardware, machine: Machine | None, memory_bytes: int, *, met: Met) -> Planned:
     """The same program on another machine or in other memory.
 
     Args:
@@ -214,7 +279,7 @@ def _again(
       hardware: that it was made for.
       machine: None for the plan's own.
       memory_bytes: the limit.
-      met: solutions found so far, a choice per decision: each search begins with them, and adds its own.
+      met: solutions found so far; its own is added.
 
     Raises:
       InfeasibleError: nothing fits.
@@ -242,13 +307,11 @@ def _again(
             platform=meshes.platform(hardware.name),
         )
         formulation = formulate(d, resharder, memory_bytes=memory_bytes)
-    alike = [*map(len, formulation.decisions.nodes)] == [*map(len, planned.setting.decisions.nodes)]
-    known = [formulation.write(choice) for choice in met] if alike else []
-    solution = solved(planned, formulation.problem, settle_s=SETTLE_S, known=known)
+    known = met.of(formulation)
+    solution = solved(planned, formulation.problem, time_limit_s=LIMIT_S, settle_s=SETTLE_S, known=known)
     if not solution.found:
         raise InfeasibleError(f"nothing fits {memory_bytes / 1e9:.3g} GB per device")
     choice = formulation.read(solution.choice)
-    if alike:
-        met.append(choice)
+    met.add(formulation, choice)
     assignment = Assignment(decisions=formulation.decisions, resharder=formulation.resharder, choice=choice)
     return replace(planned, formulation=formulation, solution=solution, assignment=assignment)

@@ -6,6 +6,7 @@ Each process traces the program once. What it hears and answers are pickles (`se
 import os
 import pickle
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +23,8 @@ from autoshard.ranking import LeftOut, Row
 from autoshard.trial import Task, Tried
 
 Answer = Row | LeftOut
+
+ENDING_S = 5.0  # from the end of a process's output to its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,17 @@ class Worker:
         assert self.process.stdout is not None
         return pickle.load(self.process.stdout)
 
+    def kill(self) -> None:
+        """Ends the process and what it has started, whatever they do."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def exit_code(self) -> int | None:
+        """Of a process whose pipes have closed; None if it does not end."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.process.wait(ENDING_S)
+        return None
+
     def close(self) -> None:
         """Frees what a dead process has left."""
         for pipe in (self.process.stdin, self.process.stdout):
@@ -78,7 +92,7 @@ def start(task: Task) -> Worker:
         [sys.executable, "-m", "autoshard.search_child"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        start_new_session=True,  # a Ctrl-C reaches the parent alone, which ends the children
+        start_new_session=True,  # a Ctrl-C reaches the parent alone, which ends the group
     )
     worker = Worker(process=process)
     worker.tell([os.getcwd(), *sys.path])
@@ -101,7 +115,7 @@ def answers(task: Task, agenda: Agenda, count: int) -> Generator[Iterator[Answer
     finally:
         agenda.drop()
         for worker in workers:
-            worker.process.kill()
+            worker.kill()
         for thread in threads:
             thread.join()
         for worker in workers:
@@ -124,7 +138,7 @@ def _attend(worker: Worker, every: Sequence[Worker], agenda: Agenda, found: "que
             worker.tell(Order(candidate=candidate, known=known))
             tried = worker.answer()
         except (EOFError, OSError, pickle.UnpicklingError):
-            found.put(SearchError(f"the process that planned {candidate} died with code {worker.process.poll()}"))
+            found.put(SearchError(f"the process that planned {candidate} died with code {worker.exit_code()}"))
             return
         if isinstance(tried, AutoshardError):
             found.put(tried)

@@ -15,12 +15,13 @@ from autoshard.cli.explain import sizes
 from autoshard.diff import diff
 from autoshard.errors import PlanMismatchError, SpecError
 from autoshard.explain import blocked, choice_text, explain
-from autoshard.flips import flip, lies
+from autoshard.flips import UnprovenError, flip, lies
 from autoshard.mesh import MeshAxes
 from autoshard.planner import Planned
 from autoshard.record import Leaf
 from autoshard.remedies import remedies
 from autoshard.report import explanation
+from autoshard.solver import Status
 from autoshard.trial import Task
 
 
@@ -131,6 +132,21 @@ def test_a_layout_that_cannot_be_kept_is_a_turn() -> None:
     pinned = made(pins={"w": P(("data", "model"))})
     assert lies(lambda: pinned, "w", None, "[-,-]") == "[data·model,-]"
     assert lies(lambda: pinned, "w", None, "[data·model,-]") == "[data·model,-]"
+
+
+def test_what_is_not_proven_is_no_turn_and_ends_the_range() -> None:
+    pinned = made(pins={"w": P(("data", "model"))})
+    solution = replace(pinned.solution, status=Status.FEASIBLE, bound=pinned.solution.objective // 2)
+    with pytest.raises(UnprovenError, match=r"within 50\.0% of its bound"):
+        lies(lambda: replace(pinned, solution=solution), "w", None, "[-,-]")
+
+    def layout_at(value: float) -> str:
+        if value > 100:
+            raise UnprovenError("too far from its bound")
+        return "a"
+
+    found = flip("rate", 32.0, "a", layout_at, (8.0, 512.0))
+    assert (found.at, found.range) == (None, (8.0, 64.0))
 
 
 def test_a_plan_looks_for_sizes_that_somebody_plans() -> None:

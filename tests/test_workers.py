@@ -28,7 +28,7 @@ def test_a_worker_answers_orders_and_hears_news() -> None:
         worker.tell(News(contest=candidate.contest, step_s=0.0))
         first, second = worker.answer(), worker.answer()
     finally:
-        worker.process.kill()
+        worker.kill()
         worker.close()
     here = Trials(TASK).run(candidate).answer
     assert isinstance(here, Row)
@@ -43,7 +43,7 @@ def test_a_worker_that_dies_is_an_error_which_names_the_candidate(monkeypatch: p
 
     def stillborn(task: Task) -> Worker:
         worker = start(task)
-        worker.process.kill()
+        worker.kill()
         return worker
 
     monkeypatch.setattr(workers, "start", stillborn)
@@ -56,7 +56,7 @@ def test_a_worker_that_dies_is_an_error_which_names_the_candidate(monkeypatch: p
 
 def test_what_a_dead_worker_has_not_read_is_dropped() -> None:
     worker = workers.start(TASK)
-    worker.process.kill()
+    worker.kill()
     worker.process.wait()
     with suppress(OSError):
         worker.tell(News(contest=(), step_s=0.0))

@@ -89,7 +89,8 @@ def explain(
             return other.planned
 
         varied = sizes(target, assignments(set_ or (), "--set"), made.planned, plan_at)
-        turned = flip_points(made.planned, cost_models.hardware(hardware or ""), what, at=at, varied=varied)
+        with progress.shown(errors(), "turns"):
+            turned = flip_points(made.planned, cost_models.hardware(hardware or ""), what, at=at, varied=varied)
     if as_json:
         print_json(explanation.to_json(found, turned, undivided))
     else:

@@ -31,11 +31,13 @@ class _Stages(logging.Handler):
 def shown(console: Console, first: str) -> Generator[None]:
     """A spinner with the present stage, gone at the end; nothing where `console` is no terminal.
 
+    Within another one that goes on.
+
     Args:
       console: of standard error, as a rule.
       first: what happens until the first stage is done.
     """
-    if not console.is_terminal:
+    if not console.is_terminal or any(isinstance(handler, _Stages) for handler in _LOG.handlers):
         yield
         return
     level = _LOG.level
