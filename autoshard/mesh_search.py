@@ -109,7 +109,7 @@ def search(
       time_limit_s: of the solver, per candidate.
       rel_gap: of the solver.
       unknown: as in `autoshard.plan`.
-      on_progress: called after every candidate.
+      on_progress: called when it begins, and after every candidate.
 
     Raises:
       MeshError: no slice has that many chips.
@@ -118,6 +118,7 @@ def search(
       InfeasibleError: no candidate fits; the message gives the smallest peak.
       SpecError: an argument that says nothing, such as no processes.
       SearchError: a planning process died.
+      KeyboardInterrupt: it is interrupted before the first plan is made.
     """
     begin = time.perf_counter()
     if processes is not None and processes < 1:
@@ -161,6 +162,7 @@ def search(
     agenda = Agenda(every)
     stream = _here(task, agenda) if wanted == 1 else workers.answers(task, agenda, wanted)
     try:
+        tell(Progress(done=0, total=len(every), answer=None, best=None))
         with stream as found:
             for answer in itertools.islice(found, len(every)):
                 answers.append(answer)
@@ -168,6 +170,8 @@ def search(
                 best = min(rows, key=lambda row: row.order, default=None)
                 tell(Progress(done=len(answers), total=len(every), answer=answer, best=best))
     except KeyboardInterrupt:
+        if not answers:
+            raise
         notes.append(f"interrupted: {len(answers)} of {len(every)} candidates were planned")
     return _ranked(answers, every.twins, len(every) - len(answers), budget_tokens, prices, begin, notes, task)
 
@@ -185,9 +189,8 @@ def _ranked(
     rows = sorted((a for a in answers if isinstance(a, Row)), key=lambda row: row.order)
     left_out = tuple(a for a in answers if isinstance(a, LeftOut))
     if not rows:
-        why = left_out[0].reason if left_out else "it was interrupted before the first plan was made"
         raise InfeasibleError(
-            f"no candidate of {len(answers)} has a plan: {why}\n"
+            f"no candidate of {len(answers)} has a plan: {left_out[0].reason}\n"
             "  take more chips, a smaller batch (--set batch=…), rematerialization, or chips with more memory"
         )
     notes = [*notes, *unproven(rows, SETTLED * task.rel_gap)]

@@ -73,11 +73,11 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a search is: told after every candidate."""
+    """How far a search is: told when it begins, without an answer, and after every candidate."""
 
     done: int
     total: int
-    answer: Row | LeftOut
+    answer: Row | LeftOut | None
     best: Row | None
 
 

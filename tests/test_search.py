@@ -114,7 +114,8 @@ def test_processes_answer_as_one_does(found: Search) -> None:
         r for r in found.rows if r.candidate.shape == row.candidate.shape and dict(r.candidate.choice) == {"batch": 16}
     )
     assert row.record.inputs == same.record.inputs
-    assert [p.done for p in told] == [1]
+    assert [p.done for p in told] == [0, 1]
+    assert [p.total for p in told] == [1, 1]
 
 
 def test_an_interruption_keeps_what_was_found() -> None:
@@ -126,6 +127,14 @@ def test_an_interruption_keeps_what_was_found() -> None:
     assert len(kept.rows) == 1
     assert kept.missing == 1
     assert "interrupted: 1 of 2" in str(kept)
+
+
+def test_an_interruption_before_the_first_plan_is_one() -> None:
+    def stop(progress: Progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search("models:linear_tiny", hardware="cpu:8", keywords=SMALL, axes=1, processes=1, on_progress=stop)
 
 
 def test_what_does_not_fit_is_an_error_that_names_the_reason() -> None:

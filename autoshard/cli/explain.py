@@ -84,7 +84,9 @@ def explain(
 
         def plan_at(assignment: str) -> Planned:
             sets = [*(set_ or ()), assignment]
-            other = planned(target, mesh, hardware, memory, donate, pin, sets, forward, REL_GAP, time_limit)
+            other = planned(
+                target, mesh, hardware, memory, donate, pin, sets, forward, REL_GAP, time_limit, constraints="all"
+            )
             assert other.planned is not None  # planned just now
             return other.planned
 

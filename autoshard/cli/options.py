@@ -10,6 +10,7 @@ import autoshard
 from autoshard.cli.app import errors
 from autoshard.cli.written import assignments, byte_count, mesh_axes, pin_of
 from autoshard.errors import MeshError
+from autoshard.planner import Constraints
 from autoshard.report import progress
 from autoshard.target import load_target
 
@@ -58,6 +59,7 @@ def planned(
     *,
     refine: str | None = None,
     candidates: int = 3,
+    constraints: Constraints = "needed",
 ) -> autoshard.Plan:
     """The plan that a command's options ask for, with progress on standard error."""
     if mesh is None or hardware is None:
@@ -74,6 +76,7 @@ def planned(
         "time_limit_s": time_limit,
         "refine": refine,
         "candidates": candidates,
+        "constraints": constraints,
     }
     with progress.shown(errors(), f"build {target}"):
         fn, args = load_target(target, assignments(set_ or (), "--set"))
