@@ -15,13 +15,17 @@ from autoshard.trial import Tried
 
 
 class Agenda:
-    """What is left to try, shared by the threads that attend to it."""
+    """What is left to try, shared by the threads that attend to it.
+
+    Attributes:
+      chosen: by candidate, on those that were planned.
+    """
 
     def __init__(self, candidates: Iterable[Candidate]) -> None:
         self._left = list(candidates)
         self._coarser = _coarser(self._left)
         self._pending = set(self._left)  # left, or being tried
-        self._chosen: dict[Candidate, Chosen] = {}
+        self.chosen: dict[Candidate, Chosen] = {}
         self._least_s: dict[object, float] = {}  # step by contest
         self._changed = threading.Condition()
 
@@ -33,7 +37,7 @@ class Agenda:
                 candidate = next(ready, None)
                 if candidate is not None:
                     self._left.remove(candidate)
-                    return candidate, tuple(self._chosen[c] for c in self._coarser[candidate] if c in self._chosen)
+                    return candidate, tuple(self.chosen[c] for c in self._coarser[candidate] if c in self.chosen)
                 self._changed.wait()
             return None
 
@@ -42,7 +46,7 @@ class Agenda:
         with self._changed:
             self._pending.discard(candidate)
             if tried.chosen is not None:
-                self._chosen[candidate] = tried.chosen
+                self.chosen[candidate] = tried.chosen
             if isinstance(tried.answer, Row):
                 self._least_s[candidate.contest] = min(tried.answer.step_s, self.least_s(candidate))
             self._changed.notify_all()

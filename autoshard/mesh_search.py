@@ -13,16 +13,19 @@ import pickle
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import cost_models
 from autoshard import workers
 from autoshard.agenda import Agenda
 from autoshard.binding import as_tuple
-from autoshard.candidates import candidates, slices
+from autoshard.candidates import Candidate, candidates, slices
+from autoshard.coarser import Chosen
 from autoshard.errors import InfeasibleError, SpecError
 from autoshard.planner import Planned
+from autoshard.problem.formulation import UNIT_S
 from autoshard.ranking import LeftOut, Progress, Ranking, Row
 from autoshard.report import page, view
 from autoshard.report import ranking as report
@@ -35,9 +38,10 @@ PARAMETER_MULTIPLE = "x"  # "20x": twenty tokens per parameter
 
 @dataclass(frozen=True, kw_only=True)
 class Search(Ranking):
-    """A finished search: a ranking that prints itself, and plans its rows again for more."""
+    """A finished search: a ranking that prints itself, and makes its rows' plans again for more."""
 
     task: Task
+    chosen: Mapping[Candidate, Chosen]  # of the rows
 
     def __str__(self) -> str:
         return report.text(self)
@@ -52,7 +56,11 @@ class Search(Ranking):
 
     def planned(self, rank: int = 1) -> Planned:
         """The plan of a rank (1 is the best) with its problem, for explanations."""
-        return Trials(self.task).planned(self.rows[rank - 1].candidate)
+        row = self.rows[rank - 1]
+        as_it_is = Hints(known=(self.chosen[row.candidate],))  # and any gap will do
+        planned = Trials(replace(self.task, rel_gap=inf)).planned(row.candidate, as_it_is)
+        solution = replace(planned.solution, bound=round(row.record.certificate.bound_s / UNIT_S))
+        return replace(planned, record=row.record, solution=solution)
 
     def to_html(self) -> str:
         """A page that opens offline: the ranking, and the best plan in detail."""
@@ -173,7 +181,8 @@ def search(
         if not answers:
             raise
         notes.append(f"interrupted: {len(answers)} of {len(every)} candidates were planned")
-    return _ranked(answers, every.twins, len(every) - len(answers), budget_tokens, prices, begin, notes, task)
+    missing = len(every) - len(answers)
+    return _ranked(answers, every.twins, missing, budget_tokens, prices, begin, notes, task, agenda.chosen)
 
 
 def _ranked(
@@ -185,6 +194,7 @@ def _ranked(
     begin: float,
     notes: Sequence[str],
     task: Task,
+    chosen: Mapping[Candidate, Chosen],
 ) -> Search:
     rows = sorted((a for a in answers if isinstance(a, Row)), key=lambda row: row.order)
     left_out = tuple(a for a in answers if isinstance(a, LeftOut))
@@ -209,6 +219,7 @@ def _ranked(
         wall_s=time.perf_counter() - begin,
         notes=tuple(notes),
         task=task,
+        chosen=chosen,
     )
 
 

@@ -14,6 +14,7 @@ from autoshard import useful
 from autoshard.candidates import Candidate
 from autoshard.errors import InfeasibleError, SpecError, TargetError
 from autoshard.mesh_search import Search, search, token_count, unproven
+from autoshard.problem.formulation import UNIT_S
 from autoshard.ranking import Progress, Ranking, Row
 from autoshard.report import ranking as report
 from autoshard.trial import Task, Trials
@@ -49,6 +50,15 @@ def test_a_row_is_what_plan_gives(found: Search) -> None:
         fn, *args, mesh=best.candidate.shape, hardware=best.candidate.hardware, donate_argnums=0, constraints="all"
     )
     assert plan.cost == pytest.approx(best.step_s, rel=1e-2)
+
+
+def test_a_row_s_plan_is_made_again_as_it_is(found: Search) -> None:
+    for rank, row in enumerate(found.rows, start=1):
+        planned = found.planned(rank)
+        assert planned.record is row.record
+        assert planned.solution.objective * UNIT_S == pytest.approx(row.record.certificate.objective_s)
+        assert planned.solution.gap == pytest.approx(row.record.certificate.gap, abs=1e-9)
+        assert planned.assignment.peak()[0] == row.record.memory.peak_bytes
 
 
 def test_the_front_holds_the_fastest_and_nothing_that_is_beaten(found: Search) -> None:

@@ -42,7 +42,7 @@ def solve(
       rel_gap: stop once (objective − bound) / objective is at most this.
       seed: of the engines; equal seeds and `rounds` give equal answers where no time limit bites.
       rounds: the most rounds of the search; None for as many as time allows.
-      settle_s: after so many seconds, stop at ten times `rel_gap`.
+      settle_s: after so many seconds of work (`Compilation.effort_s`), stop at ten times `rel_gap`.
       cutoff: asked again and again, what nothing is of use that costs as much: once this is proven of
         every choice, the best one so far is not improved beyond ten times `rel_gap`, nor for longer
         than `settle_s`.
@@ -67,6 +67,8 @@ def solve(
     for choice in known:
         incumbent.offer(choice)
     incumbent.raise_bound(least(problem))
+    if incumbent.closed():
+        return incumbent.solution("known choices")
     shift = coarsening(problem)
     solver = solve_coarse(incumbent, shift) if shift else run_engines(incumbent)
     if incumbent.infeasible and problem.usage_limit is not None:
