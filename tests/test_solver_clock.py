@@ -1,4 +1,4 @@
-"""The solver's clock stands still while the solver itself is compiled."""
+"""The solver's clocks: the time, less what its own compilation took, and the work."""
 
 import importlib
 import time
@@ -31,3 +31,18 @@ def test_compilation_within_compilation_counts_once() -> None:
     assert clock.worked_s() == still
     clock.end()
     assert still <= clock.worked_s() < time.perf_counter()
+
+
+def test_work_is_what_processors_do_for_the_solver() -> None:
+    clock = Compilation()
+    cpu = time.thread_time()
+    begin = clock.effort_s()
+    time.sleep(0.05)  # as when others are busy
+    assert clock.effort_s() - begin <= time.thread_time() - cpu
+    clock.helped(2.0)
+    assert 2.0 <= clock.effort_s() - begin <= 2.0 + time.thread_time() - cpu
+    clock.begin()
+    still = clock.effort_s()
+    sum(range(200_000))
+    assert clock.effort_s() == still
+    clock.end()

@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYetError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
+from autoshard.solver.clock import compilation
 from autoshard.solver.exact import MipAnswer, solve_program
 from autoshard.solver.program import Program
 
@@ -133,6 +134,7 @@ def solve_in_time(
         while (answer := child.answer(LOOK_S)) is None:
             if enough():
                 return NOTHING
+        compilation.helped(time.perf_counter() - begin if answer is NOTHING else answer.worked_s)
         return answer
     finally:
         child.close()
@@ -146,7 +148,9 @@ def main() -> None:
             program, options = pickle.load(requests)
         except EOFError:
             return
-        pickle.dump(solve_program(program, **options), answers, protocol=5)
+        begin = time.process_time()
+        answer = solve_program(program, **options)
+        pickle.dump(replace(answer, worked_s=time.process_time() - begin), answers, protocol=5)
         answers.flush()
 
 

@@ -43,12 +43,18 @@ class Incumbent:
     peak_bound_bytes: int | None = None
     peak_at: int | None = None
     begin: float = field(init=False)
+    begin_effort: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.begin = self.clock()
+        self.begin_effort = compilation.effort_s()
 
     def elapsed_s(self) -> float:
         return self.clock() - self.begin
+
+    def to_settle_s(self) -> float:
+        """Seconds of work until less will do; negative after."""
+        return self.settle_s - (compilation.effort_s() - self.begin_effort)
 
     def left_s(self) -> float:
         return self.time_limit_s - self.elapsed_s()
@@ -88,7 +94,7 @@ class Incumbent:
         """
         if self.objective is None:
             return self.infeasible
-        settled = self.elapsed_s() > self.settle_s
+        settled = self.to_settle_s() < 0
         if settled and self.beaten:
             return True
         return self.gap() <= self.rel_gap * (SETTLED if settled or self.beaten else 1)
@@ -97,7 +103,7 @@ class Incumbent:
         """Seconds for one attempt: at most so many, and none past `settle_s` where what there is would do then."""
         left = min(most_s, self.left_s())
         if self.gap() <= self.rel_gap * SETTLED or self.beaten:
-            left = min(left, self.settle_s - self.elapsed_s())
+            left = min(left, self.to_settle_s())
         return max(left, 0.0)
 
     def gap(self) -> float:

@@ -1,7 +1,7 @@
 """Compiled loops over flat networks; see `presolve.Network` for the arrays' meaning.
 
 Compiled code is cached beside this file by numba, so that only the first run pays; the
-solver's clock stands still meanwhile.
+solver's clocks stand still meanwhile.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 class _Listener(event.Listener):
-    """Tells the clock when numba compiles; what it finds in its cache is no compilation."""
+    """Tells the clock when numba compiles, or loads what it compiled before."""
 
     def on_start(self, event: object) -> None:
         compilation.begin()
@@ -30,7 +30,7 @@ class _Listener(event.Listener):
         compilation.end()
 
 
-event.register("numba:compile", _Listener())
+event.register("numba:compiler_lock", _Listener())
 
 
 def jit(function: Function) -> Function:
