@@ -151,7 +151,7 @@ function ranking(found) {
     ], (r) => r.rank === 1));
   const both = pair();
   chart(both, "Time and memory", "A point is a candidate; those on the Pareto front are larger. Down and left is better.", (axis) => ({
-    grid: { left: 8, right: 16, top: 40, bottom: 30, containLabel: true }, legend: { top: 0, type: "scroll", textStyle: { color: css("--soft") }, pageTextStyle: { color: css("--soft") } },
+    grid: { left: 8, right: 16, top: 40, bottom: 30, containLabel: true }, legend: legend(),
     xAxis: { ...axis, type: "value", scale: true, name: "memory per device", nameLocation: "middle", nameGap: 28, axisLabel: { ...axis.axisLabel, formatter: bytes } },
     yAxis: { ...axis, type: "value", scale: true, name: "step", axisLabel: { ...axis.axisLabel, formatter: time } },
     tooltip: { formatter: (p) => { const r = found.rows[p.data[2]]; return `#${r.rank} ${r.hardware}<br>${Object.values(r.mesh).join("×")}: ${time(r.step_s)}, ${bytes(r.peak_bytes)}`; } },
@@ -162,9 +162,9 @@ function ranking(found) {
   if (found.scaling.length) {
     chart(both, "Strong scaling", "The same work on more chips; the knee, a larger point, is where doubling the chips stops to give half of what it could: " +
       found.scaling.map((c) => `${c.name}: ${c.knee_chips} chips`).join("; ") + ".", (axis) => ({
-      grid: { left: 8, right: 16, top: 30, bottom: 30, containLabel: true }, legend: { top: 0, textStyle: { color: css("--soft") } },
+      grid: { left: 8, right: 16, top: 56, bottom: 30, containLabel: true }, legend: legend(),
       xAxis: { ...axis, type: "log", logBase: 2, name: "chips", nameLocation: "middle", nameGap: 28 },
-      yAxis: { ...axis, type: "log", axisLabel: { ...axis.axisLabel, formatter: count } },
+      yAxis: { ...axis, type: "log", name: found.rows[0].tokens_per_step ? "tokens/s" : "steps/s", nameGap: 8, axisLabel: { ...axis.axisLabel, formatter: count } },
       tooltip: { trigger: "item", formatter: (p) => `${p.seriesName}<br>${count(p.data[0])} chips: ${count(p.data[1])} per s` },
       series: found.scaling.map((c) => ({ type: "line", name: c.name, symbolSize: (v) => (v[0] === c.knee_chips ? 13 : 7), data: c.points.map((p) => [p.chips, p.per_s]) })),
     }));
@@ -174,9 +174,14 @@ function ranking(found) {
   }
 }
 
+// One line, which scrolls where names do not fit.
+function legend() {
+  return { top: 0, type: "scroll", textStyle: { color: css("--soft") }, pageTextStyle: { color: css("--soft") } };
+}
+
 function stacked(axis, names, series) {
   return {
-    grid: { left: 8, right: 16, top: 30, bottom: 8, containLabel: true }, legend: { top: 0, textStyle: { color: css("--soft") } },
+    grid: { left: 8, right: 16, top: 30, bottom: 8, containLabel: true }, legend: legend(),
     tooltip: { trigger: "axis", axisPointer: { type: "shadow" }, valueFormatter: time },
     xAxis: { ...axis, type: "category", data: names, axisLabel: { ...axis.axisLabel, rotate: names.length > 6 ? 40 : 0 } },
     yAxis: { ...axis, type: "value", axisLabel: { ...axis.axisLabel, formatter: time } },
@@ -187,7 +192,7 @@ function stacked(axis, names, series) {
 function timeline(plan) {
   const lanes = ["communication", "compute"];
   const color = (b) => css(b.lane === "compute" ? "--compute" : b.hides ? "--hide" : "--wait");
-  chart(main, "A step in two lanes", "Program order, as the planner prices it. A bar spans all trips of its operation. Dark communication stops compute; light communication may hide behind it. " +
+  chart(main, "A step in two lanes", "Program order, as the planner prices it. A bar spans all trips of its operation. Communication in full colour stops compute; paler communication may hide behind it. " +
     "Scroll or pinch to zoom, drag to move.", (axis) => ({
     grid: { left: 8, right: 16, top: 10, bottom: 60, containLabel: true },
     xAxis: { ...axis, type: "value", min: 0, axisLabel: { ...axis.axisLabel, formatter: time } },
@@ -211,7 +216,7 @@ function memory(parent, plan) {
   const m = plan.memory;
   const moment = m.peak_moment;
   chart(parent, "Memory over the program", `The peak is ${bytes(m.peak_bytes)} of ${bytes(m.limit_bytes)} per device, at ${m.peak_at}.`, (axis) => ({
-    grid: { left: 8, right: 16, top: 54, bottom: 8, containLabel: true }, legend: { top: 0, type: "scroll", textStyle: { color: css("--soft") }, pageTextStyle: { color: css("--soft") } },
+    grid: { left: 8, right: 16, top: 54, bottom: 8, containLabel: true }, legend: legend(),
     tooltip: { trigger: "axis", formatter: (ps) => `${m.moments[ps[0].dataIndex]}<br>` + ps.filter((p) => p.value).map((p) => `${p.marker}${p.seriesName}: ${bytes(p.value)}`).join("<br>") },
     xAxis: { ...axis, type: "category", data: m.moments.map((_, i) => i), axisLabel: { show: false }, axisTick: { show: false } },
     yAxis: { ...axis, type: "value", axisLabel: { ...axis.axisLabel, formatter: bytes } },
@@ -281,7 +286,7 @@ function phases(phase) {
   const bounds = (v) => [Math.min(...v) / Math.SQRT2, Math.max(...v) * Math.SQRT2];
   const kinds = Object.keys(phase.families).filter((k) => phase.cells.some((c) => c.found === k));
   chart(main, "Which parallelism where", `${phase.name}: the family that the solver found for each batch and width, and the closed forms' boundaries.`, (axis) => ({
-    grid: { left: 8, right: 16, top: 56, bottom: 34, containLabel: true }, legend: { top: 0, textStyle: { color: css("--soft") } },
+    grid: { left: 8, right: 16, top: 56, bottom: 34, containLabel: true }, legend: legend(),
     xAxis: { ...axis, type: "log", logBase: 2, min: bounds(batches)[0], max: bounds(batches)[1], name: "rows of the batch per device", nameLocation: "middle", nameGap: 28, axisLabel: { ...axis.axisLabel, formatter: short } },
     yAxis: { ...axis, type: "log", logBase: 2, min: bounds(widths)[0], max: bounds(widths)[1], axisLabel: { ...axis.axisLabel, formatter: short } },
     tooltip: { formatter: (p) => { if (p.seriesType === "line") return p.seriesName; const c = phase.cells[p.data[2]];
