@@ -82,8 +82,9 @@ class Resharder:
 
     Every layout on a path is meant to be pinned. Left to itself (`pinned=False`), the
     partitioner finishes a pending sum by an all-reduce, or by a reduce-scatter where the
-    layout that is wanted is split anyway; it never scatters a sum to gather it again, nor
-    slices along an axis that the wanted layout does not have.
+    layout that is wanted is split anyway, if need be over some of the axes alone and then by
+    an all-reduce over the others; it never scatters a sum to gather it again, nor slices along
+    an axis that the wanted layout does not have.
     Where the compiler does not scatter a sum over all devices (`scatters_whole`, as of
     `cost_models.Machine`), it is all-reduced and sliced; so it is along a dimension that the
     tiles in which an array lies (`tiled`) do not allow.
@@ -158,7 +159,7 @@ class _Table:
         total = int(np.prod(shape, dtype=np.int64)) * itemsize
         self.local_bytes = total // shards(self.codes, len(shape), mesh)
         alike = tuple(mesh.sizes.index(size) for size in mesh.sizes)
-        self._moves = _moves(len(shape), alike, scatters_whole=scatters_whole)
+        self._moves = _moves(len(shape), alike, pinned=pinned, scatters_whole=scatters_whole)
         n = len(self.codes)
         single = np.full((n, n), INF_PS, np.int64)
         np.fill_diagonal(single, 0)
@@ -204,19 +205,23 @@ class _Table:
             weight[:, ends], self._next[:, ends] = least[:, ends], following[:, ends]
 
     def _finish_sums(self, single: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
-        """Makes every path from a pending sum begin with its all-reduce, or be its reduce-scatter and slices."""
+        """Makes every path from a pending sum begin with its all-reduce, or be its reduce-scatter and slices.
+
+        What a reduce-scatter leaves pending is all-reduced before the slices.
+        """
         first: dict[int, list[tuple[str, int]]] = {}
         for moves, i, k in self._singles("all-reduce", "reduce-scatter"):
             first.setdefault(i, []).append((moves.kind, k))
-        for i, steps in first.items():
-            (whole,) = (k for kind, k in steps if kind == "all-reduce")
-            weight[i] = np.minimum(single[i, whole] + weight[whole], INF_PS)
+        whole = {i: k for i, steps in first.items() for kind, k in steps if kind == "all-reduce"}
+        sums = (decode(self.codes, len(self.shape), self.mesh.ndim) == SUM).sum(axis=1)
+        for i in sorted(first, key=lambda i: int(sums[i])):
+            weight[i] = np.minimum(single[i, whole[i]] + weight[whole[i]], INF_PS)
             weight[i, i] = 0
-            self._next[i] = np.where(weight[i] < INF_PS, whole, -1)
-            for kind, k in steps:
-                better = (weight[k] == 0) & (single[i, k] < weight[i])  # slices alone cost nothing
-                if kind == "reduce-scatter":
-                    weight[i, better], self._next[i, better] = single[i, k], k
+            self._next[i] = np.where(weight[i] < INF_PS, whole[i], -1)
+            for k in (k for kind, k in first[i] if kind == "reduce-scatter"):
+                rest = single[k, whole[k]] if k in whole else 0
+                better = (weight[k] == rest) & (single[i, k] + rest < weight[i])  # slices alone cost nothing
+                weight[i, better], self._next[i, better] = single[i, k] + rest, k
 
     def at(self, codes: Codes) -> NDArray[np.int64]:
         """Positions of codes in this table."""
@@ -237,12 +242,13 @@ class _Table:
 
 
 @cache
-def _moves(ndim: int, alike: tuple[int, ...], *, scatters_whole: bool) -> tuple[_Moves, ...]:
+def _moves(ndim: int, alike: tuple[int, ...], *, pinned: bool, scatters_whole: bool) -> tuple[_Moves, ...]:
     """Every single step between layouts of `ndim` dimensions, dividing or not.
 
     Args:
       ndim: of the value.
       alike: mesh axis → the first axis of its size.
+      pinned: as of `Resharder`.
       scatters_whole: as of `Resharder`.
     """
     axes = range(len(alike))
@@ -263,9 +269,10 @@ def _moves(ndim: int, alike: tuple[int, ...], *, scatters_whole: bool) -> tuple[
         # A pin makes the partitioner finish every pending sum at once, over all axes together.
         pending = (sums == inside).all(axis=1)
         add("all-reduce", over, pending, (over, WHOLE))
+        scattered = pending if pinned else sums[:, over].all(axis=1)
         for d in range(ndim):
             if scatters_whole or len(over) < len(alike):
-                add("reduce-scatter", over, pending & (last[d] < over[0]), (over, d))
+                add("reduce-scatter", over, scattered & (last[d] < over[0]), (over, d))
             minor = reduced & (rows[:, over] == d).all(axis=1)  # exactly the minor-most axes of d
             minor &= ~((rows == d) & ~inside)[:, over[0] :].any(axis=1)
             add("all-gather", over, minor, (over, WHOLE))
