@@ -7,7 +7,7 @@ from typing import Any
 from autoshard.layout import Layout
 from autoshard.record import Leaf, PlanRecord
 from autoshard.report.folding import ranges
-from autoshard.tables import bytes_text, columns, fields, render, short_aval, table, time_text
+from autoshard.tables import GAP, broken_path, bytes_text, columns, fields, render, short_aval, table, time_text
 from autoshard.wanted import dotted
 
 
@@ -106,8 +106,11 @@ def text(found: Diff, *, width: int | None = None) -> str:
     rows += [("only one", path) for path in found.missing[:8]]
     parts: list[Any] = [fields(rows, width)]
     if found.leaves:
+        head = ("layout of", "leaves", "value", "before", "after")
         cells = [(x.path, str(x.count), short_aval(x.value), x.before, x.after) for x in found.leaves]
-        parts.append(table("", ("layout of", "leaves", "value", "before", "after"), cells, right=("leaves",)))
+        others = sum(max(len(row[i]) for row in (head, *cells)) + GAP for i in range(1, len(head)))
+        cells = [(broken_path(path, max(width - others - GAP, 20)), *rest) for path, *rest in cells]
+        parts.append(table("", head, cells, right=("leaves",), whole=("layout of", "before", "after")))
     if found.traffic:
         cells = [
             (

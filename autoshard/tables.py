@@ -76,6 +76,12 @@ def table(
     return Group(Text(title), made) if title else made
 
 
+def paragraph(text: str, width: int) -> str:
+    """Sentences over as many lines as they need. A unit stays with its number."""
+    kept = re.sub(_BEFORE_UNIT, "\N{NO-BREAK SPACE}", text)
+    return textwrap.fill(kept, width, break_on_hyphens=False).replace("\N{NO-BREAK SPACE}", " ") + "\n"
+
+
 def fields(rows: Iterable[tuple[str, str]], width: int) -> str:
     """`name  text` lines; long texts go on below their beginning. A unit stays with its number."""
     pairs = list(rows)

@@ -71,7 +71,7 @@ def scale(
         print_json(scale_report.to_json(best, staged, sequences=batch, sequence=sequence))
     else:
         typer.echo(scale_report.text(best, staged, sequences=batch, sequence=sequence))
-        typer.echo(hardware_report.limits(model_limits(model, place, batch * sequence)))
+        typer.echo("\n" + hardware_report.limits(model_limits(model, place, batch * sequence)))
 
 
 def transformer(written: str) -> Transformer:

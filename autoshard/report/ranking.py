@@ -1,11 +1,10 @@
 """Ranking: the result of a search as a table for terminals, as Markdown, and as JSON."""
 
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard.ranking import Curve, Ranking, Row
-from autoshard.tables import GAP, bytes_text, columns, fields, render, table, time_text
+from autoshard.tables import GAP, bytes_text, columns, fields, paragraph, render, table, time_text
 
 SCHEMA = 1
 SHOWN = 20  # rows in a terminal
@@ -18,7 +17,7 @@ def text(found: Ranking, *, width: int | None = None) -> str:
     width = columns() if width is None else width
     head, rows, right = _fitting(*_table(found), width)
     parts: list[Any] = [
-        textwrap.fill(verdict(found), width, break_on_hyphens=False) + "\n",
+        paragraph(verdict(found), width),
         table("", head, rows[:SHOWN], right=right, whole=("mesh", "slice")),
     ]
     if len(rows) > SHOWN:

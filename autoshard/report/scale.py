@@ -8,7 +8,7 @@ from autoshard.record import PlanRecord
 from autoshard.report.folding import fold
 from autoshard.report.view import collectives
 from autoshard.stages import Staged
-from autoshard.tables import bytes_text, columns, fields, render, table, time_text
+from autoshard.tables import bytes_text, columns, fields, paragraph, render, table, time_text
 from cost_models.layout_search import LayoutRanking, Priced, describe
 
 WAITED_FOR = 6  # collectives of the best planned stage that are named
@@ -50,7 +50,7 @@ def text(
     ]
     notes = [*_reasons(found), ("tried", f"{found.tried:,} layouts, {found.too_large:,} of them too large")]
     return render(
-        f"{verdict(found, planned)}\n",
+        paragraph(verdict(found, planned), width),
         *_stages(planned, width),
         table("in closed form" if planned else "", _HEAD, rows, right=("", "step", "tokens/s", "MFU", "memory")),
         table("where the best step goes", ("part", "time", "share", "why"), spent, right=("time", "share")),

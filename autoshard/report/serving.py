@@ -7,7 +7,7 @@ from typing import Any
 from autoshard import served
 from autoshard.report.view import collectives
 from autoshard.served import Drafted, Served
-from autoshard.tables import bytes_text, columns, fields, render, table, time_text
+from autoshard.tables import bytes_text, columns, fields, paragraph, render, table, time_text
 from cost_models.serving_search import Disaggregated, Server, Speculative, front
 
 SHOWN = 24
@@ -37,7 +37,7 @@ def text(
         )
         for s in found[:SHOWN]
     ]
-    head = ("", "devices", "batch", "per token", "TTFT", "tokens/s", "per device", "waits for", "$/million")
+    head = ("", "devices", "batch", "per token", "TTFT", "tokens/s", "each", "waits for", "$/million")
     if all(s.dollars_per_million is None for s in found):
         head, rows = head[:-1], [row[:-1] for row in rows]
     first = found[0]
@@ -73,7 +73,9 @@ def text(
             )
         )
     return render(
-        table("", head, rows, right=("batch", "per token", "TTFT", "tokens/s", "per device", "$/million")),
+        table(
+            "", head, rows, right=("batch", "per token", "TTFT", "tokens/s", "each", "$/million"), whole=("devices",)
+        ),
         fields(notes, width),
         width=width,
     )
@@ -146,7 +148,7 @@ def planned_text(found: Sequence[Served], drafts: Drafted | None = None, *, widt
             )
         )
     return render(
-        f"{planned_verdict(found)}\n",
+        paragraph(planned_verdict(found), width),
         table("", head, rows, right=("batch", "per token", "TTFT", "per device", "memory", "$/million")),
         fields(notes, width),
         width=width,

@@ -288,7 +288,7 @@ function phases(phase) {
   chart(main, "Which parallelism where", `${phase.name}: the family that the solver found for each batch and width, and the closed forms' boundaries.`, (axis) => ({
     grid: { left: 8, right: 16, top: 56, bottom: 34, containLabel: true }, legend: legend(),
     xAxis: { ...axis, type: "log", logBase: 2, min: bounds(batches)[0], max: bounds(batches)[1], name: "rows of the batch per device", nameLocation: "middle", nameGap: 28, axisLabel: { ...axis.axisLabel, formatter: short } },
-    yAxis: { ...axis, type: "log", logBase: 2, min: bounds(widths)[0], max: bounds(widths)[1], axisLabel: { ...axis.axisLabel, formatter: short } },
+    yAxis: { ...axis, type: "log", logBase: 2, min: bounds(widths)[0], max: bounds(widths)[1], name: "width", axisLabel: { ...axis.axisLabel, formatter: short } },
     tooltip: { formatter: (p) => { if (p.seriesType === "line") return p.seriesName; const c = phase.cells[p.data[2]];
       return `${short(c.per_device)} per device, width ${count(c.width)}<br>found: ${phase.families[c.found]}, closed forms: ${c.closed}<br>${time(c.step_s)}`; } },
     series: [
