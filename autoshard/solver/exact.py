@@ -20,6 +20,7 @@ from ortools.math_opt.python import mathopt
 
 from autoshard.problem.network import INF, Int
 from autoshard.solver.program import Program, cell_ends
+from autoshard.solver.silence import silenced
 
 SCALED_LARGEST = 1e6  # the largest cost that HiGHS sees
 SCALED_USAGE = 1e3  # the largest usage that HiGHS sees
@@ -173,10 +174,11 @@ def solve_program(
         random_seed=seed,
     )
     built = mathopt.Model.from_model_proto(model.proto())
-    try:
-        result = mathopt.solve(built, mathopt.SolverType.HIGHS, params=parameters)
-    except HIGHS_ERRORS:
-        result = mathopt.solve(built, mathopt.SolverType.GSCIP, params=parameters)
+    with silenced():
+        try:
+            result = mathopt.solve(built, mathopt.SolverType.HIGHS, params=parameters)
+        except HIGHS_ERRORS:
+            result = mathopt.solve(built, mathopt.SolverType.GSCIP, params=parameters)
     return read(result, net.start, offset, scale, DUAL_TOLERANCE * (net.nodes + len(net.edge_nodes) + 1))
 
 
