@@ -3,7 +3,8 @@
 In a loop that adds one partial sum a trip to a carried value, XLA:GPU and XLA:TPU turn the
 all-reduce of each trip into one all-reduce of the total, as long as the carried value is
 whole along the reduced axes (`while-loop-all-reduce-code-motion`; measured on H100 and v5e:
-gradient accumulation of 8 trips emits one all-reduce). A reduce-scatter into a sharded
+gradient accumulation of 8 trips emits one all-reduce, on v5e of the accumulator's float32, on
+H100 of the bfloat16 that is cast to it). A reduce-scatter into a sharded
 accumulator stays in the loop on both, and XLA:CPU moves neither.
 """
 
@@ -19,17 +20,17 @@ _CASTS = frozenset({"convert_element_type", "copy"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulators:
-    """`trips[v]`: how often the loop runs to whose accumulator the body's value v is added.
+    """`terms[v]`: the new value of the accumulator to which the body's value v is added, and how often the loop runs.
 
     `totals` are the new values of the accumulators, which lie as they are carried on: a
     total that is whole and carried in pieces would be reduced once a trip all the same.
     """
 
-    trips: dict[int, int]
+    terms: dict[int, tuple[int, int]]
     totals: frozenset[int]
 
 
-NONE = Accumulators(trips={}, totals=frozenset())
+NONE = Accumulators(terms={}, totals=frozenset())
 
 
 def accumulators(graph: Graph) -> Accumulators:
@@ -42,7 +43,7 @@ def accumulators(graph: Graph) -> Accumulators:
             value = graph.results[uses[0][0]][0]
         return value
 
-    trips: dict[int, int] = {}
+    terms: dict[int, tuple[int, int]] = {}
     totals: set[int] = set()
     for e, eqn in enumerate(graph.eqns):
         if eqn.primitive != "loop_carry":
@@ -57,11 +58,11 @@ def accumulators(graph: Graph) -> Accumulators:
             continue
         totals.add(total)
         term = graph.operands[add][1 - position]
-        trips[term] = runs = graph.trips[graph.results[onward[0][0]][0]]
+        terms[term] = total, graph.trips[graph.results[onward[0][0]][0]]
         while (maker := made_by.get(term, (-1, 0))[0]) >= 0 and graph.eqns[maker].primitive in _CASTS:
             before = graph.operands[maker][0]
             if len(consumers[before]) != 1 or graph.avals[before].itemsize > graph.avals[term].itemsize:
                 break
+            terms[before] = terms[term]
             term = before
-            trips[term] = runs
-    return Accumulators(trips=trips, totals=frozenset(totals))
+    return Accumulators(terms=terms, totals=frozenset(totals))

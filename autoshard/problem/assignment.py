@@ -186,10 +186,10 @@ class Assignment:
             if source == target or ((edge.value, source, target) in seen and (edge.value, edge.v) not in again):
                 continue
             seen.add((edge.value, source, target))
-            aval = edge.moved
             where = d.nodes[edge.v].where or d.nodes[edge.u].where
             ends = (np.array([source], np.int64), np.array([target], np.int64))
-            trips = int(edge.runs(*ends, aval.ndim, d.mesh.ndim)[0, 0])
+            whole = edge.total if edge.finishes(*ends, d.mesh.ndim)[0, 0] else None
+            aval, trips = whole or (edge.moved, edge.trips)
             for step in self.resharder.path(aval, source, target, combined=combined(edge.window)):
                 if step.kind != "slice":
                     yield self._collective(

@@ -523,9 +523,16 @@ class _Decider:
                 window=self.windows.of_value[value],
                 trips=self.graph.trips[value],
                 forbidden=forbidden,
-                total_trips=self.accumulators.trips.get(value),
+                total=self._total(value),
             )
         )
+
+    def _total(self, value: int) -> tuple[Aval, int] | None:
+        """What is reduced of the accumulator that a value is added to, and how often: XLA:GPU undoes the cast."""
+        if (term := self.accumulators.terms.get(value)) is None:
+            return None
+        total, trips = term
+        return self._moved(value) if self.platform == "cuda" else self.graph.avals[total], trips
 
     def _moved(self, value: int) -> Aval:
         """What is moved of a value: XLA:GPU exchanges collectives with casts, XLA:TPU does not."""

@@ -67,8 +67,8 @@ class Edge:
 
     `moved` is what is moved of the value: itself, or the smaller side of the cast that makes it.
     `source[i]`, `target[j]`: the value's code under choice i of `u` and j of `v`.
-    `forbidden`, if given, marks pairs (S_u, S_v) that cannot be. `total_trips`, if given, is
-    how often it runs where it only finishes pending sums (see `accumulators`).
+    `forbidden`, if given, marks pairs (S_u, S_v) that cannot be. `total`, if given, is what is
+    moved instead, and how often, where only pending sums are finished (see `accumulators`).
     """
 
     u: int
@@ -80,16 +80,15 @@ class Edge:
     window: int | None
     trips: int
     forbidden: NDArray[np.bool_] | None = None
-    total_trips: int | None = None
+    total: tuple[Aval, int] | None = None
 
-    def runs(self, source: Codes, target: Codes, ndim: int, axes: int) -> NDArray[np.int64]:
-        """How often the resharding from each source to each target code runs: (sources, targets)."""
-        times = np.full((len(source), len(target)), self.trips, np.int64)
-        if self.total_trips is not None:
-            here, there = decode(source, ndim, axes)[:, None], decode(target, ndim, axes)[None]
-            finished = ((here == there) | ((here == SUM) & (there == WHOLE))).all(axis=2) & (here == SUM).any(axis=2)
-            times[finished] = self.total_trips
-        return times
+    def finishes(self, source: Codes, target: Codes, axes: int) -> NDArray[np.bool_]:
+        """Whether it is the total that is moved from each source to each target code: (sources, targets)."""
+        if self.total is None:
+            return np.zeros((len(source), len(target)), bool)
+        ndim = self.moved.ndim
+        here, there = decode(source, ndim, axes)[:, None], decode(target, ndim, axes)[None]
+        return ((here == there) | ((here == SUM) & (there == WHOLE))).all(axis=2) & (here == SUM).any(axis=2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -166,9 +165,14 @@ def reshard_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
     """The edge's cost matrix (S_u, S_v) in integer picoseconds, INF where it cannot be."""
     sources, i = np.unique(edge.source, return_inverse=True)
     targets, j = np.unique(edge.target, return_inverse=True)
-    table = resharder.cost_ps(edge.moved, sources, targets, combined=combined(edge.window))
-    runs = edge.runs(sources, targets, edge.moved.ndim, resharder.mesh.ndim)
-    table = np.where(table < INF_PS, table * np.where(table < INF_PS, runs, 1), INF_PS)
+
+    def of_all_trips(moved: Aval, trips: int) -> NDArray[np.int64]:
+        once = resharder.cost_ps(moved, sources, targets, combined=combined(edge.window))
+        return np.where(once < INF_PS, np.where(once < INF_PS, once, 0) * trips, INF_PS)
+
+    table = of_all_trips(edge.moved, edge.trips)
+    if edge.total is not None:
+        table = np.where(edge.finishes(sources, targets, resharder.mesh.ndim), of_all_trips(*edge.total), table)
     matrix = table[np.ix_(i.ravel(), j.ravel())]
     if edge.forbidden is not None:
         matrix = np.where(edge.forbidden, INF_PS, matrix)

@@ -75,7 +75,7 @@ class _Labels:
                 content(edge.target),
                 edge.window,
                 edge.trips,
-                edge.total_trips,
+                edge.total and (edge.total[0].itemsize, edge.total[1]),
                 mask,
             )
             if parts not in known:

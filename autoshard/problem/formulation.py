@@ -135,7 +135,7 @@ class _ClassMatrices:
                 edge.target.tobytes(),
                 edge.window,
                 edge.trips,
-                edge.total_trips,
+                edge.total and (edge.total[0].itemsize, edge.total[1]),
                 mask,
             )
             counted[key] = (edge, counted[key][1] + 1 if key in counted else 1)
