@@ -4,8 +4,8 @@ Constraints block fusions and clutter a program, but a missing one can cost more
 many (a residual pinned alone made XLA gather weights). So none is left out without a
 probe: Shardy is run in-process on the program with fewer constraints, and must do what
 it does with all of them: the same collectives, every contraction and every cast in the
-same layout, and no value larger on a device. What is moved from one split layout to
-another keeps its constraints, since there the compilers choose otherwise than Shardy.
+same layout, and no value larger on a device. Where the compilers are known to choose otherwise
+than Shardy, as with what is moved from one split layout to another, all constraints stay.
 
 The search goes forward from those alone: the constraints of one value at a time (with those of
 all values in equal places) are added where that brings the program nearer, those of
@@ -120,7 +120,7 @@ class _Search:
             for spot, specs in pins.made.items()
             if ("made", spot) in probe.of
         }
-        self._ambiguous = _moved_in_part(probe, graph, annotations)
+        self._ambiguous = _ambiguous(probe, graph, annotations)
         self._equal: dict[int, frozenset[int]] = _in_equal_places(probe.values, decisions, folding)
         self._around: dict[int, list[Path]] = {}  # value → the equations that make and take it
         for e, path in enumerate(graph.paths):
@@ -252,12 +252,14 @@ def _moved_values(probe: Probe, pins: Pins) -> frozenset[int]:
     return frozenset(v for v, count in counts.items() if count > 1)
 
 
-def _moved_in_part(probe: Probe, graph: Graph, annotations: Annotations) -> frozenset[int]:
-    """Values that are moved from one layout that is split to another.
+def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations) -> frozenset[int]:
+    """Values of which XLA's partitioner may make something else than Shardy, so that all their constraints stay.
 
-    XLA's partitioner has several ways from one to the other and does not choose as Shardy does
-    (where a contraction's operand is gathered over one of its two axes, over another one), so
-    that both ends stay.
+    Those that are moved from one layout that is split to another: it has several ways from one to
+    the other (where a contraction's operand is gathered over one of its two axes, over another
+    one). Those that a contraction finds whole and takes cut: it may gather the other operand, where
+    Shardy scatters the sum. And those that one contraction makes and several take: each draws them
+    its way, and XLA propagates in an order of its own.
     """
     pins = annotations.pins
     ends: dict[int, list[PartitionSpec]] = {v: [annotations.inputs[i]] for i, v in enumerate(graph.inputs)}
@@ -265,8 +267,17 @@ def _moved_in_part(probe: Probe, graph: Graph, annotations: Annotations) -> froz
         for key, specs in group.items():
             if (name, key) in probe.of:
                 ends.setdefault(probe.of[name, key], []).extend(specs)
-    split = {v: {spec for spec in specs if any(spec)} for v, specs in ends.items() if any(specs[0])}
-    return frozenset(v for v, specs in split.items() if len(specs) > 1)
+    split = {v: {spec for spec in specs if any(spec)} for v, specs in ends.items()}
+    contractions = [e for e, eqn in enumerate(graph.eqns) if eqn.primitive in CONTRACTIONS]
+    taken = Counter(v for e in contractions for v in graph.operands[e])
+    moved = {v for v, specs in split.items() if len(specs) > 1 and any(ends[v][0])}
+    cut = {v for v in taken if split.get(v) and not any(ends[v][0])}
+    products = {v for e in contractions for v in graph.results[e]}
+    for e, eqn in enumerate(graph.eqns):
+        if eqn.primitive == "transpose" and graph.operands[e][0] in products:
+            products.add(graph.results[e][0])
+    drawn = {v for v in products if taken[v] > 1 and split.get(v)}
+    return frozenset(moved | cut | drawn)
 
 
 def _in_equal_places(values: Iterable[int], decisions: Decisions, folding: Folding) -> dict[int, frozenset[int]]:
