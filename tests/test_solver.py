@@ -11,6 +11,7 @@ import pytest
 from autoshard.problem.network import INF, Hinge, Problem
 from autoshard.solver import Status, evaluate, solve
 from autoshard.solver import solver as solver_room
+from autoshard.solver.incumbent import Incumbent
 from tests.random_problems import brute_force, random_problem
 
 CHUNK = 2500
@@ -127,6 +128,18 @@ def test_a_cutoff_may_fall_while_a_problem_is_solved() -> None:
     assert next(answers, None) is None  # it was asked until it fell
     assert solution.found
     assert solution.status is Status.FEASIBLE  # and then nothing was improved
+
+
+def test_an_engine_that_is_waited_for_is_stopped_by_the_clock_once_beaten() -> None:
+    now, problem = [0.0], replace(chain(8), hinges=())
+    best = solve(problem)
+    own = Incumbent(problem=problem, time_limit_s=60.0, settle_s=3.0, cutoff=lambda: 0.0, clock=lambda: now[0])
+    own.offer(best.choice)
+    own.raise_bound(best.objective // 2)
+    assert not own.enough()
+    now[0] = 4.0
+    assert own.enough()
+    assert not own.closed()  # little work was done
 
 
 def test_gap_is_tight_on_a_chain_with_memory_and_hinge() -> None:

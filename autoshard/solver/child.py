@@ -133,7 +133,8 @@ def solve_in_time(
         child.kill_at = min(child.kill_at, begin + min(left_s, time_limit_s + OVERRUN_S))
         while (answer := child.answer(LOOK_S)) is None:
             if enough():
-                return NOTHING
+                answer = NOTHING
+                break
         compilation.helped(time.perf_counter() - begin if answer is NOTHING else answer.worked_s)
         return answer
     finally:

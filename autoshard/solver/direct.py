@@ -69,7 +69,7 @@ def optimum(core: Core, incumbent: Incumbent, limit_s: float) -> tuple[Int | Non
         program,
         left_s=incumbent.left_s(),
         time_limit_s=limit_s,
-        enough=incumbent.closed,
+        enough=incumbent.enough,
         rel_gap=incumbent.rel_gap,
         seed=incumbent.seed,
     )

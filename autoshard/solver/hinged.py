@@ -261,7 +261,7 @@ class Hinged:
             program,
             left_s=incumbent.left_s(),
             time_limit_s=limit_s,
-            enough=incumbent.closed,
+            enough=incumbent.enough,
             rel_gap=incumbent.rel_gap,
             seed=incumbent.seed,
         )

@@ -99,6 +99,10 @@ class Incumbent:
             return True
         return self.gap() <= self.rel_gap * (SETTLED if settled or self.beaten else 1)
 
+    def enough(self) -> bool:
+        """Whether an engine that is waited for can be stopped: its work counts as it ends, so here the clock counts."""
+        return self.closed() or (self.beaten and self.elapsed_s() > self.settle_s)
+
     def patience_s(self, most_s: float) -> float:
         """Seconds for one attempt: at most so many, and none past `settle_s` where what there is would do then."""
         left = min(most_s, self.left_s())
