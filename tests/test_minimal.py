@@ -78,15 +78,17 @@ def test_both_ends_of_a_move_between_split_layouts_stay() -> None:
 
 
 def test_what_a_contraction_takes_cut_stays() -> None:
-    """A whole weight, cut as the activations are: without the constraint XLA would gather the activations."""
+    """A whole weight, cut as the activations are: without the constraint XLA gathers the activations instead."""
 
-    def cut(x: Any, w: Any) -> Any:
-        return jnp.tanh(x) @ w
+    def mlp(x: Any, up: Any, down: Any) -> Any:
+        return jnp.tanh(x @ up) @ down
 
-    specs = (P(None, ("data", "model")), P())
-    plan = planned(cut, X, W, in_shardings=specs, out_shardings=P(None, ("data", "model")))
-    assert P(("data", "model")) in [spec for specs in plan.record.pins.taken.values() for spec in specs]
-    assert plan.verify("cpu").ok
+    args = (S((32, 256), jnp.float32), S((256, 1024), jnp.float32), S((1024, 256), jnp.float32))
+    columns, rows = P(None, ("data", "model")), P(("data", "model"))
+    plan = planned(mlp, *args, in_shardings=(columns, P(), P()), out_shardings=columns)
+    kinds = {c.kind: c.nbytes for c in plan.record.collectives}
+    assert kinds == {"all-gather": 32 * 256 * 4, "reduce-scatter": 32 * 256 * 4}
+    assert rows in [spec for specs in plan.record.pins.taken.values() for spec in specs]
 
 
 def everything(plan: Plan) -> Plan:
