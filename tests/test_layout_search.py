@@ -79,7 +79,7 @@ def test_llama3_405b_on_16384_h100_is_of_the_published_family_or_better() -> Non
 
 def test_shapes_are_written_or_imported() -> None:
     assert transformer("layers=2,d_model=8,d_ff=16,heads=2,kv_heads=1,head_dim=4,vocab=32").layers == 2
-    with pytest.raises(TargetError, match="write layers, d_model"):
+    with pytest.raises(TargetError, match="add d_model=…,d_ff=…"):
         transformer("layers=2")
 
 
