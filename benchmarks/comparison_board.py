@@ -67,7 +67,7 @@ TIME_LIMIT_S = 8.0  # of the solver, per mesh
 CLOSE = 1.05  # times our best prediction: which mesh of ours is compiled, too
 ALIKE = 1 + 1e-5  # times it: of equal plans on two meshes (both axes split what one splits elsewhere) one is compiled
 # How many hand layouts are compiled, and times the best prediction which: predictions of what a partitioner makes of
-# annotations were seen to be right for some and 1.7 times too high for FSDP, whose compute is right.
+# annotations are right for most, and up to 1.5 times too high where XLA hides what the prices take as waited for.
 MOST = 4
 LIKELY = 1.25
 # XLA:GPU generates code faster so; the schedule is made before, and stays the same.
