@@ -123,8 +123,9 @@ class _Search:
         self._ambiguous = _ambiguous(probe, graph, annotations)
         self._equal: dict[int, frozenset[int]] = _in_equal_places(probe.values, decisions, folding)
         self._around: dict[int, list[Path]] = {}  # value → the equations that make and take it
-        for e, path in enumerate(graph.paths):
-            before = [graph.paths[self._maker[u]] for u in graph.operands[e] if u in self._maker]
+        paths = graph.paths
+        for e, path in enumerate(paths):
+            before = [paths[self._maker[u]] for u in graph.operands[e] if u in self._maker]
             for v in graph.results[e]:
                 self._around.setdefault(v, []).extend((path, *before))
             for v in graph.operands[e]:
