@@ -10,10 +10,12 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autoshard
+import cost_models
 import models
 from autoshard import SpecError, accumulate, accumulation, trace
 from autoshard.comparison import agrees
 from autoshard.mesh import MeshAxes
+from autoshard.report import view
 from tests.programs import GPUS, MESH, TPUS, relative_error
 
 P = PartitionSpec
@@ -268,6 +270,17 @@ def check_plain(accumulator: str, hardware: str, compiler: str, dtype: str) -> N
     assert {(c[0], c[1], c[2]) for c in found} == {(kind, dtype, trips)}
     promised = [c for c in plan.record.collectives if c.kind == kind and c.nbytes > 1024]
     assert sorted((c.nbytes, c.trips) for c in promised) == sorted((nbytes, trips) for *_, nbytes in found)
+
+
+@pytest.mark.parametrize("accumulator", sorted(PLAIN))
+def test_the_page_shows_reductions_as_often_as_they_run(accumulator: str) -> None:
+    spec, kind, trips = PLAIN[accumulator]
+    plan = plain_step(GPUS, spec=spec)
+    shown = view.of_plan(plan.planned, cost_models.hardware(GPUS))["timeline"]
+    bars = [bar for bar in shown if bar["name"].startswith(kind)]
+    promised = [row for row in plan.record.collectives if row.kind == kind]
+    assert trips in {bar["trips"] for bar in bars}
+    assert sum(bar["duration_s"] for bar in bars) == pytest.approx(sum(row.seconds * row.trips for row in promised))
 
 
 @pytest.mark.gpu_compiler

@@ -1,6 +1,7 @@
 """The solver's clocks: the time, less what its own compilation took, and the work."""
 
 import importlib
+import threading
 import time
 
 import numba
@@ -46,3 +47,24 @@ def test_work_is_what_processors_do_for_the_solver() -> None:
     sum(range(200_000))
     assert clock.effort_s() == still
     clock.end()
+
+
+def test_what_other_threads_compile_is_their_own() -> None:
+    clock = Compilation()
+    begun, done = threading.Event(), threading.Event()
+
+    def compiles() -> None:
+        clock.begin()
+        begun.set()
+        done.wait()
+        clock.end()
+
+    other = threading.Thread(target=compiles)
+    other.start()
+    begun.wait()
+    worked, effort = clock.worked_s(), clock.effort_s()
+    sum(range(200_000))
+    assert clock.worked_s() > worked
+    assert clock.effort_s() > effort
+    done.set()
+    other.join()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.problem.decisions import Decisions, Port, consumer_port
+from autoshard.problem.decisions import Decisions, Edge, Port, consumer_port
 from autoshard.problem.windows import combined
 from autoshard.resharding import PS_PER_S, Resharder, collective_s
 from autoshard.strategies import SUM, decode
@@ -176,8 +176,8 @@ class Assignment:
         kept = self.kept(value)
         return () if kept is None else self._to_copy(value) + self.route(value, kept, self.output_code(position))
 
-    def collectives(self) -> Iterator[Collective]:
-        """Every collective, as emitted: once per value and pair of layouts, and per operand that is moved again."""
+    def transfers(self) -> Iterator[tuple[Edge, Collective]]:
+        """The collectives between equations: once per value and two layouts, and per operand that is moved again."""
         d = self.decisions
         seen: set[tuple[int, int, int]] = set()
         again = {(d.graph.operands[e][i], d.node_of[e]) for e, i in self.again()}
@@ -192,10 +192,18 @@ class Assignment:
             aval, trips = whole or (edge.moved, edge.trips)
             for step in self.resharder.path(aval, source, target, combined=combined(edge.window)):
                 if step.kind != "slice":
-                    yield self._collective(
-                        step.kind, step.axes, step.nbytes, str(aval.dtype), trips, edge.window, where, str(aval)
+                    yield (
+                        edge,
+                        self._collective(
+                            step.kind, step.axes, step.nbytes, str(aval.dtype), trips, edge.window, where, str(aval)
+                        ),
                     )
-        for n in range(len(d.nodes)):
+
+    def collectives(self) -> Iterator[Collective]:
+        """Every collective, as emitted: between equations, and inside of them."""
+        for _, row in self.transfers():
+            yield row
+        for n in range(len(self.decisions.nodes)):
             yield from self.in_op(n)
 
     def in_op(self, n: int) -> Iterator[Collective]:

@@ -13,10 +13,8 @@ import numpy as np
 
 from autoshard.planner import Planned
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.windows import combined
 from autoshard.record import Leaf, PlanRecord
 from autoshard.report.folding import fold
-from autoshard.resharding import collective_s
 from autoshard.strategies import layout_of
 from autoshard.tables import bytes_text, short_aval, short_place, time_text
 from cost_models import Hardware
@@ -196,39 +194,25 @@ def _memory(record: PlanRecord, assignment: Assignment) -> Json:
 
 
 def _transfers(assignment: Assignment) -> dict[int, list[Json]]:
-    """Equation → the collectives that bring values to it, as `Assignment.collectives` counts them."""
+    """Equation → the collectives that bring values to it."""
     d = assignment.decisions
     found: dict[int, list[Json]] = {}
-    seen: set[tuple[int, int, int]] = set()
     last = len(d.graph.eqns)
-    for edge in d.edges:
-        source = int(edge.source[assignment.choice[edge.u]])
-        target = int(edge.target[assignment.choice[edge.v]])
-        if source == target or (edge.value, source, target) in seen:
-            continue
-        seen.add((edge.value, source, target))
-        aval = edge.moved
+    for edge, row in assignment.transfers():
         at = d.nodes[edge.v].equations[:1] or [last if d.nodes[edge.v].kind == "output" else -1]
         if d.nodes[edge.v].kind == "copy":
             at = [max(d.nodes[edge.u].equations, default=-1) + 1]
-        for step in assignment.resharder.path(aval, source, target, combined=combined(edge.window)):
-            if step.kind != "slice":
-                one_s = float(
-                    collective_s(
-                        assignment.resharder.machine, step.kind, step.axes, step.nbytes, combined=combined(edge.window)
-                    )
-                )
-                found.setdefault(int(at[0]), []).append(
-                    {
-                        "name": f"{step.kind} over {'·'.join(step.axes)}",
-                        "value": short_aval(str(aval)),
-                        "where": short_place(d.nodes[edge.v].where or d.nodes[edge.u].where),
-                        "seconds": one_s * edge.trips,
-                        "trips": edge.trips,
-                        "hides": edge.window is not None,
-                        "after": edge.u,
-                    }
-                )
+        found.setdefault(int(at[0]), []).append(
+            {
+                "name": f"{row.kind} over {'·'.join(row.axes)}",
+                "value": short_aval(row.value),
+                "where": short_place(row.where),
+                "seconds": row.seconds * row.trips,
+                "trips": row.trips,
+                "hides": row.window is not None,
+                "after": edge.u,
+            }
+        )
     return found
 
 

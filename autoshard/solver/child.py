@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 from autoshard.solver.clock import compilation
 from autoshard.solver.exact import MipAnswer, solve_program
+from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.program import Program
 
 SMALL_CELLS = 10_000  # a program of so few cells is solved at once, without a process
@@ -139,6 +140,18 @@ def solve_in_time(
         return answer
     finally:
         child.close()
+
+
+def solve_for(incumbent: Incumbent, program: Program, *, limit_s: float) -> MipAnswer:
+    """Solves `program` to the gap that an incumbent is to reach, within `limit_s` and the time that it has left."""
+    return solve_in_time(
+        program,
+        left_s=incumbent.left_s(),
+        time_limit_s=limit_s,
+        enough=incumbent.enough,
+        rel_gap=incumbent.rel_gap,
+        seed=incumbent.seed,
+    )
 
 
 def main() -> None:

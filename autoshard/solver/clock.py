@@ -1,6 +1,7 @@
 """Clocks: how every step learns how much time is left, and how much was worked."""
 
 import math
+import threading
 import time
 from collections.abc import Callable
 
@@ -12,12 +13,13 @@ def endless() -> float:
     return math.inf
 
 
-class Compilation:
+class Compilation(threading.local):
     """Time spent on compiling the solver itself, once per installation, and on loading it, once per process.
 
     Two clocks stand still meanwhile: `worked_s` tells the time; `effort_s` tells the work, the
     processor time of this thread and of the engines that it waited for, so that what is settled by
-    it does not depend on what else the machine does.
+    it does not depend on what else the machine does. Every thread has its own: the times are to be
+    compared within one thread.
     """
 
     def __init__(self) -> None:
@@ -47,7 +49,7 @@ class Compilation:
         return now - self._spent_s
 
     def effort_s(self) -> float:
-        """Seconds of work; to be compared within one thread."""
+        """Seconds of work."""
         now = self._since_cpu if self._depth else time.thread_time()
         return now - self._spent_cpu_s + self._helped_s
 

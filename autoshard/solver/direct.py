@@ -9,7 +9,7 @@ import numpy as np
 
 from autoshard.problem.network import Int, Problem
 from autoshard.solver.buckets import eliminate_all
-from autoshard.solver.child import solve_in_time
+from autoshard.solver.child import solve_for, solve_in_time
 from autoshard.solver.coarse import coarsened, coarsening
 from autoshard.solver.core import Core, reduce
 from autoshard.solver.evaluate import evaluate, usage_profile
@@ -65,14 +65,7 @@ def optimum(core: Core, incumbent: Incumbent, limit_s: float) -> tuple[Int | Non
     program, names = core.program()
     if program.cells > MIP_CELLS:
         return None, None
-    answer = solve_in_time(
-        program,
-        left_s=incumbent.left_s(),
-        time_limit_s=limit_s,
-        enough=incumbent.enough,
-        rel_gap=incumbent.rel_gap,
-        seed=incumbent.seed,
-    )
+    answer = solve_for(incumbent, program, limit_s=limit_s)
     if answer.infeasible:
         incumbent.infeasible = True
         return None, "highs"

@@ -24,7 +24,7 @@ import numpy as np
 from autoshard.problem.network import INF, Hinge, Int, Problem
 from autoshard.solver.bound import FLAT, ROUNDING, Dual, plain_dual, settled_dual, shifted
 from autoshard.solver.buckets import eliminate_all, order_by_size
-from autoshard.solver.child import solve_in_time
+from autoshard.solver.child import solve_for
 from autoshard.solver.clock import Clock, endless
 from autoshard.solver.core import Core, reduce
 from autoshard.solver.exact import MipAnswer, highest_point
@@ -256,15 +256,7 @@ class Hinged:
             return MipAnswer(choice=labels.choice, bound=bound, infeasible=False, finished=True)
         if program.cells > MIP_CELLS:
             return None
-        incumbent = self.incumbent
-        answer = solve_in_time(
-            program,
-            left_s=incumbent.left_s(),
-            time_limit_s=limit_s,
-            enough=incumbent.enough,
-            rel_gap=incumbent.rel_gap,
-            seed=incumbent.seed,
-        )
+        answer = solve_for(self.incumbent, program, limit_s=limit_s)
         if answer.infeasible:
             return answer
         if answer.choice is None or answer.bound is None or not answer.finished:
