@@ -276,6 +276,7 @@ def check_plain(accumulator: str, hardware: str, compiler: str, dtype: str) -> N
 def test_the_page_shows_reductions_as_often_as_they_run(accumulator: str) -> None:
     spec, kind, trips = PLAIN[accumulator]
     plan = plain_step(GPUS, spec=spec)
+    assert plan.planned is not None
     shown = view.of_plan(plan.planned, cost_models.hardware(GPUS))["timeline"]
     bars = [bar for bar in shown if bar["name"].startswith(kind)]
     promised = [row for row in plan.record.collectives if row.kind == kind]
