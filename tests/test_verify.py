@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autoshard
 import models
@@ -105,6 +106,37 @@ def test_a_scan_over_layers_is_followed_trip_by_trip(rows: int, *, remat: bool) 
 @needs_gpu_compiler
 def test_two_nodes() -> None:
     check(planned("mlp-8k", "h100:2x4").verify("gpu"))
+
+
+@pytest.mark.gpu_compiler
+@needs_gpu_compiler
+@pytest.mark.parametrize(
+    ("product", "out"),
+    [
+        ("bsc,bcd->bsd", P(("data", "model"))),
+        ("bsc,bcd->sbd", P(None, ("data", "model"))),
+        ("bsc,bcd->bsd", P("data", "model")),
+        ("bsc,cd->bsd", P(("data", "model"))),
+    ],
+    ids=str,
+)
+def test_a_sum_is_scattered_onto_the_batch_of_its_contraction(product: str, out: P) -> None:
+    """One reduce-scatter, also where the batch is split already: XLA would all-reduce and gather, not told how."""
+    *_, weight = product.partition("->")[0].split(",")
+    x = jax.ShapeDtypeStruct((16, 512, 1024), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((16, 1024, 512) if weight == "bcd" else (1024, 512), jnp.bfloat16)
+    found = autoshard.plan(
+        lambda x, w: jnp.einsum(product, x, w),
+        x,
+        w,
+        mesh=MESH,
+        hardware="h100:1x8",
+        in_shardings=(P("data", None, "model"), P("data", "model") if weight == "bcd" else P("model")),
+        out_shardings=out,
+        for_grad=False,
+    ).verify("gpu")
+    assert agrees(found.rows, found.tolerance), str(found)
+    assert [(c.kind, c.nbytes) for c in found.emitted] == [("reduce-scatter", 16 // 2 * 512 * 512 * 2)]
 
 
 @pytest.mark.parametrize("name", ["linear-8k", "mlp-8k"])

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from autoshard.problem.decisions import Decisions, Edge, Port, consumer_port
 from autoshard.problem.windows import combined
 from autoshard.resharding import PS_PER_S, Resharder, collective_s
-from autoshard.strategies import SUM, decode
+from autoshard.strategies import SUM, WHOLE, Rows, decode, encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,7 @@ class Assignment:
     choice: NDArray[np.int64]
     _ports: dict[tuple[int, int], Port | None] = field(default_factory=dict)
     _uses: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    _producers: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def _code(self, port: Port) -> int:
         return int(port.codes[self.choice[port.node]])
@@ -79,14 +80,52 @@ class Assignment:
 
     def reduced(self, code: int, value: int) -> bool:
         """Whether a code has no unreduced axes, so that it can be pinned."""
-        aval = self.decisions.graph.avals[value]
-        return not (decode(code, aval.ndim, self.decisions.mesh.ndim) == SUM).any()
+        return not (self._row(code, value) == SUM).any()
 
     def route(self, value: int, source: int, target: int) -> tuple[int, ...]:
-        """The pinnable codes that a value passes through from source to target."""
+        """The pinnable codes that a value passes through from source to target.
+
+        A sum that is scattered onto a dimension of the contraction's batch that is split already is
+        whole in between: XLA all-reduces and gathers it otherwise, and makes a reduce-scatter of an
+        all-reduce that is cut behind it.
+        """
         aval = self.decisions.graph.avals[value]
-        steps = self.resharder.path(aval, source, target, combined=combined(self.decisions.window_of(value)))
-        return tuple(step.after for step in steps if self.reduced(step.after, value))
+        codes: list[int] = []
+        here = source
+        for step in self.resharder.path(aval, source, target, combined=combined(self.decisions.window_of(value))):
+            if step.kind == "reduce-scatter" and self._scatters_batch(value, here, step.after):
+                codes.append(self._whole(here, value))
+            codes.append(step.after)
+            here = step.after
+        return tuple(code for code in codes if self.reduced(code, value))
+
+    def _row(self, code: int, value: int) -> Rows:
+        return decode(code, self.decisions.graph.avals[value].ndim, self.decisions.mesh.ndim)
+
+    def _whole(self, code: int, value: int) -> int:
+        """A code with its sums finished."""
+        row = self._row(code, value)
+        return int(encode(np.where(row == SUM, WHOLE, row), self.decisions.graph.avals[value].ndim))
+
+    def _scatters_batch(self, value: int, source: int, target: int) -> bool:
+        """Whether a sum is scattered onto a dimension that is split already and of its contraction's batch."""
+        before, after = self._row(source, value), self._row(target, value)
+        onto = set(after[(before == SUM) & (after != SUM)].tolist()) & set(before.tolist())
+        return bool(onto) and not onto.isdisjoint(self._batch(value))
+
+    def _batch(self, value: int) -> set[int]:
+        """The dimensions of a pending sum that all operands of its contraction have."""
+        d = self.decisions
+        if not self._producers:
+            self._producers.update(d.graph.producers())
+        e, position = self._producers[value]
+        rule = d.rules[e]
+        if any(factor.reduction for factor in rule.factors):
+            shared = set.intersection(*({f for dim in dims for f in dim} for dims in rule.operands))
+        else:  # sums flow through
+            operands = zip(d.graph.operands[e], rule.operands, strict=True)
+            shared = {f for operand, dims in operands for n in self._batch(operand) for f in dims[n]}
+        return {n for n, dim in enumerate(rule.results[position]) if shared & set(dim)}
 
     def left(self, value: int) -> int | None:
         """The code in which a value goes on from where it is made: its copy's, or its own.
