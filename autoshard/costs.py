@@ -130,15 +130,18 @@ def in_op_s(eqn: Eqn, rule: ShardingRule, strategies: Strategies, mesh: MeshAxes
 
 
 def touched_bytes(
-    eqn: Eqn, strategies: Strategies, mesh: MeshAxes, reads: Sequence[bool], writes: Sequence[bool]
+    eqn: Eqn, strategies: Strategies, mesh: MeshAxes, reads: Sequence[bool], writes: Sequence[bool], readers: int
 ) -> NDArray[np.float64]:
     """HBM bytes per device (S,) of an equation that is not a contraction.
 
-    `reads[i]`, `writes[i]`: whether operand or result i lies in memory. A gather reads
+    `reads[i]`, `writes[i]`: whether operand or result i lies in memory; `readers`: how many
+    equations take its results. A gather reads
     of its table only what it returns; a scatter rewrites only what it updates. A
     constraint by itself touches nothing; nor does a transpose, which XLA's layout
     assignment turns into another order of the same bytes in memory; a loop's constants
-    are read where they lie. What a loop stacks is read, written, and has been zeroed before.
+    are read where they lie. What a loop stacks is read, if it lies in memory, written, and has been
+    zeroed before; what it slices is read, and written if it lies in memory, or else read by every
+    kernel, as which two are taken. What a scatter adds to is written before if it lies nowhere.
     """
     if eqn.primitive in (CONSTRAINT, "transpose", "loop_const", "branch_join"):
         return np.zeros(len(strategies))
@@ -149,10 +152,14 @@ def touched_bytes(
         return aval.nbytes / shards(codes, aval.ndim, mesh)
 
     total = np.zeros(len(strategies))
-    sparse = eqn.primitive in ("gather", "dynamic_slice", "loop_slice")
+    sparse = eqn.primitive in ("gather", "dynamic_slice")
     update = eqn.primitive.startswith("scatter") or eqn.primitive == "dynamic_update_slice"
+    if update and not reads[0]:
+        total += local(0, result=False)
     if eqn.primitive == "loop_stack":
-        return 3 * local(0, result=False)
+        return (2 + reads[0]) * local(0, result=False)
+    if eqn.primitive == "loop_slice":
+        return (1 + (writes[0] or readers > 1)) * local(0, result=True)
     for i, read in enumerate(reads):
         if read and not (sparse and i == 0) and not (update and i == 0):
             total += local(i, result=False) * (2 if update and i == len(reads) - 1 else 1)

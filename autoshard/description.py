@@ -17,7 +17,6 @@ from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins, Specs
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Decisions
-from autoshard.problem.formulation import UNIT_S
 from autoshard.record import Certificate, Cost, Leaf, Memory, PlanRecord
 from autoshard.resharding import BUCKET_BYTES
 from autoshard.setting import Setting, Wanted
@@ -29,7 +28,6 @@ def describe(
     setting: Setting,
     assignment: Assignment,
     *,
-    exposed: Mapping[int, tuple[int, int, int]],
     certificate: Certificate,
     name: str,
     mesh: MeshAxes,
@@ -44,7 +42,7 @@ def describe(
     collectives = tuple(sorted(assignment.collectives(), key=lambda c: (c.kind, c.axes, -c.nbytes, c.where, c.value)))
     step_s = certificate.objective_s
     compute_s = assignment.compute_s()
-    hidden_s = sum(hideable - left for hideable, _, left in exposed.values()) * UNIT_S
+    hidden_s = sum(row.seconds * row.trips - waited_s for row, waited_s in assignment.waits())
     peak, at, kinds = assignment.peak()
 
     def spec(code: int, ndim: int) -> PartitionSpec:

@@ -12,7 +12,7 @@ from autoshard.errors import InfeasibleError
 from autoshard.meshes import MeshLike
 from autoshard.planner import Budget
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.formulation import UNIT_S, exposed_ps, formulate
+from autoshard.problem.formulation import UNIT_S, formulate
 from autoshard.question import Question, ask
 from autoshard.record import Certificate, PlanRecord
 from autoshard.resharding import Resharder
@@ -205,7 +205,6 @@ def _by_shardy(question: Question) -> Evaluation:
     record = describe(
         setting,
         assignment,
-        exposed=exposed_ps(problem, choice),
         certificate=Certificate(
             status="priced",
             objective_s=seconds,

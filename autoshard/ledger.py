@@ -18,7 +18,6 @@ from autoshard.costs import is_contraction
 from autoshard.graph import Aval, Graph
 from autoshard.problem.assignment import Assignment, Collective
 from autoshard.record import PlanRecord
-from autoshard.resharding import PS_PER_S
 from autoshard.tables import bytes_text, columns, render, short_aval, short_place, table, time_text
 from autoshard.wanted import dotted
 
@@ -229,7 +228,7 @@ def _spent(record: PlanRecord, assignment: Assignment, names: Sequence[str]) -> 
     for name, where, seconds in _compute(assignment):
         sums[COMPUTE, (), name, where, ()].seconds.append(seconds)
     named, mesh = _Names(record, assignment.decisions.graph), record.mesh
-    for row, waited_s in _waits(assignment):
+    for row, waited_s in assignment.waits():
         axes = tuple(
             (name, size) for name, own, size in zip(names, mesh.names, mesh.sizes, strict=True) if own in row.axes
         )
@@ -249,25 +248,6 @@ def _compute(assignment: Assignment) -> Iterable[tuple[str, str, float]]:
     for n, node in enumerate(assignment.decisions.nodes):
         if seconds := assignment.node_s(n):
             yield node.name, node.where, seconds
-
-
-def _waits(assignment: Assignment) -> Iterable[tuple[Collective, float]]:
-    """Every collective, and how long the step waits for it."""
-    d, overlap = assignment.decisions, assignment.resharder.machine.overlap
-    rows = tuple(assignment.collectives())
-    hides: dict[int, float] = defaultdict(float)
-    covers: dict[int, float] = defaultdict(float)
-    for row in rows:
-        if row.window is not None:
-            hides[row.window] += row.seconds * row.trips
-    for node, pick in zip(d.nodes, assignment.choice, strict=True):
-        covers[node.window] += int(node.cover_ps[pick]) / PS_PER_S
-    for row in rows:
-        share = 1.0
-        if row.window is not None and hides[row.window]:
-            hideable, cover = hides[row.window], covers[row.window]
-            share = (1 - overlap) + max(0.0, overlap * hideable - cover) / hideable
-        yield row, row.seconds * row.trips * share
 
 
 class _Names:

@@ -34,6 +34,12 @@ _INTO = frozenset({"loop_const", "loop_slice", "loop_carry"})
 # Equations that end a fusion: their result is stored, their operands need not be.
 ENDS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"})
 
+# What XLA does not compute twice, once for what it stacks and once for who else reads it.
+_COSTLY = frozenset(
+    {"cbrt", "cos", "div", "erf", "erfc", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "rsqrt", "sin"}
+    | {"sqrt", "tan", "tanh"}
+)
+
 _MOST_SOURCES = 16  # stored values that one expression is recomputed from; XLA bounds a fusion's parameters, too
 
 
@@ -91,20 +97,26 @@ def _held(graph: Graph, fuses: Sequence[bool]) -> NDArray[np.bool_]:
     """Which values lie in memory, be it under another's name."""
     held = np.zeros(len(graph.avals), bool)
     made = np.zeros(len(graph.avals), bool)
+    costly = np.zeros(len(graph.avals), bool)
     held[list(graph.inputs)] = True
     held[list(graph.outputs)] = True
     readers = np.zeros(len(graph.avals), np.int64)
     for e, eqn in enumerate(graph.eqns):
         operands, results = list(graph.operands[e]), list(graph.results[e])
         made[results] = True
+        costly[results] = eqn.primitive in _COSTLY
         readers[operands] += 1
         if eqn.primitive in _INTO:
             held[operands] = True
-        elif eqn.primitive in ENDS:
+        elif eqn.primitive in ENDS or eqn.primitive == "loop_stack":
             held[results] = True
         elif not fuses[e] and eqn.primitive not in RENAMES:
             held[operands] = True
             held[results] = True
+    for e, eqn in enumerate(graph.eqns):
+        if eqn.primitive == "loop_stack":
+            v = graph.operands[e][0]
+            held[v] |= costly[v] and readers[v] > 1
     for e in range(len(graph.eqns) - 1, -1, -1):
         if graph.eqns[e].primitive in RENAMES and held[graph.results[e][0]]:
             held[graph.operands[e][0]] = True

@@ -21,7 +21,7 @@ from autoshard.lighter import lighter
 from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.formulation import UNIT_S, Formulation, exposed_ps, formulate
+from autoshard.problem.formulation import UNIT_S, Formulation, formulate
 from autoshard.problem.network import Int
 from autoshard.record import Certificate, PlanRecord
 from autoshard.rules.control_flow import HOST_CALLS
@@ -126,7 +126,6 @@ def make(
     record = describe(
         setting,
         assignment,
-        exposed=exposed_ps(formulation.problem, solution.choice),
         certificate=_certificate(formulation, solution, hardware),
         name=name,
         mesh=mesh,

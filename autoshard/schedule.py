@@ -19,35 +19,37 @@ PS = 1e-12
 
 def schedule(assignment: Assignment) -> Timeline:
     """The predicted timeline of a step; its end is the plan's predicted step, to rounding."""
-    d, overlap = assignment.decisions, assignment.resharder.machine.overlap
+    d = assignment.decisions
     place = _Places(assignment)
     compute: dict[int, list[tuple[int, int]]] = defaultdict(list)  # window → (equation, node)
     for n, (node, pick) in enumerate(zip(d.nodes, assignment.choice, strict=True)):
         if node.cost_ps[pick]:
             e = min(node.equations, default=0)
-            compute[d.windows.of_equation[e] if d.graph.eqns else 0].append((e, n))
-    hides: dict[int, list[Collective]] = defaultdict(list)
+            compute[d.windows.whole[d.windows.of_equation[e]] if d.graph.eqns else 0].append((e, n))
+    hides: dict[int, list[tuple[Collective, float]]] = defaultdict(list)
     blocks: dict[int, list[Collective]] = defaultdict(list)
-    for row in assignment.collectives():
-        (blocks[place(row)] if row.window is None else hides[row.window]).append(row)
+    for row, waited_s in assignment.waits():
+        if row.window is None:
+            blocks[place(row)].append(row)
+        else:
+            hides[d.windows.whole[row.window]].append((row, waited_s))
     now_s = communication_s = exposed_s = compute_s = 0.0
     events: list[Event] = []
     for window in sorted(compute.keys() | hides.keys() | blocks.keys(), key=lambda w: _first(w, compute)):
         begin_s = sent_s = now_s
-        cover_ps = busy_s = 0.0
+        busy_s = 0.0
         for e, n in sorted(compute[window]):
             node, pick = d.nodes[n], assignment.choice[n]
             trips, seconds = (d.graph.runs(e) if d.graph.eqns else 1), assignment.node_s(n)
             events.append(_event(node.name, "compute", now_s, seconds / trips, trips, node.where))
-            cover_ps += int(node.cover_ps[pick])
             busy_s += seconds
             now_s += seconds / trips
-        hidden_s = 0.0
-        for row in hides[window]:
+        hidden_s = left_s = 0.0
+        for row, waited_s in hides[window]:
             events.append(_event(_name(row), "communication", sent_s, row.seconds, row.trips, row.where))
             sent_s += row.seconds
             hidden_s += row.seconds * row.trips
-        left_s = (1 - overlap) * hidden_s + max(0.0, overlap * hidden_s - cover_ps * PS)
+            left_s += waited_s
         now_s = begin_s + busy_s + left_s
         sent_s = max(sent_s, now_s)
         for row in blocks[window]:
@@ -74,8 +76,8 @@ class _Places:
         d = assignment.decisions
         self._windows: dict[tuple[str, int], int] = {}
         for e, eqn in enumerate(d.graph.eqns):
-            self._windows.setdefault((eqn.where, d.graph.runs(e)), d.windows.of_equation[e])
-        self._last = d.windows.of_equation[-1] if d.graph.eqns else 0
+            self._windows.setdefault((eqn.where, d.graph.runs(e)), d.windows.whole[d.windows.of_equation[e]])
+        self._last = d.windows.whole[d.windows.of_equation[-1]] if d.graph.eqns else 0
 
     def __call__(self, row: Collective) -> int:
         return self._windows.get((row.where, row.trips), self._last)

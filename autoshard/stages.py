@@ -35,8 +35,6 @@ from autoshard.mesh import MeshAxes
 from autoshard.planner import Budget, Planned
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Decisions, Usage
-from autoshard.problem.formulation import UNIT_S
-from autoshard.problem.windows import OUTSIDE
 from autoshard.record import PlanRecord
 from autoshard.setting import prepare
 from autoshard.strategies import layout_of
@@ -312,20 +310,12 @@ def divided(planned: Planned, machine: Machine, loops: "Loops", times: float) ->
     assignment = planned.assignment
     d = assignment.decisions
     spent: dict[str, float] = {"layers": 0.0, "ends": 0.0, "once": 0.0}
-    cover: dict[int, float] = {}
-    for n, (node, pick) in enumerate(zip(d.nodes, assignment.choice, strict=True)):
+    for n, node in enumerate(d.nodes):
         if node.equations:
             spent[loops.share(d.graph.loop_of[node.equations[0]])] += assignment.node_s(n)
-        cover[node.window] = cover.get(node.window, 0.0) + int(node.cover_ps[pick]) * UNIT_S
-    hideable: dict[int, float] = {}
-    for row in assignment.collectives():
-        if row.window is None:
-            spent[loops.share_of_trips(row.trips)] += row.seconds * row.trips
-        else:
-            hideable[row.window] = hideable.get(row.window, 0.0) + row.seconds * row.trips
-    for window, seconds in hideable.items():
-        share = "once" if window < OUTSIDE else loops.share(window - OUTSIDE + 1)
-        spent[share] += float(machine.exposed_s(seconds, cover.get(window, 0.0)))
+    for row, waited_s in assignment.waits():
+        by_trips, window = loops.share_of_trips(row.trips), row.window
+        spent[by_trips if window is None else loops.share(d.windows.loop(window))] += waited_s
     saved = sum(int(use.nbytes[assignment.choice[use.node]]) for use in loops.saved(d))
     return Shares(
         layers_s=spent["layers"],

@@ -58,6 +58,7 @@ _FREE = frozenset(
     }
 )
 _SLICES = frozenset({"dynamic-slice", "gather", "slice"})
+_UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # which operand is written into the first, in place
 _INTEGERS = re.compile(r"\d+")
 
 
@@ -359,8 +360,8 @@ def _traffic_bytes(module: Module, computation: Computation, instruction: Instru
     operands = [computation[name] for name in instruction.operands]
     if instruction.opcode in _SLICES:
         return 2 * instruction.nbytes
-    if instruction.opcode in ("dynamic-update-slice", "scatter"):
-        return 2 * operands[-1 if instruction.opcode == "scatter" else 1].nbytes
+    if instruction.opcode in _UPDATES:
+        return 2 * operands[_UPDATES[instruction.opcode]].nbytes
     if instruction.opcode not in ("fusion", "fusion-start"):
         return instruction.nbytes + sum(x.nbytes for x in operands)
     body = module[instruction.calls[0]]
@@ -368,13 +369,11 @@ def _traffic_bytes(module: Module, computation: Computation, instruction: Instru
     read = 0
     for number, parameter in body.parameters.items():
         readers = users[parameter.name]
-        in_place = readers and all(
-            x.opcode == "dynamic-update-slice" and x.operands[0] == parameter.name for x in readers
-        )
+        in_place = readers and all(x.opcode in _UPDATES and x.operands[0] == parameter.name for x in readers)
         if readers and all(x.opcode in _SLICES and x.operands[0] == parameter.name for x in readers):
             read += sum(x.nbytes for x in readers)
         elif not in_place:
             read += operands[number].nbytes
-    updates = [x for x in body if x.opcode == "dynamic-update-slice"]
-    written = sum(body[x.operands[1]].nbytes for x in updates) if updates else body.root.nbytes
+    updates = [body[x.operands[_UPDATES[x.opcode]]] for x in body if x.opcode in _UPDATES]
+    written = sum(x.nbytes for x in updates) if updates else body.root.nbytes
     return read + written

@@ -90,7 +90,7 @@ def test_another_name_needs_no_memory() -> None:
 
 # --- The forms of FSDP, by the GPU compiler -------------------------------------------
 
-LAYERS, WIDTH, HIDDEN, ROWS = 8, 2048, 8192, 4096
+LAYERS, WIDTH, HIDDEN, ROWS = 8, 2048, 8192, 6144
 
 
 def mlp_step(block: Callable[..., Any], params: Any, x: Any) -> Any:
@@ -141,7 +141,7 @@ def test_weights_are_gathered_again_where_memory_is_short() -> None:
     plain, compiled = fsdp(block)
     assert gathers(plain) == 2 * LAYERS
     assert 0.87 <= compiled / plain.record.memory.peak_bytes <= 1.11
-    short = int(plain.record.memory.peak_bytes * 0.8)
+    short = int(plain.record.memory.peak_bytes * 0.7)
     again, smaller = fsdp(block, memory=short)
     assert gathers(again) > 2 * LAYERS
     assert again.record.pins.again

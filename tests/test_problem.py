@@ -22,7 +22,7 @@ from autoshard.problem.casts import narrow_side
 from autoshard.problem.folding import fold
 from autoshard.problem.formulation import Formulation, formulate
 from autoshard.problem.network import INF
-from autoshard.problem.windows import combined, windows
+from autoshard.problem.windows import OUTSIDE, combined, windows
 from autoshard.setting import Setting
 from autoshard.solver import evaluate, solve
 from autoshard.strategies import SUM, decode, layout_of, layouts
@@ -57,9 +57,11 @@ def assigned(of: Setting, choice: NDArray[np.int64]) -> Assignment:
 def price_ps(of: Setting, choice: NDArray[np.int64]) -> float:
     """Decisions + resharding + what the windows leave exposed, in plain Python, edge by edge."""
     total, hideable, cover = 0.0, Counter[int](), Counter[int]()
+    windows = of.decisions.windows
     for node, pick in zip(of.decisions.nodes, choice, strict=True):
         total += int(node.cost_ps[pick])
-        cover[node.window] += int(node.cover_ps[pick])
+        for window in windows.around(node.window):
+            cover[window] += int(node.cover_ps[pick])
     for edge in of.decisions.edges:
         i, j = choice[edge.u], choice[edge.v]
         if edge.forbidden is not None and edge.forbidden[i, j]:
@@ -71,9 +73,10 @@ def price_ps(of: Setting, choice: NDArray[np.int64]) -> float:
         if edge.window is None:
             total += ps * edge.trips
         else:
-            overlap = of.resharder.machine.overlap
+            overlap = of.resharder.machine.overlap * windows.hides(edge.window)
             total += (1 - overlap) * ps * edge.trips
-            hideable[edge.window] += overlap * ps * edge.trips  # pyright: ignore[reportArgumentType]
+            for window in windows.around(edge.window):
+                hideable[window] += overlap * ps * edge.trips  # pyright: ignore[reportArgumentType]
     return total + sum(max(0.0, hidden - cover[window]) for window, hidden in hideable.items())
 
 
@@ -317,6 +320,29 @@ def test_a_gpu_moves_the_narrow_side_of_a_widening_cast(made: Callable[..., Any]
     compiled = compilers.compile(traced, topology="h100:1x8", mesh=mesh)
     found = [c for c in hlo.collectives(hlo.read(compiled.hlo_text), mesh) if c.nbytes > 1024]
     assert [(c.kind, c.nbytes) for c in found] == [("all-gather", 1024**2 * jnp.dtype(moved).itemsize)]
+
+
+def test_a_gpu_runs_gradients_of_weights_while_those_of_activations_are_on_their_way() -> None:
+    """Their sums, before the backward pass of a layer goes on; what makes gradients of weights waits for none of it."""
+
+    def loss(w: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+        return jnp.sum(jax.lax.scan(layer, x, w)[0])
+
+    w = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in (("up", (4, 16, 8)), ("down", (4, 8, 16)))}
+    graph = build(jax.make_jaxpr(jax.grad(loss))(w, jax.ShapeDtypeStruct((32, 16), jnp.float32)))
+    found = windows(graph, "cuda")
+    dots = [(e, graph.results[e][0]) for e, eqn in enumerate(graph.eqns) if eqn.primitive == "dot_general"]
+    forward, backward = (graph.loop_of[dots[i][0]] for i in (0, -1))
+    weights = [e for e, v in dots if graph.avals[v].shape in ((16, 8), (8, 16))]
+    (of_x,) = (v for e, v in dots if graph.loop[v] == backward and graph.avals[v].shape == (32, 16))
+    parts = {found.of_equation[e] for e in weights}
+    assert {found.whole[part] for part in parts} == {OUTSIDE + backward - 1}
+    assert found.of_value[of_x] in parts
+    assert [found.of_equation[e] for e, v in dots if graph.loop[v] == forward] == [OUTSIDE + forward - 1] * 2
+    assert set(windows(graph, "tpu").of_value) <= {*range(OUTSIDE + graph.loops), None}
 
 
 def test_a_gpu_starts_a_trip_with_a_gather_and_ends_it_with_a_reduction() -> None:

@@ -245,6 +245,24 @@ class Assignment:
         for n in range(len(self.decisions.nodes)):
             yield from self.in_op(n)
 
+    def waits(self) -> Iterator[tuple[Collective, float]]:
+        """Every collective, and for how many seconds the step waits for it: its share of what windows leave."""
+        d, overlap = self.decisions, self.resharder.machine.overlap
+        rows = tuple(self.collectives())
+        hides, covers = np.zeros(d.windows.count), np.zeros(d.windows.count)
+        for row in rows:
+            if row.window is not None:
+                hides[[*d.windows.around(row.window)]] += (
+                    overlap * d.windows.hides(row.window) * row.seconds * row.trips
+                )
+        for node, pick in zip(d.nodes, self.choice, strict=True):
+            covers[[*d.windows.around(node.window)]] += int(node.cover_ps[pick]) / PS_PER_S
+        left = np.maximum(0.0, hides - covers) / np.where(hides > 0, hides, 1.0)
+        for row in rows:
+            share = overlap * d.windows.hides(row.window)
+            around = () if row.window is None else d.windows.around(row.window)
+            yield row, row.seconds * row.trips * (1.0 - share + share * float(left[[*around]].sum()))
+
     def in_op(self, n: int) -> Iterator[Collective]:
         """The collectives inside decision n: reductions that an equation finishes itself."""
         d = self.decisions

@@ -310,12 +310,16 @@ class _Decider:
                 nbytes += graph.avals[result].nbytes / pieces
         if graph.eqns[first].primitive in LINKS:
             nbytes[:] = 0.0
+        seconds = np.asarray(self.machine.hbm_s(nbytes)) * trips
+        idle = self.windows.idle.issuperset(members)
         node = self._node(
             "chain",
             f"{graph.eqns[first].primitive} …" if len(members) > 1 else graph.eqns[first].primitive,
             graph.eqns[first].where,
             len(codes),
-            seconds=np.asarray(self.machine.hbm_s(nbytes)) * trips,
+            seconds=seconds,
+            cover=seconds * self.machine.overlap if idle else None,
+            window=self.windows.of_equation[first] if idle else EARLY,
             equations=members,
             codes=codes,
         )
@@ -346,8 +350,13 @@ class _Decider:
             else:
                 reads = [v not in self.free and bool(self.held[v]) for v in graph.operands[e]]
                 writes = [bool(self.held[v]) for v in graph.results[e]]
-                touched = costs.touched_bytes(eqn, strategies, self.mesh, reads, writes)
-                seconds = seconds + np.asarray(self.machine.hbm_s(touched))
+                readers = sum(len(self.consumers.get(v, ())) for v in graph.results[e])
+                nbytes = costs.touched_bytes(eqn, strategies, self.mesh, reads, writes, readers)
+                touched = np.asarray(self.machine.hbm_s(nbytes))
+                seconds = seconds + touched
+                if e in self.windows.idle:
+                    cover = touched * self.machine.overlap * graph.runs(e)
+                    window = self.windows.of_equation[e]
             node = self._node(
                 "equation",
                 eqn.primitive,
@@ -510,6 +519,9 @@ class _Decider:
                 self._add_usage(port.node, start, start + 1, partial, "activations")
 
     def _edge(self, source: Port, target: Port, value: int, forbidden: NDArray[np.bool_] | None = None) -> None:
+        window = self.windows.of_value[value]
+        if window is not None and self.windows.whole[window] != window and not self._urgent(target):
+            window = None
         if value in self.accumulators.totals:
             forbidden = source.codes[:, None] != target.codes[None, :]
         self.edges.append(
@@ -520,12 +532,18 @@ class _Decider:
                 moved=self._moved(value),
                 source=source.codes,
                 target=target.codes,
-                window=self.windows.of_value[value],
+                window=window,
                 trips=self.graph.trips[value],
                 forbidden=forbidden,
                 total=self._total(value),
             )
         )
+
+    def _urgent(self, target: Port) -> bool:
+        """Whether what takes a value there is on the way to a contraction that is not late, or may be."""
+        node = self.nodes[target.node]
+        results = [v for e in node.equations for v in self.graph.results[e]]
+        return not results or not self.windows.urgent.isdisjoint(results)
 
     def _total(self, value: int) -> tuple[Aval, int] | None:
         """What is reduced of the accumulator that a value is added to, and how often: XLA:GPU undoes the cast."""

@@ -7,11 +7,13 @@ the window's hideable communication h, the compute c beside it, and the machine'
 
     exposed = (1 − overlap)·h + max(0, overlap·h − overlap·c)
 
+What a window's part leaves exposed, and what the whole does, add up; where both do, the step is
+a little shorter than that.
+
 A class of equal decisions is one node of the problem: its costs count once per
 member, an edge inside the class becomes part of the node's own costs.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,7 +69,8 @@ def formulate(
         own = node.cost_ps * times + matrices.own[c] if c in matrices.own else node.cost_ps * times
         cost[start[c] : start[c + 1]] = np.minimum(own, INF)
         if node.cover_ps.any():
-            covers[node.window][c] = -node.cover_ps * times
+            for window in decisions.windows.around(node.window):
+                covers[window][c] = -node.cover_ps * times
     for (c, window), hidden in matrices.own_hidden.items():
         covers[window][c] = covers[window].get(c, np.zeros(sizes[c], np.int64)) + hidden
 
@@ -144,23 +147,23 @@ class _ClassMatrices:
             matrix = reshard_ps(edge, resharder)
             forbidden = matrix >= INF
             seconds = np.where(forbidden, 0, matrix) * times
+            around = () if edge.window is None else decisions.windows.around(edge.window)
             if edge.window is None:
                 base = np.where(forbidden, INF, seconds)
             else:
-                taxed = np.rint(seconds * (1.0 - resharder.machine.overlap)).astype(np.int64)
+                hides = resharder.machine.overlap * decisions.windows.hides(edge.window)
+                taxed = np.rint(seconds * (1.0 - hides)).astype(np.int64)
                 base, seconds = np.where(forbidden, INF, taxed), seconds - taxed
             if a == b:
                 self.own[a] = _saturated(self.own.get(a), np.diagonal(base))
-                if edge.window is not None:
-                    spot = (a, edge.window)
+                for spot in ((a, window) for window in around):
                     self.own_hidden[spot] = self.own_hidden.get(spot, 0) + np.diagonal(seconds)
                 continue
             pair = (a, b) if a < b else (b, a)
             if a > b:
                 base, seconds = base.T, seconds.T
             self.between[pair] = _saturated(self.between.get(pair), base)
-            if edge.window is not None and seconds.any():
-                spot2 = (pair, edge.window)
+            for spot2 in ((pair, window) for window in around if seconds.any()):
                 self.hidden[spot2] = self.hidden.get(spot2, 0) + seconds
 
 
@@ -179,21 +182,6 @@ def _usages(decisions: Decisions, folding: Folding) -> tuple[Int, Int, list[Int]
     nodes = np.array([k[0] for k in keys], np.int64)
     intervals = np.array([k[1:] for k in keys], np.int64).reshape(-1, 2)
     return nodes, intervals, [merged[k] for k in keys]
-
-
-def exposed_ps(problem: Problem, choice: Int) -> Mapping[int, tuple[int, int, int]]:
-    """Per hinge: (hideable, cover, exposed) picoseconds under a choice."""
-    cells = chosen_cells(problem, choice)
-    strategies = problem.start[:-1] + choice
-    found: dict[int, tuple[int, int, int]] = {}
-    for index, hinge in enumerate(problem.hinges):
-        at = np.isin(hinge.strategy, strategies)
-        coef = hinge.strategy_coef[at]
-        edge = hinge.cell_coef[np.isin(hinge.cell, cells)]
-        hideable = int(coef[coef > 0].sum() + edge.sum())
-        cover = -int(coef[coef < 0].sum())
-        found[index] = (hideable, cover, max(0, hideable - cover))
-    return found
 
 
 def chosen_cells(problem: Problem, choice: Int) -> Int:

@@ -12,8 +12,15 @@ nor the next trip (reductions of this layer's gradients), hides behind the contr
 of the body. XLA:GPU moves nothing into another trip: what the first contraction of a body
 waits for is exposed there, and so is the reduction of what its last contraction makes
 (the scheduler keeps the largest gradient for last).
+
+A *late* contraction, which makes a gradient of weights, feeds no other. XLA:GPU runs it
+while what the others wait for, and it does not, is on its way (gradients of activations),
+and so it does in a loop with what is *idle*: slices and casts of weights, what is stacked. Each
+window with such work has a part of its own, in which that communication hides behind this
+compute alone. What hides in a part, and the compute there, counts in the whole window, too.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 from autoshard.costs import is_contraction
@@ -21,15 +28,41 @@ from autoshard.graph import LINKS, Graph
 
 EARLY, LATE = 0, 1
 OUTSIDE = 2  # windows outside of loops; the body of loop k is window OUTSIDE + k − 1
+# Of what hides in a part so much at most does. XLA:GPU hides from a half to all of it; of 1, 0.75 and 0.5
+# this made the shortest compiled steps in seven cells of docs/comparing.md, together.
+BESIDE = 0.75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """The window in which each value's resharding can hide (or None), and in which each equation's compute counts."""
+    """The window in which each value's resharding can hide (or None), and in which each equation's compute counts.
+
+    `whole[w]` is the window of which w is a part, or w itself. On the way to what is not `urgent` a value
+    hides in no part. `idle` has the equations of loops, no contractions, that run any time before or
+    after all others of their trip.
+    """
 
     of_value: tuple[int | None, ...]
     of_equation: tuple[int, ...]
-    count: int
+    whole: tuple[int, ...]
+    urgent: frozenset[int]
+    idle: frozenset[int]
+
+    @property
+    def count(self) -> int:
+        return len(self.whole)
+
+    def loop(self, window: int) -> int:
+        """The loop whose body a window is of; 0 for what is outside of loops."""
+        return max(0, self.whole[window] - OUTSIDE + 1)
+
+    def hides(self, window: int | None) -> float:
+        """The share of communication in a window that hides while there is compute to hide it behind."""
+        return 0.0 if window is None else 1.0 if self.whole[window] == window else BESIDE
+
+    def around(self, window: int) -> tuple[int, ...]:
+        """A window, and that of which it is a part."""
+        return tuple(dict.fromkeys((window, self.whole[window])))
 
 
 def combined(window: int | None) -> bool:
@@ -39,53 +72,82 @@ def combined(window: int | None) -> bool:
 
 def windows(graph: Graph, platform: str = "cpu") -> Windows:
     """The windows of a graph, for a platform as JAX names it."""
-    outer = _outside(graph)
-    inner = _inside(graph)
+    outer, inner = _outside(graph), _inside(graph)
+    hides = inner.early | inner.late
     if platform == "cuda":
-        inner -= _awaited(graph) | _last(graph, inner)
+        hides -= _awaited(graph) | _last(graph, hides)
     of_value: list[int | None] = []
     for v, loop in enumerate(graph.loop):
         if loop:
-            of_value.append(OUTSIDE + loop - 1 if v in inner else None)
+            of_value.append(OUTSIDE + loop - 1 if v in hides else None)
         else:
             of_value.append(EARLY if v in outer.early else LATE if v in outer.late else None)
-    of_equation = tuple(
-        OUTSIDE + loop - 1 if loop else (EARLY if outer.forward >> e & 1 else LATE)
-        for e, loop in enumerate(graph.loop_of)
+    forward = _forward(graph, outer.late)
+    of_equation = [
+        OUTSIDE + loop - 1 if loop else (EARLY if forward >> e & 1 else LATE) for e, loop in enumerate(graph.loop_of)
+    ]
+    found = Windows(
+        of_value=tuple(of_value),
+        of_equation=tuple(of_equation),
+        whole=tuple(range(OUTSIDE + graph.loops)),
+        urgent=frozenset(),
+        idle=frozenset(),
     )
-    return Windows(of_value=tuple(of_value), of_equation=of_equation, count=OUTSIDE + graph.loops)
+    return _divided(graph, found, outer, inner) if platform == "cuda" else found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Outside:
+class _Phases:
+    """Values before all contractions of a program or a loop's trip, after some, and after all."""
+
     early: frozenset[int]
+    after: frozenset[int]
     late: frozenset[int]
-    forward: int  # bit set of the contractions before every late value
 
 
-def _outside(graph: Graph) -> _Outside:
+def _outside(graph: Graph) -> _Phases:
+    """The phases of the program; those after some contractions are outside of loops."""
+    after: set[int] = set()  # has a contraction among its ancestors
+    for e, eqn in enumerate(graph.eqns):
+        if is_contraction(eqn) or not after.isdisjoint(graph.operands[e]):
+            after.update(graph.results[e])
+    feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if is_contraction(eqn)}, inside=False)
+    return _Phases(
+        early=frozenset(range(len(graph.avals))) - after,
+        after=frozenset(v for v in after if not graph.loop[v]),
+        late=frozenset(after - feeds),
+    )
+
+
+def _feeding(graph: Graph, makers: Set[int], *, inside: bool) -> set[int]:
+    """Values from which some of these equations are computed; `inside` of a loop in their trip, or the next trip."""
+    feeds: set[int] = set()
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        eqn = graph.eqns[e]
+        link = inside and eqn.primitive in LINKS and eqn.primitive != "branch_join"
+        onward = not link and not feeds.isdisjoint(graph.results[e])
+        if e in makers or (inside and eqn.primitive == "loop_result") or onward:
+            feeds.update(graph.operands[e])
+    return feeds
+
+
+def _forward(graph: Graph, late: Set[int]) -> int:
+    """The contractions that precede every late one, as a bit set."""
     before: dict[int, int] = {}  # value → bit set of contractions among its ancestors
+    common = -1
     for e, eqn in enumerate(graph.eqns):
         bits = 1 << e if is_contraction(eqn) else 0
         for v in graph.operands[e]:
             bits |= before.get(v, 0)
         for v in graph.results[e]:
             before[v] = bits
-    feeds: set[int] = set()  # values on which some contraction depends
-    for e in range(len(graph.eqns) - 1, -1, -1):
-        if is_contraction(graph.eqns[e]) or any(v in feeds for v in graph.results[e]):
-            feeds.update(graph.operands[e])
-    late = frozenset(v for v in before if before[v] and v not in feeds)
-    common = -1
-    for e, eqn in enumerate(graph.eqns):
-        if is_contraction(eqn) and any(v in late for v in graph.results[e]):
-            common &= before[graph.results[e][0]] & ~(1 << e)
-    early = frozenset(v for v in range(len(graph.avals)) if not before.get(v))
-    return _Outside(early=early, late=late, forward=common)
+        if is_contraction(eqn) and not late.isdisjoint(graph.results[e]):
+            common &= bits & ~(1 << e)
+    return common
 
 
-def _inside(graph: Graph) -> frozenset[int]:
-    """Values of loop bodies whose resharding can hide."""
+def _inside(graph: Graph) -> _Phases:
+    """The phases of every loop's trip; the trip before and the next are contractions like those of the body."""
     carried: set[int] = set()  # depends on the trip before
     after: set[int] = set()  # has a contraction of the body among its ancestors
     for e, eqn in enumerate(graph.eqns):
@@ -95,18 +157,58 @@ def _inside(graph: Graph) -> frozenset[int]:
                 carried.add(v)
             if is_contraction(eqn) or (not entering and any(o in after for o in graph.operands[e])):
                 after.add(v)
-    feeds: set[int] = set()  # feeds a contraction of the body, or the next trip
-    for e in range(len(graph.eqns) - 1, -1, -1):
-        eqn = graph.eqns[e]
-        leaving = eqn.primitive in LINKS and eqn.primitive != "branch_join"
-        onward = not leaving and any(v in feeds for v in graph.results[e])
-        if is_contraction(eqn) or eqn.primitive == "loop_result" or onward:
-            feeds.update(graph.operands[e])
-    return frozenset(
-        v
-        for v, loop in enumerate(graph.loop)
-        if loop and ((v not in carried and v not in after) or (v in after and v not in feeds))
+    feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if is_contraction(eqn)}, inside=True)
+    inside = {v for v, loop in enumerate(graph.loop) if loop}
+    return _Phases(
+        early=frozenset(inside - carried - after),
+        after=frozenset(inside & after),
+        late=frozenset(inside & after - feeds),
     )
+
+
+def _divided(graph: Graph, found: Windows, outer: _Phases, inner: _Phases) -> Windows:
+    """The windows with their parts, of those that have late work."""
+    late: set[int] = set()  # equations
+    idle: set[int] = set()
+    others: set[int] = set()  # contractions that are not late
+    for e, (eqn, loop) in enumerate(zip(graph.eqns, graph.loop_of, strict=True)):
+        phases, results = inner if loop else outer, graph.results[e]
+        if is_contraction(eqn):
+            (late if results[0] in phases.late else others).add(e)
+        elif loop and (phases.early | phases.late).issuperset(results):
+            idle.add(e)
+            if phases.late.issuperset(results):
+                late.add(e)
+    urgent = frozenset(
+        v for within in (False, True) for v in _feeding(graph, others, inside=within) if bool(graph.loop[v]) == within
+    )
+    part = {loop: found.count + i for i, loop in enumerate(sorted({graph.loop_of[e] for e in late}))}
+    beside = _beside(graph, late, urgent & (outer.after | inner.after))
+    counts = {e for e in late | idle if graph.loop_of[e] in part}
+    return Windows(
+        of_value=tuple(part[graph.loop[v]] if v in beside else window for v, window in enumerate(found.of_value)),
+        of_equation=tuple(
+            part[graph.loop_of[e]] if e in counts else window for e, window in enumerate(found.of_equation)
+        ),
+        whole=(*found.whole, *(OUTSIDE + loop - 1 if loop else LATE for loop in part)),
+        urgent=urgent,
+        idle=frozenset(idle),
+    )
+
+
+def _beside(graph: Graph, late: Set[int], urgent: Set[int]) -> frozenset[int]:
+    """Urgent values that some late contraction of their loop is not computed from."""
+    everyone = dict.fromkeys(range(graph.loops + 1), 0)  # loop → bit set of its late contractions
+    for e in late:
+        everyone[graph.loop_of[e]] |= 1 << e
+    feeds: dict[int, int] = {}  # value → bit set of the late contractions that are computed from it
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        bits = 1 << e if e in late else 0
+        for v in graph.results[e]:
+            bits |= feeds.get(v, 0)
+        for v in graph.operands[e]:
+            feeds[v] = feeds.get(v, 0) | bits
+    return frozenset(v for v in urgent if everyone[graph.loop[v]] & ~feeds.get(v, 0))
 
 
 def _last(graph: Graph, inner: frozenset[int]) -> frozenset[int]:
