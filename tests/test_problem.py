@@ -22,7 +22,7 @@ from autoshard.problem.casts import narrow_side
 from autoshard.problem.folding import fold
 from autoshard.problem.formulation import Formulation, formulate
 from autoshard.problem.network import INF
-from autoshard.problem.windows import OUTSIDE, combined, windows
+from autoshard.problem.windows import OUTSIDE, windows
 from autoshard.setting import Setting
 from autoshard.solver import evaluate, solve
 from autoshard.strategies import SUM, decode, layout_of, layouts
@@ -67,7 +67,7 @@ def price_ps(of: Setting, choice: NDArray[np.int64]) -> float:
         if edge.forbidden is not None and edge.forbidden[i, j]:
             return float("inf")
         aval, pair = of.decisions.graph.avals[edge.value], (edge.source[i : i + 1], edge.target[j : j + 1])
-        ps = int(of.resharder.cost_ps(aval, *pair, combined=combined(edge.window))[0, 0])
+        ps = int(of.resharder.cost_ps(aval, *pair, combined=edge.combined)[0, 0])
         if ps >= INF:
             return float("inf")
         if edge.window is None:
@@ -200,7 +200,7 @@ def test_a_chain_takes_its_own_values_without_a_collective(name: str, seed: int)
                 continue
             left = made.left(v)
             assert left is not None
-            steps = of.resharder.path(d.graph.avals[v], left, taken, combined=combined(d.window_of(v)))
+            steps = of.resharder.path(d.graph.avals[v], left, taken, combined=d.windows.combined(d.window_of(v)))
             assert {step.kind for step in steps} <= {"slice"}
 
 
@@ -235,7 +235,7 @@ def test_collectives_are_those_of_the_edges(name: str) -> None:
         for edge in of.decisions.edges:
             source, target = int(edge.source[choice[edge.u]]), int(edge.target[choice[edge.v]])
             aval = of.decisions.graph.avals[edge.value]
-            ps = of.resharder.cost_ps(aval, np.array([source]), np.array([target]), combined=combined(edge.window))
+            ps = of.resharder.cost_ps(aval, np.array([source]), np.array([target]), combined=edge.combined)
             by = edge.v if (edge.value, edge.v) in again else -1
             once[edge.value, source, target, by] = float(ps[0, 0]) * 1e-12 * edge.trips
         found = list(assigned(of, choice).collectives())
@@ -337,7 +337,7 @@ def test_a_gpu_runs_gradients_of_weights_while_those_of_activations_are_on_their
     dots = [(e, graph.results[e][0]) for e, eqn in enumerate(graph.eqns) if eqn.primitive == "dot_general"]
     forward, backward = (graph.loop_of[dots[i][0]] for i in (0, -1))
     weights = [e for e, v in dots if graph.avals[v].shape in ((16, 8), (8, 16))]
-    (of_x,) = (v for e, v in dots if graph.loop[v] == backward and graph.avals[v].shape == (32, 16))
+    (of_x,) = (v for _, v in dots if graph.loop[v] == backward and graph.avals[v].shape == (32, 16))
     parts = {found.of_equation[e] for e in weights}
     assert {found.whole[part] for part in parts} == {OUTSIDE + backward - 1}
     assert found.of_value[of_x] in parts

@@ -7,7 +7,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.problem.decisions import Decisions, Edge, Port, consumer_port
-from autoshard.problem.windows import combined
 from autoshard.resharding import PS_PER_S, Resharder, collective_s
 from autoshard.strategies import SUM, WHOLE, Rows, decode, encode
 
@@ -92,12 +91,16 @@ class Assignment:
         aval = self.decisions.graph.avals[value]
         codes: list[int] = []
         here = source
-        for step in self.resharder.path(aval, source, target, combined=combined(self.decisions.window_of(value))):
+        for step in self.resharder.path(aval, source, target, combined=self._combined(value)):
             if step.kind == "reduce-scatter" and self._scatters_batch(value, here, step.after):
                 codes.append(self._whole(here, value))
             codes.append(step.after)
             here = step.after
         return tuple(code for code in codes if self.reduced(code, value))
+
+    def _combined(self, value: int) -> bool:
+        windows = self.decisions.windows
+        return windows.combined(windows.of_value[value])
 
     def _row(self, code: int, value: int) -> Rows:
         return decode(code, self.decisions.graph.avals[value].ndim, self.decisions.mesh.ndim)
@@ -206,7 +209,7 @@ class Assignment:
 
     def _communicates(self, value: int, source: int, target: int) -> bool:
         aval = self.decisions.graph.avals[value]
-        steps = self.resharder.path(aval, source, target, combined=combined(self.decisions.window_of(value)))
+        steps = self.resharder.path(aval, source, target, combined=self._combined(value))
         return any(step.kind != "slice" for step in steps)
 
     def before_output(self, position: int) -> tuple[int, ...]:
@@ -229,7 +232,7 @@ class Assignment:
             ends = (np.array([source], np.int64), np.array([target], np.int64))
             whole = edge.total if edge.finishes(*ends, d.mesh.ndim)[0, 0] else None
             aval, trips = whole or (edge.moved, edge.trips)
-            for step in self.resharder.path(aval, source, target, combined=combined(edge.window)):
+            for step in self.resharder.path(aval, source, target, combined=edge.combined):
                 if step.kind != "slice":
                     yield (
                         edge,
@@ -296,7 +299,9 @@ class Assignment:
         where: str,
         value: str,
     ) -> Collective:
-        seconds = float(collective_s(self.resharder.machine, kind, axes, nbytes, combined=combined(window)))
+        seconds = float(
+            collective_s(self.resharder.machine, kind, axes, nbytes, combined=self.decisions.windows.combined(window))
+        )
         return Collective(
             kind=kind,
             axes=axes,

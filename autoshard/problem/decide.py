@@ -533,6 +533,7 @@ class _Decider:
                 source=source.codes,
                 target=target.codes,
                 window=window,
+                combined=self.windows.combined(window),
                 trips=self.graph.trips[value],
                 forbidden=forbidden,
                 total=self._total(value),

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from autoshard.graph import Aval, Graph
 from autoshard.memory import Lives
 from autoshard.mesh import MeshAxes
-from autoshard.problem.windows import Windows, combined
+from autoshard.problem.windows import Windows
 from autoshard.resharding import INF_PS, Resharder
 from autoshard.rules import ShardingRule
 from autoshard.strategies import SUM, WHOLE, Codes, Strategies, decode, encode
@@ -65,10 +65,11 @@ class Port:
 class Edge:
     """Resharding of one value between two decisions.
 
-    `moved` is what is moved of the value: itself, or the smaller side of the cast that makes it.
-    `source[i]`, `target[j]`: the value's code under choice i of `u` and j of `v`.
-    `forbidden`, if given, marks pairs (S_u, S_v) that cannot be. `total`, if given, is what is
-    moved instead, and how often, where only pending sums are finished (see `accumulators`).
+    `moved` is what is moved of the value: itself, or the smaller side of the cast that makes it;
+    `combined` whether it is merged with others of its window. `source[i]`, `target[j]`: the value's
+    code under choice i of `u` and j of `v`. `forbidden`, if given, marks pairs (S_u, S_v) that cannot
+    be. `total`, if given, is what is moved instead, and how often, where only pending sums are
+    finished (see `accumulators`).
     """
 
     u: int
@@ -78,6 +79,7 @@ class Edge:
     source: Codes
     target: Codes
     window: int | None
+    combined: bool
     trips: int
     forbidden: NDArray[np.bool_] | None = None
     total: tuple[Aval, int] | None = None
@@ -167,7 +169,7 @@ def reshard_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
     targets, j = np.unique(edge.target, return_inverse=True)
 
     def of_all_trips(moved: Aval, trips: int) -> NDArray[np.int64]:
-        once = resharder.cost_ps(moved, sources, targets, combined=combined(edge.window))
+        once = resharder.cost_ps(moved, sources, targets, combined=edge.combined)
         return np.where(once < INF_PS, np.where(once < INF_PS, once, 0) * trips, INF_PS)
 
     table = of_all_trips(edge.moved, edge.trips)

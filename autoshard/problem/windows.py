@@ -37,14 +37,16 @@ BESIDE = 0.75
 class Windows:
     """The window in which each value's resharding can hide (or None), and in which each equation's compute counts.
 
-    `whole[w]` is the window of which w is a part, or w itself. On the way to what is not `urgent` a value
-    hides in no part. `idle` has the equations of loops, no contractions, that run any time before or
-    after all others of their trip.
+    `whole[w]` is the window of which w is a part, or w itself; `merged[w]` whether the compilers merge
+    its collectives into buckets: XLA:TPU does outside of loops, XLA:GPU in loops, too. On the way to what
+    is not `urgent` a value hides in no part. `idle` has the equations of loops, no contractions, that run
+    any time before or after all others of their trip.
     """
 
     of_value: tuple[int | None, ...]
     of_equation: tuple[int, ...]
     whole: tuple[int, ...]
+    merged: tuple[bool, ...]
     urgent: frozenset[int]
     idle: frozenset[int]
 
@@ -60,14 +62,13 @@ class Windows:
         """The share of communication in a window that hides while there is compute to hide it behind."""
         return 0.0 if window is None else 1.0 if self.whole[window] == window else BESIDE
 
+    def combined(self, window: int | None) -> bool:
+        """Whether a collective in a window is merged with others."""
+        return window is not None and self.merged[window]
+
     def around(self, window: int) -> tuple[int, ...]:
         """A window, and that of which it is a part."""
         return tuple(dict.fromkeys((window, self.whole[window])))
-
-
-def combined(window: int | None) -> bool:
-    """Whether the compilers merge a window's collectives into buckets: they do outside of loops."""
-    return window is not None and window < OUTSIDE
 
 
 def windows(graph: Graph, platform: str = "cpu") -> Windows:
@@ -90,6 +91,7 @@ def windows(graph: Graph, platform: str = "cpu") -> Windows:
         of_value=tuple(of_value),
         of_equation=tuple(of_equation),
         whole=tuple(range(OUTSIDE + graph.loops)),
+        merged=(True,) * OUTSIDE + (platform == "cuda",) * graph.loops,
         urgent=frozenset(),
         idle=frozenset(),
     )
@@ -191,6 +193,7 @@ def _divided(graph: Graph, found: Windows, outer: _Phases, inner: _Phases) -> Wi
             part[graph.loop_of[e]] if e in counts else window for e, window in enumerate(found.of_equation)
         ),
         whole=(*found.whole, *(OUTSIDE + loop - 1 if loop else LATE for loop in part)),
+        merged=(*found.merged, *(False for _ in part)),
         urgent=urgent,
         idle=frozenset(idle),
     )
