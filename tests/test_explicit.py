@@ -76,7 +76,7 @@ def test_a_loop_is_multiplied_out() -> None:
 
 @pytest.mark.parametrize(
     ("name", "fields"),
-    [("mlp-1k", {"batch": 65536}), ("tiny-llama", {"layers": 1, "batch": 64, "scan": True, "remat": "full"})],
+    [("mlp-1k", {"batch": 65536}), ("tiny-llama", {"layers": 1, "batch": 32, "scan": True, "remat": "full"})],
     ids=str,
 )
 def test_shardy_names_the_collectives_of_a_plan(name: str, fields: dict[str, Any]) -> None:
