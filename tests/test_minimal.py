@@ -121,7 +121,7 @@ def contractions(plan: Plan) -> int:
 
 
 # Weights gathered in a loop, and again for its recomputation; unrolled layers.
-LOOP = ("llama3-8b", {"layers": 2, "scan": True, "remat": "full", "batch": 8, "sequence": 2048})
+LOOP = ("llama3-8b", {"layers": 2, "scan": True, "remat": "full", "batch": 16, "sequence": 4096})
 UNROLLED = ("tiny-gpt2", {"layers": 2, "batch": 64})
 # Experts behind two all-to-alls.
 EXPERTS = ("mixtral-8x7b", {"layers": 1, "batch": 8, "sequence": 1024})
@@ -172,7 +172,7 @@ def test_the_gpu_compiler_emits_the_same_collectives(name: str, fields: dict[str
     assert sum(moved(few).values()) > 0
     assert few.memory.compiled is not None
     assert all_.memory.compiled is not None
-    assert few.memory.compiled.peak == pytest.approx(all_.memory.compiled.peak, rel=1e-3)
+    assert few.memory.compiled.peak <= 1.001 * all_.memory.compiled.peak
 
 
 @pytest.mark.slow
