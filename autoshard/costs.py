@@ -135,13 +135,14 @@ def touched_bytes(
     """HBM bytes per device (S,) of an equation that is not a contraction.
 
     `reads[i]`, `writes[i]`: whether operand or result i lies in memory; `readers`: how many
-    equations take its results. A gather reads
-    of its table only what it returns; a scatter rewrites only what it updates. A
+    equations take its results. A gather reads of its table only what it returns; a scatter
+    rewrites only what it updates, where the table lies: it first writes a table that lies nowhere,
+    and copies one (`writes[0]`) that is needed as it was. A
     constraint by itself touches nothing; nor does a transpose, which XLA's layout
     assignment turns into another order of the same bytes in memory; a loop's constants
-    are read where they lie. What a loop stacks is read, if it lies in memory, written, and has been
-    zeroed before; what it slices is read, and written if it lies in memory, or else read by every
-    kernel, as which two are taken. What a scatter adds to is written before if it lies nowhere.
+    are read where they lie. What a loop stacks is zeroed, read if it lies in memory, and written.
+    What it slices is read, and written if it lies in memory; if not, each kernel that takes it
+    reads it, of which no more than two are counted.
     """
     if eqn.primitive in (CONSTRAINT, "transpose", "loop_const", "branch_join"):
         return np.zeros(len(strategies))
@@ -153,7 +154,7 @@ def touched_bytes(
 
     total = np.zeros(len(strategies))
     sparse = eqn.primitive in ("gather", "dynamic_slice")
-    update = eqn.primitive.startswith("scatter") or eqn.primitive == "dynamic_update_slice"
+    update = updates(eqn)
     if update and not reads[0]:
         total += local(0, result=False)
     if eqn.primitive == "loop_stack":
@@ -165,8 +166,13 @@ def touched_bytes(
             total += local(i, result=False) * (2 if update and i == len(reads) - 1 else 1)
     for i, write in enumerate(writes):
         if write or sparse:
-            total += local(i, result=True) * (2 if sparse else 1)
+            total += local(i, result=True) * (2 if sparse or update else 1)
     return total
+
+
+def updates(eqn: Eqn) -> bool:
+    """Whether an equation writes a part of its first operand, where that lies if no one needs it as it was."""
+    return eqn.primitive.startswith("scatter") or eqn.primitive == "dynamic_update_slice"
 
 
 def fusible(eqn: Eqn, *, pointwise: bool) -> bool:

@@ -10,10 +10,11 @@ that moves fewer bytes (a sum of two residual branches is read, not added up aga
 
 A transpose, a reshape or a constraint is its operand under another name.
 
-A loop holds what it reads for as long as it runs, and what it stacks from its first trip
-on. A contraction on which no other depends (a weight's gradient) is in no hurry: XLA's GPU
-scheduler puts it behind all that is, at the end of a loop's body, and behind the loops that
-follow it, so its operands live until then.
+A loop holds what it reads for as long as it runs, and what it stacks from its first trip on:
+what makes that writes it there, and it lies nowhere else. A contraction on which no other
+depends (a weight's gradient) is in no hurry: XLA's GPU scheduler puts it behind all that is,
+at the end of a loop's body, and behind the loops that follow it, so its operands live until
+then.
 """
 
 from collections.abc import Sequence

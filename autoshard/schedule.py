@@ -14,8 +14,6 @@ import numpy as np
 from autoshard.problem.assignment import Assignment, Collective
 from autoshard.timeline import Event, Stream, Timeline
 
-PS = 1e-12
-
 
 def schedule(assignment: Assignment) -> Timeline:
     """The predicted timeline of a step; its end is the plan's predicted step, to rounding."""

@@ -256,7 +256,7 @@ def _planned(
         constraints="all",
         platform=platform,
     )
-    return planned, machine, divided(planned, machine, loops, times)
+    return planned, machine, divided(planned, loops, times)
 
 
 def schedules(
@@ -298,12 +298,11 @@ def schedules(
         )
 
 
-def divided(planned: Planned, machine: Machine, loops: "Loops", times: float) -> Shares:
+def divided(planned: Planned, loops: "Loops", times: float) -> Shares:
     """Divides a stage program's seconds among its loops.
 
     Args:
       planned: the plan of the program, with what is held counted `times` times.
-      machine: that it was planned for.
       loops: of the program.
       times: micro-batches in flight.
     """

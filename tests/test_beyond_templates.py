@@ -215,7 +215,7 @@ def test_four_experts_on_eight_devices() -> None:
         by_recipe(EXPERTS, "expert", 8)
     plan = planned("EXPERTS")
     assert made(plan, "dot_general", 4, 8, 320, 14_336) == {"[y,-,-,x]"}
-    assert made(plan, "dot_general", 8, 512, 32_000) <= {"[x·y,-,-]", "[x,-,y]"}
+    assert made(plan, "dot_general", 8, 512, 32_000) in ({"[x·y,-,-]"}, {"[x,-,y]"})
     for weight in ("w_gate", "w_up"):
         assert spec(plan, "params", weight) == ("y", None, "x"), weight
     assert plan.cost < 0.95 * by_recipe(EXPERTS, "fsdp_megatron", 2, 4).cost

@@ -127,3 +127,34 @@ def test_what_waits_for_a_reduction_reads_its_value_again() -> None:
     a = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
     row = 64 * 4  # bytes of the means
     assert traffic(centred, a, a, tied={}) == pytest.approx((2 + 1 + 1 + 1 + 1) * 64 * 1024 * 4, abs=8 * row)
+
+
+SLICE = 8 * 4  # bytes of what a trip of the loop below takes of one stack, and adds to another
+TABLE, UPDATES = 8 * 2 * 4, 3 * 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("primitive", "read", "written", "readers", "nbytes"),
+    [
+        ("loop_stack", False, True, 1, 2 * SLICE),  # zeroed, and written by what makes it
+        ("loop_stack", True, True, 1, 3 * SLICE),
+        ("loop_slice", True, False, 1, SLICE),  # read by the kernel that takes it
+        ("loop_slice", True, False, 2, 2 * SLICE),
+        ("loop_slice", True, False, 5, 2 * SLICE),
+        ("loop_slice", True, True, 1, 2 * SLICE),
+        ("scatter-add", True, False, 1, 2 * UPDATES),  # where the table lies
+        ("scatter-add", True, True, 1, 2 * TABLE + 2 * UPDATES),  # someone else reads the table as it was
+        ("scatter-add", False, False, 1, TABLE + 2 * UPDATES),  # zeros are written first
+    ],
+)
+def test_a_loop_and_a_scatter_touch_what_they_move(
+    primitive: str, read: bool, written: bool, readers: int, nbytes: int
+) -> None:
+    def program(xs: jax.Array, table: jax.Array, rows: jax.Array, updates: jax.Array) -> Any:
+        return lax.scan(lambda c, x: (c, jnp.sin(x)), 0.0, xs)[1], table.at[rows].add(updates)
+
+    shapes = jnp.zeros((4, 8)), jnp.zeros((8, 2)), jnp.zeros(3, int), jnp.zeros((3, 2))
+    (eqn,) = (x for x in graph.build(jax.make_jaxpr(program)(*shapes)).eqns if x.primitive == primitive)
+    reads = [read] + [x.dtype == jnp.float32 for x in eqn.operands[1:]]  # what is not float32 is an index
+    one = enumerate_strategies(rule_of(eqn), ONE)
+    assert costs.touched_bytes(eqn, one, ONE, reads, [written], readers)[0] == nbytes

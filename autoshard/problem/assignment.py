@@ -99,8 +99,7 @@ class Assignment:
         return tuple(code for code in codes if self.reduced(code, value))
 
     def _combined(self, value: int) -> bool:
-        windows = self.decisions.windows
-        return windows.combined(windows.of_value[value])
+        return self.decisions.windows.combined(self.decisions.window_of(value))
 
     def _row(self, code: int, value: int) -> Rows:
         return decode(code, self.decisions.graph.avals[value].ndim, self.decisions.mesh.ndim)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from autoshard import costs, opaque
 from autoshard.errors import InfeasibleError
 from autoshard.graph import LINKS, Aval, Graph
-from autoshard.memory import ENDS, feeding, lives
+from autoshard.memory import ENDS, RENAMES, feeding, lives
 from autoshard.mesh import MeshAxes
 from autoshard.problem.accumulators import NONE, accumulators
 from autoshard.problem.casts import narrow_side, widening
@@ -125,6 +125,8 @@ class _Decider:
         self.free = self._free_values()
         self.flows = self._sum_flows()
         self.windows = windows(self.graph, self.platform)
+        kept = {v for i, v in enumerate(self.graph.inputs) if i not in donated}
+        self.lasting = frozenset(kept | set(self.graph.outputs))
         inputs = self._add_inputs(tied, donated, input_pins, output_pins, held_bytes)
         self._add_chains()
         self._add_equations()
@@ -350,6 +352,8 @@ class _Decider:
             else:
                 reads = [v not in self.free and bool(self.held[v]) for v in graph.operands[e]]
                 writes = [bool(self.held[v]) for v in graph.results[e]]
+                if costs.updates(eqn):
+                    writes = [self._needed_after(e, graph.operands[e][0])]
                 readers = sum(len(self.consumers.get(v, ())) for v in graph.results[e])
                 nbytes = costs.touched_bytes(eqn, strategies, self.mesh, reads, writes, readers)
                 touched = np.asarray(self.machine.hbm_s(nbytes))
@@ -372,6 +376,16 @@ class _Decider:
             self.node_of[e] = node
             for v, codes in zip(graph.results[e], strategies.results, strict=True):
                 self.ports[v] = Port(node, codes)
+
+    def _needed_after(self, e: int, value: int) -> bool:
+        """Whether a value, or what it is another name of, is read after an equation or outlives the program."""
+        while True:
+            if value in self.lasting or any(later > e for later, _ in self.consumers.get(value, ())):
+                return True
+            maker = self.made_by.get(value, (-1, 0))[0]
+            if maker < 0 or self.graph.eqns[maker].primitive not in RENAMES:
+                return False
+            value = self.graph.operands[maker][0]
 
     def _add_outputs(self, inputs: list[int], tied: Mapping[int, int], output_pins: Mapping[int, Codes]) -> list[int]:
         found: list[int] = []

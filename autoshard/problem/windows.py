@@ -28,8 +28,10 @@ from autoshard.graph import LINKS, Graph
 
 EARLY, LATE = 0, 1
 OUTSIDE = 2  # windows outside of loops; the body of loop k is window OUTSIDE + k − 1
-# Of what hides in a part so much at most does. XLA:GPU hides from a half to all of it; of 1, 0.75 and 0.5
-# this made the shortest compiled steps in seven cells of docs/comparing.md, together.
+# Of what hides in a part so much at most does. XLA:GPU hides from a half to all of it. Of seven cells of
+# docs/comparing.md the compiled steps took 325.6 ms together with 0.75, 331.3 with 0.5 (set it, then
+# `benchmarks.comparison_board run --match`); of the five dense ones 150.5 with 0.75, 149.7 with 1, by which
+# the large batch, where more is moved than XLA hides, was slower.
 BESIDE = 0.75
 
 
