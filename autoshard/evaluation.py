@@ -190,6 +190,7 @@ def _by_shardy(question: Question) -> Evaluation:
         pinned=False,
         scatters_whole=place.machine.scatters_whole,
         tiled=place.machine.tiled,
+        outermost=platform == "cuda",
     )
     layouts = propagated(setting.priced, decisions, place.axes, annotations, platform)
     choice, inexact = nearest(decisions, resharder, layouts)

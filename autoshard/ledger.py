@@ -16,7 +16,7 @@ import numpy as np
 
 from autoshard.costs import is_contraction
 from autoshard.graph import Aval, Graph
-from autoshard.problem.assignment import Assignment, Collective
+from autoshard.problem.assignment import TRANSPOSE, Assignment, Collective
 from autoshard.record import PlanRecord
 from autoshard.tables import bytes_text, columns, render, short_aval, short_place, table, time_text
 from autoshard.wanted import dotted
@@ -238,6 +238,8 @@ def _spent(record: PlanRecord, assignment: Assignment, names: Sequence[str]) -> 
         entry = sums[row.kind, axes, what, named.line(row), tensors]
         entry.seconds.append(waited_s)
         entry.nbytes += row.nbytes * row.trips
+        if row.work_s:
+            sums[COMPUTE, (), TRANSPOSE, row.where, ()].seconds.append(row.work_s * row.trips)
     spent = {key: (fsum(entry.seconds), entry.nbytes) for key, entry in sums.items()}
     rest = record.cost.step_s - fsum(seconds for seconds, _ in spent.values())
     return {**spent, (ROUNDING, (), "", "", ()): (rest, 0)}

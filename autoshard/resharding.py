@@ -15,6 +15,11 @@ Costs are integer picoseconds; among equal costs the fewest collectives win.
 Collectives that are off the critical path (weights' gathers, gradients' reductions)
 are *combined* by the compilers into buckets, so that many small ones pay one latency:
 below a bucket they are priced at the bucket's rate, plus what each costs by itself.
+
+XLA:GPU's collectives take and leave arrays along their outermost dimension in memory. What is
+moved along another one is transposed for it, which is work of the device, and no communication:
+the piece, and of three dimensions or more the whole, too (a matmul takes or makes a transposed
+matrix at no cost, but not one whose dimensions it cannot fold).
 """
 
 from collections.abc import Sequence
@@ -50,19 +55,23 @@ class Machine(Protocol):
 
     def collective_s(self, kind: Any, axes: tuple[str, ...], nbytes: ArrayLike) -> NDArray[np.float64]: ...
 
+    def hbm_s(self, nbytes: ArrayLike) -> NDArray[np.float64]: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One collective of a path: `nbytes` logical per device, `after` the layout it leaves.
 
     Logical bytes: an all-gather's result, every other collective's operand. A local
-    slice is a step of kind "slice" with no bytes.
+    slice is a step of kind "slice" with no bytes. `transposed`: bytes that transposes
+    around it read and write.
     """
 
     kind: str
     axes: tuple[str, ...]
     nbytes: int
     after: int
+    transposed: int = 0
 
 
 def collective_s(
@@ -87,7 +96,8 @@ class Resharder:
     an axis that the wanted layout does not have.
     Where the compiler does not scatter a sum over all devices (`scatters_whole`, as of
     `cost_models.Machine`), it is all-reduced and sliced; so it is along a dimension that the
-    tiles in which an array lies (`tiled`) do not allow.
+    tiles in which an array lies (`tiled`) do not allow. `outermost`: whether collectives move
+    along the outermost dimension in memory alone, as XLA:GPU's do.
     """
 
     def __init__(
@@ -98,9 +108,10 @@ class Resharder:
         pinned: bool = True,
         scatters_whole: bool = True,
         tiled: bool = False,
+        outermost: bool = False,
     ) -> None:
         self.mesh, self.machine, self.pinned = mesh, machine, pinned
-        self.scatters_whole, self.tiled = scatters_whole, tiled
+        self.scatters_whole, self.tiled, self.outermost = scatters_whole, tiled, outermost
         self._tables: dict[tuple[tuple[int, ...], int, bool], _Table] = {}
 
     def table(self, aval: Aval, *, combined: bool) -> "_Table":
@@ -116,6 +127,7 @@ class Resharder:
                 pinned=self.pinned,
                 scatters_whole=self.scatters_whole,
                 tiled=self.tiled,
+                outermost=self.outermost,
             )
         return self._tables[key]
 
@@ -123,6 +135,11 @@ class Resharder:
         """Picoseconds from each source code (rows) to each target code (columns)."""
         table = self.table(aval, combined=combined)
         return table.ps[np.ix_(table.at(source), table.at(target))]
+
+    def transposes_ps(self, aval: Aval, source: Codes, target: Codes, *, combined: bool) -> NDArray[np.int64]:
+        """Of `cost_ps`, what transposes take."""
+        table = self.table(aval, combined=combined)
+        return table.transposes_ps[np.ix_(table.at(source), table.at(target))]
 
     def path(self, aval: Aval, source: int, target: int, *, combined: bool) -> tuple[Step, ...]:
         """The steps of the cheapest path; raises ValueError where there is none."""
@@ -153,6 +170,7 @@ class _Table:
         pinned: bool,
         scatters_whole: bool,
         tiled: bool,
+        outermost: bool,
     ) -> None:
         self.shape, self.mesh = shape, mesh
         self.codes = np.sort(layouts(shape, mesh, unreduced=True))
@@ -164,6 +182,7 @@ class _Table:
         single = np.full((n, n), INF_PS, np.int64)
         np.fill_diagonal(single, 0)
         self._move = np.full((n, n), -1, np.int16)  # by the ends of a single step
+        self._transposed = np.zeros((n, n), np.int64)  # bytes, likewise
         position = np.full((len(shape) + 2) ** mesh.ndim, -1, np.int64)
         position[self.codes] = np.arange(n)
         for m, moves in enumerate(self._moves):
@@ -178,12 +197,33 @@ class _Table:
                 where = tuple(mesh.names[a] for a in moves.axes)
                 nbytes = self.local_bytes[j if moves.kind == "all-gather" else i]
                 seconds = collective_s(machine, moves.kind, where, nbytes, combined=combined)
+                if outermost:
+                    self._transposed[i, j] = _transposed(
+                        moves.kind, moves.axes[0], shape, self.local_bytes, self.codes, i, j, mesh
+                    )
+                    seconds = seconds + machine.hbm_s(self._transposed[i, j])
                 single[i, j] = np.rint(seconds * PS_PER_S).astype(np.int64) * _HOPS + 1
         weight, self._next = _shortest(single)
         if not pinned:
             self._slice_for_good(single, weight)
             self._finish_sums(single, weight)
         self.ps = np.where(weight < INF_PS, weight // _HOPS, INF_PS)
+        self.transposes_ps = np.zeros((n, n), np.int64)
+        if self._transposed.any():
+            self.transposes_ps = self._along(np.rint(np.asarray(machine.hbm_s(self._transposed)) * PS_PER_S))
+
+    def _along(self, single: NDArray[np.float64]) -> NDArray[np.int64]:
+        """What single steps take, summed along every path."""
+        total = np.zeros(single.shape, np.int64)
+        ends = np.broadcast_to(np.arange(len(single)), single.shape)
+        here = np.broadcast_to(np.arange(len(single))[:, None], single.shape)
+        while True:
+            following = np.where(here == ends, ends, self._next[here, ends])
+            going = (following >= 0) & (following != here)
+            if not going.any():
+                return total
+            total += np.where(going, single[here, following], 0).astype(np.int64)
+            here = np.where(going, following, ends)
 
     def _singles(self, *kinds: str) -> list[tuple[_Moves, int, int]]:
         """Every single step of these kinds, with the positions of its ends."""
@@ -236,7 +276,8 @@ class _Table:
             k = int(self._next[i, j])
             moves = self._moves[self._move[i, k]]
             size = 0 if moves.kind == "slice" else int(self.local_bytes[k if moves.kind == "all-gather" else i])
-            steps.append(Step(moves.kind, tuple(self.mesh.names[a] for a in moves.axes), size, int(self.codes[k])))
+            axes = tuple(self.mesh.names[a] for a in moves.axes)
+            steps.append(Step(moves.kind, axes, size, int(self.codes[k]), int(self._transposed[i, k])))
             i = k
         return tuple(steps)
 
@@ -290,6 +331,47 @@ def _moves(ndim: int, alike: tuple[int, ...], *, pinned: bool, scatters_whole: b
         _Moves(kind, over, *(np.concatenate(codes) for codes in zip(*pairs, strict=True)))
         for (kind, over), pairs in found.items()
     )
+
+
+def _transposed(
+    kind: str,
+    axis: int,
+    shape: tuple[int, ...],
+    local_bytes: NDArray[np.int64],
+    codes: Codes,
+    i: NDArray[np.int64],
+    j: NDArray[np.int64],
+    mesh: MeshAxes,
+) -> NDArray[np.int64]:
+    """Bytes that the transposes around collectives from layouts i to layouts j read and write.
+
+    Args:
+      kind: of the collectives.
+      axis: one of the mesh axes that they are over.
+      shape: of the value.
+      local_bytes: of the value in each layout.
+      codes: of the layouts.
+      i: positions of layouts before.
+      j: likewise, after.
+      mesh: the axes.
+    """
+    sizes, ndim = np.array(mesh.sizes), len(shape)
+    before, after = (decode(codes[at], ndim, mesh.ndim) for at in (i, j))
+
+    def outer(rows: NDArray[np.int8], dim: NDArray[np.int8]) -> NDArray[np.bool_]:
+        """Whether a dimension is the outermost: all before it are single."""
+        local = np.stack([shape[d] // np.where(rows == d, sizes, 1).prod(axis=1) for d in range(ndim)], axis=1)
+        return (np.where(np.arange(ndim) < dim[:, None], local, 1) == 1).all(axis=1)
+
+    if kind in ("all-gather", "reduce-scatter"):
+        split, whole, dims = (i, j, before) if kind == "all-gather" else (j, i, after)
+        folds = ((np.array(shape) > 1).sum()) < 3
+        moved = local_bytes[split] + (0 if folds else local_bytes[whole])
+        return np.where(outer(before, dims[:, axis]), 0, 2 * moved)
+    if kind == "all-to-all":
+        both = ~outer(before, after[:, axis]) * 1 + ~outer(after, before[:, axis])
+        return 2 * local_bytes[i] * both
+    return np.zeros(len(i), np.int64)
 
 
 def _scatters(shape: tuple[int, ...], after: Codes, over: tuple[int, ...], mesh: MeshAxes) -> NDArray[np.bool_]:

@@ -11,7 +11,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from autoshard.problem.assignment import Assignment, Collective
+from autoshard.problem.assignment import TRANSPOSE, Assignment, Collective
 from autoshard.timeline import Event, Stream, Timeline
 
 
@@ -42,6 +42,11 @@ def schedule(assignment: Assignment) -> Timeline:
             events.append(_event(node.name, "compute", now_s, seconds / trips, trips, node.where))
             busy_s += seconds
             now_s += seconds / trips
+        for row in (*(row for row, _ in hides[window]), *blocks[window]):
+            if row.work_s:
+                events.append(_event(TRANSPOSE, "compute", now_s, row.work_s, row.trips, row.where))
+                busy_s += row.work_s * row.trips
+                now_s += row.work_s
         hidden_s = left_s = 0.0
         for row, waited_s in hides[window]:
             events.append(_event(_name(row), "communication", sent_s, row.seconds, row.trips, row.where))

@@ -259,6 +259,7 @@ def _reshard_s(planned: Planned, value: int, source: int, target: int) -> float:
     steps = resharder.path(assignment.decisions.graph.avals[value], source, target, combined=True)
     return sum(
         float(collective_s(resharder.machine, step.kind, step.axes, step.nbytes, combined=True))
+        + float(resharder.machine.hbm_s(step.transposed))
         for step in steps
         if step.kind != "slice"
     )

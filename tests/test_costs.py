@@ -148,7 +148,11 @@ TABLE, UPDATES = 8 * 2 * 4, 3 * 2 * 4
     ],
 )
 def test_a_loop_and_a_scatter_touch_what_they_move(
-    primitive: str, read: bool, written: bool, readers: int, nbytes: int
+    primitive: str,
+    read: bool,  # noqa: FBT001
+    written: bool,  # noqa: FBT001
+    readers: int,
+    nbytes: int,
 ) -> None:
     def program(xs: jax.Array, table: jax.Array, rows: jax.Array, updates: jax.Array) -> Any:
         return lax.scan(lambda c, x: (c, jnp.sin(x)), 0.0, xs)[1], table.at[rows].add(updates)

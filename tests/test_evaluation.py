@@ -287,6 +287,9 @@ class DearAllReduce:
     def collective_s(self, kind: str, axes: tuple[str, ...], nbytes: ArrayLike) -> NDArray[np.float64]:
         return np.full(np.shape(nbytes), 10.0 if kind == "all-reduce" else 1.0)
 
+    def hbm_s(self, nbytes: ArrayLike) -> NDArray[np.float64]:
+        raise AssertionError(nbytes)
+
 
 @pytest.mark.parametrize(
     ("target", "pinned", "left"),

@@ -1,7 +1,9 @@
 """Resharding: every path is a chain of real collectives that moves a value and changes nothing in it."""
 
 import itertools
+import re
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 import cost_models
+from autoshard import compilers, meshes
 from autoshard.graph import Aval
 from autoshard.mesh import MeshAxes
 from autoshard.resharding import INF_PS, PS_PER_S, Resharder, Step
@@ -326,3 +329,45 @@ def test_the_partitioner_by_itself_scatters_a_sum_over_the_axes_that_stay() -> N
     assert kinds_of(left, aval, [SUM, SUM], [WHOLE, WHOLE]) == [("all-reduce", ("replica", "data"))]
     first, *_ = kinds_of(Resharder(mesh, machine), aval, [SUM, SUM], [WHOLE, 1])
     assert first[1] == ("replica", "data")  # a pin finishes all of it at once
+
+
+@pytest.mark.parametrize(
+    ("shape", "before", "after"),
+    [
+        ((1024, 4096), 0, WHOLE),
+        ((1024, 4096), 1, WHOLE),
+        ((1024, 16, 256), 0, WHOLE),
+        ((1024, 16, 256), 1, WHOLE),
+        ((1024, 16, 256), 2, WHOLE),
+        ((1, 1024, 256), 1, WHOLE),
+        ((64, 512, 1024), 0, 1),
+        ((64, 512, 1024), 1, 2),
+        ((64, 512, 1024), 2, 1),
+    ],
+)
+def test_a_gpu_transposes_what_it_moves_along_inner_dimensions(shape: tuple[int, ...], before: int, after: int) -> None:
+    """What XLA:GPU emits around a collective: nothing where the dimension is the outermost, else these kernels."""
+    mesh, aval = MeshAxes(("x",), (8,)), Aval(shape, np.dtype(jnp.bfloat16))
+    machine = cost_models.hardware("h100:1x8").place(mesh.shape)
+    codes = [int(encode(np.array([d], np.int8), aval.ndim)) for d in (before, after)]
+    (step,) = Resharder(mesh, machine, outermost=True).path(aval, codes[0], codes[1], combined=False)
+    layouts_ = [NamedSharding(meshes.abstract(mesh), layout_of(code, aval.ndim, mesh).spec()) for code in codes]
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        w = lax.with_sharding_constraint(w, layouts_[1])
+        return x @ w.reshape(1024, -1)
+
+    def moved(x: jax.Array, w: jax.Array) -> jax.Array:
+        w = lax.with_sharding_constraint(jnp.sin(w), layouts_[0])
+        return jnp.sin(lax.with_sharding_constraint(w, layouts_[1]))
+
+    x = jax.ShapeDtypeStruct((2048, 1024), jnp.bfloat16)
+    rows = NamedSharding(meshes.abstract(mesh), jax.sharding.PartitionSpec("x"))
+    step_of, out = (product, rows) if after == WHOLE else (moved, layouts_[1])
+    jitted = jax.jit(step_of, in_shardings=(rows, layouts_[0]), out_shardings=out)
+    traced = jitted.trace(x, jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    text = compilers.compile(traced, topology="h100:1x8", mesh=mesh).hlo_text
+    entry = text[text.index("\nENTRY") :]
+    kernels = re.findall(r"%\w*transpose\w*(?:\.\d+)* = bf16\[([\d,]+)\]\S* fusion", entry)
+    written = sum(2 * prod(int(n) for n in kernel.split(",")) for kernel in kernels)
+    assert 2 * written == step.transposed

@@ -1,7 +1,7 @@
 """Assignment: one choice per decision, read as layouts, constraints and collectives."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,13 +10,16 @@ from autoshard.problem.decisions import Decisions, Edge, Port, consumer_port
 from autoshard.resharding import PS_PER_S, Resharder, collective_s
 from autoshard.strategies import SUM, WHOLE, Rows, decode, encode
 
+TRANSPOSE = "transpose"  # what the work around a collective is called
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
     """One collective that the plan expects, per device.
 
     `nbytes` logical: an all-gather's result, every other's operand. `trips` is how often
-    it runs, `seconds` the price of one run, `window` in which its seconds may hide.
+    it runs, `seconds` the price of one run, `window` in which its seconds may hide; `work_s`
+    what the transposes around one run take.
     """
 
     kind: str
@@ -28,6 +31,7 @@ class Collective:
     window: int | None
     where: str
     value: str
+    work_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -233,12 +237,11 @@ class Assignment:
             aval, trips = whole or (edge.moved, edge.trips)
             for step in self.resharder.path(aval, source, target, combined=edge.combined):
                 if step.kind != "slice":
-                    yield (
-                        edge,
-                        self._collective(
-                            step.kind, step.axes, step.nbytes, str(aval.dtype), trips, edge.window, where, str(aval)
-                        ),
+                    row = self._collective(
+                        step.kind, step.axes, step.nbytes, str(aval.dtype), trips, edge.window, where, str(aval)
                     )
+                    work_s = float(self.resharder.machine.hbm_s(step.transposed)) if step.transposed else 0.0
+                    yield edge, replace(row, work_s=work_s)
 
     def collectives(self) -> Iterator[Collective]:
         """Every collective, as emitted: between equations, and inside of them."""
@@ -331,8 +334,9 @@ class Assignment:
         return int(held[at]), at, dict(sorted(kinds.items()))
 
     def compute_s(self) -> float:
-        """Seconds of all equations, without communication."""
-        return sum(map(self.node_s, range(len(self.decisions.nodes))))
+        """Seconds of all equations and of the transposes around collectives, without communication."""
+        own = sum(map(self.node_s, range(len(self.decisions.nodes))))
+        return own + sum(row.work_s * row.trips for row in self.collectives())
 
     def flops(self) -> float:
         """Contractions' FLOPs per device."""

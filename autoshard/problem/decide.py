@@ -360,6 +360,8 @@ class _Decider:
                 seconds = seconds + touched
                 if e in self.windows.idle:
                     cover = touched * self.machine.overlap * graph.runs(e)
+                    if eqn.primitive == "loop_stack":  # zeroed before the loop, and written by what makes it
+                        cover *= 2 / 3 if reads[0] else 0.0
                     window = self.windows.of_equation[e]
             node = self._node(
                 "equation",

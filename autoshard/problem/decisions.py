@@ -21,6 +21,7 @@ A loop's carry is one decision: the links into and out of its body share one lay
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -165,17 +166,27 @@ def _narrowed(codes: Codes, ndim: int, dims: tuple[tuple[int, ...], ...], mesh: 
 
 def reshard_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
     """The edge's cost matrix (S_u, S_v) in integer picoseconds, INF where it cannot be."""
+    matrix = _of_all_trips(edge, resharder, resharder.cost_ps)
+    if edge.forbidden is not None:
+        matrix = np.where(edge.forbidden, INF_PS, matrix)
+    return matrix
+
+
+def transposes_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
+    """Of `reshard_ps`, what transposes take."""
+    return _of_all_trips(edge, resharder, resharder.transposes_ps)
+
+
+def _of_all_trips(edge: Edge, resharder: Resharder, price: Any) -> NDArray[np.int64]:
+    """A price of the resharder for all pairs of an edge's ends (S_u, S_v), over all trips."""
     sources, i = np.unique(edge.source, return_inverse=True)
     targets, j = np.unique(edge.target, return_inverse=True)
 
     def of_all_trips(moved: Aval, trips: int) -> NDArray[np.int64]:
-        once = resharder.cost_ps(moved, sources, targets, combined=edge.combined)
+        once = price(moved, sources, targets, combined=edge.combined)
         return np.where(once < INF_PS, np.where(once < INF_PS, once, 0) * trips, INF_PS)
 
     table = of_all_trips(edge.moved, edge.trips)
     if edge.total is not None:
         table = np.where(edge.finishes(sources, targets, resharder.mesh.ndim), of_all_trips(*edge.total), table)
-    matrix = table[np.ix_(i.ravel(), j.ravel())]
-    if edge.forbidden is not None:
-        matrix = np.where(edge.forbidden, INF_PS, matrix)
-    return matrix
+    return table[np.ix_(i.ravel(), j.ravel())]

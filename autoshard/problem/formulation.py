@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.problem.decisions import Decisions, Edge, reshard_ps
+from autoshard.problem.decisions import Decisions, Edge, reshard_ps, transposes_ps
 from autoshard.problem.folding import Folding, fold, unfolded
 from autoshard.problem.network import INF, Hinge, Problem
 from autoshard.resharding import Resharder
@@ -146,14 +146,15 @@ class _ClassMatrices:
             a, b = int(key[0]), int(key[1])  # pyright: ignore[reportArgumentType]
             matrix = reshard_ps(edge, resharder)
             forbidden = matrix >= INF
-            seconds = np.where(forbidden, 0, matrix) * times
+            work = np.where(forbidden, 0, transposes_ps(edge, resharder)) * times
+            seconds = np.where(forbidden, 0, matrix) * times - work
             around = () if edge.window is None else decisions.windows.around(edge.window)
             if edge.window is None:
-                base = np.where(forbidden, INF, seconds)
+                base = np.where(forbidden, INF, seconds + work)
             else:
                 hides = resharder.machine.overlap * decisions.windows.hides(edge.window)
                 taxed = np.rint(seconds * (1.0 - hides)).astype(np.int64)
-                base, seconds = np.where(forbidden, INF, taxed), seconds - taxed
+                base, seconds = np.where(forbidden, INF, taxed + work), seconds - taxed
             if a == b:
                 self.own[a] = _saturated(self.own.get(a), np.diagonal(base))
                 for spot in ((a, window) for window in around):

@@ -20,7 +20,7 @@ window with such work has a part of its own, in which that communication hides b
 compute alone. What hides in a part, and the compute there, counts in the whole window, too.
 """
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from autoshard.costs import is_contraction
@@ -175,10 +175,14 @@ def _divided(graph: Graph, found: Windows, outer: _Phases, inner: _Phases) -> Wi
     late: set[int] = set()  # equations
     idle: set[int] = set()
     others: set[int] = set()  # contractions that are not late
-    for e, (eqn, loop) in enumerate(zip(graph.eqns, graph.loop_of, strict=True)):
+    homes = [_home(graph, e) for e in range(len(graph.eqns))]
+    for e, (eqn, loop) in enumerate(zip(graph.eqns, homes, strict=True)):
         phases, results = inner if loop else outer, graph.results[e]
         if is_contraction(eqn):
             (late if results[0] in phases.late else others).add(e)
+        elif eqn.primitive == "loop_stack":
+            idle.add(e)
+            late.add(e)
         elif loop and (phases.early | phases.late).issuperset(results):
             idle.add(e)
             if phases.late.issuperset(results):
@@ -186,14 +190,12 @@ def _divided(graph: Graph, found: Windows, outer: _Phases, inner: _Phases) -> Wi
     urgent = frozenset(
         v for within in (False, True) for v in _feeding(graph, others, inside=within) if bool(graph.loop[v]) == within
     )
-    part = {loop: found.count + i for i, loop in enumerate(sorted({graph.loop_of[e] for e in late}))}
-    beside = _beside(graph, late, urgent & (outer.after | inner.after))
-    counts = {e for e in late | idle if graph.loop_of[e] in part}
+    part = {loop: found.count + i for i, loop in enumerate(sorted({homes[e] for e in late}))}
+    beside = _beside(graph, late, homes, urgent & (outer.after | inner.after))
+    counts = {e for e in late | idle if homes[e] in part}
     return Windows(
         of_value=tuple(part[graph.loop[v]] if v in beside else window for v, window in enumerate(found.of_value)),
-        of_equation=tuple(
-            part[graph.loop_of[e]] if e in counts else window for e, window in enumerate(found.of_equation)
-        ),
+        of_equation=tuple(part[homes[e]] if e in counts else window for e, window in enumerate(found.of_equation)),
         whole=(*found.whole, *(OUTSIDE + loop - 1 if loop else LATE for loop in part)),
         merged=(*found.merged, *(False for _ in part)),
         urgent=urgent,
@@ -201,11 +203,16 @@ def _divided(graph: Graph, found: Windows, outer: _Phases, inner: _Phases) -> Wi
     )
 
 
-def _beside(graph: Graph, late: Set[int], urgent: Set[int]) -> frozenset[int]:
+def _home(graph: Graph, e: int) -> int:
+    """The loop in whose trips an equation runs: a link out of a body writes there what the body makes."""
+    return graph.loop[graph.operands[e][0]] if graph.eqns[e].primitive == "loop_stack" else graph.loop_of[e]
+
+
+def _beside(graph: Graph, late: Set[int], homes: Sequence[int], urgent: Set[int]) -> frozenset[int]:
     """Urgent values that some late contraction of their loop is not computed from."""
     everyone = dict.fromkeys(range(graph.loops + 1), 0)  # loop → bit set of its late contractions
     for e in late:
-        everyone[graph.loop_of[e]] |= 1 << e
+        everyone[homes[e]] |= 1 << e
     feeds: dict[int, int] = {}  # value → bit set of the late contractions that are computed from it
     for e in range(len(graph.eqns) - 1, -1, -1):
         bits = 1 << e if e in late else 0
