@@ -339,7 +339,7 @@ class _Nearest:
     def _ps(self, value: int, source: int | Codes, target: int | Codes) -> Ps:
         """Picoseconds between one code and several, either way round, INF where there is no way."""
         aval = self.d.graph.avals[value]
-        combined = self.d.windows.combined(self.d.window_of(value))
+        combined = self.d.windows.combined(value)
         return self.resharder.cost_ps(aval, np.atleast_1d(source), np.atleast_1d(target), combined=combined).ravel()
 
     def _end(self, node: int, value: int) -> None:

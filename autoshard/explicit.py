@@ -100,7 +100,7 @@ def parts(op: Any, around: tuple[Any, ...], mesh: MeshAxes) -> Iterator[tuple[hl
     nbytes = _local_bytes(op, after, mesh)
     axes = _axes(op)
     if kind == "collective-permute":
-        axes = _moved(_layouts_of_owner(op.operands[0]), after)
+        axes = _moved(_layout_of(op.operands[0]), after)
     if kind == "reduce-scatter":
         nbytes *= _size(axes, mesh)
     scattered = _sliced(op) if kind == "all-reduce" else frozenset[str]()
@@ -162,16 +162,19 @@ def _sliced(op: Any) -> frozenset[str]:
     return frozenset.intersection(*cut) if cut else frozenset()
 
 
-def _layouts_of_owner(value: Any) -> tuple[Layout, ...]:
-    """Layouts of the op that makes a value; none of a block's argument."""
-    return shardy.layouts_of(value.owner) if hasattr(value.owner, "attributes") else ()
+def _layout_of(value: Any) -> Layout | None:
+    """The layout that the op which makes a value gives it; None of a block's argument."""
+    if not hasattr(value.owner, "attributes"):
+        return None
+    layouts = shardy.layouts_of(value.owner)
+    return layouts[value.result_number] if layouts else None
 
 
-def _moved(before: tuple[Layout, ...], after: Layout) -> tuple[str, ...]:
+def _moved(before: Layout | None, after: Layout) -> tuple[str, ...]:
     """The axes that lie elsewhere after a permute: those whose dimension or place in it changes."""
-    if not before:
+    if before is None:
         return tuple(axis for dim in after.dims for axis in dim)
-    found = [set(enumerate(old)) ^ set(enumerate(new)) for old, new in zip(before[0].dims, after.dims, strict=True)]
+    found = [set(enumerate(old)) ^ set(enumerate(new)) for old, new in zip(before.dims, after.dims, strict=True)]
     names = dict.fromkeys(axis for places in found for _, axis in sorted(places))
     return tuple(axis for axis in names if ":" not in axis or axis.partition(":")[0] not in names)
 

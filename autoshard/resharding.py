@@ -83,7 +83,8 @@ def collective_s(
         return np.asarray(machine.collective_s(kind, axes, sizes))
     whole = np.maximum(sizes, BUCKET_BYTES)
     share = np.asarray(machine.collective_s(kind, axes, whole)) * (sizes / whole)
-    return share + np.where((sizes > 0) & (share > 0), MEMBER_S, 0.0)
+    member_s = MEMBER_S * (2 if kind == "all-reduce" else 1)
+    return share + np.where((sizes > 0) & (share > 0), member_s, 0.0)
 
 
 class Resharder:

@@ -12,6 +12,7 @@ from collections import defaultdict
 import numpy as np
 
 from autoshard.problem.assignment import TRANSPOSE, Assignment, Collective
+from autoshard.problem.windows import EARLY
 from autoshard.timeline import Event, Stream, Timeline
 
 
@@ -87,8 +88,8 @@ class _Places:
 
 
 def _first(window: int, compute: dict[int, list[tuple[int, int]]]) -> float:
-    """Where a window begins in the program; one without compute comes last."""
-    return min((e for e, _ in compute[window]), default=np.inf)
+    """Where a window begins in the program; one without compute comes last, but what is early first."""
+    return min((e for e, _ in compute[window]), default=-1 if window == EARLY else np.inf)
 
 
 def _name(row: Collective) -> str:

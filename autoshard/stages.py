@@ -314,7 +314,7 @@ def divided(planned: Planned, loops: "Loops", times: float) -> Shares:
             spent[loops.share(d.graph.loop_of[node.equations[0]])] += assignment.node_s(n)
     for row, waited_s in assignment.waits():
         by_trips, window = loops.share_of_trips(row.trips), row.window
-        spent[by_trips if window is None else loops.share(d.windows.loop(window))] += waited_s + row.work_s * row.trips
+        spent[by_trips if window is None else loops.share(d.windows.loops[window])] += waited_s + row.work_s * row.trips
     saved = sum(int(use.nbytes[assignment.choice[use.node]]) for use in loops.saved(d))
     return Shares(
         layers_s=spent["layers"],

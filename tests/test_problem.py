@@ -73,7 +73,7 @@ def price_ps(of: Setting, choice: NDArray[np.int64]) -> float:
         if edge.window is None:
             total += ps * edge.trips
         else:
-            overlap = of.resharder.machine.overlap * windows.hides(edge.window)
+            overlap = of.resharder.machine.overlap * windows.hides(edge.value)
             total += (1 - overlap) * ps * edge.trips
             for window in windows.around(edge.window):
                 hideable[window] += overlap * ps * edge.trips  # pyright: ignore[reportArgumentType]
@@ -200,7 +200,7 @@ def test_a_chain_takes_its_own_values_without_a_collective(name: str, seed: int)
                 continue
             left = made.left(v)
             assert left is not None
-            steps = of.resharder.path(d.graph.avals[v], left, taken, combined=d.windows.combined(d.window_of(v)))
+            steps = of.resharder.path(d.graph.avals[v], left, taken, combined=d.windows.combined(v))
             assert {step.kind for step in steps} <= {"slice"}
 
 

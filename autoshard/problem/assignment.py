@@ -103,7 +103,7 @@ class Assignment:
         return tuple(code for code in codes if self.reduced(code, value))
 
     def _combined(self, value: int) -> bool:
-        return self.decisions.windows.combined(self.decisions.window_of(value))
+        return self.decisions.windows.combined(value)
 
     def _row(self, code: int, value: int) -> Rows:
         return decode(code, self.decisions.graph.avals[value].ndim, self.decisions.mesh.ndim)
@@ -238,7 +238,15 @@ class Assignment:
             for step in self.resharder.path(aval, source, target, combined=edge.combined):
                 if step.kind != "slice":
                     row = self._collective(
-                        step.kind, step.axes, step.nbytes, str(aval.dtype), trips, edge.window, where, str(aval)
+                        step.kind,
+                        step.axes,
+                        step.nbytes,
+                        str(aval.dtype),
+                        trips,
+                        edge.window,
+                        where,
+                        str(aval),
+                        combined=edge.combined,
                     )
                     work_s = float(self.resharder.machine.hbm_s(step.transposed)) if step.transposed else 0.0
                     yield edge, replace(row, work_s=work_s)
@@ -253,20 +261,19 @@ class Assignment:
     def waits(self) -> Iterator[tuple[Collective, float]]:
         """Every collective, and for how many seconds the step waits for it: its share of what windows leave."""
         d, overlap = self.decisions, self.resharder.machine.overlap
-        rows = tuple(self.collectives())
+        moved = [(row, overlap * d.windows.hides(edge.value)) for edge, row in self.transfers()]
         hides, covers = np.zeros(d.windows.count), np.zeros(d.windows.count)
-        for row in rows:
+        for row, share in moved:
             if row.window is not None:
-                hides[[*d.windows.around(row.window)]] += (
-                    overlap * d.windows.hides(row.window) * row.seconds * row.trips
-                )
+                hides[[*d.windows.around(row.window)]] += share * row.seconds * row.trips
         for node, pick in zip(d.nodes, self.choice, strict=True):
             covers[[*d.windows.around(node.window)]] += int(node.cover_ps[pick]) / PS_PER_S
         left = np.maximum(0.0, hides - covers) / np.where(hides > 0, hides, 1.0)
-        for row in rows:
-            share = overlap * d.windows.hides(row.window)
+        for row, share in moved:
             around = () if row.window is None else d.windows.around(row.window)
             yield row, row.seconds * row.trips * (1.0 - share + share * float(left[[*around]].sum()))
+        for n in range(len(d.nodes)):
+            yield from ((row, row.seconds * row.trips) for row in self.in_op(n))
 
     def in_op(self, n: int) -> Iterator[Collective]:
         """The collectives inside decision n: reductions that an equation finishes itself."""
@@ -281,7 +288,7 @@ class Assignment:
             pieces = int(np.prod([s for s, r in zip(d.mesh.sizes, row, strict=True) if r >= 0], dtype=np.int64))
             local = aval.nbytes // pieces
             yield self._collective(
-                "all-reduce", axes, local, str(aval.dtype), d.graph.runs(e), None, node.where, str(aval)
+                "all-reduce", axes, local, str(aval.dtype), d.graph.runs(e), None, node.where, str(aval), combined=False
             )
 
     def node_s(self, n: int) -> float:
@@ -300,10 +307,10 @@ class Assignment:
         window: int | None,
         where: str,
         value: str,
+        *,
+        combined: bool,
     ) -> Collective:
-        seconds = float(
-            collective_s(self.resharder.machine, kind, axes, nbytes, combined=self.decisions.windows.combined(window))
-        )
+        seconds = float(collective_s(self.resharder.machine, kind, axes, nbytes, combined=combined))
         return Collective(
             kind=kind,
             axes=axes,

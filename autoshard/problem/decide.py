@@ -536,7 +536,7 @@ class _Decider:
 
     def _edge(self, source: Port, target: Port, value: int, forbidden: NDArray[np.bool_] | None = None) -> None:
         window = self.windows.of_value[value]
-        if window is not None and self.windows.whole[window] != window and not self._urgent(target):
+        if value in self.windows.beside and not self._urgent(target):
             window = None
         if value in self.accumulators.totals:
             forbidden = source.codes[:, None] != target.codes[None, :]
@@ -549,7 +549,7 @@ class _Decider:
                 source=source.codes,
                 target=target.codes,
                 window=window,
-                combined=self.windows.combined(window),
+                combined=window is not None and self.windows.combined(value),
                 trips=self.graph.trips[value],
                 forbidden=forbidden,
                 total=self._total(value),

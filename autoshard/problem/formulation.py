@@ -137,6 +137,7 @@ class _ClassMatrices:
                 edge.source.tobytes(),
                 edge.target.tobytes(),
                 edge.window,
+                decisions.windows.hides(edge.value),
                 edge.trips,
                 edge.total and (edge.total[0].itemsize, edge.total[1]),
                 mask,
@@ -152,7 +153,7 @@ class _ClassMatrices:
             if edge.window is None:
                 base = np.where(forbidden, INF, seconds + work)
             else:
-                hides = resharder.machine.overlap * decisions.windows.hides(edge.window)
+                hides = resharder.machine.overlap * decisions.windows.hides(edge.value)
                 taxed = np.rint(seconds * (1.0 - hides)).astype(np.int64)
                 base, seconds = np.where(forbidden, INF, taxed + work), seconds - taxed
             if a == b:

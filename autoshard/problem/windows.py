@@ -17,11 +17,17 @@ A *late* contraction, which makes a gradient of weights, feeds no other. XLA:GPU
 while what the others wait for, and it does not, is on its way (gradients of activations),
 and so it does in a loop with what is *idle*: slices and casts of weights, what is stacked. Each
 window with such work has a part of its own, in which that communication hides behind this
-compute alone. What hides in a part, and the compute there, counts in the whole window, too.
+compute alone; so does all that is reduced late, and what was stacked by a loop before and meets,
+element by element, what a contraction has made. What hides in a part, and the compute
+there, counts in the whole window, too.
+
+XLA:GPU runs one collective at a time, and none beside a loop that communicates itself. Outside of
+the loops of a program that has any, no contraction hides what neither awaits it nor is beside it,
+but the updates of its state, at the end, do.
 """
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoshard.costs import is_contraction
 from autoshard.graph import LINKS, Graph
@@ -39,34 +45,34 @@ BESIDE = 0.75
 class Windows:
     """The window in which each value's resharding can hide (or None), and in which each equation's compute counts.
 
-    `whole[w]` is the window of which w is a part, or w itself; `merged[w]` whether the compilers merge
-    its collectives into buckets: XLA:TPU does outside of loops, XLA:GPU in loops, too. On the way to what
-    is not `urgent` a value hides in no part. `idle` has the equations of loops, no contractions, that run
-    any time before or after all others of their trip.
+    `loops[w]` is the loop whose body window w is of, 0 outside of loops; `whole[w]` the window of which w is
+    a part, or w itself; `merged[w]` whether the compilers merge its collectives into buckets: XLA:TPU does
+    outside of loops, XLA:GPU in loops, too. What contractions wait for, `beside` late and idle work, hides
+    only on the way to what is `urgent`, and is not merged. `idle` has the equations, no contractions, that run any time
+    before or after all others of their trip, and the updates of a program with loops.
     """
 
     of_value: tuple[int | None, ...]
     of_equation: tuple[int, ...]
+    loops: tuple[int, ...]
     whole: tuple[int, ...]
     merged: tuple[bool, ...]
     urgent: frozenset[int]
+    beside: frozenset[int]
     idle: frozenset[int]
 
     @property
     def count(self) -> int:
         return len(self.whole)
 
-    def loop(self, window: int) -> int:
-        """The loop whose body a window is of; 0 for what is outside of loops."""
-        return max(0, self.whole[window] - OUTSIDE + 1)
+    def hides(self, value: int) -> float:
+        """The share of a value's communication that hides while there is compute to hide it behind."""
+        return 0.0 if self.of_value[value] is None else BESIDE if value in self.beside else 1.0
 
-    def hides(self, window: int | None) -> float:
-        """The share of communication in a window that hides while there is compute to hide it behind."""
-        return 0.0 if window is None else 1.0 if self.whole[window] == window else BESIDE
-
-    def combined(self, window: int | None) -> bool:
-        """Whether a collective in a window is merged with others."""
-        return window is not None and self.merged[window]
+    def combined(self, value: int) -> bool:
+        """Whether a value's collective is merged with others."""
+        window = self.of_value[value]
+        return window is not None and self.merged[window] and value not in self.beside
 
     def around(self, window: int) -> tuple[int, ...]:
         """A window, and that of which it is a part."""
@@ -76,15 +82,14 @@ class Windows:
 def windows(graph: Graph, platform: str = "cpu") -> Windows:
     """The windows of a graph, for a platform as JAX names it."""
     outer, inner = _outside(graph), _inside(graph)
-    hides = inner.early | inner.late
+    early, late = outer.early | inner.early, outer.late | inner.late
     if platform == "cuda":
-        hides -= _awaited(graph) | _last(graph, hides)
+        early -= _awaited(graph)
+        late -= _last(graph, inner.early | inner.late)
     of_value: list[int | None] = []
     for v, loop in enumerate(graph.loop):
-        if loop:
-            of_value.append(OUTSIDE + loop - 1 if v in hides else None)
-        else:
-            of_value.append(EARLY if v in outer.early else LATE if v in outer.late else None)
+        window = OUTSIDE + loop - 1 if loop else EARLY if v in early else LATE
+        of_value.append(window if v in early or v in late else None)
     forward = _forward(graph, outer.late)
     of_equation = [
         OUTSIDE + loop - 1 if loop else (EARLY if forward >> e & 1 else LATE) for e, loop in enumerate(graph.loop_of)
@@ -92,12 +97,17 @@ def windows(graph: Graph, platform: str = "cpu") -> Windows:
     found = Windows(
         of_value=tuple(of_value),
         of_equation=tuple(of_equation),
+        loops=(0,) * OUTSIDE + tuple(range(1, graph.loops + 1)),
         whole=tuple(range(OUTSIDE + graph.loops)),
         merged=(True,) * OUTSIDE + (platform == "cuda",) * graph.loops,
         urgent=frozenset(),
+        beside=frozenset(),
         idle=frozenset(),
     )
-    return _divided(graph, found, outer, inner) if platform == "cuda" else found
+    if platform != "cuda":
+        return found
+    found = _divided(graph, found, outer, inner)
+    return _around_loops(graph, found, outer) if graph.loops else found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,13 +202,41 @@ def _divided(graph: Graph, found: Windows, outer: _Phases, inner: _Phases) -> Wi
     )
     part = {loop: found.count + i for i, loop in enumerate(sorted({homes[e] for e in late}))}
     beside = _beside(graph, late, homes, urgent & (outer.after | inner.after))
+    hidden = {v for v in inner.late | _joining(graph, inner) if found.of_value[v] is not None}
+    parted = beside | {v for v in hidden if graph.loop[v] in part}
     counts = {e for e in late | idle if homes[e] in part}
+    whole = tuple(OUTSIDE + loop - 1 if loop else LATE for loop in part)
     return Windows(
-        of_value=tuple(part[graph.loop[v]] if v in beside else window for v, window in enumerate(found.of_value)),
+        of_value=tuple(part[graph.loop[v]] if v in parted else window for v, window in enumerate(found.of_value)),
         of_equation=tuple(part[homes[e]] if e in counts else window for e, window in enumerate(found.of_equation)),
-        whole=(*found.whole, *(OUTSIDE + loop - 1 if loop else LATE for loop in part)),
-        merged=(*found.merged, *(False for _ in part)),
+        loops=(*found.loops, *part),
+        whole=(*found.whole, *whole),
+        merged=(*found.merged, *(found.merged[w] for w in whole)),
         urgent=urgent,
+        beside=beside,
+        idle=frozenset(idle),
+    )
+
+
+def _around_loops(graph: Graph, found: Windows, outer: _Phases) -> Windows:
+    """The windows of a program with loops: outside of them contractions hide nothing but what is beside them."""
+    feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if is_contraction(eqn)}, inside=False)
+    updating = (outer.early | outer.late) - feeds
+    nowhere = found.count
+    of_equation = list(found.of_equation)
+    idle = set(found.idle)
+    for e, eqn in enumerate(graph.eqns):
+        if _home(graph, e) == 0 and not is_contraction(eqn) and updating.issuperset(graph.results[e]):
+            of_equation[e] = LATE
+            idle.add(e)
+        elif of_equation[e] < OUTSIDE:
+            of_equation[e] = nowhere
+    return replace(
+        found,
+        of_equation=tuple(of_equation),
+        loops=(*found.loops, 0),
+        whole=(*(w if whole == LATE else whole for w, whole in enumerate(found.whole)), nowhere),
+        merged=(*found.merged, False),
         idle=frozenset(idle),
     )
 
@@ -223,6 +261,19 @@ def _beside(graph: Graph, late: Set[int], homes: Sequence[int], urgent: Set[int]
     return frozenset(v for v in urgent if everyone[graph.loop[v]] & ~feeds.get(v, 0))
 
 
+def _joining(graph: Graph, inner: _Phases) -> frozenset[int]:
+    """Early values of loops that meet, element by element, what a contraction of the trip has made."""
+    joining: set[int] = set()
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        eqn, results = graph.eqns[e], graph.results[e]
+        if not graph.loop_of[e] or is_contraction(eqn) or eqn.primitive in LINKS:
+            continue
+        meets = not inner.after.isdisjoint(results) and not inner.early.isdisjoint(graph.operands[e])
+        if meets or not joining.isdisjoint(results):
+            joining.update(v for v in graph.operands[e] if v in inner.early)
+    return frozenset(joining)
+
+
 def _last(graph: Graph, inner: frozenset[int]) -> frozenset[int]:
     """Of every loop's body, the largest result of a contraction whose reduction could hide, and what is made of it.
 
@@ -244,13 +295,13 @@ def _last(graph: Graph, inner: frozenset[int]) -> frozenset[int]:
 
 
 def _awaited(graph: Graph) -> frozenset[int]:
-    """Values of a loop's body that its first contraction is computed from."""
+    """Values of a loop's body, or outside of loops, that the first contraction there is computed from."""
     awaited: set[int] = set()
     seen: set[int] = set()  # loops
     made_by = graph.producers()
     for e, eqn in enumerate(graph.eqns):
         loop = graph.loop_of[e]
-        if not loop or loop in seen or not is_contraction(eqn):
+        if loop in seen or not is_contraction(eqn):
             continue
         seen.add(loop)
         left = list(graph.operands[e])
