@@ -161,12 +161,12 @@ def test_8_key_heads_16_ways() -> None:
 def test_one_key_head() -> None:
     """Gemma 2B's attention: one key head for eight query heads. Megatron's split of the keys does not exist.
 
-    Found: the one head whole on every device (its weights are 2 MB), queries by positions.
+    Found: the one head whole on every device, queries by positions.
     """
     with pytest.raises(ValueError, match="does not divide by 8"):
         by_recipe(ONE_KEY, "megatron", 8)
     plan = planned("ONE_KEY")
-    assert spec(plan, "params", "wk") == spec(plan, "params", "wv") == (None, None, None)
+    assert made(plan, "dot_general", 2, 1024, 1, 256) == {"[-,-,-,-]"}
     assert made(plan, "dot_general", 2, 1024, 16_384) == {"[-,-,x]"}
     assert made(plan, "dot_general", 2, 1024, 8, 256) == {"[-,x,-,-]"}
     assert plan.cost < 0.6 * by_recipe(ONE_KEY, "fsdp_context", 2, 4).cost
@@ -275,7 +275,8 @@ def test_fused_queries_keys_and_values() -> None:
 def test_slow_links_between_two_nodes(tmp_path: Path) -> None:
     """Two nodes over 100 Gbit/s Ethernet, 36 times slower than NVLink: HSDP, if anything, says the textbook.
 
-    Found: the axis across nodes carries weights and their gradients in eighths, hidden, and no activation.
+    Found: the axis across nodes carries weights and their gradients in eighths, and no activation; hidden but for
+    the weight that comes first and the gradient that goes last.
     """
     slow = {
         "schema": "hardware/1",
@@ -292,13 +293,14 @@ def test_slow_links_between_two_nodes(tmp_path: Path) -> None:
     weight = 2 * 8192 * 32_768
     across = [c for c in plan.record.collectives if "node" in c.axes and c.nbytes > 1e5]
     assert across
+    exposed = [c for c in across if c.window is None]
+    assert len({c.kind for c in exposed}) == len(exposed) < len(across)
     for c in across:
-        assert c.window is not None, c.value
         assert "131072" not in c.value
         if c.axes == ("node",):
             assert c.nbytes <= weight / 8
     assert plan.cost <= min(by_recipe(case, "hsdp", 2, 8).cost, by_recipe(case, "fsdp", 16).cost) * 1.01
-    assert plan.cost < 0.8 * by_recipe(case, "dp_megatron", 2, 8).cost
+    assert plan.cost < 0.85 * by_recipe(case, "dp_megatron", 2, 8).cost
 
 
 def test_pods_of_tpus_split_in_two_dimensions_and_clusters_of_gpus_do_not() -> None:
@@ -317,8 +319,7 @@ def test_pods_of_tpus_split_in_two_dimensions_and_clusters_of_gpus_do_not() -> N
     assert ("reduce-scatter", wide) in moved(pod, up, hideable=False)
     assert not moved(pod, "x", "y")
     cluster = plan_of(*program, mesh={"node": 32, "gpu": 8}, hardware="h100:32x8")
-    assert not [c for c in cluster.record.collectives if "node" in c.axes and c.value == wide]
-    assert ("all-gather", narrow) in moved(cluster, "node", "gpu", hideable=False)
+    assert {c.value for c in cluster.record.collectives if "node" in c.axes and c.nbytes > 1e5} == {narrow}
 
 
 def test_a_torus_without_wraparound() -> None:

@@ -85,7 +85,7 @@ def windows(graph: Graph, platform: str = "cpu") -> Windows:
     early, late = outer.early | inner.early, outer.late | inner.late
     if platform == "cuda":
         early -= _awaited(graph)
-        late -= _last(graph, inner.early | inner.late)
+        late -= _last(graph, inner.early | late)
     of_value: list[int | None] = []
     for v, loop in enumerate(graph.loop):
         window = OUTSIDE + loop - 1 if loop else EARLY if v in early else LATE
@@ -274,23 +274,24 @@ def _joining(graph: Graph, inner: _Phases) -> frozenset[int]:
     return frozenset(joining)
 
 
-def _last(graph: Graph, inner: frozenset[int]) -> frozenset[int]:
+def _last(graph: Graph, hides: Set[int]) -> frozenset[int]:
     """Of every loop's body, the largest result of a contraction whose reduction could hide, and what is made of it.
 
-    Of equally large ones the last.
+    Of equally large ones the last; and the last of a program without loops, however large.
     """
-    largest: dict[int, int] = {}
+    last: dict[int, int] = {}
     for e, eqn in enumerate(graph.eqns):
         loop = graph.loop_of[e]
-        if not loop or not is_contraction(eqn):
+        if not is_contraction(eqn) or (graph.loops and not loop):
             continue
         for v in graph.results[e]:
-            if v in inner and (loop not in largest or graph.avals[v].nbytes >= graph.avals[largest[loop]].nbytes):
-                largest[loop] = v
-    found = set(largest.values())
+            smaller = loop in last and graph.avals[v].nbytes < graph.avals[last[loop]].nbytes
+            if v in hides and not (loop and smaller):
+                last[loop] = v
+    found = set(last.values())
     for e, operands in enumerate(graph.operands):
         if not found.isdisjoint(operands):
-            found.update(v for v in graph.results[e] if v in inner)
+            found.update(v for v in graph.results[e] if v in hides)
     return frozenset(found)
 
 
