@@ -26,8 +26,10 @@ the loops of a program that has any, no contraction hides what neither awaits it
 but the updates of its state, at the end, do.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 
 from autoshard.costs import is_contraction
 from autoshard.graph import LINKS, Graph
@@ -82,10 +84,11 @@ class Windows:
 def windows(graph: Graph, platform: str = "cpu") -> Windows:
     """The windows of a graph, for a platform as JAX names it."""
     outer, inner = _outside(graph), _inside(graph)
-    early, late = outer.early | inner.early, outer.late | inner.late
+    outside = {v for v, loop in enumerate(graph.loop) if not loop}
+    early, late = inner.early | (outer.early & outside), inner.late | (outer.late & outside)
     if platform == "cuda":
         early -= _awaited(graph)
-        late -= _last(graph, inner.early | late)
+        late -= _last(graph, late)
     of_value: list[int | None] = []
     for v, loop in enumerate(graph.loop):
         window = OUTSIDE + loop - 1 if loop else EARLY if v in early else LATE
@@ -147,17 +150,23 @@ def _feeding(graph: Graph, makers: Set[int], *, inside: bool) -> set[int]:
 
 def _forward(graph: Graph, late: Set[int]) -> int:
     """The contractions that precede every late one, as a bit set."""
-    before: dict[int, int] = {}  # value → bit set of contractions among its ancestors
     common = -1
-    for e, eqn in enumerate(graph.eqns):
-        bits = 1 << e if is_contraction(eqn) else 0
-        for v in graph.operands[e]:
-            bits |= before.get(v, 0)
-        for v in graph.results[e]:
-            before[v] = bits
-        if is_contraction(eqn) and not late.isdisjoint(graph.results[e]):
-            common &= bits & ~(1 << e)
+    for e, bits in _before(graph, range(len(graph.eqns))).items():
+        if is_contraction(graph.eqns[e]) and not late.isdisjoint(graph.results[e]):
+            common &= bits
     return common
+
+
+def _before(graph: Graph, scope: Container[int]) -> dict[int, int]:
+    """Of every equation, the contractions of a scope that it is computed from, as a bit set."""
+    before: dict[int, int] = {}
+    made: dict[int, int] = {}  # value → bit set of contractions among its ancestors
+    for e, eqn in enumerate(graph.eqns):
+        before[e] = bits = reduce(or_, (made.get(v, 0) for v in graph.operands[e]), 0)
+        if is_contraction(eqn) and e in scope:
+            bits |= 1 << e
+        made.update(dict.fromkeys(graph.results[e], bits))
+    return before
 
 
 def _inside(graph: Graph) -> _Phases:
@@ -277,39 +286,59 @@ def _joining(graph: Graph, inner: _Phases) -> frozenset[int]:
 def _last(graph: Graph, hides: Set[int]) -> frozenset[int]:
     """Of every loop's body, the largest result of a contraction whose reduction could hide, and what is made of it.
 
-    Of equally large ones the last; and the last of a program without loops, however large.
+    Of equally large ones the last; of a program without loops, the one that follows most contractions.
     """
     last: dict[int, int] = {}
     for e, eqn in enumerate(graph.eqns):
         loop = graph.loop_of[e]
-        if not is_contraction(eqn) or (graph.loops and not loop):
+        if not loop or not is_contraction(eqn):
             continue
         for v in graph.results[e]:
-            smaller = loop in last and graph.avals[v].nbytes < graph.avals[last[loop]].nbytes
-            if v in hides and not (loop and smaller):
+            if v in hides and (loop not in last or graph.avals[v].nbytes >= graph.avals[last[loop]].nbytes):
                 last[loop] = v
-    found = set(last.values())
+    found = set(last.values()) or _deepest(graph, hides)
     for e, operands in enumerate(graph.operands):
         if not found.isdisjoint(operands):
             found.update(v for v in graph.results[e] if v in hides)
     return frozenset(found)
 
 
+def _deepest(graph: Graph, hides: Set[int]) -> set[int]:
+    """Of a program without loops, what the contraction makes that follows most others; nothing if several do."""
+    if graph.loops:
+        return set()
+    depths = {
+        e: bits.bit_count()
+        for e, bits in _before(graph, range(len(graph.eqns))).items()
+        if is_contraction(graph.eqns[e]) and not hides.isdisjoint(graph.results[e])
+    }
+    deepest = [e for e, depth in depths.items() if depth == max(depths.values())]
+    return set(graph.results[deepest[0]]) if len(deepest) == 1 else set()
+
+
 def _awaited(graph: Graph) -> frozenset[int]:
-    """Values of a loop's body, or outside of loops, that the first contraction there is computed from."""
-    awaited: set[int] = set()
-    seen: set[int] = set()  # loops
+    """Values of a loop's body that its first contraction is computed from, and likewise outside of loops.
+
+    There, the first are those that follow no other outside of loops, and what is awaited all of them need.
+    """
+    first: dict[int, list[int]] = {}
+    before = _before(graph, {e for e, loop in enumerate(graph.loop_of) if not loop})
+    for e, (eqn, loop) in enumerate(zip(graph.eqns, graph.loop_of, strict=True)):
+        if is_contraction(eqn) and (loop not in first if loop else not before[e]):
+            first.setdefault(loop, []).append(e)
     made_by = graph.producers()
-    for e, eqn in enumerate(graph.eqns):
-        loop = graph.loop_of[e]
-        if loop in seen or not is_contraction(eqn):
+    needed = [[_sources(graph, e, made_by) for e in contractions] for contractions in first.values()]
+    return frozenset().union(*(frozenset.intersection(*sets) for sets in needed))
+
+
+def _sources(graph: Graph, e: int, made_by: Mapping[int, tuple[int, int]]) -> frozenset[int]:
+    """Values of its own loop, or outside of loops, that an equation is computed from."""
+    found: set[int] = set()
+    left = list(graph.operands[e])
+    while left:
+        value = left.pop()
+        if value in found or graph.loop[value] != graph.loop_of[e]:
             continue
-        seen.add(loop)
-        left = list(graph.operands[e])
-        while left:
-            value = left.pop()
-            if value in awaited or graph.loop[value] != loop:
-                continue
-            awaited.add(value)
-            left.extend(graph.operands[made_by[value][0]] if value in made_by else ())
-    return frozenset(awaited)
+        found.add(value)
+        left.extend(graph.operands[made_by[value][0]] if value in made_by else ())
+    return frozenset(found)
