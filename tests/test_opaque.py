@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
@@ -170,8 +171,10 @@ def waves() -> Any:
 def test_both_rules_of_a_kernel_run_on_parts_when_a_loss_is_differentiated(around: Any, tmp_path: Any) -> None:
     """The plan is of the loss; its kernels are in the forward and the backward rule of a `custom_vjp`."""
 
+    rows = NamedSharding(jax.make_mesh(tuple(MESH.values()), tuple(MESH), axis_types=(AxisType.Auto,) * 2), P("data"))
+
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.mean(around(wave)(x @ w) ** 2)
+        return jnp.mean(around(wave)(jax.lax.with_sharding_constraint(x @ w, rows)) ** 2)
 
     keys = jax.random.split(jax.random.key(0))
     w, x = jax.random.normal(keys[0], (16, WIDTH)), jax.random.normal(keys[1], (ROWS, 16))

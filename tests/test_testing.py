@@ -29,7 +29,7 @@ def step(params: Any, x: jax.Array) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
 
 
-def arguments(rows: int = 8192, hidden: int = 2048) -> tuple[Any, Any]:
+def arguments(rows: int = 8192, hidden: int = 16384) -> tuple[Any, Any]:
     shape = jax.ShapeDtypeStruct
     weights = {"w_up": shape((512, hidden), jnp.float32), "w_down": shape((hidden, 256), jnp.float32)}
     return weights, shape((rows, 512), jnp.float32)
