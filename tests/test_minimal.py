@@ -175,6 +175,25 @@ def test_the_gpu_compiler_emits_the_same_collectives(name: str, fields: dict[str
     assert few.memory.compiled.peak <= 1.001 * all_.memory.compiled.peak
 
 
+@pytest.mark.gpu_compiler
+@needs_gpu_compiler
+@pytest.mark.parametrize(("name", "fields"), [UNROLLED, ("mlp-8k", {"layers": 4, "batch": 65_536})], ids=str)
+def test_no_fusion_is_lost(name: str, fields: dict[str, Any]) -> None:
+    """As many kernels as with no constraint but the layouts of arguments and results, or one in fifty more."""
+    plan = of_model(name, **fields)
+    assert plan.planned is not None
+    record = replace(plan.record, pins=replace(plan.record.pins, made={}, taken={}, again={}))
+    free = Plan(record, place=plan._place, planned=replace(plan.planned, record=record), traced=plan.traced)
+    assert 0 == free.record.pins.count < plan.record.pins.count
+    few, none = (kernels(each.verify("gpu")) for each in (plan, free))
+    assert 10 < few <= 1.02 * none
+
+
+def kernels(found: Verification) -> int:
+    assert found.timeline is not None
+    return sum(event.stream == "compute" for event in found.timeline.events)
+
+
 @pytest.mark.slow
 @pytest.mark.gpu_compiler
 @needs_gpu_compiler
