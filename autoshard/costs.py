@@ -28,8 +28,6 @@ class Machine(CollectiveMachine, Protocol):
 
     def matmul_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str) -> Seconds: ...
 
-    def hbm_s(self, nbytes: ArrayLike) -> Seconds: ...
-
 
 CONVOLUTION = "conv_general_dilated"
 CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general", "ragged_dot", CONVOLUTION})

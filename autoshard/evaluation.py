@@ -184,14 +184,7 @@ def _by_shardy(question: Question) -> Evaluation:
     platform, decisions = meshes.platform(place.hardware.name), setting.decisions
     if platform == "cuda":
         decisions = before_casts(decisions)
-    resharder = Resharder(
-        decisions.mesh,
-        place.machine,
-        pinned=False,
-        scatters_whole=place.machine.scatters_whole,
-        tiled=place.machine.tiled,
-        outermost=platform == "cuda",
-    )
+    resharder = Resharder(decisions.mesh, place.machine, pinned=False, outermost=platform == "cuda")
     layouts = propagated(setting.priced, decisions, place.axes, annotations, platform)
     choice, inexact = nearest(decisions, resharder, layouts)
     decisions = gathered(decisions, choice)

@@ -290,13 +290,7 @@ def _again(planned: Planned, hardware: Hardware, machine: Machine | None, memory
     else:
         setting, d = planned.setting, planned.assignment.decisions
         held = dict.fromkeys(setting.gradient.gradient_of, OPTIMIZER_BYTES) if setting.gradient else {}
-        resharder = Resharder(
-            d.mesh,
-            machine,
-            scatters_whole=machine.scatters_whole,
-            tiled=machine.tiled,
-            outermost=planned.assignment.resharder.outermost,
-        )
+        resharder = Resharder(d.mesh, machine, outermost=planned.assignment.resharder.outermost)
         constraints = [e for e, eqn in enumerate(d.graph.eqns) if eqn.primitive == "sharding_constraint"]
         codes: Any = [node.codes for node in d.nodes]  # all that were allowed; inputs and outputs have codes
         d = decide(

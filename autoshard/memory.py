@@ -17,7 +17,7 @@ at the end of a loop's body, and behind the loops that follow it, so its operand
 then.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -170,3 +170,23 @@ def feeding(graph: Graph) -> NDArray[np.bool_]:
         if onward or eqn.primitive in _INTO or eqn.primitive == "loop_result" or is_contraction(eqn):
             feeds[list(graph.operands[e])] = True
     return feeds
+
+
+def in_place(graph: Graph, lasting: Container[int]) -> frozenset[int]:
+    """Equations after which nothing reads their first operand, under whatever name, or has it outlive the program.
+
+    Args:
+      graph: the program.
+      lasting: values that must not be overwritten.
+    """
+    made_by, consumers = graph.producers(), graph.consumers()
+    found: set[int] = set()
+    for e, operands in enumerate(graph.operands):
+        value = operands[0] if operands else None
+        while value is not None and value not in lasting and consumers[value][-1][0] <= e:
+            maker = made_by.get(value, (-1, 0))[0]
+            if maker < 0 or graph.eqns[maker].primitive not in RENAMES:
+                found.add(e)
+                break
+            value = graph.operands[maker][0]
+    return frozenset(found)

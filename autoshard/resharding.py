@@ -7,7 +7,8 @@ is a single collective, or a local slice, which moves nothing:
     all-to-all       the minor-most axes of one dimension move to another, together
     permute          one axis of a dimension is replaced by another of equal size
     all-reduce       all unreduced axes become whole
-    reduce-scatter   all unreduced axes become the minor-most of one dimension
+    reduce-scatter   all unreduced axes become the minor-most of one dimension; or some of them,
+                     and an all-reduce over the others follows, as the partitioner makes it
     slice            a whole axis becomes the minor-most of a dimension (free)
 
 Costs are integer picoseconds; among equal costs the fewest collectives win.
@@ -22,10 +23,10 @@ the piece, and of three dimensions or more the whole, too (a matmul takes or mak
 matrix at no cost, but not one whose dimensions it cannot fold).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,7 +42,9 @@ PS_PER_S = 1e12
 # (`xla_gpu_*_combine_threshold_bytes`, openxla/xla debug_options_flags.cc).
 BUCKET_BYTES = 30 * 2**20
 # What one member of a bucket adds: the kernel that copies it in and out (kernel launch
-# overhead of 1 µs in XLA's own model, openxla/xla sol_gpu_cost_model.cc).
+# overhead of 1 µs in XLA's own model, openxla/xla sol_gpu_cost_model.cc). To an all-reduce it
+# adds as much as to the reduce-scatter and the all-gather that do the same: else small
+# parameters would be kept whole for that alone.
 MEMBER_S = 1e-6
 _SUBLANES, _LANES = 8, 128  # of a tile of a TPU's vector memory
 _HOPS = 64  # more than any path has steps: (picoseconds, hops) as one integer
@@ -52,6 +55,12 @@ class Machine(Protocol):
 
     @property
     def overlap(self) -> float: ...
+
+    @property
+    def scatters_whole(self) -> bool: ...
+
+    @property
+    def tiled(self) -> bool: ...
 
     def collective_s(self, kind: Any, axes: tuple[str, ...], nbytes: ArrayLike) -> NDArray[np.float64]: ...
 
@@ -92,13 +101,12 @@ class Resharder:
 
     Every layout on a path is meant to be pinned. Left to itself (`pinned=False`), the
     partitioner finishes a pending sum by an all-reduce, or by a reduce-scatter where the
-    layout that is wanted is split anyway, if need be over some of the axes alone and then by
-    an all-reduce over the others; it never scatters a sum to gather it again, nor slices along
+    layout that is wanted is split anyway; it never scatters a sum to gather it again, nor slices along
     an axis that the wanted layout does not have.
-    Where the compiler does not scatter a sum over all devices (`scatters_whole`, as of
-    `cost_models.Machine`), it is all-reduced and sliced; so it is along a dimension that the
-    tiles in which an array lies (`tiled`) do not allow. `outermost`: whether collectives move
-    along the outermost dimension in memory alone, as XLA:GPU's do.
+    Where the machine's compiler does not scatter a sum over all devices (`scatters_whole`), it is
+    all-reduced and sliced; so it is along a dimension that the tiles in which an array lies
+    (`tiled`) do not allow. `outermost`: whether collectives move along the outermost dimension in
+    memory alone, as XLA:GPU's do.
     """
 
     def __init__(
@@ -107,12 +115,9 @@ class Resharder:
         machine: Machine,
         *,
         pinned: bool = True,
-        scatters_whole: bool = True,
-        tiled: bool = False,
         outermost: bool = False,
     ) -> None:
-        self.mesh, self.machine, self.pinned = mesh, machine, pinned
-        self.scatters_whole, self.tiled, self.outermost = scatters_whole, tiled, outermost
+        self.mesh, self.machine, self.pinned, self.outermost = mesh, machine, pinned, outermost
         self._tables: dict[tuple[tuple[int, ...], int, bool], _Table] = {}
 
     def table(self, aval: Aval, *, combined: bool) -> "_Table":
@@ -126,8 +131,6 @@ class Resharder:
                 self.machine,
                 combined=combined,
                 pinned=self.pinned,
-                scatters_whole=self.scatters_whole,
-                tiled=self.tiled,
                 outermost=self.outermost,
             )
         return self._tables[key]
@@ -149,10 +152,14 @@ class Resharder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Moves:
-    """Every single step of one kind over one set of axes, between layouts of any shape: parallel arrays of codes."""
+    """Every single step of one kind over one set of axes, between layouts of any shape: parallel arrays of codes.
+
+    What it leaves pending is all-reduced over the axes `rest`, and is so in `after`.
+    """
 
     kind: str
     axes: tuple[int, ...]
+    rest: tuple[int, ...]
     before: Codes
     after: Codes
 
@@ -169,8 +176,6 @@ class _Table:
         *,
         combined: bool,
         pinned: bool,
-        scatters_whole: bool,
-        tiled: bool,
         outermost: bool,
     ) -> None:
         self.shape, self.mesh = shape, mesh
@@ -178,7 +183,7 @@ class _Table:
         total = int(np.prod(shape, dtype=np.int64)) * itemsize
         self.local_bytes = total // shards(self.codes, len(shape), mesh)
         alike = tuple(mesh.sizes.index(size) for size in mesh.sizes)
-        self._moves = _moves(len(shape), alike, pinned=pinned, scatters_whole=scatters_whole)
+        self._moves = _moves(len(shape), alike, scatters_whole=machine.scatters_whole)
         n = len(self.codes)
         single = np.full((n, n), INF_PS, np.int64)
         np.fill_diagonal(single, 0)
@@ -189,21 +194,21 @@ class _Table:
         for m, moves in enumerate(self._moves):
             i, j = position[moves.before], position[moves.after]
             exist = (i >= 0) & (j >= 0)
-            if tiled and moves.kind == "reduce-scatter":
+            if machine.tiled and moves.kind == "reduce-scatter":
                 exist &= _scatters(shape, moves.after, moves.axes, mesh)
             i, j = i[exist], j[exist]
             self._move[i, j] = m
             single[i, j] = 0
             if moves.kind != "slice" and len(i):
-                where = tuple(mesh.names[a] for a in moves.axes)
                 nbytes = self.local_bytes[j if moves.kind == "all-gather" else i]
-                seconds = collective_s(machine, moves.kind, where, nbytes, combined=combined)
+                seconds = collective_s(machine, moves.kind, self._names(moves.axes), nbytes, combined=combined)
+                if moves.rest:
+                    over, left = self._names(moves.rest), self.local_bytes[j]
+                    seconds = seconds + collective_s(machine, "all-reduce", over, left, combined=combined)
                 if outermost:
-                    self._transposed[i, j] = _transposed(
-                        moves.kind, moves.axes[0], shape, self.local_bytes, self.codes, i, j, mesh
-                    )
+                    self._transposed[i, j] = self._transposes(moves, i, j)
                     seconds = seconds + machine.hbm_s(self._transposed[i, j])
-                single[i, j] = np.rint(seconds * PS_PER_S).astype(np.int64) * _HOPS + 1
+                single[i, j] = np.rint(seconds * PS_PER_S).astype(np.int64) * _HOPS + (2 if moves.rest else 1)
         weight, self._next = _shortest(single)
         if not pinned:
             self._slice_for_good(single, weight)
@@ -212,6 +217,26 @@ class _Table:
         self.transposes_ps = np.zeros((n, n), np.int64)
         if self._transposed.any():
             self.transposes_ps = self._along(np.rint(np.asarray(machine.hbm_s(self._transposed)) * PS_PER_S))
+
+    def _transposes(self, moves: _Moves, i: NDArray[np.int64], j: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Bytes that the transposes around collectives from layouts at i to layouts at j read and write."""
+        sizes, shape, ndim, axis = np.array(self.mesh.sizes), self.shape, len(self.shape), moves.axes[0]
+        before, after = (decode(self.codes[at], ndim, self.mesh.ndim) for at in (i, j))
+
+        def outer(rows: NDArray[np.int8], dim: NDArray[np.int8]) -> NDArray[np.bool_]:
+            """Whether a dimension is the outermost: all before it are single."""
+            local = np.stack([shape[d] // np.where(rows == d, sizes, 1).prod(axis=1) for d in range(ndim)], axis=1)
+            return (np.where(np.arange(ndim) < dim[:, None], local, 1) == 1).all(axis=1)
+
+        if moves.kind in ("all-gather", "reduce-scatter"):
+            split, whole, dims = (i, j, before) if moves.kind == "all-gather" else (j, i, after)
+            folds = ((np.array(shape) > 1).sum()) < 3
+            moved = self.local_bytes[split] + (0 if folds else self.local_bytes[whole])
+            return np.where(outer(before, dims[:, axis]), 0, 2 * moved)
+        if moves.kind == "all-to-all":
+            both = ~outer(before, after[:, axis]) * 1 + ~outer(after, before[:, axis])
+            return 2 * self.local_bytes[i] * both
+        return np.zeros(len(i), np.int64)
 
     def _along(self, single: NDArray[np.float64]) -> NDArray[np.int64]:
         """What single steps take, summed along every path."""
@@ -246,23 +271,21 @@ class _Table:
             weight[:, ends], self._next[:, ends] = least[:, ends], following[:, ends]
 
     def _finish_sums(self, single: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
-        """Makes every path from a pending sum begin with its all-reduce, or be its reduce-scatter and slices.
-
-        What a reduce-scatter leaves pending is all-reduced before the slices.
-        """
+        """Makes every path from a pending sum begin with its all-reduce, or be its reduce-scatter and slices."""
         first: dict[int, list[tuple[str, int]]] = {}
         for moves, i, k in self._singles("all-reduce", "reduce-scatter"):
             first.setdefault(i, []).append((moves.kind, k))
-        whole = {i: k for i, steps in first.items() for kind, k in steps if kind == "all-reduce"}
-        sums = (decode(self.codes, len(self.shape), self.mesh.ndim) == SUM).sum(axis=1)
-        for i in sorted(first, key=lambda i: int(sums[i])):
-            weight[i] = np.minimum(single[i, whole[i]] + weight[whole[i]], INF_PS)
+        for i, steps in first.items():
+            whole = next(k for kind, k in steps if kind == "all-reduce")
+            weight[i] = np.minimum(single[i, whole] + weight[whole], INF_PS)
             weight[i, i] = 0
-            self._next[i] = np.where(weight[i] < INF_PS, whole[i], -1)
-            for k in (k for kind, k in first[i] if kind == "reduce-scatter"):
-                rest = single[k, whole[k]] if k in whole else 0
-                better = (weight[k] == rest) & (single[i, k] + rest < weight[i])  # slices alone cost nothing
-                weight[i, better], self._next[i, better] = single[i, k] + rest, k
+            self._next[i] = np.where(weight[i] < INF_PS, whole, -1)
+            for k in (k for kind, k in steps if kind == "reduce-scatter"):
+                better = (weight[k] == 0) & (single[i, k] < weight[i])  # slices alone cost nothing
+                weight[i, better], self._next[i, better] = single[i, k], k
+
+    def _names(self, axes: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple(self.mesh.names[a] for a in axes)
 
     def at(self, codes: Codes) -> NDArray[np.int64]:
         """Positions of codes in this table."""
@@ -277,44 +300,59 @@ class _Table:
             k = int(self._next[i, j])
             moves = self._moves[self._move[i, k]]
             size = 0 if moves.kind == "slice" else int(self.local_bytes[k if moves.kind == "all-gather" else i])
-            axes = tuple(self.mesh.names[a] for a in moves.axes)
-            steps.append(Step(moves.kind, axes, size, int(self.codes[k]), int(self._transposed[i, k])))
+            axes, transposed = self._names(moves.axes), int(self._transposed[i, k])
+            after = self._without(k, moves.rest)
+            steps.append(Step(moves.kind, axes, size, after, transposed))
+            if moves.rest:
+                steps.append(Step("all-reduce", self._names(moves.rest), int(self.local_bytes[k]), int(self.codes[k])))
             i = k
         return tuple(steps)
 
+    def _without(self, position: int, rest: tuple[int, ...]) -> int:
+        """The code at a position with sums over some axes still pending."""
+        row = decode(self.codes[position], len(self.shape), self.mesh.ndim).copy()
+        row[list(rest)] = SUM
+        return int(encode(row, len(self.shape)))
+
 
 @cache
-def _moves(ndim: int, alike: tuple[int, ...], *, pinned: bool, scatters_whole: bool) -> tuple[_Moves, ...]:
+def _moves(ndim: int, alike: tuple[int, ...], *, scatters_whole: bool) -> tuple[_Moves, ...]:
     """Every single step between layouts of `ndim` dimensions, dividing or not.
 
     Args:
       ndim: of the value.
       alike: mesh axis → the first axis of its size.
-      pinned: as of `Resharder`.
-      scatters_whole: as of `Resharder`.
+      scatters_whole: as of the machine.
     """
     axes = range(len(alike))
     rows = decode(np.arange((ndim + 2) ** len(alike)), ndim, len(alike))
     sums = rows == SUM
     reduced = ~sums.any(axis=1)
     last = [np.where(rows == d, axes, -1).max(axis=1, initial=-1) for d in range(ndim)]  # the minor-most axis, or −1
-    found: dict[tuple[str, tuple[int, ...]], list[tuple[Codes, Codes]]] = {}
+    found: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[Codes, Codes]]] = {}
 
-    def add(kind: str, over: tuple[int, ...], which: NDArray[np.bool_], *to: tuple[Sequence[int], int]) -> None:
+    def add(
+        kind: str,
+        over: tuple[int, ...],
+        which: NDArray[np.bool_],
+        *to: tuple[Sequence[int], int],
+        rest: tuple[int, ...] = (),
+    ) -> None:
         after = rows[which]
-        for moved, place in to:
+        for moved, place in (*to, (rest, WHOLE)):
             after[:, moved] = place
-        found.setdefault((kind, over), []).append((np.flatnonzero(which), encode(after, ndim)))
+        found.setdefault((kind, over, rest), []).append((np.flatnonzero(which), encode(after, ndim)))
 
-    for over in (subset for count in range(1, len(alike) + 1) for subset in combinations(axes, count)):
+    for over in _subsets(axes):
         inside = np.isin(axes, over)
         # A pin makes the partitioner finish every pending sum at once, over all axes together.
-        pending = (sums == inside).all(axis=1)
-        add("all-reduce", over, pending, (over, WHOLE))
-        scattered = pending if pinned else sums[:, over].all(axis=1)
+        add("all-reduce", over, (sums == inside).all(axis=1), (over, WHOLE))
+        if scatters_whole or len(over) < len(alike):
+            for rest in ((), *_subsets([a for a in axes if a not in over])):
+                pending = (sums == np.isin(axes, over + rest)).all(axis=1)
+                for d in range(ndim):
+                    add("reduce-scatter", over, pending & (last[d] < over[0]), (over, d), rest=rest)
         for d in range(ndim):
-            if scatters_whole or len(over) < len(alike):
-                add("reduce-scatter", over, scattered & (last[d] < over[0]), (over, d))
             minor = reduced & (rows[:, over] == d).all(axis=1)  # exactly the minor-most axes of d
             minor &= ~((rows == d) & ~inside)[:, over[0] :].any(axis=1)
             add("all-gather", over, minor, (over, WHOLE))
@@ -329,50 +367,14 @@ def _moves(ndim: int, alike: tuple[int, ...], *, pinned: bool, scatters_whole: b
             replaced = whole & (last[d] == b) & ~others
             add("collective-permute", tuple(sorted((a, b))), replaced, ([b], WHOLE), ([a], d))
     return tuple(
-        _Moves(kind, over, *(np.concatenate(codes) for codes in zip(*pairs, strict=True)))
-        for (kind, over), pairs in found.items()
+        _Moves(kind, over, rest, *(np.concatenate(codes) for codes in zip(*pairs, strict=True)))
+        for (kind, over, rest), pairs in found.items()
     )
 
 
-def _transposed(
-    kind: str,
-    axis: int,
-    shape: tuple[int, ...],
-    local_bytes: NDArray[np.int64],
-    codes: Codes,
-    i: NDArray[np.int64],
-    j: NDArray[np.int64],
-    mesh: MeshAxes,
-) -> NDArray[np.int64]:
-    """Bytes that the transposes around collectives from layouts i to layouts j read and write.
-
-    Args:
-      kind: of the collectives.
-      axis: one of the mesh axes that they are over.
-      shape: of the value.
-      local_bytes: of the value in each layout.
-      codes: of the layouts.
-      i: positions of layouts before.
-      j: likewise, after.
-      mesh: the axes.
-    """
-    sizes, ndim = np.array(mesh.sizes), len(shape)
-    before, after = (decode(codes[at], ndim, mesh.ndim) for at in (i, j))
-
-    def outer(rows: NDArray[np.int8], dim: NDArray[np.int8]) -> NDArray[np.bool_]:
-        """Whether a dimension is the outermost: all before it are single."""
-        local = np.stack([shape[d] // np.where(rows == d, sizes, 1).prod(axis=1) for d in range(ndim)], axis=1)
-        return (np.where(np.arange(ndim) < dim[:, None], local, 1) == 1).all(axis=1)
-
-    if kind in ("all-gather", "reduce-scatter"):
-        split, whole, dims = (i, j, before) if kind == "all-gather" else (j, i, after)
-        folds = ((np.array(shape) > 1).sum()) < 3
-        moved = local_bytes[split] + (0 if folds else local_bytes[whole])
-        return np.where(outer(before, dims[:, axis]), 0, 2 * moved)
-    if kind == "all-to-all":
-        both = ~outer(before, after[:, axis]) * 1 + ~outer(after, before[:, axis])
-        return 2 * local_bytes[i] * both
-    return np.zeros(len(i), np.int64)
+def _subsets(axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Every one but the empty, small ones first."""
+    return chain.from_iterable(combinations(axes, count) for count in range(1, len(axes) + 1))
 
 
 def _scatters(shape: tuple[int, ...], after: Codes, over: tuple[int, ...], mesh: MeshAxes) -> NDArray[np.bool_]:

@@ -130,13 +130,7 @@ def prepare(
                     f"{traced.in_paths[position]}: asked for in {wanted.inputs[position]}, "
                     f"but the output that replaces it in {wanted.outputs[output]}"
                 )
-    resharder = Resharder(
-        real,
-        machine,
-        scatters_whole=machine.scatters_whole,
-        tiled=machine.tiled,
-        outermost=platform == "cuda",
-    )
+    resharder = Resharder(real, machine, outermost=platform == "cuda")
     decisions = decide(
         graph,
         real,

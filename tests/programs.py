@@ -61,12 +61,15 @@ def setting_of(
     pins: dict[str, PartitionSpec] | None = None,
     gradient_of: Sequence[int] = (),
     unknown: str = "error",
+    platform: str = "cpu",
 ) -> tuple[Setting, Place]:
     """The decisions of a program on a mesh of the catalogue's hardware."""
     place = meshes.place(MESH if mesh is None else mesh, hardware)
     traced = trace.trace(program.fn, program.args, program.names, place.axes)
     asked = wanted(traced, None, None, pins or {}, program.donated)
-    setting = prepare(traced, place.axes, place.machine, asked, gradient_of=gradient_of, unknown=unknown)
+    setting = prepare(
+        traced, place.axes, place.machine, asked, gradient_of=gradient_of, unknown=unknown, platform=platform
+    )
     return setting, place
 
 

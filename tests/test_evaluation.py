@@ -282,7 +282,7 @@ def test_the_nearest_code_of_a_layout(dims: Any, shape: tuple[int, ...], nearest
 class DearAllReduce:
     """A machine on which a reduce-scatter and an all-gather together cost less than an all-reduce."""
 
-    overlap = 1.0
+    overlap, scatters_whole, tiled = 1.0, True, False
 
     def collective_s(self, kind: str, axes: tuple[str, ...], nbytes: ArrayLike) -> NDArray[np.float64]:
         return np.full(np.shape(nbytes), 10.0 if kind == "all-reduce" else 1.0)

@@ -13,7 +13,7 @@ import autoshard
 from autoshard import compilers, costs
 from autoshard.graph import Graph, build
 from autoshard.memory import Lives, lives
-from autoshard.problem.decide import is_pointwise
+from autoshard.problem.traits import is_pointwise
 from autoshard.rules import rules_of
 
 F32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)

@@ -95,15 +95,12 @@ class Assignment:
         aval = self.decisions.graph.avals[value]
         codes: list[int] = []
         here = source
-        for step in self.resharder.path(aval, source, target, combined=self._combined(value)):
+        for step in self.resharder.path(aval, source, target, combined=self.decisions.windows.combined(value)):
             if step.kind == "reduce-scatter" and self._scatters_batch(value, here, step.after):
                 codes.append(self._whole(here, value))
             codes.append(step.after)
             here = step.after
         return tuple(code for code in codes if self.reduced(code, value))
-
-    def _combined(self, value: int) -> bool:
-        return self.decisions.windows.combined(value)
 
     def _row(self, code: int, value: int) -> Rows:
         return decode(code, self.decisions.graph.avals[value].ndim, self.decisions.mesh.ndim)
@@ -212,7 +209,7 @@ class Assignment:
 
     def _communicates(self, value: int, source: int, target: int) -> bool:
         aval = self.decisions.graph.avals[value]
-        steps = self.resharder.path(aval, source, target, combined=self._combined(value))
+        steps = self.resharder.path(aval, source, target, combined=self.decisions.windows.combined(value))
         return any(step.kind != "slice" for step in steps)
 
     def before_output(self, position: int) -> tuple[int, ...]:
@@ -260,8 +257,8 @@ class Assignment:
 
     def waits(self) -> Iterator[tuple[Collective, float]]:
         """Every collective, and for how many seconds the step waits for it: its share of what windows leave."""
-        d, overlap = self.decisions, self.resharder.machine.overlap
-        moved = [(row, overlap * d.windows.hides(edge.value)) for edge, row in self.transfers()]
+        d = self.decisions
+        moved = [(row, edge.hides) for edge, row in self.transfers()]
         hides, covers = np.zeros(d.windows.count), np.zeros(d.windows.count)
         for row, share in moved:
             if row.window is not None:

@@ -8,14 +8,15 @@ from numpy.typing import NDArray
 from autoshard import costs, opaque
 from autoshard.errors import InfeasibleError
 from autoshard.graph import LINKS, Aval, Graph
-from autoshard.memory import ENDS, RENAMES, feeding, lives
+from autoshard.memory import ENDS, feeding, in_place, lives
 from autoshard.mesh import MeshAxes
 from autoshard.problem.accumulators import NONE, accumulators
 from autoshard.problem.casts import narrow_side, widening
 from autoshard.problem.decisions import Decision, Decisions, Edge, Port, Usage, consumer_port
+from autoshard.problem.traits import traits
 from autoshard.problem.windows import EARLY, LATE, windows
 from autoshard.resharding import PS_PER_S
-from autoshard.rules import FactorKind, ShardingRule, rules_of
+from autoshard.rules import rules_of
 from autoshard.strategies import (
     SUM,
     WHOLE,
@@ -28,22 +29,6 @@ from autoshard.strategies import (
     layouts,
     shards,
 )
-
-# Equations through which the partitioner itself lets partial sums flow in Auto mode: it
-# merges the reductions of both sides of an addition and moves one past a transpose or a
-# reshape, but never past a scale or a subtraction.
-SUMS_FLOW = frozenset({"add", "add_any", "transpose", "reshape"})
-
-
-def is_pointwise(rule: ShardingRule) -> bool:
-    """One result, and every operand dimension is whole or the result's own."""
-    if len(rule.results) != 1 or any(f.kind is not FactorKind.PASS for f in rule.factors):
-        return False
-    result = rule.results[0]
-    return all(
-        not dims or (len(dims) == len(result) and all(d in ((), r) for d, r in zip(dims, result, strict=True)))
-        for dims in rule.operands
-    )
 
 
 def decide(
@@ -93,18 +78,15 @@ class _Decider:
         self.graph, self.mesh, self.machine = graph, mesh, machine
         self.equation_pins = equation_pins
         self.rules = rules_of(graph.eqns, unknown=unknown)
-        self.pointwise = [
-            is_pointwise(rule) and e not in equation_pins and graph.eqns[e].primitive not in LINKS
-            for e, rule in enumerate(self.rules)
-        ]
+        self.traits = traits(graph, self.rules, equation_pins)
+        self.free = self.traits.free
         self.platform = platform
         self.accumulators = NONE if platform == "cpu" else accumulators(graph)
         self.made_by = graph.producers()
         self.consumers = graph.consumers()
-        fuses = [costs.fusible(eqn, pointwise=p) for eqn, p in zip(graph.eqns, self.pointwise, strict=True)]
-        self.lives = lives(graph, fuses)
+        self.lives = lives(graph, self.traits.fuses)
         self.held = self.lives.stored | self.lives.named
-        self.levels = _levels(graph, fuses)
+        self.levels = _levels(graph, self.traits.fuses)
         self.nodes: list[Decision] = []
         self.edges: list[Edge] = []
         self.usages: dict[tuple[int, int, int, str], NDArray[np.int64]] = {}
@@ -122,11 +104,9 @@ class _Decider:
         output_pins: Mapping[int, Codes],
         held_bytes: Mapping[int, int],
     ) -> Decisions:
-        self.free = self._free_values()
-        self.flows = self._sum_flows()
         self.windows = windows(self.graph, self.platform)
         kept = {v for i, v in enumerate(self.graph.inputs) if i not in donated}
-        self.lasting = frozenset(kept | set(self.graph.outputs))
+        self.in_place = in_place(self.graph, kept | set(self.graph.outputs))
         inputs = self._add_inputs(tied, donated, input_pins, output_pins, held_bytes)
         self._add_chains()
         self._add_equations()
@@ -151,34 +131,6 @@ class _Decider:
             lives=self.lives,
             pruned=self.pruned,
         )
-
-    # What decides nothing, and through what partial sums flow.
-
-    def _free_values(self) -> set[int]:
-        """Constants and what is computed from constants alone without a contraction.
-
-        What a loop reads lies in memory while it runs: it has a layout like any other value.
-        """
-        graph = self.graph
-        given = set(graph.inputs)
-        free = {v for v in self.consumers if v not in self.made_by and v not in given}
-        read = {v for e, eqn in enumerate(graph.eqns) if eqn.primitive in LINKS for v in graph.operands[e]}
-        read = {v for v in read if graph.avals[v].ndim and v in self.made_by}
-        for e, eqn in enumerate(graph.eqns):
-            if costs.fusible(eqn, pointwise=self.pointwise[e]) and all(v in free for v in graph.operands[e]):
-                free.update(v for v in graph.results[e] if v not in read)
-        return free - set(graph.outputs)
-
-    def _sum_flows(self) -> list[bool]:
-        """Equations whose operands may all be unreduced, so that partial sums flow on."""
-        summing: set[int] = set()
-        flows = [False] * len(self.graph.eqns)
-        for e, (eqn, rule) in enumerate(zip(self.graph.eqns, self.rules, strict=True)):
-            if eqn.primitive in SUMS_FLOW and rule.linear:
-                flows[e] = all(self.graph.operands[e][i] in summing for i in rule.linear[0])
-            if flows[e] or (costs.is_contraction(eqn) and any(f.reduction == "sum" for f in rule.factors)):
-                summing.update(self.graph.results[e])
-        return flows
 
     # Nodes.
 
@@ -262,7 +214,7 @@ class _Decider:
 
         graph = self.graph
         for e, rule in enumerate(self.rules):
-            if not self.pointwise[e] or self.flows[e] or graph.results[e][0] in self.free:
+            if not self.traits.pointwise[e] or self.traits.flows[e] or graph.results[e][0] in self.free:
                 continue
             parent[e] = e
             for v, dims in zip(graph.operands[e], rule.operands, strict=True):
@@ -337,7 +289,7 @@ class _Decider:
             if eqn.primitive == opaque.MANUAL:
                 strategies = given(opaque.manual_layouts(eqn, self.mesh), len(eqn.operands), self.mesh)
             else:
-                strategies = enumerate_strategies(rule, self.mesh, sums_flow=self.flows[e])
+                strategies = enumerate_strategies(rule, self.mesh, sums_flow=self.traits.flows[e])
             if e in self.equation_pins:
                 strategies = strategies.only(np.isin(strategies.results[0], self.equation_pins[e]))
             self.pruned += strategies.pruned
@@ -353,7 +305,7 @@ class _Decider:
                 reads = [v not in self.free and bool(self.held[v]) for v in graph.operands[e]]
                 writes = [bool(self.held[v]) for v in graph.results[e]]
                 if costs.updates(eqn):
-                    writes = [self._needed_after(e, graph.operands[e][0])]
+                    writes = [e not in self.in_place]
                 readers = sum(len(self.consumers.get(v, ())) for v in graph.results[e])
                 nbytes = costs.touched_bytes(eqn, strategies, self.mesh, reads, writes, readers)
                 touched = np.asarray(self.machine.hbm_s(nbytes))
@@ -378,16 +330,6 @@ class _Decider:
             self.node_of[e] = node
             for v, codes in zip(graph.results[e], strategies.results, strict=True):
                 self.ports[v] = Port(node, codes)
-
-    def _needed_after(self, e: int, value: int) -> bool:
-        """Whether a value, or what it is another name of, is read after an equation or outlives the program."""
-        while True:
-            if value in self.lasting or any(later > e for later, _ in self.consumers.get(value, ())):
-                return True
-            maker = self.made_by.get(value, (-1, 0))[0]
-            if maker < 0 or self.graph.eqns[maker].primitive not in RENAMES:
-                return False
-            value = self.graph.operands[maker][0]
 
     def _add_outputs(self, inputs: list[int], tied: Mapping[int, int], output_pins: Mapping[int, Codes]) -> list[int]:
         found: list[int] = []
@@ -439,7 +381,7 @@ class _Decider:
         holder = port
         if arrives:
             holder = self._add_arrival(value, port, found[0])
-        elif len(found) > 1 or (found and lent and any(not self.pointwise[e] for e, _ in uses)):
+        elif len(found) > 1 or (found and lent and any(not self.traits.pointwise[e] for e, _ in uses)):
             holder = self._add_copy(value, port, found, lent=lent)
             if not replaces:
                 self._use_copy(holder, value, port, first, lent=lent)
@@ -460,7 +402,7 @@ class _Decider:
             self._use(port.node, start, end, aval, port.codes, kind)
             return
         maker = self.made_by[value][0] if value in self.made_by else -1
-        at_once = maker >= 0 and (costs.is_contraction(self.graph.eqns[maker]) or self.flows[maker])
+        at_once = maker >= 0 and (costs.is_contraction(self.graph.eqns[maker]) or self.traits.flows[maker])
         moved = start + 1 if at_once else min(max(first, start + 1), end)
         self._use(port.node, start, moved, aval, port.codes, kind)
         if self.nodes[target.node].kind != "input":  # an output that takes an input's place has its memory
@@ -549,7 +491,8 @@ class _Decider:
                 source=source.codes,
                 target=target.codes,
                 window=window,
-                combined=window is not None and self.windows.combined(value),
+                hides=0.0 if window is None else self.machine.overlap * self.windows.share(value),
+                combined=self.windows.combined(value),
                 trips=self.graph.trips[value],
                 forbidden=forbidden,
                 total=self._total(value),

@@ -67,6 +67,7 @@ class Edge:
     """Resharding of one value between two decisions.
 
     `moved` is what is moved of the value: itself, or the smaller side of the cast that makes it;
+    `hides` the share of its seconds that hides in its window while there is compute to hide behind,
     `combined` whether it is merged with others of its window. `source[i]`, `target[j]`: the value's
     code under choice i of `u` and j of `v`. `forbidden`, if given, marks pairs (S_u, S_v) that cannot
     be. `total`, if given, is what is moved instead, and how often, where only pending sums are
@@ -80,6 +81,7 @@ class Edge:
     source: Codes
     target: Codes
     window: int | None
+    hides: float
     combined: bool
     trips: int
     forbidden: NDArray[np.bool_] | None = None
@@ -123,10 +125,6 @@ class Decisions:
     windows: Windows
     lives: Lives
     pruned: int
-
-    def window_of(self, value: int) -> int | None:
-        """The window in which a value's resharding can hide."""
-        return self.windows.of_value[value]
 
 
 def digest(*parts: object) -> bytes:

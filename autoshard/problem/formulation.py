@@ -137,7 +137,7 @@ class _ClassMatrices:
                 edge.source.tobytes(),
                 edge.target.tobytes(),
                 edge.window,
-                decisions.windows.hides(edge.value),
+                edge.hides,
                 edge.trips,
                 edge.total and (edge.total[0].itemsize, edge.total[1]),
                 mask,
@@ -150,12 +150,8 @@ class _ClassMatrices:
             work = np.where(forbidden, 0, transposes_ps(edge, resharder)) * times
             seconds = np.where(forbidden, 0, matrix) * times - work
             around = () if edge.window is None else decisions.windows.around(edge.window)
-            if edge.window is None:
-                base = np.where(forbidden, INF, seconds + work)
-            else:
-                hides = resharder.machine.overlap * decisions.windows.hides(edge.value)
-                taxed = np.rint(seconds * (1.0 - hides)).astype(np.int64)
-                base, seconds = np.where(forbidden, INF, taxed + work), seconds - taxed
+            taxed = np.rint(seconds * (1.0 - edge.hides)).astype(np.int64)
+            base, seconds = np.where(forbidden, INF, taxed + work), seconds - taxed
             if a == b:
                 self.own[a] = _saturated(self.own.get(a), np.diagonal(base))
                 for spot in ((a, window) for window in around):

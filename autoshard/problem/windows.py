@@ -67,9 +67,9 @@ class Windows:
     def count(self) -> int:
         return len(self.whole)
 
-    def hides(self, value: int) -> float:
-        """The share of a value's communication that hides while there is compute to hide it behind."""
-        return 0.0 if self.of_value[value] is None else BESIDE if value in self.beside else 1.0
+    def share(self, value: int) -> float:
+        """Of what hides of a value's communication on an ideal scheduler, the part that does."""
+        return BESIDE if value in self.beside else 1.0
 
     def combined(self, value: int) -> bool:
         """Whether a value's collective is merged with others."""

@@ -1,0 +1,71 @@
+"""Traits: which equations move element by element, fuse, let partial sums flow; which values decide nothing."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from autoshard import costs
+from autoshard.graph import LINKS, Graph
+from autoshard.rules import FactorKind, ShardingRule
+
+# Equations through which the partitioner itself lets partial sums flow in Auto mode: it
+# merges the reductions of both sides of an addition and moves one past a transpose or a
+# reshape, but never past a scale or a subtraction.
+SUMS_FLOW = frozenset({"add", "add_any", "transpose", "reshape"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """Per equation: `pointwise`, `fuses`, `flows` (its operands may all be unreduced); `free` values.
+
+    Free are constants and what is computed from constants alone without a contraction.
+    """
+
+    pointwise: tuple[bool, ...]
+    fuses: tuple[bool, ...]
+    flows: tuple[bool, ...]
+    free: frozenset[int]
+
+
+def traits(graph: Graph, rules: Sequence[ShardingRule], pinned: Collection[int]) -> Traits:
+    """The traits of a graph under the rules of its equations, some of which are pinned."""
+    pointwise = [
+        is_pointwise(rule) and e not in pinned and graph.eqns[e].primitive not in LINKS for e, rule in enumerate(rules)
+    ]
+    fuses = [costs.fusible(eqn, pointwise=p) for eqn, p in zip(graph.eqns, pointwise, strict=True)]
+    return Traits(
+        pointwise=tuple(pointwise), fuses=tuple(fuses), flows=_sum_flows(graph, rules), free=_free(graph, fuses)
+    )
+
+
+def is_pointwise(rule: ShardingRule) -> bool:
+    """One result, and every operand dimension is whole or the result's own."""
+    if len(rule.results) != 1 or any(f.kind is not FactorKind.PASS for f in rule.factors):
+        return False
+    result = rule.results[0]
+    return all(
+        not dims or (len(dims) == len(result) and all(d in ((), r) for d, r in zip(dims, result, strict=True)))
+        for dims in rule.operands
+    )
+
+
+def _free(graph: Graph, fuses: Sequence[bool]) -> frozenset[int]:
+    """What a loop reads is not: it lies in memory while the loop runs, and has a layout like any other value."""
+    given, made_by = set(graph.inputs), graph.producers()
+    free = {v for v in graph.consumers() if v not in made_by and v not in given}
+    read = {v for e, eqn in enumerate(graph.eqns) if eqn.primitive in LINKS for v in graph.operands[e]}
+    read = {v for v in read if graph.avals[v].ndim and v in made_by}
+    for e, fused in enumerate(fuses):
+        if fused and all(v in free for v in graph.operands[e]):
+            free.update(v for v in graph.results[e] if v not in read)
+    return frozenset(free - set(graph.outputs))
+
+
+def _sum_flows(graph: Graph, rules: Sequence[ShardingRule]) -> tuple[bool, ...]:
+    summing: set[int] = set()
+    flows = [False] * len(graph.eqns)
+    for e, (eqn, rule) in enumerate(zip(graph.eqns, rules, strict=True)):
+        if eqn.primitive in SUMS_FLOW and rule.linear:
+            flows[e] = all(graph.operands[e][i] in summing for i in rule.linear[0])
+        if flows[e] or (costs.is_contraction(eqn) and any(f.reduction == "sum" for f in rule.factors)):
+            summing.update(graph.results[e])
+    return tuple(flows)
