@@ -392,6 +392,8 @@ class _Nearest:
                 if primitive == "gather" and i == 0:
                     table += move
                 ps = np.minimum(ps + self._ps(v, self.lies[v], codes), INF_PS)
+                if (here == SUM).any():
+                    ps[strategies.finished == i] = INF_PS
         for v, codes in zip(d.graph.results[e], strategies.results, strict=True):
             here, there = self._row(v, codes), self._row(v, self.target[v])
             displaced += ((here != there) & (here != SUM)).sum(axis=1)

@@ -7,7 +7,7 @@ minor. Divisibility and pruning live here, and what was pruned is counted.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
@@ -110,12 +110,14 @@ class Strategies:
     `factor` is (S, k): the factor that each axis splits, WHOLE for none, SUM where
     partial sums flow through. `operands[i]` and `results[i]` are codes (S,).
     `in_op` is (S, k): axes over which a reduction other than a sum is finished inside.
+    `finished` is (S,): the operand that is no pending sum where it comes from; −1: any may be.
     """
 
     factor: NDArray[np.int8]
     operands: tuple[Codes, ...]
     results: tuple[Codes, ...]
     in_op: NDArray[np.bool_]
+    finished: NDArray[np.int8]
     pruned: int
 
     def __len__(self) -> int:
@@ -123,12 +125,27 @@ class Strategies:
 
     def only(self, kept: NDArray[np.bool_]) -> "Strategies":
         """The strategies that a mask (S,) keeps."""
+        return replace(self._at(np.flatnonzero(kept)), pruned=self.pruned + int((~kept).sum()))
+
+    def merging(self) -> "Strategies":
+        """The same of an addition whose terms' sums the compiler would finish together, after it.
+
+        What is not added pending has a term that was finished before, each in turn.
+        """
+        flowing = (self.factor == SUM).any(axis=1)
+        apart, turns = np.flatnonzero(~flowing), range(len(self.operands))
+        finished = [np.full(len(apart), i, np.int8) for i in turns]
+        found = self._at(np.concatenate([*(apart for _ in turns), np.flatnonzero(flowing)]))
+        return replace(found, finished=np.concatenate([*finished, np.full(int(flowing.sum()), -1, np.int8)]))
+
+    def _at(self, which: NDArray[np.int64]) -> "Strategies":
         return Strategies(
-            factor=self.factor[kept],
-            operands=tuple(codes[kept] for codes in self.operands),
-            results=tuple(codes[kept] for codes in self.results),
-            in_op=self.in_op[kept],
-            pruned=self.pruned + int((~kept).sum()),
+            factor=self.factor[which],
+            operands=tuple(codes[which] for codes in self.operands),
+            results=tuple(codes[which] for codes in self.results),
+            in_op=self.in_op[which],
+            finished=self.finished[which],
+            pruned=self.pruned,
         )
 
     def local_sizes(self, rule: ShardingRule, mesh: MeshAxes) -> NDArray[np.int64]:
@@ -149,6 +166,7 @@ def given(layouts: Sequence[Layout], operands: int, mesh: MeshAxes) -> Strategie
         operands=codes[:operands],
         results=codes[operands:],
         in_op=np.zeros((1, mesh.ndim), bool),
+        finished=np.full(1, -1, np.int8),
         pruned=0,
     )
 
@@ -212,5 +230,6 @@ def enumerate_strategies(rule: ShardingRule, mesh: MeshAxes, *, sums_flow: bool 
         operands=tuple(codes(dims, result=False, sums=i in flowing) for i, dims in enumerate(rule.operands)),
         results=tuple(codes(dims, result=True, sums=True) for dims in rule.results),
         in_op=in_op,
+        finished=np.full(len(kept), -1, np.int8),
         pruned=len(rows) - len(kept),
     )

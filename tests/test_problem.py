@@ -292,6 +292,28 @@ def test_partial_sums_flow_through_additions_alone() -> None:
     assert str(layout_of(int(d.nodes[0].codes[0]), 2, d.mesh)) == "[-,-]"  # pyright: ignore[reportOptionalSubscript]
 
 
+def test_a_gpu_finishes_the_sums_of_an_addition_together() -> None:
+    """XLA:GPU adds first, and reduces once: two terms that are pending are never finished one by one."""
+
+    def added(x: jax.Array, w: jax.Array, y: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.sin(x @ w + y @ v)
+
+    program = Program(fn=added, args=(jnp.ones((8, 8)),) * 4, names=("x", "w", "y", "v"))
+    decisions = setting_of(program, platform="cuda")[0].decisions
+    graph = decisions.graph
+    add = next(n for n, node in enumerate(decisions.nodes) if node.name == "add")
+    terms = [edge for edge in decisions.edges if edge.v == add]
+    assert len(terms) == 2
+    finished = [np.zeros(len(decisions.nodes[add]), bool) for _ in terms]  # by any choice of the term's maker
+    for edge, found in zip(terms, finished, strict=True):
+        assert edge.forbidden is not None
+        pending = (decode(edge.source, graph.avals[edge.value].ndim, decisions.mesh.ndim) == SUM).any(axis=1)
+        reduced = (decode(edge.target, graph.avals[edge.value].ndim, decisions.mesh.ndim) != SUM).all(axis=1)
+        found |= (~edge.forbidden[pending]).any(axis=0) & reduced
+    assert not (finished[0] & finished[1]).any()
+    assert finished[0].sum() == finished[1].sum() > 0
+
+
 def test_what_is_moved_is_moved_on_the_smaller_side_of_a_cast() -> None:
     """Element-wise chains end after a cast to a smaller type, and before one to a larger."""
 

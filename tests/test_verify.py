@@ -52,16 +52,7 @@ needs_tpu_compiler = pytest.mark.skipif(not compilers.available("tpu"), reason="
         ("gpt2-small", {}, MEMORY_TOLERANCE),
         ("gpt2-small", {"vocab": 50_304, "layers": 2, "batch": 1, "sequence": 128}, 0.25),
         ("llama3-8b", {"layers": 4, "batch": 8, "sequence": 2048}, MEMORY_TOLERANCE),
-        pytest.param(
-            "llama3-8b",
-            {"layers": 1, "batch": 1, "sequence": 128},
-            MEMORY_TOLERANCE,
-            # The plan reduces the three terms of one gradient's sum each; XLA adds them first, and
-            # reduces once: less is moved than promised, but not what was promised.
-            marks=pytest.mark.xfail(
-                strict=True, raises=AssertionError, reason="XLA merges reduce-scatters of the terms of a sum"
-            ),
-        ),
+        ("llama3-8b", {"layers": 1, "batch": 1, "sequence": 128}, MEMORY_TOLERANCE),
     ],
     ids=str,
 )

@@ -290,6 +290,8 @@ class _Decider:
                 strategies = given(opaque.manual_layouts(eqn, self.mesh), len(eqn.operands), self.mesh)
             else:
                 strategies = enumerate_strategies(rule, self.mesh, sums_flow=self.traits.flows[e])
+                if self.platform == "cuda" and self.traits.flows[e] and len(set(graph.operands[e])) > 1:
+                    strategies = strategies.merging()
             if e in self.equation_pins:
                 strategies = strategies.only(np.isin(strategies.results[0], self.equation_pins[e]))
             self.pruned += strategies.pruned
@@ -482,6 +484,8 @@ class _Decider:
             window = None
         if value in self.accumulators.totals:
             forbidden = source.codes[:, None] != target.codes[None, :]
+        elif (apart := self._apart(source, target, value)) is not None:
+            forbidden = apart
         self.edges.append(
             Edge(
                 u=source.node,
@@ -498,6 +502,15 @@ class _Decider:
                 total=self._total(value),
             )
         )
+
+    def _apart(self, source: Port, target: Port, value: int) -> NDArray[np.bool_] | None:
+        """Pairs in which a sum is finished on its way to an addition that has it come finished."""
+        node = self.nodes[target.node]
+        if node.strategies is None or (node.strategies.finished < 0).all():
+            return None
+        pending = (decode(source.codes, self.graph.avals[value].ndim, self.mesh.ndim) == SUM).any(axis=1)
+        position = self.graph.operands[node.equations[0]].index(value)
+        return pending[:, None] & (node.strategies.finished == position)[None, :]
 
     def _urgent(self, target: Port) -> bool:
         """Whether what takes a value there is on the way to a contraction that is not late, or may be."""

@@ -74,6 +74,8 @@ class _Labels:
                 content(edge.source),
                 content(edge.target),
                 edge.window,
+                edge.hides,
+                edge.combined,
                 edge.trips,
                 edge.total and (edge.total[0].itemsize, edge.total[1]),
                 mask,

@@ -138,6 +138,7 @@ class _ClassMatrices:
                 edge.target.tobytes(),
                 edge.window,
                 edge.hides,
+                edge.combined,
                 edge.trips,
                 edge.total and (edge.total[0].itemsize, edge.total[1]),
                 mask,
