@@ -15,15 +15,16 @@ waits for is exposed there, and so is the reduction of what its last contraction
 
 A *late* contraction, which makes a gradient of weights, feeds no other. XLA:GPU runs it
 while what the others wait for, and it does not, is on its way (gradients of activations),
-and so it does in a loop with what is *idle*: slices and casts of weights, what is stacked. Each
-window with such work has a part of its own, in which that communication hides behind this
-compute alone; so does all that is reduced late, and what was stacked by a loop before and meets,
-element by element, what a contraction has made. What hides in a part, and the compute
-there, counts in the whole window, too.
+and so it does in a loop with what is *idle*: slices and casts of weights, what is stacked.
+Each window with such work has a part of its own, in which that communication hides behind
+this compute alone; so does all that is reduced late, and what was stacked by a loop before
+and meets, element by element, what a contraction has made. What hides in a part, and the
+compute there, counts in the whole window, too.
 
-XLA:GPU runs one collective at a time, and none beside a loop that communicates itself. Outside of
-the loops of a program that has any, no contraction hides what neither awaits it nor is beside it,
-but the updates of its state, at the end, do.
+XLA:GPU runs one collective at a time, and none beside a loop that communicates itself. In a
+program with loops, what is early or late outside of them hides behind no contraction: only
+what contractions wait for hides, behind those that do not wait for it; and what ends the
+program, behind the updates of its state.
 """
 
 from collections.abc import Container, Mapping, Sequence, Set
@@ -36,10 +37,10 @@ from autoshard.graph import LINKS, Graph
 
 EARLY, LATE = 0, 1
 OUTSIDE = 2  # windows outside of loops; the body of loop k is window OUTSIDE + k − 1
-# Of what hides in a part so much at most does. XLA:GPU hides from a half to all of it. Of seven cells of
-# docs/comparing.md the compiled steps took 325.6 ms together with 0.75, 331.3 with 0.5 (set it, then
-# `benchmarks.comparison_board run --match`); of the five dense ones 150.5 with 0.75, 149.7 with 1, by which
-# the large batch, where more is moved than XLA hides, was slower.
+# Of what hides in a part so much at most does: XLA:GPU hides from a half to all of it. Of seven
+# cells of docs/comparing.md the compiled steps took 325.6 ms together with 0.75, 331.3 with 0.5
+# (set it, then `benchmarks.comparison_board run --match`); of the five dense ones 150.5 with 0.75,
+# 149.7 with 1, by which the large batch, where more is moved than XLA hides, was slower.
 BESIDE = 0.75
 
 
@@ -47,11 +48,12 @@ BESIDE = 0.75
 class Windows:
     """The window in which each value's resharding can hide (or None), and in which each equation's compute counts.
 
-    `loops[w]` is the loop whose body window w is of, 0 outside of loops; `whole[w]` the window of which w is
-    a part, or w itself; `merged[w]` whether the compilers merge its collectives into buckets: XLA:TPU does
-    outside of loops, XLA:GPU in loops, too. What contractions wait for, `beside` late and idle work, hides
-    only on the way to what is `urgent`, and is not merged. `idle` has the equations, no contractions, that run any time
-    before or after all others of their trip, and the updates of a program with loops.
+    `loops[w]` is the loop whose body window w is of, 0 outside of loops; `whole[w]` the window of
+    which w is a part, or w itself; `merged[w]` whether the compilers merge its collectives into
+    buckets: XLA:TPU does outside of loops, XLA:GPU in loops, too. What contractions wait for,
+    `beside` late and idle work, hides only on the way to what is `urgent`, and is not merged.
+    `idle` has the equations, no contractions, that run any time before or after all others of
+    their trip, and the updates of a program with loops.
     """
 
     of_value: tuple[int | None, ...]
@@ -68,7 +70,7 @@ class Windows:
         return len(self.whole)
 
     def share(self, value: int) -> float:
-        """Of what hides of a value's communication on an ideal scheduler, the part that does."""
+        """The share of a value's communication that hides where there is enough to hide it behind."""
         return BESIDE if value in self.beside else 1.0
 
     def combined(self, value: int) -> bool:
