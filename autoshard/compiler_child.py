@@ -78,6 +78,17 @@ def compile_options(request: dict[str, Any], module: Any, ids: list[int]) -> Any
     return options
 
 
+def text_of(executable: Any, folder: Path) -> str:
+    """The HLO text of an executable, or where jaxlib cannot read a newer compiler's program, what that dumped."""
+    try:
+        return "\n\n".join(module.to_string() for module in executable.hlo_modules())
+    except jax.errors.JaxRuntimeError:
+        dumped = sorted(folder.glob("*.after_codegen.txt"))
+        if not dumped:
+            raise
+        return "\n\n".join(path.read_text() for path in dumped)
+
+
 def answer(folder: Path) -> dict[str, Any]:
     """Compiles the request and writes the HLO text; returns what else was learnt."""
     request = json.loads((folder / "request.json").read_text())
@@ -100,7 +111,7 @@ def answer(folder: Path) -> dict[str, Any]:
         start = time.perf_counter()
         executable = compile_(module, executable_devices=xla_client.DeviceList(tuple(devices)), compile_options=options)
         wall_s = time.perf_counter() - start
-    (folder / "hlo.txt").write_text("\n\n".join(module.to_string() for module in executable.hlo_modules()))
+    (folder / "hlo.txt").write_text(text_of(executable, folder))
     memory = executable.get_compiled_memory_stats()
     try:
         cost = executable.cost_analysis()

@@ -220,10 +220,11 @@ def compile(
         with tempfile.TemporaryDirectory(prefix="autoshard-") as name:
             folder = Path(name)
             options = dict(flags)
-            if passes:
+            if passes or target.compiler == "tpu":
                 options["xla_dump_to"] = str(folder)
-                options["xla_dump_hlo_pass_re"] = ".*shardy-xla.*|.*spmd-partitioning.*"
                 options["xla_dump_hlo_as_text"] = True
+            if passes:
+                options["xla_dump_hlo_pass_re"] = ".*shardy-xla.*|.*spmd-partitioning.*"
             request = {
                 "compiler": target.compiler,
                 **target.request,

@@ -259,8 +259,9 @@ def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations) -> frozense
     Those that are moved from one layout that is split to another: it has several ways from one to
     the other (where a contraction's operand is gathered over one of its two axes, over another
     one). Those that a contraction finds whole and takes cut: it may gather the other operand, where
-    Shardy scatters the sum. And those that one contraction makes and several take: each draws them
-    its way, and XLA propagates in an order of its own.
+    Shardy scatters the sum. Those that one contraction makes and several take: each draws them
+    its way, and XLA propagates in an order of its own. And activations that several contractions
+    take gathered: each may gather for itself (openxla/xla dot_handler.cc), which XLA does not merge.
     """
     pins = annotations.pins
     ends: dict[int, list[PartitionSpec]] = {v: [annotations.inputs[i]] for i, v in enumerate(graph.inputs)}
@@ -278,7 +279,17 @@ def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations) -> frozense
         if eqn.primitive == "transpose" and graph.operands[e][0] in products:
             products.add(graph.results[e][0])
     drawn = {v for v in products if taken[v] > 1 and split.get(v)}
-    return frozenset(moved | cut | drawn)
+    gathered = {v for v in taken if taken[v] > 1 and split.get(v) and any(ends[v][0]) and not all(map(any, ends[v]))}
+    return frozenset(moved | cut | drawn | gathered & _activations(graph, contractions))
+
+
+def _activations(graph: Graph, contractions: Iterable[int]) -> set[int]:
+    """What contractions make, and what is computed from it."""
+    found = {v for e in contractions for v in graph.results[e]}
+    for operands, results in zip(graph.operands, graph.results, strict=True):
+        if not found.isdisjoint(operands):
+            found.update(results)
+    return found
 
 
 def _in_equal_places(values: Iterable[int], decisions: Decisions, folding: Folding) -> dict[int, frozenset[int]]:

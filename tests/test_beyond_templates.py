@@ -161,12 +161,13 @@ def test_8_key_heads_16_ways() -> None:
 def test_one_key_head() -> None:
     """Gemma 2B's attention: one key head for eight query heads. Megatron's split of the keys does not exist.
 
-    Found: the one head whole on every device, queries by positions.
+    Found: queries, keys and values by positions; keys and values, of one head, are gathered (1 MB each).
     """
     with pytest.raises(ValueError, match="does not divide by 8"):
         by_recipe(ONE_KEY, "megatron", 8)
     plan = planned("ONE_KEY")
-    assert made(plan, "dot_general", 2, 1024, 1, 256) == {"[-,-,-,-]"}
+    assert made(plan, "dot_general", 2, 1024, 1, 256) == {"[-,x,-,-]"}
+    assert ("all-gather", "bfloat16[2,1024,1,256]") in moved(plan, "x")
     assert made(plan, "dot_general", 2, 1024, 16_384) == {"[-,-,x]"}
     assert made(plan, "dot_general", 2, 1024, 8, 256) == {"[-,x,-,-]"}
     assert plan.cost < 0.6 * by_recipe(ONE_KEY, "fsdp_context", 2, 4).cost
@@ -226,15 +227,19 @@ def test_one_long_sequence() -> None:
     """One sequence of 16,384 tokens: no batch to split, and Megatron gathers 134 MB of activations four times.
 
     Found: tokens everywhere, heads in attention, an all-to-all between them, as in DeepSpeed-Ulysses
-    (Jacobs et al. 2023, arXiv:2309.14509); weights are gathered beside compute.
+    (Jacobs et al. 2023, arXiv:2309.14509); weights are gathered beside compute. But for the head's, whose gradient
+    of 1 GB is the last, with nothing beside its reduction: logits are split by vocabulary, and tokens gathered for it.
     """
     plan = planned("LONG")
     assert made(plan, "dot_general", 1, 16_384, 14_336) == {"[-,x,-]"}
     assert made(plan, "dot_general", 1, 8, 16_384, 4, 16_384) == {"[-,x,-,-,-]"}
     exposed = moved(plan, "x", hideable=False)
-    assert {kind for kind, _ in exposed} == {"all-to-all"}
+    assert {kind for kind, _ in exposed} == {"all-to-all", "all-gather"}
+    assert [value for kind, value in exposed if kind == "all-gather"] == ["bfloat16[1,16384,4096]"]
+    assert made(plan, "dot_general", 1, 16_384, 128_256) == {"[-,-,x]"}
     assert plan.cost < 0.95 * by_recipe(LONG, "megatron_sequence", 8).cost
-    assert plan.cost < 0.99 * by_recipe(LONG, "ulysses", 8).cost
+    assert plan.cost < 0.92 * by_recipe(LONG, "ulysses", 8).cost
+    assert plan.cost < 0.92 * by_recipe(LONG, "context", 8).cost
 
 
 def attention_of_fused_weights(parameters: Any, x: jax.Array) -> Any:
@@ -463,8 +468,8 @@ RIVALS: dict[str, tuple[str, tuple[int, ...]]] = {  # the best of all that apply
     "KEYS": ("weight_stationary_2d", (2, 8)),
     "ONE_KEY": ("fsdp_context", (2, 4)),
     "VOCABULARY": ("fsdp_megatron", (2, 4)),
-    "EXPERTS": ("fsdp_megatron", (2, 4)),
-    "LONG": ("ulysses", (8,)),
+    "EXPERTS": ("expert_megatron", (2, 4)),
+    "LONG": ("context", (8,)),
 }
 
 
@@ -489,7 +494,7 @@ def test_the_rivals_are_the_best_of_all_that_apply(name: str) -> None:
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize("name", RIVALS)
 def test_the_compiler_agrees(name: str) -> None:
-    """By XLA:GPU's schedules, too, ours is the faster, but for the long sequence: 30.4 ms against Ulysses' 30.0."""
+    """By XLA:GPU's schedules, too, ours is the faster."""
     case: Case = globals()[name]
     fn, args = case.program
     recipe, sizes = RIVALS[name]
@@ -501,4 +506,4 @@ def test_the_compiler_agrees(name: str) -> None:
         timeline = subject.verify("gpu").timeline
         assert timeline is not None
         steps.append(timeline.step_s)
-    assert steps[0] <= (1.02 if name == "LONG" else 1.0) * steps[1]
+    assert steps[0] <= steps[1]

@@ -68,7 +68,7 @@ def small() -> Plan:
 
 @pytest.fixture(scope="module")
 def large() -> Plan:
-    return planned("llama3-8b", "h100:1x8", layers=1, batch=32, sequence=1024)
+    return planned("llama3-8b", "h100:1x8", layers=4, scan=True, batch=32, sequence=1024)
 
 
 def test_megatron_by_heads_at_small_batch(small: Plan) -> None:
@@ -98,15 +98,21 @@ def test_vocabulary_parallel_embedding_where_it_pays() -> None:
 
 
 def test_fully_sharded_data_parallel_at_large_batch(large: Plan) -> None:
-    """Every large contraction is split by batch over all devices; weights and gradients move, activations hardly."""
+    """Every large contraction is split over all devices; weights and gradients move, activations at the ends alone.
+
+    The weight that a layer begins with is not split: nothing would hide its gather (see `problem.windows`).
+    """
     whole = max(float(node.flops.max()) for node, _ in contractions(large))
     for node, pick in contractions(large):
         if node.flops.max() > 0.01 * whole:
             assert node.flops[pick] == node.flops.min()
-    assert moved(large, hideable=False) < 0.05 * moved(large, hideable=True)
+    activations = [c for c in large.record.collectives if "[32,1024" in c.value]
+    assert {c.trips for c in activations} == {1}  # none in the four layers
+    total = sum(c.nbytes * c.trips for c in large.record.collectives)
+    assert sum(c.nbytes for c in activations) < 0.06 * total
     kinds = {c.kind for c in large.record.collectives if c.nbytes > 1e6}
     assert {"all-gather", "reduce-scatter"} <= kinds
-    for leaf in ("['wq']", "['w_gate']", "['w_down']"):
+    for leaf in ("['wo']", "['w_gate']", "['w_down']"):
         assert any(spec(large, leaf)), leaf
 
 

@@ -11,7 +11,7 @@ on a contraction (gathers of this layer's weights), and what feeds neither a con
 nor the next trip (reductions of this layer's gradients), hides behind the contractions
 of the body. XLA:GPU moves nothing into another trip: what the first contraction of a body
 waits for is exposed there, and so is the reduction of what its last contraction makes
-(the scheduler keeps the largest gradient for last).
+(the scheduler keeps the largest gradient for last). So it is in a program without loops.
 
 A *late* contraction, which makes a gradient of weights, feeds no other. XLA:GPU runs it
 while what the others wait for, and it does not, is on its way (gradients of activations),
@@ -23,8 +23,8 @@ compute there, counts in the whole window, too.
 
 XLA:GPU runs one collective at a time, and none beside a loop that communicates itself. In a
 program with loops, what is early or late outside of them hides behind no contraction: only
-what contractions wait for hides, behind those that do not wait for it; and what ends the
-program, behind the updates of its state.
+what contractions wait for hides, behind those that do not wait for it. What ends any
+program, moves of its new state, hides behind its updates.
 """
 
 from collections.abc import Container, Mapping, Sequence, Set
@@ -112,7 +112,7 @@ def windows(graph: Graph, platform: str = "cpu") -> Windows:
     if platform != "cuda":
         return found
     found = _divided(graph, found, outer, inner)
-    return _around_loops(graph, found, outer) if graph.loops else found
+    return _around_loops(graph, found, outer) if graph.loops else _at_the_end(graph, found, outer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,24 +231,44 @@ def _divided(graph: Graph, found: Windows, outer: _Phases, inner: _Phases) -> Wi
 
 def _around_loops(graph: Graph, found: Windows, outer: _Phases) -> Windows:
     """The windows of a program with loops: outside of them contractions hide nothing but what is beside them."""
-    feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if is_contraction(eqn)}, inside=False)
-    updating = (outer.early | outer.late) - feeds
+    updates = _updates(graph, outer)
     nowhere = found.count
-    of_equation = list(found.of_equation)
-    idle = set(found.idle)
-    for e, eqn in enumerate(graph.eqns):
-        if _home(graph, e) == 0 and not is_contraction(eqn) and updating.issuperset(graph.results[e]):
-            of_equation[e] = LATE
-            idle.add(e)
-        elif of_equation[e] < OUTSIDE:
-            of_equation[e] = nowhere
+    outside = (w if w >= OUTSIDE else nowhere for w in found.of_equation)
     return replace(
         found,
-        of_equation=tuple(of_equation),
+        of_equation=tuple(LATE if e in updates else w for e, w in enumerate(outside)),
         loops=(*found.loops, 0),
         whole=(*(w if whole == LATE else whole for w, whole in enumerate(found.whole)), nowhere),
         merged=(*found.merged, False),
-        idle=frozenset(idle),
+        idle=found.idle | updates,
+    )
+
+
+def _at_the_end(graph: Graph, found: Windows, outer: _Phases) -> Windows:
+    """The windows of a program without loops: what moves of its new state hides behind its updates alone."""
+    updates = _updates(graph, outer)
+    end = found.count
+    made_by = graph.producers()
+    state = {v for v in graph.outputs if v in made_by and made_by[v][0] in updates}
+    return replace(
+        found,
+        of_value=tuple(end if w == LATE and v in state else w for v, w in enumerate(found.of_value)),
+        of_equation=tuple(end if e in updates else w for e, w in enumerate(found.of_equation)),
+        loops=(*found.loops, 0),
+        whole=(*found.whole, end),
+        merged=(*found.merged, found.merged[LATE]),
+        idle=found.idle | updates,
+    )
+
+
+def _updates(graph: Graph, outer: _Phases) -> frozenset[int]:
+    """What a program computes outside of loops after, or without, all contractions: the updates of its state."""
+    feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if is_contraction(eqn)}, inside=False)
+    updating = (outer.early | outer.late) - feeds
+    return frozenset(
+        e
+        for e, eqn in enumerate(graph.eqns)
+        if _home(graph, e) == 0 and not is_contraction(eqn) and updating.issuperset(graph.results[e])
     )
 
 
@@ -288,20 +308,22 @@ def _joining(graph: Graph, inner: _Phases) -> frozenset[int]:
 def _last(graph: Graph, hides: Set[int]) -> frozenset[int]:
     """Of every loop's body, the largest result of a contraction whose reduction could hide, and what is made of it.
 
-    Of equally large ones the last; of a program without loops, the one that follows most contractions.
+    Of equally large ones the last. Likewise of a program without loops, up to its new state; and there what the
+    contraction makes that follows most others.
     """
     last: dict[int, int] = {}
     for e, eqn in enumerate(graph.eqns):
         loop = graph.loop_of[e]
-        if not loop or not is_contraction(eqn):
+        if not is_contraction(eqn) or (graph.loops and not loop):
             continue
         for v in graph.results[e]:
             if v in hides and (loop not in last or graph.avals[v].nbytes >= graph.avals[last[loop]].nbytes):
                 last[loop] = v
-    found = set(last.values()) or _deepest(graph, hides)
-    for e, operands in enumerate(graph.operands):
-        if not found.isdisjoint(operands):
-            found.update(v for v in graph.results[e] if v in hides)
+    found = set(last.values()) | _deepest(graph, hides)
+    hidden = hides - set(graph.outputs)
+    for operands, results in zip(graph.operands, graph.results, strict=True):
+        loops = {graph.loop[v] for v in operands if v in found}
+        found.update(v for v in results if v in hidden and graph.loop[v] in loops)
     return frozenset(found)
 
 
