@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -219,7 +220,7 @@ class Assignment:
         return () if kept is None else self._to_copy(value) + self.route(value, kept, self.output_code(position))
 
     def transfers(self) -> Iterator[tuple[Edge, Collective]]:
-        """The collectives between equations: once per value and two layouts, and per operand that is moved again."""
+        """The collectives between equations: once per value, layouts and group of uses, and per operand moved again."""
         d = self.decisions
         seen: set[tuple[int, int, int]] = set()
         again = {(d.graph.operands[e][i], d.node_of[e]) for e, i in self.again()}
@@ -246,7 +247,7 @@ class Assignment:
                         combined=edge.combined,
                     )
                     work_s = float(self.resharder.machine.hbm_s(step.transposed)) if step.transposed else 0.0
-                    yield edge, replace(row, work_s=work_s)
+                    yield from repeat((edge, replace(row, work_s=work_s)), edge.times)
 
     def collectives(self) -> Iterator[Collective]:
         """Every collective, as emitted: between equations, and inside of them."""

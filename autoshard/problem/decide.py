@@ -1,6 +1,7 @@
 """Decide: a graph on a mesh and a machine → its decisions, with every choice priced."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from autoshard.mesh import MeshAxes
 from autoshard.problem.accumulators import NONE, accumulators
 from autoshard.problem.casts import narrow_side, widening
 from autoshard.problem.decisions import Decision, Decisions, Edge, Port, Usage, consumer_port
+from autoshard.problem.sharing import groups
 from autoshard.problem.traits import traits
 from autoshard.problem.windows import EARLY, LATE, windows
 from autoshard.resharding import PS_PER_S
@@ -93,6 +95,7 @@ class _Decider:
         self.node_of = [-1] * len(graph.eqns)
         self.copies: dict[int, Port] = {}  # value → its copy
         self.ports: dict[int, Port] = {}  # value → where it is made
+        self.apart = groups(graph) if platform == "tpu" else {}  # value → uses that share no gather
         self.parameters: set[int] = set()  # inputs that a new value replaces and that a contraction depends on
         self.pruned = 0
 
@@ -436,8 +439,13 @@ class _Decider:
         node = self._node("copy", name, where, len(codes), codes=codes)
         copy = Port(node, codes)
         self.copies[value] = copy
-        self._edge(port, copy, value, forbidden=forbidden)
+        self._edge(port, copy, value, forbidden=forbidden, times=len(self._groups(value, port)) or 1)
         return copy
+
+    def _groups(self, value: int, port: Port) -> tuple[tuple[int, ...], ...]:
+        """The groups of uses for which a value is gathered, if there are several; pending sums are finished once."""
+        pending = (decode(port.codes, self.graph.avals[value].ndim, self.mesh.ndim) == SUM).any()
+        return () if pending else self.apart.get(value, ())
 
     def _add_arrival(self, value: int, port: Port, target: Port) -> Port:
         """The copy of a new state that is gathered after its update: in its input's place, or beside it first.
@@ -464,21 +472,34 @@ class _Decider:
         return arrival
 
     def _use_copy(self, copy: Port, value: int, port: Port, first: int, *, lent: bool) -> None:
+        """Memory of a value's copy, from its first use to its last; of each group of uses, if one follows the other."""
         aval = self.graph.avals[value]
         start, end = int(self.lives.start[value]), int(self.lives.end[value])
+        start = max(first, start) if lent else start
+        spans = [(start, end)]
+        apart = self._groups(value, port)
+        if apart and all(before[-1] < after[0] for before, after in pairwise(apart)):
+            starts = [start, *(group[0] for group in apart[1:])]
+            spans = list(zip(starts, [*(group[-1] + 1 for group in apart[:-1]), end], strict=True))
         if lent:
             nbytes = _local_bytes(aval, copy.codes, self.mesh)
             repeated = np.unique(copy.codes, return_counts=True)[1]
             nbytes[: int((repeated > 1).sum())] = 0
-            self._add_usage(copy.node, max(first, start), end, nbytes, "copies")
+            for span in spans:
+                self._add_usage(copy.node, *span, nbytes, "copies")
         elif self.lives.stored[value]:
-            self._use(copy.node, start, end, aval, copy.codes, "activations")
+            for span in spans:
+                self._use(copy.node, *span, aval, copy.codes, "activations")
+            for (_, before), (after, _) in pairwise(spans):  # what it is gathered from again
+                self._use(port.node, before, after, aval, port.codes, "activations")
             pending = (decode(port.codes, aval.ndim, self.mesh.ndim) == SUM).any(axis=1)
             if pending.any():  # the partial sums lie beside what they are reduced to
                 partial = np.where(pending, _local_bytes(aval, port.codes, self.mesh), 0)
                 self._add_usage(port.node, start, start + 1, partial, "activations")
 
-    def _edge(self, source: Port, target: Port, value: int, forbidden: NDArray[np.bool_] | None = None) -> None:
+    def _edge(
+        self, source: Port, target: Port, value: int, forbidden: NDArray[np.bool_] | None = None, times: int = 1
+    ) -> None:
         window = self.windows.of_value[value]
         if value in self.windows.beside and not self._urgent(target):
             window = None
@@ -500,6 +521,7 @@ class _Decider:
                 trips=self.graph.trips[value],
                 forbidden=forbidden,
                 total=self._total(value),
+                times=times,
             )
         )
 

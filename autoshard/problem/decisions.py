@@ -71,7 +71,8 @@ class Edge:
     `combined` whether it is merged with others of its window. `source[i]`, `target[j]`: the value's
     code under choice i of `u` and j of `v`. `forbidden`, if given, marks pairs (S_u, S_v) that cannot
     be. `total`, if given, is what is moved instead, and how often, where only pending sums are
-    finished (see `accumulators`).
+    finished (see `accumulators`). `times`: for how many groups of its uses it is moved in every
+    trip (see `sharing`).
     """
 
     u: int
@@ -86,6 +87,7 @@ class Edge:
     trips: int
     forbidden: NDArray[np.bool_] | None = None
     total: tuple[Aval, int] | None = None
+    times: int = 1
 
     def finishes(self, source: Codes, target: Codes, axes: int) -> NDArray[np.bool_]:
         """Whether it is the total that is moved from each source to each target code: (sources, targets)."""
@@ -184,7 +186,7 @@ def _of_all_trips(edge: Edge, resharder: Resharder, price: Any) -> NDArray[np.in
         once = price(moved, sources, targets, combined=edge.combined)
         return np.where(once < INF_PS, np.where(once < INF_PS, once, 0) * trips, INF_PS)
 
-    table = of_all_trips(edge.moved, edge.trips)
+    table = of_all_trips(edge.moved, edge.trips * edge.times)
     if edge.total is not None:
         table = np.where(edge.finishes(sources, targets, resharder.mesh.ndim), of_all_trips(*edge.total), table)
     return table[np.ix_(i.ravel(), j.ravel())]

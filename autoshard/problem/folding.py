@@ -76,7 +76,7 @@ class _Labels:
                 edge.window,
                 edge.hides,
                 edge.combined,
-                edge.trips,
+                edge.trips * edge.times,
                 edge.total and (edge.total[0].itemsize, edge.total[1]),
                 mask,
             )
