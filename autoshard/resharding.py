@@ -101,8 +101,8 @@ class Resharder:
 
     Every layout on a path is meant to be pinned. Left to itself (`pinned=False`), the
     partitioner finishes a pending sum by an all-reduce, or by a reduce-scatter where the
-    layout that is wanted is split anyway; it never scatters a sum to gather it again, nor slices along
-    an axis that the wanted layout does not have.
+    layout that is wanted is split anyway; it never scatters a sum to gather it again, nor
+    slices along an axis that the wanted layout does not have, nor goes round to save transposes.
     Where the machine's compiler does not scatter a sum over all devices (`scatters_whole`), it is
     all-reduced and sliced; so it is along a dimension that the tiles in which an array lies
     (`tiled`) do not allow. `outermost`: whether collectives move along the outermost dimension in
@@ -207,16 +207,18 @@ class _Table:
                     seconds = seconds + collective_s(machine, "all-reduce", over, left, combined=combined)
                 if outermost:
                     self._transposed[i, j] = self._transposes(moves, i, j)
-                    seconds = seconds + machine.hbm_s(self._transposed[i, j])
+                    if pinned:  # the partitioner by itself knows nothing of them
+                        seconds = seconds + machine.hbm_s(self._transposed[i, j])
                 single[i, j] = np.rint(seconds * PS_PER_S).astype(np.int64) * _HOPS + (2 if moves.rest else 1)
         weight, self._next = _shortest(single)
         if not pinned:
             self._slice_for_good(single, weight)
             self._finish_sums(single, weight)
-        self.ps = np.where(weight < INF_PS, weight // _HOPS, INF_PS)
         self.transposes_ps = np.zeros((n, n), np.int64)
         if self._transposed.any():
             self.transposes_ps = self._along(np.rint(np.asarray(machine.hbm_s(self._transposed)) * PS_PER_S))
+        besides = 0 if pinned else self.transposes_ps
+        self.ps = np.where(weight < INF_PS, weight // _HOPS + besides, INF_PS)
 
     def _transposes(self, moves: _Moves, i: NDArray[np.int64], j: NDArray[np.int64]) -> NDArray[np.int64]:
         """Bytes that the transposes around collectives from layouts at i to layouts at j read and write."""

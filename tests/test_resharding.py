@@ -329,6 +329,22 @@ def test_the_partitioner_by_itself_scatters_a_sum_over_the_axes_that_stay() -> N
     assert kinds_of(left, aval, [SUM, SUM], [WHOLE, WHOLE]) == [("all-reduce", ("replica", "data"))]
 
 
+def test_the_partitioner_by_itself_knows_of_no_transposes() -> None:
+    """A pinned gather along a middle dimension may go by the outermost one; XLA:GPU itself gathers and transposes."""
+    mesh = MeshAxes(("x",), (8,))
+    machine = cost_models.hardware("h100:1x8").place(mesh.shape)
+    pinned, left = (Resharder(mesh, machine, pinned=pins, outermost=True) for pins in (True, False))
+    aval = Aval((8, 4096, 14336), np.dtype(jnp.bfloat16))
+    assert [kind for kind, _ in kinds_of(pinned, aval, [1], [WHOLE])] == ["all-to-all", "all-gather"]
+    assert [kind for kind, _ in kinds_of(left, aval, [1], [WHOLE])] == ["all-gather"]
+    source, target = (int(encode(np.array([d], np.int8), 3)) for d in (1, WHOLE))
+    (step,) = left.path(aval, source, target, combined=False)
+    alone_s = float(machine.collective_s("all-gather", ("x",), aval.nbytes)) + float(machine.hbm_s(step.transposed))
+    ps = left.cost_ps(aval, np.array([source]), np.array([target]), combined=False)
+    assert step.transposed > 0
+    assert ps[0, 0] == pytest.approx(alone_s * PS_PER_S, rel=1e-6)
+
+
 @pytest.mark.gpu_compiler
 @pytest.mark.skipif(not compilers.available("gpu"), reason="the GPU compiler is not installed")
 @pytest.mark.parametrize("ends", ["a,-", "-,a", "b,-", "-,b", "-,-", "ab,-", "-,ab"])

@@ -34,6 +34,7 @@ from operator import or_
 
 from autoshard.costs import is_contraction
 from autoshard.graph import LINKS, Graph
+from autoshard.memory import RENAMES
 
 EARLY, LATE = 0, 1
 OUTSIDE = 2  # windows outside of loops; the body of loop k is window OUTSIDE + k − 1
@@ -248,8 +249,7 @@ def _at_the_end(graph: Graph, found: Windows, outer: _Phases) -> Windows:
     """The windows of a program without loops: what moves of its new state hides behind its updates alone."""
     updates = _updates(graph, outer)
     end = found.count
-    made_by = graph.producers()
-    state = {v for v in graph.outputs if v in made_by and made_by[v][0] in updates}
+    state = _new_state(graph)
     return replace(
         found,
         of_value=tuple(end if w == LATE and v in state else w for v, w in enumerate(found.of_value)),
@@ -259,6 +259,18 @@ def _at_the_end(graph: Graph, found: Windows, outer: _Phases) -> Windows:
         merged=(*found.merged, found.merged[LATE]),
         idle=found.idle | updates,
     )
+
+
+def _new_state(graph: Graph) -> frozenset[int]:
+    """What a program returns, by any name, but for what a contraction makes."""
+    found, products = set(graph.outputs), set[int]()
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        if graph.eqns[e].primitive in RENAMES and not found.isdisjoint(graph.results[e]):
+            found.update(graph.operands[e])
+    for e, eqn in enumerate(graph.eqns):
+        if is_contraction(eqn) or (eqn.primitive in RENAMES and not products.isdisjoint(graph.operands[e])):
+            products.update(graph.results[e])
+    return frozenset(found - products)
 
 
 def _updates(graph: Graph, outer: _Phases) -> frozenset[int]:
@@ -320,7 +332,7 @@ def _last(graph: Graph, hides: Set[int]) -> frozenset[int]:
             if v in hides and (loop not in last or graph.avals[v].nbytes >= graph.avals[last[loop]].nbytes):
                 last[loop] = v
     found = set(last.values()) | _deepest(graph, hides)
-    hidden = hides - set(graph.outputs)
+    hidden = hides - _new_state(graph)
     for operands, results in zip(graph.operands, graph.results, strict=True):
         loops = {graph.loop[v] for v in operands if v in found}
         found.update(v for v in results if v in hidden and graph.loop[v] in loops)
