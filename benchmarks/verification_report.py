@@ -27,14 +27,14 @@ CAUSES = """\
   a line, on 2x2 and on unequal sides; squares and cubes all-reduce and slice. Planned and priced so.
 - **TPU, sums along a dimension of which the tiles know nothing** (the sequences of what is sent to experts): libtpu
   all-reduces and slices. Planned and priced so.
-- **TPU, hand layouts of unrolled layers** (`fsdp` of gpt2-small and mixtral): libtpu gathers most weights again for the
-  backward pass, by a rule of its own (it does not for mlp); priced as one copy for both.
+- **TPU, uses that are far apart**: libtpu gathers most weights of unrolled layers again for the backward pass, by a
+  distance between the two uses; planned and priced so (`problem.sharing`), with jaxpr equations for its instructions.
+- **TPU, reduce-scatters that stay all-reduces**: the gradients of mixtral's tokens as planned on v5e:4x4 are
+  all-reduced and cut, where the rule of the tiles promises a reduce-scatter.
 - **TPU, peak memory of unrolled layers**: predicted up to a third too high: the model is of XLA:GPU's fusions.
 - **Schedules of scanned layers on GPU** are up to a tenth longer than predicted: a gather hides behind what stands
   right before its use, and behind one matmul alone it does not fit (the second of three gathers of an MLP behind the
   projection before it). The first gather and the last reduction of a trip are priced as exposed.
-- **Predictions and plans on GPUs are of commit d392667**, before transposes around collectives were priced, and what
-  windows of programs with loops hide: plans of today differ. Emitted bytes of hand-written layouts do not.
 - **Layouts that do not fit** (`dp` of llama3-8b needs 127 GB of 80): XLA's scheduler then saves memory and overlaps
   nothing; the prediction is of a device that holds it.
 """
