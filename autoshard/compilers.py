@@ -243,7 +243,7 @@ def compile(
                 cost=CostStats(**answer["cost"]),
                 wall_s=answer["wall_s"],
                 compiler=target.compiler,
-                version=_version(target.compiler),
+                version=version(target.compiler),
                 topology=topology,
                 device_kind=answer["device_kind"],
                 device_order=tuple(answer["device_order"]),
@@ -309,7 +309,7 @@ def _dump(folder: Path, stage: str) -> str:
     return max(found, key=lambda path: path.stat().st_size).read_text()
 
 
-def _version(compiler: CompilerName) -> str:
+def version(compiler: CompilerName) -> str:
     """Name and version of the installed compiler's distribution."""
     for name in _DISTRIBUTIONS[compiler]:
         try:

@@ -173,11 +173,11 @@ def feeding(graph: Graph) -> NDArray[np.bool_]:
 
 
 def in_place(graph: Graph, lasting: Container[int]) -> frozenset[int]:
-    """Equations after which nothing reads their first operand, under whatever name, or has it outlive the program.
+    """Equations whose first operand may be overwritten: it is read no more, nor is what it is another name of.
 
     Args:
       graph: the program.
-      lasting: values that must not be overwritten.
+      lasting: values that must not be overwritten: inputs that are not donated, and outputs.
     """
     made_by, consumers = graph.producers(), graph.consumers()
     found: set[int] = set()

@@ -4,7 +4,7 @@ Candidates are the optimum, the plans that are best without one of its choices (
 of one large input), the best plans on other meshes, and layouts that the user enters, such
 as hand-written ones. They are compiled for the plan's hardware and their schedules priced
 by the plan's own cost model (`timeline`). A candidate that the compiler gives more memory
-than the device has drops out. The winner is compiled once more with other limits of the
+than the device has drops out. The winner is compiled again with other flags of the
 compiler's own scheduler. Its notes say what changed the order.
 """
 
@@ -33,9 +33,14 @@ from autoshard.verification import Verification
 TRIED = 2  # inputs whose layout is forbidden, per candidate that is wanted: some lead to the same plan
 TIME_LIMIT_S = 30.0
 
-# A flag that shortens some schedules and lengthens others: XLA:GPU's scheduler has one collective under way at once,
-# unless told otherwise. Of 2, 4 and 16, four gave gemma-7b's plan on 8 H100 the shortest schedule (33.3 ms, from 34.2).
-SCHEDULING: Mapping[str, Mapping[str, Any]] = {"gpu": {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}}
+# Flags that shorten some schedules and lengthen others (8 H100, docs/comparing.md, `scheduled` in its results).
+# XLA:GPU's scheduler has one collective under way at once unless told otherwise: with 2 llama3-8b's medium batch takes
+# 24.6 ms in place of 26.0, with 4 25.2. It gathers nothing for the next trip of a loop unless told to: mixtral's
+# small batch gains (21.7 in place of 24.1), gemma-7b's medium one loses (33.9 in place of 30.6).
+_AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
+SCHEDULING: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "gpu": ({_AT_ONCE: 2}, {_AT_ONCE: 4}, {_AT_ONCE: 4, "xla_gpu_enable_pipelined_all_gather": True})
+}
 
 Inputs = Mapping[int, PartitionSpec]
 
@@ -107,14 +112,16 @@ def refined(entered: Entered, *, compiler: str, count: int) -> Plan:
     fitting = [x for x in tried if x.fits] or tried
     best = min(fitting, key=lambda x: x.schedule_s)
     refined_plan = best.plan.noted(told(tried, best))
-    if compiler not in SCHEDULING:
+    flagged = [
+        (replace(best, found=best.plan.verify(compiler, compiler_options=flags)), flags)
+        for flags in SCHEDULING.get(compiler, ())
+    ]
+    shorter = [(x.schedule_s, flags) for x, flags in flagged if x.fits and x.schedule_s < best.schedule_s]
+    if not shorter:
         return refined_plan
-    flags = SCHEDULING[compiler]
-    other = replace(best, found=best.plan.verify(compiler, compiler_options=flags))
-    if not other.fits or other.schedule_s >= best.schedule_s:
-        return refined_plan
+    schedule_s, flags = min(shorter, key=lambda item: item[0])
     written = ", ".join(f"{name}={value}" for name, value in flags.items())
-    note = f"with {written} the schedule takes {time_text(other.schedule_s)}: a compiler option of the plan"
+    note = f"with {written} the schedule takes {time_text(schedule_s)}: a compiler option of the plan"
     return refined_plan.noted(note, compiler_options=flags)
 
 

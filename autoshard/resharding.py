@@ -7,8 +7,8 @@ is a single collective, or a local slice, which moves nothing:
     all-to-all       the minor-most axes of one dimension move to another, together
     permute          one axis of a dimension is replaced by another of equal size
     all-reduce       all unreduced axes become whole
-    reduce-scatter   all unreduced axes become the minor-most of one dimension; or some of them,
-                     and an all-reduce over the others follows, as the partitioner makes it
+    reduce-scatter   all unreduced axes become the minor-most of one dimension; or some of them, and an
+                     all-reduce over the others follows, or a reduce-scatter onto another dimension
     slice            a whole axis becomes the minor-most of a dimension (free)
 
 Costs are integer picoseconds; among equal costs the fewest collectives win.
@@ -26,7 +26,7 @@ matrix at no cost, but not one whose dimensions it cannot fold).
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, combinations, product
+from itertools import chain, combinations, permutations, product
 from typing import Any, Protocol
 
 import numpy as np
@@ -101,8 +101,9 @@ class Resharder:
 
     Every layout on a path is meant to be pinned. Left to itself (`pinned=False`), the
     partitioner finishes a pending sum by an all-reduce, or by a reduce-scatter where the
-    layout that is wanted is split anyway; it never scatters a sum to gather it again, nor
-    slices along an axis that the wanted layout does not have, nor goes round to save transposes.
+    layout that is wanted is split anyway, along one dimension; it never scatters a sum to gather it
+    again, nor slices along an axis that the wanted layout does not have, nor goes round to save
+    transposes.
     Where the machine's compiler does not scatter a sum over all devices (`scatters_whole`), it is
     all-reduced and sliced; so it is along a dimension that the tiles in which an array lies
     (`tiled`) do not allow. `outermost`: whether collectives move along the outermost dimension in
@@ -154,13 +155,15 @@ class Resharder:
 class _Moves:
     """Every single step of one kind over one set of axes, between layouts of any shape: parallel arrays of codes.
 
-    What it leaves pending is all-reduced over the axes `rest`, and is so in `after`.
+    What it leaves pending over the axes `rest`, in layouts `between`, another collective `ends`.
     """
 
     kind: str
     axes: tuple[int, ...]
+    ends: str
     rest: tuple[int, ...]
     before: Codes
+    between: Codes
     after: Codes
 
 
@@ -192,21 +195,26 @@ class _Table:
         position = np.full((len(shape) + 2) ** mesh.ndim, -1, np.int64)
         position[self.codes] = np.arange(n)
         for m, moves in enumerate(self._moves):
-            i, j = position[moves.before], position[moves.after]
+            i, k, j = position[moves.before], position[moves.between], position[moves.after]
             exist = (i >= 0) & (j >= 0)
             if machine.tiled and moves.kind == "reduce-scatter":
-                exist &= _scatters(shape, moves.after, moves.axes, mesh)
-            i, j = i[exist], j[exist]
+                exist &= _scatters(shape, moves.between, moves.axes, mesh)
+            if machine.tiled and moves.ends == "reduce-scatter":
+                exist &= _scatters(shape, moves.after, moves.rest, mesh)
+            exist &= pinned or moves.ends != "reduce-scatter"  # it needs a pin in between
+            i, k, j = i[exist], k[exist], j[exist]
             self._move[i, j] = m
             single[i, j] = 0
             if moves.kind != "slice" and len(i):
-                nbytes = self.local_bytes[j if moves.kind == "all-gather" else i]
+                nbytes = self.local_bytes[k if moves.kind == "all-gather" else i]
                 seconds = collective_s(machine, moves.kind, self._names(moves.axes), nbytes, combined=combined)
                 if moves.rest:
-                    over, left = self._names(moves.rest), self.local_bytes[j]
-                    seconds = seconds + collective_s(machine, "all-reduce", over, left, combined=combined)
+                    over, left = self._names(moves.rest), self.local_bytes[k]
+                    seconds = seconds + collective_s(machine, moves.ends, over, left, combined=combined)
                 if outermost:
-                    self._transposed[i, j] = self._transposes(moves, i, j)
+                    self._transposed[i, j] = self._transposes(moves.kind, moves.axes[0], i, k)
+                    if moves.rest:
+                        self._transposed[i, j] += self._transposes(moves.ends, moves.rest[0], k, j)
                     if pinned:  # the partitioner by itself knows nothing of them
                         seconds = seconds + machine.hbm_s(self._transposed[i, j])
                 single[i, j] = np.rint(seconds * PS_PER_S).astype(np.int64) * _HOPS + (2 if moves.rest else 1)
@@ -214,15 +222,20 @@ class _Table:
         if not pinned:
             self._slice_for_good(single, weight)
             self._finish_sums(single, weight)
+        elif outermost:
+            self._scatter_sums(single, weight)
         self.transposes_ps = np.zeros((n, n), np.int64)
         if self._transposed.any():
             self.transposes_ps = self._along(np.rint(np.asarray(machine.hbm_s(self._transposed)) * PS_PER_S))
         besides = 0 if pinned else self.transposes_ps
         self.ps = np.where(weight < INF_PS, weight // _HOPS + besides, INF_PS)
 
-    def _transposes(self, moves: _Moves, i: NDArray[np.int64], j: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Bytes that the transposes around collectives from layouts at i to layouts at j read and write."""
-        sizes, shape, ndim, axis = np.array(self.mesh.sizes), self.shape, len(self.shape), moves.axes[0]
+    def _transposes(self, kind: str, axis: int, i: NDArray[np.int64], j: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Bytes that the transposes around collectives from layouts at i to layouts at j read and write.
+
+        `axis`: one of those that are moved.
+        """
+        sizes, shape, ndim = np.array(self.mesh.sizes), self.shape, len(self.shape)
         before, after = (decode(self.codes[at], ndim, self.mesh.ndim) for at in (i, j))
 
         def outer(rows: NDArray[np.int8], dim: NDArray[np.int8]) -> NDArray[np.bool_]:
@@ -230,12 +243,12 @@ class _Table:
             local = np.stack([shape[d] // np.where(rows == d, sizes, 1).prod(axis=1) for d in range(ndim)], axis=1)
             return (np.where(np.arange(ndim) < dim[:, None], local, 1) == 1).all(axis=1)
 
-        if moves.kind in ("all-gather", "reduce-scatter"):
-            split, whole, dims = (i, j, before) if moves.kind == "all-gather" else (j, i, after)
+        if kind in ("all-gather", "reduce-scatter"):
+            split, whole, dims = (i, j, before) if kind == "all-gather" else (j, i, after)
             folds = ((np.array(shape) > 1).sum()) < 3
             moved = self.local_bytes[split] + (0 if folds else self.local_bytes[whole])
             return np.where(outer(before, dims[:, axis]), 0, 2 * moved)
-        if moves.kind == "all-to-all":
+        if kind == "all-to-all":
             both = ~outer(before, after[:, axis]) * 1 + ~outer(after, before[:, axis])
             return 2 * self.local_bytes[i] * both
         return np.zeros(len(i), np.int64)
@@ -272,19 +285,44 @@ class _Table:
             least, following = _shortest(allowed)
             weight[:, ends], self._next[:, ends] = least[:, ends], following[:, ends]
 
+    def _scatter_sums(self, single: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
+        """Makes no path all-reduce a sum that is cut at once along axes of the sum, in one dimension.
+
+        XLA:GPU makes a reduce-scatter of that, and an all-reduce over the other axes.
+        """
+        rows = decode(self.codes, len(self.shape), self.mesh.ndim)
+        kind = np.array([moves.kind for moves in self._moves])[self._move]
+        for i in np.flatnonzero((rows == SUM).any(axis=1)):
+            scatters = np.flatnonzero((self._move[i] >= 0) & (kind[i] == "reduce-scatter"))
+            (whole,) = np.flatnonzero((self._move[i] >= 0) & (kind[i] == "all-reduce"))
+            if not len(scatters):
+                continue
+            through = single[i, scatters, None] + weight[scatters]
+            least, first = through.min(axis=0), scatters[through.argmin(axis=0)]
+            ends = rows[:, rows[i] == SUM]
+            dim = ends.max(axis=1, keepdims=True)
+            cut = (self._next[i] == whole) & (weight[whole] == 0) & (dim[:, 0] >= 0) & (least < INF_PS)
+            cut &= ((ends == dim) | (ends == WHOLE)).all(axis=1)
+            weight[i, cut], self._next[i, cut] = least[cut], first[cut]
+
     def _finish_sums(self, single: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
-        """Makes every path from a pending sum begin with its all-reduce, or be its reduce-scatter and slices."""
-        first: dict[int, list[tuple[str, int]]] = {}
+        """Makes every path from a pending sum begin with its all-reduce, or be its reduce-scatter and slices.
+
+        It is scattered over all axes along which the end is split, if they split one dimension.
+        """
+        whole_over = decode(self.codes, len(self.shape), self.mesh.ndim) == WHOLE
+        first: dict[int, list[tuple[_Moves, int]]] = {}
         for moves, i, k in self._singles("all-reduce", "reduce-scatter"):
-            first.setdefault(i, []).append((moves.kind, k))
+            first.setdefault(i, []).append((moves, k))
         for i, steps in first.items():
-            whole = next(k for kind, k in steps if kind == "all-reduce")
+            whole = next(k for moves, k in steps if moves.kind == "all-reduce")
             weight[i] = np.minimum(single[i, whole] + weight[whole], INF_PS)
             weight[i, i] = 0
             self._next[i] = np.where(weight[i] < INF_PS, whole, -1)
-            for k in (k for kind, k in steps if kind == "reduce-scatter"):
-                better = (weight[k] == 0) & (single[i, k] < weight[i])  # slices alone cost nothing
-                weight[i, better], self._next[i, better] = single[i, k], k
+            for moves, k in steps:
+                if moves.kind == "reduce-scatter":  # and slices alone, which cost nothing
+                    ends = (weight[k] == 0) & whole_over[:, list(moves.rest)].all(axis=1)
+                    weight[i, ends], self._next[i, ends] = single[i, k], k
 
     def _names(self, axes: tuple[int, ...]) -> tuple[str, ...]:
         return tuple(self.mesh.names[a] for a in axes)
@@ -302,16 +340,18 @@ class _Table:
             k = int(self._next[i, j])
             moves = self._moves[self._move[i, k]]
             size = 0 if moves.kind == "slice" else int(self.local_bytes[k if moves.kind == "all-gather" else i])
-            axes, transposed = self._names(moves.axes), int(self._transposed[i, k])
-            after = self._without(k, moves.rest)
+            axes, transposed, after = self._names(moves.axes), int(self._transposed[i, k]), int(self.codes[k])
+            if moves.rest:
+                after = self._pending(k, moves.rest)
             steps.append(Step(moves.kind, axes, size, after, transposed))
             if moves.rest:
-                steps.append(Step("all-reduce", self._names(moves.rest), int(self.local_bytes[k]), int(self.codes[k])))
+                left = int(self.local_bytes[self.at(np.array([after]))[0]])
+                steps.append(Step(moves.ends, self._names(moves.rest), left, int(self.codes[k])))
             i = k
         return tuple(steps)
 
-    def _without(self, position: int, rest: tuple[int, ...]) -> int:
-        """The code at a position with sums over some axes still pending."""
+    def _pending(self, position: int, rest: tuple[int, ...]) -> int:
+        """The code at a position before sums over the axes `rest` are finished."""
         row = decode(self.codes[position], len(self.shape), self.mesh.ndim).copy()
         row[list(rest)] = SUM
         return int(encode(row, len(self.shape)))
@@ -331,7 +371,7 @@ def _moves(ndim: int, alike: tuple[int, ...], *, scatters_whole: bool) -> tuple[
     sums = rows == SUM
     reduced = ~sums.any(axis=1)
     last = [np.where(rows == d, axes, -1).max(axis=1, initial=-1) for d in range(ndim)]  # the minor-most axis, or −1
-    found: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[tuple[Codes, Codes]]] = {}
+    found: dict[tuple[str, tuple[int, ...], str, tuple[int, ...]], list[tuple[Codes, Codes, Codes]]] = {}
 
     def add(
         kind: str,
@@ -339,21 +379,30 @@ def _moves(ndim: int, alike: tuple[int, ...], *, scatters_whole: bool) -> tuple[
         which: NDArray[np.bool_],
         *to: tuple[Sequence[int], int],
         rest: tuple[int, ...] = (),
+        onto: int = WHOLE,
     ) -> None:
         after = rows[which]
-        for moved, place in (*to, (rest, WHOLE)):
+        for moved, place in to:
             after[:, moved] = place
-        found.setdefault((kind, over, rest), []).append((np.flatnonzero(which), encode(after, ndim)))
+        between = encode(after, ndim)
+        after[:, rest] = onto
+        ends = "" if not rest else "all-reduce" if onto == WHOLE else "reduce-scatter"
+        found.setdefault((kind, over, ends, rest), []).append((np.flatnonzero(which), between, encode(after, ndim)))
 
     for over in _subsets(axes):
         inside = np.isin(axes, over)
-        # A pin makes the partitioner finish every pending sum at once, over all axes together.
+        # A pin makes the partitioner finish every pending sum at once: over all axes together here, over those
+        # that are not scattered right behind the scatter below.
         add("all-reduce", over, (sums == inside).all(axis=1), (over, WHOLE))
         if scatters_whole or len(over) < len(alike):
-            for rest in ((), *_subsets([a for a in axes if a not in over])):
+            rests: list[tuple[int, ...]] = [(), *_subsets([a for a in axes if a not in over])]
+            for rest in rests:
                 pending = (sums == np.isin(axes, over + rest)).all(axis=1)
                 for d in range(ndim):
                     add("reduce-scatter", over, pending & (last[d] < over[0]), (over, d), rest=rest)
+                for d, e in permutations(range(ndim), 2) if rest else ():
+                    free = (last[d] < over[0]) & (last[e] < rest[0])
+                    add("reduce-scatter", over, pending & free, (over, d), rest=rest, onto=e)
         for d in range(ndim):
             minor = reduced & (rows[:, over] == d).all(axis=1)  # exactly the minor-most axes of d
             minor &= ~((rows == d) & ~inside)[:, over[0] :].any(axis=1)
@@ -369,8 +418,8 @@ def _moves(ndim: int, alike: tuple[int, ...], *, scatters_whole: bool) -> tuple[
             replaced = whole & (last[d] == b) & ~others
             add("collective-permute", tuple(sorted((a, b))), replaced, ([b], WHOLE), ([a], d))
     return tuple(
-        _Moves(kind, over, rest, *(np.concatenate(codes) for codes in zip(*pairs, strict=True)))
-        for (kind, over, rest), pairs in found.items()
+        _Moves(kind, over, ends, rest, *(np.concatenate(codes) for codes in zip(*parts, strict=True)))
+        for (kind, over, ends, rest), parts in found.items()
     )
 
 

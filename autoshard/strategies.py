@@ -171,6 +171,14 @@ def given(layouts: Sequence[Layout], operands: int, mesh: MeshAxes) -> Strategie
     )
 
 
+def parted(source: Codes, target: Codes, ndim: int, axes: int) -> NDArray[np.bool_]:
+    """Whether a sum is scattered over some of its axes, and not so over its others: (sources, targets)."""
+    sums, ends = (decode(source, ndim, axes) == SUM)[:, None, :], decode(target, ndim, axes)[None, :, :]
+    highest = np.where(sums, ends, SUM).max(axis=2, initial=SUM)
+    lowest = np.where(sums, ends, ndim).min(axis=2, initial=ndim)
+    return (highest >= 0) & (highest != lowest)
+
+
 def splittable(rule: ShardingRule) -> tuple[int, ...]:
     """Factors that an axis may split: pass-through or reduction, and major-most wherever they lie."""
     minor: set[int] = set()

@@ -365,15 +365,26 @@ def _traffic_bytes(module: Module, computation: Computation, instruction: Instru
     if instruction.opcode not in ("fusion", "fusion-start"):
         return instruction.nbytes + sum(x.nbytes for x in operands)
     body = module[instruction.calls[0]]
-    users = body.users
-    read = 0
+    users, read = body.users, 0
     for number, parameter in body.parameters.items():
-        readers = users[parameter.name]
-        in_place = readers and all(x.opcode in _UPDATES and x.operands[0] == parameter.name for x in readers)
-        if readers and all(x.opcode in _SLICES and x.operands[0] == parameter.name for x in readers):
+        names, readers = _readers(users, parameter.name)
+        in_place = readers and all(x.opcode in _UPDATES and x.operands[0] in names for x in readers)
+        if readers and all(x.opcode in _SLICES and x.operands[0] in names for x in readers):
             read += sum(x.nbytes for x in readers)
         elif not in_place:
             read += operands[number].nbytes
     updates = [body[x.operands[_UPDATES[x.opcode]]] for x in body if x.opcode in _UPDATES]
     written = sum(x.nbytes for x in updates) if updates else body.root.nbytes
     return read + written
+
+
+def _readers(users: Mapping[str, Sequence[Instruction]], name: str) -> tuple[set[str], list[Instruction]]:
+    """The names of a value, as itself and as other shapes of the same bytes, and what reads it by any of them."""
+    names, readers = [name], list[Instruction]()
+    for known in names:
+        for user in users[known]:
+            if user.opcode == "bitcast":
+                names.append(user.name)
+            else:
+                readers.append(user)
+    return set(names), readers

@@ -12,9 +12,13 @@ is small enough to be made again by the tests. Every applicable hand-written lay
 every mesh that it takes; four of those that fit, each on its best mesh, are compiled: by turns the
 one with the shortest predicted step, and with the least predicted compute. Ours is compiled on the
 mesh that the model chose; where it loses there, on the next best, too, as `refined`; and the faster,
-as the fastest of the hand-written, with the flag that `refine` tries. The compiled schedules are
+as the fastest of the hand-written, with the flags that `refine` tries. The compiled schedules are
 priced by the same model. The hand-written layout that is predicted fastest is also completed at
 best, as a check of the model with itself.
+
+With `--again` the cells that are there are run again. What the same compiler made of a hand-written
+layout is not compiled again then: our prices have no part in it, as long as neither `timeline` nor
+the hardware files change (`--afresh` where they do).
 """
 
 import argparse
@@ -38,7 +42,7 @@ import jax
 
 import autoshard
 import models
-from autoshard import meshes, refine, standings
+from autoshard import compilers, meshes, refine, standings
 from autoshard.cli.compare import of_models
 from autoshard.errors import AutoshardError, InfeasibleError
 from autoshard.evaluation import Evaluation
@@ -76,6 +80,9 @@ QUICK = {
     "xla_llvm_disable_expensive_passes": True,
     "xla_gpu_disable_gpuasm_optimizations": True,
 }
+
+
+Known = Mapping[str, dict[str, Any]]  # layout, mesh and flags → what the compiler made of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +133,9 @@ def cells() -> Iterator[Cell]:
             yield Cell(model="llama3-8b", size=size, hardware=hardware)
 
 
-def line(cell: Cell) -> dict[str, Any]:
+def line(cell: Cell, known: Known | None = None) -> dict[str, Any]:
     """What is kept of a cell."""
+    known = known or {}
     begin, begin_cpu = time.perf_counter(), _cpu_s()
     fn, args = models.build(cell.model, **cell.fields)
     common: dict[str, Any] = {"hardware": cell.hardware, "donate_argnums": 0}
@@ -136,7 +144,7 @@ def line(cell: Cell) -> dict[str, Any]:
     ours = [_told("autoshard", plans[0])]
     templates = of_models(f"models:{cell.model.replace('-', '_')}", fn, args)
     hands, left_out = _hands(cell, fn, args, templates, common)
-    compiled = _compiled(hands)
+    compiled = _compiled(hands, known)
     best_s = min((x["compiled"]["step_s"] for x in compiled if x["fits"]), default=inf)
     if chosen[1:] and not (ours[0]["fits"] and ours[0]["compiled"]["step_s"] <= best_s):
         plans.append(_planned(fn, args, chosen[1], common))
@@ -160,7 +168,7 @@ def line(cell: Cell) -> dict[str, Any]:
         ],
         "scheduled": {
             "ours": _scheduled([*zip(ours, plans, strict=True)]),
-            "hand": _scheduled([(x, of_hands[x["layout"], MeshAxes.of(x["mesh"])]) for x in compiled]),
+            "hand": _scheduled([(x, of_hands[x["layout"], MeshAxes.of(x["mesh"])]) for x in compiled], known),
         },
         "completed": _completed(fn, args, templates, hands, common),
         "left_out": left_out,
@@ -238,7 +246,7 @@ def _completed(
     }
 
 
-def _compiled(hands: Sequence[tuple[str, Evaluation]]) -> list[dict[str, Any]]:
+def _compiled(hands: Sequence[tuple[str, Evaluation]], known: Known) -> list[dict[str, Any]]:
     """What of those that are predicted to fit may be the best, the fastest predicted first."""
     fitting = [(name, made) for name, made in hands if made.fits]
     told: list[dict[str, Any]] = []
@@ -246,7 +254,7 @@ def _compiled(hands: Sequence[tuple[str, Evaluation]]) -> list[dict[str, Any]]:
     for name, made in _likely(fitting):
         alike = f"{made.cost:.4g} {made.record.memory.peak_bytes:.4g}"
         if alike not in seen:  # ZeRO-2 is ZeRO-1 where XLA reduces gradients into parts anyway
-            told.append(_told(name, made))
+            told.append(_told(name, made, known=known))
             seen.add(alike)
         if sum(bool(x["fits"]) for x in told) == MOST:
             break
@@ -261,13 +269,15 @@ def _likely(fitting: Sequence[tuple[str, Evaluation]]) -> Iterator[tuple[str, Ev
     yield from dict.fromkeys(turns)
 
 
-def _scheduled(layouts: Sequence[tuple[dict[str, Any], Plan | Evaluation]]) -> dict[str, Any] | None:
-    """The fastest that fits, compiled with the flag that `refine` tries; None where there is none."""
+def _scheduled(
+    layouts: Sequence[tuple[dict[str, Any], Plan | Evaluation]], known: Known | None = None
+) -> list[dict[str, Any]]:
+    """The fastest that fits, compiled with the flags that `refine` tries."""
     fitting = [(told, made) for told, made in layouts if told["fits"]]
     if not fitting or not _on_gpus(fitting[0][1]):
-        return None
+        return []
     told, made = min(fitting, key=lambda item: item[0]["compiled"]["step_s"])
-    return _told(told["layout"], made, refine.SCHEDULING["gpu"])
+    return [_told(told["layout"], made, flags, known or {}) for flags in refine.SCHEDULING["gpu"]]
 
 
 def _on_gpus(made: Plan | Evaluation) -> bool:
@@ -275,16 +285,30 @@ def _on_gpus(made: Plan | Evaluation) -> bool:
     return made.record.hardware.startswith("h100")
 
 
-def _told(name: str, made: Plan | Evaluation, flags: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def compiled_before(line: Mapping[str, Any]) -> Known:
+    """What this compiler made of the hand-written layouts of a cell."""
+    told = [] if "error" in line else [*line["hands"], *line["scheduled"]["hand"]]
+    now = {compilers.version("gpu"), compilers.version("tpu")}
+    return {_key(x["layout"], x["mesh"], x["flags"]): x["compiled"] for x in told if x["compiler"] in now}
+
+
+def _key(name: str, mesh: Mapping[str, int], flags: Mapping[str, Any]) -> str:
+    return json.dumps([name, dict(mesh), dict(flags)])
+
+
+def _told(
+    name: str, made: Plan | Evaluation, flags: Mapping[str, Any] | None = None, known: Known | None = None
+) -> dict[str, Any]:
     """A layout as predicted and as compiled."""
-    record = made.record
-    found = made.verify(compiler_options={**QUICK, **(flags or {})} if _on_gpus(made) else None)
-    timeline, memory = found.timeline, found.memory.compiled
-    assert timeline is not None  # a compiler's program has a schedule
-    assert memory is not None
+    record, flags = made.record, flags or {}
+    compiled = (known or {}).get(_key(name, record.mesh.shape, flags)) or _compile(made, flags)
+    predicted_bytes: dict[str, int] = {}
+    for row in record.collectives:
+        predicted_bytes[row.kind] = predicted_bytes.get(row.kind, 0) + row.nbytes * row.trips
     return {
         "layout": name,
         "mesh": record.mesh.shape,
+        "flags": dict(flags),
         "gap": record.certificate.gap,
         "predicted": {
             "step_s": record.cost.step_s,
@@ -292,18 +316,26 @@ def _told(name: str, made: Plan | Evaluation, flags: Mapping[str, Any] | None = 
             "exposed_s": record.cost.exposed_s,
             "hidden_s": record.cost.hidden_s,
             "peak_bytes": record.memory.peak_bytes,
+            "bytes": predicted_bytes,
         },
-        "compiled": {
-            "step_s": timeline.step_s,
-            "compute_s": timeline.compute_s,
-            "exposed_s": timeline.exposed_s,
-            "hidden_s": timeline.hidden_s,
-            "peak_bytes": memory.peak,
-        },
-        "bytes": {row.kind: [row.predicted_bytes, row.emitted_bytes] for row in found.by_kind()},
-        "fits": memory.peak <= record.memory.limit_bytes,
-        "ok": found.ok,
-        "compiler": found.version,
+        "compiled": compiled,
+        "fits": compiled["peak_bytes"] <= record.memory.limit_bytes,
+        "compiler": compilers.version("gpu" if _on_gpus(made) else "tpu"),
+    }
+
+
+def _compile(made: Plan | Evaluation, flags: Mapping[str, Any]) -> dict[str, Any]:
+    found = made.verify(compiler_options={**QUICK, **flags} if _on_gpus(made) else None)
+    timeline, memory = found.timeline, found.memory.compiled
+    assert timeline is not None  # a compiler's program has a schedule
+    assert memory is not None
+    return {
+        "step_s": timeline.step_s,
+        "compute_s": timeline.compute_s,
+        "exposed_s": timeline.exposed_s,
+        "hidden_s": timeline.hidden_s,
+        "peak_bytes": memory.peak,
+        "bytes": {row.kind: row.emitted_bytes for row in found.by_kind()},
     }
 
 
@@ -319,17 +351,20 @@ def _commit() -> str:
     return done.stdout.strip()
 
 
-def run(left: list[Cell], results: Path, seconds: float) -> None:
-    """Takes the cells that are not in the results yet, until the time is over."""
+def run(left: list[Cell], results: Path, seconds: float, *, again: bool = False, afresh: bool = False) -> None:
+    """Takes the cells that are not in the results yet, or of this commit, until the time is over."""
     end = time.monotonic() + seconds
-    done = {x["key"] for x in comparison_report.read(results)}
-    left = [cell for cell in left if cell.key not in done]
+    done = {x["key"]: x for x in comparison_report.read(results)}
+    if again:
+        left = [cell for cell in left if done.get(cell.key, {}).get("versions", {}).get("autoshard") != _commit()]
+    else:
+        left = [cell for cell in left if cell.key not in done]
     results.parent.mkdir(exist_ok=True)
     for i, cell in enumerate(left):
         if time.monotonic() > end:
             break
         try:
-            told = line(cell)
+            told = line(cell, compiled_before(done[cell.key]) if cell.key in done and not afresh else {})
         except AutoshardError as error:
             told = {"key": cell.key, "error": f"{type(error).__name__}: {str(error)[:300]}"}
         with results.open("a", encoding="utf-8") as file:
@@ -346,11 +381,14 @@ def main() -> None:
     parser.add_argument("--match", default="", help="only cells whose key contains this")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--again", action="store_true", help="also cells that were run at another commit")
+    parser.add_argument("--afresh", action="store_true", help="compile hand-written layouts again, too")
     asked = parser.parse_args()
     if asked.verb == "render":
         comparison_report.write(asked.results, ROOT / "docs" / "comparing.md", len(list(cells())))
         return
-    run([cell for cell in cells() if asked.match in cell.key], asked.results, asked.seconds)
+    chosen = [cell for cell in cells() if asked.match in cell.key]
+    run(chosen, asked.results, asked.seconds, again=asked.again, afresh=asked.afresh)
 
 
 if __name__ == "__main__":

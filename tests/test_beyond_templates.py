@@ -129,17 +129,19 @@ def moved(plan: Plan, *axes: str, hideable: bool | None = None) -> list[tuple[st
 def test_25_heads_on_8_devices() -> None:
     """25 heads do not divide by 8, 4 or 2: no Megatron at all. FSDP applies, for 8 sequences.
 
-    Found: attention by sequences, whose weights are gathered, and between them perceptron and
-    vocabulary by columns, whose weights stay: each where it is cheaper.
+    Found: attention and perceptron by sequences, whose weights are gathered, and the vocabulary by
+    columns, whose weights stay: each where it is cheaper. The next step's attention is gathered
+    behind this step's updates.
     """
     with pytest.raises(ValueError, match="25, 64"):
         by_recipe(HEADS, "dp_megatron", 4, 2)
     plan = planned("HEADS")
     assert made(plan, "dot_general", 8, 25, 256, 1, 256) == {"[x,-,-,-,-]"}
-    assert made(plan, "dot_general", 8, 256, 6400) == {"[-,-,x]"}
+    assert made(plan, "dot_general", 8, 256, 6400) == {"[x,-,-]"}
     assert made(plan, "dot_general", 8, 256, 50_304) == {"[-,-,x]"}
-    assert spec(plan, "params", "w_up") == (None, "x")
+    assert spec(plan, "params", "w_up") == ("x", None)
     assert spec(plan, "params", "w_down") == ("x", None)
+    assert spec(plan, "params", "wq") == (None, None, None)
     assert plan.cost < 0.75 * by_recipe(HEADS, "fsdp", 8).cost
     assert plan.cost < 0.9 * bent(HEADS, "megatron", ("wq", "wk", "wv", "wo", "bq", "bk", "bv")).cost
 

@@ -56,7 +56,7 @@ def line(key: str, ours: list[Any], hands: list[Any], bound_s: float = 1.0) -> d
         "floor_s": bound_s,
         "ours": ours,
         "hands": hands,
-        "scheduled": {"ours": None, "hand": None},
+        "scheduled": {"ours": [], "hand": []},
         "predicted": [{"step_s": x["predicted"]["step_s"], "fits": x["fits"]} for x in hands],
         "completed": {"shardy_s": 3.0, "best_s": 2.9, "fits": True, "gap": 0.0},
         "wall_s": 1.0,
@@ -84,7 +84,7 @@ def test_the_floor_is_the_lower_of_bound_and_compiled_compute() -> None:
 
 def test_refined_is_the_best_mesh_and_flag_over_a_hand_with_the_same() -> None:
     assert rival_s(WON) == 3.0
-    flagged = {**WON, "scheduled": {"ours": layout("autoshard", 1.8, 1.5), "hand": layout("fsdp", 2.4, 1.2)}}
+    flagged = {**WON, "scheduled": {"ours": [layout("autoshard", 1.8, 1.5)], "hand": [layout("fsdp", 2.4, 1.2)]}}
     assert steps(flagged) == (2.0, 1.8, 3.0)
     assert rival_s(flagged) == 2.4
     assert remaining(flagged, 1) == pytest.approx((1.8 - 1.0) / (2.4 - 1.0))

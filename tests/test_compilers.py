@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard import compilers
+from autoshard import compiler_child, compilers
 from autoshard.compilers import Compiled, Target
 from autoshard.errors import CompileError, CompilerMissingError, MeshError
 from autoshard.mesh import MeshAxes
@@ -253,6 +253,20 @@ def test_a_crash_is_an_error_and_not_ours(traced: Any, monkeypatch: pytest.Monke
     with pytest.raises(CompileError, match="the compiler's process died of signal 6") as caught:
         compilers.compile(traced, topology="cpu:8", mesh=AXES)
     assert caught.value.stderr.startswith("Check failed")
+
+
+def test_what_jaxlib_cannot_read_is_read_from_the_compilers_dump(tmp_path: Path) -> None:
+    """libtpu's newer programs for v5p: jaxlib says that it does not know an op, and libtpu has dumped the text."""
+
+    class Unreadable:
+        def hlo_modules(self) -> list[Any]:
+            raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: Unknown opcode")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Unknown opcode"):
+        compiler_child.text_of(Unreadable(), tmp_path)
+    (tmp_path / "module_0001.jit_step.after_codegen.txt").write_text("HloModule jit_step")
+    (tmp_path / "module_0001.jit_step.before_optimizations.txt").write_text("HloModule before")
+    assert compiler_child.text_of(Unreadable(), tmp_path) == "HloModule jit_step"
 
 
 @pytest.mark.skipif(not compilers.available("gpu"), reason="needs the CUDA plugin")

@@ -295,7 +295,7 @@ class DearAllReduce:
     ("target", "pinned", "left"),
     [
         ((WHOLE, WHOLE), ["reduce-scatter", "all-gather"], ["all-reduce"]),
-        ((0, WHOLE), ["reduce-scatter", "all-gather"], ["all-reduce", "slice"]),
+        ((0, WHOLE), ["reduce-scatter", "all-gather"], ["reduce-scatter", "all-reduce"]),
         ((0, 0), ["reduce-scatter"], ["reduce-scatter"]),
     ],
 )

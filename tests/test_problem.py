@@ -22,7 +22,9 @@ from autoshard.problem.casts import narrow_side
 from autoshard.problem.folding import fold
 from autoshard.problem.formulation import Formulation, formulate
 from autoshard.problem.network import INF
-from autoshard.problem.windows import EARLY, LATE, OUTSIDE, windows
+from autoshard.problem.sharing import NEAR
+from autoshard.problem.windows import EARLY, LATE, OUTSIDE, TAKEN, windows
+from autoshard.resharding import PS_PER_S
 from autoshard.setting import Setting
 from autoshard.solver import evaluate, solve
 from autoshard.strategies import SUM, decode, layout_of, layouts
@@ -61,7 +63,7 @@ def price_ps(of: Setting, choice: NDArray[np.int64]) -> float:
     for node, pick in zip(of.decisions.nodes, choice, strict=True):
         total += int(node.cost_ps[pick])
         for window in windows.around(node.window):
-            cover[window] += int(node.cover_ps[pick])
+            cover[window] += round(int(node.cover_ps[pick]) * (1.0 if windows.whole[window] == window else TAKEN))
     for edge in of.decisions.edges:
         i, j = choice[edge.u], choice[edge.v]
         if edge.forbidden is not None and edge.forbidden[i, j]:
@@ -70,6 +72,7 @@ def price_ps(of: Setting, choice: NDArray[np.int64]) -> float:
         moved, trips = edge.moved, edge.trips
         if edge.total is not None and edge.finishes(*pair, of.decisions.mesh.ndim)[0, 0]:
             moved, trips = edge.total
+        trips *= edge.times
         ps = int(of.resharder.cost_ps(moved, *pair, combined=edge.combined)[0, 0])
         if ps >= INF:
             return float("inf")
@@ -84,7 +87,7 @@ def price_ps(of: Setting, choice: NDArray[np.int64]) -> float:
     return total + sum(max(0.0, hidden - cover[window]) for window, hidden in hideable.items())
 
 
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", TINY)
 def test_a_problem_costs_what_its_decisions_cost(name: str, seed: int, platform: str) -> None:
@@ -93,6 +96,32 @@ def test_a_problem_costs_what_its_decisions_cost(name: str, seed: int, platform:
     objective = evaluate(made.problem, choice).objective
     assert objective is not None
     assert abs(objective - price_ps(of, choice)) <= 4 * len(made.decisions.edges)  # each edge rounds, and its parts
+
+
+def test_what_is_gathered_for_two_uses_costs_twice() -> None:
+    """libtpu gathers once more for a use that is far from the others: in the problem, and in what is waited for."""
+
+    def program(w: jax.Array, x: jax.Array) -> jax.Array:
+        x = x @ w
+        for _ in range(NEAR):
+            x = jnp.sin(x)
+        return x @ w
+
+    arrays = (jnp.ones((64, 64)),) * 2
+    of, _ = setting_of(Program(fn=program, args=arrays, names=("w", "x")), platform="tpu")
+    made = formulate(of.decisions, of.resharder, memory_bytes=None, folded=False)
+    assert {edge.times for edge in of.decisions.edges if edge.value == of.decisions.graph.inputs[0]} == {1, 2}
+    twice = 0
+    for seed in range(20):
+        choice = draw(of, seed)
+        objective = evaluate(made.problem, choice).objective
+        assert objective is not None
+        assert abs(objective - price_ps(of, choice)) <= 4 * len(of.decisions.edges)
+        assignment = assigned(of, choice)
+        waits_s = sum(waited_s for _, waited_s in assignment.waits())
+        assert assignment.compute_s() + waits_s == pytest.approx(objective / PS_PER_S, rel=1e-6)
+        twice += any(edge.times == 2 for edge, _ in assignment.transfers())
+    assert twice
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -292,14 +321,15 @@ def test_partial_sums_flow_through_additions_alone() -> None:
     assert str(layout_of(int(d.nodes[0].codes[0]), 2, d.mesh)) == "[-,-]"  # pyright: ignore[reportOptionalSubscript]
 
 
-def test_a_gpu_finishes_the_sums_of_an_addition_together() -> None:
-    """XLA:GPU adds first, and reduces once: two terms that are pending are never finished one by one."""
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_the_sums_of_an_addition_are_finished_together(platform: str) -> None:
+    """XLA adds first, and reduces once: two terms that are pending are never finished one by one."""
 
     def added(x: jax.Array, w: jax.Array, y: jax.Array, v: jax.Array) -> jax.Array:
         return jnp.sin(x @ w + y @ v)
 
     program = Program(fn=added, args=(jnp.ones((8, 8)),) * 4, names=("x", "w", "y", "v"))
-    decisions = setting_of(program, platform="cuda")[0].decisions
+    decisions = setting_of(program, platform=platform)[0].decisions
     graph = decisions.graph
     add = next(n for n, node in enumerate(decisions.nodes) if node.name == "add")
     terms = [edge for edge in decisions.edges if edge.v == add]
@@ -460,6 +490,32 @@ def test_a_gpu_ends_a_program_with_its_largest_gradient_and_its_new_state() -> N
     updates = [e for e, results in enumerate(graph.results) if set(results) & set(graph.outputs)]
     assert {found.of_equation[e] for e in updates} == {end}
     assert found.idle.issuperset(updates)
+
+
+def test_a_gpu_waits_for_its_first_bucket() -> None:
+    """Of a program without loops XLA:GPU gathers the first 30 MB of weights at once, before any matmul needs them."""
+
+    def program(x: Any, *weights: Any) -> Any:
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x
+
+    for width, waiting in ((1024, 4), (2048, 1), (4096, 0)):  # 4, 16 and 64 MB
+        weights = (jax.ShapeDtypeStruct((width, width), jnp.float32),) * 4
+        graph = build(jax.make_jaxpr(program)(jax.ShapeDtypeStruct((8, width), jnp.float32), *weights))
+        of_value = windows(graph, "cuda").of_value
+        awaited = [of_value[v] is None for v in graph.inputs[1:]]
+        assert awaited == [i < max(waiting, 1) for i in range(4)]  # the first matmul's has nothing before it
+        assert all(windows(graph, "tpu").of_value[v] == EARLY for v in graph.inputs[1:])
+
+
+def test_half_of_the_late_work_of_a_trip_hides_something() -> None:
+    of = setting("tiny-llama", platform="cuda")
+    for platform, parts in (("cpu", 0), ("cuda", 1)):
+        found = windows(of.decisions.graph, platform)
+        shares = [dict(found.hiding(w)) for w in range(found.count)]
+        assert sum(len(share) == 2 for share in shares) == parts
+        assert all(share == {w: 1.0} or share == {w: TAKEN, found.whole[w]: 1.0} for w, share in enumerate(shares))
 
 
 def test_a_gpu_hides_nothing_behind_loops_that_communicate() -> None:

@@ -111,10 +111,14 @@ def test_a_flag_that_shortens_the_schedule_is_the_plans(
     taken: bool,  # noqa: FBT001
 ) -> None:
     assert found.timeline is not None
-    other = replace(found, timeline=replace(found.timeline, step_s=step_s))
-    flags = SCHEDULING["gpu"]
+    flags = SCHEDULING["gpu"][1]
+    others = [replace(found, timeline=replace(found.timeline, step_s=step_s * more)) for more in (2, 1, 3)]
     monkeypatch.setattr(
-        Plan, "verify", lambda self, compiler, compiler_options=None: other if compiler_options else found
+        Plan,
+        "verify",
+        lambda self, compiler, compiler_options=None: (
+            others[SCHEDULING["gpu"].index(compiler_options)] if compiler_options else found
+        ),
     )
     entered = Entered(first=plan, again=lambda inputs: plan, elsewhere=[], also={"mine": plan})
     made = refined(entered, compiler="gpu", count=1)

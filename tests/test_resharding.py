@@ -347,7 +347,7 @@ def test_the_partitioner_by_itself_knows_of_no_transposes() -> None:
 
 @pytest.mark.gpu_compiler
 @pytest.mark.skipif(not compilers.available("gpu"), reason="the GPU compiler is not installed")
-@pytest.mark.parametrize("ends", ["a,-", "-,a", "b,-", "-,b", "-,-", "ab,-", "-,ab"])
+@pytest.mark.parametrize("ends", ["a,-", "-,a", "b,-", "-,b", "-,-", "ab,-", "-,ab", "a,b", "b,a"])
 def test_a_sum_is_finished_as_the_compiler_does(ends: str) -> None:
     """Scattered over the axes that it is split along in the end, and summed over the others (XLA:GPU, JAX 0.10.2)."""
     mesh = MeshAxes(("a", "b"), (4, 2))
@@ -369,6 +369,39 @@ def test_a_sum_is_finished_as_the_compiler_does(ends: str) -> None:
     source, to = (int(encode(np.array(row, np.int8), 2)) for row in ([SUM, SUM], target))
     steps = left.path(Aval(x.shape, np.dtype(x.dtype)), source, to, combined=False)
     assert [(s.kind, s.axes, s.nbytes) for s in steps if s.kind != "slice"] == emitted
+
+
+def test_a_sum_is_scattered_onto_two_dimensions_where_none_takes_all_axes() -> None:
+    """With the layout in between pinned, as XLA:GPU and libtpu emit it; the partitioner by itself all-reduces."""
+    mesh, aval = MeshAxes(("x", "y"), (2, 4)), Aval((2, 4, 511), np.dtype("float32"))
+    for hardware in ("h100:1x8", "tpu-v5e:2x4"):
+        machine = cost_models.hardware(hardware).place(mesh.shape)
+        steps = Resharder(mesh, machine).path(aval, _code([SUM, SUM], 3), _code([0, 1], 3), combined=False)
+        kinds = [(step.kind, step.axes, step.nbytes) for step in steps]
+        if machine.tiled:  # of four rows nothing is scattered
+            assert [kind for kind, *_ in kinds] == ["all-reduce", "slice", "slice"]
+        else:
+            assert kinds == [
+                ("reduce-scatter", ("y",), aval.nbytes),
+                ("reduce-scatter", ("x",), aval.nbytes // 4),
+            ]
+    left = Resharder(mesh, machine, pinned=False)
+    assert [kind for kind, _ in kinds_of(left, aval, [SUM, SUM], [0, 1])] == ["all-reduce", "slice", "slice"]
+
+
+def test_a_gpu_reduces_nothing_whole_to_cut_it() -> None:
+    """XLA:GPU makes a reduce-scatter of an all-reduce that is cut behind it, also where that costs more."""
+    mesh, aval = MeshAxes(("node", "gpu"), (8, 2)), Aval((4, 1024, 4096), np.dtype(jnp.bfloat16))
+    machine = cost_models.hardware("h100:2x8").place(mesh.shape)
+    resharder = Resharder(mesh, machine, outermost=True)
+    for dim in range(3):
+        kinds = kinds_of(resharder, aval, [SUM, SUM], [WHOLE, dim])
+        assert kinds[0][0] == "reduce-scatter"
+        assert not any(kind == "slice" for kind, _ in kinds)
+
+
+def _code(row: list[int], ndim: int) -> int:
+    return int(encode(np.array(row, np.int8), ndim))
 
 
 def test_what_all_axes_cannot_split_is_scattered_over_some() -> None:

@@ -26,6 +26,7 @@ from autoshard.strategies import (
     layout_of,
     layouts,
     matching,
+    parted,
     shards,
 )
 from tests.rules_cases import CASES, Case
@@ -172,3 +173,13 @@ def test_a_matrix_product_has_one_strategy_per_factor_and_axis() -> None:
     assert ("[data,model]", "[model,-]", "[data,-] Σ{model}") in texts
     assert ("[model,data]", "[data,-]", "[model,-] Σ{data}") in texts
     assert ("[data·model,-]", "[-,-]", "[data·model,-]") in texts
+
+
+def test_a_sum_is_parted_where_its_axes_end_differently() -> None:
+    source = encode(np.array([[SUM, SUM], [SUM, WHOLE], [WHOLE, 1]], np.int8), 2)
+    target = encode(np.array([[WHOLE, WHOLE], [1, 1], [0, 1], [WHOLE, 1], [SUM, SUM]], np.int8), 2)
+    assert parted(source, target, 2, 2).tolist() == [
+        [False, False, True, True, False],
+        [False, False, False, False, False],
+        [False, False, False, False, False],
+    ]

@@ -202,6 +202,26 @@ def test_what_is_fused_behind_a_matmul_moves_its_bytes() -> None:
     assert price(entry, body).flops == 2 * 8**3
 
 
+@pytest.mark.parametrize("shaped", [False, True])
+def test_what_a_loop_stacks_is_written_in_place(shaped: bool) -> None:  # noqa: FBT001
+    """One of four slices is read and written, also where XLA:GPU sees the stack in another shape."""
+    stack, shape = ("%b", "f32[8,4,8]") if shaped else ("%s", "f32[4,8,8]")
+    part = "f32[8,1,8]" if shaped else "f32[1,8,8]"
+    bitcast = f"  %b = {shape}{{2,1,0}} bitcast(%s)\n" if shaped else ""
+    body = (
+        f"%write (s: f32[4,8,8], x: f32[8,8], i: s32[]) -> {shape} {{\n"
+        "  %s = f32[4,8,8]{2,1,0} parameter(0)\n  %x = f32[8,8]{1,0} parameter(1)\n  %i = s32[] parameter(2)\n"
+        f"{bitcast}  %p = {part}{{2,1,0}} bitcast(%x)\n  %zero = s32[] constant(0)\n"
+        f"  ROOT %u = {shape}{{2,1,0}} dynamic-update-slice({stack}, %p, %zero, %i, %zero)\n}}"
+    )
+    entry = (
+        "  %w = f32[4,8,8]{2,1,0} broadcast(%x), dimensions={0,1}\n  %n = s32[] constant(1)\n"
+        f"  ROOT %z = {shape}{{2,1,0}} fusion(%w, %x, %n), kind=kLoop, calls=%write"
+    )
+    slice_bytes, made_bytes = 8 * 8 * 4, 5 * 8 * 8 * 4
+    assert price(entry, body).compute_s == made_bytes + 2 * slice_bytes + 4  # the index, too
+
+
 def test_a_mask_is_multiplied_as_what_it_masks() -> None:
     """XLA:TPU fuses the conversion of a one-hot mask into the matmul that takes it."""
     found = hlo.read(

@@ -130,6 +130,26 @@ def test_a_sum_is_scattered_onto_the_batch_of_its_contraction(product: str, out:
     assert [(c.kind, c.nbytes) for c in found.emitted] == [("reduce-scatter", 16 // 2 * 512 * 512 * 2)]
 
 
+@pytest.mark.gpu_compiler
+@needs_gpu_compiler
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("out", [P("model", "data"), P(None, "data"), P("model")], ids=str)
+def test_sums_over_two_axes_are_finished_as_planned(terms: int, out: P) -> None:
+    """Onto two dimensions, or scattered over one axis and summed over the other; of two terms, added first."""
+    x, w = jax.ShapeDtypeStruct((2, 4, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 511), jnp.bfloat16)
+    found = autoshard.plan(
+        lambda x, w, *more: jnp.sin(x @ w + more[0] @ more[1] if more else x @ w),
+        *(x, w) * terms,
+        mesh={"data": 4, "model": 2},
+        hardware="h100:1x8",
+        in_shardings=(P(None, None, ("data", "model")), P(("data", "model"))) * terms,
+        out_shardings=out,
+        for_grad=False,
+    ).verify("gpu")
+    assert found.emitted
+    assert agrees(found.rows, found.tolerance), str(found)
+
+
 @pytest.mark.parametrize("name", ["linear-8k", "mlp-8k"])
 def test_the_cpu_compiler_follows_the_plan(name: str) -> None:
     """In fp32, since XLA:CPU multiplies bf16 in fp32."""

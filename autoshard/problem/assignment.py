@@ -89,15 +89,15 @@ class Assignment:
     def route(self, value: int, source: int, target: int) -> tuple[int, ...]:
         """The pinnable codes that a value passes through from source to target.
 
-        A sum that is scattered onto a dimension of the contraction's batch that is split already is
-        whole in between: XLA all-reduces and gathers it otherwise, and makes a reduce-scatter of an
-        all-reduce that is cut behind it.
+        A sum that is scattered onto a dimension of the contraction's batch that is split already, or
+        onto a second dimension, is whole in between: XLA all-reduces and gathers it otherwise, and
+        makes a reduce-scatter of an all-reduce that is cut behind it.
         """
         aval = self.decisions.graph.avals[value]
         codes: list[int] = []
         here = source
         for step in self.resharder.path(aval, source, target, combined=self.decisions.windows.combined(value)):
-            if step.kind == "reduce-scatter" and self._scatters_batch(value, here, step.after):
+            if step.kind == "reduce-scatter" and (here != source or self._scatters_batch(value, here, step.after)):
                 codes.append(self._whole(here, value))
             codes.append(step.after)
             here = step.after
@@ -265,7 +265,8 @@ class Assignment:
             if row.window is not None:
                 hides[[*d.windows.around(row.window)]] += share * row.seconds * row.trips
         for node, pick in zip(d.nodes, self.choice, strict=True):
-            covers[[*d.windows.around(node.window)]] += int(node.cover_ps[pick]) / PS_PER_S
+            for window, share in d.windows.hiding(node.window):
+                covers[window] += share * int(node.cover_ps[pick]) / PS_PER_S
         left = np.maximum(0.0, hides - covers) / np.where(hides > 0, hides, 1.0)
         for row, share in moved:
             around = () if row.window is None else d.windows.around(row.window)

@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 from autoshard import costs, opaque
 from autoshard.errors import InfeasibleError
 from autoshard.graph import LINKS, Aval, Graph
-from autoshard.memory import ENDS, feeding, in_place, lives
+from autoshard.memory import feeding, in_place, lives
 from autoshard.mesh import MeshAxes
 from autoshard.problem.accumulators import NONE, accumulators
 from autoshard.problem.casts import narrow_side, widening
 from autoshard.problem.decisions import Decision, Decisions, Edge, Port, Usage, consumer_port
 from autoshard.problem.sharing import groups
-from autoshard.problem.traits import traits
+from autoshard.problem.traits import MERGING, levels, traits
 from autoshard.problem.windows import EARLY, LATE, windows
 from autoshard.resharding import PS_PER_S
 from autoshard.rules import rules_of
@@ -29,6 +29,7 @@ from autoshard.strategies import (
     enumerate_strategies,
     given,
     layouts,
+    parted,
     shards,
 )
 
@@ -88,7 +89,7 @@ class _Decider:
         self.consumers = graph.consumers()
         self.lives = lives(graph, self.traits.fuses)
         self.held = self.lives.stored | self.lives.named
-        self.levels = _levels(graph, self.traits.fuses)
+        self.levels = levels(graph, self.traits.fuses)
         self.nodes: list[Decision] = []
         self.edges: list[Edge] = []
         self.usages: dict[tuple[int, int, int, str], NDArray[np.int64]] = {}
@@ -293,7 +294,7 @@ class _Decider:
                 strategies = given(opaque.manual_layouts(eqn, self.mesh), len(eqn.operands), self.mesh)
             else:
                 strategies = enumerate_strategies(rule, self.mesh, sums_flow=self.traits.flows[e])
-                if self.platform == "cuda" and self.traits.flows[e] and len(set(graph.operands[e])) > 1:
+                if self.platform in MERGING and self.traits.flows[e] and len(set(graph.operands[e])) > 1:
                     strategies = strategies.merging()
             if e in self.equation_pins:
                 strategies = strategies.only(np.isin(strategies.results[0], self.equation_pins[e]))
@@ -443,7 +444,10 @@ class _Decider:
         return copy
 
     def _groups(self, value: int, port: Port) -> tuple[tuple[int, ...], ...]:
-        """The groups of uses for which a value is gathered, if there are several; pending sums are finished once."""
+        """The groups of uses for which a value is moved, if there are several; pending sums are finished once.
+
+        An all-to-all or a permute is one more instruction that libtpu finds twice, as a gather is.
+        """
         pending = (decode(port.codes, self.graph.avals[value].ndim, self.mesh.ndim) == SUM).any()
         return () if pending else self.apart.get(value, ())
 
@@ -505,8 +509,8 @@ class _Decider:
             window = None
         if value in self.accumulators.totals:
             forbidden = source.codes[:, None] != target.codes[None, :]
-        elif (apart := self._apart(source, target, value)) is not None:
-            forbidden = apart
+        elif (never := self._never(source, target, value)).any():
+            forbidden = never if forbidden is None else forbidden | never
         self.edges.append(
             Edge(
                 u=source.node,
@@ -525,14 +529,21 @@ class _Decider:
             )
         )
 
-    def _apart(self, source: Port, target: Port, value: int) -> NDArray[np.bool_] | None:
-        """Pairs in which a sum is finished on its way to an addition that has it come finished."""
-        node = self.nodes[target.node]
-        if node.strategies is None or (node.strategies.finished < 0).all():
-            return None
-        pending = (decode(source.codes, self.graph.avals[value].ndim, self.mesh.ndim) == SUM).any(axis=1)
-        position = self.graph.operands[node.equations[0]].index(value)
-        return pending[:, None] & (node.strategies.finished == position)[None, :]
+    def _never(self, source: Port, target: Port, value: int) -> NDArray[np.bool_]:
+        """Pairs in which a sum is finished as the compiler would not.
+
+        On its way to an addition that has it come finished; or scattered over some of its axes alone, which
+        is done for what contractions make: of what was added, on GPU, term by term, and not for lookups.
+        """
+        node, ndim = self.nodes[target.node], self.graph.avals[value].ndim
+        never = np.zeros((len(source.codes), len(target.codes)), bool)
+        if value not in self.traits.products and not (self.platform == "tpu" and value in self.traits.added):
+            never |= parted(source.codes, target.codes, ndim, self.mesh.ndim)
+        if node.strategies is not None and (node.strategies.finished >= 0).any():
+            pending = (decode(source.codes, ndim, self.mesh.ndim) == SUM).any(axis=1)
+            position = self.graph.operands[node.equations[0]].index(value)
+            never |= pending[:, None] & (node.strategies.finished == position)[None, :]
+        return never
 
     def _urgent(self, target: Port) -> bool:
         """Whether what takes a value there is on the way to a contraction that is not late, or may be."""
@@ -562,18 +573,6 @@ class _Decider:
     def _add_usage(self, node: int, start: int, end: int, nbytes: NDArray[np.int64], kind: str) -> None:
         key = (node, start, end, kind)
         self.usages[key] = self.usages[key] + nbytes if key in self.usages else nbytes
-
-
-def _levels(graph: Graph, fuses: Sequence[bool]) -> NDArray[np.int64]:
-    """Of every value, how many fusions at least end before the one that makes it: the most on any way to it.
-
-    Values of one chain and one level depend on each other through the chain alone: one kernel makes them.
-    """
-    levels = np.zeros(len(graph.avals), np.int64)
-    for e, eqn in enumerate(graph.eqns):
-        level = max((int(levels[v]) for v in graph.operands[e]), default=0)
-        levels[list(graph.results[e])] = level + (not fuses[e] or eqn.primitive in ENDS)
-    return levels
 
 
 def _ps(seconds: NDArray[np.float64]) -> NDArray[np.int64]:

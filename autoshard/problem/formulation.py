@@ -69,8 +69,8 @@ def formulate(
         own = node.cost_ps * times + matrices.own[c] if c in matrices.own else node.cost_ps * times
         cost[start[c] : start[c + 1]] = np.minimum(own, INF)
         if node.cover_ps.any():
-            for window in decisions.windows.around(node.window):
-                covers[window][c] = -node.cover_ps * times
+            for window, share in decisions.windows.hiding(node.window):
+                covers[window][c] = -np.rint(share * node.cover_ps).astype(np.int64) * times
     for (c, window), hidden in matrices.own_hidden.items():
         covers[window][c] = covers[window].get(c, np.zeros(sizes[c], np.int64)) + hidden
 

@@ -3,8 +3,12 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autoshard import costs
 from autoshard.graph import LINKS, Graph
+from autoshard.memory import ENDS
 from autoshard.rules import FactorKind, ShardingRule
 
 # Equations through which the partitioner itself lets partial sums flow in Auto mode: it
@@ -12,18 +16,25 @@ from autoshard.rules import FactorKind, ShardingRule
 # reshape, but never past a scale or a subtraction.
 SUMS_FLOW = frozenset({"add", "add_any", "transpose", "reshape"})
 
+# Platforms whose compilers merge the reductions of the terms of an addition although pins finish each by itself
+# (XLA:GPU, libtpu 0.0.51).
+MERGING = frozenset({"cuda", "tpu"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """Per equation: `pointwise`, `fuses`, `flows` (its operands may all be unreduced); `free` values.
+    """Per equation: `pointwise`, `fuses`, `flows` (its operands may all be unreduced).
 
-    Free are constants and what is computed from constants alone without a contraction.
+    Values: free are constants and what is computed from constants alone without a contraction. Of what
+    may be unreduced, products are what one contraction makes, and added what several do, by any name.
     """
 
     pointwise: tuple[bool, ...]
     fuses: tuple[bool, ...]
     flows: tuple[bool, ...]
     free: frozenset[int]
+    products: frozenset[int]
+    added: frozenset[int]
 
 
 def traits(graph: Graph, rules: Sequence[ShardingRule], pinned: Collection[int]) -> Traits:
@@ -32,8 +43,15 @@ def traits(graph: Graph, rules: Sequence[ShardingRule], pinned: Collection[int])
         is_pointwise(rule) and e not in pinned and graph.eqns[e].primitive not in LINKS for e, rule in enumerate(rules)
     ]
     fuses = [costs.fusible(eqn, pointwise=p) for eqn, p in zip(graph.eqns, pointwise, strict=True)]
+    flows = _sum_flows(graph, rules)
+    products, added = _summed(graph, flows)
     return Traits(
-        pointwise=tuple(pointwise), fuses=tuple(fuses), flows=_sum_flows(graph, rules), free=_free(graph, fuses)
+        pointwise=tuple(pointwise),
+        fuses=tuple(fuses),
+        flows=flows,
+        free=_free(graph, fuses),
+        products=products,
+        added=added,
     )
 
 
@@ -60,6 +78,17 @@ def _free(graph: Graph, fuses: Sequence[bool]) -> frozenset[int]:
     return frozenset(free - set(graph.outputs))
 
 
+def _summed(graph: Graph, flows: Sequence[bool]) -> tuple[frozenset[int], frozenset[int]]:
+    products, added = set[int](), set[int]()
+    for e, (eqn, flow) in enumerate(zip(graph.eqns, flows, strict=True)):
+        terms = set(graph.operands[e])
+        if costs.is_contraction(eqn) or (flow and len(terms) == 1 and terms <= products):
+            products.update(graph.results[e])
+        elif flow:
+            added.update(graph.results[e])
+    return frozenset(products), frozenset(added)
+
+
 def _sum_flows(graph: Graph, rules: Sequence[ShardingRule]) -> tuple[bool, ...]:
     summing: set[int] = set()
     flows = [False] * len(graph.eqns)
@@ -69,3 +98,15 @@ def _sum_flows(graph: Graph, rules: Sequence[ShardingRule]) -> tuple[bool, ...]:
         if flows[e] or (costs.is_contraction(eqn) and any(f.reduction == "sum" for f in rule.factors)):
             summing.update(graph.results[e])
     return tuple(flows)
+
+
+def levels(graph: Graph, fuses: Sequence[bool]) -> NDArray[np.int64]:
+    """Of every value, how many fusions at least end before the one that makes it: the most on any way to it.
+
+    Values of one chain and one level depend on each other through the chain alone: one kernel makes them.
+    """
+    levels = np.zeros(len(graph.avals), np.int64)
+    for e, eqn in enumerate(graph.eqns):
+        level = max((int(levels[v]) for v in graph.operands[e]), default=0)
+        levels[list(graph.results[e])] = level + (not fuses[e] or eqn.primitive in ENDS)
+    return levels

@@ -11,15 +11,16 @@ on a contraction (gathers of this layer's weights), and what feeds neither a con
 nor the next trip (reductions of this layer's gradients), hides behind the contractions
 of the body. XLA:GPU moves nothing into another trip: what the first contraction of a body
 waits for is exposed there, and so is the reduction of what its last contraction makes
-(the scheduler keeps the largest gradient for last). So it is in a program without loops.
+(the scheduler keeps the largest gradient for last). So it is in a program without loops, and
+there all of the compiler's first bucket of weights is waited for.
 
 A *late* contraction, which makes a gradient of weights, feeds no other. XLA:GPU runs it
 while what the others wait for, and it does not, is on its way (gradients of activations),
 and so it does in a loop with what is *idle*: slices and casts of weights, what is stacked.
 Each window with such work has a part of its own, in which that communication hides behind
-this compute alone; so does all that is reduced late, and what was stacked by a loop before
-and meets, element by element, what a contraction has made. What hides in a part, and the
-compute there, counts in the whole window, too.
+this compute alone, and behind half of it; so does all that is reduced late, and what was
+stacked by a loop before and meets, element by element, what a contraction has made. What hides
+in a part, and all of the compute there, counts in the whole window, too.
 
 XLA:GPU runs one collective at a time, and none beside a loop that communicates itself. In a
 program with loops, what is early or late outside of them hides behind no contraction: only
@@ -35,14 +36,17 @@ from operator import or_
 from autoshard.costs import is_contraction
 from autoshard.graph import LINKS, Graph
 from autoshard.memory import RENAMES
+from autoshard.resharding import BUCKET_BYTES
 
 EARLY, LATE = 0, 1
 OUTSIDE = 2  # windows outside of loops; the body of loop k is window OUTSIDE + k − 1
-# Of what hides in a part so much at most does: XLA:GPU hides from a half to all of it. Of seven
-# cells of docs/comparing.md the compiled steps took 325.6 ms together with 0.75, 331.3 with 0.5
-# (set it, then `benchmarks.comparison_board run --match`); of the five dense ones 150.5 with 0.75,
-# 149.7 with 1, by which the large batch, where more is moved than XLA hides, was slower.
+# Of what contractions wait for so much at most hides, in a part: XLA:GPU hides from a half to all of it. With 1 in
+# place of 0.75 four layers of llama3-8b, 32 sequences on 2 x 4 H100, take 79.7 ms compiled in place of 77.5.
 BESIDE = 0.75
+# Of the compute of a part so much hides something: XLA:GPU runs the rest where no collective of the part is under way.
+# In a trip of llama3-8b, small batch, 8 H100 (docs/comparing.md), it hid 72 of the 274 µs that contractions waited
+# for, behind 149 µs of late and idle work.
+TAKEN = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +87,10 @@ class Windows:
         """A window, and that of which it is a part."""
         return tuple(dict.fromkeys((window, self.whole[window])))
 
+    def hiding(self, window: int) -> tuple[tuple[int, float], ...]:
+        """The windows in which compute of this window hides something, and the share of it that does."""
+        return tuple((w, TAKEN if self.whole[w] != w else 1.0) for w in self.around(window))
+
 
 def windows(graph: Graph, platform: str = "cpu") -> Windows:
     """The windows of a graph, for a platform as JAX names it."""
@@ -90,7 +98,7 @@ def windows(graph: Graph, platform: str = "cpu") -> Windows:
     outside = {v for v, loop in enumerate(graph.loop) if not loop}
     early, late = inner.early | (outer.early & outside), inner.late | (outer.late & outside)
     if platform == "cuda":
-        early -= _awaited(graph)
+        early -= _awaited(graph) | _bucket(graph, early)
         late -= _last(graph, late)
     of_value: list[int | None] = []
     for v, loop in enumerate(graph.loop):
@@ -365,6 +373,25 @@ def _awaited(graph: Graph) -> frozenset[int]:
     made_by = graph.producers()
     needed = [[_sources(graph, e, made_by) for e in contractions] for contractions in first.values()]
     return frozenset().union(*(frozenset.intersection(*sets) for sets in needed))
+
+
+def _bucket(graph: Graph, early: Set[int]) -> frozenset[int]:
+    """Of a program without loops, what is gathered together with the first weights: the compiler's first bucket.
+
+    The weights of the first contractions, in the order of the program, that fit in a bucket.
+    """
+    found: set[int] = set()
+    left = BUCKET_BYTES
+    made_by = graph.producers()
+    for e, eqn in enumerate(graph.eqns):
+        if graph.loops or not is_contraction(eqn):
+            continue
+        weights = {v for v in graph.operands[e] if v in early} - found
+        left -= sum(graph.avals[v].nbytes for v in weights)
+        if left < 0:
+            break
+        found |= weights | (_sources(graph, e, made_by) & early if weights else set())
+    return frozenset(found)
 
 
 def _sources(graph: Graph, e: int, made_by: Mapping[int, tuple[int, int]]) -> frozenset[int]:
