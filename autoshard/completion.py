@@ -339,8 +339,8 @@ class _Nearest:
     def _ps(self, value: int, source: int | Codes, target: int | Codes) -> Ps:
         """Picoseconds between one code and several, either way round, INF where there is no way."""
         aval = self.d.graph.avals[value]
-        combined = self.d.windows.combined(value)
-        return self.resharder.cost_ps(aval, np.atleast_1d(source), np.atleast_1d(target), combined=combined).ravel()
+        bucket = self.d.windows.bucket(value)
+        return self.resharder.cost_ps(aval, np.atleast_1d(source), np.atleast_1d(target), bucket=bucket).ravel()
 
     def _end(self, node: int, value: int) -> None:
         codes = self.d.nodes[node].codes

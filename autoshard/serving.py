@@ -26,7 +26,7 @@ from autoshard.errors import InfeasibleError
 from autoshard.layout import Layout
 from autoshard.planner import Planned
 from autoshard.plans import Plan
-from autoshard.resharding import collective_s
+from autoshard.resharding import BUCKET_BYTES, collective_s
 from autoshard.served import Drafted, Served, Way
 from autoshard.strategies import layout_of, matching
 from autoshard.target import load_target
@@ -256,9 +256,9 @@ def _reshard_s(planned: Planned, value: int, source: int, target: int) -> float:
     """Seconds of moving a value from one layout to another, among many that move."""
     assignment = planned.assignment
     resharder = assignment.resharder
-    steps = resharder.path(assignment.decisions.graph.avals[value], source, target, combined=True)
+    steps = resharder.path(assignment.decisions.graph.avals[value], source, target, bucket=BUCKET_BYTES)
     return sum(
-        float(collective_s(resharder.machine, step.kind, step.axes, step.nbytes, combined=True))
+        float(collective_s(resharder.machine, step.kind, step.axes, step.nbytes, bucket=BUCKET_BYTES))
         + float(resharder.machine.hbm_s(step.transposed))
         for step in steps
         if step.kind != "slice"

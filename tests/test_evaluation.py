@@ -308,10 +308,10 @@ def test_the_partitioner_never_scatters_a_sum_to_gather_it_again(
         (Resharder(MESH, DearAllReduce()), pinned),
         (Resharder(MESH, DearAllReduce(), pinned=False), left),
     ):
-        steps = resharder.path(aval, pending, wanted, combined=False)
+        steps = resharder.path(aval, pending, wanted, bucket=0)
         assert [step.kind for step in steps] == kinds
         seconds = sum(10.0 if kind == "all-reduce" else 1.0 for kind in kinds if kind != "slice")
-        assert resharder.cost_ps(aval, np.array([pending]), np.array([wanted]), combined=False) * PS == seconds
+        assert resharder.cost_ps(aval, np.array([pending]), np.array([wanted]), bucket=0) * PS == seconds
 
 
 @pytest.mark.gpu_compiler

@@ -20,7 +20,7 @@ import cost_models
 from autoshard import compilers, hlo, meshes
 from autoshard.graph import Aval
 from autoshard.mesh import MeshAxes
-from autoshard.resharding import INF_PS, PS_PER_S, Resharder, Step, collective_s
+from autoshard.resharding import BUCKET_BYTES, INF_PS, PS_PER_S, TRIP_BYTES, Resharder, Step, collective_s
 from autoshard.strategies import SUM, WHOLE, Codes, decode, encode, layout_of, layouts, shards
 
 MESHES = {
@@ -41,18 +41,18 @@ def resharder_of(name: str) -> Resharder:
     return Resharder(mesh, cost_models.hardware(hardware).place(mesh.shape))
 
 
-def table(resharder: Resharder, aval: Aval, *, combined: bool) -> tuple[Codes, Any]:
+def table(resharder: Resharder, aval: Aval, *, bucket: int) -> tuple[Codes, Any]:
     codes = layouts(aval.shape, resharder.mesh, unreduced=True)
-    return codes, resharder.cost_ps(aval, codes, codes, combined=combined)
+    return codes, resharder.cost_ps(aval, codes, codes, bucket=bucket)
 
 
-@pytest.mark.parametrize("combined", [False, True])
+@pytest.mark.parametrize("bucket", [0, TRIP_BYTES, BUCKET_BYTES])
 @pytest.mark.parametrize("shape", SHAPES)
 @each_mesh
-def test_costs_are_shortest_paths(name: str, shape: tuple[int, ...], combined: bool) -> None:  # noqa: FBT001
+def test_costs_are_shortest_paths(name: str, shape: tuple[int, ...], bucket: int) -> None:
     """Zero to itself, triangle inequality, and no way from a finished value to a pending one."""
     resharder, aval = resharder_of(name), Aval(shape, np.dtype("float32"))
-    codes, ps = table(resharder, aval, combined=combined)
+    codes, ps = table(resharder, aval, bucket=bucket)
     assert (np.diagonal(ps) == 0).all()
     assert (ps >= 0).all()
     through = (ps[:, :, None].astype(object) + ps[None, :, :]).min(axis=1)
@@ -69,21 +69,21 @@ def test_splitting_a_whole_value_is_free_and_gathering_is_not(name: str, shape: 
     resharder, aval = resharder_of(name), Aval(shape, np.dtype("float32"))
     codes = layouts(shape, resharder.mesh, unreduced=False)
     whole = codes[shards(codes, len(shape), resharder.mesh) == 1]
-    assert (resharder.cost_ps(aval, whole, codes, combined=False) == 0).all()
+    assert (resharder.cost_ps(aval, whole, codes, bucket=0) == 0).all()
     split = codes[shards(codes, len(shape), resharder.mesh) > 1]
-    assert (resharder.cost_ps(aval, split, whole, combined=False) > 0).all()
+    assert (resharder.cost_ps(aval, split, whole, bucket=0) > 0).all()
 
 
 @each_mesh
 def test_the_steps_of_a_path_add_up_to_its_cost(name: str) -> None:
     resharder, aval = resharder_of(name), Aval((8, 8), np.dtype("float32"))
-    codes, ps = table(resharder, aval, combined=False)
+    codes, ps = table(resharder, aval, bucket=0)
     for (i, source), (j, target) in itertools.product(enumerate(codes.tolist()), repeat=2):
         if ps[i, j] >= INF_PS:
             with pytest.raises(ValueError, match="no resharding from code"):
-                resharder.path(aval, source, target, combined=False)
+                resharder.path(aval, source, target, bucket=0)
             continue
-        steps = resharder.path(aval, source, target, combined=False)
+        steps = resharder.path(aval, source, target, bucket=0)
         assert (steps[-1].after if steps else source) == target
         total = sum(
             round(float(resharder.machine.collective_s(s.kind, s.axes, s.nbytes)) * 1e12)
@@ -100,8 +100,7 @@ def test_more_bytes_never_cost_less(data: st.DataObject, shape: tuple[int, ...])
     codes = layouts(shape, resharder.mesh, unreduced=True).tolist()
     pair = np.array([data.draw(st.sampled_from(codes))]), np.array([data.draw(st.sampled_from(codes))])
     small, large = (
-        resharder.cost_ps(Aval(shape, np.dtype(dtype)), *pair, combined=False)[0, 0]
-        for dtype in ("bfloat16", "float32")
+        resharder.cost_ps(Aval(shape, np.dtype(dtype)), *pair, bucket=0)[0, 0] for dtype in ("bfloat16", "float32")
     )
     assert small <= large
 
@@ -155,9 +154,9 @@ def test_every_path_delivers_the_value(name: str, shape: tuple[int, ...]) -> Non
     pairs = [(s, t) for s in codes for t in codes if s != t]
     edges: dict[tuple[int, int], Step] = {}  # every single step that any path takes, once
     for source, target in pairs:
-        if resharder.cost_ps(aval, np.array([source]), np.array([target]), combined=False)[0, 0] < INF_PS:
+        if resharder.cost_ps(aval, np.array([source]), np.array([target]), bucket=0)[0, 0] < INF_PS:
             at = source
-            for step in resharder.path(aval, source, target, combined=False):
+            for step in resharder.path(aval, source, target, bucket=0):
                 edges[at, step.after] = step
                 at = step.after
     chosen = sorted(edges)
@@ -222,7 +221,7 @@ def test_pins_along_a_path_keep_the_value(shape: tuple[int, ...]) -> None:
 
     rng = np.random.default_rng(0)
     for source, target in rng.choice(codes, (20, 2)):
-        steps = tuple(s.after for s in resharder.path(aval, int(source), int(target), combined=False))
+        steps = tuple(s.after for s in resharder.path(aval, int(source), int(target), bucket=0))
         np.testing.assert_array_equal(walk(jax.device_put(value, sharding(int(source))), steps), value)
 
 
@@ -248,7 +247,7 @@ def test_sums_over_all_of_a_torus_are_scattered_where_the_compiler_does(
     row = [SUM if name in over else WHOLE for name in axes.names]
     split = [0 if name in over else WHOLE for name in axes.names]
     source, target = (int(encode(np.array(r, np.int8), 2)) for r in (row, split))
-    steps = resharder.path(aval, source, target, combined=False)
+    steps = resharder.path(aval, source, target, bucket=0)
     assert [step.kind for step in steps if step.kind != "slice"] == kinds
 
 
@@ -288,7 +287,7 @@ def kinds_of(
 ) -> list[tuple[str, tuple[str, ...]]]:
     """The steps from one row of dimensions per axis to another."""
     codes = [int(encode(np.array(row, np.int8), aval.ndim)) for row in (source, target)]
-    return [(step.kind, step.axes) for step in resharder.path(aval, codes[0], codes[1], combined=False)]
+    return [(step.kind, step.axes) for step in resharder.path(aval, codes[0], codes[1], bucket=0)]
 
 
 def test_several_axes_of_a_dimension_move_to_another_at_once() -> None:
@@ -317,14 +316,14 @@ def test_the_partitioner_by_itself_scatters_a_sum_over_the_axes_that_stay() -> N
     aval = Aval((4096, 4096), np.dtype("float32"))
     left = Resharder(mesh, machine, pinned=False)
     source, target = (int(encode(np.array(row, np.int8), 2)) for row in ([SUM, SUM], [WHOLE, 1]))
-    steps = left.path(aval, source, target, combined=False)
+    steps = left.path(aval, source, target, bucket=0)
     assert [(s.kind, s.axes, s.nbytes) for s in steps] == [
         ("reduce-scatter", ("data",), aval.nbytes),
         ("all-reduce", ("replica",), aval.nbytes // 4),
     ]
     cost_s = float(machine.collective_s("reduce-scatter", ("data",), aval.nbytes))
     cost_s += float(machine.collective_s("all-reduce", ("replica",), aval.nbytes // 4))
-    ps = left.cost_ps(aval, np.array([source]), np.array([target]), combined=False)
+    ps = left.cost_ps(aval, np.array([source]), np.array([target]), bucket=0)
     assert ps[0, 0] == pytest.approx(cost_s * PS_PER_S, rel=1e-6)
     assert kinds_of(left, aval, [SUM, SUM], [WHOLE, WHOLE]) == [("all-reduce", ("replica", "data"))]
 
@@ -338,9 +337,9 @@ def test_the_partitioner_by_itself_knows_of_no_transposes() -> None:
     assert [kind for kind, _ in kinds_of(pinned, aval, [1], [WHOLE])] == ["all-to-all", "all-gather"]
     assert [kind for kind, _ in kinds_of(left, aval, [1], [WHOLE])] == ["all-gather"]
     source, target = (int(encode(np.array([d], np.int8), 3)) for d in (1, WHOLE))
-    (step,) = left.path(aval, source, target, combined=False)
+    (step,) = left.path(aval, source, target, bucket=0)
     alone_s = float(machine.collective_s("all-gather", ("x",), aval.nbytes)) + float(machine.hbm_s(step.transposed))
-    ps = left.cost_ps(aval, np.array([source]), np.array([target]), combined=False)
+    ps = left.cost_ps(aval, np.array([source]), np.array([target]), bucket=0)
     assert step.transposed > 0
     assert ps[0, 0] == pytest.approx(alone_s * PS_PER_S, rel=1e-6)
 
@@ -367,7 +366,7 @@ def test_a_sum_is_finished_as_the_compiler_does(ends: str) -> None:
     left = Resharder(mesh, cost_models.hardware("h100:1x8").place(mesh.shape), pinned=False, outermost=True)
     target = [next((d for d, dim in enumerate(ends.split(",")) if a in dim), WHOLE) for a in "ab"]
     source, to = (int(encode(np.array(row, np.int8), 2)) for row in ([SUM, SUM], target))
-    steps = left.path(Aval(x.shape, np.dtype(x.dtype)), source, to, combined=False)
+    steps = left.path(Aval(x.shape, np.dtype(x.dtype)), source, to, bucket=0)
     assert [(s.kind, s.axes, s.nbytes) for s in steps if s.kind != "slice"] == emitted
 
 
@@ -376,7 +375,7 @@ def test_a_sum_is_scattered_onto_two_dimensions_where_none_takes_all_axes() -> N
     mesh, aval = MeshAxes(("x", "y"), (2, 4)), Aval((2, 4, 511), np.dtype("float32"))
     for hardware in ("h100:1x8", "tpu-v5e:2x4"):
         machine = cost_models.hardware(hardware).place(mesh.shape)
-        steps = Resharder(mesh, machine).path(aval, _code([SUM, SUM], 3), _code([0, 1], 3), combined=False)
+        steps = Resharder(mesh, machine).path(aval, _code([SUM, SUM], 3), _code([0, 1], 3), bucket=0)
         kinds = [(step.kind, step.axes, step.nbytes) for step in steps]
         if machine.tiled:  # of four rows nothing is scattered
             assert [kind for kind, *_ in kinds] == ["all-reduce", "slice", "slice"]
@@ -414,7 +413,7 @@ def test_what_all_axes_cannot_split_is_scattered_over_some() -> None:
 def test_a_small_all_reduce_among_others_costs_what_its_halves_do(nbytes: int) -> None:
     machine = cost_models.hardware("h100:1x8").place({"x": 8})
     of = {
-        kind: float(collective_s(machine, kind, ("x",), nbytes, combined=True))
+        kind: float(collective_s(machine, kind, ("x",), nbytes, bucket=BUCKET_BYTES))
         for kind in ("all-reduce", "reduce-scatter", "all-gather")
     }
     assert of["all-reduce"] == pytest.approx(of["reduce-scatter"] + of["all-gather"], rel=0.1)
@@ -442,7 +441,7 @@ def test_a_gpu_transposes_what_it_moves_along_inner_dimensions(shape: tuple[int,
     mesh, aval = MeshAxes(("x",), (8,)), Aval(shape, np.dtype(jnp.bfloat16))
     machine = cost_models.hardware("h100:1x8").place(mesh.shape)
     codes = [int(encode(np.array([d], np.int8), aval.ndim)) for d in (before, after)]
-    (step,) = Resharder(mesh, machine, outermost=True).path(aval, codes[0], codes[1], combined=False)
+    (step,) = Resharder(mesh, machine, outermost=True).path(aval, codes[0], codes[1], bucket=0)
     layouts_ = [NamedSharding(meshes.abstract(mesh), layout_of(code, aval.ndim, mesh).spec()) for code in codes]
 
     def product(x: jax.Array, w: jax.Array) -> jax.Array:

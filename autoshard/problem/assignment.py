@@ -90,14 +90,14 @@ class Assignment:
         """The pinnable codes that a value passes through from source to target.
 
         A sum that is scattered onto a dimension of the contraction's batch that is split already, or
-        onto a second dimension, is whole in between: XLA all-reduces and gathers it otherwise, and
-        makes a reduce-scatter of an all-reduce that is cut behind it.
+        onto a second dimension, is whole in between, and so is a lookup's: XLA all-reduces and moves it
+        otherwise, and makes a reduce-scatter of an all-reduce that is cut behind it.
         """
         aval = self.decisions.graph.avals[value]
         codes: list[int] = []
         here = source
-        for step in self.resharder.path(aval, source, target, combined=self.decisions.windows.combined(value)):
-            if step.kind == "reduce-scatter" and (here != source or self._scatters_batch(value, here, step.after)):
+        for step in self.resharder.path(aval, source, target, bucket=self.decisions.windows.bucket(value)):
+            if step.kind == "reduce-scatter" and (here != source or self._detours(value, here, step.after)):
                 codes.append(self._whole(here, value))
             codes.append(step.after)
             here = step.after
@@ -111,18 +111,27 @@ class Assignment:
         row = self._row(code, value)
         return int(encode(np.where(row == SUM, WHOLE, row), self.decisions.graph.avals[value].ndim))
 
-    def _scatters_batch(self, value: int, source: int, target: int) -> bool:
-        """Whether a sum is scattered onto a dimension that is split already and of its contraction's batch."""
+    def _detours(self, value: int, source: int, target: int) -> bool:
+        """Whether XLA scatters a sum only behind a pin: a lookup's, and onto what is split already of the batch."""
+        if self._lookup(value):
+            return True
         before, after = self._row(source, value), self._row(target, value)
         onto = set(after[(before == SUM) & (after != SUM)].tolist()) & set(before.tolist())
         return bool(onto) and not onto.isdisjoint(self._batch(value))
 
+    def _lookup(self, value: int) -> bool:
+        e, _ = self._producer(value)
+        return self.decisions.graph.eqns[e].primitive == "gather"
+
+    def _producer(self, value: int) -> tuple[int, int]:
+        if not self._producers:
+            self._producers.update(self.decisions.graph.producers())
+        return self._producers[value]
+
     def _batch(self, value: int) -> set[int]:
         """The dimensions of a pending sum that all operands of its contraction have."""
         d = self.decisions
-        if not self._producers:
-            self._producers.update(d.graph.producers())
-        e, position = self._producers[value]
+        e, position = self._producer(value)
         rule = d.rules[e]
         if any(factor.reduction for factor in rule.factors):
             shared = set.intersection(*({f for dim in dims for f in dim} for dims in rule.operands))
@@ -210,7 +219,7 @@ class Assignment:
 
     def _communicates(self, value: int, source: int, target: int) -> bool:
         aval = self.decisions.graph.avals[value]
-        steps = self.resharder.path(aval, source, target, combined=self.decisions.windows.combined(value))
+        steps = self.resharder.path(aval, source, target, bucket=self.decisions.windows.bucket(value))
         return any(step.kind != "slice" for step in steps)
 
     def before_output(self, position: int) -> tuple[int, ...]:
@@ -233,7 +242,7 @@ class Assignment:
             ends = (np.array([source], np.int64), np.array([target], np.int64))
             whole = edge.total if edge.finishes(*ends, d.mesh.ndim)[0, 0] else None
             aval, trips = whole or (edge.moved, edge.trips)
-            for step in self.resharder.path(aval, source, target, combined=edge.combined):
+            for step in self.resharder.path(aval, source, target, bucket=edge.bucket):
                 if step.kind != "slice":
                     row = self._collective(
                         step.kind,
@@ -244,7 +253,7 @@ class Assignment:
                         edge.window,
                         where,
                         str(aval),
-                        combined=edge.combined,
+                        bucket=edge.bucket,
                     )
                     work_s = float(self.resharder.machine.hbm_s(step.transposed)) if step.transposed else 0.0
                     yield from repeat((edge, replace(row, work_s=work_s)), edge.times)
@@ -287,7 +296,7 @@ class Assignment:
             pieces = int(np.prod([s for s, r in zip(d.mesh.sizes, row, strict=True) if r >= 0], dtype=np.int64))
             local = aval.nbytes // pieces
             yield self._collective(
-                "all-reduce", axes, local, str(aval.dtype), d.graph.runs(e), None, node.where, str(aval), combined=False
+                "all-reduce", axes, local, str(aval.dtype), d.graph.runs(e), None, node.where, str(aval), bucket=0
             )
 
     def node_s(self, n: int) -> float:
@@ -307,9 +316,9 @@ class Assignment:
         where: str,
         value: str,
         *,
-        combined: bool,
+        bucket: int,
     ) -> Collective:
-        seconds = float(collective_s(self.resharder.machine, kind, axes, nbytes, combined=combined))
+        seconds = float(collective_s(self.resharder.machine, kind, axes, nbytes, bucket=bucket))
         return Collective(
             kind=kind,
             axes=axes,

@@ -521,7 +521,7 @@ class _Decider:
                 target=target.codes,
                 window=window,
                 hides=0.0 if window is None else self.machine.overlap * self.windows.share(value),
-                combined=self.windows.combined(value),
+                bucket=self.windows.bucket(value),
                 trips=self.graph.trips[value],
                 forbidden=forbidden,
                 total=self._total(value),

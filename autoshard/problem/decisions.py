@@ -68,9 +68,9 @@ class Edge:
 
     `moved` is what is moved of the value: itself, or the smaller side of the cast that makes it;
     `hides` the share of its seconds that hides in its window while there is compute to hide behind,
-    `combined` whether it is merged with others of its window. `source[i]`, `target[j]`: the value's
-    code under choice i of `u` and j of `v`. `forbidden`, if given, marks pairs (S_u, S_v) that cannot
-    be. `total`, if given, is what is moved instead, and how often, where only pending sums are
+    `bucket` the bytes of those with which it is merged, 0 if it is not. `source[i]`, `target[j]`: the
+    value's code under choice i of `u` and j of `v`. `forbidden`, if given, marks pairs (S_u, S_v) that
+    cannot be. `total`, if given, is what is moved instead, and how often, where only pending sums are
     finished (see `accumulators`). `times`: for how many groups of its uses it is moved in every
     trip (see `sharing`).
     """
@@ -83,7 +83,7 @@ class Edge:
     target: Codes
     window: int | None
     hides: float
-    combined: bool
+    bucket: int
     trips: int
     forbidden: NDArray[np.bool_] | None = None
     total: tuple[Aval, int] | None = None
@@ -183,7 +183,7 @@ def _of_all_trips(edge: Edge, resharder: Resharder, price: Any) -> NDArray[np.in
     targets, j = np.unique(edge.target, return_inverse=True)
 
     def of_all_trips(moved: Aval, trips: int) -> NDArray[np.int64]:
-        once = price(moved, sources, targets, combined=edge.combined)
+        once = price(moved, sources, targets, bucket=edge.bucket)
         return np.where(once < INF_PS, np.where(once < INF_PS, once, 0) * trips, INF_PS)
 
     table = of_all_trips(edge.moved, edge.trips * edge.times)

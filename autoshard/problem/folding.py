@@ -75,7 +75,7 @@ class _Labels:
                 content(edge.target),
                 edge.window,
                 edge.hides,
-                edge.combined,
+                edge.bucket,
                 edge.trips * edge.times,
                 edge.total and (edge.total[0].itemsize, edge.total[1]),
                 mask,

@@ -138,7 +138,7 @@ class _ClassMatrices:
                 edge.target.tobytes(),
                 edge.window,
                 edge.hides,
-                edge.combined,
+                edge.bucket,
                 edge.trips * edge.times,
                 edge.total and (edge.total[0].itemsize, edge.total[1]),
                 mask,
