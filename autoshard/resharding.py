@@ -108,7 +108,7 @@ class Resharder:
     Every layout on a path is meant to be pinned. Left to itself (`pinned=False`), the
     partitioner finishes a pending sum by an all-reduce, or by a reduce-scatter where the
     layout that is wanted is split anyway, along one dimension; it never scatters a sum to gather it
-    again, nor slices along an axis that the wanted layout does not have, or that it gathers for that,
+    again, nor slices along an axis that the wanted layout does not have, nor gathers what it could move,
     nor goes round to save transposes.
     Where the machine's compiler does not scatter a sum over all devices (`scatters_whole`), it is
     all-reduced and sliced; so it is along a dimension that the tiles in which an array lies
@@ -279,23 +279,29 @@ class _Table:
         return [(self._moves[self._move[i, j]], i, j) for i, j in at.tolist()]
 
     def _slice_for_good(self, single: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
-        """Makes every path slice along axes alone that split its end, and not its beginning if there is another way."""
+        """Makes every path slice along axes alone that split its end, too, and gather those only where it must."""
         split = decode(self.codes, len(self.shape), self.mesh.ndim) >= 0
-        slices = self._singles("slice")
-        ways: dict[bytes, tuple[NDArray[np.int64], NDArray[np.int32]]] = {}
+        steps = self._singles("slice", "all-gather")
         for axes in np.unique(split, axis=0):
             allowed = single.copy()
-            for moves, i, j in slices:
-                if not axes[moves.axes[0]]:
+            ends = np.flatnonzero((split == axes).all(axis=1))
+            for moves, i, j in steps:
+                if moves.kind == "slice" and not axes[moves.axes[0]]:
                     allowed[i, j] = INF_PS
-            ways[axes.tobytes()] = _shortest(allowed)
-        for begin, end in product(np.unique(split, axis=0), repeat=2):
-            pairs = np.ix_((split == begin).all(axis=1), (split == end).all(axis=1))
-            least, following = (way[pairs] for way in ways[end.tobytes()])
-            if (end & ~begin).tobytes() in ways:
-                other, before = (way[pairs] for way in ways[(end & ~begin).tobytes()])
-                least, following = np.where(other < INF_PS, other, least), np.where(other < INF_PS, before, following)
-            weight[pairs], self._next[pairs] = least, following
+            gathering = allowed.copy()
+            for moves, i, j in steps:
+                if moves.kind == "all-gather" and axes[list(moves.axes)].any():
+                    allowed[i, j] = INF_PS
+            least, following = _shortest(allowed)
+            least, following = least[:, ends], following[:, ends]
+            while (left := np.flatnonzero((least >= INF_PS).any(axis=1))).size:
+                through = gathering[left][:, :, None] + least[None]
+                found = (through.min(axis=1) < INF_PS) & (least[left] >= INF_PS)
+                if not found.any():
+                    break
+                following[left] = np.where(found, through.argmin(axis=1), following[left])
+                least[left] = np.where(found, through.min(axis=1), least[left])
+            weight[:, ends], self._next[:, ends] = least, following
 
     def _scatter_sums(self, single: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
         """Makes no path all-reduce a sum that is cut at once along axes of the sum, in one dimension.

@@ -126,7 +126,7 @@ def board(lines: list[Line], total: int) -> str:
         "",
         f"- ours ≤ {ALLOWED:g} × the best hand-written layout in {within} of {len(compared)} cells, ≤ 1.00 × in "
         f"{sum(r <= 1.0 for r in ours)}; geometric mean {geometric_mean(ours):.3f}, worst {max(ours):.3f}",
-        f"- refined (our two best meshes, the faster with the flags that `refine` tries) over the best hand-written "
+        f"- refined (our three best meshes, the fastest with the flags that `refine` tries) over the best hand-written "
         f"layout, with flags where that is faster: ≤ 1.00 × in {sum(r <= 1.0 for r in refined)}; geometric mean "
         f"{geometric_mean(refined):.3f}, worst {max(refined):.3f}; in the other {sum(r > 1.0 for r in refined)} the "
         f"hand-written layout is the plan where it is a candidate (`also=`)",

@@ -75,8 +75,10 @@ def test_splitting_a_whole_value_is_free_and_gathering_is_not(name: str, shape: 
 
 
 @each_mesh
-def test_the_steps_of_a_path_add_up_to_its_cost(name: str) -> None:
-    resharder, aval = resharder_of(name), Aval((8, 8), np.dtype("float32"))
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "left"])
+def test_the_steps_of_a_path_add_up_to_its_cost(name: str, pinned: bool) -> None:  # noqa: FBT001
+    of = resharder_of(name)
+    resharder, aval = Resharder(of.mesh, of.machine, pinned=pinned), Aval((8, 8), np.dtype("float32"))
     codes, ps = table(resharder, aval, bucket=0)
     for (i, source), (j, target) in itertools.product(enumerate(codes.tolist()), repeat=2):
         if ps[i, j] >= INF_PS:

@@ -150,6 +150,29 @@ def test_sums_over_two_axes_are_finished_as_planned(terms: int, out: P) -> None:
     assert agrees(found.rows, found.tolerance), str(found)
 
 
+@pytest.mark.gpu_compiler
+@needs_gpu_compiler
+@pytest.mark.parametrize(
+    ("tokens", "out"),
+    [(P("model"), P("model", "data")), (P(None, "model"), P("data", "model")), (P(), P(None, "data"))],
+    ids=str,
+)
+def test_the_sums_of_a_lookup_are_scattered_as_planned(tokens: P, out: P) -> None:
+    """Pinned whole where it is made; else XLA:GPU makes it in other layouts, all-reduces, and moves that."""
+    found = autoshard.plan(
+        lambda table, tokens: jnp.sin(table[tokens]),
+        jax.ShapeDtypeStruct((32_768, 3072), jnp.bfloat16),
+        jax.ShapeDtypeStruct((16, 1024), jnp.int32),
+        mesh={"data": 4, "model": 2},
+        hardware="h100:1x8",
+        in_shardings=(P("data"), tokens),
+        out_shardings=out,
+        for_grad=False,
+    ).verify("gpu")
+    assert "reduce-scatter" in {row.kind for row in found.rows}
+    assert agrees(found.rows, found.tolerance), str(found)
+
+
 @pytest.mark.parametrize("name", ["linear-8k", "mlp-8k"])
 def test_the_cpu_compiler_follows_the_plan(name: str) -> None:
     """In fp32, since XLA:CPU multiplies bf16 in fp32."""
