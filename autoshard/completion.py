@@ -200,6 +200,11 @@ def before_casts(decisions: Decisions) -> Decisions:
     return replace(decisions, edges=edges)
 
 
+def of_partitioner(decisions: Decisions) -> Decisions:
+    """The decisions with all that the partitioner may make of annotations: also what no plan asks it for."""
+    return replace(decisions, edges=tuple(replace(e, forbidden=e.impossible) for e in decisions.edges))
+
+
 def nearest(decisions: Decisions, resharder: Resharder, layouts: Mapping[int, Layout]) -> tuple[NDArray[np.int64], int]:
     """The choice per decision nearest to the layouts of all values, and how many values have none of its codes.
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import cost_models
 from autoshard import meshes, pins, planner
-from autoshard.completion import Annotations, annotated, before_casts, gathered, nearest, propagated
+from autoshard.completion import Annotations, annotated, before_casts, gathered, nearest, of_partitioner, propagated
 from autoshard.description import describe, program_pins
 from autoshard.errors import InfeasibleError
 from autoshard.meshes import MeshLike
@@ -181,7 +181,7 @@ def _by_hand(question: Question) -> Annotations:
 def _by_shardy(question: Question) -> Evaluation:
     """The assignment nearest to what propagation makes of the annotations."""
     setting, place, annotations = question.setting, question.place, _by_hand(question)
-    platform, decisions = meshes.platform(place.hardware.name), setting.decisions
+    platform, decisions = meshes.platform(place.hardware.name), of_partitioner(setting.decisions)
     if platform == "cuda":
         decisions = before_casts(decisions)
     resharder = Resharder(decisions.mesh, place.machine, pinned=False, outermost=platform == "cuda")

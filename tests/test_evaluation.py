@@ -337,6 +337,21 @@ def test_the_partitioner_moves_a_value_on_the_smaller_side_of_a_cast() -> None:
     assert [(c.kind, c.nbytes) for c in found.record.collectives] == [("all-to-all", 256 * 512 * BF16 // 8)]
 
 
+def test_the_partitioner_may_do_what_no_plan_asks_for() -> None:
+    """A sum over two axes that is no contraction's ends split along one of them: no plan has that, hand layouts do."""
+    found = evaluate(
+        lambda x: x.sum(0).reshape(1024, 64),
+        jax.ShapeDtypeStruct((8, 1024, 8, 8), jnp.float32),
+        mesh={"replica": 2, "data": 4},
+        hardware=H100,
+        in_specs=(P(("replica", "data")),),
+        out_specs=P(None, "data"),
+    )
+    kinds = {c.kind for c in found.record.collectives}
+    assert kinds <= {"all-reduce", "reduce-scatter"}
+    assert kinds
+
+
 def test_the_partitioner_casts_again_for_every_use() -> None:
     """Of what a cast widens, the narrow side is moved to a use that lies elsewhere, and cast there."""
 

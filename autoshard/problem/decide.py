@@ -507,10 +507,11 @@ class _Decider:
         window = self.windows.of_value[value]
         if value in self.windows.beside and not self._urgent(target):
             window = None
+        impossible = forbidden
         if value in self.accumulators.totals:
-            forbidden = source.codes[:, None] != target.codes[None, :]
+            impossible = forbidden = source.codes[:, None] != target.codes[None, :]
         elif (never := self._never(source, target, value)).any():
-            forbidden = never if forbidden is None else forbidden | never
+            forbidden = never if impossible is None else impossible | never
         self.edges.append(
             Edge(
                 u=source.node,
@@ -524,6 +525,7 @@ class _Decider:
                 bucket=self.windows.bucket(value),
                 trips=self.graph.trips[value],
                 forbidden=forbidden,
+                impossible=impossible,
                 total=self._total(value),
                 times=times,
             )

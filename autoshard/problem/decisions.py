@@ -70,9 +70,9 @@ class Edge:
     `hides` the share of its seconds that hides in its window while there is compute to hide behind,
     `bucket` the bytes of those with which it is merged, 0 if it is not. `source[i]`, `target[j]`: the
     value's code under choice i of `u` and j of `v`. `forbidden`, if given, marks pairs (S_u, S_v) that
-    cannot be. `total`, if given, is what is moved instead, and how often, where only pending sums are
-    finished (see `accumulators`). `times`: for how many groups of its uses it is moved in every
-    trip (see `sharing`).
+    no plan has, `impossible` those of them that no program could have. `total`, if given, is what is
+    moved instead, and how often, where only pending sums are finished (see `accumulators`). `times`:
+    for how many groups of its uses it is moved in every trip (see `sharing`).
     """
 
     u: int
@@ -86,6 +86,7 @@ class Edge:
     bucket: int
     trips: int
     forbidden: NDArray[np.bool_] | None = None
+    impossible: NDArray[np.bool_] | None = None
     total: tuple[Aval, int] | None = None
     times: int = 1
 
