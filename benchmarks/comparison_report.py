@@ -15,11 +15,11 @@ CAUSES = """\
 Where ours loses, or wins by less than predicted:
 
 - **What is chosen for hiding hides less**, as a plan takes what the prices take for hidden, where they err in its
-  favour, too. XLA:GPU runs one collective at a time and fills a trip of a loop from its end: the gradients of weights
-  hide the reductions at the end of the trip, and of several small collectives that the chain of activations waits for,
-  those before get nothing. The prices know how much there is to hide behind, and that half of it is not taken, but not
-  who takes it first: of two meshes whose plans are predicted within 2 % of each other (llama3-8b, small, 8 H100) the
-  wrong one may come first. `refine` compiles both.
+  favour, too. XLA:GPU runs one collective at a time and fills a trip of a loop from its end; the prices know how much
+  there is to hide behind, and how much of that it takes on average (`problem.windows`, where the fit is told), but not
+  which collective takes it first. What a trip waits for is off by 2 % of the step (root mean square), so that of meshes
+  whose plans are predicted within some 2 % of each other the wrong one may come first (llama3-8b, small, 8 H100: 11.3
+  ms compiled where another mesh takes 10.6). `refine` compiles the next ones, too.
 - **Small collectives between nodes**: of one kind and over the same axes they are merged, and priced by their share of
   a bucket; one that is alone of its kind pays a latency in every trip (gpt2-xl, medium, 32 H100: an all-reduce of the
   gradients of biases, 83 µs a trip).

@@ -33,8 +33,6 @@ CAUSES = """\
   all-reduced and cut, where the rule of the tiles promises a reduce-scatter.
 - **TPU, peak memory of unrolled layers**: predicted up to half as much again, once twice as much (mixtral, `fsdp` on
   v5p:4x4x2): the model is of XLA:GPU's fusions and of its order.
-- **GPU, lookups in a table that is split by rows**, whose sums are scattered along the positions while another axis
-  splits the sequences: XLA all-reduces and moves the rest (gemma-7b, 4 x 1,024 on 16 H100).
 - **Schedules of scanned layers on GPU** are up to a tenth longer than predicted: a gather hides behind what stands
   right before its use, and behind one matmul alone it does not fit (the second of three gathers of an MLP behind the
   projection before it). The first gather and the last reduction of a trip are priced as exposed.
