@@ -16,7 +16,7 @@ Where ours loses, or wins by less than predicted:
 
 - **What is chosen for hiding hides less**, as a plan takes what the prices take for hidden, where they err in its
   favour, too. XLA:GPU runs one collective at a time and fills a trip of a loop from its end; the prices know how much
-  there is to hide behind, and how much of that it takes on average (`problem.windows`, where the fit is told), but not
+  there is to hide behind, and how much of that it takes on average (`problem.windows` has the fit), but not
   which collective takes it first. What a trip waits for is off by 2 % of the step (root mean square), so that of meshes
   whose plans are predicted within some 2 % of each other the wrong one may come first (llama3-8b, small, 8 H100: 11.3
   ms compiled where another mesh takes 10.6). `refine` compiles the next ones, too.

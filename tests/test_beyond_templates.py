@@ -458,9 +458,16 @@ def test_muon_has_whole_matrices_and_each_device_its_own() -> None:
     assert made(plan, "dot_general", 8, WIDTH, WIDTH) == {"[data,-,-]"}
     assert made(plan, "dot_general", 32_768, HIDDEN) == {"[data,-]"}
     assert not [c.value for c in plan.record.collectives if f"[8,{WIDTH},{WIDTH}]" in c.value]
-    for spec_of_all in (P(), P(None, "data"), P(None, None, "data"), P("data")):
-        by_hand = evaluate(step_by_muon, *args, in_specs=(spec_of_all, spec_of_all, P("data")), **on)
-        assert plan.cost < 0.85 * by_hand.cost, spec_of_all
+    hands = [
+        evaluate(step_by_muon, *args, in_specs=(spec_of_all, spec_of_all, P("data")), **on)
+        for spec_of_all in (P(), P(None, "data"), P(None, None, "data"), P("data"))
+    ]
+    assert plan.cost < 0.9 * min(by_hand.cost for by_hand in hands)
+    if compilers.available("gpu"):  # XLA makes less of what the last one leaves open than is predicted
+        ours, by_hand = (x.verify("gpu").timeline for x in (plan, hands[-1]))
+        assert ours is not None
+        assert by_hand is not None
+        assert ours.step_s < 0.85 * by_hand.step_s
 
 
 # --- All the templates, and the compiler -------------------------------------------

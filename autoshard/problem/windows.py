@@ -41,12 +41,14 @@ from autoshard.resharding import BUCKET_BYTES, TRIP_BYTES
 
 EARLY, LATE = 0, 1
 OUTSIDE = 2  # windows outside of loops; the body of loop k is window OUTSIDE + k − 1
+# Of what contractions wait for so much at most hides, outside of loops.
+BESIDE = 0.75
 # In a divided trip so much at most hides of what contractions wait for and of all else, and of the trip's compute so
 # much hides something. Fitted to 212 trips as XLA:GPU schedules them: plans of four layers of gpt2-xl, llama3-8b,
 # gemma-7b and mixtral on 8 and 16 H100, small, medium and large batches (those of docs/comparing.md), under five
 # other sets of shares. Of what a trip waits for, in parts of the step, the root mean square of the error is 0.020; it
-# is 0.034 with 0.7, 1.0 and 1.0, and 0.0205 or less with any near these. Outside of loops the first one serves, too.
-BESIDE = 0.43
+# is 0.034 with 0.7, 1.0 and 1.0, and 0.0205 or less with any near these.
+BESIDE_WITHIN = 0.43
 WITHIN = 0.86
 TAKEN = 0.7
 
@@ -78,10 +80,11 @@ class Windows:
 
     def share(self, value: int) -> float:
         """The share of a value's communication that hides where there is enough to hide it behind."""
-        if value in self.beside:
-            return BESIDE
         window = self.of_value[value]
-        return WITHIN if window is not None and self.whole[window] in self.divided else 1.0
+        within = window is not None and self.whole[window] in self.divided
+        if value in self.beside:
+            return BESIDE_WITHIN if within else BESIDE
+        return WITHIN if within else 1.0
 
     def bucket(self, value: int) -> int:
         """The bytes of those with which a value's collective is merged; 0 if it is not."""
