@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 import models
-from autoshard import Evaluation, Plan, evaluate, meshes
+from autoshard import Evaluation, Plan, compilers, evaluate, meshes
 from autoshard.cli.compare import of_models
 from autoshard.mesh import MeshAxes
 from autoshard.standings import mesh_shapes

@@ -23,7 +23,7 @@ from autoshard.problem.folding import fold
 from autoshard.problem.formulation import Formulation, formulate
 from autoshard.problem.network import INF
 from autoshard.problem.sharing import NEAR
-from autoshard.problem.windows import EARLY, LATE, OUTSIDE, TAKEN, windows
+from autoshard.problem.windows import BUSY, EARLY, LATE, OUTSIDE, TAKEN, windows
 from autoshard.resharding import PS_PER_S, TRIP_BYTES
 from autoshard.setting import Setting
 from autoshard.solver import evaluate, solve
@@ -64,7 +64,8 @@ def price_ps(of: Setting, choice: NDArray[np.int64]) -> float:
         total += int(node.cost_ps[pick])
         for window in windows.around(node.window):
             divided = windows.loops[window] and windows.whole.count(window) > 1
-            cover[window] += round(int(node.cover_ps[pick]) * (TAKEN if divided else 1.0))
+            part = windows.whole[window] != window and not windows.loops[window]
+            cover[window] += round(int(node.cover_ps[pick]) * (TAKEN if divided else BUSY if part else 1.0))
     for edge in of.decisions.edges:
         i, j = choice[edge.u], choice[edge.v]
         if edge.forbidden is not None and edge.forbidden[i, j]:
@@ -511,7 +512,7 @@ def test_a_gpu_waits_for_its_first_bucket() -> None:
 
 
 def test_a_part_of_the_compute_of_a_trip_hides_something() -> None:
-    """But all of it in what is late or idle, outside of loops, and where a compiler divides no trips."""
+    """But all of what is late or idle there, and of all where a compiler divides no trips; outside of loops, half."""
 
     def step(w: Any, x: Any) -> Any:
         return jax.grad(lambda w: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0].sum())(w)
@@ -525,7 +526,9 @@ def test_a_part_of_the_compute_of_a_trip_hides_something() -> None:
         assert len(in_loops) == trips
         for w in range(found.count):
             wholes = {found.whole[part] for part in in_loops}
-            assert shares[w] == {v: TAKEN if v in wholes else 1.0 for v in {w, found.whole[w]}}
+            outside = {part for part in parts if not found.loops[part]}
+            share = {**dict.fromkeys(wholes, TAKEN), **dict.fromkeys(outside, BUSY)}
+            assert shares[w] == {v: share.get(v, 1.0) for v in {w, found.whole[w]}}
 
 
 def test_a_gpu_hides_nothing_behind_loops_that_communicate() -> None:

@@ -20,8 +20,8 @@ and so it does in a loop with what is *idle*: slices and casts of weights, what 
 Each window with such work has a part of its own, in which that communication hides behind
 this compute alone; so does all that is reduced late, and what was stacked by a loop before and
 meets, element by element, what a contraction has made. What hides in a part, and the compute
-there, counts in the whole window, too; of a trip that is divided so, some of the compute
-hides nothing.
+there, counts in the whole window, too. Of the compute of a trip that is divided so some hides
+nothing, and of that of a part outside of loops.
 
 XLA:GPU runs one collective at a time, and none beside a loop that communicates itself. In a
 program with loops, what is early or late outside of them hides behind no contraction: only
@@ -41,8 +41,10 @@ from autoshard.resharding import BUCKET_BYTES, TRIP_BYTES
 
 EARLY, LATE = 0, 1
 OUTSIDE = 2  # windows outside of loops; the body of loop k is window OUTSIDE + k − 1
-# Of what contractions wait for so much at most hides, outside of loops.
+# Outside of loops so much at most hides of what contractions wait for, and of the compute of a part so much hides
+# something: XLA:GPU runs the rest where no collective of the part is under way (fitted to programs without loops).
 BESIDE = 0.75
+BUSY = 0.5
 # In a divided trip so much at most hides of what contractions wait for and of all else, and of the trip's compute so
 # much hides something. Fitted to 212 trips as XLA:GPU schedules them: plans of four layers of gpt2-xl, llama3-8b,
 # gemma-7b and mixtral on 8 and 16 H100, small, medium and large batches (those of docs/comparing.md), under five
@@ -97,7 +99,12 @@ class Windows:
 
     def hiding(self, window: int) -> tuple[tuple[int, float], ...]:
         """The windows in which compute of this window hides something, and the share of it that does."""
-        return tuple((w, TAKEN if w in self.divided else 1.0) for w in self.around(window))
+        return tuple((w, self._busy(w)) for w in self.around(window))
+
+    def _busy(self, window: int) -> float:
+        if window in self.divided:
+            return TAKEN
+        return BUSY if self.whole[window] != window and not self.loops[window] else 1.0
 
     @property
     def divided(self) -> frozenset[int]:
