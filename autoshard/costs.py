@@ -26,6 +26,9 @@ Seconds = NDArray[np.float64]
 class Machine(CollectiveMachine, Protocol):
     """What costs ask of a cost model."""
 
+    @property
+    def stores_quotients(self) -> bool: ...
+
     def matmul_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str) -> Seconds: ...
 
 
@@ -173,9 +176,20 @@ def updates(eqn: Eqn) -> bool:
     return eqn.primitive.startswith("scatter") or eqn.primitive == "dynamic_update_slice"
 
 
-def fusible(eqn: Eqn, *, pointwise: bool) -> bool:
+def fusible(eqn: Eqn, *, pointwise: bool, platform: str = "cuda") -> bool:
     """Whether XLA fuses the equation with its neighbours."""
-    return pointwise or eqn.primitive in FUSIBLE
+    return pointwise or eqn.primitive in FUSIBLE or (platform == "tpu" and _marks(eqn))
+
+
+def _marks(eqn: Eqn) -> bool:
+    """Whether a scatter writes single elements into rows of their own: the transpose of taking one of each row.
+
+    XLA:TPU compares positions instead, in the fusion that reads the result.
+    """
+    if not eqn.primitive.startswith("scatter"):
+        return False
+    numbers = eqn.params["dimension_numbers"]
+    return not numbers.update_window_dims and len(numbers.operand_batching_dims) == len(eqn.operands[0].shape) - 1
 
 
 def is_contraction(eqn: Eqn) -> bool:

@@ -15,9 +15,15 @@ what makes that writes it there, and it lies nowhere else. A contraction on whic
 depends (a weight's gradient) is in no hurry: XLA's GPU scheduler puts it behind all that is,
 at the end of a loop's body, and behind the loops that follow it, so its operands live until
 then.
+
+XLA:TPU differs (libtpu 0.0.52, `benchmarks.verification`). Its contractions make their operands:
+casts, gates, norms, the gradient of a softmax's cross entropy are recomputed in each, from what
+lies in memory. A softmax inside of a program is kept in f32 before it is divided, and cast after.
+Stacked weights are cast whole, before the loops. Weights' gradients are not put off, a state is
+updated as soon as its gradient is there, and the loss itself is computed last.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +47,9 @@ _COSTLY = frozenset(
     | {"sqrt", "tan", "tanh"}
 )
 
+# Equations whose result has the values of its operand.
+_COPIES = RENAMES | {"broadcast_in_dim", "convert_element_type"}
+
 _MOST_SOURCES = 16  # stored values that one expression is recomputed from; XLA bounds a fusion's parameters, too
 
 
@@ -49,40 +58,53 @@ class Lives:
     """Of every value, the equations [start, end) between which it is alive.
 
     `stored`: whether it has memory of its own; `named`: whether it is a stored value under
-    another name.
+    another name; `absorbed`: whether the contractions that take it make it themselves, so that
+    it has memory where it is moved first, and none otherwise.
     """
 
     stored: NDArray[np.bool_]
     named: NDArray[np.bool_]
+    absorbed: NDArray[np.bool_]
     start: NDArray[np.int64]
     end: NDArray[np.int64]
 
 
-def lives(graph: Graph, fuses: Sequence[bool]) -> Lives:
+def lives(graph: Graph, fuses: Sequence[bool], platform: str = "cuda", *, stores_quotients: bool = True) -> Lives:
     """The lives of a graph's values.
 
     Args:
       graph: the program.
       fuses: per equation, whether XLA fuses it with its neighbours.
+      platform: JAX's name of the platform that is compiled for.
+      stores_quotients: as of the machine.
     """
-    spans = _spans(graph)
-    held = _held(graph, fuses)
+    spans, on_tpu = _spans(graph), platform == "tpu"
+    taken = np.zeros(len(graph.avals), bool)
+    stated: set[int] = set()
+    if on_tpu:
+        for e, eqn in enumerate(graph.eqns):
+            if is_contraction(eqn):
+                taken[list(graph.operands[e])] = True
+        for numerator, quotient in _softmaxes(graph):
+            stated |= {numerator, quotient} if stores_quotients else {numerator}
+    order = _order(graph, fuses) if on_tpu else list(range(len(graph.eqns)))
+    held = _held(graph, fuses, taken, stated)
     named = np.zeros(len(graph.avals), bool)
     for e, eqn in enumerate(graph.eqns):
         if eqn.primitive in RENAMES:
             named[graph.results[e][0]] = held[graph.results[e][0]]
-    last = _last_uses(graph, fuses, held & ~named, spans)
+    last = _last_uses(graph, fuses, held & ~named, spans, order, lazy=not on_tpu)
     start = np.zeros(len(graph.avals), np.int64)
     end = np.zeros(len(graph.avals), np.int64)
     for e, results in enumerate(graph.results):
-        begin = e
+        begin = order[e]
         if graph.eqns[e].primitive == "loop_stack":
             loop = graph.loop[graph.operands[e][0]]
-            begin = spans[loop][0] if loop else e
+            begin = spans[loop][0] if loop else order[e]
         start[list(results)] = begin
     end[:] = np.maximum(last, start) + 1
     end[list(graph.outputs)] = len(graph.eqns) + 1
-    return Lives(stored=held & ~named, named=named, start=start, end=end)
+    return Lives(stored=held & ~named, named=named, absorbed=taken & ~held, start=start, end=end)
 
 
 def _spans(graph: Graph) -> dict[int, tuple[int, int]]:
@@ -94,8 +116,40 @@ def _spans(graph: Graph) -> dict[int, tuple[int, int]]:
     return spans
 
 
-def _held(graph: Graph, fuses: Sequence[bool]) -> NDArray[np.bool_]:
-    """Which values lie in memory, be it under another's name."""
+def _softmaxes(graph: Graph) -> Iterator[tuple[int, int]]:
+    """Of every softmax what it divides, and what comes of that, cast if it is cast."""
+    made_by, consumers = graph.producers(), graph.consumers()
+
+    def maker(value: int, through: Container[str] = ()) -> int:
+        """The equation that makes a value, or what it is a copy of; -1 for none."""
+        e = made_by.get(value, (-1, 0))[0]
+        while e >= 0 and graph.eqns[e].primitive in through:
+            e = made_by.get(graph.operands[e][0], (-1, 0))[0]
+        return e
+
+    for e, eqn in enumerate(graph.eqns):
+        if eqn.primitive != "div":
+            continue
+        above, below = graph.operands[e]
+        exponential, total = maker(above), maker(below, _COPIES)
+        if min(exponential, total) < 0 or graph.eqns[exponential].primitive != "exp":
+            continue
+        if graph.eqns[total].primitive == "reduce_sum" and graph.operands[total][0] == above:
+            quotient = graph.results[e][0]
+            users = [u for u, _ in consumers.get(quotient, ())]
+            casts = [graph.results[u][0] for u in users if graph.eqns[u].primitive == "convert_element_type"]
+            yield above, casts[0] if casts else quotient
+
+
+def _held(graph: Graph, fuses: Sequence[bool], taken: NDArray[np.bool_], stated: Container[int]) -> NDArray[np.bool_]:
+    """Which values lie in memory, be it under another's name.
+
+    Args:
+      graph: the program.
+      fuses: per equation, whether XLA fuses it with its neighbours.
+      taken: operands that contractions can make themselves.
+      stated: values that are held whatever they are made of.
+    """
     held = np.zeros(len(graph.avals), bool)
     made = np.zeros(len(graph.avals), bool)
     costly = np.zeros(len(graph.avals), bool)
@@ -112,8 +166,9 @@ def _held(graph: Graph, fuses: Sequence[bool]) -> NDArray[np.bool_]:
         elif eqn.primitive in ENDS or eqn.primitive == "loop_stack":
             held[results] = True
         elif not fuses[e] and eqn.primitive not in RENAMES:
-            held[operands] = True
+            held[[v for v in operands if not (taken[v] and is_contraction(eqn))]] = True
             held[results] = True
+        held[[v for v in results if v in stated]] = True
     for e, eqn in enumerate(graph.eqns):
         if eqn.primitive == "loop_stack":
             v = graph.operands[e][0]
@@ -141,24 +196,86 @@ def _held(graph: Graph, fuses: Sequence[bool]) -> NDArray[np.bool_]:
 
 
 def _last_uses(
-    graph: Graph, fuses: Sequence[bool], stored: NDArray[np.bool_], spans: dict[int, tuple[int, int]]
+    graph: Graph,
+    fuses: Sequence[bool],
+    stored: NDArray[np.bool_],
+    spans: dict[int, tuple[int, int]],
+    order: Sequence[int],
+    *,
+    lazy: bool,
 ) -> NDArray[np.int64]:
-    """The last equation by which each value is read, if need be through values that are not stored."""
+    """The last equation by which each value is read, if need be through values that are not stored.
+
+    Equation e runs where `order[e]` stands in the program; `lazy`: weights' gradients are in no hurry.
+    """
     last = np.full(len(graph.avals), -1, np.int64)
     feeds = feeding(graph)
     following: dict[int, int] = {}  # loop → its next contraction in program order
     for e in range(len(graph.eqns) - 1, -1, -1):
-        when, loop = e, graph.loop_of[e]
+        when, loop = order[e], graph.loop_of[e]
         if graph.eqns[e].primitive in ("loop_const", "loop_slice"):
             when = spans[loop][1]
         elif is_contraction(graph.eqns[e]):
             when, following[loop] = following.get(loop, e), e
-            if not any(feeds[v] for v in graph.results[e]):
+            if lazy and not any(feeds[v] for v in graph.results[e]):
                 when = spans[loop][1] if loop else max((stop for begin, stop in spans.values() if begin > e), default=e)
-        when = max(when, *(int(last[v]) for v in graph.results[e] if not stored[v]), e)
+        when = max(when, *(int(last[v]) for v in graph.results[e] if not stored[v]), order[e])
         operands = list(graph.operands[e])
         last[operands] = np.maximum(last[operands], when)
     return last
+
+
+def _order(graph: Graph, fuses: Sequence[bool]) -> list[int]:
+    """When XLA:TPU runs each equation, as the position of one in the program.
+
+    A state is updated as soon as its gradient is there; what only scalars come of (the loss itself) is
+    computed when all else is done.
+    """
+    feeds = feeding(graph)
+    needed = np.zeros(len(graph.avals), bool)
+    needed[[v for v in graph.outputs if graph.avals[v].ndim]] = True
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        if graph.loop_of[e] or any(needed[v] for v in graph.results[e]):
+            needed[list(graph.operands[e])] = True
+    order = list(range(len(graph.eqns)))
+    ready = [0] * len(graph.avals)
+    for e, results in enumerate(graph.results):
+        if not graph.loop_of[e] and not any(needed[v] for v in results):
+            order[e] = len(graph.eqns) - 1
+        elif not graph.loop_of[e] and fuses[e] and not any(feeds[v] for v in results):
+            order[e] = max((ready[v] for v in graph.operands[e]), default=e)
+        for v in results:
+            ready[v] = order[e]
+    return order
+
+
+def cast_ahead(graph: Graph) -> dict[int, tuple[int, int, int]]:
+    """Inputs that XLA:TPU casts whole before the loops that take slices of them and cast these.
+
+    Returns:
+      Value → bytes per element of the cast, the first equation of these loops, and the last.
+    """
+    spans, consumers = _spans(graph), graph.consumers()
+
+    def casts(value: int) -> list[int]:
+        """Bytes per element of all that a value is read as."""
+        found: list[int] = []
+        for e, _ in consumers.get(value, ()):
+            result = graph.results[e][0]
+            if graph.eqns[e].primitive in RENAMES:
+                found += casts(result)
+            else:
+                found.append(graph.avals[result].itemsize if graph.eqns[e].primitive == "convert_element_type" else 0)
+        return found
+
+    found: dict[int, tuple[int, int, int]] = {}
+    for value in graph.inputs:
+        slices = [e for e, _ in consumers.get(value, ()) if graph.eqns[e].primitive == "loop_slice"]
+        sizes = {size for e in slices for size in casts(graph.results[e][0])}
+        if len(sizes) == 1 and 0 < (size := sizes.pop()) < graph.avals[value].itemsize:
+            loops = [spans[graph.loop_of[e]] for e in slices]
+            found[value] = (size, min(first for first, _ in loops), max(last for _, last in loops))
+    return found
 
 
 def feeding(graph: Graph) -> NDArray[np.bool_]:

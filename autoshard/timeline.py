@@ -34,8 +34,11 @@ _DTYPES: Mapping[str, str] = {
     "f16": "float16",
     "f32": "float32",
     "f64": "float64",
-    "s8": "int8",
+    "c64": "complex64",
+    "c128": "complex128",
     "pred": "int8",
+    **{f"s{bits}": f"int{bits}" for bits in (2, 4, 8, 16, 32, 64)},
+    **{f"u{bits}": f"uint{bits}" for bits in (2, 4, 8, 16, 32, 64)},
 }
 _KINDS: Mapping[str, str] = {"collective-broadcast": "broadcast", "ragged-all-to-all": "all-to-all"}
 _FREE = frozenset(

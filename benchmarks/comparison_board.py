@@ -145,6 +145,8 @@ def line(cell: Cell, known: Known | None = None) -> dict[str, Any]:
     ours: list[dict[str, Any]] = []
     templates = of_models(f"models:{cell.model.replace('-', '_')}", fn, args)
     hands, left_out = _hands(cell, fn, args, templates, common)
+    if not hands:
+        raise AutoshardError("no hand-written layout applies: " + "; ".join(f"{k}: {v}" for k, v in left_out.items()))
     compiled = _compiled(hands, known)
     best_s = min((x["compiled"]["step_s"] for x in compiled if x["fits"]), default=inf)
     for mesh in chosen:

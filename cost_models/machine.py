@@ -66,6 +66,15 @@ class Machine:
         return len(sides) < 2 or sides == [2, 2] or (len(sides) == 2 and sides[0] != sides[1])
 
     @property
+    def stores_quotients(self) -> bool:
+        """Whether a softmax's quotient lies in memory before it is multiplied.
+
+        XLA:TPU for v5e divides inside of the product that reads it (libtpu 0.0.52, one attention with
+        its gradient, compiled for v4, v5e, v5p and v6e).
+        """
+        return self.chip.name != "tpu-v5e"
+
+    @property
     def tiled(self) -> bool:
         """Whether arrays lie in memory in tiles of their last two dimensions: on TPUs."""
         return any(d.medium == "torus" for d in self.placement.topology.dimensions)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard import compilers, costs
 from autoshard.graph import Graph, build
-from autoshard.memory import Lives, lives
+from autoshard.memory import Lives, cast_ahead, lives
 from autoshard.problem.traits import is_pointwise
 from autoshard.rules import rules_of
 
@@ -20,12 +20,20 @@ F32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 BF16 = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
 
 
-def lived(fn: Callable[..., Any], *args: Any) -> tuple[Graph, Lives]:
+def lived(
+    fn: Callable[..., Any], *args: Any, platform: str = "cuda", stores_quotients: bool = True
+) -> tuple[Graph, Lives]:
     graph = build(jax.make_jaxpr(fn)(*args))
     rules = rules_of(graph.eqns, unknown="error")
-    return graph, lives(
-        graph, [costs.fusible(e, pointwise=is_pointwise(r)) for e, r in zip(graph.eqns, rules, strict=True)]
-    )
+    fuses = [
+        costs.fusible(e, pointwise=is_pointwise(r), platform=platform) for e, r in zip(graph.eqns, rules, strict=True)
+    ]
+    return graph, lives(graph, fuses, platform, stores_quotients=stores_quotients)
+
+
+def attention(q: Any, k: Any, v: Any) -> Any:
+    scores = jax.nn.softmax((q @ k.T).astype(jnp.float32))
+    return scores.astype(jnp.bfloat16) @ v
 
 
 def results(graph: Graph, primitive: str) -> list[int]:
@@ -34,11 +42,6 @@ def results(graph: Graph, primitive: str) -> list[int]:
 
 def test_scores_are_kept_as_the_product_that_they_are_computed_from() -> None:
     """The f32 softmax of bf16 products is recomputed by each fusion that reads it."""
-
-    def attention(q: Any, k: Any, v: Any) -> Any:
-        scores = jax.nn.softmax((q @ k.T).astype(jnp.float32))
-        return scores.astype(jnp.bfloat16) @ v
-
     graph, found = lived(attention, BF16((64, 8)), BF16((64, 8)), BF16((64, 8)))
     products = results(graph, "dot_general")
     assert found.stored[products].all()
@@ -86,6 +89,91 @@ def test_another_name_needs_no_memory() -> None:
     assert found.named[names].all()
     first, _ = results(graph, "dot_general")
     assert found.end[first] == len(graph.eqns)  # as long as its last name
+
+
+# --- As XLA:TPU has it --------------------------------------------------------------------
+
+
+def test_on_tpu_products_make_their_operands() -> None:
+    """What comes of two stored values is no value in memory: neither the cast of a weight nor a gated product."""
+
+    def gated(x: Any, gate: Any, up: Any, down: Any) -> Any:
+        gate, up, down = (w.astype(jnp.bfloat16) for w in (gate, up, down))
+        return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+    args = BF16((64, 32)), F32((32, 128)), F32((32, 128)), F32((128, 32))
+    graph, found = lived(gated, *args, platform="tpu")
+    casts = [graph.operands[e][1] for e, eqn in enumerate(graph.eqns) if costs.is_contraction(eqn)]
+    gate, up, _ = results(graph, "dot_general")
+    (product,) = (graph.operands[e][0] for e in range(len(graph.eqns)) if graph.operands[e][1:] == (casts[2],))
+    assert found.absorbed[[*casts, product]].all()
+    assert not found.stored[[*casts, product]].any()
+    assert found.stored[[gate, up]].all()
+    assert found.end[gate] == found.end[up] == len(graph.eqns)  # until the last product has read them
+    _, on_gpu = lived(gated, *args)
+    assert on_gpu.stored[[*casts, product]].all()
+    assert not on_gpu.absorbed.any()
+
+
+def test_on_tpu_a_softmax_lies_in_memory_before_it_is_divided() -> None:
+    """And after, but on v5e: see `cost_models.Machine.stores_quotients`."""
+    for stores in (True, False):
+        args = BF16((64, 8)), BF16((64, 8)), BF16((64, 8))
+        graph, found = lived(attention, *args, platform="tpu", stores_quotients=stores)
+        assert found.stored[results(graph, "exp")].all()
+        cast = next(v for v in results(graph, "convert_element_type") if graph.avals[v].itemsize == 2)
+        assert found.stored[cast] == stores
+        assert found.absorbed[cast] != stores
+
+
+def test_on_tpu_a_state_is_updated_when_its_gradient_is_there_and_the_loss_comes_last() -> None:
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            h = x
+            for w in weights:
+                h = jnp.tanh(h @ w)
+            return jnp.sum(h @ weights[0].T)
+
+        value, gradient = jax.value_and_grad(loss)(weights)
+        return [w - 0.1 * g for w, g in zip(weights, gradient, strict=True)], value
+
+    graph, found = lived(step, [F32((16, 16))] * 4, F32((64, 16)), platform="tpu")
+    made_by, products = graph.producers(), [e for e, eqn in enumerate(graph.eqns) if costs.is_contraction(eqn)]
+    updates = [v for v in graph.outputs if graph.avals[v].ndim]
+    for v in updates:
+        begin = int(found.start[v])
+        assert begin < made_by[v][0]
+        assert begin in products or graph.eqns[begin].primitive in ("add_any", "transpose")
+    (total,) = (v for v in graph.outputs if not graph.avals[v].ndim)
+    assert found.start[total] == len(graph.eqns) - 1
+
+
+def test_on_tpu_stacked_weights_are_cast_before_the_loops_that_slice_them() -> None:
+    def step(stack: Any, x: Any) -> Any:
+        def one(h: Any, w: Any) -> Any:
+            return jnp.tanh(h @ w["cast"].astype(jnp.bfloat16) + w["read"].astype(jnp.bfloat16) + w["as it is"]), None
+
+        return jax.grad(lambda stack: jnp.sum(jax.lax.scan(jax.checkpoint(one), x, stack)[0]))(stack)
+
+    stack = {"cast": F32((4, 8, 8)), "read": F32((4, 8)), "as it is": BF16((4, 8))}
+    graph = build(jax.make_jaxpr(step)(stack, BF16((16, 8))))
+    names = dict(zip(graph.inputs, sorted(stack), strict=False))
+    found = {names[v]: told for v, told in cast_ahead(graph).items()}
+    assert set(found) == {"cast", "read"}
+    inside = [e for e, loop in enumerate(graph.loop_of) if loop]
+    assert found["cast"] == (2, inside[0], inside[-1])  # read by the forward loop and by the backward one
+
+
+def test_on_tpu_one_of_each_row_is_taken_back_without_a_scatter() -> None:
+    """The gradient of the labels' scores is a comparison of positions, fused with who reads it."""
+
+    def gradient(scores: Any, labels: Any) -> Any:
+        return jax.grad(lambda s: jnp.sum(jnp.take_along_axis(s, labels[:, None], axis=1)))(scores)
+
+    graph = build(jax.make_jaxpr(gradient)(F32((64, 128)), jax.ShapeDtypeStruct((64,), jnp.int32)))
+    (scatter,) = (eqn for eqn in graph.eqns if eqn.primitive == "scatter-add")
+    assert costs.fusible(scatter, pointwise=False, platform="tpu")
+    assert not costs.fusible(scatter, pointwise=False, platform="cuda")
 
 
 # --- The forms of FSDP, by the GPU compiler -------------------------------------------

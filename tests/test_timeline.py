@@ -8,6 +8,7 @@ import pytest
 from autoshard import hlo
 from autoshard.mesh import MeshAxes
 from autoshard.timeline import Timeline, matmuls, timeline
+from cost_models.dtypes import itemsize, matmul_rates
 
 MESH = MeshAxes.of({"data": 2, "model": 4})
 FIXTURES = Path(__file__).parent / "data" / "hlo" / "jax-0.10"
@@ -147,6 +148,20 @@ def test_convolutions_count_taps_on_data(attributes: str, image: str, kernel: st
         f"  ROOT %c = f32[{result}] convolution(%a, %b), {attributes}"
     )
     assert found.compute_s == (flops or 2 * 4 * 16 * 32 * 64)
+
+
+def test_matmuls_of_integers_have_the_types_that_prices_know() -> None:
+    """XLA:TPU writes cumulative sums of integers as such."""
+    entry = (
+        "ENTRY %main () -> s32[16,64] {\n  %a = s32[16,32] constant({...})\n  %b = s32[32,64] constant({...})\n"
+        "  ROOT %c = s32[16,64] convolution(%a, %b), dim_labels=bf_io->bf\n}\n"
+    )
+    module = hlo.read(HEADER + entry)
+    computation = module[module.entry]
+    (found,) = matmuls(module, computation, computation["c"])
+    assert found == (1, 16, 64, 32, "int32")
+    assert itemsize(found[-1]) == 4
+    assert matmul_rates(found[-1])[-1] == "vector_flops_per_s"
 
 
 @pytest.mark.parametrize("path", sorted(FIXTURES.glob("*.txt")), ids=lambda path: path.stem)

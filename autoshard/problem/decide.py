@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from autoshard import costs, opaque
 from autoshard.errors import InfeasibleError
 from autoshard.graph import LINKS, Aval, Graph
-from autoshard.memory import feeding, in_place, lives
+from autoshard.memory import cast_ahead, feeding, in_place, lives
 from autoshard.mesh import MeshAxes
 from autoshard.problem.accumulators import NONE, accumulators
 from autoshard.problem.casts import narrow_side, widening
@@ -81,13 +81,13 @@ class _Decider:
         self.graph, self.mesh, self.machine = graph, mesh, machine
         self.equation_pins = equation_pins
         self.rules = rules_of(graph.eqns, unknown=unknown)
-        self.traits = traits(graph, self.rules, equation_pins)
+        self.traits = traits(graph, self.rules, equation_pins, platform)
         self.free = self.traits.free
         self.platform = platform
         self.accumulators = NONE if platform == "cpu" else accumulators(graph)
         self.made_by = graph.producers()
         self.consumers = graph.consumers()
-        self.lives = lives(graph, self.traits.fuses)
+        self.lives = lives(graph, self.traits.fuses, platform, stores_quotients=machine.stores_quotients)
         self.held = self.lives.stored | self.lives.named
         self.levels = levels(graph, self.traits.fuses)
         self.nodes: list[Decision] = []
@@ -186,6 +186,7 @@ class _Decider:
             if output in output_pins:
                 pins.setdefault(position, output_pins[output])
         feeds = feeding(self.graph)
+        ahead = cast_ahead(self.graph) if self.platform == "tpu" else {}
         for position, value in enumerate(self.graph.inputs):
             aval = self.graph.avals[value]
             codes = layouts(aval.shape, self.mesh, unreduced=False)
@@ -201,6 +202,10 @@ class _Decider:
             if kind == "parameters":
                 self.parameters.add(node)
             self._use(node, 0, last, aval, codes, kind)
+            if value in ahead:
+                itemsize, first, final = ahead[value]
+                nbytes = _local_bytes(aval, codes, self.mesh) * itemsize // aval.itemsize
+                self._add_usage(node, first, final + 1, nbytes, "copies")
             if position in held_bytes:
                 pieces = shards(codes, aval.ndim, self.mesh)
                 self._add_usage(node, 0, end, aval.size * held_bytes[position] // pieces, "optimizer")
@@ -379,7 +384,7 @@ class _Decider:
             if not (is_input and target.node == port.node):
                 targets.setdefault((target.node, target.codes.tobytes()), target)
         found = list(targets.values())
-        lent = is_input or bool(self.lives.named[value])
+        lent = is_input or bool(self.lives.named[value]) or bool(self.lives.absorbed[value])
         first = min((e for e, _ in uses), default=0)
         # What is computed element by element and leaves in a donated input's place is written there.
         replaces = self.nodes[port.node].kind == "chain" and any(self.nodes[t.node].kind == "input" for t in leaves)

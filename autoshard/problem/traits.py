@@ -37,12 +37,12 @@ class Traits:
     added: frozenset[int]
 
 
-def traits(graph: Graph, rules: Sequence[ShardingRule], pinned: Collection[int]) -> Traits:
+def traits(graph: Graph, rules: Sequence[ShardingRule], pinned: Collection[int], platform: str = "cuda") -> Traits:
     """The traits of a graph under the rules of its equations, some of which are pinned."""
     pointwise = [
         is_pointwise(rule) and e not in pinned and graph.eqns[e].primitive not in LINKS for e, rule in enumerate(rules)
     ]
-    fuses = [costs.fusible(eqn, pointwise=p) for eqn, p in zip(graph.eqns, pointwise, strict=True)]
+    fuses = [costs.fusible(eqn, pointwise=p, platform=platform) for eqn, p in zip(graph.eqns, pointwise, strict=True)]
     flows = _sum_flows(graph, rules)
     products, added = _summed(graph, flows)
     return Traits(
