@@ -186,7 +186,7 @@ def _by_shardy(question: Question) -> Evaluation:
         decisions = before_casts(decisions)
     resharder = Resharder(decisions.mesh, place.machine, pinned=False, outermost=platform == "cuda")
     layouts = propagated(setting.priced, decisions, place.axes, annotations, platform)
-    choice, inexact = nearest(decisions, resharder, layouts)
+    choice, inexact = nearest(decisions, resharder, layouts, platform)
     decisions = gathered(decisions, choice)
     problem = formulate(decisions, resharder, memory_bytes=None, folded=False).problem
     objective = price(problem, choice).objective

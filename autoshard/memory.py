@@ -19,11 +19,11 @@ then.
 XLA:TPU differs (libtpu 0.0.52, `benchmarks.verification`). Its contractions make their operands:
 casts, gates, norms, the gradient of a softmax's cross entropy are recomputed in each, from what
 lies in memory. A softmax inside of a program is kept in f32 before it is divided, and cast after.
-Stacked weights are cast whole, before the loops. Weights' gradients are not put off, a state is
-updated as soon as its gradient is there, and the loss itself is computed last.
+Stacked weights are cast whole, before the loops. Weights' gradients are not put off, and a state is
+updated as soon as its gradient is there; the loss itself is computed last.
 """
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,7 +93,7 @@ def lives(graph: Graph, fuses: Sequence[bool], platform: str = "cuda", *, stores
     for e, eqn in enumerate(graph.eqns):
         if eqn.primitive in RENAMES:
             named[graph.results[e][0]] = held[graph.results[e][0]]
-    last = _last_uses(graph, fuses, held & ~named, spans, order, lazy=not on_tpu)
+    last = _last_uses(graph, held & ~named, spans, order, _deferred(graph) if on_tpu else (), lazy=not on_tpu)
     start = np.zeros(len(graph.avals), np.int64)
     end = np.zeros(len(graph.avals), np.int64)
     for e, results in enumerate(graph.results):
@@ -197,19 +197,21 @@ def _held(graph: Graph, fuses: Sequence[bool], taken: NDArray[np.bool_], stated:
 
 def _last_uses(
     graph: Graph,
-    fuses: Sequence[bool],
     stored: NDArray[np.bool_],
     spans: dict[int, tuple[int, int]],
     order: Sequence[int],
+    deferred: Collection[int],
     *,
     lazy: bool,
 ) -> NDArray[np.int64]:
     """The last equation by which each value is read, if need be through values that are not stored.
 
     Equation e runs where `order[e]` stands in the program; `lazy`: weights' gradients are in no hurry.
+    What deferred equations read lives until the end. What they make (f32 scores) does not, but lies on
+    top of XLA:TPU's heap then, as if it had been there before: it keeps its place in the program.
     """
     last = np.full(len(graph.avals), -1, np.int64)
-    feeds = feeding(graph)
+    feeds, made_by = feeding(graph), graph.producers()
     following: dict[int, int] = {}  # loop → its next contraction in program order
     for e in range(len(graph.eqns) - 1, -1, -1):
         when, loop = order[e], graph.loop_of[e]
@@ -222,31 +224,38 @@ def _last_uses(
         when = max(when, *(int(last[v]) for v in graph.results[e] if not stored[v]), order[e])
         operands = list(graph.operands[e])
         last[operands] = np.maximum(last[operands], when)
+        if e in deferred:
+            last[[v for v in operands if made_by.get(v, (-1, 0))[0] not in deferred]] = len(graph.eqns) - 1
     return last
 
 
 def _order(graph: Graph, fuses: Sequence[bool]) -> list[int]:
     """When XLA:TPU runs each equation, as the position of one in the program.
 
-    A state is updated as soon as its gradient is there; what only scalars come of (the loss itself) is
-    computed when all else is done.
+    A state is updated as soon as its gradient is there.
     """
     feeds = feeding(graph)
-    needed = np.zeros(len(graph.avals), bool)
-    needed[[v for v in graph.outputs if graph.avals[v].ndim]] = True
-    for e in range(len(graph.eqns) - 1, -1, -1):
-        if graph.loop_of[e] or any(needed[v] for v in graph.results[e]):
-            needed[list(graph.operands[e])] = True
     order = list(range(len(graph.eqns)))
     ready = [0] * len(graph.avals)
     for e, results in enumerate(graph.results):
-        if not graph.loop_of[e] and not any(needed[v] for v in results):
-            order[e] = len(graph.eqns) - 1
-        elif not graph.loop_of[e] and fuses[e] and not any(feeds[v] for v in results):
+        if not graph.loop_of[e] and fuses[e] and not any(feeds[v] for v in results):
             order[e] = max((ready[v] for v in graph.operands[e]), default=e)
         for v in results:
             ready[v] = order[e]
     return order
+
+
+def _deferred(graph: Graph) -> frozenset[int]:
+    """Equations of which nothing but scalars come: the loss itself."""
+    needed = np.zeros(len(graph.avals), bool)
+    needed[[v for v in graph.outputs if graph.avals[v].ndim]] = True
+    found: set[int] = set()
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        if graph.loop_of[e] or any(needed[v] for v in graph.results[e]):
+            needed[list(graph.operands[e])] = True
+        else:
+            found.add(e)
+    return frozenset(found)
 
 
 def cast_ahead(graph: Graph) -> dict[int, tuple[int, int, int]]:

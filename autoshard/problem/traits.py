@@ -14,7 +14,8 @@ from autoshard.rules import FactorKind, ShardingRule
 # Equations through which the partitioner itself lets partial sums flow in Auto mode: it
 # merges the reductions of both sides of an addition and moves one past a transpose or a
 # reshape, but never past a scale or a subtraction.
-SUMS_FLOW = frozenset({"add", "add_any", "transpose", "reshape"})
+ADDITIONS = frozenset({"add", "add_any"})
+SUMS_FLOW = ADDITIONS | {"transpose", "reshape"}
 
 # Platforms whose compilers merge the reductions of the terms of an addition although pins finish each by itself
 # (XLA:GPU, libtpu 0.0.51).
@@ -43,7 +44,7 @@ def traits(graph: Graph, rules: Sequence[ShardingRule], pinned: Collection[int],
         is_pointwise(rule) and e not in pinned and graph.eqns[e].primitive not in LINKS for e, rule in enumerate(rules)
     ]
     fuses = [costs.fusible(eqn, pointwise=p, platform=platform) for eqn, p in zip(graph.eqns, pointwise, strict=True)]
-    flows = _sum_flows(graph, rules)
+    flows = _sum_flows(graph, rules, platform)
     products, added = _summed(graph, flows)
     return Traits(
         pointwise=tuple(pointwise),
@@ -89,12 +90,18 @@ def _summed(graph: Graph, flows: Sequence[bool]) -> tuple[frozenset[int], frozen
     return frozenset(products), frozenset(added)
 
 
-def _sum_flows(graph: Graph, rules: Sequence[ShardingRule]) -> tuple[bool, ...]:
+def _sum_flows(graph: Graph, rules: Sequence[ShardingRule], platform: str) -> tuple[bool, ...]:
+    """Under another name a sum waits for an addition only, where XLA:TPU is asked: it scatters what a product makes.
+
+    Which of the dimensions its tiles let it scatter is told by the order in which the product has them.
+    """
     summing: set[int] = set()
+    added = {v for e, eqn in enumerate(graph.eqns) if eqn.primitive in ADDITIONS for v in graph.operands[e]}
     flows = [False] * len(graph.eqns)
     for e, (eqn, rule) in enumerate(zip(graph.eqns, rules, strict=True)):
         if eqn.primitive in SUMS_FLOW and rule.linear:
-            flows[e] = all(graph.operands[e][i] in summing for i in rule.linear[0])
+            waits = platform != "tpu" or eqn.primitive in ADDITIONS or not added.isdisjoint(graph.results[e])
+            flows[e] = waits and all(graph.operands[e][i] in summing for i in rule.linear[0])
         if flows[e] or (costs.is_contraction(eqn) and any(f.reduction == "sum" for f in rule.factors)):
             summing.update(graph.results[e])
     return tuple(flows)
