@@ -133,6 +133,7 @@ class _Decider:
             outputs=tuple(outputs),
             windows=self.windows,
             lives=self.lives,
+            apart=frozenset(self.apart),
             pruned=self.pruned,
         )
 

@@ -127,6 +127,7 @@ class Decisions:
     outputs: tuple[int, ...]  # program output → decision
     windows: Windows
     lives: Lives
+    apart: frozenset[int]  # values that are moved for every group of their uses: see `problem.sharing`
     pruned: int
 
 
