@@ -29,6 +29,7 @@ from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins
 from autoshard.probe import Answer, Probe
+from autoshard.problem import sharing
 from autoshard.problem.decisions import Decisions
 from autoshard.problem.folding import Folding
 from autoshard.trace import Traced
@@ -65,7 +66,8 @@ def needed(
       ShardyError: propagation fails.
     """
     probe = Probe(program, decisions.graph, mesh, annotations, platform)
-    search = _Search(probe, decisions, folding, mesh, annotations)
+    doubtful = sharing.doubtful(decisions.graph) if platform == "tpu" else frozenset[int]()
+    search = _Search(probe, decisions, folding, mesh, annotations, doubtful)
     kept = search.thinned(search.forward())
     log.debug("constraints of %d of %d values are needed, after %d probes", len(kept), len(probe.values), search.probes)
     return chosen(annotations.pins, probe, kept)
@@ -105,7 +107,13 @@ class _Gap:
 
 class _Search:
     def __init__(
-        self, probe: Probe, decisions: Decisions, folding: Folding, mesh: MeshAxes, annotations: Annotations
+        self,
+        probe: Probe,
+        decisions: Decisions,
+        folding: Folding,
+        mesh: MeshAxes,
+        annotations: Annotations,
+        doubtful: Set[int],
     ) -> None:
         self._probe, self._mesh, self._graph = probe, mesh, decisions.graph
         pins = annotations.pins
@@ -120,7 +128,7 @@ class _Search:
             for spot, specs in pins.made.items()
             if ("made", spot) in probe.of
         }
-        self._ambiguous = _ambiguous(probe, graph, annotations)
+        self._ambiguous = _ambiguous(probe, graph, annotations, doubtful)
         self._equal: dict[int, frozenset[int]] = _in_equal_places(probe.values, decisions, folding)
         self._around: dict[int, list[Path]] = {}  # value → the equations that make and take it
         paths = graph.paths
@@ -253,7 +261,7 @@ def _moved_values(probe: Probe, pins: Pins) -> frozenset[int]:
     return frozenset(v for v, count in counts.items() if count > 1)
 
 
-def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations) -> frozenset[int]:
+def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations, doubtful: Set[int]) -> frozenset[int]:
     """Values of which XLA's partitioner may make something else than Shardy, so that all their constraints stay.
 
     Those that are moved from one layout that is split to another: it has several ways from one to
@@ -261,7 +269,8 @@ def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations) -> frozense
     one). Those that a contraction finds whole and takes cut: it may gather the other operand, where
     Shardy scatters the sum. Those that one contraction makes and several take: each draws them
     its way, and XLA propagates in an order of its own. And activations that several contractions
-    take gathered: each may gather for itself (openxla/xla dot_handler.cc), which XLA does not merge.
+    take gathered: each may gather for itself (openxla/xla dot_handler.cc), which XLA does not merge; and
+    weights where it is doubtful whether it does.
     """
     pins = annotations.pins
     ends: dict[int, list[PartitionSpec]] = {v: [annotations.inputs[i]] for i, v in enumerate(graph.inputs)}
@@ -280,7 +289,7 @@ def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations) -> frozense
             products.add(graph.results[e][0])
     drawn = {v for v in products if taken[v] > 1 and split.get(v)}
     gathered = {v for v in taken if taken[v] > 1 and split.get(v) and any(ends[v][0]) and not all(map(any, ends[v]))}
-    return frozenset(moved | cut | drawn | gathered & _activations(graph, contractions))
+    return frozenset(moved | cut | drawn | gathered & (_activations(graph, contractions) | doubtful))
 
 
 def _activations(graph: Graph, contractions: Iterable[int]) -> set[int]:

@@ -26,13 +26,15 @@ CAUSES = """\
 - **TPU, sums over a whole torus**: libtpu emits a reduce-scatter over any part of a slice, but over all of it only on
   a line, on 2x2 and on unequal sides; squares and cubes all-reduce and slice. Planned and priced so.
 - **TPU, sums along a dimension of which the tiles know nothing** (the sequences of what is sent to experts): libtpu
-  all-reduces and slices. Planned and priced so.
+  all-reduces and slices. Planned and priced so, by the order in which the contraction has its dimensions.
 - **TPU, uses that are far apart**: libtpu gathers most weights of unrolled layers again for the backward pass, by a
   distance between the two uses; planned and priced so (`problem.sharing`), with jaxpr equations for its instructions.
-- **TPU, reduce-scatters that stay all-reduces**: the gradients of mixtral's tokens as planned on v5e:4x4 are
-  all-reduced and cut, where the rule of the tiles promises a reduce-scatter.
-- **TPU, peak memory of unrolled layers**: predicted up to half as much again, once twice as much (mixtral, `fsdp` on
-  v5p:4x4x2): the model is of XLA:GPU's fusions and of its order.
+  Where that is doubtful (`wq` of llama3-8b as planned, 85 equations apart in the backward loop), the gathered weight
+  stays pinned: it is gathered once then on v5p:4x4x2, and on v5e:4x4 twice all the same.
+- **TPU, peak memory**: XLA:TPU's heap is allocated whole, and the f32 scores of the loss, which are alive at the very
+  end alone, lie in a hole of it (gpt2-small by `fsdp` and `fsdp_megatron`, predicted a fifth too high) or on top of
+  everything (all others, predicted so). Two layers of mixtral by `fsdp` need what is predicted on v5e and three fifths
+  of it on v5p: not looked into.
 - **Schedules of scanned layers on GPU** are up to a tenth longer than predicted: a gather hides behind what stands
   right before its use, and behind one matmul alone it does not fit (the second of three gathers of an MLP behind the
   projection before it). The first gather and the last reduction of a trip are priced as exposed.

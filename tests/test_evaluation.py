@@ -337,6 +337,32 @@ def test_the_partitioner_moves_a_value_on_the_smaller_side_of_a_cast() -> None:
     assert [(c.kind, c.nbytes) for c in found.record.collectives] == [("all-to-all", 256 * 512 * BF16 // 8)]
 
 
+@pytest.mark.parametrize(("hardware", "forward", "backward"), [(H100, 2, 2), ("tpu-v5e:2x4", 2, 4)])
+def test_only_the_gpu_compiler_moves_a_value_before_a_cast_that_widens(
+    hardware: str, forward: int, backward: int
+) -> None:
+    """Tokens' vectors are cast and moved; their gradients, on TPU, too (llama3-8b by FSDP, libtpu 0.0.52)."""
+
+    def gradient(table: Any, tokens: Any) -> Any:
+        def loss(table: Any) -> Any:
+            x = jax.lax.with_sharding_constraint(table[tokens].astype(jnp.bfloat16), P("data"))
+            return jnp.sum(jnp.sin(x).astype(jnp.float32))
+
+        return jax.grad(loss)(table)
+
+    found = evaluate(
+        gradient,
+        jax.ShapeDtypeStruct((4096, 512), jnp.float32),
+        jax.ShapeDtypeStruct((64, 32), jnp.int32),
+        mesh={"data": 8},
+        hardware=hardware,
+        in_specs=(P(None, "data"), P("data")),
+        out_specs=P(None, "data"),
+    )
+    moved = sorted(c.nbytes for c in found.record.collectives if c.kind == "all-to-all")
+    assert moved == [64 * 32 * 512 * itemsize // 8 for itemsize in (forward, backward)]
+
+
 def test_the_partitioner_may_do_what_no_plan_asks_for() -> None:
     """A sum over two axes that is no contraction's ends split along one of them: no plan has that, hand layouts do."""
     found = evaluate(

@@ -23,8 +23,10 @@ from autoshard.problem.folding import fold
 from autoshard.problem.formulation import Formulation, formulate
 from autoshard.problem.network import INF
 from autoshard.problem.sharing import NEAR
+from autoshard.problem.traits import traits
 from autoshard.problem.windows import BUSY, EARLY, LATE, OUTSIDE, TAKEN, windows
 from autoshard.resharding import PS_PER_S, TRIP_BYTES
+from autoshard.rules import rules_of
 from autoshard.setting import Setting
 from autoshard.solver import evaluate, solve
 from autoshard.strategies import SUM, decode, layout_of, layouts
@@ -599,3 +601,19 @@ def test_a_gpu_hides_what_joins_a_chain_behind_late_work_alone() -> None:
     ]
     parts = {window for window in sliced if window is not None and found.whole[window] != window}
     assert parts == {w for w, loop in enumerate(found.loops) if loop == backward and found.whole[w] != w}
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_a_pending_sum_is_renamed_where_it_is_added_alone_on_tpu(platform: str) -> None:
+    """XLA:TPU scatters along what its tiles let it, by the order in which the product has its dimensions."""
+
+    def program(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        alone = jnp.einsum("bs,bt->st", x, y).transpose(1, 0)
+        return alone, jnp.einsum("bs,bt->ts", x, y) + jnp.einsum("bt,bs->st", y, x).transpose(1, 0)
+
+    x, y = (jax.ShapeDtypeStruct((64, n), jnp.float32) for n in (16, 32))
+    graph = build(jax.make_jaxpr(program)(x, y))
+    found = traits(graph, rules_of(graph.eqns, unknown="error"), (), platform)
+    renamed = [flows for eqn, flows in zip(graph.eqns, found.flows, strict=True) if eqn.primitive == "transpose"]
+    assert renamed[0] == (platform == "cuda")
+    assert renamed[-1]
