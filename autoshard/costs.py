@@ -7,6 +7,7 @@ lie there. XLA fuses element-wise chains, so a value counts only if it is
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Protocol
 
 import jax
@@ -176,20 +177,22 @@ def updates(eqn: Eqn) -> bool:
     return eqn.primitive.startswith("scatter") or eqn.primitive == "dynamic_update_slice"
 
 
-def fusible(eqn: Eqn, *, pointwise: bool, platform: str = "cuda") -> bool:
+def fusible(eqn: Eqn, *, pointwise: bool, platform: str) -> bool:
     """Whether XLA fuses the equation with its neighbours."""
     return pointwise or eqn.primitive in FUSIBLE or (platform == "tpu" and _marks(eqn))
 
 
 def _marks(eqn: Eqn) -> bool:
-    """Whether a scatter writes single elements into rows of their own: the transpose of taking one of each row.
+    """Whether a scatter adds one element to each row of its operand: the transpose of taking one of each.
 
-    XLA:TPU compares positions instead, in the fusion that reads the result.
+    XLA:TPU compares positions instead, in the fusion that reads the result (the labels' scores of
+    gpt2-small, libtpu 0.0.52).
     """
-    if not eqn.primitive.startswith("scatter"):
+    if eqn.primitive != "scatter-add":
         return False
-    numbers = eqn.params["dimension_numbers"]
-    return not numbers.update_window_dims and len(numbers.operand_batching_dims) == len(eqn.operands[0].shape) - 1
+    rows = eqn.params["dimension_numbers"].operand_batching_dims
+    operand, _, updates = eqn.operands
+    return len(rows) == operand.ndim - 1 > 0 and updates.size == prod(operand.shape[d] for d in rows)
 
 
 def is_contraction(eqn: Eqn) -> bool:

@@ -69,7 +69,7 @@ class Lives:
     end: NDArray[np.int64]
 
 
-def lives(graph: Graph, fuses: Sequence[bool], platform: str = "cuda", *, stores_quotients: bool = True) -> Lives:
+def lives(graph: Graph, fuses: Sequence[bool], platform: str, *, stores_quotients: bool) -> Lives:
     """The lives of a graph's values.
 
     Args:

@@ -140,13 +140,13 @@ def line(cell: Cell, known: Known | None = None) -> dict[str, Any]:
     begin, begin_cpu = time.perf_counter(), _cpu_s()
     fn, args = models.build(cell.model, **cell.fields)
     common: dict[str, Any] = {"hardware": cell.hardware, "donate_argnums": 0}
-    chosen, floor_s = _chosen(fn, args, common)
     plans: list[Plan] = []
     ours: list[dict[str, Any]] = []
     templates = of_models(f"models:{cell.model.replace('-', '_')}", fn, args)
     hands, left_out = _hands(cell, fn, args, templates, common)
     if not hands:
         raise AutoshardError("no hand-written layout applies: " + "; ".join(f"{k}: {v}" for k, v in left_out.items()))
+    chosen, floor_s = _chosen(fn, args, common)
     compiled = _compiled(hands, known)
     best_s = min((x["compiled"]["step_s"] for x in compiled if x["fits"]), default=inf)
     for mesh in chosen:

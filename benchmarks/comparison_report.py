@@ -24,7 +24,7 @@ Where ours loses, or wins by less than predicted:
   are fit to small and medium ones: 8.7 ms predicted and 3.8 compiled (llama3-8b by `fsdp`, 8,192 tokens a GPU on 8
   H100), 6.0 and 4.4 of ours. Most where most is gathered: `fsdp` then wins by up to 1.3 %.
 - **Transposes around gathers of experts' weights**, split along their second dimension, are priced and not made: for
-  mixtral by `fsdp` on 32 H100 211 ms of compute are predicted, 20 of them transposes, and 191 compiled. It wins the
+  mixtral by `fsdp` on 32 H100 211 ms of compute are predicted, 23 of them transposes, and 191 compiled. It wins the
   largest batch by 3 %; ours is chosen by the same price.
 - **Small collectives between nodes**: of one kind and over the same axes they are merged, and priced by their share of
   a bucket; one that is alone of its kind pays a latency in every trip (gpt2-xl, medium, 32 H100: an all-reduce of the

@@ -146,6 +146,25 @@ def test_on_tpu_a_state_is_updated_when_its_gradient_is_there() -> None:
         assert begin in products or graph.eqns[begin].primitive in ("add_any", "transpose")
 
 
+def test_on_tpu_what_the_loss_reads_lives_until_the_end() -> None:
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            scores = x @ w
+            return jnp.sum(jnp.exp(scores))
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        h = gradient
+        for _ in range(3):
+            h = h @ gradient.T @ gradient
+        return h, value
+
+    graph, found = lived(step, F32((16, 16)), F32((64, 16)), platform="tpu")
+    _, on_gpu = lived(step, F32((16, 16)), F32((64, 16)))
+    scores = results(graph, "dot_general")[0]
+    assert found.end[scores] == len(graph.eqns)
+    assert on_gpu.end[scores] < len(graph.eqns)
+
+
 def test_on_tpu_stacked_weights_are_cast_before_the_loops_that_slice_them() -> None:
     def step(stack: Any, x: Any) -> Any:
         def one(h: Any, w: Any) -> Any:
@@ -162,15 +181,21 @@ def test_on_tpu_stacked_weights_are_cast_before_the_loops_that_slice_them() -> N
     assert found["cast"] == (2, inside[0], inside[-1])  # read by the forward loop and by the backward one
 
 
-def test_on_tpu_one_of_each_row_is_taken_back_without_a_scatter() -> None:
-    """The gradient of the labels' scores is a comparison of positions, fused with who reads it."""
+@pytest.mark.parametrize(("axis", "taken", "compared"), [(1, 1, True), (0, 1, True), (1, 2, False), (None, 8, False)])
+def test_on_tpu_one_of_each_row_is_taken_back_without_a_scatter(
+    axis: int | None, taken: int, *, compared: bool
+) -> None:
+    """The gradient of the labels' scores compares positions; that of several of a row, or of a vector, does not."""
 
     def gradient(scores: Any, labels: Any) -> Any:
-        return jax.grad(lambda s: jnp.sum(jnp.take_along_axis(s, labels[:, None], axis=1)))(scores)
+        if axis is None:
+            return jax.grad(lambda s: jnp.sum(s[0][labels[0]]))(scores)
+        return jax.grad(lambda s: jnp.sum(jnp.take_along_axis(s, labels, axis=axis)))(scores)
 
-    graph = build(jax.make_jaxpr(gradient)(F32((64, 128)), jax.ShapeDtypeStruct((64,), jnp.int32)))
-    (scatter,) = (eqn for eqn in graph.eqns if eqn.primitive == "scatter-add")
-    assert costs.fusible(scatter, pointwise=False, platform="tpu")
+    labels = jax.ShapeDtypeStruct((taken, 128) if axis == 0 else (64, taken), jnp.int32)
+    graph = build(jax.make_jaxpr(gradient)(F32((64, 128)), labels))
+    scatter = next(eqn for eqn in graph.eqns if eqn.primitive == "scatter-add")
+    assert costs.fusible(scatter, pointwise=False, platform="tpu") == compared
     assert not costs.fusible(scatter, pointwise=False, platform="cuda")
 
 

@@ -1,5 +1,6 @@
 """Uses that are far apart: libtpu gathers for each of them, and the plan knows."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,9 +19,8 @@ from models import layouts
 W = jax.ShapeDtypeStruct((16, 16), jnp.float32)
 
 
-@pytest.mark.parametrize(("between", "parts"), [(SURE - 10, 1), (NEAR - 10, 1), (NEAR + 10, 2)])
-def test_uses_are_grouped_by_what_lies_between(between: int, parts: int) -> None:
-    """Where it is doubtful what libtpu makes of them, they are one group, and pinned as one."""
+def used_twice(between: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Two products with one weight, and so many equations in between."""
 
     def program(w: jax.Array, x: jax.Array) -> jax.Array:
         x = x @ w
@@ -28,7 +28,14 @@ def test_uses_are_grouped_by_what_lies_between(between: int, parts: int) -> None
             x = jnp.sin(x)
         return x @ w
 
-    graph = build(jax.make_jaxpr(program)(W, W))
+    return program
+
+
+@pytest.mark.parametrize(("between", "parts"), [(SURE - 10, 1), (NEAR - 10, 1), (NEAR + 10, 2)])
+def test_uses_are_grouped_by_what_lies_between(between: int, parts: int) -> None:
+    """Where it is doubtful what libtpu makes of them, they are one group, and pinned as one."""
+
+    graph = build(jax.make_jaxpr(used_twice(between))(W, W))
     found = groups(graph).get(graph.inputs[0], ())
     assert len(found) == (parts if parts > 1 else 0)
     assert all(len(part) == 1 for part in found)
@@ -39,15 +46,9 @@ def test_uses_are_grouped_by_what_lies_between(between: int, parts: int) -> None
 def test_a_plan_pins_what_is_gathered_for_groups_where_it_is_used(between: int, gathers: int) -> None:
     """One constraint where the weight comes in would be one gather, of which the second use is far."""
 
-    def program(w: jax.Array, x: jax.Array) -> jax.Array:
-        x = x @ w
-        for _ in range(between):
-            x = jnp.sin(x)
-        return x @ w
-
     w, x = (jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16) for rows in (1024, 65_536))
     plan = autoshard.plan(
-        program,
+        used_twice(between),
         w,
         x,
         mesh={"data": 8},
@@ -58,6 +59,46 @@ def test_a_plan_pins_what_is_gathered_for_groups_where_it_is_used(between: int, 
     )
     assert [(c.kind, c.nbytes) for c in plan.record.collectives] == gathers * [("all-gather", 2 * 1024 * 1024)]
     assert (0 in plan.record.pins.inputs) == (gathers == 1)
+
+
+def test_a_pending_sum_is_finished_once_however_far_its_uses_are() -> None:
+    def program(x: jax.Array, w: jax.Array, square: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h = x @ w
+        y = h @ square
+        for _ in range(NEAR + 10):
+            y = jnp.sin(y)
+        return y, jnp.einsum("ij,ik->jk", h, y)
+
+    x, w, square = (jax.ShapeDtypeStruct((m, n), jnp.bfloat16) for m, n in ((1024, 4096), (4096, 1024), (1024, 1024)))
+    plan = autoshard.plan(
+        program,
+        x,
+        w,
+        square,
+        mesh={"data": 8},
+        hardware="tpu-v5e:2x4",
+        in_shardings=(P(None, "data"), P("data"), P()),
+        out_shardings=(P(), P()),
+        constraints="all",
+    )
+    assert [c.kind for c in plan.record.collectives] == ["all-reduce"]
+    assert ((0,), 0) in plan.record.pins.made
+    assert not plan.record.pins.taken
+
+
+@pytest.mark.parametrize(("between", "stays"), [(SURE - 10, False), (NEAR - 10, True)])
+def test_a_gathered_weight_stays_pinned_where_libtpu_may_gather_it_twice(between: int, *, stays: bool) -> None:
+    x = jax.ShapeDtypeStruct((65_536, 1024), jnp.bfloat16)
+    plan = autoshard.plan(
+        used_twice(between),
+        jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16),
+        x,
+        mesh={"data": 8},
+        hardware="tpu-v5e:2x4",
+        in_shardings=(P("data"), P("data")),
+        out_shardings=P("data"),
+    )
+    assert (0 in plan.record.pins.inputs) == stays
 
 
 @pytest.mark.tpu_compiler

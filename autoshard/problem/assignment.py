@@ -146,12 +146,13 @@ class Assignment:
         Its own where an equation of the same chain takes it as it was made, and the way back
         from the copy would be a collective; and that of an input which anyone takes as it came
         and could cut from the copy, which need not live as long then. Everyone else moves it for
-        himself; and all do what is moved for groups of uses, by a compiler that finds what is near.
+        himself; and all do what is moved for groups of uses, by a compiler that finds what is near. A
+        pending sum is finished once.
         """
         made, kept = self.made(value), self.kept(value)
         if made is None or kept is None or made == kept:
             return made
-        if value in self.decisions.apart and self._communicates(value, made, kept):
+        if value in self.decisions.apart and self.reduced(made, value) and self._communicates(value, made, kept):
             return made
         if not self._uses:
             self._uses.update(self.decisions.graph.consumers())

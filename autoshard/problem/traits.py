@@ -38,8 +38,8 @@ class Traits:
     added: frozenset[int]
 
 
-def traits(graph: Graph, rules: Sequence[ShardingRule], pinned: Collection[int], platform: str = "cuda") -> Traits:
-    """The traits of a graph under the rules of its equations, some of which are pinned."""
+def traits(graph: Graph, rules: Sequence[ShardingRule], pinned: Collection[int], platform: str) -> Traits:
+    """The traits of a graph under the rules of its equations, some of which are pinned; `platform` by JAX's name."""
     pointwise = [
         is_pointwise(rule) and e not in pinned and graph.eqns[e].primitive not in LINKS for e, rule in enumerate(rules)
     ]
