@@ -27,7 +27,7 @@ from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins
 from autoshard.problem.casts import widening
 from autoshard.problem.decisions import Decisions, Edge, Usage, reshard_ps
-from autoshard.resharding import INF_PS, Resharder
+from autoshard.resharding import INF_PS, NO_STRIDES, Resharder
 from autoshard.shardy import ShardyError, ValueLayout
 from autoshard.strategies import SUM, WHOLE, Codes, Rows, decode, encode, shards
 from autoshard.trace import Traced
@@ -351,8 +351,9 @@ class _Nearest:
     def _ps(self, value: int, source: int | Codes, target: int | Codes) -> Ps:
         """Picoseconds between one code and several, either way round, INF where there is no way."""
         aval = self.d.graph.avals[value]
-        bucket = self.d.windows.bucket(value)
-        return self.resharder.cost_ps(aval, np.atleast_1d(source), np.atleast_1d(target), bucket=bucket).ravel()
+        ends = np.atleast_1d(source), np.atleast_1d(target)
+        bucket, strides = self.d.windows.bucket(value), self.d.strides.get(value, NO_STRIDES)
+        return self.resharder.cost_ps(aval, *ends, bucket=bucket, strides=strides).ravel()
 
     def _end(self, node: int, value: int) -> None:
         codes = self.d.nodes[node].codes

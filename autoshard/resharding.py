@@ -20,15 +20,16 @@ and permutes are never combined.
 
 XLA:GPU's collectives take and leave arrays along their outermost dimension in memory. What is
 moved along another one is transposed for it, which is work of the device, and no communication:
-the piece, and of three dimensions or more the whole, too (a matmul takes or makes a transposed
-matrix at no cost, but not one whose dimensions it cannot fold).
+the piece, unless an element-wise kernel writes or reads it, which transposes at no cost; and of three
+dimensions or more the whole, too, unless the contraction that takes or makes it has a stride of its own
+for that dimension (`Strides`), as a matmul has for both of a matrix.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, combinations, permutations, product
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -89,6 +90,27 @@ class Step:
     transposed: int = 0
 
 
+class Strides(NamedTuple):
+    """How those before and behind a collective take arrays that do not lie in the order of their dimensions.
+
+    read, made: the dimensions for which those that read the whole, or who makes it, have strides of their own.
+    sent, received: whether an element-wise kernel writes the pieces that are gathered, or reads those scattered.
+    """
+
+    read: frozenset[int] = frozenset()
+    made: frozenset[int] = frozenset()
+    sent: bool = False
+    received: bool = False
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The same for equal ones in every process."""
+        return (tuple(sorted(self.read)), tuple(sorted(self.made)), self.sent, self.received)
+
+
+NO_STRIDES = Strides()
+
+
 def collective_s(
     machine: Machine, kind: str, axes: tuple[str, ...], nbytes: ArrayLike, *, bucket: int
 ) -> NDArray[np.float64]:
@@ -125,11 +147,13 @@ class Resharder:
         outermost: bool = False,
     ) -> None:
         self.mesh, self.machine, self.pinned, self.outermost = mesh, machine, pinned, outermost
-        self._tables: dict[tuple[tuple[int, ...], int, int], _Table] = {}
+        self._tables: dict[tuple[tuple[int, ...], int, int, Strides], _Table] = {}
 
-    def table(self, aval: Aval, *, bucket: int) -> "_Table":
+    def table(self, aval: Aval, *, bucket: int, strides: Strides = NO_STRIDES) -> "_Table":
         """The table of a value's shape and element size."""
-        key = (aval.shape, aval.itemsize, bucket)
+        if not self.outermost:
+            strides = NO_STRIDES
+        key = (aval.shape, aval.itemsize, bucket, strides)
         if key not in self._tables:
             self._tables[key] = _Table(
                 aval.shape,
@@ -137,24 +161,31 @@ class Resharder:
                 self.mesh,
                 self.machine,
                 bucket=bucket,
+                strides=strides,
                 pinned=self.pinned,
                 outermost=self.outermost,
             )
         return self._tables[key]
 
-    def cost_ps(self, aval: Aval, source: Codes, target: Codes, *, bucket: int) -> NDArray[np.int64]:
+    def cost_ps(
+        self, aval: Aval, source: Codes, target: Codes, *, bucket: int, strides: Strides = NO_STRIDES
+    ) -> NDArray[np.int64]:
         """Picoseconds from each source code (rows) to each target code (columns)."""
-        table = self.table(aval, bucket=bucket)
+        table = self.table(aval, bucket=bucket, strides=strides)
         return table.ps[np.ix_(table.at(source), table.at(target))]
 
-    def transposes_ps(self, aval: Aval, source: Codes, target: Codes, *, bucket: int) -> NDArray[np.int64]:
+    def transposes_ps(
+        self, aval: Aval, source: Codes, target: Codes, *, bucket: int, strides: Strides = NO_STRIDES
+    ) -> NDArray[np.int64]:
         """Of `cost_ps`, what transposes take."""
-        table = self.table(aval, bucket=bucket)
+        table = self.table(aval, bucket=bucket, strides=strides)
         return table.transposes_ps[np.ix_(table.at(source), table.at(target))]
 
-    def path(self, aval: Aval, source: int, target: int, *, bucket: int) -> tuple[Step, ...]:
+    def path(
+        self, aval: Aval, source: int, target: int, *, bucket: int, strides: Strides = NO_STRIDES
+    ) -> tuple[Step, ...]:
         """The steps of the cheapest path; raises ValueError where there is none."""
-        return self.table(aval, bucket=bucket).path(source, target)
+        return self.table(aval, bucket=bucket, strides=strides).path(source, target)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,10 +215,11 @@ class _Table:
         machine: Machine,
         *,
         bucket: int,
+        strides: Strides,
         pinned: bool,
         outermost: bool,
     ) -> None:
-        self.shape, self.mesh = shape, mesh
+        self.shape, self.mesh, self._strides = shape, mesh, strides
         self.codes = np.sort(layouts(shape, mesh, unreduced=True))
         total = int(np.prod(shape, dtype=np.int64)) * itemsize
         self.local_bytes = total // shards(self.codes, len(shape), mesh)
@@ -251,8 +283,11 @@ class _Table:
 
         if kind in ("all-gather", "reduce-scatter"):
             split, whole, dims = (i, j, before) if kind == "all-gather" else (j, i, after)
-            folds = ((np.array(shape) > 1).sum()) < 3
-            moved = self.local_bytes[split] + (0 if folds else self.local_bytes[whole])
+            read, made, sent, received = self._strides
+            alone, fused = (read, sent) if kind == "all-gather" else (made, received)
+            strided = np.array([d in alone for d in range(ndim)]) | ((np.array(shape) > 1).sum() < 3)
+            moved = np.where(strided[dims[:, axis]], 0, self.local_bytes[whole])
+            moved += 0 if fused else self.local_bytes[split]
             return np.where(outer(before, dims[:, axis]), 0, 2 * moved)
         if kind == "all-to-all":
             both = ~outer(before, after[:, axis]) * 1 + ~outer(after, before[:, axis])

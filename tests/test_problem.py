@@ -24,8 +24,7 @@ from autoshard.problem.formulation import Formulation, formulate
 from autoshard.problem.network import INF
 from autoshard.problem.sharing import NEAR
 from autoshard.problem.traits import traits
-from autoshard.problem.windows import BUSY, TAKEN
-from autoshard.resharding import PS_PER_S
+from autoshard.resharding import NO_STRIDES, PS_PER_S
 from autoshard.rules import rules_of
 from autoshard.setting import Setting
 from autoshard.solver import evaluate, solve
@@ -64,10 +63,8 @@ def price_ps(of: Setting, choice: NDArray[np.int64]) -> float:
     windows = of.decisions.windows
     for node, pick in zip(of.decisions.nodes, choice, strict=True):
         total += int(node.cost_ps[pick])
-        for window in windows.around(node.window):
-            divided = windows.loops[window] and windows.whole.count(window) > 1
-            part = windows.whole[window] != window and not windows.loops[window]
-            cover[window] += round(int(node.cover_ps[pick]) * (TAKEN if divided else BUSY if part else 1.0))
+        for window, share in windows.covers[node.window]:
+            cover[window] += round(int(node.cover_ps[pick]) * share)
     for edge in of.decisions.edges:
         i, j = choice[edge.u], choice[edge.v]
         if edge.forbidden is not None and edge.forbidden[i, j]:
@@ -77,17 +74,17 @@ def price_ps(of: Setting, choice: NDArray[np.int64]) -> float:
         if edge.total is not None and edge.finishes(*pair, of.decisions.mesh.ndim)[0, 0]:
             moved, trips = edge.total
         trips *= edge.times
-        ps = int(of.resharder.cost_ps(moved, *pair, bucket=edge.bucket)[0, 0])
+        ps = int(of.resharder.cost_ps(moved, *pair, bucket=edge.bucket, strides=edge.strides)[0, 0])
         if ps >= INF:
             return float("inf")
-        work = int(of.resharder.transposes_ps(moved, *pair, bucket=edge.bucket)[0, 0])
+        work = int(of.resharder.transposes_ps(moved, *pair, bucket=edge.bucket, strides=edge.strides)[0, 0])
         if edge.window is None:
             total += ps * trips
         else:
             overlap = of.resharder.machine.overlap * windows.share(edge.value)
             total += (work + (1 - overlap) * (ps - work)) * trips
-            for window in windows.around(edge.window):
-                hideable[window] += overlap * (ps - work) * trips  # pyright: ignore[reportArgumentType]
+            for window, share in windows.hides[edge.window]:
+                hideable[window] += share * overlap * (ps - work) * trips  # pyright: ignore[reportArgumentType]
     return total + sum(max(0.0, hidden - cover[window]) for window, hidden in hideable.items())
 
 
@@ -253,7 +250,9 @@ def test_a_chain_takes_its_own_values_without_a_collective(name: str, seed: int)
                 continue
             left = made.left(v)
             assert left is not None
-            steps = of.resharder.path(d.graph.avals[v], left, taken, bucket=d.windows.bucket(v))
+            steps = of.resharder.path(
+                d.graph.avals[v], left, taken, bucket=d.windows.bucket(v), strides=d.strides.get(v, NO_STRIDES)
+            )
             assert {step.kind for step in steps} <= {"slice"}
 
 
@@ -288,7 +287,9 @@ def test_collectives_are_those_of_the_edges(name: str) -> None:
         for edge in of.decisions.edges:
             source, target = int(edge.source[choice[edge.u]]), int(edge.target[choice[edge.v]])
             aval = of.decisions.graph.avals[edge.value]
-            ps = of.resharder.cost_ps(aval, np.array([source]), np.array([target]), bucket=edge.bucket)
+            ps = of.resharder.cost_ps(
+                aval, np.array([source]), np.array([target]), bucket=edge.bucket, strides=edge.strides
+            )
             by = edge.v if (edge.value, edge.v) in again else -1
             once[edge.value, source, target, by] = float(ps[0, 0]) * 1e-12 * edge.trips
         found = list(assigned(of, choice).collectives())

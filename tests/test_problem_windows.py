@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from autoshard import compilers, hlo, meshes
 from autoshard.graph import build
 from autoshard.mesh import MeshAxes
-from autoshard.problem.windows import BUSY, EARLY, LATE, OUTSIDE, TAKEN, windows
+from autoshard.problem.windows import APART, BUSY, EARLY, LATE, OUTSIDE, TAKEN, TOGETHER, windows
 from autoshard.resharding import TRIP_BYTES
 
 
@@ -30,9 +30,9 @@ def test_a_gpu_runs_gradients_of_weights_while_those_of_activations_are_on_their
     forward, backward = (graph.loop_of[dots[i][0]] for i in (0, -1))
     weights = [e for e, v in dots if graph.avals[v].shape in ((16, 8), (8, 16))]
     (of_x,) = (v for _, v in dots if graph.loop[v] == backward and graph.avals[v].shape == (32, 16))
-    parts = {found.of_equation[e] for e in weights}
-    assert {found.whole[part] for part in parts} == {OUTSIDE + backward - 1}
-    assert found.of_value[of_x] in parts
+    (part,) = {found.of_equation[e] for e in weights}
+    assert found.whole[part] == found.whole[OUTSIDE + backward - 1]
+    assert found.of_value[of_x] == part
     assert [found.of_equation[e] for e, v in dots if graph.loop[v] == forward] == [OUTSIDE + forward - 1] * 2
     assert set(windows(graph, "tpu").of_value) <= {*range(OUTSIDE + graph.loops), None}
 
@@ -106,7 +106,7 @@ def test_a_gpu_ends_a_program_with_its_largest_gradient_and_its_new_state() -> N
     assert [found.of_value[v] for v in dots if graph.avals[v].shape == (64, 8)] == [None]
     (end,) = {found.of_value[v] for v in graph.outputs}
     assert end is not None
-    assert found.around(end) == (end,)
+    assert found.hides[end] == found.covers[end] == ((end, 1.0),)
     updates = [e for e, results in enumerate(graph.results) if set(results) & set(graph.outputs)]
     assert {found.of_equation[e] for e in updates} == {end}
     assert found.idle.issuperset(updates)
@@ -129,24 +129,70 @@ def test_a_gpu_waits_for_its_first_bucket() -> None:
         assert all(windows(graph, "tpu").of_value[v] == EARLY for v in graph.inputs[1:])
 
 
-def test_a_part_of_the_compute_of_a_trip_hides_something() -> None:
-    """But all of what is late or idle there, and of all where a compiler divides no trips; outside of loops, half."""
+def test_what_hides_in_a_trip_is_shared_out() -> None:
+    """Some behind a part of all its compute, some behind little of what is late, or all; nothing counts twice."""
 
     def step(w: Any, x: Any) -> Any:
         return jax.grad(lambda w: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0].sum())(w)
 
     graph = build(jax.make_jaxpr(step)(jnp.ones((4, 8, 8)), jnp.ones((2, 8))))
-    for platform, trips in (("cpu", 0), ("tpu", 0), ("cuda", 2)):
-        found = windows(graph, platform)
-        shares = [dict(found.hiding(w)) for w in range(found.count)]
-        parts = [w for w in range(found.count) if found.whole[w] != w]
-        in_loops = [w for w in parts if found.loops[w]]
-        assert len(in_loops) == trips
-        for w in range(found.count):
-            wholes = {found.whole[part] for part in in_loops}
-            outside = {part for part in parts if not found.loops[part]}
-            share = {**dict.fromkeys(wholes, TAKEN), **dict.fromkeys(outside, BUSY)}
-            assert shares[w] == {v: share.get(v, 1.0) for v in {w, found.whole[w]}}
+    for platform in ("cpu", "tpu"):
+        other = windows(graph, platform)
+        assert other.hides == other.covers == tuple(((w, 1.0),) for w in range(other.count))
+    found = windows(graph, "cuda")
+    for loop in range(1, graph.loops + 1):
+        body = OUTSIDE + loop - 1
+        trip = found.whole[body]
+        (part,) = (w for w, of in enumerate(found.loops) if of == loop and APART in dict(found.covers[w]).values())
+        assert found.whole[part] == trip != body
+        for window in (body, part):
+            assert found.hides[window] == ((window, 1 - TOGETHER), (trip, TOGETHER))
+        assert found.covers[body] == ((body, 1.0), (trip, TAKEN))
+        assert found.covers[part] == ((part, APART), (body, 1.0), (trip, TAKEN))
+
+
+def test_a_part_outside_of_loops_counts_in_the_whole_too() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return jax.grad(lambda w: jnp.sum(jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"])))(w)
+
+    w = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))}
+    found = windows(build(jax.make_jaxpr(step)(w, jnp.ones((2, 8)))), "cuda")
+    (part,) = (w for w, whole in enumerate(found.whole) if whole == LATE != w)
+    assert found.hides[part] == ((part, 1.0), (LATE, 1.0))
+    assert found.covers[part] == ((part, BUSY), (LATE, 1.0))
+
+
+def test_a_gpu_gathers_a_trips_first_weights_while_their_slices_and_the_norm_run() -> None:
+    """XLA:GPU (0.10.2) waits for nothing of 0.53 ms of llama3-8b's four layers under FSDP, 65,536 tokens on 8 H100."""
+
+    def loss(w: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            h = x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True))
+            return x + jnp.tanh(h @ w["up"]) @ w["down"], None
+
+        return jnp.sum(jax.lax.scan(layer, x, w)[0])
+
+    w = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in (("up", (4, 16, 8)), ("down", (4, 8, 16)))}
+    graph = build(jax.make_jaxpr(loss)(w, jax.ShapeDtypeStruct((32, 16), jnp.float32)))
+    found = windows(graph, "cuda")
+    sliced = {
+        graph.avals[results[0]].shape: (e, results[0])
+        for e, (eqn, results) in enumerate(zip(graph.eqns, graph.results, strict=True))
+        if eqn.primitive == "loop_slice"
+    }
+    (e, up), (_, down) = sliced[16, 8], sliced[8, 16]
+    opening = found.of_value[up]
+    assert opening is not None
+    assert found.hides[opening] == ((opening, 1.0),)
+    assert found.bucket(up) == 0
+    assert found.of_value[down] == OUTSIDE
+    norm = [
+        i for i, eqn in enumerate(graph.eqns) if eqn.primitive in ("reduce_sum", "sqrt", "div") and graph.loop_of[i]
+    ]
+    assert {found.of_equation[i] for i in (e, *norm)} == {opening}
+    assert found.idle.issuperset((e, *norm))
+    after = [i for i, eqn in enumerate(graph.eqns) if eqn.primitive == "tanh"]
+    assert found.idle.isdisjoint(after)
 
 
 def test_a_gpu_hides_nothing_behind_loops_that_communicate() -> None:
@@ -173,7 +219,7 @@ def test_a_gpu_hides_nothing_behind_loops_that_communicate() -> None:
     updates = [e for e, results in enumerate(graph.results) if set(results) & set(graph.outputs)]
     assert outside
     assert updates
-    assert {EARLY, LATE}.isdisjoint(w for e in outside for w in found.around(found.of_equation[e]))
+    assert {EARLY, LATE}.isdisjoint(w for e in outside for w, _ in found.covers[found.of_equation[e]])
     assert {found.of_equation[e] for e in updates} == {LATE}
     assert found.idle.issuperset(updates)
     assert {other.of_equation[e] for e in outside} <= {EARLY, LATE}
@@ -215,5 +261,6 @@ def test_a_gpu_hides_what_joins_a_chain_behind_late_work_alone() -> None:
         for eqn, results, loop in zip(graph.eqns, graph.results, graph.loop_of, strict=True)
         if eqn.primitive == "loop_slice" and loop == backward and eqn.results[0].shape == (32, 8)
     ]
-    parts = {window for window in sliced if window is not None and found.whole[window] != window}
-    assert parts == {w for w, loop in enumerate(found.loops) if loop == backward and found.whole[w] != w}
+    parts = {window for window in sliced if window is not None and APART in dict(found.covers[window]).values()}
+    assert len(parts) == 1
+    assert {found.loops[part] for part in parts} == {backward}

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.problem.decisions import Decisions, Edge, Port, consumer_port
-from autoshard.resharding import PS_PER_S, Resharder, collective_s
+from autoshard.resharding import NO_STRIDES, PS_PER_S, Resharder, Step, collective_s
 from autoshard.strategies import SUM, WHOLE, Rows, decode, encode
 
 TRANSPOSE = "transpose"  # what the work around a collective is called
@@ -93,10 +93,9 @@ class Assignment:
         onto a second dimension, is whole in between, and so is a lookup's: XLA all-reduces and moves it
         otherwise, and makes a reduce-scatter of an all-reduce that is cut behind it.
         """
-        aval = self.decisions.graph.avals[value]
         codes: list[int] = []
         here = source
-        for step in self.resharder.path(aval, source, target, bucket=self.decisions.windows.bucket(value)):
+        for step in self._path(value, source, target):
             if step.kind == "reduce-scatter" and (here != source or self._detours(value, here, step.after)):
                 codes.append(self._whole(here, value))
             codes.append(step.after)
@@ -221,9 +220,12 @@ class Assignment:
         return found
 
     def _communicates(self, value: int, source: int, target: int) -> bool:
-        aval = self.decisions.graph.avals[value]
-        steps = self.resharder.path(aval, source, target, bucket=self.decisions.windows.bucket(value))
-        return any(step.kind != "slice" for step in steps)
+        return any(step.kind != "slice" for step in self._path(value, source, target))
+
+    def _path(self, value: int, source: int, target: int) -> tuple[Step, ...]:
+        d = self.decisions
+        bucket, strides = d.windows.bucket(value), d.strides.get(value, NO_STRIDES)
+        return self.resharder.path(d.graph.avals[value], source, target, bucket=bucket, strides=strides)
 
     def before_output(self, position: int) -> tuple[int, ...]:
         """Codes to pin, in order, before a program output."""
@@ -245,7 +247,7 @@ class Assignment:
             ends = (np.array([source], np.int64), np.array([target], np.int64))
             whole = edge.total if edge.finishes(*ends, d.mesh.ndim)[0, 0] else None
             aval, trips = whole or (edge.moved, edge.trips)
-            for step in self.resharder.path(aval, source, target, bucket=edge.bucket):
+            for step in self.resharder.path(aval, source, target, bucket=edge.bucket, strides=edge.strides):
                 if step.kind != "slice":
                     row = self._collective(
                         step.kind,
@@ -273,16 +275,17 @@ class Assignment:
         d = self.decisions
         moved = [(row, edge.hides) for edge, row in self.transfers()]
         hides, covers = np.zeros(d.windows.count), np.zeros(d.windows.count)
-        for row, share in moved:
-            if row.window is not None:
-                hides[[*d.windows.around(row.window)]] += share * row.seconds * row.trips
+        for row, hidden in moved:
+            for window, share in () if row.window is None else d.windows.hides[row.window]:
+                hides[window] += share * hidden * row.seconds * row.trips
         for node, pick in zip(d.nodes, self.choice, strict=True):
-            for window, share in d.windows.hiding(node.window):
+            for window, share in d.windows.covers[node.window]:
                 covers[window] += share * int(node.cover_ps[pick]) / PS_PER_S
         left = np.maximum(0.0, hides - covers) / np.where(hides > 0, hides, 1.0)
-        for row, share in moved:
-            around = () if row.window is None else d.windows.around(row.window)
-            yield row, row.seconds * row.trips * (1.0 - share + share * float(left[[*around]].sum()))
+        for row, hidden in moved:
+            shares = () if row.window is None else d.windows.hides[row.window]
+            exposed = sum(share * float(left[window]) for window, share in shares)
+            yield row, row.seconds * row.trips * (1.0 - hidden + hidden * exposed)
         for n in range(len(d.nodes)):
             yield from ((row, row.seconds * row.trips) for row in self.in_op(n))
 

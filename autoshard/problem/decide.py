@@ -15,9 +15,10 @@ from autoshard.problem.accumulators import NONE, accumulators
 from autoshard.problem.casts import narrow_side, widening
 from autoshard.problem.decisions import Decision, Decisions, Edge, Port, Usage, consumer_port
 from autoshard.problem.sharing import groups
+from autoshard.problem.strides import strides
 from autoshard.problem.traits import MERGING, levels, traits
 from autoshard.problem.windows import EARLY, LATE, windows
-from autoshard.resharding import PS_PER_S
+from autoshard.resharding import NO_STRIDES, PS_PER_S
 from autoshard.rules import rules_of
 from autoshard.strategies import (
     SUM,
@@ -109,6 +110,7 @@ class _Decider:
         held_bytes: Mapping[int, int],
     ) -> Decisions:
         self.windows = windows(self.graph, self.platform)
+        self.strides = strides(self.graph, self.traits.fuses) if self.platform == "cuda" else {}
         kept = {v for i, v in enumerate(self.graph.inputs) if i not in donated}
         self.in_place = in_place(self.graph, kept | set(self.graph.outputs))
         inputs = self._add_inputs(tied, donated, input_pins, output_pins, held_bytes)
@@ -132,6 +134,7 @@ class _Decider:
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             windows=self.windows,
+            strides=self.strides,
             lives=self.lives,
             apart=frozenset(self.apart),
             pruned=self.pruned,
@@ -529,6 +532,7 @@ class _Decider:
                 window=window,
                 hides=0.0 if window is None else self.machine.overlap * self.windows.share(value),
                 bucket=self.windows.bucket(value),
+                strides=self.strides.get(value, NO_STRIDES),
                 trips=self.graph.trips[value],
                 forbidden=forbidden,
                 impossible=impossible,

@@ -30,7 +30,7 @@ from autoshard.graph import Aval, Graph
 from autoshard.memory import Lives
 from autoshard.mesh import MeshAxes
 from autoshard.problem.windows import Windows
-from autoshard.resharding import INF_PS, Resharder
+from autoshard.resharding import INF_PS, Resharder, Strides
 from autoshard.rules import ShardingRule
 from autoshard.strategies import SUM, WHOLE, Codes, Strategies, decode, encode
 
@@ -68,7 +68,8 @@ class Edge:
 
     `moved` is what is moved of the value: itself, or the smaller side of the cast that makes it;
     `hides` the share of its seconds that hides in its window while there is compute to hide behind,
-    `bucket` the bytes of those with which it is merged, 0 if it is not. `source[i]`, `target[j]`: the
+    `bucket` the bytes of those with which it is merged, 0 if it is not, `strides` how contractions take and make it.
+    `source[i]`, `target[j]`: the
     value's code under choice i of `u` and j of `v`. `forbidden`, if given, marks pairs (S_u, S_v) that
     no plan has, `impossible` those of them that no program could have. `total`, if given, is what is
     moved instead, and how often, where only pending sums are finished (see `accumulators`). `times`:
@@ -84,6 +85,7 @@ class Edge:
     window: int | None
     hides: float
     bucket: int
+    strides: Strides
     trips: int
     forbidden: NDArray[np.bool_] | None = None
     impossible: NDArray[np.bool_] | None = None
@@ -126,6 +128,7 @@ class Decisions:
     inputs: tuple[int, ...]  # program input → decision
     outputs: tuple[int, ...]  # program output → decision
     windows: Windows
+    strides: Mapping[int, Strides]  # of values that contractions take or make
     lives: Lives
     apart: frozenset[int]  # values that are moved for every group of their uses: see `problem.sharing`
     pruned: int
@@ -185,7 +188,7 @@ def _of_all_trips(edge: Edge, resharder: Resharder, price: Any) -> NDArray[np.in
     targets, j = np.unique(edge.target, return_inverse=True)
 
     def of_all_trips(moved: Aval, trips: int) -> NDArray[np.int64]:
-        once = price(moved, sources, targets, bucket=edge.bucket)
+        once = price(moved, sources, targets, bucket=edge.bucket, strides=edge.strides)
         return np.where(once < INF_PS, np.where(once < INF_PS, once, 0) * trips, INF_PS)
 
     table = of_all_trips(edge.moved, edge.trips * edge.times)

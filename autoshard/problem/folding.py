@@ -76,6 +76,7 @@ class _Labels:
                 edge.window,
                 edge.hides,
                 edge.bucket,
+                edge.strides.key,
                 edge.trips * edge.times,
                 edge.total and (edge.total[0].itemsize, edge.total[1]),
                 mask,

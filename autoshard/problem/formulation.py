@@ -7,8 +7,9 @@ the window's hideable communication h, the compute c beside it, and the machine'
 
     exposed = (1 − overlap)·h + max(0, overlap·h − overlap·c)
 
-What a window's part leaves exposed, and what the whole does, add up; where both do, the step is
-a little shorter than that.
+What may hide in several windows, all of it or a share in each (`problem.windows`), is exposed as
+far as each of them leaves it so: they add up. Outside of loops, where a part and the whole both leave
+something, the step is a little shorter than that.
 
 A class of equal decisions is one node of the problem: its costs count once per
 member, an edge inside the class becomes part of the node's own costs.
@@ -69,7 +70,7 @@ def formulate(
         own = node.cost_ps * times + matrices.own[c] if c in matrices.own else node.cost_ps * times
         cost[start[c] : start[c + 1]] = np.minimum(own, INF)
         if node.cover_ps.any():
-            for window, share in decisions.windows.hiding(node.window):
+            for window, share in decisions.windows.covers[node.window]:
                 covers[window][c] = -np.rint(share * node.cover_ps).astype(np.int64) * times
     for (c, window), hidden in matrices.own_hidden.items():
         covers[window][c] = covers[window].get(c, np.zeros(sizes[c], np.int64)) + hidden
@@ -139,6 +140,7 @@ class _ClassMatrices:
                 edge.window,
                 edge.hides,
                 edge.bucket,
+                edge.strides,
                 edge.trips * edge.times,
                 edge.total and (edge.total[0].itemsize, edge.total[1]),
                 mask,
@@ -150,20 +152,22 @@ class _ClassMatrices:
             forbidden = matrix >= INF
             work = np.where(forbidden, 0, transposes_ps(edge, resharder)) * times
             seconds = np.where(forbidden, 0, matrix) * times - work
-            around = () if edge.window is None else decisions.windows.around(edge.window)
+            hides = () if edge.window is None else decisions.windows.hides[edge.window]
             taxed = np.rint(seconds * (1.0 - edge.hides)).astype(np.int64)
             base, seconds = np.where(forbidden, INF, taxed + work), seconds - taxed
             if a == b:
                 self.own[a] = _saturated(self.own.get(a), np.diagonal(base))
-                for spot in ((a, window) for window in around):
-                    self.own_hidden[spot] = self.own_hidden.get(spot, 0) + np.diagonal(seconds)
+                for window, share in hides:
+                    hidden = np.rint(share * np.diagonal(seconds)).astype(np.int64)
+                    self.own_hidden[a, window] = self.own_hidden.get((a, window), 0) + hidden
                 continue
             pair = (a, b) if a < b else (b, a)
             if a > b:
                 base, seconds = base.T, seconds.T
             self.between[pair] = _saturated(self.between.get(pair), base)
-            for spot2 in ((pair, window) for window in around if seconds.any()):
-                self.hidden[spot2] = self.hidden.get(spot2, 0) + seconds
+            for window, share in hides if seconds.any() else ():
+                hidden = np.rint(share * seconds).astype(np.int64)
+                self.hidden[pair, window] = self.hidden.get((pair, window), 0) + hidden
 
 
 def _saturated(total: Int | None, more: Int) -> Int:

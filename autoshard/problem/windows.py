@@ -9,19 +9,22 @@ second behind the others.
 The body of a loop is a window of its own: what depends neither on the trip before nor
 on a contraction (gathers of this layer's weights), and what feeds neither a contraction
 nor the next trip (reductions of this layer's gradients), hides behind the contractions
-of the body. XLA:GPU moves nothing into another trip: what the first contraction of a body
-waits for is exposed there, and so is the reduction of what its last contraction makes
-(the scheduler keeps the largest gradient for last). So it is in a program without loops, and
-there all of the compiler's first bucket of weights is waited for.
+of the body. XLA:GPU moves nothing into another trip: the weights of the first contraction of a
+body are gathered while what precedes it runs, which is no contraction (norms, slices and casts of
+weights); else what it waits for is exposed there, and so is the reduction of what the last
+contraction makes (the scheduler keeps the largest gradient for last). So it is in a program without
+loops, and there all of the compiler's first bucket of weights is waited for.
 
 A *late* contraction, which makes a gradient of weights, feeds no other. XLA:GPU runs it
 while what the others wait for, and it does not, is on its way (gradients of activations),
-and so it does in a loop with what is *idle*: slices and casts of weights, what is stacked.
-Each window with such work has a part of its own, in which that communication hides behind
-this compute alone; so does all that is reduced late, and what was stacked by a loop before and
-meets, element by element, what a contraction has made. What hides in a part, and the compute
-there, counts in the whole window, too. Of the compute of a trip that is divided so some hides
-nothing, and of that of a part outside of loops.
+and so it does in a loop with what is stacked. Each window with such work has a part of its
+own, in which that communication hides behind this compute alone; so does all that is reduced
+late, and what was stacked by a loop before and meets, element by element, what a contraction has
+made. Outside of loops, what hides in a part, and the compute there, counts in the whole window,
+too, and of the compute of the part some hides nothing. In a loop, one share of whatever hides, in
+the part or not, does so behind a part of all compute of the trip, and the other behind little of
+the part's or, where it is no part, behind all: what is waited for grows from nothing, where
+communication is little beside compute.
 
 XLA:GPU runs one collective at a time, and none beside a loop that communicates itself. In a
 program with loops, what is early or late outside of them hides behind no contraction: only
@@ -33,6 +36,7 @@ from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
+from typing import TypeVar
 
 from autoshard.costs import is_contraction
 from autoshard.graph import LINKS, Graph
@@ -45,32 +49,40 @@ OUTSIDE = 2  # windows outside of loops; the body of loop k is window OUTSIDE + 
 # something: XLA:GPU runs the rest where no collective of the part is under way (fitted to programs without loops).
 BESIDE = 0.75
 BUSY = 0.5
-# In a divided trip so much at most hides of what contractions wait for and of all else, and of the trip's compute so
-# much hides something. Fitted to 212 trips as XLA:GPU schedules them: plans of four layers of gpt2-xl, llama3-8b,
-# gemma-7b and mixtral on 8 and 16 H100, small, medium and large batches (those of docs/comparing.md), under five
-# other sets of shares. Of what a trip waits for, in parts of the step, the root mean square of the error is 0.020; it
-# is 0.034 with 0.7, 1.0 and 1.0, and 0.0205 or less with any near these.
-BESIDE_WITHIN = 0.43
-WITHIN = 0.86
-TAKEN = 0.7
+# In a divided trip so much at most hides of what contractions wait for. Of what hides the share TOGETHER does so behind
+# TAKEN of all the trip's compute, and the rest behind APART of the part's, or behind all. Fitted to 310 trips as
+# XLA:GPU schedules them: plans of four layers of gpt2-xl, llama3-8b, gemma-7b and mixtral, and hand-written FSDP, on 8,
+# 16 and 32 H100, small to huge batches (those of docs/comparing.md), every size with the same weight. Of what a trip
+# waits for, in parts of the step, the root mean square of the error is 0.013. It is 0.016 at best where a share of
+# everything is waited for however much compute there is.
+BESIDE_WITHIN = 0.6
+TOGETHER = 0.61
+TAKEN = 0.38
+APART = 0.12
+
+_T = TypeVar("_T")
+Shares = tuple[tuple[int, float], ...]  # windows, and how much counts in each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
     """The window in which each value's resharding can hide (or None), and in which each equation's compute counts.
 
-    `loops[w]` is the loop whose body window w is of, 0 outside of loops; `whole[w]` the window of
-    which w is a part, or w itself; `buckets[w]` the bytes of what the compilers merge of its
+    `loops[w]` is the loop of whose trips window w is, 0 outside of loops; `whole[w]` the window of
+    which w is a part, or w itself. What can hide in w counts in `hides[w]`, and compute in `covers[w]`,
+    by these shares. `buckets[w]`: the bytes of what the compilers merge of its
     collectives: XLA:TPU does outside of loops, XLA:GPU in loops, too. What contractions wait for,
     `beside` late and idle work, hides only on the way to what is `urgent`, and is not merged.
-    `idle` has the equations, no contractions, that run any time before or after all others of
-    their trip, and the updates of a program with loops.
+    `idle` has the equations, no contractions, behind which something hides: those that run any time before
+    or after all others of their trip, or before its contractions, and the updates of a program with loops.
     """
 
     of_value: tuple[int | None, ...]
     of_equation: tuple[int, ...]
     loops: tuple[int, ...]
     whole: tuple[int, ...]
+    hides: tuple[Shares, ...]
+    covers: tuple[Shares, ...]
     buckets: tuple[int, ...]
     urgent: frozenset[int]
     beside: frozenset[int]
@@ -83,33 +95,25 @@ class Windows:
     def share(self, value: int) -> float:
         """The share of a value's communication that hides where there is enough to hide it behind."""
         window = self.of_value[value]
-        within = window is not None and self.whole[window] in self.divided
-        if value in self.beside:
-            return BESIDE_WITHIN if within else BESIDE
-        return WITHIN if within else 1.0
+        if window is None or value not in self.beside:
+            return 1.0
+        return BESIDE_WITHIN if self.loops[window] else BESIDE
 
     def bucket(self, value: int) -> int:
         """The bytes of those with which a value's collective is merged; 0 if it is not."""
         window = self.of_value[value]
         return 0 if window is None or value in self.beside else self.buckets[window]
 
-    def around(self, window: int) -> tuple[int, ...]:
-        """A window, and that of which it is a part."""
-        return tuple(dict.fromkeys((window, self.whole[window])))
-
-    def hiding(self, window: int) -> tuple[tuple[int, float], ...]:
-        """The windows in which compute of this window hides something, and the share of it that does."""
-        return tuple((w, self._busy(w)) for w in self.around(window))
-
-    def _busy(self, window: int) -> float:
-        if window in self.divided:
-            return TAKEN
-        return BUSY if self.whole[window] != window and not self.loops[window] else 1.0
-
-    @property
-    def divided(self) -> frozenset[int]:
-        """The windows of loops that have a part."""
-        return frozenset(whole for w, whole in enumerate(self.whole) if w != whole and self.loops[w])
+    def with_window(self, *, loop: int, whole: int, hides: Shares, covers: Shares, bucket: int) -> "Windows":
+        """These and one more, whose number is `count`."""
+        return replace(
+            self,
+            loops=(*self.loops, loop),
+            whole=(*self.whole, whole),
+            hides=(*self.hides, hides),
+            covers=(*self.covers, covers),
+            buckets=(*self.buckets, bucket),
+        )
 
 
 def windows(graph: Graph, platform: str = "cpu") -> Windows:
@@ -117,8 +121,10 @@ def windows(graph: Graph, platform: str = "cpu") -> Windows:
     outer, inner = _outside(graph), _inside(graph)
     outside = {v for v, loop in enumerate(graph.loop) if not loop}
     early, late = inner.early | (outer.early & outside), inner.late | (outer.late & outside)
+    awaited = frozenset[int]()
     if platform == "cuda":
-        early -= _awaited(graph) | _bucket(graph, early)
+        awaited = _awaited(graph)
+        early -= awaited | _bucket(graph, early)
         late -= _last(graph, late)
     of_value: list[int | None] = []
     for v, loop in enumerate(graph.loop):
@@ -128,11 +134,15 @@ def windows(graph: Graph, platform: str = "cpu") -> Windows:
     of_equation = [
         OUTSIDE + loop - 1 if loop else (EARLY if forward >> e & 1 else LATE) for e, loop in enumerate(graph.loop_of)
     ]
+    count = OUTSIDE + graph.loops
+    alone = tuple(((w, 1.0),) for w in range(count))
     found = Windows(
         of_value=tuple(of_value),
         of_equation=tuple(of_equation),
         loops=(0,) * OUTSIDE + tuple(range(1, graph.loops + 1)),
-        whole=tuple(range(OUTSIDE + graph.loops)),
+        whole=tuple(range(count)),
+        hides=alone,
+        covers=alone,
         buckets=(BUCKET_BYTES,) * OUTSIDE + (TRIP_BYTES if platform == "cuda" else 0,) * graph.loops,
         urgent=frozenset(),
         beside=frozenset(),
@@ -140,7 +150,7 @@ def windows(graph: Graph, platform: str = "cpu") -> Windows:
     )
     if platform != "cuda":
         return found
-    found = _divided(graph, found, outer, inner)
+    found = _opened(graph, _divided(graph, found, outer, inner), inner, awaited)
     return _around_loops(graph, found, outer) if graph.loops else _at_the_end(graph, found, outer)
 
 
@@ -230,31 +240,64 @@ def _divided(graph: Graph, found: Windows, outer: _Phases, inner: _Phases) -> Wi
         phases, results = inner if loop else outer, graph.results[e]
         if is_contraction(eqn):
             (late if results[0] in phases.late else others).add(e)
-        elif eqn.primitive == "loop_stack":
+        elif eqn.primitive == "loop_stack" or (loop and phases.late.issuperset(results)):
             idle.add(e)
             late.add(e)
-        elif loop and (phases.early | phases.late).issuperset(results):
-            idle.add(e)
-            if phases.late.issuperset(results):
-                late.add(e)
     urgent = frozenset(
         v for within in (False, True) for v in _feeding(graph, others, inside=within) if bool(graph.loop[v]) == within
     )
-    part = {loop: found.count + i for i, loop in enumerate(sorted({homes[e] for e in late}))}
+    part: dict[int, int] = {}  # loop → its part
+    for loop in sorted({homes[e] for e in late}):
+        found, part[loop] = _parted(found, loop)
     beside = _beside(graph, late, homes, urgent & (outer.after | inner.after))
     hidden = {v for v in inner.late | _joining(graph, inner) if found.of_value[v] is not None}
     parted = beside | {v for v in hidden if graph.loop[v] in part}
-    counts = {e for e in late | idle if homes[e] in part}
-    whole = tuple(OUTSIDE + loop - 1 if loop else LATE for loop in part)
-    return Windows(
+    return replace(
+        found,
         of_value=tuple(part[graph.loop[v]] if v in parted else window for v, window in enumerate(found.of_value)),
-        of_equation=tuple(part[homes[e]] if e in counts else window for e, window in enumerate(found.of_equation)),
-        loops=(*found.loops, *part),
-        whole=(*found.whole, *whole),
-        buckets=(*found.buckets, *(found.buckets[w] for w in whole)),
+        of_equation=tuple(part[homes[e]] if e in late else window for e, window in enumerate(found.of_equation)),
         urgent=urgent,
         beside=beside,
         idle=frozenset(idle),
+    )
+
+
+def _parted(found: Windows, loop: int) -> tuple[Windows, int]:
+    """The windows and one part more, of what is late outside of loops (0) or of a loop's trips."""
+    if not loop:
+        part = found.count
+        hides, covers = ((part, 1.0), (LATE, 1.0)), ((part, BUSY), (LATE, 1.0))
+        return found.with_window(loop=0, whole=LATE, hides=hides, covers=covers, bucket=found.buckets[LATE]), part
+    body, trip, part = OUTSIDE + loop - 1, found.count, found.count + 1
+    bucket = found.buckets[body]
+    alone = ((trip, 1.0),)
+    found = found.with_window(loop=loop, whole=trip, hides=alone, covers=alone, bucket=bucket)
+    found = replace(
+        found,
+        whole=_with(found.whole, body, trip),
+        hides=_with(found.hides, body, ((body, 1 - TOGETHER), (trip, TOGETHER))),
+        covers=_with(found.covers, body, ((body, 1.0), (trip, TAKEN))),
+    )
+    hides, covers = ((part, 1 - TOGETHER), (trip, TOGETHER)), ((part, APART), *found.covers[body])
+    return found.with_window(loop=loop, whole=trip, hides=hides, covers=covers, bucket=bucket), part
+
+
+def _opened(graph: Graph, found: Windows, inner: _Phases, awaited: Set[int]) -> Windows:
+    """The windows and one more for every loop: of its first contraction's weights, behind what precedes it."""
+    first = found.count - 1  # and a loop's number: its opening
+    for loop in range(1, graph.loops + 1):
+        body, new = OUTSIDE + loop - 1, found.count
+        covers = ((new, 1.0), *found.covers[body])
+        found = found.with_window(loop=loop, whole=found.whole[body], hides=((new, 1.0),), covers=covers, bucket=0)
+    before = {v for v, loop in enumerate(graph.loop) if loop} - inner.after
+    opening = {e for e, eqn in enumerate(graph.eqns) if not is_contraction(eqn) and before.issuperset(graph.results[e])}
+    opening -= found.idle
+    waiting = awaited & inner.early
+    return replace(
+        found,
+        of_value=tuple(first + graph.loop[v] if v in waiting else w for v, w in enumerate(found.of_value)),
+        of_equation=tuple(first + graph.loop_of[e] if e in opening else w for e, w in enumerate(found.of_equation)),
+        idle=found.idle | opening,
     )
 
 
@@ -262,13 +305,21 @@ def _around_loops(graph: Graph, found: Windows, outer: _Phases) -> Windows:
     """The windows of a program with loops: outside of them contractions hide nothing but what is beside them."""
     updates = _updates(graph, outer)
     nowhere = found.count
+    alone = ((nowhere, 1.0),)
+    found = found.with_window(loop=0, whole=nowhere, hides=alone, covers=alone, bucket=0)
+    for part in range(OUTSIDE, nowhere):
+        if found.whole[part] == LATE:
+            alone = ((part, 1.0),)
+            found = replace(
+                found,
+                whole=_with(found.whole, part, part),
+                hides=_with(found.hides, part, alone),
+                covers=_with(found.covers, part, alone),
+            )
     outside = (w if w >= OUTSIDE else nowhere for w in found.of_equation)
     return replace(
         found,
         of_equation=tuple(LATE if e in updates else w for e, w in enumerate(outside)),
-        loops=(*found.loops, 0),
-        whole=(*(w if whole == LATE else whole for w, whole in enumerate(found.whole)), nowhere),
-        buckets=(*found.buckets, 0),
         idle=found.idle | updates,
     )
 
@@ -276,17 +327,20 @@ def _around_loops(graph: Graph, found: Windows, outer: _Phases) -> Windows:
 def _at_the_end(graph: Graph, found: Windows, outer: _Phases) -> Windows:
     """The windows of a program without loops: what moves of its new state hides behind its updates alone."""
     updates = _updates(graph, outer)
-    end = found.count
     state = _new_state(graph)
+    end = found.count
+    alone = ((end, 1.0),)
+    found = found.with_window(loop=0, whole=end, hides=alone, covers=alone, bucket=found.buckets[LATE])
     return replace(
         found,
         of_value=tuple(end if w == LATE and v in state else w for v, w in enumerate(found.of_value)),
         of_equation=tuple(end if e in updates else w for e, w in enumerate(found.of_equation)),
-        loops=(*found.loops, 0),
-        whole=(*found.whole, end),
-        buckets=(*found.buckets, found.buckets[LATE]),
         idle=found.idle | updates,
     )
+
+
+def _with(items: tuple[_T, ...], at: int, item: _T) -> tuple[_T, ...]:
+    return (*items[:at], item, *items[at + 1 :])
 
 
 def _new_state(graph: Graph) -> frozenset[int]:
