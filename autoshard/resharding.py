@@ -20,7 +20,7 @@ and permutes are never combined.
 
 XLA:GPU's collectives take and leave arrays along their outermost dimension in memory. What is
 moved along another one is transposed for it, which is work of the device, and no communication:
-the piece, unless an element-wise kernel writes or reads it, which transposes at no cost; and of three
+the piece, unless an element-wise kernel writes what is gathered, which transposes at no cost; and of three
 dimensions or more the whole, too, unless the contraction that takes or makes it has a stride of its own
 for that dimension (`Strides`), as a matmul has for both of a matrix.
 """
@@ -94,18 +94,17 @@ class Strides(NamedTuple):
     """How those before and behind a collective take arrays that do not lie in the order of their dimensions.
 
     read, made: the dimensions for which those that read the whole, or who makes it, have strides of their own.
-    sent, received: whether an element-wise kernel writes the pieces that are gathered, or reads those scattered.
+    sent: whether an element-wise kernel writes the pieces that are gathered.
     """
 
     read: frozenset[int] = frozenset()
     made: frozenset[int] = frozenset()
     sent: bool = False
-    received: bool = False
 
     @property
     def key(self) -> tuple[object, ...]:
         """The same for equal ones in every process."""
-        return (tuple(sorted(self.read)), tuple(sorted(self.made)), self.sent, self.received)
+        return (tuple(sorted(self.read)), tuple(sorted(self.made)), self.sent)
 
 
 NO_STRIDES = Strides()
@@ -283,8 +282,8 @@ class _Table:
 
         if kind in ("all-gather", "reduce-scatter"):
             split, whole, dims = (i, j, before) if kind == "all-gather" else (j, i, after)
-            read, made, sent, received = self._strides
-            alone, fused = (read, sent) if kind == "all-gather" else (made, received)
+            read, made, sent = self._strides
+            alone, fused = (read, sent) if kind == "all-gather" else (made, False)
             strided = np.array([d in alone for d in range(ndim)]) | ((np.array(shape) > 1).sum() < 3)
             moved = np.where(strided[dims[:, axis]], 0, self.local_bytes[whole])
             moved += 0 if fused else self.local_bytes[split]

@@ -6,8 +6,9 @@ their order. So an array may lie with any one dimension outermost that is a grou
 transposes no such array for a collective along it, however many dimensions it has: experts' weights
 [expert, in, out] along each, heads' [head, width, out] along the last, but not along the second.
 
-The pieces that are gathered, or come from a scatter, are transposed by the kernels that make or take
-them, if those are element-wise: casts, slices of a stack, updates.
+The pieces that are gathered are transposed by the kernels that make them, if those are element-wise: casts,
+slices of a stack. Not so the pieces that come from a scatter: where they meet what lies otherwise, all of that may
+be transposed (the moments of gemma-7b's embedding, on 16 H100).
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,14 +40,11 @@ def strides(graph: Graph, fuses: Sequence[bool]) -> Mapping[int, Strides]:
             made[graph.results[e][0]] = frozenset(d for d, old in enumerate(order) if old in dims)
     nothing = frozenset[int]()
     kernels = [fused or eqn.primitive in _STACKS for eqn, fused in zip(graph.eqns, fuses, strict=True)]
-    made_by, consumers = graph.producers(), graph.consumers()
-    found: dict[int, Strides] = {}
-    for v in range(len(graph.avals)):
-        takers = consumers.get(v, ())
-        sent = v in made_by and kernels[made_by[v][0]]
-        received = bool(takers) and all(kernels[e] for e, _ in takers)
-        found[v] = Strides(read.get(v, nothing), made.get(v, nothing), sent, received)
-    return found
+    made_by = graph.producers()
+    return {
+        v: Strides(read.get(v, nothing), made.get(v, nothing), v in made_by and kernels[made_by[v][0]])
+        for v in range(len(graph.avals))
+    }
 
 
 def _read(eqn: Eqn, i: int, through: frozenset[int] | None) -> frozenset[int] | None:
