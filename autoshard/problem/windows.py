@@ -151,7 +151,7 @@ def windows(graph: Graph, platform: str = "cpu") -> Windows:
     if platform != "cuda":
         return found
     found = _opened(graph, _divided(graph, found, outer, inner), inner, awaited)
-    return _around_loops(graph, found, outer) if graph.loops else _at_the_end(graph, found, outer)
+    return _around_loops(graph, found, outer, awaited) if graph.loops else _at_the_end(graph, found, outer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,12 +301,22 @@ def _opened(graph: Graph, found: Windows, inner: _Phases, awaited: Set[int]) -> 
     )
 
 
-def _around_loops(graph: Graph, found: Windows, outer: _Phases) -> Windows:
-    """The windows of a program with loops: outside of them contractions hide nothing but what is beside them."""
+def _around_loops(graph: Graph, found: Windows, outer: _Phases, awaited: Set[int]) -> Windows:
+    """The windows of a program with loops: outside of them contractions hide nothing but what is beside them.
+
+    The first contraction's weights are gathered while what depends on none runs (the labels' part of a loss).
+    """
     updates = _updates(graph, outer)
-    nowhere = found.count
-    alone = ((nowhere, 1.0),)
-    found = found.with_window(loop=0, whole=nowhere, hides=alone, covers=alone, bucket=0)
+    nowhere, opening = found.count, found.count + 1
+    for window in (nowhere, opening):
+        alone = ((window, 1.0),)
+        found = found.with_window(loop=0, whole=window, hides=alone, covers=alone, bucket=0)
+    first = {
+        e
+        for e, eqn in enumerate(graph.eqns)
+        if _home(graph, e) == 0 and not is_contraction(eqn) and outer.early.issuperset(graph.results[e])
+    } - updates
+    waiting = {v for v in awaited & outer.early if not graph.loop[v]}
     for part in range(OUTSIDE, nowhere):
         if found.whole[part] == LATE:
             alone = ((part, 1.0),)
@@ -319,8 +329,9 @@ def _around_loops(graph: Graph, found: Windows, outer: _Phases) -> Windows:
     outside = (w if w >= OUTSIDE else nowhere for w in found.of_equation)
     return replace(
         found,
-        of_equation=tuple(LATE if e in updates else w for e, w in enumerate(outside)),
-        idle=found.idle | updates,
+        of_value=tuple(opening if v in waiting else w for v, w in enumerate(found.of_value)),
+        of_equation=tuple(LATE if e in updates else opening if e in first else w for e, w in enumerate(outside)),
+        idle=found.idle | updates | first,
     )
 
 
