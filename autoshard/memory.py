@@ -78,7 +78,7 @@ def lives(graph: Graph, fuses: Sequence[bool], platform: str, *, stores_quotient
       platform: JAX's name of the platform that is compiled for.
       stores_quotients: as of the machine.
     """
-    spans, on_tpu = _spans(graph), platform == "tpu"
+    spans, on_tpu = loop_spans(graph), platform == "tpu"
     taken = np.zeros(len(graph.avals), bool)
     stated: set[int] = set()
     if on_tpu:
@@ -107,7 +107,7 @@ def lives(graph: Graph, fuses: Sequence[bool], platform: str, *, stores_quotient
     return Lives(stored=held & ~named, named=named, absorbed=taken & ~held, start=start, end=end)
 
 
-def _spans(graph: Graph) -> dict[int, tuple[int, int]]:
+def loop_spans(graph: Graph) -> dict[int, tuple[int, int]]:
     """Loop → its first and last equation."""
     spans: dict[int, tuple[int, int]] = {}
     for e, loop in enumerate(graph.loop_of):
@@ -264,7 +264,7 @@ def cast_ahead(graph: Graph) -> dict[int, tuple[int, int, int]]:
     Returns:
       Value → bytes per element of the cast, the first equation of these loops, and the last.
     """
-    spans, consumers = _spans(graph), graph.consumers()
+    spans, consumers = loop_spans(graph), graph.consumers()
 
     def casts(value: int) -> list[int]:
         """Bytes per element of all that a value is read as."""

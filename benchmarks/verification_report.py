@@ -32,9 +32,9 @@ CAUSES = """\
   Where that is doubtful (`wq` of llama3-8b as planned, 85 equations apart in the backward loop), the gathered weight
   stays pinned: it is gathered once then on v5p:4x4x2, and on v5e:4x4 twice all the same.
 - **TPU, peak memory**: XLA:TPU's heap is allocated whole, and the f32 scores of the loss, which are alive at the very
-  end alone, lie in a hole of it (gpt2-small by `fsdp` and `fsdp_megatron`, predicted a fifth too high) or on top of
-  everything (all others, predicted so). Two layers of mixtral by `fsdp` need what is predicted on v5e and three fifths
-  of it on v5p: not looked into.
+  end alone, lie in a hole of it or on top of everything; predicted on top. gpt2-small lies below that: `fsdp` on v5p
+  (×0.84; of three layers of it we saw the hole), `fsdp_megatron` on both (×0.81 on v5e, ×0.85 on v5p). Two layers of
+  mixtral by `fsdp` need what is predicted on v5e and three fifths of it on v5p: not looked into.
 - **Schedules of scanned layers on GPU** are up to a tenth longer than predicted: a gather hides behind what stands
   right before its use, and behind one matmul alone it does not fit (the second of three gathers of an MLP behind the
   projection before it). The first gather and the last reduction of a trip are priced as exposed.

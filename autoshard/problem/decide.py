@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from autoshard import costs, opaque
 from autoshard.errors import InfeasibleError
 from autoshard.graph import LINKS, Aval, Graph
-from autoshard.memory import RENAMES, cast_ahead, feeding, in_place, lives
+from autoshard.memory import RENAMES, cast_ahead, feeding, in_place, lives, loop_spans
 from autoshard.mesh import MeshAxes
 from autoshard.problem.accumulators import NONE, accumulators
 from autoshard.problem.casts import narrow_side, widening
@@ -89,6 +89,7 @@ class _Decider:
         self.made_by = graph.producers()
         self.consumers = graph.consumers()
         self.lives = lives(graph, self.traits.fuses, platform, stores_quotients=machine.stores_quotients)
+        self.spans = loop_spans(graph)
         self.held = self.lives.stored | self.lives.named
         self.levels = levels(graph, self.traits.fuses)
         self.nodes: list[Decision] = []
@@ -409,8 +410,8 @@ class _Decider:
     def _use_value(self, value: int, port: Port, first: int, target: Port | None) -> None:
         """Memory of a value with one consumer at most: in its own layout first, then in the consumer's.
 
-        What leaves a contraction is reduced or moved at once, by whatever name; all else moves where it is taken.
-        Beside loops, behind which XLA:GPU puts a weight's gradient off, another name counts whole until the end.
+        What leaves a contraction is reduced or moved at once, by whatever name, but a weight's gradient behind the
+        loops that follow (the head's, behind the backward pass of the layers); all else moves where it is taken.
         """
         aval, kind = self.graph.avals[value], self._kind(value)
         start, end = int(self.lives.start[value]), int(self.lives.end[value])
@@ -420,9 +421,12 @@ class _Decider:
         maker = self.made_by[value][0] if value in self.made_by else -1
         at_once = maker >= 0 and (costs.is_contraction(self.graph.eqns[maker]) or self.traits.flows[maker])
         moved = start + 1 if at_once else min(max(first, start + 1), end)
-        if at_once and not self.graph.loops:
+        if at_once:
             value, target = self._renamed(value, target)
             aval, moved = self.graph.avals[value], max(moved, int(self.lives.start[value]) + 1)
+            if kind == "gradients":
+                moved = max([moved, *(stop for begin, stop in self.spans.values() if begin > start)])
+                end = max(end, moved)
         self._use(port.node, start, moved, aval, port.codes, kind)
         if self.nodes[target.node].kind != "input":  # an output that takes an input's place has its memory
             self._use(target.node, moved, end, aval, target.codes, kind)
