@@ -199,9 +199,11 @@ def _chosen(fn: Any, args: Sequence[Any], common: dict[str, Any]) -> tuple[list[
     if last is not None and not found:
         raise last
     found.sort(key=lambda item: item[0])
-    best_s = found[0][0]
-    others = [mesh for cost, mesh in found[1:] if ALIKE * best_s < cost <= CLOSE * best_s]
-    return [found[0][1], *others][:MESHES], min(floors)
+    chosen = found[:1]
+    for cost, mesh in found[1:]:
+        if ALIKE * chosen[-1][0] < cost <= CLOSE * chosen[0][0]:
+            chosen.append((cost, mesh))
+    return [mesh for _, mesh in chosen[:MESHES]], min(floors)
 
 
 def _planned(fn: Any, args: Sequence[Any], mesh: dict[str, int], common: dict[str, Any]) -> Plan:
