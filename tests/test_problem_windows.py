@@ -220,6 +220,7 @@ def test_a_gpu_hides_nothing_behind_loops_that_communicate() -> None:
     opening = found.of_value[head]
     assert opening is not None
     assert found.bucket(head) == 0
+    assert found.covers[opening] == ((opening, BUSY),)
     beside = {eqn.primitive for e, eqn in enumerate(graph.eqns) if found.of_equation[e] == opening}
     assert "eq" in beside
     assert beside.isdisjoint({"dot_general", "tanh", "sub"})
@@ -232,6 +233,28 @@ def test_a_gpu_hides_nothing_behind_loops_that_communicate() -> None:
     assert {found.of_equation[e] for e in updates} == {LATE}
     assert found.idle.issuperset(updates)
     assert {other.of_equation[e] for e in outside} <= {EARLY, LATE}
+
+
+def test_a_table_that_is_looked_up_first_is_not_gathered_while_the_labels_part_runs() -> None:
+    """Tied embeddings: the table is needed before the loops, and again, transposed, behind them."""
+
+    def loss(w: Any, tokens: Any) -> Any:
+        hidden = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), w["table"][tokens], w["layers"])[0]
+        return jnp.sum(jnp.tanh(hidden @ w["table"].T.astype(jnp.bfloat16)) * jax.nn.one_hot(tokens, 64))
+
+    w = {
+        "layers": jax.ShapeDtypeStruct((4, 16, 16), jnp.float32),
+        "table": jax.ShapeDtypeStruct((64, 16), jnp.float32),
+    }
+    graph = build(jax.make_jaxpr(loss)(w, jnp.zeros((32,), jnp.int32)))
+    found = windows(graph, "cuda")
+    table = graph.inputs[1]
+    casts = [r[0] for eqn, r in zip(graph.eqns, graph.results, strict=True) if eqn.primitive == "convert_element_type"]
+    (cast,) = (v for v in casts if graph.avals[v].shape == (16, 64))
+    assert found.of_value[table] is None
+    opening = found.of_value[cast]
+    assert opening is not None
+    assert found.covers[opening] == ((opening, BUSY),)
 
 
 def test_a_gpu_stacks_while_collectives_are_on_their_way() -> None:

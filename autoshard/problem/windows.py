@@ -304,19 +304,24 @@ def _opened(graph: Graph, found: Windows, inner: _Phases, awaited: Set[int]) -> 
 def _around_loops(graph: Graph, found: Windows, outer: _Phases, awaited: Set[int]) -> Windows:
     """The windows of a program with loops: outside of them contractions hide nothing but what is beside them.
 
-    The first contraction's weights are gathered while what depends on none runs (the labels' part of a loss).
+    The first contraction's weights are gathered while some of what depends on none runs (the labels' part of a
+    loss), but not a table that is looked up before the loops, too.
     """
     updates = _updates(graph, outer)
     nowhere, opening = found.count, found.count + 1
-    for window in (nowhere, opening):
-        alone = ((window, 1.0),)
-        found = found.with_window(loop=0, whole=window, hides=alone, covers=alone, bucket=0)
+    for window, share in ((nowhere, 1.0), (opening, BUSY)):
+        hides, covers = ((window, 1.0),), ((window, share),)
+        found = found.with_window(loop=0, whole=window, hides=hides, covers=covers, bucket=0)
     first = {
         e
         for e, eqn in enumerate(graph.eqns)
         if _home(graph, e) == 0 and not is_contraction(eqn) and outer.early.issuperset(graph.results[e])
     } - updates
     waiting = {v for v in awaited & outer.early if not graph.loop[v]}
+    feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if is_contraction(eqn)}, inside=False)
+    for e, eqn in enumerate(graph.eqns):
+        if not is_contraction(eqn) and not feeds.isdisjoint(graph.results[e]) and awaited.isdisjoint(graph.results[e]):
+            waiting.difference_update(graph.operands[e])
     for part in range(OUTSIDE, nowhere):
         if found.whole[part] == LATE:
             alone = ((part, 1.0),)
