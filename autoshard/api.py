@@ -250,7 +250,10 @@ def _found(questions: Sequence[Question], options: Options) -> Plan:
     if locked is not None:
         return _plan(*locked, options)
     plans = _fitting(questions, options)
-    (at, best), *others = sorted(plans.items(), key=lambda item: item[1].record.cost.step_s)
+    best_s = min(made.cost for made in plans.values())
+    (at, best), *others = sorted(
+        plans.items(), key=lambda item: meshes.order(item[1].cost, item[1].record.mesh.ndim, best_s)
+    )
     if options.refine is not None:
         also = {name: adopted(name, layout, questions) for name, layout in options.also.items()}
         again = partial(_with_inputs, questions[at], options)

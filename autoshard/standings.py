@@ -375,20 +375,18 @@ def _tell(now: str) -> None:
 
 def _ours(fn: Callable[..., Any], args: Sequence[Any], shapes: Sequence[Shape], options: Mapping[str, Any]) -> Plan:
     """The best plan over several meshes."""
-    best: Plan | None = None
+    found: list[Plan] = []
     last: InfeasibleError | None = None
     for shape in shapes:
         _tell(f"ours on {MeshAxes.of(shape)}")
         try:
-            made = plan(fn, *args, mesh=shape, **options)
+            found.append(plan(fn, *args, mesh=shape, **options))
         except InfeasibleError as error:
             last = error
-            continue
-        if best is None or made.cost < best.cost:
-            best = made
-    if best is None:
+    if not found:
         raise last or MeshError("there is no mesh to plan for: take more than one device")
-    return best
+    best_s = min(made.cost for made in found)
+    return min(found, key=lambda made: meshes.order(made.cost, made.record.mesh.ndim, best_s))
 
 
 def evaluations(

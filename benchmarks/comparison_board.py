@@ -70,7 +70,7 @@ SIZES = ("medium", "large", "small", "one", "huge")  # in the order in which the
 TIME_LIMIT_S = 8.0  # of the solver, per mesh
 MESHES = 3  # so many of ours are compiled at most, one after the other until one wins; as many as `refine` takes
 CLOSE = 1.05  # times our best prediction: which of them
-ALIKE = 1 + 1e-5  # times it: of equal plans on two meshes (both axes split what one splits elsewhere) one is compiled
+ALIKE = 1e-5  # of it: of equal plans on two meshes (both axes split what one splits elsewhere) one is compiled
 # How many hand layouts are compiled, and times the best prediction which: predictions of what a partitioner makes of
 # annotations are right for most, and up to 1.5 times too high where XLA hides what the prices take as waited for.
 MOST = 4
@@ -198,10 +198,11 @@ def _chosen(fn: Any, args: Sequence[Any], common: dict[str, Any]) -> tuple[list[
         found.append((made.cost, mesh))
     if last is not None and not found:
         raise last
-    found.sort(key=lambda item: item[0])
+    best_s = min(cost for cost, _ in found)
+    found.sort(key=lambda item: meshes.order(item[0], len(item[1]), best_s))
     chosen = found[:1]
     for cost, mesh in found[1:]:
-        if ALIKE * chosen[-1][0] < cost <= CLOSE * chosen[0][0]:
+        if cost <= CLOSE * best_s and all(abs(cost - other) > ALIKE * other for other, _ in chosen):
             chosen.append((cost, mesh))
     return [mesh for _, mesh in chosen[:MESHES]], min(floors)
 
