@@ -139,8 +139,8 @@ def test_25_heads_on_8_devices() -> None:
     assert made(plan, "dot_general", 8, 25, 256, 1, 256) == {"[x,-,-,-,-]"}
     assert made(plan, "dot_general", 8, 256, 6400) == {"[x,-,-]"}
     assert made(plan, "dot_general", 8, 256, 50_304) == {"[-,-,x]"}
-    assert spec(plan, "params", "w_up") == ("x", None)
-    assert spec(plan, "params", "w_down") == ("x", None)
+    assert set(spec(plan, "params", "w_up")) == {"x", None}  # along either: casts transpose what is gathered
+    assert set(spec(plan, "params", "w_down")) == {"x", None}
     assert spec(plan, "params", "wq") == (None, None, None)
     assert plan.cost < 0.75 * by_recipe(HEADS, "fsdp", 8).cost
     assert plan.cost < 0.9 * bent(HEADS, "megatron", ("wq", "wk", "wv", "wo", "bq", "bk", "bv")).cost

@@ -17,9 +17,7 @@ from autoshard import compilers, meshes
 from autoshard.graph import Graph, build
 from autoshard.mesh import MeshAxes
 from autoshard.problem.strides import strides
-from autoshard.problem.traits import traits
-from autoshard.resharding import Resharder, Strides
-from autoshard.rules import rules_of
+from autoshard.resharding import NO_STRIDES, Resharder, Strides
 from autoshard.strategies import SUM, WHOLE, encode
 
 MESH = MeshAxes(("x",), (8,))
@@ -27,9 +25,8 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 def strides_of(graph: Graph) -> list[Strides]:
-    fuses = traits(graph, rules_of(graph.eqns), {}, "cuda").fuses
-    found = strides(graph, fuses)
-    return [found[v] for v in range(len(graph.avals))]
+    found = strides(graph)
+    return [found.get(v, NO_STRIDES) for v in range(len(graph.avals))]
 
 
 def transposed(of: Strides, shape: tuple[int, ...], before: int, after: int) -> int:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from autoshard import costs, opaque
 from autoshard.errors import InfeasibleError
 from autoshard.graph import LINKS, Aval, Graph
-from autoshard.memory import RENAMES, cast_ahead, feeding, in_place, lives, loop_spans
+from autoshard.memory import cast_ahead, feeding, in_place, lives, loop_spans
 from autoshard.mesh import MeshAxes
 from autoshard.problem.accumulators import NONE, accumulators
 from autoshard.problem.casts import narrow_side, widening
@@ -111,7 +111,7 @@ class _Decider:
         held_bytes: Mapping[int, int],
     ) -> Decisions:
         self.windows = windows(self.graph, self.platform)
-        self.strides = strides(self.graph, self.traits.fuses) if self.platform == "cuda" else {}
+        self.strides = strides(self.graph) if self.platform == "cuda" else {}
         kept = {v for i, v in enumerate(self.graph.inputs) if i not in donated}
         self.in_place = in_place(self.graph, kept | set(self.graph.outputs))
         inputs = self._add_inputs(tied, donated, input_pins, output_pins, held_bytes)
@@ -410,8 +410,8 @@ class _Decider:
     def _use_value(self, value: int, port: Port, first: int, target: Port | None) -> None:
         """Memory of a value with one consumer at most: in its own layout first, then in the consumer's.
 
-        What leaves a contraction is reduced or moved at once, by whatever name, but a weight's gradient behind the
-        loops that follow (the head's, behind the backward pass of the layers); all else moves where it is taken.
+        What leaves a contraction is reduced or moved at once, but by libtpu a weight's gradient behind the loops that
+        follow (the head's, behind the backward pass of the layers); all else moves where it is taken.
         """
         aval, kind = self.graph.avals[value], self._kind(value)
         start, end = int(self.lives.start[value]), int(self.lives.end[value])
@@ -421,31 +421,12 @@ class _Decider:
         maker = self.made_by[value][0] if value in self.made_by else -1
         at_once = maker >= 0 and (costs.is_contraction(self.graph.eqns[maker]) or self.traits.flows[maker])
         moved = start + 1 if at_once else min(max(first, start + 1), end)
-        if at_once:
-            value, target = self._renamed(value, target)
-            aval, moved = self.graph.avals[value], max(moved, int(self.lives.start[value]) + 1)
-            if kind == "gradients":
-                moved = max([moved, *(stop for begin, stop in self.spans.values() if begin > start)])
-                end = max(end, moved)
+        if at_once and kind == "gradients" and self.platform == "tpu":
+            moved = max([moved, *(stop for begin, stop in self.spans.values() if begin > start)])
+            end = max(end, moved)
         self._use(port.node, start, moved, aval, port.codes, kind)
         if self.nodes[target.node].kind != "input":  # an output that takes an input's place has its memory
             self._use(target.node, moved, end, aval, target.codes, kind)
-
-    def _renamed(self, value: int, target: Port) -> tuple[int, Port]:
-        """What a value is called where a pending sum is finished, at last, and who alone takes it there."""
-        while self.nodes[target.node].kind == "equation":
-            (e,) = self.nodes[target.node].equations
-            if not (self.traits.flows[e] and self.graph.eqns[e].primitive in RENAMES):
-                break
-            (result,) = self.graph.results[e]
-            uses = self.consumers.get(result, ())
-            if len(uses) != 1:
-                break
-            onward = consumer_port(self.nodes, self.rules, self.node_of, self.mesh, *uses[0])
-            if onward is None or result in self.graph.outputs:
-                break
-            value, target = result, onward
-        return value, target
 
     def _add_copy(self, value: int, port: Port, targets: list[Port], *, lent: bool) -> Port:
         """The copy of a value for its consumers.

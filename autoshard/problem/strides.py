@@ -6,9 +6,9 @@ their order. So an array may lie with any one dimension outermost that is a grou
 transposes no such array for a collective along it, however many dimensions it has: experts' weights
 [expert, in, out] along each, heads' [head, width, out] along the last, but not along the second.
 
-The pieces that are gathered are transposed by the kernels that make them, if those are element-wise: casts,
-slices of a stack. Not so the pieces that come from a scatter: where they meet what lies otherwise, all of that may
-be transposed (the moments of gemma-7b's embedding, on 16 H100).
+The pieces of weights that are gathered are transposed by the kernels that make them: casts, slices of
+a stack. Not so the pieces that come from a scatter: where they meet what lies otherwise, all of that may be
+transposed (the moments of gemma-7b's embedding, on 16 H100).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,8 @@ _STACKS = frozenset({"loop_slice", "loop_stack"})
 _SAME = frozenset({"convert_element_type", "sharding_constraint", "loop_const"})  # keep all dimensions
 
 
-def strides(graph: Graph, fuses: Sequence[bool]) -> Mapping[int, Strides]:
-    """The strides of the values of a graph; `fuses`: which equations are fused with others."""
+def strides(graph: Graph) -> Mapping[int, Strides]:
+    """The strides of a graph's weights (its inputs, and casts and slices of them) and of what its matmuls make."""
     read: dict[int, frozenset[int]] = dict.fromkeys(graph.outputs, frozenset())
     made: dict[int, frozenset[int]] = {}
     for e in range(len(graph.eqns) - 1, -1, -1):
@@ -39,12 +39,15 @@ def strides(graph: Graph, fuses: Sequence[bool]) -> Mapping[int, Strides]:
             order = eqn.params["permutation"] if eqn.primitive == "transpose" else range(eqn.results[0].ndim)
             made[graph.results[e][0]] = frozenset(d for d, old in enumerate(order) if old in dims)
     nothing = frozenset[int]()
-    kernels = [fused or eqn.primitive in _STACKS for eqn, fused in zip(graph.eqns, fuses, strict=True)]
-    made_by = graph.producers()
-    return {
-        v: Strides(read.get(v, nothing), made.get(v, nothing), v in made_by and kernels[made_by[v][0]])
-        for v in range(len(graph.avals))
-    }
+    found = {v: Strides(made=dims) for v, dims in made.items()}
+    weights, sent = set(graph.inputs), set[int]()
+    for e, eqn in enumerate(graph.eqns):
+        if eqn.primitive in _SAME | {"transpose", "loop_slice"} and graph.operands[e][0] in weights:
+            weights.update(graph.results[e])
+            if eqn.primitive in ("convert_element_type", "loop_slice") or graph.operands[e][0] in sent:
+                sent.update(graph.results[e])
+    found.update((v, Strides(read=read.get(v, nothing), sent=v in sent)) for v in weights)
+    return found
 
 
 def _read(eqn: Eqn, i: int, through: frozenset[int] | None) -> frozenset[int] | None:
