@@ -23,7 +23,7 @@ Stacked weights are cast whole, before the loops. Weights' gradients are not put
 updated as soon as its gradient is there; the loss itself is computed last.
 """
 
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,6 +114,11 @@ def loop_spans(graph: Graph) -> dict[int, tuple[int, int]]:
         if loop:
             spans[loop] = (spans.get(loop, (e, e))[0], e)
     return spans
+
+
+def behind_loops(spans: Mapping[int, tuple[int, int]], e: int) -> int:
+    """The last equation of all loops that begin after equation e; e where none does."""
+    return max((stop for begin, stop in spans.values() if begin > e), default=e)
 
 
 def _softmaxes(graph: Graph) -> Iterator[tuple[int, int]]:
@@ -220,7 +225,7 @@ def _last_uses(
         elif is_contraction(graph.eqns[e]):
             when, following[loop] = following.get(loop, e), e
             if lazy and not any(feeds[v] for v in graph.results[e]):
-                when = spans[loop][1] if loop else max((stop for begin, stop in spans.values() if begin > e), default=e)
+                when = spans[loop][1] if loop else behind_loops(spans, e)
         when = max(when, *(int(last[v]) for v in graph.results[e] if not stored[v]), order[e])
         operands = list(graph.operands[e])
         last[operands] = np.maximum(last[operands], when)

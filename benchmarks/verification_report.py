@@ -37,7 +37,8 @@ CAUSES = """\
   mixtral by `fsdp` need what is predicted on v5e and three fifths of it on v5p: not looked into.
 - **Schedules of scanned layers on GPU** are up to a tenth longer than predicted: a gather hides behind what stands
   right before its use, and behind one matmul alone it does not fit (the second of three gathers of an MLP behind the
-  projection before it). The first gather and the last reduction of a trip are priced as exposed.
+  projection before it). A trip's first gather is priced as hidden behind what precedes its contractions alone, its
+  last reduction as exposed.
 - **Layouts that do not fit** (`dp` of llama3-8b needs 127 GB of 80): XLA's scheduler then saves memory and overlaps
   nothing; the prediction is of a device that holds it.
 """

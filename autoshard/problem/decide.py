@@ -1,7 +1,6 @@
 """Decide: a graph on a mesh and a machine → its decisions, with every choice priced."""
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,15 +8,16 @@ from numpy.typing import NDArray
 from autoshard import costs, opaque
 from autoshard.errors import InfeasibleError
 from autoshard.graph import LINKS, Aval, Graph
-from autoshard.memory import cast_ahead, feeding, in_place, lives, loop_spans
+from autoshard.memory import cast_ahead, feeding, in_place, lives
 from autoshard.mesh import MeshAxes
 from autoshard.problem.accumulators import NONE, accumulators
 from autoshard.problem.casts import narrow_side, widening
-from autoshard.problem.decisions import Decision, Decisions, Edge, Port, Usage, consumer_port
+from autoshard.problem.decisions import Decision, Decisions, Edge, Port, consumer_port
 from autoshard.problem.sharing import groups
 from autoshard.problem.strides import strides
 from autoshard.problem.traits import MERGING, levels, traits
-from autoshard.problem.windows import EARLY, LATE, windows
+from autoshard.problem.usages import Usages, local_bytes
+from autoshard.problem.windows import EARLY, windows
 from autoshard.resharding import NO_STRIDES, PS_PER_S
 from autoshard.rules import rules_of
 from autoshard.strategies import (
@@ -89,12 +89,13 @@ class _Decider:
         self.made_by = graph.producers()
         self.consumers = graph.consumers()
         self.lives = lives(graph, self.traits.fuses, platform, stores_quotients=machine.stores_quotients)
-        self.spans = loop_spans(graph)
+        self.windows = windows(graph, platform)
+        self.strides = strides(graph) if platform == "cuda" else {}
         self.held = self.lives.stored | self.lives.named
         self.levels = levels(graph, self.traits.fuses)
         self.nodes: list[Decision] = []
         self.edges: list[Edge] = []
-        self.usages: dict[tuple[int, int, int, str], NDArray[np.int64]] = {}
+        self.usages = Usages(graph, mesh, self.lives, self.traits, self.windows, platform)
         self.node_of = [-1] * len(graph.eqns)
         self.copies: dict[int, Port] = {}  # value → its copy
         self.ports: dict[int, Port] = {}  # value → where it is made
@@ -110,8 +111,6 @@ class _Decider:
         output_pins: Mapping[int, Codes],
         held_bytes: Mapping[int, int],
     ) -> Decisions:
-        self.windows = windows(self.graph, self.platform)
-        self.strides = strides(self.graph) if self.platform == "cuda" else {}
         kept = {v for i, v in enumerate(self.graph.inputs) if i not in donated}
         self.in_place = in_place(self.graph, kept | set(self.graph.outputs))
         inputs = self._add_inputs(tied, donated, input_pins, output_pins, held_bytes)
@@ -125,10 +124,7 @@ class _Decider:
             rules=tuple(self.rules),
             nodes=tuple(self.nodes),
             edges=tuple(self.edges),
-            usages=tuple(
-                Usage(node=node, start=start, end=end, nbytes=nbytes, kind=kind)
-                for (node, start, end, kind), nbytes in self.usages.items()
-            ),
+            usages=self.usages.all(),
             node_of=tuple(self.node_of),
             made=self.ports,
             kept=self.copies,
@@ -206,14 +202,14 @@ class _Decider:
             kind = "arguments" if position not in tied_inputs else "parameters" if feeds[value] else "optimizer"
             if kind == "parameters":
                 self.parameters.add(node)
-            self._use(node, 0, last, aval, codes, kind)
+            nbytes = local_bytes(aval, codes, self.mesh)
+            self.usages.add(node, 0, last, nbytes, kind)
             if value in ahead:
                 itemsize, first, final = ahead[value]
-                nbytes = _local_bytes(aval, codes, self.mesh) * itemsize // aval.itemsize
-                self._add_usage(node, first, final + 1, nbytes, "copies")
+                self.usages.add(node, first, final + 1, nbytes * itemsize // aval.itemsize, "copies")
             if position in held_bytes:
                 pieces = shards(codes, aval.ndim, self.mesh)
-                self._add_usage(node, 0, end, aval.size * held_bytes[position] // pieces, "optimizer")
+                self.usages.add(node, 0, end, aval.size * held_bytes[position] // pieces, "optimizer")
             found.append(node)
         return found
 
@@ -400,33 +396,14 @@ class _Decider:
         elif len(found) > 1 or (found and lent and any(not self.traits.pointwise[e] for e, _ in uses)):
             holder = self._add_copy(value, port, found, lent=lent)
             if not replaces:
-                self._use_copy(holder, value, port, first, lent=lent)
+                self.usages.add_copy(value, holder, port, first, self._groups(value, port), lent=lent)
         elif not is_input and self.lives.stored[value] and not replaces:
-            self._use_value(value, port, first, found[0] if found else None)
+            target = found[0] if found else None
+            in_place = target is not None and self.nodes[target.node].kind == "input"
+            self.usages.add_value(value, port, first, target, in_place=in_place)
         for target in found:
             kept = holder.codes[:, None] != target.codes[None, :] if arrives else None
             self._edge(holder, target, value, forbidden=kept)
-
-    def _use_value(self, value: int, port: Port, first: int, target: Port | None) -> None:
-        """Memory of a value with one consumer at most: in its own layout first, then in the consumer's.
-
-        What leaves a contraction is reduced or moved at once, but by libtpu a weight's gradient behind the loops that
-        follow (the head's, behind the backward pass of the layers); all else moves where it is taken.
-        """
-        aval, kind = self.graph.avals[value], self._kind(value)
-        start, end = int(self.lives.start[value]), int(self.lives.end[value])
-        if target is None:
-            self._use(port.node, start, end, aval, port.codes, kind)
-            return
-        maker = self.made_by[value][0] if value in self.made_by else -1
-        at_once = maker >= 0 and (costs.is_contraction(self.graph.eqns[maker]) or self.traits.flows[maker])
-        moved = start + 1 if at_once else min(max(first, start + 1), end)
-        if at_once and kind == "gradients" and self.platform == "tpu":
-            moved = max([moved, *(stop for begin, stop in self.spans.values() if begin > start)])
-            end = max(end, moved)
-        self._use(port.node, start, moved, aval, port.codes, kind)
-        if self.nodes[target.node].kind != "input":  # an output that takes an input's place has its memory
-            self._use(target.node, moved, end, aval, target.codes, kind)
 
     def _add_copy(self, value: int, port: Port, targets: list[Port], *, lent: bool) -> Port:
         """The copy of a value for its consumers.
@@ -484,36 +461,10 @@ class _Decider:
         arrival = Port(node, codes)
         self.copies[value] = arrival
         self._edge(port, arrival, value, forbidden=np.concatenate([beside, ~beside], axis=1))
-        nbytes = _local_bytes(aval, codes, self.mesh) + aval.nbytes // self.mesh.size
+        nbytes = local_bytes(aval, codes, self.mesh) + aval.nbytes // self.mesh.size
         nbytes[: len(codes) // 2] = 0
-        self._add_usage(node, int(self.lives.start[value]), len(self.graph.eqns) + 1, nbytes, "copies")
+        self.usages.add(node, int(self.lives.start[value]), len(self.graph.eqns) + 1, nbytes, "copies")
         return arrival
-
-    def _use_copy(self, copy: Port, value: int, port: Port, first: int, *, lent: bool) -> None:
-        """Memory of a value's copy, from its first use to its last; of each group of uses, if one follows the other."""
-        aval = self.graph.avals[value]
-        start, end = int(self.lives.start[value]), int(self.lives.end[value])
-        start = max(first, start) if lent else start
-        spans = [(start, end)]
-        apart = self._groups(value, port)
-        if apart and all(before[-1] < after[0] for before, after in pairwise(apart)):
-            starts = [start, *(group[0] for group in apart[1:])]
-            spans = list(zip(starts, [*(group[-1] + 1 for group in apart[:-1]), end], strict=True))
-        if lent:
-            nbytes = _local_bytes(aval, copy.codes, self.mesh)
-            repeated = np.unique(copy.codes, return_counts=True)[1]
-            nbytes[: int((repeated > 1).sum())] = 0
-            for span in spans:
-                self._add_usage(copy.node, *span, nbytes, "copies")
-        elif self.lives.stored[value]:
-            for span in spans:
-                self._use(copy.node, *span, aval, copy.codes, "activations")
-            for (_, before), (after, _) in pairwise(spans):  # what it is gathered from again
-                self._use(port.node, before, after, aval, port.codes, "activations")
-            pending = (decode(port.codes, aval.ndim, self.mesh.ndim) == SUM).any(axis=1)
-            if pending.any():  # the partial sums lie beside what they are reduced to
-                partial = np.where(pending, _local_bytes(aval, port.codes, self.mesh), 0)
-                self._add_usage(port.node, start, start + 1, partial, "activations")
 
     def _edge(
         self, source: Port, target: Port, value: int, forbidden: NDArray[np.bool_] | None = None, times: int = 1
@@ -580,26 +531,11 @@ class _Decider:
         on_gpu = self.platform == "cuda"
         return narrow_side(self.graph, self.made_by, value) if on_gpu else self.graph.avals[value]
 
-    def _kind(self, value: int) -> str:
-        window = self.windows.of_value[value]
-        return "gradients" if window == LATE else "copies" if window == EARLY else "activations"
-
-    def _use(self, node: int, start: int, end: int, aval: Aval, codes: Codes, kind: str) -> None:
-        self._add_usage(node, start, end, _local_bytes(aval, codes, self.mesh), kind)
-
-    def _add_usage(self, node: int, start: int, end: int, nbytes: NDArray[np.int64], kind: str) -> None:
-        key = (node, start, end, kind)
-        self.usages[key] = self.usages[key] + nbytes if key in self.usages else nbytes
-
 
 def _ps(seconds: NDArray[np.float64]) -> NDArray[np.int64]:
     if not np.isfinite(seconds).all():
         raise InfeasibleError("the cost model returned a price that is not finite")
     return np.rint(seconds * PS_PER_S).astype(np.int64)
-
-
-def _local_bytes(aval: Aval, codes: Codes, mesh: MeshAxes) -> NDArray[np.int64]:
-    return aval.nbytes // shards(codes, aval.ndim, mesh)
 
 
 def _reduced(codes: Codes, aval: Aval, mesh: MeshAxes) -> Codes:

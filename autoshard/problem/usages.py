@@ -1,0 +1,117 @@
+"""Usages: the memory that a value takes under each choice, where it is made, and where it is taken."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard import costs
+from autoshard.graph import Aval, Graph
+from autoshard.memory import Lives, behind_loops, loop_spans
+from autoshard.mesh import MeshAxes
+from autoshard.problem.decisions import Port, Usage
+from autoshard.problem.traits import Traits
+from autoshard.problem.windows import EARLY, LATE, Windows
+from autoshard.strategies import SUM, Codes, decode, shards
+
+
+def local_bytes(aval: Aval, codes: Codes, mesh: MeshAxes) -> NDArray[np.int64]:
+    """Bytes per device of a value in each layout."""
+    return aval.nbytes // shards(codes, aval.ndim, mesh)
+
+
+class Usages:
+    """The usages of a graph's values, those of one decision, kind and time together."""
+
+    def __init__(
+        self, graph: Graph, mesh: MeshAxes, lives: Lives, traits: Traits, windows: Windows, platform: str
+    ) -> None:
+        self.graph, self.mesh, self.lives = graph, mesh, lives
+        self._traits, self._windows, self._platform = traits, windows, platform
+        self._made_by, self._spans = graph.producers(), loop_spans(graph)
+        self._nbytes: dict[tuple[int, int, int, str], NDArray[np.int64]] = {}
+
+    def all(self) -> tuple[Usage, ...]:
+        """Every usage, in the order in which they came."""
+        return tuple(
+            Usage(node=node, start=start, end=end, nbytes=nbytes, kind=kind)
+            for (node, start, end, kind), nbytes in self._nbytes.items()
+        )
+
+    def add(self, node: int, start: int, end: int, nbytes: NDArray[np.int64], kind: str) -> None:
+        """Bytes per choice of a decision, alive over [start, end)."""
+        key = (node, start, end, kind)
+        self._nbytes[key] = self._nbytes[key] + nbytes if key in self._nbytes else nbytes
+
+    def add_value(self, value: int, port: Port, first: int, target: Port | None, *, in_place: bool) -> None:
+        """Memory of a value with one consumer at most: in its own layout first, then in the consumer's.
+
+        What leaves a contraction is reduced or moved at once, but by libtpu a weight's gradient behind the loops that
+        follow (the head's, behind the backward pass of the layers); all else moves where it is taken.
+
+        Args:
+          value: the value.
+          port: where it is made.
+          first: the equation that takes it.
+          target: who takes it, if anyone does.
+          in_place: whether that is an output in an input's place, which has that input's memory.
+        """
+        kind = self._kind(value)
+        start, end = int(self.lives.start[value]), int(self.lives.end[value])
+        if target is None:
+            self._add_layouts(port, start, end, value, kind)
+            return
+        maker = self._made_by[value][0] if value in self._made_by else -1
+        at_once = maker >= 0 and (costs.is_contraction(self.graph.eqns[maker]) or self._traits.flows[maker])
+        moved = start + 1 if at_once else min(max(first, start + 1), end)
+        if at_once and kind == "gradients" and self._platform == "tpu":
+            moved = max(moved, behind_loops(self._spans, start))
+            end = max(end, moved)
+        self._add_layouts(port, start, moved, value, kind)
+        if not in_place:
+            self._add_layouts(target, moved, end, value, kind)
+
+    def add_copy(
+        self, value: int, copy: Port, port: Port, first: int, groups: Sequence[Sequence[int]], *, lent: bool
+    ) -> None:
+        """Memory of a value's copy, from its first use to its last; of each group of uses, if one follows the other.
+
+        Args:
+          value: the value.
+          copy: its copy; if it is lent, each layout appears as the value itself and beside it.
+          port: where it is made.
+          first: the first equation that takes it.
+          groups: the equations that take it, by what they share, where each group has a copy of its own.
+          lent: whether its own memory is another's.
+        """
+        start, end = int(self.lives.start[value]), int(self.lives.end[value])
+        start = max(first, start) if lent else start
+        spans = [(start, end)]
+        if groups and all(before[-1] < after[0] for before, after in pairwise(groups)):
+            starts = [start, *(group[0] for group in groups[1:])]
+            spans = list(zip(starts, [*(group[-1] + 1 for group in groups[:-1]), end], strict=True))
+        if lent:
+            nbytes = self._local(value, copy)
+            repeated = np.unique(copy.codes, return_counts=True)[1]
+            nbytes[: int((repeated > 1).sum())] = 0
+            for span in spans:
+                self.add(copy.node, *span, nbytes, "copies")
+        elif self.lives.stored[value]:
+            for span in spans:
+                self._add_layouts(copy, *span, value, "activations")
+            for (_, before), (after, _) in pairwise(spans):  # what it is gathered from again
+                self._add_layouts(port, before, after, value, "activations")
+            pending = (decode(port.codes, self.graph.avals[value].ndim, self.mesh.ndim) == SUM).any(axis=1)
+            if pending.any():  # the partial sums lie beside what they are reduced to
+                self.add(port.node, start, start + 1, np.where(pending, self._local(value, port), 0), "activations")
+
+    def _add_layouts(self, port: Port, start: int, end: int, value: int, kind: str) -> None:
+        self.add(port.node, start, end, self._local(value, port), kind)
+
+    def _local(self, value: int, port: Port) -> NDArray[np.int64]:
+        return local_bytes(self.graph.avals[value], port.codes, self.mesh)
+
+    def _kind(self, value: int) -> str:
+        window = self._windows.of_value[value]
+        return "gradients" if window == LATE else "copies" if window == EARLY else "activations"
