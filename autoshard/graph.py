@@ -89,7 +89,9 @@ class Graph:
     `makes[e][i]` are where apply meets them. A value that no equation makes is an input
     or a constant. `trips[v]` is how often value v is made, `loop[v]` the innermost loop
     body that it belongs to (0: none; bodies are numbered from 1), `loop_of[e]` that of
-    an equation (a link into a body belongs to the body).
+    an equation (a link into a body belongs to the body). `again_of[e]` is the call of what
+    `jax.checkpoint` computes again for a backward pass that equation e is in, 0 for none;
+    calls are numbered from 1.
     """
 
     eqns: tuple[Eqn, ...]
@@ -98,6 +100,7 @@ class Graph:
     takes: tuple[tuple[Spot, ...], ...]
     makes: tuple[tuple[Spot, ...], ...]
     loop_of: tuple[int, ...]
+    again_of: tuple[int, ...]
     trips: tuple[int, ...]
     loop: tuple[int, ...]
     loops: int
@@ -191,6 +194,8 @@ class _Builder:
         self.takes: list[tuple[Spot, ...]] = []
         self.makes: list[tuple[Spot, ...]] = []
         self.loop_of: list[int] = []
+        self.again_of: list[int] = []
+        self.again = 0  # the call that the walk is in
         self.named: dict[str, int] = {}
         self.branch: dict[int, int] = {}  # a resolved platform index → its value
         self.loops = 0
@@ -233,6 +238,7 @@ class _Builder:
         self.takes.append(tuple(takes))
         self.makes.append(tuple(makes))
         self.loop_of.append(loop)
+        self.again_of.append(self.again)
 
     def walk(self, closed: Any, args: Sequence[int], path: Path, scope: _Scope) -> list[int]:
         jaxpr = _jax.open_jaxpr(closed)
@@ -252,7 +258,13 @@ class _Builder:
     def equation(self, eqn: Any, operands: list[int], here: Path, scope: _Scope) -> list[int]:
         name = eqn.primitive.name
         if name in CALLS:
-            return self.walk(eqn.params[CALLS[name]], operands, (*here, 0), scope)
+            outermost = not self.again and bool(eqn.params.get("differentiated"))
+            if outermost:
+                self.again = max(self.again_of, default=0) + 1
+            results = self.walk(eqn.params[CALLS[name]], operands, (*here, 0), scope)
+            if outermost:
+                self.again = 0
+            return results
         if name in ALIASES:
             if name == "name":
                 self.named[eqn.params["name"]] = operands[0]
@@ -397,6 +409,7 @@ class _Builder:
             takes=tuple(self.takes[e] for e in keep),
             makes=tuple(self.makes[e] for e in keep),
             loop_of=tuple(self.loop_of[e] for e in keep),
+            again_of=tuple(self.again_of[e] for e in keep),
             trips=tuple(scope.trips for scope in self.scopes),
             loop=tuple(scope.loop for scope in self.scopes),
             loops=self.loops,

@@ -11,19 +11,20 @@ that moves fewer bytes (a sum of two residual branches is read, not added up aga
 A transpose, a reshape or a constraint is its operand under another name.
 
 A loop holds what it reads for as long as it runs, and what it stacks from its first trip on:
-what makes that writes it there, and it lies nowhere else. A contraction on which no other
-depends (a weight's gradient) is in no hurry: XLA's GPU scheduler puts it behind all that is,
-at the end of a loop's body, and behind the loops that follow it, so its operands live until
-then.
+what makes that writes it there, and it lies nowhere else. What weights' gradients are made of
+lives until they are made, which may be long after (`autoshard.running`).
+
+XLA:GPU computes what costs much (a tanh) once for all fusions that read it, and a fusion writes
+where what it reads for the last time lies, if that has as many elements of its type; but not a
+softmax, of which one kernel reads a row twice.
 
 XLA:TPU differs (libtpu 0.0.52, `benchmarks.verification`). Its contractions make their operands:
 casts, gates, norms, the gradient of a softmax's cross entropy are recomputed in each, from what
 lies in memory. A softmax inside of a program is kept in f32 before it is divided, and cast after.
-Stacked weights are cast whole, before the loops. Weights' gradients are not put off, and a state is
-updated as soon as its gradient is there; the loss itself is computed last.
+Stacked weights are cast whole, before the loops.
 """
 
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,12 +32,10 @@ from numpy.typing import NDArray
 
 from autoshard.costs import is_contraction
 from autoshard.graph import Graph
+from autoshard.running import INTO_LOOPS, behind_loops, deferred, feeding, loop_spans, positions
 
 # Equations whose result is their operand under another name.
 RENAMES = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "sharding_constraint", "loop_const"})
-
-# Links into a loop's body: what they take lies in memory while the loop runs.
-_INTO = frozenset({"loop_const", "loop_slice", "loop_carry"})
 
 # Equations that end a fusion: their result is stored, their operands need not be.
 ENDS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"})
@@ -46,6 +45,10 @@ _COSTLY = frozenset(
     {"cbrt", "cos", "div", "erf", "erfc", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "rsqrt", "sin"}
     | {"sqrt", "tan", "tanh"}
 )
+
+# What XLA:GPU computes once for all fusions that read it. It repeats exponentials, logistic functions, divisions,
+# roots, logarithms and erf (jax-cuda12-pjrt 0.10.2: 40 activations between two matmuls, with their gradients).
+_ONCE = frozenset({"atan2", "cos", "erf_inv", "erfc", "log1p", "pow", "sin", "tanh"})
 
 # Equations whose result has the values of its operand.
 _COPIES = RENAMES | {"broadcast_in_dim", "convert_element_type"}
@@ -87,13 +90,13 @@ def lives(graph: Graph, fuses: Sequence[bool], platform: str, *, stores_quotient
                 taken[list(graph.operands[e])] = True
         for numerator, quotient in _softmaxes(graph):
             stated |= {numerator, quotient} if stores_quotients else {numerator}
-    order = _order(graph, fuses) if on_tpu else list(range(len(graph.eqns)))
-    held = _held(graph, fuses, taken, stated)
+    order = positions(graph, fuses, platform)
+    held = _held(graph, fuses, taken, stated, _ONCE if platform == "cuda" else frozenset())
     named = np.zeros(len(graph.avals), bool)
     for e, eqn in enumerate(graph.eqns):
         if eqn.primitive in RENAMES:
             named[graph.results[e][0]] = held[graph.results[e][0]]
-    last = _last_uses(graph, held & ~named, spans, order, _deferred(graph) if on_tpu else (), lazy=not on_tpu)
+    last = _last_uses(graph, held & ~named, spans, order, deferred(graph) if on_tpu else (), lazy=not on_tpu)
     start = np.zeros(len(graph.avals), np.int64)
     end = np.zeros(len(graph.avals), np.int64)
     for e, results in enumerate(graph.results):
@@ -104,21 +107,46 @@ def lives(graph: Graph, fuses: Sequence[bool], platform: str, *, stores_quotient
         start[list(results)] = begin
     end[:] = np.maximum(last, start) + 1
     end[list(graph.outputs)] = len(graph.eqns) + 1
-    return Lives(stored=held & ~named, named=named, absorbed=taken & ~held, start=start, end=end)
+    stored = held & ~named
+    if platform == "cuda":
+        whole = {quotient for _, quotient in _softmaxes(graph)}  # one kernel reads a row twice
+        end[_overwritten(graph, fuses, stored, start, end, whole)] -= 1
+    return Lives(stored=stored, named=named, absorbed=taken & ~held, start=start, end=end)
 
 
-def loop_spans(graph: Graph) -> dict[int, tuple[int, int]]:
-    """Loop → its first and last equation."""
-    spans: dict[int, tuple[int, int]] = {}
-    for e, loop in enumerate(graph.loop_of):
-        if loop:
-            spans[loop] = (spans.get(loop, (e, e))[0], e)
-    return spans
+def _overwritten(
+    graph: Graph,
+    fuses: Sequence[bool],
+    stored: NDArray[np.bool_],
+    start: NDArray[np.int64],
+    end: NDArray[np.int64],
+    beside: Container[int],
+) -> list[int]:
+    """Stored values that are read for the last time where a fusion writes as many elements of their type: in place.
 
-
-def behind_loops(spans: Mapping[int, tuple[int, int]], e: int) -> int:
-    """The last equation of all loops that begin after equation e; e where none does."""
-    return max((stop for begin, stop in spans.values() if begin > e), default=e)
+    But for what is written `beside` what it is computed from.
+    """
+    made_by = graph.producers()
+    found: set[int] = set()
+    for e, fused in enumerate(fuses):
+        result = graph.results[e][0] if fused and graph.results[e] else -1
+        if result < 0 or result in beside or not stored[result] or graph.eqns[e].primitive in ENDS | RENAMES:
+            continue
+        aval, seen, left = graph.avals[result], set[int](), list(graph.operands[e])
+        while left:
+            value = left.pop()
+            if value in seen or graph.avals[value].shape != aval.shape:
+                continue
+            seen.add(value)
+            maker = made_by.get(value, (-1, 0))[0]
+            if maker >= 0 and stored[value]:
+                same = graph.avals[value].dtype == aval.dtype
+                if same and value not in found and end[value] == start[result] + 1:
+                    found.add(value)
+                    break
+            elif maker >= 0 and fuses[maker]:
+                left.extend(graph.operands[maker])
+    return sorted(found)
 
 
 def _softmaxes(graph: Graph) -> Iterator[tuple[int, int]]:
@@ -146,7 +174,9 @@ def _softmaxes(graph: Graph) -> Iterator[tuple[int, int]]:
             yield above, casts[0] if casts else quotient
 
 
-def _held(graph: Graph, fuses: Sequence[bool], taken: NDArray[np.bool_], stated: Container[int]) -> NDArray[np.bool_]:
+def _held(
+    graph: Graph, fuses: Sequence[bool], taken: NDArray[np.bool_], stated: Container[int], once: Container[str]
+) -> NDArray[np.bool_]:
     """Which values lie in memory, be it under another's name.
 
     Args:
@@ -154,6 +184,7 @@ def _held(graph: Graph, fuses: Sequence[bool], taken: NDArray[np.bool_], stated:
       fuses: per equation, whether XLA fuses it with its neighbours.
       taken: operands that contractions can make themselves.
       stated: values that are held whatever they are made of.
+      once: what several fusions do not compute each.
     """
     held = np.zeros(len(graph.avals), bool)
     made = np.zeros(len(graph.avals), bool)
@@ -166,7 +197,7 @@ def _held(graph: Graph, fuses: Sequence[bool], taken: NDArray[np.bool_], stated:
         made[results] = True
         costly[results] = eqn.primitive in _COSTLY
         readers[operands] += 1
-        if eqn.primitive in _INTO:
+        if eqn.primitive in INTO_LOOPS:
             held[operands] = True
         elif eqn.primitive in ENDS or eqn.primitive == "loop_stack":
             held[results] = True
@@ -181,6 +212,14 @@ def _held(graph: Graph, fuses: Sequence[bool], taken: NDArray[np.bool_], stated:
     for e in range(len(graph.eqns) - 1, -1, -1):
         if graph.eqns[e].primitive in RENAMES and held[graph.results[e][0]]:
             held[graph.operands[e][0]] = True
+    goes_to: dict[int, frozenset[int]] = {}  # of a value that is not held: what lies in memory and is computed from it
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        for v in graph.results[e] if fuses[e] else ():
+            if graph.eqns[e].primitive in once and len(goes_to.get(v, ())) > 1:
+                held[v] = True
+            onto = frozenset({v}) if held[v] else goes_to.get(v, frozenset[int]())
+            for o in graph.operands[e]:
+                goes_to[o] = goes_to.get(o, frozenset[int]()) | onto
     sources: dict[int, frozenset[int]] = {}  # of a value that is not held: what it is recomputed from
     for e, eqn in enumerate(graph.eqns):
         result = graph.results[e][0] if graph.results[e] else -1
@@ -234,35 +273,6 @@ def _last_uses(
     return last
 
 
-def _order(graph: Graph, fuses: Sequence[bool]) -> list[int]:
-    """When XLA:TPU runs each equation, as the position of one in the program.
-
-    A state is updated as soon as its gradient is there.
-    """
-    feeds = feeding(graph)
-    order = list(range(len(graph.eqns)))
-    ready = [0] * len(graph.avals)
-    for e, results in enumerate(graph.results):
-        if not graph.loop_of[e] and fuses[e] and not any(feeds[v] for v in results):
-            order[e] = max((ready[v] for v in graph.operands[e]), default=e)
-        for v in results:
-            ready[v] = order[e]
-    return order
-
-
-def _deferred(graph: Graph) -> frozenset[int]:
-    """Equations of which nothing but scalars come: the loss itself."""
-    needed = np.zeros(len(graph.avals), bool)
-    needed[[v for v in graph.outputs if graph.avals[v].ndim]] = True
-    found: set[int] = set()
-    for e in range(len(graph.eqns) - 1, -1, -1):
-        if graph.loop_of[e] or any(needed[v] for v in graph.results[e]):
-            needed[list(graph.operands[e])] = True
-        else:
-            found.add(e)
-    return frozenset(found)
-
-
 def cast_ahead(graph: Graph) -> dict[int, tuple[int, int, int]]:
     """Inputs that XLA:TPU casts whole before the loops that take slices of them and cast these.
 
@@ -290,17 +300,6 @@ def cast_ahead(graph: Graph) -> dict[int, tuple[int, int, int]]:
             loops = [spans[graph.loop_of[e]] for e in slices]
             found[value] = (size, min(first for first, _ in loops), max(last for _, last in loops))
     return found
-
-
-def feeding(graph: Graph) -> NDArray[np.bool_]:
-    """Values on which, in their own scope, a contraction, a loop, or the next trip depends."""
-    feeds = np.zeros(len(graph.avals), bool)
-    for e in range(len(graph.eqns) - 1, -1, -1):
-        eqn = graph.eqns[e]
-        onward = eqn.primitive != "loop_stack" and any(feeds[v] for v in graph.results[e])
-        if onward or eqn.primitive in _INTO or eqn.primitive == "loop_result" or is_contraction(eqn):
-            feeds[list(graph.operands[e])] = True
-    return feeds
 
 
 def in_place(graph: Graph, lasting: Container[int]) -> frozenset[int]:

@@ -8,11 +8,12 @@ from numpy.typing import NDArray
 from autoshard import costs, opaque
 from autoshard.errors import InfeasibleError
 from autoshard.graph import LINKS, Aval, Graph
-from autoshard.memory import cast_ahead, feeding, in_place, lives
+from autoshard.memory import RENAMES, cast_ahead, in_place, lives
 from autoshard.mesh import MeshAxes
 from autoshard.problem.accumulators import NONE, accumulators
 from autoshard.problem.casts import narrow_side, widening
 from autoshard.problem.decisions import Decision, Decisions, Edge, Port, consumer_port
+from autoshard.problem.fetching import begins, fetchable
 from autoshard.problem.sharing import groups
 from autoshard.problem.strides import strides
 from autoshard.problem.traits import MERGING, levels, traits
@@ -20,6 +21,7 @@ from autoshard.problem.usages import Usages, local_bytes
 from autoshard.problem.windows import EARLY, windows
 from autoshard.resharding import NO_STRIDES, PS_PER_S
 from autoshard.rules import rules_of
+from autoshard.running import feeding
 from autoshard.strategies import (
     SUM,
     WHOLE,
@@ -366,6 +368,7 @@ class _Decider:
             codes = self.nodes[node].codes
             assert codes is not None  # inputs and outputs have codes
             leaves.setdefault(value, []).append(Port(node, codes))
+        self.fetched = self._fetched() if self.platform == "cuda" else {}
         for value in range(len(graph.avals)):
             port = self.ports.get(value)
             if port is None:
@@ -387,6 +390,7 @@ class _Decider:
         found = list(targets.values())
         lent = is_input or bool(self.lives.named[value]) or bool(self.lives.absorbed[value])
         first = min((e for e, _ in uses), default=0)
+        begin = self.fetched.get(value, first)
         # What is computed element by element and leaves in a donated input's place is written there.
         replaces = self.nodes[port.node].kind == "chain" and any(self.nodes[t.node].kind == "input" for t in leaves)
         arrives = replaces and len(found) == 1 and found[0].node in self.parameters and self.platform == "cuda"
@@ -396,14 +400,47 @@ class _Decider:
         elif len(found) > 1 or (found and lent and any(not self.traits.pointwise[e] for e, _ in uses)):
             holder = self._add_copy(value, port, found, lent=lent)
             if not replaces:
-                self.usages.add_copy(value, holder, port, first, self._groups(value, port), lent=lent)
+                self.usages.add_copy(value, holder, port, begin, self._groups(value, port), lent=lent)
         elif not is_input and self.lives.stored[value] and not replaces:
-            target = found[0] if found else None
+            name, target = self._last_name(value, found[0]) if found else (value, None)
             in_place = target is not None and self.nodes[target.node].kind == "input"
-            self.usages.add_value(value, port, first, target, in_place=in_place)
+            self.usages.add_value(value, port, begin, name, target, in_place=in_place)
         for target in found:
             kept = holder.codes[:, None] != target.codes[None, :] if arrives else None
             self._edge(holder, target, value, forbidden=kept)
+
+    def _fetched(self) -> dict[int, int]:
+        """Value → the equation before which its gather begins, of weights in a forward pass outside of loops."""
+        uses = fetchable(self.graph)
+        names = self.mesh.names
+        gather_s = {v: float(self.machine.collective_s("all-gather", names, self.graph.avals[v].nbytes)) for v in uses}
+        fastest = np.array([int(node.cost_ps.min()) for node in self.nodes]) / PS_PER_S
+        equation_s = np.zeros(len(self.graph.eqns))
+        for e, node in enumerate(self.node_of):
+            if node >= 0 and self.nodes[node].equations[0] == e:
+                equation_s[e] = fastest[node]
+        return begins(uses, gather_s, equation_s.tolist())
+
+    def _last_name(self, value: int, target: Port) -> tuple[int, Port]:
+        """By which name a pending sum is finished, and who alone takes it by that.
+
+        XLA:GPU keeps one beside loops as it is made.
+        """
+        if self.platform != "cuda" or self.graph.loops:
+            return value, target
+        while self.nodes[target.node].kind == "equation":
+            (e,) = self.nodes[target.node].equations
+            if not (self.traits.flows[e] and self.graph.eqns[e].primitive in RENAMES):
+                break
+            (result,) = self.graph.results[e]
+            uses = self.consumers.get(result, ())
+            if len(uses) != 1 or result in self.graph.outputs:
+                break
+            onward = consumer_port(self.nodes, self.rules, self.node_of, self.mesh, *uses[0])
+            if onward is None:
+                break
+            value, target = result, onward
+        return value, target
 
     def _add_copy(self, value: int, port: Port, targets: list[Port], *, lent: bool) -> Port:
         """The copy of a value for its consumers.

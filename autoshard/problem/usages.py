@@ -8,11 +8,12 @@ from numpy.typing import NDArray
 
 from autoshard import costs
 from autoshard.graph import Aval, Graph
-from autoshard.memory import Lives, behind_loops, loop_spans
+from autoshard.memory import Lives
 from autoshard.mesh import MeshAxes
 from autoshard.problem.decisions import Port, Usage
 from autoshard.problem.traits import Traits
 from autoshard.problem.windows import EARLY, LATE, Windows
+from autoshard.running import behind_loops, loop_spans
 from autoshard.strategies import SUM, Codes, decode, shards
 
 
@@ -44,7 +45,7 @@ class Usages:
         key = (node, start, end, kind)
         self._nbytes[key] = self._nbytes[key] + nbytes if key in self._nbytes else nbytes
 
-    def add_value(self, value: int, port: Port, first: int, target: Port | None, *, in_place: bool) -> None:
+    def add_value(self, value: int, port: Port, begin: int, name: int, target: Port | None, *, in_place: bool) -> None:
         """Memory of a value with one consumer at most: in its own layout first, then in the consumer's.
 
         What leaves a contraction is reduced or moved at once, but by libtpu a weight's gradient behind the loops that
@@ -53,27 +54,30 @@ class Usages:
         Args:
           value: the value.
           port: where it is made.
-          first: the equation that takes it.
-          target: who takes it, if anyone does.
+          begin: the equation that takes it, or before which its gather begins.
+          name: the value under the name by which a pending sum is finished.
+          target: who takes it by that name, if anyone does.
           in_place: whether that is an output in an input's place, which has that input's memory.
         """
         kind = self._kind(value)
-        start, end = int(self.lives.start[value]), int(self.lives.end[value])
+        start, end = min(begin, int(self.lives.start[value])), int(self.lives.end[value])
         if target is None:
             self._add_layouts(port, start, end, value, kind)
             return
         maker = self._made_by[value][0] if value in self._made_by else -1
         at_once = maker >= 0 and (costs.is_contraction(self.graph.eqns[maker]) or self._traits.flows[maker])
-        moved = start + 1 if at_once else min(max(first, start + 1), end)
+        moved = start + 1 if at_once else min(max(begin, start + 1), end)
+        if at_once and name != value:
+            end = max(end, int(self.lives.end[name]))
         if at_once and kind == "gradients" and self._platform == "tpu":
             moved = max(moved, behind_loops(self._spans, start))
             end = max(end, moved)
         self._add_layouts(port, start, moved, value, kind)
         if not in_place:
-            self._add_layouts(target, moved, end, value, kind)
+            self._add_layouts(target, moved, end, name, kind)
 
     def add_copy(
-        self, value: int, copy: Port, port: Port, first: int, groups: Sequence[Sequence[int]], *, lent: bool
+        self, value: int, copy: Port, port: Port, begin: int, groups: Sequence[Sequence[int]], *, lent: bool
     ) -> None:
         """Memory of a value's copy, from its first use to its last; of each group of uses, if one follows the other.
 
@@ -81,12 +85,12 @@ class Usages:
           value: the value.
           copy: its copy; if it is lent, each layout appears as the value itself and beside it.
           port: where it is made.
-          first: the first equation that takes it.
+          begin: the first equation that takes it, or before which its gather begins.
           groups: the equations that take it, by what they share, where each group has a copy of its own.
           lent: whether its own memory is another's.
         """
         start, end = int(self.lives.start[value]), int(self.lives.end[value])
-        start = max(first, start) if lent else start
+        start = max(begin, start) if lent else min(begin, start)
         spans = [(start, end)]
         if groups and all(before[-1] < after[0] for before, after in pairwise(groups)):
             starts = [start, *(group[0] for group in groups[1:])]
