@@ -15,8 +15,8 @@ what makes that writes it there, and it lies nowhere else. What weights' gradien
 lives until they are made, which may be long after (`autoshard.running`).
 
 XLA:GPU computes what costs much (a tanh) once for all fusions that read it, and a fusion writes
-where what it reads for the last time lies, if that has as many elements of its type; but not a
-softmax, of which one kernel reads a row twice.
+where what it reads for the last time lies, if that has as many elements of its type; but not
+where it reads a row twice, as for a softmax and its gradient.
 
 XLA:TPU differs (libtpu 0.0.52, `benchmarks.verification`). Its contractions make their operands:
 casts, gates, norms, the gradient of a softmax's cross entropy are recomputed in each, from what
@@ -52,6 +52,9 @@ _ONCE = frozenset({"atan2", "cos", "erf_inv", "erfc", "log1p", "pow", "sin", "ta
 
 # Equations whose result has the values of its operand.
 _COPIES = RENAMES | {"broadcast_in_dim", "convert_element_type"}
+
+# Rows (of scores, of a norm) that one kernel of XLA:GPU reduces and reads again; those of a vocabulary it does not.
+_SHORT_ROW = 16_384
 
 _MOST_SOURCES = 16  # stored values that one expression is recomputed from; XLA bounds a fusion's parameters, too
 
@@ -109,43 +112,41 @@ def lives(graph: Graph, fuses: Sequence[bool], platform: str, *, stores_quotient
     end[list(graph.outputs)] = len(graph.eqns) + 1
     stored = held & ~named
     if platform == "cuda":
-        whole = {quotient for _, quotient in _softmaxes(graph)}  # one kernel reads a row twice
-        end[_overwritten(graph, fuses, stored, start, end, whole)] -= 1
+        end[_overwritten(graph, fuses, stored, start, end)] -= 1
     return Lives(stored=stored, named=named, absorbed=taken & ~held, start=start, end=end)
 
 
 def _overwritten(
-    graph: Graph,
-    fuses: Sequence[bool],
-    stored: NDArray[np.bool_],
-    start: NDArray[np.int64],
-    end: NDArray[np.int64],
-    beside: Container[int],
+    graph: Graph, fuses: Sequence[bool], stored: NDArray[np.bool_], start: NDArray[np.int64], end: NDArray[np.int64]
 ) -> list[int]:
     """Stored values that are read for the last time where a fusion writes as many elements of their type: in place.
 
-    But for what is written `beside` what it is computed from.
+    But for what one kernel reads twice, to reduce its rows first.
     """
     made_by = graph.producers()
+    reads: dict[int, frozenset[int]] = {}  # value → the stored values that a fusion reads to compute it
+
+    reduced: dict[int, frozenset[int]] = {}  # reduction → the values whose rows it reduces, if they are short
     found: set[int] = set()
     for e, fused in enumerate(fuses):
-        result = graph.results[e][0] if fused and graph.results[e] else -1
-        if result < 0 or result in beside or not stored[result] or graph.eqns[e].primitive in ENDS | RENAMES:
+        primitive = graph.eqns[e].primitive
+        if not fused or primitive == "transpose" or not graph.results[e]:
             continue
-        aval, seen, left = graph.avals[result], set[int](), list(graph.operands[e])
-        while left:
-            value = left.pop()
-            if value in seen or graph.avals[value].shape != aval.shape:
-                continue
-            seen.add(value)
-            maker = made_by.get(value, (-1, 0))[0]
-            if maker >= 0 and stored[value]:
-                same = graph.avals[value].dtype == aval.dtype
-                if same and value not in found and end[value] == start[result] + 1:
-                    found.add(value)
-                    break
-            elif maker >= 0 and fuses[maker]:
-                left.extend(graph.operands[maker])
+        result = graph.results[e][0]
+        reads[result] = frozenset[int]().union(
+            *({v} if stored[v] else reads.get(v, frozenset()) for v in graph.operands[e])
+        )
+        twice = frozenset[int]().union(*(reduced.get(v, frozenset()) for v in reads[result]))
+        aval = graph.avals[result]
+        if primitive in ENDS:
+            row = graph.avals[graph.operands[e][0]].size // max(aval.size, 1)
+            reduced[result] = twice | (reads[result] if row <= _SHORT_ROW else frozenset())
+        if not stored[result] or primitive in ENDS | RENAMES:
+            continue
+        for v in sorted(reads[result] - twice - found):
+            if v in made_by and graph.avals[v] == aval and end[v] == start[result] + 1:
+                found.add(v)
+                break
     return sorted(found)
 
 

@@ -9,14 +9,16 @@ No buffers are laid out by hand, so what lies in memory follows from what is rea
   half of a block adds lies in memory, beside the look-up, in the table's type.
 - Of attention's weights the scores and their softmax lie in memory, in the stream's type;
   the float32 in between are never stored.
-- A gradient lies whole, in the matmuls' type, until the update reads its scattered sum:
-  nothing else waits for it.
+- Weights' gradients are made behind all that is, or in the next block that is computed again:
+  what they are made of lives until then, the logits' gradient until the end. Each is reduced
+  at once, and lies scattered until the update reads it, if that is of a part.
+- Where gathers take longer than the forward pass, all its weights are gathered at its beginning.
 - What replicas update in parts they gather into the old weight's place if the parts are of
   its first dimension; of another they are gathered beside both first, and transposed.
 
-Of the step there are six moments to look at, and the fullest counts: the softmax's
-backward, with three copies of the logits; the output matrix's gradient; the backward of
-an MLP, in the last block, when all that was saved is still there, and in the first, when
+Of the step there are six moments to look at, and the fullest counts: the beginning, if all
+weights are gathered there; the softmax's backward, with the logits and their gradient in float32;
+the backward of the last block, when all that was saved is still there, and of the first, when
 every other gradient is; the update, with the look-up's gradient in the table's type; and
 the return of what replicas updated.
 """
@@ -31,12 +33,8 @@ from cost_models.training_traffic import TrainingTraffic
 
 WIDE = itemsize(ACTIVATIONS)
 
-# Copies of the logits at the softmax's backward: as they were made and their gradient cast, beside it in float32.
-LOGITS_BYTES = 2 * WIDE + itemsize("float32")
-
-# Matrices of an MLP in memory beside its casts when the first of its input matrices' gradients is made:
-# that gradient, and the output matrix's.
-MLP_GRADIENTS = 2
+# Of the logits at the softmax's backward: as they were made, where their gradient is cast to, beside it in float32.
+LOGITS_BYTES = WIDE + itemsize("float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +57,38 @@ class ProgramMemory:
         block, head, table = self._gradients()
         before, after = (self._saved(n) * in_flight for n in (blocks, blocks - 1))
         moments = (
-            self._moment(saved=before, casts=self._casts(blocks), gradients=0.0, logits=LOGITS_BYTES),
-            self._moment(saved=before, casts=self._casts(blocks), gradients=head, logits=WIDE),
-            self._backward(after, blocks, head),
-            self._backward(self._saved(0), 1, head + (blocks - 1) * block),
+            self._beginning(blocks),
+            self._moment(saved=before, casts=self._casts(blocks), gradients=0.0, logits=LOGITS_BYTES, head=True),
+            self._backward(after, blocks, 0.0),
+            self._backward(self._saved(0), 1, (blocks - 1) * block),
+            *([self._backward(self._saved(blocks - 2) * in_flight, blocks - 1, block)] if blocks >= 2 else []),
             self._moment(saved=0.0, casts=0.0, gradients=head + blocks * block + table),
             self._moment(saved=0.0, casts=self._returned(blocks), gradients=0.0),
         )
         return max(moments, key=lambda held: sum(held.values()))
 
+    def _beginning(self, blocks: float) -> Held:
+        """Of the forward pass; all weights are there, if they are gathered and that takes longer."""
+        passes = 1 if self.block.layout.keep_gathered else 2
+        gathers_s = sum(t.seconds for t in self.traffic.fsdp()[0]) / passes
+        waits = bool(self.traffic.shard_axes) and gathers_s > self.block.forward_s() * self.traffic.blocks
+        casts = self._block_parameters() * WIDE * blocks if waits else 0.0
+        return self._moment(saved=self._stream(WIDE), casts=casts, gradients=0.0, logits=0.0, head=True)
+
     def _moment(
-        self, *, saved: float, casts: float, gradients: float, logits: float = 0.0, working: float = 0.0
+        self,
+        *,
+        saved: float,
+        casts: float,
+        gradients: float,
+        logits: float = 0.0,
+        working: float = 0.0,
+        head: bool = False,
     ) -> Held:
-        """`logits`: bytes of each; with any, the output matrix is cast and its operand whole."""
+        """`logits`: bytes of each; with any, the output matrix's operand is whole. `head`: that matrix is cast."""
         traffic, framework = self.traffic, self.block.framework
         count = self.block.tokens * self.block.model.vocab / self.block.layout.tensor
-        ends = (traffic.matrix * WIDE, traffic.stream_bytes) if logits else (0.0, 0.0)
+        ends = (traffic.matrix * WIDE if head else 0.0, traffic.stream_bytes if logits else 0.0)
         return {
             "parameters": sum(traffic.held_parameters()) * framework.parameter_bytes,
             "gradients": gradients,
@@ -88,22 +102,22 @@ class ProgramMemory:
         }
 
     def _backward(self, saved: float, blocks: float, gradients: float) -> Held:
-        """An MLP's backward, `blocks` being left to go through, this one included."""
+        """A block's backward, `blocks` being left to go through, this one included."""
         matrix = self._mlp_parameters() / self.block.model.mlp_matrices * WIDE
         casts = self._casts(blocks) if self.block.layout.remat == "none" else self._block_parameters() * WIDE
-        return self._moment(
-            saved=saved, casts=casts, gradients=gradients + MLP_GRADIENTS * matrix, working=self._working()
-        )
+        working = max(self._mlp_working(), self._attention_working())
+        working += self._operands() if blocks < self.traffic.stage_blocks else 0.0
+        return self._moment(saved=saved, casts=casts, gradients=gradients + matrix, logits=WIDE, working=working)
 
     def _gradients(self) -> tuple[float, float, float]:
-        """Bytes of whole gradients: a block's, the output matrix's, and the look-up's, which arrives by token."""
+        """Bytes of gradients behind their reduction: a block's, the output matrix's; and the look-up's, by token."""
         traffic, framework = self.traffic, self.block.framework
         splits = traffic.shard_axes or (("data",) if traffic.layout.shard_optimizer else ())
         shards = self.block.machine.group_size(splits)
         table = traffic.matrix / shards * framework.parameter_bytes
-        head = traffic.matrix * framework.gradient_bytes
+        head = traffic.matrix / shards * framework.gradient_bytes
         arriving = self._stream(framework.parameter_bytes)
-        return self._block_parameters() * framework.gradient_bytes, head, table + arriving
+        return self._block_parameters() / shards * framework.gradient_bytes, head, table + arriving
 
     def _returned(self, blocks: float) -> float:
         """New weights beside the old ones, and the parts: of all whose first dimension is not the stream's width.
@@ -155,7 +169,7 @@ class ProgramMemory:
         inputs = model.mlp_matrices - 1 if remat == "minimal" else 0
         return added + self._heads(model.heads + 2 * model.kv_heads) + inputs * self._hidden()
 
-    def _working(self) -> float:
+    def _mlp_working(self) -> float:
         """At an MLP's backward, beside what is saved: what the block computed again, two hidden values' gradients.
 
         Of the stream there are the gradient that came in, and the one of the MLP's
@@ -165,6 +179,17 @@ class ProgramMemory:
         if self.block.layout.remat == "none":
             return beside + 2 * self._hidden()
         return beside + self._stream(WIDE) + self._attention() + self._mlp(2)
+
+    def _attention_working(self) -> float:
+        """At attention's backward, likewise: gradients of scores and softmax, and what the MLP's own are made of."""
+        mlp = self._mlp(self.block.model.mlp_matrices)
+        return 2 * self.traffic.stream_bytes + self._attention() + self.block.score_bytes() + mlp
+
+    def _operands(self) -> float:
+        """What a block's weights' gradients are made of: normalized streams, heads, hidden values, and gradients."""
+        model = self.block.model
+        heads = self._heads(2 * model.heads + 2 * model.kv_heads)
+        return 4 * self.traffic.stream_bytes + heads + model.mlp_matrices * self._hidden()
 
     def _attention(self) -> float:
         """Operands of its matmuls: the normalized stream, queries, keys, values, scores' softmax, what heads read."""

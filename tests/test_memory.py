@@ -212,6 +212,16 @@ def test_what_costs_much_is_computed_once_for_all_fusions_that_read_it() -> None
         assert not found.stored[results(graph, name)].any()
 
 
+def test_a_softmax_is_written_beside_the_scores_unless_its_rows_are_long() -> None:
+    """One kernel reads a row twice; of a vocabulary's rows one kernel reduces and another writes."""
+    for columns, in_place in ((64, False), (65_536, True)):
+        graph, found = lived(lambda x, w: jax.nn.softmax(x @ w) @ w.T, F32((64, 16)), F32((16, columns)))
+        scores, last = results(graph, "dot_general")
+        softmax = graph.operands[graph.producers()[last][0]][0]
+        assert found.stored[softmax]
+        assert (found.end[scores] <= found.start[softmax]) == in_place
+
+
 def test_a_fusion_writes_where_what_it_reads_for_the_last_time_lies() -> None:
     """On GPU; not where the types differ, nor what is read later on."""
 

@@ -390,7 +390,7 @@ class _Decider:
         found = list(targets.values())
         lent = is_input or bool(self.lives.named[value]) or bool(self.lives.absorbed[value])
         first = min((e for e, _ in uses), default=0)
-        begin = self.fetched.get(value, first)
+        begin = self.fetched.get(value, max(first, int(self.lives.start[value])))
         # What is computed element by element and leaves in a donated input's place is written there.
         replaces = self.nodes[port.node].kind == "chain" and any(self.nodes[t.node].kind == "input" for t in leaves)
         arrives = replaces and len(found) == 1 and found[0].node in self.parameters and self.platform == "cuda"
