@@ -47,7 +47,7 @@ _COSTLY = frozenset(
 )
 
 # What XLA:GPU computes once for all fusions that read it. It repeats exponentials, logistic functions, divisions,
-# roots, logarithms and erf (jax-cuda12-pjrt 0.10.2: 40 activations between two matmuls, with their gradients).
+# roots, logarithms and erf (jax-cuda12-pjrt 0.10.2; `tests/test_memory.py -m slow -k repeats`).
 _ONCE = frozenset({"atan2", "cos", "erf_inv", "erfc", "log1p", "pow", "sin", "tanh"})
 
 # Equations whose result has the values of its operand.

@@ -31,6 +31,12 @@ CAUSES = """\
   distance between the two uses; planned and priced so (`problem.sharing`), with jaxpr equations for its instructions.
   Where that is doubtful (`wq` of llama3-8b as planned, 85 equations apart in the backward loop), the gathered weight
   stays pinned: it is gathered once then on v5p:4x4x2, and on v5e:4x4 twice all the same.
+- **GPU, peak memory**: programs without loops are counted in the order in which XLA:GPU runs them: weights'
+  gradients last, gathers ahead where they take longer than the forward pass (`autoshard.running`,
+  `problem.fetching`). Too much is predicted of `megatron_sequence` of mlp-8k with many rows, where the partitioner
+  gathers over the idle axis, and of two scanned layers by `fsdp`; too little of `megatron_sequence` of those.
+  Gradients of layers that are computed again may wait whole for the links: eight unrolled layers of llama3-8b by
+  `fsdp` with remat (not in these tables) need 1.15 times what is predicted; four and sixteen 0.99 and 1.00.
 - **TPU, peak memory**: XLA:TPU's heap is allocated whole, and the f32 scores of the loss, which are alive at the very
   end alone, lie in a hole of it or on top of everything; predicted on top. gpt2-small lies below that: `fsdp` on v5p
   (×0.84; of three layers of it we saw the hole), `fsdp_megatron` on both (×0.81 on v5e, ×0.85 on v5p). Two layers of
