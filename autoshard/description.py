@@ -13,6 +13,7 @@ from autoshard import opaque
 from autoshard import trace as traces
 from autoshard.apply import FORWARD
 from autoshard.gradient import marks
+from autoshard.hlo.text import UNKNOWN
 from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins, Specs
 from autoshard.problem.assignment import Assignment
@@ -213,6 +214,9 @@ def _compiler_options(hardware: Hardware, mesh: MeshAxes, spare_bytes: int, *, l
 
 
 def place_of(decisions: Decisions, at: int) -> str:
-    """A time point, in words: the equation that runs then, and its source line."""
+    """A time point, in words: the equation that runs then, and its source line; if none is known the last before."""
     eqns = decisions.graph.eqns
-    return f"{eqns[at].primitive} at {eqns[at].where}" if at < len(eqns) else "the end of the program"
+    if at >= len(eqns):
+        return "the end of the program"
+    known = next((e for e in range(at, -1, -1) if eqns[e].where != UNKNOWN), at)
+    return f"{eqns[at].primitive} {'at' if known == at else 'after'} {eqns[known].where}"

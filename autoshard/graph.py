@@ -196,6 +196,7 @@ class _Builder:
         self.loop_of: list[int] = []
         self.again_of: list[int] = []
         self.again = 0  # the call that the walk is in
+        self.agains = 0
         self.named: dict[str, int] = {}
         self.branch: dict[int, int] = {}  # a resolved platform index → its value
         self.loops = 0
@@ -260,7 +261,8 @@ class _Builder:
         if name in CALLS:
             outermost = not self.again and bool(eqn.params.get("differentiated"))
             if outermost:
-                self.again = max(self.again_of, default=0) + 1
+                self.agains += 1
+                self.again = self.agains
             results = self.walk(eqn.params[CALLS[name]], operands, (*here, 0), scope)
             if outermost:
                 self.again = 0

@@ -125,7 +125,6 @@ def _overwritten(
     """
     made_by = graph.producers()
     reads: dict[int, frozenset[int]] = {}  # value → the stored values that a fusion reads to compute it
-
     reduced: dict[int, frozenset[int]] = {}  # reduction → the values whose rows it reduces, if they are short
     found: set[int] = set()
     for e, fused in enumerate(fuses):

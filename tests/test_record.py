@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,7 +16,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autoshard
+from autoshard.description import place_of
 from autoshard.errors import PlanMismatchError
+from autoshard.hlo.text import UNKNOWN
 from autoshard.problem import iopddl
 from autoshard.record import read, schema
 from autoshard.solver import solve
@@ -155,3 +158,16 @@ def test_a_plan_s_problem_is_solved_on_its_own(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     with pytest.raises(PlanMismatchError, match="plan again"):
         _ = autoshard.load(tmp_path / "plan.json").problem
+
+
+def test_a_moment_without_a_source_line_is_told_by_the_last_one_before() -> None:
+    eqns = [
+        SimpleNamespace(primitive="dot_general", where="model.py:3 (f)"),
+        SimpleNamespace(primitive="gather", where=UNKNOWN),
+    ]
+    decisions: Any = SimpleNamespace(graph=SimpleNamespace(eqns=eqns))
+    assert place_of(decisions, 0) == "dot_general at model.py:3 (f)"
+    assert place_of(decisions, 1) == "gather after model.py:3 (f)"
+    assert place_of(decisions, 2) == "the end of the program"
+    decisions.graph.eqns = eqns[1:]
+    assert place_of(decisions, 0) == f"gather at {UNKNOWN}"

@@ -102,6 +102,7 @@ class _Decider:
         self.copies: dict[int, Port] = {}  # value → its copy
         self.ports: dict[int, Port] = {}  # value → where it is made
         self.apart = groups(graph) if platform == "tpu" else {}  # value → uses that share no gather
+        self.fetched: dict[int, int] = {}  # value → the equation before which its gather begins
         self.parameters: set[int] = set()  # inputs that a new value replaces and that a contraction depends on
         self.pruned = 0
 
@@ -368,7 +369,8 @@ class _Decider:
             codes = self.nodes[node].codes
             assert codes is not None  # inputs and outputs have codes
             leaves.setdefault(value, []).append(Port(node, codes))
-        self.fetched = self._fetched() if self.platform == "cuda" else {}
+        if self.platform == "cuda":
+            self.fetched = self._fetched()
         for value in range(len(graph.avals)):
             port = self.ports.get(value)
             if port is None:
