@@ -15,6 +15,7 @@ from autoshard.graph import Graph, build
 from autoshard.memory import Lives, cast_ahead, lives
 from autoshard.problem.traits import is_pointwise
 from autoshard.rules import rules_of
+from benchmarks.verification import Case, subject
 
 F32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 BF16 = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
@@ -428,17 +429,20 @@ def test_the_gpu_compiler_reduces_each_gradient_behind_all_other_contractions() 
 
 @pytest.mark.gpu_compiler
 @pytest.mark.skipif(not compilers.available("gpu"), reason="the GPU compiler is not installed")
-def test_the_gpu_compiler_gathers_all_weights_at_once_where_tokens_are_few() -> None:
-    """Gathers take longer than the forward pass: they all begin at its beginning, though each weight is used once."""
-    few = autoshard.plan(
-        partial(mlp_step, jax.checkpoint(block)),
-        PARAMS,
-        BF16((256, WIDTH)),
-        mesh={"data": 8},
-        hardware="h100:1x8",
-        donate_argnums=0,
-        pins=PINS,
-    )
-    memory = few.verify("gpu").memory
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        ("llama3-8b", {"layers": 4, "batch": 8, "sequence": 512, "remat": "full"}),
+        ("mlp-8k", {"layers": 4, "batch": 1024}),
+    ],
+)
+def test_the_gpu_compiler_gathers_all_weights_at_once_where_tokens_are_few(model: str, fields: dict[str, Any]) -> None:
+    """FSDP by hand: gathers take longer than the forward pass, and sums are finished by whatever name.
+
+    Without the first llama3-8b needs 1.29 of what is predicted; without the second mlp-8k 0.89.
+    """
+    mesh = (("data", 2), ("model", 4))
+    case = Case(group="", model=model, fields=tuple(fields.items()), hardware="h100:1x8", mesh=mesh, layout="fsdp")
+    memory = subject(case).verify().memory
     assert memory.compiled is not None
-    assert 0.8 <= memory.compiled.peak / memory.predicted.peak <= 1.05
+    assert memory.compiled.peak == pytest.approx(memory.predicted.peak, rel=0.07)
