@@ -65,8 +65,9 @@ def needed(
     Raises:
       ShardyError: propagation fails.
     """
-    probe = Probe(program, decisions.graph, mesh, annotations, platform)
-    doubtful = sharing.doubtful(decisions.graph) if platform == "tpu" else frozenset[int]()
+    graph = decisions.graph
+    probe = Probe(program, graph, mesh, annotations, platform)
+    doubtful = sharing.doubtful(graph) | _reshaped(graph) if platform == "tpu" else frozenset[int]()
     search = _Search(probe, decisions, folding, mesh, annotations, doubtful)
     kept = search.thinned(search.forward())
     log.debug("constraints of %d of %d values are needed, after %d probes", len(kept), len(probe.values), search.probes)
@@ -290,6 +291,22 @@ def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations, doubtful: S
     drawn = {v for v in products if taken[v] > 1 and split.get(v)}
     gathered = {v for v in taken if taken[v] > 1 and split.get(v) and any(ends[v][0]) and not all(map(any, ends[v]))}
     return frozenset(moved | cut | drawn | gathered & (_activations(graph, contractions) | doubtful))
+
+
+def _reshaped(graph: Graph) -> frozenset[int]:
+    """Operands of contractions whose results are only reshaped.
+
+    XLA:TPU reshapes the operand in place of the result before it partitions, and so gathers it once more
+    (of grouped-query attention the output projection, where its operand's gradient is split into groups).
+    """
+    users = graph.consumers()
+    return frozenset(
+        v
+        for e, eqn in enumerate(graph.eqns)
+        if eqn.primitive in CONTRACTIONS
+        and [graph.eqns[u].primitive for u, _ in users.get(graph.results[e][0], ())] == ["reshape"]
+        for v in graph.operands[e]
+    )
 
 
 def _activations(graph: Graph, contractions: Iterable[int]) -> set[int]:

@@ -61,6 +61,35 @@ def test_a_plan_pins_what_is_gathered_for_groups_where_it_is_used(between: int, 
     assert (0 in plan.record.pins.inputs) == (gathers == 1)
 
 
+@pytest.mark.skipif(not compilers.available("tpu"), reason="the TPU compiler is not installed")
+def test_a_weight_whose_product_is_reshaped_is_gathered_once() -> None:
+    """Before it partitions, XLA:TPU reshapes the weight in place of the product."""
+
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        heads = x.reshape(16, 512, 4, 4, 128)
+        heads = (heads * heads[..., :1]).reshape(16, 512, 16, 128)
+        return jnp.tanh(jnp.einsum("bsnh,nhd->bsd", heads, w.astype(jnp.bfloat16))), None
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        y, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, w)
+        return (y.astype(jnp.float32) ** 2).sum()
+
+    plan = autoshard.plan(
+        jax.grad(loss),
+        jax.ShapeDtypeStruct((16, 512, 2048), jnp.bfloat16),
+        jax.ShapeDtypeStruct((2, 16, 128, 2048), jnp.float32),
+        mesh={"data": 8},
+        hardware="tpu-v5e:2x4",
+        in_shardings=(P("data"), P(None, "data")),
+        out_shardings=P("data"),
+    )
+    assert [(c.kind, c.nbytes, c.trips) for c in plan.record.collectives] == [
+        ("all-gather", 2 * 16 * 128 * 2048, 2)
+    ] * 2
+    (row,) = plan.verify(compiler_options=compilers.TPU_PLAIN_OPTIONS).rows
+    assert (row.kind, row.emitted_bytes) == ("all-gather", 2 * 2 * 2 * 16 * 128 * 2048)
+
+
 def test_a_pending_sum_is_finished_once_however_far_its_uses_are() -> None:
     def program(x: jax.Array, w: jax.Array, square: jax.Array) -> tuple[jax.Array, jax.Array]:
         h = x @ w

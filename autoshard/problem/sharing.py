@@ -40,7 +40,7 @@ def doubtful(graph: Graph) -> frozenset[int]:
     """Values with uses in one group that are so far apart that libtpu, by its own instructions, may see two.
 
     Pinned where they are gathered they are gathered again less often: `wq` of llama3-8b as planned on
-    v5p:4x4x2 (85 apart), but not on v5e:4x4 (libtpu 0.0.52).
+    v5p:4x4x2 (85 apart; libtpu 0.0.52).
     """
     return frozenset(
         value
