@@ -1,60 +1,135 @@
-"""Lighter: of equally fast choices, one that holds less memory for a shorter time.
+"""Lighter: of choices that are as fast, one with fewer reshardings, and then one that holds less memory.
 
-The objective is seconds alone, so that a partial sum may be reduced where it is made or
-where it is last read at the same price. The compilers reduce as early as they can, and
-nobody wants the memory: each node moves to the strategy that keeps the objective and
-has the least bytes × equations, until none does.
+The objective is seconds alone. A solver leaves a scalar's worth of nanoseconds on the table either way, but
+every resharding is a constraint in the program and a collective in the timeline: one that saves less than
+`WORTH` of the step is left out. And a partial sum may be reduced where it is made or where it is last
+read at the same price: the compilers reduce as early as they can, and nobody wants the memory. So each node,
+and both ends of each resharding together, move to where seconds and reshardings are least, and of equal ones
+to the strategy with the least bytes × equations, until none does.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.problem.formulation import chosen_cells
+from autoshard.problem.formulation import Moves, chosen_cells
 from autoshard.problem.network import INF, Problem
 from autoshard.solver.evaluate import evaluate, hinge_values
 
 Int = NDArray[np.int64]
 
+# Of the objective, what a resharding must save to stay. A hundred of them are a hundredth of a percent.
+WORTH = 1e-6
 _SWEEPS = 8
 
 
-def lighter(problem: Problem, choice: Int) -> Int:
-    """A choice that costs what `choice` costs, and whose peak is no higher.
+def lighter(problem: Problem, choice: Int, moves: Moves | None = None) -> Int:
+    """A choice that costs what `choice` costs, but for `WORTH` per resharding saved, and whose peak is no higher.
 
     Args:
       problem: the network.
       choice: one strategy per node, with a finite objective.
+      moves: where values are resharded; None counts no reshardings.
     """
-    weight = _weights(problem)
-    around: list[list[int]] = [[] for _ in range(problem.nodes)]
-    for e, (u, v) in enumerate(problem.edge_nodes):
-        around[u].append(e)
-        around[v].append(e)
-    found = choice.copy()
-    value = hinge_values(problem, problem.start[:-1] + choice, chosen_cells(problem, choice))
-    for _ in range(_SWEEPS):
-        moved = False
-        for v in range(problem.nodes):
-            first, last = int(problem.start[v]), int(problem.start[v + 1])
-            now = int(found[v])
-            held = weight[first:last]
-            if last - first == 1 or held[now] == held.min():
-                continue
-            cells = [_cells(problem, e, v, found) for e in around[v]]
-            seconds = problem.cost[first:last].copy()
-            for at in cells:
-                seconds = np.minimum(seconds + problem.edge_cost[at], INF)
-            change = [_hinge_terms(problem, h, np.arange(first, last), cells) for h in range(len(problem.hinges))]
-            change = [terms - terms[now] for terms in change]
-            exposed = sum((np.maximum(x + c, 0) for x, c in zip(value, change, strict=True)), np.zeros_like(seconds))
-            total = np.minimum(seconds + exposed, INF)
-            best = int(np.where(total == total[now], held, np.iinfo(np.int64).max).argmin())
-            if held[best] < held[now]:
-                found[v], moved = best, True
-                value = [x + int(c[best]) for x, c in zip(value, change, strict=True)]
-        if not moved:
-            break
-    return found if evaluate(problem, found).peak_bytes <= evaluate(problem, choice).peak_bytes else choice
+    before = evaluate(problem, choice)
+    assert before.objective is not None
+    worths = (0,) if moves is None else (round(WORTH * before.objective), 0)
+    for worth in worths:
+        found = _Descent(problem, choice, moves, worth).choice
+        if evaluate(problem, found).peak_bytes <= before.peak_bytes:
+            return found
+    return choice
+
+
+@dataclass(slots=True, eq=False)
+class _Terms:
+    """What the strategies of a node, or of two, cost with everything else as it is: seconds, and what hinges gain."""
+
+    seconds: Int
+    hinges: list[Int]
+
+    def total(self, value: list[int]) -> Int:
+        """The objective but for a constant; `value` is that of each hinge for gains of 0."""
+        exposed = (np.maximum(v + gain, 0) for v, gain in zip(value, self.hinges, strict=True))
+        return np.minimum(self.seconds + sum(exposed, np.zeros_like(self.seconds)), INF)
+
+
+class _Descent:
+    def __init__(self, problem: Problem, choice: Int, moves: Moves | None, worth: int) -> None:
+        self._problem = problem
+        self._cost, self._edge_cost, self._moved = problem.cost, problem.edge_cost, None
+        if moves is not None and worth:
+            self._cost = np.minimum(problem.cost + worth * moves.own, INF)
+            self._edge_cost = np.minimum(problem.edge_cost + worth * moves.cells, INF)
+            self._moved = moves.cells
+        self._weight = _weights(problem)
+        self._around: list[list[int]] = [[] for _ in range(problem.nodes)]
+        for e, (u, v) in enumerate(problem.edge_nodes):
+            self._around[u].append(e)
+            self._around[v].append(e)
+        self.choice = choice.copy()
+        self._value = list(hinge_values(problem, problem.start[:-1] + choice, chosen_cells(problem, choice)))
+        for _ in range(_SWEEPS):
+            nodes = [v for v in range(problem.nodes) if self._single(v)]
+            edges = [e for e in range(len(problem.edge_nodes)) if self._beside_moved(e) and self._pair(e)]
+            if not nodes and not edges:
+                break
+
+    def _single(self, v: int) -> bool:
+        """Moves one node; returns whether it did."""
+        first, last = int(self._problem.start[v]), int(self._problem.start[v + 1])
+        now, held = int(self.choice[v]), self._weight[first:last]
+        if last - first == 1 or (self._moved is None and held[now] == held.min()):
+            return False
+        terms = self._terms(v)
+        gains = _Terms(terms.seconds, [x - x[now] for x in terms.hinges])
+        total = gains.total(self._value)
+        best = int(np.lexsort((held, total))[0])
+        if (total[best], held[best]) >= (total[now], held[now]):
+            return False
+        self.choice[v] = best
+        self._value = [x + int(gain[best]) for x, gain in zip(self._value, gains.hinges, strict=True)]
+        return True
+
+    def _beside_moved(self, e: int) -> bool:
+        """Whether something is resharded at an end of an edge."""
+        if self._moved is None:
+            return False
+        around = np.array([other for n in self._problem.edge_nodes[e] for other in self._around[n]])
+        return bool(self._moved[_chosen(self._problem, around, self.choice)].any())
+
+    def _pair(self, e: int) -> bool:
+        """Moves both ends of an edge together; returns whether it did."""
+        problem = self._problem
+        u, v = (int(n) for n in problem.edge_nodes[e])
+        first, last = int(problem.edge_start[e]), int(problem.edge_start[e + 1])
+        shape = int(problem.start[u + 1] - problem.start[u]), int(problem.start[v + 1] - problem.start[v])
+        now = int(self.choice[u]), int(self.choice[v])
+        here, there = self._terms(u, without=e), self._terms(v, without=e)
+        seconds = np.minimum(here.seconds[:, None] + there.seconds + self._edge_cost[first:last].reshape(shape), INF)
+        gains: list[Int] = []
+        for h, hinge in enumerate(problem.hinges):
+            own = _picked(hinge.cell, hinge.cell_coef, np.arange(first, last)).reshape(shape)
+            gain = here.hinges[h][:, None] + there.hinges[h] + own
+            gains.append(gain - gain[now])
+        total = _Terms(seconds, gains).total(self._value)
+        i, j = (int(k) for k in np.unravel_index(int(total.argmin()), shape))
+        if total[i, j] >= total[now]:
+            return False
+        self.choice[u], self.choice[v] = i, j
+        self._value = [x + int(gain[i, j]) for x, gain in zip(self._value, gains, strict=True)]
+        return True
+
+    def _terms(self, v: int, without: int = -1) -> _Terms:
+        """Those of a node, all its edges but one counted."""
+        problem, first, last = self._problem, int(self._problem.start[v]), int(self._problem.start[v + 1])
+        cells = [_cells(problem, e, v, self.choice) for e in self._around[v] if e != without]
+        seconds = self._cost[first:last].copy()
+        for at in cells:
+            seconds = np.minimum(seconds + self._edge_cost[at], INF)
+        strategies = np.arange(first, last)
+        return _Terms(seconds, [_hinge_terms(problem, h, strategies, cells) for h in range(len(problem.hinges))])
 
 
 def _weights(problem: Problem) -> Int:
@@ -75,6 +150,12 @@ def _cells(problem: Problem, e: int, v: int, choice: Int) -> Int:
     if v == u:
         return first + np.arange(rows) * columns + int(choice[w])
     return first + int(choice[u]) * columns + np.arange(columns)
+
+
+def _chosen(problem: Problem, edges: Int, choice: Int) -> Int:
+    """The cells of some edges that a choice picks."""
+    u, v = problem.edge_nodes[edges].T
+    return problem.edge_start[edges] + choice[u] * (problem.start[v + 1] - problem.start[v]) + choice[v]
 
 
 def _hinge_terms(problem: Problem, h: int, strategies: Int, cells: list[Int]) -> Int:

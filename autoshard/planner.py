@@ -28,6 +28,7 @@ from autoshard.rules.control_flow import HOST_CALLS
 from autoshard.rules.kernels import CUDNN_BACKWARD, CUDNN_FORWARD
 from autoshard.setting import Clock, Setting, Wanted
 from autoshard.solver import Solution, Status, solve
+from autoshard.solver.evaluate import evaluate
 from autoshard.solver.incumbent import Cutoff, no_cutoff
 from autoshard.strategies import layout_of
 from autoshard.trace import Traced
@@ -118,7 +119,10 @@ def make(
     )
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
         raise infeasible(setting, formulation, solution, budget.memory_bytes, budget.time_limit_s, mesh)
-    solution = replace(solution, choice=lighter(formulation.problem, solution.choice))
+    choice = lighter(formulation.problem, solution.choice, formulation.moves())
+    objective = evaluate(formulation.problem, choice).objective
+    assert objective is not None  # `lighter` forbids what the problem does
+    solution = solution.instead(choice, objective)
     clock.lap("solve")
     assignment = Assignment(
         decisions=setting.decisions, resharder=setting.resharder, choice=formulation.read(solution.choice)

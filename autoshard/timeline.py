@@ -21,7 +21,7 @@ from math import prod
 from typing import Any, Literal, Protocol
 
 from autoshard.errors import HloError
-from autoshard.hlo import Collective, Computation, Instruction, Module
+from autoshard.hlo import Collective, Computation, Instruction, Module, communicates
 from autoshard.hlo.loops import Loops
 from autoshard.mesh import MeshAxes
 from cost_models.roofline import taps_on_data
@@ -281,6 +281,8 @@ class _Walk:
         opcode = instruction.opcode
         if opcode in _FREE or opcode.endswith("-done") or not instruction.shapes:
             return 0.0
+        if communicates(instruction):
+            return 0.0  # a ring's permutes, which are priced with it, or a collective of one device
         found = matmuls(self.module, computation, instruction)
         if found:
             self.flops += sum(2.0 * batch * m * n * k for batch, m, n, k, _ in found)
@@ -322,9 +324,10 @@ def _convolution(
 ) -> tuple[int, int, int, int, str]:
     """A convolution as a matmul: XLA:TPU writes every dot as one.
 
-    Only taps that fall on data count: a
-    batch dimension is a dilated spatial one, in which each output has one such tap.
-    Their mean per output is rounded down, which only padded windows of several taps notice.
+    Only taps that fall on data count. A spatial dimension in which each output has one of them is a
+    batch dimension, or the kernel's own where the image has but one point, to which the result's columns belong;
+    all others are rows. The mean of the taps per output is rounded down, which only padded windows of several
+    taps notice.
     """
     labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", instruction.attribute("dim_labels") or "")
     if labels is None:
@@ -337,21 +340,31 @@ def _convolution(
         for key in ("stride", "lhs_dilate", "rhs_dilate")
     )
     pads = [int(x.split("_")[0]) for x in window["pad"].split("x")] if "pad" in window else [0] * rank
-    taps, outputs = 1, 1
+    taps, outputs, batch = 1, 1, 1
+    m, n = result[labels[3].index("b")], kernel[labels[2].index("o")]
     for i in range(rank):
-        size = result[labels[3].index(str(i))]
-        taps *= taps_on_data(
+        size, points, width = (
+            dims[label.index(str(i))]
+            for dims, label in zip((result, image, kernel), (labels[3], labels[1], labels[2]), strict=True)
+        )
+        on_data = taps_on_data(
             size,
-            kernel[labels[2].index(str(i))],
-            image[labels[1].index(str(i))],
+            width,
+            points,
             stride=strides[i],
             pad=pads[i],
             image_step=image_steps[i],
             kernel_step=kernel_steps[i],
         )
+        taps *= on_data
         outputs *= size
-    features, n = kernel[labels[2].index("i")], kernel[labels[2].index("o")]
-    return 1, result[labels[3].index("b")] * outputs, n, max(1, features * taps // outputs), dtype
+        if on_data == size == width and points == 1:
+            n *= size
+        elif on_data == size == width == points:
+            batch *= size
+        else:
+            m *= size
+    return batch, m, n, max(1, kernel[labels[2].index("i")] * taps // outputs), dtype
 
 
 def _dims(instruction: Instruction, key: str) -> list[int]:
@@ -359,7 +372,11 @@ def _dims(instruction: Instruction, key: str) -> list[int]:
 
 
 def _traffic_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """HBM bytes that an instruction reads and writes; a slice reads its part, an update writes its part."""
+    """HBM bytes that an instruction reads and writes; a slice reads its part, an update writes its part.
+
+    What a fusion hands on to its result as it came, or what a collective in it moves, is not its own: XLA:TPU lets
+    asynchronous collectives go on in fusions that compute something else.
+    """
     operands = [computation[name] for name in instruction.operands]
     if instruction.opcode in _SLICES:
         return 2 * instruction.nbytes
@@ -368,26 +385,34 @@ def _traffic_bytes(module: Module, computation: Computation, instruction: Instru
     if instruction.opcode not in ("fusion", "fusion-start"):
         return instruction.nbytes + sum(x.nbytes for x in operands)
     body = module[instruction.calls[0]]
-    users, read = body.users, 0
+    read = 0
     for number, parameter in body.parameters.items():
-        names, readers = _readers(users, parameter.name)
-        in_place = readers and all(x.opcode in _UPDATES and x.operands[0] in names for x in readers)
-        if readers and all(x.opcode in _SLICES and x.operands[0] in names for x in readers):
-            read += sum(x.nbytes for x in readers)
-        elif not in_place:
+        readers = _readers(module, body, parameter.name)
+        if readers and all(x.opcode in _SLICES and first for x, first in readers):
+            read += sum(x.nbytes for x, _ in readers)
+        elif not all(x.opcode in _UPDATES and first for x, first in readers):
             read += operands[number].nbytes
     updates = [body[x.operands[_UPDATES[x.opcode]]] for x in body if x.opcode in _UPDATES]
-    written = sum(x.nbytes for x in updates) if updates else body.root.nbytes
-    return read + written
+    made = [body[name] for name in body.root.operands] if body.root.opcode == "tuple" else [body.root]
+    made = [x for x in made if x.opcode != "parameter" and not communicates(x)]
+    return read + sum(x.nbytes for x in updates or made)
 
 
-def _readers(users: Mapping[str, Sequence[Instruction]], name: str) -> tuple[set[str], list[Instruction]]:
-    """The names of a value, as itself and as other shapes of the same bytes, and what reads it by any of them."""
-    names, readers = [name], list[Instruction]()
+def _readers(module: Module, body: Computation, name: str) -> list[tuple[Instruction, bool]]:
+    """What reads a value, as itself or as another shape of the same bytes, and whether as its first operand.
+
+    What a fusion in the fusion reads is what reads it there. Collectives and the result's tuple hand it on.
+    """
+    names, found = [name], list[tuple[Instruction, bool]]()
     for known in names:
-        for user in users[known]:
+        for user in body.users[known]:
             if user.opcode == "bitcast":
                 names.append(user.name)
-            else:
-                readers.append(user)
-    return set(names), readers
+            elif user.opcode == "fusion":
+                inner = module[user.calls[0]]
+                for number, operand in enumerate(user.operands):
+                    if operand == known:
+                        found += _readers(module, inner, inner.parameters[number].name)
+            elif user.opcode != "tuple" and not communicates(user):
+                found.append((user, user.operands[0] == known))
+    return found

@@ -1,11 +1,15 @@
-"""Lighter: of equally fast choices, one that holds less memory."""
+"""Lighter: of equally fast choices, one with fewer reshardings that holds less memory."""
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard.lighter import lighter
+import autoshard
+from autoshard.lighter import WORTH, lighter
+from autoshard.problem.formulation import Moves, chosen_cells
 from autoshard.problem.network import INF, Problem
 from autoshard.solver import solve
 from autoshard.solver.evaluate import evaluate, usage_profile
@@ -67,3 +71,72 @@ def test_a_peak_that_would_grow_is_not_taken() -> None:
     )
     assert (lighter(problem, one * 0) == 0).all()
     assert (lighter(problem, one) == 1).all()
+
+
+def nearly_tied(seed: int) -> tuple[Problem, Moves]:
+    """A problem whose edges cost a millionth of its nodes, and which cells of them move something."""
+    rng = np.random.default_rng(seed)
+    problem = random_problem(rng)
+    moved = rng.integers(0, 2, len(problem.edge_cost))
+    nearly = replace(
+        problem,
+        cost=np.where(problem.cost < INF, 10**7, INF),
+        edge_cost=np.where(problem.edge_cost < INF, problem.edge_cost % 20, INF),
+    )
+    return nearly, Moves(own=np.zeros(len(problem.cost), np.int64), cells=moved)
+
+
+def test_a_resharding_that_saves_next_to_nothing_is_left_out() -> None:
+    fewer = 0
+    for seed in range(60):
+        problem, moves = nearly_tied(seed)
+        solution = solve(problem, time_limit_s=10)
+        if not solution.found:
+            continue
+        found = lighter(problem, solution.choice, moves)
+        before, after = (int(moves.cells[chosen_cells(problem, x)].sum()) for x in (solution.choice, found))
+        objective = evaluate(problem, found).objective
+        assert objective is not None
+        assert objective <= solution.objective + round(WORTH * solution.objective) * (before - after)
+        assert evaluate(problem, found).peak_bytes <= evaluate(problem, solution.choice).peak_bytes
+        fewer += after < before
+    assert fewer >= 5
+
+
+def test_both_ends_of_a_resharding_move_together() -> None:
+    """Alone, each of them would add one to its other neighbour."""
+    same, other = 0, 1
+    agree = np.array([0, 1, 1, 0])  # moved where the layouts differ
+    dear, cheap = 10**9 * agree, agree
+    problem = Problem(
+        start=np.array([0, 1, 3, 5, 6]),
+        cost=np.array([10**7, 10, 0, 10, 0, 10**7]),
+        edge_nodes=np.array([[0, 1], [1, 2], [2, 3]]),
+        edge_start=np.array([0, 2, 6, 8]),
+        edge_cost=np.concatenate([cheap[:2], dear, cheap[[0, 2]]]),
+        use_node=np.zeros(0, np.int64),
+        use_interval=np.zeros((0, 2), np.int64),
+        use_start=np.zeros(1, np.int64),
+        usage=np.zeros(0, np.int64),
+    )
+    moves = Moves(own=np.zeros(6, np.int64), cells=np.concatenate([agree[:2], agree, agree[[0, 2]]]))
+    choice = np.array([0, other, other, 0])
+    assert solve(problem, time_limit_s=10).objective == evaluate(problem, choice).objective
+    assert (lighter(problem, choice) == choice).all()
+    assert (lighter(problem, choice, moves) == [0, same, same, 0]).all()
+
+
+def test_a_plan_that_is_plainer_is_as_fast() -> None:
+    """What is proven is of the choice that is applied."""
+    plan = autoshard.plan(
+        lambda x, w: jnp.tanh(jnp.tanh(x @ w) @ w.T).sum(),
+        jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16),
+        mesh={"data": 4, "model": 2},
+        hardware="h100:1x8",
+    )
+    planned = plan.planned
+    assert planned is not None
+    solution, problem = planned.solution, planned.formulation.problem
+    assert evaluate(problem, solution.choice).objective == solution.objective
+    assert solution.gap <= 1e-2

@@ -1,6 +1,6 @@
 """Compiled HLO: the text read, and the collectives in it."""
 
-from autoshard.hlo.communication import KINDS, Collective, Kind, collectives, wire_bytes
+from autoshard.hlo.communication import KINDS, Collective, Kind, collectives, communicates, wire_bytes
 from autoshard.hlo.cycles import estimated_cycles, estimated_s
 from autoshard.hlo.shardings import layout_of, shardings_of
 from autoshard.hlo.text import Computation, Instruction, Module, Shape, read
@@ -14,6 +14,7 @@ __all__ = [
     "Module",
     "Shape",
     "collectives",
+    "communicates",
     "estimated_cycles",
     "estimated_s",
     "layout_of",

@@ -9,7 +9,7 @@ What compilers do to collectives is undone, by rules that look at structure:
   fusion's operand (padding inside it does not count), and a permute of its result
   (the halo that undoes padding) belongs to it;
 - XLA:TPU's asynchronous fusions repeat one collective in several computations: it
-  counts once per channel;
+  counts once per channel, where it starts (it may go on in a loop that runs meanwhile);
 - a windowed einsum's ring of collective-permutes is the all-gather or
   reduce-scatter that it replaces, together with the permutes before and after the loop;
 - XLA:CPU has no reduce-scatter pass: on request, an all-reduce that is only sliced by
@@ -53,6 +53,14 @@ _KIND_OF: Mapping[str, Kind] = {
     **{f"{kind}-start": kind for kind in KINDS},
     "send": "collective-permute",
 }
+
+
+def communicates(instruction: Instruction) -> bool:
+    """Whether an instruction is a collective, or begins one."""
+    return instruction.opcode in _KIND_OF
+
+
+_Channel = tuple[Kind, str]  # what repeats one collective has in common
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +139,7 @@ class _Reader:
     communicating: frozenset[str]
     flow: Dataflow
     unknown_trips: int
+    starts: Mapping[_Channel, frozenset[str]]  # of asynchronous fusions: the computations in which one begins
 
 
 def collectives(
@@ -157,8 +166,10 @@ def collectives(
     """
     if module.num_partitions != mesh.size:
         raise HloError(f"the program is for {module.num_partitions} devices; the mesh {mesh} has {mesh.size}")
+    communicating = _communicating(module)
+    starts = _starts(module, communicating)
     reader = _Reader(
-        module, mesh, trip_counts or {}, fold_slices, _communicating(module), Dataflow(module), unknown_trips
+        module, mesh, trip_counts or {}, fold_slices, communicating, Dataflow(module), unknown_trips, starts
     )
     return tuple(_walk(reader, module[module.entry], _Context()))
 
@@ -168,7 +179,7 @@ def _walk(reader: _Reader, computation: Computation, context: _Context) -> Itera
     found = rings(reader.flow, computation, reader.trip_counts)
     folded = {name for ring in found.values() for name in ring.permutes} | _halos(reader, computation)
     pairs = {x.operands[0]: x.name for x in computation if x.opcode.endswith("-done") and x.operands}
-    seen: dict[tuple[Kind, str], None] = {}
+    seen: set[_Channel] = set()
     for instruction in computation:
         if instruction.name in found:
             yield _ring_row(reader, computation, found[instruction.name], context)
@@ -320,7 +331,7 @@ def _fused(
     computation: Computation,
     fusion: Instruction,
     context: _Context,
-    seen: dict[tuple[Kind, str], None],
+    seen: set[_Channel],
 ) -> Iterator[Collective]:
     """Collectives inside a fusion, once per channel in the computation that owns the fusion; a row per element."""
     body = reader.module[fusion.calls[0]]
@@ -333,12 +344,12 @@ def _fused(
             kind == "all-reduce" and reader.flow.is_scattered(body, instruction, i, size)
             for i in range(len(instruction.operands))
         ]
-        channel = (kind, instruction.attribute("channel_id") or instruction.name)
+        channel = _channel(kind, instruction)
         if any(scattered) and "kind=kCustom" in fusion.attributes:
             channel = (kind, fusion.name)  # not asynchronous: nothing repeats it, and they all have one channel
-        if channel in seen:
+        if channel in seen or computation.name not in reader.starts.get(channel, (computation.name,)):
             continue
-        seen[channel] = None
+        seen.add(channel)
         done = _waiting(reader, computation, channel) or fusion.name
         for name, scatters in zip(instruction.operands, scattered, strict=True):
             # The fusion's own operand: what the fusion pads before the all-reduce is no one's data.
@@ -369,15 +380,37 @@ def _fused(
             yield from _fused(reader, body, instruction, context, seen)
 
 
-def _waiting(reader: _Reader, computation: Computation, channel: tuple[Kind, str]) -> str | None:
-    """The fusion that ends an asynchronous collective: XLA:TPU marks it with a custom call."""
+def _channel(kind: Kind, instruction: Instruction) -> _Channel:
+    return kind, instruction.attribute("channel_id") or instruction.name
+
+
+def _starts(module: Module, communicating: frozenset[str]) -> dict[_Channel, frozenset[str]]:
+    """The computations in which asynchronous fusions begin a collective."""
+    found: dict[_Channel, set[str]] = {}
+    for computation in module:
+        for _, channel in _marked(module, communicating, computation, "AsyncCollectiveStart"):
+            found.setdefault(channel, set()).add(computation.name)
+    return {channel: frozenset(names) for channel, names in found.items()}
+
+
+def _waiting(reader: _Reader, computation: Computation, channel: _Channel) -> str | None:
+    """The fusion that ends an asynchronous collective."""
+    marked = _marked(reader.module, reader.communicating, computation, "AsyncCollectiveDone")
+    return next((name for name, ended in marked if ended == channel), None)
+
+
+def _marked(
+    module: Module, communicating: frozenset[str], computation: Computation, mark: str
+) -> Iterator[tuple[str, _Channel]]:
+    """Fusions that begin or end a collective, and which: XLA:TPU marks them with a custom call."""
     for instruction in computation:
-        if instruction.opcode == "fusion" and reader.communicating.intersection(instruction.calls):
-            body = reader.module[instruction.calls[0]]
-            ends = 'custom_call_target="AsyncCollectiveDone"' in body.root.attributes
-            if ends and any((_KIND_OF.get(x.opcode), x.attribute("channel_id")) == channel for x in body):
-                return instruction.name
-    return None
+        if instruction.opcode != "fusion" or not communicating.intersection(instruction.calls):
+            continue
+        body = module[instruction.calls[0]]
+        if f'custom_call_target="{mark}"' in body.root.attributes:
+            for x in body:
+                if (kind := _KIND_OF.get(x.opcode)) is not None:
+                    yield instruction.name, _channel(kind, x)
 
 
 def _unpadded(body: Computation, operand: Instruction) -> Instruction:
@@ -450,7 +483,7 @@ def _communicating(module: Module) -> frozenset[str]:
     left: list[str] = []
     for computation in module:
         for instruction in computation:
-            if instruction.opcode in _KIND_OF:
+            if communicates(instruction):
                 left.append(computation.name)
             for called in instruction.calls:
                 callers.setdefault(called, []).append(computation.name)

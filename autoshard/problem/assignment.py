@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import repeat
+from itertools import repeat, zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,14 +91,17 @@ class Assignment:
 
         A sum that is scattered onto a dimension of the contraction's batch that is split already, or
         onto a second dimension, is whole in between, and so is a lookup's: XLA all-reduces and moves it
-        otherwise, and makes a reduce-scatter of an all-reduce that is cut behind it.
+        otherwise, and makes a reduce-scatter of an all-reduce that is cut behind it. Of slices in a row
+        the last one counts.
         """
         codes: list[int] = []
         here = source
-        for step in self._path(value, source, target):
+        steps = self._path(value, source, target)
+        for step, following in zip_longest(steps, steps[1:]):
             if step.kind == "reduce-scatter" and (here != source or self._detours(value, here, step.after)):
                 codes.append(self._whole(here, value))
-            codes.append(step.after)
+            if not (step.kind == "slice" and following is not None and following.kind == "slice"):
+                codes.append(step.after)
             here = step.after
         return tuple(code for code in codes if self.reduced(code, value))
 

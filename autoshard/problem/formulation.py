@@ -31,6 +31,14 @@ Int = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Moves:
+    """How many values each strategy of a problem reshards inside its class, and each cell of an edge between two."""
+
+    own: Int
+    cells: Int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Formulation:
     """A problem, the decisions it stands for, and the way back."""
 
@@ -46,6 +54,21 @@ class Formulation:
     def write(self, choice: Int) -> Int:
         """The choice per problem node that is nearest to a choice per decision: that of one decision of each."""
         return choice[[members[0] for members in self.folding.members]]
+
+    def moves(self) -> Moves:
+        """Where values are resharded."""
+        problem, class_of = self.problem, self.folding.class_of
+        position = {(u, v): e for e, (u, v) in enumerate(problem.edge_nodes.tolist())}
+        found = Moves(own=np.zeros(len(problem.cost), np.int64), cells=np.zeros(len(problem.edge_cost), np.int64))
+        for edge in self.decisions.edges:
+            a, b = int(class_of[edge.u]), int(class_of[edge.v])
+            moved = (edge.source[:, None] != edge.target).astype(np.int64)
+            if a == b:
+                found.own[problem.start[a] : problem.start[a + 1]] += np.diagonal(moved)
+                continue
+            e = position[min(a, b), max(a, b)]
+            found.cells[problem.edge_start[e] : problem.edge_start[e + 1]] += (moved if a < b else moved.T).ravel()
+        return found
 
 
 def formulate(

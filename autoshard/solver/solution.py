@@ -1,7 +1,7 @@
 """Solution: a choice per node, its objective, and a proven bound on any choice."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -49,3 +49,8 @@ class Solution:
         if self.status is Status.OPTIMAL or self.objective == self.bound:
             return 0.0
         return (self.objective - self.bound) / max(abs(self.objective), 1)
+
+    def instead(self, choice: NDArray[np.int64], objective: int) -> "Solution":
+        """The same proof of another choice within the limits."""
+        status = Status.OPTIMAL if objective == self.bound else Status.FEASIBLE
+        return replace(self, choice=choice, objective=objective, status=status)
