@@ -435,3 +435,33 @@ def test_a_pending_sum_is_renamed_where_it_is_added_alone_on_tpu(platform: str) 
     renamed = [flows for eqn, flows in zip(graph.eqns, found.flows, strict=True) if eqn.primitive == "transpose"]
     assert renamed[0] == (platform == "cuda")
     assert renamed[-1]
+
+
+def test_what_is_cast_is_pinned_on_the_way_that_is_promised() -> None:
+    """The narrow side is moved: gathered and cut, where the wide one would be sent all to all first."""
+
+    def program(x: jax.Array, w: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = jnp.einsum("bsd,de->bse", x, w).astype(jnp.float32)
+        return y.sum(0), y * v
+
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16, 512, 768), (768, 768)))
+    v = jax.ShapeDtypeStruct((16, 512, 768), jnp.float32)
+    mesh = {"data": 4, "model": 4}
+    of, _ = setting_of(
+        Program(fn=program, args=(x, w, v), names=("x", "w", "v")), mesh=mesh, hardware="h100:2x8", platform="cuda"
+    )
+    differ = 0
+    for seed in range(200):
+        assignment = assigned(of, draw(of, seed))
+        for edge, _ in assignment.transfers():
+            source, target = int(edge.source[assignment.choice[edge.u]]), int(edge.target[assignment.choice[edge.v]])
+            if not assignment.reduced(source, edge.value):
+                continue
+            promised = of.resharder.path(edge.moved, source, target, bucket=edge.bucket, strides=edge.strides)
+            assert {step.after for step in promised if step.kind != "slice"} <= set(
+                assignment.route(edge.value, source, target)
+            )
+            wide = of.decisions.graph.avals[edge.value]
+            other = of.resharder.path(wide, source, target, bucket=edge.bucket, strides=edge.strides)
+            differ += [step.kind for step in promised] != [step.kind for step in other]
+    assert differ

@@ -7,6 +7,7 @@ from itertools import repeat, zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.graph import Aval
 from autoshard.problem.decisions import Decisions, Edge, Port, consumer_port
 from autoshard.resharding import NO_STRIDES, PS_PER_S, Resharder, Step, collective_s
 from autoshard.strategies import SUM, WHOLE, Rows, decode, encode
@@ -49,6 +50,7 @@ class Assignment:
     _ports: dict[tuple[int, int], Port | None] = field(default_factory=dict)
     _uses: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     _producers: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _moved: dict[int, Aval] = field(default_factory=dict)
 
     def _code(self, port: Port) -> int:
         return int(port.codes[self.choice[port.node]])
@@ -226,9 +228,13 @@ class Assignment:
         return any(step.kind != "slice" for step in self._path(value, source, target))
 
     def _path(self, value: int, source: int, target: int) -> tuple[Step, ...]:
+        """As `transfers` has it: of what is moved of the value, the smaller side of the cast that makes it."""
         d = self.decisions
+        if not self._moved:
+            self._moved.update((edge.value, edge.moved) for edge in d.edges)
+        aval = self._moved.get(value, d.graph.avals[value])
         bucket, strides = d.windows.bucket(value), d.strides.get(value, NO_STRIDES)
-        return self.resharder.path(d.graph.avals[value], source, target, bucket=bucket, strides=strides)
+        return self.resharder.path(aval, source, target, bucket=bucket, strides=strides)
 
     def before_output(self, position: int) -> tuple[int, ...]:
         """Codes to pin, in order, before a program output."""
