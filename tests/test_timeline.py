@@ -245,3 +245,106 @@ def test_a_mask_is_multiplied_as_what_it_masks() -> None:
         "  ROOT %z = bf16[8,8]{1,0} dot(%m, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n}\n"
     )
     assert matmuls(found, found["main"], found["main"].root) == [(1, 8, 8, 8, "bfloat16")]
+
+
+def test_a_slice_in_a_fusion_in_a_fusion_reads_its_part() -> None:
+    """As XLA:TPU fuses the norm of one layer's input, a slice of all layers', with the matmul that takes it."""
+    slices = (
+        "%slices (f: f32[32,8], i: s32[]) -> f32[1,8] {\n  %f = f32[32,8]{1,0} parameter(0)\n"
+        "  %i = s32[] parameter(1)\n"
+        "  ROOT %g = f32[1,8]{1,0} dynamic-slice(%f, %i, %i), dynamic_slice_sizes={1,8}\n}"
+    )
+    outer = (
+        "%outer (f: f32[32,8], i: s32[], w: f32[8,8]) -> f32[1,8] {\n  %f = f32[32,8]{1,0} parameter(0)\n"
+        "  %i = s32[] parameter(1)\n  %w = f32[8,8]{1,0} parameter(2)\n"
+        "  %s = f32[1,8]{1,0} fusion(%f, %i), kind=kLoop, calls=%slices\n"
+        "  ROOT %z = f32[1,8]{1,0} dot(%s, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n}"
+    )
+    entry = (
+        "  %all = f32[32,8]{1,0} constant({...})\n  %j = s32[] constant(3)\n"
+        "  ROOT %z = f32[1,8]{1,0} fusion(%all, %j, %x), kind=kOutput, calls=%outer"
+    )
+    machine = Counter(flops_per_s=1e6)
+    assert price(entry, slices, outer, machine=machine).compute_s == 8 * 4 + 4 + 8 * 8 * 4 + 8 * 4
+
+
+def test_a_gather_goes_on_in_fusions_of_a_loop_that_do_not_pay_for_it() -> None:
+    """XLA:TPU begins the head's gather before the layers, and lets it go on while they run: once, not every trip."""
+    gather = (
+        "  %w = f32[2,8]{1,0} parameter(0)\n  %b = f32[8,8]{1,0} parameter(1)\n"
+        "  %g = f32[8,8]{1,0} all-gather(%w), channel_id=7, replica_groups=[2,4]<=[8], dimensions={0}, "
+        "use_global_device_ids=true\n"
+    )
+    pair, state = "(f32[2,8]{1,0}, f32[8,8]{1,0})", "(s32[], f32[4,4]{1,0}, f32[2,8]{1,0}, f32[8,8]{1,0})"
+    begin = (
+        f"%begin (w: f32[2,8], b: f32[8,8]) -> (f32[2,8], f32[8,8]) {{\n{gather}"
+        f'  ROOT %c = {pair} custom-call(%g), custom_call_target="AsyncCollectiveStart"\n}}'
+    )
+    goes_on = (
+        f"%goes_on (w: f32[2,8], b: f32[8,8], y: f32[4,4]) -> (f32[4,4], f32[2,8], f32[8,8]) {{\n{gather}"
+        "  %y = f32[4,4]{1,0} parameter(2)\n  %n = f32[4,4]{1,0} negate(%y)\n"
+        "  ROOT %t = (f32[4,4]{1,0}, f32[2,8]{1,0}, f32[8,8]{1,0}) tuple(%n, %w, %g)\n}"
+    )
+    end = (
+        f"%end (w: f32[2,8], b: f32[8,8]) -> f32[8,8] {{\n{gather}"
+        '  ROOT %c = f32[8,8]{1,0} custom-call(%w, %b, %g), custom_call_target="AsyncCollectiveDone"\n}'
+    )
+    body = (
+        f"%body (s: (s32[], f32[4,4], f32[2,8], f32[8,8])) -> {state} {{\n  %s = {state} parameter(0)\n"
+        "  %i = s32[] get-tuple-element(%s), index=0\n  %y = f32[4,4]{1,0} get-tuple-element(%s), index=1\n"
+        "  %w = f32[2,8]{1,0} get-tuple-element(%s), index=2\n  %b = f32[8,8]{1,0} get-tuple-element(%s), index=3\n"
+        "  %f = (f32[4,4]{1,0}, f32[2,8]{1,0}, f32[8,8]{1,0}) fusion(%w, %b, %y), kind=kCustom, calls=%goes_on\n"
+        "  %y2 = f32[4,4]{1,0} get-tuple-element(%f), index=0\n"
+        "  %w2 = f32[2,8]{1,0} get-tuple-element(%f), index=1\n"
+        "  %b2 = f32[8,8]{1,0} get-tuple-element(%f), index=2\n"
+        f"  ROOT %t = {state} tuple(%i, %y2, %w2, %b2)\n}}"
+    )
+    condition = (
+        f"%cond (s: (s32[], f32[4,4], f32[2,8], f32[8,8])) -> pred[] {{\n  %s = {state} parameter(0)\n"
+        "  ROOT %p = pred[] constant(true)\n}"
+    )
+    entry = (
+        "  %y = f32[4,4]{1,0} constant({...})\n  %i = s32[] constant(0)\n"
+        f"  %a = {pair} fusion(%w, %x), kind=kCustom, calls=%begin\n"
+        "  %w1 = f32[2,8]{1,0} get-tuple-element(%a), index=0\n  %b1 = f32[8,8]{1,0} get-tuple-element(%a), index=1\n"
+        f"  %s = {state} tuple(%i, %y, %w1, %b1)\n"
+        f'  %l = {state} while(%s), condition=%cond, body=%body, backend_config={{"known_trip_count":{{"n":"5"}}}}\n'
+        "  %w3 = f32[2,8]{1,0} get-tuple-element(%l), index=2\n  %b3 = f32[8,8]{1,0} get-tuple-element(%l), index=3\n"
+        "  ROOT %d = f32[8,8]{1,0} fusion(%w3, %b3), kind=kCustom, calls=%end"
+    )
+    found = price(entry, begin, goes_on, end, body, condition)
+    gather_s, negate_s = 8 * 8 * 4, 2 * 4 * 4 * 4
+    assert (found.communication_s, found.compute_s) == (gather_s, 5 * negate_s)
+    assert found.exposed_s == 0
+
+
+def test_what_a_ring_sends_is_no_work_of_the_device() -> None:
+    module = hlo.read((FIXTURES / "windowed_scan.tpu.txt").read_text())
+    moved: list[int] = []
+
+    class Recorder(Counter):
+        def hbm_s(self, nbytes: int) -> float:
+            moved.append(nbytes)
+            return nbytes
+
+    timeline(module, hlo.collectives(module, MESH), Recorder(), MESH)
+    sent = {
+        x.nbytes + sum(computation[name].nbytes for name in x.operands)
+        for computation in module
+        for x in computation
+        if x.opcode == "collective-permute-start"
+    }
+    assert sent
+    assert sent.isdisjoint(moved)
+
+
+def test_heads_of_a_kernel_are_columns() -> None:
+    """A projection to 8 heads as XLA:TPU writes it: the kernel slides over the one point of each row."""
+    entry = (
+        "ENTRY %main () -> f32[64,8,16] {\n  %a = f32[64,32,1] constant({...})\n  %b = f32[8,32,16] constant({...})\n"
+        "  ROOT %c = f32[64,8,16] convolution(%a, %b), window={size=8 pad=7_7 rhs_reversal=1}, "
+        "dim_labels=bf0_0io->b0f\n}\n"
+    )
+    module = hlo.read(HEADER + entry)
+    computation = module[module.entry]
+    assert matmuls(module, computation, computation["c"]) == [(1, 64, 8 * 16, 32, "float32")]
