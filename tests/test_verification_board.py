@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 
 from benchmarks.verification import board, scatter
-from benchmarks.verification_report import bytes_agree, kendall, peak_ratio, read, steps, unknown_share, worst_row
+from benchmarks.verification_report import (
+    bytes_agree,
+    kendall,
+    peak_ratio,
+    read,
+    steps,
+    timed,
+    unknown_share,
+    worst_row,
+)
 
 
 def row(kind: str, predicted: int, emitted: int) -> dict[str, Any]:
@@ -51,6 +60,15 @@ def test_shares() -> None:
 )
 def test_kendalls_tau(order: tuple[int, ...], tau: float) -> None:
     assert kendall(list(enumerate(order))) == pytest.approx(tau)
+
+
+def test_schedules_are_those_with_windowed_einsum_where_there_are() -> None:
+    def told(layout: str, *, windowed: bool) -> dict[str, Any]:
+        case = {"model": "m", "fields": {"batch": 8}, "hardware": "tpu-v5e:4x4", "mesh": {"data": 16}}
+        return {**case, "layout": layout, "windowed": windowed}
+
+    on, off, alone = told("fsdp", windowed=True), told("fsdp", windowed=False), told("dp", windowed=False)
+    assert timed([on, off, alone]) == [on, alone]
 
 
 def test_what_does_not_fit_ranks_last() -> None:
