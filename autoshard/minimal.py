@@ -18,7 +18,7 @@ what became superfluous is left out again, in halves.
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec
@@ -51,6 +51,8 @@ def needed(
     mesh: MeshAxes,
     annotations: Annotations,
     platform: str,
+    *,
+    scatters_whole: bool = True,
 ) -> Pins:
     """The constraints of `annotations.pins` without those that make no difference.
 
@@ -61,14 +63,17 @@ def needed(
       mesh: the mesh of the annotations.
       annotations: every input's and output's spec, and all constraints.
       platform: to lower for.
+      scatters_whole: whether its compiler scatters a sum over all devices; else it all-reduces the sum, which is
+        then cut, whether it is pinned whole in between or not.
 
     Raises:
       ShardyError: propagation fails.
     """
     graph = decisions.graph
-    probe = Probe(program, graph, mesh, annotations, platform)
+    probe = Probe(program, graph, mesh, annotations, platform, scatters_whole=scatters_whole)
     doubtful = sharing.doubtful(graph) | _reshaped(graph) if platform == "tpu" else frozenset[int]()
-    search = _Search(probe, decisions, folding, mesh, annotations, doubtful)
+    cut = {} if scatters_whole else _cut_sums(probe, annotations.pins, graph, mesh)
+    search = _Search(probe, decisions, folding, mesh, annotations, doubtful, cut)
     kept = search.thinned(search.forward())
     log.debug("constraints of %d of %d values are needed, after %d probes", len(kept), len(probe.values), search.probes)
     return chosen(annotations.pins, probe, kept)
@@ -115,7 +120,9 @@ class _Search:
         mesh: MeshAxes,
         annotations: Annotations,
         doubtful: Set[int],
+        cut: Mapping[int, Layout],
     ) -> None:
+        self._cut = cut
         self._probe, self._mesh, self._graph = probe, mesh, decisions.graph
         pins = annotations.pins
         graph = self._graph
@@ -157,7 +164,9 @@ class _Search:
                 near[path] += abs(found.at.get((path, kind), 0) - goal.at.get((path, kind), 0))
         other = {v: layout for v, layout in found.layouts.items() if goal.layouts.get(v, layout) != layout}
         wrong = frozenset(
-            v for v, layout in other.items() if v in self._contracted or layout not in self._planned.get(v, (layout,))
+            v
+            for v, layout in other.items()
+            if (v in self._contracted and self._cut.get(v) != layout) or layout not in self._planned.get(v, (layout,))
         )
         cost = sum(abs(found.moved.get(k, 0) - goal.moved.get(k, 0)) for k in kinds)
         cost += sum(count for cast, count in found.casts.items() if count > goal.casts.get(cast, 0))
@@ -260,6 +269,18 @@ def _moved_values(probe: Probe, pins: Pins) -> frozenset[int]:
             if (name, key) in probe.of:
                 counts[probe.of[name, key]] += len(specs)
     return frozenset(v for v, count in counts.items() if count > 1)
+
+
+def _cut_sums(probe: Probe, pins: Pins, graph: Graph, mesh: MeshAxes) -> dict[int, Layout]:
+    """Sums over all devices that are pinned whole and cut behind it, and how."""
+    found: dict[int, Layout] = {}
+    for spot, specs in pins.taken.items():
+        v = probe.of.get(("taken", spot))
+        if v is not None and len(specs) > 1 and not any(specs[0]):
+            layout = Layout.from_spec(specs[-1], graph.avals[v].ndim)
+            if sum(map(len, layout.dims)) == mesh.ndim:
+                found[v] = layout
+    return found
 
 
 def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations, doubtful: Set[int]) -> frozenset[int]:

@@ -170,7 +170,15 @@ def _needed(record: PlanRecord, setting: Setting, formulation: Formulation, plat
         pins=record.pins,
         donated=frozenset(),
     )
-    return minimal.needed(setting.traced, setting.decisions, formulation.folding, record.mesh, annotations, platform)
+    return minimal.needed(
+        setting.traced,
+        setting.decisions,
+        formulation.folding,
+        record.mesh,
+        annotations,
+        platform,
+        scatters_whole=setting.resharder.machine.scatters_whole,
+    )
 
 
 def _certificate(formulation: Formulation, solution: Solution, hardware: Hardware) -> Certificate:

@@ -50,9 +50,27 @@ class Answer:
 class Probe:
     """A program with all constraints of a plan, lowered, to be asked what some of them do."""
 
-    def __init__(self, program: Traced, graph: Graph, mesh: MeshAxes, annotations: Annotations, platform: str) -> None:
-        """Lowers the program; `annotations` has a spec for every input and output, and all constraints."""
-        self._graph, self._mesh = graph, mesh
+    def __init__(
+        self,
+        program: Traced,
+        graph: Graph,
+        mesh: MeshAxes,
+        annotations: Annotations,
+        platform: str,
+        *,
+        scatters_whole: bool = True,
+    ) -> None:
+        """Lowers the program.
+
+        Args:
+          program: what is annotated.
+          graph: of the program.
+          mesh: of the annotations.
+          annotations: a spec for every input and output, and all constraints.
+          platform: to lower for.
+          scatters_whole: whether its compiler scatters a sum over all devices; else that counts as an all-reduce.
+        """
+        self._graph, self._mesh, self._scatters_whole = graph, mesh, scatters_whole
         self.of = _values(graph)
         self.values = frozenset(self.of.get(key, -1) for key in _keys(annotations)) - {-1}
         self._inputs = {
@@ -128,7 +146,9 @@ class Probe:
             scopes = SCOPE.findall(str(op.location))
             path = tuple(int(step) for step in scopes[-1].split(".")) if scopes else ()
             for kind, axes, nbytes, trips in explicit.parts(op, around, self._mesh):
-                yield path, (kind, tuple(sorted(axes)), str(op.results[0].type.element_type)), nbytes * trips
+                whole = kind == "reduce-scatter" and not self._scatters_whole and len(axes) == self._mesh.ndim
+                done = "all-reduce" if whole else kind
+                yield path, (done, tuple(sorted(axes)), str(op.results[0].type.element_type)), nbytes * trips
 
 
 def _keys(annotations: Annotations) -> Iterator[apply.Place]:
