@@ -91,6 +91,34 @@ def test_what_a_contraction_takes_cut_stays() -> None:
     assert rows in [spec for specs in plan.record.pins.taken.values() for spec in specs]
 
 
+@pytest.mark.skipif(not compilers.available("tpu"), reason="the TPU compiler is not installed")
+def test_a_sum_that_the_compiler_all_reduces_anyway_needs_no_constraint() -> None:
+    """XLA:TPU does not scatter a sum over all of a 4x4: it is whole before it is cut, pinned there or not."""
+
+    def loss(w: Any, x: Any) -> Any:
+        y = jnp.tanh(jnp.tanh(x @ w["up"].astype(jnp.bfloat16)) @ w["down"].astype(jnp.bfloat16))
+        return jnp.sum(y.astype(jnp.float32))
+
+    columns = P(None, "data")
+    plan = autoshard.plan(
+        jax.grad(loss),
+        {name: S((2048, 2048), jnp.float32) for name in ("up", "down")},
+        S((65_536, 2048), jnp.bfloat16),
+        mesh={"data": 16},
+        hardware="tpu-v5e:4x4",
+        in_shardings=(columns, P("data")),
+        out_shardings=columns,
+    )
+    assert plan.planned is not None
+    assert plan.record.pins.count == 0 < program_pins(plan.planned.assignment).count
+    rows = plan.verify(compiler_options=compilers.TPU_PLAIN_OPTIONS).rows
+    two = 2 * 2048 * 2048 * 2
+    assert {row.kind: (row.predicted_bytes, row.emitted_bytes) for row in rows} == {
+        "all-gather": (two, two),
+        "all-reduce": (two, two),
+    }
+
+
 def everything(plan: Plan) -> Plan:
     """The same plan with every constraint."""
     assert plan.planned is not None
