@@ -119,9 +119,20 @@ def short_aval(text: str) -> str:
     return text
 
 
+LEFT = 5e-5  # of a step: less is 0.00 %
+
+
 def time_text(seconds: float) -> str:
     """Seconds in the unit that reads best."""
     return _scaled(seconds, (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)))
+
+
+def proof_text(status: str, objective_s: float, bound_s: float) -> str:
+    """What is proven of a plan: status and gap, or how far from optimal it is where no digit of a gap would show."""
+    left_s = objective_s - bound_s
+    if status == "feasible" and left_s < LEFT * objective_s:
+        return f"optimal to {time_text(left_s)}"
+    return f"{status}, gap {left_s / objective_s if objective_s else 0.0:.2%}"
 
 
 def bytes_text(nbytes: float) -> str:

@@ -15,7 +15,7 @@ from autoshard.problem.assignment import Collective
 from autoshard.record import Certificate, Cost, Leaf, Memory, PlanRecord
 from autoshard.report import hardware, machine, text
 from autoshard.report.folding import fold, local_bytes, ranges
-from autoshard.tables import broken_path, bytes_text, fields, flops_text, short_aval, time_text
+from autoshard.tables import broken_path, bytes_text, fields, flops_text, proof_text, short_aval, time_text
 from cost_models import catalogue
 
 MESH = MeshAxes.of({"data": 2, "model": 4})
@@ -316,3 +316,16 @@ def test_hardware_for_machines_is_json() -> None:
         "value": found.number("domain.one_way_bytes_per_s"),
         "source": found.provenance["domain.one_way_bytes_per_s"],
     }
+
+
+@pytest.mark.parametrize(
+    ("status", "bound_s", "told"),
+    [
+        ("optimal", 0.5, "optimal, gap 0.00%"),
+        ("feasible", 0.5 - 2e-7, "optimal to 0.2 µs"),
+        ("feasible", 0.495, "feasible, gap 1.00%"),
+        ("priced", 0.5, "priced, gap 0.00%"),
+    ],
+)
+def test_what_is_proven_is_told(status: str, bound_s: float, told: str) -> None:
+    assert proof_text(status, 0.5, bound_s) == told

@@ -15,6 +15,7 @@ from autoshard.tables import (
     columns,
     fields,
     flops_text,
+    proof_text,
     render,
     short_aval,
     short_place,
@@ -85,8 +86,8 @@ def _verdict(
         ),
         (
             "proof",
-            f"{proof.status}, gap {proof.gap:.2%}: nothing takes less than {time_text(proof.bound_s)} "
-            f"among {proof.space}",
+            f"{proof_text(proof.status, proof.objective_s, proof.bound_s)}: nothing takes less than "
+            f"{time_text(proof.bound_s)} among {proof.space}",
         ),
         ("solver", proof.solver),
     ]

@@ -16,7 +16,7 @@ from autoshard.problem.assignment import Assignment
 from autoshard.record import Leaf, PlanRecord
 from autoshard.report.folding import fold
 from autoshard.strategies import layout_of
-from autoshard.tables import bytes_text, short_aval, short_place, time_text
+from autoshard.tables import LEFT, bytes_text, proof_text, short_aval, short_place, time_text
 from cost_models import Hardware
 
 SCHEMA = 1
@@ -73,7 +73,13 @@ def of_plan(planned: Planned, hardware: Hardware, compared: Sequence[Json] = ())
 def verdict(record: PlanRecord) -> str:
     """A plan in one sentence."""
     cost, memory = record.cost, record.memory
-    proof = "proven optimal" if not record.certificate.gap else f"within {record.certificate.gap:.2%} of the optimum"
+    found = record.certificate
+    if not found.gap:
+        proof = "proven optimal"
+    elif found.gap < LEFT:
+        proof = f"proven {proof_text(found.status, found.objective_s, found.bound_s)}"
+    else:
+        proof = f"within {found.gap:.2%} of the optimum"
     return (
         f"{record.name} on {record.mesh} ({record.hardware}) takes {time_text(cost.step_s)} a step, "
         f"{cost.exposed_s / cost.step_s:.0%} of it waiting for communication, and "
@@ -312,7 +318,7 @@ def markdown(view: Mapping[str, Any]) -> str:
             ("hidden communication", time_text(view["cost"]["hidden_s"])),
             ("peak memory", f"{bytes_text(memory['peak_bytes'])}, at {short_place(memory['peak_at'])}"),
             *((f"of which {kind}", bytes_text(nbytes)) for kind, nbytes in memory["peak_kinds"].items()),
-            ("proof", f"{proof['status']}, gap {proof['gap']:.2%}: {proof['space']}"),
+            ("proof", f"{proof_text(proof['status'], proof['objective_s'], proof['bound_s'])}: {proof['space']}"),
             ("solver", proof["solver"]),
         ],
     )
