@@ -185,19 +185,21 @@ def test_few_constraints_do_what_all_do(name: str, fields: dict[str, Any], least
 @pytest.mark.gpu_compiler
 @needs_gpu_compiler
 @pytest.mark.parametrize(
-    ("name", "fields"),
+    ("name", "fields", "other"),
     [
-        LOOP,
-        pytest.param(*EXPERTS, marks=pytest.mark.slow),
-        pytest.param("gpt2-small", {"layers": 3, "vocab": 50_304, "batch": 32}, marks=pytest.mark.slow),
+        (*LOOP, 0),
+        pytest.param(*EXPERTS, 0, marks=pytest.mark.slow),
+        # A number per token: scattered, divided and gathered with every constraint; all-reduced with few, which is less.
+        pytest.param("gpt2-small", {"layers": 3, "vocab": 50_304, "batch": 32}, 65_536, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_the_gpu_compiler_emits_the_same_collectives(name: str, fields: dict[str, Any]) -> None:
+def test_the_gpu_compiler_emits_the_same_collectives(name: str, fields: dict[str, Any], other: int) -> None:
     plan = of_model(name, **fields)
     few, all_ = plan.verify("gpu"), everything(plan).verify("gpu")
-    assert moved(few) == moved(all_)
-    assert sum(moved(few).values()) > 0
+    emitted, expected = moved(few), moved(all_)
+    assert all(abs(emitted[kind] - expected[kind]) <= other for kind in emitted | expected)
+    assert sum(emitted.values()) > 1000 * other
     assert few.memory.compiled is not None
     assert all_.memory.compiled is not None
     assert few.memory.compiled.peak <= 1.001 * all_.memory.compiled.peak
