@@ -189,7 +189,7 @@ def test_few_constraints_do_what_all_do(name: str, fields: dict[str, Any], least
     [
         (*LOOP, 0),
         pytest.param(*EXPERTS, 0, marks=pytest.mark.slow),
-        # A number per token: scattered, divided and gathered with every constraint; all-reduced with few, which is less.
+        # A number per token: scattered, divided and gathered with every constraint, all-reduced with few.
         pytest.param("gpt2-small", {"layers": 3, "vocab": 50_304, "batch": 32}, 65_536, marks=pytest.mark.slow),
     ],
     ids=str,
