@@ -71,9 +71,9 @@ def needed(
     """
     graph = decisions.graph
     probe = Probe(program, graph, mesh, annotations, platform, scatters_whole=scatters_whole)
-    doubtful = sharing.doubtful(graph) | _reshaped(graph) if platform == "tpu" else frozenset[int]()
+    once = sharing.doubtful(graph) | (_reshaped(graph) - decisions.apart) if platform == "tpu" else frozenset[int]()
     cut = {} if scatters_whole else _cut_sums(probe, annotations.pins, graph, mesh)
-    search = _Search(probe, decisions, folding, mesh, annotations, doubtful, cut)
+    search = _Search(probe, decisions, folding, mesh, annotations, once, cut)
     kept = search.thinned(search.forward())
     log.debug("constraints of %d of %d values are needed, after %d probes", len(kept), len(probe.values), search.probes)
     return chosen(annotations.pins, probe, kept)
@@ -119,7 +119,7 @@ class _Search:
         folding: Folding,
         mesh: MeshAxes,
         annotations: Annotations,
-        doubtful: Set[int],
+        once: Set[int],
         cut: Mapping[int, Layout],
     ) -> None:
         self._cut = cut
@@ -136,7 +136,7 @@ class _Search:
             for spot, specs in pins.made.items()
             if ("made", spot) in probe.of
         }
-        self._ambiguous = _ambiguous(probe, graph, annotations, doubtful)
+        self._ambiguous = _ambiguous(probe, graph, annotations, once)
         self._equal: dict[int, frozenset[int]] = _in_equal_places(probe.values, decisions, folding)
         self._around: dict[int, list[Path]] = {}  # value → the equations that make and take it
         paths = graph.paths
@@ -283,7 +283,7 @@ def _cut_sums(probe: Probe, pins: Pins, graph: Graph, mesh: MeshAxes) -> dict[in
     return found
 
 
-def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations, doubtful: Set[int]) -> frozenset[int]:
+def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations, once: Set[int]) -> frozenset[int]:
     """Values of which XLA's partitioner may make something else than Shardy, so that all their constraints stay.
 
     Those that are moved from one layout that is split to another: it has several ways from one to
@@ -292,7 +292,7 @@ def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations, doubtful: S
     Shardy scatters the sum. Those that one contraction makes and several take: each draws them
     its way, and XLA propagates in an order of its own. And activations that several contractions
     take gathered: each may gather for itself (openxla/xla dot_handler.cc), which XLA does not merge; and
-    weights where it is doubtful whether it does.
+    weights that are to be gathered `once`, where it is doubtful whether XLA does.
     """
     pins = annotations.pins
     ends: dict[int, list[PartitionSpec]] = {v: [annotations.inputs[i]] for i, v in enumerate(graph.inputs)}
@@ -311,7 +311,7 @@ def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations, doubtful: S
             products.add(graph.results[e][0])
     drawn = {v for v in products if taken[v] > 1 and split.get(v)}
     gathered = {v for v in taken if taken[v] > 1 and split.get(v) and any(ends[v][0]) and not all(map(any, ends[v]))}
-    return frozenset(moved | cut | drawn | gathered & (_activations(graph, contractions) | doubtful))
+    return frozenset(moved | cut | drawn | gathered & (_activations(graph, contractions) | once))
 
 
 def _reshaped(graph: Graph) -> frozenset[int]:
