@@ -90,6 +90,26 @@ def test_a_weight_whose_product_is_reshaped_is_gathered_once() -> None:
     assert (row.kind, row.emitted_bytes) == ("all-gather", 2 * 2 * 2 * 16 * 128 * 2048)
 
 
+@pytest.mark.skipif(not compilers.available("tpu"), reason="the TPU compiler is not installed")
+def test_a_weight_that_is_gathered_for_each_use_is_so_where_its_product_is_reshaped() -> None:
+    def program(w: jax.Array, x: jax.Array) -> jax.Array:
+        y = used_twice(NEAR + 10)(w.astype(jnp.bfloat16), x)
+        return y.reshape(len(y), 8, 128)
+
+    plan = autoshard.plan(
+        program,
+        jax.ShapeDtypeStruct((1024, 1024), jnp.float32),
+        jax.ShapeDtypeStruct((65_536, 1024), jnp.bfloat16),
+        mesh={"data": 8},
+        hardware="tpu-v5e:2x4",
+        in_shardings=(P("data"), P("data")),
+        out_shardings=P("data"),
+        for_grad=False,
+    )
+    (row,) = plan.verify(compiler_options=compilers.TPU_PLAIN_OPTIONS).rows
+    assert (row.kind, row.predicted_bytes, row.emitted_bytes) == ("all-gather", 2**22, 2**22)
+
+
 def test_a_pending_sum_is_finished_once_however_far_its_uses_are() -> None:
     def program(x: jax.Array, w: jax.Array, square: jax.Array) -> tuple[jax.Array, jax.Array]:
         h = x @ w
