@@ -67,8 +67,9 @@ def test_schedules_are_those_with_windowed_einsum_where_there_are() -> None:
         case = {"model": "m", "fields": {"batch": 8}, "hardware": "tpu-v5e:4x4", "mesh": {"data": 16}}
         return {**case, "layout": layout, "windowed": windowed}
 
-    on, off, alone = told("fsdp", windowed=True), told("fsdp", windowed=False), told("dp", windowed=False)
-    assert timed([on, off, alone]) == [on, alone]
+    both = [told(layout, windowed=on) for layout in ("fsdp", "dp") for on in (True, False)]
+    assert timed(both) == both[::2]
+    assert timed(both[1:]) == [both[1], both[3]]  # not some of them with it, and some without
 
 
 def test_what_does_not_fit_ranks_last() -> None:
