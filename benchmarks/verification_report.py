@@ -149,7 +149,8 @@ def _text(lines: Sequence[Line]) -> str:
         "cost model (the text of a program holds no prices): it judges the planner's view of overlap and fusion, not "
         "the prices. On TPU bytes and peaks are of programs without windowed einsum, so that collectives stay "
         "what they are; *with rings* and in the rank order of layouts the schedule is that of the program with it, as "
-        "XLA:TPU compiles by itself, where all layouts of a case were compiled so. In the rank order a layout that does not fit in memory comes last, by prediction "
+        "XLA:TPU compiles by itself, where all layouts of a case were compiled so. In the rank order a layout that "
+        "does not fit in memory comes last, by prediction "
         "and by compiler. The board is the three models as planned and in four hand-written layouts; all adds smaller "
         "models, more meshes and more hand layouts.\n",
         "## Against the targets\n",
