@@ -5,6 +5,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
+from math import ceil
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -131,7 +132,7 @@ def proof_text(status: str, objective_s: float, bound_s: float) -> str:
     """What is proven of a plan: status and gap, or how far from optimal it is where no digit of a gap would show."""
     left_s = objective_s - bound_s
     if status == "feasible" and left_s < LEFT * objective_s:
-        return f"optimal to {time_text(left_s)}"
+        return f"optimal to {ceil(left_s * 1e9)} ns" if left_s < 1e-6 else f"optimal to {time_text(left_s)}"
     return f"{status}, gap {left_s / objective_s if objective_s else 0.0:.2%}"
 
 

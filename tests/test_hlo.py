@@ -534,7 +534,7 @@ def test_ten_megabytes_are_read_in_seconds() -> None:
     ]
     text = "\n".join(lines)
     assert len(text) > 10e6
-    start = time.perf_counter()
+    start = time.process_time()
     found = rows(module(f"{text}\n  ROOT %out = f32[64]{{0}} copy(%r19999)"))
     assert len(found) == 20_000
-    assert time.perf_counter() - start < 10  # one second here; quadratic would be minutes
+    assert time.process_time() - start < 10  # one second here; quadratic would be minutes

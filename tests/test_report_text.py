@@ -322,7 +322,8 @@ def test_hardware_for_machines_is_json() -> None:
     ("status", "bound_s", "told"),
     [
         ("optimal", 0.5, "optimal, gap 0.00%"),
-        ("feasible", 0.5 - 2e-7, "optimal to 0.2 µs"),
+        ("feasible", 0.5 - 1e-13, "optimal to 1 ns"),
+        ("feasible", 0.5 - 2e-6, "optimal to 2 µs"),
         ("feasible", 0.495, "feasible, gap 1.00%"),
         ("priced", 0.5, "priced, gap 0.00%"),
     ],
