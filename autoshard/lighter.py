@@ -3,9 +3,9 @@
 The objective is seconds alone. A solver leaves a scalar's worth of nanoseconds on the table either way, but
 every resharding is a constraint in the program and a collective in the timeline: one that saves less than
 `WORTH` of the step is left out. And a partial sum may be reduced where it is made or where it is last
-read at the same price: the compilers reduce as early as they can, and nobody wants the memory. So each node,
-and both ends of each resharding together, move to where seconds and reshardings are least, and of equal ones
-to the strategy with the least bytes × equations, until none does.
+read at the same price: the compilers reduce as early as they can, and nobody wants the memory. So each node, and
+both ends together of each edge beside which something is resharded, move to where seconds and reshardings are
+least, and a node of equal ones to the strategy with the least bytes × equations, until none does.
 """
 
 from dataclasses import dataclass
@@ -97,7 +97,7 @@ class _Descent:
         if self._moved is None:
             return False
         around = np.array([other for n in self._problem.edge_nodes[e] for other in self._around[n]])
-        return bool(self._moved[_chosen(self._problem, around, self.choice)].any())
+        return bool(self._moved[chosen_cells(self._problem, self.choice, around)].any())
 
     def _pair(self, e: int) -> bool:
         """Moves both ends of an edge together; returns whether it did."""
@@ -150,12 +150,6 @@ def _cells(problem: Problem, e: int, v: int, choice: Int) -> Int:
     if v == u:
         return first + np.arange(rows) * columns + int(choice[w])
     return first + int(choice[u]) * columns + np.arange(columns)
-
-
-def _chosen(problem: Problem, edges: Int, choice: Int) -> Int:
-    """The cells of some edges that a choice picks."""
-    u, v = problem.edge_nodes[edges].T
-    return problem.edge_start[edges] + choice[u] * (problem.start[v + 1] - problem.start[v]) + choice[v]
 
 
 def _hinge_terms(problem: Problem, h: int, strategies: Int, cells: list[Int]) -> Int:

@@ -153,9 +153,8 @@ def _text(lines: Sequence[Line]) -> str:
         "the prices. On TPU bytes and peaks are of programs without windowed einsum, so that collectives stay "
         "what they are; *with rings* and in the rank order of layouts the schedule is that of the program with it, as "
         "XLA:TPU compiles by itself, where all layouts of a case were compiled so. In the rank order a layout that "
-        "does not fit in memory comes last, by prediction "
-        "and by compiler. The board is the three models as planned and in four hand-written layouts; all adds smaller "
-        "models, more meshes and more hand layouts.\n",
+        "does not fit in memory comes last, by prediction and by compiler. The board is the three models as planned "
+        "and in four hand-written layouts; all adds smaller models, more meshes and more hand layouts.\n",
         "## Against the targets\n",
         _summary(plain, timed(compiled)),
         "\n![predicted and emitted bytes](verification.svg)\n",

@@ -465,3 +465,20 @@ def test_what_is_cast_is_pinned_on_the_way_that_is_promised() -> None:
             other = of.resharder.path(wide, source, target, bucket=edge.bucket, strides=edge.strides)
             differ += [step.kind for step in promised] != [step.kind for step in other]
     assert differ
+
+
+def test_slices_in_a_row_are_pinned_once() -> None:
+    def program(x: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.tanh(x) + v
+
+    mesh, args = {"data": 4, "model": 2}, [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 2
+    of, _ = setting_of(Program(fn=program, args=tuple(args), names=("x", "v")), mesh=mesh, hardware="h100:1x8")
+    (x, *_) = of.decisions.graph.inputs
+    whole, both = (
+        int(code)
+        for layout in (P(), P("data", "model"))
+        for code in layouts((16, 16), of.decisions.mesh, unreduced=False)
+        if layout_of(int(code), 2, of.decisions.mesh).spec() == layout
+    )
+    assert [s.kind for s in of.resharder.path(of.decisions.graph.avals[x], whole, both, bucket=0)] == ["slice"] * 2
+    assert assigned(of, draw(of, 0)).route(x, whole, both) == (both,)

@@ -55,12 +55,12 @@ _KIND_OF: Mapping[str, Kind] = {
 }
 
 
+_Channel = tuple[Kind, str]  # what repeats one collective has in common
+
+
 def communicates(instruction: Instruction) -> bool:
     """Whether an instruction is a collective, or begins one."""
     return instruction.opcode in _KIND_OF
-
-
-_Channel = tuple[Kind, str]  # what repeats one collective has in common
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -210,8 +210,8 @@ def _usages(decisions: Decisions, folding: Folding) -> tuple[Int, Int, list[Int]
     return nodes, intervals, [merged[k] for k in keys]
 
 
-def chosen_cells(problem: Problem, choice: Int) -> Int:
-    """The cell of every edge that a choice picks."""
-    u, v = problem.edge_nodes[:, 0], problem.edge_nodes[:, 1]
-    width = (problem.start[1:] - problem.start[:-1])[v]
-    return problem.edge_start[:-1] + choice[u] * width + choice[v]
+def chosen_cells(problem: Problem, choice: Int, edges: Int | None = None) -> Int:
+    """The cell that a choice picks of every edge, or of some."""
+    at = slice(None) if edges is None else edges
+    u, v = problem.edge_nodes[at].T
+    return problem.edge_start[:-1][at] + choice[u] * (problem.start[v + 1] - problem.start[v]) + choice[v]
