@@ -2,12 +2,14 @@
 
 The objective is seconds alone. A solver leaves a scalar's worth of nanoseconds on the table either way, but
 every resharding is a constraint in the program and a collective in the timeline: one that saves less than
-`WORTH` of the step is left out. And a partial sum may be reduced where it is made or where it is last
-read at the same price: the compilers reduce as early as they can, and nobody wants the memory. So each node, and
-both ends together of each edge beside which something is resharded, move to where seconds and reshardings are
-least, and a node of equal ones to the strategy with the least bytes × equations, until none does.
+`WORTH` of the step, far below what any price is right to, is left out. And a partial sum may be reduced
+where it is made or where it is last read at the same price: the compilers reduce as early as they can, and
+nobody wants the memory. So each node, and both ends together of each edge beside which something is resharded,
+move to where seconds and reshardings are least, and a node of equal ones to the strategy with the least
+bytes × equations, until none does. The peak gets no higher.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +17,7 @@ from numpy.typing import NDArray
 
 from autoshard.problem.formulation import Moves, chosen_cells
 from autoshard.problem.network import INF, Problem
-from autoshard.solver.evaluate import evaluate, hinge_values
+from autoshard.solver.evaluate import evaluate, hinge_values, saturated
 
 Int = NDArray[np.int64]
 
@@ -32,14 +34,9 @@ def lighter(problem: Problem, choice: Int, moves: Moves | None = None) -> Int:
       choice: one strategy per node, with a finite objective.
       moves: where values are resharded; None counts no reshardings.
     """
-    before = evaluate(problem, choice)
-    assert before.objective is not None
-    worths = (0,) if moves is None else (round(WORTH * before.objective), 0)
-    for worth in worths:
-        found = _Descent(problem, choice, moves, worth).choice
-        if evaluate(problem, found).peak_bytes <= before.peak_bytes:
-            return found
-    return choice
+    objective = evaluate(problem, choice).objective
+    assert objective is not None
+    return _Descent(problem, choice, moves, 0 if moves is None else round(WORTH * objective)).choice
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +67,7 @@ class _Descent:
             self._around[v].append(e)
         self.choice = choice.copy()
         self._value = list(hinge_values(problem, problem.start[:-1] + choice, chosen_cells(problem, choice)))
+        self._memory = _Memory(problem, choice)
         for _ in range(_SWEEPS):
             nodes = [v for v in range(problem.nodes) if self._single(v)]
             edges = [e for e in range(len(problem.edge_nodes)) if self._beside_moved(e) and self._pair(e)]
@@ -86,7 +84,7 @@ class _Descent:
         gains = _Terms(terms.seconds, [x - x[now] for x in terms.hinges])
         total = gains.total(self._value)
         best = int(np.lexsort((held, total))[0])
-        if (total[best], held[best]) >= (total[now], held[now]):
+        if (total[best], held[best]) >= (total[now], held[now]) or not self._memory.moved({v: (now, best)}):
             return False
         self.choice[v] = best
         self._value = [x + int(gain[best]) for x, gain in zip(self._value, gains.hinges, strict=True)]
@@ -115,7 +113,7 @@ class _Descent:
             gains.append(gain - gain[now])
         total = _Terms(seconds, gains).total(self._value)
         i, j = (int(k) for k in np.unravel_index(int(total.argmin()), shape))
-        if total[i, j] >= total[now]:
+        if total[i, j] >= total[now] or not self._memory.moved({u: (now[0], i), v: (now[1], j)}):
             return False
         self.choice[u], self.choice[v] = i, j
         self._value = [x + int(gain[i, j]) for x, gain in zip(self._value, gains, strict=True)]
@@ -130,6 +128,39 @@ class _Descent:
             seconds = np.minimum(seconds + self._edge_cost[at], INF)
         strategies = np.arange(first, last)
         return _Terms(seconds, [_hinge_terms(problem, h, strategies, cells) for h in range(len(problem.hinges))])
+
+
+class _Memory:
+    """Bytes that are held at every time point at which they may change; the peak stays where it was."""
+
+    def __init__(self, problem: Problem, choice: Int) -> None:
+        self._start = problem.use_start
+        self._usage = saturated(problem.usage, problem.usage_limit)
+        times, at = np.unique(problem.use_interval, return_inverse=True)
+        self._interval = at.reshape(-1, 2)
+        self._uses: dict[int, list[int]] = {}
+        self._held = np.zeros(len(times), np.int64)
+        for i, v in enumerate(problem.use_node.tolist()):
+            self._uses.setdefault(v, []).append(i)
+            self._add(self._held, i, int(choice[v]))
+        self._peak = self._held.max(initial=0)
+
+    def _add(self, held: Int, i: int, k: int, sign: int = 1) -> None:
+        """Adds use i under strategy k of its node."""
+        begin, end = self._interval[i]
+        held[begin:end] += sign * self._usage[self._start[i] + k]
+
+    def moved(self, nodes: Mapping[int, tuple[int, int]]) -> bool:
+        """Moves nodes from one strategy to another, unless the peak would be higher; returns whether it did."""
+        held = self._held.copy()
+        for v, (now, then) in nodes.items():
+            for i in self._uses.get(v, ()):
+                self._add(held, i, now, -1)
+                self._add(held, i, then)
+        fits = held.max(initial=0) <= self._peak
+        if fits:
+            self._held = held
+        return bool(fits)
 
 
 def _weights(problem: Problem) -> Int:

@@ -21,10 +21,11 @@ where it reads a row twice, as for a softmax and its gradient.
 XLA:TPU differs (libtpu 0.0.52, `benchmarks.verification`). Its contractions make their operands:
 casts, gates, norms, the gradient of a softmax's cross entropy are recomputed in each, from what
 lies in memory. A softmax inside of a program is kept in f32 before it is divided, and cast after.
-Stacked weights are cast whole, before the loops.
+Stacked weights are cast whole, before the loops. The loss is computed last, unless it communicates:
+where scores are split along the vocabulary, what is read of them for it is reduced at once, and they die.
 """
 
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +33,7 @@ from numpy.typing import NDArray
 
 from autoshard.costs import is_contraction
 from autoshard.graph import Graph
+from autoshard.rules.rule import ShardingRule
 from autoshard.running import INTO_LOOPS, behind_loops, deferred, feeding, loop_spans, positions
 
 # Equations whose result is their operand under another name.
@@ -65,7 +67,8 @@ class Lives:
 
     `stored`: whether it has memory of its own; `named`: whether it is a stored value under
     another name; `absorbed`: whether the contractions that take it make it themselves, so that
-    it has memory where it is moved first, and none otherwise.
+    it has memory where it is moved first, and none otherwise. `across`: of what the loss reads at the
+    end, the dimensions over which it communicates; split along one of them it is alive until `soon` alone.
     """
 
     stored: NDArray[np.bool_]
@@ -73,13 +76,18 @@ class Lives:
     absorbed: NDArray[np.bool_]
     start: NDArray[np.int64]
     end: NDArray[np.int64]
+    soon: NDArray[np.int64]
+    across: Mapping[int, frozenset[int]]
 
 
-def lives(graph: Graph, fuses: Sequence[bool], platform: str, *, stores_quotients: bool) -> Lives:
+def lives(
+    graph: Graph, rules: Sequence[ShardingRule], fuses: Sequence[bool], platform: str, *, stores_quotients: bool
+) -> Lives:
     """The lives of a graph's values.
 
     Args:
       graph: the program.
+      rules: of its equations.
       fuses: per equation, whether XLA fuses it with its neighbours.
       platform: JAX's name of the platform that is compiled for.
       stores_quotients: as of the machine.
@@ -99,21 +107,53 @@ def lives(graph: Graph, fuses: Sequence[bool], platform: str, *, stores_quotient
     for e, eqn in enumerate(graph.eqns):
         if eqn.primitive in RENAMES:
             named[graph.results[e][0]] = held[graph.results[e][0]]
-    last = _last_uses(graph, held & ~named, spans, order, deferred(graph) if on_tpu else (), lazy=not on_tpu)
+    stored, late = held & ~named, deferred(graph) if on_tpu else frozenset[int]()
     start = np.zeros(len(graph.avals), np.int64)
-    end = np.zeros(len(graph.avals), np.int64)
     for e, results in enumerate(graph.results):
         begin = order[e]
         if graph.eqns[e].primitive == "loop_stack":
             loop = graph.loop[graph.operands[e][0]]
             begin = spans[loop][0] if loop else order[e]
         start[list(results)] = begin
-    end[:] = np.maximum(last, start) + 1
-    end[list(graph.outputs)] = len(graph.eqns) + 1
-    stored = held & ~named
+
+    def ends(put_off: Collection[int]) -> NDArray[np.int64]:
+        """The ends of all lives if these equations run last."""
+        last = _last_uses(graph, stored, spans, order, put_off, lazy=not on_tpu)
+        end = np.maximum(last, start) + 1
+        end[list(graph.outputs)] = len(graph.eqns) + 1
+        return end
+
+    end = ends(late)
     if platform == "cuda":
         end[_overwritten(graph, fuses, stored, start, end)] -= 1
-    return Lives(stored=stored, named=named, absorbed=taken & ~held, start=start, end=end)
+    return Lives(
+        stored=stored,
+        named=named,
+        absorbed=taken & ~held,
+        start=start,
+        end=end,
+        soon=ends(()) if late else end,
+        across=_across(graph, rules, stored, late),
+    )
+
+
+def _across(
+    graph: Graph, rules: Sequence[ShardingRule], stored: NDArray[np.bool_], late: Container[int]
+) -> dict[int, frozenset[int]]:
+    """Value → its dimensions over which late equations reduce, other than to a scalar."""
+    found: dict[int, frozenset[int]] = {}
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        rule, results = rules[e], graph.results[e]
+        factors = {f for v, dims in zip(results, rule.results, strict=True) for d in found.get(v, ()) for f in dims[d]}
+        if e not in late:
+            factors = set() if any(stored[v] for v in results) else factors
+        elif any(graph.avals[v].ndim for v in results):
+            factors |= {f for f, factor in enumerate(rule.factors) if factor.reduction}
+        for v, dims in zip(graph.operands[e], rule.operands, strict=True) if factors else ():
+            split = frozenset(d for d, of in enumerate(dims) if factors & set(of))
+            if split:
+                found[v] = found.get(v, frozenset()) | split
+    return found
 
 
 def _overwritten(

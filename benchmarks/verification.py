@@ -19,6 +19,7 @@ einsum off; the board's schedules are compiled once more with it on (`windowed`)
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -324,14 +325,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("verb", choices=("run", "predict", "render"))
     parser.add_argument("--set", choices=("scatter", "board", "all"), default="all")
-    parser.add_argument("--match", default="", help="only cases whose key contains this")
+    parser.add_argument("--match", default="", help="only cases in whose key this regular expression is found")
     parser.add_argument("--seconds", type=float, default=1e9)
     asked = parser.parse_args()
     if asked.verb == "render":
         verification_report.write(RESULTS, Path(__file__).parents[1] / "docs")
         return
     cases = [*(scatter() if asked.set != "board" else ()), *(board() if asked.set != "scatter" else ())]
-    cases = [case for case in cases if asked.match in case.key]
+    cases = [case for case in cases if re.search(asked.match, case.key)]
     if asked.verb == "predict":
         predict(cases)
         return

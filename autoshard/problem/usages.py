@@ -96,11 +96,9 @@ class Usages:
             starts = [start, *(group[0] for group in groups[1:])]
             spans = list(zip(starts, [*(group[-1] + 1 for group in groups[:-1]), end], strict=True))
         if lent:
-            nbytes = self._local(value, copy)
             repeated = np.unique(copy.codes, return_counts=True)[1]
-            nbytes[: int((repeated > 1).sum())] = 0
             for span in spans:
-                self.add(copy.node, *span, nbytes, "copies")
+                self._add_layouts(copy, *span, value, "copies", lent=int((repeated > 1).sum()))
         elif self.lives.stored[value]:
             for span in spans:
                 self._add_layouts(copy, *span, value, "activations")
@@ -110,8 +108,15 @@ class Usages:
             if pending.any():  # the partial sums lie beside what they are reduced to
                 self.add(port.node, start, start + 1, np.where(pending, self._local(value, port), 0), "activations")
 
-    def _add_layouts(self, port: Port, start: int, end: int, value: int, kind: str) -> None:
-        self.add(port.node, start, end, self._local(value, port), kind)
+    def _add_layouts(self, port: Port, start: int, end: int, value: int, kind: str, *, lent: int = 0) -> None:
+        """Memory of a value in each layout of a port, but for the first `lent`."""
+        nbytes, soon, across = self._local(value, port), int(self.lives.soon[value]), self.lives.across.get(value)
+        nbytes[:lent] = 0
+        if across and start < soon < end:
+            rows = decode(port.codes, self.graph.avals[value].ndim, self.mesh.ndim)
+            self.add(port.node, start, soon, nbytes, kind)
+            start, nbytes = soon, np.where(np.isin(rows, list(across)).any(axis=1), 0, nbytes)
+        self.add(port.node, start, end, nbytes, kind)
 
     def _local(self, value: int, port: Port) -> NDArray[np.int64]:
         return local_bytes(self.graph.avals[value], port.codes, self.mesh)
