@@ -253,6 +253,21 @@ def test_sums_over_all_of_a_torus_are_scattered_where_the_compiler_does(
     assert [step.kind for step in steps if step.kind != "slice"] == kinds
 
 
+def test_where_no_sum_over_all_devices_is_scattered_none_that_is_pinned_is_finished_in_parts() -> None:
+    """Left to itself libtpu 0.0.52 scatters over x and all-reduces over y (bf16[2048,4096] on v5e:4x4)."""
+    mesh = {"x": 4, "y": 4}
+    axes, machine = MeshAxes.of(mesh), cost_models.hardware("tpu-v5e:4x4").place(mesh)
+    assert not machine.scatters_whole
+    left, pinned = (Resharder(axes, machine, pinned=p) for p in (False, True))
+    aval = Aval((2048, 4096), np.dtype(jnp.bfloat16))
+    scattered = [("reduce-scatter", ("x",)), ("all-reduce", ("y",))]
+    reduced = [("all-reduce", ("x", "y")), ("slice", ("x",))]
+    assert kinds_of(left, aval, [SUM, SUM], [0, WHOLE]) == scattered
+    assert kinds_of(pinned, aval, [SUM, SUM], [0, WHOLE]) == reduced
+    assert kinds_of(pinned, aval, [SUM, SUM], [0, 1]) == [*reduced, ("slice", ("y",))]
+    assert kinds_of(pinned, aval, [SUM, 1], [0, 1]) == [("reduce-scatter", ("x",))]
+
+
 @pytest.mark.parametrize(
     ("shape", "other", "scattered", "kinds"),
     [

@@ -90,9 +90,7 @@ class _Decider:
         self.accumulators = NONE if platform == "cpu" else accumulators(graph)
         self.made_by = graph.producers()
         self.consumers = graph.consumers()
-        self.lives = lives(
-            graph, self.rules, self.traits.fuses, platform, stores_quotients=machine.stores_quotients
-        )
+        self.lives = lives(graph, self.rules, self.traits.fuses, platform, stores_quotients=machine.stores_quotients)
         self.windows = windows(graph, platform)
         self.strides = strides(graph) if platform == "cuda" else {}
         self.held = self.lives.stored | self.lives.named
