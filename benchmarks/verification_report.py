@@ -25,9 +25,10 @@ CAUSES = """\
 - **`megatron_sequence` on square-ish meshes**: the partitioner gathers over the idle axis, with collective-permutes.
 - **TPU, sums over a whole torus**: libtpu emits a reduce-scatter over any part of a slice, but over all of it only on
   a line, on 2x2 and on unequal sides; squares and cubes all-reduce and slice. Planned and priced so.
-- **TPU, a sum scattered along one dimension over one axis and then the other**: where a scatter over all devices is
-  not to be had, a scatter, an all-reduce and a slice are planned; libtpu makes a second scatter of these (gpt2-small as
-  planned on v5p:4x4x2, the same bytes, 2 % of all: a row that the plan does not know).
+- **TPU, sums over a whole torus in parts**: libtpu scatters such a sum over one axis if it is pinned so, and over the
+  other one if the pieces are of an even number of tiles, in a layout of its own choice; and hides neither. Planned in
+  parts, llama3-8b on v5p:4x4x2 took 551 ms of schedule with rings (42 constraints), all-reduced and sliced 481 (17).
+  Pinned sums are not finished in parts any more.
 - **TPU, sums along a dimension of which the tiles know nothing** (the sequences of what is sent to experts): libtpu
   all-reduces and slices. Planned and priced so, by the order in which the contraction has its dimensions.
 - **TPU, uses that are far apart**: libtpu gathers most weights of unrolled layers again for the backward pass, by a
@@ -42,10 +43,12 @@ CAUSES = """\
   gathers over the idle axis, and of two scanned layers by `fsdp`; too little of `megatron_sequence` of those.
   Gradients of layers that are computed again may wait whole for the links: eight unrolled layers of llama3-8b by
   `fsdp` with remat (not in these tables) need 1.15 times what is predicted; four and sixteen 0.99 and 1.00.
-- **TPU, peak memory**: XLA:TPU's heap is allocated whole, and the f32 scores of the loss, which are alive at the very
-  end alone, lie in a hole of it or on top of everything; predicted on top. gpt2-small lies below that: `fsdp` on v5p
-  (×0.84; of three layers of it we saw the hole), `fsdp_megatron` on both (×0.81 on v5e, ×0.85 on v5p). Two layers of
-  mixtral by `fsdp` need what is predicted on v5e and three fifths of it on v5p: not looked into.
+- **TPU, peak memory**: XLA:TPU's heap is allocated whole. The loss is computed last, and at once where its scores are
+  split along the vocabulary, so that it communicates (`memory.lives`). Its f32 scores lie in a hole of the heap or on
+  top of everything; predicted on top. gpt2-small lies below that where libtpu combines the loss's all-reduce with a
+  later one (`fsdp_megatron`, ×0.81 on v5e, ×0.85 on v5p), and by `fsdp` on v5p (×0.84). On v5p it also makes the
+  head's gradient behind the backward pass (llama3-8b by `fsdp`, ×0.85), and gathers mixtral's weights for `fsdp` one
+  by one (×0.59) that it holds all at once on v5e.
 - **Schedules of scanned layers on GPU** are up to a tenth longer than predicted: a gather hides behind what stands
   right before its use, and behind one matmul alone it does not fit (the second of three gathers of an MLP behind the
   projection before it). A trip's first gather is priced as hidden behind what precedes its contractions alone, its
