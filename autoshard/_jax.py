@@ -6,6 +6,7 @@ it is absorbed here and pinned by `tests/test_jax.py`.
 
 import contextlib
 import re
+import warnings
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -17,6 +18,7 @@ from jax._src.mesh import get_concrete_mesh, thread_resources
 from jax.core import Tracer
 from jax.extend import core as jex_core
 from jax.interpreters import mlir
+from jax.profiler import ProfileData
 from jaxlib.mlir import ir, passmanager
 
 MLIRError = ir.MLIRError
@@ -121,6 +123,22 @@ def array_consts(closed: Any) -> tuple[Any, ...]:
 def stable_text(closed: Any) -> str:
     """The jaxpr's text without memory addresses, equal in every process."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(closed))
+
+
+def profiled(path: str) -> list[tuple[str, str, dict[str, Any], float]]:
+    """Every event of a profile: the name of its line, its own, its statistics, and nanoseconds.
+
+    The iterator of jaxlib 0.12's statistics warns on Python 3.13 that it is of no module; where warnings are
+    errors, that ends the process.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "builtin type .* has no __module__ attribute", DeprecationWarning)
+        return [
+            (line.name, event.name, dict(event.stats), event.duration_ns)
+            for plane in ProfileData.from_file(path).planes
+            for line in plane.lines
+            for event in line.events
+        ]
 
 
 def lower(traced: Any, platform: str) -> Any:

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.profiler import ProfileData
 
-from autoshard import hlo
+from autoshard import _jax, hlo
 from autoshard.comparison import in_order
 from autoshard.errors import VerifyError
 from autoshard.problem.assignment import Assignment
@@ -127,7 +126,7 @@ def profile(
             jax.block_until_ready(args)
             measured_s = (time.perf_counter() - begin) / steps
         (path,) = Path(folder).rglob("*.xplane.pb")
-        seconds, counts = _measured(ProfileData.from_file(str(path)), module.name, classes)
+        seconds, counts = _measured(str(path), module.name, classes)
     if not seconds:
         raise VerifyError("the profiler saw none of the step's operations on this platform")
     devices = record.mesh.size
@@ -173,30 +172,27 @@ def _classes(module: hlo.Module, record: PlanRecord) -> dict[str, _Class]:
     return found
 
 
-def _measured(data: Any, module: str, classes: Mapping[str, _Class]) -> tuple[dict[_Class, float], dict[_Class, int]]:
+def _measured(path: str, module: str, classes: Mapping[str, _Class]) -> tuple[dict[_Class, float], dict[_Class, int]]:
     """Seconds and events per class, over all devices and steps."""
     seconds: dict[_Class, float] = defaultdict(float)
     counts: dict[_Class, int] = defaultdict(int)
-    for name, duration_ns in _events(data, module):
+    for name, duration_ns in _events(path, module):
         if name in classes:
             seconds[classes[name]] += duration_ns * 1e-9
             counts[classes[name]] += 1
     return seconds, counts
 
 
-def _events(data: Any, module: str) -> Iterator[tuple[str, float]]:
+def _events(path: str, module: str) -> Iterator[tuple[str, float]]:
     """Every HLO op that ran: its instruction's name and nanoseconds.
 
     XLA:CPU and XLA:GPU name it in the statistics of an event, XLA:TPU in the event on the line of its ops.
     """
-    for plane in data.planes:
-        for line in plane.lines:
-            for event in line.events:
-                stats = dict(event.stats)
-                if "hlo_op" in stats and stats.get("hlo_module", module) == module:
-                    yield str(stats["hlo_op"]), event.duration_ns
-                elif line.name == "XLA Ops":
-                    yield event.name.partition(" = ")[0].lstrip("%"), event.duration_ns
+    for line, event, stats, duration_ns in _jax.profiled(path):
+        if "hlo_op" in stats and stats.get("hlo_module", module) == module:
+            yield str(stats["hlo_op"]), duration_ns
+        elif line == "XLA Ops":
+            yield event.partition(" = ")[0].lstrip("%"), duration_ns
 
 
 def _predicted(record: PlanRecord, assignment: Assignment | None) -> dict[_Class, float]:
