@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from autoshard import _jax, opaque
 from autoshard import graph as graphs
-from autoshard import opaque
 from autoshard import trace as traces
 from autoshard.apply import FORWARD
 from autoshard.gradient import marks
@@ -200,7 +200,7 @@ def _compiler_options(hardware: Hardware, mesh: MeshAxes, spare_bytes: int, *, l
     loop's body are reduced after its last one. They are merged up to a bucket of what is
     reduced, as they are priced, and less where memory is short. In loops the scheduler's
     analytical estimates put each gather behind the compute before its use (the default
-    estimator takes any two matmuls to be equally long).
+    estimator takes any two matmuls to be equally long), where they work (`_jax.ESTIMATES`).
     """
     if hardware.name.startswith(("tpu", "cpu")):
         return {}
@@ -208,7 +208,7 @@ def _compiler_options(hardware: Hardware, mesh: MeshAxes, spare_bytes: int, *, l
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": max(1, min(BUCKET_BYTES, spare_bytes) // mesh.size),
     }
-    if loops:
+    if loops and _jax.ESTIMATES:
         options["xla_gpu_enable_analytical_latency_estimator"] = True
     return options
 

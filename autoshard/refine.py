@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from autoshard.errors import SpecError
+from autoshard.errors import CompileError, SpecError
 from autoshard.evaluation import Evaluation
 from autoshard.layout import Layout
 from autoshard.planner import Planned
@@ -41,6 +41,8 @@ _AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 SCHEDULING: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "gpu": ({_AT_ONCE: 2}, {_AT_ONCE: 4}, {_AT_ONCE: 4, "xla_gpu_enable_pipelined_all_gather": True})
 }
+
+_NO_FLAG = "No such compile option"  # XLA's own words: flags come and go with its versions
 
 Inputs = Mapping[int, PartitionSpec]
 
@@ -112,17 +114,24 @@ def refined(entered: Entered, *, compiler: str, count: int) -> Plan:
     fitting = [x for x in tried if x.fits] or tried
     best = min(fitting, key=lambda x: x.schedule_s)
     refined_plan = best.plan.noted(told(tried, best))
-    flagged = [
-        (replace(best, found=best.plan.verify(compiler, compiler_options=flags)), flags)
-        for flags in SCHEDULING.get(compiler, ())
-    ]
-    shorter = [(x.schedule_s, flags) for x, flags in flagged if x.fits and x.schedule_s < best.schedule_s]
+    flagged = [(_under(best, compiler, flags), flags) for flags in SCHEDULING.get(compiler, ())]
+    shorter = [(x.schedule_s, flags) for x, flags in flagged if x and x.fits and x.schedule_s < best.schedule_s]
     if not shorter:
         return refined_plan
     schedule_s, flags = min(shorter, key=lambda item: item[0])
     written = ", ".join(f"{name}={value}" for name, value in flags.items())
     note = f"with {written} the schedule takes {time_text(schedule_s)}: a compiler option of the plan"
     return refined_plan.noted(note, compiler_options=flags)
+
+
+def _under(candidate: Candidate, compiler: str, flags: Mapping[str, Any]) -> Candidate | None:
+    """A candidate compiled with more flags; None where the compiler does not have them."""
+    try:
+        return replace(candidate, found=candidate.plan.verify(compiler, compiler_options=flags))
+    except CompileError as error:
+        if _NO_FLAG not in str(error):
+            raise
+        return None
 
 
 def adopted(name: str, layout: Plan | Evaluation, questions: Sequence[Question]) -> Plan:

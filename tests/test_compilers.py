@@ -270,8 +270,9 @@ def test_what_jaxlib_cannot_read_is_read_from_the_compilers_dump(tmp_path: Path)
 
 
 @pytest.mark.skipif(not compilers.available("gpu"), reason="needs the CUDA plugin")
+@pytest.mark.parametrize("reason", compilers.TRITON_ERRORS)
 def test_matmuls_without_tiles_are_tried_without_triton(
-    traced: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    traced: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reason: str
 ) -> None:
     """A child that never finds tiles is asked twice, the second time for another matmul."""
     child, asked = tmp_path / "child.py", tmp_path / "asked"
@@ -279,11 +280,11 @@ def test_matmuls_without_tiles_are_tried_without_triton(
         "import pathlib, sys\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         f"with open({str(asked)!r}, 'a') as file: print((folder / 'request.json').read_text(), file=file)\n"
-        f"(folder / 'error.txt').write_text({compilers.TILE_ERROR!r})\n"
+        f"(folder / 'error.txt').write_text({reason!r})\n"
         "sys.exit(1)\n"
     )
     monkeypatch.setattr(compilers, "_CHILD", child)
-    with pytest.raises(CompileError, match=compilers.TILE_ERROR):
+    with pytest.raises(CompileError, match=reason):
         compilers.compile(traced, topology="h100:1x8", mesh=AXES)
     first, second = (json.loads(line)["options"] for line in asked.read_text().splitlines())
     assert second == {**first, "xla_gpu_enable_triton_gemm": False}

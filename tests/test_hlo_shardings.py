@@ -21,6 +21,12 @@ MESH = MeshAxes.of({"data": 2, "model": 4})
         ("{devices=[4,1,2]<=[2,4]T(1,0) last_tile_dim_replicate}", (("model",), ())),
         ("{devices=[2,1,4]0,1,2,3,4,5,6,7 last_tile_dims={replicated}}", (("data",), ())),
         ("{devices=[1,2,4]<=[2,2,2]T(1,0,2) last_tile_dim_replicate}", ((), ("model:(1)2",))),
+        ("{mesh[], replicated}", ((), ())),
+        ("{mesh['data'=2,'model'=4], [{'data', 'model'}, {}]}", (("data", "model"), ())),
+        ("{mesh['data'=2,'model'=4], [{}, {'model', 'data'}]}", ((), ("model", "data"))),
+        ("{mesh['data'=2,'model'=4], [{'model':(1)2}, {}], metadata={op_name=\"x\"}}", (("model:(1)2",), ())),
+        ("{mesh['a'=8], [{'a':(2)4}, {}]}", (("model",), ())),
+        ("{mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)), [{'a'}, {'b'}]}", (("model",), ("data",))),
     ],
 )
 def test_layouts(text: str, dims: tuple[tuple[str, ...], ...]) -> None:

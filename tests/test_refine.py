@@ -1,6 +1,7 @@
 """The compiler in the loop: other plans are found, compiled and compared; the shortest schedule wins."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import autoshard
 import models
 from autoshard import Evaluation, Plan, meshes
 from autoshard.api import Options, pose
-from autoshard.errors import SpecError
+from autoshard.errors import CompileError, SpecError
 from autoshard.mesh import MeshAxes
 from autoshard.question import Question
 from autoshard.refine import SCHEDULING, Candidate, Entered, adopted, alternatives, refined, told
@@ -125,6 +126,33 @@ def test_a_flag_that_shortens_the_schedule_is_the_plans(
     assert made.compiler_options == ({**plan.compiler_options, **flags} if taken else plan.compiler_options)
     assert ("a compiler option of the plan" in made.record.notes[-1]) == taken
     assert "the schedules of 2 plans" in " ".join(made.record.notes)
+
+
+def test_a_flag_that_the_compiler_does_not_have_is_passed_over(
+    plan: Plan, found: Verification, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA:GPU of JAX 0.12 has no pipelined all-gathers."""
+    assert found.timeline is not None
+    shorter = replace(found, timeline=replace(found.timeline, step_s=1e-9))
+
+    def verify(self: Plan, compiler: str, compiler_options: Mapping[str, Any] | None = None) -> Verification:
+        if compiler_options and len(compiler_options) > 1:
+            raise CompileError("compiling failed: INVALID_ARGUMENT: No such compile option: 'xla_gpu_enable_what'")
+        return shorter if compiler_options else found
+
+    monkeypatch.setattr(Plan, "verify", verify)
+    entered = Entered(first=plan, again=lambda inputs: plan, elsewhere=[], also={"mine": plan})
+    made = refined(entered, compiler="gpu", count=1)
+    assert made.compiler_options == {**plan.compiler_options, **SCHEDULING["gpu"][0]}
+
+    def broken(self: Plan, compiler: str, compiler_options: Mapping[str, Any] | None = None) -> Verification:
+        if compiler_options:
+            raise CompileError("compiling failed: INTERNAL")
+        return found
+
+    monkeypatch.setattr(Plan, "verify", broken)
+    with pytest.raises(CompileError, match="INTERNAL"):
+        refined(entered, compiler="gpu", count=1)
 
 
 def test_a_plan_that_the_compiler_cannot_fit_drops_out(plan: Plan, found: Verification) -> None:

@@ -1,7 +1,8 @@
 """Shardings of HLO instructions as layouts over mesh axes: `{devices=[2,1,4]<=[8] last_tile_dim_replicate}`.
 
-XLA writes them between Shardy's propagation and partitioning (`…after_shardy-xla…`); the
-scheduled text of a program no longer has them. See `HloSharding::ToString` in openxla/xla.
+Since JAX 0.12 they name axes: `{mesh['data'=2,'model'=4], [{'data'}, {}]}`. XLA writes them between Shardy's
+propagation and partitioning (`…after_shardy-xla…`); the scheduled text of a program no longer has them. See
+`HloSharding::ToString` in openxla/xla.
 """
 
 import re
@@ -10,13 +11,14 @@ from functools import lru_cache
 import numpy as np
 
 from autoshard.errors import HloError
-from autoshard.hlo.groups import axes_of_groups, iota
+from autoshard.hlo.groups import axes_of_groups, iota, parse_groups
 from autoshard.hlo.text import Instruction
 from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
 
 _ATTRIBUTE = re.compile(r"\bsharding=\{")
 _DEVICES = re.compile(r"devices=\[([\d,]+)\](?:<=(\[[\d,]+\](?:T\([\d,]+\))?)|([\d,]+))(.*)")
+_NAMED = re.compile(r"(mesh\[[^\]]*\](?:, device_ids=\([^{]*\))?), \[(.*?)\]")
 
 
 def shardings_of(instruction: Instruction) -> tuple[str, ...]:
@@ -36,7 +38,11 @@ def layout_of(text: str, ndim: int, mesh: MeshAxes) -> Layout | None:
     Raises:
       HloError: the text is no sharding.
     """
-    inner = text.strip("{}").partition(" metadata=")[0]
+    inner = text[1:-1].partition(" metadata=")[0]
+    inner = inner.removeprefix("mesh[], ")
+    named = _NAMED.match(inner)
+    if named is not None:
+        return _of_axes(named[1], named[2], mesh)
     if inner.startswith(("replicated", "manual", "maximal")) or not inner:
         return Layout.replicated(ndim) if inner.startswith("replicated") or not inner else None
     found = _DEVICES.match(inner)
@@ -53,6 +59,19 @@ def layout_of(text: str, ndim: int, mesh: MeshAxes) -> Layout | None:
             return None
         dims.append(axes)
     return Layout(tuple(dims))
+
+
+def _of_axes(over: str, dims: str, mesh: MeshAxes) -> Layout | None:
+    """The layout of dimensions split over axes `{'data', 'model'}, {}` of a mesh of XLA's."""
+    found: list[tuple[str, ...]] = []
+    same = over == f"mesh[{','.join(f'{name!r}={size}' for name, size in zip(mesh.names, mesh.sizes, strict=True))}]"
+    for asked in re.findall(r"\{([^}]*)\}", dims):
+        names = tuple(name + part for name, part in re.findall(r"'([^']*)'(:\(\d+\)\d+)?", asked))
+        axes = names if same or not names else axes_of_groups(parse_groups(f"{over} {{{asked}}}", mesh.size), mesh)
+        if axes is None:
+            return None
+        found.append(axes)
+    return Layout(tuple(found))
 
 
 def _balanced(text: str, start: int) -> str:
