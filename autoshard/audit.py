@@ -24,7 +24,7 @@ from autoshard.mesh import MeshAxes
 from autoshard.plans import Plan
 from autoshard.tables import GAP, bytes_text, columns, fields, render, table, time_text
 from autoshard.verification import Verification, place_text
-from autoshard.verify import Places, path_of
+from autoshard.verify import Places, argument_of, path_of
 from autoshard.wanted import AUTO
 
 LONGEST = 20  # source lines that are shown one by one
@@ -250,8 +250,8 @@ class _Asked:
         if found.kind in _REDUCES or found.op_name.endswith("sharding_constraint"):
             return True
         e = self._equation.get(path_of(found))
-        if e is None:
-            return found.op_name == ""  # a result on its way to the sharding that the program asks of it
+        if e is None:  # a result on its way to the sharding that the program asks of it, or an argument's gather
+            return found.op_name == "" or (found.kind == "all-gather" and argument_of(found) is not None)
         if self._graph.eqns[e].primitive == "sharding_constraint":
             return True
         gathered = [v for v in (*self._graph.operands[e], *self._graph.results[e]) if v in self._stored]

@@ -34,6 +34,7 @@ PEAK = {
 }
 
 _PACKAGE = re.compile(r"/autoshard/[\w/]+\.py:\d+")
+_ARGUMENT = re.compile(r"flat\[(\d+)\]")  # of what is compiled here, the leaves are `*flat`
 
 
 def verify(
@@ -282,22 +283,41 @@ def path_of(found: hlo.Collective) -> Path:
     return tuple(int(step) for step in scopes[-1].split(".")) if scopes else ()
 
 
+def argument_of(found: hlo.Collective) -> int | None:
+    """The position of the argument whose name an op has, in programs that are compiled here; None for other names."""
+    argument = _ARGUMENT.fullmatch(found.op_name)
+    return int(argument[1]) if argument else None
+
+
 class Places:
     """The equation and source line of a compiled collective, from its op's metadata.
 
-    The path that `completion.annotated` writes into names says exactly which equation;
+    The path that `completion.annotated` writes into names says exactly which equation; what has an argument's
+    name (since JAX 0.11 its gathers do) is of the first equation that takes it, casts left out;
     else the innermost name of JAX's name stack is its primitive.
     """
 
     def __init__(self, graph: Graph | None) -> None:
-        self._equations: dict[Path, tuple[str, str]] = {}
+        self._equations: dict[Path, Place] = {}
+        self._inputs: list[Place | None] = []
         if graph is not None:
             for eqn, spots in zip(graph.eqns, graph.makes, strict=True):
                 self._equations[spots[0][0]] = (eqn.primitive, eqn.where)
+            uses = graph.consumers()
+            for value in graph.inputs:
+                taken = uses.get(value)
+                while taken and graph.eqns[taken[0][0]].primitive == "convert_element_type":
+                    taken = uses.get(graph.results[taken[0][0]][0])
+                eqn = graph.eqns[taken[0][0]] if taken else None
+                self._inputs.append((eqn.primitive, eqn.where) if eqn else None)
 
     def __call__(self, found: hlo.Collective) -> Place:
         path = path_of(found)
         if path in self._equations:
             return self._equations[path]
+        i = argument_of(found)
+        taker = self._inputs[i] if i is not None and i < len(self._inputs) else None
+        if taker is not None:
+            return taker
         where = "" if _PACKAGE.search(found.where) else found.where
         return found.op_name.rpartition("/")[2], where or UNKNOWN

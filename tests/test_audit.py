@@ -1,5 +1,6 @@
 """A program sharded by hand: what it emits that nobody asked for, and how far it is from the optimum."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,7 +12,9 @@ from jax.sharding import PartitionSpec as P
 from autoshard import meshes
 from autoshard.audit import Audit, audit
 from autoshard.errors import MeshError
+from autoshard.graph import build
 from autoshard.mesh import MeshAxes
+from autoshard.verify import Places
 
 ON: Any = meshes.abstract(MeshAxes.of({"data": 2, "model": 4}))
 ROWS, WIDTH, HIDDEN = 512, 256, 1024
@@ -45,6 +48,21 @@ def test_stored_weights_are_gathered_as_asked() -> None:
     found = audited(mlp, P(("data", "model")), P(("data", "model")), P(("data", "model")))
     assert {x.line.kind for x in found.emitted} == {"all-gather"}
     assert found.unasked_bytes == 0
+
+
+def test_a_gather_by_an_arguments_name_is_of_the_equation_that_takes_it() -> None:
+    """So XLA names gathers of arguments since JAX 0.11."""
+
+    def cast(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x @ w.astype(jnp.bfloat16)
+
+    graph = build(jax.make_jaxpr(cast)(jnp.ones((4, 8), jnp.bfloat16), jnp.ones((8, 4))))
+    found = audited(mlp, P(("data", "model")), P(("data", "model")), P(("data", "model"))).verification.emitted[0]
+    where = Places(graph)
+    for argument in range(2):
+        assert where(replace(found, op_name=f"flat[{argument}]"))[0] == "dot_general"
+    assert where(replace(found, op_name="flat[2]"))[0] == "flat[2]"
+    assert where(replace(found, op_name="jit(run)/tanh"))[0] == "tanh"
 
 
 def test_layouts_that_meet_by_accident_are_told() -> None:
