@@ -46,9 +46,9 @@ CAUSES = """\
 - **TPU, peak memory**: XLA:TPU's heap is allocated whole. The loss is computed last, and at once where its scores are
   split along the vocabulary, so that it communicates (`memory.lives`). Its f32 scores lie in a hole of the heap or on
   top of everything; predicted on top. gpt2-small lies below that where libtpu combines the loss's all-reduce with a
-  later one (`fsdp_megatron`, ×0.81 on v5e, ×0.85 on v5p), and by `fsdp` on v5p (×0.84). On v5p it also makes the
-  head's gradient behind the backward pass (llama3-8b by `fsdp`, ×0.85), and gathers mixtral's weights for `fsdp` one
-  by one (×0.59) that it holds all at once on v5e.
+  later one (`fsdp_megatron`, ×0.81 on v5e, ×0.85 on v5p), and on v5p by `fsdp` (×0.84) and as planned (×0.87). On
+  v5p it also makes the head's gradient behind the backward pass (llama3-8b by `fsdp`, ×0.85), and gathers mixtral's
+  weights for `fsdp` one by one (×0.59) that it holds all at once on v5e.
 - **Schedules of scanned layers on GPU** are up to a tenth longer than predicted: a gather hides behind what stands
   right before its use, and behind one matmul alone it does not fit (the second of three gathers of an MLP behind the
   projection before it). A trip's first gather is priced as hidden behind what precedes its contractions alone, its
