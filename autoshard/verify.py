@@ -293,7 +293,7 @@ class Places:
     """The equation and source line of a compiled collective, from its op's metadata.
 
     The path that `completion.annotated` writes into names says exactly which equation; what has an argument's
-    name (since JAX 0.11 its gathers do) is of the first equation that takes it, casts left out;
+    name (in JAX 0.12 its gathers do) is of the first equation that takes it, casts left out;
     else the innermost name of JAX's name stack is its primitive.
     """
 

@@ -51,7 +51,7 @@ def test_stored_weights_are_gathered_as_asked() -> None:
 
 
 def test_a_gather_by_an_arguments_name_is_of_the_equation_that_takes_it() -> None:
-    """So XLA names gathers of arguments since JAX 0.11."""
+    """So XLA:CPU of JAX 0.12 names gathers of arguments."""
 
     def cast(x: jax.Array, w: jax.Array) -> jax.Array:
         return x @ w.astype(jnp.bfloat16)
