@@ -193,7 +193,7 @@ def audit(
     graph = hand.setting.decisions.graph
     axes = MeshAxes.of(mesh)
     where = Places(graph)
-    asked = _Asked(graph)
+    asked = Asked(graph)
     emitted = [
         Emitted(line=line, asked=wanted)
         for wanted in (True, False)
@@ -238,7 +238,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
             yield from _equations(body)
 
 
-class _Asked:
+class Asked:
     """Whether an annotation asks for a collective, by the equation whose path its name carries."""
 
     def __init__(self, graph: Graph) -> None:

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard import meshes
-from autoshard.audit import Audit, audit
+from autoshard.audit import Asked, Audit, audit
 from autoshard.errors import MeshError
 from autoshard.graph import build
 from autoshard.mesh import MeshAxes
@@ -61,6 +61,8 @@ def test_a_gather_by_an_arguments_name_is_of_the_equation_that_takes_it() -> Non
     where = Places(graph)
     for argument in range(2):
         assert where(replace(found, op_name=f"flat[{argument}]"))[0] == "dot_general"
+    assert Asked(graph)(replace(found, op_name="flat[1]"))
+    assert not Asked(graph)(replace(found, op_name="flat[1]", kind="all-to-all"))
     assert where(replace(found, op_name="flat[2]"))[0] == "flat[2]"
     assert where(replace(found, op_name="jit(run)/tanh"))[0] == "tanh"
 

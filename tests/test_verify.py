@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 import models
-from autoshard import Plan, compilers
+from autoshard import Plan, _jax, compilers
 from autoshard.comparison import agrees
 from autoshard.errors import HloError, VerifyError
 from autoshard.pins import Pins
@@ -91,6 +91,18 @@ def test_a_scan_over_layers_is_followed_trip_by_trip(rows: int, *, remat: bool) 
     else:
         reduced = moved.get("all-reduce", 4) - 4 + moved.get("reduce-scatter", 0)  # less the loss
         assert reduced == pytest.approx(2 * layers * rows * width * 2, rel=1e-3)
+
+
+@pytest.mark.parametrize(("scan", "estimates"), [(True, True), (True, False), (False, True)])
+def test_loops_are_scheduled_by_analytical_estimates_where_these_work(
+    monkeypatch: pytest.MonkeyPatch,
+    scan: bool,  # noqa: FBT001
+    estimates: bool,  # noqa: FBT001
+) -> None:
+    monkeypatch.setattr(_jax, "ESTIMATES", estimates)
+    step, args = models.build("tiny-llama", batch=8, scan=scan)
+    options = autoshard.plan(step, *args, mesh={"data": 8}, hardware="h100:1x8", donate_argnums=0).compiler_options
+    assert ("xla_gpu_enable_analytical_latency_estimator" in options) == (scan and estimates)
 
 
 @pytest.mark.gpu_compiler
