@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autoshard import _jax
-from autoshard.errors import CompileError, CompilerMissingError, MeshError
+from autoshard.errors import CompileError, CompilerFlagError, CompilerMissingError, MeshError
 from autoshard.mesh import MeshAxes
 
 CompilerName = Literal["gpu", "tpu", "cpu"]
@@ -51,6 +51,7 @@ _TPU_VERSIONS = {"v7x": "tpu7x"}
 # The child sees none of the caller's flags: what a compilation depends on is in its arguments.
 _DROPPED_ENVIRONMENT = frozenset({"XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_COMPILATION_CACHE_DIR"})
 _TOPOLOGY_ERROR = "TopologyError: "
+_NO_FLAG = "No such compile option"  # XLA's own words
 _CHILD = Path(__file__).with_name("compiler_child.py")
 _TARGETS = Path(__file__).with_name("gpu_targets")
 
@@ -202,7 +203,8 @@ def compile(
     Raises:
       CompilerMissingError: the compiler is not installed.
       MeshError: topology, mesh and device order do not fit each other.
-      CompileError: the compiler refuses, crashes, or takes longer than `timeout_s`.
+      CompileError: the compiler refuses, crashes, or takes longer than `timeout_s`;
+        `CompilerFlagError` where it has no flag of that name.
     """
     target = Target.parse(topology)
     if compiler is not None and compiler != target.compiler:
@@ -299,7 +301,8 @@ def _run_child(folder: Path, topology: str, timeout_s: float | None) -> None:
         reason = f"the compiler's process died of signal {-done.returncode}"
     else:
         reason = f"the compiler's process ended with status {done.returncode}"
-    raise CompileError(f"compiling for {topology} failed: {reason}", stderr=done.stderr)
+    kind = CompilerFlagError if _NO_FLAG in reason else CompileError
+    raise kind(f"compiling for {topology} failed: {reason}", stderr=done.stderr)
 
 
 def _dump(folder: Path, stage: str) -> str:

@@ -104,3 +104,7 @@ class CompileError(AutoshardError):
     def __init__(self, message: str, *, stderr: str = "") -> None:
         self.stderr = stderr
         super().__init__(message)
+
+
+class CompilerFlagError(CompileError):
+    """The compiler does not have a flag that it was asked to use: flags come and go with its versions."""

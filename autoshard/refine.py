@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from autoshard.errors import CompileError, SpecError
+from autoshard.errors import CompilerFlagError, SpecError
 from autoshard.evaluation import Evaluation
 from autoshard.layout import Layout
 from autoshard.planner import Planned
@@ -41,8 +41,6 @@ _AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 SCHEDULING: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "gpu": ({_AT_ONCE: 2}, {_AT_ONCE: 4}, {_AT_ONCE: 4, "xla_gpu_enable_pipelined_all_gather": True})
 }
-
-_NO_FLAG = "No such compile option"  # XLA's own words: flags come and go with its versions
 
 Inputs = Mapping[int, PartitionSpec]
 
@@ -128,9 +126,7 @@ def _under(candidate: Candidate, compiler: str, flags: Mapping[str, Any]) -> Can
     """A candidate compiled with more flags; None where the compiler does not have them."""
     try:
         return replace(candidate, found=candidate.plan.verify(compiler, compiler_options=flags))
-    except CompileError as error:
-        if _NO_FLAG not in str(error):
-            raise
+    except CompilerFlagError:
         return None
 
 

@@ -29,6 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import zip_longest
@@ -44,7 +45,7 @@ import autoshard
 import models
 from autoshard import compilers, meshes, refine, standings
 from autoshard.cli.compare import of_models
-from autoshard.errors import AutoshardError, InfeasibleError
+from autoshard.errors import AutoshardError, CompilerFlagError, InfeasibleError
 from autoshard.evaluation import Evaluation
 from autoshard.mesh import MeshAxes
 from autoshard.plans import Plan
@@ -280,12 +281,16 @@ def _likely(fitting: Sequence[tuple[str, Evaluation]]) -> Iterator[tuple[str, Ev
 def _scheduled(
     layouts: Sequence[tuple[dict[str, Any], Plan | Evaluation]], known: Known | None = None
 ) -> list[dict[str, Any]]:
-    """The fastest that fits, compiled with the flags that `refine` tries."""
+    """The fastest that fits, compiled with the flags that `refine` tries and this compiler has."""
     fitting = [(told, made) for told, made in layouts if told["fits"]]
     if not fitting or not _on_gpus(fitting[0][1]):
         return []
     told, made = min(fitting, key=lambda item: item[0]["compiled"]["step_s"])
-    return [_told(told["layout"], made, flags, known or {}) for flags in refine.SCHEDULING["gpu"]]
+    found: list[dict[str, Any]] = []
+    for flags in refine.SCHEDULING["gpu"]:
+        with suppress(CompilerFlagError):
+            found.append(_told(told["layout"], made, flags, known or {}))
+    return found
 
 
 def _on_gpus(made: Plan | Evaluation) -> bool:

@@ -6,7 +6,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
 import autoshard
@@ -154,13 +153,11 @@ def test_the_board_is_whole() -> None:
 @pytest.mark.gpu_compiler
 def test_one_cell_comes_out_as_it_is_stored() -> None:
     """By the compiler: the stored ratio still holds, in a cell that ours loses (docs/comparing.md says why)."""
-    (stored,) = (x for x in read(RESULTS) if x["key"] == CHECKED.key)
-    if stored["versions"]["jax"] != jax.__version__:
-        pytest.skip(f"stored is what JAX {stored['versions']['jax']} compiles, with its flags")
     told = comparison_board.line(CHECKED)
     ours_s, _, hand_s = steps(told)
     assert ours_s is not None
     assert hand_s is not None
+    (stored,) = (x for x in read(RESULTS) if x["key"] == CHECKED.key)
     before_s, _, by_hand_s = steps(stored)
     assert before_s is not None
     assert by_hand_s is not None

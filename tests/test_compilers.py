@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard import compiler_child, compilers
 from autoshard.compilers import Compiled, Target
-from autoshard.errors import CompileError, CompilerMissingError, MeshError
+from autoshard.errors import CompileError, CompilerFlagError, CompilerMissingError, MeshError
 from autoshard.mesh import MeshAxes
 
 AXES = MeshAxes.of({"data": 2, "model": 4})
@@ -241,7 +241,7 @@ def test_a_missing_compiler_says_what_to_install(
 
 
 def test_a_refusal_carries_the_compilers_words(traced: Any) -> None:
-    with pytest.raises(CompileError, match=r"compiling for cpu:8 failed: .*no_such_flag") as caught:
+    with pytest.raises(CompilerFlagError, match=r"compiling for cpu:8 failed: .*no_such_flag") as caught:
         compilers.compile(traced, topology="cpu:8", mesh=AXES, compiler_options={"no_such_flag": "1"})
     assert "Traceback" in caught.value.stderr
 

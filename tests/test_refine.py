@@ -15,7 +15,7 @@ import autoshard
 import models
 from autoshard import Evaluation, Plan, meshes
 from autoshard.api import Options, pose
-from autoshard.errors import CompileError, SpecError
+from autoshard.errors import CompileError, CompilerFlagError, SpecError
 from autoshard.mesh import MeshAxes
 from autoshard.question import Question
 from autoshard.refine import SCHEDULING, Candidate, Entered, adopted, alternatives, refined, told
@@ -137,7 +137,7 @@ def test_a_flag_that_the_compiler_does_not_have_is_passed_over(
 
     def verify(self: Plan, compiler: str, compiler_options: Mapping[str, Any] | None = None) -> Verification:
         if compiler_options and len(compiler_options) > 1:
-            raise CompileError("compiling failed: INVALID_ARGUMENT: No such compile option: 'xla_gpu_enable_what'")
+            raise CompilerFlagError("compiling failed: INVALID_ARGUMENT: No such compile option: 'xla_gpu_enable_what'")
         return shorter if compiler_options else found
 
     monkeypatch.setattr(Plan, "verify", verify)
