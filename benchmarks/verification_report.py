@@ -27,8 +27,9 @@ CAUSES = """\
   a line, on 2x2 and on unequal sides; squares and cubes all-reduce and slice. Planned and priced so.
 - **TPU, sums over a whole torus in parts**: libtpu scatters such a sum over one axis if it is pinned so, and over the
   other one for some shapes (of the bf16 matrices that we tried those whose pieces are of an even number of tiles, in a
-  layout of its own choice); and hides neither. Planned in parts, llama3-8b on v5p:4x4x2 took 551 ms of schedule with
-  rings (42 constraints), all-reduced and sliced 481 (17). Pinned sums are not finished in parts any more.
+  layout of its own choice); and hides neither. Planned in parts (this page at 8ddab20), llama3-8b on v5p:4x4x2 took
+  551 ms of schedule with rings and 42 constraints, all-reduced and sliced 481 and 17. Pinned sums are not finished in
+  parts any more.
 - **TPU, sums along a dimension of which the tiles know nothing** (the sequences of what is sent to experts): libtpu
   all-reduces and slices. Planned and priced so, by the order in which the contraction has its dimensions.
 - **TPU, uses that are far apart**: libtpu gathers most weights of unrolled layers again for the backward pass, by a
