@@ -133,9 +133,10 @@ class Resharder:
     nor goes round to save transposes.
     Where the machine's compiler does not scatter a sum over all devices (`scatters_whole`), it is
     all-reduced and sliced, and none is finished in parts if it is pinned: libtpu 0.0.52 hides neither part then
-    (llama3-8b planned so for v5p:4x4x2 took 551 ms of compiled schedule with rings, docs/verification.md at 8ddab20,
-    and takes 481 all-reduced), and it scatters the second, too, if the tiles allow it. Tiles decide on reduce-scatters everywhere (`tiled`).
-    `outermost`: whether collectives move along the outermost dimension in memory alone, as XLA:GPU's do.
+    (llama3-8b planned so for v5p:4x4x2 took 551 ms of compiled schedule with rings, docs/verification.md at
+    8ddab20, and takes 481 all-reduced), and it scatters the second, too, if the tiles allow it. Tiles decide on
+    reduce-scatters everywhere (`tiled`). `outermost`: whether collectives move along the outermost dimension in
+    memory alone, as XLA:GPU's do.
     """
 
     def __init__(
