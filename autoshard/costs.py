@@ -28,6 +28,9 @@ class Machine(CollectiveMachine, Protocol):
     """What costs ask of a cost model."""
 
     @property
+    def gathers_ahead(self) -> bool: ...
+
+    @property
     def stores_quotients(self) -> bool: ...
 
     def matmul_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str) -> Seconds: ...

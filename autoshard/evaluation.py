@@ -187,7 +187,8 @@ def _by_shardy(question: Question) -> Evaluation:
     resharder = Resharder(decisions.mesh, place.machine, pinned=False, outermost=platform == "cuda")
     layouts = propagated(setting.priced, decisions, place.axes, annotations, platform)
     choice, inexact = nearest(decisions, resharder, layouts, platform)
-    decisions = gathered(decisions, choice)
+    if place.machine.gathers_ahead:
+        decisions = gathered(decisions, choice)
     problem = formulate(decisions, resharder, memory_bytes=None, folded=False).problem
     objective = price(problem, choice).objective
     assert objective is not None  # `nearest` takes no forbidden choice

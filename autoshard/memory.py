@@ -20,7 +20,8 @@ where it reads a row twice, as for a softmax and its gradient.
 
 XLA:TPU differs (libtpu 0.0.52, `benchmarks.verification`). Its contractions make their operands:
 casts, gates, norms, the gradient of a softmax's cross entropy are recomputed in each, from what
-lies in memory. A softmax inside of a program is kept in f32 before it is divided, and cast after.
+lies in memory. A softmax inside of a program is kept in f32 before it is divided, and cast after; of a device's
+only row of the first dimension (one sequence) the scores are kept as the product leaves them.
 Stacked weights are cast whole, before the loops. The loss is computed last, unless it communicates:
 where scores are split along the vocabulary, what is read of them for it is reduced at once, and they die.
 """
@@ -69,6 +70,7 @@ class Lives:
     another name; `absorbed`: whether the contractions that take it make it themselves, so that
     it has memory where it is moved first, and none otherwise. `across`: of what the loss reads at the
     end, the dimensions over which it communicates; split along one of them it is alive until `soon` alone.
+    `alone`: what a softmax divides, with the bytes per element that it has where a device has one row of it.
     """
 
     stored: NDArray[np.bool_]
@@ -78,6 +80,7 @@ class Lives:
     end: NDArray[np.int64]
     soon: NDArray[np.int64]
     across: Mapping[int, frozenset[int]]
+    alone: Mapping[int, int]
 
 
 def lives(
@@ -95,12 +98,14 @@ def lives(
     spans, on_tpu = loop_spans(graph), platform == "tpu"
     taken = np.zeros(len(graph.avals), bool)
     stated: set[int] = set()
+    alone: dict[int, int] = {}
     if on_tpu:
         for e, eqn in enumerate(graph.eqns):
             if is_contraction(eqn):
                 taken[list(graph.operands[e])] = True
         for numerator, quotient in _softmaxes(graph):
             stated |= {numerator, quotient} if stores_quotients else {numerator}
+            alone[numerator] = _narrowest(graph, numerator)
     order = positions(graph, fuses, platform)
     held = _held(graph, fuses, taken, stated, _ONCE if platform == "cuda" else frozenset())
     named = np.zeros(len(graph.avals), bool)
@@ -134,6 +139,7 @@ def lives(
         end=end,
         soon=ends(()) if late else end,
         across=_across(graph, rules, stored, late),
+        alone=alone,
     )
 
 
@@ -212,6 +218,21 @@ def _softmaxes(graph: Graph) -> Iterator[tuple[int, int]]:
             users = [u for u, _ in consumers.get(quotient, ())]
             casts = [graph.results[u][0] for u in users if graph.eqns[u].primitive == "convert_element_type"]
             yield above, casts[0] if casts else quotient
+
+
+def _narrowest(graph: Graph, value: int) -> int:
+    """The least bytes per element of a value and of the products that it is computed from, element by element."""
+    made_by, shape = graph.producers(), graph.avals[value].size
+    found, left, seen = graph.avals[value].itemsize, [value], {value}
+    while left:
+        e = made_by.get(left.pop(), (-1, 0))[0]
+        if e >= 0 and is_contraction(graph.eqns[e]):
+            found = min(found, graph.avals[graph.results[e][0]].itemsize)
+        elif e >= 0:
+            new = {v for v in graph.operands[e] if graph.avals[v].size == shape} - seen
+            seen |= new
+            left += new
+    return found
 
 
 def _held(

@@ -6,8 +6,9 @@ that each hides the reduction of the one before; in a loop they stand at the end
 of loops behind the loops that follow. Those of a part that `jax.checkpoint` computes again stand in the next such
 part (counted as at its end), where they hide its gathers and sums.
 
-XLA:TPU puts no gradient off, and updates a state as soon as its gradient is there; the loss itself is computed
-last (libtpu 0.0.52).
+XLA:TPU puts no gradient off but, where nothing runs beside compute, those that are whole on every device
+(`problem.usages`); it updates a state as soon as its gradient is there; the loss itself is computed last
+(libtpu 0.0.52).
 """
 
 from collections.abc import Mapping, Sequence

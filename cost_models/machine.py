@@ -75,6 +75,15 @@ class Machine:
         return self.chip.name != "tpu-v5e"
 
     @property
+    def gathers_ahead(self) -> bool:
+        """Whether gathers run beside compute, so that the compiler's scheduler begins them long before their use.
+
+        XLA:TPU does so in fusions that carry them on, for v5e alone ("not supported/recommended on platforms other
+        than TPU v5e", libtpu 0.0.52); compiled for v4, v5p, v6e and v7x each gather stands right before its use.
+        """
+        return not self.tiled or self.chip.name == "tpu-v5e"
+
+    @property
     def tiled(self) -> bool:
         """Whether arrays lie in memory in tiles of their last two dimensions: on TPUs."""
         return any(d.medium == "torus" for d in self.placement.topology.dimensions)

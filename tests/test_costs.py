@@ -23,7 +23,7 @@ ONE = MeshAxes(("one",), (1,))
 class Free:
     """A machine of which nothing is asked but FLOPs."""
 
-    overlap, scatters_whole, tiled, stores_quotients = 0.0, True, False, True
+    overlap, scatters_whole, gathers_ahead, tiled, stores_quotients = 0.0, True, True, False, True
 
     def matmul_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str) -> NDArray[np.float64]:
         return np.zeros(())

@@ -97,11 +97,15 @@ class _Decider:
         self.levels = levels(graph, self.traits.fuses)
         self.nodes: list[Decision] = []
         self.edges: list[Edge] = []
-        self.usages = Usages(graph, mesh, self.lives, self.traits, self.windows, platform)
         self.node_of = [-1] * len(graph.eqns)
         self.copies: dict[int, Port] = {}  # value → its copy
         self.ports: dict[int, Port] = {}  # value → where it is made
         self.apart = groups(graph) if platform == "tpu" else {}  # value → uses that share no gather
+        before = None
+        if platform == "tpu" and not (machine.gathers_ahead or machine.scatters_whole):
+            weights = {v: parts for v, parts in self.apart.items() if self.windows.of_value[v] == EARLY}
+            before = sorted((part[0], graph.avals[v].nbytes) for v, parts in weights.items() for part in parts)
+        self.usages = Usages(graph, mesh, self.lives, self.traits, self.windows, platform, before=before)
         self.fetched: dict[int, int] = {}  # value → the equation before which its gather begins
         self.parameters: set[int] = set()  # inputs that a new value replaces and that a contraction depends on
         self.pruned = 0

@@ -1,5 +1,6 @@
 """Usages: the memory that a value takes under each choice, where it is made, and where it is taken."""
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -26,11 +27,24 @@ class Usages:
     """The usages of a graph's values, those of one decision, kind and time together."""
 
     def __init__(
-        self, graph: Graph, mesh: MeshAxes, lives: Lives, traits: Traits, windows: Windows, platform: str
+        self,
+        graph: Graph,
+        mesh: MeshAxes,
+        lives: Lives,
+        traits: Traits,
+        windows: Windows,
+        platform: str,
+        *,
+        before: Sequence[tuple[int, int]] | None,
     ) -> None:
-        self.graph, self.mesh, self.lives = graph, mesh, lives
+        """`before`: equations that whole gradients are put off to, with the bytes of what is gathered there.
+
+        See `add_value`; None where they are made at once.
+        """
+        self.graph, self.mesh, self.lives, self._before = graph, mesh, lives, before
         self._traits, self._windows, self._platform = traits, windows, platform
         self._made_by, self._spans = graph.producers(), loop_spans(graph)
+        self._waiting = Counter[int]()  # gradients that are put off, by the equation that they are made before
         self._nbytes: dict[tuple[int, int, int, str], NDArray[np.int64]] = {}
 
     def all(self) -> tuple[Usage, ...]:
@@ -49,7 +63,9 @@ class Usages:
         """Memory of a value with one consumer at most: in its own layout first, then in the consumer's.
 
         What leaves a contraction is reduced or moved at once, but by libtpu a weight's gradient behind the loops that
-        follow (the head's, behind the backward pass of the layers); all else moves where it is taken.
+        follow (the head's, behind the backward pass of the layers); all else moves where it is taken. Where nothing
+        runs beside compute libtpu schedules for memory: a gradient that is whole on every device, to be reduced over
+        all of them, is made last, or before as much is gathered.
 
         Args:
           value: the value.
@@ -72,7 +88,15 @@ class Usages:
         if at_once and kind == "gradients" and self._platform == "tpu":
             moved = max(moved, behind_loops(self._spans, start))
             end = max(end, moved)
-        self._add_layouts(port, start, moved, value, kind)
+        if at_once and kind == "gradients" and self._before is not None:
+            size, whole = self.graph.avals[value].nbytes, self._pending(value, port).all(axis=1)
+            before = next((e for e, nbytes in self._before if e > moved and nbytes >= size), len(self.graph.eqns))
+            self._waiting[before] += 1  # one after the other
+            made = max(before - self._waiting[before], moved)
+            self.add(port.node, start, moved, np.where(whole, 0, self._local(value, port)), kind)
+            self.add(port.node, made, made + 1, np.where(whole, size, 0), kind)
+        else:
+            self._add_layouts(port, start, moved, value, kind)
         if not in_place:
             self._add_layouts(target, moved, end, name, kind)
 
@@ -104,7 +128,7 @@ class Usages:
                 self._add_layouts(copy, *span, value, "activations")
             for (_, before), (after, _) in pairwise(spans):  # what it is gathered from again
                 self._add_layouts(port, before, after, value, "activations")
-            pending = (decode(port.codes, self.graph.avals[value].ndim, self.mesh.ndim) == SUM).any(axis=1)
+            pending = self._pending(value, port).any(axis=1)
             if pending.any():  # the partial sums lie beside what they are reduced to
                 self.add(port.node, start, start + 1, np.where(pending, self._local(value, port), 0), "activations")
 
@@ -118,8 +142,18 @@ class Usages:
             start, nbytes = soon, np.where(np.isin(rows, list(across)).any(axis=1), 0, nbytes)
         self.add(port.node, start, end, nbytes, kind)
 
+    def _pending(self, value: int, port: Port) -> NDArray[np.bool_]:
+        """Whether a value is a pending sum, `[choices, mesh axes]`."""
+        return decode(port.codes, self.graph.avals[value].ndim, self.mesh.ndim) == SUM
+
     def _local(self, value: int, port: Port) -> NDArray[np.int64]:
-        return local_bytes(self.graph.avals[value], port.codes, self.mesh)
+        aval = self.graph.avals[value]
+        nbytes = local_bytes(aval, port.codes, self.mesh)
+        if (itemsize := self.lives.alone.get(value, aval.itemsize)) < aval.itemsize:
+            split = decode(port.codes, aval.ndim, self.mesh.ndim) == 0
+            rows = aval.shape[0] // np.where(split, self.mesh.sizes, 1).prod(axis=1)
+            nbytes = np.where(rows == 1, nbytes * itemsize // aval.itemsize, nbytes)
+        return nbytes
 
     def _kind(self, value: int) -> str:
         window = self._windows.of_value[value]

@@ -1,0 +1,129 @@
+"""What XLA:TPU holds, by the chip that it compiles for: the plan's usages, and the compiled program."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from autoshard import compilers, meshes
+from autoshard.evaluation import evaluate
+from autoshard.mesh import MeshAxes
+from autoshard.running import loop_spans
+
+ROWS, WIDTH, VOCABULARY, LAYERS = 2048, 1024, 32_768, 4
+SPECS = ((P(None, "data"), P(None, "data")), P("data"))
+
+
+def bf16(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def train_step(params: Any, x: jax.Array, labels: jax.Array) -> Any:
+    """Layers in a loop, computed again for the backward pass; then a head, whose gradient is the largest array."""
+
+    def loss(params: Any) -> jax.Array:
+        layers, head = params
+        h, _ = jax.lax.scan(jax.checkpoint(lambda h, w: (h + jnp.tanh(h @ w[0]) @ w[1], None)), x, layers)
+        scores = jax.nn.log_softmax((h @ head).astype(jnp.float32))
+        return -jnp.mean(jnp.take_along_axis(scores, labels[:, None], 1))
+
+    value, gradient = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradient), value
+
+
+def arguments() -> tuple[Any, ...]:
+    layers = bf16(LAYERS, WIDTH, 4 * WIDTH), bf16(LAYERS, 4 * WIDTH, WIDTH)
+    return (layers, bf16(WIDTH, VOCABULARY)), bf16(ROWS, WIDTH), jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+
+
+@pytest.mark.parametrize(("hardware", "devices", "late"), [("tpu-v5p:2x2x2", 8, True), ("tpu-v5e:4x4", 16, False)])
+def test_where_nothing_runs_beside_compute_a_whole_gradient_is_made_behind_the_loop(
+    hardware: str, devices: int, *, late: bool
+) -> None:
+    """By FSDP, where libtpu scatters no sum over all devices: the head's gradient is 64 MiB on every device."""
+    found = evaluate(
+        train_step,
+        *arguments(),
+        mesh={"data": devices},
+        hardware=hardware,
+        in_specs=(SPECS, P("data"), P("data")),
+        out_specs=(SPECS, P()),
+        donate_argnums=0,
+    )
+    decisions, choice = found.assignment.decisions, found.assignment.choice
+    whole = [u for u in decisions.usages if u.kind == "gradients" and u.nbytes[choice[u.node]] == gradient_bytes()]
+    backward = max(stop for _, stop in loop_spans(decisions.graph).values())
+    assert [u.start > backward for u in whole] == [late]
+    assert meshes.place({"data": devices}, hardware).machine.gathers_ahead != late
+    if compilers.available("tpu"):
+        text = compiled(hardware, devices)
+        assert ("async-collective-start" in text) != late
+        lines = text[text.index("\nENTRY") :].splitlines()
+        shape = f"= bf16[{WIDTH},{VOCABULARY}]"
+        (made,) = (i for i, x in enumerate(lines) if shape in x and "/dot_general" in x and " fusion(" in x)
+        assert (made > max(i for i, x in enumerate(lines) if " while(" in x)) == late
+
+
+def gradient_bytes() -> int:
+    return 2 * WIDTH * VOCABULARY
+
+
+def compiled(hardware: str, devices: int) -> str:
+    """The program's text, scheduled."""
+    mesh = MeshAxes.of({"data": devices})
+    on = meshes.abstract(mesh)
+
+    def sharding(spec: P) -> NamedSharding:
+        return NamedSharding(on, spec)
+
+    specs = jax.tree.map(sharding, SPECS, is_leaf=lambda x: isinstance(x, P))
+    traced = jax.jit(
+        train_step,
+        in_shardings=(specs, sharding(P("data")), sharding(P("data"))),
+        out_shardings=(specs, sharding(P())),
+        donate_argnums=0,
+    ).trace(*arguments())
+    options = compilers.TPU_PLAIN_OPTIONS
+    return compilers.compile(traced, topology=hardware, mesh=mesh, compiler_options=options).hlo_text
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_the_scores_of_a_devices_only_sequence_are_kept_as_their_product_leaves_them(sequences: int) -> None:
+    """In bf16; those of more are kept in f32, exponentiated."""
+    devices, layers, length, heads, size = 8, 3, 2048, 16, 128
+    width = heads * size
+
+    def attention(x: jax.Array, w: Any) -> jax.Array:
+        q, k, v = (jnp.einsum("bsd,dnh->bsnh", x, m) for m in w[:3])
+        q = q.reshape(*q.shape[:2], 4, heads // 4, size)
+        scores = jnp.einsum("bskgh,btkh->bksgt", q, k).astype(jnp.float32)
+        seen = jnp.arange(length)[:, None, None] >= jnp.arange(length)
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)).astype(x.dtype)
+        mixed = jnp.einsum("bksgt,btkh->bskgh", weights, v).reshape(*x.shape[:2], heads, size)
+        return x + jnp.einsum("bsnh,nhd->bsd", mixed, w[3])
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        for w in weights:
+            x = attention(x, w)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    grouped = bf16(width, 4, size)
+    weights = [(bf16(width, heads, size), grouped, grouped, bf16(heads, size, width))] * layers
+    found = evaluate(
+        jax.grad(loss),
+        weights,
+        bf16(sequences * devices, length, width),
+        mesh={"data": devices},
+        hardware="tpu-v5e:2x4",
+        in_specs=([(P(),) * 4] * layers, P("data")),
+        out_specs=[(P(),) * 4] * layers,
+    )
+    held = [int(u.nbytes[found.assignment.choice[u.node]]) for u in found.assignment.decisions.usages]
+    assert max(held) == sequences * heads * length**2 * (2 if sequences == 1 else 4)
+    if sequences == 1 and compilers.available("tpu"):
+        memory = found.verify(compiler_options=compilers.TPU_PLAIN_OPTIONS).memory
+        assert memory is not None and memory.compiled is not None
+        assert memory.compiled.peak == pytest.approx(memory.predicted.peak, rel=0.1)
