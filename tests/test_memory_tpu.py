@@ -125,5 +125,5 @@ def test_the_scores_of_a_devices_only_sequence_are_kept_as_their_product_leaves_
     assert max(held) == sequences * heads * length**2 * (2 if sequences == 1 else 4)
     if sequences == 1 and compilers.available("tpu"):
         memory = found.verify(compiler_options=compilers.TPU_PLAIN_OPTIONS).memory
-        assert memory is not None and memory.compiled is not None
+        assert memory.compiled is not None
         assert memory.compiled.peak == pytest.approx(memory.predicted.peak, rel=0.1)

@@ -103,27 +103,32 @@ def test_a_refined_plan_runs(chosen: Plan) -> None:
         assert jnp.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(("compiler", "shortest"), [("gpu", 1), ("tpu", 0)])
 @pytest.mark.parametrize(("step_s", "taken"), [(1e-9, True), (9.0, False)])
 def test_a_flag_that_shortens_the_schedule_is_the_plans(
     plan: Plan,
     found: Verification,
     monkeypatch: pytest.MonkeyPatch,
+    compiler: str,
+    shortest: int,
     step_s: float,
     taken: bool,  # noqa: FBT001
 ) -> None:
-    assert found.timeline is not None
-    flags = SCHEDULING["gpu"][1]
-    others = [replace(found, timeline=replace(found.timeline, step_s=step_s * more)) for more in (2, 1, 3)]
+    timeline, tried = found.timeline, SCHEDULING[compiler]
+    assert timeline is not None
+    others = [
+        replace(found, timeline=replace(timeline, step_s=step_s * (1 + abs(i - shortest)))) for i in range(len(tried))
+    ]
     monkeypatch.setattr(
         Plan,
         "verify",
         lambda self, compiler, compiler_options=None: (
-            others[SCHEDULING["gpu"].index(compiler_options)] if compiler_options else found
+            others[tried.index(compiler_options)] if compiler_options else found
         ),
     )
     entered = Entered(first=plan, again=lambda inputs: plan, elsewhere=[], also={"mine": plan})
-    made = refined(entered, compiler="gpu", count=1)
-    assert made.compiler_options == ({**plan.compiler_options, **flags} if taken else plan.compiler_options)
+    made = refined(entered, compiler=compiler, count=1)
+    assert made.compiler_options == ({**plan.compiler_options, **tried[shortest]} if taken else plan.compiler_options)
     assert ("a compiler option of the plan" in made.record.notes[-1]) == taken
     assert "the schedules of 2 plans" in " ".join(made.record.notes)
 
