@@ -493,7 +493,14 @@ def in_auto_mode(fn: Callable[..., list[Any]], outputs: Sequence[Leaf]) -> Calla
     around = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit not in around.axis_types:
         return fn
-    auto: Any = jax.sharding.auto_axes(fn, out_sharding=[NamedSharding(around, leaf.spec) for leaf in outputs])
+    kinds = dict(zip(around.axis_names, around.axis_types, strict=True))
+
+    def said(spec: PartitionSpec) -> PartitionSpec:
+        """What a type may say of a layout: the Explicit axes."""
+        dims = ((dim,) if isinstance(dim, str) else dim or () for dim in spec)
+        return PartitionSpec(*(tuple(axis for axis in dim if kinds.get(axis) == AxisType.Explicit) for dim in dims))
+
+    auto: Any = jax.sharding.auto_axes(fn, out_sharding=[NamedSharding(around, said(leaf.spec)) for leaf in outputs])
     return auto
 
 

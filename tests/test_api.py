@@ -284,10 +284,11 @@ def test_gradients_of_a_planned_loss_come_out_in_the_layout_of_its_parameters() 
 # --- Meshes ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("data", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("model", [AxisType.Explicit, AxisType.Auto])
 @pytest.mark.parametrize("how", ["argument", "context"])
-def test_outputs_come_back_on_the_callers_mesh(kind: AxisType, how: str) -> None:
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+def test_outputs_come_back_on_the_callers_mesh(data: AxisType, model: AxisType, how: str) -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(data, model))
     options: dict[str, Any] = {"hardware": GPUS, "donate_argnums": 0, "pins": {"state.w": P("data", "model")}}
     want, want_loss = step(step(new_state(), X)[0], X)
     if how == "argument":
@@ -298,7 +299,8 @@ def test_outputs_come_back_on_the_callers_mesh(kind: AxisType, how: str) -> None
             stepping = autoshard.jit(step, **options)
             state, value = stepping(*stepping(new_state(), X)[:1], X)
     assert state["w"].sharding == NamedSharding(mesh, P("data", "model"))
-    assert jax.typeof(state["w"]).sharding.spec == (P("data", "model") if kind is AxisType.Explicit else P(None, None))
+    said = (axis if kind is AxisType.Explicit else None for axis, kind in (("data", data), ("model", model)))
+    assert jax.typeof(state["w"]).sharding.spec == P(*said)
     same((state, value), (want, want_loss))
 
 
