@@ -13,9 +13,10 @@ from autoshard.costs import CONSTRAINT, is_contraction
 from autoshard.graph import Graph
 
 # In equations of a jaxpr. libtpu 0.0.51 shares a gather between uses that are 76 or 85 apart (weights of
-# mlp-8k, and of llama3-8b's backward loop, `benchmarks.verification`), and none between those that are 110
-# apart (of mixtral's last layer). The pass's own tests have 100, in instructions.
-NEAR = 100
+# mlp-8k, and of llama3-8b's backward loop, `benchmarks.verification`), 0.0.52 one between those that are 104
+# apart (what one layer of mixtral gives its head), and none between those that are 110 apart (of mixtral's
+# last layer). The pass's own tests have 100, in instructions.
+NEAR = 107
 
 
 # Uses that are no farther apart are in one group by any count of instructions: of llama3-8b's backward loop libtpu
