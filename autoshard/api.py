@@ -23,6 +23,7 @@ from autoshard.question import Question, ask, variants
 from autoshard.record import PlanRecord, parse
 from autoshard.refine import Entered, adopted, refined
 from autoshard.store import Directory, Lock, cache_at, key_of, misfits
+from autoshard.thinning import thinned
 from autoshard.wanted import AUTO
 
 REL_GAP = 1e-3  # proven optimal to a tenth of a percent: well inside what a cost model can tell apart
@@ -108,7 +109,9 @@ def plan(
         an input.
       unknown: "error", or "replicate" to keep equations without a sharding rule whole.
       constraints: "needed" leaves out the constraints that the partitioner's own
-        propagation reaches anyway, "all" emits every one.
+        propagation reaches anyway, "all" emits every one. "compiled" asks the hardware's
+        compiler about each that is left, without a device, and leaves out those without which
+        it emits the same collectives: fewer, after minutes.
       like: a plan whose layouts are kept by the arguments that have the same paths, shapes
         and dtypes there: state passes from one function to the other without a move.
       lock: a plan file that holds: read if it fits the program, the mesh, the hardware and
@@ -259,9 +262,25 @@ def _found(questions: Sequence[Question], options: Options) -> Plan:
         again = partial(_with_inputs, questions[at], options)
         entered = Entered(first=best, again=again, elsewhere=[made for _, made in others], also=also)
         best = refined(entered, compiler=options.refine, count=options.candidates)
+    if options.constraints == "compiled":
+        best = _thinned(best, questions[at], options)
     if lock is not None:
         lock.write(best.record)
     return best
+
+
+def _thinned(plan: Plan, question: Question, options: Options) -> Plan:
+    """A plan with the constraints that its compiler needs; from the cache, but for a refined one."""
+    cache = cache_at(options.cache) if options.refine is None else None
+    if cache is None:
+        return thinned(plan)
+    key = key_of(question, constraints="compiled", rel_gap=options.rel_gap, time_limit_s=options.time_limit_s)
+    record = cache.find(question.name, key)
+    if record is not None:
+        return _plan(record, question, options)
+    made = thinned(plan)
+    cache.write(question.name, key, made.record)
+    return made
 
 
 def _fitting(questions: Sequence[Question], options: Options) -> dict[int, Plan]:
@@ -293,7 +312,8 @@ def _cached(question: Question, options: Options) -> Plan:
     cache = cache_at(options.cache)
     if cache is None:
         return answer(question, options)
-    key = key_of(question, constraints=options.constraints, rel_gap=options.rel_gap, time_limit_s=options.time_limit_s)
+    constraints = "all" if options.constraints == "all" else "needed"
+    key = key_of(question, constraints=constraints, rel_gap=options.rel_gap, time_limit_s=options.time_limit_s)
     record = cache.find(question.name, key)
     if record is not None:
         return _plan(record, question, options)

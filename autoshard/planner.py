@@ -36,7 +36,7 @@ from cost_models import Hardware, Machine
 
 log = logging.getLogger("autoshard")
 
-Constraints = Literal["needed", "all"]
+Constraints = Literal["needed", "compiled", "all"]
 
 SETTLE_S = 3.0  # then ten times the gap that was asked for will do: nobody waits a minute for the last percent
 
@@ -99,7 +99,8 @@ def make(
       known: choices per decision with which the search begins.
       notes: for the plan, such as what was assumed for the user.
       constraints: "needed" asks Shardy which constraints its own propagation reaches
-        anyway and leaves those out; "all" emits every one.
+        anyway and leaves those out; so does "compiled", of which `thinning` leaves out more;
+        "all" emits every one.
       platform: JAX's name of the platform that is planned for.
 
     Raises:
@@ -140,7 +141,7 @@ def make(
         notes=notes,
     )
     probed = setting.gradient is None and setting.decisions.mesh.ndim and not _needs_devices(setting)
-    if constraints == "needed" and probed:
+    if constraints != "all" and probed:
         record = replace(record, pins=_needed(record, setting, formulation, platform))
         clock.lap("constraints")
     seconds = {**setting.seconds, **clock.seconds}

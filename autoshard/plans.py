@@ -22,6 +22,7 @@ from autoshard.flips import flip_points
 from autoshard.honoured import Honoured, honoured
 from autoshard.mesh import MeshAxes
 from autoshard.meshes import Place
+from autoshard.pins import Pins
 from autoshard.planner import Planned
 from autoshard.problem import Problem
 from autoshard.problem.assignment import Assignment
@@ -63,7 +64,13 @@ class Plan:
     def noted(self, note: str, *, compiler_options: Mapping[str, Any] | None = None) -> "Plan":
         """The same plan with one more note, and more compiler flags, if any."""
         options = {**self.record.compiler_options, **(compiler_options or {})}
-        record = replace(self.record, notes=(*self.record.notes, note), compiler_options=options)
+        return self._instead(replace(self.record, notes=(*self.record.notes, note), compiler_options=options))
+
+    def pinned(self, pins: Pins) -> "Plan":
+        """The same plan with other constraints emitted."""
+        return self._instead(replace(self.record, pins=pins))
+
+    def _instead(self, record: PlanRecord) -> "Plan":
         again = self._plan_again
         return Plan(record, place=self._place, planned=self._planned, traced=self._traced, plan_again=again)
 
@@ -363,7 +370,8 @@ class Plan:
                     f"the plan file of {self.record.name} is of a forward function planned for its gradient, which it "
                     "does not hold: plan it again to verify it"
                 )
-            program, graph = planner.traced_gradient(self.planned, meshes.abstract(self.record.mesh)), None
+            planned = replace(self.planned, record=self.record)
+            program, graph = planner.traced_gradient(planned, meshes.abstract(self.record.mesh)), None
         else:
             program = annotated(traced, self.record.mesh, _annotations(self.record))
             graph = graphs.build(traced.jaxpr, meshes.platform(self.record.hardware))

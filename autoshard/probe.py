@@ -71,7 +71,7 @@ class Probe:
           scatters_whole: whether its compiler scatters a sum over all devices; else that counts as an all-reduce.
         """
         self._graph, self._mesh, self._scatters_whole = graph, mesh, scatters_whole
-        self.of = _values(graph)
+        self.of = values_at(graph)
         self.values = frozenset(self.of.get(key, -1) for key in _keys(annotations)) - {-1}
         self._inputs = {
             v: Layout.from_spec(annotations.inputs[i], graph.avals[v].ndim) for i, v in enumerate(graph.inputs)
@@ -158,7 +158,7 @@ def _keys(annotations: Annotations) -> Iterator[apply.Place]:
         yield from ((name, key) for key in group)
 
 
-def _values(graph: Graph) -> dict[apply.Place, int]:
+def values_at(graph: Graph) -> dict[apply.Place, int]:
     """Where apply meets a value → the value."""
     found: dict[apply.Place, int] = {}
     for name, spots, values in (("made", graph.makes, graph.results), ("taken", graph.takes, graph.operands)):

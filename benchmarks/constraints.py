@@ -1,0 +1,117 @@
+"""How many constraints a plan has: those that Shardy does not reach, and those that the compiler needs.
+
+    python -m benchmarks.constraints run [--match h100:1x8]
+    python -m benchmarks.constraints render
+
+`run` takes the plans of the verification board that scan their layers (llama3-8b), leaves out every
+constraint without which the hardware's compiler emits the same (`constraints="compiled"`: a compile
+per question, minutes on GPU, the better part of an hour on TPU), and keeps one line per plan in
+`benchmarks/results/constraints.jsonl`; a plan that is there already is skipped. `render` prints the
+table, and writes it into `docs/verification.md`.
+"""
+
+import argparse
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from autoshard.costs import is_contraction
+from autoshard.plans import Plan
+from autoshard.tables import bytes_text, time_text
+from autoshard.thinning import thinned
+from benchmarks import verification
+
+RESULTS = Path(__file__).parent / "results" / "constraints.jsonl"
+MODEL = "llama3-8b"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "render"))
+    parser.add_argument("--match", default="", help="a regular expression that the cases' keys contain")
+    asked = parser.parse_args()
+    if asked.what == "run":
+        run(asked.match)
+    else:
+        print("\n".join(table(read())))
+
+
+def read() -> list[dict[str, Any]]:
+    """The lines kept so far."""
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def run(match: str) -> None:
+    """Thins the plans that are not there yet."""
+    done = {line["key"] for line in read()}
+    for case in verification.board():
+        if case.model != MODEL or case.layout != verification.PLANNED or case.windowed:
+            continue
+        if case.key in done or not re.search(match, case.key):
+            continue
+        plan: Plan = verification.subject(case)
+        assert plan.planned is not None  # made here
+        graph = plan.planned.assignment.decisions.graph
+        begun = time.perf_counter()
+        few = thinned(plan)
+        line = {
+            "key": case.key,
+            "hardware": case.hardware,
+            "mesh": dict(case.mesh),
+            "date": datetime.now(UTC).date().isoformat(),
+            "versions": dict(plan.record.versions),
+            "contractions": sum(map(is_contraction, graph.eqns)),
+            "values": len(graph.avals),
+            "thinned_s": time.perf_counter() - begun,
+            "note": few.record.notes[-1],
+            "needed": emitted(plan),
+            "compiled": emitted(few),
+        }
+        with RESULTS.open("a") as out:
+            out.write(json.dumps(line) + "\n")
+        print(case.key, line["note"], flush=True)
+
+
+def emitted(plan: Plan) -> dict[str, Any]:
+    """What a plan's constraints are, and what its hardware's compiler makes of them."""
+    found = plan.verify()
+    assert found.memory.compiled is not None
+    assert found.timeline is not None
+    return {
+        "constraints": plan.record.pins.count,
+        "bytes": sum(row.emitted_bytes for row in found.rows),
+        "peak": found.memory.compiled.peak,
+        "step_s": found.timeline.step_s,
+    }
+
+
+def table(lines: list[dict[str, Any]]) -> list[str]:
+    """Markdown: per plan the constraints that are emitted, and what the compiler makes of them."""
+    rows = [
+        "| hardware, mesh | per contraction ≤ 1/3 | needed | compiled | emitted bytes | peak | schedule |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for line in lines:
+        mesh = " × ".join(f"{name}={size}" for name, size in line["mesh"].items())
+        before, after = line["needed"], line["compiled"]
+        rows.append(
+            f"| {line['hardware']}, {mesh} | {line['contractions'] / 3:.1f} | {before['constraints']} "
+            f"| {after['constraints']} | {_change(before, after, 'bytes', bytes_text)} "
+            f"| {_change(before, after, 'peak', bytes_text)} | {_change(before, after, 'step_s', time_text)} |"
+        )
+    return rows
+
+
+def _change(before: Mapping[str, Any], after: Mapping[str, Any], what: str, text: Any) -> str:
+    return f"{text(before[what])} → {text(after[what])}"
+
+
+if __name__ == "__main__":
+    main()
