@@ -37,7 +37,7 @@ def thinned(plan: Plan) -> Plan:
       PlanMismatchError: a plan file that is not bound to its function.
     """
     goal = _Emitted.of(plan.verify())
-    left, compiles, at_once = list(_classes(plan)), 1, 1
+    left, compiles, at_once = list(classes(plan)), 1, 1
     dropped: set[Step] = set()
     while left:
         tried = left[:at_once]
@@ -94,8 +94,8 @@ def _groups(pins: Pins) -> Mapping[str, Mapping[Any, Specs]]:
     return {"made": pins.made, "taken": pins.taken, "input": pins.inputs, "output": pins.outputs}
 
 
-def _classes(plan: Plan) -> Iterator[Sequence[Step]]:
-    """Constraints, those that stand in equal places together."""
+def classes(plan: Plan) -> Iterator[Sequence[Step]]:
+    """A plan's constraints, those that stand in equal places together."""
     planned = plan.planned
     found: dict[object, list[Step]] = {}
     values = {} if planned is None else values_at(planned.assignment.decisions.graph)

@@ -33,6 +33,7 @@ MODEL = "llama3-8b"
 
 
 def main() -> None:
+    """Runs one of the commands above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "render"))
     parser.add_argument("--match", default="", help="a regular expression that the cases' keys contain")

@@ -91,6 +91,13 @@ def test_a_plan_is_refined_by_a_compiler() -> None:
     assert plan["notes"][-1].startswith("refined by cpu: the schedules of 2 plans take ")
 
 
+def test_a_compiler_leaves_constraints_out() -> None:
+    needed = json.loads(run("plan", *SMALL, *ON, "--json").stdout)
+    plan = json.loads(run("plan", *SMALL, *ON, "--constraints", "compiled", "--json").stdout)
+    assert f"of {len(needed['constraints'])} constraints are left" in plan["notes"][-1]
+    assert len(plan["constraints"]) <= len(needed["constraints"])
+
+
 def test_shardy_has_no_schedule_to_refine_by(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

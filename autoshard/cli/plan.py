@@ -23,6 +23,7 @@ from autoshard.cli.options import (
     planned,
 )
 from autoshard.cli.written import writable
+from autoshard.planner import Constraints
 
 
 @app.command()
@@ -42,6 +43,10 @@ def plan(
         Compiler | None, typer.Option("--refine", help="compile the best plans and keep the shortest schedule")
     ] = None,
     candidates: Annotated[int, typer.Option("--candidates", help="plans that --refine compiles")] = 3,
+    constraints: Annotated[
+        Constraints,
+        typer.Option("--constraints", help="compiled: none that the compiler does without, which takes minutes"),
+    ] = "needed",
     out: Annotated[Path | None, typer.Option("--out", callback=writable, help="write the plan file here")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -59,6 +64,7 @@ def plan(
         time_limit,
         refine=None if refine is None else refine.value,
         candidates=candidates,
+        constraints=constraints,
     )
     if out is not None:
         made.save(out)

@@ -1,0 +1,134 @@
+"""Constraints that the compiler does not need are left out; it alone says which."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autoshard
+import models
+from autoshard import Plan, compilers, thinning
+from autoshard.errors import CompileError
+from autoshard.thinning import thinned
+from autoshard.verification import Verification
+
+OPTIONS: dict[str, Any] = {"mesh": {"data": 2, "model": 4}, "donate_argnums": 0, "rel_gap": 1e-2}
+LAYERS = 3
+
+Step = tuple[str, Any, int]
+needs_gpu_compiler = pytest.mark.skipif(not compilers.available("gpu"), reason='pip install "autoshard[gpu]"')
+
+
+def planned(hardware: str = "cpu:8", **more: Any) -> Plan:
+    step, args = models.build("tiny-llama", layers=LAYERS, batch=64)
+    options: dict[str, Any] = {**OPTIONS, "hardware": hardware, "constraints": "all", **more}
+    return autoshard.plan(step, *args, **options)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return planned()
+
+
+@pytest.fixture(scope="module")
+def found(plan: Plan) -> Verification:
+    return plan.verify("cpu")
+
+
+def steps(plan: Plan) -> set[Step]:
+    pins = plan.record.pins
+    groups = {"made": pins.made, "taken": pins.taken, "input": pins.inputs, "output": pins.outputs}
+    return {(name, k, i) for name, group in groups.items() for k, specs in group.items() for i in range(len(specs))}
+
+
+def needing(
+    monkeypatch: pytest.MonkeyPatch, found: Verification, worse: Callable[[Plan], Verification | None]
+) -> list[int]:
+    """A compiler for which a plan is as good as `found` unless `worse`; the constraints of every plan compiled."""
+    asked: list[int] = []
+
+    def verify(self: Plan) -> Verification:
+        asked.append(self.record.pins.count)
+        return worse(self) or found
+
+    monkeypatch.setattr(Plan, "verify", verify)
+    return asked
+
+
+def test_constraints_without_which_the_compiler_emits_the_same_are_left_out(
+    plan: Plan, found: Verification, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pins = plan.record.pins
+    needed = set(list(pins.made)[:40:10])
+    first = found.rows[0]
+    more = replace(found, rows=(replace(first, emitted_bytes=2 * first.emitted_bytes), *found.rows[1:]))
+    asked = needing(monkeypatch, found, lambda p: more if needed - p.record.pins.made.keys() else None)
+    few = thinned(plan)
+    equal = [set(c) for c in thinning.classes(plan)]
+    kept = set[Step]().union(*(c for c in equal if any(k in needed for _, k, _ in c)))
+    assert {("made", k, i) for k in needed for i in range(len(pins.made[k]))} <= kept
+    assert steps(few) <= kept
+    assert len(asked) < len(equal)
+    assert f"{few.record.pins.count} of {pins.count} constraints are left" in few.record.notes[-1]
+    assert f"({len(asked)} compiles)" in few.record.notes[-1]
+    assert few.record.inputs == plan.record.inputs
+
+
+@pytest.mark.parametrize("what", ["peak", "schedule", "error"])
+def test_what_needs_more_memory_or_takes_longer_is_not_the_same(
+    plan: Plan, found: Verification, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    compiled, timeline = found.memory.compiled, found.timeline
+    assert compiled is not None
+    assert timeline is not None
+    count = plan.record.pins.count
+
+    def worse(asked: Plan) -> Verification | None:
+        if asked.record.pins.count == count:
+            return None
+        if what == "error":
+            raise CompileError("compiling failed: RESOURCE_EXHAUSTED")
+        if what == "peak":
+            return replace(found, memory=replace(found.memory, compiled=replace(compiled, peak=2 * compiled.peak)))
+        return replace(found, timeline=replace(timeline, step_s=1.01 * timeline.step_s))
+
+    needing(monkeypatch, found, worse)
+    assert thinned(plan).record.pins == plan.record.pins
+
+
+def test_constraints_in_equal_places_go_together(plan: Plan) -> None:
+    equal = list(thinning.classes(plan))
+    assert set[Step]().union(*equal) == steps(plan)
+    assert len(equal) < 0.7 * plan.record.pins.count
+    assert max(map(len, equal)) >= LAYERS
+
+
+def test_a_thinned_plan_is_kept_in_the_cache(
+    found: Verification, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = needing(monkeypatch, found, lambda p: None)
+    first = planned(constraints="compiled", cache=tmp_path)
+    assert first.record.pins.count == 0
+    count = len(asked)
+    assert count
+    again = planned(constraints="compiled", cache=tmp_path)
+    assert again.record == first.record
+    assert len(asked) == count
+    assert planned(constraints="needed", cache=tmp_path).record.pins.count > 0
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compiler
+@needs_gpu_compiler
+def test_the_gpu_compiler_emits_the_same_with_fewer_constraints() -> None:
+    plan = planned("h100:1x8", constraints="needed")
+    few = planned("h100:1x8", constraints="compiled")
+    assert few.record.pins.count < plan.record.pins.count
+    before, after = plan.verify(), few.verify()
+    assert after.ok == before.ok
+    total = sum(row.emitted_bytes for row in before.rows)
+    emitted = {(row.kind, row.axes): row.emitted_bytes for row in before.rows}
+    for row in after.rows:
+        assert abs(row.emitted_bytes - emitted.get((row.kind, row.axes), 0)) <= thinning.SAME_BYTES * total
