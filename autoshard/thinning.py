@@ -37,8 +37,9 @@ def thinned(plan: Plan) -> Plan:
       PlanMismatchError: a plan file that is not bound to its function.
     """
     goal = _Emitted.of(plan.verify())
-    left, compiles, at_once = list(classes(plan)), 1, 1
+    left, stayed = list(classes(plan)), list[Sequence[Step]]()
     dropped: set[Step] = set()
+    compiles, at_once, last = 1, 1, 0  # last: how many were dropped when the sweep began
     while left:
         tried = left[:at_once]
         without = dropped.union(*tried)
@@ -50,7 +51,9 @@ def thinned(plan: Plan) -> Plan:
         elif len(tried) > 1:
             at_once = len(tried) // 2
         else:
-            left = left[1:]
+            stayed, left = [*stayed, *tried], left[1:]
+        if not left and len(dropped) > last:  # without the others, some more may go
+            left, stayed, last = stayed, [], len(dropped)
     pins = _without(plan.record.pins, dropped)
     told = f"{pins.count} of {plan.record.pins.count} constraints are left"
     return plan.pinned(pins).noted(f"{told}: without the others the compiler emits the same ({compiles} compiles)")

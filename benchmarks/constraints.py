@@ -1,13 +1,12 @@
 """How many constraints a plan has: those that Shardy does not reach, and those that the compiler needs.
 
-    python -m benchmarks.constraints run [--match h100:1x8]
-    python -m benchmarks.constraints render
+    python -m benchmarks.constraints [--match h100:1x8]
 
-`run` takes the plans of the verification board that scan their layers (llama3-8b), leaves out every
+Takes the plans of the verification board that scan their layers (llama3-8b), leaves out every
 constraint without which the hardware's compiler emits the same (`constraints="compiled"`: a compile
 per question, minutes on GPU, the better part of an hour on TPU), and keeps one line per plan in
-`benchmarks/results/constraints.jsonl`; a plan that is there already is skipped. `render` prints the
-table, and writes it into `docs/verification.md`.
+`benchmarks/results/constraints.jsonl`; a plan that is there already is skipped. The table is in
+`docs/verification.md` (`python -m benchmarks.verification render`).
 """
 
 import argparse
@@ -15,7 +14,6 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,34 +22,23 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from autoshard.costs import is_contraction
 from autoshard.plans import Plan
-from autoshard.tables import bytes_text, time_text
 from autoshard.thinning import thinned
-from benchmarks import verification
+from benchmarks import verification, verification_report
 
-RESULTS = Path(__file__).parent / "results" / "constraints.jsonl"
+RESULTS = Path(__file__).parent / "results" / verification_report.CONSTRAINTS
 MODEL = "llama3-8b"
 
 
 def main() -> None:
-    """Runs one of the commands above."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "render"))
     parser.add_argument("--match", default="", help="a regular expression that the cases' keys contain")
-    asked = parser.parse_args()
-    if asked.what == "run":
-        run(asked.match)
-    else:
-        print("\n".join(table(read())))
-
-
-def read() -> list[dict[str, Any]]:
-    """The lines kept so far."""
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    run(parser.parse_args().match)
 
 
 def run(match: str) -> None:
     """Thins the plans that are not there yet."""
-    done = {line["key"] for line in read()}
+    done = {line["key"] for line in verification_report.read(RESULTS)}
     for case in verification.board():
         if case.model != MODEL or case.layout != verification.PLANNED or case.windowed:
             continue
@@ -91,27 +78,6 @@ def emitted(plan: Plan) -> dict[str, Any]:
         "peak": found.memory.compiled.peak,
         "step_s": found.timeline.step_s,
     }
-
-
-def table(lines: list[dict[str, Any]]) -> list[str]:
-    """Markdown: per plan the constraints that are emitted, and what the compiler makes of them."""
-    rows = [
-        "| hardware, mesh | per contraction ≤ 1/3 | needed | compiled | emitted bytes | peak | schedule |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for line in lines:
-        mesh = " × ".join(f"{name}={size}" for name, size in line["mesh"].items())
-        before, after = line["needed"], line["compiled"]
-        rows.append(
-            f"| {line['hardware']}, {mesh} | {line['contractions'] / 3:.1f} | {before['constraints']} "
-            f"| {after['constraints']} | {_change(before, after, 'bytes', bytes_text)} "
-            f"| {_change(before, after, 'peak', bytes_text)} | {_change(before, after, 'step_s', time_text)} |"
-        )
-    return rows
-
-
-def _change(before: Mapping[str, Any], after: Mapping[str, Any], what: str, text: Any) -> str:
-    return f"{text(before[what])} → {text(after[what])}"
 
 
 if __name__ == "__main__":
