@@ -5,6 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autoshard
@@ -117,6 +120,24 @@ def test_a_thinned_plan_is_kept_in_the_cache(
     assert again.record == first.record
     assert len(asked) == count
     assert planned(constraints="needed", cache=tmp_path).record.pins.count > 0
+
+
+def test_what_is_planned_for_its_gradient_is_compiled_with_it() -> None:
+    """Of which Shardy is not asked; the gradient stays what it was."""
+
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ w["up"]) @ w["down"]) ** 2)
+
+    rng = np.random.default_rng(0)
+    w = {"up": 0.1 * rng.normal(size=(128, 512)), "down": 0.1 * rng.normal(size=(512, 128))}
+    args = jax.tree.map(jnp.float32, w), jnp.ones((256, 128), jnp.float32)
+    options: dict[str, Any] = {"mesh": OPTIONS["mesh"], "hardware": "cpu:8"}
+    few = autoshard.plan(loss, *args, constraints="compiled", **options)
+    assert few.record.gradient_of
+    assert few.record.pins.count < autoshard.plan(loss, *args, **options).record.pins.count
+    found, expected = jax.grad(few.jit())(*args), jax.grad(loss)(*args)
+    for name in w:
+        np.testing.assert_allclose(found[name], expected[name], atol=1e-6)
 
 
 @pytest.mark.slow
