@@ -21,7 +21,7 @@ from autoshard.verification import Verification
 
 log = logging.getLogger("autoshard")
 
-# Of all bytes, how much any (collective, axes) may differ by, and a peak and a schedule may be larger by.
+# Of all bytes, how much they and any (collective, axes) may differ by; and a peak and a schedule may be larger by.
 SAME_BYTES, SAME_PEAK, SAME_STEP = 1e-2, 1e-2, 1e-3
 MOST = 8  # constraints that are left out at once, where the last ones all could be
 
@@ -80,6 +80,7 @@ class _Emitted:
         kinds = self.nbytes.keys() | goal.nbytes.keys()
         return (
             all(abs(self.nbytes.get(k, 0) - goal.nbytes.get(k, 0)) <= most for k in kinds)
+            and abs(sum(self.nbytes.values()) - sum(goal.nbytes.values())) <= most
             and self.peak <= (1 + SAME_PEAK) * goal.peak
             and self.step_s <= (1 + SAME_STEP) * goal.step_s
         )
