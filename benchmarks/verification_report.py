@@ -194,8 +194,8 @@ def _text(lines: Sequence[Line], constraints: Sequence[Line]) -> str:
         "## Constraints\n",
         "How many a plan of llama3-8b has (`python -m benchmarks.constraints`): those that Shardy's propagation, asked "
         "in-process, does not reach (`needed`), and those of them that the hardware's compiler needs to emit the same "
-        '(`constraints="compiled"`: within 1 % of all bytes in total and for every collective and axes, 1 % of the peak and 0.1 % '
-        "of the schedule). Wanted is at most a third of the contractions.\n",
+        '(`constraints="compiled"`: within 1 % of all bytes in total and for every collective and axes, 1 % of the '
+        "peak and 0.1 % of the schedule). Wanted is at most a third of the contractions.\n",
         _constraints(constraints),
         "## What differs, and why\n",
         CAUSES,
