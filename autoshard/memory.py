@@ -96,6 +96,7 @@ def lives(
       stores_quotients: as of the machine.
     """
     spans, on_tpu = loop_spans(graph), platform == "tpu"
+    made_by = graph.producers()
     taken = np.zeros(len(graph.avals), bool)
     stated: set[int] = set()
     alone: dict[int, int] = {}
@@ -105,7 +106,7 @@ def lives(
                 taken[list(graph.operands[e])] = True
         for numerator, quotient in _softmaxes(graph):
             stated |= {numerator, quotient} if stores_quotients else {numerator}
-            alone[numerator] = _narrowest(graph, numerator)
+            alone[numerator] = _narrowest(graph, made_by, numerator)
     order = positions(graph, fuses, platform)
     held = _held(graph, fuses, taken, stated, _ONCE if platform == "cuda" else frozenset())
     named = np.zeros(len(graph.avals), bool)
@@ -220,16 +221,16 @@ def _softmaxes(graph: Graph) -> Iterator[tuple[int, int]]:
             yield above, casts[0] if casts else quotient
 
 
-def _narrowest(graph: Graph, value: int) -> int:
+def _narrowest(graph: Graph, made_by: Mapping[int, tuple[int, int]], value: int) -> int:
     """The least bytes per element of a value and of the products that it is computed from, element by element."""
-    made_by, shape = graph.producers(), graph.avals[value].size
+    size = graph.avals[value].size
     found, left, seen = graph.avals[value].itemsize, [value], {value}
     while left:
         e = made_by.get(left.pop(), (-1, 0))[0]
         if e >= 0 and is_contraction(graph.eqns[e]):
             found = min(found, graph.avals[graph.results[e][0]].itemsize)
         elif e >= 0:
-            new = {v for v in graph.operands[e] if graph.avals[v].size == shape} - seen
+            new = {v for v in graph.operands[e] if graph.avals[v].size == size} - seen
             seen |= new
             left += new
     return found

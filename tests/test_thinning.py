@@ -71,15 +71,14 @@ def test_constraints_without_which_the_compiler_emits_the_same_are_left_out(
     few = thinned(plan)
     equal = [set(c) for c in thinning.classes(plan)]
     kept = set[Step]().union(*(c for c in equal if any(k in needed for _, k, _ in c)))
-    assert {("made", k, i) for k in needed for i in range(len(pins.made[k]))} <= kept
-    assert steps(few) <= kept
+    assert {("made", k, i) for k in needed for i in range(len(pins.made[k]))} <= steps(few) <= kept
     assert len(asked) < len(equal)
     assert f"{few.record.pins.count} of {pins.count} constraints are left" in few.record.notes[-1]
     assert f"({len(asked)} compiles)" in few.record.notes[-1]
     assert few.record.inputs == plan.record.inputs
 
 
-@pytest.mark.parametrize("what", ["peak", "schedule", "error"])
+@pytest.mark.parametrize("what", ["peak", "schedule", "bytes in all", "error"])
 def test_what_needs_more_memory_or_takes_longer_is_not_the_same(
     plan: Plan, found: Verification, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -93,6 +92,11 @@ def test_what_needs_more_memory_or_takes_longer_is_not_the_same(
             return None
         if what == "error":
             raise CompileError("compiling failed: RESOURCE_EXHAUSTED")
+        if what == "bytes in all":  # of several collectives, each by less than may differ
+            rows, total = len(found.rows), sum(row.emitted_bytes for row in found.rows)
+            more = round(1.1 * thinning.SAME_BYTES * total / rows)
+            assert more < thinning.SAME_BYTES * total
+            return replace(found, rows=tuple(replace(r, emitted_bytes=r.emitted_bytes + more) for r in found.rows))
         if what == "peak":
             return replace(found, memory=replace(found.memory, compiled=replace(compiled, peak=2 * compiled.peak)))
         return replace(found, timeline=replace(timeline, step_s=1.01 * timeline.step_s))
