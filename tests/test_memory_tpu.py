@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from autoshard import compilers, meshes
 from autoshard.evaluation import evaluate
 from autoshard.mesh import MeshAxes
+from autoshard.problem.sharing import NEAR
 from autoshard.running import loop_spans
 
 ROWS, WIDTH, VOCABULARY, LAYERS = 2048, 1024, 32_768, 4
@@ -65,6 +66,46 @@ def test_where_nothing_runs_beside_compute_a_whole_gradient_is_made_behind_the_l
         shape = f"= bf16[{WIDTH},{VOCABULARY}]"
         (made,) = (i for i, x in enumerate(lines) if shape in x and "/dot_general" in x and " fusion(" in x)
         assert (made > max(i for i, x in enumerate(lines) if " while(" in x)) == late
+
+
+@pytest.mark.parametrize("scores", [3 * WIDTH, 8 * WIDTH])
+def test_a_whole_gradient_is_made_before_as_much_is_gathered_again(scores: int) -> None:
+    """The head's, where the layers are unrolled: smaller than a layer's weights, and larger than all of them."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            layers, head = params
+            h = x
+            for up, down in layers:
+                h = h + jnp.tanh(h @ up) @ down
+            return jnp.mean((h @ head).astype(jnp.float32) ** 2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+    layers = 12
+    specs = [(P("data"), P("data"))] * layers, P("data")
+    found = evaluate(
+        step,
+        ([(bf16(WIDTH, 4 * WIDTH), bf16(4 * WIDTH, WIDTH))] * layers, bf16(WIDTH, scores)),
+        bf16(ROWS, WIDTH),
+        mesh={"data": 8},
+        hardware="tpu-v5p:2x2x2",
+        in_specs=(specs, P("data")),
+        out_specs=specs,
+        donate_argnums=0,
+    )
+    decisions, choice = found.assignment.decisions, found.assignment.choice
+    graph = decisions.graph
+    whole = [u for u in decisions.usages if u.kind == "gradients" and u.nbytes[choice[u.node]] == 2 * WIDTH * scores]
+    (made,) = {u.start for u in whole}
+    if scores > 4 * WIDTH:
+        assert made == len(graph.eqns) - 1
+    else:
+        products = [e for e, eqn in enumerate(graph.eqns) if eqn.primitive == "dot_general"]
+        uses = [[e for e in products if v in graph.operands[e]] for v in graph.inputs]
+        forward, backward = next(at for at in uses if made + 1 in at)
+        assert backward == made + 1
+        assert backward - forward > NEAR
 
 
 def gradient_bytes() -> int:
