@@ -71,7 +71,8 @@ def test_constraints_without_which_the_compiler_emits_the_same_are_left_out(
     few = thinned(plan)
     equal = [set(c) for c in thinning.classes(plan)]
     kept = set[Step]().union(*(c for c in equal if any(k in needed for _, k, _ in c)))
-    assert {("made", k, i) for k in needed for i in range(len(pins.made[k]))} <= steps(few) <= kept
+    assert needed <= few.record.pins.made.keys()  # one of those there
+    assert steps(few) <= kept
     assert len(asked) < len(equal)
     assert f"{few.record.pins.count} of {pins.count} constraints are left" in few.record.notes[-1]
     assert f"({len(asked)} compiles)" in few.record.notes[-1]
