@@ -290,9 +290,10 @@ def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations, once: Set[i
     the other (where a contraction's operand is gathered over one of its two axes, over another
     one). Those that a contraction finds whole and takes cut: it may gather the other operand, where
     Shardy scatters the sum. Those that one contraction makes and several take: each draws them
-    its way, and XLA propagates in an order of its own. And activations that several contractions
+    its way, and XLA propagates in an order of its own. Activations that several contractions
     take gathered: each may gather for itself (openxla/xla dot_handler.cc), which XLA does not merge; and
-    weights that are to be gathered `once`, where it is doubtful whether XLA does.
+    weights that are to be gathered `once`, where it is doubtful whether XLA does. And pending
+    sums of scatters: XLA may gather the updates, where Shardy scatters the sum.
     """
     pins = annotations.pins
     ends: dict[int, list[PartitionSpec]] = {v: [annotations.inputs[i]] for i, v in enumerate(graph.inputs)}
@@ -311,7 +312,12 @@ def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations, once: Set[i
             products.add(graph.results[e][0])
     drawn = {v for v in products if taken[v] > 1 and split.get(v)}
     gathered = {v for v in taken if taken[v] > 1 and split.get(v) and any(ends[v][0]) and not all(map(any, ends[v]))}
-    return frozenset(moved | cut | drawn | gathered & (_activations(graph, contractions) | once))
+    gathered &= _activations(graph, contractions) | once
+    pending = {probe.of.get(("taken", spot)) for spot in pins.taken}
+    pending -= {probe.of.get(("made", spot)) for spot in pins.made}  # a sum that is not finished where it is made
+    scatters = (e for e, eqn in enumerate(graph.eqns) if eqn.primitive == "scatter-add")
+    summed = {v for e in scatters for v in graph.results[e] if v in pending and split.get(v)}
+    return frozenset(moved | cut | drawn | gathered | summed)
 
 
 def _reshaped(graph: Graph) -> frozenset[int]:
