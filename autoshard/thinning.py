@@ -4,12 +4,13 @@ Shardy in-process says which constraints its propagation reaches by itself (`min
 partitioner has ways of its own, so that many stay that it would not have needed: of 42 of llama3-8b
 on 8 H100 about a dozen. Here the compiler itself is asked, constraint by constraint: one without
 which it emits the same collectives, needs no more memory and has no longer schedule is left out.
-Constraints in equal places (of unrolled layers) go together. It takes a compile per question,
+Constraints in equal places (of unrolled layers) go together; then all that are left of one value,
+since of both ends of a move one alone draws the other side over. It takes a compile per question,
 which is minutes, and is for plans that are kept.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,27 +37,60 @@ def thinned(plan: Plan) -> Plan:
       CompileError: it refuses the plan itself.
       PlanMismatchError: a plan file that is not bound to its function.
     """
-    goal = _Emitted.of(plan.verify())
-    left, stayed = list(classes(plan)), list[Sequence[Step]]()
-    dropped: set[Step] = set()
-    compiles, at_once, last = 1, 1, 0  # last: how many were dropped when the sweep began
-    while left:
-        tried = left[:at_once]
-        without = dropped.union(*tried)
-        now = f"constraints: {plan.record.pins.count - len(dropped)}, {sum(map(len, left))} of them not asked for yet"
-        log.debug("%s", now, extra={"now": now})
-        compiles += 1
-        if _same(plan.pinned(_without(plan.record.pins, without)), goal):
-            dropped, left, at_once = without, left[len(tried) :], min(2 * at_once, MOST)
-        elif len(tried) > 1:
-            at_once = len(tried) // 2
-        else:
-            stayed, left = [*stayed, *tried], left[1:]
-        if not left and len(dropped) > last:  # without the others, some more may go
-            left, stayed, last = stayed, [], len(dropped)
-    pins = _without(plan.record.pins, dropped)
+    search = _Search(plan)
+    every = list(classes(plan))
+    search.sweep(every)
+    search.sweep(search.chains(every))
+    search.sweep(every)  # without the others, some more may go
+    pins = _without(plan.record.pins, search.dropped)
     told = f"{pins.count} of {plan.record.pins.count} constraints are left"
-    return plan.pinned(pins).noted(f"{told}: without the others the compiler emits the same ({compiles} compiles)")
+    return plan.pinned(pins).noted(
+        f"{told}: without the others the compiler emits the same ({search.compiles} compiles)"
+    )
+
+
+class _Search:
+    """Which constraints of a plan were found to make no difference."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._goal = plan, _Emitted.of(plan.verify())
+        self.dropped: set[Step] = set()
+        self.compiles = 1
+
+    def sweep(self, groups: Iterable[Sequence[Step]]) -> None:
+        """Drops every group without which all is the same: one by one, more at once while that goes well."""
+        left = [group for group in groups if not self.dropped.issuperset(group)]
+        at_once = 1
+        while left:
+            tried = left[:at_once]
+            if self._same(self.dropped.union(*tried), len(left)):
+                self.dropped.update(*tried)
+                left, at_once = left[len(tried) :], min(2 * at_once, MOST)
+            elif len(tried) > 1:
+                at_once = len(tried) // 2
+            else:
+                left = left[1:]
+
+    def chains(self, groups: Iterable[Sequence[Step]]) -> Iterator[Sequence[Step]]:
+        """What is left of those values that have several constraints: one alone draws the other side over."""
+        value_of = _values(self._plan)
+        found: dict[object, list[Sequence[Step]]] = {}
+        for group in groups:
+            if not self.dropped.issuperset(group):
+                name, key, _ = group[0]
+                found.setdefault(value_of(name, key), []).append(group)
+        yield from ([step for group in chain for step in group] for chain in found.values() if len(chain) > 1)
+
+    def _same(self, without: set[Step], left: int) -> bool:
+        plan, count = self._plan, self._plan.record.pins.count - len(self.dropped)
+        now = f"constraints: {count}, {left} places not asked for yet"
+        log.debug("%s", now, extra={"now": now})
+        self.compiles += 1
+        try:
+            found = plan.pinned(_without(plan.record.pins, without)).verify()
+        except CompileError:
+            return False
+        return _Emitted.of(found).serves(self._goal)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +120,6 @@ class _Emitted:
         )
 
 
-def _same(plan: Plan, goal: _Emitted) -> bool:
-    try:
-        return _Emitted.of(plan.verify()).serves(goal)
-    except CompileError:
-        return False
-
-
 def _groups(pins: Pins) -> Mapping[str, Mapping[Any, Specs]]:
     """The constraints that may be left out, by the word for their place."""
     return {"made": pins.made, "taken": pins.taken, "input": pins.inputs, "output": pins.outputs}
@@ -100,20 +127,29 @@ def _groups(pins: Pins) -> Mapping[str, Mapping[Any, Specs]]:
 
 def classes(plan: Plan) -> Iterator[Sequence[Step]]:
     """A plan's constraints, those that stand in equal places together."""
-    planned = plan.planned
+    value_of = _values(plan)
     found: dict[object, list[Step]] = {}
-    values = {} if planned is None else values_at(planned.assignment.decisions.graph)
     for name, group in _groups(plan.record.pins).items():
         for key, specs in group.items():
-            where: object = (name, key)
-            value = values.get((name, key))
-            if planned is not None and value is not None and value in planned.assignment.decisions.made:
-                node = planned.assignment.decisions.made[value].node
-                aval = planned.assignment.decisions.graph.avals[value]
-                where = (name, int(planned.formulation.folding.class_of[node]), aval, specs)
             for i in range(len(specs)):
-                found.setdefault((where, i), []).append((name, key, i))
+                found.setdefault((name, value_of(name, key), specs, i), []).append((name, key, i))
     yield from found.values()
+
+
+def _values(plan: Plan) -> Callable[[str, Any], object]:
+    """By the word and the key of a place, what is constrained there: one for all values in equal places."""
+    if plan.planned is None:
+        return lambda name, key: (name, key)
+    decisions, folding = plan.planned.assignment.decisions, plan.planned.formulation.folding
+    values = values_at(decisions.graph)
+
+    def value_of(name: str, key: Any) -> object:
+        value = values.get((name, key))
+        if value is None or value not in decisions.made:
+            return name, key
+        return int(folding.class_of[decisions.made[value].node]), decisions.graph.avals[value]
+
+    return value_of
 
 
 def _without(pins: Pins, dropped: set[Step]) -> Pins:

@@ -79,6 +79,25 @@ def test_constraints_without_which_the_compiler_emits_the_same_are_left_out(
     assert few.record.inputs == plan.record.inputs
 
 
+def test_both_ends_of_a_move_are_left_out_together(
+    plan: Plan, found: Verification, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where either alone would make a difference, and all others are needed."""
+    made = plan.record.pins.made
+    moved = {k for k, specs in made.items() if len(specs) == 2}
+    assert moved
+    assert found.timeline is not None
+    longer = replace(found, timeline=replace(found.timeline, step_s=2 * found.timeline.step_s))
+
+    def worse(other: Plan) -> Verification | None:
+        left = other.record.pins.made
+        one_end = any(len(left.get(k, ())) == 1 for k in moved)
+        return longer if one_end or made.keys() - moved - left.keys() else None
+
+    needing(monkeypatch, found, worse)
+    assert thinned(plan).record.pins.made.keys() == made.keys() - moved
+
+
 @pytest.mark.parametrize("what", ["peak", "schedule", "bytes in all", "error"])
 def test_what_needs_more_memory_or_takes_longer_is_not_the_same(
     plan: Plan, found: Verification, monkeypatch: pytest.MonkeyPatch, what: str
