@@ -70,6 +70,7 @@ PROGRAMS: dict[str, list[Expected]] = {
     # Rings: forward and backward gather the weight, its gradient is scattered.
     "windowed_scan": 2 * [gather(BOTH, 4096, 4096, trips=3)] + [scatter(BOTH, 4096, 4096, trips=3)],
     "unrolled_ring": [scatter(MODEL, 4 // 2, 4096, 4096)],
+    "sharing_rings": 3 * [scatter(MODEL, 4 // 2, 4096, 4096)],
     # 500 of 2000 rows: XLA pads the scatter to whole tiles and permutes halos to undo it.
     "padded": [gather(MODEL, 2000, 2048), scatter(MODEL, 2000, 2048), reduce(DATA, 2000 // 4, 2048)],
 }
@@ -177,6 +178,8 @@ def test_a_ring_moves_more_blocks_than_it_replaces() -> None:
         assert row.moved_bytes == (8 + 1) * row.nbytes // 8
     (row,) = fixture("unrolled_ring", "tpu")
     assert row.moved_bytes == (4 + 1) * row.nbytes // 4
+    shared = fixture("sharing_rings", "tpu")
+    assert sum(row.moved_bytes for row in shared) == (2 + 3 * (4 - 1)) * shared[0].nbytes // 4
 
 
 def test_wire_bytes_are_ring_volumes() -> None:

@@ -4,7 +4,8 @@ XLA:TPU turns a matmul that needs an all-gather, or ends in a reduce-scatter, in
 loop that multiplies one block while it passes the next to a neighbour (Wang et al.,
 "Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023).
 The blocks go round in both directions, two to a trip, and the n of them take n + 1
-permutes. A loop of one trip is unrolled, and only its permutes are left.
+permutes. A loop of one trip is unrolled, and only its permutes are left. The first two
+of a scatter pass on zeros: XLA merges them with those of other rings of equal blocks.
 """
 
 import re
@@ -102,26 +103,32 @@ def _of_loop(
 def _unrolled(flow: Dataflow, computation: Computation, permutes: list[Instruction]) -> list[Ring]:
     """Rings without a loop: the partitioner's permutes for one matmul, n + 1 of equal size over rings of n.
 
-    Equal matmuls of one source line (layers of an unrolled model) are told apart by
-    their order alone, which does for counting them.
+    Of scatters n - 1, and two of zeros that one of them has for all. Equal matmuls of one source line
+    (layers of an unrolled model) are told apart by their order alone, which does for counting them.
     """
     alike: dict[tuple[str, str, int, int], list[Instruction]] = defaultdict(list)
+    equal: dict[tuple[int, int], set[str]] = defaultdict(set)  # of all matmuls
     for permute in permutes:
         groups = _cycles(permute)
         size = len(groups[0]) if groups else 0
         if size > 1 and all(len(group) == size for group in groups) and _PARTITIONER in permute.attributes:
-            operand = computation[permute.operands[0]]
-            alike[permute.op_name, flow.module.where(permute), operand.nbytes, size].append(permute)
+            nbytes = computation[permute.operands[0]].nbytes
+            alike[permute.op_name, flow.module.where(permute), nbytes, size].append(permute)
+            equal[nbytes, size].add(permute.name)
     found: list[Ring] = []
     for (op_name, _, nbytes, size), members in alike.items():
-        if not op_name.endswith("dot_general") or len(members) % (size + 1):
-            continue
-        names = {x.name for x in members}
+        names = equal[nbytes, size]
         # A gather passes on what another permute brought, but for the first blocks; a scatter adds to it first.
         handed_on = sum(bool(names & flow.sources(computation, x.operands)) for x in members)
-        gathers = handed_on >= len(members) - 2 * (len(members) // (size + 1))
-        for start in range(0, len(members), size + 1):
-            part = members[start : start + size + 1]
+        gathers = handed_on * (size + 1) >= len(members) * (size - 1)
+        zeros = [x for x in members if not gathers and _of_zeros(computation, x)]
+        shares = not gathers and any(_of_zeros(computation, computation[name]) for name in names)
+        own = [x for x in members if x not in zeros]
+        each = size - 1 if shares else size + 1
+        if not op_name.endswith("dot_general") or not own or len(own) % each:
+            continue
+        for k in range(len(own) // each):
+            part = zeros[2 * k : 2 * k + 2] + own[k * each : (k + 1) * each]
             found.append(
                 Ring(
                     kind="all-gather" if gathers else "reduce-scatter",
@@ -134,6 +141,10 @@ def _unrolled(flow: Dataflow, computation: Computation, permutes: list[Instructi
                 )
             )
     return found
+
+
+def _of_zeros(computation: Computation, permute: Instruction) -> bool:
+    return computation[permute.operands[0]].opcode == "broadcast"
 
 
 def _cycles(permute: Instruction) -> Groups:
