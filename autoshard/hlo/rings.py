@@ -4,8 +4,9 @@ XLA:TPU turns a matmul that needs an all-gather, or ends in a reduce-scatter, in
 loop that multiplies one block while it passes the next to a neighbour (Wang et al.,
 "Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023).
 The blocks go round in both directions, two to a trip, and the n of them take n + 1
-permutes. A loop of one trip is unrolled, and only its permutes are left. The first two
-of a scatter pass on zeros: XLA merges them with those of other rings of equal blocks.
+permutes. A loop of one trip is unrolled, and only its permutes are left: of a gather
+without the last two, where nobody takes what they bring; and the first two of a
+scatter, which pass on zeros, are merged with those of other rings of equal blocks.
 """
 
 import re
@@ -101,10 +102,10 @@ def _of_loop(
 
 
 def _unrolled(flow: Dataflow, computation: Computation, permutes: list[Instruction]) -> list[Ring]:
-    """Rings without a loop: the partitioner's permutes for one matmul, n + 1 of equal size over rings of n.
+    """Rings without a loop: the partitioner's permutes for one matmul, n + 1 or n - 1 of equal size over rings of n.
 
-    Of scatters n - 1, and two of zeros that one of them has for all. Equal matmuls of one source line
-    (layers of an unrolled model) are told apart by their order alone, which does for counting them.
+    Equal matmuls of one source line (layers of an unrolled model) are told apart by
+    their order alone, which does for counting them.
     """
     alike: dict[tuple[str, str, int, int], list[Instruction]] = defaultdict(list)
     equal: dict[tuple[int, int], set[str]] = defaultdict(set)  # of all matmuls
@@ -117,15 +118,20 @@ def _unrolled(flow: Dataflow, computation: Computation, permutes: list[Instructi
             equal[nbytes, size].add(permute.name)
     found: list[Ring] = []
     for (op_name, _, nbytes, size), members in alike.items():
+        if not op_name.endswith("dot_general"):
+            continue
         names = equal[nbytes, size]
-        # A gather passes on what another permute brought, but for the first blocks; a scatter adds to it first.
+        # A gather passes on what another permute brought, but for the first two blocks; a scatter adds to it first.
         handed_on = sum(bool(names & flow.sources(computation, x.operands)) for x in members)
-        gathers = handed_on * (size + 1) >= len(members) * (size - 1)
+        count, odd = divmod(len(members) - handed_on, 2)
+        gathers = handed_on > 0 and not odd and len(members) in ((size + 1) * count, (size - 1) * count)
         zeros = [x for x in members if not gathers and _of_zeros(computation, x)]
-        shares = not gathers and any(_of_zeros(computation, computation[name]) for name in names)
         own = [x for x in members if x not in zeros]
-        each = size - 1 if shares else size + 1
-        if not op_name.endswith("dot_general") or not own or len(own) % each:
+        if gathers:
+            each = len(members) // count
+        else:
+            each = size - 1 if any(_of_zeros(computation, computation[name]) for name in names) else size + 1
+        if len(own) % each:
             continue
         for k in range(len(own) // each):
             part = zeros[2 * k : 2 * k + 2] + own[k * each : (k + 1) * each]
