@@ -379,6 +379,23 @@ def test_a_ring_that_the_user_wrote_stays_permutes() -> None:
     assert rows(found) == [("collective-permute", MODEL, 256, 1)] * 5
 
 
+def test_a_gathers_ring_ends_with_what_somebody_takes() -> None:
+    """Of four blocks one is here, one comes from the left, and two from the right, one after the other."""
+    around = [(4 * g + i, 4 * g + (i + 1) % 4) for g in range(2) for i in range(4)]
+    right, left = (
+        "{" + ",".join(f"{{{a},{b}}}" for a, b in pairs) + "}" for pairs in (around, [p[::-1] for p in around])
+    )
+    lines = [
+        f"  %{name} = f32[64]{{0}} collective-permute(%{operand}), channel_id=1, source_target_pairs={pairs}, "
+        'frontend_attributes={is_spmd_generated="true"}, metadata={op_name="jit(f)/dot_general"}'
+        for name, operand, pairs in (("l", "a", left), ("r", "a", right), ("rr", "r", right))
+    ]
+    found = module("\n".join(lines) + "\n  %s = f32[64]{0} add(%l, %r)\n  ROOT %out = f32[64]{0} add(%s, %rr)")
+    assert rows(found) == [("all-gather", MODEL, 4 * 256, 1)]
+    (row,) = hlo.collectives(found, MESH)
+    assert row.moved_bytes == 3 * 256
+
+
 SLICED = (
     f"  %r = f32[64]{{0}} all-reduce(%a), {REDUCE}, replica_groups=[2,4]<=[8]\n"
     "  %i = u32[] partition-id()\n"
