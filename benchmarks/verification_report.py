@@ -37,6 +37,9 @@ CAUSES = """\
   distance between the two uses; planned and priced so (`problem.sharing`), with jaxpr equations for its instructions.
   Where that is doubtful (`wq` of llama3-8b as planned, 85 equations apart in the backward loop), the gathered weight
   stays pinned: it is gathered once then. So is what mixtral gives its head, 104 apart.
+- **TPU, rings that share their first permutes**: the first two of a scatter's ring pass on zeros, and XLA merges them
+  with those of other rings of equal blocks (gradients of llama's up and gate); a gather's ring of one trip leaves out
+  the last two. Both are read as the collective that they stand for (`hlo.rings`).
 - **TPU, products that are only reshaped** (gradients of grouped heads): XLA:TPU reshapes the weight instead, before it
   partitions, and gathers it again. Pinned where it is gathered, it is gathered once (`minimal._reshaped`).
 - **GPU, peak memory**: programs without loops are counted in the order in which XLA:GPU runs them: weights'
@@ -195,7 +198,10 @@ def _text(lines: Sequence[Line], constraints: Sequence[Line]) -> str:
         "How many a plan of llama3-8b has (`python -m benchmarks.constraints`): those that Shardy's propagation, asked "
         "in-process, does not reach (`needed`), and those of them that the hardware's compiler needs to emit the same "
         '(`constraints="compiled"`: within 1 % of all bytes in total and for every collective and axes, 1 % of the '
-        "peak and 0.1 % of the schedule). Wanted is at most a third of the contractions.\n",
+        "peak and 0.1 % of the schedule). Wanted is at most a third of the contractions. The search on v5e:4x4 ran "
+        "over a change of `hlo.rings`: of the 14 that were left before it the 7 that were closest to being dropped were "
+        "asked about again behind it (a run of its own may ask in another order), and both programs of the row were "
+        "compiled and read behind it.\n",
         _constraints(constraints),
         "## What differs, and why\n",
         CAUSES,
