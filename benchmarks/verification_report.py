@@ -199,9 +199,9 @@ def _text(lines: Sequence[Line], constraints: Sequence[Line]) -> str:
         "in-process, does not reach (`needed`), and those of them that the hardware's compiler needs to emit the same "
         '(`constraints="compiled"`: within 1 % of all bytes in total and for every collective and axes, 1 % of the '
         "peak and 0.1 % of the schedule). Wanted is at most a third of the contractions. The search on v5e:4x4 ran "
-        "over a change of `hlo.rings`: of the 14 that were left before it the 7 that were closest to being dropped were "
-        "asked about again behind it (a run of its own may ask in another order), and both programs of the row were "
-        "compiled and read behind it.\n",
+        "over a change of `hlo.rings`: of the 14 that were left before it the 7 that were closest to being dropped "
+        "were asked about again behind it (a run of its own may ask in another order), and both programs of the row "
+        "were compiled and read behind it.\n",
         _constraints(constraints),
         "## What differs, and why\n",
         CAUSES,
