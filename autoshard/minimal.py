@@ -293,7 +293,7 @@ def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations, once: Set[i
     its way, and XLA propagates in an order of its own. Activations that several contractions
     take gathered: each may gather for itself (openxla/xla dot_handler.cc), which XLA does not merge; and
     weights that are to be gathered `once`, where it is doubtful whether XLA does. And pending
-    sums of scatters: XLA may gather the updates, where Shardy scatters the sum.
+    sums of scatters that are added to something: XLA may gather the updates, where Shardy scatters the sum.
     """
     pins = annotations.pins
     ends: dict[int, list[PartitionSpec]] = {v: [annotations.inputs[i]] for i, v in enumerate(graph.inputs)}
@@ -315,8 +315,9 @@ def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations, once: Set[i
     gathered &= _activations(graph, contractions) | once
     pending = {probe.of.get(("taken", spot)) for spot in pins.taken}
     pending -= {probe.of.get(("made", spot)) for spot in pins.made}  # a sum that is not finished where it is made
+    added = {v for e, eqn in enumerate(graph.eqns) if eqn.primitive in ("add", "add_any") for v in graph.operands[e]}
     scatters = (e for e, eqn in enumerate(graph.eqns) if eqn.primitive == "scatter-add")
-    summed = {v for e in scatters for v in graph.results[e] if v in pending and split.get(v)}
+    summed = {v for e in scatters for v in graph.results[e] if v in pending & added and split.get(v)}
     return frozenset(moved | cut | drawn | gathered | summed)
 
 
