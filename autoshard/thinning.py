@@ -56,6 +56,7 @@ class _Search:
         self._plan, self._goal = plan, _Emitted.of(plan.verify())
         self.dropped: set[Step] = set()
         self.compiles = 1
+        self._refused: set[frozenset[Step]] = set()  # what could not be left out together
 
     def sweep(self, groups: Iterable[Sequence[Step]]) -> None:
         """Drops every group without which all is the same: one by one, more at once while that goes well."""
@@ -82,15 +83,20 @@ class _Search:
         yield from ([step for group in chain for step in group] for chain in found.values() if len(chain) > 1)
 
     def _same(self, without: set[Step], left: int) -> bool:
+        """Whether the compiler emits the same without these; asked once."""
+        if without in self._refused:
+            return False
         plan, count = self._plan, self._plan.record.pins.count - len(self.dropped)
         now = f"constraints: {count}, {left} places not asked for yet"
         log.debug("%s", now, extra={"now": now})
         self.compiles += 1
         try:
-            found = plan.pinned(_without(plan.record.pins, without)).verify()
+            same = _Emitted.of(plan.pinned(_without(plan.record.pins, without)).verify()).serves(self._goal)
         except CompileError:
-            return False
-        return _Emitted.of(found).serves(self._goal)
+            same = False
+        if not same:
+            self._refused.add(frozenset(without))
+        return same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

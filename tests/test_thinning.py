@@ -98,6 +98,21 @@ def test_both_ends_of_a_move_are_left_out_together(
     assert thinned(plan).record.pins.made.keys() == made.keys() - moved
 
 
+def test_nothing_is_compiled_twice(plan: Plan, found: Verification, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found.timeline is not None
+    longer = replace(found, timeline=replace(found.timeline, step_s=2 * found.timeline.step_s))
+    needed = set(list(plan.record.pins.made)[:40:3])
+    compiled: list[str] = []
+
+    def worse(other: Plan) -> Verification | None:
+        compiled.append(str(other.record.pins))
+        return longer if needed - other.record.pins.made.keys() else None
+
+    needing(monkeypatch, found, worse)
+    thinned(plan)
+    assert len(compiled) == len(set(compiled))
+
+
 @pytest.mark.parametrize("what", ["peak", "schedule", "bytes in all", "error"])
 def test_what_needs_more_memory_or_takes_longer_is_not_the_same(
     plan: Plan, found: Verification, monkeypatch: pytest.MonkeyPatch, what: str
