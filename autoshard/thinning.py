@@ -10,7 +10,7 @@ which is minutes, and is for plans that are kept.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,7 +64,7 @@ class _Search:
         at_once = 1
         while left:
             tried = left[:at_once]
-            if self._same(self.dropped.union(*tried), len(left)):
+            if self._same(frozenset(self.dropped.union(*tried)), len(left)):
                 self.dropped.update(*tried)
                 left, at_once = left[len(tried) :], min(2 * at_once, MOST)
             elif len(tried) > 1:
@@ -82,7 +82,7 @@ class _Search:
                 found.setdefault(value_of(name, key), []).append(group)
         yield from ([step for group in chain for step in group] for chain in found.values() if len(chain) > 1)
 
-    def _same(self, without: set[Step], left: int) -> bool:
+    def _same(self, without: frozenset[Step], left: int) -> bool:
         """Whether the compiler emits the same without these; asked once."""
         if without in self._refused:
             return False
@@ -95,7 +95,7 @@ class _Search:
         except CompileError:
             same = False
         if not same:
-            self._refused.add(frozenset(without))
+            self._refused.add(without)
         return same
 
 
@@ -158,7 +158,7 @@ def _values(plan: Plan) -> Callable[[str, Any], object]:
     return value_of
 
 
-def _without(pins: Pins, dropped: set[Step]) -> Pins:
+def _without(pins: Pins, dropped: Set[Step]) -> Pins:
     """The constraints but for some."""
     left: dict[str, dict[Any, Specs]] = {}
     for name, group in _groups(pins).items():

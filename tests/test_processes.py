@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 # One of two processes with four devices each; prints what it found as JSON, an error too.
 WORKER = """
-import json, sys, time
+import json, sys, time, traceback
 options = json.loads(sys.argv[1])
 import jax
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -53,16 +53,23 @@ try:
     text = step.lower(state, x).as_text()
     for _ in range(3):
         state, value = step(state, x)
+    jax.block_until_ready(state)
     found = {"plan": plan.record.dumps(), "value": float(value), "lowered": "sdy.sharding" in text}
-except autoshard.AutoshardError as error:
+except Exception as error:  # of any kind: one that is raised here waits for the other in JAX's barrier
+    traceback.print_exc()
     found = {"error": type(error).__name__, "text": str(error)}
 print("FOUND" + json.dumps({**found, "s": time.monotonic() - begin}), flush=True)
-# Process 0 keeps the store: it leaves last. No process waits in JAX's own barrier at exit.
+# Nobody leaves before both are done: who leaves closes sockets that the other's collectives may still
+# read. Process 0 keeps the store: it leaves last. No process waits in JAX's own barrier at exit.
 from autoshard import _jax
 store = _jax.process_store()
-store.key_value_set(f"done/{options['process']}", "")
-if options["process"] == 0:
-    store.blocking_key_value_get("done/1", 120_000)
+me, other = options["process"], 1 - options["process"]
+store.key_value_set(f"done/{me}", "")
+store.blocking_key_value_get(f"done/{other}", 120_000)
+if me == 1:
+    store.key_value_set("left/1", "")
+else:
+    store.blocking_key_value_get("left/1", 120_000)
 import os; os._exit(0)
 """
 
@@ -97,7 +104,7 @@ def run(*processes: dict[str, Any]) -> list[dict[str, Any]]:
             process.kill()
             process.communicate()
     for out, _ in wrote:
-        assert "FOUND" in out, "\n".join(err[-3000:] for _, err in wrote)
+        assert "FOUND" in out, "\n".join(f"{err[:4000]}\n…\n{err[-2000:]}" for _, err in wrote)
     return [json.loads(out.split("FOUND")[1]) for out, _ in wrote]
 
 
