@@ -121,7 +121,7 @@ def plan(
       cache: a directory in which plans are kept and found again; None takes what the
         variable AUTOSHARD_CACHE says, False none. What a miss is due to is logged.
       time_limit_s: the solver's limit; then the best plan so far, with its gap.
-      rel_gap: stop when proven optimal to this fraction; after three seconds, to ten times of it.
+      rel_gap: stop when proven optimal to this fraction; after about three seconds of work, to ten times of it.
       wait_s: where the mesh spans several processes (`jax.distributed`), process 0 plans for
         all; how long they wait for each other.
       refine: "gpu", "tpu" or "cpu": a compiler that compiles `candidates` near-optimal plans

@@ -38,7 +38,8 @@ log = logging.getLogger("autoshard")
 
 Constraints = Literal["needed", "compiled", "all"]
 
-SETTLE_S = 3.0  # then ten times the gap that was asked for will do: nobody waits a minute for the last percent
+# Of counted work, about: then ten times the gap that was asked for will do; nobody waits a minute for the last percent.
+SETTLE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

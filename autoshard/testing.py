@@ -179,8 +179,7 @@ def assert_plan_unchanged(
     """Asserts that a program's plan is still the one in a plan file: a change of the model may not change it silently.
 
     Compared are the layout of every input and output, what each kind of collective moves, and the
-    predicted step; not the program itself, so that a change that leaves all of it alone passes. A plan
-    that the solver settles for by the clock may be another one elsewhere: lock a model of few layers.
+    predicted step; not the program itself, so that a change that leaves all of it alone passes.
 
     Args:
       path: of the plan file, to be kept under version control.

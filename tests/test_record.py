@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,13 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autoshard
+import models
 from autoshard.description import place_of
 from autoshard.errors import PlanMismatchError
 from autoshard.hlo.text import UNKNOWN
 from autoshard.problem import iopddl
 from autoshard.record import read, schema
-from autoshard.solver import solve
+from autoshard.solver import clock, solve
 from tests.programs import GPUS, MESH
 
 P = PartitionSpec
@@ -73,6 +75,20 @@ def test_equal_inputs_give_equal_files(tmp_path: Path) -> None:
         env = {**os.environ, "PYTHONHASHSEED": seed}
         subprocess.run([sys.executable, "-c", script, str(path)], check=True, env=env, cwd=Path(__file__).parents[1])
         assert path.read_text(encoding="utf-8") == text
+
+
+def test_a_slow_machine_settles_for_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One on which every clock runs eight times as far meanwhile; the plan is not proven to 0.1 % at once."""
+    fn, args = models.build("gpt2-small", batch=8, layers=1)
+
+    def planned() -> Any:
+        return autoshard.plan(fn, *args, mesh=MESH, hardware=GPUS, donate_argnums=0, for_grad=False, time_limit_s=160.0)
+
+    plan = planned()
+    assert plan.record.certificate.gap > 0
+    slow = SimpleNamespace(perf_counter=lambda: 8 * time.perf_counter(), thread_time=lambda: 8 * time.thread_time())
+    monkeypatch.setattr(clock, "time", slow)
+    assert planned().record.dumps() == plan.record.dumps()
 
 
 def test_a_saved_plan_is_read_as_it_was(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The solver's clocks: the time, less what its own compilation took, and the work."""
+"""The solver's clocks: the time, less what its own compilation took, and the work, which is counted."""
 
 import importlib
 import threading
@@ -6,7 +6,7 @@ import time
 
 import numba
 
-from autoshard.solver.clock import Compilation, compilation
+from autoshard.solver.clock import Compilation, Effort, compilation, mip_s
 
 
 def test_compilation_takes_no_time() -> None:
@@ -34,19 +34,16 @@ def test_compilation_within_compilation_counts_once() -> None:
     assert still <= clock.worked_s() < time.perf_counter()
 
 
-def test_work_is_what_processors_do_for_the_solver() -> None:
-    clock = Compilation()
-    cpu = time.thread_time()
-    begin = clock.effort_s()
-    time.sleep(0.05)  # as when others are busy
-    assert clock.effort_s() - begin <= time.thread_time() - cpu
-    clock.helped(2.0)
-    assert 2.0 <= clock.effort_s() - begin <= 2.0 + time.thread_time() - cpu
-    clock.begin()
-    still = clock.effort_s()
-    sum(range(200_000))
-    assert clock.effort_s() == still
-    clock.end()
+def test_work_is_counted_whatever_the_time() -> None:
+    done = Effort()
+    time.sleep(0.01)
+    assert done.spent_s == 0
+    done.spend(steps=1000)
+    one = done.spent_s
+    done.spend(steps=1000)
+    assert done.spent_s == 2 * one > 0
+    done.spend(cells=10**9, seconds=mip_s(10_000))
+    assert 3 <= done.spent_s <= 4  # about seconds
 
 
 def test_what_other_threads_compile_is_their_own() -> None:
@@ -62,9 +59,8 @@ def test_what_other_threads_compile_is_their_own() -> None:
     other = threading.Thread(target=compiles)
     other.start()
     begun.wait()
-    worked, effort = clock.worked_s(), clock.effort_s()
+    worked = clock.worked_s()
     sum(range(200_000))
     assert clock.worked_s() > worked
-    assert clock.effort_s() > effort
     done.set()
     other.join()

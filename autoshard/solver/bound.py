@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from autoshard.problem.network import INF, Int
 from autoshard.solver import messages
-from autoshard.solver.clock import Clock, endless
+from autoshard.solver.clock import Clock, effort, endless
 from autoshard.solver.presolve import neighbours
 from autoshard.solver.program import FORBIDDEN, Network, cell_ends
 from autoshard.solver.usage import Memory, peaks_over
@@ -136,6 +136,7 @@ class Dual:
         return len(self.events) > 0 or len(self.hinge_constant) > 0
 
     def _pass(self) -> None:
+        effort.spend(steps=4, cells=2 * len(self.table))
         self._sweep(forward=True)
         self._sweep(forward=False)
         self.iterations += 1
@@ -249,6 +250,7 @@ class Dual:
     def _exchange(self, multiplier: Floats, hinge_multiplier: Floats) -> None:
         """Exchanges the penalties in costs, tables and potentials; the bound stays a bound."""
         net = self.network
+        effort.spend(steps=4 + len(multiplier), cells=len(multiplier) * len(self.cost))
         cost = net.cost[0].copy()
         constant = 0
         for m, row in zip(multiplier.tolist(), self.usage, strict=True):
@@ -259,6 +261,7 @@ class Dual:
             cost += np.floor(m * net.cost[h]).astype(np.int64)
             constant += math.floor(m * self.hinge_constant[h - 1]) - math.ceil(self._magnitude(h) * (ROUNDING - 1))
         if self.hinge_constant or self.iterations == 0:
+            effort.spend(steps=len(self.hinge_constant), cells=(4 + 3 * len(self.hinge_constant)) * len(self.table))
             table = net.edge_cost[0].copy()
             for h, m in enumerate(hinge_multiplier.tolist(), start=1):
                 table += np.floor(m * net.edge_cost[h]).astype(np.int64)

@@ -10,7 +10,7 @@ from functools import reduce
 import numpy as np
 
 from autoshard.problem.network import INF, Int
-from autoshard.solver.clock import Clock, endless
+from autoshard.solver.clock import Clock, effort, endless
 from autoshard.solver.core import Core, join
 
 MOST_CELLS = 4_000_000  # of the largest table
@@ -57,6 +57,7 @@ def eliminate_all(core: Core, left_s: Clock = endless) -> dict[int, int] | None:
     order, largest, total = order_by_size(core)
     if largest > MOST_CELLS or total > MOST_WORK:
         return None
+    effort.spend(steps=4 * len(order), cells=4 * total)
     factors: dict[int, tuple[tuple[int, ...], Int]] = {}
     of: dict[int, set[int]] = {v: set() for v in core.cost}
 

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYetError
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from autoshard.solver.clock import compilation
+from autoshard.solver.clock import effort, mip_s
 from autoshard.solver.exact import MipAnswer, solve_program
 from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.program import Program
@@ -63,6 +63,7 @@ class Child:
     def submit(self, program: Program, *, time_limit_s: float, **options: Any) -> None:
         """Begins to solve `program`; the options are those of `solve_program`."""
         assert not self.busy
+        effort.spend(seconds=mip_s(program.cells))
         if program.cells <= SMALL_CELLS:
             self.pending = Future()
             self.pending.set_result(solve_program(program, time_limit_s=time_limit_s, **options))
@@ -136,7 +137,6 @@ def solve_in_time(
             if enough():
                 answer = NOTHING
                 break
-        compilation.helped(time.perf_counter() - begin if answer is NOTHING else answer.worked_s)
         return answer
     finally:
         child.close()
@@ -162,9 +162,7 @@ def main() -> None:
             program, options = pickle.load(requests)
         except EOFError:
             return
-        begin = time.process_time()
-        answer = solve_program(program, **options)
-        pickle.dump(replace(answer, worked_s=time.process_time() - begin), answers, protocol=5)
+        pickle.dump(solve_program(program, **options), answers, protocol=5)
         answers.flush()
 
 

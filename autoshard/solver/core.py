@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoshard.problem.network import INF, Int, Problem
-from autoshard.solver.clock import Clock, endless
+from autoshard.solver.clock import Clock, effort, endless
 from autoshard.solver.program import FORBIDDEN, Network, Program
 
 MOST_CELLS = 2_000_000  # work limit of one elimination of a node with two neighbours
@@ -44,6 +44,7 @@ class Core:
 
     def __init__(self, problem: Problem, times: Int) -> None:
         """Copies `problem` with memory rows at the given time points only (a relaxation)."""
+        effort.spend(steps=problem.nodes + len(problem.edge_nodes), cells=2 * len(problem.edge_cost))
         self.offset = problem.offset
         self.size = problem.nodes
         self.limit = problem.usage_limit
@@ -165,6 +166,7 @@ class Core:
 
     def prune(self, v: int) -> bool:
         """Drops forbidden strategies of v: by cost, or by a neighbour that has no match."""
+        effort.spend(steps=1 + len(self.near[v]), cells=4 * sum(self.between(v, w).size for w in self.near[v]))
         good = self.cost[v] < INF
         for w in self.near[v]:
             good &= (join(self.between(v, w), self.cost[w][None, :]) < INF).any(axis=1)
@@ -224,6 +226,7 @@ class Core:
             total = join(
                 total.reshape(total.shape + (1,) * (len(spread) - total.ndim)), self.between(v, w).reshape(spread)
             )
+        effort.spend(steps=4, cells=(2 + len(around)) * total.size)
         best = total.argmin(axis=0)
         least = np.take_along_axis(total, best[None], axis=0)[0]
         for w in around:
@@ -275,6 +278,7 @@ class Core:
     def split(self, u: int, v: int) -> bool:
         """Drops edge uv if its cells are a sum of a part of u and a part of v."""
         cells = self.between(u, v)
+        effort.spend(steps=1, cells=4 * cells.size)
         if self.has_edge_rows(u, v) or (cells >= INF).any():
             return False
         if not (cells - cells[:1] == (cells[:, :1] - cells[0, 0])).all():

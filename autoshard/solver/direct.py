@@ -34,7 +34,7 @@ def solve_directly(incumbent: Incumbent, *, patience_s: float) -> str | None:
         if not core.feasible:
             incumbent.infeasible = True
             return "arc consistency"
-        choice, solver = optimum(core, incumbent, incumbent.patience_s(patience_s))
+        choice, solver = optimum(core, incumbent, patience_s)
         if incumbent.infeasible or choice is None:
             return solver
         if incumbent.offer(choice):
@@ -45,7 +45,7 @@ def solve_directly(incumbent: Incumbent, *, patience_s: float) -> str | None:
         times = more
 
 
-def optimum(core: Core, incumbent: Incumbent, limit_s: float) -> tuple[Int | None, str | None]:
+def optimum(core: Core, incumbent: Incumbent, patience_s: float) -> tuple[Int | None, str | None]:
     """Solves one relaxation; raises the bound; returns a choice and the engine's name."""
     if all(not row.node and not row.edge for row in core.rows):
         if any(row.limit is not None and row.constant > row.limit for row in core.rows):
@@ -63,7 +63,8 @@ def optimum(core: Core, incumbent: Incumbent, limit_s: float) -> tuple[Int | Non
                 incumbent.raise_bound(exact)
             return choice, "elimination"
     program, names = core.program()
-    if program.cells > MIP_CELLS:
+    limit_s = incumbent.limit_s(program.cells, patience_s)
+    if program.cells > MIP_CELLS or limit_s <= 0:
         return None, None
     answer = solve_for(incumbent, program, limit_s=limit_s)
     if answer.infeasible:

@@ -47,7 +47,6 @@ class MipAnswer:
     bound: int | None
     infeasible: bool  # proven: no choice satisfies the rows given
     finished: bool  # the engine closed its gap, within tolerance
-    worked_s: float = 0.0  # processor time of the process that solved it, if another one did
 
 
 class Model:

@@ -164,16 +164,16 @@ class Hinged:
             self.row_scale = min(ROW_COST * max(abs(bound), 1) / limit, 2.0**ROW_BITS / max(most, 1))
         self.events = np.concatenate([self.events, events])
 
-    def close(self, multiplier: Int, *, limit_s: float) -> bool:
+    def close(self, multiplier: Int, *, patience_s: float) -> bool:
         """Solves what targets leave open until the gap is as asked; returns whether it is."""
         incumbent = self.incumbent
-        deadline = incumbent.left_s() - limit_s
+        deadline = incumbent.left_s() - patience_s
         dual = settled_dual(self.forms_of(self.network).priced(multiplier), self.shift, incumbent.left_s)
         incumbent.raise_bound(dual.bound)
         distance = max(int(FIRST_DISTANCE * abs(dual.bound)), 1)
         events = self.events
         for _ in range(MOST_TARGETS):
-            if incumbent.closed() or incumbent.left_s() <= deadline:
+            if incumbent.closed() or self.is_over(deadline):
                 break
             target = dual.bound + distance
             if incumbent.objective is not None:
@@ -182,7 +182,7 @@ class Hinged:
             if rest is None:
                 incumbent.raise_bound(target)
             else:
-                bound, events = self.solve_rest(rest, multiplier, target, events, limit_s=incumbent.left_s() - deadline)
+                bound, events = self.solve_rest(rest, multiplier, target, events, deadline)
                 if bound is None:
                     return False
                 incumbent.raise_bound(bound)
@@ -190,6 +190,10 @@ class Hinged:
                     return False  # as far as the tolerances of the MIP allow
             distance *= GROWTH
         return incumbent.closed()
+
+    def is_over(self, deadline: float) -> bool:
+        """Whether nothing more is to be begun: no more than `deadline` seconds are left, where the clock decides."""
+        return self.incumbent.left_s() <= (0.0 if self.incumbent.settles else max(deadline, 0.0))
 
     def narrowed(self, dual: Dual, multiplier: Int, target: int) -> Network | None:
         """Returns what choices cheaper than `target` can contain; None if there are none."""
@@ -206,7 +210,7 @@ class Hinged:
         return network
 
     def solve_rest(
-        self, rest: Network, multiplier: Int, target: int, events: Int, *, limit_s: float
+        self, rest: Network, multiplier: Int, target: int, events: Int, deadline: float
     ) -> tuple[int | None, Int]:
         """Solves `rest` with memory rows as they bind; offers what it finds.
 
@@ -215,14 +219,13 @@ class Hinged:
         """
         incumbent = self.incumbent
         memory = memory_of(incumbent.problem, rest)
-        deadline = incumbent.left_s() - limit_s
-        while incumbent.left_s() > deadline:
+        while not self.is_over(deadline):
             core = Core(as_problem(rest, self.constants, memory, events), np.arange(len(events)))
             reduce(core, incumbent.left_s)
             if not core.feasible:
                 return target, events
             program, names = core.program()
-            answer = self.solve_core(program, multiplier, target, limit_s=incumbent.left_s() - deadline)
+            answer = self.solve_core(program, multiplier, target, incumbent.left_s() - deadline)
             if answer is None:
                 return None, events
             if answer.infeasible:
@@ -239,7 +242,7 @@ class Hinged:
             events = more
         return None, events
 
-    def solve_core(self, program: Program, multiplier: Int, target: int, *, limit_s: float) -> MipAnswer | None:
+    def solve_core(self, program: Program, multiplier: Int, target: int, patience_s: float) -> MipAnswer | None:
         """Returns the best choice cheaper than `target` and a bound, in the problem's unit.
 
         None if labels are too many, and the MIP too large or too slow.
@@ -254,7 +257,8 @@ class Hinged:
                 return MipAnswer(choice=None, bound=target, infeasible=True, finished=True)
             bound = self.bound_of(objective_of(program, labels.choice))
             return MipAnswer(choice=labels.choice, bound=bound, infeasible=False, finished=True)
-        if program.cells > MIP_CELLS:
+        limit_s = self.incumbent.limit_s(program.cells, patience_s)
+        if program.cells > MIP_CELLS or limit_s <= 0:
             return None
         answer = solve_for(self.incumbent, program, limit_s=limit_s)
         if answer.infeasible:
@@ -267,7 +271,7 @@ class Hinged:
 def solve_hinged(incumbent: Incumbent, *, patience_s: float) -> str | None:
     """Solves the problem in `incumbent`, which has hinges; returns the engine's name.
 
-    None if it gave up; bound and choice are kept. `patience_s` limits its MIPs together.
+    None if it gave up; bound and choice are kept. `patience_s` limits its MIPs together (see `Incumbent.limit_s`).
     """
     network = presolve(incumbent.problem, incumbent.left_s)
     if network is None:
@@ -283,7 +287,7 @@ def solve_hinged(incumbent: Incumbent, *, patience_s: float) -> str | None:
         return "multipliers"
     if incumbent.objective is None and (multiplier[len(constants) :] == 2**MULTIPLIER_BITS).any():
         return None  # memory has no price: most likely nothing fits
-    return "multipliers and labels" if hinged.close(multiplier, limit_s=incumbent.patience_s(patience_s)) else None
+    return "multipliers and labels" if hinged.close(multiplier, patience_s=patience_s) else None
 
 
 def row_forms(usage: Int, base: Int, limit: int, scale: float) -> tuple[Int, tuple[int, ...]]:

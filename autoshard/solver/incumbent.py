@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoshard.problem.network import Int, Problem
-from autoshard.solver.clock import compilation
+from autoshard.solver.clock import compilation, effort, mip_s
 from autoshard.solver.evaluate import evaluate
 from autoshard.solver.solution import Solution, Status
 
@@ -15,6 +15,7 @@ Progress = Callable[[int | None, int | None, float], None]  # best, bound, elaps
 Cutoff = Callable[[], float]  # what a choice must cost less than to be of use, by what is known now
 NO_BOUND = -(2**62)
 SETTLED = 10  # times the gap that was asked for
+SLACK = 8  # a MIP may take so many times the seconds that are estimated, and that many at least
 
 
 def no_cutoff() -> float:
@@ -47,14 +48,14 @@ class Incumbent:
 
     def __post_init__(self) -> None:
         self.begin = self.clock()
-        self.begin_effort = compilation.effort_s()
+        self.begin_effort = effort.spent_s
 
     def elapsed_s(self) -> float:
         return self.clock() - self.begin
 
     def to_settle_s(self) -> float:
         """Seconds of work until less will do; negative after."""
-        return self.settle_s - (compilation.effort_s() - self.begin_effort)
+        return self.settle_s - (effort.spent_s - self.begin_effort)
 
     def left_s(self) -> float:
         return self.time_limit_s - self.elapsed_s()
@@ -100,15 +101,35 @@ class Incumbent:
         return self.gap() <= self.rel_gap * (SETTLED if settled or self.beaten else 1)
 
     def enough(self) -> bool:
-        """Whether an engine that is waited for can be stopped: its work counts as it ends, so here the clock counts."""
+        """Whether an engine that is waited for can be stopped: its work was counted before, so the clock decides."""
         return self.closed() or (self.beaten and self.elapsed_s() > self.settle_s)
 
-    def patience_s(self, most_s: float) -> float:
-        """Seconds for one attempt: at most so many, and none past `settle_s` where what there is would do then."""
-        left = min(most_s, self.left_s())
-        if self.gap() <= self.rel_gap * SETTLED or self.beaten:
-            left = min(left, self.to_settle_s())
-        return max(left, 0.0)
+    @property
+    def would_do(self) -> bool:
+        """Whether what there is will do after `settle_s`: of a choice that is beaten nothing more is asked."""
+        return self.gap() <= self.rel_gap * SETTLED or self.beaten
+
+    @property
+    def settles(self) -> bool:
+        """Whether work decides, and not the clock, what is still begun."""
+        return self.would_do and math.isfinite(self.settle_s)
+
+    def limit_s(self, cells: int, patience_s: float) -> float:
+        """Seconds that a program of so many cells may take; 0 if it is not to be begun.
+
+        Where work decides, it is begun if its work, as estimated, is done by `settle_s`; the clock ends
+        it only if it takes `SLACK` times as long. Else it may take `patience_s`.
+        """
+        if not self.settles:
+            return min(patience_s, self.left_s())
+        if mip_s(cells) > self.to_settle_s():
+            return 0.0
+        return min(SLACK * max(mip_s(cells), 1.0), self.left_s())
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the same steps are to be taken every time, by what was done and not by the clock."""
+        return self.rounds is not None or math.isfinite(self.settle_s)
 
     def gap(self) -> float:
         """(objective − bound) / objective; infinite without a choice."""

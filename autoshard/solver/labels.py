@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from autoshard.problem.network import INF, Int
 from autoshard.solver.bound import Dual
-from autoshard.solver.clock import Clock, endless
+from autoshard.solver.clock import Clock, effort, endless
 from autoshard.solver.kernels import jit
 from autoshard.solver.program import Network, Program
 
@@ -183,6 +183,7 @@ def joined(tables: list[Labels], sizes: Int, room: int) -> Labels:
         count = np.searchsorted(theirs[order], mine, side="right") - low
         if count.sum() > MOST_LABELS:
             raise TooManyLabelsError
+        effort.spend(steps=10, cells=int(count.sum()) * (10 + 2 * result.value.shape[1]))
         a = np.repeat(np.arange(len(mine)), count)
         b = order[np.arange(len(a)) + np.repeat(low - (np.cumsum(count) - count), count)]
         within = result.value[a, 0] + other.value[b, 0] <= room
@@ -218,6 +219,7 @@ def undominated(table: Labels, sizes: Int, program: Program) -> Labels:
         cost + of_hinges @ np.array(corner, dtype=np.int64) for corner in itertools.product((0, 1), repeat=hinges)
     ]
     against = np.column_stack([*corners, table.value[:, 2 + hinges :]])
+    effort.spend(steps=10, cells=20 * against.size)
     group = key_of(table.at, list(range(len(table.scope))), table.scope, sizes)
     order = np.lexsort((*against.T[::-1], group))
     keep = skyline(group[order], np.ascontiguousarray(against[order]))

@@ -14,7 +14,7 @@ import numpy as np
 from autoshard.problem.network import INF, Int
 from autoshard.solver import blocks
 from autoshard.solver.blocks import NEVER, Floats
-from autoshard.solver.clock import Clock, endless
+from autoshard.solver.clock import Clock, effort, endless
 from autoshard.solver.presolve import neighbours
 from autoshard.solver.program import Network
 from autoshard.solver.rows import Rows
@@ -137,6 +137,7 @@ class LocalSearch:
 
     def _move(self, unary: Floats, choice: Int, profile: Int, limit: int, visits: float) -> None:
         net, rows = self.network, self.rows
+        effort.spend(steps=PORTIONS, cells=math.ceil(visits * 4 * len(self.table)))
         for _ in range(math.ceil(visits * PORTIONS)):
             if self.left_s() <= 0:
                 return

@@ -13,7 +13,7 @@ import numpy as np
 
 from autoshard.problem.network import INF, Int, Problem
 from autoshard.solver import kernels
-from autoshard.solver.clock import Clock, endless
+from autoshard.solver.clock import Clock, effort, endless
 from autoshard.solver.kernels import Mask
 from autoshard.solver.program import FORBIDDEN, Network
 
@@ -56,6 +56,7 @@ def settle(network: Network, alive: Mask | None = None, left_s: Clock = endless)
     mask = network.cost[0] < INF if alive is None else alive & (network.cost[0] < INF)
     rebuilt = False
     while True:
+        effort.spend(steps=20, cells=4 * network.edge_cost.size)
         near = neighbours(network)
         if not kernels.make_consistent(
             network.start, network.edge_nodes, network.edge_start, network.edge_cost[0], *near, mask

@@ -6,7 +6,6 @@ In a `Child`, restricted MIPs over the strategies of least excess, neighbourhood
 and, once it is small enough, the whole network are solved.
 """
 
-import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +14,6 @@ from numpy.typing import NDArray
 from autoshard.problem.network import INF, Int
 from autoshard.solver.bound import RESTING, Dual, shifted
 from autoshard.solver.child import SMALL_CELLS, Child
-from autoshard.solver.clock import compilation
 from autoshard.solver.closing import close
 from autoshard.solver.exact import MipAnswer
 from autoshard.solver.incumbent import Incumbent
@@ -162,7 +160,7 @@ class Search:
         asks for the same steps every time, always as many turns.
         """
         incumbent = self.incumbent
-        if incumbent.rounds is None:
+        if not incumbent.repeatable:
             self.wander(1, share * self.cycle_s)
         else:
             self.wander(TURNS)
@@ -331,10 +329,7 @@ class Search:
         """Returns the job's last answer, having offered its choice; None while it goes on."""
         assert self.job is not None
         job = self.job
-        begin = time.perf_counter()
         answer = self.child.answer(wait_s)
-        if wait_s:  # there is nothing else to do
-            compilation.helped(time.perf_counter() - begin)
         if answer is None:
             return None
         if answer.choice is not None and not self.incumbent.offer(job.network.expand(answer.choice)):
@@ -456,7 +451,7 @@ def finish(search: Search) -> bool:
         return True
     worked = False
     while incumbent.left_s() > 0 and not incumbent.closed():
-        if incumbent.rounds is None or not worked:
+        if not incumbent.repeatable or not worked:
             search.work()
             worked = True
             wait_s = 0.0

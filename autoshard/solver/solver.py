@@ -40,9 +40,11 @@ def solve(
       problem: the network.
       time_limit_s: seconds of `clock`.
       rel_gap: stop once (objective − bound) / objective is at most this.
-      seed: of the engines; equal seeds and `rounds` give equal answers where no time limit bites.
+      seed: of the engines; equal seeds give equal answers under `rounds` or `settle_s`, where no time
+        limit bites, however fast the machine is and whatever else it does.
       rounds: the most rounds of the search; None for as many as time allows.
-      settle_s: after so many seconds of work (`Compilation.effort_s`), stop at ten times `rel_gap`.
+      settle_s: after so much work, which is counted (`clock.Effort`, in about seconds), stop at ten
+        times `rel_gap`.
       cutoff: asked again and again, what nothing is of use that costs as much: once this is proven of
         every choice, the best one so far is not improved beyond ten times `rel_gap`, nor for longer
         than `settle_s`.
