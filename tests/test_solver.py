@@ -11,6 +11,7 @@ import pytest
 from autoshard.problem.network import INF, Hinge, Problem
 from autoshard.solver import Status, evaluate, solve
 from autoshard.solver import solver as solver_room
+from autoshard.solver.clock import effort
 from autoshard.solver.incumbent import Incumbent
 from tests.random_problems import brute_force, random_problem
 
@@ -169,6 +170,21 @@ def test_the_search_repeats_itself_under_a_budget_of_rounds(monkeypatch: pytest.
     assert first.found
     assert np.array_equal(first.choice, second.choice)
     assert (first.objective, first.bound) == (second.objective, second.bound)
+
+
+def test_work_decides_what_is_begun_where_what_there_is_would_do() -> None:
+    """Ten thousand cells are more work than is left, a thousand are not; the clock says nothing of it."""
+    now, problem = [0.0], replace(chain(8), hinges=())
+    best = solve(problem)
+    own = Incumbent(problem=problem, time_limit_s=60.0, rel_gap=0.1, settle_s=1.0, clock=lambda: now[0])
+    assert own.limit_s(10_000, 7.0) == 7.0  # there is nothing yet
+    own.offer(best.choice)
+    own.raise_bound(best.objective // 2)
+    for now[0] in (0.0, 20.0):
+        assert own.limit_s(1_000, 7.0) > 7.0  # only what takes far longer than expected is ended
+        assert own.limit_s(10_000, 7.0) == 0.0
+    effort.spend(seconds=0.99)
+    assert own.limit_s(1_000, 7.0) == 0.0
 
 
 def test_a_limit_that_cannot_be_met_names_the_smallest_peak() -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 Clock = Callable[[], float]  # seconds left; not positive once the time is over
 
-# Measured on one core of a server, over the problems of the verification board and the zoo.
+# About what one core of a server takes (`python -m benchmarks.settling` prints both).
 STEP_S = 8e-6  # a step of the interpreter, over a few small arrays
 CELL_S = 1e-9  # a cell read or written by a compiled loop or an array operation
-MIP_S = 0.025  # HiGHS on a program of a thousand cells; 0.02 to 0.05 s, and 1.5 to 4 s for ten thousand
+MIP_S = 0.025  # HiGHS on a thousand cells; seen: 0.04 to 0.12 s, and 0.6 to 4.3 s on ten thousand
 
 
 def endless() -> float:

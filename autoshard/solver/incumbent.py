@@ -15,7 +15,7 @@ Progress = Callable[[int | None, int | None, float], None]  # best, bound, elaps
 Cutoff = Callable[[], float]  # what a choice must cost less than to be of use, by what is known now
 NO_BOUND = -(2**62)
 SETTLED = 10  # times the gap that was asked for
-SLACK = 8  # a MIP may take so many times the seconds that are estimated, and that many at least
+SLACK = 8  # a MIP may take so many times as long as is estimated, and so many seconds at least
 
 
 def no_cutoff() -> float:
