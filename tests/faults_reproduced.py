@@ -1,0 +1,82 @@
+"""XLA's faults in plain JAX: one function per row of `autoshard.rules.faults`, true where XLA is wrong.
+
+None of them uses autoshard: what they show is what a compiler does with shardings that are legal.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+def wrong(fn: Callable[..., Any], args: Sequence[Any], ins: Sequence[Any], out: Any) -> bool:
+    """Whether a function gives other numbers on four devices, with these layouts, than op by op on one."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("a",))
+    layouts = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in ins]
+    split = jax.jit(fn, in_shardings=tuple(layouts), out_shardings=NamedSharding(mesh, PartitionSpec(*out)))
+    with jax.disable_jit():
+        want = fn(*map(jnp.asarray, args))
+    got = split(*args)
+    return not np.allclose(np.asarray(got), np.asarray(want), equal_nan=True)
+
+
+def dropped_update() -> bool:
+    """A token past the end of a cache that is split along the sequence."""
+    cache, row = np.zeros((8, 3), np.float32), np.ones((1, 3), np.float32)
+    return wrong(
+        lambda cache, row, i: lax.dynamic_update_slice(cache, row, (i, 0)),
+        (cache, row, np.int32(8)),
+        (("a",), (), ()),
+        ("a",),
+    )
+
+
+def merged_slices() -> bool:
+    """A window that ends past the end, its result split."""
+    x = np.arange(16.0, dtype=np.float32)
+    return wrong(lambda x, i: lax.dynamic_slice(x, (i,), (8,)), (x, np.int32(20)), ((), ()), ("a",))
+
+
+def merged_scatter() -> bool:
+    """One row overwritten in shards that are cut from a whole array."""
+
+    def fn(x: Any) -> Any:
+        mesh = Mesh(np.array(jax.devices()[:4]), ("a",))
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec("a"))).at[6].set(-1.0)
+
+    return wrong(fn, (np.arange(8.0, dtype=np.float32),), ((),), ("a",))
+
+
+def narrow_indices() -> bool:
+    """A scatter by int8 indices into 304 rows, and a gather by int8 indices in a process of its own."""
+    dims = lax.ScatterDimensionNumbers((1,), (0,), (0,))
+    rows, indices = np.ones((304, 2), np.float32), np.array([[24], [100]], np.int8)
+    scatter = wrong(
+        lambda x, i, u: lax.scatter_add(x, i, u, dims, mode="clip"),
+        (rows, indices, np.ones((2, 2), np.float32)),
+        (("a",), (), ()),
+        ("a",),
+    )
+    gather = subprocess.run([sys.executable, "-c", _GATHER], capture_output=True, text=True, check=False)
+    return scatter and "Unsupported indices type" in gather.stderr
+
+
+_GATHER = """
+import os
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+import jax, numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("a",))
+dims = lax.GatherDimensionNumbers((1,), (0,), (0,))
+split, whole = NamedSharding(mesh, P("a")), NamedSharding(mesh, P())
+fn = jax.jit(lambda x, i: lax.gather(x, i, dims, (1, 2), mode="clip"), in_shardings=(split, whole), out_shardings=whole)
+fn(np.ones((304, 2), np.float32), np.array([[100]], np.int8))
+"""
