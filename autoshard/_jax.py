@@ -125,9 +125,17 @@ def array_consts(closed: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def stable_text(closed: Any) -> str:
-    """The jaxpr's text without memory addresses, equal in every process."""
-    return re.sub(r" at 0x[0-9a-f]+", "", str(closed))
+def former_text(closed: Any, *, color: bool) -> str:
+    """What plan files of autoshard 0.1.0 have a hash of: the jaxpr as JAX prints it (in colours on a terminal)."""
+    return re.sub(r" at 0x[0-9a-f]+", "", closed.pretty_print(use_color=color))
+
+
+POLICIES = "jax._src.ad_checkpoint"  # the module of `jax.checkpoint_policies`
+
+
+def noted_while_tracing(primitive: str, name: str, value: Any) -> bool:
+    """Whether a parameter only notes, of results on Auto axes, the mesh that was set: no wish of anybody's."""
+    return primitive not in _OF_SHARDING and name in _RESULT_SHARDING and (value is None or _is_auto(value))
 
 
 def profiled(path: str) -> list[tuple[str, str, dict[str, Any], float]]:
@@ -238,8 +246,7 @@ def bind(eqn: Any, params: Any, operands: Any) -> list[Any]:
     What JAX notes of results on Auto axes while tracing (`sharding=`, nothing but the mesh) is left out:
     the mesh may be another one now.
     """
-    if eqn.primitive.name not in _OF_SHARDING:
-        params = {k: None if k in _RESULT_SHARDING and _is_auto(v) else v for k, v in params.items()}
+    params = {k: None if noted_while_tracing(eqn.primitive.name, k, v) else v for k, v in params.items()}
     results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return list(results) if eqn.primitive.multiple_results else [results]
 

@@ -51,7 +51,7 @@ def describe(
 
     return PlanRecord(
         name=name,
-        digest=traces.digest(traced),
+        digest=traced.digest,
         mesh=mesh,
         device_order=tuple(int(i) for i in np.asarray(machine.device_order).ravel()),
         hardware=hardware.name,

@@ -218,10 +218,10 @@ class Plan:
                         f"got {new[0]}: {new[2]}{list(new[1])}; plan again"
                     )
             raise PlanMismatchError(f"the plan was made for {len(want)} input leaves, got {len(have)}; plan again")
-        if traces.digest(traced) != self.record.digest:
+        if not traced.is_digest(self.record.digest):
             raise PlanMismatchError(
                 f"the plan was made for another program ({self.record.name}): its digest is {self.record.digest}, "
-                f"this function's is {traces.digest(traced)}; plan again"
+                f"this function's is {traced.digest}; plan again"
             )
         return Plan(self.record, place=self._place, planned=None, traced=traced)
 
@@ -233,7 +233,7 @@ class Plan:
             for parts in accumulation.choices(self.record.mesh)[1:]:
                 with accumulation.tried_parts(parts), contextlib.suppress(SpecError):
                     other = trace()
-                    if traces.digest(other) == self.record.digest:
+                    if other.is_digest(self.record.digest):
                         return other
         return first
 

@@ -65,7 +65,7 @@ class Question:
     @cached_property
     def digest(self) -> str:
         """The traced program's hash."""
-        return traces.digest(self.traced)
+        return self.traced.digest
 
     @cached_property
     def asked(self) -> str:

@@ -70,7 +70,7 @@ def misfits(record: PlanRecord, question: Question) -> list[str]:
     key = key_of(question)
     have = {
         **key,
-        "program": record.digest,
+        "program": question.digest if question.traced.is_digest(record.digest) else record.digest,
         "arguments": [f"{leaf.path}: {leaf.dtype}{list(leaf.shape)}" for leaf in record.inputs],
         "mesh": str(record.mesh),
         "device order": list(record.device_order),
@@ -100,7 +100,7 @@ class Lock:
           PlanFileError: the file cannot be read.
         """
         paths = dict.fromkeys(self.of(question.digest) for question in questions)
-        present = [path for path in paths if path.exists()]
+        present = [path for path in paths if path.exists()] or self._former(questions)
         if not present:
             what = f"there is no {next(iter(paths))}"
             return self._changed(questions[0].name, what)
@@ -111,6 +111,13 @@ class Lock:
                     return record, question
         closest = min((misfits(r, q) for r in records for q in questions), key=len)
         return self._changed(questions[0].name, f"{present[0]} was made for another: {'; '.join(closest)}")
+
+    def _former(self, questions: Sequence[Question]) -> list[Path]:
+        """Files under the digests that autoshard 0.1.0 gave."""
+        if _DIGEST not in str(self.path):
+            return []
+        paths = {self.of(digest) for question in questions for digest in question.traced.former_digests}
+        return sorted(path for path in paths if path.exists())
 
     def _changed(self, name: str, what: str) -> None:
         if _in_ci():

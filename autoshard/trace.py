@@ -11,6 +11,7 @@ import numpy as np
 
 from autoshard import _jax
 from autoshard.errors import SpecError
+from autoshard.fingerprint import fingerprint
 from autoshard.mesh import MeshAxes
 
 
@@ -33,12 +34,26 @@ class Traced:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the program: the jaxpr's text and every aval (not source lines)."""
-        text = _jax.stable_text(self.jaxpr)
+        """A hash of the program and of every argument's path, shape and dtype; source lines and mesh are no part."""
+        return hashlib.sha256("\n".join((fingerprint(self.jaxpr), *self._about)).encode()).hexdigest()[:32]
+
+    def is_digest(self, digest: str) -> bool:
+        """Whether a plan file's digest is this program's, as it is made today or as autoshard 0.1.0 made it."""
+        return digest == self.digest or digest in self.former_digests
+
+    @cached_property
+    def _about(self) -> tuple[str, str]:
         avals = ";".join(f"{a.dtype}{list(a.shape)}" for a in self.in_avals)
-        paths = ";".join(self.in_paths) + ">" + ";".join(self.out_paths)
+        return avals, ";".join(self.in_paths) + ">" + ";".join(self.out_paths)
+
+    @cached_property
+    def former_digests(self) -> frozenset[str]:
+        """What autoshard 0.1.0 made of it: JAX's own text, with or without colours, and the outer constants."""
+        texts = [_jax.former_text(self.jaxpr, color=color) for color in (False, True)]
         consts = b"".join(np.asarray(c).tobytes() for c in _jax.array_consts(self.jaxpr))
-        return hashlib.sha256("\n".join((text, avals, paths)).encode() + consts).hexdigest()[:32]
+        return frozenset(
+            hashlib.sha256("\n".join((text, *self._about)).encode() + consts).hexdigest()[:32] for text in texts
+        )
 
 
 def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -97,8 +112,3 @@ def _with_own_mesh(fn: Callable[..., Any], avals: Sequence[Any], refusal: ValueE
         ) from refusal
     with _jax.cudnn_if_missing(), _jax.auto_mesh((), ()):
         return jax.make_jaxpr(fn, return_shape=True)(*avals)
-
-
-def digest(traced: Traced) -> str:
-    """The hash of a traced program."""
-    return traced.digest
