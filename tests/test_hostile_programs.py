@@ -1,0 +1,57 @@
+"""A thousand hostile programs are right, or refused for a reason that is known; and the generator is what it says.
+
+More of them: `python -m benchmarks.hostile_programs`.
+"""
+
+import collections
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.hostile_programs import GROUP as ASKED_AT_ONCE
+from tests.hostile_oracle import FOREIGN, REFUSED, ROUNDED, VOID, WRONG, alike, judge, primitives
+from tests.hostile_programs import GROUP, MODES, Program, setting_of
+
+FIRST = 500_000  # seeds that nothing was mended on
+PROGRAMS = 1000
+PER_TEST = 50
+
+
+@pytest.mark.parametrize("first", range(FIRST, FIRST + PROGRAMS, PER_TEST))
+def test_hostile_programs_are_right(first: int) -> None:
+    verdicts = judge(range(first, first + PER_TEST))
+    bad = [f"{v.seed} ({v.setting}) {v.kind}: {v.why}" for v in verdicts if v.kind in (WRONG, FOREIGN)]
+    assert not bad, "\n".join(bad)
+    refused = [v for v in verdicts if v.kind in (REFUSED, ROUNDED, VOID)]
+    assert len(refused) <= PER_TEST // 10, refused
+
+
+def test_a_program_is_its_seed() -> None:
+    for seed in range(0, 40 * GROUP, GROUP):
+        one, other = Program(seed), Program(seed)
+        assert all(np.array_equal(a, b) for a, b in zip(one.arguments, other.arguments, strict=True))
+        assert str(jax.make_jaxpr(one)(one.arguments)) == str(jax.make_jaxpr(other)(other.arguments))
+
+
+def test_programs_have_many_primitives_and_every_mode() -> None:
+    found: collections.Counter[str] = collections.Counter()
+    for seed in range(300):
+        found.update(primitives(Program(seed)))
+    assert len(found) >= 100, sorted(found)
+    assert {setting_of(seed).mode for seed in range(0, 100 * GROUP, GROUP)} == set(MODES)
+
+
+def test_what_is_asked_at_once_is_a_group() -> None:
+    assert ASKED_AT_ONCE == GROUP
+
+
+def test_a_difference_of_one_is_not_alike_where_sums_are_exact() -> None:
+    want = np.arange(8, dtype=np.float32) * 1e6
+    got = want.copy()
+    got[-1] += 1
+    assert alike(want, want, exact=True)
+    assert not alike(got, want, exact=True)
+    assert alike(got, want, exact=False)
+    got[0] = np.nan
+    assert not alike(got, want, exact=False)
