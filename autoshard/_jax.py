@@ -12,8 +12,10 @@ from functools import cache
 from typing import Any
 
 import jax
-from jax._src import config, distributed, linear_util, source_info_util
+from jax._src import config, core, distributed, linear_util, source_info_util, tree_util
 from jax._src.cudnn import fused_attention_stablehlo as fused
+from jax._src.interpreters import partial_eval
+from jax._src.lib import jax_jit
 from jax._src.mesh import get_concrete_mesh, thread_resources
 from jax.core import Tracer
 from jax.extend import core as jex_core
@@ -106,6 +108,70 @@ def function_name(jaxpr: Any) -> str:
 def abstract_of(leaf: Any) -> Any:
     """The abstract value (shape, dtype, weak type) of an array or Python scalar."""
     return jax.typeof(leaf)
+
+
+def shaped(leaf: Any) -> Any:
+    """The abstract value as which `jax.jit` takes a leaf of its arguments (a ShapeDtypeStruct, too).
+
+    Raises:
+      TypeError: it is no array.
+      OverflowError: a Python number that fits in no dtype.
+    """
+    return core.shaped_abstractify(leaf)
+
+
+def parsed_call(
+    args: Sequence[Any], kwargs: dict[str, Any], static_argnums: tuple[int, ...], static_argnames: tuple[str, ...]
+) -> tuple[Any, list[Any]]:
+    """What `jax.jit` tells calls apart by (beside abstract values and context), and the dynamic leaves.
+
+    The first knows pytrees, names of keywords in any order, and statics by type and equality. The
+    leaves of keyword arguments follow those of the positional ones, sorted by name.
+    """
+    return jax_jit.parse_arguments(
+        args, tuple(kwargs.values()), tuple(kwargs), static_argnums, static_argnames, tree_util.tracing_registry
+    )
+
+
+trace_context = config.trace_context  # () → all settings that a trace depends on, hashable
+
+Array = type(jax.numpy.zeros((), "bool"))  # of every concrete array; tracers are no instances
+
+
+def under_jit() -> bool:
+    """Whether what is done now is traced into a program, and not done at once (as under `jax.grad` alone)."""
+    return core.unsafe_am_i_under_a_jit()
+
+
+def per_device() -> bool:
+    """Whether each device runs a program of its own now (in `shard_map`, in `pmap`): there is nothing left to split."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def used_inputs(closed: Any) -> frozenset[int]:
+    """The inputs that a program's results or effects depend on; the others are no arguments of what is compiled."""
+    jaxpr = open_jaxpr(closed)
+    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return frozenset(i for i, needed in enumerate(used) if needed)
+
+
+def hoisted(closed: Any) -> tuple[Any, list[Any]]:
+    """A closed jaxpr with those of its constants that are tracers as further inputs, and these tracers."""
+    jaxpr, consts = open_jaxpr(closed), consts_of(closed)
+    traced = [i for i, const in enumerate(consts) if is_tracer(const)]
+    if not traced:
+        return closed, []
+    rest = [i for i in range(len(consts)) if i not in traced]
+    info = getattr(jaxpr, "debug_info", None)
+    names = getattr(info, "arg_names", None)
+    if names is not None:
+        info = info._replace(arg_names=(*names, *("" for _ in traced)))
+    jaxpr = jaxpr.replace(
+        constvars=[jaxpr.constvars[i] for i in rest],
+        invars=[*jaxpr.invars, *(jaxpr.constvars[i] for i in traced)],
+        **({} if info is None else {"debug_info": info}),
+    )
+    return jex_core.ClosedJaxpr(jaxpr, [consts[i] for i in rest]), [consts[i] for i in traced]
 
 
 def auto_mesh(names: tuple[str, ...], sizes: tuple[int, ...]) -> Any:

@@ -31,6 +31,10 @@ class SpecError(AutoshardError, ValueError):
     """A pin or a PartitionSpec names what does not exist, or cannot be kept."""
 
 
+class ArgumentError(AutoshardError, TypeError):
+    """A call gives what cannot be taken: an argument that is no array, an option that does not exist."""
+
+
 class TargetError(AutoshardError, ValueError):
     """What a command is to plan cannot be found, or is no builder of a function and its arguments."""
 

@@ -6,17 +6,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
-from autoshard import _jax, apply, meshes
+from autoshard import _jax
 from autoshard import binding as bindings
 from autoshard import trace as traces
 from autoshard.api import Options, find, peers, pose
-from autoshard.errors import InfeasibleError, MeshError, PlanMismatchError
-from autoshard.plans import Plan, in_auto_mode
+from autoshard.dispatch import Entry
+from autoshard.errors import ArgumentError, InfeasibleError, SpecError
+from autoshard.plans import Plan
 from autoshard.store import Lock
 from autoshard.tables import bytes_text
 
@@ -57,17 +58,71 @@ class JitFunction:
         self._fn = fn
         self._options = options
         self._strict, self._move = strict, move
-        self._compiled: dict[Any, tuple[Plan, Any]] = {}
+        roles = bindings.roles(
+            fn,
+            static_argnums=options.static_argnums,
+            static_argnames=options.static_argnames,
+            donate_argnums=options.donate_argnums,
+            donate_argnames=options.donate_argnames,
+        )
+        self._roles = roles
+        self._static = roles.static_argnums, roles.static_argnames
+        # As `jax.jit` itself: for shapes alone, and where every device runs a program of its own.
+        self._plain = jax.jit(fn, static_argnums=roles.static_argnums, static_argnames=roles.static_argnames)
+        self._entries: dict[Any, Entry] = {}
+        self._last: Entry | None = None
         self._first: dict[Any, Plan] = {}  # mesh in context → the plan whose layouts later ones keep
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Bound as a method, as functions are."""
+        return self if instance is None else MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<autoshard.jit of {self._fn!r}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        signature, leaves = _jax.parsed_call(args, kwargs, *self._static)
+        last = self._last
+        if (
+            last is not None
+            and last.context == _jax.trace_context()
+            and last.mesh == _jax.context_mesh()
+            and last.signature == signature
+            and last.takes(leaves)
+        ):
+            return last.run(leaves)
+        if _jax.per_device():
+            return self._plain(*args, **kwargs)
+        entry = self._entry(args, kwargs, signature, leaves)
+        if entry.captures or any(map(_jax.is_tracer, leaves)):
+            return entry.in_place(leaves)
+        self._last = entry
+        return entry.place_and_run(leaves)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or ShapeDtypeStructs); planned once per shapes."""
-        return self._entry(args, kwargs)[0]
+        return self._entry(args, kwargs, *_jax.parsed_call(args, kwargs, *self._static)).plan
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(fn).lower`, with the plan's layouts."""
-        entry, bound = self._entry(args, kwargs)[1], self._bind(args, kwargs)
-        return entry.lower(*bound.values)
+        return self.trace(*args, **kwargs).lower()
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """As `jax.jit(fn).trace`, with the plan's layouts."""
+        bound = self._bind(args, kwargs)
+        jitted, positional, named = self.plan(*args, **kwargs).named_jit(bound.keywords)
+        return jitted.trace(*positional, **named)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """As `jax.jit(fn).eval_shape`; nothing is planned."""
+        return self._plain.eval_shape(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """Forgets every plan, and the layouts that later ones would have kept."""
+        self._entries.clear()
+        self._first.clear()
+        self._last = None
+        self._plain.clear_cache()
 
     def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bindings.Binding:
         o = self._options
@@ -81,18 +136,40 @@ class JitFunction:
             donate_argnames=o.donate_argnames,
         )
 
-    def _entry(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Plan, Any]:
-        bound = self._bind(args, kwargs)
-        leaves, tree = jax.tree.flatten(bound.values)
-        avals = tuple((a.shape, a.dtype, a.weak_type) for a in map(traces.abstract, leaves))
-        mesh = _jax.context_mesh()
-        key = (tree, avals, bound.statics, mesh)
-        if key not in self._compiled:
-            made = self._planned(args, kwargs, self._first.get(mesh))
-            log.info("planned %s: %s", made.record.name, made)
+    def _entry(self, args: Sequence[Any], kwargs: Mapping[str, Any], signature: Any, leaves: Sequence[Any]) -> Entry:
+        try:
+            hash(signature)
+        except (TypeError, ValueError) as error:
+            raise SpecError(f"{self.__name__}: a static argument has to be hashable: {error}") from error
+        mesh, context = _jax.context_mesh(), _jax.trace_context()
+        key = (signature, self._avals(args, kwargs, leaves), context, mesh)
+        entry = self._entries.get(key)
+        if entry is not None:
+            return entry
+        made = self._planned(args, kwargs, self._first.get(mesh))
+        log.info("planned %s: %s", made.record.name, made)
+        entry = Entry(made, (signature, context, mesh), strict=self._strict)
+        if not entry.captures:  # tracers that are closed over live no longer than their trace
             self._first.setdefault(mesh, made)
-            self._compiled[key] = (made, _LazyJit(made))
-        return self._compiled[key]
+            self._entries[key] = entry
+        return entry
+
+    def _avals(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """What `jax.jit` distinguishes of the leaves' values."""
+        avals: list[Any] = []
+        try:
+            for leaf in leaves:
+                aval = _jax.shaped(leaf)
+                avals.append((aval.shape, aval.dtype, aval.weak_type))
+        except TypeError as error:
+            bound = self._bind(args, kwargs)
+            path = traces.leaf_paths(bound.values, bound.names)[0][len(avals)]
+            leaf = leaves[len(avals)]
+            raise ArgumentError(
+                f"{self.__name__}: the argument {path} is no array: {leaf!r} ({type(leaf).__name__}); if the program "
+                f"depends on its value, mark it static: static_argnames={path.split('.')[0].split('[')[0]!r}"
+            ) from error
+        return tuple(avals)
 
     def _planned(self, args: Sequence[Any], kwargs: Mapping[str, Any], first: Plan | None) -> Plan:
         def planned(options: Options) -> Plan:
@@ -124,16 +201,6 @@ class JitFunction:
             limit_bytes=error.limit_bytes,
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        made, jitted = self._entry(args, kwargs)
-        bound = self._bind(args, kwargs)
-        flat, tree = jax.tree.flatten(bound.values)
-        if any(_jax.is_tracer(leaf) for leaf in flat):
-            return made_in_place(made, flat)
-        placed = place_arguments(made, flat, strict=self._strict)
-        outputs = jitted(*jax.tree.unflatten(tree, placed))
-        return on_caller_mesh(made, outputs)
-
 
 def moves(first: Plan, second: Plan) -> str:
     """What has to move between the calls of two plans, in words."""
@@ -147,83 +214,3 @@ def moves(first: Plan, second: Plan) -> str:
     one = changed[0]
     text = f"{one.path}: {before[one.path, one.shape, one.dtype]} → {one.spec}{', …' if len(changed) > 1 else ''}"
     return f"{len(changed)} arguments ({bytes_text(count)}) move between these shapes and the first: {text}"
-
-
-class _LazyJit:
-    """A plan's jitted function, made when first needed (planning needs no devices; running does)."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._jitted: Any = None
-
-    @property
-    def jitted(self) -> Any:
-        if self._jitted is None:
-            self._jitted = self._plan.jit()
-        return self._jitted
-
-    def __call__(self, *args: Any) -> Any:
-        return self.jitted(*args)
-
-    def lower(self, *args: Any) -> Any:
-        return self.jitted.lower(*args)
-
-
-def made_in_place(made: Plan, flat: Sequence[Any]) -> Any:
-    """The planned program on tracers: constraints on inputs, values and outputs, no `jit` of its own.
-
-    Shapes can be evaluated, and programs lowered, for more devices than there are.
-    """
-    mesh: Any
-    try:
-        mesh = made.mesh()
-    except MeshError:
-        mesh = meshes.abstract(made.record.mesh)
-    traced = made.traced
-    assert traced is not None  # plans of a JitFunction are fresh
-
-    def emitted(*flat: Any) -> list[Any]:
-        inputs = [
-            jax.lax.with_sharding_constraint(x, NamedSharding(mesh, leaf.spec)) if leaf.shape else x
-            for x, leaf in zip(flat, made.record.inputs, strict=True)
-        ]
-        return apply.constrained(traced.jaxpr, made.record.pins, mesh, inputs)
-
-    return jax.tree.unflatten(traced.out_tree, in_auto_mode(emitted, made.record.outputs)(*flat))
-
-
-def place_arguments(made: Plan, flat: Sequence[Any], *, strict: bool) -> list[Any]:
-    """Each leaf in its planned sharding; what had to move is logged, or raises if `strict`."""
-    mesh = made.mesh()
-    placed: list[Any] = []
-    moved: list[str] = []
-    moved_bytes = 0
-    for leaf, x in zip(made.record.inputs, flat, strict=True):
-        target = NamedSharding(mesh, leaf.spec)
-        have = getattr(x, "sharding", None)
-        if have is not None and have.is_equivalent_to(target, len(leaf.shape)):
-            placed.append(x if have == target else jax.device_put(x, target))
-            continue
-        if have is not None and getattr(x, "committed", False) and leaf.shape:
-            moved.append(f"{leaf.path}: {_spec_text(have)} → {leaf.spec}")
-            moved_bytes += x.nbytes
-        placed.append(jax.device_put(x, target))
-    if moved:
-        what = f"{len(moved)} arguments ({moved_bytes / 1e6:.3g} MB) arrive in another sharding: {'; '.join(moved[:4])}"
-        what += " …" if len(moved) > 4 else ""
-        if strict:
-            raise PlanMismatchError(f"{made.record.name}: {what}; place them with plan.put, or drop strict=True")
-        log.info("%s: %s; placed", made.record.name, what)
-    return placed
-
-
-def _spec_text(sharding: Any) -> str:
-    return str(getattr(sharding, "spec", sharding))
-
-
-def on_caller_mesh(made: Plan, outputs: Any) -> Any:
-    """Outputs as arrays on the caller's own mesh object (Explicit axes): nothing is copied."""
-    own = made.own_mesh
-    if own is None or own == made.mesh():
-        return outputs
-    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(own, x.sharding.spec)), outputs)

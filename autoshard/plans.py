@@ -182,27 +182,61 @@ class Plan:
     def _jitted(self, traced: Traced, mesh: Any) -> Any:
         arguments = max(traced.argument_of, default=-1) + 1
         record = self.record
+        in_specs = jax.tree.unflatten(traced.in_tree, [NamedSharding(mesh, leaf.spec) for leaf in record.inputs])
+        donated = {traced.argument_of[i] for i in record.donated}
+        return self._jit(
+            traced,
+            mesh,
+            in_shardings=in_specs,
+            donate_argnums=tuple(i for i in range(arguments) if i in donated),
+        )
 
-        def run(*args: Any) -> Any:
+    def _jit(self, traced: Traced, mesh: Any, *, compiler_options: Mapping[str, Any] | None = None, **how: Any) -> Any:
+        """The emitted program under `jax.jit`, of arguments with the plan's leaves in any pytrees."""
+        record = self.record
+
+        def run(*args: Any, **kwargs: Any) -> Any:
 
             def emitted(*flat: Any) -> list[Any]:
                 return apply.constrained(traced.jaxpr, record.pins, mesh, flat)
 
-            outputs = in_auto_mode(emitted, record.outputs)(*jax.tree.leaves(args))
+            outputs = in_auto_mode(emitted, record.outputs)(*jax.tree.leaves((args, kwargs)))
             return jax.tree.unflatten(traced.out_tree, outputs)
 
         run.__name__ = record.name
-        in_specs = jax.tree.unflatten(traced.in_tree, [NamedSharding(mesh, leaf.spec) for leaf in record.inputs])
         out_specs = jax.tree.unflatten(traced.out_tree, [NamedSharding(mesh, leaf.spec) for leaf in record.outputs])
-        donated = {traced.argument_of[i] for i in record.donated}
-        options = dict(record.compiler_options) if _runs_on(mesh, record.hardware) else None
-        return jax.jit(
-            run,
-            in_shardings=in_specs,
-            out_shardings=out_specs,
-            donate_argnums=tuple(i for i in range(arguments) if i in donated),
-            compiler_options=options or None,
+        options = {**(record.compiler_options if _runs_on(mesh, record.hardware) else {}), **(compiler_options or {})}
+        return jax.jit(run, out_shardings=out_specs, compiler_options=options or None, **how)
+
+    def flat_jit(self, *, donate: Sequence[int], **how: Any) -> Any:
+        """As `jit`, of the flat leaves; `donate` are their positions, the rest are options of `jax.jit`."""
+        assert self._traced is not None
+        mesh = self.mesh()
+        flat = tuple(NamedSharding(mesh, leaf.spec) for leaf in self.record.inputs)
+        return self._jit(self._traced, mesh, in_shardings=flat, donate_argnums=tuple(donate), **how)
+
+    def named_jit(self, names: Sequence[str], **how: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """As `jit`, with the last arguments by keyword, and the arguments to lower it for, which carry the layouts.
+
+        `jax.jit` takes no `in_shardings` for keyword arguments.
+        """
+        traced, mesh = self._traced, self.mesh()
+        assert traced is not None
+        avals = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type, sharding=NamedSharding(mesh, leaf.spec))
+            for a, leaf in zip(traced.in_avals, self.record.inputs, strict=True)
+        ]
+        arguments = jax.tree.unflatten(traced.in_tree, avals)
+        count = len(arguments) - len(names)
+        donated = {traced.argument_of[i] for i in self.record.donated}
+        jitted = self._jit(
+            traced,
+            mesh,
+            donate_argnums=tuple(i for i in range(count) if i in donated),
+            donate_argnames=tuple(name for i, name in enumerate(names, count) if i in donated),
+            **how,
         )
+        return jitted, arguments[:count], dict(zip(names, arguments[count:], strict=True))
 
     def bind(self, fn: Callable[..., Any], *args: Any) -> "Plan":
         """A loaded plan with its function: checks shapes, paths and the program's digest."""

@@ -31,6 +31,7 @@ class Traced:
     in_avals: tuple[jax.ShapeDtypeStruct, ...]
     out_avals: tuple[jax.ShapeDtypeStruct, ...]
     argument_of: tuple[int, ...]  # position of each leaf's argument
+    captured: tuple[Any, ...] = ()  # tracers that the function closes over: the last inputs, alive as long as their trace
 
     @cached_property
     def digest(self) -> str:
@@ -58,10 +59,19 @@ class Traced:
 
 def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype alone: no sharding (so Explicit meshes do not leak into the trace)."""
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
-    aval = _jax.abstract_of(leaf)
+    aval = _jax.shaped(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def leaf_paths(values: Sequence[Any], names: Sequence[str]) -> tuple[list[str], list[int]]:
+    """The path of every leaf of named pytrees, and the position of its tree."""
+    paths: list[str] = []
+    positions: list[int] = []
+    for position, (name, value) in enumerate(zip(names, values, strict=True)):
+        for path, _ in jax.tree_util.tree_leaves_with_path(value):
+            paths.append(name + jax.tree_util.keystr(path))
+            positions.append(position)
+    return paths, positions
 
 
 def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mesh: MeshAxes | None = None) -> Traced:
@@ -81,13 +91,11 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mes
         if "mesh passed to shard_map" not in str(error):
             raise
         closed, out_shape = _with_own_mesh(fn, avals, error)
+    closed, captured = _jax.hoisted(closed)
+    avals = (*avals, *map(abstract, captured))
+    names = (*names, *(f"closed over {i}" for i in range(len(captured))))
     leaves, in_tree = jax.tree.flatten(avals)
-    in_paths: list[str] = []
-    argument_of: list[int] = []
-    for position, (name, aval) in enumerate(zip(names, avals, strict=True)):
-        for path, _ in jax.tree_util.tree_leaves_with_path(aval):
-            in_paths.append(name + jax.tree_util.keystr(path))
-            argument_of.append(position)
+    in_paths, argument_of = leaf_paths(avals, names)
     out_leaves, out_tree = jax.tree.flatten(out_shape)
     out_paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out_shape)]
     return Traced(
@@ -99,6 +107,7 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mes
         in_avals=tuple(leaves),
         out_avals=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out_leaves),
         argument_of=tuple(argument_of),
+        captured=tuple(captured),
     )
 
 

@@ -138,8 +138,8 @@ class Trials:
             fn,
             args,
             {},
-            donate_argnums=[d for d in task.donate or () if isinstance(d, int)],
-            donate_argnames=[d for d in task.donate or () if isinstance(d, str)],
+            donate_argnums=[d for d in task.donate or () if isinstance(d, int)] or None,
+            donate_argnames=[d for d in task.donate or () if isinstance(d, str)] or None,
         )
         traced = traces.trace(bound.fn, bound.values, bound.names, MeshAxes.of(candidate.shape))
         if task.donate is None:

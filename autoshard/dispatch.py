@@ -1,0 +1,230 @@
+"""Dispatch: one planned signature of a decorated function, called on flat leaves.
+
+Leaves that lie as planned go straight to the compiled function. Others are placed, and it
+is said what moved. Donated buffers are gone afterwards wherever `jax.jit` would have taken them.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard import _jax, apply, meshes
+from autoshard.errors import MeshError, PlanMismatchError
+from autoshard.plans import Plan, in_auto_mode
+from autoshard.tables import bytes_text
+
+log = logging.getLogger("autoshard")
+
+
+class Entry:
+    """A plan, and how a call with its abstract values runs.
+
+    `signature`, `context` and `mesh` are what it was planned under.
+    """
+
+    __slots__ = ("_compiled", "_options", "_strict", "_warned", "context", "mesh", "plan", "signature")
+
+    def __init__(
+        self, plan: Plan, key: tuple[Any, Any, Any], *, strict: bool, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self.plan = plan
+        self.signature, self.context, self.mesh = key
+        self._strict, self._options = strict, options or {}
+        self._compiled: _Compiled | None = None  # planning needs no devices; running does
+        self._warned = False
+
+    @property
+    def captures(self) -> bool:
+        """Whether the function closes over tracers, so that the entry serves one trace alone."""
+        return bool(self.plan.traced is not None and self.plan.traced.captured)
+
+    def takes(self, leaves: Sequence[Any]) -> bool:
+        """Whether these leaves, of the entry's pytrees, are of its abstract values and lie as planned."""
+        compiled = self._compiled
+        return compiled is not None and compiled.takes(leaves)
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        """The outputs for leaves that the entry `takes`."""
+        assert self._compiled is not None
+        return self._compiled(leaves, leaves)
+
+    def place_and_run(self, leaves: Sequence[Any]) -> Any:
+        """The outputs for leaves of the entry's abstract values, which lie anywhere."""
+        compiled = self._compiled = self._compiled or _Compiled(self.plan, self._options)
+        if compiled.takes(leaves):
+            return compiled(leaves, leaves)
+        return compiled(leaves, self._placed(leaves, compiled))
+
+    def _placed(self, leaves: Sequence[Any], compiled: "_Compiled") -> list[Any]:
+        """Each array in its planned sharding; what had to move is told, or raises if `strict`."""
+        placed: list[Any] = []
+        moved: list[str] = []
+        moved_bytes = 0
+        spread = False  # over several devices: in the layout of another plan
+        for leaf, x, target in zip(self.plan.record.inputs, leaves, compiled.shardings, strict=True):
+            have = x.sharding if isinstance(x, jax.Array) else None
+            if have is None or have == target or not x.committed:
+                placed.append(x)
+                continue
+            same = have.is_equivalent_to(target, x.ndim)
+            if not same and leaf.shape:
+                moved.append(f"{leaf.path}: {getattr(have, 'spec', have)} → {leaf.spec}")
+                moved_bytes += x.nbytes
+                spread = spread or len(have.device_set) > 1
+            placed.append((x, target))
+        if moved:
+            self._tell(moved, moved_bytes, spread=spread)
+        for i in compiled.donated:
+            if isinstance(placed[i], tuple) and sum(x is leaves[i] for x in leaves) > 1:
+                path = self.plan.record.inputs[i].path
+                raise PlanMismatchError(f"{self.plan.record.name}: {path} is donated, and given a second time")
+        return [jax.device_put(*x) if isinstance(x, tuple) else x for x in placed]
+
+    def _tell(self, moved: Sequence[str], moved_bytes: int, *, spread: bool) -> None:
+        name = self.plan.record.name
+        what = f"{len(moved)} arguments ({bytes_text(moved_bytes)}) arrive in another sharding: {'; '.join(moved[:4])}"
+        what += " …" if len(moved) > 4 else ""
+        if self._strict:
+            raise PlanMismatchError(f"{name}: {what}; place them with plan.put, or drop strict=True")
+        if spread and not self._warned:
+            self._warned = True
+            log.warning(
+                "%s: %s; they are moved at every such call. To keep them where they lie: like= the plan that laid them "
+                "out, or in_shardings=; else place them once with plan.put",
+                name,
+                what,
+            )
+        else:
+            log.info("%s: %s; placed", name, what)
+
+    def in_place(self, leaves: Sequence[Any]) -> Any:
+        """The planned program on tracers: constraints on inputs, values and outputs, staged into what is traced.
+
+        Shapes can be evaluated, and programs lowered, for more devices than there are. Where nothing is staged (under
+        `jax.grad` alone), the program is compiled as one.
+        """
+        plan = self.plan
+        traced, record = plan.traced, plan.record
+        assert traced is not None  # plans of a decorated function are fresh
+        mesh: Any
+        try:
+            mesh = plan.mesh()
+        except MeshError:
+            mesh = meshes.abstract(record.mesh)
+
+        def emitted(*flat: Any) -> list[Any]:
+            inputs = [
+                jax.lax.with_sharding_constraint(x, NamedSharding(mesh, leaf.spec)) if leaf.shape else x
+                for x, leaf in zip(flat, record.inputs, strict=True)
+            ]
+            return apply.constrained(traced.jaxpr, record.pins, mesh, inputs)
+
+        emitted.__name__ = record.name
+        flat = [*leaves, *traced.captured]
+        run = in_auto_mode(emitted, record.outputs)
+        if not _jax.under_jit():
+            whole = NamedSharding(mesh, PartitionSpec())
+            flat = [jax.device_put(x, whole) for x in flat]
+            run = jax.jit(run)
+        return jax.tree.unflatten(traced.out_tree, run(*flat))
+
+
+class _Compiled:
+    """A plan's function of flat leaves, jitted on its devices."""
+
+    __slots__ = ("_avals", "_consumed", "_jitted", "_own", "donated", "shardings")
+
+    def __init__(self, plan: Plan, options: Mapping[str, Any]) -> None:
+        traced, record, mesh = plan.traced, plan.record, plan.mesh()
+        assert traced is not None
+        specs = {leaf.spec: NamedSharding(mesh, leaf.spec) for leaf in (*record.inputs, *record.outputs)}
+        self.shardings = tuple(specs[leaf.spec] for leaf in record.inputs)
+        self._avals = tuple((a.shape, a.dtype, a.weak_type) for a in traced.in_avals)
+        own = plan.own_mesh
+        self._own = None if own is None or own == mesh else own
+        self.donated = tuple(record.donated)
+        self._consumed, given = consumed(plan)
+        self._jitted = plan.flat_jit(donate=given, **options)
+
+    def takes(self, leaves: Sequence[Any]) -> bool:
+        """As of the entry; what is committed to no device is the compiled function's to place."""
+        for x, (shape, dtype, weak), want in zip(leaves, self._avals, self.shardings, strict=True):
+            if type(x) is not _jax.Array:
+                if _jax.is_tracer(x):
+                    return False
+                aval = _jax.shaped(x)
+                if aval.shape != shape or aval.dtype != dtype or aval.weak_type != weak:
+                    return False
+                if isinstance(x, jax.Array):  # an array of keys
+                    have = x.sharding
+                    if have != want:
+                        return False
+                continue
+            if x.dtype != dtype or x.shape != shape or x.weak_type != weak:
+                return False
+            have = x.sharding
+            if have is not want and have != want and x.committed:
+                return False
+        return True
+
+    def __call__(self, leaves: Sequence[Any], placed: Sequence[Any]) -> Any:
+        """The outputs; `leaves` are the caller's, whose buffers go where donated."""
+        outputs = self._jitted(*placed)
+        for i in self._consumed:
+            x = leaves[i]
+            if isinstance(x, jax.Array) and not x.is_deleted():
+                x.delete()
+        own = self._own
+        if own is None:
+            return outputs
+        # As arrays on the caller's own mesh object (Explicit axes): nothing is copied.
+        return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(own, x.sharding.spec)), outputs)
+
+
+def consumed(plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The donated leaves whose buffers `jax.jit` would take for outputs, and those to donate to the compiler.
+
+    `jax.jit` takes a buffer for an output of its shape and dtype, or else of its size, on one device. The compiler can
+    do so if their parts on a device are of one size, too; where they are not, the buffer is only given up.
+    """
+    traced, record = plan.traced, plan.record
+    assert traced is not None
+    used = _jax.used_inputs(traced.jaxpr)
+    alike: Counter[Any] = Counter()
+    sized: Counter[int] = Counter()
+    parts: Counter[tuple[int, int]] = Counter()
+
+    def size(leaf: Any) -> tuple[int, int]:
+        whole = prod(leaf.shape) * _jax.itemsize_of(leaf.dtype)
+        split = prod(record.mesh.shape[axis] for axis in _axes(leaf.spec))
+        return whole, whole // split
+
+    for leaf in record.outputs:
+        alike[leaf.shape, leaf.dtype] += 1
+        sized[size(leaf)[0]] += 1
+        parts[size(leaf)] += 1
+    taken: set[int] = set()
+    given: set[int] = set(record.donated)
+    for same in (True, False):
+        for i in record.donated:
+            leaf = record.inputs[i]
+            whole, part = size(leaf)
+            if i in taken or i not in used or not sized[whole] or (same and not alike[leaf.shape, leaf.dtype]):
+                continue
+            taken.add(i)
+            alike[leaf.shape, leaf.dtype] -= same
+            sized[whole] -= 1
+            if parts[whole, part] > 0:
+                parts[whole, part] -= 1
+            else:
+                given.discard(i)
+    return tuple(sorted(taken)), tuple(sorted(given))
+
+
+def _axes(spec: PartitionSpec) -> list[str]:
+    return [axis for dim in spec for axis in ((dim,) if isinstance(dim, str) else dim or ())]
