@@ -162,7 +162,7 @@ def hoisted(closed: Any) -> tuple[Any, list[Any]]:
     if not traced:
         return closed, []
     rest = [i for i in range(len(consts)) if i not in traced]
-    info = getattr(jaxpr, "debug_info", None)
+    info: Any = getattr(jaxpr, "debug_info", None)
     names = getattr(info, "arg_names", None)
     if names is not None:
         info = info._replace(arg_names=(*names, *("" for _ in traced)))

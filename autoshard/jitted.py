@@ -56,6 +56,7 @@ class JitFunction:
     def __init__(self, fn: Callable[..., Any], options: Options, *, strict: bool, move: bool) -> None:
         functools.update_wrapper(self, fn)
         self._fn = fn
+        self._name = str(getattr(fn, "__name__", type(fn).__name__))
         self._options = options
         self._strict, self._move = strict, move
         roles = bindings.roles(
@@ -68,7 +69,7 @@ class JitFunction:
         self._roles = roles
         self._static = roles.static_argnums, roles.static_argnames
         # As `jax.jit` itself: for shapes alone, and where every device runs a program of its own.
-        self._plain = jax.jit(fn, static_argnums=roles.static_argnums, static_argnames=roles.static_argnames)
+        self._plain: Any = jax.jit(fn, static_argnums=roles.static_argnums, static_argnames=roles.static_argnames)
         self._entries: dict[Any, Entry] = {}
         self._last: Entry | None = None
         self._first: dict[Any, Plan] = {}  # mesh in context → the plan whose layouts later ones keep
@@ -140,7 +141,7 @@ class JitFunction:
         try:
             hash(signature)
         except (TypeError, ValueError) as error:
-            raise SpecError(f"{self.__name__}: a static argument has to be hashable: {error}") from error
+            raise SpecError(f"{self._name}: a static argument has to be hashable: {error}") from error
         mesh, context = _jax.context_mesh(), _jax.trace_context()
         key = (signature, self._avals(args, kwargs, leaves), context, mesh)
         entry = self._entries.get(key)
@@ -166,7 +167,7 @@ class JitFunction:
             path = traces.leaf_paths(bound.values, bound.names)[0][len(avals)]
             leaf = leaves[len(avals)]
             raise ArgumentError(
-                f"{self.__name__}: the argument {path} is no array: {leaf!r} ({type(leaf).__name__}); if the program "
+                f"{self._name}: the argument {path} is no array: {leaf!r} ({type(leaf).__name__}); if the program "
                 f"depends on its value, mark it static: static_argnames={path.split('.')[0].split('[')[0]!r}"
             ) from error
         return tuple(avals)

@@ -31,7 +31,7 @@ class Traced:
     in_avals: tuple[jax.ShapeDtypeStruct, ...]
     out_avals: tuple[jax.ShapeDtypeStruct, ...]
     argument_of: tuple[int, ...]  # position of each leaf's argument
-    captured: tuple[Any, ...] = ()  # tracers that the function closes over: the last inputs, alive as long as their trace
+    captured: tuple[Any, ...] = ()  # tracers that the function closes over: its last inputs, in their trace
 
     @cached_property
     def digest(self) -> str:

@@ -1,6 +1,6 @@
 """Random calls of decorated functions beside `jax.jit`: equal results, errors and deleted buffers.
 
-    python -m benchmarks.decorated_calls --calls 5000
+python -m benchmarks.decorated_calls --calls 5000
 """
 
 import argparse
@@ -32,9 +32,7 @@ def main() -> None:
     rows: dict[str, Counter[str]] = {}
     for one in seen:
         row = rows.setdefault(one.way, Counter())
-        row.update(
-            {"calls": 1, "planned": one.planned, "raised in jax.jit": one.raised, "differ": bool(one.differ)}
-        )
+        row.update({"calls": 1, "planned": one.planned, "raised in jax.jit": one.raised, "differ": bool(one.differ)})
     print(f"{'':8}{'calls':>8}{'planned':>9}{'raised in jax.jit':>19}{'differ':>8}")
     for way, row in sorted(rows.items()):
         print(f"{way:8}{row['calls']:8}{row['planned']:9}{row['raised in jax.jit']:19}{row['differ']:8}")

@@ -5,15 +5,13 @@ from a small pool, so that old keys come back. Everything follows from the seed.
 """
 
 import contextlib
-import copy
 import dataclasses
 import random
 import warnings
 import zlib
-from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +21,13 @@ import autoshard
 from autoshard import binding
 
 MESH = {"a": 2}
-Pair = namedtuple("Pair", "left right")  # noqa: PYI024  as users write it
+
+
+class Pair(NamedTuple):
+    """A pytree of two."""
+
+    left: Any
+    right: Any
 
 
 @jax.tree_util.register_dataclass
@@ -77,7 +81,7 @@ def leaf_tag(value: Any) -> int:
 
 # --- Functions -------------------------------------------------------------------------
 
-NAMES = ("x", "y", "z", "params", "batch", "mode", "n", "scale", "config", "rest", "more")
+NAMES: tuple[str, ...] = ("x", "y", "z", "params", "batch", "mode", "n", "scale", "config", "rest", "more")
 
 
 @dataclasses.dataclass
@@ -128,7 +132,7 @@ def written(rng: random.Random) -> Written:
     text += "{" + ", ".join(f"'{n}': {n}" for n in (*names, *(["rest"] if rest else []), *(["more"] if more else [])))
     text += "}, statics, kept)"
     scope: dict[str, Any] = {"body": body, "statics": statics, "kept": kept, "Config": Config}
-    exec(text, scope)  # noqa: S102  signatures are what is tried here
+    exec(text, scope)
 
     shift = 1 if method else 0
     options: dict[str, Any] = {}
@@ -242,7 +246,7 @@ def again(
     if static and rng.random() < 0.2:
         kwargs[rng.choice(static)] = rng.choice(STATICS)
     if len(kwargs) > 1 and w.more and rng.random() < 0.2:
-        kwargs.pop(rng.choice([n for n in kwargs]))
+        kwargs.pop(rng.choice(list(kwargs)))
     names = list(kwargs)
     rng.shuffle(names)
     return tuple(args), {n: kwargs[n] for n in names}
@@ -334,9 +338,7 @@ def sequence(seed: int, calls: int) -> Iterator[Compared]:
                 differ.append(f"{failed or 'no error'} instead of {refused or 'no error'}")
             elif failed is None:
                 differ += differences(got, want)
-        gone = [
-            [isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(given)] for given in (one, other)
-        ]
+        gone = [[isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(given)] for given in (one, other)]
         if gone[0] != gone[1]:
             differ.append(f"deleted {gone[0]} instead of {gone[1]}")
         text = f"seed {seed}: {w.text.splitlines()[0]} {w.options} ({way}): {args}, {kwargs}"

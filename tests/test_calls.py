@@ -50,7 +50,7 @@ def test_the_order_of_keywords_means_nothing() -> None:
     assert [leaf.path for leaf in f.plan(y=A, x=B).record.inputs] == ["x", "y"]
 
 
-@pytest.mark.parametrize("names", itertools.permutations(("x", "y", "z")))
+@pytest.mark.parametrize("names", list(itertools.permutations("xyz")))
 def test_the_donated_keyword_is_the_one_that_is_consumed(names: tuple[str, ...]) -> None:
     def f(*, x: Any, y: Any, z: Any) -> Any:
         return x + 2 * y + 3 * z

@@ -195,7 +195,7 @@ def test_memory_that_nothing_fits() -> None:
 # --- Arguments -------------------------------------------------------------------------
 
 WRONG_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "static number": ({"static_argnums": 5}, "static_argnums=5: product was called with 2 positional arguments"),
+    "static number": ({"static_argnums": 5}, "static_argnums=5: product takes 2 positional arguments (w, x)"),
     "donated name": ({"donate_argnames": "state"}, "donate_argnames='state': product has no such argument (w, x)"),
     "both": (
         {"donate_argnums": 0, "static_argnums": 0},
