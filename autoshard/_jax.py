@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 import jax
-from jax._src import config, core, distributed, linear_util, source_info_util, tree_util
+from jax._src import array, config, core, distributed, linear_util, source_info_util, tree_util
 from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax._src.interpreters import partial_eval
 from jax._src.lib import jax_jit
@@ -135,7 +135,7 @@ def parsed_call(
 
 trace_context = config.trace_context  # () → all settings that a trace depends on, hashable
 
-Array = type(jax.numpy.zeros((), "bool"))  # of every concrete array; tracers are no instances
+Array = array.ArrayImpl  # the type of every concrete array; tracers are of none such
 
 
 def under_jit() -> bool:

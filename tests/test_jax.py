@@ -2,6 +2,8 @@
 
 import inspect
 import re
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -198,3 +200,10 @@ def test_lowerings_reach_mlir() -> None:
 def test_public_things_that_are_used() -> None:
     assert {"in_shardings", "out_shardings", "compiler_options"} <= set(inspect.signature(jax.jit).parameters)
     assert "out_sharding" in inspect.signature(jax.sharding.auto_axes).parameters
+
+
+def test_importing_starts_no_backend() -> None:
+    """`jax.distributed.initialize` and settings of devices come after imports."""
+    rooms = "autoshard.api, autoshard.jitted, autoshard.standings, autoshard.cli"
+    text = f"import {rooms}; from jax._src import xla_bridge; assert not xla_bridge.backends_are_initialized()"
+    subprocess.run([sys.executable, "-c", text], check=True, timeout=120)
