@@ -285,25 +285,23 @@ def as_written(eqn: Any) -> Generator[None]:
         yield
 
 
-def on_present_mesh(jaxpr: Any) -> Any:
-    """An open jaxpr (and the bodies in it) whose equations bind on the mesh that is set now, not on their trace's."""
-    eqns: list[Any] = []
+def on_present_mesh(body: Any) -> Any:
+    """A jaxpr (and the bodies in it) whose equations bind on the mesh that is set now, not on their trace's."""
+    jaxpr, eqns = open_jaxpr(body), []
     for eqn in jaxpr.eqns:
         mesh = jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
         with eqn.ctx.manager, mesh:
             context = type(eqn.ctx)()
-        params = {k: _on_present_mesh(v) for k, v in eqn.params.items()}
+        params = {k: _on_present_mesh(v) for k, v in _without_mesh(eqn, eqn.params).items()}
         eqns.append(eqn.replace(params=params, ctx=context))
-    return jaxpr.replace(eqns=eqns)
+    present = jaxpr.replace(eqns=eqns)
+    return body.replace(jaxpr=present) if isinstance(body, jex_core.ClosedJaxpr) else present
 
 
 def _on_present_mesh(param: Any) -> Any:
     if isinstance(param, tuple):
         return tuple(_on_present_mesh(item) for item in param)
-    if not is_jaxpr(param):
-        return param
-    inner = on_present_mesh(open_jaxpr(param))
-    return param.replace(jaxpr=inner) if isinstance(param, jex_core.ClosedJaxpr) else inner
+    return on_present_mesh(param) if is_jaxpr(param) else param
 
 
 def bind(eqn: Any, params: Any, operands: Any) -> list[Any]:
@@ -312,13 +310,18 @@ def bind(eqn: Any, params: Any, operands: Any) -> list[Any]:
     What JAX notes of results on Auto axes while tracing (`sharding=`, nothing but the mesh) is left out:
     the mesh may be another one now.
     """
-    params = {k: None if noted_while_tracing(eqn.primitive.name, k, v) else v for k, v in params.items()}
+    params = _without_mesh(eqn, params)
     results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
 _RESULT_SHARDING = frozenset({"sharding", "out_sharding"})
 _OF_SHARDING = frozenset({"sharding_constraint", "reshard"})
+
+
+def _without_mesh(eqn: Any, params: Any) -> dict[str, Any]:
+    """An equation's parameters without shardings that say nothing but the mesh of its trace."""
+    return {k: None if noted_while_tracing(eqn.primitive.name, k, v) else v for k, v in params.items()}
 
 
 def _is_auto(sharding: Any) -> bool:

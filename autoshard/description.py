@@ -20,6 +20,7 @@ from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Decisions
 from autoshard.record import Certificate, Cost, Leaf, Memory, PlanRecord
 from autoshard.resharding import BUCKET_BYTES
+from autoshard.rules.rule import kept_whole
 from autoshard.setting import Setting, Wanted
 from autoshard.strategies import layout_of
 from cost_models import Hardware, Machine
@@ -79,8 +80,14 @@ def describe(
         compiler_options=_compiler_options(
             hardware, mesh, memory_bytes - peak, loops=bool(setting.decisions.graph.loops)
         ),
-        notes=tuple(notes),
+        notes=(*notes, *_kernel_notes(d)),
     )
+
+
+def _kernel_notes(decisions: Decisions) -> Iterable[str]:
+    """What kernels keep whole though their rules let it pass; once for all that are alike."""
+    kernels = (eqn for eqn in decisions.graph.eqns if eqn.primitive == opaque.PALLAS)
+    return dict.fromkeys(filter(None, map(kept_whole, kernels)))
 
 
 def program_pins(assignment: Assignment) -> Pins:

@@ -2,11 +2,9 @@
 
 The body of a `shard_map` is such a part already, at the layouts that its author gives.
 
-A `pallas_call` walks a grid: the index map of each operand and result says which block
-a grid point reads or writes. Where a grid axis alone walks over a dimension, block by block, a
-device can walk a part of that axis over a part of the dimension: the same kernel with a
-shorter grid. Such a dimension is *driven* by the axis. What else the kernel does with its
-position (`pl.program_id`) is not visible here; that is what its registered rule answers for.
+A `pallas_call` walks a grid, block by block: where an axis of the grid walks over dimensions in
+equal parts (`autoshard.walks` proves it), a device can walk one part of it, over its part of those
+dimensions: the same kernel with a shorter grid.
 """
 
 import dataclasses
@@ -18,60 +16,13 @@ import jax
 from jax.sharding import PartitionSpec
 
 from autoshard import _jax
-from autoshard.errors import SpecError
+from autoshard.errors import PlanMismatchError, SpecError
 from autoshard.graph import Eqn
 from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
+from autoshard.walks import Place, named, walks
 
 PALLAS, MANUAL = "pallas_call", "shard_map"
-
-Place = tuple[int, int]  # (operands then results of the call, dimension)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Driven:
-    """A dimension that one axis of the grid walks over in blocks."""
-
-    axis: int
-    blocks: int
-    block_size: int
-
-
-def driven(params: Mapping[str, Any]) -> dict[Place, Driven]:
-    """The driven dimensions of a `pallas_call`, by place; none if its grid is only known at run time."""
-    grid = params["grid_mapping"]
-    if not all(isinstance(size, int) for size in grid.grid):
-        return {}
-    found: dict[Place, Driven] = {}
-    for position, mapping in enumerate(grid.block_mappings):
-        index_map = _jax.open_jaxpr(mapping.index_map_jaxpr)
-        for d, (block, index) in enumerate(zip(mapping.block_shape, index_map.outvars, strict=True)):
-            axis = next((g for g, v in enumerate(index_map.invars[: len(grid.grid)]) if v is index), None)
-            size = _block_size(block)
-            if axis is not None and size and size * grid.grid[axis] == mapping.array_aval.shape[d]:
-                found[position + grid.num_index_operands, d] = Driven(axis, grid.grid[axis], size)
-    return found
-
-
-def _block_size(block: Any) -> int:
-    """Elements per block; 0 for the kinds of block that are not indexed by whole blocks."""
-    if isinstance(block, int):
-        return block
-    kind = type(block).__name__
-    return int(block.block_size) if kind == "Blocked" else 1 if kind in ("Squeezed", "Mapped") else 0
-
-
-def axes_of_all(params: Mapping[str, Any]) -> dict[int, list[Place]]:
-    """Grid axis → where it drives a dimension, for the axes that do in every operand and result.
-
-    Only these can be split without a reduction; scalar-prefetch operands do not count.
-    """
-    grid = params["grid_mapping"]
-    places: dict[int, list[Place]] = {}
-    for place, dimension in driven(params).items():
-        places.setdefault(dimension.axis, []).append(place)
-    every = len(grid.block_mappings)
-    return {axis: found for axis, found in places.items() if len({value for value, _ in found}) == every}
 
 
 def localized(params: Mapping[str, Any], pieces: Mapping[Place, int]) -> dict[str, Any]:
@@ -80,10 +31,14 @@ def localized(params: Mapping[str, Any], pieces: Mapping[Place, int]) -> dict[st
     Args:
       params: of the whole call.
       pieces: driven place → into how many pieces it is split, all places of one grid axis alike.
+
+    Raises:
+      PlanMismatchError: the block maps do not prove that the pieces can be walked each on its own.
     """
     grid = params["grid_mapping"]
-    places = driven(params)
-    split = {places[place].axis: count for place, count in pieces.items() if count > 1}
+    if all(count == 1 for count in pieces.values()):
+        return dict(params)
+    split = _split(params, pieces)
     mappings: list[Any] = []
     for position, mapping in enumerate(grid.block_mappings):
         at = position + grid.num_index_operands
@@ -105,6 +60,25 @@ def localized(params: Mapping[str, Any], pieces: Mapping[Place, int]) -> dict[st
         counts = ("flops", "transcendentals", "bytes_accessed")
         changed["cost_estimate"] = dataclasses.replace(estimate, **{c: getattr(estimate, c) // parts for c in counts})
     return changed
+
+
+def _split(params: Mapping[str, Any], pieces: Mapping[Place, int]) -> dict[int, int]:
+    """Into how many parts each axis of the grid is cut."""
+    walked = walks(params)
+    split: dict[int, int] = {}
+    for place, count in pieces.items():
+        by = walked.driven.get(place)
+        if count > 1 and (by is None or by.parts % count or split.setdefault(by.axis, count) != count):
+            raise PlanMismatchError(
+                f"{named(params, place)} of a kernel is split in {count}, which its grid does not allow; plan again"
+            )
+    for place, by in walked.driven.items():
+        if pieces.get(place, 1) != split.get(by.axis, 1):
+            raise PlanMismatchError(
+                f"{named(params, place)} of a kernel is not split as the rest of what axis {by.axis} of its grid "
+                "walks over; plan again"
+            )
+    return split
 
 
 def manual_layouts(eqn: Eqn, mesh: MeshAxes) -> list[Layout]:
@@ -146,9 +120,20 @@ def call(eqn: Any, operands: Sequence[Any], mesh: Any, specs: Sequence[Partition
 
     def local(*parts: Any) -> list[Any]:
         if params["interpret"]:  # the interpreter binds the kernel's own equations
-            return _jax.bind(eqn, {**params, "jaxpr": _jax.on_present_mesh(params["jaxpr"])}, parts)
+            return _jax.bind(eqn, _on_present_mesh(params), parts)
         return _jax.bind(eqn, params, parts)
 
     count = len(operands)
     run = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs[:count]), out_specs=list(specs[count:]), check_vma=False)
     return list(run(*operands))
+
+
+def _on_present_mesh(params: Mapping[str, Any]) -> dict[str, Any]:
+    """A kernel's parameters whose equations bind on the mesh that is set now, those of its index maps, too."""
+    grid = params["grid_mapping"]
+    mappings = tuple(
+        dataclasses.replace(mapping, index_map_jaxpr=_jax.on_present_mesh(mapping.index_map_jaxpr))
+        for mapping in grid.block_mappings
+    )
+    body = _jax.on_present_mesh(params["jaxpr"])
+    return {**params, "jaxpr": body, "grid_mapping": dataclasses.replace(grid, block_mappings=mappings)}

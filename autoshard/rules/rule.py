@@ -28,6 +28,7 @@ from typing import Any
 from autoshard import _jax, opaque
 from autoshard.errors import MissingRuleError, RuleError
 from autoshard.graph import Eqn
+from autoshard.walks import Place, named, walks
 
 
 class FactorKind(StrEnum):
@@ -237,46 +238,52 @@ def rule_of(eqn: Eqn) -> ShardingRule:
 
 
 def _walked(eqn: Eqn) -> str:
-    """The rule that a kernel's grid suggests: dimensions that one grid axis walks over share a letter."""
-    letter = {
-        place: string.ascii_lowercase[axis]
-        for axis, places in opaque.axes_of_all(eqn.params).items()
-        for place in places
-    }
+    """The rule that a kernel's grid proves: dimensions that one grid axis walks over share a letter.
+
+    Where it walks more slowly over one of them, as over the heads of grouped keys, that letter is the major
+    part of the others.
+    """
+    driven = walks(eqn.params).driven
+    values = (*eqn.operands, *eqn.results)
+    least: dict[int, int] = {}
+    for (value, d), by in driven.items():
+        size = values[value].shape[d]
+        least[by.axis] = min(size, least.get(by.axis, size))
+
+    def name(value: int, d: int, size: int) -> str:
+        by = driven.get((value, d))
+        if by is None or size % least[by.axis]:
+            return "1" if size == 1 else "_"
+        letter, minor = string.ascii_lowercase[by.axis], size // least[by.axis]
+        return letter if minor == 1 else f"({letter} {letter}{minor})"
+
     sides = (eqn.operands, eqn.results)
     starts = (0, len(eqn.operands))
     return " -> ".join(
         ", ".join(
-            " ".join("1" if size == 1 else letter.get((start + i, d), "_") for d, size in enumerate(aval.shape))
-            for i, aval in enumerate(side)
+            " ".join(name(start + i, d, size) for d, size in enumerate(aval.shape)) for i, aval in enumerate(side)
         )
         for side, start in zip(sides, starts, strict=True)
     )
 
 
 def _as_walked(eqn: Eqn, rule: ShardingRule) -> ShardingRule:
-    """A kernel's rule with factors whole that its grid does not walk over in all their places, block by block.
+    """A kernel's rule with factors whole that its grid does not walk over in all their places, in equal parts.
 
-    A factor that stays is split into its blocks and, minor of them, what lies within a block.
+    A factor that stays is split into those parts and, minor of them, what lies within one.
     """
-    driven = opaque.driven(eqn.params)
-    values = (*rule.operands, *rule.results)
-    places: dict[int, set[opaque.Place]] = {}
-    for value, dims in enumerate(values):
-        for d, dim in enumerate(dims):
-            for f in dim:
-                places.setdefault(f, set()).add((value, d))
-    shapes = [aval.shape for aval in (*eqn.operands, *eqn.results)]
+    driven = walks(eqn.params).driven
     build = RuleBuilder()
     parts: dict[int, Dim] = {}
+    places = _places(rule)
     for f, factor in enumerate(rule.factors):
-        found = places.get(f, set())
-        walks = {driven[place].axis for place in found if place in driven}
-        walked = {p for p, by in driven.items() if by.axis in walks and shapes[p[0]][p[1]] > 1}
-        alone = all(values[value][d] == (f,) for value, d in found)
-        if factor.kind is FactorKind.PASS and len(walks) == 1 and walked == found and alone:
-            by = driven[next(iter(found))]
-            parts[f] = (*build.dims((by.blocks,))[0], *build.dims((by.block_size,), FactorKind.REPLICATE)[0])
+        found = places[f]
+        axes = {driven[place].axis for place in found if place in driven}
+        walked = {place for place, by in driven.items() if by.axis in axes}
+        major = all((*rule.operands, *rule.results)[value][d][0] == f for value, d in found)
+        if factor.kind is FactorKind.PASS and len(axes) == 1 and walked == found and major:
+            count = gcd(factor.size, driven[next(iter(found))].parts)
+            parts[f] = (*build.dims((count,))[0], *build.dims((factor.size // count,), FactorKind.REPLICATE)[0])
         else:
             parts[f] = build.dims((factor.size,), FactorKind.REPLICATE)[0]
     operands, results = (
@@ -284,6 +291,50 @@ def _as_walked(eqn: Eqn, rule: ShardingRule) -> ShardingRule:
         for side in (rule.operands, rule.results)
     )
     return build.rule(operands, results)
+
+
+def _places(rule: ShardingRule) -> list[set[Place]]:
+    """Where each factor lies."""
+    found: list[set[Place]] = [set() for _ in rule.factors]
+    for value, dims in enumerate((*rule.operands, *rule.results)):
+        for d, dim in enumerate(dims):
+            for f in dim:
+                found[f].add((value, d))
+    return found
+
+
+def kept_whole(eqn: Eqn) -> str:
+    """What a kernel's registered rule lets pass and its block maps do not, with the reasons; empty if nothing.
+
+    What lies within a block is not mentioned.
+    """
+    fn = _REGISTRY.get(registry_name(eqn)) or _REGISTRY.get(eqn.primitive)
+    if eqn.primitive != opaque.PALLAS or fn is None:
+        return ""
+    asked, allowed = fn(eqn), rule_of(eqn)
+    split = {
+        place
+        for f, places in enumerate(_places(allowed))
+        for place in places
+        if allowed.factors[f].kind is FactorKind.PASS and allowed.factors[f].size > 1
+    }
+    walked = walks(eqn.params)
+    found: list[str] = []
+    for factor, places in zip(asked.factors, _places(asked), strict=True):
+        axes = {axis for place in places for axis in walked.touched.get(place, ())}
+        if factor.kind is FactorKind.REPLICATE or factor.size == 1 or not axes or split.intersection(places):
+            continue
+        others = sorted(place for place, by in walked.driven.items() if by.axis in axes and place not in places)
+        reasons = [f"axis {axis} of the grid: {walked.whole[axis]}" for axis in sorted(axes) if axis in walked.whole]
+        if not reasons and factor.kind is not FactorKind.PASS:
+            reasons = ["what a kernel reduces, permutes or shifts along its grid is not cut"]
+        elif not reasons:
+            also = f"with {named(eqn.params, others[0])}" if others else "together"
+            reasons = [f"the grid walks over it {also}, which the rule would say as {_walked(eqn)!r}"]
+        found.append(f"{named(eqn.params, min(places))} ({'; '.join(reasons)})")
+    if not found:
+        return ""
+    return f"{registry_name(eqn)} at {eqn.where}: its block maps keep whole what its rule lets pass: {', '.join(found)}"
 
 
 def rules_of(eqns: Iterable[Eqn], *, unknown: str = "error") -> list[ShardingRule]:
