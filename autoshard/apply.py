@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard import _jax, opaque
+from autoshard import _jax, emission, opaque
 from autoshard.graph import CALLS, Path
 from autoshard.pins import Pins, Specs
 
@@ -91,9 +91,9 @@ def constrained(
         return [pin(value, pins.again.get((path, i), ()), ("again", (path, i))) for i, value in enumerate(behind)]
 
     def bind(eqn: Any, operands: list[Any], path: Path) -> list[Any]:
-        """An opaque kernel is run on each device's part of its operands."""
+        """An opaque kernel is run on each device's part of its operands; what XLA gets wrong is emitted otherwise."""
         if (path, 0) not in pins.kernels or mesh.size == 1:
-            return _jax.bind(eqn, eqn.params, operands)
+            return emission.bind(eqn, operands, mesh.size)
         count = len(operands) + len(eqn.outvars)
         return opaque.call(eqn, operands, mesh, [pins.kernels[path, i][0] for i in range(count)])
 

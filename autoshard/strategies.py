@@ -65,9 +65,9 @@ def shards(codes: Codes, ndim: int, mesh: MeshAxes) -> NDArray[np.int64]:
 
 @cache
 def layouts(shape: tuple[int, ...], mesh: MeshAxes, *, unreduced: bool) -> Codes:
-    """Codes of every layout that divides `shape`, replicated first; read-only."""
+    """Codes of every layout that divides `shape`, replicated first; read-only. What is empty is not split."""
     ndim = len(shape)
-    choices = [WHOLE, *range(ndim)] + ([SUM] if unreduced else [])
+    choices = [WHOLE, *(() if 0 in shape else range(ndim))] + ([SUM] if unreduced else [])
     rows = _assignments(choices, mesh)
     sizes = np.array(mesh.sizes, np.int64)
     fits = np.ones(len(rows), bool)
@@ -87,10 +87,13 @@ def _assignments(choices: list[int], mesh: MeshAxes) -> Rows:
 def matching(shape: tuple[int, ...], mesh: MeshAxes, layout: Layout, free: frozenset[int]) -> Codes:
     """Codes of the layouts of `shape` that agree with `layout` in every dimension not in `free`.
 
-    Axes of the layout that the mesh does not have (size 1) are ignored. Empty if the layout
-    does not divide, or asks for an axis order that codes do not have.
+    Axes of the layout that the mesh does not have (size 1) are ignored, and so is the layout of a
+    value without elements. Empty if the layout does not divide, or asks for an axis order that codes
+    do not have.
     """
     codes = layouts(shape, mesh, unreduced=False)
+    if 0 in shape:
+        return codes
     rows = decode(codes, len(shape), mesh.ndim)
     real = [[mesh.names.index(name) for name in axes if name in mesh.names] for axes in layout.dims]
     agree = np.full(len(codes), all(axes == sorted(axes) for axes in real))

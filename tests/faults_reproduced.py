@@ -53,6 +53,12 @@ def merged_scatter() -> bool:
     return wrong(fn, (np.arange(8.0, dtype=np.float32),), ((),), ("a",))
 
 
+def lost_nan() -> bool:
+    """The largest of numbers that are split, one of them NaN."""
+    x = np.array([1.0, np.nan, 3.0, 4.0], np.float32)
+    return wrong(lambda x: x.max(), (x,), (("a",),), ())
+
+
 def narrow_indices() -> bool:
     """A scatter by int8 indices into 304 rows, and a gather by int8 indices in a process of its own."""
     dims = lax.ScatterDimensionNumbers((1,), (0,), (0,))

@@ -180,7 +180,7 @@ def check_passes(
         ]
         for dims, got, expected in zip(rule.results, traced.run(*local), whole, strict=True):
             inside = mask(rule, dims, factor, shards, shard)
-            close(_data(got)[inside], _data(expected)[inside])
+            close(data(got)[inside], data(expected)[inside])
 
 
 def check_reduces(traced: Traced, rule: ShardingRule, factor: int, shards: int, args: list[Any]) -> None:
@@ -197,9 +197,9 @@ def check_reduces(traced: Traced, rule: ShardingRule, factor: int, shards: int, 
             if scatters and i == 1:
                 kept[...] = True  # indices are no summands
             local.append(np.where(kept, arg, identity(operation, arg.dtype)))
-        partials.append([_data(out) for out in traced.run(*local)])
+        partials.append([data(out) for out in traced.run(*local)])
     for expected, *parts in zip(traced.run(*args), *partials, strict=True):
-        close(reduce(COMBINE[operation], parts), _data(expected))
+        close(reduce(COMBINE[operation], parts), data(expected))
 
 
 def check_linear(traced: Traced, operands: frozenset[int], args: list[Any], others: list[Any]) -> None:
@@ -208,7 +208,7 @@ def check_linear(traced: Traced, operands: frozenset[int], args: list[Any], othe
     left = traced.run(*[other if i in operands else arg for i, (arg, other) in pairs])
     right = traced.run(*[arg - other if i in operands else arg for i, (arg, other) in pairs])
     for a, b, expected in zip(left, right, traced.run(*args), strict=True):
-        close(_data(a) + _data(b), _data(expected))
+        close(data(a) + data(b), data(expected))
 
 
 def close(got: np.ndarray, expected: np.ndarray) -> None:
@@ -237,7 +237,7 @@ def identity(operation: str, dtype: Any) -> np.ndarray:
     return np.array(limits.min if operation == "max" else limits.max, dtype)
 
 
-def _data(value: Any) -> np.ndarray:
+def data(value: Any) -> np.ndarray:
     """The value as a numpy array; keys as their words."""
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return np.asarray(jax.random.key_data(value))

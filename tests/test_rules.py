@@ -4,6 +4,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from jax import lax
 
 from autoshard.rules import FactorKind, rule_of
 from tests.rules_cases import CASES, Case
@@ -92,3 +93,20 @@ def test_execution_per_shard(case: Case) -> None:
             check_reduces(one, rule, factor, shards, args)
     for together in rule.linear:
         check_linear(one, together, args, others)
+
+
+def test_a_window_of_one_that_no_index_is_for_is_whole() -> None:
+    """It is the first row, which one shard alone holds."""
+    rows = np.zeros((4, 1), np.int32)
+    gather = lax.GatherDimensionNumbers((1,), (0,), (1,))
+    scatter = lax.ScatterDimensionNumbers((1,), (0,), (1,))
+    x, updates = np.zeros((6, 8), np.float32), np.zeros((4, 8), np.float32)
+    one = next(equations(lambda x, i: lax.gather(x, i, gather, (1, 8), mode="clip"), x, rows))
+    other = next(equations(lambda x, i, u: lax.scatter_add(x, i, u, scatter), x, rows, updates))
+    assert str(rule_of(one.eqn)) == "([i,j],[k,1])->([k,j]) {i=6,j=8,k=4} replicate={i}"
+    assert str(rule_of(other.eqn)) == "([i,j],[k,1],[k,j])->([i,j]) {i=6,j=8,k=4} reduction={k} replicate={i}"
+
+
+def test_what_is_empty_is_whole() -> None:
+    one = next(equations(lambda x, y: x @ y, np.zeros((4, 8), np.float32), np.zeros((8, 0), np.float32)))
+    assert str(rule_of(one.eqn)) == "([i,j],[j,k])->([i,k]) {i=4,j=8,k=0} replicate={i,j,k}"

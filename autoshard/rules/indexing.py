@@ -58,8 +58,9 @@ def dynamic_update_slice(eqn: Eqn) -> ShardingRule:
 
 @register("gather")
 def gather(eqn: Eqn) -> ShardingRule:
-    """Index and full window dimensions pass; single rows sum over shards.
+    """Index and full window dimensions pass; single indexed rows sum over shards.
 
+    A dimension of which one row is taken that no index is for (it is the first) must be whole.
     A gather that fills out-of-bounds rows keeps partial sums where the fill value is its
     own sum: NaN (the default of inexact types) and zero.
     """
@@ -78,6 +79,8 @@ def gather(eqn: Eqn) -> ShardingRule:
             dims_operand[d], dims_out[position] = _full_or_whole(build, operand.shape[d], out.shape[position])
     for d in indexed:
         dims_operand[d] = build.dims((operand.shape[d],), FactorKind.REDUCTION, "sum")[0]
+    for d in set(numbers.collapsed_slice_dims) - set(indexed):
+        dims_operand[d] = build.dims((operand.shape[d],), FactorKind.REPLICATE)[0]
     linear = (frozenset({0}),) if _fill_is_its_own_sum(eqn) else ()
     return build.rule([dims_operand, dims_indices], [dims_out], linear)
 
@@ -86,6 +89,7 @@ def gather(eqn: Eqn) -> ShardingRule:
 def scatter(eqn: Eqn) -> ShardingRule:
     """Indexed rows and full window dimensions pass; update dimensions reduce.
 
+    A dimension of which one row is updated that no index is for (it is the first) must be whole.
     Updates that overwrite (`scatter`) have no reduction: their dimensions must be whole.
     """
     operand, indices, updates = eqn.operands
@@ -111,10 +115,12 @@ def scatter(eqn: Eqn) -> ShardingRule:
     )
     for d in set(range(operand.ndim)) - set(numbers.operand_batching_dims):
         window = updates.shape[windows[d]] if d in windows else 1
-        if window == 1:
+        if window != 1:
+            dims_operand[d], dims_updates[windows[d]] = _full_or_whole(build, operand.shape[d], window)
+        elif d in numbers.scatter_dims_to_operand_dims:
             dims_operand[d] = build.dims((operand.shape[d],))[0]
         else:
-            dims_operand[d], dims_updates[windows[d]] = _full_or_whole(build, operand.shape[d], window)
+            dims_operand[d] = build.dims((operand.shape[d],), FactorKind.REPLICATE)[0]
     linear = {"sum": (frozenset({0, 2}),), "": (frozenset({0, 2}),), "prod": (frozenset({0}),)}.get(operation, ())
     return build.rule([dims_operand, dims_indices, dims_updates], [dims_operand], linear)
 

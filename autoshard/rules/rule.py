@@ -20,7 +20,7 @@ says *replicate*.
 
 import string
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import gcd, prod
 from typing import Any
@@ -234,7 +234,20 @@ def rule_of(eqn: Eqn) -> ShardingRule:
         )
     rule = fn(eqn)
     rule.check(eqn)
+    rule = _unsplit_where_empty(eqn, rule)
     return _as_walked(eqn, rule) if eqn.primitive == opaque.PALLAS else rule
+
+
+def _unsplit_where_empty(eqn: Eqn, rule: ShardingRule) -> ShardingRule:
+    """The rule with every factor of a value without elements whole: JAX cannot read such a value when it is split."""
+    values = zip((*rule.operands, *rule.results), (*eqn.operands, *eqn.results), strict=True)
+    whole = {f for dims, aval in values if 0 in aval.shape for dim in dims for f in dim}
+    if not whole:
+        return rule
+    factors = [
+        Factor(factor.size, FactorKind.REPLICATE) if f in whole else factor for f, factor in enumerate(rule.factors)
+    ]
+    return replace(rule, factors=tuple(factors))
 
 
 def _walked(eqn: Eqn) -> str:
