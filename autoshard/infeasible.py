@@ -5,22 +5,35 @@ from collections.abc import Mapping
 from autoshard.description import place_of
 from autoshard.errors import InfeasibleError
 from autoshard.mesh import MeshAxes
+from autoshard.pins import spec_of
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.formulation import Formulation
-from autoshard.setting import Setting
+from autoshard.problem.formulation import UNIT_S, Formulation
+from autoshard.problem.network import INF
+from autoshard.setting import Setting, Wanted
 from autoshard.solver import Solution, Status
 from autoshard.tables import bytes_text
 
+DAY_S = 86_400.0
+PINS_NAMED = 6  # of those that exclude each other
+
 
 def infeasible(
-    setting: Setting, formulation: Formulation, solution: Solution, limit: int, time_limit_s: float, mesh: MeshAxes
+    setting: Setting,
+    wanted: Wanted,
+    formulation: Formulation,
+    solution: Solution,
+    limit: int,
+    time_limit_s: float,
+    mesh: MeshAxes,
 ) -> InfeasibleError:
     """The error of a problem without a solution.
 
     Args:
       setting: the program.
+      wanted: the user's specs.
       formulation: its problem.
-      solution: what the solver found: the smallest peak, where memory is the reason.
+      solution: what the solver found: the smallest peak where memory is the reason, or that nothing
+        is allowed, whatever the memory.
       limit: bytes per device.
       time_limit_s: what the solver was given.
       mesh: the mesh, as the user names it.
@@ -31,10 +44,13 @@ def infeasible(
             "raise time_limit_s, or the memory limit",
             limit_bytes=limit,
         )
-    found = solution.smallest_peak_bytes
-    if found is None or found <= limit:
+    if solution.forbidden:
+        return InfeasibleError(_forbidden(setting, wanted), limit_bytes=limit)
+    if solution.smallest_peak_bytes is None:
         return InfeasibleError(
-            "the pins exclude each other: no layout satisfies all of them; loosen one", limit_bytes=limit
+            f"no plan fits {bytes_text(limit)} per device on {mesh}; how much the least one needs was not found within "
+            f"{time_limit_s:g} s: raise memory=, or time_limit_s to be told",
+            limit_bytes=limit,
         )
     decisions = setting.decisions
     choice = formulation.read(solution.choice)
@@ -52,6 +68,28 @@ def infeasible(
         limit_bytes=limit,
         where=place_of(decisions, at),
         kinds=kinds,
+    )
+
+
+def _forbidden(setting: Setting, wanted: Wanted) -> str:
+    """What excludes each other where costs alone forbid everything."""
+    priced = setting.priced
+    pinned = [f"{priced.in_paths[i]} in {spec}" for i, spec in sorted(wanted.inputs.items())]
+    pinned += [f"output {priced.out_paths[i]} in {spec}" for i, spec in sorted(wanted.outputs.items())]
+    pinned += [
+        f"{spec_of(eqn)} at {eqn.where}"
+        for eqn in setting.decisions.graph.eqns
+        if eqn.primitive == "sharding_constraint"
+    ]
+    if not pinned:
+        return (
+            f"every layout costs more than can be counted ({INF * UNIT_S / DAY_S:.0f} days a step): "
+            "a loop has too many trips; plan its body as a function of its own"
+        )
+    more = f" and {len(pinned) - PINS_NAMED} more" if len(pinned) > PINS_NAMED else ""
+    return (
+        "the pins exclude each other: no layout satisfies all of them, however much memory there is; loosen one of "
+        f"{', '.join(pinned[:PINS_NAMED])}{more}"
     )
 
 

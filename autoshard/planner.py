@@ -120,7 +120,7 @@ def make(
         on_progress=_log_progress,
     )
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
-        raise infeasible(setting, formulation, solution, budget.memory_bytes, budget.time_limit_s, mesh)
+        raise infeasible(setting, wanted, formulation, solution, budget.memory_bytes, budget.time_limit_s, mesh)
     choice = lighter(formulation.problem, solution.choice, formulation.moves())
     objective = evaluate(formulation.problem, choice).objective
     assert objective is not None  # `lighter` forbids what the problem does

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 import cost_models
 from autoshard import planner
 from autoshard.api import REL_GAP, Options, answer, pose
+from autoshard.description import place_of
 from autoshard.errors import InfeasibleError, SpecError
 from autoshard.meshes import MeshLike
 from autoshard.plans import Plan
@@ -33,7 +34,7 @@ from autoshard.question import Question
 from autoshard.solver import Solution, Status, solve
 from autoshard.strategies import layout_of
 from autoshard.tables import bytes_text
-from autoshard.union import Held, Part, Tie, union
+from autoshard.union import Held, Part, Tie, Union, union
 from autoshard.wanted import dotted
 
 Int = NDArray[np.int64]
@@ -184,7 +185,7 @@ def _together(
     first = options[names[0]]
     solution = solve(joint.problem, time_limit_s=first.time_limit_s, rel_gap=first.rel_gap)
     if not solution.found:
-        raise _infeasible(names, solution, limit)
+        raise _infeasible(questions, groups, parts, joint, solution, limit)
     choices = {n: parts[n].read(c) for n, c in zip(names, joint.split(solution.choice), strict=True)}
     fixed = dict.fromkeys([*(leaf for group in groups for leaf in group), *holders])
     plans: dict[str, Plan] = {}
@@ -305,15 +306,55 @@ def _note(names: Sequence[str], scale: Mapping[str, int], solution: Solution, le
     return f"{text}; {bytes_text(others)} of memory are left to what the others keep" if others else text
 
 
-def _infeasible(names: Sequence[str], solution: Solution, limit: int) -> InfeasibleError:
+def _infeasible(
+    questions: Mapping[str, Question],
+    groups: Sequence[Sequence[Leaf]],
+    parts: Mapping[str, Formulation],
+    joint: Union,
+    solution: Solution,
+    limit: int,
+) -> InfeasibleError:
+    place = _place(parts, joint, solution)
     peak = solution.smallest_peak_bytes
     if solution.status is Status.UNKNOWN:
         why = "no common plan was found in time; raise time_limit_s, or the memory limit"
-    elif peak is None or peak <= limit:
-        why = "the pins exclude each other: no layout of what is shared satisfies all of them; loosen one"
+    elif solution.forbidden:
+        why = f"the pins exclude each other, however much memory there is: loosen {_excluded(questions, groups, parts)}"
+    elif peak is None:
+        why = (
+            f"no common plan fits {bytes_text(limit)} per device; use more devices, donate the state, or raise memory="
+        )
     else:
         why = (
             f"no common plan fits {bytes_text(limit)} per device; the smallest peak found is {bytes_text(peak)}, with "
-            "what each keeps while the others run; use more devices, donate the state, or raise memory="
+            f"what each keeps while the others run, {place}; use more devices, donate the state, or raise memory="
         )
-    return InfeasibleError(f"{', '.join(names)}: {why}", peak_bytes=peak, limit_bytes=limit)
+    return InfeasibleError(f"{', '.join(questions)}: {why}", peak_bytes=peak, limit_bytes=limit, where=place)
+
+
+def _place(parts: Mapping[str, Formulation], joint: Union, solution: Solution) -> str | None:
+    """Where the smallest peak is: the function, and the equation in it."""
+    if solution.smallest_peak_bytes is None or solution.peak_at is None:
+        return None
+    at = solution.peak_at
+    for (name, part), choice in zip(parts.items(), joint.split(solution.choice), strict=True):
+        length = int(part.problem.use_interval.max(initial=0))  # each function has a stretch of time of its own
+        if at < length:
+            assignment = Assignment(decisions=part.decisions, resharder=part.resharder, choice=part.read(choice))
+            return f"in {name} at {place_of(part.decisions, assignment.peak()[1])}"
+        at -= length
+    return None
+
+
+def _excluded(
+    questions: Mapping[str, Question], groups: Sequence[Sequence[Leaf]], parts: Mapping[str, Formulation]
+) -> str:
+    """Pins of one shared leaf that have no layout in common, or where none do, whatever is pinned."""
+    for group in groups:
+        allowed = [set(_codes(parts, leaf).tolist()) for leaf in group]
+        if not set.intersection(*allowed):
+            specs = (
+                f"{n}'s {questions[n].traced.in_paths[i]} in {questions[n].wanted.inputs.get(i)}" for n, i in group
+            )
+            return f"one of {', '.join(specs)}, which are one and the same"
+    return "one of " + ", ".join(f"{n}'s pins" for n, q in questions.items() if q.wanted.inputs or q.wanted.outputs)

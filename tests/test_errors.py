@@ -17,6 +17,7 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import autoshard
+import models
 from autoshard import (
     CompilerMissingError,
     InfeasibleError,
@@ -190,6 +191,28 @@ def test_memory_that_nothing_fits() -> None:
     assert error.where in lines[1]
     assert sum(error.kinds.values()) == error.peak_bytes
     assert plan(product, W, X, memory=error.peak_bytes).record.memory.peak_bytes <= error.peak_bytes
+
+
+def test_memory_that_nothing_fits_is_no_matter_of_pins() -> None:
+    """Of a deep model message passing finds no choice of small peak that is allowed; nothing is pinned here."""
+    fn, args = models.gpt2_small(layers=2, batch=16)
+    with pytest.raises(
+        InfeasibleError, match=r"no plan fits 500 MB per device .* the smallest peak found is"
+    ) as caught:
+        autoshard.plan(fn, *args, donate_argnums=0, mesh=MESH, hardware=GPUS, memory=5 * 10**8)
+    error = caught.value
+    assert error.peak_bytes is not None
+    assert error.bound_bytes is not None
+    assert 5 * 10**8 < error.bound_bytes <= error.peak_bytes
+    assert "transformer.py:" in (error.where or "")
+
+
+def test_a_loop_that_costs_more_than_can_be_counted_is_no_matter_of_pins() -> None:
+    def long(w: Any) -> Any:
+        return jax.lax.scan(lambda c, _: (jnp.sin(c @ c), None), w, None, length=2**40)[0]
+
+    with pytest.raises(InfeasibleError, match=r"every layout costs more than can be counted .* days a step"):
+        plan(long, jax.ShapeDtypeStruct((4096, 4096), jnp.float32))
 
 
 # --- Arguments -------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from autoshard.solver import Status, evaluate, solve, users_at
 from autoshard.solver.evaluate import usage_profile
@@ -56,3 +57,27 @@ def test_parts_grow_from_their_first_node() -> None:
         for order in (window(network, 0), surroundings(network, 0)):
             assert order[0] == 0
             assert sorted(order.tolist()) == list(range(network.nodes))
+
+
+@pytest.mark.parametrize("passing", ["rounds", "finds nothing"])
+def test_what_nothing_satisfies_is_for_want_of_memory_unless_costs_alone_forbid_it(
+    passing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where what message passing rounds to is never allowed, as of deep models."""
+    if passing == "finds nothing":
+        monkeypatch.setattr("autoshard.solver.peak.approximate_peak", lambda incumbent: None)
+    memory = forbidden = 0
+    for seed in range(120):
+        problem = random_problem(np.random.default_rng(seed))
+        truth = brute_force(problem).smallest_peak
+        for limit in (None, 0):
+            solution = solve(replace(problem, usage_limit=limit))
+            if solution.status is not Status.INFEASIBLE:
+                assert not solution.forbidden
+                continue
+            assert solution.forbidden == (truth is None), seed
+            assert (solution.smallest_peak_bytes is None) == (truth is None), seed
+            memory += truth is not None
+            forbidden += truth is None
+    assert memory > 30
+    assert forbidden > 5

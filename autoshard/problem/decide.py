@@ -19,7 +19,7 @@ from autoshard.problem.strides import strides
 from autoshard.problem.traits import MERGING, levels, traits
 from autoshard.problem.usages import Usages, local_bytes
 from autoshard.problem.windows import EARLY, windows
-from autoshard.resharding import NO_STRIDES, PS_PER_S
+from autoshard.resharding import INF_PS, NO_STRIDES, PS_PER_S
 from autoshard.rules import rules_of
 from autoshard.running import feeding
 from autoshard.strategies import (
@@ -578,7 +578,7 @@ class _Decider:
 def _ps(seconds: NDArray[np.float64]) -> NDArray[np.int64]:
     if not np.isfinite(seconds).all():
         raise InfeasibleError("the cost model returned a price that is not finite")
-    return np.rint(seconds * PS_PER_S).astype(np.int64)
+    return np.rint(np.minimum(seconds * PS_PER_S, INF_PS)).astype(np.int64)
 
 
 def _reduced(codes: Codes, aval: Aval, mesh: MeshAxes) -> Codes:

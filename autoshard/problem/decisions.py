@@ -169,6 +169,12 @@ def _narrowed(codes: Codes, ndim: int, dims: tuple[tuple[int, ...], ...], mesh: 
     return encode(rows, len(dims))
 
 
+def times(price_ps: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """A price paid several times: what is more than `INF_PS` together is that."""
+    counted = price_ps <= INF_PS // max(count, 1)
+    return np.where(counted, np.where(counted, price_ps, 0) * count, INF_PS)
+
+
 def reshard_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
     """The edge's cost matrix (S_u, S_v) in integer picoseconds, INF where it cannot be."""
     matrix = _of_all_trips(edge, resharder, resharder.cost_ps)
@@ -189,7 +195,7 @@ def _of_all_trips(edge: Edge, resharder: Resharder, price: Any) -> NDArray[np.in
 
     def of_all_trips(moved: Aval, trips: int) -> NDArray[np.int64]:
         once = price(moved, sources, targets, bucket=edge.bucket, strides=edge.strides)
-        return np.where(once < INF_PS, np.where(once < INF_PS, once, 0) * trips, INF_PS)
+        return times(once, trips)
 
     table = of_all_trips(edge.moved, edge.trips * edge.times)
     if edge.total is not None:

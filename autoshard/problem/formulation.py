@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.problem.decisions import Decisions, Edge, reshard_ps, transposes_ps
+from autoshard.problem.decisions import times as prices_times
 from autoshard.problem.folding import Folding, fold, unfolded
 from autoshard.problem.network import INF, Hinge, Problem
 from autoshard.resharding import Resharder
@@ -90,7 +91,9 @@ def formulate(
     covers: list[dict[int, Int]] = [{} for _ in range(decisions.windows.count)]
     for c, members in enumerate(folding.members):
         node, times = decisions.nodes[members[0]], len(members)
-        own = node.cost_ps * times + matrices.own[c] if c in matrices.own else node.cost_ps * times
+        own = prices_times(node.cost_ps, times)
+        if c in matrices.own:
+            own = own + matrices.own[c]
         cost[start[c] : start[c + 1]] = np.minimum(own, INF)
         if node.cover_ps.any():
             for window, share in decisions.windows.covers[node.window]:

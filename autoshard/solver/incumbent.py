@@ -40,6 +40,7 @@ class Incumbent:
     objective: int | None = None
     bound: int = NO_BOUND
     infeasible: bool = False
+    forbidden: bool = False
     smallest_peak_bytes: int | None = None
     peak_bound_bytes: int | None = None
     peak_at: int | None = None
@@ -156,6 +157,7 @@ class Incumbent:
             status=status,
             wall_s=self.elapsed_s(),
             solver=solver,
+            forbidden=self.forbidden,
             smallest_peak_bytes=self.smallest_peak_bytes,
             peak_bound_bytes=self.peak_bound_bytes,
             peak_at=self.peak_at,

@@ -23,6 +23,7 @@ ROUNDS, PASSES = 30, 20
 TURNS = 25  # of the local search at one limit
 LOWERINGS = 4  # limits in a row, each half as ambitious, that fail before it is given up
 EAGERNESS = 4.0  # exponent of a time point's excess over the mean
+PARTS = 2**40  # of all strategies' usage together, as which the mean usage of one is counted
 NEAR = 0.98  # time points so near the peak get a weight
 
 
@@ -66,11 +67,41 @@ def approximate_peak(incumbent: Incumbent) -> Peak | None:
         weight[np.searchsorted(events, where)] = old
         weight *= np.exp(EAGERNESS * (profile[events] / max(profile[events].mean(), 1.0) - 1))
         weight /= weight.sum() * (1 + 1e-9)  # at most 1 in spite of rounding
-    if best is None or smallest is None:
+    if best is None:
         return None
-    best = lowered(incumbent, network, memory, best, bound)
+    return lowest(incumbent, network, memory, best, bound)
+
+
+def peak_from(incumbent: Incumbent, choice: Int) -> Peak:
+    """Returns a small peak that the local search reaches from a finite choice of the problem."""
+    problem = incumbent.problem
+    network = presolve(without_costs(problem), incumbent.left_s)
+    assert network is not None  # `choice` is finite
+    memory = memory_of(problem, network)
+    return lowest(incumbent, network, memory, network.positions(choice), int(memory.least().max(initial=0)))
+
+
+def lowest(incumbent: Incumbent, network: Network, memory: Memory, choice: Int, bound: int) -> Peak:
+    """Returns the lowest peak that is found from a choice of the roots, no choice having less than `bound`."""
+    best = lowered(incumbent, network, memory, choice, bound)
     smallest = int(memory.profile(best).max(initial=0))
     return Peak(choice=network.expand(best), peak_bytes=smallest, bound_bytes=min(bound, smallest))
+
+
+def small_usage(problem: Problem) -> Problem:
+    """Returns the problem without a limit, in which a choice costs its mean usage over time, in parts of what is used.
+
+    The mean is cheap to minimise, and leaves little to lower of the peak.
+    """
+    begin, end = problem.use_interval[:, 0], problem.use_interval[:, 1]
+    share = (end - begin) / max(int(end.max(initial=1)) - int(begin.min(initial=0)), 1)
+    item = np.repeat(np.arange(len(problem.use_node)), np.diff(problem.use_start))
+    strategy = problem.start[problem.use_node[item]] + np.arange(len(problem.usage)) - problem.use_start[item]
+    mean = np.bincount(strategy, weights=problem.usage * share[item], minlength=len(problem.cost))
+    unit = max(float(mean.sum()) / PARTS, 1.0)
+    free = without_costs(problem)
+    cost = np.where(free.cost >= INF, INF, np.floor(mean / unit).astype(np.int64))
+    return replace(free, cost=cost, usage_limit=None)
 
 
 def is_finite(problem: Problem, network: Network, choice: Int) -> bool:

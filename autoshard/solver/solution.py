@@ -31,6 +31,7 @@ class Solution:
     status: Status
     wall_s: float
     solver: str
+    forbidden: bool = False  # proven, of what is infeasible: costs alone forbid every choice, whatever the memory
     # Set when infeasible by memory; `choice` is then the choice of the smallest peak found.
     smallest_peak_bytes: int | None = None
     peak_bound_bytes: int | None = None  # no choice has a smaller peak

@@ -18,6 +18,7 @@ from autoshard.solver.solution import Solution
 HINGED_CELLS = 5_000  # smaller problems with hinges are solved directly
 DIRECT_CELLS, DIRECT_NODES = 400_000, 20_000  # larger problems go to the search at once
 CLOSING_ROUNDS = 2  # of the search, after an engine that ended with a gap of rounding errors
+REASON_S, REASON_GAP = 5.0, 0.1  # for a choice of small usage, at least, and how close to the least is close enough
 PATIENCE_S, PATIENCE = 10.0, 0.3  # for the MIP of a small problem, at most this much of the time limit
 
 
@@ -73,15 +74,36 @@ def solve(
         return incumbent.solution("known choices")
     shift = coarsening(problem)
     solver = solve_coarse(incumbent, shift) if shift else run_engines(incumbent)
-    if incumbent.infeasible and problem.usage_limit is not None:
-        from autoshard.solver.peak import approximate_peak
-
-        found = approximate_peak(incumbent)
-        if found is not None:
-            incumbent.offer_peak(found.choice, found.bound_bytes)
-        if found is None or found.peak_bytes > found.bound_bytes:
-            smallest_peak(incumbent)
+    if incumbent.infeasible:
+        find_reason(incumbent)
     return incumbent.solution(solver)
+
+
+def find_reason(incumbent: Incumbent) -> None:
+    """Finds out why nothing satisfies a problem: memory, and then the smallest peak, or costs that forbid every choice.
+
+    What is known of memory is a choice within the costs; what is known of costs, a proof that there is none.
+    """
+    if incumbent.problem.usage_limit is None:
+        incumbent.forbidden = True
+        return
+    from autoshard.solver.peak import approximate_peak, peak_from, small_usage
+
+    found = approximate_peak(incumbent)
+    if found is None:  # the least usage at some time points need not be of a choice that is allowed
+        own = part_of(incumbent, small_usage(incumbent.problem), max(incumbent.left_s(), REASON_S), unreported)
+        own.rel_gap = REASON_GAP
+        run_engines(own)
+        incumbent.forbidden = own.infeasible
+        found = None if own.choice is None else peak_from(incumbent, own.choice)
+    if found is not None:
+        incumbent.offer_peak(found.choice, found.bound_bytes)
+        if found.peak_bytes > found.bound_bytes:
+            smallest_peak(incumbent)
+
+
+def unreported(*_: object) -> None:
+    """Tells nobody of progress."""
 
 
 def solve_coarse(incumbent: Incumbent, shift: int) -> str:
