@@ -195,7 +195,8 @@ def test_memory_that_nothing_fits() -> None:
 
 def test_memory_that_nothing_fits_is_no_matter_of_pins() -> None:
     """Of a deep model message passing finds no choice of small peak that is allowed; nothing is pinned here."""
-    fn, args = models.gpt2_small(layers=2, batch=16)
+    build: Any = models.gpt2_small
+    fn, args = build(layers=2, batch=16)
     with pytest.raises(
         InfeasibleError, match=r"no plan fits 500 MB per device .* the smallest peak found is"
     ) as caught:
