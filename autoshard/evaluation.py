@@ -74,7 +74,7 @@ class Evaluation:
           compiler: "gpu", "tpu" or "cpu"; None takes the hardware's own.
           topology: another topology to compile for, such as "cpu:8".
           tolerance: relative difference in bytes that still counts as a match.
-          compiler_options: flags over the plan's own.
+          compiler_options: as in `Plan.verify`.
 
         Raises:
           CompilerMissingError: that compiler is not installed.

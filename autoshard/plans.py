@@ -390,7 +390,9 @@ class Plan:
             the collectives that Shardy itself names, in-process, without a compiler.
           topology: another topology to compile for, such as "cpu:8".
           tolerance: relative difference in bytes that still counts as a match.
-          compiler_options: flags over the plan's own.
+          compiler_options: flags over the plan's own; None for those of the program whose collectives are priced
+            (XLA:TPU without windowed einsum, where sums over a whole torus are not scattered), {} for the
+            compiler's own.
 
         Raises:
           CompilerMissingError: that compiler is not installed.

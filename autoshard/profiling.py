@@ -19,10 +19,10 @@ import jax
 from autoshard import _jax, hlo
 from autoshard.comparison import in_order
 from autoshard.errors import VerifyError
+from autoshard.hlo.matmuls import matmuls
 from autoshard.problem.assignment import Assignment
 from autoshard.record import PlanRecord
 from autoshard.tables import columns, fields, render, table, time_text
-from autoshard.timeline import matmuls
 
 MATMULS, OTHERS = "matmuls", "other compute"
 WARM_UP = 1  # steps before the profiler starts: compiling, and buffers that are placed once

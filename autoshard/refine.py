@@ -112,7 +112,10 @@ def refined(entered: Entered, *, compiler: str, count: int) -> Plan:
         raise SpecError(
             f"refine={compiler!r} with candidates={count}: compile two plans or more, by 'gpu', 'tpu' or 'cpu'"
         )
-    tried = [Candidate(plan=plan, found=plan.verify(compiler), name=name) for name, plan in entered.best(count)]
+    tried = [
+        Candidate(plan=plan, found=plan.verify(compiler, compiler_options={}), name=name)
+        for name, plan in entered.best(count)
+    ]
     fitting = [x for x in tried if x.fits] or tried
     best = min(fitting, key=lambda x: x.schedule_s)
     refined_plan = best.plan.noted(told(tried, best))

@@ -438,6 +438,6 @@ def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
 def _compiled(contender: Contender, made: Plan | Evaluation, compiler: str) -> Contender:
     _tell(f"compile {contender.name}")
     try:
-        return replace(contender, verification=made.verify(compiler=compiler))
+        return replace(contender, verification=made.verify(compiler=compiler, compiler_options={}))
     except AutoshardError as error:
         return replace(contender, refused=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")

@@ -130,7 +130,7 @@ def assert_plan_within(
 
 
 def _compiled_s(made: "Plan | Evaluation", compiler: str) -> float:
-    timeline = made.verify(compiler=compiler).timeline
+    timeline = made.verify(compiler=compiler, compiler_options={}).timeline
     assert timeline is not None  # a compiler's program has a schedule
     return timeline.step_s
 

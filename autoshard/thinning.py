@@ -53,7 +53,7 @@ class _Search:
     """Which constraints of a plan were found to make no difference."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan, self._goal = plan, _Emitted.of(plan.verify())
+        self._plan, self._goal = plan, _Emitted.of(plan.verify(compiler_options={}))
         self.dropped: set[Step] = set()
         self.compiles = 1
         self._refused: set[frozenset[Step]] = set()  # what could not be left out together
@@ -91,7 +91,9 @@ class _Search:
         log.debug("%s", now, extra={"now": now})
         self.compiles += 1
         try:
-            same = _Emitted.of(plan.pinned(_without(plan.record.pins, without)).verify()).serves(self._goal)
+            same = _Emitted.of(plan.pinned(_without(plan.record.pins, without)).verify(compiler_options={})).serves(
+                self._goal
+            )
         except CompileError:
             same = False
         if not same:

@@ -13,33 +13,18 @@ longer; everything else costs the HBM bytes that it reads and writes, of which a
 reads only its part. Prefetches into faster memory are free.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any, Literal, Protocol
 
-from autoshard.errors import HloError
 from autoshard.hlo import Collective, Computation, Instruction, Module, communicates
 from autoshard.hlo.loops import Loops
+from autoshard.hlo.matmuls import matmuls, uncounted
 from autoshard.mesh import MeshAxes
-from cost_models.roofline import taps_on_data
 
 Stream = Literal["compute", "communication"]
 
-# Names of XLA's element types that cost models know by JAX's.
-_DTYPES: Mapping[str, str] = {
-    "bf16": "bfloat16",
-    "f16": "float16",
-    "f32": "float32",
-    "f64": "float64",
-    "c64": "complex64",
-    "c128": "complex128",
-    "pred": "int8",
-    **{f"s{bits}": f"int{bits}" for bits in (2, 4, 8, 16, 32, 64)},
-    **{f"u{bits}": f"uint{bits}" for bits in (2, 4, 8, 16, 32, 64)},
-}
 _KINDS: Mapping[str, str] = {"collective-broadcast": "broadcast", "ragged-all-to-all": "all-to-all"}
 _FREE = frozenset(
     {
@@ -62,7 +47,6 @@ _FREE = frozenset(
 )
 _SLICES = frozenset({"dynamic-slice", "gather", "slice"})
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # which operand is written into the first, in place
-_INTEGERS = re.compile(r"\d+")
 
 
 class Machine(Protocol):
@@ -98,6 +82,8 @@ class Timeline:
       exposed_s: time in which the compute stream waits for a collective.
       flops: of the matmuls.
       events: what ran when, first trips only.
+      uncounted: library calls and kernels that multiply, too, but do not say how much: neither in `flops`, nor
+        in the seconds beyond what they read and write.
     """
 
     step_s: float
@@ -106,6 +92,7 @@ class Timeline:
     exposed_s: float
     flops: float
     events: tuple[Event, ...]
+    uncounted: tuple[str, ...] = ()
 
     @property
     def hidden_s(self) -> float:
@@ -172,6 +159,7 @@ def timeline(
         exposed_s=walk.exposed_s,
         flops=walk.flops,
         events=tuple(walk.events),
+        uncounted=tuple(sorted(walk.uncounted)),
     )
 
 
@@ -192,6 +180,7 @@ class _Walk:
     exposed_s: float = 0.0
     flops: float = 0.0
     events: list[Event] = field(default_factory=list)
+    uncounted: set[str] = field(default_factory=set)
 
     def run(self, computation: Computation, trips: int) -> None:
         """Walks one computation; `trips` is how often the step executes it."""
@@ -242,14 +231,23 @@ class _Walk:
         self.now_s += duration_s
 
     def _loop(self, loop: Instruction, trips: int) -> None:
-        """Walks the body once, then lets every other trip take the same time."""
+        """Walks the body once, and again where the first trip waits for what was sent before the loop.
+
+        The last walk stands for every other trip.
+        """
         count = self.trip_counts.get(loop.name, self.loops.trip_count(loop))
-        count = 1 if count is None else count
-        before = replace(self)
-        if count == 0:
+        more = 1 if count is None else count
+        if more == 0:
             return
-        self.run(self.loops.body(loop), trips * count)
-        more = count - 1
+        late = self.free_s > self.now_s
+        before = self._one_trip(loop, trips * more)
+        more -= 1
+        if late and more:
+            events = self.events
+            self.events = []
+            before = self._one_trip(loop, trips * (more + 1))
+            self.events = events
+            more -= 1
         self.compute_s += more * (self.compute_s - before.compute_s)
         self.communication_s += more * (self.communication_s - before.communication_s)
         self.exposed_s += more * (self.exposed_s - before.exposed_s)
@@ -258,6 +256,12 @@ class _Walk:
         if self.free_s > before.free_s:
             self.free_s += shift_s
         self.now_s += shift_s
+
+    def _one_trip(self, loop: Instruction, trips: int) -> "_Walk":
+        """Walks the body of a loop; returns the clocks as they were before."""
+        before = replace(self)
+        self.run(self.loops.body(loop), trips)
+        return before
 
     def _branch(self, conditional: Instruction, trips: int) -> None:
         """Takes the branch that ends last."""
@@ -290,85 +294,13 @@ class _Walk:
             # What is fused behind a matmul reads and writes, too: XLA:TPU fuses whole optimizer updates into one.
             fused = instruction.opcode.startswith("fusion")
             return max(matmul_s, self._traffic_s(computation, instruction)) if fused else matmul_s
+        self.uncounted.update(uncounted(self.module, instruction))
         if opcode == "custom-call" and not instruction.operands:
             return 0.0  # a buffer is allocated, nothing moves
         return self._traffic_s(computation, instruction)
 
     def _traffic_s(self, computation: Computation, instruction: Instruction) -> float:
         return float(self.machine.hbm_s(_traffic_bytes(self.module, computation, instruction)))
-
-
-def matmuls(module: Module, computation: Computation, instruction: Instruction) -> list[tuple[int, int, int, int, str]]:
-    """`(batch, m, n, k, dtype)` of every matmul in an instruction and in what it fuses."""
-    if instruction.opcode in ("fusion", "fusion-start"):
-        return [
-            found
-            for name in instruction.calls
-            for inner in module[name]
-            for found in matmuls(module, module[name], inner)
-        ]
-    if instruction.opcode not in ("dot", "convolution"):
-        return []
-    left, right = (computation[name].shapes[0] for name in instruction.operands[:2])
-    wider = right.dtype if left.dtype == "pred" else left.dtype  # a mask times values: XLA:TPU fuses its conversion
-    dtype = _DTYPES.get(wider, "bfloat16" if wider.startswith("f8") else wider)
-    if instruction.opcode == "dot":
-        batch = prod(left.dims[i] for i in _dims(instruction, "lhs_batch_dims"))
-        k = prod(left.dims[i] for i in _dims(instruction, "lhs_contracting_dims"))
-        return [(batch, left.size // (batch * k or 1), right.size // (batch * k or 1), k, dtype)]
-    return [_convolution(instruction, left.dims, right.dims, dtype)]
-
-
-def _convolution(
-    instruction: Instruction, image: tuple[int, ...], kernel: tuple[int, ...], dtype: str
-) -> tuple[int, int, int, int, str]:
-    """A convolution as a matmul: XLA:TPU writes every dot as one.
-
-    Only taps that fall on data count. A spatial dimension in which each output has one of them is a
-    batch dimension, or the kernel's own where the image has but one point, to which the result's columns belong;
-    all others are rows. The mean of the taps per output is rounded down, which only padded windows of several
-    taps notice.
-    """
-    labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", instruction.attribute("dim_labels") or "")
-    if labels is None:
-        raise HloError(f"convolution {instruction.name} has no dim_labels")
-    result = instruction.shapes[0].dims
-    window = dict(re.findall(r"(\w+)=([\w\-]+)", instruction.attribute("window") or ""))
-    rank = sum(label.isdigit() for label in labels[1])
-    strides, image_steps, kernel_steps = (
-        [int(x) for x in window[key].split("x")] if key in window else [1] * rank
-        for key in ("stride", "lhs_dilate", "rhs_dilate")
-    )
-    pads = [int(x.split("_")[0]) for x in window["pad"].split("x")] if "pad" in window else [0] * rank
-    taps, outputs, batch = 1, 1, 1
-    m, n = result[labels[3].index("b")], kernel[labels[2].index("o")]
-    for i in range(rank):
-        size, points, width = (
-            dims[label.index(str(i))]
-            for dims, label in zip((result, image, kernel), (labels[3], labels[1], labels[2]), strict=True)
-        )
-        on_data = taps_on_data(
-            size,
-            width,
-            points,
-            stride=strides[i],
-            pad=pads[i],
-            image_step=image_steps[i],
-            kernel_step=kernel_steps[i],
-        )
-        taps *= on_data
-        outputs *= size
-        if on_data == size == width and points == 1:
-            n *= size
-        elif on_data == size == width == points:
-            batch *= size
-        else:
-            m *= size
-    return batch, m, n, max(1, kernel[labels[2].index("i")] * taps // outputs), dtype
-
-
-def _dims(instruction: Instruction, key: str) -> list[int]:
-    return [int(x) for x in _INTEGERS.findall(instruction.attribute(key) or "")]
 
 
 def _traffic_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:

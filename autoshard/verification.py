@@ -155,10 +155,15 @@ class Verification:
                 (
                     "compute",
                     f"predicted {time_text(compute.predicted_s)}{flops}, compiled {time_text(compute.compiled_s)} "
-                    f"({flops_text(compute.compiled_flops)} of matmuls){own}",
+                    f"({flops_text(compute.compiled_flops)} of matmuls{self._uncounted()}){own}",
                 )
             )
         return [*lines, ("compiler", f"{self.compiler}, {self.version}, for {self.topology}: {self.wall_s:.1f} s")]
+
+    def _uncounted(self) -> str:
+        """What multiplies in the compiled program, too, but does not say how much."""
+        names = () if self.timeline is None else self.timeline.uncounted
+        return f", without what {', '.join(names)} multiply" if names else ""
 
     def _collectives(self) -> RenderableType:
         cells: list[tuple[str, ...]] = []

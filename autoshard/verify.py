@@ -33,6 +33,8 @@ PEAK = {
     "cpu": "arguments + outputs − aliases + temporaries, a bound",
 }
 
+WITHOUT_RINGS = " without windowed einsum"
+
 _PACKAGE = re.compile(r"/autoshard/[\w/]+\.py:\d+")
 _ARGUMENT = re.compile(r"flat\[(\d+)\]")  # of what is compiled here, the leaves are `*flat`
 
@@ -61,7 +63,8 @@ def verify(
       machine: the cost model with the plan's mesh placed on it; None reads the plan's hardware from the catalogue.
       graph: of the planned program, if its ops carry their equations' paths (`completion.annotated`).
       assignment: the plan's choices, if it was made in this process.
-      compiler_options: flags over the plan's own, such as `compilers.TPU_PLAIN_OPTIONS`.
+      compiler_options: flags over the plan's own; None for those of the program whose collectives are priced
+        (`compared_by`), {} for the compiler's own.
 
     Raises:
       CompilerMissingError: the compiler is not installed.
@@ -72,6 +75,8 @@ def verify(
         return _by_shardy(lowerable, record, tolerance, graph, assignment)
     if topology is None:
         topology = f"cpu:{record.mesh.size}" if compiler == "cpu" else record.hardware
+    if compiler_options is None:
+        compiler_options = compared_by(record, topology, machine)
     compiled = compilers.compile(
         lowerable,
         topology=topology,
@@ -84,7 +89,8 @@ def verify(
         record,
         compiled.hlo_text,
         compiler=compiled.compiler,
-        version=compiled.version,
+        version=compiled.version
+        + (WITHOUT_RINGS if compiled.flags.items() >= compilers.TPU_PLAIN_OPTIONS.items() else ""),
         topology=topology,
         memory=_compiled_parts(compiled.memory, compiled.peak_bytes),
         wall_s=compiled.wall_s,
@@ -93,6 +99,19 @@ def verify(
         graph=graph,
         assignment=assignment,
     )
+
+
+def compared_by(record: PlanRecord, topology: str, machine: cost_models.Machine | None) -> Mapping[str, Any]:
+    """The flags, over a plan's own, of the program whose collectives are priced.
+
+    Left to itself, XLA:TPU makes rings of permutes of what most matmuls gather and scatter. A ring
+    scatters a sum over any devices; without them a sum over the whole torus is all-reduced and sliced as
+    `Machine.scatters_whole` says, and planned so.
+    """
+    if topology != record.hardware or not topology.startswith("tpu"):
+        return {}
+    placed = meshes.place(record.mesh.shape, record.hardware).machine if machine is None else machine
+    return {} if placed.scatters_whole else compilers.TPU_PLAIN_OPTIONS
 
 
 def _by_shardy(

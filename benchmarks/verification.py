@@ -216,7 +216,7 @@ def line(case: Case) -> dict[str, Any]:
         planned_s = time.perf_counter() - begin
         told["predicted_peak_bytes"] = made.record.memory.peak_bytes
         plain = case.hardware.startswith("tpu") and not case.windowed
-        found = made.verify(compiler_options=compilers.TPU_PLAIN_OPTIONS if plain else None)
+        found = made.verify(compiler_options=compilers.TPU_PLAIN_OPTIONS if plain else {})
     except AutoshardError as error:
         return {**told, "error": f"{type(error).__name__}: {str(error)[:300]}"}
     return {**told, **_found(found), "planned_s": planned_s, "memory_by_kind": dict(made.record.memory.kinds)}

@@ -60,7 +60,9 @@ class Machine:
 
         XLA:TPU scatters inside any part of a slice, but over all of it only on a line, on 2x2
         and on two unequal sides; on squares and in three dimensions it all-reduces, then slices
-        (libtpu 0.0.51, compiled for v5e, v5p and v6e; no `xla_tpu_*reduce_scatter*` flag changes it).
+        (libtpu 0.0.51 and 0.0.52, compiled for v4, v5e, v5p and v6e, among them 2x2x2, 2x2x4, 2x4x4, 4x4x4 and 4x4x8,
+        whatever mesh lies on them; no `xla_tpu_*reduce_scatter*` flag changes it). So it is without windowed einsum,
+        which makes rings of what most larger matmuls leave, over the whole torus, too (docs/verification.md).
         """
         sides = [d.size for d in self.placement.topology.dimensions if d.medium == "torus" and d.size > 1]
         return len(sides) < 2 or sides == [2, 2] or (len(sides) == 2 and sides[0] != sides[1])

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from autoshard import hlo
+from autoshard.errors import HloError
+from autoshard.hlo.matmuls import matmuls
 from autoshard.mesh import MeshAxes
-from autoshard.timeline import Timeline, matmuls, timeline
+from autoshard.timeline import Timeline, timeline
 from cost_models.dtypes import itemsize, matmul_rates
 
 MESH = MeshAxes.of({"data": 2, "model": 4})
@@ -148,6 +150,98 @@ def test_convolutions_count_taps_on_data(attributes: str, image: str, kernel: st
         f"  ROOT %c = f32[{result}] convolution(%a, %b), {attributes}"
     )
     assert found.compute_s == (flops or 2 * 4 * 16 * 32 * 64)
+
+
+GEMM = (
+    'custom_call_target="{target}", backend_config={{"operation_queue_id":"0","gemm_backend_config":{{"alpha_real":1,'
+    '"dot_dimension_numbers":{{"lhs_contracting_dimensions":{k},"rhs_contracting_dimensions":["0"],'
+    '"lhs_batch_dimensions":{batch},"rhs_batch_dimensions":{batch}}},"epilogue":"BIAS_GELU"}}}}'
+)
+
+
+def made(line: str, *operands: str) -> list[tuple[int, int, int, int, str]]:
+    """The matmuls of one line, of operands of these shapes."""
+    given = "".join(f"  %p{i} = {shape} parameter({i})\n" for i, shape in enumerate(operands))
+    module = hlo.read(f"{HEADER}ENTRY %main () -> f32[1] {{\n{given}  ROOT %c = {line}\n}}\n")
+    return matmuls(module, module["main"], module["main"]["c"])
+
+
+@pytest.mark.parametrize("target", ["__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8"])
+def test_a_library_multiplies_what_its_configuration_says(target: str) -> None:
+    """With its bias, its scales and its workspace, which are no operands of the product."""
+    one = GEMM.format(target=target, k='["1"]', batch="[]")
+    of_bias = f"(bf16[520,2560]{{1,0}}, s8[33554432]{{0}}) custom-call(%p0, %p1, %p2), {one}"
+    assert made(of_bias, "bf16[520,640]", "bf16[640,2560]", "bf16[2560]") == [(1, 520, 2560, 640, "bfloat16")]
+    batched = GEMM.format(target=target, k='["2"]', batch='["0"]')
+    product = f"f32[4,16,32]{{2,1,0}} custom-call(%p0, %p1), {batched}"
+    assert made(product, "f32[4,16,8]", "f32[4,8,32]") == [(4, 16, 32, 8, "float32")]
+
+
+def test_a_library_call_that_does_not_say_what_it_multiplies_is_named() -> None:
+    with pytest.raises(HloError, match="says no dot_dimension_numbers"):
+        made('f32[8,8] custom-call(%p0, %p0), custom_call_target="__cublas$gemm", backend_config={}', "f32[8,8]")
+    found = price(
+        '  ROOT %c = f32[8,8] custom-call(%x, %x), custom_call_target="__cudnn$fmhaSoftmax", backend_config={}'
+    )
+    assert (found.flops, found.uncounted) == (0, ("__cudnn$fmhaSoftmax",))
+    assert price('  ROOT %c = f32[8,8] custom-call(%x, %x), custom_call_target="__cub$RadixSort"').uncounted == ()
+
+
+@pytest.mark.parametrize(
+    ("what", "operands", "result", "expected"),
+    [
+        ("Forward", ("f32[2,224,224,3]", "f32[64,14,14,3]"), "f32[2,16,16,64]", (2 * 16 * 16, 64, 14 * 14 * 3)),
+        (
+            "BiasActivationForward",
+            ("f32[2,224,224,3]", "f32[64,14,14,3]", "f32[64]"),
+            "f32[2,16,16,64]",
+            (2 * 16 * 16, 64, 14 * 14 * 3),
+        ),
+        ("BackwardInput", ("f32[2,16,16,64]", "f32[64,14,14,3]"), "f32[2,224,224,3]", (2 * 16 * 16, 14 * 14 * 3, 64)),
+        ("BackwardFilter", ("f32[2,224,224,3]", "f32[2,16,16,64]"), "f32[64,14,14,3]", (14 * 14 * 3, 64, 2 * 16 * 16)),
+    ],
+)
+def test_a_convolution_of_cudnn_multiplies_as_the_forward_one_says(
+    what: str, operands: tuple[str, ...], result: str, expected: tuple[int, int, int]
+) -> None:
+    names = ", ".join(f"%p{i}" for i in range(len(operands)))
+    line = (
+        f"({result}, u8[0]{{0}}) custom-call({names}), window={{size=14x14 stride=14x14}}, "
+        f'dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv{what}", backend_config={{}}'
+    )
+    assert made(line, *operands) == [(1, *expected, "float32")]
+
+
+LOOP = (
+    "%body (t: (s32[], f32[2,8], f32[8,8])) -> (s32[], f32[2,8], f32[8,8]) {\n"
+    "  %t = (s32[], f32[2,8]{1,0}, f32[8,8]{1,0}) parameter(0)\n"
+    "  %i = s32[] get-tuple-element(%t), index=0\n  %w = f32[2,8]{1,0} get-tuple-element(%t), index=1\n"
+    "  %one = s32[] constant(1)\n  %next = s32[] add(%i, %one)\n"
+    f"{GATHER}\n  %d = f32[8,8]{{1,0}} all-gather-done(%s)\n"
+    "  ROOT %r = (s32[], f32[2,8]{1,0}, f32[8,8]{1,0}) tuple(%next, %w, %d)\n}"
+)
+CONDITION = (
+    "%condition (t: (s32[], f32[2,8], f32[8,8])) -> pred[] {\n"
+    "  %t = (s32[], f32[2,8]{1,0}, f32[8,8]{1,0}) parameter(0)\n  %i = s32[] get-tuple-element(%t), index=0\n"
+    "  %n = s32[] constant(5)\n  ROOT %l = pred[] compare(%i, %n), direction=LT\n}"
+)
+
+
+def test_only_the_first_trip_of_a_loop_waits_for_what_was_sent_before_it() -> None:
+    early = GATHER.replace("%s", "%before").replace("channel_id=1", "channel_id=2")
+    found = price(
+        f"{early}\n  %zero = s32[] constant(0)\n  %start = (s32[], f32[2,8]{{1,0}}, f32[8,8]{{1,0}}) "
+        "tuple(%zero, %w, %x)\n  %loop = (s32[], f32[2,8]{1,0}, f32[8,8]{1,0}) while(%start), condition=%condition, "
+        "body=%body\n  %made = f32[8,8]{1,0} get-tuple-element(%loop), index=2\n"
+        "  %e = f32[8,8]{1,0} all-gather-done(%before)\n  ROOT %z = f32[8,8]{1,0} add(%made, %e)",
+        LOOP,
+        CONDITION,
+    )
+    gather_s = 8 * 8 * 4
+    assert found.communication_s == 6 * gather_s
+    assert found.exposed_s <= found.communication_s
+    assert found.hidden_s >= 0
+    assert found.step_s == found.compute_s + found.exposed_s
 
 
 def test_matmuls_of_integers_have_the_types_that_prices_know() -> None:

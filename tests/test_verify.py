@@ -257,6 +257,56 @@ def test_the_v5e_compiler_follows_the_plan(name: str) -> None:
 
 @pytest.mark.gpu_compiler
 @needs_gpu_compiler
+def test_what_libraries_multiply_is_counted() -> None:
+    """Patches, then a layer with bias and gelu, as image models have them: cuDNN's and cuBLAS's, with epilogues."""
+
+    def loss(params: Any, images: Any) -> Any:
+        x = jax.lax.conv_general_dilated(
+            images, params["patch"], (16, 16), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        x = x.reshape(len(images), -1, x.shape[-1])
+        x = x + jax.nn.gelu(x @ params["up"] + params["bias"]) @ params["down"]
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    def step(params: Any, images: Any) -> Any:
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params, images))
+
+    shapes = {"patch": (16, 16, 3, 256), "up": (256, 1024), "bias": (1024,), "down": (1024, 256)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    images = jax.ShapeDtypeStruct((32, 128, 128, 3), jnp.bfloat16)
+    plan = autoshard.plan(step, params, images, mesh={"data": 8}, hardware="h100:1x8", donate_argnums=0)
+    found = plan.verify("gpu", compiler_options={"xla_gpu_enable_triton_gemm": False})
+    assert found.compute is not None
+    assert found.timeline is not None
+    assert found.compute.predicted_flops is not None
+    assert found.compute.compiled_flops == pytest.approx(found.compute.predicted_flops, rel=0.02)
+    assert not found.timeline.uncounted
+
+
+@pytest.mark.tpu_compiler
+@needs_tpu_compiler
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "model": 4}])
+def test_on_a_cube_a_sum_over_all_of_it_is_all_reduced_unless_it_is_made_in_a_ring(mesh: dict[str, int]) -> None:
+    """See `Machine.scatters_whole`: the plan is verified without windowed einsum, which libtpu left to itself has."""
+
+    def product(x: Any, y: Any) -> Any:
+        return jnp.einsum("bk,bn->kn", x, y)
+
+    axes = tuple(mesh)
+    x, y = (jax.ShapeDtypeStruct((8192, width), jnp.bfloat16) for width in (768, 3072))
+    options: Any = {"in_shardings": (P(axes), P(axes)), "out_shardings": P(axes), "for_grad": False}
+    plan = autoshard.plan(product, x, y, mesh=mesh, hardware="tpu-v5p:2x2x2", **options)
+    assert {(c.kind, len(c.axes)) for c in plan.record.collectives} == {("all-reduce", len(axes))}
+    found = plan.verify()
+    assert found.ok
+    assert "without windowed einsum" in str(found)
+    by_itself = plan.verify(compiler_options={})
+    assert {c.kind for c in by_itself.emitted if c.nbytes > 1000} == {"reduce-scatter"}
+    assert "without windowed einsum" not in str(by_itself)
+
+
+@pytest.mark.gpu_compiler
+@needs_gpu_compiler
 def test_a_plan_that_is_not_followed_fails() -> None:
     """Constraints left out: the partitioner decides otherwise, and the table says so."""
     plan = planned("mlp-8k", "h100:1x8")
