@@ -1,6 +1,7 @@
 """The public verb `plan`: from a function and its arguments to the best plan."""
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -252,6 +253,7 @@ def _found(questions: Sequence[Question], options: Options) -> Plan:
     locked = None if lock is None else lock.find(questions)
     if locked is not None:
         return _plan(*locked, options)
+    begin = time.perf_counter()
     plans = _fitting(questions, options)
     best_s = min(made.cost for made in plans.values())
     (at, best), *others = sorted(
@@ -266,7 +268,18 @@ def _found(questions: Sequence[Question], options: Options) -> Plan:
         best = _thinned(best, questions[at], options)
     if lock is not None:
         lock.write(best.record)
-    return best
+    return best.took(_rest(best, questions[at], questions, options, time.perf_counter() - begin))
+
+
+def _rest(
+    best: Plan, question: Question, questions: Sequence[Question], options: Options, elapsed_s: float
+) -> dict[str, float]:
+    """What a call took beside the stages of the plan that it returns: the other meshes, and the compiler."""
+    others_s = sum(q.trace_s for q in questions if q is not question)
+    rest_s = elapsed_s + others_s - sum(s for stage, s in best.seconds.items() if stage != "trace")
+    names = ["other meshes"] if len(questions) > 1 else []
+    names += ["compiler"] if options.refine is not None or options.constraints == "compiled" else []
+    return {" and ".join(names): rest_s} if names and rest_s > 0 else {}
 
 
 def _thinned(plan: Plan, question: Question, options: Options) -> Plan:

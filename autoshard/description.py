@@ -44,7 +44,7 @@ def describe(
     collectives = tuple(sorted(assignment.collectives(), key=lambda c: (c.kind, c.axes, -c.nbytes, c.where, c.value)))
     step_s = certificate.objective_s
     compute_s = assignment.compute_s()
-    hidden_s = sum(row.seconds * row.trips - waited_s for row, waited_s in assignment.waits())
+    hidden_s = sum(max(0.0, row.seconds * row.trips - waited_s) for row, waited_s in assignment.waits())
     peak, at, kinds = assignment.peak()
 
     def spec(code: int, ndim: int) -> PartitionSpec:
@@ -72,7 +72,7 @@ def describe(
         cost=Cost(
             step_s=step_s,
             compute_s=compute_s,
-            communication_s=step_s - compute_s + hidden_s,
+            communication_s=max(0.0, step_s - compute_s) + hidden_s,  # of what waits for nothing, rounding errors
             hidden_s=hidden_s,
         ),
         memory=Memory(peak_bytes=peak, limit_bytes=memory_bytes, at=place_of(d, at), kinds=kinds),

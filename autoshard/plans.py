@@ -70,6 +70,18 @@ class Plan:
         """The same plan with other constraints emitted."""
         return self._instead(replace(self.record, pins=pins))
 
+    def took(self, seconds: Mapping[str, float]) -> "Plan":
+        """The same plan, whose summary counts more of the call that made it; as it is where it was not planned now."""
+        if self._planned is None:
+            return self
+        planned = replace(self._planned, seconds={**self._planned.seconds, **seconds})
+        return Plan(self.record, place=self._place, planned=planned, traced=self._traced, plan_again=self._plan_again)
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Wall-clock per stage of planning; empty where the plan was not planned now."""
+        return {} if self._planned is None else self._planned.seconds
+
     def _instead(self, record: PlanRecord) -> "Plan":
         again = self._plan_again
         return Plan(record, place=self._place, planned=self._planned, traced=self._traced, plan_again=again)
@@ -321,7 +333,7 @@ class Plan:
             self.record,
             seconds=self._planned.seconds,
             flops=self._planned.assignment.flops(),
-            peak_flops_per_s=self._place.hardware.number("peak_bfloat16_flops_per_s"),
+            peak_flops_per_s=self._planned.assignment.peak_flops_per_s(self._place.machine.peak_flops_per_s),
         )
 
     def explain(

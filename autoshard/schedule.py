@@ -52,7 +52,7 @@ def schedule(assignment: Assignment) -> Timeline:
         for row, waited_s in hides[window]:
             events.append(_event(_name(row), "communication", sent_s, row.seconds, row.trips, row.where))
             sent_s += row.seconds
-            hidden_s += row.seconds * row.trips
+            hidden_s += max(row.seconds * row.trips, waited_s)
             left_s += waited_s
         now_s = begin_s + busy_s + left_s
         sent_s = max(sent_s, now_s)

@@ -139,6 +139,11 @@ def bytes_text(nbytes: float) -> str:
     return _scaled(nbytes, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)))
 
 
+def count_text(count: float) -> str:
+    """How many, of what is estimated: `3,150`, `2.5`."""
+    return f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
+
+
 def flops_text(flops: float) -> str:
     """Floating-point operations in the unit that reads best."""
     return _scaled(

@@ -97,7 +97,7 @@ class Timeline:
     @property
     def hidden_s(self) -> float:
         """Communication that runs beside compute."""
-        return self.communication_s - self.exposed_s
+        return max(0.0, self.communication_s - self.exposed_s)  # sums of floats, in different orders
 
     def trace(self) -> dict[str, Any]:
         """Chrome trace events (JSON), as Perfetto reads them; times in µs."""

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-import cost_models
 from autoshard import _jax, meshes, planner, useful
 from autoshard import binding as bindings
 from autoshard import trace as traces
@@ -26,7 +25,7 @@ from autoshard.target import load_target
 from autoshard.trace import Traced
 from autoshard.wanted import AUTO, dotted, wanted
 
-DTYPE = "bfloat16"  # whose peak the utilizations refer to
+DTYPE = "bfloat16"  # whose peak the utilizations of a program without matmuls refer to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,12 +208,14 @@ class Trials:
     def _row(self, candidate: Candidate, planned: Planned) -> Row:
         program = self.program(candidate)
         gradient = planned.setting.gradient
+        machine = meshes.place(candidate.shape, candidate.hardware).machine
         return Row(
             candidate=candidate,
             record=planned.record,
             flops=program.flops if gradient is None else useful.flops(gradient.traced.jaxpr),
             device_flops=planned.assignment.flops(),
-            peak_flops_per_s=cost_models.hardware(candidate.hardware).number(f"peak_{DTYPE}_flops_per_s"),
+            peak_flops_per_s=planned.assignment.peak_flops_per_s(machine.peak_flops_per_s)
+            or machine.peak_flops_per_s(DTYPE),
             tokens=program.tokens,
             parameters=program.parameters,
         )

@@ -27,8 +27,8 @@ CAUSES = """\
 - **TPU, sums over a whole torus**: without windowed einsum libtpu emits a reduce-scatter over any part of a slice, but
   over all of it only on a line, on 2x2 and on unequal sides; squares and three dimensions (2x2x2 to 4x4x8) all-reduce
   and slice. Planned and priced so, and `verify` compiles so there. Left to itself it makes a ring, which scatters over
-  the whole torus, too, of what most matmuls leave (of 1,024 rows a device those of 256 × 256 and 768 × 3,072, not
-  that of 1,024 × 1,024; none of 64 rows): two layers of gpt2-small on v5p:2x2x2 (data=2 × model=4, 16 sequences) then
+  the whole torus, too, of what most matmuls leave (of 1,024 rows a device that of 768 × 3,072; none of 64 rows), but
+  for sums that are pinned whole: two layers of gpt2-small on v5p:2x2x2 (data=2 × model=4, 16 sequences) then
   scatter the 106 MB that are planned as all-reduced, in a peak of ×1.23 of the plan's (×0.68 without).
   `plan.verify(compiler_options={})` shows that.
 - **TPU, sums over a whole torus in parts**: libtpu scatters such a sum over one axis if it is pinned so, and over the

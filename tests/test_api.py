@@ -347,7 +347,10 @@ def test_of_several_meshes_the_best_that_fits_is_taken() -> None:
     with pytest.raises(InfeasibleError, match="600"):
         autoshard.plan(jnp.sin, rows, mesh=shapes[:1] * 2, **small)
     found = autoshard.plan(step, new_state(), X, hardware="h100:1x4")
+    assert "other meshes" in found.summary()
+    assert sum(found.seconds.values()) > 0
     by_hand = [autoshard.plan(step, new_state(), X, mesh=shape, hardware="h100:1x4") for shape in meshes.candidates(4)]
+    assert not any("other meshes" in plan.summary() for plan in by_hand)
     assert found.cost <= meshes.ALIKE * min(one.cost for one in by_hand)
 
 

@@ -1,7 +1,8 @@
 """A hand layout's price lies above the plan's, its bytes are those one counts, and the compiler agrees."""
 
+import re
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from autoshard.graph import Aval
 from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
 from autoshard.resharding import Resharder
+from autoshard.schedule import schedule
 from autoshard.strategies import SUM, WHOLE, encode, layout_of
 from models import layouts
 
@@ -101,6 +103,40 @@ def test_planning_beats_completing_beats_propagating(name: str, recipe: str, har
     assert best.fits
     assert by_shardy.fits
     assert by_shardy.record.certificate.status == "priced"
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "weight_stationary_2d"])
+def test_times_are_parts_of_the_step(recipe: str) -> None:
+    """Nothing hides, or is waited for, for less than no time, also where several windows leave some of it."""
+    layout = layouts.find("mlp-1k", recipe)
+    train_step, (state, batch) = model("mlp-1k")
+    axes = layouts.axes(recipe)
+    place: Any = meshes.place(dict(zip(axes, (8,) if len(axes) == 1 else (2, 4), strict=True)), H100)
+    specs, on = layout.specs(state, batch), cast(Any, meshes.abstract(place.axes))
+    found = evaluate(
+        layouts.constrained(train_step, layout.activation, on),
+        state,
+        batch,
+        mesh=place.axes.shape,
+        hardware=H100,
+        in_specs=specs,
+        out_specs=(specs[0], P()),
+        donate_argnums=0,
+    )
+    cost, priced = found.record.cost, schedule(found.assignment)
+    for one in (cost, priced):
+        assert one.exposed_s >= 0
+        assert one.hidden_s >= 0
+        assert one.compute_s + one.exposed_s == pytest.approx(one.step_s)
+
+
+def test_no_program_takes_more_than_the_peak_of_what_it_multiplies() -> None:
+    """cpu's peak is twice as high in float32 as in bfloat16; the step is priced by the one that is used."""
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.int8):
+        x = jax.ShapeDtypeStruct((2048, 2048), dtype)
+        plan = autoshard.plan(lambda x, y: x @ y, x, x, mesh={"data": 1}, hardware="cpu:1", for_grad=False)
+        (share,) = re.findall(r"([\d.]+)% of the peak of", " ".join(plan.summary().split()))
+        assert 50 < float(share) <= 100
 
 
 @pytest.mark.parametrize("completion", ["best", "shardy"])

@@ -6,10 +6,12 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -143,6 +145,25 @@ def test_a_browser_shows_it(browser: Any, html: str, tmp_path: Path, width: int,
     assert set(cells) <= known
     assert said == []
     tab.close()
+
+
+@pytest.mark.parametrize(
+    ("left", "words"), [(0.0, "proven optimal"), (5e-9, "proven optimal to 5 ns"), (1e-2, "within")]
+)
+def test_a_page_says_what_is_proven_and_every_number_in_one_way(left: float, words: str) -> None:
+    made = autoshard.plan(
+        jax.numpy.sin, jax.ShapeDtypeStruct((8, 8), jax.numpy.float32), mesh={"data": 8}, hardware="h100:1x8"
+    )
+    assert made.planned is not None
+    proof = replace(made.record.certificate, status="feasible", objective_s=1.0, bound_s=1.0 - left, gap=left)
+    planned = replace(made.planned, record=replace(made.record, certificate=proof))
+    shown = view.of_plan(planned, cost_models.hardware("h100:1x8"))
+    assert shown["certificate"]["proof"].startswith(words)
+    assert shown["certificate"]["proof"] in shown["verdict"]
+    assert shown["certificate"]["proof"] in view.markdown(shown)
+    text = {row["name"]: row["text"] for row in shown["numbers"]}
+    assert text["peak_bfloat16_flops_per_s"] == "989 TFLOP/s"
+    assert text["hbm_bytes"] == "84.9 GB"
 
 
 @pytest.mark.slow

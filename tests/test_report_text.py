@@ -15,7 +15,7 @@ from autoshard.problem.assignment import Collective
 from autoshard.record import Certificate, Cost, Leaf, Memory, PlanRecord
 from autoshard.report import hardware, machine, text
 from autoshard.report.folding import fold, local_bytes, ranges
-from autoshard.tables import broken_path, bytes_text, fields, flops_text, proof_text, short_aval, time_text
+from autoshard.tables import broken_path, bytes_text, count_text, fields, flops_text, proof_text, short_aval, time_text
 from cost_models import catalogue
 
 MESH = MeshAxes.of({"data": 2, "model": 4})
@@ -140,6 +140,8 @@ def test_keys_weigh_nothing() -> None:
     ("found", "written"),
     [
         (time_text(0.0), "0 µs"),
+        (count_text(3150.4), "3,150"),
+        (count_text(2.46), "2.5"),
         (time_text(1.5e-7), "0.15 µs"),
         (time_text(0.0123456), "12.3 ms"),
         (time_text(0.99951), "1 s"),

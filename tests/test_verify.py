@@ -6,16 +6,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
 import models
-from autoshard import Plan, _jax, compilers
+from autoshard import Plan, _jax, compilers, hlo, meshes
 from autoshard.comparison import agrees
 from autoshard.errors import HloError, VerifyError
 from autoshard.pins import Pins
 from autoshard.verification import Match, Verification
-from autoshard.verify import MEMORY_TOLERANCE
+from autoshard.verify import MEMORY_TOLERANCE, compared_by
 
 MESH = {"data": 2, "model": 4}
 
@@ -285,24 +286,46 @@ def test_what_libraries_multiply_is_counted() -> None:
 
 @pytest.mark.tpu_compiler
 @needs_tpu_compiler
-@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "model": 4}])
-def test_on_a_cube_a_sum_over_all_of_it_is_all_reduced_unless_it_is_made_in_a_ring(mesh: dict[str, int]) -> None:
-    """See `Machine.scatters_whole`: the plan is verified without windowed einsum, which libtpu left to itself has."""
+@pytest.mark.parametrize(
+    ("hardware", "flags", "kind"),
+    [
+        ("tpu-v5p:2x2x2", compilers.TPU_PLAIN_OPTIONS, "all-reduce"),
+        ("tpu-v5p:2x2x2", {}, "reduce-scatter"),
+        ("tpu-v5p:2x2x1", compilers.TPU_PLAIN_OPTIONS, "reduce-scatter"),
+    ],
+)
+def test_a_sum_over_a_whole_cube_is_all_reduced_unless_it_is_made_in_a_ring(
+    hardware: str, flags: Any, kind: str
+) -> None:
+    """See `Machine.scatters_whole`, which says what libtpu does without windowed einsum."""
+    place = meshes.place({"data": 4 if "x1" in hardware else 8}, hardware)
+    made, split = (NamedSharding(meshes.abstract(place.axes), spec) for spec in (P("data"), P("data", None)))
+    x, y = (jax.ShapeDtypeStruct((8192, width), jnp.bfloat16, sharding=made) for width in (768, 3072))
+    product = jax.jit(lambda x, y: jnp.einsum("bk,bn->kn", x, y), in_shardings=(made, made), out_shardings=split)
+    compiled = compilers.compile(
+        product.trace(x, y),
+        topology=hardware,
+        mesh=place.axes,
+        device_order=place.machine.device_order.ravel().tolist(),
+        compiler_options=flags,
+    )
+    found = hlo.collectives(hlo.read(compiled.hlo_text), place.axes)
+    assert [row.kind for row in found] == [kind]
+    if flags:
+        assert place.machine.scatters_whole == (kind == "reduce-scatter")
 
-    def product(x: Any, y: Any) -> Any:
-        return jnp.einsum("bk,bn->kn", x, y)
 
-    axes = tuple(mesh)
-    x, y = (jax.ShapeDtypeStruct((8192, width), jnp.bfloat16) for width in (768, 3072))
-    options: Any = {"in_shardings": (P(axes), P(axes)), "out_shardings": P(axes), "for_grad": False}
-    plan = autoshard.plan(product, x, y, mesh=mesh, hardware="tpu-v5p:2x2x2", **options)
-    assert {(c.kind, len(c.axes)) for c in plan.record.collectives} == {("all-reduce", len(axes))}
-    found = plan.verify()
-    assert found.ok
-    assert "without windowed einsum" in str(found)
-    by_itself = plan.verify(compiler_options={})
-    assert {c.kind for c in by_itself.emitted if c.nbytes > 1000} == {"reduce-scatter"}
-    assert "without windowed einsum" not in str(by_itself)
+@pytest.mark.parametrize(
+    ("hardware", "flags"),
+    [("tpu-v5p:2x2x2", compilers.TPU_PLAIN_OPTIONS), ("tpu-v5e:2x4", {}), ("h100:1x8", {}), ("cpu:8", {})],
+)
+def test_a_plan_is_compared_with_the_program_that_is_priced(hardware: str, flags: Any) -> None:
+    """Sums over a whole cube are priced as XLA:TPU makes them without windowed einsum."""
+    record = autoshard.plan(
+        jnp.sin, jax.ShapeDtypeStruct((8,), jnp.float32), mesh={"data": 8}, hardware=hardware
+    ).record
+    assert compared_by(record, hardware, None) == flags
+    assert compared_by(record, "cpu:8", None) == {}
 
 
 @pytest.mark.gpu_compiler

@@ -1,6 +1,6 @@
 """Assignment: one choice per decision, read as layouts, constraints and collectives."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import repeat, zip_longest
 
@@ -280,7 +280,10 @@ class Assignment:
             yield from self.in_op(n)
 
     def waits(self) -> Iterator[tuple[Collective, float]]:
-        """Every collective, and for how many seconds the step waits for it: its share of what windows leave."""
+        """Every collective, and for how many seconds the step waits for it: its share of what windows leave.
+
+        Of what hides in several windows each leaves its part (`formulation`), together at times more than it takes.
+        """
         d = self.decisions
         moved = [(row, edge.hides) for edge, row in self.transfers()]
         hides, covers = np.zeros(d.windows.count), np.zeros(d.windows.count)
@@ -371,3 +374,16 @@ class Assignment:
     def flops(self) -> float:
         """Contractions' FLOPs per device."""
         return float(sum(n.flops[c] for n, c in zip(self.decisions.nodes, self.choice, strict=True)))
+
+    def peak_flops_per_s(self, rate: Callable[[str], float]) -> float | None:
+        """The rate at which a device that reached each type's peak would do all contractions; None without any.
+
+        Args:
+          rate: the peak per element type.
+        """
+        at_peak_s = sum(
+            float(node.flops[pick]) / rate(str(self.decisions.graph.eqns[node.equations[0]].operands[0].dtype))
+            for node, pick in zip(self.decisions.nodes, self.choice, strict=True)
+            if node.flops[pick]
+        )
+        return self.flops() / at_peak_s if at_peak_s else None

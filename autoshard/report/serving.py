@@ -7,7 +7,7 @@ from typing import Any
 from autoshard import served
 from autoshard.report.view import collectives
 from autoshard.served import Drafted, Served
-from autoshard.tables import bytes_text, columns, fields, paragraph, render, table, time_text
+from autoshard.tables import bytes_text, columns, count_text, fields, paragraph, render, table, time_text
 from cost_models.serving_search import Disaggregated, Server, Speculative, front
 
 SHOWN = 24
@@ -46,8 +46,8 @@ def text(
         ("weights", f"{bytes_text(first.time.parameter_bytes)}; cache {bytes_text(first.time.cache_bytes)} a sequence"),
         (
             "links",
-            f"decoding waits for memory rather than links up to {first.time.useful_ways:,.3g} ways; its exchanges take "
-            f"{time_text(first.time.exchange_s)} a step, and with weights split both ways at best "
+            f"decoding waits for memory rather than links up to {count_text(first.time.useful_ways)} ways; its "
+            f"exchanges take {time_text(first.time.exchange_s)} a step, and with weights split both ways at best "
             f"{time_text(first.time.exchange_2d_s)}",
         ),
         ("compute", f"weights multiply for longer than they stream from {first.crossover_batch:,.0f} sequences on"),

@@ -41,7 +41,7 @@ def summary(
       record: the plan.
       seconds: wall-clock per stage of planning, if it was planned just now.
       flops: of one device in one step.
-      peak_flops_per_s: of one device, in bfloat16.
+      peak_flops_per_s: of one device, for what it multiplies.
       width: columns; None takes the terminal's.
     """
     width = columns() if width is None else width

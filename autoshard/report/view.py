@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.mesh import MeshAxes
 from autoshard.planner import Planned
 from autoshard.problem.assignment import Assignment
 from autoshard.record import Leaf, PlanRecord
 from autoshard.report.folding import fold
+from autoshard.report.hardware import number_text
 from autoshard.strategies import layout_of
 from autoshard.tables import LEFT, bytes_text, proof_text, short_aval, short_place, time_text
 from cost_models import Hardware
@@ -52,11 +54,12 @@ def of_plan(planned: Planned, hardware: Hardware, compared: Sequence[Json] = ())
         "memory": _memory(record, assignment),
         "layouts": [*_leaves("input", record.inputs, record), *_activations(assignment)],
         "timeline": _timeline(assignment),
-        "roofline": _roofline(assignment, hardware),
+        "roofline": _roofline(assignment, hardware, record.mesh),
         "collectives": collectives(record),
         "compared": list(compared),
         "certificate": {
             "status": record.certificate.status,
+            "proof": proven(record),
             "objective_s": record.certificate.objective_s,
             "bound_s": record.certificate.bound_s,
             "gap": record.certificate.gap,
@@ -64,7 +67,8 @@ def of_plan(planned: Planned, hardware: Hardware, compared: Sequence[Json] = ())
             "space": record.certificate.space,
         },
         "numbers": [
-            {"name": key, "value": number.value, "source": number.source} for key, number in hardware.numbers.items()
+            {"name": key, "value": number.value, "text": number_text(key, number.value), "source": number.source}
+            for key, number in hardware.numbers.items()
         ],
         "notes": list(record.notes),
     }
@@ -73,18 +77,22 @@ def of_plan(planned: Planned, hardware: Hardware, compared: Sequence[Json] = ())
 def verdict(record: PlanRecord) -> str:
     """A plan in one sentence."""
     cost, memory = record.cost, record.memory
-    found = record.certificate
-    if not found.gap:
-        proof = "proven optimal"
-    elif found.gap < LEFT:
-        proof = f"proven {proof_text(found.status, found.objective_s, found.bound_s)}"
-    else:
-        proof = f"within {found.gap:.2%} of the optimum"
+    waits = cost.exposed_s / cost.step_s if cost.step_s else 0.0
     return (
         f"{record.name} on {record.mesh} ({record.hardware}) takes {time_text(cost.step_s)} a step, "
-        f"{cost.exposed_s / cost.step_s:.0%} of it waiting for communication, and "
-        f"{bytes_text(memory.peak_bytes)} of {bytes_text(memory.limit_bytes)} per device; {proof}."
+        f"{waits:.0%} of it waiting for communication, and "
+        f"{bytes_text(memory.peak_bytes)} of {bytes_text(memory.limit_bytes)} per device; {proven(record)}."
     )
+
+
+def proven(record: PlanRecord) -> str:
+    """What is proven of a plan, in the same words wherever a page says it."""
+    found = record.certificate
+    if not found.gap:
+        return "proven optimal"
+    if found.gap < LEFT:
+        return f"proven {proof_text(found.status, found.objective_s, found.bound_s)}"
+    return f"within {found.gap:.2%} of the optimum"
 
 
 def compared_row(name: str, record: PlanRecord) -> Json:
@@ -270,8 +278,9 @@ def _timeline(assignment: Assignment) -> list[Json]:
     return bars
 
 
-def _roofline(assignment: Assignment, hardware: Hardware) -> Json:
-    """FLOPs, bytes and seconds of every contraction on one device, equal ones together."""
+def _roofline(assignment: Assignment, hardware: Hardware, mesh: MeshAxes) -> Json:
+    """FLOPs, bytes and seconds of every contraction on one device, equal ones together; the peak is that of them."""
+    machine = hardware.place(mesh.shape)
     d = assignment.decisions
     points: dict[tuple[Any, ...], Json] = {}
     for node, pick in zip(d.nodes, assignment.choice, strict=True):
@@ -299,7 +308,8 @@ def _roofline(assignment: Assignment, hardware: Hardware) -> Json:
         )
         point["count"] += trips
     return {
-        "peak_flops_per_s": hardware.number("peak_bfloat16_flops_per_s"),
+        "peak_flops_per_s": assignment.peak_flops_per_s(machine.peak_flops_per_s)
+        or hardware.number("peak_bfloat16_flops_per_s"),
         "bytes_per_s": hardware.number("hbm_bytes_per_s"),
         "points": sorted(points.values(), key=lambda p: -p["seconds"] * p["count"]),
     }
@@ -318,7 +328,7 @@ def markdown(view: Mapping[str, Any]) -> str:
             ("hidden communication", time_text(view["cost"]["hidden_s"])),
             ("peak memory", f"{bytes_text(memory['peak_bytes'])}, at {short_place(memory['peak_at'])}"),
             *((f"of which {kind}", bytes_text(nbytes)) for kind, nbytes in memory["peak_kinds"].items()),
-            ("proof", f"{proof_text(proof['status'], proof['objective_s'], proof['bound_s'])}: {proof['space']}"),
+            ("proof", f"{proof['proof']}: {proof['space']}"),
             ("solver", proof["solver"]),
         ],
     )
@@ -364,7 +374,7 @@ def markdown(view: Mapping[str, Any]) -> str:
     )
     lines += ["", "## Hardware", ""]
     lines += _table(
-        ("number", "value", "source"), [(row["name"], f"{row['value']:.6g}", row["source"]) for row in view["numbers"]]
+        ("number", "value", "source"), [(row["name"], row["text"], row["source"]) for row in view["numbers"]]
     )
     return "\n".join([*lines, "", *(f"- {note}" for note in view["notes"])]) + "\n"
 

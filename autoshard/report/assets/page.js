@@ -273,9 +273,9 @@ function planned(plan, first) {
     table(plan.collectives, [["collective", (r) => r.kind], ["over", (r) => r.axes], ["count", (r) => r.count, count, "number"], ["bytes", (r) => r.bytes, bytes, "number"], ["time", (r) => r.seconds, time, "number"],
       ["may hide", (r) => (r.hides ? "yes" : "no")], ["value", (r) => r.value, null, "code"], ["at", (r) => r.where]]));
   const proof = plan.certificate;
-  section(main, "Certificate", `${proof.status}: nothing takes less than ${time(proof.bound_s)} among ${proof.space}. Solver: ${proof.solver}.`);
+  section(main, "Certificate", `${proof.proof}: nothing takes less than ${time(proof.bound_s)} among ${proof.space}. Solver: ${proof.solver}.`);
   section(main, "Hardware", `${plan.hardware}: every number that the prices use, and who says so.`,
-    table(plan.numbers, [["number", (r) => r.name, null, "code"], ["value", (r) => r.value, (x) => x.toPrecision(6).replace(/\.?0+$|(?<=\.\d*?)0+(?=e)/, ""), "number"], ["source", (r) => r.source, null, "text"]]));
+    table(plan.numbers, [["number", (r) => r.name, null, "code"], ["value", (r) => r.value, (_, r) => r.text, "number"], ["source", (r) => r.source, null, "text"]]));
   if (plan.notes.length) section(main, "Notes", plan.notes.join(" · "));
 }
 
