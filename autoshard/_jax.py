@@ -364,12 +364,16 @@ def with_derivatives(params: Any, rewritten: Callable[[Any, Sequence[Any], int],
 
 
 def with_body(body: Any, fn: Any) -> Any:
-    """`fn` traced in the place of a call's body: closed if the body was, else open."""
+    """`fn` traced in the place of a call's body: with its constants."""
     avals = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in open_jaxpr(body).invars
     ]
-    traced = jax.make_jaxpr(fn)(*avals)
-    return traced if isinstance(body, jex_core.ClosedJaxpr) else open_jaxpr(traced)
+    return jax.make_jaxpr(fn)(*avals)
+
+
+def without_constants(closed: Any) -> tuple[Any, tuple[Any, ...]]:
+    """An open jaxpr whose first inputs are the constants of a closed one, and these: the body of a `checkpoint`."""
+    return partial_eval.convert_constvars_jaxpr(open_jaxpr(closed)), consts_of(closed)
 
 
 @contextlib.contextmanager

@@ -181,6 +181,8 @@ def _equation(
     if name in INLINED:
         return within(eqn.params[CALLS[name]], operands, path=(*here, 0))
 
+    constants: list[Any] = []  # of a body that may not hold them
+
     def rewritten(body: Any, k: int) -> Any:
         path = (*here, k)
 
@@ -189,7 +191,11 @@ def _equation(
             outs = within(body, entered, path=path)
             return [taken(x, path, i) for i, x in enumerate(outs)]
 
-        return _jax.with_body(body, run)
+        new = _jax.with_body(body, run)
+        if name in WITHOUT_CONSTANTS:
+            new, own_constants = _jax.without_constants(new)
+            constants.extend(own_constants)
+        return new
 
     params = dict(eqn.params)
     for key, k in BODIES[name]:
@@ -199,11 +205,14 @@ def _equation(
         params = _jax.with_derivatives(
             params, lambda closed, args, k: rule(closed, args, (*here, (FORWARD, BACKWARD)[k]))
         )
-    return _jax.bind(eqn, params, operands)
+    return _jax.bind(eqn, params, [*constants, *operands])
 
 
 # Calls without rules of their own: their bodies are evaluated in place.
 INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
+
+# Their bodies may hold no constants, such as those of calls inside that were evaluated in place: they become operands.
+WITHOUT_CONSTANTS = frozenset({"checkpoint", "remat", "remat2"})
 
 # Equations that are bound again with rewritten bodies: (parameter, index of the body in
 # paths; None where the parameter holds several, numbered in order).

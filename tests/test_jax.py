@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from autoshard import _jax
+from autoshard.apply import WITHOUT_CONSTANTS
 from autoshard.graph import CALLS
 
 W = np.ones((4, 8), np.float32)
@@ -85,14 +86,17 @@ def test_calls_keep_their_bodies_where_we_look(name: str) -> None:
 def test_bodies_are_exchanged(name: str, closes_over: bool) -> None:  # noqa: FBT001
     """A call bound again with another body, also one that closes over values of the outer trace."""
     fn, _ = BODIES[name]
+    five = np.full(W.shape, 5, np.float32)
 
     def outer(x: Any) -> Any:
         offset = x + 1 if closes_over else 0.0
 
         def exchanged(eqn: Any) -> Any:
-            body = eqn.params[CALLS[eqn.primitive.name]]
-            inner = _jax.with_body(body, lambda *xs: [xs[0] * 3 + (np.float32(5) if closes_over else 0.0)])
-            return _jax.bind(eqn, {**eqn.params, CALLS[eqn.primitive.name]: inner}, [x])[0]
+            found = eqn.primitive.name
+            body = eqn.params[CALLS[found]]
+            inner: Any = _jax.with_body(body, lambda *xs: [xs[0] * 3 + (five if closes_over else 0.0)])
+            inner, constants = _jax.without_constants(inner) if found in WITHOUT_CONSTANTS else (inner, ())
+            return _jax.bind(eqn, {**eqn.params, CALLS[found]: inner}, [*constants, x])[0]
 
         (eqn,) = [e for e in _jax.open_jaxpr(jax.make_jaxpr(fn)(W)).eqns if e.primitive.name in CALLS]
         return exchanged(eqn) + offset

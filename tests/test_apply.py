@@ -1,0 +1,29 @@
+"""Programs evaluated again with constraints are the programs that they were."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autoshard
+
+X = np.ones((4, 8), np.float32)
+SCALE = jnp.arange(8.0)
+
+
+@jax.checkpoint
+def computed_again(x: Any) -> Any:
+    return jax.jit(lambda x: jnp.sin(x) * SCALE)(x)
+
+
+@pytest.mark.parametrize("constraints", ["all", "needed"])
+def test_what_is_computed_again_holds_the_constants_of_calls_in_it(constraints: str) -> None:
+    def both(x: Any) -> Any:
+        return computed_again(x), jax.grad(lambda x: computed_again(x).sum())(x)
+
+    got = autoshard.jit(both, mesh={"a": 4}, constraints=constraints)(X)
+    jax.tree.map(np.testing.assert_array_equal, got, jax.jit(both)(X))
+    loss = autoshard.jit(lambda x: computed_again(x).sum(), mesh={"a": 4}, constraints=constraints, for_grad=True)
+    np.testing.assert_array_equal(jax.grad(loss)(X), got[1])
