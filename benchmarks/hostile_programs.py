@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--results", default="hostile.jsonl", help='a file of verdicts; "" keeps none')
     parser.add_argument("--again", action="store_true", help="run again what was not right")
     parser.add_argument("--show", action="store_true", help="print the programs, run nothing")
+    parser.add_argument("--shrink", action="store_true", help="print the smallest piece of each that fails likewise")
     parser.add_argument("--plain", action="store_true", help="without autoshard: what plain JAX makes of the programs")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -49,8 +50,8 @@ def main() -> None:
         return
     first, _, end = options.seeds.partition(":")
     seeds = range(int(first), int(end) if end else int(first) + 1)
-    if options.show:
-        show(seeds)
+    if options.show or options.shrink:
+        show(seeds, smallest=options.shrink)
         return
     kept = Path(options.results) if options.results else None
     done = read(kept, seeds, again=options.again)
@@ -70,15 +71,20 @@ def child(*, planned: bool) -> None:
         print(json.dumps([asdict(v) for v in judge(json.loads(line), planned=planned)]), flush=True)
 
 
-def show(seeds: Iterable[int]) -> None:
-    """Prints programs, with their settings and arguments."""
+def show(seeds: Iterable[int], *, smallest: bool) -> None:
+    """Prints programs, with their settings and arguments, or what is left of them if they are shrunk."""
     environment = worker_environment()
     os.environ.update({key: environment[key] for key in ("JAX_PLATFORMS", "XLA_FLAGS")})
     import jax
 
+    from tests import hostile_shrink
     from tests.hostile_programs import Program
 
     for seed in seeds:
+        if smallest:
+            piece, how = hostile_shrink.shrunk(seed)
+            print(f"{seed}: {piece.setting}\n{how or 'does not fail'}\n{hostile_shrink.text(piece)}\n", flush=True)
+            continue
         program = Program(seed)
         print(f"{seed}: {program.setting}, arguments {[f'{a.dtype}{list(a.shape)}' for a in program.arguments]}")
         print(jax.make_jaxpr(program)(program.arguments))

@@ -23,7 +23,7 @@ from autoshard import _jax
 from autoshard.errors import AutoshardError
 from tests.assignments import QUICK_COMPILE, random_choice, run
 from tests.float64 import exact
-from tests.hostile_programs import GROUP, Program, random_spec
+from tests.hostile_programs import GROUP, Hostility, Program, random_spec
 from tests.programs import Program as Planned
 from tests.programs import setting_of as decisions_of
 
@@ -58,8 +58,13 @@ def judge(seeds: Sequence[int], *, planned: bool = True) -> list[Verdict]:
         groups.setdefault(seed // GROUP, []).append(seed)
     found: list[Verdict] = []
     for group in groups.values():
-        found += _Trial([Program(seed) for seed in group], planned=planned).verdicts()
+        found += verdicts_on([Program(seed) for seed in group], planned=planned)
     return sorted(found, key=lambda v: v.seed)
+
+
+def verdicts_on(programs: list[Any], *, planned: bool = True) -> list[Verdict]:
+    """The verdicts on programs of one setting, or on what is like them."""
+    return _Trial(programs, planned=planned).verdicts()
 
 
 class _Trial:
@@ -173,6 +178,12 @@ def together(programs: Sequence[Program], mesh: Any = None) -> Callable[[list[li
     return all_of_them
 
 
+def user_mesh(setting: Hostility) -> Mesh:
+    """The mesh that the user's own constraints are on."""
+    devices = np.asarray(jax.devices()[: setting.devices]).reshape(tuple(setting.mesh.values()))
+    return Mesh(devices, tuple(setting.mesh), axis_types=(AxisType.Auto,) * devices.ndim)
+
+
 def plain(programs: Sequence[Program]) -> Results:
     """What `jax.jit` gives on one device, without a sharding word."""
     if programs[0].setting.mode == "gradient" and all(p.gradient for p in programs):
@@ -211,8 +222,7 @@ def sharded(programs: Sequence[Program]) -> Results:
         if not setting.donated:  # a donated leaf and the output that replaces it may not contradict each other
             options["out_shardings"] = jax.tree.map(some, out)
     elif setting.mode == "inside":
-        devices = np.asarray(jax.devices()[: setting.devices]).reshape(tuple(setting.mesh.values()))
-        options["mesh"] = Mesh(devices, tuple(setting.mesh), axis_types=(AxisType.Auto,) * devices.ndim)
+        options["mesh"] = user_mesh(setting)
         fn = together(programs, options["mesh"])
     if setting.donated:
         options["donate_argnums"] = 0

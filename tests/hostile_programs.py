@@ -173,7 +173,7 @@ class Program:
 def pinned(d: Draw, x: Value, axes: dict[str, int], mesh: Any) -> Value:
     """A value laid out as a user would, at random; drawn the same where there is no mesh."""
     spec = random_spec(d.rng, x.shape, axes, free=d.coin(0.2))
-    return x if mesh is None else lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    return jnp.copy(x) if mesh is None else lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def random_spec(rng: np.random.Generator, shape: Shape, mesh: dict[str, int], *, free: bool = False) -> PartitionSpec:
