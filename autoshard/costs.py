@@ -91,7 +91,7 @@ def contraction_s(
     m = size(out - right if eqn.primitive == CONVOLUTION else (left & out) - right)
     if eqn.primitive == CONVOLUTION:
         everywhere = np.array([[factor.size for factor in rule.factors]])
-        parts = (everywhere // np.maximum(local, 1))[:, sorted(left | right | out)].prod(axis=1)
+        parts = (everywhere // local.clip(1)).clip(1)[:, sorted(left | right | out)].prod(axis=1)
         k = _convolution_flops(eqn) / (2.0 * np.maximum(batch * m * n, 1) * parts)
     dtype = jax.numpy.dtype(eqn.operands[0].dtype).name
     flops = np.multiply(2.0 * batch * m, n * k, dtype=np.float64)

@@ -130,7 +130,7 @@ def _kernel_layouts(assignment: Assignment) -> Iterable[tuple[tuple[graphs.Path,
     d = assignment.decisions
     graph = d.graph
     for e, eqn in enumerate(graph.eqns):
-        if eqn.primitive != opaque.PALLAS:
+        if not opaque.is_opaque(eqn.primitive, eqn.params):
             continue
         path = graph.makes[e][0][0]
         yield from (((path, i), specs) for i, specs in enumerate(_kernel_specs(assignment, e)))
@@ -160,8 +160,10 @@ def forward_pins(setting: Setting, assignment: Assignment) -> Pins:
     at: dict[int, graphs.Path] = {}  # kernel → its own path: the longest, others are of calls around it
     for key, value in marks(d.graph.named).items():
         path = key[0]
-        if value in producers and d.graph.eqns[e := producers[value][0]].primitive == opaque.PALLAS:
-            at[e] = max(at.get(e, ()), path, key=len)
+        if value in producers:
+            eqn = d.graph.eqns[e := producers[value][0]]
+            if opaque.is_opaque(eqn.primitive, eqn.params):
+                at[e] = max(at.get(e, ()), path, key=len)
         if value in crossing and min(path, default=0) >= 0:
             ndim = d.graph.avals[value].ndim
             specs = tuple(layout_of(c, ndim, d.mesh).spec() for c in assignment.after_made(value))
@@ -185,7 +187,7 @@ def _undifferentiated(
     met: dict[graphs.Path, int] = {}
     for e, eqn in enumerate(forward.eqns):
         path = forward.makes[e][0][0]
-        if eqn.primitive != opaque.PALLAS or path in of_rules:
+        if not opaque.is_opaque(eqn.primitive, eqn.params) or path in of_rules:
             continue
         for cut in range(len(path) - 1, -1, -1):
             rule = (*path[:cut], FORWARD)

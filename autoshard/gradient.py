@@ -139,7 +139,7 @@ def _marked_rule(closed: Any, args: Sequence[Any], path: Path) -> list[Any]:
 
     def bind(eqn: Any, operands: list[Any], path: Path) -> list[Any]:
         results = _jax.bind(eqn, eqn.params, operands)
-        if eqn.primitive.name != opaque.PALLAS:
+        if not opaque.is_opaque(eqn.primitive.name, eqn.params):
             return results
         return [_mark(result, path, i) for i, result in enumerate(results)]
 

@@ -2,6 +2,10 @@
 
 The body of a `shard_map` is such a part already, at the layouts that its author gives.
 
+A convolution in groups is another: XLA's partitioner misreads its splits (`rules.faults`). On a
+part of the groups it is the same convolution with fewer of them; on a part of the input
+features it makes a part of a sum.
+
 A `pallas_call` walks a grid, block by block: where an axis of the grid walks over dimensions in
 equal parts (`autoshard.walks` proves it), a device can walk one part of it, over its part of those
 dimensions: the same kernel with a shorter grid.
@@ -22,7 +26,17 @@ from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
 from autoshard.walks import Place, named, walks
 
-PALLAS, MANUAL = "pallas_call", "shard_map"
+PALLAS, MANUAL, CONVOLUTION = "pallas_call", "shard_map", "conv_general_dilated"
+
+
+def is_opaque(primitive: str, params: Mapping[str, Any]) -> bool:
+    """Whether an equation runs on each device's part of its operands, at the planned layouts."""
+    return primitive == PALLAS or (primitive == CONVOLUTION and in_groups(params))
+
+
+def in_groups(params: Mapping[str, Any]) -> bool:
+    """Whether a convolution has groups of features or of the batch."""
+    return params["feature_group_count"] * params["batch_group_count"] > 1
 
 
 def localized(params: Mapping[str, Any], pieces: Mapping[Place, int]) -> dict[str, Any]:
@@ -101,7 +115,7 @@ def manual_layouts(eqn: Eqn, mesh: MeshAxes) -> list[Layout]:
 
 
 def call(eqn: Any, operands: Sequence[Any], mesh: Any, specs: Sequence[PartitionSpec]) -> list[Any]:
-    """A kernel inside `shard_map`: each device on its part of the operands.
+    """An opaque equation inside `shard_map`: each device on its part of the operands.
 
     Args:
       eqn: JAX's equation.
@@ -109,9 +123,14 @@ def call(eqn: Any, operands: Sequence[Any], mesh: Any, specs: Sequence[Partition
       mesh: with Auto axes.
       specs: one per operand, then one per result.
     """
+    run = _convolve if eqn.primitive.name == CONVOLUTION else _run_kernel
+    return run(eqn, operands, mesh, specs)
+
+
+def _run_kernel(eqn: Any, operands: Sequence[Any], mesh: Any, specs: Sequence[PartitionSpec]) -> list[Any]:
     sizes = dict(mesh.shape)
     pieces = {
-        (value, d): prod(sizes[axis] for axis in ((entry,) if isinstance(entry, str) else entry))
+        (value, d): prod(sizes[axis] for axis in _axes(entry))
         for value, spec in enumerate(specs)
         for d, entry in enumerate(spec)
         if entry is not None
@@ -137,3 +156,42 @@ def _on_present_mesh(params: Mapping[str, Any]) -> dict[str, Any]:
     )
     body = _jax.on_present_mesh(params["jaxpr"])
     return {**params, "jaxpr": body, "grid_mapping": dataclasses.replace(grid, block_mappings=mappings)}
+
+
+def _convolve(eqn: Any, operands: Sequence[Any], mesh: Any, specs: Sequence[PartitionSpec]) -> list[Any]:
+    """A convolution in groups: the parts of a sum are stacked and summed outside, where they may wait as a dot's do."""
+    params, (_, kernel, out) = eqn.params, specs
+    features = params["dimension_numbers"].rhs_spec[0]
+    parts = prod(mesh.shape[axis] for axis in _axes(kernel[features] if features < len(kernel) else None))
+    groups = prod(params[key] for key in _GROUPS)
+    if groups % parts:
+        raise PlanMismatchError(
+            f"the plan runs a convolution of {groups} groups in {parts} parts, which do not divide them: plan again"
+        )
+    split = {axis for spec in specs[:2] for entry in spec for axis in _axes(entry)}
+    summed = tuple(axis for axis in mesh.axis_names if axis in split - {a for entry in out for a in _axes(entry)})
+
+    kept = {key: params[key] for key in _OF_CONVOLUTION}
+    kept.update((key, params[key] // parts) for key in _GROUPS if params[key] > 1)
+
+    def local(image: Any, kernel: Any) -> Any:
+        part = jax.lax.conv_general_dilated(image, kernel, **kept)
+        return part[None] if summed else part
+
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=tuple(specs[:2]), out_specs=PartitionSpec(summed, *out) if summed else out
+    )
+    result = run(*operands)
+    return [jax.lax.reduce_sum(result, (0,)) if summed else result]
+
+
+_GROUPS = ("feature_group_count", "batch_group_count")
+_OF_CONVOLUTION = (
+    *("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers"),
+    *("precision", "preferred_element_type"),
+)
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a `PartitionSpec`."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -33,7 +33,7 @@ def _of(eqn: Any) -> float:
     if name == "conv_general_dilated":
         numbers = eqn.params["dimension_numbers"]
         kernel = eqn.invars[1].aval.shape
-        return 2.0 * prod(eqn.outvars[0].aval.shape) * prod(kernel) / kernel[numbers.rhs_spec[0]]
+        return 2.0 * prod(eqn.outvars[0].aval.shape) * prod(kernel[d] for d in numbers.rhs_spec[1:])
     inner = [flops(body) for body in _jax.sub_jaxprs(eqn.params)]
     if name == "scan":
         return eqn.params["length"] * sum(inner)

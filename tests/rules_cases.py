@@ -260,8 +260,8 @@ CASES: tuple[Case, ...] = (
         "conv_general_dilated:grouped",
         _conv(groups=2),
         (f32(2, 8, 8, 4), f32(3, 3, 2, 8)),
-        "([i,j,k,l],[m,n,o,p])->([q,r,s,t])"
-        " {i=2,j=8,k=8,l=4,m=3,n=3,o=2,p=8,q=2,r=8,s=8,t=8} replicate={i,j,k,l,m,n,o,p,q,r,s,t}",
+        "([i,j,k,lm],[n,o,m,lp])->([i,j,k,lp])"
+        " {i=2,j=8,k=8,l=2,m=2,n=3,o=3,p=4} reduction={m} permutation={j,k} replicate={n,o,p}",
     ),
     Case(
         "conv_general_dilated:batch groups",

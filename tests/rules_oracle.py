@@ -9,7 +9,7 @@ parameter needs adjusting, so any equation will do.
 """
 
 import re
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autoshard import _jax
+from autoshard import _jax, opaque
 from autoshard.graph import CALLS, Aval, Eqn
 from autoshard.rules import FactorKind, ShardingRule
 from autoshard.rules.control_flow import BODIES
@@ -132,13 +132,26 @@ def collectives(traced: Traced, rule: ShardingRule, shards: Mapping[int, int]) -
     def sharding(dims: Dims, split: Collection[int]) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(*[tuple(f"f{f}" for f in dim if f in split) or None for dim in dims]))
 
+    operands = tuple(sharding(dims, sizes) for dims in rule.operands)
+    results = tuple(sharding(dims, kept) for dims in rule.results)
     compiled = jax.jit(
-        traced.run,
-        in_shardings=tuple(sharding(dims, sizes) for dims in rule.operands),
-        out_shardings=tuple(sharding(dims, kept) for dims in rule.results),
+        emitted(traced, operands, results),
+        in_shardings=operands,
+        out_shardings=results,
         keep_unused=True,
     )
     return COLLECTIVE.findall(compiled.lower(*traced.abstract()).compile().as_text() or "")
+
+
+def emitted(
+    traced: Traced, operands: Sequence[NamedSharding], results: Sequence[NamedSharding]
+) -> Callable[..., tuple[Any, ...]]:
+    """The equation as a plan runs it at these layouts: as it is, or what is opaque on each device's part."""
+    if not opaque.is_opaque(traced.eqn.primitive, traced.eqn.params):
+        return traced.run
+    (eqn,) = jax.make_jaxpr(traced.run)(*traced.abstract()).eqns
+    specs = [sharding.spec for sharding in (*operands, *results)]
+    return lambda *values: tuple(opaque.call(eqn, values, operands[0].mesh, specs))
 
 
 def majors(rule: ShardingRule, factor: int) -> list[int]:

@@ -16,7 +16,7 @@ from autoshard.mesh import MeshAxes
 from autoshard.rules import FactorKind, rule_of
 from autoshard.rules.rule import Dims
 from tests.rules_cases import CASES
-from tests.rules_oracle import COLLECTIVE, Traced, equations, majors
+from tests.rules_oracle import COLLECTIVE, Traced, emitted, equations, majors
 
 AXES = MeshAxes.of({"x": 2})
 GPU = [pytest.mark.gpu_compiler, pytest.mark.skipif(not compilers.available("gpu"), reason="XLA:GPU is not installed")]
@@ -53,7 +53,7 @@ def collectives(kind: FactorKind, topology: str) -> list[str]:
     operands: list[Layouts] = []
     results: list[Layouts] = []
     for one, ins, outs in strategies(kind):
-        runs.append(one.run)
+        runs.append(emitted(one, ins, outs))
         avals.append(tuple(one.abstract()))
         operands.append(ins)
         results.append(outs)

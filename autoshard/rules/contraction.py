@@ -1,7 +1,7 @@
 """Contraction: products summed over shared dimensions: dot, ragged dot, convolution."""
 
 from autoshard.graph import Eqn
-from autoshard.rules.rule import Dim, FactorKind, RuleBuilder, ShardingRule, register, shifted, whole
+from autoshard.rules.rule import Dim, FactorKind, RuleBuilder, ShardingRule, register, shifted
 
 EITHER = (frozenset({0}), frozenset({1}))
 
@@ -34,8 +34,7 @@ def conv_general_dilated(eqn: Eqn) -> ShardingRule:
 
     With g feature groups the input features are (g, i), the output features (g, o), the
     kernel's [i] and [(g, o)]; with g batch groups the batch is (g, b), the output [b].
-    Groups pass, but what lies minor of a split group must be whole. XLA's partitioner
-    knows feature groups only as depthwise convolutions (i = 1) and gathers all others.
+    Groups pass, but what lies minor of a split group must be whole.
     """
     image, kernel = eqn.operands
     (out,) = eqn.results
@@ -43,8 +42,6 @@ def conv_general_dilated(eqn: Eqn) -> ShardingRule:
     image_n, image_c, *image_xy = numbers.lhs_spec
     kernel_o, kernel_i, *kernel_xy = numbers.rhs_spec
     out_n, out_c, *out_xy = numbers.out_spec
-    if p["feature_group_count"] > 1 and kernel.shape[kernel_i] > 1:
-        return whole(eqn, EITHER)
     build = RuleBuilder()
     dims_image: list[Dim] = [()] * image.ndim
     dims_kernel: list[Dim] = [()] * kernel.ndim
@@ -105,6 +102,7 @@ def ragged_dot_general(eqn: Eqn) -> ShardingRule:
 
 
 def _is_pointwise(eqn: Eqn, spatial: int, window: int) -> bool:
-    """Whether a spatial dimension is convolved with one undilated, unpadded tap."""
+    """Whether a spatial dimension is convolved with one unpadded tap; XLA misreads a tap that is dilated."""
     p = eqn.params
-    return (window, p["window_strides"][spatial], p["lhs_dilation"][spatial], *p["padding"][spatial]) == (1, 1, 1, 0, 0)
+    steps = (p["window_strides"][spatial], p["lhs_dilation"][spatial], p["rhs_dilation"][spatial])
+    return (window, *steps, *p["padding"][spatial]) == (1, 1, 1, 1, 0, 0)
