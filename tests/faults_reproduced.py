@@ -5,7 +5,7 @@ None of them uses autoshard: what they show is what a compiler does with shardin
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,10 +14,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+FOUR: Mapping[str, int] = {"a": 4}
 
-def wrong(fn: Callable[..., Any], args: Sequence[Any], ins: Sequence[Any], out: Any) -> bool:
+
+def wrong(
+    fn: Callable[..., Any], args: Sequence[Any], ins: Sequence[Any], out: Any, sizes: Mapping[str, int] = FOUR
+) -> bool:
     """Whether a function gives other numbers on four devices, with these layouts, than op by op on one."""
-    mesh = Mesh(np.array(jax.devices()[:4]), ("a",))
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(tuple(sizes.values())), tuple(sizes))
     layouts = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in ins]
     split = jax.jit(fn, in_shardings=tuple(layouts), out_shardings=NamedSharding(mesh, PartitionSpec(*out)))
     with jax.disable_jit():
@@ -86,3 +90,27 @@ split, whole = NamedSharding(mesh, P("a")), NamedSharding(mesh, P())
 fn = jax.jit(lambda x, i: lax.gather(x, i, dims, (1, 2), mode="clip"), in_shardings=(split, whole), out_shardings=whole)
 fn(np.ones((304, 2), np.float32), np.array([[100]], np.int8))
 """
+
+
+def convolution_in_groups() -> bool:
+    """Depthwise, of images that come channels first and leave channels last."""
+    ramp = np.arange(8 * 8 * 8, dtype=np.float32)
+
+    def fn(x: Any, w: Any) -> Any:
+        numbers = ("NCHW", "OIHW", "NHWC")
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=4)
+
+    image, kernel = ramp[:256].reshape(1, 4, 8, 8), ramp[:36].reshape(4, 1, 3, 3)
+    return wrong(fn, (image, kernel), ((None, "a"), ("a",)), (None, None, None, "a"))
+
+
+def dilated_tap() -> bool:
+    """One tap over eight places, split in two, for four features, split in two."""
+    ramp = np.arange(64, dtype=np.float32)
+
+    def fn(x: Any, w: Any) -> Any:
+        numbers = ("NCH", "HIO", "HNC")
+        return lax.conv_general_dilated(x, w, (1,), [(0, 0)], rhs_dilation=(2,), dimension_numbers=numbers)
+
+    image, kernel = ramp.reshape(4, 2, 8), ramp[:8].reshape(1, 2, 4)
+    return wrong(fn, (image, kernel), ((None, None, "a"), (None, None, "b")), ("a", None, "b"), sizes={"a": 2, "b": 2})

@@ -102,7 +102,7 @@ def ragged_dot_general(eqn: Eqn) -> ShardingRule:
 
 
 def _is_pointwise(eqn: Eqn, spatial: int, window: int) -> bool:
-    """Whether a spatial dimension is convolved with one unpadded tap; XLA misreads a tap that is dilated."""
+    """Whether a spatial dimension is convolved with one unpadded tap (see `faults.DILATED_TAP`)."""
     p = eqn.params
     steps = (p["window_strides"][spatial], p["lhs_dilation"][spatial], p["rhs_dilation"][spatial])
     return (window, *steps, *p["padding"][spatial]) == (1, 1, 1, 1, 0, 0)

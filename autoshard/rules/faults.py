@@ -22,7 +22,7 @@ class Remedy(StrEnum):
     """What autoshard does about a fault."""
 
     NOT_OFFERED = "not offered"  # a rule keeps the dimension whole
-    EMITTED_OTHERWISE = "emitted otherwise"  # `emission` binds the equation in another way
+    EMITTED_OTHERWISE = "emitted otherwise"  # `emission` binds the equation in another way, or `opaque` on parts
     LEFT = "left as it is"  # as whoever shards by hand has it
 
 
@@ -89,4 +89,26 @@ LOST_NAN = Fault(
     remedy=Remedy.LEFT,
 )
 
-FAULTS: tuple[Fault, ...] = (DROPPED_UPDATE, MERGED_SLICES, MERGED_SCATTER, NARROW_INDICES, LOST_NAN)
+CONVOLUTION_IN_GROUPS = Fault(
+    name="convolution in groups",
+    primitives=frozenset({"conv_general_dilated"}),
+    what="splits of feature groups and batch groups are misread, by the order of the dimensions and where as many "
+    "parts are made as there are groups: depthwise from NCHW to NHWC, gradients of depthwise kernels by a split batch",
+    backends=("cpu",),
+    seen=("0.10.2", "0.12.0.1"),
+    remedy=Remedy.EMITTED_OTHERWISE,
+)
+DILATED_TAP = Fault(
+    name="dilated tap",
+    primitives=frozenset({"conv_general_dilated"}),
+    what="a spatial dimension that one tap is moved over is split rightly together with the output features, unless "
+    "the tap is dilated, which means nothing",
+    backends=("cpu",),
+    seen=("0.10.2", "0.12.0.1"),
+    remedy=Remedy.NOT_OFFERED,
+)
+
+FAULTS: tuple[Fault, ...] = (
+    *(DROPPED_UPDATE, MERGED_SLICES, MERGED_SCATTER, NARROW_INDICES, LOST_NAN),
+    *(CONVOLUTION_IN_GROUPS, DILATED_TAP),
+)
