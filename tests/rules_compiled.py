@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autoshard import apply
+from autoshard import apply, opaque
 from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins
 from autoshard.rules import faults, rule_of
@@ -61,7 +61,12 @@ class Split:
             made={((0,), i): (spec,) for i, spec in enumerate(self.results)},
             inputs={i: (spec,) for i, spec in enumerate(self.before)},
             outputs={i: (spec,) for i, spec in enumerate(self.after)},
+            kernels={((0,), i): (spec,) for i, spec in enumerate((*self.operands, *self.results)) if self.opaque},
         )
+
+    @property
+    def opaque(self) -> bool:
+        return opaque.is_opaque(self.traced.eqn.primitive, self.traced.eqn.params)
 
 
 def splits_of(

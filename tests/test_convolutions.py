@@ -14,16 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import autoshard
-from autoshard import apply, opaque
+from autoshard import opaque
 from autoshard.mesh import MeshAxes
-from autoshard.pins import Pins
-from autoshard.rules import rule_of
-from autoshard.strategies import enumerate_strategies, layout_of
-from tests.assignments import QUICK_COMPILE
 from tests.programs import relative_error
+from tests.rules_compiled import Split, splits_of, wrong
 from tests.rules_oracle import Traced, equations
 
 MESHES = tuple(map(MeshAxes.of, ({"a": 2, "b": 4}, {"a": 2, "b": 2, "c": 2}, {"a": 8}, {"a": 2}, {"a": 3, "b": 2})))
@@ -31,7 +28,6 @@ GROUPS = ("none", "feature", "batch", "depth", "depth of batch")
 SEEDS, SPLITS = 5, 3  # drawn convolutions per mesh, splits of each of their equations
 SLOW_SEEDS = 100
 TOLERANCE = 1e-5
-Specs = tuple[PartitionSpec, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,56 +91,11 @@ def convolutions(conv: Drawn) -> Iterator[Traced]:
         yield from [one for one in found if one.eqn.primitive == opaque.CONVOLUTION]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """One way that a rule allows to split one equation."""
-
-    name: str
-    traced: Traced
-    values: tuple[np.ndarray, ...]
-    operands: Specs
-    result: PartitionSpec
-
-    def pins(self) -> Pins:
-        """As a plan would have them."""
-        kernels: dict[Any, Specs] = {}
-        if opaque.is_opaque(self.traced.eqn.primitive, self.traced.eqn.params):
-            kernels = {((0,), i): (spec,) for i, spec in enumerate((*self.operands, self.result))}
-        taken = {((0,), i): (spec,) for i, spec in enumerate(self.operands)}
-        return Pins(made={((0,), 0): (self.result,)}, taken=taken, inputs={}, outputs={}, kernels=kernels)
-
-
 def splits(seed: int, mesh: MeshAxes, most: int) -> Iterator[Split]:
     rng = np.random.default_rng((seed, 1))
     for which, one in enumerate(convolutions(drawn(seed))):
-        values = tuple(rng.integers(-3, 4, aval.shape).astype(np.float32) for aval in one.eqn.operands)
-        found = enumerate_strategies(rule_of(one.eqn), mesh)
-        codes, avals = (*found.operands, found.results[0]), (*one.eqn.operands, one.eqn.results[0])
-        for s in 1 + rng.permutation(len(found) - 1)[:most]:
-            specs = [layout_of(int(c[s]), aval.ndim, mesh).spec() for c, aval in zip(codes, avals, strict=True)]
-            name = f"seed {seed}, convolution {which}: {', '.join(map(str, specs))}"
-            yield Split(name=name, traced=one, values=values, operands=tuple(specs[:2]), result=specs[2])
-
-
-def wrong(found: list[Split], axes: MeshAxes) -> list[str]:
-    """Names of the splits whose numbers are not those of the whole convolution; all are one program."""
-    mesh = Mesh(np.array(jax.devices()[: axes.size]).reshape(axes.sizes), axes.names)
-    programs = [(jax.make_jaxpr(split.traced.run)(*split.values), split.pins()) for split in found]
-    together = jax.jit(
-        lambda values: [
-            apply.constrained(closed, pins, mesh, given)[0]
-            for (closed, pins), given in zip(programs, values, strict=True)
-        ],
-        in_shardings=([tuple(NamedSharding(mesh, spec) for spec in split.operands) for split in found],),
-        out_shardings=[NamedSharding(mesh, split.result) for split in found],
-        compiler_options=QUICK_COMPILE,
-    )
-    results = together([split.values for split in found])
-    return [
-        split.name
-        for split, result in zip(found, results, strict=True)
-        if not np.array_equal(np.asarray(result), np.asarray(split.traced.run(*split.values)[0]))
-    ]
+        values = [rng.integers(-3, 4, aval.shape).astype(np.float32) for aval in one.eqn.operands]
+        yield from splits_of(f"seed {seed}, convolution {which}", one, values, mesh, rng, most)
 
 
 @pytest.mark.parametrize("mesh", MESHES[:3], ids=str)
