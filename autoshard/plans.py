@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import cost_models
-from autoshard import accumulation, apply, meshes, planner
+from autoshard import accumulation, apply, meshes, placing, planner
 from autoshard import binding as bindings
 from autoshard import explain as reasons
 from autoshard import graph as graphs
@@ -283,47 +283,41 @@ class Plan:
                         return other
         return first
 
-    def _argument(self, arg: str) -> tuple[int, list[PartitionSpec]]:
+    def _argument(self, arg: str) -> list[Leaf]:
         if self._traced is None:
             raise PlanMismatchError("bind the loaded plan to its function first: plan.bind(train_step, state, batch)")
-        traced = self._traced
-        roots = [dotted(path).split(".")[0] for path in traced.in_paths]
-        positions = [i for i, root in enumerate(roots) if root == arg]
-        if not positions:
+        roots = [dotted(path).split(".")[0] for path in self._traced.in_paths]
+        if arg not in roots:
             raise SpecError(f"no argument named {arg!r}; there are: {', '.join(dict.fromkeys(roots))}")
-        return traced.argument_of[positions[0]], [self.record.inputs[i].spec for i in positions]
+        return [leaf for leaf, root in zip(self.record.inputs, roots, strict=True) if root == arg]
 
     def init(self, init: Callable[..., Any], *args: Any, arg: str) -> Any:
-        """`init(*args)` born sharded as argument `arg`: nothing is allocated on one device first."""
-        _, specs = self._argument(arg)
-        shape = jax.eval_shape(init, *args)
-        tree = jax.tree.structure(shape)
-        if tree.num_leaves != len(specs):
-            raise PlanMismatchError(f"init returns {tree.num_leaves} leaves; the plan's {arg!r} has {len(specs)}")
-        mesh = self.mesh()
-        return jax.jit(init, out_shardings=jax.tree.unflatten(tree, [NamedSharding(mesh, s) for s in specs]))(*args)
+        """`init(*args)` born sharded as argument `arg`: nothing is allocated on one device first.
+
+        Raises:
+          PlanMismatchError: a path, shape or dtype of what `init` returns is not the argument's.
+        """
+        return placing.born(init, args, arg, self._argument(arg), self.mesh())
 
     def put(self, value: Any, arg: str) -> Any:
-        """Places a pytree in the layout of argument `arg`."""
-        _, specs = self._argument(arg)
-        leaves, tree = jax.tree.flatten(value)
-        if len(leaves) != len(specs):
-            raise PlanMismatchError(f"{len(leaves)} leaves given; the plan's {arg!r} has {len(specs)}")
-        mesh = self.mesh()
-        return jax.device_put(value, jax.tree.unflatten(tree, [NamedSharding(mesh, s) for s in specs]))
+        """Places a pytree in the layout of argument `arg`.
+
+        Raises:
+          PlanMismatchError: a path, shape or dtype is not the argument's.
+        """
+        return placing.put(value, arg, self._argument(arg), self.mesh())
 
     def put_local(self, value: Any, arg: str) -> Any:
-        """As `put`, of what this process has of the argument: each host gives its own part of the batch."""
-        _, specs = self._argument(arg)
-        leaves, tree = jax.tree.flatten(value)
-        if len(leaves) != len(specs):
-            raise PlanMismatchError(f"{len(leaves)} leaves given; the plan's {arg!r} has {len(specs)}")
-        mesh = self.mesh()
-        placed = [
-            jax.make_array_from_process_local_data(NamedSharding(mesh, spec), np.asarray(leaf))
-            for spec, leaf in zip(specs, leaves, strict=True)
-        ]
-        return jax.tree.unflatten(tree, placed)
+        """As `put`, of what this process has of the argument: each host gives its own part of the batch.
+
+        The parts are those of the planned shapes along one dimension, in the order of the processes, whatever the
+        layout; what one process's devices need of another's part is sent there. A leaf of the planned
+        shape itself is the same in every process.
+
+        Raises:
+          PlanMismatchError: what a process gives is no equal part of what was planned.
+        """
+        return placing.put_local(value, arg, self._argument(arg), self.mesh())
 
     def summary(self) -> str:
         """The plan as text: step time, memory, proof, layouts, collectives."""
