@@ -17,6 +17,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax._src.interpreters import partial_eval
 from jax._src.lib import jax_jit
 from jax._src.mesh import get_concrete_mesh, thread_resources
+from jax._src.state.types import AbstractRef
 from jax.core import Tracer
 from jax.extend import core as jex_core
 from jax.interpreters import mlir
@@ -146,6 +147,11 @@ def under_jit() -> bool:
 def per_device() -> bool:
     """Whether each device runs a program of its own now (in `shard_map`, in `pmap`): there is nothing left to split."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def is_reference(value: Any) -> bool:
+    """Whether it is a mutable array (`jax.new_ref`)."""
+    return isinstance(getattr(value, "aval", None), AbstractRef)
 
 
 def used_inputs(closed: Any) -> frozenset[int]:

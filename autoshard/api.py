@@ -20,7 +20,7 @@ from autoshard.meshes import MeshLike
 from autoshard.planner import Budget, Planned
 from autoshard.plans import Plan
 from autoshard.processes import Peers
-from autoshard.question import Question, ask, variants
+from autoshard.question import OwnMeshError, Question, ask, variants
 from autoshard.record import PlanRecord, parse
 from autoshard.refine import Entered, adopted, refined
 from autoshard.store import Directory, Lock, cache_at, key_of, misfits
@@ -212,7 +212,12 @@ def pose(
             like=record,
         )
 
-    return tuple(question for mesh in choices for question in variants(partial(ask_on, mesh)))
+    try:
+        return tuple(question for mesh in choices for question in variants(partial(ask_on, mesh)))
+    except OwnMeshError as error:  # where none is given, a `shard_map` says which
+        if o.mesh is not None or o.like is not None or _jax.context_mesh() is not None:
+            raise
+        return tuple(variants(partial(ask_on, error.mesh)))
 
 
 def _open_meshes(options: Options) -> list[MeshLike]:

@@ -6,7 +6,7 @@ is said what moved. Donated buffers are gone afterwards wherever `jax.jit` would
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -19,6 +19,7 @@ from autoshard.plans import Plan, in_auto_mode
 from autoshard.tables import bytes_text
 
 log = logging.getLogger("autoshard")
+_jax.hide_frames(__file__)  # what is emitted in place stands where the user calls it
 
 
 class Entry:
@@ -27,7 +28,7 @@ class Entry:
     `signature`, `context` and `mesh` are what it was planned under.
     """
 
-    __slots__ = ("_compiled", "_options", "_strict", "_warned", "context", "mesh", "plan", "signature")
+    __slots__ = ("_alone", "_compiled", "_options", "_strict", "_warned", "context", "mesh", "plan", "signature")
 
     def __init__(
         self, plan: Plan, key: tuple[Any, Any, Any], *, strict: bool, options: Mapping[str, Any] | None = None
@@ -36,6 +37,7 @@ class Entry:
         self.signature, self.context, self.mesh = key
         self._strict, self._options = strict, options or {}
         self._compiled: _Compiled | None = None  # planning needs no devices; running does
+        self._alone: Any = None  # under transformations that stage nothing
         self._warned = False
 
     @property
@@ -108,30 +110,39 @@ class Entry:
         Shapes can be evaluated, and programs lowered, for more devices than there are. Where nothing is staged (under
         `jax.grad` alone), the program is compiled as one.
         """
-        plan = self.plan
-        traced, record = plan.traced, plan.record
+        traced = self.plan.traced
         assert traced is not None  # plans of a decorated function are fresh
-        mesh: Any
-        try:
-            mesh = plan.mesh()
-        except MeshError:
-            mesh = meshes.abstract(record.mesh)
-
-        def emitted(*flat: Any) -> list[Any]:
-            inputs = [
-                jax.lax.with_sharding_constraint(x, NamedSharding(mesh, leaf.spec)) if leaf.shape else x
-                for x, leaf in zip(flat, record.inputs, strict=True)
-            ]
-            return apply.constrained(traced.jaxpr, record.pins, mesh, inputs)
-
-        emitted.__name__ = record.name
         flat = [*leaves, *traced.captured]
-        run = in_auto_mode(emitted, record.outputs)
-        if not _jax.under_jit():
-            whole = NamedSharding(mesh, PartitionSpec())
-            flat = [jax.device_put(x, whole) for x in flat]
-            run = jax.jit(run)
-        return jax.tree.unflatten(traced.out_tree, run(*flat))
+        if _jax.under_jit():
+            return jax.tree.unflatten(traced.out_tree, _emitted(self.plan, _mesh(self.plan))(*flat))
+        mesh = _mesh(self.plan)
+        whole = NamedSharding(mesh, PartitionSpec())
+        if self._alone is None:
+            self._alone = jax.jit(_emitted(self.plan, mesh))
+        return jax.tree.unflatten(traced.out_tree, self._alone(*(jax.device_put(x, whole) for x in flat)))
+
+
+def _mesh(plan: Plan) -> Any:
+    try:
+        return plan.mesh()
+    except MeshError:  # fewer devices than it is for
+        return meshes.abstract(plan.record.mesh)
+
+
+def _emitted(plan: Plan, mesh: Any) -> Callable[..., list[Any]]:
+    """The program of flat inputs with all of the plan's constraints in it."""
+    traced, record = plan.traced, plan.record
+    assert traced is not None
+
+    def emitted(*flat: Any) -> list[Any]:
+        inputs = [
+            jax.lax.with_sharding_constraint(x, NamedSharding(mesh, leaf.spec)) if leaf.shape else x
+            for x, leaf in zip(flat, record.inputs, strict=True)
+        ]
+        return apply.constrained(traced.jaxpr, record.pins, mesh, inputs)
+
+    emitted.__name__ = record.name
+    return in_auto_mode(emitted, record.outputs)
 
 
 class _Compiled:

@@ -22,6 +22,7 @@ from autoshard.store import Lock
 from autoshard.tables import bytes_text
 
 log = logging.getLogger("autoshard")
+_jax.hide_frames(__file__)  # what is emitted in place stands where the user calls it
 
 
 def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:

@@ -16,6 +16,7 @@ from autoshard import binding as bindings
 from autoshard import trace as traces
 from autoshard.errors import SpecError
 from autoshard.gradient import gradient_arguments
+from autoshard.mesh import MeshAxes
 from autoshard.meshes import MeshLike, Place
 from autoshard.record import PlanRecord
 from autoshard.setting import Setting, Wanted, prepare
@@ -23,6 +24,18 @@ from autoshard.trace import Traced
 from autoshard.wanted import kept, wanted
 
 log = logging.getLogger("autoshard")
+
+
+class OwnMeshError(SpecError):
+    """A `shard_map` in the function is over `mesh`, and not over the plan's."""
+
+    def __init__(self, name: str, mesh: Any, planned: MeshAxes) -> None:
+        self.name, self.mesh, self.planned = name, mesh, planned
+        own = MeshAxes.of(dict(mesh.shape))
+        super().__init__(
+            f"{name}: a `shard_map` in it is over the mesh {own}, the plan over {planned}: "
+            "plan on that mesh (mesh= the Mesh that the shard_map has)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # no slots: what is costly is found when first asked for
@@ -113,6 +126,9 @@ def ask(
     begin = time.perf_counter()
     traced = traces.trace(bound.fn, bound.values, bound.names, place.axes)
     trace_s = time.perf_counter() - begin
+    own = traces.own_mesh(traced.jaxpr, place.axes)
+    if own is not None:
+        raise OwnMeshError(bound.fn.__name__, own, place.axes)
     asked = wanted(traced, in_shardings, out_shardings, pins or {}, bound.donated)
     same = {} if like is None else kept(traced, like)
     return Question(

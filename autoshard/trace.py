@@ -1,7 +1,8 @@
 """Trace: a function and abstract arguments → closed jaxpr, and the path of every leaf."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -83,14 +84,21 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mes
       args: pytrees of arrays, scalars or ShapeDtypeStructs; nothing is allocated.
       names: one per argument.
     """
+    for name, arg in zip(names, args, strict=True):
+        if any(map(_jax.is_reference, jax.tree.leaves(arg))):
+            raise _reference(fn, f"the argument {name}")
     avals = tuple(jax.tree.map(abstract, arg) for arg in args)
     try:
         with _jax.cudnn_if_missing(), _jax.auto_mesh(mesh.names if mesh else (), mesh.sizes if mesh else ()):
             closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
     except ValueError as error:
+        if "should match the aval mesh" in str(error):
+            raise _closes_over_explicit(fn, error) from error
         if "mesh passed to shard_map" not in str(error):
             raise
         closed, out_shape = _with_own_mesh(fn, avals, error)
+    if any(map(_jax.is_reference, _jax.consts_of(closed))):
+        raise _reference(fn, "a reference that it closes over")
     closed, captured = _jax.hoisted(closed)
     avals = (*avals, *map(abstract, captured))
     names = (*names, *(f"closed over {i}" for i in range(len(captured))))
@@ -109,6 +117,51 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mes
         argument_of=tuple(argument_of),
         captured=tuple(captured),
     )
+
+
+def _reference(fn: Callable[..., Any], what: str) -> SpecError:
+    return SpecError(
+        f"{_name(fn)}: {what} is mutable (jax.new_ref): what is planned has values alone; "
+        "pass the array, ref[...], and return the new one"
+    )
+
+
+def _closes_over_explicit(fn: Callable[..., Any], error: ValueError) -> SpecError:
+    mesh, shape = (
+        re.search(r"aval mesh AbstractMesh\((.*?), axis_types", str(error)),
+        re.search(r"shape (\S+)\.", str(error)),
+    )
+    array = (
+        f"{'an array' if shape is None else shape[1]} on a mesh with Explicit axes ({'' if mesh is None else mesh[1]})"
+    )
+    return SpecError(
+        f"{_name(fn)} closes over {array}, whose type says where it lies; a plan decides that\n"
+        "  pass the array as an argument, or close over it on Auto axes: jax.device_put(w, NamedSharding(jax.make_mesh("
+        "shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names)), w.sharding.spec))"
+    )
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def own_mesh(jaxpr: Any, mesh: MeshAxes) -> Any:
+    """The mesh of a `shard_map` that is over another one than this; None if there is none."""
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
+        if eqn.primitive.name == "shard_map":
+            own = eqn.params["mesh"]
+            if _split(own.shape) != _split(mesh.shape):
+                return own
+            continue
+        for inner in _jax.sub_jaxprs(eqn.params):
+            found = own_mesh(inner, mesh)
+            if found is not None:
+                return found
+    return None
+
+
+def _split(shape: Mapping[str, int]) -> list[tuple[str, int]]:
+    return [(name, size) for name, size in shape.items() if size > 1]
 
 
 def _with_own_mesh(fn: Callable[..., Any], avals: Sequence[Any], refusal: ValueError) -> Any:

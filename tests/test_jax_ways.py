@@ -1,5 +1,6 @@
 """Decorated functions where JAX's users put them: under tracing, in loops, in one another, on any mesh."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import autoshard
+from autoshard import SpecError
 from tests.programs import GPUS, MESH, relative_error
 
 P = PartitionSpec
@@ -111,6 +113,164 @@ def test_a_decorated_function_inside_a_decorated_one() -> None:
     inner = jit(layer, pins={"w": P("data", "model")})
     outer = jit(lambda w, x: inner(w, inner(w, x)))
     same(outer(jnp.asarray(W), X), layer(W, layer(W, X)))
+
+
+# --- What closes over what is being traced ---------------------------------------------
+
+Around = Callable[[Callable[..., Any]], Any]
+
+
+def in_scan(j: Any) -> Any:
+    return jax.lax.scan(lambda c, x: (c, j(lambda a: a @ c)(x)), jnp.asarray(W), jnp.asarray(X))
+
+
+CLOSURES: dict[str, Around] = {
+    "jit": lambda j: jax.jit(lambda w, x: j(lambda a: a @ w)(x))(W, X),
+    "concrete arguments": lambda j: jax.jit(lambda w: j(lambda a: a @ w)(X))(W),
+    "no arguments": lambda j: jax.jit(lambda w: j(lambda: w * 2)())(W),
+    "grad": lambda j: jax.grad(lambda w: jnp.sum(j(lambda a: jnp.sin(a @ w))(X)))(W),
+    "jit of grad": lambda j: jax.jit(jax.grad(lambda w: j(lambda a: jnp.sum(a @ w))(X)))(W),
+    "vmap": lambda j: jax.vmap(lambda w, x: j(lambda a: a @ w)(x), (None, 0))(W, X),
+    "vmap of closures": lambda j: jax.vmap(lambda w: j(lambda a: a @ w)(X))(jnp.stack([W, 2 * W])),
+    "jvp": lambda j: jax.jvp(lambda w: j(lambda a: jnp.sin(a @ w))(X), (W,), (W,)),
+    "scan": in_scan,
+    "cond": lambda j: jax.jit(lambda w: jax.lax.cond(w[0, 0] > 9, lambda: X, lambda: j(lambda a: a @ w)(X)))(W),
+    "remat": lambda j: jax.grad(lambda w: jnp.sum(jax.checkpoint(lambda w: j(lambda a: jnp.sin(a @ w))(X))(w)))(W),
+    "nested": lambda j: jax.jit(lambda w, x: j(lambda a: j(lambda b: b @ w + a)(a))(x))(W, X),
+    "key": lambda j: jax.jit(lambda k: j(lambda a: a + jax.random.normal(k, a.shape))(X))(jax.random.key(0)),
+}
+
+
+@pytest.mark.parametrize("name", CLOSURES)
+def test_what_closes_over_tracers_takes_them_as_inputs(name: str) -> None:
+    small = partial(autoshard.jit, mesh={"a": 2}, hardware="cpu:2")
+    same(CLOSURES[name](small), CLOSURES[name](jax.jit))
+
+
+def test_a_closed_over_tracer_does_not_outlive_its_trace() -> None:
+    held: dict[str, Any] = {}
+    f = jit(lambda a: a @ held["w"])
+
+    def outer(w: Any, x: Any) -> Any:
+        held["w"] = w
+        return f(x)
+
+    for around in (jax.jit(outer), jax.jit(lambda w, x: outer(w, x) + 1), jax.jit(outer)):
+        same(around(W, X), X @ W + (1 if around is not jax.jit and "lambda" in str(around) else 0))
+    held["w"] = W
+    same(f(X), X @ W)
+    assert not any(entry.captures for entry in f._entries.values())
+
+
+# --- Methods -----------------------------------------------------------------------------
+
+
+class Scaler:
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    @partial(jit, static_argnums=0)
+    def scaled(self, x: Any, *, plus: Any = 0.0) -> Any:
+        return x * self.by + plus
+
+    @jit
+    def bare(self, x: Any) -> Any:
+        return x
+
+
+def test_methods_are_bound() -> None:
+    two, three = Scaler(2.0), Scaler(3.0)
+    for scaler in (two, three, two):
+        same(scaler.scaled(X), scaler.by * X)
+        same(scaler.scaled(X, plus=X), (scaler.by + 1) * X)
+        same(Scaler.scaled(scaler, X), scaler.by * X)
+        same(Scaler.scaled.lower(scaler, X).compile()(X), scaler.by * X)
+    with pytest.raises(
+        autoshard.AutoshardError, match=r"bare: the argument self is no array: .*static_argnames='self'"
+    ):
+        two.bare(X)
+
+
+# --- Where every device runs its own, and arrays that lie elsewhere ----------------------
+
+
+def test_inside_shard_map_there_is_nothing_to_split() -> None:
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+
+    def total(j: Any) -> Any:
+        inner = j(lambda x: x * 2 + jax.lax.psum(x, "d"))
+        return jax.jit(jax.shard_map(inner, mesh=mesh, in_specs=P("d"), out_specs=P("d")))(X)
+
+    same(total(jit), total(jax.jit))
+    with jax.set_mesh(jax.make_mesh((8,), ("e",))):
+        inner = autoshard.jit(lambda x: x * 2)
+        same(jax.shard_map(inner, in_specs=P("e"), out_specs=P("e"))(jax.device_put(X, P("e"))), 2 * X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # pmap goes
+        same(jax.pmap(jit(lambda x: x * 2))(X), 2 * X)
+
+
+@pytest.mark.parametrize("devices", [4, 8])
+def test_a_shard_map_says_which_mesh_where_none_is_given(devices: int) -> None:
+    own = Mesh(np.asarray(jax.devices()[8 - devices :]), ("d",))
+    summed = jax.shard_map(lambda x: jax.lax.psum(x, "d"), mesh=own, in_specs=P("d"), out_specs=P())
+
+    def f(x: Any) -> Any:
+        return summed(x) * 2
+
+    planned = autoshard.jit(f, for_grad=False)
+    same(planned(X), jax.jit(f)(X))
+    assert planned.plan(X).mesh().devices.ravel().tolist() == jax.devices()[8 - devices :]
+    with pytest.raises(
+        SpecError, match=rf"f: a `shard_map` in it is over the mesh d={devices}, the plan over a=2: plan"
+    ):
+        autoshard.plan(f, X, mesh={"a": 2}, hardware="cpu:2")
+
+
+def test_arguments_on_one_device_are_differentiated_on_the_mesh() -> None:
+    x = jax.device_put(X, jax.devices()[3])
+    f = jit(lambda x: jnp.sum(jnp.sin(x)))
+    gradient = jax.grad(f)(x)
+    same(gradient, np.cos(X))
+    assert gradient.sharding == x.sharding  # as under jax.jit: where the argument lies
+    same(jax.vmap(jit(jnp.sin))(x), np.sin(X))
+    same(jax.grad(lambda x: jnp.sum(jax.vmap(jit(lambda v: jnp.sum(v**2)))(x)))(x), 2 * X)
+
+
+def test_under_grad_alone_the_program_is_compiled_as_one(caplog: pytest.LogCaptureFixture) -> None:
+    def twice(w: Any) -> Any:
+        return jnp.sum(jnp.tanh(jnp.tanh(w) @ w))
+
+    f = jit(twice)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        gradient = jax.grad(f)(jnp.asarray(W))
+        compiled = " ".join(r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling"))
+        assert "twice" in compiled
+        assert "tanh" not in compiled
+        assert "dot_general" not in compiled
+        caplog.clear()
+        again = jax.grad(f)(jnp.asarray(W))
+        assert not [r for r in caplog.records if r.getMessage().startswith("Compiling")]
+    same(again, gradient)
+    same(gradient, jax.grad(twice)(jnp.asarray(W)))
+
+
+def test_closing_over_an_array_with_explicit_axes_says_the_way_out() -> None:
+    explicit = jax.make_mesh((8,), ("e",))
+    with jax.set_mesh(explicit):
+        w = jax.device_put(jnp.ones((16, 16)), NamedSharding(explicit, P("e")))
+        with pytest.raises(
+            SpecError, match=r"<lambda> closes over float32\[16@e,16\] on a mesh with Explicit axes \('e': 8\)"
+        ):
+            autoshard.jit(lambda x: x @ w)(X)
+
+
+@pytest.mark.parametrize("how", ["argument", "closure"])
+def test_mutable_references_are_refused(how: str) -> None:
+    ref = jax.new_ref(jnp.asarray(X))
+    f, args = ((lambda r: r[...] * 2), (ref,)) if how == "argument" else ((lambda x: ref[...] + x), (X,))
+    with pytest.raises(SpecError, match=r"mutable \(jax.new_ref\).*pass the array, ref"):
+        jit(f)(*args)
 
 
 # --- Meshes ----------------------------------------------------------------------------
