@@ -8,8 +8,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from cost_models import strict_json
 from cost_models.errors import HardwareFileError, UnknownHardwareError
 from cost_models.hardware_file import Chip, Interconnect, parse_chip, parse_interconnect
+
+_LARGEST_BYTES = 2**26  # of a user's file, measured tables included
 
 
 def chips() -> tuple[str, ...]:
@@ -56,15 +59,22 @@ def interconnect(name: str) -> Interconnect:
 
 def read(path: str | Path) -> Chip:
     """The chip that a user's own file describes; raises `HardwareFileError`."""
-    file = Path(path)
     try:
-        document: Any = json.loads(file.read_text(encoding="utf-8"))
+        with Path(path).open("rb") as file:
+            raw = file.read(_LARGEST_BYTES + 1)
+        if len(raw) > _LARGEST_BYTES:
+            raise HardwareFileError(str(path), f"has more than {_LARGEST_BYTES} bytes")
+        document: Any = strict_json.loads(raw.decode("utf-8"))
     except OSError as error:
         raise HardwareFileError(str(path), f"cannot be read: {error.strerror}") from error
-    except json.JSONDecodeError as error:
+    except UnicodeDecodeError as error:
+        raise HardwareFileError(str(path), f"byte {error.start} is not UTF-8") from error
+    except HardwareFileError:
+        raise
+    except ValueError as error:  # the path holds a null character, or the text is no JSON
         raise HardwareFileError(str(path), f"not JSON: {error}") from error
-    read_chip = parse_chip(document, str(path), chip, interconnect)
-    return replace(read_chip, based_on=chip(str(document["based_on"])).name if document.get("based_on") else "")
+    found = parse_chip(document, str(path), chip, interconnect)
+    return replace(found, based_on=chip(document["based_on"]).name if document.get("based_on") else "")
 
 
 @cache

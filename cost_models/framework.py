@@ -7,7 +7,9 @@ replicas), and `JAX`, what a plain `jax.jit` of a float32 state with bfloat16 ma
 becomes on XLA.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from cost_models.amounts import amounts, positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,12 @@ class Framework:
     looks_up_in_place: bool = False
     expert_capacity: float = 1.0
     one_hot_dispatch: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.type is float:
+                amounts(getattr(self, field.name), f"a framework's {field.name}")
+        positive(self.expert_capacity, "a framework's expert_capacity")
 
 
 # Narayanan et al. 2021 (Megatron-LM): bfloat16 weights and gradients, a float32 master copy and

@@ -11,6 +11,8 @@ into its interconnects::
      "topology": "2x8",
      "numbers": {"scale_out.one_way_bytes_per_s": {"value": 2.5e10, "source": "ib_write_bw, 2026-05-02"}}}
 
+What a chip's compiler does where chips differ stands in a `compiler` object, with sources, too.
+
 A measured file is the same with a `measured` object (date, device kind, versions,
 method), where there are several devices `tables` of the domain's collectives, and
 the `samples` that its numbers were fitted to, which are for people to read.
@@ -81,6 +83,10 @@ LINK_NUMBERS: dict[str, bool] = {
     "max_devices_count": False,
     "dimensions_count": False,
 }
+# What a chip's compiler is known to do, where chips differ: see `Chip.fact`.
+COMPILER_FACTS = ("gathers_ahead", "stores_quotients")
+LEAST, MOST = 1e-18, 1e24  # of a number that is not 0: outside there is no unit in which a chip has it
+MOST_COUNT = 10**6
 MAY_BE_ZERO = frozenset(
     {"overlap_fraction", "hop_s", "launch_s", "matmul_launch_s", "all_reduce_launch_s", "all_reduce_hop_s"}
 )
@@ -95,9 +101,11 @@ _CHIP_KEYS = (
     "topology",
     "measured",
     "numbers",
+    "compiler",
     "tables",
     "samples",
 )
+_MOST_AXES, _LONGEST_AXIS = 4, 128  # of a torus
 _MEASURED_KEYS = ("date", "device_kind", "versions", "method")
 
 
@@ -106,6 +114,14 @@ class Number:
     """A value in SI units, and who says so."""
 
     value: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """Whether a compiler does something, and who says so."""
+
+    value: bool
     source: str
 
 
@@ -170,6 +186,10 @@ class Chip:
         topology: The topology that a user's file states, or "".
         measured: Date, device kind, versions and method of a measured file.
         based_on: The catalogue's chip that a user's file changes, or "".
+        compiler: What the chip's compiler does where chips differ: `gathers_ahead`, whether
+            gathers run beside compute, so that its scheduler begins them long before their
+            use; `stores_quotients`, whether a softmax's quotient lies in memory before it is
+            multiplied. What is not stated is as on most chips: see `fact`.
     """
 
     name: str
@@ -180,6 +200,15 @@ class Chip:
     topology: str = ""
     measured: Mapping[str, str] = field(default_factory=dict[str, str])
     based_on: str = ""
+    compiler: Mapping[str, Fact] = field(default_factory=dict[str, Fact])
+
+    def fact(self, name: str) -> Fact:
+        """What the chip's compiler does."""
+        if name in self.compiler:
+            return self.compiler[name]
+        tiled = self.links["domain"].medium == "torus"
+        usual = {"gathers_ahead": not tiled, "stores_quotients": True}[name]
+        return Fact(usual, f"as on other {'TPUs' if tiled else 'GPUs and CPUs'}: the file does not say")
 
 
 Finder: TypeAlias = Callable[[str], Any]
@@ -195,6 +224,9 @@ def parse_chip(document: Any, file: str, find_chip: Finder, find_link: Finder) -
         find_chip: Name → `Chip` of the catalogue.
         find_link: Name → `Interconnect` of the catalogue.
 
+    What a file does not state is its base's, but for peaks: where it states another bfloat16
+    peak than its base, the other peaks are as many times the base's.
+
     Raises:
         HardwareFileError: A key is unknown or missing, or a number is no number,
             negative, without a source, or in the wrong unit.
@@ -202,7 +234,10 @@ def parse_chip(document: Any, file: str, find_chip: Finder, find_link: Finder) -
     doc = _object(document, file, "the file")
     _known(doc, (*_CHIP_KEYS, *LINK_ROLES), file)
     _schema(doc, file, "chip")
-    base: Chip | None = find_chip(str(doc["based_on"])) if doc.get("based_on") else None
+    base_name = doc.get("based_on") or ""
+    if not isinstance(base_name, str):
+        raise HardwareFileError(file, f"`based_on` is {base_name!r}; write the name of a chip of the catalogue")
+    base: Chip | None = find_chip(base_name) if base_name else None
     links: dict[str, Interconnect] = dict(base.links) if base else {}
     for role in LINK_ROLES:
         link = doc.get(role)
@@ -223,6 +258,8 @@ def parse_chip(document: Any, file: str, find_chip: Finder, find_link: Finder) -
             links[role] = replace(links[role], numbers=changed)
         else:
             raise HardwareFileError(file, f"`{key}`: there is no `{role}` interconnect here; it has {', '.join(links)}")
+    if base is not None:
+        numbers |= _scaled_peaks(base, numbers, own)
     _complete(numbers, CHIP_NUMBERS, file)
     if "domain" not in links:
         raise HardwareFileError(file, "`domain` is missing: name the interconnect between neighbouring devices")
@@ -247,7 +284,36 @@ def parse_chip(document: Any, file: str, find_chip: Finder, find_link: Finder) -
         links=links,
         topology=str(doc.get("topology", "")),
         measured={key: str(value) for key, value in measured.items()},
+        compiler={**(base.compiler if base else {}), **_facts(doc.get("compiler", {}), file)},
     )
+
+
+def _facts(entries: Any, file: str) -> dict[str, Fact]:
+    doc = _object(entries, file, "`compiler`")
+    _known(doc, COMPILER_FACTS, f"{file}, compiler")
+    found: dict[str, Fact] = {}
+    for name, entry in doc.items():
+        fact = _object(entry, file, f"`compiler.{name}`")
+        _exactly(fact, ("value", "source"), f"{file}, compiler, `{name}`")
+        if not isinstance(fact["value"], bool) or not isinstance(fact["source"], str) or not fact["source"].strip():
+            raise HardwareFileError(file, f"`compiler.{name}` needs a `value`, true or false, and a `source`")
+        found[name] = Fact(fact["value"], fact["source"])
+    return found
+
+
+def _scaled_peaks(base: Chip, numbers: Mapping[str, Number], own: Mapping[str, Any]) -> dict[str, Number]:
+    """The peaks that a file does not state, as many times its base's as the peak next to them that it does."""
+    found: dict[str, Number] = {}
+    for key in CHIP_NUMBERS:
+        if not key.startswith("peak_") or key in own or key not in base.numbers:
+            continue
+        wide = ("peak_float32_flops_per_s",) if key == "peak_float64_flops_per_s" else ()
+        near = next((k for k in (*wide, "peak_bfloat16_flops_per_s") if k in own and k in base.numbers), None)
+        if near is not None and numbers[near].value != base.numbers[near].value:
+            times = numbers[near].value / base.numbers[near].value
+            source = f"assumed: {times:.4g} times that of {base.name}, as {near} is; state it where that is not so"
+            found[key] = Number(base.numbers[key].value * times, source)
+    return found
 
 
 def parse_interconnect(document: Any, file: str) -> Interconnect:
@@ -302,8 +368,11 @@ def _torus(entry: Any, file: str) -> TorusShapes:
 
 def _lengths(value: Any, file: str, what: str) -> tuple[int, ...]:
     lengths = tuple(_list(value, file, what))
-    if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
-        raise HardwareFileError(file, f"{what} is {value!r}; write lengths, whole and from 1")
+    whole = all(isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= _LONGEST_AXIS for n in lengths)
+    if not whole or not 1 <= len(lengths) <= _MOST_AXES:
+        raise HardwareFileError(
+            file, f"{what} is {str(value)[:80]}; write up to {_MOST_AXES} lengths, whole, from 1 to {_LONGEST_AXIS}"
+        )
     return lengths
 
 
@@ -314,14 +383,16 @@ def _table(entry: Any, link_bytes_per_s: float, file: str) -> CollectiveTable:
     if kind not in KINDS:
         raise HardwareFileError(file, f"tables: `collective` is {kind!r}; it must be one of {', '.join(KINDS)}")
     devices = doc["devices"]
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 2:
-        raise HardwareFileError(file, f"tables, {kind}: `devices` is {devices!r}; a group has two or more")
+    if isinstance(devices, bool) or not isinstance(devices, int) or not 2 <= devices <= MOST_COUNT:
+        raise HardwareFileError(file, f"tables, {kind}: `devices` is {str(devices)[:40]}; a group has two or more")
     where = f"tables, {kind} on {devices} devices"
     sizes, seconds = (_floats(doc[key], file, f"{where}: `{key}`") for key in ("bytes", "seconds"))
     if sizes.shape != seconds.shape or sizes.size < 2:
         raise HardwareFileError(file, f"{where}: `bytes` and `seconds` must be two lists of one length, 2 or more")
-    if not (np.all(np.diff(sizes) > 0) and sizes[0] > 0 and np.all(np.isfinite(seconds)) and np.all(seconds > 0)):
-        raise HardwareFileError(file, f"{where}: `bytes` must ascend from above 0, `seconds` must be positive")
+    if not (np.all(np.diff(sizes) > 0) and sizes[0] >= 1 and sizes[-1] <= MOST):
+        raise HardwareFileError(file, f"{where}: `bytes` must ascend, from 1 on")
+    if not (np.all(seconds >= LEAST) and np.all(seconds <= MOST)):
+        raise HardwareFileError(file, f"{where}: `seconds` must be positive")
     return CollectiveTable(kind, devices, sizes, seconds, str(doc["source"]), link_bytes_per_s)
 
 
@@ -335,6 +406,8 @@ def _floats(value: Any, file: str, what: str) -> Floats:
     found = _list(value, file, what)
     if any(isinstance(x, bool) or not isinstance(x, int | float) for x in found):
         raise HardwareFileError(file, f"{what} must be numbers alone")
+    if not all(_is_finite(x) for x in found):
+        raise HardwareFileError(file, f"{what} must be finite")
     return np.asarray(found, float)
 
 
@@ -392,19 +465,28 @@ def _number(key: str, entry: Any, known: Mapping[str, bool], file: str) -> Numbe
     doc = _object(entry, file, f"`{key}`")
     _known(doc, ("value", "source"), f"{file}, `{key}`")
     value, source = doc.get("value"), doc.get("source")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise HardwareFileError(file, f"`{key}`: `value` is {value!r}, not a finite number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
+        raise HardwareFileError(file, f"`{key}`: `value` is {repr(value)[:40]}, not a finite number")
     if value < 0 or (value == 0 and key not in MAY_BE_ZERO):
         raise HardwareFileError(
             file, f"`{key}` is {value}; it must be {'0 or more' if key in MAY_BE_ZERO else 'positive'}"
         )
+    if value and not LEAST <= value <= MOST:
+        raise HardwareFileError(file, f"`{key}` is {value:.3g}; in SI units no chip has it")
     if key.endswith("_fraction") and value > 1:
         raise HardwareFileError(file, f"`{key}` is {value}; a fraction lies between 0 and 1")
-    if key.endswith("_count") and value != int(value):
-        raise HardwareFileError(file, f"`{key}` is {value}; a count is whole")
+    if key.endswith("_count") and (value != int(value) or value > MOST_COUNT):
+        raise HardwareFileError(file, f"`{key}` is {value}; a count is whole, and at most {MOST_COUNT}")
     if not isinstance(source, str) or not source.strip():
         raise HardwareFileError(file, f"`{key}` has no `source`: say who measured or published it")
     return Number(float(value), source)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 def _complete(numbers: Mapping[str, Number], known: Mapping[str, bool], file: str) -> None:

@@ -8,6 +8,7 @@ report quotes when it says why a layout was not chosen.
 from dataclasses import dataclass
 
 from cost_models import closed_forms as forms
+from cost_models.amounts import positive
 from cost_models.dtypes import itemsize
 from cost_models.model import Hardware
 from cost_models.roofline import arithmetic_intensity, matmul_bytes, roofline_s
@@ -107,7 +108,8 @@ def hardware_limits(hardware: Hardware) -> tuple[Limit, ...]:
 
 
 def model_limits(model: Transformer, hardware: Hardware, tokens: float) -> tuple[Limit, ...]:
-    """Thresholds for training this model with a batch of so many tokens."""
+    """Thresholds for training this model with a batch of so many tokens; raises `CostModelError` if that is none."""
+    tokens = positive(tokens, "tokens")
     number, axes = hardware.number, len(_axis_links(hardware))
     one_axis, all_axes = domain_intensity(hardware), domain_intensity(hardware, axes)
     flops_per_s, width_bytes = number(f"peak_{DTYPE}_flops_per_s"), itemsize(DTYPE)

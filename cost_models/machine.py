@@ -13,9 +13,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from cost_models import alpha_beta
 from cost_models.alpha_beta import KINDS, Floats, Kind
+from cost_models.amounts import amounts
 from cost_models.collective_law import Law, law_of, link_bytes
 from cost_models.dtypes import itemsize, matmul_rates
-from cost_models.errors import CostModelError
+from cost_models.errors import CostModelError, UnknownNumberError
 from cost_models.hardware_file import Chip
 from cost_models.placement import Crossing, Placement
 from cost_models.roofline import MatmulUnit, matmul_bytes
@@ -69,21 +70,13 @@ class Machine:
 
     @property
     def stores_quotients(self) -> bool:
-        """Whether a softmax's quotient lies in memory before it is multiplied.
-
-        XLA:TPU for v5e divides inside of the product that reads it (libtpu 0.0.52, one attention with
-        its gradient, compiled for v4, v5e, v5p and v6e).
-        """
-        return self.chip.name != "tpu-v5e"
+        """Whether a softmax's quotient lies in memory before it is multiplied; of the chip's file."""
+        return self.chip.fact("stores_quotients").value
 
     @property
     def gathers_ahead(self) -> bool:
-        """Whether gathers run beside compute, so that the compiler's scheduler begins them long before their use.
-
-        XLA:TPU does so in fusions that carry them on, for v5e alone ("not supported/recommended on platforms other
-        than TPU v5e", libtpu 0.0.52); compiled for v4, v5p, v6e and v7x each gather stands right before its use.
-        """
-        return not self.tiled or self.chip.name == "tpu-v5e"
+        """Whether gathers begin long before their use, beside compute; of the chip's file."""
+        return self.chip.fact("gathers_ahead").value
 
     @property
     def tiled(self) -> bool:
@@ -97,7 +90,7 @@ class Machine:
         The second is the price of sharing memory, multiprocessors and the scheduler's
         attention: even a short transfer does not vanish.
         """
-        h, c = np.asarray(communication_s, float), np.asarray(compute_s, float)
+        h, c = amounts(communication_s, "seconds of communication"), amounts(compute_s, "seconds of compute")
         return h - self.overlap * np.minimum(h, c)
 
     def group_size(self, axes: Sequence[str]) -> int:
@@ -129,7 +122,7 @@ class Machine:
         Returns:
             Seconds, the shape of `nbytes`.
         """
-        sizes = np.asarray(nbytes, float)
+        sizes = amounts(nbytes, "bytes")
         crossings = self.crossings(axes)
         if not crossings:
             _check(kind)
@@ -147,20 +140,26 @@ class Machine:
     def wire_bytes(self, kind: Kind, axes: Sequence[str], nbytes: ArrayLike) -> Floats:
         """Bytes that a device puts on the wire; `nbytes` as in `collective_s`."""
         _check(kind)
-        return alpha_beta.wire_bytes(kind, self.group_size(axes), nbytes)
+        return alpha_beta.wire_bytes(kind, self.group_size(axes), amounts(nbytes, "bytes"))
 
     def link_bytes(self, kind: Kind, axes: Sequence[str], nbytes: ArrayLike) -> dict[str, Floats]:
         """Bytes on the busiest link and direction of each level that the collective crosses."""
         _check(kind)
-        return link_bytes(kind, self.crossings(axes), self.chip.links, nbytes)
+        return link_bytes(kind, self.crossings(axes), self.chip.links, amounts(nbytes, "bytes"))
 
     def matmul_unit(self, dtype: str) -> MatmulUnit:
         """How this device multiplies matrices of `dtype` under JAX's default precision.
 
         float32 runs as TF32 on GPUs and as one bfloat16 pass on TPUs.
+
+        Raises:
+            CostModelError: There is no such dtype, or the chip states no rate that serves it.
         """
         numbers = self.chip.numbers
-        rate = next(rate for rate in matmul_rates(dtype) if rate in numbers)
+        rates = matmul_rates(dtype)
+        rate = next((rate for rate in rates if rate in numbers), None)
+        if rate is None:
+            raise UnknownNumberError(rates[0], self.chip.name, tuple(numbers))
         short = rate.removeprefix("peak_").removesuffix("_flops_per_s")
         achieved = numbers.get(f"matmul_achieved_{short}_fraction", numbers["matmul_achieved_fraction"])
         return MatmulUnit(
@@ -194,22 +193,23 @@ class Machine:
             dtype: Of the operands.
             result_dtype: Of the result; that of the operands if None.
         """
+        batch, m, n, k = (amounts(size, "elements") for size in (batch, m, n, k))
         unit = self.matmul_unit(dtype)
         traffic = matmul_bytes(batch, m, n, k, itemsize(dtype), itemsize(result_dtype or dtype))
         seconds = unit.launch_s + np.maximum(unit.compute_s(batch, m, n, k), self.hbm_s(traffic))
-        empty = np.asarray(batch, float) * np.asarray(m, float) * np.asarray(n, float) * np.asarray(k, float) == 0
-        return np.where(empty, 0.0, seconds)
+        return np.where(batch * m * n * k == 0, 0.0, seconds)
 
     def matmul_flops_per_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str) -> Floats:
-        """Rate that a local matmul reaches, its own FLOPs over `matmul_s`."""
-        flops = 2.0 * np.asarray(batch, float) * np.asarray(m, float) * np.asarray(n, float) * np.asarray(k, float)
-        return flops / self.matmul_s(batch, m, n, k, dtype)
+        """Rate that a local matmul reaches, its own FLOPs over `matmul_s`; 0 of an empty one."""
+        batch, m, n, k = (amounts(size, "elements") for size in (batch, m, n, k))
+        flops, seconds = np.broadcast_arrays(2.0 * batch * m * n * k, self.matmul_s(batch, m, n, k, dtype))
+        return np.divide(flops, seconds, out=np.zeros_like(flops), where=seconds > 0)
 
     def hbm_s(self, nbytes: ArrayLike) -> Floats:
         """Seconds to stream bytes through the device's memory, at the achieved fraction."""
         numbers = self.chip.numbers
         rate = numbers["hbm_bytes_per_s"].value * numbers["hbm_achieved_fraction"].value
-        return np.asarray(nbytes, float) / rate
+        return amounts(nbytes, "bytes") / rate
 
 
 def _check(kind: str) -> None:

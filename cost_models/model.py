@@ -11,11 +11,14 @@ from typing import TypeAlias
 
 from cost_models import catalogue
 from cost_models.alpha_beta import Kind
-from cost_models.errors import TopologyError, UnknownHardwareError, UnknownNumberError
-from cost_models.hardware_file import Chip, Number, parse_chip
+from cost_models.amounts import count
+from cost_models.errors import MeshFitError, TopologyError, UnknownHardwareError, UnknownNumberError
+from cost_models.hardware_file import COMPILER_FACTS, Chip, Number, parse_chip
 from cost_models.machine import Machine
 from cost_models.placement import place
 from cost_models.topology import Topology, examples, explain_core_count, parse_topology, smallest_topology
+
+MOST_NESTED = 7  # axes whose every order is tried
 
 Exchanged: TypeAlias = tuple[Kind, tuple[str, ...], float, float]
 """One collective of a step: kind, mesh axes, logical bytes per device, how often."""
@@ -103,7 +106,11 @@ class Hardware:
         links = {role: link.medium for role, link in self.chip.links.items()}
         dims = [(d.size, d.level, d.medium, d.wraps) for d in self.topology.dimensions]
         values = {key: number.value for key, number in self.numbers.items()}
-        text = json.dumps([values, tables, links, dims, *([self.order] if self.order else [])], sort_keys=True)
+        unusual = {name: self.chip.fact(name).value for name in COMPILER_FACTS if name in self.chip.compiler}
+        usual = replace(self.chip, compiler={})
+        unusual = {name: value for name, value in unusual.items() if value != usual.fact(name).value}
+        more = [x for x in (self.order, unusual) if x]
+        text = json.dumps([values, tables, links, dims, *more], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def replaced(self, source: str, **values: float) -> "Hardware":
@@ -148,8 +155,13 @@ class Hardware:
         Args:
             mesh: Axis name → size, major to minor.
             exchanged: `(kind, axes, logical bytes per device, how often)`.
+
+        Raises:
+            MeshFitError: The mesh does not fit, or has more than `MOST_NESTED` axes.
         """
         rows = tuple(exchanged)
+        if len(mesh) > MOST_NESTED:
+            raise MeshFitError(f"a mesh of {len(mesh)} axes has too many orders to compare: {MOST_NESTED} is the most")
 
         def seconds(machine: Machine) -> float:
             return sum(times * float(machine.collective_s(kind, axes, nbytes)) for kind, axes, nbytes, times in rows)
@@ -181,6 +193,8 @@ def hardware(spec: str | Path, devices: int | None = None) -> Hardware:
         TopologyError: No such topology, or it has another number of devices.
         HardwareFileError: The file is malformed.
     """
+    if devices is not None:
+        devices = count(devices, "a number of devices")
     text = str(spec).strip()
     path, _, topology = text.partition(".json")
     if text.endswith(".json") or topology.startswith(":"):
@@ -214,7 +228,7 @@ def chip_named(name: str) -> Chip:
     try:
         return catalogue.chip(name)
     except UnknownHardwareError:
-        counted = re.fullmatch(r"((?:tpu-?)?v?\d+\w*?)-(\d+)", name.lower().strip())
+        counted = re.fullmatch(r"((?:tpu-?)?v?[0-9]+\w{0,9}?)-([0-9]{1,9})", name.lower().strip())
         if counted is None:
             raise
         chip = catalogue.chip(counted[1])

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from cost_models.alpha_beta import Floats
+from cost_models.amounts import amounts, count
 from cost_models.dtypes import itemsize
 from cost_models.machine import Machine
 from cost_models.roofline import elementwise_bytes
@@ -15,7 +16,7 @@ from cost_models.roofline import elementwise_bytes
 
 def elementwise_s(machine: Machine, elements: ArrayLike, operands: int, results: int, dtype: str) -> Floats:
     """A fused chain that reads `operands` arrays of so many elements and writes `results`."""
-    return machine.hbm_s(elementwise_bytes(elements, operands, results, itemsize(dtype)))
+    return machine.hbm_s(elementwise_bytes(amounts(elements, "elements"), operands, results, itemsize(dtype)))
 
 
 def attention_s(
@@ -49,8 +50,13 @@ def attention_s(
         dtype: Of queries, keys and values.
         causal: Whether later keys are masked.
         flash: Whether a flash kernel runs.
+
+    Raises:
+        CostModelError: A size is negative or unknown, or there is no such dtype.
     """
-    b, q, k = (np.asarray(x, float) for x in (batch, queries, keys))
+    b, q, k = (amounts(x, "elements") for x in (batch, queries, keys))
+    for heads_ in (heads, kv_heads, head_dim):
+        count(heads_, "a number or width of heads")
     width = itemsize(dtype)
     streams = width * head_dim * b * (2 * heads * q + 2 * kv_heads * k)
     if not flash:
@@ -68,7 +74,7 @@ def attention_s(
 
 def lookup_s(machine: Machine, rows: ArrayLike, width: int, dtype: str) -> Floats:
     """A gather of rows of a table, or a scatter back: each row is read and written once."""
-    return machine.hbm_s(elementwise_bytes(np.asarray(rows, float) * width, 1, 1, itemsize(dtype)))
+    return machine.hbm_s(elementwise_bytes(amounts(rows, "rows") * width, 1, 1, itemsize(dtype)))
 
 
 def optimizer_s(
@@ -79,4 +85,4 @@ def optimizer_s(
     By default Adam in float32: reads weight, gradient and two moments, writes
     weight and moments (Kingma & Ba 2015).
     """
-    return machine.hbm_s(np.asarray(parameters, float) * (read_bytes + written_bytes))
+    return machine.hbm_s(amounts(parameters, "parameters") * (read_bytes + written_bytes))

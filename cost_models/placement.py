@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cost_models.alpha_beta import Ring
+from cost_models.amounts import count
 from cost_models.errors import MeshFitError
 from cost_models.hardware_file import LINK_ROLES, Medium
 from cost_models.topology import Topology
@@ -61,11 +62,10 @@ class Placement:
         """Device id at each mesh coordinate, `[*sizes]`; ids are row-major in the topology."""
         ids = np.arange(self.topology.devices, dtype=np.intp)
         outer_first = [self.axes.index(a) for a in self.order]
-        ids = ids.reshape([self.factors[a][d] for d in range(len(self.topology.dimensions)) for a in outer_first])
-        count = len(self.axes)
-        place = {(d, a): d * count + i for d in range(len(self.topology.dimensions)) for i, a in enumerate(outer_first)}
-        moves = [place[d, a] for a in range(count) for d in range(len(self.topology.dimensions))]
-        return ids.transpose(moves).reshape(self.sizes)
+        dimensions = range(len(self.topology.dimensions))
+        split = [(d, a) for d in dimensions for a in outer_first if self.factors[a][d] > 1]
+        moves = [split.index((d, a)) for a in range(len(self.axes)) for d in dimensions if (d, a) in split]
+        return ids.reshape([self.factors[a][d] for d, a in split]).transpose(moves).reshape(self.sizes)
 
     def crossings(self, axes: Sequence[str]) -> tuple[Crossing, ...]:
         """The levels that a group over these mesh axes crosses, inner to outer.
@@ -114,6 +114,9 @@ class Placement:
         return Ring(n, self.topology.dimensions[d].wraps and reaches_end and n > 1, sharers)
 
 
+MOST_AXES = 32
+
+
 def place(topology: Topology, mesh: Mapping[str, int], order: Sequence[str] | None = None) -> Placement:
     """Place mesh axes on the topology.
 
@@ -126,29 +129,29 @@ def place(topology: Topology, mesh: Mapping[str, int], order: Sequence[str] | No
         MeshFitError: The mesh has another number of devices, or `order` is no
             permutation of its axes.
     """
-    axes, sizes = tuple(mesh), tuple(int(s) for s in mesh.values())
+    axes, sizes = tuple(mesh), tuple(count(s, "a mesh axis's size", error=MeshFitError) for s in mesh.values())
+    if len(axes) > MOST_AXES:
+        raise MeshFitError(f"a mesh of {len(axes)} axes: {MOST_AXES} is the most; leave out those of size 1")
     shown = " × ".join(f"{a}={s}" for a, s in zip(axes, sizes, strict=True)) or "(no axes)"
-    if any(s < 1 for s in sizes):
-        raise MeshFitError(f"mesh {shown}: sizes must be positive")
     if prod(sizes) != topology.devices:
         raise MeshFitError(
             f"mesh {shown} has {prod(sizes)} devices, topology {topology.name} has {topology.devices}; "
             f"change one so that they are equal"
         )
     chosen = tuple(axes) if order is None else tuple(order)
-    if sorted(chosen) != sorted(axes):
+    if len(chosen) != len(axes) or set(chosen) != set(axes):
         raise MeshFitError(f"order {chosen} is no permutation of the mesh axes {axes}")
     left = list(topology.shape)
     factors: dict[str, tuple[int, ...]] = {}
     for axis in reversed(chosen):
-        factors[axis] = min(_splits(mesh[axis], left), key=lambda f: _preference(f, left, topology))
+        factors[axis] = min(_splits(int(mesh[axis]), left), key=lambda f: _preference(f, left, topology))
         left = [n // f for n, f in zip(left, factors[axis], strict=True)]
     return Placement(topology, axes, sizes, chosen, tuple(factors[a] for a in axes))
 
 
 def _splits(size: int, left: Sequence[int]) -> list[tuple[int, ...]]:
     """All ways to take `size` devices as factors of what is left of each dimension."""
-    divisors = [[f for f in range(1, n + 1) if n % f == 0 and size % f == 0] for n in left]
+    divisors = [[f for f in range(1, min(n, size) + 1) if n % f == 0 and size % f == 0] for n in left]
     return [f for f in product(*divisors) if prod(f) == size]
 
 

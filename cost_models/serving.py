@@ -8,6 +8,7 @@ exchanges priced by the `Machine` that the planner asks.
 from dataclasses import dataclass
 
 from cost_models import closed_forms as forms
+from cost_models.amounts import count
 from cost_models.dtypes import itemsize
 from cost_models.model import Hardware
 from cost_models.transformer import Transformer
@@ -72,7 +73,11 @@ def serving_time(
         dtype: Of the multiplications.
         weight_dtype: Of the weights in memory.
         cache_dtype: Of the cache in memory.
+
+    Raises:
+        CostModelError: A size is no whole number from 1 on, or there is no such dtype.
     """
+    batch, context = count(batch, "a batch"), count(context, "a context")
     machine = hardware.place({"tensor": hardware.devices})
     unit = machine.matmul_unit(dtype)
     flops_per_s = hardware.devices * unit.peak_flops_per_s * unit.achieved_fraction

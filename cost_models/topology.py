@@ -13,6 +13,8 @@ from math import prod
 from cost_models.errors import TopologyError
 from cost_models.hardware_file import Chip, Medium, TorusShapes
 
+MOST_DEVICES = 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
@@ -52,12 +54,14 @@ def parse_topology(chip: Chip, text: str) -> Topology:
         TopologyError: It is misspelt, or no such topology exists.
     """
     written = text.lower().replace("×", "x").replace(" ", "")
-    match = re.fullmatch(r"(?:(\d+)\*)?(\d+(?:x\d+)*)", written)
+    match = re.fullmatch(r"(?:([0-9]{1,9})\*)?([0-9]{1,9}(?:x[0-9]{1,9}){0,7})", written)
     if match is None:
-        raise TopologyError(f"`{chip.name}:{text}` is no topology; write {examples(chip)}")
+        raise TopologyError(f"`{chip.name}:{text[:80]}` is no topology; write {examples(chip)}")
     outer, sizes = int(match[1] or 1), tuple(int(x) for x in match[2].split("x"))
     if min(outer, *sizes) < 1:
         raise TopologyError(f"`{chip.name}:{text}`: sizes must be positive")
+    if outer * prod(sizes) > MOST_DEVICES:
+        raise TopologyError(f"`{chip.name}:{text}` has {outer * prod(sizes)} devices; {MOST_DEVICES} is the most")
     shapes = chip.links["domain"].torus
     if shapes is None:
         return _nodes(chip, outer, sizes, text)
@@ -70,12 +74,12 @@ def smallest_topology(chip: Chip, devices: int) -> str:
     Raises:
         TopologyError: None does: the number is not one, or has no usual shape.
     """
-    if devices < 1:
-        raise TopologyError(f"{devices} devices of {chip.name}: there must be at least one")
+    if not 1 <= devices <= MOST_DEVICES:
+        raise TopologyError(f"{devices} devices of {chip.name}: there must be 1 to {MOST_DEVICES}")
     shapes = chip.links["domain"].torus
     if shapes is None:
         limit = _domain_limit(chip)
-        inner = max(d for d in range(1, limit + 1) if devices % d == 0)
+        inner = max(d for d in range(1, min(limit, devices) + 1) if devices % d == 0)
         return str(devices) if "scale_out" not in chip.links else f"{devices // inner}x{inner}"
     per_chip = int(chip.numbers["devices_per_chip_count"].value)
     slices = sorted(_slices(shapes), key=lambda shape: (prod(shape), max(shape), shape))
@@ -143,7 +147,8 @@ def examples(chip: Chip) -> str:
 def explain_core_count(chip: Chip, count: int) -> str:
     """What a name such as `v5p-256` means, and what to write for it."""
     shapes = chip.links["domain"].torus
-    assert shapes is not None
+    if shapes is None:
+        return f"{chip.name} has no such names; write {examples(chip)}"
     chips = count // 2 if shapes.name_counts_cores else count
     per_chip = int(chip.numbers["devices_per_chip_count"].value)
     counted = f"TensorCores: it is {chips} chips" if shapes.name_counts_cores else "chips, but not how they are wired"

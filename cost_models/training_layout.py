@@ -1,7 +1,10 @@
 """How a transformer's training step is spread over devices: the names of the parallelisms, with their ways."""
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, fields
+from typing import Literal, TypeAlias, get_args
+
+from cost_models.amounts import count
+from cost_models.errors import CostModelError
 
 Remat: TypeAlias = Literal["none", "minimal", "mlp", "full"]
 
@@ -29,6 +32,9 @@ class TrainingLayout:
         sequence_parallel: With tensor: whether the residual stream is split by tokens between
             blocks (Korthikanti et al. 2022), or summed to be whole everywhere.
         collective_matmul: Whether tensor-parallel exchanges are cut up to run beside their matmuls.
+
+    Raises:
+        CostModelError: Ways are no whole number from 1 on, or there is no such remat.
     """
 
     data: int = 1
@@ -44,6 +50,13 @@ class TrainingLayout:
     shard_optimizer: bool = True
     sequence_parallel: bool = True
     collective_matmul: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.type is int:
+                count(getattr(self, field.name), f"a layout's {field.name}")
+        if self.remat not in get_args(Remat):
+            raise CostModelError(f"there is no remat={self.remat!r}; there are {', '.join(get_args(Remat))}")
 
     @property
     def stream_ways(self) -> int:

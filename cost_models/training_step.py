@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cost_models import closed_forms
+from cost_models.amounts import count
 from cost_models.block import ACTIVATIONS, PASSES, Block
 from cost_models.errors import CostModelError, MeshFitError
 from cost_models.framework import MEGATRON, Framework
@@ -133,7 +134,9 @@ def step_time(
     Raises:
         MeshFitError: The layout has another number of devices than the hardware, or
             the batch is smaller than one microbatch for every data shard.
+        CostModelError: A size is no whole number from 1 on, or there is no such dtype.
     """
+    sequences, sequence = count(sequences, "a number of sequences"), count(sequence, "a sequence's length")
     tori = any(d.medium == "torus" for d in hardware.topology.dimensions)
     mesh = layout.mesh(slices_outermost=tori)
     machine = hardware.place(mesh)

@@ -5,6 +5,7 @@ Source: Austin et al., How to Scale Your Model (2026-06-24), transformers.md:150
 
 from dataclasses import dataclass, fields
 
+from cost_models.amounts import count
 from cost_models.errors import CostModelError
 
 
@@ -58,8 +59,11 @@ class Transformer:
         for field in fields(self):
             value = getattr(self, field.name)
             least = 0 if field.default == 0 or field.name == "d_ff" else 1  # no dense MLP where all are of experts
-            if not isinstance(value, bool) and value < least:
-                raise CostModelError(f"a transformer of {field.name}={value}: it must be {least} or more")
+            if field.type is not bool:
+                count(value, f"a transformer's {field.name}", least=least)
+        for part in ("dense_layers", "global_layers"):
+            if getattr(self, part) > self.layers:
+                raise CostModelError(f"a transformer of {self.layers} layers has no {getattr(self, part)} {part}")
         if self.active_experts > self.experts:
             raise CostModelError(f"a token visits {self.active_experts} experts, but there are {self.experts}")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from autoshard.tables import bytes_text, columns, fields, flops_text, render, table, time_text
 from cost_models import Limit
-from cost_models.hardware_file import Chip
+from cost_models.hardware_file import COMPILER_FACTS, Chip
 from cost_models.topology import Topology
 
 
@@ -44,6 +44,12 @@ def numbers(chip: Chip, topology: Topology | None = None, *, width: int | None =
             for key, number in found.items()
         ]
         parts.append(table(heading, (group, "value", "source"), rows, right=("value",), whole=(group,)))
+    facts = [(name, chip.fact(name)) for name in COMPILER_FACTS]
+    rows = [
+        (name, "yes" if fact.value else "no", f"[{sources.setdefault(fact.source, len(sources) + 1)}]")
+        for name, fact in facts
+    ]
+    parts.append(table("", ("compiler", "does", "source"), rows, right=("does",), whole=("compiler",)))
     for role, link in chip.links.items():
         for measured in link.tables:
             sources.setdefault(measured.source, len(sources) + 1)

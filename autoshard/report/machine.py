@@ -7,7 +7,7 @@ from typing import Any
 from autoshard.comparison import Line, Row
 from autoshard.honoured import Honoured
 from autoshard.verification import Verification
-from cost_models.hardware_file import Chip, Number
+from cost_models.hardware_file import COMPILER_FACTS, Chip, Number
 from cost_models.topology import Topology
 
 
@@ -66,6 +66,7 @@ def hardware(chip: Chip, topology: Topology | None = None) -> dict[str, Any]:
         "devices": None if topology is None else topology.devices,
         "numbers": _stated(chip.numbers),
         "links": links,
+        "compiler": {name: asdict(chip.fact(name)) for name in COMPILER_FACTS},
     }
 
 
