@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
-from pathlib import Path
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -23,7 +22,7 @@ from autoshard.processes import Peers
 from autoshard.question import OwnMeshError, Question, ask, variants
 from autoshard.record import PlanRecord, parse
 from autoshard.refine import Entered, adopted, refined
-from autoshard.store import Directory, Lock, cache_at, key_of, misfits
+from autoshard.store import Directory, cache_at, key_of, lock_at, misfits
 from autoshard.thinning import thinned
 from autoshard.wanted import AUTO
 
@@ -254,7 +253,7 @@ def find(questions: Sequence[Question], options: Options, *, peers: Peers | None
 
 
 def _found(questions: Sequence[Question], options: Options) -> Plan:
-    lock = None if options.lock is None else Lock(Path(options.lock))
+    lock = None if options.lock is None else lock_at(options.lock)
     locked = None if lock is None else lock.find(questions)
     if locked is not None:
         return _plan(*locked, options)
@@ -293,7 +292,7 @@ def _thinned(plan: Plan, question: Question, options: Options) -> Plan:
     if cache is None:
         return thinned(plan)
     key = key_of(question, constraints="compiled", rel_gap=options.rel_gap, time_limit_s=options.time_limit_s)
-    record = cache.find(question.name, key)
+    record = cache.find(question, key)
     if record is not None:
         return _plan(record, question, options)
     made = thinned(plan)
@@ -332,7 +331,7 @@ def _cached(question: Question, options: Options) -> Plan:
         return answer(question, options)
     constraints = "all" if options.constraints == "all" else "needed"
     key = key_of(question, constraints=constraints, rel_gap=options.rel_gap, time_limit_s=options.time_limit_s)
-    record = cache.find(question.name, key)
+    record = cache.find(question, key)
     if record is not None:
         return _plan(record, question, options)
     made = answer(question, options)

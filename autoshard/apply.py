@@ -16,7 +16,10 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import _jax, emission, opaque
+from autoshard.errors import SpecError
 from autoshard.graph import CALLS, Path
+from autoshard.layout import Layout
+from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins, Specs
 
 Hook = Callable[[Any, Path, int], Any]  # (value, equation path, position) → the value to go on with
@@ -113,6 +116,77 @@ def constrained(
         rule=rule if ruled else None,
     )
     return [pin(result, pins.outputs.get(i, ()), ("output", i)) for i, result in enumerate(results)]
+
+
+def check(closed: Any, pins: Pins, mesh: MeshAxes) -> None:
+    """Raises a SpecError if pins are of another program than the closed jaxpr."""
+    for what, group in (("made", pins.made), ("taken", pins.taken), ("again", pins.again)):
+        for (path, i), specs in group.items():
+            taken, made = _ends(closed, path)
+            avals = made if what == "made" else taken
+            if not 0 <= i < len(avals):
+                raise SpecError(f"a constraint is for value {i} {what} by the equation at {list(path)}: there is none")
+            for spec in specs:
+                _fit(spec, avals[i], mesh, path)
+    for path in {path for path, _ in pins.kernels if min(path, default=0) >= 0}:
+        _check_kernel(closed, path, pins, mesh)
+
+
+def _check_kernel(closed: Any, path: Path, pins: Pins, mesh: MeshAxes) -> None:
+    eqn = _equation_at(closed, path)
+    if eqn is None or not opaque.is_opaque(eqn.primitive.name, eqn.params):
+        raise SpecError(f"the layouts of a kernel are of the equation at {list(path)}, which is none")
+    avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
+    layouts = [pins.kernels.get((path, i)) for i in range(len(avals))]
+    for i, (aval, specs) in enumerate(zip(avals, layouts, strict=True)):
+        if specs is None:
+            raise SpecError(f"the kernel at {list(path)} has {len(avals)} operands and results; {i} has no layout")
+        _fit(specs[0], aval, mesh, path)
+
+
+def _fit(spec: PartitionSpec, aval: Any, mesh: MeshAxes, path: Path) -> tuple[int, ...]:
+    """The shape of a part under a spec."""
+    entries = [None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec]
+    try:
+        shape = tuple(getattr(aval, "shape", ()))
+        return Layout.from_spec(PartitionSpec(*entries), len(shape)).local_shape(shape, mesh)
+    except SpecError as error:
+        raise SpecError(f"at the equation {list(path)}: {error}") from error
+
+
+def _ends(closed: Any, path: Path) -> tuple[list[Any], list[Any]]:
+    """What is taken and what is made at a path: of an equation, or of a body (its results, its arguments)."""
+    if len(path) % 2:
+        eqn = _equation_at(closed, path)
+        return ([], []) if eqn is None else ([x.aval for x in eqn.invars], [x.aval for x in eqn.outvars])
+    body = _body_at(closed, path)
+    jaxpr = None if body is None else _jax.open_jaxpr(body)
+    return ([], []) if jaxpr is None else ([x.aval for x in jaxpr.outvars], [x.aval for x in jaxpr.invars])
+
+
+def _equation_at(closed: Any, path: Path) -> Any:
+    body = _body_at(closed, path[:-1])
+    eqns = () if body is None else _jax.open_jaxpr(body).eqns
+    return eqns[path[-1]] if 0 <= path[-1] < len(eqns) else None
+
+
+def _body_at(closed: Any, path: Path) -> Any:
+    """The jaxpr at a path of equations and bodies; None if it leads nowhere."""
+    for at, k in zip(path[::2], path[1::2], strict=True):
+        eqns = _jax.open_jaxpr(closed).eqns
+        bodies = _bodies(eqns[at]) if 0 <= at < len(eqns) else {}
+        if k not in bodies:
+            return None
+        closed = bodies[k]
+    return closed
+
+
+def _bodies(eqn: Any) -> dict[int, Any]:
+    name = eqn.primitive.name
+    found: dict[int, Any] = {}
+    for key, k in ((CALLS[name], 0),) if name in INLINED else BODIES.get(name, ()):
+        found |= dict(enumerate(eqn.params[key])) if k is None else {k: eqn.params[key]}
+    return found
 
 
 def evaluate(

@@ -99,7 +99,7 @@ def text(found: Diff, *, width: int | None = None) -> str:
     rows = [
         ("before", _header(a)),
         ("after", _header(b)),
-        ("step", f"{time_text(b.cost.step_s - a.cost.step_s)} ({b.cost.step_s / a.cost.step_s - 1:+.2%})"),
+        ("step", time_text(b.cost.step_s - a.cost.step_s) + _relative(a.cost.step_s, b.cost.step_s)),
     ]
     if not same:
         rows.append(("note", "the plans are of different programs; layouts are compared where paths agree"))
@@ -128,6 +128,11 @@ def text(found: Diff, *, width: int | None = None) -> str:
     if not found.leaves and not found.traffic:
         parts.append("both plans lay everything alike\n")
     return render(*parts, width=width)
+
+
+def _relative(before: float, after: float) -> str:
+    """In percent, where there is something to compare with."""
+    return f" ({after / before - 1:+.2%})" if before else ""
 
 
 def _header(record: PlanRecord) -> str:

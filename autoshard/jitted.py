@@ -5,7 +5,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -18,7 +17,7 @@ from autoshard.api import Options, find, peers, pose
 from autoshard.dispatch import Entry
 from autoshard.errors import ArgumentError, InfeasibleError, SpecError
 from autoshard.plans import Plan
-from autoshard.store import Lock
+from autoshard.store import lock_at
 from autoshard.tables import bytes_text
 
 log = logging.getLogger("autoshard")
@@ -182,7 +181,7 @@ class JitFunction:
         if first is None:
             return planned(options)
         if options.lock is not None:
-            Lock(Path(options.lock)).check_several(first.record.name)
+            lock_at(options.lock).check_several(first.record.name)
         if self._move:
             made = planned(options)
             log.info("%s: %s", made.record.name, moves(first, made))

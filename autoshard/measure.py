@@ -36,7 +36,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from autoshard import meshes
+from autoshard import files, meshes
 from autoshard.errors import AutoshardError, MeasureError
 from cost_models import CostModelError, Kind, catalogue
 from cost_models.hardware_file import Chip
@@ -383,13 +383,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 progressed=lambda done, of, what: bar.update(task, completed=done, total=of, description=what),
             )
             text = json.dumps(document(found), indent=1, ensure_ascii=False) + "\n"
+        if given.out is not None:
+            files.write_whole(given.out, text)
     except (AutoshardError, CostModelError) as error:
         console.print(f"{type(error).__name__}: {error}", style="red", markup=False, soft_wrap=True)
         return 2
     if given.out is None:
         sys.stdout.write(text)
-    else:
-        given.out.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -17,7 +17,7 @@ from autoshard import explain as reasons
 from autoshard import graph as graphs
 from autoshard import trace as traces
 from autoshard.completion import Annotations, annotated
-from autoshard.errors import PlanMismatchError, SpecError
+from autoshard.errors import PlanFileError, PlanMismatchError, SpecError
 from autoshard.flips import flip_points
 from autoshard.honoured import Honoured, honoured
 from autoshard.mesh import MeshAxes
@@ -269,6 +269,13 @@ class Plan:
                 f"the plan was made for another program ({self.record.name}): its digest is {self.record.digest}, "
                 f"this function's is {traced.digest}; plan again"
             )
+        try:
+            made = [(leaf.path, leaf.shape, leaf.dtype) for leaf in self.record.outputs]
+            if made != [(p, a.shape, str(a.dtype)) for p, a in zip(traced.out_paths, traced.out_avals, strict=True)]:
+                raise SpecError("its outputs are not those of the program that its digest is of")
+            apply.check(traced.jaxpr, self.record.pins, self.record.mesh)
+        except SpecError as error:
+            raise PlanFileError(f"the plan of {self.record.name} is damaged: {error}; plan again") from error
         return Plan(self.record, place=self._place, planned=None, traced=traced)
 
     def _same_program(self, trace: Callable[[], Traced]) -> Traced:

@@ -6,7 +6,7 @@ of it, so that the same input gives the same file, byte for byte.
 """
 
 import json
-import tempfile
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import jsonschema.validators
 from jax.sharding import PartitionSpec
 
+from autoshard import _jax, files, flags
 from autoshard.errors import MeshError, PlanFileError, SpecError
 from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins
 from autoshard.problem.assignment import Collective
+from cost_models import strict_json
 
 SCHEMA_VERSION = 1
 
@@ -103,15 +106,12 @@ class PlanRecord:
 
 
 def write(record: PlanRecord, path: str | Path) -> None:
-    """Writes a plan file, whole or not at all."""
-    write_whole(Path(path), record.dumps())
+    """Writes a plan file, whole or not at all.
 
-
-def write_whole(path: Path, text: str) -> None:
-    """Replaces a file by a finished one: who reads meanwhile sees the old text or the new."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8") as file:
-        file.write(text)
-    Path(file.name).replace(path)
+    Raises:
+      PlanFileError: it cannot be written.
+    """
+    files.write_whole(path, record.dumps())
 
 
 def schema() -> dict[str, Any]:
@@ -126,62 +126,95 @@ def read(path: str | Path) -> PlanRecord:
       PlanFileError: not found, truncated, not JSON, of a newer schema, or malformed.
     """
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
+    if not files.exists(path):
         raise PlanFileError(
             f"cannot read the plan file {path}: there is none; `autoshard plan … --out {path}` or `plan.save` writes it"
-        ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanFileError(f"cannot read the plan file {path}: {error}") from error
-    return parse(text, path)
+        )
+    return parse(files.read_text(path, "the plan file"), path)
 
 
 def parse(text: str, source: object) -> PlanRecord:
     """Reads a plan file's text; errors as of `read`, which name the source."""
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        what = "truncated or not JSON" if text.strip() else "empty"
-        raise PlanFileError(f"{source} is {what}: {error}; save the plan again") from error
+        data = files.read_json(text, source)
+    except PlanFileError as error:
+        raise PlanFileError(f"{error}; save the plan again") from error
     version = data.get("schema") if isinstance(data, dict) else None
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise PlanFileError(
             f"{source} has schema {version}; this autoshard reads up to {SCHEMA_VERSION}: upgrade autoshard"
         )
     try:
-        jsonschema.validate(data, schema())
+        jsonschema.validate(data, schema(), cls=_Validator)
     except jsonschema.ValidationError as error:
         at = "/".join(map(str, error.absolute_path)) or "the top"
         raise PlanFileError(f"{source} is not a plan file: at {at}: {error.message[:200]}") from error
+    except RecursionError as error:
+        raise PlanFileError(f"{source} is not a plan file: lists in lists, too deep to read") from error
+    options = flags.checked(data["compiler_options"], source)
     try:
-        record = _from_json(data)
+        record = _from_json({**data, "compiler_options": options})
         _check(record)
     except (SpecError, MeshError) as error:
         raise PlanFileError(f"{source} is not a plan file: {error}") from error
     return record
 
 
+# In JSON Schema 1.0 is an integer, too; here it is none.
+_Validator: Any = jsonschema.validators.extend(
+    jsonschema.Draft202012Validator,
+    type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, x: type(x) is int),
+)
+
+
 def _check(record: PlanRecord) -> None:
     """Raises a SpecError or MeshError if a record contradicts itself."""
+    pins, mesh, inputs = record.pins, record.mesh, len(record.inputs)
+    if mesh.size > strict_json.LARGEST or len(record.device_order) != mesh.size:
+        raise MeshError(f"device_order has {len(record.device_order)} devices, the mesh {mesh.size}: {mesh}")
+    if sorted(record.device_order) != list(range(mesh.size)):
+        raise MeshError(f"device_order is no order of the {mesh.size} devices of {mesh}")
     leaves = (*record.inputs, *record.outputs)
-    pins = record.pins
-    constraints = [
-        s
-        for group in (pins.made, pins.taken, pins.again, pins.kernels, pins.inputs, pins.outputs)
-        for specs in group.values()
-        for s in specs
-    ]
-    for spec in (*(leaf.spec for leaf in leaves), *map(_without_open, constraints)):
-        for axis in (axis for dim in Layout.from_spec(spec, len(spec)).dims for axis in dim):
-            if axis not in record.mesh.names:
-                raise SpecError(f"{spec} names the axis `{axis}`; the mesh has {', '.join(record.mesh.names)}")
     for leaf in leaves:
-        Layout.from_spec(leaf.spec, len(leaf.shape)).local_shape(leaf.shape, record.mesh)
-    if sorted(record.device_order) != list(range(record.mesh.size)):
-        raise MeshError(f"device_order is no order of the {record.mesh.size} devices of {record.mesh}")
-    if any(i >= len(record.inputs) for i in record.donated):
-        raise SpecError(f"donated inputs {list(record.donated)} of {len(record.inputs)}")
+        if not _is_dtype(leaf.dtype):
+            raise SpecError(f"{leaf.path}: there is no dtype {leaf.dtype[:40]!r}")
+        if math.prod(leaf.shape) * 16 > strict_json.LARGEST:
+            raise SpecError(f"{leaf.path}: nothing has the shape {list(leaf.shape)}")
+        Layout.from_spec(_named(leaf.spec, mesh), len(leaf.shape)).local_shape(leaf.shape, mesh)
+    for group in (pins.made, pins.taken, pins.again, pins.kernels, pins.inputs, pins.outputs):
+        for spec in (spec for specs in group.values() for spec in specs):
+            Layout.from_spec(_named(_without_open(spec), mesh), len(spec))
+    for what, group, avals in (("input", pins.inputs, record.inputs), ("output", pins.outputs, record.outputs)):
+        for i, specs in group.items():
+            if i >= len(avals) or any(len(spec) > len(avals[i].shape) for spec in specs):
+                raise SpecError(f"a constraint of {what} {i} fits none of the {len(avals)} {what}s")
+    if any(len(specs) != 1 for specs in pins.kernels.values()):
+        raise SpecError("a kernel's operand or result has one layout")
+    if any(i >= inputs for i in record.donated):
+        raise SpecError(f"donated inputs {list(record.donated)} of {inputs}")
+    for collective in record.collectives:
+        for axis in collective.axes:
+            _named(PartitionSpec(axis), mesh)
+    memory = record.memory
+    counted = (memory.peak_bytes, memory.limit_bytes, *memory.kinds.values(), *(c.nbytes for c in record.collectives))
+    if min(counted) < 0:
+        raise SpecError(f"{min(counted)} bytes: there cannot be less than none")
+
+
+def _named(spec: PartitionSpec, mesh: MeshAxes) -> PartitionSpec:
+    """A spec whose axes are the mesh's, or a SpecError."""
+    for axis in (axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())):
+        if axis not in mesh.names:
+            raise SpecError(f"{spec} names the axis `{axis}`; the mesh has {', '.join(mesh.names)}")
+    return spec
+
+
+def _is_dtype(name: str) -> bool:
+    try:
+        _jax.itemsize_of(name)
+    except (TypeError, ValueError, SyntaxError):
+        return False
+    return "," not in name
 
 
 def _without_open(spec: PartitionSpec) -> PartitionSpec:
@@ -189,13 +222,19 @@ def _without_open(spec: PartitionSpec) -> PartitionSpec:
 
 
 def _spec_to_json(spec: PartitionSpec) -> list[Any]:
-    entries = [_OPEN if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec]
+    # An axis that is called as the mark is written in a list, in which names alone stand.
+    entries = [(entry,) if entry == _OPEN else entry for entry in spec]
+    entries = [_OPEN if entry is PartitionSpec.UNCONSTRAINED else entry for entry in entries]
     return [list(entry) if isinstance(entry, tuple) else entry for entry in entries]
 
 
 def _spec_from_json(entries: list[Any]) -> PartitionSpec:
     read = [PartitionSpec.UNCONSTRAINED if entry == _OPEN else entry for entry in entries]
-    return PartitionSpec(*(tuple(entry) if isinstance(entry, list) else entry for entry in read))
+    return PartitionSpec(*(_axes_from_json(entry) if isinstance(entry, list) else entry for entry in read))
+
+
+def _axes_from_json(names: list[str]) -> str | tuple[str, ...] | None:
+    return names[0] if len(names) == 1 else tuple(names) or None
 
 
 def _leaf_to_json(leaf: Leaf) -> dict[str, Any]:

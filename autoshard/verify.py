@@ -13,7 +13,7 @@ import cost_models
 from autoshard import _jax, compilers, explicit, hlo, meshes
 from autoshard.comparison import Place, attribute, compare
 from autoshard.completion import SCOPE
-from autoshard.errors import VerifyError
+from autoshard.errors import AutoshardError, HloError, VerifyError
 from autoshard.graph import WHILE_TRIPS, Graph, Path
 from autoshard.hlo.text import UNKNOWN
 from autoshard.layout import Layout
@@ -171,19 +171,25 @@ def check(
     """
     if isinstance(compiled, str):
         platform = compiler or compilers.Target.parse(record.hardware).compiler
-        return judge(
-            record,
-            compiled,
-            compiler=platform,
-            version="as given",
-            topology=record.hardware,
-            memory=None,
-            wall_s=0.0,
-            tolerance=tolerance,
-            machine=machine,
-            graph=None,
-            assignment=assignment,
-        )
+        try:
+            return judge(
+                record,
+                compiled,
+                compiler=platform,
+                version="as given",
+                topology=record.hardware,
+                memory=None,
+                wall_s=0.0,
+                tolerance=tolerance,
+                machine=machine,
+                graph=None,
+                assignment=assignment,
+            )
+        except AutoshardError:
+            raise
+        except (LookupError, ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as error:
+            # Whoever wrote the text, it was no compiler: what an instruction names is not there, or is of another kind.
+            raise HloError(f"the HLO text contradicts itself: {type(error).__name__}: {str(error)[:200]}") from error
     if not isinstance(compiled, jax.stages.Compiled):
         raise VerifyError(
             f"cannot check a {type(compiled).__name__}: pass an executable, "

@@ -8,7 +8,7 @@ import typer
 
 import autoshard
 import cost_models
-from autoshard import standard
+from autoshard import files, standard
 from autoshard.api import REL_GAP
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import (
@@ -60,7 +60,7 @@ def report(
     elif as_markdown:
         typer.echo(view.markdown(shown))
     else:
-        out.write_text(page.page(plan=shown), encoding="utf-8")
+        files.write_whole(out, page.page(plan=shown))
         typer.echo(f"{shown['verdict']}\n{out}")
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autoshard import mesh_search
+from autoshard import files, mesh_search
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import ForwardOption, JsonOption, MemoryOption, SetOption, TargetArgument
 from autoshard.cli.written import assignments, byte_count, writable
@@ -55,7 +55,7 @@ def search(
         )
     if html is not None:
         with progress.shown(errors(), "report"):
-            html.write_text(found.to_html(), encoding="utf-8")
+            files.write_whole(html, found.to_html())
     if as_json:
         print_json(found.to_json())
     else:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import autoshard
+from autoshard import files
 from autoshard.api import REL_GAP
 from autoshard.cli.app import WRONG, app, errors, print_json
 from autoshard.cli.options import (
@@ -71,7 +72,7 @@ def verify(
         found = made.verify(compiler=None if compiler is None else compiler.value, tolerance=tolerance)
         kept = made.honoured() if layouts else None
     if trace is not None:
-        trace.write_text(json.dumps(found.trace()), encoding="utf-8")
+        files.write_whole(trace, json.dumps(found.trace()))
     if as_json:
         print_json(machine.verification(found) | ({} if kept is None else {"layouts": machine.honoured(kept)}))
     else:
