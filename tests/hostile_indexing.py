@@ -11,7 +11,8 @@ from jax import lax
 
 from tests.hostile_draw import ANY, MAX_SIZE, Draw, Shape, UnfitError, Value, kind_of
 
-CLIP, FILL, PROMISE = (lax.GatherScatterMode(i) for i in (1, 2, 3))
+CLIP, FILL, PROMISE, ONE_HOT = (lax.GatherScatterMode(i) for i in (1, 2, 3, 4))
+NARROW = ("int8", "uint8", "int16", "uint16", "uint32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,8 @@ class Lookup:
     def starts(self, d: Draw, *, within: bool) -> Value:
         """The positions, a column per dimension that they say."""
         columns = [self.operand[i] - self.sizes[i] + 1 for i in self.mapped]
-        return jnp.stack([d.indices(self.batch, limit, within=within) for limit in columns], axis=-1)
+        found = jnp.stack([d.indices(self.batch, limit, within=within) for limit in columns], axis=-1)
+        return found.astype(d.choice(NARROW)) if d.coin(0.2) else found
 
 
 def lookup(d: Draw, operand: Shape, batch_rank: int) -> Lookup:
@@ -110,7 +112,7 @@ def gather(d: Draw) -> Value:
 def scatter(d: Draw) -> Value:
     """Any dimension numbers, in every mode; what overwrites writes the same or writes once."""
     x, at = looked_up(d)
-    mode = d.choice((CLIP, CLIP, FILL, FILL, PROMISE))
+    mode = d.choice((CLIP, CLIP, FILL, FILL, PROMISE, ONE_HOT))  # the last is no mode of a gather that JAX compiles
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=at.offsets,
         inserted_window_dims=at.collapsed,
@@ -188,7 +190,7 @@ def whole_or_part(d: Draw, shape: Sequence[int]) -> Shape:
 
 def starts(d: Draw, shape: Sequence[int]) -> list[Value]:
     """Starts out of range as often as in it, of several dtypes."""
-    found = [d.indices((), size).astype(d.choice(("int32", "int32", "int16", "uint32"))) for size in shape]
+    found = [d.indices((), size).astype(d.choice(("int32", "int32", *NARROW))) for size in shape]
     return [s.astype(found[0].dtype) for s in found]
 
 

@@ -141,6 +141,7 @@ def alike(got: Any, want: Any, *, exact: bool) -> bool:
     got, want = np.asarray(got), np.asarray(want)
     if got.shape != want.shape or got.dtype != want.dtype:
         return False
+    got, want = widened(got), widened(want)
     if np.array_equal(got, want, equal_nan=got.dtype.kind in "fc"):
         return True
     if exact or got.dtype.kind not in "fc":
@@ -150,9 +151,14 @@ def alike(got: Any, want: Any, *, exact: bool) -> bool:
     return bool(np.all(close | (got == want) | (np.isnan(got) & np.isnan(want))))
 
 
+def widened(x: np.ndarray) -> np.ndarray:
+    """What NumPy has no NaN in (bfloat16), in float32."""
+    return x.astype(np.float32) if x.dtype.kind == "V" else x
+
+
 def distance(x: Any, true: Any) -> float:
     """The largest difference; infinite where one is NaN and the other is not."""
-    x, true = np.asarray(x), np.asarray(true)
+    x, true = widened(np.asarray(x)), widened(np.asarray(true))
     if x.dtype.kind not in "fc":
         return 0.0 if np.array_equal(x, true) else float("inf")
     same = (np.isnan(x) & np.isnan(true)) | (x == true)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tests.hostile_draw import MAX_SIZE, Draw, Shape, UnfitError, Value, kind_of
+from tests.hostile_draw import MAX_SIZE, Draw, Shape, UnfitError, Value, kind_of, to_int
 
 Reducer = Callable[..., Value]
 
@@ -320,6 +320,35 @@ def patches(d: Draw) -> Value:
     return lax.conv_general_dilated_patches(x, (d.whole(1, 3),), (d.whole(1, 2),), "SAME")
 
 
+def library(d: Draw) -> Value:
+    """What NumPy's functions make of several operations."""
+    x = d.pick("f", 1, exact=True, most=3, where=lambda v: v.size > 0)
+    y, axis = d.like(x, exact=True), d.axis(x)
+    d.inexact()
+    ops: tuple[Callable[[], Value], ...] = (
+        lambda: jnp.median(x, axis=axis),
+        lambda: jnp.quantile(x, 0.3, axis=axis),
+        lambda: jnp.diff(x, axis=axis),
+        lambda: jnp.gradient(x.ravel()) if x.size > 1 else x,
+        lambda: jnp.convolve(x.ravel()[:9], y.ravel()[:3], mode=d.choice(("full", "same"))) / 8,
+        lambda: jnp.interp(x, jnp.arange(-4.0, 5.0), jnp.cos(jnp.arange(9.0))),
+        lambda: jnp.outer(x.ravel()[:16], y.ravel()[:16]) / 8,
+        lambda: jnp.kron(x.ravel()[:8], y.ravel()[:4]) / 8,
+        lambda: jnp.histogram(x, bins=4, range=(-4, 4))[0],
+        lambda: jnp.digitize(x, jnp.array([-2.0, 0.0, 3.0])),
+        lambda: jnp.select([x > 1, y > 2], [x, y], -1.0),
+        lambda: jnp.cov(x.reshape(x.shape[0], -1)) / 8,
+        lambda: jax.image.resize(x, tuple(min(2 * s, 9) for s in x.shape), d.choice(("linear", "nearest"))),
+        lambda: jnp.nanmax(jnp.where(x > 2, jnp.nan, x), axis=axis, initial=-9.0),
+        lambda: jnp.ptp(x, axis=axis),
+        lambda: lax.platform_dependent(x, cpu=lambda x: x + 1, default=lambda x: x + 1),
+        lambda: jnp.bincount(to_int(jnp.abs(x.ravel())), length=4),
+        lambda: jnp.tensordot(x, y, axes=x.ndim) / 64,
+        lambda: jax.nn.dot_product_attention(*(d.operand((2, 4, 2, 4)) / 4 for _ in range(3)), is_causal=d.coin()),
+    )
+    return d.choice(ops)()
+
+
 # Matrices and transforms.
 
 
@@ -387,4 +416,4 @@ CHEAP = (
     *(reduce, reduce, reduce, extreme_place, extreme_place, smooth_reduce, reduce_by_function, cumulative, cumulative),
     *(window, window, pooled, dot, dot, dot, einsum, convolution, convolution, transposed_convolution, patches),
 )
-DEAR = (scanned_together, ordered, ordered, best, found, ragged, linear, linear, tridiagonal, fourier)
+DEAR = (library, library, scanned_together, ordered, ordered, best, found, ragged, linear, linear, tridiagonal, fourier)
