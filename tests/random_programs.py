@@ -231,9 +231,10 @@ def convolution(rng: Rng, values: list[Value]) -> Value | None:
 
 
 def indices(rng: Rng, values: list[Value], count: int, limit: int) -> Value:
-    """`count` positions below `limit`, computed from a value."""
+    """`count` positions around the range below `limit`, computed from a value."""
     x = values[rng.integers(len(values))].ravel()
-    return (lax.iota(jnp.int32, count) * 3 + jnp.abs(x[:1]).astype(jnp.int32)) % limit
+    reach = 2 * limit + 3
+    return (lax.iota(jnp.int32, count) * 3 + jnp.abs(x[:1]).astype(jnp.int32)) % reach - rng.integers(0, limit + 2)
 
 
 def take(rng: Rng, values: list[Value]) -> Value | None:
@@ -241,25 +242,33 @@ def take(rng: Rng, values: list[Value]) -> Value | None:
     if x is None:
         return None
     axis = axis_of(rng, x)
-    return jnp.take(x, indices(rng, values, int(rng.choice(SIZES)), x.shape[axis]), axis=axis, mode="clip")
+    at = indices(rng, values, int(rng.choice(SIZES)), x.shape[axis])
+    if rng.random() < 0.5:
+        return jnp.take(x, at, axis=axis, mode="clip")
+    return jnp.take(x, at, axis=axis, mode="fill", fill_value=(0, 3, jnp.nan)[rng.integers(3)])
 
 
 def take_along(rng: Rng, values: list[Value]) -> Value | None:
     x = pick(rng, values, 1)
     if x is None:
         return None
-    order = jnp.abs(like(rng, values, x)).astype(jnp.int32) % x.shape[-1]
-    return jnp.take_along_axis(x, order, axis=-1)
+    order = jnp.abs(like(rng, values, x)).astype(jnp.int32)
+    if rng.random() < 0.5:
+        return jnp.take_along_axis(x, order % x.shape[-1], axis=-1)
+    return jnp.take_along_axis(x, order - 2, axis=-1, mode=("clip", "fill")[rng.integers(2)])
 
 
 def scatter(rng: Rng, values: list[Value]) -> Value | None:
-    """Rows added, or the largest kept, at computed positions."""
+    """Rows added, or the largest kept, or one replaced, at computed positions."""
     x = pick(rng, values, 1)
     if x is None:
         return None
     y = like(rng, values, x)
+    mode = ("clip", "drop")[rng.integers(2)]
+    if rng.random() < 0.3:
+        return x.at[indices(rng, values, 1, x.shape[0])[0]].set(y[0], mode=mode)
     at = indices(rng, values, x.shape[0], x.shape[0])
-    return small((x.at[at].add, x.at[at].max, x.at[at].min)[rng.integers(3)](y))
+    return small((x.at[at].add, x.at[at].max, x.at[at].min)[rng.integers(3)](y, mode=mode))
 
 
 def dynamic(rng: Rng, values: list[Value]) -> Value | None:
@@ -268,10 +277,9 @@ def dynamic(rng: Rng, values: list[Value]) -> Value | None:
         return None
     axis = axis_of(rng, x)
     size = int(rng.integers(1, x.shape[axis] + 1))
-    # Within range: XLA merges the slice of a shard with this one and clamps a start beyond it only once.
-    start = indices(rng, values, 1, x.shape[axis] - size + 1)[0]
+    start, other = indices(rng, values, 2, x.shape[axis])
     part = lax.dynamic_slice_in_dim(x, start, size, axis)
-    return part if rng.random() < 0.5 else lax.dynamic_update_slice_in_dim(x, -part, 0, axis)
+    return part if rng.random() < 0.5 else lax.dynamic_update_slice_in_dim(x, -part, other, axis)
 
 
 def scanned(rng: Rng, values: list[Value]) -> Value | None:

@@ -3,9 +3,11 @@
 Many small programs are compiled as one, so that thousands take a minute.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -37,9 +39,19 @@ def check(batch: int) -> None:
     wrong = [
         batch * BATCH + i
         for i, pair in enumerate(zip(got, want, strict=True))
-        if not all(np.array_equal(g, w, equal_nan=True) for g, w in zip(*pair, strict=True))
+        if not equal(*pair) and not equal(pair[0], op_by_op(batch * BATCH + i))
     ]
     assert not wrong, f"programs {wrong} (batch {batch})"
+
+
+def equal(one: Sequence[jax.Array], other: Sequence[jax.Array]) -> bool:
+    return all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one, other, strict=True))
+
+
+def op_by_op(seed: int) -> list[jax.Array]:
+    """A program's values without a compiler: on one device, too, XLA may merge the slices of a slice wrongly."""
+    with jax.disable_jit():
+        return random_programs.program(seed, [jnp.asarray(x) for x in random_programs.inputs(seed)])
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
