@@ -126,13 +126,14 @@ def wrong(splits: Iterable[Split], axes: MeshAxes) -> list[str]:
         compiler_options=QUICK_COMPILE,
         keep_unused=True,
     )
-    known: dict[int, Sequence[Any]] = {}
+    known: dict[tuple[int, int], Sequence[Any]] = {}
     found: list[str] = []
     for split, got in zip(splits, jitted([split.values for split in splits]), strict=True):
-        if id(split.values) not in known:
-            known[id(split.values)] = split.traced.run(*[_array(value) for value in split.values])
+        key = (id(split.traced), id(split.values))
+        if key not in known:
+            known[key] = split.traced.run(*[_array(value) for value in split.values])
         try:
-            for one, want in zip(got, known[id(split.values)], strict=True):
+            for one, want in zip(got, known[key], strict=True):
                 close(data(one), data(want))
         except AssertionError as error:
             found.append(f"{split}\n{str(error).strip()}")

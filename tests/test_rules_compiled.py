@@ -1,6 +1,7 @@
 """Every split that a rule allows gives the numbers of the unsharded equation when XLA compiles it."""
 
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -9,11 +10,11 @@ from autoshard.mesh import MeshAxes
 from tests import random_indexing
 from tests.rules_cases import CASES, Case
 from tests.rules_compiled import MESHES, Split, hostile, splits_of, wrong
+from tests.rules_hostile import HOSTILE, Hostile
 from tests.rules_oracle import equations, executions
 
 MOST = 6  # splits of a case
 BATCH = 20  # cases compiled together
-SOUND = [case for case in CASES if case.name != "conv_general_dilated:batch groups"]
 
 
 def splits(case: Case, mesh: MeshAxes, most: int | None) -> list[Split]:
@@ -25,17 +26,40 @@ def splits(case: Case, mesh: MeshAxes, most: int | None) -> list[Split]:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("first", range(0, len(SOUND), BATCH))
+@pytest.mark.parametrize("first", range(0, len(CASES), BATCH))
 def test_cases(first: int, mesh: MeshAxes) -> None:
-    found = [split for case in SOUND[first : first + BATCH] for split in splits(case, mesh, MOST)]
+    found = [split for case in CASES[first : first + BATCH] for split in splits(case, mesh, MOST)]
     assert wrong(found, mesh) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("case", SOUND, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_split_of_a_case(case: Case, mesh: MeshAxes) -> None:
     assert wrong(splits(case, mesh, 300), mesh) == []
+
+
+def hostile_splits(rows: Sequence[Hostile], mesh: MeshAxes, most: int) -> list[Split]:
+    """Splits of every equation of these functions."""
+    rng = np.random.default_rng(0)
+    found: list[Split] = []
+    for name, fn, args in rows:
+        for one, values in executions(fn, *args):
+            found += splits_of(name, one, values, mesh, rng, most)
+    return found
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("first", range(0, len(HOSTILE), BATCH))
+def test_hostile(first: int, mesh: MeshAxes) -> None:
+    assert wrong(hostile_splits(HOSTILE[first : first + BATCH], mesh, 2), mesh) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("row", HOSTILE, ids=lambda row: row[0])
+def test_all_of_what_is_hostile(row: Hostile, mesh: MeshAxes) -> None:
+    assert wrong(hostile_splits([row], mesh, 50), mesh) == []
 
 
 def indexing(seeds: range, mesh: MeshAxes, most: int) -> list[str]:

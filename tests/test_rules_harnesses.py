@@ -17,6 +17,7 @@ from jax._src.internal_test_util import test_harnesses  # noqa: TID251  JAX's ow
 from autoshard.errors import AutoshardError
 from autoshard.rules import FactorKind, ShardingRule, rule_of
 from autoshard.rules.pointwise import NONLINEAR
+from tests.rules_compiled import MESHES, Split, hostile, splits_of, wrong
 from tests.rules_oracle import (
     Traced,
     check_linear,
@@ -45,6 +46,17 @@ EXCEPTIONS: dict[tuple[str, FactorKind], list[str]] = {
     # XLA:GPU and XLA:TPU partition the batch of a top-k (see test_rules_compilers.py), XLA:CPU gathers it.
     ("top_k", FactorKind.PASS): ["all-gather"],
 }
+UNSTABLE = {
+    "eig",
+    "eigh",
+    "svd",
+    "schur",
+    "hessenberg",
+    "tridiagonal",
+    "householder_product",
+    "lu",
+    "qr",
+}  # signs of vectors
 
 Harness = tuple[str, Callable[..., Any], list[Any]]
 Key = tuple[str, str]
@@ -178,6 +190,31 @@ def test_execution_per_shard_of_a_sample(swept: Swept) -> None:
     wrong, tried = executed_otherwise(swept, sample)
     assert wrong == []
     assert tried > 60
+
+
+def compiled_wrongly(swept: Swept, key: Callable[[Traced], Key], most: int) -> tuple[list[str], int]:
+    """Splits whose compiled program is not the unsharded equation; how many were compiled."""
+    mesh, rng = MESHES[0], np.random.default_rng(0)
+    found: list[Split] = []
+    for (name, fn, args), new in distinct(swept, key):
+        for position, (one, operands) in enumerate(executions(fn, *args)):
+            if position in new and one.eqn.primitive not in UNSTABLE:
+                found += splits_of(name, one, hostile(one, operands, rng), mesh, rng, most)
+    batches = [found[i : i + 100] for i in range(0, len(found), 100)]
+    return [message for batch in batches for message in wrong(batch, mesh)], len(found)
+
+
+def test_what_xla_makes_of_a_sample(swept: Swept) -> None:
+    bad, tried = compiled_wrongly(swept, sample, 2)
+    assert bad == []
+    assert tried > 100
+
+
+@pytest.mark.slow
+def test_what_xla_makes_of_every_rule(swept: Swept) -> None:
+    bad, tried = compiled_wrongly(swept, by_rule, 4)
+    assert bad == []
+    assert tried > 2_000
 
 
 @pytest.mark.slow
