@@ -68,6 +68,10 @@ def window(table: Any, i: Any) -> Any:
     ).sum()
 
 
+def picked(table: Any, i: Any) -> Any:
+    return (lax.dynamic_slice(table, (i[2], 0), (1, 8)) ** 2).sum()
+
+
 def overwritten(table: Any, i: Any) -> Any:
     return (lax.dynamic_update_slice(table, 2 * table[:1], (i[0], 0)) ** 3).sum()
 
@@ -85,14 +89,15 @@ def looped(table: Any, i: Any) -> Any:
     return (cache**2).sum() + sums.sum()
 
 
-@pytest.mark.parametrize("fn", [rows, window, overwritten, scattered, looped])
+@pytest.mark.parametrize("fn", [rows, window, picked, overwritten, scattered, looped])
 def test_gradients(fn: Callable[..., Any]) -> None:
     """Of the constrained forward function, and as part of the program."""
     table, i = jnp.arange(128.0).reshape(16, 8) / 64, np.array([14, -20, 99], np.int32)
     whole = jax.jit(jax.value_and_grad(fn))(table, i)
     mesh = {"a": 2, "b": 4}
-    inside = autoshard.jit(jax.value_and_grad(fn), mesh=mesh, in_shardings=(P("b"), P()))(table, i)
-    outside = jax.value_and_grad(autoshard.jit(fn, mesh=mesh, in_shardings=(P("b"), P())))(table, i)
+    inputs, outputs = (P("b"), P()), (P(), P("b"))
+    inside = autoshard.jit(jax.value_and_grad(fn), mesh=mesh, in_shardings=inputs, out_shardings=outputs)(table, i)
+    outside = jax.value_and_grad(autoshard.jit(fn, mesh=mesh, in_shardings=inputs))(table, i)
     for got in (inside, outside):
         for one, want in zip(got, whole, strict=True):
             np.testing.assert_allclose(one, want, rtol=1e-5)
