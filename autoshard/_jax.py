@@ -12,19 +12,22 @@ from functools import cache
 from typing import Any
 
 import jax
-from jax._src import array, config, core, distributed, linear_util, source_info_util, tree_util
+from jax._src import array, config, core, distributed, effects, linear_util, source_info_util, tree_util
 from jax._src.cudnn import fused_attention_stablehlo as fused
-from jax._src.interpreters import partial_eval
+from jax._src.interpreters import ad, partial_eval
 from jax._src.lib import jax_jit
 from jax._src.mesh import get_concrete_mesh, thread_resources
+from jax._src.named_sharding import UNSPECIFIED
 from jax._src.state.types import AbstractRef
 from jax.core import Tracer
+from jax.experimental import io_callback
 from jax.extend import core as jex_core
 from jax.interpreters import mlir
 from jax.profiler import ProfileData
 from jaxlib.mlir import ir, passmanager
 
 MLIRError = ir.MLIRError
+ANYWHERE = UNSPECIFIED  # a call's sharding of an operand or a result of which it says nothing
 JAX_VERSION: tuple[int, ...] = tuple(int(x) for x in jax.__version__.split(".")[:3])
 
 # Whether XLA:GPU's analytical latency estimator works for every program. In loops that communicate it may ask for the
@@ -97,6 +100,20 @@ def sub_jaxprs(params: Any) -> Iterable[Any]:
         for item in value if isinstance(value, tuple | list) else (value,):
             if is_jaxpr(item):
                 yield item
+
+
+def equations(jaxpr: Any) -> Iterable[Any]:
+    """All equations of a jaxpr and of the bodies in it, those whose results nobody takes included; each once."""
+    seen: set[int] = set()
+    left = [jaxpr]
+    while left:
+        one = open_jaxpr(left.pop())
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        for eqn in one.eqns:
+            yield eqn
+            left += sub_jaxprs(eqn.params)
 
 
 def function_name(jaxpr: Any) -> str:
@@ -321,6 +338,22 @@ def bind(eqn: Any, params: Any, operands: Any) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+def bind_on_several(eqn: Any, operands: Any) -> list[Any]:
+    """As `bind`, for a program on several devices: an ordered `jax.debug` call is bound as an ordered `io_callback`.
+
+    Of the two JAX lowers that one alone for more than one device.
+    """
+    held_up = any(effects.ordered_effects.contains(e) for e in eqn.effects)
+    if eqn.primitive.name not in ("debug_callback", "debug_print") or not held_up:
+        return bind(eqn, eqn.params, operands)
+
+    def on_host(*values: Any) -> None:
+        eqn.primitive.impl(*values, **eqn.params)
+
+    io_callback(on_host, None, *operands, ordered=True)
+    return []
+
+
 _RESULT_SHARDING = frozenset({"sharding", "out_sharding"})
 _OF_SHARDING = frozenset({"sharding_constraint", "reshard"})
 
@@ -417,6 +450,17 @@ def context_mesh() -> Any:
         return legacy
     abstract = jax.sharding.get_abstract_mesh()
     return None if abstract.empty else abstract
+
+
+def is_differentiated(value: Any) -> bool:
+    """Whether a value is being linearized (`jax.grad`, `jax.vjp`, `jax.linearize`), at any depth; `jax.jvp` is none."""
+    while isinstance(value, Tracer):
+        if isinstance(value, ad.LinearizeTracer):
+            return True
+        if isinstance(value, ad.JVPTracer) and isinstance(value.tangent, partial_eval.JaxprTracer):
+            return True
+        value = getattr(value, "primal", getattr(value, "val", None))
+    return False
 
 
 def is_tracer(value: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 import cost_models
-from autoshard import _jax, _quiet, meshes, planner, processes
+from autoshard import _jax, _quiet, meshes, planner, processes, wishes
 from autoshard.errors import InfeasibleError, SpecError
 from autoshard.evaluation import Evaluation
 from autoshard.mesh import MeshAxes
@@ -104,9 +104,11 @@ def plan(
       donate_argnames: likewise, by name.
       static_argnums: as in `jax.jit`.
       static_argnames: likewise, by name.
-      for_grad: whether a forward function is planned for its gradient, and with respect to
-        which arguments (True: the first). None decides: yes, if no output could replace
-        an input.
+      for_grad: True or argument numbers plan for its gradient a function that takes none itself,
+        such as a loss (True: with respect to the first argument), with the optimizer's state of
+        these arguments in memory. None and False plan what is there; but a function of
+        `autoshard.jit` that is called under `jax.grad`, `jax.vjp` or `jax.linearize` is planned
+        for what is differentiated there, unless False.
       unknown: "error", or "replicate" to keep equations without a sharding rule whole.
       constraints: "needed" leaves out the constraints that the partitioner's own
         propagation reaches anyway, "all" emits every one. "compiled" asks the hardware's
@@ -123,7 +125,8 @@ def plan(
       time_limit_s: the solver's limit; then the best plan so far, with its gap.
       rel_gap: stop when proven optimal to this fraction; after about three seconds of work, to ten times of it.
       wait_s: where the mesh spans several processes (`jax.distributed`), process 0 plans for
-        all; how long they wait for each other.
+        all; how long they wait for each other. That is so for every mesh of as many devices as
+        there are in all; with 0 each process plans by itself.
       refine: "gpu", "tpu" or "cpu": a compiler that compiles `candidates` near-optimal plans
         for the hardware, without a device; the plan is the one whose schedule, priced by the
         same model, is shortest, and its notes say what changed the order. On GPUs its compiler
@@ -138,7 +141,7 @@ def plan(
     Raises:
       InfeasibleError: nothing fits; the message gives the smallest peak found.
       MissingRuleError: a primitive without a rule, with its source line.
-      SpecError: a pin or sharding that cannot be kept.
+      SpecError: a pin or sharding that cannot be kept; what `for_grad` asks for has no gradient.
       MeshError: mesh, hardware and devices do not fit each other.
       PlanMismatchError: in CI, the locked plan is not this program's.
       ProcessError: the processes do not have the same program, or one does not turn up.
@@ -173,8 +176,9 @@ def plan(
             f"like={like!r}: no argument of {questions[0].name} has the paths, shapes and dtypes of one there; "
             "plan_many shares leaves of different paths"
         )
-    offline = mesh is not None and hardware is not None and questions[0].place.own is None
-    return find(questions, options, peers=None if offline else peers(questions[0], options))
+    return find(
+        questions, options, peers=peers(questions[0], options, offline=mesh is not None and hardware is not None)
+    )
 
 
 def pose(
@@ -188,7 +192,8 @@ def pose(
     record = None if o.like is None else o.like.record
     hardware = o.hardware
     choices: list[MeshLike] = list(o.mesh) if isinstance(o.mesh, Sequence) else [o.mesh]
-    if o.mesh is None and _jax.context_mesh() is None:
+    own = wishes.mesh_of(o.in_shardings, o.out_shardings)
+    if o.mesh is None and _jax.context_mesh() is None and own is None:
         choices = _open_meshes(o) if o.like is None else [o.like.own_mesh or o.like.record.mesh.shape]
 
     def ask_on(mesh: MeshLike) -> Question:
@@ -227,11 +232,19 @@ def _open_meshes(options: Options) -> list[MeshLike]:
     return [one.shape for one in dict.fromkeys(axes)] if count > 1 else [{"data": 1}]
 
 
-def peers(question: Question, options: Options) -> Peers | None:
-    """The processes that share the mesh of a question; None if there is one."""
-    if _jax.process_store() is None:
+def peers(question: Question, options: Options, *, offline: bool = False) -> Peers | None:
+    """The processes that share the mesh of a question; None if there is one, or the plan is for devices elsewhere.
+
+    Args:
+      question: the first one.
+      options: `wait_s` 0 asks nobody.
+      offline: mesh and hardware are given, so that the devices may be others: they are not if they are as many.
+    """
+    if _jax.process_store() is None or not options.wait_s:
         return None
     own = question.place.own
+    if offline and own is None and question.place.axes.size != len(_quiet.devices()):
+        return None
     devices = _quiet.devices()[: question.place.axes.size] if own is None else own.devices.ravel().tolist()
     return processes.peers_of(devices, options.wait_s)
 
@@ -254,7 +267,7 @@ def find(questions: Sequence[Question], options: Options, *, peers: Peers | None
 
 def _found(questions: Sequence[Question], options: Options) -> Plan:
     lock = None if options.lock is None else lock_at(options.lock)
-    locked = None if lock is None else lock.find(questions)
+    locked = None if lock is None else lock.find(questions, options.constraints)
     if locked is not None:
         return _plan(*locked, options)
     begin = time.perf_counter()
@@ -270,6 +283,7 @@ def _found(questions: Sequence[Question], options: Options) -> Plan:
         best = refined(entered, compiler=options.refine, count=options.candidates)
     if options.constraints == "compiled":
         best = _thinned(best, questions[at], options)
+    best = best.emitting(options.constraints)
     if lock is not None:
         lock.write(best.record)
     return best.took(_rest(best, questions[at], questions, options, time.perf_counter() - begin))
@@ -334,7 +348,7 @@ def _cached(question: Question, options: Options) -> Plan:
     record = cache.find(question, key)
     if record is not None:
         return _plan(record, question, options)
-    made = answer(question, options)
+    made = answer(question, replace(options, constraints=constraints))
     cache.write(question.name, key, made.record)
     return made
 
@@ -376,6 +390,11 @@ def _planned(question: Question, options: Options) -> Planned:
         constraints=options.constraints,
         platform=meshes.platform(place.hardware.name),
         budget=Budget(memory_bytes=question.memory_bytes, time_limit_s=options.time_limit_s, rel_gap=options.rel_gap),
-        notes=place.notes,
+        notes=question.notes,
     )
-    return replace(planned, record=replace(planned.record, asked=question.asked, gradient_of=question.gradient_of))
+    asked: dict[str, Any] = {
+        "asked": question.asked,
+        "emitted": options.constraints,
+        "gradient_of": question.gradient_of,
+    }
+    return replace(planned, record=replace(planned.record, **asked))

@@ -21,7 +21,9 @@ from autoshard.rules import faults
 
 def bind(eqn: Any, operands: Sequence[Any], devices: int) -> list[Any]:
     """The results of an equation without a body, on a mesh of so many devices."""
-    return _jax.bind(eqn, eqn.params, operands if devices == 1 else _operands(eqn, list(operands), devices))
+    if devices == 1:
+        return _jax.bind(eqn, eqn.params, operands)
+    return _jax.bind_on_several(eqn, _operands(eqn, list(operands), devices))
 
 
 def _operands(eqn: Any, operands: list[Any], devices: int) -> list[Any]:

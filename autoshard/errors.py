@@ -35,6 +35,24 @@ class ArgumentError(AutoshardError, TypeError):
     """A call gives what cannot be taken: an argument that is no array, an option that does not exist."""
 
 
+class GradientError(SpecError):
+    """A function that is to be planned for its gradient has none that JAX knows.
+
+    `where` is the equation's `file:line`, empty if it is not known; `reason` what JAX says.
+    """
+
+    def __init__(self, where: str, reason: str) -> None:
+        self.where, self.reason = where, reason
+        at = f" at {where}" if where else ""
+        super().__init__(
+            f"the function cannot be differentiated{at}: {reason}\n"
+            "  for_grad=False plans the function itself; for_grad=(1,) its gradient with respect to other arguments"
+        )
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.where, self.reason)
+
+
 class TargetError(AutoshardError, ValueError):
     """What a command is to plan cannot be found, or is no builder of a function and its arguments."""
 
@@ -96,6 +114,10 @@ class MeasureError(AutoshardError):
 
 class SearchError(AutoshardError):
     """A process that planned candidates of a search died."""
+
+
+class SolverError(AutoshardError):
+    """A process of the solver's could not work."""
 
 
 class ProcessError(AutoshardError):

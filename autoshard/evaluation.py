@@ -193,7 +193,7 @@ def _by_shardy(question: Question) -> Evaluation:
     objective = price(problem, choice).objective
     assert objective is not None  # `nearest` takes no forbidden choice
     seconds = objective * UNIT_S
-    notes = list(place.notes)
+    notes = list(question.notes)
     if inexact:
         notes.append(f"{inexact} values lie in split or uneven layouts, which are priced as if whole there")
     assignment = Assignment(decisions=decisions, resharder=resharder, choice=choice)
@@ -241,7 +241,7 @@ def _by_plan(question: Question, *, time_limit_s: float, rel_gap: float) -> Eval
             machine=place.machine,
             wanted=question.wanted,
             budget=Budget(memory_bytes=memory_bytes, time_limit_s=time_limit_s, rel_gap=rel_gap),
-            notes=place.notes,
+            notes=question.notes,
         )
 
     try:

@@ -115,7 +115,7 @@ class Writer:
         if isinstance(value, np.dtype | Mesh | AbstractMesh):
             return str(value) if isinstance(value, np.dtype) else "mesh"
         if isinstance(value, NamedSharding):
-            return f"sharding({self.value(value.spec)} {value.memory_kind})"
+            return f"sharding({self.value(value.spec)} {value.memory_kind or 'device'})"
         if isinstance(value, PartitionSpec):
             return f"P({' '.join(map(self.value, value))} {self._unreduced(value)})"
         if hasattr(value, "shape") and hasattr(value, "dtype"):

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from autoshard import _jax, opaque
-from autoshard.apply import constrained, evaluate
-from autoshard.errors import SpecError
-from autoshard.graph import Path
+from autoshard.apply import INLINED, constrained, evaluate
+from autoshard.errors import AutoshardError, GradientError, SpecError
+from autoshard.graph import CALLS, Path
 from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins
 from autoshard.trace import Traced, trace
@@ -42,20 +42,13 @@ def gradient_arguments(traced: Traced, *, for_grad: bool | int | Sequence[int] |
 
     Args:
       traced: the program.
-      for_grad: which arguments (True: the first). None decides: the first, if no output
-        could replace an input.
+      for_grad: which arguments (True: the first); False and None: none.
 
     Raises:
-      SpecError: there is no such argument.
+      SpecError: there is no such argument, or nothing to differentiate.
     """
-    if for_grad is False:
+    if for_grad is False or for_grad is None:
         return ()
-    if for_grad is None:
-        inputs = {(a.shape, a.dtype) for a in traced.in_avals if a.shape}
-        floats = [a for a in traced.out_avals if jnp.issubdtype(a.dtype, jnp.inexact)]
-        if not traced.in_avals or not floats or any((a.shape, a.dtype) in inputs for a in traced.out_avals):
-            return ()
-        for_grad = True
     chosen = (0,) if for_grad is True else (for_grad,) if isinstance(for_grad, int) else tuple(for_grad)
     arguments = max(traced.argument_of, default=-1) + 1
     if any(not 0 <= i < arguments for i in chosen):
@@ -63,13 +56,23 @@ def gradient_arguments(traced: Traced, *, for_grad: bool | int | Sequence[int] |
     differentiable = {
         p for p, a in zip(traced.argument_of, traced.in_avals, strict=True) if jnp.issubdtype(a.dtype, jnp.inexact)
     }
-    return tuple(i for i in chosen if i in differentiable)
+    found = tuple(i for i in chosen if i in differentiable)
+    returned = any(jnp.issubdtype(a.dtype, jnp.inexact) for a in traced.out_avals)
+    if chosen and not (found and returned):
+        what = "its results hold no floats" if found else "these arguments hold no floats"
+        raise SpecError(
+            f"for_grad={for_grad}: there is no gradient, as {what}; for_grad=False plans the function itself"
+        )
+    return found
 
 
 def gradient_program(traced: Traced, argnums: Sequence[int], mesh: MeshAxes) -> GradientProgram:
     """The gradient program of a traced function, with respect to the float leaves of `argnums`.
 
     Outputs that are not a scalar get their cotangents as further inputs.
+
+    Raises:
+      GradientError: JAX cannot differentiate the function.
     """
     leaves = [
         i
@@ -83,8 +86,43 @@ def gradient_program(traced: Traced, argnums: Sequence[int], mesh: MeshAxes) -> 
         return evaluate(traced.jaxpr, args, made=_mark, taken=_keep, own=True, rule=_marked_rule)
 
     program = _value_and_gradient(traced, leaves, marked)
-    gradient = trace(program, (list(traced.in_avals), [traced.out_avals[i] for i in seeds]), ("", "cotangents"), mesh)
+    cotangents = [traced.out_avals[i] for i in seeds]
+    try:
+        gradient = trace(program, (list(traced.in_avals), cotangents), ("", "cotangents"), mesh)
+    except AutoshardError:
+        raise
+    except Exception as error:  # JAX's own, or what a user's rule raises
+        with _jax.auto_mesh(mesh.names, mesh.sizes):
+            raise GradientError(_culprit(traced.jaxpr, error), str(error)) from error
     return GradientProgram(traced=gradient, first_gradient=len(traced.out_avals), gradient_of=tuple(leaves))
+
+
+def _culprit(closed: Any, error: Exception) -> str:
+    """Where the equation is that alone fails to be differentiated in the same way; empty if none does."""
+    lines = _jax.SourceLines()
+    for eqn in _jax.open_jaxpr(closed).eqns:
+        inner = eqn.params.get(CALLS.get(eqn.primitive.name, ""))
+        if eqn.primitive.name in INLINED and (where := _culprit(inner, error)):
+            return where
+        avals = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
+        variables = [i for i, atom in enumerate(eqn.invars) if not _jax.is_literal(atom)]
+        floats = [i for i in variables if jnp.issubdtype(avals[i].dtype, jnp.inexact)]
+
+        def alone(*operands: Any, eqn: Any = eqn, floats: Sequence[int] = floats) -> Any:
+            def of_floats(*chosen: Any) -> Any:
+                given = dict(zip(floats, chosen, strict=True))
+                results = _jax.bind(eqn, eqn.params, [given.get(i, x) for i, x in enumerate(operands)])
+                return [r for r in results if jnp.issubdtype(r.dtype, jnp.inexact)]
+
+            results, pull = jax.vjp(of_floats, *[operands[i] for i in floats])
+            return pull(results)
+
+        try:
+            jax.eval_shape(alone, *avals)
+        except Exception as same:  # noqa: BLE001  (whatever the first one was)
+            if str(same).splitlines()[:1] == str(error).splitlines()[:1]:
+                return lines(eqn)
+    return ""
 
 
 def emitted(traced: Traced, gradient: GradientProgram, pins: Pins, mesh: Any) -> Callable[..., list[Any]]:

@@ -15,7 +15,7 @@ from autoshard import binding as bindings
 from autoshard import trace as traces
 from autoshard.api import Options, find, peers, pose
 from autoshard.dispatch import Entry
-from autoshard.errors import ArgumentError, InfeasibleError, SpecError
+from autoshard.errors import ArgumentError, GradientError, InfeasibleError, SpecError
 from autoshard.plans import Plan
 from autoshard.store import lock_at
 from autoshard.tables import bytes_text
@@ -31,7 +31,9 @@ def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     Arguments that kept their shapes keep their layout: state stays where it is when the
     batch changes. Arguments in another sharding are placed, with a log line that says how
     many bytes moved. Inside other transformations (`jax.jit`, `jax.grad`, `jax.vmap`) the
-    constraints are emitted in place.
+    constraints are emitted in place. Under `jax.grad` (`jax.vjp`, `jax.linearize`) the plan
+    is for the gradient with respect to what is differentiated; where a `jax.jit` in between
+    hides that, say so: `for_grad=`.
 
         step = autoshard.jit(train_step, donate_argnums=0)
 
@@ -72,7 +74,8 @@ class JitFunction:
         self._plain: Any = jax.jit(fn, static_argnums=roles.static_argnums, static_argnames=roles.static_argnames)
         self._entries: dict[Any, Entry] = {}
         self._last: Entry | None = None
-        self._first: dict[Any, Plan] = {}  # mesh in context → the plan whose layouts later ones keep
+        # Mesh in context, arguments that are differentiated → the plan whose layouts later ones keep.
+        self._first: dict[tuple[Any, tuple[int, ...]], Plan] = {}
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Bound as a method, as functions are."""
@@ -143,15 +146,23 @@ class JitFunction:
         except (TypeError, ValueError) as error:
             raise SpecError(f"{self._name}: a static argument has to be hashable: {error}") from error
         mesh, context = _jax.context_mesh(), _jax.trace_context()
-        key = (signature, self._avals(args, kwargs, leaves), context, mesh)
+        gradient = self._differentiated(args, kwargs, leaves)
+        key = (signature, self._avals(args, kwargs, leaves), context, mesh, gradient)
         entry = self._entries.get(key)
         if entry is not None:
             return entry
-        made = self._planned(args, kwargs, self._first.get(mesh))
+        first = self._first.get((mesh, gradient))
+        try:
+            made = self._planned(args, kwargs, first, gradient)
+        except GradientError as error:  # of what was not asked for: JAX itself will say so, where it is right
+            if not gradient:
+                raise
+            log.info("%s: planned as it is: %s", self._name, error)
+            made = self._planned(args, kwargs, first, ())
         log.info("planned %s: %s", made.record.name, made)
         entry = Entry(made, (signature, context, mesh), strict=self._strict)
         if not entry.captures:  # tracers that are closed over live no longer than their trace
-            self._first.setdefault(mesh, made)
+            self._first.setdefault((mesh, gradient), made)
             self._entries[key] = entry
         return entry
 
@@ -172,16 +183,25 @@ class JitFunction:
             ) from error
         return tuple(avals)
 
-    def _planned(self, args: Sequence[Any], kwargs: Mapping[str, Any], first: Plan | None) -> Plan:
+    def _differentiated(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> tuple[int, ...]:
+        """The arguments that a `jax.grad` around the call differentiates; none where `for_grad` is given."""
+        if self._options.for_grad is not None or not any(map(_jax.is_differentiated, leaves)):
+            return ()
+        values = self._bind(args, kwargs).values
+        return tuple(i for i, value in enumerate(values) if any(map(_jax.is_differentiated, jax.tree.leaves(value))))
+
+    def _planned(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], first: Plan | None, gradient: tuple[int, ...]
+    ) -> Plan:
         def planned(options: Options) -> Plan:
             questions = pose(self._fn, args, kwargs, options)
             return find(questions, options, peers=peers(questions[0], options))
 
-        options = self._options
+        options = replace(self._options, for_grad=gradient) if gradient else self._options
+        if options.lock is not None and self._first:
+            lock_at(options.lock).check_several(self._name)
         if first is None:
             return planned(options)
-        if options.lock is not None:
-            lock_at(options.lock).check_several(first.record.name)
         if self._move:
             made = planned(options)
             log.info("%s: %s", made.record.name, moves(first, made))
@@ -189,18 +209,20 @@ class JitFunction:
         try:
             return planned(replace(options, like=options.like or first))
         except InfeasibleError as error:
-            raise self._would_move(error, first, planned) from error
+            raise _would_move(error, first, functools.partial(planned, options)) from error
 
-    def _would_move(self, error: InfeasibleError, first: Plan, planned: Callable[[Options], Plan]) -> InfeasibleError:
-        try:
-            free = planned(self._options)
-        except InfeasibleError as alone:
-            return alone
-        return InfeasibleError(
-            f"with the layouts of earlier shapes kept: {error}\n  with move=True {moves(first, free)}",
-            peak_bytes=error.peak_bytes,
-            limit_bytes=error.limit_bytes,
-        )
+
+def _would_move(error: InfeasibleError, first: Plan, planned: Callable[[], Plan]) -> InfeasibleError:
+    """An error that says what `move=True` would move."""
+    try:
+        free = planned()
+    except InfeasibleError as alone:
+        return alone
+    return InfeasibleError(
+        f"with the layouts of earlier shapes kept: {error}\n  with move=True {moves(first, free)}",
+        peak_bytes=error.peak_bytes,
+        limit_bytes=error.limit_bytes,
+    )
 
 
 def moves(first: Plan, second: Plan) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import NamedSharding
 
-from autoshard import minimal
+from autoshard import _jax, minimal
 from autoshard.completion import Annotations
 from autoshard.description import describe
 from autoshard.gradient import emitted
@@ -161,8 +161,11 @@ NEED_DEVICES = frozenset({*HOST_CALLS, CUDNN_FORWARD, CUDNN_BACKWARD})
 
 
 def _needs_devices(setting: Setting) -> bool:
-    """Whether JAX lowers a program for real devices alone (it calls the host, or cuDNN): no probing."""
-    return any(eqn.primitive in NEED_DEVICES for eqn in setting.decisions.graph.eqns)
+    """Whether JAX lowers a program for real devices alone (it calls the host, or cuDNN): no probing.
+
+    What nobody takes the results of is no part of the graph, but is lowered: a callback that returns nothing.
+    """
+    return any(eqn.primitive.name in NEED_DEVICES for eqn in _jax.equations(setting.traced.jaxpr))
 
 
 def _needed(record: PlanRecord, setting: Setting, formulation: Formulation, platform: str) -> Pins:

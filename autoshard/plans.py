@@ -82,6 +82,10 @@ class Plan:
         """Wall-clock per stage of planning; empty where the plan was not planned now."""
         return {} if self._planned is None else self._planned.seconds
 
+    def emitting(self, constraints: str) -> "Plan":
+        """The same plan with a record of which constraints were asked for."""
+        return self._instead(replace(self.record, emitted=constraints))
+
     def _instead(self, record: PlanRecord) -> "Plan":
         again = self._plan_again
         return Plan(record, place=self._place, planned=self._planned, traced=self._traced, plan_again=again)

@@ -77,7 +77,8 @@ class Peers:
             if text is None:
                 raise ProcessError(
                     f"{name}: process {other} of {self.count} did not come to plan it within {self.wait_s:g} s; "
-                    "every process must call the same functions in the same order (wait_s= allows more time)"
+                    "every process must call the same functions in the same order "
+                    "(wait_s= allows more time; with 0 a process plans by itself)"
                 )
             theirs = json.loads(text)
             differs = [f"{k} {theirs.get(k)} instead of {own[k]}" for k in own if theirs.get(k) != own[k]]

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import re
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,17 +12,17 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 import cost_models
-from autoshard import accumulation, meshes
+from autoshard import accumulation, meshes, wishes
 from autoshard import binding as bindings
 from autoshard import trace as traces
 from autoshard.errors import SpecError
 from autoshard.gradient import gradient_arguments
 from autoshard.mesh import MeshAxes
 from autoshard.meshes import MeshLike, Place
-from autoshard.record import PlanRecord
-from autoshard.setting import Setting, Wanted, prepare
+from autoshard.record import FOR_GRADIENT, PlanRecord
+from autoshard.setting import OPTIMIZER_BYTES, Setting, Wanted, prepare
 from autoshard.trace import Traced
-from autoshard.wanted import kept, wanted
+from autoshard.wanted import is_sharding, kept, wanted
 
 log = logging.getLogger("autoshard")
 
@@ -75,6 +76,17 @@ class Question:
             trace_s=self.trace_s,
         )
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was assumed for the user."""
+        if not self.gradient_of:
+            return self.place.notes
+        traced = self.traced
+        names = {n: re.split(r"[.\[]", p)[0] for n, p in zip(traced.argument_of, traced.in_paths, strict=True)}
+        told = " and ".join(names[i] for i in self.gradient_of)
+        assumed = f"optimizer state of {OPTIMIZER_BYTES} bytes per parameter assumed"
+        return (f"{FOR_GRADIENT} {told}; {assumed}", *self.place.notes)
+
     @cached_property
     def digest(self) -> str:
         """The traced program's hash."""
@@ -122,13 +134,23 @@ def ask(
         donate_argnums=donate_argnums,
         donate_argnames=donate_argnames,
     )
-    place = meshes.place(mesh, hardware)
+    for keyword in kwargs if _by_position(in_shardings) else ():
+        if keyword not in bindings.as_tuple(static_argnames):
+            raise SpecError(
+                f"in_shardings go by position, as in `jax.jit`; {keyword!r} is given by keyword: "
+                f"give it by position, or pin it by name, pins={{{keyword!r}: …}}"
+            )
+    place = meshes.place(wishes.on_mesh(mesh, in_shardings, out_shardings), hardware)
+    wishes.check(place, in_shardings, "in_shardings")
+    wishes.check(place, out_shardings, "out_shardings")
+    wishes.check_arguments(bound.values, bound.names)
     begin = time.perf_counter()
     traced = traces.trace(bound.fn, bound.values, bound.names, place.axes)
     trace_s = time.perf_counter() - begin
     own = traces.own_mesh(traced.jaxpr, place.axes)
     if own is not None:
         raise OwnMeshError(bound.fn.__name__, own, place.axes)
+    wishes.check_program(traced, place)
     asked = wanted(traced, in_shardings, out_shardings, pins or {}, bound.donated)
     same = {} if like is None else kept(traced, like)
     return Question(
@@ -142,6 +164,11 @@ def ask(
         memory_bytes=place.hardware.usable_memory_bytes if memory is None else int(memory),
         trace_s=trace_s,
     )
+
+
+def _by_position(shardings: Any) -> bool:
+    """Whether shardings differ by argument."""
+    return shardings is not None and not is_sharding(shardings)
 
 
 def variants(asked: Callable[[], Question]) -> Generator[Question]:

@@ -27,6 +27,9 @@ from cost_models import strict_json
 
 SCHEMA_VERSION = 1
 
+# So begins a note of every plan for a gradient.
+FOR_GRADIENT = "planned for its gradient with respect to"
+
 _OPEN = "?"  # in a constraint: a dimension that a hand-written one leaves to the partitioner
 
 
@@ -83,6 +86,7 @@ class PlanRecord:
     name: str
     digest: str
     asked: str = ""  # digest of the pins and donations; empty where a file does not say
+    emitted: str = ""  # "needed", "compiled" or "all" constraints, as asked; empty where a file does not say
     mesh: MeshAxes
     device_order: tuple[int, ...]  # physical device of each mesh position, row-major
     hardware: str
@@ -258,6 +262,7 @@ def _to_json(record: PlanRecord) -> dict[str, Any]:
         "name": record.name,
         "digest": record.digest,
         "asked": record.asked,
+        "emitted": record.emitted,
         "mesh": record.mesh.shape,
         "device_order": list(record.device_order),
         "hardware": record.hardware,
@@ -303,6 +308,7 @@ def _from_json(data: dict[str, Any]) -> PlanRecord:
         name=data["name"],
         digest=data["digest"],
         asked=data.get("asked", ""),
+        emitted=data.get("emitted", ""),
         mesh=MeshAxes.of(data["mesh"]),
         device_order=tuple(data["device_order"]),
         hardware=data["hardware"],

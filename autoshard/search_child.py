@@ -26,7 +26,6 @@ def main() -> None:
     from autoshard.workers import News, Order
 
     source = sys.stdin.buffer
-    sys.path[:0] = pickle.load(source)
     trials = Trials(pickle.load(source))
     least_s: dict[object, float] = {}  # step by contest
     orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
@@ -60,7 +59,3 @@ def main() -> None:
             answers.flush()
         except BrokenPipeError:  # whoever asked is gone
             os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

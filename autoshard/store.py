@@ -13,16 +13,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from autoshard import apply, files
 from autoshard.errors import PlanFileError, PlanMismatchError, SpecError
 from autoshard.question import Question
-from autoshard.record import PlanRecord, parse, read, write
+from autoshard.record import Leaf, PlanRecord, parse, read, write
 
 log = logging.getLogger("autoshard")
 
@@ -47,6 +49,7 @@ def key_of(question: Question, **options: Any) -> Key:
         "hardware file": place.hardware.digest,
         "memory limit": question.memory_bytes,
         "pins and donations": question.asked,
+        "for the gradient of": list(question.gradient_of),
         **options,
         "version of autoshard": metadata.version("autoshard"),
         "version of jax": jax.__version__,
@@ -84,12 +87,10 @@ def misfits(record: PlanRecord, question: Question) -> list[str]:
         "hardware file": record.hardware_digest,
         "memory limit": record.memory.limit_bytes,
         "pins and donations": record.asked,
+        "for the gradient of": list(record.gradient_of),
     }
-    found = changes(have, key)
-    if not found and (record.donated, record.gradient_of) != (
-        tuple(sorted(question.wanted.donated)),
-        question.gradient_of,
-    ):
+    found = changes(have, key) or _not_kept(record, question)
+    if not found and record.donated != tuple(sorted(question.wanted.donated)):
         found.append("pins and donations (the file contradicts itself)")
     return found
 
@@ -105,6 +106,28 @@ def check(record: PlanRecord, question: Question, source: object) -> None:
         apply.check(question.traced.jaxpr, record.pins, record.mesh)
     except SpecError as error:
         raise PlanFileError(f"{source} is damaged: {error}; plan again") from error
+
+
+def _not_kept(record: PlanRecord, question: Question) -> list[str]:
+    """What was asked of the layouts and is not in a plan for this question: somebody has changed the file."""
+    wanted, traced = question.wanted, question.traced
+    if len(record.outputs) != len(traced.out_avals):
+        return [f"outputs ({len(record.outputs)} → {len(traced.out_avals)})"]
+    pairs = [(record.inputs[i], spec) for i, spec in sorted(wanted.inputs.items())]
+    pairs += [(record.outputs[i], spec) for i, spec in sorted(wanted.outputs.items())]
+    sizes = record.mesh.shape
+    return [f"layout of {leaf.path} ({leaf.spec} → {spec})" for leaf, spec in pairs if not _allows(spec, leaf, sizes)]
+
+
+def _allows(spec: PartitionSpec, leaf: Leaf, sizes: Mapping[str, int]) -> bool:
+    """Whether a leaf lies as a spec says: alike but for mesh axes of size 1, and for dimensions that are left open."""
+
+    def split(entry: Any) -> tuple[str, ...]:
+        axes = (entry,) if isinstance(entry, str) else entry or ()
+        return tuple(axis for axis in axes if sizes.get(axis) != 1)
+
+    pairs = zip_longest(spec, leaf.spec)
+    return all(want is PartitionSpec.UNCONSTRAINED or split(want) == split(have) for want, have in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,26 +146,42 @@ class Lock:
             raise PlanFileError(f"{digest[:40]!r} is no digest of a program")
         return Path(str(self.path).replace(_DIGEST, digest[:12]))
 
-    def find(self, questions: Sequence[Question]) -> tuple[PlanRecord, Question] | None:
+    def find(self, questions: Sequence[Question], constraints: str) -> tuple[PlanRecord, Question] | None:
         """The locked plan and which of the questions it answers; None if it is to be planned (again).
+
+        Args:
+          questions: one of them is to be answered.
+          constraints: which are to be emitted, as in `autoshard.plan`.
 
         Raises:
           PlanMismatchError: in CI, the plan is missing or answers none of them.
+          SpecError: elsewhere, the plan is another function's.
           PlanFileError: the file cannot be read.
         """
         paths = dict.fromkeys(self.of(question.digest) for question in questions)
         present = [path for path in paths if files.exists(path)] or self._former(questions)
         if not present:
             what = f"there is no {next(iter(paths))}"
-            return self._changed(questions[0].name, what)
+            self._changed(questions[0].name, what)
+            return log.info("%s: %s; planning", questions[0].name, what)
         records = [read(path) for path in present]
+        reasons: list[list[str]] = []
         for record in records:
+            other = record.emitted not in ("", constraints)
+            also = [f"constraints ({record.emitted} → {constraints})"] if other else []
             for question in questions:
-                if not misfits(record, question):
+                reasons.append(misfits(record, question) + also)
+                if not reasons[-1]:
                     check(record, question, self.of(question.digest))
                     return record, question
-        closest = min((misfits(r, q) for r in records for q in questions), key=len)
-        return self._changed(questions[0].name, f"{present[0]} was made for another: {'; '.join(closest)}")
+        name, what = questions[0].name, f"{present[0]} was made for another: {'; '.join(min(reasons, key=len))}"
+        self._changed(name, what)
+        if records[0].name != name:
+            raise SpecError(
+                f"{present[0]} holds the plan of {records[0].name}, and would be replaced by that of {name}: "
+                "give each function a lock of its own, or remove the file if it was renamed"
+            )
+        return log.warning("%s: %s; planning again, and replacing it", name, what)
 
     def _former(self, questions: Sequence[Question]) -> list[Path]:
         """Files under the digests that autoshard 0.1.0 gave."""
@@ -152,12 +191,12 @@ class Lock:
         return sorted(path for path in paths if path.exists())
 
     def _changed(self, name: str, what: str) -> None:
+        """Raises a PlanMismatchError in CI."""
         if _in_ci():
             raise PlanMismatchError(
                 f"the locked plan of {name} changed: {what}; "
                 "plan outside of CI (where the variable CI is not set) and commit the file"
             )
-        log.info("%s: %s; planning", name, what)
 
     def write(self, record: PlanRecord) -> None:
         """Locks a plan; if that fails the plan is still good, and a warning says that it is not locked."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from autoshard import children
 from autoshard.errors import TargetError
 
 
@@ -45,7 +46,7 @@ def load_builder(target: str) -> Callable[..., Any]:
     module_name, _, name = target.partition(":")
     if not module_name or not name:
         raise TargetError(f"cannot read the target `{target}`: write package.module:builder, such as models:gpt2_small")
-    sys.path.insert(0, str(Path.cwd()))
+    sys.path[:] = children.standard_first([str(Path.cwd()), *sys.path])
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from autoshard import _jax
+from autoshard.edges import explicit
 from autoshard.errors import SpecError
 from autoshard.fingerprint import fingerprint
 from autoshard.mesh import MeshAxes
@@ -91,6 +92,7 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mes
     try:
         with _jax.cudnn_if_missing(), _jax.auto_mesh(mesh.names if mesh else (), mesh.sizes if mesh else ()):
             closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
+            closed = explicit(closed)
     except ValueError as error:
         if "should match the aval mesh" in str(error):
             raise _closes_over_explicit(fn, error) from error
@@ -173,4 +175,5 @@ def _with_own_mesh(fn: Callable[..., Any], avals: Sequence[Any], refusal: ValueE
             "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))"
         ) from refusal
     with _jax.cudnn_if_missing(), _jax.auto_mesh((), ()):
-        return jax.make_jaxpr(fn, return_shape=True)(*avals)
+        closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
+        return explicit(closed), out_shape

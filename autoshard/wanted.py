@@ -84,12 +84,12 @@ def _by_leaf(shardings: Any, tree: Any, paths: Sequence[str], what: str) -> dict
         return {}
     full = jax.tree.unflatten(tree, list(range(len(paths))))
     try:
-        spread = jax.tree.broadcast(shardings, full, is_leaf=_is_sharding)
+        spread = jax.tree.broadcast(shardings, full, is_leaf=is_sharding)
     except ValueError as error:
         raise SpecError(
             f"{what} is no prefix of the {'arguments' if what == 'in_shardings' else 'outputs'}: {error}"
         ) from error
-    leaves = jax.tree.leaves(spread, is_leaf=_is_sharding)
+    leaves = jax.tree.leaves(spread, is_leaf=is_sharding)
     found: dict[int, PartitionSpec] = {}
     for i, leaf in enumerate(leaves):
         if leaf is None or leaf is AUTO:
@@ -103,5 +103,6 @@ def _by_leaf(shardings: Any, tree: Any, paths: Sequence[str], what: str) -> dict
     return found
 
 
-def _is_sharding(x: Any) -> bool:
+def is_sharding(x: Any) -> bool:
+    """Whether something stands for one leaf's sharding, or leaves it open."""
     return x is None or x is AUTO or isinstance(x, NamedSharding | PartitionSpec)

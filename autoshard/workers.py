@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from autoshard import children
 from autoshard.agenda import Agenda
 from autoshard.candidates import Candidate
 from autoshard.coarser import Chosen
@@ -89,13 +90,12 @@ class Worker:
 def start(task: Task) -> Worker:
     """Starts a process for a task."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "autoshard.search_child"],
+        children.command("autoshard.search_child", ["", *sys.path]),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # a Ctrl-C reaches the parent alone, which ends the group
     )
     worker = Worker(process=process)
-    worker.tell([os.getcwd(), *sys.path])
     worker.tell(task)
     return worker
 

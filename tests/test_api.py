@@ -434,13 +434,14 @@ def test_a_users_constraint_is_kept() -> None:
 # --- Plans for gradients ---------------------------------------------------------------
 
 
-def test_a_forward_function_is_planned_for_its_gradient() -> None:
+def test_a_forward_function_is_planned_for_the_gradient_that_is_asked_for() -> None:
     def wide(w: Any, x: Any) -> Any:
         return jnp.mean((x @ w) ** 2)
 
     w, x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32), jax.ShapeDtypeStruct((65536, 1024), jnp.float32)
     price = partial(autoshard.plan, wide, w, x, mesh=MESH, hardware=GPUS)
-    forward, both = price(for_grad=False).record, price().record
+    forward, both = price().record, price(for_grad=True).record
+    assert price(for_grad=False).record == forward
     assert both.cost.compute_s > 1.5 * forward.cost.compute_s
     assert price(for_grad=0).record.digest == both.digest
     assert price(for_grad=(0, 1)).record.cost.compute_s > both.cost.compute_s

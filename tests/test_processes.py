@@ -2,10 +2,14 @@
 
 import json
 import os
+import pty
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +28,18 @@ options = json.loads(sys.argv[1])
 import jax
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(options["address"], 2, options["process"], initialization_timeout=60)
-import numpy as np, jax.numpy as jnp, autoshard
+import functools, numpy as np, jax.numpy as jnp, autoshard
+from jax.ad_checkpoint import checkpoint_name
 jax.devices()  # jax itself waits here for the other process
 time.sleep(options["sleep_s"])
 width = options["width"]
 
+@functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("a", "b", "c", "d"))
+def hidden(w, x):
+    return checkpoint_name(jnp.tanh(checkpoint_name(x @ w["up"], "a")), "b")
+
 def loss(w, x):
-    return jnp.mean(jnp.tanh(x @ w["up"]) @ w["down"])
+    return jnp.mean(hidden(w, x) @ w["down"])
 
 def train_step(state, x):
     value, g = jax.value_and_grad(loss)(state, x)
@@ -55,6 +64,25 @@ try:
         state, value = step(state, x)
     jax.block_until_ready(state)
     found = {"plan": plan.record.dumps(), "value": float(value), "lowered": "sdy.sharding" in text}
+    found["terminal"], found["seed"] = sys.stdout.isatty(), sys.flags.hash_randomization and hash("a")
+    found["others"] = {}
+    me, here = options["process"], {"mesh": {"data": 2, "model": 4}, "hardware": "h100:1x8"}
+    constant = np.full(32, me, np.float32)
+    attempts = {
+        "constant": lambda: autoshard.plan(lambda x: jax.jit(lambda y: y + constant[:, None])(x), x, **here),
+        "hardware": lambda: autoshard.plan(jnp.tanh, x, mesh=here["mesh"], hardware=["h100:1x8", "a100:1x8"][me]),
+        "mesh": lambda: autoshard.plan(
+            jnp.tanh, x, mesh={"data": [2, 4][me], "model": [4, 2][me]}, hardware="h100:1x8"
+        ),
+        "same": lambda: autoshard.plan(jnp.tanh, x, **here),
+        "alone": lambda: me or autoshard.plan(jnp.tanh, x, **here, wait_s=0),
+        "elsewhere": lambda: me or autoshard.plan(jnp.tanh, x, mesh={"data": 16}, hardware="h100:2x8"),
+    }
+    for name, attempt in attempts.items() if options["others"] else ():
+        try:
+            attempt()
+        except autoshard.AutoshardError as error:
+            found["others"][name] = f"{type(error).__name__}: {error}"
 except Exception as error:  # of any kind: one that is raised here waits for the other in JAX's barrier
     traceback.print_exc()
     found = {"error": type(error).__name__, "text": str(error)}
@@ -74,35 +102,67 @@ import os; os._exit(0)
 """
 
 
+def reading(screen: int) -> Callable[[], str]:
+    """Reads a terminal while processes write to it; what is returned says what they wrote."""
+    found: list[bytes] = []
+
+    def read() -> None:
+        with suppress(OSError):  # so ends a terminal that nobody writes to any more
+            while text := os.read(screen, 4096):
+                found.append(text)
+        os.close(screen)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+
+    def text() -> str:
+        thread.join(timeout=20)
+        return b"".join(found).decode()
+
+    return text
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
-def run(*processes: dict[str, Any]) -> list[dict[str, Any]]:
-    """Runs one worker per dict of options, and returns what each found."""
+def run(*processes: dict[str, Any], on_terminal: int | None = None) -> list[dict[str, Any]]:
+    """Runs one worker per dict of options, and returns what each found; one may write to a terminal."""
     address = f"127.0.0.1:{free_port()}"
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     env.pop("CI", None)  # where a lock that is not there yet is an error, instead of written
-    base = {"address": address, "width": 32, "sleep_s": 0.0, "wait_s": 25.0, "memory": None, "lock": None}
+    base = {
+        "address": address,
+        "width": 32,
+        "sleep_s": 0.0,
+        "wait_s": 25.0,
+        "memory": None,
+        "lock": None,
+        "others": False,
+    }
+    screen, terminal = pty.openpty()
     started = [
         subprocess.Popen(
             [sys.executable, "-c", WORKER, json.dumps({**base, **options, "process": i})],
-            env=env,
+            env={**env, "PYTHONHASHSEED": str(i + 1)},
             cwd=ROOT,
-            stdout=subprocess.PIPE,
+            stdout=terminal if i == on_terminal else subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for i, options in enumerate(processes)
     ]
+    os.close(terminal)
+    shown = reading(screen)
     try:
         wrote = [process.communicate(timeout=180) for process in started]
     finally:
         for process in started:
             process.kill()
             process.communicate()
+    wrote = [(shown() if i == on_terminal else out, err) for i, (out, err) in enumerate(wrote)]
     for out, _ in wrote:
         assert "FOUND" in out, "\n".join(f"{err[:4000]}\n…\n{err[-2000:]}" for _, err in wrote)
     return [json.loads(out.split("FOUND")[1]) for out, _ in wrote]
@@ -126,9 +186,17 @@ def single_process_value() -> float:
 
 
 def test_two_processes_run_one_plan_though_one_is_slow(tmp_path: Path) -> None:
-    """Process 0 alone reads and writes the lock; both get its plan and the numbers of one process."""
+    """Process 0 alone reads and writes the lock; both get its plan and the numbers of one process.
+
+    Though one writes to a terminal and their hash seeds differ. What does differ (a constant of an inner call, the
+    mesh, the hardware) is an error in both; a plan for devices elsewhere, or with `wait_s=0`, asks nobody.
+    """
     lock = tmp_path / "step.json"
-    first, second = run({"lock": str(lock)}, {"sleep_s": 4.0, "lock": str(tmp_path / "elsewhere" / "step.json")})
+    first, second = run(
+        {"lock": str(lock), "others": True},
+        {"sleep_s": 4.0, "lock": str(tmp_path / "elsewhere" / "step.json"), "others": True},
+        on_terminal=0,
+    )
     assert "error" not in first, first
     assert "error" not in second, second
     assert first["plan"] == second["plan"] == lock.read_text()
@@ -136,7 +204,12 @@ def test_two_processes_run_one_plan_though_one_is_slow(tmp_path: Path) -> None:
     assert json.loads(first["plan"])["mesh"] == {"data": 2, "model": 4}
     assert first["lowered"]
     assert second["lowered"]
+    assert (first["terminal"], second["terminal"]) == (True, False)
+    assert first["seed"] != second["seed"]
     for found in (first, second):
+        assert sorted(found["others"]) == ["constant", "hardware", "mesh"]
+        assert all(text.startswith("ProcessError") for text in found["others"].values()), found["others"]
+        assert "h100:1x8" in found["others"]["hardware"]
         assert found["value"] == pytest.approx(single_process_value(), rel=1e-5)
 
 
@@ -196,8 +269,6 @@ class Store:
 
 def agree(*programs: Any, decide: Any = lambda: "the plan", wait_s: float = 0.3) -> list[Any]:
     """What each process gets or raises; None stands for a process that does not come."""
-    import threading
-
     store = Store()
     results: list[Any] = [None] * len(programs)
 

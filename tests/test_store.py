@@ -1,6 +1,7 @@
 """Locked plans hold until they do not fit; cached plans are found again, and a miss says what changed."""
 
 import logging
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 import autoshard
 from autoshard import PlanFileError, PlanMismatchError, SpecError, planner
+from autoshard.record import write
 from autoshard.store import cache_at, changes
 from tests.programs import GPUS, MESH
 
@@ -105,6 +107,68 @@ def test_another_program_or_another_shape_does_not_fit(tmp_path: Path, monkeypat
 
     with pytest.raises(PlanMismatchError, match="program"):
         plan(other, W, X, lock=path)
+
+
+def test_a_lock_that_was_edited_against_what_is_asked_is_planned_again(
+    tmp_path: Path, made: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "loss.json"
+    options: dict[str, Any] = {"lock": path, "pins": {"x": P("data")}, "for_grad": False}
+    right = plan(loss, W, X, **options).record
+    for edited in (P("model"), P("data", "model"), P()):
+        inputs = tuple(replace(leaf, spec=edited) if leaf.path == "x" else leaf for leaf in right.inputs)
+        write(replace(right, inputs=inputs), path)
+        made.clear()
+        assert plan(loss, W, X, **options).record == right
+        assert made
+        assert "layout of x" in caplog.text
+        write(replace(right, inputs=inputs), path)
+        monkeypatch.setenv("CI", "1")
+        with pytest.raises(PlanMismatchError, match="layout of x"):
+            plan(loss, W, X, **options)
+        monkeypatch.delenv("CI")
+    open_pin = {**options, "pins": {"x": P(P.UNCONSTRAINED, None)}, "lock": tmp_path / "open.json"}
+    plan(loss, W, X, **open_pin)
+    made.clear()
+    plan(loss, W, X, **open_pin)
+    assert not made
+
+
+def test_a_lock_with_other_constraints_is_planned_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "loss.json"
+    options: dict[str, Any] = {"lock": path, "in_shardings": (P("data"), P("model")), "for_grad": False}
+    few = plan(loss, W, X, **options).record
+    every = plan(loss, W, X, **options, constraints="all").record
+    assert every.pins.count > few.pins.count
+    assert "constraints (needed → all)" in caplog.text
+    monkeypatch.setenv("CI", "1")
+    assert plan(loss, W, X, **options, constraints="all").record == every
+    with pytest.raises(PlanMismatchError, match=r"constraints \(all → needed\)"):
+        plan(loss, W, X, **options)
+    path.write_text(path.read_text().replace(' "emitted": "all",\n', ""))  # as older files are
+    plan(loss, W, X, **options)
+
+
+def test_a_second_function_does_not_replace_the_firsts_lock(tmp_path: Path) -> None:
+    path = tmp_path / "loss.json"
+    plan(loss, W, X, lock=path, for_grad=False)
+    text = path.read_text()
+
+    def other(w: Any, x: Any) -> Any:
+        return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+    with pytest.raises(SpecError, match="holds the plan of loss, and would be replaced by that of other"):
+        plan(other, W, X, lock=path, for_grad=False)
+    assert path.read_text() == text
+
+
+def test_a_call_and_its_gradient_do_not_share_a_lock(tmp_path: Path) -> None:
+    fn = autoshard.jit(loss, mesh=MESH, hardware=GPUS, lock=tmp_path / "loss.json")
+    fn.plan(W, X)
+    with pytest.raises(SpecError, match="holds one plan"):
+        jax.grad(fn)(W, X)
 
 
 def test_a_broken_lock_is_not_overwritten(tmp_path: Path) -> None:
@@ -209,7 +273,8 @@ def test_a_directory_that_cannot_be_written_is_no_error(
 
 
 def test_plans_for_a_gradient_come_back_from_the_cache(tmp_path: Path) -> None:
-    first, second = (plan(loss, W, X, cache=tmp_path, pins={"w": P("data", "model")}) for _ in range(2))
+    pins = {"w": P("data", "model")}
+    first, second = (plan(loss, W, X, cache=tmp_path, pins=pins, for_grad=True) for _ in range(2))
     assert second.record.gradient_of == first.record.gradient_of == (0,)
     f = autoshard.jit(loss, mesh=MESH, hardware=GPUS, cache=tmp_path, pins={"w": P("data", "model")})
     np.testing.assert_allclose(jax.grad(f)(jnp.asarray(W), X), jax.grad(loss)(W, X), rtol=1e-4, atol=1e-6)

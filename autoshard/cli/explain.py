@@ -14,7 +14,7 @@ from autoshard.api import REL_GAP
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import (
     DonateOption,
-    ForwardOption,
+    GradOption,
     HardwareOption,
     JsonOption,
     MemoryOption,
@@ -54,19 +54,19 @@ def explain(
     donate: DonateOption = None,
     pin: PinOption = None,
     set_: SetOption = None,
-    forward: ForwardOption = False,
+    for_grad: GradOption = False,
     time_limit: TimeOption = 20.0,
     as_json: JsonOption = False,
 ) -> None:
     """Say why WHAT lies as it does in TARGET's plan: the runner-up, its price, what turns the decision."""
     try:
-        made = planned(target, mesh, hardware, memory, donate, pin, set_, forward, REL_GAP, time_limit)
+        made = planned(target, mesh, hardware, memory, donate, pin, set_, for_grad, REL_GAP, time_limit)
     except InfeasibleError as error:
         task = Task(
             target=target,
             keywords=assignments(set_ or (), "--set"),
             donate=None if donate is None else tuple(int(d) if d.isdigit() else d for d in donate),
-            for_grad=False if forward else None,
+            for_grad=for_grad,
             memory=None if memory is None else byte_count(memory),
         )
         with progress.shown(errors(), "what would fit"):
@@ -85,7 +85,7 @@ def explain(
         def plan_at(assignment: str) -> Planned:
             sets = [*(set_ or ()), assignment]
             other = planned(
-                target, mesh, hardware, memory, donate, pin, sets, forward, REL_GAP, time_limit, constraints="all"
+                target, mesh, hardware, memory, donate, pin, sets, for_grad, REL_GAP, time_limit, constraints="all"
             )
             assert other.planned is not None  # planned just now
             return other.planned

@@ -39,7 +39,9 @@ PinOption = Annotated[
     ),
 ]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="of the builder: batch=16; repeatable")]
-ForwardOption = Annotated[bool, typer.Option("--forward", help="plan the function, not its gradient")]
+GradOption = Annotated[
+    bool, typer.Option("--for-grad/--forward", help="plan for its gradient a function that takes none")
+]
 GapOption = Annotated[float, typer.Option("--gap", help="stop when proven optimal to this fraction")]
 TimeOption = Annotated[float, typer.Option("--time-limit", help="seconds; then the best plan so far")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON alone on standard output")]
@@ -53,7 +55,7 @@ def planned(
     donate: Sequence[str] | None,
     pin: Sequence[str] | None,
     set_: Sequence[str] | None,
-    forward: bool,  # noqa: FBT001  (a flag of the command line, passed on)
+    for_grad: bool,  # noqa: FBT001  (a flag of the command line, passed on)
     gap: float,
     time_limit: float,
     *,
@@ -71,7 +73,7 @@ def planned(
         "donate_argnums": [int(d) for d in donate or () if d.isdigit()],
         "donate_argnames": [d for d in donate or () if not d.isdigit()],
         "pins": dict(pin_of(text) for text in pin or ()),
-        "for_grad": False if forward else None,
+        "for_grad": for_grad,
         "rel_gap": gap,
         "time_limit_s": time_limit,
         "refine": refine,

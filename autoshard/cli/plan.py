@@ -10,8 +10,8 @@ from autoshard.cli.app import app
 from autoshard.cli.options import (
     Compiler,
     DonateOption,
-    ForwardOption,
     GapOption,
+    GradOption,
     HardwareOption,
     JsonOption,
     MemoryOption,
@@ -36,7 +36,7 @@ def plan(
     donate: DonateOption = None,
     pin: PinOption = None,
     set_: SetOption = None,
-    forward: ForwardOption = False,
+    for_grad: GradOption = False,
     gap: GapOption = REL_GAP,
     time_limit: TimeOption = 20.0,
     refine: Annotated[
@@ -59,7 +59,7 @@ def plan(
         donate,
         pin,
         set_,
-        forward,
+        for_grad,
         gap,
         time_limit,
         refine=None if refine is None else refine.value,

@@ -13,7 +13,7 @@ from autoshard.api import REL_GAP
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import (
     DonateOption,
-    ForwardOption,
+    GradOption,
     HardwareOption,
     JsonOption,
     MemoryOption,
@@ -42,16 +42,16 @@ def report(
     donate: DonateOption = None,
     pin: PinOption = None,
     set_: SetOption = None,
-    forward: ForwardOption = False,
+    for_grad: GradOption = False,
     time_limit: TimeOption = 20.0,
     as_json: JsonOption = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
 ) -> None:
     """Plan TARGET and write a page: layouts as tiles, timeline, memory, roofline, collectives, sources."""
-    made = planned(target, mesh, hardware, memory, donate, pin, set_, forward, REL_GAP, time_limit)
+    made = planned(target, mesh, hardware, memory, donate, pin, set_, for_grad, REL_GAP, time_limit)
     assert made.planned is not None  # planned just now
     rows: list[view.Json] = []
-    if compare and not forward:
+    if compare and not for_grad:
         with progress.shown(errors(), "standard layouts"):
             rows = _compared(target, made, hardware or "", set_, time_limit)
     shown = view.of_plan(made.planned, cost_models.hardware(hardware or ""), rows)

@@ -7,7 +7,7 @@ import typer
 
 from autoshard import files, mesh_search
 from autoshard.cli.app import app, errors, print_json
-from autoshard.cli.options import ForwardOption, JsonOption, MemoryOption, SetOption, TargetArgument
+from autoshard.cli.options import GradOption, JsonOption, MemoryOption, SetOption, TargetArgument
 from autoshard.cli.written import assignments, byte_count, writable
 from autoshard.errors import SpecError
 from autoshard.report import progress, searching
@@ -26,7 +26,7 @@ def search(
     price: Annotated[str | None, typer.Option("--price", help="$ per chip-hour: 4.2, or h100=2.5,h200=3")] = None,
     memory: MemoryOption = None,
     axes: Annotated[int, typer.Option("--axes", help="the most mesh axes, 1 to 3")] = 3,
-    forward: ForwardOption = False,
+    for_grad: GradOption = False,
     processes: Annotated[int | None, typer.Option("--processes", help="default: one per core")] = None,
     as_json: JsonOption = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
@@ -46,7 +46,7 @@ def search(
             axes=axes,
             donate_argnums=None if donate is None else [int(d) for d in donate if d.isdigit()],
             donate_argnames=None if donate is None else [d for d in donate if not d.isdigit()],
-            for_grad=False if forward else None,
+            for_grad=for_grad,
             memory=None if memory is None else byte_count(memory),
             budget_tokens=tokens or 0,
             prices=None if price is None else prices(price),

@@ -13,8 +13,8 @@ from autoshard.cli.app import WRONG, app, errors, print_json
 from autoshard.cli.options import (
     Compiler,
     DonateOption,
-    ForwardOption,
     GapOption,
+    GradOption,
     HardwareOption,
     JsonOption,
     MemoryOption,
@@ -57,14 +57,14 @@ def verify(
     donate: DonateOption = None,
     pin: PinOption = None,
     set_: SetOption = None,
-    forward: ForwardOption = False,
+    for_grad: GradOption = False,
     gap: GapOption = REL_GAP,
     time_limit: TimeOption = 20.0,
     as_json: JsonOption = False,
 ) -> None:
     """Compile TARGET with its plan, without a device, and compare; exit code 1 if something does not match."""
     if plan_file is None:
-        made = planned(target, mesh, hardware, memory, donate, pin, set_, forward, gap, time_limit)
+        made = planned(target, mesh, hardware, memory, donate, pin, set_, for_grad, gap, time_limit)
     else:
         fn, args = load_target(target, assignments(set_ or (), "--set"))
         made = autoshard.load(plan_file).bind(fn, *args)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from rich.console import RenderableType
 
 from autoshard.problem.assignment import Collective
-from autoshard.record import Leaf, PlanRecord
+from autoshard.record import FOR_GRADIENT, Leaf, PlanRecord
 from autoshard.report.folding import fold
 from autoshard.tables import (
     GAP,
@@ -46,7 +46,7 @@ def summary(
     """
     width = columns() if width is None else width
     parts = [
-        f"{record.name} on {record.mesh} ({record.hardware})\n",
+        "\n".join((f"{record.name} on {record.mesh} ({record.hardware})", *filter(_of_gradient, record.notes), "")),
         fields(_verdict(record, seconds or {}, flops, peak_flops_per_s), width),
         layouts("input", record.inputs, record, width=width),
     ]
@@ -95,7 +95,12 @@ def _verdict(
         stages = ", ".join(f"{stage} {s:.1f}" for stage, s in seconds.items())
         rows.append(("planned", f"in {sum(seconds.values()):.1f} s: {stages}"))
     rows.append(("emitted", f"{record.pins.count} sharding constraints"))
-    return rows + [("note", note) for note in record.notes]
+    return rows + [("note", note) for note in record.notes if not _of_gradient(note)]
+
+
+def _of_gradient(note: str) -> bool:
+    """Whether a note says for which gradient a function was planned."""
+    return note.startswith(FOR_GRADIENT)
 
 
 def layouts(title: str, leaves: Sequence[Leaf], record: PlanRecord, *, width: int) -> RenderableType:

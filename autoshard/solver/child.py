@@ -6,9 +6,11 @@ reads pickled requests from its standard input and writes pickled answers.
 """
 
 import contextlib
+import logging
 import math
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -18,13 +20,18 @@ from concurrent.futures import TimeoutError as NotYetError
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
+from autoshard import children
+from autoshard.errors import SolverError
 from autoshard.solver.clock import effort, mip_s
 from autoshard.solver.exact import MipAnswer, solve_program
 from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.program import Program
 
+log = logging.getLogger("autoshard")
+
 SMALL_CELLS = 10_000  # a program of so few cells is solved at once, without a process
 OVERRUN_S, OVERRUN = 1.0, 1.5  # a request may take OVERRUN · its limit + OVERRUN_S before the kill
+ENDING_S = 5.0  # from the end of a process's output to its own
 LOOK_S = 0.1  # between looks at whether an answer is still wanted
 MARGIN = 0.1  # of the time left, for an engine that overruns to say what it has before it is killed
 NOTHING = MipAnswer(choice=None, bound=None, infeasible=False, finished=False)
@@ -48,12 +55,8 @@ class Child:
         """Starts the process, so that it can load the engine while others work."""
         if self.process is not None and self.process.poll() is None:
             return
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from autoshard.solver.child import main; main()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
+            children.command("autoshard.solver.child"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
     @property
@@ -75,7 +78,11 @@ class Child:
         self.pending = self.thread.submit(self._exchange, request)
 
     def answer(self, wait_s: float) -> MipAnswer | None:
-        """Returns the answer; None if it takes more than `wait_s`. An overrun ends without choice or bound."""
+        """Returns the answer; None if it takes more than `wait_s`. An overrun ends without choice or bound.
+
+        Raises:
+          SolverError: the process ended by itself.
+        """
         assert self.pending is not None
         until = min(time.perf_counter() + wait_s, self.kill_at)
         timeout = None if math.isinf(until) else max(until - time.perf_counter(), 0.0)
@@ -86,11 +93,30 @@ class Child:
                 return None
             self.stop()
             answer = NOTHING
-        except (OSError, EOFError, pickle.UnpicklingError):  # the process died, for want of memory most likely
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            code = self._exit_code()
+            self.pending = None
             self.stop()
+            if code >= 0:
+                raise SolverError(
+                    f"the process of the MIP engine ended with code {code}; what it wrote to standard error says why"
+                ) from error
+            log.warning(
+                "the process of the MIP engine was killed by signal %d, for want of memory most likely; "
+                "the plan is searched without what it would have found",
+                -code,
+            )
             answer = NOTHING
         self.pending = None
         return answer
+
+    def _exit_code(self) -> int:
+        """Of a process whose pipe has closed; -9 if it does not end by itself."""
+        assert self.process is not None
+        try:
+            return self.process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            return -signal.SIGKILL
 
     def stop(self) -> None:
         """Ends the process, whatever it does."""
