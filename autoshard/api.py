@@ -25,6 +25,7 @@ from autoshard.refine import Entered, adopted, refined
 from autoshard.store import Directory, cache_at, key_of, lock_at, misfits
 from autoshard.thinning import thinned
 from autoshard.wanted import AUTO
+from autoshard.wishes import OtherMeshError
 
 REL_GAP = 1e-3  # proven optimal to a tenth of a percent: well inside what a cost model can tell apart
 WAIT_S = 25.0  # for other processes: an error comes within half a minute
@@ -218,7 +219,7 @@ def pose(
 
     try:
         return tuple(question for mesh in choices for question in variants(partial(ask_on, mesh)))
-    except OwnMeshError as error:  # where none is given, a `shard_map` says which
+    except (OwnMeshError, OtherMeshError) as error:  # where none is given, what is in the function says which
         if o.mesh is not None or o.like is not None or _jax.context_mesh() is not None:
             raise
         return tuple(variants(partial(ask_on, error.mesh)))

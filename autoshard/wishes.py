@@ -22,6 +22,17 @@ from autoshard.wanted import is_sharding
 _DEVICE = "device"
 
 
+class OtherMeshError(SpecError):
+    """What is given is over `mesh`, and not over the plan's."""
+
+    def __init__(self, what: str, mesh: Mesh | AbstractMesh, planned: str) -> None:
+        self.what, self.mesh, self.planned = what, mesh, planned
+        super().__init__(f"{what} is over the mesh {_text(mesh)}, the plan over {planned}: pass that mesh, mesh=")
+
+    def __reduce__(self) -> tuple[type, tuple[str, Mesh | AbstractMesh, str]]:
+        return type(self), (self.what, self.mesh, self.planned)
+
+
 def mesh_of(*shardings: Any) -> Mesh | None:
     """The mesh that NamedShardings in these pytrees are over; None if there is none.
 
@@ -47,11 +58,11 @@ def on_mesh(mesh: MeshLike, *shardings: Any) -> MeshLike:
         return own
     if isinstance(asked, Mesh):
         if not _same(asked, own):
-            raise SpecError(_other(own, _text(asked), "a sharding"))
+            raise OtherMeshError("a sharding", own, _text(asked))
         return mesh
     shape = dict(asked) if not isinstance(asked, AbstractMesh) else dict(asked.shape)
     if list(shape.items()) != list(own.shape.items()):
-        raise SpecError(_other(own, str(MeshAxes.of(shape)), "a sharding"))
+        raise OtherMeshError("a sharding", own, str(MeshAxes.of(shape)))
     return own
 
 
@@ -103,14 +114,14 @@ def _check(sharding: NamedSharding, place: Place, what: str) -> None:
     if mesh.empty:
         return
     if list(mesh.shape.items()) != list(place.axes.shape.items()):
-        raise SpecError(_other(mesh, str(place.axes), what))
+        raise OtherMeshError(what, mesh, str(place.axes))
     if isinstance(mesh, Mesh):
         try:
             planned = place.device_mesh()
         except MeshError:  # planned for devices that are not here
             return
         if not np.array_equal(planned.devices, mesh.devices):
-            raise SpecError(_other(mesh, _text(planned), what))
+            raise OtherMeshError(what, mesh, _text(planned))
 
 
 def _is_default(kind: str, sharding: Any) -> bool:
@@ -128,10 +139,6 @@ def _in_host(aval: Any) -> bool:
 def _same(a: Mesh, b: Mesh) -> bool:
     """Whether two meshes have the same axes over the same devices, whatever their types of axes."""
     return list(a.shape.items()) == list(b.shape.items()) and np.array_equal(a.devices, b.devices)
-
-
-def _other(mesh: Mesh | AbstractMesh, asked: str, what: str) -> str:
-    return f"{what} is over the mesh {_text(mesh)}, the plan over {asked}: write mesh= with the mesh of the shardings"
 
 
 def _text(mesh: Mesh | AbstractMesh) -> str:

@@ -151,5 +151,5 @@ def test_a_constraint_of_the_user_is_kept_either_way() -> None:
     def constrained(w: Any) -> Any:
         return jnp.tanh(lax.with_sharding_constraint(w * 2, P("model"))).sum()
 
-    for options in ({}, {"for_grad": True}):
-        assert autoshard.plan(constrained, X, **ON, **options).specs == (P("model"),)
+    for asked in (None, True):
+        assert autoshard.plan(constrained, X, **ON, for_grad=asked).specs == (P("model"),)

@@ -127,7 +127,7 @@ def test_a_lock_that_was_edited_against_what_is_asked_is_planned_again(
         with pytest.raises(PlanMismatchError, match="layout of x"):
             plan(loss, W, X, **options)
         monkeypatch.delenv("CI")
-    open_pin = {**options, "pins": {"x": P(P.UNCONSTRAINED, None)}, "lock": tmp_path / "open.json"}
+    open_pin: dict[str, Any] = {**options, "pins": {"x": P(P.UNCONSTRAINED, None)}, "lock": tmp_path / "open.json"}
     plan(loss, W, X, **open_pin)
     made.clear()
     plan(loss, W, X, **open_pin)

@@ -65,7 +65,7 @@ def test_a_shardings_own_mesh_is_the_plans(given: Any, kind: AxisType) -> None:
 )
 def test_another_mesh_than_the_plans_is_refused(given: Any, own: Any, options: dict[str, Any]) -> None:
     wish = NamedSharding(own(), P("data"))
-    shardings = {k: (wish,) if isinstance(v, tuple) else wish for k, v in options.items()}
+    shardings: dict[str, Any] = {k: (wish,) if isinstance(v, tuple) else wish for k, v in options.items()}
     with pytest.raises(SpecError, match="over the mesh data="):
         planned(mesh=given() if callable(given) else given, **shardings)
 
@@ -92,6 +92,7 @@ def test_inside_of_the_program_another_mesh_is_refused_at_its_line(within: Any) 
     for own in (mesh(4, 2), backwards()):
         with pytest.raises(SpecError, match=r"test_wishes\.py:\d+ .*over the mesh data="):
             planned(within(own), mesh=SHAPE)
+    assert planned(within(mesh(4, 2))).record.mesh.shape == {"data": 4, "model": 2}  # where none is given, it is that
     plan = planned(within(backwards()), mesh=backwards())
     np.testing.assert_allclose(plan.jit()(X), product(2 * X), rtol=1e-5, atol=1e-6)
 
