@@ -59,7 +59,7 @@ COMMANDS = (
     "hardware tpu-v5e",
 )
 CLOCKS = re.compile(
-    r"^ *planned +in .*$|\d+(\.\d+)? m?s of solving|\"(seconds|planned_s|elapsed_s|solve_s|trace_s|wall_s)\": *[^,}\n]*",
+    r"^ *planned +in .*$|\"(seconds|planned_s|elapsed_s|solve_s|trace_s|wall_s)\": *[^,}\n]*",
     re.MULTILINE,
 )
 
@@ -115,9 +115,7 @@ def _tight(hardware: str, mesh: Mapping[str, int]) -> Said:
     free = autoshard.plan(step, *args, mesh=mesh, hardware=hardware, donate_argnums=0)
     limit = int(0.8 * free.record.memory.peak_bytes)
     try:
-        return _of_plan(
-            autoshard.plan(step, *args, mesh=mesh, hardware=hardware, donate_argnums=0, memory=limit)
-        )
+        return _of_plan(autoshard.plan(step, *args, mesh=mesh, hardware=hardware, donate_argnums=0, memory=limit))
     except autoshard.InfeasibleError as error:
         return {"error": str(error)}
 
