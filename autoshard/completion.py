@@ -8,7 +8,7 @@ choice nearest to those layouts.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -80,21 +80,33 @@ def _scope(path: Path) -> AbstractContextManager[Any]:
 
 
 def propagated(
-    program: Traced, decisions: Decisions, mesh: MeshAxes, annotations: Annotations, platform: str
+    program: Traced,
+    graph: Graph,
+    laid_out: Container[int],
+    mesh: MeshAxes,
+    annotations: Annotations,
+    platform: str,
 ) -> dict[int, Layout]:
-    """Value → layout after Shardy's propagation, of every value that is not free.
+    """Value → layout after Shardy's propagation, of every value that is laid out.
+
+    Args:
+      program: what is annotated.
+      graph: its graph.
+      laid_out: the values that have a layout; the others are recomputed for free in any.
+      mesh: the logical mesh.
+      annotations: what is said of layouts.
+      platform: JAX's name of the platform that is lowered for.
 
     Raises:
       ShardyError: propagation fails, or the lowered program lacks a value.
     """
-    graph = decisions.graph
     found = shardy.propagate(_jax.lower(annotated(program, mesh, annotations, keep_unused=True), platform))
     lowered = ops_of(graph, found.values)
     layouts = dict(zip(graph.inputs, found.arguments, strict=True))
     rounds = {graph.carry[e]: lowered.get(r[0]) for e, r in enumerate(graph.results) if _is(graph, e, "loop_result")}
     for e, results in enumerate(graph.results):
         for v in results:
-            if v not in decisions.made:
+            if v not in laid_out:
                 continue
             op = rounds[graph.carry[e]] if _is(graph, e, "loop_carry") else lowered.get(v)
             layout = as_operand(graph, e, v, layouts) if op is None else layout_in(op, graph.avals[v])

@@ -185,7 +185,7 @@ def _by_shardy(question: Question) -> Evaluation:
     if platform == "cuda":
         decisions = before_casts(decisions)
     resharder = Resharder(decisions.mesh, place.machine, pinned=False, outermost=platform == "cuda")
-    layouts = propagated(setting.priced, decisions, place.axes, annotations, platform)
+    layouts = propagated(setting.priced, decisions.graph, decisions.made, place.axes, annotations, platform)
     choice, inexact = nearest(decisions, resharder, layouts, platform)
     if place.machine.gathers_ahead:
         decisions = gathered(decisions, choice)

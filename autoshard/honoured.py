@@ -98,7 +98,7 @@ def honoured(planned: Planned, *, compiler: str | None = None) -> Honoured:
     if compiler is None:
         platform = meshes.platform(record.hardware)
         found: Mapping[int, Layout | None] = propagated(
-            planned.traced, setting.decisions, record.mesh, annotations, platform
+            planned.traced, graph, setting.decisions.made, record.mesh, annotations, platform
         )
         source = "Shardy's propagation"
     else:
