@@ -23,6 +23,8 @@ def bind(eqn: Any, operands: Sequence[Any], devices: int) -> list[Any]:
     """The results of an equation without a body, on a mesh of so many devices."""
     if devices == 1:
         return _jax.bind(eqn, eqn.params, operands)
+    if faults.HIGH_PRODUCT.of(eqn.primitive.name):
+        return [_high_product(*(jnp.asarray(x, aval.aval.dtype) for x, aval in zip(operands, eqn.invars, strict=True)))]
     return _jax.bind_on_several(eqn, _operands(eqn, list(operands), devices))
 
 
@@ -39,6 +41,21 @@ def _operands(eqn: Any, operands: list[Any], devices: int) -> list[Any]:
     if faults.MERGED_SCATTER.of(name) and prod(eqn.invars[1].aval.shape[:-1]) <= devices:
         operands[0] = lax.optimization_barrier(operands[0])
     return operands
+
+
+def _high_product(x: Any, y: Any) -> Any:
+    """The upper half of a product of integers, from the products of their halves."""
+    bits = x.dtype.itemsize * 4
+    unsigned = jnp.dtype(f"uint{2 * bits}")
+    a, b = (lax.bitcast_convert_type(value, unsigned) for value in (x, y))
+    half, low = (jnp.asarray(n, unsigned) for n in (bits, (1 << bits) - 1))
+    (al, ah), (bl, bh) = ((v & low, v >> half) for v in (a, b))
+    middle = ((al * bl) >> half) + ((al * bh) & low) + ((ah * bl) & low)
+    high = lax.bitcast_convert_type(ah * bh + ((al * bh) >> half) + ((ah * bl) >> half) + (middle >> half), x.dtype)
+    if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
+        return high
+    zero = jnp.zeros((), x.dtype)
+    return high - jnp.where(x < zero, y, zero) - jnp.where(y < zero, x, zero)
 
 
 def _starts(eqn: Any) -> tuple[int, list[int]]:

@@ -20,6 +20,12 @@ class MeshAxes:
     def __post_init__(self) -> None:
         if len(self.names) != len(self.sizes):
             raise MeshError(f"{len(self.names)} axis names, {len(self.sizes)} sizes")
+        for name in self.names:
+            if not _is_name(name):
+                raise MeshError(
+                    f"mesh axis {name!r}: XLA and Shardy read names of printable ASCII with a letter or a digit, "
+                    'without " \\ and : (others end the process, or cannot be read back): rename the axis'
+                )
         if len(set(self.names)) != len(self.names):
             raise MeshError(f"mesh axis names repeat: {self.names}")
         if any(size < 1 for size in self.sizes):
@@ -45,3 +51,14 @@ class MeshAxes:
 
     def __str__(self) -> str:
         return " × ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))
+
+
+def _is_name(name: object) -> bool:
+    """Whether everything that reads an axis name, here and in the compilers, reads the same one."""
+    return (
+        isinstance(name, str)
+        and name.isascii()
+        and name.isprintable()
+        and any(letter.isalnum() for letter in name)
+        and not set(name) & set('"\\:')
+    )

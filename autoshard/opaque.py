@@ -4,7 +4,8 @@ The body of a `shard_map` is such a part already, at the layouts that its author
 
 A convolution in groups is another: XLA's partitioner misreads its splits (`rules.faults`). On a
 part of the groups it is the same convolution with fewer of them; on a part of the input
-features it makes a part of a sum.
+features it makes a part of a sum. So is a Fourier transform, whose batch XLA gathers and
+whose transformed dimensions end the process where they are split.
 
 A `pallas_call` walks a grid, block by block: where an axis of the grid walks over dimensions in
 equal parts (`autoshard.walks` proves it), a device can walk one part of it, over its part of those
@@ -26,12 +27,12 @@ from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
 from autoshard.walks import Place, named, walks
 
-PALLAS, MANUAL, CONVOLUTION = "pallas_call", "shard_map", "conv_general_dilated"
+PALLAS, MANUAL, CONVOLUTION, FFT = "pallas_call", "shard_map", "conv_general_dilated", "fft"
 
 
 def is_opaque(primitive: str, params: Mapping[str, Any]) -> bool:
     """Whether an equation runs on each device's part of its operands, at the planned layouts."""
-    return primitive == PALLAS or (primitive == CONVOLUTION and in_groups(params))
+    return primitive in (PALLAS, FFT) or (primitive == CONVOLUTION and in_groups(params))
 
 
 def in_groups(params: Mapping[str, Any]) -> bool:
@@ -123,7 +124,7 @@ def call(eqn: Any, operands: Sequence[Any], mesh: Any, specs: Sequence[Partition
       mesh: with Auto axes.
       specs: one per operand, then one per result.
     """
-    run = _convolve if eqn.primitive.name == CONVOLUTION else _run_kernel
+    run = {CONVOLUTION: _convolve, FFT: _transform}.get(eqn.primitive.name, _run_kernel)
     return run(eqn, operands, mesh, specs)
 
 
@@ -183,6 +184,16 @@ def _convolve(eqn: Any, operands: Sequence[Any], mesh: Any, specs: Sequence[Part
     )
     result = run(*operands)
     return [jax.lax.reduce_sum(result, (0,)) if summed else result]
+
+
+def _transform(eqn: Any, operands: Sequence[Any], mesh: Any, specs: Sequence[PartitionSpec]) -> list[Any]:
+    """A Fourier transform of each device's part of the batch."""
+    source, target = specs
+
+    def local(part: Any) -> Any:
+        return _jax.bind(eqn, eqn.params, [part])[0]
+
+    return [jax.shard_map(local, mesh=mesh, in_specs=source, out_specs=target)(*operands)]
 
 
 _GROUPS = ("feature_group_count", "batch_group_count")

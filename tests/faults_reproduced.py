@@ -114,3 +114,31 @@ def dilated_tap() -> bool:
 
     image, kernel = ramp.reshape(4, 2, 8), ramp[:8].reshape(1, 2, 4)
     return wrong(fn, (image, kernel), ((None, None, "a"), (None, None, "b")), ("a", None, "b"), sizes={"a": 2, "b": 2})
+
+
+def split_transform() -> bool:
+    """Four elements to transform, each on a device of its own."""
+    ran = subprocess.run([sys.executable, "-c", _TRANSFORM], capture_output=True, text=True, check=False)
+    return "size_per_partition % num_partitions" in ran.stderr
+
+
+_TRANSFORM = """
+import os
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("a",))
+split = NamedSharding(mesh, P("a"))
+whole = NamedSharding(mesh, P())
+jax.jit(lambda x: jax.numpy.fft.fft(x, axis=0), in_shardings=whole, out_shardings=split)(np.ones((4, 8, 16), "f"))
+"""
+
+
+def high_product() -> bool:
+    """The upper halves of products of whole numbers, split."""
+    x = np.arange(8, dtype=np.int32) << 24
+    try:
+        return wrong(lax.mulhi, (x, x), (("a",), ("a",)), ("a",))
+    except jax.errors.JaxRuntimeError as error:
+        return "Unable to convert MHLO to StableHLO" in str(error)

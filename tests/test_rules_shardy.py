@@ -28,11 +28,10 @@ WITHOUT_OP = {
 }
 # Cases with dimensions that Shardy (in some version of JAX) propagates through and we do not split.
 EXCEPTIONS = {
-    "conv_general_dilated:grouped": "XLA gathers every operand of a grouped convolution that is not depthwise",
+    "conv_general_dilated:grouped": "the group passes, what lies minor of it must be whole",
     "conv_general_dilated:batch groups": "the group passes, what lies minor of it does not: XLA permutes",
     "conv_general_dilated:stride": "kernel taps that a stride keeps apart: XLA exchanges halos all the same",
     "dynamic_update_slice": "XLA gathers the operand unless a single row is replaced",
-    "fft": "XLA gathers even the batch",
     "pad:shift": "padding that keeps the size shifts every element: XLA permutes",
 }
 

@@ -108,7 +108,26 @@ DILATED_TAP = Fault(
     remedy=Remedy.NOT_OFFERED,
 )
 
+SPLIT_TRANSFORM = Fault(
+    name="split transform",
+    primitives=frozenset({"fft"}),
+    what="the batch is gathered; a transformed dimension that is split into parts of few elements ends the process "
+    "(fft_handler.cc, `size_per_partition % num_partitions == 0`), and what is moved before may lie in an order of "
+    "memory that XLA:CPU refuses (fft_thunk.cc, `IsMonotonicWithDim0Major`)",
+    backends=("cpu",),
+    seen=("0.10.2",),
+    remedy=Remedy.EMITTED_OTHERWISE,
+)
+HIGH_PRODUCT = Fault(
+    name="high product",
+    primitives=frozenset({"mulhi"}),
+    what="a program for several devices is refused wherever it is (`Unable to convert MHLO to StableHLO`)",
+    backends=("cpu",),
+    seen=("0.10.2", "0.12.0.1"),
+    remedy=Remedy.EMITTED_OTHERWISE,
+)
+
 FAULTS: tuple[Fault, ...] = (
     *(DROPPED_UPDATE, MERGED_SLICES, MERGED_SCATTER, NARROW_INDICES, LOST_NAN),
-    *(CONVOLUTION_IN_GROUPS, DILATED_TAP),
+    *(CONVOLUTION_IN_GROUPS, DILATED_TAP, SPLIT_TRANSFORM, HIGH_PRODUCT),
 )

@@ -51,5 +51,9 @@ def custom_linear_solve(eqn: Eqn) -> ShardingRule:
 
 @register("fft")
 def fft(eqn: Eqn) -> ShardingRule:
-    """Every dimension must be whole: XLA's partitioner gathers even the batch."""
-    return whole(eqn, (frozenset({0}),))
+    """Batch dimensions pass, since it runs on each device's part (`opaque`); the transformed ones must be whole."""
+    (operand,), (out,) = eqn.operands, eqn.results
+    build = RuleBuilder()
+    batch = build.dims(operand.shape[: operand.ndim - len(eqn.params["fft_lengths"])])
+    before, after = (build.dims(aval.shape[len(batch) :], FactorKind.REPLICATE) for aval in (operand, out))
+    return build.rule([batch + before], [batch + after], (frozenset({0}),))

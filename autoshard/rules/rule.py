@@ -14,8 +14,8 @@ can be split only when these are split fully. A rule never sees a mesh, a cost o
 tracer.
 
 Rules claim what XLA's SPMD partitioner does, the same for CPU, GPU and TPU: where it
-communicates though the mathematics need not (the batch of a Fourier transform), a rule
-says *replicate*.
+communicates though the mathematics need not, a rule says *replicate*, but for what runs on each
+device's part (`autoshard.opaque`).
 """
 
 import string

@@ -1,0 +1,89 @@
+"""Transforms and what has no lowering for several devices: split, compiled and run, they are the whole ones."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import autoshard
+from autoshard.mesh import MeshAxes
+from tests.rules_compiled import Split, splits_of, wrong
+from tests.rules_oracle import equations
+
+MESH = MeshAxes.of({"a": 2, "b": 2})
+SHAPES = ((4, 2, 6), (2, 4, 5, 3), (4, 7), (8,))
+
+
+def transforms(rng: np.random.Generator) -> Iterator[Split]:
+    """Every kind, of one and of two dimensions, of odd lengths, with batches of any rank."""
+    for shape in SHAPES:
+        for kind in ("FFT", "IFFT", "RFFT", "IRFFT"):
+            for rank in (1, 2)[: len(shape)]:
+                x = rng.normal(size=shape).astype(np.float32)
+                operand = x if kind == "RFFT" else x.astype(np.complex64)
+                lengths = (*shape[len(shape) - rank : -1], 2 * shape[-1] - 1 if kind == "IRFFT" else shape[-1])
+                (one,) = equations(lambda x, kind=kind, lengths=lengths: lax.fft(x, kind, lengths), operand)
+                yield from splits_of(f"{kind} {shape} {lengths}", one, [operand], MESH, rng, 6)
+
+
+def test_transforms_are_split_by_their_batch() -> None:
+    found = list(transforms(np.random.default_rng(0)))
+    assert len(found) > 60
+    assert wrong(found, MESH) == []
+
+
+def test_a_transform_between_other_orders_of_memory_is_run() -> None:
+    """What is made in another order of memory before a transform, and taken so, ends no program."""
+
+    def program(x: Any, w: Any) -> Any:
+        h = lax.dot_general(w, x, (((1,), (1,)), ((), ())))
+        spectrum = abs(jnp.fft.fft(jnp.fft.fft2(h.transpose(2, 1, 0)), axis=0))
+        return lax.dot_general(w, spectrum.transpose(1, 2, 0), (((1,), (2,)), ((), ())))
+
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((8, 8, 8), (8, 8)))
+    for ends in (PartitionSpec(None, None, ("a", "b")), PartitionSpec("b", "a"), PartitionSpec("a")):
+        f = autoshard.jit(
+            program,
+            mesh=MESH.shape,
+            hardware="cpu:4",
+            in_shardings=(ends, PartitionSpec()),
+            out_shardings=ends,
+            for_grad=False,
+        )
+        np.testing.assert_allclose(f(x, w), program(x, w), rtol=1e-3, atol=1e-2)
+
+
+def test_a_loss_of_a_spectrum_is_differentiated_batch_by_batch() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return (abs(jnp.fft.rfft(x @ w, axis=-1)) ** 2).mean()
+
+    keys = jax.random.split(jax.random.key(0))
+    w, x = jax.random.normal(keys[0], (32, 255)), jax.random.normal(keys[1], (4096, 32))
+    f = autoshard.jit(loss, mesh=MESH.shape, hardware="cpu:4", pins={"x": PartitionSpec(("a", "b"))})
+    np.testing.assert_allclose(jax.jit(jax.grad(f))(w, x), jax.grad(loss)(w, x), rtol=1e-3, atol=1e-2)
+    assert (PartitionSpec(("a", "b")),) in f.plan(w, x).record.pins.kernels.values()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"])
+def test_upper_halves_of_products_are_exact(dtype: str) -> None:
+    """XLA refuses `mulhi` in every program for several devices; so it is emitted as products of halves."""
+    limits, rng = np.iinfo(dtype), np.random.default_rng(0)
+    edges = np.array([limits.min, limits.max, 0, 1, limits.max // 2, limits.min // 2 + 1], dtype)
+    x = np.concatenate([np.repeat(edges, 6), rng.integers(limits.min, limits.max, 60, dtype)])
+    y = np.concatenate([np.tile(edges, 6), rng.integers(limits.min, limits.max, 60, dtype)])
+    f = autoshard.jit(
+        lambda x, y: (lax.mulhi(x, y), lax.mulhi(x, jnp.full_like(x, 7))),
+        mesh=MESH.shape,
+        hardware="cpu:4",
+        in_shardings=PartitionSpec("a"),
+    )
+    got, seven = f(x, y)
+    shift = 8 * np.dtype(dtype).itemsize
+    np.testing.assert_array_equal(got, ((x.astype(np.int64) * y.astype(np.int64)) >> shift).astype(dtype))
+    np.testing.assert_array_equal(seven, ((x.astype(np.int64) * 7) >> shift).astype(dtype))
