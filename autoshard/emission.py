@@ -3,7 +3,7 @@
 Every remedy is one of `rules.faults`, and means the same numbers: indices are widened,
 starts are clamped as the primitive would clamp them, and what a scatter of few rows adds
 to stands behind a barrier, so that the slice that makes a shard is not merged with the
-one that the scatter reads. None of them communicates.
+one that the scatter reads. A `mulhi` is made of the products of halves. None of them communicates.
 """
 
 from collections.abc import Sequence
