@@ -3,7 +3,8 @@
 Every remedy is one of `rules.faults`, and means the same numbers: indices are widened,
 starts are clamped as the primitive would clamp them, and what a scatter of few rows adds
 to stands behind a barrier, so that the slice that makes a shard is not merged with the
-one that the scatter reads. A `mulhi` is made of the products of halves. None of them communicates.
+one that the scatter reads, and so does what `lax.reduce` reduces. A `mulhi` is made of the
+products of halves. None of them communicates.
 """
 
 from collections.abc import Sequence
@@ -40,6 +41,8 @@ def _operands(eqn: Any, operands: list[Any], devices: int) -> list[Any]:
             operands[i] = _clamped(starts, limit) if clamps else starts
     if faults.MERGED_SCATTER.of(name) and prod(eqn.invars[1].aval.shape[:-1]) <= devices:
         operands[0] = lax.optimization_barrier(operands[0])
+    if faults.REPEATED_INITIAL.of(name):
+        operands = list(lax.optimization_barrier(operands))
     return operands
 
 

@@ -57,6 +57,12 @@ def merged_scatter() -> bool:
     return wrong(fn, (np.arange(8.0, dtype=np.float32),), ((),), ("a",))
 
 
+def repeated_initial_value() -> bool:
+    """A sum from three over a split dimension."""
+    x = np.arange(32, dtype=np.int32).reshape(4, 8)
+    return wrong(lambda x: lax.reduce(x, np.int32(3), lambda a, b: a + b, (1,)), (x,), ((None, "a"),), ())
+
+
 def lost_nan() -> bool:
     """The largest of numbers that are split, one of them NaN."""
     x = np.array([1.0, np.nan, 3.0, 4.0], np.float32)

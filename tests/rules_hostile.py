@@ -100,6 +100,7 @@ HOSTILE: tuple[Hostile, ...] = (
     ("argmax of one", lambda x: lax.argmax(x, 1, jnp.int32), (_f(8, 1),)),
     ("argmax of nothing but NaN", lambda x: lax.argmax(x, 1, jnp.int32), (np.full((4, 8), np.nan, np.float32),)),
     ("reduce by a function", _first_largest, (_n(4, 8), np.tile(np.arange(8, dtype=np.int32), (4, 1)))),
+    ("reduce from three", lambda x: lax.reduce(x, np.int32(3), lambda a, b: a + b, (1,)), (_i(8, 16),)),
     ("segment_sum", lambda x, i: jax.ops.segment_sum(x, i, 8), (_n(16, 4), _RNG.integers(-3, 12, 16, np.int32))),
     ("segment_max", lambda x, i: jax.ops.segment_max(x, i, 8), (_n(16, 4), _RNG.integers(-3, 12, 16, np.int32))),
     ("one_hot", lambda i: jax.nn.one_hot(i, 8), (np.array([-1, 0, 7, 8], np.int32),)),

@@ -78,6 +78,16 @@ NARROW_INDICES = Fault(
     seen=("0.10.2", "0.12.0.1"),
     remedy=Remedy.EMITTED_OTHERWISE,
 )
+REPEATED_INITIAL = Fault(
+    name="repeated initial value",
+    primitives=frozenset({"reduce"}),
+    what="every part of a split dimension, and every part that an all-to-all brings together, is reduced from the "
+    "initial value of the reduction, which counts once per part (`lax.reduce` from three instead of nought): the "
+    "reduced dimensions are whole, and what is reduced stands behind a barrier",
+    backends=("cpu",),
+    seen=("0.10.2", "0.12.0.1"),
+    remedy=Remedy.EMITTED_OTHERWISE,
+)
 LOST_NAN = Fault(
     name="lost nan",
     primitives=frozenset({"reduce_max", "reduce_min"}),
@@ -128,6 +138,6 @@ HIGH_PRODUCT = Fault(
 )
 
 FAULTS: tuple[Fault, ...] = (
-    *(DROPPED_UPDATE, MERGED_SLICES, MERGED_SCATTER, NARROW_INDICES, LOST_NAN),
+    *(DROPPED_UPDATE, MERGED_SLICES, MERGED_SCATTER, NARROW_INDICES, REPEATED_INITIAL, LOST_NAN),
     *(CONVOLUTION_IN_GROUPS, DILATED_TAP, SPLIT_TRANSFORM, HIGH_PRODUCT),
 )
