@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from autoshard import _jax, apply, meshes, shardy
-from autoshard.graph import Aval, Graph, Path
+from autoshard.graph import LINKS, Aval, Graph, Path
 from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins
@@ -122,10 +122,16 @@ def _is(graph: Graph, e: int, primitive: str) -> bool:
 
 
 def as_operand(graph: Graph, e: int, v: int, layouts: Mapping[int, Layout]) -> Layout | None:
-    """The layout of a result whose equation lowers to nothing: that of an operand, or of the operand's slices."""
+    """The layout of a result whose equation lowers to nothing: that of an operand, or of the operand's slices.
+
+    What a loop reads of constants, which have no layout, lies whole.
+    """
     dropped = int(_is(graph, e, "loop_slice"))
-    like = (u for u in graph.operands[e] if graph.avals[u].shape[dropped:] == graph.avals[v].shape)
-    return next((Layout(layouts[u].dims[dropped:]) for u in like if u in layouts), None)
+    like = [u for u in graph.operands[e] if graph.avals[u].shape[dropped:] == graph.avals[v].shape]
+    known = next((Layout(layouts[u].dims[dropped:]) for u in like if u in layouts), None)
+    if known is None and like and graph.eqns[e].primitive in LINKS:
+        return Layout(((),) * graph.avals[v].ndim)
+    return known
 
 
 def layout_in(op: ValueLayout, aval: Aval) -> Layout:

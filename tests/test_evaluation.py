@@ -199,6 +199,33 @@ def forward(x: Any, layers: Any) -> Any:
     return jax.lax.scan(lambda h, w: (h + jax.nn.gelu(h @ w[0]) @ w[1], None), x, layers)[0]
 
 
+@pytest.mark.parametrize("remat", [False, True])
+def test_scans_of_scans_that_read_constants_are_completed(remat: bool) -> None:  # noqa: FBT001
+    """A loop's constant that is a number, or an array of the program's own, lowers to nothing and has no layout."""
+    table = np.linspace(0.0, 1.0, 16, dtype=np.float32)
+
+    def layer(x: Any, w: Any) -> tuple[Any, None]:
+        def step(h: Any, row: Any) -> tuple[Any, Any]:
+            h = 0.9 * h + jnp.exp(-jnp.exp(w["decay"])) * row
+            return h, h * table
+
+        gate = jax.nn.softplus(x @ w["gate"])
+        made = jax.lax.scan(step, jnp.zeros(x.shape[1:]), x * gate * jax.lax.rsqrt((x**2).mean() + 1e-6))[1]
+        return x + made, None
+
+    def loss(p: Any, x: Any) -> Any:
+        return (jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, p)[0] ** 2).mean()
+
+    def step(p: Any, x: Any) -> Any:
+        return jax.tree.map(lambda w, g: w - g, p, jax.grad(loss)(p, x))
+
+    p = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in (("decay", (3, 16)), ("gate", (3, 16, 16)))}
+    x = jax.ShapeDtypeStruct((12, 8, 16), jnp.float32)
+    found = evaluate(step, p, x, mesh=MESH.shape, hardware=H100, in_specs=(P(), P(None, "data")), donate_argnums=0)
+    assert found.completion == "shardy"
+    assert found.cost > 0
+
+
 def test_a_scanned_megatron_all_reduces_once_per_trip() -> None:
     weights = [jax.ShapeDtypeStruct((LAYERS, *shape), jnp.bfloat16) for shape in ((WIDTH, HIDDEN), (HIDDEN, WIDTH))]
     x = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.bfloat16)
