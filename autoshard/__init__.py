@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autoshard import _quiet
 
 if TYPE_CHECKING:
+    __version__: str
     from autoshard.accumulation import accumulate
     from autoshard.api import plan
     from autoshard.errors import (
@@ -100,6 +101,10 @@ _quiet.before_jax()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib import metadata
+
+        return metadata.version("autoshard")
     if name not in _ROOMS:
         raise AttributeError(f"module 'autoshard' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"autoshard.{_ROOMS[name]}"), name)

@@ -1,8 +1,8 @@
-"""Quiet: jax starts without what the GPU plugin writes where there is no GPU.
+"""Quiet: jax starts without what the plugins of GPUs and TPUs write where there is neither.
 
-The plugin's libraries (JAX 0.10) report from C++, as they are loaded, that there is no
-driver. That passes by Python's `sys.stderr`, before any log level can be set, and says
-nothing to somebody who plans for a GPU elsewhere. All else that is written comes through.
+The GPU plugin's libraries (JAX 0.10) report from C++, as they are loaded, that there is no
+driver, and libtpu that there is no TPU. That passes by Python's `sys.stderr`, before any log level can be
+set, and says nothing to somebody who plans for an accelerator elsewhere. All else that is written comes through.
 """
 
 import contextlib
@@ -13,12 +13,21 @@ import sys
 import tempfile
 from collections.abc import Generator, Sequence
 from importlib.abc import MetaPathFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 _HARMLESS = re.compile(
     rb"^(WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
-    rb"|I\d{4} .*Could not find cuda drivers on your machine, GPU will not be used\.)\r?\n",
+    rb"|I\d{4} .*Could not find cuda drivers on your machine, GPU will not be used\."
+    rb"|WARNING: Logging before InitGoogle\(\) is written to STDERR"
+    rb"|Failed to find host bounds for accelerator type: WARNING: could not determine TPU accelerator type.*"
+    rb"|E\d{4} .*unexpected worker hostname 'WARNING: could not determine TPU worker hostnames.*"
+    rb"|=== Source Location Trace: ===[ \t]*|learning/\w+/tfrc/runtime/.*"
+    # Of the plugin itself, the traceback of an error of which the last line says that a library of CUDA is not there.
+    rb"|Jax plugin configuration error: Exception when calling jax_plugins\.xla_cuda\d+\.initialize\(\)"
+    rb"(\r?\n(Traceback .*|[ \t].*|RuntimeError: (?!Unable).*|The above exception .*|))*"
+    rb"\r?\nRuntimeError: Unable to load \w+\. Is it installed\?)\r?\n",
     re.MULTILINE,
 )
 
@@ -77,13 +86,19 @@ def before_jax() -> None:
 
 
 def devices() -> list[Any]:
-    """`jax.devices()`; the first call starts jax, quietly where it is to use the CPU alone."""
+    """`jax.devices()`; the first call starts jax, quietly where it uses the CPU alone or finds nothing else."""
     import jax
 
-    if jax.config.jax_platforms != "cpu":  # pyright: ignore[reportAttributeAccessIssue]  (a flag)
+    if jax.config.jax_platforms != "cpu" and accelerated():  # pyright: ignore[reportAttributeAccessIssue]  (a flag)
         return jax.devices()
     with without_driver_notices():
         return jax.devices()
+
+
+def accelerated() -> bool:
+    """Whether the machine shows a GPU or a TPU: then nothing is held back, not even for a moment."""
+    shown = [path for kind in ("nvidia[0-9]*", "accel*", "vfio/[0-9]*", "kfd") for path in Path("/dev").glob(kind)]
+    return bool(shown) or "TPU_ACCELERATOR_TYPE" in os.environ or not Path("/dev").is_dir()
 
 
 def on_cpu_alone() -> None:

@@ -95,7 +95,7 @@ def text(found: Diff, *, width: int | None = None) -> str:
     """Step and memory of both, then the layouts and the traffic that differ."""
     width = columns() if width is None else width
     a, b = found.before, found.after
-    same = a.digest == b.digest
+    same, meshes = a.digest == b.digest, a.mesh == b.mesh
     rows = [
         ("before", _header(a)),
         ("after", _header(b)),
@@ -103,6 +103,8 @@ def text(found: Diff, *, width: int | None = None) -> str:
     ]
     if not same:
         rows.append(("note", "the plans are of different programs; layouts are compared where paths agree"))
+    elif not meshes:
+        rows.append(("note", "the program is the same, on another mesh"))
     rows += [("only one", path) for path in found.missing[:8]]
     parts: list[Any] = [fields(rows, width)]
     if found.leaves:

@@ -13,6 +13,7 @@ import cost_models
 from autoshard import _jax, _quiet
 from autoshard.errors import MeshError
 from autoshard.mesh import MeshAxes
+from cost_models import catalogue
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int] | None
 
@@ -98,6 +99,13 @@ def devices_of(hardware: str | cost_models.Hardware) -> int:
     if isinstance(hardware, cost_models.Hardware):
         return hardware.devices
     if _is_bare(hardware):
+        try:
+            catalogue.chip(hardware)
+        except cost_models.CostModelError as error:
+            try:
+                cost_models.hardware(hardware)
+            except cost_models.CostModelError as better:  # a chip with a count, as `tpu-v5p-64`: which topology that is
+                raise MeshError(str(better)) from error
         raise MeshError(
             f'no mesh, and {hardware!r} does not say how many devices: pass mesh={{"data": 2, "model": 4}}, '
             'or a topology, hardware="h100:1x8"'

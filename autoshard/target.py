@@ -2,13 +2,18 @@
 
 import difflib
 import importlib
+import inspect
+import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from autoshard import children
-from autoshard.errors import TargetError
+from autoshard.errors import AutoshardError, TargetError
+
+_LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib/python3|/autoshard/(cli/)?\w+\.py$|^<frozen")
 
 
 def load_target(target: str, keywords: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
@@ -23,12 +28,20 @@ def load_target(target: str, keywords: Mapping[str, Any]) -> tuple[Any, tuple[An
     """
     builder = load_builder(target)
     try:
-        built: Any = builder(**keywords)
+        inspect.signature(builder).bind(**keywords)
     except TypeError as error:
         raise TargetError(
             f"`{target}` cannot be called with {', '.join(keywords) or 'no arguments'}: {error}\n"
             "  a target is a function that returns (fn, args); --set key=value gives it arguments"
         ) from error
+    except ValueError:  # a callable without a signature
+        pass
+    try:
+        built: Any = builder(**keywords)
+    except AutoshardError:
+        raise
+    except Exception as error:
+        raise TargetError(f"`{target}` raised {raised(error)}") from error
     if not (isinstance(built, tuple) and len(built) == 2 and callable(built[0]) and isinstance(built[1], tuple)):
         raise TargetError(f"`{target}` returned a {type(built).__name__}; a builder returns (fn, args), args a tuple")
     return built[0], built[1]
@@ -46,6 +59,9 @@ def load_builder(target: str) -> Callable[..., Any]:
     module_name, _, name = target.partition(":")
     if not module_name or not name:
         raise TargetError(f"cannot read the target `{target}`: write package.module:builder, such as models:gpt2_small")
+    if module_name.endswith(".py") or "/" in module_name:
+        written = module_name.removesuffix(".py").strip("./").replace("/", ".")
+        raise TargetError(f"`{module_name}` is a file; write its module: {written}:{name}")
     sys.path[:] = children.standard_first([str(Path.cwd()), *sys.path])
     try:
         module = importlib.import_module(module_name)
@@ -55,6 +71,10 @@ def load_builder(target: str) -> Callable[..., Any]:
         else:
             way_out = f"`{module_name}` needs it: install it"
         raise TargetError(f"no module named `{error.name}`; {way_out}") from error
+    except AutoshardError:
+        raise
+    except Exception as error:
+        raise TargetError(f"importing `{module_name}` raised {raised(error)}") from error
     builder = getattr(module, name, None)
     if builder is None:
         near = difflib.get_close_matches(name, dir(module), n=3)
@@ -62,3 +82,11 @@ def load_builder(target: str) -> Callable[..., Any]:
     if not callable(builder):
         raise TargetError(f"`{target}` is a {type(builder).__name__}, not a function that returns (fn, args)")
     return builder
+
+
+def raised(error: BaseException) -> str:
+    """An exception of somebody else's code in a line, and where: the innermost place outside of libraries."""
+    places = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
+    own = [place for place in places if not _LIBRARIES.search(place[0])] or places
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    return f"{text}\n  at {own[-1][0]}:{own[-1][1]} ({own[-1][2]})" if own else text

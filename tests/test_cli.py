@@ -5,6 +5,7 @@ import json
 import logging
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,86 @@ def refused(*arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert not out
     assert "Traceback" not in err
     return err
+
+
+# --- Before any command ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["diff", "--help"]])
+def test_the_package_is_a_command(arguments: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", "autoshard", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert autoshard.__version__ in done.stdout or "plan files" in done.stdout
+
+
+TARGETS = """
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    params: Any
+    tx: Any = field(default=None, metadata={"static": True})
+
+
+def train():
+    def step(state, x):
+        g = jax.grad(lambda p: ((x @ p) ** 2).mean())(state.params)
+        return replace(state, params=state.params - g)
+
+    return step, (State(jnp.ones((64, 64)), tx=object()), jnp.ones((64, 64)))
+
+
+def broken():
+    return {}["nothing"]
+
+
+def wrong():
+    return (lambda x: x @ jnp.ones((3, 3))), (jnp.ones((4, 4)),)
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (
+            "own_targets:broken",
+            ["TargetError: `own_targets:broken` raised KeyError: 'nothing'", "own_targets.py:", "(broken)"],
+        ),
+        ("own_targets:wrong", ["TypeError: dot_general requires", "own_targets.py:", "AUTOSHARD_TRACEBACK=1 shows"]),
+        ("own_targets.py:train", ["is a file; write its module: own_targets:train"]),
+    ],
+)
+def test_what_a_target_raises_is_said_in_lines_with_its_place(
+    target: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own_targets.py").write_text(TARGETS)
+    monkeypatch.syspath_prepend(tmp_path)
+    said = refused("plan", target, "--hardware", "cpu:8", monkeypatch=monkeypatch, capsys=capsys)
+    assert all(word in said for word in words), said
+    assert len(said.splitlines()) <= 3
+
+
+def test_standard_layouts_are_of_the_state_that_was_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A builder's second call returns a state with another optimizer, which is part of its tree."""
+    (tmp_path / "own_states.py").write_text(TARGETS)
+    monkeypatch.syspath_prepend(tmp_path)
+    result = run("report", "own_states:train", *ON, "--json")
+    rows = json.loads(result.stdout[result.stdout.index("{") :])["compared"]
+    assert [row["name"] for row in rows] == ["data parallel", "fully sharded"]
+    assert "is left out" not in result.output
+
+
+def test_without_a_mesh_the_best_one_is_planned() -> None:
+    record = json.loads(run("plan", *SMALL, "--hardware", "cpu:4", "--donate", "0", "--json").stdout)
+    assert prod(record["mesh"].values()) == 4
 
 
 # --- plan ----------------------------------------------------------------------------
@@ -186,7 +267,10 @@ def test_hardware_of_a_file(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (["hardware", "h1000"], "UnknownHardwareError: unknown chip `h1000`: did you mean h100 or h200?"),
-        (["plan", *SMALL], "MeshError: say what to plan for, as in --mesh data=2,model=4 --hardware h100:1x8"),
+        (
+            ["plan", *SMALL],
+            "MeshError: say what to plan for, as in --hardware h100:1x8, and on which mesh, as in --mesh ",
+        ),
         (["plan", "models", *ON], "TargetError: cannot read the target `models`: write package.module:builder"),
         (["plan", "nowhere:f", *ON], "TargetError: no module named `nowhere`; it is neither in "),
         (["plan", "models:gpt_2_small", *ON], "TargetError: `models` has no `gpt_2_small`"),

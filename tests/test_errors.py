@@ -168,6 +168,8 @@ def test_no_mesh_at_all() -> None:
     assert text == 'no mesh: pass mesh={"data": 2, "model": 4} or a Mesh, or call inside `jax.set_mesh(mesh)`'
     text = said(lambda: autoshard.plan(product, W, X, hardware="h100"), MeshError)
     assert text.startswith("no mesh, and 'h100' does not say how many devices: pass mesh=")
+    text = said(lambda: autoshard.plan(product, W, X, hardware="tpu-v5p-64"), MeshError)
+    assert "counts TensorCores: it is 32 chips; write tpu-v5p:2x4x4" in text
 
 
 def test_memory_that_nothing_fits() -> None:

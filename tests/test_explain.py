@@ -217,6 +217,8 @@ def test_diff_names_what_moved(planned: Planned) -> None:
 
 
 def test_diff_of_two_programs_says_so(planned: Planned) -> None:
+    elsewhere = replace(planned.record, mesh=MeshAxes.of({"data": 4, "model": 2}))
+    assert "the program is the same, on another mesh" in str(diff(planned.record, elsewhere))
     assert "different programs" in str(diff(planned.record, replace(planned.record, digest="another")))
 
 

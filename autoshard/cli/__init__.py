@@ -6,6 +6,7 @@ of its arguments, as arrays or ShapeDtypeStructs.
 """
 
 import importlib
+import os
 import sys
 
 from rich.text import Text
@@ -13,7 +14,10 @@ from rich.text import Text
 from autoshard import _quiet
 from autoshard.cli.app import REFUSED, app, errors
 from autoshard.errors import AutoshardError
+from autoshard.target import raised
 from cost_models import CostModelError
+
+TRACEBACK = "AUTOSHARD_TRACEBACK"  # a variable of the environment
 
 # One room each, in the order of --help.
 COMMANDS = (
@@ -41,4 +45,10 @@ def main() -> None:
         app()
     except (AutoshardError, CostModelError) as error:
         errors().print(Text(f"{type(error).__name__}: {error}", style="red"), soft_wrap=True)
+        sys.exit(REFUSED)
+    except Exception as error:
+        if os.environ.get(TRACEBACK):
+            raise
+        way_out = f"{TRACEBACK}=1 shows the whole traceback"
+        errors().print(Text(f"{raised(error)}\n  {way_out}", style="red"), soft_wrap=True)
         sys.exit(REFUSED)

@@ -1,10 +1,12 @@
 """App: the typer application, its exit codes, and what every command prints with."""
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+
+import autoshard
 
 WRONG, REFUSED = 1, 2  # exit codes: a check failed; what was asked for is no good
 
@@ -14,6 +16,22 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(asked: bool) -> None:  # noqa: FBT001  (typer's callback)
+    if asked:
+        typer.echo(f"autoshard {autoshard.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _every_command(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    """Options that stand before any command."""
 
 
 def print_json(value: Any) -> None:

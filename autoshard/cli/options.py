@@ -25,7 +25,10 @@ class Compiler(StrEnum):
 
 
 TargetArgument = Annotated[str, typer.Argument(help="package.module:builder; the builder returns (fn, args)")]
-MeshOption = Annotated[str | None, typer.Option("--mesh", help="axes, major to minor: data=2,model=4")]
+MeshOption = Annotated[
+    str | None,
+    typer.Option("--mesh", help="axes, major to minor: data=2,model=4; default: the best of one and two axes"),
+]
 HardwareOption = Annotated[str | None, typer.Option("--hardware", help="chip and topology: h100:1x8, tpu-v5e:2x4")]
 MemoryOption = Annotated[
     str | None,
@@ -47,6 +50,15 @@ TimeOption = Annotated[float, typer.Option("--time-limit", help="seconds; then t
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON alone on standard output")]
 
 
+Built = tuple[Any, tuple[Any, ...]]
+
+
+def build(target: str, set_: Sequence[str] | None) -> Built:
+    """What a target returns, with progress on standard error; static values of two calls may differ, so: once."""
+    with progress.shown(errors(), f"build {target}"):
+        return load_target(target, assignments(set_ or (), "--set"))
+
+
 def planned(
     target: str,
     mesh: str | None,
@@ -62,12 +74,15 @@ def planned(
     refine: str | None = None,
     candidates: int = 3,
     constraints: Constraints = "needed",
+    built: Built | None = None,
 ) -> autoshard.Plan:
-    """The plan that a command's options ask for, with progress on standard error."""
-    if mesh is None or hardware is None:
-        raise MeshError("say what to plan for, as in --mesh data=2,model=4 --hardware h100:1x8")
+    """The plan that a command's options ask for, with progress on standard error; `built` if that was made before."""
+    if hardware is None:
+        raise MeshError(
+            "say what to plan for, as in --hardware h100:1x8, and on which mesh, as in --mesh data=2,model=4"
+        )
     options: dict[str, Any] = {
-        "mesh": mesh_axes(mesh),
+        "mesh": None if mesh is None else mesh_axes(mesh),
         "hardware": hardware,
         "memory": None if memory is None else byte_count(memory),
         "donate_argnums": [int(d) for d in donate or () if d.isdigit()],
@@ -80,7 +95,6 @@ def planned(
         "candidates": candidates,
         "constraints": constraints,
     }
-    with progress.shown(errors(), f"build {target}"):
-        fn, args = load_target(target, assignments(set_ or (), "--set"))
+    fn, args = build(target, set_) if built is None else built
     with progress.shown(errors(), progress.STAGES[0]):
         return autoshard.plan(fn, *args, **options)

@@ -1,6 +1,7 @@
 """`autoshard report`: a plan in pictures, as one page that opens offline."""
 
 from pathlib import Path
+from textwrap import shorten
 from typing import Annotated
 
 import jax
@@ -12,6 +13,7 @@ from autoshard import files, standard
 from autoshard.api import REL_GAP
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import (
+    Built,
     DonateOption,
     GradOption,
     HardwareOption,
@@ -22,12 +24,14 @@ from autoshard.cli.options import (
     SetOption,
     TargetArgument,
     TimeOption,
+    build,
     planned,
 )
-from autoshard.cli.written import assignments, writable
+from autoshard.cli.written import writable
 from autoshard.errors import AutoshardError
 from autoshard.report import page, progress, view
-from autoshard.target import load_target
+
+LONGEST = 160  # of why a layout is left out
 
 
 @app.command()
@@ -48,12 +52,13 @@ def report(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
 ) -> None:
     """Plan TARGET and write a page: layouts as tiles, timeline, memory, roofline, collectives, sources."""
-    made = planned(target, mesh, hardware, memory, donate, pin, set_, for_grad, REL_GAP, time_limit)
+    built = build(target, set_)
+    made = planned(target, mesh, hardware, memory, donate, pin, set_, for_grad, REL_GAP, time_limit, built=built)
     assert made.planned is not None  # planned just now
     rows: list[view.Json] = []
     if compare and not for_grad:
         with progress.shown(errors(), "standard layouts"):
-            rows = _compared(target, made, hardware or "", set_, time_limit)
+            rows = _compared(built, made, hardware or "", time_limit)
     shown = view.of_plan(made.planned, cost_models.hardware(hardware or ""), rows)
     if as_json:
         print_json(shown)
@@ -64,12 +69,10 @@ def report(
         typer.echo(f"{shown['verdict']}\n{out}")
 
 
-def _compared(
-    target: str, made: autoshard.Plan, hardware: str, set_: list[str] | None, time_limit: float
-) -> list[view.Json]:
+def _compared(built: Built, made: autoshard.Plan, hardware: str, time_limit: float) -> list[view.Json]:
     """The standard layouts in the same model; one that cannot be is left out."""
     assert made.planned is not None  # planned just now
-    fn, args = load_target(target, assignments(set_ or (), "--set"))
+    fn, args = built
     traced = made.planned.traced
     rows: list[view.Json] = []
     for name, specs in standard.layouts(made.planned):
@@ -87,7 +90,7 @@ def _compared(
                 rel_gap=REL_GAP,
             )
         except AutoshardError as error:
-            errors().print(f"{name} is left out: {error}", markup=False)
+            errors().print(f"{name} is left out: {shorten(str(error), LONGEST)}", markup=False)
             continue
         rows.append(view.compared_row(name, found.record))
     return rows
