@@ -204,6 +204,7 @@ def differentiated(d: Draw) -> Value:
 
     def function(x: Value) -> Value:
         inner = d.inner(seed, [x, x[..., :1] if x.ndim else x], [exact, exact])
+        inner.derived = True
         step(inner, DIFFERENTIABLE)
         made = inner.values[-1]
         return (lax.real(made) if kind_of(made) == "c" else made).astype(jnp.float32)

@@ -48,6 +48,7 @@ class Draw:
     values: list[Value] = field(default_factory=list[Value])
     exact: list[bool] = field(default_factory=list[bool])
     depth: int = 0
+    derived: bool = False  # whether what is being made is differentiated
     rounded: bool = False  # whether what is being made is not exact
 
     # Choices.
@@ -201,6 +202,7 @@ class Draw:
             values=list(values),
             exact=list(exact),
             depth=self.depth + 1,
+            derived=self.derived,
         )
 
 

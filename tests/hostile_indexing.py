@@ -40,7 +40,13 @@ class Lookup:
         """The positions, a column per dimension that they say."""
         columns = [self.operand[i] - self.sizes[i] + 1 for i in self.mapped]
         found = jnp.stack([d.indices(self.batch, limit, within=within) for limit in columns], axis=-1)
-        return found.astype(d.choice(NARROW)) if d.coin(0.2) else found
+        return narrowed(found, d.choice(NARROW)) if d.coin(0.2) else found
+
+
+def narrowed(x: Value, dtype: str) -> Value:
+    """Positions of another type, none of which it changes: XLA reads a known -1, cast to an unsigned type, as -1."""
+    near = lax.rem(x, jnp.int32(120))
+    return (jnp.abs(near) if dtype.startswith("u") else near).astype(dtype)
 
 
 def lookup(d: Draw, operand: Shape, batch_rank: int) -> Lookup:
@@ -120,8 +126,6 @@ def scatter(d: Draw) -> Value:
         operand_batching_dims=at.batching,
         scatter_indices_batching_dims=at.along,
     )
-    starts = at.starts(d, within=mode is PROMISE)
-    updates = d.operand(at.out, kind_of(x), dtype=str(x.dtype))
     op: Any = d.choice(
         (
             lax.scatter_add,
@@ -135,6 +139,10 @@ def scatter(d: Draw) -> Value:
     )
     if d.rounded:
         op = d.choice((lax.scatter_add, lax.scatter_sub))
+    undefined = d.derived and op not in (lax.scatter_add, lax.scatter_sub)  # out of range JAX's derivatives are wrong
+    mode = PROMISE if undefined else mode
+    starts = at.starts(d, within=mode is PROMISE)
+    updates = d.operand(at.out, kind_of(x), dtype=str(x.dtype))
     if op is lax.scatter_mul:
         updates = jnp.where(updates > 0, 1, -1).astype(x.dtype)
     if op is lax.scatter and prod(at.batch) > 1:
@@ -162,7 +170,7 @@ def indexed(d: Draw) -> Value:
         raise UnfitError
     updates = d.operand(made.shape, kind_of(x), dtype=str(x.dtype))
     there = x.at[key]
-    if d.rounded:
+    if d.rounded or d.derived:
         return d.small(there.add(updates, mode=mode), prod(shape) + 1)
     ops: tuple[Callable[[], Value], ...] = (
         lambda: there.add(updates, mode=mode),
@@ -190,8 +198,8 @@ def whole_or_part(d: Draw, shape: Sequence[int]) -> Shape:
 
 def starts(d: Draw, shape: Sequence[int]) -> list[Value]:
     """Starts out of range as often as in it, of several dtypes."""
-    found = [d.indices((), size).astype(d.choice(("int32", "int32", *NARROW))) for size in shape]
-    return [s.astype(found[0].dtype) for s in found]
+    dtype = d.choice(("int32", "int32", *NARROW))
+    return [d.indices((), size) if dtype == "int32" else narrowed(d.indices((), size), dtype) for size in shape]
 
 
 def sliced(d: Draw) -> Value:
@@ -238,7 +246,7 @@ def one_hot(d: Draw) -> Value:
 def segments(d: Draw) -> Value:
     x = d.operand((d.size(), d.size()))
     at = d.indices(x.shape[:1], 4)
-    op = jax.ops.segment_sum if d.rounded else d.choice((jax.ops.segment_sum, jax.ops.segment_max))
+    op = jax.ops.segment_sum if d.rounded or d.derived else d.choice((jax.ops.segment_sum, jax.ops.segment_max))
     made = op(x, at, 4, mode=d.choice((None, "clip", "drop")))
     return d.small(jnp.where(jnp.isfinite(made), made, 0), max(x.shape[0], 1))
 

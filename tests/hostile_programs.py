@@ -111,7 +111,7 @@ class Program:
 
     def _drawn(self, given: Sequence[Value] | None, mesh: Any) -> list[Value]:
         rng = np.random.default_rng((self.seed, 2))
-        d = Draw(rng=rng, sizes=self.setting.sizes, fresh=self._fresh(given))
+        d = Draw(rng=rng, sizes=self.setting.sizes, fresh=self._fresh(given), derived=self.setting.whole_gradient)
         d.hold(d.fresh(d.shape(d.whole(1, 3), 256), "float32", d), exact=True)
         kind = d.choice("fffiihbc")
         d.hold(d.fresh(d.shape(d.whole(1, 3), 128), d.dtype(kind), d), exact=True)

@@ -74,7 +74,7 @@ def reduce_by_function(d: Draw) -> Value:
     x = d.pick("fi", 1, exact=True)
     axes = d.some(x.ndim, 1)
     if d.coin():
-        most = jnp.asarray(-9, x.dtype) if x.dtype != jnp.uint8 else jnp.asarray(0, x.dtype)
+        most = jnp.asarray(-9, x.dtype) if not str(x.dtype).startswith("uint") else jnp.asarray(0, x.dtype)
         place = lax.broadcasted_iota(jnp.int32, x.shape, axes[0])
 
         def better(left: Any, right: Any) -> Any:
@@ -325,7 +325,7 @@ def library(d: Draw) -> Value:
     x = d.pick("f", 1, exact=True, most=3, where=lambda v: v.size > 0)
     y, axis = d.like(x, exact=True), d.axis(x)
     d.inexact()
-    ops: tuple[Callable[[], Value], ...] = (
+    ops: tuple[Callable[[], Any], ...] = (
         lambda: jnp.median(x, axis=axis),
         lambda: jnp.quantile(x, 0.3, axis=axis),
         lambda: jnp.diff(x, axis=axis),
