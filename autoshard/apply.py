@@ -283,7 +283,7 @@ def _equation(
 
 
 # Calls without rules of their own: their bodies are evaluated in place.
-INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
+INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_vmap_call"})
 
 # Their bodies may hold no constants, such as those of calls inside that were evaluated in place: they become operands.
 WITHOUT_CONSTANTS = frozenset({"checkpoint", "remat", "remat2"})

@@ -100,7 +100,13 @@ def propagated(
     Raises:
       ShardyError: propagation fails, or the lowered program lacks a value.
     """
-    found = shardy.propagate(_jax.lower(annotated(program, mesh, annotations, keep_unused=True), platform))
+    found = shardy.propagate(
+        shardy.lowered(
+            annotated(program, mesh, annotations, keep_unused=True),
+            platform,
+            [(eqn.primitive, eqn.where) for eqn in graph.eqns],
+        )
+    )
     lowered = ops_of(graph, found.values)
     layouts = dict(zip(graph.inputs, found.arguments, strict=True))
     rounds = {graph.carry[e]: lowered.get(r[0]) for e, r in enumerate(graph.results) if _is(graph, e, "loop_result")}

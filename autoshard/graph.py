@@ -150,6 +150,7 @@ CALLS: Mapping[str, str] = {
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
+    "custom_vmap_call": "call",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "checkpoint": "jaxpr",

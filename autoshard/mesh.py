@@ -24,7 +24,7 @@ class MeshAxes:
             if not _is_name(name):
                 raise MeshError(
                     f"mesh axis {name!r}: XLA and Shardy read names of printable ASCII with a letter or a digit, "
-                    'without " \\ and : (others end the process, or cannot be read back): rename the axis'
+                    "without quotes, backslashes and colons (others end the process or are misread): rename the axis"
                 )
         if len(set(self.names)) != len(self.names):
             raise MeshError(f"mesh axis names repeat: {self.names}")
@@ -60,5 +60,5 @@ def _is_name(name: object) -> bool:
         and name.isascii()
         and name.isprintable()
         and any(letter.isalnum() for letter in name)
-        and not set(name) & set('"\\:')
+        and not set(name) & set("\"'\\:")
     )

@@ -21,7 +21,7 @@ from autoshard.completion import SCOPE, Annotations, as_operand, layout_in, ops_
 from autoshard.graph import LINKS, Graph, Path
 from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
-from autoshard.shardy import Lowering, ValueLayout, layouts_of
+from autoshard.shardy import Lowering, ValueLayout, layouts_of, lowered
 from autoshard.trace import Traced
 
 Moved = tuple[str, tuple[str, ...], str]  # kind, axes and element type of collectives
@@ -76,7 +76,9 @@ class Probe:
         self._inputs = {
             v: Layout.from_spec(annotations.inputs[i], graph.avals[v].ndim) for i, v in enumerate(graph.inputs)
         }
-        self._lowering = Lowering(_jax.lower(self._traced(program, annotations), platform))
+        self._lowering = Lowering(
+            lowered(self._traced(program, annotations), platform, [(eqn.primitive, eqn.where) for eqn in graph.eqns])
+        )
         self._lowering.edit(_mark)
 
     @property

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from autoshard import _jax
-from autoshard.errors import ShardyError
+from autoshard.errors import CompileError, ShardyError
 from autoshard.layout import Layout
 
 Dims = tuple[tuple[str, ...], ...]
@@ -164,6 +164,27 @@ def factor_rules(fn: Callable[..., Any], *avals: Any) -> list[tuple[str, str]]:
             text = str(op.attributes["sdy.sharding_rule"])
             rules.append((op.name, text.removeprefix("#sdy.op_sharding_rule<").removesuffix(">")))
     return rules
+
+
+def lowered(traced: Any, platform: str, places: Iterable[tuple[str, str]]) -> Any:
+    """A traced program, lowered for a platform.
+
+    Args:
+      traced: what `jax.jit(…).trace(…)` returns.
+      platform: as JAX names it.
+      places: the program's primitives, each with where it is.
+
+    Raises:
+      CompileError: JAX has no lowering of one of the equations for the platform.
+    """
+    try:
+        return _jax.lower(traced, platform)
+    except NotImplementedError as error:
+        where = next((f", at {place}" for primitive, place in places if f"'{primitive}'" in str(error)), "")
+        raise CompileError(
+            f"JAX cannot lower the program for {platform}{where} ({error}): "
+            "plan for hardware that has it, or compute this elsewhere"
+        ) from error
 
 
 def propagate(lowered: Any, pins: Mapping[int, Layout] | None = None) -> Propagation:

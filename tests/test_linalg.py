@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import autoshard
+from autoshard.errors import CompileError
 from autoshard.mesh import MeshAxes
 from tests.rules_compiled import Split, splits_of, wrong
 from tests.rules_oracle import equations
@@ -87,3 +88,24 @@ def test_upper_halves_of_products_are_exact(dtype: str) -> None:
     shift = 8 * np.dtype(dtype).itemsize
     np.testing.assert_array_equal(got, ((x.astype(np.int64) * y.astype(np.int64)) >> shift).astype(dtype))
     np.testing.assert_array_equal(seven, ((x.astype(np.int64) * 7) >> shift).astype(dtype))
+
+
+def test_what_a_platform_lacks_is_an_error_that_says_where() -> None:
+    with pytest.raises(CompileError, match=r"for tpu, at .*test_linalg\.py.*'eig'.*plan for hardware"):
+        autoshard.plan(
+            lambda x: jnp.linalg.eig(x)[0], jnp.ones((4, 8, 8)), mesh={"a": 4}, hardware="tpu-v5e:2x2", for_grad=False
+        )
+
+
+def test_a_function_with_its_own_batching_rule_is_seen_through() -> None:
+    @jax.custom_batching.custom_vmap
+    def double(x: Any) -> Any:
+        return jnp.sin(x) * 2
+
+    @double.def_vmap
+    def _(size: int, batched: Any, x: Any) -> Any:
+        return jnp.sin(x) * 2, batched[0]
+
+    x = jnp.arange(32.0).reshape(8, 4)
+    f = autoshard.jit(lambda x: double(x).sum(0), mesh={"a": 4}, hardware="cpu:4", for_grad=False)
+    np.testing.assert_allclose(f(x), (jnp.sin(x) * 2).sum(0), rtol=1e-5)

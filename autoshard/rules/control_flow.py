@@ -10,7 +10,7 @@ from autoshard.rules.rule import FactorKind, RuleBuilder, ShardingRule, refuse, 
 
 BODIES = (
     *("call", "checkpoint", "closed_call", "cond", "core_call", "custom_jvp_call", "custom_lin", "custom_vjp_call"),
-    *("eval_jaxpr", "jit", "pjit", "remat", "remat2", "scan", "while"),
+    *("custom_vmap_call", "eval_jaxpr", "jit", "pjit", "remat", "remat2", "scan", "while"),
 )
 
 refuse(dict.fromkeys(BODIES, "it has a body, whose equations have the rules, and none of its own"))
