@@ -402,6 +402,11 @@ def with_derivatives(params: Any, rewritten: Callable[[Any, Sequence[Any], int],
     }
 
 
+def spelled_out(closed: Any) -> Any:
+    """A closed jaxpr with what JAX 0.12 keeps in one piece (`jnp.searchsorted`) as the equations that it stands for."""
+    return partial_eval.lower_jaxpr2(closed) if getattr(closed, "is_high", False) else closed
+
+
 def with_body(body: Any, fn: Any) -> Any:
     """`fn` traced in the place of a call's body: with its constants."""
     avals = [

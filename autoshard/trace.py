@@ -92,7 +92,7 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mes
     try:
         with _jax.cudnn_if_missing(), _jax.auto_mesh(mesh.names if mesh else (), mesh.sizes if mesh else ()):
             closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
-            closed = explicit(closed)
+            closed = explicit(_jax.spelled_out(closed))
     except ValueError as error:
         if "should match the aval mesh" in str(error):
             raise _closes_over_explicit(fn, error) from error
@@ -176,4 +176,4 @@ def _with_own_mesh(fn: Callable[..., Any], avals: Sequence[Any], refusal: ValueE
         ) from refusal
     with _jax.cudnn_if_missing(), _jax.auto_mesh((), ()):
         closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
-        return explicit(closed), out_shape
+        return explicit(_jax.spelled_out(closed)), out_shape
