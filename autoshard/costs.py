@@ -14,8 +14,11 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from autoshard import opaque
+from autoshard.errors import InfeasibleError
 from autoshard.graph import Eqn
 from autoshard.mesh import MeshAxes
+from autoshard.resharding import PS_PER_S
 from autoshard.resharding import Machine as CollectiveMachine
 from autoshard.rules import ShardingRule
 from autoshard.strategies import Strategies, shards
@@ -118,6 +121,20 @@ def _convolution_flops(eqn: Eqn) -> float:
     return flops
 
 
+def kernel_s(eqn: Eqn, strategies: Strategies, mesh: MeshAxes, machine: Machine) -> tuple[Seconds, NDArray[np.float64]]:
+    """Seconds and FLOPs per device (S,) that a Pallas kernel estimates of itself, shared among its parts."""
+    found = opaque.estimate(eqn)
+    values = zip((*eqn.operands, *eqn.results), (*strategies.operands, *strategies.results), strict=True)
+    parts = np.max([shards(codes, aval.ndim, mesh) for aval, codes in values], axis=0)
+    dtypes = [jax.numpy.dtype(aval.dtype) for aval in eqn.operands if jax.numpy.issubdtype(aval.dtype, np.inexact)]
+    rate = 2.0 * _LARGE**3 / float(machine.matmul_s(1, _LARGE, _LARGE, _LARGE, (dtypes or [np.dtype("f4")])[0].name))
+    flops = found.flops / parts
+    return np.maximum(flops / rate, machine.hbm_s(found.bytes_accessed / parts)), flops
+
+
+_LARGE = 8192  # a matmul of this size is bound by its FLOPs
+
+
 def in_op_s(eqn: Eqn, rule: ShardingRule, strategies: Strategies, mesh: MeshAxes, machine: Machine) -> Seconds:
     """Seconds of the reductions that an equation finishes itself (maxima and the like)."""
     seconds = np.zeros(len(strategies))
@@ -201,3 +218,19 @@ def _marks(eqn: Eqn) -> bool:
 def is_contraction(eqn: Eqn) -> bool:
     """Whether an equation is a matrix multiplication or a convolution."""
     return eqn.primitive in CONTRACTIONS
+
+
+def multiplies(eqn: Eqn) -> bool:
+    """Whether communication may hide behind an equation: a contraction, or a `shard_map`, whose body has them."""
+    return is_contraction(eqn) or eqn.primitive == opaque.MANUAL
+
+
+def picoseconds(seconds: Seconds) -> NDArray[np.int64]:
+    """Prices as the solver adds them.
+
+    Raises:
+      InfeasibleError: one is not finite.
+    """
+    if not np.isfinite(seconds).all():
+        raise InfeasibleError("the cost model returned a price that is not finite")
+    return np.rint(seconds * PS_PER_S).astype(np.int64)

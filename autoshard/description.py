@@ -18,6 +18,7 @@ from autoshard.mesh import MeshAxes
 from autoshard.pins import Pins, Specs
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Decisions
+from autoshard.problem.unpriced import unpriced
 from autoshard.record import Certificate, Cost, Leaf, Memory, PlanRecord
 from autoshard.resharding import BUCKET_BYTES
 from autoshard.rules.rule import kept_whole
@@ -80,7 +81,7 @@ def describe(
         compiler_options=_compiler_options(
             hardware, mesh, memory_bytes - peak, loops=bool(setting.decisions.graph.loops)
         ),
-        notes=(*notes, *_kernel_notes(d)),
+        notes=(*notes, *_kernel_notes(d), *(f"not priced: {what}" for what in unpriced(d))),
     )
 
 

@@ -109,6 +109,7 @@ class Graph:
     outputs: tuple[int, ...]
     named: Mapping[str, int]  # `checkpoint_name` → value
     carry: Mapping[int, tuple[int, int]]  # loop_carry or loop_result → (loop, which carry)
+    guessed: tuple[str, ...] = ()  # the source lines of loops that do not say how often they run
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -129,6 +130,18 @@ class Graph:
         for e, values in enumerate(self.operands):
             for i, v in enumerate(values):
                 found.setdefault(v, []).append((e, i))
+        return found
+
+    def carries(self) -> list[list[int]]:
+        """The links into and out of a loop's body that carry one value round."""
+        into: dict[tuple[int, int], int] = {}
+        found: list[list[int]] = []
+        for e, eqn in enumerate(self.eqns):
+            if eqn.primitive == "loop_carry":
+                into[self.carry[e]] = e
+            elif eqn.primitive == "loop_result":
+                entry = into.get(self.carry[e])
+                found.append([e] if entry is None else [entry, e])
         return found
 
     def networkx(self) -> nx.DiGraph:
@@ -161,16 +174,28 @@ CALLS: Mapping[str, str] = {
 
 # Equations whose results are their operands. A `reshard` (JAX's indexing emits one) says
 # nothing of Auto axes, and programs are traced with no others.
-ALIASES = frozenset({"name", "optimization_barrier", "reshard"})
+ALIASES = frozenset(
+    {
+        *("name", "optimization_barrier", "reshard"),
+        *("pvary", "reduced_vary_cast", "reduced_vary_cast_p", "vary_unreduced_cast", "vary_unreduced_cast_p"),
+    }
+)
 
 
-def build(closed: Any, platform: str = "cpu") -> Graph:
-    """The graph of a closed jaxpr, for a platform as JAX names it ("cpu", "cuda", "tpu")."""
+def build(closed: Any, platform: str = "cpu", *, live: Sequence[bool] | None = None) -> Graph:
+    """The graph of a closed jaxpr.
+
+    Args:
+      closed: the program.
+      platform: as JAX names it ("cpu", "cuda", "tpu").
+      live: which of its outputs are wanted; None stands for all.
+    """
     builder = _Builder(platform)
     jaxpr = _jax.open_jaxpr(closed)
     inputs = [builder.value(var.aval, _TOP) for var in jaxpr.invars]
     outputs = builder.walk(closed, inputs, (), _TOP)
-    return builder.finish(inputs, outputs)
+    wanted = [True] * len(outputs) if live is None else live
+    return builder.finish(inputs, [v for v, taken in zip(outputs, wanted, strict=True) if taken])
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +226,7 @@ class _Builder:
         self.named: dict[str, int] = {}
         self.branch: dict[int, int] = {}  # a resolved platform index → its value
         self.loops = 0
+        self.guessed: list[str] = []
         self.carry: dict[int, tuple[int, int]] = {}
         self._aval_of: dict[Any, Aval] = {}
         self._where = _jax.SourceLines()
@@ -354,6 +380,7 @@ class _Builder:
     def while_loop(self, eqn: Any, operands: list[int], here: Path, scope: _Scope) -> list[int]:
         tests, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         inside = self.enter(WHILE_TRIPS, scope)
+        self.guessed.append(self._where(eqn))
         first, entry = tests + consts, (*here, 1)
         constant = [
             self.into(
@@ -421,4 +448,5 @@ class _Builder:
             outputs=tuple(outputs),
             named=self.named,
             carry={position: self.carry[e] for position, e in enumerate(keep) if e in self.carry},
+            guessed=tuple(self.guessed),
         )

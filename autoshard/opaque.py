@@ -96,6 +96,12 @@ def _split(params: Mapping[str, Any], pieces: Mapping[Place, int]) -> dict[int, 
     return split
 
 
+def estimate(eqn: Eqn) -> Any:
+    """A kernel's own `cost_estimate`, with FLOPs; None if it has none."""
+    found = eqn.params.get("cost_estimate")
+    return found if found is not None and found.flops else None
+
+
 def manual_layouts(eqn: Eqn, mesh: MeshAxes) -> list[Layout]:
     """The layouts of a `shard_map`'s operands, then results, on a mesh without axes of size 1.
 

@@ -23,6 +23,7 @@ from autoshard.pins import Pins
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.formulation import UNIT_S, Formulation, formulate
 from autoshard.problem.network import Int
+from autoshard.problem.unpriced import unpriced
 from autoshard.record import Certificate, PlanRecord
 from autoshard.rules.control_flow import HOST_CALLS
 from autoshard.rules.kernels import CUDNN_BACKWARD, CUDNN_FORWARD
@@ -197,9 +198,16 @@ def _certificate(formulation: Formulation, solution: Solution, hardware: Hardwar
         space=(
             f"every evenly dividing layout of {nodes} decisions ({classes} after decisions in equal places share one), "
             "element-wise chains in one layout, one shared copy per value; priced by autoshard's model of "
-            f"{hardware.name}"
+            f"{hardware.name}{_without(unpriced(formulation.decisions))}"
         ),
     )
+
+
+def _without(names: Sequence[str]) -> str:
+    """What a proof does not speak of."""
+    if not names:
+        return ""
+    return f", without {'; '.join(names[:3])}{f'; and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
 def traced_gradient(planned: Planned, mesh: Any) -> Any:

@@ -244,3 +244,10 @@ def enumerate_strategies(rule: ShardingRule, mesh: MeshAxes, *, sums_flow: bool 
         finished=np.full(len(kept), -1, np.int8),
         pruned=len(rows) - len(kept),
     )
+
+
+def reduced(codes: Codes, ndim: int, mesh: MeshAxes) -> Codes:
+    """The codes with unreduced axes made whole."""
+    rows = decode(codes, ndim, mesh.ndim).copy()
+    rows[rows == SUM] = WHOLE
+    return np.unique(encode(rows, ndim))

@@ -137,6 +137,8 @@ class Assignment:
         d = self.decisions
         e, position = self._producer(value)
         rule = d.rules[e]
+        if d.nodes[d.node_of[e]].body is not None:
+            return set()
         if any(factor.reduction for factor in rule.factors):
             shared = set.intersection(*({f for dim in dims for f in dim} for dims in rule.operands))
         else:  # sums flow through
@@ -299,12 +301,30 @@ class Assignment:
             exposed = sum(share * float(left[window]) for window, share in shares)
             yield row, row.seconds * row.trips * (1.0 - hidden + hidden * exposed)
         for n in range(len(d.nodes)):
-            yield from ((row, row.seconds * row.trips) for row in self.in_op(n))
+            yield from self._in_op(n)
 
     def in_op(self, n: int) -> Iterator[Collective]:
-        """The collectives inside decision n: reductions that an equation finishes itself."""
+        """The collectives inside decision n: reductions that an equation finishes itself, and those of a body."""
+        return (row for row, _ in self._in_op(n))
+
+    def _in_op(self, n: int) -> Iterator[tuple[Collective, float]]:
+        """They, and for how many seconds the step waits for each."""
         d = self.decisions
         node, pick = d.nodes[n], self.choice[n]
+        for inner in node.body.collectives if node.body else ():
+            trips = inner.trips * d.graph.runs(node.equations[0])
+            row = self._collective(
+                inner.kind,
+                inner.axes,
+                inner.nbytes,
+                inner.dtype,
+                trips,
+                None,
+                inner.where,
+                inner.value,
+                bucket=inner.bucket,
+            )
+            yield row, row.seconds * trips * inner.waited
         if node.strategies is None or not node.strategies.in_op[pick].any():
             return
         e = node.equations[0]
@@ -312,15 +332,16 @@ class Assignment:
         for aval, codes in zip(d.graph.eqns[e].results, node.strategies.results, strict=True):
             row = decode(int(codes[pick]), aval.ndim, d.mesh.ndim)
             pieces = int(np.prod([s for s, r in zip(d.mesh.sizes, row, strict=True) if r >= 0], dtype=np.int64))
-            local = aval.nbytes // pieces
-            yield self._collective(
-                "all-reduce", axes, local, str(aval.dtype), d.graph.runs(e), None, node.where, str(aval), bucket=0
+            local, trips = aval.nbytes // pieces, d.graph.runs(e)
+            row = self._collective(
+                "all-reduce", axes, local, str(aval.dtype), trips, None, node.where, str(aval), bucket=0
             )
+            yield row, row.seconds * trips
 
     def node_s(self, n: int) -> float:
         """Seconds of decision n over all its trips, without the collectives inside."""
         return int(self.decisions.nodes[n].cost_ps[self.choice[n]]) / PS_PER_S - sum(
-            row.seconds * row.trips for row in self.in_op(n)
+            waited_s for _, waited_s in self._in_op(n)
         )
 
     def _collective(

@@ -6,20 +6,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard import costs, opaque
-from autoshard.errors import InfeasibleError
 from autoshard.graph import LINKS, Aval, Graph
 from autoshard.memory import RENAMES, cast_ahead, in_place, lives
 from autoshard.mesh import MeshAxes
+from autoshard.problem import bodies
 from autoshard.problem.accumulators import NONE, accumulators
 from autoshard.problem.casts import narrow_side, widening
-from autoshard.problem.decisions import Decision, Decisions, Edge, Port, consumer_port
+from autoshard.problem.decisions import Body, Decision, Decisions, Edge, Port, consumer_port
 from autoshard.problem.fetching import begins, fetchable
 from autoshard.problem.sharing import groups
 from autoshard.problem.strides import strides
 from autoshard.problem.traits import MERGING, levels, traits
 from autoshard.problem.usages import Usages, local_bytes
 from autoshard.problem.windows import EARLY, windows
-from autoshard.resharding import INF_PS, NO_STRIDES, PS_PER_S
+from autoshard.resharding import NO_STRIDES, PS_PER_S
 from autoshard.rules import rules_of
 from autoshard.running import feeding
 from autoshard.strategies import (
@@ -28,11 +28,11 @@ from autoshard.strategies import (
     Codes,
     Strategies,
     decode,
-    encode,
     enumerate_strategies,
     given,
     layouts,
     parted,
+    reduced,
     shards,
 )
 
@@ -80,8 +80,11 @@ class _Decider:
         equation_pins: Mapping[int, Codes],
         unknown: str,
         platform: str,
+        manual: MeshAxes | None = None,  # the mesh of the `shard_map` that the graph is the body of
     ) -> None:
-        self.graph, self.mesh, self.machine = graph, mesh, machine
+        self.graph, self.mesh, self.machine, self.manual = graph, mesh, machine, manual
+        self.bodies = bodies.Bodies(manual or mesh, machine, platform, self._alone)
+        self.summed: set[int] = set()  # results of a `shard_map` that end in a sum of its author's
         self.equation_pins = equation_pins
         self.rules = rules_of(graph.eqns, unknown=unknown)
         self.traits = traits(graph, self.rules, equation_pins, platform)
@@ -160,6 +163,7 @@ class _Decider:
         equations: Sequence[int] = (),
         strategies: Strategies | None = None,
         codes: Codes | None = None,
+        body: Body | None = None,
     ) -> int:
         zero = np.zeros(count)
         self.nodes.append(
@@ -167,13 +171,14 @@ class _Decider:
                 kind=kind,
                 name=name,
                 where=where,
-                cost_ps=_ps(zero if seconds is None else seconds),
-                cover_ps=_ps(zero if cover is None else cover),
+                cost_ps=costs.picoseconds(zero if seconds is None else seconds),
+                cover_ps=costs.picoseconds(zero if cover is None else cover),
                 window=window,
                 flops=zero if flops is None else flops,
                 equations=tuple(equations),
                 strategies=strategies,
                 codes=codes,
+                body=body,
             )
         )
         return len(self.nodes) - 1
@@ -242,21 +247,8 @@ class _Decider:
         chains: dict[int, list[int]] = {}
         for e in parent:
             chains.setdefault(find(e), []).append(e)
-        for members in [*chains.values(), *self._carries()]:
+        for members in [*chains.values(), *graph.carries()]:
             self._add_chain(members)
-
-    def _carries(self) -> list[list[int]]:
-        """The links into and out of a loop's body that carry one value round."""
-        graph = self.graph
-        into: dict[tuple[int, int], int] = {}
-        found: list[list[int]] = []
-        for e, eqn in enumerate(graph.eqns):
-            if eqn.primitive == "loop_carry":
-                into[graph.carry[e]] = e
-            elif eqn.primitive == "loop_result":
-                entry = into.get(graph.carry[e])
-                found.append([e] if entry is None else [entry, e])
-        return found
 
     def _add_chain(self, members: list[int]) -> None:
         graph, mesh = self.graph, self.mesh
@@ -303,8 +295,12 @@ class _Decider:
         for e, (eqn, rule) in enumerate(zip(graph.eqns, self.rules, strict=True)):
             if self.node_of[e] >= 0 or all(v in self.free for v in graph.results[e]):
                 continue
-            if eqn.primitive == opaque.MANUAL:
-                strategies = given(opaque.manual_layouts(eqn, self.mesh), len(eqn.operands), self.mesh)
+            body = None
+            if eqn.primitive == opaque.MANUAL and self.manual is None:
+                laid_out = opaque.manual_layouts(eqn, self.mesh)
+                body = self.bodies.of(eqn, laid_out[len(eqn.operands) :], self._live(e))
+                self.summed.update(graph.results[e][i] for i in body.summed)
+                strategies = given(bodies.pending(laid_out, body), len(eqn.operands), self.mesh)
             else:
                 strategies = enumerate_strategies(rule, self.mesh, sums_flow=self.traits.flows[e])
                 if self.platform in MERGING and self.traits.flows[e] and len(set(graph.operands[e])) > 1:
@@ -315,7 +311,16 @@ class _Decider:
             seconds = costs.in_op_s(eqn, rule, strategies, self.mesh, self.machine)
             cover = flops = None
             window = EARLY
-            if costs.is_contraction(eqn):
+            if eqn.primitive == opaque.MANUAL:
+                body = body or self.bodies.of(eqn, (), self._live(e))
+                seconds, flops = seconds + body.seconds, np.full(len(strategies), body.flops)
+                cover = np.full(len(strategies), body.multiplying_s * self.machine.overlap * graph.runs(e))
+                window = self.windows.of_equation[e]
+            elif self.manual is not None and bodies.over(eqn, self.manual):
+                pass  # a collective is priced as such
+            elif eqn.primitive == opaque.PALLAS and opaque.estimate(eqn) is not None:
+                seconds, flops = costs.kernel_s(eqn, strategies, self.mesh, self.machine)
+            elif costs.is_contraction(eqn):
                 compute, flops = costs.contraction_s(eqn, rule, strategies, self.mesh, self.machine)
                 seconds = seconds + compute
                 cover = compute * self.machine.overlap * graph.runs(e)
@@ -345,10 +350,23 @@ class _Decider:
                 flops=None if flops is None else flops * graph.runs(e),
                 equations=(e,),
                 strategies=strategies,
+                body=body,
             )
             self.node_of[e] = node
+            if body is not None:
+                self.usages.add(node, e, e + 1, np.full(len(strategies), body.beside_bytes), "activations")
             for v, codes in zip(graph.results[e], strategies.results, strict=True):
                 self.ports[v] = Port(node, codes)
+
+    def _live(self, e: int) -> list[bool]:
+        """Which results of an equation anything takes."""
+        return [v in self.consumers or v in self.graph.outputs for v in self.graph.results[e]]
+
+    def _alone(self, graph: Graph) -> Decisions:
+        """The decisions of a `shard_map`'s body, a program on one device."""
+        mesh = self.manual or self.mesh
+        body = _Decider(graph, bodies.ALONE, self.machine, {}, "replicate", self.platform, manual=mesh)
+        return body.run({}, frozenset(), {}, {}, {})
 
     def _add_outputs(self, inputs: list[int], tied: Mapping[int, int], output_pins: Mapping[int, Codes]) -> list[int]:
         found: list[int] = []
@@ -458,10 +476,12 @@ class _Decider:
         aval = self.graph.avals[value]
         wanted = np.unique(np.concatenate([t.codes for t in targets]))
         rows = decode(wanted, aval.ndim, self.mesh.ndim)
-        reduced = ~(rows == SUM).any(axis=1)
+        finished = ~(rows == SUM).any(axis=1)
         made = np.unique(port.codes)
         codes = np.unique(
-            np.concatenate([wanted[reduced], np.intersect1d(wanted[~reduced], made), _reduced(made, aval, self.mesh)])
+            np.concatenate(
+                [wanted[finished], np.intersect1d(wanted[~finished], made), reduced(made, aval.ndim, self.mesh)]
+            )
         )
         name = f"copy of {self.nodes[port.node].name}"
         where = self.nodes[port.node].where
@@ -544,12 +564,15 @@ class _Decider:
         """Pairs in which a sum is finished as the compiler would not.
 
         On its way to an addition that has it come finished; or scattered over some of its axes alone, which
-        is done for what contractions make: of what was added, on GPU, term by term, and not for lookups.
+        is done for what contractions make: of what was added, on GPU, term by term, and not for lookups. What the
+        author of a `shard_map` sums does not wait.
         """
         node, ndim = self.nodes[target.node], self.graph.avals[value].ndim
         never = np.zeros((len(source.codes), len(target.codes)), bool)
         if value not in self.traits.products and not (self.platform == "tpu" and value in self.traits.added):
             never |= parted(source.codes, target.codes, ndim, self.mesh.ndim)
+        if value in self.summed:
+            never |= (decode(target.codes, ndim, self.mesh.ndim) == SUM).any(axis=1)
         if node.strategies is not None and (node.strategies.finished >= 0).any():
             pending = (decode(source.codes, ndim, self.mesh.ndim) == SUM).any(axis=1)
             position = self.graph.operands[node.equations[0]].index(value)
@@ -573,16 +596,3 @@ class _Decider:
         """What is moved of a value: XLA:GPU exchanges collectives with casts, XLA:TPU does not."""
         on_gpu = self.platform == "cuda"
         return narrow_side(self.graph, self.made_by, value) if on_gpu else self.graph.avals[value]
-
-
-def _ps(seconds: NDArray[np.float64]) -> NDArray[np.int64]:
-    if not np.isfinite(seconds).all():
-        raise InfeasibleError("the cost model returned a price that is not finite")
-    return np.rint(np.minimum(seconds * PS_PER_S, INF_PS)).astype(np.int64)
-
-
-def _reduced(codes: Codes, aval: Aval, mesh: MeshAxes) -> Codes:
-    """The codes with unreduced axes made whole."""
-    rows = decode(codes, aval.ndim, mesh.ndim).copy()
-    rows[rows == SUM] = WHOLE
-    return np.unique(encode(rows, aval.ndim))

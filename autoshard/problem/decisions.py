@@ -35,6 +35,42 @@ from autoshard.rules import ShardingRule
 from autoshard.strategies import SUM, WHOLE, Codes, Strategies, decode, encode
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inner:
+    """A collective that the author of a `shard_map` wrote.
+
+    `bucket`: the bytes of those with which it is merged, `waited`: the share of its seconds that hides behind nothing.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: int
+    dtype: str
+    trips: int
+    where: str
+    value: str
+    bucket: int
+    waited: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """One run of a `shard_map`'s body on one device.
+
+    `seconds` with its collectives, `unpriced` what they lack. `summed`: result → the axes over which it is summed
+    at the end, which is no part of the body's: what follows decides how, as for any pending sum.
+    """
+
+    seconds: float
+    flops: float
+    multiplying_s: float  # seconds of contractions
+    collectives: tuple[Inner, ...]
+    summed: Mapping[int, tuple[str, ...]]
+    results: int
+    beside_bytes: int
+    unpriced: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decision:
     """One node: S choices, each with its seconds (integer ps), compute and memory."""
@@ -49,6 +85,7 @@ class Decision:
     equations: tuple[int, ...]
     strategies: Strategies | None = None
     codes: Codes | None = None  # (S,) for every kind but equation
+    body: Body | None = None  # of a `shard_map`
 
     def __len__(self) -> int:
         return len(self.cost_ps)

@@ -38,7 +38,7 @@ from functools import reduce
 from operator import or_
 from typing import TypeVar
 
-from autoshard.costs import is_contraction
+from autoshard.costs import multiplies
 from autoshard.graph import LINKS, Graph
 from autoshard.memory import RENAMES
 from autoshard.resharding import BUCKET_BYTES, TRIP_BYTES
@@ -167,9 +167,9 @@ def _outside(graph: Graph) -> _Phases:
     """The phases of the program; those after some contractions are outside of loops."""
     after: set[int] = set()  # has a contraction among its ancestors
     for e, eqn in enumerate(graph.eqns):
-        if is_contraction(eqn) or not after.isdisjoint(graph.operands[e]):
+        if multiplies(eqn) or not after.isdisjoint(graph.operands[e]):
             after.update(graph.results[e])
-    feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if is_contraction(eqn)}, inside=False)
+    feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if multiplies(eqn)}, inside=False)
     return _Phases(
         early=frozenset(range(len(graph.avals))) - after,
         after=frozenset(v for v in after if not graph.loop[v]),
@@ -193,7 +193,7 @@ def _forward(graph: Graph, late: Set[int]) -> int:
     """The contractions that precede every late one, as a bit set."""
     common = -1
     for e, bits in _before(graph, range(len(graph.eqns))).items():
-        if is_contraction(graph.eqns[e]) and not late.isdisjoint(graph.results[e]):
+        if multiplies(graph.eqns[e]) and not late.isdisjoint(graph.results[e]):
             common &= bits
     return common
 
@@ -204,7 +204,7 @@ def _before(graph: Graph, scope: Container[int]) -> dict[int, int]:
     made: dict[int, int] = {}  # value → bit set of contractions among its ancestors
     for e, eqn in enumerate(graph.eqns):
         before[e] = bits = reduce(or_, (made.get(v, 0) for v in graph.operands[e]), 0)
-        if is_contraction(eqn) and e in scope:
+        if multiplies(eqn) and e in scope:
             bits |= 1 << e
         made.update(dict.fromkeys(graph.results[e], bits))
     return before
@@ -219,9 +219,9 @@ def _inside(graph: Graph) -> _Phases:
         for v in graph.results[e]:
             if eqn.primitive == "loop_carry" or (not entering and any(o in carried for o in graph.operands[e])):
                 carried.add(v)
-            if is_contraction(eqn) or (not entering and any(o in after for o in graph.operands[e])):
+            if multiplies(eqn) or (not entering and any(o in after for o in graph.operands[e])):
                 after.add(v)
-    feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if is_contraction(eqn)}, inside=True)
+    feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if multiplies(eqn)}, inside=True)
     inside = {v for v, loop in enumerate(graph.loop) if loop}
     return _Phases(
         early=frozenset(inside - carried - after),
@@ -238,7 +238,7 @@ def _divided(graph: Graph, found: Windows, outer: _Phases, inner: _Phases) -> Wi
     homes = [_home(graph, e) for e in range(len(graph.eqns))]
     for e, (eqn, loop) in enumerate(zip(graph.eqns, homes, strict=True)):
         phases, results = inner if loop else outer, graph.results[e]
-        if is_contraction(eqn):
+        if multiplies(eqn):
             (late if results[0] in phases.late else others).add(e)
         elif eqn.primitive == "loop_stack" or (loop and phases.late.issuperset(results)):
             idle.add(e)
@@ -290,7 +290,7 @@ def _opened(graph: Graph, found: Windows, inner: _Phases, awaited: Set[int]) -> 
         covers = ((new, 1.0), *found.covers[body])
         found = found.with_window(loop=loop, whole=found.whole[body], hides=((new, 1.0),), covers=covers, bucket=0)
     before = {v for v, loop in enumerate(graph.loop) if loop} - inner.after
-    opening = {e for e, eqn in enumerate(graph.eqns) if not is_contraction(eqn) and before.issuperset(graph.results[e])}
+    opening = {e for e, eqn in enumerate(graph.eqns) if not multiplies(eqn) and before.issuperset(graph.results[e])}
     opening -= found.idle
     waiting = awaited & inner.early
     return replace(
@@ -315,12 +315,12 @@ def _around_loops(graph: Graph, found: Windows, outer: _Phases, awaited: Set[int
     first = {
         e
         for e, eqn in enumerate(graph.eqns)
-        if _home(graph, e) == 0 and not is_contraction(eqn) and outer.early.issuperset(graph.results[e])
+        if _home(graph, e) == 0 and not multiplies(eqn) and outer.early.issuperset(graph.results[e])
     } - updates
     waiting = {v for v in awaited & outer.early if not graph.loop[v]}
-    feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if is_contraction(eqn)}, inside=False)
+    feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if multiplies(eqn)}, inside=False)
     for e, eqn in enumerate(graph.eqns):
-        if not is_contraction(eqn) and not feeds.isdisjoint(graph.results[e]) and awaited.isdisjoint(graph.results[e]):
+        if not multiplies(eqn) and not feeds.isdisjoint(graph.results[e]) and awaited.isdisjoint(graph.results[e]):
             waiting.difference_update(graph.operands[e])
     for part in range(OUTSIDE, nowhere):
         if found.whole[part] == LATE:
@@ -366,19 +366,19 @@ def _new_state(graph: Graph) -> frozenset[int]:
         if graph.eqns[e].primitive in RENAMES and not found.isdisjoint(graph.results[e]):
             found.update(graph.operands[e])
     for e, eqn in enumerate(graph.eqns):
-        if is_contraction(eqn) or (eqn.primitive in RENAMES and not products.isdisjoint(graph.operands[e])):
+        if multiplies(eqn) or (eqn.primitive in RENAMES and not products.isdisjoint(graph.operands[e])):
             products.update(graph.results[e])
     return frozenset(found - products)
 
 
 def _updates(graph: Graph, outer: _Phases) -> frozenset[int]:
     """What a program computes outside of loops after, or without, all contractions: the updates of its state."""
-    feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if is_contraction(eqn)}, inside=False)
+    feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if multiplies(eqn)}, inside=False)
     updating = (outer.early | outer.late) - feeds
     return frozenset(
         e
         for e, eqn in enumerate(graph.eqns)
-        if _home(graph, e) == 0 and not is_contraction(eqn) and updating.issuperset(graph.results[e])
+        if _home(graph, e) == 0 and not multiplies(eqn) and updating.issuperset(graph.results[e])
     )
 
 
@@ -407,7 +407,7 @@ def _joining(graph: Graph, inner: _Phases) -> frozenset[int]:
     joining: set[int] = set()
     for e in range(len(graph.eqns) - 1, -1, -1):
         eqn, results = graph.eqns[e], graph.results[e]
-        if not graph.loop_of[e] or is_contraction(eqn) or eqn.primitive in LINKS:
+        if not graph.loop_of[e] or multiplies(eqn) or eqn.primitive in LINKS:
             continue
         meets = not inner.after.isdisjoint(results) and not inner.early.isdisjoint(graph.operands[e])
         if meets or not joining.isdisjoint(results):
@@ -424,7 +424,7 @@ def _last(graph: Graph, hides: Set[int]) -> frozenset[int]:
     last: dict[int, int] = {}
     for e, eqn in enumerate(graph.eqns):
         loop = graph.loop_of[e]
-        if not is_contraction(eqn) or (graph.loops and not loop):
+        if not multiplies(eqn) or (graph.loops and not loop):
             continue
         for v in graph.results[e]:
             if v in hides and (loop not in last or graph.avals[v].nbytes >= graph.avals[last[loop]].nbytes):
@@ -444,7 +444,7 @@ def _deepest(graph: Graph, hides: Set[int]) -> set[int]:
     depths = {
         e: bits.bit_count()
         for e, bits in _before(graph, range(len(graph.eqns))).items()
-        if is_contraction(graph.eqns[e]) and not hides.isdisjoint(graph.results[e])
+        if multiplies(graph.eqns[e]) and not hides.isdisjoint(graph.results[e])
     }
     deepest = [e for e, depth in depths.items() if depth == max(depths.values())]
     return set(graph.results[deepest[0]]) if len(deepest) == 1 else set()
@@ -458,7 +458,7 @@ def _awaited(graph: Graph) -> frozenset[int]:
     first: dict[int, list[int]] = {}
     before = _before(graph, {e for e, loop in enumerate(graph.loop_of) if not loop})
     for e, (eqn, loop) in enumerate(zip(graph.eqns, graph.loop_of, strict=True)):
-        if is_contraction(eqn) and (loop not in first if loop else not before[e]):
+        if multiplies(eqn) and (loop not in first if loop else not before[e]):
             first.setdefault(loop, []).append(e)
     made_by = graph.producers()
     needed = [[_sources(graph, e, made_by) for e in contractions] for contractions in first.values()]
@@ -474,7 +474,7 @@ def _bucket(graph: Graph, early: Set[int]) -> frozenset[int]:
     left = BUCKET_BYTES
     made_by = graph.producers()
     for e, eqn in enumerate(graph.eqns):
-        if graph.loops or not is_contraction(eqn):
+        if graph.loops or not multiplies(eqn):
             continue
         weights = {v for v in graph.operands[e] if v in early} - found
         left -= sum(graph.avals[v].nbytes for v in weights)

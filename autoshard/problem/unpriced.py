@@ -1,0 +1,40 @@
+"""Unpriced: what of a program takes time that no rule or cost model knows, by name and source line."""
+
+from collections.abc import Iterable, Iterator
+
+from autoshard import opaque
+from autoshard.graph import LINKS, WHILE_TRIPS, Eqn
+from autoshard.problem.decisions import Decisions
+from autoshard.rules.kernels import CUDNN_BACKWARD, CUDNN_FORWARD
+from autoshard.rules.linalg import KERNEL_RANK
+from autoshard.rules.rule import registry_name
+
+# Calls of code that cannot be looked into, and of the host.
+FOREIGN = frozenset({"custom_partitioning", "ffi_call", "io_callback", "pure_callback", CUDNN_BACKWARD, CUDNN_FORWARD})
+
+
+def unpriced(decisions: Decisions) -> tuple[str, ...]:
+    """What is counted as the bytes that it reads and writes alone, or so often as is assumed."""
+    return tuple(dict.fromkeys((*_of_equations(decisions.graph.eqns), *_of_loops(decisions), *_of_bodies(decisions))))
+
+
+def _of_equations(eqns: Iterable[Eqn]) -> Iterator[str]:
+    for eqn in eqns:
+        if eqn.primitive in LINKS:
+            continue
+        kernel = eqn.primitive == opaque.PALLAS and opaque.estimate(eqn) is None
+        if kernel or eqn.primitive in KERNEL_RANK:
+            yield f"the arithmetic of {registry_name(eqn)} at {eqn.where}"
+        elif eqn.primitive in FOREIGN:
+            yield f"{registry_name(eqn)} at {eqn.where}"
+
+
+def _of_loops(decisions: Decisions) -> Iterator[str]:
+    for where in decisions.graph.guessed:
+        yield f"the trips of the while loop at {where}, taken to be {WHILE_TRIPS}"
+
+
+def _of_bodies(decisions: Decisions) -> Iterator[str]:
+    for node in decisions.nodes:
+        if node.body is not None:
+            yield from node.body.unpriced
