@@ -5,15 +5,17 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import ceil
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 GAP = 2  # blanks between columns
 LEFT = 5e-5  # gap of a plan that is as good as optimal: in percent no digit of it shows
+NARROWEST = 6  # columns of text that is broken over lines
 NARROW, WIDE = 80, 120  # the least and the most columns that reports make use of
 
 # JAX's own short names of dtypes, as jaxprs print them.
@@ -34,7 +36,7 @@ def render(*parts: RenderableType, width: int) -> str:
         file=out, width=width, force_terminal=False, color_system=None, highlight=False, emoji=False, markup=False
     )
     for part in parts:
-        console.print(part, soft_wrap=isinstance(part, str))
+        console.print(part, soft_wrap=isinstance(part, str), crop=False)
     lines = (line.rstrip() for line in out.getvalue().splitlines())
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
 
@@ -54,28 +56,78 @@ def table(
       title: stands above it, if it is not empty.
       head: the columns' names.
       rows: cells, one per column.
-      right: names of columns aligned to the right; they are never broken.
-      whole: names of further columns that are never broken over lines.
+      right: names of columns aligned to the right: numbers, which are never broken nor cut.
+      whole: names of further columns that are broken over lines only where there is no room otherwise.
       footer: cells below a rule.
     """
+    made = _Fitting(
+        title=title, head=tuple(head), rows=tuple(map(tuple, rows)), right=right, whole=whole, footer=footer
+    )
+    return Group(Text(title), made) if title else made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fitting:
+    """A table that knows its width when it is printed."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    right: Sequence[str]
+    whole: Sequence[str]
+    footer: Sequence[str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = self._widths(options.max_width)
+        if widths is None:
+            yield _table(self, None)
+            return
+        needed = sum(widths) + GAP * len(widths)
+        yield from console.render(_table(self, widths), options.update(width=max(needed, options.max_width)))
+
+    def _widths(self, room: int) -> list[int] | None:
+        """The width of every column where some that are whole have to be broken; None where none has to."""
+
+        def width(i: int) -> int:
+            cells = [row[i] for row in (self.head, *self.rows, *([self.footer] if self.footer else []))]
+            kept = self.head[i] in self.right or self.head[i] in self.whole
+            return max(
+                (len(part) for cell in cells for part in (cell.split("\n") if kept else cell.split())), default=0
+            )
+
+        widths = [width(i) for i in range(len(self.head))]
+        room -= GAP * len(widths)
+        if sum(widths) <= room:
+            return None
+        broken = [i for i, name in enumerate(self.head) if name not in self.right]
+        while broken and sum(widths) > room:
+            widest = max(broken, key=lambda i: widths[i])
+            if widths[widest] <= NARROWEST:
+                break
+            widths[widest] -= 1
+        return widths
+
+
+def _table(of: _Fitting, widths: Sequence[int] | None) -> Table:
+    """A table of columns as wide as they need to be, or of these widths."""
     made = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 1, 0, 0),
-        show_footer=bool(footer),
+        show_footer=bool(of.footer),
     )
-    for column, below in zip(head, footer or ("",) * len(head), strict=True):
-        unbroken = column in right or column in whole
+    for i, (column, below) in enumerate(zip(of.head, of.footer or ("",) * len(of.head), strict=True)):
         made.add_column(
             column,
             below,
-            justify="right" if column in right else "left",
-            no_wrap=unbroken,
+            justify="right" if column in of.right else "left",
+            no_wrap=column in of.right or (column in of.whole and widths is None),
             overflow="fold",
+            width=None if widths is None else widths[i],
         )
-    for row in rows:
+    for row in of.rows:
         made.add_row(*row)
-    return Group(Text(title), made) if title else made
+    return made
 
 
 def paragraph(text: str, width: int) -> str:

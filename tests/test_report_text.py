@@ -15,7 +15,18 @@ from autoshard.problem.assignment import Collective
 from autoshard.record import Certificate, Cost, Leaf, Memory, PlanRecord
 from autoshard.report import hardware, machine, text
 from autoshard.report.folding import fold, local_bytes, ranges
-from autoshard.tables import broken_path, bytes_text, count_text, fields, flops_text, proof_text, short_aval, time_text
+from autoshard.tables import (
+    broken_path,
+    bytes_text,
+    count_text,
+    fields,
+    flops_text,
+    proof_text,
+    render,
+    short_aval,
+    table,
+    time_text,
+)
 from cost_models import catalogue
 
 MESH = MeshAxes.of({"data": 2, "model": 4})
@@ -279,6 +290,48 @@ def test_the_summary_fits_the_terminal(width: int) -> None:
     made = text.summary(replace(record(long), hardware="tpu-v5p:4x4x8"), width=width)
     assert max(map(len, made.splitlines())) <= width
     assert "0…125" in made
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100])
+def test_numbers_are_never_cut_in_tables_that_are_too_narrow(width: int) -> None:
+    """`8.39 MB` and `8.19 kB` both begin with `8.`; what is text is broken over lines, with nothing left out."""
+    head = ("input", "leaves", "shape", "layout", "bytes", "bytes")
+    paths = ["state.params.encoder.Block_0.SelfAttention_0.kernel", "x"]
+    rows = [
+        (paths[0], "1,024", "f32[14336,4096,128,64]", "[data·model·expert,-,replica]", "8.39 MB", "12 B"),
+        (paths[1], "4", "f32[3]", "[-]", "8.19 kB", "345 GB"),
+    ]
+    made = render(
+        table("a title", head, rows, right=("leaves", "bytes"), whole=("input", "shape", "layout")), width=width
+    )
+    for number in ("1,024", "8.39 MB", "8.19 kB", "12 B", "345 GB"):
+        assert number in made
+    assert all(name in made for name in head)
+    letters = "".join(made.split())
+    assert sorted(letters.replace("─", "")) == sorted(
+        "".join(["atitle", *head, *(c for row in rows for c in row)]).replace(" ", "")
+    )
+    assert max(map(len, made.splitlines())) <= max(width, 54)
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_summary_of_long_names_shows_every_number(width: int) -> None:
+    spec = P(("data", "model"), None, ("replica", "expert"))
+    mesh = MeshAxes.of({"data": 2, "model": 4, "replica": 2, "expert": 2})
+    leaves = [
+        leaf(
+            f"state.params['Transformer_{i}']['SelfAttention_0']['query_projection']['kernel']",
+            8 * (i + 1),
+            4096,
+            4096,
+            spec=spec,
+        )
+        for i in range(3)
+    ]
+    made = text.summary(replace(record(leaves), mesh=mesh), width=width)
+    for one in leaves:
+        assert bytes_text(local_bytes(one, mesh)) in made
+    assert max(map(len, made.splitlines())) <= width
 
 
 def test_small_collectives_are_one_row() -> None:

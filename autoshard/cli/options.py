@@ -85,8 +85,9 @@ def planned(
         "mesh": None if mesh is None else mesh_axes(mesh),
         "hardware": hardware,
         "memory": None if memory is None else byte_count(memory),
-        "donate_argnums": [int(d) for d in donate or () if d.isdigit()],
-        "donate_argnames": [d for d in donate or () if not d.isdigit()],
+        "donate_argnums": [int(d) for d in donate or () if d.isdigit()]
+        or None,  # [] would say: no position, as in jax.jit
+        "donate_argnames": [d for d in donate or () if not d.isdigit()] or None,
         "pins": dict(pin_of(text) for text in pin or ()),
         "for_grad": for_grad,
         "rel_gap": gap,
