@@ -33,7 +33,7 @@ def mapped(body: Any, in_specs: Any, out_specs: Any, **more: Any) -> Any:
 
 
 def plan_of(fn: Any, *args: Any, hardware: str = "cpu:8", **more: Any) -> autoshard.Plan:
-    return autoshard.plan(fn, *args, mesh=auto_mesh(), hardware=hardware, **{"for_grad": False, **more})
+    return autoshard.plan(fn, *args, mesh=auto_mesh(), hardware=hardware, for_grad=False, **more)
 
 
 def every_collective(w: Any, x: Any) -> Any:
