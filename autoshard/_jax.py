@@ -386,14 +386,18 @@ def with_derivatives(params: Any, rewritten: Callable[[Any, Sequence[Any], int],
 
     def backward_rule(*args: Any) -> Any:
         structure: list[Any] = []
+        given, tree = jax.tree.flatten(args)
+        traced = [i for i, value in enumerate(given) if is_tracer(value)]  # what is known, as a shape is, stays so
 
-        def leaves(*args: Any) -> list[Any]:
-            found, tree = jax.tree.flatten(backward.call_wrapped(*args))  # symbolic zeros have no leaves
-            structure[:] = [tree]
-            return found
+        def leaves(*values: Any) -> list[Any]:
+            known = {**dict(enumerate(given)), **dict(zip(traced, values, strict=True))}
+            results = backward.call_wrapped(*jax.tree.unflatten(tree, list(known.values())))
+            found, structure[:] = jax.tree.flatten(results)[0], [jax.tree.structure(results)]
+            return found  # symbolic zeros have no leaves
 
-        closed = jax.make_jaxpr(leaves)(*args)
-        return jax.tree.unflatten(structure[0], rewritten(closed, args, 1))
+        of_traced = [given[i] for i in traced]
+        closed = jax.make_jaxpr(leaves)(*of_traced)
+        return jax.tree.unflatten(structure[0], rewritten(closed, of_traced, 1))
 
     return {
         **params,

@@ -84,7 +84,6 @@ def constrained(
         return value
 
     barred = {path for path, _ in pins.again}
-    ruled = any(min(path, default=0) < 0 for path, _ in pins.kernels)
 
     def before(operands: list[Any], path: Path) -> list[Any]:
         """The operands behind a barrier, where one of them is gathered again."""
@@ -101,7 +100,7 @@ def constrained(
         return opaque.call(eqn, operands, mesh, [pins.kernels[path, i][0] for i in range(count)])
 
     def rule(closed: Any, args: Sequence[Any], path: Path) -> list[Any]:
-        """Of the rules of a `custom_vjp`, the kernels alone are laid out."""
+        """Of the rules of a `custom_vjp`, the kernels alone are laid out; all is emitted as elsewhere."""
         return evaluate(closed, args, made=_keep, taken=_keep, bind=bind, path=path)
 
     inputs = [pin(arg, pins.inputs.get(i, ()), ("input", i)) for i, arg in enumerate(args)]
@@ -113,7 +112,7 @@ def constrained(
         before=before,
         scope=scope,
         bind=bind,
-        rule=rule if ruled else None,
+        rule=rule if mesh.size > 1 else None,
     )
     return [pin(result, pins.outputs.get(i, ()), ("output", i)) for i, result in enumerate(results)]
 

@@ -103,6 +103,35 @@ def test_gradients(fn: Callable[..., Any]) -> None:
             np.testing.assert_allclose(one, want, rtol=1e-5)
 
 
+@jax.custom_vjp
+def row_of(table: Any, i: Any) -> Any:
+    return lax.dynamic_slice(table, (i, 0), (1, 8))
+
+
+def _row_of_forward(table: Any, i: Any) -> Any:
+    return row_of(table, i), (i, table.shape)
+
+
+def _row_of_backward(kept: Any, g: Any) -> Any:
+    i, shape = kept
+    return lax.dynamic_update_slice(jnp.zeros(shape), g, (i, 0)), None
+
+
+row_of.defvjp(_row_of_forward, _row_of_backward)
+
+
+@pytest.mark.parametrize("i", [3, 16, -40])
+def test_a_rule_of_a_custom_vjp(i: int) -> None:
+    """It is emitted as the program is; what it keeps of the forward pass that is no array stays so."""
+
+    def fn(table: Any) -> Any:
+        return (row_of(2 * table, i) ** 2).sum()
+
+    table = jnp.arange(128.0).reshape(16, 8)
+    got = jax.grad(autoshard.jit(fn, mesh={"a": 8}, in_shardings=P("a")))(table)
+    np.testing.assert_array_equal(got, jax.grad(fn)(table))
+
+
 def compiled(fn: Callable[..., Any], args: Sequence[Any], specs: Sequence[P], out: P) -> str:
     mesh = Mesh(np.array(jax.devices()), ("a",))
     closed = jax.make_jaxpr(fn)(*args)
