@@ -148,3 +148,11 @@ def high_product() -> bool:
         return wrong(lax.mulhi, (x, x), (("a",), ("a",)), ("a",))
     except jax.errors.JaxRuntimeError as error:
         return "Unable to convert MHLO to StableHLO" in str(error)
+
+
+def exclusive_or() -> bool:
+    """Whole numbers, split, to their parity bit by bit."""
+    try:
+        return wrong(lambda x: lax.reduce_xor(x, (0,)), (np.arange(8, dtype=np.int32),), (("a",),), ())
+    except jax.errors.JaxRuntimeError as error:
+        return "Unsupported reduction computation" in str(error)

@@ -1,4 +1,4 @@
-"""Transforms and what has no lowering for several devices: split, compiled and run, they are the whole ones."""
+"""Linear algebra, contractions, transforms and orders: split, compiled and run, they are the whole ones."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec
 import autoshard
 from autoshard.errors import CompileError
 from autoshard.mesh import MeshAxes
+from autoshard.rules.pointwise import NONLINEAR
 from tests.rules_compiled import Split, splits_of, wrong
-from tests.rules_oracle import equations
+from tests.rules_oracle import equations, executions
 
 MESH = MeshAxes.of({"a": 2, "b": 2})
 SHAPES = ((4, 2, 6), (2, 4, 5, 3), (4, 7), (8,))
@@ -109,3 +110,70 @@ def test_a_function_with_its_own_batching_rule_is_seen_through() -> None:
     x = jnp.arange(32.0).reshape(8, 4)
     f = autoshard.jit(lambda x: double(x).sum(0), mesh={"a": 4}, hardware="cpu:4", for_grad=False)
     np.testing.assert_allclose(f(x), (jnp.sin(x) * 2).sum(0), rtol=1e-5)
+
+
+def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> Any:
+    if np.dtype(dtype).kind in "iu":
+        return rng.integers(0, 5, shape).astype(dtype)
+    x = rng.normal(size=shape)
+    return (x + 1j * rng.normal(size=shape)).astype(dtype) if np.dtype(dtype).kind == "c" else jnp.asarray(x, dtype)
+
+
+def solves(rng: np.random.Generator) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """One matrix at a time, in batches; what does not say which of several answers it gives is left out."""
+    for dtype in (np.float32, np.complex64):
+        tall, square, sides = (draw(rng, shape, dtype) for shape in ((4, 2, 6, 4), (4, 2, 6, 6), (4, 2, 6, 2)))
+        positive = square @ np.conj(np.swapaxes(square, -1, -2)) + 8 * np.eye(6, dtype=dtype)
+        yield jnp.linalg.cholesky, (positive,)
+        yield lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True, lower=True), (positive, sides)
+        yield lambda a: jnp.linalg.qr(a, mode="complete"), (tall,)
+        yield lambda a: lax.linalg.svd(a, compute_uv=False), (tall,)
+        yield lambda a: lax.linalg.eigh(a)[1], (positive,)
+        yield lax.linalg.lu, (square,)
+        yield jnp.linalg.solve, (positive, sides)
+
+
+DOTS = (
+    (((1, 3), (0, 2)), ((0,), (1,)), (4, 2, 8, 6), (2, 4, 6, 8)),
+    (((2,), (1,)), ((3, 0), (0, 2)), (4, 8, 2, 6), (6, 2, 4)),
+    (((), ()), ((1,), (0,)), (8, 4), (4, 2)),
+    (((0, 1), (1, 0)), ((), ()), (4, 8), (8, 4)),
+)
+
+
+def contractions(rng: np.random.Generator) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Batch dimensions in any place, every kind of number, wider results; groups of no rows and rows of no group."""
+    for contracted, batch, left, right in DOTS:
+        for dtype, wider in ((np.float32, None), (np.complex64, None), (np.int8, np.int32), (jnp.bfloat16, np.float32)):
+            yield (
+                lambda a, b, numbers=(contracted, batch), wider=wider: lax.dot_general(
+                    a, b, numbers, preferred_element_type=wider
+                ),
+                (draw(rng, left, dtype), draw(rng, right, dtype)),
+            )
+    for sizes in ((3, 0, 4, 1), (3, 0, 2, 1)):
+        rows, matrices = draw(rng, (8, 6), np.float32), draw(rng, (4, 6, 4), np.float32)
+        yield lax.ragged_dot, (rows, matrices, np.array(sizes, np.int32))
+
+
+def orders(rng: np.random.Generator) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """What runs along a dimension, with ties: sorts by several keys, the largest, running sums, parity."""
+    ties = [rng.integers(0, 3, (8, 4)).astype(dtype) for dtype in (np.int32, np.float32, jnp.bfloat16)]
+    yield lambda a, b, c: lax.sort((a, b, c), dimension=0, num_keys=2), tuple(ties)
+    for x in ties:
+        yield lambda x: lax.top_k(x, 2), (x,)
+        yield lambda x: lax.cumsum(x, 0, reverse=True), (x,)
+        yield lambda x: lax.cummax(x, 1), (x,)
+    yield lambda x: lax.reduce_xor(x, (0,)), (ties[0],)
+
+
+@pytest.mark.parametrize("family", [solves, contractions, orders], ids=lambda family: family.__name__)
+def test_every_split_of_a_family_is_right(family: Any) -> None:
+    rng = np.random.default_rng(0)
+    found: list[Split] = []
+    for fn, args in family(rng):
+        for one, values in executions(fn, *args):
+            if one.eqn.primitive not in NONLINEAR and any(value.ndim > 1 for value in values):
+                found.extend(splits_of(one.eqn.primitive, one, values, MESH, rng, 2))
+    assert len(found) > 20
+    assert wrong(found, MESH) == []

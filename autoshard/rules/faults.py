@@ -117,7 +117,6 @@ DILATED_TAP = Fault(
     seen=("0.10.2", "0.12.0.1"),
     remedy=Remedy.NOT_OFFERED,
 )
-
 SPLIT_TRANSFORM = Fault(
     name="split transform",
     primitives=frozenset({"fft"}),
@@ -137,7 +136,16 @@ HIGH_PRODUCT = Fault(
     remedy=Remedy.EMITTED_OTHERWISE,
 )
 
+EXCLUSIVE_OR = Fault(
+    name="exclusive or",
+    primitives=frozenset({"reduce_xor"}),
+    what="there is no all-reduce by exclusive or (`Unsupported reduction computation`)",
+    backends=("cpu",),
+    seen=("0.10.2", "0.12.0.1"),
+    remedy=Remedy.NOT_OFFERED,
+)
+
 FAULTS: tuple[Fault, ...] = (
     *(DROPPED_UPDATE, MERGED_SLICES, MERGED_SCATTER, NARROW_INDICES, REPEATED_INITIAL, LOST_NAN),
-    *(CONVOLUTION_IN_GROUPS, DILATED_TAP, SPLIT_TRANSFORM, HIGH_PRODUCT),
+    *(CONVOLUTION_IN_GROUPS, DILATED_TAP, SPLIT_TRANSFORM, HIGH_PRODUCT, EXCLUSIVE_OR),
 )

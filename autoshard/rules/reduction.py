@@ -5,6 +5,7 @@ A split reduced dimension leaves partial results. Those of `argmax` and `argmin`
 """
 
 from autoshard.graph import Eqn
+from autoshard.rules import faults
 from autoshard.rules.rule import Dim, FactorKind, RuleBuilder, ShardingRule, register, shifted
 
 REDUCTIONS = {
@@ -25,11 +26,13 @@ FIRST = (frozenset({0}),)
 
 @register(*REDUCTIONS)
 def reduce(eqn: Eqn) -> ShardingRule:
-    """Reduced dimensions reduce with the primitive's operation; the others pass."""
+    """Reduced dimensions reduce with the primitive's operation, if there is a collective of it; the others pass."""
     operation, reduced = REDUCTIONS[eqn.primitive], set(eqn.params["axes"])
     build = RuleBuilder()
+    lacking = faults.EXCLUSIVE_OR.of(eqn.primitive)
+    kind, operation = (FactorKind.REPLICATE, "") if lacking else (FactorKind.REDUCTION, operation)
     dims = [
-        _dim(build, size, FactorKind.REDUCTION, operation) if d in reduced else _dim(build, size)
+        _dim(build, size, kind, operation) if d in reduced else _dim(build, size)
         for d, size in enumerate(eqn.operands[0].shape)
     ]
     kept = [dim for d, dim in enumerate(dims) if d not in reduced]
