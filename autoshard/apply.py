@@ -16,7 +16,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import _jax, emission, opaque
-from autoshard.errors import SpecError
+from autoshard.errors import SpecError, refusing_depth
 from autoshard.graph import CALLS, Path
 from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
@@ -51,6 +51,7 @@ def _no_scope(path: Path) -> AbstractContextManager[Any]:
     return nullcontext(path)
 
 
+@refusing_depth
 def constrained(
     closed: Any,
     pins: Pins,

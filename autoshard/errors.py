@@ -4,7 +4,13 @@
 keeps its facts as fields, so that programs can read what people are told.
 """
 
-from collections.abc import Mapping
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import ParamSpec, TypeVar
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 
 class AutoshardError(Exception):
@@ -134,3 +140,24 @@ class CompileError(AutoshardError):
 
 class CompilerFlagError(CompileError):
     """The compiler does not have a flag that it was asked to use: flags come and go with its versions."""
+
+
+class DepthError(AutoshardError, RecursionError):
+    """A program's calls lie inside each other, deeper than Python can follow."""
+
+
+def refusing_depth(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """A function that walks a program, and raises a DepthError where it is too deep."""
+
+    @functools.wraps(fn)
+    def walk(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        try:
+            return fn(*args, **kwargs)
+        except RecursionError as error:
+            raise DepthError(
+                "the program's calls lie inside each other (as in a jax.checkpoint of a jax.checkpoint of …), too deep "
+                f"for Python's recursion limit of {sys.getrecursionlimit()}\n"
+                "  nest fewer, or raise it: sys.setrecursionlimit(10_000)"
+            ) from error
+
+    return walk

@@ -37,6 +37,7 @@ LINKS = frozenset({"loop_const", "loop_slice", "loop_carry", "loop_result", "loo
 # A while loop does not say how often it runs; its costs count as if it ran so often (XLA's
 # own auto-sharding assumed 100: auto_sharding_option.h, loop_iteration_count_estimate).
 WHILE_TRIPS = 100
+WHILE_DEPTH = 3  # so many of them inside each other: a deeper one counts once per trip of those around it
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +205,7 @@ class _Scope:
 
     loop: int
     trips: int
+    guessed: int = 0  # loops around it whose trips are a guess
 
 
 _TOP = _Scope(0, 1)
@@ -319,9 +321,13 @@ class _Builder:
                 return index
         return len(platforms) - 1
 
-    def enter(self, trips: int, scope: _Scope) -> _Scope:
+    def enter(self, trips: int | None, scope: _Scope) -> _Scope:
+        """A loop's body; None if nobody knows how often it runs."""
         self.loops += 1
-        return _Scope(self.loops, scope.trips * trips)
+        if trips is not None:
+            return _Scope(self.loops, scope.trips * trips, scope.guessed)
+        times = WHILE_TRIPS if scope.guessed < WHILE_DEPTH else 1
+        return _Scope(self.loops, scope.trips * times, scope.guessed + 1)
 
     def into(
         self, name: str, eqn: Any, outer: int, aval: Any, take: Spot, make: Spot, scope: _Scope, carry: int = 0
@@ -379,7 +385,7 @@ class _Builder:
 
     def while_loop(self, eqn: Any, operands: list[int], here: Path, scope: _Scope) -> list[int]:
         tests, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        inside = self.enter(WHILE_TRIPS, scope)
+        inside = self.enter(None, scope)
         self.guessed.append(self._where(eqn))
         first, entry = tests + consts, (*here, 1)
         constant = [

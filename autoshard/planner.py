@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from autoshard import _jax, minimal
 from autoshard.completion import Annotations
 from autoshard.description import describe
+from autoshard.errors import refusing_depth
 from autoshard.gradient import emitted
 from autoshard.infeasible import infeasible
 from autoshard.lighter import lighter
@@ -74,6 +75,7 @@ def _log_progress(best: int | None, bound: int | None, elapsed_s: float) -> None
         log.debug("%s", now, extra={"now": now})
 
 
+@refusing_depth
 def make(
     setting: Setting,
     *,

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from autoshard import graph as graphs
-from autoshard.errors import SpecError
+from autoshard.errors import SpecError, refusing_depth
 from autoshard.gradient import GradientProgram, gradient_program
 from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
@@ -68,6 +68,7 @@ class Clock:
         self._last = now
 
 
+@refusing_depth
 def prepare(
     traced: Traced,
     mesh: MeshAxes,

@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.errors import MeshError
+from autoshard.graph import Graph
 from autoshard.layout import Layout
 from autoshard.mesh import MeshAxes
 from autoshard.rules import FactorKind, ShardingRule
@@ -23,6 +26,11 @@ Rows = NDArray[np.int8]  # codes × mesh axes
 
 SUM = -2
 WHOLE = -1
+
+# The most that are searched. Paths between all layouts of a value take the cube of their number: at this one, a
+# minute. 2,401 are those of five dimensions on four axes of two, 1,000 those of eight dimensions on three.
+MOST_LAYOUTS = 3_000
+MOST_STRATEGIES = 100_000
 
 
 def encode(rows: Rows, ndim: int) -> Codes:
@@ -65,10 +73,16 @@ def shards(codes: Codes, ndim: int, mesh: MeshAxes) -> NDArray[np.int64]:
 
 @cache
 def layouts(shape: tuple[int, ...], mesh: MeshAxes, *, unreduced: bool) -> Codes:
-    """Codes of every layout that divides `shape`, replicated first; read-only. What is empty is not split."""
+    """Codes of every layout that divides `shape`, replicated first; read-only. What is empty is not split.
+
+    Raises:
+      MeshError: there are more than `MOST_LAYOUTS`.
+    """
     ndim = len(shape)
-    choices = [WHOLE, *(() if 0 in shape else range(ndim))] + ([SUM] if unreduced else [])
-    rows = _assignments(choices, mesh)
+    count = layout_count(shape, mesh)
+    if count > MOST_LAYOUTS:
+        raise MeshError(_too_many(f"a value of shape {list(shape)} has", count, "layouts", mesh))
+    rows = _assignments([[WHOLE, *_dividing(shape, size), *([SUM] if unreduced else [])] for size in mesh.sizes])
     sizes = np.array(mesh.sizes, np.int64)
     fits = np.ones(len(rows), bool)
     for d in range(ndim):
@@ -79,9 +93,48 @@ def layouts(shape: tuple[int, ...], mesh: MeshAxes, *, unreduced: bool) -> Codes
     return codes
 
 
-def _assignments(choices: list[int], mesh: MeshAxes) -> Rows:
-    """Every assignment of mesh axes to choices; one empty row without axes."""
-    return np.array(list(product(choices, repeat=mesh.ndim)), np.int8).reshape(len(choices) ** mesh.ndim, mesh.ndim)
+def _assignments(choices: list[list[int]]) -> Rows:
+    """Every assignment of mesh axes to one of their choices; one empty row without axes."""
+    return np.array(list(product(*choices)), np.int8).reshape(prod(map(len, choices)), len(choices))
+
+
+def _dividing(sizes: Sequence[int], axis: int) -> list[int]:
+    """The positions of the sizes that a mesh axis of so many devices divides; none of what is empty."""
+    return [] if 0 in sizes else [i for i, size in enumerate(sizes) if size % axis == 0]
+
+
+def layout_count(shape: tuple[int, ...], mesh: MeshAxes) -> int:
+    """How many layouts a value has at most, sums included; none is made."""
+    return prod(2 + len(_dividing(shape, size)) for size in mesh.sizes)
+
+
+def strategy_count(rule: ShardingRule, mesh: MeshAxes) -> int:
+    """How many strategies an equation has at most, sums included; none is made."""
+    sizes = [rule.factors[f].size for f in splittable(rule)]
+    return prod(2 + len(_dividing(sizes, size)) for size in mesh.sizes)
+
+
+def check_counts(graph: Graph, rules: Sequence[ShardingRule], mesh: MeshAxes) -> None:
+    """Raises a MeshError, before any is made, where there are more layouts or strategies than can be searched."""
+    counted: dict[tuple[int, ...], int] = {}
+    for eqn, rule in zip(graph.eqns, rules, strict=True):
+        for aval in (*eqn.operands, *eqn.results):
+            count = counted[aval.shape] = counted.get(aval.shape) or layout_count(aval.shape, mesh)
+            if count > MOST_LAYOUTS:
+                raise MeshError(_too_many(f"{eqn.primitive} at {eqn.where}: {aval} has", count, "layouts", mesh))
+        count = strategy_count(rule, mesh)
+        if count > MOST_STRATEGIES:
+            raise MeshError(_too_many(f"{eqn.primitive} at {eqn.where} has", count, "strategies", mesh))
+
+
+def _too_many(what: str, count: int, of: str, mesh: MeshAxes) -> str:
+    pairs = [range(i, min(i + 2, mesh.ndim)) for i in range(0, mesh.ndim, 2)]
+    fewer = {"_".join(mesh.names[a] for a in pair): prod(mesh.sizes[a] for a in pair) for pair in pairs}
+    most = MOST_LAYOUTS if of == "layouts" else MOST_STRATEGIES
+    return (
+        f"{what} {count:,} {of} on {mesh}; {most:,} are the most that are searched\n"
+        f"  give the mesh fewer axes, several as one: mesh={fewer}"
+    )
 
 
 def matching(shape: tuple[int, ...], mesh: MeshAxes, layout: Layout, free: frozenset[int]) -> Codes:
@@ -203,10 +256,17 @@ def enumerate_strategies(rule: ShardingRule, mesh: MeshAxes, *, sums_flow: bool 
       rule: the equation's factors.
       mesh: the logical mesh.
       sums_flow: whether partial sums may flow through the equation's first linear set.
+
+    Raises:
+      MeshError: there are more than `MOST_STRATEGIES`.
     """
     factors = splittable(rule)
-    choices = [WHOLE, *factors] + ([SUM] if sums_flow and rule.linear else [])
-    rows = _assignments(choices, mesh)
+    if strategy_count(rule, mesh) > MOST_STRATEGIES:
+        raise MeshError(_too_many("an equation has", strategy_count(rule, mesh), "strategies", mesh))
+    flow = [SUM] if sums_flow and rule.linear else []
+    split = [rule.factors[f].size for f in factors]
+    rows = _assignments([[WHOLE, *(factors[i] for i in _dividing(split, n)), *flow] for n in mesh.sizes])
+    every = (1 + len(factors) + len(flow)) ** mesh.ndim
     sizes = np.array(mesh.sizes, np.int64)
     fits = np.ones(len(rows), bool)
     for f in factors:
@@ -242,7 +302,7 @@ def enumerate_strategies(rule: ShardingRule, mesh: MeshAxes, *, sums_flow: bool 
         results=tuple(codes(dims, result=True, sums=True) for dims in rule.results),
         in_op=in_op,
         finished=np.full(len(kept), -1, np.int8),
-        pruned=len(rows) - len(kept),
+        pruned=every - len(kept),
     )
 
 

@@ -1,5 +1,6 @@
 """Target: `package.module:builder` → a function and its arguments."""
 
+import contextlib
 import difflib
 import importlib
 import inspect
@@ -12,6 +13,7 @@ from typing import Any
 
 from autoshard import children
 from autoshard.errors import AutoshardError, TargetError
+from cost_models import CostModelError
 
 _LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib/python3|/autoshard/(cli/)?\w+\.py$|^<frozen")
 
@@ -37,8 +39,9 @@ def load_target(target: str, keywords: Mapping[str, Any]) -> tuple[Any, tuple[An
     except ValueError:  # a callable without a signature
         pass
     try:
-        built: Any = builder(**keywords)
-    except AutoshardError:
+        with contextlib.redirect_stdout(sys.stderr):  # what a builder prints is no result
+            built: Any = builder(**keywords)
+    except (AutoshardError, CostModelError):
         raise
     except Exception as error:
         raise TargetError(f"`{target}` raised {raised(error)}") from error
@@ -62,16 +65,19 @@ def load_builder(target: str) -> Callable[..., Any]:
     if module_name.endswith(".py") or "/" in module_name:
         written = module_name.removesuffix(".py").strip("./").replace("/", ".")
         raise TargetError(f"`{module_name}` is a file; write its module: {written}:{name}")
+    if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
+        raise TargetError(f"cannot read the target `{target}`: write package.module:builder, such as models:gpt2_small")
     sys.path[:] = children.standard_first([str(Path.cwd()), *sys.path])
     try:
-        module = importlib.import_module(module_name)
+        with contextlib.redirect_stdout(sys.stderr):
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name + ".").startswith(error.name + "."):
             way_out = f"it is neither in {Path.cwd()} nor installed"
         else:
             way_out = f"`{module_name}` needs it: install it"
         raise TargetError(f"no module named `{error.name}`; {way_out}") from error
-    except AutoshardError:
+    except (AutoshardError, CostModelError):
         raise
     except Exception as error:
         raise TargetError(f"importing `{module_name}` raised {raised(error)}") from error

@@ -12,7 +12,7 @@ import numpy as np
 
 from autoshard import _jax
 from autoshard.edges import explicit
-from autoshard.errors import SpecError
+from autoshard.errors import SpecError, refusing_depth
 from autoshard.fingerprint import fingerprint
 from autoshard.mesh import MeshAxes
 
@@ -76,6 +76,7 @@ def leaf_paths(values: Sequence[Any], names: Sequence[str]) -> tuple[list[str], 
     return paths, positions
 
 
+@refusing_depth
 def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mesh: MeshAxes | None = None) -> Traced:
     """Traces `fn(*args)`; `names` are the arguments' names in paths.
 

@@ -14,7 +14,7 @@ from autoshard import _jax, compilers, explicit, hlo, meshes
 from autoshard.comparison import Place, attribute, compare
 from autoshard.completion import SCOPE
 from autoshard.errors import AutoshardError, HloError, VerifyError
-from autoshard.graph import WHILE_TRIPS, Graph, Path
+from autoshard.graph import WHILE_DEPTH, WHILE_TRIPS, Graph, Path
 from autoshard.hlo.text import UNKNOWN
 from autoshard.layout import Layout
 from autoshard.problem.assignment import Assignment
@@ -242,7 +242,10 @@ def judge(
     """Compares a plan with a compiled program's text; arguments as of `verify`."""
     machine = meshes.place(record.mesh.shape, record.hardware).machine if machine is None else machine
     module = hlo.read(text)
-    emitted = hlo.collectives(module, record.mesh, fold_slices=compiler == "cpu", unknown_trips=WHILE_TRIPS)
+    fold = compiler == "cpu"
+    emitted = hlo.collectives(
+        module, record.mesh, fold_slices=fold, unknown_trips=WHILE_TRIPS, unknown_depth=WHILE_DEPTH
+    )
     priced = timeline(module, emitted, machine, record.mesh)
     return Verification(
         compiler=compiler,

@@ -68,15 +68,14 @@ def dotted(path: str) -> str:
 
 def matches(pattern: str, path: str) -> bool:
     """Whether a path, written either way, matches: `*` within a segment, `**` any number of segments."""
-
-    def match(p: Sequence[str], s: Sequence[str]) -> bool:
-        if not p:
-            return not s
-        if p[0] == "**":
-            return any(match(p[1:], s[i:]) for i in range(len(s) + 1))
-        return bool(s) and fnmatchcase(s[0], p[0]) and match(p[1:], s[1:])
-
-    return match(dotted(pattern).split("."), dotted(path).split("."))
+    segments = dotted(path).split(".")
+    ends = {0}  # how many segments the pattern so far may stand for
+    for part in dotted(pattern).split("."):
+        if part == "**":
+            ends = set(range(min(ends), len(segments) + 1)) if ends else set()
+        else:
+            ends = {end + 1 for end in ends if end < len(segments) and fnmatchcase(segments[end], part)}
+    return len(segments) in ends
 
 
 def _by_leaf(shardings: Any, tree: Any, paths: Sequence[str], what: str) -> dict[int, PartitionSpec]:

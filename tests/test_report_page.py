@@ -5,6 +5,7 @@ import gzip
 import json
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import resources
@@ -109,6 +110,65 @@ def browser() -> Iterator[Any]:
         opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield opened
         opened.close()
+
+
+HOSTILE = "<img src=x onerror=window.hit=1>"
+
+
+def hostile(value: Any) -> Any:
+    """A page's data in which every name is markup."""
+    named = ("name", "where", "value", "path", "axes", "hardware", "source", "layout")
+    if isinstance(value, dict):
+        return {k: HOSTILE if k in named and isinstance(v, str) else hostile(v) for k, v in value.items()}
+    return [HOSTILE if isinstance(v, str) else hostile(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def hostile_page(html: str) -> str:
+    data = json.loads(embedded(html, "data"))
+    data["plan"]["memory"]["kinds"] = {HOSTILE: next(iter(data["plan"]["memory"]["kinds"].values()))}
+    return page(ranking=hostile(data["ranking"]), plan=hostile(data["plan"]))
+
+
+# The page's own script over a document that does nothing; prints what every tooltip of every chart says.
+TOOLTIPS = """
+const nothing = () => {};
+const made = () => ({
+  setAttribute: nothing, append: nothing, replaceChildren: nothing, addEventListener: nothing, dataset: {},
+});
+globalThis.document = { getElementById: made, createElement: made, documentElement: made() };
+globalThis.getComputedStyle = () => ({ getPropertyValue: () => "" });
+const [script, data, name] = JSON.parse(require("fs").readFileSync(0, "utf8"));
+const run = new Function("data", "name", script.replace(/\\nstart\\(\\);\\s*$/, "") + `
+  if (data.ranking) ranking(data.ranking);
+  if (data.plan) planned(data.plan, false);
+  const p = { data: [0, 0, 0, 0], dataIndex: 0, seriesName: name, seriesType: "scatter", value: 1, marker: "" };
+  const tips = charts.map((c) => c.options({}).tooltip).filter((tip) => tip.formatter);
+  return tips.map((tip) => tip.formatter(tip.trigger === "axis" ? [p] : p));
+`);
+console.log(JSON.stringify(run(data, name)));
+"""
+
+
+def test_no_name_in_a_tooltip_is_markup(html: str) -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("the page's script is run by node: install one, as in `apt install nodejs`")
+    script = resources.files("autoshard.report").joinpath("assets", "page.js").read_text(encoding="utf-8")
+    given = json.dumps([script, json.loads(embedded(hostile_page(html), "data")), HOSTILE])
+    done = subprocess.run([node, "-e", TOOLTIPS], input=given, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    tips = json.loads(done.stdout)
+    assert len(tips) >= 4  # ranking, timeline, memory, roofline
+    assert all("&#60;img" in tip for tip in tips)
+    assert not any("<img" in tip for tip in tips)
+
+
+def test_a_name_that_is_a_mark_of_the_template_is_a_name(html: str) -> None:
+    data = json.loads(embedded(html, "data"))
+    made = page(plan=data["plan"] | {"name": "@DATA@", "verdict": "@JS@ @LIBRARY@ @NONE@"})
+    assert "<title>@DATA@: autoshard report</title>" in made
+    assert "<h1>@JS@ @LIBRARY@ @NONE@</h1>" in made
+    assert json.loads(embedded(made, "data"))["plan"]["name"] == "@DATA@"
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])

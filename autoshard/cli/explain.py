@@ -25,7 +25,7 @@ from autoshard.cli.options import (
     TimeOption,
     planned,
 )
-from autoshard.cli.written import assignments, byte_count, mesh_axes
+from autoshard.cli.written import assignments, byte_count, is_position, mesh_axes
 from autoshard.errors import AutoshardError, InfeasibleError, SpecError
 from autoshard.flips import Varied, flip_points
 from autoshard.planner import Planned
@@ -65,7 +65,7 @@ def explain(
         task = Task(
             target=target,
             keywords=assignments(set_ or (), "--set"),
-            donate=None if donate is None else tuple(int(d) if d.isdigit() else d for d in donate),
+            donate=None if donate is None else tuple(int(d) if is_position(d) else d for d in donate),
             for_grad=for_grad,
             memory=None if memory is None else byte_count(memory),
         )

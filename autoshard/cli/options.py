@@ -8,7 +8,7 @@ import typer
 
 import autoshard
 from autoshard.cli.app import errors
-from autoshard.cli.written import assignments, byte_count, mesh_axes, pin_of
+from autoshard.cli.written import assignments, byte_count, is_position, mesh_axes, pin_of
 from autoshard.errors import MeshError
 from autoshard.planner import Constraints
 from autoshard.report import progress
@@ -85,9 +85,9 @@ def planned(
         "mesh": None if mesh is None else mesh_axes(mesh),
         "hardware": hardware,
         "memory": None if memory is None else byte_count(memory),
-        "donate_argnums": [int(d) for d in donate or () if d.isdigit()]
+        "donate_argnums": [int(d) for d in donate or () if is_position(d)]
         or None,  # [] would say: no position, as in jax.jit
-        "donate_argnames": [d for d in donate or () if not d.isdigit()] or None,
+        "donate_argnames": [d for d in donate or () if not is_position(d)] or None,
         "pins": dict(pin_of(text) for text in pin or ()),
         "for_grad": for_grad,
         "rel_gap": gap,

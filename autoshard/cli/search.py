@@ -8,7 +8,7 @@ import typer
 from autoshard import files, mesh_search
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import GradOption, JsonOption, MemoryOption, SetOption, TargetArgument
-from autoshard.cli.written import assignments, byte_count, writable
+from autoshard.cli.written import assignments, byte_count, is_position, writable
 from autoshard.errors import SpecError
 from autoshard.report import progress, searching
 
@@ -44,8 +44,8 @@ def search(
             vary=dict(varied(text) for text in vary or ()),
             keywords=assignments(set_ or (), "--set"),
             axes=axes,
-            donate_argnums=None if donate is None else [int(d) for d in donate if d.isdigit()] or None,
-            donate_argnames=None if donate is None else [d for d in donate if not d.isdigit()] or None,
+            donate_argnums=None if donate is None else [int(d) for d in donate if is_position(d)] or None,
+            donate_argnames=None if donate is None else [d for d in donate if not is_position(d)] or None,
             for_grad=for_grad,
             memory=None if memory is None else byte_count(memory),
             budget_tokens=tokens or 0,

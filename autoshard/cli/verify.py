@@ -66,8 +66,9 @@ def verify(
     if plan_file is None:
         made = planned(target, mesh, hardware, memory, donate, pin, set_, for_grad, gap, time_limit)
     else:
-        fn, args = load_target(target, assignments(set_ or (), "--set"))
-        made = autoshard.load(plan_file).bind(fn, *args)
+        with progress.shown(errors(), f"build {target}"):
+            fn, args = load_target(target, assignments(set_ or (), "--set"))
+            made = autoshard.load(plan_file).bind(fn, *args)
     with progress.shown(errors(), "compile"):
         found = made.verify(compiler=None if compiler is None else compiler.value, tolerance=tolerance)
         kept = made.honoured() if layouts else None

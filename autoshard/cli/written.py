@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec
 
 from autoshard.errors import MeshError, SpecError, TargetError
 
+LARGEST = 2**63 - 1  # bytes
+
 
 def mesh_axes(written: str) -> dict[str, int]:
     """`data=2,model=4` → axis sizes, major to minor.
@@ -20,10 +22,15 @@ def mesh_axes(written: str) -> dict[str, int]:
     axes: dict[str, int] = {}
     for part in written.split(","):
         name, _, size = part.strip().partition("=")
-        if not name.isidentifier() or not size.isdigit() or name in axes:
+        if not name.isidentifier() or not re.fullmatch(r"[0-9]{1,9}", size) or name in axes:
             raise MeshError(f"cannot read `{part}` in --mesh {written}: write each axis once, as in data=2,model=4")
         axes[name] = int(size)
     return axes
+
+
+def is_position(written: str) -> bool:
+    """Whether an argument is named by its position."""
+    return re.fullmatch(r"[0-9]{1,4}", written) is not None
 
 
 def byte_count(written: str) -> int:
@@ -34,9 +41,9 @@ def byte_count(written: str) -> int:
     """
     units = {"": 1, "B": 1} | {f"{p}B": 10 ** (3 * i) for i, p in enumerate("kMGT", 1)}
     units |= {f"{p}iB": 2 ** (10 * i) for i, p in enumerate("KMGT", 1)}
-    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*(\w*)", written.strip())
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*(\w*)", written.strip())
     unit = next((u for u in units if match is not None and u.lower() == match[2].lower()), None)
-    if match is None or unit is None:
+    if match is None or unit is None or float(match[1]) * units[unit] > LARGEST:
         raise SpecError(f"cannot read --memory {written}: write a number of bytes, as in 64GB or 60GiB")
     return int(float(match[1]) * units[unit])
 
@@ -71,7 +78,7 @@ def assignments(written: Sequence[str], option: str) -> dict[str, Any]:
             raise TargetError(f"cannot read {option} {text_}: write key=value, as in batch=16")
         try:
             values[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             values[key] = value
     return values
 

@@ -139,6 +139,7 @@ class _Reader:
     communicating: frozenset[str]
     flow: Dataflow
     unknown_trips: int
+    unknown_depth: int
     starts: Mapping[_Channel, frozenset[str]]  # of asynchronous fusions: the computations in which one begins
 
 
@@ -149,6 +150,7 @@ def collectives(
     trip_counts: Mapping[str, int] | None = None,
     fold_slices: bool = False,
     unknown_trips: int = 1,
+    unknown_depth: int = 3,
 ) -> tuple[Collective, ...]:
     """Every collective of a program, in program order, loops multiplied out.
 
@@ -160,6 +162,7 @@ def collectives(
       fold_slices: count an all-reduce that is only sliced by partition id as a
         reduce-scatter: right for XLA:CPU, which never emits one.
       unknown_trips: trips of a loop that neither its text nor `trip_counts` tells.
+      unknown_depth: so many of those inside each other; deeper ones count once.
 
     Raises:
       HloError: the mesh is not of the program's size, or a group cannot be read.
@@ -169,7 +172,15 @@ def collectives(
     communicating = _communicating(module)
     starts = _starts(module, communicating)
     reader = _Reader(
-        module, mesh, trip_counts or {}, fold_slices, communicating, Dataflow(module), unknown_trips, starts
+        module,
+        mesh,
+        trip_counts or {},
+        fold_slices,
+        communicating,
+        Dataflow(module),
+        unknown_trips,
+        unknown_depth,
+        starts,
     )
     return tuple(_walk(reader, module[module.entry], _Context()))
 
@@ -210,7 +221,9 @@ def _loop(reader: _Reader, loop: Instruction, context: _Context) -> Iterator[Col
     """Body and condition of a loop, times its trips."""
     trips = reader.trip_counts.get(loop.name, reader.flow.loops.trip_count(loop))
     unknown = context.unknown_loops if trips is not None else (*context.unknown_loops, loop.name)
-    inside = _Context(context.trips * (reader.unknown_trips if trips is None else trips), context.conditional, unknown)
+    if trips is None:
+        trips = reader.unknown_trips if len(unknown) <= reader.unknown_depth else 1
+    inside = _Context(context.trips * trips, context.conditional, unknown)
     for name in loop.calls:
         yield from _walk(reader, reader.module[name], inside)
 

@@ -27,6 +27,7 @@ from autoshard.strategies import (
     WHOLE,
     Codes,
     Strategies,
+    check_counts,
     decode,
     enumerate_strategies,
     given,
@@ -87,6 +88,7 @@ class _Decider:
         self.summed: set[int] = set()  # results of a `shard_map` that end in a sum of its author's
         self.equation_pins = equation_pins
         self.rules = rules_of(graph.eqns, unknown=unknown)
+        check_counts(graph, self.rules, mesh)
         self.traits = traits(graph, self.rules, equation_pins, platform)
         self.free = self.traits.free
         self.platform = platform

@@ -208,6 +208,7 @@ def _narrowed(codes: Codes, ndim: int, dims: tuple[tuple[int, ...], ...], mesh: 
 
 def times(price_ps: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     """A price paid several times: what is more than `INF_PS` together is that."""
+    count = min(count, INF_PS)
     counted = price_ps <= INF_PS // max(count, 1)
     return np.where(counted, np.where(counted, price_ps, 0) * count, INF_PS)
 

@@ -4,6 +4,7 @@ import base64
 import gzip
 import html
 import json
+import re
 from collections.abc import Mapping
 from importlib import metadata, resources
 from typing import Any
@@ -34,10 +35,7 @@ def page(
         "DATA": _packed(json.dumps(data, ensure_ascii=False, separators=(",", ":"))),
         "LIBRARY": _packed(_asset("echarts.min.js")),
     }
-    made = _asset("page.html")
-    for name, text in parts.items():
-        made = made.replace(f"@{name}@", text, 1)
-    return made
+    return re.sub(r"@([A-Z]+)@", lambda mark: parts[mark[1]], _asset("page.html"))
 
 
 def _asset(name: str) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import sys
 from collections.abc import Generator
 
 from rich.console import Console
@@ -37,6 +38,11 @@ def shown(console: Console, first: str) -> Generator[None]:
       console: of standard error, as a rule.
       first: what happens until the first stage is done.
     """
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's own functions print is no result
+        yield from _shown(console, first)
+
+
+def _shown(console: Console, first: str) -> Generator[None]:
     if not console.is_terminal or any(isinstance(handler, _Stages) for handler in _LOG.handlers):
         yield
         return

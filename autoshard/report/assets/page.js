@@ -26,6 +26,9 @@ const count = (n) => (n === null || n === undefined ? "" : n.toLocaleString("en"
 const percent = (x) => (100 * x).toFixed(1) + "%";
 const short = (x) => (x === null || x === undefined ? "" : x >= 1000 ? count(x) : String(Number(x.toPrecision(3))));
 
+// Names, values and source lines are text, also where a tooltip is HTML.
+const escaped = (text) => String(text ?? "").replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
+
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
@@ -154,7 +157,7 @@ function ranking(found) {
     grid: { left: 8, right: 16, top: 40, bottom: 30, containLabel: true }, legend: legend(),
     xAxis: { ...axis, type: "value", scale: true, name: "memory per device", nameLocation: "middle", nameGap: 28, axisLabel: { ...axis.axisLabel, formatter: bytes } },
     yAxis: { ...axis, type: "value", scale: true, name: "step", axisLabel: { ...axis.axisLabel, formatter: time } },
-    tooltip: { formatter: (p) => { const r = found.rows[p.data[2]]; return `#${r.rank} ${r.hardware}<br>${Object.values(r.mesh).join("×")}: ${time(r.step_s)}, ${bytes(r.peak_bytes)}`; } },
+    tooltip: { formatter: (p) => { const r = found.rows[p.data[2]]; return `#${r.rank} ${escaped(r.hardware)}<br>${Object.values(r.mesh).join("×")}: ${time(r.step_s)}, ${bytes(r.peak_bytes)}`; } },
     series: [...new Set(found.rows.map((r) => r.chips))].map((chips) => ({
       type: "scatter", name: chips + " chips", data: found.rows.map((r, i) => [r, i]).filter(([r]) => r.chips === chips).map(([r, i]) => [r.peak_bytes, r.step_s, i]),
       symbolSize: (v) => (found.rows[v[2]].pareto ? 13 : 7) })),
@@ -165,7 +168,7 @@ function ranking(found) {
       grid: { left: 8, right: 16, top: 56, bottom: 30, containLabel: true }, legend: legend(),
       xAxis: { ...axis, type: "log", logBase: 2, name: "chips", nameLocation: "middle", nameGap: 28 },
       yAxis: { ...axis, type: "log", name: found.rows[0].tokens_per_step ? "tokens/s" : "steps/s", nameGap: 8, axisLabel: { ...axis.axisLabel, formatter: count } },
-      tooltip: { trigger: "item", formatter: (p) => `${p.seriesName}<br>${count(p.data[0])} chips: ${count(p.data[1])} per s` },
+      tooltip: { trigger: "item", formatter: (p) => `${escaped(p.seriesName)}<br>${count(p.data[0])} chips: ${count(p.data[1])} per s` },
       series: found.scaling.map((c) => ({ type: "line", name: c.name, symbolSize: (v) => (v[0] === c.knee_chips ? 13 : 7), data: c.points.map((p) => [p.chips, p.per_s]) })),
     }));
   } else {
@@ -198,7 +201,7 @@ function timeline(plan) {
     xAxis: { ...axis, type: "value", min: 0, axisLabel: { ...axis.axisLabel, formatter: time } },
     yAxis: { ...axis, type: "category", data: lanes },
     dataZoom: [{ type: "inside", filterMode: "none" }, { type: "slider", filterMode: "none", height: 22, bottom: 8, labelFormatter: time, textStyle: { color: css("--soft") } }],
-    tooltip: { formatter: (p) => { const b = plan.timeline[p.data[3]]; return `${b.name} <b>${time(b.duration_s)}</b>${b.trips > 1 ? ` in ${b.trips} trips` : ""}<br>${b.value}<br>${b.where}`; } },
+    tooltip: { formatter: (p) => { const b = plan.timeline[p.data[3]]; return `${escaped(b.name)} <b>${time(b.duration_s)}</b>${b.trips > 1 ? ` in ${count(b.trips)} trips` : ""}<br>${escaped(b.value)}<br>${escaped(b.where)}`; } },
     series: [{
       type: "custom", encode: { x: [1, 2], y: 0 }, progressive: 0,
       data: plan.timeline.map((b, i) => [lanes.indexOf(b.lane), b.start_s, b.start_s + b.duration_s, i]),
@@ -217,7 +220,7 @@ function memory(parent, plan) {
   const moment = m.peak_moment;
   chart(parent, "Memory over the program", `The peak is ${bytes(m.peak_bytes)} of ${bytes(m.limit_bytes)} per device, at ${m.peak_at}.`, (axis) => ({
     grid: { left: 8, right: 16, top: 54, bottom: 8, containLabel: true }, legend: legend(),
-    tooltip: { trigger: "axis", formatter: (ps) => `${m.moments[ps[0].dataIndex]}<br>` + ps.filter((p) => p.value).map((p) => `${p.marker}${p.seriesName}: ${bytes(p.value)}`).join("<br>") },
+    tooltip: { trigger: "axis", formatter: (ps) => `${escaped(m.moments[ps[0].dataIndex])}<br>` + ps.filter((p) => p.value).map((p) => `${p.marker}${escaped(p.seriesName)}: ${bytes(p.value)}`).join("<br>") },
     xAxis: { ...axis, type: "category", data: m.moments.map((_, i) => i), axisLabel: { show: false }, axisTick: { show: false } },
     yAxis: { ...axis, type: "value", axisLabel: { ...axis.axisLabel, formatter: bytes } },
     series: Object.entries(m.kinds).map(([kind, values], k) => ({
@@ -236,7 +239,7 @@ function roofline(parent, plan) {
     grid: { left: 8, right: 20, top: 16, bottom: 30, containLabel: true },
     xAxis: { ...axis, type: "log", name: "FLOP per byte", nameLocation: "middle", nameGap: 28 },
     yAxis: { ...axis, type: "log", axisLabel: { ...axis.axisLabel, formatter: (v) => scaled(v, [["P", 1e15], ...SI, ["", 1]]) } },
-    tooltip: { formatter: (p) => p.seriesType === "line" ? "" : `${r.points[p.data[2]].name}<br>${r.points[p.data[2]].where}<br>${flops(y(r.points[p.data[2]]))}/s, ${short(p.data[0])} FLOP/B, ${r.points[p.data[2]].count} times` },
+    tooltip: { formatter: (p) => p.seriesType === "line" ? "" : `${escaped(r.points[p.data[2]].name)}<br>${escaped(r.points[p.data[2]].where)}<br>${flops(y(r.points[p.data[2]]))}/s, ${short(p.data[0])} FLOP/B, ${count(r.points[p.data[2]].count)} times` },
     series: [
       { type: "line", symbol: "none", silent: true, lineStyle: { color: css("--soft") }, data: [[low, low * r.bytes_per_s], [ridge, r.peak_flops_per_s], [high, r.peak_flops_per_s]] },
       { type: "scatter", data: r.points.map((p, i) => [x(p), y(p), i]), itemStyle: { color: css("--compute"), opacity: 0.75 },
@@ -289,8 +292,8 @@ function phases(phase) {
     grid: { left: 8, right: 16, top: 56, bottom: 34, containLabel: true }, legend: legend(),
     xAxis: { ...axis, type: "log", logBase: 2, min: bounds(batches)[0], max: bounds(batches)[1], name: "rows of the batch per device", nameLocation: "middle", nameGap: 28, axisLabel: { ...axis.axisLabel, formatter: short } },
     yAxis: { ...axis, type: "log", logBase: 2, min: bounds(widths)[0], max: bounds(widths)[1], name: "width", axisLabel: { ...axis.axisLabel, formatter: short } },
-    tooltip: { formatter: (p) => { if (p.seriesType === "line") return p.seriesName; const c = phase.cells[p.data[2]];
-      return `${short(c.per_device)} per device, width ${count(c.width)}<br>found: ${phase.families[c.found]}, closed forms: ${c.closed}<br>${time(c.step_s)}`; } },
+    tooltip: { formatter: (p) => { if (p.seriesType === "line") return escaped(p.seriesName); const c = phase.cells[p.data[2]];
+      return `${short(c.per_device)} per device, width ${count(c.width)}<br>found: ${escaped(phase.families[c.found])}, closed forms: ${escaped(c.closed)}<br>${time(c.step_s)}`; } },
     series: [
       ...kinds.map((kind) => ({ type: "custom", name: phase.families[kind], itemStyle: { color: FAMILY[kind] },
         data: phase.cells.map((c, i) => [c.per_device, c.width, i]).filter(([, , i]) => phase.cells[i].found === kind),
