@@ -226,9 +226,7 @@ def _without_open(spec: PartitionSpec) -> PartitionSpec:
 
 
 def _spec_to_json(spec: PartitionSpec) -> list[Any]:
-    # An axis that is called as the mark is written in a list, in which names alone stand.
-    entries = [(entry,) if entry == _OPEN else entry for entry in spec]
-    entries = [_OPEN if entry is PartitionSpec.UNCONSTRAINED else entry for entry in entries]
+    entries = [_OPEN if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec]
     return [list(entry) if isinstance(entry, tuple) else entry for entry in entries]
 
 

@@ -342,7 +342,7 @@ def use_entry(path: Path, draw: random.Random) -> None:
 def use_lock(path: Path, draw: random.Random) -> None:
     """Finds a plan behind a damaged lock."""
     question, _ = asked()
-    found = store.Lock(path).find([question])
+    found = store.Lock(path).find([question], "all")
     if found is not None:
         plan = autoshard.Plan(found[0], place=question.place, planned=None, traced=question.traced)
         plan.summary()
