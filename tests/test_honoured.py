@@ -100,6 +100,6 @@ def test_a_loaded_plan_and_a_gradient_are_refused(plan: Plan, tmp_path: Any) -> 
     with pytest.raises(PlanMismatchError, match="plan again"):
         autoshard.load(tmp_path / "plan.json").honoured()
     aval = jax.ShapeDtypeStruct((64, 64), "float32")
-    forward = autoshard.plan(lambda w, x: (x @ w).sum(), aval, aval, mesh=MESH, hardware="h100:1x8")
+    forward = autoshard.plan(lambda w, x: (x @ w).sum(), aval, aval, mesh=MESH, hardware="h100:1x8", for_grad=True)
     with pytest.raises(VerifyError, match="for_grad=False"):
         forward.honoured()
