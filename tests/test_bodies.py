@@ -93,6 +93,11 @@ def in_outer_trips(w: Any, x: Any) -> Any:
     return lax.scan(lambda h, _: (body(w, h), None), x, None, length=5)[0]
 
 
+def sums_of_one_axis(x: Any) -> Any:
+    """What follows may be split over both axes; then the sum is all-reduced before it is cut."""
+    return mapped(lambda a: lax.psum(a.T @ a, "data"), P("data"), P())(x) * 2 + x
+
+
 WEIGHTS = [shaped(256, 256)] * 3
 PROGRAMS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "every collective": (
@@ -109,6 +114,7 @@ PROGRAMS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "data parallel": (data_parallel, (WEIGHTS, shaped(512, 256))),
     "data parallel by hand": (data_parallel_by_hand, (WEIGHTS, shaped(512, 256))),
+    "sums of one axis": (sums_of_one_axis, (shaped(512, 512),)),
     "in outer trips": (in_outer_trips, (shaped(64, 64), shaped(64, 64))),
 }
 

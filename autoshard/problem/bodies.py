@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard import costs, opaque
 from autoshard.graph import LINKS, Aval, Eqn, Graph, Path, build
@@ -21,6 +22,7 @@ from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Body, Decision, Decisions, Inner
 from autoshard.problem.unpriced import unpriced
 from autoshard.resharding import BUCKET_BYTES, COMBINED, PS_PER_S, Resharder, collective_s
+from autoshard.strategies import SUM, WHOLE, Codes, decode
 
 ALONE = MeshAxes.of({})
 
@@ -148,6 +150,18 @@ def pending(layouts: Sequence[Layout], body: Body) -> list[Layout]:
         at = position + len(layouts) - body.results
         found[at] = Layout(found[at].dims, axes)
     return found
+
+
+def unscattered(source: Codes, target: Codes, made: Codes, ndim: int, axes: int) -> NDArray[np.bool_]:
+    """Pairs in which a sum of an author's is finished as no compiler does.
+
+    It does not wait; and sliced over other axes, too, it is all-reduced: the slices are merged first.
+    """
+    here, there, whole = (decode(codes, ndim, axes) for codes in (source, target, made[:1]))
+    summed = whole[0] == SUM
+    others = (there[:, ~summed] != whole[:, ~summed]).any(axis=1)
+    never = (here[:, summed] != WHOLE).any(axis=1)[:, None] & others[None, :]
+    return never | (there == SUM).any(axis=1)
 
 
 def _last_sum(graph: Graph, row: Row, results: Sequence[Layout], live: Sequence[bool]) -> int | None:

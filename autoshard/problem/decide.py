@@ -414,6 +414,7 @@ class _Decider:
             if not (is_input and target.node == port.node):
                 targets.setdefault((target.node, target.codes.tobytes()), target)
         found = list(targets.values())
+        several = len(found) > 1 or bool(found and value in self.summed)
         lent = is_input or bool(self.lives.named[value]) or bool(self.lives.absorbed[value])
         first = min((e for e, _ in uses), default=0)
         begin = self.fetched.get(value, max(first, int(self.lives.start[value])))
@@ -423,7 +424,7 @@ class _Decider:
         holder = port
         if arrives:
             holder = self._add_arrival(value, port, found[0])
-        elif len(found) > 1 or (found and lent and any(not self.traits.pointwise[e] for e, _ in uses)):
+        elif several or (found and lent and any(not self.traits.pointwise[e] for e, _ in uses)):
             holder = self._add_copy(value, port, found, lent=lent)
             if not replaces:
                 self.usages.add_copy(value, holder, port, begin, self._groups(value, port), lent=lent)
@@ -574,7 +575,7 @@ class _Decider:
         if value not in self.traits.products and not (self.platform == "tpu" and value in self.traits.added):
             never |= parted(source.codes, target.codes, ndim, self.mesh.ndim)
         if value in self.summed:
-            never |= (decode(target.codes, ndim, self.mesh.ndim) == SUM).any(axis=1)
+            never |= bodies.unscattered(source.codes, target.codes, self.ports[value].codes, ndim, self.mesh.ndim)
         if node.strategies is not None and (node.strategies.finished >= 0).any():
             pending = (decode(source.codes, ndim, self.mesh.ndim) == SUM).any(axis=1)
             position = self.graph.operands[node.equations[0]].index(value)
