@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import checkify, io_callback
 
 import autoshard
+from autoshard.errors import ShardyError
 
 ON: dict[str, Any] = {"mesh": {"data": 2, "model": 4}, "hardware": "h100:1x8"}
 X = np.linspace(-0.5, 0.5, 64, dtype=np.float32).reshape(8, 8)
@@ -131,3 +132,17 @@ def test_checks_throw_what_they_throw_under_jax_jit() -> None:
         want, got = (jitted(value)[0].get() for jitted in (jax.jit(checked), autoshard.jit(checked, **ON)))
         assert (want is None) == (got is None)
         assert str(want).split(".")[0] == str(got).split(".")[0]
+
+
+def test_what_needs_real_devices_says_so() -> None:
+    """Propagation and compilers without devices cannot take a call of the host; the best completion can."""
+
+    def fn(x: Any) -> Any:
+        jax.debug.print("{}", x[0, 0])
+        return jax.pure_callback(lambda v: np.asarray(v), jax.ShapeDtypeStruct(X.shape, jnp.float32), x) @ x
+
+    assert autoshard.evaluate(fn, X, **ON, completion="best").cost > 0
+    with pytest.raises(ShardyError, match="calls the host"):
+        autoshard.evaluate(fn, X, **ON)
+    with pytest.raises(ShardyError, match="calls the host"):
+        autoshard.plan(fn, X, **ON).honoured()
