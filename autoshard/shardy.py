@@ -175,10 +175,17 @@ def lowered(traced: Any, platform: str, places: Iterable[tuple[str, str]]) -> An
       places: the program's primitives, each with where it is.
 
     Raises:
-      CompileError: JAX has no lowering of one of the equations for the platform.
+      CompileError: JAX has no lowering of one of the equations for the platform, or has one for real devices alone.
     """
     try:
         return _jax.lower(traced, platform)
+    except ValueError as error:
+        if not any(words in str(error) for words in ("devices to be present", "different from the lowering platform")):
+            raise
+        raise CompileError(
+            "a program that calls the host (jax.pure_callback, io_callback, jax.debug) or has cuDNN's attention cannot "
+            'be lowered without its devices: leave these out for this, or price it with completion="best"'
+        ) from error
     except NotImplementedError as error:
         where = next((f", at {place}" for primitive, place in places if f"'{primitive}'" in str(error)), "")
         raise CompileError(

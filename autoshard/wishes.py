@@ -27,7 +27,10 @@ class OtherMeshError(SpecError):
 
     def __init__(self, what: str, mesh: Mesh | AbstractMesh, planned: str) -> None:
         self.what, self.mesh, self.planned = what, mesh, planned
-        super().__init__(f"{what} is over the mesh {_text(mesh)}, the plan over {planned}: pass that mesh, mesh=")
+        super().__init__(
+            f"{what} is over the mesh {_text(mesh)}, the plan over {planned}: "
+            "pass that mesh as mesh=, or constrain to a layout over the plan's"
+        )
 
     def __reduce__(self) -> tuple[type, tuple[str, Mesh | AbstractMesh, str]]:
         return type(self), (self.what, self.mesh, self.planned)

@@ -143,7 +143,10 @@ def test_a_constraint_over_a_missing_axis() -> None:
     line = constrained.__code__.co_firstlineno + 1
     text = said(lambda: plan(constrained, W), SpecError)
     assert text.startswith(f"with_sharding_constraint at {__file__}:{line} (")
-    assert text.replace("PartitionSpec", "P").endswith("names the axis `other`; the mesh has data, model")
+    assert "is over the mesh other=8 of devices" in text
+    assert text.endswith(
+        "the plan over data=2 × model=4: pass that mesh as mesh=, or constrain to a layout over the plan's"
+    )
 
 
 # --- Meshes, hardware, memory ----------------------------------------------------------
