@@ -18,7 +18,7 @@ from autoshard import opaque
 from autoshard.errors import InfeasibleError
 from autoshard.graph import Eqn
 from autoshard.mesh import MeshAxes
-from autoshard.resharding import PS_PER_S
+from autoshard.resharding import INF_PS, PS_PER_S
 from autoshard.resharding import Machine as CollectiveMachine
 from autoshard.rules import ShardingRule
 from autoshard.strategies import Strategies, shards
@@ -226,11 +226,11 @@ def multiplies(eqn: Eqn) -> bool:
 
 
 def picoseconds(seconds: Seconds) -> NDArray[np.int64]:
-    """Prices as the solver adds them.
+    """Prices as the solver adds them; what is more than it can count is as much as what cannot be.
 
     Raises:
       InfeasibleError: one is not finite.
     """
     if not np.isfinite(seconds).all():
         raise InfeasibleError("the cost model returned a price that is not finite")
-    return np.rint(seconds * PS_PER_S).astype(np.int64)
+    return np.rint(np.minimum(seconds * PS_PER_S, INF_PS)).astype(np.int64)
