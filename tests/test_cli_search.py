@@ -56,7 +56,7 @@ def test_search_prints_json_markdown_and_a_page(tmp_path: Path) -> None:
         (["--processes", "0"], "write --processes 1 (processes=1), or leave it out"),
         (["--tokens", "-3T"], "write 15T, 300B or 20x (per parameter)"),
         (["--price", "h100=2"], "a price of h100, which is not searched: there is cpu"),
-        (["--donate", "7"], "SpecError: donate_argnums=7: train_step was called with 2 positional arguments"),
+        (["--donate", "7"], "SpecError: donate_argnums=7: train_step takes 2 positional arguments"),
         (["--set", "bach=3"], "linear-tiny has no 'bach'; there is batch"),
         (["--html", "nowhere/page.html"], "cannot write nowhere/page.html: there is no folder nowhere"),
     ],

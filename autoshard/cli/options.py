@@ -27,7 +27,7 @@ class Compiler(StrEnum):
 TargetArgument = Annotated[str, typer.Argument(help="package.module:builder; the builder returns (fn, args)")]
 MeshOption = Annotated[
     str | None,
-    typer.Option("--mesh", help="axes, major to minor: data=2,model=4; default: the best of one and two axes"),
+    typer.Option("--mesh", help="axes: data=2,model=4; default: the best"),
 ]
 HardwareOption = Annotated[str | None, typer.Option("--hardware", help="chip and topology: h100:1x8, tpu-v5e:2x4")]
 MemoryOption = Annotated[
@@ -42,9 +42,7 @@ PinOption = Annotated[
     ),
 ]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="of the builder: batch=16; repeatable")]
-GradOption = Annotated[
-    bool, typer.Option("--for-grad/--forward", help="plan for its gradient a function that takes none")
-]
+GradOption = Annotated[bool, typer.Option("--for-grad/--forward", help="plan its gradient")]
 GapOption = Annotated[float, typer.Option("--gap", help="stop when proven optimal to this fraction")]
 TimeOption = Annotated[float, typer.Option("--time-limit", help="seconds; then the best plan so far")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON alone on standard output")]

@@ -18,7 +18,7 @@ def search(
     target: TargetArgument,
     *,
     hardware: Annotated[str, typer.Option("--hardware", help="chips to compare: tpu-v5p, or h100,h200")],
-    chips: Annotated[str | None, typer.Option("--chips", help="256, or 8,16,32 for a scaling curve")] = None,
+    chips: Annotated[str | None, typer.Option("--chips", help="256, or 8,16,32 for a curve")] = None,
     vary: Annotated[list[str] | None, typer.Option("--vary", help="values to try: batch=64,128; repeatable")] = None,
     set_: SetOption = None,
     donate: Annotated[list[str] | None, typer.Option("--donate", help="default: what outputs replace")] = None,
@@ -30,9 +30,7 @@ def search(
     processes: Annotated[int | None, typer.Option("--processes", help="default: one per core")] = None,
     as_json: JsonOption = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
-    html: Annotated[
-        Path | None, typer.Option("--html", callback=writable, help="write a page that opens offline here")
-    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", callback=writable, help="write an offline page")] = None,
 ) -> None:
     """Rank every slice and mesh of so many chips for TARGET: which is fastest, what it costs."""
     numbers = chip_counts(chips)
@@ -73,7 +71,7 @@ def chip_counts(written: str | None) -> list[int]:
     try:
         return [int(part) for part in written.split(",")]
     except ValueError:
-        raise SpecError(f"cannot read --chips {written}: write 256, or 8,16,32 for a scaling curve") from None
+        raise SpecError(f"cannot read --chips {written}: write 256, or 8,16,32 for a curve") from None
 
 
 def varied(written: str) -> tuple[str, list[Any]]:
