@@ -29,25 +29,33 @@ def load_target(target: str, keywords: Mapping[str, Any]) -> tuple[Any, tuple[An
       TargetError: no such module or builder, keywords that it does not take, or another result.
     """
     builder = load_builder(target)
-    try:
-        inspect.signature(builder).bind(**keywords)
-    except TypeError as error:
-        raise TargetError(
-            f"`{target}` cannot be called with {', '.join(keywords) or 'no arguments'}: {error}\n"
-            "  a target is a function that returns (fn, args); --set key=value gives it arguments"
-        ) from error
-    except ValueError:  # a callable without a signature
-        pass
+    open_ended = True
+    with contextlib.suppress(ValueError):  # of a callable without a signature
+        try:
+            signature = inspect.signature(builder)
+            signature.bind(**keywords)
+        except TypeError as error:
+            raise _no_call(target, keywords, error) from error
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what a builder prints is no result
             built: Any = builder(**keywords)
     except (AutoshardError, CostModelError):
         raise
     except Exception as error:
+        if isinstance(error, TypeError) and keywords and open_ended:  # which it takes it says itself
+            raise _no_call(target, keywords, error) from error
         raise TargetError(f"`{target}` raised {raised(error)}") from error
     if not (isinstance(built, tuple) and len(built) == 2 and callable(built[0]) and isinstance(built[1], tuple)):
         raise TargetError(f"`{target}` returned a {type(built).__name__}; a builder returns (fn, args), args a tuple")
     return built[0], built[1]
+
+
+def _no_call(target: str, keywords: Mapping[str, Any], error: TypeError) -> TargetError:
+    return TargetError(
+        f"`{target}` cannot be called with {', '.join(keywords) or 'no arguments'}: {error}\n"
+        "  a target is a function that returns (fn, args); --set key=value gives it arguments"
+    )
 
 
 def load_builder(target: str) -> Callable[..., Any]:
