@@ -66,8 +66,9 @@ def accumulate(
     Raises:
       SpecError: when called, if steps × parts does not divide the batch.
     """
-    if steps < 1:
-        raise SpecError(f"steps={steps}: a batch is split into at least one micro-batch")
+    for name, count in (("steps", steps), ("parts", parts)):
+        if isinstance(count, int | float) and (isinstance(count, bool) or count != int(count) or count < 1):
+            raise SpecError(f"{name}={count}: a batch is split into at least one")
 
     def value_and_gradients(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
         chosen = tried_parts.value if parts is None else None
@@ -135,10 +136,13 @@ def _accumulated(
 
 def _split(x: Any, steps: int, parts: int) -> Any:
     """(batch, …) → (steps, parts, batch / (steps · parts), …), each part a consecutive stretch of the batch."""
-    size = x.shape[0] if x.shape else 0
+    shape = jnp.shape(x)
+    if not shape:
+        raise SpecError(f"the batch holds a scalar, {x}, which does not split; pass it after the batch, in *rest")
+    size = shape[0]
     if not size or size % (steps * parts):
         raise SpecError(
             f"a batch of {size} does not split into {steps} micro-batches of {parts} parts: "
             f"{steps * parts} must divide it"
         )
-    return jnp.moveaxis(x.reshape(parts, size // (steps * parts), steps, *x.shape[1:]), 2, 0)
+    return jnp.moveaxis(jnp.asarray(x).reshape(parts, size // (steps * parts), steps, *x.shape[1:]), 2, 0)

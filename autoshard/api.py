@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -16,6 +16,7 @@ from autoshard.errors import InfeasibleError, SpecError
 from autoshard.evaluation import Evaluation
 from autoshard.mesh import MeshAxes
 from autoshard.meshes import MeshLike
+from autoshard.options import REL_GAP, TIME_LIMIT_S, WAIT_S, Options, refuse_misspelt
 from autoshard.planner import Budget, Planned
 from autoshard.plans import Plan
 from autoshard.processes import Peers
@@ -27,37 +28,6 @@ from autoshard.thinning import thinned
 from autoshard.wanted import AUTO
 from autoshard.wishes import OtherMeshError
 
-REL_GAP = 1e-3  # proven optimal to a tenth of a percent: well inside what a cost model can tell apart
-WAIT_S = 25.0  # for other processes: an error comes within half a minute
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The options of `plan`, which see."""
-
-    mesh: MeshLike | Sequence[MeshLike] = None
-    hardware: str | cost_models.Hardware | None = None
-    in_shardings: Any = AUTO
-    out_shardings: Any = AUTO
-    pins: Mapping[str, PartitionSpec] | None = None
-    memory: int | None = None
-    donate_argnums: int | Sequence[int] | None = None
-    donate_argnames: str | Sequence[str] | None = None
-    static_argnums: int | Sequence[int] | None = None
-    static_argnames: str | Sequence[str] | None = None
-    for_grad: bool | int | Sequence[int] | None = None
-    unknown: str = "error"
-    constraints: planner.Constraints = "needed"
-    like: Plan | None = None
-    lock: str | os.PathLike[str] | None = None
-    cache: Directory = None
-    time_limit_s: float = 20.0
-    rel_gap: float = REL_GAP
-    wait_s: float = WAIT_S
-    refine: str | None = None
-    candidates: int = 3
-    also: Mapping[str, Plan | Evaluation] = field(default_factory=dict[str, Plan | Evaluation])
-
 
 def plan(
     fn: Callable[..., Any],
@@ -67,7 +37,7 @@ def plan(
     in_shardings: Any = AUTO,
     out_shardings: Any = AUTO,
     pins: Mapping[str, PartitionSpec] | None = None,
-    memory: int | None = None,
+    memory: int | float | str | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Sequence[str] | None = None,
     static_argnums: int | Sequence[int] | None = None,
@@ -78,7 +48,7 @@ def plan(
     like: Plan | None = None,
     lock: str | os.PathLike[str] | None = None,
     cache: Directory = None,
-    time_limit_s: float = 20.0,
+    time_limit_s: float = TIME_LIMIT_S,
     rel_gap: float = REL_GAP,
     wait_s: float = WAIT_S,
     refine: str | None = None,
@@ -99,7 +69,7 @@ def plan(
       in_shardings: as in `jax.jit`, with `AUTO` wherever the planner shall choose.
       out_shardings: likewise.
       pins: path pattern → PartitionSpec of inputs, first match wins: `{"**.emb": P("model", None)}`.
-      memory: bytes per device; None takes the chip's memory less what JAX cannot use.
+      memory: bytes per device, or text such as "64GB"; None takes the chip's memory less what JAX cannot use.
       donate_argnums: as in `jax.jit`; a donated leaf and the output that replaces it
         (same path, shape and dtype) share one layout.
       donate_argnames: likewise, by name.
@@ -171,6 +141,7 @@ def plan(
         candidates=candidates,
         also=also or {},
     )
+    refuse_misspelt(fn, kwargs, "plan")
     questions = pose(fn, args, kwargs, options)
     if like is not None and not questions[0].kept:
         raise SpecError(
@@ -207,7 +178,7 @@ def pose(
             in_shardings=o.in_shardings,
             out_shardings=o.out_shardings,
             pins=o.pins,
-            memory=o.memory,
+            memory=o.memory_bytes,
             donate_argnums=o.donate_argnums,
             donate_argnames=o.donate_argnames,
             static_argnums=o.static_argnums,

@@ -15,12 +15,13 @@ import jax
 from jax.sharding import NamedSharding
 
 from autoshard import _jax, apply, hlo
-from autoshard.api import REL_GAP, plan
+from autoshard.api import plan
 from autoshard.comparison import Line, attribute
 from autoshard.errors import MeshError
 from autoshard.evaluation import Evaluation, evaluate
 from autoshard.graph import Graph
 from autoshard.mesh import MeshAxes
+from autoshard.options import REL_GAP
 from autoshard.plans import Plan
 from autoshard.tables import GAP, bytes_text, columns, fields, render, table, time_text
 from autoshard.verification import Verification, place_text

@@ -7,14 +7,24 @@ keeps its facts as fields, so that programs can read what people are told.
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
 class AutoshardError(Exception):
-    """Base of every error that autoshard raises on purpose."""
+    """Base of every error that autoshard raises on purpose. It can be pickled, with its fields."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), self.args, self.__dict__)
+
+
+def _rebuilt(kind: type[AutoshardError], args: tuple[Any, ...], facts: Mapping[str, Any]) -> AutoshardError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(facts)
+    return error
 
 
 class MissingRuleError(AutoshardError):

@@ -3,37 +3,85 @@
 import functools
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MethodType
-from typing import Any
+from typing import Any, TypedDict, Unpack, overload
 
 import jax
+from jax.sharding import PartitionSpec
 
-from autoshard import _jax
+import cost_models
+from autoshard import _jax, planner
 from autoshard import binding as bindings
 from autoshard import trace as traces
-from autoshard.api import Options, find, peers, pose
+from autoshard.api import find, peers, pose
 from autoshard.dispatch import Entry
 from autoshard.errors import ArgumentError, GradientError, InfeasibleError, SpecError
+from autoshard.evaluation import Evaluation
+from autoshard.meshes import MeshLike
+from autoshard.options import OPTIONS, Options, refuse_unknown
 from autoshard.plans import Plan
-from autoshard.store import lock_at
+from autoshard.store import Directory, lock_at
 from autoshard.tables import bytes_text
 
 log = logging.getLogger("autoshard")
 _jax.hide_frames(__file__)  # what is emitted in place stands where the user calls it
 
 
+class JitOptions(TypedDict, total=False):
+    """What `jit` takes, for editors and type checkers: the options of `autoshard.plan`, those of `jax.jit`, its own."""
+
+    mesh: MeshLike | Sequence[MeshLike]
+    hardware: str | cost_models.Hardware | None
+    in_shardings: Any
+    out_shardings: Any
+    pins: Mapping[str, PartitionSpec] | None
+    memory: int | float | str | None
+    donate_argnums: int | Sequence[int] | None
+    donate_argnames: str | Sequence[str] | None
+    static_argnums: int | Sequence[int] | None
+    static_argnames: str | Sequence[str] | None
+    for_grad: bool | int | Sequence[int] | None
+    unknown: str
+    constraints: planner.Constraints
+    like: Plan | None
+    lock: str | os.PathLike[str] | None
+    cache: Directory
+    time_limit_s: float
+    rel_gap: float
+    wait_s: float
+    refine: str | None
+    candidates: int
+    also: Mapping[str, Plan | Evaluation]
+    strict: bool
+    move: bool
+    keep_unused: bool
+    inline: bool
+    backend: str | None
+    device: Any
+    compiler_options: Mapping[str, Any] | None
+
+
+_OWN = ("strict", "move", "keep_unused", "inline", "backend", "device", "compiler_options")
+
+
+@overload
+def jit(fn: Callable[..., Any], **options: Unpack[JitOptions]) -> "JitFunction": ...
+@overload
+def jit(fn: None = None, **options: Unpack[JitOptions]) -> Any: ...
 def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     """`jax.jit` that finds the sharding: bare, or with the options of `autoshard.plan`.
 
     The first call with new shapes plans and compiles; later ones run as `jax.jit` does.
     Arguments that kept their shapes keep their layout: state stays where it is when the
     batch changes. Arguments in another sharding are placed, with a log line that says how
-    many bytes moved. Inside other transformations (`jax.jit`, `jax.grad`, `jax.vmap`) the
-    constraints are emitted in place. Under `jax.grad` (`jax.vjp`, `jax.linearize`) the plan
-    is for the gradient with respect to what is differentiated; where a `jax.jit` in between
-    hides that, say so: `for_grad=`.
+    many bytes moved: a warning, once, where they lay in the layout of another plan. Inside
+    other transformations (`jax.jit`, `jax.grad`, `jax.vmap`) the constraints are emitted in
+    place; inside `shard_map`, where nothing is left to split, it is `jax.jit`. Under
+    `jax.grad` (`jax.vjp`, `jax.linearize`) the plan is for the gradient with respect to what
+    is differentiated; where a `jax.jit` in between hides that, say so: `for_grad=`.
 
         step = autoshard.jit(train_step, donate_argnums=0)
 
@@ -41,26 +89,57 @@ def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
       fn: as in `autoshard.plan`.
       strict: raise where an argument in another sharding would have to move.
       move: plan new shapes freely, so that state moves to the layout that is best for them.
+      keep_unused: as in `jax.jit`.
+      compiler_options: as in `jax.jit`, over those that the plan's prices assume.
+      inline: as in `jax.jit`; in other transformations the program is always inlined.
+      backend: as in `jax.jit`, if the mesh is of its devices.
+      device: refused: one device is a mesh of one.
       **options: those of `autoshard.plan`.
 
     Raises:
-      TypeError: there is no such option.
+      ArgumentError: there is no such option.
+      SpecError: an option cannot be kept.
     """
+    refuse_unknown(options, (*OPTIONS, *_OWN), "jit")
     if fn is None:
         return lambda fn: jit(fn, **options)
-    strict, move = (bool(options.pop(name, False)) for name in ("strict", "move"))
-    return JitFunction(fn, Options(**options), strict=strict, move=move)
+    own = {name: options.pop(name) for name in _OWN if name in options}
+    if own.pop("device", None) is not None:
+        raise SpecError('device=: a plan is over a mesh; for one device, mesh=jax.sharding.Mesh([device], ("data",))')
+    if not callable(fn):
+        raise ArgumentError(f"jit takes a function, got {fn!r}")
+    if options.get("also") is None:
+        options.pop("also", None)
+    return JitFunction(fn, Options(**options), **own)
 
 
 class JitFunction:
     """What `autoshard.jit` returns."""
 
-    def __init__(self, fn: Callable[..., Any], options: Options, *, strict: bool, move: bool) -> None:
+    __name__: str
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        options: Options,
+        *,
+        strict: bool = False,
+        move: bool = False,
+        keep_unused: bool = False,
+        inline: bool = False,
+        backend: str | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
+    ) -> None:
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._name = str(getattr(fn, "__name__", type(fn).__name__))
         self._options = options
-        self._strict, self._move = strict, move
+        self._strict, self._move = bool(strict), bool(move)
+        self._inline, self._backend = bool(inline), backend
+        self._compiling: dict[str, Any] = {
+            "keep_unused": bool(keep_unused),
+            "compiler_options": dict(compiler_options or {}),
+        }
         roles = bindings.roles(
             fn,
             static_argnums=options.static_argnums,
@@ -71,7 +150,9 @@ class JitFunction:
         self._roles = roles
         self._static = roles.static_argnums, roles.static_argnames
         # As `jax.jit` itself: for shapes alone, and where every device runs a program of its own.
-        self._plain: Any = jax.jit(fn, static_argnums=roles.static_argnums, static_argnames=roles.static_argnames)
+        self._plain: Any = jax.jit(
+            fn, static_argnums=roles.static_argnums, static_argnames=roles.static_argnames, inline=self._inline
+        )
         self._entries: dict[Any, Entry] = {}
         self._last: Entry | None = None
         # Mesh in context, arguments that are differentiated → the plan whose layouts later ones keep.
@@ -114,7 +195,7 @@ class JitFunction:
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(fn).trace`, with the plan's layouts."""
         bound = self._bind(args, kwargs)
-        jitted, positional, named = self.plan(*args, **kwargs).named_jit(bound.keywords)
+        jitted, positional, named = self.plan(*args, **kwargs).named_jit(bound.keywords, **self._compiling)
         return jitted.trace(*positional, **named)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
@@ -160,11 +241,24 @@ class JitFunction:
             log.info("%s: planned as it is: %s", self._name, error)
             made = self._planned(args, kwargs, first, ())
         log.info("planned %s: %s", made.record.name, made)
-        entry = Entry(made, (signature, context, mesh), strict=self._strict)
+        self._check_backend(made)
+        entry = Entry(made, (signature, context, mesh), strict=self._strict, options=self._compiling)
         if not entry.captures:  # tracers that are closed over live no longer than their trace
             self._first.setdefault((mesh, gradient), made)
             self._entries[key] = entry
         return entry
+
+    def _check_backend(self, made: Plan) -> None:
+        """Raises if the plan's devices are not those of `backend`."""
+        if self._backend is None:
+            return
+        own = made.own_mesh
+        device = jax.devices()[0] if own is None else own.devices.flat[0]
+        if device not in jax.devices(self._backend):
+            raise SpecError(
+                f"backend={self._backend!r}: {self._name} is planned over devices of {device.platform!r}; "
+                f"give a mesh of the others: mesh=jax.sharding.Mesh(jax.devices({self._backend!r}), names)"
+            )
 
     def _avals(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> tuple[Any, ...]:
         """What `jax.jit` distinguishes of the leaves' values."""

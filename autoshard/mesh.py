@@ -6,6 +6,8 @@ Not a second `jax.sharding.Mesh`: users only ever see JAX's.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from operator import index
+from typing import Any
 
 from autoshard.errors import MeshError
 
@@ -28,13 +30,21 @@ class MeshAxes:
                 )
         if len(set(self.names)) != len(self.names):
             raise MeshError(f"mesh axis names repeat: {self.names}")
-        if any(size < 1 for size in self.sizes):
-            raise MeshError(f"mesh axis sizes must be positive: {self}")
+        axes: list[tuple[Any, Any]] = list(zip(self.names, self.sizes, strict=True))
+        for name, size in axes:
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise MeshError(f"mesh axis {name!r} of size {size!r}: a size is a positive whole number")
 
     @classmethod
     def of(cls, shape: Mapping[str, int]) -> "MeshAxes":
         """From `{"data": 2, "model": 4}`; order is major to minor."""
-        return cls(tuple(shape), tuple(int(size) for size in shape.values()))
+        return cls(
+            tuple(shape),
+            tuple(
+                size if isinstance(size, bool) or not hasattr(size, "__index__") else index(size)
+                for size in shape.values()
+            ),
+        )
 
     @property
     def ndim(self) -> int:
@@ -62,3 +72,8 @@ def _is_name(name: object) -> bool:
         and any(letter.isalnum() for letter in name)
         and not set(name) & set("\"'\\:")
     )
+
+
+def _whole(size: Any) -> Any:
+    """A NumPy integer as Python's; what is no whole number stays, and is refused."""
+    return index(size) if hasattr(size, "__index__") and not isinstance(size, bool) else size

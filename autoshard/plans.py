@@ -27,7 +27,7 @@ from autoshard.planner import Planned
 from autoshard.problem import Problem
 from autoshard.problem.assignment import Assignment
 from autoshard.profiling import Profile, profile
-from autoshard.record import Leaf, PlanRecord, read, write
+from autoshard.record import Leaf, PlanRecord, parse, read, write
 from autoshard.report import explanation, page, text, view
 from autoshard.trace import Traced
 from autoshard.verification import Verification
@@ -60,6 +60,10 @@ class Plan:
     def __repr__(self) -> str:
         r = self.record
         return f"<Plan of {r.name} on {r.mesh} ({r.hardware}): {r.cost.step_s * 1e3:.3g} ms, {r.certificate.status}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickled plan is what its file holds: read back, it is as one from `load`."""
+        return _unpickled, (self.record.dumps(),)
 
     def noted(self, note: str, *, compiler_options: Mapping[str, Any] | None = None) -> "Plan":
         """The same plan with one more note, and more compiler flags, if any."""
@@ -547,6 +551,10 @@ def load(path: str | Path) -> Plan:
       PlanFileError: not a plan file, truncated, or of a newer schema.
     """
     return Plan(read(path), place=None, planned=None, traced=None)
+
+
+def _unpickled(text: str) -> Plan:
+    return Plan(parse(text, "a pickled plan"), place=None, planned=None, traced=None)
 
 
 def in_auto_mode(fn: Callable[..., list[Any]], outputs: Sequence[Leaf]) -> Callable[..., list[Any]]:

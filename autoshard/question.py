@@ -38,6 +38,11 @@ class OwnMeshError(SpecError):
             "plan on that mesh (mesh= the Mesh that the shard_map has)"
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuilt, (kind, args, facts) = super().__reduce__()
+        abstract = getattr(self.mesh, "abstract_mesh", self.mesh)  # devices stay where they are
+        return rebuilt, (kind, args, {**facts, "mesh": abstract})
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # no slots: what is costly is found when first asked for
 class Question:

@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 
 import cost_models
 from autoshard import planner
-from autoshard.api import REL_GAP, Options, answer, pose
+from autoshard.api import answer, pose
 from autoshard.description import place_of
 from autoshard.errors import InfeasibleError, SpecError
 from autoshard.meshes import MeshLike
+from autoshard.options import REL_GAP, Options
 from autoshard.plans import Plan
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Decisions

@@ -21,8 +21,21 @@ class Auto:
     def __repr__(self) -> str:
         return "AUTO"
 
+    def __reduce__(self) -> str:
+        return "AUTO"  # a copy of it, or what is read back, is the one there is
+
 
 AUTO: Final = Auto()
+
+
+def refuse_unreduced(what: str, spec: PartitionSpec) -> None:
+    """Raises if a spec says more than what is split.
+
+    Raises:
+      SpecError: it names unreduced or reduced axes.
+    """
+    if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+        raise SpecError(f"{what} is {spec}: where sums are left open is the planner's; name the split dimensions alone")
 
 
 def wanted(
@@ -93,6 +106,8 @@ def _by_leaf(shardings: Any, tree: Any, paths: Sequence[str], what: str) -> dict
     for i, leaf in enumerate(leaves):
         if leaf is None or leaf is AUTO:
             continue
+        if isinstance(leaf, PartitionSpec | NamedSharding):
+            refuse_unreduced(f"{what} at {paths[i]}", leaf if isinstance(leaf, PartitionSpec) else leaf.spec)
         if isinstance(leaf, NamedSharding):
             found[i] = leaf.spec
         elif isinstance(leaf, PartitionSpec):

@@ -86,7 +86,7 @@ def cases() -> dict[str, tuple[tuple[Callable[[], Any], ...], int]]:
     plan3 = f3.plan(a, scale=a, shift=a, mode="up", n=2)
     x, scale, shift = plan3.put(a, "x"), plan3.put(a, "scale"), plan3.put(a, "shift")
     g3 = jax.jit(scaled, static_argnames=("mode", "n"), out_shardings=plan3.out_shardings())
-    named = {"scale": scale, "shift": shift, "mode": "up", "n": 2}
+    named: dict[str, Any] = {"scale": scale, "shift": shift, "mode": "up", "n": 2}
     found["keywords and statics"] = ((lambda: f3(x, **named), lambda: g3(x, **named)), 100)
     return found
 

@@ -19,7 +19,7 @@ def computed_again(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("constraints", ["all", "needed"])
-def test_what_is_computed_again_holds_the_constants_of_calls_in_it(constraints: str) -> None:
+def test_what_is_computed_again_holds_the_constants_of_calls_in_it(constraints: Any) -> None:
     def both(x: Any) -> Any:
         return computed_again(x), jax.grad(lambda x: computed_again(x).sum())(x)
 

@@ -90,7 +90,8 @@ def test_a_static_default_that_is_left_out() -> None:
     def f(x: Any, n: Any = 3) -> Any:
         return x * n
 
-    for options in ({"static_argnums": 1}, {"static_argnames": "n"}, {"static_argnums": -1}):
+    ways: list[dict[str, Any]] = [{"static_argnums": 1}, {"static_argnames": "n"}, {"static_argnums": -1}]
+    for options in ways:
         np.testing.assert_array_equal(jit(f, **options)(A), 3 * A)
         np.testing.assert_array_equal(jit(f, **options)(A, 2), 2 * A)
         np.testing.assert_array_equal(jit(f, **options)(A, n=2), 2 * A)

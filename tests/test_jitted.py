@@ -115,5 +115,6 @@ def test_a_plan_like_another_keeps_its_layouts() -> None:
 
 
 def test_options_are_checked_when_they_are_given() -> None:
-    with pytest.raises(TypeError, match="pin"):
-        autoshard.jit(train, pin={})
+    wrong: dict[str, Any] = {"pin": {}}
+    with pytest.raises(TypeError, match=r"jit has no option 'pin': did you mean pins\?"):
+        autoshard.jit(train, **wrong)

@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 import models
 from autoshard import Evaluation, Plan, meshes
-from autoshard.api import Options, pose
+from autoshard.api import pose
 from autoshard.errors import CompileError, CompilerFlagError, SpecError
 from autoshard.mesh import MeshAxes
+from autoshard.options import Options
 from autoshard.question import Question
 from autoshard.refine import SCHEDULING, Candidate, Entered, adopted, alternatives, refined, told
 from autoshard.store import misfits

@@ -4,12 +4,12 @@ from typing import Annotated
 
 import typer
 
-from autoshard.api import REL_GAP
 from autoshard.audit import audit as audited
 from autoshard.cli.app import WRONG, app, errors, print_json
 from autoshard.cli.options import Compiler, GapOption, HardwareOption, JsonOption, SetOption, TargetArgument, TimeOption
 from autoshard.cli.written import assignments
 from autoshard.errors import MeshError
+from autoshard.options import REL_GAP
 from autoshard.report import machine, progress
 from autoshard.target import load_target
 

@@ -10,7 +10,6 @@ import typer
 from jax.sharding import AbstractMesh
 
 from autoshard import standings
-from autoshard.api import REL_GAP
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import (
     Compiler,
@@ -25,6 +24,7 @@ from autoshard.cli.options import (
 )
 from autoshard.cli.written import assignments, byte_count, mesh_axes
 from autoshard.errors import MeshError, TargetError
+from autoshard.options import REL_GAP
 from autoshard.report import progress
 from autoshard.standings import Hand, Template
 from autoshard.target import load_builder, load_target

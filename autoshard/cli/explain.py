@@ -10,7 +10,6 @@ import typer
 
 import cost_models
 from autoshard import explain as reasons
-from autoshard.api import REL_GAP
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import (
     DonateOption,
@@ -28,6 +27,7 @@ from autoshard.cli.options import (
 from autoshard.cli.written import assignments, byte_count, is_position, mesh_axes
 from autoshard.errors import AutoshardError, InfeasibleError, SpecError
 from autoshard.flips import Varied, flip_points
+from autoshard.options import REL_GAP
 from autoshard.planner import Planned
 from autoshard.remedies import remedies
 from autoshard.report import explanation, progress

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from autoshard.api import REL_GAP
 from autoshard.cli.app import app
 from autoshard.cli.options import (
     Compiler,
@@ -23,6 +22,7 @@ from autoshard.cli.options import (
     planned,
 )
 from autoshard.cli.written import writable
+from autoshard.options import REL_GAP
 from autoshard.planner import Constraints
 
 

@@ -10,7 +10,6 @@ import typer
 import autoshard
 import cost_models
 from autoshard import files, standard
-from autoshard.api import REL_GAP
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import (
     Built,
@@ -29,6 +28,7 @@ from autoshard.cli.options import (
 )
 from autoshard.cli.written import writable
 from autoshard.errors import AutoshardError
+from autoshard.options import REL_GAP
 from autoshard.report import page, progress, view
 
 LONGEST = 160  # of why a layout is left out

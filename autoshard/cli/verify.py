@@ -8,7 +8,6 @@ import typer
 
 import autoshard
 from autoshard import files
-from autoshard.api import REL_GAP
 from autoshard.cli.app import WRONG, app, errors, print_json
 from autoshard.cli.options import (
     Compiler,
@@ -26,6 +25,7 @@ from autoshard.cli.options import (
     planned,
 )
 from autoshard.cli.written import assignments, writable
+from autoshard.options import REL_GAP
 from autoshard.report import machine, progress
 from autoshard.target import load_target
 from autoshard.verify import TOLERANCE

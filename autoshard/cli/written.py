@@ -8,10 +8,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from autoshard import sizes
 from autoshard.errors import MeshError, SpecError, TargetError
-
-LARGEST = 2**63 - 1  # bytes
-
 
 def mesh_axes(written: str) -> dict[str, int]:
     """`data=2,model=4` → axis sizes, major to minor.
@@ -39,13 +37,7 @@ def byte_count(written: str) -> int:
     Raises:
       SpecError: it is no number of bytes.
     """
-    units = {"": 1, "B": 1} | {f"{p}B": 10 ** (3 * i) for i, p in enumerate("kMGT", 1)}
-    units |= {f"{p}iB": 2 ** (10 * i) for i, p in enumerate("KMGT", 1)}
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*(\w*)", written.strip())
-    unit = next((u for u in units if match is not None and u.lower() == match[2].lower()), None)
-    if match is None or unit is None or float(match[1]) * units[unit] > LARGEST:
-        raise SpecError(f"cannot read --memory {written}: write a number of bytes, as in 64GB or 60GiB")
-    return int(float(match[1]) * units[unit])
+    return sizes.byte_count(written, f"--memory {written}")
 
 
 def pin_of(written: str) -> tuple[str, PartitionSpec]:
