@@ -5,8 +5,8 @@ is said what moved. Donated buffers are gone afterwards wherever `jax.jit` would
 """
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard import _jax, apply, meshes
 from autoshard.errors import MeshError, PlanMismatchError
 from autoshard.plans import Plan, in_auto_mode
+from autoshard.record import Leaf
 from autoshard.tables import bytes_text
 
 log = logging.getLogger("autoshard")
@@ -200,40 +201,44 @@ class _Compiled:
 def consumed(plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The donated leaves whose buffers `jax.jit` would take for outputs, and those to donate to the compiler.
 
-    `jax.jit` takes a buffer for an output of its shape and dtype, or else of its size, on one device. The compiler can
-    do so if their parts on a device are of one size, too; where they are not, the buffer is only given up.
+    On one device, `jax.jit` takes a buffer for an output of its shape and dtype; of the others it offers those to the
+    compiler that have as many elements as an output, and the compiler takes what has as many bytes as one. On several,
+    it can do so if the parts on a device are of one size, too; where they are not, the buffer is only given up.
     """
     traced, record = plan.traced, plan.record
     assert traced is not None
     used = _jax.used_inputs(traced.jaxpr)
-    alike: Counter[Any] = Counter()
-    sized: Counter[int] = Counter()
-    parts: Counter[tuple[int, int]] = Counter()
 
-    def size(leaf: Any) -> tuple[int, int]:
-        whole = prod(leaf.shape) * _jax.itemsize_of(leaf.dtype)
-        split = prod(record.mesh.shape[axis] for axis in _axes(leaf.spec))
-        return whole, whole // split
+    def nbytes(leaf: Leaf) -> int:
+        return prod(leaf.shape) * _jax.itemsize_of(leaf.dtype)
 
-    for leaf in record.outputs:
-        alike[leaf.shape, leaf.dtype] += 1
-        sized[size(leaf)[0]] += 1
-        parts[size(leaf)] += 1
-    taken: set[int] = set()
-    given: set[int] = set(record.donated)
-    for same in (True, False):
-        for i in record.donated:
-            leaf = record.inputs[i]
-            whole, part = size(leaf)
-            if i in taken or i not in used or not sized[whole] or (same and not alike[leaf.shape, leaf.dtype]):
-                continue
-            taken.add(i)
-            alike[leaf.shape, leaf.dtype] -= same
-            sized[whole] -= 1
-            if parts[whole, part] > 0:
-                parts[whole, part] -= 1
-            else:
-                given.discard(i)
+    def elements(leaf: Leaf) -> int:
+        return nbytes(leaf) // 4 if leaf.dtype.startswith("key<") else prod(leaf.shape)  # keys are words
+
+    def part(leaf: Leaf) -> tuple[int, int]:
+        return nbytes(leaf), prod(record.mesh.shape[axis] for axis in _axes(leaf.spec))
+
+    def matched(
+        donors: Iterable[int], outputs: Sequence[Leaf], key: Callable[[Leaf], Any]
+    ) -> tuple[list[int], list[Leaf]]:
+        """The donors that have an output of their own by a key, and the outputs that have none."""
+        found, left = [], list(outputs)
+        for i in donors:
+            own = next((o for o in left if key(o) == key(record.inputs[i])), None)
+            if own is not None:
+                left.remove(own)
+                found.append(i)
+        return found, left
+
+    donors = [i for i in record.donated if i in used]
+    taken, left = matched(donors, record.outputs, lambda leaf: (leaf.shape, leaf.dtype))
+    offered, _ = matched([i for i in donors if i not in taken], left, elements)
+    taken += matched(offered, left, nbytes)[0]
+    unusable = [record.inputs[i] for i in donors if i not in taken]
+    if unusable:  # as JAX says it
+        shapes = ", ".join(f"{leaf.path}: {leaf.dtype}{list(leaf.shape)}" for leaf in unusable)
+        warnings.warn(f"Some donated buffers were not usable: {shapes}", stacklevel=2)
+    given, _ = matched(taken, record.outputs, part)
     return tuple(sorted(taken)), tuple(sorted(given))
 
 

@@ -38,13 +38,7 @@ class MeshAxes:
     @classmethod
     def of(cls, shape: Mapping[str, int]) -> "MeshAxes":
         """From `{"data": 2, "model": 4}`; order is major to minor."""
-        return cls(
-            tuple(shape),
-            tuple(
-                size if isinstance(size, bool) or not hasattr(size, "__index__") else index(size)
-                for size in shape.values()
-            ),
-        )
+        return cls(tuple(shape), tuple(map(_whole, shape.values())))
 
     @property
     def ndim(self) -> int:
