@@ -1,7 +1,7 @@
 """Sizes: numbers of bytes as people write them."""
 
-from math import nan
 import re
+from math import nan
 from numbers import Real
 
 from autoshard.errors import SpecError
@@ -28,7 +28,7 @@ def byte_count(written: object, what: str) -> int:
         if match is not None and unit is not None:
             count = float(match[1]) * _UNITS[unit]
     elif not isinstance(written, bool) and isinstance(written, Real):
-        count = float(written)
+        count = written if isinstance(written, int) else float(written)
     if not 0 <= count <= LARGEST:  # nor of what is no number
         raise SpecError(f"cannot read {what}: write a number of bytes, as in 64GB or 60GiB")
     return int(written) if isinstance(written, int) else int(count)

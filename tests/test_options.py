@@ -45,6 +45,7 @@ WRONG_OPTIONS: list[tuple[str, Any, type[Exception], str]] = [
     ("memory", float("nan"), SpecError, "cannot read memory=nan: write a number of bytes, as in 64GB"),
     ("memory", float("inf"), SpecError, "cannot read memory=inf"),
     ("memory", "1e400", SpecError, "cannot read memory='1e400'"),
+    ("memory", 10**400, SpecError, "cannot read memory=1000"),
     ("memory", "much", SpecError, "cannot read memory='much'"),
     ("memory", -1, SpecError, "cannot read memory=-1"),
     ("memory", [1], SpecError, "cannot read memory=[1]"),

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from autoshard import sizes
 from autoshard.errors import MeshError, SpecError, TargetError
 
+
 def mesh_axes(written: str) -> dict[str, int]:
     """`data=2,model=4` → axis sizes, major to minor.
 
