@@ -43,7 +43,8 @@ def load_target(target: str, keywords: Mapping[str, Any]) -> tuple[Any, tuple[An
     except (AutoshardError, CostModelError):
         raise
     except Exception as error:
-        if isinstance(error, TypeError) and keywords and open_ended:  # which it takes it says itself
+        inside = error.__traceback__ is not None and error.__traceback__.tb_next is not None
+        if isinstance(error, TypeError) and (not inside or (keywords and open_ended)):  # it says itself what it takes
             raise _no_call(target, keywords, error) from error
         raise TargetError(f"`{target}` raised {raised(error)}") from error
     if not (isinstance(built, tuple) and len(built) == 2 and callable(built[0]) and isinstance(built[1], tuple)):
