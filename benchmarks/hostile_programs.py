@@ -29,6 +29,7 @@ from typing import Any
 
 DEVICES = 8
 GROUP = 20  # programs that one question has: tests.hostile_programs.GROUP, which JAX would have to be imported for
+ASKED = 40  # groups that a process judges, before a new one takes its place: JAX keeps what it has traced and compiled
 LIMIT_S = 600.0  # for a group, on a busy machine
 KINDS = ("right", "rounding", "wrong", "foreign", "refused", "void")
 
@@ -104,6 +105,7 @@ class Worker:
         self._command += [] if planned else ["--plain"]
         self._process: subprocess.Popen[str] | None = None
         self._errors: Any = None
+        self._asked = 0
 
     def judge(self, seeds: Sequence[int]) -> list[dict[str, Any]]:
         """The verdicts on programs; where the process dies of them, of each by itself."""
@@ -111,7 +113,8 @@ class Worker:
         if answer is not None:
             return json.loads(answer)
         self._errors.seek(0)
-        last = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines() if line.strip()]
+        lines = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines()]
+        last = [line for line in lines if line.strip("-") and not line.startswith("For simplicity")]
         self.close()
         if len(seeds) > 1:
             middle = len(seeds) // 2
@@ -121,6 +124,9 @@ class Worker:
 
     def _ask(self, seeds: Sequence[int]) -> str | None:
         """Its line; None if it died, or was killed for taking too long."""
+        self._asked += 1
+        if self._asked % ASKED == 0:
+            self.close()
         if self._process is None:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
             self._process = subprocess.Popen(

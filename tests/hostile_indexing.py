@@ -140,7 +140,7 @@ def scatter(d: Draw) -> Value:
     if d.rounded:
         op = d.choice((lax.scatter_add, lax.scatter_sub))
     undefined = d.derived and op not in (lax.scatter_add, lax.scatter_sub)  # out of range JAX's derivatives are wrong
-    mode = PROMISE if undefined else mode
+    mode = PROMISE if undefined else FILL if d.derived and mode is ONE_HOT else mode
     starts = at.starts(d, within=mode is PROMISE)
     updates = d.operand(at.out, kind_of(x), dtype=str(x.dtype))
     if op is lax.scatter_mul:
