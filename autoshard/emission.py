@@ -42,7 +42,8 @@ def _operands(eqn: Any, operands: list[Any], devices: int) -> list[Any]:
     if faults.MERGED_SCATTER.of(name) and prod(eqn.invars[1].aval.shape[:-1]) <= devices:
         operands[0] = lax.optimization_barrier(operands[0])
     if faults.REPEATED_INITIAL.of(name):
-        operands = list(lax.optimization_barrier(operands))
+        arrays = len(operands) // 2  # then their initial values, which may have no tangents
+        operands[:arrays] = map(lax.optimization_barrier, operands[:arrays])
     return operands
 
 

@@ -89,7 +89,11 @@ def looped(table: Any, i: Any) -> Any:
     return (cache**2).sum() + sums.sum()
 
 
-@pytest.mark.parametrize("fn", [rows, window, picked, overwritten, scattered, looped])
+def reduced(table: Any, i: Any) -> Any:
+    return lax.reduce(table, np.float32(1), lambda a, b: jnp.where(a > b, a, b), (1,))[i[0]]
+
+
+@pytest.mark.parametrize("fn", [rows, window, picked, overwritten, scattered, looped, reduced])
 def test_gradients(fn: Callable[..., Any]) -> None:
     """Of the constrained forward function, and as part of the program."""
     table, i = jnp.arange(128.0).reshape(16, 8) / 64, np.array([14, -20, 99], np.int32)
