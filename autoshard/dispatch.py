@@ -212,9 +212,6 @@ def consumed(plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
     def nbytes(leaf: Leaf) -> int:
         return prod(leaf.shape) * _jax.itemsize_of(leaf.dtype)
 
-    def elements(leaf: Leaf) -> int:
-        return nbytes(leaf) // 4 if leaf.dtype.startswith("key<") else prod(leaf.shape)  # keys are words
-
     def part(leaf: Leaf) -> tuple[int, int]:
         return nbytes(leaf), prod(record.mesh.shape[axis] for axis in _axes(leaf.spec))
 
@@ -232,7 +229,7 @@ def consumed(plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
     donors = [i for i in record.donated if i in used]
     taken, left = matched(donors, record.outputs, lambda leaf: (leaf.shape, leaf.dtype))
-    offered, _ = matched([i for i in donors if i not in taken], left, elements)
+    offered, _ = matched([i for i in donors if i not in taken], left, lambda leaf: prod(leaf.shape))
     taken += matched(offered, left, nbytes)[0]
     unusable = [record.inputs[i] for i in donors if i not in taken]
     if unusable:  # as JAX says it

@@ -1,6 +1,7 @@
 """Calls of decorated functions run what `jax.jit` would run: keywords, statics, settings, donated buffers."""
 
 import itertools
+import logging
 from functools import partial
 from typing import Any
 
@@ -140,3 +141,66 @@ def test_random_calls_beside_jax_jit() -> None:
     found = [one for seed in range(12) for one in sequence(seed, 25)]
     assert [(one.text, one.differ) for one in found if one.differ] == []
     assert sum(one.planned for one in found) > 50
+
+
+def lying(spec: Any, *, over: int = 2) -> Any:
+    """64 × 64 ones that another plan has laid out."""
+    mesh = jax.make_mesh((over,), ("b",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:over])
+    return jax.device_put(jnp.ones((64, 64)), jax.sharding.NamedSharding(mesh, spec))
+
+
+@pytest.mark.parametrize("where", ["nowhere", "one device", "another layout", "as planned"])
+def test_a_donated_argument_is_gone_wherever_it_lay(where: str) -> None:
+    spec = jax.sharding.PartitionSpec
+    f = jit(lambda w, x: w + x, donate_argnums=0, pins={"w": spec("a")})
+    w: Any = {
+        "nowhere": lambda: jnp.ones((64, 64)),
+        "one device": lambda: jax.device_put(jnp.ones((64, 64)), jax.devices()[1]),
+        "another layout": lambda: lying(spec(None, "b")),
+        "as planned": lambda: f.plan(S((64, 64), jnp.float32), 1.0).put(jnp.ones((64, 64)), "w"),
+    }[where]()
+    x = jnp.float32(1)
+    np.testing.assert_array_equal(f(w, x), np.full((64, 64), 2.0))
+    assert w.is_deleted()
+    assert not x.is_deleted()
+
+
+def test_parameters_that_move_at_every_call_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    spec = jax.sharding.PartitionSpec
+    f = jit(lambda w, x: (w * x).sum(), pins={"w": spec("a")})
+    w = lying(spec(None, "b"))
+
+    def told(level: int) -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.levelno == level and "another sharding" in r.getMessage()]
+
+    with caplog.at_level(logging.INFO, "autoshard"):
+        f(np.ones((64, 64), np.float32), 1.0)
+        f(jax.device_put(jnp.ones((64, 64)), jax.devices()[1]), 1.0)
+        assert told(logging.WARNING) == []  # what lies on one device has no layout to keep
+        for _ in range(3):
+            f(w, 1.0)
+    (text,) = told(logging.WARNING)
+    assert "1 arguments (16.4 kB) arrive in another sharding: w: " in text
+    assert "moved at every such call" in text
+    for way in ("like=", "in_shardings=", "plan.put"):
+        assert way in text
+    caplog.clear()
+    kept = jit(lambda w, x: (w * x).sum(), in_shardings=(spec(None, "a"), autoshard.AUTO))
+    with caplog.at_level(logging.INFO, "autoshard"):
+        kept(jax.device_put(w, kept.plan(w, 1.0).in_shardings()[0]), 1.0)
+    assert told(logging.WARNING) == []
+
+
+def test_the_same_call_again_binds_and_places_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def f(x: Any, y: Any, *, n: int) -> Any:
+        return x + n * y
+
+    g = jit(f, static_argnames="n")
+    plan = g.plan(A, y=B, n=2)
+    x, y = plan.put(A, "x"), plan.put(B, "y")
+    np.testing.assert_array_equal(g(x, n=2, y=y), A + 2 * B)
+    for name in ("_bind", "_entry", "plan"):
+        monkeypatch.delattr(type(g), name)
+    monkeypatch.setattr(jax, "device_put", None)
+    np.testing.assert_array_equal(g(x, y=y, n=2), A + 2 * B)
+    np.testing.assert_array_equal(g(x, n=2, y=np.asarray(B)), A + 2 * B)
