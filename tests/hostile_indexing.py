@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tests.hostile_draw import ANY, MAX_SIZE, Draw, Shape, UnfitError, Value, kind_of
+from tests.hostile_draw import ANY, MAX_SIZE, Draw, Shape, UnfitError, Value, kind_of, without_nan
 
 CLIP, FILL, PROMISE, ONE_HOT = (lax.GatherScatterMode(i) for i in (1, 2, 3, 4))
 NARROW = ("int8", "uint8", "int16", "uint16", "uint32")
@@ -143,6 +143,8 @@ def scatter(d: Draw) -> Value:
     mode = PROMISE if undefined else FILL if d.derived and mode is ONE_HOT else mode
     starts = at.starts(d, within=mode is PROMISE)
     updates = d.operand(at.out, kind_of(x), dtype=str(x.dtype))
+    if op in (lax.scatter_min, lax.scatter_max):
+        x, updates = without_nan(x), without_nan(updates)
     if op is lax.scatter_mul:
         updates = jnp.where(updates > 0, 1, -1).astype(x.dtype)
     if op is lax.scatter and prod(at.batch) > 1:
@@ -168,7 +170,7 @@ def indexed(d: Draw) -> Value:
     made = jax.eval_shape(lambda x: x.at[key].get(), x)
     if prod(made.shape) > MAX_SIZE or kind_of(x) not in "fi":
         raise UnfitError
-    updates = d.operand(made.shape, kind_of(x), dtype=str(x.dtype))
+    x, updates = without_nan(x), without_nan(d.operand(made.shape, kind_of(x), dtype=str(x.dtype)))
     there = x.at[key]
     if d.rounded or d.derived:
         return d.small(there.add(updates, mode=mode), prod(shape) + 1)
@@ -244,7 +246,7 @@ def one_hot(d: Draw) -> Value:
 
 
 def segments(d: Draw) -> Value:
-    x = d.operand((d.size(), d.size()))
+    x = without_nan(d.operand((d.size(), d.size())))
     at = d.indices(x.shape[:1], 4)
     op = jax.ops.segment_sum if d.rounded or d.derived else d.choice((jax.ops.segment_sum, jax.ops.segment_max))
     made = op(x, at, 4, mode=d.choice((None, "clip", "drop")))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tests.hostile_draw import MAX_SIZE, Draw, Shape, UnfitError, Value, kind_of, to_int
+from tests.hostile_draw import MAX_SIZE, Draw, Shape, UnfitError, Value, kind_of, to_int, without_nan
 
 Reducer = Callable[..., Value]
 
@@ -38,11 +38,15 @@ def reduce(d: Draw) -> Value:
     elif kind == "c" or d.rounded:
         ops = (jnp.sum,)
     else:
+        extremes: Sequence[Reducer] = (
+            lambda x, axis: jnp.max(without_nan(x), axis=axis),
+            lambda x, axis: jnp.min(without_nan(x), axis=axis),
+        )
         x = with_nan(d, x)
         ops = (
             jnp.sum,
             jnp.sum,
-            *((jnp.max, jnp.min) if all(x.shape) else ()),
+            *(extremes if all(x.shape) else ()),
             lambda x, axis: jnp.prod(signs(x), axis=axis),
         )
     terms = prod(x.shape[a] for a in axes)
@@ -71,7 +75,7 @@ def smooth_reduce(d: Draw) -> Value:
 
 
 def reduce_by_function(d: Draw) -> Value:
-    x = d.pick("fi", 1, exact=True)
+    x = without_nan(d.pick("fi", 1, exact=True))
     axes = d.some(x.ndim, 1)
     if d.coin():
         most = jnp.asarray(-9, x.dtype) if not str(x.dtype).startswith("uint") else jnp.asarray(0, x.dtype)
@@ -120,7 +124,7 @@ def windows(d: Draw, x: Value) -> tuple[Any, ...]:
 
 
 def window(d: Draw) -> Value:
-    x = d.pick("fi", 1, most=4)
+    x = without_nan(d.pick("fi", 1, most=4))
     size, stride, padding, base, dilation = windows(d, x)
     number = lambda value: jnp.asarray(value, x.dtype)
     least = -jnp.inf if kind_of(x) == "f" else jnp.iinfo(x.dtype).min
@@ -323,7 +327,7 @@ def patches(d: Draw) -> Value:
 def library(d: Draw) -> Value:
     """What NumPy's functions make of several operations."""
     x = d.pick("f", 1, exact=True, most=3, where=lambda v: v.size > 0)
-    y, axis = d.like(x, exact=True), d.axis(x)
+    x, y, axis = without_nan(x), without_nan(d.like(x, exact=True)), d.axis(x)
     d.inexact()
     ops: tuple[Callable[[], Any], ...] = (
         lambda: jnp.median(x, axis=axis),
