@@ -26,18 +26,31 @@ _jax.hide_frames(__file__)  # what is emitted in place stands where the user cal
 class Entry:
     """A plan, and how a call with its abstract values runs.
 
-    `signature`, `context` and `mesh` are what it was planned under.
+    `signature`, `context`, and `mesh` are what it was planned under; of the mesh, what `context` does not
+    tell apart are the devices, which `concrete` has.
     """
 
-    __slots__ = ("_alone", "_compiled", "_options", "_strict", "_warned", "context", "mesh", "plan", "signature")
+    __slots__ = (
+        "_alone",
+        "_options",
+        "_strict",
+        "_warned",
+        "compiled",
+        "concrete",
+        "context",
+        "mesh",
+        "plan",
+        "signature",
+    )
 
     def __init__(
         self, plan: Plan, key: tuple[Any, Any, Any], *, strict: bool, options: Mapping[str, Any] | None = None
     ) -> None:
         self.plan = plan
         self.signature, self.context, self.mesh = key
+        self.concrete = _jax.get_concrete_mesh()
         self._strict, self._options = strict, options or {}
-        self._compiled: _Compiled | None = None  # planning needs no devices; running does
+        self.compiled: Compiled | None = None  # planning needs no devices; running does
         self._alone: Any = None  # under transformations that stage nothing
         self._warned = False
 
@@ -46,24 +59,14 @@ class Entry:
         """Whether the function closes over tracers, so that the entry serves one trace alone."""
         return bool(self.plan.traced is not None and self.plan.traced.captured)
 
-    def takes(self, leaves: Sequence[Any]) -> bool:
-        """Whether these leaves, of the entry's pytrees, are of its abstract values and lie as planned."""
-        compiled = self._compiled
-        return compiled is not None and compiled.takes(leaves)
-
-    def run(self, leaves: Sequence[Any]) -> Any:
-        """The outputs for leaves that the entry `takes`."""
-        assert self._compiled is not None
-        return self._compiled(leaves, leaves)
-
     def place_and_run(self, leaves: Sequence[Any]) -> Any:
         """The outputs for leaves of the entry's abstract values, which lie anywhere."""
-        compiled = self._compiled = self._compiled or _Compiled(self.plan, self._options)
+        compiled = self.compiled = self.compiled or Compiled(self.plan, self._options)
         if compiled.takes(leaves):
-            return compiled(leaves, leaves)
-        return compiled(leaves, self._placed(leaves, compiled))
+            return compiled.run(leaves)
+        return compiled.run_placed(leaves, self._placed(leaves, compiled))
 
-    def _placed(self, leaves: Sequence[Any], compiled: "_Compiled") -> list[Any]:
+    def _placed(self, leaves: Sequence[Any], compiled: "Compiled") -> list[Any]:
         """Each array in its planned sharding; what had to move is told, or raises if `strict`."""
         placed: list[Any] = []
         moved: list[str] = []
@@ -146,10 +149,21 @@ def _emitted(plan: Plan, mesh: Any) -> Callable[..., list[Any]]:
     return in_auto_mode(emitted, record.outputs)
 
 
-class _Compiled:
+class Compiled:
     """A plan's function of flat leaves, jitted on its devices."""
 
-    __slots__ = ("_avals", "_consumed", "_jitted", "_own", "donated", "shardings")
+    __slots__ = (
+        "_avals",
+        "_consumed",
+        "_donated",
+        "_finish",
+        "_given_up",
+        "_jitted",
+        "_own",
+        "_seen",
+        "donated",
+        "shardings",
+    )
 
     def __init__(self, plan: Plan, options: Mapping[str, Any]) -> None:
         traced, record, mesh = plan.traced, plan.record, plan.mesh()
@@ -161,33 +175,49 @@ class _Compiled:
         self._own = None if own is None or own == mesh else own
         self.donated = tuple(record.donated)
         self._consumed, given = consumed(plan)
+        self._donated = frozenset(record.donated)
+        self._given_up = tuple(i for i in self._consumed if i not in given)  # the compiler takes the others
+        self._finish = bool(self._given_up) or self._own is not None
+        self._seen: list[Any] = [None] * len(self._avals)  # abstract values known to be equal to the planned ones
         self._jitted = plan.flat_jit(donate=given, **options)
 
     def takes(self, leaves: Sequence[Any]) -> bool:
-        """As of the entry; what is committed to no device is the compiled function's to place."""
-        for x, (shape, dtype, weak), want in zip(leaves, self._avals, self.shardings, strict=True):
-            if type(x) is not _jax.Array:
-                if _jax.is_tracer(x):
-                    return False
-                aval = _jax.shaped(x)
-                if aval.shape != shape or aval.dtype != dtype or aval.weak_type != weak:
-                    return False
-                if isinstance(x, jax.Array):  # an array of keys
-                    have = x.sharding
-                    if have != want:
+        """As of the entry; what is committed to no device, and not donated, is the compiled function's to place."""
+        seen = self._seen
+        for i, (x, want) in enumerate(zip(leaves, self.shardings, strict=True)):
+            if type(x) is _jax.Array:
+                aval = x.aval
+                if aval is not seen[i]:
+                    if (aval.shape, aval.dtype, aval.weak_type) != self._avals[i]:
                         return False
-                continue
-            if x.dtype != dtype or x.shape != shape or x.weak_type != weak:
-                return False
-            have = x.sharding
-            if have is not want and have != want and x.committed:
+                    seen[i] = aval
+                have = x.sharding
+                if have is not want and have != want and (x.committed or i in self._donated):
+                    return False
+            elif not self._takes_other(x, i):
                 return False
         return True
 
-    def __call__(self, leaves: Sequence[Any], placed: Sequence[Any]) -> Any:
-        """The outputs; `leaves` are the caller's, whose buffers go where donated."""
-        outputs = self._jitted(*placed)
-        for i in self._consumed:
+    def _takes_other(self, x: Any, i: int) -> bool:
+        """Of what is no plain array."""
+        if _jax.is_tracer(x):
+            return False
+        aval = _jax.shaped(x)
+        if (aval.shape, aval.dtype, aval.weak_type) != self._avals[i]:
+            return False
+        return not isinstance(x, jax.Array) or x.sharding == self.shardings[i]  # an array of keys
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        """The outputs for leaves that it takes."""
+        outputs = self._jitted(*leaves)
+        return self._finished(leaves, outputs, self._given_up) if self._finish else outputs
+
+    def run_placed(self, leaves: Sequence[Any], placed: Sequence[Any]) -> Any:
+        """The outputs for leaves that have been placed; `leaves` are the caller's, whose buffers go where donated."""
+        return self._finished(leaves, self._jitted(*placed), self._consumed)
+
+    def _finished(self, leaves: Sequence[Any], outputs: Any, gone: Sequence[int]) -> Any:
+        for i in gone:
             x = leaves[i]
             if isinstance(x, jax.Array) and not x.is_deleted():
                 x.delete()

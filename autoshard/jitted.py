@@ -170,12 +170,13 @@ class JitFunction:
         last = self._last
         if (
             last is not None
-            and last.context == _jax.trace_context()
-            and last.mesh == _jax.context_mesh()
             and last.signature == signature
-            and last.takes(leaves)
+            and last.context == _jax.trace_context()
+            and last.concrete == _jax.get_concrete_mesh()
+            and last.compiled is not None
+            and last.compiled.takes(leaves)
         ):
-            return last.run(leaves)
+            return last.compiled.run(leaves)
         if _jax.per_device():
             return self._plain(*args, **kwargs)
         entry = self._entry(args, kwargs, signature, leaves)
