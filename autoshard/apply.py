@@ -7,7 +7,7 @@ all-to-all is not replaced by a gather. Calls with rules of their own (`remat`,
 `custom_jvp`, `custom_vjp`) are bound again with rewritten bodies; source lines stay.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -130,6 +130,30 @@ def check(closed: Any, pins: Pins, mesh: MeshAxes) -> None:
                 _fit(spec, avals[i], mesh, path)
     for path in {path for path, _ in pins.kernels if min(path, default=0) >= 0}:
         _check_kernel(closed, path, pins, mesh)
+
+
+def not_laid_out(closed: Any, pins: Pins) -> list[str]:
+    """The opaque equations that pins have no layouts for, in words: XLA's partitioner would misread them.
+
+    Plans that were made when fewer equations were opaque lack theirs.
+    """
+    where = _jax.SourceLines()
+    found = [(path, eqn) for path, eqn in _opaque_equations(closed, ()) if (path, 0) not in pins.kernels]
+    return [f"{eqn.primitive.name} at {where(eqn)}" for _, eqn in found]
+
+
+def _opaque_equations(closed: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """Every opaque equation with its path, those in bodies included."""
+    for i, eqn in enumerate(_jax.open_jaxpr(closed).eqns):
+        name = eqn.primitive.name
+        if opaque.is_opaque(name, eqn.params):
+            yield (*path, i), eqn
+        elif name in INLINED:
+            yield from _opaque_equations(eqn.params[CALLS[name]], (*path, i, 0))
+        for key, k in BODIES.get(name, ()):
+            bodies = eqn.params[key] if k is None else (eqn.params[key],)
+            for j, body in enumerate(bodies):
+                yield from _opaque_equations(body, (*path, i, j if k is None else k))
 
 
 def _check_kernel(closed: Any, path: Path, pins: Pins, mesh: MeshAxes) -> None:

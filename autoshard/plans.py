@@ -284,6 +284,11 @@ class Plan:
             apply.check(traced.jaxpr, self.record.pins, self.record.mesh)
         except SpecError as error:
             raise PlanFileError(f"the plan of {self.record.name} is damaged: {error}; plan again") from error
+        if not self.record.emitted and (lacking := apply.not_laid_out(traced.jaxpr, self.record.pins)):
+            raise PlanMismatchError(
+                f"the plan of {self.record.name} was made by an older autoshard, which left {lacking[0]} to XLA's "
+                "partitioner; that misreads it: plan again"
+            )
         return Plan(self.record, place=self._place, planned=None, traced=traced)
 
     def _same_program(self, trace: Callable[[], Traced]) -> Traced:

@@ -90,6 +90,8 @@ def misfits(record: PlanRecord, question: Question) -> list[str]:
         "for the gradient of": list(record.gradient_of),
     }
     found = changes(have, key) or _not_kept(record, question)
+    if not found and not record.emitted:  # made by an older version
+        found += [f"no layout of {one}" for one in apply.not_laid_out(question.traced.jaxpr, record.pins)[:1]]
     if not found and record.donated != tuple(sorted(question.wanted.donated)):
         found.append("pins and donations (the file contradicts itself)")
     return found

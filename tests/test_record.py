@@ -187,3 +187,24 @@ def test_a_moment_without_a_source_line_is_told_by_the_last_one_before() -> None
     assert place_of(decisions, 2) == "the end of the program"
     decisions.graph.eqns = eqns[1:]
     assert place_of(decisions, 0) == f"gather at {UNKNOWN}"
+
+
+def test_an_older_plan_that_leaves_a_convolution_to_the_partitioner_is_refused(tmp_path: Path) -> None:
+    """Its file has no layouts for what runs on each device's part today; XLA alone would compute it wrongly."""
+    x, k = jnp.ones((8, 6, 4)), jnp.ones((3, 1, 4))
+
+    def depthwise(x: jax.Array, k: jax.Array) -> jax.Array:
+        return jax.lax.conv_general_dilated(
+            x, k, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=4
+        )
+
+    path = tmp_path / "plan.json"
+    plan = autoshard.plan(depthwise, x, k, mesh={"a": 4})
+    plan.save(path)
+    assert autoshard.load(path).bind(depthwise, x, k).specs == plan.specs
+    data = json.loads(path.read_text())
+    del data["emitted"]
+    data["constraints"] = [entry for entry in data["constraints"] if entry["at"] != "kernel"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(PlanMismatchError, match=r"older autoshard, which left conv_general_dilated at .*plan again"):
+        autoshard.load(path).bind(depthwise, x, k)
