@@ -292,8 +292,9 @@ def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations, once: Set[i
     Shardy scatters the sum. Those that one contraction makes and several take: each draws them
     its way, and XLA propagates in an order of its own. Activations that several contractions
     take gathered: each may gather for itself (openxla/xla dot_handler.cc), which XLA does not merge; and
-    weights that are to be gathered `once`, where it is doubtful whether XLA does. And pending
-    sums of scatters that are added to something: XLA may gather the updates, where Shardy scatters the sum.
+    weights that are to be gathered `once`, where it is doubtful whether XLA does. Pending
+    sums of scatters that are added to something: XLA may gather the updates, where Shardy scatters the sum. And what
+    is cut along a split dimension: see `_sliced`.
     """
     pins = annotations.pins
     ends: dict[int, list[PartitionSpec]] = {v: [annotations.inputs[i]] for i, v in enumerate(graph.inputs)}
@@ -318,7 +319,24 @@ def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations, once: Set[i
     added = {v for e, eqn in enumerate(graph.eqns) if eqn.primitive in ("add", "add_any") for v in graph.operands[e]}
     scatters = (e for e, eqn in enumerate(graph.eqns) if eqn.primitive == "scatter-add")
     summed = {v for e in scatters for v in graph.results[e] if v in pending & added and split.get(v)}
-    return frozenset(moved | cut | drawn | gathered | summed)
+    return frozenset(moved | cut | drawn | gathered | summed | _sliced(graph, ends))
+
+
+def _sliced(graph: Graph, ends: Mapping[int, Sequence[PartitionSpec]]) -> set[int]:
+    """Values that are split somewhere along a dimension of which a part is cut out.
+
+    A part that is as long per device as the value, padded, is the value's own shard to XLA's partitioner: where both
+    are gathered it takes one for the other (`x[i] + x[0]`), unless the value is gathered before it is cut.
+    """
+    found: set[int] = set()
+    for e, eqn in enumerate(graph.eqns):
+        if eqn.primitive not in ("dynamic_slice", "slice", "split"):
+            continue
+        v, shape = graph.operands[e][0], eqn.operands[0].shape
+        cut = [any(out.shape[d] != size for out in eqn.results) for d, size in enumerate(shape)]
+        if any(axes and cut[d] for spec in ends.get(v, ()) for d, axes in enumerate(spec)):
+            found.add(v)
+    return found
 
 
 def _reshaped(graph: Graph) -> frozenset[int]:

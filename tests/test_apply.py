@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autoshard
 
@@ -38,3 +39,25 @@ def test_what_jax_keeps_in_one_piece_is_spelled_out() -> None:
 
     got = autoshard.jit(found, mesh={"a": 4})(X)
     jax.tree.map(np.testing.assert_array_equal, got, jax.jit(found)(X))
+
+
+def first_by_slice(x: Any, i: Any) -> Any:
+    return x[i] + x[0]
+
+
+def first_by_start(x: Any, i: Any) -> Any:
+    return x[i] + jax.lax.dynamic_slice(x, (0,), (1,))
+
+
+def all_but_the_last(x: Any, i: Any) -> Any:
+    return x[i] + (x[:-1] * jnp.arange(1.0, x.size)).sum()
+
+
+@pytest.mark.parametrize("fn", [first_by_slice, first_by_start, all_but_the_last])
+@pytest.mark.parametrize("size", [3, 6])
+def test_a_part_of_what_is_split_is_not_taken_for_the_whole(fn: Any, size: int) -> None:
+    """XLA takes the gathered part for the gathered value where both have the same shard."""
+    x, i = np.arange(1.0, size + 1, dtype=np.float32), np.array([[0, 1, 2, 1, 0, 2]] * 2, np.int32)
+    shardings: dict[str, Any] = {"in_shardings": (P("b"), P("a", "b")), "out_shardings": P("a", "b")}
+    got = autoshard.jit(fn, mesh={"a": 2, "b": 3}, hardware="cpu:6", **shardings)(x, i)
+    np.testing.assert_array_equal(got, jax.jit(fn)(x, i))

@@ -4,13 +4,17 @@ More of them: `python -m benchmarks.hostile_programs`.
 """
 
 import collections
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from autoshard.errors import SpecError
 from benchmarks.hostile_programs import GROUP as ASKED_AT_ONCE
-from tests.hostile_oracle import FOREIGN, REFUSED, ROUNDED, VOID, WRONG, alike, judge, primitives
+from tests import hostile_oracle, hostile_shrink
+from tests.hostile_oracle import FOREIGN, REFUSED, RIGHT, ROUNDED, VOID, WRONG, alike, judge, primitives
 from tests.hostile_programs import GROUP, MODES, Program, setting_of
 
 FIRST = 500_000  # seeds that nothing was mended on
@@ -40,6 +44,40 @@ def test_programs_have_many_primitives_and_every_mode() -> None:
         found.update(primitives(Program(seed)))
     assert len(found) >= 100, sorted(found)
     assert {setting_of(seed).mode for seed in range(0, 100 * GROUP, GROUP)} == set(MODES)
+
+
+def test_programs_that_fail_are_told_from_their_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has a result of another shape, one raises another's exception, one ours."""
+    off, foreign, refused = 3, 5, 6
+
+    def sharded(programs: Sequence[Program]) -> list[list[Any]]:
+        seeds = [p.seed for p in programs]
+        if foreign in seeds:
+            raise ValueError("foreign")
+        if refused in seeds:
+            raise SpecError("refused")
+        made = [[np.array(x) for x in results] for results in hostile_oracle.plain(programs)]
+        if off in seeds:
+            made[seeds.index(off)][-1] = made[seeds.index(off)][-1][..., None]
+        return made
+
+    monkeypatch.setattr(hostile_oracle, "sharded", sharded)
+    found = {v.seed: v.kind for v in judge(range(8))}
+    assert found == {**dict.fromkeys(range(8), RIGHT), off: WRONG, foreign: FOREIGN, refused: REFUSED}
+
+
+def test_what_fails_is_shrunk_to_the_operation_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that adds wrongly, as far as it goes."""
+
+    def sharded(programs: Sequence[Any]) -> list[list[Any]]:
+        wrong = [any(eqn.primitive.name == "rem" for eqn in p.live) for p in programs]
+        return [[x + w for x in results] for results, w in zip(hostile_oracle.plain(programs), wrong, strict=True)]
+
+    monkeypatch.setattr(hostile_oracle, "sharded", sharded)
+    seed = next(s for s in range(100) if "rem" in primitives(Program(s)) and setting_of(s).mode == "optimum")
+    piece, how = hostile_shrink.shrunk(seed)
+    assert how.startswith(WRONG)
+    assert [eqn.primitive.name for eqn in piece.live] == ["rem"]
 
 
 def test_what_is_asked_at_once_is_a_group() -> None:
