@@ -262,7 +262,7 @@ class _Table:
         if not pinned:
             self._slice_for_good(single, weight)
             self._finish_sums(single, weight)
-        elif outermost:
+        elif outermost and self._moves:  # on one device nothing moves
             self._scatter_sums(single, weight)
         self.transposes_ps = np.zeros((n, n), np.int64)
         if self._transposed.any():

@@ -104,11 +104,15 @@ def feeding(graph: Graph) -> NDArray[np.bool_]:
 
 
 def loop_spans(graph: Graph) -> dict[int, tuple[int, int]]:
-    """Loop → its first and last equation."""
+    """Loop → its first and last equation; of one that only hands constants on, the link that hands on the first."""
     spans: dict[int, tuple[int, int]] = {}
     for e, loop in enumerate(graph.loop_of):
         if loop:
             spans[loop] = (spans.get(loop, (e, e))[0], e)
+    for e, eqn in enumerate(graph.eqns):
+        loop = graph.loop[graph.operands[e][0]] if eqn.primitive in ("loop_result", "loop_stack") else 0
+        if loop:
+            spans.setdefault(loop, (e, e))
     return spans
 
 

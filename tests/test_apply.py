@@ -30,6 +30,23 @@ def test_what_is_computed_again_holds_the_constants_of_calls_in_it(constraints: 
     np.testing.assert_array_equal(jax.grad(loss)(X), got[1])
 
 
+def test_loops_may_have_no_equations() -> None:
+    def rows(x: Any) -> Any:
+        _, constant = jax.lax.scan(lambda carry, row: (carry, jax.lax.optimization_barrier((row, SCALE))[1]), 0.0, x)
+        _, number = jax.lax.scan(lambda carry, row: (carry, np.float32(-2)), 0.0, x)
+        return constant, number, jax.lax.fori_loop(0, 3, lambda i, x: np.float32(2), np.float32(1))
+
+    for hardware in ("cpu:4", "h100:1x4", "tpu-v5e:2x2"):
+        got = autoshard.jit(rows, mesh={"a": 4}, hardware=hardware)(X)
+        jax.tree.map(np.testing.assert_array_equal, got, jax.jit(rows)(X))
+
+
+@pytest.mark.parametrize("hardware", ["cpu:1", "h100:1x1", "tpu-v5e:1x1"])
+def test_one_device_is_planned_for(hardware: str) -> None:
+    got = autoshard.jit(lambda x: (x @ x.T).sum(0), mesh={"a": 1}, hardware=hardware)(X)
+    np.testing.assert_array_equal(got, (X @ X.T).sum(0))
+
+
 def test_what_jax_keeps_in_one_piece_is_spelled_out() -> None:
     """JAX 0.12 has primitives of its own for these, which no rule would know."""
 
