@@ -114,7 +114,8 @@ class Worker:
             return json.loads(answer)
         self._errors.seek(0)
         lines = [line.strip() for line in self._errors.read().decode(errors="replace").splitlines()]
-        last = [line for line in lines if line.strip("-") and not line.startswith("For simplicity")]
+        beside = ("For simplicity", "WARNING", "I0000")  # what JAX and XLA say of themselves
+        last = [line for line in lines if line.strip("-") and not line.startswith(beside)]
         self.close()
         if len(seeds) > 1:
             middle = len(seeds) // 2

@@ -83,10 +83,10 @@ def reduce_by_function(d: Draw) -> Value:
 
         def better(left: Any, right: Any) -> Any:
             take = (left[0] > right[0]) | ((left[0] == right[0]) & (left[1] <= right[1]))
-            return tuple(jnp.where(take, a, b) for a, b in zip(left, right, strict=True))
+            return tuple(lax.select(take, a, b) for a, b in zip(left, right, strict=True))
 
         return lax.reduce((x, place), (most, jnp.int32(99)), better, axes)[d.whole(0, 1)]
-    return lax.reduce(x, jnp.asarray(1, x.dtype), lambda a, b: jnp.where(a > b, a, b), axes)
+    return lax.reduce(x, jnp.asarray(1, x.dtype), lambda a, b: lax.select(a > b, a, b), axes)
 
 
 def cumulative(d: Draw) -> Value:
@@ -131,7 +131,7 @@ def window(d: Draw) -> Value:
     most = jnp.inf if kind_of(x) == "f" else jnp.iinfo(x.dtype).max
     ops: list[tuple[Any, Any]] = [(0, lax.add)]
     if not d.rounded:
-        ops += [(least, lax.max), (most, lax.min), (1, lambda a, b: jnp.where(a > b, a, b)), (1, lax.mul)]
+        ops += [(least, lax.max), (most, lax.min), (1, lambda a, b: lax.select(a > b, a, b)), (1, lax.mul)]
     start, combine = d.choice(ops)
     if combine is lax.mul:
         x = signs(x)
