@@ -183,7 +183,7 @@ def test_shardy_has_no_schedule_to_refine_by(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = refused("plan", *SMALL, *ON, "--refine", "shardy", monkeypatch=monkeypatch, capsys=capsys)
-    assert "compile two plans or more, by 'gpu', 'tpu' or 'cpu'" in " ".join(error.split())
+    assert "refine='shardy': it is one of None, 'gpu', 'tpu', 'cpu'" in " ".join(error.split())
 
 
 def test_nothing_but_the_plan_is_written() -> None:

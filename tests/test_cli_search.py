@@ -42,7 +42,7 @@ def test_search_prints_json_markdown_and_a_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (["--chips", "many"], "write 256, or 8,16,32 for a scaling curve"),
+        (["--chips", "many"], "write 256, or 8,16,32 for a curve"),
         (["--price", "cheap"], "write 4.2, or h100=2.5,h200=3"),
         (["--tokens", "all"], "write 15T, 300B or 20x (per parameter)"),
         (["--hardware", "tpu-v5"], "tpu-v5"),
