@@ -242,7 +242,13 @@ def test_a_layout_that_does_not_answer_the_question_is_refused(by_hand: Evaluati
     assert "not plan files" in refused(bare, question)
 
 
-@pytest.mark.parametrize("more", [{"refine": "cpu", "candidates": 1}, {"refine": "xla"}])
-def test_what_cannot_be_refined_is_refused(more: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match="compile two plans or more"):
+@pytest.mark.parametrize(
+    ("more", "way_out"),
+    [
+        ({"refine": "cpu", "candidates": 1}, "compile two plans or more"),
+        ({"refine": "xla"}, "refine='xla': it is one of None, 'gpu', 'tpu', 'cpu'"),
+    ],
+)
+def test_what_cannot_be_refined_is_refused(more: dict[str, Any], way_out: str) -> None:
+    with pytest.raises(SpecError, match=way_out):
         planned(**more)

@@ -52,7 +52,7 @@ def needing(
     """A compiler for which a plan is as good as `found` unless `worse`; the constraints of every plan compiled."""
     asked: list[int] = []
 
-    def verify(self: Plan) -> Verification:
+    def verify(self: Plan, **_: Any) -> Verification:
         asked.append(self.record.pins.count)
         return worse(self) or found
 
@@ -170,7 +170,7 @@ def test_what_is_planned_for_its_gradient_is_compiled_with_it() -> None:
     rng = np.random.default_rng(0)
     w = {"up": 0.1 * rng.normal(size=(128, 512)), "down": 0.1 * rng.normal(size=(512, 128))}
     args = jax.tree.map(jnp.float32, w), jnp.ones((256, 128), jnp.float32)
-    options: dict[str, Any] = {"mesh": OPTIONS["mesh"], "hardware": "cpu:8"}
+    options: dict[str, Any] = {"mesh": OPTIONS["mesh"], "hardware": "cpu:8", "for_grad": True}
     few = autoshard.plan(loss, *args, constraints="compiled", **options)
     assert few.record.gradient_of
     assert few.record.pins.count < autoshard.plan(loss, *args, **options).record.pins.count
