@@ -7,12 +7,16 @@ The public names are imported when first used: who wants the solver alone
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from autoshard import _quiet
+from autoshard import _startup
 
 if TYPE_CHECKING:
     __version__: str
-    from autoshard.accumulation import accumulate
-    from autoshard.api import plan
+    from autoshard.api.compare import Hand, Template, compare
+    from autoshard.api.evaluate import Evaluation, evaluate
+    from autoshard.api.jit import jit
+    from autoshard.api.plan import Plan, load
+    from autoshard.api.plan_many import plan_many
+    from autoshard.api.planning import plan
     from autoshard.errors import (
         AutoshardError,
         CompilerMissingError,
@@ -27,43 +31,39 @@ if TYPE_CHECKING:
         SpecError,
         VerifyError,
     )
-    from autoshard.evaluation import Evaluation, evaluate
-    from autoshard.jitted import jit
-    from autoshard.mesh_search import Search, search
-    from autoshard.plans import Plan, load
+    from autoshard.explore.search import Search, search
+    from autoshard.ir.accumulation import accumulate
+    from autoshard.planner.requested_shardings import AUTO
     from autoshard.rules import register_rule
-    from autoshard.standings import Hand, Template, compare
-    from autoshard.together import plan_many
-    from autoshard.wanted import AUTO
 
 _ROOMS = {
-    "AUTO": "wanted",
+    "AUTO": "planner.requested_shardings",
     "AutoshardError": "errors",
     "CompilerMissingError": "errors",
-    "Evaluation": "evaluation",
-    "Hand": "standings",
+    "Evaluation": "api.evaluate",
+    "Hand": "api.compare",
     "InfeasibleError": "errors",
     "MeshError": "errors",
     "MissingRuleError": "errors",
-    "Plan": "plans",
+    "Plan": "api.plan",
     "PlanFileError": "errors",
     "PlanMismatchError": "errors",
     "ProcessError": "errors",
     "RuleError": "errors",
-    "Search": "mesh_search",
+    "Search": "explore.search",
     "SearchError": "errors",
     "SpecError": "errors",
-    "Template": "standings",
+    "Template": "api.compare",
     "VerifyError": "errors",
-    "accumulate": "accumulation",
-    "compare": "standings",
-    "evaluate": "evaluation",
-    "jit": "jitted",
-    "load": "plans",
-    "plan": "api",
-    "plan_many": "together",
+    "accumulate": "ir.accumulation",
+    "compare": "api.compare",
+    "evaluate": "api.evaluate",
+    "jit": "api.jit",
+    "load": "api.plan",
+    "plan": "api.planning",
+    "plan_many": "api.plan_many",
     "register_rule": "rules",
-    "search": "mesh_search",
+    "search": "explore.search",
 }
 
 __all__ = [
@@ -97,7 +97,7 @@ __all__ = [
 ]
 
 
-_quiet.before_jax()
+_startup.before_jax()
 
 
 def __getattr__(name: str) -> Any:

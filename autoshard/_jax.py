@@ -1,7 +1,7 @@
 """Which JAX is this: the only room that may reach past the public API.
 
 JAX 0.10 to 0.12 differ in jaxpr classes, loop parameters and source lines; all of
-it is absorbed here and pinned by `tests/test_jax.py`.
+it is absorbed here and pinned by `tests/ir/test_jax.py`.
 """
 
 import contextlib

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autoshard.evaluation import Completion, Evaluation
-    from autoshard.ledger import Ledger
-    from autoshard.plans import Plan
-    from autoshard.record import PlanRecord
-    from autoshard.standings import Hand
+    from autoshard.api.compare import Hand
+    from autoshard.api.evaluate import Completion, Evaluation
+    from autoshard.api.plan import Plan
+    from autoshard.explain.attribution import Attribution
+    from autoshard.planner.record import PlanRecord
 
 UPDATE = "AUTOSHARD_UPDATE_PLANS"
 STEP_TOLERANCE = 1e-3  # relative; the gap at which the solver stops by default, so that less says nothing
@@ -59,7 +59,7 @@ def assert_plan_within(
     memory: int | None = None,
     donate_argnums: int | tuple[int, ...] | None = None,
     **options: Any,
-) -> "Ledger":
+) -> "Attribution":
     """Asserts that the plan's step takes at most `ratio` times that of a hand-written layout.
 
     In the planner's own model a ratio of 1 holds by construction, up to the solver's gap, as
@@ -87,10 +87,10 @@ def assert_plan_within(
       AssertionError: the plan is slower, or the hand-written layout does not fit in memory; the
         message says which tensors lie differently and what each costs.
     """
-    from autoshard.api import plan
-    from autoshard.evaluation import Evaluation, evaluate
-    from autoshard.ledger import ledger
-    from autoshard.standings import Hand
+    from autoshard.api.compare import Hand
+    from autoshard.api.evaluate import Evaluation, evaluate
+    from autoshard.api.planning import plan
+    from autoshard.explain.attribution import ledger
 
     common: dict[str, Any] = {
         "mesh": mesh,
@@ -135,9 +135,9 @@ def _compiled_s(made: "Plan | Evaluation", compiler: str) -> float:
     return timeline.step_s
 
 
-def _slower(found: "Ledger", ratio: float, hand_s: float, plan_s: float, said: str) -> str:
-    from autoshard.ledger import ROUNDING, signed
-    from autoshard.tables import time_text
+def _slower(found: "Attribution", ratio: float, hand_s: float, plan_s: float, said: str) -> str:
+    from autoshard.explain.attribution import ROUNDING, signed
+    from autoshard.report.tables import time_text
 
     head = (
         f"the plan of {found.best.name} takes {time_text(plan_s)}, {plan_s / hand_s:.3f} times the {time_text(hand_s)} "
@@ -151,10 +151,10 @@ def _slower(found: "Ledger", ratio: float, hand_s: float, plan_s: float, said: s
     return "\n".join(lines)
 
 
-def _leaves(found: "Ledger") -> list[str]:
+def _leaves(found: "Attribution") -> list[str]:
     """Inputs that lie differently, and what the collectives of each cost by hand."""
-    from autoshard.diff import diff
-    from autoshard.ledger import signed
+    from autoshard.explain.attribution import signed
+    from autoshard.explain.diff import diff
 
     changes = [x for x in diff(found.hand, found.best).leaves if not x.path.startswith("output ")]
     if not changes:
@@ -192,8 +192,8 @@ def assert_plan_unchanged(
       AssertionError: there is no file, or the plan is another one; the message says what changed.
       PlanFileError: it is no plan file.
     """
-    from autoshard.api import plan
-    from autoshard.record import read, write
+    from autoshard.api.planning import plan
+    from autoshard.planner.record import read, write
 
     path = Path(path)
     made = plan(fn, *args, **options)
@@ -214,7 +214,7 @@ def assert_plan_unchanged(
 
 def _changed(before: "PlanRecord", after: "PlanRecord") -> str:
     """What differs, or nothing."""
-    from autoshard.diff import diff
+    from autoshard.explain.diff import diff
 
     found = diff(before, after)
     moved = abs(after.cost.step_s - before.cost.step_s) > STEP_TOLERANCE * before.cost.step_s

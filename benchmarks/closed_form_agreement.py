@@ -21,9 +21,10 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 import cost_models
 import models
-from autoshard import _quiet, meshes
-from autoshard.mesh import MeshAxes
-from cost_models.framework import JAX
+from autoshard import _startup
+from autoshard.backends import devices
+from autoshard.ir.mesh import MeshAxes
+from cost_models.closed_forms.framework import JAX
 from models import layouts
 
 Bytes = dict[tuple[str, tuple[str, ...]], float]
@@ -206,7 +207,7 @@ def compare(case: Case) -> Compared:
     state, batch = module.example_args(config, batch=BATCH, sequence=case.sequence)
     hand = layouts.find(case.model, case.recipe)
     state_specs, batch_specs = hand.specs(state, batch)
-    mesh: Any = meshes.abstract(MeshAxes.of(case.mesh))
+    mesh: Any = devices.abstract(MeshAxes.of(case.mesh))
     evaluation = autoshard.evaluate(
         layouts.constrained(module.train_step(config), hand.activation, mesh),
         state,
@@ -272,7 +273,7 @@ def main() -> None:
     parser.add_argument("--details", action="store_true", help="print every collective")
     parser.add_argument("--out", type=Path, help="write the table here")
     arguments = parser.parse_args()
-    _quiet.on_cpu_alone()
+    _startup.on_cpu_alone()
     rows: list[tuple[str, ...]] = []
     for case in CASES:
         found = compare(case)

@@ -43,14 +43,16 @@ import jax
 
 import autoshard
 import models
-from autoshard import compilers, meshes, refine, standings
+from autoshard.api import compare, refine
+from autoshard.api.compare import Template
+from autoshard.api.evaluate import Evaluation
+from autoshard.api.plan import Plan
+from autoshard.backends import compile
+from autoshard.backends import devices as meshes
 from autoshard.cli.compare import of_models
 from autoshard.errors import AutoshardError, CompilerFlagError, InfeasibleError
-from autoshard.evaluation import Evaluation
-from autoshard.mesh import MeshAxes
-from autoshard.plans import Plan
+from autoshard.ir.mesh import MeshAxes
 from autoshard.problem.formulation import UNIT_S
-from autoshard.standings import Template
 from benchmarks import comparison_report
 from cost_models import hardware as read_hardware
 
@@ -221,8 +223,8 @@ def _hands(
     left_out: dict[str, str] = {}
     for name, template in templates.items():
         try:
-            shapes = list(standings.mesh_shapes(template.axes, devices))
-            hands.append((name, standings.evaluations(fn, args, template, shapes, **common)[0]))
+            shapes = list(compare.mesh_shapes(template.axes, devices))
+            hands.append((name, compare.evaluations(fn, args, template, shapes, **common)[0]))
         except (AutoshardError, ValueError) as error:
             left_out[name] = str(error).partition("\n")[0]
     return sorted(hands, key=lambda item: (not item[1].fits, item[1].cost)), left_out
@@ -237,7 +239,7 @@ def _completed(
 ) -> dict[str, Any]:
     """The layout that is predicted fastest: as the partitioner completes it, and at best; what the solver left open."""
     name, by_shardy = hands[0]
-    best = standings.evaluations(
+    best = compare.evaluations(
         fn,
         args,
         templates[name],
@@ -301,7 +303,7 @@ def _on_gpus(made: Plan | Evaluation) -> bool:
 def compiled_before(line: Mapping[str, Any]) -> Known:
     """What this compiler made of the hand-written layouts of a cell."""
     told = [] if "error" in line else [*line["hands"], *line["scheduled"]["hand"]]
-    now = {compilers.version("gpu"), compilers.version("tpu")}
+    now = {compile.version("gpu"), compile.version("tpu")}
     return {_key(x["layout"], x["mesh"], x["flags"]): x["compiled"] for x in told if x["compiler"] in now}
 
 
@@ -333,7 +335,7 @@ def _told(
         },
         "compiled": compiled,
         "fits": compiled["peak_bytes"] <= record.memory.limit_bytes,
-        "compiler": compilers.version("gpu" if _on_gpus(made) else "tpu"),
+        "compiler": compile.version("gpu" if _on_gpus(made) else "tpu"),
     }
 
 

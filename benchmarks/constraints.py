@@ -20,9 +20,9 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from autoshard.costs import is_contraction
-from autoshard.plans import Plan
-from autoshard.thinning import thinned
+from autoshard.api.compiler_minimal_constraints import compiler_minimal
+from autoshard.api.plan import Plan
+from autoshard.costs.compute import is_contraction
 from benchmarks import verification, verification_report
 
 RESULTS = Path(__file__).parent / "results" / verification_report.CONSTRAINTS
@@ -48,7 +48,7 @@ def run(match: str) -> None:
         assert plan.planned is not None  # made here
         graph = plan.planned.assignment.decisions.graph
         begun = time.perf_counter()
-        few = thinned(plan)
+        few = compiler_minimal(plan)
         line = {
             "key": case.key,
             "hardware": case.hardware,

@@ -18,9 +18,9 @@ import jax
 import numpy as np
 
 import cost_models
-from autoshard import _quiet
+from autoshard import _startup
 from benchmarks import closed_form_agreement, cost_oracles, published_steps
-from cost_models import catalogue
+from cost_models.machines import catalogue
 
 PAGE = Path(__file__).parent.parent / "docs" / "cost_models.md"
 MILLION = 1_000_000
@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=PAGE)
     parser.add_argument("--compile", action="store_true", help="XLA:GPU's memory, too")
     arguments = parser.parse_args()
-    _quiet.on_cpu_alone()
+    _startup.on_cpu_alone()
     introduction = INTRODUCTION.format(
         today=datetime.datetime.now(datetime.UTC).date().isoformat(),
         python=platform.python_version(),

@@ -38,12 +38,12 @@ import numpy as np
 
 import autoshard
 import cost_models
-from autoshard import exports, store
-from autoshard.api import Options, pose
-from autoshard.diff import diff
+from autoshard.api.planning import Options, requests_of
 from autoshard.errors import AutoshardError
+from autoshard.explain.diff import diff
+from autoshard.planner import exports, store
+from autoshard.planner.record import read
 from autoshard.problem import iopddl
-from autoshard.record import read
 from autoshard.solver import solve
 
 LIMIT_S = 20  # a file of a few kilobytes
@@ -269,10 +269,10 @@ def planned(constraints: Any = "all") -> autoshard.Plan:
 
 
 @cache
-def asked() -> tuple[store.Question, Mapping[str, Any]]:
+def asked() -> tuple[store.PlanRequest, Mapping[str, Any]]:
     """The question that the plan answers, and its key."""
     options = Options(mesh=MESH, hardware="cpu:8", donate_argnums=0, constraints="all")
-    (question,) = pose(program, arguments(), {}, options)
+    (question,) = requests_of(program, arguments(), {}, options)
     key = store.key_of(question, constraints="all", rel_gap=options.rel_gap, time_limit_s=options.time_limit_s)
     return question, key
 

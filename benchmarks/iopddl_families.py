@@ -17,7 +17,7 @@ import numpy as np
 from autoshard.problem import iopddl
 from autoshard.problem.network import INF, Int, Problem
 from autoshard.solver.incumbent import Incumbent
-from autoshard.solver.peak import approximate_peak
+from autoshard.solver.primal.smallest_peak import approximate_peak
 
 SLACK = 1.1
 

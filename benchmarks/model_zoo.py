@@ -93,16 +93,16 @@ def compiled_alone(step: Any, arguments: Any) -> dict[str, Any]:
     """Compiles the unsharded step for one GPU: a compiler that fails here fails without a plan."""
     import jax
 
-    from autoshard import compilers
-    from autoshard.mesh import MeshAxes
+    from autoshard.backends import compile
+    from autoshard.ir.mesh import MeshAxes
 
-    found = compilers.compile(jax.jit(step).trace(*arguments), topology="h100:1x1", mesh=MeshAxes(("one",), (1,)))
+    found = compile.compile(jax.jit(step).trace(*arguments), topology="h100:1x1", mesh=MeshAxes(("one",), (1,)))
     return {"compile_s": found.wall_s}
 
 
 def compared(plan: Any) -> dict[str, Any]:
     """Bytes per kind and axes, promised and emitted, and the peaks of memory."""
-    from autoshard.comparison import agrees
+    from autoshard.verification.collective_match import agrees
 
     found = plan.verify("gpu")
     rows = [
@@ -132,9 +132,10 @@ def numerics(subject: Subject) -> dict[str, Any]:
     import numpy as np
 
     import autoshard
-    from autoshard import meshes, trace
-    from autoshard.setting import prepare
-    from autoshard.wanted import wanted
+    from autoshard.backends import devices
+    from autoshard.ir import trace
+    from autoshard.planner.requested_shardings import read_shardings
+    from autoshard.planner.search_space import build_search_space
     from benchmarks.zoo.program import TINY
     from tests.assignments import random_choice, run
 
@@ -164,11 +165,11 @@ def numerics(subject: Subject) -> dict[str, Any]:
         )
 
     names = tuple(f"a{i}" for i in range(len(arguments)))
-    place = meshes.place(MESH, HARDWARE)
+    place = devices.place(MESH, HARDWARE)
     traced = trace.trace(program.step, arguments, names, place.axes)
     donated = frozenset(i for i, a in enumerate(traced.argument_of) if a in program.donate)
-    asked = wanted(traced, None, None, {}, donated)
-    setting = prepare(traced, place.axes, place.machine, asked, gradient_of=(), unknown="error")
+    asked = read_shardings(traced, None, None, {}, donated)
+    setting = build_search_space(traced, place.axes, place.machine, asked, gradient_of=(), unknown="error")
     flat = jax.tree.leaves(arguments)
     for seed in range(2):
         choice = random_choice(setting.decisions, setting.resharder, np.random.default_rng(seed))
@@ -186,7 +187,7 @@ def numerics(subject: Subject) -> dict[str, Any]:
 
 def argument_names(plan: Any) -> list[str]:
     """The names of a plan's arguments, in order."""
-    from autoshard.wanted import dotted
+    from autoshard.ir.paths import dotted
 
     return list(dict.fromkeys(dotted(leaf.path).split(".")[0] for leaf in plan.record.inputs))
 

@@ -37,7 +37,7 @@ import cost_models
 import models
 from autoshard import Plan
 from autoshard.report.page import page
-from cost_models import closed_forms
+from cost_models.closed_forms import formulas
 
 MESHES = {8: {"data": 2, "model": 4}}
 LARGE_BYTES = 2.0**32  # far above every latency: the asymptotic bandwidth
@@ -68,12 +68,12 @@ def intensity(hardware: str, mesh: dict[str, int]) -> float:
 
 def closed_form(batch: int, hidden: int, devices: int, alpha: float) -> str:
     """The families that the closed forms allow, as letters."""
-    allowed = "D" if batch / devices > closed_forms.critical_tokens_per_device(alpha) else ""
-    allowed += "T" if devices < closed_forms.tensor_parallel_limit(hidden, alpha) else ""
-    allowed += "m" if batch / devices > closed_forms.mixed_tokens_per_device(alpha, hidden) else ""
+    allowed = "D" if batch / devices > formulas.critical_tokens_per_device(alpha) else ""
+    allowed += "T" if devices < formulas.tensor_parallel_limit(hidden, alpha) else ""
+    allowed += "m" if batch / devices > formulas.mixed_tokens_per_device(alpha, hidden) else ""
     if allowed:
         return allowed
-    best = closed_forms.best_fsdp(batch, devices, hidden)
+    best = formulas.best_fsdp(batch, devices, hidden)
     return "D" if best >= devices else "T" if best <= 1 else "m"
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import cost_models
 from benchmarks.published_models import NAMED, dense
-from cost_models import closed_forms
-from cost_models.layout_search import best_layouts, describe
-from cost_models.serving_search import Workload, servers
+from cost_models.closed_forms import formulas
+from cost_models.closed_forms.layout_search import best_layouts, describe
+from cost_models.closed_forms.serving_search import Workload, servers
 
 # Gemma Team 2024 (arXiv:2403.08295), table 1.
 GEMMA_7B = dense(28, 3072, 24576, 16, 16, 256000, head=256, tied=True)
@@ -41,7 +41,7 @@ def training() -> Iterator[Answer]:
         tokens = sequences * sequence
         ranking = best_layouts(model, place, sequences=sequences, sequence=sequence)
         best = ranking.ranked[0]
-        optimum = closed_forms.best_fsdp(tokens, place.devices, model.d_ff, fsdp_axes=2, tensor_axes=1)
+        optimum = formulas.best_fsdp(tokens, place.devices, model.d_ff, fsdp_axes=2, tensor_axes=1)
         mixed = next(p for p in ranking.ranked if p.layout.pipeline == 1 and p.layout.context == 1)
         yield Answer(
             source=ref,
@@ -67,7 +67,7 @@ def serving() -> Iterator[Answer]:
         place = cost_models.hardware(f"tpu-v5e:{topology}")
         work = Workload(context=8192, generated=512, weight_dtype=weights, cache_dtype=cache)
         largest = max(servers(model, [place], work, ()), key=lambda s: s.batch, default=None)
-        whole = closed_forms.largest_batch(
+        whole = formulas.largest_batch(
             place.devices * 16e9,
             70e9 * (2 if weights == "bfloat16" else 1),
             8192 * (324e3 if cache == "bfloat16" else 162e3),
@@ -92,8 +92,8 @@ def serving() -> Iterator[Answer]:
 def _gemma() -> Answer:
     """Witten's Gemma-7B on four v4 chips of 32 GB, sequences of 2,048."""
     cache = GEMMA_7B.kv_bytes() * 2048
-    theory = closed_forms.largest_batch(4 * 32e9, 2 * 7e9, cache)
-    exact = closed_forms.largest_batch(4 * 32e9, 2 * GEMMA_7B.parameters, cache)
+    theory = formulas.largest_batch(4 * 32e9, 2 * 7e9, cache)
+    exact = formulas.largest_batch(4 * 32e9, 2 * GEMMA_7B.parameters, cache)
     place = cost_models.hardware("tpu-v4:2x2x1")
     work = Workload(context=2048, generated=512)
     ours = max(s.batch for s in servers(GEMMA_7B, [place], work, ()))

@@ -8,7 +8,7 @@ GPT-NeoX-20B, PaLM and Megatron-LM (arXiv:2104.04473).
 import re
 from dataclasses import replace
 
-from cost_models.transformer import Transformer
+from cost_models.closed_forms.transformer import Transformer
 
 MPT_VOCAB = 50432
 DEEPSEEK_ATTENTION = 187_105_280  # per block: latent projections of q (1536), kv (512 + 64 rotary), and the output

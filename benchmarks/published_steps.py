@@ -21,11 +21,11 @@ import numpy as np
 
 import cost_models
 from benchmarks import published_models
-from cost_models import catalogue
-from cost_models.model import Hardware
-from cost_models.training_layout import Remat, TrainingLayout
-from cost_models.training_step import StepTime, step_time
-from cost_models.transformer import Transformer
+from cost_models.closed_forms.training_layout import Remat, TrainingLayout
+from cost_models.closed_forms.training_step import StepTime, step_time
+from cost_models.closed_forms.transformer import Transformer
+from cost_models.machines import catalogue
+from cost_models.machines.model import Hardware
 
 ROWS = Path(__file__).parent.parent / "tests" / "data" / "published_steps.json"
 

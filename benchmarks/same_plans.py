@@ -7,7 +7,8 @@
 `write` plans the subjects one after the other, without a device, and takes the SHA-256 of what each says:
 the plan file, the summary, explanations, the problem as IOPDDL JSON, the JSON of `autoshard.evaluate` of a
 layout by hand, and what the command line prints of searches, serving, pipelines and comparisons. Wall-clock
-is left out. `compare` names what differs, and ends with status 1 if anything does. Only public names are
+is left out, and so is the folder of
+the sources. `compare` names what differs, and ends with status 1 if anything does. Only public names are
 used, so that the same file runs before and after rooms move.
 """
 
@@ -31,6 +32,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 import models
 
+ROOT = str(Path(__file__).parents[1])  # source lines name files of this copy
 Said = dict[str, str]  # what is said → its text
 
 PLACES = (
@@ -170,7 +172,7 @@ def write(path: Path, match: str) -> None:
         except autoshard.InfeasibleError as error:
             said = {"refused": str(error)}
         for what, text in said.items():
-            found[f"{name} · {what}"] = hashlib.sha256(CLOCKS.sub("", text).encode()).hexdigest()
+            found[f"{name} · {what}"] = hashlib.sha256(CLOCKS.sub("", text.replace(ROOT, "")).encode()).hexdigest()
         print(f"{name}: {', '.join(said)}", flush=True)
         path.write_text(json.dumps(found, indent=1), encoding="utf-8")
     print(f"{len(found)} digests")

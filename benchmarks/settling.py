@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from autoshard.plans import Plan
+from autoshard.api.plan import Plan
 from autoshard.solver import clock
 from benchmarks import verification
 

@@ -36,12 +36,13 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 import cost_models
 import models
-from autoshard import comparison, compilers, meshes
+from autoshard.backends import compile, devices
 from autoshard.errors import AutoshardError
-from autoshard.mesh import MeshAxes
-from autoshard.tables import short_place
-from autoshard.verification import Verification
-from autoshard.verify import MEMORY_TOLERANCE, TOLERANCE, predicted_parts
+from autoshard.ir.mesh import MeshAxes
+from autoshard.report.tables import short_place
+from autoshard.verification import collective_match
+from autoshard.verification.result import Verification
+from autoshard.verification.verify import MEMORY_TOLERANCE, TOLERANCE, predicted_parts
 from benchmarks import verification_report
 from models import layouts
 
@@ -161,7 +162,7 @@ def subject(case: Case) -> Any:
     axes = {"data": tuple(mesh)} if case.layout in ONE_AXIS else {}
     hand = layouts.find(case.model, case.layout, **axes)
     specs = _specs(hand, state, batch)
-    on: Any = meshes.abstract(MeshAxes.of(mesh))
+    on: Any = devices.abstract(MeshAxes.of(mesh))
     return autoshard.evaluate(
         layouts.constrained(step, hand.activation, on),
         state,
@@ -216,7 +217,7 @@ def line(case: Case) -> dict[str, Any]:
         planned_s = time.perf_counter() - begin
         told["predicted_peak_bytes"] = made.record.memory.peak_bytes
         plain = case.hardware.startswith("tpu") and not case.windowed
-        found = made.verify(compiler_options=compilers.TPU_PLAIN_OPTIONS if plain else {})
+        found = made.verify(compiler_options=compile.TPU_PLAIN_OPTIONS if plain else {})
     except AutoshardError as error:
         return {**told, "error": f"{type(error).__name__}: {str(error)[:300]}"}
     return {**told, **_found(found), "planned_s": planned_s, "memory_by_kind": dict(made.record.memory.kinds)}
@@ -254,25 +255,25 @@ def predicted(case: Case, told: Mapping[str, Any]) -> dict[str, Any]:
     """The line of a hand-written layout, with what is predicted of it today."""
     made, mesh = subject(case), MeshAxes.of(dict(case.mesh))
     record = made.record
-    ours = comparison.compare(record.collectives, (), mesh, TOLERANCE)
+    ours = collective_match.compare(record.collectives, (), mesh, TOLERANCE)
     nothing: dict[str, Any] = {"predicted_bytes": 0, "predicted_wire_bytes": 0, "predicted_count": 0}
-    theirs: list[comparison.Row] = []
+    theirs: list[collective_match.CollectiveRow] = []
     for row in told["rows"]:
         emitted: dict[str, Any] = {**row, **nothing, "axes": tuple(row["axes"])}
-        theirs.append(comparison.Row(**emitted))
-    sides: dict[tuple[str, tuple[str, ...]], list[comparison.Row]] = {}
+        theirs.append(collective_match.CollectiveRow(**emitted))
+    sides: dict[tuple[str, tuple[str, ...]], list[collective_match.CollectiveRow]] = {}
     for row in (*ours, *theirs):
         sides.setdefault((row.kind, row.axes), []).append(row)
     total = max(sum(row.predicted_bytes for row in ours), sum(row.emitted_bytes for row in theirs))
     rows = [
-        replace(comparison.together(kind, both, total, TOLERANCE), axes=axes)
+        replace(collective_match.together(kind, both, total, TOLERANCE), axes=axes)
         for (kind, axes), both in sorted(sides.items())
     ]
     compiled = told["compiled_memory"]["peak"]
     fits = compiled <= (1 + MEMORY_TOLERANCE) * record.memory.peak_bytes
     return {
         **told,
-        "ok": comparison.agrees(rows, TOLERANCE) and fits,
+        "ok": collective_match.agrees(rows, TOLERANCE) and fits,
         "rows": [_told(row) for row in rows if row.predicted_bytes or row.emitted_bytes],
         "unmatched": [],
         "predicted_peak_bytes": record.memory.peak_bytes,
@@ -299,7 +300,7 @@ def predict(cases: list[Case]) -> None:
             RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def _told(row: comparison.Row) -> dict[str, Any]:
+def _told(row: collective_match.CollectiveRow) -> dict[str, Any]:
     return {**asdict(row), "axes": list(row.axes), "status": str(row.status)}
 
 

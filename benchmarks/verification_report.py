@@ -48,7 +48,7 @@ CAUSES = """\
 - **TPU, products that are only reshaped** (gradients of grouped heads): XLA:TPU reshapes the weight instead, before it
   partitions, and gathers it again. Pinned where it is gathered, it is gathered once (`minimal._reshaped`).
 - **GPU, peak memory**: programs without loops are counted in the order in which XLA:GPU runs them: weights'
-  gradients last, gathers ahead where they take longer than the forward pass (`autoshard.running`,
+  gradients last, gathers ahead where they take longer than the forward pass (`autoshard.costs.execution_order`,
   `problem.fetching`). Too much is predicted of `megatron_sequence` of mlp-8k with many rows, where the partitioner
   gathers over the idle axis, and of two scanned layers by `fsdp`; too little of `megatron_sequence` of those.
   Gradients of layers that are computed again may wait whole for the links: eight unrolled layers of llama3-8b by

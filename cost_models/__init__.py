@@ -11,8 +11,12 @@ operation's a roofline (`roofline`, `operations`). Whole transformers: `step_tim
 `serving_time`; rules of thumb: `hardware_limits`, `model_limits`.
 """
 
-from cost_models.alpha_beta import KINDS, Kind
-from cost_models.catalogue import chips
+from cost_models.closed_forms.framework import JAX, MEGATRON, Framework
+from cost_models.closed_forms.limits import Limit, hardware_limits, model_limits
+from cost_models.closed_forms.serving import ServingTime, serving_time
+from cost_models.closed_forms.training_layout import TrainingLayout
+from cost_models.closed_forms.training_step import Part, StepTime, step_time
+from cost_models.closed_forms.transformer import Transformer
 from cost_models.errors import (
     CostModelError,
     HardwareFileError,
@@ -21,14 +25,10 @@ from cost_models.errors import (
     UnknownHardwareError,
     UnknownNumberError,
 )
-from cost_models.framework import JAX, MEGATRON, Framework
-from cost_models.limits import Limit, hardware_limits, model_limits
-from cost_models.machine import Machine
-from cost_models.model import Hardware, hardware
-from cost_models.serving import ServingTime, serving_time
-from cost_models.training_layout import TrainingLayout
-from cost_models.training_step import Part, StepTime, step_time
-from cost_models.transformer import Transformer
+from cost_models.machines.alpha_beta import KINDS, Kind
+from cost_models.machines.catalogue import chips
+from cost_models.machines.machine import Machine
+from cost_models.machines.model import Hardware, hardware
 
 __all__ = [
     "JAX",

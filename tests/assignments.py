@@ -7,15 +7,16 @@ import numpy as np
 from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
-from autoshard import apply, meshes
 from autoshard._jax import JAX_VERSION
-from autoshard.description import program_pins
+from autoshard.backends import devices
+from autoshard.costs.resharding import Resharder
+from autoshard.costs.strategies import layout_of
+from autoshard.ir import rewrite
+from autoshard.planner.build_record import program_pins
+from autoshard.planner.search_space import SearchSpace
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Decisions, reshard_ps
 from autoshard.problem.network import INF
-from autoshard.resharding import Resharder
-from autoshard.setting import Setting
-from autoshard.strategies import layout_of
 
 # The CPU compiler at its fastest: kernels are not optimised, and not emitted through MLIR
 # (an option that JAX 0.12 no longer has).
@@ -67,11 +68,11 @@ def random_choice(decisions: Decisions, resharder: Resharder, rng: np.random.Gen
     return np.array([int(s.argmax()) for s in open_], np.int64)
 
 
-def run(setting: Setting, choice: NDArray[np.int64], args: list[Any]) -> list[Any]:
+def run(setting: SearchSpace, choice: NDArray[np.int64], args: list[Any]) -> list[Any]:
     """Compiles the program under a choice on real devices and runs it on flat arguments."""
     decisions = setting.decisions
     assignment = Assignment(decisions=decisions, resharder=setting.resharder, choice=choice)
-    mesh = meshes.over_devices(decisions.mesh, np.arange(decisions.mesh.size))
+    mesh = devices.over_devices(decisions.mesh, np.arange(decisions.mesh.size))
     pins = program_pins(assignment)
     avals = decisions.graph.avals
 
@@ -79,7 +80,7 @@ def run(setting: Setting, choice: NDArray[np.int64], args: list[Any]) -> list[An
         return NamedSharding(mesh, layout_of(code, avals[value].ndim, decisions.mesh).spec())
 
     fn = jax.jit(
-        lambda *xs: apply.constrained(setting.priced.jaxpr, pins, mesh, xs),
+        lambda *xs: rewrite.constrained(setting.priced.jaxpr, pins, mesh, xs),
         in_shardings=tuple(sharding(assignment.input_code(i), v) for i, v in enumerate(decisions.graph.inputs)),
         out_shardings=[sharding(assignment.output_code(i), v) for i, v in enumerate(decisions.graph.outputs)],
         compiler_options=QUICK_COMPILE,

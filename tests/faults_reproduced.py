@@ -1,4 +1,4 @@
-"""XLA's faults in plain JAX: one function per row of `autoshard.rules.faults`, true where XLA is wrong.
+"""XLA's faults in plain JAX: one function per row of `autoshard.ir.partitioner_faults`, true where XLA is wrong.
 
 None of them uses autoshard: what they show is what a compiler does with shardings that are legal.
 """

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from autoshard import _jax
-from autoshard.graph import CALLS
+from autoshard.ir.graph import CALLS
 
 
 def exact(fn: Callable[..., Any], *args: Any) -> Any:

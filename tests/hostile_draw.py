@@ -222,7 +222,7 @@ def without_nan(x: Value) -> Value:
     """A float value with a number in place of NaN, where it goes into a maximum.
 
     XLA:CPU loses NaN there by itself, on one device (of 64 × 64 numbers) as between devices
-    (`autoshard.rules.faults.LOST_NAN`).
+    (`autoshard.ir.partitioner_faults.LOST_NAN`).
     """
     return jnp.where(jnp.isnan(x), 1, x).astype(x.dtype) if kind_of(x) in "fh" else x
 

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh
 import autoshard
 from autoshard import _jax
 from autoshard.errors import AutoshardError
-from autoshard.graph import CALLS
+from autoshard.ir.graph import CALLS
 from tests.assignments import QUICK_COMPILE, random_choice, run
 from tests.float64 import exact
 from tests.hostile_programs import GROUP, Hostility, Program, random_spec

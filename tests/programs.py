@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 import models
-from autoshard import meshes, planner, trace
-from autoshard.meshes import Place
-from autoshard.planner import Budget, Planned
-from autoshard.setting import Setting, prepare
-from autoshard.wanted import wanted
+from autoshard.backends import devices
+from autoshard.backends.devices import Target
+from autoshard.ir import trace
+from autoshard.planner import pipeline
+from autoshard.planner.pipeline import Budget, PlanningResult
+from autoshard.planner.requested_shardings import read_shardings
+from autoshard.planner.search_space import SearchSpace, build_search_space
 
 TINY = ("linear-tiny", "mlp-tiny", "tiny-gpt2", "tiny-llama")
 MESH = {"data": 2, "model": 4}
@@ -62,27 +64,27 @@ def setting_of(
     gradient_of: Sequence[int] = (),
     unknown: str = "error",
     platform: str = "cpu",
-) -> tuple[Setting, Place]:
+) -> tuple[SearchSpace, Target]:
     """The decisions of a program on a mesh of the catalogue's hardware."""
-    place = meshes.place(MESH if mesh is None else mesh, hardware)
+    place = devices.place(MESH if mesh is None else mesh, hardware)
     traced = trace.trace(program.fn, program.args, program.names, place.axes)
-    asked = wanted(traced, None, None, pins or {}, program.donated)
-    setting = prepare(
+    asked = read_shardings(traced, None, None, pins or {}, program.donated)
+    setting = build_search_space(
         traced, place.axes, place.machine, asked, gradient_of=gradient_of, unknown=unknown, platform=platform
     )
     return setting, place
 
 
-def planned_of(program: Program, *, rel_gap: float = 0.0, **options: Any) -> Planned:
+def planned_of(program: Program, *, rel_gap: float = 0.0, **options: Any) -> PlanningResult:
     """The plan of a program."""
     setting, place = setting_of(program, **options)
-    return planner.make(
+    return pipeline.solve_request(
         setting,
         name="program",
         mesh=place.axes,
         hardware=place.hardware,
         machine=place.machine,
-        wanted=wanted(setting.traced, None, None, options.get("pins") or {}, program.donated),
+        wanted=read_shardings(setting.traced, None, None, options.get("pins") or {}, program.donated),
         budget=Budget(memory_bytes=place.hardware.usable_memory_bytes, time_limit_s=30.0, rel_gap=rel_gap),
         notes=(),
     )

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import autoshard
-from autoshard import binding
+from autoshard.ir import arguments
 
 MESH = {"a": 2}
 
@@ -348,7 +348,7 @@ def sequence(seed: int, calls: int) -> Iterator[Compared]:
 
 def lowered(f: Any, w: Written, bound: tuple[Any, ...]) -> Callable[..., Any]:
     """A call through `lower` and `compile`, which takes the dynamic arguments alone."""
-    roles = binding.roles(w.fn, **w.options)
+    roles = arguments.roles(w.fn, **w.options)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         compiled = f.lower(*bound, *args, **kwargs).compile()

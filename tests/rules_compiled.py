@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autoshard import apply, opaque
-from autoshard.mesh import MeshAxes
-from autoshard.pins import Pins
-from autoshard.rules import faults, rule_of
-from autoshard.strategies import enumerate_strategies, layout_of, layouts
+from autoshard.costs.strategies import enumerate_strategies, layout_of, layouts
+from autoshard.ir import manual_calls, partitioner_faults, rewrite
+from autoshard.ir.constraints import Constraints
+from autoshard.ir.mesh import MeshAxes
+from autoshard.rules import rule_of
 from tests.assignments import QUICK_COMPILE
 from tests.rules_oracle import Traced, close, data
 
@@ -55,8 +55,8 @@ class Split:
         groups = {"from": self.before, "operands": self.operands, "results": self.results, "to": self.after}
         return f"{self.name} ({self.traced.eqn.primitive}): " + "; ".join(side(k, v) for k, v in groups.items())
 
-    def pins(self) -> Pins:
-        return Pins(
+    def pins(self) -> Constraints:
+        return Constraints(
             taken={((0,), i): (spec,) for i, spec in enumerate(self.operands)},
             made={((0,), i): (spec,) for i, spec in enumerate(self.results)},
             inputs={i: (spec,) for i, spec in enumerate(self.before)},
@@ -66,7 +66,7 @@ class Split:
 
     @property
     def opaque(self) -> bool:
-        return opaque.is_opaque(self.traced.eqn.primitive, self.traced.eqn.params)
+        return manual_calls.is_opaque(self.traced.eqn.primitive, self.traced.eqn.params)
 
 
 def splits_of(
@@ -116,7 +116,7 @@ def wrong(splits: Iterable[Split], axes: MeshAxes) -> list[str]:
 
     def together(args: Sequence[Sequence[Any]]) -> list[list[Any]]:
         return [
-            apply.constrained(closed, pins, mesh, given) for (closed, pins), given in zip(programs, args, strict=True)
+            rewrite.constrained(closed, pins, mesh, given) for (closed, pins), given in zip(programs, args, strict=True)
         ]
 
     jitted = jax.jit(
@@ -153,7 +153,7 @@ def hostile(traced: Traced, values: Sequence[Any], rng: np.random.Generator) -> 
         for i in range(first, last):
             found[i] = _positions(found[i], max(traced.eqn.operands[0].shape, default=1), rng)
     if primitive in COMPARING:
-        nan = 0.0 if faults.LOST_NAN.of(primitive) else np.nan
+        nan = 0.0 if partitioner_faults.LOST_NAN.of(primitive) else np.nan
         found = [_uneven(value, nan, rng) if data(value).dtype == np.float32 else value for value in found]
     return tuple(found)
 

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autoshard import _jax, opaque
-from autoshard.graph import CALLS, Aval, Eqn
+from autoshard import _jax
+from autoshard.ir import manual_calls
+from autoshard.ir.graph import CALLS, Aval, Eqn
 from autoshard.rules import FactorKind, ShardingRule
 from autoshard.rules.control_flow import BODIES
 from autoshard.rules.rule import Dims
@@ -147,11 +148,11 @@ def emitted(
     traced: Traced, operands: Sequence[NamedSharding], results: Sequence[NamedSharding]
 ) -> Callable[..., tuple[Any, ...]]:
     """The equation as a plan runs it at these layouts: as it is, or what is opaque on each device's part."""
-    if not opaque.is_opaque(traced.eqn.primitive, traced.eqn.params):
+    if not manual_calls.is_opaque(traced.eqn.primitive, traced.eqn.params):
         return traced.run
     (eqn,) = jax.make_jaxpr(traced.run)(*traced.abstract()).eqns
     specs = [sharding.spec for sharding in (*operands, *results)]
-    return lambda *values: tuple(opaque.call(eqn, values, operands[0].mesh, specs))
+    return lambda *values: tuple(manual_calls.call(eqn, values, operands[0].mesh, specs))
 
 
 def majors(rule: ShardingRule, factor: int) -> list[int]:

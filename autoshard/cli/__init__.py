@@ -11,10 +11,10 @@ import sys
 
 from rich.text import Text
 
-from autoshard import _quiet
+from autoshard import _startup
 from autoshard.cli.app import REFUSED, app, errors
 from autoshard.errors import AutoshardError
-from autoshard.target import raised
+from autoshard.explore.builder import raised
 from cost_models import CostModelError
 
 TRACEBACK = "AUTOSHARD_TRACEBACK"  # a variable of the environment
@@ -40,7 +40,7 @@ for _command in COMMANDS:
 
 def main() -> None:
     """Runs the command line."""
-    _quiet.on_cpu_alone()
+    _startup.on_cpu_alone()
     try:
         app()
     except (AutoshardError, CostModelError) as error:

@@ -4,14 +4,15 @@ from typing import Annotated
 
 import typer
 
-from autoshard.audit import audit as audited
+from autoshard.api.audit import audit as audited
+from autoshard.api.options import REL_GAP
 from autoshard.cli.app import WRONG, app, errors, print_json
 from autoshard.cli.options import Compiler, GapOption, HardwareOption, JsonOption, SetOption, TargetArgument, TimeOption
 from autoshard.cli.written import assignments
 from autoshard.errors import MeshError
-from autoshard.options import REL_GAP
-from autoshard.report import machine, progress
-from autoshard.target import load_target
+from autoshard.explore.builder import load_target
+from autoshard.report import progress
+from autoshard.verification import machine_json
 
 
 @app.command()
@@ -45,8 +46,8 @@ def audit(
                 "gap": found.gap,
                 "hand_s": found.hand.cost,
                 "best_s": found.best.cost,
-                "emitted": [{**machine.row(x.line), "asked": x.asked} for x in found.emitted],
-                "verification": machine.verification(found.verification),
+                "emitted": [{**machine_json.row(x.line), "asked": x.asked} for x in found.emitted],
+                "verification": machine_json.verification(found.verification),
             }
         )
     else:

@@ -9,7 +9,9 @@ import jax
 import typer
 from jax.sharding import AbstractMesh
 
-from autoshard import standings
+from autoshard.api import compare as standings
+from autoshard.api.compare import Hand, Template
+from autoshard.api.options import REL_GAP
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import (
     Compiler,
@@ -24,10 +26,8 @@ from autoshard.cli.options import (
 )
 from autoshard.cli.written import assignments, byte_count, mesh_axes
 from autoshard.errors import MeshError, TargetError
-from autoshard.options import REL_GAP
+from autoshard.explore.builder import load_builder, load_target
 from autoshard.report import progress
-from autoshard.standings import Hand, Template
-from autoshard.target import load_builder, load_target
 
 MODELS = "models"  # the package of the reference models, whose layouts are known
 

@@ -7,8 +7,8 @@ import typer
 
 from autoshard.cli.app import app, print_json
 from autoshard.cli.options import JsonOption
-from autoshard.diff import diff as compare
-from autoshard.record import read
+from autoshard.explain.diff import diff as compare
+from autoshard.planner.record import read
 
 
 @app.command()

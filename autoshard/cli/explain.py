@@ -9,7 +9,7 @@ import numpy as np
 import typer
 
 import cost_models
-from autoshard import explain as reasons
+from autoshard.api.options import REL_GAP
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import (
     DonateOption,
@@ -26,14 +26,14 @@ from autoshard.cli.options import (
 )
 from autoshard.cli.written import assignments, byte_count, is_position, mesh_axes
 from autoshard.errors import AutoshardError, InfeasibleError, SpecError
-from autoshard.flips import Varied, flip_points
-from autoshard.options import REL_GAP
-from autoshard.planner import Planned
-from autoshard.remedies import remedies
-from autoshard.report import explanation, progress
-from autoshard.tables import bytes_text, time_text
-from autoshard.target import load_builder
-from autoshard.trial import Task
+from autoshard.explain import runner_up, text
+from autoshard.explain.sensitivity import Varied, turning_points
+from autoshard.explore.builder import load_builder
+from autoshard.explore.remedies import remedies
+from autoshard.explore.trial import Task
+from autoshard.planner.pipeline import PlanningResult
+from autoshard.report import progress
+from autoshard.report.tables import bytes_text, time_text
 
 
 @app.command()
@@ -77,12 +77,12 @@ def explain(
         raise InfeasibleError(str(error), peak_bytes=error.peak_bytes, limit_bytes=error.limit_bytes) from error
     assert made.planned is not None  # planned just now
     with progress.shown(errors(), "explain"):
-        found = reasons.explain(made.planned, what, at=at)
-        undivided = reasons.blocked(made.record.inputs, made.record.mesh)
+        found = runner_up.explain(made.planned, what, at=at)
+        undivided = runner_up.blocked(made.record.inputs, made.record.mesh)
     turned = ()
     if flips:
 
-        def plan_at(assignment: str) -> Planned:
+        def plan_at(assignment: str) -> PlanningResult:
             sets = [*(set_ or ()), assignment]
             other = planned(
                 target, mesh, hardware, memory, donate, pin, sets, for_grad, REL_GAP, time_limit, constraints="all"
@@ -92,17 +92,19 @@ def explain(
 
         varied = sizes(target, assignments(set_ or (), "--set"), made.planned, plan_at)
         with progress.shown(errors(), "turns"):
-            turned = flip_points(made.planned, cost_models.hardware(hardware or ""), what, at=at, varied=varied)
+            turned = turning_points(made.planned, cost_models.hardware(hardware or ""), what, at=at, varied=varied)
     if as_json:
-        print_json(explanation.to_json(found, turned, undivided))
+        print_json(text.to_json(found, turned, undivided))
     else:
-        typer.echo(explanation.text(found, turned, undivided))
+        typer.echo(text.text(found, turned, undivided))
 
 
 SIZES = ("batch", "sequence")  # arguments of builders, and the dimensions of token ids
 
 
-def sizes(target: str, keywords: Mapping[str, Any], planned: Planned, plan_at: Callable[[str], Planned]) -> Varied:
+def sizes(
+    target: str, keywords: Mapping[str, Any], planned: PlanningResult, plan_at: Callable[[str], PlanningResult]
+) -> Varied:
     """The sizes that a builder takes, with their present values.
 
     A value that is neither set nor a default is read off the largest integer input, [batch, sequence].
@@ -116,9 +118,9 @@ def sizes(target: str, keywords: Mapping[str, Any], planned: Planned, plan_at: C
     ids = [a.shape for a in planned.traced.in_avals if a.shape and np.issubdtype(a.dtype, np.integer)]
     shape = max(ids, key=lambda s: int(np.prod(s)), default=())
     parameters = inspect.signature(load_builder(target)).parameters
-    found: dict[str, tuple[int, Callable[[int], Planned]]] = {}
+    found: dict[str, tuple[int, Callable[[int], PlanningResult]]] = {}
 
-    def at(name: str, size: int) -> Planned:
+    def at(name: str, size: int) -> PlanningResult:
         try:
             return plan_at(f"{name}={size}")
         except InfeasibleError:

@@ -14,10 +14,10 @@ import cost_models
 from autoshard.cli.app import app, print_json
 from autoshard.cli.options import JsonOption
 from autoshard.cli.written import writable
+from autoshard.report import hardware
 from autoshard.report import hardware as hardware_report
-from autoshard.report import machine
-from cost_models import catalogue
-from cost_models.model import chip_named
+from cost_models.machines import catalogue
+from cost_models.machines.model import chip_named
 
 QUICK = ("--scale", "0.1", "--repeats", "3", "--program-s", "0.005")
 
@@ -62,7 +62,7 @@ def show(
     if name is None:
         chips = [catalogue.chip(chip) for chip in cost_models.chips()]
         if as_json:
-            print_json([machine.hardware(chip) for chip in chips])
+            print_json([hardware.hardware(chip) for chip in chips])
         else:
             typer.echo(hardware_report.catalogue(chips))
         return
@@ -72,7 +72,7 @@ def show(
     else:
         chip, topology = chip_named(name), None
     if as_json:
-        print_json(machine.hardware(chip, topology))
+        print_json(hardware.hardware(chip, topology))
         return
     typer.echo(hardware_report.numbers(chip, topology))
     if found is not None:
@@ -99,7 +99,7 @@ def measure(
 ) -> None:
     """Time matmuls, memory and collectives of the devices at hand; plan for them with `--hardware FILE`."""
     options = {"--out": out, "--name": name, "--based-on": based_on, "--cpu-devices": cpu_devices}
-    command = [sys.executable, "-m", "autoshard.measure", *(QUICK if quick else ())]
+    command = [sys.executable, "-m", "autoshard.backends.measure", *(QUICK if quick else ())]
     for option, value in (*options.items(), *(("--dtype", d.value) for d in dtype or ())):
         command += [] if value is None else [option, str(value)]
     # A process of its own: this one's jax has started on the CPU, as a single device.

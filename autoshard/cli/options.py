@@ -10,9 +10,9 @@ import autoshard
 from autoshard.cli.app import errors
 from autoshard.cli.written import assignments, byte_count, is_position, mesh_axes, pin_of
 from autoshard.errors import MeshError
-from autoshard.planner import Constraints
+from autoshard.explore.builder import load_target
+from autoshard.planner.pipeline import ConstraintPolicy
 from autoshard.report import progress
-from autoshard.target import load_target
 
 
 class Compiler(StrEnum):
@@ -71,7 +71,7 @@ def planned(
     *,
     refine: str | None = None,
     candidates: int = 3,
-    constraints: Constraints = "needed",
+    constraints: ConstraintPolicy = "needed",
     built: Built | None = None,
 ) -> autoshard.Plan:
     """The plan that a command's options ask for, with progress on standard error; `built` if that was made before."""

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from autoshard.api.options import REL_GAP
 from autoshard.cli.app import app
 from autoshard.cli.options import (
     Compiler,
@@ -22,8 +23,7 @@ from autoshard.cli.options import (
     planned,
 )
 from autoshard.cli.written import writable
-from autoshard.options import REL_GAP
-from autoshard.planner import Constraints
+from autoshard.planner.pipeline import ConstraintPolicy
 
 
 @app.command()
@@ -44,7 +44,7 @@ def plan(
     ] = None,
     candidates: Annotated[int, typer.Option("--candidates", help="plans that --refine compiles")] = 3,
     constraints: Annotated[
-        Constraints,
+        ConstraintPolicy,
         typer.Option("--constraints", help="compiled: none that the compiler does without, which takes minutes"),
     ] = "needed",
     out: Annotated[Path | None, typer.Option("--out", callback=writable, help="write the plan file here")] = None,

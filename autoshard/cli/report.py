@@ -9,7 +9,8 @@ import typer
 
 import autoshard
 import cost_models
-from autoshard import files, standard
+from autoshard import files
+from autoshard.api.options import REL_GAP
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import (
     Built,
@@ -28,8 +29,8 @@ from autoshard.cli.options import (
 )
 from autoshard.cli.written import writable
 from autoshard.errors import AutoshardError
-from autoshard.options import REL_GAP
-from autoshard.report import page, progress, view
+from autoshard.planner import baseline_layouts, view
+from autoshard.report import page, progress
 
 LONGEST = 160  # of why a layout is left out
 
@@ -75,7 +76,7 @@ def _compared(built: Built, made: autoshard.Plan, hardware: str, time_limit: flo
     fn, args = built
     traced = made.planned.traced
     rows: list[view.Json] = []
-    for name, specs in standard.layouts(made.planned):
+    for name, specs in baseline_layouts.layouts(made.planned):
         try:
             found = autoshard.evaluate(
                 fn,

@@ -6,18 +6,18 @@ from typing import Annotated, Any
 
 import typer
 
-from autoshard.candidates import slices
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import JsonOption, MemoryOption, SetOption
 from autoshard.cli.written import assignments, byte_count
 from autoshard.errors import InfeasibleError, TargetError
+from autoshard.explore import pipeline_parallel_report
+from autoshard.explore.builder import load_builder
+from autoshard.explore.candidates import slices
+from autoshard.explore.pipeline_parallel import Builder, Staged, pipelined
 from autoshard.report import hardware as hardware_report
 from autoshard.report import progress
-from autoshard.report import scale as scale_report
-from autoshard.stages import Builder, Staged, pipelined
-from autoshard.target import load_builder
 from cost_models import Hardware, Transformer, model_limits
-from cost_models.layout_search import LayoutRanking, best_layouts
+from cost_models.closed_forms.layout_search import LayoutRanking, best_layouts
 
 
 @app.command()
@@ -68,9 +68,9 @@ def scale(
         with progress.shown(errors(), "plan stages"):
             staged = pipelined(builder, best.ranked, place, memory_bytes=limit)
     if as_json:
-        print_json(scale_report.to_json(best, staged, sequences=batch, sequence=sequence))
+        print_json(pipeline_parallel_report.to_json(best, staged, sequences=batch, sequence=sequence))
     else:
-        typer.echo(scale_report.text(best, staged, sequences=batch, sequence=sequence))
+        typer.echo(pipeline_parallel_report.text(best, staged, sequences=batch, sequence=sequence))
         typer.echo("\n" + hardware_report.limits(model_limits(model, place, batch * sequence)))
 
 

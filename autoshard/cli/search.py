@@ -5,12 +5,14 @@ from typing import Annotated, Any
 
 import typer
 
-from autoshard import files, mesh_search
+from autoshard import files
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import GradOption, JsonOption, MemoryOption, SetOption, TargetArgument
 from autoshard.cli.written import assignments, byte_count, is_position, writable
 from autoshard.errors import SpecError
-from autoshard.report import progress, searching
+from autoshard.explore import live_view
+from autoshard.explore import search as mesh_search
+from autoshard.report import progress
 
 
 @app.command()
@@ -34,7 +36,7 @@ def search(
 ) -> None:
     """Rank every slice and mesh of so many chips for TARGET: which is fastest, what it costs."""
     numbers = chip_counts(chips)
-    with searching.shown(errors()) as tell:
+    with live_view.shown(errors()) as tell:
         found = mesh_search.search(
             target,
             hardware=hardware.split(","),

@@ -5,17 +5,18 @@ from typing import Annotated
 
 import typer
 
-from autoshard.candidates import slices
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import JsonOption, SetOption
 from autoshard.cli.scale import transformer
 from autoshard.cli.search import chip_counts
 from autoshard.cli.written import assignments
 from autoshard.errors import InfeasibleError, SpecError
-from autoshard.report import progress, serving
-from autoshard.serving import MOST_AXES, Model, drafted
-from autoshard.serving import serve as serve_planned
-from cost_models.serving_search import Workload, disaggregated, servers, speculative
+from autoshard.explore import serving_report
+from autoshard.explore.candidates import slices
+from autoshard.explore.serving import MOST_AXES, Model, drafted
+from autoshard.explore.serving import serve as serve_planned
+from autoshard.report import progress
+from cost_models.closed_forms.serving_search import Workload, disaggregated, servers, speculative
 
 
 @app.command()
@@ -54,9 +55,9 @@ def serve(
             if draft is not None:
                 drafts = drafted(built, replace(built, decode=draft), plans[0], acceptance=acceptance)
         if as_json:
-            print_json(serving.planned_json(plans, drafts))
+            print_json(serving_report.planned_json(plans, drafts))
         else:
-            typer.echo(serving.planned_text(plans, drafts))
+            typer.echo(serving_report.planned_text(plans, drafts))
         return
     model = transformer(shape)
     work = Workload(context=context, generated=generate, weight_dtype=weights, cache_dtype=cache)
@@ -73,6 +74,6 @@ def serve(
     if draft is not None:
         spoken = speculative(model, transformer(draft), place, work, batch=found[0].batch, acceptance=acceptance)
     if as_json:
-        print_json(serving.to_json(found, apart, spoken))
+        print_json(serving_report.to_json(found, apart, spoken))
     else:
-        typer.echo(serving.text(found, apart, spoken))
+        typer.echo(serving_report.text(found, apart, spoken))

@@ -8,6 +8,7 @@ import typer
 
 import autoshard
 from autoshard import files
+from autoshard.api.options import REL_GAP
 from autoshard.cli.app import WRONG, app, errors, print_json
 from autoshard.cli.options import (
     Compiler,
@@ -25,10 +26,10 @@ from autoshard.cli.options import (
     planned,
 )
 from autoshard.cli.written import assignments, writable
-from autoshard.options import REL_GAP
-from autoshard.report import machine, progress
-from autoshard.target import load_target
-from autoshard.verify import TOLERANCE
+from autoshard.explore.builder import load_target
+from autoshard.report import progress
+from autoshard.verification import machine_json
+from autoshard.verification.verify import TOLERANCE
 
 
 @app.command()
@@ -75,7 +76,9 @@ def verify(
     if trace is not None:
         files.write_whole(trace, json.dumps(found.trace()))
     if as_json:
-        print_json(machine.verification(found) | ({} if kept is None else {"layouts": machine.honoured(kept)}))
+        print_json(
+            machine_json.verification(found) | ({} if kept is None else {"layouts": machine_json.honoured(kept)})
+        )
     else:
         typer.echo(found)
         if kept is not None:

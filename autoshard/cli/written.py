@@ -8,8 +8,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from autoshard import sizes
 from autoshard.errors import MeshError, SpecError, TargetError
+from autoshard.report import sizes
 
 
 def mesh_axes(written: str) -> dict[str, int]:

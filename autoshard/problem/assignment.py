@@ -7,10 +7,10 @@ from itertools import repeat, zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.graph import Aval
+from autoshard.costs.resharding import NO_STRIDES, PS_PER_S, Resharder, Step, collective_s
+from autoshard.costs.strategies import SUM, WHOLE, Rows, decode, encode
+from autoshard.ir.graph import Aval
 from autoshard.problem.decisions import Decisions, Edge, Port, consumer_port
-from autoshard.resharding import NO_STRIDES, PS_PER_S, Resharder, Step, collective_s
-from autoshard.strategies import SUM, WHOLE, Rows, decode, encode
 
 TRANSPOSE = "transpose"  # what the work around a collective is called
 
@@ -40,7 +40,7 @@ class Collective:
 class Assignment:
     """Layouts under one choice per decision.
 
-    Codes are those of `autoshard.strategies`. A value is *made* in one layout, *kept* in
+    Codes are those of `autoshard.costs.strategies`. A value is *made* in one layout, *kept* in
     another (its copy's, for several consumers), and *taken* by each consumer.
     """
 

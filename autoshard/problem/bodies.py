@@ -14,15 +14,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard import costs, opaque
-from autoshard.graph import LINKS, Aval, Eqn, Graph, Path, build
-from autoshard.layout import Layout
-from autoshard.mesh import MeshAxes
+from autoshard.costs import compute
+from autoshard.costs.resharding import BUCKET_BYTES, COMBINED, PS_PER_S, Resharder, collective_s
+from autoshard.costs.strategies import SUM, WHOLE, Codes, decode
+from autoshard.ir import manual_calls
+from autoshard.ir.graph import LINKS, Aval, Eqn, Graph, Path, build
+from autoshard.ir.layout import Layout
+from autoshard.ir.mesh import MeshAxes
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Body, Decision, Decisions, Inner
 from autoshard.problem.unpriced import unpriced
-from autoshard.resharding import BUCKET_BYTES, COMBINED, PS_PER_S, Resharder, collective_s
-from autoshard.strategies import SUM, WHOLE, Codes, decode
 
 ALONE = MeshAxes.of({})
 
@@ -61,7 +62,7 @@ class Bodies:
       decide: the decisions of a graph on a mesh of one device.
     """
 
-    def __init__(self, mesh: MeshAxes, machine: costs.Machine, platform: str, decide: Decide) -> None:
+    def __init__(self, mesh: MeshAxes, machine: compute.Machine, platform: str, decide: Decide) -> None:
         self._mesh, self._machine, self._platform, self._decide = mesh, machine, platform, decide
         # Keeps the jaxprs alive: ids stay unique.
         self._known: dict[tuple[int, tuple[bool, ...]], tuple[Any, Body]] = {}
@@ -219,7 +220,7 @@ def _manual(eqn: Eqn) -> set[str]:
 def _collectives(graph: Graph, mesh: MeshAxes, unknown: list[str]) -> Iterator[Row]:
     """(equation, kind, axes, what is sent) of a body's collectives; those of other kinds are added to `unknown`."""
     for e, eqn in enumerate(graph.eqns):
-        if eqn.primitive in LINKS or eqn.primitive in (opaque.MANUAL, "axis_index"):
+        if eqn.primitive in LINKS or eqn.primitive in (manual_calls.MANUAL, "axis_index"):
             continue
         axes = over(eqn, mesh)
         if not axes:

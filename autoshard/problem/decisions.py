@@ -26,13 +26,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.graph import Aval, Graph
-from autoshard.memory import Lives
-from autoshard.mesh import MeshAxes
-from autoshard.problem.windows import Windows
-from autoshard.resharding import INF_PS, Resharder, Strides
+from autoshard.costs.liveness import LiveRanges
+from autoshard.costs.overlap import OverlapWindows
+from autoshard.costs.resharding import INF_PS, Resharder, Strides
+from autoshard.costs.strategies import SUM, WHOLE, Codes, Strategies, decode, encode
+from autoshard.ir.graph import Aval, Graph
+from autoshard.ir.mesh import MeshAxes
 from autoshard.rules import ShardingRule
-from autoshard.strategies import SUM, WHOLE, Codes, Strategies, decode, encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,9 +164,9 @@ class Decisions:
     kept: Mapping[int, Port]  # value → its copy, for values with several consumers
     inputs: tuple[int, ...]  # program input → decision
     outputs: tuple[int, ...]  # program output → decision
-    windows: Windows
+    windows: OverlapWindows
     strides: Mapping[int, Strides]  # of values that contractions take or make
-    lives: Lives
+    lives: LiveRanges
     apart: frozenset[int]  # values that are moved for every group of their uses: see `problem.sharing`
     pruned: int
 

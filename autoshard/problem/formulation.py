@@ -20,23 +20,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.costs.resharding import Resharder
 from autoshard.problem.decisions import Decisions, Edge, reshard_ps, transposes_ps
 from autoshard.problem.decisions import times as prices_times
-from autoshard.problem.folding import Folding, fold, unfolded
-from autoshard.problem.network import INF, Hinge, Problem
-from autoshard.resharding import Resharder
+from autoshard.problem.network import INF, Hinge, Moves, Problem
+from autoshard.problem.symmetry import Folding, fold, unfolded
 
 UNIT_S = 1e-12
 
 Int = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Moves:
-    """How many values each strategy of a problem reshards inside its class, and each cell of an edge between two."""
-
-    own: Int
-    cells: Int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -211,10 +203,3 @@ def _usages(decisions: Decisions, folding: Folding) -> tuple[Int, Int, list[Int]
     nodes = np.array([k[0] for k in keys], np.int64)
     intervals = np.array([k[1:] for k in keys], np.int64).reshape(-1, 2)
     return nodes, intervals, [merged[k] for k in keys]
-
-
-def chosen_cells(problem: Problem, choice: Int, edges: Int | None = None) -> Int:
-    """The cell that a choice picks of every edge, or of some."""
-    at = slice(None) if edges is None else edges
-    u, v = problem.edge_nodes[at].T
-    return problem.edge_start[:-1][at] + choice[u] * (problem.start[v + 1] - problem.start[v]) + choice[v]

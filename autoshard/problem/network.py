@@ -24,6 +24,14 @@ Int = NDArray[np.int64]
 INF = 10**18  # IOPDDL's own mark for a forbidden choice
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Moves:
+    """How many values each strategy of a problem reshards inside its class, and each cell of an edge between two."""
+
+    own: Int
+    cells: Int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hinge:
     """One term max(0, Σ coefficient·chosen): positive entries hide, negative cover.
@@ -145,3 +153,10 @@ def _check_starts(name: str, starts: Int, of: str, values: Int) -> None:
         raise ValueError(f"{name} ends at {starts[-1]}, but {of} has {len(values)} entries")
     if (np.diff(starts) < 0).any():
         raise ValueError(f"{name} decreases")
+
+
+def chosen_cells(problem: Problem, choice: Int, edges: Int | None = None) -> Int:
+    """The cell that a choice picks of every edge, or of some."""
+    at = slice(None) if edges is None else edges
+    u, v = problem.edge_nodes[at].T
+    return problem.edge_start[:-1][at] + choice[u] * (problem.start[v + 1] - problem.start[v]) + choice[v]

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from autoshard import opaque
-from autoshard.graph import LINKS, WHILE_TRIPS, Eqn
+from autoshard.ir import manual_calls
+from autoshard.ir.graph import LINKS, WHILE_TRIPS, Eqn
 from autoshard.problem.decisions import Decisions
 from autoshard.rules.kernels import CUDNN_BACKWARD, CUDNN_FORWARD
 from autoshard.rules.linalg import KERNEL_RANK
@@ -22,7 +22,7 @@ def _of_equations(eqns: Iterable[Eqn]) -> Iterator[str]:
     for eqn in eqns:
         if eqn.primitive in LINKS:
             continue
-        kernel = eqn.primitive == opaque.PALLAS and opaque.estimate(eqn) is None
+        kernel = eqn.primitive == manual_calls.PALLAS and manual_calls.estimate(eqn) is None
         if kernel or eqn.primitive in KERNEL_RANK:
             yield f"the arithmetic of {registry_name(eqn)} at {eqn.where}"
         elif eqn.primitive in FOREIGN:

@@ -1,13 +1,14 @@
 """Hardware: the catalogue, and every number of one chip with its source."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from autoshard.tables import bytes_text, columns, fields, flops_text, render, table, time_text
+from autoshard.report.tables import bytes_text, columns, fields, flops_text, render, table, time_text
 from cost_models import Limit
-from cost_models.hardware_file import COMPILER_FACTS, Chip
-from cost_models.topology import Topology
+from cost_models.machines.hardware_file import COMPILER_FACTS, Chip, Number
+from cost_models.machines.topology import Topology
 
 
 def catalogue(chips: Sequence[Chip], *, width: int | None = None) -> str:
@@ -98,3 +99,24 @@ def number_text(key: str, value: float) -> str:
 
 def _value(chip: Chip, key: str) -> str:
     return number_text(key, chip.numbers[key].value)
+
+
+def hardware(chip: Chip, topology: Topology | None = None) -> dict[str, Any]:
+    """Every number of a chip and of its links, with its source."""
+    links = {
+        role: {"name": link.name, "medium": link.medium, "numbers": _stated(link.numbers)}
+        for role, link in chip.links.items()
+    }
+    return {
+        "name": chip.name,
+        "description": chip.description,
+        "topology": None if topology is None else topology.name,
+        "devices": None if topology is None else topology.devices,
+        "numbers": _stated(chip.numbers),
+        "links": links,
+        "compiler": {name: asdict(chip.fact(name)) for name in COMPILER_FACTS},
+    }
+
+
+def _stated(numbers: Mapping[str, Number]) -> dict[str, Any]:
+    return {key: {"value": number.value, "source": number.source} for key, number in numbers.items()}

@@ -1,6 +1,6 @@
 """Contraction: products summed over shared dimensions: dot, ragged dot, convolution."""
 
-from autoshard.graph import Eqn
+from autoshard.ir.graph import Eqn
 from autoshard.rules.rule import Dim, FactorKind, RuleBuilder, ShardingRule, register, shifted
 
 EITHER = (frozenset({0}), frozenset({1}))

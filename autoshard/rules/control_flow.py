@@ -5,7 +5,7 @@ Declared here so that one which arrives at a rule is reported as what it is. Cal
 host have a rule: the compiler brings their operands together on one device.
 """
 
-from autoshard.graph import Eqn
+from autoshard.ir.graph import Eqn
 from autoshard.rules.rule import FactorKind, RuleBuilder, ShardingRule, refuse, register, whole
 
 BODIES = (
@@ -18,7 +18,7 @@ refuse(dict.fromkeys(BODIES, "it has a body, whose equations have the rules, and
 
 @register("shard_map")
 def manual(eqn: Eqn) -> ShardingRule:
-    """Nothing to choose: its author has given the layouts (`autoshard.opaque`)."""
+    """Nothing to choose: its author has given the layouts (`autoshard.ir.manual_calls`)."""
     return whole(eqn)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from jax import numpy as jnp
 
-from autoshard.graph import Aval, Eqn
+from autoshard.ir.graph import Aval, Eqn
 from autoshard.rules.rule import Dim, FactorKind, RuleBuilder, ShardingRule, register
 
 SCATTERS = {

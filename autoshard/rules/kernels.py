@@ -4,7 +4,7 @@ A rule for a Pallas kernel says which dimensions it treats each on its own; the 
 (`rule_of` keeps whole what the grid does not walk over block by block).
 """
 
-from autoshard.graph import Eqn
+from autoshard.ir.graph import Eqn
 from autoshard.rules.rule import Dim, FactorKind, RuleBuilder, ShardingRule, register
 
 # jax.experimental.pallas.ops.tpu.flash_attention: the forward kernel, and two for the gradients.

@@ -4,7 +4,7 @@ Leading batch dimensions pass. The dimensions that one kernel call works on must
 whole: neither XLA's partitioner nor the vendor libraries behind the calls split them.
 """
 
-from autoshard.graph import Eqn
+from autoshard.ir.graph import Eqn
 from autoshard.rules.rule import FactorKind, RuleBuilder, ShardingRule, register, whole
 
 # Trailing dimensions of the first operand that one kernel call works on.

@@ -18,7 +18,7 @@ from math import prod
 from typing import Any
 
 from autoshard.errors import RuleError
-from autoshard.graph import Aval, Eqn
+from autoshard.ir.graph import Aval, Eqn
 from autoshard.rules.rule import Dim, FactorKind, RuleBuilder, ShardingRule, register, unregister
 
 Terms = tuple[tuple[str, ...], ...]  # one value: the names of each dimension's factors

@@ -9,7 +9,7 @@ type: that is the contract of every partial sum in a reduced precision.
 import numpy as np
 from jax import numpy as jnp
 
-from autoshard.graph import Aval, Eqn
+from autoshard.ir.graph import Aval, Eqn
 from autoshard.rules.rule import Dim, FactorKind, RuleBuilder, ShardingRule, register
 
 NONLINEAR = (

@@ -5,7 +5,7 @@ element depend on the key and the element's position alone, so every shard makes
 own. XLA's `RngBitGenerator` does not: its result must be whole.
 """
 
-from autoshard.graph import Eqn
+from autoshard.ir.graph import Eqn
 from autoshard.rules.rule import FactorKind, RuleBuilder, ShardingRule, register, whole
 
 

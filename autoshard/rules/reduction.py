@@ -4,8 +4,8 @@ A split reduced dimension leaves partial results. Those of `argmax` and `argmin`
 (value, index) pairs: the compiler gathers the pairs of all shards and reduces again.
 """
 
-from autoshard.graph import Eqn
-from autoshard.rules import faults
+from autoshard.ir import partitioner_faults
+from autoshard.ir.graph import Eqn
 from autoshard.rules.rule import Dim, FactorKind, RuleBuilder, ShardingRule, register, shifted
 
 REDUCTIONS = {
@@ -29,7 +29,7 @@ def reduce(eqn: Eqn) -> ShardingRule:
     """Reduced dimensions reduce with the primitive's operation, if there is a collective of it; the others pass."""
     operation, reduced = REDUCTIONS[eqn.primitive], set(eqn.params["axes"])
     build = RuleBuilder()
-    lacking = faults.EXCLUSIVE_OR.of(eqn.primitive)
+    lacking = partitioner_faults.EXCLUSIVE_OR.of(eqn.primitive)
     kind, operation = (FactorKind.REPLICATE, "") if lacking else (FactorKind.REDUCTION, operation)
     dims = [
         _dim(build, size, kind, operation) if d in reduced else _dim(build, size)

@@ -15,7 +15,7 @@ tracer.
 
 Rules claim what XLA's SPMD partitioner does, the same for CPU, GPU and TPU: where it
 communicates though the mathematics need not, a rule says *replicate*, but for what runs on each
-device's part (`autoshard.opaque`).
+device's part (`autoshard.ir.manual_calls`).
 """
 
 import string
@@ -25,10 +25,11 @@ from enum import StrEnum
 from math import gcd, prod
 from typing import Any
 
-from autoshard import _jax, opaque
+from autoshard import _jax
 from autoshard.errors import MissingRuleError, RuleError
-from autoshard.graph import Eqn
-from autoshard.walks import Place, named, walks
+from autoshard.ir import manual_calls
+from autoshard.ir.block_maps import DimRef, named, walks
+from autoshard.ir.graph import Eqn
 
 
 class FactorKind(StrEnum):
@@ -225,7 +226,7 @@ def rule_of(eqn: Eqn) -> ShardingRule:
     if fn is None:
         reason = _REFUSED.get(eqn.primitive, "autoshard does not know this primitive")
         shapes = ", ".join(str(list(aval.shape)) for aval in eqn.operands)
-        text = _walked(eqn) if eqn.primitive == opaque.PALLAS else "b i k, b k j -> b i j"
+        text = _walked(eqn) if eqn.primitive == manual_calls.PALLAS else "b i k, b k j -> b i j"
         raise MissingRuleError(
             eqn.primitive,
             eqn.where,
@@ -235,7 +236,7 @@ def rule_of(eqn: Eqn) -> ShardingRule:
     rule = fn(eqn)
     rule.check(eqn)
     rule = _unsplit_where_empty(eqn, rule)
-    return _as_walked(eqn, rule) if eqn.primitive == opaque.PALLAS else rule
+    return _as_walked(eqn, rule) if eqn.primitive == manual_calls.PALLAS else rule
 
 
 def _unsplit_where_empty(eqn: Eqn, rule: ShardingRule) -> ShardingRule:
@@ -306,9 +307,9 @@ def _as_walked(eqn: Eqn, rule: ShardingRule) -> ShardingRule:
     return build.rule(operands, results)
 
 
-def _places(rule: ShardingRule) -> list[set[Place]]:
+def _places(rule: ShardingRule) -> list[set[DimRef]]:
     """Where each factor lies."""
-    found: list[set[Place]] = [set() for _ in rule.factors]
+    found: list[set[DimRef]] = [set() for _ in rule.factors]
     for value, dims in enumerate((*rule.operands, *rule.results)):
         for d, dim in enumerate(dims):
             for f in dim:
@@ -322,7 +323,7 @@ def kept_whole(eqn: Eqn) -> str:
     What lies within a block is not mentioned.
     """
     fn = _REGISTRY.get(registry_name(eqn)) or _REGISTRY.get(eqn.primitive)
-    if eqn.primitive != opaque.PALLAS or fn is None:
+    if eqn.primitive != manual_calls.PALLAS or fn is None:
         return ""
     asked, allowed = fn(eqn), rule_of(eqn)
     split = {
@@ -389,7 +390,7 @@ def registry_name(eqn: Eqn) -> str:
     """
     if eqn.primitive == "ffi_call":
         kernel = eqn.params.get("target_name")
-    elif eqn.primitive == opaque.PALLAS:
+    elif eqn.primitive == manual_calls.PALLAS:
         kernel = eqn.params.get("name") or _jax.function_name(eqn.params["jaxpr"])
     else:
         kernel = None

@@ -8,7 +8,7 @@ not meet: the largest common factor is a permutation, the rest must be whole.
 
 from math import gcd
 
-from autoshard.graph import Eqn
+from autoshard.ir.graph import Eqn
 from autoshard.rules.rule import Dim, FactorKind, RuleBuilder, ShardingRule, register, shifted
 
 FIRST = (frozenset({0}),)

@@ -12,17 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.problem.network import INF, Int
-from autoshard.solver.bound import RESTING, Dual, shifted
-from autoshard.solver.child import SMALL_CELLS, Child
-from autoshard.solver.closing import close
-from autoshard.solver.exact import MipAnswer
+from autoshard.solver.dual.dual import RESTING, Dual, shifted
+from autoshard.solver.exact.mip import MipAnswer
+from autoshard.solver.exact.mip_process import SMALL_CELLS, Child
+from autoshard.solver.exact.rounding_gap import close
 from autoshard.solver.incumbent import Incumbent
-from autoshard.solver.local import LocalSearch
-from autoshard.solver.peak import approximate_peak
-from autoshard.solver.presolve import neighbours, settle
+from autoshard.solver.memory import Memory, memory_of, peaks_over
+from autoshard.solver.presolve.consistency import neighbours, settle
+from autoshard.solver.presolve.memory_rows import rows_of
+from autoshard.solver.primal.local_search import LocalSearch
+from autoshard.solver.primal.smallest_peak import approximate_peak
 from autoshard.solver.program import FORBIDDEN, Network, Program, cell_ends
-from autoshard.solver.rows import rows_of
-from autoshard.solver.usage import Memory, memory_of, peaks_over
 
 FIRST_PASSES = 25  # of messages, before all else
 FIRST_CYCLES = 8  # of the dual, before the first MIP

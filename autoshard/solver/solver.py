@@ -8,11 +8,11 @@ import numpy as np
 
 from autoshard.problem.network import Int, Problem
 from autoshard.solver.clock import compilation
-from autoshard.solver.coarse import coarsened, coarsening, least
-from autoshard.solver.direct import smallest_peak, solve_directly
 from autoshard.solver.evaluate import saturated
+from autoshard.solver.exact.small_problems import smallest_peak, solve_directly
 from autoshard.solver.incumbent import NO_BOUND, Cutoff, Incumbent, Progress, no_cutoff
 from autoshard.solver.program import Network
+from autoshard.solver.scaling import coarsened, coarsening, least
 from autoshard.solver.solution import Solution
 
 HINGED_CELLS = 5_000  # smaller problems with hinges are solved directly
@@ -87,7 +87,7 @@ def find_reason(incumbent: Incumbent) -> None:
     if incumbent.problem.usage_limit is None:
         incumbent.forbidden = True
         return
-    from autoshard.solver.peak import approximate_peak, peak_from, small_usage
+    from autoshard.solver.primal.smallest_peak import approximate_peak, peak_from, small_usage
 
     found = approximate_peak(incumbent)
     if found is None:  # the least usage at some time points need not be of a choice that is allowed
@@ -142,7 +142,7 @@ def run_engines(incumbent: Incumbent) -> str:
     patience_s = min(PATIENCE_S, PATIENCE * incumbent.time_limit_s)
     # numba takes its time to load, and small problems do without it
     if problem.hinges and len(problem.edge_cost) > HINGED_CELLS:
-        from autoshard.solver.hinged import solve_hinged
+        from autoshard.solver.exact.hinges import solve_hinged
 
         solver = solve_hinged(incumbent, patience_s=patience_s)
     small = len(problem.edge_cost) <= DIRECT_CELLS and problem.nodes <= DIRECT_NODES
@@ -151,7 +151,7 @@ def run_engines(incumbent: Incumbent) -> str:
     if solver is not None:  # what is open is within the tolerance of the MIP, which some exact steps may close
         incumbent.rounds = min(incumbent.rounds or CLOSING_ROUNDS, CLOSING_ROUNDS)
     if not incumbent.closed() and incumbent.left_s() > 0:
-        from autoshard.solver.reduction import reduced
+        from autoshard.solver.presolve.reduction import reduced
 
         network = reduced(problem, incumbent.left_s)
         if network is None:
@@ -165,10 +165,10 @@ def solve_parts(incumbent: Incumbent, network: Network) -> None:
     """Solves the problem in `incumbent`, which was reduced to `network`, each component on its own."""
     if incumbent.left_s() <= 0:
         return
-    from autoshard.solver.components import components
-    from autoshard.solver.rows import rows_of
+    from autoshard.solver.memory import memory_of
+    from autoshard.solver.presolve.components import components
+    from autoshard.solver.presolve.memory_rows import rows_of
     from autoshard.solver.search import solve_by_search
-    from autoshard.solver.usage import memory_of
 
     parts = [] if incumbent.problem.hinges else components(network, rows_of(memory_of(incumbent.problem, network)))
     if sum(len(part.problem.cost) > part.problem.nodes for part in parts) <= 1:  # the others have no choice

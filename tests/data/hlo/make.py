@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard import compilers
-from autoshard.compilers import CompilerName
-from autoshard.mesh import MeshAxes
+from autoshard.backends import compile
+from autoshard.backends.compile import CompilerName
+from autoshard.ir.mesh import MeshAxes
 
 HERE = Path(__file__).parent
 AXES = MeshAxes.of({"data": 2, "model": 4})
@@ -241,18 +241,18 @@ TPU_PROGRAMS = (windowed_scan, unrolled_ring, sharing_rings, padded)
 WINDOWED = (windowed_scan, unrolled_ring, sharing_rings)
 
 
-def compiled(program: Callable[[], Any], compiler: CompilerName) -> compilers.Compiled:
+def compiled(program: Callable[[], Any], compiler: CompilerName) -> compile.Compiled:
     """A program on its compiler's topology; without windowed einsums where they are not the point."""
     plain = compiler == "tpu" and program not in WINDOWED
-    options = compilers.TPU_PLAIN_OPTIONS if plain else {}
-    return compilers.compile(program(), topology=TOPOLOGIES[compiler], mesh=AXES, compiler_options=options)
+    options = compile.TPU_PLAIN_OPTIONS if plain else {}
+    return compile.compile(program(), topology=TOPOLOGIES[compiler], mesh=AXES, compiler_options=options)
 
 
 def main(names: list[CompilerName]) -> None:
     """Writes the texts of these compilers, or of all that are installed."""
     folder = HERE / VERSION
     folder.mkdir(exist_ok=True)
-    for compiler in names or [name for name in TOPOLOGIES if compilers.available(name)]:
+    for compiler in names or [name for name in TOPOLOGIES if compile.available(name)]:
         for program in PROGRAMS + (TPU_PROGRAMS if compiler == "tpu" else ()):
             text = compiled(program, compiler).hlo_text
             text = text.replace(str(Path(__file__).resolve()), "make.py").replace(f"{HERE.parents[2]}/", "")

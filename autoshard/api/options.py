@@ -1,0 +1,182 @@
+"""Options: what is asked of a plan beside the program and its arguments; what cannot be meant is refused by name."""
+
+import inspect
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from numbers import Real
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+import cost_models
+from autoshard.api.evaluate import Evaluation
+from autoshard.api.plan import Plan
+from autoshard.backends.devices import MeshLike
+from autoshard.errors import ArgumentError, MeshError, SpecError
+from autoshard.ir.mesh import MeshAxes
+from autoshard.planner import pipeline
+from autoshard.planner.requested_shardings import AUTO, refuse_unreduced
+from autoshard.planner.store import Directory
+from autoshard.report.sizes import byte_count
+
+REL_GAP = 1e-3  # proven optimal to a tenth of a percent: well inside what a cost model can tell apart
+TIME_LIMIT_S = 20.0
+WAIT_S = 25.0  # for other processes: an error comes within half a minute
+
+_CHOICES: Mapping[str, tuple[str | None, ...]] = {
+    "constraints": ("needed", "all", "compiled"),
+    "unknown": ("error", "replicate"),
+    "refine": (None, "gpu", "tpu", "cpu"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of `plan`, which see.
+
+    Raises:
+      MeshError: `mesh` is no mesh.
+      SpecError: another option cannot be kept.
+    """
+
+    mesh: MeshLike | Sequence[MeshLike] = None
+    hardware: str | cost_models.Hardware | None = None
+    in_shardings: Any = AUTO
+    out_shardings: Any = AUTO
+    pins: Mapping[str, PartitionSpec] | None = None
+    memory: int | float | str | None = None
+    donate_argnums: int | Sequence[int] | None = None
+    donate_argnames: str | Sequence[str] | None = None
+    static_argnums: int | Sequence[int] | None = None
+    static_argnames: str | Sequence[str] | None = None
+    for_grad: bool | int | Sequence[int] | None = None
+    unknown: str = "error"
+    constraints: pipeline.ConstraintPolicy = "needed"
+    like: Plan | None = None
+    lock: str | os.PathLike[str] | None = None
+    cache: Directory = None
+    time_limit_s: float = TIME_LIMIT_S
+    rel_gap: float = REL_GAP
+    wait_s: float = WAIT_S
+    refine: str | None = None
+    candidates: int = 3
+    also: Mapping[str, Plan | Evaluation] = field(default_factory=dict[str, Plan | Evaluation])
+
+    def __post_init__(self) -> None:
+        _meshes(self.mesh)
+        hardware: Any = self.hardware
+        if not (hardware is None or isinstance(hardware, str | cost_models.Hardware)):
+            raise SpecError(f'hardware={hardware!r}: write a chip and its topology, as in hardware="h100:1x8"')
+        _pins(self.pins)
+        for name, choices in _CHOICES.items():
+            _one_of(name, getattr(self, name), choices)
+        _at_least("time_limit_s", self.time_limit_s, 0.0)
+        _at_least("wait_s", self.wait_s, 0.0)
+        _at_least("rel_gap", self.rel_gap, 0.0)
+        _at_least("candidates", self.candidates, 1)
+        like: Any = self.like
+        if not (like is None or isinstance(like, Plan)):
+            raise SpecError(f"like={like!r}: it takes a plan, as autoshard.plan or autoshard.load returns it")
+        for name in ("donate_argnums", "static_argnums"):
+            _all_are(name, getattr(self, name), int, "the positions of arguments")
+        for name in ("donate_argnames", "static_argnames"):
+            _all_are(name, getattr(self, name), str, "the names of arguments")
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The limit that is asked for."""
+        return None if self.memory is None else byte_count(self.memory, f"memory={self.memory!r}")
+
+
+OPTIONS = tuple(one.name for one in fields(Options))
+
+
+def refuse_unknown(given: Iterable[str], known: Sequence[str], verb: str) -> None:
+    """Raises if an option does not exist, with the one that may be meant.
+
+    Raises:
+      ArgumentError: so it is.
+    """
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=1, cutoff=0.6)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+            raise ArgumentError(f"{verb} has no option {name!r}: {hint}")
+
+
+def refuse_misspelt(fn: Callable[..., Any], kwargs: Mapping[str, Any], verb: str) -> None:
+    """Raises if a keyword argument that `fn` does not take is nearly the name of an option.
+
+    Raises:
+      ArgumentError: so it is.
+    """
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    for name in kwargs.keys() - {p.name for p in parameters}:
+        near = get_close_matches(name, OPTIONS, n=1, cutoff=0.7)
+        if near:
+            raise ArgumentError(
+                f"{verb}: {getattr(fn, '__name__', fn)} takes no argument {name!r}; did you mean the option {near[0]}?"
+            )
+
+
+def _meshes(mesh: Any) -> None:
+    several = isinstance(mesh, Sequence) and not isinstance(mesh, str)
+    if several and not mesh:
+        raise MeshError("mesh=[]: there is none to choose from; None compares the meshes over all devices")
+    for one in mesh if several else [mesh]:
+        if isinstance(one, Mapping):
+            MeshAxes.of(one)
+        elif not (one is None or isinstance(one, Mesh | AbstractMesh)):
+            raise MeshError(
+                f'mesh={mesh!r}: name the axes and their sizes, as in mesh={{"data": 8}}, or give a jax.sharding.Mesh'
+            )
+
+
+def _pins(pins: Any) -> None:
+    if pins is None:
+        return
+    if not isinstance(pins, Mapping):
+        raise SpecError(f'pins={pins!r}: map path patterns to layouts, as in pins={{"**.embed": P("model", None)}}')
+    for pattern, spec in pins.items():
+        if not isinstance(pattern, str):
+            raise SpecError(f'pins: {pattern!r} is no path pattern, which is text, as in "state.params.embed"')
+        if spec is None or spec is AUTO:
+            raise SpecError(
+                f"pins[{pattern!r}] is {spec}: a pin is a PartitionSpec, P() for whole; without one the planner chooses"
+            )
+        if isinstance(spec, NamedSharding):
+            raise SpecError(
+                f"pins[{pattern!r}] is a NamedSharding: a pin is on the plan's mesh; give its spec, {spec.spec}"
+            )
+        if not isinstance(spec, PartitionSpec):
+            raise SpecError(f'pins[{pattern!r}] is {spec!r}: a pin is a PartitionSpec, as in P("model", None)')
+        refuse_unreduced(f"pins[{pattern!r}]", spec)
+
+
+def _one_of(name: str, value: Any, choices: Sequence[Any]) -> None:
+    if value not in choices:
+        near = get_close_matches(str(value), [c for c in choices if c is not None], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "it is one of"
+        raise SpecError(f"{name}={value!r}: {hint} {', '.join(map(repr, choices)) if not near else ''}".rstrip())
+
+
+def _at_least(name: str, value: Any, least: float) -> None:
+    number = not isinstance(value, bool) and isinstance(value, Real)
+    if not number or math.isnan(value) or value < least:
+        raise SpecError(f"{name}={value!r}: it is a number of at least {least:g}")
+
+
+def _all_are(name: str, value: Any, kind: type, what: str) -> None:
+    items = [value] if value is None or isinstance(value, str) else value if isinstance(value, Iterable) else [value]
+    for item in items:
+        whole = hasattr(item, "__index__") and not isinstance(item, bool)
+        if value is not None and not (whole if kind is int else isinstance(item, kind)):
+            raise SpecError(f"{name}={value!r}: it takes {what}")

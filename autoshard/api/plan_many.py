@@ -1,0 +1,361 @@
+"""Together: functions that share state are planned at once, for the least weighted sum of their step times.
+
+Each function is a problem of its own, with its own memory over its own time. A leaf that
+several share is one choice: its decisions are tied by an edge that forbids whatever
+differs, which the solver's presolve contracts. The joint optimum decides the layouts of
+what is shared; each function's plan is then the best one that has them, so that every
+plan carries its own proof.
+
+What one function holds between its steps (its donated state, and what is shared) is in
+memory while another runs, too.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from itertools import product
+from math import gcd, lcm
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import cost_models
+from autoshard.api.options import REL_GAP, Options
+from autoshard.api.plan import Plan
+from autoshard.api.planning import plan_request, requests_of
+from autoshard.backends.devices import MeshLike
+from autoshard.costs.strategies import layout_of
+from autoshard.errors import InfeasibleError, SpecError
+from autoshard.ir.paths import dotted
+from autoshard.planner import pipeline
+from autoshard.planner.build_record import place_of
+from autoshard.planner.request import PlanRequest
+from autoshard.problem.assignment import Assignment
+from autoshard.problem.decisions import Decisions
+from autoshard.problem.formulation import Formulation, formulate
+from autoshard.problem.joint import JointProblem, Part, ResidentBytes, Tie, union
+from autoshard.report.tables import bytes_text
+from autoshard.solver import Solution, Status, solve
+
+Int = NDArray[np.int64]
+Function = tuple[Callable[..., Any], tuple[Any, ...]] | tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
+Share = str | Mapping[str, str] | Sequence[str | Mapping[str, str]] | None
+
+# Weights are kept exact as fractions with denominators up to this.
+_FINEST_WEIGHT = 1000
+
+# Options that each function has for itself; the others hold for all.
+_OWN = (
+    "in_shardings",
+    "out_shardings",
+    "pins",
+    "donate_argnums",
+    "donate_argnames",
+    "static_argnums",
+    "static_argnames",
+    "for_grad",
+)
+
+
+def plan_many(
+    functions: Mapping[str, Function],
+    *,
+    share: Share = None,
+    weights: Mapping[str, float] | None = None,
+    mesh: MeshLike = None,
+    hardware: str | cost_models.Hardware | None = None,
+    memory: int | None = None,
+    unknown: str = "error",
+    constraints: pipeline.ConstraintPolicy = "needed",
+    time_limit_s: float = 20.0,
+    rel_gap: float = REL_GAP,
+) -> dict[str, Plan]:
+    """Plans functions with common state for the least weighted sum of their step times.
+
+        plans = autoshard.plan_many(
+            {
+                "train": (train_step, (state, batch), {"donate_argnums": 0}),
+                "eval": (evaluate, (params, batch)),
+            },
+            share={"train": "state.params", "eval": "params"},
+            weights={"train": 100, "eval": 1},
+        )
+
+    Args:
+      functions: name → (function, arguments) or (function, arguments, options): the options
+        of `autoshard.plan` that concern one function's arguments and outputs. Functions are
+        planned as they are, not for their gradients (`for_grad` is an option, too).
+      share: which leaves are one and the same: a path prefix per function (leaves below it
+        with equal further paths are shared), one prefix that holds for all, or a sequence of
+        such. None shares leaves of equal paths and shapes.
+      weights: how often each runs, relative to the others; 1 where none is given.
+      mesh: as in `autoshard.plan`; one mesh for all.
+      hardware: as in `autoshard.plan`.
+      memory: as in `autoshard.plan`. What one function keeps between its steps counts while
+        the others run.
+      unknown: as in `autoshard.plan`.
+      constraints: as in `autoshard.plan`.
+      time_limit_s: as in `autoshard.plan`, for the joint problem and for each function.
+      rel_gap: as in `autoshard.plan`.
+
+    Returns:
+      A plan per function. Its certificate is that of its own step under the shared layouts;
+      a note says what was proven of the weighted sum.
+
+    Raises:
+      SpecError: nothing is shared, a prefix matches nothing, shapes differ, or an option or a
+        weight is wrong.
+      InfeasibleError: no common layout fits.
+    """
+    common: dict[str, Any] = {
+        "mesh": mesh,
+        "hardware": hardware,
+        "memory": memory,
+        "unknown": unknown,
+        "constraints": constraints,
+        "time_limit_s": time_limit_s,
+        "rel_gap": rel_gap,
+    }
+    names = tuple(functions)
+    posed: list[tuple[PlanRequest, ...]] = []
+    options: dict[str, Options] = {}
+    for name, (fn, args, *own) in functions.items():
+        given = dict(own[0]) if own else {}
+        wrong = [key for key in given if key not in _OWN]
+        if wrong:
+            raise SpecError(f"{name}: {wrong[0]!r} is no option of one function; there are: {', '.join(_OWN)}")
+        all_of_it: dict[str, Any] = {"for_grad": False, **common, **given}
+        options[name] = Options(**all_of_it)
+        posed.append(requests_of(fn, args, {}, options[name]))
+    scale = _scale(names, weights or {})
+    best: tuple[Fraction, dict[str, Plan]] | None = None
+    for questions in product(*posed):
+        if len({question.place.axes for question in questions}) > 1:
+            continue
+        plans = _together(dict(zip(names, questions, strict=True)), options, share, scale)
+        total = sum((scale[n] * Fraction(p.record.cost.step_s) for n, p in plans.items()), Fraction(0))
+        if best is None or total < best[0]:
+            best = total, plans
+    assert best is not None  # every function is posed on the same meshes
+    return best[1]
+
+
+def _scale(names: Sequence[str], weights: Mapping[str, float]) -> dict[str, int]:
+    """Weights as integers in the same proportions."""
+    for name, weight in weights.items():
+        if name not in names:
+            raise SpecError(f"weights: there is no function {name!r}; there are: {', '.join(names)}")
+        if not 0 < weight < float("inf"):
+            raise SpecError(f"weights: {name!r} has weight {weight}; weights are positive")
+    exact = {name: Fraction(weights.get(name, 1)).limit_denominator(_FINEST_WEIGHT) for name in names}
+    small = [name for name, weight in exact.items() if not weight]
+    if small:
+        raise SpecError(f"weights: {small[0]!r} has less than a thousandth; multiply all weights")
+    together = lcm(*(weight.denominator for weight in exact.values()))
+    return {name: int(weight * together) for name, weight in exact.items()}
+
+
+Leaf = tuple[str, int]  # of a function, the position of an input
+
+
+def _together(
+    questions: Mapping[str, PlanRequest], options: Mapping[str, Options], share: Share, scale: Mapping[str, int]
+) -> dict[str, Plan]:
+    names = tuple(questions)
+    groups = shared_leaves(questions, share)
+    holders = _holders(questions, groups)
+    parts = {n: formulate(q.setting.decisions, q.setting.resharder, memory_bytes=None) for n, q in questions.items()}
+
+    def node(leaf: Leaf) -> tuple[int, int]:
+        name, i = leaf
+        return names.index(name), int(parts[name].folding.class_of[parts[name].decisions.inputs[i]])
+
+    limit = min(q.memory_bytes for q in questions.values())
+    joint = union(
+        [Part(problem=parts[n].problem, weight=scale[n]) for n in names],
+        _ties(groups, node, parts),
+        [
+            ResidentBytes(node=node(leaf), during=k, usage=_bytes(parts[leaf[0]].decisions, leaf[1]))
+            for leaf, users in holders.items()
+            for k, n in enumerate(names)
+            if n not in users
+        ],
+        usage_limit=limit,
+    )
+    first = options[names[0]]
+    solution = solve(joint.problem, time_limit_s=first.time_limit_s, rel_gap=first.rel_gap)
+    if not solution.found:
+        raise _infeasible(questions, groups, parts, joint, solution, limit)
+    choices = {n: parts[n].read(c) for n, c in zip(names, joint.split(solution.choice), strict=True)}
+    fixed = dict.fromkeys([*(leaf for group in groups for leaf in group), *holders])
+    plans: dict[str, Plan] = {}
+    for n, question in questions.items():
+        assignment = Assignment(decisions=parts[n].decisions, resharder=parts[n].resharder, choice=choices[n])
+        avals, axes = question.setting.priced.in_avals, parts[n].decisions.mesh
+        specs = {i: layout_of(assignment.input_code(i), len(avals[i].shape), axes).spec() for m, i in fixed if m == n}
+        others = sum(
+            int(_bytes(parts[m].decisions, i)[choices[m][parts[m].decisions.inputs[i]]])
+            for (m, i), users in holders.items()
+            if n not in users
+        )
+        note = _note(names, scale, solution, sum(m == n for group in groups for m, _ in group), others)
+        pinned = replace(
+            question,
+            wanted=replace(question.wanted, inputs={**question.wanted.inputs, **specs}),
+            place=replace(question.place, notes=(*question.place.notes, note)),
+            memory_bytes=question.memory_bytes - others,
+        )
+        plans[n] = plan_request(pinned, options[n])
+    return plans
+
+
+def shared_leaves(questions: Mapping[str, PlanRequest], share: Share) -> list[tuple[Leaf, ...]]:
+    """Groups of input leaves that are one and the same.
+
+    Raises:
+      SpecError: a prefix or function does not exist, shapes differ, a leaf is in two groups,
+        or nothing is shared.
+    """
+    paths = {n: [dotted(path) for path in q.traced.in_paths] for n, q in questions.items()}
+    avals = {n: q.traced.in_avals for n, q in questions.items()}
+    groups: list[dict[str, int]] = []
+    if share is None:
+        equal: dict[Any, dict[str, int]] = {}
+        for n in questions:
+            for i, path in enumerate(paths[n]):
+                equal.setdefault((path, avals[n][i].shape, avals[n][i].dtype), {})[n] = i
+        groups = list(equal.values())
+    else:
+        for entry in [share] if isinstance(share, str | Mapping) else share:
+            groups += _below(entry, paths)
+    found = [tuple(group.items()) for group in groups if len(group) > 1]
+    if not found:
+        raise SpecError(f"{', '.join(questions)} share nothing: say what with share=, or plan them one by one")
+    seen: set[Leaf] = set()
+    for group in found:
+        shapes = {avals[n][i].shape for n, i in group}
+        where = " and ".join(f"{n}'s {questions[n].traced.in_paths[i]} {list(avals[n][i].shape)}" for n, i in group)
+        if len(shapes) > 1:
+            raise SpecError(f"share: {where} differ in shape")
+        if seen & set(group):
+            raise SpecError(f"share: {where}: a leaf is shared twice")
+        seen |= set(group)
+    return found
+
+
+def _below(entry: str | Mapping[str, str], paths: Mapping[str, Sequence[str]]) -> list[dict[str, int]]:
+    """Leaves below a prefix per function, by their further path."""
+    prefixes = {n: dotted(entry) for n in paths} if isinstance(entry, str) else {n: dotted(p) for n, p in entry.items()}
+    groups: dict[str, dict[str, int]] = {}
+    for n, prefix in prefixes.items():
+        if n not in paths:
+            raise SpecError(f"share: there is no function {n!r}; there are: {', '.join(paths)}")
+        below = [(path[len(prefix) :], i) for i, path in enumerate(paths[n]) if f"{path}.".startswith(f"{prefix}.")]
+        if not below and not isinstance(entry, str):
+            raise SpecError(f"share: {n} has no input below {prefix!r}; there are: {', '.join(paths[n][:8])}")
+        for rest, i in below:
+            groups.setdefault(rest, {})[n] = i
+    return list(groups.values())
+
+
+def _holders(questions: Mapping[str, PlanRequest], groups: Sequence[Sequence[Leaf]]) -> dict[Leaf, frozenset[str]]:
+    """What stays in memory between steps → the functions that have it among their arguments."""
+    found = {group[0]: frozenset(n for n, _ in group) for group in groups}
+    shared = {leaf for group in groups for leaf in group}
+    for n, question in questions.items():
+        for i in question.setting.tied.values():
+            if (n, i) not in shared:
+                found[n, i] = frozenset({n})
+    return found
+
+
+def _ties(
+    groups: Sequence[Sequence[Leaf]], node: Callable[[Leaf], tuple[int, int]], parts: Mapping[str, Formulation]
+) -> list[Tie]:
+    found: dict[tuple[tuple[int, int], tuple[int, int]], Tie] = {}
+    for first, *others in groups:
+        for other in others:
+            left, right = node(first), node(other)
+            found[left, right] = Tie(
+                left=left, right=right, left_codes=_codes(parts, first), right_codes=_codes(parts, other)
+            )
+    return list(found.values())
+
+
+def _codes(parts: Mapping[str, Formulation], leaf: Leaf) -> Int:
+    d = parts[leaf[0]].decisions
+    codes = d.nodes[d.inputs[leaf[1]]].codes
+    assert codes is not None  # inputs have codes
+    return codes
+
+
+def _bytes(decisions: Decisions, position: int) -> Int:
+    """Bytes per device of an input under each of its choices."""
+    node = decisions.inputs[position]
+    zero = np.zeros(len(decisions.nodes[node]), np.int64)
+    return sum((use.nbytes for use in decisions.usages if use.node == node), zero)
+
+
+def _note(names: Sequence[str], scale: Mapping[str, int], solution: Solution, leaves: int, others: int) -> str:
+    divisor = gcd(*scale.values())
+    times = " + ".join(f"{scale[n] // divisor}·{n}" for n in names)
+    text = (
+        f"{leaves} leaves are shared, in the layouts that are best for {times}: "
+        f"{solution.status}, gap {solution.gap:.2%}"
+    )
+    return f"{text}; {bytes_text(others)} of memory are left to what the others keep" if others else text
+
+
+def _infeasible(
+    questions: Mapping[str, PlanRequest],
+    groups: Sequence[Sequence[Leaf]],
+    parts: Mapping[str, Formulation],
+    joint: JointProblem,
+    solution: Solution,
+    limit: int,
+) -> InfeasibleError:
+    place = _place(parts, joint, solution)
+    peak = solution.smallest_peak_bytes
+    if solution.status is Status.UNKNOWN:
+        why = "no common plan was found in time; raise time_limit_s, or the memory limit"
+    elif solution.forbidden:
+        why = f"the pins exclude each other, however much memory there is: loosen {_excluded(questions, groups, parts)}"
+    elif peak is None:
+        why = (
+            f"no common plan fits {bytes_text(limit)} per device; use more devices, donate the state, or raise memory="
+        )
+    else:
+        why = (
+            f"no common plan fits {bytes_text(limit)} per device; the smallest peak found is {bytes_text(peak)}, with "
+            f"what each keeps while the others run, {place}; use more devices, donate the state, or raise memory="
+        )
+    return InfeasibleError(f"{', '.join(questions)}: {why}", peak_bytes=peak, limit_bytes=limit, where=place)
+
+
+def _place(parts: Mapping[str, Formulation], joint: JointProblem, solution: Solution) -> str | None:
+    """Where the smallest peak is: the function, and the equation in it."""
+    if solution.smallest_peak_bytes is None or solution.peak_at is None:
+        return None
+    at = solution.peak_at
+    for (name, part), choice in zip(parts.items(), joint.split(solution.choice), strict=True):
+        length = int(part.problem.use_interval.max(initial=0))  # each function has a stretch of time of its own
+        if at < length:
+            assignment = Assignment(decisions=part.decisions, resharder=part.resharder, choice=part.read(choice))
+            return f"in {name} at {place_of(part.decisions, assignment.peak()[1])}"
+        at -= length
+    return None
+
+
+def _excluded(
+    questions: Mapping[str, PlanRequest], groups: Sequence[Sequence[Leaf]], parts: Mapping[str, Formulation]
+) -> str:
+    """Pins of one shared leaf that have no layout in common, or where none do, whatever is pinned."""
+    for group in groups:
+        allowed = [set(_codes(parts, leaf).tolist()) for leaf in group]
+        if not set.intersection(*allowed):
+            specs = (
+                f"{n}'s {questions[n].traced.in_paths[i]} in {questions[n].wanted.inputs.get(i)}" for n, i in group
+            )
+            return f"one of {', '.join(specs)}, which are one and the same"
+    return "one of " + ", ".join(f"{n}'s pins" for n, q in questions.items() if q.wanted.inputs or q.wanted.outputs)

@@ -1,0 +1,339 @@
+"""Deviceless compilation: the vendors' own compilers, for a topology that need not be here.
+
+XLA:GPU (`pip install "autoshard[gpu]"`) and XLA:TPU (`[tpu]`) compile on a plain
+machine; XLA:CPU comes with jax. The program is lowered in this process on an
+abstract mesh, and crosses to a subprocess as StableHLO bytecode with its source
+locations and donations; nothing is pickled, and what a compiler writes to stderr
+(or its crash) stays there. Calls from several threads compile side by side.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from autoshard import _jax
+from autoshard.errors import CompileError, CompilerFlagError, CompilerMissingError, MeshError
+from autoshard.ir.mesh import MeshAxes
+
+CompilerName = Literal["gpu", "tpu", "cpu"]
+
+# Autotuning needs the real GPU. The latency-hiding scheduler is what training runs on GPU
+# turn on (JAX's GPU performance guide), and without it nothing overlaps.
+GPU_OPTIONS: Mapping[str, Any] = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_latency_hiding_scheduler": True}
+
+# XLA:GPU's Triton emitter finds no tiles for matmuls of odd sizes (257 patches of an image, over some of 8 devices)
+# and gives up, or has no configuration to start from where nothing is tuned (jax-cuda12-pjrt 0.11.2); without it the
+# library's matmul is taken, and no collective changes.
+TRITON_ERRORS = ("Couldn't find output tile sizes", "TritonBackend does not support a default config")
+
+# Windowed einsum off: the collectives stay what they are, so that their bytes can be compared exactly.
+# With it (XLA:TPU's default) the program is faster, and `hlo.collectives` folds its rings.
+TPU_PLAIN_OPTIONS: Mapping[str, Any] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "100000"}
+
+_GPU_TARGETS = {"a100": "a100_80", "a100-40": "a100_40"}
+_DISTRIBUTIONS = {
+    "gpu": ("jax-cuda12-pjrt", "jax-cuda13-pjrt"),
+    "tpu": ("libtpu", "libtpu-nightly"),
+    "cpu": ("jaxlib",),
+}
+_MODULES = {"gpu": ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"), "tpu": ("libtpu",), "cpu": ("jaxlib",)}
+_PLATFORM = {"gpu": "cuda", "tpu": "tpu", "cpu": "cpu"}
+_TPU_VERSIONS = {"v7x": "tpu7x"}
+# The child sees none of the caller's flags: what a compilation depends on is in its arguments.
+_DROPPED_ENVIRONMENT = frozenset({"XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_COMPILATION_CACHE_DIR"})
+_TOPOLOGY_ERROR = "TopologyError: "
+_NO_FLAG = "No such compile option"  # XLA's own words
+_CHILD = Path(__file__).with_name("compile_worker.py")
+_TARGETS = Path(__file__).with_name("gpu_targets")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryStats:
+    """What the compiler says one device needs, in bytes.
+
+    `reported_peak_bytes` is the compiler's own peak; XLA:CPU reports its arguments
+    there, and XLA:TPU includes temporaries that `temp_bytes` leaves out.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    reported_peak_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Arguments + outputs − aliases + temporaries: an upper bound of the peak where temporaries are all counted."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
+
+    def peak_bytes(self, compiler: str) -> int:
+        """What a compiler's program needs at its highest: by its own word, but for the CPU `total_bytes`.
+
+        XLA:TPU's word leaves out what lies idle between buffers of its heap, which is allocated whole:
+        the larger of both counts.
+        """
+        if compiler == "cpu":
+            return self.total_bytes
+        if compiler == "tpu":
+            return max(self.reported_peak_bytes, self.total_bytes)
+        return self.reported_peak_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostStats:
+    """XLA's cost analysis of one device's program; None where the compiler gives none. Loop bodies may count once."""
+
+    flops: float | None
+    bytes_accessed: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """A compiled program as text, and what its compiler said of it.
+
+    `device_order[i]` is the position in the topology of the i-th device of the mesh
+    (replica groups in the text hold such i). `after_propagation` and
+    `after_partitioning` are the text after Shardy and after SPMD partitioning,
+    where they were asked for. `wall_s` is the compiler's own time.
+    """
+
+    hlo_text: str
+    memory: MemoryStats
+    cost: CostStats
+    wall_s: float
+    compiler: CompilerName
+    version: str
+    topology: str
+    device_kind: str
+    device_order: tuple[int, ...]
+    flags: Mapping[str, Any]
+    after_propagation: str | None = None
+    after_partitioning: str | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak bytes of one device: see `MemoryStats.peak_bytes`."""
+        return self.memory.peak_bytes(self.compiler)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileTarget:
+    """A hardware name read: `h100:4x8` (hosts × GPUs), `tpu-v5p:4x4x8`, `cpu:8`."""
+
+    compiler: CompilerName
+    chip: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, name: str) -> "CompileTarget":
+        """From a hardware name.
+
+        Raises:
+          MeshError: the chip is unknown, or the shape is missing or malformed.
+        """
+        chip, _, shape = name.partition(":")
+        chip = chip.partition("/")[0]  # a user's hardware file, by the chip that it is based on
+        if not re.fullmatch(r"\d+(x\d+)*", shape):
+            raise MeshError(f"cannot read the topology {name!r}: write chip:shape, such as {_EXAMPLES}")
+        sizes = tuple(int(size) for size in shape.split("x"))
+        if chip.partition("-")[0] == "cpu" and len(sizes) == 1:
+            return cls(compiler="cpu", chip=chip, shape=sizes)
+        if chip.startswith("tpu-"):
+            return cls(compiler="tpu", chip=chip.removeprefix("tpu-"), shape=sizes)
+        if _target_file(chip).is_file() and len(sizes) <= 3:
+            return cls(compiler="gpu", chip=chip, shape=(1,) * (3 - len(sizes)) + sizes)
+        known = sorted(_chip_of_file(path.name) for path in _TARGETS.glob("*.txtpb"))
+        raise MeshError(f"no compiler for {name!r}: the chips are {', '.join(known)}, tpu-*, cpu (as in {_EXAMPLES})")
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """The part of a child's request that names the devices."""
+        shape = "x".join(map(str, self.shape))
+        if self.compiler == "tpu":
+            return {"topology": f"{_TPU_VERSIONS.get(self.chip, self.chip)}:{shape}"}
+        if self.compiler == "cpu":
+            return {"topology": shape}
+        return {"topology": shape, "chip": self.chip, "target_config": _target_file(self.chip).read_text()}
+
+
+_EXAMPLES = "h100:4x8 (hosts × GPUs), tpu-v5e:4x4, cpu:8"
+
+
+def available(compiler: CompilerName) -> bool:
+    """Whether a compiler is installed."""
+    return any(_has_module(module) for module in _MODULES[compiler])
+
+
+def compile(
+    lowerable: Any,
+    *,
+    topology: str,
+    mesh: MeshAxes,
+    compiler: CompilerName | None = None,
+    device_order: Sequence[int] | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+    passes: bool = False,
+    timeout_s: float | None = None,
+) -> Compiled:
+    """Compiles a traced program for a topology.
+
+    Args:
+      lowerable: what `jax.jit(…, in_shardings=…).trace(*avals)` returns, with
+        shardings on an `AbstractMesh` (or any mesh of the same axes); it is lowered
+        for the compiler's platform. A lowering (`.lower(…)`) is taken as it is.
+      topology: a hardware name: `h100:4x8` (hosts × GPUs), `tpu-v5e:4x4`, `cpu:8`.
+      mesh: the axes of the program's mesh.
+      compiler: must be the one that `topology` implies; None infers it.
+      device_order: positions in the topology of the mesh's devices, major to minor;
+        None takes `jax.make_mesh`'s order.
+      compiler_options: as `jax.stages.Lowered.compile` takes them, over `GPU_OPTIONS` on GPU. Where XLA:GPU
+        finds no tiles for a matmul, the program is compiled once more without Triton's; `Compiled.flags` says so.
+      passes: keep the text after Shardy and after partitioning.
+      timeout_s: gives up after so long; None waits.
+
+    Raises:
+      CompilerMissingError: the compiler is not installed.
+      MeshError: topology, mesh and device order do not fit each other.
+      CompileError: the compiler refuses, crashes, or takes longer than `timeout_s`;
+        `CompilerFlagError` where it has no flag of that name.
+    """
+    target = CompileTarget.parse(topology)
+    if compiler is not None and compiler != target.compiler:
+        raise MeshError(f"{topology} is compiled by {target.compiler!r}, not by {compiler!r}")
+    if not available(target.compiler):
+        raise CompilerMissingError(
+            f"the {target.compiler.upper()} compiler is not installed\n"
+            f'  pip install "autoshard[{target.compiler}]"  (no {target.compiler.upper()} is needed)'
+        )
+    if device_order is not None and len(set(device_order)) != mesh.size:
+        raise MeshError(f"device_order names {len(set(device_order))} devices; the mesh {mesh} has {mesh.size}")
+    flags = {**(GPU_OPTIONS if target.compiler == "gpu" else {}), **(compiler_options or {})}
+    lowered = _lowered(lowerable, target)
+
+    def compiled(flags: Mapping[str, Any]) -> Compiled:
+        with tempfile.TemporaryDirectory(prefix="autoshard-") as name:
+            folder = Path(name)
+            options = dict(flags)
+            if passes or target.compiler == "tpu":
+                options["xla_dump_to"] = str(folder)
+                options["xla_dump_hlo_as_text"] = True
+            if passes:
+                options["xla_dump_hlo_pass_re"] = ".*shardy-xla.*|.*spmd-partitioning.*"
+            request = {
+                "compiler": target.compiler,
+                **target.request,
+                "mesh_names": mesh.names,
+                "mesh_sizes": mesh.sizes,
+                "device_order": None if device_order is None else list(device_order),
+                "options": options,
+            }
+            (folder / "request.json").write_text(json.dumps(request))
+            (folder / "module.mlirbc").write_bytes(_jax.bytecode(lowered))
+            _run_child(folder, topology, timeout_s)
+            answer = json.loads((folder / "answer.json").read_text())
+            return Compiled(
+                hlo_text=(folder / "hlo.txt").read_text(),
+                memory=MemoryStats(**answer["memory"]),
+                cost=CostStats(**answer["cost"]),
+                wall_s=answer["wall_s"],
+                compiler=target.compiler,
+                version=version(target.compiler),
+                topology=topology,
+                device_kind=answer["device_kind"],
+                device_order=tuple(answer["device_order"]),
+                flags=flags,
+                after_propagation=_dump(folder, "shardy-xla") if passes else None,
+                after_partitioning=_dump(folder, "spmd-partitioning") if passes else None,
+            )
+
+    try:
+        return compiled(flags)
+    except CompileError as error:
+        if not any(text in str(error) for text in TRITON_ERRORS) or "xla_gpu_enable_triton_gemm" in flags:
+            raise
+        return compiled({**flags, "xla_gpu_enable_triton_gemm": False})
+
+
+def _lowered(lowerable: Any, target: CompileTarget) -> Any:
+    """A program lowered for a target's platform; one that is lowered already, as it is."""
+    if not hasattr(lowerable, "lower"):
+        return lowerable
+    try:
+        return lowerable.lower(lowering_platforms=(_PLATFORM[target.compiler],))
+    except ValueError as error:
+        if "require devices to be present" not in str(error):
+            raise
+        raise CompileError(
+            "a program that calls the host (jax.pure_callback, io_callback, jax.debug) or has cuDNN's attention "
+            "cannot be compiled without its devices: leave these out for this"
+        ) from error
+
+
+def _run_child(folder: Path, topology: str, timeout_s: float | None) -> None:
+    """Runs the child on a request folder; raises what it failed with."""
+    environment = {k: v for k, v in os.environ.items() if k not in _DROPPED_ENVIRONMENT}
+    environment |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    # -P: this folder must not come before the standard library on sys.path (it has a trace.py).
+    command = [sys.executable, "-P", str(_CHILD), str(folder)]
+    try:
+        done = subprocess.run(
+            command, env=environment, timeout=timeout_s, capture_output=True, text=True, errors="replace", check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CompileError(f"compiling for {topology} took longer than {timeout_s:g} s") from error
+    if done.returncode == 0:
+        return
+    failure = folder / "error.txt"
+    if failure.is_file():
+        reason = failure.read_text().strip()
+        if reason.startswith(_TOPOLOGY_ERROR):
+            raise MeshError(f"{topology} {reason.removeprefix(_TOPOLOGY_ERROR)}")
+    elif done.returncode < 0:
+        reason = f"the compiler's process died of signal {-done.returncode}"
+    else:
+        reason = f"the compiler's process ended with status {done.returncode}"
+    kind = CompilerFlagError if _NO_FLAG in reason else CompileError
+    raise kind(f"compiling for {topology} failed: {reason}", stderr=done.stderr)
+
+
+def _dump(folder: Path, stage: str) -> str:
+    """The HLO text that was dumped after a pass (the largest module's, when there are several)."""
+    found = [path for path in folder.glob("*.txt") if re.search(rf"\.after_(tpu-)?{stage}\.", path.name)]
+    if not found:
+        raise CompileError(f"the compiler dumped no HLO after {stage}")
+    return max(found, key=lambda path: path.stat().st_size).read_text()
+
+
+def version(compiler: CompilerName) -> str:
+    """Name and version of the installed compiler's distribution."""
+    for name in _DISTRIBUTIONS[compiler]:
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return f"{compiler}, version unknown"
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _target_file(chip: str) -> Path:
+    return _TARGETS / f"{_GPU_TARGETS.get(chip, chip)}.txtpb"
+
+
+def _chip_of_file(name: str) -> str:
+    stem = name.removesuffix(".txtpb")
+    return next((chip for chip, file in _GPU_TARGETS.items() if file == stem), stem)

@@ -1,0 +1,179 @@
+"""Meshes: what the user says of mesh and hardware → mesh axes, hardware, and real devices if there are any."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+import cost_models
+from autoshard import _jax, _startup
+from autoshard.errors import MeshError
+from autoshard.ir.mesh import MeshAxes
+from cost_models.machines import catalogue
+
+MeshLike = Mesh | AbstractMesh | Mapping[str, int] | None
+
+# JAX's words for what the catalogue calls otherwise (jax/_src/pallas/mosaic/tpu_info.py).
+_TPU_NAMES = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e", "TPU7x": "TPU v7x"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Target:
+    """A logical mesh on hardware; `own` is the caller's Mesh, if they gave or set one."""
+
+    axes: MeshAxes
+    hardware: cost_models.Hardware
+    machine: cost_models.Machine
+    own: Mesh | None
+    notes: tuple[str, ...]
+
+    def device_mesh(self) -> Mesh:
+        """A Mesh with Auto axes over real devices, in the order that was priced.
+
+        Raises:
+          MeshError: this process does not have that many devices.
+        """
+        if self.own is not None:
+            return auto_twin(self.own)
+        return over_devices(self.axes, np.asarray(self.machine.device_order))
+
+
+def place(mesh: MeshLike, hardware: str | cost_models.Hardware | None) -> Target:
+    """Resolves mesh and hardware.
+
+    Args:
+      mesh: a Mesh, an AbstractMesh, `{"data": 2, "model": 4}`, or None for the mesh in context.
+      hardware: `"h100:4x8"`, a bare chip name, a Hardware, or None to detect it from the devices.
+
+    Raises:
+      MeshError: no mesh is given or set, or the hardware cannot hold it.
+    """
+    if mesh is None:
+        mesh = _jax.context_mesh()
+    if mesh is None:
+        raise MeshError('no mesh: pass mesh={"data": 2, "model": 4} or a Mesh, or call inside `jax.set_mesh(mesh)`')
+    own = mesh if isinstance(mesh, Mesh) else None
+    axes = MeshAxes.of(dict(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape))
+    notes: list[str] = []
+    if hardware is None:
+        hardware = detect(
+            own.devices.ravel().tolist() if own is not None else _startup.devices()[: axes.size], axes.size
+        )
+        notes.append(f"hardware detected: {hardware}")
+    try:
+        found = hardware if isinstance(hardware, cost_models.Hardware) else _read(hardware, axes.size)
+        machine = found.place(axes.shape)
+    except cost_models.CostModelError as error:
+        raise MeshError(str(error)) from error
+    if found.note:
+        notes.append(found.note)
+    return Target(axes=axes, hardware=found, machine=machine, own=own, notes=tuple(notes))
+
+
+def candidates(devices: int) -> list[dict[str, int]]:
+    """One- and two-dimensional meshes over a number of devices, one-dimensional first."""
+    pairs = [(d, devices // d) for d in range(2, devices) if devices % d == 0]
+    return [{"data": devices}, *({"data": d, "model": m} for d, m in pairs)]
+
+
+# Predicted steps so near tell nothing apart. Over fewer axes go fewer and larger collectives, and less is left to a
+# compiler's scheduler: two plans of mixtral-8x7b's largest batch on 32 H100 (docs/comparing.md) are predicted at 208.0
+# ms (2 × 16) and 208.2 (32), and compiled to 213.3 and 208.3.
+ALIKE = 1.001
+
+
+def order(step_s: float, axes: int, best_s: float) -> tuple[bool, int, float]:
+    """The key by which plans over so many mesh axes are sorted: of those as good as the best, fewer axes come first."""
+    alike = step_s <= ALIKE * best_s
+    return not alike, axes if alike else 0, step_s
+
+
+def devices_of(hardware: str | cost_models.Hardware) -> int:
+    """How many devices a hardware has.
+
+    Raises:
+      MeshError: a chip without a topology, or no such hardware.
+    """
+    if isinstance(hardware, cost_models.Hardware):
+        return hardware.devices
+    if _is_bare(hardware):
+        try:
+            catalogue.chip(hardware)
+        except cost_models.CostModelError as error:
+            try:
+                cost_models.hardware(hardware)
+            except cost_models.CostModelError as better:  # a chip with a count, as `tpu-v5p-64`: which topology that is
+                raise MeshError(str(better)) from error
+        raise MeshError(
+            f'no mesh, and {hardware!r} does not say how many devices: pass mesh={{"data": 2, "model": 4}}, '
+            'or a topology, hardware="h100:1x8"'
+        )
+    try:
+        return cost_models.hardware(hardware).devices
+    except cost_models.CostModelError as error:
+        raise MeshError(str(error)) from error
+
+
+def _read(spec: str, devices: int) -> cost_models.Hardware:
+    return cost_models.hardware(spec, devices if _is_bare(spec) else None)
+
+
+def _is_bare(spec: str) -> bool:
+    """Whether it names a chip alone."""
+    return ":" not in spec and not spec.endswith(".json")
+
+
+def detect(devices: list[Any], count: int) -> str:
+    """The catalogue's name for real devices.
+
+    Raises:
+      MeshError: there are too few, or their kind is not in the catalogue.
+    """
+    if len(devices) < count:
+        raise MeshError(
+            f"the mesh has {count} devices, this process sees {len(devices)}: say which hardware to plan for "
+            '(hardware="h100:1x8")'
+        )
+    if devices[0].platform == "cpu":
+        return f"cpu:{count}"
+    kind = str(devices[0].device_kind)
+    words = re.findall(r"[a-z0-9]+", _TPU_NAMES.get(kind, kind).lower())
+    known = [
+        chip
+        for chip in cost_models.chips()
+        if all(any(word in (part, f"{part}gb") for word in words) for part in chip.split("-"))
+    ]
+    if not known:
+        raise MeshError(f"no hardware file for {kind!r}: pass hardware=; known: {', '.join(cost_models.chips())}")
+    return max(known, key=len)
+
+
+def auto_twin(mesh: Mesh) -> Mesh:
+    """The same devices and names with Auto axes; moving arrays between the two copies nothing."""
+    if all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def over_devices(axes: MeshAxes, order: np.ndarray, devices: list[Any] | None = None) -> Mesh:
+    """A Mesh with Auto axes over real devices in the given physical order."""
+    have = _startup.devices() if devices is None else devices
+    if len(have) < prod(axes.sizes):
+        raise MeshError(f"the mesh {axes} needs {axes.size} devices; this process sees {len(have)}")
+    grid = np.empty(axes.size, object)
+    grid[:] = [have[int(i)] for i in order.ravel()]
+    return Mesh(grid.reshape(axes.sizes), axes.names, axis_types=(AxisType.Auto,) * axes.ndim)
+
+
+def abstract(axes: MeshAxes) -> AbstractMesh:
+    """An AbstractMesh with Auto axes, for lowering without devices."""
+    return AbstractMesh(axes.sizes, axes.names, axis_types=(AxisType.Auto,) * axes.ndim)
+
+
+def platform(hardware: str) -> str:
+    """JAX's platform name of a hardware name."""
+    return "tpu" if hardware.startswith("tpu") else "cpu" if hardware.startswith("cpu") else "cuda"

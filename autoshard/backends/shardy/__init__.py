@@ -1,0 +1,1 @@
+"""Shardy, XLA's partitioner, in this process."""

@@ -1,0 +1,210 @@
+"""Probe: what Shardy makes of a program with some of its constraints and without the others.
+
+The program is lowered once, with every constraint in a scope that names the value which
+it constrains. A question takes those of some values out of a copy, lets Shardy propagate
+layouts, and lets it write every resharding out as collectives, all in-process. Equal
+gathers of one value count once, since the compilers merge them.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Set
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard import _jax
+from autoshard.backends import devices
+from autoshard.backends.shardy import collectives
+from autoshard.backends.shardy.passes import Lowering, ValueLayout, layouts_of, lowered
+from autoshard.backends.shardy.propagation import SCOPE, Annotations, as_operand, layout_in, ops_of
+from autoshard.ir import rewrite
+from autoshard.ir.graph import LINKS, Graph, Path
+from autoshard.ir.layout import Layout
+from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.trace import Traced
+
+Moved = tuple[str, tuple[str, ...], str]  # kind, axes and element type of collectives
+Cast = tuple[str, Layout, Layout]  # type of a cast's result, the layouts of operand and result
+
+_OF_VALUE = re.compile(r"autoshard-of\.(\d+)")
+_VALUE = "autoshard.value"
+_CONSTRAINT = "sdy.sharding_constraint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Answer:
+    """What Shardy does with a program, bytes per device and step.
+
+    `moved` sums the bytes of all collectives of a kind; `at` splits them by the equation
+    from which they come. `casts` counts casts that lie elsewhere than their operand: XLA
+    moves the operand there, before it is cast. `layouts` holds those of all values.
+    """
+
+    moved: Mapping[Moved, int]
+    at: Mapping[tuple[Path, Moved], int]
+    casts: Mapping[Cast, int]
+    layouts: Mapping[int, Layout]
+
+
+class Probe:
+    """A program with all constraints of a plan, lowered, to be asked what some of them do."""
+
+    def __init__(
+        self,
+        program: Traced,
+        graph: Graph,
+        mesh: MeshAxes,
+        annotations: Annotations,
+        platform: str,
+        *,
+        scatters_whole: bool = True,
+    ) -> None:
+        """Lowers the program.
+
+        Args:
+          program: what is annotated.
+          graph: of the program.
+          mesh: of the annotations.
+          annotations: a spec for every input and output, and all constraints.
+          platform: to lower for.
+          scatters_whole: whether its compiler scatters a sum over all devices; else that counts as an all-reduce.
+        """
+        self._graph, self._mesh, self._scatters_whole = graph, mesh, scatters_whole
+        self.of = values_at(graph)
+        self.values = frozenset(self.of.get(key, -1) for key in _keys(annotations)) - {-1}
+        self._inputs = {
+            v: Layout.from_spec(annotations.inputs[i], graph.avals[v].ndim) for i, v in enumerate(graph.inputs)
+        }
+        self._lowering = Lowering(
+            lowered(self._traced(program, annotations), platform, [(eqn.primitive, eqn.where) for eqn in graph.eqns])
+        )
+        self._lowering.edit(_mark)
+
+    @property
+    def size(self) -> int:
+        """How many results the ops of the lowered program have."""
+        return self._lowering.count
+
+    def _traced(self, program: Traced, annotations: Annotations) -> Any:
+        """The annotated program, each constraint in the scope of its value."""
+        on = devices.abstract(self._mesh)
+
+        def run(*flat: Any) -> list[Any]:
+            return rewrite.constrained(program.jaxpr, annotations.pins, on, flat, scope=_scope, label=self._label)
+
+        def shardings(specs: Mapping[int, PartitionSpec]) -> list[NamedSharding]:
+            return [NamedSharding(on, specs[i]) for i in sorted(specs)]
+
+        jitted = jax.jit(
+            run, in_shardings=tuple(shardings(annotations.inputs)), out_shardings=shardings(annotations.outputs)
+        )
+        with _jax.auto_mesh(self._mesh.names, self._mesh.sizes):
+            return jitted.trace(*program.in_avals)
+
+    def _label(self, place: rewrite.ConstraintSite) -> str:
+        return f"autoshard-of.{self.of[place]}" if place in self.of else "autoshard-fixed"
+
+    def ask(self, kept: Set[int]) -> Answer:
+        """What Shardy does where the constraints of these values alone are emitted.
+
+        Raises:
+          ShardyError: propagation fails.
+        """
+        module = self._lowering.propagated(lambda module: _drop(module, kept))
+        layouts = self._layouts(ops_of(self._graph, tuple(self._lowering.values(module))))
+        casts = _casts(module)
+        collectives.write_out(module)
+        at: Counter[tuple[Path, Moved]] = Counter()
+        for path, moved, nbytes in self._collectives(module):
+            at[path, moved] += nbytes
+        totals: Counter[Moved] = Counter()
+        for (_, moved), nbytes in at.items():
+            totals[moved] += nbytes
+        return Answer(moved=totals, at=at, casts=casts, layouts=layouts)
+
+    def _layouts(self, ops: Mapping[int, ValueLayout]) -> dict[int, Layout]:
+        """Value → its layout; that of the operand where an equation lowers to nothing."""
+        graph, layouts = self._graph, dict(self._inputs)
+        for e, results in enumerate(graph.results):
+            for v in results:
+                layout: Layout | None = None
+                if v in ops:
+                    layout = layout_in(ops[v], graph.avals[v])
+                elif graph.eqns[e].primitive not in LINKS:
+                    layout = as_operand(graph, e, v, layouts)
+                if layout is not None:
+                    layouts[v] = layout
+        return layouts
+
+    def _collectives(self, module: Any) -> Iterator[tuple[Path, Moved, int]]:
+        """(equation, kind, bytes) of every collective of a module, equal ones of one operand once."""
+        met: set[tuple[Any, str]] = set()
+        for op, around in collectives.operations(module):
+            same = (op.operands[0], collectives.text(op))
+            if same in met:
+                continue
+            met.add(same)
+            scopes = SCOPE.findall(str(op.location))
+            path = tuple(int(step) for step in scopes[-1].split(".")) if scopes else ()
+            for kind, axes, nbytes, trips in collectives.parts(op, around, self._mesh):
+                whole = kind == "reduce-scatter" and not self._scatters_whole and len(axes) == self._mesh.ndim
+                done = "all-reduce" if whole else kind
+                yield path, (done, tuple(sorted(axes)), str(op.results[0].type.element_type)), nbytes * trips
+
+
+def _keys(annotations: Annotations) -> Iterator[rewrite.ConstraintSite]:
+    """Where there are constraints that can be left out."""
+    pins = annotations.pins
+    for name, group in (("made", pins.made), ("taken", pins.taken), ("input", pins.inputs), ("output", pins.outputs)):
+        yield from ((name, key) for key in group)
+
+
+def values_at(graph: Graph) -> dict[rewrite.ConstraintSite, int]:
+    """Where apply meets a value → the value."""
+    found: dict[rewrite.ConstraintSite, int] = {}
+    for name, spots, values in (("made", graph.makes, graph.results), ("taken", graph.takes, graph.operands)):
+        for places, met in zip(spots, values, strict=True):
+            found.update(((name, spot), v) for spot, v in zip(places, met, strict=True))
+    found.update((("input", i), v) for i, v in enumerate(graph.inputs))
+    found.update((("output", i), v) for i, v in enumerate(graph.outputs))
+    return found
+
+
+def _scope(path: Path) -> AbstractContextManager[Any]:
+    return jax.named_scope("autoshard." + ".".join(map(str, path)))
+
+
+def _mark(module: Any) -> None:
+    """Notes at every constraint its value, so that its location need not be read again."""
+    for op in _jax.operations(module, {_CONSTRAINT}):
+        found = _OF_VALUE.findall(str(op.location))
+        if found:
+            op.attributes[_VALUE] = _jax.parse_attribute(f"{found[-1]} : i64", module)
+
+
+def _drop(module: Any, kept: Set[int]) -> None:
+    """Takes the constraints of all other values out."""
+    for op in _jax.operations(module, {_CONSTRAINT}):
+        if _VALUE in op.attributes and int(op.attributes[_VALUE].value) not in kept:
+            op.results[0].replace_all_uses_with(op.operands[0])
+            op.erase()
+
+
+def _casts(module: Any) -> Counter[Cast]:
+    """Casts in a propagated module that lie elsewhere than the op result that they cast."""
+    found: Counter[Cast] = Counter()
+    for op in _jax.operations(module, {"stablehlo.convert"}):
+        before = op.operands[0].owner
+        results = getattr(before, "results", ())  # a block's argument has no op
+        if len(results) != 1:
+            continue
+        kind = op.results[0].type
+        whole = (Layout.replicated(len(kind.shape)),)
+        (source,), (target,) = layouts_of(before) or whole, layouts_of(op) or whole
+        if source != target:
+            found[str(kind), source, target] += 1
+    return found

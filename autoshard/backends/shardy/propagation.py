@@ -1,0 +1,183 @@
+"""Completion: the layouts that the partitioner itself gives the values of an annotated program.
+
+A hand-written layout names a few layouts; Shardy's propagation completes it. The
+program is evaluated again with each equation's path in the name stack of the ops that
+it lowers to: names change nothing of what Shardy decides, and by them every value is
+found in the module after propagation. `nearest` then picks, for every decision, the
+choice nearest to those layouts.
+"""
+
+import re
+from collections.abc import Container, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+
+from autoshard import _jax
+from autoshard.backends import devices
+from autoshard.backends.shardy import passes
+from autoshard.backends.shardy.passes import ShardyError, ValueLayout
+from autoshard.ir import rewrite
+from autoshard.ir.constraints import Constraints
+from autoshard.ir.graph import LINKS, Aval, Graph, Path
+from autoshard.ir.layout import Layout
+from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.trace import Traced
+
+SCOPE = re.compile(r"autoshard\.([\d.]+)")  # XLA drops what follows an @ in a name
+
+Ps = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Annotations:
+    """What is said of a program's layouts: specs of inputs and outputs, constraints inside, donations.
+
+    A position without a spec is left to the partitioner.
+    """
+
+    inputs: Mapping[int, PartitionSpec]
+    outputs: Mapping[int, PartitionSpec]
+    pins: Constraints
+    donated: frozenset[int]
+
+
+def annotated(program: Traced, mesh: MeshAxes, annotations: Annotations, *, keep_unused: bool = False) -> Any:
+    """The program, jitted on an abstract mesh with its annotations and traced: `.lower(…)` it.
+
+    Its arguments are the program's flat leaves (without the unused ones, unless they are
+    kept); the ops of every equation carry its path.
+    """
+    on = devices.abstract(mesh)
+
+    def shardings(specs: Mapping[int, PartitionSpec], count: int) -> list[NamedSharding | None]:
+        return [NamedSharding(on, specs[i]) if i in specs else None for i in range(count)]
+
+    def run(*flat: Any) -> list[Any]:
+        return rewrite.constrained(program.jaxpr, annotations.pins, on, flat, scope=_scope)
+
+    jitted = jax.jit(
+        run,
+        in_shardings=tuple(shardings(annotations.inputs, len(program.in_avals))),
+        out_shardings=shardings(annotations.outputs, len(program.out_avals)),
+        donate_argnums=tuple(sorted(annotations.donated)),
+        keep_unused=keep_unused,
+    )
+    with _jax.auto_mesh(mesh.names, mesh.sizes):
+        return jitted.trace(*program.in_avals)
+
+
+def _scope(path: Path) -> AbstractContextManager[Any]:
+    return jax.named_scope("autoshard." + ".".join(map(str, path)))
+
+
+def propagated(
+    program: Traced,
+    graph: Graph,
+    laid_out: Container[int],
+    mesh: MeshAxes,
+    annotations: Annotations,
+    platform: str,
+) -> dict[int, Layout]:
+    """Value → layout after Shardy's propagation, of every value that is laid out.
+
+    Args:
+      program: what is annotated.
+      graph: its graph.
+      laid_out: the values that have a layout; the others are recomputed for free in any.
+      mesh: the logical mesh.
+      annotations: what is said of layouts.
+      platform: JAX's name of the platform that is lowered for.
+
+    Raises:
+      ShardyError: propagation fails, or the lowered program lacks a value.
+    """
+    found = passes.propagate(
+        passes.lowered(
+            annotated(program, mesh, annotations, keep_unused=True),
+            platform,
+            [(eqn.primitive, eqn.where) for eqn in graph.eqns],
+        )
+    )
+    lowered = ops_of(graph, found.values)
+    layouts = dict(zip(graph.inputs, found.arguments, strict=True))
+    rounds = {graph.carry[e]: lowered.get(r[0]) for e, r in enumerate(graph.results) if _is(graph, e, "loop_result")}
+    for e, results in enumerate(graph.results):
+        for v in results:
+            if v not in laid_out:
+                continue
+            op = rounds[graph.carry[e]] if _is(graph, e, "loop_carry") else lowered.get(v)
+            layout = as_operand(graph, e, v, layouts) if op is None else layout_in(op, graph.avals[v])
+            if layout is None:
+                eqn = graph.eqns[e]
+                raise ShardyError(f"no op of the lowered program is `{eqn.primitive}` at {eqn.where}")
+            layouts[v] = layout
+    return layouts
+
+
+def _is(graph: Graph, e: int, primitive: str) -> bool:
+    return graph.eqns[e].primitive == primitive
+
+
+def as_operand(graph: Graph, e: int, v: int, layouts: Mapping[int, Layout]) -> Layout | None:
+    """The layout of a result whose equation lowers to nothing: that of an operand, or of the operand's slices.
+
+    What a loop reads of constants, which have no layout, lies whole.
+    """
+    dropped = int(_is(graph, e, "loop_slice"))
+    like = [u for u in graph.operands[e] if graph.avals[u].shape[dropped:] == graph.avals[v].shape]
+    known = next((Layout(layouts[u].dims[dropped:]) for u in like if u in layouts), None)
+    if known is None and like and graph.eqns[e].primitive in LINKS:
+        return Layout(((),) * graph.avals[v].ndim)
+    return known
+
+
+def layout_in(op: ValueLayout, aval: Aval) -> Layout:
+    """A value's layout in the op result that it lowers to (keys lower to more dimensions)."""
+    return Layout(op.layout.dims[: aval.ndim])
+
+
+def ops_of(graph: Graph, values: Sequence[ValueLayout]) -> dict[int, ValueLayout]:
+    """Value → the op result that it lowers to.
+
+    An equation's results are the last op results in its scope; of those of equal shape,
+    in order. What Shardy made of a constraint stands for its operand only where nothing
+    else in the scope does.
+    """
+    ops: dict[Path, list[ValueLayout]] = {}
+    for value in values:
+        path = _path_in(value.name)
+        if path is not None:
+            ops.setdefault(path, []).append(value)
+    equal: dict[tuple[Path, Aval], dict[int, int]] = {}  # an equation's results of one type: position → value
+    for makes, results in zip(graph.makes, graph.results, strict=True):
+        for (path, i), v in zip(makes, results, strict=True):
+            equal.setdefault((path, graph.avals[v]), {})[i] = v
+    found: dict[int, ValueLayout] = {}
+    for (path, aval), members in equal.items():
+        fitting = [op for op in ops.get(path, ()) if _fits(op.shape, aval)]
+        written = [op for op in fitting if op.number is not None]
+        fitting = written if len(written) >= len(members) else fitting
+        in_order = [members[i] for i in sorted(members)]
+        found.update(zip(reversed(in_order), reversed(fitting), strict=False))
+    return found
+
+
+@lru_cache(maxsize=2**16)
+def _path_in(name: str) -> Path | None:
+    """The path of the innermost equation that a name stack names."""
+    scopes = SCOPE.findall(name)
+    return tuple(int(step) for step in scopes[-1].split(".")) if scopes else None
+
+
+def _fits(shape: tuple[int, ...], aval: Aval) -> bool:
+    """Whether an op result can be a value (keys lower to more dimensions)."""
+    key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    return shape == aval.shape or (key and shape[: aval.ndim] == aval.shape)

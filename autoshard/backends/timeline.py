@@ -1,0 +1,350 @@
+"""An HLO timeline: a compiled schedule priced by a cost model, on two streams.
+
+The compiled text holds no prices, so this is our own pricing of the compiler's
+schedule, no measurement. One compute stream runs the instructions in order; one
+communication stream runs the collectives. An asynchronous collective runs from its
+start, and the compute stream waits for it where it is done; a synchronous one stops
+the compute stream. A loop's body is walked once and takes that time every trip; of a
+conditional the longest branch is taken. A windowed einsum's ring runs beside its loop.
+
+Matmuls cost what the model says of their shapes (their operands' and results' HBM
+traffic included), or where more is fused with them what that reads and writes, if it is
+longer; everything else costs the HBM bytes that it reads and writes, of which a slice
+reads only its part. Prefetches into faster memory are free.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+from autoshard.backends.hlo import Collective, Computation, Instruction, Module, communicates
+from autoshard.backends.hlo.loops import Loops
+from autoshard.backends.hlo.matmuls import matmuls, uncounted
+from autoshard.ir.mesh import MeshAxes
+
+Stream = Literal["compute", "communication"]
+
+_KINDS: Mapping[str, str] = {"collective-broadcast": "broadcast", "ragged-all-to-all": "all-to-all"}
+_FREE = frozenset(
+    {
+        "after-all",
+        "add-dependency",
+        "bitcast",
+        "constant",
+        "copy-done",
+        "copy-start",
+        "get-tuple-element",
+        "iota",
+        "opt-barrier",
+        "parameter",
+        "partition-id",
+        "replica-id",
+        "slice-done",
+        "slice-start",
+        "tuple",
+    }
+)
+_SLICES = frozenset({"dynamic-slice", "gather", "slice"})
+_UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # which operand is written into the first, in place
+
+
+class Machine(Protocol):
+    """What a timeline asks of a cost model."""
+
+    def matmul_s(self, batch: int, m: int, n: int, k: int, dtype: str) -> Any: ...
+
+    def hbm_s(self, nbytes: int) -> Any: ...
+
+    def collective_s(self, kind: Any, axes: Sequence[str], nbytes: int) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One instruction on one stream; in a loop, its first trip. `trips` counts its executions per step."""
+
+    name: str
+    stream: Stream
+    start_s: float
+    duration_s: float
+    trips: int
+    where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A step of a compiled program: seconds per stream, and what of communication is not hidden.
+
+    Attributes:
+      step_s: end of the last instruction.
+      compute_s: time in which the compute stream works.
+      communication_s: time in which the communication stream works.
+      exposed_s: time in which the compute stream waits for a collective.
+      flops: of the matmuls.
+      events: what ran when, first trips only.
+      uncounted: library calls and kernels that multiply, too, but do not say how much: neither in `flops`, nor
+        in the seconds beyond what they read and write.
+    """
+
+    step_s: float
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+    flops: float
+    events: tuple[Event, ...]
+    uncounted: tuple[str, ...] = ()
+
+    @property
+    def hidden_s(self) -> float:
+        """Communication that runs beside compute."""
+        return max(0.0, self.communication_s - self.exposed_s)  # sums of floats, in different orders
+
+    def trace(self) -> dict[str, Any]:
+        """Chrome trace events (JSON), as Perfetto reads them; times in µs."""
+        return side_by_side({"priced": self})
+
+
+def side_by_side(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
+    """Several timelines as one Chrome trace (JSON, as Perfetto reads it): a process each, a thread per stream."""
+    streams: tuple[Stream, ...] = ("compute", "communication")
+    rows: list[dict[str, Any]] = []
+    for pid, (name, one) in enumerate(timelines.items()):
+        rows.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}})
+        rows += [
+            {"name": "thread_name", "ph": "M", "pid": pid, "tid": i, "args": {"name": f"{stream} (priced)"}}
+            for i, stream in enumerate(streams)
+        ]
+        rows += [
+            {
+                "name": event.name,
+                "ph": "X",
+                "pid": pid,
+                "tid": streams.index(event.stream),
+                "ts": event.start_s * 1e6,
+                "dur": event.duration_s * 1e6,
+                "args": {"where": event.where, "trips": event.trips},
+            }
+            for event in one.events
+        ]
+    return {"traceEvents": rows}
+
+
+def timeline(
+    module: Module,
+    collectives: Sequence[Collective],
+    machine: Machine,
+    mesh: MeshAxes,
+    *,
+    trip_counts: Mapping[str, int] | None = None,
+) -> Timeline:
+    """Prices a compiled schedule.
+
+    Args:
+      module: the program.
+      collectives: what `hlo.collectives` found in it.
+      machine: a cost model with the mesh placed on it.
+      mesh: the mesh axes; a collective over a part of an axis is priced as over all
+        of it, one over groups that are no axes as over the whole mesh.
+      trip_counts: as `hlo.collectives` takes them; unknown loops count once.
+    """
+    launches: dict[tuple[str, str], list[Collective]] = defaultdict(list)
+    for row in collectives:
+        launches[row.computation, row.instruction].append(row)
+    walk = _Walk(module, launches, machine, mesh, Loops(module), trip_counts or {})
+    walk.run(module[module.entry], 1)
+    return Timeline(
+        step_s=max(walk.now_s, walk.free_s),
+        compute_s=walk.compute_s,
+        communication_s=walk.communication_s,
+        exposed_s=walk.exposed_s,
+        flops=walk.flops,
+        events=tuple(walk.events),
+        uncounted=tuple(sorted(walk.uncounted)),
+    )
+
+
+@dataclass(slots=True)
+class _Walk:
+    """Both streams' clocks, on the way through the schedule."""
+
+    module: Module
+    launches: Mapping[tuple[str, str], list[Collective]]
+    machine: Machine
+    mesh: MeshAxes
+    loops: Loops
+    trip_counts: Mapping[str, int]
+    now_s: float = 0.0
+    free_s: float = 0.0
+    compute_s: float = 0.0
+    communication_s: float = 0.0
+    exposed_s: float = 0.0
+    flops: float = 0.0
+    events: list[Event] = field(default_factory=list)
+    uncounted: set[str] = field(default_factory=set)
+
+    def run(self, computation: Computation, trips: int) -> None:
+        """Walks one computation; `trips` is how often the step executes it."""
+        pending: dict[str, float] = {}
+        for instruction in computation:
+            rows = self.launches.get((computation.name, instruction.name))
+            if rows:
+                end_s = self._launch(instruction, rows, trips)
+                if rows[0].done == instruction.name and instruction.opcode != "while":
+                    self._wait(end_s)
+                    continue
+                pending[rows[0].done] = end_s
+            if instruction.opcode == "while":
+                self._loop(instruction, trips)
+            elif instruction.opcode == "conditional":
+                self._branch(instruction, trips)
+            elif instruction.opcode in ("call", "async-start") and not rows:
+                for name in instruction.calls:
+                    self.run(self.module[name], trips)
+            elif not rows and instruction.name not in pending:
+                self._compute(computation, instruction, trips)
+            if instruction.name in pending:
+                self._wait(pending.pop(instruction.name))
+
+    def _launch(self, instruction: Instruction, rows: Sequence[Collective], trips: int) -> float:
+        """Puts a collective on the communication stream; elements launched together pay one latency."""
+        row = rows[0]
+        axes = self.mesh.names if row.axes is None else tuple(dict.fromkeys(x.partition(":")[0] for x in row.axes))
+        kind = _KINDS.get(row.kind, row.kind)
+        duration_s = float(self.machine.collective_s(kind, axes, sum(x.nbytes for x in rows)))
+        start_s = max(self.now_s, self.free_s)
+        self.free_s = start_s + duration_s
+        self.communication_s += duration_s
+        self._record(f"{row.kind} {'·'.join(axes)}", "communication", start_s, duration_s, trips, row.where)
+        return self.free_s
+
+    def _wait(self, end_s: float) -> None:
+        waited_s = max(0.0, end_s - self.now_s)
+        self.exposed_s += waited_s
+        self.now_s += waited_s
+
+    def _compute(self, computation: Computation, instruction: Instruction, trips: int) -> None:
+        duration_s = self._price(computation, instruction)
+        if duration_s:
+            name = instruction.op_name.rpartition("/")[2] or instruction.name
+            self._record(name, "compute", self.now_s, duration_s, trips, self.module.where(instruction))
+        self.compute_s += duration_s
+        self.now_s += duration_s
+
+    def _loop(self, loop: Instruction, trips: int) -> None:
+        """Walks the body once, and again where the first trip waits for what was sent before the loop.
+
+        The last walk stands for every other trip.
+        """
+        count = self.trip_counts.get(loop.name, self.loops.trip_count(loop))
+        more = 1 if count is None else count
+        if more == 0:
+            return
+        late = self.free_s > self.now_s
+        before = self._one_trip(loop, trips * more)
+        more -= 1
+        if late and more:
+            events = self.events
+            self.events = []
+            before = self._one_trip(loop, trips * (more + 1))
+            self.events = events
+            more -= 1
+        self.compute_s += more * (self.compute_s - before.compute_s)
+        self.communication_s += more * (self.communication_s - before.communication_s)
+        self.exposed_s += more * (self.exposed_s - before.exposed_s)
+        self.flops += more * (self.flops - before.flops)
+        shift_s = more * (self.now_s - before.now_s)
+        if self.free_s > before.free_s:
+            self.free_s += shift_s
+        self.now_s += shift_s
+
+    def _one_trip(self, loop: Instruction, trips: int) -> "_Walk":
+        """Walks the body of a loop; returns the clocks as they were before."""
+        before = replace(self)
+        self.run(self.loops.body(loop), trips)
+        return before
+
+    def _branch(self, conditional: Instruction, trips: int) -> None:
+        """Takes the branch that ends last."""
+        ends: list[_Walk] = []
+        for name in conditional.calls:
+            branch = replace(self, events=list(self.events))
+            branch.run(self.module[name], trips)
+            ends.append(branch)
+        longest = max(ends, key=lambda branch: branch.now_s)
+        self.now_s, self.free_s, self.events = longest.now_s, longest.free_s, longest.events
+        self.compute_s, self.communication_s = longest.compute_s, longest.communication_s
+        self.exposed_s, self.flops = longest.exposed_s, longest.flops
+
+    def _record(self, name: str, stream: Stream, start_s: float, duration_s: float, trips: int, where: str) -> None:
+        self.events.append(
+            Event(name=name, stream=stream, start_s=start_s, duration_s=duration_s, trips=trips, where=where)
+        )
+
+    def _price(self, computation: Computation, instruction: Instruction) -> float:
+        """Seconds of an instruction by itself."""
+        opcode = instruction.opcode
+        if opcode in _FREE or opcode.endswith("-done") or not instruction.shapes:
+            return 0.0
+        if communicates(instruction):
+            return 0.0  # a ring's permutes, which are priced with it, or a collective of one device
+        found = matmuls(self.module, computation, instruction)
+        if found:
+            self.flops += sum(2.0 * batch * m * n * k for batch, m, n, k, _ in found)
+            matmul_s = sum(float(self.machine.matmul_s(*matmul)) for matmul in found)
+            # What is fused behind a matmul reads and writes, too: XLA:TPU fuses whole optimizer updates into one.
+            fused = instruction.opcode.startswith("fusion")
+            return max(matmul_s, self._traffic_s(computation, instruction)) if fused else matmul_s
+        self.uncounted.update(uncounted(self.module, instruction))
+        if opcode == "custom-call" and not instruction.operands:
+            return 0.0  # a buffer is allocated, nothing moves
+        return self._traffic_s(computation, instruction)
+
+    def _traffic_s(self, computation: Computation, instruction: Instruction) -> float:
+        return float(self.machine.hbm_s(_traffic_bytes(self.module, computation, instruction)))
+
+
+def _traffic_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """HBM bytes that an instruction reads and writes; a slice reads its part, an update writes its part.
+
+    What a fusion hands on to its result as it came, or what a collective in it moves, is not its own: XLA:TPU lets
+    asynchronous collectives go on in fusions that compute something else.
+    """
+    operands = [computation[name] for name in instruction.operands]
+    if instruction.opcode in _SLICES:
+        return 2 * instruction.nbytes
+    if instruction.opcode in _UPDATES:
+        return 2 * operands[_UPDATES[instruction.opcode]].nbytes
+    if instruction.opcode not in ("fusion", "fusion-start"):
+        return instruction.nbytes + sum(x.nbytes for x in operands)
+    body = module[instruction.calls[0]]
+    read = 0
+    for number, parameter in body.parameters.items():
+        readers = _readers(module, body, parameter.name)
+        if readers and all(x.opcode in _SLICES and first for x, first in readers):
+            read += sum(x.nbytes for x, _ in readers)
+        elif not all(x.opcode in _UPDATES and first for x, first in readers):
+            read += operands[number].nbytes
+    updates = [body[x.operands[_UPDATES[x.opcode]]] for x in body if x.opcode in _UPDATES]
+    made = [body[name] for name in body.root.operands] if body.root.opcode == "tuple" else [body.root]
+    made = [x for x in made if x.opcode != "parameter" and not communicates(x)]
+    return read + sum(x.nbytes for x in updates or made)
+
+
+def _readers(module: Module, body: Computation, name: str) -> list[tuple[Instruction, bool]]:
+    """What reads a value, as itself or as another shape of the same bytes, and whether as its first operand.
+
+    What a fusion in the fusion reads is what reads it there. Collectives and the result's tuple hand it on.
+    """
+    names, found = [name], list[tuple[Instruction, bool]]()
+    for known in names:
+        for user in body.users[known]:
+            if user.opcode == "bitcast":
+                names.append(user.name)
+            elif user.opcode == "fusion":
+                inner = module[user.calls[0]]
+                for number, operand in enumerate(user.operands):
+                    if operand == known:
+                        found += _readers(module, inner, inner.parameters[number].name)
+            elif user.opcode != "tuple" and not communicates(user):
+                found.append((user, user.operands[0] == known))
+    return found

@@ -1,0 +1,45 @@
+"""Casts: what is moved is moved on the narrow side of them, where that is fewer bytes."""
+
+from collections.abc import Mapping
+
+from autoshard.ir.graph import Aval, Eqn, Graph
+
+# What may stand between a cast and a collective that are exchanged.
+_OTHER_SHAPES = frozenset({"reshape", "squeeze", "expand_dims", "transpose"})
+
+
+def widening(eqn: Eqn) -> int:
+    """Bytes per element that a cast adds, fewer than none for a narrowing one; 0 for all other equations."""
+    if eqn.primitive != "convert_element_type":
+        return 0
+    return eqn.results[0].itemsize - eqn.operands[0].itemsize
+
+
+def narrow_side(graph: Graph, made_by: Mapping[int, tuple[int, int]], value: int) -> Aval:
+    """What XLA:GPU moves of a value: of what a widening cast and then at most a scale makes, the narrow side.
+
+    It exchanges the collective with both (xla/hlo/transforms/collectives/collective_quantizer.cc).
+
+    Args:
+      graph: the program.
+      made_by: value → the equation that makes it, and which of its results it is.
+      value: what is moved.
+    """
+
+    def maker(v: int) -> int:
+        return made_by[v][0] if v in made_by else -1
+
+    def one_number(v: int) -> bool:
+        e = maker(v)
+        repeated = e >= 0 and graph.eqns[e].primitive == "broadcast_in_dim"
+        return not graph.avals[graph.operands[e][0] if repeated else v].ndim
+
+    aval, e = graph.avals[value], maker(value)
+    while e >= 0 and graph.eqns[e].primitive in _OTHER_SHAPES:
+        e = maker(graph.operands[e][0])
+    if e >= 0 and graph.eqns[e].primitive in ("mul", "div"):
+        left, right = graph.operands[e]
+        if one_number(left) and graph.eqns[e].primitive == "mul":
+            left, right = right, left
+        e = maker(left) if one_number(right) else -1
+    return Aval(aval.shape, graph.eqns[e].operands[0].dtype) if e >= 0 and widening(graph.eqns[e]) > 0 else aval

@@ -1,0 +1,236 @@
+"""Costs: what one strategy of one equation takes on a machine, in seconds.
+
+Contractions are priced by their FLOPs and their operands' and results' bytes. Every
+other equation is bound by HBM: it reads what lies in memory and writes what must
+lie there. XLA fuses element-wise chains, so a value counts only if it is
+*held* in memory (`autoshard.costs.liveness`): a fused value is not.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Protocol
+
+import jax
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from autoshard.costs.resharding import INF_PS, PS_PER_S
+from autoshard.costs.resharding import Machine as CollectiveMachine
+from autoshard.costs.strategies import Strategies, shards
+from autoshard.errors import InfeasibleError
+from autoshard.ir import manual_calls
+from autoshard.ir.graph import Eqn
+from autoshard.ir.mesh import MeshAxes
+from autoshard.rules import ShardingRule
+from cost_models.machines.roofline import taps_on_data
+
+Seconds = NDArray[np.float64]
+
+
+class Machine(CollectiveMachine, Protocol):
+    """What costs ask of a cost model."""
+
+    @property
+    def gathers_ahead(self) -> bool: ...
+
+    @property
+    def stores_quotients(self) -> bool: ...
+
+    def matmul_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str) -> Seconds: ...
+
+
+CONVOLUTION = "conv_general_dilated"
+CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general", "ragged_dot", CONVOLUTION})
+
+# `with_sharding_constraint`: its result is its operand, in a layout.
+CONSTRAINT = "sharding_constraint"
+
+# Equations that XLA fuses into their consumer or producer: they never force their operand
+# or result into memory by themselves.
+FUSIBLE = frozenset(
+    {
+        "broadcast_in_dim",
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "iota",
+        "reduce_sum",
+        "reduce_max",
+        "reduce_min",
+        "reduce_and",
+        "reduce_or",
+        "argmax",
+        "argmin",
+        "transpose",
+        "slice",
+        "concatenate",
+        "pad",
+        "rev",
+        "select_n",
+        CONSTRAINT,
+    }
+)
+
+
+def contraction_s(
+    eqn: Eqn, rule: ShardingRule, strategies: Strategies, mesh: MeshAxes, machine: Machine
+) -> tuple[Seconds, NDArray[np.float64]]:
+    """Roofline seconds (S,) and FLOPs per device (S,) of a contraction of two operands.
+
+    Factors in both operands and the result are batch, in the left and the result m, in
+    the right and the result n, in both operands but not in the result k; a row of a ragged
+    dot meets one of the right operand's groups. A convolution is the matmul of its outputs
+    (m) and output features (n) over the input features and the taps that fall on data (k,
+    their mean per output; the image counts as read once per tap, as if unrolled).
+    """
+    left, right = ({f for dim in dims for f in dim} for dims in rule.operands[:2])
+    out = {f for dim in rule.results[0] for f in dim}
+    local = strategies.local_sizes(rule, mesh)
+
+    def size(factors: set[int]) -> NDArray[np.int64]:
+        return local[:, sorted(factors)].prod(axis=1) if factors else np.ones(len(local), np.int64)
+
+    batch, n, k = size(left & right & out), size((right & out) - left), size((left & right) - out)
+    m = size(out - right if eqn.primitive == CONVOLUTION else (left & out) - right)
+    if eqn.primitive == CONVOLUTION:
+        everywhere = np.array([[factor.size for factor in rule.factors]])
+        parts = (everywhere // local.clip(1)).clip(1)[:, sorted(left | right | out)].prod(axis=1)
+        k = _convolution_flops(eqn) / (2.0 * np.maximum(batch * m * n, 1) * parts)
+    dtype = jax.numpy.dtype(eqn.operands[0].dtype).name
+    flops = np.multiply(2.0 * batch * m, n * k, dtype=np.float64)
+    return np.asarray(machine.matmul_s(batch, m, n, k, dtype)), flops
+
+
+def _convolution_flops(eqn: Eqn) -> float:
+    """FLOPs of a whole convolution, of which only taps that fall on data count."""
+    p, numbers = eqn.params, eqn.params["dimension_numbers"]
+    (image, kernel), (out,) = eqn.operands, eqn.results
+    flops = 2.0 * out.shape[numbers.out_spec[0]] * out.shape[numbers.out_spec[1]] * kernel.shape[numbers.rhs_spec[1]]
+    for i, (d_image, d_kernel, d_out) in enumerate(
+        zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    ):
+        flops *= taps_on_data(
+            out.shape[d_out],
+            kernel.shape[d_kernel],
+            image.shape[d_image],
+            stride=p["window_strides"][i],
+            pad=p["padding"][i][0],
+            image_step=p["lhs_dilation"][i],
+            kernel_step=p["rhs_dilation"][i],
+        )
+    return flops
+
+
+def kernel_s(eqn: Eqn, strategies: Strategies, mesh: MeshAxes, machine: Machine) -> tuple[Seconds, NDArray[np.float64]]:
+    """Seconds and FLOPs per device (S,) that a Pallas kernel estimates of itself, shared among its parts."""
+    found = manual_calls.estimate(eqn)
+    values = zip((*eqn.operands, *eqn.results), (*strategies.operands, *strategies.results), strict=True)
+    parts = np.max([shards(codes, aval.ndim, mesh) for aval, codes in values], axis=0)
+    dtypes = [jax.numpy.dtype(aval.dtype) for aval in eqn.operands if jax.numpy.issubdtype(aval.dtype, np.inexact)]
+    rate = 2.0 * _LARGE**3 / float(machine.matmul_s(1, _LARGE, _LARGE, _LARGE, (dtypes or [np.dtype("f4")])[0].name))
+    flops = found.flops / parts
+    return np.maximum(flops / rate, machine.hbm_s(found.bytes_accessed / parts)), flops
+
+
+_LARGE = 8192  # a matmul of this size is bound by its FLOPs
+
+
+def in_op_s(eqn: Eqn, rule: ShardingRule, strategies: Strategies, mesh: MeshAxes, machine: Machine) -> Seconds:
+    """Seconds of the reductions that an equation finishes itself (maxima and the like)."""
+    seconds = np.zeros(len(strategies))
+    if not strategies.in_op.any():
+        return seconds
+    subsets, member = np.unique(strategies.in_op, axis=0, return_inverse=True)
+    for index, subset in enumerate(subsets):
+        axes = tuple(n for n, used in zip(mesh.names, subset, strict=True) if used)
+        rows = np.flatnonzero(member.ravel() == index)
+        for aval, codes in zip(eqn.results, strategies.results, strict=True):
+            if axes:
+                local = aval.nbytes / shards(codes[rows], aval.ndim, mesh)
+                seconds[rows] += machine.collective_s("all-reduce", axes, local)
+    return seconds
+
+
+def touched_bytes(
+    eqn: Eqn, strategies: Strategies, mesh: MeshAxes, reads: Sequence[bool], writes: Sequence[bool], readers: int
+) -> NDArray[np.float64]:
+    """HBM bytes per device (S,) of an equation that is not a contraction.
+
+    `reads[i]`, `writes[i]`: whether operand or result i lies in memory; `readers`: how many
+    equations take its results. A gather reads of its table only what it returns; a scatter
+    rewrites only what it updates, where the table lies: it first writes a table that lies nowhere,
+    and copies one (`writes[0]`) that is needed as it was. A
+    constraint by itself touches nothing; nor does a transpose, which XLA's layout
+    assignment turns into another order of the same bytes in memory; a loop's constants
+    are read where they lie. What a loop stacks is zeroed, read if it lies in memory, and written.
+    What it slices is read, and written if it lies in memory; if not, each kernel that takes it
+    reads it, of which no more than two are counted.
+    """
+    if eqn.primitive in (CONSTRAINT, "transpose", "loop_const", "branch_join"):
+        return np.zeros(len(strategies))
+
+    def local(avals_index: int, *, result: bool) -> NDArray[np.float64]:
+        aval = (eqn.results if result else eqn.operands)[avals_index]
+        codes = (strategies.results if result else strategies.operands)[avals_index]
+        return aval.nbytes / shards(codes, aval.ndim, mesh)
+
+    total = np.zeros(len(strategies))
+    sparse = eqn.primitive in ("gather", "dynamic_slice")
+    update = updates(eqn)
+    if update and not reads[0]:
+        total += local(0, result=False)
+    if eqn.primitive == "loop_stack":
+        return (2 + reads[0]) * local(0, result=False)
+    if eqn.primitive == "loop_slice":
+        return (1 + (writes[0] or readers > 1)) * local(0, result=True)
+    for i, read in enumerate(reads):
+        if read and not (sparse and i == 0) and not (update and i == 0):
+            total += local(i, result=False) * (2 if update and i == len(reads) - 1 else 1)
+    for i, write in enumerate(writes):
+        if write or sparse:
+            total += local(i, result=True) * (2 if sparse or update else 1)
+    return total
+
+
+def updates(eqn: Eqn) -> bool:
+    """Whether an equation writes a part of its first operand, where that lies if no one needs it as it was."""
+    return eqn.primitive.startswith("scatter") or eqn.primitive == "dynamic_update_slice"
+
+
+def fusible(eqn: Eqn, *, pointwise: bool, platform: str) -> bool:
+    """Whether XLA fuses the equation with its neighbours."""
+    return pointwise or eqn.primitive in FUSIBLE or (platform == "tpu" and _marks(eqn))
+
+
+def _marks(eqn: Eqn) -> bool:
+    """Whether a scatter adds one element to each row of its operand: the transpose of taking one of each.
+
+    XLA:TPU compares positions instead, in the fusion that reads the result (the labels' scores of
+    gpt2-small, libtpu 0.0.52).
+    """
+    if eqn.primitive != "scatter-add":
+        return False
+    rows = eqn.params["dimension_numbers"].operand_batching_dims
+    operand, _, updates = eqn.operands
+    return len(rows) == operand.ndim - 1 > 0 and updates.size == prod(operand.shape[d] for d in rows)
+
+
+def is_contraction(eqn: Eqn) -> bool:
+    """Whether an equation is a matrix multiplication or a convolution."""
+    return eqn.primitive in CONTRACTIONS
+
+
+def multiplies(eqn: Eqn) -> bool:
+    """Whether communication may hide behind an equation: a contraction, or a `shard_map`, whose body has them."""
+    return is_contraction(eqn) or eqn.primitive == manual_calls.MANUAL
+
+
+def picoseconds(seconds: Seconds) -> NDArray[np.int64]:
+    """Prices as the solver adds them; what is more than it can count is as much as what cannot be.
+
+    Raises:
+      InfeasibleError: one is not finite.
+    """
+    if not np.isfinite(seconds).all():
+        raise InfeasibleError("the cost model returned a price that is not finite")
+    return np.rint(np.minimum(seconds * PS_PER_S, INF_PS)).astype(np.int64)

@@ -1,0 +1,121 @@
+"""Running: when the compilers run the equations of a program.
+
+A contraction on which no other depends (a weight's gradient) is in no hurry: XLA's GPU scheduler puts it behind
+all that is. In a program without loops the weights' gradients are the last contractions, small ones first, so
+that each hides the reduction of the one before; in a loop they stand at the end of the body, and those outside
+of loops behind the loops that follow. Those of a part that `jax.checkpoint` computes again stand in the next such
+part (counted as at its end), where they hide its gathers and sums.
+
+XLA:TPU puts no gradient off but, where nothing runs beside compute, those that are whole on every device
+(`problem.usages`); it updates a state as soon as its gradient is there; the loss itself is computed last
+(libtpu 0.0.52).
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.costs.compute import is_contraction
+from autoshard.ir.graph import Graph
+
+# Links into a loop's body: what they take lies in memory while the loop runs.
+INTO_LOOPS = frozenset({"loop_const", "loop_slice", "loop_carry"})
+
+
+def positions(graph: Graph, fuses: Sequence[bool], platform: str) -> list[int]:
+    """When a compiler runs each equation, as the position of one in the program.
+
+    Args:
+      graph: the program.
+      fuses: per equation, whether XLA fuses it with its neighbours.
+      platform: JAX's name of the platform that is compiled for.
+    """
+    if platform == "tpu":
+        return _updates_early(graph, fuses)
+    if platform == "cuda" and not graph.loops:
+        return _gradients_last(graph)
+    return list(range(len(graph.eqns)))
+
+
+def _gradients_last(graph: Graph) -> list[int]:
+    """When XLA:GPU runs each equation of a program without loops."""
+    feeds = feeding(graph)
+    contractions = [e for e, eqn in enumerate(graph.eqns) if is_contraction(eqn)]
+    late = [e for e in contractions if not any(feeds[v] for v in graph.results[e])]
+    begin = 1 + max((e for e in contractions if any(feeds[v] for v in graph.results[e])), default=-1)
+    late.sort(key=lambda e: (sum(graph.avals[v].nbytes for v in graph.results[e]), e))
+    last = {again: e for e, again in enumerate(graph.again_of)}  # equation of a call
+    order = list(range(len(graph.eqns)))
+    free = begin
+    for e in late:
+        call = graph.again_of[e]
+        if call and call + 1 in last:
+            order[e] = last[call + 1]
+        else:
+            order[e] = max(e, min(free, len(order) - 1))
+            free += 1
+    ready = [0] * len(graph.avals)
+    for e, results in enumerate(graph.results):
+        order[e] = max([order[e], *(ready[v] for v in graph.operands[e])])
+        for v in results:
+            ready[v] = order[e]
+    return order
+
+
+def _updates_early(graph: Graph, fuses: Sequence[bool]) -> list[int]:
+    """When XLA:TPU runs each equation, as the position of one in the program.
+
+    A state is updated as soon as its gradient is there.
+    """
+    feeds = feeding(graph)
+    order = list(range(len(graph.eqns)))
+    ready = [0] * len(graph.avals)
+    for e, results in enumerate(graph.results):
+        if not graph.loop_of[e] and fuses[e] and not any(feeds[v] for v in results):
+            order[e] = max((ready[v] for v in graph.operands[e]), default=e)
+        for v in results:
+            ready[v] = order[e]
+    return order
+
+
+def deferred(graph: Graph) -> frozenset[int]:
+    """Equations of which nothing but scalars come: the loss itself."""
+    needed = np.zeros(len(graph.avals), bool)
+    needed[[v for v in graph.outputs if graph.avals[v].ndim]] = True
+    found: set[int] = set()
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        if graph.loop_of[e] or any(needed[v] for v in graph.results[e]):
+            needed[list(graph.operands[e])] = True
+        else:
+            found.add(e)
+    return frozenset(found)
+
+
+def feeding(graph: Graph) -> NDArray[np.bool_]:
+    """Values on which, in their own scope, a contraction, a loop, or the next trip depends."""
+    feeds = np.zeros(len(graph.avals), bool)
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        eqn = graph.eqns[e]
+        onward = eqn.primitive != "loop_stack" and any(feeds[v] for v in graph.results[e])
+        if onward or eqn.primitive in INTO_LOOPS or eqn.primitive == "loop_result" or is_contraction(eqn):
+            feeds[list(graph.operands[e])] = True
+    return feeds
+
+
+def loop_spans(graph: Graph) -> dict[int, tuple[int, int]]:
+    """Loop → its first and last equation; of one that only hands constants on, the link that hands on the first."""
+    spans: dict[int, tuple[int, int]] = {}
+    for e, loop in enumerate(graph.loop_of):
+        if loop:
+            spans[loop] = (spans.get(loop, (e, e))[0], e)
+    for e, eqn in enumerate(graph.eqns):
+        loop = graph.loop[graph.operands[e][0]] if eqn.primitive in ("loop_result", "loop_stack") else 0
+        if loop:
+            spans.setdefault(loop, (e, e))
+    return spans
+
+
+def behind_loops(spans: Mapping[int, tuple[int, int]], e: int) -> int:
+    """The last equation of all loops that begin after equation e; e where none does."""
+    return max((stop for begin, stop in spans.values() if begin > e), default=e)

@@ -1,0 +1,119 @@
+"""Traits: which equations move element by element, fuse, let partial sums flow; which values decide nothing."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.costs import compute
+from autoshard.costs.liveness import ENDS
+from autoshard.ir.graph import LINKS, Graph
+from autoshard.rules import FactorKind, ShardingRule
+
+# Equations through which the partitioner itself lets partial sums flow in Auto mode: it
+# merges the reductions of both sides of an addition and moves one past a transpose or a
+# reshape, but never past a scale or a subtraction.
+ADDITIONS = frozenset({"add", "add_any"})
+SUMS_FLOW = ADDITIONS | {"transpose", "reshape"}
+
+# Platforms whose compilers merge the reductions of the terms of an addition although pins finish each by itself
+# (XLA:GPU, libtpu 0.0.51).
+MERGING = frozenset({"cuda", "tpu"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusionTraits:
+    """Per equation: `pointwise`, `fuses`, `flows` (its operands may all be unreduced).
+
+    Values: free are constants and what is computed from constants alone without a contraction. Of what
+    may be unreduced, products are what one contraction makes, and added what several do, by any name.
+    """
+
+    pointwise: tuple[bool, ...]
+    fuses: tuple[bool, ...]
+    flows: tuple[bool, ...]
+    free: frozenset[int]
+    products: frozenset[int]
+    added: frozenset[int]
+
+
+def fusion_traits(graph: Graph, rules: Sequence[ShardingRule], pinned: Collection[int], platform: str) -> FusionTraits:
+    """The traits of a graph under the rules of its equations, some of which are pinned; `platform` by JAX's name."""
+    pointwise = [
+        is_pointwise(rule) and e not in pinned and graph.eqns[e].primitive not in LINKS for e, rule in enumerate(rules)
+    ]
+    fuses = [compute.fusible(eqn, pointwise=p, platform=platform) for eqn, p in zip(graph.eqns, pointwise, strict=True)]
+    flows = _sum_flows(graph, rules, platform)
+    products, added = _summed(graph, flows)
+    return FusionTraits(
+        pointwise=tuple(pointwise),
+        fuses=tuple(fuses),
+        flows=flows,
+        free=_free(graph, fuses),
+        products=products,
+        added=added,
+    )
+
+
+def is_pointwise(rule: ShardingRule) -> bool:
+    """One result, and every operand dimension is whole or the result's own."""
+    if len(rule.results) != 1 or any(f.kind is not FactorKind.PASS for f in rule.factors):
+        return False
+    result = rule.results[0]
+    return all(
+        not dims or (len(dims) == len(result) and all(d in ((), r) for d, r in zip(dims, result, strict=True)))
+        for dims in rule.operands
+    )
+
+
+def _free(graph: Graph, fuses: Sequence[bool]) -> frozenset[int]:
+    """What a loop reads is not: it lies in memory while the loop runs, and has a layout like any other value."""
+    given, made_by = set(graph.inputs), graph.producers()
+    free = {v for v in graph.consumers() if v not in made_by and v not in given}
+    read = {v for e, eqn in enumerate(graph.eqns) if eqn.primitive in LINKS for v in graph.operands[e]}
+    read = {v for v in read if graph.avals[v].ndim and v in made_by}
+    for e, fused in enumerate(fuses):
+        if fused and all(v in free for v in graph.operands[e]):
+            free.update(v for v in graph.results[e] if v not in read)
+    return frozenset(free - set(graph.outputs))
+
+
+def _summed(graph: Graph, flows: Sequence[bool]) -> tuple[frozenset[int], frozenset[int]]:
+    products, added = set[int](), set[int]()
+    for e, (eqn, flow) in enumerate(zip(graph.eqns, flows, strict=True)):
+        terms = set(graph.operands[e])
+        if compute.is_contraction(eqn) or (flow and len(terms) == 1 and terms <= products):
+            products.update(graph.results[e])
+        elif flow:
+            added.update(graph.results[e])
+    return frozenset(products), frozenset(added)
+
+
+def _sum_flows(graph: Graph, rules: Sequence[ShardingRule], platform: str) -> tuple[bool, ...]:
+    """Under another name a sum waits for an addition only, where XLA:TPU is asked: it scatters what a product makes.
+
+    Which of the dimensions its tiles let it scatter is told by the order in which the product has them.
+    """
+    summing: set[int] = set()
+    added = {v for e, eqn in enumerate(graph.eqns) if eqn.primitive in ADDITIONS for v in graph.operands[e]}
+    flows = [False] * len(graph.eqns)
+    for e, (eqn, rule) in enumerate(zip(graph.eqns, rules, strict=True)):
+        if eqn.primitive in SUMS_FLOW and rule.linear:
+            waits = platform != "tpu" or eqn.primitive in ADDITIONS or not added.isdisjoint(graph.results[e])
+            flows[e] = waits and all(graph.operands[e][i] in summing for i in rule.linear[0])
+        if flows[e] or (compute.is_contraction(eqn) and any(f.reduction == "sum" for f in rule.factors)):
+            summing.update(graph.results[e])
+    return tuple(flows)
+
+
+def levels(graph: Graph, fuses: Sequence[bool]) -> NDArray[np.int64]:
+    """Of every value, how many fusions at least end before the one that makes it: the most on any way to it.
+
+    Values of one chain and one level depend on each other through the chain alone: one kernel makes them.
+    """
+    levels = np.zeros(len(graph.avals), np.int64)
+    for e, eqn in enumerate(graph.eqns):
+        level = max((int(levels[v]) for v in graph.operands[e]), default=0)
+        levels[list(graph.results[e])] = level + (not fuses[e] or eqn.primitive in ENDS)
+    return levels

@@ -1,0 +1,384 @@
+"""Memory: which values lie in a device's memory, and from when to when.
+
+XLA writes to memory what an equation that does not fuse makes or takes (a contraction,
+a gather, a loop's argument), what a reduction returns, and what leaves the program.
+Every other value is *recomputed* inside the fusions that read it, from the values that
+lie in memory, so these live on until the last such fusion: the f32 scores of a softmax
+are never stored, but their bf16 source outlives the forward pass. A value that several
+equations read and that is made of more bytes than it has is stored all the same where
+that moves fewer bytes (a sum of two residual branches is read, not added up again).
+
+A transpose, a reshape or a constraint is its operand under another name.
+
+A loop holds what it reads for as long as it runs, and what it stacks from its first trip on:
+what makes that writes it there, and it lies nowhere else. What weights' gradients are made of
+lives until they are made, which may be long after (`autoshard.costs.execution_order`).
+
+XLA:GPU computes what costs much (a tanh) once for all fusions that read it, and a fusion writes
+where what it reads for the last time lies, if that has as many elements of its type; but not
+where it reads a row twice, as for a softmax and its gradient.
+
+XLA:TPU differs (libtpu 0.0.52, `benchmarks.verification`). Its contractions make their operands:
+casts, gates, norms, the gradient of a softmax's cross entropy are recomputed in each, from what
+lies in memory. A softmax inside of a program is kept in f32 before it is divided, and cast after; of a device's
+only row of the first dimension (one sequence) the scores are kept as the product leaves them.
+Stacked weights are cast whole, before the loops. The loss is computed last, unless it communicates:
+where scores are split along the vocabulary, what is read of them for it is reduced at once, and they die.
+"""
+
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.costs.compute import is_contraction
+from autoshard.costs.execution_order import INTO_LOOPS, behind_loops, deferred, feeding, loop_spans, positions
+from autoshard.ir.graph import Graph
+from autoshard.rules.rule import ShardingRule
+
+# Equations whose result is their operand under another name.
+RENAMES = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "sharding_constraint", "loop_const"})
+
+# Equations that end a fusion: their result is stored, their operands need not be.
+ENDS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"})
+
+# What XLA does not compute twice, once for what it stacks and once for who else reads it.
+_COSTLY = frozenset(
+    {"cbrt", "cos", "div", "erf", "erfc", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "rsqrt", "sin"}
+    | {"sqrt", "tan", "tanh"}
+)
+
+# What XLA:GPU computes once for all fusions that read it. It repeats exponentials, logistic functions, divisions,
+# roots, logarithms and erf (jax-cuda12-pjrt 0.10.2; `tests/costs/test_memory.py -m slow -k repeats`).
+_ONCE = frozenset({"atan2", "cos", "erf_inv", "erfc", "log1p", "pow", "sin", "tanh"})
+
+# Equations whose result has the values of its operand.
+_COPIES = RENAMES | {"broadcast_in_dim", "convert_element_type"}
+
+# Rows (of scores, of a norm) that one kernel of XLA:GPU reduces and reads again; those of a vocabulary it does not.
+_SHORT_ROW = 16_384
+
+_MOST_SOURCES = 16  # stored values that one expression is recomputed from; XLA bounds a fusion's parameters, too
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveRanges:
+    """Of every value, the equations [start, end) between which it is alive.
+
+    `stored`: whether it has memory of its own; `named`: whether it is a stored value under
+    another name; `absorbed`: whether the contractions that take it make it themselves, so that
+    it has memory where it is moved first, and none otherwise. `across`: of what the loss reads at the
+    end, the dimensions over which it communicates; split along one of them it is alive until `soon` alone.
+    `alone`: what a softmax divides, with the bytes per element that it has where a device has one row of it.
+    """
+
+    stored: NDArray[np.bool_]
+    named: NDArray[np.bool_]
+    absorbed: NDArray[np.bool_]
+    start: NDArray[np.int64]
+    end: NDArray[np.int64]
+    soon: NDArray[np.int64]
+    across: Mapping[int, frozenset[int]]
+    alone: Mapping[int, int]
+
+
+def live_ranges(
+    graph: Graph, rules: Sequence[ShardingRule], fuses: Sequence[bool], platform: str, *, stores_quotients: bool
+) -> LiveRanges:
+    """The lives of a graph's values.
+
+    Args:
+      graph: the program.
+      rules: of its equations.
+      fuses: per equation, whether XLA fuses it with its neighbours.
+      platform: JAX's name of the platform that is compiled for.
+      stores_quotients: as of the machine.
+    """
+    spans, on_tpu = loop_spans(graph), platform == "tpu"
+    made_by = graph.producers()
+    taken = np.zeros(len(graph.avals), bool)
+    stated: set[int] = set()
+    alone: dict[int, int] = {}
+    if on_tpu:
+        for e, eqn in enumerate(graph.eqns):
+            if is_contraction(eqn):
+                taken[list(graph.operands[e])] = True
+        for numerator, quotient in _softmaxes(graph):
+            stated |= {numerator, quotient} if stores_quotients else {numerator}
+            alone[numerator] = _narrowest(graph, made_by, numerator)
+    order = positions(graph, fuses, platform)
+    held = _held(graph, fuses, taken, stated, _ONCE if platform == "cuda" else frozenset())
+    named = np.zeros(len(graph.avals), bool)
+    for e, eqn in enumerate(graph.eqns):
+        if eqn.primitive in RENAMES:
+            named[graph.results[e][0]] = held[graph.results[e][0]]
+    stored, late = held & ~named, deferred(graph) if on_tpu else frozenset[int]()
+    start = np.zeros(len(graph.avals), np.int64)
+    for e, results in enumerate(graph.results):
+        begin = order[e]
+        if graph.eqns[e].primitive == "loop_stack":
+            loop = graph.loop[graph.operands[e][0]]
+            begin = spans[loop][0] if loop else order[e]
+        start[list(results)] = begin
+
+    def ends(put_off: Collection[int]) -> NDArray[np.int64]:
+        """The ends of all lives if these equations run last."""
+        last = _last_uses(graph, stored, spans, order, put_off, lazy=not on_tpu)
+        end = np.maximum(last, start) + 1
+        end[list(graph.outputs)] = len(graph.eqns) + 1
+        return end
+
+    end = ends(late)
+    if platform == "cuda":
+        end[_overwritten(graph, fuses, stored, start, end)] -= 1
+    return LiveRanges(
+        stored=stored,
+        named=named,
+        absorbed=taken & ~held,
+        start=start,
+        end=end,
+        soon=ends(()) if late else end,
+        across=_across(graph, rules, stored, late),
+        alone=alone,
+    )
+
+
+def _across(
+    graph: Graph, rules: Sequence[ShardingRule], stored: NDArray[np.bool_], late: Container[int]
+) -> dict[int, frozenset[int]]:
+    """Value → its dimensions over which late equations reduce, other than to a scalar."""
+    found: dict[int, frozenset[int]] = {}
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        rule, results = rules[e], graph.results[e]
+        factors = {f for v, dims in zip(results, rule.results, strict=True) for d in found.get(v, ()) for f in dims[d]}
+        if e not in late:
+            factors = set() if any(stored[v] for v in results) else factors
+        elif any(graph.avals[v].ndim for v in results):
+            factors |= {f for f, factor in enumerate(rule.factors) if factor.reduction}
+        for v, dims in zip(graph.operands[e], rule.operands, strict=True) if factors else ():
+            split = frozenset(d for d, of in enumerate(dims) if factors & set(of))
+            if split:
+                found[v] = found.get(v, frozenset()) | split
+    return found
+
+
+def _overwritten(
+    graph: Graph, fuses: Sequence[bool], stored: NDArray[np.bool_], start: NDArray[np.int64], end: NDArray[np.int64]
+) -> list[int]:
+    """Stored values that are read for the last time where a fusion writes as many elements of their type: in place.
+
+    But for what one kernel reads twice, to reduce its rows first.
+    """
+    made_by = graph.producers()
+    reads: dict[int, frozenset[int]] = {}  # value → the stored values that a fusion reads to compute it
+    reduced: dict[int, frozenset[int]] = {}  # reduction → the values whose rows it reduces, if they are short
+    found: set[int] = set()
+    for e, fused in enumerate(fuses):
+        primitive = graph.eqns[e].primitive
+        if not fused or primitive == "transpose" or not graph.results[e]:
+            continue
+        result = graph.results[e][0]
+        reads[result] = frozenset[int]().union(
+            *({v} if stored[v] else reads.get(v, frozenset()) for v in graph.operands[e])
+        )
+        twice = frozenset[int]().union(*(reduced.get(v, frozenset()) for v in reads[result]))
+        aval = graph.avals[result]
+        if primitive in ENDS:
+            row = graph.avals[graph.operands[e][0]].size // max(aval.size, 1)
+            reduced[result] = twice | (reads[result] if row <= _SHORT_ROW else frozenset())
+        if not stored[result] or primitive in ENDS | RENAMES:
+            continue
+        for v in sorted(reads[result] - twice - found):
+            if v in made_by and graph.avals[v] == aval and end[v] == start[result] + 1:
+                found.add(v)
+                break
+    return sorted(found)
+
+
+def _softmaxes(graph: Graph) -> Iterator[tuple[int, int]]:
+    """Of every softmax what it divides, and what comes of that, cast if it is cast."""
+    made_by, consumers = graph.producers(), graph.consumers()
+
+    def maker(value: int, through: Container[str] = ()) -> int:
+        """The equation that makes a value, or what it is a copy of; -1 for none."""
+        e = made_by.get(value, (-1, 0))[0]
+        while e >= 0 and graph.eqns[e].primitive in through:
+            e = made_by.get(graph.operands[e][0], (-1, 0))[0]
+        return e
+
+    for e, eqn in enumerate(graph.eqns):
+        if eqn.primitive != "div":
+            continue
+        above, below = graph.operands[e]
+        exponential, total = maker(above), maker(below, _COPIES)
+        if min(exponential, total) < 0 or graph.eqns[exponential].primitive != "exp":
+            continue
+        if graph.eqns[total].primitive == "reduce_sum" and graph.operands[total][0] == above:
+            quotient = graph.results[e][0]
+            users = [u for u, _ in consumers.get(quotient, ())]
+            casts = [graph.results[u][0] for u in users if graph.eqns[u].primitive == "convert_element_type"]
+            yield above, casts[0] if casts else quotient
+
+
+def _narrowest(graph: Graph, made_by: Mapping[int, tuple[int, int]], value: int) -> int:
+    """The least bytes per element of a value and of the products that it is computed from, element by element."""
+    size = graph.avals[value].size
+    found, left, seen = graph.avals[value].itemsize, [value], {value}
+    while left:
+        e = made_by.get(left.pop(), (-1, 0))[0]
+        if e >= 0 and is_contraction(graph.eqns[e]):
+            found = min(found, graph.avals[graph.results[e][0]].itemsize)
+        elif e >= 0:
+            new = {v for v in graph.operands[e] if graph.avals[v].size == size} - seen
+            seen |= new
+            left += new
+    return found
+
+
+def _held(
+    graph: Graph, fuses: Sequence[bool], taken: NDArray[np.bool_], stated: Container[int], once: Container[str]
+) -> NDArray[np.bool_]:
+    """Which values lie in memory, be it under another's name.
+
+    Args:
+      graph: the program.
+      fuses: per equation, whether XLA fuses it with its neighbours.
+      taken: operands that contractions can make themselves.
+      stated: values that are held whatever they are made of.
+      once: what several fusions do not compute each.
+    """
+    held = np.zeros(len(graph.avals), bool)
+    made = np.zeros(len(graph.avals), bool)
+    costly = np.zeros(len(graph.avals), bool)
+    held[list(graph.inputs)] = True
+    held[list(graph.outputs)] = True
+    readers = np.zeros(len(graph.avals), np.int64)
+    for e, eqn in enumerate(graph.eqns):
+        operands, results = list(graph.operands[e]), list(graph.results[e])
+        made[results] = True
+        costly[results] = eqn.primitive in _COSTLY
+        readers[operands] += 1
+        if eqn.primitive in INTO_LOOPS:
+            held[operands] = True
+        elif eqn.primitive in ENDS or eqn.primitive == "loop_stack":
+            held[results] = True
+        elif not fuses[e] and eqn.primitive not in RENAMES:
+            held[[v for v in operands if not (taken[v] and is_contraction(eqn))]] = True
+            held[results] = True
+        held[[v for v in results if v in stated]] = True
+    for e, eqn in enumerate(graph.eqns):
+        if eqn.primitive == "loop_stack":
+            v = graph.operands[e][0]
+            held[v] |= costly[v] and readers[v] > 1
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        if graph.eqns[e].primitive in RENAMES and held[graph.results[e][0]]:
+            held[graph.operands[e][0]] = True
+    goes_to: dict[int, frozenset[int]] = {}  # of a value that is not held: what lies in memory and is computed from it
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        for v in graph.results[e] if fuses[e] else ():
+            if graph.eqns[e].primitive in once and len(goes_to.get(v, ())) > 1:
+                held[v] = True
+            onto = frozenset({v}) if held[v] else goes_to.get(v, frozenset[int]())
+            for o in graph.operands[e]:
+                goes_to[o] = goes_to.get(o, frozenset[int]()) | onto
+    sources: dict[int, frozenset[int]] = {}  # of a value that is not held: what it is recomputed from
+    for e, eqn in enumerate(graph.eqns):
+        result = graph.results[e][0] if graph.results[e] else -1
+        if eqn.primitive in RENAMES:
+            held[result] |= held[graph.operands[e][0]]
+        if result < 0 or held[result] or not (fuses[e] or eqn.primitive in RENAMES or eqn.primitive == "loop_slice"):
+            continue
+        found = frozenset[int]().union(
+            *({v} if held[v] else sources.get(v, frozenset()) for v in graph.operands[e] if held[v] or made[v])
+        )
+        sources[result] = found
+        if eqn.primitive in RENAMES:
+            continue
+        write, times = graph.avals[result].nbytes, int(readers[result])
+        read = write if eqn.primitive == "loop_slice" else sum(graph.avals[s].nbytes for s in found)
+        held[result] = times * read > read + write + times * write or len(found) > _MOST_SOURCES
+    return held
+
+
+def _last_uses(
+    graph: Graph,
+    stored: NDArray[np.bool_],
+    spans: dict[int, tuple[int, int]],
+    order: Sequence[int],
+    deferred: Collection[int],
+    *,
+    lazy: bool,
+) -> NDArray[np.int64]:
+    """The last equation by which each value is read, if need be through values that are not stored.
+
+    Equation e runs where `order[e]` stands in the program; `lazy`: weights' gradients are in no hurry.
+    What deferred equations read lives until the end. What they make (f32 scores) does not, but lies on
+    top of XLA:TPU's heap then, as if it had been there before: it keeps its place in the program.
+    """
+    last = np.full(len(graph.avals), -1, np.int64)
+    feeds, made_by = feeding(graph), graph.producers()
+    following: dict[int, int] = {}  # loop → its next contraction in program order
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        when, loop = order[e], graph.loop_of[e]
+        if graph.eqns[e].primitive in ("loop_const", "loop_slice"):
+            when = spans[loop][1]
+        elif is_contraction(graph.eqns[e]):
+            when, following[loop] = following.get(loop, e), e
+            if lazy and not any(feeds[v] for v in graph.results[e]):
+                when = spans[loop][1] if loop else behind_loops(spans, e)
+        when = max(when, *(int(last[v]) for v in graph.results[e] if not stored[v]), order[e])
+        operands = list(graph.operands[e])
+        last[operands] = np.maximum(last[operands], when)
+        if e in deferred:
+            last[[v for v in operands if made_by.get(v, (-1, 0))[0] not in deferred]] = len(graph.eqns) - 1
+    return last
+
+
+def cast_ahead(graph: Graph) -> dict[int, tuple[int, int, int]]:
+    """Inputs that XLA:TPU casts whole before the loops that take slices of them and cast these.
+
+    Returns:
+      Value → bytes per element of the cast, the first equation of these loops, and the last.
+    """
+    spans, consumers = loop_spans(graph), graph.consumers()
+
+    def casts(value: int) -> list[int]:
+        """Bytes per element of all that a value is read as."""
+        found: list[int] = []
+        for e, _ in consumers.get(value, ()):
+            result = graph.results[e][0]
+            if graph.eqns[e].primitive in RENAMES:
+                found += casts(result)
+            else:
+                found.append(graph.avals[result].itemsize if graph.eqns[e].primitive == "convert_element_type" else 0)
+        return found
+
+    found: dict[int, tuple[int, int, int]] = {}
+    for value in graph.inputs:
+        slices = [e for e, _ in consumers.get(value, ()) if graph.eqns[e].primitive == "loop_slice"]
+        sizes = {size for e in slices for size in casts(graph.results[e][0])}
+        if len(sizes) == 1 and 0 < (size := sizes.pop()) < graph.avals[value].itemsize:
+            loops = [spans[graph.loop_of[e]] for e in slices]
+            found[value] = (size, min(first for first, _ in loops), max(last for _, last in loops))
+    return found
+
+
+def in_place(graph: Graph, lasting: Container[int]) -> frozenset[int]:
+    """Equations whose first operand may be overwritten: it is read no more, nor is what it is another name of.
+
+    Args:
+      graph: the program.
+      lasting: values that must not be overwritten: inputs that are not donated, and outputs.
+    """
+    made_by, consumers = graph.producers(), graph.consumers()
+    found: set[int] = set()
+    for e, operands in enumerate(graph.operands):
+        value = operands[0] if operands else None
+        while value is not None and value not in lasting and consumers[value][-1][0] <= e:
+            maker = made_by.get(value, (-1, 0))[0]
+            if maker < 0 or graph.eqns[maker].primitive not in RENAMES:
+                found.add(e)
+                break
+            value = graph.operands[maker][0]
+    return frozenset(found)

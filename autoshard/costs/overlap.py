@@ -1,0 +1,497 @@
+"""Windows: what communication can hide behind which compute.
+
+A collective hides behind contractions that neither precede nor follow it. Outside of
+loops there are two windows: EARLY, for values that depend on no contraction (gathers of
+weights), and LATE, for values on which no contraction depends (reductions of
+gradients). The first hides behind the contractions that precede every late value, the
+second behind the others.
+
+The body of a loop is a window of its own: what depends neither on the trip before nor
+on a contraction (gathers of this layer's weights), and what feeds neither a contraction
+nor the next trip (reductions of this layer's gradients), hides behind the contractions
+of the body. XLA:GPU moves nothing into another trip: the weights of the first contraction of a
+body are gathered while what precedes it runs, which is no contraction (norms, slices and casts of
+weights); else what it waits for is exposed there, and so is the reduction of what the last
+contraction makes (the scheduler keeps the largest gradient for last). So it is in a program without
+loops, and there all of the compiler's first bucket of weights is waited for.
+
+A *late* contraction, which makes a gradient of weights, feeds no other. XLA:GPU runs it
+while what the others wait for, and it does not, is on its way (gradients of activations),
+and so it does in a loop with what is stacked. Each window with such work has a part of its
+own, in which that communication hides behind this compute alone; so does all that is reduced
+late, and what was stacked by a loop before and meets, element by element, what a contraction has
+made. Outside of loops, what hides in a part, and the compute there, counts in the whole window,
+too, and of the compute of the part some hides nothing. In a loop, one share of whatever hides, in
+the part or not, does so behind a part of all compute of the trip, and the other behind little of
+the part's or, where it is no part, behind all: what is waited for grows from nothing, where
+communication is little beside compute.
+
+XLA:GPU runs one collective at a time, and none beside a loop that communicates itself. In a
+program with loops, what is early or late outside of them hides behind no contraction: only
+what contractions wait for hides, behind those that do not wait for it. What ends any
+program, moves of its new state, hides behind its updates.
+"""
+
+from collections.abc import Container, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
+from typing import TypeVar
+
+from autoshard.costs.compute import multiplies
+from autoshard.costs.liveness import RENAMES
+from autoshard.costs.resharding import BUCKET_BYTES, TRIP_BYTES
+from autoshard.ir.graph import LINKS, Graph
+
+EARLY, LATE = 0, 1
+OUTSIDE = 2  # windows outside of loops; the body of loop k is window OUTSIDE + k − 1
+# Outside of loops so much at most hides of what contractions wait for, and of the compute of a part so much hides
+# something: XLA:GPU runs the rest where no collective of the part is under way (fitted to programs without loops).
+BESIDE = 0.75
+BUSY = 0.5
+# In a divided trip so much at most hides of what contractions wait for. Of what hides the share TOGETHER does so behind
+# TAKEN of all the trip's compute, and the rest behind APART of the part's, or behind all. Fitted to 310 trips as
+# XLA:GPU schedules them: plans of four layers of gpt2-xl, llama3-8b, gemma-7b and mixtral, and hand-written FSDP, on 8,
+# 16 and 32 H100, small to huge batches (those of docs/comparing.md), every size with the same weight. Of what a trip
+# waits for, in parts of the step, the root mean square of the error is 0.013. It is 0.016 at best where a share of
+# everything is waited for however much compute there is.
+BESIDE_WITHIN = 0.6
+TOGETHER = 0.61
+TAKEN = 0.38
+APART = 0.12
+
+_T = TypeVar("_T")
+Shares = tuple[tuple[int, float], ...]  # windows, and how much counts in each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapWindows:
+    """The window in which each value's resharding can hide (or None), and in which each equation's compute counts.
+
+    `loops[w]` is the loop of whose trips window w is, 0 outside of loops; `whole[w]` the window of
+    which w is a part, or w itself. What can hide in w counts in `hides[w]`, and compute in `covers[w]`,
+    by these shares. `buckets[w]`: the bytes of what the compilers merge of its
+    collectives: XLA:TPU does outside of loops, XLA:GPU in loops, too. What contractions wait for,
+    `beside` late and idle work, hides only on the way to what is `urgent`, and is not merged.
+    `idle` has the equations, no contractions, behind which something hides: those that run any time before
+    or after all others of their trip, or before its contractions, and the updates of a program with loops.
+    """
+
+    of_value: tuple[int | None, ...]
+    of_equation: tuple[int, ...]
+    loops: tuple[int, ...]
+    whole: tuple[int, ...]
+    hides: tuple[Shares, ...]
+    covers: tuple[Shares, ...]
+    buckets: tuple[int, ...]
+    urgent: frozenset[int]
+    beside: frozenset[int]
+    idle: frozenset[int]
+
+    @property
+    def count(self) -> int:
+        return len(self.whole)
+
+    def share(self, value: int) -> float:
+        """The share of a value's communication that hides where there is enough to hide it behind."""
+        window = self.of_value[value]
+        if window is None or value not in self.beside:
+            return 1.0
+        return BESIDE_WITHIN if self.loops[window] else BESIDE
+
+    def bucket(self, value: int) -> int:
+        """The bytes of those with which a value's collective is merged; 0 if it is not."""
+        window = self.of_value[value]
+        return 0 if window is None or value in self.beside else self.buckets[window]
+
+    def with_window(self, *, loop: int, whole: int, hides: Shares, covers: Shares, bucket: int) -> "OverlapWindows":
+        """These and one more, whose number is `count`."""
+        return replace(
+            self,
+            loops=(*self.loops, loop),
+            whole=(*self.whole, whole),
+            hides=(*self.hides, hides),
+            covers=(*self.covers, covers),
+            buckets=(*self.buckets, bucket),
+        )
+
+
+def overlap_windows(graph: Graph, platform: str = "cpu") -> OverlapWindows:
+    """The windows of a graph, for a platform as JAX names it."""
+    outer, inner = _outside(graph), _inside(graph)
+    outside = {v for v, loop in enumerate(graph.loop) if not loop}
+    early, late = inner.early | (outer.early & outside), inner.late | (outer.late & outside)
+    awaited = frozenset[int]()
+    if platform == "cuda":
+        awaited = _awaited(graph)
+        early -= awaited | _bucket(graph, early)
+        late -= _last(graph, late)
+    of_value: list[int | None] = []
+    for v, loop in enumerate(graph.loop):
+        window = OUTSIDE + loop - 1 if loop else EARLY if v in early else LATE
+        of_value.append(window if v in early or v in late else None)
+    forward = _forward(graph, outer.late)
+    of_equation = [
+        OUTSIDE + loop - 1 if loop else (EARLY if forward >> e & 1 else LATE) for e, loop in enumerate(graph.loop_of)
+    ]
+    count = OUTSIDE + graph.loops
+    alone = tuple(((w, 1.0),) for w in range(count))
+    found = OverlapWindows(
+        of_value=tuple(of_value),
+        of_equation=tuple(of_equation),
+        loops=(0,) * OUTSIDE + tuple(range(1, graph.loops + 1)),
+        whole=tuple(range(count)),
+        hides=alone,
+        covers=alone,
+        buckets=(BUCKET_BYTES,) * OUTSIDE + (TRIP_BYTES if platform == "cuda" else 0,) * graph.loops,
+        urgent=frozenset(),
+        beside=frozenset(),
+        idle=frozenset(),
+    )
+    if platform != "cuda":
+        return found
+    found = _opened(graph, _divided(graph, found, outer, inner), inner, awaited)
+    return _around_loops(graph, found, outer, awaited) if graph.loops else _at_the_end(graph, found, outer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Phases:
+    """Values before all contractions of a program or a loop's trip, after some, and after all."""
+
+    early: frozenset[int]
+    after: frozenset[int]
+    late: frozenset[int]
+
+
+def _outside(graph: Graph) -> _Phases:
+    """The phases of the program; those after some contractions are outside of loops."""
+    after: set[int] = set()  # has a contraction among its ancestors
+    for e, eqn in enumerate(graph.eqns):
+        if multiplies(eqn) or not after.isdisjoint(graph.operands[e]):
+            after.update(graph.results[e])
+    feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if multiplies(eqn)}, inside=False)
+    return _Phases(
+        early=frozenset(range(len(graph.avals))) - after,
+        after=frozenset(v for v in after if not graph.loop[v]),
+        late=frozenset(after - feeds),
+    )
+
+
+def _feeding(graph: Graph, makers: Set[int], *, inside: bool) -> set[int]:
+    """Values from which some of these equations are computed; `inside` of a loop in their trip, or the next trip."""
+    feeds: set[int] = set()
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        eqn = graph.eqns[e]
+        link = inside and eqn.primitive in LINKS and eqn.primitive != "branch_join"
+        onward = not link and not feeds.isdisjoint(graph.results[e])
+        if e in makers or (inside and eqn.primitive == "loop_result") or onward:
+            feeds.update(graph.operands[e])
+    return feeds
+
+
+def _forward(graph: Graph, late: Set[int]) -> int:
+    """The contractions that precede every late one, as a bit set."""
+    common = -1
+    for e, bits in _before(graph, range(len(graph.eqns))).items():
+        if multiplies(graph.eqns[e]) and not late.isdisjoint(graph.results[e]):
+            common &= bits
+    return common
+
+
+def _before(graph: Graph, scope: Container[int]) -> dict[int, int]:
+    """Of every equation, the contractions of a scope that it is computed from, as a bit set."""
+    before: dict[int, int] = {}
+    made: dict[int, int] = {}  # value → bit set of contractions among its ancestors
+    for e, eqn in enumerate(graph.eqns):
+        before[e] = bits = reduce(or_, (made.get(v, 0) for v in graph.operands[e]), 0)
+        if multiplies(eqn) and e in scope:
+            bits |= 1 << e
+        made.update(dict.fromkeys(graph.results[e], bits))
+    return before
+
+
+def _inside(graph: Graph) -> _Phases:
+    """The phases of every loop's trip; the trip before and the next are contractions like those of the body."""
+    carried: set[int] = set()  # depends on the trip before
+    after: set[int] = set()  # has a contraction of the body among its ancestors
+    for e, eqn in enumerate(graph.eqns):
+        entering = eqn.primitive in ("loop_const", "loop_slice", "loop_carry")
+        for v in graph.results[e]:
+            if eqn.primitive == "loop_carry" or (not entering and any(o in carried for o in graph.operands[e])):
+                carried.add(v)
+            if multiplies(eqn) or (not entering and any(o in after for o in graph.operands[e])):
+                after.add(v)
+    feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if multiplies(eqn)}, inside=True)
+    inside = {v for v, loop in enumerate(graph.loop) if loop}
+    return _Phases(
+        early=frozenset(inside - carried - after),
+        after=frozenset(inside & after),
+        late=frozenset(inside & after - feeds),
+    )
+
+
+def _divided(graph: Graph, found: OverlapWindows, outer: _Phases, inner: _Phases) -> OverlapWindows:
+    """The windows with their parts, of those that have late work."""
+    late: set[int] = set()  # equations
+    idle: set[int] = set()
+    others: set[int] = set()  # contractions that are not late
+    homes = [_home(graph, e) for e in range(len(graph.eqns))]
+    for e, (eqn, loop) in enumerate(zip(graph.eqns, homes, strict=True)):
+        phases, results = inner if loop else outer, graph.results[e]
+        if multiplies(eqn):
+            (late if results[0] in phases.late else others).add(e)
+        elif eqn.primitive == "loop_stack" or (loop and phases.late.issuperset(results)):
+            idle.add(e)
+            late.add(e)
+    urgent = frozenset(
+        v for within in (False, True) for v in _feeding(graph, others, inside=within) if bool(graph.loop[v]) == within
+    )
+    part: dict[int, int] = {}  # loop → its part
+    for loop in sorted({homes[e] for e in late}):
+        found, part[loop] = _parted(found, loop)
+    beside = _beside(graph, late, homes, urgent & (outer.after | inner.after))
+    hidden = {v for v in inner.late | _joining(graph, inner) if found.of_value[v] is not None}
+    parted = beside | {v for v in hidden if graph.loop[v] in part}
+    return replace(
+        found,
+        of_value=tuple(part[graph.loop[v]] if v in parted else window for v, window in enumerate(found.of_value)),
+        of_equation=tuple(part[homes[e]] if e in late else window for e, window in enumerate(found.of_equation)),
+        urgent=urgent,
+        beside=beside,
+        idle=frozenset(idle),
+    )
+
+
+def _parted(found: OverlapWindows, loop: int) -> tuple[OverlapWindows, int]:
+    """The windows and one part more, of what is late outside of loops (0) or of a loop's trips."""
+    if not loop:
+        part = found.count
+        hides, covers = ((part, 1.0), (LATE, 1.0)), ((part, BUSY), (LATE, 1.0))
+        return found.with_window(loop=0, whole=LATE, hides=hides, covers=covers, bucket=found.buckets[LATE]), part
+    body, trip, part = OUTSIDE + loop - 1, found.count, found.count + 1
+    bucket = found.buckets[body]
+    alone = ((trip, 1.0),)
+    found = found.with_window(loop=loop, whole=trip, hides=alone, covers=alone, bucket=bucket)
+    found = replace(
+        found,
+        whole=_with(found.whole, body, trip),
+        hides=_with(found.hides, body, ((body, 1 - TOGETHER), (trip, TOGETHER))),
+        covers=_with(found.covers, body, ((body, 1.0), (trip, TAKEN))),
+    )
+    hides, covers = ((part, 1 - TOGETHER), (trip, TOGETHER)), ((part, APART), *found.covers[body])
+    return found.with_window(loop=loop, whole=trip, hides=hides, covers=covers, bucket=bucket), part
+
+
+def _opened(graph: Graph, found: OverlapWindows, inner: _Phases, awaited: Set[int]) -> OverlapWindows:
+    """The windows and one more for every loop: of its first contraction's weights, behind what precedes it."""
+    first = found.count - 1  # and a loop's number: its opening
+    for loop in range(1, graph.loops + 1):
+        body, new = OUTSIDE + loop - 1, found.count
+        covers = ((new, 1.0), *found.covers[body])
+        found = found.with_window(loop=loop, whole=found.whole[body], hides=((new, 1.0),), covers=covers, bucket=0)
+    before = {v for v, loop in enumerate(graph.loop) if loop} - inner.after
+    opening = {e for e, eqn in enumerate(graph.eqns) if not multiplies(eqn) and before.issuperset(graph.results[e])}
+    opening -= found.idle
+    waiting = awaited & inner.early
+    return replace(
+        found,
+        of_value=tuple(first + graph.loop[v] if v in waiting else w for v, w in enumerate(found.of_value)),
+        of_equation=tuple(first + graph.loop_of[e] if e in opening else w for e, w in enumerate(found.of_equation)),
+        idle=found.idle | opening,
+    )
+
+
+def _around_loops(graph: Graph, found: OverlapWindows, outer: _Phases, awaited: Set[int]) -> OverlapWindows:
+    """The windows of a program with loops: outside of them contractions hide nothing but what is beside them.
+
+    The first contraction's weights are gathered while some of what depends on none runs (the labels' part of a
+    loss), but not a table that is looked up before the loops, too.
+    """
+    updates = _updates(graph, outer)
+    nowhere, opening = found.count, found.count + 1
+    for window, share in ((nowhere, 1.0), (opening, BUSY)):
+        hides, covers = ((window, 1.0),), ((window, share),)
+        found = found.with_window(loop=0, whole=window, hides=hides, covers=covers, bucket=0)
+    first = {
+        e
+        for e, eqn in enumerate(graph.eqns)
+        if _home(graph, e) == 0 and not multiplies(eqn) and outer.early.issuperset(graph.results[e])
+    } - updates
+    waiting = {v for v in awaited & outer.early if not graph.loop[v]}
+    feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if multiplies(eqn)}, inside=False)
+    for e, eqn in enumerate(graph.eqns):
+        if not multiplies(eqn) and not feeds.isdisjoint(graph.results[e]) and awaited.isdisjoint(graph.results[e]):
+            waiting.difference_update(graph.operands[e])
+    for part in range(OUTSIDE, nowhere):
+        if found.whole[part] == LATE:
+            alone = ((part, 1.0),)
+            found = replace(
+                found,
+                whole=_with(found.whole, part, part),
+                hides=_with(found.hides, part, alone),
+                covers=_with(found.covers, part, alone),
+            )
+    outside = (w if w >= OUTSIDE else nowhere for w in found.of_equation)
+    return replace(
+        found,
+        of_value=tuple(opening if v in waiting else w for v, w in enumerate(found.of_value)),
+        of_equation=tuple(LATE if e in updates else opening if e in first else w for e, w in enumerate(outside)),
+        idle=found.idle | updates | first,
+    )
+
+
+def _at_the_end(graph: Graph, found: OverlapWindows, outer: _Phases) -> OverlapWindows:
+    """The windows of a program without loops: what moves of its new state hides behind its updates alone."""
+    updates = _updates(graph, outer)
+    state = _new_state(graph)
+    end = found.count
+    alone = ((end, 1.0),)
+    found = found.with_window(loop=0, whole=end, hides=alone, covers=alone, bucket=found.buckets[LATE])
+    return replace(
+        found,
+        of_value=tuple(end if w == LATE and v in state else w for v, w in enumerate(found.of_value)),
+        of_equation=tuple(end if e in updates else w for e, w in enumerate(found.of_equation)),
+        idle=found.idle | updates,
+    )
+
+
+def _with(items: tuple[_T, ...], at: int, item: _T) -> tuple[_T, ...]:
+    return (*items[:at], item, *items[at + 1 :])
+
+
+def _new_state(graph: Graph) -> frozenset[int]:
+    """What a program returns, by any name, but for what a contraction makes."""
+    found, products = set(graph.outputs), set[int]()
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        if graph.eqns[e].primitive in RENAMES and not found.isdisjoint(graph.results[e]):
+            found.update(graph.operands[e])
+    for e, eqn in enumerate(graph.eqns):
+        if multiplies(eqn) or (eqn.primitive in RENAMES and not products.isdisjoint(graph.operands[e])):
+            products.update(graph.results[e])
+    return frozenset(found - products)
+
+
+def _updates(graph: Graph, outer: _Phases) -> frozenset[int]:
+    """What a program computes outside of loops after, or without, all contractions: the updates of its state."""
+    feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if multiplies(eqn)}, inside=False)
+    updating = (outer.early | outer.late) - feeds
+    return frozenset(
+        e
+        for e, eqn in enumerate(graph.eqns)
+        if _home(graph, e) == 0 and not multiplies(eqn) and updating.issuperset(graph.results[e])
+    )
+
+
+def _home(graph: Graph, e: int) -> int:
+    """The loop in whose trips an equation runs: a link out of a body writes there what the body makes."""
+    return graph.loop[graph.operands[e][0]] if graph.eqns[e].primitive == "loop_stack" else graph.loop_of[e]
+
+
+def _beside(graph: Graph, late: Set[int], homes: Sequence[int], urgent: Set[int]) -> frozenset[int]:
+    """Urgent values that some late contraction of their loop is not computed from."""
+    everyone = dict.fromkeys(range(graph.loops + 1), 0)  # loop → bit set of its late contractions
+    for e in late:
+        everyone[homes[e]] |= 1 << e
+    feeds: dict[int, int] = {}  # value → bit set of the late contractions that are computed from it
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        bits = 1 << e if e in late else 0
+        for v in graph.results[e]:
+            bits |= feeds.get(v, 0)
+        for v in graph.operands[e]:
+            feeds[v] = feeds.get(v, 0) | bits
+    return frozenset(v for v in urgent if everyone[graph.loop[v]] & ~feeds.get(v, 0))
+
+
+def _joining(graph: Graph, inner: _Phases) -> frozenset[int]:
+    """Early values of loops that meet, element by element, what a contraction of the trip has made."""
+    joining: set[int] = set()
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        eqn, results = graph.eqns[e], graph.results[e]
+        if not graph.loop_of[e] or multiplies(eqn) or eqn.primitive in LINKS:
+            continue
+        meets = not inner.after.isdisjoint(results) and not inner.early.isdisjoint(graph.operands[e])
+        if meets or not joining.isdisjoint(results):
+            joining.update(v for v in graph.operands[e] if v in inner.early)
+    return frozenset(joining)
+
+
+def _last(graph: Graph, hides: Set[int]) -> frozenset[int]:
+    """Of every loop's body, the largest result of a contraction whose reduction could hide, and what is made of it.
+
+    Of equally large ones the last. Likewise of a program without loops, up to its new state; and there what the
+    contraction makes that follows most others.
+    """
+    last: dict[int, int] = {}
+    for e, eqn in enumerate(graph.eqns):
+        loop = graph.loop_of[e]
+        if not multiplies(eqn) or (graph.loops and not loop):
+            continue
+        for v in graph.results[e]:
+            if v in hides and (loop not in last or graph.avals[v].nbytes >= graph.avals[last[loop]].nbytes):
+                last[loop] = v
+    found = set(last.values()) | _deepest(graph, hides)
+    hidden = hides - _new_state(graph)
+    for operands, results in zip(graph.operands, graph.results, strict=True):
+        loops = {graph.loop[v] for v in operands if v in found}
+        found.update(v for v in results if v in hidden and graph.loop[v] in loops)
+    return frozenset(found)
+
+
+def _deepest(graph: Graph, hides: Set[int]) -> set[int]:
+    """Of a program without loops, what the contraction makes that follows most others; nothing if several do."""
+    if graph.loops:
+        return set()
+    depths = {
+        e: bits.bit_count()
+        for e, bits in _before(graph, range(len(graph.eqns))).items()
+        if multiplies(graph.eqns[e]) and not hides.isdisjoint(graph.results[e])
+    }
+    deepest = [e for e, depth in depths.items() if depth == max(depths.values())]
+    return set(graph.results[deepest[0]]) if len(deepest) == 1 else set()
+
+
+def _awaited(graph: Graph) -> frozenset[int]:
+    """Values of a loop's body that its first contraction is computed from, and likewise outside of loops.
+
+    There, the first are those that follow no other outside of loops, and what is awaited all of them need.
+    """
+    first: dict[int, list[int]] = {}
+    before = _before(graph, {e for e, loop in enumerate(graph.loop_of) if not loop})
+    for e, (eqn, loop) in enumerate(zip(graph.eqns, graph.loop_of, strict=True)):
+        if multiplies(eqn) and (loop not in first if loop else not before[e]):
+            first.setdefault(loop, []).append(e)
+    made_by = graph.producers()
+    needed = [[_sources(graph, e, made_by) for e in contractions] for contractions in first.values()]
+    return frozenset().union(*(frozenset.intersection(*sets) for sets in needed))
+
+
+def _bucket(graph: Graph, early: Set[int]) -> frozenset[int]:
+    """Of a program without loops, what is gathered together with the first weights: the compiler's first bucket.
+
+    The weights of the first contractions, in the order of the program, that fit in a bucket.
+    """
+    found: set[int] = set()
+    left = BUCKET_BYTES
+    made_by = graph.producers()
+    for e, eqn in enumerate(graph.eqns):
+        if graph.loops or not multiplies(eqn):
+            continue
+        weights = {v for v in graph.operands[e] if v in early} - found
+        left -= sum(graph.avals[v].nbytes for v in weights)
+        if left < 0:
+            break
+        found |= weights | (_sources(graph, e, made_by) & early if weights else set())
+    return frozenset(found)
+
+
+def _sources(graph: Graph, e: int, made_by: Mapping[int, tuple[int, int]]) -> frozenset[int]:
+    """Values of its own loop, or outside of loops, that an equation is computed from."""
+    found: set[int] = set()
+    left = list(graph.operands[e])
+    while left:
+        value = left.pop()
+        if value in found or graph.loop[value] != graph.loop_of[e]:
+            continue
+        found.add(value)
+        left.extend(graph.operands[made_by[value][0]] if value in made_by else ())
+    return frozenset(found)

@@ -1,0 +1,56 @@
+"""Fetching: before which equation XLA:GPU begins to gather each weight of a forward pass.
+
+The scheduler begins a gather as late as it can without anyone waiting for it, and they run one at a time. Where they
+take longer than what they hide behind, those that should have begun before the program does are gathered at its
+beginning, and lie in memory until they are used: all weights of a forward pass with few tokens. Weights of a
+backward pass that are gathered for it alone, behind the barriers of `jax.checkpoint`, are not gathered ahead.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autoshard.costs.compute import is_contraction
+from autoshard.costs.execution_order import feeding
+from autoshard.ir.graph import Graph
+
+
+def fetchable(graph: Graph) -> dict[int, int]:
+    """Values that no contraction precedes and that contractions of the forward pass take: value → the first of these.
+
+    The forward pass ends where a contraction makes what no other is computed from: its last value, or the first
+    gradient of weights. Programs with loops have none.
+    """
+    if graph.loops:
+        return {}
+    feeds = feeding(graph)
+    after: set[int] = set()  # has a contraction among its ancestors
+    found: dict[int, int] = {}
+    for e, eqn in enumerate(graph.eqns):
+        contracts = is_contraction(eqn)
+        if contracts or not after.isdisjoint(graph.operands[e]):
+            after.update(graph.results[e])
+        for v in graph.operands[e] if contracts and not graph.again_of[e] else ():
+            if v not in after and graph.avals[v].ndim:
+                found.setdefault(v, e)
+        if contracts and found and not any(feeds[v] for v in graph.results[e]):
+            break
+    return found
+
+
+def begins(first_uses: Mapping[int, int], gather_s: Mapping[int, float], equation_s: Sequence[float]) -> dict[int, int]:
+    """Value → the equation before which its gather begins.
+
+    Args:
+      first_uses: value → the first equation that takes it.
+      gather_s: seconds that gathering it takes.
+      equation_s: seconds of every equation of the program.
+    """
+    ready_s = np.concatenate([[0.0], np.cumsum(equation_s)])
+    found: dict[int, int] = {}
+    next_s = float("inf")
+    for value in sorted(first_uses, key=lambda v: -first_uses[v]):
+        next_s = min(next_s, float(ready_s[first_uses[value]])) - gather_s[value]
+        latest = int(np.searchsorted(ready_s, next_s, side="right")) - 1
+        found[value] = min(max(0, latest), first_uses[value])
+    return found

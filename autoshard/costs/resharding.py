@@ -1,0 +1,521 @@
+"""Resharding: layout → layout as the cheapest sequence of collectives.
+
+A shortest path over all layouts of a value, not a special case per pair. One step
+is a single collective, or a local slice, which moves nothing:
+
+    all-gather       the minor-most axes of one dimension become whole
+    all-to-all       the minor-most axes of one dimension move to another, together
+    permute          one axis of a dimension is replaced by another of equal size
+    all-reduce       all unreduced axes become whole
+    reduce-scatter   all unreduced axes become the minor-most of one dimension; or some of them, and an
+                     all-reduce over the others follows, or a reduce-scatter onto another dimension
+    slice            a whole axis becomes the minor-most of a dimension (free)
+
+Costs are integer picoseconds; among equal costs the fewest collectives win.
+
+Collectives that are off the critical path (weights' gathers, gradients' reductions)
+are combined by the compilers into *buckets*, so that many small ones pay one latency:
+below a bucket they are priced at the bucket's rate, plus what each costs by itself. All-to-alls
+and permutes are never combined.
+
+XLA:GPU's collectives take and leave arrays along their outermost dimension in memory. What is
+moved along another one is transposed for it, which is work of the device, and no communication:
+the piece, unless an element-wise kernel writes what is gathered, which transposes at no cost; and of three
+dimensions or more the whole, too, unless the contraction that takes or makes it has a stride of its own
+for that dimension (`Strides`), as a matmul has for both of a matrix.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, combinations, permutations, product
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from autoshard.costs.strategies import SUM, WHOLE, Codes, decode, encode, layouts, shards
+from autoshard.ir.graph import Aval
+from autoshard.ir.mesh import MeshAxes
+
+INF_PS = 10**18
+PS_PER_S = 1e12
+# XLA:GPU's default combine threshold for what it combines at all
+# (`xla_gpu_*_combine_threshold_bytes`, openxla/xla debug_options_flags.cc).
+BUCKET_BYTES = 30 * 2**20
+# What comes together in a trip of a loop is less. With so much, the prices of a trip's collectives are within 5 % (root
+# mean square) of those that XLA:GPU emits, and 2 % too low on average, in 54 trips of four models on 8 and 16 H100
+# (those of docs/comparing.md); with 30 MB they are 7 % too low.
+TRIP_BYTES = 16 * 2**20
+COMBINED = frozenset({"all-gather", "all-reduce", "reduce-scatter"})
+# What one member of a bucket adds: the kernel that copies it in and out (kernel launch
+# overhead of 1 µs in XLA's own model, openxla/xla sol_gpu_cost_model.cc). To an all-reduce it
+# adds as much as to the reduce-scatter and the all-gather that do the same: else small
+# parameters would be kept whole for that alone.
+MEMBER_S = 1e-6
+_SUBLANES, _LANES = 8, 128  # of a tile of a TPU's vector memory
+_HOPS = 64  # more than any path has steps: (picoseconds, hops) as one integer
+
+
+class Machine(Protocol):
+    """What resharding and costs ask of a cost model (`cost_models.Machine` is one)."""
+
+    @property
+    def overlap(self) -> float: ...
+
+    @property
+    def scatters_whole(self) -> bool: ...
+
+    @property
+    def tiled(self) -> bool: ...
+
+    def collective_s(self, kind: Any, axes: tuple[str, ...], nbytes: ArrayLike) -> NDArray[np.float64]: ...
+
+    def hbm_s(self, nbytes: ArrayLike) -> NDArray[np.float64]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One collective of a path: `nbytes` logical per device, `after` the layout it leaves.
+
+    Logical bytes: an all-gather's result, every other collective's operand. A local
+    slice is a step of kind "slice" with no bytes. `transposed`: bytes that transposes
+    around it read and write.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: int
+    after: int
+    transposed: int = 0
+
+
+class Strides(NamedTuple):
+    """How those before and behind a collective take arrays that do not lie in the order of their dimensions.
+
+    read, made: the dimensions for which those that read the whole, or who makes it, have strides of their own.
+    sent: whether an element-wise kernel writes the pieces that are gathered.
+    """
+
+    read: frozenset[int] = frozenset()
+    made: frozenset[int] = frozenset()
+    sent: bool = False
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The same for equal ones in every process."""
+        return (tuple(sorted(self.read)), tuple(sorted(self.made)), self.sent)
+
+
+NO_STRIDES = Strides()
+
+
+def collective_s(
+    machine: Machine, kind: str, axes: tuple[str, ...], nbytes: ArrayLike, *, bucket: int
+) -> NDArray[np.float64]:
+    """Seconds of collectives, alone (`bucket` 0) or as their share of a bucket of so many bytes."""
+    sizes = np.asarray(nbytes, np.float64)
+    if not bucket or kind not in COMBINED:
+        return np.asarray(machine.collective_s(kind, axes, sizes))
+    whole = np.maximum(sizes, bucket)
+    share = np.asarray(machine.collective_s(kind, axes, whole)) * (sizes / whole)
+    member_s = MEMBER_S * (2 if kind == "all-reduce" else 1)
+    return share + np.where((sizes > 0) & (share > 0), member_s, 0.0)
+
+
+class Resharder:
+    """Shortest resharding paths for every value shape on one machine and mesh.
+
+    Every layout on a path is meant to be pinned. Left to itself (`pinned=False`), the
+    partitioner finishes a pending sum by an all-reduce, or by a reduce-scatter where the
+    layout that is wanted is split anyway, along one dimension; it never scatters a sum to gather it
+    again, nor slices along an axis that the wanted layout does not have, nor gathers what it could move,
+    nor goes round to save transposes.
+    Where the machine's compiler does not scatter a sum over all devices (`scatters_whole`), it is
+    all-reduced and sliced, and none is finished in parts if it is pinned: libtpu 0.0.52 hides neither part then
+    (llama3-8b planned so for v5p:4x4x2 took 551 ms of compiled schedule with rings, docs/verification.md at
+    8ddab20, and takes 481 all-reduced), and it scatters the second, too, if the tiles allow it. Tiles decide on
+    reduce-scatters everywhere (`tiled`). `outermost`: whether collectives move along the outermost dimension in
+    memory alone, as XLA:GPU's do.
+    """
+
+    def __init__(
+        self,
+        mesh: MeshAxes,
+        machine: Machine,
+        *,
+        pinned: bool = True,
+        outermost: bool = False,
+    ) -> None:
+        self.mesh, self.machine, self.pinned, self.outermost = mesh, machine, pinned, outermost
+        self._tables: dict[tuple[tuple[int, ...], int, int, Strides], _Table] = {}
+
+    def table(self, aval: Aval, *, bucket: int, strides: Strides = NO_STRIDES) -> "_Table":
+        """The table of a value's shape and element size."""
+        if not self.outermost:
+            strides = NO_STRIDES
+        key = (aval.shape, aval.itemsize, bucket, strides)
+        if key not in self._tables:
+            self._tables[key] = _Table(
+                aval.shape,
+                aval.itemsize,
+                self.mesh,
+                self.machine,
+                bucket=bucket,
+                strides=strides,
+                pinned=self.pinned,
+                outermost=self.outermost,
+            )
+        return self._tables[key]
+
+    def cost_ps(
+        self, aval: Aval, source: Codes, target: Codes, *, bucket: int, strides: Strides = NO_STRIDES
+    ) -> NDArray[np.int64]:
+        """Picoseconds from each source code (rows) to each target code (columns)."""
+        table = self.table(aval, bucket=bucket, strides=strides)
+        return table.ps[np.ix_(table.at(source), table.at(target))]
+
+    def transposes_ps(
+        self, aval: Aval, source: Codes, target: Codes, *, bucket: int, strides: Strides = NO_STRIDES
+    ) -> NDArray[np.int64]:
+        """Of `cost_ps`, what transposes take."""
+        table = self.table(aval, bucket=bucket, strides=strides)
+        return table.transposes_ps[np.ix_(table.at(source), table.at(target))]
+
+    def path(
+        self, aval: Aval, source: int, target: int, *, bucket: int, strides: Strides = NO_STRIDES
+    ) -> tuple[Step, ...]:
+        """The steps of the cheapest path; raises ValueError where there is none."""
+        return self.table(aval, bucket=bucket, strides=strides).path(source, target)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Moves:
+    """Every single step of one kind over one set of axes, between layouts of any shape: parallel arrays of codes.
+
+    What it leaves pending over the axes `rest`, in layouts `between`, another collective `ends`.
+    """
+
+    kind: str
+    axes: tuple[int, ...]
+    ends: str
+    rest: tuple[int, ...]
+    before: Codes
+    between: Codes
+    after: Codes
+
+
+class _Table:
+    """All-pairs cheapest paths between the layouts of one shape."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        itemsize: int,
+        mesh: MeshAxes,
+        machine: Machine,
+        *,
+        bucket: int,
+        strides: Strides,
+        pinned: bool,
+        outermost: bool,
+    ) -> None:
+        self.shape, self.mesh, self._strides = shape, mesh, strides
+        self.codes = np.sort(layouts(shape, mesh, unreduced=True))
+        total = int(np.prod(shape, dtype=np.int64)) * itemsize
+        self.local_bytes = total // shards(self.codes, len(shape), mesh)
+        alike = tuple(mesh.sizes.index(size) for size in mesh.sizes)
+        whole = machine.scatters_whole
+        self._moves = _moves(len(shape), alike, scatters_whole=whole, in_parts=whole or not pinned)
+        n = len(self.codes)
+        single = np.full((n, n), INF_PS, np.int64)
+        np.fill_diagonal(single, 0)
+        self._move = np.full((n, n), -1, np.int16)  # by the ends of a single step
+        self._transposed = np.zeros((n, n), np.int64)  # bytes, likewise
+        position = np.full((len(shape) + 2) ** mesh.ndim, -1, np.int64)
+        position[self.codes] = np.arange(n)
+        for m, moves in enumerate(self._moves):
+            i, k, j = position[moves.before], position[moves.between], position[moves.after]
+            exist = (i >= 0) & (j >= 0)
+            if machine.tiled and moves.kind == "reduce-scatter":
+                exist &= _scatters(shape, moves.between, moves.axes, mesh)
+            if machine.tiled and moves.ends == "reduce-scatter":
+                exist &= _scatters(shape, moves.after, moves.rest, mesh)
+            exist &= pinned or moves.ends != "reduce-scatter"  # it needs a pin in between
+            i, k, j = i[exist], k[exist], j[exist]
+            self._move[i, j] = m
+            single[i, j] = 0
+            if moves.kind != "slice" and len(i):
+                nbytes = self.local_bytes[k if moves.kind == "all-gather" else i]
+                seconds = collective_s(machine, moves.kind, self._names(moves.axes), nbytes, bucket=bucket)
+                if moves.rest:
+                    over, left = self._names(moves.rest), self.local_bytes[k]
+                    seconds = seconds + collective_s(machine, moves.ends, over, left, bucket=bucket)
+                if outermost:
+                    self._transposed[i, j] = self._transposes(moves.kind, moves.axes[0], i, k)
+                    if moves.rest:
+                        self._transposed[i, j] += self._transposes(moves.ends, moves.rest[0], k, j)
+                    if pinned:  # the partitioner by itself knows nothing of them
+                        seconds = seconds + machine.hbm_s(self._transposed[i, j])
+                single[i, j] = np.rint(seconds * PS_PER_S).astype(np.int64) * _HOPS + (2 if moves.rest else 1)
+        weight, self._next = _shortest(single)
+        if not pinned:
+            self._slice_for_good(single, weight)
+            self._finish_sums(single, weight)
+        elif outermost and self._moves:  # on one device nothing moves
+            self._scatter_sums(single, weight)
+        self.transposes_ps = np.zeros((n, n), np.int64)
+        if self._transposed.any():
+            self.transposes_ps = self._along(np.rint(np.asarray(machine.hbm_s(self._transposed)) * PS_PER_S))
+        besides = 0 if pinned else self.transposes_ps
+        self.ps = np.where(weight < INF_PS, weight // _HOPS + besides, INF_PS)
+
+    def _transposes(self, kind: str, axis: int, i: NDArray[np.int64], j: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Bytes that the transposes around collectives from layouts at i to layouts at j read and write.
+
+        `axis`: one of those that are moved.
+        """
+        sizes, shape, ndim = np.array(self.mesh.sizes), self.shape, len(self.shape)
+        before, after = (decode(self.codes[at], ndim, self.mesh.ndim) for at in (i, j))
+
+        def outer(rows: NDArray[np.int8], dim: NDArray[np.int8]) -> NDArray[np.bool_]:
+            """Whether a dimension is the outermost: all before it are single."""
+            local = np.stack([shape[d] // np.where(rows == d, sizes, 1).prod(axis=1) for d in range(ndim)], axis=1)
+            return (np.where(np.arange(ndim) < dim[:, None], local, 1) == 1).all(axis=1)
+
+        if kind in ("all-gather", "reduce-scatter"):
+            split, whole, dims = (i, j, before) if kind == "all-gather" else (j, i, after)
+            read, made, sent = self._strides
+            alone, fused = (read, sent) if kind == "all-gather" else (made, False)
+            strided = np.array([d in alone for d in range(ndim)]) | ((np.array(shape) > 1).sum() < 3)
+            moved = np.where(strided[dims[:, axis]], 0, self.local_bytes[whole])
+            moved += 0 if fused else self.local_bytes[split]
+            return np.where(outer(before, dims[:, axis]), 0, 2 * moved)
+        if kind == "all-to-all":
+            both = ~outer(before, after[:, axis]) * 1 + ~outer(after, before[:, axis])
+            return 2 * self.local_bytes[i] * both
+        return np.zeros(len(i), np.int64)
+
+    def _along(self, single: NDArray[np.float64]) -> NDArray[np.int64]:
+        """What single steps take, summed along every path."""
+        total = np.zeros(single.shape, np.int64)
+        ends = np.broadcast_to(np.arange(len(single)), single.shape)
+        here = np.broadcast_to(np.arange(len(single))[:, None], single.shape)
+        while True:
+            following = np.where(here == ends, ends, self._next[here, ends])
+            going = (following >= 0) & (following != here)
+            if not going.any():
+                return total
+            total += np.where(going, single[here, following], 0).astype(np.int64)
+            here = np.where(going, following, ends)
+
+    def _singles(self, *kinds: str) -> list[tuple[_Moves, int, int]]:
+        """Every single step of these kinds, with the positions of its ends."""
+        kind = np.array([moves.kind in kinds for moves in self._moves])
+        at = np.argwhere((self._move >= 0) & kind[self._move])
+        return [(self._moves[self._move[i, j]], i, j) for i, j in at.tolist()]
+
+    def _slice_for_good(self, single: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
+        """Makes every path slice along axes alone that split its end, too, and gather those only where it must."""
+        split = decode(self.codes, len(self.shape), self.mesh.ndim) >= 0
+        steps = self._singles("slice", "all-gather")
+        for axes in np.unique(split, axis=0):
+            allowed = single.copy()
+            ends = np.flatnonzero((split == axes).all(axis=1))
+            for moves, i, j in steps:
+                if moves.kind == "slice" and not axes[moves.axes[0]]:
+                    allowed[i, j] = INF_PS
+            gathering = allowed.copy()
+            for moves, i, j in steps:
+                if moves.kind == "all-gather" and axes[list(moves.axes)].any():
+                    allowed[i, j] = INF_PS
+            least, following = _shortest(allowed)
+            least, following = least[:, ends], following[:, ends]
+            while (left := np.flatnonzero((least >= INF_PS).any(axis=1))).size:
+                through = gathering[left][:, :, None] + least[None]
+                found = (through.min(axis=1) < INF_PS) & (least[left] >= INF_PS)
+                if not found.any():
+                    break
+                following[left] = np.where(found, through.argmin(axis=1), following[left])
+                least[left] = np.where(found, through.min(axis=1), least[left])
+            weight[:, ends], self._next[:, ends] = least, following
+
+    def _scatter_sums(self, single: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
+        """Makes no path all-reduce a sum that is cut at once along axes of the sum, in one dimension.
+
+        XLA:GPU makes a reduce-scatter of that, and an all-reduce over the other axes.
+        """
+        rows = decode(self.codes, len(self.shape), self.mesh.ndim)
+        kind = np.array([moves.kind for moves in self._moves])[self._move]
+        for i in np.flatnonzero((rows == SUM).any(axis=1)):
+            scatters = np.flatnonzero((self._move[i] >= 0) & (kind[i] == "reduce-scatter"))
+            (whole,) = np.flatnonzero((self._move[i] >= 0) & (kind[i] == "all-reduce"))
+            if not len(scatters):
+                continue
+            through = single[i, scatters, None] + weight[scatters]
+            least, first = through.min(axis=0), scatters[through.argmin(axis=0)]
+            ends = rows[:, rows[i] == SUM]
+            dim = ends.max(axis=1, keepdims=True)
+            cut = (self._next[i] == whole) & (weight[whole] == 0) & (dim[:, 0] >= 0) & (least < INF_PS)
+            cut &= ((ends == dim) | (ends == WHOLE)).all(axis=1)
+            weight[i, cut], self._next[i, cut] = least[cut], first[cut]
+
+    def _finish_sums(self, single: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
+        """Makes every path from a pending sum begin with its all-reduce, or be its reduce-scatter and slices.
+
+        It is scattered over all axes along which the end is split, if they split one dimension.
+        """
+        whole_over = decode(self.codes, len(self.shape), self.mesh.ndim) == WHOLE
+        first: dict[int, list[tuple[_Moves, int]]] = {}
+        for moves, i, k in self._singles("all-reduce", "reduce-scatter"):
+            first.setdefault(i, []).append((moves, k))
+        for i, steps in first.items():
+            whole = next(k for moves, k in steps if moves.kind == "all-reduce")
+            weight[i] = np.minimum(single[i, whole] + weight[whole], INF_PS)
+            weight[i, i] = 0
+            self._next[i] = np.where(weight[i] < INF_PS, whole, -1)
+            for moves, k in steps:
+                if moves.kind == "reduce-scatter":  # and slices alone, which cost nothing
+                    ends = (weight[k] == 0) & whole_over[:, list(moves.rest)].all(axis=1)
+                    weight[i, ends], self._next[i, ends] = single[i, k], k
+
+    def _names(self, axes: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple(self.mesh.names[a] for a in axes)
+
+    def at(self, codes: Codes) -> NDArray[np.int64]:
+        """Positions of codes in this table."""
+        return np.searchsorted(self.codes, codes)
+
+    def path(self, source: int, target: int) -> tuple[Step, ...]:
+        i, j = (int(p) for p in self.at(np.array([source, target])))
+        if self.ps[i, j] >= INF_PS:
+            raise ValueError(f"no resharding from code {source} to {target} of {self.shape}")
+        steps: list[Step] = []
+        while i != j:
+            k = int(self._next[i, j])
+            moves = self._moves[self._move[i, k]]
+            size = 0 if moves.kind == "slice" else int(self.local_bytes[k if moves.kind == "all-gather" else i])
+            axes, transposed, after = self._names(moves.axes), int(self._transposed[i, k]), int(self.codes[k])
+            if moves.rest:
+                after = self._pending(k, moves.rest)
+            steps.append(Step(moves.kind, axes, size, after, transposed))
+            if moves.rest:
+                left = int(self.local_bytes[self.at(np.array([after]))[0]])
+                steps.append(Step(moves.ends, self._names(moves.rest), left, int(self.codes[k])))
+            i = k
+        return tuple(steps)
+
+    def _pending(self, position: int, rest: tuple[int, ...]) -> int:
+        """The code at a position before sums over the axes `rest` are finished."""
+        row = decode(self.codes[position], len(self.shape), self.mesh.ndim).copy()
+        row[list(rest)] = SUM
+        return int(encode(row, len(self.shape)))
+
+
+@cache
+def _moves(ndim: int, alike: tuple[int, ...], *, scatters_whole: bool, in_parts: bool) -> tuple[_Moves, ...]:
+    """Every single step between layouts of `ndim` dimensions, dividing or not.
+
+    Args:
+      ndim: of the value.
+      alike: mesh axis → the first axis of its size.
+      scatters_whole: as of the machine.
+      in_parts: whether sums are scattered over some axes and finished over the others.
+    """
+    axes = range(len(alike))
+    rows = decode(np.arange((ndim + 2) ** len(alike)), ndim, len(alike))
+    sums = rows == SUM
+    reduced = ~sums.any(axis=1)
+    last = [np.where(rows == d, axes, -1).max(axis=1, initial=-1) for d in range(ndim)]  # the minor-most axis, or −1
+    found: dict[tuple[str, tuple[int, ...], str, tuple[int, ...]], list[tuple[Codes, Codes, Codes]]] = {}
+
+    def add(
+        kind: str,
+        over: tuple[int, ...],
+        which: NDArray[np.bool_],
+        *to: tuple[Sequence[int], int],
+        rest: tuple[int, ...] = (),
+        onto: int = WHOLE,
+    ) -> None:
+        after = rows[which]
+        for moved, place in to:
+            after[:, moved] = place
+        between = encode(after, ndim)
+        after[:, rest] = onto
+        ends = "" if not rest else "all-reduce" if onto == WHOLE else "reduce-scatter"
+        found.setdefault((kind, over, ends, rest), []).append((np.flatnonzero(which), between, encode(after, ndim)))
+
+    for over in _subsets(axes):
+        inside = np.isin(axes, over)
+        # A pin makes the partitioner finish every pending sum at once: over all axes together here, over those
+        # that are not scattered right behind the scatter below.
+        add("all-reduce", over, (sums == inside).all(axis=1), (over, WHOLE))
+        if scatters_whole or len(over) < len(alike):
+            rests: list[tuple[int, ...]] = [(), *_subsets([a for a in axes if in_parts and a not in over])]
+            for rest in rests:
+                pending = (sums == np.isin(axes, over + rest)).all(axis=1)
+                for d in range(ndim):
+                    add("reduce-scatter", over, pending & (last[d] < over[0]), (over, d), rest=rest)
+                for d, e in permutations(range(ndim), 2) if rest else ():
+                    free = (last[d] < over[0]) & (last[e] < rest[0])
+                    add("reduce-scatter", over, pending & free, (over, d), rest=rest, onto=e)
+        for d in range(ndim):
+            minor = reduced & (rows[:, over] == d).all(axis=1)  # exactly the minor-most axes of d
+            minor &= ~((rows == d) & ~inside)[:, over[0] :].any(axis=1)
+            add("all-gather", over, minor, (over, WHOLE))
+            for e in range(ndim):
+                if e != d:
+                    add("all-to-all", over, minor & (last[e] < over[0]), (over, e))
+    for a, d in product(axes, range(ndim)):
+        whole = reduced & (rows[:, a] == WHOLE)
+        add("slice", (a,), whole & (last[d] < a), ([a], d))
+        for b in (b for b in axes if b != a and alike[b] == alike[a]):
+            others = ((rows == d) & (np.array(axes) != b))[:, a:].any(axis=1)  # of d, minor to a
+            replaced = whole & (last[d] == b) & ~others
+            add("collective-permute", tuple(sorted((a, b))), replaced, ([b], WHOLE), ([a], d))
+    return tuple(
+        _Moves(kind, over, ends, rest, *(np.concatenate(codes) for codes in zip(*parts, strict=True)))
+        for (kind, over, ends, rest), parts in found.items()
+    )
+
+
+def _subsets(axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Every one but the empty, small ones first."""
+    return chain.from_iterable(combinations(axes, count) for count in range(1, len(axes) + 1))
+
+
+def _scatters(shape: tuple[int, ...], after: Codes, over: tuple[int, ...], mesh: MeshAxes) -> NDArray[np.bool_]:
+    """Whether XLA:TPU makes a reduce-scatter of a sum over mesh axes that ends in each of some layouts.
+
+    Arrays lie in tiles of 8 x 128 of their last two dimensions. Along the last but one whole tiles
+    are scattered, along the last any number but one. Of the dimensions before them, what is outermost
+    is, and what is longer than the last but one, whose place in the tiles it then takes (libtpu 0.0.51,
+    compiled for v5e:4x4, values of two to four dimensions).
+    """
+    ndim, sizes = len(shape), np.array(mesh.sizes)
+    rows = decode(after, ndim, mesh.ndim)
+    pieces = np.stack([np.where(rows == d, sizes, 1).prod(axis=1) for d in range(ndim)], axis=1)
+    local = np.array(shape) // pieces  # (layouts, ndim), of what is left of a scattered one
+    dim = rows[:, over[0]].astype(np.int64)
+    left = np.take_along_axis(local, dim[:, None], axis=1)[:, 0]
+    before = left * int(sizes[list(over)].prod())
+    outermost = np.array([row[:d].prod() == 1 for row, d in zip(local, dim, strict=True)], bool)
+    if ndim < 2:
+        return np.ones(len(after), bool)
+    return np.select(
+        [dim == ndim - 1, dim == ndim - 2],
+        [left != _LANES, left >= _SUBLANES],
+        outermost | (before > local[:, ndim - 2]),
+    )
+
+
+def _shortest(weight: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Least weights between all pairs, and the first step on each way (Floyd and Warshall)."""
+    following = np.where(weight < INF_PS, np.arange(len(weight))[None, :], -1).astype(np.int32)
+    weight = weight.copy()
+    for via in range(len(weight)):
+        through = weight[:, via, None] + weight[None, via, :]
+        better = through < weight
+        np.copyto(weight, through, where=better)
+        np.copyto(following, following[:, via, None].copy(), where=better)
+    return weight, following

@@ -1,0 +1,72 @@
+"""Sharing: which uses of a value XLA:TPU gathers it for at once.
+
+Of two equal gathers libtpu keeps both if they are far apart, so that the gathered value need not
+live in between: if the longest ways from the users of the one and of the other to the end of the
+computation differ by more than a threshold (openxla/xla schedule_aware_collective_ops_cse.cc). In
+a program of unrolled layers most weights are gathered once more for the backward pass.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from autoshard.costs.compute import CONSTRAINT, is_contraction
+from autoshard.ir.graph import Graph
+
+# In equations of a jaxpr. libtpu 0.0.51 shares a gather between uses that are 76 or 85 apart (weights of
+# mlp-8k, and of llama3-8b's backward loop, `benchmarks.verification`), 0.0.52 one between those that are 104
+# apart (what one layer of mixtral gives its head), and none between those that are 110 apart (of mixtral's
+# last layer). The pass's own tests have 100, in instructions.
+NEAR = 107
+
+
+# Uses that are no farther apart are in one group by any count of instructions: of llama3-8b's backward loop libtpu
+# 0.0.52 gathers `wk` (82) once for v5e:4x4 and v5p:4x4x2, `wq` (85) for the first alone.
+SURE = 82
+
+
+def groups(graph: Graph) -> dict[int, tuple[tuple[int, ...], ...]]:
+    """Value → the contractions that use it, in groups that share a gather; of values that have several groups."""
+    found: dict[int, tuple[tuple[int, ...], ...]] = {}
+    for value, uses in _uses(graph):
+        parts: list[list[int]] = [[e] for e, _ in uses[:1]]
+        for (_, before), (e, height) in pairwise(uses):
+            if before - height > NEAR:
+                parts.append([])
+            parts[-1].append(e)
+        if len(parts) > 1:
+            found[value] = tuple(sorted(tuple(sorted(part)) for part in parts))
+    return found
+
+
+def doubtful(graph: Graph) -> frozenset[int]:
+    """Values with uses in one group that are so far apart that libtpu, by its own instructions, may see two.
+
+    Pinned where they are gathered they are gathered once.
+    """
+    return frozenset(
+        value
+        for value, uses in _uses(graph)
+        if any(SURE < before - height <= NEAR for (_, before), (_, height) in pairwise(uses))
+    )
+
+
+def _uses(graph: Graph) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """Every value that contractions use: these and their heights, the highest first."""
+    heights = _heights(graph)
+    for value, uses in graph.consumers().items():
+        equations = sorted({e for e, _ in uses if is_contraction(graph.eqns[e])}, key=lambda e: -heights[e])
+        yield value, [(e, heights[e]) for e in equations]
+
+
+def _heights(graph: Graph) -> Sequence[int]:
+    """Of every equation, the equations on the longest way from it to the end of its loop's body, or of the program.
+
+    Constraints are no instructions of the partitioned program.
+    """
+    heights = [0] * len(graph.eqns)
+    consumers = graph.consumers()
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        users = {u for v in graph.results[e] for u, _ in consumers.get(v, ()) if graph.loop_of[u] == graph.loop_of[e]}
+        own = graph.eqns[e].primitive != CONSTRAINT
+        heights[e] = max((heights[u] for u in users), default=0) + own
+    return heights

@@ -1,0 +1,81 @@
+"""Strides: the dimensions of a value that contractions read, or write, by a stride of their own.
+
+A matmul has three groups of dimensions per operand: those of its batch, those that it contracts, those
+that are free. It takes every group as one dimension, wherever in memory, if the group's own lie there in
+their order. So an array may lie with any one dimension outermost that is a group by itself, and XLA:GPU
+transposes no such array for a collective along it, however many dimensions it has: experts' weights
+[expert, in, out] along each, heads' [head, width, out] along the last, but not along the second.
+
+The pieces of weights that are gathered are transposed by the kernels that make them: casts, slices of
+a stack. Not so the pieces that come from a scatter: where they meet what lies otherwise, all of that may be
+transposed (the moments of gemma-7b's embedding, on 16 H100).
+"""
+
+from collections.abc import Mapping, Sequence
+
+from autoshard.costs.resharding import Strides
+from autoshard.ir.graph import Eqn, Graph
+
+_STACKS = frozenset({"loop_slice", "loop_stack"})
+_SAME = frozenset({"convert_element_type", "sharding_constraint", "loop_const"})  # keep all dimensions
+
+
+def strides(graph: Graph) -> Mapping[int, Strides]:
+    """The strides of a graph's weights (its inputs, and casts and slices of them) and of what its matmuls make."""
+    read: dict[int, frozenset[int]] = dict.fromkeys(graph.outputs, frozenset())
+    made: dict[int, frozenset[int]] = {}
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        eqn = graph.eqns[e]
+        through = read.get(graph.results[e][0]) if graph.results[e] else None
+        for i, v in enumerate(graph.operands[e]):
+            dims = _read(eqn, i, through)
+            if dims is not None:
+                read[v] = read[v] & dims if v in read else dims
+    for e, eqn in enumerate(graph.eqns):
+        if eqn.primitive == "dot_general":
+            made[graph.results[e][0]] = _result(eqn)
+        elif eqn.primitive in _SAME | {"transpose"} and graph.operands[e][0] in made:
+            dims = made[graph.operands[e][0]]
+            order = eqn.params["permutation"] if eqn.primitive == "transpose" else range(eqn.results[0].ndim)
+            made[graph.results[e][0]] = frozenset(d for d, old in enumerate(order) if old in dims)
+    nothing = frozenset[int]()
+    found = {v: Strides(made=dims) for v, dims in made.items()}
+    weights, sent = set(graph.inputs), set[int]()
+    for e, eqn in enumerate(graph.eqns):
+        if eqn.primitive in _SAME | {"transpose", "loop_slice"} and graph.operands[e][0] in weights:
+            weights.update(graph.results[e])
+            if eqn.primitive in ("convert_element_type", "loop_slice") or graph.operands[e][0] in sent:
+                sent.update(graph.results[e])
+    found.update((v, Strides(read=read.get(v, nothing), sent=v in sent)) for v in weights)
+    return found
+
+
+def _read(eqn: Eqn, i: int, through: frozenset[int] | None) -> frozenset[int] | None:
+    """The dimensions of its operand i that whoever reads it, at last, has by themselves; None if nobody does."""
+    if eqn.primitive == "dot_general":
+        (contracting, batch) = eqn.params["dimension_numbers"]
+        shape = eqn.operands[i].shape
+        free = [d for d in range(len(shape)) if d not in contracting[i] and d not in batch[i]]
+        return frozenset(d for group in (contracting[i], batch[i], free) for d in _single(group, shape))
+    if eqn.primitive in _SAME:
+        return through
+    if eqn.primitive == "loop_slice" and through is not None:
+        return frozenset(d + 1 for d in through)
+    if eqn.primitive == "transpose" and through is not None:
+        return frozenset(old for d, old in enumerate(eqn.params["permutation"]) if d in through)
+    return None if eqn.primitive in _STACKS | {"transpose"} else frozenset()
+
+
+def _result(eqn: Eqn) -> frozenset[int]:
+    """The dimensions of a matmul's result that are groups by themselves: batch, free of the left, free of the right."""
+    (contracting, batch) = eqn.params["dimension_numbers"]
+    shape, batched = eqn.results[0].shape, len(batch[0])
+    left = eqn.operands[0].ndim - len(contracting[0])
+    groups = (range(batched), range(batched, left), range(left, len(shape)))
+    return frozenset(d for group in groups for d in _single(group, shape))
+
+
+def _single(group: Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The one dimension of a group that is more than 1, if there is just one."""
+    wide = tuple(d for d in group if shape[d] > 1)
+    return wide if len(wide) == 1 else ()

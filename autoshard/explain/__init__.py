@@ -1,0 +1,1 @@
+"""Why a plan is as it is: the runner-up, attribution, sensitivity, differences."""

@@ -1,0 +1,319 @@
+"""Flips: at which link rate, memory, batch or sequence a decision turns.
+
+One number is changed, and the program planned again: outward by factors of two, then by
+bisection. A decision has turned where keeping its layout costs more than the certificate
+can tell apart; of layouts that tie none is a turn. Numbers of the hardware change prices
+alone. A batch or a sequence changes the program, so whoever asks says how it is planned
+at another one.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from math import gcd
+from typing import Any
+
+import numpy as np
+
+from autoshard.backends import devices
+from autoshard.costs.resharding import Resharder
+from autoshard.errors import AutoshardError, InfeasibleError, SpecError
+from autoshard.explain.runner_up import choice_text, decided, solved
+from autoshard.planner.pipeline import SETTLE_S, PlanningResult
+from autoshard.planner.search_space import OPTIMIZER_BYTES
+from autoshard.problem.assignment import Assignment
+from autoshard.problem.decision_builder import decide
+from autoshard.problem.decisions import Decisions
+from autoshard.problem.formulation import Formulation, formulate
+from autoshard.problem.network import INF, Int
+from autoshard.solver import Evaluation, evaluate
+from cost_models import Hardware, Machine
+
+FACTOR = 16.0  # how far from its present value a number of the hardware is varied
+SIZE_FACTOR = 8.0  # and how far a batch or a sequence
+STEPS = 4  # bisections between two powers of two: to 2^(1/16), 4%
+LIMIT_S = 6.0  # of the solver, for one value
+UNTOLD = 0.02  # gap of a plan that says nothing of its layouts
+TIED = 1e-3  # layouts whose steps differ by less are equally good
+
+Varied = Mapping[str, tuple[int, Callable[[int], PlanningResult]]]
+"""Name → its present value, and the plan at another one.
+
+The function raises InfeasibleError where nothing fits, and SpecError where there is no
+such program, beyond which nothing is tried.
+"""
+
+
+class UnprovenError(AutoshardError):
+    """The plan at a value is not proven well enough to tell its layouts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Met:
+    """Solutions found so far, of programs with the same decisions: every search begins with them.
+
+    Attributes:
+      sizes: the number of choices per decision.
+      choices: one per decision.
+    """
+
+    sizes: tuple[int, ...]
+    choices: list[Int]
+
+    @staticmethod
+    def by(planned: PlanningResult) -> "Met":
+        """The solution of one plan."""
+        return Met(sizes=_sizes(planned.assignment.decisions), choices=[planned.assignment.choice])
+
+    def of(self, formulation: Formulation) -> list[Int]:
+        """The solutions for a formulation's problem; none if its decisions are others."""
+        return [*map(formulation.write, self.choices)] if _sizes(formulation.decisions) == self.sizes else []
+
+    def add(self, formulation: Formulation, choice: Int) -> None:
+        """Takes a solution up, a choice per decision, if its decisions are the same."""
+        if _sizes(formulation.decisions) == self.sizes:
+            self.choices.append(choice)
+
+
+def _sizes(decisions: Decisions) -> tuple[int, ...]:
+    return tuple(map(len, decisions.nodes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    """Where a decision turns: at `at` it becomes `layout`; None if nothing turns it within the `range` tried.
+
+    It ends where there is no such program, or none whose plan is proven well enough.
+    """
+
+    number: str
+    now: float
+    at: float | None
+    layout: str
+    range: tuple[float, float]
+
+
+def turning_points(
+    planned: PlanningResult,
+    hardware: Hardware,
+    pattern: str | None = None,
+    *,
+    at: str | None = None,
+    varied: Varied | None = None,
+) -> tuple[Flip, ...]:
+    """The link rates, the memory and the sizes at which the first decision that is asked for turns.
+
+    Args:
+      planned: the plan with its problem.
+      hardware: that it was made for.
+      pattern: as in `explain`.
+      at: as in `explain`.
+      varied: sizes of the program, such as its batch.
+    """
+    layout = _layout(planned, pattern, at)
+    met = Met.by(planned)
+    found = partial(lies, pattern=pattern, at=at, layout=layout, met=met)
+    again = partial(_again, planned, hardware, met=met)
+    flips: list[Flip] = []
+    for role, link in hardware.chip.links.items():
+        key = "one_way_bytes_per_s"
+        crossed = any(dim.level == role and dim.size > 1 for dim in hardware.topology.dimensions)
+        if key not in link.numbers or not crossed:
+            continue
+
+        def rated(rate: float, role: str = role) -> str | None:
+            other = hardware.replaced("varied", **{f"{role}__one_way_bytes_per_s": rate})
+            machine = other.place(planned.record.mesh.shape)
+            return found(partial(again, machine, planned.record.memory.limit_bytes))
+
+        now = link.numbers[key].value
+        flips.append(flip(f"{role}.{key}", now, layout, rated, (now / FACTOR, now * FACTOR)))
+    limit = float(planned.record.memory.limit_bytes)
+    flips.append(
+        flip(
+            "memory_bytes",
+            limit,
+            layout,
+            lambda nbytes: found(partial(again, None, int(nbytes))),
+            (limit / FACTOR, limit),
+        )
+    )
+    for name, (size, plan_at) in (varied or {}).items():
+        flips.append(
+            flip(
+                name,
+                size,
+                layout,
+                lambda value, plan_at=plan_at: found(partial(plan_at, int(value))),
+                (size / SIZE_FACTOR, size * SIZE_FACTOR),
+                whole=gcd(size, planned.record.mesh.size),
+            )
+        )
+    return tuple(flips)
+
+
+def flip(
+    number: str,
+    now: float,
+    layout: str,
+    layout_at: Callable[[float], str | None],
+    bounds: tuple[float, float],
+    *,
+    whole: int | None = None,
+) -> Flip:
+    """The value nearest to `now` at which `layout_at` gives another layout (None: nothing fits).
+
+    Args:
+      number: what is varied.
+      now: its value.
+      layout: at that value.
+      layout_at: the layout at another; SpecError where there is none to try, UnprovenError where none is known.
+      bounds: how far it is varied.
+      whole: what every value is a multiple of, but for halves of `now`; None for real numbers.
+    """
+    best: tuple[float, str] | None = None
+    tried = [now]
+    for step in (0.5, 2.0):
+        same, value = now, now * step
+        while bounds[0] * 0.999 <= value <= bounds[1] * 1.001 and (whole is None or value == int(value)):
+            try:
+                found = layout_at(value)
+            except (SpecError, UnprovenError):
+                break
+            tried.append(value)
+            if found != layout:
+                value, turned = _between(same, value, found, layout, layout_at, whole)
+                nearer = best is None or abs(np.log(value / now)) < abs(np.log(best[0] / now))
+                best = (value, turned or "nothing fits") if nearer else best
+                break
+            same, value = value, value * step
+    return Flip(
+        number=number,
+        now=now,
+        at=None if best is None else best[0],
+        layout="" if best is None else best[1],
+        range=(min(tried), max(tried)),
+    )
+
+
+def _between(
+    same: float,
+    value: float,
+    turned: str | None,
+    layout: str,
+    layout_at: Callable[[float], str | None],
+    whole: int | None,
+) -> tuple[float, str | None]:
+    """The turn between two values, closer: bisected in the logarithm."""
+    for _ in range(STEPS):
+        middle = (same * value) ** 0.5
+        if whole is not None:
+            middle = float(round(middle / whole) * whole)
+        if not min(same, value) < middle < max(same, value):
+            break
+        try:
+            found = layout_at(middle)
+        except (SpecError, UnprovenError):
+            break
+        if found == layout:
+            same = middle
+        else:
+            value, turned = middle, found
+    return value, turned
+
+
+def _layout(planned: PlanningResult, pattern: str | None, at: str | None) -> str:
+    node = next(iter(decided(planned, pattern, at).values()))[0]
+    return choice_text(planned.assignment, node, int(planned.assignment.choice[node]))
+
+
+def lies(
+    plan: Callable[[], PlanningResult], pattern: str | None, at: str | None, layout: str, met: Met | None = None
+) -> str | None:
+    """How the decision lies in another plan: as before, if that is as good; None if nothing fits.
+
+    Raises:
+      UnprovenError: the plan is too far from its bound, or it is open what the layout as before would cost.
+    """
+    try:
+        planned = plan()
+    except InfeasibleError:
+        return None
+    if planned.solution.gap > UNTOLD:
+        raise UnprovenError(f"a plan within {planned.solution.gap:.1%} of its bound says nothing of its layouts")
+    found = _layout(planned, pattern, at)
+    if found == layout:
+        return layout
+    c, nodes = next(iter(decided(planned, pattern, at).items()))
+    problem = planned.formulation.problem
+    first, last = int(problem.start[c]), int(problem.start[c + 1])
+    kept = [k for k in range(last - first) if choice_text(planned.assignment, nodes[0], k) == layout]
+    if not kept:
+        return found
+    cost = problem.cost.copy()
+    cost[first:last] = INF
+    cost[first + kept[0]] = problem.cost[first + kept[0]]
+    tied = max(TIED, planned.solution.gap)  # what is not proven cannot be told apart
+    most = planned.solution.objective * (1 + tied)
+    kept_problem = replace(problem, cost=cost)
+    known = [] if met is None else met.of(planned.formulation)
+    if any(_at_most(evaluate(kept_problem, choice), most) for choice in known):
+        return layout
+    solution = solved(planned, kept_problem, time_limit_s=LIMIT_S, settle_s=SETTLE_S, cutoff=lambda: most, known=known)
+    if solution.found and solution.objective <= most:
+        return layout
+    if solution.found and solution.bound < most:
+        raise UnprovenError(f"whether {layout} costs more is not proven")
+    return found
+
+
+def _at_most(priced: Evaluation, most: float) -> bool:
+    return priced.feasible and priced.objective is not None and priced.objective <= most
+
+
+def _again(
+    planned: PlanningResult, hardware: Hardware, machine: Machine | None, memory_bytes: int, *, met: Met
+) -> PlanningResult:
+    """The same program on another machine or in other memory.
+
+    Args:
+      planned: the program's plan.
+      hardware: that it was made for.
+      machine: None for the plan's own.
+      memory_bytes: the limit.
+      met: solutions found so far; its own is added.
+
+    Raises:
+      InfeasibleError: nothing fits.
+    """
+    formulation = planned.formulation
+    if machine is None:
+        formulation = replace(formulation, problem=replace(formulation.problem, usage_limit=memory_bytes))
+    else:
+        setting, d = planned.setting, planned.assignment.decisions
+        held = dict.fromkeys(setting.gradient.gradient_of, OPTIMIZER_BYTES) if setting.gradient else {}
+        resharder = Resharder(d.mesh, machine, outermost=planned.assignment.resharder.outermost)
+        constraints = [e for e, eqn in enumerate(d.graph.eqns) if eqn.primitive == "sharding_constraint"]
+        codes: Any = [node.codes for node in d.nodes]  # all that were allowed; inputs and outputs have codes
+        d = decide(
+            d.graph,
+            d.mesh,
+            machine,
+            tied=setting.tied,
+            donated=frozenset(planned.record.donated),
+            input_pins={i: codes[n] for i, n in enumerate(d.inputs)},
+            output_pins={o: codes[n] for o, n in enumerate(d.outputs)},
+            equation_pins={e: codes[d.node_of[e]] for e in constraints},
+            held_bytes=held,
+            unknown="replicate",
+            platform=devices.platform(hardware.name),
+        )
+        formulation = formulate(d, resharder, memory_bytes=memory_bytes)
+    known = met.of(formulation)
+    solution = solved(planned, formulation.problem, time_limit_s=LIMIT_S, settle_s=SETTLE_S, known=known)
+    if not solution.found:
+        raise InfeasibleError(f"nothing fits {memory_bytes / 1e9:.3g} GB per device")
+    choice = formulation.read(solution.choice)
+    met.add(formulation, choice)
+    assignment = Assignment(decisions=formulation.decisions, resharder=formulation.resharder, choice=choice)
+    return replace(planned, formulation=formulation, solution=solution, assignment=assignment)

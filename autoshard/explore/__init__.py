@@ -1,0 +1,1 @@
+"""Many candidates: meshes, pipelines, serving; their processes and their ranking."""

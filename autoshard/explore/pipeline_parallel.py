@@ -1,0 +1,436 @@
+"""Stages: a share of the layers planned on its part of the devices, and run as a pipeline.
+
+A stack of equal layers that p stages share evenly is p times the same program: the train
+step of ⌈L/p⌉ layers, its gradients accumulated over M micro-batches. That program is
+planned on the mesh of one stage, whose links are those it has among all devices. Its
+seconds divide into what a layer takes, what the ends of the model take (embedding and
+logits), and what a step takes once (the sums of gradients, the optimizer)::
+
+    step = M · busy · (1 + (p − 1) / (v · M)) + once + hand-overs that did not hide
+
+`busy` is one micro-batch in the busiest stage: a stage of layers alone, or the last one,
+which has the ends too, and a layer less where L leaves room for it. v chunks of layers
+per stage shorten the bubble and lengthen the hand-overs. Between stages a device holds
+what backward needs of every micro-batch in flight.
+
+Sources: Huang et al. 2019 (GPipe, arXiv:1811.06965); Narayanan et al. 2021 (1F1B and
+interleaving, arXiv:2104.04473); Korthikanti et al. 2022, section 4.2.3 (activations in
+flight of an interleaved schedule, arXiv:2205.05198).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+
+from autoshard.backends import devices
+from autoshard.costs.strategies import layout_of
+from autoshard.errors import InfeasibleError, SpecError
+from autoshard.explore.builder import load_target
+from autoshard.ir import arguments, trace
+from autoshard.ir.accumulation import accumulate
+from autoshard.ir.mesh import MeshAxes
+from autoshard.planner import pipeline
+from autoshard.planner.pipeline import Budget, PlanningResult
+from autoshard.planner.record import PlanRecord
+from autoshard.planner.requested_shardings import AUTO, read_shardings
+from autoshard.planner.search_space import build_search_space
+from autoshard.problem.assignment import Assignment
+from autoshard.problem.decisions import Decisions, Usage
+from cost_models import Hardware, Machine
+from cost_models.closed_forms.layout_search import Priced
+from cost_models.closed_forms.training_layout import TrainingLayout
+
+Schedule = Literal["no pipeline", "GPipe", "1F1B", "interleaved"]
+
+CHUNKS = (2, 4, 8)  # of an interleaved schedule
+ENTRIES = ("loop_const", "loop_carry", "loop_slice")  # links into a loop's body
+STAGE_AXIS = "pipeline"  # as TrainingLayout.mesh names it
+
+# How a closed form's recomputation is written in a program: its "minimal" keeps what
+# matmuls give, as the policy `dots` does; what is kept least comes last.
+REMATS: Mapping[str, tuple[str, ...]] = {
+    "none": ("none", "dots", "full"),
+    "minimal": ("dots", "full"),
+    "mlp": ("dots", "full"),
+    "full": ("full",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Where a stage program's seconds go, all micro-batches together, and what is in flight.
+
+    Attributes:
+      layers_s: in the loops over layers, forward and backward.
+      ends_s: in the rest of the loop over micro-batches.
+      once_s: outside of it.
+      saved_bytes: what backward needs of one micro-batch, per device.
+      in_flight: micro-batches of which it was counted in the plan's memory.
+      handed_bytes: what a stage hands to the next of one micro-batch, per device.
+    """
+
+    layers_s: float
+    ends_s: float
+    once_s: float
+    saved_bytes: int
+    in_flight: float
+    handed_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """A pipeline of planned stages.
+
+    Attributes:
+      priced: the closed form's layout and step, which it was planned for.
+      record: the plan of one stage's program.
+      schedule: of the pipeline.
+      chunks: of layers per stage; 1 but for an interleaved schedule.
+      microbatches: of one step.
+      remat: what the program recomputes.
+      step_s: predicted.
+      parts: where it goes; they add up to it.
+      peak_bytes: per device, of the fullest stage.
+    """
+
+    priced: Priced
+    record: PlanRecord
+    schedule: Schedule
+    chunks: int
+    microbatches: int
+    remat: str
+    step_s: float
+    parts: Mapping[str, float]
+    peak_bytes: int
+
+    @property
+    def stages(self) -> int:
+        return self.priced.layout.pipeline
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization, with the closed form's model FLOPs (causal half of attention)."""
+        step = self.priced.step
+        return step.model_flops / (self.step_s * step.devices * step.peak_flops_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Builder:
+    """How stage programs are made.
+
+    `target` names a builder that takes `layers`, `batch`, `sequence`, `remat` and
+    `value_and_grad` (which takes the place of `jax.value_and_grad`); `keywords` are
+    further arguments. Its layers are in a loop.
+    """
+
+    target: str
+    keywords: Mapping[str, Any]
+    layers: int
+    sequences: int
+    sequence: int
+
+
+def pipelined(
+    builder: Builder,
+    priced: Sequence[Priced],
+    hardware: Hardware,
+    *,
+    memory_bytes: float | None = None,
+    time_limit_s: float = 60.0,
+    rel_gap: float = 2e-3,
+) -> tuple[Staged, ...]:
+    """Plans the stages of each layout that a closed form proposes; the fastest first.
+
+    Args:
+      builder: of stage programs.
+      priced: the proposals; only their mesh, micro-batch and recomputation are taken, and
+        those that differ in nothing else are planned once.
+      hardware: all devices.
+      memory_bytes: per device; what the hardware's file says is usable if None.
+      time_limit_s: of the solver, per plan.
+      rel_gap: of the solver.
+
+    Raises:
+      InfeasibleError: no stage of any proposal fits.
+      SpecError: the program's layers are in no loop.
+    """
+    limit = int(hardware.usable_memory_bytes if memory_bytes is None else memory_bytes)
+    found: list[Staged] = []
+    alike: dict[tuple[Any, ...], Priced] = {}
+    for one in priced:
+        alike.setdefault(_proposal(one.layout), one)
+    for one in alike.values():
+        budget = Budget(memory_bytes=limit, time_limit_s=time_limit_s, rel_gap=rel_gap)
+        fitting: list[Staged] = []
+        for remat in REMATS[one.layout.remat]:
+            more = list(_with_remat(builder, one, hardware, remat, budget))
+            fitting += more
+            if len(more) == len(_parts(one.layout)):
+                break  # recomputing more only takes longer
+        if fitting:
+            found.append(min(fitting, key=_order))
+    if not found:
+        raise InfeasibleError(
+            f"none of {len(alike)} layouts fits with planned stages\n"
+            "  take more chips (--chips), more proposals (--rows), or raise --memory"
+        )
+    return tuple(sorted(found, key=_order))
+
+
+def _order(staged: Staged) -> tuple[float, int]:
+    return staged.step_s, staged.peak_bytes
+
+
+def _proposal(layout: TrainingLayout) -> tuple[Any, ...]:
+    """Equal for layouts whose stages are the same program on the same mesh."""
+    shards = layout.data * layout.fsdp
+    return (layout.tensor, layout.context, layout.expert, layout.pipeline, shards, layout.microbatch, layout.remat)
+
+
+def _parts(layout: TrainingLayout) -> list[int]:
+    """In how many parts gradients are accumulated: in one, reduced every trip, or in one per shard, reduced once."""
+    return sorted({1, layout.data_shards})
+
+
+def _with_remat(builder: Builder, one: Priced, hardware: Hardware, remat: str, budget: Budget) -> Iterator[Staged]:
+    """The best schedule with gradients that are reduced every trip, and with such as are reduced once."""
+    layout = one.layout
+    count = int(layout.microbatches(builder.sequences))
+    for parts in _parts(layout):
+        try:
+            planned, machine, shares = _planned(builder, layout, hardware, remat, parts, budget)
+        except InfeasibleError:
+            continue
+        options = schedules(one, planned.record, shares, machine, builder.layers, count, remat)
+        fits = [staged for staged in options if staged.peak_bytes <= budget.memory_bytes]
+        yield min(fits, key=_order)  # what it was planned for fits
+
+
+def in_flight(stages: int, chunks: int, microbatches: int) -> float:
+    """Micro-batches whose activations the first stage holds at once, 1F1B or interleaved."""
+    if chunks > 1:
+        return stages + (stages - 1) / chunks
+    return float(min(stages, microbatches))
+
+
+def _planned(
+    builder: Builder, layout: TrainingLayout, hardware: Hardware, remat: str, parts: int, budget: Budget
+) -> tuple[PlanningResult, Machine, Shares]:
+    """The plan of one stage's program, the machine with every axis on it, and where the seconds go."""
+    tori = any(d.medium == "torus" for d in hardware.topology.dimensions)
+    whole = layout.mesh(slices_outermost=tori)
+    machine = hardware.place(whole)
+    axes = MeshAxes.of({name: n for name, n in whole.items() if n > 1 and name != STAGE_AXIS} or {"data": 1})
+    fn, args = load_target(
+        builder.target,
+        {
+            **builder.keywords,
+            "layers": -(-builder.layers // layout.pipeline),
+            "batch": builder.sequences,
+            "sequence": builder.sequence,
+            "remat": remat,
+            "value_and_grad": partial(accumulate, steps=int(layout.microbatches(builder.sequences)), parts=parts),
+        },
+    )
+    bound = arguments.bind(fn, args, {}, donate_argnums=0)
+    traced = trace.trace(bound.fn, bound.values, bound.names, axes)
+    asked = read_shardings(traced, AUTO, AUTO, {}, bound.donated)
+    platform = devices.platform(hardware.name)
+    setting = build_search_space(traced, axes, machine, asked, gradient_of=(), unknown="error", platform=platform)
+    count, per_stage = int(layout.microbatches(builder.sequences)), -(-builder.layers // layout.pipeline)
+    loops = Loops.of(setting.decisions, count, per_stage)
+    times = in_flight(layout.pipeline, layout.virtual_stages, count)
+    planned = pipeline.solve_request(
+        replace(setting, decisions=loops.held(setting.decisions, times)),
+        name="stage",
+        mesh=axes,
+        hardware=hardware,
+        machine=machine,
+        wanted=asked,
+        budget=budget,
+        notes=(),
+        constraints="all",
+        platform=platform,
+    )
+    return planned, machine, divided(planned, loops, times)
+
+
+def schedules(
+    one: Priced, record: PlanRecord, shares: Shares, machine: Machine, layers: int, count: int, remat: str
+) -> Iterator[Staged]:
+    """The stage under every schedule that its layers and micro-batches allow."""
+    p = one.layout.pipeline
+    per_stage = -(-layers // p)
+    last = per_stage - (layers < p * per_stage)  # layers of the stage that has the ends
+    layers_s, ends_s = max(
+        (shares.layers_s * last / per_stage, shares.ends_s), (shares.layers_s, shares.ends_s * (p == 1)), key=sum
+    )
+    busy_s = layers_s + ends_s
+    kinds: dict[tuple[Schedule, int], float] = {("no pipeline", 1): 1.0}
+    if p > 1:
+        kinds = {("1F1B", 1): in_flight(p, 1, count), ("GPipe", 1): float(count)}
+        if count % p == 0:
+            kinds |= {("interleaved", v): in_flight(p, v, count) for v in CHUNKS if per_stage % v == 0}
+    for (schedule, chunks), times in kinds.items():
+        hops = 2 * count * chunks if p > 1 else 0
+        handed_s = hops * float(machine.collective_s("collective-permute", (STAGE_AXIS,), shares.handed_bytes))
+        parts = {
+            "layers": layers_s,
+            "ends": ends_s,
+            "bubble": busy_s / count * (p - 1) / chunks,
+            "hand-over": float(machine.exposed_s(handed_s, busy_s)),
+            "once": shares.once_s,
+        }
+        yield Staged(
+            priced=one,
+            record=record,
+            schedule=schedule,
+            chunks=chunks,
+            microbatches=count,
+            remat=remat,
+            step_s=sum(parts.values()),
+            parts=parts,
+            peak_bytes=record.memory.peak_bytes + int((times - shares.in_flight) * shares.saved_bytes),
+        )
+
+
+def divided(planned: PlanningResult, loops: "Loops", times: float) -> Shares:
+    """Divides a stage program's seconds among its loops.
+
+    Args:
+      planned: the plan of the program, with what is held counted `times` times.
+      loops: of the program.
+      times: micro-batches in flight.
+    """
+    assignment = planned.assignment
+    d = assignment.decisions
+    spent: dict[str, float] = {"layers": 0.0, "ends": 0.0, "once": 0.0}
+    for n, node in enumerate(d.nodes):
+        if node.equations:
+            spent[loops.share(d.graph.loop_of[node.equations[0]])] += assignment.node_s(n)
+    for row, waited_s in assignment.waits():
+        by_trips, window = loops.share_of_trips(row.trips), row.window
+        spent[by_trips if window is None else loops.share(d.windows.loops[window])] += waited_s + row.work_s * row.trips
+    saved = sum(int(use.nbytes[assignment.choice[use.node]]) for use in loops.saved(d))
+    return Shares(
+        layers_s=spent["layers"],
+        ends_s=spent["ends"],
+        once_s=planned.record.cost.step_s - spent["layers"] - spent["ends"],
+        saved_bytes=int(saved / times),
+        in_flight=times,
+        handed_bytes=loops.handed_bytes(assignment),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loops:
+    """The loops of a stage program, and which of its values follow from the batch.
+
+    Attributes:
+      outer: the loop over micro-batches.
+      inner: the loops over layers in it, forward first.
+      inside: loop → the one that it lies in, 0: none.
+      spans: loop → its first and last equation.
+      of_batch: values of the outer loop's body that follow from the micro-batch.
+      microbatches: trips of the outer loop.
+      layers: trips of an inner loop.
+    """
+
+    outer: int
+    inner: tuple[int, ...]
+    inside: Mapping[int, int]
+    spans: Mapping[int, tuple[int, int]]
+    of_batch: frozenset[int]
+    microbatches: int
+    layers: int
+
+    @classmethod
+    def of(cls, decisions: Decisions, microbatches: int, layers: int) -> "Loops":
+        """Finds them.
+
+        Raises:
+          SpecError: the program has no such loops.
+        """
+        graph = decisions.graph
+        inside: dict[int, int] = {}
+        trips: dict[int, int] = {}
+        spans: dict[int, tuple[int, int]] = {}
+        for e, loop in enumerate(graph.loop_of):
+            if loop:
+                spans[loop] = (spans.get(loop, (e, e))[0], e)
+                trips[loop] = graph.runs(e)
+            if graph.eqns[e].primitive in ENTRIES:
+                inside[loop] = graph.loop[graph.operands[e][0]]
+        outer = next((k for k, n in sorted(trips.items()) if not inside.get(k) and n == microbatches), 0)
+        inner = tuple(k for k, n in sorted(trips.items()) if inside.get(k) == outer and n == microbatches * layers)
+        if not outer or len(inner) < 2:
+            raise SpecError(
+                "stages need the layers in a loop, forward and backward, inside a loop over micro-batches: "
+                "write --set scan=True, or give a builder that applies its layers by jax.lax.scan"
+            )
+        of_batch: set[int] = set()
+        for e, eqn in enumerate(graph.eqns):
+            begins = eqn.primitive == "loop_slice" and graph.loop_of[e] == outer
+            if begins or any(v in of_batch for v in graph.operands[e]):
+                of_batch.update(graph.results[e])
+        return cls(
+            outer=outer,
+            inner=inner,
+            inside=inside,
+            spans=spans,
+            of_batch=frozenset(v for v in of_batch if graph.loop[v] == outer),
+            microbatches=microbatches,
+            layers=layers,
+        )
+
+    def share(self, loop: int) -> str:
+        """What a loop's seconds count as."""
+        while loop and loop != self.outer and loop not in self.inner:
+            loop = self.inside.get(loop, 0)
+        return "once" if not loop else "ends" if loop == self.outer else "layers"
+
+    def share_of_trips(self, trips: int) -> str:
+        """The same of what is known to run so often."""
+        if trips % self.microbatches:
+            return "once"
+        return "layers" if trips % (self.microbatches * self.layers) == 0 else "ends"
+
+    def saved(self, decisions: Decisions) -> list[Usage]:
+        """What of a micro-batch is kept from forward to backward."""
+        first, last = self.spans[self.inner[0]][1], self.spans[self.inner[1]][0]
+        begin = self.spans[self.outer][0]
+        of_batch = {
+            port.node for value, port in (*decisions.made.items(), *decisions.kept.items()) if value in self.of_batch
+        }
+        return [
+            use for use in decisions.usages if begin <= use.start <= first and use.end > last and use.node in of_batch
+        ]
+
+    def held(self, decisions: Decisions, times: float) -> Decisions:
+        """The same decisions, what is saved counted so many times."""
+        saved = set(map(id, self.saved(decisions)))
+        usages = (
+            replace(use, nbytes=np.ceil(use.nbytes * times).astype(np.int64)) if id(use) in saved else use
+            for use in decisions.usages
+        )
+        return replace(decisions, usages=tuple(usages))
+
+    def handed_bytes(self, assignment: Assignment) -> int:
+        """One device's part of what goes from layer to layer."""
+        d = assignment.decisions
+        graph = d.graph
+        carried = [
+            graph.results[e][0]
+            for e, eqn in enumerate(graph.eqns)
+            if eqn.primitive == "loop_carry" and graph.loop_of[e] == self.inner[0]
+        ]
+        value = max(carried, key=lambda v: graph.avals[v].nbytes)
+        code = assignment.made(value)
+        if code is None:
+            return graph.avals[value].nbytes
+        layout = layout_of(code, graph.avals[value].ndim, d.mesh)
+        return graph.avals[value].nbytes // prod(d.mesh.shape[axis] for dim in layout.dims for axis in dim)

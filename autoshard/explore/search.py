@@ -1,0 +1,286 @@
+"""Search: hardware and a number of chips → every slice and mesh planned, and ranked.
+
+    found = autoshard.search("models:gpt2_xl", hardware="h100", chips=(8, 16), donate_argnums=0)
+    print(found)
+
+Candidates are planned in processes of their own, each of which traces the program once.
+An interruption (Ctrl-C) keeps what was found until then.
+"""
+
+import itertools
+import os
+import pickle
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+import cost_models
+from autoshard.errors import InfeasibleError, SpecError
+from autoshard.explore import ranking_report, workers
+from autoshard.explore.candidates import Candidate, candidates, slices
+from autoshard.explore.ranking import LeftOut, Progress, RankedPlan, Ranking
+from autoshard.explore.scheduler import Agenda
+from autoshard.explore.trial import Hints, Task, Trials
+from autoshard.explore.workers import Answer
+from autoshard.ir.arguments import as_tuple
+from autoshard.planner import view
+from autoshard.planner.pipeline import PlanningResult
+from autoshard.problem.formulation import UNIT_S
+from autoshard.problem.warm_start import PortableChoice
+from autoshard.report import page
+from autoshard.solver.incumbent import SETTLED
+
+PARAMETER_MULTIPLE = "x"  # "20x": twenty tokens per parameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search(Ranking):
+    """A finished search: a ranking that prints itself, and makes its rows' plans again for more."""
+
+    task: Task
+    chosen: Mapping[Candidate, PortableChoice]  # of the rows
+
+    def __str__(self) -> str:
+        return ranking_report.text(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, in SI units."""
+        return ranking_report.to_json(self)
+
+    def to_markdown(self) -> str:
+        """The same as Markdown tables."""
+        return ranking_report.markdown(self)
+
+    def planned(self, rank: int = 1) -> PlanningResult:
+        """The plan of a rank (1 is the best) with its problem, for explanations."""
+        row = self.rows[rank - 1]
+        as_it_is = Hints(known=(self.chosen[row.candidate],))  # and any gap will do
+        planned = Trials(replace(self.task, rel_gap=inf)).planned(row.candidate, as_it_is)
+        solution = replace(planned.solution, bound=round(row.record.certificate.bound_s / UNIT_S))
+        return replace(planned, record=row.record, solution=solution)
+
+    def to_html(self) -> str:
+        """A page that opens offline: the ranking, and the best plan in detail."""
+        best = view.of_plan(self.planned(), cost_models.hardware(self.best.candidate.hardware))
+        return page.page(ranking=self.to_json(), plan=best)
+
+
+def search(
+    target: str | Callable[..., Any],
+    *args: Any,
+    hardware: str | Sequence[str],
+    chips: int | Sequence[int] = (),
+    vary: Mapping[str, Sequence[Any]] | None = None,
+    keywords: Mapping[str, Any] | None = None,
+    axes: int = 3,
+    twins: bool = False,
+    pins: Mapping[str, Any] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
+    for_grad: bool | int | Sequence[int] | None = None,
+    memory: int | None = None,
+    tokens_per_step: int | None = None,
+    budget_tokens: float | str = 0,
+    prices: float | Mapping[str, float] | None = None,
+    processes: int | None = None,
+    time_limit_s: float = 20.0,
+    rel_gap: float = 2e-3,
+    unknown: str = "error",
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Search:
+    """Plans every mesh on every slice of so many chips, and ranks them by time per token.
+
+    Args:
+      target: a function, with its arguments in `args`; or a builder of both, as text
+        (`"package.module:builder"`), which returns `(fn, args)`.
+      args: pytrees of arrays or ShapeDtypeStructs; nothing is allocated.
+      hardware: chips, `"tpu-v5p"` or several; with a topology (`"h100:2x8"`) that one alone.
+      chips: how many, or several numbers for a scaling curve.
+      vary: argument of the builder → its values, such as `{"batch": (64, 128)}`; every
+        combination is planned.
+      keywords: further arguments of the builder.
+      axes: the most mesh axes.
+      twins: whether meshes that no link tells apart are planned, too (see `candidates`).
+      pins: as in `autoshard.plan`.
+      donate_argnums: as in `jax.jit`; None, and no names, donates the arguments that
+        outputs replace leaf by leaf, as a training step's state; `()` donates none.
+      donate_argnames: likewise, by name.
+      for_grad: as in `autoshard.plan`.
+      memory: bytes per device; None takes each chip's own.
+      tokens_per_step: None takes the elements of the largest integer input.
+      budget_tokens: of the whole training, as a number or text (`"15T"`, `"20x"`: per parameter).
+      prices: dollars per chip and hour, of every chip or by chip name.
+      processes: None takes one per core.
+      time_limit_s: of the solver, per candidate.
+      rel_gap: of the solver.
+      unknown: as in `autoshard.plan`.
+      on_progress: called when it begins, and after every candidate.
+
+    Raises:
+      MeshError: no slice has that many chips.
+      TargetError: the target is no builder.
+      MissingRuleError: a primitive without a rule.
+      InfeasibleError: no candidate fits; the message gives the smallest peak.
+      SpecError: an argument that says nothing, such as no processes.
+      SearchError: a planning process died.
+      KeyboardInterrupt: it is interrupted before the first plan is made.
+    """
+    begin = time.perf_counter()
+    if processes is not None and processes < 1:
+        raise SpecError(f"{processes} processes plan nothing: write --processes 1 (processes=1), or leave it out")
+    if not isinstance(target, str) and vary:
+        raise SpecError("vary= needs a builder: pass the target as text, such as 'models:gpt2_xl'")
+    names = [hardware] if isinstance(hardware, str) else list(hardware)
+    numbers = [chips] if isinstance(chips, int) else list(chips)
+    token_count(budget_tokens, 1)  # refused now, not after the search
+    places = [place for name in names for place in slices(name, numbers)]
+    choices = [dict(zip(vary or {}, values, strict=True)) for values in itertools.product(*(vary or {}).values())]
+    if isinstance(prices, Mapping):
+        kinds = sorted({place.name.partition(":")[0] for place in places})
+        if strange := sorted(set(prices) - set(kinds)):
+            raise SpecError(f"a price of {', '.join(strange)}, which is not searched: there is {', '.join(kinds)}")
+    every = candidates(places, axes=axes, choices=choices, twins=twins)
+    builder = isinstance(target, str)
+    task = Task(
+        target=target if builder else None,
+        keywords=keywords or {},
+        fn=None if builder else target,
+        args=args,
+        pins=pins or {},
+        donate=None
+        if donate_argnums is None and donate_argnames is None
+        else (*as_tuple(donate_argnums), *as_tuple(donate_argnames)),
+        for_grad=for_grad,
+        memory=memory,
+        tokens=tokens_per_step,
+        unknown=unknown,
+        time_limit_s=time_limit_s,
+        rel_gap=rel_gap,
+    )
+    notes: list[str] = []
+    wanted = min(os.cpu_count() or 1 if processes is None else processes, len(every))
+    if wanted > 1 and not _sendable(task):
+        notes.append("planned in one process: the function is a closure; pass 'package.module:builder' to use more")
+        wanted = 1
+    answers: list[Answer] = []
+    tell = on_progress or (lambda progress: None)
+    agenda = Agenda(every)
+    stream = _here(task, agenda) if wanted == 1 else workers.answers(task, agenda, wanted)
+    try:
+        tell(Progress(done=0, total=len(every), answer=None, best=None))
+        with stream as found:
+            for answer in itertools.islice(found, len(every)):
+                answers.append(answer)
+                rows = [a for a in answers if isinstance(a, RankedPlan)]
+                best = min(rows, key=lambda row: row.order, default=None)
+                tell(Progress(done=len(answers), total=len(every), answer=answer, best=best))
+    except KeyboardInterrupt:
+        if not answers:
+            raise
+        notes.append(f"interrupted: {len(answers)} of {len(every)} candidates were planned")
+    missing = len(every) - len(answers)
+    return _ranked(answers, every.twins, missing, budget_tokens, prices, begin, notes, task, agenda.chosen)
+
+
+def _ranked(
+    answers: Sequence[Answer],
+    twins: int,
+    missing: int,
+    budget: float | str,
+    prices: float | Mapping[str, float] | None,
+    begin: float,
+    notes: Sequence[str],
+    task: Task,
+    chosen: Mapping[Candidate, PortableChoice],
+) -> Search:
+    rows = sorted((a for a in answers if isinstance(a, RankedPlan)), key=lambda row: row.order)
+    left_out = tuple(a for a in answers if isinstance(a, LeftOut))
+    if not rows:
+        raise InfeasibleError(
+            f"no candidate of {len(answers)} has a plan: {left_out[0].reason}\n"
+            "  take more chips, a smaller batch (--set batch=…), rematerialization, or chips with more memory"
+        )
+    notes = [*notes, *unproven(rows, SETTLED * task.rel_gap)]
+    by_chip: dict[str, float] = {}
+    if prices is not None:
+        chips = {row.candidate.hardware.partition(":")[0] for row in rows}
+        by_chip = dict(prices) if isinstance(prices, Mapping) else dict.fromkeys(chips, float(prices))
+    return Search(
+        name=rows[0].record.name,
+        rows=tuple(rows),
+        left_out=left_out,
+        twins=twins,
+        missing=missing,
+        budget_tokens=token_count(budget, rows[0].parameters),
+        prices=by_chip,
+        wall_s=time.perf_counter() - begin,
+        notes=tuple(notes),
+        task=task,
+        chosen=chosen,
+    )
+
+
+def unproven(rows: Sequence[RankedPlan], gap: float) -> Iterator[str]:
+    """Notes on rows, the best first, whose step may be shorter by more than `gap`."""
+    least_s: dict[object, float] = {}
+    beaten: list[float] = []
+    open_: list[float] = []
+    for row in rows:
+        best_s, proof = least_s.setdefault(row.candidate.contest, row.step_s), row.record.certificate
+        if proof.gap > gap:
+            (beaten if proof.bound_s >= best_s else open_).append(proof.gap)
+    if beaten:
+        yield (
+            f"{len(beaten)} of {len(rows)} rows are proven slower than the best, and were not searched further: "
+            f"their steps may be up to {max(beaten):.1%} shorter"
+        )
+    if open_:
+        yield f"{len(open_)} of {len(rows)} rows ran out of time: their steps may be up to {max(open_):.1%} shorter"
+
+
+def token_count(written: float | str, parameters: int) -> float:
+    """`15e12`, `"15T"`, `"300B"`, or `"20x"`: so many per parameter.
+
+    Raises:
+      SpecError: it is none of these, or "20x" of a program whose parameters are unknown.
+    """
+    if not isinstance(written, str):
+        return float(written)
+    units = {"": 1.0, "M": 1e6, "B": 1e9, "T": 1e12, PARAMETER_MULTIPLE: float(parameters)}
+    number, unit = (written[:-1], written[-1]) if written[-1:].isalpha() else (written, "")
+    try:
+        amount, each = float(number), units[unit]
+        if amount <= 0:
+            raise ValueError(amount)
+    except (KeyError, ValueError):
+        raise SpecError(f"cannot read the tokens {written}: write 15T, 300B or 20x (per parameter)") from None
+    if unit == PARAMETER_MULTIPLE and not parameters:
+        raise SpecError("tokens per parameter need leaves below `params`, which there are none of: write 15T or 300B")
+    return amount * each
+
+
+@contextmanager
+def _here(task: Task, agenda: Agenda) -> Generator[Iterator[Answer]]:
+    yield _tried(Trials(task), agenda)
+
+
+def _tried(trials: Trials, agenda: Agenda) -> Iterator[Answer]:
+    while (taken := agenda.take()) is not None:
+        candidate, known = taken
+        tried = trials.run(candidate, Hints(cutoff_s=lambda c=candidate: agenda.least_s(c), known=known))
+        agenda.learn(candidate, tried)
+        yield tried.answer
+
+
+def _sendable(task: Task) -> bool:
+    """Whether another process can have the task: builders can, functions if they have a module."""
+    if getattr(task.fn, "__module__", None) == "__main__":
+        return False
+    try:
+        pickle.dumps(task)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return True

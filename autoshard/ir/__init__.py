@@ -1,0 +1,1 @@
+"""The program: jaxprs, graphs, layouts, and the program again with constraints."""

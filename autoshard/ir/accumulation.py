@@ -1,0 +1,148 @@
+"""Accumulation: value and gradients of a batch taken in micro-batches, reduced once, in float32, after the loop.
+
+A plain accumulation scan leaves it to the compiler when the gradients are summed over
+the devices: with a sharded accumulator every trip reduce-scatters, and XLA:GPU reduces
+in bfloat16 where the gradients are born so. Here every trip's gradients keep a leading
+*partial axis*, one entry per part of the batch,
+
+    accumulator[p, …] += gradient of the examples of part p        (float32)
+
+and only what leaves the loop is summed over p. Where the parts lie on different devices
+the loop communicates no gradient, and the sum is one float32 reduce-scatter or
+all-reduce. The program is plain JAX; nothing in it names a device.
+"""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autoshard import _jax
+from autoshard.errors import SpecError
+from autoshard.ir.mesh import MeshAxes
+
+Parts = int | str | Sequence[str] | None
+
+# The number of parts that `autoshard.plan` tries; part of JAX's tracing cache key.
+tried_parts = jax.make_user_context(None)
+
+# The name of the call that marks, in a jaxpr, an accumulation whose parts the planner is to choose.
+_OPEN = "accumulated_in_parts_to_choose"
+
+_jax.hide_frames(__file__)  # its equations stand where the user calls it
+
+
+def accumulate(
+    loss: Callable[..., Any], *, steps: int, parts: Parts = None, has_aux: bool = False
+) -> Callable[..., tuple[Any, Any]]:
+    """`jax.value_and_grad(loss)` over a batch split into `steps` micro-batches.
+
+    The result is used in a train step, planned or not:
+
+        value_and_grad = autoshard.accumulate(loss, steps=8)
+
+        def train_step(state, batch):
+            value, gradients = value_and_grad(state.params, batch)
+            …
+
+    `loss(params, batch, *rest)` is the mean over the batch's leading dimension; the value
+    and the gradients are the means over the micro-batches. Gradients are summed in float32
+    and returned in the dtypes of `params`. Micro-batch j holds the examples j, j + steps, …,
+    so a batch that is split over devices is not moved.
+
+    Args:
+      loss: `(params, batch, *rest) → scalar`, or `(scalar, aux)`; differentiated with respect
+        to `params`. `rest` is passed whole to every micro-batch.
+      steps: micro-batches; must divide the batch.
+      parts: into how many parts of the batch gradients are kept apart until the loop is over:
+        a number, or the mesh axes over which the batch is split (of the mesh in context; 1
+        without one). None lets `autoshard.plan` choose: it plans the program for every
+        product of mesh axes and keeps the fastest. Elsewhere None is 1.
+      has_aux: as in `jax.value_and_grad`; leaves of aux get a leading dimension of
+        steps × parts.
+
+    Raises:
+      SpecError: when called, if steps × parts does not divide the batch.
+    """
+    for name, count in (("steps", steps), ("parts", parts)):
+        if isinstance(count, int | float) and (isinstance(count, bool) or count != int(count) or count < 1):
+            raise SpecError(f"{name}={count}: a batch is split into at least one")
+
+    def value_and_gradients(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
+        chosen = tried_parts.value if parts is None else None
+        count = _count(parts) if chosen is None else chosen
+
+        def accumulated() -> Any:
+            return _accumulated(loss, params, batch, rest, steps=steps, parts=count, has_aux=has_aux)
+
+        if chosen is None:
+            return accumulated()
+        accumulated.__name__ = _OPEN
+        return jax.jit(accumulated)()
+
+    return value_and_gradients
+
+
+def choices(mesh: MeshAxes) -> list[int]:
+    """The numbers of parts that a mesh suggests: every product of its axes, rising."""
+    products = {1}
+    for size in mesh.sizes:
+        products |= {p * size for p in products}
+    return sorted(products)
+
+
+def is_open(jaxpr: Any) -> bool:
+    """Whether a program holds an accumulation whose parts are to be chosen."""
+    return any(
+        eqn.params.get("name") == _OPEN or any(is_open(body) for body in _jax.sub_jaxprs(eqn.params))
+        for eqn in _jax.open_jaxpr(jaxpr).eqns
+    )
+
+
+def _count(parts: Parts) -> int:
+    if parts is None:
+        return 1
+    if isinstance(parts, int):
+        return parts
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    names = (parts,) if isinstance(parts, str) else tuple(parts)
+    missing = [name for name in names if name not in sizes]
+    if sizes and missing:
+        raise SpecError(f"parts={parts!r}: the mesh has no axis {missing[0]!r}; it has {', '.join(sizes)}")
+    return prod(sizes.get(name, 1) for name in names)
+
+
+def _accumulated(
+    loss: Callable[..., Any], params: Any, batch: Any, rest: tuple[Any, ...], *, steps: int, parts: int, has_aux: bool
+) -> tuple[Any, Any]:
+    chunks = jax.tree.map(lambda x: _split(x, steps, parts), batch)
+    of_part = jax.vmap(jax.value_and_grad(loss, has_aux=has_aux), (None, 0, *(None for _ in rest)))
+
+    def add(total: Any, chunk: Any) -> Any:
+        values, gradients = of_part(params, chunk, *rest)
+        return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, gradients), values
+
+    zero = jax.tree.map(lambda p: jnp.zeros((parts, *p.shape), jnp.promote_types(p.dtype, jnp.float32)), params)
+    total, values = jax.lax.scan(add, zero, chunks)
+    scale = 1 / (steps * parts)
+    gradients = jax.tree.map(lambda t, p: (t.sum(0) * scale).astype(p.dtype), total, params)
+    if not has_aux:
+        return values.mean(), gradients
+    values, aux = values
+    return (values.mean(), jax.tree.map(lambda x: x.reshape(steps * parts, *x.shape[2:]), aux)), gradients
+
+
+def _split(x: Any, steps: int, parts: int) -> Any:
+    """(batch, …) → (steps, parts, batch / (steps · parts), …), each part a consecutive stretch of the batch."""
+    shape = jnp.shape(x)
+    if not shape:
+        raise SpecError(f"the batch holds a scalar, {x}, which does not split; pass it after the batch, in *rest")
+    size = shape[0]
+    if not size or size % (steps * parts):
+        raise SpecError(
+            f"a batch of {size} does not split into {steps} micro-batches of {parts} parts: "
+            f"{steps * parts} must divide it"
+        )
+    return jnp.moveaxis(jnp.asarray(x).reshape(parts, size // (steps * parts), steps, *x.shape[1:]), 2, 0)

@@ -1,0 +1,113 @@
+"""Emission: how equations are bound on several devices, so that what XLA gets wrong cannot show.
+
+Every remedy is one of `rules.faults`, and means the same numbers: indices are widened,
+starts are clamped as the primitive would clamp them, and what a scatter of few rows adds
+to stands behind a barrier, so that the slice that makes a shard is not merged with the
+one that the scatter reads, and so does what `lax.reduce` reduces. A `mulhi` is made of the
+products of halves. None of them communicates.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.lax import GatherScatterMode as Mode
+
+from autoshard import _jax
+from autoshard.ir import partitioner_faults
+
+
+def bind(eqn: Any, operands: Sequence[Any], devices: int) -> list[Any]:
+    """The results of an equation without a body, on a mesh of so many devices."""
+    if devices == 1:
+        return _jax.bind(eqn, eqn.params, operands)
+    if partitioner_faults.HIGH_PRODUCT.of(eqn.primitive.name):
+        return [_high_product(*(jnp.asarray(x, aval.aval.dtype) for x, aval in zip(operands, eqn.invars, strict=True)))]
+    return _jax.bind_on_several(eqn, _operands(eqn, list(operands), devices))
+
+
+def _operands(eqn: Any, operands: list[Any], devices: int) -> list[Any]:
+    """The operands, changed where a fault is of the equation's primitive."""
+    name = eqn.primitive.name
+    if partitioner_faults.NARROW_INDICES.of(name):
+        first, limits = _starts(eqn)
+        apart = name not in partitioner_faults.INDEXED  # every component is an operand
+        clamps = _clamps(eqn, limits)
+        for i, limit in enumerate(limits if apart else [limits], first):
+            starts = _wide(operands[i], eqn.invars[i].aval.dtype)
+            operands[i] = _clamped(starts, limit) if clamps else starts
+    if partitioner_faults.MERGED_SCATTER.of(name) and prod(eqn.invars[1].aval.shape[:-1]) <= devices:
+        operands[0] = lax.optimization_barrier(operands[0])
+    if partitioner_faults.REPEATED_INITIAL.of(name):
+        arrays = len(operands) // 2  # then their initial values, which may have no tangents
+        operands[:arrays] = map(lax.optimization_barrier, operands[:arrays])
+    return operands
+
+
+def _high_product(x: Any, y: Any) -> Any:
+    """The upper half of a product of integers, from the products of their halves."""
+    bits = x.dtype.itemsize * 4
+    unsigned = jnp.dtype(f"uint{2 * bits}")
+    a, b = (lax.bitcast_convert_type(value, unsigned) for value in (x, y))
+    half, low = (jnp.asarray(n, unsigned) for n in (bits, (1 << bits) - 1))
+    (al, ah), (bl, bh) = ((v & low, v >> half) for v in (a, b))
+    middle = ((al * bl) >> half) + ((al * bh) & low) + ((ah * bl) & low)
+    high = lax.bitcast_convert_type(ah * bh + ((al * bh) >> half) + ((ah * bl) >> half) + (middle >> half), x.dtype)
+    if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
+        return high
+    zero = jnp.zeros((), x.dtype)
+    return high - jnp.where(x < zero, y, zero) - jnp.where(y < zero, x, zero)
+
+
+def _starts(eqn: Any) -> tuple[int, list[int]]:
+    """The position of the first operand that holds starts, and the last start in range of every component."""
+    shape = eqn.invars[0].aval.shape
+    match eqn.primitive.name:
+        case "dynamic_slice":
+            return 1, [size - window for size, window in zip(shape, eqn.params["slice_sizes"], strict=True)]
+        case "dynamic_update_slice":
+            return 2, [size - window for size, window in zip(shape, eqn.invars[1].aval.shape, strict=True)]
+        case "gather":
+            sizes = eqn.params["slice_sizes"]
+            return 1, [shape[d] - sizes[d] for d in eqn.params["dimension_numbers"].start_index_map]
+        case _:
+            numbers, updates = eqn.params["dimension_numbers"], eqn.invars[2].aval.shape
+            absent = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+            present = (d for d in range(len(shape)) if d not in absent)
+            windows = {d: updates[u] for d, u in zip(present, numbers.update_window_dims, strict=True)}
+            return 1, [shape[d] - windows.get(d, 1) for d in numbers.scatter_dims_to_operand_dims]
+
+
+def _clamps(eqn: Any, limits: list[int]) -> bool:
+    """Whether the primitive moves a start that is out of range to the next one in range.
+
+    A gather that fills has its rows filled, a scatter that drops has them dropped. A gather of
+    rows whose indices are promised to be in range is left alone, since XLA reads it rightly: its
+    gradient would drop what is out of range.
+    """
+    mode = eqn.params.get("mode")
+    if mode is not Mode.PROMISE_IN_BOUNDS:
+        return mode in (None, Mode.CLIP)
+    shape = eqn.invars[0].aval.shape
+    rows = [shape[d] - 1 for d in getattr(eqn.params["dimension_numbers"], "start_index_map", ())]
+    return eqn.primitive.name == "gather" and limits != rows
+
+
+def _wide(starts: Any, dtype: Any) -> Any:
+    """Starts of at least 32 bits; a known value as numpy's."""
+    starts = starts if _jax.is_tracer(starts) else np.asarray(starts, dtype)
+    return starts if dtype.itemsize >= 4 else lax.convert_element_type(starts, jnp.int32)
+
+
+def _clamped(starts: Any, limit: int | list[int]) -> Any:
+    """Starts between zero and a limit; where there are several, one for each along the last dimension."""
+    most = np.minimum(limit, np.iinfo(starts.dtype).max).astype(starts.dtype)
+    if not _jax.is_tracer(starts) and ((starts >= 0) & (starts <= most)).all():
+        return starts
+    least = np.zeros_like(most)
+    if most.ndim:
+        least, most = (lax.broadcast_in_dim(bound, starts.shape, (starts.ndim - 1,)) for bound in (least, most))
+    return lax.clamp(least, starts, most)

@@ -1,0 +1,44 @@
+"""Useful: the FLOPs of a program's contractions, what rematerialization repeats left out."""
+
+from math import prod
+from typing import Any
+
+from autoshard import _jax
+from autoshard.ir.graph import WHILE_TRIPS
+
+REMATTED = "rematted_computation"  # in the name stack of what `jax.checkpoint` computes again
+
+
+def flops(jaxpr: Any) -> float:
+    """FLOPs of every contraction, loops by their trips, of branches the largest.
+
+    The arithmetic of the program as written: a masked half of attention counts.
+    """
+    return sum(_of(eqn) for eqn in _jax.open_jaxpr(jaxpr).eqns)
+
+
+def _of(eqn: Any) -> float:
+    if REMATTED in str(eqn.source_info.name_stack):
+        return 0.0
+    name = eqn.primitive.name
+    if name == "dot_general":
+        (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+        left = eqn.invars[0].aval.shape
+        result = eqn.outvars[0].aval.shape
+        del batch  # its dimensions are the result's, too
+        return 2.0 * prod(result) * prod(left[d] for d in contracted)
+    if name == "ragged_dot_general":
+        left, right = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+        return 2.0 * prod(left) * right[-1]
+    if name == "conv_general_dilated":
+        numbers = eqn.params["dimension_numbers"]
+        kernel = eqn.invars[1].aval.shape
+        return 2.0 * prod(eqn.outvars[0].aval.shape) * prod(kernel[d] for d in numbers.rhs_spec[1:])
+    inner = [flops(body) for body in _jax.sub_jaxprs(eqn.params)]
+    if name == "scan":
+        return eqn.params["length"] * sum(inner)
+    if name == "while":
+        return WHILE_TRIPS * sum(inner)
+    if name == "cond":
+        return max(inner, default=0.0)
+    return sum(inner)

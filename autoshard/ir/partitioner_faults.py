@@ -1,0 +1,151 @@
+"""Faults: what XLA computes wrongly when a program is split, and what autoshard does about it.
+
+One table, `FAULTS`. A row says which primitives a fault is of, what XLA does instead, on
+which backends its compiled program does so and with which JAX versions it was seen. Its
+remedy: the split is *not offered* (the primitive's rule keeps the dimension whole), the
+equation is *emitted otherwise* (`emission` binds it so that the fault cannot show), or the
+fault is *left as it is*, for a reason that `what` gives. Rules and `emission` ask the row
+itself whether it is of a primitive, so that no remedy lives without its row.
+
+Every row is reproduced in plain JAX, without autoshard, by the function of its name in
+`tests/faults_reproduced.py`; `tests/rules/test_rules_faults.py` fails as soon as a JAX version
+that `seen` names computes it rightly, or one that it does not name computes it wrongly.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+INDEXED = ("gather", "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub")
+
+
+class Remedy(StrEnum):
+    """What autoshard does about a fault."""
+
+    NOT_OFFERED = "not offered"  # a rule keeps the dimension whole
+    EMITTED_OTHERWISE = "emitted otherwise"  # `emission` binds the equation in another way, or `opaque` on parts
+    LEFT = "left as it is"  # as whoever shards by hand has it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One row: XLA is wrong about these primitives in the way that `what` says."""
+
+    name: str
+    primitives: frozenset[str]
+    what: str
+    backends: tuple[str, ...]  # whose compiled programs show it: "cpu", "gpu", "tpu"
+    seen: tuple[str, ...]  # JAX versions
+    remedy: Remedy
+
+    def of(self, primitive: str) -> bool:
+        """Whether the fault is of a primitive."""
+        return primitive in self.primitives
+
+
+DROPPED_UPDATE = Fault(
+    name="dropped update",
+    primitives=frozenset({"dynamic_update_slice"}),
+    what="a row written at a start that is out of range along a split dimension is dropped: the shards compare "
+    "the start with their offsets before it is clamped",
+    backends=("cpu", "gpu", "tpu"),
+    seen=("0.10.2", "0.12.0.1"),
+    remedy=Remedy.EMITTED_OTHERWISE,
+)
+MERGED_SLICES = Fault(
+    name="merged slices",
+    primitives=frozenset({"dynamic_slice", "gather"}),
+    what="a slice of a slice is read as one whose start is the sum of both, though each start was to be clamped on "
+    "its own: a window with a start out of range is wrong as soon as its result is split",
+    backends=("cpu",),
+    seen=("0.10.2",),
+    remedy=Remedy.EMITTED_OTHERWISE,
+)
+MERGED_SCATTER = Fault(
+    name="merged scatter",
+    primitives=frozenset(INDEXED) - {"gather"},
+    what="a scatter of one row reads, on shards that do not hold the row, a slice of the slice that makes their "
+    "shard, merges both (see `merged slices`) and writes the wrong row back",
+    backends=("cpu",),
+    seen=("0.10.2",),
+    remedy=Remedy.EMITTED_OTHERWISE,
+)
+NARROW_INDICES = Fault(
+    name="narrow indices",
+    primitives=frozenset({*INDEXED, "dynamic_slice", "dynamic_update_slice"}),
+    what="offsets of shards are counted in the indices' type: in int8 they overflow and rows get lost; a gather with "
+    "indices of less than 32 bits along a split dimension ends the process (`Unsupported indices type`)",
+    backends=("cpu",),
+    seen=("0.10.2", "0.12.0.1"),
+    remedy=Remedy.EMITTED_OTHERWISE,
+)
+REPEATED_INITIAL = Fault(
+    name="repeated initial value",
+    primitives=frozenset({"reduce"}),
+    what="every part of a split dimension, and every part that an all-to-all brings together, is reduced from the "
+    "initial value of the reduction, which counts once per part (`lax.reduce` from three instead of nought): the "
+    "reduced dimensions are whole, and what is reduced stands behind a barrier",
+    backends=("cpu",),
+    seen=("0.10.2", "0.12.0.1"),
+    remedy=Remedy.EMITTED_OTHERWISE,
+)
+LOST_NAN = Fault(
+    name="lost nan",
+    primitives=frozenset({"reduce_max", "reduce_min"}),
+    what="the all-reduce of partial maxima (or minima) takes the larger number where one of them is NaN; a softmax "
+    "keeps its NaN, because its sum does. To ask for NaN apart would take a second all-reduce, to keep the dimension "
+    "whole would forbid every softmax over a split vocabulary",
+    backends=("cpu",),
+    seen=("0.10.2", "0.12.0.1"),
+    remedy=Remedy.LEFT,
+)
+
+CONVOLUTION_IN_GROUPS = Fault(
+    name="convolution in groups",
+    primitives=frozenset({"conv_general_dilated"}),
+    what="splits of feature groups and batch groups are misread, by the order of the dimensions and where as many "
+    "parts are made as there are groups: depthwise from NCHW to NHWC, gradients of depthwise kernels by a split batch",
+    backends=("cpu",),
+    seen=("0.10.2", "0.12.0.1"),
+    remedy=Remedy.EMITTED_OTHERWISE,
+)
+DILATED_TAP = Fault(
+    name="dilated tap",
+    primitives=frozenset({"conv_general_dilated"}),
+    what="a spatial dimension that one tap is moved over is split rightly together with the output features, unless "
+    "the tap is dilated, which means nothing",
+    backends=("cpu",),
+    seen=("0.10.2", "0.12.0.1"),
+    remedy=Remedy.NOT_OFFERED,
+)
+SPLIT_TRANSFORM = Fault(
+    name="split transform",
+    primitives=frozenset({"fft"}),
+    what="the batch is gathered; a transformed dimension that is split into parts of few elements ends the process "
+    "(fft_handler.cc, `size_per_partition % num_partitions == 0`), and what is moved before may lie in an order of "
+    "memory that XLA:CPU refuses (fft_thunk.cc, `IsMonotonicWithDim0Major`)",
+    backends=("cpu",),
+    seen=("0.10.2",),
+    remedy=Remedy.EMITTED_OTHERWISE,
+)
+HIGH_PRODUCT = Fault(
+    name="high product",
+    primitives=frozenset({"mulhi"}),
+    what="a program for several devices is refused wherever it is (`Unable to convert MHLO to StableHLO`)",
+    backends=("cpu",),
+    seen=("0.10.2", "0.12.0.1"),
+    remedy=Remedy.EMITTED_OTHERWISE,
+)
+
+EXCLUSIVE_OR = Fault(
+    name="exclusive or",
+    primitives=frozenset({"reduce_xor"}),
+    what="there is no all-reduce by exclusive or (`Unsupported reduction computation`)",
+    backends=("cpu",),
+    seen=("0.10.2", "0.12.0.1"),
+    remedy=Remedy.NOT_OFFERED,
+)
+
+FAULTS: tuple[Fault, ...] = (
+    *(DROPPED_UPDATE, MERGED_SLICES, MERGED_SCATTER, NARROW_INDICES, REPEATED_INITIAL, LOST_NAN),
+    *(CONVOLUTION_IN_GROUPS, DILATED_TAP, SPLIT_TRANSFORM, HIGH_PRODUCT, EXCLUSIVE_OR),
+)

@@ -1,0 +1,323 @@
+"""Apply: a jaxpr evaluated again with sharding constraints where the plan wants them.
+
+Pins are keyed by the equation's path through the nested jaxprs. Both ends of every
+resharding are pinned: the layout in which a value is made, then every layout on its
+way to the consumer, so that a cast is pinned before its result is gathered and an
+all-to-all is not replaced by a gather. Calls with rules of their own (`remat`,
+`custom_jvp`, `custom_vjp`) are bound again with rewritten bodies; source lines stay.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard import _jax
+from autoshard.errors import SpecError, refusing_depth
+from autoshard.ir import emission, manual_calls
+from autoshard.ir.constraints import Constraints, Specs
+from autoshard.ir.graph import CALLS, Path
+from autoshard.ir.layout import Layout
+from autoshard.ir.mesh import MeshAxes
+
+Hook = Callable[[Any, Path, int], Any]  # (value, equation path, position) → the value to go on with
+Before = Callable[[list[Any], Path], list[Any]]  # (operands, equation path) → the operands to go on with
+Bind = Callable[[Any, list[Any], Path], list[Any]]  # (equation without a body, operands, its path) → results
+Scope = Callable[[Path], AbstractContextManager[Any]]  # equation path → the context to evaluate it in
+# (closed jaxpr, arguments, its path) → results, for the rules of a `custom_vjp` when it is differentiated
+Rule = Callable[[Any, Sequence[Any], Path], list[Any]]
+
+ConstraintSite = tuple[str, Any]  # "made", "taken", "again", "input" or "output", and the key in those pins
+Label = Callable[[ConstraintSite], str]  # where a constraint is → the name scope to emit it in
+
+FORWARD, BACKWARD = -1, -2  # in paths: the rules of a `custom_vjp`, which are no bodies of its equation
+
+
+def _keep(value: Any, path: Path, i: int) -> Any:
+    return value
+
+
+def _as_they_are(operands: list[Any], path: Path) -> list[Any]:
+    return operands
+
+
+def _bind(eqn: Any, operands: list[Any], path: Path) -> list[Any]:
+    return _jax.bind(eqn, eqn.params, operands)
+
+
+def _no_scope(path: Path) -> AbstractContextManager[Any]:
+    return nullcontext(path)
+
+
+@refusing_depth
+def constrained(
+    closed: Any,
+    pins: Constraints,
+    mesh: Any,
+    args: Sequence[Any],
+    *,
+    scope: Scope = _no_scope,
+    label: Label | None = None,
+) -> list[Any]:
+    """Evaluates a closed jaxpr on flat arguments, with constraints on `mesh` (Auto axes).
+
+    Args:
+      closed: the program.
+      pins: its constraints.
+      mesh: concrete or abstract.
+      args: one per input.
+      scope: entered around every equation.
+      label: the name scope in which each constraint is emitted; places with equal names share them.
+    """
+    seen: dict[tuple[int, PartitionSpec, str], tuple[Any, Any]] = {}  # keeps the source alive: ids stay unique
+
+    def pin(value: Any, specs: Specs, place: ConstraintSite) -> Any:
+        """The value under each constraint in turn; the same one on the same value is emitted once."""
+        name = label(place) if label and specs else ""
+        for spec in specs:
+            key = (id(value), spec, name)
+            if key not in seen:
+                with jax.named_scope(name) if name else nullcontext():
+                    seen[key] = (value, jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec)))
+            value = seen[key][1]
+        return value
+
+    barred = {path for path, _ in pins.again}
+
+    def before(operands: list[Any], path: Path) -> list[Any]:
+        """The operands behind a barrier, where one of them is gathered again."""
+        if path not in barred:
+            return operands
+        behind = jax.lax.optimization_barrier(operands)
+        return [pin(value, pins.again.get((path, i), ()), ("again", (path, i))) for i, value in enumerate(behind)]
+
+    def bind(eqn: Any, operands: list[Any], path: Path) -> list[Any]:
+        """An opaque kernel is run on each device's part of its operands; what XLA gets wrong is emitted otherwise."""
+        if (path, 0) not in pins.kernels or mesh.size == 1:
+            return emission.bind(eqn, operands, mesh.size)
+        count = len(operands) + len(eqn.outvars)
+        return manual_calls.call(eqn, operands, mesh, [pins.kernels[path, i][0] for i in range(count)])
+
+    def rule(closed: Any, args: Sequence[Any], path: Path) -> list[Any]:
+        """Of the rules of a `custom_vjp`, the kernels alone are laid out; all is emitted as elsewhere."""
+        return evaluate(closed, args, made=_keep, taken=_keep, bind=bind, path=path)
+
+    inputs = [pin(arg, pins.inputs.get(i, ()), ("input", i)) for i, arg in enumerate(args)]
+    results = evaluate(
+        closed,
+        inputs,
+        made=lambda value, path, i: pin(value, pins.made.get((path, i), ()), ("made", (path, i))),
+        taken=lambda value, path, i: pin(value, pins.taken.get((path, i), ()), ("taken", (path, i))),
+        before=before,
+        scope=scope,
+        bind=bind,
+        rule=rule if mesh.size > 1 else None,
+    )
+    return [pin(result, pins.outputs.get(i, ()), ("output", i)) for i, result in enumerate(results)]
+
+
+def check(closed: Any, pins: Constraints, mesh: MeshAxes) -> None:
+    """Raises a SpecError if pins are of another program than the closed jaxpr."""
+    for what, group in (("made", pins.made), ("taken", pins.taken), ("again", pins.again)):
+        for (path, i), specs in group.items():
+            taken, made = _ends(closed, path)
+            avals = made if what == "made" else taken
+            if not 0 <= i < len(avals):
+                raise SpecError(f"a constraint is for value {i} {what} by the equation at {list(path)}: there is none")
+            for spec in specs:
+                _fit(spec, avals[i], mesh, path)
+    for path in {path for path, _ in pins.kernels if min(path, default=0) >= 0}:
+        _check_kernel(closed, path, pins, mesh)
+
+
+def not_laid_out(closed: Any, pins: Constraints) -> list[str]:
+    """The opaque equations that pins have no layouts for, in words: XLA's partitioner would misread them.
+
+    Plans that were made when fewer equations were opaque lack theirs.
+    """
+    where = _jax.SourceLines()
+    found = [(path, eqn) for path, eqn in _opaque_equations(closed, ()) if (path, 0) not in pins.kernels]
+    return [f"{eqn.primitive.name} at {where(eqn)}" for _, eqn in found]
+
+
+def _opaque_equations(closed: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """Every opaque equation with its path, those in bodies included."""
+    for i, eqn in enumerate(_jax.open_jaxpr(closed).eqns):
+        name = eqn.primitive.name
+        if manual_calls.is_opaque(name, eqn.params):
+            yield (*path, i), eqn
+        elif name in INLINED:
+            yield from _opaque_equations(eqn.params[CALLS[name]], (*path, i, 0))
+        for key, k in BODIES.get(name, ()):
+            bodies = eqn.params[key] if k is None else (eqn.params[key],)
+            for j, body in enumerate(bodies):
+                yield from _opaque_equations(body, (*path, i, j if k is None else k))
+
+
+def _check_kernel(closed: Any, path: Path, pins: Constraints, mesh: MeshAxes) -> None:
+    eqn = _equation_at(closed, path)
+    if eqn is None or not manual_calls.is_opaque(eqn.primitive.name, eqn.params):
+        raise SpecError(f"the layouts of a kernel are of the equation at {list(path)}, which is none")
+    avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
+    layouts = [pins.kernels.get((path, i)) for i in range(len(avals))]
+    for i, (aval, specs) in enumerate(zip(avals, layouts, strict=True)):
+        if specs is None:
+            raise SpecError(f"the kernel at {list(path)} has {len(avals)} operands and results; {i} has no layout")
+        _fit(specs[0], aval, mesh, path)
+
+
+def _fit(spec: PartitionSpec, aval: Any, mesh: MeshAxes, path: Path) -> tuple[int, ...]:
+    """The shape of a part under a spec."""
+    entries = [None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec]
+    try:
+        shape = tuple(getattr(aval, "shape", ()))
+        return Layout.from_spec(PartitionSpec(*entries), len(shape)).local_shape(shape, mesh)
+    except SpecError as error:
+        raise SpecError(f"at the equation {list(path)}: {error}") from error
+
+
+def _ends(closed: Any, path: Path) -> tuple[list[Any], list[Any]]:
+    """What is taken and what is made at a path: of an equation, or of a body (its results, its arguments)."""
+    if len(path) % 2:
+        eqn = _equation_at(closed, path)
+        return ([], []) if eqn is None else ([x.aval for x in eqn.invars], [x.aval for x in eqn.outvars])
+    body = _body_at(closed, path)
+    jaxpr = None if body is None else _jax.open_jaxpr(body)
+    return ([], []) if jaxpr is None else ([x.aval for x in jaxpr.outvars], [x.aval for x in jaxpr.invars])
+
+
+def _equation_at(closed: Any, path: Path) -> Any:
+    body = _body_at(closed, path[:-1])
+    eqns = () if body is None else _jax.open_jaxpr(body).eqns
+    return eqns[path[-1]] if 0 <= path[-1] < len(eqns) else None
+
+
+def _body_at(closed: Any, path: Path) -> Any:
+    """The jaxpr at a path of equations and bodies; None if it leads nowhere."""
+    for at, k in zip(path[::2], path[1::2], strict=True):
+        eqns = _jax.open_jaxpr(closed).eqns
+        bodies = _bodies(eqns[at]) if 0 <= at < len(eqns) else {}
+        if k not in bodies:
+            return None
+        closed = bodies[k]
+    return closed
+
+
+def _bodies(eqn: Any) -> dict[int, Any]:
+    name = eqn.primitive.name
+    found: dict[int, Any] = {}
+    for key, k in ((CALLS[name], 0),) if name in INLINED else BODIES.get(name, ()):
+        found |= dict(enumerate(eqn.params[key])) if k is None else {k: eqn.params[key]}
+    return found
+
+
+def evaluate(
+    closed: Any,
+    args: Sequence[Any],
+    *,
+    made: Hook,
+    taken: Hook,
+    before: Before = _as_they_are,
+    scope: Scope = _no_scope,
+    bind: Bind = _bind,
+    own: bool = False,
+    rule: Rule | None = None,
+    path: Path = (),
+) -> list[Any]:
+    """Evaluates a closed jaxpr as JAX does, with hooks on every operand and result.
+
+    Args:
+      closed: the program.
+      args: one per input.
+      made: called on every result.
+      taken: called on every operand.
+      before: called on every equation's operands together, ahead of `taken`.
+      scope: entered around every equation.
+      bind: called for every equation that has no body.
+      own: whether the program's own `with_sharding_constraint`s stay; if not, pins stand for them.
+      rule: evaluates the rules of every `custom_vjp` when it is differentiated; None leaves them as they are.
+      path: of the equation whose body this is.
+    """
+    jaxpr = _jax.open_jaxpr(closed)
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, _jax.consts_of(closed), strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return _jax.literal(atom) if _jax.is_literal(atom) else env[atom]
+
+    for index, eqn in enumerate(jaxpr.eqns):
+        here = (*path, index)
+        with _jax.as_written(eqn), scope(here):
+            operands = before([read(atom) for atom in eqn.invars], here)
+            operands = [taken(operand, here, i) for i, operand in enumerate(operands)]
+            results = _equation(eqn, operands, made, taken, before, scope, bind, rule, here, own=own)
+            env.update(zip(eqn.outvars, [made(result, here, i) for i, result in enumerate(results)], strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _equation(
+    eqn: Any,
+    operands: list[Any],
+    made: Hook,
+    taken: Hook,
+    before: Before,
+    scope: Scope,
+    bind: Bind,
+    rule: Rule | None,
+    here: Path,
+    *,
+    own: bool,
+) -> list[Any]:
+    name = eqn.primitive.name
+    if name == "reshard" or (name == "sharding_constraint" and not own):
+        return operands
+    if name not in INLINED and name not in BODIES:
+        return bind(eqn, operands, here)
+    within = partial(evaluate, made=made, taken=taken, before=before, scope=scope, bind=bind, own=own, rule=rule)
+    if name in INLINED:
+        return within(eqn.params[CALLS[name]], operands, path=(*here, 0))
+
+    constants: list[Any] = []  # of a body that may not hold them
+
+    def rewritten(body: Any, k: int) -> Any:
+        path = (*here, k)
+
+        def run(*xs: Any) -> list[Any]:
+            entered = [made(x, path, i) for i, x in enumerate(xs)]
+            outs = within(body, entered, path=path)
+            return [taken(x, path, i) for i, x in enumerate(outs)]
+
+        new = _jax.with_body(body, run)
+        if name in WITHOUT_CONSTANTS:
+            new, own_constants = _jax.without_constants(new)
+            constants.extend(own_constants)
+        return new
+
+    params = dict(eqn.params)
+    for key, k in BODIES[name]:
+        body = params[key]
+        params[key] = tuple(rewritten(b, i) for i, b in enumerate(body)) if k is None else rewritten(body, k)
+    if name == "custom_vjp_call" and rule is not None:
+        params = _jax.with_derivatives(
+            params, lambda closed, args, k: rule(closed, args, (*here, (FORWARD, BACKWARD)[k]))
+        )
+    return _jax.bind(eqn, params, [*constants, *operands])
+
+
+# Calls without rules of their own: their bodies are evaluated in place.
+INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_vmap_call"})
+
+# Their bodies may hold no constants, such as those of calls inside that were evaluated in place: they become operands.
+WITHOUT_CONSTANTS = frozenset({"checkpoint", "remat", "remat2"})
+
+# Equations that are bound again with rewritten bodies: (parameter, index of the body in
+# paths; None where the parameter holds several, numbered in order).
+BODIES: Mapping[str, tuple[tuple[str, int | None], ...]] = {
+    **{name: ((key, 0),) for name, key in CALLS.items() if name not in INLINED},
+    "scan": (("jaxpr", 0),),
+    "while": (("cond_jaxpr", 0), ("body_jaxpr", 1)),
+    "cond": (("branches", None),),
+}

@@ -1,0 +1,180 @@
+"""Trace: a function and abstract arguments → closed jaxpr, and the path of every leaf."""
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from autoshard import _jax
+from autoshard.errors import SpecError, refusing_depth
+from autoshard.ir.call_shardings import explicit
+from autoshard.ir.fingerprint import fingerprint
+from autoshard.ir.mesh import MeshAxes
+
+
+@dataclass(frozen=True, kw_only=True)  # no slots: the digest is found when first asked for
+class Traced:
+    """A closed jaxpr with the pytree path of each input and output.
+
+    `in_paths[i]` reads `state['params']['w']`: the argument's name, then
+    `jax.tree_util.keystr`. `out_paths` read the same without a name.
+    """
+
+    jaxpr: Any
+    in_tree: Any
+    out_tree: Any
+    in_paths: tuple[str, ...]
+    out_paths: tuple[str, ...]
+    in_avals: tuple[jax.ShapeDtypeStruct, ...]
+    out_avals: tuple[jax.ShapeDtypeStruct, ...]
+    argument_of: tuple[int, ...]  # position of each leaf's argument
+    captured: tuple[Any, ...] = ()  # tracers that the function closes over: its last inputs, in their trace
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the program and of every argument's path, shape and dtype; source lines and mesh are no part."""
+        return hashlib.sha256("\n".join((fingerprint(self.jaxpr), *self._about)).encode()).hexdigest()[:32]
+
+    def is_digest(self, digest: str) -> bool:
+        """Whether a plan file's digest is this program's, as it is made today or as autoshard 0.1.0 made it."""
+        return digest == self.digest or digest in self.former_digests
+
+    @cached_property
+    def _about(self) -> tuple[str, str]:
+        avals = ";".join(f"{a.dtype}{list(a.shape)}" for a in self.in_avals)
+        return avals, ";".join(self.in_paths) + ">" + ";".join(self.out_paths)
+
+    @cached_property
+    def former_digests(self) -> frozenset[str]:
+        """What autoshard 0.1.0 made of it: JAX's own text, with or without colours, and the outer constants."""
+        texts = [_jax.former_text(self.jaxpr, color=color) for color in (False, True)]
+        consts = b"".join(np.asarray(c).tobytes() for c in _jax.array_consts(self.jaxpr))
+        return frozenset(
+            hashlib.sha256("\n".join((text, *self._about)).encode() + consts).hexdigest()[:32] for text in texts
+        )
+
+
+def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype alone: no sharding (so Explicit meshes do not leak into the trace)."""
+    aval = _jax.shaped(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def leaf_paths(values: Sequence[Any], names: Sequence[str]) -> tuple[list[str], list[int]]:
+    """The path of every leaf of named pytrees, and the position of its tree."""
+    paths: list[str] = []
+    positions: list[int] = []
+    for position, (name, value) in enumerate(zip(names, values, strict=True)):
+        for path, _ in jax.tree_util.tree_leaves_with_path(value):
+            paths.append(name + jax.tree_util.keystr(path))
+            positions.append(position)
+    return paths, positions
+
+
+@refusing_depth
+def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mesh: MeshAxes | None = None) -> Traced:
+    """Traces `fn(*args)`; `names` are the arguments' names in paths.
+
+    Args:
+      mesh: the mesh (Auto axes) that the user's own constraints refer to.
+      fn: a function of positional pytrees; static arguments are already bound.
+      args: pytrees of arrays, scalars or ShapeDtypeStructs; nothing is allocated.
+      names: one per argument.
+    """
+    for name, arg in zip(names, args, strict=True):
+        if any(map(_jax.is_reference, jax.tree.leaves(arg))):
+            raise _reference(fn, f"the argument {name}")
+    avals = tuple(jax.tree.map(abstract, arg) for arg in args)
+    try:
+        with _jax.cudnn_if_missing(), _jax.auto_mesh(mesh.names if mesh else (), mesh.sizes if mesh else ()):
+            closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
+            closed = explicit(_jax.spelled_out(closed))
+    except ValueError as error:
+        if "should match the aval mesh" in str(error):
+            raise _closes_over_explicit(fn, error) from error
+        if "mesh passed to shard_map" not in str(error):
+            raise
+        closed, out_shape = _with_own_mesh(fn, avals, error)
+    if any(map(_jax.is_reference, _jax.consts_of(closed))):
+        raise _reference(fn, "a reference that it closes over")
+    closed, captured = _jax.hoisted(closed)
+    avals = (*avals, *map(abstract, captured))
+    names = (*names, *(f"closed over {i}" for i in range(len(captured))))
+    leaves, in_tree = jax.tree.flatten(avals)
+    in_paths, argument_of = leaf_paths(avals, names)
+    out_leaves, out_tree = jax.tree.flatten(out_shape)
+    out_paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out_shape)]
+    return Traced(
+        jaxpr=closed,
+        in_tree=in_tree,
+        out_tree=out_tree,
+        in_paths=tuple(in_paths),
+        out_paths=tuple(out_paths),
+        in_avals=tuple(leaves),
+        out_avals=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out_leaves),
+        argument_of=tuple(argument_of),
+        captured=tuple(captured),
+    )
+
+
+def _reference(fn: Callable[..., Any], what: str) -> SpecError:
+    return SpecError(
+        f"{_name(fn)}: {what} is mutable (jax.new_ref): what is planned has values alone; "
+        "pass the array, ref[...], and return the new one"
+    )
+
+
+def _closes_over_explicit(fn: Callable[..., Any], error: ValueError) -> SpecError:
+    mesh, shape = (
+        re.search(r"aval mesh AbstractMesh\((.*?), axis_types", str(error)),
+        re.search(r"shape (\S+)\.", str(error)),
+    )
+    array = (
+        f"{'an array' if shape is None else shape[1]} on a mesh with Explicit axes ({'' if mesh is None else mesh[1]})"
+    )
+    return SpecError(
+        f"{_name(fn)} closes over {array}, whose type says where it lies; a plan decides that\n"
+        "  pass the array as an argument, or close over it on Auto axes: jax.device_put(w, NamedSharding(jax.make_mesh("
+        "shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names)), w.sharding.spec))"
+    )
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def own_mesh(jaxpr: Any, mesh: MeshAxes) -> Any:
+    """The mesh of a `shard_map` that is over another one than this; None if there is none."""
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
+        if eqn.primitive.name == "shard_map":
+            own = eqn.params["mesh"]
+            if _split(own.shape) != _split(mesh.shape):
+                return own
+            continue
+        for inner in _jax.sub_jaxprs(eqn.params):
+            found = own_mesh(inner, mesh)
+            if found is not None:
+                return found
+    return None
+
+
+def _split(shape: Mapping[str, int]) -> list[tuple[str, int]]:
+    return [(name, size) for name, size in shape.items() if size > 1]
+
+
+def _with_own_mesh(fn: Callable[..., Any], avals: Sequence[Any], refusal: ValueError) -> Any:
+    """Traces a function that brings the mesh of a `shard_map` along: none is set meanwhile."""
+    if "Explicit" in str(refusal):
+        raise SpecError(
+            "a `shard_map` in the function is over a mesh with Explicit axes, which say what a plan is to decide\n"
+            "  give it the same devices with Auto axes: "
+            "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))"
+        ) from refusal
+    with _jax.cudnn_if_missing(), _jax.auto_mesh((), ()):
+        closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
+        return explicit(_jax.spelled_out(closed)), out_shape

@@ -1,0 +1,1 @@
+"""One request → one plan record; the record, its file and its text."""

@@ -1,0 +1,233 @@
+"""Description: one assignment of a setting → the record of a plan, and the constraints that it emits."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from autoshard import _jax
+from autoshard.backends.hlo.text import UNKNOWN
+from autoshard.costs.resharding import BUCKET_BYTES
+from autoshard.costs.strategies import layout_of
+from autoshard.ir import graph as graphs
+from autoshard.ir import manual_calls, trace
+from autoshard.ir.constraints import Constraints, Specs
+from autoshard.ir.gradient import marks
+from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.rewrite import FORWARD
+from autoshard.planner.record import Certificate, Cost, Leaf, Memory, PlanRecord
+from autoshard.planner.requested_shardings import RequestedShardings
+from autoshard.planner.search_space import SearchSpace
+from autoshard.problem.assignment import Assignment
+from autoshard.problem.decisions import Decisions
+from autoshard.problem.unpriced import unpriced
+from autoshard.rules.rule import kept_whole
+from cost_models import Hardware, Machine
+
+
+def describe(
+    setting: SearchSpace,
+    assignment: Assignment,
+    *,
+    certificate: Certificate,
+    name: str,
+    mesh: MeshAxes,
+    hardware: Hardware,
+    machine: Machine,
+    wanted: RequestedShardings,
+    memory_bytes: int,
+    notes: Sequence[str],
+) -> PlanRecord:
+    """Reads one assignment of a setting as a plan record."""
+    d, traced = assignment.decisions, setting.traced
+    collectives = tuple(sorted(assignment.collectives(), key=lambda c: (c.kind, c.axes, -c.nbytes, c.where, c.value)))
+    step_s = certificate.objective_s
+    compute_s = assignment.compute_s()
+    hidden_s = sum(max(0.0, row.seconds * row.trips - waited_s) for row, waited_s in assignment.waits())
+    peak, at, kinds = assignment.peak()
+
+    def spec(code: int, ndim: int) -> PartitionSpec:
+        return layout_of(code, ndim, d.mesh).spec()
+
+    return PlanRecord(
+        name=name,
+        digest=traced.digest,
+        mesh=mesh,
+        device_order=tuple(int(i) for i in np.asarray(machine.device_order).ravel()),
+        hardware=hardware.name,
+        hardware_digest=hardware.digest,
+        versions={"autoshard": metadata.version("autoshard"), "jax": jax.__version__},
+        inputs=tuple(
+            Leaf(path=p, shape=a.shape, dtype=str(a.dtype), spec=spec(assignment.input_code(i), len(a.shape)))
+            for i, (p, a) in enumerate(zip(traced.in_paths, traced.in_avals, strict=True))
+        ),
+        outputs=tuple(
+            Leaf(path=p, shape=a.shape, dtype=str(a.dtype), spec=spec(assignment.output_code(i), len(a.shape)))
+            for i, (p, a) in enumerate(zip(traced.out_paths, traced.out_avals, strict=True))
+        ),
+        donated=tuple(sorted(wanted.donated)),
+        pins=forward_pins(setting, assignment) if setting.gradient else program_pins(assignment),
+        collectives=collectives,
+        cost=Cost(
+            step_s=step_s,
+            compute_s=compute_s,
+            communication_s=max(0.0, step_s - compute_s) + hidden_s,  # of what waits for nothing, rounding errors
+            hidden_s=hidden_s,
+        ),
+        memory=Memory(peak_bytes=peak, limit_bytes=memory_bytes, at=place_of(d, at), kinds=kinds),
+        certificate=certificate,
+        compiler_options=_compiler_options(
+            hardware, mesh, memory_bytes - peak, loops=bool(setting.decisions.graph.loops)
+        ),
+        notes=(*notes, *_kernel_notes(d), *(f"not priced: {what}" for what in unpriced(d))),
+    )
+
+
+def _kernel_notes(decisions: Decisions) -> Iterable[str]:
+    """What kernels keep whole though their rules let it pass; once for all that are alike."""
+    kernels = (eqn for eqn in decisions.graph.eqns if eqn.primitive == manual_calls.PALLAS)
+    return dict.fromkeys(filter(None, map(kept_whole, kernels)))
+
+
+def program_pins(assignment: Assignment) -> Constraints:
+    """The constraints of an assignment: where values are made, and where they are taken."""
+    d = assignment.decisions
+    graph = d.graph
+    crossing = {edge.value for edge in d.edges}
+
+    def specs(codes: Sequence[int], value: int) -> Specs:
+        ndim = graph.avals[value].ndim
+        return tuple(layout_of(c, ndim, d.mesh).spec() for c in codes) if ndim else ()
+
+    made = {
+        graph.makes[e][i]: specs(assignment.after_made(v), v)
+        for e, values in enumerate(graph.results)
+        for i, v in enumerate(values)
+        if v in crossing
+    }
+    again = {graph.takes[e][i]: specs(codes, graph.operands[e][i]) for (e, i), codes in assignment.again().items()}
+    taken = {
+        graph.takes[e][i]: specs(assignment.before_taken(e, i), v)
+        for e, values in enumerate(graph.operands)
+        for i, v in enumerate(values)
+        if v in crossing and graph.takes[e][i] not in again
+    }
+    inputs = {p: specs(assignment.after_made(v)[1:], v) for p, v in enumerate(graph.inputs) if v in crossing}
+    outputs = {p: specs(assignment.before_output(p), v) for p, v in enumerate(graph.outputs) if v in crossing}
+    return Constraints(
+        made={k: v for k, v in made.items() if v},
+        taken={k: v for k, v in taken.items() if v},
+        inputs={k: v for k, v in inputs.items() if v},
+        outputs={k: v for k, v in outputs.items() if v},
+        again={k: v for k, v in again.items() if v},
+        kernels=dict(_kernel_layouts(assignment)),
+    )
+
+
+def _kernel_layouts(assignment: Assignment) -> Iterable[tuple[tuple[graphs.Path, int], Specs]]:
+    """The one layout of every operand and result of each opaque kernel; whole where nothing decides."""
+    d = assignment.decisions
+    graph = d.graph
+    for e, eqn in enumerate(graph.eqns):
+        if not manual_calls.is_opaque(eqn.primitive, eqn.params):
+            continue
+        path = graph.makes[e][0][0]
+        yield from (((path, i), specs) for i, specs in enumerate(_kernel_specs(assignment, e)))
+
+
+def _kernel_specs(assignment: Assignment, e: int) -> list[Specs]:
+    """One per operand and result of an opaque kernel."""
+    d = assignment.decisions
+    eqn = d.graph.eqns[e]
+    codes = [assignment.taken(e, i) for i in range(len(eqn.operands))]
+    codes += [assignment.made(v) for v in d.graph.results[e]]
+    return [
+        (PartitionSpec() if code is None else layout_of(code, aval.ndim, d.mesh).spec(),)
+        for code, aval in zip(codes, (*eqn.operands, *eqn.results), strict=True)
+    ]
+
+
+def forward_pins(setting: SearchSpace, assignment: Assignment) -> Constraints:
+    """The constraints of a forward function that was planned for its gradient: on its own values alone.
+
+    And the layouts of its kernels, those in the rules of a `custom_vjp` included.
+    """
+    d = assignment.decisions
+    crossing = {edge.value for edge in d.edges}
+    producers = d.graph.producers()
+    made: dict[tuple[graphs.Path, int], Specs] = {}
+    at: dict[int, graphs.Path] = {}  # kernel → its own path: the longest, others are of calls around it
+    for key, value in marks(d.graph.named).items():
+        path = key[0]
+        if value in producers:
+            eqn = d.graph.eqns[e := producers[value][0]]
+            if manual_calls.is_opaque(eqn.primitive, eqn.params):
+                at[e] = max(at.get(e, ()), path, key=len)
+        if value in crossing and min(path, default=0) >= 0:
+            ndim = d.graph.avals[value].ndim
+            specs = tuple(layout_of(c, ndim, d.mesh).spec() for c in assignment.after_made(value))
+            if specs:
+                made[key] = specs
+    of_rules = {path: _kernel_specs(assignment, e) for e, path in sorted(at.items())}
+    laid_out = {**of_rules, **_undifferentiated(setting.traced, of_rules)} if of_rules else {}
+    kernels = {(path, i): specs for path, found in laid_out.items() for i, specs in enumerate(found)}
+    return Constraints(made=made, taken={}, inputs={}, outputs={}, kernels=kernels)
+
+
+def _undifferentiated(
+    traced: trace.Traced, of_rules: Mapping[graphs.Path, list[Specs]]
+) -> dict[graphs.Path, list[Specs]]:
+    """The kernels of a `custom_vjp` that is not differentiated lie as those of its forward rule, in order.
+
+    The forward rule's may have further results, for the backward rule.
+    """
+    forward = graphs.build(traced.jaxpr)
+    found: dict[graphs.Path, list[Specs]] = {}
+    met: dict[graphs.Path, int] = {}
+    for e, eqn in enumerate(forward.eqns):
+        path = forward.makes[e][0][0]
+        if not manual_calls.is_opaque(eqn.primitive, eqn.params) or path in of_rules:
+            continue
+        for cut in range(len(path) - 1, -1, -1):
+            rule = (*path[:cut], FORWARD)
+            kernels = [specs for other, specs in of_rules.items() if other[: cut + 1] == rule]
+            if kernels:
+                position = met[rule] = met.get(rule, -1) + 1
+                count = len(eqn.operands) + len(eqn.results)
+                if position < len(kernels) and len(kernels[position]) >= count:
+                    found[path] = kernels[position][:count]
+                break
+    return found
+
+
+def _compiler_options(hardware: Hardware, mesh: MeshAxes, spare_bytes: int, *, loops: bool) -> dict[str, Any]:
+    """The flags that the plan's overlap and memory need.
+
+    XLA:GPU merges reduce-scatters up to a size of their *results*; what they reduce, as many
+    times as large as there are devices, is alive until then, and the gradients of a whole
+    loop's body are reduced after its last one. They are merged up to a bucket of what is
+    reduced, as they are priced, and less where memory is short. In loops the scheduler's
+    analytical estimates put each gather behind the compute before its use (the default
+    estimator takes any two matmuls to be equally long), where they work (`_jax.ESTIMATES`).
+    """
+    if hardware.name.startswith(("tpu", "cpu")):
+        return {}
+    options: dict[str, Any] = {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": max(1, min(BUCKET_BYTES, spare_bytes) // mesh.size),
+    }
+    if loops and _jax.ESTIMATES:
+        options["xla_gpu_enable_analytical_latency_estimator"] = True
+    return options
+
+
+def place_of(decisions: Decisions, at: int) -> str:
+    """A time point, in words: the equation that runs then, and its source line; if none is known the last before."""
+    eqns = decisions.graph.eqns
+    if at >= len(eqns):
+        return "the end of the program"
+    known = next((e for e in range(at, -1, -1) if eqns[e].where != UNKNOWN), at)
+    return f"{eqns[at].primitive} {'at' if known == at else 'after'} {eqns[known].where}"

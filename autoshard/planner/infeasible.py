@@ -1,0 +1,107 @@
+"""Infeasible: why no plan fits, at which equation, and what would help."""
+
+from collections.abc import Mapping
+
+from autoshard.errors import InfeasibleError
+from autoshard.ir.constraints import spec_of
+from autoshard.ir.mesh import MeshAxes
+from autoshard.planner.build_record import place_of
+from autoshard.planner.requested_shardings import RequestedShardings
+from autoshard.planner.search_space import SearchSpace
+from autoshard.problem.assignment import Assignment
+from autoshard.problem.formulation import UNIT_S, Formulation
+from autoshard.problem.network import INF
+from autoshard.report.tables import bytes_text
+from autoshard.solver import Solution, Status
+
+DAY_S = 86_400.0
+PINS_NAMED = 6  # of those that exclude each other
+
+
+def infeasible(
+    setting: SearchSpace,
+    wanted: RequestedShardings,
+    formulation: Formulation,
+    solution: Solution,
+    limit: int,
+    time_limit_s: float,
+    mesh: MeshAxes,
+) -> InfeasibleError:
+    """The error of a problem without a solution.
+
+    Args:
+      setting: the program.
+      wanted: the user's specs.
+      formulation: its problem.
+      solution: what the solver found: the smallest peak where memory is the reason, or that nothing
+        is allowed, whatever the memory.
+      limit: bytes per device.
+      time_limit_s: what the solver was given.
+      mesh: the mesh, as the user names it.
+    """
+    if solution.status is Status.UNKNOWN:
+        return InfeasibleError(
+            f"no plan was found within {time_limit_s:g} s (limit {bytes_text(limit)} per device on {mesh}); "
+            "raise time_limit_s, or the memory limit",
+            limit_bytes=limit,
+        )
+    if solution.forbidden:
+        return InfeasibleError(_forbidden(setting, wanted), limit_bytes=limit)
+    if solution.smallest_peak_bytes is None:
+        return InfeasibleError(
+            f"no plan fits {bytes_text(limit)} per device on {mesh}; how much the least one needs was not found within "
+            f"{time_limit_s:g} s: raise memory=, or time_limit_s to be told",
+            limit_bytes=limit,
+        )
+    decisions = setting.decisions
+    choice = formulation.read(solution.choice)
+    peak, at, kinds = Assignment(decisions=decisions, resharder=setting.resharder, choice=choice).peak()
+    bound = min(solution.peak_bound_bytes or 0, peak)
+    proven = "" if bound >= peak else f" (none has less than {bytes_text(bound)})" if bound else ""
+    parts = " + ".join(f"{kind} {bytes_text(n)}" for kind, n in sorted(kinds.items(), key=lambda item: -item[1]) if n)
+    return InfeasibleError(
+        f"no plan fits {bytes_text(limit)} per device on {mesh}; "
+        f"the smallest peak found is {bytes_text(peak)}{proven}\n"
+        f"  at {place_of(decisions, at)}: {parts}\n"
+        f"  {_way_out(setting, kinds)}",
+        peak_bytes=peak,
+        bound_bytes=bound,
+        limit_bytes=limit,
+        where=place_of(decisions, at),
+        kinds=kinds,
+    )
+
+
+def _forbidden(setting: SearchSpace, wanted: RequestedShardings) -> str:
+    """What excludes each other where costs alone forbid everything."""
+    priced = setting.priced
+    pinned = [f"{priced.in_paths[i]} in {spec}" for i, spec in sorted(wanted.inputs.items())]
+    pinned += [f"output {priced.out_paths[i]} in {spec}" for i, spec in sorted(wanted.outputs.items())]
+    pinned += [
+        f"{spec_of(eqn)} at {eqn.where}"
+        for eqn in setting.decisions.graph.eqns
+        if eqn.primitive == "sharding_constraint"
+    ]
+    if not pinned:
+        return (
+            f"every layout costs more than can be counted ({INF * UNIT_S / DAY_S:.0f} days a step): "
+            "a loop has too many trips; plan its body as a function of its own"
+        )
+    more = f" and {len(pinned) - PINS_NAMED} more" if len(pinned) > PINS_NAMED else ""
+    return (
+        "the pins exclude each other: no layout satisfies all of them, however much memory there is; loosen one of "
+        f"{', '.join(pinned[:PINS_NAMED])}{more}"
+    )
+
+
+def _way_out(setting: SearchSpace, kinds: Mapping[str, int]) -> str:
+    """What would help most, of what makes up a peak."""
+    ways: list[str] = []
+    state = sum(kinds.get(kind, 0) for kind in ("parameters", "optimizer", "arguments"))
+    passing = sum(kinds.get(kind, 0) for kind in ("activations", "copies"))
+    if not setting.tied:
+        ways.append("donate the state (donate_argnums=), so that the new one takes its place")
+    if passing >= state:
+        ways.append("a smaller batch (autoshard.accumulate splits it), jax.checkpoint around a layer")
+    ways.append("more devices, or mesh axes that divide more dimensions")
+    return "what helps: " + "; ".join(ways) + "; or raise memory="

@@ -1,0 +1,390 @@
+"""Minimal: which of a plan's constraints the partitioner would not reach by itself.
+
+Constraints block fusions and clutter a program, but a missing one can cost more than
+many (a residual pinned alone made XLA gather weights). So none is left out without a
+probe: Shardy is run in-process on the program with fewer constraints, and must do what
+it does with all of them: the same collectives, every contraction and every cast in the
+same layout, and no value larger on a device. Where the compilers are known to choose otherwise
+than Shardy, as with what is moved from one split layout to another, all constraints stay.
+
+The search goes forward from those alone: the constraints of one value at a time (with those of
+all values in equal places) are added where that brings the program nearer, those of
+wrong contractions and of what is near a wrong collective first. A value that is moved
+has constraints at both ends, which are added together: one alone draws the other side
+over. Where no single one helps, those of all moved values are added, then wave by wave
+those of values that are wrong although everything they are computed from is right. Last,
+what became superfluous is left out again, in halves.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+
+from jax.sharding import PartitionSpec
+
+from autoshard.backends.shardy.probe import Answer, Probe
+from autoshard.backends.shardy.propagation import Annotations
+from autoshard.costs import shared_gathers
+from autoshard.ir.constraints import Constraints
+from autoshard.ir.graph import Graph, Path
+from autoshard.ir.layout import Layout
+from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.trace import Traced
+from autoshard.problem.decisions import Decisions
+from autoshard.problem.symmetry import Folding
+
+log = logging.getLogger("autoshard")
+
+# A probe takes about 55 µs per op result. A looped transformer's step has about 1,600 of
+# them and is probed until nothing is superfluous; one of 12 unrolled layers has 14,000.
+PROBED_RESULTS = 80_000
+LEAST, MOST = 6, 32  # probes of a search
+PATIENCE = 3  # values in a row that did not help, until all that are moved are added
+CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+
+
+def minimal_constraints(
+    program: Traced,
+    decisions: Decisions,
+    folding: Folding,
+    mesh: MeshAxes,
+    annotations: Annotations,
+    platform: str,
+    *,
+    scatters_whole: bool = True,
+) -> Constraints:
+    """The constraints of `annotations.pins` without those that make no difference.
+
+    Args:
+      program: what is planned, and annotated.
+      decisions: its decisions.
+      folding: which of them stand in equal places.
+      mesh: the mesh of the annotations.
+      annotations: every input's and output's spec, and all constraints.
+      platform: to lower for.
+      scatters_whole: whether its compiler scatters a sum over all devices; else it all-reduces the sum, which is
+        then cut, whether it is pinned whole in between or not.
+
+    Raises:
+      ShardyError: propagation fails.
+    """
+    graph = decisions.graph
+    probe = Probe(program, graph, mesh, annotations, platform, scatters_whole=scatters_whole)
+    once = (
+        shared_gathers.doubtful(graph) | (_reshaped(graph) - decisions.apart) if platform == "tpu" else frozenset[int]()
+    )
+    cut = {} if scatters_whole else _cut_sums(probe, annotations.pins, graph, mesh)
+    search = _Search(probe, decisions, folding, mesh, annotations, once, cut)
+    kept = search.thinned(search.forward())
+    log.debug("constraints of %d of %d values are needed, after %d probes", len(kept), len(probe.values), search.probes)
+    return chosen(annotations.pins, probe, kept)
+
+
+def chosen(pins: Constraints, probe: Probe, kept: Set[int]) -> Constraints:
+    """The constraints of some values, and those that are of none."""
+
+    def stays(name: str, key: object) -> bool:
+        value = probe.of.get((name, key))
+        return value is None or value in kept
+
+    return replace(
+        pins,
+        made={k: s for k, s in pins.made.items() if stays("made", k)},
+        taken={k: s for k, s in pins.taken.items() if stays("taken", k)},
+        inputs={k: s for k, s in pins.inputs.items() if stays("input", k)},
+        outputs={k: s for k, s in pins.outputs.items() if stays("output", k)},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Gap:
+    """What differs from the program with all constraints if only those of `kept` are there.
+
+    `wrong` lie neither as they are to be made nor as they are to be kept. `cost` in bytes:
+    of collectives too many or too few, of wrong contractions, of what values are larger by;
+    and one for every other wrong value, and every cast whose operand is moved before it.
+    `near` has, per equation, the bytes of the collectives that differ in sum.
+    """
+
+    kept: frozenset[int]
+    cost: int
+    wrong: frozenset[int]
+    near: Counter[Path]
+
+
+class _Search:
+    def __init__(
+        self,
+        probe: Probe,
+        decisions: Decisions,
+        folding: Folding,
+        mesh: MeshAxes,
+        annotations: Annotations,
+        once: Set[int],
+        cut: Mapping[int, Layout],
+    ) -> None:
+        self._cut = cut
+        self._probe, self._mesh, self._graph = probe, mesh, decisions.graph
+        pins = annotations.pins
+        graph = self._graph
+        self._maker = {v: e for e, values in enumerate(graph.results) for v in values}
+        self._contracted = frozenset(v for v, e in self._maker.items() if graph.eqns[e].primitive in CONTRACTIONS)
+        self._moved = _moved_values(probe, pins)
+        self._planned = {
+            probe.of["made", spot]: frozenset(
+                Layout.from_spec(s, graph.avals[probe.of["made", spot]].ndim) for s in specs
+            )
+            for spot, specs in pins.made.items()
+            if ("made", spot) in probe.of
+        }
+        self._ambiguous = _ambiguous(probe, graph, annotations, once)
+        self._equal: dict[int, frozenset[int]] = _in_equal_places(probe.values, decisions, folding)
+        self._around: dict[int, list[Path]] = {}  # value → the equations that make and take it
+        paths = graph.paths
+        for e, path in enumerate(paths):
+            before = [paths[self._maker[u]] for u in graph.operands[e] if u in self._maker]
+            for v in graph.results[e]:
+                self._around.setdefault(v, []).extend((path, *before))
+            for v in graph.operands[e]:
+                self._around.setdefault(v, []).append(path)
+        self._most = min(MOST, max(LEAST, PROBED_RESULTS // max(probe.size, 1)))
+        self.probes = 0
+        self._goal = self._ask(probe.values)
+
+    def _ask(self, kept: Set[int]) -> Answer:
+        self.probes += 1
+        return self._probe.ask(kept)
+
+    def gap(self, kept: Set[int]) -> _Gap:
+        """What differs if only the constraints of these values are there."""
+        found, goal, graph = self._ask(kept), self._goal, self._graph
+        kinds = {k for k in found.moved.keys() | goal.moved.keys() if found.moved.get(k, 0) != goal.moved.get(k, 0)}
+        near: Counter[Path] = Counter()
+        for path, kind in found.at.keys() | goal.at.keys():
+            if kind in kinds:
+                near[path] += abs(found.at.get((path, kind), 0) - goal.at.get((path, kind), 0))
+        other = {v: layout for v, layout in found.layouts.items() if goal.layouts.get(v, layout) != layout}
+        wrong = frozenset(
+            v
+            for v, layout in other.items()
+            if (v in self._contracted and self._cut.get(v) != layout) or layout not in self._planned.get(v, (layout,))
+        )
+        cost = sum(abs(found.moved.get(k, 0) - goal.moved.get(k, 0)) for k in kinds)
+        cost += sum(count for cast, count in found.casts.items() if count > goal.casts.get(cast, 0))
+        for v, layout in other.items():
+            planned = self._local(v, goal.layouts[v])
+            cost += max(0, self._local(v, layout) - planned)
+            if v in wrong:
+                cost += planned * graph.trips[v] if v in self._contracted else 1
+        return _Gap(kept=frozenset(kept), cost=cost, wrong=wrong, near=+near)
+
+    def _local(self, v: int, layout: Layout) -> int:
+        """Bytes of a value on one device (Shardy may split part of an axis)."""
+        nbytes = self._graph.avals[v].nbytes
+        for axis in (axis for dim in layout.dims for axis in dim):
+            nbytes //= int(axis.rpartition(")")[2]) if ":" in axis else self._mesh.shape[axis]
+        return nbytes
+
+    def forward(self) -> _Gap:
+        """From no constraints to enough of them."""
+        best, tried = self.gap(self._ambiguous), set[int]()
+        while best.cost and len(tried) < PATIENCE and self.probes < self._most // 2:
+            seeds = self._seeds(best, tried)
+            if not seeds:
+                break
+            tried |= seeds
+            now = self.gap(best.kept.union(*map(self._with_ends, seeds)))
+            if now.cost < best.cost:
+                best, tried = now, set[int]()
+        return best if not best.cost else self._waves(best)
+
+    def _seeds(self, gap: _Gap, tried: Set[int]) -> Set[int]:
+        """The values whose constraints are added next: one, or where none stands out all the first wrong ones."""
+        graph = self._graph
+        open_ = [v for v in self._probe.values - gap.kept - tried if v in gap.wrong or v in self._moved]
+        likely = [v for v in open_ if v in self._contracted & gap.wrong or self._near(gap, v)]
+        if not likely:
+            return _frontier(graph, gap.wrong.intersection(open_), self._probe.values - gap.wrong)
+
+        def rank(v: int) -> tuple[bool, bool, int, int, int]:
+            near, moved = self._near(gap, v), not self._with_ends(v).isdisjoint(self._moved)
+            size = graph.avals[v].nbytes * graph.trips[v]
+            return v in gap.wrong and v in self._contracted, moved and near > 0, near, size, -v
+
+        return {max(likely, key=rank)}
+
+    def _near(self, gap: _Gap, v: int) -> int:
+        """Bytes of the differing collectives at the equations that make and take a value, and at those before."""
+        return sum(gap.near[path] for path in self._around[v])
+
+    def _with_ends(self, v: int) -> frozenset[int]:
+        """A value, the operands that are moved on the way to its equation, and all in equal places."""
+        operands = self._graph.operands[self._maker[v]] if v in self._maker else ()
+        ends = (self._equal[u] for u in operands if u in self._moved)
+        return self._equal[v].union(*ends)
+
+    def _waves(self, gap: _Gap) -> _Gap:
+        """All values that are moved, then wave by wave the first wrong ones, until nothing is wrong."""
+        gap = self.gap(gap.kept | self._moved)
+        while gap.cost:
+            open_ = self._probe.values - gap.kept
+            first = _frontier(self._graph, gap.wrong & open_, self._probe.values - gap.wrong)
+            if not first:
+                first = self._beside(gap) & open_ or open_
+            gap = self.gap(gap.kept.union(*(self._equal[v] for v in first)))
+        return gap
+
+    def _beside(self, gap: _Gap) -> set[int]:
+        """The values of the equations that have to do with a wrong value, or with a collective that differs."""
+        at = {path for v in gap.wrong for path in self._around[v]} | gap.near.keys()
+        return {v for v in self._probe.values if not at.isdisjoint(self._around[v])}
+
+    def thinned(self, gap: _Gap) -> frozenset[int]:
+        """Without what makes no difference: in halves, the smallest values first."""
+        graph, kept = self._graph, gap.kept
+        classes = sorted(
+            {frozenset(self._equal[v] & kept) for v in kept - self._ambiguous},
+            key=lambda c: (max(graph.avals[v].nbytes * graph.trips[v] for v in c), -min(c)),
+        )
+        size = len(classes) // 2  # all of them cannot go: forward has tried
+        while size and self.probes < self._most:
+            for chunk in _chunks(classes, size):
+                if self.probes >= self._most:
+                    break
+                left = kept.difference(*chunk)
+                if not self.gap(left).cost:
+                    kept, classes = left, [c for c in classes if c not in chunk]
+            size //= 2
+        return kept
+
+
+def _chunks(items: Sequence[frozenset[int]], size: int) -> Iterable[Sequence[frozenset[int]]]:
+    return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+def _moved_values(probe: Probe, pins: Constraints) -> frozenset[int]:
+    """Values with several constraints: both ends of where they are moved."""
+    counts: Counter[int] = Counter()
+    for name, group in (("made", pins.made), ("taken", pins.taken), ("input", pins.inputs), ("output", pins.outputs)):
+        for key, specs in group.items():
+            if (name, key) in probe.of:
+                counts[probe.of[name, key]] += len(specs)
+    return frozenset(v for v, count in counts.items() if count > 1)
+
+
+def _cut_sums(probe: Probe, pins: Constraints, graph: Graph, mesh: MeshAxes) -> dict[int, Layout]:
+    """Sums over all devices that are pinned whole and cut behind it, and how."""
+    found: dict[int, Layout] = {}
+    for spot, specs in pins.taken.items():
+        v = probe.of.get(("taken", spot))
+        if v is not None and len(specs) > 1 and not any(specs[0]):
+            layout = Layout.from_spec(specs[-1], graph.avals[v].ndim)
+            if sum(map(len, layout.dims)) == mesh.ndim:
+                found[v] = layout
+    return found
+
+
+def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations, once: Set[int]) -> frozenset[int]:
+    """Values of which XLA's partitioner may make something else than Shardy, so that all their constraints stay.
+
+    Those that are moved from one layout that is split to another: it has several ways from one to
+    the other (where a contraction's operand is gathered over one of its two axes, over another
+    one). Those that a contraction finds whole and takes cut: it may gather the other operand, where
+    Shardy scatters the sum. Those that one contraction makes and several take: each draws them
+    its way, and XLA propagates in an order of its own. Activations that several contractions
+    take gathered: each may gather for itself (openxla/xla dot_handler.cc), which XLA does not merge; and
+    weights that are to be gathered `once`, where it is doubtful whether XLA does. Pending
+    sums of scatters that are added to something: XLA may gather the updates, where Shardy scatters the sum. And what
+    is cut along a split dimension: see `_sliced`.
+    """
+    pins = annotations.pins
+    ends: dict[int, list[PartitionSpec]] = {v: [annotations.inputs[i]] for i, v in enumerate(graph.inputs)}
+    for name, group in (("made", pins.made), ("taken", pins.taken), ("input", pins.inputs), ("output", pins.outputs)):
+        for key, specs in group.items():
+            if (name, key) in probe.of:
+                ends.setdefault(probe.of[name, key], []).extend(specs)
+    split = {v: {spec for spec in specs if any(spec)} for v, specs in ends.items()}
+    contractions = [e for e, eqn in enumerate(graph.eqns) if eqn.primitive in CONTRACTIONS]
+    taken = Counter(v for e in contractions for v in graph.operands[e])
+    moved = {v for v, specs in split.items() if len(specs) > 1 and any(ends[v][0])}
+    cut = {v for v in taken if split.get(v) and not any(ends[v][0])}
+    products = {v for e in contractions for v in graph.results[e]}
+    for e, eqn in enumerate(graph.eqns):
+        if eqn.primitive == "transpose" and graph.operands[e][0] in products:
+            products.add(graph.results[e][0])
+    drawn = {v for v in products if taken[v] > 1 and split.get(v)}
+    gathered = {v for v in taken if taken[v] > 1 and split.get(v) and any(ends[v][0]) and not all(map(any, ends[v]))}
+    gathered &= _activations(graph, contractions) | once
+    pending = {probe.of.get(("taken", spot)) for spot in pins.taken}
+    pending -= {probe.of.get(("made", spot)) for spot in pins.made}  # a sum that is not finished where it is made
+    added = {v for e, eqn in enumerate(graph.eqns) if eqn.primitive in ("add", "add_any") for v in graph.operands[e]}
+    scatters = (e for e, eqn in enumerate(graph.eqns) if eqn.primitive == "scatter-add")
+    summed = {v for e in scatters for v in graph.results[e] if v in pending & added and split.get(v)}
+    return frozenset(moved | cut | drawn | gathered | summed | _sliced(graph, ends))
+
+
+def _sliced(graph: Graph, ends: Mapping[int, Sequence[PartitionSpec]]) -> set[int]:
+    """Values that are split somewhere along a dimension of which a part is cut out.
+
+    A part that is as long per device as the value, padded, is the value's own shard to XLA's partitioner: where both
+    are gathered it takes one for the other (`x[i] + x[0]`), unless the value is gathered before it is cut.
+    """
+    found: set[int] = set()
+    for e, eqn in enumerate(graph.eqns):
+        if eqn.primitive not in ("dynamic_slice", "slice", "split"):
+            continue
+        v, shape = graph.operands[e][0], eqn.operands[0].shape
+        cut = [any(out.shape[d] != size for out in eqn.results) for d, size in enumerate(shape)]
+        if any(axes and cut[d] for spec in ends.get(v, ()) for d, axes in enumerate(spec)):
+            found.add(v)
+    return found
+
+
+def _reshaped(graph: Graph) -> frozenset[int]:
+    """Operands of contractions whose results are only reshaped.
+
+    XLA:TPU reshapes the operand in place of the result before it partitions, and so gathers it once more
+    (of grouped-query attention the output projection, where its operand's gradient is split into groups).
+    """
+    users = graph.consumers()
+    return frozenset(
+        v
+        for e, eqn in enumerate(graph.eqns)
+        if eqn.primitive in CONTRACTIONS
+        and [graph.eqns[u].primitive for u, _ in users.get(graph.results[e][0], ())] == ["reshape"]
+        for v in graph.operands[e]
+    )
+
+
+def _activations(graph: Graph, contractions: Iterable[int]) -> set[int]:
+    """What contractions make, and what is computed from it."""
+    found = {v for e in contractions for v in graph.results[e]}
+    for operands, results in zip(graph.operands, graph.results, strict=True):
+        if not found.isdisjoint(operands):
+            found.update(results)
+    return found
+
+
+def _in_equal_places(values: Iterable[int], decisions: Decisions, folding: Folding) -> dict[int, frozenset[int]]:
+    """Value → the values of its type whose decision stands in an equal place, with itself."""
+    members: dict[tuple[int, object], set[int]] = {}
+    class_of: dict[int, tuple[int, object]] = {}
+    for v in sorted(values):
+        class_of[v] = int(folding.class_of[decisions.made[v].node]), decisions.graph.avals[v]
+        members.setdefault(class_of[v], set()).add(v)
+    return {v: frozenset(members[c]) for v, c in class_of.items()}
+
+
+def _frontier(graph: Graph, wrong: Set[int], right: Set[int]) -> set[int]:
+    """The wrong values that depend on no other wrong value, but through values that came out right."""
+    tainted: set[int] = set()
+    first: set[int] = set()
+    for operands, results in zip(graph.operands, graph.results, strict=True):
+        behind = any(v in tainted for v in operands)
+        for v in results:
+            if v in wrong and not behind:
+                first.add(v)
+            if v in wrong or (behind and v not in right):
+                tainted.add(v)
+    return first

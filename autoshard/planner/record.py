@@ -1,0 +1,334 @@
+"""PlanRecord: a layout for every input, output and annotated value, with its promises.
+
+This is all that a plan file holds. The file is JSON with a published schema
+(`plan.schema.json`); reading one never executes anything. Wall-clock seconds stay out
+of it, so that the same input gives the same file, byte for byte.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import jsonschema.validators
+from jax.sharding import PartitionSpec
+
+from autoshard import _jax, files
+from autoshard.errors import MeshError, PlanFileError, SpecError
+from autoshard.ir.constraints import Constraints
+from autoshard.ir.layout import Layout
+from autoshard.ir.mesh import MeshAxes
+from autoshard.planner import compiler_flags
+from autoshard.problem.assignment import Collective
+from cost_models import strict_json
+
+SCHEMA_VERSION = 1
+
+# So begins a note of every plan for a gradient.
+FOR_GRADIENT = "planned for its gradient with respect to"
+
+_OPEN = "?"  # in a constraint: a dimension that a hand-written one leaves to the partitioner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """One input or output: its pytree path, shape, dtype and layout."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: PartitionSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Predicted seconds of a step: compute + exposed communication."""
+
+    step_s: float
+    compute_s: float
+    communication_s: float
+    hidden_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        return self.communication_s - self.hidden_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Predicted peak bytes per device, where it is reached, and what makes it up."""
+
+    peak_bytes: int
+    limit_bytes: int
+    at: str
+    kinds: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """What the solver proved: no plan in the searched space costs less than `bound_s`."""
+
+    status: str
+    objective_s: float
+    bound_s: float
+    gap: float
+    solver: str
+    space: str  # in words, what the plan is optimal over
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord:
+    """Everything that a plan file holds."""
+
+    name: str
+    digest: str
+    asked: str = ""  # digest of the pins and donations; empty where a file does not say
+    emitted: str = ""  # "needed", "compiled" or "all" constraints, as asked; empty where a file does not say
+    mesh: MeshAxes
+    device_order: tuple[int, ...]  # physical device of each mesh position, row-major
+    hardware: str
+    hardware_digest: str
+    versions: Mapping[str, str]
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[Leaf, ...]
+    donated: tuple[int, ...]  # positions of donated inputs
+    gradient_of: tuple[int, ...] = ()  # arguments for whose gradient a forward function was planned
+    pins: Constraints
+    collectives: tuple[Collective, ...]
+    cost: Cost
+    memory: Memory
+    certificate: Certificate
+    compiler_options: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+    def dumps(self) -> str:
+        """The plan file's text."""
+        return json.dumps(_to_json(self), indent=1, ensure_ascii=False) + "\n"
+
+
+def write(record: PlanRecord, path: str | Path) -> None:
+    """Writes a plan file, whole or not at all.
+
+    Raises:
+      PlanFileError: it cannot be written.
+    """
+    files.write_whole(path, record.dumps())
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of plan files."""
+    return json.loads(resources.files("autoshard").joinpath("plan.schema.json").read_text())
+
+
+def read(path: str | Path) -> PlanRecord:
+    """Reads a plan file.
+
+    Raises:
+      PlanFileError: not found, truncated, not JSON, of a newer schema, or malformed.
+    """
+    path = Path(path)
+    if not files.exists(path):
+        raise PlanFileError(
+            f"cannot read the plan file {path}: there is none; `autoshard plan … --out {path}` or `plan.save` writes it"
+        )
+    return parse(files.read_text(path, "the plan file"), path)
+
+
+def parse(text: str, source: object) -> PlanRecord:
+    """Reads a plan file's text; errors as of `read`, which name the source."""
+    try:
+        data = files.read_json(text, source)
+    except PlanFileError as error:
+        raise PlanFileError(f"{error}; save the plan again") from error
+    version = data.get("schema") if isinstance(data, dict) else None
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise PlanFileError(
+            f"{source} has schema {version}; this autoshard reads up to {SCHEMA_VERSION}: upgrade autoshard"
+        )
+    try:
+        jsonschema.validate(data, schema(), cls=_Validator)
+    except jsonschema.ValidationError as error:
+        at = "/".join(map(str, error.absolute_path)) or "the top"
+        raise PlanFileError(f"{source} is not a plan file: at {at}: {error.message[:200]}") from error
+    except RecursionError as error:
+        raise PlanFileError(f"{source} is not a plan file: lists in lists, too deep to read") from error
+    options = compiler_flags.checked(data["compiler_options"], source)
+    try:
+        record = _from_json({**data, "compiler_options": options})
+        _check(record)
+    except (SpecError, MeshError) as error:
+        raise PlanFileError(f"{source} is not a plan file: {error}") from error
+    return record
+
+
+# In JSON Schema 1.0 is an integer, too; here it is none.
+_Validator: Any = jsonschema.validators.extend(
+    jsonschema.Draft202012Validator,
+    type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, x: type(x) is int),
+)
+
+
+def _check(record: PlanRecord) -> None:
+    """Raises a SpecError or MeshError if a record contradicts itself."""
+    pins, mesh, inputs = record.pins, record.mesh, len(record.inputs)
+    if mesh.size > strict_json.LARGEST or len(record.device_order) != mesh.size:
+        raise MeshError(f"device_order has {len(record.device_order)} devices, the mesh {mesh.size}: {mesh}")
+    if sorted(record.device_order) != list(range(mesh.size)):
+        raise MeshError(f"device_order is no order of the {mesh.size} devices of {mesh}")
+    leaves = (*record.inputs, *record.outputs)
+    for leaf in leaves:
+        if not _is_dtype(leaf.dtype):
+            raise SpecError(f"{leaf.path}: there is no dtype {leaf.dtype[:40]!r}")
+        if math.prod(leaf.shape) * 16 > strict_json.LARGEST:
+            raise SpecError(f"{leaf.path}: nothing has the shape {list(leaf.shape)}")
+        Layout.from_spec(_named(leaf.spec, mesh), len(leaf.shape)).local_shape(leaf.shape, mesh)
+    for group in (pins.made, pins.taken, pins.again, pins.kernels, pins.inputs, pins.outputs):
+        for spec in (spec for specs in group.values() for spec in specs):
+            Layout.from_spec(_named(_without_open(spec), mesh), len(spec))
+    for what, group, avals in (("input", pins.inputs, record.inputs), ("output", pins.outputs, record.outputs)):
+        for i, specs in group.items():
+            if i >= len(avals) or any(len(spec) > len(avals[i].shape) for spec in specs):
+                raise SpecError(f"a constraint of {what} {i} fits none of the {len(avals)} {what}s")
+    if any(len(specs) != 1 for specs in pins.kernels.values()):
+        raise SpecError("a kernel's operand or result has one layout")
+    if any(i >= inputs for i in record.donated):
+        raise SpecError(f"donated inputs {list(record.donated)} of {inputs}")
+    for collective in record.collectives:
+        for axis in collective.axes:
+            _named(PartitionSpec(axis), mesh)
+    memory = record.memory
+    counted = (memory.peak_bytes, memory.limit_bytes, *memory.kinds.values(), *(c.nbytes for c in record.collectives))
+    if min(counted) < 0:
+        raise SpecError(f"{min(counted)} bytes: there cannot be less than none")
+
+
+def _named(spec: PartitionSpec, mesh: MeshAxes) -> PartitionSpec:
+    """A spec whose axes are the mesh's, or a SpecError."""
+    for axis in (axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())):
+        if axis not in mesh.names:
+            raise SpecError(f"{spec} names the axis `{axis}`; the mesh has {', '.join(mesh.names)}")
+    return spec
+
+
+def _is_dtype(name: str) -> bool:
+    try:
+        _jax.itemsize_of(name)
+    except (TypeError, ValueError, SyntaxError):
+        return False
+    return "," not in name
+
+
+def _without_open(spec: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(*(None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec))
+
+
+def _spec_to_json(spec: PartitionSpec) -> list[Any]:
+    entries = [_OPEN if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec]
+    return [list(entry) if isinstance(entry, tuple) else entry for entry in entries]
+
+
+def _spec_from_json(entries: list[Any]) -> PartitionSpec:
+    read = [PartitionSpec.UNCONSTRAINED if entry == _OPEN else entry for entry in entries]
+    return PartitionSpec(*(_axes_from_json(entry) if isinstance(entry, list) else entry for entry in read))
+
+
+def _axes_from_json(names: list[str]) -> str | tuple[str, ...] | None:
+    return names[0] if len(names) == 1 else tuple(names) or None
+
+
+def _leaf_to_json(leaf: Leaf) -> dict[str, Any]:
+    return {"path": leaf.path, "shape": list(leaf.shape), "dtype": leaf.dtype, "spec": _spec_to_json(leaf.spec)}
+
+
+def _leaf_from_json(data: dict[str, Any]) -> Leaf:
+    return Leaf(path=data["path"], shape=tuple(data["shape"]), dtype=data["dtype"], spec=_spec_from_json(data["spec"]))
+
+
+def _collective_from_json(data: dict[str, Any]) -> Collective:
+    fields = dict(data)
+    fields["axes"] = tuple(data["axes"])
+    return Collective(**fields)
+
+
+def _to_json(record: PlanRecord) -> dict[str, Any]:
+    pins = record.pins
+    return {
+        "schema": SCHEMA_VERSION,
+        "name": record.name,
+        "digest": record.digest,
+        "asked": record.asked,
+        "emitted": record.emitted,
+        "mesh": record.mesh.shape,
+        "device_order": list(record.device_order),
+        "hardware": record.hardware,
+        "hardware_digest": record.hardware_digest,
+        "versions": dict(record.versions),
+        "inputs": [_leaf_to_json(leaf) for leaf in record.inputs],
+        "outputs": [_leaf_to_json(leaf) for leaf in record.outputs],
+        "donated": list(record.donated),
+        "gradient_of": list(record.gradient_of),
+        "constraints": [
+            {"at": at, "equation": list(path), "position": i, "specs": [_spec_to_json(s) for s in specs]}
+            for at, group in (
+                ("made", pins.made),
+                ("taken", pins.taken),
+                ("again", pins.again),
+                ("kernel", pins.kernels),
+            )
+            for (path, i), specs in sorted(group.items())
+        ]
+        + [
+            {"at": at, "equation": [], "position": i, "specs": [_spec_to_json(s) for s in specs]}
+            for at, group in (("input", pins.inputs), ("output", pins.outputs))
+            for i, specs in sorted(group.items())
+        ],
+        "collectives": [{**asdict(c), "axes": list(c.axes)} for c in record.collectives],
+        "cost": asdict(record.cost),
+        "memory": {**asdict(record.memory), "kinds": dict(record.memory.kinds)},
+        "certificate": asdict(record.certificate),
+        "compiler_options": dict(record.compiler_options),
+        "notes": list(record.notes),
+    }
+
+
+def _from_json(data: dict[str, Any]) -> PlanRecord:
+    within = ("made", "taken", "again", "kernel")
+    groups: dict[str, dict[Any, Any]] = {at: {} for at in (*within, "input", "output")}
+    for entry in data["constraints"]:
+        specs = tuple(_spec_from_json(s) for s in entry["specs"])
+        inside = entry["at"] in within
+        key = (tuple(entry["equation"]), entry["position"]) if inside else entry["position"]
+        groups[entry["at"]][key] = specs
+    return PlanRecord(
+        name=data["name"],
+        digest=data["digest"],
+        asked=data.get("asked", ""),
+        emitted=data.get("emitted", ""),
+        mesh=MeshAxes.of(data["mesh"]),
+        device_order=tuple(data["device_order"]),
+        hardware=data["hardware"],
+        hardware_digest=data["hardware_digest"],
+        versions=data["versions"],
+        inputs=tuple(_leaf_from_json(leaf) for leaf in data["inputs"]),
+        outputs=tuple(_leaf_from_json(leaf) for leaf in data["outputs"]),
+        donated=tuple(data["donated"]),
+        gradient_of=tuple(data.get("gradient_of", ())),
+        pins=Constraints(
+            made=groups["made"],
+            taken=groups["taken"],
+            again=groups["again"],
+            kernels=groups["kernel"],
+            inputs=groups["input"],
+            outputs=groups["output"],
+        ),
+        collectives=tuple(_collective_from_json(c) for c in data["collectives"]),
+        cost=Cost(**data["cost"]),
+        memory=Memory(**data["memory"]),
+        certificate=Certificate(**data["certificate"]),
+        compiler_options=data["compiler_options"],
+        notes=tuple(data["notes"]),
+    )

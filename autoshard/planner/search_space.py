@@ -1,0 +1,186 @@
+"""Setting: a traced program on a mesh and a machine, ready to be planned or priced."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from autoshard.costs.resharding import Resharder
+from autoshard.costs.strategies import Codes, matching
+from autoshard.errors import SpecError, refusing_depth
+from autoshard.ir import graph as graphs
+from autoshard.ir.constraints import spec_of
+from autoshard.ir.gradient import GradientProgram, gradient_program
+from autoshard.ir.layout import Layout
+from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.trace import Traced
+from autoshard.planner.requested_shardings import RequestedShardings
+from autoshard.planner.stage_clock import StageClock
+from autoshard.problem.decision_builder import decide
+from autoshard.problem.decisions import Decisions
+from cost_models import Machine
+
+log = logging.getLogger("autoshard")
+
+# AdamW's two moments in float32: what an optimizer holds per parameter, where the
+# program itself does not show it (Kingma & Ba 2015).
+OPTIMIZER_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SearchSpace:
+    """A program, ready to be planned or priced: its decisions and the way back to its source."""
+
+    traced: Traced
+    gradient: GradientProgram | None
+    tied: Mapping[int, int]  # output position of the priced program → the input that it shares its layout with
+    decisions: Decisions
+    resharder: Resharder
+    seconds: Mapping[str, float]
+
+    @property
+    def priced(self) -> Traced:
+        return self.traced if self.gradient is None else self.gradient.traced
+
+
+@refusing_depth
+def build_search_space(
+    traced: Traced,
+    mesh: MeshAxes,
+    machine: Machine,
+    wanted: RequestedShardings,
+    *,
+    gradient_of: Sequence[int],
+    unknown: str,
+    platform: str = "cpu",
+    trace_s: float = 0.0,
+    graph: graphs.Graph | None = None,
+) -> SearchSpace:
+    """Builds the decisions of a traced program.
+
+    Args:
+      traced: the program.
+      mesh: its logical mesh; axes of size 1 decide nothing.
+      machine: the cost model with that mesh placed on it.
+      wanted: the user's specs and donations.
+      gradient_of: argument positions to differentiate for, or empty to plan the program as it is.
+      unknown: "error" or "replicate".
+      platform: what `platform_index` resolves to: "cpu", "cuda" or "tpu".
+      trace_s: seconds that tracing took, for the stages' times.
+      graph: of the traced program on this platform, if it was built before (no mesh changes
+        it); not used with `gradient_of`.
+
+    Raises:
+      MissingRuleError: a primitive without a rule, if `unknown` is "error".
+      SpecError: a pin that cannot be kept.
+    """
+    if unknown not in ("error", "replicate"):
+        raise SpecError(f"unknown={unknown!r} is neither 'error' nor 'replicate'")
+    clock = StageClock()
+    clock.seconds["trace"] = trace_s
+    real = MeshAxes.of({n: s for n, s in mesh.shape.items() if s > 1})
+    gradient = gradient_program(traced, gradient_of, mesh) if gradient_of else None
+    priced = traced if gradient is None else gradient.traced
+    clock.lap("trace")
+    if graph is None or gradient is not None:
+        graph = graphs.build(priced.jaxpr, platform)
+    clock.lap("graph")
+    held: dict[int, int] = {}
+    if gradient is None:
+        tied = ties(traced, wanted.donated)
+    else:
+        tied = {gradient.first_gradient + k: i for k, i in enumerate(gradient.gradient_of)}
+        held = dict.fromkeys(gradient.gradient_of, OPTIMIZER_BYTES)
+    input_pins = {
+        i: _pinned(s, priced.in_avals[i].shape, mesh, real, traced.in_paths[i]) for i, s in wanted.inputs.items()
+    }
+    output_pins = {
+        i: _pinned(s, priced.out_avals[i].shape, mesh, real, f"output {priced.out_paths[i]}")
+        for i, s in wanted.outputs.items()
+    }
+    for output, position in tied.items():
+        if position in input_pins and output in output_pins:
+            input_pins[position] = np.intersect1d(input_pins[position], output_pins[output])
+            if not len(input_pins[position]):
+                raise SpecError(
+                    f"{traced.in_paths[position]}: asked for in {wanted.inputs[position]}, "
+                    f"but the output that replaces it in {wanted.outputs[output]}"
+                )
+    resharder = Resharder(real, machine, outermost=platform == "cuda")
+    decisions = decide(
+        graph,
+        real,
+        machine,
+        tied=tied,
+        donated=wanted.donated,
+        input_pins=input_pins,
+        output_pins=output_pins,
+        equation_pins=_own_constraints(graph, mesh, real),
+        held_bytes=held,
+        unknown=unknown,
+        platform=platform,
+    )
+    clock.lap("strategies")
+    return SearchSpace(
+        traced=traced, gradient=gradient, tied=tied, decisions=decisions, resharder=resharder, seconds=clock.seconds
+    )
+
+
+def ties(traced: Traced, donated: frozenset[int]) -> dict[int, int]:
+    """Output → the donated input that it replaces: same aval, and its path ends in the input's.
+
+    A donated leaf whose path no output has is not tied. Of several outputs the one with the
+    shortest path is taken: `[0]['w']` before `[0].mu['w']`.
+    """
+    alike: dict[tuple[Any, ...], list[int]] = {}  # shape, dtype and last part of the path → outputs
+    for o, (out, path) in enumerate(zip(traced.out_avals, traced.out_paths, strict=True)):
+        for last in (_last(path), ""):
+            alike.setdefault((out.shape, out.dtype, last), []).append(o)
+    tied: dict[int, int] = {}
+    for i in sorted(donated):
+        aval, path = traced.in_avals[i], traced.in_paths[i]
+        begin = min((path.find(c) for c in "[." if c in path), default=len(path))
+        suffix = path[begin:]
+        fits = [
+            o
+            for o in alike.get((aval.shape, aval.dtype, _last(suffix)), ())
+            if o not in tied and traced.out_paths[o].endswith(suffix)
+        ]
+        if fits:
+            tied[min(fits, key=lambda o: (len(traced.out_paths[o]), o))] = i
+    return tied
+
+
+def _last(path: str) -> str:
+    """The last part of a path: `['w']` of `[0]['layers'][3]['w']`."""
+    return path[max(path.rfind("["), path.rfind("."), 0) :]
+
+
+def _pinned(spec: PartitionSpec, shape: tuple[int, ...], mesh: MeshAxes, real: MeshAxes, what: str) -> Codes:
+    """The codes that a spec allows; `P.UNCONSTRAINED` frees a dimension."""
+    free = frozenset(d for d, entry in enumerate(spec) if entry is PartitionSpec.UNCONSTRAINED)
+    entries = [None if d in free else entry for d, entry in enumerate(spec)]
+    layout = Layout.from_spec(PartitionSpec(*entries), len(shape))
+    for axis in (axis for dim in layout.dims for axis in dim):
+        if axis not in mesh.names:
+            raise SpecError(f"{what}: {spec} names the axis `{axis}`; the mesh has {', '.join(mesh.names) or 'none'}")
+    for dim, axes in zip(shape, layout.dims, strict=True):
+        pieces = int(np.prod([mesh.shape[a] for a in axes], dtype=np.int64))
+        if dim % pieces:
+            raise SpecError(f"{what}: a dimension of {dim} does not divide into {pieces} ({'·'.join(axes)}) in {spec}")
+    codes = matching(shape, real, layout, free)
+    if not len(codes):
+        raise SpecError(f"{what}: {spec} puts axes in another order than the mesh ({', '.join(mesh.names)})")
+    return codes
+
+
+def _own_constraints(graph: graphs.Graph, mesh: MeshAxes, real: MeshAxes) -> dict[int, Codes]:
+    """The user's `with_sharding_constraint`s: equation → allowed codes."""
+    return {
+        e: _pinned(spec_of(eqn), eqn.results[0].shape, mesh, real, f"with_sharding_constraint at {eqn.where}")
+        for e, eqn in enumerate(graph.eqns)
+        if eqn.primitive == "sharding_constraint"
+    }

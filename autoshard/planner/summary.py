@@ -1,0 +1,177 @@
+"""Text: a plan for a terminal."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from rich.console import RenderableType
+
+from autoshard.ir.paths import dotted
+from autoshard.planner.leaf_rows import fold
+from autoshard.planner.record import FOR_GRADIENT, Leaf, PlanRecord
+from autoshard.problem.assignment import Collective
+from autoshard.report.tables import (
+    GAP,
+    broken_path,
+    bytes_text,
+    columns,
+    fields,
+    flops_text,
+    proof_text,
+    render,
+    short_aval,
+    short_place,
+    table,
+    time_text,
+)
+
+LONGEST = 12  # rows of collectives that are shown one by one
+
+
+def summary(
+    record: PlanRecord,
+    *,
+    seconds: Mapping[str, float] | None = None,
+    flops: float | None = None,
+    peak_flops_per_s: float | None = None,
+    width: int | None = None,
+) -> str:
+    """The whole plan: step time, memory, proof, layouts, collectives.
+
+    Args:
+      record: the plan.
+      seconds: wall-clock per stage of planning, if it was planned just now.
+      flops: of one device in one step.
+      peak_flops_per_s: of one device, for what it multiplies.
+      width: columns; None takes the terminal's.
+    """
+    width = columns() if width is None else width
+    parts = [
+        "\n".join((f"{record.name} on {record.mesh} ({record.hardware})", *filter(_of_gradient, record.notes), "")),
+        fields(_verdict(record, seconds or {}, flops, peak_flops_per_s), width),
+        layouts("input", record.inputs, record, width=width),
+    ]
+    replaced, others = _outputs(record)
+    if others:
+        parts.append(layouts("output", others, record, width=width))
+    if replaced:
+        parts.append(f"{replaced} outputs take the place of donated inputs, in the same layout\n")
+    parts.append(collectives(record, width=width))
+    return render(*parts, width=width)
+
+
+def _verdict(
+    record: PlanRecord, seconds: Mapping[str, float], flops: float | None, peak_flops_per_s: float | None
+) -> list[tuple[str, str]]:
+    cost, memory, proof = record.cost, record.memory, record.certificate
+    share = cost.compute_s / cost.step_s if cost.step_s else 1.0
+    rows = [
+        (
+            "step",
+            f"{time_text(cost.step_s)} = {time_text(cost.compute_s)} compute ({share:.0%}) + "
+            f"{time_text(cost.exposed_s)} exposed communication; hidden behind compute: {time_text(cost.hidden_s)}",
+        )
+    ]
+    if flops is not None:
+        text = f"{flops_text(flops)} per device"
+        if peak_flops_per_s is not None and cost.step_s:
+            text += f", {flops / (peak_flops_per_s * cost.step_s):.1%} of the peak of {flops_text(peak_flops_per_s)}/s"
+        rows.append(("matmuls", text))
+    kinds = sorted(memory.kinds.items(), key=lambda item: -item[1])
+    rows += [
+        (
+            "memory",
+            f"{bytes_text(memory.peak_bytes)} of {bytes_text(memory.limit_bytes)} per device: "
+            + " + ".join(f"{bytes_text(n)} {kind}" for kind, n in kinds if n)
+            + f", at {short_place(memory.at)}",
+        ),
+        (
+            "proof",
+            f"{proof_text(proof.status, proof.objective_s, proof.bound_s)}: nothing takes less than "
+            f"{time_text(proof.bound_s)} among {proof.space}",
+        ),
+        ("solver", proof.solver),
+    ]
+    if seconds:
+        stages = ", ".join(f"{stage} {s:.1f}" for stage, s in seconds.items())
+        rows.append(("planned", f"in {sum(seconds.values()):.1f} s: {stages}"))
+    rows.append(("emitted", f"{record.pins.count} sharding constraints"))
+    return rows + [("note", note) for note in record.notes if not _of_gradient(note)]
+
+
+def _of_gradient(note: str) -> bool:
+    """Whether a note says for which gradient a function was planned."""
+    return note.startswith(FOR_GRADIENT)
+
+
+def layouts(title: str, leaves: Sequence[Leaf], record: PlanRecord, *, width: int) -> RenderableType:
+    """The layouts of inputs or outputs, equal layers and repeated subtrees folded."""
+    rows = fold(leaves, record.mesh)
+    cells = [
+        ("  " * row.depth + row.path, f"{row.count:,}", short_aval(row.shape), row.layout, bytes_text(row.local_bytes))
+        for row in rows
+    ]
+    head = (title, "leaves", "shape", "layout", "bytes")
+    others = sum(max(len(row[i]) for row in (head, *cells)) + GAP for i in range(1, len(head)))
+    broken = [(broken_path(path, max(width - others - 2, 20)), *rest) for path, *rest in cells]
+    return table("", head, broken, right=("leaves", "bytes"), whole=(title, "shape", "layout"))
+
+
+def _outputs(record: PlanRecord) -> tuple[int, list[Leaf]]:
+    """How many outputs take the place of a donated input in its layout, and the others."""
+    donated = {
+        (dotted(leaf.path).partition(".")[2], leaf.shape, leaf.dtype, leaf.spec)
+        for leaf in (record.inputs[i] for i in record.donated)
+    }
+    others: list[Leaf] = []
+    for leaf in record.outputs:
+        path = dotted(leaf.path)
+        tails = {path, path.partition(".")[2]} - {""}
+        if not any((tail, leaf.shape, leaf.dtype, leaf.spec) in donated for tail in tails):
+            others.append(leaf)
+    return len(record.outputs) - len(others), others
+
+
+def collectives(record: PlanRecord, *, width: int) -> RenderableType:
+    """The collectives of a step, equal ones together, the longest first, and their sum.
+
+    Where they are shows if there is room for it.
+    """
+    head = ("collective", "over", "count", "bytes", "time", "hides", "value", "at")
+    rows = _collective_rows(record.collectives)
+    if sum(max(len(row[i]) for row in (head, *rows)) + GAP for i in range(len(head))) > width:
+        head, rows = head[:-1], _collective_rows([replace(c, where="") for c in record.collectives])
+    footer = ("sum", "", *_amounts(record.collectives), "", "", "")
+    return table(
+        "collectives per step: logical bytes per device, time if nothing hides",
+        head,
+        [row[: len(head)] for row in rows],
+        right=("count", "bytes", "time"),
+        whole=("collective", "over", "value"),
+        footer=footer[: len(head)],
+    )
+
+
+def _collective_rows(promised: Sequence[Collective]) -> list[tuple[str, ...]]:
+    groups: dict[tuple[str, tuple[str, ...], bool, str, str], list[Collective]] = {}
+    for c in promised:
+        line = short_place(c.where).partition(" (")[0]
+        groups.setdefault((c.kind, c.axes, c.window is not None, c.value, line), []).append(c)
+    ranked = sorted(groups.items(), key=lambda item: -_sum_s(item[1]))
+    rows = [
+        (kind, "·".join(axes), *_amounts(same), "yes" if hides else "no", short_aval(value), line)
+        for (kind, axes, hides, value, line), same in ranked[:LONGEST]
+    ]
+    rest = [c for _, same in ranked[LONGEST:] for c in same]
+    if rest:
+        rows.append((f"{len(ranked) - LONGEST} smaller", "", *_amounts(rest), "", "", ""))
+    return rows
+
+
+def _sum_s(same: Sequence[Collective]) -> float:
+    return sum(c.seconds * c.trips for c in same)
+
+
+def _amounts(same: Sequence[Collective]) -> tuple[str, str, str]:
+    """Count, bytes and seconds of a step."""
+    nbytes = sum(c.nbytes * c.trips for c in same)
+    return f"{sum(c.trips for c in same):,}", bytes_text(nbytes), time_text(_sum_s(same))

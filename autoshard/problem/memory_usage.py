@@ -1,0 +1,160 @@
+"""Usages: the memory that a value takes under each choice, where it is made, and where it is taken."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.costs import compute
+from autoshard.costs.execution_order import behind_loops, loop_spans
+from autoshard.costs.fusion import FusionTraits
+from autoshard.costs.liveness import LiveRanges
+from autoshard.costs.overlap import EARLY, LATE, OverlapWindows
+from autoshard.costs.strategies import SUM, Codes, decode, shards
+from autoshard.ir.graph import Aval, Graph
+from autoshard.ir.mesh import MeshAxes
+from autoshard.problem.decisions import Port, Usage
+
+
+def local_bytes(aval: Aval, codes: Codes, mesh: MeshAxes) -> NDArray[np.int64]:
+    """Bytes per device of a value in each layout."""
+    return aval.nbytes // shards(codes, aval.ndim, mesh)
+
+
+class MemoryUsageBuilder:
+    """The usages of a graph's values, those of one decision, kind and time together."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: MeshAxes,
+        lives: LiveRanges,
+        traits: FusionTraits,
+        windows: OverlapWindows,
+        platform: str,
+        *,
+        before: Sequence[tuple[int, int]] | None,
+    ) -> None:
+        """`before`: equations that whole gradients are put off to, with the bytes of what is gathered there.
+
+        See `add_value`; None where they are made at once.
+        """
+        self.graph, self.mesh, self.lives, self._before = graph, mesh, lives, before
+        self._traits, self._windows, self._platform = traits, windows, platform
+        self._made_by, self._spans = graph.producers(), loop_spans(graph)
+        self._waiting = Counter[int]()  # gradients that are put off, by the equation that they are made before
+        self._nbytes: dict[tuple[int, int, int, str], NDArray[np.int64]] = {}
+
+    def all(self) -> tuple[Usage, ...]:
+        """Every usage, in the order in which they came."""
+        return tuple(
+            Usage(node=node, start=start, end=end, nbytes=nbytes, kind=kind)
+            for (node, start, end, kind), nbytes in self._nbytes.items()
+        )
+
+    def add(self, node: int, start: int, end: int, nbytes: NDArray[np.int64], kind: str) -> None:
+        """Bytes per choice of a decision, alive over [start, end)."""
+        key = (node, start, end, kind)
+        self._nbytes[key] = self._nbytes[key] + nbytes if key in self._nbytes else nbytes
+
+    def add_value(self, value: int, port: Port, begin: int, name: int, target: Port | None, *, in_place: bool) -> None:
+        """Memory of a value with one consumer at most: in its own layout first, then in the consumer's.
+
+        What leaves a contraction is reduced or moved at once, but by libtpu a weight's gradient behind the loops that
+        follow (the head's, behind the backward pass of the layers); all else moves where it is taken. Where nothing
+        runs beside compute libtpu schedules for memory: a gradient that is whole on every device, to be reduced over
+        all of them, is made last, or before as much is gathered.
+
+        Args:
+          value: the value.
+          port: where it is made.
+          begin: the equation that takes it, or before which its gather begins.
+          name: the value under the name by which a pending sum is finished.
+          target: who takes it by that name, if anyone does.
+          in_place: whether that is an output in an input's place, which has that input's memory.
+        """
+        kind = self._kind(value)
+        start, end = min(begin, int(self.lives.start[value])), int(self.lives.end[value])
+        if target is None:
+            self._add_layouts(port, start, end, value, kind)
+            return
+        maker = self._made_by[value][0] if value in self._made_by else -1
+        at_once = maker >= 0 and (compute.is_contraction(self.graph.eqns[maker]) or self._traits.flows[maker])
+        moved = start + 1 if at_once else min(max(begin, start + 1), end)
+        if at_once and name != value:
+            end = max(end, int(self.lives.end[name]))
+        if at_once and kind == "gradients" and self._platform == "tpu":
+            moved = max(moved, behind_loops(self._spans, start))
+            end = max(end, moved)
+        if at_once and kind == "gradients" and self._before is not None:
+            size, whole = self.graph.avals[value].nbytes, self._pending(value, port).all(axis=1)
+            before = next((e for e, nbytes in self._before if e > moved and nbytes >= size), len(self.graph.eqns))
+            self._waiting[before] += 1  # one after the other
+            made = max(before - self._waiting[before], moved)
+            self.add(port.node, start, moved, np.where(whole, 0, self._local(value, port)), kind)
+            self.add(port.node, made, made + 1, np.where(whole, size, 0), kind)
+        else:
+            self._add_layouts(port, start, moved, value, kind)
+        if not in_place:
+            self._add_layouts(target, moved, end, name, kind)
+
+    def add_copy(
+        self, value: int, copy: Port, port: Port, begin: int, groups: Sequence[Sequence[int]], *, lent: bool
+    ) -> None:
+        """Memory of a value's copy, from its first use to its last; of each group of uses, if one follows the other.
+
+        Args:
+          value: the value.
+          copy: its copy; if it is lent, each layout appears as the value itself and beside it.
+          port: where it is made.
+          begin: the first equation that takes it, or before which its gather begins.
+          groups: the equations that take it, by what they share, where each group has a copy of its own.
+          lent: whether its own memory is another's.
+        """
+        start, end = int(self.lives.start[value]), int(self.lives.end[value])
+        start = max(begin, start) if lent else min(begin, start)
+        spans = [(start, end)]
+        if groups and all(before[-1] < after[0] for before, after in pairwise(groups)):
+            starts = [start, *(group[0] for group in groups[1:])]
+            spans = list(zip(starts, [*(group[-1] + 1 for group in groups[:-1]), end], strict=True))
+        if lent:
+            repeated = np.unique(copy.codes, return_counts=True)[1]
+            for span in spans:
+                self._add_layouts(copy, *span, value, "copies", lent=int((repeated > 1).sum()))
+        elif self.lives.stored[value]:
+            for span in spans:
+                self._add_layouts(copy, *span, value, "activations")
+            for (_, before), (after, _) in pairwise(spans):  # what it is gathered from again
+                self._add_layouts(port, before, after, value, "activations")
+            pending = self._pending(value, port).any(axis=1)
+            if pending.any():  # the partial sums lie beside what they are reduced to
+                self.add(port.node, start, start + 1, np.where(pending, self._local(value, port), 0), "activations")
+
+    def _add_layouts(self, port: Port, start: int, end: int, value: int, kind: str, *, lent: int = 0) -> None:
+        """Memory of a value in each layout of a port, but for the first `lent`."""
+        nbytes, soon, across = self._local(value, port), int(self.lives.soon[value]), self.lives.across.get(value)
+        nbytes[:lent] = 0
+        if across and start < soon < end:
+            rows = decode(port.codes, self.graph.avals[value].ndim, self.mesh.ndim)
+            self.add(port.node, start, soon, nbytes, kind)
+            start, nbytes = soon, np.where(np.isin(rows, list(across)).any(axis=1), 0, nbytes)
+        self.add(port.node, start, end, nbytes, kind)
+
+    def _pending(self, value: int, port: Port) -> NDArray[np.bool_]:
+        """Whether a value is a pending sum, `[choices, mesh axes]`."""
+        return decode(port.codes, self.graph.avals[value].ndim, self.mesh.ndim) == SUM
+
+    def _local(self, value: int, port: Port) -> NDArray[np.int64]:
+        aval = self.graph.avals[value]
+        nbytes = local_bytes(aval, port.codes, self.mesh)
+        if (itemsize := self.lives.alone.get(value, aval.itemsize)) < aval.itemsize:
+            split = decode(port.codes, aval.ndim, self.mesh.ndim) == 0
+            rows = aval.shape[0] // np.where(split, self.mesh.sizes, 1).prod(axis=1)
+            nbytes = np.where(rows == 1, nbytes * itemsize // aval.itemsize, nbytes)
+        return nbytes
+
+    def _kind(self, value: int) -> str:
+        window = self._windows.of_value[value]
+        return "gradients" if window == LATE else "copies" if window == EARLY else "activations"

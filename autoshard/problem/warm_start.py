@@ -1,0 +1,99 @@
+"""Coarser: what was chosen on one mesh, written on a finer one.
+
+Where neighbouring axes of a mesh, say 4 and 2, split whatever one axis of 8 splits on
+another mesh of the same devices, both mean the same layouts. So the best plan on the
+coarser mesh is a choice on the finer one, and a search there begins with it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.costs.strategies import decode
+from autoshard.problem.decisions import Decision, Decisions
+
+Int = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PortableChoice:
+    """A choice per decision by what each mesh axis splits, whatever the mesh's strategies are called.
+
+    Attributes:
+      sizes: of the mesh axes.
+      kinds: of the decisions, in their order.
+      splits: (decisions, axes), the factor of an equation or the dimension of a value that
+        each axis splits; WHOLE and SUM as in `autoshard.costs.strategies`.
+      nth: (decisions,), which of a decision's choices with these splits, where it has several.
+    """
+
+    sizes: tuple[int, ...]
+    kinds: tuple[str, ...]
+    splits: NDArray[np.int8]
+    nth: NDArray[np.int8]
+
+    def on(self, decisions: Decisions) -> Int | None:
+        """The same choice on a mesh as fine or finer; None where it has none."""
+        parts = refined(self.sizes, decisions.mesh.sizes)
+        if parts is None or self.kinds != tuple(node.kind for node in decisions.nodes):
+            return None
+        choice = np.zeros(len(decisions.nodes), np.int64)
+        ndims = _ndims(decisions)
+        for n, (node, split) in enumerate(zip(decisions.nodes, self.splits[:, parts], strict=True)):
+            found = np.flatnonzero((_splits(node, ndims[n], decisions.mesh.ndim) == split).all(axis=1))
+            if not len(found):
+                return None
+            choice[n] = found[min(self.nth[n], len(found) - 1)]
+        return choice
+
+
+def chosen(decisions: Decisions, choice: Int) -> PortableChoice:
+    """A choice per decision, for other meshes."""
+    ndims, axes = _ndims(decisions), decisions.mesh.ndim
+    splits = np.zeros((len(decisions.nodes), axes), np.int8)
+    nth = np.zeros(len(decisions.nodes), np.int8)
+    for n, node in enumerate(decisions.nodes):
+        rows = _splits(node, ndims[n], axes)
+        splits[n] = rows[choice[n]]
+        nth[n] = (rows[: choice[n]] == splits[n]).all(axis=1).sum()
+    kinds = tuple(node.kind for node in decisions.nodes)
+    return PortableChoice(sizes=decisions.mesh.sizes, kinds=kinds, splits=splits, nth=nth)
+
+
+def refined(coarse: Sequence[int], fine: Sequence[int]) -> list[int] | None:
+    """Axis of the finer mesh → the axis of the coarser one that it is a part of; None if it is not finer."""
+    parts: list[int] = []
+    at, left = -1, 1
+    for size in fine:
+        if left == 1:
+            at += 1
+            if at == len(coarse):
+                return None
+            left = coarse[at]
+        if left % size:
+            return None
+        left //= size
+        parts.append(at)
+    return parts if left == 1 and at == len(coarse) - 1 else None
+
+
+def _splits(node: Decision, ndim: int, axes: int) -> NDArray[np.int8]:
+    """What each axis splits under each choice of a decision: (choices, axes)."""
+    if node.strategies is not None:
+        return node.strategies.factor
+    assert node.codes is not None  # only equations have strategies instead
+    return decode(node.codes, ndim, axes)
+
+
+def _ndims(decisions: Decisions) -> list[int]:
+    """The number of dimensions of what each decision lays out; 0 for equations."""
+    avals = decisions.graph.avals
+    found = [0] * len(decisions.nodes)
+    for ports in (decisions.made, decisions.kept):
+        for value, port in ports.items():
+            found[port.node] = avals[value].ndim
+    for output, node in zip(decisions.graph.outputs, decisions.outputs, strict=True):
+        found[node] = avals[output].ndim
+    return found

@@ -1,0 +1,1 @@
+"""Bounds on the optimum by dual ascent."""

@@ -1,0 +1,1 @@
+"""Optima with proof: mixed-integer programs, elimination, hinges."""

@@ -1,0 +1,199 @@
+"""A MIP engine in a process of its own: it runs beside the search, and can be stopped.
+
+HiGHS looks at the clock only now and then (a restricted MIP of two million cells overran a limit of 2 s
+by 50 s), so that only killing its process keeps a time limit. `main` is what that process does: it
+reads pickled requests from its standard input and writes pickled answers.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYetError
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from autoshard import _children
+from autoshard.errors import SolverError
+from autoshard.solver.clock import effort, mip_s
+from autoshard.solver.exact.mip import MipAnswer, solve_program
+from autoshard.solver.incumbent import Incumbent
+from autoshard.solver.program import Program
+
+log = logging.getLogger("autoshard")
+
+SMALL_CELLS = 10_000  # a program of so few cells is solved at once, without a process
+OVERRUN_S, OVERRUN = 1.0, 1.5  # a request may take OVERRUN · its limit + OVERRUN_S before the kill
+ENDING_S = 5.0  # from the end of a process's output to its own
+LOOK_S = 0.1  # between looks at whether an answer is still wanted
+MARGIN = 0.1  # of the time left, for an engine that overruns to say what it has before it is killed
+NOTHING = MipAnswer(choice=None, bound=None, infeasible=False, finished=False)
+
+
+def never() -> bool:
+    """Waits for an answer as long as there is time."""
+    return False
+
+
+@dataclass(slots=True)
+class Child:
+    """Solves one program at a time, in a process that starts with the first `submit`."""
+
+    process: "subprocess.Popen[bytes] | None" = None
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    pending: "Future[MipAnswer] | None" = None
+    kill_at: float = 0.0
+
+    def start(self) -> None:
+        """Starts the process, so that it can load the engine while others work."""
+        if self.process is not None and self.process.poll() is None:
+            return
+        self.process = subprocess.Popen(
+            _children.command("autoshard.solver.exact.mip_process"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    @property
+    def busy(self) -> bool:
+        return self.pending is not None
+
+    def submit(self, program: Program, *, time_limit_s: float, **options: Any) -> None:
+        """Begins to solve `program`; the options are those of `solve_program`."""
+        assert not self.busy
+        effort.spend(seconds=mip_s(program.cells))
+        if program.cells <= SMALL_CELLS:
+            self.pending = Future()
+            self.pending.set_result(solve_program(program, time_limit_s=time_limit_s, **options))
+            self.kill_at = math.inf
+            return
+        self.start()
+        request = (program, {"time_limit_s": time_limit_s, **options})
+        self.kill_at = time.perf_counter() + OVERRUN * time_limit_s + OVERRUN_S
+        self.pending = self.thread.submit(self._exchange, request)
+
+    def answer(self, wait_s: float) -> MipAnswer | None:
+        """Returns the answer; None if it takes more than `wait_s`. An overrun ends without choice or bound.
+
+        Raises:
+          SolverError: the process ended by itself.
+        """
+        assert self.pending is not None
+        until = min(time.perf_counter() + wait_s, self.kill_at)
+        timeout = None if math.isinf(until) else max(until - time.perf_counter(), 0.0)
+        try:
+            answer = self.pending.result(timeout=timeout)
+        except NotYetError:
+            if time.perf_counter() < self.kill_at:
+                return None
+            self.stop()
+            answer = NOTHING
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            code = self._exit_code()
+            self.pending = None
+            self.stop()
+            if code >= 0:
+                raise SolverError(
+                    f"the process of the MIP engine ended with code {code}; what it wrote to standard error says why"
+                ) from error
+            log.warning(
+                "the process of the MIP engine was killed by signal %d, for want of memory most likely; "
+                "the plan is searched without what it would have found",
+                -code,
+            )
+            answer = NOTHING
+        self.pending = None
+        return answer
+
+    def _exit_code(self) -> int:
+        """Of a process whose pipe has closed; -9 if it does not end by itself."""
+        assert self.process is not None
+        try:
+            return self.process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            return -signal.SIGKILL
+
+    def stop(self) -> None:
+        """Ends the process, whatever it does."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            if self.pending is not None:
+                self.pending.exception()  # the thread meets the end of the stream
+                self.pending = None
+            for stream in (self.process.stdin, self.process.stdout):
+                assert stream is not None
+                with contextlib.suppress(OSError):  # what was not read cannot be flushed
+                    stream.close()
+            self.process = None
+
+    def close(self) -> None:
+        """Ends the process and the thread."""
+        self.stop()
+        self.thread.shutdown()
+
+    def _exchange(self, request: Any) -> MipAnswer:
+        assert self.process is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        pickle.dump(request, self.process.stdin, protocol=5)
+        self.process.stdin.flush()
+        return pickle.load(self.process.stdout)
+
+
+def solve_in_time(
+    program: Program, *, left_s: float, time_limit_s: float, enough: Callable[[], bool] = never, **options: Any
+) -> MipAnswer:
+    """Solves `program` as `solve_program` does, within `left_s` whatever the engine does.
+
+    The engine is asked to stop after `time_limit_s`, and has `OVERRUN_S` more if they are left. Once
+    what there is is `enough` without it, it is ended without an answer.
+    """
+    child = Child()
+    try:
+        begin = time.perf_counter()
+        child.submit(program, time_limit_s=min(time_limit_s, (1 - MARGIN) * left_s), **options)
+        child.kill_at = min(child.kill_at, begin + min(left_s, time_limit_s + OVERRUN_S))
+        while (answer := child.answer(LOOK_S)) is None:
+            if enough():
+                answer = NOTHING
+                break
+        return answer
+    finally:
+        child.close()
+
+
+def solve_for(incumbent: Incumbent, program: Program, *, limit_s: float) -> MipAnswer:
+    """Solves `program` to the gap that an incumbent is to reach, within `limit_s` and the time that it has left."""
+    return solve_in_time(
+        program,
+        left_s=incumbent.left_s(),
+        time_limit_s=limit_s,
+        enough=incumbent.enough,
+        rel_gap=incumbent.rel_gap,
+        seed=incumbent.seed,
+    )
+
+
+def main() -> None:
+    """Answers requests until the input ends."""
+    requests, answers = sys.stdin.buffer, private_output()
+    while True:
+        try:
+            program, options = pickle.load(requests)
+        except EOFError:
+            return
+        pickle.dump(solve_program(program, **options), answers, protocol=5)
+        answers.flush()
+
+
+def private_output() -> BinaryIO:
+    """Returns the standard output for answers alone; what engines print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return answers

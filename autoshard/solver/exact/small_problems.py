@@ -1,0 +1,112 @@
+"""Small problems: exact reduction, then elimination or a MIP, with memory rows as they bind.
+
+Without memory rows the problem is a relaxation, and its optimum, if it fits, is the optimum. If
+not, the time points that overflow become rows and the loop repeats, so that every bound on the
+way is a bound on the problem.
+"""
+
+import numpy as np
+
+from autoshard.problem.network import Int, Problem
+from autoshard.solver.evaluate import evaluate, usage_profile
+from autoshard.solver.exact.bucket_elimination import eliminate_all
+from autoshard.solver.exact.mip_process import solve_for, solve_in_time
+from autoshard.solver.incumbent import Incumbent
+from autoshard.solver.memory import peaks_over
+from autoshard.solver.presolve.elimination import Core, reduce
+from autoshard.solver.scaling import coarsened, coarsening
+
+NEW_ROWS = 8  # memory rows added per round at most: the worst of each stretch that overflows
+FLOAT_GAP = 1e-9  # what remains open when a MIP in floats is done; the search would rarely close it
+MIP_CELLS = 80_000  # larger cores are left to the search
+
+
+def solve_directly(incumbent: Incumbent, *, patience_s: float) -> str | None:
+    """Solves the problem in `incumbent`; returns the engine's name, or None if it gave up.
+
+    It gives up where elimination is impossible and the MIP would have more than `MIP_CELLS`, or
+    does not finish within `patience_s`.
+    """
+    times = np.zeros(0, dtype=np.int64)
+    while True:
+        core = Core(incumbent.problem, times)
+        reduce(core, incumbent.left_s)
+        if not core.feasible:
+            incumbent.infeasible = True
+            return "arc consistency"
+        choice, solver = optimum(core, incumbent, patience_s)
+        if incumbent.infeasible or choice is None:
+            return solver
+        if incumbent.offer(choice):
+            return solver if incumbent.closed() or incumbent.gap() <= FLOAT_GAP else None
+        more = np.union1d(times, overflowing(incumbent.problem, choice))
+        if len(more) == len(times) or incumbent.left_s() <= 0:
+            return None
+        times = more
+
+
+def optimum(core: Core, incumbent: Incumbent, patience_s: float) -> tuple[Int | None, str | None]:
+    """Solves one relaxation; raises the bound; returns a choice and the engine's name."""
+    if all(not row.node and not row.edge for row in core.rows):
+        if any(row.limit is not None and row.constant > row.limit for row in core.rows):
+            incumbent.infeasible = True
+            return None, "elimination"
+        try:
+            position = eliminate_all(core, incumbent.left_s)
+        except ValueError:
+            incumbent.infeasible = True
+            return None, "elimination"
+        if position is not None:
+            choice = core.expand(position)
+            exact = evaluate(incumbent.problem, choice).objective
+            if exact is not None:
+                incumbent.raise_bound(exact)
+            return choice, "elimination"
+    program, names = core.program()
+    limit_s = incumbent.limit_s(program.cells, patience_s)
+    if program.cells > MIP_CELLS or limit_s <= 0:
+        return None, None
+    answer = solve_for(incumbent, program, limit_s=limit_s)
+    if answer.infeasible:
+        incumbent.infeasible = True
+        return None, "highs"
+    if answer.bound is not None:
+        incumbent.raise_bound(answer.bound)
+    if answer.choice is None:
+        return None, None
+    return core.expand(dict(zip(names, answer.choice.tolist(), strict=True))), "highs"
+
+
+def overflowing(problem: Problem, choice: Int) -> Int:
+    """Returns the worst time point of each stretch over the limit, of the worst stretches."""
+    assert problem.usage_limit is not None
+    times, usage = usage_profile(problem, choice)
+    return times[peaks_over(usage, problem.usage_limit, NEW_ROWS)]
+
+
+def smallest_peak(incumbent: Incumbent) -> bool:
+    """Finds the choice of least peak of a small problem that nothing satisfies.
+
+    Returns False, having found nothing, where the MIP would have more than `MIP_CELLS`.
+    """
+    problem = coarsened(incumbent.problem, coarsening(incumbent.problem))
+    times = np.zeros(0, dtype=np.int64)
+    while problem.usage_limit is not None and incumbent.left_s() > 0:
+        core = Core(problem, times)
+        core.make_consistent(list(core.cost))
+        if not core.feasible:
+            return True
+        program, names = core.program()
+        if program.cells > MIP_CELLS:
+            return False
+        left_s = incumbent.left_s()
+        answer = solve_in_time(program, left_s=left_s, time_limit_s=left_s, seed=incumbent.seed, minimise_peak=True)
+        if answer.choice is None:
+            return True
+        choice = core.expand(dict(zip(names, answer.choice.tolist(), strict=True)))
+        incumbent.offer_peak(choice, answer.bound)
+        peak_at = evaluate(problem, choice).peak_at
+        if peak_at is None or peak_at in times or incumbent.left_s() <= 0:
+            return True
+        times = np.union1d(times, [peak_at])
+    return True

@@ -1,0 +1,1 @@
+"""Exact reductions of a problem before the search."""

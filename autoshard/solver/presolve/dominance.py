@@ -1,0 +1,119 @@
+"""Dominance: a strategy goes if another of its node is at least as good in every way.
+
+That is: costs no more by itself and with every strategy of every neighbour, adds no more to any hinge,
+and uses no more in any memory row. Of equals the first stays.
+"""
+
+import numpy as np
+
+from autoshard.problem.network import INF, Int, Problem
+from autoshard.solver.clock import Clock, endless
+from autoshard.solver.kernels import Mask, jit
+from autoshard.solver.memory import memory_of
+from autoshard.solver.presolve.consistency import neighbours, settle
+from autoshard.solver.presolve.memory_rows import rows_of
+from autoshard.solver.program import Network
+
+NODES_AT_ONCE = 500  # between looks at the clock
+
+
+def without_dominated(problem: Problem, network: Network, left_s: Clock = endless) -> Network | None:
+    """Returns `network`, to which `problem` was reduced, without dominated strategies; an optimum stays.
+
+    None if no finite choice exists. Stops once `left_s()` is not positive.
+    """
+    while left_s() > 0:
+        rows = rows_of(memory_of(problem, network))
+        alive, near = np.ones(network.start[-1], dtype=bool), neighbours(network)
+        for begin in range(0, network.nodes, NODES_AT_ONCE):
+            if left_s() <= 0:
+                break
+            undominated(
+                begin, min(begin + NODES_AT_ONCE, network.nodes), alive,
+                network.start, network.cost, network.edge_nodes, network.edge_start, network.edge_cost,
+                *near, rows.items, rows.first, rows.usage,
+            )  # fmt: skip
+        if alive.all():
+            return network
+        settled = settle(network, alive, left_s)
+        if settled is None:
+            return None
+        network = settled
+    return network
+
+
+@jit
+def undominated(
+    begin: int,
+    end: int,
+    alive: Mask,
+    start: Int,
+    cost: Int,
+    edge_nodes: Int,
+    edge_start: Int,
+    edge_cost: Int,
+    near_start: Int,
+    near: Int,
+    items: Int,
+    first: Int,
+    usage: Int,
+) -> None:
+    """Clears `alive` of strategies of nodes in [begin, end) that another of their node dominates."""
+    for v in range(begin, end):
+        k = start[v + 1] - start[v]
+        for j in range(k):
+            for i in range(k):
+                if i == j or not alive[start[v] + i] or not alive[start[v] + j]:
+                    continue
+                if _dominates(
+                    v, i, j, start, cost, edge_nodes, edge_start, edge_cost, near_start, near, items, first, usage
+                ):
+                    alive[start[v] + j] = False
+
+
+@jit
+def _dominates(
+    v: int,
+    i: int,
+    j: int,
+    start: Int,
+    cost: Int,
+    edge_nodes: Int,
+    edge_start: Int,
+    edge_cost: Int,
+    near_start: Int,
+    near: Int,
+    items: Int,
+    first: Int,
+    usage: Int,
+) -> bool:
+    """Whether strategy i of node v is at least as good as j in every way, and comes first if as good."""
+    better = i < j
+    for layer in range(len(cost)):
+        a, b = cost[layer, start[v] + i], cost[layer, start[v] + j]
+        if a > b:
+            return False
+        better |= a < b
+    for at in range(items[v], items[v + 1]):
+        a, b = usage[first[at] + i], usage[first[at] + j]
+        if a > b:
+            return False
+        better |= a < b
+    for at in range(near_start[v], near_start[v + 1]):
+        e = near[at]
+        u, w = edge_nodes[e, 0], edge_nodes[e, 1]
+        kw = start[w + 1] - start[w]
+        others = kw if v == u else start[u + 1] - start[u]
+        for layer in range(len(cost)):
+            for x in range(others):
+                if v == u:
+                    a, b = edge_cost[layer, edge_start[e] + i * kw + x], edge_cost[layer, edge_start[e] + j * kw + x]
+                else:
+                    a, b = edge_cost[layer, edge_start[e] + x * kw + i], edge_cost[layer, edge_start[e] + x * kw + j]
+                if layer == 0 and b >= INF:
+                    better |= a < INF
+                    continue
+                if a > b:
+                    return False
+                better |= a < b
+    return bool(better)

@@ -1,0 +1,1 @@
+"""Good choices: local search, block moves, the smallest peak."""

@@ -1,0 +1,161 @@
+"""Local search: blocks of nodes move to their joint optimum while prices steer memory.
+
+The search swings about the memory limit (strategic oscillation: Glover & Laguna 1997). Prices of memory
+start as the dual's multipliers. While the choice overflows, rows at its peaks become dearer; while it
+fits, all prices fall, a copy of the choice is polished by moves that keep it within the limit, and where
+it beats the best choice so far in parts, these parts are taken over. After turns without success the
+search goes on from the best choice, perturbed (iterated local search: Lourenço, Martin & Stützle 2003).
+"""
+
+import math
+
+import numpy as np
+
+from autoshard.problem.network import INF, Int
+from autoshard.solver.clock import Clock, effort, endless
+from autoshard.solver.memory import peaks_over
+from autoshard.solver.presolve.consistency import neighbours
+from autoshard.solver.presolve.memory_rows import Rows
+from autoshard.solver.primal import block_moves
+from autoshard.solver.primal.block_moves import NEVER, Floats
+from autoshard.solver.program import Network
+
+VISITS = 1.2  # of each node, on average, by the moves of a turn
+POLISH_VISITS = 4.0  # at each factor
+POLISH = (0.0, 0.5, 0.9, 0.0)  # factors of the prices: low ones spend memory, high ones win it back
+PORTIONS = 5  # of a visit to every node, between looks at the clock
+PEAKS = 16  # rows that become dearer at once
+DEARER, LEAST_DEARER = 3.0, 0.01  # price per relative overflow, and the least, of value / limit
+CHEAPER, LEVEL = 0.9, 0.95  # a turn's fall of the added prices, and of the dual's
+LOWEST_LEVEL = 0.2
+PATIENCE = 15  # turns without success before the next perturbation
+NOISE = (0.1, 0.3, 1.0, 3.0)  # of value / nodes, in perturbations
+ANY = 2**62  # a limit that refuses nothing
+
+
+class LocalSearch:
+    """A choice of a network that swings about the memory limit, and the best that fitted."""
+
+    def __init__(self, network: Network, rows: Rows, seed: int, left_s: Clock = endless) -> None:
+        """Starts without a choice. Hinges of `network` are ignored; moves end when `left_s()` is not positive."""
+        self.network, self.rows, self.left_s = network, rows, left_s
+        self.near = neighbours(network)
+        self.table, self.cost = as_floats(network.edge_cost[0]), as_floats(network.cost[0])
+        self.state = np.array([2 * seed + 0x9E3779B97F4A7C15], dtype=np.uint64)
+        self.random = np.random.default_rng(seed)
+        self.price = np.zeros(rows.count)
+        self.added = np.zeros(rows.count)
+        self.level = 1.0
+        self.choice: Int | None = None
+        self.best: Int | None = None
+        self.best_value = np.inf
+        self.polished = np.inf  # value of the choice that was last polished
+        self.idle = 0
+        self.age = 0  # turns since it went on from a choice of another's making
+
+    def value_of(self, choice: Int) -> float:
+        """Returns what a choice costs; at least `NEVER` if it is forbidden."""
+        net = self.network
+        return float(block_moves.total(net.start, net.edge_nodes, net.edge_start, self.cost, self.table, choice))
+
+    def set_prices(self, price: Floats) -> None:
+        """Takes the dual's price per row."""
+        self.price = price
+
+    def start_at(self, choice: Int) -> None:
+        """Goes on from a finite choice, which is the best so far if it fits and costs least."""
+        self.choice, self.profile = choice.copy(), self.rows.profile(choice)
+        self._keep(choice, self.profile)
+
+    def go_on_from(self, choice: Int) -> None:
+        """Goes on from any choice, which need not fit nor be finite, at the dual's prices alone."""
+        self.choice, self.profile = choice.copy(), self.rows.profile(choice)
+        self.added = np.zeros(self.rows.count)
+        self.level, self.idle, self.age = 1.0, 0, 0
+
+    def turn(self) -> bool:
+        """Moves, then changes prices; returns whether a better choice that fits was found."""
+        assert self.choice is not None
+        limit = self.rows.limit
+        if self.idle >= PATIENCE:
+            self._perturb()
+        unary = self._unary(self.level * self.price + self.added)
+        self._move(unary, self.choice, self.profile, ANY, VISITS)
+        peaks = peaks_over(self.profile, limit, PEAKS)
+        value = self.value_of(self.choice)
+        found = False
+        if len(peaks):
+            unit = max(abs(value), 1.0) / max(limit, 1)
+            excess = self.profile[peaks] / max(limit, 1) - 1
+            self.added[peaks] += unit * np.maximum(DEARER * excess, LEAST_DEARER)
+            self.level = min(self.level / LEVEL, 1.0)
+        else:
+            if value != self.polished:
+                self.polished = value
+                found = self._polish()
+            self.added *= CHEAPER
+            self.level = max(self.level * LEVEL, LOWEST_LEVEL)
+        self.idle = 0 if found else self.idle + 1
+        self.age += 1
+        return found
+
+    def _polish(self) -> bool:
+        assert self.choice is not None
+        choice, profile = self.choice.copy(), self.profile.copy()
+        found = self._keep(choice, profile)
+        price = self._unary(self.price + self.added) - self.cost
+        for factor in POLISH:
+            self._move(self.cost + factor * price, choice, profile, self.rows.limit, POLISH_VISITS)
+            found |= self._keep(choice, profile)
+        return self._cross(choice) or found
+
+    def _cross(self, other: Int) -> bool:
+        """Takes the better parts of `other` over into the best choice."""
+        if self.best is None or self.best is other:
+            return False
+        net, rows = self.network, self.rows
+        choice, profile = self.best.copy(), self.rows.profile(self.best)
+        taken = block_moves.cross(
+            net.start, net.edge_nodes, net.edge_start, *self.near, self.table, self.cost,
+            rows.items, rows.begin, rows.end, rows.first, rows.usage, rows.limit, choice, profile, other,
+        )  # fmt: skip
+        return taken > 0 and self._keep(choice, profile)
+
+    def _perturb(self) -> None:
+        self.idle = 0
+        if self.best is None:
+            return
+        self.choice, self.profile = self.best.copy(), self.rows.profile(self.best)
+        unary = self._unary(self.level * self.price + self.added)
+        scale = self.random.choice(NOISE) * max(abs(self.best_value), 1.0) / self.network.nodes
+        self._move(unary + scale * self.random.random(len(unary)), self.choice, self.profile, ANY, VISITS)
+
+    def _unary(self, price: Floats) -> Floats:
+        rows = self.rows
+        args = (rows.items, rows.begin, rows.end, rows.first, rows.usage, self.network.start, price)
+        return self.cost + block_moves.priced(*args)
+
+    def _move(self, unary: Floats, choice: Int, profile: Int, limit: int, visits: float) -> None:
+        net, rows = self.network, self.rows
+        effort.spend(steps=PORTIONS, cells=math.ceil(visits * 4 * len(self.table)))
+        for _ in range(math.ceil(visits * PORTIONS)):
+            if self.left_s() <= 0:
+                return
+            block_moves.wander(
+                math.ceil(net.nodes / PORTIONS), net.nodes, self.state,
+                net.start, net.edge_nodes, net.edge_start, *self.near, self.table, unary,
+                rows.items, rows.begin, rows.end, rows.first, rows.usage, limit, choice, profile,
+            )  # fmt: skip
+
+    def _keep(self, choice: Int, profile: Int) -> bool:
+        """Keeps a choice if it fits and costs less than the best."""
+        value = self.value_of(choice)
+        if value >= min(self.best_value, NEVER) or profile.max(initial=0) > self.rows.limit:
+            return False
+        self.best, self.best_value = choice.copy(), value
+        return True
+
+
+def as_floats(costs: Int) -> Floats:
+    """Returns costs as floats, forbidden ones as `NEVER`."""
+    return np.where(costs >= INF, NEVER, costs.astype(float))

@@ -1,0 +1,199 @@
+"""Lighter: of choices that are as fast, one with fewer reshardings, and then one that holds less memory.
+
+The objective is seconds alone. A solver leaves a scalar's worth of nanoseconds on the table either way, but
+every resharding is a constraint in the program and a collective in the timeline: one that saves less than
+`WORTH` of the step, far below what any price is right to, is left out. And a partial sum may be reduced
+where it is made or where it is last read at the same price: the compilers reduce as early as they can, and
+nobody wants the memory. So each node, and both ends together of each edge beside which something is resharded,
+move to where seconds and reshardings are least, and a node of equal ones to the strategy with the least
+bytes × equations, until none does. The peak gets no higher.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.problem.network import INF, Moves, Problem, chosen_cells
+from autoshard.solver.evaluate import evaluate, hinge_values, saturated
+
+Int = NDArray[np.int64]
+
+# Of the objective, what a resharding must save to stay. A hundred of them are a hundredth of a percent.
+WORTH = 1e-6
+_SWEEPS = 8
+
+
+def break_ties(problem: Problem, choice: Int, moves: Moves | None = None) -> Int:
+    """A choice that costs what `choice` costs, but for `WORTH` per resharding saved, and whose peak is no higher.
+
+    Args:
+      problem: the network.
+      choice: one strategy per node, with a finite objective.
+      moves: where values are resharded; None counts no reshardings.
+    """
+    objective = evaluate(problem, choice).objective
+    assert objective is not None
+    return _Descent(problem, choice, moves, 0 if moves is None else round(WORTH * objective)).choice
+
+
+@dataclass(slots=True, eq=False)
+class _Terms:
+    """What the strategies of a node, or of two, cost with everything else as it is: seconds, and what hinges gain."""
+
+    seconds: Int
+    hinges: list[Int]
+
+    def total(self, value: list[int]) -> Int:
+        """The objective but for a constant; `value` is that of each hinge for gains of 0."""
+        exposed = (np.maximum(v + gain, 0) for v, gain in zip(value, self.hinges, strict=True))
+        return np.minimum(self.seconds + sum(exposed, np.zeros_like(self.seconds)), INF)
+
+
+class _Descent:
+    def __init__(self, problem: Problem, choice: Int, moves: Moves | None, worth: int) -> None:
+        self._problem = problem
+        self._cost, self._edge_cost, self._moved = problem.cost, problem.edge_cost, None
+        if moves is not None and worth:
+            self._cost = np.minimum(problem.cost + worth * moves.own, INF)
+            self._edge_cost = np.minimum(problem.edge_cost + worth * moves.cells, INF)
+            self._moved = moves.cells
+        self._weight = _weights(problem)
+        self._around: list[list[int]] = [[] for _ in range(problem.nodes)]
+        for e, (u, v) in enumerate(problem.edge_nodes):
+            self._around[u].append(e)
+            self._around[v].append(e)
+        self.choice = choice.copy()
+        self._value = list(hinge_values(problem, problem.start[:-1] + choice, chosen_cells(problem, choice)))
+        self._memory = _Memory(problem, choice)
+        for _ in range(_SWEEPS):
+            nodes = [v for v in range(problem.nodes) if self._single(v)]
+            edges = [e for e in range(len(problem.edge_nodes)) if self._beside_moved(e) and self._pair(e)]
+            if not nodes and not edges:
+                break
+
+    def _single(self, v: int) -> bool:
+        """Moves one node; returns whether it did."""
+        first, last = int(self._problem.start[v]), int(self._problem.start[v + 1])
+        now, held = int(self.choice[v]), self._weight[first:last]
+        if last - first == 1 or (self._moved is None and held[now] == held.min()):
+            return False
+        terms = self._terms(v)
+        gains = _Terms(terms.seconds, [x - x[now] for x in terms.hinges])
+        total = gains.total(self._value)
+        best = int(np.lexsort((held, total))[0])
+        if (total[best], held[best]) >= (total[now], held[now]) or not self._memory.moved({v: (now, best)}):
+            return False
+        self.choice[v] = best
+        self._value = [x + int(gain[best]) for x, gain in zip(self._value, gains.hinges, strict=True)]
+        return True
+
+    def _beside_moved(self, e: int) -> bool:
+        """Whether something is resharded at an end of an edge."""
+        if self._moved is None:
+            return False
+        around = np.array([other for n in self._problem.edge_nodes[e] for other in self._around[n]])
+        return bool(self._moved[chosen_cells(self._problem, self.choice, around)].any())
+
+    def _pair(self, e: int) -> bool:
+        """Moves both ends of an edge together; returns whether it did."""
+        problem = self._problem
+        u, v = (int(n) for n in problem.edge_nodes[e])
+        first, last = int(problem.edge_start[e]), int(problem.edge_start[e + 1])
+        shape = int(problem.start[u + 1] - problem.start[u]), int(problem.start[v + 1] - problem.start[v])
+        now = int(self.choice[u]), int(self.choice[v])
+        here, there = self._terms(u, without=e), self._terms(v, without=e)
+        seconds = np.minimum(here.seconds[:, None] + there.seconds + self._edge_cost[first:last].reshape(shape), INF)
+        gains: list[Int] = []
+        for h, hinge in enumerate(problem.hinges):
+            own = _picked(hinge.cell, hinge.cell_coef, np.arange(first, last)).reshape(shape)
+            gain = here.hinges[h][:, None] + there.hinges[h] + own
+            gains.append(gain - gain[now])
+        total = _Terms(seconds, gains).total(self._value)
+        i, j = (int(k) for k in np.unravel_index(int(total.argmin()), shape))
+        if total[i, j] >= total[now] or not self._memory.moved({u: (now[0], i), v: (now[1], j)}):
+            return False
+        self.choice[u], self.choice[v] = i, j
+        self._value = [x + int(gain[i, j]) for x, gain in zip(self._value, gains, strict=True)]
+        return True
+
+    def _terms(self, v: int, without: int = -1) -> _Terms:
+        """Those of a node, all its edges but one counted."""
+        problem, first, last = self._problem, int(self._problem.start[v]), int(self._problem.start[v + 1])
+        cells = [_cells(problem, e, v, self.choice) for e in self._around[v] if e != without]
+        seconds = self._cost[first:last].copy()
+        for at in cells:
+            seconds = np.minimum(seconds + self._edge_cost[at], INF)
+        strategies = np.arange(first, last)
+        return _Terms(seconds, [_hinge_terms(problem, h, strategies, cells) for h in range(len(problem.hinges))])
+
+
+class _Memory:
+    """Bytes that are held at every time point at which they may change; the peak stays where it was."""
+
+    def __init__(self, problem: Problem, choice: Int) -> None:
+        self._start = problem.use_start
+        self._usage = saturated(problem.usage, problem.usage_limit)
+        times, at = np.unique(problem.use_interval, return_inverse=True)
+        self._interval = at.reshape(-1, 2)
+        self._uses: dict[int, list[int]] = {}
+        self._held = np.zeros(len(times), np.int64)
+        for i, v in enumerate(problem.use_node.tolist()):
+            self._uses.setdefault(v, []).append(i)
+            self._add(self._held, i, int(choice[v]))
+        self._peak = self._held.max(initial=0)
+
+    def _add(self, held: Int, i: int, k: int, sign: int = 1) -> None:
+        """Adds use i under strategy k of its node."""
+        begin, end = self._interval[i]
+        held[begin:end] += sign * self._usage[self._start[i] + k]
+
+    def moved(self, nodes: Mapping[int, tuple[int, int]]) -> bool:
+        """Moves nodes from one strategy to another, unless the peak would be higher; returns whether it did."""
+        held = self._held.copy()
+        for v, (now, then) in nodes.items():
+            for i in self._uses.get(v, ()):
+                self._add(held, i, now, -1)
+                self._add(held, i, then)
+        fits = held.max(initial=0) <= self._peak
+        if fits:
+            self._held = held
+        return bool(fits)
+
+
+def _weights(problem: Problem) -> Int:
+    """Bytes × equations of every strategy."""
+    weight = np.zeros(len(problem.cost), np.int64)
+    for i, v in enumerate(problem.use_node):
+        begin, end = problem.use_interval[i]
+        usage = problem.usage[problem.use_start[i] : problem.use_start[i + 1]]
+        weight[problem.start[v] : problem.start[v + 1]] += usage * (end - begin)
+    return weight
+
+
+def _cells(problem: Problem, e: int, v: int, choice: Int) -> Int:
+    """The cells of edge e for every strategy of its end v."""
+    u, w = problem.edge_nodes[e]
+    rows, columns = (int(problem.start[n + 1] - problem.start[n]) for n in (u, w))
+    first = int(problem.edge_start[e])
+    if v == u:
+        return first + np.arange(rows) * columns + int(choice[w])
+    return first + int(choice[u]) * columns + np.arange(columns)
+
+
+def _hinge_terms(problem: Problem, h: int, strategies: Int, cells: list[Int]) -> Int:
+    """What a node's strategies, with the cells that they pick, add to hinge h."""
+    hinge = problem.hinges[h]
+    found = _picked(hinge.strategy, hinge.strategy_coef, strategies)
+    for at in cells:
+        found = found + _picked(hinge.cell, hinge.cell_coef, at)
+    return found
+
+
+def _picked(keys: Int, coef: Int, at: Int) -> Int:
+    """The coefficient at each key, 0 where there is none; `keys` is sorted."""
+    if not len(keys):
+        return np.zeros(len(at), np.int64)
+    i = np.minimum(np.searchsorted(keys, at), len(keys) - 1)
+    return np.where(keys[i] == at, coef[i], 0)

@@ -1,0 +1,1 @@
+"""A plan beside what a compiler made of it."""

@@ -1,0 +1,50 @@
+"""Machine: what the tables say, as JSON-ready values in SI units."""
+
+from dataclasses import asdict
+from typing import Any
+
+from autoshard.verification.collective_match import CollectiveRow, Line
+from autoshard.verification.layouts import LayoutCheck
+from autoshard.verification.result import Verification
+
+
+def verification(found: Verification) -> dict[str, Any]:
+    """The comparison of a plan with a compiled program."""
+    timeline, memory = found.timeline, found.memory
+    return {
+        "ok": found.ok,
+        "compiler": found.compiler,
+        "version": found.version,
+        "topology": found.topology,
+        "wall_s": found.wall_s,
+        "tolerance": found.tolerance,
+        "memory": {
+            "predicted": asdict(memory.predicted),
+            "compiled": None if memory.compiled is None else asdict(memory.compiled),
+            "peak": memory.meaning,
+            "tolerance": memory.tolerance,
+        },
+        "compute": None if found.compute is None else asdict(found.compute),
+        "step": {
+            "predicted": {"step_s": found.cost.step_s, "exposed_s": found.cost.exposed_s},
+            "compiled": None if timeline is None else {"step_s": timeline.step_s, "exposed_s": timeline.exposed_s},
+        },
+        "rows": [row(x) for x in found.rows],
+        "kinds": [row(x) for x in found.by_kind()],
+        "lines": [row(x) for x in found.lines],
+    }
+
+
+def honoured(found: LayoutCheck) -> dict[str, Any]:
+    """The planned layouts that were not kept."""
+    return {
+        "ok": found.ok,
+        "source": found.source,
+        "checked": found.checked,
+        "unkept": [{**asdict(x), "planned": str(x.planned), "found": str(x.found)} for x in found.unkept],
+    }
+
+
+def row(found: CollectiveRow | Line) -> dict[str, Any]:
+    """A row of a comparison."""
+    return {**asdict(found), "axes": list(found.axes), "status": str(found.status)}

@@ -1,0 +1,107 @@
+"""Schedule: what a plan's own prices say of a step, as a timeline.
+
+The planner orders nothing: it says of each window (`problem.windows`) how long its
+compute takes, how long the communication that may hide behind it, and what is left
+exposed. Laid out here window by window, in the order of the program: the compute of a
+window, its hideable collectives from the window's begin, those that cannot hide where
+their equation stands. A loop's window shows its first trip, and takes all of them.
+"""
+
+from collections import defaultdict
+
+import numpy as np
+
+from autoshard.backends.timeline import Event, Stream, Timeline
+from autoshard.costs.overlap import EARLY
+from autoshard.problem.assignment import TRANSPOSE, Assignment, Collective
+
+
+def schedule(assignment: Assignment) -> Timeline:
+    """The predicted timeline of a step; its end is the plan's predicted step, to rounding."""
+    d = assignment.decisions
+    place = _Places(assignment)
+    compute: dict[int, list[tuple[int, int]]] = defaultdict(list)  # window → (equation, node)
+    for n, (node, pick) in enumerate(zip(d.nodes, assignment.choice, strict=True)):
+        if node.cost_ps[pick]:
+            e = min(node.equations, default=0)
+            compute[d.windows.whole[d.windows.of_equation[e]] if d.graph.eqns else 0].append((e, n))
+    hides: dict[int, list[tuple[Collective, float]]] = defaultdict(list)
+    blocks: dict[int, list[Collective]] = defaultdict(list)
+    for row, waited_s in assignment.waits():
+        if row.window is None:
+            blocks[place(row)].append(row)
+        else:
+            hides[d.windows.whole[row.window]].append((row, waited_s))
+    now_s = communication_s = exposed_s = compute_s = 0.0
+    events: list[Event] = []
+    for window in sorted(compute.keys() | hides.keys() | blocks.keys(), key=lambda w: _first(w, compute)):
+        begin_s = sent_s = now_s
+        busy_s = 0.0
+        for e, n in sorted(compute[window]):
+            node, pick = d.nodes[n], assignment.choice[n]
+            trips, seconds = (d.graph.runs(e) if d.graph.eqns else 1), assignment.node_s(n)
+            events.append(_event(node.name, "compute", now_s, seconds / trips, trips, node.where))
+            busy_s += seconds
+            now_s += seconds / trips
+        for row in (*(row for row, _ in hides[window]), *blocks[window]):
+            if row.work_s:
+                events.append(_event(TRANSPOSE, "compute", now_s, row.work_s, row.trips, row.where))
+                busy_s += row.work_s * row.trips
+                now_s += row.work_s
+        hidden_s = left_s = 0.0
+        for row, waited_s in hides[window]:
+            events.append(_event(_name(row), "communication", sent_s, row.seconds, row.trips, row.where))
+            sent_s += row.seconds
+            hidden_s += max(row.seconds * row.trips, waited_s)
+            left_s += waited_s
+        now_s = begin_s + busy_s + left_s
+        sent_s = max(sent_s, now_s)
+        for row in blocks[window]:
+            events.append(_event(_name(row), "communication", sent_s, row.seconds, row.trips, row.where))
+            sent_s += row.seconds
+            left_s += row.seconds * row.trips
+            hidden_s += row.seconds * row.trips
+        now_s = begin_s + busy_s + left_s
+        compute_s, exposed_s, communication_s = compute_s + busy_s, exposed_s + left_s, communication_s + hidden_s
+    return Timeline(
+        step_s=now_s,
+        compute_s=compute_s,
+        communication_s=communication_s,
+        exposed_s=exposed_s,
+        flops=assignment.flops(),
+        events=tuple(events),
+    )
+
+
+class _Places:
+    """The window in whose program text a collective stands: that of the first equation of its line and trips."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        d = assignment.decisions
+        self._windows: dict[tuple[str, int], int] = {}
+        for e, eqn in enumerate(d.graph.eqns):
+            self._windows.setdefault((eqn.where, d.graph.runs(e)), d.windows.whole[d.windows.of_equation[e]])
+        self._last = d.windows.whole[d.windows.of_equation[-1]] if d.graph.eqns else 0
+
+    def __call__(self, row: Collective) -> int:
+        return self._windows.get((row.where, row.trips), self._last)
+
+
+def _first(window: int, compute: dict[int, list[tuple[int, int]]]) -> float:
+    """Where a window begins in the program; one without compute comes last, but what is early first."""
+    return min((e for e, _ in compute[window]), default=-1 if window == EARLY else np.inf)
+
+
+def _name(row: Collective) -> str:
+    return f"{row.kind} {'·'.join(row.axes)}"
+
+
+def _event(name: str, stream: Stream, start_s: float, duration_s: float, trips: int, where: str) -> Event:
+    return Event(
+        name=name,
+        stream=stream,
+        start_s=start_s,
+        duration_s=duration_s,
+        trips=trips,
+        where=where,
+    )

@@ -1,0 +1,222 @@
+"""Profiling: what a plan predicted beside what its devices took, per class of operation.
+
+The step runs under JAX's profiler; the events that carry an HLO op's name are summed by
+class: every collective kind over its mesh axes, matmuls (fusions around them included),
+and everything else. Measured seconds are the mean over devices and steps; those of a
+collective include the time that a device waits for the others in it.
+"""
+
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from autoshard import _jax
+from autoshard.backends import hlo
+from autoshard.backends.hlo.matmuls import matmuls
+from autoshard.errors import VerifyError
+from autoshard.planner.record import PlanRecord
+from autoshard.problem.assignment import Assignment
+from autoshard.report.tables import columns, fields, render, table, time_text
+from autoshard.verification.collective_match import in_order
+
+MATMULS, OTHERS = "matmuls", "other compute"
+WARM_UP = 1  # steps before the profiler starts: compiling, and buffers that are placed once
+_ENTERED = frozenset({"while", "conditional", "call"})  # what they hold has events of its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfiledRow:
+    """Seconds of one class per step and device; None where the plan says nothing of it."""
+
+    name: str
+    axes: tuple[str, ...]
+    predicted_s: float | None
+    measured_s: float
+    count: float  # events per step and device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A profiled step beside its plan.
+
+    Attributes:
+      rows: per class, the longest measured first.
+      predicted_s: of the plan's step.
+      measured_s: wall-clock of a step, by the host.
+      steps: how many were measured.
+      devices: that took part.
+      hardware: what the plan was made for.
+      device_kind: what it ran on.
+    """
+
+    rows: tuple[ProfiledRow, ...]
+    predicted_s: float
+    measured_s: float
+    steps: int
+    devices: int
+    hardware: str
+    device_kind: str
+
+    def __str__(self) -> str:
+        """Both columns, for a terminal."""
+        said = [
+            (
+                "step",
+                f"predicted {time_text(self.predicted_s)} for {self.hardware}, measured {time_text(self.measured_s)} "
+                f"(mean of {self.steps} steps on {self.devices} × {self.device_kind})",
+            ),
+        ]
+        cells = [
+            (
+                row.name,
+                "·".join(row.axes),
+                f"{row.count:,.4g}",
+                "" if row.predicted_s is None else time_text(row.predicted_s),
+                time_text(row.measured_s),
+                f"×{row.measured_s / row.predicted_s:.2f}" if row.predicted_s else "",
+            )
+            for row in self.rows
+        ]
+        width = columns()
+        listed = table(
+            "per step and device",
+            ("class", "over", "events", "predicted", "measured", "ratio"),
+            cells,
+            right=("events", "predicted", "measured", "ratio"),
+            whole=("class", "over"),
+        )
+        return render(fields(said, width) + "\n", listed, width=width)
+
+
+def profile(
+    step: Callable[..., Any], args: Sequence[Any], record: PlanRecord, assignment: Assignment | None, *, steps: int
+) -> Profile:
+    """Runs a planned step under JAX's profiler.
+
+    Args:
+      step: what `plan.jit()` returns; an output takes the place of the argument of its structure,
+        shapes and dtypes for the next step, as of a train step its state.
+      args: its arguments, arrays; donated ones are consumed.
+      record: the plan.
+      assignment: the plan's choices, for the seconds of compute; None where it was read from a file.
+      steps: how many to measure.
+
+    Raises:
+      VerifyError: `step` cannot be lowered, or the profiler saw none of its ops.
+    """
+    if steps < 1 or not hasattr(step, "lower"):
+        raise VerifyError("profile takes a jitted step, plan.jit(), and one step or more")
+    lowerable: Any = step
+    compiled = lowerable.lower(*args).compile()
+    module = hlo.read(compiled.as_text())
+    classes = _classes(module, record)
+    for _ in range(WARM_UP):
+        args = _next(args, step(*args))
+    jax.block_until_ready(args)
+    with tempfile.TemporaryDirectory(prefix="autoshard-") as folder:
+        with jax.profiler.trace(folder):
+            begin = time.perf_counter()
+            for _ in range(steps):
+                args = _next(args, step(*args))
+            jax.block_until_ready(args)
+            measured_s = (time.perf_counter() - begin) / steps
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        seconds, counts = _measured(str(path), module.name, classes)
+    if not seconds:
+        raise VerifyError("the profiler saw none of the step's operations on this platform")
+    devices = record.mesh.size
+    predicted = _predicted(record, assignment)
+    rows = [
+        ProfiledRow(
+            name=name,
+            axes=axes,
+            predicted_s=predicted.get((name, axes)),
+            measured_s=seconds[name, axes] / steps / devices,
+            count=counts[name, axes] / steps / devices,
+        )
+        for name, axes in seconds.keys() | predicted.keys()
+    ]
+    kind = next((d.device_kind for x in jax.tree.leaves(args) if isinstance(x, jax.Array) for d in x.devices()), "")
+    return Profile(
+        rows=tuple(sorted(rows, key=lambda row: (-row.measured_s, row.name, row.axes))),
+        predicted_s=record.cost.step_s,
+        measured_s=measured_s,
+        steps=steps,
+        devices=devices,
+        hardware=record.hardware,
+        device_kind=kind,
+    )
+
+
+_Class = tuple[str, tuple[str, ...]]
+
+
+def _classes(module: hlo.Module, record: PlanRecord) -> dict[str, _Class]:
+    """Instruction → its class; names are unique in a scheduled module."""
+    found: dict[str, _Class] = {}
+    for computation in module:
+        for instruction in computation:
+            if instruction.opcode not in _ENTERED:
+                name = MATMULS if matmuls(module, computation, instruction) else OTHERS
+                found[instruction.name] = (name, ())
+    fold = record.hardware.startswith("cpu")
+    for row in hlo.collectives(module, record.mesh, fold_slices=fold):
+        for name in (row.instruction, row.done):
+            if name in found:
+                found[name] = (row.kind, in_order(row.axes, record.mesh))
+    return found
+
+
+def _measured(path: str, module: str, classes: Mapping[str, _Class]) -> tuple[dict[_Class, float], dict[_Class, int]]:
+    """Seconds and events per class, over all devices and steps."""
+    seconds: dict[_Class, float] = defaultdict(float)
+    counts: dict[_Class, int] = defaultdict(int)
+    for name, duration_ns in _events(path, module):
+        if name in classes:
+            seconds[classes[name]] += duration_ns * 1e-9
+            counts[classes[name]] += 1
+    return seconds, counts
+
+
+def _events(path: str, module: str) -> Iterator[tuple[str, float]]:
+    """Every HLO op that ran: its instruction's name and nanoseconds.
+
+    XLA:CPU and XLA:GPU name it in the statistics of an event, XLA:TPU in the event on the line of its ops.
+    """
+    for line, event, stats, duration_ns in _jax.profiled(path):
+        if "hlo_op" in stats and stats.get("hlo_module", module) == module:
+            yield str(stats["hlo_op"]), duration_ns
+        elif line == "XLA Ops":
+            yield event.partition(" = ")[0].lstrip("%"), duration_ns
+
+
+def _predicted(record: PlanRecord, assignment: Assignment | None) -> dict[_Class, float]:
+    """The plan's seconds per class."""
+    found: dict[_Class, float] = defaultdict(float)
+    for row in record.collectives:
+        found[row.kind, in_order(row.axes, record.mesh)] += row.seconds * row.trips
+    if assignment is not None:
+        for node, pick in zip(assignment.decisions.nodes, assignment.choice, strict=True):
+            found[MATMULS if node.flops[pick] else OTHERS, ()] += int(node.cost_ps[pick]) * 1e-12
+    return found
+
+
+def _next(args: Sequence[Any], result: Any) -> list[Any]:
+    """The arguments of the next step: outputs take the place of those that they can replace, each one once."""
+
+    def face(tree: Any) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        return structure, [(jax.numpy.shape(x), jax.numpy.result_type(x)) for x in leaves]
+
+    left = list(result) if isinstance(result, tuple | list) and not hasattr(result, "_fields") else [result]
+    following: list[Any] = []
+    for arg in args:
+        fitting = next((i for i, out in enumerate(left) if face(out) == face(arg)), None)
+        following.append(arg if fitting is None else left.pop(fitting))
+    return following

@@ -1,0 +1,263 @@
+"""Verification: a plan's promises beside what a compiler made of them, and the verdict."""
+
+from dataclasses import dataclass
+from dataclasses import fields as fields_of
+from typing import Any
+
+from rich.console import RenderableType
+
+from autoshard.backends import hlo
+from autoshard.backends.timeline import Timeline, side_by_side
+from autoshard.planner.record import Cost
+from autoshard.report.tables import GAP, bytes_text, columns, fields, flops_text, render, short_place, table, time_text
+from autoshard.verification.collective_match import LARGE, CollectiveRow, Line, Match, agrees, together
+
+LONGEST = 12  # attributed collectives that are shown one by one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Bytes of one device: arguments, outputs, those outputs that lie in arguments, temporaries, and the peak."""
+
+    arguments: int
+    outputs: int
+    aliases: int
+    temporaries: int
+    peak: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryComparison:
+    """Predicted and compiled memory of one device.
+
+    Attributes:
+      predicted: of the plan; its temporaries are what its peak has beyond the arguments.
+      compiled: of the compiler; None where no compiler was asked.
+      meaning: what this compiler calls its peak.
+      bound: whether its peak is but an upper bound (XLA:CPU says none), which is shown and not judged.
+      tolerance: fraction by which the compiled peak may be above the predicted.
+    """
+
+    predicted: Parts
+    compiled: Parts | None
+    meaning: str
+    bound: bool
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the device holds what it needs: the compiled peak is not above the predicted by more."""
+        return self.compiled is None or self.bound or self.compiled.peak <= (1 + self.tolerance) * self.predicted.peak
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeComparison:
+    """Compute of one device and step.
+
+    Attributes:
+      predicted_s: of the plan.
+      predicted_flops: of the plan's contractions; None where the plan was read from a file.
+      compiled_s: of the compiled program's instructions, priced by the plan's cost model.
+      compiled_flops: of the compiled program's matmuls, loops multiplied out.
+      estimated_s: what the compiler itself estimates (XLA:TPU); None where it says nothing.
+    """
+
+    predicted_s: float
+    predicted_flops: float | None
+    compiled_s: float
+    compiled_flops: float
+    estimated_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """The comparison of a plan with one compiled program.
+
+    Attributes:
+      compiler: "gpu", "tpu", "cpu" or "shardy".
+      version: of the compiler's package.
+      topology: what it compiled for.
+      rows: per collective kind and mesh axes.
+      lines: per equation and source line.
+      memory: per device.
+      compute: per device and step.
+      cost: the plan's own times.
+      predicted: the plan's prices as a timeline; None where the plan was read from a file.
+      timeline: the compiled schedule, priced by the plan's cost model; None without a schedule.
+      emitted: every collective of the compiled program.
+      wall_s: of the compiler.
+      tolerance: relative difference in bytes that still counts as equal.
+    """
+
+    compiler: str
+    version: str
+    topology: str
+    rows: tuple[CollectiveRow, ...]
+    lines: tuple[Line, ...]
+    memory: MemoryComparison
+    compute: ComputeComparison | None
+    cost: Cost
+    predicted: Timeline | None
+    timeline: Timeline | None
+    emitted: tuple[hlo.Collective, ...]
+    wall_s: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether bytes agree, the compiler emitted nothing unknown, and the program fits where the plan says so."""
+        return agrees(self.rows, self.tolerance) and self.memory.ok
+
+    def by_kind(self) -> tuple[CollectiveRow, ...]:
+        """The rows with all axis sets of one kind together."""
+        total = max(sum(row.predicted_bytes for row in self.rows), sum(row.emitted_bytes for row in self.rows))
+        kinds = sorted({row.kind for row in self.rows})
+        return tuple(together(k, [r for r in self.rows if r.kind == k], total, self.tolerance) for k in kinds)
+
+    def trace(self) -> dict[str, Any]:
+        """The predicted and the compiled timeline as one Chrome trace (JSON), as Perfetto reads it."""
+        both = {"predicted by the plan": self.predicted, f"compiled by {self.compiler}": self.timeline}
+        return side_by_side({name: one for name, one in both.items() if one is not None})
+
+    def __str__(self) -> str:
+        """The verdict and the tables, for a terminal."""
+        width = columns()
+        parts = [fields(self._verdict(), width) + "\n", self._collectives()]
+        if self.memory.compiled is not None:
+            parts.append(self._memory())
+        parts.append(self._attributed(width))
+        return render(*parts, width=width)
+
+    def _verdict(self) -> list[tuple[str, str]]:
+        bytes_ok = agrees(self.rows, self.tolerance)
+        wrong = [*([] if bytes_ok else ["collectives"]), *([] if self.memory.ok else ["memory"])]
+        lines = [
+            (
+                "verdict",
+                f"{'NO MATCH: ' + ' and '.join(wrong) if wrong else 'MATCH'} (bytes within {self.tolerance:.0%}, "
+                f"in total and in each row of {LARGE:.0%} of them, nothing unknown; "
+                f"memory no more than {self.memory.tolerance:.0%} above the plan)",
+            )
+        ]
+        if self.timeline is not None:
+            lines.append(
+                (
+                    "step",
+                    f"predicted {_times(self.cost.step_s, self.cost.exposed_s, self.cost.hidden_s)}; compiled "
+                    f"schedule, priced by the same model: "
+                    f"{_times(self.timeline.step_s, self.timeline.exposed_s, self.timeline.hidden_s)}",
+                )
+            )
+        if (compute := self.compute) is not None:
+            flops = f" ({flops_text(compute.predicted_flops)} of matmuls)" if compute.predicted_flops else ""
+            own = f"; the compiler's own estimate: {time_text(compute.estimated_s)}" if compute.estimated_s else ""
+            lines.append(
+                (
+                    "compute",
+                    f"predicted {time_text(compute.predicted_s)}{flops}, compiled {time_text(compute.compiled_s)} "
+                    f"({flops_text(compute.compiled_flops)} of matmuls{self._uncounted()}){own}",
+                )
+            )
+        return [*lines, ("compiler", f"{self.compiler}, {self.version}, for {self.topology}: {self.wall_s:.1f} s")]
+
+    def _uncounted(self) -> str:
+        """What multiplies in the compiled program, too, but does not say how much."""
+        names = () if self.timeline is None else self.timeline.uncounted
+        return f", without what {', '.join(names)} multiply" if names else ""
+
+    def _collectives(self) -> RenderableType:
+        cells: list[tuple[str, ...]] = []
+        for kind in self.by_kind():
+            split = [row for row in self.rows if row.kind == kind.kind]
+            cells += [_cells(row) for row in (split if len(split) == 1 else (*split, kind))]
+        return table(
+            "collectives per step and device; bytes are logical, wire: what a ring sends",
+            ("collective", "over", "count", "predicted", "emitted", "wire", "ratio", "status"),
+            cells,
+            right=("count", "predicted", "emitted", "wire", "ratio"),
+            whole=("collective", "over", "status"),
+        )
+
+    def _memory(self) -> RenderableType:
+        compiled = self.memory.compiled
+        assert compiled is not None  # asked before
+        cells = [
+            (
+                part.name,
+                bytes_text(getattr(self.memory.predicted, part.name)),
+                bytes_text(getattr(compiled, part.name)),
+                _ratio_text(getattr(compiled, part.name), getattr(self.memory.predicted, part.name)),
+            )
+            for part in fields_of(Parts)
+        ]
+        return table(
+            f"memory per device; compiled peak: {self.memory.meaning}",
+            ("memory", "predicted", "compiled", "ratio"),
+            cells,
+            right=("predicted", "compiled", "ratio"),
+            whole=("memory",),
+        )
+
+    def _attributed(self, width: int) -> RenderableType:
+        shown, rest = self.lines[:LONGEST], self.lines[LONGEST:]
+        head = ("from", "collective", "over", "count", "bytes", "status")
+        cells = [
+            (
+                "",
+                line.kind,
+                "·".join(line.axes),
+                f"{line.count:,}" + (f"×{line.trips:,}" if line.trips > 1 else ""),
+                _arrow(bytes_text(line.predicted_bytes), bytes_text(line.emitted_bytes)),
+                str(line.status),
+            )
+            for line in shown
+        ]
+        if rest:
+            sums = (sum(x.predicted_bytes for x in rest), sum(x.emitted_bytes for x in rest))
+            count = f"{sum(x.count for x in rest):,}"
+            cells.append((f"{len(rest)} smaller", "", "", count, _arrow(*map(bytes_text, sums)), ""))
+        others = sum(max(len(row[i]) for row in (head, *cells)) + GAP for i in range(1, len(head)))
+        places = [place_text(line, max(width - others - 1, 12)) for line in shown]
+        return table(
+            "where they come from: source line and equation (count × trips)",
+            head,
+            [*((place, *row[1:]) for place, row in zip(places, cells, strict=False)), *cells[len(shown) :]],
+            right=("count", "bytes"),
+            whole=("collective", "over", "status"),
+        )
+
+
+def _times(step_s: float, exposed_s: float, hidden_s: float) -> str:
+    return f"{time_text(step_s)} ({time_text(exposed_s)} exposed, {time_text(hidden_s)} hidden)"
+
+
+def _cells(row: CollectiveRow) -> tuple[str, ...]:
+    """A row of the table; the sum of a kind names no axes."""
+    return (
+        row.kind if row.axes else "",
+        "·".join(row.axes) or "all",
+        _arrow(f"{row.predicted_count:,}", f"{row.emitted_count:,}"),
+        bytes_text(row.predicted_bytes),
+        bytes_text(row.emitted_bytes),
+        bytes_text(row.emitted_wire_bytes),
+        _ratio_text(row.emitted_bytes, row.predicted_bytes),
+        str(row.status),
+    )
+
+
+def _arrow(predicted: str, emitted: str) -> str:
+    return predicted if predicted == emitted else f"{predicted} → {emitted}"
+
+
+def place_text(line: Line, width: int) -> str:
+    """`transformer.py:199 dot_general`, cut in two lines where there is no room."""
+    where = short_place(line.where).partition(" (")[0]
+    text = f"{where} {line.primitive}".rstrip()
+    return text if len(text) <= width or not line.primitive else f"{where}\n{line.primitive}"
+
+
+def _ratio_text(emitted: int, predicted: int) -> str:
+    return f"×{emitted / predicted:.2f}" if predicted else ""
+
+
+__all__ = ["CollectiveRow", "ComputeComparison", "Line", "Match", "MemoryComparison", "Parts", "Verification"]

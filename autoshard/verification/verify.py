@@ -1,0 +1,354 @@
+"""Verify: what a plan promised against what the compiler emitted, row by row."""
+
+import importlib.metadata
+import re
+import time
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import jax
+
+import cost_models
+from autoshard import _jax
+from autoshard.backends import compile, hlo
+from autoshard.backends import devices as meshes
+from autoshard.backends.hlo.text import UNKNOWN
+from autoshard.backends.shardy import collectives
+from autoshard.backends.shardy.propagation import SCOPE
+from autoshard.backends.timeline import timeline
+from autoshard.errors import AutoshardError, HloError, VerifyError
+from autoshard.ir.graph import WHILE_DEPTH, WHILE_TRIPS, Graph, Path
+from autoshard.ir.layout import Layout
+from autoshard.planner.record import Leaf, PlanRecord
+from autoshard.problem.assignment import Assignment
+from autoshard.verification.collective_match import Origin, attribute, compare
+from autoshard.verification.predicted_timeline import schedule
+from autoshard.verification.result import ComputeComparison, MemoryComparison, Parts, Verification
+
+TOLERANCE = 0.05  # of bytes, in total and per row
+MEMORY_TOLERANCE = 0.10  # of the peak: a device that runs out of memory a little later does so all the same
+
+# What `Compiled.peak_bytes` is, per compiler.
+PEAK = {
+    "gpu": "XLA's own (peak_memory_in_bytes)",
+    "tpu": "XLA's own (peak_memory_in_bytes), or arguments + outputs − aliases + its heap where that is more",
+    "cpu": "arguments + outputs − aliases + temporaries, a bound",
+}
+
+WITHOUT_RINGS = " without windowed einsum"
+
+_PACKAGE = re.compile(r"/autoshard/[\w/]+\.py:\d+")
+_ARGUMENT = re.compile(r"flat\[(\d+)\]")  # of what is compiled here, the leaves are `*flat`
+
+
+def verify(
+    lowerable: Any,
+    record: PlanRecord,
+    *,
+    compiler: str | None = None,
+    topology: str | None = None,
+    tolerance: float = TOLERANCE,
+    machine: cost_models.Machine | None = None,
+    graph: Graph | None = None,
+    assignment: Assignment | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Verification:
+    """Compiles a planned program and compares it with the plan.
+
+    Args:
+      lowerable: the planned function, traced on abstract arguments with an abstract mesh.
+      record: the plan.
+      compiler: "gpu", "tpu", "cpu", or None for the hardware's own; "shardy" for the collectives
+        that Shardy names, in-process, without a compiler's schedule or memory.
+      topology: hardware to compile for; None takes the plan's own (for "cpu": as many devices).
+      tolerance: relative difference in bytes that still counts as a match.
+      machine: the cost model with the plan's mesh placed on it; None reads the plan's hardware from the catalogue.
+      graph: of the planned program, if its ops carry their equations' paths (`completion.annotated`).
+      assignment: the plan's choices, if it was made in this process.
+      compiler_options: flags over the plan's own; None for those of the program whose collectives are priced
+        (`compared_by`), {} for the compiler's own.
+
+    Raises:
+      CompilerMissingError: the compiler is not installed.
+      MeshError: topology and mesh do not fit each other.
+      CompileError: the compiler refuses or crashes.
+    """
+    if compiler == "shardy":
+        return _by_shardy(lowerable, record, tolerance, graph, assignment)
+    if topology is None:
+        topology = f"cpu:{record.mesh.size}" if compiler == "cpu" else record.hardware
+    if compiler_options is None:
+        compiler_options = compared_by(record, topology, machine)
+    compiled = compile.compile(
+        lowerable,
+        topology=topology,
+        mesh=record.mesh,
+        compiler=compiler,  # pyright: ignore[reportArgumentType]
+        device_order=record.device_order,
+        compiler_options={**({} if compiler == "cpu" else record.compiler_options), **(compiler_options or {})},
+    )
+    return judge(
+        record,
+        compiled.hlo_text,
+        compiler=compiled.compiler,
+        version=compiled.version
+        + (WITHOUT_RINGS if compiled.flags.items() >= compile.TPU_PLAIN_OPTIONS.items() else ""),
+        topology=topology,
+        memory=_compiled_parts(compiled.memory, compiled.peak_bytes),
+        wall_s=compiled.wall_s,
+        tolerance=tolerance,
+        machine=machine,
+        graph=graph,
+        assignment=assignment,
+    )
+
+
+def compared_by(record: PlanRecord, topology: str, machine: cost_models.Machine | None) -> Mapping[str, Any]:
+    """The flags, over a plan's own, of the program whose collectives are priced.
+
+    Left to itself, XLA:TPU makes rings of permutes of what most matmuls gather and scatter. A ring
+    scatters a sum over any devices; without them a sum over the whole torus is all-reduced and sliced as
+    `Machine.scatters_whole` says, and planned so.
+    """
+    if topology != record.hardware or not topology.startswith("tpu"):
+        return {}
+    placed = meshes.place(record.mesh.shape, record.hardware).machine if machine is None else machine
+    return {} if placed.scatters_whole else compile.TPU_PLAIN_OPTIONS
+
+
+def _by_shardy(
+    lowerable: Any, record: PlanRecord, tolerance: float, graph: Graph | None, assignment: Assignment | None
+) -> Verification:
+    """The plan against the collectives that Shardy itself names."""
+    begin = time.perf_counter()
+    lowered = lowerable.lower(lowering_platforms=(meshes.platform(record.hardware),))
+    emitted = collectives.collectives(lowered, record.mesh)
+    return Verification(
+        compiler="shardy",
+        version=f"jaxlib {importlib.metadata.version('jaxlib')}",
+        topology=str(record.mesh),
+        rows=compare(record.collectives, emitted, record.mesh, tolerance),
+        lines=attribute(record.collectives, emitted, record.mesh, tolerance, Places(graph)),
+        memory=MemoryComparison(
+            predicted=predicted_parts(record),
+            compiled=None,
+            meaning="unknown to Shardy",
+            bound=False,
+            tolerance=MEMORY_TOLERANCE,
+        ),
+        compute=None,
+        cost=record.cost,
+        predicted=None if assignment is None else schedule(assignment),
+        timeline=None,
+        emitted=emitted,
+        wall_s=time.perf_counter() - begin,
+        tolerance=tolerance,
+    )
+
+
+def check(
+    compiled: Any,
+    record: PlanRecord,
+    *,
+    compiler: str | None = None,
+    tolerance: float = TOLERANCE,
+    machine: cost_models.Machine | None = None,
+    assignment: Assignment | None = None,
+) -> Verification:
+    """Compares a plan with an executable, or its HLO text, that somebody else compiled.
+
+    Args:
+      compiled: what `jax.jit(…).lower(…).compile()` returns, or HLO text after
+        scheduling (`compiled.as_text()`, an XLA dump of the module after optimizations).
+      record: the plan.
+      compiler: who compiled it: "gpu", "tpu" or "cpu"; None takes the executable's
+        platform, or for text that of the plan's hardware.
+      tolerance: as in `verify`.
+      machine: as in `verify`.
+      assignment: as in `verify`.
+
+    Raises:
+      VerifyError: it is neither, or the executable has no text.
+      HloError: the text is no HLO module, or of another number of devices than the plan.
+    """
+    if isinstance(compiled, str):
+        platform = compiler or compile.CompileTarget.parse(record.hardware).compiler
+        try:
+            return judge(
+                record,
+                compiled,
+                compiler=platform,
+                version="as given",
+                topology=record.hardware,
+                memory=None,
+                wall_s=0.0,
+                tolerance=tolerance,
+                machine=machine,
+                graph=None,
+                assignment=assignment,
+            )
+        except AutoshardError:
+            raise
+        except (LookupError, ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as error:
+            # Whoever wrote the text, it was no compiler: what an instruction names is not there, or is of another kind.
+            raise HloError(f"the HLO text contradicts itself: {type(error).__name__}: {str(error)[:200]}") from error
+    if not isinstance(compiled, jax.stages.Compiled):
+        raise VerifyError(
+            f"cannot check a {type(compiled).__name__}: pass an executable, "
+            "jax.jit(f).lower(*args).compile(), or its HLO text"
+        )
+    text = compiled.as_text()
+    if not text:
+        raise VerifyError("this executable does not give its HLO text; pass the text of an XLA dump instead")
+    devices = {d for s in jax.tree.leaves(compiled.input_shardings) for d in s.device_set}
+    platform = next((d.platform for d in devices), jax.default_backend())
+    built_by = "gpu" if platform in ("cuda", "gpu", "rocm") else platform
+    kind = next((d.device_kind for d in devices), "")
+    stats: Any = compiled.memory_analysis()
+    memory = compile.MemoryStats(
+        argument_bytes=stats.argument_size_in_bytes,
+        output_bytes=stats.output_size_in_bytes,
+        alias_bytes=stats.alias_size_in_bytes,
+        temp_bytes=stats.temp_size_in_bytes,
+        reported_peak_bytes=stats.peak_memory_in_bytes,
+    )
+    return judge(
+        record,
+        text,
+        compiler=compiler or built_by,
+        version=f"jaxlib {importlib.metadata.version('jaxlib')}",
+        topology=f"{len(devices)} × {kind}",
+        memory=_compiled_parts(memory, memory.peak_bytes(built_by)),
+        wall_s=0.0,
+        tolerance=tolerance,
+        machine=machine,
+        graph=None,
+        assignment=assignment,
+    )
+
+
+def judge(
+    record: PlanRecord,
+    text: str,
+    *,
+    compiler: str,
+    version: str,
+    topology: str,
+    memory: Parts | None,
+    wall_s: float,
+    tolerance: float,
+    machine: cost_models.Machine | None,
+    graph: Graph | None,
+    assignment: Assignment | None,
+) -> Verification:
+    """Compares a plan with a compiled program's text; arguments as of `verify`."""
+    machine = meshes.place(record.mesh.shape, record.hardware).machine if machine is None else machine
+    module = hlo.read(text)
+    fold = compiler == "cpu"
+    emitted = hlo.collectives(
+        module, record.mesh, fold_slices=fold, unknown_trips=WHILE_TRIPS, unknown_depth=WHILE_DEPTH
+    )
+    priced = timeline(module, emitted, machine, record.mesh)
+    return Verification(
+        compiler=compiler,
+        version=version,
+        topology=topology,
+        rows=compare(record.collectives, emitted, record.mesh, tolerance),
+        lines=attribute(record.collectives, emitted, record.mesh, tolerance, Places(graph)),
+        memory=MemoryComparison(
+            predicted=predicted_parts(record),
+            compiled=memory,
+            meaning=PEAK[compiler],
+            bound=compiler == "cpu",
+            tolerance=MEMORY_TOLERANCE,
+        ),
+        compute=ComputeComparison(
+            predicted_s=record.cost.compute_s,
+            predicted_flops=None if assignment is None else assignment.flops(),
+            compiled_s=priced.compute_s,
+            compiled_flops=priced.flops,
+            estimated_s=hlo.estimated_s(module, record.hardware),
+        ),
+        cost=record.cost,
+        predicted=None if assignment is None else schedule(assignment),
+        timeline=priced,
+        emitted=emitted,
+        wall_s=wall_s,
+        tolerance=tolerance,
+    )
+
+
+def predicted_parts(record: PlanRecord) -> Parts:
+    """What a plan promises of one device's memory; temporaries are what its peak has beyond arguments."""
+    arguments = sum(local_bytes(leaf, record) for leaf in record.inputs)
+    aliases = sum(local_bytes(record.inputs[i], record) for i in record.donated)
+    return Parts(
+        arguments=arguments,
+        outputs=sum(local_bytes(leaf, record) for leaf in record.outputs),
+        aliases=aliases,
+        temporaries=record.memory.peak_bytes - arguments,
+        peak=record.memory.peak_bytes,
+    )
+
+
+def local_bytes(leaf: Leaf, record: PlanRecord) -> int:
+    """Bytes of one input or output on one device."""
+    local = Layout.from_spec(leaf.spec, len(leaf.shape)).local_shape(leaf.shape, record.mesh)
+    return prod(local) * _jax.itemsize_of(leaf.dtype)
+
+
+def _compiled_parts(memory: compile.MemoryStats, peak_bytes: int) -> Parts:
+    return Parts(
+        arguments=memory.argument_bytes,
+        outputs=memory.output_bytes,
+        aliases=memory.alias_bytes,
+        temporaries=memory.temp_bytes,
+        peak=peak_bytes,
+    )
+
+
+def path_of(found: hlo.Collective) -> Path:
+    """The path of the equation that an op comes from, where its name carries one; else ()."""
+    scopes = SCOPE.findall(found.op_name)
+    return tuple(int(step) for step in scopes[-1].split(".")) if scopes else ()
+
+
+def argument_of(found: hlo.Collective) -> int | None:
+    """The position of the argument whose name an op has, in programs that are compiled here; None for other names."""
+    argument = _ARGUMENT.fullmatch(found.op_name)
+    return int(argument[1]) if argument else None
+
+
+class Places:
+    """The equation and source line of a compiled collective, from its op's metadata.
+
+    The path that `completion.annotated` writes into names says exactly which equation; what has an argument's
+    name (in JAX 0.12 its gathers do) is of the first equation that takes it, casts left out;
+    else the innermost name of JAX's name stack is its primitive.
+    """
+
+    def __init__(self, graph: Graph | None) -> None:
+        self._equations: dict[Path, Origin] = {}
+        self._inputs: list[Origin | None] = []
+        if graph is not None:
+            for eqn, spots in zip(graph.eqns, graph.makes, strict=True):
+                self._equations[spots[0][0]] = (eqn.primitive, eqn.where)
+            uses = graph.consumers()
+            for value in graph.inputs:
+                taken = uses.get(value)
+                while taken and graph.eqns[taken[0][0]].primitive == "convert_element_type":
+                    taken = uses.get(graph.results[taken[0][0]][0])
+                eqn = graph.eqns[taken[0][0]] if taken else None
+                self._inputs.append((eqn.primitive, eqn.where) if eqn else None)
+
+    def __call__(self, found: hlo.Collective) -> Origin:
+        path = path_of(found)
+        if path in self._equations:
+            return self._equations[path]
+        i = argument_of(found)
+        taker = self._inputs[i] if i is not None and i < len(self._inputs) else None
+        if taker is not None:
+            return taker
+        where = "" if _PACKAGE.search(found.where) else found.where
+        return found.op_name.rpartition("/")[2], where or UNKNOWN

@@ -1,0 +1,1 @@
+"""Chips, links and what operations and collectives take on them."""

@@ -1,0 +1,97 @@
+"""The roofline: a local operation takes its arithmetic or its memory traffic, whichever is longer.
+
+Source: Williams, Waterman & Patterson 2009; tiles and waves as in NVIDIA,
+Matrix Multiplication Background User's Guide; padding to the matrix unit from
+Austin et al., How to Scale Your Model (2026-06-24), tpus.md:182.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from cost_models.machines.alpha_beta import Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulUnit:
+    """How a device multiplies matrices of one dtype.
+
+    Attributes:
+        peak_flops_per_s: Data-sheet rate, dense.
+        achieved_fraction: What large matmuls reach of it.
+        tile_rows, tile_columns, tile_depth: Operands are padded to these: m, n, k of
+            the smallest piece of work. Rows and columns may swap roles.
+        units: Tiles that run at once; a last wave that does not fill them costs as a full one.
+        launch_s: Fixed cost of one operation.
+    """
+
+    peak_flops_per_s: float
+    achieved_fraction: float
+    tile_rows: int
+    tile_columns: int
+    tile_depth: int
+    units: int
+    launch_s: float
+
+    def compute_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike) -> Floats:
+        """Seconds of arithmetic for `[batch, m, k] @ [batch, k, n]`, without memory or launch."""
+        b, m_, n_, k_ = (np.asarray(x, float) for x in (batch, m, n, k))
+        rows, columns, depth = float(self.tile_rows), float(self.tile_columns), float(self.tile_depth)
+        tiles = b * np.minimum(np.ceil(m_ / rows) * np.ceil(n_ / columns), np.ceil(n_ / rows) * np.ceil(m_ / columns))
+        waves = np.ceil(tiles / self.units)
+        padded_flops = 2 * waves * self.units * rows * columns * np.ceil(k_ / depth) * depth
+        return padded_flops / (self.peak_flops_per_s * self.achieved_fraction)
+
+
+def matmul_bytes(
+    batch: ArrayLike,
+    m: ArrayLike,
+    n: ArrayLike,
+    k: ArrayLike,
+    operand_itemsize: float,
+    result_itemsize: float,
+) -> Floats:
+    """HBM traffic of a matmul that reads its operands once and writes its result once."""
+    b, m_, n_, k_ = (np.asarray(x, float) for x in (batch, m, n, k))
+    return b * ((m_ * k_ + k_ * n_) * operand_itemsize + m_ * n_ * result_itemsize)
+
+
+def taps_on_data(
+    outputs: int, kernel: int, image: int, *, stride: int, pad: int, image_step: int, kernel_step: int
+) -> int:
+    """How often a kernel's taps fall on data along one dimension of a convolution, over all outputs.
+
+    Padding and what an image is dilated with are no data. Source: HloCostAnalysis::HandleConvolution (XLA).
+
+    Args:
+        outputs: Size of the result.
+        kernel: Taps of the kernel.
+        image: Size of the image.
+        stride: From one output to the next.
+        pad: In front of the image; negative where it is cut off.
+        image_step: Dilation of the image.
+        kernel_step: Dilation of the kernel.
+    """
+    at = np.add.outer(np.arange(outputs) * stride - pad, np.arange(kernel) * kernel_step)
+    return int(((at >= 0) & (at <= (image - 1) * image_step) & (at % image_step == 0)).sum())
+
+
+def arithmetic_intensity(flops: ArrayLike, nbytes: ArrayLike) -> Floats:
+    """FLOPs per byte of memory traffic. Source: scaling book roofline.md:119."""
+    return np.asarray(flops, float) / np.asarray(nbytes, float)
+
+
+def roofline_s(flops: ArrayLike, nbytes: ArrayLike, flops_per_s: ArrayLike, bytes_per_s: ArrayLike) -> Floats:
+    """The longer of arithmetic and memory traffic. Source: scaling book roofline.md:104-116."""
+    compute_s = np.asarray(flops, float) / np.asarray(flops_per_s, float)
+    memory_s = np.asarray(nbytes, float) / np.asarray(bytes_per_s, float)
+    return np.maximum(compute_s, memory_s)
+
+
+def elementwise_bytes(elements: ArrayLike, operands: int, results: int, itemsize: float) -> Floats:
+    """HBM traffic of a fused chain of element-wise operations: what enters once, what leaves once.
+
+    Source: XLA fuses producers into consumers; scaling book gpus.md:248 Q7 for a single add.
+    """
+    return np.asarray(elements, float) * (operands + results) * itemsize

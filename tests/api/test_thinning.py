@@ -1,0 +1,201 @@
+"""Constraints that the compiler does not need are left out; it alone says which."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autoshard
+import models
+from autoshard import Plan
+from autoshard.api import compiler_minimal_constraints
+from autoshard.api.compiler_minimal_constraints import compiler_minimal
+from autoshard.backends import compile
+from autoshard.errors import CompileError
+from autoshard.verification.result import Verification
+
+OPTIONS: dict[str, Any] = {"mesh": {"data": 2, "model": 4}, "donate_argnums": 0, "rel_gap": 1e-2}
+LAYERS = 3
+
+Step = tuple[str, Any, int]
+needs_gpu_compiler = pytest.mark.skipif(not compile.available("gpu"), reason='pip install "autoshard[gpu]"')
+
+
+def planned(**more: Any) -> Plan:
+    step, args = models.build("tiny-llama", layers=LAYERS, batch=64)
+    options: dict[str, Any] = {**OPTIONS, "hardware": "cpu:8", "constraints": "all", **more}
+    return autoshard.plan(step, *args, **options)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return planned()
+
+
+@pytest.fixture(scope="module")
+def found(plan: Plan) -> Verification:
+    return plan.verify("cpu")
+
+
+def steps(plan: Plan) -> set[Step]:
+    pins = plan.record.pins
+    groups = {"made": pins.made, "taken": pins.taken, "input": pins.inputs, "output": pins.outputs}
+    return {(name, k, i) for name, group in groups.items() for k, specs in group.items() for i in range(len(specs))}
+
+
+def needing(
+    monkeypatch: pytest.MonkeyPatch, found: Verification, worse: Callable[[Plan], Verification | None]
+) -> list[int]:
+    """A compiler for which a plan is as good as `found` unless `worse`; the constraints of every plan compiled."""
+    asked: list[int] = []
+
+    def verify(self: Plan, **_: Any) -> Verification:
+        asked.append(self.record.pins.count)
+        return worse(self) or found
+
+    monkeypatch.setattr(Plan, "verify", verify)
+    return asked
+
+
+def test_constraints_without_which_the_compiler_emits_the_same_are_left_out(
+    plan: Plan, found: Verification, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pins = plan.record.pins
+    needed = set(list(pins.made)[:40:10])
+    first = found.rows[0]
+    more = replace(found, rows=(replace(first, emitted_bytes=2 * first.emitted_bytes), *found.rows[1:]))
+    asked = needing(monkeypatch, found, lambda p: more if needed - p.record.pins.made.keys() else None)
+    few = compiler_minimal(plan)
+    equal = [set(c) for c in compiler_minimal_constraints.classes(plan)]
+    kept = set[Step]().union(*(c for c in equal if any(k in needed for _, k, _ in c)))
+    assert needed <= few.record.pins.made.keys()  # one of those there
+    assert steps(few) <= kept
+    assert len(asked) < len(equal)
+    assert f"{few.record.pins.count} of {pins.count} constraints are left" in few.record.notes[-1]
+    assert f"({len(asked)} compiles)" in few.record.notes[-1]
+    assert few.record.inputs == plan.record.inputs
+
+
+def test_both_ends_of_a_move_are_left_out_together(
+    plan: Plan, found: Verification, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where either alone would make a difference, and all others are needed."""
+    made = plan.record.pins.made
+    moved = {k for k, specs in made.items() if len(specs) == 2}
+    assert moved
+    assert found.timeline is not None
+    longer = replace(found, timeline=replace(found.timeline, step_s=2 * found.timeline.step_s))
+
+    def worse(other: Plan) -> Verification | None:
+        left = other.record.pins.made
+        one_end = any(len(left.get(k, ())) == 1 for k in moved)
+        return longer if one_end or made.keys() - moved - left.keys() else None
+
+    needing(monkeypatch, found, worse)
+    assert compiler_minimal(plan).record.pins.made.keys() == made.keys() - moved
+
+
+def test_nothing_is_compiled_twice(plan: Plan, found: Verification, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found.timeline is not None
+    longer = replace(found, timeline=replace(found.timeline, step_s=2 * found.timeline.step_s))
+    needed = set(list(plan.record.pins.made)[:40:3])
+    compiled: list[str] = []
+
+    def worse(other: Plan) -> Verification | None:
+        compiled.append(str(other.record.pins))
+        return longer if needed - other.record.pins.made.keys() else None
+
+    needing(monkeypatch, found, worse)
+    compiler_minimal(plan)
+    assert len(compiled) == len(set(compiled))
+
+
+@pytest.mark.parametrize("what", ["peak", "schedule", "bytes in all", "error"])
+def test_what_needs_more_memory_or_takes_longer_is_not_the_same(
+    plan: Plan, found: Verification, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    compiled, timeline = found.memory.compiled, found.timeline
+    assert compiled is not None
+    assert timeline is not None
+    count = plan.record.pins.count
+
+    def worse(asked: Plan) -> Verification | None:
+        if asked.record.pins.count == count:
+            return None
+        if what == "error":
+            raise CompileError("compiling failed: RESOURCE_EXHAUSTED")
+        if what == "bytes in all":  # of several collectives, each by less than may differ
+            rows, total = len(found.rows), sum(row.emitted_bytes for row in found.rows)
+            more = round(1.1 * compiler_minimal_constraints.SAME_BYTES * total / rows)
+            assert more < compiler_minimal_constraints.SAME_BYTES * total
+            return replace(found, rows=tuple(replace(r, emitted_bytes=r.emitted_bytes + more) for r in found.rows))
+        if what == "peak":
+            return replace(found, memory=replace(found.memory, compiled=replace(compiled, peak=2 * compiled.peak)))
+        return replace(found, timeline=replace(timeline, step_s=1.01 * timeline.step_s))
+
+    needing(monkeypatch, found, worse)
+    assert compiler_minimal(plan).record.pins == plan.record.pins
+
+
+def test_constraints_in_equal_places_go_together(plan: Plan) -> None:
+    equal = list(compiler_minimal_constraints.classes(plan))
+    assert set[Step]().union(*equal) == steps(plan)
+    assert len(equal) < 0.7 * plan.record.pins.count
+    assert max(map(len, equal)) >= LAYERS
+
+
+def test_a_thinned_plan_is_kept_in_the_cache(
+    found: Verification, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = needing(monkeypatch, found, lambda p: None)
+    first = planned(constraints="compiled", cache=tmp_path)
+    assert first.record.pins.count == 0
+    count = len(asked)
+    assert count
+    again = planned(constraints="compiled", cache=tmp_path)
+    assert again.record == first.record
+    assert len(asked) == count
+    assert planned(constraints="needed", cache=tmp_path).record.pins.count > 0
+
+
+def test_what_is_planned_for_its_gradient_is_compiled_with_it() -> None:
+    """Of which Shardy is not asked; the gradient stays what it was."""
+
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ w["up"]) @ w["down"]) ** 2)
+
+    rng = np.random.default_rng(0)
+    w = {"up": 0.1 * rng.normal(size=(128, 512)), "down": 0.1 * rng.normal(size=(512, 128))}
+    args = jax.tree.map(jnp.float32, w), jnp.ones((256, 128), jnp.float32)
+    options: dict[str, Any] = {"mesh": OPTIONS["mesh"], "hardware": "cpu:8", "for_grad": True}
+    few = autoshard.plan(loss, *args, constraints="compiled", **options)
+    assert few.record.gradient_of
+    assert few.record.pins.count < autoshard.plan(loss, *args, **options).record.pins.count
+    found, expected = jax.grad(few.jit())(*args), jax.grad(loss)(*args)
+    for name in w:
+        np.testing.assert_allclose(found[name], expected[name], atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compiler
+@needs_gpu_compiler
+def test_the_gpu_compiler_emits_the_same_with_fewer_constraints() -> None:
+    step, args = models.build("mlp-1k", layers=2)
+    plan, few = (
+        autoshard.plan(step, *args, hardware="h100:1x8", constraints=each, **OPTIONS) for each in ("needed", "compiled")
+    )
+    assert few.record.pins.count < plan.record.pins.count
+    before, after = plan.verify(), few.verify()
+    assert after.ok == before.ok
+    total = sum(row.emitted_bytes for row in before.rows)
+    emitted = {(row.kind, row.axes): row.emitted_bytes for row in before.rows}
+    for row in after.rows:
+        assert (
+            abs(row.emitted_bytes - emitted.get((row.kind, row.axes), 0))
+            <= compiler_minimal_constraints.SAME_BYTES * total
+        )

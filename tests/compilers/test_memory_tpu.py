@@ -1,0 +1,170 @@
+"""What XLA:TPU holds, by the chip that it compiles for: the plan's usages, and the compiled program."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from autoshard.api.evaluate import evaluate
+from autoshard.backends import compile
+from autoshard.backends import devices as meshes
+from autoshard.costs.execution_order import loop_spans
+from autoshard.costs.shared_gathers import NEAR
+from autoshard.ir.mesh import MeshAxes
+
+ROWS, WIDTH, VOCABULARY, LAYERS = 2048, 1024, 32_768, 4
+SPECS = ((P(None, "data"), P(None, "data")), P("data"))
+
+
+def bf16(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def train_step(params: Any, x: jax.Array, labels: jax.Array) -> Any:
+    """Layers in a loop, computed again for the backward pass; then a head, whose gradient is the largest array."""
+
+    def loss(params: Any) -> jax.Array:
+        layers, head = params
+        h, _ = jax.lax.scan(jax.checkpoint(lambda h, w: (h + jnp.tanh(h @ w[0]) @ w[1], None)), x, layers)
+        scores = jax.nn.log_softmax((h @ head).astype(jnp.float32))
+        return -jnp.mean(jnp.take_along_axis(scores, labels[:, None], 1))
+
+    value, gradient = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradient), value
+
+
+def arguments() -> tuple[Any, ...]:
+    layers = bf16(LAYERS, WIDTH, 4 * WIDTH), bf16(LAYERS, 4 * WIDTH, WIDTH)
+    return (layers, bf16(WIDTH, VOCABULARY)), bf16(ROWS, WIDTH), jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+
+
+@pytest.mark.parametrize(("hardware", "devices", "late"), [("tpu-v5p:2x2x2", 8, True), ("tpu-v5e:4x4", 16, False)])
+def test_where_nothing_runs_beside_compute_a_whole_gradient_is_made_behind_the_loop(
+    hardware: str, devices: int, *, late: bool
+) -> None:
+    """By FSDP, where libtpu scatters no sum over all devices: the head's gradient is 64 MiB on every device."""
+    found = evaluate(
+        train_step,
+        *arguments(),
+        mesh={"data": devices},
+        hardware=hardware,
+        in_specs=(SPECS, P("data"), P("data")),
+        out_specs=(SPECS, P()),
+        donate_argnums=0,
+    )
+    decisions, choice = found.assignment.decisions, found.assignment.choice
+    whole = [u for u in decisions.usages if u.kind == "gradients" and u.nbytes[choice[u.node]] == gradient_bytes()]
+    backward = max(stop for _, stop in loop_spans(decisions.graph).values())
+    assert [u.start > backward for u in whole] == [late]
+    assert meshes.place({"data": devices}, hardware).machine.gathers_ahead != late
+    if compile.available("tpu"):
+        text = compiled(hardware, devices)
+        assert ("async-collective-start" in text) != late
+        lines = text[text.index("\nENTRY") :].splitlines()
+        shape = f"= bf16[{WIDTH},{VOCABULARY}]"
+        (made,) = (i for i, x in enumerate(lines) if shape in x and "/dot_general" in x and " fusion(" in x)
+        assert (made > max(i for i, x in enumerate(lines) if " while(" in x)) == late
+
+
+@pytest.mark.parametrize("scores", [3 * WIDTH, 8 * WIDTH])
+def test_a_whole_gradient_is_made_before_as_much_is_gathered_again(scores: int) -> None:
+    """The head's, where the layers are unrolled: smaller than a layer's weights, and larger than all of them."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            layers, head = params
+            h = x
+            for up, down in layers:
+                h = h + jnp.tanh(h @ up) @ down
+            return jnp.mean((h @ head).astype(jnp.float32) ** 2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+    layers = 20
+    specs = [(P("data"), P("data"))] * layers, P("data")
+    found = evaluate(
+        step,
+        ([(bf16(WIDTH, 4 * WIDTH), bf16(4 * WIDTH, WIDTH))] * layers, bf16(WIDTH, scores)),
+        bf16(ROWS, WIDTH),
+        mesh={"data": 8},
+        hardware="tpu-v5p:2x2x2",
+        in_specs=(specs, P("data")),
+        out_specs=specs,
+        donate_argnums=0,
+    )
+    decisions, choice = found.assignment.decisions, found.assignment.choice
+    graph = decisions.graph
+    whole = [u for u in decisions.usages if u.kind == "gradients" and u.nbytes[choice[u.node]] == 2 * WIDTH * scores]
+    (made,) = {u.start for u in whole}
+    if scores > 4 * WIDTH:
+        assert made == len(graph.eqns) - 1
+    else:
+        users = graph.consumers()
+        uses = [sorted(e for e, _ in users.get(v, ())) for v in graph.inputs]
+        far = [e for first, *later in filter(None, uses) for e in later if e - first > NEAR]
+        assert made < max(e for e in far if graph.eqns[e].primitive in ("dot_general", "transpose"))
+
+
+def gradient_bytes() -> int:
+    return 2 * WIDTH * VOCABULARY
+
+
+def compiled(hardware: str, devices: int) -> str:
+    """The program's text, scheduled."""
+    mesh = MeshAxes.of({"data": devices})
+    on = meshes.abstract(mesh)
+
+    def sharding(spec: P) -> NamedSharding:
+        return NamedSharding(on, spec)
+
+    specs = jax.tree.map(sharding, SPECS, is_leaf=lambda x: isinstance(x, P))
+    traced = jax.jit(
+        train_step,
+        in_shardings=(specs, sharding(P("data")), sharding(P("data"))),
+        out_shardings=(specs, sharding(P())),
+        donate_argnums=0,
+    ).trace(*arguments())
+    options = compile.TPU_PLAIN_OPTIONS
+    return compile.compile(traced, topology=hardware, mesh=mesh, compiler_options=options).hlo_text
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_the_scores_of_a_devices_only_sequence_are_kept_as_their_product_leaves_them(sequences: int) -> None:
+    """In bf16; those of more are kept in f32, exponentiated."""
+    devices, layers, length, heads, size = 8, 3, 2048, 16, 128
+    width = heads * size
+
+    def attention(x: jax.Array, w: Any) -> jax.Array:
+        q, k, v = (jnp.einsum("bsd,dnh->bsnh", x, m) for m in w[:3])
+        q = q.reshape(*q.shape[:2], 4, heads // 4, size)
+        scores = jnp.einsum("bskgh,btkh->bksgt", q, k).astype(jnp.float32)
+        seen = jnp.arange(length)[:, None, None] >= jnp.arange(length)
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)).astype(x.dtype)
+        mixed = jnp.einsum("bksgt,btkh->bskgh", weights, v).reshape(*x.shape[:2], heads, size)
+        return x + jnp.einsum("bsnh,nhd->bsd", mixed, w[3])
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        for w in weights:
+            x = attention(x, w)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    grouped = bf16(width, 4, size)
+    weights = [(bf16(width, heads, size), grouped, grouped, bf16(heads, size, width))] * layers
+    found = evaluate(
+        jax.grad(loss),
+        weights,
+        bf16(sequences * devices, length, width),
+        mesh={"data": devices},
+        hardware="tpu-v5e:2x4",
+        in_specs=([(P(),) * 4] * layers, P("data")),
+        out_specs=[(P(),) * 4] * layers,
+    )
+    held = [int(u.nbytes[found.assignment.choice[u.node]]) for u in found.assignment.decisions.usages]
+    assert max(held) == sequences * heads * length**2 * (2 if sequences == 1 else 4)
+    if sequences == 1 and compile.available("tpu"):
+        memory = found.verify(compiler_options=compile.TPU_PLAIN_OPTIONS).memory
+        assert memory.compiled is not None
+        assert memory.compiled.peak == pytest.approx(memory.predicted.peak, rel=0.1)

@@ -1,0 +1,165 @@
+"""Costs of one equation: the FLOPs of contractions against XLA's own count."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from numpy.typing import ArrayLike, NDArray
+
+from autoshard.costs import compute
+from autoshard.costs.resharding import PS_PER_S
+from autoshard.costs.strategies import enumerate_strategies
+from autoshard.ir import graph
+from autoshard.ir.mesh import MeshAxes
+from autoshard.problem.decision_builder import decide
+from autoshard.rules import rule_of
+
+ONE = MeshAxes(("one",), (1,))
+
+
+class Free:
+    """A machine of which nothing is asked but FLOPs."""
+
+    overlap, scatters_whole, gathers_ahead, tiled, stores_quotients = 0.0, True, True, False, True
+
+    def matmul_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str) -> NDArray[np.float64]:
+        return np.zeros(())
+
+    def hbm_s(self, nbytes: ArrayLike) -> NDArray[np.float64]:
+        raise AssertionError(nbytes)
+
+    def collective_s(self, kind: str, axes: tuple[str, ...], nbytes: ArrayLike) -> NDArray[np.float64]:
+        raise AssertionError(kind)
+
+
+def flops(fn: Callable[..., Any], *args: Any) -> float:
+    """FLOPs of a program's contractions."""
+    eqns = [eqn for eqn in graph.build(jax.make_jaxpr(fn)(*args)).eqns if compute.is_contraction(eqn)]
+    assert eqns
+    total = 0.0
+    for eqn in eqns:
+        rule = rule_of(eqn)
+        total += compute.contraction_s(eqn, rule, enumerate_strategies(rule, ONE), ONE, Free())[1][0]
+    return total
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize(("stride", "dilation"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("taps", [1, 3, 7])
+def test_convolutions_and_their_gradients_are_counted_as_xla_does(
+    taps: int, stride: int, dilation: int, groups: int
+) -> None:
+    def gradients(image: jax.Array, kernel: jax.Array, cotangent: jax.Array) -> Any:
+        out, back = jax.vjp(convolved, image, kernel)
+        return out, back(cotangent)
+
+    def convolved(image: jax.Array, kernel: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(
+            image, kernel, (stride,) * 2, "SAME", rhs_dilation=(dilation,) * 2, feature_group_count=groups
+        )
+
+    image = jax.ShapeDtypeStruct((2, 4, 12, 8), jnp.float32)
+    kernel = jax.ShapeDtypeStruct((8, 4 // groups, taps, taps), jnp.float32)
+    cotangent = jax.eval_shape(convolved, image, kernel)
+    found: Any = jax.jit(gradients).lower(image, kernel, cotangent).cost_analysis()
+    assert flops(gradients, image, kernel, cotangent) == pytest.approx(found["flops"])
+
+
+def test_a_row_of_a_ragged_dot_meets_one_group() -> None:
+    rows, groups = jax.ShapeDtypeStruct((32, 8), jnp.float32), jax.ShapeDtypeStruct((4, 8, 16), jnp.float32)
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+    def both(x: jax.Array, w: jax.Array, sizes: jax.Array) -> Any:
+        return jax.vjp(lambda x, w: lax.ragged_dot(x, w, sizes), x, w)[1](jnp.ones((32, 16)))
+
+    assert flops(lax.ragged_dot, rows, groups, sizes) == 2 * 32 * 8 * 16
+    assert flops(both, rows, groups, sizes) == 2 * 2 * 32 * 8 * 16
+
+
+class OneByteAPicosecond(Free):
+    """A machine on which bytes of memory traffic can be read off the price."""
+
+    def hbm_s(self, nbytes: ArrayLike) -> NDArray[np.float64]:
+        return np.asarray(nbytes) / PS_PER_S
+
+
+def traffic(fn: Callable[..., Any], *args: Any, tied: dict[int, int]) -> int:
+    """HBM bytes of a program on one device; `tied` outputs lie in donated inputs."""
+    decisions = decide(
+        graph.build(jax.make_jaxpr(fn)(*args)),
+        ONE,
+        OneByteAPicosecond(),
+        tied=tied,
+        donated=frozenset(tied.values()),
+        input_pins={},
+        output_pins={},
+        equation_pins={},
+        held_bytes={},
+        unknown="error",
+    )
+    return sum(int(node.cost_ps[0]) for node in decisions.nodes)
+
+
+def test_a_fused_update_reads_and_writes_every_value_once() -> None:
+    """Adam: three values of float32 each way and a gradient of bfloat16, 26 bytes a parameter in XLA's one kernel."""
+
+    def update(p: jax.Array, m: jax.Array, v: jax.Array, g: jax.Array) -> Any:
+        gradient = g.astype(jnp.float32)
+        m = 0.9 * m + 0.1 * gradient
+        v = 0.95 * v + 0.05 * gradient * gradient
+        return p - 1e-3 * (m / (jnp.sqrt(v) + 1e-8) + 0.1 * p), m, v
+
+    state = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    gradient = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    assert traffic(update, state, state, state, gradient, tied={0: 0, 1: 1, 2: 2}) == 26 * 64 * 64
+
+
+def test_what_waits_for_a_reduction_reads_its_value_again() -> None:
+    """A sum that leaves the program is written, read by its mean, and read once more beside it: 4 bytes each time."""
+
+    def centred(a: jax.Array, b: jax.Array) -> Any:
+        x = a + b
+        return x, x - x.mean(axis=1, keepdims=True)
+
+    a = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+    row = 64 * 4  # bytes of the means
+    assert traffic(centred, a, a, tied={}) == pytest.approx((2 + 1 + 1 + 1 + 1) * 64 * 1024 * 4, abs=8 * row)
+
+
+SLICE = 8 * 4  # bytes of what a trip of the loop below takes of one stack, and adds to another
+TABLE, UPDATES = 8 * 2 * 4, 3 * 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("primitive", "read", "written", "readers", "nbytes"),
+    [
+        ("loop_stack", False, True, 1, 2 * SLICE),  # zeroed, and written by what makes it
+        ("loop_stack", True, True, 1, 3 * SLICE),
+        ("loop_slice", True, False, 1, SLICE),  # read by the kernel that takes it
+        ("loop_slice", True, False, 2, 2 * SLICE),
+        ("loop_slice", True, False, 5, 2 * SLICE),
+        ("loop_slice", True, True, 1, 2 * SLICE),
+        ("scatter-add", True, False, 1, 2 * UPDATES),  # where the table lies
+        ("scatter-add", True, True, 1, 2 * TABLE + 2 * UPDATES),  # someone else reads the table as it was
+        ("scatter-add", False, False, 1, TABLE + 2 * UPDATES),  # zeros are written first
+    ],
+)
+def test_a_loop_and_a_scatter_touch_what_they_move(
+    primitive: str,
+    read: bool,  # noqa: FBT001
+    written: bool,  # noqa: FBT001
+    readers: int,
+    nbytes: int,
+) -> None:
+    def program(xs: jax.Array, table: jax.Array, rows: jax.Array, updates: jax.Array) -> Any:
+        return lax.scan(lambda c, x: (c, jnp.sin(x)), 0.0, xs)[1], table.at[rows].add(updates)
+
+    shapes = jnp.zeros((4, 8)), jnp.zeros((8, 2)), jnp.zeros(3, int), jnp.zeros((3, 2))
+    (eqn,) = (x for x in graph.build(jax.make_jaxpr(program)(*shapes)).eqns if x.primitive == primitive)
+    reads = [read] + [x.dtype == jnp.float32 for x in eqn.operands[1:]]  # what is not float32 is an index
+    one = enumerate_strategies(rule_of(eqn), ONE)
+    assert compute.touched_bytes(eqn, one, ONE, reads, [written], readers)[0] == nbytes

@@ -1,0 +1,486 @@
+"""Which values lie in memory, and for how long: by hand, and as XLA's GPU compiler has it."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.backends import compile
+from autoshard.costs import compute
+from autoshard.costs.fusion import is_pointwise
+from autoshard.costs.liveness import LiveRanges, cast_ahead, live_ranges
+from autoshard.costs.strategies import WHOLE, decode
+from autoshard.ir.graph import Graph, build
+from autoshard.rules import rules_of
+from benchmarks.verification import Case, subject
+from tests.programs import Program, setting_of
+
+F32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+BF16 = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+
+
+def lived(
+    fn: Callable[..., Any], *args: Any, platform: str = "cuda", stores_quotients: bool = True
+) -> tuple[Graph, LiveRanges]:
+    graph = build(jax.make_jaxpr(fn)(*args))
+    rules = rules_of(graph.eqns, unknown="error")
+    fuses = [
+        compute.fusible(e, pointwise=is_pointwise(r), platform=platform) for e, r in zip(graph.eqns, rules, strict=True)
+    ]
+    return graph, live_ranges(graph, rules, fuses, platform, stores_quotients=stores_quotients)
+
+
+def attention(q: Any, k: Any, v: Any) -> Any:
+    scores = jax.nn.softmax((q @ k.T).astype(jnp.float32))
+    return scores.astype(jnp.bfloat16) @ v
+
+
+def results(graph: Graph, primitive: str) -> list[int]:
+    return [graph.results[e][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive == primitive]
+
+
+def test_scores_are_kept_as_the_product_that_they_are_computed_from() -> None:
+    """The f32 softmax of bf16 products is recomputed by each fusion that reads it."""
+    graph, found = lived(attention, BF16((64, 8)), BF16((64, 8)), BF16((64, 8)))
+    products = results(graph, "dot_general")
+    assert found.stored[products].all()
+    assert not found.stored[results(graph, "exp")].any()
+    cast = next(v for v in results(graph, "convert_element_type") if graph.avals[v].itemsize == 2)
+    assert found.stored[cast]  # a product's operand
+    made = {graph.results[e][0]: e for e in range(len(graph.eqns))}
+    assert found.end[products[0]] > made[cast]  # read once more when the cast is written
+
+
+def test_a_sum_of_branches_that_many_read_is_stored() -> None:
+    def residual(x: Any, a: Any, b: Any) -> Any:
+        h = x + a @ b
+        return [jnp.sum(jnp.sin(h)), jnp.sum(jnp.cos(h)), jnp.sum(jnp.tanh(h)), jnp.sum(jnp.exp(h))]
+
+    graph, found = lived(residual, F32((16, 16)), F32((16, 16)), F32((16, 16)))
+    assert found.stored[results(graph, "add")].all()
+    assert not found.stored[results(graph, "sin")].any()
+
+
+def test_a_loop_holds_what_it_reads_and_what_it_stacks() -> None:
+    def layers(x: Any, stack: Any) -> Any:
+        def one(h: Any, w: Any) -> Any:
+            h = jnp.tanh(h @ w)
+            return h, h
+
+        return jax.lax.scan(one, x, stack + 1.0)
+
+    graph, found = lived(layers, F32((8, 8)), F32((4, 8, 8)))
+    inside = [e for e, loop in enumerate(graph.loop_of) if loop]
+    (weights,) = results(graph, "add")
+    assert found.end[weights] == inside[-1] + 1
+    (stacked,) = results(graph, "loop_stack")
+    assert found.start[stacked] == inside[0]
+
+
+def test_another_name_needs_no_memory() -> None:
+    def program(x: Any, y: Any) -> Any:
+        return (x @ y).reshape(4, 4, 16).transpose(1, 0, 2).reshape(16, 16) @ y
+
+    graph, found = lived(program, F32((16, 16)), F32((16, 16)))
+    names = results(graph, "reshape") + results(graph, "transpose")
+    assert len(names) == 3
+    assert not found.stored[names].any()
+    assert found.named[names].all()
+    first, _ = results(graph, "dot_general")
+    assert found.end[first] == len(graph.eqns)  # as long as its last name
+
+
+# --- As XLA:TPU has it --------------------------------------------------------------------
+
+
+def test_on_tpu_products_make_their_operands() -> None:
+    """What comes of two stored values is no value in memory: neither the cast of a weight nor a gated product."""
+
+    def gated(x: Any, gate: Any, up: Any, down: Any) -> Any:
+        gate, up, down = (w.astype(jnp.bfloat16) for w in (gate, up, down))
+        return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+    args = BF16((64, 32)), F32((32, 128)), F32((32, 128)), F32((128, 32))
+    graph, found = lived(gated, *args, platform="tpu")
+    casts = [graph.operands[e][1] for e, eqn in enumerate(graph.eqns) if compute.is_contraction(eqn)]
+    gate, up, _ = results(graph, "dot_general")
+    (product,) = (graph.operands[e][0] for e in range(len(graph.eqns)) if graph.operands[e][1:] == (casts[2],))
+    assert found.absorbed[[*casts, product]].all()
+    assert not found.stored[[*casts, product]].any()
+    assert found.stored[[gate, up]].all()
+    assert found.end[gate] == found.end[up] == len(graph.eqns)  # until the last product has read them
+    _, on_gpu = lived(gated, *args)
+    assert on_gpu.stored[[*casts, product]].all()
+    assert not on_gpu.absorbed.any()
+
+
+def test_on_tpu_a_softmax_lies_in_memory_before_it_is_divided() -> None:
+    """And after, but on v5e: see `cost_models.Machine.stores_quotients`."""
+    for stores in (True, False):
+        args = BF16((64, 8)), BF16((64, 8)), BF16((64, 8))
+        graph, found = lived(attention, *args, platform="tpu", stores_quotients=stores)
+        assert found.stored[results(graph, "exp")].all()
+        cast = next(v for v in results(graph, "convert_element_type") if graph.avals[v].itemsize == 2)
+        assert found.stored[cast] == stores
+        assert found.absorbed[cast] != stores
+
+
+def test_on_tpu_a_state_is_updated_when_its_gradient_is_there() -> None:
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            h = x
+            for w in weights:
+                h = jnp.tanh(h @ w)
+            return jnp.sum(h @ weights[0].T)
+
+        value, gradient = jax.value_and_grad(loss)(weights)
+        return [w - 0.1 * g for w, g in zip(weights, gradient, strict=True)], value
+
+    graph, found = lived(step, [F32((16, 16))] * 4, F32((64, 16)), platform="tpu")
+    made_by, products = graph.producers(), [e for e, eqn in enumerate(graph.eqns) if compute.is_contraction(eqn)]
+    updates = [v for v in graph.outputs if graph.avals[v].ndim]
+    for v in updates:
+        begin = int(found.start[v])
+        assert begin < made_by[v][0]
+        assert begin in products or graph.eqns[begin].primitive in ("add_any", "transpose")
+
+
+def test_on_tpu_what_the_loss_reads_lives_until_the_end() -> None:
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            scores = x @ w
+            return jnp.sum(jnp.exp(scores))
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        h = gradient
+        for _ in range(3):
+            h = h @ gradient.T @ gradient
+        return h, value
+
+    graph, found = lived(step, F32((16, 16)), F32((64, 16)), platform="tpu")
+    _, on_gpu = lived(step, F32((16, 16)), F32((64, 16)))
+    scores = results(graph, "dot_general")[0]
+    assert found.end[scores] == len(graph.eqns)
+    assert on_gpu.end[scores] < len(graph.eqns)
+
+
+def test_on_tpu_scores_that_are_split_along_the_vocabulary_die_before_the_backward_pass() -> None:
+    """The loss communicates then, and is computed at once: so libtpu 0.0.52 does with llama3-8b as planned for v5e:4x4.
+
+    Its `dp_megatron` and `fsdp_megatron` need 0.97 to 1.00 of the predicted peak so (docs/verification.md), 0.93 to
+    0.96 with scores until the end (the same at 8ddab20).
+    """
+    rows, vocabulary = 64, 32
+
+    def step(w: Any, x: Any, labels: Any) -> Any:
+        def loss(w: Any) -> Any:
+            scores = jax.nn.log_softmax((x @ w).astype(jnp.float32))
+            return -jnp.mean(jnp.take_along_axis(scores, labels[:, None], axis=-1))
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        for _ in range(3):
+            gradient = gradient @ (gradient.T @ gradient)
+        return gradient, value
+
+    args = BF16((16, vocabulary)), BF16((rows, 16)), jax.ShapeDtypeStruct((rows,), jnp.int32)
+    graph, found = lived(step, *args, platform="tpu")
+    scores = results(graph, "dot_general")[0]
+    assert found.across[scores] == {1}
+    assert found.soon[scores] < found.end[scores] == len(graph.eqns)
+    program = Program(fn=step, args=args, names=("w", "x", "labels"))
+    setting, _ = setting_of(program, mesh={"x": 4}, hardware="tpu-v5e:2x2", platform="tpu")
+    late = [u for u in setting.decisions.usages if (u.start, u.end) == (found.soon[scores], found.end[scores])]
+    assert late
+    for use in late:
+        codes = setting.decisions.nodes[use.node].codes
+        assert codes is not None
+        dims = decode(codes, 2, 1)[:, 0]
+        np.testing.assert_array_equal(use.nbytes > 0, (dims == 0) | (dims == WHOLE))
+
+
+def test_on_tpu_stacked_weights_are_cast_before_the_loops_that_slice_them() -> None:
+    def step(stack: Any, x: Any) -> Any:
+        def one(h: Any, w: Any) -> Any:
+            return jnp.tanh(h @ w["cast"].astype(jnp.bfloat16) + w["read"].astype(jnp.bfloat16) + w["as it is"]), None
+
+        return jax.grad(lambda stack: jnp.sum(jax.lax.scan(jax.checkpoint(one), x, stack)[0]))(stack)
+
+    stack = {"cast": F32((4, 8, 8)), "read": F32((4, 8)), "as it is": BF16((4, 8))}
+    graph = build(jax.make_jaxpr(step)(stack, BF16((16, 8))))
+    names = dict(zip(graph.inputs, sorted(stack), strict=False))
+    found = {names[v]: told for v, told in cast_ahead(graph).items()}
+    assert set(found) == {"cast", "read"}
+    inside = [e for e, loop in enumerate(graph.loop_of) if loop]
+    assert found["cast"] == (2, inside[0], inside[-1])  # read by the forward loop and by the backward one
+
+
+@pytest.mark.parametrize(("axis", "taken", "compared"), [(1, 1, True), (0, 1, True), (1, 2, False), (None, 8, False)])
+def test_on_tpu_one_of_each_row_is_taken_back_without_a_scatter(
+    axis: int | None, taken: int, *, compared: bool
+) -> None:
+    """The gradient of the labels' scores compares positions; that of several of a row, or of a vector, does not."""
+
+    def gradient(scores: Any, labels: Any) -> Any:
+        if axis is None:
+            return jax.grad(lambda s: jnp.sum(s[0][labels[0]]))(scores)
+        return jax.grad(lambda s: jnp.sum(jnp.take_along_axis(s, labels, axis=axis)))(scores)
+
+    labels = jax.ShapeDtypeStruct((taken, 128) if axis == 0 else (64, taken), jnp.int32)
+    graph = build(jax.make_jaxpr(gradient)(F32((64, 128)), labels))
+    scatter = next(eqn for eqn in graph.eqns if eqn.primitive == "scatter-add")
+    assert compute.fusible(scatter, pointwise=False, platform="tpu") == compared
+    assert not compute.fusible(scatter, pointwise=False, platform="cuda")
+
+
+def test_what_costs_much_is_computed_once_for_all_fusions_that_read_it() -> None:
+    """The tanh of a gate, which the backward pass reads, too; an exponential is computed again."""
+
+    def gated(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, w: jnp.sum((lambda h: h * function(h))(x @ w) @ w.T)
+
+    for name, function, stored in (("tanh", jnp.tanh, True), ("exp", jnp.exp, False)):
+        graph, found = lived(jax.value_and_grad(gated(function)), F32((64, 16)), F32((16, 32)))
+        assert found.stored[results(graph, name)].all() == stored
+        graph, found = lived(gated(function), F32((64, 16)), F32((16, 32)))  # read by one fusion alone
+        assert not found.stored[results(graph, name)].any()
+
+
+def test_a_softmax_is_written_beside_the_scores_unless_its_rows_are_long() -> None:
+    """One kernel reads a row twice; of a vocabulary's rows one kernel reduces and another writes."""
+    for columns, in_place in ((64, False), (65_536, True)):
+        graph, found = lived(lambda x, w: jax.nn.softmax(x @ w) @ w.T, F32((64, 16)), F32((16, columns)))
+        scores, last = results(graph, "dot_general")
+        softmax = graph.operands[graph.producers()[last][0]][0]
+        assert found.stored[softmax]
+        assert (found.end[scores] <= found.start[softmax]) == in_place
+
+
+def test_a_fusion_writes_where_what_it_reads_for_the_last_time_lies() -> None:
+    """On GPU; not where the types differ, nor what is read later on."""
+
+    def doubled(x: Any, w: Any) -> Any:
+        return (jnp.square(x @ w) * 2) @ w.T
+
+    def later(x: Any, w: Any) -> Any:
+        h = x @ w
+        return (jnp.square(h) * 2) @ w.T, h
+
+    def narrowed(x: Any, w: Any) -> Any:
+        return (x @ w).astype(jnp.bfloat16) @ w.T.astype(jnp.bfloat16)
+
+    for program, platform, in_place in (
+        (doubled, "cuda", True),
+        (later, "cuda", False),
+        (narrowed, "cuda", False),
+        (doubled, "tpu", False),
+    ):
+        graph, found = lived(program, F32((64, 16)), F32((16, 32)), platform=platform)
+        product = results(graph, "dot_general")[0]
+        taken = graph.operands[next(e for e, eqn in enumerate(graph.eqns) if e and eqn.primitive == "dot_general")][0]
+        assert bool(found.stored[taken] and found.end[product] <= found.start[taken]) == in_place
+
+
+# --- The forms of FSDP, by the GPU compiler -------------------------------------------
+
+LAYERS, WIDTH, HIDDEN, ROWS = 8, 2048, 8192, 6144
+
+
+def mlp_step(block: Callable[..., Any], params: Any, x: Any) -> Any:
+    def loss(params: Any) -> Any:
+        h = x
+        for layer in params:
+            h = block(layer, h)
+        return jnp.mean(h.astype(jnp.float32) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 1e-3 * g, params, gradient), value
+
+
+def block(layer: Any, h: Any) -> Any:
+    up, down = (layer[k].astype(jnp.bfloat16) for k in ("up", "down"))
+    return h + jax.nn.relu(h @ up) @ down
+
+
+PARAMS = [{"up": F32((WIDTH, HIDDEN)), "down": F32((HIDDEN, WIDTH))} for _ in range(LAYERS)]
+PINS = {"params.*.up": P(None, "data"), "params.*.down": P(None, "data"), "x": P("data")}
+
+
+def fsdp(form: Callable[..., Any], memory: int | None = None) -> tuple[Any, int]:
+    """The plan of FSDP (state and batch split over data), and the peak of its compiled program."""
+    plan = autoshard.plan(
+        partial(mlp_step, form),
+        PARAMS,
+        BF16((ROWS, WIDTH)),
+        mesh={"data": 8},
+        hardware="h100:1x8",
+        donate_argnums=0,
+        pins=PINS,
+        memory=memory,
+    )
+    compiled = plan.verify("gpu").memory.compiled
+    assert compiled is not None
+    return plan, compiled.peak
+
+
+def gathers(plan: autoshard.Plan) -> int:
+    return sum(c.trips for c in plan.record.collectives if c.kind == "all-gather")
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.skipif(not compile.available("gpu"), reason="the GPU compiler is not installed")
+def test_weights_are_gathered_again_where_memory_is_short() -> None:
+    """Plain: each weight is gathered once and stays. Short of memory: twice, as with remat, without recomputing."""
+    plain, compiled = fsdp(block)
+    assert gathers(plain) == 2 * LAYERS
+    assert 0.87 <= compiled / plain.record.memory.peak_bytes <= 1.11
+    short = int(plain.record.memory.peak_bytes * 0.7)
+    again, smaller = fsdp(block, memory=short)
+    assert gathers(again) > 2 * LAYERS
+    assert again.record.pins.again
+    assert again.record.memory.peak_bytes <= short
+    assert smaller <= 1.1 * short
+    assert smaller < 0.88 * compiled
+    assert again.planned.assignment.flops() == plain.planned.assignment.flops()
+    remat, third = fsdp(jax.checkpoint(block), memory=short)
+    assert remat.planned.assignment.flops() > plain.planned.assignment.flops()
+    assert third <= 1.1 * short
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.skipif(not compile.available("gpu"), reason="the GPU compiler is not installed")
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_state_gathered_after_its_update_lies_beside_the_old_one(dim: int) -> None:
+    """ZeRO-1 of one large weight: along the major dimension the gather writes where the old one was."""
+
+    def step(state: Any, x: Any) -> Any:
+        w, m = state
+        g = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        m = 0.9 * m + g
+        return (w - 1e-3 * m, m), None
+
+    split = P("data", None) if dim == 0 else P(None, "data")
+    w = F32((1024, 4096))
+    plan = autoshard.plan(
+        step,
+        (w, w),
+        F32((64, 1024)),
+        mesh={"data": 8},
+        hardware="h100:1x8",
+        donate_argnums=0,
+        in_shardings=((P(), split), P("data", None)),
+    )
+    assert ("all-gather", 4 * w.size) in [(row.kind, row.nbytes) for row in plan.record.collectives]
+    beside = plan.record.memory.kinds.get("copies", 0) // (4 * w.size)
+    assert beside == dim
+    memory = plan.verify().memory
+    assert memory.compiled is not None
+    assert memory.compiled.peak == pytest.approx(memory.predicted.peak, rel=0.1)
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.skipif(not compile.available("gpu"), reason="the GPU compiler is not installed")
+@pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.silu, jax.nn.mish])
+def test_the_gpu_compiler_stores_of_an_activation_what_it_is_said_to(activation: Callable[..., Any]) -> None:
+    """Without `tanh` and `log1p` a quarter to a third would be missing of gelu and mish."""
+    predicted, compiled = peaks(activation)
+    assert compiled == pytest.approx(predicted, rel=0.05)
+
+
+# What multiplies its argument in an activation: its value is read by the backward pass, too.
+ONCE = {
+    "atan2": lambda x: jnp.arctan2(x, x * x + 1),
+    "cos": jnp.cos,
+    "erf_inv": jax.lax.erf_inv,
+    "erfc": jax.lax.erfc,
+    "log1p": lambda x: jnp.log1p(x * x),
+    "pow": lambda x: jnp.power(jnp.abs(x) + 1, 1.3),
+    "sin": jnp.sin,
+    "tanh": jnp.tanh,
+}
+AGAIN = {
+    "cbrt": jnp.cbrt,
+    "erf": jax.lax.erf,
+    "exp": jnp.exp,
+    "exp2": jax.lax.exp2,
+    "expm1": jnp.expm1,
+    "log": lambda x: jnp.log(x * x + 1),
+    "logistic": jax.nn.sigmoid,
+    "rsqrt": lambda x: jax.lax.rsqrt(x * x + 1),
+    "tan": jnp.tan,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compiler
+@pytest.mark.skipif(not compile.available("gpu"), reason="the GPU compiler is not installed")
+@pytest.mark.parametrize("function", [*ONCE.values(), *AGAIN.values()], ids=[*ONCE, *AGAIN])
+def test_the_gpu_compiler_repeats_what_it_is_said_to(function: Callable[..., Any]) -> None:
+    """One value of each hidden unit more or less is an eighth of the peak, at least."""
+    predicted, compiled = peaks(lambda x: x * function(x))
+    assert compiled == pytest.approx(predicted, rel=0.06)
+
+
+def peaks(activation: Callable[..., Any]) -> tuple[int, int]:
+    """Predicted and compiled peak of four perceptrons with many tokens."""
+
+    def form(layer: Any, h: Any) -> Any:
+        up, down = (layer[k].astype(jnp.bfloat16) for k in ("up", "down"))
+        return h + activation(h @ up) @ down
+
+    narrow = [{"up": F32((512, 2048)), "down": F32((2048, 512))}] * 4
+    plan = autoshard.plan(
+        partial(mlp_step, form), narrow, BF16((65536, 512)), mesh={"data": 8}, hardware="h100:1x8", donate_argnums=0
+    )
+    memory = plan.verify("gpu").memory
+    assert memory.compiled is not None
+    return memory.predicted.peak, memory.compiled.peak
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.skipif(not compile.available("gpu"), reason="the GPU compiler is not installed")
+def test_the_gpu_compiler_reduces_each_gradient_behind_all_other_contractions() -> None:
+    """Whole gradients never lie beside the gathered weights: a quarter too much is predicted if they do."""
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            h = x
+            for w in params:
+                h = h @ w.astype(jnp.bfloat16)
+            return jnp.mean(h.astype(jnp.float32) ** 2)
+
+        value, gradient = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 1e-3 * g, params, gradient), value
+
+    wide = [F32((4096, 4096))] * 4
+    pins = {"params.*": P("data", None), "x": P("data")}
+    common: dict[str, Any] = {"mesh": {"data": 8}, "hardware": "h100:1x8", "donate_argnums": 0, "pins": pins}
+    memory = autoshard.plan(step, wide, BF16((8192, 4096)), **common).verify("gpu").memory
+    assert memory.compiled is not None
+    assert 0.88 <= memory.compiled.peak / memory.predicted.peak <= 1.05
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.skipif(not compile.available("gpu"), reason="the GPU compiler is not installed")
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        ("llama3-8b", {"layers": 4, "batch": 8, "sequence": 512, "remat": "full"}),
+        ("mlp-8k", {"layers": 4, "batch": 1024}),
+    ],
+)
+def test_the_gpu_compiler_gathers_all_weights_at_once_where_tokens_are_few(model: str, fields: dict[str, Any]) -> None:
+    """FSDP by hand: gathers take longer than the forward pass, and sums are finished by whatever name.
+
+    Without the first llama3-8b needs 1.29 of what is predicted; without the second mlp-8k 0.89.
+    """
+    mesh = (("data", 2), ("model", 4))
+    case = Case(group="", model=model, fields=tuple(fields.items()), hardware="h100:1x8", mesh=mesh, layout="fsdp")
+    memory = subject(case).verify().memory
+    assert memory.compiled is not None
+    assert memory.compiled.peak == pytest.approx(memory.predicted.peak, rel=0.07)

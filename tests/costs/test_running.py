@@ -1,0 +1,90 @@
+"""When the compilers run the equations of a program."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard.costs.compute import is_contraction
+from autoshard.costs.execution_order import feeding, positions
+from autoshard.ir.graph import Graph, build
+
+WIDTHS = (8, 32, 16, 8)  # of what each of three layers takes and makes
+
+
+def loss(weights: Any, x: Any) -> Any:
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x)
+
+
+def traced(form: Any) -> Graph:
+    """A step of gradient descent."""
+    weights = [jax.ShapeDtypeStruct(sides, jnp.float32) for sides in itertools.pairwise(WIDTHS)]
+
+    def step(weights: Any, x: Any) -> Any:
+        return [w - 0.1 * g for w, g in zip(weights, jax.grad(form)(weights, x), strict=True)]
+
+    return build(jax.make_jaxpr(step)(weights, jax.ShapeDtypeStruct((64, WIDTHS[0]), jnp.float32)))
+
+
+def gradients(graph: Graph) -> list[int]:
+    """The contractions that make gradients of weights."""
+    feeds = feeding(graph)
+    return [e for e, eqn in enumerate(graph.eqns) if is_contraction(eqn) and not feeds[graph.results[e][0]]]
+
+
+def run(graph: Graph, platform: str) -> list[int]:
+    return positions(graph, [not is_contraction(eqn) for eqn in graph.eqns], platform)
+
+
+def test_on_gpu_weights_gradients_come_last_and_small_ones_first() -> None:
+    graph = traced(loss)
+    when, late = run(graph, "cuda"), gradients(graph)
+    others = [e for e, eqn in enumerate(graph.eqns) if is_contraction(eqn) and e not in late]
+    assert len(late) == 3
+    assert min(when[e] for e in late) > max(when[e] for e in others)
+    put_off = sorted((e for e in late if when[e] > e), key=lambda e: when[e])
+    sizes = [graph.avals[graph.results[e][0]].size for e in put_off]
+    assert len(sizes) == 2
+    assert sizes == sorted(sizes)
+    assert len({when[e] for e in late}) == 3  # one after the other
+
+
+def test_nothing_runs_before_what_it_is_computed_from() -> None:
+    graph = traced(loss)
+    when = run(graph, "cuda")
+    for e, operands in enumerate(graph.operands):
+        makers = [graph.producers()[v][0] for v in operands if v in graph.producers()]
+        assert all(when[maker] <= when[e] for maker in makers)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_elsewhere_they_are_not_put_off(platform: str) -> None:
+    graph = traced(loss)
+    when = run(graph, platform)
+    assert all(when[e] == e for e in gradients(graph))
+
+
+def test_what_is_computed_again_has_its_gradients_in_the_next_such_part() -> None:
+    def form(weights: Any, x: Any) -> Any:
+        for w in weights:
+            x = jax.checkpoint(lambda x, w: jnp.tanh(x @ w) * 2)(x, w)
+        return jnp.sum(x)
+
+    graph = traced(form)
+    assert set(graph.again_of) == {0, 1, 2, 3}
+    when = run(graph, "cuda")
+    for e in gradients(graph):
+        following = [other for other, again in enumerate(graph.again_of) if again == graph.again_of[e] + 1]
+        assert (when[e] == following[-1]) if following else (when[e] >= e)
+
+
+def test_a_part_inside_of_another_is_the_same_part() -> None:
+    def form(weights: Any, x: Any) -> Any:
+        inner = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
+        return jnp.sum(jax.checkpoint(lambda x: inner(inner(x, weights[0]), weights[1]))(x))
+
+    assert set(traced(form).again_of) == {0, 1}

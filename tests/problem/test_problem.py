@@ -1,0 +1,484 @@
+"""From decisions to a problem and back: nothing is lost, nothing is counted twice."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
+
+from autoshard.backends import compile, devices, hlo
+from autoshard.costs.casts import narrow_side
+from autoshard.costs.fusion import fusion_traits
+from autoshard.costs.resharding import NO_STRIDES, PS_PER_S
+from autoshard.costs.shared_gathers import NEAR
+from autoshard.costs.strategies import SUM, decode, layout_of, layouts
+from autoshard.ir.graph import build
+from autoshard.ir.mesh import MeshAxes
+from autoshard.planner.build_record import program_pins
+from autoshard.planner.search_space import SearchSpace
+from autoshard.problem.assignment import Assignment
+from autoshard.problem.formulation import Formulation, formulate
+from autoshard.problem.network import INF
+from autoshard.problem.symmetry import fold
+from autoshard.rules import rules_of
+from autoshard.solver import evaluate, solve
+from tests.assignments import random_choice
+from tests.programs import TINY, Program, setting_of, smallest
+
+SEEDS = range(5)
+
+
+@cache
+def setting(name: str, *, step: bool = False, platform: str = "cpu") -> SearchSpace:
+    return setting_of(smallest(name, step=step), platform=platform)[0]
+
+
+@cache
+def formulation(name: str, *, folded: bool = True, platform: str = "cpu") -> Formulation:
+    of = setting(name, platform=platform)
+    return formulate(of.decisions, of.resharder, memory_bytes=None, folded=folded)
+
+
+def draw(of: SearchSpace, seed: int) -> NDArray[np.int64]:
+    return random_choice(of.decisions, of.resharder, np.random.default_rng(seed))
+
+
+def assigned(of: SearchSpace, choice: NDArray[np.int64]) -> Assignment:
+    return Assignment(decisions=of.decisions, resharder=of.resharder, choice=choice)
+
+
+# --- Pricing ---------------------------------------------------------------------------
+
+
+def price_ps(of: SearchSpace, choice: NDArray[np.int64]) -> float:
+    """Decisions + resharding + what the windows leave exposed, in plain Python, edge by edge."""
+    total, hideable, cover = 0.0, Counter[int](), Counter[int]()
+    windows = of.decisions.windows
+    for node, pick in zip(of.decisions.nodes, choice, strict=True):
+        total += int(node.cost_ps[pick])
+        for window, share in windows.covers[node.window]:
+            cover[window] += round(int(node.cover_ps[pick]) * share)
+    for edge in of.decisions.edges:
+        i, j = choice[edge.u], choice[edge.v]
+        if edge.forbidden is not None and edge.forbidden[i, j]:
+            return float("inf")
+        pair = (edge.source[i : i + 1], edge.target[j : j + 1])
+        moved, trips = edge.moved, edge.trips
+        if edge.total is not None and edge.finishes(*pair, of.decisions.mesh.ndim)[0, 0]:
+            moved, trips = edge.total
+        trips *= edge.times
+        ps = int(of.resharder.cost_ps(moved, *pair, bucket=edge.bucket, strides=edge.strides)[0, 0])
+        if ps >= INF:
+            return float("inf")
+        work = int(of.resharder.transposes_ps(moved, *pair, bucket=edge.bucket, strides=edge.strides)[0, 0])
+        if edge.window is None:
+            total += ps * trips
+        else:
+            overlap = of.resharder.machine.overlap * windows.share(edge.value)
+            total += (work + (1 - overlap) * (ps - work)) * trips
+            for window, share in windows.hides[edge.window]:
+                hideable[window] += share * overlap * (ps - work) * trips  # pyright: ignore[reportArgumentType]
+    return total + sum(max(0.0, hidden - cover[window]) for window, hidden in hideable.items())
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", TINY)
+def test_a_problem_costs_what_its_decisions_cost(name: str, seed: int, platform: str) -> None:
+    made, of = formulation(name, folded=False, platform=platform), setting(name, platform=platform)
+    choice = draw(of, seed)
+    objective = evaluate(made.problem, choice).objective
+    assert objective is not None
+    assert abs(objective - price_ps(of, choice)) <= 4 * len(made.decisions.edges)  # each edge rounds, and its parts
+
+
+def test_what_is_gathered_for_two_uses_costs_twice() -> None:
+    """libtpu gathers once more for a use that is far from the others: in the problem, and in what is waited for."""
+
+    def program(w: jax.Array, x: jax.Array) -> jax.Array:
+        x = x @ w
+        for _ in range(NEAR):
+            x = jnp.sin(x)
+        return x @ w
+
+    arrays = (jnp.ones((64, 64)),) * 2
+    of, _ = setting_of(Program(fn=program, args=arrays, names=("w", "x")), platform="tpu")
+    made = formulate(of.decisions, of.resharder, memory_bytes=None, folded=False)
+    assert {edge.times for edge in of.decisions.edges if edge.value == of.decisions.graph.inputs[0]} == {1, 2}
+    twice = 0
+    for seed in range(20):
+        choice = draw(of, seed)
+        objective = evaluate(made.problem, choice).objective
+        assert objective is not None
+        assert abs(objective - price_ps(of, choice)) <= 4 * len(of.decisions.edges)
+        assignment = assigned(of, choice)
+        waits_s = sum(waited_s for _, waited_s in assignment.waits())
+        assert assignment.compute_s() + waits_s == pytest.approx(objective / PS_PER_S, rel=1e-6)
+        twice += any(edge.times == 2 for edge, _ in assignment.transfers())
+    assert twice
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_what_no_window_hides_is_waited_for(name: str) -> None:
+    """Even of a value that elsewhere would hide, on its way to what nothing urgent waits for."""
+    of = setting(name, platform="cuda")
+    windows, elsewhere = of.decisions.windows, 0
+    for seed in SEEDS:
+        assignment = assigned(of, draw(of, seed))
+        for (edge, row), (same, waited_s) in zip(assignment.transfers(), assignment.waits(), strict=False):
+            assert row == same
+            if edge.window is None:
+                assert waited_s == pytest.approx(row.seconds * row.trips)
+                elsewhere += windows.of_value[edge.value] is not None
+    assert elsewhere or not windows.beside
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", TINY)
+def test_what_is_forbidden_is_forbidden_in_the_problem(name: str, seed: int) -> None:
+    made, of = formulation(name, folded=False), setting(name)
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        choice = draw(of, seed)
+        node = rng.integers(len(choice))
+        choice[node] = rng.integers(len(of.decisions.nodes[node]))
+        objective, price = evaluate(made.problem, choice).objective, price_ps(of, choice)
+        assert (objective is None) == (price == float("inf"))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_folded_choice_costs_what_its_expansion_costs(name: str) -> None:
+    folded, flat = formulation(name), formulation(name, folded=False)
+    rng = np.random.default_rng(0)
+    sizes = np.diff(folded.problem.start)
+    best = solve(folded.problem, time_limit_s=60, rel_gap=0.01).choice
+    compared = 0
+    for _ in range(200):
+        choice = np.where(rng.random(len(sizes)) < 2 / len(sizes), rng.integers(sizes), best)
+        objective = evaluate(folded.problem, choice).objective
+        expanded = evaluate(flat.problem, folded.read(choice)).objective
+        assert (objective is None) == (expanded is None)
+        if objective is not None and expanded is not None:
+            compared += 1
+            assert abs(objective - expanded) <= 2 * len(folded.decisions.edges)
+    assert compared > 1
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_folding_keeps_memory(name: str) -> None:
+    of = setting(name, step=True)
+    folded, flat = (formulate(of.decisions, of.resharder, memory_bytes=10**9, folded=f) for f in (True, False))
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        choice = rng.integers(np.diff(folded.problem.start))
+        expanded = folded.read(choice)
+        peak, at, kinds = assigned(of, expanded).peak()
+        assert evaluate(folded.problem, choice).peak_bytes == peak
+        assert evaluate(flat.problem, expanded).peak_bytes == peak
+        assert sum(kinds.values()) == peak
+        assert peak == max(
+            sum(int(u.nbytes[expanded[u.node]]) for u in of.decisions.usages if u.start <= t < u.end)
+            for t in range(len(of.decisions.graph.eqns) + 2)
+        )
+        assert 0 <= at <= len(of.decisions.graph.eqns) + 1
+
+
+def test_a_gradient_beside_loops_is_reduced_behind_them() -> None:
+    """XLA:TPU puts off the head's gradient, or its sum, until the layers' backward pass is over (v5p, v5e)."""
+
+    def step(w: Any, x: jax.Array) -> Any:
+        def loss(w: Any) -> jax.Array:
+            hidden = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w["layers"])[0]
+            return jnp.sum(jnp.tanh(hidden @ w["head"]))
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, jax.grad(loss)(w))
+
+    w = {"layers": jnp.ones((4, 32, 32)), "head": jnp.ones((32, 64))}
+    program = Program(fn=step, args=(w, jnp.ones((128, 32))), names=("w", "x"))
+    d = setting_of(program, platform="tpu")[0].decisions
+    backward = max(e for e, loop in enumerate(d.graph.loop_of) if loop)
+    (head,) = (
+        e
+        for e, eqn in enumerate(d.graph.eqns)
+        if eqn.primitive == "dot_general" and eqn.results[0].shape in ((32, 64), (64, 32)) and not d.graph.loop_of[e]
+    )
+    assert max(u.end for u in d.usages if u.node == d.node_of[head]) == backward
+
+
+# --- Folding ---------------------------------------------------------------------------
+
+
+def towers(params: dict[str, Any], x: Any, order: Sequence[str]) -> Any:
+    out = {name: jnp.tanh(x @ params[name]) @ params[name].T for name in order}
+    return jnp.sum(out["p"] + (out["q"] + out["r"]))
+
+
+def classes(order: str, names: str = "pqr") -> Counter[int]:
+    w = {name: jax.ShapeDtypeStruct((16, 32), jnp.float32) for name in names}
+    x = jax.ShapeDtypeStruct((64, 16), jnp.float32)
+    program = Program(fn=lambda w, x: jax.grad(towers)(w, x, order), args=(w, x), names=("w", "x"))
+    return Counter(len(members) for members in fold(setting_of(program)[0].decisions).members)
+
+
+def test_the_order_of_equations_plays_no_part_in_folding() -> None:
+    assert classes("pqr") == classes("rqp") == classes("qpr")
+
+
+def test_equal_places_share_a_variable() -> None:
+    """Whatever stands in all three towers; x, and what is made of it alone, is there once."""
+    assert classes("pqr") == Counter({3: 15, 1: 2})
+
+
+# --- Assignments -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", TINY)
+def test_routes_lead_from_where_values_are_made_to_where_they_are_taken(name: str, seed: int) -> None:
+    of = setting(name, step=True)
+    made = assigned(of, draw(of, seed))
+    graph, mesh = of.decisions.graph, of.decisions.mesh
+    for e, operands in enumerate(graph.operands):
+        for i, v in enumerate(operands):
+            kept, taken = made.kept(v), made.taken(e, i)
+            if kept is None or taken is None:
+                continue
+            codes = made.before_taken(e, i)
+            assert not codes or codes[-1] == taken or not made.reduced(taken, v)
+            if not codes and made.reduced(taken, v):
+                assert taken == made.left(v)
+            for code in codes:
+                assert code in layouts(graph.avals[v].shape, mesh, unreduced=False)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", TINY)
+def test_a_chain_takes_its_own_values_without_a_collective(name: str, seed: int) -> None:
+    """Whatever layout the copy for the others has: that way is not priced."""
+    of = setting(name, step=True)
+    made = assigned(of, draw(of, seed))
+    d = of.decisions
+    for e, operands in enumerate(d.graph.operands):
+        for i, v in enumerate(operands):
+            port, taken = d.made.get(v), made.taken(e, i)
+            if port is None or taken is None or port.node != d.node_of[e] or d.nodes[port.node].kind != "chain":
+                continue
+            left = made.left(v)
+            assert left is not None
+            steps = of.resharder.path(
+                d.graph.avals[v], left, taken, bucket=d.windows.bucket(v), strides=d.strides.get(v, NO_STRIDES)
+            )
+            assert {step.kind for step in steps} <= {"slice"}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_donated_input_and_its_output_share_a_layout(name: str) -> None:
+    of = setting(name, step=True)
+    state = len(jax.tree.leaves(smallest(name, step=True).args[0]))
+    for seed in SEEDS:
+        made = assigned(of, draw(of, seed))
+        assert [made.input_code(i) for i in range(state)] == [made.output_code(i) for i in range(state)]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_constraints_divide_and_hold_no_pending_sums(name: str) -> None:
+    of = setting(name)
+    pins = program_pins(assigned(of, draw(of, 0)))
+    groups = (pins.made, pins.taken, pins.again, pins.inputs, pins.outputs)
+    assert pins.count == sum(len(s) for g in groups for s in g.values())
+    assert not pins.taken.keys() & pins.again.keys()
+    assert pins.count > 0
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_collectives_are_those_of_the_edges(name: str) -> None:
+    """What several consumers share counts once, unless it is moved again; so counted, seconds are the edges'."""
+    of = setting(name)
+    for seed in SEEDS:
+        choice = draw(of, seed)
+        graph, node_of = of.decisions.graph, of.decisions.node_of
+        again = {(graph.operands[e][i], node_of[e]) for e, i in assigned(of, choice).again()}
+        once: dict[tuple[int, int, int, int], float] = {}
+        for edge in of.decisions.edges:
+            source, target = int(edge.source[choice[edge.u]]), int(edge.target[choice[edge.v]])
+            aval = of.decisions.graph.avals[edge.value]
+            ps = of.resharder.cost_ps(
+                aval, np.array([source]), np.array([target]), bucket=edge.bucket, strides=edge.strides
+            )
+            by = edge.v if (edge.value, edge.v) in again else -1
+            once[edge.value, source, target, by] = float(ps[0, 0]) * 1e-12 * edge.trips
+        found = list(assigned(of, choice).collectives())
+        in_op = sum(
+            1
+            for node, pick in zip(of.decisions.nodes, choice, strict=True)
+            if node.strategies is not None and node.strategies.in_op[pick].any()
+        )
+        seconds = sum(c.seconds * c.trips for c in found)
+        assert seconds >= sum(once.values()) * (1 - 1e-6)
+        if not in_op:
+            assert seconds == pytest.approx(sum(once.values()), rel=1e-5)
+        for c in found:
+            assert c.kind in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+            assert set(c.axes) <= set(of.decisions.mesh.names)
+            assert c.nbytes >= 0
+
+
+def test_partial_sums_flow_through_additions_alone() -> None:
+    """A sum of two products may stay pending; scaled or subtracted it is finished first."""
+
+    def program(a: Any, b: Any, c: Any) -> Any:
+        return a @ b + a @ c, 2 * (a @ b), (a @ b) - (a @ c)
+
+    square = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    of, _ = setting_of(Program(fn=program, args=(square,) * 3, names=("a", "b", "c")))
+    d = of.decisions
+    pending: dict[str, bool] = {}
+    for e, eqn in enumerate(d.graph.eqns):
+        port = d.made.get(d.graph.results[e][0])
+        if port is not None:
+            pending[eqn.primitive] = bool((decode(port.codes, 2, d.mesh.ndim) == SUM).any())
+    assert pending == {"dot_general": True, "add": True, "mul": False, "sub": False}
+    assert str(layout_of(int(d.nodes[0].codes[0]), 2, d.mesh)) == "[-,-]"  # pyright: ignore[reportOptionalSubscript]
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_the_sums_of_an_addition_are_finished_together(platform: str) -> None:
+    """XLA adds first, and reduces once: two terms that are pending are never finished one by one."""
+
+    def added(x: jax.Array, w: jax.Array, y: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.sin(x @ w + y @ v)
+
+    program = Program(fn=added, args=(jnp.ones((8, 8)),) * 4, names=("x", "w", "y", "v"))
+    decisions = setting_of(program, platform=platform)[0].decisions
+    graph = decisions.graph
+    add = next(n for n, node in enumerate(decisions.nodes) if node.name == "add")
+    terms = [edge for edge in decisions.edges if edge.v == add]
+    assert len(terms) == 2
+    finished = [np.zeros(len(decisions.nodes[add]), bool) for _ in terms]  # by any choice of the term's maker
+    for edge, found in zip(terms, finished, strict=True):
+        assert edge.forbidden is not None
+        pending = (decode(edge.source, graph.avals[edge.value].ndim, decisions.mesh.ndim) == SUM).any(axis=1)
+        reduced = (decode(edge.target, graph.avals[edge.value].ndim, decisions.mesh.ndim) != SUM).all(axis=1)
+        found |= (~edge.forbidden[pending]).any(axis=0) & reduced
+    assert not (finished[0] & finished[1]).any()
+    assert finished[0].sum() == finished[1].sum() > 0
+
+
+def test_what_is_moved_is_moved_on_the_smaller_side_of_a_cast() -> None:
+    """Element-wise chains end after a cast to a smaller type, and before one to a larger."""
+
+    def program(a: Any, b: Any) -> Any:
+        narrow = (a + b) * a
+        wide = jnp.exp(narrow.astype(jnp.float32) * 2)
+        return (wide.astype(jnp.bfloat16) - a) * b
+
+    half = jax.ShapeDtypeStruct((16, 16), jnp.bfloat16)
+    of, _ = setting_of(Program(fn=program, args=(half, half), names=("a", "b")))
+    d = of.decisions
+    chains = [[d.graph.eqns[e].primitive for e in node.equations] for node in d.nodes if node.kind == "chain"]
+    assert sorted(chains) == [
+        ["add", "mul"],
+        ["convert_element_type", "mul", "exp", "convert_element_type"],
+        ["sub", "mul"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("made", "moved"),
+    [
+        (lambda w, s: w.astype(jnp.float32), jnp.bfloat16),
+        (lambda w, s: w.astype(jnp.float32) * s, jnp.bfloat16),
+        (lambda w, s: 3 * w.astype(jnp.float32), jnp.bfloat16),
+        (lambda w, s: w.astype(jnp.float32) / s, jnp.bfloat16),
+        (lambda w, s: s / w.astype(jnp.float32), jnp.float32),
+        (lambda w, s: w.astype(jnp.float32) * s * s, jnp.float32),
+        (lambda w, s: w.astype(jnp.float32).reshape(2048, 512), jnp.bfloat16),
+        (lambda w, s: (w > 0).astype(jnp.float32), jnp.bool_),
+    ],
+)
+def test_a_gpu_moves_the_narrow_side_of_a_widening_cast(made: Callable[..., Any], moved: Any) -> None:
+    """And XLA:GPU gathers just that, wherever it is asked to."""
+    mesh = MeshAxes(("x",), (8,))
+    rows, whole = (NamedSharding(devices.abstract(mesh), P(*spec)) for spec in (("x", None), (None, None)))
+    args = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((), jnp.float32)
+    graph = build(jax.make_jaxpr(made)(*args))
+    assert narrow_side(graph, graph.producers(), graph.outputs[0]).dtype == moved
+
+    def gathered(w: jax.Array, s: jax.Array) -> jax.Array:
+        pinned = jax.lax.with_sharding_constraint(made(w, s), rows)
+        return jnp.sin(jax.lax.with_sharding_constraint(pinned, whole))
+
+    traced = jax.jit(gathered, in_shardings=(rows, None)).trace(*args)
+    compiled = compile.compile(traced, topology="h100:1x8", mesh=mesh)
+    found = [c for c in hlo.collectives(hlo.read(compiled.hlo_text), mesh) if c.nbytes > 1024]
+    assert [(c.kind, c.nbytes) for c in found] == [("all-gather", 1024**2 * jnp.dtype(moved).itemsize)]
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_a_pending_sum_is_renamed_where_it_is_added_alone_on_tpu(platform: str) -> None:
+    """XLA:TPU scatters along what its tiles let it, by the order in which the product has its dimensions."""
+
+    def program(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        alone = jnp.einsum("bs,bt->st", x, y).transpose(1, 0)
+        return alone, jnp.einsum("bs,bt->ts", x, y) + jnp.einsum("bt,bs->st", y, x).transpose(1, 0)
+
+    x, y = (jax.ShapeDtypeStruct((64, n), jnp.float32) for n in (16, 32))
+    graph = build(jax.make_jaxpr(program)(x, y))
+    found = fusion_traits(graph, rules_of(graph.eqns, unknown="error"), (), platform)
+    renamed = [flows for eqn, flows in zip(graph.eqns, found.flows, strict=True) if eqn.primitive == "transpose"]
+    assert renamed[0] == (platform == "cuda")
+    assert renamed[-1]
+
+
+def test_what_is_cast_is_pinned_on_the_way_that_is_promised() -> None:
+    """The narrow side is moved: gathered and cut, where the wide one would be sent all to all first."""
+
+    def program(x: jax.Array, w: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = jnp.einsum("bsd,de->bse", x, w).astype(jnp.float32)
+        return y.sum(0), y * v
+
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16, 512, 768), (768, 768)))
+    v = jax.ShapeDtypeStruct((16, 512, 768), jnp.float32)
+    mesh = {"data": 4, "model": 4}
+    of, _ = setting_of(
+        Program(fn=program, args=(x, w, v), names=("x", "w", "v")), mesh=mesh, hardware="h100:2x8", platform="cuda"
+    )
+    differ = 0
+    for seed in range(200):
+        assignment = assigned(of, draw(of, seed))
+        for edge, _ in assignment.transfers():
+            source, target = int(edge.source[assignment.choice[edge.u]]), int(edge.target[assignment.choice[edge.v]])
+            if not assignment.reduced(source, edge.value):
+                continue
+            promised = of.resharder.path(edge.moved, source, target, bucket=edge.bucket, strides=edge.strides)
+            assert {step.after for step in promised if step.kind != "slice"} <= set(
+                assignment.route(edge.value, source, target)
+            )
+            wide = of.decisions.graph.avals[edge.value]
+            other = of.resharder.path(wide, source, target, bucket=edge.bucket, strides=edge.strides)
+            differ += [step.kind for step in promised] != [step.kind for step in other]
+    assert differ
+
+
+def test_slices_in_a_row_are_pinned_once() -> None:
+    def program(x: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.tanh(x) + v
+
+    mesh, args = {"data": 4, "model": 2}, [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 2
+    of, _ = setting_of(Program(fn=program, args=tuple(args), names=("x", "v")), mesh=mesh, hardware="h100:1x8")
+    (x, *_) = of.decisions.graph.inputs
+    whole, both = (
+        int(code)
+        for layout in (P(), P("data", "model"))
+        for code in layouts((16, 16), of.decisions.mesh, unreduced=False)
+        if layout_of(int(code), 2, of.decisions.mesh).spec() == layout
+    )
+    assert [s.kind for s in of.resharder.path(of.decisions.graph.avals[x], whole, both, bucket=0)] == ["slice"] * 2
+    assert assigned(of, draw(of, 0)).route(x, whole, both) == (both,)

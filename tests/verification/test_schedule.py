@@ -1,0 +1,85 @@
+"""A plan's prices as a timeline: they add up to the plan, and lie beside the compiled schedule."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+import models
+from autoshard import Plan
+from autoshard.verification.predicted_timeline import schedule
+from tests.programs import GPUS, MESH
+
+OPTIONS: dict[str, Any] = {
+    "mesh": {"data": 2, "model": 4},
+    "hardware": "h100:1x8",
+    "donate_argnums": 0,
+    "rel_gap": 5e-2,
+    "constraints": "all",
+}
+
+
+def planned(**fields: Any) -> Plan:
+    step, args = models.build("mlp-1k", **fields)
+    return autoshard.plan(step, *args, **OPTIONS)
+
+
+def scanned() -> Plan:
+    """Weights gathered and gradients scattered in a loop's body."""
+
+    def loss(params: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.square(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params)[0]).mean()
+
+    def step(params: jax.Array, x: jax.Array) -> jax.Array:
+        return params - 0.1 * jax.grad(loss)(params, x)
+
+    avals = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((6, 2048, 2048), (65536, 2048)))
+    return autoshard.plan(step, *avals, **OPTIONS)
+
+
+@pytest.mark.parametrize("make", [planned, partial(planned, batch=65536), scanned], ids=["small", "large", "scan"])
+def test_the_schedule_ends_when_the_plan_says(make: Callable[[], Plan]) -> None:
+    plan = make()
+    assert plan.planned is not None
+    found, cost = schedule(plan.planned.assignment), plan.record.cost
+    assert found.step_s == pytest.approx(cost.step_s, rel=1e-6)
+    assert found.compute_s == pytest.approx(cost.compute_s, rel=1e-6)
+    assert found.exposed_s == pytest.approx(cost.exposed_s, rel=1e-3)
+    assert found.hidden_s == pytest.approx(cost.hidden_s, rel=1e-3)
+    by_stream = {
+        s: sum(e.duration_s * e.trips for e in found.events if e.stream == s) for s in ("compute", "communication")
+    }
+    assert by_stream["compute"] == pytest.approx(found.compute_s)
+    assert by_stream["communication"] == pytest.approx(found.communication_s)
+    assert all(e.start_s + e.duration_s <= found.step_s * (1 + 1e-9) for e in found.events if e.stream == "compute")
+
+
+def test_both_timelines_are_one_trace() -> None:
+    found = planned().verify("cpu")
+    rows = found.trace()["traceEvents"]
+    names = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
+    assert names == {0: "predicted by the plan", 1: "compiled by cpu"}
+    assert found.predicted is not None
+    assert found.timeline is not None
+    ends = [max(r["ts"] + r["dur"] for r in rows if r["ph"] == "X" and r["pid"] == pid) for pid in (0, 1)]
+    assert ends[0] == pytest.approx(found.predicted.step_s * 1e6, rel=0.2)
+    assert ends[1] == pytest.approx(found.timeline.step_s * 1e6, rel=0.2)
+
+
+def test_a_maximum_s_own_reduction_counts_once() -> None:
+    """A split maximum is finished by its equation: communication, and no part of the compute beside it."""
+    rows = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    plan = autoshard.plan(
+        lambda x: jnp.max(x, axis=1), rows, mesh=MESH, hardware=GPUS, for_grad=False, in_shardings=P(None, "model")
+    )
+    (row,) = plan.record.collectives
+    assert row.kind == "all-reduce"
+    assert plan.planned is not None
+    found = schedule(plan.planned.assignment)
+    assert found.step_s == pytest.approx(plan.cost, rel=1e-9)
+    assert plan.cost - plan.record.cost.compute_s == pytest.approx(row.seconds)

@@ -1,0 +1,154 @@
+"""What a verification says, and when it says no."""
+
+from dataclasses import replace
+
+import pytest
+
+from autoshard.backends.timeline import Timeline
+from autoshard.planner.record import Cost
+from autoshard.verification import machine_json
+from autoshard.verification.collective_match import CollectiveRow, Line, Match
+from autoshard.verification.result import ComputeComparison, MemoryComparison, Parts, Verification
+
+
+def row(kind: str, axes: tuple[str, ...], predicted: int, emitted: int, status: Match) -> CollectiveRow:
+    return CollectiveRow(
+        kind=kind,
+        axes=axes,
+        predicted_bytes=predicted,
+        emitted_bytes=emitted,
+        predicted_wire_bytes=predicted // 2,
+        emitted_wire_bytes=emitted // 2,
+        predicted_count=int(predicted > 0),
+        emitted_count=int(emitted > 0),
+        emitted_launches=int(emitted > 0),
+        status=status,
+    )
+
+
+def line(where: str, emitted: int, status: Match) -> Line:
+    return Line(
+        kind="all-gather",
+        axes=("data",),
+        primitive="dot_general",
+        where=where,
+        trips=4,
+        count=2,
+        predicted_bytes=0 if status is Match.EXTRA else emitted,
+        emitted_bytes=emitted,
+        status=status,
+    )
+
+
+def parts(peak: int) -> Parts:
+    return Parts(arguments=peak // 2, outputs=peak // 4, aliases=peak // 4, temporaries=peak // 2, peak=peak)
+
+
+def verification(
+    *rows: CollectiveRow, lines: tuple[Line, ...] = (), compiled_peak_bytes: int = 1_000_000
+) -> Verification:
+    return Verification(
+        compiler="gpu",
+        version="jax-cuda12-pjrt 0.10.2",
+        topology="h100:1x8",
+        rows=rows,
+        lines=lines,
+        memory=MemoryComparison(
+            predicted=parts(2_000_000),
+            compiled=parts(compiled_peak_bytes),
+            meaning="XLA's own",
+            bound=False,
+            tolerance=0.1,
+        ),
+        compute=ComputeComparison(
+            predicted_s=1e-3, predicted_flops=2e12, compiled_s=1.1e-3, compiled_flops=2e12, estimated_s=None
+        ),
+        cost=Cost(step_s=1.5e-3, compute_s=1e-3, communication_s=1e-3, hidden_s=5e-4),
+        predicted=None,
+        timeline=Timeline(step_s=1.6e-3, compute_s=1.1e-3, communication_s=1e-3, exposed_s=5e-4, flops=2e12, events=()),
+        emitted=(),
+        wall_s=2.5,
+        tolerance=0.05,
+    )
+
+
+GATHER = row("all-gather", ("data",), 1_000_000, 990_000, Match.MATCH)
+EXTRA = row("all-to-all", ("model",), 0, 500_000, Match.EXTRA)
+
+
+def test_a_verification_prints_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    found = verification(
+        GATHER,
+        row("all-gather", ("model",), 1_000_000, 990_000, Match.MERGED),
+        EXTRA,
+        lines=(line("/home/me/model.py:61 (mlp)", 990_000, Match.MATCH), line("<unknown>", 500_000, Match.EXTRA)),
+    )
+    assert (
+        str(found)
+        == """\
+  verdict   NO MATCH: collectives (bytes within 5%, in total and in each row of
+            5% of them, nothing unknown; memory no more than 10% above the plan)
+  step      predicted 1.5 ms (500 µs exposed, 500 µs hidden); compiled schedule,
+            priced by the same model: 1.6 ms (500 µs exposed, 500 µs hidden)
+  compute   predicted 1 ms (2 TFLOP of matmuls), compiled 1.1 ms (2 TFLOP of
+            matmuls)
+  compiler  gpu, jax-cuda12-pjrt 0.10.2, for h100:1x8: 2.5 s
+
+collectives per step and device; bytes are logical, wire: what a ring sends
+
+ collective  over   count  predicted  emitted    wire  ratio  status
+ ───────────────────────────────────────────────────────────────────
+ all-gather  data       1       1 MB   990 kB  495 kB  ×0.99  MATCH
+ all-gather  model      1       1 MB   990 kB  495 kB  ×0.99  MERGED
+             all        2       2 MB  1.98 MB  990 kB  ×0.99  MATCH
+ all-to-all  model  0 → 1        0 B   500 kB  250 kB         EXTRA
+
+memory per device; compiled peak: XLA's own
+
+ memory       predicted  compiled  ratio
+ ───────────────────────────────────────
+ arguments         1 MB    500 kB  ×0.50
+ outputs         500 kB    250 kB  ×0.50
+ aliases         500 kB    250 kB  ×0.50
+ temporaries       1 MB    500 kB  ×0.50
+ peak              2 MB      1 MB  ×0.50
+
+where they come from: source line and equation (count × trips)
+
+ from                     collective  over  count         bytes  status
+ ──────────────────────────────────────────────────────────────────────
+ model.py:61 dot_general  all-gather  data    2×4        990 kB  MATCH
+ <unknown> dot_general    all-gather  data    2×4  0 B → 500 kB  EXTRA"""
+    )
+    assert not machine_json.verification(found)["ok"]
+
+
+def test_lines_fit_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    long = row("reduce-scatter", ("data", "model"), 999_000_000_000, 1_998_000_000_000, Match.DIFFERS)
+    found = verification(long, lines=(line("/a/long_folder/transformer.py:1234 (attention)", 10**12, Match.MERGED),))
+    assert max(map(len, str(found).splitlines())) <= 80
+
+
+def test_a_match_says_so() -> None:
+    assert "MATCH (" in str(verification(GATHER))
+    assert verification(GATHER).ok
+
+
+def test_an_unknown_collective_is_no_match() -> None:
+    assert "NO MATCH: collectives (" in str(verification(GATHER, EXTRA))
+
+
+@pytest.mark.parametrize(("peak_bytes", "ok"), [(2_190_000, True), (2_210_000, False), (10_000, True)])
+def test_a_program_that_needs_more_memory_is_no_match(peak_bytes: int, *, ok: bool) -> None:
+    """Less is welcome: only what is above the plan runs out of memory."""
+    found = verification(GATHER, compiled_peak_bytes=peak_bytes)
+    assert found.ok is ok
+    assert ("NO MATCH: memory (" in str(found)) is not ok
+
+
+def test_a_peak_that_is_only_a_bound_is_not_judged() -> None:
+    found = verification(GATHER, compiled_peak_bytes=9_000_000)
+    assert not found.ok
+    assert replace(found, memory=replace(found.memory, bound=True)).ok
