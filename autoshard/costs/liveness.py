@@ -50,7 +50,7 @@ _COSTLY = frozenset(
 )
 
 # What XLA:GPU computes once for all fusions that read it. It repeats exponentials, logistic functions, divisions,
-# roots, logarithms and erf (jax-cuda12-pjrt 0.10.2; `tests/costs/test_memory.py -m slow -k repeats`).
+# roots, logarithms and erf (jax-cuda12-pjrt 0.10.2; `tests/compilers/test_memory.py -m slow -k repeats`).
 _ONCE = frozenset({"atan2", "cos", "erf_inv", "erfc", "log1p", "pow", "sin", "tanh"})
 
 # Equations whose result has the values of its operand.

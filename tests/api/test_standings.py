@@ -190,19 +190,6 @@ def test_json_has_ledgers_that_add_up() -> None:
             assert row["ledger"]["lost_s"] == pytest.approx(steps[row["layout"]] - steps[OURS])
 
 
-@pytest.mark.gpu_compiler
-def test_with_a_compiler_its_schedules_count() -> None:
-    found = compared(layouts={"dp": LAYOUTS["dp"]}, mesh={"data": 8}, compiler="gpu")
-    timelines = {c.name: c.verification.timeline for c in found.contenders if c.verification is not None}
-    ours, dp = timelines[OURS], timelines["dp"]
-    assert ours is not None
-    assert dp is not None
-    assert found.ratio == pytest.approx(ours.step_s / dp.step_s)
-    text = str(found)
-    assert "compiled by gpu" in text
-    assert "emitted" in text
-
-
 # --- the command -----------------------------------------------------------------------
 
 

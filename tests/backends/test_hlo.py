@@ -1,19 +1,16 @@
-import importlib.util
 import re
 import time
 from collections.abc import Callable
-from functools import cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.backends import compile, hlo
+from autoshard.backends import hlo
 from autoshard.backends.hlo.groups import axes_of_groups, axes_of_pairs, cycles, parse_groups, parse_pairs
 from autoshard.backends.hlo.loops import Loops
 from autoshard.backends.hlo.text import parse_shapes
@@ -98,32 +95,6 @@ def test_every_collective_has_its_source_line(path: Path) -> None:
         found = re.fullmatch(r"make\.py:(\d+) \((.*)\)", row.where)
         assert found is not None, row.where
         assert found[2].split(".")[0] in (path.name.split(".")[0], "pin", "manual")
-
-
-GPU = [pytest.mark.gpu_compiler, pytest.mark.skipif(not compile.available("gpu"), reason="XLA:GPU is not installed")]
-TPU = [pytest.mark.tpu_compiler, pytest.mark.skipif(not compile.available("tpu"), reason="XLA:TPU is not installed")]
-
-
-@pytest.mark.parametrize("program", ["sequence_parallel", "experts"])
-@pytest.mark.parametrize(
-    "compiler", ["cpu", pytest.param("gpu", marks=GPU), pytest.param("tpu", marks=TPU)], ids=["cpu", "gpu", "tpu"]
-)
-def test_what_is_installed_here_emits_it_too(compiler: compile.CompilerName, program: str) -> None:
-    found = hlo.read(maker().compiled(getattr(maker(), program), compiler).hlo_text)
-    emitted = hlo.collectives(found, MESH, fold_slices=compiler == "cpu")
-    summary = [(c.kind, c.axes, c.nbytes // ITEMSIZE[c.dtype], c.trips) for c in emitted]
-    assert sorted(summary) == sorted(PROGRAMS[program])
-
-
-@cache
-def maker() -> Any:
-    """The script that makes the fixtures."""
-    spec = importlib.util.spec_from_file_location("make", Path(__file__).parents[1] / "data" / "hlo" / "make.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_every_program_is_compiled_by_every_compiler() -> None:

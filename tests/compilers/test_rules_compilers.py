@@ -15,12 +15,11 @@ from autoshard.backends import compile
 from autoshard.ir.mesh import MeshAxes
 from autoshard.rules import FactorKind, rule_of
 from autoshard.rules.rule import Dims
+from tests.installed import GPU, TPU
 from tests.rules_cases import CASES
 from tests.rules_oracle import COLLECTIVE, Traced, emitted, equations, majors
 
 AXES = MeshAxes.of({"x": 2})
-GPU = [pytest.mark.gpu_compiler, pytest.mark.skipif(not compile.available("gpu"), reason="XLA:GPU is not installed")]
-TPU = [pytest.mark.tpu_compiler, pytest.mark.skipif(not compile.available("tpu"), reason="XLA:TPU is not installed")]
 TOPOLOGIES = [
     pytest.param("h100:1x2", id="gpu", marks=GPU),
     pytest.param("tpu-v5e:1x2", id="tpu", marks=TPU),

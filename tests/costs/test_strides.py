@@ -9,11 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import cost_models
-from autoshard.backends import compile, devices
 from autoshard.costs.resharding import NO_STRIDES, Resharder, Strides
 from autoshard.costs.strategies import SUM, WHOLE, encode
 from autoshard.costs.strides import strides
@@ -36,18 +33,6 @@ def transposed(of: Strides, shape: tuple[int, ...], before: int, after: int) -> 
     aval = build(jax.make_jaxpr(lambda x: x)(jax.ShapeDtypeStruct(shape, BF16))).avals[0]
     (step,) = Resharder(MESH, machine, outermost=True).path(aval, *codes, bucket=0, strides=of)
     return step.transposed
-
-
-def compiled(fn: Any, specs: tuple[P, ...], out: P, *args: Any) -> list[int]:
-    """The elements that each transposing kernel of XLA:GPU writes."""
-    mesh = devices.abstract(MESH)
-    jitted = jax.jit(
-        fn, in_shardings=tuple(NamedSharding(mesh, s) for s in specs), out_shardings=NamedSharding(mesh, out)
-    )
-    text = compile.compile(jitted.trace(*args), topology="h100:1x8", mesh=MESH).hlo_text
-    entry = text[text.index("\nENTRY") :]
-    kernels = re.findall(r"%\w*transpose\w*(?:\.\d+)* = bf16\[([\d,]+)\]\S* fusion", entry)
-    return [prod(int(n) for n in kernel.split(",")) for kernel in kernels]
 
 
 CASES = {  # einsum, weight, dimension of it, whether the whole is transposed
@@ -86,26 +71,6 @@ def test_a_gathered_weight_is_transposed_where_no_stride_of_its_own_is_left(case
     assert (dim not in of.read) == whole
     assert of.sent
     assert transposed(of, shape, dim, WHOLE) == (4 * prod(shape) if whole else 0)
-
-
-@pytest.mark.gpu_compiler
-@pytest.mark.skipif(not compile.available("gpu"), reason="the GPU compiler is not installed")
-@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="a later XLA:GPU transposes inside of the matmul")
-@pytest.mark.parametrize("case", CASES)
-def test_xla_gpu_transposes_as_priced(case: str) -> None:
-    equation, shape, dim, whole = CASES[case]
-    x, left = taken_by(equation, shape)
-    rows = P(*("x" if letter in "bc" else None for letter in left))
-    out = P(*("x" if letter in "bc" else None for letter in equation.split("->")[1]))
-    split = P(*("x" if d == dim else None for d in range(3)))
-
-    def product(x: Any, w: Any) -> Any:
-        w = lax.with_sharding_constraint(w.astype(BF16), NamedSharding(devices.abstract(MESH), P()))
-        return jnp.einsum(equation, x, w)
-
-    args = jax.ShapeDtypeStruct(x, BF16), jax.ShapeDtypeStruct(shape, F32)
-    kernels = compiled(product, (rows, split), out, *args)
-    assert (prod(shape) in kernels) == whole
 
 
 @pytest.mark.parametrize(

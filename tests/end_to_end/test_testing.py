@@ -78,12 +78,6 @@ def test_a_cost_is_told_of_the_weight_and_not_of_its_moments() -> None:
     assert re.search(r"^ +state\.velocity\.w_up: ", told, re.MULTILINE)
 
 
-@pytest.mark.gpu_compiler
-def test_compiled_schedules_are_compared() -> None:
-    told = failure(0.01, step, *arguments(), of=DP, compiler="gpu", **ON)
-    assert "compiled by gpu, priced by the model of h100:1x8" in told
-
-
 def locked(path: Path, rows: int = 8192, hidden: int = 2048, fn: Any = step, **options: Any) -> None:
     assert_plan_unchanged(path, fn, *arguments(rows, hidden), **{**ON, **options})
 

@@ -4,14 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from autoshard.backends import compile, devices, hlo
 from autoshard.costs.overlap import APART, BUSY, EARLY, LATE, OUTSIDE, TAKEN, TOGETHER, overlap_windows
-from autoshard.costs.resharding import TRIP_BYTES
 from autoshard.ir.graph import build
-from autoshard.ir.mesh import MeshAxes
 
 
 def test_a_gpu_runs_gradients_of_weights_while_those_of_activations_are_on_their_way() -> None:
@@ -35,30 +30,6 @@ def test_a_gpu_runs_gradients_of_weights_while_those_of_activations_are_on_their
     assert found.of_value[of_x] == part
     assert [found.of_equation[e] for e, v in dots if graph.loop[v] == forward] == [OUTSIDE + forward - 1] * 2
     assert set(overlap_windows(graph, "tpu").of_value) <= {*range(OUTSIDE + graph.loops), None}
-
-
-def test_a_gpu_merges_what_a_trip_reduces() -> None:
-    """Two small gradients of a layer, one collective; XLA:TPU does so outside of loops alone."""
-    mesh = MeshAxes(("x",), (8,))
-
-    def loss(w: Any, x: Any) -> Any:
-        def layer(x: Any, w: Any) -> Any:
-            return jnp.tanh(x * w["scale"] + w["bias"]), None
-
-        return jnp.sum(jax.lax.scan(layer, x, w)[0])
-
-    w = {name: jax.ShapeDtypeStruct((4, 256), jnp.float32) for name in ("scale", "bias")}
-    x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
-    graph = build(jax.make_jaxpr(jax.grad(loss))(w, x))
-    buckets = {platform: overlap_windows(graph, platform).buckets[OUTSIDE] for platform in ("cuda", "tpu")}
-    assert buckets == {"cuda": TRIP_BYTES, "tpu": 0}
-
-    split, rows = (NamedSharding(devices.abstract(mesh), P(*spec)) for spec in ((None, "x"), ("x",)))
-    step = jax.jit(jax.grad(loss), in_shardings=(split, rows), out_shardings=split)
-    compiled = compile.compile(step.trace(w, x), topology="h100:1x8", mesh=mesh)
-    found = [c for c in hlo.collectives(hlo.read(compiled.hlo_text), mesh) if c.kind == "reduce-scatter"]
-    assert [c.trips for c in found] == [4, 4]
-    assert len({c.instruction for c in found}) == 1
 
 
 def test_a_gpu_starts_a_trip_with_a_gather_and_ends_it_with_a_reduction() -> None:

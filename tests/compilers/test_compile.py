@@ -14,14 +14,13 @@ from autoshard.backends import compile, compile_worker
 from autoshard.backends.compile import Compiled, CompileTarget
 from autoshard.errors import CompileError, CompilerFlagError, CompilerMissingError, MeshError
 from autoshard.ir.mesh import MeshAxes
+from tests.installed import GPU, TPU, needs_gpu_compiler
 
 AXES = MeshAxes.of({"data": 2, "model": 4})
 # Every shard is whole tiles of the TPU (8 × 128), so that no compiler pads.
 WEIGHT_BYTES = 128 * 1024 * 4 // 4  # one f32 weight of 128 × 1024, split over model=4
 INPUT_BYTES = 16 * 128 * 4 // 2
 
-GPU = [pytest.mark.gpu_compiler, pytest.mark.skipif(not compile.available("gpu"), reason="XLA:GPU is not installed")]
-TPU = [pytest.mark.tpu_compiler, pytest.mark.skipif(not compile.available("tpu"), reason="XLA:TPU is not installed")]
 TOPOLOGIES = [
     pytest.param("cpu:8", id="cpu"),
     pytest.param("h100:1x8", id="gpu", marks=GPU),
@@ -269,7 +268,7 @@ def test_what_jaxlib_cannot_read_is_read_from_the_compilers_dump(tmp_path: Path)
     assert compile_worker.text_of(Unreadable(), tmp_path) == "HloModule jit_step"
 
 
-@pytest.mark.skipif(not compile.available("gpu"), reason="needs the CUDA plugin")
+@needs_gpu_compiler
 @pytest.mark.parametrize("reason", compile.TRITON_ERRORS)
 def test_matmuls_without_tiles_are_tried_without_triton(
     traced: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reason: str

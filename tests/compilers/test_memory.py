@@ -1,0 +1,207 @@
+"""What XLA:GPU stores, repeats, overwrites and gathers again."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from benchmarks.verification import Case, subject
+from tests.installed import needs_gpu_compiler
+
+F32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+BF16 = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+LAYERS, WIDTH, HIDDEN, ROWS = 8, 2048, 8192, 6144
+
+
+def mlp_step(block: Callable[..., Any], params: Any, x: Any) -> Any:
+    def loss(params: Any) -> Any:
+        h = x
+        for layer in params:
+            h = block(layer, h)
+        return jnp.mean(h.astype(jnp.float32) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 1e-3 * g, params, gradient), value
+
+
+def block(layer: Any, h: Any) -> Any:
+    up, down = (layer[k].astype(jnp.bfloat16) for k in ("up", "down"))
+    return h + jax.nn.relu(h @ up) @ down
+
+
+PARAMS = [{"up": F32((WIDTH, HIDDEN)), "down": F32((HIDDEN, WIDTH))} for _ in range(LAYERS)]
+PINS = {"params.*.up": P(None, "data"), "params.*.down": P(None, "data"), "x": P("data")}
+
+
+def fsdp(form: Callable[..., Any], memory: int | None = None) -> tuple[Any, int]:
+    """The plan of FSDP (state and batch split over data), and the peak of its compiled program."""
+    plan = autoshard.plan(
+        partial(mlp_step, form),
+        PARAMS,
+        BF16((ROWS, WIDTH)),
+        mesh={"data": 8},
+        hardware="h100:1x8",
+        donate_argnums=0,
+        pins=PINS,
+        memory=memory,
+    )
+    compiled = plan.verify("gpu").memory.compiled
+    assert compiled is not None
+    return plan, compiled.peak
+
+
+def gathers(plan: autoshard.Plan) -> int:
+    return sum(c.trips for c in plan.record.collectives if c.kind == "all-gather")
+
+
+@needs_gpu_compiler
+def test_weights_are_gathered_again_where_memory_is_short() -> None:
+    """Plain: each weight is gathered once and stays. Short of memory: twice, as with remat, without recomputing."""
+    plain, compiled = fsdp(block)
+    assert gathers(plain) == 2 * LAYERS
+    assert 0.87 <= compiled / plain.record.memory.peak_bytes <= 1.11
+    short = int(plain.record.memory.peak_bytes * 0.7)
+    again, smaller = fsdp(block, memory=short)
+    assert gathers(again) > 2 * LAYERS
+    assert again.record.pins.again
+    assert again.record.memory.peak_bytes <= short
+    assert smaller <= 1.1 * short
+    assert smaller < 0.88 * compiled
+    assert again.planned.assignment.flops() == plain.planned.assignment.flops()
+    remat, third = fsdp(jax.checkpoint(block), memory=short)
+    assert remat.planned.assignment.flops() > plain.planned.assignment.flops()
+    assert third <= 1.1 * short
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_state_gathered_after_its_update_lies_beside_the_old_one(dim: int) -> None:
+    """ZeRO-1 of one large weight: along the major dimension the gather writes where the old one was."""
+
+    def step(state: Any, x: Any) -> Any:
+        w, m = state
+        g = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        m = 0.9 * m + g
+        return (w - 1e-3 * m, m), None
+
+    split = P("data", None) if dim == 0 else P(None, "data")
+    w = F32((1024, 4096))
+    plan = autoshard.plan(
+        step,
+        (w, w),
+        F32((64, 1024)),
+        mesh={"data": 8},
+        hardware="h100:1x8",
+        donate_argnums=0,
+        in_shardings=((P(), split), P("data", None)),
+    )
+    assert ("all-gather", 4 * w.size) in [(row.kind, row.nbytes) for row in plan.record.collectives]
+    beside = plan.record.memory.kinds.get("copies", 0) // (4 * w.size)
+    assert beside == dim
+    memory = plan.verify().memory
+    assert memory.compiled is not None
+    assert memory.compiled.peak == pytest.approx(memory.predicted.peak, rel=0.1)
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.silu, jax.nn.mish])
+def test_the_gpu_compiler_stores_of_an_activation_what_it_is_said_to(activation: Callable[..., Any]) -> None:
+    """Without `tanh` and `log1p` a quarter to a third would be missing of gelu and mish."""
+    predicted, compiled = peaks(activation)
+    assert compiled == pytest.approx(predicted, rel=0.05)
+
+
+# What multiplies its argument in an activation: its value is read by the backward pass, too.
+ONCE = {
+    "atan2": lambda x: jnp.arctan2(x, x * x + 1),
+    "cos": jnp.cos,
+    "erf_inv": jax.lax.erf_inv,
+    "erfc": jax.lax.erfc,
+    "log1p": lambda x: jnp.log1p(x * x),
+    "pow": lambda x: jnp.power(jnp.abs(x) + 1, 1.3),
+    "sin": jnp.sin,
+    "tanh": jnp.tanh,
+}
+AGAIN = {
+    "cbrt": jnp.cbrt,
+    "erf": jax.lax.erf,
+    "exp": jnp.exp,
+    "exp2": jax.lax.exp2,
+    "expm1": jnp.expm1,
+    "log": lambda x: jnp.log(x * x + 1),
+    "logistic": jax.nn.sigmoid,
+    "rsqrt": lambda x: jax.lax.rsqrt(x * x + 1),
+    "tan": jnp.tan,
+}
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("function", [*ONCE.values(), *AGAIN.values()], ids=[*ONCE, *AGAIN])
+def test_the_gpu_compiler_repeats_what_it_is_said_to(function: Callable[..., Any]) -> None:
+    """One value of each hidden unit more or less is an eighth of the peak, at least."""
+    predicted, compiled = peaks(lambda x: x * function(x))
+    assert compiled == pytest.approx(predicted, rel=0.06)
+
+
+def peaks(activation: Callable[..., Any]) -> tuple[int, int]:
+    """Predicted and compiled peak of four perceptrons with many tokens."""
+
+    def form(layer: Any, h: Any) -> Any:
+        up, down = (layer[k].astype(jnp.bfloat16) for k in ("up", "down"))
+        return h + activation(h @ up) @ down
+
+    narrow = [{"up": F32((512, 2048)), "down": F32((2048, 512))}] * 4
+    plan = autoshard.plan(
+        partial(mlp_step, form), narrow, BF16((65536, 512)), mesh={"data": 8}, hardware="h100:1x8", donate_argnums=0
+    )
+    memory = plan.verify("gpu").memory
+    assert memory.compiled is not None
+    return memory.predicted.peak, memory.compiled.peak
+
+
+@needs_gpu_compiler
+def test_the_gpu_compiler_reduces_each_gradient_behind_all_other_contractions() -> None:
+    """Whole gradients never lie beside the gathered weights: a quarter too much is predicted if they do."""
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            h = x
+            for w in params:
+                h = h @ w.astype(jnp.bfloat16)
+            return jnp.mean(h.astype(jnp.float32) ** 2)
+
+        value, gradient = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 1e-3 * g, params, gradient), value
+
+    wide = [F32((4096, 4096))] * 4
+    pins = {"params.*": P("data", None), "x": P("data")}
+    common: dict[str, Any] = {"mesh": {"data": 8}, "hardware": "h100:1x8", "donate_argnums": 0, "pins": pins}
+    memory = autoshard.plan(step, wide, BF16((8192, 4096)), **common).verify("gpu").memory
+    assert memory.compiled is not None
+    assert 0.88 <= memory.compiled.peak / memory.predicted.peak <= 1.05
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        ("llama3-8b", {"layers": 4, "batch": 8, "sequence": 512, "remat": "full"}),
+        ("mlp-8k", {"layers": 4, "batch": 1024}),
+    ],
+)
+def test_the_gpu_compiler_gathers_all_weights_at_once_where_tokens_are_few(model: str, fields: dict[str, Any]) -> None:
+    """FSDP by hand: gathers take longer than the forward pass, and sums are finished by whatever name.
+
+    Without the first llama3-8b needs 1.29 of what is predicted; without the second mlp-8k 0.89.
+    """
+    mesh = (("data", 2), ("model", 4))
+    case = Case(group="", model=model, fields=tuple(fields.items()), hardware="h100:1x8", mesh=mesh, layout="fsdp")
+    memory = subject(case).verify().memory
+    assert memory.compiled is not None
+    assert memory.compiled.peak == pytest.approx(memory.predicted.peak, rel=0.07)

@@ -1,0 +1,40 @@
+"""Windows: XLA:GPU merges what a trip reduces."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from autoshard.backends import compile, devices, hlo
+from autoshard.costs.overlap import OUTSIDE, overlap_windows
+from autoshard.costs.resharding import TRIP_BYTES
+from autoshard.ir.graph import build
+from autoshard.ir.mesh import MeshAxes
+from tests.installed import needs_gpu_compiler
+
+
+@needs_gpu_compiler
+def test_a_gpu_merges_what_a_trip_reduces() -> None:
+    """Two small gradients of a layer, one collective; XLA:TPU does so outside of loops alone."""
+    mesh = MeshAxes(("x",), (8,))
+
+    def loss(w: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return jnp.tanh(x * w["scale"] + w["bias"]), None
+
+        return jnp.sum(jax.lax.scan(layer, x, w)[0])
+
+    w = {name: jax.ShapeDtypeStruct((4, 256), jnp.float32) for name in ("scale", "bias")}
+    x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    graph = build(jax.make_jaxpr(jax.grad(loss))(w, x))
+    buckets = {platform: overlap_windows(graph, platform).buckets[OUTSIDE] for platform in ("cuda", "tpu")}
+    assert buckets == {"cuda": TRIP_BYTES, "tpu": 0}
+
+    split, rows = (NamedSharding(devices.abstract(mesh), P(*spec)) for spec in ((None, "x"), ("x",)))
+    step = jax.jit(jax.grad(loss), in_shardings=(split, rows), out_shardings=split)
+    compiled = compile.compile(step.trace(w, x), topology="h100:1x8", mesh=mesh)
+    found = [c for c in hlo.collectives(hlo.read(compiled.hlo_text), mesh) if c.kind == "reduce-scatter"]
+    assert [c.trips for c in found] == [4, 4]
+    assert len({c.instruction for c in found}) == 1

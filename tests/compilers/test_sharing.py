@@ -1,0 +1,93 @@
+"""Which gathers XLA:TPU shares among their uses."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+import models
+from autoshard.backends import compile, devices
+from autoshard.costs.shared_gathers import NEAR
+from autoshard.ir.mesh import MeshAxes
+from models import layouts
+from tests.costs.test_sharing import used_twice
+from tests.installed import needs_tpu_compiler
+
+
+@needs_tpu_compiler
+def test_a_weight_whose_product_is_reshaped_is_gathered_once() -> None:
+    """Before it partitions, XLA:TPU reshapes the weight in place of the product."""
+
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        heads = x.reshape(16, 512, 4, 4, 128)
+        heads = (heads * heads[..., :1]).reshape(16, 512, 16, 128)
+        return jnp.tanh(jnp.einsum("bsnh,nhd->bsd", heads, w.astype(jnp.bfloat16))), None
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        y, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, w)
+        return (y.astype(jnp.float32) ** 2).sum()
+
+    plan = autoshard.plan(
+        jax.grad(loss),
+        jax.ShapeDtypeStruct((16, 512, 2048), jnp.bfloat16),
+        jax.ShapeDtypeStruct((2, 16, 128, 2048), jnp.float32),
+        mesh={"data": 8},
+        hardware="tpu-v5e:2x4",
+        in_shardings=(P("data"), P(None, "data")),
+        out_shardings=P("data"),
+    )
+    assert [(c.kind, c.nbytes, c.trips) for c in plan.record.collectives] == [
+        ("all-gather", 2 * 16 * 128 * 2048, 2)
+    ] * 2
+    (row,) = plan.verify(compiler_options=compile.TPU_PLAIN_OPTIONS).rows
+    assert (row.kind, row.emitted_bytes) == ("all-gather", 2 * 2 * 2 * 16 * 128 * 2048)
+
+
+@needs_tpu_compiler
+def test_a_weight_that_is_gathered_for_each_use_is_so_where_its_product_is_reshaped() -> None:
+    def program(w: jax.Array, x: jax.Array) -> jax.Array:
+        y = used_twice(NEAR + 10)(w.astype(jnp.bfloat16), x)
+        return y.reshape(len(y), 8, 128)
+
+    plan = autoshard.plan(
+        program,
+        jax.ShapeDtypeStruct((1024, 1024), jnp.float32),
+        jax.ShapeDtypeStruct((65_536, 1024), jnp.bfloat16),
+        mesh={"data": 8},
+        hardware="tpu-v5e:2x4",
+        in_shardings=(P("data"), P("data")),
+        out_shardings=P("data"),
+        for_grad=False,
+    )
+    (row,) = plan.verify(compiler_options=compile.TPU_PLAIN_OPTIONS).rows
+    assert (row.kind, row.predicted_bytes, row.emitted_bytes) == ("all-gather", 2**22, 2**22)
+
+
+@needs_tpu_compiler
+def test_libtpu_gathers_weights_again_for_the_backward_pass() -> None:
+    """FSDP by hand: of three layers all but the last perceptron's weights are gathered twice."""
+    step, (state, batch) = models.build("tiny-gpt2", layers=3, width=1024, heads=8, head_dim=128, hidden=4096, batch=8)
+    hand = layouts.find("tiny-gpt2", "fsdp")
+    specs = hand.specs(state, batch)
+    mesh = {"data": 8}
+    on: Any = devices.abstract(MeshAxes.of(mesh))
+    found = autoshard.evaluate(
+        layouts.constrained(step, hand.activation, on),
+        state,
+        batch,
+        mesh=mesh,
+        hardware="tpu-v5e:2x4",
+        in_specs=specs,
+        donate_argnums=0,
+    )
+    of_weights = [c for c in found.record.collectives if c.kind == "all-gather" and c.nbytes > 2**20]
+    assert len(of_weights) == 2 * 3 * 6 - 2
+    (row,) = (
+        row
+        for row in found.verify(compiler_options=compile.TPU_PLAIN_OPTIONS).rows
+        if row.kind == "all-gather" and row.axes == ("data",)
+    )
+    assert row.emitted_bytes == pytest.approx(row.predicted_bytes, rel=1e-2)
