@@ -369,18 +369,26 @@ def _is_auto(sharding: Any) -> bool:
     return mesh is not None and all(kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types)
 
 
-def with_derivatives(params: Any, rewritten: Callable[[Any, Sequence[Any], int], list[Any]]) -> dict[str, Any]:
-    """The parameters of a `custom_vjp_call` with its two rules evaluated in another way.
+def with_derivatives(
+    name: str, params: Any, rewritten: Callable[[Any, Sequence[Any], int], list[Any]]
+) -> dict[str, Any]:
+    """The parameters of a call whose rules for its derivatives are evaluated in another way.
 
     Args:
+      name: its primitive's; a call without such rules keeps its parameters.
       params: of the equation.
-      rewritten: (closed jaxpr, arguments, 0 for the forward rule or 1 for the backward one) → results.
+      rewritten: (closed jaxpr, arguments, the rule) → results; the rules are 0, the forward one of a `custom_vjp`, 1,
+        its backward one, and 2, the one of a `custom_jvp`.
     """
+    if name == "custom_jvp_call":
+        return _with_tangents(params, rewritten)
+    if name != "custom_vjp_call":
+        return params
     forward, backward = params["fwd_jaxpr_thunk"], params["bwd"]
 
     def forward_jaxpr(*nonzeros: Any) -> tuple[Any, Any]:
         jaxpr, consts = forward.call_wrapped(*nonzeros)
-        closed = jaxpr.with_consts(consts) if hasattr(jaxpr, "with_consts") else jex_core.ClosedJaxpr(jaxpr, consts)
+        closed = _closed(jaxpr, consts)
         traced = with_body(closed, lambda *args: rewritten(closed, args, 0))
         return open_jaxpr(traced), traced.consts
 
@@ -404,6 +412,23 @@ def with_derivatives(params: Any, rewritten: Callable[[Any, Sequence[Any], int],
         "fwd_jaxpr_thunk": linear_util.wrap_init(forward_jaxpr, debug_info=forward.debug_info),
         "bwd": linear_util.wrap_init(backward_rule, debug_info=backward.debug_info),
     }
+
+
+def _with_tangents(params: Any, rewritten: Callable[[Any, Sequence[Any], int], list[Any]]) -> dict[str, Any]:
+    """As `with_derivatives`, of a `custom_jvp_call`."""
+    rule = params["jvp_jaxpr_fun"]
+
+    def tangent_jaxpr(*zeros: Any) -> tuple[Any, Any, Any]:
+        jaxpr, consts, out_zeros = rule.call_wrapped(*zeros)
+        closed = _closed(jaxpr, consts)
+        traced = with_body(closed, lambda *args: rewritten(closed, args, 2))
+        return open_jaxpr(traced), traced.consts, out_zeros
+
+    return {**params, "jvp_jaxpr_fun": linear_util.wrap_init(tangent_jaxpr, debug_info=rule.debug_info)}
+
+
+def _closed(jaxpr: Any, consts: Any) -> Any:
+    return jaxpr.with_consts(consts) if hasattr(jaxpr, "with_consts") else jex_core.ClosedJaxpr(jaxpr, consts)
 
 
 def spelled_out(closed: Any) -> Any:

@@ -174,7 +174,7 @@ def _keep(value: Any, path: Path, i: int) -> Any:
 
 
 def _marked_rule(closed: Any, args: Sequence[Any], path: Path) -> list[Any]:
-    """A rule of a `custom_vjp` with the results of its kernels marked: only they are laid out by the plan."""
+    """A rule of a custom derivative with the results of its kernels marked: only they are laid out by the plan."""
 
     def bind(eqn: Any, operands: list[Any], path: Path) -> list[Any]:
         results = _jax.bind(eqn, eqn.params, operands)

@@ -27,13 +27,14 @@ Hook = Callable[[Any, Path, int], Any]  # (value, equation path, position) → t
 Before = Callable[[list[Any], Path], list[Any]]  # (operands, equation path) → the operands to go on with
 Bind = Callable[[Any, list[Any], Path], list[Any]]  # (equation without a body, operands, its path) → results
 Scope = Callable[[Path], AbstractContextManager[Any]]  # equation path → the context to evaluate it in
-# (closed jaxpr, arguments, its path) → results, for the rules of a `custom_vjp` when it is differentiated
+# (closed jaxpr, arguments, its path) → results, for the rules of a `custom_vjp` or `custom_jvp` when it is differentiated
 Rule = Callable[[Any, Sequence[Any], Path], list[Any]]
 
 ConstraintSite = tuple[str, Any]  # "made", "taken", "again", "input" or "output", and the key in those pins
 Label = Callable[[ConstraintSite], str]  # where a constraint is → the name scope to emit it in
 
-FORWARD, BACKWARD = -1, -2  # in paths: the rules of a `custom_vjp`, which are no bodies of its equation
+# In paths: the rules of a `custom_vjp` and of a `custom_jvp`, which are no bodies of their equations.
+FORWARD, BACKWARD, TANGENT = -1, -2, -3
 
 
 def _keep(value: Any, path: Path, i: int) -> Any:
@@ -102,7 +103,7 @@ def constrained(
         return manual_calls.call(eqn, operands, mesh, [pins.kernels[path, i][0] for i in range(count)])
 
     def rule(closed: Any, args: Sequence[Any], path: Path) -> list[Any]:
-        """Of the rules of a `custom_vjp`, the kernels alone are laid out; all is emitted as elsewhere."""
+        """Of the rules of custom derivatives, the kernels alone are laid out; all is emitted as elsewhere."""
         return evaluate(closed, args, made=_keep, taken=_keep, bind=bind, path=path)
 
     inputs = [pin(arg, pins.inputs.get(i, ()), ("input", i)) for i, arg in enumerate(args)]
@@ -238,7 +239,7 @@ def evaluate(
       scope: entered around every equation.
       bind: called for every equation that has no body.
       own: whether the program's own `with_sharding_constraint`s stay; if not, pins stand for them.
-      rule: evaluates the rules of every `custom_vjp` when it is differentiated; None leaves them as they are.
+      rule: evaluates the rules of custom derivatives when they are differentiated; None leaves them as they are.
       path: of the equation whose body this is.
     """
     jaxpr = _jax.open_jaxpr(closed)
@@ -300,9 +301,9 @@ def _equation(
     for key, k in BODIES[name]:
         body = params[key]
         params[key] = tuple(rewritten(b, i) for i, b in enumerate(body)) if k is None else rewritten(body, k)
-    if name == "custom_vjp_call" and rule is not None:
+    if rule is not None:
         params = _jax.with_derivatives(
-            params, lambda closed, args, k: rule(closed, args, (*here, (FORWARD, BACKWARD)[k]))
+            name, params, lambda closed, args, k: rule(closed, args, (*here, (FORWARD, BACKWARD, TANGENT)[k]))
         )
     return _jax.bind(eqn, params, [*constants, *operands])
 

@@ -137,6 +137,31 @@ def test_a_rule_of_a_custom_vjp(i: int) -> None:
     np.testing.assert_array_equal(got, jax.grad(fn)(table))
 
 
+@jax.custom_jvp
+def row_at(table: Any, i: Any) -> Any:
+    return lax.dynamic_slice(table, (i, 0), (1, 8))
+
+
+@row_at.defjvp
+def _row_at_tangent(primals: Any, tangents: Any) -> Any:
+    (table, i), (moved, _) = primals, tangents
+    written = lax.dynamic_update_slice(table, jnp.ones((1, 8)), (i, 0))
+    return row_at(table, i), lax.dynamic_slice(moved * (written + 1), (i, 0), (1, 8))
+
+
+@pytest.mark.parametrize("transform", [jax.grad, jax.jacfwd])
+@pytest.mark.parametrize("i", [3, 16, -40])
+def test_a_rule_of_a_custom_jvp(i: int, transform: Callable[..., Any]) -> None:
+    """It is emitted as the program is, for what is differentiated in it and for what is not."""
+
+    def fn(table: Any) -> Any:
+        return (row_at(2 * table, i) ** 2).sum()
+
+    table = jnp.arange(128.0).reshape(16, 8)
+    got = transform(autoshard.jit(fn, mesh={"a": 8}, in_shardings=P("a")))(table)
+    np.testing.assert_array_equal(got, transform(fn)(table))
+
+
 def compiled(fn: Callable[..., Any], args: Sequence[Any], specs: Sequence[P], out: P) -> str:
     mesh = Mesh(np.array(jax.devices()), ("a",))
     closed = jax.make_jaxpr(fn)(*args)
