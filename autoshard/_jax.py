@@ -5,10 +5,14 @@ it is absorbed here and pinned by `tests/ir/test_jax.py`.
 """
 
 import contextlib
+import inspect
+import os
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -17,7 +21,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax._src.interpreters import ad, partial_eval
 from jax._src.lib import jax_jit
 from jax._src.mesh import get_concrete_mesh, thread_resources
-from jax._src.named_sharding import UNSPECIFIED
+from jax._src.named_sharding import UNSPECIFIED, DuplicateSpecError
 from jax._src.state.types import AbstractRef
 from jax.core import Tracer
 from jax.experimental import io_callback
@@ -26,6 +30,7 @@ from jax.interpreters import mlir
 from jax.profiler import ProfileData
 from jaxlib.mlir import ir, passmanager
 
+_OWN_FOLDER = os.path.dirname(__file__)
 MLIRError = ir.MLIRError
 ANYWHERE = UNSPECIFIED  # a call's sharding of an operand or a result of which it says nothing
 JAX_VERSION: tuple[int, ...] = tuple(int(x) for x in jax.__version__.split(".")[:3])
@@ -67,13 +72,25 @@ class SourceLines:
         self._known: dict[Any, str] = {}
 
     def __call__(self, eqn: Any) -> str:
-        traceback = eqn.source_info.traceback
-        if traceback not in self._known:
-            frame = source_info_util.user_frame(traceback)
-            self._known[traceback] = (
+        raw = eqn.source_info.traceback
+        if raw not in self._known:
+            frame = source_info_util.user_frame(raw)
+            self._known[raw] = (
                 "<unknown>" if frame is None else f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
             )
-        return self._known[traceback]
+        return self._known[raw]
+
+
+def refused_layout(error: BaseException) -> tuple[str, str] | None:
+    """Where a program asks for a layout that JAX refuses while it traces, and why; None of any other error."""
+    text = str(error)
+    if "its sharding annotation" in text:  # where the array is not one for it
+        text = str(error.__cause__ or error.__context__ or error)
+    elif not isinstance(error, DuplicateSpecError) and not text.startswith("Resource axis:"):
+        return None
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+    where = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else "<unknown>"
+    return where, text
 
 
 @cache
@@ -306,6 +323,30 @@ def as_written(eqn: Any) -> Generator[None]:
     mesh = jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager, mesh:
         yield
+
+
+@contextlib.contextmanager
+def noted(note: str) -> Generator[None]:
+    """Binds equations at the user's line that is running, where errors of JAX say a note of whoever binds them."""
+    frame: Any = inspect.currentframe()
+    while frame.f_back is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+
+    def now() -> Any:
+        return source_info_util.Traceback.get_traceback()
+
+    # JAX reads file, line and function of the code that runs: this one's are the user's, and the note.
+    code = now.__code__.replace(
+        co_filename=frame.f_code.co_filename,
+        co_firstlineno=frame.f_lineno,
+        co_qualname=f"{frame.f_code.co_qualname}; {note}",
+    )
+    with source_info_util.user_context(FunctionType(code, now.__globals__)()):
+        yield
+
+
+def _is_users(path: str) -> bool:
+    return not path.startswith(_OWN_FOLDER) and source_info_util.is_user_filename(path)
 
 
 def on_present_mesh(body: Any) -> Any:

@@ -140,11 +140,17 @@ def _emitted(plan: Plan, mesh: Any) -> Callable[..., list[Any]]:
     traced, record = plan.traced, plan.record
     assert traced is not None
 
+    note = (
+        f"autoshard planned {record.name} over the devices of {record.mesh}: arguments of a jax.jit around it are to "
+        "lie on these devices, or to be committed to none; jax.device_put(x, NamedSharding(mesh, P())) moves one"
+    )
+
     def emitted(*flat: Any) -> list[Any]:
-        inputs = [
-            jax.lax.with_sharding_constraint(x, NamedSharding(mesh, leaf.spec)) if leaf.shape else x
-            for x, leaf in zip(flat, record.inputs, strict=True)
-        ]
+        with _jax.noted(note):  # the first constraints that JAX finds
+            inputs = [
+                jax.lax.with_sharding_constraint(x, NamedSharding(mesh, leaf.spec)) if leaf.shape else x
+                for x, leaf in zip(flat, record.inputs, strict=True)
+            ]
         return rewrite.constrained(traced.jaxpr, record.pins, mesh, inputs)
 
     emitted.__name__ = record.name

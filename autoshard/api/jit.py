@@ -80,7 +80,8 @@ def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     batch changes. Arguments in another sharding are placed, with a log line that says how
     many bytes moved: a warning, once, where they lay in the layout of another plan. Inside
     other transformations (`jax.jit`, `jax.grad`, `jax.vmap`) the constraints are emitted in
-    place; inside `shard_map`, where nothing is left to split, it is `jax.jit`. Under
+    place (JAX refuses, there, what is committed to other devices); inside `shard_map`, where
+    nothing is left to split, it is `jax.jit`. Under
     `jax.grad` (`jax.vjp`, `jax.linearize`) the plan is for the gradient with respect to what
     is differentiated; where a `jax.jit` in between hides that, say so: `for_grad=`.
 

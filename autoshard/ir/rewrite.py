@@ -27,7 +27,7 @@ Hook = Callable[[Any, Path, int], Any]  # (value, equation path, position) → t
 Before = Callable[[list[Any], Path], list[Any]]  # (operands, equation path) → the operands to go on with
 Bind = Callable[[Any, list[Any], Path], list[Any]]  # (equation without a body, operands, its path) → results
 Scope = Callable[[Path], AbstractContextManager[Any]]  # equation path → the context to evaluate it in
-# (closed jaxpr, arguments, its path) → results, for the rules of a `custom_vjp` or `custom_jvp` when it is differentiated
+# (closed jaxpr, arguments, its path) → results, for the rules of a custom derivative when it is differentiated
 Rule = Callable[[Any, Sequence[Any], Path], list[Any]]
 
 ConstraintSite = tuple[str, Any]  # "made", "taken", "again", "input" or "output", and the key in those pins

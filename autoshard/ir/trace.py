@@ -85,6 +85,9 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mes
       fn: a function of positional pytrees; static arguments are already bound.
       args: pytrees of arrays, scalars or ShapeDtypeStructs; nothing is allocated.
       names: one per argument.
+
+    Raises:
+      SpecError: an argument is mutable, or the program asks for a layout that the mesh does not have.
     """
     for name, arg in zip(names, args, strict=True):
         if any(map(_jax.is_reference, jax.tree.leaves(arg))):
@@ -94,7 +97,9 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mes
         with _jax.cudnn_if_missing(), _jax.auto_mesh(mesh.names if mesh else (), mesh.sizes if mesh else ()):
             closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
             closed = explicit(_jax.spelled_out(closed))
-    except ValueError as error:
+    except (ValueError, _jax.DuplicateSpecError) as error:
+        if (refused := _jax.refused_layout(error)) is not None:
+            raise _refused(*refused, mesh) from error
         if "should match the aval mesh" in str(error):
             raise _closes_over_explicit(fn, error) from error
         if "mesh passed to shard_map" not in str(error):
@@ -129,7 +134,15 @@ def _reference(fn: Callable[..., Any], what: str) -> SpecError:
     )
 
 
-def _closes_over_explicit(fn: Callable[..., Any], error: ValueError) -> SpecError:
+def _refused(where: str, reason: str, mesh: MeshAxes | None) -> SpecError:
+    return SpecError(
+        f"the program asks for a layout that does not exist, at {where}: {reason}\n"
+        f"  the mesh that is planned for is {mesh or 'one device'}: name its axes, each once at most and in no more "
+        "entries than the array has dimensions, or plan for another with mesh="
+    )
+
+
+def _closes_over_explicit(fn: Callable[..., Any], error: Exception) -> SpecError:
     mesh, shape = (
         re.search(r"aval mesh AbstractMesh\((.*?), axis_types", str(error)),
         re.search(r"shape (\S+)\.", str(error)),
@@ -167,7 +180,7 @@ def _split(shape: Mapping[str, int]) -> list[tuple[str, int]]:
     return [(name, size) for name, size in shape.items() if size > 1]
 
 
-def _with_own_mesh(fn: Callable[..., Any], avals: Sequence[Any], refusal: ValueError) -> Any:
+def _with_own_mesh(fn: Callable[..., Any], avals: Sequence[Any], refusal: Exception) -> Any:
     """Traces a function that brings the mesh of a `shard_map` along: none is set meanwhile."""
     if "Explicit" in str(refusal):
         raise SpecError(

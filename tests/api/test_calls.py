@@ -204,3 +204,23 @@ def test_the_same_call_again_binds_and_places_nothing(monkeypatch: pytest.Monkey
     monkeypatch.setattr(jax, "device_put", None)
     np.testing.assert_array_equal(g(x, y=y, n=2), A + 2 * B)
     np.testing.assert_array_equal(g(x, n=2, y=np.asarray(B)), A + 2 * B)
+
+
+@pytest.mark.parametrize(
+    "around", [jax.jit, lambda f: jax.jit(jax.grad(lambda x, w: f(x, w).sum()))], ids=["jit", "grad"]
+)
+def test_arguments_on_other_devices_than_a_plan_in_a_jit_are_named_with_the_way_out(around: Any) -> None:
+    """JAX says which argument lies elsewhere, and our words stand beside the line of the call."""
+
+    def product(x: Any, w: Any) -> Any:
+        return jnp.tanh(x @ w)
+
+    called = around(autoshard.jit(product, mesh={"a": 8}))
+    alone, free = jax.device_put(jnp.ones((64, 64)), jax.devices()[0]), jnp.ones((64, 64))
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    here = r"test_calls\.py:\d+:\d+ \(.*; autoshard planned product over the devices of a=8: .*device_put"
+    with pytest.raises(ValueError, match=rf"argument x of .*{here}"):
+        called(alone, free)
+    moved = jax.device_put(alone, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    for x in (moved, free):
+        np.testing.assert_allclose(called(x, free), around(product)(free, free), rtol=1e-6)

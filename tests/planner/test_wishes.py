@@ -183,3 +183,24 @@ def test_in_shardings_go_by_position_alone() -> None:
     pinned = autoshard.plan(both, y=X, x=X, pins={"x": P("data"), "y": P(None, "data")}, **options)
     assert {leaf.path: leaf.spec for leaf in pinned.record.inputs} == {"x": shardings[0], "y": shardings[1]}
     assert autoshard.plan(both, X, y=X, in_shardings=P("data"), **options).specs == (P("data"), P("data"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [(P("missing"), "missing"), (P("data", "data"), "duplicate"), (P("data", None, None), "rank at least 3")],
+)
+def test_a_layout_that_does_not_exist_is_refused_where_it_is_asked_for(spec: P, reason: str) -> None:
+    def inner(x: Any) -> Any:
+        return lax.with_sharding_constraint(x, spec)
+
+    inside: dict[str, Callable[..., Any]] = {
+        "call": inner,
+        "jit": jax.jit(inner),
+        "scan": lambda x: lax.scan(lambda c, _: (inner(c), None), x, None, length=2)[0],
+        "grad": jax.grad(lambda x: jax.jit(inner)(x).sum()),
+    }
+    for fn in inside.values():
+        with pytest.raises(
+            SpecError, match=rf"(?s)test_wishes.py:{inner.__code__.co_firstlineno + 1} .*{reason}.*mesh="
+        ):
+            planned(fn, mesh=SHAPE)
