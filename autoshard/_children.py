@@ -14,7 +14,7 @@ _FOLDERS = frozenset({_STANDARD, _STANDARD / "lib-dynload", _STANDARD.parent / "
 
 
 def command(module: str, paths: Iterable[str] | None = None) -> list[str]:
-    """What runs `main` of a module in a new process, which finds modules as this one does, or along other paths."""
+    """The command line that runs `main` of a module in a new process, with this process's or other import paths."""
     code = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import main; main()"
     return [sys.executable, "-P", "-c", code, *standard_first(sys.path if paths is None else paths)]
 

@@ -1,8 +1,8 @@
-"""Quiet: jax starts without what the plugins of GPUs and TPUs write where there is neither.
+"""Startup: starts jax without the warnings of GPU and TPU plugins on a machine that has neither.
 
-The GPU plugin's libraries (JAX 0.10) report from C++, as they are loaded, that there is no
-driver, and libtpu that there is no TPU. That passes by Python's `sys.stderr`, before any log level can be
-set, and says nothing to somebody who plans for an accelerator elsewhere. All else that is written comes through.
+While they load, the GPU plugin's libraries (JAX 0.10) report from C++ that there is no driver, and libtpu that
+there is no TPU. These messages bypass Python's `sys.stderr` and come before any log level can be set. They mean
+nothing to a user who plans for an accelerator elsewhere. All other output comes through.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _HARMLESS = re.compile(
     rb"|Failed to find host bounds for accelerator type: WARNING: could not determine TPU accelerator type.*"
     rb"|E\d{4} .*unexpected worker hostname 'WARNING: could not determine TPU worker hostnames.*"
     rb"|=== Source Location Trace: ===[ \t]*|learning/\w+/tfrc/runtime/.*"
-    # Of the plugin itself, the traceback of an error of which the last line says that a library of CUDA is not there.
+    # From the plugin itself: the traceback of an error whose last line says that a CUDA library is missing.
     rb"|Jax plugin configuration error: Exception when calling jax_plugins\.xla_cuda\d+\.initialize\(\)"
     rb"(\r?\n(Traceback .*|[ \t].*|RuntimeError: (?!Unable).*|The above exception .*|))*"
     rb"\r?\nRuntimeError: Unable to load \w+\. Is it installed\?)\r?\n",

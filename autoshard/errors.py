@@ -1,7 +1,7 @@
 """The exception family: every error says what, where, why and the way out.
 
 `where` is the user's `file:line` when an equation is at fault. Each exception
-keeps its facts as fields, so that programs can read what people are told.
+keeps its facts as fields, so that programs can read them, too.
 """
 
 import functools
@@ -40,21 +40,21 @@ class RuleError(AutoshardError):
 
 
 class MeshError(AutoshardError, ValueError):
-    """A mesh, a mesh axis or a hardware topology does not fit what was asked."""
+    """A mesh, a mesh axis or a hardware topology does not fit the request."""
 
 
 class SpecError(AutoshardError, ValueError):
-    """A pin or a PartitionSpec names what does not exist, or cannot be kept."""
+    """A pin or a PartitionSpec names something that does not exist, or cannot be kept."""
 
 
 class ArgumentError(AutoshardError, TypeError):
-    """A call gives what cannot be taken: an argument that is no array, an option that does not exist."""
+    """A call has an unusable argument: one that is no array, or an option that does not exist."""
 
 
 class GradientError(SpecError):
     """A function that is to be planned for its gradient has none that JAX knows.
 
-    `where` is the equation's `file:line`, empty if it is not known; `reason` what JAX says.
+    `where` is the equation's `file:line`, empty if it is not known; `reason` is JAX's message.
     """
 
     def __init__(self, where: str, reason: str) -> None:
@@ -70,14 +70,14 @@ class GradientError(SpecError):
 
 
 class TargetError(AutoshardError, ValueError):
-    """What a command is to plan cannot be found, or is no builder of a function and its arguments."""
+    """The target of a command cannot be found, or is no builder of a function and its arguments."""
 
 
 class InfeasibleError(AutoshardError):
     """No plan satisfies the constraints (memory, or pins that exclude each other).
 
-    Where memory is the reason, `peak_bytes` is the smallest peak found, `bound_bytes` what no
-    plan has less than, `where` the equation at which it is reached, and `kinds` its bytes by
+    If memory is the reason, `peak_bytes` is the smallest peak found, `bound_bytes` a bound that no
+    plan goes below, `where` the equation at which the peak is reached, and `kinds` its bytes by
     kind: parameters, optimizer, arguments, gradients, activations, copies.
     """
 
@@ -105,11 +105,11 @@ class PlanMismatchError(AutoshardError, ValueError):
 
 
 class CompilerMissingError(AutoshardError):
-    """A deviceless compiler is not installed; the message says what to install."""
+    """A deviceless compiler is not installed; the message names the package to install."""
 
 
 class VerifyError(AutoshardError):
-    """The compiled program does not do what the plan promised."""
+    """The compiled program breaks a promise of the plan."""
 
 
 class ProblemFileError(AutoshardError, ValueError):
@@ -125,7 +125,7 @@ class HloError(AutoshardError, ValueError):
 
 
 class MeasureError(AutoshardError):
-    """The devices at hand cannot be timed, or what was timed makes no sense."""
+    """The devices at hand cannot be timed, or their times make no sense."""
 
 
 class SearchError(AutoshardError):
@@ -141,7 +141,7 @@ class ProcessError(AutoshardError):
 
 
 class CompileError(AutoshardError):
-    """A deviceless compilation failed; `stderr` holds what the compiler said."""
+    """A deviceless compilation failed; `stderr` holds the compiler's output."""
 
     def __init__(self, message: str, *, stderr: str = "") -> None:
         self.stderr = stderr
@@ -149,7 +149,7 @@ class CompileError(AutoshardError):
 
 
 class CompilerFlagError(CompileError):
-    """The compiler does not have a flag that it was asked to use: flags come and go with its versions."""
+    """The compiler does not have a requested flag: flags come and go with its versions."""
 
 
 class DepthError(AutoshardError, RecursionError):

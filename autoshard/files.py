@@ -1,7 +1,7 @@
-"""Files: texts read, and texts written whole or not at all; what goes wrong with either is a `PlanFileError`.
+"""Files: reads texts, and writes them whole or not at all; every failure is a `PlanFileError`.
 
-A write never puts a file in the place of a device, a pipe or a link: it goes into what is
-there, and through the link. New files have the mode that the umask gives, old ones keep theirs.
+A write never replaces a device, a pipe or a link by a file: it writes into the device or pipe, and
+through the link. A new file has the mode that the umask gives, an old one keeps its mode.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from typing import Any
 from autoshard.errors import PlanFileError, SpecError
 from cost_models import strict_json
 
-LARGEST_BYTES = 2**30  # of a file that is read: no plan has a millionth of it
-_STALE_S = 3600.0  # a write takes a moment: what is older, and another host's, nobody is writing
+LARGEST_BYTES = 2**30  # the largest file that is read; plans are far smaller
+_STALE_S = 3600.0  # a write takes a moment: an older temporary file of another host is abandoned
 _HOST = re.sub(r"[^\w-]", "_", socket.gethostname())[:40]
 _TEMPORARY = re.compile(r"\.autoshard-(?P<host>.*)-(?P<process>\d+)-[0-9a-f]{12}\.tmp")
 
@@ -51,8 +51,8 @@ def read_text(path: Path, what: str) -> str:
     """A file's text.
 
     Args:
-      path: of the file; a pipe is read to its end.
-      what: it is called in the error, such as "the plan file".
+      path: the path of the file; a pipe is read to its end.
+      what: its name in errors, such as "the plan file".
 
     Raises:
       PlanFileError: it cannot be read, is no UTF-8, or is larger than any such file.
@@ -86,12 +86,12 @@ def read_json(text: str, source: object) -> Any:
 
 
 def write_whole(path: str | os.PathLike[str], text: str | bytes) -> None:
-    """Replaces a file's text by another: who reads meanwhile sees the old text or the new.
+    """Replaces a file's text by another: a concurrent reader sees the old text or the new.
 
-    What is no regular file (a terminal, `/dev/null`, a pipe) is written to as it is.
+    A path to no regular file (a terminal, `/dev/null`, a pipe) is written to in place.
 
     Raises:
-      PlanFileError: it cannot be written; what was there is as it was.
+      PlanFileError: it cannot be written; the old text is still there.
     """
     try:
         data = text if isinstance(text, bytes) else text.encode("utf-8")
@@ -110,7 +110,7 @@ def write_whole(path: str | os.PathLike[str], text: str | bytes) -> None:
 
 
 def _behind_links(path: Path) -> Path | None:
-    """The regular file that a path names, or is to; None for what is written to in place.
+    """The regular file that a path names or shall name; None if it is written to in place.
 
     Raises:
       OSError: a folder is there, or links lead in a circle.
@@ -140,7 +140,7 @@ def _replace(target: Path, data: bytes) -> None:
             raise PermissionError(None, "it may not be written to")
     _sweep(folder)
     temporary = folder / f".autoshard-{_HOST}-{os.getpid()}-{secrets.token_hex(6)}.tmp"
-    file = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)  # less what the umask takes
+    file = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)  # less the bits of the umask
     try:
         with os.fdopen(file, "wb") as out:
             if there is not None:
@@ -156,7 +156,7 @@ def _replace(target: Path, data: bytes) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Removes what writers that were killed left behind."""
+    """Removes the temporary files of writers that were killed."""
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             match = _TEMPORARY.fullmatch(name)

@@ -66,22 +66,22 @@ def assert_plan_within(
     long as memory does not bind; smaller ratios, and compiled schedules, tell more.
 
     Args:
-      ratio: of the steps.
+      ratio: the largest allowed ratio of the steps, ours over the hand-written layout's.
       fn: a jittable function without sharding words.
       args: pytrees of arrays or ShapeDtypeStructs; nothing is allocated.
       of: PartitionSpecs of the arguments; an `autoshard.Hand`, which may hold constraints,
         too; or an `Evaluation`.
-      mesh: of both.
-      hardware: of both.
+      mesh: the mesh of both.
+      hardware: the hardware of both.
       compiler: "gpu", "tpu" or "cpu" compiles both and compares their schedules, priced by the
         same model; None compares the predicted steps.
       completion: as in `autoshard.evaluate`.
       memory: as in `autoshard.plan`.
       donate_argnums: as in `jax.jit`.
-      options: further ones of `autoshard.plan`.
+      options: further options of `autoshard.plan`.
 
     Returns:
-      What the hand-written layout loses, entry by entry (as predicted).
+      The predicted loss of the hand-written layout, entry by entry.
 
     Raises:
       AssertionError: the plan is slower, or the hand-written layout does not fit in memory; the
@@ -152,7 +152,7 @@ def _slower(found: "Attribution", ratio: float, hand_s: float, plan_s: float, sa
 
 
 def _leaves(found: "Attribution") -> list[str]:
-    """Inputs that lie differently, and what the collectives of each cost by hand."""
+    """Inputs that lie differently, and the seconds that each one's collectives cost by hand."""
     from autoshard.explain.attribution import signed
     from autoshard.explain.diff import diff
 
@@ -178,19 +178,19 @@ def assert_plan_unchanged(
 ) -> "Plan":
     """Asserts that a program's plan is still the one in a plan file: a change of the model may not change it silently.
 
-    Compared are the layout of every input and output, what each kind of collective moves, and the
-    predicted step; not the program itself, so that a change that leaves all of it alone passes.
+    It compares the layout of every input and output, the bytes of each kind of collective, and the
+    predicted step. It does not compare the program itself: a change that keeps all of these passes.
 
     Args:
-      path: of the plan file, to be kept under version control.
+      path: the plan file, to be kept under version control.
       fn: a jittable function without sharding words.
       args: pytrees of arrays or ShapeDtypeStructs; nothing is allocated.
       update: whether to write the file instead; None: under `pytest --update-plans`.
       options: of `autoshard.plan`, mesh and hardware among them.
 
     Raises:
-      AssertionError: there is no file, or the plan is another one; the message says what changed.
-      PlanFileError: it is no plan file.
+      AssertionError: there is no file, or the plan differs; the message says how.
+      PlanFileError: the file is no plan file.
     """
     from autoshard.api.planning import plan
     from autoshard.planner.record import read, write
@@ -213,7 +213,7 @@ def assert_plan_unchanged(
 
 
 def _changed(before: "PlanRecord", after: "PlanRecord") -> str:
-    """What differs, or nothing."""
+    """The differences as text; empty if there are none."""
     from autoshard.explain.diff import diff
 
     found = diff(before, after)

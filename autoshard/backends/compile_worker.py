@@ -1,7 +1,7 @@
 """The subprocess that compiles: reads a request folder, writes the answer beside it.
 
-Run by `compilers.py` as a script, so that a compiler's noise and crashes stay out
-of the caller's process. It imports jax alone, never autoshard. The folder holds
+`compile.py` runs it as a script, so that a compiler's noise and crashes stay out
+of the caller's process. It imports jax, never autoshard. The folder holds
 `request.json` and `module.mlirbc` (StableHLO bytecode); it gains `hlo.txt` and
 `answer.json`, or `error.txt`.
 """
@@ -79,7 +79,7 @@ def compile_options(request: dict[str, Any], module: Any, ids: list[int]) -> Any
 
 
 def text_of(executable: Any, folder: Path) -> str:
-    """The HLO text of an executable, or where jaxlib cannot read a newer compiler's program, what that dumped."""
+    """The HLO text of an executable, or the compiler's own dump if jaxlib cannot read its (newer) program."""
     try:
         return "\n\n".join(module.to_string() for module in executable.hlo_modules())
     except jax.errors.JaxRuntimeError:
@@ -90,7 +90,7 @@ def text_of(executable: Any, folder: Path) -> str:
 
 
 def answer(folder: Path) -> dict[str, Any]:
-    """Compiles the request and writes the HLO text; returns what else was learnt."""
+    """Compiles the request and writes the HLO text; returns its devices, memory, cost and compile time."""
     request = json.loads((folder / "request.json").read_text())
     topology = topology_of(request)
     need = math.prod(request["mesh_sizes"])
@@ -135,7 +135,7 @@ def answer(folder: Path) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    """Answers the request, or leaves why not."""
+    """Writes the answer to a request, or the error."""
     try:
         found = answer(folder)
     except Exception as error:

@@ -80,12 +80,12 @@ class Case:
     """One thing to time.
 
     Attributes:
-      what: for progress, such as `float32 256×1024×1024`.
+      what: text for progress, such as `float32 256×1024×1024`.
       step: the kernel.
-      shapes: of what it carries, then of its constants; one device's.
-      dtype: of all of them.
+      shapes: shapes of the carried array, then of the constants, on one device.
+      dtype: the element type of all of them.
       group: devices that communicate; 1 for a local kernel.
-      sample: seconds of one run → what is kept.
+      sample: seconds of one run → the sample to keep.
     """
 
     what: str
@@ -120,12 +120,12 @@ def measure(
     """Times matmuls, memory and collectives of the devices of one host.
 
     Args:
-      devices: all of one kind.
-      name: of the hardware file; the catalogue's chip, `-measured`.
-      based_on: the catalogue's chip that states what is not measured; None recognises it.
-      dtypes: of the matmuls.
-      effort: how long.
-      progressed: hears what is being timed.
+      devices: devices of one kind.
+      name: the name of the hardware file; None: the catalogue's chip and `-measured`.
+      based_on: the catalogue's chip with the numbers that are not measured; None recognises it.
+      dtypes: element types of the matmuls.
+      effort: how long to measure.
+      progressed: called with the text of each case before it is timed.
 
     Raises:
       MeasureError: the devices are of several kinds or processes, or a kernel's time
@@ -167,13 +167,13 @@ def measure(
 
 
 def _busy() -> str:
-    """What else runs on the cores that are timed; "" if next to nothing does."""
+    """The load of other programs on the timed cores; "" if there is almost none."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     return f"; the {cores} cores were busy with {load:.0f} other threads" if load >= cores / 4 else ""
 
 
 def cases(chip: Chip, devices: int, dtypes: Sequence[str], scale: float) -> Iterator[Case]:
-    """What is timed on so many devices of a chip, sizes by its memory and peak."""
+    """The cases to time on a number of devices of a chip, with sizes by its memory and peak."""
     memory = scale * chip.numbers["hbm_bytes"].value
     for dtype in dtypes:
         yield from _matmuls(chip, dtype, scale)

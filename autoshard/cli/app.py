@@ -1,4 +1,4 @@
-"""App: the typer application, its exit codes, and what every command prints with."""
+"""App: the typer application, its exit codes, and the printing that commands share."""
 
 import json
 from typing import Annotated, Any
@@ -8,7 +8,7 @@ from rich.console import Console
 
 import autoshard
 
-WRONG, REFUSED = 1, 2  # exit codes: a check failed; what was asked for is no good
+WRONG, REFUSED = 1, 2  # exit codes: a check failed; the request cannot be served
 
 app = typer.Typer(
     help="Finds the sharding of unannotated JAX functions, for hardware that need not be here.",

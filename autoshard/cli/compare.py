@@ -87,7 +87,7 @@ def compare(
 
 
 def of_builder(written: str) -> Mapping[str, Template]:
-    """What a user's builder of layouts returns.
+    """The layouts that a user's builder returns.
 
     Raises:
       TargetError: there is no such builder, or it returns something else.

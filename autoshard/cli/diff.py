@@ -1,4 +1,4 @@
-"""`autoshard diff`: what differs between two plan files."""
+"""`autoshard diff`: the differences between two plan files."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`autoshard explain`: why a value lies as it does, and what would turn it."""
+"""`autoshard explain`: the reason for a value's layout, and the changes that would turn it."""
 
 import inspect
 from collections.abc import Callable, Mapping

@@ -23,7 +23,7 @@ QUICK = ("--scale", "0.1", "--repeats", "3", "--program-s", "0.005")
 
 
 class Platform(StrEnum):
-    """What jax can be started on."""
+    """Platforms that jax can be started on."""
 
     CPU = "cpu"
     GPU = "gpu"
@@ -31,7 +31,7 @@ class Platform(StrEnum):
 
 
 class Dtype(StrEnum):
-    """Of timed matmuls."""
+    """Element types of timed matmuls."""
 
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"

@@ -52,7 +52,7 @@ Built = tuple[Any, tuple[Any, ...]]
 
 
 def build(target: str, set_: Sequence[str] | None) -> Built:
-    """What a target returns, with progress on standard error; static values of two calls may differ, so: once."""
+    """Calls a target once, with progress on standard error: static values of two calls may differ."""
     with progress.shown(errors(), f"build {target}"):
         return load_target(target, assignments(set_ or (), "--set"))
 

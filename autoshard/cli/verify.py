@@ -1,4 +1,4 @@
-"""`autoshard verify`: a plan against what the real compiler makes of it."""
+"""`autoshard verify`: a plan beside the program that the real compiler makes of it."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Written: what stands on a command line → values."""
+"""Written: text on a command line → values."""
 
 import ast
 import re

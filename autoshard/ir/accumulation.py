@@ -1,13 +1,13 @@
 """Accumulation: value and gradients of a batch taken in micro-batches, reduced once, in float32, after the loop.
 
-A plain accumulation scan leaves it to the compiler when the gradients are summed over
-the devices: with a sharded accumulator every trip reduce-scatters, and XLA:GPU reduces
-in bfloat16 where the gradients are born so. Here every trip's gradients keep a leading
+In a plain accumulation scan the compiler chooses when to sum the gradients over the
+devices. With a sharded accumulator every trip reduce-scatters, and XLA:GPU reduces in
+bfloat16 if the gradients are bfloat16. Here every trip's gradients keep a leading
 *partial axis*, one entry per part of the batch,
 
     accumulator[p, …] += gradient of the examples of part p        (float32)
 
-and only what leaves the loop is summed over p. Where the parts lie on different devices
+and only the final accumulator is summed over p. If the parts lie on different devices,
 the loop communicates no gradient, and the sum is one float32 reduce-scatter or
 all-reduce. The program is plain JAX; nothing in it names a device.
 """

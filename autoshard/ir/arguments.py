@@ -26,7 +26,7 @@ class Binding:
     keywords: tuple[str, ...]  # the last of the names: given by keyword
 
     def as_called(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """As many values as there are dynamic arguments, as (positional, keyword) arguments of such a call."""
+        """Splits one value per dynamic argument into the positional and keyword arguments of the call."""
         count = len(values) - len(self.keywords)
         return tuple(values[:count]), dict(zip(self.keywords, values[count:], strict=True))
 

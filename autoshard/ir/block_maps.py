@@ -25,7 +25,7 @@ from autoshard import _jax
 
 DimRef = tuple[int, int]  # (operands then results of the call, dimension)
 
-# Grid points at which one index map is evaluated, at most; more than any grid that was met (8,192) by far.
+# The most grid points at which one index map is evaluated; the largest known grid has 8,192.
 POINTS = 1 << 20
 
 
@@ -60,7 +60,7 @@ class _Map:
 
 
 def walks(params: Mapping[str, Any]) -> Walks:
-    """What the block maps of a `pallas_call` prove."""
+    """Finds the equal walks that the block maps of a `pallas_call` prove."""
     grid = params["grid_mapping"]
     unknown = (
         "the grid's size is known at run time only"
@@ -188,7 +188,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 
 class _UnknownError(Exception):
-    """An index map does what is not evaluated here."""
+    """An index map holds a primitive that is not evaluated here."""
 
 
 def _maps(mapping: Any, value: int, grid: Sequence[int]) -> Iterator[tuple[int, frozenset[int], _Map | str]]:

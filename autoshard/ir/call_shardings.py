@@ -1,7 +1,7 @@
-"""Edges: what a program says of layouts at the edges of its calls, as constraints of their own.
+"""Call shardings: turns shardings at the edges of inner calls into constraints of their own.
 
-Shardings of an inner `jax.jit`, and a `device_put` to one, are wishes as a
-`with_sharding_constraint` is; the calls themselves are seen through.
+The shardings of an inner `jax.jit`, and of a `device_put`, ask for layouts just as a
+`with_sharding_constraint` does; the calls themselves are opened.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ def explicit(closed: Any) -> Any:
 
 
 def _edges(eqn: Any) -> tuple[dict[int, Any], dict[int, Any]]:
-    """What an equation says besides of its operands' layouts and of its results': position → NamedSharding."""
+    """The shardings that an equation gives its operands and its results: position → NamedSharding."""
     names = _EDGES.get(eqn.primitive.name)
     if names is not None:
         given = tuple(eqn.params[name] for name in names)

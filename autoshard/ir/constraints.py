@@ -1,4 +1,4 @@
-"""Pins: where in a program which constraints are emitted."""
+"""Constraints: the places in a program, and the PartitionSpecs emitted there."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -47,7 +47,7 @@ def own(graph: Graph) -> Constraints:
 
 
 def spec_of(eqn: Eqn) -> PartitionSpec:
-    """What a `with_sharding_constraint` asks for.
+    """The PartitionSpec of a `with_sharding_constraint`.
 
     Raises:
       SpecError: its sharding has no PartitionSpec.

@@ -1,10 +1,10 @@
-"""Emission: how equations are bound on several devices, so that what XLA gets wrong cannot show.
+"""Emission: binds equations on several devices in forms that avoid the faults of XLA's partitioner.
 
-Every remedy is one of `rules.faults`, and means the same numbers: indices are widened,
-starts are clamped as the primitive would clamp them, and what a scatter of few rows adds
-to stands behind a barrier, so that the slice that makes a shard is not merged with the
-one that the scatter reads, and so does what `lax.reduce` reduces. A `mulhi` is made of the
-products of halves. None of them communicates.
+Every remedy belongs to a row of `ir.partitioner_faults`; it changes no number and adds no
+communication. Indices are widened. Starts are clamped as the primitive would clamp them. The
+operand of a scatter of few rows stands behind a barrier, so that XLA does not merge the slice
+that makes a shard with the slice that the scatter reads; the operand of `lax.reduce` does, too.
+A `mulhi` is computed from products of halves.
 """
 
 from collections.abc import Sequence
@@ -84,9 +84,9 @@ def _starts(eqn: Any) -> tuple[int, list[int]]:
 def _clamps(eqn: Any, limits: list[int]) -> bool:
     """Whether the primitive moves a start that is out of range to the next one in range.
 
-    A gather that fills has its rows filled, a scatter that drops has them dropped. A gather of
-    rows whose indices are promised to be in range is left alone, since XLA reads it rightly: its
-    gradient would drop what is out of range.
+    A gather in fill mode fills rows out of range, a scatter in drop mode drops them. A gather whose
+    indices are promised to be in range is left alone: XLA reads it correctly, and its gradient would
+    drop rows out of range.
     """
     mode = eqn.params.get("mode")
     if mode is not Mode.PROMISE_IN_BOUNDS:

@@ -1,10 +1,10 @@
-"""Fingerprint: a closed jaxpr as text that says all of the program, and nothing of where it was traced.
+"""Fingerprint: a closed jaxpr as text that depends on the whole program, and not on how it was traced.
 
-Two traces of one program have one text: whatever the hash seed, the terminal, the memory
-addresses, the source lines and the mesh (a user's constraint counts with its spec alone).
-Two programs have two: constants count, those of inner calls, too, and so do the names that
-a policy of `jax.checkpoint` keeps. Functions count by their names, and what nobody can read
-(an array of other processes, a value that is being traced) by its type.
+Two traces of one program have the same text: it does not depend on the hash seed, the
+terminal, memory addresses, source lines or the mesh (a user's constraint counts with its
+spec alone). Two programs have different texts: constants count, also those of inner calls,
+and so do the names that a policy of `jax.checkpoint` keeps. Functions count by their names.
+Unreadable values (an array of other processes, a value that is being traced) count by type.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from autoshard import _jax
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 
-# What an equation keeps of its trace: the mesh that was set then, and where it stands in the source.
+# Parameters that depend on the trace: the mesh set at the time, and the source line.
 _OF_THE_TRACE = frozenset({"ctx_mesh", "context_mesh", "debug_info", "name_and_src_info", "src_info"})
 _SHORT = 100  # characters of a body that is written out where it is called; of a longer one its hash
 
@@ -50,16 +50,16 @@ def elements(value: Any) -> str:
 
 
 class Writer:
-    """Writes jaxprs and what is in equations' parameters; each body and each constant is read once.
+    """Writes jaxprs and the parameters of equations; each body and each constant is read once.
 
     Args:
-      read: what stands for the elements of an array.
+      read: array → text that stands for its elements.
     """
 
     def __init__(self, read: Callable[[Any], str] = elements) -> None:
         self._read = read
         self._known: dict[int, tuple[Any, str]] = {}  # by identity; the object is kept, so that ids stay unique
-        self._open: set[int] = set()  # what is being written: nothing is followed in circles
+        self._open: set[int] = set()  # objects being written: cycles end here
 
     def body(self, closed: Any) -> str:
         jaxpr = _jax.open_jaxpr(closed)
@@ -90,7 +90,7 @@ class Writer:
         return " ".join(f"{k}={self.value(v)}" for k, v in sorted(fields.items()) if k not in _OF_THE_TRACE)
 
     def value(self, value: Any) -> str:
-        """Of anything that an equation holds."""
+        """The text of any value that an equation holds."""
         if value is None or value is Ellipsis or isinstance(value, str | bytes | bool | int | float | complex):
             return str(value) if isinstance(value, enum.Enum) else repr(value)
         if isinstance(value, np.integer):
@@ -141,7 +141,7 @@ class Writer:
         return " ".join(self.value(getattr(spec, name, frozenset())) for name in ("unreduced", "reduced"))
 
     def _callable(self, value: Callable[..., Any]) -> str:
-        """A function's name; of one that JAX's policies are made of, what it has closed over, too."""
+        """A function's name; for the functions of JAX's policies, also the values that they close over."""
         name = value.__qualname__
         if not getattr(value, "__module__", "").startswith(_jax.POLICIES):
             return name
@@ -149,7 +149,7 @@ class Writer:
         return f"{name}({' '.join(map(self.value, cells))})"
 
     def _object(self, value: Any) -> str:
-        """Its type's name, and its fields; where it has none, what it prints as, without addresses."""
+        """An object's type name and fields; without fields, its `repr` without addresses."""
         kind = type(value)
         if isinstance(value, functools.partial):
             return f"partial({self.value(value.func)} {self.value(value.args)} {self.value(value.keywords)})"
@@ -169,7 +169,7 @@ class Writer:
 
 
 def _aval(aval: Any) -> str:
-    """Dtype and shape (of a `Ref`, what it refers to); what has neither, as it prints."""
+    """Dtype and shape (for a `Ref`, those of its referent); other avals by their `repr`."""
     shape = getattr(aval, "shape", None)
     if shape is None or not hasattr(aval, "dtype"):
         return _ADDRESS.sub("", str(aval))

@@ -1,4 +1,4 @@
-"""Useful: the FLOPs of a program's contractions, what rematerialization repeats left out."""
+"""FLOPs of a program's contractions, without those that rematerialization repeats."""
 
 from math import prod
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from autoshard import _jax
 from autoshard.ir.graph import WHILE_TRIPS
 
-REMATTED = "rematted_computation"  # in the name stack of what `jax.checkpoint` computes again
+REMATTED = "rematted_computation"  # in the name stack of equations that `jax.checkpoint` computes again
 
 
 def flops(jaxpr: Any) -> float:
-    """FLOPs of every contraction, loops by their trips, of branches the largest.
+    """FLOPs of every contraction; a loop counts per trip, a conditional by its largest branch.
 
     The arithmetic of the program as written: a masked half of attention counts.
     """

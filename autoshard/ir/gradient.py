@@ -1,9 +1,9 @@
 """Gradient: the program that a forward function is planned for.
 
-A loss alone is rarely what runs: its gradient is. `gradient_of` traces the function's
-value and `jax.vjp` of it; every value of the forward program carries a name, by which
-its layout is found again, so that the plan's constraints go into the forward function
-and JAX's own rules carry them over to the backward pass.
+Programs rarely run a loss alone; they run its gradient. `gradient_program` traces the
+function's value and its `jax.vjp`. Every value of the forward program carries a name, by
+which its layout is found again: the plan's constraints go into the forward function, and
+JAX's own rules carry them over to the backward pass.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -92,14 +92,14 @@ def gradient_program(traced: Traced, argnums: Sequence[int], mesh: MeshAxes) -> 
         gradient = trace(program, (list(traced.in_avals), cotangents), ("", "cotangents"), mesh)
     except AutoshardError:
         raise
-    except Exception as error:  # JAX's own, or what a user's rule raises
+    except Exception as error:  # JAX's own errors, or any that a user's rule raises
         with _jax.auto_mesh(mesh.names, mesh.sizes):
             raise GradientError(_culprit(traced.jaxpr, error), str(error)) from error
     return GradientProgram(traced=gradient, first_gradient=len(traced.out_avals), gradient_of=tuple(leaves))
 
 
 def _culprit(closed: Any, error: Exception) -> str:
-    """Where the equation is that alone fails to be differentiated in the same way; empty if none does."""
+    """The source line of the equation that by itself fails with the same error; empty if none does."""
     lines = _jax.SourceLines()
     for eqn in _jax.open_jaxpr(closed).eqns:
         inner = eqn.params.get(CALLS.get(eqn.primitive.name, ""))
@@ -120,14 +120,14 @@ def _culprit(closed: Any, error: Exception) -> str:
 
         try:
             jax.eval_shape(alone, *avals)
-        except Exception as same:  # noqa: BLE001  (whatever the first one was)
+        except Exception as same:  # noqa: BLE001  (any error, as above)
             if str(same).splitlines()[:1] == str(error).splitlines()[:1]:
                 return lines(eqn)
     return ""
 
 
 def emitted(traced: Traced, gradient: GradientProgram, pins: Constraints, mesh: Any) -> Callable[..., list[Any]]:
-    """What runs when the constrained forward function is differentiated: flat inputs to flat outputs of the program."""
+    """The program as it runs: the constrained forward function, differentiated; flat inputs to flat outputs."""
     program = _value_and_gradient(
         traced, gradient.gradient_of, lambda args: constrained(traced.jaxpr, pins, mesh, args)
     )

@@ -1,21 +1,21 @@
 """Graph: a jaxpr as frozen equations over numbered values.
 
-Calls (`jit`, `remat`, `custom_jvp`, `custom_vjp`) are seen through: their bodies'
+Calls (`jit`, `remat`, `custom_jvp`, `custom_vjp`) are opened: their bodies'
 equations stand in the list as if written in place. So do the bodies of loops and
 branches; *links* join them to the equations around them:
 
     loop_const     (outer) -> (inner)              the same in every trip
     loop_slice     ([trips, …]) -> ([…])           one of a scan's stacked inputs
-    loop_carry     (initial) -> (inner)            what goes round, on its way in
-    loop_result    (inner) -> (outer)              what goes round, on its way out
+    loop_carry     (initial) -> (inner)            a carried value, on its way in
+    loop_result    (inner) -> (outer)              a carried value, on its way out
     loop_stack     ([…]) -> ([trips, …])           one of a scan's stacked outputs
     branch_join    (inner of each branch) -> (outer)
 
 A `platform_index` is resolved to the platform that is planned for. Each equation
-keeps its *path* through the nested jaxprs, by which apply finds its operands and
-results again, and the values of a loop's body their number of *trips*. Dead
-equations are dropped. Constants (literals, closed-over arrays) are values without a
-producer. Names and barriers are seen through, too.
+keeps its *path* through the nested jaxprs, by which `ir.rewrite` finds its operands and
+results again; the values of a loop's body keep their number of *trips*. Dead equations
+are dropped. Constants (literals, closed-over arrays) are values without a producer.
+Names and barriers are skipped.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,10 +34,10 @@ Spot = tuple[Path, int]  # operand or result of an equation; input or output of 
 
 LINKS = frozenset({"loop_const", "loop_slice", "loop_carry", "loop_result", "loop_stack", "branch_join"})
 
-# A while loop does not say how often it runs; its costs count as if it ran so often (XLA's
+# A while loop does not say how often it runs; its costs count this many trips (XLA's
 # own auto-sharding assumed 100: auto_sharding_option.h, loop_iteration_count_estimate).
 WHILE_TRIPS = 100
-WHILE_DEPTH = 3  # so many of them inside each other: a deeper one counts once per trip of those around it
+WHILE_DEPTH = 3  # nested loops that count as guessed; a deeper one counts once per trip of those around it
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +87,12 @@ class Graph:
     """Equations in program order over values 0, 1, 2 and so on.
 
     `operands[e]` and `results[e]` are the value ids of equation e; `takes[e][i]` and
-    `makes[e][i]` are where apply meets them. A value that no equation makes is an input
+    `makes[e][i]` are the places where `ir.rewrite` meets them. A value that no equation makes is an input
     or a constant. `trips[v]` is how often value v is made, `loop[v]` the innermost loop
     body that it belongs to (0: none; bodies are numbered from 1), `loop_of[e]` that of
-    an equation (a link into a body belongs to the body). `again_of[e]` is the call of what
-    `jax.checkpoint` computes again for a backward pass that equation e is in, 0 for none;
-    calls are numbered from 1.
+    an equation (a link into a body belongs to the body). `again_of[e]` numbers the
+    `jax.checkpoint` call whose equations, e among them, are computed again for the backward
+    pass; calls are numbered from 1, and 0 means none.
     """
 
     eqns: tuple[Eqn, ...]
@@ -158,7 +158,7 @@ class Graph:
         return view
 
 
-# Calls that are seen through: primitive → the parameter that holds the body.
+# Calls that are opened: primitive → the parameter that holds the body.
 CALLS: Mapping[str, str] = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -188,8 +188,8 @@ def build(closed: Any, platform: str = "cpu", *, live: Sequence[bool] | None = N
 
     Args:
       closed: the program.
-      platform: as JAX names it ("cpu", "cuda", "tpu").
-      live: which of its outputs are wanted; None stands for all.
+      platform: JAX's name of the platform ("cpu", "cuda", "tpu").
+      live: which of the outputs are wanted; None: all of them.
     """
     builder = _Builder(platform)
     jaxpr = _jax.open_jaxpr(closed)
@@ -433,7 +433,7 @@ class _Builder:
         live = set(outputs)
         keep: list[int] = []
         for e in range(len(self.eqns) - 1, -1, -1):
-            # What goes round decides about its own layout, even where nobody wants the last of it.
+            # A carried value has a layout even if its last value is not used.
             if self.eqns[e].primitive == "loop_result" or any(v in live for v in self.results[e]):
                 keep.append(e)
                 live.update(self.operands[e])

@@ -1,4 +1,4 @@
-"""Layout: which mesh axes shard each dimension of a value, and along which it is unreduced.
+"""Layout: the mesh axes that shard each dimension of a value, and those over which it is unreduced.
 
 Canonical text: `[data,-,model] Σ{x}`: dimension 0 split over `data`, dimension 1
 whole, dimension 2 split over `model`, and partial sums over `x`. A dimension

@@ -1,11 +1,11 @@
-"""Opaque: calls whose inside no partitioner splits, run on each device's part of their operands.
+"""Manual calls: calls that no partitioner splits inside, run on each device's part of their operands.
 
 The body of a `shard_map` is such a part already, at the layouts that its author gives.
 
-A convolution in groups is another: XLA's partitioner misreads its splits (`rules.faults`). On a
+A convolution in groups is another: XLA's partitioner misreads its splits (`ir.partitioner_faults`). On a
 part of the groups it is the same convolution with fewer of them; on a part of the input
-features it makes a part of a sum. So is a Fourier transform, whose batch XLA gathers and
-whose transformed dimensions end the process where they are split.
+features it makes a part of a sum. So is a Fourier transform: XLA gathers its
+batch, and crashes if its transformed dimensions are split.
 
 A `pallas_call` walks a grid, block by block: where an axis of the grid walks over dimensions in
 equal parts (`autoshard.ir.block_maps` proves it), a device can walk one part of it, over its part of those
@@ -41,11 +41,11 @@ def in_groups(params: Mapping[str, Any]) -> bool:
 
 
 def localized(params: Mapping[str, Any], pieces: Mapping[DimRef, int]) -> dict[str, Any]:
-    """The parameters of a `pallas_call` for operands and results of which each is a piece.
+    """The parameters of a `pallas_call` that runs on one piece of each operand and result.
 
     Args:
-      params: of the whole call.
-      pieces: driven place → into how many pieces it is split, all places of one grid axis alike.
+      params: the parameters of the whole call.
+      pieces: driven place → number of pieces, the same for all places of one grid axis.
 
     Raises:
       PlanMismatchError: the block maps do not prove that the pieces can be walked each on its own.

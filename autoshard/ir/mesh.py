@@ -1,4 +1,4 @@
-"""Mesh axes: names, sizes and order; where each lies is `cost_models`' business.
+"""Mesh axes: names, sizes and order; `cost_models` places them on hardware.
 
 Not a second `jax.sharding.Mesh`: users only ever see JAX's.
 """
@@ -69,5 +69,5 @@ def _is_name(name: object) -> bool:
 
 
 def _whole(size: Any) -> Any:
-    """A NumPy integer as Python's; what is no whole number stays, and is refused."""
+    """A NumPy integer as Python's; other values are returned as they are, to be refused."""
     return index(size) if hasattr(size, "__index__") and not isinstance(size, bool) else size

@@ -1,11 +1,11 @@
-"""Faults: what XLA computes wrongly when a program is split, and what autoshard does about it.
+"""Partitioner faults: programs that XLA computes wrongly when they are split, and autoshard's remedies.
 
-One table, `FAULTS`. A row says which primitives a fault is of, what XLA does instead, on
-which backends its compiled program does so and with which JAX versions it was seen. Its
+One table, `FAULTS`. A row gives the primitives with the fault, the wrong behaviour, the
+backends whose compiled programs show it, and the JAX versions in which it was seen. Its
 remedy: the split is *not offered* (the primitive's rule keeps the dimension whole), the
 equation is *emitted otherwise* (`emission` binds it so that the fault cannot show), or the
 fault is *left as it is*, for a reason that `what` gives. Rules and `emission` ask the row
-itself whether it is of a primitive, so that no remedy lives without its row.
+itself whether a primitive has the fault, so that no remedy exists without its row.
 
 Every row is reproduced in plain JAX, without autoshard, by the function of its name in
 `tests/faults_reproduced.py`; `tests/rules/test_rules_faults.py` fails as soon as a JAX version
@@ -19,11 +19,11 @@ INDEXED = ("gather", "scatter", "scatter-add", "scatter-max", "scatter-min", "sc
 
 
 class Remedy(StrEnum):
-    """What autoshard does about a fault."""
+    """How autoshard avoids a fault."""
 
     NOT_OFFERED = "not offered"  # a rule keeps the dimension whole
     EMITTED_OTHERWISE = "emitted otherwise"  # `emission` binds the equation in another way, or `opaque` on parts
-    LEFT = "left as it is"  # as whoever shards by hand has it
+    LEFT = "left as it is"  # a program sharded by hand has it, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

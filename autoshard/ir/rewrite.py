@@ -1,6 +1,6 @@
-"""Apply: a jaxpr evaluated again with sharding constraints where the plan wants them.
+"""Rewrite: evaluates a jaxpr again, with the sharding constraints of a plan.
 
-Pins are keyed by the equation's path through the nested jaxprs. Both ends of every
+Constraints are keyed by the equation's path through the nested jaxprs. Both ends of every
 resharding are pinned: the layout in which a value is made, then every layout on its
 way to the consumer, so that a cast is pinned before its result is gathered and an
 all-to-all is not replaced by a gather. Calls with rules of their own (`remat`,
@@ -67,9 +67,9 @@ def constrained(
 
     Args:
       closed: the program.
-      pins: its constraints.
-      mesh: concrete or abstract.
-      args: one per input.
+      pins: the constraints.
+      mesh: a concrete or abstract mesh.
+      args: one value per input.
       scope: entered around every equation.
       label: the name scope in which each constraint is emitted; places with equal names share them.
     """
@@ -96,14 +96,14 @@ def constrained(
         return [pin(value, pins.again.get((path, i), ()), ("again", (path, i))) for i, value in enumerate(behind)]
 
     def bind(eqn: Any, operands: list[Any], path: Path) -> list[Any]:
-        """An opaque kernel is run on each device's part of its operands; what XLA gets wrong is emitted otherwise."""
+        """Binds an equation: an opaque kernel on each device's part, a fault of XLA in its safe form."""
         if (path, 0) not in pins.kernels or mesh.size == 1:
             return emission.bind(eqn, operands, mesh.size)
         count = len(operands) + len(eqn.outvars)
         return manual_calls.call(eqn, operands, mesh, [pins.kernels[path, i][0] for i in range(count)])
 
     def rule(closed: Any, args: Sequence[Any], path: Path) -> list[Any]:
-        """Of the rules of custom derivatives, the kernels alone are laid out; all is emitted as elsewhere."""
+        """Evaluates a rule of a custom derivative: its kernels have layouts, the rest is emitted as elsewhere."""
         return evaluate(closed, args, made=_keep, taken=_keep, bind=bind, path=path)
 
     inputs = [pin(arg, pins.inputs.get(i, ()), ("input", i)) for i, arg in enumerate(args)]
@@ -181,7 +181,7 @@ def _fit(spec: PartitionSpec, aval: Any, mesh: MeshAxes, path: Path) -> tuple[in
 
 
 def _ends(closed: Any, path: Path) -> tuple[list[Any], list[Any]]:
-    """What is taken and what is made at a path: of an equation, or of a body (its results, its arguments)."""
+    """The values taken and made at a path: of an equation, or of a body (its results, its arguments)."""
     if len(path) % 2:
         eqn = _equation_at(closed, path)
         return ([], []) if eqn is None else ([x.aval for x in eqn.invars], [x.aval for x in eqn.outvars])

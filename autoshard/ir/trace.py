@@ -17,7 +17,7 @@ from autoshard.ir.fingerprint import fingerprint
 from autoshard.ir.mesh import MeshAxes
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: the digest is found when first asked for
+@dataclass(frozen=True, kw_only=True)  # no slots: the digest is cached
 class Traced:
     """A closed jaxpr with the pytree path of each input and output.
 
@@ -51,7 +51,7 @@ class Traced:
 
     @cached_property
     def former_digests(self) -> frozenset[str]:
-        """What autoshard 0.1.0 made of it: JAX's own text, with or without colours, and the outer constants."""
+        """The digests of autoshard 0.1.0: of JAX's own text, with or without colours, and of the outer constants."""
         texts = [_jax.former_text(self.jaxpr, color=color) for color in (False, True)]
         consts = b"".join(np.asarray(c).tobytes() for c in _jax.array_consts(self.jaxpr))
         return frozenset(
@@ -162,7 +162,7 @@ def _name(fn: Callable[..., Any]) -> str:
 
 
 def own_mesh(jaxpr: Any, mesh: MeshAxes) -> Any:
-    """The mesh of a `shard_map` that is over another one than this; None if there is none."""
+    """The mesh of the first `shard_map` over a mesh other than `mesh`; None if there is none."""
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
         if eqn.primitive.name == "shard_map":
             own = eqn.params["mesh"]

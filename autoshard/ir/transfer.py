@@ -1,9 +1,10 @@
-"""Transfer: a hand-written layout as constraints on the program that it is a layout of.
+"""Transfer: carries the constraints of a hand-written layout over to the program without them.
 
-Who lays a program out by hand writes `with_sharding_constraint` into it: another program.
-Beside those constraints its equations are the same, one by one; what is emitted around an
-equation there is emitted around its twin here. A constraint on a value that has no other
-use becomes one where the value is made, another one on every use of the constrained value.
+A user who lays a program out by hand writes `with_sharding_constraint` into it: that is another
+program. Apart from those constraints the equations of both are the same, one by one. The
+constraints around an equation of the one go around its twin in the other. A constraint on a
+value without other uses goes to the place where the value is made; any other constraint goes to
+every use of the constrained value.
 """
 
 from collections import Counter
@@ -93,13 +94,13 @@ class _Walk:
         return [chain(atom) for atom in one.outvars]
 
     def _equation(self, eqn: Any, twin: Any, there: Path, here: Path, pending: Sequence[Specs]) -> None:
-        """What is emitted around one equation and in its bodies.
+        """Transfers the constraints around one equation and in its bodies.
 
         Args:
-          eqn: of the source.
-          twin: of the target.
-          there: the source's path.
-          here: the target's.
+          eqn: the equation of the source.
+          twin: the equation of the target.
+          there: the path in the source.
+          here: the path in the target.
           pending: constraints on every operand.
         """
         pins = self.pins

@@ -1,1 +1,1 @@
-"""Reports: a plan or a verification for people."""
+"""The toolkit of reports: columns, units, pages, progress."""

@@ -77,7 +77,7 @@ def numbers(chip: Chip, topology: Topology | None = None, *, width: int | None =
 
 
 def limits(found: Sequence[Limit], *, width: int | None = None) -> str:
-    """Rules of thumb: from where on is a strategy compute-bound, and what fits?"""
+    """Rules of thumb: the sizes from which each strategy is compute-bound, and the models that fit."""
     rows = [(limit.name, f"{limit.value:,.4g}", limit.unit, limit.source) for limit in found]
     title = "rules of thumb, at peak rates; chapters of How to Scale Your Model"
     head = ("rule", "value", "unit", "chapter")

@@ -20,7 +20,7 @@ def page(
 ) -> str:
     """The page of a ranking (`Search.to_json`), a plan (`view.of_plan`), a phase diagram, or several of them.
 
-    Every number that it shows is one of theirs: they are what is embedded.
+    The page embeds their JSON: every number that it shows comes from there.
     """
     data = {"ranking": ranking, "plan": plan, "phase": phase}
     shown = ranking or plan or phase

@@ -1,4 +1,4 @@
-"""Progress: in which stage planning is, on a terminal, while it lasts."""
+"""Progress: shows the current stage of planning on a terminal."""
 
 import contextlib
 import logging
@@ -14,7 +14,7 @@ _LOG = logging.getLogger("autoshard")
 
 
 class _Stages(logging.Handler):
-    """Follows the log: after a stage that is done the next is shown, and what a long one says of itself."""
+    """Follows the log: shows the stage that comes after the last finished one, and the messages of a long stage."""
 
     def __init__(self, status: Status) -> None:
         super().__init__(logging.DEBUG)
@@ -30,15 +30,15 @@ class _Stages(logging.Handler):
 
 @contextlib.contextmanager
 def shown(console: Console, first: str) -> Generator[None]:
-    """A spinner with the present stage, gone at the end; nothing where `console` is no terminal.
+    """Shows a spinner with the current stage and removes it at the end; without a terminal, shows nothing.
 
-    Within another one that goes on.
+    Inside of another spinner, that one stays.
 
     Args:
       console: of standard error, as a rule.
-      first: what happens until the first stage is done.
+      first: the text until the first stage is done.
     """
-    with contextlib.redirect_stdout(sys.stderr):  # what the user's own functions print is no result
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is for results: the user's functions print elsewhere
         yield from _shown(console, first)
 
 

@@ -19,7 +19,7 @@ def byte_count(written: object, what: str) -> int:
     """`64GB`, `60GiB`, `1.5e9`, or a number → bytes.
 
     Raises:
-      SpecError: it is no number of bytes; the message begins with `what`.
+      SpecError: the text is no number of bytes; the message begins with `what`.
     """
     count = nan
     if isinstance(written, str):
@@ -29,6 +29,6 @@ def byte_count(written: object, what: str) -> int:
             count = float(match[1]) * _UNITS[unit]
     elif not isinstance(written, bool) and isinstance(written, Real):
         count = written if isinstance(written, int) else float(written)
-    if not 0 <= count <= LARGEST:  # nor of what is no number
+    if not 0 <= count <= LARGEST:  # also refuses NaN
         raise SpecError(f"cannot read {what}: write a number of bytes, as in 64GB or 60GiB")
     return int(written) if isinstance(written, int) else int(count)

@@ -16,7 +16,7 @@ from rich.text import Text
 GAP = 2  # blanks between columns
 LEFT = 5e-5  # gap of a plan that is as good as optimal: in percent no digit of it shows
 NARROWEST = 6  # columns of text that is broken over lines
-NARROW, WIDE = 80, 120  # the least and the most columns that reports make use of
+NARROW, WIDE = 80, 120  # the least and the most columns that reports use
 
 # JAX's own short names of dtypes, as jaxprs print them.
 _SHORT_DTYPES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c"))
@@ -25,7 +25,7 @@ _BEFORE_UNIT = r"(?<=\d) (?=[kMGT]?B\b|[mµn]?s\b|[MGTPE]FLOP)"
 
 
 def columns() -> int:
-    """Columns of this terminal, within what reports make use of; 100 where there is no terminal."""
+    """The width of this terminal in columns, within the limits of reports; 100 without a terminal."""
     return min(max(shutil.get_terminal_size((100, 24)).columns, NARROW), WIDE)
 
 
@@ -86,7 +86,7 @@ class _Fitting:
         yield from console.render(_table(self, widths), options.update(width=max(needed, options.max_width)))
 
     def _widths(self, room: int) -> list[int] | None:
-        """The width of every column where some that are whole have to be broken; None where none has to."""
+        """The width of every column if unbroken columns must be broken to fit; None if they need not."""
 
         def width(i: int) -> int:
             cells = [row[i] for row in (self.head, *self.rows, *([self.footer] if self.footer else []))]
@@ -179,7 +179,7 @@ def time_text(seconds: float) -> str:
 
 
 def proof_text(status: str, objective_s: float, bound_s: float) -> str:
-    """What is proven of a plan: status and gap, or how far from optimal it is where no digit of a gap would show."""
+    """The proof of a plan: status and gap, or its distance from the bound if the gap is too small to show."""
     left_s = objective_s - bound_s
     if status == "feasible" and left_s < LEFT * objective_s:
         return f"optimal to {ceil(left_s * 1e9)} ns" if left_s < 1e-6 else f"optimal to {time_text(left_s)}"
@@ -192,7 +192,7 @@ def bytes_text(nbytes: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """How many, of what is estimated: `3,150`, `2.5`."""
+    """An estimated count: `3,150`, `2.5`."""
     return f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
 
 

@@ -34,7 +34,7 @@ def conv_general_dilated(eqn: Eqn) -> ShardingRule:
 
     With g feature groups the input features are (g, i), the output features (g, o), the
     kernel's [i] and [(g, o)]; with g batch groups the batch is (g, b), the output [b].
-    Groups pass, but what lies minor of a split group must be whole.
+    Groups pass; the factors minor of a group must be whole.
     """
     image, kernel = eqn.operands
     (out,) = eqn.results
@@ -67,7 +67,7 @@ def conv_general_dilated(eqn: Eqn) -> ShardingRule:
 
 @register("ragged_dot_general")
 def ragged_dot_general(eqn: Eqn) -> ShardingRule:
-    """As `dot_general`, but the ragged dimension and the groups must be whole.
+    """Like `dot_general`, but the ragged dimension and the groups must be whole.
 
     The group sizes say which rows meet which matrix; they count rows of the whole ragged
     dimension, so a kernel call on a part of it would need other sizes.
@@ -102,7 +102,7 @@ def ragged_dot_general(eqn: Eqn) -> ShardingRule:
 
 
 def _is_pointwise(eqn: Eqn, spatial: int, window: int) -> bool:
-    """Whether a spatial dimension is convolved with one unpadded tap (see `faults.DILATED_TAP`)."""
+    """Whether a spatial dimension is convolved with one unpadded tap (see `partitioner_faults.DILATED_TAP`)."""
     p = eqn.params
     steps = (p["window_strides"][spatial], p["lhs_dilation"][spatial], p["rhs_dilation"][spatial])
     return (window, *steps, *p["padding"][spatial]) == (1, 1, 1, 1, 0, 0)

@@ -1,8 +1,8 @@
 """Control flow: primitives with a body have no rule of their own; their body's equations have.
 
-Calls are seen through when the graph is built, loops and branches are nodes with a body.
-Declared here so that one which arrives at a rule is reported as what it is. Calls of the
-host have a rule: the compiler brings their operands together on one device.
+The graph opens calls, loops and branches before any rule is looked up. Their primitives
+are refused here, so that a missing-rule error explains itself. Calls of the host have a
+rule: the compiler brings their operands together on one device.
 """
 
 from autoshard.ir.graph import Eqn
@@ -18,7 +18,7 @@ refuse(dict.fromkeys(BODIES, "it has a body, whose equations have the rules, and
 
 @register("shard_map")
 def manual(eqn: Eqn) -> ShardingRule:
-    """Nothing to choose: its author has given the layouts (`autoshard.ir.manual_calls`)."""
+    """Keeps every dimension whole: its author has given the layouts (`autoshard.ir.manual_calls`)."""
     return whole(eqn)
 
 
@@ -33,7 +33,7 @@ def host_call(eqn: Eqn) -> ShardingRule:
 
 @register("loop_const", "loop_carry", "loop_result", "branch_join")
 def carried(eqn: Eqn) -> ShardingRule:
-    """A value that enters or leaves a body as it is, from one branch or several."""
+    """Every dimension passes: a value enters or leaves a body unchanged, from one branch or several."""
     b = RuleBuilder()
     dims = b.dims(eqn.results[0].shape)
     return b.rule([dims] * len(eqn.operands), [dims])
@@ -41,7 +41,7 @@ def carried(eqn: Eqn) -> ShardingRule:
 
 @register("loop_slice")
 def loop_slice(eqn: Eqn) -> ShardingRule:
-    """The stacked dimension is whole: split, the compilers would gather the whole stack in every trip."""
+    """The stacked dimension is whole: if it were split, compilers would gather the whole stack in every trip."""
     b = RuleBuilder()
     stacked = b.dims(eqn.operands[0].shape[:1], FactorKind.REPLICATE)
     rest = b.dims(eqn.results[0].shape)
@@ -50,7 +50,7 @@ def loop_slice(eqn: Eqn) -> ShardingRule:
 
 @register("loop_stack")
 def loop_stack(eqn: Eqn) -> ShardingRule:
-    """The stacked dimension is whole, as it is filled trip by trip."""
+    """The stacked dimension is whole, because it is filled trip by trip."""
     b = RuleBuilder()
     stacked = b.dims(eqn.results[0].shape[:1], FactorKind.REPLICATE)
     rest = b.dims(eqn.operands[0].shape)

@@ -1,10 +1,10 @@
 """Indexing: gather, scatter, dynamic slices, sorts: where an element goes depends on data.
 
-An indexed dimension of which one row at a time is taken may be split, because the
+An indexed dimension may be split if the primitive takes one row at a time from it. The
 compiler's partitioner masks the rows that a shard does not hold: a gather then leaves
-partial sums (the vocabulary-parallel embedding lookup), a scatter drops the updates of
-foreign rows and needs no communication. Windows of more than one and less than all rows
-would cross shard boundaries: those dimensions must be whole.
+partial sums (the vocabulary-parallel embedding lookup), and a scatter drops the updates
+of foreign rows, without communication. A window of several rows, but not all, would
+cross shard boundaries: such a dimension must be whole.
 
 A scatter whose updates are split leaves partial results. Its operand does not contain
 the split factor and would count once per shard; it counts *once*: the partitioner gives
@@ -40,7 +40,7 @@ def dynamic_slice(eqn: Eqn) -> ShardingRule:
 
 @register("dynamic_update_slice")
 def dynamic_update_slice(eqn: Eqn) -> ShardingRule:
-    """Dimensions replaced in full pass, and so does a dimension of which one row is replaced.
+    """A dimension passes if it is replaced in full, or if a single row of it is replaced.
 
     The row's owner writes it, the other shards write nothing (a token's keys and values
     go into a cache that is split along the sequence). Longer windows must be whole.
@@ -60,7 +60,7 @@ def dynamic_update_slice(eqn: Eqn) -> ShardingRule:
 def gather(eqn: Eqn) -> ShardingRule:
     """Index and full window dimensions pass; single indexed rows sum over shards.
 
-    A dimension of which one row is taken that no index is for (it is the first) must be whole.
+    A dimension from which one row is taken without an index (the first row) must be whole.
     A gather that fills out-of-bounds rows keeps partial sums where the fill value is its
     own sum: NaN (the default of inexact types) and zero.
     """
@@ -89,7 +89,7 @@ def gather(eqn: Eqn) -> ShardingRule:
 def scatter(eqn: Eqn) -> ShardingRule:
     """Indexed rows and full window dimensions pass; update dimensions reduce.
 
-    A dimension of which one row is updated that no index is for (it is the first) must be whole.
+    A dimension in which one row is updated without an index (the first row) must be whole.
     Updates that overwrite (`scatter`) have no reduction: their dimensions must be whole.
     """
     operand, indices, updates = eqn.operands

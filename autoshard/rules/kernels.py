@@ -1,7 +1,8 @@
 """Kernels: attention by Pallas kernels that ship with JAX, and by cuDNN.
 
-A rule for a Pallas kernel says which dimensions it treats each on its own; the grid must agree
-(`rule_of` keeps whole what the grid does not walk over block by block).
+A rule for a Pallas kernel lists the dimensions along which the kernel works on each position
+independently. Its grid must agree: `rule_of` keeps a dimension whole unless the grid walks over
+it block by block.
 """
 
 from autoshard.ir.graph import Eqn
@@ -24,7 +25,7 @@ def flash_attention(eqn: Eqn) -> ShardingRule:
     return build.rule([dims(a.shape) for a in eqn.operands], [dims(a.shape) for a in eqn.results])
 
 
-# jax.nn.dot_product_attention(implementation="cudnn"): positions of what its primitives take and make.
+# jax.nn.dot_product_attention(implementation="cudnn"): the operands and results of its primitives, by position.
 CUDNN_OPERANDS = ("q", "kv", "kv", "bias", *("lengths",) * 6)
 CUDNN_FORWARD, CUDNN_BACKWARD = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
 
@@ -33,8 +34,8 @@ CUDNN_FORWARD, CUDNN_BACKWARD = "dot_product_attention_fwd_wrapper", "dot_produc
 def cudnn_attention(eqn: Eqn) -> ShardingRule:
     """Batch and heads pass, positions and features must be whole, as cuDNN's partitioning in JAX has it.
 
-    With G query heads per head of keys, the query heads are (heads, G). A bias whose
-    gradient is wanted is summed over what it lacks: then nothing is split.
+    With G query heads per head of keys, the query heads are (heads, G). The gradient of a
+    bias is summed over the dimensions that the bias lacks: then nothing is split.
     """
     query, keys = eqn.operands[:2]
     heads_first = eqn.params["layout"] == 1  # BNTH, else BTNH

@@ -1,7 +1,7 @@
 """Pointwise: every element of a result depends on the same element of each operand.
 
-One rule function serves the whole family. What differs is `linear`: through which
-operands partial sums may flow. `convert_element_type` counts as linear between
+One rule function serves the whole family. Its members differ in `linear`: the operands
+through which partial sums may flow. `convert_element_type` counts as linear between
 inexact types, though rounding commutes with a sum only up to the precision of the
 type: that is the contract of every partial sum in a reduced precision.
 """

@@ -40,5 +40,5 @@ def wrapping(eqn: Eqn) -> ShardingRule:
 
 @register("rng_bit_generator", "rng_uniform")
 def stateful(eqn: Eqn) -> ShardingRule:
-    """The bits depend on the shape that is asked for: every dimension must be whole."""
+    """The bits depend on the shape of the whole result: every dimension must be whole."""
     return whole(eqn)

@@ -1,4 +1,4 @@
-"""ShardingRule: what of an equation may be split, and what splitting means.
+"""ShardingRule: which dimensions of an equation may be split, and the consequences of splitting them.
 
 A rule names the loop indices (*factors*) of an equation, in Shardy's terms. Every
 dimension of every operand and result is a product of factors, major to minor:
@@ -6,16 +6,16 @@ dimension of every operand and result is a product of factors, major to minor:
     dot_general   ([i,j],[j,k])->([i,k]) {i=8,j=16,k=32} reduction={j}
     reshape       ([ij])->([i,j]) {i=4,j=8}
 
-What splitting a factor over a mesh axis does depends on its kind: *pass-through*
+The kind of a factor says what happens when it is split over a mesh axis: *pass-through*
 costs nothing, *reduction* leaves the results unreduced over that axis,
 *permutation* needs a halo or a permute, *replicate* is not possible. Values without
 the factor are whole over the axis. A factor that is minor of others in some dimension
 can be split only when these are split fully. A rule never sees a mesh, a cost or a
 tracer.
 
-Rules claim what XLA's SPMD partitioner does, the same for CPU, GPU and TPU: where it
-communicates though the mathematics need not, a rule says *replicate*, but for what runs on each
-device's part (`autoshard.ir.manual_calls`).
+Rules describe XLA's SPMD partitioner, which is the same for CPU, GPU and TPU. If the
+partitioner communicates where the mathematics need not, the rule says *replicate*. Kernels
+that run on each device's part are the exception (`autoshard.ir.manual_calls`).
 """
 
 import string
@@ -33,7 +33,7 @@ from autoshard.ir.graph import Eqn
 
 
 class FactorKind(StrEnum):
-    """What splitting a factor over a mesh axis does to the equation."""
+    """The effect of splitting a factor over a mesh axis."""
 
     PASS = "pass"  # each shard computes its part
     REDUCTION = "reduction"  # results are unreduced over the axis
@@ -155,7 +155,7 @@ def shifted(build: RuleBuilder, *sizes: int) -> list[Dim]:
     """One dimension of several values whose elements shift against each other.
 
     The greatest common divisor of the sizes is one permutation factor of all of them;
-    what remains of each size must be whole.
+    the rest of each size must be whole.
     """
     common = gcd(*sizes)
     if common == 0:
@@ -165,7 +165,7 @@ def shifted(build: RuleBuilder, *sizes: int) -> list[Dim]:
 
 
 def whole(eqn: Eqn, linear: tuple[frozenset[int], ...] = ()) -> ShardingRule:
-    """The rule of an equation of which nothing can be split."""
+    """The rule of an equation that cannot be split at all."""
     build = RuleBuilder()
     operands, results = (
         [build.dims(aval.shape, FactorKind.REPLICATE) for aval in side] for side in (eqn.operands, eqn.results)
@@ -254,8 +254,8 @@ def _unsplit_where_empty(eqn: Eqn, rule: ShardingRule) -> ShardingRule:
 def _walked(eqn: Eqn) -> str:
     """The rule that a kernel's grid proves: dimensions that one grid axis walks over share a letter.
 
-    Where it walks more slowly over one of them, as over the heads of grouped keys, that letter is the major
-    part of the others.
+    If it walks more slowly over one of them (the heads of grouped keys), that letter is the major part
+    of the others.
     """
     driven = walks(eqn.params).driven
     values = (*eqn.operands, *eqn.results)
@@ -282,9 +282,9 @@ def _walked(eqn: Eqn) -> str:
 
 
 def _as_walked(eqn: Eqn, rule: ShardingRule) -> ShardingRule:
-    """A kernel's rule with factors whole that its grid does not walk over in all their places, in equal parts.
+    """A kernel's rule, with a factor made whole unless its grid walks over all its places in equal parts.
 
-    A factor that stays is split into those parts and, minor of them, what lies within one.
+    Each remaining factor becomes two: the grid's parts and, minor of them, the positions within one part.
     """
     driven = walks(eqn.params).driven
     build = RuleBuilder()
@@ -318,9 +318,9 @@ def _places(rule: ShardingRule) -> list[set[DimRef]]:
 
 
 def kept_whole(eqn: Eqn) -> str:
-    """What a kernel's registered rule lets pass and its block maps do not, with the reasons; empty if nothing.
+    """Factors that a kernel's registered rule lets pass and its block maps do not, with the reasons.
 
-    What lies within a block is not mentioned.
+    Factors within one block are left out.
     """
     fn = _REGISTRY.get(registry_name(eqn)) or _REGISTRY.get(eqn.primitive)
     if eqn.primitive != manual_calls.PALLAS or fn is None:
@@ -352,7 +352,7 @@ def kept_whole(eqn: Eqn) -> str:
 
 
 def rules_of(eqns: Iterable[Eqn], *, unknown: str = "error") -> list[ShardingRule]:
-    """The rule of each equation, worked out once for all that are alike.
+    """The rule of each equation, worked out once for all equations that are alike.
 
     The layers of a model repeat few distinct equations many times. Equations are alike
     if primitive, avals (the same objects, as a graph shares them) and parameters are.

@@ -117,7 +117,7 @@ def tile(eqn: Eqn) -> ShardingRule:
 
 @register("transpose")
 def transpose(eqn: Eqn) -> ShardingRule:
-    """Dimensions change places."""
+    """Permutes the dimensions."""
     build = RuleBuilder()
     dims = build.dims(eqn.operands[0].shape)
     return build.rule([dims], [[dims[d] for d in eqn.params["permutation"]]], FIRST)
@@ -136,7 +136,7 @@ def unstack(eqn: Eqn) -> ShardingRule:
 def refine(build: RuleBuilder, source: tuple[int, ...], target: tuple[int, ...]) -> tuple[list[Dim], list[Dim]]:
     """Factors of two shapes of equal element count, walked from major to minor.
 
-    What the extents at hand have in common is a factor of both: a block of the source is
+    The common divisor of the two extents at hand is a factor of both: a block of the source is
     a block of the target. Where they have nothing in common (`[4,3] -> [6,2]`: after the
     common 2, `[2,3]` and `[3,2]` are left) all dimensions up to the next place where both
     sides have walked the same count must be whole.

@@ -2,7 +2,7 @@
 
 Bytes are logical, per device, of one execution: an all-gather counts its result;
 reduce-scatter, all-reduce, all-to-all and collective-permute count their operand.
-What compilers do to collectives is undone, by rules that look at structure:
+Compilers combine, fuse and split collectives; these rules undo that, by structure:
 
 - a combined collective (several operands, or one concatenation) is one row per element;
 - XLA:TPU's custom fusion of all-reduce and dynamic-slice is a reduce-scatter of the
@@ -55,7 +55,7 @@ _KIND_OF: Mapping[str, Kind] = {
 }
 
 
-_Channel = tuple[Kind, str]  # what repeats one collective has in common
+_Channel = tuple[Kind, str]  # kind and channel: the same for all repetitions of one collective
 
 
 def communicates(instruction: Instruction) -> bool:
@@ -83,7 +83,7 @@ class Collective:
       asynchronous: other instructions may run between start and done.
       combined: elements that the compiler launches together with this one, itself included.
       conditional: it stands in a branch, which may not be taken.
-      unknown_loops: loops around it whose trips the text does not tell; each counts `unknown_trips`.
+      unknown_loops: loops around it whose trip count the text does not give; each counts `unknown_trips`.
       moved_bytes: bytes that one device sends in one execution.
       groups: devices by position in the mesh.
     """
@@ -123,7 +123,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """Where the walk stands: how often it is executed, and in what."""
+    """The place of the walk: how often it is executed, and the loops and branches around it."""
 
     trips: int = 1
     conditional: bool = False
@@ -157,12 +157,12 @@ def collectives(
     Args:
       module: a partitioned program.
       mesh: the axes of its mesh; ids in the text are positions in `mesh.devices.flat`.
-      trip_counts: trips by the name of the `while` instruction, for loops whose
-        text does not tell (or to replace what it tells).
+      trip_counts: trips by the name of the `while` instruction. They count before
+        those of the text.
       fold_slices: count an all-reduce that is only sliced by partition id as a
         reduce-scatter: right for XLA:CPU, which never emits one.
-      unknown_trips: trips of a loop that neither its text nor `trip_counts` tells.
-      unknown_depth: so many of those inside each other; deeper ones count once.
+      unknown_trips: trips of a loop that neither its text nor `trip_counts` gives.
+      unknown_depth: how many such loops inside each other take `unknown_trips`; deeper ones count once.
 
     Raises:
       HloError: the mesh is not of the program's size, or a group cannot be read.
@@ -186,7 +186,7 @@ def collectives(
 
 
 def _walk(reader: _Reader, computation: Computation, context: _Context) -> Iterator[Collective]:
-    """Collectives of a computation and of what it calls, in schedule order."""
+    """Collectives of a computation and of all that it calls, in schedule order."""
     found = rings(reader.flow, computation, reader.trip_counts)
     folded = {name for ring in found.values() for name in ring.permutes} | _halos(reader, computation)
     pairs = {x.operands[0]: x.name for x in computation if x.opcode.endswith("-done") and x.operands}
@@ -291,7 +291,7 @@ def _span(reader: _Reader, instruction: Instruction) -> tuple[Groups, tuple[str,
     groups = parse_groups(text, reader.mesh.size)
     reduces = _KIND_OF[instruction.opcode] in ("all-gather", "all-reduce", "reduce-scatter")
     if reduces and instruction.attribute("use_global_device_ids") != "true" and instruction.attribute("channel_id"):
-        # Groups of replicas, of which there is one: every partition takes part (XLA's kCrossReplicaAndPartition).
+        # Groups of replicas. There is one replica, so every partition takes part (XLA's kCrossReplicaAndPartition).
         groups = (tuple(range(reader.mesh.size)),)
     return groups, axes_of_groups(groups, reader.mesh), max(len(group) for group in groups)
 
@@ -326,7 +326,7 @@ def _elements(
 def _concatenated(
     module: Module, computation: Computation, instruction: Instruction
 ) -> tuple[tuple[Shape, Instruction], ...]:
-    """What a concatenation (or a fusion that is one) is made of: shapes and the instructions outside it."""
+    """The parts of a concatenation (or of a fusion that is one): their shapes and the instructions outside it."""
     if instruction.opcode == "concatenate":
         sources = [computation[name] for name in instruction.operands]
     elif instruction.opcode == "fusion" and (body := module[instruction.calls[0]]).root.opcode == "concatenate":
@@ -365,7 +365,7 @@ def _fused(
         seen.add(channel)
         done = _waiting(reader, computation, channel) or fusion.name
         for name, scatters in zip(instruction.operands, scattered, strict=True):
-            # The fusion's own operand: what the fusion pads before the all-reduce is no one's data.
+            # Counts the fusion's own operand: padding before the all-reduce holds no data.
             operand = _unpadded(body, body[name]) if scatters else body[name]
             actual: Kind = "reduce-scatter" if scatters else kind
             logical = operand.nbytes * (size if kind == "all-gather" else 1)
@@ -427,7 +427,7 @@ def _marked(
 
 
 def _unpadded(body: Computation, operand: Instruction) -> Instruction:
-    """What a value was before it was padded."""
+    """The value that a padding extends."""
     while operand.opcode in VIEWS | {"pad"}:
         operand = body[operand.operands[0]]
     return operand
@@ -447,7 +447,7 @@ def _asynchronous(
 
 
 def _ring_row(reader: _Reader, computation: Computation, ring: Ring, context: _Context) -> Collective:
-    """The collective that a windowed einsum replaces: as many blocks as there are devices in the ring."""
+    """The collective that a windowed einsum replaces: one block per device of the ring."""
     anchor = computation[ring.anchor]
     return Collective(
         kind=ring.kind,

@@ -1,6 +1,6 @@
-"""XLA:TPU's own estimate of compute: `estimated_cycles`, which it writes on fusions and on nothing else.
+"""XLA:TPU's own estimate of compute: `estimated_cycles`, an attribute that it writes on fusions.
 
-Collectives carry none, and neither does the text of XLA:GPU or XLA:CPU.
+Collectives carry none, nor does the text of XLA:GPU or XLA:CPU.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from autoshard.backends.hlo.loops import Loops
 from autoshard.backends.hlo.text import Computation, Module
 
-# Clock of a TensorCore: what the chips' peak FLOP/s need of their MXUs (Austin et al. 2025, "How to Scale Your Model",
+# Clock of a TensorCore: peak FLOP/s over FLOPs per cycle of its MXUs (Austin et al. 2025, "How to Scale Your Model",
 # chapter 2: v5e 4 MXUs of 128 × 128, 197e12 FLOP/s; v5p 8 of them, 459e12; v6e 4 of 256 × 256, 918e12; v4 8, 275e12).
 CLOCK_HZ: Mapping[str, float] = {"tpu-v4": 1.05e9, "tpu-v5e": 1.5e9, "tpu-v5p": 1.75e9, "tpu-v6e": 1.75e9}
 
@@ -21,8 +21,8 @@ def estimated_cycles(module: Module, *, trip_counts: Mapping[str, int] | None = 
 
     Args:
       module: a program that XLA:TPU compiled; 0 for another compiler's.
-      trip_counts: trips by the name of the `while` instruction, for loops whose text does not tell;
-        the others of those count once.
+      trip_counts: trips by the name of the `while` instruction, for loops whose text has none;
+        loops without any count once.
     """
     loops, given = Loops(module), trip_counts or {}
 

@@ -1,18 +1,18 @@
-"""Dataflow of a module: where a value comes from, and what becomes of it."""
+"""Dataflow of a module: where a value comes from, and where it is used."""
 
 from autoshard.backends.hlo.loops import Loops
 from autoshard.backends.hlo.text import UNKNOWN, Computation, Instruction, Module
 
 # Opcodes that hand on (part of) their operand unchanged but for its shape or type.
 VIEWS = frozenset({"bitcast", "bitcast-convert", "convert", "copy", "get-tuple-element", "reshape", "transpose"})
-# Past these, too, the data are still the same.
+# These also leave the data unchanged.
 _SLICES = VIEWS | {"slice", "collective-permute-done", "copy-start", "copy-done"}
 _SOURCE_SEARCH_DEPTH = 8
 _SOURCE_SEARCH_WIDTH = 64
 
 
 class Dataflow:
-    """Uses and sources of a module's values; what it works out is kept."""
+    """Uses and sources of a module's values; results are cached."""
 
     def __init__(self, module: Module) -> None:
         self.module = module
@@ -27,7 +27,7 @@ class Dataflow:
         return self._users[computation.name]
 
     def where(self, computation: Computation, sources: tuple[Instruction, ...]) -> str:
-        """The first source line known: of the sources, then of what they read, then of what reads them."""
+        """The first known source line: of the sources, then of their operands, then of their users."""
         users = self.users_in(computation)
 
         def operands(instruction: Instruction) -> list[Instruction]:

@@ -1,4 +1,4 @@
-"""Trip counts of HLO loops: what the text says, or what its counter and bound say.
+"""Trip counts of HLO loops: read from the text, or worked out from counter and bound.
 
 XLA:GPU and XLA:CPU write `known_trip_count`; XLA:TPU does not, but its conditions
 compare a counter with a constant, which may have come a long way through tuples.
@@ -31,7 +31,7 @@ class Loops:
         }
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """Trips of a `while`, or None where the text does not tell.
+        """Trips of a `while`, or None if the text does not determine them.
 
         Read from `known_trip_count`, else from a condition that compares a counter
         with a bound, both traced to constants, the counter stepping by a constant.

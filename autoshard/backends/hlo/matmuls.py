@@ -1,8 +1,8 @@
 """Matmuls of a compiled program: shapes of every dot, convolution and library call that multiplies.
 
 Calls of cuBLAS name their contraction in the backend's configuration, those of cuDNN's convolutions as
-convolutions do; both take scales, biases and additions along, which are not counted. What else multiplies inside of
-a library or a kernel, and how much, its text does not say: `uncounted` names it.
+convolutions do; their scales, biases and additions are not counted. Other libraries and kernels multiply, too, but
+their text does not say how much: `uncounted` names them.
 """
 
 import json
@@ -33,7 +33,7 @@ _GEMM = re.compile(r"__cublas\$(lt\$)?(gemm|matmul)(\$f8|\$mx)?|__cublas\$\w*gem
 _CONVOLUTION = re.compile(
     r"__cudnn\$conv(?P<what>Forward|BiasActivationForward|ForwardGraph|BackwardInput|BackwardFilter)"
 )
-# Libraries and kernels that multiply, of which the text does not say how much.
+# Libraries and kernels that multiply; the text does not say how much.
 _OPAQUE = re.compile(
     r"__cu(blas|dnn)|__onednn|cutlass|triton|mosaic|tpu_custom_call|te_\w*(gemm|attn)|gpu_kernel|__ck\b|__gpu\$xla\.gpu"
 )
@@ -78,7 +78,7 @@ def uncounted(module: Module, instruction: Instruction) -> Iterator[str]:
 
 
 def target_of(instruction: Instruction) -> str:
-    """What a custom call calls; empty for anything else."""
+    """The target of a custom call; empty for other instructions."""
     if not instruction.opcode.startswith("custom-call"):
         return ""
     found = _TARGET.search(instruction.attributes)
@@ -86,7 +86,7 @@ def target_of(instruction: Instruction) -> str:
 
 
 def _dtype(left: Shape, right: Shape) -> str:
-    """What is multiplied, as cost models call it."""
+    """The element type that is multiplied, by its name in cost models."""
     wider = right.dtype if left.dtype == "pred" else left.dtype  # a mask times values: XLA:TPU fuses its conversion
     return _DTYPES.get(wider, "bfloat16" if wider.startswith("f8") else wider)
 

@@ -4,9 +4,9 @@ XLA:TPU turns a matmul that needs an all-gather, or ends in a reduce-scatter, in
 loop that multiplies one block while it passes the next to a neighbour (Wang et al.,
 "Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023).
 The blocks go round in both directions, two to a trip, and the n of them take n + 1
-permutes. A loop of one trip is unrolled, and only its permutes are left: of a gather
-without the last two, where nobody takes what they bring; and the first two of a
-scatter, which pass on zeros, are merged with those of other rings of equal blocks.
+permutes. A loop of one trip is unrolled, and only its permutes are left. A gather then
+lacks the last two if nobody reads their blocks; the first two of a scatter pass on
+zeros and are merged with those of other rings of equal blocks.
 """
 
 import re
@@ -28,16 +28,16 @@ _PARTITIONER = 'is_spmd_generated="true"'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """One ring, and what it stands for.
+    """One ring, and the collective that it replaces.
 
     Attributes:
       kind: the collective that it replaces.
       anchor: the loop, or the first permute of an unrolled ring.
       done: the loop, or the last permute.
       permutes: permutes beside the loop (all of them, where there is none) that belong to it.
-      block: what one permute moves.
+      block: the array that one permute moves.
       groups: the devices of each ring, in its order.
-      moved_bytes: what one device sends in all permutes.
+      moved_bytes: bytes that one device sends in all permutes.
       known: whether the loop's trip count is known (else it counts once).
     """
 

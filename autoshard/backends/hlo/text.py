@@ -3,7 +3,7 @@
 The text is XLA's own (`jax.stages.Compiled.as_text()`, or a pass dump); see
 `HloInstruction::ToString` and `HloModule::ToString` in openxla/xla. One pass over
 the lines splits each instruction into name, type, opcode, operands and the rest;
-attributes are searched only when asked for, so that 10 MB read in a second.
+attributes are searched only on demand, so that 10 MB take a second.
 """
 
 import re
@@ -90,7 +90,7 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
 class Instruction:
     """One line: `%name = type opcode(operands), attributes`.
 
-    `attributes` is the rest of the line as text, `literal` what stands between the
+    `attributes` is the rest of the line as text, `literal` the text between the
     parentheses (a constant's value, a parameter's number).
     """
 
@@ -265,7 +265,7 @@ def read(text: str) -> Module:
     partitions = _PARTITIONS.search(header)
     return Module(
         name=header.split()[1].rstrip(","),
-        # The entry is marked, but in a module of one computation.
+        # The entry is marked, except in a module of one computation.
         entry=entry or next(reversed(computations)),
         computations=computations,
         num_partitions=int(partitions[1]) if partitions else 1,

@@ -5,8 +5,8 @@ over mesh axes (`sdy-insert-explicit-reshards`, `sdy-reshard-to-collectives`). X
 partitioner decides by itself which of them to merge, or to replace by cheaper ones, so
 this is the plan as Shardy reads it: every install has it, and it takes milliseconds.
 
-An all-reduce of which only a slice is used stands for the reduce-scatter that the
-compilers make of it.
+If only a slice of an all-reduce is used, it counts as the reduce-scatter that compilers
+make of it.
 """
 
 import re
@@ -45,7 +45,7 @@ def collectives(lowered: Any, mesh: MeshAxes) -> tuple[hlo.Collective, ...]:
     """Every collective of a lowering after Shardy, per device, in program order, loops multiplied out.
 
     Args:
-      lowered: what `jax.jit(…, in_shardings=…).lower(…)` returns; it is not changed.
+      lowered: the result of `jax.jit(…, in_shardings=…).lower(…)`; it is not changed.
       mesh: the axes of its mesh.
 
     Raises:
@@ -91,12 +91,12 @@ def operations(module: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
 
 
 def text(op: Any) -> str:
-    """What a collective does, in words that are equal for equal ones."""
+    """A collective as text; equal collectives have equal texts."""
     return f"{op.name} {op.attributes[_AXES[op.name]] if op.name in _AXES else ''} {op.attributes['out_sharding']}"
 
 
 def parts(op: Any, around: tuple[Any, ...], mesh: MeshAxes) -> Iterator[tuple[hlo.Kind, tuple[str, ...], int, int]]:
-    """(kind, axes, bytes, trips) of what a collective is to a compiler: an all-reduce may be scattered in part."""
+    """(kind, axes, bytes, trips) of the collectives that a compiler makes of one: an all-reduce may end as two."""
     kind = _KINDS[op.name]
     after = passes.layouts_of(op)[0]
     nbytes = _local_bytes(op, after, mesh)
@@ -150,7 +150,7 @@ def _axes(op: Any) -> tuple[str, ...]:
 
 
 def _sliced(op: Any) -> frozenset[str]:
-    """The axes over which everything that reads a value slices it at once."""
+    """The axes over which every reader of a value slices it at once."""
     cut: list[frozenset[str]] = []
     for use in op.results[0].uses:
         user, over = use.owner, frozenset[str]()
@@ -165,7 +165,7 @@ def _sliced(op: Any) -> frozenset[str]:
 
 
 def _layout_of(value: Any) -> Layout | None:
-    """The layout that the op which makes a value gives it; None of a block's argument."""
+    """The layout that a value has by the op that makes it; None for an argument of a block."""
     if not hasattr(value.owner, "attributes"):
         return None
     layouts = passes.layouts_of(value.owner)

@@ -1,7 +1,7 @@
 """Shardy in-process: the rules of lowered ops, and the layouts that propagation chooses.
 
-Stock jaxlib carries the whole partitioning dialect (openxla/shardy), so what XLA
-would decide before it partitions can be asked in milliseconds, with no compiler.
+Stock jaxlib carries the whole partitioning dialect (openxla/shardy). It answers in
+milliseconds, without a compiler, which layouts XLA would choose before it partitions.
 XLA's SPMD partitioner, not Shardy, inserts the final collectives.
 
 A rule prints as Shardy prints it, `([i, k], [k, j])->([i, j]) {i=32, j=256, k=64}
@@ -170,12 +170,12 @@ def lowered(traced: Any, platform: str, places: Iterable[tuple[str, str]]) -> An
     """A traced program, lowered for a platform.
 
     Args:
-      traced: what `jax.jit(…).trace(…)` returns.
+      traced: the result of `jax.jit(…).trace(…)`.
       platform: as JAX names it.
       places: the program's primitives, each with where it is.
 
     Raises:
-      CompileError: JAX has no lowering of one of the equations for the platform, or has one for real devices alone.
+      CompileError: JAX cannot lower an equation for the platform, or only with real devices.
     """
     try:
         return _jax.lower(traced, platform)
@@ -206,12 +206,12 @@ def propagate(lowered: Any, pins: Mapping[int, Layout] | None = None) -> Propaga
 class Lowering:
     """A lowered program, ready to be propagated any number of times under various pins.
 
-    What a probe reads of an op beside its layout (name, place, shape) is read once: the text
-    of 30,000 locations takes as long as propagation does.
+    The name, place and shape of an op are read once, not per probe: the text of 30,000
+    locations takes as long as propagation does.
     """
 
     def __init__(self, lowered: Any) -> None:
-        """Copies what `jax.jit(…, in_shardings=…).lower(…)` returns, for a mesh of two or more devices."""
+        """Copies the result of `jax.jit(…, in_shardings=…).lower(…)`, for a mesh of two or more devices."""
         self._module = _jax.stablehlo(lowered)
         simplify(self._module)
         self.count = _number_results(self._module)
@@ -316,12 +316,12 @@ def run(module: Any, pipeline: str) -> None:
 
 
 def simplify(module: Any) -> None:
-    """Brings a lowered module to what XLA propagates, as far as Shardy tells the difference.
+    """Rewrites a lowered module to the form that XLA propagates, as far as that changes Shardy's layouts.
 
-    XLA first expands CHLO ops (`square`, `erf`, …), none of which Shardy knows, so that layouts
-    would stop there: pointwise ones get their rule. And it makes a reshape of a broadcast that
-    only adds dimensions of one, as in what a `scan` stacks: Shardy passes layouts through reshapes
-    both ways before it passes them through matmuls, through broadcasts one way.
+    XLA first expands CHLO ops (`square`, `erf`, …). Shardy knows none of them, so layouts
+    would stop there: pointwise ones get their rule. XLA also turns a broadcast that only adds
+    dimensions of size 1 (as a `scan` does before it stacks) into a reshape: Shardy passes layouts
+    through reshapes both ways before it passes them through matmuls, through broadcasts one way.
     """
     for op, _ in walk(module):
         if op.name.startswith("chlo."):
@@ -391,7 +391,7 @@ def source_of(op: Any, calls: str) -> tuple[str, str]:
 
 
 def _number_results(module: Any) -> int:
-    """Tags each op with the number of its first result; how many results there are."""
+    """Tags each op with the number of its first result; returns the number of results."""
     count = 0
     for op, _ in walk(module):
         if len(op.results) and _NUMBER not in op.attributes:
@@ -404,7 +404,7 @@ def _pin(module: Any, pins: Mapping[int, Layout], count: int) -> None:
     """Sets pins on a module whose results are numbered up to a count.
 
     Raises:
-      ShardyError: one of them names no op result.
+      ShardyError: a pin names no op result.
     """
     if beyond := sorted(number for number in pins if not 0 <= number < count):
         raise ShardyError(f"pins name op results {beyond}; the module has {count}")
@@ -432,7 +432,7 @@ def _mesh_name(module: Any) -> str:
 
 
 def _dims_text(layout: Layout | None, result: Any) -> str:
-    """A pin as Shardy writes it; open in every dimension where there is none."""
+    """A pin as Shardy writes it; without a pin, every dimension is open."""
     if layout is None:
         return "[" + ", ".join("{?}" for _ in _shape(result) or ()) + "]"
     return "[" + ", ".join("{" + ", ".join(f'"{axis}"' for axis in dim) + "}" for dim in layout.dims) + "]"
@@ -483,7 +483,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 
 def _shape_of_type(kind: Any) -> tuple[int, ...] | None:
-    """Shape of a tensor type; None for a token."""
+    """The shape of a tensor type; None for a token."""
     return tuple(kind.shape) if hasattr(kind, "shape") else None
 
 

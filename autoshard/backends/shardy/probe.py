@@ -1,8 +1,8 @@
-"""Probe: what Shardy makes of a program with some of its constraints and without the others.
+"""Probe: the layouts and collectives that Shardy gives a program with only some of its constraints.
 
 The program is lowered once, with every constraint in a scope that names the value which
-it constrains. A question takes those of some values out of a copy, lets Shardy propagate
-layouts, and lets it write every resharding out as collectives, all in-process. Equal
+it constrains. Each question removes the constraints of some values from a copy, lets Shardy
+propagate layouts and write every resharding out as collectives, all in-process. Equal
 gathers of one value count once, since the compilers merge them.
 """
 
@@ -37,11 +37,11 @@ _CONSTRAINT = "sdy.sharding_constraint"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answer:
-    """What Shardy does with a program, bytes per device and step.
+    """The collectives, casts and layouts that Shardy gives a program, in bytes per device and step.
 
     `moved` sums the bytes of all collectives of a kind; `at` splits them by the equation
-    from which they come. `casts` counts casts that lie elsewhere than their operand: XLA
-    moves the operand there, before it is cast. `layouts` holds those of all values.
+    from which they come. `casts` counts casts whose result has another layout than the operand:
+    XLA moves the operand before it casts. `layouts` has the layout of every value.
     """
 
     moved: Mapping[Moved, int]
@@ -51,7 +51,7 @@ class Answer:
 
 
 class Probe:
-    """A program with all constraints of a plan, lowered, to be asked what some of them do."""
+    """A program lowered with all constraints of a plan, which answers for any part of them."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class Probe:
         """Lowers the program.
 
         Args:
-          program: what is annotated.
-          graph: of the program.
-          mesh: of the annotations.
+          program: the traced program.
+          graph: the graph of the program.
+          mesh: the mesh of the annotations.
           annotations: a spec for every input and output, and all constraints.
-          platform: to lower for.
-          scatters_whole: whether its compiler scatters a sum over all devices; else that counts as an all-reduce.
+          platform: the platform to lower for.
+          scatters_whole: whether its compiler scatters a sum over all devices; if not, such a sum is an all-reduce.
         """
         self._graph, self._mesh, self._scatters_whole = graph, mesh, scatters_whole
         self.of = values_at(graph)
@@ -86,7 +86,7 @@ class Probe:
 
     @property
     def size(self) -> int:
-        """How many results the ops of the lowered program have."""
+        """The number of op results in the lowered program."""
         return self._lowering.count
 
     def _traced(self, program: Traced, annotations: Annotations) -> Any:
@@ -109,7 +109,7 @@ class Probe:
         return f"autoshard-of.{self.of[place]}" if place in self.of else "autoshard-fixed"
 
     def ask(self, kept: Set[int]) -> Answer:
-        """What Shardy does where the constraints of these values alone are emitted.
+        """What Shardy does if only the constraints of these values are emitted.
 
         Raises:
           ShardyError: propagation fails.
@@ -157,14 +157,14 @@ class Probe:
 
 
 def _keys(annotations: Annotations) -> Iterator[rewrite.ConstraintSite]:
-    """Where there are constraints that can be left out."""
+    """The places of all constraints that can be left out."""
     pins = annotations.pins
     for name, group in (("made", pins.made), ("taken", pins.taken), ("input", pins.inputs), ("output", pins.outputs)):
         yield from ((name, key) for key in group)
 
 
 def values_at(graph: Graph) -> dict[rewrite.ConstraintSite, int]:
-    """Where apply meets a value → the value."""
+    """Place in the rewritten program → the value constrained there."""
     found: dict[rewrite.ConstraintSite, int] = {}
     for name, spots, values in (("made", graph.makes, graph.results), ("taken", graph.takes, graph.operands)):
         for places, met in zip(spots, values, strict=True):
@@ -187,7 +187,7 @@ def _mark(module: Any) -> None:
 
 
 def _drop(module: Any, kept: Set[int]) -> None:
-    """Takes the constraints of all other values out."""
+    """Removes the constraints of all other values."""
     for op in _jax.operations(module, {_CONSTRAINT}):
         if _VALUE in op.attributes and int(op.attributes[_VALUE].value) not in kept:
             op.results[0].replace_all_uses_with(op.operands[0])
@@ -195,7 +195,7 @@ def _drop(module: Any, kept: Set[int]) -> None:
 
 
 def _casts(module: Any) -> Counter[Cast]:
-    """Casts in a propagated module that lie elsewhere than the op result that they cast."""
+    """Casts in a propagated module whose layout differs from that of their operand."""
     found: Counter[Cast] = Counter()
     for op in _jax.operations(module, {"stablehlo.convert"}):
         before = op.operands[0].owner

@@ -1,10 +1,10 @@
-"""Completion: the layouts that the partitioner itself gives the values of an annotated program.
+"""Propagation: the layouts that the partitioner itself gives the values of an annotated program.
 
 A hand-written layout names a few layouts; Shardy's propagation completes it. The
-program is evaluated again with each equation's path in the name stack of the ops that
-it lowers to: names change nothing of what Shardy decides, and by them every value is
-found in the module after propagation. `nearest` then picks, for every decision, the
-choice nearest to those layouts.
+program is evaluated again with each equation's path in the name stack of its ops. Names do
+not change Shardy's decisions, and through them every value is found in the module after
+propagation. `planner.nearest` then picks, for every decision, the choice nearest to those
+layouts.
 """
 
 import re
@@ -38,7 +38,7 @@ Ps = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Annotations:
-    """What is said of a program's layouts: specs of inputs and outputs, constraints inside, donations.
+    """The given layouts of a program: specs of inputs and outputs, constraints inside, donations.
 
     A position without a spec is left to the partitioner.
     """
@@ -86,15 +86,15 @@ def propagated(
     annotations: Annotations,
     platform: str,
 ) -> dict[int, Layout]:
-    """Value → layout after Shardy's propagation, of every value that is laid out.
+    """Value → layout after Shardy's propagation, for every value that is laid out.
 
     Args:
-      program: what is annotated.
-      graph: its graph.
+      program: the traced program.
+      graph: the graph of the program.
       laid_out: the values that have a layout; the others are recomputed for free in any.
       mesh: the logical mesh.
-      annotations: what is said of layouts.
-      platform: JAX's name of the platform that is lowered for.
+      annotations: the given layouts.
+      platform: JAX's name of the platform to lower for.
 
     Raises:
       ShardyError: propagation fails, or the lowered program lacks a value.
@@ -129,7 +129,7 @@ def _is(graph: Graph, e: int, primitive: str) -> bool:
 def as_operand(graph: Graph, e: int, v: int, layouts: Mapping[int, Layout]) -> Layout | None:
     """The layout of a result whose equation lowers to nothing: that of an operand, or of the operand's slices.
 
-    What a loop reads of constants, which have no layout, lies whole.
+    Constants have no layout: a loop that slices them reads them whole.
     """
     dropped = int(_is(graph, e, "loop_slice"))
     like = [u for u in graph.operands[e] if graph.avals[u].shape[dropped:] == graph.avals[v].shape]
@@ -148,7 +148,7 @@ def ops_of(graph: Graph, values: Sequence[ValueLayout]) -> dict[int, ValueLayout
     """Value → the op result that it lowers to.
 
     An equation's results are the last op results in its scope; of those of equal shape,
-    in order. What Shardy made of a constraint stands for its operand only where nothing
+    in order. Shardy's op for a constraint stands for the constraint's operand only if nothing
     else in the scope does.
     """
     ops: dict[Path, list[ValueLayout]] = {}
