@@ -258,7 +258,9 @@ class _Table:
                     if pinned:  # the partitioner by itself knows nothing of them
                         seconds = seconds + machine.hbm_s(self._transposed[i, j])
                 single[i, j] = np.rint(seconds * PS_PER_S).astype(np.int64) * _HOPS + (2 if moves.rest else 1)
-        weight, self._next = _shortest(single)
+        # No step leaves a sum pending.
+        self._finished = np.flatnonzero((decode(self.codes, len(shape), mesh.ndim) != SUM).all(axis=1))
+        weight, self._next = _shortest(single, self._finished)
         if not pinned:
             self._slice_for_good(single, weight)
             self._finish_sums(single, weight)
@@ -299,14 +301,14 @@ class _Table:
     def _along(self, single: NDArray[np.float64]) -> NDArray[np.int64]:
         """What single steps take, summed along every path."""
         total = np.zeros(single.shape, np.int64)
-        ends = np.broadcast_to(np.arange(len(single)), single.shape)
-        here = np.broadcast_to(np.arange(len(single))[:, None], single.shape)
+        ends = np.broadcast_to(self._finished, (len(single), len(self._finished)))
+        here = np.broadcast_to(np.arange(len(single))[:, None], ends.shape)
         while True:
             following = np.where(here == ends, ends, self._next[here, ends])
             going = (following >= 0) & (following != here)
             if not going.any():
                 return total
-            total += np.where(going, single[here, following], 0).astype(np.int64)
+            total[:, self._finished] += np.where(going, single[here, following], 0).astype(np.int64)
             here = np.where(going, following, ends)
 
     def _singles(self, *kinds: str) -> list[tuple[_Moves, int, int]]:
@@ -329,7 +331,7 @@ class _Table:
             for moves, i, j in steps:
                 if moves.kind == "all-gather" and axes[list(moves.axes)].any():
                     allowed[i, j] = INF_PS
-            least, following = _shortest(allowed)
+            least, following = _shortest(allowed, self._finished)
             least, following = least[:, ends], following[:, ends]
             while (left := np.flatnonzero((least >= INF_PS).any(axis=1))).size:
                 through = gathering[left][:, :, None] + least[None]
@@ -352,13 +354,14 @@ class _Table:
             (whole,) = np.flatnonzero((self._move[i] >= 0) & (kind[i] == "all-reduce"))
             if not len(scatters):
                 continue
-            through = single[i, scatters, None] + weight[scatters]
+            through = single[i, scatters, None] + weight[np.ix_(scatters, self._finished)]
             least, first = through.min(axis=0), scatters[through.argmin(axis=0)]
-            ends = rows[:, rows[i] == SUM]
+            ends = rows[self._finished][:, rows[i] == SUM]
             dim = ends.max(axis=1, keepdims=True)
-            cut = (self._next[i] == whole) & (weight[whole] == 0) & (dim[:, 0] >= 0) & (least < INF_PS)
+            cut = self._next[i, self._finished] == whole
+            cut &= (weight[whole, self._finished] == 0) & (dim[:, 0] >= 0) & (least < INF_PS)
             cut &= ((ends == dim) | (ends == WHOLE)).all(axis=1)
-            weight[i, cut], self._next[i, cut] = least[cut], first[cut]
+            weight[i, self._finished[cut]], self._next[i, self._finished[cut]] = least[cut], first[cut]
 
     def _finish_sums(self, single: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
         """Makes every path from a pending sum begin with its all-reduce, or be its reduce-scatter and slices.
@@ -509,13 +512,18 @@ def _scatters(shape: tuple[int, ...], after: Codes, over: tuple[int, ...], mesh:
     )
 
 
-def _shortest(weight: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Least weights between all pairs, and the first step on each way (Floyd and Warshall)."""
+def _shortest(weight: NDArray[np.int64], within: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Least weights between all pairs, and the first step on each way (Floyd and Warshall).
+
+    `within`: the positions at which single steps end; no way to another leads anywhere.
+    """
     following = np.where(weight < INF_PS, np.arange(len(weight))[None, :], -1).astype(np.int32)
+    least, first = np.ascontiguousarray(weight[:, within]), np.ascontiguousarray(following[:, within])
+    for k, via in enumerate(within):
+        through = least[:, k, None] + least[None, via, :]
+        better = through < least
+        np.copyto(least, through, where=better)
+        np.copyto(first, first[:, k, None].copy(), where=better)
     weight = weight.copy()
-    for via in range(len(weight)):
-        through = weight[:, via, None] + weight[None, via, :]
-        better = through < weight
-        np.copyto(weight, through, where=better)
-        np.copyto(following, following[:, via, None].copy(), where=better)
+    weight[:, within], following[:, within] = least, first
     return weight, following
