@@ -3,7 +3,7 @@
 Hand layouts of models/layouts on truncated models (every block is alike), priced once by
 `cost_models.step_time` from the model's shape, and once by `autoshard.evaluate` from
 the traced train step: FLOPs, logical bytes per collective and mesh axes, peak memory.
-`--compile` adds what XLA:GPU emits for the same layout, without a device.
+`--compile` adds XLA:GPU's numbers for the same layout, without a device.
 """
 
 import argparse
@@ -42,11 +42,11 @@ class Case:
         model: A name of `models.names()`.
         recipe: A name of `layouts.names()`.
         mesh: Axis sizes of the hand layout.
-        layout: The same for the closed form; `microbatch` and `remat` follow.
-        remat: What the program recomputes.
+        layout: The same layout for the closed form; `microbatch` and `remat` follow.
+        remat: The values that the program recomputes.
         layers: Blocks of the truncated model.
         sequence: Tokens.
-        differs: Why the collectives of the two are not the same ones, where they are not.
+        differs: The reason if the two have different collectives; else empty.
     """
 
     model: str
@@ -166,7 +166,7 @@ class Compared:
     Attributes:
         closed: The closed form.
         closed_bytes: Logical bytes per device by collective and the hand mesh's axes.
-        evaluation: Of the jaxpr.
+        evaluation: The evaluation of the jaxpr.
     """
 
     case: Case
@@ -188,7 +188,7 @@ class Compared:
 
     @property
     def bytes_error(self) -> float:
-        """What is moved by another collective, or more, or less, over all that is moved."""
+        """Bytes moved by another collective, or too many, or too few, as a share of all moved bytes."""
         mine, theirs = self.closed_bytes, self.evaluated_bytes
         off = sum(abs(mine.get(key, 0.0) - theirs.get(key, 0.0)) for key in {*mine, *theirs})
         return off / sum(theirs.values())
@@ -239,7 +239,7 @@ def compare(case: Case) -> Compared:
 
 
 def row(found: Compared, compiled_bytes: float | None) -> tuple[str, ...]:
-    """Of the table: FLOPs, bytes, memory, as closed form ÷ jaxpr."""
+    """A row of the table: FLOPs, bytes, memory, as closed form ÷ jaxpr."""
     (flops, traced_flops), (peak, traced_peak) = found.flops, found.peak_bytes
     return (
         found.case.name,
@@ -262,7 +262,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def compiled_peak(evaluation: Any) -> float:
-    """Peak bytes of what XLA:GPU makes of the layout."""
+    """Peak bytes of XLA:GPU's program for the layout."""
     return float(evaluation.verify(compiler="gpu").memory.compiled.peak)
 
 

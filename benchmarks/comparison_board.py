@@ -1,4 +1,4 @@
-"""Ours against the layouts that a hand writes, by the compilers' schedules: a board of many cells.
+"""Our plans against hand-written layouts, by the compilers' schedules: a board of many cells.
 
     python -m benchmarks.comparison_board run [--match h100:1x8] [--seconds 3600]
     python -m benchmarks.comparison_board render
@@ -16,9 +16,9 @@ as the fastest of the hand-written, with the flags that `refine` tries. The comp
 priced by the same model. The hand-written layout that is predicted fastest is also completed at
 best, as a check of the model with itself.
 
-With `--again` the cells that are there are run again. What the same compiler made of a hand-written
-layout is not compiled again then: our prices have no part in it, as long as neither `timeline` nor
-the hardware files change (`--afresh` where they do).
+`--again` runs stored cells again. It does not compile hand-written layouts again if the compiler is
+the same: our prices have no part in them, as long as neither `timeline` nor the hardware files change
+(`--afresh` if they do).
 """
 
 import argparse
@@ -86,7 +86,7 @@ QUICK = {
 }
 
 
-Known = Mapping[str, dict[str, Any]]  # layout, mesh and flags → what the compiler made of it
+Known = Mapping[str, dict[str, Any]]  # layout, mesh and flags → the compiler's result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ class Cell:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Of `models.build`."""
+        """Fields of `models.build`."""
         batch, sequence = self.batch
         if self.model == CHECKED.model:
             return {"layers": 2, "batch": batch * sequence}
@@ -138,7 +138,7 @@ def cells() -> Iterator[Cell]:
 
 
 def line(cell: Cell, known: Known | None = None) -> dict[str, Any]:
-    """What is kept of a cell."""
+    """The stored line of a cell."""
     known = known or {}
     begin, begin_cpu = time.perf_counter(), _cpu_s()
     fn, args = models.build(cell.model, **cell.fields)
@@ -237,7 +237,7 @@ def _completed(
     hands: Sequence[tuple[str, Evaluation]],
     common: dict[str, Any],
 ) -> dict[str, Any]:
-    """The layout that is predicted fastest: as the partitioner completes it, and at best; what the solver left open."""
+    """The layout that is predicted fastest: as the partitioner completes it, at best, and the solver's gap."""
     name, by_shardy = hands[0]
     best = compare.evaluations(
         fn,
@@ -258,7 +258,7 @@ def _completed(
 
 
 def _compiled(hands: Sequence[tuple[str, Evaluation]], known: Known) -> list[dict[str, Any]]:
-    """What of those that are predicted to fit may be the best, the fastest predicted first."""
+    """The layouts that may be the best of those predicted to fit, the fastest predicted first."""
     fitting = [(name, made) for name, made in hands if made.fits]
     told: list[dict[str, Any]] = []
     seen: set[str] = set()
@@ -301,7 +301,7 @@ def _on_gpus(made: Plan | Evaluation) -> bool:
 
 
 def compiled_before(line: Mapping[str, Any]) -> Known:
-    """What this compiler made of the hand-written layouts of a cell."""
+    """This compiler's stored results for the hand-written layouts of a cell."""
     told = [] if "error" in line else [*line["hands"], *line["scheduled"]["hand"]]
     now = {compile.version("gpu"), compile.version("tpu")}
     return {_key(x["layout"], x["mesh"], x["flags"]): x["compiled"] for x in told if x["compiler"] in now}
@@ -359,7 +359,7 @@ def _cpu_s() -> float:
 
 
 def _commit() -> str:
-    """Of this checkout, short; empty where it is none."""
+    """The short commit of this checkout; empty outside of one."""
     done = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )

@@ -54,7 +54,7 @@ def _fitting(told: list[Line]) -> list[float]:
 
 
 def floor_s(line: Line) -> float:
-    """At most the least compute of any layout: a bound by the model, or what was compiled with less."""
+    """A lower bound of the compute of any layout: by the model, or a compiled layout with less."""
     return min(line["floor_s"], *(x["compiled"]["compute_s"] for x in (*line["ours"], *line["hands"])))
 
 
@@ -74,7 +74,7 @@ def remaining(line: Line, which: int, floor: Callable[[Line], float] = floor_s) 
 
 
 def consistent(line: Line) -> bool:
-    """Whether the model agrees with itself, up to what the solver left open: ours ≤ a hand's at best ≤ by Shardy."""
+    """Whether the model agrees with itself, up to the solver's gap: ours ≤ a hand's at best ≤ by Shardy."""
     ours, done = line["ours"][0], line["completed"]
     fitting = [x["step_s"] for x in line["predicted"] if x["fits"]]
     least_s = min([*fitting, *([done["best_s"]] if done["fits"] else [])], default=inf)
@@ -91,7 +91,7 @@ def said(line: Line) -> str:
 
 
 def geometric_mean(values: list[float]) -> float:
-    """Of positive numbers."""
+    """The geometric mean of positive numbers."""
     return exp(fsum(map(log, values)) / len(values))
 
 
@@ -110,7 +110,7 @@ def write(results: Path, page: Path, total: int) -> None:
 
 
 def board(lines: list[Line], total: int) -> str:
-    """The summary of what was run of `total` cells, and the table, in Markdown."""
+    """The summary of the cells that were run, of `total`, and the table, in Markdown."""
     failed = [x for x in lines if "error" in x]
     cells = [x for x in lines if "error" not in x]
     compared = [x for x in cells if None not in steps(x)]

@@ -68,7 +68,7 @@ def run(match: str) -> None:
 
 
 def emitted(plan: Plan) -> dict[str, Any]:
-    """What a plan's constraints are, and what its hardware's compiler makes of them."""
+    """The constraints of a plan, and the program that its hardware's compiler makes of them."""
     found = plan.verify(compiler_options={})
     assert found.memory.compiled is not None
     assert found.timeline is not None

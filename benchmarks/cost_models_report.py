@@ -1,7 +1,7 @@
 """The board of the cost models: `python -m benchmarks.cost_models_report` writes docs/cost_models.md.
 
-What textbooks print, what was measured elsewhere, what the jaxpr says, and how fast
-prices are. `--compile` adds XLA:GPU's memory, minutes more.
+It compares prices with textbooks, with published measurements and with the jaxpr, and
+times the pricing itself. `--compile` adds XLA:GPU's memory, minutes more.
 """
 
 import argparse
@@ -163,7 +163,7 @@ def speed() -> str:
 
 
 def measured() -> str:
-    """What was measured on a CPU."""
+    """The measurements on a CPU."""
     if "cpu-measured" not in cost_models.chips():
         return ""
     chip = catalogue.chip("cpu-measured")

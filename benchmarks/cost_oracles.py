@@ -1,4 +1,4 @@
-"""What textbooks and papers print, against `cost_models`: `python -m benchmarks.cost_oracles [rows.json]`.
+"""Numbers of textbooks and papers against `cost_models`: `python -m benchmarks.cost_oracles [rows.json]`.
 
 Rows: tests/data/cost_oracles.json, transcribed from Austin et al., How to Scale
 Your Model (jax-ml/scaling-book e5de31b), and the other sources that `ref` names.
@@ -286,12 +286,12 @@ SKIPPED = {
 
 
 def is_close(row: dict[str, Any], value: float) -> bool:
-    """Whether a computed value is within a row's tolerance of what is published."""
+    """Whether a computed value is within a row's tolerance of the published one."""
     return abs(value - row["expected"]) <= max(row["tol"], 1e-9) * abs(row["expected"])
 
 
 def main() -> None:
-    """Print every computed row beside what is published, and what was skipped."""
+    """Print every computed row beside the published value, and the skipped rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="?", type=Path, help="JSON list of rows; those of tests/data by default")
     path = parser.parse_args().rows

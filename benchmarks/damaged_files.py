@@ -1,4 +1,4 @@
-"""Damaged files of every kind that is read, and what is done with those that can still be read.
+"""Damages files of every kind that is read, reads them, and uses those that can still be read.
 
     python -m benchmarks.damaged_files --count 5000 [--seed 0] [--kind plan]
 
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def tried(kind: str, seed: int) -> str | Wrong:
-    """What became of one damaged file: "used", or the name of the error; `Wrong` if it is none of ours."""
+    """The outcome of one damaged file: "used", or the name of the error; `Wrong` if it is none of ours."""
     draw = random.Random(seed)
     kind_of = KINDS[kind]
     good = kind_of.good()
@@ -255,7 +255,7 @@ def program(state: Any, x: jax.Array) -> Any:
 
 
 def arguments() -> tuple[Any, ...]:
-    """Of the program, as shapes."""
+    """The arguments of the program, as shapes."""
     shaped = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     return {"layers": shaped((3, ROWS, ROWS)), "out": shaped((ROWS, ROWS))}, shaped((ROWS, ROWS))
 
@@ -306,7 +306,7 @@ def use_plan(path: Path, draw: random.Random) -> None:
 
 
 def lowered(plan: autoshard.Plan, draw: random.Random) -> None:
-    """Binds a plan to its function and lowers it; now and then compares it with what Shardy makes of it."""
+    """Binds a plan to its function and lowers it; sometimes compares it with Shardy's layouts."""
     bound = plan.bind(program, *arguments())
     str((bound.in_shardings(), bound.out_shardings()))
     bound.jit().lower(*arguments())
@@ -435,7 +435,7 @@ def use_hlo(path: Path, draw: random.Random) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A good file, how its name ends, and what is done with a damaged one."""
+    """A good file, the end of its name, and the use of a damaged one."""
 
     good: Callable[[], bytes]
     use: Callable[[Path, random.Random], None]

@@ -1,4 +1,4 @@
-"""What a call of a decorated function costs beside `jax.jit` at the same shardings.
+"""The cost of a call of a decorated function beside `jax.jit` at the same shardings.
 
 python -m benchmarks.decorated_call
 """
@@ -51,7 +51,7 @@ def timed(calls: tuple[Callable[[], Any], ...], count: int, rounds: int = 25) ->
 
 
 def going_round(fn: Callable[..., Any], state: Any, x: Any) -> Callable[[], Any]:
-    """Calls that take what the last one gave."""
+    """Calls whose argument is the result of the call before."""
     held = [state]
 
     def call() -> Any:

@@ -17,7 +17,7 @@ EACH = 25  # calls of one function
 
 
 def main() -> None:
-    """Runs the sequences of as many seeds as it takes, and prints what differed."""
+    """Runs sequences seed by seed until enough calls were made, and prints the differences."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="of the first sequence")

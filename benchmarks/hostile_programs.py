@@ -73,7 +73,7 @@ def child(*, planned: bool) -> None:
 
 
 def show(seeds: Iterable[int], *, smallest: bool) -> None:
-    """Prints programs, with their settings and arguments, or what is left of them if they are shrunk."""
+    """Prints programs, with their settings and arguments; shrunk ones as far as they are left."""
     environment = worker_environment()
     os.environ.update({key: environment[key] for key in ("JAX_PLATFORMS", "XLA_FLAGS")})
     import jax
@@ -92,7 +92,7 @@ def show(seeds: Iterable[int], *, smallest: bool) -> None:
 
 
 def worker_environment() -> dict[str, str]:
-    """Of a process with eight CPU devices and no word on its terminal."""
+    """The environment of a silent process with eight CPU devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "TF_CPP_MIN_LOG_LEVEL": "3"}
 

@@ -1,4 +1,4 @@
-"""Solves IOPDDL files and prints what was reached: `python -m benchmarks.iopddl FILE... --time-limit S`.
+"""Solves IOPDDL files and prints the objectives: `python -m benchmarks.iopddl FILE... --time-limit S`.
 
 Every file is solved in a process of its own; seconds count from its start, imports included. With
 `--out docs/solver.md` the table also replaces the one in that page. `--processor-time` counts the

@@ -24,7 +24,7 @@ SLACK = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What a family's programs look like."""
+    """The shape of a family's programs."""
 
     mesh: tuple[int, int]
     layers: int

@@ -45,7 +45,7 @@ LARGE_BYTES = 2.0**32  # far above every latency: the asymptotic bandwidth
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One grid point: what the solver found and what the closed forms say."""
+    """One grid point: the solver's family, and that of the closed forms."""
 
     batch: int
     width: int

@@ -1,7 +1,7 @@
-"""Answers that books and courses print, beside those of the searches: `python -m benchmarks.published_answers`.
+"""Answers of books and courses beside those of the searches: `python -m benchmarks.published_answers`.
 
-Each row asks the search what a published exercise asks, with this project's hardware
-numbers, and says where a difference comes from. Sources: Austin et al., How to Scale
+Each row puts a published exercise to the search, with this project's hardware numbers,
+and explains the difference. Sources: Austin et al., How to Scale
 Your Model (2026-06-24); R. Witten, HighPerfLLMs2024 (183ee74), sessions 7 and 8.
 """
 
@@ -21,7 +21,7 @@ GEMMA_7B = dense(28, 3072, 24576, 16, 16, 256000, head=256, tied=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One exercise: what its source says, what the search says, and why they differ."""
+    """One exercise: the answer of its source, the answer of the search, and why they differ."""
 
     source: str
     question: str

@@ -128,7 +128,7 @@ def _hardware(chip: str, row: dict[str, Any]) -> Hardware:
 
 
 def _layout(row: dict[str, Any], model: Transformer, hardware: Hardware) -> TrainingLayout:
-    """The layout that a row's text names; what it leaves out follows the habits of its source."""
+    """The layout that a row's text names, completed by the habits of its source."""
     text, source = row["layout"], row["src"]
     tpu = hardware.chip.name.startswith("tpu")
     ways = {key: int(value) for key, value in re.findall(r"(?:\b|x)(TP|PP|CP|DP|EP|VP|mbs|lbs)\s*(\d+)", text)}
@@ -178,7 +178,7 @@ def _layout(row: dict[str, Any], model: Transformer, hardware: Hardware) -> Trai
 
 
 def _remat(text: str, source: str, model: str) -> Remat:
-    """What the source recomputes: as written, else as its recipes do."""
+    """The rematerialization of the source: as written, else as in its recipes."""
     if re.search(r"remat minimal|selAC", text):
         return "minimal"
     # MaxText benchmarks/maxtext_trillium_model_configs.py, tpu-recipes training/ironwood: Llama 3.1

@@ -1,14 +1,14 @@
-"""Whether a change of the code leaves every plan as it was: digests of all that plans say, before and after.
+"""Same plans: digests of every output before and after a change of the code.
 
     python -m benchmarks.same_plans write before.json [--match llama]
     python -m benchmarks.same_plans write after.json
     python -m benchmarks.same_plans compare before.json after.json
 
-`write` plans the subjects one after the other, without a device, and takes the SHA-256 of what each says:
+`write` plans the subjects one after the other, without a device, and takes the SHA-256 of their outputs:
 the plan file, the summary, explanations, the problem as IOPDDL JSON, the JSON of `autoshard.evaluate` of a
-layout by hand, and what the command line prints of searches, serving, pipelines and comparisons. Wall-clock
-is left out, and so is the folder of
-the sources. `compare` names what differs, and ends with status 1 if anything does. Only public names are
+hand-written layout, and the command line's output of searches, serving, pipelines and comparisons. Wall-clock
+times and the folder of the sources are left out. `compare` names the differences, and ends with status 1 if
+there are any. Only public names are
 used, so that the same file runs before and after rooms move.
 """
 
@@ -179,7 +179,7 @@ def write(path: Path, match: str) -> None:
 
 
 def compare(before: Path, after: Path) -> int:
-    """Prints what differs; the exit status."""
+    """Prints the differences; returns the exit status."""
     old, new = (json.loads(path.read_text(encoding="utf-8")) for path in (before, after))
     differs = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     print(*(f"differs: {key}" for key in differs), sep="\n")

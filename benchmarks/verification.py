@@ -145,7 +145,7 @@ def _case(group: str, model: str, sizes: Any, hardware: str, mesh: Mapping[str, 
 
 
 def subject(case: Case) -> Any:
-    """The plan or the evaluation of a case: what has `record` and `verify`."""
+    """The plan or the evaluation of a case: both have `record` and `verify`."""
     step, (state, batch) = models.build(case.model, **dict(case.fields))
     mesh = dict(case.mesh)
     if case.layout == PLANNED:
@@ -197,7 +197,7 @@ def _specs(hand: layouts.HandLayout, state: Any, batch: Any) -> tuple[Any, Any]:
 
 
 def line(case: Case) -> dict[str, Any]:
-    """What is kept of a case: everything that the tables and the scatter need."""
+    """The stored line of a case: everything that the tables and the scatter need."""
     begin = time.perf_counter()
     told: dict[str, Any] = {
         "key": case.key,
@@ -252,7 +252,7 @@ def _found(found: Verification) -> dict[str, Any]:
 
 
 def predicted(case: Case, told: Mapping[str, Any]) -> dict[str, Any]:
-    """The line of a hand-written layout, with what is predicted of it today."""
+    """The line of a hand-written layout, with today's prediction."""
     made, mesh = subject(case), MeshAxes.of(dict(case.mesh))
     record = made.record
     ours = collective_match.compare(record.collectives, (), mesh, TOLERANCE)
@@ -305,7 +305,7 @@ def _told(row: collective_match.CollectiveRow) -> dict[str, Any]:
 
 
 def run(cases: list[Case], seconds: float) -> None:
-    """Compiles what is not in the results yet, until the time is over."""
+    """Compiles the cases that have no result yet, until the time is over."""
     end = time.monotonic() + seconds
     RESULTS.parent.mkdir(exist_ok=True)
     done = {x["key"] for x in verification_report.read(RESULTS)}

@@ -1,4 +1,4 @@
-"""The exception family: every error says what is wrong, where, and what to write instead."""
+"""The exception family: every error names the fault, its place, and the text to write instead."""
 
 
 class CostModelError(Exception):

@@ -1,10 +1,10 @@
-"""Strict JSON: read only what every reader of JSON sees alike, or a ValueError that says what is wrong."""
+"""Strict JSON: accepts only texts that every reader of JSON understands alike; else a ValueError says why."""
 
 import json
 from collections.abc import Sequence
 from typing import Any
 
-LARGEST = 2**63 - 1  # of an integer: what other readers can hold
+LARGEST = 2**63 - 1  # of an integer: other readers hold no more
 
 
 def loads(text: str) -> Any:

@@ -85,5 +85,5 @@ def __getattr__(attribute: str) -> Callable[[], Target]:
 
 
 def __dir__() -> list[str]:
-    """What there is, every name as a builder, too."""
+    """The module's names, and every model's name as a builder."""
     return [*globals(), *(name.replace("-", "_") for name in names())]

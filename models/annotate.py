@@ -1,9 +1,9 @@
 """Names for the activations of a model, and the one hook that may act on them.
 
 A model says `x = name(x, "residual")` at the places that its literature has words
-for. By default that is the identity and leaves no trace in the jaxpr. Whoever
-wants to act at these places (print, count, constrain) traces the model inside
-`hooked(hook)`, and `hook(x, label)` replaces `x`.
+for. By default that is the identity and leaves no trace in the jaxpr. To act at
+these places (print, count, constrain), trace the model inside `hooked(hook)`:
+`hook(x, label)` replaces `x`.
 
 Why a scoped hook and not `jax.ad_checkpoint.checkpoint_name`: that adds one `name`
 equation per place to every trace, and to act on it afterwards takes an interpreter
@@ -25,7 +25,7 @@ _hook: ContextVar[Hook | None] = ContextVar("activation_hook", default=None)
 
 
 def name(x: jax.Array, label: str) -> jax.Array:
-    """`x` itself, or what the hook in scope makes of it."""
+    """`x` itself, or the result of the hook in scope."""
     hook = _hook.get()
     return x if hook is None else hook(x, label)
 

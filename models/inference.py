@@ -40,7 +40,7 @@ class Config(transformer.Config):
 
 
 class Decoding(NamedTuple):
-    """What decoding carries: updated whole, so that it can be donated."""
+    """The state of decoding: updated whole, so that it can be donated."""
 
     cache: Cache
     tokens: jax.Array  # [B] int32, the next to read
@@ -223,7 +223,7 @@ def generate(config: Config, params: Params, state: Decoding, end: jax.Array) ->
 
     Returns:
       The state after the last token, and tokens [B, T] by position: those read from
-      `state` on; zero elsewhere, and whatever follows a sequence's `end`.
+      `state` on, zero elsewhere. Tokens after a sequence's `end` mean nothing.
     """
     B = state.tokens.shape[0]
 

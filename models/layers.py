@@ -35,7 +35,7 @@ def rematerialised(layer: Callable[..., Any], remat: Remat, *, in_loop: bool) ->
 
     Args:
       layer: a function of arrays.
-      remat: what is recomputed.
+      remat: the values to recompute.
       in_loop: whether the layer is the body of a loop, where no other layer's equations
         could be merged with the recomputed ones.
     """

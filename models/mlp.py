@@ -1,4 +1,4 @@
-"""A stack of two-layer perceptrons: what Megatron's column and row splits are about.
+"""A stack of two-layer perceptrons, the example of Megatron's column and row splits.
 
 Per layer: up-projection, GELU or ReLU, down-projection, and a residual connection
 if the configuration asks for it. No norms, no biases.

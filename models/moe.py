@@ -115,7 +115,7 @@ def route(config: Config, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def one_hot_mixture(config: Config, layer: Params, x: jax.Array, scores: jax.Array) -> jax.Array:
-    """[B, S, D] -> [B, S, D]; what is sent has two names, one for each end of the way."""
+    """[B, S, D] -> [B, S, D]; a sent value has two names, one for each end of the way."""
     dispatch, combine = route(config, scores)
     sent = name(jnp.einsum("bsec,bsd->ebcd", dispatch, x), "at_source")
     sent = name(sent, "at_expert")

@@ -1,4 +1,4 @@
-"""One AdamW train step for any loss: what all models here share.
+"""One AdamW train step for any loss, shared by all models here.
 
 Parameters and optimizer state are float32; the loss computes in the dtype that the
 model's configuration names (mixed precision as in Micikevicius et al. 2018, with
@@ -19,7 +19,7 @@ Batch = dict[str, jax.Array]
 
 
 class State(NamedTuple):
-    """What a train step carries: updated whole, so that it can be donated."""
+    """The state of training: updated whole, so that it can be donated."""
 
     params: Params
     opt_state: optax.OptState

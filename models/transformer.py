@@ -220,7 +220,7 @@ def normalize(config: Config, norm: Params, x: jax.Array) -> jax.Array:
 
 
 def branch(config: Config, norm: Params, x: jax.Array) -> jax.Array:
-    """What leaves the residual stream for attention or MLP; two names, for one who moves it there."""
+    """The branch of the residual stream into attention or MLP; two names, so that a layout can move it there."""
     return name(name(normalize(config, norm, x), "residual"), "branch")
 
 
@@ -282,7 +282,7 @@ def attention(config: Config, layer: Params, x: jax.Array) -> jax.Array:
 
 
 def project_mixed(layer: Params, mixed: jax.Array) -> jax.Array:
-    """What the heads read, [B, S, N, H] -> [B, S, D]."""
+    """Projects the heads' results, [B, S, N, H] -> [B, S, D]."""
     mixed = name(name(mixed, "queries"), "mixed")
     return project("bsnh,nhd->bsd", mixed, layer, "wo", "bo")
 

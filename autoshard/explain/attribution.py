@@ -1,7 +1,7 @@
-"""Ledger: why the step of one layout takes longer than another's, entry by entry.
+"""Attribution: why the step of one layout takes longer than another's, entry by entry.
 
-An entry is what the step waits for the collectives of one kind, over the same axes, of
-one type of value at one source line; or the compute of one operation at one line. The
+An entry is the time that the step waits for the collectives of one kind, over the same axes,
+of one type of value at one source line; or the compute of one operation at one line. The
 communication that a window leaves exposed is shared among its hideable collectives in
 proportion to their seconds. The entries sum to the difference of the two steps.
 """
@@ -23,7 +23,7 @@ from autoshard.report.tables import bytes_text, columns, render, short_aval, sho
 
 COMPUTE, ROUNDING = "compute", "rounding"
 MOST = 3  # entries of a sentence, on either side
-LEAST = 0.01  # of the largest part: what a sentence leaves to "other"
+LEAST = 0.01  # of the largest part: smaller parts are "other" in a sentence
 EQUAL_S = 1e-9  # steps that differ by less are equal
 ROWS = 12  # of the table in a terminal
 
@@ -40,18 +40,18 @@ class Entry:
     """Seconds of a step that two layouts spend on the same thing.
 
     Attributes:
-      kind: of a collective, or "compute"; "rounding" is what picoseconds do not add up to.
-      axes: that a collective runs over, with their sizes.
-      what: the type of the value, such as `bfloat16[4096,14336]`, of a gradient with its dimensions in
-        order of size; of compute, the operation.
+      kind: kind of the collective, or "compute"; "rounding" is the rest of sums in picoseconds.
+      axes: axes that the collective runs over, with their sizes.
+      what: the type of the value, such as `bfloat16[4096,14336]` (a gradient's dimensions are in order
+        of size); for compute, the operation.
       where: the source line.
-      tensors: inputs that the value is, or whose gradient it is, by the ends of their paths that tell
-        them apart; empty where the program does not say.
-      paths: likewise, whole, without the numbers of layers: `state.params.layers.w_up`.
-      hand_s: what the step of the first layout takes for it.
-      best_s: likewise, of the second.
-      hand_bytes: logical bytes per device and step; 0 of compute.
-      best_bytes: likewise.
+      tensors: the inputs whose value or gradient it is, by the shortest ends of their paths that tell
+        them apart; empty if unknown.
+      paths: their whole paths, without the numbers of layers: `state.params.layers.w_up`.
+      hand_s: seconds of the step of the first layout.
+      best_s: seconds of the step of the second.
+      hand_bytes: logical bytes per device and step of the first layout; 0 for compute.
+      best_bytes: the same of the second.
     """
 
     kind: str
@@ -92,8 +92,8 @@ class Attribution:
 
     Attributes:
       hand: the layout in question, as the planner's model sees it.
-      best: the one that it is measured by, of the same program.
-      entries: all that differ, and no other.
+      best: the layout that it is compared with, of the same program.
+      entries: exactly the entries that differ.
     """
 
     hand: PlanRecord
@@ -189,8 +189,8 @@ def ledger(hand: tuple[PlanRecord, Assignment], best: tuple[PlanRecord, Assignme
     """The difference of the steps of two layouts of one program, each given as its record and assignment.
 
     Their meshes may differ: collectives over other axes are entries of their own. In meshes of
-    the same sizes axes correspond by position, whatever they are called; the entries have the
-    names of the first.
+    the same sizes axes correspond by position, not by name; the entries have the names of the
+    first.
     """
     alike = hand[0].mesh.sizes == best[0].mesh.sizes
     spent = [_spent(*hand, hand[0].mesh.names), _spent(*best, (hand if alike else best)[0].mesh.names)]
@@ -223,7 +223,7 @@ class _Sum:
 
 
 def _spent(record: PlanRecord, assignment: Assignment, names: Sequence[str]) -> dict[_Key, tuple[float, int]]:
-    """What a step is made of, its mesh axes so named: seconds and bytes by entry; the seconds sum to the step."""
+    """Seconds and bytes of a step by entry, with these names of mesh axes; the seconds sum to the step."""
     sums: dict[_Key, _Sum] = defaultdict(_Sum)
     for name, where, seconds in _compute(assignment):
         sums[COMPUTE, (), name, where, ()].seconds.append(seconds)
@@ -253,11 +253,11 @@ def _compute(assignment: Assignment) -> Iterable[tuple[str, str, float]]:
 
 
 class _Names:
-    """What a program's source calls the values that collectives move.
+    """Names the values that collectives move by the program's inputs.
 
-    A weight is an input that some line contracts or looks up, cast or taken from a stack at
-    most, and beside no other value of its type. Where weights are read, a value of their type is
-    the weight, and a reduced one of its dimensions in any order its gradient.
+    A weight is an input that some line contracts or looks up, at most cast or taken from a stack
+    before, and with no other value of its type beside it. At a line that reads a weight, a value of
+    its type is the weight; a reduced value with its dimensions, in any order, is its gradient.
     """
 
     def __init__(self, record: PlanRecord, graph: Graph) -> None:
@@ -298,12 +298,12 @@ class _Names:
                 self._lines[eqn.where, str(graph.avals[v])].add(maker)
 
     def line(self, row: Collective) -> str:
-        """The source line of a collective; where it stands at a constraint, that of what is constrained."""
+        """The source line of a collective; at a constraint, the line of the constrained value."""
         makers = self._lines.get((row.where, row.value), set())
         return next(iter(makers)) if len(makers) == 1 else row.where
 
     def tensors(self, row: Collective) -> _Named:
-        """The weights that are moved, or whose gradient is reduced; none where the program does not say."""
+        """The weights that a collective moves, or whose gradients it reduces; none if unknown."""
         shape = _shape(row)
         reduced = tuple(sorted(shape)) if row.kind in _REDUCES else shape
         return self._names.get((row.where, (row.dtype, reduced)), ())

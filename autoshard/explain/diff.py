@@ -24,7 +24,7 @@ class LeafChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What the collectives of one kind over the same axes move per step, before and after."""
+    """Bytes per step of the collectives of one kind over the same axes, before and after."""
 
     kind: str
     axes: tuple[str, ...]
@@ -36,7 +36,7 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Diff:
-    """What differs between two plans; equal plans have no `leaves` and no `traffic`."""
+    """The differences between two plans; equal plans have no `leaves` and no `traffic`."""
 
     before: PlanRecord
     after: PlanRecord

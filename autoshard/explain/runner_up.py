@@ -1,8 +1,7 @@
-"""Explain: why a value lies as it does, and what the runner-up costs.
+"""Runner-up: explains a layout by the cost of the best plan without it.
 
-A decision is explained by solving the plan's own problem again with its choice
-forbidden: the difference is what the choice is worth, all else being rearranged for the
-best.
+The plan's own problem is solved again with the decision's choice forbidden. All other decisions
+may change; the difference of the two steps is the worth of the choice.
 """
 
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerUp:
-    """The best plan without the choice: its layout, step, certificate, and what else it changes.
+    """The best plan without the choice: its layout, step, certificate and further changes.
 
     `collectives` are (kind, axes, bytes more, seconds more) per device and step.
     """
@@ -54,7 +53,7 @@ class RunnerUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """One decision: what lies how, and what else it could be.
+    """One decision: its values, their layout, and the alternatives.
 
     `others` are further layouts with the step's seconds if nothing else changes.
     """
@@ -84,11 +83,11 @@ class Blocked:
 
 
 def explain(planned: PlanningResult, pattern: str | None = None, *, at: str | None = None) -> tuple[Explanation, ...]:
-    """Explains inputs by path pattern, or whatever a source line computes.
+    """Explains the inputs that match a pattern, or the values computed at a source line.
 
     Args:
       planned: the plan with its problem.
-      pattern: of inputs' paths, such as `"**.wq"`.
+      pattern: a pattern of inputs' paths, such as `"**.wq"`.
       at: a source line, such as `"model.py:61"`.
 
     Raises:
@@ -158,7 +157,7 @@ def _aval(assignment: Assignment, node: int) -> Any:
 
 
 def _label(planned: PlanningResult, node: int) -> str:
-    """What a decision is called: its inputs' paths, or its operation and line."""
+    """The name of a decision: its inputs' paths, or its operation and line."""
     d = planned.assignment.decisions
     paths = [
         dotted(planned.traced.in_paths[i])

@@ -1,10 +1,10 @@
-"""Flips: at which link rate, memory, batch or sequence a decision turns.
+"""Sensitivity: the link rate, memory, batch or sequence at which a decision turns.
 
 One number is changed, and the program planned again: outward by factors of two, then by
-bisection. A decision has turned where keeping its layout costs more than the certificate
-can tell apart; of layouts that tie none is a turn. Numbers of the hardware change prices
-alone. A batch or a sequence changes the program, so whoever asks says how it is planned
-at another one.
+bisection. A decision has turned if keeping its layout costs more than the certificates leave
+open; a change between layouts that tie is no turn. Numbers of the hardware only change prices. A
+batch or a sequence changes the program, so the caller provides the function that plans at
+another size.
 """
 
 from collections.abc import Callable, Mapping
@@ -70,7 +70,7 @@ class Met:
         return [*map(formulation.write, self.choices)] if _sizes(formulation.decisions) == self.sizes else []
 
     def add(self, formulation: Formulation, choice: Int) -> None:
-        """Takes a solution up, a choice per decision, if its decisions are the same."""
+        """Adds a solution, a choice per decision, if its decisions are the same."""
         if _sizes(formulation.decisions) == self.sizes:
             self.choices.append(choice)
 
@@ -164,12 +164,12 @@ def flip(
     """The value nearest to `now` at which `layout_at` gives another layout (None: nothing fits).
 
     Args:
-      number: what is varied.
-      now: its value.
-      layout: at that value.
-      layout_at: the layout at another; SpecError where there is none to try, UnprovenError where none is known.
-      bounds: how far it is varied.
-      whole: what every value is a multiple of, but for halves of `now`; None for real numbers.
+      number: name of the varied number.
+      now: its present value.
+      layout: the layout at `now`.
+      layout_at: value → layout; SpecError if the value cannot be tried, UnprovenError if the layout is not known.
+      bounds: least and largest value to try.
+      whole: every tried value is a multiple of it, or a half of `now`; None for real numbers.
     """
     best: tuple[float, str] | None = None
     tried = [now]
@@ -233,7 +233,7 @@ def lies(
     """How the decision lies in another plan: as before, if that is as good; None if nothing fits.
 
     Raises:
-      UnprovenError: the plan is too far from its bound, or it is open what the layout as before would cost.
+      UnprovenError: the plan is too far from its bound, or the cost of the previous layout is not known.
     """
     try:
         planned = plan()
@@ -253,7 +253,7 @@ def lies(
     cost = problem.cost.copy()
     cost[first:last] = INF
     cost[first + kept[0]] = problem.cost[first + kept[0]]
-    tied = max(TIED, planned.solution.gap)  # what is not proven cannot be told apart
+    tied = max(TIED, planned.solution.gap)  # layouts within the gap cannot be told apart
     most = planned.solution.objective * (1 + tied)
     kept_problem = replace(problem, cost=cost)
     known = [] if met is None else met.of(planned.formulation)

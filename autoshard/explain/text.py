@@ -1,4 +1,4 @@
-"""Explanation: why a value lies as it does, as text and as JSON."""
+"""Explanations as text and as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,7 +18,7 @@ def text(
     *,
     width: int | None = None,
 ) -> str:
-    """One paragraph per decision, then flip points, then what does not divide."""
+    """One paragraph per decision, then turning points, then dimensions that do not divide."""
     width = columns() if width is None else width
     parts: list[Any] = []
     for one in found:

@@ -1,1 +1,1 @@
-"""A plan beside what a compiler made of it."""
+"""A plan beside the program that a compiler made of it."""

@@ -1,4 +1,4 @@
-"""Comparison: collectives that a plan promised against those that a compiler emitted.
+"""Collective match: compares the collectives of a plan with those that a compiler emitted.
 
 Twice: per kind and mesh axes (`compare`), and one by one (`attribute`), each with the
 jaxpr equation and the source line that it comes from. Bytes are logical, per device and
@@ -16,8 +16,8 @@ from autoshard.backends.hlo.text import UNKNOWN
 from autoshard.ir.mesh import MeshAxes
 from autoshard.problem.assignment import Collective as Promised
 
-# What the verdict looks at: a row of at least this share of all bytes must agree; a row that the
-# plan does not have must be smaller than SMALL of them (padding, scalar bookkeeping).
+# The verdict: a row with at least this share of all bytes must agree; a row that the plan does not
+# have must be smaller than SMALL of them (padding, scalar bookkeeping).
 LARGE = 0.05
 SMALL = 0.01
 
@@ -30,8 +30,8 @@ class Match(StrEnum):
     MATCH = "MATCH"  # within tolerance
     MERGED = "MERGED"  # within tolerance, launched in fewer collectives than the plan has
     DIFFERS = "DIFFERS"  # both sides have it, in another amount
-    EXTRA = "EXTRA"  # the compiler emitted what the plan does not know
-    MISSING = "MISSING"  # the plan expects what the compiler did not emit
+    EXTRA = "EXTRA"  # the compiler emitted it, the plan does not have it
+    MISSING = "MISSING"  # the plan has it, the compiler did not emit it
     SMALL = "small"  # they differ by less than a hundredth of all bytes
 
 
@@ -64,8 +64,8 @@ class CollectiveRow:
 class Line:
     """Collectives of one kind, axes and status that come from one equation: `count` of them, `trips` times each.
 
-    `where` is the user's `file:line (function)`, `primitive` the equation's. A collective
-    stands where the compiler has it; what is MISSING, or has lost its metadata, where the plan has it.
+    `where` is the user's `file:line (function)`, `primitive` the equation's. Both are the
+    compiler's; the plan's if the collective is MISSING or has lost its metadata.
     """
 
     kind: str
@@ -136,9 +136,9 @@ def attribute(
 ) -> tuple[Line, ...]:
     """Every collective with its equation and source line, the largest first.
 
-    Of one kind and axes, an emitted collective stands for the promised one of its bytes
-    and trips, of its own source line before others. What is left on both sides is
-    MERGED if its bytes agree, else EXTRA and MISSING.
+    Within a kind and axes, an emitted collective is matched with a promised one of equal bytes
+    and trips, of the same source line first. The collectives left on both sides are MERGED if
+    their bytes agree, else EXTRA and MISSING.
     """
     ours: dict[tuple[str, tuple[str, ...]], list[Promised]] = defaultdict(list)
     theirs: dict[tuple[str, tuple[str, ...]], list[hlo.Collective]] = defaultdict(list)
@@ -240,7 +240,7 @@ def _status(side: _Side, total: int, tolerance: float) -> Match:
 def _paired(
     ours: Sequence[Promised], theirs: Sequence[hlo.Collective], where: dict[int, str]
 ) -> tuple[list[tuple[Promised, hlo.Collective]], list[Promised], list[hlo.Collective]]:
-    """Pairs of equal bytes and trips, those of one source line first; and what is left on either side."""
+    """Pairs of equal bytes and trips, of one source line first; and the collectives left on either side."""
     pairs: list[tuple[Promised, hlo.Collective]] = []
     for by_line in (True, False):
         waiting: dict[tuple[int, int, str], list[Promised]] = defaultdict(list)

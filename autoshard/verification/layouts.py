@@ -1,8 +1,8 @@
-"""Honoured: the planned layouts that a partitioner did not keep.
+"""Layouts: finds the planned layouts that a partitioner did not keep.
 
-Read back where layouts still have names: after Shardy's propagation, in-process, or in
-the dump that a compiler makes of its own module after that pass. Every equation's path
-stands in the names of its ops (`completion.annotated`), so that values are found exactly.
+They are read back where layouts still have names: after Shardy's propagation, in-process, or
+in the dump that a compiler makes of its own module after that pass. The name of every op holds
+its equation's path (`backends.shardy.propagation.annotated`), so values are found exactly.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class Unkept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutCheck:
-    """Of `checked` planned layouts, those that are not kept, the largest first."""
+    """The planned layouts that are not kept, the largest first; `checked` counts all that were compared."""
 
     source: str
     checked: int
@@ -71,7 +71,7 @@ class LayoutCheck:
 
 
 def honoured(planned: PlanningResult, *, compiler: str | None = None) -> LayoutCheck:
-    """Compares every layout of a plan with what the partitioner made of it.
+    """Compares every layout of a plan with the partitioner's.
 
     Args:
       planned: a plan that was made in this process.
@@ -130,10 +130,10 @@ def honoured(planned: PlanningResult, *, compiler: str | None = None) -> LayoutC
 
 
 def _planned(assignment: Assignment) -> dict[int, tuple[Layout, ...]]:
-    """Value → the layouts in which it may be found, of all that are not left as partial sums.
+    """Value → the layouts in which it may be found, for values that are not left as partial sums.
 
-    First the one in which the scope of its equation leaves it with every constraint: mostly its copy's. Where
-    the compiler moves it by itself, it is found as it was made. An input is left as it comes.
+    The first is the layout after all constraints in the scope of its equation: mostly its copy's. If the
+    compiler moves the value by itself, it has the layout in which it was made. An input keeps its layout.
     """
     d = assignment.decisions
     inputs = frozenset(d.graph.inputs)
@@ -181,8 +181,8 @@ def _unkept(
 def _dumped(module: hlo.Module, graph: Graph, record: PlanRecord) -> dict[int, Layout | None]:
     """Value → layout in a compiler's dump: of inputs, and of the ops in the scope of their equations.
 
-    An op without a sharding is left whole. Of several ops of a value's shape in its
-    equation's scope the last counts, as in `completion.propagated`.
+    An op without a sharding is whole. Of several ops of a value's shape in its
+    equation's scope the last counts, as in `propagation.propagated`.
     """
     ops: dict[tuple[Path, tuple[int, ...]], list[hlo.Instruction]] = {}
     for computation in module:

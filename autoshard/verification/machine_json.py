@@ -1,4 +1,4 @@
-"""Machine: what the tables say, as JSON-ready values in SI units."""
+"""Machine-readable results: the contents of the tables as JSON-ready values in SI units."""
 
 from dataclasses import asdict
 from typing import Any

@@ -1,10 +1,10 @@
-"""Schedule: what a plan's own prices say of a step, as a timeline.
+"""Predicted timeline: draws the prices of a plan as a timeline of the step.
 
-The planner orders nothing: it says of each window (`problem.windows`) how long its
-compute takes, how long the communication that may hide behind it, and what is left
-exposed. Laid out here window by window, in the order of the program: the compute of a
-window, its hideable collectives from the window's begin, those that cannot hide where
-their equation stands. A loop's window shows its first trip, and takes all of them.
+The planner has no order of events: for each window (`costs.overlap`) it has the seconds of
+compute, of hideable communication, and of exposed communication. This room lays the windows out
+in the order of the program: first the compute of a window and, from the same beginning, its
+hideable collectives; collectives that cannot hide stand at their equation. The window of a loop
+shows its first trip, and lasts as long as all trips.
 """
 
 from collections import defaultdict
@@ -88,7 +88,7 @@ class _Places:
 
 
 def _first(window: int, compute: dict[int, list[tuple[int, int]]]) -> float:
-    """Where a window begins in the program; one without compute comes last, but what is early first."""
+    """The first equation of a window; a window without compute comes last, the early one first."""
     return min((e for e, _ in compute[window]), default=-1 if window == EARLY else np.inf)
 
 

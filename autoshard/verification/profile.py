@@ -1,4 +1,4 @@
-"""Profiling: what a plan predicted beside what its devices took, per class of operation.
+"""Profile: predicted beside measured seconds, per class of operation.
 
 The step runs under JAX's profiler; the events that carry an HLO op's name are summed by
 class: every collective kind over its mesh axes, matmuls (fusions around them included),
@@ -27,12 +27,12 @@ from autoshard.verification.collective_match import in_order
 
 MATMULS, OTHERS = "matmuls", "other compute"
 WARM_UP = 1  # steps before the profiler starts: compiling, and buffers that are placed once
-_ENTERED = frozenset({"while", "conditional", "call"})  # what they hold has events of its own
+_ENTERED = frozenset({"while", "conditional", "call"})  # the instructions inside have events of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledRow:
-    """Seconds of one class per step and device; None where the plan says nothing of it."""
+    """Seconds of one class per step and device; None if the plan does not price it."""
 
     name: str
     axes: tuple[str, ...]
@@ -46,13 +46,13 @@ class Profile:
     """A profiled step beside its plan.
 
     Attributes:
-      rows: per class, the longest measured first.
-      predicted_s: of the plan's step.
-      measured_s: wall-clock of a step, by the host.
-      steps: how many were measured.
-      devices: that took part.
-      hardware: what the plan was made for.
-      device_kind: what it ran on.
+      rows: one row per class, the longest measured first.
+      predicted_s: seconds of the plan's step.
+      measured_s: wall-clock seconds of a step, by the host.
+      steps: number of measured steps.
+      devices: number of devices that took part.
+      hardware: the hardware that the plan was made for.
+      device_kind: the devices that it ran on.
     """
 
     rows: tuple[ProfiledRow, ...]
@@ -100,8 +100,8 @@ def profile(
     """Runs a planned step under JAX's profiler.
 
     Args:
-      step: what `plan.jit()` returns; an output takes the place of the argument of its structure,
-        shapes and dtypes for the next step, as of a train step its state.
+      step: the result of `plan.jit()`. An output with the structure, shapes and dtypes of an argument
+        (a train step's state) is that argument of the next step.
       args: its arguments, arrays; donated ones are consumed.
       record: the plan.
       assignment: the plan's choices, for the seconds of compute; None where it was read from a file.

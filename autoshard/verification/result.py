@@ -1,4 +1,4 @@
-"""Verification: a plan's promises beside what a compiler made of them, and the verdict."""
+"""Verification: the promises of a plan beside the compiled program, and the verdict."""
 
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
@@ -31,10 +31,10 @@ class MemoryComparison:
     """Predicted and compiled memory of one device.
 
     Attributes:
-      predicted: of the plan; its temporaries are what its peak has beyond the arguments.
-      compiled: of the compiler; None where no compiler was asked.
-      meaning: what this compiler calls its peak.
-      bound: whether its peak is but an upper bound (XLA:CPU says none), which is shown and not judged.
+      predicted: bytes of the plan; its temporaries are the rest of its peak beyond the arguments.
+      compiled: bytes of the compiled program; None if no compiler ran.
+      meaning: the definition of this compiler's peak.
+      bound: whether that peak is only an upper bound (XLA:CPU reports none), which is shown and not judged.
       tolerance: fraction by which the compiled peak may be above the predicted.
     """
 
@@ -46,7 +46,7 @@ class MemoryComparison:
 
     @property
     def ok(self) -> bool:
-        """Whether the device holds what it needs: the compiled peak is not above the predicted by more."""
+        """Whether the compiled peak is at most `tolerance` above the predicted one."""
         return self.compiled is None or self.bound or self.compiled.peak <= (1 + self.tolerance) * self.predicted.peak
 
 
@@ -55,11 +55,11 @@ class ComputeComparison:
     """Compute of one device and step.
 
     Attributes:
-      predicted_s: of the plan.
-      predicted_flops: of the plan's contractions; None where the plan was read from a file.
-      compiled_s: of the compiled program's instructions, priced by the plan's cost model.
-      compiled_flops: of the compiled program's matmuls, loops multiplied out.
-      estimated_s: what the compiler itself estimates (XLA:TPU); None where it says nothing.
+      predicted_s: seconds of the plan.
+      predicted_flops: FLOPs of the plan's contractions; None if the plan was read from a file.
+      compiled_s: seconds of the compiled program's instructions, priced by the plan's cost model.
+      compiled_flops: FLOPs of the compiled program's matmuls, loops multiplied out.
+      estimated_s: the compiler's own estimate (XLA:TPU); None if it gives none.
     """
 
     predicted_s: float
@@ -75,17 +75,17 @@ class Verification:
 
     Attributes:
       compiler: "gpu", "tpu", "cpu" or "shardy".
-      version: of the compiler's package.
-      topology: what it compiled for.
-      rows: per collective kind and mesh axes.
-      lines: per equation and source line.
-      memory: per device.
-      compute: per device and step.
+      version: version of the compiler's package.
+      topology: the hardware that it compiled for.
+      rows: one row per collective kind and mesh axes.
+      lines: one line per equation and source line.
+      memory: bytes per device.
+      compute: seconds and FLOPs per device and step.
       cost: the plan's own times.
-      predicted: the plan's prices as a timeline; None where the plan was read from a file.
+      predicted: the plan's prices as a timeline; None if the plan was read from a file.
       timeline: the compiled schedule, priced by the plan's cost model; None without a schedule.
       emitted: every collective of the compiled program.
-      wall_s: of the compiler.
+      wall_s: seconds that the compiler ran.
       tolerance: relative difference in bytes that still counts as equal.
     """
 
@@ -161,7 +161,7 @@ class Verification:
         return [*lines, ("compiler", f"{self.compiler}, {self.version}, for {self.topology}: {self.wall_s:.1f} s")]
 
     def _uncounted(self) -> str:
-        """What multiplies in the compiled program, too, but does not say how much."""
+        """Instructions of the compiled program that multiply an unknown amount."""
         names = () if self.timeline is None else self.timeline.uncounted
         return f", without what {', '.join(names)} multiply" if names else ""
 

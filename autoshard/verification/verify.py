@@ -1,4 +1,4 @@
-"""Verify: what a plan promised against what the compiler emitted, row by row."""
+"""Verify: compiles a planned program, and compares it with the plan, row by row."""
 
 import importlib.metadata
 import re
@@ -29,7 +29,7 @@ from autoshard.verification.result import ComputeComparison, MemoryComparison, P
 TOLERANCE = 0.05  # of bytes, in total and per row
 MEMORY_TOLERANCE = 0.10  # of the peak: a device that runs out of memory a little later does so all the same
 
-# What `Compiled.peak_bytes` is, per compiler.
+# The meaning of `Compiled.peak_bytes`, per compiler.
 PEAK = {
     "gpu": "XLA's own (peak_memory_in_bytes)",
     "tpu": "XLA's own (peak_memory_in_bytes), or arguments + outputs − aliases + its heap where that is more",
@@ -39,7 +39,7 @@ PEAK = {
 WITHOUT_RINGS = " without windowed einsum"
 
 _PACKAGE = re.compile(r"/autoshard/[\w/]+\.py:\d+")
-_ARGUMENT = re.compile(r"flat\[(\d+)\]")  # of what is compiled here, the leaves are `*flat`
+_ARGUMENT = re.compile(r"flat\[(\d+)\]")  # in programs compiled here, the leaves are `*flat`
 
 
 def verify(
@@ -64,7 +64,7 @@ def verify(
       topology: hardware to compile for; None takes the plan's own (for "cpu": as many devices).
       tolerance: relative difference in bytes that still counts as a match.
       machine: the cost model with the plan's mesh placed on it; None reads the plan's hardware from the catalogue.
-      graph: of the planned program, if its ops carry their equations' paths (`completion.annotated`).
+      graph: of the planned program, if its ops carry their equations' paths (`propagation.annotated`).
       assignment: the plan's choices, if it was made in this process.
       compiler_options: flags over the plan's own; None for those of the program whose collectives are priced
         (`compared_by`), {} for the compiler's own.
@@ -107,9 +107,9 @@ def verify(
 def compared_by(record: PlanRecord, topology: str, machine: cost_models.Machine | None) -> Mapping[str, Any]:
     """The flags, over a plan's own, of the program whose collectives are priced.
 
-    Left to itself, XLA:TPU makes rings of permutes of what most matmuls gather and scatter. A ring
-    scatters a sum over any devices; without them a sum over the whole torus is all-reduced and sliced as
-    `Machine.scatters_whole` says, and planned so.
+    By default XLA:TPU turns most gathers and scatters of matmuls into rings of permutes. A ring
+    scatters a sum over any devices. Without rings, XLA:TPU all-reduces and slices a sum over the whole
+    torus where `Machine.scatters_whole` says so, and the plan prices that.
     """
     if topology != record.hardware or not topology.startswith("tpu"):
         return {}
@@ -159,7 +159,7 @@ def check(
     """Compares a plan with an executable, or its HLO text, that somebody else compiled.
 
     Args:
-      compiled: what `jax.jit(…).lower(…).compile()` returns, or HLO text after
+      compiled: the result of `jax.jit(…).lower(…).compile()`, or HLO text after
         scheduling (`compiled.as_text()`, an XLA dump of the module after optimizations).
       record: the plan.
       compiler: who compiled it: "gpu", "tpu" or "cpu"; None takes the executable's
@@ -169,7 +169,7 @@ def check(
       assignment: as in `verify`.
 
     Raises:
-      VerifyError: it is neither, or the executable has no text.
+      VerifyError: `compiled` is neither, or the executable has no text.
       HloError: the text is no HLO module, or of another number of devices than the plan.
     """
     if isinstance(compiled, str):
@@ -191,7 +191,7 @@ def check(
         except AutoshardError:
             raise
         except (LookupError, ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as error:
-            # Whoever wrote the text, it was no compiler: what an instruction names is not there, or is of another kind.
+            # No compiler wrote this text: an instruction names something that is missing, or of another kind.
             raise HloError(f"the HLO text contradicts itself: {type(error).__name__}: {str(error)[:200]}") from error
     if not isinstance(compiled, jax.stages.Compiled):
         raise VerifyError(
@@ -280,7 +280,7 @@ def judge(
 
 
 def predicted_parts(record: PlanRecord) -> Parts:
-    """What a plan promises of one device's memory; temporaries are what its peak has beyond arguments."""
+    """The bytes that a plan promises on one device; temporaries are the rest of its peak beyond the arguments."""
     arguments = sum(local_bytes(leaf, record) for leaf in record.inputs)
     aliases = sum(local_bytes(record.inputs[i], record) for i in record.donated)
     return Parts(
@@ -323,9 +323,9 @@ def argument_of(found: hlo.Collective) -> int | None:
 class Places:
     """The equation and source line of a compiled collective, from its op's metadata.
 
-    The path that `completion.annotated` writes into names says exactly which equation; what has an argument's
-    name (in JAX 0.12 its gathers do) is of the first equation that takes it, casts left out;
-    else the innermost name of JAX's name stack is its primitive.
+    The path that `propagation.annotated` writes into names gives the equation exactly. An op with an
+    argument's name (in JAX 0.12 its gathers have it) belongs to the first equation that takes the argument,
+    casts left out. For other ops, the innermost name of JAX's name stack is the primitive.
     """
 
     def __init__(self, graph: Graph | None) -> None:

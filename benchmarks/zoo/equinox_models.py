@@ -18,7 +18,7 @@ def _trained(
     batch: Callable[[], tuple[Any, ...]],
     optimizer: optax.GradientTransformation,
 ) -> Program:
-    """Equinox's own train step; what is no array in the model (functions, sizes) stays outside the state."""
+    """Equinox's own train step; parts of the model that are no arrays (functions, sizes) stay outside the state."""
     static = eqx.partition(eqx.filter_eval_shape(make), lambda x: isinstance(x, jax.ShapeDtypeStruct))[1]
 
     def step(state: Any, *batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a builder makes: a step, and its arguments at a size."""
+"""The result of a builder: a step, and its arguments at a size."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """One whole program: its name, whose model it is, the optimizer, and what it stands for.
+    """One whole program: its name, the library of its model, the optimizer, and the reason to have it.
 
     `builder` is `module:function` in `benchmarks.zoo`; it takes a `Size`.
     """

@@ -1,4 +1,4 @@
-"""What one block of a transformer takes on one device, for one microbatch, before communication."""
+"""The seconds and bytes of one transformer block on one device, for one microbatch, without communication."""
 
 from dataclasses import dataclass
 from math import prod
@@ -30,10 +30,10 @@ class Block:
 
     Attributes:
         model: Its shape; mixture and dense blocks are averaged by their number.
-        layout: Who holds what.
-        machine: What prices it.
+        layout: How parameters and data are split.
+        machine: The machine that prices it.
         sequence: Tokens of one sequence.
-        dtype: Of the matmuls' operands.
+        dtype: Type of the matmuls' operands.
         framework: How the program is written.
     """
 
@@ -142,7 +142,7 @@ class Block:
 
     @property
     def score_backward(self) -> float:
-        """What attention's backward takes, in forwards: a flash kernel computes its scores again."""
+        """Attention's backward as a multiple of its forward: a flash kernel computes its scores again."""
         return FLASH_BACKWARD if self.framework.flash else 2.0
 
     def score_s(self) -> float:
@@ -170,13 +170,13 @@ class Block:
         return self.matmul_s() + self.score_s() + self.stream_s()
 
     def backward_s(self) -> float:
-        """One backward pass, with what it computes again."""
+        """One backward pass, rematerialization included."""
         return (
             self.recompute_s() + self.matmul_s("backward") + self.score_backward * self.score_s() + 2 * self.stream_s()
         )
 
     def recompute_s(self) -> float:
-        """What rematerialization runs again in backward."""
+        """Seconds of the operations that rematerialization repeats in backward."""
         return {
             "none": lambda: 0.0,
             "minimal": self.score_s,
@@ -206,11 +206,11 @@ class Block:
         return seconds / machine.chip.numbers["step_stream_fraction"].value
 
     def saved_bytes(self) -> float:
-        """What backward needs of the average block for one microbatch, per device."""
+        """Bytes that the average block keeps for backward, per microbatch and device."""
         return self._saved_bytes(self.layout.remat)
 
     def working_bytes(self) -> float:
-        """What one block's backward adds: what it computes again, and gradients of hidden values or scores."""
+        """Bytes that one block's backward adds: recomputed values, and gradients of hidden values or scores."""
         again = self._saved_bytes("none") - self._saved_bytes(self.layout.remat)
         hidden = (self.model.mlp_matrices - 1) * self.hidden / self.layout.tensor
         mlp = formulas.activation_bytes(self.tokens, 1, hidden, itemsize=itemsize(ACTIVATIONS))

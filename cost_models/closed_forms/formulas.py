@@ -2,10 +2,10 @@
 
 One function per rule of thumb, with the chapter of Austin et al., How to Scale
 Your Model (jax-ml/scaling-book, 2026-06-24) that derives it. `intensity` is
-always peak FLOP/s ÷ bytes/s of the link in question (the book's α = C/W), W being
-what a device sends in both directions of one torus axis, or a GPU one way
-through its switch. These forms drop the (n-1)/n and the latency that
-`Machine.collective_s` charges: they say where a limit lies, not what a step takes.
+always peak FLOP/s ÷ bytes/s of the link in question (the book's α = C/W). W is the
+rate of a device in both directions of one torus axis, or of a GPU one way through
+its switch. These forms drop the (n-1)/n and the latency that `Machine.collective_s`
+charges: they give thresholds, not seconds of a step.
 """
 
 from collections.abc import Sequence
@@ -183,7 +183,7 @@ def state_bytes(parameters: float, *, bytes_per_parameter: float = 10.0, ways: i
 
 
 def activation_bytes(tokens: float, layers: int, width: float, *, itemsize: float = 2.0, saved: float = 1.0) -> float:
-    """What backward keeps: `saved` values of so many bytes per layer and token. transformers.md:266-274.
+    """Bytes kept for backward: `saved` values per layer and token. transformers.md:266-274.
 
     Args:
         tokens: Tokens that are kept at once.
@@ -227,9 +227,9 @@ def decode_s(
         batch: Sequences.
         parameters: Active parameters.
         parameter_bytes: Weights that are read.
-        cache_bytes: Of one sequence.
-        flops_per_s: Of all devices.
-        bytes_per_s: HBM of all devices.
+        cache_bytes: Bytes of one sequence's cache.
+        flops_per_s: FLOP/s of all devices.
+        bytes_per_s: HBM bytes/s of all devices.
     """
     multiply_s, load_s = 2 * batch * parameters / flops_per_s, parameter_bytes / bytes_per_s
     return batch * cache_bytes / bytes_per_s + max(multiply_s, load_s)

@@ -1,10 +1,9 @@
-"""How a training program is written: what it stores, what it sends, which kernels it has.
+"""How a training program is written: the types that it stores and sends, and its kernels.
 
-The layout says who holds what; the framework says in how many bytes, and what goes
-over the wire for it. Two are given: `MEGATRON`, what published training runs do
-(bfloat16 weights beside a float32 optimizer, flash kernels, float32 sums between
-replicas), and `JAX`, what a plain `jax.jit` of a float32 state with bfloat16 matmuls
-becomes on XLA.
+The layout says how values are split; the framework says how many bytes each takes in
+memory and on the wire. Two are given. `MEGATRON` is the usual form of published training
+runs: bfloat16 weights beside a float32 optimizer, flash kernels, float32 sums between
+replicas. `JAX` is a plain `jax.jit` of a float32 state with bfloat16 matmuls on XLA.
 """
 
 from dataclasses import dataclass, fields
@@ -14,17 +13,17 @@ from cost_models.machines.amounts import amounts, positive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """Bytes per parameter, and what is a kernel.
+    """Bytes per parameter, and which operations are kernels.
 
     Attributes:
-        parameter_bytes: Of a stored parameter.
-        gathered_bytes: Of a weight on its way to a matmul; 0: of the matmuls' type.
-        gradient_bytes: Of a stored gradient.
+        parameter_bytes: Bytes of a stored parameter.
+        gathered_bytes: Bytes of a weight on its way to a matmul; 0: of the matmuls' type.
+        gradient_bytes: Bytes of a stored gradient.
         gradient_buffer: Whether gradients have a buffer of their own, filled or not.
-        optimizer_bytes: Beside parameter and gradient: moments, and a master copy.
-        scattered_bytes: Of a gradient between FSDP shards.
-        summed_bytes: Of a gradient between replicas.
-        returned_bytes: Of a weight that replicas gather after a split update.
+        optimizer_bytes: Bytes beside parameter and gradient: moments, and a master copy.
+        scattered_bytes: Bytes of a gradient between FSDP shards.
+        summed_bytes: Bytes of a gradient between replicas.
+        returned_bytes: Bytes of a weight that replicas gather after a split update.
         flash: Whether attention is a flash kernel: scores stay on the chip, and the half
             above the diagonal is not computed.
         looks_up_in_place: Whether an embedding split by width is read where it lies and

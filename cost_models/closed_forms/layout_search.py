@@ -1,9 +1,9 @@
-"""Which way to split a transformer's training step: every product of the parallelisms, priced and ranked.
+"""Layout search: ranks every product of the parallelisms for a transformer's training step.
 
 For stacks of equal layers on more devices than anybody compiles for: tensor, context,
 expert, pipeline (1F1B, interleaved), sharded and replicated data parallelism, with
-microbatches and rematerialization. Each is priced by `step_time`; the best one of
-every family that leaves a parallelism out says what that parallelism is worth.
+microbatches and rematerialization. Each is priced by `step_time`. The best layout
+without a parallelism shows the worth of that parallelism.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ class Priced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worth:
-    """What a parallelism is worth: the best layout without it, or None if none fits in memory."""
+    """The worth of a parallelism: the best layout without it, or None if none fits in memory."""
 
     parallelism: str
     ways: int
@@ -81,7 +81,7 @@ def best_layouts(
         sequences: Global batch.
         sequence: Tokens per sequence.
         dtype: Of the matmuls' operands.
-        memory_bytes: Per device; what the hardware's file says is usable if None.
+        memory_bytes: Per device; None: the usable bytes of the hardware's file.
         keep: Rows of the ranking.
 
     Raises:
@@ -112,7 +112,7 @@ def best_layouts(
 
 
 def layouts(model: Transformer, hardware: Hardware, *, sequences: int, sequence: int) -> Iterator[TrainingLayout]:
-    """Every layout whose ways divide what they split, its devices those of the hardware."""
+    """Every layout over the hardware's devices whose ways divide the sizes that they split."""
     devices = hardware.devices
     tensors = [t for t in _divisors(devices) if t <= MOST_TENSOR and model.heads % t == 0 and model.d_ff % t == 0]
     contexts = [

@@ -1,8 +1,8 @@
-"""Rules of thumb for a machine and a model: from where on is a strategy compute-bound, and what fits?
+"""Rules of thumb for a machine and a model: when a strategy is compute-bound, and which sizes fit.
 
 The closed forms, evaluated with a hardware's own numbers, each with the chapter
-that derives it: what `autoshard hardware` prints below the numbers, and what a
-report quotes when it says why a layout was not chosen.
+that derives it. `autoshard hardware` prints them below the numbers, and a report
+quotes them as the reason why a layout was not chosen.
 """
 
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ class Limit:
     """A threshold.
 
     Attributes:
-        name: What it bounds.
+        name: The quantity that it bounds.
         value: The threshold.
-        unit: Of the value.
+        unit: The unit of the value.
         source: Chapter of the derivation.
     """
 

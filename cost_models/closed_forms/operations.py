@@ -1,4 +1,4 @@
-"""What the other operations of a training or decoding step take on one device.
+"""The seconds of the other operations of a training or decoding step on one device.
 
 Element-wise chains, attention with and without a flash kernel, look-ups, the
 optimizer's update: each is a roofline of its own FLOPs and HBM traffic.

@@ -1,26 +1,26 @@
 """The memory of one training step of a plain program, as XLA's GPU compiler keeps it.
 
-No buffers are laid out by hand, so what lies in memory follows from what is read when:
+No buffers are laid out by hand, so a value lies in memory from its making to its last use:
 
 - A weight lies in the matmuls' type, gathered from its shards, from the pass that casts
   it to the matmul that reads it last: through one block's backward where the block is
-  computed again, from forward to backward where nothing is.
-- The sums of the residual stream are added up again by whoever reads them; what each
-  half of a block adds lies in memory, beside the look-up, in the table's type.
-- Of attention's weights the scores and their softmax lie in memory, in the stream's type;
-  the float32 in between are never stored.
-- Weights' gradients are made behind all that is, or in the next block that is computed again:
-  what they are made of lives until then, the logits' gradient until the end. Each is reduced
-  at once, and lies scattered until the update reads it, if that is of a part.
-- Where gathers take longer than the forward pass, all its weights are gathered at its beginning.
-- What replicas update in parts they gather into the old weight's place if the parts are of
-  its first dimension; of another they are gathered beside both first, and transposed.
+  computed again, from forward to backward otherwise.
+- Every reader adds up the sums of the residual stream itself. The term that each half of a
+  block adds lies in memory, and so does the look-up, in the table's type.
+- Attention keeps its scores and their softmax in memory, in the stream's type; the float32
+  values in between are never stored.
+- Weights' gradients are made after the backward pass, or in the next recomputed block: their
+  operands live until then, the logits' gradient until the end. Each gradient is reduced at
+  once, and stays scattered until the update if the update is split.
+- If gathers take longer than the forward pass, all its weights are gathered at its beginning.
+- Replicas that update parts of a weight gather the new parts into the old weight's place if
+  they are parts of its first dimension; otherwise beside both, and transpose them.
 
-Of the step there are six moments to look at, and the fullest counts: the beginning, if all
-weights are gathered there; the softmax's backward, with the logits and their gradient in float32;
-the backward of the last block, when all that was saved is still there, and of the first, when
-every other gradient is; the update, with the look-up's gradient in the table's type; and
-the return of what replicas updated.
+Six moments of the step are compared, and the fullest counts: the beginning, if all weights are
+gathered there; the softmax's backward, with the logits and their gradient in float32; the
+backward of the last block, with everything that was saved, and of the first, with every other
+gradient; the update, with the look-up's gradient in the table's type; and the gathers of updated
+weights between replicas.
 """
 
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class ProgramMemory:
         return self.traffic.block
 
     def peak(self) -> Held:
-        """By what holds it, at the fullest moment."""
+        """Bytes at the fullest moment, by what holds them."""
         blocks, in_flight = self.traffic.stage_blocks, min(self.traffic.microbatches, self.block.layout.pipeline)
         block, head, table = self._gradients()
         before, after = (self._saved(n) * in_flight for n in (blocks, blocks - 1))
@@ -68,7 +68,7 @@ class ProgramMemory:
         return max(moments, key=lambda held: sum(held.values()))
 
     def _beginning(self, blocks: float) -> Held:
-        """Of the forward pass; all weights are there, if they are gathered and that takes longer."""
+        """At the beginning of the forward pass: all weights, if their gathers take longer than the pass."""
         passes = 1 if self.block.layout.keep_gathered else 2
         gathers_s = sum(t.seconds for t in self.traffic.fsdp()[0]) / passes
         waits = bool(self.traffic.shard_axes) and gathers_s > self.block.forward_s() * self.traffic.blocks
@@ -135,11 +135,11 @@ class ProgramMemory:
         return whole + whole / layout.data
 
     def _block_parameters(self) -> float:
-        """Of a block, after tensor and expert parallelism."""
+        """Parameters of a block, after tensor and expert parallelism."""
         return sum(self.traffic.local_parameters())
 
     def _mlp_parameters(self) -> float:
-        """Of them, the MLP's."""
+        """Parameters of a block's MLP."""
         return self._block_parameters() - self.block.model.attention_layer_parameters / self.block.layout.tensor
 
     def _casts(self, blocks: float) -> float:
@@ -152,13 +152,13 @@ class ProgramMemory:
         return self.traffic.stream_bytes / WIDE * width / self.block.layout.stream_ways
 
     def _saved(self, blocks: float) -> float:
-        """What so many blocks' backward needs, and the look-up that the residual stream begins with."""
+        """Bytes that a number of blocks keep for backward, and the look-up that begins the residual stream."""
         return self._stream(self.block.framework.parameter_bytes) + blocks * self._saved_of_one()
 
     def _saved_of_one(self) -> float:
-        """What backward needs of the average block: what its halves add to the stream, and what is not computed again.
+        """Bytes that the average block keeps for backward: its halves' terms, and values that are not recomputed.
 
-        Where nothing is, what each norm read, in float32, stands for those.
+        Without recomputation, the float32 input of each norm replaces the terms.
         """
         remat, added = self.block.layout.remat, 2 * self._stream(WIDE)
         model = self.block.model
@@ -170,10 +170,10 @@ class ProgramMemory:
         return added + self._heads(model.heads + 2 * model.kv_heads) + inputs * self._hidden()
 
     def _mlp_working(self) -> float:
-        """At an MLP's backward, beside what is saved: what the block computed again, two hidden values' gradients.
+        """Bytes at an MLP's backward, beside the saved ones: recomputed values, two hidden values' gradients.
 
-        Of the stream there are the gradient that came in, and the one of the MLP's
-        operand, whole; where the block is computed again, what attention added, too.
+        The stream has two whole gradients there: the incoming one, and that of the MLP's
+        operand; a recomputed block also has attention's term.
         """
         beside = self._stream(WIDE) + self.traffic.stream_bytes
         if self.block.layout.remat == "none":
@@ -181,12 +181,12 @@ class ProgramMemory:
         return beside + self._stream(WIDE) + self._attention() + self._mlp(2)
 
     def _attention_working(self) -> float:
-        """At attention's backward, likewise: gradients of scores and softmax, and what the MLP's own are made of."""
+        """Bytes at attention's backward: gradients of scores and softmax, and operands of the MLP gradients."""
         mlp = self._mlp(self.block.model.mlp_matrices)
         return 2 * self.traffic.stream_bytes + self._attention() + self.block.score_bytes() + mlp
 
     def _operands(self) -> float:
-        """What a block's weights' gradients are made of: normalized streams, heads, hidden values, and gradients."""
+        """Operands of a block's weight gradients: normalized streams, heads, hidden values, and gradients."""
         model = self.block.model
         heads = self._heads(2 * model.heads + 2 * model.kv_heads)
         return 4 * self.traffic.stream_bytes + heads + model.mlp_matrices * self._hidden()

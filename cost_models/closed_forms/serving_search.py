@@ -19,7 +19,7 @@ DTYPE = "bfloat16"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is served.
+    """The load of a server.
 
     Attributes:
         context: Tokens of a prompt, and of the cache while it is read.
@@ -39,13 +39,13 @@ class Server:
     """One batch on one set of devices that share every weight.
 
     Attributes:
-        hardware: Their name and topology.
-        devices: How many.
-        time: What serving takes.
+        hardware: Name and topology of the devices.
+        devices: Their number.
+        time: The times of serving.
         ttft_s: Time to the first token: a prefill alone, and one decoding step.
         tokens_per_s: Decoded by all devices, prefills interleaved on the same devices.
         crossover_batch: Sequences from which weights multiply for longer than they stream.
-        bound: What most of a decoding step waits for: "weights", "cache", "compute" or "links".
+        bound: The largest part of a decoding step: "weights", "cache", "compute" or "links".
         dollars_per_million: Per million decoded tokens; None without a price.
     """
 
@@ -121,8 +121,8 @@ def servers(
         model: The transformer.
         hardware: Sets of devices.
         workload: Prompt and answer, and in which types they are held.
-        batches: To try; the largest that fits is tried besides.
-        price_per_hour: Of one device.
+        batches: Batches to try; the largest that fits is tried, too.
+        price_per_hour: Dollars per hour of one device.
     """
     found: list[Server] = []
     for place in hardware:

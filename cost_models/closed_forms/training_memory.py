@@ -1,7 +1,7 @@
-"""The memory of one training step whose buffers a framework lays out, per device: what is held, and when most of it.
+"""The memory of one training step whose buffers a framework lays out, per device, at its fullest moment.
 
-Parameters, the optimizer's state and a buffer of every gradient are always there. Of the
-rest there are two moments to look at, and the fuller counts:
+Parameters, the optimizer's state and a buffer of every gradient are always there. For the
+rest, two moments are compared, and the fuller counts:
 
 - the logits: every block's saved activations, and the logits in float32, over which the
   loss writes their gradient;
@@ -35,7 +35,7 @@ class TrainingMemory:
         return self.traffic.block
 
     def peak(self) -> Held:
-        """By what holds it, at the fullest moment."""
+        """Bytes at the fullest moment, by what holds them."""
         block, blocks = self.block, self.traffic.stage_blocks
         saved = block.saved_bytes() * min(self.traffic.microbatches, block.layout.pipeline) * blocks
         moments = (

@@ -1,6 +1,6 @@
 """The time of one training step of a transformer under a layout, with a reason for every second.
 
-What the offline reports quote for scales that nobody compiles. Collectives and
+The offline reports quote it for scales that nobody compiles. Collectives and
 matmuls are priced by the same `Machine` that the planner asks::
 
     step = microbatches × blocks of a stage × (forward + recompute + backward
@@ -30,9 +30,9 @@ class Part:
     """Seconds of a step, and why they are spent.
 
     Attributes:
-        name: What the time goes to.
-        seconds: On the critical path.
-        reason: Why.
+        name: Name of the part.
+        seconds: Seconds on the critical path.
+        reason: Why they are spent.
         traffic: The collectives behind it, hidden or not.
     """
 
@@ -85,7 +85,7 @@ class StepTime:
         return sum(self.memory_bytes.values())
 
     def why(self, name: str) -> str:
-        """The reason for a part's seconds: how many, of how many, through which collectives, and what hides.
+        """The reason for a part's seconds: its share, its collectives, and how much of them hides.
 
         Raises:
             CostModelError: The step has no part of that name.
@@ -206,7 +206,7 @@ def _parts(block: Block, traffic: TrainingTraffic) -> tuple[Part, ...]:
 
 
 def _bubble(layout: TrainingLayout, microbatches: float, exact: float) -> str:
-    """What stages wait for, exactly and by the rule of thumb."""
+    """The seconds that stages wait, exactly and by the rule of thumb."""
     waits = "stages that wait to fill and to drain"
     if layout.pipeline == 1:
         return waits

@@ -1,4 +1,4 @@
-"""The collectives of one training step: what, over which mesh axes, how large, how often, how long.
+"""The collectives of one training step: kind, mesh axes, bytes, count and seconds.
 
 Sizes are logical bytes per device, as `Machine.collective_s` takes them. Whether
 any of it hides behind compute is `training_step`'s business.
@@ -25,9 +25,9 @@ class Traffic:
     Attributes:
         kind: The collective.
         axes: Mesh axes of its groups.
-        nbytes: Logical bytes per device of one.
-        times: How many a step has.
-        seconds: Of all of them.
+        nbytes: Logical bytes per device of one collective.
+        times: Collectives per step.
+        seconds: Seconds of all of them.
     """
 
     kind: Kind
@@ -39,7 +39,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class TrainingTraffic:
-    """What each kind of parallelism exchanges in one step.
+    """The collectives of each kind of parallelism in one step.
 
     Attributes:
         block: The average block.
@@ -101,7 +101,7 @@ class TrainingTraffic:
         return array_bytes((self.block.tokens, self.model.d_model), itemsize(ACTIVATIONS))
 
     def vocabulary(self) -> list[Traffic]:
-        """What the ends of the model exchange of tokens, per microbatch; of a pipeline, the last stage alone.
+        """Collectives of the embedding and the logits per microbatch; in a pipeline, of the last stage alone.
 
         Tensor parallelism splits both matrices by vocabulary: the logits' matmul needs
         the stream whole, and looked-up vectors are partial sums. A table that FSDP
@@ -120,7 +120,7 @@ class TrainingTraffic:
 
     @property
     def vector_bytes(self) -> float:
-        """What an embedding's look-up gives for a microbatch, in the table's type."""
+        """Bytes of an embedding's look-up for a microbatch, in the table's type."""
         return array_bytes((self.block.tokens, self.model.d_model), self.block.framework.parameter_bytes)
 
     @property
@@ -164,7 +164,7 @@ class TrainingTraffic:
         return [self._priced("all-to-all", ("expert",), routed, times)]
 
     def local_parameters(self) -> tuple[float, float]:
-        """Of one block, after tensor and expert parallelism: dense, routed experts."""
+        """Parameters of one block after tensor and expert parallelism: (dense, routed experts)."""
         block, layout = self.block, self.layout
         return block.dense_parameters / layout.tensor, block.expert_parameters / layout.tensor / layout.expert
 
@@ -196,7 +196,7 @@ class TrainingTraffic:
         return gathers, scatters
 
     def replica(self) -> tuple[list[Traffic], list[Traffic]]:
-        """Once per step: gradients of a stage summed between replicas, and what is gathered back.
+        """Once per step: gradients of a stage summed between replicas, and updated weights gathered.
 
         With a split optimizer every replica gets its part of the sums, updates it and
         gathers the new weights; otherwise it gets all of the sums.

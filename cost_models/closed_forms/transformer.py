@@ -1,4 +1,4 @@
-"""The shape of a transformer: its parameters, its arithmetic and what it keeps in memory.
+"""The shape of a transformer: its parameters, its arithmetic and its memory.
 
 Source: Austin et al., How to Scale Your Model (2026-06-24), transformers.md:150-310.
 """

@@ -1,1 +1,1 @@
-"""Chips, links and what operations and collectives take on them."""
+"""Chips and links, and the seconds of operations and collectives on them."""

@@ -1,6 +1,6 @@
-"""The α-β model: what each collective takes on one kind of link.
+"""The α-β model: the seconds of each collective on one kind of link.
 
-A collective costs `latency_s + bytes over the busiest link ÷ what it carries`.
+A collective costs `latency_s + bytes over the busiest link ÷ rate of that link`.
 The functions return the second term, in seconds, except `latency_s`. Sizes are
 *logical* bytes per device: an all-gather's result, the operand of any other
 collective. A reduce-scatter is an all-gather run backwards and is priced by the
@@ -27,7 +27,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """What a group of devices has of one torus axis: a ring, or a line if it does not wrap.
+    """The part of a torus axis that a group of devices spans: a ring, or a line if it does not wrap.
 
     Attributes:
         n: Devices of the group along the axis.

@@ -2,7 +2,7 @@
 
 1. The placement says which levels of links the group crosses (die, domain,
    scale-out) and with how many devices.
-2. At each level the group moves what is left: an all-gather of V bytes brings
+2. At each level the group moves the remaining bytes: an all-gather of V bytes brings
    V/g over a level inside which g devices of the group lie, because those g
    receive different parts and exchange them on the faster links.
 3. GPU levels work at once (NCCL's rings are pipelined through nodes; each GPU
@@ -59,9 +59,9 @@ class Measured:
     Attributes:
         table: The measurements.
         wire_ratio: Bytes on the wire per logical byte, against the table's group.
-        slower: The link rate of the measurements ÷ that of the hardware file: what
-            exceeds the table's smallest time is bandwidth, and follows it.
-        more_s: Latency beyond the table's, of a larger group; below 0 of a smaller.
+        slower: The link rate of the measurements ÷ that of the hardware file. It scales
+            the time above the table's smallest one, which is bandwidth.
+        more_s: Latency beyond the table's for a larger group; negative for a smaller one.
     """
 
     table: CollectiveTable

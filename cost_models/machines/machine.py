@@ -1,6 +1,6 @@
-"""A machine: a mesh laid on hardware, which prices what its devices do, in seconds.
+"""A machine: a mesh laid on hardware, which prices the work of its devices in seconds.
 
-What a collective over a set of mesh axes costs follows from the links that its
+The price of a collective over a set of mesh axes follows from the links that its
 groups cross: see `collective_law`. Local operations are rooflines: see `roofline`.
 """
 
@@ -84,7 +84,7 @@ class Machine:
         return any(d.medium == "torus" for d in self.placement.topology.dimensions)
 
     def exposed_s(self, communication_s: ArrayLike, compute_s: ArrayLike) -> Floats:
-        """What is left of communication that may run beside compute: h - overlap·min(h, c).
+        """The exposed part of communication that may run beside compute: h - overlap·min(h, c).
 
         Two linear bounds say the same: exposed ≥ h - overlap·c and exposed ≥ (1 - overlap)·h.
         The second is the price of sharing memory, multiprocessors and the scheduler's
@@ -134,7 +134,7 @@ class Machine:
         return np.where(sizes > 0, self._laws[key].seconds(sizes), 0.0)
 
     def latency_s(self, kind: Kind, axes: Sequence[str]) -> float:
-        """What the smallest such collective takes."""
+        """Seconds of the smallest such collective."""
         return float(self.collective_s(kind, axes, 1.0))
 
     def wire_bytes(self, kind: Kind, axes: Sequence[str], nbytes: ArrayLike) -> Floats:

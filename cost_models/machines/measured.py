@@ -1,7 +1,7 @@
 """Measured hardware: timings of one machine → a hardware file in the catalogue's schema.
 
-Who times is no business of this room: it takes samples and fits the few numbers
-that prices need. A matmul takes `fixed + work ÷ rate`; fixed and rate are fitted
+This room does not time: it takes samples and fits the few numbers that prices
+need. A matmul takes `fixed + work ÷ rate`; fixed and rate are fitted
 to the *relative* errors, so that small and large samples count alike. Memory is
 as fast as the largest streams, which no cache holds. Collectives are kept as tables.
 """
@@ -60,11 +60,11 @@ class CollectiveSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What was timed on one machine, when, and with what.
+    """The timings of one machine, with their date, software and method.
 
     Attributes:
-        name: Name of the file that becomes of it.
-        based_on: The catalogue's chip, which states what was not measured.
+        name: Name of the resulting file.
+        based_on: The catalogue's chip, which states the numbers that were not measured.
         topology: As written after the colon: `"8"`, `"1x8"`.
         matmuls: By dtype.
         streams: Of one device's memory.
@@ -109,7 +109,7 @@ def fit_line(work: Sequence[float], seconds: Sequence[float]) -> tuple[float, fl
 
 
 def _rate_of_the_largest(work: Floats, seconds: Floats) -> float:
-    """Of all samples within a factor of two of the largest together."""
+    """The rate of all samples within a factor of two of the largest, taken together."""
     largest = 2 * work >= work.max()
     return float(np.sum(work[largest]) / np.sum(seconds[largest]))
 
@@ -171,10 +171,10 @@ def write(measurement: Measurement, path: str | Path) -> None:
 
 
 def _by_arithmetic(samples: Sequence[MatmulSample], itemsize: float, stream_rate: float) -> list[MatmulSample]:
-    """The samples that did not wait for memory; all of them where too few are left.
+    """The samples that did not wait for memory; all of them if too few are left.
 
-    Traffic that takes about as long as the sample is what it waited for; traffic that
-    would have taken much longer came from a cache.
+    A sample waited for memory if its traffic takes about as long as the sample; traffic
+    that would have taken much longer came from a cache.
     """
     if not stream_rate:
         return list(samples)

@@ -78,7 +78,7 @@ class Hardware:
 
     @property
     def usable_memory_bytes(self) -> int:
-        """What a program may fill of it, after the runtime's own share."""
+        """Bytes that a program may fill, after the runtime's own share."""
         return int(self.number("hbm_bytes") * self.number("usable_memory_fraction"))
 
     @property

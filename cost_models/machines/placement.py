@@ -1,4 +1,4 @@
-"""Where a logical mesh lies on a physical topology, and what a set of its axes is there.
+"""Places a logical mesh on a physical topology, and finds the links that a set of its axes crosses.
 
 Each mesh axis is given factors of physical dimensions. By default axes choose in
 turn, the last (innermost) first, and each takes the fastest links that are left:
@@ -24,7 +24,7 @@ from cost_models.machines.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What a group of devices has of one level of links.
+    """The part of one level of links that a group of devices crosses.
 
     Attributes:
         level: `"die"`, `"domain"` or `"scale_out"`.
@@ -150,7 +150,7 @@ def place(topology: Topology, mesh: Mapping[str, int], order: Sequence[str] | No
 
 
 def _splits(size: int, left: Sequence[int]) -> list[tuple[int, ...]]:
-    """All ways to take `size` devices as factors of what is left of each dimension."""
+    """All ways to take `size` devices as factors of the rest of each dimension."""
     divisors = [[f for f in range(1, min(n, size) + 1) if n % f == 0 and size % f == 0] for n in left]
     return [f for f in product(*divisors) if prod(f) == size]
 

@@ -19,7 +19,7 @@ class MatmulUnit:
 
     Attributes:
         peak_flops_per_s: Data-sheet rate, dense.
-        achieved_fraction: What large matmuls reach of it.
+        achieved_fraction: Fraction of it that large matmuls reach.
         tile_rows, tile_columns, tile_depth: Operands are padded to these: m, n, k of
             the smallest piece of work. Rows and columns may swap roles.
         units: Tiles that run at once; a last wave that does not fill them costs as a full one.
@@ -62,7 +62,7 @@ def taps_on_data(
 ) -> int:
     """How often a kernel's taps fall on data along one dimension of a convolution, over all outputs.
 
-    Padding and what an image is dilated with are no data. Source: HloCostAnalysis::HandleConvolution (XLA).
+    Padding and the zeros of a dilated image are no data. Source: HloCostAnalysis::HandleConvolution (XLA).
 
     Args:
         outputs: Size of the result.
@@ -90,7 +90,7 @@ def roofline_s(flops: ArrayLike, nbytes: ArrayLike, flops_per_s: ArrayLike, byte
 
 
 def elementwise_bytes(elements: ArrayLike, operands: int, results: int, itemsize: float) -> Floats:
-    """HBM traffic of a fused chain of element-wise operations: what enters once, what leaves once.
+    """HBM traffic of a fused chain of element-wise operations: each input read once, each output written once.
 
     Source: XLA fuses producers into consumers; scaling book gpus.md:248 Q7 for a single add.
     """

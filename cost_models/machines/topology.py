@@ -145,7 +145,7 @@ def examples(chip: Chip) -> str:
 
 
 def explain_core_count(chip: Chip, count: int) -> str:
-    """What a name such as `v5p-256` means, and what to write for it."""
+    """Explains a name such as `v5p-256`, and the text to write for it."""
     shapes = chip.links["domain"].torus
     if shapes is None:
         return f"{chip.name} has no such names; write {examples(chip)}"

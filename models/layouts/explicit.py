@@ -1,7 +1,7 @@
 """Two layouts of `models.mlp` as explicit programs: every collective is written down.
 
-An executor independent of the partitioner: where the annotated layouts say how arrays
-lie, these say what each device computes and sends, inside `jax.shard_map`. Both take and
+An executor independent of the partitioner: the annotated layouts say how arrays lie,
+these write each device's computation and communication, inside `jax.shard_map`. Both take and
 return whole arrays, and both can be differentiated. Without scan and remat.
 """
 

@@ -1,4 +1,4 @@
-"""What a hand-written layout is: PartitionSpecs by parameter and by activation.
+"""A hand-written layout: PartitionSpecs by parameter and by activation.
 
 An expert lays out a model by saying how each parameter is stored, how the batch
 arrives, and how a few activations lie; the partitioner fills in the rest. The
@@ -74,7 +74,7 @@ class HandLayout:
         return P(*self.rows[: leaf.ndim])
 
     def _state(self, state: State) -> Any:
-        """Whatever part of the optimizer's state is shaped like the parameters holds moments."""
+        """The specs of the optimizer's state: each part shaped like the parameters holds moments."""
         structure = jax.tree.structure(state.params)
 
         def is_moments(node: Any) -> bool:
@@ -85,12 +85,12 @@ class HandLayout:
         return state._replace(params=_by_path(self.parameter, state.params), opt_state=opt_state, step=P())
 
     def jit(self, fn: Callable[..., Any], *args: Any, mesh: Mesh) -> Any:
-        """`jax.jit` of a program in this layout; what it carries (state, cache) is donated.
+        """`jax.jit` of a program in this layout; its carried state (or cache) is donated.
 
         Args:
           fn: a train step, prefill, decode or generate of a model of this family.
-          *args: of `fn`, arrays or ShapeDtypeStructs.
-          mesh: has the axes that this layout names, of type Auto.
+          *args: arguments of `fn`, arrays or ShapeDtypeStructs.
+          mesh: a mesh with the axes that this layout names, of type Auto.
         """
 
         def on_mesh(specs: Any) -> Any:

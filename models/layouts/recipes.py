@@ -1,7 +1,7 @@
-"""The parallelism recipes of the literature: which mesh axes split what.
+"""The parallelism recipes of the literature: the mesh axes and the dimensions that they split.
 
 A recipe knows no model; `linear.py`, `mlp.py`, `transformer.py`, `moe.py` and
-`inference.py` beside it say what it means for theirs. Every axis may be a tuple of mesh
+`inference.py` beside it apply it to theirs. Every axis may be a tuple of mesh
 axes: `dp(("data", "model"))`.
 """
 

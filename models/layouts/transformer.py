@@ -1,7 +1,7 @@
 """Hand-written layouts of `models.transformer`.
 
-Column split: heads, hidden units and vocabulary over the model axis; row split: what
-contracts them. The stored split is along D everywhere. Norms, and biases that no
+Column split: heads, hidden units and vocabulary over the model axis; row split: the
+matrices that contract them. The stored split is along D everywhere. Norms, and biases that no
 column split touches, are whole: they are small.
 
 The model axis must divide the key/value heads, and the vocabulary: Megatron pads
@@ -42,10 +42,10 @@ def parameters(recipe: Recipe, stored: Axes) -> SpecOf:
 
 
 def activations(recipe: Recipe) -> PinOf:
-    """By label; between stationary weights lie the residual's width and the inner batch split over both.
+    """Specs by label; between stationary weights, width and inner batch of the residual are split over both.
 
-    Where weights move or have one split alone, what enters a matmul is left free: a pin
-    there would have its cotangent summed whole before it is split.
+    If weights move or have only one split, the operand of a matmul is left free: a pin there
+    would sum its cotangent whole before it is split.
     """
     batch, context, model, stationary = recipe.batch, recipe.context, recipe.model, recipe.stationary
     apart, heads = joined(batch, stationary), None if recipe.cached else model or recipe.heads
