@@ -22,8 +22,9 @@ from autoshard.api.planning import plan
 from autoshard.backends import hlo
 from autoshard.errors import MeshError
 from autoshard.ir import rewrite
-from autoshard.ir.graph import Graph
+from autoshard.ir.graph import Eqn, Graph
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.op_traits import CONSTRAINT, JITS, LOOP_SLICE
 from autoshard.planner.requested_shardings import AUTO
 from autoshard.report.tables import GAP, bytes_text, columns, fields, render, table, time_text
 from autoshard.verification.collective_match import Line, attribute
@@ -33,10 +34,6 @@ from autoshard.verification.verify import Places, argument_of, path_of
 LONGEST = 20  # source lines that are shown one by one
 
 _REDUCES = frozenset({"all-reduce", "reduce-scatter"})
-# Equations that hand an argument on, whole or a layer of it.
-_HANDED_ON = frozenset(
-    {"convert_element_type", "transpose", "reshape", "squeeze", "loop_const", "loop_slice", "copy", "copy_p"}
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +154,7 @@ def audit(
     leaves, tree = jax.tree.flatten(args)
     closed, out_tree = jax.make_jaxpr(fn, return_shape=True)(*args)
     outer = _jax.open_jaxpr(closed)
-    jitted = outer.eqns[0].params if len(outer.eqns) == 1 and outer.eqns[0].primitive.name in ("jit", "pjit") else {}
+    jitted = outer.eqns[0].params if len(outer.eqns) == 1 and outer.eqns[0].primitive.name in JITS else {}
     inputs = _specs(jitted.get("in_shardings", ()), leaves)
     outputs = _specs(jitted.get("out_shardings", ()), [None] * len(outer.outvars))
     donated = jitted.get("donated_invars", (False,) * len(leaves))
@@ -222,7 +219,7 @@ def _specs(shardings: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
 
 def _mesh(annotated: Sequence[Any], closed: Any) -> dict[str, int]:
     """The mesh that annotations name: of arguments and results, else of constraints inside."""
-    inside = (eqn.params["sharding"] for eqn in _equations(closed) if eqn.primitive.name == "sharding_constraint")
+    inside = (eqn.params["sharding"] for eqn in _equations(closed) if eqn.primitive.name == CONSTRAINT)
     for x in (*annotated, *inside):
         sharding = x if isinstance(x, NamedSharding) else getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
@@ -250,12 +247,12 @@ class Asked:
         self._stored = frozenset(self._handed_on())
 
     def __call__(self, found: hlo.Collective) -> bool:
-        if found.kind in _REDUCES or found.op_name.endswith("sharding_constraint"):
+        if found.kind in _REDUCES or found.op_name.endswith(CONSTRAINT):
             return True
         e = self._equation.get(path_of(found))
         if e is None:  # a result on its way to the sharding that the program asks of it, or an argument's gather
             return found.op_name == "" or (found.kind == "all-gather" and argument_of(found) is not None)
-        if self._graph.eqns[e].primitive == "sharding_constraint":
+        if self._graph.eqns[e].primitive == CONSTRAINT:
             return True
         gathered = [v for v in (*self._graph.operands[e], *self._graph.results[e]) if v in self._stored]
         return found.kind == "all-gather" and any(self._graph.avals[v].nbytes % found.nbytes == 0 for v in gathered)
@@ -264,6 +261,13 @@ class Asked:
         """Values that are program inputs, or such inputs cast, transposed, or a layer of them."""
         stored = set(self._graph.inputs)
         for eqn, operands, results in zip(self._graph.eqns, self._graph.operands, self._graph.results, strict=True):
-            if eqn.primitive in _HANDED_ON and set(operands) <= stored and operands:
+            if _hands_on(eqn) and set(operands) <= stored and operands:
                 stored |= set(results)
         return stored
+
+
+def _hands_on(eqn: Eqn) -> bool:
+    """Whether an equation hands an argument on, whole or a layer of it; a constraint asks something of it instead."""
+    traits = eqn.traits
+    renames = traits.renames and eqn.primitive != CONSTRAINT
+    return renames or traits.cast or traits.copy or eqn.primitive == LOOP_SLICE

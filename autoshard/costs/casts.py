@@ -3,14 +3,12 @@
 from collections.abc import Mapping
 
 from autoshard.ir.graph import Aval, Eqn, Graph
-
-# What may stand between a cast and a collective that are exchanged.
-_OTHER_SHAPES = frozenset({"reshape", "squeeze", "expand_dims", "transpose"})
+from autoshard.ir.op_traits import MUL
 
 
 def widening(eqn: Eqn) -> int:
     """Bytes per element that a cast adds, fewer than none for a narrowing one; 0 for all other equations."""
-    if eqn.primitive != "convert_element_type":
+    if not eqn.traits.cast:
         return 0
     return eqn.results[0].itemsize - eqn.operands[0].itemsize
 
@@ -31,15 +29,15 @@ def narrow_side(graph: Graph, made_by: Mapping[int, tuple[int, int]], value: int
 
     def one_number(v: int) -> bool:
         e = maker(v)
-        repeated = e >= 0 and graph.eqns[e].primitive == "broadcast_in_dim"
+        repeated = e >= 0 and graph.eqns[e].traits.repeats
         return not graph.avals[graph.operands[e][0] if repeated else v].ndim
 
     aval, e = graph.avals[value], maker(value)
-    while e >= 0 and graph.eqns[e].primitive in _OTHER_SHAPES:
+    while e >= 0 and graph.eqns[e].traits.reshapes:  # may stand between a cast and a collective
         e = maker(graph.operands[e][0])
-    if e >= 0 and graph.eqns[e].primitive in ("mul", "div"):
+    if e >= 0 and graph.eqns[e].traits.scale:
         left, right = graph.operands[e]
-        if one_number(left) and graph.eqns[e].primitive == "mul":
+        if one_number(left) and graph.eqns[e].primitive == MUL:
             left, right = right, left
         e = maker(left) if one_number(right) else -1
     return Aval(aval.shape, graph.eqns[e].operands[0].dtype) if e >= 0 and widening(graph.eqns[e]) > 0 else aval

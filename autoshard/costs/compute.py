@@ -21,6 +21,7 @@ from autoshard.errors import InfeasibleError
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import Eqn
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.op_traits import CONVOLUTION, LOOP_SLICE, LOOP_STACK, SCATTER_ADD, SHARD_MAP
 from autoshard.rules import ShardingRule
 from cost_models.machines.roofline import taps_on_data
 
@@ -37,39 +38,6 @@ class Machine(CollectiveMachine, Protocol):
     def stores_quotients(self) -> bool: ...
 
     def matmul_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str) -> Seconds: ...
-
-
-CONVOLUTION = "conv_general_dilated"
-CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general", "ragged_dot", CONVOLUTION})
-
-# `with_sharding_constraint`: its result is its operand, in a layout.
-CONSTRAINT = "sharding_constraint"
-
-# Equations that XLA fuses into their consumer or producer: they never force their operand
-# or result into memory by themselves.
-FUSIBLE = frozenset(
-    {
-        "broadcast_in_dim",
-        "reshape",
-        "squeeze",
-        "expand_dims",
-        "iota",
-        "reduce_sum",
-        "reduce_max",
-        "reduce_min",
-        "reduce_and",
-        "reduce_or",
-        "argmax",
-        "argmin",
-        "transpose",
-        "slice",
-        "concatenate",
-        "pad",
-        "rev",
-        "select_n",
-        CONSTRAINT,
-    }
-)
 
 
 def contraction_s(
@@ -166,7 +134,7 @@ def touched_bytes(
     What it slices is read, and written if it lies in memory; if not, each kernel that takes it
     reads it, of which no more than two are counted.
     """
-    if eqn.primitive in (CONSTRAINT, "transpose", "loop_const", "branch_join"):
+    if eqn.traits.moves_nothing:
         return np.zeros(len(strategies))
 
     def local(avals_index: int, *, result: bool) -> NDArray[np.float64]:
@@ -175,13 +143,13 @@ def touched_bytes(
         return aval.nbytes / shards(codes, aval.ndim, mesh)
 
     total = np.zeros(len(strategies))
-    sparse = eqn.primitive in ("gather", "dynamic_slice")
-    update = updates(eqn)
+    sparse = eqn.traits.reads_part
+    update = eqn.traits.updates
     if update and not reads[0]:
         total += local(0, result=False)
-    if eqn.primitive == "loop_stack":
+    if eqn.primitive == LOOP_STACK:
         return (2 + reads[0]) * local(0, result=False)
-    if eqn.primitive == "loop_slice":
+    if eqn.primitive == LOOP_SLICE:
         return (1 + (writes[0] or readers > 1)) * local(0, result=True)
     for i, read in enumerate(reads):
         if read and not (sparse and i == 0) and not (update and i == 0):
@@ -192,14 +160,9 @@ def touched_bytes(
     return total
 
 
-def updates(eqn: Eqn) -> bool:
-    """Whether an equation writes a part of its first operand, where that lies if no one needs it as it was."""
-    return eqn.primitive.startswith("scatter") or eqn.primitive == "dynamic_update_slice"
-
-
 def fusible(eqn: Eqn, *, pointwise: bool, platform: str) -> bool:
     """Whether XLA fuses the equation with its neighbours."""
-    return pointwise or eqn.primitive in FUSIBLE or (platform == "tpu" and _marks(eqn))
+    return pointwise or eqn.traits.fusible or (platform == "tpu" and _marks(eqn))
 
 
 def _marks(eqn: Eqn) -> bool:
@@ -208,7 +171,7 @@ def _marks(eqn: Eqn) -> bool:
     XLA:TPU compares positions instead, in the fusion that reads the result (the labels' scores of
     gpt2-small, libtpu 0.0.52).
     """
-    if eqn.primitive != "scatter-add":
+    if eqn.primitive != SCATTER_ADD:
         return False
     rows = eqn.params["dimension_numbers"].operand_batching_dims
     operand, _, updates = eqn.operands
@@ -217,12 +180,12 @@ def _marks(eqn: Eqn) -> bool:
 
 def is_contraction(eqn: Eqn) -> bool:
     """Whether an equation is a matrix multiplication or a convolution."""
-    return eqn.primitive in CONTRACTIONS
+    return eqn.traits.contraction
 
 
 def multiplies(eqn: Eqn) -> bool:
     """Whether communication may hide behind an equation: a contraction, or a `shard_map`, whose body has them."""
-    return is_contraction(eqn) or eqn.primitive == manual_calls.MANUAL
+    return is_contraction(eqn) or eqn.primitive == SHARD_MAP
 
 
 def picoseconds(seconds: Seconds) -> NDArray[np.int64]:

@@ -18,9 +18,7 @@ from numpy.typing import NDArray
 
 from autoshard.costs.compute import is_contraction
 from autoshard.ir.graph import Graph
-
-# Links into a loop's body: what they take lies in memory while the loop runs.
-INTO_LOOPS = frozenset({"loop_const", "loop_slice", "loop_carry"})
+from autoshard.ir.op_traits import LOOP_RESULT, LOOP_STACK
 
 
 def positions(graph: Graph, fuses: Sequence[bool], platform: str) -> list[int]:
@@ -97,8 +95,8 @@ def feeding(graph: Graph) -> NDArray[np.bool_]:
     feeds = np.zeros(len(graph.avals), bool)
     for e in range(len(graph.eqns) - 1, -1, -1):
         eqn = graph.eqns[e]
-        onward = eqn.primitive != "loop_stack" and any(feeds[v] for v in graph.results[e])
-        if onward or eqn.primitive in INTO_LOOPS or eqn.primitive == "loop_result" or is_contraction(eqn):
+        onward = eqn.primitive != LOOP_STACK and any(feeds[v] for v in graph.results[e])
+        if onward or eqn.traits.enters_loop or eqn.primitive == LOOP_RESULT or is_contraction(eqn):
             feeds[list(graph.operands[e])] = True
     return feeds
 
@@ -110,7 +108,7 @@ def loop_spans(graph: Graph) -> dict[int, tuple[int, int]]:
         if loop:
             spans[loop] = (spans.get(loop, (e, e))[0], e)
     for e, eqn in enumerate(graph.eqns):
-        loop = graph.loop[graph.operands[e][0]] if eqn.primitive in ("loop_result", "loop_stack") else 0
+        loop = graph.loop[graph.operands[e][0]] if eqn.traits.leaves_loop else 0
         if loop:
             spans.setdefault(loop, (e, e))
     return spans

@@ -7,15 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.costs import compute
-from autoshard.costs.liveness import ENDS
-from autoshard.ir.graph import LINKS, Graph
+from autoshard.ir.graph import Graph
 from autoshard.rules import FactorKind, ShardingRule
-
-# Equations through which the partitioner itself lets partial sums flow in Auto mode: it
-# merges the reductions of both sides of an addition and moves one past a transpose or a
-# reshape, but never past a scale or a subtraction.
-ADDITIONS = frozenset({"add", "add_any"})
-SUMS_FLOW = ADDITIONS | {"transpose", "reshape"}
 
 # Platforms whose compilers merge the reductions of the terms of an addition although pins finish each by itself
 # (XLA:GPU, libtpu 0.0.51).
@@ -41,7 +34,7 @@ class FusionTraits:
 def fusion_traits(graph: Graph, rules: Sequence[ShardingRule], pinned: Collection[int], platform: str) -> FusionTraits:
     """The traits of a graph under the rules of its equations, some of which are pinned; `platform` by JAX's name."""
     pointwise = [
-        is_pointwise(rule) and e not in pinned and graph.eqns[e].primitive not in LINKS for e, rule in enumerate(rules)
+        is_pointwise(rule) and e not in pinned and not graph.eqns[e].traits.link for e, rule in enumerate(rules)
     ]
     fuses = [compute.fusible(eqn, pointwise=p, platform=platform) for eqn, p in zip(graph.eqns, pointwise, strict=True)]
     flows = _sum_flows(graph, rules, platform)
@@ -71,7 +64,7 @@ def _free(graph: Graph, fuses: Sequence[bool]) -> frozenset[int]:
     """What a loop reads is not: it lies in memory while the loop runs, and has a layout like any other value."""
     given, made_by = set(graph.inputs), graph.producers()
     free = {v for v in graph.consumers() if v not in made_by and v not in given}
-    read = {v for e, eqn in enumerate(graph.eqns) if eqn.primitive in LINKS for v in graph.operands[e]}
+    read = {v for e, eqn in enumerate(graph.eqns) if eqn.traits.link for v in graph.operands[e]}
     read = {v for v in read if graph.avals[v].ndim and v in made_by}
     for e, fused in enumerate(fuses):
         if fused and all(v in free for v in graph.operands[e]):
@@ -96,11 +89,11 @@ def _sum_flows(graph: Graph, rules: Sequence[ShardingRule], platform: str) -> tu
     Which of the dimensions its tiles let it scatter is told by the order in which the product has them.
     """
     summing: set[int] = set()
-    added = {v for e, eqn in enumerate(graph.eqns) if eqn.primitive in ADDITIONS for v in graph.operands[e]}
+    added = {v for e, eqn in enumerate(graph.eqns) if eqn.traits.addition for v in graph.operands[e]}
     flows = [False] * len(graph.eqns)
     for e, (eqn, rule) in enumerate(zip(graph.eqns, rules, strict=True)):
-        if eqn.primitive in SUMS_FLOW and rule.linear:
-            waits = platform != "tpu" or eqn.primitive in ADDITIONS or not added.isdisjoint(graph.results[e])
+        if eqn.traits.passes_sums and rule.linear:
+            waits = platform != "tpu" or eqn.traits.addition or not added.isdisjoint(graph.results[e])
             flows[e] = waits and all(graph.operands[e][i] in summing for i in rule.linear[0])
         if flows[e] or (compute.is_contraction(eqn) and any(f.reduction == "sum" for f in rule.factors)):
             summing.update(graph.results[e])
@@ -115,5 +108,5 @@ def levels(graph: Graph, fuses: Sequence[bool]) -> NDArray[np.int64]:
     levels = np.zeros(len(graph.avals), np.int64)
     for e, eqn in enumerate(graph.eqns):
         level = max((int(levels[v]) for v in graph.operands[e]), default=0)
-        levels[list(graph.results[e])] = level + (not fuses[e] or eqn.primitive in ENDS)
+        levels[list(graph.results[e])] = level + (not fuses[e] or eqn.traits.ends_fusion)
     return levels

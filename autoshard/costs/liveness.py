@@ -33,28 +33,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.costs.compute import is_contraction
-from autoshard.costs.execution_order import INTO_LOOPS, behind_loops, deferred, feeding, loop_spans, positions
+from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, positions
 from autoshard.ir.graph import Graph
+from autoshard.ir.op_traits import DIV, EXP, LOOP_CONST, LOOP_SLICE, LOOP_STACK, REDUCE_SUM, TRANSPOSE
 from autoshard.rules.rule import ShardingRule
-
-# Equations whose result is their operand under another name.
-RENAMES = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "sharding_constraint", "loop_const"})
-
-# Equations that end a fusion: their result is stored, their operands need not be.
-ENDS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"})
-
-# What XLA does not compute twice, once for what it stacks and once for who else reads it.
-_COSTLY = frozenset(
-    {"cbrt", "cos", "div", "erf", "erfc", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "rsqrt", "sin"}
-    | {"sqrt", "tan", "tanh"}
-)
-
-# What XLA:GPU computes once for all fusions that read it. It repeats exponentials, logistic functions, divisions,
-# roots, logarithms and erf (jax-cuda12-pjrt 0.10.2; `tests/compilers/test_memory.py -m slow -k repeats`).
-_ONCE = frozenset({"atan2", "cos", "erf_inv", "erfc", "log1p", "pow", "sin", "tanh"})
-
-# Equations whose result has the values of its operand.
-_COPIES = RENAMES | {"broadcast_in_dim", "convert_element_type"}
 
 # Rows (of scores, of a norm) that one kernel of XLA:GPU reduces and reads again; those of a vocabulary it does not.
 _SHORT_ROW = 16_384
@@ -108,16 +90,16 @@ def live_ranges(
             stated |= {numerator, quotient} if stores_quotients else {numerator}
             alone[numerator] = _narrowest(graph, made_by, numerator)
     order = positions(graph, fuses, platform)
-    held = _held(graph, fuses, taken, stated, _ONCE if platform == "cuda" else frozenset())
+    held = _held(graph, fuses, taken, stated, repeats=platform != "cuda")
     named = np.zeros(len(graph.avals), bool)
     for e, eqn in enumerate(graph.eqns):
-        if eqn.primitive in RENAMES:
+        if eqn.traits.renames:
             named[graph.results[e][0]] = held[graph.results[e][0]]
     stored, late = held & ~named, deferred(graph) if on_tpu else frozenset[int]()
     start = np.zeros(len(graph.avals), np.int64)
     for e, results in enumerate(graph.results):
         begin = order[e]
-        if graph.eqns[e].primitive == "loop_stack":
+        if graph.eqns[e].primitive == LOOP_STACK:
             loop = graph.loop[graph.operands[e][0]]
             begin = spans[loop][0] if loop else order[e]
         start[list(results)] = begin
@@ -175,8 +157,8 @@ def _overwritten(
     reduced: dict[int, frozenset[int]] = {}  # reduction → the values whose rows it reduces, if they are short
     found: set[int] = set()
     for e, fused in enumerate(fuses):
-        primitive = graph.eqns[e].primitive
-        if not fused or primitive == "transpose" or not graph.results[e]:
+        eqn = graph.eqns[e]
+        if not fused or eqn.primitive == TRANSPOSE or not graph.results[e]:
             continue
         result = graph.results[e][0]
         reads[result] = frozenset[int]().union(
@@ -184,10 +166,10 @@ def _overwritten(
         )
         twice = frozenset[int]().union(*(reduced.get(v, frozenset()) for v in reads[result]))
         aval = graph.avals[result]
-        if primitive in ENDS:
+        if eqn.traits.ends_fusion:
             row = graph.avals[graph.operands[e][0]].size // max(aval.size, 1)
             reduced[result] = twice | (reads[result] if row <= _SHORT_ROW else frozenset())
-        if not stored[result] or primitive in ENDS | RENAMES:
+        if not stored[result] or eqn.traits.ends_fusion or eqn.traits.renames:
             continue
         for v in sorted(reads[result] - twice - found):
             if v in made_by and graph.avals[v] == aval and end[v] == start[result] + 1:
@@ -200,24 +182,24 @@ def _softmaxes(graph: Graph) -> Iterator[tuple[int, int]]:
     """Of every softmax what it divides, and what comes of that, cast if it is cast."""
     made_by, consumers = graph.producers(), graph.consumers()
 
-    def maker(value: int, through: Container[str] = ()) -> int:
-        """The equation that makes a value, or what it is a copy of; -1 for none."""
+    def maker(value: int, *, through: bool = False) -> int:
+        """The equation that makes a value (`through`: that makes its elements, under other names); -1 for none."""
         e = made_by.get(value, (-1, 0))[0]
-        while e >= 0 and graph.eqns[e].primitive in through:
+        while through and e >= 0 and graph.eqns[e].traits.same_values:
             e = made_by.get(graph.operands[e][0], (-1, 0))[0]
         return e
 
     for e, eqn in enumerate(graph.eqns):
-        if eqn.primitive != "div":
+        if eqn.primitive != DIV:
             continue
         above, below = graph.operands[e]
-        exponential, total = maker(above), maker(below, _COPIES)
-        if min(exponential, total) < 0 or graph.eqns[exponential].primitive != "exp":
+        exponential, total = maker(above), maker(below, through=True)
+        if min(exponential, total) < 0 or graph.eqns[exponential].primitive != EXP:
             continue
-        if graph.eqns[total].primitive == "reduce_sum" and graph.operands[total][0] == above:
+        if graph.eqns[total].primitive == REDUCE_SUM and graph.operands[total][0] == above:
             quotient = graph.results[e][0]
             users = [u for u, _ in consumers.get(quotient, ())]
-            casts = [graph.results[u][0] for u in users if graph.eqns[u].primitive == "convert_element_type"]
+            casts = [graph.results[u][0] for u in users if graph.eqns[u].traits.cast]
             yield above, casts[0] if casts else quotient
 
 
@@ -237,7 +219,7 @@ def _narrowest(graph: Graph, made_by: Mapping[int, tuple[int, int]], value: int)
 
 
 def _held(
-    graph: Graph, fuses: Sequence[bool], taken: NDArray[np.bool_], stated: Container[int], once: Container[str]
+    graph: Graph, fuses: Sequence[bool], taken: NDArray[np.bool_], stated: Container[int], *, repeats: bool
 ) -> NDArray[np.bool_]:
     """Which values lie in memory, be it under another's name.
 
@@ -246,7 +228,7 @@ def _held(
       fuses: per equation, whether XLA fuses it with its neighbours.
       taken: operands that contractions can make themselves.
       stated: values that are held whatever they are made of.
-      once: what several fusions do not compute each.
+      repeats: whether several fusions each compute what costs much.
     """
     held = np.zeros(len(graph.avals), bool)
     made = np.zeros(len(graph.avals), bool)
@@ -257,27 +239,27 @@ def _held(
     for e, eqn in enumerate(graph.eqns):
         operands, results = list(graph.operands[e]), list(graph.results[e])
         made[results] = True
-        costly[results] = eqn.primitive in _COSTLY
+        costly[results] = eqn.traits.costly
         readers[operands] += 1
-        if eqn.primitive in INTO_LOOPS:
+        if eqn.traits.enters_loop:
             held[operands] = True
-        elif eqn.primitive in ENDS or eqn.primitive == "loop_stack":
+        elif eqn.traits.ends_fusion or eqn.primitive == LOOP_STACK:
             held[results] = True
-        elif not fuses[e] and eqn.primitive not in RENAMES:
+        elif not fuses[e] and not eqn.traits.renames:
             held[[v for v in operands if not (taken[v] and is_contraction(eqn))]] = True
             held[results] = True
         held[[v for v in results if v in stated]] = True
     for e, eqn in enumerate(graph.eqns):
-        if eqn.primitive == "loop_stack":
+        if eqn.primitive == LOOP_STACK:
             v = graph.operands[e][0]
             held[v] |= costly[v] and readers[v] > 1
     for e in range(len(graph.eqns) - 1, -1, -1):
-        if graph.eqns[e].primitive in RENAMES and held[graph.results[e][0]]:
+        if graph.eqns[e].traits.renames and held[graph.results[e][0]]:
             held[graph.operands[e][0]] = True
     goes_to: dict[int, frozenset[int]] = {}  # of a value that is not held: what lies in memory and is computed from it
     for e in range(len(graph.eqns) - 1, -1, -1):
         for v in graph.results[e] if fuses[e] else ():
-            if graph.eqns[e].primitive in once and len(goes_to.get(v, ())) > 1:
+            if not repeats and graph.eqns[e].traits.once_on_gpu and len(goes_to.get(v, ())) > 1:
                 held[v] = True
             onto = frozenset({v}) if held[v] else goes_to.get(v, frozenset[int]())
             for o in graph.operands[e]:
@@ -285,18 +267,18 @@ def _held(
     sources: dict[int, frozenset[int]] = {}  # of a value that is not held: what it is recomputed from
     for e, eqn in enumerate(graph.eqns):
         result = graph.results[e][0] if graph.results[e] else -1
-        if eqn.primitive in RENAMES:
+        if eqn.traits.renames:
             held[result] |= held[graph.operands[e][0]]
-        if result < 0 or held[result] or not (fuses[e] or eqn.primitive in RENAMES or eqn.primitive == "loop_slice"):
+        if result < 0 or held[result] or not (fuses[e] or eqn.traits.renames or eqn.primitive == LOOP_SLICE):
             continue
         found = frozenset[int]().union(
             *({v} if held[v] else sources.get(v, frozenset()) for v in graph.operands[e] if held[v] or made[v])
         )
         sources[result] = found
-        if eqn.primitive in RENAMES:
+        if eqn.traits.renames:
             continue
         write, times = graph.avals[result].nbytes, int(readers[result])
-        read = write if eqn.primitive == "loop_slice" else sum(graph.avals[s].nbytes for s in found)
+        read = write if eqn.primitive == LOOP_SLICE else sum(graph.avals[s].nbytes for s in found)
         held[result] = times * read > read + write + times * write or len(found) > _MOST_SOURCES
     return held
 
@@ -321,7 +303,7 @@ def _last_uses(
     following: dict[int, int] = {}  # loop → its next contraction in program order
     for e in range(len(graph.eqns) - 1, -1, -1):
         when, loop = order[e], graph.loop_of[e]
-        if graph.eqns[e].primitive in ("loop_const", "loop_slice"):
+        if graph.eqns[e].primitive in (LOOP_CONST, LOOP_SLICE):
             when = spans[loop][1]
         elif is_contraction(graph.eqns[e]):
             when, following[loop] = following.get(loop, e), e
@@ -348,15 +330,15 @@ def cast_ahead(graph: Graph) -> dict[int, tuple[int, int, int]]:
         found: list[int] = []
         for e, _ in consumers.get(value, ()):
             result = graph.results[e][0]
-            if graph.eqns[e].primitive in RENAMES:
+            if graph.eqns[e].traits.renames:
                 found += casts(result)
             else:
-                found.append(graph.avals[result].itemsize if graph.eqns[e].primitive == "convert_element_type" else 0)
+                found.append(graph.avals[result].itemsize if graph.eqns[e].traits.cast else 0)
         return found
 
     found: dict[int, tuple[int, int, int]] = {}
     for value in graph.inputs:
-        slices = [e for e, _ in consumers.get(value, ()) if graph.eqns[e].primitive == "loop_slice"]
+        slices = [e for e, _ in consumers.get(value, ()) if graph.eqns[e].primitive == LOOP_SLICE]
         sizes = {size for e in slices for size in casts(graph.results[e][0])}
         if len(sizes) == 1 and 0 < (size := sizes.pop()) < graph.avals[value].itemsize:
             loops = [spans[graph.loop_of[e]] for e in slices]
@@ -377,7 +359,7 @@ def in_place(graph: Graph, lasting: Container[int]) -> frozenset[int]:
         value = operands[0] if operands else None
         while value is not None and value not in lasting and consumers[value][-1][0] <= e:
             maker = made_by.get(value, (-1, 0))[0]
-            if maker < 0 or graph.eqns[maker].primitive not in RENAMES:
+            if maker < 0 or not graph.eqns[maker].traits.renames:
                 found.add(e)
                 break
             value = graph.operands[maker][0]

@@ -10,12 +10,8 @@ accumulator stays in the loop on both, and XLA:CPU moves neither.
 
 from dataclasses import dataclass
 
-from autoshard.ir.graph import Graph
-
-# From the addition to the carry: one operand, the same values in another dtype or order.
-_PASSING = frozenset({"convert_element_type", "transpose", "reshape", "sharding_constraint", "copy"})
-# From the term to the addition: what shares the addition's layout.
-_CASTS = frozenset({"convert_element_type", "copy"})
+from autoshard.ir.graph import Eqn, Graph
+from autoshard.ir.op_traits import LOOP_CARRY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,17 +35,17 @@ def accumulators(graph: Graph) -> Accumulators:
 
     def passed(value: int) -> int:
         """What the value becomes, as long as it has one consumer and nothing is computed."""
-        while len(uses := consumers.get(value, [])) == 1 and graph.eqns[uses[0][0]].primitive in _PASSING:
+        while len(uses := consumers.get(value, [])) == 1 and graph.eqns[uses[0][0]].traits.passes_totals:
             value = graph.results[uses[0][0]][0]
         return value
 
     terms: dict[int, tuple[int, int]] = {}
     totals: set[int] = set()
     for e, eqn in enumerate(graph.eqns):
-        if eqn.primitive != "loop_carry":
+        if eqn.primitive != LOOP_CARRY:
             continue
         uses = consumers.get(passed(graph.results[e][0]), [])
-        if len(uses) != 1 or graph.eqns[uses[0][0]].primitive not in ("add", "add_any"):
+        if len(uses) != 1 or not graph.eqns[uses[0][0]].traits.addition:
             continue
         add, position = uses[0]
         total = graph.results[add][0]
@@ -59,10 +55,15 @@ def accumulators(graph: Graph) -> Accumulators:
         totals.add(total)
         term = graph.operands[add][1 - position]
         terms[term] = total, graph.trips[graph.results[onward[0][0]][0]]
-        while (maker := made_by.get(term, (-1, 0))[0]) >= 0 and graph.eqns[maker].primitive in _CASTS:
+        while (maker := made_by.get(term, (-1, 0))[0]) >= 0 and _keeps_layout(graph.eqns[maker]):
             before = graph.operands[maker][0]
             if len(consumers[before]) != 1 or graph.avals[before].itemsize > graph.avals[term].itemsize:
                 break
             terms[before] = terms[term]
             term = before
     return Accumulators(terms=terms, totals=frozenset(totals))
+
+
+def _keeps_layout(eqn: Eqn) -> bool:
+    """Whether a term that an equation makes shares its layout with what the equation takes."""
+    return eqn.traits.cast or eqn.traits.copy

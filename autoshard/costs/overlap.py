@@ -39,9 +39,9 @@ from operator import or_
 from typing import TypeVar
 
 from autoshard.costs.compute import multiplies
-from autoshard.costs.liveness import RENAMES
 from autoshard.costs.resharding import BUCKET_BYTES, TRIP_BYTES
-from autoshard.ir.graph import LINKS, Graph
+from autoshard.ir.graph import Graph
+from autoshard.ir.op_traits import BRANCH_JOIN, LOOP_CARRY, LOOP_RESULT, LOOP_STACK
 
 EARLY, LATE = 0, 1
 OUTSIDE = 2  # windows outside of loops; the body of loop k is window OUTSIDE + k − 1
@@ -182,9 +182,9 @@ def _feeding(graph: Graph, makers: Set[int], *, inside: bool) -> set[int]:
     feeds: set[int] = set()
     for e in range(len(graph.eqns) - 1, -1, -1):
         eqn = graph.eqns[e]
-        link = inside and eqn.primitive in LINKS and eqn.primitive != "branch_join"
+        link = inside and eqn.traits.link and eqn.primitive != BRANCH_JOIN
         onward = not link and not feeds.isdisjoint(graph.results[e])
-        if e in makers or (inside and eqn.primitive == "loop_result") or onward:
+        if e in makers or (inside and eqn.primitive == LOOP_RESULT) or onward:
             feeds.update(graph.operands[e])
     return feeds
 
@@ -215,9 +215,9 @@ def _inside(graph: Graph) -> _Phases:
     carried: set[int] = set()  # depends on the trip before
     after: set[int] = set()  # has a contraction of the body among its ancestors
     for e, eqn in enumerate(graph.eqns):
-        entering = eqn.primitive in ("loop_const", "loop_slice", "loop_carry")
+        entering = eqn.traits.enters_loop
         for v in graph.results[e]:
-            if eqn.primitive == "loop_carry" or (not entering and any(o in carried for o in graph.operands[e])):
+            if eqn.primitive == LOOP_CARRY or (not entering and any(o in carried for o in graph.operands[e])):
                 carried.add(v)
             if multiplies(eqn) or (not entering and any(o in after for o in graph.operands[e])):
                 after.add(v)
@@ -240,7 +240,7 @@ def _divided(graph: Graph, found: OverlapWindows, outer: _Phases, inner: _Phases
         phases, results = inner if loop else outer, graph.results[e]
         if multiplies(eqn):
             (late if results[0] in phases.late else others).add(e)
-        elif eqn.primitive == "loop_stack" or (loop and phases.late.issuperset(results)):
+        elif eqn.primitive == LOOP_STACK or (loop and phases.late.issuperset(results)):
             idle.add(e)
             late.add(e)
     urgent = frozenset(
@@ -363,10 +363,10 @@ def _new_state(graph: Graph) -> frozenset[int]:
     """What a program returns, by any name, but for what a contraction makes."""
     found, products = set(graph.outputs), set[int]()
     for e in range(len(graph.eqns) - 1, -1, -1):
-        if graph.eqns[e].primitive in RENAMES and not found.isdisjoint(graph.results[e]):
+        if graph.eqns[e].traits.renames and not found.isdisjoint(graph.results[e]):
             found.update(graph.operands[e])
     for e, eqn in enumerate(graph.eqns):
-        if multiplies(eqn) or (eqn.primitive in RENAMES and not products.isdisjoint(graph.operands[e])):
+        if multiplies(eqn) or (eqn.traits.renames and not products.isdisjoint(graph.operands[e])):
             products.update(graph.results[e])
     return frozenset(found - products)
 
@@ -384,7 +384,7 @@ def _updates(graph: Graph, outer: _Phases) -> frozenset[int]:
 
 def _home(graph: Graph, e: int) -> int:
     """The loop in whose trips an equation runs: a link out of a body writes there what the body makes."""
-    return graph.loop[graph.operands[e][0]] if graph.eqns[e].primitive == "loop_stack" else graph.loop_of[e]
+    return graph.loop[graph.operands[e][0]] if graph.eqns[e].primitive == LOOP_STACK else graph.loop_of[e]
 
 
 def _beside(graph: Graph, late: Set[int], homes: Sequence[int], urgent: Set[int]) -> frozenset[int]:
@@ -407,7 +407,7 @@ def _joining(graph: Graph, inner: _Phases) -> frozenset[int]:
     joining: set[int] = set()
     for e in range(len(graph.eqns) - 1, -1, -1):
         eqn, results = graph.eqns[e], graph.results[e]
-        if not graph.loop_of[e] or multiplies(eqn) or eqn.primitive in LINKS:
+        if not graph.loop_of[e] or multiplies(eqn) or eqn.traits.link:
             continue
         meets = not inner.after.isdisjoint(results) and not inner.early.isdisjoint(graph.operands[e])
         if meets or not joining.isdisjoint(results):

@@ -9,8 +9,9 @@ a program of unrolled layers most weights are gathered once more for the backwar
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from autoshard.costs.compute import CONSTRAINT, is_contraction
+from autoshard.costs.compute import is_contraction
 from autoshard.ir.graph import Graph
+from autoshard.ir.op_traits import CONSTRAINT
 
 # In equations of a jaxpr. libtpu 0.0.51 shares a gather between uses that are 76 or 85 apart (weights of
 # mlp-8k, and of llama3-8b's backward loop, `benchmarks.verification`), 0.0.52 one between those that are 104

@@ -15,9 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from autoshard.costs.resharding import Strides
 from autoshard.ir.graph import Eqn, Graph
-
-_STACKS = frozenset({"loop_slice", "loop_stack"})
-_SAME = frozenset({"convert_element_type", "sharding_constraint", "loop_const"})  # keep all dimensions
+from autoshard.ir.op_traits import DOT_GENERAL, LOOP_SLICE, LOOP_STACK, TRANSPOSE
 
 
 def strides(graph: Graph) -> Mapping[int, Strides]:
@@ -32,19 +30,19 @@ def strides(graph: Graph) -> Mapping[int, Strides]:
             if dims is not None:
                 read[v] = read[v] & dims if v in read else dims
     for e, eqn in enumerate(graph.eqns):
-        if eqn.primitive == "dot_general":
+        if eqn.primitive == DOT_GENERAL:
             made[graph.results[e][0]] = _result(eqn)
-        elif eqn.primitive in _SAME | {"transpose"} and graph.operands[e][0] in made:
+        elif (eqn.traits.keeps_dims or eqn.primitive == TRANSPOSE) and graph.operands[e][0] in made:
             dims = made[graph.operands[e][0]]
-            order = eqn.params["permutation"] if eqn.primitive == "transpose" else range(eqn.results[0].ndim)
+            order = eqn.params["permutation"] if eqn.primitive == TRANSPOSE else range(eqn.results[0].ndim)
             made[graph.results[e][0]] = frozenset(d for d, old in enumerate(order) if old in dims)
     nothing = frozenset[int]()
     found = {v: Strides(made=dims) for v, dims in made.items()}
     weights, sent = set(graph.inputs), set[int]()
     for e, eqn in enumerate(graph.eqns):
-        if eqn.primitive in _SAME | {"transpose", "loop_slice"} and graph.operands[e][0] in weights:
+        if (eqn.traits.keeps_dims or eqn.primitive in (TRANSPOSE, LOOP_SLICE)) and graph.operands[e][0] in weights:
             weights.update(graph.results[e])
-            if eqn.primitive in ("convert_element_type", "loop_slice") or graph.operands[e][0] in sent:
+            if eqn.traits.cast or eqn.primitive == LOOP_SLICE or graph.operands[e][0] in sent:
                 sent.update(graph.results[e])
     found.update((v, Strides(read=read.get(v, nothing), sent=v in sent)) for v in weights)
     return found
@@ -52,18 +50,18 @@ def strides(graph: Graph) -> Mapping[int, Strides]:
 
 def _read(eqn: Eqn, i: int, through: frozenset[int] | None) -> frozenset[int] | None:
     """The dimensions of its operand i that whoever reads it, at last, has by themselves; None if nobody does."""
-    if eqn.primitive == "dot_general":
+    if eqn.primitive == DOT_GENERAL:
         (contracting, batch) = eqn.params["dimension_numbers"]
         shape = eqn.operands[i].shape
         free = [d for d in range(len(shape)) if d not in contracting[i] and d not in batch[i]]
         return frozenset(d for group in (contracting[i], batch[i], free) for d in _single(group, shape))
-    if eqn.primitive in _SAME:
+    if eqn.traits.keeps_dims:
         return through
-    if eqn.primitive == "loop_slice" and through is not None:
+    if eqn.primitive == LOOP_SLICE and through is not None:
         return frozenset(d + 1 for d in through)
-    if eqn.primitive == "transpose" and through is not None:
+    if eqn.primitive == TRANSPOSE and through is not None:
         return frozenset(old for d, old in enumerate(eqn.params["permutation"]) if d in through)
-    return None if eqn.primitive in _STACKS | {"transpose"} else frozenset()
+    return None if eqn.primitive in (LOOP_SLICE, LOOP_STACK, TRANSPOSE) else frozenset()
 
 
 def _result(eqn: Eqn) -> frozenset[int]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from autoshard.costs.compute import is_contraction
 from autoshard.ir.graph import Aval, Graph
+from autoshard.ir.op_traits import CONSTRAINT, GATHER
 from autoshard.ir.paths import dotted
 from autoshard.planner.record import PlanRecord
 from autoshard.problem.assignment import TRANSPOSE, Assignment, Collective
@@ -270,7 +271,7 @@ class _Names:
                 at = graph.operands[made_by[at][0]][0]
             if at in of_input:
                 root[v] = of_input[at]
-        reads = [is_contraction(eqn) or eqn.primitive == "gather" for eqn in graph.eqns]
+        reads = [is_contraction(eqn) or eqn.primitive == GATHER for eqn in graph.eqns]
         others: set[tuple[str, _Type]] = set()
         read: dict[int, set[tuple[str, _Type]]] = defaultdict(set)  # input → lines and types in which it is read
         for e in np.flatnonzero(reads):
@@ -292,7 +293,7 @@ class _Names:
 
         self._lines: dict[tuple[str, str], set[str]] = defaultdict(set)
         for e, eqn in enumerate(graph.eqns):
-            if eqn.primitive == "sharding_constraint":
+            if eqn.primitive == CONSTRAINT:
                 v = graph.operands[e][0]
                 maker = graph.eqns[made_by[v][0]].where if v in made_by else eqn.where
                 self._lines[eqn.where, str(graph.avals[v])].add(maker)

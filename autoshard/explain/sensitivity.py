@@ -19,6 +19,7 @@ from autoshard.backends import devices
 from autoshard.costs.resharding import Resharder
 from autoshard.errors import AutoshardError, InfeasibleError, SpecError
 from autoshard.explain.runner_up import choice_text, decided, solved
+from autoshard.ir.op_traits import CONSTRAINT
 from autoshard.planner.pipeline import SETTLE_S, PlanningResult
 from autoshard.planner.search_space import OPTIMIZER_BYTES
 from autoshard.problem.assignment import Assignment
@@ -293,7 +294,7 @@ def _again(
         setting, d = planned.setting, planned.assignment.decisions
         held = dict.fromkeys(setting.gradient.gradient_of, OPTIMIZER_BYTES) if setting.gradient else {}
         resharder = Resharder(d.mesh, machine, outermost=planned.assignment.resharder.outermost)
-        constraints = [e for e, eqn in enumerate(d.graph.eqns) if eqn.primitive == "sharding_constraint"]
+        constraints = [e for e, eqn in enumerate(d.graph.eqns) if eqn.primitive == CONSTRAINT]
         codes: Any = [node.codes for node in d.nodes]  # all that were allowed; inputs and outputs have codes
         d = decide(
             d.graph,

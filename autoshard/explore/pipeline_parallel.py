@@ -33,6 +33,7 @@ from autoshard.explore.builder import load_target
 from autoshard.ir import arguments, trace
 from autoshard.ir.accumulation import accumulate
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.op_traits import LOOP_CARRY, LOOP_SLICE
 from autoshard.planner import pipeline
 from autoshard.planner.pipeline import Budget, PlanningResult
 from autoshard.planner.record import PlanRecord
@@ -47,7 +48,6 @@ from cost_models.closed_forms.training_layout import TrainingLayout
 Schedule = Literal["no pipeline", "GPipe", "1F1B", "interleaved"]
 
 CHUNKS = (2, 4, 8)  # of an interleaved schedule
-ENTRIES = ("loop_const", "loop_carry", "loop_slice")  # links into a loop's body
 STAGE_AXIS = "pipeline"  # as TrainingLayout.mesh names it
 
 # How a closed form's recomputation is written in a program: its "minimal" keeps what
@@ -363,7 +363,7 @@ class Loops:
             if loop:
                 spans[loop] = (spans.get(loop, (e, e))[0], e)
                 trips[loop] = graph.runs(e)
-            if graph.eqns[e].primitive in ENTRIES:
+            if graph.eqns[e].traits.enters_loop:
                 inside[loop] = graph.loop[graph.operands[e][0]]
         outer = next((k for k, n in sorted(trips.items()) if not inside.get(k) and n == microbatches), 0)
         inner = tuple(k for k, n in sorted(trips.items()) if inside.get(k) == outer and n == microbatches * layers)
@@ -374,7 +374,7 @@ class Loops:
             )
         of_batch: set[int] = set()
         for e, eqn in enumerate(graph.eqns):
-            begins = eqn.primitive == "loop_slice" and graph.loop_of[e] == outer
+            begins = eqn.primitive == LOOP_SLICE and graph.loop_of[e] == outer
             if begins or any(v in of_batch for v in graph.operands[e]):
                 of_batch.update(graph.results[e])
         return cls(
@@ -426,7 +426,7 @@ class Loops:
         carried = [
             graph.results[e][0]
             for e, eqn in enumerate(graph.eqns)
-            if eqn.primitive == "loop_carry" and graph.loop_of[e] == self.inner[0]
+            if eqn.primitive == LOOP_CARRY and graph.loop_of[e] == self.inner[0]
         ]
         value = max(carried, key=lambda v: graph.avals[v].nbytes)
         code = assignment.made(value)

@@ -19,6 +19,7 @@ from autoshard.ir import flops as useful
 from autoshard.ir.gradient import gradient_arguments
 from autoshard.ir.graph import Graph
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.op_traits import CONSTRAINT
 from autoshard.ir.paths import dotted
 from autoshard.ir.trace import Traced
 from autoshard.planner import pipeline
@@ -238,7 +239,7 @@ def _replaced(traced: Traced) -> frozenset[int]:
 def _constrained(jaxpr: Any) -> bool:
     """Whether the program has sharding constraints of its own."""
     return any(
-        eqn.primitive.name == "sharding_constraint" or any(map(_constrained, _jax.sub_jaxprs(eqn.params)))
+        eqn.primitive.name == CONSTRAINT or any(map(_constrained, _jax.sub_jaxprs(eqn.params)))
         for eqn in _jax.open_jaxpr(jaxpr).eqns
     )
 

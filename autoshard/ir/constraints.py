@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec
 
 from autoshard.errors import SpecError
 from autoshard.ir.graph import Eqn, Graph, Path
+from autoshard.ir.op_traits import CONSTRAINT
 
 Specs = tuple[PartitionSpec, ...]
 
@@ -40,7 +41,7 @@ class Constraints:
 
 def own(graph: Graph) -> Constraints:
     """A program's own `with_sharding_constraint`s; `P.UNCONSTRAINED` where they leave a dimension open."""
-    constraints = [(e, eqn) for e, eqn in enumerate(graph.eqns) if eqn.primitive == "sharding_constraint"]
+    constraints = [(e, eqn) for e, eqn in enumerate(graph.eqns) if eqn.primitive == CONSTRAINT]
     return Constraints(
         made={graph.makes[e][0]: (spec_of(eqn),) for e, eqn in constraints}, taken={}, inputs={}, outputs={}
     )

@@ -26,13 +26,21 @@ from typing import Any
 import networkx as nx
 
 from autoshard import _jax
+from autoshard.ir.op_traits import (
+    BRANCH_JOIN,
+    LOOP_CARRY,
+    LOOP_CONST,
+    LOOP_RESULT,
+    LOOP_SLICE,
+    LOOP_STACK,
+    OpTraits,
+    traits_of,
+)
 
 # Of an equation: its index, then per level (index of the sub-jaxpr, equation index). Of a
 # body: its equation's path and the index of the sub-jaxpr.
 Path = tuple[int, ...]
 Spot = tuple[Path, int]  # operand or result of an equation; input or output of a body
-
-LINKS = frozenset({"loop_const", "loop_slice", "loop_carry", "loop_result", "loop_stack", "branch_join"})
 
 # A while loop does not say how often it runs; its costs count this many trips (XLA's
 # own auto-sharding assumed 100: auto_sharding_option.h, loop_iteration_count_estimate).
@@ -80,6 +88,11 @@ class Eqn:
     results: tuple[Aval, ...]
     params: Mapping[str, Any]
     where: str = "<unknown>"
+
+    @property
+    def traits(self) -> OpTraits:
+        """What is known of the primitive."""
+        return traits_of(self.primitive)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +151,9 @@ class Graph:
         into: dict[tuple[int, int], int] = {}
         found: list[list[int]] = []
         for e, eqn in enumerate(self.eqns):
-            if eqn.primitive == "loop_carry":
+            if eqn.primitive == LOOP_CARRY:
                 into[self.carry[e]] = e
-            elif eqn.primitive == "loop_result":
+            elif eqn.primitive == LOOP_RESULT:
                 entry = into.get(self.carry[e])
                 found.append([e] if entry is None else [entry, e])
         return found
@@ -259,7 +272,7 @@ class _Builder:
                 primitive=name,
                 operands=tuple(self.avals[v] for v in operands),
                 results=tuple(self.avals[v] for v in results),
-                params=eqn.params if name not in LINKS else {},
+                params={} if traits_of(name).link else eqn.params,
                 where=self._where(eqn),
             )
         )
@@ -334,7 +347,7 @@ class _Builder:
     ) -> int:
         """A link from an outer value into a loop's body."""
         inner = self.value(aval, scope)
-        if name == "loop_carry":
+        if name == LOOP_CARRY:
             self.carry[len(self.eqns)] = (scope.loop, carry)
         self.add(name, eqn, [outer], [inner], [take], [make], scope.loop)
         return inner
@@ -352,7 +365,7 @@ class _Builder:
     ) -> int:
         """A link from a body to a value of the scope around it."""
         outer = self.value(aval, scope)
-        if name == "loop_result":
+        if name == LOOP_RESULT:
             self.carry[len(self.eqns)] = carry
         self.add(name, eqn, inner, [outer], takes, [make], scope.loop)
         return outer
@@ -361,8 +374,8 @@ class _Builder:
         consts, carries = _jax.scan_arity(eqn)
         body, entry = eqn.params["jaxpr"], (*here, 0)
         inside = self.enter(eqn.params["length"], scope)
-        kinds = ["loop_const"] * consts + ["loop_carry"] * carries
-        kinds += ["loop_slice"] * (len(operands) - len(kinds))
+        kinds = [LOOP_CONST] * consts + [LOOP_CARRY] * carries
+        kinds += [LOOP_SLICE] * (len(operands) - len(kinds))
         variables = _jax.open_jaxpr(body).invars
         inner = [
             self.into(kind, eqn, v, var.aval, (here, i), (entry, i), inside, i - consts)
@@ -371,7 +384,7 @@ class _Builder:
         outs = self.walk(body, inner, entry, inside)
         return [
             self.out(
-                "loop_result" if i < carries else "loop_stack",
+                LOOP_RESULT if i < carries else LOOP_STACK,
                 eqn,
                 [v],
                 var.aval,
@@ -390,7 +403,7 @@ class _Builder:
         first, entry = tests + consts, (*here, 1)
         constant = [
             self.into(
-                "loop_const",
+                LOOP_CONST,
                 eqn,
                 operands[tests + i],
                 self.avals[operands[tests + i]],
@@ -401,13 +414,13 @@ class _Builder:
             for i in range(consts)
         ]
         carried = [
-            self.into("loop_carry", eqn, v, self.avals[v], (here, first + i), (entry, consts + i), inside, i)
+            self.into(LOOP_CARRY, eqn, v, self.avals[v], (here, first + i), (entry, consts + i), inside, i)
             for i, v in enumerate(operands[first:])
         ]
         self.walk(eqn.params["cond_jaxpr"], [*operands[:tests], *carried], (*here, 0), inside)
         outs = self.walk(eqn.params["body_jaxpr"], [*constant, *carried], entry, inside)
         return [
-            self.out("loop_result", eqn, [v], var.aval, [(entry, i)], (here, i), scope, (inside.loop, i))
+            self.out(LOOP_RESULT, eqn, [v], var.aval, [(entry, i)], (here, i), scope, (inside.loop, i))
             for i, (v, var) in enumerate(zip(outs, eqn.outvars, strict=True))
         ]
 
@@ -418,7 +431,7 @@ class _Builder:
         outs = {k: self.walk(branch, operands[1:], (*here, k), scope) for k, branch in branches}
         return [
             self.out(
-                "branch_join",
+                BRANCH_JOIN,
                 eqn,
                 [v[i] for v in outs.values()],
                 var.aval,
@@ -434,7 +447,7 @@ class _Builder:
         keep: list[int] = []
         for e in range(len(self.eqns) - 1, -1, -1):
             # A carried value has a layout even if its last value is not used.
-            if self.eqns[e].primitive == "loop_result" or any(v in live for v in self.results[e]):
+            if self.eqns[e].primitive == LOOP_RESULT or any(v in live for v in self.results[e]):
                 keep.append(e)
                 live.update(self.operands[e])
         keep.reverse()

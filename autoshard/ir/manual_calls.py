@@ -26,8 +26,7 @@ from autoshard.ir.block_maps import DimRef, named, walks
 from autoshard.ir.graph import Eqn
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
-
-PALLAS, MANUAL, CONVOLUTION, FFT = "pallas_call", "shard_map", "conv_general_dilated", "fft"
+from autoshard.ir.op_traits import CONVOLUTION, FFT, PALLAS
 
 
 def is_opaque(primitive: str, params: Mapping[str, Any]) -> bool:

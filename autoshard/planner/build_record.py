@@ -17,6 +17,7 @@ from autoshard.ir import manual_calls, trace
 from autoshard.ir.constraints import Constraints, Specs
 from autoshard.ir.gradient import marks
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.op_traits import PALLAS
 from autoshard.ir.rewrite import FORWARD
 from autoshard.planner.record import Certificate, Cost, Leaf, Memory, PlanRecord
 from autoshard.planner.requested_shardings import RequestedShardings
@@ -88,7 +89,7 @@ def describe(
 
 def _kernel_notes(decisions: Decisions) -> Iterable[str]:
     """What kernels keep whole though their rules let it pass; once for all that are alike."""
-    kernels = (eqn for eqn in decisions.graph.eqns if eqn.primitive == manual_calls.PALLAS)
+    kernels = (eqn for eqn in decisions.graph.eqns if eqn.primitive == PALLAS)
     return dict.fromkeys(filter(None, map(kept_whole, kernels)))
 
 

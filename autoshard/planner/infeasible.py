@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from autoshard.errors import InfeasibleError
 from autoshard.ir.constraints import spec_of
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.op_traits import CONSTRAINT
 from autoshard.planner.build_record import place_of
 from autoshard.planner.requested_shardings import RequestedShardings
 from autoshard.planner.search_space import SearchSpace
@@ -77,11 +78,7 @@ def _forbidden(setting: SearchSpace, wanted: RequestedShardings) -> str:
     priced = setting.priced
     pinned = [f"{priced.in_paths[i]} in {spec}" for i, spec in sorted(wanted.inputs.items())]
     pinned += [f"output {priced.out_paths[i]} in {spec}" for i, spec in sorted(wanted.outputs.items())]
-    pinned += [
-        f"{spec_of(eqn)} at {eqn.where}"
-        for eqn in setting.decisions.graph.eqns
-        if eqn.primitive == "sharding_constraint"
-    ]
+    pinned += [f"{spec_of(eqn)} at {eqn.where}" for eqn in setting.decisions.graph.eqns if eqn.primitive == CONSTRAINT]
     if not pinned:
         return (
             f"every layout costs more than can be counted ({INF * UNIT_S / DAY_S:.0f} days a step): "

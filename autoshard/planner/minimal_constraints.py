@@ -30,6 +30,7 @@ from autoshard.ir.constraints import Constraints
 from autoshard.ir.graph import Graph, Path
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.op_traits import RESHAPE, SCATTER_ADD, TRANSPOSE
 from autoshard.ir.trace import Traced
 from autoshard.problem.decisions import Decisions
 from autoshard.problem.symmetry import Folding
@@ -41,7 +42,6 @@ log = logging.getLogger("autoshard")
 PROBED_RESULTS = 80_000
 LEAST, MOST = 6, 32  # probes of a search
 PATIENCE = 3  # values in a row that did not help, until all that are moved are added
-CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
 
 def minimal_constraints(
@@ -129,7 +129,7 @@ class _Search:
         pins = annotations.pins
         graph = self._graph
         self._maker = {v: e for e, values in enumerate(graph.results) for v in values}
-        self._contracted = frozenset(v for v, e in self._maker.items() if graph.eqns[e].primitive in CONTRACTIONS)
+        self._contracted = frozenset(v for v, e in self._maker.items() if graph.eqns[e].traits.contraction)
         self._moved = _moved_values(probe, pins)
         self._planned = {
             probe.of["made", spot]: frozenset(
@@ -305,21 +305,21 @@ def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations, once: Set[i
             if (name, key) in probe.of:
                 ends.setdefault(probe.of[name, key], []).extend(specs)
     split = {v: {spec for spec in specs if any(spec)} for v, specs in ends.items()}
-    contractions = [e for e, eqn in enumerate(graph.eqns) if eqn.primitive in CONTRACTIONS]
+    contractions = [e for e, eqn in enumerate(graph.eqns) if eqn.traits.contraction]
     taken = Counter(v for e in contractions for v in graph.operands[e])
     moved = {v for v, specs in split.items() if len(specs) > 1 and any(ends[v][0])}
     cut = {v for v in taken if split.get(v) and not any(ends[v][0])}
     products = {v for e in contractions for v in graph.results[e]}
     for e, eqn in enumerate(graph.eqns):
-        if eqn.primitive == "transpose" and graph.operands[e][0] in products:
+        if eqn.primitive == TRANSPOSE and graph.operands[e][0] in products:
             products.add(graph.results[e][0])
     drawn = {v for v in products if taken[v] > 1 and split.get(v)}
     gathered = {v for v in taken if taken[v] > 1 and split.get(v) and any(ends[v][0]) and not all(map(any, ends[v]))}
     gathered &= _activations(graph, contractions) | once
     pending = {probe.of.get(("taken", spot)) for spot in pins.taken}
     pending -= {probe.of.get(("made", spot)) for spot in pins.made}  # a sum that is not finished where it is made
-    added = {v for e, eqn in enumerate(graph.eqns) if eqn.primitive in ("add", "add_any") for v in graph.operands[e]}
-    scatters = (e for e, eqn in enumerate(graph.eqns) if eqn.primitive == "scatter-add")
+    added = {v for e, eqn in enumerate(graph.eqns) if eqn.traits.addition for v in graph.operands[e]}
+    scatters = (e for e, eqn in enumerate(graph.eqns) if eqn.primitive == SCATTER_ADD)
     summed = {v for e in scatters for v in graph.results[e] if v in pending & added and split.get(v)}
     return frozenset(moved | cut | drawn | gathered | summed | _sliced(graph, ends))
 
@@ -332,7 +332,7 @@ def _sliced(graph: Graph, ends: Mapping[int, Sequence[PartitionSpec]]) -> set[in
     """
     found: set[int] = set()
     for e, eqn in enumerate(graph.eqns):
-        if eqn.primitive not in ("dynamic_slice", "slice", "split"):
+        if not eqn.traits.cuts:
             continue
         v, shape = graph.operands[e][0], eqn.operands[0].shape
         cut = [any(out.shape[d] != size for out in eqn.results) for d, size in enumerate(shape)]
@@ -351,8 +351,8 @@ def _reshaped(graph: Graph) -> frozenset[int]:
     return frozenset(
         v
         for e, eqn in enumerate(graph.eqns)
-        if eqn.primitive in CONTRACTIONS
-        and [graph.eqns[u].primitive for u, _ in users.get(graph.results[e][0], ())] == ["reshape"]
+        if eqn.traits.contraction
+        and [graph.eqns[u].primitive for u, _ in users.get(graph.results[e][0], ())] == [RESHAPE]
         for v in graph.operands[e]
     )
 

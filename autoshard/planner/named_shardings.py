@@ -16,6 +16,7 @@ from autoshard import _jax
 from autoshard.backends.devices import MeshLike, Target
 from autoshard.errors import MeshError, SpecError
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.op_traits import CONSTRAINT, DEVICE_PUT
 from autoshard.ir.trace import Traced
 from autoshard.planner.requested_shardings import is_sharding
 
@@ -79,8 +80,8 @@ def check_program(traced: Traced, place: Target) -> None:
     """Raises a SpecError where a sharding in the program cannot be kept on a place, or a result is not on devices."""
     lines = _jax.SourceLines()
     for eqn in _jax.equations(traced.jaxpr):
-        constraint = eqn.primitive.name == "sharding_constraint"
-        if not constraint and eqn.primitive.name != "device_put":
+        constraint = eqn.primitive.name == CONSTRAINT
+        if not constraint and eqn.primitive.name != DEVICE_PUT:
             continue
         name = "with_sharding_constraint" if constraint else "device_put"
         for wish in [eqn.params["sharding"]] if constraint else eqn.params["devices"]:

@@ -13,6 +13,7 @@ from autoshard.costs.strategies import SUM, WHOLE, Codes, Rows, decode, encode, 
 from autoshard.ir.graph import Aval
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.op_traits import DOT_GENERAL, GATHER
 from autoshard.problem.decisions import Decisions, Edge, Usage, reshard_ps
 
 
@@ -94,7 +95,7 @@ class _Nearest:
         """
         d = self.d
         e = d.nodes[edge.v].equations[0] if d.nodes[edge.v].kind == "equation" else -1
-        if e < 0 or d.graph.eqns[e].primitive != "dot_general" or self.platform == "tpu":
+        if e < 0 or d.graph.eqns[e].primitive != DOT_GENERAL or self.platform == "tpu":
             return False
         strategies = d.nodes[edge.v].strategies
         assert strategies is not None  # equations have strategies
@@ -122,7 +123,7 @@ class _Nearest:
         if decision.kind != "chain" or len(decision.equations) != 1:
             return False
         eqn = self.d.graph.eqns[decision.equations[0]]
-        return eqn.primitive == "convert_element_type" and (self.platform == "cuda" or widening(eqn) < 0)
+        return eqn.traits.cast and (self.platform == "cuda" or widening(eqn) < 0)
 
     def _ps(self, value: int, source: int | Codes, target: int | Codes) -> Ps:
         """Picoseconds between one code and several, either way round, INF where there is no way."""
@@ -170,7 +171,7 @@ class _Nearest:
         d = self.d
         strategies = d.nodes[node].strategies
         assert strategies is not None  # equations have strategies
-        primitive = d.graph.eqns[e].primitive
+        eqn = d.graph.eqns[e]
         table, displaced, moved, summed = (np.zeros(len(strategies), np.int64) for _ in range(4))
         ps = d.nodes[node].cost_ps.copy()
         for i, (v, codes) in enumerate(zip(d.graph.operands[e], strategies.operands, strict=True)):
@@ -178,7 +179,7 @@ class _Nearest:
                 here, there = self._row(v, self.lies[v]), self._row(v, codes)
                 move = ((there != here) & (here != WHOLE)).sum(axis=1)  # a whole axis is split by a local slice
                 moved += move
-                if primitive == "gather" and i == 0:
+                if eqn.primitive == GATHER and i == 0:
                     table += move
                 ps = np.minimum(ps + self._ps(v, self.lies[v], codes), INF_PS)
                 if (here == SUM).any():
@@ -187,7 +188,7 @@ class _Nearest:
             here, there = self._row(v, codes), self._row(v, self.target[v])
             displaced += ((here != there) & (here != SUM)).sum(axis=1)
             summed += ((here != there) & (here == SUM)).sum(axis=1)
-            if primitive.startswith("scatter"):
+            if eqn.traits.scatters:
                 table += ((here != there) & (there != WHOLE)).sum(axis=1)
             ps = np.minimum(ps + self._ps(v, codes, self.target[v]), INF_PS)
         self.choice[node] = int(np.lexsort((ps, summed, moved, displaced, table, ps >= INF_PS))[0])

@@ -16,6 +16,7 @@ from autoshard.ir.constraints import spec_of
 from autoshard.ir.gradient import GradientProgram, gradient_program
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.op_traits import CONSTRAINT
 from autoshard.ir.trace import Traced
 from autoshard.planner.requested_shardings import RequestedShardings
 from autoshard.planner.stage_clock import StageClock
@@ -182,5 +183,5 @@ def _own_constraints(graph: graphs.Graph, mesh: MeshAxes, real: MeshAxes) -> dic
     return {
         e: _pinned(spec_of(eqn), eqn.results[0].shape, mesh, real, f"with_sharding_constraint at {eqn.where}")
         for e, eqn in enumerate(graph.eqns)
-        if eqn.primitive == "sharding_constraint"
+        if eqn.primitive == CONSTRAINT
     }

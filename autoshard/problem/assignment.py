@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from autoshard.costs.resharding import NO_STRIDES, PS_PER_S, Resharder, Step, collective_s
 from autoshard.costs.strategies import SUM, WHOLE, Rows, decode, encode
 from autoshard.ir.graph import Aval
+from autoshard.ir.op_traits import GATHER
 from autoshard.problem.decisions import Decisions, Edge, Port, consumer_port
 
 TRANSPOSE = "transpose"  # what the work around a collective is called
@@ -125,7 +126,7 @@ class Assignment:
 
     def _lookup(self, value: int) -> bool:
         e, _ = self._producer(value)
-        return self.decisions.graph.eqns[e].primitive == "gather"
+        return self.decisions.graph.eqns[e].primitive == GATHER
 
     def _producer(self, value: int) -> tuple[int, int]:
         if not self._producers:

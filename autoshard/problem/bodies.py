@@ -7,7 +7,7 @@ is sliced. Of a `cond`'s branches the dearest counts. Beside it lies in memory w
 operands and results.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,26 +17,15 @@ from numpy.typing import NDArray
 from autoshard.costs import compute
 from autoshard.costs.resharding import BUCKET_BYTES, COMBINED, PS_PER_S, Resharder, collective_s
 from autoshard.costs.strategies import SUM, WHOLE, Codes, decode
-from autoshard.ir import manual_calls
-from autoshard.ir.graph import LINKS, Aval, Eqn, Graph, Path, build
+from autoshard.ir.graph import Aval, Eqn, Graph, Path, build
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.op_traits import AXIS_INDEX, BRANCH_JOIN, SHARD_MAP
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Body, Decision, Decisions, Inner
 from autoshard.problem.unpriced import unpriced
 
 ALONE = MeshAxes.of({})
-
-# JAX's collectives → what they are to a machine; `True`: the bytes that count are the result's.
-COLLECTIVES: Mapping[str, tuple[str, bool]] = {
-    **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin", "unreduced_psum"), ("all-reduce", False)),
-    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), ("all-gather", True)),
-    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), ("reduce-scatter", False)),
-    "all_to_all": ("all-to-all", False),
-    "ppermute": ("collective-permute", False),
-}
-
-SUMS = frozenset({"psum", "psum_invariant", "unreduced_psum"})
 
 Row = tuple[int, str, tuple[str, ...], Aval]  # equation, kind, axes, what is sent
 Decide = Callable[[Graph], Decisions]  # on a mesh of one device
@@ -168,7 +157,8 @@ def unscattered(source: Codes, target: Codes, made: Codes, ndim: int, axes: int)
 def _last_sum(graph: Graph, row: Row, results: Sequence[Layout], live: Sequence[bool]) -> int | None:
     """The result that a collective is, if it is a sum which nothing else takes, and no dimension of it on the axes."""
     e, _, axes, _ = row
-    if graph.eqns[e].primitive not in SUMS or len(graph.results[e]) > 1 or graph.runs(e) > 1:
+    collective = graph.eqns[e].traits.collective
+    if collective is None or not collective.sums or len(graph.results[e]) > 1 or graph.runs(e) > 1:
         return None
     (value,) = graph.results[e]
     positions = [i for i, taken in enumerate(live) if taken]
@@ -220,17 +210,17 @@ def _manual(eqn: Eqn) -> set[str]:
 def _collectives(graph: Graph, mesh: MeshAxes, unknown: list[str]) -> Iterator[Row]:
     """(equation, kind, axes, what is sent) of a body's collectives; those of other kinds are added to `unknown`."""
     for e, eqn in enumerate(graph.eqns):
-        if eqn.primitive in LINKS or eqn.primitive in (manual_calls.MANUAL, "axis_index"):
+        if eqn.traits.link or eqn.primitive in (SHARD_MAP, AXIS_INDEX):
             continue
         axes = over(eqn, mesh)
         if not axes:
             continue
-        if eqn.primitive not in COLLECTIVES or eqn.params.get("axis_index_groups") is not None:
+        collective = eqn.traits.collective
+        if collective is None or eqn.params.get("axis_index_groups") is not None:
             unknown.append(f"{eqn.primitive} at {eqn.where}")
             continue
-        kind, of_result = COLLECTIVES[eqn.primitive]
-        for aval in eqn.results if of_result else eqn.operands:
-            yield e, kind, axes, aval
+        for aval in eqn.results if collective.of_result else eqn.operands:
+            yield e, collective.kind, axes, aval
 
 
 def over(eqn: Eqn, mesh: MeshAxes) -> tuple[str, ...]:
@@ -242,7 +232,7 @@ def over(eqn: Eqn, mesh: MeshAxes) -> tuple[str, ...]:
 
 def _dearest(items: list[_Item], graph: Graph) -> list[_Item]:
     """The items without those in branches of a `cond` that take less than its dearest."""
-    joins = {graph.makes[e][0][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive == "branch_join"}
+    joins = {graph.makes[e][0][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive == BRANCH_JOIN}
     for here in sorted(joins, key=len, reverse=True):
         branches: dict[int, list[_Item]] = {}
         for item in items:

@@ -9,7 +9,7 @@ from autoshard.costs import compute as costs
 from autoshard.costs.casts import narrow_side, widening
 from autoshard.costs.execution_order import feeding
 from autoshard.costs.fusion import MERGING, fusion_traits, levels
-from autoshard.costs.liveness import RENAMES, cast_ahead, in_place, live_ranges
+from autoshard.costs.liveness import cast_ahead, in_place, live_ranges
 from autoshard.costs.loop_reductions import NONE, accumulators
 from autoshard.costs.overlap import EARLY, overlap_windows
 from autoshard.costs.prefetch import begins, fetchable
@@ -31,8 +31,9 @@ from autoshard.costs.strategies import (
 )
 from autoshard.costs.strides import strides
 from autoshard.ir import manual_calls
-from autoshard.ir.graph import LINKS, Aval, Graph
+from autoshard.ir.graph import Aval, Graph
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.op_traits import LOOP_STACK, PALLAS, SHARD_MAP
 from autoshard.problem import bodies
 from autoshard.problem.decisions import Body, Decision, Decisions, Edge, Port, consumer_port
 from autoshard.problem.memory_usage import MemoryUsageBuilder, local_bytes
@@ -276,7 +277,7 @@ class _Decider:
                 nbytes += graph.avals[v].nbytes / np.minimum(pieces, max(graph.avals[v].size, 1))
             if self.held[result]:
                 nbytes += graph.avals[result].nbytes / pieces
-        if graph.eqns[first].primitive in LINKS:
+        if graph.eqns[first].traits.link:
             nbytes[:] = 0.0
         seconds = np.asarray(self.machine.hbm_s(nbytes)) * trips
         idle = self.windows.idle.issuperset(members)
@@ -301,7 +302,7 @@ class _Decider:
             if self.node_of[e] >= 0 or all(v in self.free for v in graph.results[e]):
                 continue
             body = None
-            if eqn.primitive == manual_calls.MANUAL and self.manual is None:
+            if eqn.primitive == SHARD_MAP and self.manual is None:
                 laid_out = manual_calls.manual_layouts(eqn, self.mesh)
                 body = self.bodies.of(eqn, laid_out[len(eqn.operands) :], self._live(e))
                 self.summed.update(graph.results[e][i] for i in body.summed)
@@ -316,14 +317,14 @@ class _Decider:
             seconds = costs.in_op_s(eqn, rule, strategies, self.mesh, self.machine)
             cover = flops = None
             window = EARLY
-            if eqn.primitive == manual_calls.MANUAL:
+            if eqn.primitive == SHARD_MAP:
                 body = body or self.bodies.of(eqn, (), self._live(e))
                 seconds, flops = seconds + body.seconds, np.full(len(strategies), body.flops)
                 cover = np.full(len(strategies), body.multiplying_s * self.machine.overlap * graph.runs(e))
                 window = self.windows.of_equation[e]
             elif self.manual is not None and bodies.over(eqn, self.manual):
                 pass  # a collective is priced as such
-            elif eqn.primitive == manual_calls.PALLAS and manual_calls.estimate(eqn) is not None:
+            elif eqn.primitive == PALLAS and manual_calls.estimate(eqn) is not None:
                 seconds, flops = costs.kernel_s(eqn, strategies, self.mesh, self.machine)
             elif costs.is_contraction(eqn):
                 compute, flops = costs.contraction_s(eqn, rule, strategies, self.mesh, self.machine)
@@ -333,7 +334,7 @@ class _Decider:
             else:
                 reads = [v not in self.free and bool(self.held[v]) for v in graph.operands[e]]
                 writes = [bool(self.held[v]) for v in graph.results[e]]
-                if costs.updates(eqn):
+                if eqn.traits.updates:
                     writes = [e not in self.in_place]
                 readers = sum(len(self.consumers.get(v, ())) for v in graph.results[e])
                 nbytes = costs.touched_bytes(eqn, strategies, self.mesh, reads, writes, readers)
@@ -341,7 +342,7 @@ class _Decider:
                 seconds = seconds + touched
                 if e in self.windows.idle:
                     cover = touched * self.machine.overlap * graph.runs(e)
-                    if eqn.primitive == "loop_stack":  # zeroed before the loop, and written by what makes it
+                    if eqn.primitive == LOOP_STACK:  # zeroed before the loop, and written by what makes it
                         cover *= 2 / 3 if reads[0] else 0.0
                     window = self.windows.of_equation[e]
             node = self._node(
@@ -460,7 +461,7 @@ class _Decider:
             return value, target
         while self.nodes[target.node].kind == "equation":
             (e,) = self.nodes[target.node].equations
-            if not (self.traits.flows[e] and self.graph.eqns[e].primitive in RENAMES):
+            if not (self.traits.flows[e] and self.graph.eqns[e].traits.renames):
                 break
             (result,) = self.graph.results[e]
             uses = self.consumers.get(result, ())

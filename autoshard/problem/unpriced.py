@@ -3,14 +3,11 @@
 from collections.abc import Iterable, Iterator
 
 from autoshard.ir import manual_calls
-from autoshard.ir.graph import LINKS, WHILE_TRIPS, Eqn
+from autoshard.ir.graph import WHILE_TRIPS, Eqn
+from autoshard.ir.op_traits import PALLAS
 from autoshard.problem.decisions import Decisions
-from autoshard.rules.kernels import CUDNN_BACKWARD, CUDNN_FORWARD
 from autoshard.rules.linalg import KERNEL_RANK
 from autoshard.rules.rule import registry_name
-
-# Calls of code that cannot be looked into, and of the host.
-FOREIGN = frozenset({"custom_partitioning", "ffi_call", "io_callback", "pure_callback", CUDNN_BACKWARD, CUDNN_FORWARD})
 
 
 def unpriced(decisions: Decisions) -> tuple[str, ...]:
@@ -20,12 +17,12 @@ def unpriced(decisions: Decisions) -> tuple[str, ...]:
 
 def _of_equations(eqns: Iterable[Eqn]) -> Iterator[str]:
     for eqn in eqns:
-        if eqn.primitive in LINKS:
+        if eqn.traits.link:
             continue
-        kernel = eqn.primitive == manual_calls.PALLAS and manual_calls.estimate(eqn) is None
+        kernel = eqn.primitive == PALLAS and manual_calls.estimate(eqn) is None
         if kernel or eqn.primitive in KERNEL_RANK:
             yield f"the arithmetic of {registry_name(eqn)} at {eqn.where}"
-        elif eqn.primitive in FOREIGN:
+        elif eqn.traits.foreign:
             yield f"{registry_name(eqn)} at {eqn.where}"
 
 

@@ -27,9 +27,9 @@ from typing import Any
 
 from autoshard import _jax
 from autoshard.errors import MissingRuleError, RuleError
-from autoshard.ir import manual_calls
 from autoshard.ir.block_maps import DimRef, named, walks
 from autoshard.ir.graph import Eqn
+from autoshard.ir.op_traits import PALLAS
 
 
 class FactorKind(StrEnum):
@@ -226,7 +226,7 @@ def rule_of(eqn: Eqn) -> ShardingRule:
     if fn is None:
         reason = _REFUSED.get(eqn.primitive, "autoshard does not know this primitive")
         shapes = ", ".join(str(list(aval.shape)) for aval in eqn.operands)
-        text = _walked(eqn) if eqn.primitive == manual_calls.PALLAS else "b i k, b k j -> b i j"
+        text = _walked(eqn) if eqn.primitive == PALLAS else "b i k, b k j -> b i j"
         raise MissingRuleError(
             eqn.primitive,
             eqn.where,
@@ -236,7 +236,7 @@ def rule_of(eqn: Eqn) -> ShardingRule:
     rule = fn(eqn)
     rule.check(eqn)
     rule = _unsplit_where_empty(eqn, rule)
-    return _as_walked(eqn, rule) if eqn.primitive == manual_calls.PALLAS else rule
+    return _as_walked(eqn, rule) if eqn.primitive == PALLAS else rule
 
 
 def _unsplit_where_empty(eqn: Eqn, rule: ShardingRule) -> ShardingRule:
@@ -323,7 +323,7 @@ def kept_whole(eqn: Eqn) -> str:
     Factors within one block are left out.
     """
     fn = _REGISTRY.get(registry_name(eqn)) or _REGISTRY.get(eqn.primitive)
-    if eqn.primitive != manual_calls.PALLAS or fn is None:
+    if eqn.primitive != PALLAS or fn is None:
         return ""
     asked, allowed = fn(eqn), rule_of(eqn)
     split = {
@@ -390,7 +390,7 @@ def registry_name(eqn: Eqn) -> str:
     """
     if eqn.primitive == "ffi_call":
         kernel = eqn.params.get("target_name")
-    elif eqn.primitive == manual_calls.PALLAS:
+    elif eqn.primitive == PALLAS:
         kernel = eqn.params.get("name") or _jax.function_name(eqn.params["jaxpr"])
     else:
         kernel = None

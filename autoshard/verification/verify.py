@@ -337,7 +337,7 @@ class Places:
             uses = graph.consumers()
             for value in graph.inputs:
                 taken = uses.get(value)
-                while taken and graph.eqns[taken[0][0]].primitive == "convert_element_type":
+                while taken and graph.eqns[taken[0][0]].traits.cast:
                     taken = uses.get(graph.results[taken[0][0]][0])
                 eqn = graph.eqns[taken[0][0]] if taken else None
                 self._inputs.append((eqn.primitive, eqn.where) if eqn else None)

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.errors import CompileError
-from autoshard.ir import graph, manual_calls
+from autoshard.ir import graph
+from autoshard.ir.op_traits import PALLAS
 from autoshard.rules import register_rule, rule_of
 from autoshard.rules.rule import unregister
 from tests.programs import GPUS, MESH
@@ -48,7 +49,7 @@ def registered() -> Any:
 
 
 def equations(fn: Any, *args: Any) -> list[graph.Eqn]:
-    return [e for e in graph.build(jax.make_jaxpr(fn)(*args)).eqns if e.primitive == manual_calls.PALLAS]
+    return [e for e in graph.build(jax.make_jaxpr(fn)(*args)).eqns if e.primitive == PALLAS]
 
 
 def shaped(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

@@ -21,6 +21,7 @@ from autoshard.errors import PlanMismatchError
 from autoshard.ir import graph, manual_calls
 from autoshard.ir.block_maps import walks
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.op_traits import PALLAS
 from autoshard.rules import register_rule, rule_of
 from autoshard.rules.rule import kept_whole, unregister
 
@@ -370,7 +371,7 @@ def test_a_plan_computes_what_the_program_does_and_notes_what_it_keeps_whole(cas
 
 def eqn_of(case: Case) -> graph.Eqn:
     found = graph.build(jax.make_jaxpr(case.run)(*values(case)))
-    return next(e for e in found.eqns if e.primitive == manual_calls.PALLAS)
+    return next(e for e in found.eqns if e.primitive == PALLAS)
 
 
 def test_a_number_is_found_in_a_branch() -> None:

@@ -17,8 +17,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import autoshard
-from autoshard.ir import manual_calls
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.op_traits import CONVOLUTION
 from tests.programs import relative_error
 from tests.rules_compiled import Split, splits_of, wrong
 from tests.rules_oracle import Traced, equations
@@ -88,7 +88,7 @@ def convolutions(conv: Drawn) -> Iterator[Traced]:
     out = jax.eval_shape(conv, image, kernel)
     if out.size:
         found = [*equations(conv, image, kernel), *equations(conv.gradients, image, kernel, out)]
-        yield from [one for one in found if one.eqn.primitive == manual_calls.CONVOLUTION]
+        yield from [one for one in found if one.eqn.primitive == CONVOLUTION]
 
 
 def splits(seed: int, mesh: MeshAxes, most: int) -> Iterator[Split]:

@@ -22,7 +22,7 @@ from autoshard.backends.shardy import collectives
 from autoshard.backends.shardy.passes import Lowering, ValueLayout, layouts_of, lowered
 from autoshard.backends.shardy.propagation import SCOPE, Annotations, as_operand, layout_in, ops_of
 from autoshard.ir import rewrite
-from autoshard.ir.graph import LINKS, Graph, Path
+from autoshard.ir.graph import Graph, Path
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.trace import Traced
@@ -134,7 +134,7 @@ class Probe:
                 layout: Layout | None = None
                 if v in ops:
                     layout = layout_in(ops[v], graph.avals[v])
-                elif graph.eqns[e].primitive not in LINKS:
+                elif not graph.eqns[e].traits.link:
                     layout = as_operand(graph, e, v, layouts)
                 if layout is not None:
                     layouts[v] = layout

@@ -26,9 +26,10 @@ from autoshard.backends.shardy import passes
 from autoshard.backends.shardy.passes import ShardyError, ValueLayout
 from autoshard.ir import rewrite
 from autoshard.ir.constraints import Constraints
-from autoshard.ir.graph import LINKS, Aval, Graph, Path
+from autoshard.ir.graph import Aval, Graph, Path
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.op_traits import LOOP_CARRY, LOOP_RESULT, LOOP_SLICE
 from autoshard.ir.trace import Traced
 
 SCOPE = re.compile(r"autoshard\.([\d.]+)")  # XLA drops what follows an @ in a name
@@ -108,12 +109,12 @@ def propagated(
     )
     lowered = ops_of(graph, found.values)
     layouts = dict(zip(graph.inputs, found.arguments, strict=True))
-    rounds = {graph.carry[e]: lowered.get(r[0]) for e, r in enumerate(graph.results) if _is(graph, e, "loop_result")}
+    rounds = {graph.carry[e]: lowered.get(r[0]) for e, r in enumerate(graph.results) if _is(graph, e, LOOP_RESULT)}
     for e, results in enumerate(graph.results):
         for v in results:
             if v not in laid_out:
                 continue
-            op = rounds[graph.carry[e]] if _is(graph, e, "loop_carry") else lowered.get(v)
+            op = rounds[graph.carry[e]] if _is(graph, e, LOOP_CARRY) else lowered.get(v)
             layout = as_operand(graph, e, v, layouts) if op is None else layout_in(op, graph.avals[v])
             if layout is None:
                 eqn = graph.eqns[e]
@@ -131,10 +132,10 @@ def as_operand(graph: Graph, e: int, v: int, layouts: Mapping[int, Layout]) -> L
 
     Constants have no layout: a loop that slices them reads them whole.
     """
-    dropped = int(_is(graph, e, "loop_slice"))
+    dropped = int(_is(graph, e, LOOP_SLICE))
     like = [u for u in graph.operands[e] if graph.avals[u].shape[dropped:] == graph.avals[v].shape]
     known = next((Layout(layouts[u].dims[dropped:]) for u in like if u in layouts), None)
-    if known is None and like and graph.eqns[e].primitive in LINKS:
+    if known is None and like and graph.eqns[e].traits.link:
         return Layout(((),) * graph.avals[v].ndim)
     return known
 

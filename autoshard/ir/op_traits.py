@@ -1,0 +1,181 @@
+"""Op traits: what is known of a primitive whatever its shapes, the mesh and the machine, in one table.
+
+Code that needs to know what an equation is reads `eqn.traits`; only this room, `rules/` and `ir/` list primitives.
+What depends on shapes is not here: whether an equation is element-wise is read off its rule (`costs.fusion`).
+
+A primitive without a row has `OpTraits()`, the cautious answer to everything: its operands and its result lie in
+memory, all of their bytes are counted, it is fused with nothing, and no communication hides behind it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Primitives that are meant by themselves, not as one of a kind: their parameters are read, or a pattern has them.
+AXIS_INDEX = "axis_index"
+BROADCAST = "broadcast_in_dim"
+CAST = "convert_element_type"
+CONSTRAINT = "sharding_constraint"  # `with_sharding_constraint`: its result is its operand, in a layout
+CONVOLUTION = "conv_general_dilated"
+DEVICE_PUT = "device_put"
+DOT_GENERAL = "dot_general"
+EXP, DIV, MUL, REDUCE_SUM = "exp", "div", "mul", "reduce_sum"
+FFT = "fft"
+GATHER = "gather"
+JITS = ("jit", "pjit")  # the names that JAX has had for it
+PALLAS = "pallas_call"
+RESHAPE = "reshape"
+SCATTER_ADD = "scatter-add"
+SHARD_MAP = "shard_map"
+TRANSPOSE = "transpose"
+# Links between a body and the equations around it (`ir.graph`).
+LOOP_CONST, LOOP_SLICE, LOOP_CARRY = "loop_const", "loop_slice", "loop_carry"
+LOOP_RESULT, LOOP_STACK, BRANCH_JOIN = "loop_result", "loop_stack", "branch_join"
+
+
+@dataclass(frozen=True, slots=True)
+class AxisCollective:
+    """What a collective over named axes is to a machine: its kind, and whose bytes count.
+
+    `sums`: it is a plain sum, which may wait for what follows the `shard_map` that it ends.
+    """
+
+    kind: str
+    of_result: bool = False
+    sums: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpTraits:
+    """The facts about one primitive; the default of each is what holds of a primitive that nobody knows."""
+
+    # What it computes.
+    contraction: bool = False  # a matrix multiplication or a convolution
+    addition: bool = False  # the compilers merge the reductions of its terms
+    scale: bool = False  # by one number, it commutes with a cast
+    cast: bool = False  # the same values in another dtype
+    copy: bool = False  # the same values in the same dtype
+    repeats: bool = False  # the same values along more dimensions
+    reshapes: bool = False  # the same values, their dimensions in another order or grouped otherwise
+    cuts: bool = False  # a part of its operand, along some dimensions
+    scatters: bool = False  # its last operand lands somewhere in the first
+    # Where its bytes are.
+    renames: bool = False  # in memory its result is its operand under another name
+    moves_nothing: bool = False  # no byte is read or written for it, whatever lies in memory
+    reads_part: bool = False  # of its first operand it reads only what it returns
+    updates: bool = False  # writes a part of its first operand, where that lies if no one needs it as it was
+    # What XLA does with it.
+    fusible: bool = False  # fused with its neighbours, though not element-wise: it forces nothing into memory
+    ends_fusion: bool = False  # its result is stored, its operands need not be
+    costly: bool = False  # not computed twice, once for what a loop stacks and once for who else reads it
+    once_on_gpu: bool = False  # XLA:GPU computes it once for all fusions that read it
+    passes_sums: bool = False  # the partitioner lets a pending sum through, as it does past no scale or subtraction
+    passes_totals: bool = False  # XLA still moves a sum over a loop's trips behind the loop if this follows it
+    # Links and calls.
+    link: bool = False  # joins a body to the equations around it
+    enters_loop: bool = False  # what it takes lies in memory while the loop runs
+    leaves_loop: bool = False  # hands on what the loop's body makes
+    foreign: bool = False  # code that cannot be looked into, or the host's
+    collective: AxisCollective | None = None  # over named axes, in the body of a `shard_map`
+
+    @property
+    def same_values(self) -> bool:
+        """Whether every element of the result is an element of the operand, in this or another dtype."""
+        return self.renames or self.cast or self.repeats
+
+    @property
+    def keeps_dims(self) -> bool:
+        """Whether the result is the operand, dimension by dimension, in this or another dtype."""
+        return self.cast or (self.renames and not self.reshapes)
+
+
+# The two differ on purpose: XLA:GPU repeats exponentials, logistic functions, divisions, roots, logarithms and erf in
+# every fusion that reads them (jax-cuda12-pjrt 0.10.2; `tests/compilers/test_memory.py -m slow -k repeats`), costly as
+# they are.
+_COSTLY = OpTraits(costly=True)
+_ONCE = OpTraits(once_on_gpu=True)
+_COSTLY_ONCE = OpTraits(costly=True, once_on_gpu=True)
+
+_CONTRACTION = OpTraits(contraction=True)
+_ADDITION = OpTraits(addition=True, passes_sums=True)
+_FUSIBLE = OpTraits(fusible=True)
+_REDUCTION = OpTraits(fusible=True, ends_fusion=True)
+_SCATTER = OpTraits(scatters=True, updates=True)
+_FOREIGN = OpTraits(foreign=True)
+# Sums that are moved behind a loop were measured with reshapes and transposes after them, not with these.
+_GROUPED = OpTraits(reshapes=True, renames=True, fusible=True)
+_SUM = OpTraits(collective=AxisCollective("all-reduce", sums=True))
+_EXTREMUM = OpTraits(collective=AxisCollective("all-reduce"))
+_AXIS_GATHER = OpTraits(collective=AxisCollective("all-gather", of_result=True))
+_AXIS_SCATTER = OpTraits(collective=AxisCollective("reduce-scatter"))
+
+# Primitives that are neither element-wise nor anything of the above: they read what they take, from memory, and write
+# what they make.
+_PLAIN = (
+    *("approx_top_k", "bitcast_convert_type", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "sort", "top_k"),
+    *("cholesky", "cholesky_update", "custom_linear_solve", "eig", "eigh", "fft", "hessenberg", "householder_product"),
+    *("lu", "lu_pivots_to_permutation", "ormqr", "qr", "schur", "svd", "symmetric_product", "triangular_solve"),
+    *("tridiagonal", "tridiagonal_solve"),
+    *("dce_sink", "debug_callback", "debug_print", "device_put", "empty", "empty2", "optimization_barrier"),
+    *("iota_2x32_shape", "platform_index", "pallas_call", "shard_map", "stack", "tile", "unstack"),
+    *("random_bits", "random_clone", "random_fold_in", "random_gamma", "random_seed", "random_split", "random_unwrap"),
+    *("random_wrap", "rng_bit_generator", "rng_uniform"),
+    *("reduce", "reduce_prod", "reduce_xor", "reduce_window", "reduce_window_max", "reduce_window_min"),
+    *("reduce_window_sum", "select_and_gather_add", "select_and_scatter", "select_and_scatter_add"),
+)
+
+# Primitive → its traits.
+OP_TRAITS: Mapping[str, OpTraits] = {
+    **dict.fromkeys(_PLAIN, OpTraits()),
+    # Arithmetic.
+    **dict.fromkeys((DOT_GENERAL, "ragged_dot_general", CONVOLUTION), _CONTRACTION),
+    **dict.fromkeys(("add", "add_any"), _ADDITION),
+    MUL: OpTraits(scale=True),
+    DIV: OpTraits(scale=True, costly=True),
+    **dict.fromkeys(("cbrt", "erf", EXP, "exp2", "expm1", "log", "logistic", "rsqrt", "sqrt", "tan"), _COSTLY),
+    **dict.fromkeys(("cos", "erfc", "log1p", "pow", "sin", "tanh"), _COSTLY_ONCE),
+    **dict.fromkeys(("atan2", "erf_inv"), _ONCE),
+    **dict.fromkeys((REDUCE_SUM, "reduce_max", "reduce_min", "reduce_and", "reduce_or"), _REDUCTION),
+    **dict.fromkeys(("argmax", "argmin"), _REDUCTION),
+    # The same values elsewhere, or otherwise.
+    CAST: OpTraits(cast=True, passes_totals=True),
+    "copy": OpTraits(copy=True, passes_totals=True),
+    BROADCAST: OpTraits(repeats=True, fusible=True),
+    TRANSPOSE: OpTraits(
+        reshapes=True, renames=True, moves_nothing=True, fusible=True, passes_sums=True, passes_totals=True
+    ),
+    RESHAPE: OpTraits(reshapes=True, renames=True, fusible=True, passes_sums=True, passes_totals=True),
+    **dict.fromkeys(("squeeze", "expand_dims"), _GROUPED),
+    CONSTRAINT: OpTraits(renames=True, moves_nothing=True, fusible=True, passes_totals=True),
+    # Parts of values.
+    "slice": OpTraits(cuts=True, fusible=True),
+    "split": OpTraits(cuts=True),
+    "dynamic_slice": OpTraits(cuts=True, reads_part=True),
+    GATHER: OpTraits(reads_part=True),
+    "dynamic_update_slice": OpTraits(updates=True),
+    **dict.fromkeys(("scatter", SCATTER_ADD, "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), _SCATTER),
+    **dict.fromkeys(("concatenate", "iota", "pad", "rev", "select_n"), _FUSIBLE),
+    # Links.
+    LOOP_CONST: OpTraits(link=True, enters_loop=True, renames=True, moves_nothing=True),
+    LOOP_SLICE: OpTraits(link=True, enters_loop=True),
+    LOOP_CARRY: OpTraits(link=True, enters_loop=True),
+    LOOP_RESULT: OpTraits(link=True, leaves_loop=True),
+    LOOP_STACK: OpTraits(link=True, leaves_loop=True),
+    BRANCH_JOIN: OpTraits(link=True, moves_nothing=True),
+    # Calls.
+    **dict.fromkeys(("custom_partitioning", "ffi_call", "io_callback", "pure_callback"), _FOREIGN),
+    **dict.fromkeys(("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"), _FOREIGN),
+    # Collectives over named axes.
+    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum"), _SUM),
+    **dict.fromkeys(("pmax", "pmin"), _EXTREMUM),
+    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), _AXIS_GATHER),
+    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), _AXIS_SCATTER),
+    "all_to_all": OpTraits(collective=AxisCollective("all-to-all")),
+    "ppermute": OpTraits(collective=AxisCollective("collective-permute")),
+}
+
+_UNKNOWN = OpTraits()
+
+
+def traits_of(primitive: str) -> OpTraits:
+    """The traits of a primitive; the cautious ones of a primitive without a row."""
+    return OP_TRAITS.get(primitive, _UNKNOWN)
