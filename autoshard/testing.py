@@ -203,7 +203,7 @@ def assert_plan_unchanged(
         return made
     if not path.exists():
         raise AssertionError(f"there is no plan file {path}; write it by `pytest --update-plans`, and commit it")
-    changed = _changed(read(path), made.record)
+    changed = _describe_changes(read(path), made.record)
     if changed:
         raise AssertionError(
             f"the plan of {made.record.name} is not the one in {path}:\n{changed}\n"
@@ -212,7 +212,7 @@ def assert_plan_unchanged(
     return made
 
 
-def _changed(before: "PlanRecord", after: "PlanRecord") -> str:
+def _describe_changes(before: "PlanRecord", after: "PlanRecord") -> str:
     """The differences as text; empty if there are none."""
     from autoshard.explain.diff import diff
 

@@ -179,8 +179,8 @@ def cases(chip: Chip, devices: int, dtypes: Sequence[str], scale: float) -> Iter
         yield from _matmuls(chip, dtype, scale)
     largest = _power_of_2(memory / 32)
     for nbytes in (largest // 16, largest // 4, largest):
-        yield _stream("copy", _copied, nbytes, 2 * nbytes)
-        yield _stream("reduce", _summed, nbytes, nbytes)
+        yield _stream("copy", _copy, nbytes, 2 * nbytes)
+        yield _stream("reduce", _sum, nbytes, nbytes)
     last = min(_power_of_2(memory / 256), _LARGEST_MESSAGE)
     for group in (g for g in _powers_of_2(2, devices) if devices % g == 0):
         for kind in COLLECTIVES:
@@ -196,7 +196,7 @@ def time_case(case: Case, devices: Sequence[Any], effort: Effort) -> Timed:
     """
     mesh = Mesh(np.array(devices).reshape(-1, case.group), ("apart", "group"))
     spec = P(("apart", "group"))
-    arguments = [_filled(shape, case.dtype, len(devices), mesh, spec) for shape in case.shapes]
+    arguments = [_fill(shape, case.dtype, len(devices), mesh, spec) for shape in case.shapes]
 
     def program(times: int) -> Callable[[], float]:
         def repeated(carried: jax.Array, *constants: jax.Array) -> jax.Array:
@@ -229,7 +229,7 @@ def time_case(case: Case, devices: Sequence[Any], effort: Effort) -> Timed:
     return Timed(float(median), float((high - low) / 2 / median))
 
 
-def _filled(shape: tuple[int, ...], dtype: str, devices: int, mesh: Mesh, spec: P) -> jax.Array:
+def _fill(shape: tuple[int, ...], dtype: str, devices: int, mesh: Mesh, spec: P) -> jax.Array:
     """Normal values of deviation 1 ÷ √(last dimension), so that repeated products neither grow nor vanish."""
     whole = (devices * shape[0], *shape[1:])
 
@@ -249,7 +249,7 @@ def _matmuls(chip: Chip, dtype: str, scale: float) -> Iterator[Case]:
         if m:
             yield Case(
                 what=f"{dtype} matmul {f'{batch}×' if batch > 1 else ''}{m}×{k}×{k}",
-                step=_multiplied,
+                step=_multiply,
                 shapes=((batch, m, k), (batch, k, k)),
                 dtype=dtype,
                 sample=lambda seconds, b=batch, m=m, k=k: MatmulSample(b, m, k, k, seconds),
@@ -279,49 +279,49 @@ def _collective(kind: Kind, group: int, nbytes: int) -> Case:
     )
 
 
-def _multiplied(x: jax.Array, w: jax.Array) -> jax.Array:
+def _multiply(x: jax.Array, w: jax.Array) -> jax.Array:
     return lax.batch_matmul(x, w)
 
 
-def _copied(x: jax.Array) -> jax.Array:
+def _copy(x: jax.Array) -> jax.Array:
     """Reads and writes every byte."""
     return x + 1
 
 
-def _summed(x: jax.Array) -> jax.Array:
+def _sum(x: jax.Array) -> jax.Array:
     """Reads every byte: the next sum needs this one, in a single element."""
     return x.at[0].set(jnp.sum(x) * 1e-3)
 
 
-def _gathered(group: int, x: jax.Array) -> jax.Array:
+def _gather(group: int, x: jax.Array) -> jax.Array:
     every = lax.optimization_barrier(lax.all_gather(x, "group", tiled=True))
     return lax.dynamic_slice(every, (x.size * (1 % group),), x.shape)
 
 
-def _scattered(group: int, x: jax.Array) -> jax.Array:
+def _scatter(group: int, x: jax.Array) -> jax.Array:
     part = lax.psum_scatter(x, "group", tiled=True) / group
     return lax.dynamic_update_slice(x, part, (0,))
 
 
-def _reduced(group: int, x: jax.Array) -> jax.Array:
+def _reduce(group: int, x: jax.Array) -> jax.Array:
     return lax.psum(x, "group") / group
 
 
-def _exchanged(group: int, x: jax.Array) -> jax.Array:
+def _exchange(group: int, x: jax.Array) -> jax.Array:
     del group
     return lax.all_to_all(x, "group", 0, 0, tiled=True)
 
 
-def _passed(group: int, x: jax.Array) -> jax.Array:
+def _pass_on(group: int, x: jax.Array) -> jax.Array:
     return lax.ppermute(x, "group", [(i, (i + 1) % group) for i in range(group)])
 
 
 _STEPS: dict[str, Callable[..., jax.Array]] = {
-    "all-gather": _gathered,
-    "reduce-scatter": _scattered,
-    "all-reduce": _reduced,
-    "all-to-all": _exchanged,
-    "collective-permute": _passed,
+    "all-gather": _gather,
+    "reduce-scatter": _scatter,
+    "all-reduce": _reduce,
+    "all-to-all": _exchange,
+    "collective-permute": _pass_on,
 }
 
 

@@ -59,7 +59,7 @@ def report(
     rows: list[view.Json] = []
     if compare and not for_grad:
         with progress.shown(errors(), "standard layouts"):
-            rows = _compared(built, made, hardware or "", time_limit)
+            rows = _evaluate_baselines(built, made, hardware or "", time_limit)
     shown = view.of_plan(made.planned, cost_models.hardware(hardware or ""), rows)
     if as_json:
         print_json(shown)
@@ -70,7 +70,7 @@ def report(
         typer.echo(f"{shown['verdict']}\n{out}")
 
 
-def _compared(built: Built, made: autoshard.Plan, hardware: str, time_limit: float) -> list[view.Json]:
+def _evaluate_baselines(built: Built, made: autoshard.Plan, hardware: str, time_limit: float) -> list[view.Json]:
     """The standard layouts in the same model; one that cannot be is left out."""
     assert made.planned is not None  # planned just now
     fn, args = built

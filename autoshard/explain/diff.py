@@ -170,13 +170,13 @@ def _leaves(old: Iterable[Leaf], new: Iterable[Leaf], side: str) -> tuple[list[L
             value = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
             groups.setdefault((pattern, value, lay, lies), []).append([int(s) for s in segments if s.isdigit()])
     found = [
-        LeafChange(path=side + _filled(pattern, indices), value=value, before=a, after=b, count=len(indices))
+        LeafChange(path=side + _fill_indices(pattern, indices), value=value, before=a, after=b, count=len(indices))
         for (pattern, value, a, b), indices in groups.items()
     ]
     return found, [side + dotted(path) for path in (*first, *then) if (path in first) != (path in then)]
 
 
-def _filled(pattern: str, indices: list[list[int]]) -> str:
+def _fill_indices(pattern: str, indices: list[list[int]]) -> str:
     columns_ = iter(zip(*indices, strict=True))
     return ".".join(ranges(next(columns_)) if s == "*" else s for s in pattern.split("."))
 

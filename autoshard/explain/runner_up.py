@@ -94,21 +94,21 @@ def explain(planned: PlanningResult, pattern: str | None = None, *, at: str | No
       SpecError: neither or both are given, or nothing is found there.
     """
     classes = decided(planned, pattern, at)
-    return tuple(_explained(planned, c, nodes) for c, nodes in list(classes.items())[:MOST])
+    return tuple(_explain_class(planned, c, nodes) for c, nodes in list(classes.items())[:MOST])
 
 
 def decided(planned: PlanningResult, pattern: str | None, at: str | None) -> dict[int, list[int]]:
     """Classes of equal decisions → those of their decisions that are asked for, as by `explain`."""
     if (pattern is None) == (at is None):
         raise SpecError('say what to explain: an input, "**.wq", or a line, at="model.py:61" (--at model.py:61)')
-    nodes = _inputs_named(planned, pattern) if pattern is not None else _decided_at(planned, at or "")
+    nodes = _find_inputs(planned, pattern) if pattern is not None else _decided_at(planned, at or "")
     classes: dict[int, list[int]] = {}
     for node in nodes:
         classes.setdefault(int(planned.formulation.folding.class_of[node]), []).append(node)
     return classes
 
 
-def _inputs_named(planned: PlanningResult, pattern: str) -> list[int]:
+def _find_inputs(planned: PlanningResult, pattern: str) -> list[int]:
     paths = planned.traced.in_paths
     found = [i for i, path in enumerate(paths) if matches(pattern, path)]
     if not found:
@@ -173,7 +173,7 @@ def _label(planned: PlanningResult, node: int) -> str:
     )
 
 
-def _explained(planned: PlanningResult, c: int, nodes: Sequence[int]) -> Explanation:
+def _explain_class(planned: PlanningResult, c: int, nodes: Sequence[int]) -> Explanation:
     formulation, assignment = planned.formulation, planned.assignment
     d, problem = assignment.decisions, formulation.problem
     node, pick = nodes[0], int(planned.solution.choice[c])
@@ -222,8 +222,8 @@ def _runner_up(planned: PlanningResult, c: int, node: int, pick: int) -> RunnerU
         step_s=solution.objective * UNIT_S,
         bound_s=solution.bound * UNIT_S,
         peak_bytes=other.peak()[0],
-        changes=_changes(planned, other, node),
-        collectives=_moved(planned.record.collectives, tuple(other.collectives())),
+        changes=_find_changes(planned, other, node),
+        collectives=_compare_collectives(planned.record.collectives, tuple(other.collectives())),
     )
 
 
@@ -234,7 +234,7 @@ def solved(
     return solve(problem, time_limit_s=time_limit_s, rel_gap=max(planned.record.certificate.gap, 1e-3), **options)
 
 
-def _changes(planned: PlanningResult, other: Assignment, node: int) -> tuple[Change, ...]:
+def _find_changes(planned: PlanningResult, other: Assignment, node: int) -> tuple[Change, ...]:
     """Decisions that differ, equal ones together; of equations and chains by line."""
     mine = planned.assignment
     groups: dict[tuple[str, str, str], int] = {}
@@ -245,7 +245,7 @@ def _changes(planned: PlanningResult, other: Assignment, node: int) -> tuple[Cha
     return tuple(Change(what, before, after, count) for (what, before, after), count in groups.items())
 
 
-def _moved(
+def _compare_collectives(
     mine: Sequence[Collective], others: Sequence[Collective]
 ) -> tuple[tuple[str, tuple[str, ...], int, float], ...]:
     """(kind, axes, bytes more, seconds more), the longest first."""

@@ -114,7 +114,7 @@ def turning_points(
     layout = _layout(planned, pattern, at)
     met = Met.by(planned)
     found = partial(lies, pattern=pattern, at=at, layout=layout, met=met)
-    again = partial(_again, planned, hardware, met=met)
+    again = partial(_replan, planned, hardware, met=met)
     flips: list[Flip] = []
     for role, link in hardware.chip.links.items():
         key = "one_way_bytes_per_s"
@@ -183,7 +183,7 @@ def flip(
                 break
             tried.append(value)
             if found != layout:
-                value, turned = _between(same, value, found, layout, layout_at, whole)
+                value, turned = _bisect(same, value, found, layout, layout_at, whole)
                 nearer = best is None or abs(np.log(value / now)) < abs(np.log(best[0] / now))
                 best = (value, turned or "nothing fits") if nearer else best
                 break
@@ -197,7 +197,7 @@ def flip(
     )
 
 
-def _between(
+def _bisect(
     same: float,
     value: float,
     turned: str | None,
@@ -272,7 +272,7 @@ def _at_most(priced: Evaluation, most: float) -> bool:
     return priced.feasible and priced.objective is not None and priced.objective <= most
 
 
-def _again(
+def _replan(
     planned: PlanningResult, hardware: Hardware, machine: Machine | None, memory_bytes: int, *, met: Met
 ) -> PlanningResult:
     """The same program on another machine or in other memory.

@@ -75,7 +75,7 @@ def accumulate(
         count = _count(parts) if chosen is None else chosen
 
         def accumulated() -> Any:
-            return _accumulated(loss, params, batch, rest, steps=steps, parts=count, has_aux=has_aux)
+            return _accumulate(loss, params, batch, rest, steps=steps, parts=count, has_aux=has_aux)
 
         if chosen is None:
             return accumulated()
@@ -114,7 +114,7 @@ def _count(parts: Parts) -> int:
     return prod(sizes.get(name, 1) for name in names)
 
 
-def _accumulated(
+def _accumulate(
     loss: Callable[..., Any], params: Any, batch: Any, rest: tuple[Any, ...], *, steps: int, parts: int, has_aux: bool
 ) -> tuple[Any, Any]:
     chunks = jax.tree.map(lambda x: _split(x, steps, parts), batch)

@@ -126,8 +126,8 @@ def bind(
         donate_argnames=donate_argnames,
     )
     slots = _slots(fn, args, kwargs)
-    static = _chosen(slots, role.static_argnums, role.static_argnames)
-    donated = _chosen(slots, role.donate_argnums, role.donate_argnames)
+    static = _pick_slots(slots, role.static_argnums, role.static_argnames)
+    donated = _pick_slots(slots, role.donate_argnums, role.donate_argnames)
     dynamic = [i for i in range(len(slots)) if i not in static]
 
     def call(*values: Any) -> Any:
@@ -183,7 +183,7 @@ def _positional_names(fn: Callable[..., Any], count: int) -> list[str]:
     return names[:count]
 
 
-def _chosen(
+def _pick_slots(
     slots: Sequence[tuple[str, Any, str | None]], numbers: tuple[int, ...], names: tuple[str, ...]
 ) -> frozenset[int]:
     """The slots of these positions, and of these names where given by keyword; a default that is left out is none."""

@@ -216,7 +216,7 @@ def _maps(mapping: Any, value: int, grid: Sequence[int]) -> Iterator[tuple[int, 
             found = f"the index map has {prod(sizes)} points, too many to look at: that"
         else:
             try:
-                index = _evaluated(mapping.index_map_jaxpr, eqns, var, sorted(axes), sizes)
+                index = _evaluate(mapping.index_map_jaxpr, eqns, var, sorted(axes), sizes)
             except _UnknownError as unknown:
                 found = f"the index map has `{unknown}`, which is not looked into: that"
             else:
@@ -247,7 +247,7 @@ def _needs(jaxpr: Any, var: Any) -> tuple[set[int], list[Any]]:
     return {i for i, v in enumerate(jaxpr.invars) if v in wanted}, eqns[::-1]
 
 
-def _evaluated(closed: Any, eqns: Sequence[Any], var: Any, axes: Sequence[int], sizes: Sequence[int]) -> NDArray[Any]:
+def _evaluate(closed: Any, eqns: Sequence[Any], var: Any, axes: Sequence[int], sizes: Sequence[int]) -> NDArray[Any]:
     """An output of an index map at every point of the axes that it depends on."""
     jaxpr = _jax.open_jaxpr(closed)
     points = np.indices(sizes, np.int32).reshape(len(sizes), -1)
@@ -280,22 +280,22 @@ def _step(eqn: Any, operands: list[NDArray[Any]]) -> list[NDArray[Any]]:
     if name == "integer_pow":
         return [operands[0] ** eqn.params["y"]]
     if name in ("jit", "pjit", "closed_call", "custom_jvp_call"):
-        return _inlined(eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"], operands)
+        return _inline(eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"], operands)
     if name == "cond":
-        branches = [_inlined(branch, operands[1:]) for branch in eqn.params["branches"]]
+        branches = [_inline(branch, operands[1:]) for branch in eqn.params["branches"]]
         pick = np.clip(operands[0], 0, len(branches) - 1)
         return [np.choose(pick, np.broadcast_arrays(*outs)) for outs in zip(*branches, strict=True)]
     raise _UnknownError(name)
 
 
-def _inlined(body: Any, operands: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+def _inline(body: Any, operands: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
     jaxpr = _jax.open_jaxpr(body)
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, map(np.asarray, _jax.consts_of(body)), strict=True))
     env.update(zip(jaxpr.invars, operands, strict=True))
     return _run(jaxpr.eqns, jaxpr.outvars, env)
 
 
-def _divided(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
+def _divide(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
     """As XLA divides: integers towards zero."""
     if np.issubdtype(a.dtype, np.inexact):
         return a / b
@@ -304,7 +304,7 @@ def _divided(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
     return (a - np.fmod(a, b)) // b
 
 
-def _selected(which: NDArray[Any], *cases: NDArray[Any]) -> NDArray[Any]:
+def _select(which: NDArray[Any], *cases: NDArray[Any]) -> NDArray[Any]:
     return np.choose(which.astype(np.int32), np.broadcast_arrays(*cases))
 
 
@@ -316,7 +316,7 @@ _SCALAR: Mapping[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
-    "div": _divided,
+    "div": _divide,
     "rem": np.fmod,
     "neg": np.negative,
     "abs": np.abs,
@@ -338,7 +338,7 @@ _SCALAR: Mapping[str, Callable[..., Any]] = {
     "shift_right_arithmetic": np.right_shift,
     "floor": np.floor,
     "ceil": np.ceil,
-    "select_n": _selected,
+    "select_n": _select,
     "convert_element_type": _same,
     "broadcast_in_dim": _same,
     "reshape": _same,

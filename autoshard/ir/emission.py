@@ -37,8 +37,8 @@ def _operands(eqn: Any, operands: list[Any], devices: int) -> list[Any]:
         apart = name not in partitioner_faults.INDEXED  # every component is an operand
         clamps = _clamps(eqn, limits)
         for i, limit in enumerate(limits if apart else [limits], first):
-            starts = _wide(operands[i], eqn.invars[i].aval.dtype)
-            operands[i] = _clamped(starts, limit) if clamps else starts
+            starts = _widen(operands[i], eqn.invars[i].aval.dtype)
+            operands[i] = _clamp(starts, limit) if clamps else starts
     if partitioner_faults.MERGED_SCATTER.of(name) and prod(eqn.invars[1].aval.shape[:-1]) <= devices:
         operands[0] = lax.optimization_barrier(operands[0])
     if partitioner_faults.REPEATED_INITIAL.of(name):
@@ -96,13 +96,13 @@ def _clamps(eqn: Any, limits: list[int]) -> bool:
     return eqn.primitive.name == "gather" and limits != rows
 
 
-def _wide(starts: Any, dtype: Any) -> Any:
+def _widen(starts: Any, dtype: Any) -> Any:
     """Starts of at least 32 bits; a known value as numpy's."""
     starts = starts if _jax.is_tracer(starts) else np.asarray(starts, dtype)
     return starts if dtype.itemsize >= 4 else lax.convert_element_type(starts, jnp.int32)
 
 
-def _clamped(starts: Any, limit: int | list[int]) -> Any:
+def _clamp(starts: Any, limit: int | list[int]) -> Any:
     """Starts between zero and a limit; where there are several, one for each along the last dimension."""
     most = np.minimum(limit, np.iinfo(starts.dtype).max).astype(starts.dtype)
     if not _jax.is_tracer(starts) and ((starts >= 0) & (starts <= most)).all():

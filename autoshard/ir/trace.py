@@ -99,7 +99,7 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mes
             closed = explicit(_jax.spelled_out(closed))
     except (ValueError, _jax.DuplicateSpecError) as error:
         if (refused := _jax.refused_layout(error)) is not None:
-            raise _refused(*refused, mesh) from error
+            raise _refusal(*refused, mesh) from error
         if "should match the aval mesh" in str(error):
             raise _closes_over_explicit(fn, error) from error
         if "mesh passed to shard_map" not in str(error):
@@ -134,7 +134,7 @@ def _reference(fn: Callable[..., Any], what: str) -> SpecError:
     )
 
 
-def _refused(where: str, reason: str, mesh: MeshAxes | None) -> SpecError:
+def _refusal(where: str, reason: str, mesh: MeshAxes | None) -> SpecError:
     return SpecError(
         f"the program asks for a layout that does not exist, at {where}: {reason}\n"
         f"  the mesh that is planned for is {mesh or 'one device'}: name its axes, each once at most and in no more "

@@ -32,8 +32,8 @@ def page(
         "ECHARTS": ECHARTS,
         "CSS": _asset("page.css"),
         "JS": _asset("page.js"),
-        "DATA": _packed(json.dumps(data, ensure_ascii=False, separators=(",", ":"))),
-        "LIBRARY": _packed(_asset("echarts.min.js")),
+        "DATA": _compress(json.dumps(data, ensure_ascii=False, separators=(",", ":"))),
+        "LIBRARY": _compress(_asset("echarts.min.js")),
     }
     return re.sub(r"@([A-Z]+)@", lambda mark: parts[mark[1]], _asset("page.html"))
 
@@ -42,6 +42,6 @@ def _asset(name: str) -> str:
     return resources.files("autoshard.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def _packed(text: str) -> str:
+def _compress(text: str) -> str:
     """Gzip without a date, so that equal reports are equal files; as base64."""
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()

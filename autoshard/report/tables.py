@@ -175,7 +175,7 @@ def short_aval(text: str) -> str:
 
 def time_text(seconds: float) -> str:
     """Seconds in the unit that reads best."""
-    return _scaled(seconds, (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)))
+    return _scale(seconds, (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)))
 
 
 def proof_text(status: str, objective_s: float, bound_s: float) -> str:
@@ -188,7 +188,7 @@ def proof_text(status: str, objective_s: float, bound_s: float) -> str:
 
 def bytes_text(nbytes: float) -> str:
     """Bytes in the decimal unit that reads best."""
-    return _scaled(nbytes, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)))
+    return _scale(nbytes, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)))
 
 
 def count_text(count: float) -> str:
@@ -198,12 +198,12 @@ def count_text(count: float) -> str:
 
 def flops_text(flops: float) -> str:
     """Floating-point operations in the unit that reads best."""
-    return _scaled(
+    return _scale(
         flops, (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("FLOP", 1.0))
     )
 
 
-def _scaled(value: float, units: Sequence[tuple[str, float]]) -> str:
+def _scale(value: float, units: Sequence[tuple[str, float]]) -> str:
     """Three digits and a unit: the largest that leaves at least 1, else the last."""
     unit, scale = next(((u, s) for u, s in units if abs(value) >= 0.9995 * s), units[-1])
     scaled = value / scale

@@ -121,8 +121,8 @@ class Notation:
         Raises:
           RuleError: the equation's shapes do not fit the text.
         """
-        values = list(zip(self._expanded(self.operands, eqn.operands), eqn.operands, strict=True))
-        values += list(zip(self._expanded(self.results, eqn.results), eqn.results, strict=True))
+        values = list(zip(self._expand(self.operands, eqn.operands), eqn.operands, strict=True))
+        values += list(zip(self._expand(self.results, eqn.results), eqn.results, strict=True))
         sizes = self._sizes(values)
         kept = {name for terms, _ in values[len(eqn.operands) :] for dim in terms for name in dim}
         build = RuleBuilder()
@@ -148,7 +148,7 @@ class Notation:
             return FactorKind.REDUCTION, self.reductions.get(name, "sum")
         return FactorKind.PASS, ""
 
-    def _expanded(self, values: tuple[Terms, ...], avals: tuple[Aval, ...]) -> list[Terms]:
+    def _expand(self, values: tuple[Terms, ...], avals: tuple[Aval, ...]) -> list[Terms]:
         """Each value's terms with `...` replaced by as many names as it has dimensions to spare."""
         if values == ((),) and not avals:
             return []

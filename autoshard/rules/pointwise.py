@@ -34,7 +34,7 @@ def pointwise(eqn: Eqn) -> ShardingRule:
     """Every dimension passes; scalars and dimensions of size 1 broadcast."""
     build = RuleBuilder()
     dims = build.dims(eqn.results[0].shape)
-    operands = [_aligned(operand, eqn.results[0], dims) for operand in eqn.operands]
+    operands = [_align(operand, eqn.results[0], dims) for operand in eqn.operands]
     return build.rule(operands, [list(dims) for _ in eqn.results], _linear(eqn))
 
 
@@ -54,7 +54,7 @@ def select_n(eqn: Eqn) -> ShardingRule:
     """Pointwise; the predicate may be a scalar, and the cases are linear together."""
     build = RuleBuilder()
     dims = build.dims(eqn.results[0].shape)
-    operands = [_aligned(operand, eqn.results[0], dims) for operand in eqn.operands]
+    operands = [_align(operand, eqn.results[0], dims) for operand in eqn.operands]
     return build.rule(operands, [dims], (frozenset(range(1, len(operands))),))
 
 
@@ -66,7 +66,7 @@ def each_on_its_own(eqn: Eqn) -> ShardingRule:
     return build.rule(dims, dims[: len(eqn.results)], (frozenset(range(len(dims))),))
 
 
-def _aligned(operand: Aval, result: Aval, dims: list[Dim]) -> list[Dim]:
+def _align(operand: Aval, result: Aval, dims: list[Dim]) -> list[Dim]:
     """An operand's dimensions: those of the result, less the ones that broadcast."""
     if operand.ndim != result.ndim:
         return []

@@ -226,7 +226,7 @@ def rule_of(eqn: Eqn) -> ShardingRule:
     if fn is None:
         reason = _REFUSED.get(eqn.primitive, "autoshard does not know this primitive")
         shapes = ", ".join(str(list(aval.shape)) for aval in eqn.operands)
-        text = _walked(eqn) if eqn.primitive == PALLAS else "b i k, b k j -> b i j"
+        text = _rule_of_walks(eqn) if eqn.primitive == PALLAS else "b i k, b k j -> b i j"
         raise MissingRuleError(
             eqn.primitive,
             eqn.where,
@@ -236,7 +236,7 @@ def rule_of(eqn: Eqn) -> ShardingRule:
     rule = fn(eqn)
     rule.check(eqn)
     rule = _unsplit_where_empty(eqn, rule)
-    return _as_walked(eqn, rule) if eqn.primitive == PALLAS else rule
+    return _restrict_to_walks(eqn, rule) if eqn.primitive == PALLAS else rule
 
 
 def _unsplit_where_empty(eqn: Eqn, rule: ShardingRule) -> ShardingRule:
@@ -251,7 +251,7 @@ def _unsplit_where_empty(eqn: Eqn, rule: ShardingRule) -> ShardingRule:
     return replace(rule, factors=tuple(factors))
 
 
-def _walked(eqn: Eqn) -> str:
+def _rule_of_walks(eqn: Eqn) -> str:
     """The rule that a kernel's grid proves: dimensions that one grid axis walks over share a letter.
 
     If it walks more slowly over one of them (the heads of grouped keys), that letter is the major part
@@ -281,7 +281,7 @@ def _walked(eqn: Eqn) -> str:
     )
 
 
-def _as_walked(eqn: Eqn, rule: ShardingRule) -> ShardingRule:
+def _restrict_to_walks(eqn: Eqn, rule: ShardingRule) -> ShardingRule:
     """A kernel's rule, with a factor made whole unless its grid walks over all its places in equal parts.
 
     Each remaining factor becomes two: the grid's parts and, minor of them, the positions within one part.
@@ -344,7 +344,7 @@ def kept_whole(eqn: Eqn) -> str:
             reasons = ["what a kernel reduces, permutes or shifts along its grid is not cut"]
         elif not reasons:
             also = f"with {named(eqn.params, others[0])}" if others else "together"
-            reasons = [f"the grid walks over it {also}, which the rule would say as {_walked(eqn)!r}"]
+            reasons = [f"the grid walks over it {also}, which the rule would say as {_rule_of_walks(eqn)!r}"]
         found.append(f"{named(eqn.params, min(places))} ({'; '.join(reasons)})")
     if not found:
         return ""

@@ -66,7 +66,7 @@ def cut(eqn: Eqn) -> ShardingRule:
     build = RuleBuilder()
     pairs = [
         _same(build, size) if same else shifted(build, size, out.shape[d])
-        for d, (size, same) in enumerate(zip(operand.shape, _untouched(eqn), strict=True))
+        for d, (size, same) in enumerate(zip(operand.shape, _is_untouched(eqn), strict=True))
     ]
     scalars: list[list[Dim]] = [[] for _ in eqn.operands[1:]]
     return build.rule([[pair[0] for pair in pairs], *scalars], [[pair[1] for pair in pairs]], _all_operands(eqn))
@@ -178,7 +178,7 @@ def _same(build: RuleBuilder, size: int, kind: FactorKind = FactorKind.PASS) -> 
     return [*build.dims((size,), kind)] * 2
 
 
-def _untouched(eqn: Eqn) -> list[bool]:
+def _is_untouched(eqn: Eqn) -> list[bool]:
     """Per dimension of a `pad` or `slice`: whether every element stays in its place."""
     if eqn.primitive == "pad":
         return [tuple(config) == (0, 0, 0) for config in eqn.params["padding_config"]]

@@ -155,7 +155,7 @@ def attribute(
 
     for key in sorted(ours.keys() | theirs.keys()):
         places = {id(found): place(found) for found in theirs[key]}
-        pairs, missing, extra = _paired(ours[key], theirs[key], {i: where for i, (_, where) in places.items()})
+        pairs, missing, extra = _pair_equal(ours[key], theirs[key], {i: where for i, (_, where) in places.items()})
         for row, found in pairs:
             status = Match.MERGED if found.combined > 1 else Match.MATCH
             primitive, where = places[id(found)]
@@ -237,7 +237,7 @@ def _status(side: _Side, total: int, tolerance: float) -> Match:
     return Match.DIFFERS if emitted else Match.MISSING
 
 
-def _paired(
+def _pair_equal(
     ours: Sequence[Promised], theirs: Sequence[hlo.Collective], where: dict[int, str]
 ) -> tuple[list[tuple[Promised, hlo.Collective]], list[Promised], list[hlo.Collective]]:
     """Pairs of equal bytes and trips, of one source line first; and the collectives left on either side."""

@@ -95,7 +95,7 @@ def honoured(planned: PlanningResult, *, compiler: str | None = None) -> LayoutC
         donated=frozenset(record.donated),
     )
     graph = setting.decisions.graph
-    wanted = _planned(planned.assignment)
+    wanted = _planned_layouts(planned.assignment)
     if compiler is None:
         platform = devices.platform(record.hardware)
         found: Mapping[int, Layout | None] = propagated(
@@ -114,11 +114,11 @@ def honoured(planned: PlanningResult, *, compiler: str | None = None) -> LayoutC
             passes=True,
         )
         assert compiled.after_propagation is not None  # asked for
-        found = _dumped(hlo.read(compiled.after_propagation), graph, record)
+        found = _read_dump(hlo.read(compiled.after_propagation), graph, record)
         source = f"{compiled.compiler} ({compiled.version}) after its Shardy pass"
     makers = graph.producers()
     unkept = [
-        _unkept(planned.assignment, record, v, layouts[0], found[v], makers)
+        _find_unkept(planned.assignment, record, v, layouts[0], found[v], makers)
         for v, layouts in wanted.items()
         if v in found and not any(_same(layout, found[v], graph.avals[v].shape, record) for layout in layouts)
     ]
@@ -129,7 +129,7 @@ def honoured(planned: PlanningResult, *, compiler: str | None = None) -> LayoutC
     )
 
 
-def _planned(assignment: Assignment) -> dict[int, tuple[Layout, ...]]:
+def _planned_layouts(assignment: Assignment) -> dict[int, tuple[Layout, ...]]:
     """Value → the layouts in which it may be found, for values that are not left as partial sums.
 
     The first is the layout after all constraints in the scope of its equation: mostly its copy's. If the
@@ -155,7 +155,7 @@ def _same(planned: Layout, found: Layout | None, shape: tuple[int, ...], record:
     return one == other and (exact or planned == found)
 
 
-def _unkept(
+def _find_unkept(
     assignment: Assignment,
     record: PlanRecord,
     v: int,
@@ -178,7 +178,7 @@ def _unkept(
     )
 
 
-def _dumped(module: hlo.Module, graph: Graph, record: PlanRecord) -> dict[int, Layout | None]:
+def _read_dump(module: hlo.Module, graph: Graph, record: PlanRecord) -> dict[int, Layout | None]:
     """Value → layout in a compiler's dump: of inputs, and of the ops in the scope of their equations.
 
     An op without a sharding is whole. Of several ops of a value's shape in its

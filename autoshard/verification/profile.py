@@ -115,7 +115,7 @@ def profile(
     lowerable: Any = step
     compiled = lowerable.lower(*args).compile()
     module = hlo.read(compiled.as_text())
-    classes = _classes(module, record)
+    classes = _classify(module, record)
     for _ in range(WARM_UP):
         args = _next(args, step(*args))
     jax.block_until_ready(args)
@@ -127,11 +127,11 @@ def profile(
             jax.block_until_ready(args)
             measured_s = (time.perf_counter() - begin) / steps
         (path,) = Path(folder).rglob("*.xplane.pb")
-        seconds, counts = _measured(str(path), module.name, classes)
+        seconds, counts = _sum_events(str(path), module.name, classes)
     if not seconds:
         raise VerifyError("the profiler saw none of the step's operations on this platform")
     devices = record.mesh.size
-    predicted = _predicted(record, assignment)
+    predicted = _sum_predictions(record, assignment)
     rows = [
         ProfiledRow(
             name=name,
@@ -157,7 +157,7 @@ def profile(
 _Class = tuple[str, tuple[str, ...]]
 
 
-def _classes(module: hlo.Module, record: PlanRecord) -> dict[str, _Class]:
+def _classify(module: hlo.Module, record: PlanRecord) -> dict[str, _Class]:
     """Instruction → its class; names are unique in a scheduled module."""
     found: dict[str, _Class] = {}
     for computation in module:
@@ -173,7 +173,7 @@ def _classes(module: hlo.Module, record: PlanRecord) -> dict[str, _Class]:
     return found
 
 
-def _measured(path: str, module: str, classes: Mapping[str, _Class]) -> tuple[dict[_Class, float], dict[_Class, int]]:
+def _sum_events(path: str, module: str, classes: Mapping[str, _Class]) -> tuple[dict[_Class, float], dict[_Class, int]]:
     """Seconds and events per class, over all devices and steps."""
     seconds: dict[_Class, float] = defaultdict(float)
     counts: dict[_Class, int] = defaultdict(int)
@@ -196,7 +196,7 @@ def _events(path: str, module: str) -> Iterator[tuple[str, float]]:
             yield event.partition(" = ")[0].lstrip("%"), duration_ns
 
 
-def _predicted(record: PlanRecord, assignment: Assignment | None) -> dict[_Class, float]:
+def _sum_predictions(record: PlanRecord, assignment: Assignment | None) -> dict[_Class, float]:
     """The plan's seconds per class."""
     found: dict[_Class, float] = defaultdict(float)
     for row in record.collectives:

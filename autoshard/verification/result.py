@@ -125,7 +125,7 @@ class Verification:
         parts = [fields(self._verdict(), width) + "\n", self._collectives()]
         if self.memory.compiled is not None:
             parts.append(self._memory())
-        parts.append(self._attributed(width))
+        parts.append(self._line_table(width))
         return render(*parts, width=width)
 
     def _verdict(self) -> list[tuple[str, str]]:
@@ -155,12 +155,12 @@ class Verification:
                 (
                     "compute",
                     f"predicted {time_text(compute.predicted_s)}{flops}, compiled {time_text(compute.compiled_s)} "
-                    f"({flops_text(compute.compiled_flops)} of matmuls{self._uncounted()}){own}",
+                    f"({flops_text(compute.compiled_flops)} of matmuls{self._uncounted_text()}){own}",
                 )
             )
         return [*lines, ("compiler", f"{self.compiler}, {self.version}, for {self.topology}: {self.wall_s:.1f} s")]
 
-    def _uncounted(self) -> str:
+    def _uncounted_text(self) -> str:
         """Instructions of the compiled program that multiply an unknown amount."""
         names = () if self.timeline is None else self.timeline.uncounted
         return f", without what {', '.join(names)} multiply" if names else ""
@@ -198,7 +198,7 @@ class Verification:
             whole=("memory",),
         )
 
-    def _attributed(self, width: int) -> RenderableType:
+    def _line_table(self, width: int) -> RenderableType:
         shown, rest = self.lines[:LONGEST], self.lines[LONGEST:]
         head = ("from", "collective", "over", "count", "bytes", "status")
         cells = [

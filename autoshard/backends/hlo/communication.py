@@ -207,7 +207,7 @@ def _walk(reader: _Reader, computation: Computation, context: _Context) -> Itera
             for name in instruction.calls:
                 yield from _walk(reader, reader.module[name], branch)
         elif instruction.opcode == "fusion":
-            yield from _fused(reader, computation, instruction, context, seen)
+            yield from _fused_rows(reader, computation, instruction, context, seen)
         else:
             for name in instruction.calls:
                 for row in _walk(reader, reader.module[name], context):
@@ -312,7 +312,7 @@ def _elements(
         yield sum(x.nbytes for x in operands), operands[0].shapes[0].dtype, instruction
     elif kind == "ragged-all-to-all" or len(operands) == 1:
         operand = operands[0]
-        pieces = _concatenated(reader.module, computation, operand) if kind != "collective-permute" else ()
+        pieces = _concatenation_parts(reader.module, computation, operand) if kind != "collective-permute" else ()
         if len(pieces) > 1:
             for shape, source in pieces:
                 yield shape.nbytes, shape.dtype, source
@@ -323,7 +323,7 @@ def _elements(
             yield operand.nbytes, operand.shapes[0].dtype, operand
 
 
-def _concatenated(
+def _concatenation_parts(
     module: Module, computation: Computation, instruction: Instruction
 ) -> tuple[tuple[Shape, Instruction], ...]:
     """The parts of a concatenation (or of a fusion that is one): their shapes and the instructions outside it."""
@@ -339,7 +339,7 @@ def _concatenated(
     return tuple((source.shapes[0], source) for source in sources)
 
 
-def _fused(
+def _fused_rows(
     reader: _Reader,
     computation: Computation,
     fusion: Instruction,
@@ -366,7 +366,7 @@ def _fused(
         done = _waiting(reader, computation, channel) or fusion.name
         for name, scatters in zip(instruction.operands, scattered, strict=True):
             # Counts the fusion's own operand: padding before the all-reduce holds no data.
-            operand = _unpadded(body, body[name]) if scatters else body[name]
+            operand = _strip_padding(body, body[name]) if scatters else body[name]
             actual: Kind = "reduce-scatter" if scatters else kind
             logical = operand.nbytes * (size if kind == "all-gather" else 1)
             yield Collective(
@@ -390,7 +390,7 @@ def _fused(
             )
     for instruction in body:
         if reader.communicating.intersection(instruction.calls) and instruction.opcode == "fusion":
-            yield from _fused(reader, body, instruction, context, seen)
+            yield from _fused_rows(reader, body, instruction, context, seen)
 
 
 def _channel(kind: Kind, instruction: Instruction) -> _Channel:
@@ -401,18 +401,18 @@ def _starts(module: Module, communicating: frozenset[str]) -> dict[_Channel, fro
     """The computations in which asynchronous fusions begin a collective."""
     found: dict[_Channel, set[str]] = {}
     for computation in module:
-        for _, channel in _marked(module, communicating, computation, "AsyncCollectiveStart"):
+        for _, channel in _find_marked(module, communicating, computation, "AsyncCollectiveStart"):
             found.setdefault(channel, set()).add(computation.name)
     return {channel: frozenset(names) for channel, names in found.items()}
 
 
 def _waiting(reader: _Reader, computation: Computation, channel: _Channel) -> str | None:
     """The fusion that ends an asynchronous collective."""
-    marked = _marked(reader.module, reader.communicating, computation, "AsyncCollectiveDone")
+    marked = _find_marked(reader.module, reader.communicating, computation, "AsyncCollectiveDone")
     return next((name for name, ended in marked if ended == channel), None)
 
 
-def _marked(
+def _find_marked(
     module: Module, communicating: frozenset[str], computation: Computation, mark: str
 ) -> Iterator[tuple[str, _Channel]]:
     """Fusions that begin or end a collective, and which: XLA:TPU marks them with a custom call."""
@@ -426,7 +426,7 @@ def _marked(
                     yield instruction.name, _channel(kind, x)
 
 
-def _unpadded(body: Computation, operand: Instruction) -> Instruction:
+def _strip_padding(body: Computation, operand: Instruction) -> Instruction:
     """The value that a padding extends."""
     while operand.opcode in VIEWS | {"pad"}:
         operand = body[operand.operands[0]]

@@ -81,9 +81,9 @@ class Loops:
         index, owner = value.index, computation[value.operands[0]]
         if owner.opcode == "parameter" and computation.name in self.around:
             outer, loop = self.around[computation.name]
-            return self._carried(outer, loop, index)
+            return self._carried_constant(outer, loop, index)
         if owner.opcode == "while":
-            return self._carried(computation, owner, index)
+            return self._carried_constant(computation, owner, index)
         if owner.opcode == "tuple":
             return self._constant(computation, computation[owner.operands[index]])
         return None
@@ -111,7 +111,7 @@ class Loops:
             return None
         return amount if new.opcode == "add" else -amount
 
-    def _carried(self, outer: Computation, loop: Instruction, index: int) -> int | None:
+    def _carried_constant(self, outer: Computation, loop: Instruction, index: int) -> int | None:
         """The constant that a loop hands from trip to trip unchanged."""
         body = self.body(loop)
         if body.root.opcode != "tuple" or self._element(body, body[body.root.operands[index]]) != index:

@@ -60,7 +60,7 @@ def matmuls(module: Module, computation: Computation, instruction: Instruction) 
     if instruction.opcode == "dot":
         dims = [_dims(instruction, key) for key in ("lhs_batch_dims", "lhs_contracting_dims")]
     else:
-        dims = _configured(instruction)
+        dims = _read_configuration(instruction)
     batch, k = (prod(left.dims[i] for i in some) for some in dims)
     m, n = (side.size // (batch * k or 1) for side in (left, right))
     return [(batch, m, n, k, _dtype(left, right))]
@@ -91,7 +91,7 @@ def _dtype(left: Shape, right: Shape) -> str:
     return _DTYPES.get(wider, "bfloat16" if wider.startswith("f8") else wider)
 
 
-def _configured(call: Instruction) -> list[list[int]]:
+def _read_configuration(call: Instruction) -> list[list[int]]:
     """The left operand's batch and contracting dimensions, as a cuBLAS call has them in its configuration."""
     start = call.attributes.find(" backend_config=")
     config: Any = {}

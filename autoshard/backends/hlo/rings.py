@@ -64,7 +64,7 @@ def rings(flow: Dataflow, computation: Computation, trip_counts: Mapping[str, in
         if x.opcode == "while" and _BODY.search(x.called("body") or "")
     ]
     taken = {name for ring in found if ring for name in ring.permutes}
-    found += _unrolled(flow, computation, [x for x in permutes if x.name not in taken])
+    found += _find_unrolled(flow, computation, [x for x in permutes if x.name not in taken])
     return {ring.anchor: ring for ring in found if ring}
 
 
@@ -101,7 +101,7 @@ def _of_loop(
     )
 
 
-def _unrolled(flow: Dataflow, computation: Computation, permutes: list[Instruction]) -> list[Ring]:
+def _find_unrolled(flow: Dataflow, computation: Computation, permutes: list[Instruction]) -> list[Ring]:
     """Rings without a loop: the partitioner's permutes for one matmul, n + 1 or n - 1 of equal size over rings of n.
 
     Equal matmuls of one source line (layers of an unrolled model) are told apart by

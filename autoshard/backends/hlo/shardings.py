@@ -26,9 +26,9 @@ def shardings_of(instruction: Instruction) -> tuple[str, ...]:
     found = _ATTRIBUTE.search(instruction.attributes)
     if found is None:
         return ()
-    text = _balanced(instruction.attributes, found.end() - 1)
+    text = _take_balanced(instruction.attributes, found.end() - 1)
     inner = text[1:-1]
-    return tuple(_balanced(inner, i) for i in _opened(inner)) if inner.startswith("{") else (text,)
+    return tuple(_take_balanced(inner, i) for i in _find_open(inner)) if inner.startswith("{") else (text,)
 
 
 @lru_cache(maxsize=4096)
@@ -74,7 +74,7 @@ def _of_axes(over: str, dims: str, mesh: MeshAxes) -> Layout | None:
     return Layout(tuple(found))
 
 
-def _balanced(text: str, start: int) -> str:
+def _take_balanced(text: str, start: int) -> str:
     """The text from an opening brace to the one that closes it."""
     depth = 0
     for end in range(start, len(text)):
@@ -84,7 +84,7 @@ def _balanced(text: str, start: int) -> str:
     raise HloError(f"braces do not match: {text[start : start + 100]!r}")
 
 
-def _opened(text: str) -> list[int]:
+def _find_open(text: str) -> list[int]:
     """Where the outermost braces open."""
     depth, found = 0, list[int]()
     for i, character in enumerate(text):

@@ -102,10 +102,10 @@ def parts(op: Any, around: tuple[Any, ...], mesh: MeshAxes) -> Iterator[tuple[hl
     nbytes = _local_bytes(op, after, mesh)
     axes = _axes(op)
     if kind == "collective-permute":
-        axes = _moved(_layout_of(op.operands[0]), after)
+        axes = _moved_axes(_layout_of(op.operands[0]), after)
     if kind == "reduce-scatter":
         nbytes *= _size(axes, mesh)
-    scattered = _sliced(op) if kind == "all-reduce" else frozenset[str]()
+    scattered = _slice_axes(op) if kind == "all-reduce" else frozenset[str]()
     first = tuple(a for a in axes if a in scattered)
     trips = prod(_trips(owner) or 1 for owner in around if owner.name == "stablehlo.while")
     if first:
@@ -149,7 +149,7 @@ def _axes(op: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(passes.axes_in(str(op.attributes[key])))) if key else ()
 
 
-def _sliced(op: Any) -> frozenset[str]:
+def _slice_axes(op: Any) -> frozenset[str]:
     """The axes over which every reader of a value slices it at once."""
     cut: list[frozenset[str]] = []
     for use in op.results[0].uses:
@@ -172,7 +172,7 @@ def _layout_of(value: Any) -> Layout | None:
     return layouts[value.result_number] if layouts else None
 
 
-def _moved(before: Layout | None, after: Layout) -> tuple[str, ...]:
+def _moved_axes(before: Layout | None, after: Layout) -> tuple[str, ...]:
     """The axes that lie elsewhere after a permute: those whose dimension or place in it changes."""
     if before is None:
         return tuple(axis for dim in after.dims for axis in dim)

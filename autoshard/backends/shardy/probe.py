@@ -80,7 +80,7 @@ class Probe:
             v: Layout.from_spec(annotations.inputs[i], graph.avals[v].ndim) for i, v in enumerate(graph.inputs)
         }
         self._lowering = Lowering(
-            lowered(self._traced(program, annotations), platform, [(eqn.primitive, eqn.where) for eqn in graph.eqns])
+            lowered(self._trace(program, annotations), platform, [(eqn.primitive, eqn.where) for eqn in graph.eqns])
         )
         self._lowering.edit(_mark)
 
@@ -89,7 +89,7 @@ class Probe:
         """The number of op results in the lowered program."""
         return self._lowering.count
 
-    def _traced(self, program: Traced, annotations: Annotations) -> Any:
+    def _trace(self, program: Traced, annotations: Annotations) -> Any:
         """The annotated program, each constraint in the scope of its value."""
         on = devices.abstract(self._mesh)
 
