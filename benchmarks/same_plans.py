@@ -123,7 +123,7 @@ def _tight(hardware: str, mesh: Mapping[str, int]) -> Said:
 
 
 def _evaluated(hardware: str, mesh: Mapping[str, int]) -> Said:
-    step, args = models.build("gpt2-small", layers=1, batch=16)
+    step, args = models.build("gpt2-small", layers=1, batch=64)
     said: Said = {}
     for completion in ("shardy", "best"):
         made = autoshard.evaluate(
