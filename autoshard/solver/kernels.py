@@ -1,11 +1,11 @@
-"""Compiled loops over flat networks; see `presolve.Network` for the arrays' meaning.
+"""Compiled loops over networks; `program.Network` says what the arrays mean.
 
-Compiled code is cached beside this file by numba, so that only the first run pays; the
-solver's clocks stand still meanwhile.
+Arrays that belong together travel as one NamedTuple, which numba takes apart without cost. Numba caches
+compiled code beside this file, so that only the first run pays; the solver's clocks stand still meanwhile.
 """
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import numba
 import numpy as np
@@ -14,10 +14,35 @@ from numpy.typing import NDArray
 
 from autoshard.problem.network import INF, Int
 from autoshard.solver.clock import compilation
-from autoshard.solver.program import FORBIDDEN
+from autoshard.solver.program import FORBIDDEN, Flat
 
 Mask = NDArray[np.bool_]
 Function = TypeVar("Function", bound=Callable[..., object])
+
+
+class Merge(NamedTuple):
+    """What one pass of the presolve does with every node: it follows a root, which may be the node itself."""
+
+    root: Int  # nodes; the root's number in the new network
+    map_start: Int  # nodes + 1
+    position: Int  # node v has strategy `position[map_start[v] + i]` when its root has its i-th
+
+
+class Groups(NamedTuple):
+    """The edges of a network by the roots that they join after a pass; group g becomes one edge."""
+
+    order: Int  # the edges, group by group
+    start: Int  # groups + 1; into `order`
+    ends: Int  # groups, 2; the roots, equal where the edge lies within one root
+
+
+class Layers(NamedTuple):
+    """The entries of a network, costs first, then the coefficients of each hinge."""
+
+    start: Int  # nodes + 1
+    cost: Int  # layers, strategies
+    edge_start: Int  # edges + 1
+    edge_cost: Int  # layers, cells
 
 
 class _Listener(event.Listener):
@@ -39,10 +64,10 @@ def jit(function: Function) -> Function:
 
 
 @jit
-def make_consistent(
-    start: Int, edge_nodes: Int, edge_start: Int, table: Int, near_start: Int, near: Int, alive: Mask
-) -> bool:
-    """Clears `alive` of strategies without a finite partner on some edge; False if a node empties."""
+def make_consistent(flat: Flat, table: Int, alive: Mask) -> bool:
+    """Clears `alive` of the strategies that have no finite partner on some edge; returns False if a node empties."""
+    start, edge_nodes, edge_start = flat.start, flat.edge_nodes, flat.edge_start
+    near_start, near = flat.near_start, flat.near
     n = len(start) - 1
     queue = np.empty(n, dtype=np.int64)
     waiting = np.ones(n, dtype=np.bool_)
@@ -108,11 +133,12 @@ def make_consistent(
 
 
 @jit
-def choose_parents(start: Int, edge_nodes: Int, edge_start: Int, table: Int, alive: Mask) -> Int:
+def choose_parents(flat: Flat, table: Int, alive: Mask) -> Int:
     """Returns for each node the edge over which it follows its parent, or −1.
 
-    A parent has more alive strategies, or as many and a smaller number: no cycles.
+    A parent has more alive strategies, or as many and a smaller number, so that there are no cycles.
     """
+    start, edge_nodes = flat.start, flat.edge_nodes
     n = len(start) - 1
     size = np.zeros(n, dtype=np.int64)
     for v in range(n):
@@ -131,14 +157,16 @@ def choose_parents(start: Int, edge_nodes: Int, edge_start: Int, table: Int, ali
                 old = edge_nodes[parent[v], 0] + edge_nodes[parent[v], 1] - v
                 if size[old] < size[p] or (size[old] == size[p] and old <= p):
                     continue
-            if _determines(start, edge_start, table, alive, e, u, w, side):
+            if _determines(flat, table, alive, e, side):
                 parent[v] = e
     return parent
 
 
 @jit
-def _determines(start: Int, edge_start: Int, table: Int, alive: Mask, e: int, u: int, w: int, side: int) -> bool:
+def _determines(flat: Flat, table: Int, alive: Mask, e: int, side: int) -> bool:
     """Whether each alive row (side 0) or column (side 1) of edge e has exactly one finite cell."""
+    start, edge_nodes, edge_start = flat.start, flat.edge_nodes, flat.edge_start
+    u, w = edge_nodes[e, 0], edge_nodes[e, 1]
     ku, kw = start[u + 1] - start[u], start[w + 1] - start[w]
     base = edge_start[e]
     if side == 0:
@@ -163,11 +191,12 @@ def _determines(start: Int, edge_start: Int, table: Int, alive: Mask, e: int, u:
 
 
 @jit
-def follow(start: Int, edge_nodes: Int, edge_start: Int, table: Int, alive: Mask, parent: Int) -> tuple[Int, Int, Int]:
+def follow(flat: Flat, table: Int, alive: Mask, parent: Int) -> Merge:
     """Returns each node's root, and its strategy for every alive strategy of the root.
 
-    The latter at `position[map_start[v] + i]`, numbered within v before the pass.
+    Roots and strategies are numbered as they were before the pass.
     """
+    start, edge_nodes, edge_start = flat.start, flat.edge_nodes, flat.edge_start
     n = len(start) - 1
     size = np.zeros(n, dtype=np.int64)
     for v in range(n):
@@ -220,14 +249,16 @@ def follow(start: Int, edge_nodes: Int, edge_start: Int, table: Int, alive: Mask
                         break
         for i in range(size[root[v]]):
             position[map_start[v] + i] = answer[position[map_start[p] + i]]
-    return root, map_start, position
+    return Merge(root, map_start, position)
 
 
 @jit
-def add_nodes(old_start: Int, old_cost: Int, new: Int, map_start: Int, position: Int, start: Int, cost: Int) -> None:
-    """Adds every node's costs to its root's."""
+def add_nodes(old_start: Int, old_cost: Int, merge: Merge, layers: Layers) -> None:
+    """Adds the costs of every node to those of its root in `layers`, in place."""
+    root, map_start, position = merge.root, merge.map_start, merge.position
+    start, cost = layers.start, layers.cost
     for v in range(len(old_start) - 1):
-        r = new[v]
+        r = root[v]
         for layer in range(len(cost)):
             for i in range(start[r + 1] - start[r]):
                 at = start[r] + i
@@ -238,23 +269,12 @@ def add_nodes(old_start: Int, old_cost: Int, new: Int, map_start: Int, position:
 
 
 @jit
-def add_edges(
-    edge_nodes: Int,
-    old_edge_start: Int,
-    old_edge_cost: Int,
-    old_start: Int,
-    new: Int,
-    map_start: Int,
-    position: Int,
-    order: Int,
-    group_start: Int,
-    group_ends: Int,
-    start: Int,
-    cost: Int,
-    edge_start: Int,
-    edge_cost: Int,
-) -> None:
-    """Adds every edge's cells to the edge between the roots, or to the common root."""
+def add_edges(flat: Flat, old_edge_cost: Int, merge: Merge, groups: Groups, layers: Layers) -> None:
+    """Adds the cells of every edge to the edge between its roots in `layers`, or to their common root, in place."""
+    edge_nodes, old_edge_start, old_start = flat.edge_nodes, flat.edge_start, flat.start
+    root, map_start, position = merge.root, merge.map_start, merge.position
+    order, group_start, group_ends = groups.order, groups.start, groups.ends
+    start, cost, edge_start, edge_cost = layers.start, layers.cost, layers.edge_start, layers.edge_cost
     for g in range(len(group_ends)):
         a, b = group_ends[g, 0], group_ends[g, 1]
         ka, kb = start[a + 1] - start[a], start[b + 1] - start[b]
@@ -273,7 +293,7 @@ def add_edges(
                             total = FORBIDDEN
                         cost[layer, start[a] + i] = total
                     continue
-                straight = new[u] == a
+                straight = root[u] == a
                 for i in range(ka):
                     to = edge_start[g] + i * kb
                     for j in range(kb):
@@ -288,8 +308,9 @@ def add_edges(
 
 
 @jit
-def separate(edge_nodes: Int, edge_start: Int, start: Int, cost: Int, edge_cost: Int) -> Mask:
-    """Moves separable edges (in every layer) into their nodes; returns which they were."""
+def separate(edge_nodes: Int, layers: Layers) -> Mask:
+    """Moves the edges that are separable in every layer into their nodes, in place; returns which they were."""
+    start, cost, edge_start, edge_cost = layers.start, layers.cost, layers.edge_start, layers.edge_cost
     separable = np.zeros(len(edge_nodes), dtype=np.bool_)
     for e in range(len(edge_nodes)):
         u, w = edge_nodes[e, 0], edge_nodes[e, 1]
@@ -328,8 +349,9 @@ def separate(edge_nodes: Int, edge_start: Int, start: Int, cost: Int, edge_cost:
 
 
 @jit
-def compose(root: Int, follows_start: Int, follows: Int, map_start: Int, position: Int, new_start: Int) -> Int:
-    """Returns the maps of the problem's nodes after a pass, from those before and the pass's."""
+def compose(root: Int, follows_start: Int, follows: Int, merge: Merge, new_start: Int) -> Int:
+    """Returns what the nodes of the problem follow after a pass, from what they followed before it."""
+    map_start, position = merge.map_start, merge.position
     out = np.empty(new_start[-1], dtype=np.int64)
     for v in range(len(root)):
         r = root[v]

@@ -1,12 +1,26 @@
 """Flat networks, and programs: a network with the memory rows and hinges to respect."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from autoshard.problem.network import INF, Int
 
 FORBIDDEN = 2 * INF  # any sum that holds one of these, less finite parts, stays at least INF
+
+
+class Flat(NamedTuple):
+    """The shape of a network as compiled loops take it: its first three arrays, and the edges of every node.
+
+    The edges at node v are `near[near_start[v]:near_start[v + 1]]`.
+    """
+
+    start: Int  # nodes + 1
+    edge_nodes: Int  # edges, 2
+    edge_start: Int  # edges + 1
+    near_start: Int  # nodes + 1
+    near: Int  # 2 · edges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +49,19 @@ class Network:
     @property
     def sizes(self) -> Int:
         return np.diff(self.start)
+
+    def flat(self) -> Flat:
+        """Returns the network's shape for compiled loops."""
+        ends = self.edge_nodes.T.reshape(-1)
+        near = np.argsort(ends, kind="stable") % max(len(self.edge_nodes), 1)
+        near_start = np.concatenate([[0], np.cumsum(np.bincount(ends, minlength=self.nodes))])
+        return Flat(
+            start=self.start,
+            edge_nodes=self.edge_nodes,
+            edge_start=self.edge_start,
+            near_start=near_start.astype(np.int64),
+            near=near.astype(np.int64),
+        )
 
     def expand(self, choice: Int) -> Int:
         """Returns the problem's choice that follows from a choice of the roots."""

@@ -18,7 +18,7 @@ from autoshard.solver.exact.mip_process import SMALL_CELLS, Child
 from autoshard.solver.exact.rounding_gap import close
 from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.memory import Memory, memory_of, peaks_over
-from autoshard.solver.presolve.consistency import neighbours, settle
+from autoshard.solver.presolve.consistency import settle
 from autoshard.solver.presolve.memory_rows import rows_of
 from autoshard.solver.primal.local_search import LocalSearch
 from autoshard.solver.primal.smallest_peak import approximate_peak
@@ -377,13 +377,13 @@ def window(network: Network, first: int) -> Int:
 
 def surroundings(network: Network, first: int) -> Int:
     """Returns all nodes breadth first from `first`; those that it does not reach last."""
-    start, near = neighbours(network)
+    flat = network.flat()
     seen = np.zeros(network.nodes, dtype=bool)
     seen[first] = True
     order, at = [first], 0
     while at < len(order):
         v = order[at]
-        for w in (network.edge_nodes[near[start[v] : start[v + 1]]].sum(axis=1) - v).tolist():
+        for w in (network.edge_nodes[flat.near[flat.near_start[v] : flat.near_start[v + 1]]].sum(axis=1) - v).tolist():
             if not seen[w]:
                 seen[w] = True
                 order.append(w)

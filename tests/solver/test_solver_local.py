@@ -16,7 +16,7 @@ from autoshard.solver.memory import memory_of
 from autoshard.solver.presolve.consistency import presolve
 from autoshard.solver.presolve.memory_rows import rows_of
 from autoshard.solver.primal import block_moves
-from autoshard.solver.primal.block_moves import NEVER
+from autoshard.solver.primal.block_moves import NEVER, Current, Prices
 from autoshard.solver.primal.local_search import LocalSearch
 from autoshard.solver.program import Network, Program
 from tests.random_problems import brute_force, random_problem
@@ -95,10 +95,8 @@ def test_crossing_takes_over_exactly_the_better_parts() -> None:
             continue
         limit = int(profile.max(initial=0))
         after: Int = choice.copy()
-        count = block_moves.cross(
-            network.start, network.edge_nodes, network.edge_start, *local.near, local.table, local.cost,
-            rows.items, rows.begin, rows.end, rows.first, rows.usage, limit, after, profile, other,
-        )  # fmt: skip
+        prices, current = Prices(local.cost, local.table), Current(after, profile, limit)
+        count = block_moves.cross(local.flat, prices, local.items, current, other)
         taken += count
         assert np.array_equal(profile, rows.profile(after)), seed
         assert profile.max(initial=0) <= limit, seed

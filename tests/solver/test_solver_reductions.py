@@ -13,7 +13,7 @@ from autoshard.solver.evaluate import usage_profile
 from autoshard.solver.exact.bucket_elimination import eliminate_all
 from autoshard.solver.exact.mip import solve_program
 from autoshard.solver.memory import memory_of
-from autoshard.solver.presolve.consistency import load, neighbours, presolve, rebuild, settle
+from autoshard.solver.presolve.consistency import load, presolve, rebuild, settle
 from autoshard.solver.presolve.elimination import Core, reduce
 from autoshard.solver.program import Network, Program, cell_ends
 from tests.random_problems import Truth, brute_force, problem_of, random_problem
@@ -149,15 +149,13 @@ def test_arc_consistency_keeps_the_optimum() -> None:
         network = load(problem)
         alive = network.cost[0] < INF
         before = brute_force(problem)
-        consistent = kernels.make_consistent(
-            network.start, network.edge_nodes, network.edge_start, network.edge_cost[0], *neighbours(network), alive
-        )
-        if not consistent:
+        flat = network.flat()
+        if not kernels.make_consistent(flat, network.edge_cost[0], alive):
             assert before.smallest_peak is None, seed
             continue
         removed += int((~alive).sum())
         roots = np.full(network.nodes, -1)
-        assert brute_force(problem_of(program_of(problem, rebuild(network, alive, roots)))) == before, seed
+        assert brute_force(problem_of(program_of(problem, rebuild(network, flat, alive, roots)))) == before, seed
     assert removed > 100
 
 

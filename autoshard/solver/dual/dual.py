@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from autoshard.problem.network import INF, Int
 from autoshard.solver.clock import Clock, effort, endless
 from autoshard.solver.dual import message_passing
+from autoshard.solver.dual.message_passing import Messages, Tables, Visited
 from autoshard.solver.memory import Memory, peaks_over
-from autoshard.solver.presolve.consistency import neighbours
 from autoshard.solver.program import FORBIDDEN, Network, cell_ends
 
 BITS = 55  # costs are shifted so that no choice exceeds 2^55, leaving room below INF
@@ -44,14 +44,18 @@ class Dual:
         """Starts without messages; `network` and `hinge_constant` are shifted."""
         self.network, self.memory, self.shift = network, memory, shift
         self.hinge_constant = hinge_constant
-        self.near = neighbours(network)
+        self.flat = network.flat()
         sizes = network.sizes
         u, w = network.edge_nodes[:, 0], network.edge_nodes[:, 1]
         self.owner = np.repeat(np.arange(network.nodes), sizes)
-        self.row_start = np.concatenate([[0], np.cumsum(sizes[u])]).astype(np.int64)
-        self.column_start = np.concatenate([[0], np.cumsum(sizes[w])]).astype(np.int64)
-        self.rows = np.zeros(self.row_start[-1], dtype=np.int64)
-        self.columns = np.zeros(self.column_start[-1], dtype=np.int64)
+        row_start = np.concatenate([[0], np.cumsum(sizes[u])]).astype(np.int64)
+        column_start = np.concatenate([[0], np.cumsum(sizes[w])]).astype(np.int64)
+        self.messages = Messages(
+            row_start=row_start,
+            rows=np.zeros(row_start[-1], dtype=np.int64),
+            column_start=column_start,
+            columns=np.zeros(column_start[-1], dtype=np.int64),
+        )
         self.cost = network.cost[0].copy()  # with penalties
         self.table = network.edge_cost[0].copy()  # with penalties
         self.potential = self.cost.copy()
@@ -150,10 +154,7 @@ class Dual:
         net = self.network
         target = objective - 1
         room = (target << self.shift if self.shift >= 0 else (target >> -self.shift) + 1) - self.constant
-        moved = message_passing.residual(
-            net.start, net.edge_nodes, net.edge_start, self.row_start, self.column_start,
-            self.table, self.rows, self.columns,
-        )  # fmt: skip
+        moved = message_passing.residual(self.flat, self.messages, self.table)
         _, left, right = cell_ends(net)
         return moved + self.potential[left] + self.potential[right] > room
 
@@ -196,10 +197,7 @@ class Dual:
         Every choice costs what it costs in `network`; most of it now lies in the offset.
         """
         net = self.network
-        table = message_passing.residual(
-            net.start, net.edge_nodes, net.edge_start, self.row_start, self.column_start,
-            net.edge_cost[0], self.rows, self.columns,
-        )  # fmt: skip
+        table = message_passing.residual(self.flat, self.messages, net.edge_cost[0])
         cost = self.potential - (self.cost - net.cost[0])
         return replace(
             net,
@@ -209,13 +207,12 @@ class Dual:
         )
 
     def _sweep(self, *, forward: bool) -> None:
-        net = self.network
+        visited = Visited(
+            cost=self.cost, potential=self.potential, lower=self.lower, least=self.least, choice=self.choice
+        )
         self.constant, failures = message_passing.sweep(
-            1 if forward else -1,
-            net.start, net.edge_nodes, net.edge_start, *self.near, self.row_start, self.column_start,
-            self.table, self.flipped, self.rows, self.columns, self.potential, self.cost,
-            self.lower, self.least, self.choice, self.constant,
-        )  # fmt: skip
+            1 if forward else -1, self.flat, self.messages, Tables(self.table, self.flipped), visited, self.constant
+        )
         if forward:
             self.failures = failures
 
@@ -266,11 +263,8 @@ class Dual:
             for h, m in enumerate(hinge_multiplier.tolist(), start=1):
                 table += np.floor(m * net.edge_cost[h]).astype(np.int64)
             self.table = np.where(net.edge_cost[0] >= INF, FORBIDDEN, table)
-            self.flipped = message_passing.transpose(net.start, net.edge_nodes, net.edge_start, self.table)
-            self.constant += message_passing.settle_edges(
-                net.start, net.edge_nodes, net.edge_start, self.row_start, self.column_start,
-                self.table, self.rows, self.columns,
-            )  # fmt: skip
+            self.flipped = message_passing.transpose(self.flat, self.table)
+            self.constant += message_passing.settle_edges(self.flat, self.messages, self.table)
         self.potential += cost - self.cost
         self.cost = cost
         self.constant += constant - self.penalty_constant

@@ -7,16 +7,45 @@ The order of moves is that of sequential tree-reweighted message passing (Kolmog
 form, 2015).
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from autoshard.problem.network import INF, Int
 from autoshard.solver.kernels import jit
-from autoshard.solver.program import FORBIDDEN
+from autoshard.solver.program import FORBIDDEN, Flat
+
+
+class Messages(NamedTuple):
+    """What was moved into every edge: A per row, B per column. Both are changed in place."""
+
+    row_start: Int  # edges + 1; into `rows`
+    rows: Int  # A: edge e's row i at `rows[row_start[e] + i]`
+    column_start: Int  # edges + 1; into `columns`
+    columns: Int  # B
+
+
+class Tables(NamedTuple):
+    """The cells T of every edge, with the strategies of its first node as rows, and of its second."""
+
+    straight: Int  # cells
+    flipped: Int  # cells
+
+
+class Visited(NamedTuple):
+    """What a sweep knows of strategies, and decides for nodes. All but `cost` is changed in place."""
+
+    cost: Int  # strategies; what each costs by itself
+    potential: Int  # strategies; that and what was moved into the node, less what was taken out
+    lower: Int  # strategies; the best lower bound seen on any choice that contains the strategy
+    least: Int  # nodes; the strategy of least potential on the last visit
+    choice: Int  # nodes; a strategy rounded, going forward, in view of those behind
 
 
 @jit
-def transpose(start: Int, edge_nodes: Int, edge_start: Int, table: Int) -> Int:
+def transpose(flat: Flat, table: Int) -> Int:
     """Returns every edge's table with its second node's strategies as rows."""
+    start, edge_nodes, edge_start = flat.start, flat.edge_nodes, flat.edge_start
     out = np.empty_like(table)
     for e in range(len(edge_nodes)):
         u, w = edge_nodes[e, 0], edge_nodes[e, 1]
@@ -29,10 +58,11 @@ def transpose(start: Int, edge_nodes: Int, edge_start: Int, table: Int) -> Int:
 
 
 @jit
-def settle_edges(
-    start: Int, edge_nodes: Int, edge_start: Int, row_start: Int, column_start: Int, table: Int, rows: Int, columns: Int
-) -> int:
+def settle_edges(flat: Flat, messages: Messages, table: Int) -> int:
     """Makes the least cell of every edge zero again; returns what was taken out."""
+    start, edge_nodes, edge_start = flat.start, flat.edge_nodes, flat.edge_start
+    row_start, rows = messages.row_start, messages.rows
+    column_start, columns = messages.column_start, messages.columns
     taken = 0
     for e in range(len(edge_nodes)):
         u, w = edge_nodes[e, 0], edge_nodes[e, 1]
@@ -49,10 +79,11 @@ def settle_edges(
 
 
 @jit
-def residual(
-    start: Int, edge_nodes: Int, edge_start: Int, row_start: Int, column_start: Int, table: Int, rows: Int, columns: Int
-) -> Int:
+def residual(flat: Flat, messages: Messages, table: Int) -> Int:
     """Returns the cells as they are after all moves: T + A + B."""
+    start, edge_nodes, edge_start = flat.start, flat.edge_nodes, flat.edge_start
+    row_start, rows = messages.row_start, messages.rows
+    column_start, columns = messages.column_start, messages.columns
     out = np.empty_like(table)
     for e in range(len(edge_nodes)):
         u, w = edge_nodes[e, 0], edge_nodes[e, 1]
@@ -67,35 +98,21 @@ def residual(
 
 @jit
 def sweep(
-    direction: int,
-    start: Int,
-    edge_nodes: Int,
-    edge_start: Int,
-    near_start: Int,
-    near: Int,
-    row_start: Int,
-    column_start: Int,
-    table: Int,
-    flipped: Int,
-    rows: Int,
-    columns: Int,
-    potential: Int,
-    cost: Int,
-    lower: Int,
-    least: Int,
-    choice: Int,
-    constant: int,
+    direction: int, flat: Flat, messages: Messages, tables: Tables, visited: Visited, constant: int
 ) -> tuple[int, int]:
-    """Visits every node once: collects what its edges behind hold, passes on to those ahead.
+    """Visits every node once: collects what its edges behind hold, and passes it on to those ahead.
 
-    Goes from the first node to the last if `direction` is positive, else back.
-
-    Updates `rows`, `columns` (A and B), `potential`, and `lower` (the best lower bound seen on
-    any choice that contains the strategy); sets `least[v]`, the strategy of least potential on
-    the visit, and, going forward, `choice[v]`, a strategy rounded in view of those behind.
-
-    Returns the constant, and how many strategies of `choice` met a forbidden pair.
+    Goes from the first node to the last if `direction` is positive, else back. Changes `messages` and
+    `visited` in place. Returns the new constant, and how many strategies of `visited.choice` met a
+    forbidden pair.
     """
+    start, edge_nodes, edge_start = flat.start, flat.edge_nodes, flat.edge_start
+    near_start, near = flat.near_start, flat.near
+    row_start, rows = messages.row_start, messages.rows
+    column_start, columns = messages.column_start, messages.columns
+    table, flipped = tables.straight, tables.flipped
+    cost, potential, lower = visited.cost, visited.potential, visited.lower
+    least, choice = visited.least, visited.choice
     n = len(start) - 1
     forward = direction > 0
     failures = 0

@@ -10,7 +10,7 @@ import numpy as np
 
 from autoshard.problem.network import INF, Int, Problem
 from autoshard.solver.kernels import jit
-from autoshard.solver.presolve.memory_rows import Rows, stacked
+from autoshard.solver.presolve.memory_rows import MemoryItems, Rows, stacked
 from autoshard.solver.program import Network
 
 
@@ -28,7 +28,7 @@ def components(network: Network, rows: Rows) -> list[Component]:
     Together they cost what the network costs, less its offset. Rows without items, which no choice
     changes, belong to no part.
     """
-    label = labels(network.nodes, network.edge_nodes, rows.items, rows.begin, rows.end)
+    label = labels(network.nodes, network.edge_nodes, rows.memory_items)
     of_item = np.repeat(label, np.diff(rows.items))
     parts = int(label.max(initial=-1)) + 1
     nodes, edges, items = (
@@ -86,14 +86,15 @@ def spread(first: Int, sizes: Int) -> Int:
 
 
 @jit
-def labels(count: int, edge_nodes: Int, items: Int, begin: Int, end: Int) -> Int:
+def labels(count: int, edge_nodes: Int, items: MemoryItems) -> Int:
     """Returns a number per node, the same for nodes that edges or rows join, from 0 without gaps."""
+    begin, end = items.begin, items.end
     parent = np.arange(count)
     for e in range(len(edge_nodes)):
         _join(parent, int(edge_nodes[e, 0]), int(edge_nodes[e, 1]))
     owner = np.empty(len(begin), dtype=np.int64)
     for v in range(count):
-        owner[items[v] : items[v + 1]] = v
+        owner[items.start[v] : items.start[v + 1]] = v
     order = np.argsort(begin)
     last = -1  # the item of a run of overlapping intervals that ends last
     for at in range(len(order)):

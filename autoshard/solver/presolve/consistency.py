@@ -14,8 +14,8 @@ import numpy as np
 from autoshard.problem.network import INF, Int, Problem
 from autoshard.solver import kernels
 from autoshard.solver.clock import Clock, effort, endless
-from autoshard.solver.kernels import Mask
-from autoshard.solver.program import FORBIDDEN, Network
+from autoshard.solver.kernels import Groups, Layers, Mask
+from autoshard.solver.program import FORBIDDEN, Flat, Network
 
 
 def load(problem: Problem) -> Network:
@@ -57,47 +57,34 @@ def settle(network: Network, alive: Mask | None = None, left_s: Clock = endless)
     rebuilt = False
     while True:
         effort.spend(steps=20, cells=4 * network.edge_cost.size)
-        near = neighbours(network)
-        if not kernels.make_consistent(
-            network.start, network.edge_nodes, network.edge_start, network.edge_cost[0], *near, mask
-        ):
+        flat = network.flat()
+        if not kernels.make_consistent(flat, network.edge_cost[0], mask):
             return None
         if left_s() > 0:
-            parent = kernels.choose_parents(
-                network.start, network.edge_nodes, network.edge_start, network.edge_cost[0], mask
-            )
+            parent = kernels.choose_parents(flat, network.edge_cost[0], mask)
         else:
             parent = np.full(network.nodes, -1)
         if rebuilt and mask.all() and (parent < 0).all():
             return network  # as the last pass left it
-        merged, rebuilt = rebuild(network, mask, parent), True
+        merged, rebuilt = rebuild(network, flat, mask, parent), True
         if merged.nodes == network.nodes and len(merged.edge_nodes) == len(network.edge_nodes):
             return merged
         network = merged
         mask = np.ones(network.cost.shape[1], dtype=bool)
 
 
-def neighbours(network: Network) -> tuple[Int, Int]:
-    """Returns edges by node: edge numbers `near[near_start[v]:near_start[v + 1]]`."""
-    ends = network.edge_nodes.T.reshape(-1)
-    near = np.argsort(ends, kind="stable") % max(len(network.edge_nodes), 1)
-    count = np.bincount(ends, minlength=network.nodes)
-    return np.concatenate([[0], np.cumsum(count)]).astype(np.int64), near.astype(np.int64)
-
-
-def rebuild(network: Network, mask: Mask, parent: Int) -> Network:
+def rebuild(network: Network, flat: Flat, mask: Mask, parent: Int) -> Network:
     """Returns the network of alive strategies with each node merged into its parent.
 
     `parent[v]` is the edge over which v follows, or −1 for a root.
     """
-    root, map_start, position = kernels.follow(
-        network.start, network.edge_nodes, network.edge_start, network.edge_cost[0], mask, parent
-    )
+    merge = kernels.follow(flat, network.edge_cost[0], mask, parent)
     is_root = parent < 0
     number = np.cumsum(is_root) - 1  # new name of each root
-    sizes = np.diff(map_start)[is_root]
+    sizes = np.diff(merge.map_start)[is_root]
     start = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    new = number[root]
+    new = number[merge.root]
+    merge = merge._replace(root=new)
 
     ends = np.sort(new[network.edge_nodes], axis=1) if len(network.edge_nodes) else network.edge_nodes
     key = ends[:, 0] * (len(sizes) + 1) + ends[:, 1]
@@ -112,19 +99,18 @@ def rebuild(network: Network, mask: Mask, parent: Int) -> Network:
     layers = len(network.cost)
     cost = np.zeros((layers, start[-1]), dtype=np.int64)
     edge_cost = np.zeros((layers, edge_start[-1]), dtype=np.int64)
-    kernels.add_nodes(network.start, network.cost, new, map_start, position, start, cost)
-    kernels.add_edges(
-        network.edge_nodes, network.edge_start, network.edge_cost, network.start,
-        new, map_start, position, order, group_start, group_ends, start, cost, edge_start, edge_cost,
-    )  # fmt: skip
-    separable = kernels.separate(group_ends, edge_start, start, cost, edge_cost)
+    entries = Layers(start=start, cost=cost, edge_start=edge_start, edge_cost=edge_cost)
+    kernels.add_nodes(network.start, network.cost, merge, entries)
+    groups = Groups(order=order, start=group_start, ends=group_ends)
+    kernels.add_edges(flat, network.edge_cost, merge, groups, entries)
+    separable = kernels.separate(group_ends, entries)
     keep = np.flatnonzero(~separable & ~loops)
     kept_cells = np.repeat(~separable & ~loops, np.diff(edge_start))
 
     # compose the maps of the problem's nodes
     sizes_of = sizes[new[network.root]]
     follows_start = np.concatenate([[0], np.cumsum(sizes_of)]).astype(np.int64)
-    follows = kernels.compose(network.root, network.follows_start, network.follows, map_start, position, follows_start)
+    follows = kernels.compose(network.root, network.follows_start, network.follows, merge, follows_start)
     return Network(
         start=start,
         cost=cost,

@@ -10,9 +10,9 @@ from autoshard.problem.network import INF, Int, Problem
 from autoshard.solver.clock import Clock, endless
 from autoshard.solver.kernels import Mask, jit
 from autoshard.solver.memory import memory_of
-from autoshard.solver.presolve.consistency import neighbours, settle
-from autoshard.solver.presolve.memory_rows import rows_of
-from autoshard.solver.program import Network
+from autoshard.solver.presolve.consistency import settle
+from autoshard.solver.presolve.memory_rows import MemoryItems, rows_of
+from autoshard.solver.program import Flat, Network
 
 NODES_AT_ONCE = 500  # between looks at the clock
 
@@ -24,15 +24,12 @@ def without_dominated(problem: Problem, network: Network, left_s: Clock = endles
     """
     while left_s() > 0:
         rows = rows_of(memory_of(problem, network))
-        alive, near = np.ones(network.start[-1], dtype=bool), neighbours(network)
+        alive, flat = np.ones(network.start[-1], dtype=bool), network.flat()
         for begin in range(0, network.nodes, NODES_AT_ONCE):
             if left_s() <= 0:
                 break
-            undominated(
-                begin, min(begin + NODES_AT_ONCE, network.nodes), alive,
-                network.start, network.cost, network.edge_nodes, network.edge_start, network.edge_cost,
-                *near, rows.items, rows.first, rows.usage,
-            )  # fmt: skip
+            end = min(begin + NODES_AT_ONCE, network.nodes)
+            clear_dominated(begin, end, alive, flat, network.cost, network.edge_cost, rows.memory_items)
         if alive.all():
             return network
         settled = settle(network, alive, left_s)
@@ -43,58 +40,34 @@ def without_dominated(problem: Problem, network: Network, left_s: Clock = endles
 
 
 @jit
-def undominated(
-    begin: int,
-    end: int,
-    alive: Mask,
-    start: Int,
-    cost: Int,
-    edge_nodes: Int,
-    edge_start: Int,
-    edge_cost: Int,
-    near_start: Int,
-    near: Int,
-    items: Int,
-    first: Int,
-    usage: Int,
+def clear_dominated(
+    begin: int, end: int, alive: Mask, flat: Flat, cost: Int, edge_cost: Int, items: MemoryItems
 ) -> None:
-    """Clears `alive` of strategies of nodes in [begin, end) that another of their node dominates."""
+    """Clears `alive` of the strategies of nodes in [begin, end) that another strategy of their node dominates."""
+    start = flat.start
     for v in range(begin, end):
         k = start[v + 1] - start[v]
         for j in range(k):
             for i in range(k):
                 if i == j or not alive[start[v] + i] or not alive[start[v] + j]:
                     continue
-                if _dominates(
-                    v, i, j, start, cost, edge_nodes, edge_start, edge_cost, near_start, near, items, first, usage
-                ):
+                if _dominates(v, i, j, flat, cost, edge_cost, items):
                     alive[start[v] + j] = False
 
 
 @jit
-def _dominates(
-    v: int,
-    i: int,
-    j: int,
-    start: Int,
-    cost: Int,
-    edge_nodes: Int,
-    edge_start: Int,
-    edge_cost: Int,
-    near_start: Int,
-    near: Int,
-    items: Int,
-    first: Int,
-    usage: Int,
-) -> bool:
+def _dominates(v: int, i: int, j: int, flat: Flat, cost: Int, edge_cost: Int, items: MemoryItems) -> bool:
     """Whether strategy i of node v is at least as good as j in every way, and comes first if as good."""
+    start, edge_nodes, edge_start = flat.start, flat.edge_nodes, flat.edge_start
+    near_start, near = flat.near_start, flat.near
+    first, usage = items.first, items.usage
     better = i < j
     for layer in range(len(cost)):
         a, b = cost[layer, start[v] + i], cost[layer, start[v] + j]
         if a > b:
             return False
         better |= a < b
-    for at in range(items[v], items[v + 1]):
+    for at in range(items.start[v], items.start[v + 1]):
         a, b = usage[first[at] + i], usage[first[at] + j]
         if a > b:
             return False

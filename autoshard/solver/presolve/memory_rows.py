@@ -7,6 +7,7 @@ constant. Each step keeps the choices that fit, exactly.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,16 @@ from autoshard.solver.clock import Clock, endless
 from autoshard.solver.memory import Memory, memory_of
 from autoshard.solver.presolve.consistency import settle
 from autoshard.solver.program import Network
+
+
+class MemoryItems(NamedTuple):
+    """Who uses memory in which rows, as compiled loops take it; `Rows` says what the arrays mean."""
+
+    start: Int  # roots + 1; the items of root v are `start[v]:start[v + 1]`
+    begin: Int  # items; the first row that an item covers
+    end: Int  # items; one after the last
+    first: Int  # items; into `usage`
+    usage: Int  # bytes; an item uses `usage[first[i] + s]` when its root has strategy s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +48,11 @@ class Rows:
     @property
     def count(self) -> int:
         return len(self.events)
+
+    @property
+    def memory_items(self) -> MemoryItems:
+        """The items for compiled loops."""
+        return MemoryItems(start=self.items, begin=self.begin, end=self.end, first=self.first, usage=self.usage)
 
     def profile(self, choice: Int) -> Int:
         """Returns every row's usage under a choice of the roots."""

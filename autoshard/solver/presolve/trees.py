@@ -14,9 +14,9 @@ from autoshard.problem.network import INF, Int, Problem
 from autoshard.solver.clock import Clock, endless
 from autoshard.solver.kernels import Mask, jit
 from autoshard.solver.memory import memory_of
-from autoshard.solver.presolve.consistency import neighbours, settle
+from autoshard.solver.presolve.consistency import settle
 from autoshard.solver.presolve.memory_rows import rows_of
-from autoshard.solver.program import FORBIDDEN, Network, cell_ends
+from autoshard.solver.program import FORBIDDEN, Flat, Network, cell_ends
 
 
 def without_leaves(problem: Problem, network: Network, left_s: Clock = endless) -> Network | None:
@@ -25,10 +25,7 @@ def without_leaves(problem: Problem, network: Network, left_s: Clock = endless) 
     None if no finite choice exists.
     """
     table = network.edge_cost[0].copy()
-    alive = answers(
-        network.start, network.cost[0], network.edge_nodes, network.edge_start, table, *neighbours(network),
-        free_nodes(problem, network),
-    )  # fmt: skip
+    alive = answers(network.flat(), network.cost[0], table, free_nodes(problem, network))
     if alive.all() and (table == network.edge_cost[0]).all():
         return network
     edge_cost = np.concatenate([table[None], network.edge_cost[1:]])
@@ -47,13 +44,13 @@ def free_nodes(problem: Problem, network: Network) -> Mask:
 
 
 @jit
-def answers(
-    start: Int, cost: Int, edge_nodes: Int, edge_start: Int, table: Int, near_start: Int, near: Int, free: Mask
-) -> Mask:
+def answers(flat: Flat, cost: Int, table: Int, free: Mask) -> Mask:
     """Forbids in `table` all but the best answers of leaves; returns which strategies stay.
 
     `free` marks the nodes that may be leaves. A strategy goes only from a node without neighbours.
     """
+    start, edge_nodes, edge_start = flat.start, flat.edge_nodes, flat.edge_start
+    near_start, near = flat.near_start, flat.near
     n = len(start) - 1
     total = cost.copy()  # with the answers of the leaves that are done
     degree = near_start[1:] - near_start[:-1]

@@ -14,10 +14,9 @@ import numpy as np
 from autoshard.problem.network import INF, Int
 from autoshard.solver.clock import Clock, effort, endless
 from autoshard.solver.memory import peaks_over
-from autoshard.solver.presolve.consistency import neighbours
 from autoshard.solver.presolve.memory_rows import Rows
 from autoshard.solver.primal import block_moves
-from autoshard.solver.primal.block_moves import NEVER, Floats
+from autoshard.solver.primal.block_moves import NEVER, Current, Floats, Prices
 from autoshard.solver.program import Network
 
 VISITS = 1.2  # of each node, on average, by the moves of a turn
@@ -39,7 +38,7 @@ class LocalSearch:
     def __init__(self, network: Network, rows: Rows, seed: int, left_s: Clock = endless) -> None:
         """Starts without a choice. Hinges of `network` are ignored; moves end when `left_s()` is not positive."""
         self.network, self.rows, self.left_s = network, rows, left_s
-        self.near = neighbours(network)
+        self.flat, self.items = network.flat(), rows.memory_items
         self.table, self.cost = as_floats(network.edge_cost[0]), as_floats(network.cost[0])
         self.state = np.array([2 * seed + 0x9E3779B97F4A7C15], dtype=np.uint64)
         self.random = np.random.default_rng(seed)
@@ -55,8 +54,7 @@ class LocalSearch:
 
     def value_of(self, choice: Int) -> float:
         """Returns what a choice costs; at least `NEVER` if it is forbidden."""
-        net = self.network
-        return float(block_moves.total(net.start, net.edge_nodes, net.edge_start, self.cost, self.table, choice))
+        return float(block_moves.total(self.flat, Prices(self.cost, self.table), choice))
 
     def set_prices(self, price: Floats) -> None:
         """Takes the dual's price per row."""
@@ -113,12 +111,9 @@ class LocalSearch:
         """Takes the better parts of `other` over into the best choice."""
         if self.best is None or self.best is other:
             return False
-        net, rows = self.network, self.rows
         choice, profile = self.best.copy(), self.rows.profile(self.best)
-        taken = block_moves.cross(
-            net.start, net.edge_nodes, net.edge_start, *self.near, self.table, self.cost,
-            rows.items, rows.begin, rows.end, rows.first, rows.usage, rows.limit, choice, profile, other,
-        )  # fmt: skip
+        current = Current(choice, profile, self.rows.limit)
+        taken = block_moves.cross(self.flat, Prices(self.cost, self.table), self.items, current, other)
         return taken > 0 and self._keep(choice, profile)
 
     def _perturb(self) -> None:
@@ -131,21 +126,17 @@ class LocalSearch:
         self._move(unary + scale * self.random.random(len(unary)), self.choice, self.profile, ANY, VISITS)
 
     def _unary(self, price: Floats) -> Floats:
-        rows = self.rows
-        args = (rows.items, rows.begin, rows.end, rows.first, rows.usage, self.network.start, price)
-        return self.cost + block_moves.priced(*args)
+        return self.cost + block_moves.priced(self.items, self.network.start, price)
 
     def _move(self, unary: Floats, choice: Int, profile: Int, limit: int, visits: float) -> None:
-        net, rows = self.network, self.rows
+        nodes = self.network.nodes
+        prices, current = Prices(unary, self.table), Current(choice, profile, limit)
         effort.spend(steps=PORTIONS, cells=math.ceil(visits * 4 * len(self.table)))
         for _ in range(math.ceil(visits * PORTIONS)):
             if self.left_s() <= 0:
                 return
-            block_moves.wander(
-                math.ceil(net.nodes / PORTIONS), net.nodes, self.state,
-                net.start, net.edge_nodes, net.edge_start, *self.near, self.table, unary,
-                rows.items, rows.begin, rows.end, rows.first, rows.usage, limit, choice, profile,
-            )  # fmt: skip
+            portion = math.ceil(nodes / PORTIONS)
+            block_moves.wander(portion, nodes, self.state, self.flat, prices, self.items, current)
 
     def _keep(self, choice: Int, profile: Int) -> bool:
         """Keeps a choice if it fits and costs less than the best."""
