@@ -31,7 +31,7 @@ from autoshard.planner.pipeline import PlanningResult
 from autoshard.problem.formulation import UNIT_S
 from autoshard.problem.warm_start import PortableChoice
 from autoshard.report import page
-from autoshard.solver.incumbent import SETTLED
+from autoshard.solver.tuning import TUNED
 
 PARAMETER_MULTIPLE = "x"  # "20x": twenty tokens per parameter
 
@@ -203,7 +203,7 @@ def _ranked(
             f"no candidate of {len(answers)} has a plan: {left_out[0].reason}\n"
             "  take more chips, a smaller batch (--set batch=…), rematerialization, or chips with more memory"
         )
-    notes = [*notes, *unproven(rows, SETTLED * task.rel_gap)]
+    notes = [*notes, *unproven(rows, TUNED.stopping.settled_gaps * task.rel_gap)]
     by_chip: dict[str, float] = {}
     if prices is not None:
         chips = {row.candidate.hardware.partition(":")[0] for row in rows}

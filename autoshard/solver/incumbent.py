@@ -10,12 +10,11 @@ from autoshard.problem.network import Int, Problem
 from autoshard.solver.clock import compilation, effort, mip_s
 from autoshard.solver.evaluate import evaluate
 from autoshard.solver.solution import Solution, Status
+from autoshard.solver.tuning import TUNED, SolverTuning
 
 Progress = Callable[[int | None, int | None, float], None]  # best, bound, elapsed_s
 Cutoff = Callable[[], float]  # what a choice must cost less than to be of use, by what is known now
 NO_BOUND = -(2**62)
-SETTLED = 10  # times the gap that was asked for
-SLACK = 8  # a MIP may take so many times as long as is estimated, and so many seconds at least
 
 
 def no_cutoff() -> float:
@@ -35,6 +34,7 @@ class Incumbent:
     settle_s: float = math.inf
     cutoff: Cutoff = no_cutoff
     on_progress: Progress | None = None
+    tuning: SolverTuning = TUNED
     clock: Callable[[], float] = compilation.worked_s
     choice: Int | None = None
     objective: int | None = None
@@ -99,7 +99,7 @@ class Incumbent:
         settled = self.to_settle_s() < 0
         if settled and self.beaten:
             return True
-        return self.gap() <= self.rel_gap * (SETTLED if settled or self.beaten else 1)
+        return self.gap() <= self.rel_gap * (self.tuning.stopping.settled_gaps if settled or self.beaten else 1)
 
     def enough(self) -> bool:
         """Whether an engine that is waited for can be stopped: its work was counted before, so the clock decides."""
@@ -108,7 +108,7 @@ class Incumbent:
     @property
     def would_do(self) -> bool:
         """Whether what there is will do after `settle_s`: of a choice that is beaten nothing more is asked."""
-        return self.gap() <= self.rel_gap * SETTLED or self.beaten
+        return self.gap() <= self.rel_gap * self.tuning.stopping.settled_gaps or self.beaten
 
     @property
     def settles(self) -> bool:
@@ -119,13 +119,13 @@ class Incumbent:
         """Seconds that a program of so many cells may take; 0 if it is not to be begun.
 
         Where work decides, it is begun if its work, as estimated, is done by `settle_s`; the clock ends
-        it only if it takes `SLACK` times as long. Else it may take `patience_s`.
+        it only if it takes `mip_slack` times as long. Else it may take `patience_s`.
         """
         if not self.settles:
             return min(patience_s, self.left_s())
         if mip_s(cells) > self.to_settle_s():
             return 0.0
-        return min(SLACK * max(mip_s(cells), 1.0), self.left_s())
+        return min(self.tuning.stopping.mip_slack * max(mip_s(cells), 1.0), self.left_s())
 
     @property
     def repeatable(self) -> bool:

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.problem.network import INF, Int
-from autoshard.solver.dual.dual import RESTING, Dual, shifted
+from autoshard.solver.dual.dual import Dual, shifted
 from autoshard.solver.exact.mip import MipAnswer
-from autoshard.solver.exact.mip_process import SMALL_CELLS, Child
+from autoshard.solver.exact.mip_process import Child
 from autoshard.solver.exact.rounding_gap import close
 from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.memory import Memory, memory_of, peaks_over
@@ -23,27 +23,6 @@ from autoshard.solver.presolve.memory_rows import rows_of
 from autoshard.solver.primal.local_search import LocalSearch
 from autoshard.solver.primal.smallest_peak import approximate_peak
 from autoshard.solver.program import FORBIDDEN, Network, Program, cell_ends
-
-FIRST_PASSES = 25  # of messages, before all else
-FIRST_CYCLES = 8  # of the dual, before the first MIP
-TURNS = 8  # of the local search, between cycles of the dual
-LONGEST_REST = 16  # works in a row without a cycle, when cycles gain nothing
-WORTHWHILE = 0.01  # of the gap: what a cycle must gain, and an incumbent to fix again
-RUN = 8  # turns from one rounding of the dual, at least
-FIRST_FIT = 25  # turns of the local search before memory comes first
-EXACT_CELLS = 40_000  # a network of so few finite cells is solved whole
-FIRST_CELLS = 20_000  # of the first restricted MIP
-MOST_CELLS = 600_000  # of any MIP: HiGHS needs gigabytes for more
-GROWTH = 1.6
-MIP_S = 0.15  # of the time limit, the longest a restricted MIP may take
-FAR = 0.05  # gap of an incumbent whose strategies are not worth a place in a part's MIP
-FIRST_TOLERANCE, TOLERANCE = 2e-4, 0.05  # of a part's MIP: of the bound, of the gap
-MIP_CELLS_PER_S = 8_000  # of the time left: HiGHS reads, and finds anything, only so fast
-ROW_ROUNDS = 6  # MIPs in a row that add memory rows
-NEW_ROWS = 8
-WHOLE = 0.6  # of the time left, for a MIP of the whole network
-DEARER = (1.1, 1.3, 2.0, 4.0)  # factors on the multipliers while nothing fits
-NAP_S = 0.05  # between looks at the child, when there is nothing else to do
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,7 +42,7 @@ class Search:
 
     def __init__(self, incumbent: Incumbent, network: Network, child: Child) -> None:
         begin_s = incumbent.left_s()
-        self.incumbent, self.child = incumbent, child
+        self.incumbent, self.child, self.tuning = incumbent, child, incumbent.tuning.search
         self.random = np.random.default_rng(incumbent.seed)
         constants = tuple(hinge.constant for hinge in incumbent.problem.hinges)
         self.full = network
@@ -81,7 +60,7 @@ class Search:
 
     def _dual_of(self, network: Network) -> Dual:
         memory = memory_of(self.incumbent.problem, network)
-        return Dual(network, memory, self.hinge_constant, self.shift)
+        return Dual(network, memory, self.hinge_constant, self.shift, self.incumbent.tuning.dual)
 
     # ── here ─────────────────────────────────────────────────────────────────
 
@@ -106,12 +85,12 @@ class Search:
 
     def begin(self) -> None:
         """Finds a first choice, and multipliers that lead to better ones."""
-        self.dual.improve(FIRST_PASSES, self.incumbent.left_s)
+        self.dual.improve(self.tuning.first_passes, self.incumbent.left_s)
         self._report()
-        for _ in range(FIRST_FIT):
+        for _ in range(self.tuning.first_fit):
             if self.incumbent.objective is None:
                 self.wander(1)
-        for cycle in range(FIRST_CYCLES):
+        for cycle in range(self.tuning.first_cycles):
             if self.incumbent.objective is None and cycle == 1:
                 self.find_feasible()
             self.work(0.0)
@@ -126,9 +105,8 @@ class Search:
             return
         if local is None:
             plain = linearised(self.full, self.dual.hinge_multiplier)
-            local = LocalSearch(
-                plain, rows_of(memory_of(incumbent.problem, self.full)), incumbent.seed, incumbent.left_s
-            )
+            rows = rows_of(memory_of(incumbent.problem, self.full))
+            local = LocalSearch(plain, rows, incumbent.seed, incumbent.tuning.local_search, incumbent.left_s)
             self.local = local
         price = np.zeros(local.rows.count)
         if local.rows.count:
@@ -142,7 +120,7 @@ class Search:
                     local.start_at(own)
             elif local.best is None:  # some of its strategies are dominated
                 local.go_on_from(np.maximum(own, 0))
-        if local.choice is None or (local.age >= RUN and self.rounded != self.dual.iterations):
+        if local.choice is None or (local.age >= self.tuning.run and self.rounded != self.dual.iterations):
             self.rounded = self.dual.iterations
             local.go_on_from(self.full.positions(self.dual.network.expand(self.dual.choice)))
         until = incumbent.left_s() - seconds
@@ -163,7 +141,7 @@ class Search:
         if not incumbent.repeatable:
             self.wander(1, share * self.cycle_s)
         else:
-            self.wander(TURNS)
+            self.wander(self.tuning.turns)
         self.rested += 1
         if self.rested <= self.rest:
             return
@@ -172,8 +150,8 @@ class Search:
         self.climb(1)
         self.cycle_s = left_s - incumbent.left_s()
         gap = (incumbent.objective or 2 * abs(before)) - before
-        gained = incumbent.bound - before >= WORTHWHILE * gap
-        self.rest = 0 if gained else min(2 * self.rest + 1, LONGEST_REST)
+        gained = incumbent.bound - before >= self.tuning.worthwhile * gap
+        self.rest = 0 if gained else min(2 * self.rest + 1, self.tuning.longest_rest)
 
     def fix(self) -> None:
         """Removes what no better choice than the incumbent contains, and reduces again."""
@@ -182,7 +160,7 @@ class Search:
             return
         if self.fixed_at is not None:
             gap = self.fixed_at - self.incumbent.bound
-            if self.fixed_at - objective <= WORTHWHILE * gap:
+            if self.fixed_at - objective <= self.tuning.worthwhile * gap:
                 return
         begin_s = self.incumbent.left_s()
         dual = self.dual
@@ -202,12 +180,13 @@ class Search:
 
     def find_feasible(self) -> None:
         """Finds a choice that fits: at higher prices of memory, then for least peak."""
-        for factor in DEARER:
+        passes = self.incumbent.tuning.dual.resting_passes
+        for factor in self.tuning.dearer:
             if self.incumbent.objective is not None or self.incumbent.left_s() <= 0:
                 break
-            self.dual.improve_at(factor, RESTING, self.incumbent.left_s)
+            self.dual.improve_at(factor, passes, self.incumbent.left_s)
             self._report()
-        self.dual.improve_at(1.0, RESTING, self.incumbent.left_s)
+        self.dual.improve_at(1.0, passes, self.incumbent.left_s)
         if self.incumbent.objective is None and self.incumbent.left_s() > 0:
             peak = approximate_peak(self.incumbent)
             if peak is not None:
@@ -249,8 +228,8 @@ class Search:
         """Begins to solve the network of the strategies in `alive`."""
         begin_s = self.incumbent.left_s()
         network = settle(self.dual.residual(), alive, self.incumbent.left_s)
-        if network is not None and int((network.edge_cost[0] < INF).sum()) <= 2 * MOST_CELLS:
-            limit_s = min(self.incumbent.left_s(), max(2.0, MIP_S * self.incumbent.time_limit_s))
+        if network is not None and int((network.edge_cost[0] < INF).sum()) <= 2 * self.tuning.most_cells:
+            limit_s = min(self.incumbent.left_s(), max(2.0, self.tuning.mip_share * self.incumbent.time_limit_s))
             self._begin(network, whole=bool(alive.all()), abs_gap=self.tolerance(), limit_s=limit_s)
         self._took(begin_s)
 
@@ -291,7 +270,7 @@ class Search:
         network = dual.network
         excess = dual.excess()
         excess[network.start[:-1] + dual.choice] = 0
-        if self.incumbent.choice is not None and self.incumbent.gap() <= FAR:
+        if self.incumbent.choice is not None and self.incumbent.gap() <= self.tuning.far:
             own = network.positions(self.incumbent.choice)
             excess[(network.start[:-1] + own)[own >= 0]] = 0
         finite = network.edge_cost[0] < INF
@@ -301,13 +280,13 @@ class Search:
     def tolerance(self) -> int:
         """Returns the gap, in the network's unit, at which a part's MIP may stop."""
         incumbent = self.incumbent
-        gap = FIRST_TOLERANCE * abs(incumbent.bound)
+        gap = self.tuning.first_tolerance * abs(incumbent.bound)
         if incumbent.objective is not None:
-            gap = min(gap, TOLERANCE * (incumbent.objective - incumbent.bound))
+            gap = min(gap, self.tuning.tolerance * (incumbent.objective - incumbent.bound))
         return int(gap * 2.0**self.shift)
 
     def _begin(self, network: Network, *, whole: bool, abs_gap: int, limit_s: float) -> None:
-        self.events = np.union1d(self.events, self.dual.active_events(NEW_ROWS))
+        self.events = np.union1d(self.events, self.dual.active_events(self.tuning.new_rows))
         memory = memory_of(self.incumbent.problem, network)
         until = self.incumbent.left_s() - limit_s
         self.job = Job(network=network, memory=memory, whole=whole, abs_gap=abs_gap, until=until)
@@ -321,7 +300,7 @@ class Search:
             limit=job.memory.limit,
             hinge_constant=self.hinge_constant,
         )
-        limit_s = max(self.incumbent.left_s() - job.until, NAP_S)
+        limit_s = max(self.incumbent.left_s() - job.until, self.tuning.nap_s)
         self.child.submit(program, time_limit_s=limit_s, abs_gap=job.abs_gap, seed=self.incumbent.seed)
         job.rounds += 1
 
@@ -333,9 +312,10 @@ class Search:
         if answer is None:
             return None
         if answer.choice is not None and not self.incumbent.offer(job.network.expand(answer.choice)):
-            over = peaks_over(job.memory.profile(answer.choice), job.memory.limit, NEW_ROWS)
+            over = peaks_over(job.memory.profile(answer.choice), job.memory.limit, self.tuning.new_rows)
             more = np.union1d(self.events, over)
-            if len(more) > len(self.events) and job.rounds < ROW_ROUNDS and self.incumbent.left_s() > job.until:
+            again = job.rounds < self.tuning.row_rounds and self.incumbent.left_s() > job.until
+            if len(more) > len(self.events) and again:
                 self.events = more
                 self._submit(job)
                 return None
@@ -393,9 +373,9 @@ def surroundings(network: Network, first: int) -> Int:
 
 def solve_by_search(incumbent: Incumbent, network: Network) -> None:
     """Solves the problem in `incumbent`, which was reduced to `network`, as well as time allows."""
-    child = Child()
+    child = Child(incumbent.tuning.mip_process)
     try:
-        if network.edge_cost.shape[1] > SMALL_CELLS:
+        if network.edge_cost.shape[1] > child.tuning.small_cells:
             child.start()
         run(Search(incumbent, network, child))
     finally:
@@ -404,16 +384,16 @@ def solve_by_search(incumbent: Incumbent, network: Network) -> None:
 
 def run(search: Search) -> None:
     """Searches until the gap is closed, or time or rounds run out."""
-    incumbent = search.incumbent
+    incumbent, tuning = search.incumbent, search.tuning
     search.begin()
-    cells = part = float(FIRST_CELLS)
+    cells = part = float(tuning.first_cells)
     rounds, tried = 0, (-1, None)  # `tried`: the last network solved whole, by size and objective
     while incumbent.left_s() > 0 and not incumbent.closed() and rounds != incumbent.rounds:
         if incumbent.left_s() < search.step_s:
             search.work()
             continue
         rounds += 1
-        most = min(MIP_CELLS_PER_S * incumbent.left_s(), MOST_CELLS)
+        most = min(tuning.mip_cells_per_s * incumbent.left_s(), tuning.most_cells)
         cells, part = min(cells, most), min(part, most)
         if incumbent.objective is None:
             search.find_feasible()
@@ -421,11 +401,11 @@ def run(search: Search) -> None:
         if incumbent.closed():
             return
         size = search.finite_cells()
-        whole = size <= EXACT_CELLS and (size, search.fixed_at) != tried
+        whole = size <= tuning.whole_cells and (size, search.fixed_at) != tried
         widens = bool(rounds % 2) or incumbent.objective is None
         if whole:
             tried = (size, search.fixed_at)
-            search.solve_whole(limit_s=WHOLE * incumbent.left_s())
+            search.solve_whole(limit_s=tuning.whole_share * incumbent.left_s())
         elif widens:
             search.restrict(int(cells))
         else:
@@ -435,9 +415,9 @@ def run(search: Search) -> None:
             search.close()
             return
         if widens:
-            cells *= GROWTH if finished else 1 / GROWTH
+            cells *= tuning.growth if finished else 1 / tuning.growth
         else:
-            part *= GROWTH if finished else 1 / GROWTH
+            part *= tuning.growth if finished else 1 / tuning.growth
 
 
 def finish(search: Search) -> bool:
@@ -456,7 +436,7 @@ def finish(search: Search) -> bool:
             worked = True
             wait_s = 0.0
         else:
-            wait_s = NAP_S
+            wait_s = search.tuning.nap_s
         answer = search.collect(wait_s)
         if not search.busy:
             return answer is not None and (answer.finished or answer.infeasible)

@@ -2,7 +2,7 @@
 
 The objective is seconds alone. A solver leaves a scalar's worth of nanoseconds on the table either way, but
 every resharding is a constraint in the program and a collective in the timeline: one that saves less than
-`WORTH` of the step, far below what any price is right to, is left out. And a partial sum may be reduced
+`TieTuning.worth` of the step, far below what any price is right to, is left out. And a partial sum may be reduced
 where it is made or where it is last read at the same price: the compilers reduce as early as they can, and
 nobody wants the memory. So each node, and both ends together of each edge beside which something is resharded,
 move to where seconds and reshardings are least, and a node of equal ones to the strategy with the least
@@ -17,25 +17,25 @@ from numpy.typing import NDArray
 
 from autoshard.problem.network import INF, Moves, Problem, chosen_cells
 from autoshard.solver.evaluate import evaluate, hinge_values, saturated
+from autoshard.solver.tuning import TUNED, TieTuning
 
 Int = NDArray[np.int64]
 
-# Of the objective, what a resharding must save to stay. A hundred of them are a hundredth of a percent.
-WORTH = 1e-6
-_SWEEPS = 8
 
-
-def break_ties(problem: Problem, choice: Int, moves: Moves | None = None) -> Int:
-    """A choice that costs what `choice` costs, but for `WORTH` per resharding saved, and whose peak is no higher.
+def break_ties(problem: Problem, choice: Int, moves: Moves | None = None, tuning: TieTuning = TUNED.ties) -> Int:
+    """Returns a choice that costs what `choice` costs, but for what saved reshardings are worth, of no higher peak.
 
     Args:
       problem: the network.
       choice: one strategy per node, with a finite objective.
       moves: where values are resharded; None counts no reshardings.
+      tuning: what a resharding is worth.
     """
     objective = evaluate(problem, choice).objective
     assert objective is not None
-    return _Descent(problem, choice, moves, 0 if moves is None else round(WORTH * objective)).choice
+    descent = _Descent(problem, choice, moves, 0 if moves is None else round(tuning.worth * objective))
+    descent.run(tuning.sweeps)
+    return descent.choice
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,11 @@ class _Descent:
         self.choice = choice.copy()
         self._value = list(hinge_values(problem, problem.start[:-1] + choice, chosen_cells(problem, choice)))
         self._memory = _Memory(problem, choice)
-        for _ in range(_SWEEPS):
+
+    def run(self, sweeps: int) -> None:
+        """Moves nodes and pairs, sweep after sweep, until none moves."""
+        problem = self._problem
+        for _ in range(sweeps):
             nodes = [v for v in range(problem.nodes) if self._single(v)]
             edges = [e for e in range(len(problem.edge_nodes)) if self._beside_moved(e) and self._pair(e)]
             if not nodes and not edges:

@@ -14,12 +14,7 @@ from autoshard.solver.incumbent import NO_BOUND, Cutoff, Incumbent, Progress, no
 from autoshard.solver.program import Network
 from autoshard.solver.scaling import coarsened, coarsening, least
 from autoshard.solver.solution import Solution
-
-HINGED_CELLS = 5_000  # smaller problems with hinges are solved directly
-DIRECT_CELLS, DIRECT_NODES = 400_000, 20_000  # larger problems go to the search at once
-CLOSING_ROUNDS = 2  # of the search, after an engine that ended with a gap of rounding errors
-REASON_S, REASON_GAP = 5.0, 0.1  # for a choice of small usage, at least, and how close to the least is close enough
-PATIENCE_S, PATIENCE = 10.0, 0.3  # for the MIP of a small problem, at most this much of the time limit
+from autoshard.solver.tuning import TUNED, SolverTuning
 
 
 def solve(
@@ -33,6 +28,7 @@ def solve(
     cutoff: Cutoff = no_cutoff,
     known: Iterable[Int] = (),
     on_progress: Progress | None = None,
+    tuning: SolverTuning = TUNED,
     clock: Callable[[], float] = compilation.worked_s,
 ) -> Solution:
     """Returns the best choice within the time, with a proven bound.
@@ -52,6 +48,7 @@ def solve(
       known: choices to begin with, such as solutions of similar problems; each (nodes,), a strategy
         per node. Those that are forbidden here, or do not fit, are passed over.
       on_progress: called with (best, bound, elapsed seconds) whenever either improves.
+      tuning: the numbers that trade time for quality.
       clock: the time in seconds, compilation of the solver itself left out; `time.process_time` where
         other processes slow this one down.
     """
@@ -65,6 +62,7 @@ def solve(
         settle_s=settle_s,
         cutoff=cutoff,
         on_progress=on_progress,
+        tuning=tuning,
         clock=clock,
     )
     for choice in known:
@@ -91,8 +89,10 @@ def find_reason(incumbent: Incumbent) -> None:
 
     found = approximate_peak(incumbent)
     if found is None:  # the least usage at some time points need not be of a choice that is allowed
-        own = part_of(incumbent, small_usage(incumbent.problem), max(incumbent.left_s(), REASON_S), unreported)
-        own.rel_gap = REASON_GAP
+        engines = incumbent.tuning.engines
+        limit_s = max(incumbent.left_s(), engines.reason_s)
+        own = part_of(incumbent, small_usage(incumbent.problem), limit_s, unreported)
+        own.rel_gap = engines.reason_gap
         run_engines(own)
         incumbent.forbidden = own.infeasible
         found = None if own.choice is None else peak_from(incumbent, own.choice)
@@ -132,28 +132,29 @@ def part_of(incumbent: Incumbent, problem: Problem, time_limit_s: float, report:
         rounds=incumbent.rounds,
         settle_s=incumbent.settle_s,
         on_progress=report,
+        tuning=incumbent.tuning,
         clock=incumbent.clock,
     )
 
 
 def run_engines(incumbent: Incumbent) -> str:
     """Solves the problem in `incumbent` by one engine after another; returns the last one's name."""
-    problem, solver = incumbent.problem, None
-    patience_s = min(PATIENCE_S, PATIENCE * incumbent.time_limit_s)
+    problem, engines, solver = incumbent.problem, incumbent.tuning.engines, None
+    patience_s = min(engines.patience_s, engines.patience * incumbent.time_limit_s)
     # numba takes its time to load, and small problems do without it
-    if problem.hinges and len(problem.edge_cost) > HINGED_CELLS:
+    if problem.hinges and len(problem.edge_cost) > engines.hinged_cells:
         from autoshard.solver.exact.hinges import solve_hinged
 
         solver = solve_hinged(incumbent, patience_s=patience_s)
-    small = len(problem.edge_cost) <= DIRECT_CELLS and problem.nodes <= DIRECT_NODES
+    small = len(problem.edge_cost) <= engines.direct_cells and problem.nodes <= engines.direct_nodes
     if solver is None and small and not incumbent.closed():
         solver = solve_directly(incumbent, patience_s=patience_s)
     if solver is not None:  # what is open is within the tolerance of the MIP, which some exact steps may close
-        incumbent.rounds = min(incumbent.rounds or CLOSING_ROUNDS, CLOSING_ROUNDS)
+        incumbent.rounds = min(incumbent.rounds or engines.closing_rounds, engines.closing_rounds)
     if not incumbent.closed() and incumbent.left_s() > 0:
         from autoshard.solver.presolve.reduction import reduced
 
-        network = reduced(problem, incumbent.left_s)
+        network = reduced(problem, incumbent.tuning.presolve, incumbent.left_s)
         if network is None:
             incumbent.infeasible = True
             return "presolve"

@@ -15,7 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 import autoshard
-from autoshard.solver import solver
+from autoshard.planner import pipeline
+from autoshard.solver.tuning import EngineTuning, SolverTuning
 from tests.programs import GPUS, TPUS
 
 P = PartitionSpec
@@ -29,7 +30,8 @@ MESH = {"data": 2, "model": 4}
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Proofs to the end, however busy the machine."""
-    monkeypatch.setattr(solver, "PATIENCE_S", 120.0)
+    patient = SolverTuning(engines=EngineTuning(patience_s=120.0))
+    monkeypatch.setattr(pipeline, "solve", partial(pipeline.solve, tuning=patient))
 
 
 def plan(

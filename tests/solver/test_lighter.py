@@ -12,7 +12,8 @@ from autoshard.planner import pipeline
 from autoshard.problem.network import INF, Moves, Problem, chosen_cells
 from autoshard.solver import solve
 from autoshard.solver.evaluate import evaluate, usage_profile
-from autoshard.solver.second_objective import WORTH, break_ties
+from autoshard.solver.second_objective import break_ties
+from autoshard.solver.tuning import TUNED
 from tests.random_problems import random_problem
 
 
@@ -97,7 +98,7 @@ def test_a_resharding_that_saves_next_to_nothing_is_left_out() -> None:
         before, after = (int(moves.cells[chosen_cells(problem, x)].sum()) for x in (solution.choice, found))
         objective = evaluate(problem, found).objective
         assert objective is not None
-        assert objective <= solution.objective + round(WORTH * solution.objective) * (before - after)
+        assert objective <= solution.objective + round(TUNED.ties.worth * solution.objective) * (before - after)
         assert evaluate(problem, found).peak_bytes <= evaluate(problem, solution.choice).peak_bytes
         fewer += after < before
     assert fewer >= 5

@@ -10,12 +10,13 @@ import pytest
 
 from autoshard.problem.network import INF, Hinge, Problem
 from autoshard.solver import Status, evaluate, solve
-from autoshard.solver import solver as solver_room
 from autoshard.solver.clock import effort
 from autoshard.solver.incumbent import Incumbent
+from autoshard.solver.tuning import EngineTuning, SolverTuning
 from tests.random_problems import brute_force, random_problem
 
 CHUNK = 2500
+SEARCH = SolverTuning(engines=EngineTuning(direct_cells=-1))  # the engine for large problems solves all
 
 
 @pytest.mark.parametrize("chunk", range(4))
@@ -36,12 +37,11 @@ def test_small_problems_match_enumeration(chunk: int) -> None:
     assert seen[Status.INFEASIBLE] > 200
 
 
-def test_search_matches_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_matches_enumeration() -> None:
     """The engine for large problems, made to solve small ones."""
-    monkeypatch.setattr(solver_room, "DIRECT_CELLS", -1)
     for seed in range(300):
         problem = random_problem(np.random.default_rng(seed), hinges=seed % 3)
-        truth, solution = brute_force(problem), solve(problem)
+        truth, solution = brute_force(problem), solve(problem, tuning=SEARCH)
         if truth.objective is None:
             assert solution.status is Status.INFEASIBLE, seed
             assert solution.smallest_peak_bytes == truth.smallest_peak, seed
@@ -163,10 +163,9 @@ def test_progress_improves_and_ends_at_the_answer() -> None:
     assert seen[-1] == (solution.objective, solution.bound)
 
 
-def test_the_search_repeats_itself_under_a_budget_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solver_room, "DIRECT_CELLS", -1)
+def test_the_search_repeats_itself_under_a_budget_of_rounds() -> None:
     problem = replace(chain(40), hinges=())
-    first, second = (solve(problem, seed=3, rounds=2, time_limit_s=300.0) for _ in range(2))
+    first, second = (solve(problem, seed=3, rounds=2, time_limit_s=300.0, tuning=SEARCH) for _ in range(2))
     assert first.found
     assert np.array_equal(first.choice, second.choice)
     assert (first.objective, first.bound) == (second.objective, second.bound)

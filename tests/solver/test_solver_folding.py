@@ -11,6 +11,7 @@ from autoshard.solver.presolve.consistency import presolve
 from autoshard.solver.presolve.memory_rows import rows_of
 from autoshard.solver.primal.local_search import LocalSearch
 from autoshard.solver.search import linearised
+from autoshard.solver.tuning import TUNED
 from tests.programs import TINY, setting_of, smallest
 
 TURNS = 20
@@ -23,7 +24,7 @@ def improved(problem: Problem, choice: Int) -> int:
     network = presolve(problem)
     assert network is not None
     plain = linearised(network, np.full(len(problem.hinges), 0.5))
-    local = LocalSearch(plain, rows_of(memory_of(problem, network)), seed=0)
+    local = LocalSearch(plain, rows_of(memory_of(problem, network)), seed=0, tuning=TUNED.local_search)
     local.go_on_from(np.maximum(network.positions(choice), 0))
     met: list[int] = []
     for _ in range(TURNS):

@@ -4,12 +4,10 @@ import time
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from autoshard.problem.network import Int, Problem
 from autoshard.solver import Status, solve
 from autoshard.solver.evaluate import evaluate
-from autoshard.solver.exact import mip_process
 from autoshard.solver.exact.mip import solve_program
 from autoshard.solver.exact.mip_process import NOTHING, Child, solve_in_time
 from autoshard.solver.memory import memory_of
@@ -19,6 +17,7 @@ from autoshard.solver.primal import block_moves
 from autoshard.solver.primal.block_moves import NEVER, Current, Prices
 from autoshard.solver.primal.local_search import LocalSearch
 from autoshard.solver.program import Network, Program
+from autoshard.solver.tuning import TUNED, MipProcessTuning
 from tests.random_problems import brute_force, random_problem
 
 
@@ -26,7 +25,7 @@ def search_of(problem: Problem, seed: int) -> tuple[Network, LocalSearch] | None
     network = presolve(problem)
     if network is None:
         return None
-    return network, LocalSearch(network, rows_of(memory_of(problem, network)), seed)
+    return network, LocalSearch(network, rows_of(memory_of(problem, network)), seed, TUNED.local_search)
 
 
 def test_finds_most_optima_and_never_what_does_not_fit() -> None:
@@ -125,11 +124,10 @@ def dense(nodes: int, strategies: int) -> Program:
     return Program(network=network, usage=none, base=np.zeros(0, dtype=np.int64), limit=0, hinge_constant=())
 
 
-def test_the_child_answers_as_the_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_child_answers_as_the_engine_does() -> None:
     program = dense(6, 4)
     here = solve_program(program, time_limit_s=60.0)
-    monkeypatch.setattr(mip_process, "SMALL_CELLS", 0)
-    there = solve_in_time(program, left_s=60.0, time_limit_s=60.0)
+    there = solve_in_time(program, left_s=60.0, time_limit_s=60.0, tuning=MipProcessTuning(small_cells=0))
     assert here.choice is not None
     assert there.choice is not None
     assert np.array_equal(here.choice, there.choice)
@@ -137,29 +135,30 @@ def test_the_child_answers_as_the_engine_does(monkeypatch: pytest.MonkeyPatch) -
     assert there.finished
 
 
-def test_a_mip_that_overruns_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mip_process, "OVERRUN_S", 0.2)
+def test_a_mip_that_overruns_is_stopped() -> None:
+    tuning = MipProcessTuning(overrun_s=0.2)
     begin = time.perf_counter()
-    answer = solve_in_time(dense(40, 30), left_s=5.0, time_limit_s=0.3)  # 702,000 cells: reading alone takes longer
+    program = dense(40, 30)  # 702,000 cells: reading alone takes longer
+    answer = solve_in_time(program, left_s=5.0, time_limit_s=0.3, tuning=tuning)
     assert time.perf_counter() - begin < 5.0
     assert (answer.choice, answer.bound, answer.finished) == (None, None, False)
 
 
-def test_a_mip_whose_answer_is_not_wanted_any_more_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mip_whose_answer_is_not_wanted_any_more_is_stopped() -> None:
     looked: list[bool] = []
 
     def enough() -> bool:
         looked.append(len(looked) == 1)
         return looked[-1]
 
-    monkeypatch.setattr(mip_process, "LOOK_S", 0.01)
-    answer = solve_in_time(dense(40, 30), left_s=60.0, time_limit_s=60.0, enough=enough)
+    tuning = MipProcessTuning(look_s=0.01)
+    answer = solve_in_time(dense(40, 30), left_s=60.0, time_limit_s=60.0, tuning=tuning, enough=enough)
     assert answer is NOTHING
     assert looked == [False, True]
 
 
 def test_a_child_that_dies_is_no_answer() -> None:
-    helper = Child()
+    helper = Child(TUNED.mip_process)
     helper.submit(dense(40, 20), time_limit_s=60.0)
     assert helper.process is not None
     helper.process.kill()

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from autoshard.problem.network import INF, Int, Problem
-from autoshard.solver import Status, evaluate, solve
-from autoshard.solver import solver as solver_room
+from autoshard.solver import Solution, Status, evaluate, solve
 from autoshard.solver.dual.dual import shifted
 from autoshard.solver.exact.rounding_gap import close
 from autoshard.solver.incumbent import Incumbent
@@ -20,6 +19,7 @@ from autoshard.solver.presolve.reduction import reduced
 from autoshard.solver.presolve.trees import free_nodes, without_leaves
 from autoshard.solver.program import Network, Program
 from autoshard.solver.scaling import coarsened, coarsening, least
+from autoshard.solver.tuning import TUNED, EngineTuning, SolverTuning
 from tests.random_problems import Truth, brute_force, problem_of, random_problem
 
 
@@ -114,16 +114,15 @@ def test_components_together_are_the_whole() -> None:
     assert joined_by_rows > 1
 
 
-def test_problems_in_parts_match_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_in_parts_match_enumeration() -> None:
     """The search for large problems, made to take small ones apart."""
-    monkeypatch.setattr(solver_room, "DIRECT_CELLS", -1)
+    search = SolverTuning(engines=EngineTuning(direct_cells=-1))
     for seed in range(150):
         problem = scattered(seed)
-        agrees(problem, brute_force(problem), seed)
+        agrees(solve(problem, tuning=search), brute_force(problem), seed)
 
 
-def agrees(problem: Problem, truth: Truth, seed: int) -> None:
-    solution = solve(problem)
+def agrees(solution: Solution, truth: Truth, seed: int) -> None:
     if truth.objective is None:
         assert solution.status is Status.INFEASIBLE, seed
     else:
@@ -150,7 +149,7 @@ def test_optima_are_proven_to_the_last_digit(factor: int) -> None:
     """A MIP's tolerance is 1e-7 of its largest cost; what it leaves open is closed in integers."""
     for seed in range(80):
         problem = large(random_problem(np.random.default_rng(seed), nodes=5, hinges=seed % 2), factor, seed)
-        agrees(problem, brute_force(problem), seed)
+        agrees(solve(problem), brute_force(problem), seed)
 
 
 def test_costs_near_10_18_are_bounded_and_priced_exactly() -> None:
@@ -222,7 +221,7 @@ def test_reduction_without_time_is_still_the_problem() -> None:
     """Whatever a clock cuts short, what is left has the same optimum, and is arc consistent."""
     for seed in range(200):
         problem = random_problem(np.random.default_rng(seed))
-        network, truth = reduced(problem, lambda: 0.0), brute_force(problem)
+        network, truth = reduced(problem, TUNED.presolve, lambda: 0.0), brute_force(problem)
         if network is None:
             assert truth.smallest_peak is None, seed
             continue

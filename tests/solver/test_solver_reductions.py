@@ -16,6 +16,7 @@ from autoshard.solver.memory import memory_of
 from autoshard.solver.presolve.consistency import load, presolve, rebuild, settle
 from autoshard.solver.presolve.elimination import Core, reduce
 from autoshard.solver.program import Network, Program, cell_ends
+from autoshard.solver.tuning import TUNED
 from tests.random_problems import Truth, brute_force, problem_of, random_problem
 
 
@@ -89,7 +90,7 @@ def test_step_keeps_the_optimum(name: str) -> None:
 def test_reduced_core_expands_to_an_optimal_choice() -> None:
     for seed, problem in enumerate(problems(400)):
         core = Core(problem, every_time(problem))
-        reduce(core)
+        reduce(core, TUNED.presolve)
         truth = brute_force(problem)
         if not core.feasible:
             assert truth.objective is None
@@ -118,7 +119,7 @@ def test_elimination_is_exact() -> None:
         core = Core(problem, np.zeros(0, dtype=np.int64))
         free = brute_force(problem_of(core.program()[0]))
         try:
-            position = eliminate_all(core)
+            position = eliminate_all(core, TUNED.tables)
         except ValueError:
             assert free.objective is None
             continue
@@ -217,7 +218,7 @@ def test_bound_holds_and_moves_change_no_cost() -> None:
             continue
         constants = tuple(hinge.constant for hinge in problem.hinges)
         network, constants, shift = shifted(network, constants)
-        dual = Dual(network, memory_of(problem, network), constants, shift)
+        dual = Dual(network, memory_of(problem, network), constants, shift, TUNED.dual)
         choice = np.random.default_rng(seed).integers(0, network.sizes)
         for _ in range(3):
             dual.cycle()

@@ -10,6 +10,7 @@ from autoshard.solver.presolve.consistency import load, presolve
 from autoshard.solver.presolve.dominance import without_dominated
 from autoshard.solver.presolve.memory_rows import Rows, least_between, rows_of, within_memory
 from autoshard.solver.program import Network, Program
+from autoshard.solver.tuning import TUNED
 from tests.random_problems import brute_force, problem_of, random_problem
 
 
@@ -81,7 +82,7 @@ def test_dominance_keeps_the_optimum() -> None:
         network, truth = presolve(few), brute_force(few)
         if network is None:
             continue
-        left = without_dominated(few, network)
+        left = without_dominated(few, network, TUNED.presolve)
         if left is None:
             assert truth.smallest_peak is None, seed
             continue

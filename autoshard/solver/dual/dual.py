@@ -18,31 +18,23 @@ from autoshard.solver.dual import message_passing
 from autoshard.solver.dual.message_passing import Messages, Tables, Visited
 from autoshard.solver.memory import Memory, peaks_over
 from autoshard.solver.program import FORBIDDEN, Network, cell_ends
+from autoshard.solver.tuning import DualTuning
 
 BITS = 55  # costs are shifted so that no choice exceeds 2^55, leaving room below INF
 ROUNDING = 1 + 2.0**-48  # float products are off by 2^-53; limits are raised by more
 PENALTY_BITS = 58  # nor penalties 2^58
-AVERAGE = 0.9  # weight of the past in the averaged usage that steers the multipliers
-FIRST_STEP, LARGEST_STEP, SMALLEST_STEP = 0.003, 0.03, 1e-7  # of bound / limit
-FASTER, SLOWER = 1.1, 0.6  # Rprop: Riedmiller & Braun 1993
-SHORTER = 0.9  # of the longest step, after every cycle
-ROWS_EVERY, ROWS_AT_ONCE = 10, 4
-MOVING, RESTING = 40, 10  # passes of a cycle
-STEEPNESS = 10.0  # relative violations above 1 / STEEPNESS take a whole step
-NEARLY_FULL = 0.97  # averaged usage above limit · this makes a row matter to a MIP
-MOST_CYCLES = 6  # of a plain network's message passing
-FLAT = 1e-6  # relative gain of a bound that counts as none
-TOLERATED = 1.0005  # averaged usage above limit · this makes a row
 
 Floats = NDArray[np.float64]
 
 
 class Dual:
-    """Messages and multipliers of one network in shifted costs. `ascend` improves them."""
+    """Messages and multipliers of one network in shifted costs. `cycle` improves them."""
 
-    def __init__(self, network: Network, memory: Memory, hinge_constant: tuple[int, ...], shift: int) -> None:
-        """Starts without messages; `network` and `hinge_constant` are shifted."""
-        self.network, self.memory, self.shift = network, memory, shift
+    def __init__(
+        self, network: Network, memory: Memory, hinge_constant: tuple[int, ...], shift: int, tuning: DualTuning
+    ) -> None:
+        """Starts without messages; `network` and `hinge_constant` are shifted (see `shifted`)."""
+        self.network, self.memory, self.shift, self.tuning = network, memory, shift, tuning
         self.hinge_constant = hinge_constant
         self.flat = network.flat()
         sizes = network.sizes
@@ -71,10 +63,10 @@ class Dual:
         self.events = np.zeros(0, dtype=np.int64)
         self.usage = np.zeros((0, len(self.cost)), dtype=np.int64)
         self.multiplier = np.zeros(0)
-        self.steps = Steps(0)
+        self.steps = Steps(0, tuning)
         self.average: np.ndarray | None = None
         self.hinge_multiplier = np.zeros(len(hinge_constant))
-        self.hinge_steps = Steps(len(hinge_constant))
+        self.hinge_steps = Steps(len(hinge_constant), tuning)
         self.hinge_average = np.zeros(len(hinge_constant))
         self._exchange(self.multiplier, np.full(len(hinge_constant), 0.5))
 
@@ -100,25 +92,27 @@ class Dual:
         steadier than any point of it (as in all subgradient methods). Ends early once
         `left_s()` is not positive.
         """
+        tuning = self.tuning
+        half = tuning.moving_passes // 2
         mean, hinge_mean = np.zeros(0), np.zeros(0)
-        for moves in range(MOVING):
+        for moves in range(tuning.moving_passes):
             if left_s() <= 0:
                 return
             self._pass()
-            if moves < MOVING // 2 and self.iterations % ROWS_EVERY == 0 and self.average is not None:
-                self.add_rows(peaks_over(self.average, self.memory.limit * TOLERATED, ROWS_AT_ONCE))
+            if moves < half and self.iterations % tuning.rows_every == 0 and self.average is not None:
+                self.add_rows(peaks_over(self.average, self.memory.limit * tuning.tolerated, tuning.rows_at_once))
             if self.relaxed:
                 self._step()
-            if moves == MOVING // 2:
+            if moves == half:
                 mean, hinge_mean = 0.0 * self.multiplier, 0.0 * self.hinge_multiplier
-            if moves >= MOVING // 2:
-                mean += self.multiplier / (MOVING - MOVING // 2)
-                hinge_mean += self.hinge_multiplier / (MOVING - MOVING // 2)
+            if moves >= half:
+                mean += self.multiplier / (tuning.moving_passes - half)
+                hinge_mean += self.hinge_multiplier / (tuning.moving_passes - half)
         if self.relaxed:
             self._exchange(mean, hinge_mean)
             self.steps.shorten()
             self.hinge_steps.shorten()
-        self.improve(RESTING, left_s)
+        self.improve(tuning.resting_passes, left_s)
 
     def improve_at(self, factor: float, passes: int, left_s: Clock = endless) -> None:
         """Passes messages at `factor` times the multipliers of memory, which stay as they are."""
@@ -147,7 +141,12 @@ class Dual:
         self.best = max(self.best, self.constant)
         if len(self.memory.times):
             profile = self.memory.profile(self.least).astype(float)
-            self.average = profile if self.average is None else AVERAGE * self.average + (1 - AVERAGE) * profile
+            self.average = profile if self.average is None else self._averaged(self.average, profile)
+
+    def _averaged(self, past: Floats, now: Floats) -> Floats:
+        """Returns the running average of usage per event, or of the value per hinge."""
+        weight = self.tuning.past_weight
+        return weight * past + (1 - weight) * now
 
     def dead_cells(self, objective: int) -> NDArray[np.bool_]:
         """Returns the cells that no choice better than `objective` contains, as far as is proven."""
@@ -163,7 +162,7 @@ class Dual:
         limit = self.memory.limit
         matters = self.multiplier > 0
         if self.average is not None:
-            matters |= self.average[self.events] > NEARLY_FULL * limit
+            matters |= self.average[self.events] > self.tuning.nearly_full * limit
         return np.union1d(self.events[matters], peaks_over(self.memory.profile(self.choice), limit, most))
 
     def excess(self) -> Int:
@@ -225,7 +224,7 @@ class Dual:
             multiplier = np.clip(multiplier + unit * self.steps.towards(slope), 0.0, self._largest_multipliers())
         if self.hinge_constant:
             value = np.array(self._hinge_values(), dtype=float) / max(abs(self.best), 1)
-            self.hinge_average = AVERAGE * self.hinge_average + (1 - AVERAGE) * value
+            self.hinge_average = self._averaged(self.hinge_average, value)
             hinge_multiplier = np.clip(hinge_multiplier + self.hinge_steps.towards(self.hinge_average), 0.0, 1.0)
         self._exchange(multiplier, hinge_multiplier)
 
@@ -282,23 +281,23 @@ class Dual:
         return of_nodes + of_edges + abs(self.hinge_constant[h - 1])
 
 
-def plain_dual(network: Network, shift: int) -> Dual:
+def plain_dual(network: Network, shift: int, tuning: DualTuning) -> Dual:
     """Returns message passing over layer 0 of a network, without memory."""
     none = np.zeros(0, dtype=np.int64)
     memory = Memory(
         times=none, root=none, begin=none, end=none, first=none, follow_first=none,
         usage=none, follows=none, strategies=network.start, limit=0,
     )  # fmt: skip
-    return Dual(network, memory, (), shift)
+    return Dual(network, memory, (), shift, tuning)
 
 
-def settled_dual(network: Network, shift: int, left_s: Clock) -> Dual:
+def settled_dual(network: Network, shift: int, tuning: DualTuning, left_s: Clock) -> Dual:
     """Returns message passing over layer 0 of a network after the cycles that improve its bound."""
-    dual = plain_dual(network, shift)
+    dual = plain_dual(network, shift, tuning)
     before = -FORBIDDEN
-    for _ in range(MOST_CYCLES):
+    for _ in range(tuning.most_cycles):
         dual.cycle(left_s)
-        if dual.best - before <= FLAT * abs(dual.best):
+        if dual.best - before <= tuning.flat_gain * abs(dual.best):
             break
         before = dual.best
     return dual
@@ -310,18 +309,19 @@ class Steps:
     Source: Rprop, Riedmiller & Braun 1993.
     """
 
-    def __init__(self, count: int) -> None:
-        self.length = np.full(count, FIRST_STEP)
-        self.largest = LARGEST_STEP
+    def __init__(self, count: int, tuning: DualTuning) -> None:
+        self.tuning = tuning
+        self.length = np.full(count, tuning.first_step)
+        self.largest = tuning.largest_step
         self.side = np.zeros(count)
 
     def shorten(self) -> None:
         """Cuts the longest step allowed, and every step with it."""
-        self.largest = max(self.largest * SHORTER, SMALLEST_STEP)
+        self.largest = max(self.largest * self.tuning.shorter, self.tuning.smallest_step)
         self.length = np.minimum(self.length, self.largest)
 
     def extend(self, count: int) -> None:
-        self.length = np.concatenate([self.length, np.full(count, min(FIRST_STEP, self.largest))])
+        self.length = np.concatenate([self.length, np.full(count, min(self.tuning.first_step, self.largest))])
         self.side = np.concatenate([self.side, np.zeros(count)])
 
     def reorder(self, order: Int) -> None:
@@ -329,11 +329,11 @@ class Steps:
 
     def towards(self, slope: Floats) -> Floats:
         """Returns the next step of each coordinate; small slopes take part of a step."""
-        same = np.sign(slope) * self.side
-        self.length *= np.where(same > 0, FASTER, np.where(same < 0, SLOWER, 1.0))
-        self.length = np.clip(self.length, SMALLEST_STEP, self.largest)
+        tuning, same = self.tuning, np.sign(slope) * self.side
+        self.length *= np.where(same > 0, tuning.faster, np.where(same < 0, tuning.slower, 1.0))
+        self.length = np.clip(self.length, tuning.smallest_step, self.largest)
         self.side = np.sign(slope)
-        return self.length * np.clip(STEEPNESS * slope, -1.0, 1.0)
+        return self.length * np.clip(tuning.steepness * slope, -1.0, 1.0)
 
 
 def shifted(network: Network, hinge_constant: tuple[int, ...]) -> tuple[Network, tuple[int, ...], int]:

@@ -12,12 +12,10 @@ import numpy as np
 from autoshard.problem.network import INF, Int
 from autoshard.solver.clock import Clock, effort, endless
 from autoshard.solver.presolve.elimination import Core, join
-
-MOST_CELLS = 4_000_000  # of the largest table
-MOST_WORK = 60_000_000  # cells of all tables together
+from autoshard.solver.tuning import TableTuning
 
 
-def order_by_size(core: Core) -> tuple[list[int], int, int]:
+def order_by_size(core: Core, tuning: TableTuning) -> tuple[list[int], int, int]:
     """Returns a greedy order (smallest next table first), its largest table and their sum."""
     near = {v: set(around) for v, around in core.near.items()}
     size = {v: len(cost) for v, cost in core.cost.items()}
@@ -36,7 +34,7 @@ def order_by_size(core: Core) -> tuple[list[int], int, int]:
             continue  # its table has changed since
         largest, total = max(largest, weight[v]), total + weight[v]
         order.append(v)
-        if largest > MOST_CELLS or total > MOST_WORK:
+        if largest > tuning.bucket_cells or total > tuning.bucket_work:
             break
         around = near.pop(v)
         del weight[v]
@@ -49,13 +47,13 @@ def order_by_size(core: Core) -> tuple[list[int], int, int]:
     return order, largest, total
 
 
-def eliminate_all(core: Core, left_s: Clock = endless) -> dict[int, int] | None:
+def eliminate_all(core: Core, tuning: TableTuning, left_s: Clock = endless) -> dict[int, int] | None:
     """Returns an optimal position for every node of a core without rows on its nodes.
 
     None if the tables would be too large, or time is over. Raises ValueError if no finite choice exists.
     """
-    order, largest, total = order_by_size(core)
-    if largest > MOST_CELLS or total > MOST_WORK:
+    order, largest, total = order_by_size(core, tuning)
+    if largest > tuning.bucket_cells or total > tuning.bucket_work:
         return None
     effort.spend(steps=4 * len(order), cells=4 * total)
     factors: dict[int, tuple[tuple[int, ...], Int]] = {}

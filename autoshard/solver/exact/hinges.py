@@ -23,7 +23,7 @@ import numpy as np
 
 from autoshard.problem.network import INF, Hinge, Int, Problem
 from autoshard.solver.clock import Clock, endless
-from autoshard.solver.dual.dual import FLAT, ROUNDING, Dual, plain_dual, settled_dual, shifted
+from autoshard.solver.dual.dual import ROUNDING, Dual, plain_dual, settled_dual, shifted
 from autoshard.solver.exact.bucket_elimination import eliminate_all, order_by_size
 from autoshard.solver.exact.label_elimination import layer_sums, objective_of, solve_by_labels
 from autoshard.solver.exact.mip import MipAnswer, highest_point
@@ -33,21 +33,10 @@ from autoshard.solver.memory import Memory, memory_of, peaks_over
 from autoshard.solver.presolve.consistency import presolve, settle
 from autoshard.solver.presolve.elimination import Core, reduce
 from autoshard.solver.program import FORBIDDEN, Network, Program
+from autoshard.solver.tuning import SolverTuning
 
 MULTIPLIER_BITS = 20
-MOST_STEPS = 60  # of Kelley's method
-PASSES, MOST_LOOKS = 10, 30  # of messages over a plain network, between looks at what they prove
-RESTED = 3  # looks that gained nothing, after which nothing more is expected
 ROUNDED_OFF = 1e-12  # relative gap that integer messages leave
-SMALL_WORK = 4_000_000  # cells of an elimination, tried where message passing leaves a gap
-FIRST_DISTANCE = 2e-4  # of the target from the bound, relative to the bound
-GROWTH = 5  # of that distance from target to target
-MOST_TARGETS = 8
-NARROWINGS = 3  # rounds of message passing and removal per target
-MIP_CELLS = 60_000  # finite cells; larger remainders are left to the search
-NEW_ROWS = 8  # memory rows added at once to a MIP
-MOST_ROWS, ROWS_PER_STEP = 8, 2  # memory rows with multipliers, and how many a step adds
-ROW_COST = 4.0  # at a multiplier of one, usage of twice the limit costs so many times the bound
 ROW_BITS = 54  # no row's form exceeds 2^54, whatever the choice, nor all of them 2^57
 EMPTY = np.zeros(0, dtype=np.int64)
 
@@ -111,6 +100,11 @@ class Hinged:
         usage = memory_of(self.incumbent.problem, network).coefficients(self.events)
         return self.forms(network, self.constants, usage, np.zeros(len(usage), dtype=np.int64))
 
+    def dual_of(self, forms: Forms, multiplier: Int) -> Dual:
+        """Returns message passing over forms at fixed multipliers, as good as its cycles make it."""
+        incumbent = self.incumbent
+        return settled_dual(forms.priced(multiplier), self.shift, incumbent.tuning.dual, incumbent.left_s)
+
     def bound_of(self, shifted_bound: int) -> int:
         """Returns a bound in shifted units as a bound in the problem's unit."""
         return -((-shifted_bound) >> self.shift) if self.shift >= 0 else shifted_bound << -self.shift
@@ -120,13 +114,15 @@ class Hinged:
 
         Raises the incumbent's bound to L, and offers every choice met on the way.
         """
+        tuning = self.incumbent.tuning
+        most_rows, rows_per_step = tuning.hinges.priced_rows, tuning.hinges.rows_per_step
         memory = memory_of(self.incumbent.problem, self.network)
         multiplier = np.zeros(len(self.constants), dtype=np.int64)
         best, best_multiplier = -FORBIDDEN, multiplier
         choices: list[Int] = []
         forms = self.forms_of(self.network)
-        for _ in range(MOST_STEPS):
-            answer = minimum(forms.priced(multiplier), self.incumbent.left_s)
+        for _ in range(tuning.hinges.steps):
+            answer = minimum(forms.priced(multiplier), tuning, self.incumbent.left_s)
             if answer is None:
                 return None
             bound, choice = answer
@@ -138,8 +134,8 @@ class Hinged:
             if choice is None or self.incumbent.closed() or self.incumbent.left_s() <= 0:
                 break
             choices.append(choice)
-            over = peaks_over(memory.profile(choice), memory.limit, MOST_ROWS) if len(memory.times) else EMPTY
-            over = over[~np.isin(over, self.events)][: min(ROWS_PER_STEP, MOST_ROWS - len(self.events))]
+            over = peaks_over(memory.profile(choice), memory.limit, most_rows) if len(memory.times) else EMPTY
+            over = over[~np.isin(over, self.events)][: min(rows_per_step, most_rows - len(self.events))]
             if len(over):
                 self.add_rows(over, best)
                 forms = self.forms_of(self.network)
@@ -150,7 +146,7 @@ class Hinged:
                 break
             top, place = peak
             following = np.rint(place * 2**MULTIPLIER_BITS).astype(np.int64)
-            if top - best <= FLAT * abs(top) or (following == multiplier).all():
+            if top - best <= tuning.dual.flat_gain * abs(top) or (following == multiplier).all():
                 break
             multiplier = following
         return best_multiplier
@@ -160,19 +156,20 @@ class Hinged:
         problem = self.incumbent.problem
         if not len(self.events):
             limit = max(problem.usage_limit or 0, 1)
+            row_cost = self.incumbent.tuning.hinges.row_cost
             most = int(np.maximum.reduceat(problem.usage, problem.use_start[:-1]).sum())
-            self.row_scale = min(ROW_COST * max(abs(bound), 1) / limit, 2.0**ROW_BITS / max(most, 1))
+            self.row_scale = min(row_cost * max(abs(bound), 1) / limit, 2.0**ROW_BITS / max(most, 1))
         self.events = np.concatenate([self.events, events])
 
     def close(self, multiplier: Int, *, patience_s: float) -> bool:
         """Solves what targets leave open until the gap is as asked; returns whether it is."""
-        incumbent = self.incumbent
+        incumbent, tuning = self.incumbent, self.incumbent.tuning.hinges
         deadline = incumbent.left_s() - patience_s
-        dual = settled_dual(self.forms_of(self.network).priced(multiplier), self.shift, incumbent.left_s)
+        dual = self.dual_of(self.forms_of(self.network), multiplier)
         incumbent.raise_bound(dual.bound)
-        distance = max(int(FIRST_DISTANCE * abs(dual.bound)), 1)
+        distance = max(int(tuning.first_distance * abs(dual.bound)), 1)
         events = self.events
-        for _ in range(MOST_TARGETS):
+        for _ in range(tuning.targets):
             if incumbent.closed() or self.is_over(deadline):
                 break
             target = dual.bound + distance
@@ -188,7 +185,7 @@ class Hinged:
                 incumbent.raise_bound(bound)
                 if bound < target and not incumbent.closed():
                     return False  # as far as the tolerances of the MIP allow
-            distance *= GROWTH
+            distance *= tuning.growth
         return incumbent.closed()
 
     def is_over(self, deadline: float) -> bool:
@@ -198,9 +195,9 @@ class Hinged:
     def narrowed(self, dual: Dual, multiplier: Int, target: int) -> Network | None:
         """Returns what choices cheaper than `target` can contain; None if there are none."""
         network = self.network
-        for again in range(NARROWINGS):
+        for again in range(self.incumbent.tuning.hinges.narrowings):
             if again:
-                dual = settled_dual(self.forms_of(network).priced(multiplier), self.shift, self.incumbent.left_s)
+                dual = self.dual_of(self.forms_of(network), multiplier)
             edge_cost = network.edge_cost.copy()
             edge_cost[0][dual.dead_cells(target)] = FORBIDDEN
             settled = settle(replace(network, edge_cost=edge_cost), dual.may_improve(target), self.incumbent.left_s)
@@ -221,7 +218,7 @@ class Hinged:
         memory = memory_of(incumbent.problem, rest)
         while not self.is_over(deadline):
             core = Core(as_problem(rest, self.constants, memory, events), np.arange(len(events)))
-            reduce(core, incumbent.left_s)
+            reduce(core, incumbent.tuning.presolve, incumbent.left_s)
             if not core.feasible:
                 return target, events
             program, names = core.program()
@@ -235,7 +232,7 @@ class Hinged:
             choice = core.expand(dict(zip(names, answer.choice.tolist(), strict=True)))
             if incumbent.offer(rest.expand(choice)):
                 return min(target, answer.bound), events
-            over = peaks_over(memory.profile(choice), memory.limit, NEW_ROWS)
+            over = peaks_over(memory.profile(choice), memory.limit, incumbent.tuning.hinges.new_rows)
             more = np.concatenate([events, over[~np.isin(over, events)]])
             if len(more) == len(events):
                 return None, events
@@ -249,18 +246,18 @@ class Hinged:
         """
         count = len(self.events)
         forms = self.forms(program.network, program.hinge_constant, program.usage[:count], program.base[:count])
-        dual = settled_dual(forms.priced(multiplier), self.shift, self.incumbent.left_s)
+        incumbent, dual = self.incumbent, self.dual_of(forms, multiplier)
         room = (target << self.shift if self.shift >= 0 else (target >> -self.shift) + 1) - dual.constant
-        labels = solve_by_labels(program, dual, room, self.incumbent.left_s)
+        labels = solve_by_labels(program, dual, room, incumbent.tuning.tables, incumbent.left_s)
         if labels is not None:
             if labels.choice is None:
                 return MipAnswer(choice=None, bound=target, infeasible=True, finished=True)
             bound = self.bound_of(objective_of(program, labels.choice))
             return MipAnswer(choice=labels.choice, bound=bound, infeasible=False, finished=True)
-        limit_s = self.incumbent.limit_s(program.cells, patience_s)
-        if program.cells > MIP_CELLS or limit_s <= 0:
+        limit_s = incumbent.limit_s(program.cells, patience_s)
+        if program.cells > incumbent.tuning.hinges.mip_cells or limit_s <= 0:
             return None
-        answer = solve_for(self.incumbent, program, limit_s=limit_s)
+        answer = solve_for(incumbent, program, limit_s=limit_s)
         if answer.infeasible:
             return answer
         if answer.choice is None or answer.bound is None or not answer.finished:
@@ -307,34 +304,35 @@ def product(multiplier: int, values: Int) -> Int:
     return multiplier * high + ((multiplier * low) >> MULTIPLIER_BITS)
 
 
-def minimum(network: Network, left_s: Clock = endless) -> tuple[int, Int | None] | None:
+def minimum(network: Network, tuning: SolverTuning, left_s: Clock = endless) -> tuple[int, Int | None] | None:
     """Returns a bound on every choice of a plain network and, mostly, a choice that attains it.
 
     None if no finite choice exists.
     """
     core = Core(as_problem(network), EMPTY)
-    reduce(core, left_s)
+    reduce(core, tuning.presolve, left_s)
     if not core.feasible:
         return None
     program, names = core.program()
-    dual = plain_dual(program.network, 0)
+    dual = plain_dual(program.network, 0, tuning.dual)
     position: dict[int, int] | None = None
     least = FORBIDDEN
     resting = 0  # looks in a row at which the bound had not risen
-    for _ in range(MOST_LOOKS):
+    for _ in range(tuning.hinges.looks):
         before = dual.best
-        dual.improve(PASSES, left_s)
+        dual.improve(tuning.hinges.passes, left_s)
         if dual.failures == 0 and dual.iterations > 0:
             value = layer_sums(program.network, dual.choice)[0] + program.network.offset
             if value < least:
                 position, least = dict(zip(names, dual.choice.tolist(), strict=True)), value
         resting = 0 if dual.best > before else resting + 1
-        if least - dual.best <= ROUNDED_OFF * abs(least) or dual.proves_infeasible or resting == RESTED:
+        rested = resting == tuning.hinges.rested_looks
+        if least - dual.best <= ROUNDED_OFF * abs(least) or dual.proves_infeasible or rested:
             break
     bound = dual.best
-    if bound < least and left_s() > 0 and order_by_size(core)[2] <= SMALL_WORK:
+    if bound < least and left_s() > 0 and order_by_size(core, tuning.tables)[2] <= tuning.hinges.elimination_work:
         try:
-            exact = eliminate_all(core, left_s)
+            exact = eliminate_all(core, tuning.tables, left_s)
         except ValueError:
             return None
         if exact is not None:

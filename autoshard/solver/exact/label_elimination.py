@@ -21,9 +21,7 @@ from autoshard.solver.clock import Clock, effort, endless
 from autoshard.solver.dual.dual import Dual
 from autoshard.solver.kernels import jit
 from autoshard.solver.program import Network, Program
-
-MOST_LABELS = 400_000  # in one table before pruning
-MOST_HINGES = 3  # dominance looks at 2^hinges corners
+from autoshard.solver.tuning import TableTuning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +60,7 @@ class Labels:
 
 
 class TooManyLabelsError(Exception):
-    """A table would hold more than `MOST_LABELS`."""
+    """A table would hold more labels than the tuning allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,16 +70,19 @@ class LabelAnswer:
     choice: Int | None
 
 
-def solve_by_labels(program: Program, dual: Dual, room: int, left_s: Clock = endless) -> LabelAnswer | None:
+def solve_by_labels(
+    program: Program, dual: Dual, room: int, tuning: TableTuning, left_s: Clock = endless
+) -> LabelAnswer | None:
     """Solves a program exactly; None if tables grow too large, or time is over.
 
     Args:
       program: the network and its rows.
       dual: message passing over the program's network at fixed multipliers.
       room: how far from the dual's constant, in the network's unit, a choice may lie.
+      tuning: how large tables may grow.
       left_s: how much time is left.
     """
-    if len(program.hinge_constant) > MOST_HINGES:
+    if len(program.hinge_constant) > tuning.label_hinges:
         return None
     sizes = program.network.sizes
     tables = initial(program, dual, room)
@@ -95,11 +96,11 @@ def solve_by_labels(program: Program, dual: Dual, room: int, left_s: Clock = end
             v = min(waiting, key=lambda node: (weight(node, tables, sizes), node))
             mine = [table for table in tables if v in table.scope]
             tables = [table for table in tables if v not in table.scope]
-            tables.append(undominated(without(joined(mine, sizes, room), v), sizes, program))
+            tables.append(undominated(without(joined(mine, sizes, room, tuning.labels), v), sizes, program))
         while len(tables) > 1:
             tables.sort(key=lambda table: -len(table.at))
             pair = [tables.pop(), tables.pop()]
-            tables.append(undominated(joined(pair, sizes, room), sizes, program))
+            tables.append(undominated(joined(pair, sizes, room, tuning.labels), sizes, program))
     except TooManyLabelsError:
         return None
     choice = np.zeros(program.network.nodes, dtype=np.int64)
@@ -170,8 +171,11 @@ def key_of(at: Int, columns: list[int], scope: tuple[int, ...], sizes: Int) -> I
     return key
 
 
-def joined(tables: list[Labels], sizes: Int, room: int) -> Labels:
-    """Returns all combinations of rows that agree, within the room."""
+def joined(tables: list[Labels], sizes: Int, room: int, most: int) -> Labels:
+    """Returns all combinations of rows that agree, within the room.
+
+    Raises TooManyLabelsError where there are more than `most`.
+    """
     first, *others = sorted(tables, key=lambda table: len(table.at))
     result = Labels(scope=first.scope, at=first.at, value=first.value, parts=((first, np.arange(len(first.at))),))
     for other in others:
@@ -181,7 +185,7 @@ def joined(tables: list[Labels], sizes: Int, room: int) -> Labels:
         order = np.argsort(theirs, kind="stable")
         low = np.searchsorted(theirs[order], mine, side="left")
         count = np.searchsorted(theirs[order], mine, side="right") - low
-        if count.sum() > MOST_LABELS:
+        if count.sum() > most:
             raise TooManyLabelsError
         effort.spend(steps=10, cells=int(count.sum()) * (10 + 2 * result.value.shape[1]))
         a = np.repeat(np.arange(len(mine)), count)

@@ -26,14 +26,10 @@ from autoshard.solver.clock import effort, mip_s
 from autoshard.solver.exact.mip import MipAnswer, solve_program
 from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.program import Program
+from autoshard.solver.tuning import MipProcessTuning
 
 log = logging.getLogger("autoshard")
 
-SMALL_CELLS = 10_000  # a program of so few cells is solved at once, without a process
-OVERRUN_S, OVERRUN = 1.0, 1.5  # a request may take OVERRUN · its limit + OVERRUN_S before the kill
-ENDING_S = 5.0  # from the end of a process's output to its own
-LOOK_S = 0.1  # between looks at whether an answer is still wanted
-MARGIN = 0.1  # of the time left, for an engine that overruns to say what it has before it is killed
 NOTHING = MipAnswer(choice=None, bound=None, infeasible=False, finished=False)
 
 
@@ -46,6 +42,7 @@ def never() -> bool:
 class Child:
     """Solves one program at a time, in a process that starts with the first `submit`."""
 
+    tuning: MipProcessTuning
     process: "subprocess.Popen[bytes] | None" = None
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     pending: "Future[MipAnswer] | None" = None
@@ -67,14 +64,14 @@ class Child:
         """Begins to solve `program`; the options are those of `solve_program`."""
         assert not self.busy
         effort.spend(seconds=mip_s(program.cells))
-        if program.cells <= SMALL_CELLS:
+        if program.cells <= self.tuning.small_cells:
             self.pending = Future()
             self.pending.set_result(solve_program(program, time_limit_s=time_limit_s, **options))
             self.kill_at = math.inf
             return
         self.start()
         request = (program, {"time_limit_s": time_limit_s, **options})
-        self.kill_at = time.perf_counter() + OVERRUN * time_limit_s + OVERRUN_S
+        self.kill_at = time.perf_counter() + self.tuning.overrun * time_limit_s + self.tuning.overrun_s
         self.pending = self.thread.submit(self._exchange, request)
 
     def answer(self, wait_s: float) -> MipAnswer | None:
@@ -114,7 +111,7 @@ class Child:
         """Of a process whose pipe has closed; -9 if it does not end by itself."""
         assert self.process is not None
         try:
-            return self.process.wait(ENDING_S)
+            return self.process.wait(self.tuning.ending_s)
         except subprocess.TimeoutExpired:
             return -signal.SIGKILL
 
@@ -147,19 +144,25 @@ class Child:
 
 
 def solve_in_time(
-    program: Program, *, left_s: float, time_limit_s: float, enough: Callable[[], bool] = never, **options: Any
+    program: Program,
+    *,
+    left_s: float,
+    time_limit_s: float,
+    tuning: MipProcessTuning,
+    enough: Callable[[], bool] = never,
+    **options: Any,
 ) -> MipAnswer:
     """Solves `program` as `solve_program` does, within `left_s` whatever the engine does.
 
-    The engine is asked to stop after `time_limit_s`, and has `OVERRUN_S` more if they are left. Once
+    The engine is asked to stop after `time_limit_s`, and has `overrun_s` more if they are left. Once
     what there is is `enough` without it, it is ended without an answer.
     """
-    child = Child()
+    child = Child(tuning)
     try:
         begin = time.perf_counter()
-        child.submit(program, time_limit_s=min(time_limit_s, (1 - MARGIN) * left_s), **options)
-        child.kill_at = min(child.kill_at, begin + min(left_s, time_limit_s + OVERRUN_S))
-        while (answer := child.answer(LOOK_S)) is None:
+        child.submit(program, time_limit_s=min(time_limit_s, (1 - tuning.margin) * left_s), **options)
+        child.kill_at = min(child.kill_at, begin + min(left_s, time_limit_s + tuning.overrun_s))
+        while (answer := child.answer(tuning.look_s)) is None:
             if enough():
                 answer = NOTHING
                 break
@@ -174,6 +177,7 @@ def solve_for(incumbent: Incumbent, program: Program, *, limit_s: float) -> MipA
         program,
         left_s=incumbent.left_s(),
         time_limit_s=limit_s,
+        tuning=incumbent.tuning.mip_process,
         enough=incumbent.enough,
         rel_gap=incumbent.rel_gap,
         seed=incumbent.seed,

@@ -15,9 +15,6 @@ from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.memory import memory_of, peaks_over
 from autoshard.solver.program import Network, Program
 
-MOST_NODES = 100
-ROW_ROUNDS, NEW_ROWS = 6, 8  # eliminations in a row that add memory rows, and how many each adds
-
 
 def close(incumbent: Incumbent, network: Network, hinge_constant: tuple[int, ...], shift: int, events: Int) -> None:
     """Finds the optimum in `incumbent`, or proves that it is there, if tables stay small.
@@ -26,17 +23,17 @@ def close(incumbent: Incumbent, network: Network, hinge_constant: tuple[int, ...
       incumbent: has a choice.
       network: contains every better choice, in units of 2^-shift; with `hinge_constant`.
       hinge_constant: of each hinge, in the same unit.
-      shift: see `bound.shifted`.
+      shift: see `dual.shifted`.
       events: the memory rows to begin with.
     """
-    objective = incumbent.objective
-    if network.nodes > MOST_NODES or objective is None:
+    objective, tuning = incumbent.objective, incumbent.tuning.rounding_gap
+    if network.nodes > tuning.nodes or objective is None:
         return
     memory = memory_of(incumbent.problem, network)
     plain = replace(network, cost=network.cost[:1], edge_cost=network.edge_cost[:1])  # hinges cost at least nothing
-    dual = settled_dual(plain, shift, incumbent.left_s)
+    dual = settled_dual(plain, shift, incumbent.tuning.dual, incumbent.left_s)
     target = (objective << shift) - 1 if shift >= 0 else objective >> -shift
-    for _ in range(ROW_ROUNDS):
+    for _ in range(tuning.row_rounds):
         program = Program(
             network=network,
             usage=memory.coefficients(events),
@@ -44,7 +41,7 @@ def close(incumbent: Incumbent, network: Network, hinge_constant: tuple[int, ...
             limit=memory.limit,
             hinge_constant=hinge_constant,
         )
-        answer = solve_by_labels(program, dual, target - dual.constant, incumbent.left_s)
+        answer = solve_by_labels(program, dual, target - dual.constant, incumbent.tuning.tables, incumbent.left_s)
         if answer is None:
             return
         if answer.choice is None:
@@ -54,7 +51,7 @@ def close(incumbent: Incumbent, network: Network, hinge_constant: tuple[int, ...
             value = objective_of(program, answer.choice)
             incumbent.raise_bound(-((-value) >> shift) if shift >= 0 else value << -shift)
             return
-        more = np.union1d(events, peaks_over(memory.profile(answer.choice), memory.limit, NEW_ROWS))
+        more = np.union1d(events, peaks_over(memory.profile(answer.choice), memory.limit, tuning.new_rows))
         if len(more) == len(events):
             return
         events = more

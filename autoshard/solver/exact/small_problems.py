@@ -7,7 +7,7 @@ way is a bound on the problem.
 
 import numpy as np
 
-from autoshard.problem.network import Int, Problem
+from autoshard.problem.network import Int
 from autoshard.solver.evaluate import evaluate, usage_profile
 from autoshard.solver.exact.bucket_elimination import eliminate_all
 from autoshard.solver.exact.mip_process import solve_for, solve_in_time
@@ -16,21 +16,17 @@ from autoshard.solver.memory import peaks_over
 from autoshard.solver.presolve.elimination import Core, reduce
 from autoshard.solver.scaling import coarsened, coarsening
 
-NEW_ROWS = 8  # memory rows added per round at most: the worst of each stretch that overflows
-FLOAT_GAP = 1e-9  # what remains open when a MIP in floats is done; the search would rarely close it
-MIP_CELLS = 80_000  # larger cores are left to the search
-
 
 def solve_directly(incumbent: Incumbent, *, patience_s: float) -> str | None:
     """Solves the problem in `incumbent`; returns the engine's name, or None if it gave up.
 
-    It gives up where elimination is impossible and the MIP would have more than `MIP_CELLS`, or
+    It gives up where elimination is impossible and the MIP would have more than `mip_cells`, or
     does not finish within `patience_s`.
     """
     times = np.zeros(0, dtype=np.int64)
     while True:
         core = Core(incumbent.problem, times)
-        reduce(core, incumbent.left_s)
+        reduce(core, incumbent.tuning.presolve, incumbent.left_s)
         if not core.feasible:
             incumbent.infeasible = True
             return "arc consistency"
@@ -38,8 +34,9 @@ def solve_directly(incumbent: Incumbent, *, patience_s: float) -> str | None:
         if incumbent.infeasible or choice is None:
             return solver
         if incumbent.offer(choice):
-            return solver if incumbent.closed() or incumbent.gap() <= FLOAT_GAP else None
-        more = np.union1d(times, overflowing(incumbent.problem, choice))
+            done = incumbent.closed() or incumbent.gap() <= incumbent.tuning.small_problems.float_gap
+            return solver if done else None
+        more = np.union1d(times, overflowing(incumbent, choice))
         if len(more) == len(times) or incumbent.left_s() <= 0:
             return None
         times = more
@@ -52,7 +49,7 @@ def optimum(core: Core, incumbent: Incumbent, patience_s: float) -> tuple[Int | 
             incumbent.infeasible = True
             return None, "elimination"
         try:
-            position = eliminate_all(core, incumbent.left_s)
+            position = eliminate_all(core, incumbent.tuning.tables, incumbent.left_s)
         except ValueError:
             incumbent.infeasible = True
             return None, "elimination"
@@ -64,7 +61,7 @@ def optimum(core: Core, incumbent: Incumbent, patience_s: float) -> tuple[Int | 
             return choice, "elimination"
     program, names = core.program()
     limit_s = incumbent.limit_s(program.cells, patience_s)
-    if program.cells > MIP_CELLS or limit_s <= 0:
+    if program.cells > incumbent.tuning.small_problems.mip_cells or limit_s <= 0:
         return None, None
     answer = solve_for(incumbent, program, limit_s=limit_s)
     if answer.infeasible:
@@ -77,17 +74,18 @@ def optimum(core: Core, incumbent: Incumbent, patience_s: float) -> tuple[Int | 
     return core.expand(dict(zip(names, answer.choice.tolist(), strict=True))), "highs"
 
 
-def overflowing(problem: Problem, choice: Int) -> Int:
+def overflowing(incumbent: Incumbent, choice: Int) -> Int:
     """Returns the worst time point of each stretch over the limit, of the worst stretches."""
+    problem = incumbent.problem
     assert problem.usage_limit is not None
     times, usage = usage_profile(problem, choice)
-    return times[peaks_over(usage, problem.usage_limit, NEW_ROWS)]
+    return times[peaks_over(usage, problem.usage_limit, incumbent.tuning.small_problems.new_rows)]
 
 
 def smallest_peak(incumbent: Incumbent) -> bool:
     """Finds the choice of least peak of a small problem that nothing satisfies.
 
-    Returns False, having found nothing, where the MIP would have more than `MIP_CELLS`.
+    Returns False, having found nothing, where the MIP would have more than `mip_cells`.
     """
     problem = coarsened(incumbent.problem, coarsening(incumbent.problem))
     times = np.zeros(0, dtype=np.int64)
@@ -97,10 +95,17 @@ def smallest_peak(incumbent: Incumbent) -> bool:
         if not core.feasible:
             return True
         program, names = core.program()
-        if program.cells > MIP_CELLS:
+        if program.cells > incumbent.tuning.small_problems.mip_cells:
             return False
         left_s = incumbent.left_s()
-        answer = solve_in_time(program, left_s=left_s, time_limit_s=left_s, seed=incumbent.seed, minimise_peak=True)
+        answer = solve_in_time(
+            program,
+            left_s=left_s,
+            time_limit_s=left_s,
+            tuning=incumbent.tuning.mip_process,
+            seed=incumbent.seed,
+            minimise_peak=True,
+        )
         if answer.choice is None:
             return True
         choice = core.expand(dict(zip(names, answer.choice.tolist(), strict=True)))

@@ -13,11 +13,12 @@ from autoshard.solver.memory import memory_of
 from autoshard.solver.presolve.consistency import settle
 from autoshard.solver.presolve.memory_rows import MemoryItems, rows_of
 from autoshard.solver.program import Flat, Network
+from autoshard.solver.tuning import PresolveTuning
 
-NODES_AT_ONCE = 500  # between looks at the clock
 
-
-def without_dominated(problem: Problem, network: Network, left_s: Clock = endless) -> Network | None:
+def without_dominated(
+    problem: Problem, network: Network, tuning: PresolveTuning, left_s: Clock = endless
+) -> Network | None:
     """Returns `network`, to which `problem` was reduced, without dominated strategies; an optimum stays.
 
     None if no finite choice exists. Stops once `left_s()` is not positive.
@@ -25,10 +26,10 @@ def without_dominated(problem: Problem, network: Network, left_s: Clock = endles
     while left_s() > 0:
         rows = rows_of(memory_of(problem, network))
         alive, flat = np.ones(network.start[-1], dtype=bool), network.flat()
-        for begin in range(0, network.nodes, NODES_AT_ONCE):
+        for begin in range(0, network.nodes, tuning.nodes_at_once):
             if left_s() <= 0:
                 break
-            end = min(begin + NODES_AT_ONCE, network.nodes)
+            end = min(begin + tuning.nodes_at_once, network.nodes)
             clear_dominated(begin, end, alive, flat, network.cost, network.edge_cost, rows.memory_items)
         if alive.all():
             return network

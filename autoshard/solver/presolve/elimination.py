@@ -17,8 +17,8 @@ import numpy as np
 from autoshard.problem.network import INF, Int, Problem
 from autoshard.solver.clock import Clock, effort, endless
 from autoshard.solver.program import FORBIDDEN, Network, Program
+from autoshard.solver.tuning import PresolveTuning
 
-MOST_CELLS = 2_000_000  # work limit of one elimination of a node with two neighbours
 Edge = tuple[int, int]  # (smaller node, larger node)
 
 
@@ -340,7 +340,7 @@ class Core:
         return full
 
 
-def reduce(core: Core, left_s: Clock = endless) -> None:
+def reduce(core: Core, tuning: PresolveTuning, left_s: Clock = endless) -> None:
     """Applies every exact step until none applies, or time is over."""
     core.make_consistent(list(core.cost))
     for u, v in list(core.table):
@@ -353,7 +353,7 @@ def reduce(core: Core, left_s: Clock = endless) -> None:
         if v not in core.cost:
             continue
         around = set(core.near[v])
-        if not step(core, v):
+        if not step(core, v, tuning.elimination_cells):
             continue
         around |= core.make_consistent([w for w in around if w in core.cost])
         for w in sorted(around - waiting, reverse=True):
@@ -361,8 +361,11 @@ def reduce(core: Core, left_s: Clock = endless) -> None:
             queue.append(w)
 
 
-def step(core: Core, v: int) -> bool:
-    """Tries to remove node v, or one edge of it; returns whether anything changed."""
+def step(core: Core, v: int, most_cells: int) -> bool:
+    """Tries to remove node v, or one edge of it; returns whether anything changed.
+
+    A node is minimised out of a table of at most so many cells.
+    """
     if len(core.cost[v]) == 1:
         core.fix(v, 0)
         return True
@@ -375,7 +378,7 @@ def step(core: Core, v: int) -> bool:
             return True
     if len(core.near[v]) <= 2:
         work = len(core.cost[v]) * int(np.prod([len(core.cost[w]) for w in core.near[v]]))
-        if work <= MOST_CELLS and core.is_free(v):
+        if work <= most_cells and core.is_free(v):
             core.minimise_out(v)
             return True
     return False

@@ -18,26 +18,19 @@ from autoshard.solver.presolve.memory_rows import Rows
 from autoshard.solver.primal import block_moves
 from autoshard.solver.primal.block_moves import NEVER, Current, Floats, Prices
 from autoshard.solver.program import Network
+from autoshard.solver.tuning import LocalSearchTuning
 
-VISITS = 1.2  # of each node, on average, by the moves of a turn
-POLISH_VISITS = 4.0  # at each factor
-POLISH = (0.0, 0.5, 0.9, 0.0)  # factors of the prices: low ones spend memory, high ones win it back
-PORTIONS = 5  # of a visit to every node, between looks at the clock
-PEAKS = 16  # rows that become dearer at once
-DEARER, LEAST_DEARER = 3.0, 0.01  # price per relative overflow, and the least, of value / limit
-CHEAPER, LEVEL = 0.9, 0.95  # a turn's fall of the added prices, and of the dual's
-LOWEST_LEVEL = 0.2
-PATIENCE = 15  # turns without success before the next perturbation
-NOISE = (0.1, 0.3, 1.0, 3.0)  # of value / nodes, in perturbations
 ANY = 2**62  # a limit that refuses nothing
 
 
 class LocalSearch:
     """A choice of a network that swings about the memory limit, and the best that fitted."""
 
-    def __init__(self, network: Network, rows: Rows, seed: int, left_s: Clock = endless) -> None:
+    def __init__(
+        self, network: Network, rows: Rows, seed: int, tuning: LocalSearchTuning, left_s: Clock = endless
+    ) -> None:
         """Starts without a choice. Hinges of `network` are ignored; moves end when `left_s()` is not positive."""
-        self.network, self.rows, self.left_s = network, rows, left_s
+        self.network, self.rows, self.tuning, self.left_s = network, rows, tuning, left_s
         self.flat, self.items = network.flat(), rows.memory_items
         self.table, self.cost = as_floats(network.edge_cost[0]), as_floats(network.cost[0])
         self.state = np.array([2 * seed + 0x9E3779B97F4A7C15], dtype=np.uint64)
@@ -74,25 +67,25 @@ class LocalSearch:
     def turn(self) -> bool:
         """Moves, then changes prices; returns whether a better choice that fits was found."""
         assert self.choice is not None
-        limit = self.rows.limit
-        if self.idle >= PATIENCE:
+        limit, tuning = self.rows.limit, self.tuning
+        if self.idle >= tuning.patience:
             self._perturb()
         unary = self._unary(self.level * self.price + self.added)
-        self._move(unary, self.choice, self.profile, ANY, VISITS)
-        peaks = peaks_over(self.profile, limit, PEAKS)
+        self._move(unary, self.choice, self.profile, ANY, tuning.visits)
+        peaks = peaks_over(self.profile, limit, tuning.peaks)
         value = self.value_of(self.choice)
         found = False
         if len(peaks):
             unit = max(abs(value), 1.0) / max(limit, 1)
             excess = self.profile[peaks] / max(limit, 1) - 1
-            self.added[peaks] += unit * np.maximum(DEARER * excess, LEAST_DEARER)
-            self.level = min(self.level / LEVEL, 1.0)
+            self.added[peaks] += unit * np.maximum(tuning.dearer * excess, tuning.least_dearer)
+            self.level = min(self.level / tuning.level_factor, 1.0)
         else:
             if value != self.polished:
                 self.polished = value
                 found = self._polish()
-            self.added *= CHEAPER
-            self.level = max(self.level * LEVEL, LOWEST_LEVEL)
+            self.added *= tuning.cheaper
+            self.level = max(self.level * tuning.level_factor, tuning.lowest_level)
         self.idle = 0 if found else self.idle + 1
         self.age += 1
         return found
@@ -102,8 +95,8 @@ class LocalSearch:
         choice, profile = self.choice.copy(), self.profile.copy()
         found = self._keep(choice, profile)
         price = self._unary(self.price + self.added) - self.cost
-        for factor in POLISH:
-            self._move(self.cost + factor * price, choice, profile, self.rows.limit, POLISH_VISITS)
+        for factor in self.tuning.polish_factors:
+            self._move(self.cost + factor * price, choice, profile, self.rows.limit, self.tuning.polish_visits)
             found |= self._keep(choice, profile)
         return self._cross(choice) or found
 
@@ -122,20 +115,20 @@ class LocalSearch:
             return
         self.choice, self.profile = self.best.copy(), self.rows.profile(self.best)
         unary = self._unary(self.level * self.price + self.added)
-        scale = self.random.choice(NOISE) * max(abs(self.best_value), 1.0) / self.network.nodes
-        self._move(unary + scale * self.random.random(len(unary)), self.choice, self.profile, ANY, VISITS)
+        scale = self.random.choice(self.tuning.noises) * max(abs(self.best_value), 1.0) / self.network.nodes
+        self._move(unary + scale * self.random.random(len(unary)), self.choice, self.profile, ANY, self.tuning.visits)
 
     def _unary(self, price: Floats) -> Floats:
         return self.cost + block_moves.priced(self.items, self.network.start, price)
 
     def _move(self, unary: Floats, choice: Int, profile: Int, limit: int, visits: float) -> None:
-        nodes = self.network.nodes
+        nodes, portions = self.network.nodes, self.tuning.portions
         prices, current = Prices(unary, self.table), Current(choice, profile, limit)
-        effort.spend(steps=PORTIONS, cells=math.ceil(visits * 4 * len(self.table)))
-        for _ in range(math.ceil(visits * PORTIONS)):
+        effort.spend(steps=portions, cells=math.ceil(visits * 4 * len(self.table)))
+        for _ in range(math.ceil(visits * portions)):
             if self.left_s() <= 0:
                 return
-            portion = math.ceil(nodes / PORTIONS)
+            portion = math.ceil(nodes / portions)
             block_moves.wander(portion, nodes, self.state, self.flat, prices, self.items, current)
 
     def _keep(self, choice: Int, profile: Int) -> bool:

@@ -19,12 +19,7 @@ from autoshard.solver.presolve.memory_rows import rows_of
 from autoshard.solver.primal.local_search import LocalSearch
 from autoshard.solver.program import Network
 
-ROUNDS, PASSES = 30, 20
-TURNS = 25  # of the local search at one limit
-LOWERINGS = 4  # limits in a row, each half as ambitious, that fail before it is given up
-EAGERNESS = 4.0  # exponent of a time point's excess over the mean
 PARTS = 2**40  # of all strategies' usage together, as which the mean usage of one is counted
-NEAR = 0.98  # time points so near the peak get a weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +33,7 @@ class Peak:
 
 def approximate_peak(incumbent: Incumbent) -> Peak | None:
     """Returns a small peak and a bound on the smallest; None if no choice is finite."""
-    problem = incumbent.problem
+    problem, tuning = incumbent.problem, incumbent.tuning.peak
     network = presolve(without_costs(problem), incumbent.left_s)
     if network is None:
         return None
@@ -48,12 +43,12 @@ def approximate_peak(incumbent: Incumbent) -> Peak | None:
     bound, best, smallest = int(least.max(initial=0)), None, None
     events = np.argsort(-least, kind="stable")[:1]  # none if nothing is ever alive
     weight = np.ones(len(events))
-    for _ in range(ROUNDS):
+    for _ in range(tuning.rounds):
         rows = memory.coefficients(events)
         cost = np.floor(weight @ rows).astype(np.int64)
         weighted, _, shift = shifted(replace(network, cost=cost[None]), ())
-        dual = Dual(weighted, nothing, (), shift)
-        dual.improve(PASSES, incumbent.left_s)
+        dual = Dual(weighted, nothing, (), shift, incumbent.tuning.dual)
+        dual.improve(tuning.passes, incumbent.left_s)
         bound = max(bound, dual.bound)
         profile = memory.profile(dual.choice)
         peak = int(profile.max(initial=0))
@@ -62,10 +57,10 @@ def approximate_peak(incumbent: Incumbent) -> Peak | None:
         found = smallest is not None and smallest <= bound
         if found or not len(memory.times) or incumbent.left_s() <= 0:
             break
-        events, where = np.union1d(events, peaks_over(profile, NEAR * peak, 4)), events
+        events, where = np.union1d(events, peaks_over(profile, tuning.near * peak, tuning.points_at_once)), events
         old, weight = weight, np.full(len(events), 1 / len(events))
         weight[np.searchsorted(events, where)] = old
-        weight *= np.exp(EAGERNESS * (profile[events] / max(profile[events].mean(), 1.0) - 1))
+        weight *= np.exp(tuning.eagerness * (profile[events] / max(profile[events].mean(), 1.0) - 1))
         weight /= weight.sum() * (1 + 1e-9)  # at most 1 in spite of rounding
     if best is None:
         return None
@@ -111,17 +106,18 @@ def is_finite(problem: Problem, network: Network, choice: Int) -> bool:
 
 def lowered(incumbent: Incumbent, network: Network, memory: Memory, choice: Int, bound: int) -> Int:
     """Returns a choice of a peak at most that of `choice`: the local search under lower and lower limits."""
-    idle = 0
-    while idle < LOWERINGS and incumbent.left_s() > 0:
+    idle, tuning = 0, incumbent.tuning
+    while idle < tuning.peak.lowerings and incumbent.left_s() > 0:
         peak = int(memory.profile(choice).max(initial=0))
         if peak <= bound:
             break
         limit = bound if idle == 0 else (bound + (2**idle - 1) * peak) >> idle
         if limit >= peak:
             break
-        local = LocalSearch(network, rows_of(replace(memory, limit=limit)), incumbent.seed, incumbent.left_s)
+        rows = rows_of(replace(memory, limit=limit))
+        local = LocalSearch(network, rows, incumbent.seed, tuning.local_search, incumbent.left_s)
         local.go_on_from(choice)
-        for _ in range(TURNS):
+        for _ in range(tuning.peak.turns):
             if local.best is not None or incumbent.left_s() <= 0:
                 break
             local.turn()
