@@ -1,4 +1,4 @@
-"""Problem → Solution: the best choice found, a bound on any choice, and their gap."""
+"""Problem → Solution: the best choice found, a bound on every choice, and their gap."""
 
 from autoshard.solver.evaluate import Evaluation, evaluate, users_at
 from autoshard.solver.solution import Solution, Status

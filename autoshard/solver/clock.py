@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 Clock = Callable[[], float]  # seconds left; not positive once the time is over
 
-# About what one core of a server takes (`python -m benchmarks.settling` prints both).
+# The unit of counted work: about the seconds that one core of a server takes. `python -m benchmarks.settling`
+# prints both. They are no tuning: other numbers would change after how much work every solve settles.
 STEP_S = 8e-6  # a step of the interpreter, over a few small arrays
 CELL_S = 1e-9  # a cell read or written by a compiled loop or an array operation
 MIP_S = 0.025  # HiGHS on a thousand cells; seen: 0.04 to 0.12 s, and 0.6 to 4.3 s on ten thousand
@@ -21,8 +22,8 @@ def endless() -> float:
 class Compilation(threading.local):
     """Time spent on compiling the solver itself, once per installation, and on loading it, once per process.
 
-    `worked_s` is a clock that stands still meanwhile. Every thread has its own: the times are to be
-    compared within one thread.
+    `worked_s` is a clock that stands still meanwhile. Every thread has its own clock; its times are to be
+    compared within the thread.
     """
 
     def __init__(self) -> None:
@@ -41,28 +42,28 @@ class Compilation(threading.local):
             self._spent_s += time.perf_counter() - self._since
 
     def worked_s(self) -> float:
-        """Seconds of a clock."""
+        """Returns the seconds of a clock that stands still while the solver is compiled or loaded."""
         now = self._since if self._depth else time.perf_counter()
         return now - self._spent_s
 
 
 class Effort(threading.local):
-    """Work that was done, told in about seconds, but counted: no clock is asked.
+    """Work that was done, counted in about seconds; no clock is asked.
 
-    What is settled by it is settled alike on every machine, whatever else that does. Every thread
-    has its own.
+    What is decided by work is decided alike on every machine, whatever else that machine does. Every thread
+    has its own count.
     """
 
     def __init__(self) -> None:
         self.spent_s = 0.0
 
     def spend(self, *, steps: int = 0, cells: int = 0, seconds: float = 0.0) -> None:
-        """Counts steps of the interpreter, cells of arrays, and seconds that were counted elsewhere."""
+        """Adds steps of the interpreter, cells of arrays, and seconds that were estimated elsewhere."""
         self.spent_s += STEP_S * steps + CELL_S * cells + seconds
 
 
 def mip_s(cells: int) -> float:
-    """Seconds that HiGHS takes for a program of so many cells, about."""
+    """Returns about the seconds that HiGHS takes for a program of so many finite cells."""
     return MIP_S * (cells / 1000) ** 2
 
 

@@ -1,7 +1,7 @@
-"""Price a choice exactly, in integers: the judge of every answer, independent of the engines.
+"""Evaluate: price a choice exactly, in integers. It judges every answer, independently of the engines.
 
-Nothing here shares code with presolve, message passing or the MIP, so that a bug there cannot
-hide itself. Sums run in two halves of 32 bits, so entries up to 10^18 cannot overflow.
+Nothing here shares code with the presolve, message passing or the MIP, so that a bug there cannot hide
+itself. Sums run in two halves of 32 bits, so that entries up to 10^18 cannot overflow.
 """
 
 from dataclasses import dataclass

@@ -9,11 +9,11 @@ import numpy as np
 from autoshard.problem.network import Int, Problem
 from autoshard.solver.clock import compilation, effort, mip_s
 from autoshard.solver.evaluate import evaluate
-from autoshard.solver.solution import Solution, Status
+from autoshard.solver.solution import Engine, Solution, Status
 from autoshard.solver.tuning import TUNED, SolverTuning
 
 Progress = Callable[[int | None, int | None, float], None]  # best, bound, elapsed_s
-Cutoff = Callable[[], float]  # what a choice must cost less than to be of use, by what is known now
+Cutoff = Callable[[], float]  # the cost from which on, as far as is known now, a choice is of no use
 NO_BOUND = -(2**62)
 
 
@@ -24,7 +24,10 @@ def no_cutoff() -> float:
 
 @dataclass(slots=True, kw_only=True)
 class Incumbent:
-    """Every engine reports here; nothing is believed that `evaluate` has not priced."""
+    """The best choice, the best bound and the clock of one solve.
+
+    Every engine reports here. Nothing is believed of a choice that `evaluate` has not priced.
+    """
 
     problem: Problem
     time_limit_s: float
@@ -55,7 +58,7 @@ class Incumbent:
         return self.clock() - self.begin
 
     def to_settle_s(self) -> float:
-        """Seconds of work until less will do; negative after."""
+        """Returns how much work, in counted seconds, is left before a larger gap will do; negative after it."""
         return self.settle_s - (effort.spent_s - self.begin_effort)
 
     def left_s(self) -> float:
@@ -72,7 +75,7 @@ class Incumbent:
         return True
 
     def offer_peak(self, choice: Int, bound_bytes: int | None) -> None:
-        """Keeps the choice of a problem that nothing satisfies if its peak is the smallest."""
+        """Keeps a choice of the smallest peak; for problems that no choice satisfies."""
         peak = evaluate(self.problem, choice)
         if self.smallest_peak_bytes is None or peak.peak_bytes < self.smallest_peak_bytes:
             self.choice, self.smallest_peak_bytes, self.peak_at = choice, peak.peak_bytes, peak.peak_at
@@ -86,13 +89,13 @@ class Incumbent:
 
     @property
     def beaten(self) -> bool:
-        """Whether every choice costs at least the cutoff, which may fall meanwhile."""
+        """Whether it is proven that every choice costs at least the cutoff, which may fall meanwhile."""
         return self.bound >= self.cutoff()
 
     def closed(self) -> bool:
         """Whether the gap is as small as was asked for.
 
-        After `settle_s`, or once beaten, ten times as much will do; after both, any.
+        After `settle_s` of work, or once beaten, `settled_gaps` times as much will do; after both, any gap.
         """
         if self.objective is None:
             return self.infeasible
@@ -102,23 +105,26 @@ class Incumbent:
         return self.gap() <= self.rel_gap * (self.tuning.stopping.settled_gaps if settled or self.beaten else 1)
 
     def enough(self) -> bool:
-        """Whether an engine that is waited for can be stopped: its work was counted before, so the clock decides."""
+        """Whether an engine that is waited for can be stopped.
+
+        Its work was counted when it began, so that the clock decides here, and not the work.
+        """
         return self.closed() or (self.beaten and self.elapsed_s() > self.settle_s)
 
     @property
     def would_do(self) -> bool:
-        """Whether what there is will do after `settle_s`: of a choice that is beaten nothing more is asked."""
+        """Whether the incumbent will do after `settle_s` of work; of one that is beaten nothing more is asked."""
         return self.gap() <= self.rel_gap * self.tuning.stopping.settled_gaps or self.beaten
 
     @property
     def settles(self) -> bool:
-        """Whether work decides, and not the clock, what is still begun."""
+        """Whether work, and not the clock, decides what is still begun."""
         return self.would_do and math.isfinite(self.settle_s)
 
     def limit_s(self, cells: int, patience_s: float) -> float:
-        """Seconds that a program of so many cells may take; 0 if it is not to be begun.
+        """Returns the seconds that the MIP of so many cells may take; 0 if it is not to be begun.
 
-        Where work decides, it is begun if its work, as estimated, is done by `settle_s`; the clock ends
+        Where work decides, the MIP is begun if its estimated work is done by `settle_s`; the clock ends
         it only if it takes `mip_slack` times as long. Else it may take `patience_s`.
         """
         if not self.settles:
@@ -129,7 +135,7 @@ class Incumbent:
 
     @property
     def repeatable(self) -> bool:
-        """Whether the same steps are to be taken every time, by what was done and not by the clock."""
+        """Whether a solve must take the same steps every time: those that follow from its work, not from the clock."""
         return self.rounds is not None or math.isfinite(self.settle_s)
 
     def gap(self) -> float:
@@ -143,7 +149,7 @@ class Incumbent:
             bound = None if self.bound == NO_BOUND else self.bound
             self.on_progress(self.objective, bound, self.elapsed_s())
 
-    def solution(self, solver: str) -> Solution:
+    def solution(self, solver: Engine) -> Solution:
         if self.infeasible:
             status = Status.INFEASIBLE
         elif self.objective is None:

@@ -1,4 +1,4 @@
-"""Memory over time, as a function of the strategies of a network's roots."""
+"""Memory over time, as a function of the strategies of the roots of a network."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from autoshard.solver.program import Network
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """The usage items that are ever alive, in a compressed time: the k-th distinct event.
+    """The items of usage that are ever alive, in compressed time: its points are the distinct events.
 
     Item i belongs to root `root[i]`, is alive over `[begin[i], end[i])` (event numbers) and uses
     `usage[first[i] + follows[follow_first[i] + s]]` when its root has strategy s.

@@ -1,4 +1,4 @@
-"""Flat networks, and programs: a network with the memory rows and hinges to respect."""
+"""Networks as flat arrays, and programs: a network with the memory rows and the hinges to respect."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,11 +25,12 @@ class Flat(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """What is left, and how the nodes of the problem follow from it.
+    """What is left of a problem, and how the nodes of the problem follow from it.
 
-    Layer 0 of `cost` and `edge_cost` is cost, layer 1 + h the coefficients of hinge h. Edges are
-    unique, with `edge_nodes[e, 0] < edge_nodes[e, 1]`. Node v of the problem has strategy
-    `follows[follows_start[v] + i]` when its root `root[v]` has strategy i.
+    The strategies of node v are `start[v]:start[v + 1]`; the cells of edge e, one per pair of strategies of
+    its ends, row by row, are `edge_start[e]:edge_start[e + 1]`. Layer 0 of `cost` and `edge_cost` is cost,
+    layer 1 + h the coefficients of hinge h. Edges are unique, with `edge_nodes[e, 0] < edge_nodes[e, 1]`.
+    Node v of the problem has strategy `follows[follows_start[v] + i]` when its root `root[v]` has strategy i.
     """
 
     start: Int  # nodes + 1
@@ -83,9 +84,10 @@ class Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """Each memory row asks for `base[r]` + chosen entries of `usage[r]` ≤ `limit`.
+    """A network with memory rows and hinges.
 
-    Hinge h costs max(0, `hinge_constant[h]` + chosen entries of layer 1 + h), in the unit of the
+    Memory row r demands that `base[r]` and the chosen entries of `usage[r]` add up to at most `limit`, in
+    bytes. Hinge h costs max(0, `hinge_constant[h]` + the chosen entries of layer 1 + h), in the unit of the
     network's costs.
     """
 

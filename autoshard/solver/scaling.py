@@ -1,7 +1,7 @@
-"""Costs too large for 64 bits together, made smaller: every engine may then add up without care.
+"""Scaling: costs that together are too large for 64 bits are made smaller, so that engines add up without care.
 
-A choice of the coarse problem is one of the problem, and what bounds the coarse one bounds, shifted
-back, the problem, since every entry is rounded down.
+Every entry is divided by a power of two and rounded down. A choice of the coarse problem is a choice of the
+problem, and a bound on the coarse problem, shifted back, is a bound on the problem.
 """
 
 from dataclasses import replace

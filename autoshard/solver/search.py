@@ -1,9 +1,9 @@
 """The anytime engine: bound, round, fix, search locally, and solve ever larger parts exactly.
 
-Two things go on at once, on two cores. Here a `Dual` bounds the reduced network and rounds, what its
-bounds exclude is removed and the network reduced again, and a `LocalSearch` improves the best choice.
-In a `Child`, restricted MIPs over the strategies of least excess, neighbourhoods of the best choice
-and, once it is small enough, the whole network are solved.
+Two processes work at once, on two cores. In this one a `Dual` bounds the reduced network and rounds its
+messages to choices, what the bounds exclude is removed and the network reduced again, and a `LocalSearch`
+improves the best choice. The other, a `Child`, solves MIPs: of the strategies of least excess, of
+neighbourhoods of the best choice and, once it is small enough, of the whole network.
 """
 
 from dataclasses import dataclass, replace
@@ -27,18 +27,18 @@ from autoshard.solver.program import FORBIDDEN, Network, Program, cell_ends
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """A network that the child solves, memory rows being added as its answers violate them."""
+    """A network that the child solves; memory rows are added as its answers break them."""
 
     network: Network
     memory: Memory
-    whole: bool  # its bound is the problem's
-    abs_gap: int
-    until: float  # what may be left of the time when it ends
-    rounds: int = 0
+    whole: bool  # whether the network holds every better choice, so that its bound is the problem's
+    abs_gap: int  # at which it may stop, in the network's unit
+    until: float  # seconds that are left of the time when it must end
+    rounds: int = 0  # how many MIPs it was so far
 
 
 class Search:
-    """Networks, duals and budgets of one search; the results go to `incumbent`."""
+    """The networks, the duals and the budgets of one search. What it finds goes to `incumbent`."""
 
     def __init__(self, incumbent: Incumbent, network: Network, child: Child) -> None:
         begin_s = incumbent.left_s()
@@ -62,10 +62,10 @@ class Search:
         memory = memory_of(self.incumbent.problem, network)
         return Dual(network, memory, self.hinge_constant, self.shift, self.incumbent.tuning.dual)
 
-    # ── here ─────────────────────────────────────────────────────────────────
+    # ── in this process ──────────────────────────────────────────────────────
 
     def climb(self, cycles: int) -> None:
-        """Improves bound and roundings."""
+        """Improves the bound and the roundings by cycles of the dual."""
         for _ in range(cycles):
             if self.incumbent.left_s() <= 0 or self.incumbent.closed():
                 return
@@ -76,7 +76,7 @@ class Search:
             self._report()
 
     def _report(self) -> None:
-        """Takes over the dual's bound and rounding."""
+        """Tells the incumbent the dual's bound and rounding."""
         if self.dual.iterations == 0:
             return
         self.incumbent.raise_bound(self.dual.bound)
@@ -96,9 +96,9 @@ class Search:
             self.work(0.0)
 
     def wander(self, turns: int, seconds: float = 0.0) -> None:
-        """Goes on with the local search for `turns`, and `seconds`.
+        """Goes on with the local search for so many turns and, after them, until so many seconds have passed.
 
-        After a run it starts again, from the dual's last rounding if that is new; it knows the incumbent.
+        After a run it starts again, from the dual's last rounding if that is new. It knows the incumbent.
         """
         local, incumbent = self.local, self.incumbent
         if incumbent.left_s() <= 0:
@@ -132,10 +132,10 @@ class Search:
                 incumbent.offer(self.full.expand(local.best))
 
     def work(self, share: float = 1.0) -> None:
-        """Local search, then a cycle of the dual unless those gain little.
+        """Searches locally, then takes a cycle of the dual, unless cycles gain little.
 
-        The search takes `share` of a cycle's time, at least a turn; under a budget of rounds, which
-        asks for the same steps every time, always as many turns.
+        The local search takes `share` of the time of a cycle, and at least a turn. Where a solve must be
+        repeatable it takes a fixed number of turns.
         """
         incumbent = self.incumbent
         if not incumbent.repeatable:
@@ -154,7 +154,7 @@ class Search:
         self.rest = 0 if gained else min(2 * self.rest + 1, self.tuning.longest_rest)
 
     def fix(self) -> None:
-        """Removes what no better choice than the incumbent contains, and reduces again."""
+        """Removes the strategies and cells that no better choice than the incumbent contains, and reduces again."""
         objective = self.incumbent.objective
         if objective is None:
             return
@@ -179,7 +179,7 @@ class Search:
         self.climb(1)
 
     def find_feasible(self) -> None:
-        """Finds a choice that fits: at higher prices of memory, then for least peak."""
+        """Finds a choice that fits: at larger multipliers of memory rows, then by the smallest peak."""
         passes = self.incumbent.tuning.dual.resting_passes
         for factor in self.tuning.dearer:
             if self.incumbent.objective is not None or self.incumbent.left_s() <= 0:
@@ -206,19 +206,20 @@ class Search:
     # ── in the child ─────────────────────────────────────────────────────────
 
     def finite_cells(self) -> int:
+        """Returns the size of the network that matters to a MIP."""
         return int((self.dual.network.edge_cost[0] < INF).sum())
 
     def solve_whole(self, *, limit_s: float) -> None:
-        """Begins to solve the network as it is."""
+        """Begins to solve the whole network."""
         network = self.dual.residual()
         self._begin(network, whole=True, abs_gap=0, limit_s=limit_s)
 
     def close(self) -> None:
-        """Closes a gap that the tolerances of a MIP of the whole network have left."""
+        """Closes the gap that the tolerances of a MIP of the whole network have left."""
         close(self.incumbent, self.dual.network, self.hinge_constant, self.shift, self.events)
 
     def restrict(self, cells: int) -> None:
-        """Begins to solve the strategies of least excess that make about `cells` cells."""
+        """Begins to solve the network of the strategies of least excess that make about `cells` cells."""
         excess, level = self.levels()
         at = min(cells, len(level) - 1)
         threshold = np.partition(level, at)[at] if len(level) else 0
@@ -236,8 +237,8 @@ class Search:
     def improve_neighbourhood(self, cells: int) -> None:
         """Frees a part of the network of about `cells` cells; the rest stays as the incumbent has it.
 
-        The parts are by turns windows in the nodes' order (which is that of time) and
-        surroundings of a node.
+        The part is by turns a window in the nodes' order, which is that of time, and the surroundings
+        of a node.
         """
         network = self.dual.network
         if self.incumbent.choice is None or len(network.edge_nodes) == 0:
@@ -264,7 +265,7 @@ class Search:
     def levels(self) -> tuple[Int, Int]:
         """Returns each strategy's excess, and each finite cell's: the larger of its ends'.
 
-        Strategies of the last rounding, and of an incumbent that is not far off, count as 0.
+        The excess counts as 0 of strategies of the last rounding, and of an incumbent of small gap.
         """
         dual = self.dual
         network = dual.network
@@ -305,7 +306,7 @@ class Search:
         job.rounds += 1
 
     def collect(self, wait_s: float) -> MipAnswer | None:
-        """Returns the job's last answer, having offered its choice; None while it goes on."""
+        """Returns the job's last answer, whose choice was offered; None while the job goes on."""
         assert self.job is not None
         job = self.job
         answer = self.child.answer(wait_s)
@@ -326,7 +327,7 @@ class Search:
         return answer
 
     def _conclude(self, answer: MipAnswer) -> None:
-        """Takes over what an answer for the whole network proves."""
+        """Tells the incumbent what an answer for the whole network proves."""
         if answer.infeasible:
             if self.incumbent.objective is None:
                 self.incumbent.infeasible = True
@@ -338,7 +339,7 @@ class Search:
 
 
 def linearised(network: Network, multiplier: NDArray[np.float64]) -> Network:
-    """Returns the network with its hinges priced into layer 0, about."""
+    """Returns the network with its hinges added to layer 0 at fixed multipliers, rounded."""
     if not len(multiplier):
         return network
     cost = network.cost[0] + np.rint(multiplier @ network.cost[1:]).astype(np.int64)

@@ -1,12 +1,13 @@
-"""Lighter: of choices that are as fast, one with fewer reshardings, and then one that holds less memory.
+"""The second objective: of choices that cost the same, one with fewer reshardings, then one that holds less memory.
 
-The objective is seconds alone. A solver leaves a scalar's worth of nanoseconds on the table either way, but
-every resharding is a constraint in the program and a collective in the timeline: one that saves less than
-`TieTuning.worth` of the step, far below what any price is right to, is left out. And a partial sum may be reduced
-where it is made or where it is last read at the same price: the compilers reduce as early as they can, and
-nobody wants the memory. So each node, and both ends together of each edge beside which something is resharded,
-move to where seconds and reshardings are least, and a node of equal ones to the strategy with the least
-bytes × equations, until none does. The peak gets no higher.
+The objective is cost alone. But every resharding is a constraint in the program and a collective in the
+timeline, so that one that saves less than `TieTuning.worth` of the objective, far below what any price is
+right to, is left out. And a partial sum may be reduced where it is made or where it is last read, at the
+same price: the compilers reduce as early as they can, and what is reduced early holds less memory.
+
+So each node moves to the strategy of least cost, reshardings included, and of equal ones to that of least
+bytes × equations. Both ends of an edge beside which something is resharded also move together. This repeats
+until none moves. The peak gets no higher.
 """
 
 from collections.abc import Mapping
@@ -40,18 +41,20 @@ def break_ties(problem: Problem, choice: Int, moves: Moves | None = None, tuning
 
 @dataclass(slots=True, eq=False)
 class _Terms:
-    """What the strategies of a node, or of two, cost with everything else as it is: seconds, and what hinges gain."""
+    """What each strategy of a node, or pair of two nodes' strategies, costs with all other nodes as they are."""
 
-    seconds: Int
-    hinges: list[Int]
+    cost: Int
+    hinges: list[Int]  # what each adds to every hinge
 
     def total(self, value: list[int]) -> Int:
-        """The objective but for a constant; `value` is that of each hinge for gains of 0."""
+        """Returns the objective but for a constant; `value` is that of each hinge where nothing is added."""
         exposed = (np.maximum(v + gain, 0) for v, gain in zip(value, self.hinges, strict=True))
-        return np.minimum(self.seconds + sum(exposed, np.zeros_like(self.seconds)), INF)
+        return np.minimum(self.cost + sum(exposed, np.zeros_like(self.cost)), INF)
 
 
 class _Descent:
+    """A choice that moves by single nodes and by pairs, and what it costs."""
+
     def __init__(self, problem: Problem, choice: Int, moves: Moves | None, worth: int) -> None:
         self._problem = problem
         self._cost, self._edge_cost, self._moved = problem.cost, problem.edge_cost, None
@@ -84,7 +87,7 @@ class _Descent:
         if last - first == 1 or (self._moved is None and held[now] == held.min()):
             return False
         terms = self._terms(v)
-        gains = _Terms(terms.seconds, [x - x[now] for x in terms.hinges])
+        gains = _Terms(terms.cost, [x - x[now] for x in terms.hinges])
         total = gains.total(self._value)
         best = int(np.lexsort((held, total))[0])
         if (total[best], held[best]) >= (total[now], held[now]) or not self._memory.moved({v: (now, best)}):
@@ -108,13 +111,13 @@ class _Descent:
         shape = int(problem.start[u + 1] - problem.start[u]), int(problem.start[v + 1] - problem.start[v])
         now = int(self.choice[u]), int(self.choice[v])
         here, there = self._terms(u, without=e), self._terms(v, without=e)
-        seconds = np.minimum(here.seconds[:, None] + there.seconds + self._edge_cost[first:last].reshape(shape), INF)
+        cost = np.minimum(here.cost[:, None] + there.cost + self._edge_cost[first:last].reshape(shape), INF)
         gains: list[Int] = []
         for h, hinge in enumerate(problem.hinges):
             own = _picked(hinge.cell, hinge.cell_coef, np.arange(first, last)).reshape(shape)
             gain = here.hinges[h][:, None] + there.hinges[h] + own
             gains.append(gain - gain[now])
-        total = _Terms(seconds, gains).total(self._value)
+        total = _Terms(cost, gains).total(self._value)
         i, j = (int(k) for k in np.unravel_index(int(total.argmin()), shape))
         if total[i, j] >= total[now] or not self._memory.moved({u: (now[0], i), v: (now[1], j)}):
             return False
@@ -123,18 +126,18 @@ class _Descent:
         return True
 
     def _terms(self, v: int, without: int = -1) -> _Terms:
-        """Those of a node, all its edges but one counted."""
+        """Returns what the strategies of a node cost, with the cells of all its edges but one."""
         problem, first, last = self._problem, int(self._problem.start[v]), int(self._problem.start[v + 1])
         cells = [_cells(problem, e, v, self.choice) for e in self._around[v] if e != without]
-        seconds = self._cost[first:last].copy()
+        cost = self._cost[first:last].copy()
         for at in cells:
-            seconds = np.minimum(seconds + self._edge_cost[at], INF)
+            cost = np.minimum(cost + self._edge_cost[at], INF)
         strategies = np.arange(first, last)
-        return _Terms(seconds, [_hinge_terms(problem, h, strategies, cells) for h in range(len(problem.hinges))])
+        return _Terms(cost, [_hinge_terms(problem, h, strategies, cells) for h in range(len(problem.hinges))])
 
 
 class _Memory:
-    """Bytes that are held at every time point at which they may change; the peak stays where it was."""
+    """The bytes that are held at every time point at which they may change. Their peak never rises."""
 
     def __init__(self, problem: Problem, choice: Int) -> None:
         self._start = problem.use_start
@@ -167,7 +170,7 @@ class _Memory:
 
 
 def _weights(problem: Problem) -> Int:
-    """Bytes × equations of every strategy."""
+    """Returns the bytes × equations that every strategy holds."""
     weight = np.zeros(len(problem.cost), np.int64)
     for i, v in enumerate(problem.use_node):
         begin, end = problem.use_interval[i]
@@ -177,7 +180,7 @@ def _weights(problem: Problem) -> Int:
 
 
 def _cells(problem: Problem, e: int, v: int, choice: Int) -> Int:
-    """The cells of edge e for every strategy of its end v."""
+    """Returns the cells of edge e, one for every strategy of its end v."""
     u, w = problem.edge_nodes[e]
     rows, columns = (int(problem.start[n + 1] - problem.start[n]) for n in (u, w))
     first = int(problem.edge_start[e])
@@ -187,7 +190,7 @@ def _cells(problem: Problem, e: int, v: int, choice: Int) -> Int:
 
 
 def _hinge_terms(problem: Problem, h: int, strategies: Int, cells: list[Int]) -> Int:
-    """What a node's strategies, with the cells that they pick, add to hinge h."""
+    """Returns what each strategy of a node adds to hinge h, with the cells that it picks."""
     hinge = problem.hinges[h]
     found = _picked(hinge.strategy, hinge.strategy_coef, strategies)
     for at in cells:
@@ -196,7 +199,7 @@ def _hinge_terms(problem: Problem, h: int, strategies: Int, cells: list[Int]) ->
 
 
 def _picked(keys: Int, coef: Int, at: Int) -> Int:
-    """The coefficient at each key, 0 where there is none; `keys` is sorted."""
+    """Returns the coefficient at each index in `at`, 0 where `keys`, which is sorted, does not hold it."""
     if not len(keys):
         return np.zeros(len(at), np.int64)
     i = np.minimum(np.searchsorted(keys, at), len(keys) - 1)

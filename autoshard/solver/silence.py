@@ -1,8 +1,8 @@
 """Silence: what an engine prints by itself stays off standard output, which carries results alone.
 
 HiGHS prints a line from within its heuristics whatever its options say (ortools 9.15,
-"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();"), so that the
-descriptor itself is turned away while it works. What others print meanwhile comes after.
+"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();"). So the descriptor itself
+points elsewhere while HiGHS works. What others print meanwhile is printed afterwards.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _turned = threading.Lock()
 
 @contextlib.contextmanager
 def silenced() -> Generator[None]:
-    """Drops the engine's own lines; of several threads only for the first."""
+    """Drops the engine's own lines from standard output; where several threads ask, only for the first."""
     if not _turned.acquire(blocking=False):
         yield
         return

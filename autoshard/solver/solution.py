@@ -11,18 +11,31 @@ from numpy.typing import NDArray
 class Status(StrEnum):
     """How a solve ended."""
 
-    OPTIMAL = "optimal"  # objective == bound, exactly
-    FEASIBLE = "feasible"  # within the limits; bound below
-    INFEASIBLE = "infeasible"  # proven: no choice fits
-    UNKNOWN = "unknown"  # out of time with nothing found
+    OPTIMAL = "optimal"  # the objective equals the bound, exactly
+    FEASIBLE = "feasible"  # the choice keeps the limit; the bound is below its objective
+    INFEASIBLE = "infeasible"  # it is proven that no choice is allowed and fits
+    UNKNOWN = "unknown"  # the time ended before a choice or a proof was found
+
+
+class Engine(StrEnum):
+    """What gave the last word on a problem."""
+
+    KNOWN = "known choices"
+    CONSISTENCY = "arc consistency"
+    PRESOLVE = "presolve"
+    ELIMINATION = "elimination"
+    MIP = "highs"
+    MULTIPLIERS = "multipliers"
+    LABELS = "multipliers and labels"
+    SEARCH = "search"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
     """What the solver found.
 
-    `choice[v]` is the strategy of node v (empty if nothing was found); `objective` is its
-    exact cost, `bound` a proven lower bound, both in the problem's unit.
+    `choice[v]` is the strategy of node v; the array is empty if nothing was found. `objective` is the
+    exact cost of the choice, `bound` a proven lower bound on every choice, both in the problem's unit.
     """
 
     choice: NDArray[np.int64]
@@ -30,11 +43,11 @@ class Solution:
     bound: int
     status: Status
     wall_s: float
-    solver: str
-    forbidden: bool = False  # proven, of what is infeasible: costs alone forbid every choice, whatever the memory
-    # Set when infeasible by memory; `choice` is then the choice of the smallest peak found.
+    solver: Engine
+    forbidden: bool = False  # where infeasible: it is proven that costs alone forbid every choice
+    # Where memory is the reason, `choice` is the choice of the smallest peak found.
     smallest_peak_bytes: int | None = None
-    peak_bound_bytes: int | None = None  # no choice has a smaller peak
+    peak_bound_bytes: int | None = None  # it is proven that no choice has a smaller peak
     peak_at: int | None = None  # the time point of the smallest peak; see `evaluate.users_at`
 
     @property
@@ -52,6 +65,6 @@ class Solution:
         return (self.objective - self.bound) / max(abs(self.objective), 1)
 
     def instead(self, choice: NDArray[np.int64], objective: int) -> "Solution":
-        """The same proof of another choice within the limits."""
+        """Returns the solution with another choice within the limit; the bound holds for it, too."""
         status = Status.OPTIMAL if objective == self.bound else Status.FEASIBLE
         return replace(self, choice=choice, objective=objective, status=status)

@@ -1,4 +1,4 @@
-"""Solve a problem: small ones directly, large ones reduced, part by part, by search."""
+"""Solve a problem: a small one directly, a large one reduced and then part by part, by search."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from autoshard.solver.exact.small_problems import smallest_peak, solve_directly
 from autoshard.solver.incumbent import NO_BOUND, Cutoff, Incumbent, Progress, no_cutoff
 from autoshard.solver.program import Network
 from autoshard.solver.scaling import coarsened, coarsening, least
-from autoshard.solver.solution import Solution
+from autoshard.solver.solution import Engine, Solution
 from autoshard.solver.tuning import TUNED, SolverTuning
 
 
@@ -40,13 +40,12 @@ def solve(
       seed: of the engines; equal seeds give equal answers under `rounds` or `settle_s`, where no time
         limit bites, however fast the machine is and whatever else it does.
       rounds: the most rounds of the search; None for as many as time allows.
-      settle_s: after so much work, which is counted (`clock.Effort`, in about seconds), stop at ten
-        times `rel_gap`.
-      cutoff: asked again and again, what nothing is of use that costs as much: once this is proven of
-        every choice, the best one so far is not improved beyond ten times `rel_gap`, nor for longer
-        than `settle_s`.
-      known: choices to begin with, such as solutions of similar problems; each (nodes,), a strategy
-        per node. Those that are forbidden here, or do not fit, are passed over.
+      settle_s: the work after which ten times `rel_gap` will do. Work is counted, in about seconds
+        (`clock.Effort`).
+      cutoff: the cost from which on a choice is of no use; asked again and again, as it may fall. Once it
+        is proven that every choice costs as much, ten times `rel_gap` will do, and after `settle_s` any gap.
+      known: choices to begin with, such as solutions of similar problems; each a strategy per node. Those
+        that are forbidden here, or do not fit, are passed over.
       on_progress: called with (best, bound, elapsed seconds) whenever either improves.
       tuning: the numbers that trade time for quality.
       clock: the time in seconds, compilation of the solver itself left out; `time.process_time` where
@@ -69,7 +68,7 @@ def solve(
         incumbent.offer(choice)
     incumbent.raise_bound(least(problem))
     if incumbent.closed():
-        return incumbent.solution("known choices")
+        return incumbent.solution(Engine.KNOWN)
     shift = coarsening(problem)
     solver = solve_coarse(incumbent, shift) if shift else run_engines(incumbent)
     if incumbent.infeasible:
@@ -78,9 +77,10 @@ def solve(
 
 
 def find_reason(incumbent: Incumbent) -> None:
-    """Finds out why nothing satisfies a problem: memory, and then the smallest peak, or costs that forbid every choice.
+    """Finds out why no choice satisfies a problem: because of memory, or because costs forbid every choice.
 
-    What is known of memory is a choice within the costs; what is known of costs, a proof that there is none.
+    Memory is the reason if some choice is allowed: the one of the smallest peak found is kept. Costs are
+    the reason if it is proven that none is allowed.
     """
     if incumbent.problem.usage_limit is None:
         incumbent.forbidden = True
@@ -88,7 +88,7 @@ def find_reason(incumbent: Incumbent) -> None:
     from autoshard.solver.primal.smallest_peak import approximate_peak, peak_from, small_usage
 
     found = approximate_peak(incumbent)
-    if found is None:  # the least usage at some time points need not be of a choice that is allowed
+    if found is None:  # what rounds the least usage may be forbidden
         engines = incumbent.tuning.engines
         limit_s = max(incumbent.left_s(), engines.reason_s)
         own = part_of(incumbent, small_usage(incumbent.problem), limit_s, unreported)
@@ -106,8 +106,8 @@ def unreported(*_: object) -> None:
     """Tells nobody of progress."""
 
 
-def solve_coarse(incumbent: Incumbent, shift: int) -> str:
-    """Solves the problem in `incumbent` with costs divided by 2^shift; returns the last engine's name."""
+def solve_coarse(incumbent: Incumbent, shift: int) -> Engine:
+    """Solves the problem in `incumbent` with costs divided by 2^shift; returns the last engine."""
 
     def report(*_: object) -> None:
         if own.bound > NO_BOUND:
@@ -123,7 +123,7 @@ def solve_coarse(incumbent: Incumbent, shift: int) -> str:
 
 
 def part_of(incumbent: Incumbent, problem: Problem, time_limit_s: float, report: Progress) -> Incumbent:
-    """Returns an incumbent for another problem to solve on the way."""
+    """Returns an incumbent for another problem, which is solved on the way with the same options."""
     return Incumbent(
         problem=problem,
         time_limit_s=time_limit_s,
@@ -137,8 +137,8 @@ def part_of(incumbent: Incumbent, problem: Problem, time_limit_s: float, report:
     )
 
 
-def run_engines(incumbent: Incumbent) -> str:
-    """Solves the problem in `incumbent` by one engine after another; returns the last one's name."""
+def run_engines(incumbent: Incumbent) -> Engine:
+    """Solves the problem in `incumbent` by one engine after another; returns the last one."""
     problem, engines, solver = incumbent.problem, incumbent.tuning.engines, None
     patience_s = min(engines.patience_s, engines.patience * incumbent.time_limit_s)
     # numba takes its time to load, and small problems do without it
@@ -149,7 +149,7 @@ def run_engines(incumbent: Incumbent) -> str:
     small = len(problem.edge_cost) <= engines.direct_cells and problem.nodes <= engines.direct_nodes
     if solver is None and small and not incumbent.closed():
         solver = solve_directly(incumbent, patience_s=patience_s)
-    if solver is not None:  # what is open is within the tolerance of the MIP, which some exact steps may close
+    if solver is not None:  # what is still open is within the tolerance of a MIP; a few exact steps may close it
         incumbent.rounds = min(incumbent.rounds or engines.closing_rounds, engines.closing_rounds)
     if not incumbent.closed() and incumbent.left_s() > 0:
         from autoshard.solver.presolve.reduction import reduced
@@ -157,9 +157,9 @@ def run_engines(incumbent: Incumbent) -> str:
         network = reduced(problem, incumbent.tuning.presolve, incumbent.left_s)
         if network is None:
             incumbent.infeasible = True
-            return "presolve"
+            return Engine.PRESOLVE
         solve_parts(incumbent, network)
-    return solver or "search"
+    return solver or Engine.SEARCH
 
 
 def solve_parts(incumbent: Incumbent, network: Network) -> None:

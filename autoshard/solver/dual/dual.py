@@ -1,9 +1,10 @@
 r"""The dual: message passing with a multiplier per memory row and hinge, and the bound it proves.
 
-Relaxing row r with a multiplier $\lambda_r \ge 0$ adds $\lambda_r (r(x) - M)$ to the objective; a
-hinge is $\max(0, h) = \max_{0 \le \lambda \le 1} \lambda h$. What is left is a network without
-rows, which message passing bounds. Everything is kept in integers (costs shifted left by `shift`
-bits, penalties rounded down), so that the bound is exact: nothing to trust but additions.
+Relaxing memory row r, which demands $r(x) \le M$, with a multiplier $\lambda_r \ge 0$ adds the penalty
+$\lambda_r (r(x) - M)$ to the objective (Lagrangian relaxation); a hinge is $\max(0, h) = \max_{0 \le
+\lambda \le 1} \lambda h$. What is left is a network without rows, which message passing bounds.
+Everything is kept in integers: costs are shifted left by `shift` bits, penalties are rounded down. So the
+bound is exact, with nothing to trust but additions.
 """
 
 import math
@@ -22,7 +23,7 @@ from autoshard.solver.tuning import DualTuning
 
 BITS = 55  # costs are shifted so that no choice exceeds 2^55, leaving room below INF
 ROUNDING = 1 + 2.0**-48  # float products are off by 2^-53; limits are raised by more
-PENALTY_BITS = 58  # nor penalties 2^58
+PENALTY_BITS = 58  # no choice's penalties exceed 2^58
 
 Floats = NDArray[np.float64]
 
@@ -48,8 +49,8 @@ class Dual:
             column_start=column_start,
             columns=np.zeros(column_start[-1], dtype=np.int64),
         )
-        self.cost = network.cost[0].copy()  # with penalties
-        self.table = network.edge_cost[0].copy()  # with penalties
+        self.cost = network.cost[0].copy()  # with the penalties at the multipliers
+        self.table = network.edge_cost[0].copy()  # with the penalties at the multipliers
         self.potential = self.cost.copy()
         self.lower = np.full(len(self.cost), -FORBIDDEN)
         self.least = np.zeros(network.nodes, dtype=np.int64)
@@ -88,9 +89,9 @@ class Dual:
     def cycle(self, left_s: Clock = endless) -> None:
         """Moves the multipliers for some passes, then rests at the average of the later half.
 
-        While they move, messages lag behind and the bound suffers; the average of the way is
-        steadier than any point of it (as in all subgradient methods). Ends early once
-        `left_s()` is not positive.
+        While the multipliers move, messages lag behind and the bound suffers; the average of their way is
+        steadier than any point of it, as in all subgradient methods. Ends early once `left_s()` is not
+        positive.
         """
         tuning = self.tuning
         half = tuning.moving_passes // 2
@@ -115,7 +116,7 @@ class Dual:
         self.improve(tuning.resting_passes, left_s)
 
     def improve_at(self, factor: float, passes: int, left_s: Clock = endless) -> None:
-        """Passes messages at `factor` times the multipliers of memory, which stay as they are."""
+        """Passes messages at `factor` times the multipliers of memory rows, which are as before afterwards."""
         multiplier = self.multiplier
         self._exchange(np.minimum(factor * multiplier, self._largest_multipliers()), self.hinge_multiplier)
         self.improve(passes, left_s)
@@ -158,7 +159,7 @@ class Dual:
         return moved + self.potential[left] + self.potential[right] > room
 
     def active_events(self, most: int) -> Int:
-        """Returns the rows that matter: priced, nearly full on average, or broken by the last rounding."""
+        """Returns the events of rows that matter: priced, nearly full on average, or broken by the last rounding."""
         limit = self.memory.limit
         matters = self.multiplier > 0
         if self.average is not None:
@@ -229,7 +230,7 @@ class Dual:
         self._exchange(multiplier, hinge_multiplier)
 
     def _largest_multipliers(self) -> Floats:
-        """Returns what keeps all penalties together, and the limits', below 2^PENALTY_BITS."""
+        """Returns the largest multipliers at which all penalties of a choice together stay below 2^PENALTY_BITS."""
         most = np.maximum.reduceat(self.usage, self.network.start[:-1], axis=1).sum(axis=1, dtype=float)
         return 2.0**PENALTY_BITS / (len(self.events) * np.maximum(most, max(self.memory.limit, 1)))
 
@@ -244,7 +245,7 @@ class Dual:
         ]
 
     def _exchange(self, multiplier: Floats, hinge_multiplier: Floats) -> None:
-        """Exchanges the penalties in costs, tables and potentials; the bound stays a bound."""
+        """Replaces the multipliers, and the penalties in costs, tables and potentials; the bound stays a bound."""
         net = self.network
         effort.spend(steps=4 + len(multiplier), cells=len(multiplier) * len(self.cost))
         cost = net.cost[0].copy()
@@ -292,7 +293,7 @@ def plain_dual(network: Network, shift: int, tuning: DualTuning) -> Dual:
 
 
 def settled_dual(network: Network, shift: int, tuning: DualTuning, left_s: Clock) -> Dual:
-    """Returns message passing over layer 0 of a network after the cycles that improve its bound."""
+    """Returns message passing over layer 0 of a network, after as many cycles as raise its bound."""
     dual = plain_dual(network, shift, tuning)
     before = -FORBIDDEN
     for _ in range(tuning.most_cycles):
@@ -304,7 +305,7 @@ def settled_dual(network: Network, shift: int, tuning: DualTuning, left_s: Clock
 
 
 class Steps:
-    """Step lengths that grow while a slope keeps its sign and shrink when it turns.
+    """Step lengths, one per multiplier, that grow while a slope keeps its sign and shrink when it turns.
 
     Source: Rprop, Riedmiller & Braun 1993.
     """
@@ -337,10 +338,9 @@ class Steps:
 
 
 def shifted(network: Network, hinge_constant: tuple[int, ...]) -> tuple[Network, tuple[int, ...], int]:
-    """Returns network and hinge constants times 2^shift, as large as is safe, and the shift.
+    """Returns the network and the hinges' constants times 2^shift, as large as is safe, and the shift.
 
-    The shift is negative (costs rounded down) where costs are too large; then a bound is still a
-    bound.
+    Where costs are too large the shift is negative, and costs are rounded down, so that a bound stays a bound.
     """
     total = abs(network.offset) + sum(map(abs, hinge_constant))
     for layer, start in ((network.cost, network.start), (network.edge_cost, network.edge_start)):

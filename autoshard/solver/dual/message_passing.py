@@ -1,10 +1,9 @@
 """Compiled message passing over a flat network, in integers, so that every bound is exact.
 
-Costs are moved between nodes and edges without changing the cost of any choice: edge e's cells
-become `T + A + B` (A per row, B per column), node v's costs `potential`. All stay at least zero,
-what is taken out is added up in a constant, and the constant is a lower bound at every moment.
-The order of moves is that of sequential tree-reweighted message passing (Kolmogorov 2006; in this
-form, 2015).
+Costs are moved between nodes and edges without changing what any choice costs: the cells of edge e become
+`T + A + B` (A per row, B per column), the costs of node v its `potential`. All stay at least zero. What is
+taken out is added up in a constant, which is a lower bound at every moment. The order of moves is that of
+sequential tree-reweighted message passing (Kolmogorov 2006; in this form, 2015).
 """
 
 from typing import NamedTuple

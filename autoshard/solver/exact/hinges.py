@@ -1,19 +1,19 @@
-r"""Problems with hinges: prices turn hinges into costs, and exact search closes what they leave open.
+r"""Problems with hinges: multipliers turn hinges into costs, and exact search closes what they leave open.
 
-A hinge is $\max(0, h) = \max_{0 \le \lambda \le 1} \lambda h$. At fixed multipliers the problem is
-a plain network, which reduces far more than one with hinges, and whose optimum $L(\lambda)$
-message passing mostly proves. L is concave, and each choice x bounds it from above by the plane
-$c(x) + \lambda h(x)$: Kelley's method (1960) climbs to its maximum in a few steps.
+A hinge is $\max(0, h) = \max_{0 \le \lambda \le 1} \lambda h$. At fixed multipliers $\lambda$ the
+problem is a plain network, which reduces far more than one with hinges. Message passing mostly proves its
+optimum $L(\lambda)$. L is concave, and each choice x bounds it from above by the plane $c(x) + \lambda
+h(x)$, so that Kelley's method (1960) climbs to its maximum in a few steps.
 
-What remains is the duality gap. At the best multipliers, message passing bounds from below every
-choice that contains a given strategy or cell. Those whose bounds reach a *target* a little above
-$L(\lambda^*)$ go, and label elimination or, where it grows too large, the MIP solves the rest:
-whatever that cannot contain costs at least the target. The target rises until the gap is closed.
+What remains is the duality gap. At the best multipliers $\lambda^*$, message passing bounds from below
+every choice that contains a given strategy or cell. Strategies and cells whose bounds reach a *target* a
+little above $L(\lambda^*)$ go. Label elimination solves the rest or, where it grows too large, a MIP does.
+Every choice that is not in the rest costs at least the target, which rises until the gap is closed.
 
-Memory rows join lazily, once a choice breaks them: with multipliers of their own in the climb, as
-constraints in the search.
+Memory rows join once a choice breaks them: with multipliers of their own in the climb, as constraints in
+the search.
 
-All bounds are sums of integers: multipliers are multiples of $2^{-20}$, products rounded down.
+All bounds are sums of integers: multipliers are multiples of $2^{-20}$, and products are rounded down.
 """
 
 import math
@@ -33,6 +33,7 @@ from autoshard.solver.memory import Memory, memory_of, peaks_over
 from autoshard.solver.presolve.consistency import presolve, settle
 from autoshard.solver.presolve.elimination import Core, reduce
 from autoshard.solver.program import FORBIDDEN, Network, Program
+from autoshard.solver.solution import Engine
 from autoshard.solver.tuning import SolverTuning
 
 MULTIPLIER_BITS = 20
@@ -47,12 +48,12 @@ class Forms:
 
     network: Network
     constants: tuple[int, ...]  # of hinges, then of rows
-    rows: Int  # rows, strategies
+    rows: Int  # rows, strategies; in units of cost
 
     def priced(self, multiplier: Int) -> Network:
-        """Returns the plain network whose choices cost at most what they cost with hinges, if they fit.
+        """Returns the plain network at fixed multipliers: a choice that fits costs at most what it costs with hinges.
 
-        Multipliers, one per form, are in units of 2^-20.
+        There is a multiplier per form, in units of 2^-20.
         """
         net = self.network
         cost, edge_cost, offset = net.cost[0].copy(), net.edge_cost[0].copy(), net.offset
@@ -71,7 +72,7 @@ class Forms:
         )
 
     def plane(self, choice: Int) -> list[int]:
-        """Returns cost without hinges, and the value of each form, of a finite choice."""
+        """Returns what a finite choice costs without hinges, and the value of each form under it."""
         cost, *hinges = layer_sums(self.network, choice)
         strategy = self.network.start[:-1] + choice
         values = [*hinges, *(int(row[strategy].sum()) for row in self.rows)]
@@ -86,7 +87,7 @@ class Hinged:
     incumbent: Incumbent
     network: Network
     constants: tuple[int, ...]
-    shift: int
+    shift: int  # costs are shifted left by so many bits
     events: Int  # of the memory rows that have multipliers
     row_scale: float = 0.0  # cost per byte above the limit at a multiplier of one
 
@@ -189,11 +190,11 @@ class Hinged:
         return incumbent.closed()
 
     def is_over(self, deadline: float) -> bool:
-        """Whether nothing more is to be begun: no more than `deadline` seconds are left, where the clock decides."""
+        """Whether nothing more is to be begun, where the clock decides: at most `deadline` seconds are left."""
         return self.incumbent.left_s() <= (0.0 if self.incumbent.settles else max(deadline, 0.0))
 
     def narrowed(self, dual: Dual, multiplier: Int, target: int) -> Network | None:
-        """Returns what choices cheaper than `target` can contain; None if there are none."""
+        """Returns the network of what choices cheaper than `target` can contain; None if there are no such choices."""
         network = self.network
         for again in range(self.incumbent.tuning.hinges.narrowings):
             if again:
@@ -265,26 +266,26 @@ class Hinged:
         return replace(answer, bound=self.bound_of(answer.bound))
 
 
-def solve_hinged(incumbent: Incumbent, *, patience_s: float) -> str | None:
-    """Solves the problem in `incumbent`, which has hinges; returns the engine's name.
+def solve_hinged(incumbent: Incumbent, *, patience_s: float) -> Engine | None:
+    """Solves the problem in `incumbent`, which has hinges; returns the engine, or None if it gave up.
 
-    None if it gave up; bound and choice are kept. `patience_s` limits its MIPs together (see `Incumbent.limit_s`).
+    What it found is kept. `patience_s` limits its MIPs together (see `Incumbent.limit_s`).
     """
     network = presolve(incumbent.problem, incumbent.left_s)
     if network is None:
         incumbent.infeasible = True
-        return "arc consistency"
+        return Engine.CONSISTENCY
     network, constants, shift = shifted(network, tuple(hinge.constant for hinge in incumbent.problem.hinges))
     hinged = Hinged(incumbent=incumbent, network=network, constants=constants, shift=shift, events=EMPTY)
     multiplier = hinged.climb()
     if multiplier is None:
         incumbent.infeasible = True
-        return "elimination"
+        return Engine.ELIMINATION
     if incumbent.closed():
-        return "multipliers"
+        return Engine.MULTIPLIERS
     if incumbent.objective is None and (multiplier[len(constants) :] == 2**MULTIPLIER_BITS).any():
         return None  # memory has no price: most likely nothing fits
-    return "multipliers and labels" if hinged.close(multiplier, patience_s=patience_s) else None
+    return Engine.LABELS if hinged.close(multiplier, patience_s=patience_s) else None
 
 
 def row_forms(usage: Int, base: Int, limit: int, scale: float) -> tuple[Int, tuple[int, ...]]:

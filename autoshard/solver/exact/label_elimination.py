@@ -1,10 +1,10 @@
 r"""Label elimination: the exact engine for narrow networks with hinges and memory rows.
 
-Bucket elimination where a table's entry is not one least cost but a set of *labels*: cost, hinge
-values and usages of what was eliminated. One label dominates another of the same entry if it costs
-no more at every corner of the multipliers' box (hinges are convex, so corners suffice) and uses no
-more in every memory row. A label also goes when message passing proves that no choice through it
-costs less than the target. Tables are sparse: rows of positions, hinges or not.
+This is bucket elimination in which an entry of a table is not one least cost but a set of *labels*: the
+cost, the hinge values and the usages of what was eliminated. One label dominates another of the same entry
+if it costs no more at every corner of the multipliers' box (hinges are convex, so corners suffice) and uses
+no more in every memory row. A label also goes when message passing proves that no choice through it costs
+less than the target. Tables are sparse: they hold rows of positions.
 
 Source: Dechter, "Bucket elimination", 1999; labels as in multi-objective shortest paths (Martins
 1984).

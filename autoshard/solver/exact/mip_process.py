@@ -34,7 +34,7 @@ NOTHING = MipAnswer(choice=None, bound=None, infeasible=False, finished=False)
 
 
 def never() -> bool:
-    """Waits for an answer as long as there is time."""
+    """Says that an answer is still wanted, as long as there is time."""
     return False
 
 
@@ -108,7 +108,7 @@ class Child:
         return answer
 
     def _exit_code(self) -> int:
-        """Of a process whose pipe has closed; -9 if it does not end by itself."""
+        """Returns the exit code of a process whose pipe has closed; -9 if it does not end by itself."""
         assert self.process is not None
         try:
             return self.process.wait(self.tuning.ending_s)
@@ -154,8 +154,8 @@ def solve_in_time(
 ) -> MipAnswer:
     """Solves `program` as `solve_program` does, within `left_s` whatever the engine does.
 
-    The engine is asked to stop after `time_limit_s`, and has `overrun_s` more if they are left. Once
-    what there is is `enough` without it, it is ended without an answer.
+    The engine is asked to stop after `time_limit_s`, and has `overrun_s` more if they are left. It is ended
+    without an answer once `enough()` says that none is wanted any more.
     """
     child = Child(tuning)
     try:

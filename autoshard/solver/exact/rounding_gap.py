@@ -1,7 +1,7 @@
-"""Closing: the last gap, one of rounding errors, by exact integers where few nodes are left.
+"""The rounding gap: what the tolerances of a MIP leave open is closed in integers where few nodes are left.
 
-A MIP in floats proves a bound up to its tolerances. What message passing leaves of a network once an
-almost optimal choice is known is often so narrow that label elimination solves it, in integers.
+A MIP in floats proves a bound up to its tolerances. Once an almost optimal choice is known, message passing
+often leaves a network so narrow that label elimination solves it, in integers.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ def close(incumbent: Incumbent, network: Network, hinge_constant: tuple[int, ...
 
     Args:
       incumbent: has a choice.
-      network: contains every better choice, in units of 2^-shift; with `hinge_constant`.
+      network: contains every better choice, in units of 2^-shift.
       hinge_constant: of each hinge, in the same unit.
       shift: see `dual.shifted`.
       events: the memory rows to begin with.

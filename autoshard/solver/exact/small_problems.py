@@ -1,8 +1,8 @@
 """Small problems: exact reduction, then elimination or a MIP, with memory rows as they bind.
 
-Without memory rows the problem is a relaxation, and its optimum, if it fits, is the optimum. If
-not, the time points that overflow become rows and the loop repeats, so that every bound on the
-way is a bound on the problem.
+Without memory rows a problem is relaxed: if the optimum of the relaxation fits, it is the optimum. If
+not, the time points that overflow become rows and the loop repeats. Every bound on the way is a bound on
+the problem.
 """
 
 import numpy as np
@@ -15,13 +15,14 @@ from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.memory import peaks_over
 from autoshard.solver.presolve.elimination import Core, reduce
 from autoshard.solver.scaling import coarsened, coarsening
+from autoshard.solver.solution import Engine
 
 
-def solve_directly(incumbent: Incumbent, *, patience_s: float) -> str | None:
-    """Solves the problem in `incumbent`; returns the engine's name, or None if it gave up.
+def solve_directly(incumbent: Incumbent, *, patience_s: float) -> Engine | None:
+    """Solves the problem in `incumbent`; returns the engine, or None if it gave up.
 
-    It gives up where elimination is impossible and the MIP would have more than `mip_cells`, or
-    does not finish within `patience_s`.
+    It gives up where elimination is impossible and the MIP would have more cells than the tuning allows,
+    or does not finish within `patience_s`.
     """
     times = np.zeros(0, dtype=np.int64)
     while True:
@@ -29,7 +30,7 @@ def solve_directly(incumbent: Incumbent, *, patience_s: float) -> str | None:
         reduce(core, incumbent.tuning.presolve, incumbent.left_s)
         if not core.feasible:
             incumbent.infeasible = True
-            return "arc consistency"
+            return Engine.CONSISTENCY
         choice, solver = optimum(core, incumbent, patience_s)
         if incumbent.infeasible or choice is None:
             return solver
@@ -42,23 +43,23 @@ def solve_directly(incumbent: Incumbent, *, patience_s: float) -> str | None:
         times = more
 
 
-def optimum(core: Core, incumbent: Incumbent, patience_s: float) -> tuple[Int | None, str | None]:
-    """Solves one relaxation; raises the bound; returns a choice and the engine's name."""
+def optimum(core: Core, incumbent: Incumbent, patience_s: float) -> tuple[Int | None, Engine | None]:
+    """Solves one relaxation; raises the bound; returns a choice and the engine, None for what there is not."""
     if all(not row.node and not row.edge for row in core.rows):
         if any(row.limit is not None and row.constant > row.limit for row in core.rows):
             incumbent.infeasible = True
-            return None, "elimination"
+            return None, Engine.ELIMINATION
         try:
             position = eliminate_all(core, incumbent.tuning.tables, incumbent.left_s)
         except ValueError:
             incumbent.infeasible = True
-            return None, "elimination"
+            return None, Engine.ELIMINATION
         if position is not None:
             choice = core.expand(position)
             exact = evaluate(incumbent.problem, choice).objective
             if exact is not None:
                 incumbent.raise_bound(exact)
-            return choice, "elimination"
+            return choice, Engine.ELIMINATION
     program, names = core.program()
     limit_s = incumbent.limit_s(program.cells, patience_s)
     if program.cells > incumbent.tuning.small_problems.mip_cells or limit_s <= 0:
@@ -66,12 +67,12 @@ def optimum(core: Core, incumbent: Incumbent, patience_s: float) -> tuple[Int | 
     answer = solve_for(incumbent, program, limit_s=limit_s)
     if answer.infeasible:
         incumbent.infeasible = True
-        return None, "highs"
+        return None, Engine.MIP
     if answer.bound is not None:
         incumbent.raise_bound(answer.bound)
     if answer.choice is None:
         return None, None
-    return core.expand(dict(zip(names, answer.choice.tolist(), strict=True))), "highs"
+    return core.expand(dict(zip(names, answer.choice.tolist(), strict=True))), Engine.MIP
 
 
 def overflowing(incumbent: Incumbent, choice: Int) -> Int:
@@ -83,9 +84,9 @@ def overflowing(incumbent: Incumbent, choice: Int) -> Int:
 
 
 def smallest_peak(incumbent: Incumbent) -> bool:
-    """Finds the choice of least peak of a small problem that nothing satisfies.
+    """Finds the choice of smallest peak of a small problem that no choice satisfies.
 
-    Returns False, having found nothing, where the MIP would have more than `mip_cells`.
+    Returns False, having found nothing, where the MIP would have more cells than the tuning allows.
     """
     problem = coarsened(incumbent.problem, coarsening(incumbent.problem))
     times = np.zeros(0, dtype=np.int64)

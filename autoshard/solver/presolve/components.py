@@ -1,7 +1,7 @@
 """Components: parts of a network that no edge and no memory row joins, each a problem of its own.
 
-The optimum of the whole is the optima of its parts together, and so are bounds. A network with hinges
-counts as one part: they join most of it.
+The optima of the parts together are an optimum of the whole, and their bounds add up to its bound. A network
+with hinges counts as one part, as hinges join most of it.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from autoshard.solver.program import Network
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """Some nodes of a network, in its order, and the problem that they are."""
+    """Some nodes of a network, in its order, and their problem."""
 
     nodes: Int
     problem: Problem

@@ -1,12 +1,12 @@
 r"""Presolve: shrink a network by steps that keep its optimum, whatever the memory limit.
 
-One pass does, over flat arrays: arc consistency (strategies without a finite partner go), then
-*merging*: where every strategy of w allows exactly one of v, v follows w and disappears into it.
-Single-strategy nodes are the simplest case. Parallel edges add up; a separable edge, whose cells
-are a part of u plus a part of v, moves into the two nodes. Passes repeat until nothing merges.
+A pass begins with arc consistency (Mackworth 1977): strategies without a finite partner on some edge go.
+Then it *merges*: where every strategy of w allows exactly one of v, v follows w and disappears into it; nodes of a
+single strategy are the simplest case. Parallel edges add up. A separable edge, whose cells are a part of u
+plus a part of v, moves into the two nodes. Passes repeat until nothing merges.
 
-Every node of the problem ends as a function of one node that is left, its root, so that its usage
-is a function of the root's strategy too: memory rows stay exact without any table of usages.
+Every node of the problem ends as a function of one node that is left, its root, and so does its usage:
+memory rows stay exact without any table of usages.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ from autoshard.solver.program import FORBIDDEN, Flat, Network
 
 
 def load(problem: Problem) -> Network:
-    """Returns the problem unreduced, apart from the order of edges' ends and self-loops."""
+    """Returns the problem as a network, unreduced: edges may be parallel, in any order of ends, or loops."""
     layers = 1 + len(problem.hinges)
     cost = np.zeros((layers, len(problem.cost)), dtype=np.int64)
     edge_cost = np.zeros((layers, len(problem.edge_cost)), dtype=np.int64)
@@ -50,8 +50,8 @@ def presolve(problem: Problem, left_s: Clock = endless) -> Network | None:
 def settle(network: Network, alive: Mask | None = None, left_s: Clock = endless) -> Network | None:
     """Returns `network` reduced until no step applies; None if no finite choice exists.
 
-    `alive` marks the strategies to keep (reduced-cost fixing); all if None. Once `left_s()` is not
-    positive nothing is merged any more, only made consistent, as message passing needs it.
+    `alive` marks the strategies to keep, all if None. Once `left_s()` is not positive nothing is merged
+    any more, but the network is still made consistent, as message passing needs it.
     """
     mask = network.cost[0] < INF if alive is None else alive & (network.cost[0] < INF)
     rebuilt = False
@@ -80,7 +80,7 @@ def rebuild(network: Network, flat: Flat, mask: Mask, parent: Int) -> Network:
     """
     merge = kernels.follow(flat, network.edge_cost[0], mask, parent)
     is_root = parent < 0
-    number = np.cumsum(is_root) - 1  # new name of each root
+    number = np.cumsum(is_root) - 1  # each root's number in the new network
     sizes = np.diff(merge.map_start)[is_root]
     start = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     new = number[merge.root]

@@ -1,7 +1,7 @@
-"""Dominance: a strategy goes if another of its node is at least as good in every way.
+"""Dominance: a strategy goes if another strategy of its node is at least as good in every way.
 
-That is: costs no more by itself and with every strategy of every neighbour, adds no more to any hinge,
-and uses no more in any memory row. Of equals the first stays.
+The other must cost no more by itself and with every strategy of every neighbour, add no more to any hinge,
+and use no more in any memory row. Of equals the first stays.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-r"""Core: what is left of a problem while nodes are eliminated from it, one by one, exactly.
+r"""Elimination: nodes are removed from a problem one by one, exactly; what is left is its core.
 
 Beside the costs a core has *rows*: linear forms of the choice, $r(x) = k + \sum_v a_v(x_v) +
 \sum_{uv} A_{uv}(x_u, x_v)$. A memory row demands $r(x) \le$ limit at one time point; a hinge row
@@ -24,12 +24,12 @@ Edge = tuple[int, int]  # (smaller node, larger node)
 
 @dataclass(slots=True)
 class LinearForm:
-    """A linear form; `limit` is None for a hinge, which costs max(0, form)."""
+    """A linear form of the choice. A hinge, which costs max(0, form), has no limit."""
 
     constant: int
     limit: int | None
-    node: dict[int, Int] = field(default_factory=dict)
-    edge: dict[Edge, Int] = field(default_factory=dict)
+    node: dict[int, Int] = field(default_factory=dict)  # a coefficient per strategy
+    edge: dict[Edge, Int] = field(default_factory=dict)  # per strategy of the smaller node × of the larger
 
 
 def join(a: Int, b: Int) -> Int:
@@ -40,10 +40,10 @@ def join(a: Int, b: Int) -> Int:
 
 
 class Core:
-    """A mutable cost-function network; node names are those of the problem it came from."""
+    """A cost-function network that shrinks; its nodes keep the numbers that they have in the problem."""
 
     def __init__(self, problem: Problem, times: Int) -> None:
-        """Copies `problem` with memory rows at the given time points only (a relaxation)."""
+        """Copies `problem` with memory rows at the given time points only, which relaxes it."""
         effort.spend(steps=problem.nodes + len(problem.edge_nodes), cells=2 * len(problem.edge_cost))
         self.offset = problem.offset
         self.size = problem.nodes
@@ -52,9 +52,8 @@ class Core:
         self.table: dict[Edge, Int] = {}
         self.near: dict[int, set[int]] = {v: set() for v in range(problem.nodes)}
         self.rows: list[LinearForm] = []
-        self.touched: dict[int, set[int]] = {v: set() for v in range(problem.nodes)}  # rows of v
-        self.kept: dict[int, Int] = {}  # node → its strategies' numbers in the problem
-        self.answers: list[Callable[[Int], None]] = []  # fills choice[v], last eliminated first
+        self.kept: dict[int, Int] = {}  # per node, the numbers in the problem of its strategies
+        self.answers: list[Callable[[Int], None]] = []  # each writes choice[v] of an eliminated node v
         self.feasible = True
         for v in range(problem.nodes):
             cost = problem.cost[problem.start[v] : problem.start[v + 1]]
@@ -124,6 +123,7 @@ class Core:
             self.near[v].add(u)
 
     def drop_table(self, u: int, v: int) -> None:
+        """Removes edge uv."""
         del self.table[min(u, v), max(u, v)]
         self.near[u].discard(v)
         self.near[v].discard(u)
@@ -146,6 +146,7 @@ class Core:
         )
 
     def has_edge_rows(self, u: int, v: int) -> bool:
+        """Whether some row depends on the cell of edge uv."""
         key = (min(u, v), max(u, v))
         return any(key in row.edge for row in self.rows)
 
@@ -165,7 +166,7 @@ class Core:
                 row.edge[key] = row.edge[key][keep] if key[0] == v else row.edge[key][:, keep]
 
     def prune(self, v: int) -> bool:
-        """Drops forbidden strategies of v: by cost, or by a neighbour that has no match."""
+        """Removes strategies of v that are forbidden, or without a partner at some neighbour; returns whether any."""
         effort.spend(steps=1 + len(self.near[v]), cells=4 * sum(self.between(v, w).size for w in self.near[v]))
         good = self.cost[v] < INF
         for w in self.near[v]:
@@ -178,7 +179,7 @@ class Core:
         return False
 
     def make_consistent(self, nodes: Iterable[int]) -> set[int]:
-        """Arc consistency from `nodes` on; returns the nodes that lost strategies."""
+        """Makes the core arc-consistent from `nodes` on; returns the nodes that lost strategies."""
         queue, changed = list(nodes), set[int]()
         waiting = set(queue)
         while queue and self.feasible:
@@ -192,6 +193,7 @@ class Core:
         return changed
 
     def remove(self, v: int, answer: Callable[[Int], None]) -> None:
+        """Removes a node without edges; `answer` writes its strategy into a choice of the others."""
         del self.cost[v], self.near[v]
         self.answers.append(answer)
 
@@ -215,7 +217,7 @@ class Core:
         self.remove(v, answer)
 
     def minimise_out(self, v: int) -> None:
-        """Removes a free node of degree at most two, leaving its best cost behind."""
+        """Removes a free node of at most two neighbours: its least cost stays, per choice of them."""
         around = sorted(self.near[v])
         total = self.cost[v]
         kept = self.kept[v]
@@ -276,7 +278,7 @@ class Core:
         self.remove(v, answer)
 
     def split(self, u: int, v: int) -> bool:
-        """Drops edge uv if its cells are a sum of a part of u and a part of v."""
+        """Removes edge uv if its cells are a part of u plus a part of v, which join the nodes' costs."""
         cells = self.between(u, v)
         effort.spend(steps=1, cells=4 * cells.size)
         if self.has_edge_rows(u, v) or (cells >= INF).any():
@@ -289,7 +291,7 @@ class Core:
         return True
 
     def program(self) -> tuple[Program, list[int]]:
-        """Returns the core as flat arrays, and the core's name of each of its nodes."""
+        """Returns the core as a program, and the number in the problem of each node of the program."""
         names = sorted(self.cost)
         number = {v: k for k, v in enumerate(names)}
         start = np.concatenate([[0], np.cumsum([len(self.cost[v]) for v in names])]).astype(np.int64)

@@ -1,9 +1,9 @@
-"""Rows: the memory rows that can matter, and who uses memory in them.
+"""Memory rows: the time points at which memory can matter, and who uses memory there.
 
-Of all time points few need a row. Time points at which the same items or fewer are alive than at
-another are dominated by it; what can never reach the limit needs no row; items of one root alive
-over the same rows are one item; an item that uses the same whatever its root's strategy is a
-constant. Each step keeps the choices that fit, exactly.
+Few time points need a row. One at which the items of another, or fewer, are alive is dominated by it. One
+that can never reach the limit needs no row. Items of one root that are alive over the same rows are one
+item. An item that uses the same whatever the strategy of its root is a constant. Each step keeps the choices
+that fit, exactly.
 """
 
 from dataclasses import dataclass
@@ -117,7 +117,7 @@ def rows_of(memory: Memory) -> Rows:
 
 
 def undominated(begin: Int, end: Int, events: int) -> Int:
-    """Returns the events after which an item ends next, one having begun since the last such event."""
+    """Returns the last event of each run of begins: what is alive at any event is alive at one of them."""
     starts, stops = np.zeros(events + 1, dtype=bool), np.zeros(events + 1, dtype=bool)
     starts[begin], stops[end] = True, True
     changes = np.flatnonzero(starts | stops)

@@ -11,9 +11,9 @@ from autoshard.solver.tuning import PresolveTuning
 
 
 def reduced(problem: Problem, tuning: PresolveTuning, left_s: Clock) -> Network | None:
-    """Returns a network with an optimum of `problem`, as small as the steps make it in time.
+    """Returns a network that holds an optimum of `problem`, as small as the steps make it in time.
 
-    None if they find that nothing fits.
+    None if they find that no choice is allowed and fits.
     """
     network = presolve(problem, left_s)
     if network is not None and problem.usage_limit is not None:

@@ -1,9 +1,9 @@
-"""Leaves: free nodes with one neighbour answer to it alone, and disappear into it.
+"""Trees: free nodes with one neighbour answer to it alone, and disappear into it.
 
-A node is free if no memory row that can be broken, and no hinge, depends on its strategy. Given the
-neighbour's strategy, its cheapest answer is part of an optimum: all other cells are forbidden, so that
-presolve merges it. Whole trees of free nodes go, from their leaves on (Dechter, "Bucket elimination",
-1999, for width one); a free node without neighbours keeps its cheapest strategy.
+A node is free if no hinge and no memory row that can be broken depends on its strategy. Given the strategy
+of its neighbour, its cheapest answer is part of an optimum. All its other cells are forbidden, so that the
+presolve merges it. Whole trees of free nodes go in this way, from their leaves on (Dechter, "Bucket
+elimination", 1999, for width one). A free node without neighbours keeps its cheapest strategy.
 """
 
 from dataclasses import replace

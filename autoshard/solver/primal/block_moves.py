@@ -17,8 +17,8 @@ from autoshard.solver.presolve.memory_rows import MemoryItems
 from autoshard.solver.program import Flat
 
 Floats = NDArray[np.float64]
-Random = NDArray[np.uint64]  # the state of a generator, one number
-NEVER = 1e30  # the price of a forbidden strategy or cell
+Random = NDArray[np.uint64]  # the state of a generator: one number
+NEVER = 1e30  # what a forbidden strategy or cell costs
 
 
 class Prices(NamedTuple):
@@ -210,7 +210,7 @@ def note(v: int, new: int, choice: Int, items: MemoryItems, change: Int) -> tupl
 
 @jit
 def fits(change: Int, low: int, high: int, profile: Int, limit: int) -> bool:
-    """Whether no row of [low, high) both grows and exceeds the limit by `change`."""
+    """Whether `change` makes no row of [low, high) both grow and exceed the limit."""
     more = 0
     for r in range(low, high):
         more += change[r]

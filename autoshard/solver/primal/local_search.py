@@ -1,10 +1,10 @@
 """Local search: blocks of nodes move to their joint optimum while prices steer memory.
 
 The search swings about the memory limit (strategic oscillation: Glover & Laguna 1997). Prices of memory
-start as the dual's multipliers. While the choice overflows, rows at its peaks become dearer; while it
-fits, all prices fall, a copy of the choice is polished by moves that keep it within the limit, and where
-it beats the best choice so far in parts, these parts are taken over. After turns without success the
-search goes on from the best choice, perturbed (iterated local search: Lourenço, Martin & Stützle 2003).
+start as the dual's multipliers. While the choice overflows, rows at its peaks become dearer. While it fits,
+all prices fall, and a copy of the choice is polished by moves that keep it within the limit; the parts in
+which it beats the best choice so far are taken over. After turns without success the search goes on from
+the best choice, perturbed (iterated local search: Lourenço, Martin & Stützle 2003).
 """
 
 import math
@@ -24,7 +24,7 @@ ANY = 2**62  # a limit that refuses nothing
 
 
 class LocalSearch:
-    """A choice of a network that swings about the memory limit, and the best that fitted."""
+    """A choice of a network that swings about the memory limit, and the best choice met that fits."""
 
     def __init__(
         self, network: Network, rows: Rows, seed: int, tuning: LocalSearchTuning, left_s: Clock = endless
@@ -50,7 +50,7 @@ class LocalSearch:
         return float(block_moves.total(self.flat, Prices(self.cost, self.table), choice))
 
     def set_prices(self, price: Floats) -> None:
-        """Takes the dual's price per row."""
+        """Takes the dual's multipliers: a price per row and byte."""
         self.price = price
 
     def start_at(self, choice: Int) -> None:

@@ -1,4 +1,4 @@
-r"""The smallest peak: what an infeasible problem would need, from above and from below.
+r"""The smallest peak: the memory that an infeasible problem would need, from above and from below.
 
 For weights $w_t \ge 0$ with sum 1 the peak of any choice is at least $\min_x \sum_t w_t\,
 \mathrm{usage}_t(x)$, a network without rows, which message passing bounds and rounds. The weights
@@ -19,12 +19,12 @@ from autoshard.solver.presolve.memory_rows import rows_of
 from autoshard.solver.primal.local_search import LocalSearch
 from autoshard.solver.program import Network
 
-PARTS = 2**40  # of all strategies' usage together, as which the mean usage of one is counted
+PARTS = 2**40  # the unit of a mean usage is the usage of all strategies together, divided by this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The choice of least peak found, its peak, and a lower bound on any choice's."""
+    """The choice of the smallest peak found, its peak, and a lower bound on the peak of every choice."""
 
     choice: Int
     peak_bytes: int
@@ -84,9 +84,9 @@ def lowest(incumbent: Incumbent, network: Network, memory: Memory, choice: Int, 
 
 
 def small_usage(problem: Problem) -> Problem:
-    """Returns the problem without a limit, in which a choice costs its mean usage over time, in parts of what is used.
+    """Returns the problem without a limit in which a choice costs its mean usage over time.
 
-    The mean is cheap to minimise, and leaves little to lower of the peak.
+    The mean is cheap to minimise, and a choice that minimises it has a peak that little can lower.
     """
     begin, end = problem.use_interval[:, 0], problem.use_interval[:, 1]
     share = (end - begin) / max(int(end.max(initial=1)) - int(begin.min(initial=0)), 1)
@@ -105,7 +105,7 @@ def is_finite(problem: Problem, network: Network, choice: Int) -> bool:
 
 
 def lowered(incumbent: Incumbent, network: Network, memory: Memory, choice: Int, bound: int) -> Int:
-    """Returns a choice of a peak at most that of `choice`: the local search under lower and lower limits."""
+    """Returns a choice whose peak is no higher: what the local search finds under lower and lower limits."""
     idle, tuning = 0, incumbent.tuning
     while idle < tuning.peak.lowerings and incumbent.left_s() > 0:
         peak = int(memory.profile(choice).max(initial=0))
