@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from autoshard.api.compare import Hand, Template, compare
     from autoshard.api.evaluate import Evaluation, evaluate
     from autoshard.api.jit import jit
-    from autoshard.api.plan import Plan, load
+    from autoshard.api.loaded_plan import LoadedPlan, load
+    from autoshard.api.plan import Plan
     from autoshard.api.plan_many import plan_many
     from autoshard.api.planning import plan
+    from autoshard.api.solved_plan import SolvedPlan
     from autoshard.errors import (
         AutoshardError,
         CompilerMissingError,
@@ -43,6 +45,7 @@ _ROOMS = {
     "Evaluation": "api.evaluate",
     "Hand": "api.compare",
     "InfeasibleError": "errors",
+    "LoadedPlan": "api.loaded_plan",
     "MeshError": "errors",
     "MissingRuleError": "errors",
     "Plan": "api.plan",
@@ -52,6 +55,7 @@ _ROOMS = {
     "RuleError": "errors",
     "Search": "explore.search",
     "SearchError": "errors",
+    "SolvedPlan": "api.solved_plan",
     "SpecError": "errors",
     "Template": "api.compare",
     "VerifyError": "errors",
@@ -59,7 +63,7 @@ _ROOMS = {
     "compare": "api.compare",
     "evaluate": "api.evaluate",
     "jit": "api.jit",
-    "load": "api.plan",
+    "load": "api.loaded_plan",
     "plan": "api.planning",
     "plan_many": "api.plan_many",
     "register_rule": "rules",
@@ -73,6 +77,7 @@ __all__ = [
     "Evaluation",
     "Hand",
     "InfeasibleError",
+    "LoadedPlan",
     "MeshError",
     "MissingRuleError",
     "Plan",
@@ -82,6 +87,7 @@ __all__ = [
     "RuleError",
     "Search",
     "SearchError",
+    "SolvedPlan",
     "SpecError",
     "Template",
     "VerifyError",

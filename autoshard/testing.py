@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autoshard.api.compare import Hand
     from autoshard.api.evaluate import Completion, Evaluation
-    from autoshard.api.plan import Plan
+    from autoshard.api.solved_plan import SolvedPlan
     from autoshard.explain.attribution import Attribution
     from autoshard.planner.record import PlanRecord
 
@@ -118,7 +118,6 @@ def assert_plan_within(
             "  compare with a layout that fits, or say memory="
         )
     made = plan(fn, *args, **common, **options)
-    assert made.planned is not None  # planned just now
     found = ledger((by_hand.record, by_hand.assignment), (made.record, made.planned.assignment))
     hand_s, plan_s, said = by_hand.cost, made.cost, "predicted"
     if compiler is not None:
@@ -129,7 +128,7 @@ def assert_plan_within(
     return found
 
 
-def _compiled_s(made: "Plan | Evaluation", compiler: str) -> float:
+def _compiled_s(made: "SolvedPlan | Evaluation", compiler: str) -> float:
     timeline = made.verify(compiler=compiler, compiler_options={}).timeline
     assert timeline is not None  # a compiler's program has a schedule
     return timeline.step_s
@@ -175,7 +174,7 @@ def assert_plan_unchanged(
     *args: Any,
     update: bool | None = None,
     **options: Any,
-) -> "Plan":
+) -> "SolvedPlan":
     """Asserts that a program's plan is still the one in a plan file: a change of the model may not change it silently.
 
     It compares the layout of every input and output, the bytes of each kind of collective, and the

@@ -46,7 +46,7 @@ import models
 from autoshard.api import compare, refine
 from autoshard.api.compare import Template
 from autoshard.api.evaluate import Evaluation
-from autoshard.api.plan import Plan
+from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends import compile
 from autoshard.backends import devices as meshes
 from autoshard.cli.compare import of_models
@@ -143,7 +143,7 @@ def line(cell: Cell, known: Known | None = None) -> dict[str, Any]:
     begin, begin_cpu = time.perf_counter(), _cpu_s()
     fn, args = models.build(cell.model, **cell.fields)
     common: dict[str, Any] = {"hardware": cell.hardware, "donate_argnums": 0}
-    plans: list[Plan] = []
+    plans: list[SolvedPlan] = []
     ours: list[dict[str, Any]] = []
     templates = of_models(f"models:{cell.model.replace('-', '_')}", fn, args)
     hands, left_out = _hands(cell, fn, args, templates, common)
@@ -196,7 +196,6 @@ def _chosen(fn: Any, args: Sequence[Any], common: dict[str, Any]) -> tuple[list[
         except InfeasibleError as error:
             last = error
             continue
-        assert made.planned is not None  # planned just now
         floors.append(sum(int(node.cost_ps.min()) for node in made.planned.assignment.decisions.nodes) * UNIT_S)
         found.append((made.cost, mesh))
     if last is not None and not found:
@@ -210,7 +209,7 @@ def _chosen(fn: Any, args: Sequence[Any], common: dict[str, Any]) -> tuple[list[
     return [mesh for _, mesh in chosen[:MESHES]], min(floors)
 
 
-def _planned(fn: Any, args: Sequence[Any], mesh: dict[str, int], common: dict[str, Any]) -> Plan:
+def _planned(fn: Any, args: Sequence[Any], mesh: dict[str, int], common: dict[str, Any]) -> SolvedPlan:
     return autoshard.plan(fn, *args, mesh=mesh, time_limit_s=TIME_LIMIT_S, **common)
 
 
@@ -281,7 +280,7 @@ def _likely(fitting: Sequence[tuple[str, Evaluation]]) -> Iterator[tuple[str, Ev
 
 
 def _scheduled(
-    layouts: Sequence[tuple[dict[str, Any], Plan | Evaluation]], known: Known | None = None
+    layouts: Sequence[tuple[dict[str, Any], SolvedPlan | Evaluation]], known: Known | None = None
 ) -> list[dict[str, Any]]:
     """The fastest that fits, compiled with the flags that `refine` tries and this compiler has."""
     fitting = [(told, made) for told, made in layouts if told["fits"]]
@@ -295,7 +294,7 @@ def _scheduled(
     return found
 
 
-def _on_gpus(made: Plan | Evaluation) -> bool:
+def _on_gpus(made: SolvedPlan | Evaluation) -> bool:
     """Whether a layout is for GPUs, the only ones among the places that have such flags."""
     return made.record.hardware.startswith("h100")
 
@@ -312,7 +311,7 @@ def _key(name: str, mesh: Mapping[str, int], flags: Mapping[str, Any]) -> str:
 
 
 def _told(
-    name: str, made: Plan | Evaluation, flags: Mapping[str, Any] | None = None, known: Known | None = None
+    name: str, made: SolvedPlan | Evaluation, flags: Mapping[str, Any] | None = None, known: Known | None = None
 ) -> dict[str, Any]:
     """A layout as predicted and as compiled."""
     record, flags = made.record, flags or {}
@@ -339,7 +338,7 @@ def _told(
     }
 
 
-def _compile(made: Plan | Evaluation, flags: Mapping[str, Any]) -> dict[str, Any]:
+def _compile(made: SolvedPlan | Evaluation, flags: Mapping[str, Any]) -> dict[str, Any]:
     found = made.verify(compiler_options={**QUICK, **flags} if _on_gpus(made) else None)
     timeline, memory = found.timeline, found.memory.compiled
     assert timeline is not None  # a compiler's program has a schedule

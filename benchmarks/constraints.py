@@ -21,7 +21,7 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from autoshard.api.compiler_minimal_constraints import compiler_minimal
-from autoshard.api.plan import Plan
+from autoshard.api.solved_plan import SolvedPlan
 from autoshard.costs.compute import is_contraction
 from benchmarks import verification, verification_report
 
@@ -44,8 +44,7 @@ def run(match: str) -> None:
             continue
         if case.key in done or not re.search(match, case.key):
             continue
-        plan: Plan = verification.subject(case)
-        assert plan.planned is not None  # made here
+        plan: SolvedPlan = verification.subject(case)
         graph = plan.planned.assignment.decisions.graph
         begun = time.perf_counter()
         few = compiler_minimal(plan)
@@ -67,7 +66,7 @@ def run(match: str) -> None:
         print(case.key, line["note"], flush=True)
 
 
-def emitted(plan: Plan) -> dict[str, Any]:
+def emitted(plan: SolvedPlan) -> dict[str, Any]:
     """The constraints of a plan, and the program that its hardware's compiler makes of them."""
     found = plan.verify(compiler_options={})
     assert found.memory.compiled is not None

@@ -42,7 +42,7 @@ from autoshard.api.planning import Options, requests_of
 from autoshard.errors import AutoshardError
 from autoshard.explain.diff import diff
 from autoshard.planner import exports, store
-from autoshard.planner.record import read
+from autoshard.planner.record import PlanRecord, read
 from autoshard.problem import iopddl
 from autoshard.solver import solve
 
@@ -261,7 +261,7 @@ def arguments() -> tuple[Any, ...]:
 
 
 @cache
-def planned(constraints: Any = "all") -> autoshard.Plan:
+def planned(constraints: Any = "all") -> autoshard.SolvedPlan:
     """The plan whose file is damaged."""
     return autoshard.plan(
         program, *arguments(), mesh=MESH, hardware="cpu:8", donate_argnums=0, constraints=constraints, cache=False
@@ -305,7 +305,7 @@ def use_plan(path: Path, draw: random.Random) -> None:
     lowered(plan, draw)
 
 
-def lowered(plan: autoshard.Plan, draw: random.Random) -> None:
+def lowered(plan: autoshard.LoadedPlan, draw: random.Random) -> None:
     """Binds a plan to its function and lowers it; sometimes compares it with Shardy's layouts."""
     bound = plan.bind(program, *arguments())
     str((bound.in_shardings(), bound.out_shardings()))
@@ -318,6 +318,11 @@ def good_entry() -> bytes:
     """A cache's file."""
     _, key = asked()
     return json.dumps({"key": key, "plan": planned().record.dumps()}).encode()
+
+
+def _found(record: PlanRecord, question: store.PlanRequest) -> autoshard.SolvedPlan:
+    """A plan that was found in a file."""
+    return autoshard.SolvedPlan(record, place=question.place, traced=question.traced, planned=lambda: planned().planned)
 
 
 def use_entry(path: Path, draw: random.Random) -> None:
@@ -333,7 +338,7 @@ def use_entry(path: Path, draw: random.Random) -> None:
     entry.write_bytes(path.read_bytes())
     record = cache.find(question, key)
     if record is not None:
-        plan = autoshard.Plan(record, place=question.place, planned=None, traced=question.traced)
+        plan = _found(record, question)
         plan.summary()
         plan.jit().lower(*arguments())
         store.Lock(path.parent / "{digest}.json").write(record)
@@ -344,7 +349,7 @@ def use_lock(path: Path, draw: random.Random) -> None:
     question, _ = asked()
     found = store.Lock(path).find([question], "all")
     if found is not None:
-        plan = autoshard.Plan(found[0], place=question.place, planned=None, traced=question.traced)
+        plan = _found(found[0], question)
         plan.summary()
         plan.jit().lower(*arguments())
 

@@ -35,7 +35,7 @@ from rich.progress import track
 import autoshard
 import cost_models
 import models
-from autoshard import Plan
+from autoshard import SolvedPlan
 from autoshard.report.page import page
 from cost_models.closed_forms import formulas
 
@@ -77,7 +77,7 @@ def closed_form(batch: int, hidden: int, devices: int, alpha: float) -> str:
     return "D" if best >= devices else "T" if best <= 1 else "m"
 
 
-def family(plan: Plan, batch: int) -> str:
+def family(plan: SolvedPlan, batch: int) -> str:
     """D, T or m, from the bytes that the plan's collectives move; "." where nothing moves."""
     weights = activations = 0
     for c in plan.record.collectives:

@@ -83,7 +83,7 @@ def subjects() -> Iterator[tuple[str, Callable[[], Said]]]:
         yield f"autoshard {command}", lambda c=command: _command(c)
 
 
-def _of_plan(plan: autoshard.Plan) -> Said:
+def _of_plan(plan: autoshard.SolvedPlan) -> Said:
     with tempfile.TemporaryDirectory() as folder:
         saved, problem = Path(folder) / "plan.json", Path(folder) / "problem.json.gz"
         plan.save(saved)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from autoshard.api.plan import Plan
+from autoshard.api.solved_plan import SolvedPlan
 from autoshard.solver import clock
 from benchmarks import verification
 
@@ -39,13 +39,12 @@ def compared(case: verification.Case, faster: float) -> str:
     first = planned(case, 1.0)
     counted_s = clock.effort.spent_s - before_s
     second = planned(case, faster)
-    assert first.planned is not None  # made here
     equal = first.record.dumps() == second.record.dumps()
     gap, solved_s = first.record.certificate.gap, first.planned.seconds["solve"]
     return f"{case.key:<84} {solved_s:>5.2f} s {counted_s:>6.2f} s {gap:>7.3%}  {'yes' if equal else 'NO'}"
 
 
-def planned(case: verification.Case, faster: float) -> Plan:
+def planned(case: verification.Case, faster: float) -> SolvedPlan:
     """Plans a case by a clock of another speed."""
     clock.time = SimpleNamespace(perf_counter=lambda: faster * time.perf_counter())
     try:

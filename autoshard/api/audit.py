@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding
 from autoshard import _jax
 from autoshard.api.evaluate import Evaluation, evaluate
 from autoshard.api.options import REL_GAP
-from autoshard.api.plan import Plan
 from autoshard.api.planning import plan
+from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends import hlo
 from autoshard.errors import MeshError
 from autoshard.ir import rewrite
@@ -58,7 +58,7 @@ class Audit:
     verification: Verification
     emitted: tuple[Emitted, ...]
     hand: Evaluation
-    best: Plan
+    best: SolvedPlan
 
     @property
     def unasked_bytes(self) -> int:

@@ -23,8 +23,8 @@ from jax.sharding import AbstractMesh
 from rich.console import RenderableType
 
 from autoshard.api.evaluate import Completion, Evaluation, evaluate
-from autoshard.api.plan import Plan
 from autoshard.api.planning import plan
+from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends import devices as meshes
 from autoshard.errors import AutoshardError, InfeasibleError, MeshError
 from autoshard.explain.attribution import Attribution, ledger
@@ -344,7 +344,6 @@ def compare(
     common: dict[str, Any] = {"hardware": hardware, "memory": memory, "donate_argnums": donate_argnums}
     solver: dict[str, Any] = {"time_limit_s": time_limit_s, "rel_gap": rel_gap}
     ours = _ours(fn, args, [mesh] if mesh is not None else meshes.candidates(devices), {**common, **solver})
-    assert ours.planned is not None  # planned just now
     own = (ours.record, ours.planned.assignment)
     mine = Contender(name=OURS, record=ours.record, ledger=None)
     contenders = [mine if compiler is None else _compiled(mine, ours, compiler)]
@@ -373,9 +372,11 @@ def _tell(now: str) -> None:
     log.debug("%s", now, extra={"now": now})
 
 
-def _ours(fn: Callable[..., Any], args: Sequence[Any], shapes: Sequence[Shape], options: Mapping[str, Any]) -> Plan:
+def _ours(
+    fn: Callable[..., Any], args: Sequence[Any], shapes: Sequence[Shape], options: Mapping[str, Any]
+) -> SolvedPlan:
     """The best plan over several meshes."""
-    found: list[Plan] = []
+    found: list[SolvedPlan] = []
     last: InfeasibleError | None = None
     for shape in shapes:
         _tell(f"ours on {MeshAxes.of(shape)}")
@@ -435,7 +436,7 @@ def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
             yield (first, *others)
 
 
-def _compiled(contender: Contender, made: Plan | Evaluation, compiler: str) -> Contender:
+def _compiled(contender: Contender, made: SolvedPlan | Evaluation, compiler: str) -> Contender:
     _tell(f"compile {contender.name}")
     try:
         return replace(contender, verification=made.verify(compiler=compiler, compiler_options={}))

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoshard.api.plan import Plan
+from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends.shardy.probe import values_at
-from autoshard.errors import CompileError
+from autoshard.errors import CompileError, PlanMismatchError
 from autoshard.ir.constraints import Constraints, Specs
 from autoshard.verification.result import Verification
 
@@ -29,13 +29,12 @@ MOST = 8  # constraints that are left out at once, where the last ones all could
 Step = tuple[str, Any, int]  # a constraint: the group of pins, its place in the program, its position among those there
 
 
-def compiler_minimal(plan: Plan) -> Plan:
+def compiler_minimal(plan: SolvedPlan) -> SolvedPlan:
     """The same plan without the constraints that its hardware's compiler does not need, with a note of how many.
 
     Raises:
       CompilerMissingError: that compiler is not installed.
       CompileError: it refuses the plan itself.
-      PlanMismatchError: a plan file that is not bound to its function.
     """
     search = _Search(plan)
     every = list(classes(plan))
@@ -52,7 +51,7 @@ def compiler_minimal(plan: Plan) -> Plan:
 class _Search:
     """Which constraints of a plan were found to make no difference."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: SolvedPlan) -> None:
         self._plan, self._goal = plan, _Emitted.of(plan.verify(compiler_options={}))
         self.dropped: set[Step] = set()
         self.compiles = 1
@@ -133,7 +132,7 @@ def _groups(pins: Constraints) -> Mapping[str, Mapping[Any, Specs]]:
     return {"made": pins.made, "taken": pins.taken, "input": pins.inputs, "output": pins.outputs}
 
 
-def classes(plan: Plan) -> Iterator[Sequence[Step]]:
+def classes(plan: SolvedPlan) -> Iterator[Sequence[Step]]:
     """A plan's constraints, those that stand in equal places together."""
     value_of = _values(plan)
     found: dict[object, list[Step]] = {}
@@ -144,11 +143,13 @@ def classes(plan: Plan) -> Iterator[Sequence[Step]]:
     yield from found.values()
 
 
-def _values(plan: Plan) -> Callable[[str, Any], object]:
+def _values(plan: SolvedPlan) -> Callable[[str, Any], object]:
     """By the word and the key of a place, what is constrained there: one for all values in equal places."""
-    if plan.planned is None:
+    try:
+        planned = plan.planned
+    except PlanMismatchError:  # a hand-written layout that entered `refine`
         return lambda name, key: (name, key)
-    decisions, folding = plan.planned.assignment.decisions, plan.planned.formulation.folding
+    decisions, folding = planned.assignment.decisions, planned.formulation.folding
     values = values_at(decisions.graph)
 
     def value_of(name: str, key: Any) -> object:

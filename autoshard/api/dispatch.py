@@ -14,7 +14,9 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import _jax
-from autoshard.api.plan import Plan, in_auto_mode
+from autoshard.api.emit import in_auto_mode
+from autoshard.api.plan import ProgramPlan
+from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends import devices
 from autoshard.errors import MeshError, PlanMismatchError
 from autoshard.ir import rewrite
@@ -46,7 +48,7 @@ class Entry:
     )
 
     def __init__(
-        self, plan: Plan, key: tuple[Any, Any, Any], *, strict: bool, options: Mapping[str, Any] | None = None
+        self, plan: SolvedPlan, key: tuple[Any, Any, Any], *, strict: bool, options: Mapping[str, Any] | None = None
     ) -> None:
         self.plan = plan
         self.signature, self.context, self.mesh = key
@@ -59,7 +61,7 @@ class Entry:
     @property
     def captures(self) -> bool:
         """Whether the function closes over tracers, so that the entry serves one trace alone."""
-        return bool(self.plan.traced is not None and self.plan.traced.captured)
+        return bool(self.plan.traced.captured)
 
     def place_and_run(self, leaves: Sequence[Any]) -> Any:
         """The outputs for leaves of the entry's abstract values, which lie anywhere."""
@@ -117,7 +119,6 @@ class Entry:
         `jax.grad` alone), the program is compiled as one.
         """
         traced = self.plan.traced
-        assert traced is not None  # plans of a decorated function are fresh
         flat = [*leaves, *traced.captured]
         if _jax.under_jit():
             return jax.tree.unflatten(traced.out_tree, _emitted(self.plan, _mesh(self.plan))(*flat))
@@ -128,17 +129,16 @@ class Entry:
         return jax.tree.unflatten(traced.out_tree, self._alone(*(jax.device_put(x, whole) for x in flat)))
 
 
-def _mesh(plan: Plan) -> Any:
+def _mesh(plan: ProgramPlan) -> Any:
     try:
         return plan.mesh()
     except MeshError:  # fewer devices than it is for
         return devices.abstract(plan.record.mesh)
 
 
-def _emitted(plan: Plan, mesh: Any) -> Callable[..., list[Any]]:
+def _emitted(plan: ProgramPlan, mesh: Any) -> Callable[..., list[Any]]:
     """The program of flat inputs with all of the plan's constraints in it."""
     traced, record = plan.traced, plan.record
-    assert traced is not None
 
     note = (
         f"autoshard planned {record.name} over the devices of {record.mesh}: arguments of a jax.jit around it are to "
@@ -173,9 +173,8 @@ class Compiled:
         "shardings",
     )
 
-    def __init__(self, plan: Plan, options: Mapping[str, Any]) -> None:
+    def __init__(self, plan: ProgramPlan, options: Mapping[str, Any]) -> None:
         traced, record, mesh = plan.traced, plan.record, plan.mesh()
-        assert traced is not None
         specs = {leaf.spec: NamedSharding(mesh, leaf.spec) for leaf in (*record.inputs, *record.outputs)}
         self.shardings = tuple(specs[leaf.spec] for leaf in record.inputs)
         self._avals = tuple((a.shape, a.dtype, a.weak_type) for a in traced.in_avals)
@@ -236,7 +235,7 @@ class Compiled:
         return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(own, x.sharding.spec)), outputs)
 
 
-def consumed(plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def consumed(plan: ProgramPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The donated leaves whose buffers `jax.jit` would take for outputs, and those to donate to the compiler.
 
     On one device, `jax.jit` takes a buffer for an output of its shape and dtype; of the others it offers those to the
@@ -244,7 +243,6 @@ def consumed(plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
     it can do so if the parts on a device are of one size, too; where they are not, the buffer is only given up.
     """
     traced, record = plan.traced, plan.record
-    assert traced is not None
     used = _jax.used_inputs(traced.jaxpr)
 
     def nbytes(leaf: Leaf) -> int:

@@ -19,6 +19,7 @@ from autoshard.api.evaluate import Evaluation
 from autoshard.api.options import OPTIONS, Options, refuse_unknown
 from autoshard.api.plan import Plan
 from autoshard.api.planning import peers, plan_or_load, requests_of
+from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends.devices import MeshLike
 from autoshard.errors import ArgumentError, GradientError, InfeasibleError, SpecError
 from autoshard.ir import arguments
@@ -158,7 +159,7 @@ class JitFunction:
         self._entries: dict[Any, Entry] = {}
         self._last: Entry | None = None
         # Mesh in context, arguments that are differentiated → the plan whose layouts later ones keep.
-        self._first: dict[tuple[Any, tuple[int, ...]], Plan] = {}
+        self._first: dict[tuple[Any, tuple[int, ...]], SolvedPlan] = {}
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Bound as a method, as functions are."""
@@ -187,7 +188,7 @@ class JitFunction:
         self._last = entry
         return entry.place_and_run(leaves)
 
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+    def plan(self, *args: Any, **kwargs: Any) -> SolvedPlan:
         """The plan for these arguments (arrays or ShapeDtypeStructs); planned once per shapes."""
         return self._entry(args, kwargs, *_jax.parsed_call(args, kwargs, *self._static)).plan
 
@@ -251,7 +252,7 @@ class JitFunction:
             self._entries[key] = entry
         return entry
 
-    def _check_backend(self, made: Plan) -> None:
+    def _check_backend(self, made: SolvedPlan) -> None:
         """Raises if the plan's devices are not those of `backend`."""
         if self._backend is None:
             return
@@ -288,9 +289,9 @@ class JitFunction:
         return tuple(i for i, value in enumerate(values) if any(map(_jax.is_differentiated, jax.tree.leaves(value))))
 
     def _planned(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], first: Plan | None, gradient: tuple[int, ...]
-    ) -> Plan:
-        def planned(options: Options) -> Plan:
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], first: SolvedPlan | None, gradient: tuple[int, ...]
+    ) -> SolvedPlan:
+        def planned(options: Options) -> SolvedPlan:
             questions = requests_of(self._fn, args, kwargs, options)
             return plan_or_load(questions, options, peers=peers(questions[0], options))
 
@@ -309,7 +310,7 @@ class JitFunction:
             raise _would_move(error, first, functools.partial(planned, options)) from error
 
 
-def _would_move(error: InfeasibleError, first: Plan, planned: Callable[[], Plan]) -> InfeasibleError:
+def _would_move(error: InfeasibleError, first: SolvedPlan, planned: Callable[[], SolvedPlan]) -> InfeasibleError:
     """An error that says what `move=True` would move."""
     try:
         free = planned()
@@ -322,7 +323,7 @@ def _would_move(error: InfeasibleError, first: Plan, planned: Callable[[], Plan]
     )
 
 
-def moves(first: Plan, second: Plan) -> str:
+def moves(first: SolvedPlan, second: SolvedPlan) -> str:
     """What has to move between the calls of two plans, in words."""
     before = {(leaf.path, leaf.shape, leaf.dtype): leaf.spec for leaf in first.record.inputs}
     changed = [

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 import cost_models
 from autoshard.api.options import REL_GAP, Options
-from autoshard.api.plan import Plan
 from autoshard.api.planning import plan_request, requests_of
+from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends.devices import MeshLike
 from autoshard.costs.strategies import layout_of
 from autoshard.errors import InfeasibleError, SpecError
@@ -70,7 +70,7 @@ def plan_many(
     constraints: pipeline.ConstraintPolicy = "needed",
     time_limit_s: float = 20.0,
     rel_gap: float = REL_GAP,
-) -> dict[str, Plan]:
+) -> dict[str, SolvedPlan]:
     """Plans functions with common state for the least weighted sum of their step times.
 
         plans = autoshard.plan_many(
@@ -129,7 +129,7 @@ def plan_many(
         options[name] = Options(**all_of_it)
         posed.append(requests_of(fn, args, {}, options[name]))
     scale = _scale(names, weights or {})
-    best: tuple[Fraction, dict[str, Plan]] | None = None
+    best: tuple[Fraction, dict[str, SolvedPlan]] | None = None
     for questions in product(*posed):
         if len({question.place.axes for question in questions}) > 1:
             continue
@@ -161,7 +161,7 @@ Leaf = tuple[str, int]  # of a function, the position of an input
 
 def _together(
     questions: Mapping[str, PlanRequest], options: Mapping[str, Options], share: Share, scale: Mapping[str, int]
-) -> dict[str, Plan]:
+) -> dict[str, SolvedPlan]:
     names = tuple(questions)
     groups = shared_leaves(questions, share)
     holders = _holders(questions, groups)
@@ -189,7 +189,7 @@ def _together(
         raise _infeasible(questions, groups, parts, joint, solution, limit)
     choices = {n: parts[n].read(c) for n, c in zip(names, joint.split(solution.choice), strict=True)}
     fixed = dict.fromkeys([*(leaf for group in groups for leaf in group), *holders])
-    plans: dict[str, Plan] = {}
+    plans: dict[str, SolvedPlan] = {}
     for n, question in questions.items():
         assignment = Assignment(decisions=parts[n].decisions, resharder=parts[n].resharder, choice=choices[n])
         avals, axes = question.setting.priced.in_avals, parts[n].decisions.mesh

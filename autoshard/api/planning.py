@@ -19,6 +19,7 @@ from autoshard.api.multihost import Peers
 from autoshard.api.options import REL_GAP, TIME_LIMIT_S, WAIT_S, Options, refuse_misspelt
 from autoshard.api.plan import Plan
 from autoshard.api.refine import Entered, adopted, refined
+from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends import devices as meshes
 from autoshard.backends.devices import MeshLike
 from autoshard.errors import InfeasibleError, SpecError
@@ -58,7 +59,7 @@ def plan(
     candidates: int = 3,
     also: Mapping[str, Plan | Evaluation] | None = None,
     **kwargs: Any,
-) -> Plan:
+) -> SolvedPlan:
     """Finds the sharding of `fn(*args, **kwargs)` with the least step time that fits in memory.
 
     Args:
@@ -224,13 +225,13 @@ def peers(question: PlanRequest, options: Options, *, offline: bool = False) -> 
     return multihost.peers_of(devices, options.wait_s)
 
 
-def plan_or_load(questions: Sequence[PlanRequest], options: Options, *, peers: Peers | None = None) -> Plan:
+def plan_or_load(questions: Sequence[PlanRequest], options: Options, *, peers: Peers | None = None) -> SolvedPlan:
     """The best plan among the answers: from the lock, from the cache, or planned; by process 0 for all."""
     if peers is None:
         return _found(questions, options)
     first = questions[0]
     program = {"program": first.digest, **key_of(first, constraints=options.constraints)}
-    mine: list[Plan] = []
+    mine: list[SolvedPlan] = []
 
     def decide() -> str:
         mine.append(_found(questions, options))
@@ -240,7 +241,7 @@ def plan_or_load(questions: Sequence[PlanRequest], options: Options, *, peers: P
     return mine[0] if mine else _answered(record, questions, options)
 
 
-def _found(questions: Sequence[PlanRequest], options: Options) -> Plan:
+def _found(questions: Sequence[PlanRequest], options: Options) -> SolvedPlan:
     lock = None if options.lock is None else lock_at(options.lock)
     locked = None if lock is None else lock.find(questions, options.constraints)
     if locked is not None:
@@ -265,7 +266,7 @@ def _found(questions: Sequence[PlanRequest], options: Options) -> Plan:
 
 
 def _rest(
-    best: Plan, question: PlanRequest, questions: Sequence[PlanRequest], options: Options, elapsed_s: float
+    best: SolvedPlan, question: PlanRequest, questions: Sequence[PlanRequest], options: Options, elapsed_s: float
 ) -> dict[str, float]:
     """What a call took beside the stages of the plan that it returns: the other meshes, and the compiler."""
     others_s = sum(q.trace_s for q in questions if q is not question)
@@ -275,7 +276,7 @@ def _rest(
     return {" and ".join(names): rest_s} if names and rest_s > 0 else {}
 
 
-def _thinned(plan: Plan, question: PlanRequest, options: Options) -> Plan:
+def _thinned(plan: SolvedPlan, question: PlanRequest, options: Options) -> SolvedPlan:
     """A plan with the constraints that its compiler needs; from the cache, but for a refined one."""
     cache = cache_at(options.cache) if options.refine is None else None
     if cache is None:
@@ -289,13 +290,13 @@ def _thinned(plan: Plan, question: PlanRequest, options: Options) -> Plan:
     return made
 
 
-def _fitting(questions: Sequence[PlanRequest], options: Options) -> dict[int, Plan]:
+def _fitting(questions: Sequence[PlanRequest], options: Options) -> dict[int, SolvedPlan]:
     """The answer of every question that has one, by its number.
 
     Raises:
       InfeasibleError: none has; the error is that of the smallest peak.
     """
-    plans: dict[int, Plan] = {}
+    plans: dict[int, SolvedPlan] = {}
     errors: list[InfeasibleError] = []
     for i, question in enumerate(questions):
         try:
@@ -307,14 +308,14 @@ def _fitting(questions: Sequence[PlanRequest], options: Options) -> dict[int, Pl
     return plans
 
 
-def _answered(record: PlanRecord, questions: Sequence[PlanRequest], options: Options) -> Plan:
+def _answered(record: PlanRecord, questions: Sequence[PlanRequest], options: Options) -> SolvedPlan:
     for question in questions:
         if not misfits(record, question):
             return _plan(record, question, options)
     raise AssertionError("the plan of process 0 answers none of the questions, whose digests were equal")
 
 
-def _cached(question: PlanRequest, options: Options) -> Plan:
+def _cached(question: PlanRequest, options: Options) -> SolvedPlan:
     cache = cache_at(options.cache)
     if cache is None:
         return plan_request(question, options)
@@ -328,29 +329,28 @@ def _cached(question: PlanRequest, options: Options) -> Plan:
     return made
 
 
-def _plan(record: PlanRecord, question: PlanRequest, options: Options) -> Plan:
+def _plan(record: PlanRecord, question: PlanRequest, options: Options) -> SolvedPlan:
     """A plan that was made elsewhere; what led to it is found again if somebody asks."""
-    return Plan(
+    return SolvedPlan(
         record,
         place=question.place,
-        planned=None,
         traced=question.traced,
-        plan_again=partial(_planned, question, options),
+        planned=partial(_planned, question, options),
     )
 
 
-def _with_inputs(question: PlanRequest, options: Options, inputs: Mapping[int, PartitionSpec]) -> Plan:
+def _with_inputs(question: PlanRequest, options: Options, inputs: Mapping[int, PartitionSpec]) -> SolvedPlan:
     """The plan of a question with these layouts of inputs; what was asked stays what it was."""
     pinned = replace(question, wanted=replace(question.wanted, inputs=inputs))
     planned = _planned(pinned, options)
     planned = replace(planned, record=replace(planned.record, asked=question.asked))
-    return Plan(planned.record, place=question.place, planned=planned, traced=question.traced)
+    return SolvedPlan(planned.record, place=question.place, traced=question.traced, planned=planned)
 
 
-def plan_request(question: PlanRequest, options: Options) -> Plan:
+def plan_request(question: PlanRequest, options: Options) -> SolvedPlan:
     """The plan of a question."""
     planned = _planned(question, options)
-    return Plan(planned.record, place=question.place, planned=planned, traced=question.traced)
+    return SolvedPlan(planned.record, place=question.place, traced=question.traced, planned=planned)
 
 
 def _planned(question: PlanRequest, options: Options) -> PlanningResult:

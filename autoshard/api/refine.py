@@ -10,17 +10,20 @@ compiler's own scheduler. Its notes say what changed the order.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from autoshard.api.evaluate import Evaluation
-from autoshard.api.plan import Plan
+from autoshard.api.plan import Plan, ProgramPlan
+from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends import compile
 from autoshard.costs.strategies import layout_of
-from autoshard.errors import CompilerFlagError, SpecError
+from autoshard.errors import CompilerFlagError, PlanMismatchError, SpecError
 from autoshard.ir.layout import Layout
+from autoshard.ir.trace import Traced
 from autoshard.ir.transfer import transferred
 from autoshard.planner.pipeline import PlanningResult
 from autoshard.planner.request import PlanRequest
@@ -53,7 +56,7 @@ Inputs = Mapping[int, PartitionSpec]
 class Candidate:
     """A plan and what the compiler made of it; `name` where it is neither the optimum nor near it on its mesh."""
 
-    plan: Plan
+    plan: SolvedPlan
     found: Verification
     name: str = ""
 
@@ -81,22 +84,21 @@ class Entered:
       also: the user's, by name.
     """
 
-    first: Plan
-    again: Callable[[Inputs], Plan]
-    elsewhere: Sequence[Plan]
-    also: Mapping[str, Plan]
+    first: SolvedPlan
+    again: Callable[[Inputs], SolvedPlan]
+    elsewhere: Sequence[SolvedPlan]
+    also: Mapping[str, SolvedPlan]
 
-    def best(self, count: int) -> list[tuple[str, Plan]]:
+    def best(self, count: int) -> list[tuple[str, SolvedPlan]]:
         """The optimum and the next of ours, the least predicted step first, then the user's; their names."""
-        assert self.first.planned is not None  # a plan of a question can be planned again
         near = [(cost_s, "", inputs) for cost_s, inputs in alternatives(self.first.planned, count - 1)]
         elsewhere = [(made.cost, f"on {made.record.mesh}", made) for made in self.elsewhere]
         ours = sorted([*near, *elsewhere], key=lambda entry: entry[0])[: count - 1]
-        plans = [(name, made if isinstance(made, Plan) else self.again(made)) for _, name, made in ours]
+        plans = [(name, made if isinstance(made, SolvedPlan) else self.again(made)) for _, name, made in ours]
         return [("", self.first), *plans, *self.also.items()]
 
 
-def refined(entered: Entered, *, compiler: str, count: int) -> Plan:
+def refined(entered: Entered, *, compiler: str, count: int) -> SolvedPlan:
     """The plan whose compiled schedule is shortest, with a note of what was compared.
 
     Args:
@@ -137,7 +139,7 @@ def _under(candidate: Candidate, compiler: str, flags: Mapping[str, Any]) -> Can
         return None
 
 
-def adopted(name: str, layout: Plan | Evaluation, questions: Sequence[PlanRequest]) -> Plan:
+def adopted(name: str, layout: Plan | Evaluation, questions: Sequence[PlanRequest]) -> SolvedPlan:
     """A user's layout as a plan of one of the questions.
 
     Raises:
@@ -148,7 +150,7 @@ def adopted(name: str, layout: Plan | Evaluation, questions: Sequence[PlanReques
     if question is None:
         known = ", ".join(str(q.place.axes) for q in questions)
         raise SpecError(f"also={name!r} is laid out on the mesh {record.mesh}; planned for is {known}")
-    source = layout.setting.traced if isinstance(layout, Evaluation) else layout.traced
+    source = _program(layout)
     if source is None or question.gradient_of or record.gradient_of:
         raise SpecError(f"also={name!r}: layouts of whole programs can enter, not plan files or functions for_grad")
     if record.hardware != question.place.hardware.name or frozenset(record.donated) != question.wanted.donated:
@@ -160,7 +162,7 @@ def adopted(name: str, layout: Plan | Evaluation, questions: Sequence[PlanReques
         leaf = record.inputs[i]
         if not _keeps(leaf.spec, spec, len(leaf.shape)):
             raise SpecError(f"also={name!r} lays {leaf.path} out as {leaf.spec}; asked for is {spec}")
-    return Plan(
+    return SolvedPlan(
         replace(
             record,
             name=question.name,
@@ -170,9 +172,20 @@ def adopted(name: str, layout: Plan | Evaluation, questions: Sequence[PlanReques
             memory=replace(record.memory, limit_bytes=question.memory_bytes),
         ),
         place=question.place,
-        planned=layout.planned if isinstance(layout, Plan) else None,
         traced=question.traced,
+        planned=layout.planned if isinstance(layout, SolvedPlan) else partial(_no_alternatives, name),
     )
+
+
+def _program(layout: Plan | Evaluation) -> Traced | None:
+    """The program that a layout is of; None of a plan file that is not bound to it."""
+    if isinstance(layout, Evaluation):
+        return layout.setting.traced
+    return layout.traced if isinstance(layout, ProgramPlan) else None
+
+
+def _no_alternatives(name: str) -> NoReturn:
+    raise PlanMismatchError(f"the plan is the layout also={name!r}, which holds no alternatives: plan without also=")
 
 
 def _keeps(spec: PartitionSpec, asked: PartitionSpec, ndim: int) -> bool:

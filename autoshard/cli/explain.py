@@ -75,7 +75,6 @@ def explain(
             fits = f"{bytes_text(way.peak_bytes)} of {bytes_text(way.limit_bytes)}, a step of {time_text(way.step_s)}"
             typer.echo(f"fits with {way.change}: {fits}")
         raise InfeasibleError(str(error), peak_bytes=error.peak_bytes, limit_bytes=error.limit_bytes) from error
-    assert made.planned is not None  # planned just now
     with progress.shown(errors(), "explain"):
         found = runner_up.explain(made.planned, what, at=at)
         undivided = runner_up.blocked(made.record.inputs, made.record.mesh)
@@ -87,7 +86,6 @@ def explain(
             other = planned(
                 target, mesh, hardware, memory, donate, pin, sets, for_grad, REL_GAP, time_limit, constraints="all"
             )
-            assert other.planned is not None  # planned just now
             return other.planned
 
         varied = sizes(target, assignments(set_ or (), "--set"), made.planned, plan_at)

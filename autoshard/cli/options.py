@@ -73,7 +73,7 @@ def planned(
     candidates: int = 3,
     constraints: ConstraintPolicy = "needed",
     built: Built | None = None,
-) -> autoshard.Plan:
+) -> autoshard.SolvedPlan:
     """The plan that a command's options ask for, with progress on standard error; `built` if that was made before."""
     if hardware is None:
         raise MeshError(

@@ -55,7 +55,6 @@ def report(
     """Plan TARGET and write a page: layouts as tiles, timeline, memory, roofline, collectives, sources."""
     built = build(target, set_)
     made = planned(target, mesh, hardware, memory, donate, pin, set_, for_grad, REL_GAP, time_limit, built=built)
-    assert made.planned is not None  # planned just now
     rows: list[view.Json] = []
     if compare and not for_grad:
         with progress.shown(errors(), "standard layouts"):
@@ -70,9 +69,8 @@ def report(
         typer.echo(f"{shown['verdict']}\n{out}")
 
 
-def _evaluate_baselines(built: Built, made: autoshard.Plan, hardware: str, time_limit: float) -> list[view.Json]:
+def _evaluate_baselines(built: Built, made: autoshard.SolvedPlan, hardware: str, time_limit: float) -> list[view.Json]:
     """The standard layouts in the same model; one that cannot be is left out."""
-    assert made.planned is not None  # planned just now
     fn, args = built
     traced = made.planned.traced
     rows: list[view.Json] = []

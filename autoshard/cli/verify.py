@@ -26,6 +26,7 @@ from autoshard.cli.options import (
     planned,
 )
 from autoshard.cli.written import assignments, writable
+from autoshard.errors import PlanMismatchError
 from autoshard.explore.builder import load_target
 from autoshard.report import progress
 from autoshard.verification import machine_json
@@ -67,12 +68,14 @@ def verify(
     if plan_file is None:
         made = planned(target, mesh, hardware, memory, donate, pin, set_, for_grad, gap, time_limit)
     else:
+        if layouts:
+            raise PlanMismatchError("--layouts: a plan file holds those of inputs and outputs alone; leave --plan out")
         with progress.shown(errors(), f"build {target}"):
             fn, args = load_target(target, assignments(set_ or (), "--set"))
             made = autoshard.load(plan_file).bind(fn, *args)
     with progress.shown(errors(), "compile"):
         found = made.verify(compiler=None if compiler is None else compiler.value, tolerance=tolerance)
-        kept = made.honoured() if layouts else None
+        kept = made.honoured() if layouts and isinstance(made, autoshard.SolvedPlan) else None
     if trace is not None:
         files.write_whole(trace, json.dumps(found.trace()))
     if as_json:

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 import cost_models
-from autoshard.api.plan import Plan
 from autoshard.api.plan_many import plan_many
 from autoshard.api.planning import plan
+from autoshard.api.solved_plan import SolvedPlan
 from autoshard.costs.resharding import BUCKET_BYTES, collective_s
 from autoshard.costs.strategies import layout_of, matching
 from autoshard.errors import InfeasibleError
@@ -83,7 +83,7 @@ def serve(
     """
     found: list[Served] = []
     refused: InfeasibleError | None = None
-    prompts: dict[tuple[str, str], Plan] = {}
+    prompts: dict[tuple[str, str], SolvedPlan] = {}
     choices = [{"batch": batch} for batch in sorted(batches)]
     by_name = {place.name: place for place in places}
     for candidate in candidates(places, axes=axes, choices=choices, twins=False):
@@ -117,7 +117,7 @@ def _decode(model: Model, batch: int, length: int) -> tuple[Any, tuple[Any, ...]
     return load_target(model.decode, {**model.keywords, "batch": batch, "length": length})
 
 
-def _step(model: Model, batch: int, length: int, options: Mapping[str, Any]) -> Plan:
+def _step(model: Model, batch: int, length: int, options: Mapping[str, Any]) -> SolvedPlan:
     fn, args = _decode(model, batch, length)
     return plan(fn, *args, for_grad=False, donate_argnums=1, **options)
 
@@ -127,7 +127,7 @@ def _ways(
     candidate: Candidate,
     batch: int,
     place: Hardware,
-    prompt: Plan,
+    prompt: SolvedPlan,
     options: Mapping[str, Any],
     price: float | None,
 ) -> Iterator[Served]:
@@ -139,7 +139,7 @@ def _ways(
         weights={"prefill": batch, "decode": model.generated},
         **options,
     )
-    made: tuple[tuple[Way, Plan, Plan], ...] = (
+    made: tuple[tuple[Way, SolvedPlan, SolvedPlan], ...] = (
         ("together", both["prefill"], both["decode"]),
         ("moved", prompt, step),
         ("apart", prompt, step),
@@ -154,11 +154,11 @@ def _served(
     batch: int,
     place: Hardware,
     way: Way,
-    prompt: Plan,
-    step: Plan,
+    prompt: SolvedPlan,
+    step: SolvedPlan,
     price: float | None,
 ) -> Served:
-    first, then = _planned(prompt), _planned(step)
+    first, then = prompt.planned, step.planned
     insert_s, cache_bytes = _insert_s(first, then)
     move_s = _move_s(first, then) if way == "moved" else 0.0
     prefill_s, token_s = prompt.cost, step.cost
@@ -195,14 +195,9 @@ def _served(
     )
 
 
-def _planned(made: Plan) -> PlanningResult:
-    assert made.planned is not None  # planned in this process
-    return made.planned
-
-
-def _argument(made: Plan) -> str:
+def _argument(made: SolvedPlan) -> str:
     """The name of a program's first argument, its weights."""
-    return dotted(_planned(made).traced.in_paths[0]).partition(".")[0]
+    return dotted(made.planned.traced.in_paths[0]).partition(".")[0]
 
 
 def _leaves(planned: PlanningResult, argument: int) -> dict[str, int]:

@@ -140,7 +140,7 @@ def test_each_of_two_processes_gives_its_part_whatever_the_layout() -> None:
         assert losses == pytest.approx(want, rel=1e-5), layout
 
 
-def planned() -> autoshard.Plan:
+def planned() -> autoshard.SolvedPlan:
     return autoshard.jit(train_step, mesh={"data": 2, "model": 4}, hardware="cpu:8").plan(init(), batch())
 
 

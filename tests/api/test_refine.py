@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 import models
-from autoshard import Evaluation, Plan
+from autoshard import Evaluation, LoadedPlan, Plan, SolvedPlan
 from autoshard.api.options import Options
 from autoshard.api.planning import requests_of
 from autoshard.api.refine import SCHEDULING, Candidate, Entered, adopted, alternatives, describe_refinement, refined
@@ -37,13 +37,13 @@ OPTIONS: dict[str, Any] = {
 SIZES: dict[str, Any] = {"layers": 2, "width": 256, "hidden": 512, "batch": 128, "compute_dtype": "float32"}
 
 
-def planned(**more: Any) -> Plan:
+def planned(**more: Any) -> SolvedPlan:
     step, args = models.build("mlp-1k", **SIZES)
     return autoshard.plan(step, *args, **{**OPTIONS, **more})
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> SolvedPlan:
     return planned()
 
 
@@ -66,17 +66,16 @@ def by_hand() -> Evaluation:
 
 
 @pytest.fixture(scope="module")
-def found(plan: Plan) -> Verification:
+def found(plan: SolvedPlan) -> Verification:
     return plan.verify("cpu")
 
 
 @pytest.fixture(scope="module")
-def chosen() -> Plan:
+def chosen() -> SolvedPlan:
     return planned(refine="cpu", candidates=3)
 
 
-def test_alternatives_are_other_plans_none_better_than_the_optimum(plan: Plan) -> None:
-    assert plan.planned is not None
+def test_alternatives_are_other_plans_none_better_than_the_optimum(plan: SolvedPlan) -> None:
     found = [inputs for _, inputs in alternatives(plan.planned, 2)]
     own = {i: leaf.spec for i, leaf in enumerate(plan.record.inputs)}
     assert len(found) == 2
@@ -84,7 +83,7 @@ def test_alternatives_are_other_plans_none_better_than_the_optimum(plan: Plan) -
     assert found[0] != found[1]
 
 
-def test_the_shortest_schedule_wins_and_says_so(plan: Plan, found: Verification, chosen: Plan) -> None:
+def test_the_shortest_schedule_wins_and_says_so(plan: SolvedPlan, found: Verification, chosen: SolvedPlan) -> None:
     note = chosen.record.notes[-1]
     assert note.startswith("refined by cpu: the schedules of 3 plans take ")
     assert note.count("predicted") >= 3
@@ -96,7 +95,7 @@ def test_the_shortest_schedule_wins_and_says_so(plan: Plan, found: Verification,
     assert chosen.record.asked == plan.record.asked
 
 
-def test_a_refined_plan_runs(chosen: Plan) -> None:
+def test_a_refined_plan_runs(chosen: SolvedPlan) -> None:
     step, args = models.build("mlp-1k", **SIZES)
     values = jax.tree.map(lambda a: jnp.full(a.shape, 0.01, a.dtype), args)
     expected = jax.tree.leaves(jax.jit(step)(*values))
@@ -108,7 +107,7 @@ def test_a_refined_plan_runs(chosen: Plan) -> None:
 @pytest.mark.parametrize(("compiler", "shortest"), [("gpu", 1), ("tpu", 0)])
 @pytest.mark.parametrize(("step_s", "taken"), [(1e-9, True), (9.0, False)])
 def test_a_flag_that_shortens_the_schedule_is_the_plans(
-    plan: Plan,
+    plan: SolvedPlan,
     found: Verification,
     monkeypatch: pytest.MonkeyPatch,
     compiler: str,
@@ -122,7 +121,7 @@ def test_a_flag_that_shortens_the_schedule_is_the_plans(
         replace(found, timeline=replace(timeline, step_s=step_s * (1 + abs(i - shortest)))) for i in range(len(tried))
     ]
     monkeypatch.setattr(
-        Plan,
+        SolvedPlan,
         "verify",
         lambda self, compiler, compiler_options=None: (
             others[tried.index(compiler_options)] if compiler_options else found
@@ -136,42 +135,42 @@ def test_a_flag_that_shortens_the_schedule_is_the_plans(
 
 
 def test_a_flag_that_the_compiler_does_not_have_is_passed_over(
-    plan: Plan, found: Verification, monkeypatch: pytest.MonkeyPatch
+    plan: SolvedPlan, found: Verification, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """XLA:GPU of JAX 0.12 has no pipelined all-gathers."""
     assert found.timeline is not None
     shorter = replace(found, timeline=replace(found.timeline, step_s=1e-9))
 
-    def verify(self: Plan, compiler: str, compiler_options: Mapping[str, Any] | None = None) -> Verification:
+    def verify(self: SolvedPlan, compiler: str, compiler_options: Mapping[str, Any] | None = None) -> Verification:
         if compiler_options and len(compiler_options) > 1:
             raise CompilerFlagError("compiling failed: INVALID_ARGUMENT: No such compile option: 'xla_gpu_enable_what'")
         return shorter if compiler_options else found
 
-    monkeypatch.setattr(Plan, "verify", verify)
+    monkeypatch.setattr(SolvedPlan, "verify", verify)
     entered = Entered(first=plan, again=lambda inputs: plan, elsewhere=[], also={"mine": plan})
     made = refined(entered, compiler="gpu", count=1)
     assert made.compiler_options == {**plan.compiler_options, **SCHEDULING["gpu"][0]}
 
-    def broken(self: Plan, compiler: str, compiler_options: Mapping[str, Any] | None = None) -> Verification:
+    def broken(self: SolvedPlan, compiler: str, compiler_options: Mapping[str, Any] | None = None) -> Verification:
         if compiler_options:
             raise CompileError("compiling failed: INTERNAL")
         return found
 
-    monkeypatch.setattr(Plan, "verify", broken)
+    monkeypatch.setattr(SolvedPlan, "verify", broken)
     with pytest.raises(CompileError, match="INTERNAL"):
         refined(entered, compiler="gpu", count=1)
 
 
-def test_a_plan_that_the_compiler_cannot_fit_drops_out(plan: Plan, found: Verification) -> None:
+def test_a_plan_that_the_compiler_cannot_fit_drops_out(plan: SolvedPlan, found: Verification) -> None:
     tight = replace(plan.record, memory=replace(plan.record.memory, limit_bytes=1))
-    unfit = Candidate(plan=Plan(tight, place=None, planned=None, traced=None), found=found)
+    unfit = Candidate(plan=plan._with(tight), found=found)
     fits = Candidate(plan=plan, found=found)
     assert not unfit.fits
     assert fits.fits
     assert "does not fit: the compiler needs" in describe_refinement([unfit, fits], fits)
 
 
-def test_the_reason_names_what_grew(plan: Plan, found: Verification) -> None:
+def test_the_reason_names_what_grew(plan: SolvedPlan, found: Verification) -> None:
     assert found.timeline is not None
     slow = replace(found, timeline=replace(found.timeline, step_s=9.0, exposed_s=8.0))
     first, other = Candidate(plan=plan, found=slow), Candidate(plan=plan, found=found, name="by hand")
@@ -215,10 +214,10 @@ def test_other_meshes_and_hand_written_layouts_enter(by_hand: Evaluation) -> Non
     assert re.search(r"\(predicted [^()]*, by hand\)", note)
 
 
-def test_plans_on_other_meshes_are_candidates_in_the_order_of_their_predictions(plan: Plan) -> None:
+def test_plans_on_other_meshes_are_candidates_in_the_order_of_their_predictions(plan: SolvedPlan) -> None:
     slow = replace(plan.record, mesh=MeshAxes.of({"data": 8}), cost=replace(plan.record.cost, step_s=9.0))
     fast = replace(plan.record, mesh=MeshAxes.of({"model": 8}), cost=replace(plan.record.cost, step_s=0.0))
-    elsewhere = [Plan(record, place=None, planned=None, traced=None) for record in (slow, fast)]
+    elsewhere = [plan._with(record) for record in (slow, fast)]
     entered = Entered(first=plan, again=lambda inputs: plan, elsewhere=elsewhere, also={"mine": plan})
     names = [name for name, _ in entered.best(9)]
     assert names[:2] == ["", "on model=8"]
@@ -241,7 +240,7 @@ def test_a_layout_that_does_not_answer_the_question_is_refused(by_hand: Evaluati
     assert "lays state.params" in refused(by_hand, replace(question, wanted=asked))
     free = replace(question.wanted, inputs={weights: P(P.UNCONSTRAINED, by_hand.record.inputs[weights].spec[1])})
     assert adopted("mine", by_hand, [replace(question, wanted=free)])
-    bare = Plan(by_hand.record, place=None, planned=None, traced=None)
+    bare = LoadedPlan(by_hand.record)
     assert "not plan files" in refused(bare, question)
 
 

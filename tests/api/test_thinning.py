@@ -12,7 +12,7 @@ import pytest
 
 import autoshard
 import models
-from autoshard import Plan
+from autoshard import SolvedPlan
 from autoshard.api import compiler_minimal_constraints
 from autoshard.api.compiler_minimal_constraints import compiler_minimal
 from autoshard.errors import CompileError
@@ -24,44 +24,44 @@ LAYERS = 3
 Step = tuple[str, Any, int]
 
 
-def planned(**more: Any) -> Plan:
+def planned(**more: Any) -> SolvedPlan:
     step, args = models.build("tiny-llama", layers=LAYERS, batch=64)
     options: dict[str, Any] = {**OPTIONS, "hardware": "cpu:8", "constraints": "all", **more}
     return autoshard.plan(step, *args, **options)
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> SolvedPlan:
     return planned()
 
 
 @pytest.fixture(scope="module")
-def found(plan: Plan) -> Verification:
+def found(plan: SolvedPlan) -> Verification:
     return plan.verify("cpu")
 
 
-def steps(plan: Plan) -> set[Step]:
+def steps(plan: SolvedPlan) -> set[Step]:
     pins = plan.record.pins
     groups = {"made": pins.made, "taken": pins.taken, "input": pins.inputs, "output": pins.outputs}
     return {(name, k, i) for name, group in groups.items() for k, specs in group.items() for i in range(len(specs))}
 
 
 def needing(
-    monkeypatch: pytest.MonkeyPatch, found: Verification, worse: Callable[[Plan], Verification | None]
+    monkeypatch: pytest.MonkeyPatch, found: Verification, worse: Callable[[SolvedPlan], Verification | None]
 ) -> list[int]:
     """A compiler for which a plan is as good as `found` unless `worse`; the constraints of every plan compiled."""
     asked: list[int] = []
 
-    def verify(self: Plan, **_: Any) -> Verification:
+    def verify(self: SolvedPlan, **_: Any) -> Verification:
         asked.append(self.record.pins.count)
         return worse(self) or found
 
-    monkeypatch.setattr(Plan, "verify", verify)
+    monkeypatch.setattr(SolvedPlan, "verify", verify)
     return asked
 
 
 def test_constraints_without_which_the_compiler_emits_the_same_are_left_out(
-    plan: Plan, found: Verification, monkeypatch: pytest.MonkeyPatch
+    plan: SolvedPlan, found: Verification, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pins = plan.record.pins
     needed = set(list(pins.made)[:40:10])
@@ -80,7 +80,7 @@ def test_constraints_without_which_the_compiler_emits_the_same_are_left_out(
 
 
 def test_both_ends_of_a_move_are_left_out_together(
-    plan: Plan, found: Verification, monkeypatch: pytest.MonkeyPatch
+    plan: SolvedPlan, found: Verification, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where either alone would make a difference, and all others are needed."""
     made = plan.record.pins.made
@@ -89,7 +89,7 @@ def test_both_ends_of_a_move_are_left_out_together(
     assert found.timeline is not None
     longer = replace(found, timeline=replace(found.timeline, step_s=2 * found.timeline.step_s))
 
-    def worse(other: Plan) -> Verification | None:
+    def worse(other: SolvedPlan) -> Verification | None:
         left = other.record.pins.made
         one_end = any(len(left.get(k, ())) == 1 for k in moved)
         return longer if one_end or made.keys() - moved - left.keys() else None
@@ -98,13 +98,13 @@ def test_both_ends_of_a_move_are_left_out_together(
     assert compiler_minimal(plan).record.pins.made.keys() == made.keys() - moved
 
 
-def test_nothing_is_compiled_twice(plan: Plan, found: Verification, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_twice(plan: SolvedPlan, found: Verification, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.timeline is not None
     longer = replace(found, timeline=replace(found.timeline, step_s=2 * found.timeline.step_s))
     needed = set(list(plan.record.pins.made)[:40:3])
     compiled: list[str] = []
 
-    def worse(other: Plan) -> Verification | None:
+    def worse(other: SolvedPlan) -> Verification | None:
         compiled.append(str(other.record.pins))
         return longer if needed - other.record.pins.made.keys() else None
 
@@ -115,14 +115,14 @@ def test_nothing_is_compiled_twice(plan: Plan, found: Verification, monkeypatch:
 
 @pytest.mark.parametrize("what", ["peak", "schedule", "bytes in all", "error"])
 def test_what_needs_more_memory_or_takes_longer_is_not_the_same(
-    plan: Plan, found: Verification, monkeypatch: pytest.MonkeyPatch, what: str
+    plan: SolvedPlan, found: Verification, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     compiled, timeline = found.memory.compiled, found.timeline
     assert compiled is not None
     assert timeline is not None
     count = plan.record.pins.count
 
-    def worse(asked: Plan) -> Verification | None:
+    def worse(asked: SolvedPlan) -> Verification | None:
         if asked.record.pins.count == count:
             return None
         if what == "error":
@@ -140,7 +140,7 @@ def test_what_needs_more_memory_or_takes_longer_is_not_the_same(
     assert compiler_minimal(plan).record.pins == plan.record.pins
 
 
-def test_constraints_in_equal_places_go_together(plan: Plan) -> None:
+def test_constraints_in_equal_places_go_together(plan: SolvedPlan) -> None:
     equal = list(compiler_minimal_constraints.classes(plan))
     assert set[Step]().union(*equal) == steps(plan)
     assert len(equal) < 0.7 * plan.record.pins.count

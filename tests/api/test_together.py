@@ -42,7 +42,7 @@ SERVE: Any = (apply, (STATE["params"], LITTLE))
 SHARE = {"train": "state.params", "serve": "p"}
 
 
-def params_of(plan: autoshard.Plan) -> dict[str, Any]:
+def params_of(plan: autoshard.SolvedPlan) -> dict[str, Any]:
     (first, *_) = plan.specs
     return first.get("params", first)
 

@@ -18,7 +18,7 @@ from tests.programs import GPUS, TPUS
 P = PartitionSpec
 
 
-def reductions(plan: autoshard.Plan, compiler: str) -> list[tuple[str, str, int, int]]:
+def reductions(plan: autoshard.SolvedPlan, compiler: str) -> list[tuple[str, str, int, int]]:
     """(kind, dtype, trips, bytes) of every emitted reduction of more than scalars."""
     found = plan.verify(compiler).emitted
     return [
@@ -28,7 +28,7 @@ def reductions(plan: autoshard.Plan, compiler: str) -> list[tuple[str, str, int,
     ]
 
 
-def big_step(hardware: str, *, width: int, spec: PartitionSpec) -> autoshard.Plan:
+def big_step(hardware: str, *, width: int, spec: PartitionSpec) -> autoshard.SolvedPlan:
     """An MLP's step in bfloat16, parameters split or whole over eight devices, eight micro-batches."""
     wide = {
         "up": jax.ShapeDtypeStruct((width, 4 * width), jnp.float32),

@@ -55,7 +55,7 @@ def fsdp(form: Callable[..., Any], memory: int | None = None) -> tuple[Any, int]
     return plan, compiled.peak
 
 
-def gathers(plan: autoshard.Plan) -> int:
+def gathers(plan: autoshard.SolvedPlan) -> int:
     return sum(c.trips for c in plan.record.collectives if c.kind == "all-gather")
 
 

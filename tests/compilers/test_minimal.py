@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autoshard
-from autoshard.api.plan import Plan
+from autoshard import SolvedPlan
 from autoshard.backends import compile
 from autoshard.planner.build_record import program_pins
 from autoshard.verification.collective_match import agrees
@@ -41,7 +41,6 @@ def test_a_sum_that_the_compiler_all_reduces_anyway_needs_no_constraint() -> Non
         in_shardings=(columns, P("data")),
         out_shardings=columns,
     )
-    assert plan.planned is not None
     assert plan.record.pins.count == 0 < program_pins(plan.planned.assignment).count
     rows = plan.verify(compiler_options=compile.TPU_PLAIN_OPTIONS).rows
     two = 2 * 2048 * 2048 * 2
@@ -51,11 +50,9 @@ def test_a_sum_that_the_compiler_all_reduces_anyway_needs_no_constraint() -> Non
     }
 
 
-def everything(plan: Plan) -> Plan:
+def everything(plan: SolvedPlan) -> SolvedPlan:
     """The same plan with every constraint."""
-    assert plan.planned is not None
-    record = replace(plan.record, pins=program_pins(plan.planned.assignment))
-    return Plan(record, place=plan._place, planned=replace(plan.planned, record=record), traced=plan.traced)
+    return plan.pinned(program_pins(plan.planned.assignment))
 
 
 def moved(found: Verification) -> Counter[tuple[str, tuple[str, ...]]]:
@@ -116,9 +113,7 @@ def test_a_pending_sum_of_a_scatter_stays() -> None:
 def test_no_fusion_is_lost(name: str, fields: dict[str, Any]) -> None:
     """As many kernels as with no constraint but the layouts of arguments and results, or one in fifty more."""
     plan = of_model(name, **fields)
-    assert plan.planned is not None
-    record = replace(plan.record, pins=replace(plan.record.pins, made={}, taken={}, again={}))
-    free = Plan(record, place=plan._place, planned=replace(plan.planned, record=record), traced=plan.traced)
+    free = plan.pinned(replace(plan.record.pins, made={}, taken={}, again={}))
     assert 0 == free.record.pins.count < plan.record.pins.count
     few, none = (kernels(each.verify("gpu")) for each in (plan, free))
     assert 10 < few <= 1.02 * none
@@ -147,7 +142,6 @@ def test_a_whole_llama_needs_a_constraint_per_twenty_values(
     """At most; and so many per contraction, of about 380 that there are. Large batches need less: see `LOOP`."""
     devices = prod(size for _, size in axes)
     plan = of_model("llama3-8b", scan=True, remat="full", batch=devices, sequence=2048, axes=axes, hardware=hardware)
-    assert plan.planned is not None
     count, graph = plan.record.pins.count, plan.planned.setting.decisions.graph
     assert count <= most * contractions(plan)
     assert 20 * count <= len(graph.avals)

@@ -6,6 +6,7 @@ import pytest
 
 import autoshard
 import models
+from autoshard.api import emit
 from autoshard.backends import compile, devices, hlo
 from autoshard.backends.hlo.dataflow import VIEWS
 from tests.installed import needs_tpu_compiler
@@ -21,8 +22,7 @@ def test_a_llama_with_flash_attention_compiles_for_tpu_as_planned() -> None:
     plan = autoshard.plan(step, *args, mesh={"data": 2, "model": 2}, hardware="tpu-v5e:2x2", donate_argnums=0)
     assert plan.record.pins.kernels
     mesh = plan.record.mesh
-    assert plan._traced is not None  # fresh
-    program = plan._jitted(plan._traced, devices.abstract(mesh)).trace(*args)
+    program = emit.jitted(plan.record, plan.traced, devices.abstract(mesh)).trace(*args)
     compiled = compile.compile(program, topology="tpu-v5e:2x2", mesh=mesh, device_order=plan.record.device_order)
     module = hlo.read(compiled.hlo_text)
     kernels = [

@@ -1,6 +1,5 @@
 """Compiled for GPUs and TPUs, a plan's program has the plan's collectives."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,7 +9,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard import Plan
 from autoshard.backends import compile, devices, hlo
 from autoshard.ir.constraints import Constraints
 from autoshard.verification.collective_match import agrees
@@ -216,7 +214,7 @@ def test_a_plan_that_is_not_followed_fails() -> None:
     """Constraints left out: the partitioner decides otherwise, and the table says so."""
     plan = planned("mlp-8k", "h100:1x8")
     nothing = Constraints(made={}, taken={}, inputs={}, outputs={})
-    bare = Plan(replace(plan.record, pins=nothing), place=plan._place, planned=plan.planned, traced=plan._traced)
+    bare = plan.pinned(nothing)
     found = bare.verify("gpu")
     assert not found.ok
     assert {row.status for row in found.rows} & {Match.EXTRA, Match.MISSING, Match.DIFFERS}

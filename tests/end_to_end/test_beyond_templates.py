@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 import models
-from autoshard import Evaluation, Plan, evaluate
+from autoshard import Evaluation, SolvedPlan, evaluate
 from autoshard.api.compare import mesh_shapes
 from autoshard.backends import devices
 from autoshard.cli.compare import of_models
@@ -59,12 +59,12 @@ LONG = Case("llama3-8b", {"batch": 1, "sequence": 16_384, "context": 16_384}, {"
 
 
 @cache
-def planned(name: str) -> Plan:
+def planned(name: str) -> SolvedPlan:
     case: Case = globals()[name]
     return plan_of(*case.program, mesh=case.mesh, hardware=case.hardware)
 
 
-def plan_of(fn: Any, args: Any, **options: Any) -> Plan:
+def plan_of(fn: Any, args: Any, **options: Any) -> SolvedPlan:
     given: dict[str, Any] = {"donate_argnums": 0, "constraints": "all", "rel_gap": 1e-2, **options}
     return autoshard.plan(fn, *args, **given)
 
@@ -98,9 +98,8 @@ def bent(case: Case, recipe: str, whole: tuple[str, ...]) -> Evaluation:
     )
 
 
-def made(plan: Plan, primitive: str, *shape: int) -> set[str]:
+def made(plan: SolvedPlan, primitive: str, *shape: int) -> set[str]:
     """Layouts in which equations of a primitive make results of a shape."""
-    assert plan.planned is not None
     chosen = plan.planned.assignment
     graph, mesh = chosen.decisions.graph, chosen.decisions.mesh
     codes = [
@@ -112,13 +111,13 @@ def made(plan: Plan, primitive: str, *shape: int) -> set[str]:
     return {str(layout_of(code, len(shape), mesh)) for code in codes if code is not None}
 
 
-def spec(plan: Plan, *words: str) -> tuple[Any, ...]:
+def spec(plan: SolvedPlan, *words: str) -> tuple[Any, ...]:
     """Mesh axes per dimension of the one input whose path has these words."""
     (leaf,) = [x for x in plan.record.inputs if all(word in x.path for word in words)]
     return (*leaf.spec, *[None] * (len(leaf.shape) - len(leaf.spec)))
 
 
-def moved(plan: Plan, *axes: str, hideable: bool | None = None) -> list[tuple[str, str]]:
+def moved(plan: SolvedPlan, *axes: str, hideable: bool | None = None) -> list[tuple[str, str]]:
     """(kind, value) of what moves over exactly these axes; hideable is off the critical path."""
     rows = (c for c in plan.record.collectives if c.axes == axes and c.nbytes > 1e5)
     return [(c.kind, c.value) for c in rows if hideable is None or (c.window is not None) == hideable]

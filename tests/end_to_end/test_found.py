@@ -11,7 +11,7 @@ import pytest
 
 import autoshard
 import models
-from autoshard import Plan
+from autoshard import SolvedPlan
 from autoshard.costs.strategies import layout_of
 from autoshard.problem.decisions import Decision
 from benchmarks import phase_diagram
@@ -19,37 +19,35 @@ from benchmarks import phase_diagram
 MESH = {"data": 2, "model": 4}
 
 
-def planned(name: str, hardware: str, **fields: Any) -> Plan:
+def planned(name: str, hardware: str, **fields: Any) -> SolvedPlan:
     step, (state, batch) = models.build(name, **fields)
     return autoshard.plan(
         step, state, batch, mesh=MESH, hardware=hardware, donate_argnums=0, memory=10**12, rel_gap=1e-2, time_limit_s=60
     )
 
 
-def spec(plan: Plan, leaf: str) -> list[tuple[str, ...]]:
+def spec(plan: SolvedPlan, leaf: str) -> list[tuple[str, ...]]:
     """Mesh axes per dimension of the parameter whose path ends so."""
     (found,) = [x for x in plan.record.inputs if x.path.startswith("state.params") and x.path.endswith(leaf)]
     entries = list(found.spec) + [None] * (len(found.shape) - len(found.spec))
     return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
 
 
-def contractions(plan: Plan) -> Iterator[tuple[Decision, int]]:
+def contractions(plan: SolvedPlan) -> Iterator[tuple[Decision, int]]:
     """Contraction decisions and their choices."""
-    assert plan.planned is not None
     assignment = plan.planned.assignment
     for node, pick in zip(assignment.decisions.nodes, assignment.choice, strict=True):
         if node.flops.any():
             yield node, int(pick)
 
 
-def moved(plan: Plan, *, hideable: bool) -> int:
+def moved(plan: SolvedPlan, *, hideable: bool) -> int:
     """Bytes of collectives off the critical path (weights, gradients), or on it (activations)."""
     return sum(c.nbytes * c.trips for c in plan.record.collectives if (c.window is not None) == hideable)
 
 
-def result_layouts(plan: Plan, primitive: str, last: int) -> list[str]:
+def result_layouts(plan: SolvedPlan, primitive: str, last: int) -> list[str]:
     """Layouts in which equations of a primitive leave results whose last dimension has this size."""
-    assert plan.planned is not None
     d = plan.planned.assignment.decisions
     found: list[str] = []
     for node, pick in zip(d.nodes, plan.planned.assignment.choice, strict=True):
@@ -62,16 +60,16 @@ def result_layouts(plan: Plan, primitive: str, last: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def small() -> Plan:
+def small() -> SolvedPlan:
     return planned("llama3-8b", "tpu-v5e:2x4", layers=1, batch=1, sequence=128)
 
 
 @pytest.fixture(scope="module")
-def large() -> Plan:
+def large() -> SolvedPlan:
     return planned("llama3-8b", "h100:1x8", layers=4, scan=True, batch=32, sequence=1024)
 
 
-def test_megatron_by_heads_at_small_batch(small: Plan) -> None:
+def test_megatron_by_heads_at_small_batch(small: SolvedPlan) -> None:
     """Column-parallel q, k, v by heads, column-parallel gate and up, row-parallel down; no weight moves."""
     for leaf in ("['wq']", "['wk']", "['wv']"):
         width, heads, _ = spec(small, leaf)
@@ -84,7 +82,7 @@ def test_megatron_by_heads_at_small_batch(small: Plan) -> None:
     assert moved(small, hideable=True) < 0.02 * parameter_bytes
 
 
-def test_the_loss_is_vocabulary_parallel_at_small_batch(small: Plan) -> None:
+def test_the_loss_is_vocabulary_parallel_at_small_batch(small: SolvedPlan) -> None:
     """Logits stay split by vocabulary, from the projection through the loss."""
     assert spec(small, "['lm_head']") == [(), ("data", "model")]
     assert "[-,-,data·model]" in result_layouts(small, "dot_general", 128_256)
@@ -97,7 +95,7 @@ def test_vocabulary_parallel_embedding_where_it_pays() -> None:
     assert result_layouts(plan, "gather", 768) == ["[-,-,-] Σ{data,model}"]
 
 
-def test_fully_sharded_data_parallel_at_large_batch(large: Plan) -> None:
+def test_fully_sharded_data_parallel_at_large_batch(large: SolvedPlan) -> None:
     """Every large contraction is split over all devices; weights and gradients move, activations at the ends alone.
 
     The weight that a layer begins with is not split: nothing would hide its gather (see `problem.windows`).

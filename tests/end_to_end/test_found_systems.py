@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import autoshard
 import models
-from autoshard import Plan
+from autoshard import SolvedPlan
 from autoshard.costs.strategies import layout_of
 from autoshard.ir import rewrite
 from autoshard.problem.assignment import Assignment
@@ -39,7 +39,7 @@ def float64_by_name() -> Iterator[None]:
     jax.config.update("jax_explicit_x64_dtypes", "warn")  # JAX's default
 
 
-def planned(program: Any, mesh: dict[str, int], hardware: str, *, memory: int | None = None) -> Plan:
+def planned(program: Any, mesh: dict[str, int], hardware: str, *, memory: int | None = None) -> SolvedPlan:
     fn, args = program
     return autoshard.plan(
         fn,
@@ -57,12 +57,11 @@ def planned(program: Any, mesh: dict[str, int], hardware: str, *, memory: int | 
 # --- What a plan says --------------------------------------------------------------
 
 
-def assignment(plan: Plan) -> Assignment:
-    assert plan.planned is not None
+def assignment(plan: SolvedPlan) -> Assignment:
     return plan.planned.assignment
 
 
-def made(plan: Plan, primitive: str, *shape: int) -> list[str]:
+def made(plan: SolvedPlan, primitive: str, *shape: int) -> list[str]:
     """Layouts in which equations of a primitive make results of a shape, in program order."""
     chosen = assignment(plan)
     graph, mesh = chosen.decisions.graph, chosen.decisions.mesh
@@ -74,7 +73,7 @@ def made(plan: Plan, primitive: str, *shape: int) -> list[str]:
     return [str(layout_of(code, len(shape), mesh)) for code in codes if code is not None]
 
 
-def taken(plan: Plan, primitive: str, *shape: int) -> list[str]:
+def taken(plan: SolvedPlan, primitive: str, *shape: int) -> list[str]:
     """Layouts in which equations of a primitive take operands of a shape, in program order."""
     chosen = assignment(plan)
     graph, mesh = chosen.decisions.graph, chosen.decisions.mesh
@@ -88,14 +87,14 @@ def taken(plan: Plan, primitive: str, *shape: int) -> list[str]:
     return [str(layout_of(code, len(shape), mesh)) for code in codes if code is not None]
 
 
-def spec(plan: Plan, *words: str) -> list[tuple[str, ...]]:
+def spec(plan: SolvedPlan, *words: str) -> list[tuple[str, ...]]:
     """Mesh axes per dimension of the one input whose path has these words."""
     (leaf,) = [x for x in plan.record.inputs if all(word in x.path for word in words)]
     entries = [*leaf.spec, *[None] * (len(leaf.shape) - len(leaf.spec))]
     return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
 
 
-def moved(plan: Plan, kind: str, *axes: str, trips: int | None = None) -> list[str]:
+def moved(plan: SolvedPlan, kind: str, *axes: str, trips: int | None = None) -> list[str]:
     """What collectives of a kind over exactly these axes move, largest first; `trips` filters."""
     found = [c for c in plan.record.collectives if c.kind == kind and c.axes == axes and trips in (None, c.trips)]
     return [c.value for c in sorted(found, key=lambda c: -c.nbytes * c.trips)]
@@ -114,7 +113,7 @@ def primitives(jaxpr: Any) -> list[str]:
     return found
 
 
-def check_numbers(plan: Plan, big: Any, small: Any, mesh: dict[str, int]) -> None:
+def check_numbers(plan: SolvedPlan, big: Any, small: Any, mesh: dict[str, int]) -> None:
     """The plan's layouts and constraints on the same program at small sizes: one step is one device's.
 
     Args:
@@ -353,7 +352,7 @@ def test_zero_splits_the_optimizer_first_and_the_parameters_when_memory_is_short
     small = small_step, (small_init(jax.random.key(0)), small_batch())
     matrices = {"w_up": "1600,6400", "w_down": "6400,1600", "'wq'": "1600,25,64", "'wo'": "25,64,1600"}
 
-    def gathered(plan: Plan, trips: int) -> set[str]:
+    def gathered(plan: SolvedPlan, trips: int) -> set[str]:
         """Matrices whose parameters are gathered so many times, or that often from a whole stack."""
         values = {c.value for c in plan.record.collectives if c.kind == "all-gather" and c.trips == trips}
         stack = "48," if trips == 1 else ""

@@ -36,7 +36,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plan(
     fn: Callable[..., Any], *args: Any, mesh: dict[str, int] | None = None, hardware: str, **options: Any
-) -> autoshard.Plan:
+) -> autoshard.SolvedPlan:
     on = MESH if mesh is None else mesh
     made = autoshard.plan(fn, *args, mesh=on, hardware=hardware, rel_gap=0.0, time_limit_s=120.0, **options)
     assert made.record.certificate.status == "optimal"
@@ -44,21 +44,24 @@ def plan(
 
 
 @cache
-def base(hardware: str, layers: int) -> autoshard.Plan:
+def base(hardware: str, layers: int) -> autoshard.SolvedPlan:
     """The plan of a stack of perceptrons, as it stands."""
     return plan(sgd(mlp_loss), ONE[0] * layers, ONE[1], hardware=hardware, donate_argnums=0)
 
 
-def cost(made: autoshard.Plan) -> float:
+def cost(made: autoshard.SolvedPlan) -> float:
     return made.record.certificate.objective_s
 
 
-def specs_by_path(made: autoshard.Plan) -> dict[str, PartitionSpec]:
+def specs_by_path(made: autoshard.SolvedPlan) -> dict[str, PartitionSpec]:
     return {leaf.path: leaf.spec for leaf in made.record.inputs}
 
 
 def check_equivariant(
-    one: autoshard.Plan, other: autoshard.Plan, mapped: dict[str, PartitionSpec], replan: Callable[..., autoshard.Plan]
+    one: autoshard.SolvedPlan,
+    other: autoshard.SolvedPlan,
+    mapped: dict[str, PartitionSpec],
+    replan: Callable[..., autoshard.SolvedPlan],
 ) -> None:
     """`mapped`: the layouts of `one`, in the words of `other`."""
     assert cost(other) == pytest.approx(cost(one), rel=1e-9)

@@ -53,12 +53,12 @@ def by_hand(name: str, *mesh: tuple[str, int]) -> Evaluation:
 
 
 @cache
-def planned(*mesh: tuple[str, int]) -> autoshard.Plan:
+def planned(*mesh: tuple[str, int]) -> autoshard.SolvedPlan:
     return autoshard.plan(step, *arguments(), mesh=dict(mesh), hardware=H100, donate_argnums=0, rel_gap=1e-2)
 
 
 def side(made: Any) -> Any:
-    led = made.planned if isinstance(made, autoshard.Plan) else made
+    led = made.planned if isinstance(made, autoshard.SolvedPlan) else made
     assert led is not None
     return made.record, led.assignment
 

@@ -265,7 +265,6 @@ def test_cudnn_attention_is_planned_without_cudnn() -> None:
     plan = autoshard.plan(
         gradients, q, kv, kv, mesh=MESH, hardware=GPUS, for_grad=False, in_shardings=spec, out_shardings=spec
     )
-    assert plan.planned is not None  # fresh
     eqns = {e.primitive: rule_of(e) for e in plan.planned.setting.decisions.graph.eqns if "attention" in e.primitive}
     assert [e.rpartition("_")[0] for e in eqns] == ["dot_product_attention_fwd", "dot_product_attention_bwd"]
     for rule in eqns.values():

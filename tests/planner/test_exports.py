@@ -30,7 +30,7 @@ def arguments() -> tuple[dict[str, jax.Array], jax.Array]:
     return {**params, "scale": jnp.ones(16)}, jax.random.normal(keys[2], (8, 16))
 
 
-def planned(mesh: dict[str, int] = MESH, specs: Any = SPECS) -> autoshard.Plan:
+def planned(mesh: dict[str, int] = MESH, specs: Any = SPECS) -> autoshard.SolvedPlan:
     return autoshard.plan(step, *arguments(), mesh=mesh, hardware=GPUS, in_shardings=(specs, P("data")))
 
 

@@ -33,7 +33,7 @@ plan = partial(autoshard.plan, loss, W, X, mesh={"data": 8}, hardware="cpu:8", f
 
 
 @pytest.fixture(scope="module")
-def made() -> autoshard.Plan:
+def made() -> autoshard.SolvedPlan:
     return plan(cache=False)
 
 
@@ -46,7 +46,7 @@ def _outside_of_ci(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- Writing -----------------------------------------------------------------------------
 
 
-def test_what_is_no_regular_file_is_written_to_and_stays(tmp_path: Path, made: autoshard.Plan) -> None:
+def test_what_is_no_regular_file_is_written_to_and_stays(tmp_path: Path, made: autoshard.SolvedPlan) -> None:
     made.save("/dev/null")
     assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
     pipe, read = tmp_path / "pipe", list[str]()
@@ -59,7 +59,7 @@ def test_what_is_no_regular_file_is_written_to_and_stays(tmp_path: Path, made: a
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
-def test_links_are_followed(tmp_path: Path, made: autoshard.Plan) -> None:
+def test_links_are_followed(tmp_path: Path, made: autoshard.SolvedPlan) -> None:
     (tmp_path / "there").mkdir()
     target, link, more = tmp_path / "there" / "plan.json", tmp_path / "link.json", tmp_path / "more.json"
     link.symlink_to("there/plan.json")
@@ -76,7 +76,7 @@ def test_links_are_followed(tmp_path: Path, made: autoshard.Plan) -> None:
         made.save(around)
 
 
-def test_modes_are_those_of_the_umask_or_of_the_old_file(tmp_path: Path, made: autoshard.Plan) -> None:
+def test_modes_are_those_of_the_umask_or_of_the_old_file(tmp_path: Path, made: autoshard.SolvedPlan) -> None:
     path = tmp_path / "plan.json"
     before = os.umask(0o027)
     try:
@@ -89,7 +89,7 @@ def test_modes_are_those_of_the_umask_or_of_the_old_file(tmp_path: Path, made: a
         os.umask(before)
 
 
-def test_nothing_is_left_behind_of_a_write_that_failed(tmp_path: Path, made: autoshard.Plan) -> None:
+def test_nothing_is_left_behind_of_a_write_that_failed(tmp_path: Path, made: autoshard.SolvedPlan) -> None:
     (tmp_path / "plan.json").mkdir()
     for path in (tmp_path / "plan.json", tmp_path / "none" / "plan.json", tmp_path / ("x" * 300), tmp_path / "a\0b"):
         with pytest.raises(PlanFileError, match="cannot write"):
@@ -199,7 +199,7 @@ def test_a_neighbour_s_file_does_not_hinder(tmp_path: Path) -> None:
         ("xla_gpu_reduce_scatter_combine_threshold_bytes", True, "whole number"),
     ],
 )
-def test_a_file_sets_no_flag_but_the_known_ones(made: autoshard.Plan, flag: str, value: Any, words: str) -> None:
+def test_a_file_sets_no_flag_but_the_known_ones(made: autoshard.SolvedPlan, flag: str, value: Any, words: str) -> None:
     document = json.loads(made.record.dumps())
     with pytest.raises(PlanFileError, match=words):
         parse(json.dumps(document | {"compiler_options": {flag: value}}), "the file")
@@ -219,7 +219,7 @@ def test_the_flags_that_plans_need_are_known() -> None:
         assert parse(record.dumps(), "the file") == record
 
 
-def test_an_axis_called_as_the_mark_of_an_open_dimension_is_refused(made: autoshard.Plan) -> None:
+def test_an_axis_called_as_the_mark_of_an_open_dimension_is_refused(made: autoshard.SolvedPlan) -> None:
     text = made.record.dumps().replace('"data"', '"?"')
     with pytest.raises(PlanFileError, match=r"\?"):
         parse(text, "the file")

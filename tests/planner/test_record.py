@@ -50,7 +50,7 @@ def make():
 """
 
 
-def made() -> autoshard.Plan:
+def made() -> autoshard.SolvedPlan:
     scope: dict[str, Any] = {}
     exec(compile(PROGRAM, "program.py", "exec"), scope)  # as the other process reads it
     return scope["make"]()
@@ -173,7 +173,7 @@ def test_a_plan_s_problem_is_solved_on_its_own(tmp_path: Path) -> None:
     )
     plan.save(tmp_path / "plan.json")
     with pytest.raises(PlanMismatchError, match="plan again"):
-        _ = autoshard.load(tmp_path / "plan.json").problem
+        _ = autoshard.load(tmp_path / "plan.json").problem  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_moment_without_a_source_line_is_told_by_the_last_one_before() -> None:

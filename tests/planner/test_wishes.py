@@ -33,7 +33,7 @@ def product(x: Any) -> Any:
     return jnp.tanh(x @ x)
 
 
-def planned(fn: Callable[..., Any] = product, *args: Any, **options: Any) -> autoshard.Plan:
+def planned(fn: Callable[..., Any] = product, *args: Any, **options: Any) -> autoshard.SolvedPlan:
     return autoshard.plan(fn, *(args or (X,)), hardware=GPUS, for_grad=False, **options)
 
 

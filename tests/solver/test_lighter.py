@@ -149,7 +149,6 @@ def test_what_is_proven_is_of_the_choice_that_is_applied(monkeypatch: pytest.Mon
         mesh={"data": 4, "model": 2},
         hardware="h100:1x8",
     )
-    assert plan.planned is not None
     solution, problem = plan.planned.solution, plan.planned.formulation.problem
     assert evaluate(problem, solution.choice).objective == solution.objective > solution.bound
     assert plan.record.certificate.status == "feasible"

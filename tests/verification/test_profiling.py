@@ -8,7 +8,7 @@ import pytest
 
 import autoshard
 import models
-from autoshard import Plan
+from autoshard import SolvedPlan
 from autoshard.errors import VerifyError
 from autoshard.verification.profile import MATMULS, OTHERS, Profile
 
@@ -17,20 +17,20 @@ STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> SolvedPlan:
     step, args = models.build("mlp-1k", **SIZES)
     mesh = {"data": 2, "model": 4}
     return autoshard.plan(step, *args, mesh=mesh, hardware="cpu:8", donate_argnums=0, rel_gap=1e-2, constraints="all")
 
 
 @pytest.fixture(scope="module")
-def profile(plan: Plan) -> Profile:
+def profile(plan: SolvedPlan) -> Profile:
     _, args = models.build("mlp-1k", **SIZES)
     values = jax.tree.map(lambda a: jnp.full(a.shape, 0.01, a.dtype), args)
     return plan.profile(plan.jit(), *jax.device_put(values, plan.in_shardings()), steps=STEPS)
 
 
-def test_every_planned_class_was_measured(plan: Plan, profile: Profile) -> None:
+def test_every_planned_class_was_measured(plan: SolvedPlan, profile: Profile) -> None:
     measured = {(row.name, row.axes): row for row in profile.rows}
     for collective in plan.record.collectives:
         row = measured[collective.kind, collective.axes]
@@ -40,14 +40,14 @@ def test_every_planned_class_was_measured(plan: Plan, profile: Profile) -> None:
     assert measured[OTHERS, ()].predicted_s is not None
 
 
-def test_collectives_run_as_often_as_planned(plan: Plan, profile: Profile) -> None:
+def test_collectives_run_as_often_as_planned(plan: SolvedPlan, profile: Profile) -> None:
     for row in profile.rows:
         planned = sum(c.trips for c in plan.record.collectives if (c.kind, c.axes) == (row.name, row.axes))
         if planned:
             assert 0 < row.count <= planned, row
 
 
-def test_predicted_seconds_add_up_to_the_plan(plan: Plan, profile: Profile) -> None:
+def test_predicted_seconds_add_up_to_the_plan(plan: SolvedPlan, profile: Profile) -> None:
     compute_s = sum(row.predicted_s or 0.0 for row in profile.rows if row.name in (MATMULS, OTHERS))
     assert compute_s == pytest.approx(plan.record.cost.compute_s)
     others_s = sum(row.predicted_s or 0.0 for row in profile.rows if row.name not in (MATMULS, OTHERS))
@@ -61,6 +61,6 @@ def test_a_profile_prints_itself(profile: Profile, monkeypatch: pytest.MonkeyPat
     assert max(map(len, told.splitlines())) <= 80
 
 
-def test_what_is_not_jitted_is_refused(plan: Plan) -> None:
+def test_what_is_not_jitted_is_refused(plan: SolvedPlan) -> None:
     with pytest.raises(VerifyError, match="takes a jitted step"):
         plan.profile(lambda state, batch: state, 1, 2)

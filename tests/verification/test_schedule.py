@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 import models
-from autoshard import Plan
+from autoshard import SolvedPlan
 from autoshard.verification.predicted_timeline import schedule
 from tests.programs import GPUS, MESH
 
@@ -24,12 +24,12 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def planned(**fields: Any) -> Plan:
+def planned(**fields: Any) -> SolvedPlan:
     step, args = models.build("mlp-1k", **fields)
     return autoshard.plan(step, *args, **OPTIONS)
 
 
-def scanned() -> Plan:
+def scanned() -> SolvedPlan:
     """Weights gathered and gradients scattered in a loop's body."""
 
     def loss(params: jax.Array, x: jax.Array) -> jax.Array:
@@ -43,9 +43,8 @@ def scanned() -> Plan:
 
 
 @pytest.mark.parametrize("make", [planned, partial(planned, batch=65536), scanned], ids=["small", "large", "scan"])
-def test_the_schedule_ends_when_the_plan_says(make: Callable[[], Plan]) -> None:
+def test_the_schedule_ends_when_the_plan_says(make: Callable[[], SolvedPlan]) -> None:
     plan = make()
-    assert plan.planned is not None
     found, cost = schedule(plan.planned.assignment), plan.record.cost
     assert found.step_s == pytest.approx(cost.step_s, rel=1e-6)
     assert found.compute_s == pytest.approx(cost.compute_s, rel=1e-6)
@@ -79,7 +78,6 @@ def test_a_maximum_s_own_reduction_counts_once() -> None:
     )
     (row,) = plan.record.collectives
     assert row.kind == "all-reduce"
-    assert plan.planned is not None
     found = schedule(plan.planned.assignment)
     assert found.step_s == pytest.approx(plan.cost, rel=1e-9)
     assert plan.cost - plan.record.cost.compute_s == pytest.approx(row.seconds)

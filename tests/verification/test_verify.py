@@ -9,7 +9,7 @@ import pytest
 
 import autoshard
 import models
-from autoshard import Plan, _jax
+from autoshard import SolvedPlan, _jax
 from autoshard.backends import compile
 from autoshard.errors import HloError, VerifyError
 from autoshard.verification.collective_match import agrees
@@ -19,7 +19,7 @@ from autoshard.verification.verify import MEMORY_TOLERANCE, compared_by
 MESH = {"data": 2, "model": 4}
 
 
-def planned(name: str, hardware: str, **fields: Any) -> Plan:
+def planned(name: str, hardware: str, **fields: Any) -> SolvedPlan:
     step, (state, batch) = models.build(name, **fields)
     return autoshard.plan(
         step, state, batch, mesh=MESH, hardware=hardware, donate_argnums=0, memory=80 * 10**9, rel_gap=2e-2
@@ -54,11 +54,11 @@ def test_the_cpu_compiler_follows_the_plan(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def on_cpu() -> Plan:
+def on_cpu() -> SolvedPlan:
     return planned("mlp-1k", "cpu:8", compute_dtype="float32")
 
 
-def test_every_collective_comes_from_an_equation_of_the_model(on_cpu: Plan) -> None:
+def test_every_collective_comes_from_an_equation_of_the_model(on_cpu: SolvedPlan) -> None:
     found = on_cpu.verify("cpu")
     check(found)
     large = [line for line in found.lines if line.emitted_bytes > 1000]
@@ -70,7 +70,7 @@ def test_every_collective_comes_from_an_equation_of_the_model(on_cpu: Plan) -> N
         ), line
 
 
-def test_memory_and_compute_stand_beside_the_compilers(on_cpu: Plan) -> None:
+def test_memory_and_compute_stand_beside_the_compilers(on_cpu: SolvedPlan) -> None:
     found = on_cpu.verify("cpu")
     assert found.memory.compiled is not None
     assert found.memory.predicted.arguments == found.memory.compiled.arguments
@@ -79,7 +79,7 @@ def test_memory_and_compute_stand_beside_the_compilers(on_cpu: Plan) -> None:
     assert found.compute.predicted_flops == pytest.approx(found.compute.compiled_flops, rel=0.02)
 
 
-def test_the_users_own_executable_is_checked(on_cpu: Plan) -> None:
+def test_the_users_own_executable_is_checked(on_cpu: SolvedPlan) -> None:
     _, (state, batch) = models.build("mlp-1k", compute_dtype="float32")
     compiled = on_cpu.jit().lower(state, batch).compile()
     found = on_cpu.check(compiled)
@@ -92,7 +92,7 @@ def test_the_users_own_executable_is_checked(on_cpu: Plan) -> None:
     assert from_text.ok
 
 
-def test_another_layout_of_the_same_program_is_not_the_plan(on_cpu: Plan) -> None:
+def test_another_layout_of_the_same_program_is_not_the_plan(on_cpu: SolvedPlan) -> None:
     """Everything replicated: nothing is emitted that the plan expects."""
     step, (state, batch) = models.build("mlp-1k", compute_dtype="float32")
     on = jax.sharding.NamedSharding(on_cpu.mesh(), jax.sharding.PartitionSpec())
@@ -102,7 +102,7 @@ def test_another_layout_of_the_same_program_is_not_the_plan(on_cpu: Plan) -> Non
     assert Match.MISSING in {row.status for row in found.rows}
 
 
-def test_what_is_no_executable_is_refused(on_cpu: Plan) -> None:
+def test_what_is_no_executable_is_refused(on_cpu: SolvedPlan) -> None:
     with pytest.raises(VerifyError, match="cannot check a function"):
         on_cpu.check(check)
     with pytest.raises(HloError, match="is for 1 devices"):

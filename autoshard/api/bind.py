@@ -1,0 +1,69 @@
+"""Bind: a plan and the function that it was made for, whose shapes, paths and digest are compared."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autoshard.errors import PlanFileError, PlanMismatchError, SpecError
+from autoshard.ir import accumulation, rewrite
+from autoshard.ir import arguments as bindings
+from autoshard.ir import trace as traces
+from autoshard.ir.trace import Traced
+from autoshard.planner.record import PlanRecord
+
+
+def bound_program(record: PlanRecord, fn: Callable[..., Any], args: Sequence[Any]) -> Traced:
+    """The program of `fn(*args)`, which is the one that the plan was made for.
+
+    Raises:
+      PlanMismatchError: it is another one, or the plan lacks what XLA's partitioner would misread.
+      PlanFileError: the plan's own layouts do not fit the program that its digest is of.
+    """
+    bound = bindings.bind(fn, args, {})
+    traced = _traced(record, lambda: traces.trace(bound.fn, bound.values, bound.names, record.mesh))
+    _check_inputs(record, traced)
+    if not traced.is_digest(record.digest):
+        raise PlanMismatchError(
+            f"the plan was made for another program ({record.name}): its digest is {record.digest}, "
+            f"this function's is {traced.digest}; plan again"
+        )
+    try:
+        made = [(leaf.path, leaf.shape, leaf.dtype) for leaf in record.outputs]
+        if made != [(p, a.shape, str(a.dtype)) for p, a in zip(traced.out_paths, traced.out_avals, strict=True)]:
+            raise SpecError("its outputs are not those of the program that its digest is of")
+        rewrite.check(traced.jaxpr, record.pins, record.mesh)
+    except SpecError as error:
+        raise PlanFileError(f"the plan of {record.name} is damaged: {error}; plan again") from error
+    if not record.emitted and (lacking := rewrite.not_laid_out(traced.jaxpr, record.pins)):
+        raise PlanMismatchError(
+            f"the plan of {record.name} was made by an older autoshard, which left {lacking[0]} to XLA's "
+            "partitioner; that misreads it: plan again"
+        )
+    return traced
+
+
+def _check_inputs(record: PlanRecord, traced: Traced) -> None:
+    want = [(leaf.path, leaf.shape, leaf.dtype) for leaf in record.inputs]
+    have = [(p, a.shape, str(a.dtype)) for p, a in zip(traced.in_paths, traced.in_avals, strict=True)]
+    if want == have:
+        return
+    for old, new in zip(want, have, strict=False):
+        if old != new:
+            raise PlanMismatchError(
+                f"the plan was made for {old[0]}: {old[2]}{list(old[1])}, "
+                f"got {new[0]}: {new[2]}{list(new[1])}; plan again"
+            )
+    raise PlanMismatchError(f"the plan was made for {len(want)} input leaves, got {len(have)}; plan again")
+
+
+def _traced(record: PlanRecord, trace: Callable[[], Traced]) -> Traced:
+    """The trace, with an open accumulation in as many parts as the plan has."""
+    with accumulation.tried_parts(1):
+        first = trace()
+    if accumulation.is_open(first.jaxpr):
+        for parts in accumulation.choices(record.mesh)[1:]:
+            with accumulation.tried_parts(parts), contextlib.suppress(SpecError):
+                other = trace()
+                if other.is_digest(record.digest):
+                    return other
+    return first
