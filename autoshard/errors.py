@@ -69,6 +69,27 @@ class GradientError(SpecError):
         return type(self), (self.where, self.reason)
 
 
+class RecomputeError(SpecError):
+    """Values are to be repeated in a backward pass that cannot be: they have to be kept.
+
+    `missing` maps a value's place in the program to the reason, `where` to the user's `file:line`, if there is one.
+    """
+
+    def __init__(self, missing: Mapping[str, str], where: Mapping[str, str]) -> None:
+        self.missing, self.where = dict(missing), dict(where)
+        lines = [
+            f"  {value}{f' at {where[value]}' if where.get(value) else ''}: {why}" for value, why in missing.items()
+        ]
+        super().__init__(
+            "a backward pass cannot repeat all that is not kept for it\n"
+            + "\n".join(lines)
+            + "\n  keep them, or what is made of them: SavedValues.missing says what a choice lacks"
+        )
+
+    def __reduce__(self) -> tuple[type, tuple[Mapping[str, str], Mapping[str, str]]]:
+        return type(self), (self.missing, self.where)
+
+
 class TargetError(AutoshardError, ValueError):
     """The target of a command cannot be found, or is no builder of a function and its arguments."""
 

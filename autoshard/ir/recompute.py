@@ -1,0 +1,324 @@
+"""Recompute: a program again in which other values are kept for its backward passes.
+
+What is not kept is not stacked, nor held: the steps that make it are repeated in the
+backward body, before their first use. In a scan's body that is all. In a flat body the
+compiler sees both copies, and would merge them, or run the second one early: what the
+repeated steps read stands behind an `optimization_barrier`, together with the result of
+the last contraction on the way to their first reader, which the backward pass goes on
+with from behind the barrier.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from autoshard import _jax
+from autoshard.errors import RecomputeError
+from autoshard.ir.bodies import REMATS
+from autoshard.ir.flops import REMATTED
+from autoshard.ir.passes import Pass
+from autoshard.ir.rewrite import BODIES
+from autoshard.ir.saved_values import CONSTANT, LOOP_INPUT, Demand, ForwardPass, SavedValues, ValueId
+
+# What a barrier may hold on to: results that are in memory anyway.
+STORED = REMATS | {"dot_general", "ragged_dot_general", "conv_general_dilated", "scan", "while", "pallas_call"}
+
+
+def rewritten(values: SavedValues, kept: Collection[ValueId]) -> Any:
+    """The closed jaxpr of a program that keeps these values for its backward passes, and no others.
+
+    Its inputs and results are the program's. With `values.saved` nothing is repeated.
+
+    Args:
+      values: of the program.
+      kept: what is kept; what no backward pass then reads is not.
+
+    Raises:
+      RecomputeError: something else has to be kept; it holds what.
+    """
+    missing = values.missing(kept)
+    if missing:
+        raise RecomputeError(
+            {str(at): why for at, why in missing.items()},
+            {str(v.id): v.where for one in values.passes for v in one.values if v.id in missing},
+        )
+    kept = frozenset(kept)
+    described = {id(one.source): one for one in values.flat}
+    return _jax.without_dead(_flat(values.program, described, kept))
+
+
+def _flat(one: Pass, described: Mapping[int, ForwardPass], kept: frozenset[ValueId]) -> Any:
+    """A flat pass's body, written again."""
+    eqns = [step.eqn for step in one.forward.steps]
+    for k, bodies in one.nested.items():
+        eqns[k] = _with_bodies(eqns[k], {i: _flat(inside, described, kept) for i, inside in bodies.items()})
+    if id(one) not in described:
+        return one.forward.with_steps(eqns)
+    own = described[id(one)]
+    return _FlatBody(own, own.demand(kept), eqns).rewritten()
+
+
+def _with_bodies(eqn: Any, bodies: Mapping[int, Any]) -> Any:
+    params = dict(eqn.params)
+    for key, k in BODIES[eqn.primitive.name]:
+        if k is None:
+            params[key] = tuple(bodies.get(i, body) for i, body in enumerate(params[key]))
+        elif k in bodies:
+            params[key] = bodies[k]
+    return eqn.replace(params=params)
+
+
+class _Rewriting:
+    """What flat passes and pairs of scans have in common: repeated steps, and the pairs inside.
+
+    `forward` and `backward` are the equations of the two bodies, one list where both are one. `ids` and `variable`
+    know every variable of the forward body, those of further stacks among them; `repeated` what holds a value
+    that is repeated, in the backward body.
+    """
+
+    def __init__(self, own: ForwardPass, demand: Demand, forward: list[Any], backward: list[Any]) -> None:
+        self.own, self.demand = own, demand
+        self.forward, self.backward = forward, backward
+        self.ids: dict[Any, ValueId] = dict(own.variables)
+        self.variable: dict[ValueId, Any] = {}
+        for var, at in own.variables.items():
+            self.variable.setdefault(at, var)
+        self.repeated: dict[ValueId, Any] = {}
+        self.due: dict[int, list[int]] = {}  # backward step → the steps that are first needed there
+        for k, position in sorted(demand.first.items()):
+            self.due.setdefault(position, []).append(k)
+        for inside, part, pair in zip(own.inside, demand.inside, own.source.pairs, strict=True):
+            scans = forward[pair.forward], backward[pair.backward]
+            forward[pair.forward], backward[pair.backward] = _ScanPair(inside, part).rewritten(*scans, self)
+
+    def add(self, at: ValueId, var: Any) -> None:
+        """A further stack of a forward scan."""
+        self.ids[var], self.variable[at] = at, var
+
+    def repeat(self, k: int, operand: Callable[[Any], Any]) -> Any:
+        """Step k once more; `operand` is what stands for a variable of the forward body."""
+        eqn = self.forward[self.own.steps[k].position]
+        results = [_jax.variable(var.aval) for var in eqn.outvars]
+        for var, new in zip(eqn.outvars, results, strict=True):
+            if var in self.ids:
+                self.repeated[self.ids[var]] = new
+        operands = [x if _jax.is_literal(x) else operand(x) for x in eqn.invars]
+        return _jax.repeated(eqn, operands, results, REMATTED)
+
+
+class _ScanPair(_Rewriting):
+    """A forward scan and its backward one, written again.
+
+    `held` are the backward body's variables of values that it is given, `staying` those of its own that remain, `further`
+    the constants that it closes over.
+    """
+
+    def __init__(self, own: ForwardPass, demand: Demand) -> None:
+        source = own.source
+        self.held: dict[ValueId, Any] = {}
+        self.staying: set[Any] = set()
+        self.further: dict[Any, Any] = {}
+        super().__init__(
+            own, demand, [step.eqn for step in source.forward.steps], [step.eqn for step in source.backward.steps]
+        )
+
+    def rewritten(self, ahead: Any, back: Any, outer: _Rewriting) -> tuple[Any, Any]:
+        """Both scans; `outer` is told of further stacks, and its forward variables stand for what the second one takes."""
+        source = self.own.source
+        consts, carries = _jax.scan_arity(back)
+        given = list(zip(back.invars, source.backward.invars, strict=True))
+        constant = [(x, var) for x, var in given[:consts] if self.stays(x, var, outer)]
+        carried = given[consts : consts + carries]
+        sliced = [(x, var) for x, var in given[consts + carries :] if self.stays(x, var, outer)]
+        ahead, stacked, results = self.wire(ahead, outer)
+        for x, var, every in stacked:
+            (constant if every else sliced).append((x, var))
+        self.further = dict(source.backward.consts)
+        eqns: list[Any] = []
+        for position, eqn in enumerate(self.backward):
+            eqns += [self.repeat(k, self.operand) for k in self.due.get(position, ())]
+            eqns.append(eqn.replace(invars=[self.operand(x) for x in eqn.invars]))
+        eqns += [self.repeat(k, self.operand) for k in self.due.get(len(self.backward), ())]
+        outvars = [self.operand(x) for x in source.backward.outvars]
+        used = {x for eqn in eqns for x in eqn.invars if not _jax.is_literal(x)}
+        used |= {x for x in outvars if not _jax.is_literal(x)}
+        constant, sliced = ([(x, var) for x, var in group if var in used] for group in (constant, sliced))
+        invars = [var for _, var in (*constant, *carried, *sliced)]
+        body = _jax.rewired(
+            source.backward.closed,
+            eqns=eqns,
+            invars=invars,
+            outvars=outvars,
+            consts=[(var, value) for var, value in self.further.items() if var in used],
+        )
+        forward = source.forward.with_steps(self.forward, outvars=[*source.forward.outvars, *results])
+        ahead_arity = source.arity
+        first, last = ahead.invars[: ahead_arity[0]], ahead.invars[sum(ahead_arity) :]
+        middle = ahead.invars[ahead_arity[0] : sum(ahead_arity)]
+        return (
+            _jax.scan_again(ahead, forward, first, middle, last),
+            _jax.scan_again(back, body, *([x for x, _ in group] for group in (constant, carried, sliced))),
+        )
+
+    def stays(self, atom: Any, var: Any, outer: _Rewriting) -> bool:
+        """Whether an input of the backward body remains one; what it holds is noted.
+
+        A stack of what every trip is given anyway does not.
+        """
+        at = self.ids.get(self.own.source.same.get(var))
+        if at is None:
+            return True
+        is_stack = outer.ids.get(outer.own.source.read(atom)) == at.stack
+        if at not in self.demand.wired or (is_stack and self.is_given(at)):
+            return False
+        self.held.setdefault(at, var)
+        self.staying.add(var)
+        return True
+
+    def is_given(self, at: ValueId) -> bool:
+        return self.own.value[at].free == LOOP_INPUT
+
+    def wire(self, ahead: Any, outer: _Rewriting) -> tuple[Any, list[tuple[Any, Any, bool]], list[Any]]:
+        """What the backward body is given beyond what it has.
+
+        Returns:
+          ahead: the forward scan, with the variables of further stacks.
+          taken: of what is to be given: outside, inside, and whether every trip has the same.
+          results: what the forward body is to stack further.
+        """
+        consts, carries = self.own.source.arity
+        inputs = {self.ids[var]: i for i, var in enumerate(self.own.source.forward.invars)}
+        taken: list[tuple[Any, Any, bool]] = []
+        results: list[Any] = []
+        outvars = list(ahead.outvars)
+        for at in sorted(self.demand.wired):
+            inner = self.variable[at]
+            new = _jax.variable(inner.aval)
+            if self.is_given(at):
+                if at not in self.held:
+                    i = inputs[at]
+                    if _jax.is_literal(ahead.invars[i]):
+                        new = ahead.invars[i]
+                    else:
+                        taken.append((ahead.invars[i], new, i < consts))
+                    self.held[at] = new
+                continue
+            if at.stack not in outer.variable:
+                stack = _jax.variable(_jax.stacked(inner.aval, self.own.source.length))
+                outer.add(at.stack, stack)
+                outvars.append(stack)
+                results.append(inner)
+            if at not in self.held:
+                self.held[at] = new
+                taken.append((outer.variable[at.stack], new, False))
+        return ahead.replace(outvars=outvars), taken, results
+
+    def operand(self, atom: Any) -> Any:
+        """What the backward body reads for a variable of its own, or of the forward body."""
+        if _jax.is_literal(atom) or atom in self.staying:
+            return atom
+        at = self.ids.get(self.own.source.same.get(atom, atom))
+        if at is None:
+            for var, value in self.own.source.forward.consts:
+                if var is atom:
+                    self.further[var] = value
+            return atom
+        return self.held[at] if at in self.held else self.repeated[at]
+
+
+class _FlatBody(_Rewriting):
+    """A body that holds both passes, written again."""
+
+    def __init__(self, own: ForwardPass, demand: Demand, eqns: list[Any]) -> None:
+        super().__init__(own, demand, eqns, eqns)
+        self.present: dict[Any, Any] = {}  # variable → the one behind the last barrier that it went through
+
+    def rewritten(self) -> Any:
+        """The closed jaxpr."""
+        source = self.own.source
+        anchors = _Anchors(source, self.due)
+        begun: set[Any] = set()
+        behind: dict[Any, dict[Any, Any]] = {}
+        eqns: list[Any] = []
+        for position, eqn in enumerate(self.forward):
+            if position in self.due:
+                anchor = anchors.at[position]
+                if anchor not in begun:
+                    begun.add(anchor)
+                    together = [k for p, ks in self.due.items() if anchors.at[p] is anchor for k in ks]
+                    behind[anchor] = self.barred(eqn, anchor, together, eqns)
+                eqns += [self.repeat(k, self.reader(behind[anchor])) for k in self.due[position]]
+            read = self.reader({}) if position in source.transposed else self.current
+            eqns.append(eqn.replace(invars=[x if _jax.is_literal(x) else read(x) for x in eqn.invars]))
+        outvars = [x if _jax.is_literal(x) else self.current(x) for x in source.forward.outvars]
+        return source.forward.with_steps(eqns, outvars=outvars)
+
+    def current(self, var: Any) -> Any:
+        return self.present.get(var, var)
+
+    def reader(self, behind: Mapping[Any, Any]) -> Callable[[Any], Any]:
+        """What stands for a variable in the backward pass, behind a barrier."""
+
+        def read(var: Any) -> Any:
+            at = self.ids.get(var)
+            if at is not None and at in self.repeated and not self.is_held(at):
+                return self.repeated[at]
+            return behind.get(var, self.current(var))
+
+        return read
+
+    def is_held(self, at: ValueId) -> bool:
+        return at in self.demand.wired or bool(self.own.value[at].free)
+
+    def barred(self, near: Any, anchor: Any, together: Sequence[int], eqns: list[Any]) -> dict[Any, Any]:
+        """Puts a barrier before what is repeated together; what stands for each variable behind it."""
+        leaves: dict[Any, None] = {}
+        for k in together:
+            for x in self.forward[self.own.steps[k].position].invars:
+                if not _jax.is_literal(x) and self.is_leaf(x):
+                    leaves[x] = None
+        leaves.pop(anchor, None)
+        if not leaves:
+            return {}
+        before = [*leaves, anchor]
+        after = [_jax.variable(x.aval) for x in before]
+        eqns.append(_jax.barrier(near, [self.current(x) for x in before], after))
+        self.present[anchor] = after[-1]
+        return dict(zip(before, after, strict=True))
+
+    def is_leaf(self, var: Any) -> bool:
+        """Whether a repeated step reads a variable that both passes hold, and that is more than a constant."""
+        at = self.ids.get(var)
+        if at is None:
+            return var not in self.constants
+        return self.is_held(at) and self.own.value[at].free != CONSTANT
+
+    @property
+    def constants(self) -> Collection[Any]:
+        return {var for var, _ in self.own.source.forward.consts}
+
+
+class _Anchors:
+    """For steps of a backward pass, the stored value on the way to them that is made last.
+
+    The first ones have none: a result of the forward pass (the loss) takes its place.
+    """
+
+    def __init__(self, source: Pass, wanted: Collection[int]) -> None:
+        self.at: dict[int, Any] = {}
+        known: dict[Any, tuple[int, Any]] = {}  # backward variable → where its anchor is made, and the anchor
+        outvars = {x for x in source.forward.outvars if not _jax.is_literal(x)}
+        last: tuple[bool, Any] = (False, None)  # of the forward results so far: whether it leaves the body, and it
+        for k, step in enumerate(source.forward.steps):
+            results = [var for var in step.eqn.outvars if not _jax.is_unnamed(var)]
+            if k not in source.transposed:
+                for var in results:
+                    last = max(last, (var in outvars, var), key=lambda x: x[0]) if last[0] else (var in outvars, var)
+                continue
+            found = [known[x] for x in step.eqn.invars if not _jax.is_literal(x) and x in known]
+            nearest = max(found, key=lambda x: x[0], default=(-1, last[1]))
+            if k in wanted:
+                self.at[k] = nearest[1]
+            if step.primitive in STORED:
+                known.update((var, (k, var)) for var in results)
+            elif found:
+                known.update((var, nearest) for var in results)
