@@ -5,6 +5,8 @@ it is absorbed here and pinned by `tests/ir/test_jax.py`.
 """
 
 import contextlib
+import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -32,10 +34,8 @@ from jaxlib.mlir import ir, passmanager
 
 _OWN_FOLDER = os.path.dirname(__file__)
 
-try:
-    from jax._src import flattree
-except ImportError:  # JAX 0.10
-    flattree = None
+# How later JAX says which inputs of a loop are what; JAX 0.10 has numbers of them.
+flattree: Any = importlib.util.find_spec("jax._src.flattree") and importlib.import_module("jax._src.flattree")
 
 MLIRError = ir.MLIRError
 ANYWHERE = UNSPECIFIED  # a call's sharding of an operand or a result of which it says nothing
@@ -621,19 +621,17 @@ def stacked(aval: Any, length: int) -> Any:
 
 def barrier(near: Any, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
     """An `optimization_barrier` equation with the source line of another one."""
-    return core.new_jaxpr_eqn(
-        list(invars), list(outvars), _BARRIER, {}, core.no_effects, near.source_info, near.ctx
-    )
+    return core.new_jaxpr_eqn(list(invars), list(outvars), _BARRIER, {}, core.no_effects, near.source_info, near.ctx)
 
 
 _BARRIER = jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).eqns[0].primitive
 
 
 def scan_again(eqn: Any, body: Any, consts: Sequence[Any], carries: Sequence[Any], slices: Sequence[Any]) -> Any:
-    """A scan with another body, other constants and slices; its results are those of the body that are still to be named.
+    """A scan with another body, other constants and slices.
 
     Args:
-      eqn: the scan.
+      eqn: the scan, its results named.
       body: closed; its results are the carries, then what is stacked.
       consts: variables around it.
       carries: the same.
@@ -643,7 +641,6 @@ def scan_again(eqn: Any, body: Any, consts: Sequence[Any], carries: Sequence[Any
     if "num_consts" in eqn.params:
         arity: dict[str, Any] = {"num_consts": len(consts), "num_carry": len(carries)}
     else:
-        assert flattree is not None  # JAX ≥ 0.11
         nones, pack = flattree.nones, flattree.pack
         arity = {
             "ft_in": pack((nones(len(consts)), nones(len(carries)), nones(len(slices)))),

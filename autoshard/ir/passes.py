@@ -20,7 +20,7 @@ from autoshard.ir.rewrite import BODIES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A forward scan and the transposed one that slices its stacks, as positions of steps, and the pass that they are."""
+    """A forward scan and the transposed one that slices its stacks: positions of steps, and the pass inside."""
 
     forward: int
     backward: int
@@ -33,22 +33,20 @@ class Pass:
 
     `transposed` are the positions of the backward body's steps that read the forward body. `same` maps a
     variable of the backward body to the variable of the forward one that holds the same value; where both
-    bodies are one, forward variables are read as they are. `length` is how often a scan's body runs; None
-    for a flat pass. `arity` are the constants and carries of the forward scan. `nested[k]` are the flat passes in the bodies of step k.
+    bodies are one (`is_flat`), forward variables are read as they are. `length` is how often the bodies run,
+    `arity` the constants and carries of the forward scan; 1 and none of a flat pass. `nested[k]` are the flat
+    passes in the bodies of step k.
     """
 
     forward: Body
     backward: Body
     transposed: frozenset[int]
     same: Mapping[Any, Any]
-    length: int | None
+    is_flat: bool
+    length: int
     arity: tuple[int, int]
     pairs: tuple[Pair, ...]
     nested: Mapping[int, Mapping[int, "Pass"]]
-
-    @property
-    def is_flat(self) -> bool:
-        return self.length is None
 
     def read(self, atom: Any) -> Any:
         """The forward variable whose value a backward step reads; None if it reads none."""
@@ -81,7 +79,8 @@ def _flat(body: Body, *, remats: bool) -> Pass:
         backward=body,
         transposed=transposed,
         same={},
-        length=None,
+        is_flat=True,
+        length=1,
         arity=(0, 0),
         pairs=pairs,
         nested={k: bodies for k, bodies in nested.items() if bodies},
@@ -130,18 +129,14 @@ def _pairs(
     return tuple(found)
 
 
-def _pair(
-    forward: Body, partner: int, backward: Body, k: int, same: Mapping[Any, Any], *, remats: bool
-) -> Pass:
+def _pair(forward: Body, partner: int, backward: Body, k: int, same: Mapping[Any, Any], *, remats: bool) -> Pass:
     there, here = forward.steps[partner], backward.steps[k]
     ahead = opened(there.eqn.params["jaxpr"], (*there.path, 0), remats=remats)
     back = opened(here.eqn.params["jaxpr"], (*here.path, 0), remats=remats)
     consts, carries = _jax.scan_arity(there.eqn)
     given = [None if _jax.is_literal(x) else x for x in there.eqn.invars]
     constant = dict(zip(given[:consts], ahead.invars[:consts], strict=True))
-    sliced: dict[Any, Any] = dict(
-        zip(there.eqn.outvars[carries:], ahead.outvars[carries:], strict=True)
-    )
+    sliced: dict[Any, Any] = dict(zip(there.eqn.outvars[carries:], ahead.outvars[carries:], strict=True))
     sliced |= dict(zip(given[consts + carries :], ahead.invars[consts + carries :], strict=True))
     own_consts, own_carries = _jax.scan_arity(here.eqn)
     inside: dict[Any, Any] = {}
@@ -157,6 +152,7 @@ def _pair(
         backward=back,
         transposed=whole,
         same=inside,
+        is_flat=False,
         length=here.eqn.params["length"],
         arity=(consts, carries),
         pairs=_pairs(ahead, back, whole, inside, remats=remats),

@@ -41,6 +41,8 @@ def rewritten(values: SavedValues, kept: Collection[ValueId]) -> Any:
             {str(at): why for at, why in missing.items()},
             {str(v.id): v.where for one in values.passes for v in one.values if v.id in missing},
         )
+    if not values.flat:
+        return values.closed
     kept = frozenset(kept)
     described = {id(one.source): one for one in values.flat}
     return _jax.without_dead(_flat(values.program, described, kept))
@@ -108,8 +110,8 @@ class _Rewriting:
 class _ScanPair(_Rewriting):
     """A forward scan and its backward one, written again.
 
-    `held` are the backward body's variables of values that it is given, `staying` those of its own that remain, `further`
-    the constants that it closes over.
+    `held` are the backward body's variables of values that it is given, `staying` those of its own that remain,
+    `further` the constants that it closes over.
     """
 
     def __init__(self, own: ForwardPass, demand: Demand) -> None:
@@ -122,7 +124,7 @@ class _ScanPair(_Rewriting):
         )
 
     def rewritten(self, ahead: Any, back: Any, outer: _Rewriting) -> tuple[Any, Any]:
-        """Both scans; `outer` is told of further stacks, and its forward variables stand for what the second one takes."""
+        """Both scans. `outer` is told of further stacks; the second scan may take its forward variables."""
         source = self.own.source
         consts, carries = _jax.scan_arity(back)
         given = list(zip(back.invars, source.backward.invars, strict=True))
@@ -185,7 +187,7 @@ class _ScanPair(_Rewriting):
           taken: of what is to be given: outside, inside, and whether every trip has the same.
           results: what the forward body is to stack further.
         """
-        consts, carries = self.own.source.arity
+        consts, _ = self.own.source.arity
         inputs = {self.ids[var]: i for i, var in enumerate(self.own.source.forward.invars)}
         taken: list[tuple[Any, Any, bool]] = []
         results: list[Any] = []

@@ -34,10 +34,8 @@ IMPURE = frozenset({"rng_uniform"})  # another result every time that it runs
 INPUT = "an input"
 CONSTANT = "made of constants"
 RESULT = "a result of the program"
-LATER = "made by the backward pass"
 LOOP_INPUT = "given to every trip"
 ELSEWHERE = "stacked for others, too"
-FREE = Literal["", "an input", "made of constants", "a result of the program", "made by the backward pass"]
 
 CARRIED = "carried from trip to trip"
 
@@ -223,7 +221,7 @@ class SavedValues:
     def missing(self, kept: Collection[ValueId]) -> Mapping[ValueId, str]:
         """What else has to be kept, and why: what would have to be repeated, and cannot be."""
         found: dict[ValueId, str] = {}
-        for one, demand in self._demands(kept):
+        for _, demand in self._demands(kept):
             found |= demand.missing
         return found
 
@@ -275,7 +273,7 @@ def _all(one: ForwardPass) -> Iterable[ForwardPass]:
 
 
 def _described(one: Pass, trips: int, lines: _jax.SourceLines) -> ForwardPass:
-    inside = tuple(_described(pair.inside, trips * (pair.inside.length or 1), lines) for pair in one.pairs)
+    inside = tuple(_described(pair.inside, trips * (pair.inside.length), lines) for pair in one.pairs)
     return _Describer(one, trips, lines, inside).described()
 
 
@@ -348,7 +346,7 @@ class _Describer:
             results.append(at)
         for at, value in self.further_stacks(k, results):
             stack = replace(value, id=at, where=value.where or where, step=position, free="", must_keep=unrepeatable)
-            aval = Aval((self.inside[self.pair_of[k]].source.length or 1, *value.aval.shape), value.aval.dtype)
+            aval = Aval((self.inside[self.pair_of[k]].source.length, *value.aval.shape), value.aval.dtype)
             self.values[at] = replace(stack, aval=aval, trips=self.trips, read=())
             results.append(at)
         self.steps.append(
