@@ -169,7 +169,9 @@ def numerics(subject: Subject) -> dict[str, Any]:
     traced = trace.trace(program.step, arguments, names, place.axes)
     donated = frozenset(i for i, a in enumerate(traced.argument_of) if a in program.donate)
     asked = read_shardings(traced, None, None, {}, donated)
-    setting = build_search_space(traced, place.axes, place.machine, asked, gradient_of=(), unknown="error")
+    setting = build_search_space(
+        traced, place.axes, place.machine, asked, gradient_of=(), unknown="error", compiler=place.compiler
+    )
     flat = jax.tree.leaves(arguments)
     for seed in range(2):
         choice = random_choice(setting.decisions, setting.resharder, np.random.default_rng(seed))

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec
 import models
 from autoshard.backends import devices
 from autoshard.backends.devices import Target
+from autoshard.backends.known_compilers import XLA_CPU
+from autoshard.backends.model import CompilerModel
 from autoshard.ir import trace
 from autoshard.planner import pipeline
 from autoshard.planner.pipeline import Budget, PlanningResult
@@ -63,14 +65,14 @@ def setting_of(
     pins: dict[str, PartitionSpec] | None = None,
     gradient_of: Sequence[int] = (),
     unknown: str = "error",
-    platform: str = "cpu",
+    compiler: CompilerModel = XLA_CPU,
 ) -> tuple[SearchSpace, Target]:
     """The decisions of a program on a mesh of the catalogue's hardware."""
     place = devices.place(MESH if mesh is None else mesh, hardware)
     traced = trace.trace(program.fn, program.args, program.names, place.axes)
     asked = read_shardings(traced, None, None, pins or {}, program.donated)
     setting = build_search_space(
-        traced, place.axes, place.machine, asked, gradient_of=gradient_of, unknown=unknown, platform=platform
+        traced, place.axes, place.machine, asked, gradient_of=gradient_of, unknown=unknown, compiler=compiler
     )
     return setting, place
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import cost_models
-from autoshard.backends import devices
 from autoshard.backends.devices import MeshLike
 from autoshard.backends.shardy.propagation import Annotations, annotated, propagated
 from autoshard.costs.resharding import Resharder
@@ -184,12 +183,13 @@ def _by_hand(question: PlanRequest) -> Annotations:
 def _by_shardy(question: PlanRequest) -> Evaluation:
     """The assignment nearest to what propagation makes of the annotations."""
     setting, place, annotations = question.setting, question.place, _by_hand(question)
-    platform, decisions = devices.platform(place.hardware.name), of_partitioner(setting.decisions)
-    if platform == "cuda":
+    compiler, decisions = place.compiler, of_partitioner(setting.decisions)
+    if compiler.moves_collectives_past_casts:
         decisions = before_casts(decisions)
-    resharder = Resharder(decisions.mesh, place.machine, pinned=False, outermost=platform == "cuda")
-    layouts = propagated(setting.priced, decisions.graph, decisions.made, place.axes, annotations, platform)
-    choice, inexact = nearest(decisions, resharder, layouts, platform)
+    outermost = compiler.collectives_along_outermost_only
+    resharder = Resharder(decisions.mesh, place.machine, pinned=False, outermost=outermost)
+    layouts = propagated(setting.priced, decisions.graph, decisions.made, place.axes, annotations, compiler.platform)
+    choice, inexact = nearest(decisions, resharder, layouts, compiler)
     if place.machine.gathers_ahead:
         decisions = gathered(decisions, choice)
     problem = formulate(decisions, resharder, memory_bytes=None, folded=False).problem

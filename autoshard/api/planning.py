@@ -363,7 +363,6 @@ def _planned(question: PlanRequest, options: Options) -> PlanningResult:
         machine=place.machine,
         wanted=question.wanted,
         constraints=options.constraints,
-        platform=meshes.platform(place.hardware.name),
         budget=Budget(memory_bytes=question.memory_bytes, time_limit_s=options.time_limit_s, rel_gap=options.rel_gap),
         notes=question.notes,
     )

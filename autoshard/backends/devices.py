@@ -11,6 +11,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import cost_models
 from autoshard import _jax, _startup
+from autoshard.backends.known_compilers import known
+from autoshard.backends.model import CompilerModel
 from autoshard.errors import MeshError
 from autoshard.ir.mesh import MeshAxes
 from cost_models.machines import catalogue
@@ -30,6 +32,11 @@ class Target:
     machine: cost_models.Machine
     own: Mesh | None
     notes: tuple[str, ...]
+
+    @property
+    def compiler(self) -> CompilerModel:
+        """Who compiles for that hardware."""
+        return compiler_of(self.hardware)
 
     def device_mesh(self) -> Mesh:
         """A Mesh with Auto axes over real devices, in the order that was priced.
@@ -172,6 +179,11 @@ def over_devices(axes: MeshAxes, order: np.ndarray, devices: list[Any] | None = 
 def abstract(axes: MeshAxes) -> AbstractMesh:
     """An AbstractMesh with Auto axes, for lowering without devices."""
     return AbstractMesh(axes.sizes, axes.names, axis_types=(AxisType.Auto,) * axes.ndim)
+
+
+def compiler_of(hardware: cost_models.Hardware) -> CompilerModel:
+    """Who compiles for a hardware."""
+    return known(platform(hardware.name))
 
 
 def platform(hardware: str) -> str:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from autoshard.backends.model import CompilerModel
 from autoshard.costs.resharding import INF_PS, PS_PER_S
 from autoshard.costs.resharding import Machine as CollectiveMachine
 from autoshard.costs.strategies import Strategies, shards
@@ -160,9 +161,9 @@ def touched_bytes(
     return total
 
 
-def fusible(eqn: Eqn, *, pointwise: bool, platform: str) -> bool:
+def fusible(eqn: Eqn, *, pointwise: bool, compiler: CompilerModel) -> bool:
     """Whether XLA fuses the equation with its neighbours."""
-    return pointwise or eqn.traits.fusible or (platform == "tpu" and _marks(eqn))
+    return pointwise or eqn.traits.fusible or (compiler.compares_positions_for_scatters and _marks(eqn))
 
 
 def _marks(eqn: Eqn) -> bool:

@@ -16,22 +16,23 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.backends.model import CompilerModel
 from autoshard.costs.compute import is_contraction
 from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import LOOP_RESULT, LOOP_STACK
 
 
-def positions(graph: Graph, fuses: Sequence[bool], platform: str) -> list[int]:
+def positions(graph: Graph, fuses: Sequence[bool], compiler: CompilerModel) -> list[int]:
     """When a compiler runs each equation, as the position of one in the program.
 
     Args:
       graph: the program.
       fuses: per equation, whether XLA fuses it with its neighbours.
-      platform: JAX's name of the platform that is compiled for.
+      compiler: who schedules it.
     """
-    if platform == "tpu":
+    if compiler.updates_state_early:
         return _updates_early(graph, fuses)
-    if platform == "cuda" and not graph.loops:
+    if compiler.puts_weight_gradients_last and not graph.loops:
         return _gradients_last(graph)
     return list(range(len(graph.eqns)))
 

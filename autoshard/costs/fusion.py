@@ -6,13 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.backends.model import CompilerModel
 from autoshard.costs import compute
 from autoshard.ir.graph import Graph
 from autoshard.rules import FactorKind, ShardingRule
-
-# Platforms whose compilers merge the reductions of the terms of an addition although pins finish each by itself
-# (XLA:GPU, libtpu 0.0.51).
-MERGING = frozenset({"cuda", "tpu"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +28,15 @@ class FusionTraits:
     added: frozenset[int]
 
 
-def fusion_traits(graph: Graph, rules: Sequence[ShardingRule], pinned: Collection[int], platform: str) -> FusionTraits:
-    """The traits of a graph under the rules of its equations, some of which are pinned; `platform` by JAX's name."""
+def fusion_traits(
+    graph: Graph, rules: Sequence[ShardingRule], pinned: Collection[int], compiler: CompilerModel
+) -> FusionTraits:
+    """The traits of a graph under the rules of its equations, some of which are pinned."""
     pointwise = [
         is_pointwise(rule) and e not in pinned and not graph.eqns[e].traits.link for e, rule in enumerate(rules)
     ]
-    fuses = [compute.fusible(eqn, pointwise=p, platform=platform) for eqn, p in zip(graph.eqns, pointwise, strict=True)]
-    flows = _sum_flows(graph, rules, platform)
+    fuses = [compute.fusible(eqn, pointwise=p, compiler=compiler) for eqn, p in zip(graph.eqns, pointwise, strict=True)]
+    flows = _sum_flows(graph, rules, compiler)
     products, added = _summed(graph, flows)
     return FusionTraits(
         pointwise=tuple(pointwise),
@@ -83,17 +82,15 @@ def _summed(graph: Graph, flows: Sequence[bool]) -> tuple[frozenset[int], frozen
     return frozenset(products), frozenset(added)
 
 
-def _sum_flows(graph: Graph, rules: Sequence[ShardingRule], platform: str) -> tuple[bool, ...]:
-    """Under another name a sum waits for an addition only, where XLA:TPU is asked: it scatters what a product makes.
-
-    Which of the dimensions its tiles let it scatter is told by the order in which the product has them.
-    """
+def _sum_flows(graph: Graph, rules: Sequence[ShardingRule], compiler: CompilerModel) -> tuple[bool, ...]:
+    """Whether the operands of each equation may all be unreduced: not where the compiler finishes them first."""
     summing: set[int] = set()
     added = {v for e, eqn in enumerate(graph.eqns) if eqn.traits.addition for v in graph.operands[e]}
     flows = [False] * len(graph.eqns)
     for e, (eqn, rule) in enumerate(zip(graph.eqns, rules, strict=True)):
         if eqn.traits.passes_sums and rule.linear:
-            waits = platform != "tpu" or eqn.traits.addition or not added.isdisjoint(graph.results[e])
+            adds = eqn.traits.addition or not added.isdisjoint(graph.results[e])
+            waits = adds or not compiler.renames_sums_for_additions_only
             flows[e] = waits and all(graph.operands[e][i] in summing for i in rule.linear[0])
         if flows[e] or (compute.is_contraction(eqn) and any(f.reduction == "sum" for f in rule.factors)):
             summing.update(graph.results[e])

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.backends.model import CompilerModel
 from autoshard.costs.compute import is_contraction
 from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, positions
 from autoshard.ir.graph import Graph
@@ -66,7 +67,12 @@ class LiveRanges:
 
 
 def live_ranges(
-    graph: Graph, rules: Sequence[ShardingRule], fuses: Sequence[bool], platform: str, *, stores_quotients: bool
+    graph: Graph,
+    rules: Sequence[ShardingRule],
+    fuses: Sequence[bool],
+    compiler: CompilerModel,
+    *,
+    stores_quotients: bool,
 ) -> LiveRanges:
     """The lives of a graph's values.
 
@@ -74,28 +80,29 @@ def live_ranges(
       graph: the program.
       rules: of its equations.
       fuses: per equation, whether XLA fuses it with its neighbours.
-      platform: JAX's name of the platform that is compiled for.
+      compiler: who compiles it.
       stores_quotients: as of the machine.
     """
-    spans, on_tpu = loop_spans(graph), platform == "tpu"
+    spans = loop_spans(graph)
     made_by = graph.producers()
     taken = np.zeros(len(graph.avals), bool)
     stated: set[int] = set()
     alone: dict[int, int] = {}
-    if on_tpu:
+    if compiler.contractions_make_their_operands:
         for e, eqn in enumerate(graph.eqns):
             if is_contraction(eqn):
                 taken[list(graph.operands[e])] = True
+    if compiler.stores_softmax_numerators:
         for numerator, quotient in _softmaxes(graph):
             stated |= {numerator, quotient} if stores_quotients else {numerator}
             alone[numerator] = _narrowest(graph, made_by, numerator)
-    order = positions(graph, fuses, platform)
-    held = _held(graph, fuses, taken, stated, repeats=platform != "cuda")
+    order = positions(graph, fuses, compiler)
+    held = _held(graph, fuses, taken, stated, compiler.computes_once)
     named = np.zeros(len(graph.avals), bool)
     for e, eqn in enumerate(graph.eqns):
         if eqn.traits.renames:
             named[graph.results[e][0]] = held[graph.results[e][0]]
-    stored, late = held & ~named, deferred(graph) if on_tpu else frozenset[int]()
+    stored, late = held & ~named, deferred(graph) if compiler.computes_loss_last else frozenset[int]()
     start = np.zeros(len(graph.avals), np.int64)
     for e, results in enumerate(graph.results):
         begin = order[e]
@@ -106,13 +113,13 @@ def live_ranges(
 
     def ends(put_off: Collection[int]) -> NDArray[np.int64]:
         """The ends of all lives if these equations run last."""
-        last = _last_uses(graph, stored, spans, order, put_off, lazy=not on_tpu)
+        last = _last_uses(graph, stored, spans, order, put_off, lazy=not compiler.makes_weight_gradients_in_order)
         end = np.maximum(last, start) + 1
         end[list(graph.outputs)] = len(graph.eqns) + 1
         return end
 
     end = ends(late)
-    if platform == "cuda":
+    if compiler.overwrites_last_read:
         end[_overwritten(graph, fuses, stored, start, end)] -= 1
     return LiveRanges(
         stored=stored,
@@ -219,7 +226,7 @@ def _narrowest(graph: Graph, made_by: Mapping[int, tuple[int, int]], value: int)
 
 
 def _held(
-    graph: Graph, fuses: Sequence[bool], taken: NDArray[np.bool_], stated: Container[int], *, repeats: bool
+    graph: Graph, fuses: Sequence[bool], taken: NDArray[np.bool_], stated: Container[int], once: Container[str]
 ) -> NDArray[np.bool_]:
     """Which values lie in memory, be it under another's name.
 
@@ -228,7 +235,7 @@ def _held(
       fuses: per equation, whether XLA fuses it with its neighbours.
       taken: operands that contractions can make themselves.
       stated: values that are held whatever they are made of.
-      repeats: whether several fusions each compute what costs much.
+      once: primitives that several fusions do not compute each.
     """
     held = np.zeros(len(graph.avals), bool)
     made = np.zeros(len(graph.avals), bool)
@@ -259,7 +266,7 @@ def _held(
     goes_to: dict[int, frozenset[int]] = {}  # of a value that is not held: what lies in memory and is computed from it
     for e in range(len(graph.eqns) - 1, -1, -1):
         for v in graph.results[e] if fuses[e] else ():
-            if not repeats and graph.eqns[e].traits.once_on_gpu and len(goes_to.get(v, ())) > 1:
+            if graph.eqns[e].primitive in once and len(goes_to.get(v, ())) > 1:
                 held[v] = True
             onto = frozenset({v}) if held[v] else goes_to.get(v, frozenset[int]())
             for o in graph.operands[e]:

@@ -38,6 +38,7 @@ from functools import reduce
 from operator import or_
 from typing import TypeVar
 
+from autoshard.backends.model import CompilerModel
 from autoshard.costs.compute import multiplies
 from autoshard.costs.resharding import BUCKET_BYTES, TRIP_BYTES
 from autoshard.ir.graph import Graph
@@ -116,13 +117,13 @@ class OverlapWindows:
         )
 
 
-def overlap_windows(graph: Graph, platform: str = "cpu") -> OverlapWindows:
-    """The windows of a graph, for a platform as JAX names it."""
+def overlap_windows(graph: Graph, compiler: CompilerModel) -> OverlapWindows:
+    """The windows of a graph, as a compiler schedules it."""
     outer, inner = _outside(graph), _inside(graph)
     outside = {v for v, loop in enumerate(graph.loop) if not loop}
     early, late = inner.early | (outer.early & outside), inner.late | (outer.late & outside)
     awaited = frozenset[int]()
-    if platform == "cuda":
+    if compiler.waits_at_both_ends:
         awaited = _awaited(graph)
         early -= awaited | _bucket(graph, early)
         late -= _last(graph, late)
@@ -143,12 +144,12 @@ def overlap_windows(graph: Graph, platform: str = "cpu") -> OverlapWindows:
         whole=tuple(range(count)),
         hides=alone,
         covers=alone,
-        buckets=(BUCKET_BYTES,) * OUTSIDE + (TRIP_BYTES if platform == "cuda" else 0,) * graph.loops,
+        buckets=(BUCKET_BYTES,) * OUTSIDE + (TRIP_BYTES if compiler.merges_collectives_in_loops else 0,) * graph.loops,
         urgent=frozenset(),
         beside=frozenset(),
         idle=frozenset(),
     )
-    if platform != "cuda":
+    if not compiler.hides_behind_late_work:
         return found
     found = _opened(graph, _divided(graph, found, outer, inner), inner, awaited)
     return _around_loops(graph, found, outer, awaited) if graph.loops else _at_the_end(graph, found, outer)

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.backends import devices
 from autoshard.costs.resharding import Resharder
 from autoshard.errors import AutoshardError, InfeasibleError, SpecError
 from autoshard.explain.runner_up import choice_text, decided, solved
@@ -114,7 +113,7 @@ def turning_points(
     layout = _layout(planned, pattern, at)
     met = Met.by(planned)
     found = partial(lies, pattern=pattern, at=at, layout=layout, met=met)
-    again = partial(_replan, planned, hardware, met=met)
+    again = partial(_replan, planned, met=met)
     flips: list[Flip] = []
     for role, link in hardware.chip.links.items():
         key = "one_way_bytes_per_s"
@@ -272,14 +271,11 @@ def _at_most(priced: Evaluation, most: float) -> bool:
     return priced.feasible and priced.objective is not None and priced.objective <= most
 
 
-def _replan(
-    planned: PlanningResult, hardware: Hardware, machine: Machine | None, memory_bytes: int, *, met: Met
-) -> PlanningResult:
+def _replan(planned: PlanningResult, machine: Machine | None, memory_bytes: int, *, met: Met) -> PlanningResult:
     """The same program on another machine or in other memory.
 
     Args:
       planned: the program's plan.
-      hardware: that it was made for.
       machine: None for the plan's own.
       memory_bytes: the limit.
       met: solutions found so far; its own is added.
@@ -307,7 +303,7 @@ def _replan(
             equation_pins={e: codes[d.node_of[e]] for e in constraints},
             held_bytes=held,
             unknown="replicate",
-            platform=devices.platform(hardware.name),
+            compiler=setting.compiler,
         )
         formulation = formulate(d, resharder, memory_bytes=memory_bytes)
     known = met.of(formulation)

@@ -239,8 +239,8 @@ def _planned(
     bound = arguments.bind(fn, args, {}, donate_argnums=0)
     traced = trace.trace(bound.fn, bound.values, bound.names, axes)
     asked = read_shardings(traced, AUTO, AUTO, {}, bound.donated)
-    platform = devices.platform(hardware.name)
-    setting = build_search_space(traced, axes, machine, asked, gradient_of=(), unknown="error", platform=platform)
+    compiler = devices.compiler_of(hardware)
+    setting = build_search_space(traced, axes, machine, asked, gradient_of=(), unknown="error", compiler=compiler)
     count, per_stage = int(layout.microbatches(builder.sequences)), -(-builder.layers // layout.pipeline)
     loops = Loops.of(setting.decisions, count, per_stage)
     times = in_flight(layout.pipeline, layout.virtual_stages, count)
@@ -254,7 +254,6 @@ def _planned(
         budget=budget,
         notes=(),
         constraints="all",
-        platform=platform,
     )
     return planned, machine, divided(planned, loops, times)
 

@@ -180,7 +180,7 @@ class Trials:
                 f"{place.axes.size} devices hold {limit * place.axes.size / 1e9:,.0f} GB"
             )
         asked = read_shardings(program.traced, AUTO, AUTO, task.pins, program.bound.donated)
-        platform = devices.platform(place.hardware.name)
+        platform = place.compiler.platform
         setting = build_search_space(
             program.traced,
             place.axes,
@@ -188,7 +188,7 @@ class Trials:
             asked,
             gradient_of=gradient_arguments(program.traced, for_grad=task.for_grad),
             unknown=task.unknown,
-            platform=platform,
+            compiler=place.compiler,
             graph=self._graphs.get((id(program), platform)),
         )
         if setting.gradient is None:
@@ -206,7 +206,6 @@ class Trials:
             known=[choice for known in hints.known if (choice := known.on(setting.decisions)) is not None],
             notes=place.notes,
             constraints="all",  # which of them the compiler needs is asked for the one that is used
-            platform=platform,
         )
 
     def _row(self, candidate: Candidate, planned: PlanningResult) -> RankedPlan:

@@ -196,7 +196,7 @@ ALIASES = frozenset(
 )
 
 
-def build(closed: Any, platform: str = "cpu", *, live: Sequence[bool] | None = None) -> Graph:
+def build(closed: Any, platform: str, *, live: Sequence[bool] | None = None) -> Graph:
     """The graph of a closed jaxpr.
 
     Args:

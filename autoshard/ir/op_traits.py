@@ -67,7 +67,6 @@ class OpTraits:
     fusible: bool = False  # fused with its neighbours, though not element-wise: it forces nothing into memory
     ends_fusion: bool = False  # its result is stored, its operands need not be
     costly: bool = False  # not computed twice, once for what a loop stacks and once for who else reads it
-    once_on_gpu: bool = False  # XLA:GPU computes it once for all fusions that read it
     passes_sums: bool = False  # the partitioner lets a pending sum through, as it does past no scale or subtraction
     passes_totals: bool = False  # XLA still moves a sum over a loop's trips behind the loop if this follows it
     # Links and calls.
@@ -88,12 +87,8 @@ class OpTraits:
         return self.cast or (self.renames and not self.reshapes)
 
 
-# The two differ on purpose: XLA:GPU repeats exponentials, logistic functions, divisions, roots, logarithms and erf in
-# every fusion that reads them (jax-cuda12-pjrt 0.10.2; `tests/compilers/test_memory.py -m slow -k repeats`), costly as
-# they are.
+# What compilers compute once for all fusions that read it is theirs to say: `CompilerModel.computes_once`.
 _COSTLY = OpTraits(costly=True)
-_ONCE = OpTraits(once_on_gpu=True)
-_COSTLY_ONCE = OpTraits(costly=True, once_on_gpu=True)
 
 _CONTRACTION = OpTraits(contraction=True)
 _ADDITION = OpTraits(addition=True, passes_sums=True)
@@ -131,9 +126,8 @@ OP_TRAITS: Mapping[str, OpTraits] = {
     **dict.fromkeys(("add", "add_any"), _ADDITION),
     MUL: OpTraits(scale=True),
     DIV: OpTraits(scale=True, costly=True),
-    **dict.fromkeys(("cbrt", "erf", EXP, "exp2", "expm1", "log", "logistic", "rsqrt", "sqrt", "tan"), _COSTLY),
-    **dict.fromkeys(("cos", "erfc", "log1p", "pow", "sin", "tanh"), _COSTLY_ONCE),
-    **dict.fromkeys(("atan2", "erf_inv"), _ONCE),
+    **dict.fromkeys(("cbrt", "cos", "erf", "erfc", EXP, "exp2", "expm1", "log", "log1p", "logistic"), _COSTLY),
+    **dict.fromkeys(("pow", "rsqrt", "sin", "sqrt", "tan", "tanh"), _COSTLY),
     **dict.fromkeys((REDUCE_SUM, "reduce_max", "reduce_min", "reduce_and", "reduce_or"), _REDUCTION),
     **dict.fromkeys(("argmax", "argmin"), _REDUCTION),
     # The same values elsewhere, or otherwise.

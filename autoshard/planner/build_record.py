@@ -13,7 +13,7 @@ from autoshard.backends.hlo.text import UNKNOWN
 from autoshard.costs.resharding import BUCKET_BYTES
 from autoshard.costs.strategies import layout_of
 from autoshard.ir import graph as graphs
-from autoshard.ir import manual_calls, trace
+from autoshard.ir import manual_calls
 from autoshard.ir.constraints import Constraints, Specs
 from autoshard.ir.gradient import marks
 from autoshard.ir.mesh import MeshAxes
@@ -173,19 +173,19 @@ def forward_pins(setting: SearchSpace, assignment: Assignment) -> Constraints:
             if specs:
                 made[key] = specs
     of_rules = {path: _kernel_specs(assignment, e) for e, path in sorted(at.items())}
-    laid_out = {**of_rules, **_undifferentiated(setting.traced, of_rules)} if of_rules else {}
+    laid_out = {**of_rules, **_undifferentiated(setting, of_rules)} if of_rules else {}
     kernels = {(path, i): specs for path, found in laid_out.items() for i, specs in enumerate(found)}
     return Constraints(made=made, taken={}, inputs={}, outputs={}, kernels=kernels)
 
 
 def _undifferentiated(
-    traced: trace.Traced, of_rules: Mapping[graphs.Path, list[Specs]]
+    setting: SearchSpace, of_rules: Mapping[graphs.Path, list[Specs]]
 ) -> dict[graphs.Path, list[Specs]]:
     """The kernels of a `custom_vjp` that is not differentiated lie as those of its forward rule, in order.
 
     The forward rule's may have further results, for the backward rule.
     """
-    forward = graphs.build(traced.jaxpr)
+    forward = graphs.build(setting.traced.jaxpr, setting.compiler.platform)
     found: dict[graphs.Path, list[Specs]] = {}
     met: dict[graphs.Path, int] = {}
     for e, eqn in enumerate(forward.eqns):

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec
 
+from autoshard.backends.model import CompilerModel
 from autoshard.backends.shardy.probe import Answer, Probe
 from autoshard.backends.shardy.propagation import Annotations
 from autoshard.costs import shared_gathers
@@ -50,7 +51,7 @@ def minimal_constraints(
     folding: Folding,
     mesh: MeshAxes,
     annotations: Annotations,
-    platform: str,
+    compiler: CompilerModel,
     *,
     scatters_whole: bool = True,
 ) -> Constraints:
@@ -62,7 +63,7 @@ def minimal_constraints(
       folding: which of them stand in equal places.
       mesh: the mesh of the annotations.
       annotations: every input's and output's spec, and all constraints.
-      platform: to lower for.
+      compiler: who compiles it.
       scatters_whole: whether its compiler scatters a sum over all devices; else it all-reduces the sum, which is
         then cut, whether it is pinned whole in between or not.
 
@@ -70,10 +71,10 @@ def minimal_constraints(
       ShardyError: propagation fails.
     """
     graph = decisions.graph
-    probe = Probe(program, graph, mesh, annotations, platform, scatters_whole=scatters_whole)
-    once = (
-        shared_gathers.doubtful(graph) | (_reshaped(graph) - decisions.apart) if platform == "tpu" else frozenset[int]()
-    )
+    probe = Probe(program, graph, mesh, annotations, compiler.platform, scatters_whole=scatters_whole)
+    once = frozenset[int]()
+    if compiler.regathers_far_uses:
+        once = shared_gathers.doubtful(graph) | (_reshaped(graph) - decisions.apart)
     cut = {} if scatters_whole else _cut_sums(probe, annotations.pins, graph, mesh)
     search = _Search(probe, decisions, folding, mesh, annotations, once, cut)
     kept = search.thinned(search.forward())

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.backends.model import CompilerModel
 from autoshard.backends.shardy.propagation import Ps
 from autoshard.costs.casts import widening
 from autoshard.costs.resharding import INF_PS, NO_STRIDES, Resharder
@@ -19,9 +20,9 @@ from autoshard.problem.decisions import Decisions, Edge, Usage, reshard_ps
 
 class _Nearest:
     def __init__(
-        self, decisions: Decisions, resharder: Resharder, layouts: Mapping[int, Layout], platform: str
+        self, decisions: Decisions, resharder: Resharder, layouts: Mapping[int, Layout], compiler: CompilerModel
     ) -> None:
-        self.d, self.resharder, self.platform = decisions, resharder, platform
+        self.d, self.resharder, self.compiler = decisions, resharder, compiler
         self.choice = np.full(len(decisions.nodes), -1, np.int64)
         self.lies: dict[int, int] = {}  # value → the code in which consumers find it
         codes = {v: code_near(layouts[v], decisions.graph.avals[v].shape, decisions.mesh) for v in decisions.made}
@@ -95,7 +96,7 @@ class _Nearest:
         """
         d = self.d
         e = d.nodes[edge.v].equations[0] if d.nodes[edge.v].kind == "equation" else -1
-        if e < 0 or d.graph.eqns[e].primitive != DOT_GENERAL or self.platform == "tpu":
+        if e < 0 or d.graph.eqns[e].primitive != DOT_GENERAL or self.compiler.shares_grouped_gathers:
             return False
         strategies = d.nodes[edge.v].strategies
         assert strategies is not None  # equations have strategies
@@ -123,7 +124,7 @@ class _Nearest:
         if decision.kind != "chain" or len(decision.equations) != 1:
             return False
         eqn = self.d.graph.eqns[decision.equations[0]]
-        return eqn.traits.cast and (self.platform == "cuda" or widening(eqn) < 0)
+        return eqn.traits.cast and (self.compiler.moves_collectives_past_casts or widening(eqn) < 0)
 
     def _ps(self, value: int, source: int | Codes, target: int | Codes) -> Ps:
         """Picoseconds between one code and several, either way round, INF where there is no way."""
@@ -243,7 +244,7 @@ def of_partitioner(decisions: Decisions) -> Decisions:
 
 
 def nearest(
-    decisions: Decisions, resharder: Resharder, layouts: Mapping[int, Layout], platform: str
+    decisions: Decisions, resharder: Resharder, layouts: Mapping[int, Layout], compiler: CompilerModel
 ) -> tuple[NDArray[np.int64], int]:
     """The choice per decision nearest to the layouts of all values, and how many values have none of its codes.
 
@@ -251,7 +252,7 @@ def nearest(
     own. A chain takes the layout of most of its values, by bytes. An equation takes the
     strategy that leaves most of its operands where they lie and its results where they belong.
     """
-    return _Nearest(decisions, resharder, layouts, platform).run()
+    return _Nearest(decisions, resharder, layouts, compiler).run()
 
 
 def gathered(decisions: Decisions, choice: NDArray[np.int64]) -> Decisions:

@@ -91,7 +91,6 @@ def solve_request(
     known: Sequence[Int] = (),
     notes: Sequence[str],
     constraints: ConstraintPolicy = "needed",
-    platform: str = "cpu",
 ) -> PlanningResult:
     """Solves a setting and reads the solution as a plan.
 
@@ -108,7 +107,6 @@ def solve_request(
       constraints: "needed" asks Shardy which constraints its own propagation reaches
         anyway and leaves those out; so does "compiled", of which `compiler_minimal_constraints` leaves out more;
         "all" emits every one.
-      platform: JAX's name of the platform that is planned for.
 
     Raises:
       InfeasibleError: no plan fits in memory, or the pins exclude each other.
@@ -149,7 +147,7 @@ def solve_request(
     )
     probed = setting.gradient is None and setting.decisions.mesh.ndim and not _needs_devices(setting)
     if constraints != "all" and probed:
-        record = replace(record, pins=_needed(record, setting, formulation, platform))
+        record = replace(record, pins=_needed(record, setting, formulation))
         clock.lap("constraints")
     seconds = {**setting.seconds, **clock.seconds}
     return PlanningResult(
@@ -174,7 +172,7 @@ def _needs_devices(setting: SearchSpace) -> bool:
     return any(eqn.primitive.name in NEED_DEVICES for eqn in _jax.equations(setting.traced.jaxpr))
 
 
-def _needed(record: PlanRecord, setting: SearchSpace, formulation: Formulation, platform: str) -> Constraints:
+def _needed(record: PlanRecord, setting: SearchSpace, formulation: Formulation) -> Constraints:
     annotations = Annotations(
         inputs={i: leaf.spec for i, leaf in enumerate(record.inputs)},
         outputs={i: leaf.spec for i, leaf in enumerate(record.outputs)},
@@ -187,7 +185,7 @@ def _needed(record: PlanRecord, setting: SearchSpace, formulation: Formulation, 
         formulation.folding,
         record.mesh,
         annotations,
-        platform,
+        setting.compiler,
         scatters_whole=setting.resharder.machine.scatters_whole,
     )
 

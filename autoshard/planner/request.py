@@ -77,7 +77,7 @@ class PlanRequest:
             self.wanted,
             gradient_of=self.gradient_of,
             unknown=self.unknown,
-            platform=devices.platform(place.hardware.name),
+            compiler=place.compiler,
             trace_s=self.trace_s,
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from autoshard.backends.model import CompilerModel
 from autoshard.costs.resharding import Resharder
 from autoshard.costs.strategies import Codes, matching
 from autoshard.errors import SpecError, refusing_depth
@@ -40,6 +41,7 @@ class SearchSpace:
     tied: Mapping[int, int]  # output position of the priced program → the input that it shares its layout with
     decisions: Decisions
     resharder: Resharder
+    compiler: CompilerModel
     seconds: Mapping[str, float]
 
     @property
@@ -56,7 +58,7 @@ def build_search_space(
     *,
     gradient_of: Sequence[int],
     unknown: str,
-    platform: str = "cpu",
+    compiler: CompilerModel,
     trace_s: float = 0.0,
     graph: graphs.Graph | None = None,
 ) -> SearchSpace:
@@ -69,7 +71,7 @@ def build_search_space(
       wanted: the user's specs and donations.
       gradient_of: argument positions to differentiate for, or empty to plan the program as it is.
       unknown: "error" or "replicate".
-      platform: what `platform_index` resolves to: "cpu", "cuda" or "tpu".
+      compiler: who compiles it.
       trace_s: seconds that tracing took, for the stages' times.
       graph: of the traced program on this platform, if it was built before (no mesh changes
         it); not used with `gradient_of`.
@@ -87,7 +89,7 @@ def build_search_space(
     priced = traced if gradient is None else gradient.traced
     clock.lap("trace")
     if graph is None or gradient is not None:
-        graph = graphs.build(priced.jaxpr, platform)
+        graph = graphs.build(priced.jaxpr, compiler.platform)
     clock.lap("graph")
     held: dict[int, int] = {}
     if gradient is None:
@@ -110,7 +112,7 @@ def build_search_space(
                     f"{traced.in_paths[position]}: asked for in {wanted.inputs[position]}, "
                     f"but the output that replaces it in {wanted.outputs[output]}"
                 )
-    resharder = Resharder(real, machine, outermost=platform == "cuda")
+    resharder = Resharder(real, machine, outermost=compiler.collectives_along_outermost_only)
     decisions = decide(
         graph,
         real,
@@ -122,11 +124,17 @@ def build_search_space(
         equation_pins=_own_constraints(graph, mesh, real),
         held_bytes=held,
         unknown=unknown,
-        platform=platform,
+        compiler=compiler,
     )
     clock.lap("strategies")
     return SearchSpace(
-        traced=traced, gradient=gradient, tied=tied, decisions=decisions, resharder=resharder, seconds=clock.seconds
+        traced=traced,
+        gradient=gradient,
+        tied=tied,
+        decisions=decisions,
+        resharder=resharder,
+        compiler=compiler,
+        seconds=clock.seconds,
     )
 
 

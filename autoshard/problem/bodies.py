@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.backends.model import CompilerModel
 from autoshard.costs import compute
 from autoshard.costs.resharding import BUCKET_BYTES, COMBINED, PS_PER_S, Resharder, collective_s
 from autoshard.costs.strategies import SUM, WHOLE, Codes, decode
@@ -47,12 +48,12 @@ class Bodies:
     Args:
       mesh: without axes of size 1.
       machine: the cost model with the mesh placed on it.
-      platform: JAX's name of the platform that is compiled for.
+      compiler: who compiles them.
       decide: the decisions of a graph on a mesh of one device.
     """
 
-    def __init__(self, mesh: MeshAxes, machine: compute.Machine, platform: str, decide: Decide) -> None:
-        self._mesh, self._machine, self._platform, self._decide = mesh, machine, platform, decide
+    def __init__(self, mesh: MeshAxes, machine: compute.Machine, compiler: CompilerModel, decide: Decide) -> None:
+        self._mesh, self._machine, self._compiler, self._decide = mesh, machine, compiler, decide
         # Keeps the jaxprs alive: ids stay unique.
         self._known: dict[tuple[int, tuple[bool, ...]], tuple[Any, Body]] = {}
 
@@ -73,7 +74,7 @@ class Bodies:
     def _priced(self, eqn: Eqn, results: Sequence[Layout], live: Sequence[bool]) -> Body:
         """The price of one run."""
         machine = self._machine
-        graph = build(eqn.params["jaxpr"], self._platform, live=live)
+        graph = build(eqn.params["jaxpr"], self._compiler.platform, live=live)
         d = self._decide(graph)
         paths = graph.paths
         items = [

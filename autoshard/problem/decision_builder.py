@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.backends.model import CompilerModel
 from autoshard.costs import compute as costs
 from autoshard.costs.casts import narrow_side, widening
 from autoshard.costs.execution_order import feeding
-from autoshard.costs.fusion import MERGING, fusion_traits, levels
+from autoshard.costs.fusion import fusion_traits, levels
 from autoshard.costs.liveness import cast_ahead, in_place, live_ranges
 from autoshard.costs.loop_reductions import NONE, accumulators
 from autoshard.costs.overlap import EARLY, overlap_windows
@@ -52,7 +53,7 @@ def decide(
     equation_pins: Mapping[int, Codes],
     held_bytes: Mapping[int, int],
     unknown: str,
-    platform: str = "cpu",
+    compiler: CompilerModel,
 ) -> Decisions:
     """Builds the decisions of a graph.
 
@@ -68,9 +69,9 @@ def decide(
       held_bytes: input position → further bytes per element of memory that share its
         layout throughout (an optimizer's state that is not in the program).
       unknown: "error", or "replicate" to keep equations without a rule whole.
-      platform: JAX's name of the platform that is compiled for.
+      compiler: who compiles it.
     """
-    decider = _Decider(graph, mesh, machine, equation_pins, unknown, platform)
+    decider = _Decider(graph, mesh, machine, equation_pins, unknown, compiler)
     return decider.run(tied, donated, input_pins, output_pins, held_bytes)
 
 
@@ -82,26 +83,26 @@ class _Decider:
         machine: costs.Machine,
         equation_pins: Mapping[int, Codes],
         unknown: str,
-        platform: str,
+        compiler: CompilerModel,
         manual: MeshAxes | None = None,  # the mesh of the `shard_map` that the graph is the body of
     ) -> None:
         self.graph, self.mesh, self.machine, self.manual = graph, mesh, machine, manual
-        self.bodies = bodies.Bodies(manual or mesh, machine, platform, self._alone)
+        self.bodies = bodies.Bodies(manual or mesh, machine, compiler, self._alone)
         self.summed: set[int] = set()  # results of a `shard_map` that end in a sum of its author's
         self.equation_pins = equation_pins
         self.rules = rules_of(graph.eqns, unknown=unknown)
         check_counts(graph, self.rules, mesh)
-        self.traits = fusion_traits(graph, self.rules, equation_pins, platform)
+        self.traits = fusion_traits(graph, self.rules, equation_pins, compiler)
         self.free = self.traits.free
-        self.platform = platform
-        self.accumulators = NONE if platform == "cpu" else accumulators(graph)
+        self.compiler = compiler
+        self.accumulators = accumulators(graph) if compiler.reduces_loop_sums_once else NONE
         self.made_by = graph.producers()
         self.consumers = graph.consumers()
         self.lives = live_ranges(
-            graph, self.rules, self.traits.fuses, platform, stores_quotients=machine.stores_quotients
+            graph, self.rules, self.traits.fuses, compiler, stores_quotients=machine.stores_quotients
         )
-        self.windows = overlap_windows(graph, platform)
-        self.strides = strides(graph) if platform == "cuda" else {}
+        self.windows = overlap_windows(graph, compiler)
+        self.strides = strides(graph) if compiler.collectives_along_outermost_only else {}
         self.held = self.lives.stored | self.lives.named
         self.levels = levels(graph, self.traits.fuses)
         self.nodes: list[Decision] = []
@@ -109,12 +110,12 @@ class _Decider:
         self.node_of = [-1] * len(graph.eqns)
         self.copies: dict[int, Port] = {}  # value → its copy
         self.ports: dict[int, Port] = {}  # value → where it is made
-        self.apart = groups(graph) if platform == "tpu" else {}  # value → uses that share no gather
+        self.apart = groups(graph) if compiler.regathers_far_uses else {}  # value → uses that share no gather
         before = None
-        if platform == "tpu" and not (machine.gathers_ahead or machine.scatters_whole):
+        if compiler.schedules_for_memory and not (machine.gathers_ahead or machine.scatters_whole):
             weights = {v: parts for v, parts in self.apart.items() if self.windows.of_value[v] == EARLY}
             before = sorted((part[0], graph.avals[v].nbytes) for v, parts in weights.items() for part in parts)
-        self.usages = MemoryUsageBuilder(graph, mesh, self.lives, self.traits, self.windows, platform, before=before)
+        self.usages = MemoryUsageBuilder(graph, mesh, self.lives, self.traits, self.windows, compiler, before=before)
         self.fetched: dict[int, int] = {}  # value → the equation before which its gather begins
         self.parameters: set[int] = set()  # inputs that a new value replaces and that a contraction depends on
         self.pruned = 0
@@ -205,7 +206,7 @@ class _Decider:
             if output in output_pins:
                 pins.setdefault(position, output_pins[output])
         feeds = feeding(self.graph)
-        ahead = cast_ahead(self.graph) if self.platform == "tpu" else {}
+        ahead = cast_ahead(self.graph) if self.compiler.casts_stacked_inputs_ahead else {}
         for position, value in enumerate(self.graph.inputs):
             aval = self.graph.avals[value]
             codes = layouts(aval.shape, self.mesh, unreduced=False)
@@ -309,7 +310,7 @@ class _Decider:
                 strategies = given(bodies.pending(laid_out, body), len(eqn.operands), self.mesh)
             else:
                 strategies = enumerate_strategies(rule, self.mesh, sums_flow=self.traits.flows[e])
-                if self.platform in MERGING and self.traits.flows[e] and len(set(graph.operands[e])) > 1:
+                if self.traits.flows[e] and len(set(graph.operands[e])) > 1 and self.compiler.merges_terms_of_sums:
                     strategies = strategies.merging()
             if e in self.equation_pins:
                 strategies = strategies.only(np.isin(strategies.results[0], self.equation_pins[e]))
@@ -371,7 +372,7 @@ class _Decider:
     def _alone(self, graph: Graph) -> Decisions:
         """The decisions of a `shard_map`'s body, a program on one device."""
         mesh = self.manual or self.mesh
-        body = _Decider(graph, bodies.ALONE, self.machine, {}, "replicate", self.platform, manual=mesh)
+        body = _Decider(graph, bodies.ALONE, self.machine, {}, "replicate", self.compiler, manual=mesh)
         return body.run({}, frozenset(), {}, {}, {})
 
     def _add_outputs(self, inputs: list[int], tied: Mapping[int, int], output_pins: Mapping[int, Codes]) -> list[int]:
@@ -397,7 +398,7 @@ class _Decider:
             codes = self.nodes[node].codes
             assert codes is not None  # inputs and outputs have codes
             leaves.setdefault(value, []).append(Port(node, codes))
-        if self.platform == "cuda":
+        if self.compiler.prefetches_forward_weights:
             self.fetched = self._fetched()
         for value in range(len(graph.avals)):
             port = self.ports.get(value)
@@ -424,7 +425,8 @@ class _Decider:
         begin = self.fetched.get(value, max(first, int(self.lives.start[value])))
         # What is computed element by element and leaves in a donated input's place is written there.
         replaces = self.nodes[port.node].kind == "chain" and any(self.nodes[t.node].kind == "input" for t in leaves)
-        arrives = replaces and len(found) == 1 and found[0].node in self.parameters and self.platform == "cuda"
+        state = replaces and len(found) == 1 and found[0].node in self.parameters
+        arrives = state and self.compiler.gathers_new_state_in_place
         holder = port
         if arrives:
             holder = self._add_arrival(value, port, found[0])
@@ -457,7 +459,7 @@ class _Decider:
 
         XLA:GPU keeps one beside loops as it is made.
         """
-        if self.platform != "cuda" or self.graph.loops:
+        if not self.compiler.finishes_sums_by_last_name or self.graph.loops:
             return value, target
         while self.nodes[target.node].kind == "equation":
             (e,) = self.nodes[target.node].equations
@@ -576,7 +578,7 @@ class _Decider:
         """
         node, ndim = self.nodes[target.node], self.graph.avals[value].ndim
         never = np.zeros((len(source.codes), len(target.codes)), bool)
-        if value not in self.traits.products and not (self.platform == "tpu" and value in self.traits.added):
+        if value not in self.traits.products and not (self.compiler.scatters_added_sums and value in self.traits.added):
             never |= parted(source.codes, target.codes, ndim, self.mesh.ndim)
         if value in self.summed:
             never |= bodies.unscattered(source.codes, target.codes, self.ports[value].codes, ndim, self.mesh.ndim)
@@ -597,9 +599,10 @@ class _Decider:
         if (term := self.accumulators.terms.get(value)) is None:
             return None
         total, trips = term
-        return self._moved(value) if self.platform == "cuda" else self.graph.avals[total], trips
+        casts = self.compiler.moves_collectives_past_casts
+        return self._moved(value) if casts else self.graph.avals[total], trips
 
     def _moved(self, value: int) -> Aval:
         """What is moved of a value: XLA:GPU exchanges collectives with casts, XLA:TPU does not."""
-        on_gpu = self.platform == "cuda"
-        return narrow_side(self.graph, self.made_by, value) if on_gpu else self.graph.avals[value]
+        casts = self.compiler.moves_collectives_past_casts
+        return narrow_side(self.graph, self.made_by, value) if casts else self.graph.avals[value]

@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.backends.model import CompilerModel
 from autoshard.costs import compute
 from autoshard.costs.execution_order import behind_loops, loop_spans
 from autoshard.costs.fusion import FusionTraits
@@ -33,7 +34,7 @@ class MemoryUsageBuilder:
         lives: LiveRanges,
         traits: FusionTraits,
         windows: OverlapWindows,
-        platform: str,
+        compiler: CompilerModel,
         *,
         before: Sequence[tuple[int, int]] | None,
     ) -> None:
@@ -42,7 +43,7 @@ class MemoryUsageBuilder:
         See `add_value`; None where they are made at once.
         """
         self.graph, self.mesh, self.lives, self._before = graph, mesh, lives, before
-        self._traits, self._windows, self._platform = traits, windows, platform
+        self._traits, self._windows, self._compiler = traits, windows, compiler
         self._made_by, self._spans = graph.producers(), loop_spans(graph)
         self._waiting = Counter[int]()  # gradients that are put off, by the equation that they are made before
         self._nbytes: dict[tuple[int, int, int, str], NDArray[np.int64]] = {}
@@ -85,7 +86,7 @@ class MemoryUsageBuilder:
         moved = start + 1 if at_once else min(max(begin, start + 1), end)
         if at_once and name != value:
             end = max(end, int(self.lives.end[name]))
-        if at_once and kind == "gradients" and self._platform == "tpu":
+        if at_once and kind == "gradients" and self._compiler.defers_gradients_behind_loops:
             moved = max(moved, behind_loops(self._spans, start))
             end = max(end, moved)
         if at_once and kind == "gradients" and self._before is not None:

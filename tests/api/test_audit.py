@@ -56,7 +56,7 @@ def test_a_gather_by_an_arguments_name_is_of_the_equation_that_takes_it() -> Non
     def cast(x: jax.Array, w: jax.Array) -> jax.Array:
         return x @ w.astype(jnp.bfloat16)
 
-    graph = build(jax.make_jaxpr(cast)(jnp.ones((4, 8), jnp.bfloat16), jnp.ones((8, 4))))
+    graph = build(jax.make_jaxpr(cast)(jnp.ones((4, 8), jnp.bfloat16), jnp.ones((8, 4))), "cpu")
     found = audited(mlp, P(("data", "model")), P(("data", "model")), P(("data", "model"))).verification.emitted[0]
     where = Places(graph)
     for argument in range(2):

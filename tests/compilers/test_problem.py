@@ -35,7 +35,7 @@ def test_a_gpu_moves_the_narrow_side_of_a_widening_cast(made: Callable[..., Any]
     mesh = MeshAxes(("x",), (8,))
     rows, whole = (NamedSharding(devices.abstract(mesh), P(*spec)) for spec in (("x", None), (None, None)))
     args = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((), jnp.float32)
-    graph = build(jax.make_jaxpr(made)(*args))
+    graph = build(jax.make_jaxpr(made)(*args), "cpu")
     assert narrow_side(graph, graph.producers(), graph.outputs[0]).dtype == moved
 
     def gathered(w: jax.Array, s: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 from numpy.typing import ArrayLike, NDArray
 
+from autoshard.backends.known_compilers import XLA_CPU
 from autoshard.costs import compute
 from autoshard.costs.resharding import PS_PER_S
 from autoshard.costs.strategies import enumerate_strategies
@@ -38,7 +39,7 @@ class Free:
 
 def flops(fn: Callable[..., Any], *args: Any) -> float:
     """FLOPs of a program's contractions."""
-    eqns = [eqn for eqn in graph.build(jax.make_jaxpr(fn)(*args)).eqns if compute.is_contraction(eqn)]
+    eqns = [eqn for eqn in graph.build(jax.make_jaxpr(fn)(*args), "cpu").eqns if compute.is_contraction(eqn)]
     assert eqns
     total = 0.0
     for eqn in eqns:
@@ -90,7 +91,7 @@ class OneByteAPicosecond(Free):
 def traffic(fn: Callable[..., Any], *args: Any, tied: dict[int, int]) -> int:
     """HBM bytes of a program on one device; `tied` outputs lie in donated inputs."""
     decisions = decide(
-        graph.build(jax.make_jaxpr(fn)(*args)),
+        graph.build(jax.make_jaxpr(fn)(*args), "cpu"),
         ONE,
         OneByteAPicosecond(),
         tied=tied,
@@ -100,6 +101,7 @@ def traffic(fn: Callable[..., Any], *args: Any, tied: dict[int, int]) -> int:
         equation_pins={},
         held_bytes={},
         unknown="error",
+        compiler=XLA_CPU,
     )
     return sum(int(node.cost_ps[0]) for node in decisions.nodes)
 
@@ -159,7 +161,7 @@ def test_a_loop_and_a_scatter_touch_what_they_move(
         return lax.scan(lambda c, x: (c, jnp.sin(x)), 0.0, xs)[1], table.at[rows].add(updates)
 
     shapes = jnp.zeros((4, 8)), jnp.zeros((8, 2)), jnp.zeros(3, int), jnp.zeros((3, 2))
-    (eqn,) = (x for x in graph.build(jax.make_jaxpr(program)(*shapes)).eqns if x.primitive == primitive)
+    (eqn,) = (x for x in graph.build(jax.make_jaxpr(program)(*shapes), "cpu").eqns if x.primitive == primitive)
     reads = [read] + [x.dtype == jnp.float32 for x in eqn.operands[1:]]  # what is not float32 is an index
     one = enumerate_strategies(rule_of(eqn), ONE)
     assert compute.touched_bytes(eqn, one, ONE, reads, [written], readers)[0] == nbytes

@@ -41,7 +41,7 @@ def test_weights_of_the_forward_pass_are_fetched() -> None:
 
     weights = [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 3
     x = jax.ShapeDtypeStruct((64, 16), jnp.bfloat16)
-    graph = build(jax.make_jaxpr(jax.value_and_grad(loss))(weights, x))
+    graph = build(jax.make_jaxpr(jax.value_and_grad(loss))(weights, x), "cpu")
     found = fetchable(graph)
     casts = [v for v in found if graph.avals[v].shape == (16, 16)]
     assert len(casts) == 3  # and none of those that are cast again behind the loss
@@ -53,5 +53,5 @@ def test_nothing_is_fetched_ahead_in_a_program_with_loops() -> None:
         return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)[0])
 
     stack = jax.ShapeDtypeStruct((3, 16, 16), jnp.float32)
-    graph = build(jax.make_jaxpr(jax.grad(loss))(stack, jax.ShapeDtypeStruct((64, 16), jnp.float32)))
+    graph = build(jax.make_jaxpr(jax.grad(loss))(stack, jax.ShapeDtypeStruct((64, 16), jnp.float32)), "cpu")
     assert not fetchable(graph)

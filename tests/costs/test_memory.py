@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autoshard.backends.known_compilers import XLA_GPU, XLA_TPU
+from autoshard.backends.model import CompilerModel
 from autoshard.costs import compute
 from autoshard.costs.fusion import is_pointwise
 from autoshard.costs.liveness import LiveRanges, cast_ahead, live_ranges
@@ -22,14 +24,14 @@ BF16 = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
 
 
 def lived(
-    fn: Callable[..., Any], *args: Any, platform: str = "cuda", stores_quotients: bool = True
+    fn: Callable[..., Any], *args: Any, compiler: CompilerModel = XLA_GPU, stores_quotients: bool = True
 ) -> tuple[Graph, LiveRanges]:
-    graph = build(jax.make_jaxpr(fn)(*args))
+    graph = build(jax.make_jaxpr(fn)(*args), "cpu")
     rules = rules_of(graph.eqns, unknown="error")
     fuses = [
-        compute.fusible(e, pointwise=is_pointwise(r), platform=platform) for e, r in zip(graph.eqns, rules, strict=True)
+        compute.fusible(e, pointwise=is_pointwise(r), compiler=compiler) for e, r in zip(graph.eqns, rules, strict=True)
     ]
-    return graph, live_ranges(graph, rules, fuses, platform, stores_quotients=stores_quotients)
+    return graph, live_ranges(graph, rules, fuses, compiler, stores_quotients=stores_quotients)
 
 
 def attention(q: Any, k: Any, v: Any) -> Any:
@@ -103,7 +105,7 @@ def test_on_tpu_products_make_their_operands() -> None:
         return (jax.nn.silu(x @ gate) * (x @ up)) @ down
 
     args = BF16((64, 32)), F32((32, 128)), F32((32, 128)), F32((128, 32))
-    graph, found = lived(gated, *args, platform="tpu")
+    graph, found = lived(gated, *args, compiler=XLA_TPU)
     casts = [graph.operands[e][1] for e, eqn in enumerate(graph.eqns) if compute.is_contraction(eqn)]
     gate, up, _ = results(graph, "dot_general")
     (product,) = (graph.operands[e][0] for e in range(len(graph.eqns)) if graph.operands[e][1:] == (casts[2],))
@@ -120,7 +122,7 @@ def test_on_tpu_a_softmax_lies_in_memory_before_it_is_divided() -> None:
     """And after, but on v5e: see `cost_models.Machine.stores_quotients`."""
     for stores in (True, False):
         args = BF16((64, 8)), BF16((64, 8)), BF16((64, 8))
-        graph, found = lived(attention, *args, platform="tpu", stores_quotients=stores)
+        graph, found = lived(attention, *args, compiler=XLA_TPU, stores_quotients=stores)
         assert found.stored[results(graph, "exp")].all()
         cast = next(v for v in results(graph, "convert_element_type") if graph.avals[v].itemsize == 2)
         assert found.stored[cast] == stores
@@ -138,7 +140,7 @@ def test_on_tpu_a_state_is_updated_when_its_gradient_is_there() -> None:
         value, gradient = jax.value_and_grad(loss)(weights)
         return [w - 0.1 * g for w, g in zip(weights, gradient, strict=True)], value
 
-    graph, found = lived(step, [F32((16, 16))] * 4, F32((64, 16)), platform="tpu")
+    graph, found = lived(step, [F32((16, 16))] * 4, F32((64, 16)), compiler=XLA_TPU)
     made_by, products = graph.producers(), [e for e, eqn in enumerate(graph.eqns) if compute.is_contraction(eqn)]
     updates = [v for v in graph.outputs if graph.avals[v].ndim]
     for v in updates:
@@ -159,7 +161,7 @@ def test_on_tpu_what_the_loss_reads_lives_until_the_end() -> None:
             h = h @ gradient.T @ gradient
         return h, value
 
-    graph, found = lived(step, F32((16, 16)), F32((64, 16)), platform="tpu")
+    graph, found = lived(step, F32((16, 16)), F32((64, 16)), compiler=XLA_TPU)
     _, on_gpu = lived(step, F32((16, 16)), F32((64, 16)))
     scores = results(graph, "dot_general")[0]
     assert found.end[scores] == len(graph.eqns)
@@ -185,12 +187,12 @@ def test_on_tpu_scores_that_are_split_along_the_vocabulary_die_before_the_backwa
         return gradient, value
 
     args = BF16((16, vocabulary)), BF16((rows, 16)), jax.ShapeDtypeStruct((rows,), jnp.int32)
-    graph, found = lived(step, *args, platform="tpu")
+    graph, found = lived(step, *args, compiler=XLA_TPU)
     scores = results(graph, "dot_general")[0]
     assert found.across[scores] == {1}
     assert found.soon[scores] < found.end[scores] == len(graph.eqns)
     program = Program(fn=step, args=args, names=("w", "x", "labels"))
-    setting, _ = setting_of(program, mesh={"x": 4}, hardware="tpu-v5e:2x2", platform="tpu")
+    setting, _ = setting_of(program, mesh={"x": 4}, hardware="tpu-v5e:2x2", compiler=XLA_TPU)
     late = [u for u in setting.decisions.usages if (u.start, u.end) == (found.soon[scores], found.end[scores])]
     assert late
     for use in late:
@@ -208,7 +210,7 @@ def test_on_tpu_stacked_weights_are_cast_before_the_loops_that_slice_them() -> N
         return jax.grad(lambda stack: jnp.sum(jax.lax.scan(jax.checkpoint(one), x, stack)[0]))(stack)
 
     stack = {"cast": F32((4, 8, 8)), "read": F32((4, 8)), "as it is": BF16((4, 8))}
-    graph = build(jax.make_jaxpr(step)(stack, BF16((16, 8))))
+    graph = build(jax.make_jaxpr(step)(stack, BF16((16, 8))), "cpu")
     names = dict(zip(graph.inputs, sorted(stack), strict=False))
     found = {names[v]: told for v, told in cast_ahead(graph).items()}
     assert set(found) == {"cast", "read"}
@@ -228,10 +230,10 @@ def test_on_tpu_one_of_each_row_is_taken_back_without_a_scatter(
         return jax.grad(lambda s: jnp.sum(jnp.take_along_axis(s, labels, axis=axis)))(scores)
 
     labels = jax.ShapeDtypeStruct((taken, 128) if axis == 0 else (64, taken), jnp.int32)
-    graph = build(jax.make_jaxpr(gradient)(F32((64, 128)), labels))
+    graph = build(jax.make_jaxpr(gradient)(F32((64, 128)), labels), "cpu")
     scatter = next(eqn for eqn in graph.eqns if eqn.primitive == "scatter-add")
-    assert compute.fusible(scatter, pointwise=False, platform="tpu") == compared
-    assert not compute.fusible(scatter, pointwise=False, platform="cuda")
+    assert compute.fusible(scatter, pointwise=False, compiler=XLA_TPU) == compared
+    assert not compute.fusible(scatter, pointwise=False, compiler=XLA_GPU)
 
 
 def test_what_costs_much_is_computed_once_for_all_fusions_that_read_it() -> None:
@@ -270,13 +272,13 @@ def test_a_fusion_writes_where_what_it_reads_for_the_last_time_lies() -> None:
     def narrowed(x: Any, w: Any) -> Any:
         return (x @ w).astype(jnp.bfloat16) @ w.T.astype(jnp.bfloat16)
 
-    for program, platform, in_place in (
-        (doubled, "cuda", True),
-        (later, "cuda", False),
-        (narrowed, "cuda", False),
-        (doubled, "tpu", False),
+    for program, compiler, in_place in (
+        (doubled, XLA_GPU, True),
+        (later, XLA_GPU, False),
+        (narrowed, XLA_GPU, False),
+        (doubled, XLA_TPU, False),
     ):
-        graph, found = lived(program, F32((64, 16)), F32((16, 32)), platform=platform)
+        graph, found = lived(program, F32((64, 16)), F32((16, 32)), compiler=compiler)
         product = results(graph, "dot_general")[0]
         taken = graph.operands[next(e for e, eqn in enumerate(graph.eqns) if e and eqn.primitive == "dot_general")][0]
         assert bool(found.stored[taken] and found.end[product] <= found.start[taken]) == in_place

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from autoshard.backends.known_compilers import XLA_CPU, XLA_GPU, XLA_TPU
+from autoshard.backends.model import CompilerModel
 from autoshard.costs.compute import is_contraction
 from autoshard.costs.execution_order import feeding, positions
 from autoshard.ir.graph import Graph, build
@@ -27,7 +29,7 @@ def traced(form: Any) -> Graph:
     def step(weights: Any, x: Any) -> Any:
         return [w - 0.1 * g for w, g in zip(weights, jax.grad(form)(weights, x), strict=True)]
 
-    return build(jax.make_jaxpr(step)(weights, jax.ShapeDtypeStruct((64, WIDTHS[0]), jnp.float32)))
+    return build(jax.make_jaxpr(step)(weights, jax.ShapeDtypeStruct((64, WIDTHS[0]), jnp.float32)), "cpu")
 
 
 def gradients(graph: Graph) -> list[int]:
@@ -36,13 +38,13 @@ def gradients(graph: Graph) -> list[int]:
     return [e for e, eqn in enumerate(graph.eqns) if is_contraction(eqn) and not feeds[graph.results[e][0]]]
 
 
-def run(graph: Graph, platform: str) -> list[int]:
-    return positions(graph, [not is_contraction(eqn) for eqn in graph.eqns], platform)
+def run(graph: Graph, compiler: CompilerModel) -> list[int]:
+    return positions(graph, [not is_contraction(eqn) for eqn in graph.eqns], compiler)
 
 
 def test_on_gpu_weights_gradients_come_last_and_small_ones_first() -> None:
     graph = traced(loss)
-    when, late = run(graph, "cuda"), gradients(graph)
+    when, late = run(graph, XLA_GPU), gradients(graph)
     others = [e for e, eqn in enumerate(graph.eqns) if is_contraction(eqn) and e not in late]
     assert len(late) == 3
     assert min(when[e] for e in late) > max(when[e] for e in others)
@@ -55,16 +57,16 @@ def test_on_gpu_weights_gradients_come_last_and_small_ones_first() -> None:
 
 def test_nothing_runs_before_what_it_is_computed_from() -> None:
     graph = traced(loss)
-    when = run(graph, "cuda")
+    when = run(graph, XLA_GPU)
     for e, operands in enumerate(graph.operands):
         makers = [graph.producers()[v][0] for v in operands if v in graph.producers()]
         assert all(when[maker] <= when[e] for maker in makers)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_elsewhere_they_are_not_put_off(platform: str) -> None:
+@pytest.mark.parametrize("compiler", [XLA_CPU, XLA_TPU], ids=str)
+def test_elsewhere_they_are_not_put_off(compiler: CompilerModel) -> None:
     graph = traced(loss)
-    when = run(graph, platform)
+    when = run(graph, compiler)
     assert all(when[e] == e for e in gradients(graph))
 
 
@@ -76,7 +78,7 @@ def test_what_is_computed_again_has_its_gradients_in_the_next_such_part() -> Non
 
     graph = traced(form)
     assert set(graph.again_of) == {0, 1, 2, 3}
-    when = run(graph, "cuda")
+    when = run(graph, XLA_GPU)
     for e in gradients(graph):
         following = [other for other, again in enumerate(graph.again_of) if again == graph.again_of[e] + 1]
         assert (when[e] == following[-1]) if following else (when[e] >= e)

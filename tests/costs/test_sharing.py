@@ -30,7 +30,7 @@ def used_twice(between: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
 def test_uses_are_grouped_by_what_lies_between(between: int, parts: int) -> None:
     """Where it is doubtful what libtpu makes of them, they are one group, and pinned as one."""
 
-    graph = build(jax.make_jaxpr(used_twice(between))(W, W))
+    graph = build(jax.make_jaxpr(used_twice(between))(W, W), "cpu")
     found = groups(graph).get(graph.inputs[0], ())
     assert len(found) == (parts if parts > 1 else 0)
     assert all(len(part) == 1 for part in found)

@@ -81,7 +81,7 @@ def test_counts_bound_what_is_enumerated_and_nothing_is_left_out() -> None:
                     every += 1
                     assert sum((d + 2) * base**i for i, d in enumerate(row)) in found
             assert len(found) == every
-    (eqn,) = graph.build(jax.make_jaxpr(jnp.dot)(shaped(12, 8), shaped(8, 6))).eqns
+    (eqn,) = graph.build(jax.make_jaxpr(jnp.dot)(shaped(12, 8), shaped(8, 6)), "cpu").eqns
     mesh, rule = MeshAxes.of({"x": 2, "y": 3}), rule_of(eqn)
     strategies = enumerate_strategies(rule, mesh)
     assert len(strategies) <= strategy_count(rule, mesh)
@@ -105,7 +105,7 @@ def test_loops_inside_loops_are_planned(depth: int) -> None:
     assert found.cost == pytest.approx(
         autoshard.plan(nested(3), x, mesh={"a": 8}, hardware="h100:1x8", for_grad=False, cache=False).cost
     )
-    assert max(graph.build(jax.make_jaxpr(nested(depth))(x)).trips) == graph.WHILE_TRIPS**3
+    assert max(graph.build(jax.make_jaxpr(nested(depth))(x), "cpu").trips) == graph.WHILE_TRIPS**3
 
 
 def test_a_scan_of_too_many_trips_is_told_so() -> None:

@@ -30,7 +30,7 @@ def transposed(of: Strides, shape: tuple[int, ...], before: int, after: int) -> 
     """Bytes that transposes around the collective between two layouts read and write, per device."""
     machine = cost_models.hardware("h100:1x8").place(MESH.shape)
     codes = [int(encode(np.array([d], np.int8), len(shape))) for d in (before, after)]
-    aval = build(jax.make_jaxpr(lambda x: x)(jax.ShapeDtypeStruct(shape, BF16))).avals[0]
+    aval = build(jax.make_jaxpr(lambda x: x)(jax.ShapeDtypeStruct(shape, BF16)), "cpu").avals[0]
     (step,) = Resharder(MESH, machine, outermost=True).path(aval, *codes, bucket=0, strides=of)
     return step.transposed
 
@@ -63,7 +63,7 @@ def test_a_gathered_weight_is_transposed_where_no_stride_of_its_own_is_left(case
         return jnp.einsum(equation, x, w.astype(BF16))
 
     args = jax.ShapeDtypeStruct(x, BF16), jax.ShapeDtypeStruct(shape, F32)
-    graph = build(jax.make_jaxpr(product)(*args))
+    graph = build(jax.make_jaxpr(product)(*args), "cpu")
     (cast,) = (
         results[0] for eqn, results in zip(graph.eqns, graph.results, strict=True) if eqn.results[0].shape == shape
     )
@@ -88,7 +88,7 @@ def test_a_scattered_gradient_is_transposed_where_no_stride_of_its_own_is_left(
     def gradient(x: Any, y: Any) -> Any:
         return jnp.sin(jnp.einsum(equation, x, y))
 
-    graph = build(jax.make_jaxpr(gradient)(x, y))
+    graph = build(jax.make_jaxpr(gradient)(x, y), "cpu")
     (made,) = (v for v in range(len(graph.avals)) if graph.avals[v].shape == shape and v not in graph.outputs)
     of = strides_of(graph)[made]
     assert (dim not in of.made) == whole
@@ -104,7 +104,8 @@ def test_casts_slices_and_transposes_pass_strides_on() -> None:
         return lax.scan(layer, x, stack)[0]
 
     graph = build(
-        jax.make_jaxpr(program)(jax.ShapeDtypeStruct((4, 8, 64, 64), F32), jax.ShapeDtypeStruct((8, 16, 64), BF16))
+        jax.make_jaxpr(program)(jax.ShapeDtypeStruct((4, 8, 64, 64), F32), jax.ShapeDtypeStruct((8, 16, 64), BF16)),
+        "cpu",
     )
     assert strides_of(graph)[graph.inputs[0]].read == {1, 2, 3}
 
@@ -113,6 +114,6 @@ def test_what_others_read_too_has_no_strides() -> None:
     def program(x: Any, w: Any) -> Any:
         return jnp.einsum("ecd,edf->ecf", x, w), w.reshape(8, -1)
 
-    graph = build(jax.make_jaxpr(program)(*(jax.ShapeDtypeStruct((8, 64, 64), BF16),) * 2))
+    graph = build(jax.make_jaxpr(program)(*(jax.ShapeDtypeStruct((8, 64, 64), BF16),) * 2), "cpu")
     assert strides_of(graph)[graph.inputs[1]].read == set()
     assert strides_of(graph)[graph.inputs[0]].read == {0, 1, 2}

@@ -22,7 +22,7 @@ X = np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)
 
 
 def graph_of(fn: Callable[..., Any], *args: Any) -> Graph:
-    return graph.build(jax.make_jaxpr(fn)(*args))
+    return graph.build(jax.make_jaxpr(fn)(*args), "cpu")
 
 
 def primitives(fn: Callable[..., Any], *args: Any) -> list[str]:

@@ -65,7 +65,7 @@ def test_an_equation_says_what_its_primitive_is() -> None:
     def step(x: jax.Array) -> jax.Array:
         return jnp.sum(x.T @ x, axis=0).astype(jnp.bfloat16)
 
-    found = {eqn.primitive: eqn.traits for eqn in build(jax.make_jaxpr(step)(jnp.ones((4, 8)))).eqns}
+    found = {eqn.primitive: eqn.traits for eqn in build(jax.make_jaxpr(step)(jnp.ones((4, 8))), "cpu").eqns}
     assert found["dot_general"].contraction
     assert found["reduce_sum"].ends_fusion
     assert found["convert_element_type"].cast

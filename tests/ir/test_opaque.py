@@ -49,7 +49,7 @@ def registered() -> Any:
 
 
 def equations(fn: Any, *args: Any) -> list[graph.Eqn]:
-    return [e for e in graph.build(jax.make_jaxpr(fn)(*args)).eqns if e.primitive == PALLAS]
+    return [e for e in graph.build(jax.make_jaxpr(fn)(*args), "cpu").eqns if e.primitive == PALLAS]
 
 
 def shaped(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

@@ -370,7 +370,7 @@ def test_a_plan_computes_what_the_program_does_and_notes_what_it_keeps_whole(cas
 
 
 def eqn_of(case: Case) -> graph.Eqn:
-    found = graph.build(jax.make_jaxpr(case.run)(*values(case)))
+    found = graph.build(jax.make_jaxpr(case.run)(*values(case)), "cpu")
     return next(e for e in found.eqns if e.primitive == PALLAS)
 
 

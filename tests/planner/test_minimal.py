@@ -139,7 +139,7 @@ def chain(count: int) -> Graph:
             x = jnp.sin(x)
         return x
 
-    return build(jax.make_jaxpr(run)(X))
+    return build(jax.make_jaxpr(run)(X), "cpu")
 
 
 def test_what_is_wrong_behind_something_right_is_wrong_by_itself() -> None:

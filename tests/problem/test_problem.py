@@ -12,6 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
+from autoshard.backends.known_compilers import KNOWN, XLA_CPU, XLA_GPU, XLA_TPU
+from autoshard.backends.model import CompilerModel
 from autoshard.costs.fusion import fusion_traits
 from autoshard.costs.resharding import NO_STRIDES, PS_PER_S
 from autoshard.costs.shared_gathers import NEAR
@@ -32,13 +34,13 @@ SEEDS = range(5)
 
 
 @cache
-def setting(name: str, *, step: bool = False, platform: str = "cpu") -> SearchSpace:
-    return setting_of(smallest(name, step=step), platform=platform)[0]
+def setting(name: str, *, step: bool = False, compiler: CompilerModel = XLA_CPU) -> SearchSpace:
+    return setting_of(smallest(name, step=step), compiler=compiler)[0]
 
 
 @cache
-def formulation(name: str, *, folded: bool = True, platform: str = "cpu") -> Formulation:
-    of = setting(name, platform=platform)
+def formulation(name: str, *, folded: bool = True, compiler: CompilerModel = XLA_CPU) -> Formulation:
+    of = setting(name, compiler=compiler)
     return formulate(of.decisions, of.resharder, memory_bytes=None, folded=folded)
 
 
@@ -84,11 +86,11 @@ def price_ps(of: SearchSpace, choice: NDArray[np.int64]) -> float:
     return total + sum(max(0.0, hidden - cover[window]) for window, hidden in hideable.items())
 
 
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.parametrize("compiler", KNOWN, ids=str)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", TINY)
-def test_a_problem_costs_what_its_decisions_cost(name: str, seed: int, platform: str) -> None:
-    made, of = formulation(name, folded=False, platform=platform), setting(name, platform=platform)
+def test_a_problem_costs_what_its_decisions_cost(name: str, seed: int, compiler: CompilerModel) -> None:
+    made, of = formulation(name, folded=False, compiler=compiler), setting(name, compiler=compiler)
     choice = draw(of, seed)
     objective = evaluate(made.problem, choice).objective
     assert objective is not None
@@ -105,7 +107,7 @@ def test_what_is_gathered_for_two_uses_costs_twice() -> None:
         return x @ w
 
     arrays = (jnp.ones((64, 64)),) * 2
-    of, _ = setting_of(Program(fn=program, args=arrays, names=("w", "x")), platform="tpu")
+    of, _ = setting_of(Program(fn=program, args=arrays, names=("w", "x")), compiler=XLA_TPU)
     made = formulate(of.decisions, of.resharder, memory_bytes=None, folded=False)
     assert {edge.times for edge in of.decisions.edges if edge.value == of.decisions.graph.inputs[0]} == {1, 2}
     twice = 0
@@ -124,7 +126,7 @@ def test_what_is_gathered_for_two_uses_costs_twice() -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_what_no_window_hides_is_waited_for(name: str) -> None:
     """Even of a value that elsewhere would hide, on its way to what nothing urgent waits for."""
-    of = setting(name, platform="cuda")
+    of = setting(name, compiler=XLA_GPU)
     windows, elsewhere = of.decisions.windows, 0
     for seed in SEEDS:
         assignment = assigned(of, draw(of, seed))
@@ -198,7 +200,7 @@ def test_a_gradient_beside_loops_is_reduced_behind_them() -> None:
 
     w = {"layers": jnp.ones((4, 32, 32)), "head": jnp.ones((32, 64))}
     program = Program(fn=step, args=(w, jnp.ones((128, 32))), names=("w", "x"))
-    d = setting_of(program, platform="tpu")[0].decisions
+    d = setting_of(program, compiler=XLA_TPU)[0].decisions
     backward = max(e for e, loop in enumerate(d.graph.loop_of) if loop)
     (head,) = (
         e
@@ -344,15 +346,15 @@ def test_partial_sums_flow_through_additions_alone() -> None:
     assert str(layout_of(int(d.nodes[0].codes[0]), 2, d.mesh)) == "[-,-]"  # pyright: ignore[reportOptionalSubscript]
 
 
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_the_sums_of_an_addition_are_finished_together(platform: str) -> None:
+@pytest.mark.parametrize("compiler", [XLA_GPU, XLA_TPU], ids=str)
+def test_the_sums_of_an_addition_are_finished_together(compiler: CompilerModel) -> None:
     """XLA adds first, and reduces once: two terms that are pending are never finished one by one."""
 
     def added(x: jax.Array, w: jax.Array, y: jax.Array, v: jax.Array) -> jax.Array:
         return jnp.sin(x @ w + y @ v)
 
     program = Program(fn=added, args=(jnp.ones((8, 8)),) * 4, names=("x", "w", "y", "v"))
-    decisions = setting_of(program, platform=platform)[0].decisions
+    decisions = setting_of(program, compiler=compiler)[0].decisions
     graph = decisions.graph
     add = next(n for n, node in enumerate(decisions.nodes) if node.name == "add")
     terms = [edge for edge in decisions.edges if edge.v == add]
@@ -386,8 +388,8 @@ def test_what_is_moved_is_moved_on_the_smaller_side_of_a_cast() -> None:
     ]
 
 
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_a_pending_sum_is_renamed_where_it_is_added_alone_on_tpu(platform: str) -> None:
+@pytest.mark.parametrize("compiler", [XLA_GPU, XLA_TPU], ids=str)
+def test_a_pending_sum_is_renamed_where_it_is_added_alone_on_tpu(compiler: CompilerModel) -> None:
     """XLA:TPU scatters along what its tiles let it, by the order in which the product has its dimensions."""
 
     def program(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -395,10 +397,10 @@ def test_a_pending_sum_is_renamed_where_it_is_added_alone_on_tpu(platform: str) 
         return alone, jnp.einsum("bs,bt->ts", x, y) + jnp.einsum("bt,bs->st", y, x).transpose(1, 0)
 
     x, y = (jax.ShapeDtypeStruct((64, n), jnp.float32) for n in (16, 32))
-    graph = build(jax.make_jaxpr(program)(x, y))
-    found = fusion_traits(graph, rules_of(graph.eqns, unknown="error"), (), platform)
+    graph = build(jax.make_jaxpr(program)(x, y), "cpu")
+    found = fusion_traits(graph, rules_of(graph.eqns, unknown="error"), (), compiler)
     renamed = [flows for eqn, flows in zip(graph.eqns, found.flows, strict=True) if eqn.primitive == "transpose"]
-    assert renamed[0] == (platform == "cuda")
+    assert renamed[0] == (compiler is XLA_GPU)
     assert renamed[-1]
 
 
@@ -413,7 +415,7 @@ def test_what_is_cast_is_pinned_on_the_way_that_is_promised() -> None:
     v = jax.ShapeDtypeStruct((16, 512, 768), jnp.float32)
     mesh = {"data": 4, "model": 4}
     of, _ = setting_of(
-        Program(fn=program, args=(x, w, v), names=("x", "w", "v")), mesh=mesh, hardware="h100:2x8", platform="cuda"
+        Program(fn=program, args=(x, w, v), names=("x", "w", "v")), mesh=mesh, hardware="h100:2x8", compiler=XLA_GPU
     )
     differ = 0
     for seed in range(200):

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from autoshard.backends.known_compilers import XLA_CPU, XLA_GPU, XLA_TPU
 from autoshard.costs.overlap import APART, BUSY, EARLY, LATE, OUTSIDE, TAKEN, TOGETHER, overlap_windows
 from autoshard.ir.graph import build
 
@@ -19,8 +20,8 @@ def test_a_gpu_runs_gradients_of_weights_while_those_of_activations_are_on_their
         return jnp.sum(jax.lax.scan(layer, x, w)[0])
 
     w = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in (("up", (4, 16, 8)), ("down", (4, 8, 16)))}
-    graph = build(jax.make_jaxpr(jax.grad(loss))(w, jax.ShapeDtypeStruct((32, 16), jnp.float32)))
-    found = overlap_windows(graph, "cuda")
+    graph = build(jax.make_jaxpr(jax.grad(loss))(w, jax.ShapeDtypeStruct((32, 16), jnp.float32)), "cpu")
+    found = overlap_windows(graph, XLA_GPU)
     dots = [(e, graph.results[e][0]) for e, eqn in enumerate(graph.eqns) if eqn.primitive == "dot_general"]
     forward, backward = (graph.loop_of[dots[i][0]] for i in (0, -1))
     weights = [e for e, v in dots if graph.avals[v].shape in ((16, 8), (8, 16))]
@@ -29,7 +30,7 @@ def test_a_gpu_runs_gradients_of_weights_while_those_of_activations_are_on_their
     assert found.whole[part] == found.whole[OUTSIDE + backward - 1]
     assert found.of_value[of_x] == part
     assert [found.of_equation[e] for e, v in dots if graph.loop[v] == forward] == [OUTSIDE + forward - 1] * 2
-    assert set(overlap_windows(graph, "tpu").of_value) <= {*range(OUTSIDE + graph.loops), None}
+    assert set(overlap_windows(graph, XLA_TPU).of_value) <= {*range(OUTSIDE + graph.loops), None}
 
 
 def test_a_gpu_starts_a_trip_with_a_gather_and_ends_it_with_a_reduction() -> None:
@@ -45,9 +46,9 @@ def test_a_gpu_starts_a_trip_with_a_gather_and_ends_it_with_a_reduction() -> Non
     w = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     x = jax.ShapeDtypeStruct((32, 16), jnp.float32)
     traced = jax.make_jaxpr(jax.grad(loss))(w, x)
-    for platform, hidden in (("tpu", 2), ("cuda", 1)):
-        of_value = overlap_windows(build(traced, platform), platform).of_value
-        graph = build(traced, platform)
+    for compiler, hidden in ((XLA_TPU, 2), (XLA_GPU, 1)):
+        graph = build(traced, compiler.platform)
+        of_value = overlap_windows(graph, compiler).of_value
         gradients = [
             graph.results[e][0]
             for e, eqn in enumerate(graph.eqns)
@@ -71,8 +72,8 @@ def test_a_gpu_ends_a_program_with_its_largest_gradient_and_its_new_state() -> N
         return jax.tree.map(lambda w, g: w - 0.1 * g, w, jax.grad(loss)(w))
 
     w = {"small": jax.ShapeDtypeStruct((16, 8), jnp.float32), "large": jax.ShapeDtypeStruct((8, 64), jnp.float32)}
-    graph = build(jax.make_jaxpr(step)(w, jax.ShapeDtypeStruct((32, 16), jnp.float32)))
-    found = overlap_windows(graph, "cuda")
+    graph = build(jax.make_jaxpr(step)(w, jax.ShapeDtypeStruct((32, 16), jnp.float32)), "cpu")
+    found = overlap_windows(graph, XLA_GPU)
     dots = [graph.results[e][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive == "dot_general"]
     assert [found.of_value[v] for v in dots if graph.avals[v].shape == (64, 8)] == [None]
     (end,) = {found.of_value[v] for v in graph.outputs}
@@ -93,11 +94,11 @@ def test_a_gpu_waits_for_its_first_bucket() -> None:
 
     for width, waiting in ((1024, 4), (2048, 1), (4096, 0)):  # 4, 16 and 64 MB
         weights = (jax.ShapeDtypeStruct((width, width), jnp.float32),) * 4
-        graph = build(jax.make_jaxpr(program)(jax.ShapeDtypeStruct((8, width), jnp.float32), *weights))
-        of_value = overlap_windows(graph, "cuda").of_value
+        graph = build(jax.make_jaxpr(program)(jax.ShapeDtypeStruct((8, width), jnp.float32), *weights), "cpu")
+        of_value = overlap_windows(graph, XLA_GPU).of_value
         awaited = [of_value[v] is None for v in graph.inputs[1:]]
         assert awaited == [i < max(waiting, 1) for i in range(4)]  # the first matmul's has nothing before it
-        assert all(overlap_windows(graph, "tpu").of_value[v] == EARLY for v in graph.inputs[1:])
+        assert all(overlap_windows(graph, XLA_TPU).of_value[v] == EARLY for v in graph.inputs[1:])
 
 
 def test_what_hides_in_a_trip_is_shared_out() -> None:
@@ -106,11 +107,11 @@ def test_what_hides_in_a_trip_is_shared_out() -> None:
     def step(w: Any, x: Any) -> Any:
         return jax.grad(lambda w: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0].sum())(w)
 
-    graph = build(jax.make_jaxpr(step)(jnp.ones((4, 8, 8)), jnp.ones((2, 8))))
-    for platform in ("cpu", "tpu"):
-        other = overlap_windows(graph, platform)
+    graph = build(jax.make_jaxpr(step)(jnp.ones((4, 8, 8)), jnp.ones((2, 8))), "cpu")
+    for compiler in (XLA_CPU, XLA_TPU):
+        other = overlap_windows(graph, compiler)
         assert other.hides == other.covers == tuple(((w, 1.0),) for w in range(other.count))
-    found = overlap_windows(graph, "cuda")
+    found = overlap_windows(graph, XLA_GPU)
     for loop in range(1, graph.loops + 1):
         body = OUTSIDE + loop - 1
         trip = found.whole[body]
@@ -127,7 +128,7 @@ def test_a_part_outside_of_loops_counts_in_the_whole_too() -> None:
         return jax.grad(lambda w: jnp.sum(jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"])))(w)
 
     w = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))}
-    found = overlap_windows(build(jax.make_jaxpr(step)(w, jnp.ones((2, 8)))), "cuda")
+    found = overlap_windows(build(jax.make_jaxpr(step)(w, jnp.ones((2, 8))), "cpu"), XLA_GPU)
     (part,) = (w for w, whole in enumerate(found.whole) if whole == LATE != w)
     assert found.hides[part] == ((part, 1.0), (LATE, 1.0))
     assert found.covers[part] == ((part, BUSY), (LATE, 1.0))
@@ -144,8 +145,8 @@ def test_a_gpu_gathers_a_trips_first_weights_while_their_slices_and_the_norm_run
         return jnp.sum(jax.lax.scan(layer, x, w)[0])
 
     w = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in (("up", (4, 16, 8)), ("down", (4, 8, 16)))}
-    graph = build(jax.make_jaxpr(loss)(w, jax.ShapeDtypeStruct((32, 16), jnp.float32)))
-    found = overlap_windows(graph, "cuda")
+    graph = build(jax.make_jaxpr(loss)(w, jax.ShapeDtypeStruct((32, 16), jnp.float32)), "cpu")
+    found = overlap_windows(graph, XLA_GPU)
     sliced = {
         graph.avals[results[0]].shape: (e, results[0])
         for e, (eqn, results) in enumerate(zip(graph.eqns, graph.results, strict=True))
@@ -183,8 +184,8 @@ def test_a_gpu_hides_nothing_behind_loops_that_communicate() -> None:
 
     labels = jnp.zeros((32,), jnp.int32)
     w = {"layers": jax.ShapeDtypeStruct((4, 16, 16), jnp.float32), "head": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
-    graph = build(jax.make_jaxpr(step)(w, jax.ShapeDtypeStruct((32, 16), jnp.float32)))
-    found, other = overlap_windows(graph, "cuda"), overlap_windows(graph, "tpu")
+    graph = build(jax.make_jaxpr(step)(w, jax.ShapeDtypeStruct((32, 16), jnp.float32)), "cpu")
+    found, other = overlap_windows(graph, XLA_GPU), overlap_windows(graph, XLA_TPU)
     head = graph.inputs[0]
     assert graph.avals[head].shape == (16, 8)
     assert other.of_value[head] == EARLY
@@ -217,8 +218,8 @@ def test_a_table_that_is_looked_up_first_is_not_gathered_while_the_labels_part_r
         "layers": jax.ShapeDtypeStruct((4, 16, 16), jnp.float32),
         "table": jax.ShapeDtypeStruct((64, 16), jnp.float32),
     }
-    graph = build(jax.make_jaxpr(loss)(w, jnp.zeros((32,), jnp.int32)))
-    found = overlap_windows(graph, "cuda")
+    graph = build(jax.make_jaxpr(loss)(w, jnp.zeros((32,), jnp.int32)), "cpu")
+    found = overlap_windows(graph, XLA_GPU)
     table = graph.inputs[1]
     casts = [r[0] for eqn, r in zip(graph.eqns, graph.results, strict=True) if eqn.primitive == "convert_element_type"]
     (cast,) = (v for v in casts if graph.avals[v].shape == (16, 64))
@@ -235,8 +236,8 @@ def test_a_gpu_stacks_while_collectives_are_on_their_way() -> None:
         return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x), x, w)[0])
 
     shapes = jax.ShapeDtypeStruct((4, 16, 16), jnp.float32), jax.ShapeDtypeStruct((32, 16), jnp.float32)
-    graph = build(jax.make_jaxpr(jax.grad(loss))(*shapes))
-    found = overlap_windows(graph, "cuda")
+    graph = build(jax.make_jaxpr(jax.grad(loss))(*shapes), "cpu")
+    found = overlap_windows(graph, XLA_GPU)
     stacks = [e for e, eqn in enumerate(graph.eqns) if eqn.primitive == "loop_stack"]
     assert stacks
     for e in stacks:
@@ -256,8 +257,8 @@ def test_a_gpu_hides_what_joins_a_chain_behind_late_work_alone() -> None:
         return jnp.sum(jax.lax.scan(layer, x, w)[0])
 
     w = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in (("up", (4, 16, 8)), ("down", (4, 8, 16)))}
-    graph = build(jax.make_jaxpr(jax.grad(loss))(w, jax.ShapeDtypeStruct((32, 16), jnp.float32)))
-    found = overlap_windows(graph, "cuda")
+    graph = build(jax.make_jaxpr(jax.grad(loss))(w, jax.ShapeDtypeStruct((32, 16), jnp.float32)), "cpu")
+    found = overlap_windows(graph, XLA_GPU)
     backward = max(graph.loop_of)
     sliced = [
         found.of_value[results[0]]

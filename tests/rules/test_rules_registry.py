@@ -67,7 +67,7 @@ def test_unknown_primitive_names_the_source_line_and_the_way_out() -> None:
     def model(x: Any) -> Any:
         return mystery.bind(jnp.sin(x))  # the line that the error names
 
-    *_, unknown = build(jax.make_jaxpr(model)(jax.ShapeDtypeStruct((4, 6), F32))).eqns
+    *_, unknown = build(jax.make_jaxpr(model)(jax.ShapeDtypeStruct((4, 6), F32)), "cpu").eqns
     with pytest.raises(MissingRuleError) as caught:
         rule_of(unknown)
     line = model.__code__.co_firstlineno + 1
@@ -184,7 +184,7 @@ def test_rules_of_a_graph_are_worked_out_once_for_equations_alike(fresh: str) ->
             x = block.bind(jnp.sin(x), axis=axis)
         return x
 
-    eqns = build(jax.make_jaxpr(model)(jax.ShapeDtypeStruct((4, 6), F32))).eqns
+    eqns = build(jax.make_jaxpr(model)(jax.ShapeDtypeStruct((4, 6), F32)), "cpu").eqns
     assert rules_of(eqns) == [rule_of(one) for one in eqns]
     assert len(calls) == 2 + 3
     assert counted(eqns[1]) == rules_of(eqns)[1]

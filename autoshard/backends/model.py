@@ -1,0 +1,269 @@
+"""CompilerModel: what one compiler is known to do with an annotated program, one fact per field.
+
+Every price that depends on a compiler asks a field of such a value; `known_compilers` has the values. A fact
+says where it is known from, and which test compiles a program that shows it (`Evidence`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+CompilerName = Literal["gpu", "tpu", "cpu"]
+
+_EVIDENCE = "evidence"
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Where a fact is known from.
+
+    Attributes:
+      source: the versions that were looked at, and what they emitted; or the compiler's own code.
+      test: the test that compiles a program and sees the fact, as pytest names it.
+    """
+
+    source: str
+    test: str
+
+
+def _seen(source: str, test: str) -> Mapping[str, Evidence]:
+    return {_EVIDENCE: Evidence(source, f"tests/{test}")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompilerModel:
+    """One compiler, of jaxlib `since` on: its names, and what it does with an annotated program.
+
+    Attributes:
+      name: ours.
+      platform: JAX's name of the platform: what `platform_index` resolves to and programs are lowered for.
+      since: the first version of jaxlib of which the facts hold, up to the next value of that name.
+    """
+
+    name: CompilerName
+    platform: str
+    since: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return self.name
+
+    # What is moved.
+
+    moves_collectives_past_casts: bool = field(
+        metadata=_seen(
+            "openxla/xla collective_quantizer.cc; libtpu 0.0.52 moves no value before a cast that widens "
+            "(tokens' vectors of llama3-8b and mixtral-8x7b)",
+            "compilers/test_problem.py::test_a_gpu_moves_the_narrow_side_of_a_widening_cast",
+        )
+    )
+    """A value is moved on the narrow side of a cast, whichever side the program moves it on."""
+
+    collectives_along_outermost_only: bool = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2 transposes around every other collective",
+            "compilers/test_resharding.py::test_a_gpu_transposes_what_it_moves_along_inner_dimensions",
+        )
+    )
+    """Collectives take and leave arrays along their outermost dimension in memory; along others they are transposed."""
+
+    gathers_new_state_in_place: bool = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2, ZeRO-1 of one weight, split along either dimension",
+            "compilers/test_memory.py::test_a_state_gathered_after_its_update_lies_beside_the_old_one",
+        )
+    )
+    """A new state that is gathered after its update along the major dimension is written where the old one lies."""
+
+    regathers_far_uses: bool = field(
+        metadata=_seen(
+            "openxla/xla schedule_aware_collective_ops_cse.cc; libtpu 0.0.51 and 0.0.52",
+            "compilers/test_sharing.py::test_libtpu_gathers_weights_again_for_the_backward_pass",
+        )
+    )
+    """A value is gathered once for each group of uses that are near each other, not once for all."""
+
+    shares_grouped_gathers: bool = field(
+        metadata=_seen(
+            "openxla/xla dot_handler.cc; mlp-8k by `fsdp_megatron` on v5e:2x4, libtpu 0.0.52",
+            "compilers/test_evaluation.py::test_a_weight_is_gathered_once_unless_each_matmul_gathers_it_in_its_groups",
+        )
+    )
+    """What a contraction gathers inside of groups of devices is shared with equal gathers for other uses."""
+
+    prefetches_forward_weights: bool = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2, llama3-8b and mlp-8k by FSDP with few tokens",
+            "compilers/test_memory.py::test_the_gpu_compiler_gathers_all_weights_at_once_where_tokens_are_few",
+        )
+    )
+    """Weights of a forward pass outside of loops are gathered as early as it takes to wait for none."""
+
+    # How sums are finished.
+
+    reduces_loop_sums_once: bool = field(
+        metadata=_seen(
+            "openxla/xla while_loop_all_reduce_code_motion.cc; 8 trips on H100 and v5e",
+            "compilers/test_accumulation.py::test_xla_gpu_reduces_once_in_float32",
+        )
+    )
+    """A sum over a loop's trips is reduced over devices once, behind the loop."""
+
+    merges_terms_of_sums: bool = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2, libtpu 0.0.51",
+            "compilers/test_compiler_models.py::test_reductions_of_the_terms_of_an_addition",
+        )
+    )
+    """The reductions of the terms of an addition are one, although constraints finish each by itself."""
+
+    scatters_added_sums: bool = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2 scatters term by term, libtpu 0.0.52 what was added",
+            "compilers/test_verify.py::test_sums_over_two_axes_are_finished_as_planned",
+        )
+    )
+    """What was added of several contractions' sums is scattered as what one makes is."""
+
+    renames_sums_for_additions_only: bool = field(
+        metadata=_seen(
+            "libtpu 0.0.52 scatters along what its tiles let it, by the order of the product's dimensions",
+            "compilers/test_compiler_models.py::test_a_transposed_sum",
+        )
+    )
+    """A sum is finished before it is transposed or reshaped, unless it is added under its new name."""
+
+    finishes_sums_by_last_name: bool = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2: mlp-8k needs 0.89 of the predicted peak else",
+            "compilers/test_memory.py::test_the_gpu_compiler_gathers_all_weights_at_once_where_tokens_are_few",
+        )
+    )
+    """In programs without loops a sum is finished behind the transposes and reshapes that follow it."""
+
+    # What hides behind what.
+
+    waits_at_both_ends: bool = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2, schedules of 310 trips: see `costs.overlap`",
+            "compilers/test_compiler_models.py::test_the_first_weights_and_the_last_gradient",
+        )
+    )
+    """The first contraction's weights, and the sum of what the last one makes, hide behind no contraction."""
+
+    hides_behind_late_work: bool = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2, schedules of 310 trips: see `costs.overlap`",
+            "compilers/test_compiler_models.py::test_what_contractions_wait_for_is_moved_beside_late_ones",
+        )
+    )
+    """What contractions wait for is moved while those run that no other waits for."""
+
+    merges_collectives_in_loops: bool = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2 and libtpu 0.0.52, layers in a loop",
+            "compilers/test_problem_windows.py::test_a_gpu_merges_what_a_trip_reduces",
+        )
+    )
+    """Collectives of a loop's trip are merged up to a bucket, as those outside of loops are."""
+
+    # In which order equations run.
+
+    puts_weight_gradients_last: bool = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2, its latency-hiding scheduler",
+            "compilers/test_memory.py::test_the_gpu_compiler_reduces_each_gradient_behind_all_other_contractions",
+        )
+    )
+    """In programs without loops weights' gradients are the last contractions, small ones first."""
+
+    makes_weight_gradients_in_order: bool = field(
+        metadata=_seen(
+            "libtpu 0.0.52",
+            "compilers/test_compiler_models.py::test_weights_gradients_beside_the_backward_pass",
+        )
+    )
+    """A weight's gradient is made as soon as it can be; else it is in no hurry, and what it is made of lives on."""
+
+    defers_gradients_behind_loops: bool = field(
+        metadata=_seen(
+            "libtpu 0.0.52: the head's gradient is moved behind the layers' backward pass",
+            "compilers/test_memory_tpu.py::"
+            "test_where_nothing_runs_beside_compute_a_whole_gradient_is_made_behind_the_loop",
+        )
+    )
+    """A weight's gradient is moved behind all loops that follow it."""
+
+    schedules_for_memory: bool = field(
+        metadata=_seen(
+            "libtpu 0.0.52, compiled for v5p",
+            "compilers/test_memory_tpu.py::test_a_whole_gradient_is_made_before_as_much_is_gathered_again",
+        )
+    )
+    """Where nothing runs beside compute, gradients that are whole on every device are made as late as they can be."""
+
+    updates_state_early: bool = field(
+        metadata=_seen("libtpu 0.0.52", "compilers/test_compiler_models.py::test_a_states_update")
+    )
+    """A state is updated as soon as its gradient is there."""
+
+    computes_loss_last: bool = field(
+        metadata=_seen(
+            "libtpu 0.0.52, llama3-8b on v5e:4x4",
+            "compilers/test_compiler_models.py::test_what_the_loss_reads",
+        )
+    )
+    """What leads to scalars alone, the loss, is computed last, unless it communicates."""
+
+    # What lies in memory.
+
+    contractions_make_their_operands: bool = field(
+        metadata=_seen(
+            "libtpu 0.0.52, `benchmarks.verification`",
+            "compilers/test_compiler_models.py::test_what_contractions_make_themselves",
+        )
+    )
+    """What a contraction takes is computed in it, element by element, from what lies in memory."""
+
+    stores_softmax_numerators: bool = field(
+        metadata=_seen(
+            "libtpu 0.0.52, one attention with its gradient, compiled for v5e",
+            "compilers/test_memory_tpu.py::"
+            "test_the_scores_of_a_devices_only_sequence_are_kept_as_their_product_leaves_them",
+        )
+    )
+    """What a softmax divides lies in memory."""
+
+    casts_stacked_inputs_ahead: bool = field(
+        metadata=_seen("libtpu 0.0.52", "compilers/test_compiler_models.py::test_stacked_weights_are_cast")
+    )
+    """Stacked weights that are cast slice by slice in loops are cast whole, before these."""
+
+    compares_positions_for_scatters: bool = field(
+        metadata=_seen(
+            "libtpu 0.0.52, the labels' scores of gpt2-small",
+            "compilers/test_compiler_models.py::test_one_of_each_row_is_taken_back",
+        )
+    )
+    """A scatter that adds one element to each row is fused with what reads it: it compares positions."""
+
+    computes_once: frozenset[str] = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2: it repeats exponentials, logistic functions, divisions, roots, logarithms, erf",
+            "compilers/test_memory.py::test_the_gpu_compiler_repeats_what_it_is_said_to",
+        )
+    )
+    """Primitives that are computed once for all fusions that read the result, where others are repeated in each."""
+
+    overwrites_last_read: bool = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2",
+            "compilers/test_memory.py::test_the_gpu_compiler_stores_of_an_activation_what_it_is_said_to",
+        )
+    )
+    """A fusion writes where what it reads for the last time lies, if that has as many elements of its type."""
+
+
+def evidence() -> dict[str, Evidence]:
+    """Fact → where it is known from."""
+    found: Any = {f.name: f.metadata.get(_EVIDENCE) for f in fields(CompilerModel)}
+    return {name: seen for name, seen in found.items() if seen is not None}
