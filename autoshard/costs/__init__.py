@@ -1,1 +1,1 @@
-"""Every way to split an equation and what it takes: seconds, bytes, and what hides behind compute."""
+"""Every way to split an equation, and its price: seconds, bytes, and the communication that hides."""

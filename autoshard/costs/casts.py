@@ -1,4 +1,4 @@
-"""Casts: what is moved is moved on the narrow side of them, where that is fewer bytes."""
+"""Casts: a value beside a cast is moved on the side with fewer bytes."""
 
 from collections.abc import Mapping
 
@@ -14,14 +14,15 @@ def widening(eqn: Eqn) -> int:
 
 
 def narrow_side(graph: Graph, made_by: Mapping[int, tuple[int, int]], value: int) -> Aval:
-    """What XLA:GPU moves of a value: of what a widening cast and then at most a scale makes, the narrow side.
+    """The array that XLA:GPU moves for a value: the operand of a widening cast, if one makes the value.
 
-    It exchanges the collective with both (xla/hlo/transforms/collectives/collective_quantizer.cc).
+    A scale may follow the cast. XLA:GPU moves the collective before both
+    (xla/hlo/transforms/collectives/collective_quantizer.cc).
 
     Args:
       graph: the program.
       made_by: value → the equation that makes it, and which of its results it is.
-      value: what is moved.
+      value: the value to move.
     """
 
     def maker(v: int) -> int:

@@ -1,9 +1,9 @@
-"""Costs: what one strategy of one equation takes on a machine, in seconds.
+"""Compute: the seconds of one strategy of one equation on a machine.
 
 Contractions are priced by their FLOPs and their operands' and results' bytes. Every
-other equation is bound by HBM: it reads what lies in memory and writes what must
-lie there. XLA fuses element-wise chains, so a value counts only if it is
-*held* in memory (`autoshard.costs.liveness`): a fused value is not.
+other equation is bound by HBM: it reads operands and writes results that lie in memory.
+XLA fuses element-wise chains, so a value counts only if it is *held* in memory
+(`autoshard.costs.liveness`): a fused value is not.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ Seconds = NDArray[np.float64]
 
 
 class Machine(CollectiveMachine, Protocol):
-    """What costs ask of a cost model."""
+    """The parts of a cost model that prices of equations use."""
 
     @property
     def gathers_ahead(self) -> bool: ...
@@ -71,7 +71,7 @@ def contraction_s(
 
 
 def _convolution_flops(eqn: Eqn) -> float:
-    """FLOPs of a whole convolution, of which only taps that fall on data count."""
+    """FLOPs of a whole convolution; only taps that fall on data count."""
     p, numbers = eqn.params, eqn.params["dimension_numbers"]
     (image, kernel), (out,) = eqn.operands, eqn.results
     flops = 2.0 * out.shape[numbers.out_spec[0]] * out.shape[numbers.out_spec[1]] * kernel.shape[numbers.rhs_spec[1]]
@@ -126,14 +126,13 @@ def touched_bytes(
     """HBM bytes per device (S,) of an equation that is not a contraction.
 
     `reads[i]`, `writes[i]`: whether operand or result i lies in memory; `readers`: how many
-    equations take its results. A gather reads of its table only what it returns; a scatter
-    rewrites only what it updates, where the table lies: it first writes a table that lies nowhere,
-    and copies one (`writes[0]`) that is needed as it was. A
-    constraint by itself touches nothing; nor does a transpose, which XLA's layout
-    assignment turns into another order of the same bytes in memory; a loop's constants
-    are read where they lie. What a loop stacks is zeroed, read if it lies in memory, and written.
-    What it slices is read, and written if it lies in memory; if not, each kernel that takes it
-    reads it, of which no more than two are counted.
+    equations take its results. A gather reads only the rows that it returns. A scatter rewrites
+    only the rows that it updates, in place: it first writes a table that is not in memory, and
+    copies a table (`writes[0]`) whose old value is still needed. A constraint touches nothing;
+    nor does a transpose, because XLA's layout assignment only renames the order of the bytes. A
+    loop's constants are read in place. A stacked output is zeroed, read if it lies in memory, and
+    written. A slice of a stacked input is read, and written if it lies in memory; if not, each
+    kernel that takes it reads it, and at most two of them count.
     """
     if eqn.traits.moves_nothing:
         return np.zeros(len(strategies))
@@ -190,10 +189,10 @@ def multiplies(eqn: Eqn) -> bool:
 
 
 def picoseconds(seconds: Seconds) -> NDArray[np.int64]:
-    """Prices as the solver adds them; what is more than it can count is as much as what cannot be.
+    """Seconds as the solver's integer picoseconds; larger prices than it can count are infinite.
 
     Raises:
-      InfeasibleError: one is not finite.
+      InfeasibleError: a price is not finite.
     """
     if not np.isfinite(seconds).all():
         raise InfeasibleError("the cost model returned a price that is not finite")

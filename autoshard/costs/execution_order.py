@@ -1,14 +1,14 @@
-"""Running: when the compilers run the equations of a program.
+"""Execution order: the order in which compilers run the equations of a program.
 
-A contraction on which no other depends (a weight's gradient) is in no hurry: XLA's GPU scheduler puts it behind
-all that is. In a program without loops the weights' gradients are the last contractions, small ones first, so
-that each hides the reduction of the one before; in a loop they stand at the end of the body, and those outside
-of loops behind the loops that follow. Those of a part that `jax.checkpoint` computes again stand in the next such
-part (counted as at its end), where they hide its gathers and sums.
+No contraction depends on a weight's gradient, so XLA:GPU's scheduler runs it after all others. In a program
+without loops the weights' gradients are the last contractions, small ones first: each hides the reduction of the
+one before. In a loop they stand at the end of the body; those outside of loops stand behind the loops that follow.
+Gradients of a part that `jax.checkpoint` computes again stand in the next such part (counted at its end), where
+they hide its gathers and sums.
 
-XLA:TPU puts no gradient off but, where nothing runs beside compute, those that are whole on every device
-(`problem.usages`); it updates a state as soon as its gradient is there; the loss itself is computed last
-(libtpu 0.0.52).
+XLA:TPU defers a gradient only if nothing runs beside compute and the gradient is whole on every device
+(`problem.memory_usage`). It updates a state as soon as its gradient is there, and computes the loss last (libtpu
+0.0.52).
 """
 
 from collections.abc import Mapping, Sequence
@@ -79,7 +79,7 @@ def _updates_early(graph: Graph, fuses: Sequence[bool]) -> list[int]:
 
 
 def deferred(graph: Graph) -> frozenset[int]:
-    """Equations of which nothing but scalars come: the loss itself."""
+    """Equations that lead to scalars alone: the loss itself."""
     needed = np.zeros(len(graph.avals), bool)
     needed[[v for v in graph.outputs if graph.avals[v].ndim]] = True
     found: set[int] = set()

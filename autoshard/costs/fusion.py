@@ -1,4 +1,4 @@
-"""Traits: which equations move element by element, fuse, let partial sums flow; which values decide nothing."""
+"""Fusion: which equations are element-wise, fuse, or pass partial sums on; which values have no layout of their own."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from autoshard.rules import FactorKind, ShardingRule
 class FusionTraits:
     """Per equation: `pointwise`, `fuses`, `flows` (its operands may all be unreduced).
 
-    Values: free are constants and what is computed from constants alone without a contraction. Of what
-    may be unreduced, products are what one contraction makes, and added what several do, by any name.
+    Values: `free` are constants, and values computed from constants alone without a contraction. Of the
+    values that may be unreduced, `products` come from one contraction and `added` from several.
     """
 
     pointwise: tuple[bool, ...]
@@ -37,7 +37,7 @@ def fusion_traits(
     ]
     fuses = [compute.fusible(eqn, pointwise=p, compiler=compiler) for eqn, p in zip(graph.eqns, pointwise, strict=True)]
     flows = _sum_flows(graph, rules, compiler)
-    products, added = _summed(graph, flows)
+    products, added = _find_sums(graph, flows)
     return FusionTraits(
         pointwise=tuple(pointwise),
         fuses=tuple(fuses),
@@ -60,7 +60,7 @@ def is_pointwise(rule: ShardingRule) -> bool:
 
 
 def _free(graph: Graph, fuses: Sequence[bool]) -> frozenset[int]:
-    """What a loop reads is not: it lies in memory while the loop runs, and has a layout like any other value."""
+    """The free values. A loop's operand is none: it lies in memory while the loop runs, and has a layout."""
     given, made_by = set(graph.inputs), graph.producers()
     free = {v for v in graph.consumers() if v not in made_by and v not in given}
     read = {v for e, eqn in enumerate(graph.eqns) if eqn.traits.link for v in graph.operands[e]}
@@ -71,7 +71,7 @@ def _free(graph: Graph, fuses: Sequence[bool]) -> frozenset[int]:
     return frozenset(free - set(graph.outputs))
 
 
-def _summed(graph: Graph, flows: Sequence[bool]) -> tuple[frozenset[int], frozenset[int]]:
+def _find_sums(graph: Graph, flows: Sequence[bool]) -> tuple[frozenset[int], frozenset[int]]:
     products, added = set[int](), set[int]()
     for e, (eqn, flow) in enumerate(zip(graph.eqns, flows, strict=True)):
         terms = set(graph.operands[e])
@@ -98,9 +98,9 @@ def _sum_flows(graph: Graph, rules: Sequence[ShardingRule], compiler: CompilerMo
 
 
 def levels(graph: Graph, fuses: Sequence[bool]) -> NDArray[np.int64]:
-    """Of every value, how many fusions at least end before the one that makes it: the most on any way to it.
+    """The level of every value: the most fusions that end before its own, on any path to it.
 
-    Values of one chain and one level depend on each other through the chain alone: one kernel makes them.
+    Values of one chain and one level depend on each other only through the chain: one kernel makes them.
     """
     levels = np.zeros(len(graph.avals), np.int64)
     for e, eqn in enumerate(graph.eqns):

@@ -1,29 +1,30 @@
-"""Memory: which values lie in a device's memory, and from when to when.
+"""Liveness: which values lie in a device's memory, and from when to when.
 
-XLA writes to memory what an equation that does not fuse makes or takes (a contraction,
-a gather, a loop's argument), what a reduction returns, and what leaves the program.
+XLA writes to memory the operands and results of equations that do not fuse (a contraction,
+a gather, a loop's argument), the results of reductions, and the outputs of the program.
 Every other value is *recomputed* inside the fusions that read it, from the values that
 lie in memory, so these live on until the last such fusion: the f32 scores of a softmax
-are never stored, but their bf16 source outlives the forward pass. A value that several
-equations read and that is made of more bytes than it has is stored all the same where
-that moves fewer bytes (a sum of two residual branches is read, not added up again).
+are never stored, but their bf16 source outlives the forward pass. One kind of value is stored
+all the same: several equations read it, it is made of more bytes than it has, and storing it
+moves fewer bytes (a sum of two residual branches is read, not added up again).
 
 A transpose, a reshape or a constraint is its operand under another name.
 
-A loop holds what it reads for as long as it runs, and what it stacks from its first trip on:
-what makes that writes it there, and it lies nowhere else. What weights' gradients are made of
-lives until they are made, which may be long after (`autoshard.costs.execution_order`).
+A loop holds its operands for as long as it runs, and its stacked outputs from the first trip on:
+each slice is written there directly, and lies nowhere else. The operands of weights' gradients
+live until the gradients are made, which may be much later (`autoshard.costs.execution_order`).
 
-XLA:GPU computes what costs much (a tanh) once for all fusions that read it, and a fusion writes
-where what it reads for the last time lies, if that has as many elements of its type; but not
-where it reads a row twice, as for a softmax and its gradient.
+XLA:GPU computes an expensive value (a tanh) once for all fusions that read it. A fusion writes its
+result over a value that it reads for the last time, if that has as many elements of its type; not
+if it reads a row twice, as for a softmax and its gradient.
 
 XLA:TPU differs (libtpu 0.0.52, `benchmarks.verification`). Its contractions make their operands:
-casts, gates, norms, the gradient of a softmax's cross entropy are recomputed in each, from what
-lies in memory. A softmax inside of a program is kept in f32 before it is divided, and cast after; of a device's
-only row of the first dimension (one sequence) the scores are kept as the product leaves them.
-Stacked weights are cast whole, before the loops. The loss is computed last, unless it communicates:
-where scores are split along the vocabulary, what is read of them for it is reduced at once, and they die.
+casts, gates, norms, the gradient of a softmax's cross entropy are recomputed in each, from values
+in memory. A softmax inside of a program is kept in f32 before it is divided, and cast after; if a
+device has a single row of the first dimension (one sequence), the scores are kept as the product
+leaves them. Stacked weights are cast whole, before the loops. The loss is computed last, unless it
+communicates: if scores are split along the vocabulary, the loss reduces its reads of them at once,
+and the scores die.
 """
 
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
@@ -51,9 +52,9 @@ class LiveRanges:
 
     `stored`: whether it has memory of its own; `named`: whether it is a stored value under
     another name; `absorbed`: whether the contractions that take it make it themselves, so that
-    it has memory where it is moved first, and none otherwise. `across`: of what the loss reads at the
-    end, the dimensions over which it communicates; split along one of them it is alive until `soon` alone.
-    `alone`: what a softmax divides, with the bytes per element that it has where a device has one row of it.
+    it has memory only if it is moved first. `across`: for values that the loss reads at the end, the
+    dimensions over which the loss communicates; split along one of them, the value only lives until `soon`.
+    `alone`: numerators of softmaxes, with their bytes per element on a device that has one row of them.
     """
 
     stored: NDArray[np.bool_]
@@ -97,7 +98,7 @@ def live_ranges(
             stated |= {numerator, quotient} if stores_quotients else {numerator}
             alone[numerator] = _narrowest(graph, made_by, numerator)
     order = positions(graph, fuses, compiler)
-    held = _held(graph, fuses, taken, stated, compiler.computes_once)
+    held = _find_held(graph, fuses, taken, stated, compiler.computes_once)
     named = np.zeros(len(graph.avals), bool)
     for e, eqn in enumerate(graph.eqns):
         if eqn.traits.renames:
@@ -120,7 +121,7 @@ def live_ranges(
 
     end = ends(late)
     if compiler.overwrites_last_read:
-        end[_overwritten(graph, fuses, stored, start, end)] -= 1
+        end[_find_overwritten(graph, fuses, stored, start, end)] -= 1
     return LiveRanges(
         stored=stored,
         named=named,
@@ -152,12 +153,12 @@ def _across(
     return found
 
 
-def _overwritten(
+def _find_overwritten(
     graph: Graph, fuses: Sequence[bool], stored: NDArray[np.bool_], start: NDArray[np.int64], end: NDArray[np.int64]
 ) -> list[int]:
-    """Stored values that are read for the last time where a fusion writes as many elements of their type: in place.
+    """Stored values whose last reader, a fusion, writes as many elements of their type: it does so in place.
 
-    But for what one kernel reads twice, to reduce its rows first.
+    Values that one kernel reads twice, to reduce their rows first, are excluded.
     """
     made_by = graph.producers()
     reads: dict[int, frozenset[int]] = {}  # value → the stored values that a fusion reads to compute it
@@ -186,7 +187,7 @@ def _overwritten(
 
 
 def _softmaxes(graph: Graph) -> Iterator[tuple[int, int]]:
-    """Of every softmax what it divides, and what comes of that, cast if it is cast."""
+    """Per softmax: the numerator, and the quotient (cast, if it is cast)."""
     made_by, consumers = graph.producers(), graph.consumers()
 
     def maker(value: int, *, through: bool = False) -> int:
@@ -225,17 +226,17 @@ def _narrowest(graph: Graph, made_by: Mapping[int, tuple[int, int]], value: int)
     return found
 
 
-def _held(
+def _find_held(
     graph: Graph, fuses: Sequence[bool], taken: NDArray[np.bool_], stated: Container[int], once: Container[str]
 ) -> NDArray[np.bool_]:
-    """Which values lie in memory, be it under another's name.
+    """Whether each value lies in memory, also under another's name.
 
     Args:
       graph: the program.
       fuses: per equation, whether XLA fuses it with its neighbours.
       taken: operands that contractions can make themselves.
-      stated: values that are held whatever they are made of.
-      once: primitives that several fusions do not compute each.
+      stated: values that are always held.
+      once: primitives that are computed once for all fusions.
     """
     held = np.zeros(len(graph.avals), bool)
     made = np.zeros(len(graph.avals), bool)
@@ -263,7 +264,7 @@ def _held(
     for e in range(len(graph.eqns) - 1, -1, -1):
         if graph.eqns[e].traits.renames and held[graph.results[e][0]]:
             held[graph.operands[e][0]] = True
-    goes_to: dict[int, frozenset[int]] = {}  # of a value that is not held: what lies in memory and is computed from it
+    goes_to: dict[int, frozenset[int]] = {}  # value that is not held → values in memory that are computed from it
     for e in range(len(graph.eqns) - 1, -1, -1):
         for v in graph.results[e] if fuses[e] else ():
             if graph.eqns[e].primitive in once and len(goes_to.get(v, ())) > 1:
@@ -271,7 +272,7 @@ def _held(
             onto = frozenset({v}) if held[v] else goes_to.get(v, frozenset[int]())
             for o in graph.operands[e]:
                 goes_to[o] = goes_to.get(o, frozenset[int]()) | onto
-    sources: dict[int, frozenset[int]] = {}  # of a value that is not held: what it is recomputed from
+    sources: dict[int, frozenset[int]] = {}  # value that is not held → values in memory that it is recomputed from
     for e, eqn in enumerate(graph.eqns):
         result = graph.results[e][0] if graph.results[e] else -1
         if eqn.traits.renames:
@@ -299,11 +300,11 @@ def _last_uses(
     *,
     lazy: bool,
 ) -> NDArray[np.int64]:
-    """The last equation by which each value is read, if need be through values that are not stored.
+    """The last equation that reads each value, directly or through values that are not stored.
 
-    Equation e runs where `order[e]` stands in the program; `lazy`: weights' gradients are in no hurry.
-    What deferred equations read lives until the end. What they make (f32 scores) does not, but lies on
-    top of XLA:TPU's heap then, as if it had been there before: it keeps its place in the program.
+    Equation e runs at position `order[e]` of the program; `lazy`: weights' gradients are deferred.
+    Operands of deferred equations live until the end. Their results (f32 scores) do not; they lie on
+    top of XLA:TPU's heap then, as if they had been there before, and keep their place in the program.
     """
     last = np.full(len(graph.avals), -1, np.int64)
     feeds, made_by = feeding(graph), graph.producers()
@@ -354,7 +355,7 @@ def cast_ahead(graph: Graph) -> dict[int, tuple[int, int, int]]:
 
 
 def in_place(graph: Graph, lasting: Container[int]) -> frozenset[int]:
-    """Equations whose first operand may be overwritten: it is read no more, nor is what it is another name of.
+    """Equations whose first operand may be overwritten: neither it nor a value that it renames is read later.
 
     Args:
       graph: the program.

@@ -1,4 +1,4 @@
-"""Accumulators: sums over a loop's trips whose reduction over devices the compiler moves behind the loop.
+"""Loop reductions: sums over a loop's trips whose reduction over devices the compiler moves behind the loop.
 
 In a loop that adds one partial sum a trip to a carried value, XLA:GPU and XLA:TPU turn the
 all-reduce of each trip into one all-reduce of the total, as long as the carried value is
@@ -34,7 +34,7 @@ def accumulators(graph: Graph) -> Accumulators:
     consumers, made_by = graph.consumers(), graph.producers()
 
     def passed(value: int) -> int:
-        """What the value becomes, as long as it has one consumer and nothing is computed."""
+        """The last name of a value: follows renames and casts while there is one consumer."""
         while len(uses := consumers.get(value, [])) == 1 and graph.eqns[uses[0][0]].traits.passes_totals:
             value = graph.results[uses[0][0]][0]
         return value
@@ -65,5 +65,5 @@ def accumulators(graph: Graph) -> Accumulators:
 
 
 def _keeps_layout(eqn: Eqn) -> bool:
-    """Whether a term that an equation makes shares its layout with what the equation takes."""
+    """Whether the result of an equation has the layout of its operand."""
     return eqn.traits.cast or eqn.traits.copy

@@ -1,4 +1,4 @@
-"""Windows: what communication can hide behind which compute.
+"""Overlap: which communication can hide behind which compute.
 
 A collective hides behind contractions that neither precede nor follow it. Outside of
 loops there are two windows: EARLY, for values that depend on no contraction (gathers of
@@ -6,30 +6,30 @@ weights), and LATE, for values on which no contraction depends (reductions of
 gradients). The first hides behind the contractions that precede every late value, the
 second behind the others.
 
-The body of a loop is a window of its own: what depends neither on the trip before nor
-on a contraction (gathers of this layer's weights), and what feeds neither a contraction
-nor the next trip (reductions of this layer's gradients), hides behind the contractions
-of the body. XLA:GPU moves nothing into another trip: the weights of the first contraction of a
-body are gathered while what precedes it runs, which is no contraction (norms, slices and casts of
-weights); else what it waits for is exposed there, and so is the reduction of what the last
-contraction makes (the scheduler keeps the largest gradient for last). So it is in a program without
-loops, and there all of the compiler's first bucket of weights is waited for.
+The body of a loop is a window of its own. Two kinds of values hide behind the contractions
+of the body: those that depend neither on the trip before nor on a contraction (gathers of this
+layer's weights), and those that feed neither a contraction nor the next trip (reductions of this
+layer's gradients). XLA:GPU moves no collective into another trip. The first contraction's weights
+are therefore gathered beside the equations that precede it (norms, slices and casts of weights),
+or are exposed if there are none. The reduction of the last contraction's result is exposed: the
+scheduler keeps the largest gradient for last. A program without loops behaves in the same way; it
+waits for the compiler's whole first bucket of weights.
 
-A *late* contraction, which makes a gradient of weights, feeds no other. XLA:GPU runs it
-while what the others wait for, and it does not, is on its way (gradients of activations),
-and so it does in a loop with what is stacked. Each window with such work has a part of its
-own, in which that communication hides behind this compute alone; so does all that is reduced
-late, and what was stacked by a loop before and meets, element by element, what a contraction has
-made. Outside of loops, what hides in a part, and the compute there, counts in the whole window,
-too, and of the compute of the part some hides nothing. In a loop, one share of whatever hides, in
-the part or not, does so behind a part of all compute of the trip, and the other behind little of
-the part's or, where it is no part, behind all: what is waited for grows from nothing, where
-communication is little beside compute.
+A *late* contraction makes a gradient of weights, and feeds no other contraction. XLA:GPU runs it
+beside communication that other contractions wait for (gradients of activations; in a loop,
+stacked values, too). Each window with late contractions has a part of its own, in which this
+communication hides behind late compute alone. Two more kinds hide in the part: all late
+reductions, and values stacked by an earlier loop that meet, element by element, the result of a
+contraction. Outside of loops, communication and compute of a part also count in the whole window,
+and some of the part's compute hides nothing. In a loop, hideable communication is divided: one
+share hides behind a part of all compute of the trip; the rest hides behind a little of the part's
+compute or, outside of the part, behind all compute. So the exposed seconds grow from zero, even if
+there is little communication.
 
-XLA:GPU runs one collective at a time, and none beside a loop that communicates itself. In a
-program with loops, what is early or late outside of them hides behind no contraction: only
-what contractions wait for hides, behind those that do not wait for it. What ends any
-program, moves of its new state, hides behind its updates.
+XLA:GPU runs one collective at a time, and none beside a loop that itself communicates. In a
+program with loops, early and late values outside of them hide behind no contraction: only
+communication that contractions wait for hides, behind contractions that do not wait for it. The
+moves of a program's new state, at its end, hide behind its updates.
 """
 
 from collections.abc import Container, Mapping, Sequence, Set
@@ -46,16 +46,16 @@ from autoshard.ir.op_traits import BRANCH_JOIN, LOOP_CARRY, LOOP_RESULT, LOOP_ST
 
 EARLY, LATE = 0, 1
 OUTSIDE = 2  # windows outside of loops; the body of loop k is window OUTSIDE + k − 1
-# Outside of loops so much at most hides of what contractions wait for, and of the compute of a part so much hides
-# something: XLA:GPU runs the rest where no collective of the part is under way (fitted to programs without loops).
+# Outside of loops: BESIDE is the most that hides of communication that contractions wait for, BUSY the share of a
+# part's compute that hides any: XLA:GPU runs the rest beside no collective (fitted to programs without loops).
 BESIDE = 0.75
 BUSY = 0.5
-# In a divided trip so much at most hides of what contractions wait for. Of what hides the share TOGETHER does so behind
-# TAKEN of all the trip's compute, and the rest behind APART of the part's, or behind all. Fitted to 310 trips as
-# XLA:GPU schedules them: plans of four layers of gpt2-xl, llama3-8b, gemma-7b and mixtral, and hand-written FSDP, on 8,
-# 16 and 32 H100, small to huge batches (those of docs/comparing.md), every size with the same weight. Of what a trip
-# waits for, in parts of the step, the root mean square of the error is 0.013. It is 0.016 at best where a share of
-# everything is waited for however much compute there is.
+# In a divided trip: BESIDE_WITHIN is the most that hides of communication that contractions wait for. Of hideable
+# communication, the share TOGETHER hides behind TAKEN of all the trip's compute, and the rest behind APART of the
+# part's compute, or behind all. Fitted to 310 trips as XLA:GPU schedules them: plans of four layers of gpt2-xl,
+# llama3-8b, gemma-7b and mixtral, and hand-written FSDP, on 8, 16 and 32 H100, small to huge batches (those of
+# docs/comparing.md), every size with the same weight. The error of a trip's exposed share of the step has a root mean
+# square of 0.013. A model in which a fixed share is always exposed reaches 0.016 at best.
 BESIDE_WITHIN = 0.6
 TOGETHER = 0.61
 TAKEN = 0.38
@@ -69,13 +69,19 @@ Shares = tuple[tuple[int, float], ...]  # windows, and how much counts in each
 class OverlapWindows:
     """The window in which each value's resharding can hide (or None), and in which each equation's compute counts.
 
-    `loops[w]` is the loop of whose trips window w is, 0 outside of loops; `whole[w]` the window of
-    which w is a part, or w itself. What can hide in w counts in `hides[w]`, and compute in `covers[w]`,
-    by these shares. `buckets[w]`: the bytes of what the compilers merge of its
-    collectives: XLA:TPU does outside of loops, XLA:GPU in loops, too. What contractions wait for,
-    `beside` late and idle work, hides only on the way to what is `urgent`, and is not merged.
-    `idle` has the equations, no contractions, behind which something hides: those that run any time before
-    or after all others of their trip, or before its contractions, and the updates of a program with loops.
+    Attributes:
+      of_value: value → window, or None if its resharding cannot hide.
+      of_equation: equation → the window in which its compute counts.
+      loops: window → its loop; 0 outside of loops.
+      whole: window → the window that it is a part of, or itself.
+      hides: window → windows in which its hideable communication counts, with shares.
+      covers: window → windows in which its compute counts, with shares.
+      buckets: window → bytes up to which the compiler merges its collectives; 0: never.
+      urgent: values on the way to a contraction that is not late.
+      beside: values that hide beside late and idle work; they hide only on the way to an urgent value,
+        and are not merged.
+      idle: equations other than contractions that hide communication: those that run at any time before
+        or after the others of their trip, or before its contractions, and a program's updates.
     """
 
     of_value: tuple[int | None, ...]
@@ -101,7 +107,7 @@ class OverlapWindows:
         return BESIDE_WITHIN if self.loops[window] else BESIDE
 
     def bucket(self, value: int) -> int:
-        """The bytes of those with which a value's collective is merged; 0 if it is not."""
+        """The bytes up to which a value's collective is merged with others; 0 if it is not."""
         window = self.of_value[value]
         return 0 if window is None or value in self.beside else self.buckets[window]
 
@@ -124,7 +130,7 @@ def overlap_windows(graph: Graph, compiler: CompilerModel) -> OverlapWindows:
     early, late = inner.early | (outer.early & outside), inner.late | (outer.late & outside)
     awaited = frozenset[int]()
     if compiler.waits_at_both_ends:
-        awaited = _awaited(graph)
+        awaited = _find_awaited(graph)
         early -= awaited | _bucket(graph, early)
         late -= _last(graph, late)
     of_value: list[int | None] = []
@@ -151,7 +157,7 @@ def overlap_windows(graph: Graph, compiler: CompilerModel) -> OverlapWindows:
     )
     if not compiler.hides_behind_late_work:
         return found
-    found = _opened(graph, _divided(graph, found, outer, inner), inner, awaited)
+    found = _add_loop_starts(graph, _divide(graph, found, outer, inner), inner, awaited)
     return _around_loops(graph, found, outer, awaited) if graph.loops else _at_the_end(graph, found, outer)
 
 
@@ -200,7 +206,7 @@ def _forward(graph: Graph, late: Set[int]) -> int:
 
 
 def _before(graph: Graph, scope: Container[int]) -> dict[int, int]:
-    """Of every equation, the contractions of a scope that it is computed from, as a bit set."""
+    """Equation → the contractions of a scope that it is computed from, as a bit set."""
     before: dict[int, int] = {}
     made: dict[int, int] = {}  # value → bit set of contractions among its ancestors
     for e, eqn in enumerate(graph.eqns):
@@ -231,8 +237,8 @@ def _inside(graph: Graph) -> _Phases:
     )
 
 
-def _divided(graph: Graph, found: OverlapWindows, outer: _Phases, inner: _Phases) -> OverlapWindows:
-    """The windows with their parts, of those that have late work."""
+def _divide(graph: Graph, found: OverlapWindows, outer: _Phases, inner: _Phases) -> OverlapWindows:
+    """Adds a sub-window to every window with late work."""
     late: set[int] = set()  # equations
     idle: set[int] = set()
     others: set[int] = set()  # contractions that are not late
@@ -249,7 +255,7 @@ def _divided(graph: Graph, found: OverlapWindows, outer: _Phases, inner: _Phases
     )
     part: dict[int, int] = {}  # loop → its part
     for loop in sorted({homes[e] for e in late}):
-        found, part[loop] = _parted(found, loop)
+        found, part[loop] = _add_part(found, loop)
     beside = _beside(graph, late, homes, urgent & (outer.after | inner.after))
     hidden = {v for v in inner.late | _joining(graph, inner) if found.of_value[v] is not None}
     parted = beside | {v for v in hidden if graph.loop[v] in part}
@@ -263,8 +269,8 @@ def _divided(graph: Graph, found: OverlapWindows, outer: _Phases, inner: _Phases
     )
 
 
-def _parted(found: OverlapWindows, loop: int) -> tuple[OverlapWindows, int]:
-    """The windows and one part more, of what is late outside of loops (0) or of a loop's trips."""
+def _add_part(found: OverlapWindows, loop: int) -> tuple[OverlapWindows, int]:
+    """Adds a sub-window for late work: of the program (loop 0) or of one loop body."""
     if not loop:
         part = found.count
         hides, covers = ((part, 1.0), (LATE, 1.0)), ((part, BUSY), (LATE, 1.0))
@@ -283,8 +289,8 @@ def _parted(found: OverlapWindows, loop: int) -> tuple[OverlapWindows, int]:
     return found.with_window(loop=loop, whole=trip, hides=hides, covers=covers, bucket=bucket), part
 
 
-def _opened(graph: Graph, found: OverlapWindows, inner: _Phases, awaited: Set[int]) -> OverlapWindows:
-    """The windows and one more for every loop: of its first contraction's weights, behind what precedes it."""
+def _add_loop_starts(graph: Graph, found: OverlapWindows, inner: _Phases, awaited: Set[int]) -> OverlapWindows:
+    """Adds a window per loop: its first contraction's weights hide behind the equations before it."""
     first = found.count - 1  # and a loop's number: its opening
     for loop in range(1, graph.loops + 1):
         body, new = OUTSIDE + loop - 1, found.count
@@ -303,10 +309,10 @@ def _opened(graph: Graph, found: OverlapWindows, inner: _Phases, awaited: Set[in
 
 
 def _around_loops(graph: Graph, found: OverlapWindows, outer: _Phases, awaited: Set[int]) -> OverlapWindows:
-    """The windows of a program with loops: outside of them contractions hide nothing but what is beside them.
+    """The windows of a program with loops: outside of loops, contractions hide only `beside` values.
 
-    The first contraction's weights are gathered while some of what depends on none runs (the labels' part of a
-    loss), but not a table that is looked up before the loops, too.
+    The first contraction's weights are gathered beside equations that depend on none (the labels' part of a
+    loss), except for a table that is also looked up before the loops.
     """
     updates = _updates(graph, outer)
     nowhere, opening = found.count, found.count + 1
@@ -342,7 +348,7 @@ def _around_loops(graph: Graph, found: OverlapWindows, outer: _Phases, awaited: 
 
 
 def _at_the_end(graph: Graph, found: OverlapWindows, outer: _Phases) -> OverlapWindows:
-    """The windows of a program without loops: what moves of its new state hides behind its updates alone."""
+    """The windows of a program without loops: moves of its new state hide behind its updates alone."""
     updates = _updates(graph, outer)
     state = _new_state(graph)
     end = found.count
@@ -361,7 +367,7 @@ def _with(items: tuple[_T, ...], at: int, item: _T) -> tuple[_T, ...]:
 
 
 def _new_state(graph: Graph) -> frozenset[int]:
-    """What a program returns, by any name, but for what a contraction makes."""
+    """The outputs of a program, under all their names, except results of contractions."""
     found, products = set(graph.outputs), set[int]()
     for e in range(len(graph.eqns) - 1, -1, -1):
         if graph.eqns[e].traits.renames and not found.isdisjoint(graph.results[e]):
@@ -373,7 +379,7 @@ def _new_state(graph: Graph) -> frozenset[int]:
 
 
 def _updates(graph: Graph, outer: _Phases) -> frozenset[int]:
-    """What a program computes outside of loops after, or without, all contractions: the updates of its state."""
+    """The updates of a program's state: equations outside of loops after all contractions, or apart from them."""
     feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if multiplies(eqn)}, inside=False)
     updating = (outer.early | outer.late) - feeds
     return frozenset(
@@ -384,7 +390,7 @@ def _updates(graph: Graph, outer: _Phases) -> frozenset[int]:
 
 
 def _home(graph: Graph, e: int) -> int:
-    """The loop in whose trips an equation runs: a link out of a body writes there what the body makes."""
+    """The loop in whose trips an equation runs: a link out of a body runs in the body."""
     return graph.loop[graph.operands[e][0]] if graph.eqns[e].primitive == LOOP_STACK else graph.loop_of[e]
 
 
@@ -404,7 +410,7 @@ def _beside(graph: Graph, late: Set[int], homes: Sequence[int], urgent: Set[int]
 
 
 def _joining(graph: Graph, inner: _Phases) -> frozenset[int]:
-    """Early values of loops that meet, element by element, what a contraction of the trip has made."""
+    """Early values of loops that meet, element by element, the result of a contraction of the trip."""
     joining: set[int] = set()
     for e in range(len(graph.eqns) - 1, -1, -1):
         eqn, results = graph.eqns[e], graph.results[e]
@@ -417,10 +423,10 @@ def _joining(graph: Graph, inner: _Phases) -> frozenset[int]:
 
 
 def _last(graph: Graph, hides: Set[int]) -> frozenset[int]:
-    """Of every loop's body, the largest result of a contraction whose reduction could hide, and what is made of it.
+    """Per loop body, the largest contraction result whose reduction could hide, and the values made of it.
 
-    Of equally large ones the last. Likewise of a program without loops, up to its new state; and there what the
-    contraction makes that follows most others.
+    Among equally large results, the last. The same for a program without loops, up to its new state; there also
+    the result of the contraction that follows the most others.
     """
     last: dict[int, int] = {}
     for e, eqn in enumerate(graph.eqns):
@@ -439,7 +445,7 @@ def _last(graph: Graph, hides: Set[int]) -> frozenset[int]:
 
 
 def _deepest(graph: Graph, hides: Set[int]) -> set[int]:
-    """Of a program without loops, what the contraction makes that follows most others; nothing if several do."""
+    """In a program without loops, the result of the contraction that follows the most others; none on a tie."""
     if graph.loops:
         return set()
     depths = {
@@ -451,10 +457,10 @@ def _deepest(graph: Graph, hides: Set[int]) -> set[int]:
     return set(graph.results[deepest[0]]) if len(deepest) == 1 else set()
 
 
-def _awaited(graph: Graph) -> frozenset[int]:
-    """Values of a loop's body that its first contraction is computed from, and likewise outside of loops.
+def _find_awaited(graph: Graph) -> frozenset[int]:
+    """The values of a loop's body that its first contraction is computed from; the same outside of loops.
 
-    There, the first are those that follow no other outside of loops, and what is awaited all of them need.
+    There, the first contractions are those that follow no other, and an awaited value is needed by all of them.
     """
     first: dict[int, list[int]] = {}
     before = _before(graph, {e for e, loop in enumerate(graph.loop_of) if not loop})
@@ -467,9 +473,9 @@ def _awaited(graph: Graph) -> frozenset[int]:
 
 
 def _bucket(graph: Graph, early: Set[int]) -> frozenset[int]:
-    """Of a program without loops, what is gathered together with the first weights: the compiler's first bucket.
+    """The compiler's first bucket of a program without loops: the weights gathered together with the first ones.
 
-    The weights of the first contractions, in the order of the program, that fit in a bucket.
+    These are the weights of the first contractions, in program order, that fit in a bucket.
     """
     found: set[int] = set()
     left = BUCKET_BYTES

@@ -1,9 +1,9 @@
-"""Fetching: before which equation XLA:GPU begins to gather each weight of a forward pass.
+"""Prefetch: the equation before which XLA:GPU begins to gather each weight of a forward pass.
 
-The scheduler begins a gather as late as it can without anyone waiting for it, and they run one at a time. Where they
-take longer than what they hide behind, those that should have begun before the program does are gathered at its
-beginning, and lie in memory until they are used: all weights of a forward pass with few tokens. Weights of a
-backward pass that are gathered for it alone, behind the barriers of `jax.checkpoint`, are not gathered ahead.
+The scheduler begins a gather as late as possible so that no equation waits for it; gathers run one at a time. If
+gathers take longer than the compute that hides them, some would have to begin before the program. Those are gathered
+at its beginning, and lie in memory until their use: all weights of a forward pass with few tokens. Weights that are
+gathered only for the backward pass, behind the barriers of `jax.checkpoint`, are not prefetched.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,8 @@ from autoshard.ir.graph import Graph
 def fetchable(graph: Graph) -> dict[int, int]:
     """Values that no contraction precedes and that contractions of the forward pass take: value → the first of these.
 
-    The forward pass ends where a contraction makes what no other is computed from: its last value, or the first
-    gradient of weights. Programs with loops have none.
+    The forward pass ends at the first contraction whose result no other contraction is computed from: its last
+    value, or the first gradient of weights. Programs with loops have none.
     """
     if graph.loops:
         return {}

@@ -18,11 +18,12 @@ are combined by the compilers into *buckets*, so that many small ones pay one la
 below a bucket they are priced at the bucket's rate, plus what each costs by itself. All-to-alls
 and permutes are never combined.
 
-XLA:GPU's collectives take and leave arrays along their outermost dimension in memory. What is
-moved along another one is transposed for it, which is work of the device, and no communication:
-the piece, unless an element-wise kernel writes what is gathered, which transposes at no cost; and of three
-dimensions or more the whole, too, unless the contraction that takes or makes it has a stride of its own
-for that dimension (`Strides`), as a matmul has for both of a matrix.
+XLA:GPU's collectives split and join arrays along their outermost dimension in memory. An array
+that moves along another dimension is transposed first; that is work of the device, not
+communication. The piece is transposed, unless an element-wise kernel writes it, which transposes
+for free. An array of three dimensions or more is also transposed as a whole, unless its
+contraction has a stride of its own for that dimension (`costs.strides`), as a matmul has for both
+dimensions of a matrix.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,10 +41,10 @@ from autoshard.ir.mesh import MeshAxes
 
 INF_PS = 10**18
 PS_PER_S = 1e12
-# XLA:GPU's default combine threshold for what it combines at all
+# XLA:GPU's default combine threshold
 # (`xla_gpu_*_combine_threshold_bytes`, openxla/xla debug_options_flags.cc).
 BUCKET_BYTES = 30 * 2**20
-# What comes together in a trip of a loop is less. With so much, the prices of a trip's collectives are within 5 % (root
+# In a trip of a loop fewer bytes are merged. With this size, the prices of a trip's collectives are within 5 % (root
 # mean square) of those that XLA:GPU emits, and 2 % too low on average, in 54 trips of four models on 8 and 16 H100
 # (those of docs/comparing.md); with 30 MB they are 7 % too low.
 TRIP_BYTES = 16 * 2**20
@@ -58,7 +59,7 @@ _HOPS = 64  # more than any path has steps: (picoseconds, hops) as one integer
 
 
 class Machine(Protocol):
-    """What resharding and costs ask of a cost model (`cost_models.Machine` is one)."""
+    """The parts of a cost model that resharding uses (`cost_models.Machine` is one)."""
 
     @property
     def overlap(self) -> float: ...
@@ -126,13 +127,13 @@ def collective_s(
 class Resharder:
     """Shortest resharding paths for every value shape on one machine and mesh.
 
-    Every layout on a path is meant to be pinned. Left to itself (`pinned=False`), the
-    partitioner finishes a pending sum by an all-reduce, or by a reduce-scatter where the
-    layout that is wanted is split anyway, along one dimension; it never scatters a sum to gather it
-    again, nor slices along an axis that the wanted layout does not have, nor gathers what it could move,
-    nor goes round to save transposes.
-    Where the machine's compiler does not scatter a sum over all devices (`scatters_whole`), it is
-    all-reduced and sliced, and none is finished in parts if it is pinned: libtpu 0.0.52 hides neither part then
+    Every layout on a path is meant to be pinned. Without pins (`pinned=False`), the partitioner
+    finishes a pending sum by an all-reduce, or by a reduce-scatter along one dimension if the target
+    layout is split. It never scatters a sum to gather it again, never slices along an axis that the
+    target layout does not have, never gathers a value that it could move, and takes no detour to save
+    transposes.
+    If the machine's compiler does not scatter a sum over all devices (`scatters_whole`), the sum is
+    all-reduced and sliced, and a pinned sum is not finished in parts: libtpu 0.0.52 hides neither part then
     (llama3-8b planned so for v5p:4x4x2 took 551 ms of compiled schedule with rings, docs/verification.md at
     8ddab20, and takes 481 all-reduced), and it scatters the second, too, if the tiles allow it. Tiles decide on
     reduce-scatters everywhere (`tiled`). `outermost`: whether collectives move along the outermost dimension in
@@ -178,7 +179,7 @@ class Resharder:
     def transposes_ps(
         self, aval: Aval, source: Codes, target: Codes, *, bucket: int, strides: Strides = NO_STRIDES
     ) -> NDArray[np.int64]:
-        """Of `cost_ps`, what transposes take."""
+        """The part of `cost_ps` that transposes take."""
         table = self.table(aval, bucket=bucket, strides=strides)
         return table.transposes_ps[np.ix_(table.at(source), table.at(target))]
 
@@ -299,7 +300,7 @@ class _Table:
         return np.zeros(len(i), np.int64)
 
     def _along(self, single: NDArray[np.float64]) -> NDArray[np.int64]:
-        """What single steps take, summed along every path."""
+        """The prices of single steps, summed along every path."""
         total = np.zeros(single.shape, np.int64)
         ends = np.broadcast_to(self._finished, (len(single), len(self._finished)))
         here = np.broadcast_to(np.arange(len(single))[:, None], ends.shape)
@@ -490,15 +491,15 @@ def _subsets(axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 def _scatters(shape: tuple[int, ...], after: Codes, over: tuple[int, ...], mesh: MeshAxes) -> NDArray[np.bool_]:
     """Whether XLA:TPU makes a reduce-scatter of a sum over mesh axes that ends in each of some layouts.
 
-    Arrays lie in tiles of 8 x 128 of their last two dimensions. Along the last but one whole tiles
-    are scattered, along the last any number but one. Of the dimensions before them, what is outermost
-    is, and what is longer than the last but one, whose place in the tiles it then takes (libtpu 0.0.51,
-    compiled for v5e:4x4, values of two to four dimensions).
+    Arrays lie in tiles of 8 x 128 of their last two dimensions. Along the last dimension but one, whole
+    tiles are scattered; along the last, any number except one. Of the dimensions before them, the outermost
+    is scattered, and any that is longer than the last but one, whose place in the tiles it then takes (libtpu
+    0.0.51, compiled for v5e:4x4, values of two to four dimensions).
     """
     ndim, sizes = len(shape), np.array(mesh.sizes)
     rows = decode(after, ndim, mesh.ndim)
     pieces = np.stack([np.where(rows == d, sizes, 1).prod(axis=1) for d in range(ndim)], axis=1)
-    local = np.array(shape) // pieces  # (layouts, ndim), of what is left of a scattered one
+    local = np.array(shape) // pieces  # (layouts, ndim), for the rest of a scattered value
     dim = rows[:, over[0]].astype(np.int64)
     left = np.take_along_axis(local, dim[:, None], axis=1)[:, 0]
     before = left * int(sizes[list(over)].prod())

@@ -1,9 +1,9 @@
-"""Sharing: which uses of a value XLA:TPU gathers it for at once.
+"""Shared gathers: the uses of a value that XLA:TPU serves by one gather.
 
-Of two equal gathers libtpu keeps both if they are far apart, so that the gathered value need not
-live in between: if the longest ways from the users of the one and of the other to the end of the
-computation differ by more than a threshold (openxla/xla schedule_aware_collective_ops_cse.cc). In
-a program of unrolled layers most weights are gathered once more for the backward pass.
+libtpu keeps two equal gathers if they are far apart, so that the gathered value need not live in
+between. They are far apart if the longest paths from their users to the end of the computation
+differ by more than a threshold (openxla/xla schedule_aware_collective_ops_cse.cc). In a program
+of unrolled layers most weights are gathered once more for the backward pass.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from autoshard.ir.op_traits import CONSTRAINT
 
 # In equations of a jaxpr. libtpu 0.0.51 shares a gather between uses that are 76 or 85 apart (weights of
 # mlp-8k, and of llama3-8b's backward loop, `benchmarks.verification`), 0.0.52 one between those that are 104
-# apart (what one layer of mixtral gives its head), and none between those that are 110 apart (of mixtral's
+# apart (from one layer of mixtral to its head), and none between uses that are 110 apart (of mixtral's
 # last layer). The pass's own tests have 100, in instructions.
 NEAR = 107
 
@@ -60,7 +60,7 @@ def _uses(graph: Graph) -> Iterator[tuple[int, list[tuple[int, int]]]]:
 
 
 def _heights(graph: Graph) -> Sequence[int]:
-    """Of every equation, the equations on the longest way from it to the end of its loop's body, or of the program.
+    """Equation → the length of the longest path from it to the end of its loop's body, or of the program.
 
     Constraints are no instructions of the partitioned program.
     """

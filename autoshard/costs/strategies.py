@@ -3,7 +3,7 @@
 A *code* is a layout as one integer: per mesh axis the dimension that it splits
 (`d`), `WHOLE` if the value is replicated over it, or `SUM` if the value is unreduced
 over it, in base `ndim + 2`. Two axes on one dimension lie in mesh order, major to
-minor. Divisibility and pruning live here, and what was pruned is counted.
+minor. Divisibility and pruning live here, and pruned strategies are counted.
 """
 
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ def shards(codes: Codes, ndim: int, mesh: MeshAxes) -> NDArray[np.int64]:
 
 @cache
 def layouts(shape: tuple[int, ...], mesh: MeshAxes, *, unreduced: bool) -> Codes:
-    """Codes of every layout that divides `shape`, replicated first; read-only. What is empty is not split.
+    """Codes of every layout that divides `shape`, replicated first; read-only. Empty arrays are not split.
 
     Raises:
       MeshError: there are more than `MOST_LAYOUTS`.
@@ -99,7 +99,7 @@ def _assignments(choices: list[list[int]]) -> Rows:
 
 
 def _dividing(sizes: Sequence[int], axis: int) -> list[int]:
-    """The positions of the sizes that a mesh axis of so many devices divides; none of what is empty."""
+    """The positions of the sizes that a mesh axis of so many devices divides; none for an empty array."""
     return [] if 0 in sizes else [i for i, size in enumerate(sizes) if size % axis == 0]
 
 

@@ -1,14 +1,14 @@
 """Strides: the dimensions of a value that contractions read, or write, by a stride of their own.
 
-A matmul has three groups of dimensions per operand: those of its batch, those that it contracts, those
-that are free. It takes every group as one dimension, wherever in memory, if the group's own lie there in
-their order. So an array may lie with any one dimension outermost that is a group by itself, and XLA:GPU
-transposes no such array for a collective along it, however many dimensions it has: experts' weights
-[expert, in, out] along each, heads' [head, width, out] along the last, but not along the second.
+A matmul has three groups of dimensions per operand: batch, contracted and free. It reads each group as
+one dimension with any stride, if the group's dimensions lie in memory in their order. An array may
+therefore have any dimension outermost that forms a group by itself, and XLA:GPU does not transpose it for
+a collective along that dimension, however many dimensions it has: experts' weights [expert, in, out]
+along each, heads' weights [head, width, out] along the last, but not along the second.
 
-The pieces of weights that are gathered are transposed by the kernels that make them: casts, slices of
-a stack. Not so the pieces that come from a scatter: where they meet what lies otherwise, all of that may be
-transposed (the moments of gemma-7b's embedding, on 16 H100).
+The kernels that make gathered pieces of weights (casts, slices of a stack) also transpose them. Pieces that
+come from a scatter are different: if they meet values in another order, all of those may be transposed
+(the moments of gemma-7b's embedding, on 16 H100).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from autoshard.ir.op_traits import DOT_GENERAL, LOOP_SLICE, LOOP_STACK, TRANSPOS
 
 
 def strides(graph: Graph) -> Mapping[int, Strides]:
-    """The strides of a graph's weights (its inputs, and casts and slices of them) and of what its matmuls make."""
+    """The strides of a graph's weights (its inputs, their casts and slices) and of the results of its matmuls."""
     read: dict[int, frozenset[int]] = dict.fromkeys(graph.outputs, frozenset())
     made: dict[int, frozenset[int]] = {}
     for e in range(len(graph.eqns) - 1, -1, -1):
@@ -49,7 +49,7 @@ def strides(graph: Graph) -> Mapping[int, Strides]:
 
 
 def _read(eqn: Eqn, i: int, through: frozenset[int] | None) -> frozenset[int] | None:
-    """The dimensions of its operand i that whoever reads it, at last, has by themselves; None if nobody does."""
+    """The dimensions of operand i that its final readers take as a group by themselves; None without readers."""
     if eqn.primitive == DOT_GENERAL:
         (contracting, batch) = eqn.params["dimension_numbers"]
         shape = eqn.operands[i].shape
