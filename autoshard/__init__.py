@@ -12,7 +12,8 @@ from autoshard import _startup
 if TYPE_CHECKING:
     __version__: str
     from autoshard.api.compare import Hand, Template, compare
-    from autoshard.api.evaluate import Evaluation, evaluate
+    from autoshard.api.evaluate import evaluate
+    from autoshard.api.evaluation import Evaluation
     from autoshard.api.jit import jit
     from autoshard.api.loaded_plan import LoadedPlan, load
     from autoshard.api.plan import Plan
@@ -42,7 +43,7 @@ _ROOMS = {
     "AUTO": "planner.requested_shardings",
     "AutoshardError": "errors",
     "CompilerMissingError": "errors",
-    "Evaluation": "api.evaluate",
+    "Evaluation": "api.evaluation",
     "Hand": "api.compare",
     "InfeasibleError": "errors",
     "LoadedPlan": "api.loaded_plan",

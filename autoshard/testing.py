@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autoshard.api.compare import Hand
-    from autoshard.api.evaluate import Completion, Evaluation
+    from autoshard.api.evaluation import Completion, Evaluation
     from autoshard.api.solved_plan import SolvedPlan
     from autoshard.explain.attribution import Attribution
     from autoshard.planner.record import PlanRecord
@@ -88,7 +88,8 @@ def assert_plan_within(
         message says which tensors lie differently and what each costs.
     """
     from autoshard.api.compare import Hand
-    from autoshard.api.evaluate import Evaluation, evaluate
+    from autoshard.api.evaluate import evaluate
+    from autoshard.api.evaluation import Evaluation
     from autoshard.api.planning import plan
     from autoshard.explain.attribution import ledger
 

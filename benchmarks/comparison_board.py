@@ -45,7 +45,7 @@ import autoshard
 import models
 from autoshard.api import compare, refine
 from autoshard.api.compare import Template
-from autoshard.api.evaluate import Evaluation
+from autoshard.api.evaluation import Evaluation
 from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends import compile
 from autoshard.backends import devices as meshes

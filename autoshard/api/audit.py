@@ -15,7 +15,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from autoshard import _jax
-from autoshard.api.evaluate import Evaluation, evaluate
+from autoshard.api.evaluate import evaluate
+from autoshard.api.evaluation import Evaluation
 from autoshard.api.options import REL_GAP
 from autoshard.api.planning import plan
 from autoshard.api.solved_plan import SolvedPlan

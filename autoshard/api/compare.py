@@ -17,12 +17,14 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
-from typing import Any
+from typing import Any, Unpack
 
 from jax.sharding import AbstractMesh
 from rich.console import RenderableType
 
-from autoshard.api.evaluate import Completion, Evaluation, evaluate
+from autoshard.api.evaluate import evaluate
+from autoshard.api.evaluation import Completion, Evaluation
+from autoshard.api.options import DonationOptions, SolvingOptions, keywords_of, listing, refuse_unknown
 from autoshard.api.planning import plan
 from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends import devices as meshes
@@ -304,6 +306,11 @@ def _contender_json(c: Contender) -> dict[str, Any]:
     }
 
 
+class CompareOptions(DonationOptions, SolvingOptions, total=False):
+    """Those of `plan` that `compare` passes on."""
+
+
+@listing(CompareOptions)
 def compare(
     fn: Callable[..., Any],
     *args: Any,
@@ -312,10 +319,7 @@ def compare(
     mesh: Shape | None = None,
     compiler: str | None = None,
     completion: Completion = "shardy",
-    memory: int | None = None,
-    donate_argnums: int | Sequence[int] | None = None,
-    time_limit_s: float = 20.0,
-    rel_gap: float = 1e-3,
+    **options: Unpack[CompareOptions],
 ) -> Compared:
     """Prices ours and every hand-written layout, each on its own best mesh; compiles them, if asked.
 
@@ -330,20 +334,18 @@ def compare(
       compiler: "gpu", "tpu" or "cpu", which compiles ours, and every layout on every mesh where it is
         predicted to fit, without a device.
       completion: as in `autoshard.evaluate`.
-      memory: bytes per device; None takes the chip's memory less what JAX cannot use.
-      donate_argnums: as in `jax.jit`.
-      time_limit_s: of the solver, per mesh.
-      rel_gap: of the solver.
+      **options: of `autoshard.plan`: memory, unknown, donate_argnums, donate_argnames;
+        time_limit_s, per mesh, and rel_gap.
 
     Raises:
       InfeasibleError: we have no plan that fits.
       MissingRuleError: a primitive without a rule, with its source line.
       MeshError: the hardware cannot hold the mesh.
     """
+    refuse_unknown(options, keywords_of(compare), "compare")
     devices = read_hardware(hardware).devices
-    common: dict[str, Any] = {"hardware": hardware, "memory": memory, "donate_argnums": donate_argnums}
-    solver: dict[str, Any] = {"time_limit_s": time_limit_s, "rel_gap": rel_gap}
-    ours = _ours(fn, args, [mesh] if mesh is not None else meshes.candidates(devices), {**common, **solver})
+    common: dict[str, Any] = {"hardware": hardware, **options}
+    ours = _ours(fn, args, [mesh] if mesh is not None else meshes.candidates(devices), common)
     own = (ours.record, ours.planned.assignment)
     mine = Contender(name=OURS, record=ours.record, ledger=None)
     contenders = [mine if compiler is None else _compiled(mine, ours, compiler)]
@@ -351,7 +353,7 @@ def compare(
     for name, template in layouts.items():
         tried_on = list(mesh_shapes(template.axes, devices, mesh))
         try:
-            found = evaluations(fn, args, template, tried_on, completion=completion, **common, **solver)
+            found = evaluations(fn, args, template, tried_on, completion=completion, **common)
         except (AutoshardError, ValueError) as error:
             left_out[name] = str(error).partition("\n")[0]
             continue

@@ -1,12 +1,14 @@
 """Evaluate: what a hand-written layout costs, in the planner's own model."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Unpack
 
 import cost_models
+from autoshard.api.evaluation import Completion, Evaluation
+from autoshard.api.options import Options, ProgramOptions, keywords_of, listing, refuse_misspelt
 from autoshard.backends.devices import MeshLike
-from autoshard.backends.shardy.propagation import Annotations, annotated, propagated
+from autoshard.backends.shardy.propagation import Annotations, propagated
 from autoshard.costs.resharding import Resharder
 from autoshard.costs.strategies import layout_of
 from autoshard.errors import InfeasibleError
@@ -15,85 +17,17 @@ from autoshard.planner import pipeline
 from autoshard.planner.build_record import describe, program_pins
 from autoshard.planner.nearest import before_casts, gathered, nearest, of_partitioner
 from autoshard.planner.pipeline import Budget
-from autoshard.planner.record import Certificate, PlanRecord
+from autoshard.planner.record import Certificate
 from autoshard.planner.request import PlanRequest, request_of_call
 from autoshard.planner.requested_shardings import AUTO
-from autoshard.planner.search_space import SearchSpace
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.formulation import UNIT_S, formulate
 from autoshard.solver.evaluate import evaluate as price
-from autoshard.verification.result import Verification
-from autoshard.verification.verify import TOLERANCE, verify
-
-Completion = Literal["shardy", "best"]
 
 _NO_LIMIT = 2**60  # bytes: more than any device has
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Evaluation:
-    """A hand-written layout as the planner sees it: its price, collectives and memory.
-
-    `assignment` holds the layout of every value; `annotations` are what the compiler is
-    given in `verify`.
-    """
-
-    record: PlanRecord
-    completion: Completion
-    assignment: Assignment
-    annotations: Annotations
-    setting: SearchSpace
-
-    def __repr__(self) -> str:
-        r = self.record
-        fits = "" if self.fits else ", does not fit"
-        return f"<Evaluation of {r.name} on {r.mesh} ({r.hardware}): {self.cost * 1e3:.3g} ms, {self.completion}{fits}>"
-
-    @property
-    def cost(self) -> float:
-        """Predicted seconds of a step."""
-        return self.record.cost.step_s
-
-    @property
-    def fits(self) -> bool:
-        """Whether the predicted peak is within the memory of a device."""
-        return self.record.memory.peak_bytes <= self.record.memory.limit_bytes
-
-    def verify(
-        self,
-        compiler: str | None = None,
-        *,
-        topology: str | None = None,
-        tolerance: float = TOLERANCE,
-        compiler_options: Mapping[str, Any] | None = None,
-    ) -> Verification:
-        """Compiles the annotated program for its hardware, without a device, and compares.
-
-        With completion "shardy" the annotations are the hand-written ones alone; with
-        "best" they hold every value in its layout, as a plan's do.
-
-        Args:
-          compiler: "gpu", "tpu" or "cpu"; None takes the hardware's own.
-          topology: another topology to compile for, such as "cpu:8".
-          tolerance: relative difference in bytes that still counts as a match.
-          compiler_options: as in `Plan.verify`.
-
-        Raises:
-          CompilerMissingError: that compiler is not installed.
-        """
-        traced = annotated(self.setting.priced, self.record.mesh, self.annotations)
-        return verify(
-            traced,
-            self.record,
-            compiler=compiler,
-            topology=topology,
-            tolerance=tolerance,
-            compiler_options=compiler_options,
-            graph=self.setting.decisions.graph,
-            assignment=self.assignment,
-        )
-
-
+@listing(ProgramOptions, rest="kwargs")
 def evaluate(
     fn: Callable[..., Any],
     *args: Any,
@@ -102,16 +36,7 @@ def evaluate(
     in_specs: Any = AUTO,
     out_specs: Any = AUTO,
     completion: Completion = "shardy",
-    memory: int | None = None,
-    donate_argnums: int | Sequence[int] | None = None,
-    donate_argnames: str | Sequence[str] | None = None,
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Sequence[str] | None = None,
-    for_grad: bool | int | Sequence[int] | None = None,
-    unknown: str = "error",
-    time_limit_s: float = 20.0,
-    rel_gap: float = 1e-3,
-    **kwargs: Any,
+    **options: Unpack[ProgramOptions],
 ) -> Evaluation:
     """Prices the layout that a hand annotates `fn(*args, **kwargs)` with.
 
@@ -128,17 +53,10 @@ def evaluate(
       out_specs: likewise, of the outputs.
       completion: what the open layouts are: "shardy", those that the partitioner's own
         propagation gives them; "best", those of the best plan that keeps the annotations.
-      memory: as in `autoshard.plan`. A layout that does not fit is priced all the same:
-        see `Evaluation.fits`.
-      donate_argnums: as in `jax.jit`.
-      donate_argnames: likewise, by name.
-      static_argnums: as in `jax.jit`.
-      static_argnames: likewise, by name.
-      for_grad: as in `autoshard.plan`.
-      unknown: as in `autoshard.plan`.
-      time_limit_s: of the solver, for "best".
-      rel_gap: of the solver, for "best".
-      kwargs: keyword arguments of `fn`.
+      **options: of `autoshard.plan`: memory (a layout that does not fit is priced all the same,
+        see `Evaluation.fits`), unknown, donate_argnums, donate_argnames, static_argnums,
+        static_argnames, for_grad; time_limit_s and rel_gap, for "best". Other keywords are
+        arguments of `fn`, which a type checker does not let pass: give them by position.
 
     Raises:
       InfeasibleError: the annotations exclude each other ("best").
@@ -147,6 +65,10 @@ def evaluate(
       MeshError: mesh, hardware and devices do not fit each other.
       ShardyError: propagation fails ("shardy").
     """
+    known: Any = {name: value for name, value in options.items() if name in ProgramOptions.__annotations__}
+    kwargs = {name: value for name, value in options.items() if name not in known}
+    refuse_misspelt(fn, kwargs, "evaluate", keywords_of(evaluate))
+    asked = Options(mesh=mesh, hardware=hardware, in_shardings=in_specs, out_shardings=out_specs, **known)
     question = request_of_call(
         fn,
         args,
@@ -155,17 +77,17 @@ def evaluate(
         hardware=hardware,
         in_shardings=in_specs,
         out_shardings=out_specs,
-        memory=memory,
-        donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames,
-        static_argnums=static_argnums,
-        static_argnames=static_argnames,
-        for_grad=for_grad,
-        unknown=unknown,
+        memory=asked.memory_bytes,
+        donate_argnums=asked.donate_argnums,
+        donate_argnames=asked.donate_argnames,
+        static_argnums=asked.static_argnums,
+        static_argnames=asked.static_argnames,
+        for_grad=asked.for_grad,
+        unknown=asked.unknown,
     )
     if completion == "shardy":
         return _by_shardy(question)
-    return _by_plan(question, time_limit_s=time_limit_s, rel_gap=rel_gap)
+    return _by_plan(question, time_limit_s=asked.time_limit_s, rel_gap=asked.rel_gap)
 
 
 def _by_hand(question: PlanRequest) -> Annotations:

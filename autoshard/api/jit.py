@@ -3,60 +3,31 @@
 import functools
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MethodType
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, Unpack, overload
 
 import jax
-from jax.sharding import PartitionSpec
 
-import cost_models
 from autoshard import _jax
 from autoshard.api.dispatch import Entry
-from autoshard.api.evaluate import Evaluation
-from autoshard.api.options import OPTIONS, Options, refuse_unknown
-from autoshard.api.plan import Plan
+from autoshard.api.options import Options, PlanOptions, listing, refuse_unknown
 from autoshard.api.planning import peers, plan_or_load, requests_of
 from autoshard.api.solved_plan import SolvedPlan
-from autoshard.backends.devices import MeshLike
 from autoshard.errors import ArgumentError, GradientError, InfeasibleError, SpecError
 from autoshard.ir import arguments
 from autoshard.ir import trace as traces
-from autoshard.planner import pipeline
-from autoshard.planner.store import Directory, lock_at
+from autoshard.planner.store import lock_at
 from autoshard.report.tables import bytes_text
 
 log = logging.getLogger("autoshard")
 _jax.hide_frames(__file__)  # what is emitted in place stands where the user calls it
 
 
-class JitOptions(TypedDict, total=False):
-    """What `jit` takes, for editors and type checkers: the options of `autoshard.plan`, those of `jax.jit`, its own."""
+class JitOptions(PlanOptions, total=False):
+    """What `jit` takes: the options of `autoshard.plan`, those of `jax.jit`, its own."""
 
-    mesh: MeshLike | Sequence[MeshLike]
-    hardware: str | cost_models.Hardware | None
-    in_shardings: Any
-    out_shardings: Any
-    pins: Mapping[str, PartitionSpec] | None
-    memory: int | float | str | None
-    donate_argnums: int | Sequence[int] | None
-    donate_argnames: str | Sequence[str] | None
-    static_argnums: int | Sequence[int] | None
-    static_argnames: str | Sequence[str] | None
-    for_grad: bool | int | Sequence[int] | None
-    unknown: str
-    constraints: pipeline.ConstraintPolicy
-    like: Plan | None
-    lock: str | os.PathLike[str] | None
-    cache: Directory
-    time_limit_s: float
-    rel_gap: float
-    wait_s: float
-    refine: str | None
-    candidates: int
-    also: Mapping[str, Plan | Evaluation]
     strict: bool
     move: bool
     keep_unused: bool
@@ -66,13 +37,14 @@ class JitOptions(TypedDict, total=False):
     compiler_options: Mapping[str, Any] | None
 
 
-_OWN = ("strict", "move", "keep_unused", "inline", "backend", "device", "compiler_options")
+_OWN = tuple(name for name in JitOptions.__annotations__ if name not in PlanOptions.__annotations__)
 
 
 @overload
 def jit(fn: Callable[..., Any], **options: Unpack[JitOptions]) -> "JitFunction": ...
 @overload
 def jit(fn: None = None, **options: Unpack[JitOptions]) -> Any: ...
+@listing(JitOptions, also=None, strict=False, move=False, keep_unused=False, inline=False)
 def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     """`jax.jit` that finds the sharding: bare, or with the options of `autoshard.plan`.
 
@@ -103,7 +75,7 @@ def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
       ArgumentError: there is no such option.
       SpecError: an option cannot be kept.
     """
-    refuse_unknown(options, (*OPTIONS, *_OWN), "jit")
+    refuse_unknown(options, tuple(JitOptions.__annotations__), "jit")
     if fn is None:
         return lambda fn: jit(fn, **options)
     own = {name: options.pop(name) for name in _OWN if name in options}

@@ -1,18 +1,22 @@
-"""Options: what is asked of a plan beside the program and its arguments; what cannot be meant is refused by name."""
+"""Options: what is asked of a plan beside the program and its arguments. `autoshard.plan` documents each.
+
+`Options` is the value, with the defaults; it refuses by name what cannot be meant. The TypedDicts are the same
+options for editors and type checkers: a verb that passes options on takes them as `**options: Unpack[...]`.
+"""
 
 import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from numbers import Real
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import cost_models
-from autoshard.api.evaluate import Evaluation
+from autoshard.api.evaluation import Evaluation
 from autoshard.api.plan import Plan
 from autoshard.backends.devices import MeshLike
 from autoshard.errors import ArgumentError, MeshError, SpecError
@@ -26,6 +30,8 @@ REL_GAP = 1e-3  # proven optimal to a tenth of a percent: well inside what a cos
 TIME_LIMIT_S = 20.0
 WAIT_S = 25.0  # for other processes: an error comes within half a minute
 
+_Verb = TypeVar("_Verb", bound=Callable[..., Any])
+
 _CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "constraints": ("needed", "all", "compiled"),
     "unknown": ("error", "replicate"),
@@ -33,9 +39,60 @@ _CHOICES: Mapping[str, tuple[str | None, ...]] = {
 }
 
 
+class SolvingOptions(TypedDict, total=False):
+    """What every verb that plans takes."""
+
+    memory: int | float | str | None
+    unknown: str
+    time_limit_s: float
+    rel_gap: float
+
+
+class DonationOptions(TypedDict, total=False):
+    """As in `jax.jit`."""
+
+    donate_argnums: int | Sequence[int] | None
+    donate_argnames: str | Sequence[str] | None
+
+
+class ArgumentOptions(DonationOptions, total=False):
+    """What is said of a function's arguments, whatever their layouts."""
+
+    static_argnums: int | Sequence[int] | None
+    static_argnames: str | Sequence[str] | None
+    for_grad: bool | int | Sequence[int] | None
+
+
+class ProgramOptions(SolvingOptions, ArgumentOptions, total=False):
+    """Which program is planned or priced, and within which limits."""
+
+
+class FunctionOptions(ArgumentOptions, total=False):
+    """What each function of `plan_many` has for itself."""
+
+    in_shardings: Any
+    out_shardings: Any
+    pins: Mapping[str, PartitionSpec] | None
+
+
+class PlanOptions(SolvingOptions, FunctionOptions, total=False):
+    """All that `plan` takes."""
+
+    mesh: MeshLike | Sequence[MeshLike]
+    hardware: str | cost_models.Hardware | None
+    constraints: pipeline.ConstraintPolicy
+    like: Plan | None
+    lock: str | os.PathLike[str] | None
+    cache: Directory
+    wait_s: float
+    refine: str | None
+    candidates: int
+    also: Mapping[str, Plan | Evaluation] | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options of `plan`, which see.
+    """The options of `plan`, each allowed.
 
     Raises:
       MeshError: `mesh` is no mesh.
@@ -92,6 +149,36 @@ class Options:
 
 
 OPTIONS = tuple(one.name for one in fields(Options))
+_DEFAULTS: Mapping[str, Any] = {one.name: one.default for one in fields(Options) if one.default is not MISSING}
+
+
+def listing(kind: type, *, rest: str = "", **defaults: object) -> Callable[[_Verb], _Verb]:
+    """Lets `help` and `inspect.signature` show a verb's `**options` one by one.
+
+    Args:
+      kind: the TypedDict of the options.
+      rest: the name of further keywords that the verb takes, for its function.
+      **defaults: those that are not `Options`'s.
+    """
+    of = {**_DEFAULTS, **defaults}
+
+    def listed(verb: _Verb) -> _Verb:
+        own = [p for p in inspect.signature(verb).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        options = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=of.get(name), annotation=annotation)
+            for name, annotation in kind.__annotations__.items()
+        ]
+        others = [inspect.Parameter(rest, inspect.Parameter.VAR_KEYWORD, annotation=Any)] if rest else []
+        signature = inspect.signature(verb).replace(parameters=[*own, *options, *others])
+        vars(verb)["__signature__"] = signature
+        return verb
+
+    return listed
+
+
+def keywords_of(verb: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of all that a verb takes by keyword alone."""
+    return tuple(p.name for p in inspect.signature(verb).parameters.values() if p.kind is p.KEYWORD_ONLY)
 
 
 def refuse_unknown(given: Iterable[str], known: Sequence[str], verb: str) -> None:
@@ -107,7 +194,9 @@ def refuse_unknown(given: Iterable[str], known: Sequence[str], verb: str) -> Non
             raise ArgumentError(f"{verb} has no option {name!r}: {hint}")
 
 
-def refuse_misspelt(fn: Callable[..., Any], kwargs: Mapping[str, Any], verb: str) -> None:
+def refuse_misspelt(
+    fn: Callable[..., Any], kwargs: Mapping[str, Any], verb: str, known: Sequence[str] = OPTIONS
+) -> None:
     """Raises if a keyword argument that `fn` does not take is nearly the name of an option.
 
     Raises:
@@ -120,7 +209,7 @@ def refuse_misspelt(fn: Callable[..., Any], kwargs: Mapping[str, Any], verb: str
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
     for name in kwargs.keys() - {p.name for p in parameters}:
-        near = get_close_matches(name, OPTIONS, n=1, cutoff=0.7)
+        near = get_close_matches(name, known, n=1, cutoff=0.7)
         if near:
             raise ArgumentError(
                 f"{verb}: {getattr(fn, '__name__', fn)} takes no argument {name!r}; did you mean the option {near[0]}?"

@@ -15,13 +15,13 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from math import gcd, lcm
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 import cost_models
-from autoshard.api.options import REL_GAP, Options
+from autoshard.api.options import FunctionOptions, Options, SolvingOptions, keywords_of, listing, refuse_unknown
 from autoshard.api.planning import plan_request, requests_of
 from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends.devices import MeshLike
@@ -39,25 +39,17 @@ from autoshard.report.tables import bytes_text
 from autoshard.solver import Solution, Status, solve
 
 Int = NDArray[np.int64]
-Function = tuple[Callable[..., Any], tuple[Any, ...]] | tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
+Own = FunctionOptions | Mapping[str, Any]
+Function = tuple[Callable[..., Any], tuple[Any, ...]] | tuple[Callable[..., Any], tuple[Any, ...], Own]
 Share = str | Mapping[str, str] | Sequence[str | Mapping[str, str]] | None
 
 # Weights are kept exact as fractions with denominators up to this.
 _FINEST_WEIGHT = 1000
 
-# Options that each function has for itself; the others hold for all.
-_OWN = (
-    "in_shardings",
-    "out_shardings",
-    "pins",
-    "donate_argnums",
-    "donate_argnames",
-    "static_argnums",
-    "static_argnames",
-    "for_grad",
-)
+_OWN = tuple(FunctionOptions.__annotations__)
 
 
+@listing(SolvingOptions)
 def plan_many(
     functions: Mapping[str, Function],
     *,
@@ -65,11 +57,8 @@ def plan_many(
     weights: Mapping[str, float] | None = None,
     mesh: MeshLike = None,
     hardware: str | cost_models.Hardware | None = None,
-    memory: int | None = None,
-    unknown: str = "error",
     constraints: pipeline.ConstraintPolicy = "needed",
-    time_limit_s: float = 20.0,
-    rel_gap: float = REL_GAP,
+    **options: Unpack[SolvingOptions],
 ) -> dict[str, SolvedPlan]:
     """Plans functions with common state for the least weighted sum of their step times.
 
@@ -92,12 +81,10 @@ def plan_many(
       weights: how often each runs, relative to the others; 1 where none is given.
       mesh: as in `autoshard.plan`; one mesh for all.
       hardware: as in `autoshard.plan`.
-      memory: as in `autoshard.plan`. What one function keeps between its steps counts while
-        the others run.
-      unknown: as in `autoshard.plan`.
       constraints: as in `autoshard.plan`.
-      time_limit_s: as in `autoshard.plan`, for the joint problem and for each function.
-      rel_gap: as in `autoshard.plan`.
+      **options: of `autoshard.plan`: memory (what one function keeps between its steps counts
+        while the others run), unknown, rel_gap; time_limit_s, for the joint problem and for each
+        function.
 
     Returns:
       A plan per function. Its certificate is that of its own step under the shared layouts;
@@ -108,32 +95,30 @@ def plan_many(
         weight is wrong.
       InfeasibleError: no common layout fits.
     """
+    refuse_unknown(options, keywords_of(plan_many), "plan_many")
     common: dict[str, Any] = {
         "mesh": mesh,
         "hardware": hardware,
-        "memory": memory,
-        "unknown": unknown,
         "constraints": constraints,
-        "time_limit_s": time_limit_s,
-        "rel_gap": rel_gap,
+        **options,
     }
     names = tuple(functions)
     posed: list[tuple[PlanRequest, ...]] = []
-    options: dict[str, Options] = {}
+    each: dict[str, Options] = {}
     for name, (fn, args, *own) in functions.items():
         given = dict(own[0]) if own else {}
         wrong = [key for key in given if key not in _OWN]
         if wrong:
             raise SpecError(f"{name}: {wrong[0]!r} is no option of one function; there are: {', '.join(_OWN)}")
         all_of_it: dict[str, Any] = {"for_grad": False, **common, **given}
-        options[name] = Options(**all_of_it)
-        posed.append(requests_of(fn, args, {}, options[name]))
+        each[name] = Options(**all_of_it)
+        posed.append(requests_of(fn, args, {}, each[name]))
     scale = _scale(names, weights or {})
     best: tuple[Fraction, dict[str, SolvedPlan]] | None = None
     for questions in product(*posed):
         if len({question.place.axes for question in questions}) > 1:
             continue
-        plans = _together(dict(zip(names, questions, strict=True)), options, share, scale)
+        plans = _together(dict(zip(names, questions, strict=True)), each, share, scale)
         total = sum((scale[n] * Fraction(p.record.cost.step_s) for n, p in plans.items()), Fraction(0))
         if best is None or total < best[0]:
             best = total, plans

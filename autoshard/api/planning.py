@@ -14,7 +14,7 @@ import cost_models
 from autoshard import _jax, _startup
 from autoshard.api import multihost
 from autoshard.api.compiler_minimal_constraints import compiler_minimal
-from autoshard.api.evaluate import Evaluation
+from autoshard.api.evaluation import Evaluation
 from autoshard.api.multihost import Peers
 from autoshard.api.options import REL_GAP, TIME_LIMIT_S, WAIT_S, Options, refuse_misspelt
 from autoshard.api.plan import Plan

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from autoshard.api.evaluate import Evaluation
+from autoshard.api.evaluation import Evaluation
 from autoshard.api.plan import Plan, ProgramPlan
 from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends import compile

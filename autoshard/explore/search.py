@@ -15,9 +15,12 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
+from typing import Any, Unpack
+
+from jax.sharding import PartitionSpec
 
 import cost_models
+from autoshard.api.options import DonationOptions, Options, SolvingOptions, keywords_of, listing, refuse_unknown
 from autoshard.errors import InfeasibleError, SpecError
 from autoshard.explore import ranking_report, workers
 from autoshard.explore.candidates import Candidate, candidates, slices
@@ -33,6 +36,7 @@ from autoshard.problem.warm_start import PortableChoice
 from autoshard.report import page
 from autoshard.solver.tuning import TUNED
 
+REL_GAP = 2e-3  # of each candidate, where none is asked for
 PARAMETER_MULTIPLE = "x"  # "20x": twenty tokens per parameter
 
 
@@ -68,6 +72,14 @@ class Search(Ranking):
         return page.page(ranking=self.to_json(), plan=best)
 
 
+class SearchOptions(DonationOptions, SolvingOptions, total=False):
+    """Those of `plan` that `search` passes on."""
+
+    pins: Mapping[str, PartitionSpec] | None
+    for_grad: bool | int | Sequence[int] | None
+
+
+@listing(SearchOptions, rel_gap=REL_GAP)
 def search(
     target: str | Callable[..., Any],
     *args: Any,
@@ -77,19 +89,12 @@ def search(
     keywords: Mapping[str, Any] | None = None,
     axes: int = 3,
     twins: bool = False,
-    pins: Mapping[str, Any] | None = None,
-    donate_argnums: int | Sequence[int] | None = None,
-    donate_argnames: str | Sequence[str] | None = None,
-    for_grad: bool | int | Sequence[int] | None = None,
-    memory: int | None = None,
     tokens_per_step: int | None = None,
     budget_tokens: float | str = 0,
     prices: float | Mapping[str, float] | None = None,
     processes: int | None = None,
-    time_limit_s: float = 20.0,
-    rel_gap: float = 2e-3,
-    unknown: str = "error",
     on_progress: Callable[[Progress], None] | None = None,
+    **options: Unpack[SearchOptions],
 ) -> Search:
     """Plans every mesh on every slice of so many chips, and ranks them by time per token.
 
@@ -104,20 +109,15 @@ def search(
       keywords: further arguments of the builder.
       axes: the most mesh axes.
       twins: whether meshes that no link tells apart are planned, too (see `candidates`).
-      pins: as in `autoshard.plan`.
-      donate_argnums: as in `jax.jit`; None, and no names, donates the arguments that
-        outputs replace leaf by leaf, as a training step's state; `()` donates none.
-      donate_argnames: likewise, by name.
-      for_grad: as in `autoshard.plan`.
-      memory: bytes per device; None takes each chip's own.
       tokens_per_step: None takes the elements of the largest integer input.
       budget_tokens: of the whole training, as a number or text (`"15T"`, `"20x"`: per parameter).
       prices: dollars per chip and hour, of every chip or by chip name.
       processes: None takes one per core.
-      time_limit_s: of the solver, per candidate.
-      rel_gap: of the solver.
-      unknown: as in `autoshard.plan`.
       on_progress: called when it begins, and after every candidate.
+      **options: of `autoshard.plan`: pins, memory, unknown, for_grad; donate_argnums and
+        donate_argnames, which, if neither is given, are the arguments that outputs replace leaf
+        by leaf, as a training step's state (`()` donates none); time_limit_s, per candidate, and
+        rel_gap, 0.002 if none is given.
 
     Raises:
       MeshError: no slice has that many chips.
@@ -129,6 +129,9 @@ def search(
       KeyboardInterrupt: it is interrupted before the first plan is made.
     """
     begin = time.perf_counter()
+    refuse_unknown(options, keywords_of(search), "search")
+    given: SearchOptions = {"rel_gap": REL_GAP, **options}
+    asked = Options(**given)
     if processes is not None and processes < 1:
         raise SpecError(f"{processes} processes plan nothing: write --processes 1 (processes=1), or leave it out")
     if not isinstance(target, str) and vary:
@@ -149,16 +152,16 @@ def search(
         keywords=keywords or {},
         fn=None if builder else target,
         args=args,
-        pins=pins or {},
+        pins=asked.pins or {},
         donate=None
-        if donate_argnums is None and donate_argnames is None
-        else (*as_tuple(donate_argnums), *as_tuple(donate_argnames)),
-        for_grad=for_grad,
-        memory=memory,
+        if asked.donate_argnums is None and asked.donate_argnames is None
+        else (*as_tuple(asked.donate_argnums), *as_tuple(asked.donate_argnames)),
+        for_grad=asked.for_grad,
+        memory=asked.memory_bytes,
         tokens=tokens_per_step,
-        unknown=unknown,
-        time_limit_s=time_limit_s,
-        rel_gap=rel_gap,
+        unknown=asked.unknown,
+        time_limit_s=asked.time_limit_s,
+        rel_gap=asked.rel_gap,
     )
     notes: list[str] = []
     wanted = min(os.cpu_count() or 1 if processes is None else processes, len(every))

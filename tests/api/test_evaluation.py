@@ -15,7 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 import autoshard
 import models
 from autoshard import AUTO
-from autoshard.api.evaluate import Completion, Evaluation, evaluate
+from autoshard.api.evaluate import evaluate
+from autoshard.api.evaluation import Completion, Evaluation
 from autoshard.backends import devices
 from autoshard.backends.shardy import passes
 from autoshard.backends.shardy.propagation import annotated

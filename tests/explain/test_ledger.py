@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.api.evaluate import Evaluation, evaluate
+from autoshard.api.evaluate import evaluate
+from autoshard.api.evaluation import Evaluation
 from autoshard.explain.attribution import COMPUTE, ROUNDING, Attribution, ledger
 
 H100 = "h100:1x8"
