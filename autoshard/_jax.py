@@ -34,11 +34,11 @@ from jaxlib.mlir import ir, passmanager
 
 _OWN_FOLDER = os.path.dirname(__file__)
 
-# How later JAX says which inputs of a loop are what; JAX 0.10 has numbers of them.
+# How later JAX names the kinds of a loop's inputs; JAX 0.10 has their numbers.
 flattree: Any = importlib.util.find_spec("jax._src.flattree") and importlib.import_module("jax._src.flattree")
 
 MLIRError = ir.MLIRError
-ANYWHERE = UNSPECIFIED  # a call's sharding of an operand or a result of which it says nothing
+ANYWHERE = UNSPECIFIED  # a call's sharding of an operand or a result that it leaves open
 JAX_VERSION: tuple[int, ...] = tuple(int(x) for x in jax.__version__.split(".")[:3])
 
 # Whether XLA:GPU's analytical latency estimator works for every program. In loops that communicate it may ask for the
@@ -164,7 +164,7 @@ def shaped(leaf: Any) -> Any:
 def parsed_call(
     args: Sequence[Any], kwargs: dict[str, Any], static_argnums: tuple[int, ...], static_argnames: tuple[str, ...]
 ) -> tuple[Any, list[Any]]:
-    """What `jax.jit` tells calls apart by (beside abstract values and context), and the dynamic leaves.
+    """The key by which `jax.jit` tells calls apart (beside abstract values and context), and the dynamic leaves.
 
     The first knows pytrees, names of keywords in any order, and statics by type and equality. The
     leaves of keyword arguments follow those of the positional ones, sorted by name.
@@ -180,7 +180,7 @@ Array = array.ArrayImpl  # the type of every concrete array; tracers are of none
 
 
 def under_jit() -> bool:
-    """Whether what is done now is traced into a program, and not done at once (as under `jax.grad` alone)."""
+    """Whether operations are now traced into a program, and not run at once (as under `jax.grad` alone)."""
     return core.unsafe_am_i_under_a_jit()
 
 
@@ -195,7 +195,7 @@ def is_reference(value: Any) -> bool:
 
 
 def used_inputs(closed: Any) -> frozenset[int]:
-    """The inputs that a program's results or effects depend on; the others are no arguments of what is compiled."""
+    """The inputs that a program's results or effects depend on; others are no arguments of the compiled program."""
     jaxpr = open_jaxpr(closed)
     _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return frozenset(i for i, needed in enumerate(used) if needed)
@@ -238,7 +238,7 @@ def array_consts(closed: Any) -> tuple[Any, ...]:
 
 
 def former_text(closed: Any, *, color: bool) -> str:
-    """What plan files of autoshard 0.1.0 have a hash of: the jaxpr as JAX prints it (in colours on a terminal)."""
+    """The text whose hash plan files of autoshard 0.1.0 have: the jaxpr as JAX prints it (in colours on a terminal)."""
     return re.sub(r" at 0x[0-9a-f]+", "", closed.pretty_print(use_color=color))
 
 
@@ -333,7 +333,7 @@ def as_written(eqn: Any) -> Generator[None]:
 
 @contextlib.contextmanager
 def noted(note: str) -> Generator[None]:
-    """Binds equations at the user's line that is running, where errors of JAX say a note of whoever binds them."""
+    """Binds equations at the user's running line; JAX's errors about them carry a note."""
     frame: Any = inspect.currentframe()
     while frame.f_back is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -442,7 +442,7 @@ def with_derivatives(
     def backward_rule(*args: Any) -> Any:
         structure: list[Any] = []
         given, tree = jax.tree.flatten(args)
-        traced = [i for i, value in enumerate(given) if is_tracer(value)]  # what is known, as a shape is, stays so
+        traced = [i for i, value in enumerate(given) if is_tracer(value)]  # known values, such as shapes, stay known
 
         def leaves(*values: Any) -> list[Any]:
             known = {**dict(enumerate(given)), **dict(zip(traced, values, strict=True))}
@@ -479,7 +479,7 @@ def _closed(jaxpr: Any, consts: Any) -> Any:
 
 
 def spelled_out(closed: Any) -> Any:
-    """A closed jaxpr with what JAX 0.12 keeps in one piece (`jnp.searchsorted`) as the equations that it stands for."""
+    """A closed jaxpr in which calls that JAX 0.12 keeps whole (`jnp.searchsorted`) are replaced by their equations."""
     return partial_eval.lower_jaxpr2(closed) if getattr(closed, "is_high", False) else closed
 
 
@@ -550,7 +550,7 @@ def is_tracer(value: Any) -> bool:
 
 
 def scan_arity(eqn: Any) -> tuple[int, int]:
-    """(constants, carries) of a scan; what follows are its sliced inputs."""
+    """(constants, carries) of a scan; its sliced inputs follow them."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = (len(tree) for tree in eqn.params["ft_in"].unpack())
@@ -632,10 +632,10 @@ def scan_again(eqn: Any, body: Any, consts: Sequence[Any], carries: Sequence[Any
 
     Args:
       eqn: the scan, its results named.
-      body: closed; its results are the carries, then what is stacked.
-      consts: variables around it.
-      carries: the same.
-      slices: the same.
+      body: a closed jaxpr; its results are the carries, then the stacked outputs.
+      consts: variables around the scan, for its constants.
+      carries: variables for its carries.
+      slices: variables for its sliced inputs.
     """
     stacks = len(open_jaxpr(body).outvars) - len(carries)
     if "num_consts" in eqn.params:

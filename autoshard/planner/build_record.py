@@ -75,7 +75,7 @@ def describe(
         cost=Cost(
             step_s=step_s,
             compute_s=compute_s,
-            communication_s=max(0.0, step_s - compute_s) + hidden_s,  # of what waits for nothing, rounding errors
+            communication_s=max(0.0, step_s - compute_s) + hidden_s,  # exposed seconds below this are rounding errors
             hidden_s=hidden_s,
         ),
         memory=Memory(peak_bytes=peak, limit_bytes=memory_bytes, at=place_of(d, at), kinds=kinds),
@@ -88,7 +88,7 @@ def describe(
 
 
 def _kernel_notes(decisions: Decisions) -> Iterable[str]:
-    """What kernels keep whole though their rules let it pass; once for all that are alike."""
+    """Notes on dimensions that kernels keep whole although their rules let them pass; once per equal kernel."""
     kernels = (eqn for eqn in decisions.graph.eqns if eqn.primitive == PALLAS)
     return dict.fromkeys(filter(None, map(kept_whole, kernels)))
 
@@ -207,12 +207,12 @@ def _undifferentiated(
 def _compiler_options(hardware: Hardware, mesh: MeshAxes, spare_bytes: int, *, loops: bool) -> dict[str, Any]:
     """The flags that the plan's overlap and memory need.
 
-    XLA:GPU merges reduce-scatters up to a size of their *results*; what they reduce, as many
-    times as large as there are devices, is alive until then, and the gradients of a whole
-    loop's body are reduced after its last one. They are merged up to a bucket of what is
-    reduced, as they are priced, and less where memory is short. In loops the scheduler's
-    analytical estimates put each gather behind the compute before its use (the default
-    estimator takes any two matmuls to be equally long), where they work (`_jax.ESTIMATES`).
+    XLA:GPU merges reduce-scatters up to a size of their *results*. Their operands, larger by the
+    number of devices, live until then, and the gradients of a whole loop body are reduced after
+    its last one. The flags merge them up to a bucket of operand bytes, as they are priced, and less
+    if memory is short. In loops, the scheduler's analytical estimates hide each gather behind the
+    compute before its use (the default estimator takes any two matmuls to be equally long), if the
+    estimates work (`_jax.ESTIMATES`).
     """
     if hardware.name.startswith(("tpu", "cpu")):
         return {}

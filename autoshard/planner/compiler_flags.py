@@ -1,9 +1,9 @@
-"""Flags: the compiler options that a plan file may hold.
+"""Compiler flags: the compiler options that a plan file may hold.
 
-A plan file is data: what it says to a compiler may change how the planned program is
-scheduled, and nothing else. So its flags are of this list, and their values numbers or
-truth values; none takes a path, a command or a text. Whoever wants others gives them in
-Python: `plan.verify(compiler_options=…)`, `lowered.compile(compiler_options=…)`.
+A plan file is data: its flags may only change how the planned program is scheduled. So they
+are from this list, and their values are numbers or truth values; no flag takes a path, a
+command or a text. Other flags are given in Python: `plan.verify(compiler_options=…)`,
+`lowered.compile(compiler_options=…)`.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from autoshard.errors import PlanFileError
 
 _LARGEST = 2**40
 
-# Those that plans need (`description`) and that `refine` adds, and their kin: what is merged, and what runs at once.
+# The flags of plans (`build_record`) and of `refine`, and related ones: they merge collectives, or let them overlap.
 TRUTHS = frozenset(
     {
         "xla_gpu_enable_analytical_latency_estimator",

@@ -1,4 +1,4 @@
-"""Infeasible: why no plan fits, at which equation, and what would help."""
+"""Infeasible: why no plan fits, at which equation, and the way out."""
 
 from collections.abc import Mapping
 
@@ -74,7 +74,7 @@ def infeasible(
 
 
 def _forbidden(setting: SearchSpace, wanted: RequestedShardings) -> str:
-    """What excludes each other where costs alone forbid everything."""
+    """The requests that exclude each other, if costs alone forbid every choice."""
     priced = setting.priced
     pinned = [f"{priced.in_paths[i]} in {spec}" for i, spec in sorted(wanted.inputs.items())]
     pinned += [f"output {priced.out_paths[i]} in {spec}" for i, spec in sorted(wanted.outputs.items())]
@@ -92,7 +92,7 @@ def _forbidden(setting: SearchSpace, wanted: RequestedShardings) -> str:
 
 
 def _way_out(setting: SearchSpace, kinds: Mapping[str, int]) -> str:
-    """What would help most, of what makes up a peak."""
+    """The change that helps most, given the parts of a peak."""
     ways: list[str] = []
     state = sum(kinds.get(kind, 0) for kind in ("parameters", "optimizer", "arguments"))
     passing = sum(kinds.get(kind, 0) for kind in ("activations", "copies"))

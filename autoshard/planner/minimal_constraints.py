@@ -1,19 +1,18 @@
-"""Minimal: which of a plan's constraints the partitioner would not reach by itself.
+"""Minimal constraints: leaves out the constraints that the partitioner reaches by itself.
 
-Constraints block fusions and clutter a program, but a missing one can cost more than
-many (a residual pinned alone made XLA gather weights). So none is left out without a
-probe: Shardy is run in-process on the program with fewer constraints, and must do what
-it does with all of them: the same collectives, every contraction and every cast in the
-same layout, and no value larger on a device. Where the compilers are known to choose otherwise
-than Shardy, as with what is moved from one split layout to another, all constraints stay.
+Constraints block fusions and clutter a program, but a missing one can cost more than many (a
+residual pinned alone made XLA gather weights). So no constraint is left out without a probe:
+Shardy runs in-process on the program with fewer constraints, and must reach the same result as
+with all of them: the same collectives, every contraction and every cast in the same layout, and
+no value larger on a device. Where compilers are known to differ from Shardy (moves from one split
+layout to another), all constraints stay.
 
-The search goes forward from those alone: the constraints of one value at a time (with those of
-all values in equal places) are added where that brings the program nearer, those of
-wrong contractions and of what is near a wrong collective first. A value that is moved
-has constraints at both ends, which are added together: one alone draws the other side
-over. Where no single one helps, those of all moved values are added, then wave by wave
-those of values that are wrong although everything they are computed from is right. Last,
-what became superfluous is left out again, in halves.
+The search starts with only those. It adds the constraints of one value at a time (with those of
+all values in equal places) if that brings the program nearer; wrong contractions and values near
+a wrong collective come first. A moved value has constraints at both ends, which are added
+together: one alone would change the other side. If no single value helps, the constraints of all
+moved values are added, then, in waves, those of values that are wrong although all their operands
+are right. At the end, superfluous constraints are removed again, in halves.
 """
 
 import logging
@@ -58,12 +57,12 @@ def minimal_constraints(
     """The constraints of `annotations.pins` without those that make no difference.
 
     Args:
-      program: what is planned, and annotated.
-      decisions: its decisions.
-      folding: which of them stand in equal places.
+      program: the traced program.
+      decisions: the decisions of the program.
+      folding: classes of decisions in equal places.
       mesh: the mesh of the annotations.
       annotations: every input's and output's spec, and all constraints.
-      compiler: who compiles it.
+      compiler: the compiler of the program.
       scatters_whole: whether its compiler scatters a sum over all devices; else it all-reduces the sum, which is
         then cut, whether it is pinned whole in between or not.
 
@@ -100,12 +99,12 @@ def chosen(pins: Constraints, probe: Probe, kept: Set[int]) -> Constraints:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Gap:
-    """What differs from the program with all constraints if only those of `kept` are there.
+    """The difference from the program with all constraints if only those of `kept` are there.
 
-    `wrong` lie neither as they are to be made nor as they are to be kept. `cost` in bytes:
-    of collectives too many or too few, of wrong contractions, of what values are larger by;
-    and one for every other wrong value, and every cast whose operand is moved before it.
-    `near` has, per equation, the bytes of the collectives that differ in sum.
+    `wrong` values have neither the layout in which they are made nor the one in which they are kept.
+    `cost` sums bytes: of missing or extra collectives, of wrong contractions, of values that became
+    larger; plus one for every other wrong value, and for every cast whose operand is moved before it.
+    `near` has, per equation, the bytes of the collectives that differ.
     """
 
     kept: frozenset[int]
@@ -158,7 +157,7 @@ class _Search:
         return self._probe.ask(kept)
 
     def gap(self, kept: Set[int]) -> _Gap:
-        """What differs if only the constraints of these values are there."""
+        """The difference if only the constraints of these values are there."""
         found, goal, graph = self._ask(kept), self._goal, self._graph
         kinds = {k for k in found.moved.keys() | goal.moved.keys() if found.moved.get(k, 0) != goal.moved.get(k, 0)}
         near: Counter[Path] = Counter()
@@ -242,7 +241,7 @@ class _Search:
         return {v for v in self._probe.values if not at.isdisjoint(self._around[v])}
 
     def thinned(self, gap: _Gap) -> frozenset[int]:
-        """Without what makes no difference: in halves, the smallest values first."""
+        """Removes constraints that make no difference: in halves, the smallest values first."""
         graph, kept = self._graph, gap.kept
         classes = sorted(
             {frozenset(self._equal[v] & kept) for v in kept - self._ambiguous},
@@ -287,17 +286,19 @@ def _cut_sums(probe: Probe, pins: Constraints, graph: Graph, mesh: MeshAxes) -> 
 
 
 def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations, once: Set[int]) -> frozenset[int]:
-    """Values of which XLA's partitioner may make something else than Shardy, so that all their constraints stay.
+    """Values that XLA's partitioner may treat differently from Shardy; all their constraints stay.
 
-    Those that are moved from one layout that is split to another: it has several ways from one to
-    the other (where a contraction's operand is gathered over one of its two axes, over another
-    one). Those that a contraction finds whole and takes cut: it may gather the other operand, where
-    Shardy scatters the sum. Those that one contraction makes and several take: each draws them
-    its way, and XLA propagates in an order of its own. Activations that several contractions
-    take gathered: each may gather for itself (openxla/xla dot_handler.cc), which XLA does not merge; and
-    weights that are to be gathered `once`, where it is doubtful whether XLA does. Pending
-    sums of scatters that are added to something: XLA may gather the updates, where Shardy scatters the sum. And what
-    is cut along a split dimension: see `_sliced`.
+    - Values that move from one split layout to another: XLA has several ways from one to the other
+      (if a contraction's operand is gathered over one of its two axes, over another one).
+    - Values that are whole and that a contraction takes cut: XLA may gather the other operand where
+      Shardy scatters the sum.
+    - Values that one contraction makes and several take: each consumer pulls them towards its own
+      layout, and XLA propagates in an order of its own.
+    - Activations that several contractions take gathered: each may gather for itself (openxla/xla
+      dot_handler.cc), and XLA does not merge these gathers; also weights that must be gathered `once`.
+    - Pending sums of scatters that are added to something: XLA may gather the updates where Shardy
+      scatters the sum.
+    - Values that are cut along a split dimension: see `_sliced`.
     """
     pins = annotations.pins
     ends: dict[int, list[PartitionSpec]] = {v: [annotations.inputs[i]] for i, v in enumerate(graph.inputs)}
@@ -326,10 +327,10 @@ def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations, once: Set[i
 
 
 def _sliced(graph: Graph, ends: Mapping[int, Sequence[PartitionSpec]]) -> set[int]:
-    """Values that are split somewhere along a dimension of which a part is cut out.
+    """Values that are split along a dimension from which a part is cut out.
 
-    A part that is as long per device as the value, padded, is the value's own shard to XLA's partitioner: where both
-    are gathered it takes one for the other (`x[i] + x[0]`), unless the value is gathered before it is cut.
+    If a padded part is as long per device as the value, XLA's partitioner takes it for the value's own shard: when
+    both are gathered, it confuses them (`x[i] + x[0]`), unless the value is gathered before it is cut.
     """
     found: set[int] = set()
     for e, eqn in enumerate(graph.eqns):
@@ -359,7 +360,7 @@ def _reshaped(graph: Graph) -> frozenset[int]:
 
 
 def _activations(graph: Graph, contractions: Iterable[int]) -> set[int]:
-    """What contractions make, and what is computed from it."""
+    """Results of contractions, and all values computed from them."""
     found = {v for e in contractions for v in graph.results[e]}
     for operands, results in zip(graph.operands, graph.results, strict=True):
         if not found.isdisjoint(operands):

@@ -1,8 +1,8 @@
-"""Wishes: NamedShardings that a user gives say a mesh and a memory, too: both are kept, or refused.
+"""Named shardings: a user's NamedShardings also name a mesh and a memory: both are kept, or refused.
 
-A plan lays everything over one mesh, in the devices' own memory. The mesh of a sharding
-that is given becomes the plan's, unless the user has named another; what lies elsewhere
-(in the host's memory, on other devices, over a mesh of another shape) is refused.
+A plan lays everything over one mesh, in the devices' own memory. The mesh of a given
+sharding becomes the plan's, unless the user has named another. Values elsewhere (in the
+host's memory, on other devices, over a mesh of another shape) are refused.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ _DEVICE = "device"
 
 
 class OtherMeshError(SpecError):
-    """What is given is over `mesh`, and not over the plan's."""
+    """A sharding is over `mesh`, and not over the plan's mesh."""
 
     def __init__(self, what: str, mesh: Mesh | AbstractMesh, planned: str) -> None:
         self.what, self.mesh, self.planned = what, mesh, planned
@@ -141,7 +141,7 @@ def _in_host(aval: Any) -> bool:
 
 
 def _same(a: Mesh, b: Mesh) -> bool:
-    """Whether two meshes have the same axes over the same devices, whatever their types of axes."""
+    """Whether two meshes have the same axes over the same devices; types of axes do not count."""
     return list(a.shape.items()) == list(b.shape.items()) and np.array_equal(a.devices, b.devices)
 
 

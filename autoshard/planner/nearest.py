@@ -89,9 +89,9 @@ class _Nearest:
     def _alone(self, edge: Edge) -> bool:
         """Whether a contraction gathers its operand inside the groups that it splits the devices into.
 
-        Where free dimensions of both operands are split, the devices are grouped by one of them first: the
-        one that makes less of repeating the other operand in every group, in doubt the right one's. That
-        operand is then gathered per group, which is shared with no other use (openxla/xla dot_handler.cc);
+        If free dimensions of both operands are split, XLA first groups the devices by one of them: the one
+        for which repeating the other operand in every group is less, on a tie the right one's. That operand
+        is gathered per group, and no other use shares the gather (openxla/xla dot_handler.cc);
         XLA:TPU finds such gathers equal, too (mlp-8k by `fsdp_megatron` on v5e:2x4, libtpu 0.0.52).
         """
         d = self.d
@@ -224,10 +224,11 @@ def code_near(layout: Layout, shape: tuple[int, ...], mesh: MeshAxes) -> tuple[i
 
 
 def before_casts(decisions: Decisions) -> Decisions:
-    """The same decisions, where what a widening cast makes is moved before the cast, as XLA's GPU compiler does.
+    """The same decisions, with results of widening casts moved before the cast, as XLA:GPU does.
 
-    A layout by hand does not pin the cast, which is made again for every use (openxla/xla collective_quantizer.cc).
-    XLA:TPU moves what the cast has made (gpt2-small, the gradient of its positions, libtpu 0.0.51).
+    A hand-written layout does not pin the cast, which is made again for every use (openxla/xla
+    collective_quantizer.cc). XLA:TPU moves the result of the cast (gpt2-small, the gradient of its positions,
+    libtpu 0.0.51).
     """
     graph = decisions.graph
     narrow: dict[int, Aval] = {}
@@ -239,7 +240,7 @@ def before_casts(decisions: Decisions) -> Decisions:
 
 
 def of_partitioner(decisions: Decisions) -> Decisions:
-    """The decisions with all that the partitioner may make of annotations: also what no plan asks it for."""
+    """The decisions with all choices that the partitioner may make of annotations, also those of no plan."""
     return replace(decisions, edges=tuple(replace(e, forbidden=e.impossible) for e in decisions.edges))
 
 
@@ -256,9 +257,9 @@ def nearest(
 
 
 def gathered(decisions: Decisions, choice: NDArray[np.int64]) -> Decisions:
-    """The same decisions with the memory of what a choice gathers for several uses, each for itself.
+    """The same decisions with the memory of values that a choice gathers for each of several uses.
 
-    The weights are there from the start: XLA's scheduler gathers for the last use before the first one is over.
+    The gathered weights count from the start: XLA's scheduler gathers for the last use before the first is over.
     """
     graph = decisions.graph
     held: dict[int, tuple[int, int, int]] = {}  # copy → first and last use, bytes

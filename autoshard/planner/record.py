@@ -60,7 +60,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Predicted peak bytes per device, where it is reached, and what makes it up."""
+    """Predicted peak bytes per device, the equation at which it is reached, and its parts."""
 
     peak_bytes: int
     limit_bytes: int
@@ -70,14 +70,14 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """What the solver proved: no plan in the searched space costs less than `bound_s`."""
+    """The proof of the solver: no plan in the searched space costs less than `bound_s`."""
 
     status: str
     objective_s: float
     bound_s: float
     gap: float
     solver: str
-    space: str  # in words, what the plan is optimal over
+    space: str  # in words: the space over which the plan is optimal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

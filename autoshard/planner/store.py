@@ -38,7 +38,7 @@ _LISTS = ("arguments", "results")  # of a key
 
 
 def key_of(question: PlanRequest, **options: Any) -> Key:
-    """Everything that decides a plan: the program, its arguments, the machine, what was asked, the versions."""
+    """Everything that decides a plan: the program, its arguments, the machine, the request, the versions."""
     traced, place = question.traced, question.place
     return {
         "program": question.digest,
@@ -59,7 +59,7 @@ def key_of(question: PlanRequest, **options: Any) -> Key:
 
 
 def changes(old: Key, new: Key) -> list[str]:
-    """What differs between two keys, in words; a changed argument stands for the program that it changes."""
+    """The differences between two keys, in words; a changed argument stands for the program that it changes."""
     found: list[str] = []
     for name in new:
         before, after = old.get(name), new[name]
@@ -99,7 +99,7 @@ def misfits(record: PlanRecord, question: PlanRequest) -> list[str]:
 
 
 def check(record: PlanRecord, question: PlanRequest, source: object) -> None:
-    """Raises a PlanFileError if a plan is not what its file's key or digest says: it is damaged."""
+    """Raises a PlanFileError if a plan contradicts its file's key or digest: it is damaged."""
     wrong = misfits(record, question)
     if wrong:
         raise PlanFileError(
@@ -112,7 +112,7 @@ def check(record: PlanRecord, question: PlanRequest, source: object) -> None:
 
 
 def _not_kept(record: PlanRecord, question: PlanRequest) -> list[str]:
-    """What was asked of the layouts and is not in a plan for this question: somebody has changed the file."""
+    """A requested layout that a plan for this request lacks: somebody has changed the file."""
     wanted, traced = question.wanted, question.traced
     if len(record.outputs) != len(traced.out_avals):
         return [f"outputs ({len(record.outputs)} → {len(traced.out_avals)})"]
@@ -143,7 +143,7 @@ class Lock:
         """The file of a program.
 
         Raises:
-          PlanFileError: what is said to be its digest is none.
+          PlanFileError: the given digest is none.
         """
         if not re.fullmatch(r"[0-9a-f]{16,64}", digest):
             raise PlanFileError(f"{digest[:40]!r} is no digest of a program")
@@ -230,7 +230,7 @@ class Cache:
     directory: Path
 
     def find(self, question: PlanRequest, key: Key) -> PlanRecord | None:
-        """The plan of a question under a key; a miss is logged with what changed since the most similar plan."""
+        """The plan of a request under a key; a miss is logged with the changes since the most similar plan."""
         name, path = question.name, self._path(question.name, key)
         try:
             if path.is_file():
@@ -274,10 +274,10 @@ class Cache:
 
 
 def cache_at(directory: Directory) -> Cache | None:
-    """The cache that an option names: a directory, False for none, None for what AUTOSHARD_CACHE says.
+    """The cache that an option names: a directory, False for none, None for that of AUTOSHARD_CACHE.
 
     Raises:
-      SpecError: it is none of them.
+      SpecError: the option is none of them.
     """
     if directory is None:
         directory = os.environ.get("AUTOSHARD_CACHE") or False

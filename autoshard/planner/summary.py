@@ -40,8 +40,8 @@ def summary(
     Args:
       record: the plan.
       seconds: wall-clock per stage of planning, if it was planned just now.
-      flops: of one device in one step.
-      peak_flops_per_s: of one device, for what it multiplies.
+      flops: FLOPs of one device in one step.
+      peak_flops_per_s: peak of one device for the type that it multiplies.
       width: columns; None takes the terminal's.
     """
     width = columns() if width is None else width

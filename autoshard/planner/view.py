@@ -86,7 +86,7 @@ def verdict(record: PlanRecord) -> str:
 
 
 def proven(record: PlanRecord) -> str:
-    """What is proven of a plan, in the same words wherever a page says it."""
+    """The proof of a plan, in the same words everywhere on a page."""
     found = record.certificate
     if not found.gap:
         return "proven optimal"

@@ -13,16 +13,16 @@ from autoshard.ir.graph import Aval
 from autoshard.ir.op_traits import GATHER
 from autoshard.problem.decisions import Decisions, Edge, Port, consumer_port
 
-TRANSPOSE = "transpose"  # what the work around a collective is called
+TRANSPOSE = "transpose"  # the name of the work around a collective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
     """One collective that the plan expects, per device.
 
-    `nbytes` logical: an all-gather's result, every other's operand. `trips` is how often
-    it runs, `seconds` the price of one run, `window` in which its seconds may hide; `work_s`
-    what the transposes around one run take.
+    `nbytes` are logical: an all-gather's result, every other collective's operand. `trips` counts its
+    runs, `seconds` is the price of one run, `window` the window in which it may hide, `work_s` the
+    seconds of the transposes around one run.
     """
 
     kind: str
@@ -92,10 +92,10 @@ class Assignment:
     def route(self, value: int, source: int, target: int) -> tuple[int, ...]:
         """The pinnable codes that a value passes through from source to target.
 
-        A sum that is scattered onto a dimension of the contraction's batch that is split already, or
-        onto a second dimension, is whole in between, and so is a lookup's: XLA all-reduces and moves it
-        otherwise, and makes a reduce-scatter of an all-reduce that is cut behind it. Of slices in a row
-        the last one counts.
+        Three kinds of scattered sums are whole in between: onto a dimension of the contraction's batch that
+        is already split, onto a second dimension, and a lookup's. Otherwise XLA all-reduces and then moves
+        them; an all-reduce that is cut right after becomes a reduce-scatter. Only the last of several
+        slices in a row is listed.
         """
         codes: list[int] = []
         here = source
@@ -117,7 +117,7 @@ class Assignment:
         return int(encode(np.where(row == SUM, WHOLE, row), self.decisions.graph.avals[value].ndim))
 
     def _detours(self, value: int, source: int, target: int) -> bool:
-        """Whether XLA scatters a sum only behind a pin: a lookup's, and onto what is split already of the batch."""
+        """Whether XLA scatters a sum only behind a pin: a lookup's sum, or one onto a batch that is already split."""
         if self._lookup(value):
             return True
         before, after = self._row(source, value), self._row(target, value)
@@ -207,9 +207,9 @@ class Assignment:
     def again(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """Operands (equation, position) that are moved by collectives of their own, and the codes on the way.
 
-        A value that is kept in one layout and that several equations take in another is moved
-        for each of them: the compiler would merge what it may, and hold the moved value from
-        the first to the last. The first is no news; the others are listed.
+        A value that is kept in one layout and taken by several equations in another is moved for each of
+        them: otherwise the compiler would merge the moves, and hold the moved value from the first use to
+        the last. The first move is already accounted for; only the repeats are returned.
         """
         found: dict[tuple[int, int], tuple[int, ...]] = {}
         d = self.decisions
@@ -231,7 +231,7 @@ class Assignment:
         return any(step.kind != "slice" for step in self._path(value, source, target))
 
     def _path(self, value: int, source: int, target: int) -> tuple[Step, ...]:
-        """As `transfers` has it: of what is moved of the value, the smaller side of the cast that makes it."""
+        """The path of the moved array, as in `transfers`: the smaller side of the cast that makes the value."""
         d = self.decisions
         if not self._moved:
             self._moved.update((edge.value, edge.moved) for edge in d.edges)
@@ -283,9 +283,9 @@ class Assignment:
             yield from self.in_op(n)
 
     def waits(self) -> Iterator[tuple[Collective, float]]:
-        """Every collective, and for how many seconds the step waits for it: its share of what windows leave.
+        """Every collective, and the seconds that the step waits for it: its share of the windows' exposed seconds.
 
-        Of what hides in several windows each leaves its part (`formulation`), together at times more than it takes.
+        A collective in several windows has a share in each (`formulation`), at times more than its own seconds.
         """
         d = self.decisions
         moved = [(row, edge.hides) for edge, row in self.transfers()]

@@ -1,10 +1,9 @@
-"""Bodies: what the body of a `shard_map` takes on one device, by the rules that price every other equation.
+"""Bodies: prices the body of a `shard_map` on one device, as every other equation is priced.
 
-A body is a program of its own on shapes that are local already: it is decided on a mesh of one device,
-where there is nothing to choose. Its collectives are those that its author wrote, and hide as any program's
-do; a sum that is a result as it is can be scattered by who takes it, as compilers do with an all-reduce that
-is sliced. Of a `cond`'s branches the dearest counts. Beside it lies in memory what its highest point has over
-operands and results.
+A body is a program of its own on local shapes: it is decided on a mesh of one device, where nothing is left to
+choose. Its collectives are those that its author wrote, and hide as in any program. A sum that is a result of
+the body can be scattered by its consumer, as compilers do with an all-reduce that is sliced. The most expensive
+branch of a `cond` counts. The memory of a body is its peak less its operands and results.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,13 +27,13 @@ from autoshard.problem.unpriced import unpriced
 
 ALONE = MeshAxes.of({})
 
-Row = tuple[int, str, tuple[str, ...], Aval]  # equation, kind, axes, what is sent
+Row = tuple[int, str, tuple[str, ...], Aval]  # equation, kind, axes, bytes sent
 Decide = Callable[[Graph], Decisions]  # on a mesh of one device
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """What one decision or collective of a body takes in all its trips, and where it stands."""
+    """The seconds of one decision or collective of a body in all its trips, and its place."""
 
     path: Path
     seconds: float
@@ -135,7 +134,7 @@ class Bodies:
 
 
 def pending(layouts: Sequence[Layout], body: Body) -> list[Layout]:
-    """The layouts of a `shard_map`'s operands, then results, with what is summed last as pending."""
+    """The layouts of a `shard_map`'s operands, then results; sums at its end are pending."""
     found = list(layouts)
     for position, axes in body.summed.items():
         at = position + len(layouts) - body.results
@@ -209,7 +208,7 @@ def _manual(eqn: Eqn) -> set[str]:
 
 
 def _collectives(graph: Graph, mesh: MeshAxes, unknown: list[str]) -> Iterator[Row]:
-    """(equation, kind, axes, what is sent) of a body's collectives; those of other kinds are added to `unknown`."""
+    """(equation, kind, axes, bytes sent) of a body's collectives; those of other kinds are added to `unknown`."""
     for e, eqn in enumerate(graph.eqns):
         if eqn.traits.link or eqn.primitive in (SHARD_MAP, AXIS_INDEX):
             continue

@@ -1,15 +1,15 @@
 """Formulation: decisions → Problem arrays, and a solution → a choice per decision.
 
 The objective in integer picoseconds is the sum of every decision's own seconds, of
-every edge's resharding that cannot hide, and of what each window leaves exposed. With
+every edge's resharding that cannot hide, and the exposed seconds of each window. With
 the window's hideable communication h, the compute c beside it, and the machine's
 `overlap` (the share that does hide while there is compute to hide it behind):
 
     exposed = (1 − overlap)·h + max(0, overlap·h − overlap·c)
 
-What may hide in several windows, all of it or a share in each (`problem.windows`), is exposed as
-far as each of them leaves it so: they add up. Outside of loops, where a part and the whole both leave
-something, the step is a little shorter than that.
+Communication may hide in several windows, whole or by shares (`costs.overlap`); the exposed
+seconds of all its windows add up. Outside of loops, where both a part and its whole window are
+exposed, the real step is a little shorter.
 
 A class of equal decisions is one node of the problem: its costs count once per
 member, an edge inside the class becomes part of the node's own costs.

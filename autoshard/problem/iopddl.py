@@ -3,11 +3,11 @@
 The format is that of the ASPLOS/EuroSys 2025 contest on intra-operator parallelism
 (github.com/google/iopddl): `problem.nodes.{intervals, costs, usages}`, `problem.edges.{nodes,
 costs}` and `problem.usage_limit`. A node has one usage item at most; further items, and an offset,
-are written as nodes that have no say of their own: *followers* with the strategies of their node,
-bound to it by an edge that is 0 on the diagonal and forbidden elsewhere. What the format cannot say
-(hinges, names, the unit) goes into a sibling object, `autoshard`, that other readers ignore; with it
-the problem reads back as it was. To other readers a problem with hinges is a relaxation: hinges are
-at least 0, so that their optimum is a lower bound, and a choice fits if it fits here.
+are written as *followers*: nodes with the strategies of their node, bound to it by an edge that is 0
+on the diagonal and forbidden elsewhere. Hinges, names and the unit, which the format lacks, go into a
+sibling object, `autoshard`, that other readers ignore; with it the problem reads back as it was. To
+other readers a problem with hinges is a relaxation: hinges are at least 0, so that their optimum is a
+lower bound, and a choice fits if it fits here.
 """
 
 import gzip

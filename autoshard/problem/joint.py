@@ -23,7 +23,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tie:
-    """Two nodes (part, node) that choose the same: `left[i]` and `right[j]` say what choices i and j are."""
+    """Two nodes (part, node) with the same choice: choices i and j agree if `left_codes[i] == right_codes[j]`."""
 
     left: tuple[int, int]
     right: tuple[int, int]

@@ -38,9 +38,9 @@ class MemoryUsageBuilder:
         *,
         before: Sequence[tuple[int, int]] | None,
     ) -> None:
-        """`before`: equations that whole gradients are put off to, with the bytes of what is gathered there.
+        """`before`: equations to which whole gradients are deferred, with the bytes gathered there.
 
-        See `add_value`; None where they are made at once.
+        See `add_value`; None if gradients are made at once.
         """
         self.graph, self.mesh, self.lives, self._before = graph, mesh, lives, before
         self._traits, self._windows, self._compiler = traits, windows, compiler
@@ -104,15 +104,15 @@ class MemoryUsageBuilder:
     def add_copy(
         self, value: int, copy: Port, port: Port, begin: int, groups: Sequence[Sequence[int]], *, lent: bool
     ) -> None:
-        """Memory of a value's copy, from its first use to its last; of each group of uses, if one follows the other.
+        """Adds the memory of a value's copy, from its first use to its last, or per group of uses.
 
         Args:
           value: the value.
-          copy: its copy; if it is lent, each layout appears as the value itself and beside it.
-          port: where it is made.
+          copy: its copy; if it is lent, each layout appears twice: as the value itself and beside it.
+          port: the place where it is made.
           begin: the first equation that takes it, or before which its gather begins.
-          groups: the equations that take it, by what they share, where each group has a copy of its own.
-          lent: whether its own memory is another's.
+          groups: the equations that take it, in groups with a copy each.
+          lent: whether the value's own memory belongs to another value.
         """
         start, end = int(self.lives.start[value]), int(self.lives.end[value])
         start = max(begin, start) if lent else min(begin, start)
@@ -127,10 +127,10 @@ class MemoryUsageBuilder:
         elif self.lives.stored[value]:
             for span in spans:
                 self._add_layouts(copy, *span, value, "activations")
-            for (_, before), (after, _) in pairwise(spans):  # what it is gathered from again
+            for (_, before), (after, _) in pairwise(spans):  # the value that it is gathered from again
                 self._add_layouts(port, before, after, value, "activations")
             pending = self._pending(value, port).any(axis=1)
-            if pending.any():  # the partial sums lie beside what they are reduced to
+            if pending.any():  # the partial sums lie beside their reduced value
                 self.add(port.node, start, start + 1, np.where(pending, self._local(value, port), 0), "activations")
 
     def _add_layouts(self, port: Port, start: int, end: int, value: int, kind: str, *, lent: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Folding: decisions that stand in equal places share one variable.
+"""Symmetry: decisions in equal places share one variable.
 
 Colour refinement (Weisfeiler & Leman 1968): nodes start with a hash of their own
 costs, then repeatedly take up the multiset of (edge, neighbour's colour), until the
@@ -60,7 +60,7 @@ def fold(decisions: Decisions) -> Folding:
 
 
 class _Labels:
-    """What leads from each decision to its neighbours, and the colours that follow from theirs."""
+    """Labels of the edges between decisions, and the colours that decisions get from their neighbours."""
 
     def __init__(self, decisions: Decisions, content: Callable[[NDArray[Any]], bytes]) -> None:
         numbers: dict[bytes, int] = {}

@@ -1,4 +1,4 @@
-"""Unpriced: what of a program takes time that no rule or cost model knows, by name and source line."""
+"""Unpriced: the equations whose time no rule or cost model knows, by name and source line."""
 
 from collections.abc import Iterable, Iterator
 
@@ -11,7 +11,7 @@ from autoshard.rules.rule import registry_name
 
 
 def unpriced(decisions: Decisions) -> tuple[str, ...]:
-    """What is counted as the bytes that it reads and writes alone, or so often as is assumed."""
+    """Equations priced only by the bytes that they read and write, and loops with an assumed trip count."""
     return tuple(dict.fromkeys((*_of_equations(decisions.graph.eqns), *_of_loops(decisions), *_of_bodies(decisions))))
 
 

@@ -1,8 +1,8 @@
-"""Coarser: what was chosen on one mesh, written on a finer one.
+"""Warm start: carries a choice on one mesh over to a finer mesh.
 
-Where neighbouring axes of a mesh, say 4 and 2, split whatever one axis of 8 splits on
-another mesh of the same devices, both mean the same layouts. So the best plan on the
-coarser mesh is a choice on the finer one, and a search there begins with it.
+If neighbouring axes of a mesh, say 4 and 2, split the dimensions that one axis of 8 splits on
+another mesh of the same devices, both are the same layouts. So the best plan on the coarser
+mesh is a choice on the finer one, and a search there begins with it.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ Int = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PortableChoice:
-    """A choice per decision by what each mesh axis splits, whatever the mesh's strategies are called.
+    """A choice per decision, written as the dimension or factor that each mesh axis splits.
 
     Attributes:
-      sizes: of the mesh axes.
-      kinds: of the decisions, in their order.
+      sizes: sizes of the mesh axes.
+      kinds: kinds of the decisions, in order.
       splits: (decisions, axes), the factor of an equation or the dimension of a value that
         each axis splits; WHOLE and SUM as in `autoshard.costs.strategies`.
-      nth: (decisions,), which of a decision's choices with these splits, where it has several.
+      nth: (decisions,), the position among the decision's choices with these splits.
     """
 
     sizes: tuple[int, ...]
@@ -80,7 +80,7 @@ def refined(coarse: Sequence[int], fine: Sequence[int]) -> list[int] | None:
 
 
 def _splits(node: Decision, ndim: int, axes: int) -> NDArray[np.int8]:
-    """What each axis splits under each choice of a decision: (choices, axes)."""
+    """The dimension or factor that each axis splits, per choice of a decision: (choices, axes)."""
     if node.strategies is not None:
         return node.strategies.factor
     assert node.codes is not None  # only equations have strategies instead
@@ -88,7 +88,7 @@ def _splits(node: Decision, ndim: int, axes: int) -> NDArray[np.int8]:
 
 
 def _ndims(decisions: Decisions) -> list[int]:
-    """The number of dimensions of what each decision lays out; 0 for equations."""
+    """The number of dimensions of each decision's value; 0 for equations."""
     avals = decisions.graph.avals
     found = [0] * len(decisions.nodes)
     for ports in (decisions.made, decisions.kept):
