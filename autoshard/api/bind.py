@@ -16,8 +16,8 @@ def bound_program(record: PlanRecord, fn: Callable[..., Any], args: Sequence[Any
     """The program of `fn(*args)`, which is the one that the plan was made for.
 
     Raises:
-      PlanMismatchError: it is another one, or the plan lacks what XLA's partitioner would misread.
-      PlanFileError: the plan's own layouts do not fit the program that its digest is of.
+      PlanMismatchError: the program is another one, or the plan lacks a layout that a misread call needs.
+      PlanFileError: the plan's own layouts do not fit the program of its digest.
     """
     bound = bindings.bind(fn, args, {})
     traced = _traced(record, lambda: traces.trace(bound.fn, bound.values, bound.names, record.mesh))

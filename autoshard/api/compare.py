@@ -1,4 +1,4 @@
-"""Standings: ours beside the layouts that a hand writes, each on its own best mesh.
+"""Compare: our plan beside hand-written layouts, each on its own best mesh.
 
     def fsdp(mesh):
         return Hand(in_specs=(P("data"), P("data")))
@@ -6,8 +6,8 @@
     print(compare(step, state, batch, hardware="h100:1x8", layouts={"fsdp": Template(axes=("data",), write=fsdp)}))
 
 Every layout is priced by the planner's own model on every mesh that it can have, and
-shown on its best one: the fastest that fits in memory. That ours is the fastest there
-holds by construction. With a compiler, a hand-written layout is compiled on every mesh
+shown on its best one: the fastest that fits in memory. By construction ours is the
+fastest there. With a compiler, a hand-written layout is compiled on every mesh
 on which it is predicted to fit, and its best one is the one with the shortest schedule;
 ours is compiled on the mesh that the model chose.
 """
@@ -65,7 +65,7 @@ class Hand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """A hand-written layout for meshes of any shape: the names of its axes, and what it writes for a mesh.
+    """A hand-written layout for meshes of any shape: the names of its axes, and mesh → layout.
 
     `write` may refuse a mesh by a ValueError, such as where a dimension does not divide.
     """
@@ -79,10 +79,10 @@ class Contender:
     """A layout on its best mesh.
 
     Attributes:
-      name: of the layout; ours is "autoshard".
-      record: what the planner's model says of it.
-      ledger: why its step takes longer than ours; None of ours.
-      verification: the compiled program beside it; None where no compiler was asked, or it failed.
+      name: name of the layout; ours is "autoshard".
+      record: its prices in the planner's model.
+      ledger: why its step takes longer than ours; None for ours.
+      verification: the compiled program beside it; None without a compiler, or if it failed.
       refused: why it was not compiled, or empty.
     """
 
@@ -208,7 +208,7 @@ class Compared:
         return _steps(f"compiled by {self.compiler}: its schedule, priced by the same model", cells)
 
     def _chart(self, width: int) -> str:
-        """A bar per layout that fits, the fastest first: what its step computes, and what it waits."""
+        """A bar per layout that fits, the fastest first: the seconds that its step computes, and waits."""
         bars: list[tuple[str, float, float]] = []
         for c in self.contenders:
             timed = c.record.cost if self.compiler is None or c.verification is None else c.verification.timeline
@@ -419,7 +419,7 @@ def evaluations(
 
 
 def mesh_shapes(axes: Sequence[str], devices: int, given: Shape | None = None) -> Iterator[Shape]:
-    """Meshes with these axes: every ordered factorization into parts above 1, or what is given, if it can be."""
+    """Meshes with these axes: every ordered factorization into parts above 1, or the given mesh, if it fits."""
     if given is not None and len(given) == len(axes):
         yield dict(zip(axes, given.values(), strict=True))
     elif given is not None and len(axes) == 1:

@@ -1,4 +1,4 @@
-"""Thinning: the compiler in the loop for constraints. Those that it does not need are left out.
+"""Compiler-minimal constraints: leaves out the constraints that the compiler does not need.
 
 Shardy in-process says which constraints its propagation reaches by itself (`minimal`), but XLA's
 partitioner has ways of its own, so that many stay that it would not have needed: of 42 of llama3-8b
@@ -55,7 +55,7 @@ class _Search:
         self._plan, self._goal = plan, _Emitted.of(plan.verify(compiler_options={}))
         self.dropped: set[Step] = set()
         self.compiles = 1
-        self._refused: set[frozenset[Step]] = set()  # what could not be left out together
+        self._refused: set[frozenset[Step]] = set()  # constraints that could not be left out together
 
     def sweep(self, groups: Iterable[Sequence[Step]]) -> None:
         """Drops every group without which all is the same: one by one, more at once while that goes well."""
@@ -72,7 +72,7 @@ class _Search:
                 left = left[1:]
 
     def chains(self, groups: Iterable[Sequence[Step]]) -> Iterator[Sequence[Step]]:
-        """What is left of those values that have several constraints: one alone draws the other side over."""
+        """The remaining constraints of values with several: one alone would change the other side."""
         value_of = _values(self._plan)
         found: dict[object, list[Sequence[Step]]] = {}
         for group in groups:
@@ -102,7 +102,7 @@ class _Search:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Emitted:
-    """What a compiler made of a plan: bytes per (collective, axes), peak memory, seconds of schedule."""
+    """The compiled program of a plan: bytes per (collective, axes), peak memory, seconds of schedule."""
 
     nbytes: Mapping[tuple[str, tuple[str, ...]], int]
     peak: int
@@ -144,7 +144,7 @@ def classes(plan: SolvedPlan) -> Iterator[Sequence[Step]]:
 
 
 def _values(plan: SolvedPlan) -> Callable[[str, Any], object]:
-    """By the word and the key of a place, what is constrained there: one for all values in equal places."""
+    """Place of a constraint → the constrained value; one number for all values in equal places."""
     try:
         planned = plan.planned
     except PlanMismatchError:  # a hand-written layout that entered `refine`

@@ -1,7 +1,7 @@
 """Dispatch: one planned signature of a decorated function, called on flat leaves.
 
-Leaves that lie as planned go straight to the compiled function. Others are placed, and it
-is said what moved. Donated buffers are gone afterwards wherever `jax.jit` would have taken them.
+Leaves in their planned layout go straight to the compiled function. Others are placed, and the
+moves are logged. Donated buffers are gone afterwards if `jax.jit` would have taken them.
 """
 
 import logging
@@ -24,14 +24,14 @@ from autoshard.planner.record import Leaf
 from autoshard.report.tables import bytes_text
 
 log = logging.getLogger("autoshard")
-_jax.hide_frames(__file__)  # what is emitted in place stands where the user calls it
+_jax.hide_frames(__file__)  # equations emitted in place get the source line of the user's call
 
 
 class Entry:
     """A plan, and how a call with its abstract values runs.
 
-    `signature`, `context`, and `mesh` are what it was planned under; of the mesh, what `context` does not
-    tell apart are the devices, which `concrete` has.
+    It was planned under `signature`, `context` and `mesh`. `context` does not tell devices apart; `concrete`
+    has them.
     """
 
     __slots__ = (
@@ -71,7 +71,7 @@ class Entry:
         return compiled.run_placed(leaves, self._placed(leaves, compiled))
 
     def _placed(self, leaves: Sequence[Any], compiled: "Compiled") -> list[Any]:
-        """Each array in its planned sharding; what had to move is told, or raises if `strict`."""
+        """Each array in its planned sharding; moves are logged, or raise if `strict`."""
         placed: list[Any] = []
         moved: list[str] = []
         moved_bytes = 0
@@ -113,9 +113,9 @@ class Entry:
             log.info("%s: %s; placed", name, what)
 
     def in_place(self, leaves: Sequence[Any]) -> Any:
-        """The planned program on tracers: constraints on inputs, values and outputs, staged into what is traced.
+        """The planned program on tracers: stages constraints on inputs, values and outputs into the outer trace.
 
-        Shapes can be evaluated, and programs lowered, for more devices than there are. Where nothing is staged (under
+        Shapes can be evaluated, and programs lowered, for more devices than there are. If nothing is staged (under
         `jax.grad` alone), the program is compiled as one.
         """
         traced = self.plan.traced
@@ -189,7 +189,7 @@ class Compiled:
         self._jitted = plan.flat_jit(donate=given, **options)
 
     def takes(self, leaves: Sequence[Any]) -> bool:
-        """As of the entry; what is committed to no device, and not donated, is the compiled function's to place."""
+        """As for the entry; the compiled function places arrays that are uncommitted and not donated."""
         seen = self._seen
         for i, (x, want) in enumerate(zip(leaves, self.shardings, strict=True)):
             if type(x) is _jax.Array:
@@ -206,7 +206,7 @@ class Compiled:
         return True
 
     def _takes_other(self, x: Any, i: int) -> bool:
-        """Of what is no plain array."""
+        """Whether leaves other than plain arrays fit."""
         if _jax.is_tracer(x):
             return False
         aval = _jax.shaped(x)
@@ -238,9 +238,9 @@ class Compiled:
 def consumed(plan: ProgramPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The donated leaves whose buffers `jax.jit` would take for outputs, and those to donate to the compiler.
 
-    On one device, `jax.jit` takes a buffer for an output of its shape and dtype; of the others it offers those to the
-    compiler that have as many elements as an output, and the compiler takes what has as many bytes as one. On several,
-    it can do so if the parts on a device are of one size, too; where they are not, the buffer is only given up.
+    On one device, `jax.jit` takes a buffer for an output of its shape and dtype. It offers other buffers with as many
+    elements as an output to the compiler, which takes those with as many bytes as one. On several devices, the
+    parts on a device must also have one size; otherwise the buffer is only given up.
     """
     traced, record = plan.traced, plan.record
     used = _jax.used_inputs(traced.jaxpr)

@@ -88,7 +88,7 @@ def in_auto_mode(fn: Callable[..., list[Any]], outputs: Sequence[Leaf]) -> Calla
     kinds = dict(zip(around.axis_names, around.axis_types, strict=True))
 
     def said(spec: PartitionSpec) -> PartitionSpec:
-        """What a type may say of a layout: the Explicit axes."""
+        """The layout in a type: its Explicit axes."""
         dims = ((dim,) if isinstance(dim, str) else dim or () for dim in spec)
         return PartitionSpec(*(tuple(axis for axis in dim if kinds.get(axis) == AxisType.Explicit) for dim in dims))
 

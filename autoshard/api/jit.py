@@ -22,7 +22,7 @@ from autoshard.planner.store import lock_at
 from autoshard.report.tables import bytes_text
 
 log = logging.getLogger("autoshard")
-_jax.hide_frames(__file__)  # what is emitted in place stands where the user calls it
+_jax.hide_frames(__file__)  # equations emitted in place get the source line of the user's call
 
 
 class JitOptions(PlanOptions, total=False):
@@ -89,7 +89,7 @@ def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 class JitFunction:
-    """What `autoshard.jit` returns."""
+    """The result of `autoshard.jit`."""
 
     __name__: str
 
@@ -211,7 +211,7 @@ class JitFunction:
         first = self._first.get((mesh, gradient))
         try:
             made = self._planned(args, kwargs, first, gradient)
-        except GradientError as error:  # of what was not asked for: JAX itself will say so, where it is right
+        except GradientError as error:  # an error of the user's program: JAX itself will raise it, if it is right
             if not gradient:
                 raise
             log.info("%s: planned as it is: %s", self._name, error)
@@ -237,7 +237,7 @@ class JitFunction:
             )
 
     def _avals(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """What `jax.jit` distinguishes of the leaves' values."""
+        """The abstract values of the leaves, as `jax.jit` distinguishes them."""
         avals: list[Any] = []
         try:
             for leaf in leaves:
@@ -283,7 +283,7 @@ class JitFunction:
 
 
 def _would_move(error: InfeasibleError, first: SolvedPlan, planned: Callable[[], SolvedPlan]) -> InfeasibleError:
-    """An error that says what `move=True` would move."""
+    """An error that names the leaves that `move=True` would move."""
     try:
         free = planned()
     except InfeasibleError as alone:
@@ -296,7 +296,7 @@ def _would_move(error: InfeasibleError, first: SolvedPlan, planned: Callable[[],
 
 
 def moves(first: SolvedPlan, second: SolvedPlan) -> str:
-    """What has to move between the calls of two plans, in words."""
+    """The leaves that have to move between the calls of two plans, in words."""
     before = {(leaf.path, leaf.shape, leaf.dtype): leaf.spec for leaf in first.record.inputs}
     changed = [
         leaf for leaf in second.record.inputs if before.get((leaf.path, leaf.shape, leaf.dtype), leaf.spec) != leaf.spec

@@ -1,6 +1,6 @@
 """Loaded plans: read from a file, and bound to their function.
 
-What only a plan found in this process can do, these refuse, each in one place (`_refused`).
+They refuse everything that only a plan found in this process can do (`_refused`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -128,5 +128,5 @@ def load(path: str | Path) -> LoadedPlan:
 
 
 def read_back(text: str) -> LoadedPlan:
-    """A pickled plan is what its file holds: read back, it is as one from `load`."""
+    """Reads a pickled plan back: it has the contents of its file, as a plan from `load`."""
     return LoadedPlan(parse(text, "a pickled plan"))

@@ -1,4 +1,4 @@
-"""Processes: of several that run one program, process 0 plans, and all run its plan.
+"""Multihost: several processes run one program; process 0 plans, and all run its plan.
 
 The processes meet in the key-value store of `jax.distributed`, under the number of the
 call. Each says which program it has traced; process 0 compares, plans, and answers with
@@ -35,17 +35,17 @@ class Peers:
     wait_s: float
 
     def agree(self, name: str, program: Mapping[str, Any], decide: Callable[[], str]) -> str:
-        """What `decide` returns in process 0, in every process, if all have the same program.
+        """Returns the result of `decide` in process 0 to every process, if all have the same program.
 
         Args:
-          name: of the function, for messages.
-          program: what must be equal everywhere: item → JSON value.
+          name: name of the function, for messages.
+          program: items that must be equal everywhere: item → JSON value.
           decide: called in process 0 alone.
 
         Raises:
           ProcessError: a process has another program or does not turn up within `wait_s`, or
-            process 0 failed. What `decide` raises is raised in process 0, and in the others
-            as an error with the same text.
+            process 0 failed. An error of `decide` is raised in process 0, and in the others as
+            an error with the same text.
         """
         call = f"autoshard/{self.store.key_value_increment(f'{_CALLS}/{self.index}', 1)}"
         if self.index == 0:

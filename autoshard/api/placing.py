@@ -1,6 +1,6 @@
-"""Placing: pytrees and what each process has of them → arrays in the layouts of a plan's argument.
+"""Placing: pytrees, or each process's part of them → arrays in the layouts of a plan's argument.
 
-What is given is compared with what was planned: paths, shapes and dtypes.
+Paths, shapes and dtypes are compared with the planned ones.
 """
 
 import zlib
@@ -64,13 +64,13 @@ def born(init: Callable[..., Any], args: Sequence[Any], arg: str, planned: Seque
 
 
 def put_local(value: Any, arg: str, planned: Sequence[Leaf], mesh: Mesh) -> Any:
-    """As `put`, of what each process has: all of a leaf, or its equal part along one dimension.
+    """Like `put`, but each process gives all of a leaf, or its equal part along one dimension.
 
-    The parts follow one another in the order of the processes, whatever the layout. Where it wants of
-    a process what another has, the parts are put together over the processes.
+    The parts follow one another in the order of the processes, whatever the layout. If a process needs
+    another's part, the parts are put together over the processes.
 
     Raises:
-      PlanMismatchError: a leaf is neither, or one that each process has all of is not the same in all.
+      PlanMismatchError: a leaf is neither, or a whole leaf differs between processes.
     """
     owners = sorted({device.process_index for device in mesh.devices.flat})
     if len(owners) == 1:
@@ -87,7 +87,7 @@ def _is_global(leaf: Any) -> bool:
 
 
 def _split_dimension(leaf: Any, plan: Leaf, processes: int) -> int | None:
-    """The dimension of which each process has its part; None if it has all."""
+    """The dimension along which each process has its part; None if it has the whole leaf."""
     shape = _jax.shaped(leaf).shape
     if shape == plan.shape:
         return None
@@ -124,7 +124,7 @@ def _data(leaf: Any) -> Any:
 
 
 def _assembled(leaf: Any, plan: Leaf, along: int | None, mesh: Mesh, owners: Sequence[int]) -> Any:
-    """A global array of a leaf of which each process has all, or its part along one dimension."""
+    """A global array from the whole leaf, or from each process's part along one dimension."""
     sharding = NamedSharding(mesh, plan.spec)
     if _is_global(leaf) or jax.numpy.issubdtype(_jax.shaped(leaf).dtype, jax.dtypes.extended):
         return jax.device_put(leaf, sharding)

@@ -1,4 +1,4 @@
-"""Plan: what every plan can do, wherever it comes from, and what those can do that know their program.
+"""Plan: the verbs of every plan, and those of plans that know their program.
 
     Plan               a record of layouts and promises
     ├ LoadedPlan       read from a file: its function is given to `jit` or `bind`
@@ -177,13 +177,13 @@ class Plan(ABC):
         """Compares the plan with an executable that was compiled elsewhere, or with its HLO text.
 
         Args:
-          compiled: what `jax.jit(…).lower(…).compile()` returns, or scheduled HLO text.
+          compiled: the result of `jax.jit(…).lower(…).compile()`, or scheduled HLO text.
           compiler: who compiled it: "gpu", "tpu" or "cpu"; None takes the executable's
             platform, or for text that of the plan's hardware.
           tolerance: relative difference in bytes that still counts as a match.
 
         Raises:
-          VerifyError: it is neither, or the executable has no text.
+          VerifyError: `compiled` is neither, or the executable has no text.
           HloError: the text is no HLO module, or of another number of devices.
         """
         return check(
@@ -199,10 +199,10 @@ class Plan(ABC):
         """Runs the planned step under JAX's profiler: predicted beside measured, per class of operation.
 
         Args:
-          step: what `jit()` returned.
-          args: its arguments; donated ones are consumed. An output of an argument's structure and
-            shapes takes its place in the next step, as of a train step its state.
-          steps: how many to measure, after one to warm up.
+          step: the result of `jit()`.
+          args: its arguments; donated ones are consumed. An output with an argument's structure and
+            shapes (a train step's state) is that argument of the next step.
+          steps: number of measured steps, after one to warm up.
 
         Raises:
           VerifyError: `step` is not jitted, or the profiler saw none of its operations.
@@ -249,7 +249,7 @@ class ProgramPlan(Plan):
         """`init(*args)` born sharded as argument `arg`: nothing is allocated on one device first.
 
         Raises:
-          PlanMismatchError: a path, shape or dtype of what `init` returns is not the argument's.
+          PlanMismatchError: a path, shape or dtype of the result of `init` is not the argument's.
         """
         return placing.born(init, args, arg, self._argument(arg), self.mesh())
 
@@ -262,14 +262,14 @@ class ProgramPlan(Plan):
         return placing.put(value, arg, self._argument(arg), self.mesh())
 
     def put_local(self, value: Any, arg: str) -> Any:
-        """As `put`, of what this process has of the argument: each host gives its own part of the batch.
+        """Like `put`, from this process's part of the argument: each host gives its own part of the batch.
 
-        The parts are those of the planned shapes along one dimension, in the order of the processes, whatever the
-        layout; what one process's devices need of another's part is sent there. A leaf of the planned
-        shape itself is the same in every process.
+        The parts split the planned shapes along one dimension, in the order of the processes, whatever the layout.
+        If a process's devices need another process's part, it is sent there. A leaf of the whole planned shape is the
+        same in every process.
 
         Raises:
-          PlanMismatchError: what a process gives is no equal part of what was planned.
+          PlanMismatchError: the value of a process is no equal part of the planned shape.
         """
         return placing.put_local(value, arg, self._argument(arg), self.mesh())
 

@@ -27,10 +27,10 @@ class SolvedPlan(ProgramPlan):
     """A plan that was found in this process, or found again in a cache, a lock or another process.
 
     Args:
-      record: what was decided.
+      record: the decided layouts and their promises.
       place: the mesh on its hardware.
       traced: the program.
-      planned: what led to the plan, or a function that finds it when it is first asked for.
+      planned: the planning result, or a function that finds it on first use.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SolvedPlan(ProgramPlan):
         return self._with(replace(self.record, pins=pins))
 
     def emitting(self, constraints: str) -> "SolvedPlan":
-        """The same plan with a record of which constraints were asked for."""
+        """The same plan with a record of the requested constraints."""
         return self._with(replace(self.record, emitted=constraints))
 
     def _with(self, record: PlanRecord) -> "SolvedPlan":
@@ -78,7 +78,7 @@ class SolvedPlan(ProgramPlan):
 
     @property
     def planned(self) -> PlanningResult:
-        """What led to the plan; one from a cache or another process is planned again for it.
+        """The planning result; a plan from a cache or another process is planned again for it.
 
         Raises:
           PlanMismatchError: it is a hand-written layout, or a plan file's, that won under `refine`.
@@ -113,10 +113,10 @@ class SolvedPlan(ProgramPlan):
         flips: bool = False,
         vary: Mapping[str, tuple[int, Callable[[int], "Plan"]]] | None = None,
     ) -> str:
-        """Why inputs, or what a source line computes, lie as they do: the runner-up and what it costs, as text.
+        """Explains the layout of inputs, or of values at a source line, by the runner-up and its cost, as text.
 
         Args:
-          pattern: of inputs' paths, such as `"**.wq"`.
+          pattern: a pattern of inputs' paths, such as `"**.wq"`.
           at: or a source line, such as `"model.py:61"`.
           flips: whether to look for the link rates and the memory that turn the decision, too.
           vary: sizes to look for besides: name → its present value, and a function that plans

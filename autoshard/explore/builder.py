@@ -1,4 +1,4 @@
-"""Target: `package.module:builder` → a function and its arguments."""
+"""Builder: `package.module:builder` → a function and its arguments."""
 
 import contextlib
 import difflib
@@ -38,13 +38,13 @@ def load_target(target: str, keywords: Mapping[str, Any]) -> tuple[Any, tuple[An
             raise _no_call(target, keywords, error) from error
         open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # what a builder prints is no result
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
             built: Any = builder(**keywords)
     except (AutoshardError, CostModelError):
         raise
     except Exception as error:
         inside = error.__traceback__ is not None and error.__traceback__.tb_next is not None
-        if isinstance(error, TypeError) and (not inside or (keywords and open_ended)):  # it says itself what it takes
+        if isinstance(error, TypeError) and (not inside or (keywords and open_ended)):  # its error says it
             raise _no_call(target, keywords, error) from error
         raise TargetError(f"`{target}` raised {raised(error)}") from error
     if not (isinstance(built, tuple) and len(built) == 2 and callable(built[0]) and isinstance(built[1], tuple)):

@@ -38,7 +38,7 @@ class Candidate:
 
     @property
     def contest(self) -> tuple[object, ...]:
-        """What it is compared within: meshes of as many chips of a kind, for the same program."""
+        """The group in which it is compared: meshes of as many chips of a kind, for the same program."""
         return (self.hardware.partition(":")[0], self.chips, self.choice)
 
     @property
@@ -52,7 +52,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """What is to be planned, and how many twins each stands for in all."""
+    """The candidates to plan, and the number of equivalent meshes that they stand for."""
 
     every: tuple[Candidate, ...]
     twins: int

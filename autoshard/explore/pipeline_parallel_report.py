@@ -1,4 +1,4 @@
-"""Scale: ranked layouts of a training step, in closed form and with planned stages, for terminals and as JSON."""
+"""Pipeline report: ranked layouts of a training step, in closed form and planned, for terminals and as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -29,7 +29,7 @@ def text(
     sequence: int,
     width: int | None = None,
 ) -> str:
-    """The ranking, where the best step's time goes, what each parallelism is worth, and what planned stages take."""
+    """The ranking, the parts of the best step, the worth of each parallelism, and the planned stages."""
     width = columns() if width is None else width
     best = found.ranked[0]
     rows = [
@@ -92,7 +92,7 @@ def staged_text(staged: Staged) -> str:
 
 
 def _stages(planned: Sequence[Staged], width: int) -> list[Any]:
-    """The ranking of planned stages with what each takes its time for, and how the best one's parameters lie."""
+    """The ranking of planned stages with the parts of their steps, and the best one's layout of parameters."""
     if not planned:
         return []
     parts = tuple(planned[0].parts)
@@ -181,7 +181,7 @@ def _row(priced: Priced, tokens: int) -> dict[str, Any]:
 
 
 def _reasons(found: LayoutRanking) -> list[tuple[str, str]]:
-    """One line per parallelism of the best layout: what is lost without it."""
+    """One line per parallelism of the best layout: the loss without it."""
     best = found.ranked[0].step.seconds
     said: list[tuple[str, str]] = []
     for worth in found.worth:

@@ -1,4 +1,4 @@
-"""Ranking: what a search found, best first, and what follows from it: cost, Pareto front, scaling."""
+"""Ranking: the plans of a search, best first, with cost, Pareto front and scaling."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class RankedPlan:
     """One candidate with the best plan that was found for it.
 
     `flops` are the contractions' FLOPs of the whole step without rematerialization,
-    `device_flops` what one device executes; `tokens` those of a step (0: unknown).
+    `device_flops` the FLOPs that one device executes, `tokens` the tokens of a step (0: unknown).
     """
 
     candidate: Candidate
@@ -43,7 +43,7 @@ class RankedPlan:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all devices together; 0 where a step has no tokens."""
+        """Tokens per second of all devices together; 0 if a step has no tokens."""
         return self.tokens / self.step_s
 
     @property
@@ -105,15 +105,15 @@ class Ranking:
     """The result of a search.
 
     Attributes:
-      name: the function's.
-      rows: what was planned, the best first.
-      left_out: what has no plan, and why.
-      twins: meshes left out because no link tells them from one that was planned.
+      name: name of the function.
+      rows: the planned candidates, the best first.
+      left_out: candidates without a plan, and why.
+      twins: meshes left out because no link tells them from a planned one.
       missing: candidates that an interruption left unplanned.
       budget_tokens: tokens of the whole training, or 0.
       prices: dollars per chip and hour, by chip name.
       wall_s: seconds of the search.
-      notes: what was assumed.
+      notes: assumptions made for the user.
     """
 
     name: str

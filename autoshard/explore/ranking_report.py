@@ -1,4 +1,4 @@
-"""Ranking: the result of a search as a table for terminals, as Markdown, and as JSON."""
+"""Ranking report: the result of a search as a table for terminals, as Markdown, and as JSON."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from autoshard.report.tables import GAP, bytes_text, columns, fields, paragraph,
 SCHEMA = 1
 SHOWN = 20  # rows in a terminal
 DISPENSABLE = ("exposed", "memory", "tokens/s")  # columns that go first where a terminal is narrow
-REASONS = 8  # reasons for what is left out
+REASONS = 8  # reasons why candidates are left out
 
 
 def text(found: Ranking, *, width: int | None = None) -> str:
-    """The verdict, the ranking, the scaling curves, and what was left out."""
+    """The verdict, the ranking, the scaling curves, and the candidates left out."""
     width = columns() if width is None else width
     head, rows, right = _fitting(*_table(found), width)
     parts: list[Any] = [
@@ -196,7 +196,7 @@ def _curve(found: Ranking, curve: Curve) -> Any:
 
 
 def _remarks(found: Ranking) -> list[tuple[str, str]]:
-    """What stands below the tables: the front, what is left out, what was assumed."""
+    """The remarks below the tables: the Pareto front, candidates left out, assumptions."""
     rows = [
         ("*", "on the Pareto front of time, memory per device and chips"),
         ("planned", f"{len(found.rows)} candidates in {found.wall_s:.1f} s"),

@@ -19,7 +19,7 @@ DOUBLINGS = 3  # of the chips
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """A change that makes the program fit: what to type, and the plan that it gives."""
+    """A change that makes the program fit: the option to type, and the resulting plan."""
 
     change: str
     step_s: float
@@ -28,12 +28,12 @@ class Remedy:
 
 
 def remedies(task: Task, mesh: Mapping[str, int], hardware: str) -> tuple[Remedy, ...]:
-    """Tries less of the batch, more chips, and chips with more memory; keeps what fits.
+    """Tries smaller batches, more chips, and chips with more memory; keeps the changes that fit.
 
     Args:
       task: a builder, as text, that does not fit on the mesh.
-      mesh: the mesh that was asked for.
-      hardware: its slice.
+      mesh: the requested mesh.
+      hardware: the slice of the mesh.
     """
     found: list[Remedy] = []
     for attempts in (

@@ -1,7 +1,7 @@
-"""Agenda: in which order candidates are tried, and what each tells the others.
+"""Scheduler: the order in which candidates are tried, and the choices that they pass on.
 
-A candidate's turn comes once every coarser mesh on its devices has been tried, whose
-choices are choices on it, too: its search begins with them.
+A candidate's turn comes once every coarser mesh on its devices has been tried. Choices on a
+coarser mesh are choices on the finer one, too: its search begins with them.
 """
 
 import threading
@@ -15,10 +15,10 @@ from autoshard.problem.warm_start import PortableChoice, refined
 
 
 class Agenda:
-    """What is left to try, shared by the threads that attend to it.
+    """The candidates left to try, shared by the threads that plan them.
 
     Attributes:
-      chosen: by candidate, on those that were planned.
+      chosen: planned candidate → its choice.
     """
 
     def __init__(self, candidates: Iterable[Candidate]) -> None:
@@ -30,7 +30,7 @@ class Agenda:
         self._changed = threading.Condition()
 
     def take(self) -> tuple[Candidate, tuple[PortableChoice, ...]] | None:
-        """The next candidate and what was chosen on coarser meshes; waits for its turn. None once nothing is left."""
+        """The next candidate and the choices on coarser meshes; waits for its turn. None once nothing is left."""
         with self._changed:
             while self._left:
                 ready = (c for c in self._left if not self._pending.intersection(self._coarser[c]))
@@ -42,7 +42,7 @@ class Agenda:
             return None
 
     def learn(self, candidate: Candidate, tried: Tried) -> None:
-        """Takes note of what became of a candidate."""
+        """Records the outcome of a candidate."""
         with self._changed:
             self._pending.discard(candidate)
             if tried.chosen is not None:

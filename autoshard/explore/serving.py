@@ -42,10 +42,10 @@ MOST_AXES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What is served: builders of `prefill(params, prompt)` and `decode(params, state)`, and how much.
+    """The served model: builders of `prefill(params, prompt)` and `decode(params, state)`, and its load.
 
     The first takes `batch`, `sequence` and `length` (positions of the cache), the second
-    `batch` and `length`; both take `keywords`, too. What `decode` carries is donated.
+    `batch` and `length`; both take `keywords`, too. The state of `decode` is donated.
     """
 
     prefill: str
@@ -71,9 +71,9 @@ def serve(
     """Plans every batch on every mesh, in all three ways; by latency, then by throughput.
 
     Args:
-      model: what is served.
+      model: the served model.
       places: sets of devices.
-      batches: to try; those that do not fit are left out.
+      batches: batches to try; those that do not fit are left out.
       axes: the most mesh axes.
       price_per_hour: dollars of one device.
       time_limit_s: of the solver, per plan.
@@ -221,10 +221,10 @@ def _move_s(first: PlanningResult, then: PlanningResult) -> float:
 
 
 def _insert_s(first: PlanningResult, then: PlanningResult) -> tuple[float, int]:
-    """One prompt's cache from where prefill leaves it to where decode keeps it; and its bytes.
+    """Seconds to move one prompt's cache from prefill's layout to decode's, and its bytes.
 
-    The dimension in which the two differ is the batch, of which a prompt is one part: it
-    lies on the devices of its part, whole in the axes that split the batch.
+    The two shapes differ in the batch dimension. A prompt is one entry of the batch: it lies
+    on the devices of its part, whole in the axes that split the batch.
     """
     kept = _leaves(then, 1)
     graph = first.assignment.decisions.graph
@@ -275,7 +275,7 @@ def _pieces(planned: PlanningResult, code: int, ndim: int) -> int:
 
 
 def _bound(planned: PlanningResult, place: Hardware, batch: int) -> tuple[str, float]:
-    """What a decoding step waits for most, and the batch from which its weights' products are compute-bound."""
+    """The largest part of a decoding step, and the batch from which its weights' products are compute-bound."""
     assignment = planned.assignment
     d = assignment.decisions
     graph = d.graph
@@ -319,7 +319,7 @@ def _bound(planned: PlanningResult, place: Hardware, batch: int) -> tuple[str, f
 
 
 def _cache_bytes(planned: PlanningResult) -> int:
-    """What decoding keeps, on one device."""
+    """Bytes that decoding keeps on one device."""
     return sum(_local_bytes(planned, i) for i in _leaves(planned, 1).values())
 
 

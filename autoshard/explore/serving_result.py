@@ -1,4 +1,4 @@
-"""Served: what one batch takes in prefill and decode, planned."""
+"""Serving result: the planned prefill and decode of one batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Served:
       way: "together" in one layout of the weights; "moved", in two, the weights moving between
         them; "apart" on devices of their own.
       devices: of one set: prefill and decode together, or decode alone.
-      prefill_s: of one prompt.
+      prefill_s: seconds of one prompt.
       token_s: a decoding step: seconds per token of one sequence.
       ttft_s: time to the first token.
       insert_s: bringing one prompt's cache into the layout in which it is decoded.
@@ -27,10 +27,10 @@ class Served:
       send_s: sending one prompt's cache to other devices.
       prefill_per_decode: sets of prefill that keep one set of decode busy; 0 unless apart.
       tokens_per_s_per_device: decoded, all devices counted.
-      bound: what a decoding step waits for most: "weights", "cache", "compute" or "links".
-      crossover_batch: from which on weights multiply for longer than they stream.
-      cache_layout: of the largest leaf that decoding keeps.
-      cache_bytes: of all that it keeps, on one device.
+      bound: the largest part of a decoding step: "weights", "cache", "compute" or "links".
+      crossover_batch: the batch from which weights multiply for longer than they stream.
+      cache_layout: layout of the largest leaf that decoding keeps.
+      cache_bytes: bytes that decoding keeps on one device.
       dollars_per_million: per million decoded tokens; None without a price.
       prefill: its plan.
       decode: its plan.

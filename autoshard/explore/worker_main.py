@@ -1,8 +1,8 @@
 """A process that plans candidates: a task on standard input, then orders and news; answers on standard output.
 
 Messages are pickles of `trial.Task`, of `workers.Order` and `workers.News`, and of
-`trial.Tried` or, where the task itself is no good, the exception. What the program
-prints meanwhile goes to standard error.
+`trial.Tried` or, if the task itself is invalid, the exception. The program's own output
+goes to standard error.
 """
 
 import os
@@ -57,5 +57,5 @@ def main() -> None:
         try:
             pickle.dump(answer, answers)
             answers.flush()
-        except BrokenPipeError:  # whoever asked is gone
+        except BrokenPipeError:  # the parent is gone
             os._exit(1)

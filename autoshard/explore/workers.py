@@ -1,6 +1,6 @@
-"""Workers: processes that plan candidates, told meanwhile of the best that others found.
+"""Workers: processes that plan candidates; each hears of the best plans of the others.
 
-Each process traces the program once. What it hears and answers are pickles (`search_child`).
+Each process traces the program once. Orders and answers are pickles (`worker_main`).
 """
 
 import os
@@ -30,7 +30,7 @@ ENDING_S = 5.0  # from the end of a process's output to its own
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """A candidate to plan, and what is known on coarser meshes of its devices."""
+    """A candidate to plan, and the choices on coarser meshes of its devices."""
 
     candidate: Candidate
     known: Sequence[PortableChoice]
@@ -63,7 +63,7 @@ class Worker:
             self.process.stdin.flush()
 
     def answer(self) -> Tried | AutoshardError:
-        """Waits for what becomes of the order."""
+        """Waits for the outcome of the order."""
         assert self.process.stdout is not None
         return pickle.load(self.process.stdout)
 
@@ -73,16 +73,16 @@ class Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def exit_code(self) -> int | None:
-        """Of a process whose pipes have closed; None if it does not end."""
+        """The exit code of a process whose pipes have closed; None if it does not end."""
         with suppress(subprocess.TimeoutExpired):
             return self.process.wait(ENDING_S)
         return None
 
     def close(self) -> None:
-        """Frees what a dead process has left."""
+        """Frees the pipes of a dead process."""
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
-            with suppress(BrokenPipeError):  # what it has not read
+            with suppress(BrokenPipeError):  # orders that it has not read
                 pipe.close()
         self.process.wait()
 
