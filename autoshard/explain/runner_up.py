@@ -16,6 +16,7 @@ from autoshard.ir.paths import dotted, matches
 from autoshard.planner.pipeline import PlanningResult
 from autoshard.planner.record import Leaf
 from autoshard.problem.assignment import Assignment, Collective
+from autoshard.problem.decisions import Copy, Equation, layout_codes
 from autoshard.problem.formulation import UNIT_S
 from autoshard.problem.network import INF, Problem
 from autoshard.solver import Solution, solve
@@ -132,15 +133,13 @@ def choice_text(assignment: Assignment, node: int, pick: int) -> str:
     """A choice of a decision as layouts: `[x,-]`, or `[-,x] [x,-] -> [-,-] Σ{x}` of an equation."""
     d = assignment.decisions
     decision = d.nodes[node]
-    if decision.strategies is None:
-        assert decision.codes is not None
-        return str(layout_of(int(decision.codes[pick]), _aval(assignment, node).ndim, d.mesh))
-    e = decision.equations[0]
+    if not isinstance(decision, Equation):
+        return str(layout_of(int(layout_codes(decision)[pick]), _aval(assignment, node).ndim, d.mesh))
 
     def texts(codes: Sequence[Any], avals: Sequence[Any]) -> str:
         return " ".join(str(layout_of(int(c[pick]), a.ndim, d.mesh)) for c, a in zip(codes, avals, strict=True))
 
-    eqn = d.graph.eqns[e]
+    eqn = d.graph.eqns[decision.equation]
     return f"{texts(decision.strategies.operands, eqn.operands)} -> {texts(decision.strategies.results, eqn.results)}"
 
 
@@ -194,7 +193,7 @@ def _explain_class(planned: PlanningResult, c: int, nodes: Sequence[int]) -> Exp
     return Explanation(
         what=tuple(_label(planned, n) for n in nodes),
         kind=d.nodes[node].kind,
-        value=str(_aval(assignment, node)) if d.nodes[node].strategies is None else d.nodes[node].name,
+        value=d.nodes[node].name if isinstance(d.nodes[node], Equation) else str(_aval(assignment, node)),
         where=where,
         layout=choice_text(assignment, node, pick),
         choices=size,
@@ -239,7 +238,7 @@ def _find_changes(planned: PlanningResult, other: Assignment, node: int) -> tupl
     mine = planned.assignment
     groups: dict[tuple[str, str, str], int] = {}
     for n, (a, b) in enumerate(zip(mine.choice, other.choice, strict=True)):
-        if a != b and n != node and mine.decisions.nodes[n].kind != "copy":
+        if a != b and n != node and not isinstance(mine.decisions.nodes[n], Copy):
             key = (_label(planned, n), choice_text(mine, n, int(a)), choice_text(mine, n, int(b)))
             groups[key] = groups.get(key, 0) + 1
     return tuple(Change(what, before, after, count) for (what, before, after), count in groups.items())

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
-from typing import Any
 
 import numpy as np
 
@@ -22,8 +21,8 @@ from autoshard.ir.op_traits import CONSTRAINT
 from autoshard.planner.pipeline import SETTLE_S, PlanningResult
 from autoshard.planner.search_space import OPTIMIZER_BYTES
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.decision_builder import decide
-from autoshard.problem.decisions import Decisions
+from autoshard.problem.decision_builders import Requirements, decide
+from autoshard.problem.decisions import Decisions, layout_codes
 from autoshard.problem.formulation import Formulation, formulate
 from autoshard.problem.network import INF, Int
 from autoshard.solver import Evaluation, evaluate
@@ -291,20 +290,15 @@ def _replan(planned: PlanningResult, machine: Machine | None, memory_bytes: int,
         held = dict.fromkeys(setting.gradient.gradient_of, OPTIMIZER_BYTES) if setting.gradient else {}
         resharder = Resharder(d.mesh, machine, outermost=planned.assignment.resharder.outermost)
         constraints = [e for e, eqn in enumerate(d.graph.eqns) if eqn.primitive == CONSTRAINT]
-        codes: Any = [node.codes for node in d.nodes]  # all that were allowed; inputs and outputs have codes
-        d = decide(
-            d.graph,
-            d.mesh,
-            machine,
+        required = Requirements(
             tied=setting.tied,
             donated=frozenset(planned.record.donated),
-            input_pins={i: codes[n] for i, n in enumerate(d.inputs)},
-            output_pins={o: codes[n] for o, n in enumerate(d.outputs)},
-            equation_pins={e: codes[d.node_of[e]] for e in constraints},
+            inputs={i: layout_codes(d.nodes[n]) for i, n in enumerate(d.inputs)},  # all that were allowed
+            outputs={o: layout_codes(d.nodes[n]) for o, n in enumerate(d.outputs)},
+            equations={e: layout_codes(d.nodes[d.node_of[e]]) for e in constraints},
             held_bytes=held,
-            unknown="replicate",
-            compiler=setting.compiler,
         )
+        d = decide(d.graph, d.mesh, machine, setting.compiler, required, unknown="replicate")
         formulation = formulate(d, resharder, memory_bytes=memory_bytes)
     known = met.of(formulation)
     solution = solved(planned, formulation.problem, time_limit_s=LIMIT_S, settle_s=SETTLE_S, known=known)

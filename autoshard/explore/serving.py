@@ -32,6 +32,7 @@ from autoshard.explore.serving_result import Drafted, Served, Way
 from autoshard.ir.layout import Layout
 from autoshard.ir.paths import dotted
 from autoshard.planner.pipeline import PlanningResult
+from autoshard.problem.decisions import Equation
 from cost_models import Hardware
 from cost_models.closed_forms import formulas
 from cost_models.closed_forms.serving_search import SECONDS_PER_HOUR
@@ -296,15 +297,15 @@ def _bound(planned: PlanningResult, place: Hardware, batch: int) -> tuple[str, f
             continue
         state.update(graph.results[e])
         node = d.node_of[e]
-        strategies = d.nodes[node].strategies if node >= 0 else None
-        if strategies is None:
+        decision = d.nodes[node] if node >= 0 else None
+        if not isinstance(decision, Equation):
             continue
         pick = assignment.choice[node]
-        for v, codes in zip(operands, strategies.operands, strict=True):
-            if v in width and d.nodes[node].flops[pick]:
+        for v, codes in zip(operands, decision.strategies.operands, strict=True):
+            if v in width and decision.flops[pick]:
                 local = graph.avals[v].size // _pieces(planned, int(codes[pick]), graph.avals[v].ndim)
                 nbytes += local * width[v] * graph.runs(e)
-                flops += float(d.nodes[node].flops[pick])
+                flops += float(decision.flops[pick])
     machine = place.place(planned.record.mesh.shape)
     unit = machine.matmul_unit(DTYPE)
     load_s = float(machine.hbm_s(nbytes))

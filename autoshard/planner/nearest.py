@@ -15,7 +15,7 @@ from autoshard.ir.graph import Aval
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import DOT_GENERAL, GATHER
-from autoshard.problem.decisions import Decisions, Edge, Usage, reshard_ps
+from autoshard.problem.decisions import Chain, Copy, Decisions, Edge, Equation, Usage, layout_codes, reshard_ps
 
 
 class _Nearest:
@@ -35,11 +35,11 @@ class _Nearest:
             self._end(d.inputs[position], value)
             self._settle(value)
         for node, decision in enumerate(d.nodes):
-            if decision.kind == "chain":
+            if isinstance(decision, Chain):
                 self._chain(node)
         for e, values in enumerate(d.graph.results):
             node = d.node_of[e]
-            if node >= 0 and d.nodes[node].kind == "equation":
+            if node >= 0 and isinstance(d.nodes[node], Equation):
                 self._equation(node, e)
             for v in values:
                 if v in d.made:
@@ -61,7 +61,7 @@ class _Nearest:
         around: dict[int, list[Edge]] = {}
         for edge in d.edges:
             for node in {edge.u, edge.v}:
-                if d.nodes[node].kind == "copy" or self._casts(node):
+                if isinstance(d.nodes[node], Copy) or self._casts(node):
                     around.setdefault(node, []).append(edge)
         for node, edges in around.items():
             total = np.zeros(len(d.nodes[node]), np.int64)
@@ -72,7 +72,7 @@ class _Nearest:
                 if edge.u == node:
                     ps = ps[:, self.choice[edge.v]]
                     behind |= edge.source == edge.target[self.choice[edge.v]]
-                    alone |= d.nodes[node].kind == "copy" and self._alone(edge)
+                    alone |= isinstance(d.nodes[node], Copy) and self._alone(edge)
                 else:
                     ps = ps[self.choice[edge.u]]
                     before |= edge.target == self._reduced(edge.value, int(edge.source[self.choice[edge.u]]))
@@ -95,11 +95,12 @@ class _Nearest:
         XLA:TPU finds such gathers equal, too (mlp-8k by `fsdp_megatron` on v5e:2x4, libtpu 0.0.52).
         """
         d = self.d
-        e = d.nodes[edge.v].equations[0] if d.nodes[edge.v].kind == "equation" else -1
-        if e < 0 or d.graph.eqns[e].primitive != DOT_GENERAL or self.compiler.shares_grouped_gathers:
+        taker = d.nodes[edge.v]
+        if not isinstance(taker, Equation):
             return False
-        strategies = d.nodes[edge.v].strategies
-        assert strategies is not None  # equations have strategies
+        e, strategies = taker.equation, taker.strategies
+        if d.graph.eqns[e].primitive != DOT_GENERAL or self.compiler.shares_grouped_gathers:
+            return False
         rule, values, pick = d.rules[e], d.graph.operands[e], self.choice[edge.v]
         factors = [{f for dim in dims for f in dim} for dims in (*rule.operands, rule.results[0])]
         groups, nbytes = [1, 1], [0, 0]
@@ -121,7 +122,7 @@ class _Nearest:
     def _casts(self, node: int) -> bool:
         """Whether a decision is one cast alone, and may be made on the other side of a move."""
         decision = self.d.nodes[node]
-        if decision.kind != "chain" or len(decision.equations) != 1:
+        if not isinstance(decision, Chain) or len(decision.equations) != 1:
             return False
         eqn = self.d.graph.eqns[decision.equations[0]]
         return eqn.traits.cast and (self.compiler.moves_collectives_past_casts or widening(eqn) < 0)
@@ -134,8 +135,7 @@ class _Nearest:
         return self.resharder.cost_ps(aval, *ends, bucket=bucket, strides=strides).ravel()
 
     def _end(self, node: int, value: int) -> None:
-        codes = self.d.nodes[node].codes
-        assert codes is not None  # inputs and outputs have codes
+        codes = layout_codes(self.d.nodes[node])
         self.choice[node] = int(self._ps(value, self.target[value], codes).argmin())
 
     def _settle(self, value: int) -> None:
@@ -154,8 +154,7 @@ class _Nearest:
 
     def _chain(self, node: int) -> None:
         d = self.d
-        codes = d.nodes[node].codes
-        assert codes is not None  # chains have codes
+        codes = layout_codes(d.nodes[node])
         votes = np.zeros(len(codes), np.int64)
         for e in d.nodes[node].equations:
             value = d.graph.results[e][0]
@@ -170,8 +169,9 @@ class _Nearest:
         (so that a pending sum flows on where it can), then as few sums are left pending.
         """
         d = self.d
-        strategies = d.nodes[node].strategies
-        assert strategies is not None  # equations have strategies
+        decision = d.nodes[node]
+        assert isinstance(decision, Equation)
+        strategies = decision.strategies
         eqn = d.graph.eqns[e]
         table, displaced, moved, summed = (np.zeros(len(strategies), np.int64) for _ in range(4))
         ps = d.nodes[node].cost_ps.copy()
@@ -265,12 +265,12 @@ def gathered(decisions: Decisions, choice: NDArray[np.int64]) -> Decisions:
     held: dict[int, tuple[int, int, int]] = {}  # copy → first and last use, bytes
     for edge in decisions.edges:
         node = decisions.nodes[edge.v]
-        if decisions.nodes[edge.u].kind != "copy" or node.kind != "equation":
+        if not (isinstance(decisions.nodes[edge.u], Copy) and isinstance(node, Equation)):
             continue
         aval, codes = graph.avals[edge.value], (edge.source[choice[edge.u]], edge.target[choice[edge.v]])
         lies, taken = (int(n) for n in aval.nbytes // shards(np.array(codes), aval.ndim, decisions.mesh))
         if taken > lies:
-            e = node.equations[0]
+            e = node.equation
             first, last, nbytes = held.get(edge.u, (e, e, 0))
             held[edge.u] = min(first, e), max(last, e), max(nbytes, taken)
     found = (

@@ -21,7 +21,7 @@ from autoshard.ir.op_traits import CONSTRAINT
 from autoshard.ir.trace import Traced
 from autoshard.planner.requested_shardings import RequestedShardings
 from autoshard.planner.stage_clock import StageClock
-from autoshard.problem.decision_builder import decide
+from autoshard.problem.decision_builders import Requirements, decide
 from autoshard.problem.decisions import Decisions
 from cost_models import Machine
 
@@ -113,19 +113,15 @@ def build_search_space(
                     f"but the output that replaces it in {wanted.outputs[output]}"
                 )
     resharder = Resharder(real, machine, outermost=compiler.collectives_along_outermost_only)
-    decisions = decide(
-        graph,
-        real,
-        machine,
+    required = Requirements(
         tied=tied,
         donated=wanted.donated,
-        input_pins=input_pins,
-        output_pins=output_pins,
-        equation_pins=_own_constraints(graph, mesh, real),
+        inputs=input_pins,
+        outputs=output_pins,
+        equations=_own_constraints(graph, mesh, real),
         held_bytes=held,
-        unknown=unknown,
-        compiler=compiler,
     )
+    decisions = decide(graph, real, machine, compiler, required, unknown=unknown)
     clock.lap("strategies")
     return SearchSpace(
         traced=traced,

@@ -17,6 +17,7 @@ from autoshard.planner.leaf_rows import fold
 from autoshard.planner.pipeline import PlanningResult
 from autoshard.planner.record import Leaf, PlanRecord
 from autoshard.problem.assignment import Assignment
+from autoshard.problem.decisions import Copy, Equation, Output
 from autoshard.report.hardware import number_text
 from autoshard.report.tables import LEFT, bytes_text, proof_text, short_aval, short_place, time_text
 from cost_models import Hardware
@@ -149,9 +150,9 @@ def _activations(assignment: Assignment) -> list[Json]:
     d = assignment.decisions
     rows: dict[tuple[str, str, str], Json] = {}
     for node, pick in zip(d.nodes, assignment.choice, strict=True):
-        if node.strategies is None:
+        if not isinstance(node, Equation):
             continue
-        e = node.equations[0]
+        e = node.equation
         value = d.graph.results[e][0]
         aval = d.graph.avals[value]
         code = int(node.strategies.results[0][pick])
@@ -213,8 +214,8 @@ def _transfers(assignment: Assignment) -> dict[int, list[Json]]:
     found: dict[int, list[Json]] = {}
     last = len(d.graph.eqns)
     for edge, row in assignment.transfers():
-        at = d.nodes[edge.v].equations[:1] or [last if d.nodes[edge.v].kind == "output" else -1]
-        if d.nodes[edge.v].kind == "copy":
+        at = d.nodes[edge.v].equations[:1] or [last if isinstance(d.nodes[edge.v], Output) else -1]
+        if isinstance(d.nodes[edge.v], Copy):
             at = [max(d.nodes[edge.u].equations, default=-1) + 1]
         found.setdefault(int(at[0]), []).append(
             {
@@ -284,9 +285,9 @@ def _roofline(assignment: Assignment, hardware: Hardware, mesh: MeshAxes) -> Jso
     d = assignment.decisions
     points: dict[tuple[Any, ...], Json] = {}
     for node, pick in zip(d.nodes, assignment.choice, strict=True):
-        if node.strategies is None or not node.flops[pick]:
+        if not isinstance(node, Equation) or not node.flops[pick]:
             continue
-        e = node.equations[0]
+        e = node.equation
         eqn, trips = d.graph.eqns[e], d.graph.runs(e)
         nbytes = sum(
             aval.nbytes // _ways(int(codes[pick]), aval.ndim, assignment)

@@ -11,7 +11,7 @@ from autoshard.costs.resharding import NO_STRIDES, PS_PER_S, Resharder, Step, co
 from autoshard.costs.strategies import SUM, WHOLE, Rows, decode, encode
 from autoshard.ir.graph import Aval
 from autoshard.ir.op_traits import GATHER
-from autoshard.problem.decisions import Decisions, Edge, Port, consumer_port
+from autoshard.problem.decisions import Chain, Decisions, Edge, Equation, Input, Port, consumer_port, layout_codes
 
 TRANSPOSE = "transpose"  # the name of the work around a collective
 
@@ -81,9 +81,7 @@ class Assignment:
         return self._end(self.decisions.outputs[position])
 
     def _end(self, node: int) -> int:
-        codes = self.decisions.nodes[node].codes
-        assert codes is not None  # inputs and outputs have codes
-        return int(codes[self.choice[node]])
+        return int(layout_codes(self.decisions.nodes[node])[self.choice[node]])
 
     def reduced(self, code: int, value: int) -> bool:
         """Whether a code has no unreduced axes, so that it can be pinned."""
@@ -138,7 +136,8 @@ class Assignment:
         d = self.decisions
         e, position = self._producer(value)
         rule = d.rules[e]
-        if d.nodes[d.node_of[e]].body is not None:
+        decision = d.nodes[d.node_of[e]]
+        if isinstance(decision, Equation) and decision.body is not None:
             return set()
         if any(factor.reduction for factor in rule.factors):
             shared = set.intersection(*({f for dim in dims for f in dim} for dims in rule.operands))
@@ -171,7 +170,7 @@ class Assignment:
         return made if back and self._communicates(value, kept, made) else kept
 
     def _is_input(self, value: int) -> bool:
-        return self.decisions.nodes[self.decisions.made[value].node].kind == "input"
+        return isinstance(self.decisions.nodes[self.decisions.made[value].node], Input)
 
     def _as_made(self, e: int, i: int) -> bool:
         """Whether equation e takes its operand i from where it is made, past its copy."""
@@ -181,7 +180,7 @@ class Assignment:
     def _in_chain(self, e: int, value: int) -> bool:
         """Whether equation e is of the chain that makes a value."""
         node = self.decisions.made[value].node
-        return self.decisions.node_of[e] == node and self.decisions.nodes[node].kind == "chain"
+        return self.decisions.node_of[e] == node and isinstance(self.decisions.nodes[node], Chain)
 
     def _to_copy(self, value: int) -> tuple[int, ...]:
         """The codes to pin on the way to a value's copy, from where it is left."""
@@ -222,7 +221,7 @@ class Assignment:
                 taken = self.taken(e, i)
                 if taken is None or taken == kept or not self._communicates(value, kept, taken):
                     continue
-                if taken in seen and d.nodes[d.node_of[e]].kind == "equation" and self.reduced(kept, value):
+                if taken in seen and isinstance(d.nodes[d.node_of[e]], Equation) and self.reduced(kept, value):
                     found[e, i] = (kept, *self.route(value, kept, taken))
                 seen.add(taken)
         return found
@@ -312,8 +311,10 @@ class Assignment:
         """They, and for how many seconds the step waits for each."""
         d = self.decisions
         node, pick = d.nodes[n], self.choice[n]
+        if not isinstance(node, Equation):
+            return
         for inner in node.body.collectives if node.body else ():
-            trips = inner.trips * d.graph.runs(node.equations[0])
+            trips = inner.trips * d.graph.runs(node.equation)
             row = self._collective(
                 inner.kind,
                 inner.axes,
@@ -326,9 +327,9 @@ class Assignment:
                 bucket=inner.bucket,
             )
             yield row, row.seconds * trips * inner.waited
-        if node.strategies is None or not node.strategies.in_op[pick].any():
+        if not node.strategies.in_op[pick].any():
             return
-        e = node.equations[0]
+        e = node.equation
         axes = tuple(name for name, used in zip(d.mesh.names, node.strategies.in_op[pick], strict=True) if used)
         for aval, codes in zip(d.graph.eqns[e].results, node.strategies.results, strict=True):
             row = decode(int(codes[pick]), aval.ndim, d.mesh.ndim)

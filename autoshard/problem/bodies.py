@@ -22,7 +22,7 @@ from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import AXIS_INDEX, BRANCH_JOIN, SHARD_MAP
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.decisions import Body, Decision, Decisions, Inner
+from autoshard.problem.decisions import Body, Decision, Decisions, Equation, Inner
 from autoshard.problem.unpriced import unpriced
 
 ALONE = MeshAxes.of({})
@@ -196,9 +196,9 @@ def _waited(d: Decisions, rows: Sequence[Row], seconds: Sequence[float], overlap
 
 def _inside(node: Decision, graph: Graph) -> tuple[Inner, ...]:
     """The collectives of a `shard_map` within a body."""
-    if node.body is None:
+    if not isinstance(node, Equation) or node.body is None:
         return ()
-    runs = graph.runs(node.equations[0])
+    runs = graph.runs(node.equation)
     return tuple(replace(inner, trips=inner.trips * runs) for inner in node.body.collectives)
 
 

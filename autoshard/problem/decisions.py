@@ -2,12 +2,12 @@
 
 One decision is
 
-    input     the layout of a program input (a donated one shares it with its output)
-    equation  the strategy of an equation that is not element-wise
-    chain     the one layout of a connected set of element-wise equations of one shape
+    Input     the layout of a program input (a donated one shares it with its output)
+    Equation  the strategy of an equation that is not element-wise
+    Chain     the one layout of a connected set of element-wise equations of one shape
               (cut after a cast to a smaller type and before one to a larger, where moving is cheaper)
-    copy      the layout in which a value is kept for several consumers
-    output    the layout of a program output
+    Copy      the layout in which a value is kept for several consumers
+    Output    the layout of a program output
 
 A value with one consumer is an edge from its producer's layout to the consumer's.
 A value with several is first brought into its copy's layout, which is paid once, as
@@ -21,13 +21,13 @@ A loop's carry is one decision: the links into and out of its body share one lay
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.costs.liveness import LiveRanges
-from autoshard.costs.overlap import OverlapWindows
+from autoshard.costs.overlap import EARLY, OverlapWindows
 from autoshard.costs.resharding import INF_PS, Resharder, Strides
 from autoshard.costs.strategies import SUM, WHOLE, Codes, Strategies, decode, encode
 from autoshard.ir.graph import Aval, Graph
@@ -73,22 +73,104 @@ class Body:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decision:
-    """One node: S choices, each with its seconds (integer ps), compute and memory."""
+    """One node: S choices, each with its seconds (integer ps) and its compute.
 
-    kind: str
+    Abstract: a decision is an `Input`, a `Chain`, an `Equation`, a `Copy` or an `Output`. `kind` is the word for it in
+    reports; code asks for the class.
+    """
+
+    kind: ClassVar[str]
     name: str
     where: str
     cost_ps: NDArray[np.int64]  # (S,) summed over trips
     cover_ps: NDArray[np.int64]  # (S,) of which contractions' compute, which can hide communication
     window: int  # in which window that compute counts
     flops: NDArray[np.float64]  # (S,) per device
-    equations: tuple[int, ...]
-    strategies: Strategies | None = None
-    codes: Codes | None = None  # (S,) for every kind but equation
-    body: Body | None = None  # of a `shard_map`
+    equations: tuple[int, ...] = ()  # what is decided, in program order
 
     def __len__(self) -> int:
         return len(self.cost_ps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayoutDecision(Decision):
+    """One layout is chosen: of one value, or of all values of a chain. Abstract."""
+
+    codes: Codes  # (S,)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Input(LayoutDecision):
+    """The layout of a program input; `holds` is the kind of its memory."""
+
+    kind = "input"
+    holds: Literal["arguments", "parameters", "optimizer"]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Output(LayoutDecision):
+    """The layout of a program output."""
+
+    kind = "output"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Copy(LayoutDecision):
+    """The layout in which a value is kept for several consumers."""
+
+    kind = "copy"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chain(LayoutDecision):
+    """The one layout of connected element-wise equations of one shape, or of the links of a loop's carry."""
+
+    kind = "chain"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Equation(Decision):
+    """The strategy of one equation; `body` is that of a `shard_map`."""
+
+    kind = "equation"
+    strategies: Strategies
+    body: Body | None = None
+
+    @property
+    def equation(self) -> int:
+        """Its one equation."""
+        return self.equations[0]
+
+
+_Moved = TypeVar("_Moved", Input, Output, Copy)
+
+
+def priced_by_edges(kind: type[_Moved], name: str, where: str, codes: Codes, **more: Any) -> _Moved:
+    """A decision whose choices take nothing by themselves, but for what moves to and from them.
+
+    Args:
+      kind: its class.
+      name: as reports have it.
+      where: the user's source line.
+      codes: the layouts to choose from.
+      more: the fields of its class alone.
+    """
+    nothing_ps = np.zeros(len(codes), np.int64)
+    return kind(
+        name=name,
+        where=where,
+        codes=codes,
+        cost_ps=nothing_ps,
+        cover_ps=nothing_ps,
+        window=EARLY,
+        flops=np.zeros(len(codes)),
+        **more,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,13 +270,18 @@ def consumer_port(
     if node < 0:
         return None
     decision, rule = nodes[node], rules[e]
-    if decision.strategies is not None:
+    if isinstance(decision, Equation):
         return Port(node, decision.strategies.operands[i])
-    codes = decision.codes
-    assert codes is not None  # only equations have strategies instead
+    codes = layout_codes(decision)
     if rule.operands[i] == rule.results[0]:
         return Port(node, codes)
     return Port(node, _narrowed(codes, len(rule.results[0]), rule.operands[i], mesh))
+
+
+def layout_codes(decision: Decision) -> Codes:
+    """The codes among which a decision other than an equation's chooses: (S,)."""
+    assert isinstance(decision, LayoutDecision)
+    return decision.codes
 
 
 def _narrowed(codes: Codes, ndim: int, dims: tuple[tuple[int, ...], ...], mesh: MeshAxes) -> Codes:

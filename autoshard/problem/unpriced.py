@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import WHILE_TRIPS, Eqn
 from autoshard.ir.op_traits import PALLAS
-from autoshard.problem.decisions import Decisions
+from autoshard.problem.decisions import Decisions, Equation
 from autoshard.rules.linalg import KERNEL_RANK
 from autoshard.rules.rule import registry_name
 
@@ -33,5 +33,5 @@ def _of_loops(decisions: Decisions) -> Iterator[str]:
 
 def _of_bodies(decisions: Decisions) -> Iterator[str]:
     for node in decisions.nodes:
-        if node.body is not None:
+        if isinstance(node, Equation) and node.body is not None:
             yield from node.body.unpriced

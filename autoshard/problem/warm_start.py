@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.costs.strategies import decode
-from autoshard.problem.decisions import Decision, Decisions
+from autoshard.problem.decisions import Decision, Decisions, Equation, layout_codes
 
 Int = NDArray[np.int64]
 
@@ -81,10 +81,7 @@ def refined(coarse: Sequence[int], fine: Sequence[int]) -> list[int] | None:
 
 def _splits(node: Decision, ndim: int, axes: int) -> NDArray[np.int8]:
     """The dimension or factor that each axis splits, per choice of a decision: (choices, axes)."""
-    if node.strategies is not None:
-        return node.strategies.factor
-    assert node.codes is not None  # only equations have strategies instead
-    return decode(node.codes, ndim, axes)
+    return node.strategies.factor if isinstance(node, Equation) else decode(layout_codes(node), ndim, axes)
 
 
 def _ndims(decisions: Decisions) -> list[int]:

@@ -16,7 +16,7 @@ from autoshard.costs.resharding import PS_PER_S
 from autoshard.costs.strategies import enumerate_strategies
 from autoshard.ir import graph
 from autoshard.ir.mesh import MeshAxes
-from autoshard.problem.decision_builder import decide
+from autoshard.problem.decision_builders import Requirements, decide
 from autoshard.rules import rule_of
 
 ONE = MeshAxes(("one",), (1,))
@@ -94,14 +94,9 @@ def traffic(fn: Callable[..., Any], *args: Any, tied: dict[int, int]) -> int:
         graph.build(jax.make_jaxpr(fn)(*args), "cpu"),
         ONE,
         OneByteAPicosecond(),
-        tied=tied,
-        donated=frozenset(tied.values()),
-        input_pins={},
-        output_pins={},
-        equation_pins={},
-        held_bytes={},
+        XLA_CPU,
+        Requirements(tied=tied, donated=frozenset(tied.values())),
         unknown="error",
-        compiler=XLA_CPU,
     )
     return sum(int(node.cost_ps[0]) for node in decisions.nodes)
 

@@ -13,7 +13,7 @@ import autoshard
 import models
 from autoshard import SolvedPlan
 from autoshard.costs.strategies import layout_of
-from autoshard.problem.decisions import Decision
+from autoshard.problem.decisions import Decision, Equation
 from benchmarks import phase_diagram
 
 MESH = {"data": 2, "model": 4}
@@ -51,9 +51,9 @@ def result_layouts(plan: SolvedPlan, primitive: str, last: int) -> list[str]:
     d = plan.planned.assignment.decisions
     found: list[str] = []
     for node, pick in zip(d.nodes, plan.planned.assignment.choice, strict=True):
-        if node.strategies is None or node.name != primitive:
+        if not isinstance(node, Equation) or node.name != primitive:
             continue
-        (aval,) = d.graph.eqns[node.equations[0]].results
+        (aval,) = d.graph.eqns[node.equation].results
         if aval.shape[-1] == last and aval.ndim == 3:
             found.append(str(layout_of(int(node.strategies.results[0][pick]), aval.ndim, d.mesh)))
     return found

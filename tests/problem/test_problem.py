@@ -22,6 +22,7 @@ from autoshard.ir.graph import build
 from autoshard.planner.build_record import program_pins
 from autoshard.planner.search_space import SearchSpace
 from autoshard.problem.assignment import Assignment
+from autoshard.problem.decisions import Chain, Equation, layout_codes
 from autoshard.problem.formulation import Formulation, formulate
 from autoshard.problem.network import INF
 from autoshard.problem.symmetry import fold
@@ -266,7 +267,7 @@ def test_a_chain_takes_its_own_values_without_a_collective(name: str, seed: int)
     for e, operands in enumerate(d.graph.operands):
         for i, v in enumerate(operands):
             port, taken = d.made.get(v), made.taken(e, i)
-            if port is None or taken is None or port.node != d.node_of[e] or d.nodes[port.node].kind != "chain":
+            if port is None or taken is None or port.node != d.node_of[e] or not isinstance(d.nodes[port.node], Chain):
                 continue
             left = made.left(v)
             assert left is not None
@@ -316,7 +317,7 @@ def test_collectives_are_those_of_the_edges(name: str) -> None:
         in_op = sum(
             1
             for node, pick in zip(of.decisions.nodes, choice, strict=True)
-            if node.strategies is not None and node.strategies.in_op[pick].any()
+            if isinstance(node, Equation) and node.strategies.in_op[pick].any()
         )
         seconds = sum(c.seconds * c.trips for c in found)
         assert seconds >= sum(once.values()) * (1 - 1e-6)
@@ -343,7 +344,7 @@ def test_partial_sums_flow_through_additions_alone() -> None:
         if port is not None:
             pending[eqn.primitive] = bool((decode(port.codes, 2, d.mesh.ndim) == SUM).any())
     assert pending == {"dot_general": True, "add": True, "mul": False, "sub": False}
-    assert str(layout_of(int(d.nodes[0].codes[0]), 2, d.mesh)) == "[-,-]"  # pyright: ignore[reportOptionalSubscript]
+    assert str(layout_of(int(layout_codes(d.nodes[0])[0]), 2, d.mesh)) == "[-,-]"
 
 
 @pytest.mark.parametrize("compiler", [XLA_GPU, XLA_TPU], ids=str)
@@ -380,7 +381,7 @@ def test_what_is_moved_is_moved_on_the_smaller_side_of_a_cast() -> None:
     half = jax.ShapeDtypeStruct((16, 16), jnp.bfloat16)
     of, _ = setting_of(Program(fn=program, args=(half, half), names=("a", "b")))
     d = of.decisions
-    chains = [[d.graph.eqns[e].primitive for e in node.equations] for node in d.nodes if node.kind == "chain"]
+    chains = [[d.graph.eqns[e].primitive for e in node.equations] for node in d.nodes if isinstance(node, Chain)]
     assert sorted(chains) == [
         ["add", "mul"],
         ["convert_element_type", "mul", "exp", "convert_element_type"],

@@ -1,0 +1,92 @@
+"""Chains: the one layout of connected element-wise equations, and of the links that carry a value round a loop."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.costs.casts import widening
+from autoshard.costs.compute import picoseconds
+from autoshard.costs.overlap import EARLY
+from autoshard.costs.strategies import Codes, layouts, shards
+from autoshard.problem.decision_builders.draft import Draft
+from autoshard.problem.decision_builders.facts import GraphFacts
+from autoshard.problem.decisions import Chain
+
+
+def add_chains(draft: Draft) -> None:
+    """Adds the chains of a graph, then its loops' carries."""
+    for members in [*_connected(draft.facts), *draft.facts.graph.carries()]:
+        _add_chain(draft, members)
+
+
+def _connected(facts: GraphFacts) -> list[list[int]]:
+    """Element-wise equations that share one layout, cut where a cast makes moving cheaper on one side of it."""
+    graph = facts.graph
+    parent: dict[int, int] = {}
+
+    def find(e: int) -> int:
+        while parent[e] != e:
+            parent[e] = parent[parent[e]]
+            e = parent[e]
+        return e
+
+    for e, rule in enumerate(facts.rules):
+        if not facts.traits.pointwise[e] or facts.traits.flows[e] or not facts.decides(graph.results[e][0]):
+            continue
+        parent[e] = e
+        for v, dims in zip(graph.operands[e], rule.operands, strict=True):
+            maker = facts.made_by.get(v, (-1, 0))[0]
+            cut = maker in parent and (widening(graph.eqns[maker]) < 0 or widening(graph.eqns[e]) > 0)
+            if maker in parent and dims == rule.results[0] and not cut:
+                parent[find(maker)] = find(e)
+    chains: dict[int, list[int]] = {}
+    for e in parent:
+        chains.setdefault(find(e), []).append(e)
+    return list(chains.values())
+
+
+def _add_chain(draft: Draft, members: Sequence[int]) -> None:
+    """Adds the chain of some equations, bound by the bytes that they read and write in memory."""
+    facts, graph = draft.facts, draft.facts.graph
+    first = graph.eqns[members[0]]
+    aval = graph.avals[graph.results[members[0]][0]]
+    codes = layouts(aval.shape, facts.mesh, unreduced=False)
+    nbytes = np.zeros(len(codes)) if first.traits.link else _touched_bytes(facts, members, codes)
+    seconds = np.asarray(facts.machine.hbm_s(nbytes)) * graph.runs(members[0])
+    idle = facts.windows.idle.issuperset(members)
+    node = draft.add(
+        Chain(
+            name=f"{first.primitive} …" if len(members) > 1 else first.primitive,
+            where=first.where,
+            cost_ps=picoseconds(seconds),
+            cover_ps=picoseconds(seconds * facts.machine.overlap if idle else np.zeros(len(codes))),
+            window=facts.windows.of_equation[members[0]] if idle else EARLY,
+            flops=np.zeros(len(codes)),
+            equations=tuple(members),
+            codes=codes,
+        )
+    )
+    for e in members:
+        draft.make(graph.results[e][0], node, codes)
+
+
+def _touched_bytes(facts: GraphFacts, members: Sequence[int], codes: Codes) -> NDArray[np.float64]:
+    """HBM bytes per device (S,) of a chain: each value that lies in memory once, as it is read and as it is written."""
+    graph = facts.graph
+    pieces = shards(codes, graph.avals[graph.results[members[0]][0]].ndim, facts.mesh)
+    inside = {graph.results[e][0] for e in members}
+    nbytes = np.zeros(len(codes))
+    seen: set[int] = set()
+    for e in members:
+        result = graph.results[e][0]
+        for v in graph.operands[e]:
+            if v in seen or not facts.decides(v) or not facts.held[v]:
+                continue
+            if v in inside and facts.levels[v] == facts.levels[result]:
+                continue  # written by the same kernel, which has it in registers
+            seen.add(v)
+            nbytes += graph.avals[v].nbytes / np.minimum(pieces, max(graph.avals[v].size, 1))
+        if facts.held[result]:
+            nbytes += graph.avals[result].nbytes / pieces
+    return nbytes

@@ -1,0 +1,127 @@
+"""Connections: every value from where it is made to all that take it, by edges and copies, with its memory."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autoshard.costs.prefetch import begins, fetchable
+from autoshard.costs.resharding import PS_PER_S
+from autoshard.problem.decision_builders.copies import add_arrival, add_copy
+from autoshard.problem.decision_builders.draft import Draft
+from autoshard.problem.decision_builders.edges import add_edge
+from autoshard.problem.decisions import Chain, Equation, Input, Port
+
+
+def connect(draft: Draft, outputs: Sequence[int]) -> None:
+    """Connects every value that is made to what takes it.
+
+    Args:
+      draft: what is decided so far: everything but copies.
+      outputs: of each program output, its decision.
+    """
+    graph = draft.facts.graph
+    leaves: dict[int, list[Port]] = {}
+    for value, node in zip(graph.outputs, outputs, strict=True):
+        leaves.setdefault(value, []).append(draft.end(node))
+    fetched = _fetched(draft) if draft.facts.compiler.prefetches_forward_weights else {}
+    for value in range(len(graph.avals)):
+        port = draft.made.get(value)
+        if port is not None:
+            _connect_value(draft, value, port, leaves.get(value, []), fetched)
+
+
+def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port], fetched: Mapping[int, int]) -> None:
+    """Connects one value, directly if it has one consumer and memory of its own, else through a copy.
+
+    Args:
+      draft: what is decided so far.
+      value: the value.
+      port: where it is made.
+      leaves: the inputs and outputs in which it leaves the program.
+      fetched: value → the equation before which its gather begins.
+    """
+    facts = draft.facts
+    made = draft.nodes[port.node]
+    uses = facts.consumers.get(value, ())
+    takers = _takers(draft, value, port, leaves)
+    is_input = isinstance(made, Input)
+    several = len(takers) > 1 or bool(takers and value in draft.summed)
+    lent = is_input or bool(facts.lives.named[value]) or bool(facts.lives.absorbed[value])
+    first = min((e for e, _ in uses), default=0)
+    begin = fetched.get(value, max(first, int(facts.lives.start[value])))
+    # What is computed element by element and leaves in a donated input's place is written there.
+    replaces = isinstance(made, Chain) and any(isinstance(draft.nodes[t.node], Input) for t in leaves)
+    arrives = replaces and len(takers) == 1 and _gathered_in_place(draft, takers[0])
+    holder = port
+    if arrives:
+        holder = add_arrival(draft, value, port, takers[0])
+    elif several or (takers and lent and any(not facts.traits.pointwise[e] for e, _ in uses)):
+        holder = add_copy(draft, value, port, takers, lent=lent)
+        if not replaces:
+            draft.usages.add_copy(value, holder, port, begin, facts.uses_apart(value, port), lent=lent)
+    elif not is_input and facts.lives.stored[value] and not replaces:
+        name, taker = _last_name(draft, value, takers[0]) if takers else (value, None)
+        in_place = taker is not None and isinstance(draft.nodes[taker.node], Input)
+        draft.usages.add_value(value, port, begin, name, taker, in_place=in_place)
+    for taker in takers:
+        apart = holder.codes[:, None] != taker.codes[None, :] if arrives else None
+        add_edge(draft, holder, taker, value, forbidden=apart)
+
+
+def _takers(draft: Draft, value: int, port: Port, leaves: Sequence[Port]) -> list[Port]:
+    """Who takes a value, equal ones once; not those that share its decision."""
+    made = draft.nodes[port.node]
+    found: dict[tuple[int, bytes], Port] = {}
+    for e, i in draft.facts.consumers.get(value, ()):
+        taker = draft.taker(e, i)
+        if taker is None or (taker.node == port.node and isinstance(made, Chain)):
+            continue
+        found.setdefault((taker.node, taker.codes.tobytes()), taker)
+    for taker in leaves:
+        if not (isinstance(made, Input) and taker.node == port.node):
+            found.setdefault((taker.node, taker.codes.tobytes()), taker)
+    return list(found.values())
+
+
+def _gathered_in_place(draft: Draft, taker: Port) -> bool:
+    """Whether what takes a new state is a parameter's input, where the compiler gathers it."""
+    node = draft.nodes[taker.node]
+    in_place = draft.facts.compiler.gathers_new_state_in_place
+    return in_place and isinstance(node, Input) and node.holds == "parameters"
+
+
+def _fetched(draft: Draft) -> dict[int, int]:
+    """Value → the equation before which its gather begins, of weights in a forward pass outside of loops."""
+    facts, graph = draft.facts, draft.facts.graph
+    uses = fetchable(graph)
+    names = facts.mesh.names
+    gather_s = {v: float(facts.machine.collective_s("all-gather", names, graph.avals[v].nbytes)) for v in uses}
+    fastest = np.array([int(node.cost_ps.min()) for node in draft.nodes]) / PS_PER_S
+    equation_s = np.zeros(len(graph.eqns))
+    for e, node in enumerate(draft.node_of):
+        if node >= 0 and draft.nodes[node].equations[0] == e:
+            equation_s[e] = fastest[node]
+    return begins(uses, gather_s, equation_s.tolist())
+
+
+def _last_name(draft: Draft, value: int, taker: Port) -> tuple[int, Port]:
+    """By which name a pending sum is finished, and who alone takes it by that.
+
+    XLA:GPU keeps one beside loops as it is made.
+    """
+    facts, graph = draft.facts, draft.facts.graph
+    if not facts.compiler.finishes_sums_by_last_name or graph.loops:
+        return value, taker
+    while isinstance(node := draft.nodes[taker.node], Equation):
+        e = node.equation
+        if not (facts.traits.flows[e] and graph.eqns[e].traits.renames):
+            break
+        (result,) = graph.results[e]
+        uses = facts.consumers.get(result, ())
+        if len(uses) != 1 or result in graph.outputs:
+            break
+        onward = draft.taker(*uses[0])
+        if onward is None:
+            break
+        value, taker = result, onward
+    return value, taker

@@ -1,0 +1,80 @@
+"""Copies: the layout in which a value is kept for several consumers."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoshard.costs.strategies import SUM, WHOLE, Codes, decode, reduced
+from autoshard.problem.decision_builders.draft import Draft
+from autoshard.problem.decision_builders.edges import add_edge
+from autoshard.problem.decisions import Copy, Port, priced_by_edges
+from autoshard.problem.memory_usage import local_bytes
+
+
+def add_copy(draft: Draft, value: int, port: Port, takers: Sequence[Port], *, lent: bool) -> Port:
+    """Adds the copy of a value for its consumers.
+
+    The copy of a value whose memory is another's (an input, a stored value under another
+    name) either *is* that value (same layout, no memory) or lies beside it: each code
+    appears as both, first the aliases.
+
+    Args:
+      draft: what is decided so far: the value and its consumers.
+      value: the value.
+      port: where it is made.
+      takers: its consumers.
+      lent: whether its memory is another's.
+    """
+    facts = draft.facts
+    ndim = facts.graph.avals[value].ndim
+    wanted = np.unique(np.concatenate([t.codes for t in takers]))
+    finished = ~(decode(wanted, ndim, facts.mesh.ndim) == SUM).any(axis=1)
+    made = np.unique(port.codes)
+    codes = np.unique(
+        np.concatenate([wanted[finished], np.intersect1d(wanted[~finished], made), reduced(made, ndim, facts.mesh)])
+    )
+    forbidden = None
+    if lent:
+        alias = codes[np.isin(codes, port.codes)]
+        forbidden = np.zeros((len(port.codes), len(alias) + len(codes)), bool)
+        forbidden[:, : len(alias)] = port.codes[:, None] != alias[None, :]
+        codes = np.concatenate([alias, codes])
+    copy = _add(draft, value, port, codes)
+    add_edge(draft, port, copy, value, forbidden=forbidden, times=len(facts.uses_apart(value, port)) or 1)
+    return copy
+
+
+def add_arrival(draft: Draft, value: int, port: Port, taker: Port) -> Port:
+    """Adds the copy of a new state that is gathered after its update: in its input's place, or beside it first.
+
+    XLA's GPU compiler gathers along the major dimension only. What is moved along another is
+    made in memory of its own, beside the piece that it is made of, and transposed into its place
+    from there; the moves of all that leaves the program are under way at once. Each code
+    appears as both, first in its place.
+
+    Args:
+      draft: what is decided so far: the value and its input.
+      value: the new state.
+      port: where it is made.
+      taker: the input that it replaces.
+    """
+    facts, aval = draft.facts, draft.facts.graph.avals[value]
+    codes = np.unique(taker.codes)
+    source = decode(port.codes, aval.ndim, facts.mesh.ndim)[:, None, :]
+    there = decode(codes, aval.ndim, facts.mesh.ndim)[None, :, :]
+    beside = ((source != there) & ~((source == 0) & (there == WHOLE))).any(axis=2)
+    arrival = _add(draft, value, port, np.concatenate([codes, codes]))
+    add_edge(draft, port, arrival, value, forbidden=np.concatenate([beside, ~beside], axis=1))
+    nbytes = local_bytes(aval, arrival.codes, facts.mesh) + aval.nbytes // facts.mesh.size
+    nbytes[: len(codes)] = 0
+    begin, end = int(facts.lives.start[value]), len(facts.graph.eqns) + 1
+    draft.usages.add(arrival.node, begin, end, nbytes, "copies")
+    return arrival
+
+
+def _add(draft: Draft, value: int, port: Port, codes: Codes) -> Port:
+    """Adds the decision of a value's copy."""
+    made = draft.nodes[port.node]
+    node = draft.add(priced_by_edges(Copy, f"copy of {made.name}", made.where, codes))
+    draft.kept[value] = Port(node, codes)
+    return draft.kept[value]

@@ -1,0 +1,131 @@
+"""Equations: the strategy of every equation that is not element-wise."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.costs import compute
+from autoshard.costs.compute import picoseconds
+from autoshard.costs.overlap import EARLY
+from autoshard.costs.strategies import Strategies, enumerate_strategies, given
+from autoshard.ir import manual_calls
+from autoshard.ir.op_traits import LOOP_STACK, PALLAS, SHARD_MAP
+from autoshard.problem import bodies
+from autoshard.problem.decision_builders.draft import Draft
+from autoshard.problem.decision_builders.facts import GraphFacts
+from autoshard.problem.decisions import Body, Equation
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Price:
+    """What one run of an equation takes under each strategy.
+
+    `cover_s` counts all runs: the compute that can hide communication, in `window`.
+    """
+
+    seconds: NDArray[np.float64]
+    flops: NDArray[np.float64] | None = None
+    cover_s: NDArray[np.float64] | None = None
+    window: int = EARLY
+
+
+def add_equations(draft: Draft, of_shard_maps: bodies.Bodies) -> None:
+    """Adds a decision per equation that has none yet and makes anything that has a layout.
+
+    Args:
+      draft: what is decided so far: chains.
+      of_shard_maps: prices the bodies of `shard_map`s.
+    """
+    facts, graph = draft.facts, draft.facts.graph
+    for e, eqn in enumerate(graph.eqns):
+        if draft.node_of[e] >= 0 or not any(facts.decides(v) for v in graph.results[e]):
+            continue
+        body, strategies = _strategies(draft, of_shard_maps, e)
+        price = _priced(facts, e, strategies, body)
+        zero = np.zeros(len(strategies))
+        node = draft.add(
+            Equation(
+                name=eqn.primitive,
+                where=eqn.where,
+                cost_ps=picoseconds(price.seconds * graph.runs(e)),
+                cover_ps=picoseconds(zero if price.cover_s is None else price.cover_s),
+                window=price.window,
+                flops=zero if price.flops is None else price.flops * graph.runs(e),
+                equations=(e,),
+                strategies=strategies,
+                body=body,
+            )
+        )
+        if body is not None:
+            draft.usages.add(node, e, e + 1, np.full(len(strategies), body.beside_bytes), "activations")
+        for v, codes in zip(graph.results[e], strategies.results, strict=True):
+            draft.make(v, node, codes)
+
+
+def _strategies(draft: Draft, of_shard_maps: bodies.Bodies, e: int) -> tuple[Body | None, Strategies]:
+    """The strategies of an equation that are allowed; of a `shard_map` its author's only one, and its body."""
+    facts, eqn = draft.facts, draft.facts.graph.eqns[e]
+    body = None
+    if eqn.primitive == SHARD_MAP and facts.manual is None:
+        laid_out = manual_calls.manual_layouts(eqn, facts.mesh)
+        body = of_shard_maps.of(eqn, laid_out[len(eqn.operands) :], _live(facts, e))
+        draft.summed.update(facts.graph.results[e][i] for i in body.summed)
+        strategies = given(bodies.pending(laid_out, body), len(eqn.operands), facts.mesh)
+    else:
+        flows = facts.traits.flows[e]
+        strategies = enumerate_strategies(facts.rules[e], facts.mesh, sums_flow=flows)
+        if flows and len(set(facts.graph.operands[e])) > 1 and facts.compiler.merges_terms_of_sums:
+            strategies = strategies.merging()
+        if eqn.primitive == SHARD_MAP:
+            body = of_shard_maps.of(eqn, (), _live(facts, e))
+    if e in facts.required.equations:
+        strategies = strategies.only(np.isin(strategies.results[0], facts.required.equations[e]))
+    return body, strategies
+
+
+def _live(facts: GraphFacts, e: int) -> list[bool]:
+    """Which results of an equation anything takes."""
+    return [v in facts.consumers or v in facts.graph.outputs for v in facts.graph.results[e]]
+
+
+def _priced(facts: GraphFacts, e: int, strategies: Strategies, body: Body | None) -> _Price:
+    """What an equation takes under each strategy, by what bounds it: its body, its FLOPs, or the bytes it touches."""
+    eqn = facts.graph.eqns[e]
+    reductions_s = compute.in_op_s(eqn, facts.rules[e], strategies, facts.mesh, facts.machine)
+    window = facts.windows.of_equation[e]
+    if body is not None:
+        multiplying_s = np.full(len(strategies), body.multiplying_s)
+        flops = np.full(len(strategies), body.flops)
+        return _Price(reductions_s + body.seconds, flops, _covering(facts, e, multiplying_s), window)
+    if facts.manual is not None and bodies.over(eqn, facts.manual):
+        return _Price(reductions_s)  # a collective is priced as such
+    if eqn.primitive == PALLAS and manual_calls.estimate(eqn) is not None:
+        return _Price(*compute.kernel_s(eqn, strategies, facts.mesh, facts.machine))
+    if compute.is_contraction(eqn):
+        seconds, flops = compute.contraction_s(eqn, facts.rules[e], strategies, facts.mesh, facts.machine)
+        return _Price(reductions_s + seconds, flops, _covering(facts, e, seconds), window)
+    return _bound_by_memory(facts, e, strategies, reductions_s)
+
+
+def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductions_s: NDArray[np.float64]) -> _Price:
+    """The price of an equation that reads and writes memory; a loop's idle ones hide communication."""
+    graph, eqn = facts.graph, facts.graph.eqns[e]
+    reads = [facts.decides(v) and bool(facts.held[v]) for v in graph.operands[e]]
+    writes = [bool(facts.held[v]) for v in graph.results[e]]
+    if eqn.traits.updates:
+        writes = [e not in facts.in_place]
+    readers = sum(len(facts.consumers.get(v, ())) for v in graph.results[e])
+    nbytes = compute.touched_bytes(eqn, strategies, facts.mesh, reads, writes, readers)
+    touched_s = np.asarray(facts.machine.hbm_s(nbytes))
+    if e not in facts.windows.idle:
+        return _Price(reductions_s + touched_s)
+    cover_s = _covering(facts, e, touched_s)
+    if eqn.primitive == LOOP_STACK:  # zeroed before the loop, and written by what makes it
+        cover_s = cover_s * (2 / 3 if reads[0] else 0.0)
+    return _Price(reductions_s + touched_s, None, cover_s, facts.windows.of_equation[e])
+
+
+def _covering(facts: GraphFacts, e: int, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The seconds of all runs of an equation behind which the machine can hide communication."""
+    return seconds * facts.machine.overlap * facts.graph.runs(e)

@@ -1,0 +1,133 @@
+"""Facts: what holds of a graph on a mesh, a machine and a compiler before anything is decided."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.backends.model import CompilerModel
+from autoshard.costs import compute
+from autoshard.costs.fusion import FusionTraits, fusion_traits, levels
+from autoshard.costs.liveness import LiveRanges, in_place, live_ranges
+from autoshard.costs.loop_reductions import NONE, Accumulators, accumulators
+from autoshard.costs.overlap import EARLY, OverlapWindows, overlap_windows
+from autoshard.costs.resharding import Strides
+from autoshard.costs.shared_gathers import groups
+from autoshard.costs.strategies import SUM, Codes, check_counts, decode
+from autoshard.costs.strides import strides
+from autoshard.ir.graph import Graph
+from autoshard.ir.mesh import MeshAxes
+from autoshard.problem.decisions import Port
+from autoshard.rules import ShardingRule, rules_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requirements:
+    """What is fixed of a program's layouts and memory before anything is chosen.
+
+    Attributes:
+      tied: program output position → input position that share one layout.
+      donated: input positions whose memory may be reused after their last use.
+      inputs: input position → the codes that it may have.
+      outputs: output position → the codes that it may have.
+      equations: equation → the codes that its one result may have.
+      held_bytes: input position → further bytes per element of memory that share its layout throughout (an
+        optimizer's state that is not in the program).
+    """
+
+    tied: Mapping[int, int] = field(default_factory=dict[int, int])
+    donated: frozenset[int] = frozenset()
+    inputs: Mapping[int, Codes] = field(default_factory=dict[int, Codes])
+    outputs: Mapping[int, Codes] = field(default_factory=dict[int, Codes])
+    equations: Mapping[int, Codes] = field(default_factory=dict[int, Codes])
+    held_bytes: Mapping[int, int] = field(default_factory=dict[int, int])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GraphFacts:
+    """Everything that the builders of decisions read, none of which depends on a decision.
+
+    `manual` is the mesh of the `shard_map` of which the graph is the body. `held`: values that lie in memory, be it
+    under another name. `levels`: see `costs.fusion`. `in_place`: equations that may overwrite their first operand.
+    `apart`: value → groups of its uses that share no gather. `made_by`, `consumers`: as of the graph.
+    """
+
+    graph: Graph
+    mesh: MeshAxes
+    machine: compute.Machine
+    compiler: CompilerModel
+    manual: MeshAxes | None
+    required: Requirements
+    rules: tuple[ShardingRule, ...]
+    traits: FusionTraits
+    lives: LiveRanges
+    windows: OverlapWindows
+    strides: Mapping[int, Strides]
+    accumulators: Accumulators
+    held: NDArray[np.bool_]
+    levels: NDArray[np.int64]
+    in_place: frozenset[int]
+    apart: Mapping[int, tuple[tuple[int, ...], ...]]
+    made_by: Mapping[int, tuple[int, int]]
+    consumers: Mapping[int, Sequence[tuple[int, int]]]
+
+    def decides(self, value: int) -> bool:
+        """Whether a value has a layout to choose: it is not recomputed for free wherever it is needed."""
+        return value not in self.traits.free
+
+    def uses_apart(self, value: int, port: Port) -> tuple[tuple[int, ...], ...]:
+        """The groups of uses for which a value is moved, if there are several; pending sums are finished once.
+
+        An all-to-all or a permute is one more instruction that libtpu finds twice, as a gather is.
+        """
+        pending = (decode(port.codes, self.graph.avals[value].ndim, self.mesh.ndim) == SUM).any()
+        return () if pending else self.apart.get(value, ())
+
+    def gathered_before(self) -> list[tuple[int, int]] | None:
+        """(equation, bytes) of the weights that are gathered before each, where whole gradients are put off to these.
+
+        None where gradients are made at once.
+        """
+        if not self.compiler.schedules_for_memory or self.machine.gathers_ahead or self.machine.scatters_whole:
+            return None
+        weights = {v: parts for v, parts in self.apart.items() if self.windows.of_value[v] == EARLY}
+        return sorted((part[0], self.graph.avals[v].nbytes) for v, parts in weights.items() for part in parts)
+
+
+def facts_of(
+    graph: Graph,
+    mesh: MeshAxes,
+    machine: compute.Machine,
+    compiler: CompilerModel,
+    required: Requirements,
+    *,
+    unknown: str,
+    manual: MeshAxes | None = None,
+) -> GraphFacts:
+    """The facts of a graph; the arguments are those of `decide`."""
+    rules = rules_of(graph.eqns, unknown=unknown)
+    check_counts(graph, rules, mesh)
+    traits = fusion_traits(graph, rules, required.equations, compiler)
+    lives = live_ranges(graph, rules, traits.fuses, compiler, stores_quotients=machine.stores_quotients)
+    lasting = {v for i, v in enumerate(graph.inputs) if i not in required.donated} | set(graph.outputs)
+    return GraphFacts(
+        graph=graph,
+        mesh=mesh,
+        machine=machine,
+        compiler=compiler,
+        manual=manual,
+        required=required,
+        rules=tuple(rules),
+        traits=traits,
+        lives=lives,
+        windows=overlap_windows(graph, compiler),
+        strides=strides(graph) if compiler.collectives_along_outermost_only else {},
+        accumulators=accumulators(graph) if compiler.reduces_loop_sums_once else NONE,
+        held=lives.stored | lives.named,
+        levels=levels(graph, traits.fuses),
+        in_place=in_place(graph, lasting),
+        apart=groups(graph) if compiler.regathers_far_uses else {},
+        made_by=graph.producers(),
+        consumers=graph.consumers(),
+    )
