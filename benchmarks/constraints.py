@@ -22,7 +22,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from autoshard.api.compiler_minimal_constraints import compiler_minimal
 from autoshard.api.solved_plan import SolvedPlan
-from autoshard.costs.compute import is_contraction
 from benchmarks import verification, verification_report
 
 RESULTS = Path(__file__).parent / "results" / verification_report.CONSTRAINTS
@@ -54,7 +53,7 @@ def run(match: str) -> None:
             "mesh": dict(case.mesh),
             "date": datetime.now(UTC).date().isoformat(),
             "versions": dict(plan.record.versions),
-            "contractions": sum(map(is_contraction, graph.eqns)),
+            "contractions": sum(eqn.traits.contraction for eqn in graph.eqns),
             "values": len(graph.avals),
             "thinned_s": time.perf_counter() - begun,
             "note": few.record.notes[-1],

@@ -29,10 +29,9 @@ from autoshard.costs.strategies import layout_of
 from autoshard.errors import InfeasibleError, SpecError
 from autoshard.ir.paths import dotted
 from autoshard.planner import pipeline
-from autoshard.planner.build_record import place_of
 from autoshard.planner.request import PlanRequest
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.decisions import Decisions
+from autoshard.problem.decisions import Decisions, place_of
 from autoshard.problem.formulation import Formulation, formulate
 from autoshard.problem.joint import JointProblem, Part, ResidentBytes, Tie, union
 from autoshard.report.tables import bytes_text

@@ -23,7 +23,7 @@ from autoshard.ir import manual_calls
 from autoshard.ir.graph import Eqn
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import CONVOLUTION, LOOP_SLICE, LOOP_STACK, SCATTER_ADD, SHARD_MAP
-from autoshard.rules import ShardingRule
+from autoshard.rules.rule import ShardingRule
 from cost_models.machines.roofline import taps_on_data
 
 Seconds = NDArray[np.float64]
@@ -178,14 +178,9 @@ def _marks(eqn: Eqn) -> bool:
     return len(rows) == operand.ndim - 1 > 0 and updates.size == prod(operand.shape[d] for d in rows)
 
 
-def is_contraction(eqn: Eqn) -> bool:
-    """Whether an equation is a matrix multiplication or a convolution."""
-    return eqn.traits.contraction
-
-
 def multiplies(eqn: Eqn) -> bool:
     """Whether communication may hide behind an equation: a contraction, or a `shard_map`, whose body has them."""
-    return is_contraction(eqn) or eqn.primitive == SHARD_MAP
+    return eqn.traits.contraction or eqn.primitive == SHARD_MAP
 
 
 def picoseconds(seconds: Seconds) -> NDArray[np.int64]:

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
-from autoshard.costs.compute import is_contraction
 from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import LOOP_RESULT, LOOP_STACK
 
@@ -40,7 +39,7 @@ def positions(graph: Graph, fuses: Sequence[bool], compiler: CompilerModel) -> l
 def _gradients_last(graph: Graph) -> list[int]:
     """When XLA:GPU runs each equation of a program without loops."""
     feeds = feeding(graph)
-    contractions = [e for e, eqn in enumerate(graph.eqns) if is_contraction(eqn)]
+    contractions = [e for e, eqn in enumerate(graph.eqns) if eqn.traits.contraction]
     late = [e for e in contractions if not any(feeds[v] for v in graph.results[e])]
     begin = 1 + max((e for e in contractions if any(feeds[v] for v in graph.results[e])), default=-1)
     late.sort(key=lambda e: (sum(graph.avals[v].nbytes for v in graph.results[e]), e))
@@ -97,7 +96,7 @@ def feeding(graph: Graph) -> NDArray[np.bool_]:
     for e in range(len(graph.eqns) - 1, -1, -1):
         eqn = graph.eqns[e]
         onward = eqn.primitive != LOOP_STACK and any(feeds[v] for v in graph.results[e])
-        if onward or eqn.traits.enters_loop or eqn.primitive == LOOP_RESULT or is_contraction(eqn):
+        if onward or eqn.traits.enters_loop or eqn.primitive == LOOP_RESULT or eqn.traits.contraction:
             feeds[list(graph.operands[e])] = True
     return feeds
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from autoshard.backends.model import CompilerModel
 from autoshard.costs import compute
 from autoshard.ir.graph import Graph
-from autoshard.rules import FactorKind, ShardingRule
+from autoshard.rules.rule import FactorKind, ShardingRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ def _find_sums(graph: Graph, flows: Sequence[bool]) -> tuple[frozenset[int], fro
     products, added = set[int](), set[int]()
     for e, (eqn, flow) in enumerate(zip(graph.eqns, flows, strict=True)):
         terms = set(graph.operands[e])
-        if compute.is_contraction(eqn) or (flow and len(terms) == 1 and terms <= products):
+        if eqn.traits.contraction or (flow and len(terms) == 1 and terms <= products):
             products.update(graph.results[e])
         elif flow:
             added.update(graph.results[e])
@@ -92,7 +92,7 @@ def _sum_flows(graph: Graph, rules: Sequence[ShardingRule], compiler: CompilerMo
             adds = eqn.traits.addition or not added.isdisjoint(graph.results[e])
             waits = adds or not compiler.renames_sums_for_additions_only
             flows[e] = waits and all(graph.operands[e][i] in summing for i in rule.linear[0])
-        if flows[e] or (compute.is_contraction(eqn) and any(f.reduction == "sum" for f in rule.factors)):
+        if flows[e] or (eqn.traits.contraction and any(f.reduction == "sum" for f in rule.factors)):
             summing.update(graph.results[e])
     return tuple(flows)
 

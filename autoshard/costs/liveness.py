@@ -34,7 +34,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
-from autoshard.costs.compute import is_contraction
 from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, positions
 from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import DIV, EXP, LOOP_CONST, LOOP_SLICE, LOOP_STACK, REDUCE_SUM, TRANSPOSE
@@ -91,7 +90,7 @@ def live_ranges(
     alone: dict[int, int] = {}
     if compiler.contractions_make_their_operands:
         for e, eqn in enumerate(graph.eqns):
-            if is_contraction(eqn):
+            if eqn.traits.contraction:
                 taken[list(graph.operands[e])] = True
     if compiler.stores_softmax_numerators:
         for numerator, quotient in _softmaxes(graph):
@@ -217,7 +216,7 @@ def _narrowest(graph: Graph, made_by: Mapping[int, tuple[int, int]], value: int)
     found, left, seen = graph.avals[value].itemsize, [value], {value}
     while left:
         e = made_by.get(left.pop(), (-1, 0))[0]
-        if e >= 0 and is_contraction(graph.eqns[e]):
+        if e >= 0 and graph.eqns[e].traits.contraction:
             found = min(found, graph.avals[graph.results[e][0]].itemsize)
         elif e >= 0:
             new = {v for v in graph.operands[e] if graph.avals[v].size == size} - seen
@@ -254,7 +253,7 @@ def _find_held(
         elif eqn.traits.ends_fusion or eqn.primitive == LOOP_STACK:
             held[results] = True
         elif not fuses[e] and not eqn.traits.renames:
-            held[[v for v in operands if not (taken[v] and is_contraction(eqn))]] = True
+            held[[v for v in operands if not (taken[v] and eqn.traits.contraction)]] = True
             held[results] = True
         held[[v for v in results if v in stated]] = True
     for e, eqn in enumerate(graph.eqns):
@@ -313,7 +312,7 @@ def _last_uses(
         when, loop = order[e], graph.loop_of[e]
         if graph.eqns[e].primitive in (LOOP_CONST, LOOP_SLICE):
             when = spans[loop][1]
-        elif is_contraction(graph.eqns[e]):
+        elif graph.eqns[e].traits.contraction:
             when, following[loop] = following.get(loop, e), e
             if lazy and not any(feeds[v] for v in graph.results[e]):
                 when = spans[loop][1] if loop else behind_loops(spans, e)

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from autoshard.costs.compute import is_contraction
 from autoshard.costs.execution_order import feeding
 from autoshard.ir.graph import Graph
 
@@ -27,7 +26,7 @@ def fetchable(graph: Graph) -> dict[int, int]:
     after: set[int] = set()  # has a contraction among its ancestors
     found: dict[int, int] = {}
     for e, eqn in enumerate(graph.eqns):
-        contracts = is_contraction(eqn)
+        contracts = eqn.traits.contraction
         if contracts or not after.isdisjoint(graph.operands[e]):
             after.update(graph.results[e])
         for v in graph.operands[e] if contracts and not graph.again_of[e] else ():

@@ -9,7 +9,6 @@ of unrolled layers most weights are gathered once more for the backward pass.
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from autoshard.costs.compute import is_contraction
 from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import CONSTRAINT
 
@@ -55,7 +54,7 @@ def _uses(graph: Graph) -> Iterator[tuple[int, list[tuple[int, int]]]]:
     """Every value that contractions use: these and their heights, the highest first."""
     heights = _heights(graph)
     for value, uses in graph.consumers().items():
-        equations = sorted({e for e, _ in uses if is_contraction(graph.eqns[e])}, key=lambda e: -heights[e])
+        equations = sorted({e for e, _ in uses if graph.eqns[e].traits.contraction}, key=lambda e: -heights[e])
         yield value, [(e, heights[e]) for e in equations]
 
 

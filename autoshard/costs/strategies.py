@@ -19,7 +19,7 @@ from autoshard.errors import MeshError
 from autoshard.ir.graph import Graph
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
-from autoshard.rules import FactorKind, ShardingRule
+from autoshard.rules.rule import FactorKind, ShardingRule
 
 Codes = NDArray[np.int64]
 Rows = NDArray[np.int8]  # codes × mesh axes

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.costs.compute import is_contraction
 from autoshard.ir.graph import Aval, Graph
 from autoshard.ir.op_traits import CONSTRAINT, GATHER
 from autoshard.ir.paths import dotted
@@ -271,7 +270,7 @@ class _Names:
                 at = graph.operands[made_by[at][0]][0]
             if at in of_input:
                 root[v] = of_input[at]
-        reads = [is_contraction(eqn) or eqn.primitive == GATHER for eqn in graph.eqns]
+        reads = [eqn.traits.contraction or eqn.primitive == GATHER for eqn in graph.eqns]
         others: set[tuple[str, _Type]] = set()
         read: dict[int, set[tuple[str, _Type]]] = defaultdict(set)  # input → lines and types in which it is read
         for e in np.flatnonzero(reads):

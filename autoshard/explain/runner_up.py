@@ -5,12 +5,13 @@ may change; the difference of the two steps is the worth of the choice.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import gcd
 from typing import Any
 
 from autoshard.costs.strategies import layout_of
 from autoshard.errors import SpecError
+from autoshard.explain.explanation import Blocked, Change, Explanation, RunnerUp
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.paths import dotted, matches
 from autoshard.planner.pipeline import PlanningResult
@@ -25,62 +26,6 @@ from autoshard.solver.evaluate import evaluate
 MOST = 4  # decisions that one question explains
 OTHERS = 5  # alternatives that are priced where they stand
 TIME_LIMIT_S = 30.0  # of one variation
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A decision elsewhere that comes out differently, and how many share it."""
-
-    what: str
-    before: str
-    after: str
-    count: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerUp:
-    """The best plan without the choice: its layout, step, certificate and further changes.
-
-    `collectives` are (kind, axes, bytes more, seconds more) per device and step.
-    """
-
-    layout: str
-    step_s: float
-    bound_s: float
-    peak_bytes: int
-    changes: tuple[Change, ...]
-    collectives: tuple[tuple[str, tuple[str, ...], int, float], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """One decision: its values, their layout, and the alternatives.
-
-    `others` are further layouts with the step's seconds if nothing else changes.
-    """
-
-    what: tuple[str, ...]
-    kind: str
-    value: str
-    where: str
-    layout: str
-    choices: int
-    step_s: float
-    runner_up: RunnerUp | None
-    others: tuple[tuple[str, float], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Blocked:
-    """A dimension that a mesh axis does not divide, and the ways out."""
-
-    path: str
-    dim: int
-    size: int
-    axis: str
-    ways: int
-    padded: int  # the next size that divides
-    divides: int  # the largest part of the axis that does
 
 
 def explain(planned: PlanningResult, pattern: str | None = None, *, at: str | None = None) -> tuple[Explanation, ...]:

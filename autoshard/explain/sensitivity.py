@@ -16,12 +16,14 @@ import numpy as np
 
 from autoshard.costs.resharding import Resharder
 from autoshard.errors import AutoshardError, InfeasibleError, SpecError
+from autoshard.explain.explanation import Flip
 from autoshard.explain.runner_up import choice_text, decided, solved
 from autoshard.ir.op_traits import CONSTRAINT
 from autoshard.planner.pipeline import SETTLE_S, PlanningResult
 from autoshard.planner.search_space import OPTIMIZER_BYTES
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.decision_builders import Requirements, decide
+from autoshard.problem.decision_builders.decide import decide
+from autoshard.problem.decision_builders.facts import Requirements
 from autoshard.problem.decisions import Decisions, layout_codes
 from autoshard.problem.formulation import Formulation, formulate
 from autoshard.problem.network import INF, Int
@@ -76,20 +78,6 @@ class Met:
 
 def _sizes(decisions: Decisions) -> tuple[int, ...]:
     return tuple(map(len, decisions.nodes))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flip:
-    """Where a decision turns: at `at` it becomes `layout`; None if nothing turns it within the `range` tried.
-
-    It ends where there is no such program, or none whose plan is proven well enough.
-    """
-
-    number: str
-    now: float
-    at: float | None
-    layout: str
-    range: tuple[float, float]
 
 
 def turning_points(

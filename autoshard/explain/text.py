@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from autoshard.explain.runner_up import Blocked, Explanation
-from autoshard.explain.sensitivity import Flip
+from autoshard.explain.explanation import Blocked, Explanation, Flip
 from autoshard.report.tables import bytes_text, columns, fields, render, short_aval, short_place, table, time_text
 
 LONGEST = 8  # changes elsewhere, and collectives, that are shown one by one

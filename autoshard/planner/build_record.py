@@ -9,7 +9,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from autoshard import _jax
-from autoshard.backends.hlo.text import UNKNOWN
 from autoshard.costs.resharding import BUCKET_BYTES
 from autoshard.costs.strategies import layout_of
 from autoshard.ir import graph as graphs
@@ -23,7 +22,7 @@ from autoshard.planner.record import Certificate, Cost, Leaf, Memory, PlanRecord
 from autoshard.planner.requested_shardings import RequestedShardings
 from autoshard.planner.search_space import SearchSpace
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.decisions import Decisions
+from autoshard.problem.decisions import Decisions, place_of
 from autoshard.problem.unpriced import unpriced
 from autoshard.rules.rule import kept_whole
 from cost_models import Hardware, Machine
@@ -223,12 +222,3 @@ def _compiler_options(hardware: Hardware, mesh: MeshAxes, spare_bytes: int, *, l
     if loops and _jax.ESTIMATES:
         options["xla_gpu_enable_analytical_latency_estimator"] = True
     return options
-
-
-def place_of(decisions: Decisions, at: int) -> str:
-    """A time point, in words: the equation that runs then, and its source line; if none is known the last before."""
-    eqns = decisions.graph.eqns
-    if at >= len(eqns):
-        return "the end of the program"
-    known = next((e for e in range(at, -1, -1) if eqns[e].where != UNKNOWN), at)
-    return f"{eqns[at].primitive} {'at' if known == at else 'after'} {eqns[known].where}"

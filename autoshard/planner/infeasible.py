@@ -6,10 +6,10 @@ from autoshard.errors import InfeasibleError
 from autoshard.ir.constraints import spec_of
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import CONSTRAINT
-from autoshard.planner.build_record import place_of
 from autoshard.planner.requested_shardings import RequestedShardings
 from autoshard.planner.search_space import SearchSpace
 from autoshard.problem.assignment import Assignment
+from autoshard.problem.decisions import place_of
 from autoshard.problem.formulation import UNIT_S, Formulation
 from autoshard.problem.network import INF
 from autoshard.report.tables import bytes_text

@@ -21,7 +21,8 @@ from autoshard.ir.op_traits import CONSTRAINT
 from autoshard.ir.trace import Traced
 from autoshard.planner.requested_shardings import RequestedShardings
 from autoshard.planner.stage_clock import StageClock
-from autoshard.problem.decision_builders import Requirements, decide
+from autoshard.problem.decision_builders.decide import decide
+from autoshard.problem.decision_builders.facts import Requirements
 from autoshard.problem.decisions import Decisions
 from cost_models import Machine
 

@@ -26,13 +26,14 @@ from typing import Any, ClassVar, Literal, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.backends.hlo.text import UNKNOWN
 from autoshard.costs.liveness import LiveRanges
 from autoshard.costs.overlap import EARLY, OverlapWindows
 from autoshard.costs.resharding import INF_PS, Resharder, Strides
 from autoshard.costs.strategies import SUM, WHOLE, Codes, Strategies, decode, encode
 from autoshard.ir.graph import Aval, Graph
 from autoshard.ir.mesh import MeshAxes
-from autoshard.rules import ShardingRule
+from autoshard.rules.rule import ShardingRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,3 +327,12 @@ def _of_all_trips(edge: Edge, resharder: Resharder, price: Any) -> NDArray[np.in
     if edge.total is not None:
         table = np.where(edge.finishes(sources, targets, resharder.mesh.ndim), of_all_trips(*edge.total), table)
     return table[np.ix_(i.ravel(), j.ravel())]
+
+
+def place_of(decisions: Decisions, at: int) -> str:
+    """A time point, in words: the equation that runs then, and its source line; if none is known the last before."""
+    eqns = decisions.graph.eqns
+    if at >= len(eqns):
+        return "the end of the program"
+    known = next((e for e in range(at, -1, -1) if eqns[e].where != UNKNOWN), at)
+    return f"{eqns[at].primitive} {'at' if known == at else 'after'} {eqns[known].where}"

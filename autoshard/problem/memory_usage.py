@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
-from autoshard.costs import compute
 from autoshard.costs.execution_order import behind_loops, loop_spans
 from autoshard.costs.fusion import FusionTraits
 from autoshard.costs.liveness import LiveRanges
@@ -82,7 +81,7 @@ class MemoryUsageBuilder:
             self._add_layouts(port, start, end, value, kind)
             return
         maker = self._made_by[value][0] if value in self._made_by else -1
-        at_once = maker >= 0 and (compute.is_contraction(self.graph.eqns[maker]) or self._traits.flows[maker])
+        at_once = maker >= 0 and (self.graph.eqns[maker].traits.contraction or self._traits.flows[maker])
         moved = start + 1 if at_once else min(max(begin, start + 1), end)
         if at_once and name != value:
             end = max(end, int(self.lives.end[name]))

@@ -39,7 +39,7 @@ class Free:
 
 def flops(fn: Callable[..., Any], *args: Any) -> float:
     """FLOPs of a program's contractions."""
-    eqns = [eqn for eqn in graph.build(jax.make_jaxpr(fn)(*args), "cpu").eqns if compute.is_contraction(eqn)]
+    eqns = [eqn for eqn in graph.build(jax.make_jaxpr(fn)(*args), "cpu").eqns if eqn.traits.contraction]
     assert eqns
     total = 0.0
     for eqn in eqns:

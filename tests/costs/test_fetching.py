@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.costs.compute import is_contraction
 from autoshard.costs.prefetch import begins, fetchable
 from autoshard.ir.graph import build
 
@@ -45,7 +44,7 @@ def test_weights_of_the_forward_pass_are_fetched() -> None:
     found = fetchable(graph)
     casts = [v for v in found if graph.avals[v].shape == (16, 16)]
     assert len(casts) == 3  # and none of those that are cast again behind the loss
-    assert all(is_contraction(graph.eqns[e]) and not graph.again_of[e] for e in found.values())
+    assert all(graph.eqns[e].traits.contraction and not graph.again_of[e] for e in found.values())
 
 
 def test_nothing_is_fetched_ahead_in_a_program_with_loops() -> None:

@@ -106,7 +106,7 @@ def test_on_tpu_products_make_their_operands() -> None:
 
     args = BF16((64, 32)), F32((32, 128)), F32((32, 128)), F32((128, 32))
     graph, found = lived(gated, *args, compiler=XLA_TPU)
-    casts = [graph.operands[e][1] for e, eqn in enumerate(graph.eqns) if compute.is_contraction(eqn)]
+    casts = [graph.operands[e][1] for e, eqn in enumerate(graph.eqns) if eqn.traits.contraction]
     gate, up, _ = results(graph, "dot_general")
     (product,) = (graph.operands[e][0] for e in range(len(graph.eqns)) if graph.operands[e][1:] == (casts[2],))
     assert found.absorbed[[*casts, product]].all()
@@ -141,7 +141,7 @@ def test_on_tpu_a_state_is_updated_when_its_gradient_is_there() -> None:
         return [w - 0.1 * g for w, g in zip(weights, gradient, strict=True)], value
 
     graph, found = lived(step, [F32((16, 16))] * 4, F32((64, 16)), compiler=XLA_TPU)
-    made_by, products = graph.producers(), [e for e, eqn in enumerate(graph.eqns) if compute.is_contraction(eqn)]
+    made_by, products = graph.producers(), [e for e, eqn in enumerate(graph.eqns) if eqn.traits.contraction]
     updates = [v for v in graph.outputs if graph.avals[v].ndim]
     for v in updates:
         begin = int(found.start[v])

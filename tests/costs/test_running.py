@@ -9,7 +9,6 @@ import pytest
 
 from autoshard.backends.known_compilers import XLA_CPU, XLA_GPU, XLA_TPU
 from autoshard.backends.model import CompilerModel
-from autoshard.costs.compute import is_contraction
 from autoshard.costs.execution_order import feeding, positions
 from autoshard.ir.graph import Graph, build
 
@@ -35,17 +34,17 @@ def traced(form: Any) -> Graph:
 def gradients(graph: Graph) -> list[int]:
     """The contractions that make gradients of weights."""
     feeds = feeding(graph)
-    return [e for e, eqn in enumerate(graph.eqns) if is_contraction(eqn) and not feeds[graph.results[e][0]]]
+    return [e for e, eqn in enumerate(graph.eqns) if eqn.traits.contraction and not feeds[graph.results[e][0]]]
 
 
 def run(graph: Graph, compiler: CompilerModel) -> list[int]:
-    return positions(graph, [not is_contraction(eqn) for eqn in graph.eqns], compiler)
+    return positions(graph, [not eqn.traits.contraction for eqn in graph.eqns], compiler)
 
 
 def test_on_gpu_weights_gradients_come_last_and_small_ones_first() -> None:
     graph = traced(loss)
     when, late = run(graph, XLA_GPU), gradients(graph)
-    others = [e for e, eqn in enumerate(graph.eqns) if is_contraction(eqn) and e not in late]
+    others = [e for e, eqn in enumerate(graph.eqns) if eqn.traits.contraction and e not in late]
     assert len(late) == 3
     assert min(when[e] for e in late) > max(when[e] for e in others)
     put_off = sorted((e for e in late if when[e] > e), key=lambda e: when[e])

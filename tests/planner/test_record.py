@@ -20,9 +20,9 @@ import autoshard
 import models
 from autoshard.backends.hlo.text import UNKNOWN
 from autoshard.errors import PlanMismatchError
-from autoshard.planner.build_record import place_of
 from autoshard.planner.record import read, schema
 from autoshard.problem import iopddl
+from autoshard.problem.decisions import place_of
 from autoshard.solver import clock, solve
 from tests.programs import GPUS, MESH
 

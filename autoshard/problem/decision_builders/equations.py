@@ -102,7 +102,7 @@ def _priced(facts: GraphFacts, e: int, strategies: Strategies, body: Body | None
         return _Price(reductions_s)  # a collective is priced as such
     if eqn.primitive == PALLAS and manual_calls.estimate(eqn) is not None:
         return _Price(*compute.kernel_s(eqn, strategies, facts.mesh, facts.machine))
-    if compute.is_contraction(eqn):
+    if eqn.traits.contraction:
         seconds, flops = compute.contraction_s(eqn, facts.rules[e], strategies, facts.mesh, facts.machine)
         return _Price(reductions_s + seconds, flops, _covering(facts, e, seconds), window)
     return _bound_by_memory(facts, e, strategies, reductions_s)

@@ -19,7 +19,8 @@ from autoshard.costs.strides import strides
 from autoshard.ir.graph import Graph
 from autoshard.ir.mesh import MeshAxes
 from autoshard.problem.decisions import Port
-from autoshard.rules import ShardingRule, rules_of
+from autoshard.rules import rules_of
+from autoshard.rules.rule import ShardingRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

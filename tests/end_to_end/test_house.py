@@ -1,0 +1,83 @@
+"""The house: how far down its imports lead, how long its files are, how many layers it has."""
+
+import ast
+import tomllib
+from collections.abc import Iterator, Mapping
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LONGEST_CHAIN = 25  # rooms, each of which imports the next; 22 is where it shall be, and it grows no more
+LONGEST_FILE = 600  # lines
+MOST_LAYERS = 12
+STILL_LONG = {"autoshard/_jax.py": 690}  # to be split; it grows no more
+
+
+def rooms() -> dict[str, ast.Module]:
+    """Every module but the façade, by its name; a package's is that of its `__init__`."""
+    found: dict[str, ast.Module] = {}
+    for path in ROOT.glob("autoshard/*/**/*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text())
+    for path in ROOT.glob("autoshard/*.py"):
+        if not path.name.startswith("__"):
+            found[f"autoshard.{path.stem}"] = ast.parse(path.read_text())
+    return found
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """What a module imports when it is imported itself, or for types: (module, name in it or nothing)."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from imported(node)
+
+
+def arrows() -> dict[str, set[str]]:
+    """Room → the rooms that it names."""
+    trees = rooms()
+    found: dict[str, set[str]] = {}
+    for room, tree in trees.items():
+        names = (f"{module}.{name}" if f"{module}.{name}" in trees else module for module, name in imported(tree))
+        found[room] = {name for name in names if name in trees}
+    return found
+
+
+def longest_chain(graph: Mapping[str, set[str]]) -> list[str]:
+    chains: dict[str, list[str]] = {}
+    for room in TopologicalSorter(graph).static_order():  # raises where rooms import one another
+        chains[room] = [room, *max((chains[below] for below in graph.get(room, ())), key=len, default=[])]
+    return max(chains.values(), key=len)
+
+
+def test_no_chain_of_imports_is_long_and_none_is_a_circle() -> None:
+    graph = arrows()
+    assert len(graph) > 150
+    assert graph["autoshard.api.solved_plan"] >= {"autoshard.api.plan", "autoshard.planner.pipeline"}
+    assert "autoshard.problem.iopddl" not in graph["autoshard.problem.network"]  # inside a function
+    chain = longest_chain(graph)
+    assert len(chain) <= LONGEST_CHAIN, " → ".join(chain)
+
+
+def test_the_longest_chain_is_found() -> None:
+    assert longest_chain({"a": {"b", "d"}, "b": {"c"}, "c": {"d"}}) == ["a", "b", "c", "d"]
+
+
+def test_no_file_is_long() -> None:
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text().splitlines())
+        for folder in ("autoshard", "cost_models", "models", "benchmarks", "examples", "tests")
+        for path in ROOT.glob(f"{folder}/**/*.py")
+    }
+    assert len(lengths) > 400
+    assert not {path: lines for path, lines in lengths.items() if lines > STILL_LONG.get(path, LONGEST_FILE)}
+
+
+def test_the_import_contract_has_few_layers_and_is_exhaustive() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (house,) = (c for c in contracts if c.get("containers") == ["autoshard"])
+    assert house["exhaustive"]
+    assert len(house["layers"]) <= MOST_LAYERS
