@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from autoshard.costs.strategies import SUM, WHOLE, Codes, decode, encode, layouts, shards
+from autoshard.costs.strategies import SUM, WHOLE, Codes, assignments, decode, encode, layouts, shards
 from autoshard.ir.graph import Aval
 from autoshard.ir.mesh import MeshAxes
 
@@ -227,17 +227,15 @@ class _Table:
         self.local_bytes = total // shards(self.codes, len(shape), mesh)
         alike = tuple(mesh.sizes.index(size) for size in mesh.sizes)
         whole = machine.scatters_whole
-        self._moves = _moves(len(shape), alike, scatters_whole=whole, in_parts=whole or not pinned)
+        self._moves = _moves(len(shape), alike, mesh.groups, scatters_whole=whole, in_parts=whole or not pinned)
         n = len(self.codes)
         single = np.full((n, n), INF_PS, np.int64)
         np.fill_diagonal(single, 0)
-        self._move = np.full((n, n), -1, np.int16)  # by the ends of a single step
+        self._move = np.full((n, n), -1, np.int32)  # by the ends of a single step
         self._transposed = np.zeros((n, n), np.int64)  # bytes, likewise
-        position = np.full((len(shape) + 2) ** mesh.ndim, -1, np.int64)
-        position[self.codes] = np.arange(n)
         for m, moves in enumerate(self._moves):
-            i, k, j = position[moves.before], position[moves.between], position[moves.after]
-            exist = (i >= 0) & (j >= 0)
+            i, k, j = (_positions(self.codes, codes) for codes in (moves.before, moves.between, moves.after))
+            exist = (i >= 0) & (k >= 0) & (j >= 0)
             if machine.tiled and moves.kind == "reduce-scatter":
                 exist &= _scatters(shape, moves.between, moves.axes, mesh)
             if machine.tiled and moves.ends == "reduce-scatter":
@@ -326,7 +324,7 @@ class _Table:
             allowed = single.copy()
             ends = np.flatnonzero((split == axes).all(axis=1))
             for moves, i, j in steps:
-                if moves.kind == "slice" and not axes[moves.axes[0]]:
+                if moves.kind == "slice" and not axes[list(moves.axes)].all():
                     allowed[i, j] = INF_PS
             gathering = allowed.copy()
             for moves, i, j in steps:
@@ -417,18 +415,24 @@ class _Table:
 
 
 @cache
-def _moves(ndim: int, alike: tuple[int, ...], *, scatters_whole: bool, in_parts: bool) -> tuple[_Moves, ...]:
+def _moves(
+    ndim: int, alike: tuple[int, ...], groups: int | None, *, scatters_whole: bool, in_parts: bool
+) -> tuple[_Moves, ...]:
     """Every single step between layouts of `ndim` dimensions, dividing or not.
 
     Args:
       ndim: of the value.
       alike: mesh axis → the first axis of its size.
+      groups: as of the mesh.
       scatters_whole: as of the machine.
       in_parts: whether sums are scattered over some axes and finished over the others.
     """
     axes = range(len(alike))
-    rows = decode(np.arange((ndim + 2) ** len(alike)), ndim, len(alike))
+    rows = assignments([[SUM, WHOLE, *range(ndim)] for _ in axes], groups)
+    every = np.sort(encode(rows, ndim))
+    rows = decode(every, ndim, len(alike))
     sums = rows == SUM
+    pendings = [tuple(np.flatnonzero(mask).tolist()) for mask in np.unique(sums, axis=0)]
     reduced = ~sums.any(axis=1)
     last = [np.where(rows == d, axes, -1).max(axis=1, initial=-1) for d in range(ndim)]  # the minor-most axis, or −1
     found: dict[tuple[str, tuple[int, ...], str, tuple[int, ...]], list[tuple[Codes, Codes, Codes]]] = {}
@@ -441,13 +445,15 @@ def _moves(ndim: int, alike: tuple[int, ...], *, scatters_whole: bool, in_parts:
         rest: tuple[int, ...] = (),
         onto: int = WHOLE,
     ) -> None:
+        if not which.any():
+            return
         after = rows[which]
         for moved, place in to:
             after[:, moved] = place
         between = encode(after, ndim)
         after[:, rest] = onto
         ends = "" if not rest else "all-reduce" if onto == WHOLE else "reduce-scatter"
-        found.setdefault((kind, over, ends, rest), []).append((np.flatnonzero(which), between, encode(after, ndim)))
+        found.setdefault((kind, over, ends, rest), []).append((every[which], between, encode(after, ndim)))
 
     for over in _subsets(axes):
         inside = np.isin(axes, over)
@@ -455,7 +461,10 @@ def _moves(ndim: int, alike: tuple[int, ...], *, scatters_whole: bool, in_parts:
         # that are not scattered right behind the scatter below.
         add("all-reduce", over, (sums == inside).all(axis=1), (over, WHOLE))
         if scatters_whole or len(over) < len(alike):
-            rests: list[tuple[int, ...]] = [(), *_subsets([a for a in axes if in_parts and a not in over])]
+            rests: list[tuple[int, ...]] = [()]
+            if in_parts:
+                masks = (mask for mask in pendings if set(over) <= set(mask))
+                rests = sorted((tuple(a for a in m if a not in over) for m in masks), key=lambda m: (len(m), m))
             for rest in rests:
                 pending = (sums == np.isin(axes, over + rest)).all(axis=1)
                 for d in range(ndim):
@@ -472,7 +481,10 @@ def _moves(ndim: int, alike: tuple[int, ...], *, scatters_whole: bool, in_parts:
                     add("all-to-all", over, minor & (last[e] < over[0]), (over, e))
     for a, d in product(axes, range(ndim)):
         whole = reduced & (rows[:, a] == WHOLE)
-        add("slice", (a,), whole & (last[d] < a), ([a], d))
+        # Where layouts are left out, those between the slices of one axis each may be: a slice is free of any.
+        for over in [(a,)] if groups is None else [s for s in _subsets(axes) if s[0] == a]:
+            cut = reduced & (rows[:, over] == WHOLE).all(axis=1) & (last[d] < a)
+            add("slice", over, cut, (over, d))
         for b in (b for b in axes if b != a and alike[b] == alike[a]):
             others = ((rows == d) & (np.array(axes) != b))[:, a:].any(axis=1)  # of d, minor to a
             replaced = whole & (last[d] == b) & ~others
@@ -481,6 +493,12 @@ def _moves(ndim: int, alike: tuple[int, ...], *, scatters_whole: bool, in_parts:
         _Moves(kind, over, ends, rest, *(np.concatenate(codes) for codes in zip(*parts, strict=True)))
         for (kind, over, ends, rest), parts in found.items()
     )
+
+
+def _positions(codes: Codes, of: Codes) -> NDArray[np.int64]:
+    """Where some codes are among sorted ones, −1 where they are not."""
+    at = np.minimum(np.searchsorted(codes, of), len(codes) - 1)
+    return np.where(codes[at] == of, at, -1)
 
 
 def _subsets(axes: Sequence[int]) -> Iterator[tuple[int, ...]]:

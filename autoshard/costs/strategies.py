@@ -82,7 +82,8 @@ def layouts(shape: tuple[int, ...], mesh: MeshAxes, *, unreduced: bool) -> Codes
     count = layout_count(shape, mesh)
     if count > MOST_LAYOUTS:
         raise MeshError(_too_many(f"a value of shape {list(shape)} has", count, "layouts", mesh))
-    rows = _assignments([[WHOLE, *_dividing(shape, size), *([SUM] if unreduced else [])] for size in mesh.sizes])
+    choices = [[WHOLE, *_dividing(shape, size), *([SUM] if unreduced else [])] for size in mesh.sizes]
+    rows = assignments(choices, mesh.groups)
     sizes = np.array(mesh.sizes, np.int64)
     fits = np.ones(len(rows), bool)
     for d in range(ndim):
@@ -93,9 +94,41 @@ def layouts(shape: tuple[int, ...], mesh: MeshAxes, *, unreduced: bool) -> Codes
     return codes
 
 
-def _assignments(choices: list[list[int]]) -> Rows:
-    """Every assignment of mesh axes to one of their choices; one empty row without axes."""
-    return np.array(list(product(*choices)), np.int8).reshape(prod(map(len, choices)), len(choices))
+def assignments(choices: list[list[int]], groups: int | None) -> Rows:
+    """Every assignment of mesh axes to one of their choices, in at most so many groups; one empty row without axes."""
+    if groups is None:
+        return np.array(list(product(*choices)), np.int8).reshape(prod(map(len, choices)), len(choices))
+    rows: Rows = np.zeros((1, 0), np.int8)
+    counts = np.zeros(1, np.int64)
+    for axis, own in enumerate(choices):
+        more = np.tile(np.array(own, np.int8), len(rows))[:, None]
+        rows, counts = np.repeat(rows, len(own), axis=0), np.repeat(counts, len(own))
+        counts = counts + (rows[:, -1] != more[:, 0] if axis else 1)
+        rows = np.concatenate([rows, more], axis=1)[counts <= groups]
+        counts = counts[counts <= groups]
+    return rows
+
+
+def groups_of(row: Sequence[int]) -> int:
+    """In how many groups of neighbouring axes an assignment falls."""
+    return sum(i == 0 or row[i - 1] != one for i, one in enumerate(row))
+
+
+def _count(choices: list[list[int]], groups: int | None) -> int:
+    """How many `assignments` there are; none is made."""
+    if groups is None:
+        return prod(map(len, choices))
+    ending: dict[int, list[int]] = {}  # choice of the last axis → how many, by groups
+    for axis, own in enumerate(choices):
+        total = [sum(column) for column in zip(*ending.values(), strict=True)] or [0] * (groups + 1)
+        same = {one: ending.get(one, [0] * (groups + 1)) for one in own}
+        ending = {
+            one: [0, *(before[g] + total[g - 1] - before[g - 1] for g in range(1, groups + 1))]
+            for one, before in same.items()
+        }
+        if axis == 0:
+            ending = {one: [0, 1, *[0] * (groups - 1)] for one in own}
+    return sum(map(sum, ending.values())) if choices else 1
 
 
 def _dividing(sizes: Sequence[int], axis: int) -> list[int]:
@@ -105,13 +138,18 @@ def _dividing(sizes: Sequence[int], axis: int) -> list[int]:
 
 def layout_count(shape: tuple[int, ...], mesh: MeshAxes) -> int:
     """How many layouts a value has at most, sums included; none is made."""
-    return prod(2 + len(_dividing(shape, size)) for size in mesh.sizes)
+    return _count([[WHOLE, *_dividing(shape, size), SUM] for size in mesh.sizes], mesh.groups)
+
+
+def finished_count(shape: tuple[int, ...], mesh: MeshAxes) -> int:
+    """As `layout_count`, without sums."""
+    return _count([[WHOLE, *_dividing(shape, size)] for size in mesh.sizes], mesh.groups)
 
 
 def strategy_count(rule: ShardingRule, mesh: MeshAxes) -> int:
     """How many strategies an equation has at most, sums included; none is made."""
     sizes = [rule.factors[f].size for f in splittable(rule)]
-    return prod(2 + len(_dividing(sizes, size)) for size in mesh.sizes)
+    return _count([[WHOLE, *_dividing(sizes, size), SUM] for size in mesh.sizes], mesh.groups)
 
 
 def check_counts(graph: Graph, rules: Sequence[ShardingRule], mesh: MeshAxes) -> None:
@@ -265,7 +303,8 @@ def enumerate_strategies(rule: ShardingRule, mesh: MeshAxes, *, sums_flow: bool 
         raise MeshError(_too_many("an equation has", strategy_count(rule, mesh), "strategies", mesh))
     flow = [SUM] if sums_flow and rule.linear else []
     split = [rule.factors[f].size for f in factors]
-    rows = _assignments([[WHOLE, *(factors[i] for i in _dividing(split, n)), *flow] for n in mesh.sizes])
+    choices = [[WHOLE, *(factors[i] for i in _dividing(split, n)), *flow] for n in mesh.sizes]
+    rows = assignments(choices, mesh.groups)
     every = (1 + len(factors) + len(flow)) ** mesh.ndim
     sizes = np.array(mesh.sizes, np.int64)
     fits = np.ones(len(rows), bool)

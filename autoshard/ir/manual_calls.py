@@ -108,7 +108,7 @@ def manual_layouts(eqn: Eqn, mesh: MeshAxes) -> list[Layout]:
       SpecError: it is over another mesh, or splits a dimension over axes in another order than the mesh's.
     """
     own = MeshAxes.of({name: size for name, size in dict(eqn.params["mesh"].shape).items() if size > 1})
-    if own != mesh:
+    if own != dataclasses.replace(mesh, groups=None):
         raise SpecError(f"shard_map at {eqn.where} is over the mesh {own}, the plan over {mesh}: plan on the same mesh")
     found: list[Layout] = []
     specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])

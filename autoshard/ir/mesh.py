@@ -14,10 +14,15 @@ from autoshard.errors import MeshError
 
 @dataclass(frozen=True, slots=True)
 class MeshAxes:
-    """The logical mesh: axis names and sizes, major to minor."""
+    """The logical mesh: axis names and sizes, major to minor.
+
+    `groups`: in how many groups of neighbouring axes a layout may use it, at most, each for one purpose; None: in as
+    many as there are axes. Layouts of fewer groups are those of a mesh that has several axes as one.
+    """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+    groups: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.names) != len(self.sizes):

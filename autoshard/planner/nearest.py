@@ -10,7 +10,7 @@ from autoshard.backends.model import CompilerModel
 from autoshard.backends.shardy.propagation import Ps
 from autoshard.costs.casts import widening
 from autoshard.costs.resharding import INF_PS, NO_STRIDES, Resharder
-from autoshard.costs.strategies import SUM, WHOLE, Codes, Rows, decode, encode, shards
+from autoshard.costs.strategies import SUM, WHOLE, Codes, Rows, decode, encode, groups_of, shards
 from autoshard.ir.graph import Aval
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
@@ -202,7 +202,8 @@ def code_near(layout: Layout, shape: tuple[int, ...], mesh: MeshAxes) -> tuple[i
     """The code of a layout, and whether it is exact.
 
     What codes do not have is left whole: from the first axis of a dimension on that is split
-    itself (`model:(1)2`) or does not divide. Axes within a dimension are put in mesh order.
+    itself (`model:(1)2`) or does not divide, and last dimensions while the axes are used in too
+    many groups. Axes within a dimension are put in mesh order.
     """
     row = np.full(mesh.ndim, WHOLE, np.int8)
     exact = True
@@ -220,6 +221,8 @@ def code_near(layout: Layout, shape: tuple[int, ...], mesh: MeshAxes) -> tuple[i
                 break
             exact = exact and a > before
             row[a], size, before = d, size // mesh.sizes[a], a
+    while groups_of(row.tolist()) > (mesh.groups or mesh.ndim):
+        row[row == row.max()], exact = WHOLE, False
     return int(encode(row, len(shape))), exact
 
 

@@ -199,11 +199,18 @@ def _certificate(formulation: Formulation, solution: Solution, hardware: Hardwar
         gap=solution.gap,
         solver=f"{solution.solver}, ortools {metadata.version('ortools')}",
         space=(
-            f"every evenly dividing layout of {nodes} decisions ({classes} after decisions in equal places share one), "
-            "element-wise chains in one layout, one shared copy per value; priced by autoshard's model of "
+            f"{_every(formulation.decisions.mesh)} of {nodes} decisions ({classes} after decisions in equal places "
+            "share one), element-wise chains in one layout, one shared copy per value; priced by autoshard's model of "
             f"{hardware.name}{_without(unpriced(formulation.decisions))}"
         ),
     )
+
+
+def _every(mesh: MeshAxes) -> str:
+    """Which layouts of each decision are searched."""
+    if mesh.groups is None:
+        return "every evenly dividing layout"
+    return f"evenly dividing layouts that use the {mesh.ndim} axes in {mesh.groups} groups of neighbours at most"
 
 
 def _without(names: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """Setting: a traced program on a mesh and a machine, ready to be planned or priced."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,11 @@ from jax.sharding import PartitionSpec
 
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.resharding import Resharder
+from autoshard.costs.search_mesh import search_mesh
 from autoshard.costs.strategies import Codes, matching
 from autoshard.errors import SpecError, refusing_depth
 from autoshard.ir import graph as graphs
+from autoshard.ir import manual_calls
 from autoshard.ir.constraints import spec_of
 from autoshard.ir.gradient import GradientProgram, gradient_program
 from autoshard.ir.layout import Layout
@@ -24,6 +26,7 @@ from autoshard.planner.stage_clock import StageClock
 from autoshard.problem.decision_builders.decide import decide
 from autoshard.problem.decision_builders.facts import Requirements
 from autoshard.problem.decisions import Decisions
+from autoshard.rules import rules_of
 from cost_models import Machine
 
 log = logging.getLogger("autoshard")
@@ -92,6 +95,7 @@ def build_search_space(
     if graph is None or gradient is not None:
         graph = graphs.build(priced.jaxpr, compiler.platform)
     clock.lap("graph")
+    real = search_mesh(graph, rules_of(graph.eqns, unknown=unknown), real, _asked(graph, wanted, priced))
     held: dict[int, int] = {}
     if gradient is None:
         tied = ties(traced, wanted.donated)
@@ -168,8 +172,7 @@ def _last(path: str) -> str:
 def _pinned(spec: PartitionSpec, shape: tuple[int, ...], mesh: MeshAxes, real: MeshAxes, what: str) -> Codes:
     """The codes that a spec allows; `P.UNCONSTRAINED` frees a dimension."""
     free = frozenset(d for d, entry in enumerate(spec) if entry is PartitionSpec.UNCONSTRAINED)
-    entries = [None if d in free else entry for d, entry in enumerate(spec)]
-    layout = Layout.from_spec(PartitionSpec(*entries), len(shape))
+    layout = _fixed(spec, len(shape))
     for axis in (axis for dim in layout.dims for axis in dim):
         if axis not in mesh.names:
             raise SpecError(f"{what}: {spec} names the axis `{axis}`; the mesh has {', '.join(mesh.names) or 'none'}")
@@ -181,6 +184,28 @@ def _pinned(spec: PartitionSpec, shape: tuple[int, ...], mesh: MeshAxes, real: M
     if not len(codes):
         raise SpecError(f"{what}: {spec} puts axes in another order than the mesh ({', '.join(mesh.names)})")
     return codes
+
+
+def _asked(graph: graphs.Graph, wanted: RequestedShardings, priced: Traced) -> Iterator[Layout]:
+    """The layouts that the user asks for, or has written into a `shard_map`."""
+    for i, spec in wanted.inputs.items():
+        yield _fixed(spec, len(priced.in_avals[i].shape))
+    for o, spec in wanted.outputs.items():
+        yield _fixed(spec, len(priced.out_avals[o].shape))
+    for eqn in graph.eqns:
+        if eqn.primitive == "sharding_constraint":
+            yield _fixed(spec_of(eqn), eqn.results[0].ndim)
+        elif eqn.primitive == manual_calls.MANUAL:
+            for spec, aval in zip(
+                (*eqn.params["in_specs"], *eqn.params["out_specs"]), (*eqn.operands, *eqn.results), strict=True
+            ):
+                yield Layout.from_spec(spec, aval.ndim)
+
+
+def _fixed(spec: PartitionSpec, ndim: int) -> Layout:
+    """What a spec fixes; free dimensions whole."""
+    entries = [None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec]
+    return Layout.from_spec(PartitionSpec(*entries), ndim)
 
 
 def _own_constraints(graph: graphs.Graph, mesh: MeshAxes, real: MeshAxes) -> dict[int, Codes]:
