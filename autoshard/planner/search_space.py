@@ -14,12 +14,11 @@ from autoshard.costs.search_mesh import search_mesh
 from autoshard.costs.strategies import Codes, matching
 from autoshard.errors import SpecError, refusing_depth
 from autoshard.ir import graph as graphs
-from autoshard.ir import manual_calls
 from autoshard.ir.constraints import spec_of
 from autoshard.ir.gradient import GradientProgram, gradient_program
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.op_traits import CONSTRAINT
+from autoshard.ir.op_traits import CONSTRAINT, SHARD_MAP
 from autoshard.ir.trace import Traced
 from autoshard.planner.requested_shardings import RequestedShardings
 from autoshard.planner.stage_clock import StageClock
@@ -195,7 +194,7 @@ def _asked(graph: graphs.Graph, wanted: RequestedShardings, priced: Traced) -> I
     for eqn in graph.eqns:
         if eqn.primitive == "sharding_constraint":
             yield _fixed(spec_of(eqn), eqn.results[0].ndim)
-        elif eqn.primitive == manual_calls.MANUAL:
+        elif eqn.primitive == SHARD_MAP:
             for spec, aval in zip(
                 (*eqn.params["in_specs"], *eqn.params["out_specs"]), (*eqn.operands, *eqn.results), strict=True
             ):
