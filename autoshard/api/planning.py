@@ -246,6 +246,8 @@ def _found(questions: Sequence[PlanRequest], options: Options) -> SolvedPlan:
     locked = None if lock is None else lock.find(questions, options.constraints)
     if locked is not None:
         return _plan(*locked, options)
+    if lock is not None:
+        lock.check_writable(questions[0])
     begin = time.perf_counter()
     plans = _fitting(questions, options)
     best_s = min(made.cost for made in plans.values())

@@ -201,14 +201,28 @@ class Lock:
                 "plan outside of CI (where the variable CI is not set) and commit the file"
             )
 
+    def check_writable(self, question: PlanRequest) -> None:
+        """Raises a PlanFileError if there is no place for the file; before minutes of planning."""
+        folder = self.of(question.digest).parent
+        try:
+            _make_folder(folder)
+        except PlanFileError as error:
+            raise _not_locked(question.name, error) from error
+        if not os.access(folder, os.W_OK):
+            raise _not_locked(question.name, f"the folder {folder} is not writable")
+
     def write(self, record: PlanRecord) -> None:
-        """Locks a plan; if that fails the plan is still good, and a warning says that it is not locked."""
+        """Locks a plan.
+
+        Raises:
+          PlanFileError: the file cannot be written; what was asked to hold would not.
+        """
         path = self.of(record.digest)
         try:
             _make_folder(path.parent)
             write(record, path)
         except PlanFileError as error:
-            log.warning("%s: planned, but not locked: %s", record.name, error)
+            raise _not_locked(record.name, error) from error
 
     def check_several(self, name: str) -> None:
         """Raises a SpecError if a second plan of the same function would replace the first."""
@@ -217,6 +231,10 @@ class Lock:
                 f"{name} is called with several shapes, and lock={str(self.path)!r} holds one plan: "
                 f"write lock='{self.path.with_suffix('')}-{_DIGEST}.json'"
             )
+
+
+def _not_locked(name: str, why: object) -> PlanFileError:
+    return PlanFileError(f"{name}: the plan cannot be locked: {why}; give lock= a path that can be written, or drop it")
 
 
 def _in_ci() -> bool:

@@ -140,15 +140,29 @@ def test_what_is_no_path_is_refused_before_planning(option: str, wrong: Any) -> 
         plan(**{option: wrong})
 
 
-def test_a_plan_outlives_a_lock_and_a_cache_that_cannot_be_written(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_plan_outlives_a_cache_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING, logger="autoshard"):
-        found = plan(lock=tmp_path / "file" / "plan.json", cache=tmp_path / "file")
+        found = plan(cache=tmp_path / "file")
     assert found.record.name == "loss"
-    assert "planned, but not locked" in caplog.text
     assert "not cached" in caplog.text
+
+
+def test_a_lock_that_cannot_be_written_is_an_error_before_planning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with monkeypatch.context() as patched:
+        patched.setattr("autoshard.api.planning.plan_request", lambda *_, **__: pytest.fail("planned"))
+        with pytest.raises(PlanFileError, match=r"loss: the plan cannot be locked: .*file.*lock="):
+            plan(lock=tmp_path / "file" / "plan.json")
+
+    def full(*_: Any) -> None:
+        raise PlanFileError("no space left on device")
+
+    monkeypatch.setattr("autoshard.planner.store.write", full)
+    with pytest.raises(PlanFileError, match="cannot be locked: no space left"):
+        plan(lock=tmp_path / "plan.json")
 
 
 def test_a_function_of_a_long_name_is_cached(tmp_path: Path) -> None:
