@@ -681,3 +681,8 @@ def equations_within(eqn: Any) -> Iterable[Any]:
     """All equations of the bodies in an equation's parameters."""
     for body in sub_jaxprs(eqn.params):
         yield from equations(body)
+
+
+def check(jaxpr: Any) -> None:
+    """Raises JAX's own error if an open jaxpr is not well-formed."""
+    core.check_jaxpr(jaxpr)

@@ -16,6 +16,9 @@ from autoshard.ir.rewrite import INLINED
 
 REMATS = frozenset({"checkpoint", "remat", "remat2"})
 
+HOST_CALLS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print", "infeed", "outfeed"})
+IMPURE = frozenset({"rng_uniform"})  # another result every time that it runs
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -107,3 +110,14 @@ def _steps(
         for call in reversed(calls):
             new = _jax.within(call, new)
         yield Step(new, here)
+
+
+def why_once(eqn: Any) -> str:
+    """Why an equation must not run twice; empty if it may."""
+    names = [eqn.primitive.name, *(inner.primitive.name for inner in _jax.equations_within(eqn))]
+    for name in names:
+        if name in HOST_CALLS:
+            return f"{name} calls the host"
+        if name in IMPURE:
+            return f"{name} gives another result each time"
+    return f"{eqn.primitive.name} has effects" if eqn.effects else ""

@@ -76,9 +76,13 @@ class Writer:
         consts = " ".join(map(self.value, _jax.consts_of(closed)))
         lines = [f"consts {bound(jaxpr.constvars)} = {consts}", f"in {bound(jaxpr.invars)}"]
         for eqn in jaxpr.eqns:
-            operands, name = " ".join(map(read, eqn.invars)), eqn.primitive.name
-            lines.append(f"{bound(eqn.outvars)} = {name}[{self._params(name, eqn.params)}] {operands}")
+            operands = " ".join(map(read, eqn.invars))
+            lines.append(f"{bound(eqn.outvars)} = {self.operation(eqn)} {operands}")
         return "\n".join((*lines, f"out {' '.join(map(read, jaxpr.outvars))}"))
+
+    def operation(self, eqn: Any) -> str:
+        """What an equation does, whatever it does it to."""
+        return f"{eqn.primitive.name}[{self._params(eqn.primitive.name, eqn.params)}]"
 
     def _params(self, primitive: str, params: Mapping[str, Any]) -> str:
         kept = {k: v for k, v in params.items() if not _jax.noted_while_tracing(primitive, k, v)}

@@ -8,13 +8,14 @@ scans inside of those. Bodies of other loops (an accumulation over micro-batches
 of train steps) that hold a gradient are flat passes again.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from autoshard import _jax
 from autoshard.ir.bodies import Body, opened
 from autoshard.ir.graph import Path
+from autoshard.ir.remats import Constants, undone, undone_in_place
 from autoshard.ir.rewrite import BODIES
 
 
@@ -65,13 +66,21 @@ class Pass:
 
 
 def passes(closed: Any, *, remats: bool) -> Pass:
-    """The flat pass of a program: without transposed steps if it holds no gradient, or only ones in loops."""
+    """The flat pass of a program: without transposed steps if it holds no gradient, or only ones in loops.
+
+    Args:
+      closed: the program.
+      remats: whether its own `jax.checkpoint`s are undone: what they compute again is taken from the forward pass.
+    """
     return _flat(opened(closed, remats=remats), remats=remats)
 
 
 def _flat(body: Body, *, remats: bool) -> Pass:
     transposed = frozenset(k for k, step in enumerate(body.steps) if _jax.is_transposed(step.eqn))
-    pairs = _pairs(body, body, transposed, {}, remats=remats) if transposed else ()
+    constants: Constants = {}
+    if remats and transposed:
+        body, transposed, constants = undone_in_place(body, transposed)
+    pairs = _pairs(body, body, transposed, {}, constants, remats=remats) if transposed else ()
     taken = {pair.forward for pair in pairs} | transposed
     nested = {k: _nested(step.eqn, step.path, remats=remats) for k, step in enumerate(body.steps) if k not in taken}
     return Pass(
@@ -101,7 +110,13 @@ def _nested(eqn: Any, path: Path, *, remats: bool) -> dict[int, Pass]:
 
 
 def _pairs(
-    forward: Body, backward: Body, transposed: frozenset[int], same: Mapping[Any, Any], *, remats: bool
+    forward: Body,
+    backward: Body,
+    transposed: frozenset[int],
+    same: Mapping[Any, Any],
+    constants: Constants,
+    *,
+    remats: bool,
 ) -> tuple[Pair, ...]:
     """The scans of a forward body whose stacks scans of the backward one slice; each in one pair."""
     stacks: dict[Any, int] = {}
@@ -124,12 +139,14 @@ def _pairs(
         partners = [p for p in weight if p not in taken]
         if partners:
             partner = max(partners, key=lambda p: (weight[p], -p))
-            inside = _pair(forward, partner, backward, k, same, remats=remats)
+            inside = _pair(forward, partner, backward, k, same, constants, remats=remats)
             found.append(Pair(forward=partner, backward=k, inside=inside))
     return tuple(found)
 
 
-def _pair(forward: Body, partner: int, backward: Body, k: int, same: Mapping[Any, Any], *, remats: bool) -> Pass:
+def _pair(
+    forward: Body, partner: int, backward: Body, k: int, same: Mapping[Any, Any], constants: Constants, *, remats: bool
+) -> Pass:
     there, here = forward.steps[partner], backward.steps[k]
     ahead = opened(there.eqn.params["jaxpr"], (*there.path, 0), remats=remats)
     back = opened(here.eqn.params["jaxpr"], (*here.path, 0), remats=remats)
@@ -146,6 +163,9 @@ def _pair(forward: Body, partner: int, backward: Body, k: int, same: Mapping[Any
         held = (constant if i < own_consts else sliced).get(same.get(atom, atom))
         if held is not None and not _jax.is_literal(held):
             inside[var] = held
+    if remats:
+        every = {inner: constants[outer] for outer, inner in constant.items() if outer in constants}
+        ahead, back, inside, constants = undone(ahead, back, inside, every)
     whole = frozenset(range(len(back.steps)))
     return Pass(
         forward=ahead,
@@ -155,11 +175,6 @@ def _pair(forward: Body, partner: int, backward: Body, k: int, same: Mapping[Any
         is_flat=False,
         length=here.eqn.params["length"],
         arity=(consts, carries),
-        pairs=_pairs(ahead, back, whole, inside, remats=remats),
+        pairs=_pairs(ahead, back, whole, inside, constants, remats=remats),
         nested={},
     )
-
-
-def producers(steps: Sequence[Any]) -> dict[Any, tuple[int, int]]:
-    """Variable → (step, result) that makes it."""
-    return {var: (k, i) for k, step in enumerate(steps) for i, var in enumerate(step.eqn.outvars)}

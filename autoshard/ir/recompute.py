@@ -3,9 +3,8 @@
 What is not kept is not stacked, nor held: the steps that make it are repeated in the
 backward body, before their first use. In a scan's body that is all. In a flat body the
 compiler sees both copies, and would merge them, or run the second one early: what the
-repeated steps read stands behind an `optimization_barrier`, together with the result of
-the last contraction on the way to their first reader, which the backward pass goes on
-with from behind the barrier.
+repeated steps read stands behind an `optimization_barrier`, together with what their
+first reader takes of the backward pass, which goes on with it from behind the barrier.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,14 +12,10 @@ from typing import Any
 
 from autoshard import _jax
 from autoshard.errors import RecomputeError
-from autoshard.ir.bodies import REMATS
 from autoshard.ir.flops import REMATTED
 from autoshard.ir.passes import Pass
 from autoshard.ir.rewrite import BODIES
 from autoshard.ir.saved_values import CONSTANT, LOOP_INPUT, Demand, ForwardPass, SavedValues, ValueId
-
-# What a barrier may hold on to: results that are in memory anyway.
-STORED = REMATS | {"dot_general", "ragged_dot_general", "conv_general_dilated", "scan", "while", "pallas_call"}
 
 
 def rewritten(values: SavedValues, kept: Collection[ValueId]) -> Any:
@@ -228,31 +223,80 @@ class _ScanPair(_Rewriting):
 
 
 class _FlatBody(_Rewriting):
-    """A body that holds both passes, written again."""
+    """A body that holds both passes, written again.
+
+    Variables that went through a barrier are read from behind it from then on: `present` has them.
+    """
 
     def __init__(self, own: ForwardPass, demand: Demand, eqns: list[Any]) -> None:
         super().__init__(own, demand, eqns, eqns)
-        self.present: dict[Any, Any] = {}  # variable → the one behind the last barrier that it went through
+        self.present: dict[Any, Any] = {}
+        self.constants = {var for var, _ in own.source.forward.consts}
 
     def rewritten(self) -> Any:
         """The closed jaxpr."""
         source = self.own.source
-        anchors = _Anchors(source, self.due)
-        begun: set[Any] = set()
-        behind: dict[Any, dict[Any, Any]] = {}
+        groups = {position: group for group in self.groups() for position in group}
+        behind: dict[Any, Any] = {}
+        anchors = _Anchors(source)
         eqns: list[Any] = []
         for position, eqn in enumerate(self.forward):
-            if position in self.due:
-                anchor = anchors.at[position]
-                if anchor not in begun:
-                    begun.add(anchor)
-                    together = [k for p, ks in self.due.items() if anchors.at[p] is anchor for k in ks]
-                    behind[anchor] = self.barred(eqn, anchor, together, eqns)
-                eqns += [self.repeat(k, self.reader(behind[anchor])) for k in self.due[position]]
+            if position in groups and groups[position][0] == position:
+                behind = self.barred(eqn, anchors.before(position), groups[position], eqns)
+            eqns += [self.repeat(k, self.reader(behind)) for k in self.due.get(position, ())]
             read = self.reader({}) if position in source.transposed else self.current
             eqns.append(eqn.replace(invars=[x if _jax.is_literal(x) else read(x) for x in eqn.invars]))
         outvars = [x if _jax.is_literal(x) else self.current(x) for x in source.forward.outvars]
         return source.forward.with_steps(eqns, outvars=outvars)
+
+    def groups(self) -> list[list[int]]:
+        """The backward steps before which others are repeated, those together that one barrier serves.
+
+        A barrier serves as many as, together, make no more bytes than the largest does alone, and read nothing that is
+        made behind it.
+        """
+        made = {x: k for k, eqn in enumerate(self.forward) for x in eqn.outvars}
+        sizes = {position: self.made_bytes(ks) for position, ks in self.due.items() if self.leaves(ks)}
+        most = max(sizes.values(), default=0)
+        found: list[list[int]] = []
+        joined = 0
+        for position in sorted(sizes):
+            joined += sizes[position]
+            late = found and any(made.get(x, -1) >= found[-1][0] for x in self.leaves(self.due[position]))
+            if not found or late or joined > most:
+                found.append([])
+                joined = sizes[position]
+            found[-1].append(position)
+        return found
+
+    def made_bytes(self, ks: Sequence[int]) -> int:
+        value = self.own.value
+        return sum(value[at].aval.nbytes for k in ks for at in self.own.steps[k].results if not at.stacked)
+
+    def leaves(self, ks: Sequence[int]) -> list[Any]:
+        """What steps read that both passes hold, constants left out."""
+        operands = [x for k in ks for x in self.forward[self.own.steps[k].position].invars]
+        return list(dict.fromkeys(x for x in operands if not _jax.is_literal(x) and self.is_leaf(x)))
+
+    def is_leaf(self, var: Any) -> bool:
+        at = self.ids.get(var)
+        if at is None:
+            return var not in self.constants
+        return self.is_held(at) and self.own.value[at].free != CONSTANT
+
+    def is_held(self, at: ValueId) -> bool:
+        return at in self.demand.wired or bool(self.own.value[at].free)
+
+    def barred(self, near: Any, anchor: Any, group: Sequence[int], eqns: list[Any]) -> dict[Any, Any]:
+        """Puts a barrier before what a group repeats; what stands for each variable behind it."""
+        before = self.leaves([k for position in group for k in self.due[position]])
+        if anchor is not None:
+            before = [*(x for x in before if x is not anchor), anchor]
+        after = [_jax.variable(x.aval) for x in before]
+        eqns.append(_jax.barrier(near, [self.current(x) for x in before], after))
+        if anchor is not None:
+            self.present[anchor] = after[-1]
+        return dict(zip(before, after, strict=True))
 
     def current(self, var: Any) -> Any:
         return self.present.get(var, var)
@@ -268,59 +312,33 @@ class _FlatBody(_Rewriting):
 
         return read
 
-    def is_held(self, at: ValueId) -> bool:
-        return at in self.demand.wired or bool(self.own.value[at].free)
-
-    def barred(self, near: Any, anchor: Any, together: Sequence[int], eqns: list[Any]) -> dict[Any, Any]:
-        """Puts a barrier before what is repeated together; what stands for each variable behind it."""
-        leaves: dict[Any, None] = {}
-        for k in together:
-            for x in self.forward[self.own.steps[k].position].invars:
-                if not _jax.is_literal(x) and self.is_leaf(x):
-                    leaves[x] = None
-        leaves.pop(anchor, None)
-        if not leaves:
-            return {}
-        before = [*leaves, anchor]
-        after = [_jax.variable(x.aval) for x in before]
-        eqns.append(_jax.barrier(near, [self.current(x) for x in before], after))
-        self.present[anchor] = after[-1]
-        return dict(zip(before, after, strict=True))
-
-    def is_leaf(self, var: Any) -> bool:
-        """Whether a repeated step reads a variable that both passes hold, and that is more than a constant."""
-        at = self.ids.get(var)
-        if at is None:
-            return var not in self.constants
-        return self.is_held(at) and self.own.value[at].free != CONSTANT
-
-    @property
-    def constants(self) -> Collection[Any]:
-        return {var for var, _ in self.own.source.forward.consts}
-
 
 class _Anchors:
-    """For steps of a backward pass, the stored value on the way to them that is made last.
+    """What a barrier before a backward step waits for: what that step takes of the backward pass.
 
-    The first ones have none: a result of the forward pass (the loss) takes its place.
+    The first steps take nothing of it but constants: a result of the forward pass (the loss) takes its place.
     """
 
-    def __init__(self, source: Pass, wanted: Collection[int]) -> None:
-        self.at: dict[int, Any] = {}
-        known: dict[Any, tuple[int, Any]] = {}  # backward variable → where its anchor is made, and the anchor
+    def __init__(self, source: Pass) -> None:
+        self.source = source
+        self.made: dict[Any, int] = {}  # by what is no constant
         outvars = {x for x in source.forward.outvars if not _jax.is_literal(x)}
-        last: tuple[bool, Any] = (False, None)  # of the forward results so far: whether it leaves the body, and it
+        varies = {*source.forward.invars}
+        latest: dict[bool, Any] = {}  # of the forward results so far, of those that leave the body and of the others
+        self.forward: list[Any] = []
         for k, step in enumerate(source.forward.steps):
-            results = [var for var in step.eqn.outvars if not _jax.is_unnamed(var)]
-            if k not in source.transposed:
-                for var in results:
-                    last = max(last, (var in outvars, var), key=lambda x: x[0]) if last[0] else (var in outvars, var)
+            self.forward.append(latest.get(True, latest.get(False)))
+            if not any(not _jax.is_literal(x) and x in varies for x in step.eqn.invars):
                 continue
-            found = [known[x] for x in step.eqn.invars if not _jax.is_literal(x) and x in known]
-            nearest = max(found, key=lambda x: x[0], default=(-1, last[1]))
-            if k in wanted:
-                self.at[k] = nearest[1]
-            if step.primitive in STORED:
-                known.update((var, (k, var)) for var in results)
-            elif found:
-                known.update((var, nearest) for var in results)
+            for x in step.eqn.outvars:
+                if not _jax.is_unnamed(x):
+                    varies.add(x)
+                    self.made[x] = k
+                    if k not in source.transposed:
+                        latest[x in outvars] = x
+
+    def before(self, position: int) -> Any:
+        """The variable; None if there is none."""
+        operands = [x for x in self.source.forward.steps[position].eqn.invars if not _jax.is_literal(x)]
+        taken = [x for x in operands if self.made.get(x) in self.source.transposed]
+        return max(taken, key=self.made.__getitem__) if taken else self.forward[position]

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from autoshard import _jax
-from autoshard.ir.bodies import Step
+from autoshard.ir.bodies import Step, why_once
 from autoshard.ir.graph import Aval, Path
 from autoshard.ir.passes import Pass, passes
 
@@ -27,9 +27,6 @@ Remat = Literal["written", "add", "free"]
 `written`: they say all, nothing else is repeated. `add`: what they repeat stays so, other values may
 be. `free`: they are hints; what they repeat may be kept.
 """
-
-HOST_CALLS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print", "infeed", "outfeed"})
-IMPURE = frozenset({"rng_uniform"})  # another result every time that it runs
 
 INPUT = "an input"
 CONSTANT = "made of constants"
@@ -216,7 +213,7 @@ class SavedValues:
         found: set[ValueId] = set()
         for one in self.passes:
             found |= {value.id for value in one.values if value.read and not value.free}
-        return frozenset(found)
+        return self.stacks(found)
 
     def missing(self, kept: Collection[ValueId]) -> Mapping[ValueId, str]:
         """What else has to be kept, and why: what would have to be repeated, and cannot be."""
@@ -334,7 +331,7 @@ class _Describer:
 
     def step(self, k: int, step: Step) -> None:
         eqn, where = step.eqn, self.lines(step.eqn)
-        unrepeatable = _unrepeatable(eqn)
+        unrepeatable = why_once(eqn)
         if not unrepeatable and all(_jax.is_literal(x) or x in self.constant for x in eqn.invars):
             self.constant.update(eqn.outvars)
         position = len(self.steps)
@@ -419,14 +416,3 @@ class _Describer:
             for atom, var in zip(eqn.invars, inside.source.forward.invars, strict=True)
             if inside.value[inside.variables[var]].free == LOOP_INPUT
         }
-
-
-def _unrepeatable(eqn: Any) -> str:
-    """Why an equation must not run twice; empty if it may."""
-    names = [eqn.primitive.name, *(inner.primitive.name for inner in _jax.equations_within(eqn))]
-    for name in names:
-        if name in HOST_CALLS:
-            return f"{name} calls the host"
-        if name in IMPURE:
-            return f"{name} gives another result each time"
-    return f"{eqn.primitive.name} has effects" if eqn.effects else ""
