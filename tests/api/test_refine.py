@@ -14,11 +14,12 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 import models
 from autoshard import Evaluation, LoadedPlan, Plan, SolvedPlan
+from autoshard.api.compiler_minimal_constraints import classes
 from autoshard.api.options import Options
 from autoshard.api.planning import requests_of
 from autoshard.api.refine import SCHEDULING, Candidate, Entered, adopted, alternatives, describe_refinement, refined
 from autoshard.backends import devices
-from autoshard.errors import CompileError, CompilerFlagError, SpecError
+from autoshard.errors import CompileError, CompilerFlagError, PlanMismatchError, SpecError
 from autoshard.ir.mesh import MeshAxes
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.store import misfits
@@ -205,6 +206,16 @@ def test_a_hand_written_layout_becomes_a_plan_of_the_program_without_constraints
     bound = autoshard.load(tmp_path / "plan.json").bind(step, *args)
     for a, b in zip(expected, jax.tree.leaves(bound.jit()(*values)), strict=True):
         assert jnp.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_hand_written_layout_says_that_it_holds_no_alternatives(by_hand: Evaluation, question: PlanRequest) -> None:
+    made = adopted("by hand", by_hand, [question])
+    with pytest.raises(
+        PlanMismatchError, match=r"the layout also='by hand', which holds no alternatives: plan without"
+    ):
+        made.explain("**")
+    assert made.seconds == {}
+    assert [*classes(made)]  # constraints are thinned one by one
 
 
 def test_other_meshes_and_hand_written_layouts_enter(by_hand: Evaluation) -> None:
