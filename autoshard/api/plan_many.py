@@ -31,7 +31,7 @@ from autoshard.ir.paths import dotted
 from autoshard.planner import pipeline
 from autoshard.planner.request import PlanRequest
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.decisions import Decisions, place_of
+from autoshard.problem.decisions import Decisions, layout_codes, place_of
 from autoshard.problem.formulation import Formulation, formulate
 from autoshard.problem.joint import JointProblem, Part, ResidentBytes, Tie, union
 from autoshard.report.tables import bytes_text
@@ -269,9 +269,7 @@ def _ties(
 
 def _codes(parts: Mapping[str, Formulation], leaf: Leaf) -> Int:
     d = parts[leaf[0]].decisions
-    codes = d.nodes[d.inputs[leaf[1]]].codes
-    assert codes is not None  # inputs have codes
-    return codes
+    return layout_codes(d.nodes[d.inputs[leaf[1]]])
 
 
 def _bytes(decisions: Decisions, position: int) -> Int:

@@ -16,6 +16,7 @@ from autoshard.costs.fusion import is_pointwise
 from autoshard.costs.liveness import LiveRanges, cast_ahead, live_ranges
 from autoshard.costs.strategies import WHOLE, decode
 from autoshard.ir.graph import Graph, build
+from autoshard.problem.decisions import layout_codes
 from autoshard.rules import rules_of
 from tests.programs import Program, setting_of
 
@@ -196,8 +197,7 @@ def test_on_tpu_scores_that_are_split_along_the_vocabulary_die_before_the_backwa
     late = [u for u in setting.decisions.usages if (u.start, u.end) == (found.soon[scores], found.end[scores])]
     assert late
     for use in late:
-        codes = setting.decisions.nodes[use.node].codes
-        assert codes is not None
+        codes = layout_codes(setting.decisions.nodes[use.node])
         dims = decode(codes, 2, 1)[:, 0]
         np.testing.assert_array_equal(use.nbytes > 0, (dims == 0) | (dims == WHOLE))
 
