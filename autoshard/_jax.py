@@ -14,7 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from functools import cache
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import jax
@@ -97,6 +97,12 @@ def refused_layout(error: BaseException) -> tuple[str, str] | None:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
     where = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else "<unknown>"
     return where, text
+
+
+def code_of(eqn: Any) -> tuple[CodeType, ...]:
+    """The code of every function that was running when an equation was made, the innermost first."""
+    raw = eqn.source_info.traceback
+    return () if raw is None else tuple(raw.raw_frames()[0])
 
 
 @cache
@@ -248,6 +254,15 @@ POLICIES = "jax._src.ad_checkpoint"  # the module of `jax.checkpoint_policies`
 def noted_while_tracing(primitive: str, name: str, value: Any) -> bool:
     """Whether a parameter only notes, of results on Auto axes, the mesh that was set: no wish of anybody's."""
     return primitive not in _OF_SHARDING and name in _RESULT_SHARDING and (value is None or _is_auto(value))
+
+
+def says_mesh(eqn: Any) -> bool:
+    """Whether an equation's parameters say a mesh: the one that was set when it was traced, or one of the user's."""
+    given = {k: v for k, v in eqn.params.items() if k not in CONTEXT_MESH}
+    wishes = (v for k, v in given.items() if not noted_while_tracing(eqn.primitive.name, k, v))
+    leaves = tree_util.tree_leaves([*wishes], is_leaf=is_jaxpr)
+    meshes: list[Any] = [getattr(leaf, "mesh", leaf) for leaf in leaves if isinstance(leaf, _OF_A_MESH)]
+    return any(not mesh.empty for mesh in meshes)
 
 
 def profiled(path: str) -> list[tuple[str, str, dict[str, Any], float]]:
@@ -403,6 +418,8 @@ def bind_on_several(eqn: Any, operands: Any) -> list[Any]:
 
 _RESULT_SHARDING = frozenset({"sharding", "out_sharding"})
 _OF_SHARDING = frozenset({"sharding_constraint", "reshard"})
+CONTEXT_MESH = frozenset({"ctx_mesh", "context_mesh"})  # what an equation keeps of the mesh of its trace
+_OF_A_MESH = (jax.sharding.NamedSharding, jax.sharding.Mesh, jax.sharding.AbstractMesh)
 
 
 def _without_mesh(eqn: Any, params: Any) -> dict[str, Any]:

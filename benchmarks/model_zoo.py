@@ -133,8 +133,8 @@ def numerics(subject: Subject) -> dict[str, Any]:
 
     import autoshard
     from autoshard.backends import devices
-    from autoshard.ir import trace
-    from autoshard.planner.requested_shardings import read_shardings
+    from autoshard.planner.program import bind
+    from autoshard.planner.request import request_of
     from autoshard.planner.search_space import build_search_space
     from benchmarks.zoo.program import TINY
     from tests.assignments import random_choice, run
@@ -164,18 +164,12 @@ def numerics(subject: Subject) -> dict[str, Any]:
             default=0.0,
         )
 
-    names = tuple(f"a{i}" for i in range(len(arguments)))
-    place = devices.place(MESH, HARDWARE)
-    traced = trace.trace(program.step, arguments, names, place.axes)
-    donated = frozenset(i for i, a in enumerate(traced.argument_of) if a in program.donate)
-    asked = read_shardings(traced, None, None, {}, donated)
-    setting = build_search_space(
-        traced, place.axes, place.machine, asked, gradient_of=(), unknown="error", compiler=place.compiler
-    )
+    call = bind(program.step, arguments, {}, donate_argnums=program.donate)
+    space = build_search_space(request_of(call, devices.place(MESH, HARDWARE)))
     flat = jax.tree.leaves(arguments)
     for seed in range(2):
-        choice = random_choice(setting.decisions, setting.resharder, np.random.default_rng(seed))
-        row[f"random {seed}"] = worst(run(setting, choice, flat))
+        choice = random_choice(space.decisions, space.resharder, np.random.default_rng(seed))
+        row[f"random {seed}"] = worst(run(space, choice, flat))
     total = sum(leaf.nbytes for leaf in flat)
     options: dict[str, Any] = {"mesh": MESH, "hardware": HARDWARE, "for_grad": False, "rel_gap": 0.05}
     try:

@@ -68,10 +68,10 @@ def random_choice(decisions: Decisions, resharder: Resharder, rng: np.random.Gen
     return np.array([int(s.argmax()) for s in open_], np.int64)
 
 
-def run(setting: SearchSpace, choice: NDArray[np.int64], args: list[Any]) -> list[Any]:
+def run(space: SearchSpace, choice: NDArray[np.int64], args: list[Any]) -> list[Any]:
     """Compiles the program under a choice on real devices and runs it on flat arguments."""
-    decisions = setting.decisions
-    assignment = Assignment(decisions=decisions, resharder=setting.resharder, choice=choice)
+    decisions = space.decisions
+    assignment = Assignment(decisions=decisions, resharder=space.resharder, choice=choice)
     mesh = devices.over_devices(decisions.mesh, np.arange(decisions.mesh.size))
     pins = program_pins(assignment)
     avals = decisions.graph.avals
@@ -80,7 +80,7 @@ def run(setting: SearchSpace, choice: NDArray[np.int64], args: list[Any]) -> lis
         return NamedSharding(mesh, layout_of(code, avals[value].ndim, decisions.mesh).spec())
 
     fn = jax.jit(
-        lambda *xs: rewrite.constrained(setting.priced.jaxpr, pins, mesh, xs),
+        lambda *xs: rewrite.constrained(space.priced.jaxpr, pins, mesh, xs),
         in_shardings=tuple(sharding(assignment.input_code(i), v) for i, v in enumerate(decisions.graph.inputs)),
         out_shardings=[sharding(assignment.output_code(i), v) for i, v in enumerate(decisions.graph.outputs)],
         compiler_options=QUICK_COMPILE,

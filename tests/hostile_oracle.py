@@ -27,7 +27,7 @@ from tests.assignments import QUICK_COMPILE, random_choice, run
 from tests.float64 import exact
 from tests.hostile_programs import GROUP, Hostility, Program, random_spec
 from tests.programs import Program as Planned
-from tests.programs import setting_of as decisions_of
+from tests.programs import space_of as decisions_of
 
 TOLERANCE = 1e-5  # of the largest entry of a result
 ROUNDING = 8  # times what one device is off from float64

@@ -1,7 +1,7 @@
-"""Small programs to plan and to run: every model of the zoo at its smallest, and settings of any function."""
+"""Small programs to plan and to run: every model of the zoo at its smallest, and search spaces of any function."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,9 @@ from autoshard.backends.known_compilers import XLA_CPU
 from autoshard.backends.model import CompilerModel
 from autoshard.ir import trace
 from autoshard.planner import pipeline
+from autoshard.planner import program as planner_program
 from autoshard.planner.pipeline import Budget, PlanningResult
+from autoshard.planner.request import PlanRequest
 from autoshard.planner.requested_shardings import read_shardings
 from autoshard.planner.search_space import SearchSpace, build_search_space
 
@@ -57,7 +59,7 @@ def smallest(name: str, *, step: bool) -> Program:
     return Program(fn=gradient, args=(state.params, batch), names=("params", "batch"))
 
 
-def setting_of(
+def space_of(
     program: Program,
     *,
     mesh: dict[str, int] | None = None,
@@ -67,29 +69,24 @@ def setting_of(
     unknown: str = "error",
     compiler: CompilerModel = XLA_CPU,
 ) -> tuple[SearchSpace, Target]:
-    """The decisions of a program on a mesh of the catalogue's hardware."""
-    place = devices.place(MESH if mesh is None else mesh, hardware)
-    traced = trace.trace(program.fn, program.args, program.names, place.axes)
-    asked = read_shardings(traced, None, None, pins or {}, program.donated)
-    setting = build_search_space(
-        traced, place.axes, place.machine, asked, gradient_of=gradient_of, unknown=unknown, compiler=compiler
+    """The search space of a program on a mesh of the catalogue's hardware."""
+    target = replace(devices.place(MESH if mesh is None else mesh, hardware), compiler=compiler)
+    traced = trace.trace(program.fn, program.args, program.names, target.axes)
+    request = PlanRequest(
+        program=planner_program.Program(name="program", traced=traced),
+        target=target,
+        shardings=read_shardings(traced, None, None, pins or {}, program.donated),
+        memory_bytes=target.hardware.usable_memory_bytes,
+        gradient_of=tuple(gradient_of),
+        unknown=unknown,
     )
-    return setting, place
+    return build_search_space(request), target
 
 
 def planned_of(program: Program, *, rel_gap: float = 0.0, **options: Any) -> PlanningResult:
     """The plan of a program."""
-    setting, place = setting_of(program, **options)
-    return pipeline.solve_request(
-        setting,
-        name="program",
-        mesh=place.axes,
-        hardware=place.hardware,
-        machine=place.machine,
-        wanted=read_shardings(setting.traced, None, None, options.get("pins") or {}, program.donated),
-        budget=Budget(memory_bytes=place.hardware.usable_memory_bytes, time_limit_s=30.0, rel_gap=rel_gap),
-        notes=(),
-    )
+    space, _ = space_of(program, **options)
+    return pipeline.solve_space(space, Budget(time_limit_s=30.0, rel_gap=rel_gap))
 
 
 def relative_error(got: Any, want: Any) -> float:

@@ -191,7 +191,7 @@ def audit(
         time_limit_s=time_limit_s,
     )
     found = hand.verify(compiler)
-    graph = hand.setting.decisions.graph
+    graph = hand.space.decisions.graph
     axes = MeshAxes.of(mesh)
     where = Places(graph)
     asked = Asked(graph)

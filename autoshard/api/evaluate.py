@@ -18,8 +18,9 @@ from autoshard.planner.build_record import describe, program_pins
 from autoshard.planner.nearest import before_casts, gathered, nearest, of_partitioner
 from autoshard.planner.pipeline import Budget
 from autoshard.planner.record import Certificate
-from autoshard.planner.request import PlanRequest, request_of_call
+from autoshard.planner.request import request_of
 from autoshard.planner.requested_shardings import AUTO
+from autoshard.planner.search_space import SearchSpace, build_search_space
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.formulation import UNIT_S, formulate
 from autoshard.solver.evaluate import evaluate as price
@@ -69,63 +70,50 @@ def evaluate(
     kwargs = {name: value for name, value in options.items() if name not in known}
     refuse_misspelt(fn, kwargs, "evaluate", keywords_of(evaluate))
     asked = Options(mesh=mesh, hardware=hardware, in_shardings=in_specs, out_shardings=out_specs, **known)
-    question = request_of_call(
-        fn,
-        args,
-        kwargs,
-        mesh=mesh,
-        hardware=hardware,
-        in_shardings=in_specs,
-        out_shardings=out_specs,
-        memory=asked.memory_bytes,
-        donate_argnums=asked.donate_argnums,
-        donate_argnames=asked.donate_argnames,
-        static_argnums=asked.static_argnums,
-        static_argnames=asked.static_argnames,
-        for_grad=asked.for_grad,
-        unknown=asked.unknown,
-    )
+    request = request_of(asked.call(fn, args, kwargs), asked.request.target(mesh, hardware), asked.request)
+    space = build_search_space(request)
     if completion == "shardy":
-        return _by_shardy(question)
-    return _by_plan(question, time_limit_s=asked.time_limit_s, rel_gap=asked.rel_gap)
+        return _by_shardy(space)
+    return _by_plan(space, asked.budget)
 
 
-def _by_hand(question: PlanRequest) -> Annotations:
+def _by_hand(space: SearchSpace) -> Annotations:
     """What is annotated by hand."""
-    inputs, outputs = dict(question.wanted.inputs), dict(question.wanted.outputs)
-    for output, position in question.setting.tied.items():
+    asked = space.request.shardings
+    inputs, outputs = dict(asked.inputs), dict(asked.outputs)
+    for output, position in space.tied.items():
         if position in inputs:
             outputs.setdefault(output, inputs[position])
         elif output in outputs:
             inputs[position] = outputs[output]
-    graph = question.setting.decisions.graph
-    return Annotations(inputs=inputs, outputs=outputs, pins=constraints.own(graph), donated=question.wanted.donated)
+    own = constraints.own(space.decisions.graph)
+    return Annotations(inputs=inputs, outputs=outputs, pins=own, donated=asked.donated)
 
 
-def _by_shardy(question: PlanRequest) -> Evaluation:
+def _by_shardy(space: SearchSpace) -> Evaluation:
     """The assignment nearest to what propagation makes of the annotations."""
-    setting, place, annotations = question.setting, question.place, _by_hand(question)
-    compiler, decisions = place.compiler, of_partitioner(setting.decisions)
+    target, annotations = space.request.target, _by_hand(space)
+    compiler, decisions = target.compiler, of_partitioner(space.decisions)
     if compiler.moves_collectives_past_casts:
         decisions = before_casts(decisions)
     outermost = compiler.collectives_along_outermost_only
-    resharder = Resharder(decisions.mesh, place.machine, pinned=False, outermost=outermost)
-    layouts = propagated(setting.priced, decisions.graph, decisions.made, place.axes, annotations, compiler.platform)
+    resharder = Resharder(decisions.mesh, target.machine, pinned=False, outermost=outermost)
+    layouts = propagated(space.priced, decisions.graph, decisions.made, target.axes, annotations, compiler.platform)
     choice, inexact = nearest(decisions, resharder, layouts, compiler)
-    if place.machine.gathers_ahead:
+    if target.machine.gathers_ahead:
         decisions = gathered(decisions, choice)
     problem = formulate(decisions, resharder, memory_bytes=None, folded=False).problem
     objective = price(problem, choice).objective
     assert objective is not None  # `nearest` takes no forbidden choice
     seconds = objective * UNIT_S
-    notes = list(question.notes)
+    also: list[str] = []
     if inexact:
-        notes.append(f"{inexact} values lie in split or uneven layouts, which are priced as if whole there")
+        also.append(f"{inexact} values lie in split or uneven layouts, which are priced as if whole there")
     assignment = Assignment(decisions=decisions, resharder=resharder, choice=choice)
     record = describe(
-        setting,
+        space,
         assignment,
-        certificate=Certificate(
+        Certificate(
             status="priced",
             objective_s=seconds,
             bound_s=seconds,
@@ -133,63 +121,43 @@ def _by_shardy(question: PlanRequest) -> Evaluation:
             solver="none",
             space=(
                 "one assignment: for every decision the choice nearest to the layouts of Shardy's propagation; "
-                f"priced by autoshard's model of {place.hardware.name}"
+                f"priced by autoshard's model of {target.hardware.name}"
             ),
         ),
-        name=question.name,
-        mesh=place.axes,
-        hardware=place.hardware,
-        machine=place.machine,
-        wanted=question.wanted,
-        memory_bytes=question.memory_bytes,
-        notes=notes,
+        also=also,
     )
     return Evaluation(
         record=replace(record, pins=annotations.pins),
         completion="shardy",
         assignment=assignment,
         annotations=annotations,
-        setting=setting,
+        space=space,
     )
 
 
-def _by_plan(question: PlanRequest, *, time_limit_s: float, rel_gap: float) -> Evaluation:
+def _by_plan(space: SearchSpace, budget: Budget) -> Evaluation:
     """The best plan that keeps the annotations; where none fits in memory, the best of all."""
-    setting, place = question.setting, question.place
-
-    def made(memory_bytes: int) -> pipeline.PlanningResult:
-        return pipeline.solve_request(
-            setting,
-            name=question.name,
-            mesh=place.axes,
-            hardware=place.hardware,
-            machine=place.machine,
-            wanted=question.wanted,
-            budget=Budget(memory_bytes=memory_bytes, time_limit_s=time_limit_s, rel_gap=rel_gap),
-            notes=question.notes,
-        )
-
     try:
-        planned = made(question.memory_bytes)
-    except InfeasibleError:
-        planned = made(_NO_LIMIT)  # annotations that exclude each other do so there, too
+        planned = pipeline.solve_space(space, budget)
+    except InfeasibleError:  # annotations that exclude each other do so without a limit, too
+        planned = pipeline.solve_space(space.within(_NO_LIMIT), budget)
     record = planned.record
     inputs, outputs = (
-        {i: layout_of(code, len(avals[i].shape), setting.decisions.mesh).spec() for i, code in enumerate(codes)}
+        {i: layout_of(code, len(avals[i].shape), space.decisions.mesh).spec() for i, code in enumerate(codes)}
         for avals, codes in (
-            (setting.priced.in_avals, map(planned.assignment.input_code, range(len(setting.priced.in_avals)))),
-            (setting.priced.out_avals, map(planned.assignment.output_code, range(len(setting.priced.out_avals)))),
+            (space.priced.in_avals, map(planned.assignment.input_code, range(len(space.priced.in_avals)))),
+            (space.priced.out_avals, map(planned.assignment.output_code, range(len(space.priced.out_avals)))),
         )
     )
     return Evaluation(
-        record=replace(record, memory=replace(record.memory, limit_bytes=question.memory_bytes)),
+        record=replace(record, memory=replace(record.memory, limit_bytes=space.request.memory_bytes)),
         completion="best",
         assignment=planned.assignment,
         annotations=Annotations(
             inputs=inputs,
             outputs=outputs,
             pins=program_pins(planned.assignment),
-            donated=question.wanted.donated,
+            donated=space.request.shardings.donated,
         ),
-        setting=setting,
+        space=space,
     )

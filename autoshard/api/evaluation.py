@@ -26,7 +26,7 @@ class Evaluation:
     completion: Completion
     assignment: Assignment
     annotations: Annotations
-    setting: SearchSpace
+    space: SearchSpace
 
     def __repr__(self) -> str:
         r = self.record
@@ -65,7 +65,7 @@ class Evaluation:
         Raises:
           CompilerMissingError: that compiler is not installed.
         """
-        traced = annotated(self.setting.priced, self.record.mesh, self.annotations)
+        traced = annotated(self.space.priced, self.record.mesh, self.annotations)
         return verify(
             traced,
             self.record,
@@ -73,6 +73,6 @@ class Evaluation:
             topology=topology,
             tolerance=tolerance,
             compiler_options=compiler_options,
-            graph=self.setting.decisions.graph,
+            graph=self.space.decisions.graph,
             assignment=self.assignment,
         )

@@ -22,12 +22,13 @@ from autoshard.backends.devices import MeshLike
 from autoshard.errors import ArgumentError, MeshError, SpecError
 from autoshard.ir.mesh import MeshAxes
 from autoshard.planner import pipeline
+from autoshard.planner.pipeline import REL_GAP, TIME_LIMIT_S, Budget
+from autoshard.planner.program import Call, bind
+from autoshard.planner.request import RequestOptions
 from autoshard.planner.requested_shardings import AUTO, refuse_unreduced
 from autoshard.planner.store import Directory
 from autoshard.report.sizes import byte_count
 
-REL_GAP = 1e-3  # proven optimal to a tenth of a percent: well inside what a cost model can tell apart
-TIME_LIMIT_S = 20.0
 WAIT_S = 25.0  # for other processes: an error comes within half a minute
 
 _Verb = TypeVar("_Verb", bound=Callable[..., Any])
@@ -146,6 +147,40 @@ class Options:
     def memory_bytes(self) -> int | None:
         """The limit that is asked for."""
         return None if self.memory is None else byte_count(self.memory, f"memory={self.memory!r}")
+
+    @property
+    def budget(self) -> Budget:
+        """How far to solve."""
+        return Budget(time_limit_s=self.time_limit_s, rel_gap=self.rel_gap)
+
+    def call(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """A function bound to arguments, of which some are static or donated.
+
+        Raises:
+          SpecError: a static or donated argument does not exist, or is both.
+        """
+        return bind(
+            fn,
+            args,
+            kwargs,
+            static_argnums=self.static_argnums,
+            static_argnames=self.static_argnames,
+            donate_argnums=self.donate_argnums,
+            donate_argnames=self.donate_argnames,
+        )
+
+    @property
+    def request(self) -> RequestOptions:
+        """What is asked of the layouts."""
+        return RequestOptions(
+            in_shardings=self.in_shardings,
+            out_shardings=self.out_shardings,
+            pins=self.pins or {},
+            memory_bytes=self.memory_bytes,
+            for_grad=self.for_grad,
+            unknown=self.unknown,
+            like=None if self.like is None else self.like.record,
+        )
 
 
 OPTIONS = tuple(one.name for one in fields(Options))

@@ -30,6 +30,7 @@ from autoshard.errors import InfeasibleError, SpecError
 from autoshard.ir.paths import dotted
 from autoshard.planner import pipeline
 from autoshard.planner.request import PlanRequest
+from autoshard.planner.search_space import SearchSpace, build_search_space
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Decisions, layout_codes, place_of
 from autoshard.problem.formulation import Formulation, formulate
@@ -115,7 +116,7 @@ def plan_many(
     scale = _scale(names, weights or {})
     best: tuple[Fraction, dict[str, SolvedPlan]] | None = None
     for questions in product(*posed):
-        if len({question.place.axes for question in questions}) > 1:
+        if len({question.target.axes for question in questions}) > 1:
             continue
         plans = _together(dict(zip(names, questions, strict=True)), each, share, scale)
         total = sum((scale[n] * Fraction(p.record.cost.step_s) for n, p in plans.items()), Fraction(0))
@@ -148,8 +149,9 @@ def _together(
 ) -> dict[str, SolvedPlan]:
     names = tuple(questions)
     groups = shared_leaves(questions, share)
-    holders = _holders(questions, groups)
-    parts = {n: formulate(q.setting.decisions, q.setting.resharder, memory_bytes=None) for n, q in questions.items()}
+    spaces = {n: build_search_space(question) for n, question in questions.items()}
+    holders = _holders(spaces, groups)
+    parts = {n: formulate(s.decisions, s.resharder, memory_bytes=None) for n, s in spaces.items()}
 
     def node(leaf: Leaf) -> tuple[int, int]:
         name, i = leaf
@@ -176,7 +178,7 @@ def _together(
     plans: dict[str, SolvedPlan] = {}
     for n, question in questions.items():
         assignment = Assignment(decisions=parts[n].decisions, resharder=parts[n].resharder, choice=choices[n])
-        avals, axes = question.setting.priced.in_avals, parts[n].decisions.mesh
+        avals, axes = spaces[n].priced.in_avals, parts[n].decisions.mesh
         specs = {i: layout_of(assignment.input_code(i), len(avals[i].shape), axes).spec() for m, i in fixed if m == n}
         others = sum(
             int(_bytes(parts[m].decisions, i)[choices[m][parts[m].decisions.inputs[i]]])
@@ -185,9 +187,8 @@ def _together(
         )
         note = _note(names, scale, solution, sum(m == n for group in groups for m, _ in group), others)
         pinned = replace(
-            question,
-            wanted=replace(question.wanted, inputs={**question.wanted.inputs, **specs}),
-            place=replace(question.place, notes=(*question.place.notes, note)),
+            question.asking({**question.shardings.inputs, **specs}),
+            target=replace(question.target, notes=(*question.target.notes, note)),
             memory_bytes=question.memory_bytes - others,
         )
         plans[n] = plan_request(pinned, options[n])
@@ -243,12 +244,12 @@ def _below(entry: str | Mapping[str, str], paths: Mapping[str, Sequence[str]]) -
     return list(groups.values())
 
 
-def _holders(questions: Mapping[str, PlanRequest], groups: Sequence[Sequence[Leaf]]) -> dict[Leaf, frozenset[str]]:
+def _holders(spaces: Mapping[str, SearchSpace], groups: Sequence[Sequence[Leaf]]) -> dict[Leaf, frozenset[str]]:
     """What stays in memory between steps → the functions that have it among their arguments."""
     found = {group[0]: frozenset(n for n, _ in group) for group in groups}
     shared = {leaf for group in groups for leaf in group}
-    for n, question in questions.items():
-        for i in question.setting.tied.values():
+    for n, space in spaces.items():
+        for i in space.tied.values():
             if (n, i) not in shared:
                 found[n, i] = frozenset({n})
     return found
@@ -337,7 +338,9 @@ def _excluded(
         allowed = [set(_codes(parts, leaf).tolist()) for leaf in group]
         if not set.intersection(*allowed):
             specs = (
-                f"{n}'s {questions[n].traced.in_paths[i]} in {questions[n].wanted.inputs.get(i)}" for n, i in group
+                f"{n}'s {questions[n].traced.in_paths[i]} in {questions[n].shardings.inputs.get(i)}" for n, i in group
             )
             return f"one of {', '.join(specs)}, which are one and the same"
-    return "one of " + ", ".join(f"{n}'s pins" for n, q in questions.items() if q.wanted.inputs or q.wanted.outputs)
+    return "one of " + ", ".join(
+        f"{n}'s pins" for n, q in questions.items() if q.shardings.inputs or q.shardings.outputs
+    )

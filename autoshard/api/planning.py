@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -24,11 +24,11 @@ from autoshard.backends import devices as meshes
 from autoshard.backends.devices import MeshLike
 from autoshard.errors import InfeasibleError, SpecError
 from autoshard.ir.mesh import MeshAxes
-from autoshard.planner import named_shardings, pipeline
+from autoshard.planner import named_shardings, pipeline, request
 from autoshard.planner.named_shardings import OtherMeshError
-from autoshard.planner.pipeline import Budget, PlanningResult
+from autoshard.planner.pipeline import PlanningResult
 from autoshard.planner.record import PlanRecord, parse
-from autoshard.planner.request import OwnMeshError, PlanRequest, request_of_call, variants
+from autoshard.planner.request import OwnMeshError, PlanRequest
 from autoshard.planner.requested_shardings import AUTO
 from autoshard.planner.store import Directory, cache_at, key_of, lock_at, misfits
 
@@ -165,39 +165,22 @@ def requests_of(
     Several, if the mesh is to be chosen, or the parts of an `accumulate`.
     """
     o = options
-    record = None if o.like is None else o.like.record
-    hardware = o.hardware
+    call = o.call(fn, args, kwargs)
+    asked = o.request
     choices: list[MeshLike] = list(o.mesh) if isinstance(o.mesh, Sequence) else [o.mesh]
     own = named_shardings.mesh_of(o.in_shardings, o.out_shardings)
     if o.mesh is None and _jax.context_mesh() is None and own is None:
         choices = _open_meshes(o) if o.like is None else [o.like.own_mesh or o.like.record.mesh.shape]
 
-    def ask_on(mesh: MeshLike) -> PlanRequest:
-        return request_of_call(
-            fn,
-            args,
-            kwargs,
-            mesh=mesh,
-            hardware=hardware,
-            in_shardings=o.in_shardings,
-            out_shardings=o.out_shardings,
-            pins=o.pins,
-            memory=o.memory_bytes,
-            donate_argnums=o.donate_argnums,
-            donate_argnames=o.donate_argnames,
-            static_argnums=o.static_argnums,
-            static_argnames=o.static_argnames,
-            for_grad=o.for_grad,
-            unknown=o.unknown,
-            like=record,
-        )
+    def on(mesh: MeshLike) -> Iterator[PlanRequest]:
+        return request.requests_of(call, asked.target(mesh, o.hardware), asked)
 
     try:
-        return tuple(question for mesh in choices for question in variants(partial(ask_on, mesh)))
+        return tuple(question for mesh in choices for question in on(mesh))
     except (OwnMeshError, OtherMeshError) as error:  # where none is given, what is in the function says which
         if o.mesh is not None or o.like is not None or _jax.context_mesh() is not None:
             raise
-        return tuple(variants(partial(ask_on, error.mesh)))
+        return tuple(on(error.mesh))
 
 
 def _open_meshes(options: Options) -> list[MeshLike]:
@@ -218,10 +201,10 @@ def peers(question: PlanRequest, options: Options, *, offline: bool = False) -> 
     """
     if _jax.process_store() is None or not options.wait_s:
         return None
-    own = question.place.own
-    if offline and own is None and question.place.axes.size != len(_startup.devices()):
+    own = question.target.own
+    if offline and own is None and question.target.axes.size != len(_startup.devices()):
         return None
-    devices = _startup.devices()[: question.place.axes.size] if own is None else own.devices.ravel().tolist()
+    devices = _startup.devices()[: question.target.axes.size] if own is None else own.devices.ravel().tolist()
     return multihost.peers_of(devices, options.wait_s)
 
 
@@ -230,14 +213,14 @@ def plan_or_load(questions: Sequence[PlanRequest], options: Options, *, peers: P
     if peers is None:
         return _found(questions, options)
     first = questions[0]
-    program = {"program": first.digest, **key_of(first, constraints=options.constraints)}
+    decided = {"program": first.digest, **key_of(first, constraints=options.constraints)}
     mine: list[SolvedPlan] = []
 
     def decide() -> str:
         mine.append(_found(questions, options))
         return mine[0].record.dumps()
 
-    record = parse(peers.agree(first.name, program, decide), "the plan of process 0")
+    record = parse(peers.agree(first.name, decided, decide), "the plan of process 0")
     return mine[0] if mine else _answered(record, questions, options)
 
 
@@ -271,7 +254,7 @@ def _rest(
     best: SolvedPlan, question: PlanRequest, questions: Sequence[PlanRequest], options: Options, elapsed_s: float
 ) -> dict[str, float]:
     """What a call took beside the stages of the plan that it returns: the other meshes, and the compiler."""
-    others_s = sum(q.trace_s for q in questions if q is not question)
+    others_s = sum(other.trace_s for other in {q.program for q in questions} - {question.program})
     rest_s = elapsed_s + others_s - sum(s for stage, s in best.seconds.items() if stage != "trace")
     names = ["other meshes"] if len(questions) > 1 else []
     names += ["compiler"] if options.refine is not None or options.constraints == "compiled" else []
@@ -335,7 +318,7 @@ def _plan(record: PlanRecord, question: PlanRequest, options: Options) -> Solved
     """A plan that was made elsewhere; what led to it is found again if somebody asks."""
     return SolvedPlan(
         record,
-        place=question.place,
+        place=question.target,
         traced=question.traced,
         planned=partial(_planned, question, options),
     )
@@ -343,31 +326,19 @@ def _plan(record: PlanRecord, question: PlanRequest, options: Options) -> Solved
 
 def _with_inputs(question: PlanRequest, options: Options, inputs: Mapping[int, PartitionSpec]) -> SolvedPlan:
     """The plan of a question with these layouts of inputs; what was asked stays what it was."""
-    pinned = replace(question, wanted=replace(question.wanted, inputs=inputs))
-    planned = _planned(pinned, options)
+    planned = _planned(question.asking(inputs), options)
     planned = replace(planned, record=replace(planned.record, asked=question.asked))
-    return SolvedPlan(planned.record, place=question.place, traced=question.traced, planned=planned)
+    return SolvedPlan(planned.record, place=question.target, traced=question.traced, planned=planned)
 
 
 def plan_request(question: PlanRequest, options: Options) -> SolvedPlan:
     """The plan of a question."""
     planned = _planned(question, options)
-    return SolvedPlan(planned.record, place=question.place, traced=question.traced, planned=planned)
+    return SolvedPlan(planned.record, place=question.target, traced=question.traced, planned=planned)
 
 
 def _planned(question: PlanRequest, options: Options) -> PlanningResult:
-    place = question.place
-    planned = pipeline.solve_request(
-        question.setting,
-        name=question.name,
-        mesh=place.axes,
-        hardware=place.hardware,
-        machine=place.machine,
-        wanted=question.wanted,
-        constraints=options.constraints,
-        budget=Budget(memory_bytes=question.memory_bytes, time_limit_s=options.time_limit_s, rel_gap=options.rel_gap),
-        notes=question.notes,
-    )
+    planned = pipeline.solve_request(question, options.budget, constraints=options.constraints)
     asked: dict[str, Any] = {
         "asked": question.asked,
         "emitted": options.constraints,

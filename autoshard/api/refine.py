@@ -22,20 +22,19 @@ from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends import compile
 from autoshard.costs.strategies import layout_of
 from autoshard.errors import CompilerFlagError, PlanMismatchError, SpecError
+from autoshard.explain.runner_up import solved
 from autoshard.ir.layout import Layout
 from autoshard.ir.trace import Traced
 from autoshard.ir.transfer import transferred
-from autoshard.planner.pipeline import PlanningResult
+from autoshard.planner.pipeline import PlanningResult, assign
 from autoshard.planner.request import PlanRequest
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.formulation import UNIT_S
 from autoshard.problem.network import INF
 from autoshard.report.tables import bytes_text, time_text
-from autoshard.solver import solve
 from autoshard.verification.result import Verification
 
 TRIED = 2  # inputs whose layout is forbidden, per candidate that is wanted: some lead to the same plan
-TIME_LIMIT_S = 30.0
 
 # Flags that shorten some schedules and lengthen others (8 H100, docs/comparing.md, `scheduled` in its results).
 # XLA:GPU's scheduler has one collective under way at once unless told otherwise: with 2 llama3-8b's medium batch takes
@@ -146,19 +145,20 @@ def adopted(name: str, layout: Plan | Evaluation, questions: Sequence[PlanReques
       SpecError: it is of another mesh, hardware or program, donates other arguments, or contradicts what is asked.
     """
     record = layout.record
-    question = next((q for q in questions if q.place.axes == record.mesh), None)
+    question = next((q for q in questions if q.target.axes == record.mesh), None)
     if question is None:
-        known = ", ".join(str(q.place.axes) for q in questions)
+        known = ", ".join(str(q.target.axes) for q in questions)
         raise SpecError(f"also={name!r} is laid out on the mesh {record.mesh}; planned for is {known}")
     source = _program(layout)
     if source is None or question.gradient_of or record.gradient_of:
         raise SpecError(f"also={name!r}: layouts of whole programs can enter, not plan files or functions for_grad")
-    if record.hardware != question.place.hardware.name or frozenset(record.donated) != question.wanted.donated:
+    if record.hardware != question.target.hardware.name or frozenset(record.donated) != question.shardings.donated:
         raise SpecError(
             f"also={name!r} is for {record.hardware} and donates {list(record.donated)}; planned for is "
-            f"{question.place.hardware.name}, donating {sorted(question.wanted.donated)}: give both the same options"
+            f"{question.target.hardware.name}, donating {sorted(question.shardings.donated)}: give both the same "
+            "options"
         )
-    for i, spec in question.wanted.inputs.items():
+    for i, spec in question.shardings.inputs.items():
         leaf = record.inputs[i]
         if not _keeps(leaf.spec, spec, len(leaf.shape)):
             raise SpecError(f"also={name!r} lays {leaf.path} out as {leaf.spec}; asked for is {spec}")
@@ -171,7 +171,7 @@ def adopted(name: str, layout: Plan | Evaluation, questions: Sequence[PlanReques
             pins=transferred(record.pins, source.jaxpr, question.traced.jaxpr),
             memory=replace(record.memory, limit_bytes=question.memory_bytes),
         ),
-        place=question.place,
+        place=question.target,
         traced=question.traced,
         planned=layout.planned if isinstance(layout, SolvedPlan) else partial(_no_alternatives, name),
     )
@@ -180,7 +180,7 @@ def adopted(name: str, layout: Plan | Evaluation, questions: Sequence[PlanReques
 def _program(layout: Plan | Evaluation) -> Traced | None:
     """The program that a layout is of; None of a plan file that is not bound to it."""
     if isinstance(layout, Evaluation):
-        return layout.setting.traced
+        return layout.space.traced
     return layout.traced if isinstance(layout, ProgramPlan) else None
 
 
@@ -211,11 +211,10 @@ def alternatives(planned: PlanningResult, count: int) -> list[tuple[float, Input
         cost[problem.start[c] + planned.solution.choice[c]] = INF
         if np.all(cost[problem.start[c] : problem.start[c + 1]] >= INF):
             continue
-        rel_gap = max(planned.record.certificate.gap, 1e-3)
-        solution = solve(replace(problem, cost=cost), time_limit_s=TIME_LIMIT_S, rel_gap=rel_gap)
+        solution = solved(planned, replace(problem, cost=cost))
         if not solution.found:
             continue
-        inputs = _inputs(replace(planned.assignment, choice=planned.formulation.read(solution.choice), _ports={}))
+        inputs = _inputs(assign(planned.formulation, solution))
         if inputs not in seen:
             seen.append(inputs)
             found.append((solution.objective * UNIT_S, inputs))

@@ -25,18 +25,23 @@ _TPU_NAMES = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Target:
-    """A logical mesh on hardware; `own` is the caller's Mesh, if they gave or set one."""
+    """A logical mesh on hardware.
+
+    Attributes:
+      axes: the mesh.
+      hardware: its devices.
+      machine: the cost model with the mesh placed on them.
+      compiler: who compiles for them.
+      own: the caller's Mesh, if they gave or set one.
+      notes: what was assumed.
+    """
 
     axes: MeshAxes
     hardware: cost_models.Hardware
     machine: cost_models.Machine
-    own: Mesh | None
-    notes: tuple[str, ...]
-
-    @property
-    def compiler(self) -> CompilerModel:
-        """Who compiles for that hardware."""
-        return compiler_of(self.hardware)
+    compiler: CompilerModel
+    own: Mesh | None = None
+    notes: tuple[str, ...] = ()
 
     def device_mesh(self) -> Mesh:
         """A Mesh with Auto axes over real devices, in the order that was priced.
@@ -78,7 +83,14 @@ def place(mesh: MeshLike, hardware: str | cost_models.Hardware | None) -> Target
         raise MeshError(str(error)) from error
     if found.note:
         notes.append(found.note)
-    return Target(axes=axes, hardware=found, machine=machine, own=own, notes=tuple(notes))
+    return Target(
+        axes=axes,
+        hardware=found,
+        machine=machine,
+        compiler=compiler_of(found),
+        own=own,
+        notes=tuple(notes),
+    )
 
 
 def candidates(devices: int) -> list[dict[str, int]]:

@@ -14,7 +14,7 @@ from autoshard.errors import SpecError
 from autoshard.explain.explanation import Blocked, Change, Explanation, RunnerUp
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.paths import dotted, matches
-from autoshard.planner.pipeline import PlanningResult
+from autoshard.planner.pipeline import REL_GAP, PlanningResult, assign
 from autoshard.planner.record import Leaf
 from autoshard.problem.assignment import Assignment, Collective
 from autoshard.problem.decisions import Copy, Equation, layout_codes
@@ -156,11 +156,7 @@ def _runner_up(planned: PlanningResult, c: int, node: int, pick: int) -> RunnerU
     solution = solved(planned, replace(problem, cost=cost))
     if not solution.found:
         return None
-    other = Assignment(
-        decisions=planned.assignment.decisions,
-        resharder=planned.assignment.resharder,
-        choice=planned.formulation.read(solution.choice),
-    )
+    other = assign(planned.formulation, solution)
     return RunnerUp(
         layout=choice_text(other, node, int(solution.choice[c])),
         step_s=solution.objective * UNIT_S,
@@ -175,7 +171,7 @@ def solved(
     planned: PlanningResult, problem: Problem, *, time_limit_s: float = TIME_LIMIT_S, **options: Any
 ) -> Solution:
     """Solves a variation of a plan's problem as far as the plan was proven; the options are those of `solve`."""
-    return solve(problem, time_limit_s=time_limit_s, rel_gap=max(planned.record.certificate.gap, 1e-3), **options)
+    return solve(problem, time_limit_s=time_limit_s, rel_gap=max(planned.record.certificate.gap, REL_GAP), **options)
 
 
 def _find_changes(planned: PlanningResult, other: Assignment, node: int) -> tuple[Change, ...]:

@@ -14,17 +14,11 @@ from math import gcd
 
 import numpy as np
 
-from autoshard.costs.resharding import Resharder
 from autoshard.errors import AutoshardError, InfeasibleError, SpecError
 from autoshard.explain.explanation import Flip
 from autoshard.explain.runner_up import choice_text, decided, solved
-from autoshard.ir.op_traits import CONSTRAINT
-from autoshard.planner.pipeline import SETTLE_S, PlanningResult
-from autoshard.planner.search_space import OPTIMIZER_BYTES
-from autoshard.problem.assignment import Assignment
-from autoshard.problem.decision_builders.decide import decide
-from autoshard.problem.decision_builders.facts import Requirements
-from autoshard.problem.decisions import Decisions, layout_codes
+from autoshard.planner.pipeline import SETTLE_S, PlanningResult, assign
+from autoshard.problem.decisions import Decisions
 from autoshard.problem.formulation import Formulation, formulate
 from autoshard.problem.network import INF, Int
 from autoshard.solver import Evaluation, evaluate
@@ -270,29 +264,16 @@ def _replan(planned: PlanningResult, machine: Machine | None, memory_bytes: int,
     Raises:
       InfeasibleError: nothing fits.
     """
-    formulation = planned.formulation
+    space, formulation = planned.space, planned.formulation
     if machine is None:
         formulation = replace(formulation, problem=replace(formulation.problem, usage_limit=memory_bytes))
     else:
-        setting, d = planned.setting, planned.assignment.decisions
-        held = dict.fromkeys(setting.gradient.gradient_of, OPTIMIZER_BYTES) if setting.gradient else {}
-        resharder = Resharder(d.mesh, machine, outermost=planned.assignment.resharder.outermost)
-        constraints = [e for e, eqn in enumerate(d.graph.eqns) if eqn.primitive == CONSTRAINT]
-        required = Requirements(
-            tied=setting.tied,
-            donated=frozenset(planned.record.donated),
-            inputs={i: layout_codes(d.nodes[n]) for i, n in enumerate(d.inputs)},  # all that were allowed
-            outputs={o: layout_codes(d.nodes[n]) for o, n in enumerate(d.outputs)},
-            equations={e: layout_codes(d.nodes[d.node_of[e]]) for e in constraints},
-            held_bytes=held,
-        )
-        d = decide(d.graph, d.mesh, machine, setting.compiler, required, unknown="replicate")
-        formulation = formulate(d, resharder, memory_bytes=memory_bytes)
+        space = space.repriced(machine)
+        formulation = formulate(space.decisions, space.resharder, memory_bytes=memory_bytes)
     known = met.of(formulation)
     solution = solved(planned, formulation.problem, time_limit_s=LIMIT_S, settle_s=SETTLE_S, known=known)
     if not solution.found:
         raise InfeasibleError(f"nothing fits {memory_bytes / 1e9:.3g} GB per device")
-    choice = formulation.read(solution.choice)
-    met.add(formulation, choice)
-    assignment = Assignment(decisions=formulation.decisions, resharder=formulation.resharder, choice=choice)
-    return replace(planned, formulation=formulation, solution=solution, assignment=assignment)
+    assignment = assign(formulation, solution)
+    met.add(formulation, assignment.choice)
+    return replace(planned, space=space, formulation=formulation, solution=solution, assignment=assignment)

@@ -27,23 +27,27 @@ from typing import Any, Literal
 import numpy as np
 
 from autoshard.backends import devices
+from autoshard.backends.devices import Target
 from autoshard.costs.strategies import layout_of
 from autoshard.errors import InfeasibleError, SpecError
 from autoshard.explore.builder import load_target
-from autoshard.ir import arguments, trace
+from autoshard.explore.trial import SEARCH_REL_GAP
 from autoshard.ir.accumulation import accumulate
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import LOOP_CARRY, LOOP_SLICE
 from autoshard.planner import pipeline
 from autoshard.planner.pipeline import Budget, PlanningResult
+from autoshard.planner.program import bind
 from autoshard.planner.record import PlanRecord
-from autoshard.planner.requested_shardings import AUTO, read_shardings
+from autoshard.planner.request import RequestOptions, request_of
 from autoshard.planner.search_space import build_search_space
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Decisions, Usage
 from cost_models import Hardware, Machine
 from cost_models.closed_forms.layout_search import Priced
 from cost_models.closed_forms.training_layout import TrainingLayout
+
+STAGE_TIME_LIMIT_S = 60.0  # three times a plan's own: a stage has loops in a loop, and nobody waits at a prompt
 
 Schedule = Literal["no pipeline", "GPipe", "1F1B", "interleaved"]
 
@@ -140,8 +144,8 @@ def pipelined(
     hardware: Hardware,
     *,
     memory_bytes: float | None = None,
-    time_limit_s: float = 60.0,
-    rel_gap: float = 2e-3,
+    time_limit_s: float = STAGE_TIME_LIMIT_S,
+    rel_gap: float = SEARCH_REL_GAP,
 ) -> tuple[Staged, ...]:
     """Plans the stages of each layout that a closed form proposes; the fastest first.
 
@@ -164,10 +168,10 @@ def pipelined(
     for one in priced:
         alike.setdefault(_proposal(one.layout), one)
     for one in alike.values():
-        budget = Budget(memory_bytes=limit, time_limit_s=time_limit_s, rel_gap=rel_gap)
+        budget = Budget(time_limit_s=time_limit_s, rel_gap=rel_gap)
         fitting: list[Staged] = []
         for remat in REMATS[one.layout.remat]:
-            more = list(_with_remat(builder, one, hardware, remat, budget))
+            more = list(_with_remat(builder, one, hardware, remat, limit, budget))
             fitting += more
             if len(more) == len(_parts(one.layout)):
                 break  # recomputing more only takes longer
@@ -196,17 +200,19 @@ def _parts(layout: TrainingLayout) -> list[int]:
     return sorted({1, layout.data_shards})
 
 
-def _with_remat(builder: Builder, one: Priced, hardware: Hardware, remat: str, budget: Budget) -> Iterator[Staged]:
+def _with_remat(
+    builder: Builder, one: Priced, hardware: Hardware, remat: str, limit: int, budget: Budget
+) -> Iterator[Staged]:
     """The best schedule with gradients that are reduced every trip, and with such as are reduced once."""
     layout = one.layout
     count = int(layout.microbatches(builder.sequences))
     for parts in _parts(layout):
         try:
-            planned, machine, shares = _planned(builder, layout, hardware, remat, parts, budget)
+            planned, machine, shares = _planned(builder, layout, hardware, remat, parts, limit, budget)
         except InfeasibleError:
             continue
         options = schedules(one, planned.record, shares, machine, builder.layers, count, remat)
-        fits = [staged for staged in options if staged.peak_bytes <= budget.memory_bytes]
+        fits = [staged for staged in options if staged.peak_bytes <= limit]
         yield min(fits, key=_order)  # what it was planned for fits
 
 
@@ -218,7 +224,7 @@ def in_flight(stages: int, chunks: int, microbatches: int) -> float:
 
 
 def _planned(
-    builder: Builder, layout: TrainingLayout, hardware: Hardware, remat: str, parts: int, budget: Budget
+    builder: Builder, layout: TrainingLayout, hardware: Hardware, remat: str, parts: int, limit: int, budget: Budget
 ) -> tuple[PlanningResult, Machine, Shares]:
     """The plan of one stage's program, the machine with every axis on it, and where the seconds go."""
     tori = any(d.medium == "torus" for d in hardware.topology.dimensions)
@@ -236,25 +242,14 @@ def _planned(
             "value_and_grad": partial(accumulate, steps=int(layout.microbatches(builder.sequences)), parts=parts),
         },
     )
-    bound = arguments.bind(fn, args, {}, donate_argnums=0)
-    traced = trace.trace(bound.fn, bound.values, bound.names, axes)
-    asked = read_shardings(traced, AUTO, AUTO, {}, bound.donated)
-    compiler = devices.compiler_of(hardware)
-    setting = build_search_space(traced, axes, machine, asked, gradient_of=(), unknown="error", compiler=compiler)
+    target = Target(axes=axes, hardware=hardware, machine=machine, compiler=devices.compiler_of(hardware))
+    call = replace(bind(fn, args, {}, donate_argnums=0), name="stage")
+    space = build_search_space(request_of(call, target, RequestOptions(memory_bytes=limit)))
     count, per_stage = int(layout.microbatches(builder.sequences)), -(-builder.layers // layout.pipeline)
-    loops = Loops.of(setting.decisions, count, per_stage)
+    loops = Loops.of(space.decisions, count, per_stage)
     times = in_flight(layout.pipeline, layout.virtual_stages, count)
-    planned = pipeline.solve_request(
-        replace(setting, decisions=loops.held(setting.decisions, times)),
-        name="stage",
-        mesh=axes,
-        hardware=hardware,
-        machine=machine,
-        wanted=asked,
-        budget=budget,
-        notes=(),
-        constraints="all",
-    )
+    held = replace(space, decisions=loops.held(space.decisions, times))
+    planned = pipeline.solve_space(held, budget, constraints="all")
     return planned, machine, divided(planned, loops, times)
 
 

@@ -26,7 +26,7 @@ from autoshard.explore import ranking_report, workers
 from autoshard.explore.candidates import Candidate, candidates, slices
 from autoshard.explore.ranking import LeftOut, Progress, RankedPlan, Ranking
 from autoshard.explore.scheduler import Agenda
-from autoshard.explore.trial import Hints, Task, Trials
+from autoshard.explore.trial import SEARCH_REL_GAP, Hints, Task, Trials
 from autoshard.explore.workers import Answer
 from autoshard.ir.arguments import as_tuple
 from autoshard.planner import view
@@ -36,7 +36,6 @@ from autoshard.problem.warm_start import PortableChoice
 from autoshard.report import page
 from autoshard.solver.tuning import TUNED
 
-REL_GAP = 2e-3  # of each candidate, where none is asked for
 PARAMETER_MULTIPLE = "x"  # "20x": twenty tokens per parameter
 
 
@@ -79,7 +78,7 @@ class SearchOptions(DonationOptions, SolvingOptions, total=False):
     for_grad: bool | int | Sequence[int] | None
 
 
-@listing(SearchOptions, rel_gap=REL_GAP)
+@listing(SearchOptions, rel_gap=SEARCH_REL_GAP)
 def search(
     target: str | Callable[..., Any],
     *args: Any,
@@ -130,7 +129,7 @@ def search(
     """
     begin = time.perf_counter()
     refuse_unknown(options, keywords_of(search), "search")
-    given: SearchOptions = {"rel_gap": REL_GAP, **options}
+    given: SearchOptions = {"rel_gap": SEARCH_REL_GAP, **options}
     asked = Options(**given)
     if processes is not None and processes < 1:
         raise SpecError(f"{processes} processes plan nothing: write --processes 1 (processes=1), or leave it out")

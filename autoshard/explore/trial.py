@@ -1,7 +1,7 @@
-"""Trial: one candidate planned; what does not depend on the mesh is made once per program."""
+"""Trial: one candidate planned; a program is traced and measured once for all meshes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -9,26 +9,23 @@ import jax
 import numpy as np
 
 from autoshard import _jax
-from autoshard.backends import devices
 from autoshard.errors import InfeasibleError, MeshError, SpecError
 from autoshard.explore.builder import load_target
 from autoshard.explore.candidates import Candidate
 from autoshard.explore.ranking import LeftOut, RankedPlan
-from autoshard.ir import arguments, trace
 from autoshard.ir import flops as useful
-from autoshard.ir.gradient import gradient_arguments
-from autoshard.ir.graph import Graph
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.op_traits import CONSTRAINT
 from autoshard.ir.paths import dotted
 from autoshard.ir.trace import Traced
 from autoshard.planner import pipeline
-from autoshard.planner.pipeline import Budget, PlanningResult
-from autoshard.planner.requested_shardings import AUTO, read_shardings
+from autoshard.planner.pipeline import TIME_LIMIT_S, Budget, PlanningResult
+from autoshard.planner.program import Call, Program, bind
+from autoshard.planner.request import PlanRequest, RequestOptions, request_of
 from autoshard.planner.search_space import build_search_space, ties
 from autoshard.problem.warm_start import PortableChoice, chosen
 from autoshard.solver.incumbent import Cutoff, no_cutoff
 
+SEARCH_REL_GAP = 2e-3  # twice a plan's own: candidates differ by more, and there are hundreds of them
 DTYPE = "bfloat16"  # whose peak the utilizations of a program without matmuls refer to
 
 
@@ -51,8 +48,8 @@ class Task:
     memory: int | None = None
     tokens: int | None = None
     unknown: str = "error"
-    time_limit_s: float = 20.0
-    rel_gap: float = 2e-3
+    time_limit_s: float = TIME_LIMIT_S
+    rel_gap: float = SEARCH_REL_GAP
 
     def build(self, choice: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
         """The function and its arguments for one choice of the varied arguments.
@@ -65,14 +62,10 @@ class Task:
         return load_target(self.target, {**self.keywords, **choice})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Program:
-    """A traced program and what no mesh changes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What a program does in a step, whatever the mesh."""
 
-    name: str
-    bound: arguments.Binding
-    traced: Traced
-    constrained: bool  # by the user: those constraints name mesh axes
     flops: float
     tokens: int
     parameters: int
@@ -103,8 +96,8 @@ class Trials:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._programs: dict[Any, Program] = {}
-        self._graphs: dict[tuple[int, str], Graph] = {}  # by program (kept above) and platform
+        self._calls: dict[Any, Call] = {}
+        self._workloads: dict[Program, Workload] = {}
 
     def run(self, candidate: Candidate, hints: Hints = NO_HINTS) -> Tried:
         """The best plan of a candidate, or why there is none.
@@ -113,7 +106,7 @@ class Trials:
           SpecError: what is asked for is no good, whatever the mesh.
         """
         try:
-            self.program(candidate)
+            self._program(candidate)
         except MeshError as error:  # the program's own constraints name other axes
             return _left_out(candidate, error)
         try:
@@ -123,46 +116,6 @@ class Trials:
         decisions, choice = planned.assignment.decisions, planned.assignment.choice
         return Tried(answer=self._row(candidate, planned), chosen=chosen(decisions, choice))
 
-    def program(self, candidate: Candidate) -> Program:
-        """The candidate's program, traced when first needed."""
-        key: Any = candidate.choice
-        if key not in self._programs:
-            self._programs[key] = self._trace(candidate)
-        if self._programs[key].constrained:
-            key = (candidate.choice, candidate.mesh)
-            if key not in self._programs:
-                self._programs[key] = self._trace(candidate)
-        return self._programs[key]
-
-    def _trace(self, candidate: Candidate) -> Program:
-        task = self._task
-        fn, args = task.build(dict(candidate.choice))
-        bound = arguments.bind(
-            fn,
-            args,
-            {},
-            donate_argnums=[d for d in task.donate or () if isinstance(d, int)] or None,
-            donate_argnames=[d for d in task.donate or () if isinstance(d, str)] or None,
-        )
-        traced = trace.trace(bound.fn, bound.values, bound.names, MeshAxes.of(candidate.shape))
-        if task.donate is None:
-            bound = replace(bound, donated=_replaced(traced))
-        leaves = list(zip(traced.in_paths, traced.in_avals, strict=True))
-        return Program(
-            name=getattr(fn, "__name__", type(fn).__name__),
-            bound=bound,
-            traced=traced,
-            constrained=_constrained(traced.jaxpr),
-            flops=useful.flops(traced.jaxpr),
-            tokens=task.tokens if task.tokens is not None else _tokens(leaves),
-            parameters=_parameters(leaves),
-            state_bytes=sum(
-                prod(a.shape) * _jax.itemsize(a.dtype)
-                for (_, a), argument in zip(leaves, traced.argument_of, strict=True)
-                if argument in bound.donated
-            ),
-        )
-
     def planned(self, candidate: Candidate, hints: Hints = NO_HINTS) -> PlanningResult:
         """The best plan of a candidate, with its problem.
 
@@ -171,56 +124,81 @@ class Trials:
           SpecError: a pin cannot be kept on its mesh.
           MissingRuleError: a primitive without a rule.
         """
-        task, program = self._task, self.program(candidate)
-        place = devices.place(candidate.shape, candidate.hardware)
-        limit = place.hardware.usable_memory_bytes if task.memory is None else task.memory
-        if program.state_bytes > limit * place.axes.size:
+        request = self.request(candidate)
+        state_bytes = self.workload(request).state_bytes
+        devices, limit = request.target.axes.size, request.memory_bytes
+        if state_bytes > limit * devices:
             raise InfeasibleError(
-                f"the donated arguments alone are {program.state_bytes / 1e9:,.0f} GB; "
-                f"{place.axes.size} devices hold {limit * place.axes.size / 1e9:,.0f} GB"
+                f"the donated arguments alone are {state_bytes / 1e9:,.0f} GB; "
+                f"{devices} devices hold {limit * devices / 1e9:,.0f} GB"
             )
-        asked = read_shardings(program.traced, AUTO, AUTO, task.pins, program.bound.donated)
-        platform = place.compiler.platform
-        setting = build_search_space(
-            program.traced,
-            place.axes,
-            place.machine,
-            asked,
-            gradient_of=gradient_arguments(program.traced, for_grad=task.for_grad),
-            unknown=task.unknown,
-            compiler=place.compiler,
-            graph=self._graphs.get((id(program), platform)),
-        )
-        if setting.gradient is None:
-            self._graphs[id(program), platform] = setting.decisions.graph
-        return pipeline.solve_request(
-            setting,
-            name=program.name,
-            mesh=place.axes,
-            hardware=place.hardware,
-            machine=place.machine,
-            wanted=asked,
-            budget=Budget(
-                memory_bytes=limit, time_limit_s=task.time_limit_s, rel_gap=task.rel_gap, cutoff_s=hints.cutoff_s
-            ),
-            known=[choice for known in hints.known if (choice := known.on(setting.decisions)) is not None],
-            notes=place.notes,
+        space = build_search_space(request)
+        return pipeline.solve_space(
+            space,
+            Budget(time_limit_s=self._task.time_limit_s, rel_gap=self._task.rel_gap, cutoff_s=hints.cutoff_s),
+            known=[choice for known in hints.known if (choice := known.on(space.decisions)) is not None],
             constraints="all",  # which of them the compiler needs is asked for the one that is used
         )
 
+    def _call(self, candidate: Candidate) -> Call:
+        """The candidate's program and its arguments, with what is donated."""
+        task, key = self._task, candidate.choice
+        if key not in self._calls:
+            fn, args = task.build(dict(key))
+            call = bind(
+                fn,
+                args,
+                {},
+                donate_argnums=[d for d in task.donate or () if isinstance(d, int)] or None,
+                donate_argnames=[d for d in task.donate or () if isinstance(d, str)] or None,
+            )
+            if task.donate is None:
+                call = call.donating(_replaced(call.program(MeshAxes.of(candidate.shape)).traced))
+            self._calls[key] = call
+        return self._calls[key]
+
+    def _program(self, candidate: Candidate) -> Program:
+        """The candidate's program, traced when first needed."""
+        return self._call(candidate).program(MeshAxes.of(candidate.shape))
+
+    def request(self, candidate: Candidate) -> PlanRequest:
+        """What is planned of a candidate.
+
+        Raises:
+          SpecError: a pin cannot be kept on its mesh.
+        """
+        task = self._task
+        options = RequestOptions(pins=task.pins, memory_bytes=task.memory, for_grad=task.for_grad, unknown=task.unknown)
+        target = options.target(candidate.shape, candidate.hardware)
+        return request_of(self._call(candidate), target, options)
+
+    def workload(self, request: PlanRequest) -> Workload:
+        """What its program does in a step; counted once per program."""
+        program, donated = request.program, request.shardings.donated
+        if program not in self._workloads:
+            leaves = list(zip(program.traced.in_paths, program.traced.in_avals, strict=True))
+            self._workloads[program] = Workload(
+                flops=useful.flops(program.traced.jaxpr),
+                tokens=self._task.tokens if self._task.tokens is not None else _tokens(leaves),
+                parameters=_parameters(leaves),
+                state_bytes=sum(
+                    prod(a.shape) * _jax.itemsize(a.dtype) for i, (_, a) in enumerate(leaves) if i in donated
+                ),
+            )
+        return self._workloads[program]
+
     def _row(self, candidate: Candidate, planned: PlanningResult) -> RankedPlan:
-        program = self.program(candidate)
-        gradient = planned.setting.gradient
-        machine = devices.place(candidate.shape, candidate.hardware).machine
+        request, gradient = planned.space.request, planned.space.gradient
+        workload, machine = self.workload(request), request.target.machine
         return RankedPlan(
             candidate=candidate,
             record=planned.record,
-            flops=program.flops if gradient is None else useful.flops(gradient.traced.jaxpr),
+            flops=workload.flops if gradient is None else useful.flops(gradient.traced.jaxpr),
             device_flops=planned.assignment.flops(),
             peak_flops_per_s=planned.assignment.peak_flops_per_s(machine.peak_flops_per_s)
             or machine.peak_flops_per_s(DTYPE),
-            tokens=program.tokens,
-            parameters=program.parameters,
+            tokens=workload.tokens,
+            parameters=workload.parameters,
         )
 
 
@@ -233,14 +211,6 @@ def _replaced(traced: Traced) -> frozenset[int]:
     tied = set(ties(traced, frozenset(range(len(traced.in_avals)))).values())
     every = set(traced.argument_of)
     return frozenset(every - {a for i, a in enumerate(traced.argument_of) if i not in tied})
-
-
-def _constrained(jaxpr: Any) -> bool:
-    """Whether the program has sharding constraints of its own."""
-    return any(
-        eqn.primitive.name == CONSTRAINT or any(map(_constrained, _jax.sub_jaxprs(eqn.params)))
-        for eqn in _jax.open_jaxpr(jaxpr).eqns
-    )
 
 
 def _tokens(leaves: list[tuple[str, jax.ShapeDtypeStruct]]) -> int:

@@ -12,8 +12,9 @@ the loop communicates no gradient, and the sum is one float32 reduce-scatter or
 all-reduce. The program is plain JAX; nothing in it names a device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
+from types import CodeType
 from typing import Any
 
 import jax
@@ -78,7 +79,7 @@ def accumulate(
             return _accumulate(loss, params, batch, rest, steps=steps, parts=count, has_aux=has_aux)
 
         if chosen is None:
-            return accumulated()
+            return accumulated() if parts is None or isinstance(parts, int) else _by_mesh_axes(accumulated)
         accumulated.__name__ = _OPEN
         return jax.jit(accumulated)()
 
@@ -99,6 +100,16 @@ def is_open(jaxpr: Any) -> bool:
         eqn.params.get("name") == _OPEN or any(is_open(body) for body in _jax.sub_jaxprs(eqn.params))
         for eqn in _jax.open_jaxpr(jaxpr).eqns
     )
+
+
+def is_by_mesh_axes(codes: Iterable[CodeType]) -> bool:
+    """Whether one of the functions that made an equation is an accumulation in as many parts as mesh axes say."""
+    return _by_mesh_axes.__code__ in codes
+
+
+def _by_mesh_axes(accumulated: Callable[[], Any]) -> Any:
+    """Calls it. Equations that are made here are known by it, in traces that JAX has cached, too."""
+    return accumulated()
 
 
 def _count(parts: Parts) -> int:

@@ -24,7 +24,7 @@ from autoshard import _jax
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 
 # Parameters that depend on the trace: the mesh set at the time, and the source line.
-_OF_THE_TRACE = frozenset({"ctx_mesh", "context_mesh", "debug_info", "name_and_src_info", "src_info"})
+_OF_THE_TRACE = frozenset({*_jax.CONTEXT_MESH, "debug_info", "name_and_src_info", "src_info"})
 _SHORT = 100  # characters of a body that is written out where it is called; of a longer one its hash
 
 

@@ -1,10 +1,14 @@
 """Trace: a function and abstract arguments → closed jaxpr, and the path of every leaf."""
 
+import ast
 import hashlib
+import linecache
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import jax
@@ -12,6 +16,7 @@ import numpy as np
 
 from autoshard import _jax
 from autoshard.errors import SpecError, refusing_depth
+from autoshard.ir.accumulation import is_by_mesh_axes
 from autoshard.ir.call_shardings import explicit
 from autoshard.ir.fingerprint import fingerprint
 from autoshard.ir.mesh import MeshAxes
@@ -124,6 +129,39 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mes
         out_avals=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out_leaves),
         argument_of=tuple(argument_of),
         captured=tuple(captured),
+    )
+
+
+_READING_MESH = frozenset({"get_abstract_mesh", "get_concrete_mesh", "get_mesh", "thread_resources"})
+_OURS = (str(Path(jax.__file__).parent), str(Path(__file__).parents[1]))  # JAX reads it, too, and keeps what is said
+
+
+def depends_on_mesh(traced: Traced) -> bool:
+    """Whether another mesh in context may have given another program.
+
+    So it is where an equation says a mesh (a constraint, a `shard_map`), where an accumulation has as many parts as
+    mesh axes say, and where a source file whose functions made an equation reads the mesh in context anywhere.
+    """
+    codes: set[CodeType] = set()
+    for eqn in _jax.equations(traced.jaxpr):
+        if _jax.says_mesh(eqn):
+            return True
+        codes.update(_jax.code_of(eqn))
+    return is_by_mesh_axes(codes) or any(map(_file_reads_mesh, {code.co_filename for code in codes}))
+
+
+@cache
+def _file_reads_mesh(path: str) -> bool:
+    """Whether a Python file names one of JAX's ways to the mesh in context."""
+    text = "" if path.startswith(_OURS) else "".join(linecache.getlines(path))
+    if not any(name in text for name in _READING_MESH):
+        return False
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:  # a notebook's cell, or no Python
+        return True
+    return any(
+        _READING_MESH & {getattr(node, field, None) for field in ("id", "attr", "name")} for node in ast.walk(tree)
     )
 
 

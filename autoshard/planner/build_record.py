@@ -1,4 +1,4 @@
-"""Description: one assignment of a setting → the record of a plan, and the constraints that it emits."""
+"""Build a record: one assignment of a search space → the record of a plan, and the constraints that it emits."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
@@ -19,30 +19,20 @@ from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import PALLAS
 from autoshard.ir.rewrite import FORWARD
 from autoshard.planner.record import Certificate, Cost, Leaf, Memory, PlanRecord
-from autoshard.planner.requested_shardings import RequestedShardings
 from autoshard.planner.search_space import SearchSpace
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Decisions, place_of
 from autoshard.problem.unpriced import unpriced
 from autoshard.rules.rule import kept_whole
-from cost_models import Hardware, Machine
+from cost_models import Hardware
 
 
 def describe(
-    setting: SearchSpace,
-    assignment: Assignment,
-    *,
-    certificate: Certificate,
-    name: str,
-    mesh: MeshAxes,
-    hardware: Hardware,
-    machine: Machine,
-    wanted: RequestedShardings,
-    memory_bytes: int,
-    notes: Sequence[str],
+    space: SearchSpace, assignment: Assignment, certificate: Certificate, *, also: Sequence[str] = ()
 ) -> PlanRecord:
-    """Reads one assignment of a setting as a plan record."""
-    d, traced = assignment.decisions, setting.traced
+    """Reads one assignment of a search space as a plan record; `also` are further notes."""
+    d, traced, request = assignment.decisions, space.traced, space.request
+    target, hardware, limit = request.target, request.target.hardware, request.memory_bytes
     collectives = tuple(sorted(assignment.collectives(), key=lambda c: (c.kind, c.axes, -c.nbytes, c.where, c.value)))
     step_s = certificate.objective_s
     compute_s = assignment.compute_s()
@@ -53,10 +43,10 @@ def describe(
         return layout_of(code, ndim, d.mesh).spec()
 
     return PlanRecord(
-        name=name,
+        name=request.name,
         digest=traced.digest,
-        mesh=mesh,
-        device_order=tuple(int(i) for i in np.asarray(machine.device_order).ravel()),
+        mesh=target.axes,
+        device_order=tuple(int(i) for i in np.asarray(target.machine.device_order).ravel()),
         hardware=hardware.name,
         hardware_digest=hardware.digest,
         versions={"autoshard": metadata.version("autoshard"), "jax": jax.__version__},
@@ -68,8 +58,8 @@ def describe(
             Leaf(path=p, shape=a.shape, dtype=str(a.dtype), spec=spec(assignment.output_code(i), len(a.shape)))
             for i, (p, a) in enumerate(zip(traced.out_paths, traced.out_avals, strict=True))
         ),
-        donated=tuple(sorted(wanted.donated)),
-        pins=forward_pins(setting, assignment) if setting.gradient else program_pins(assignment),
+        donated=tuple(sorted(request.shardings.donated)),
+        pins=forward_pins(space, assignment) if space.gradient else program_pins(assignment),
         collectives=collectives,
         cost=Cost(
             step_s=step_s,
@@ -77,12 +67,10 @@ def describe(
             communication_s=max(0.0, step_s - compute_s) + hidden_s,  # exposed seconds below this are rounding errors
             hidden_s=hidden_s,
         ),
-        memory=Memory(peak_bytes=peak, limit_bytes=memory_bytes, at=place_of(d, at), kinds=kinds),
+        memory=Memory(peak_bytes=peak, limit_bytes=limit, at=place_of(d, at), kinds=kinds),
         certificate=certificate,
-        compiler_options=_compiler_options(
-            hardware, mesh, memory_bytes - peak, loops=bool(setting.decisions.graph.loops)
-        ),
-        notes=(*notes, *_kernel_notes(d), *(f"not priced: {what}" for what in unpriced(d))),
+        compiler_options=_compiler_options(hardware, target.axes, limit - peak, loops=bool(d.graph.loops)),
+        notes=(*request.notes, *also, *_kernel_notes(d), *(f"not priced: {what}" for what in unpriced(d))),
     )
 
 
@@ -150,7 +138,7 @@ def _kernel_specs(assignment: Assignment, e: int) -> list[Specs]:
     ]
 
 
-def forward_pins(setting: SearchSpace, assignment: Assignment) -> Constraints:
+def forward_pins(space: SearchSpace, assignment: Assignment) -> Constraints:
     """The constraints of a forward function that was planned for its gradient: on its own values alone.
 
     And the layouts of its kernels, those in the rules of a `custom_vjp` included.
@@ -172,19 +160,19 @@ def forward_pins(setting: SearchSpace, assignment: Assignment) -> Constraints:
             if specs:
                 made[key] = specs
     of_rules = {path: _kernel_specs(assignment, e) for e, path in sorted(at.items())}
-    laid_out = {**of_rules, **_undifferentiated(setting, of_rules)} if of_rules else {}
+    laid_out = {**of_rules, **_undifferentiated(space, of_rules)} if of_rules else {}
     kernels = {(path, i): specs for path, found in laid_out.items() for i, specs in enumerate(found)}
     return Constraints(made=made, taken={}, inputs={}, outputs={}, kernels=kernels)
 
 
 def _undifferentiated(
-    setting: SearchSpace, of_rules: Mapping[graphs.Path, list[Specs]]
+    space: SearchSpace, of_rules: Mapping[graphs.Path, list[Specs]]
 ) -> dict[graphs.Path, list[Specs]]:
     """The kernels of a `custom_vjp` that is not differentiated lie as those of its forward rule, in order.
 
     The forward rule's may have further results, for the backward rule.
     """
-    forward = graphs.build(setting.traced.jaxpr, setting.compiler.platform)
+    forward = space.request.program.graph(space.compiler.platform)
     found: dict[graphs.Path, list[Specs]] = {}
     met: dict[graphs.Path, int] = {}
     for e, eqn in enumerate(forward.eqns):

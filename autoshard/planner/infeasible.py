@@ -4,9 +4,7 @@ from collections.abc import Mapping
 
 from autoshard.errors import InfeasibleError
 from autoshard.ir.constraints import spec_of
-from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import CONSTRAINT
-from autoshard.planner.requested_shardings import RequestedShardings
 from autoshard.planner.search_space import SearchSpace
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import place_of
@@ -20,26 +18,18 @@ PINS_NAMED = 6  # of those that exclude each other
 
 
 def infeasible(
-    setting: SearchSpace,
-    wanted: RequestedShardings,
-    formulation: Formulation,
-    solution: Solution,
-    limit: int,
-    time_limit_s: float,
-    mesh: MeshAxes,
+    space: SearchSpace, formulation: Formulation, solution: Solution, time_limit_s: float
 ) -> InfeasibleError:
     """The error of a problem without a solution.
 
     Args:
-      setting: the program.
-      wanted: the user's specs.
+      space: the program, and what was asked.
       formulation: its problem.
       solution: what the solver found: the smallest peak where memory is the reason, or that nothing
         is allowed, whatever the memory.
-      limit: bytes per device.
       time_limit_s: what the solver was given.
-      mesh: the mesh, as the user names it.
     """
+    limit, mesh = space.request.memory_bytes, space.request.target.axes
     if solution.status is Status.UNKNOWN:
         return InfeasibleError(
             f"no plan was found within {time_limit_s:g} s (limit {bytes_text(limit)} per device on {mesh}); "
@@ -47,16 +37,16 @@ def infeasible(
             limit_bytes=limit,
         )
     if solution.forbidden:
-        return InfeasibleError(_forbidden(setting, wanted), limit_bytes=limit)
+        return InfeasibleError(_forbidden(space), limit_bytes=limit)
     if solution.smallest_peak_bytes is None:
         return InfeasibleError(
             f"no plan fits {bytes_text(limit)} per device on {mesh}; how much the least one needs was not found within "
             f"{time_limit_s:g} s: raise memory=, or time_limit_s to be told",
             limit_bytes=limit,
         )
-    decisions = setting.decisions
+    decisions = space.decisions
     choice = formulation.read(solution.choice)
-    peak, at, kinds = Assignment(decisions=decisions, resharder=setting.resharder, choice=choice).peak()
+    peak, at, kinds = Assignment(decisions=decisions, resharder=space.resharder, choice=choice).peak()
     bound = min(solution.peak_bound_bytes or 0, peak)
     proven = "" if bound >= peak else f" (none has less than {bytes_text(bound)})" if bound else ""
     parts = " + ".join(f"{kind} {bytes_text(n)}" for kind, n in sorted(kinds.items(), key=lambda item: -item[1]) if n)
@@ -64,7 +54,7 @@ def infeasible(
         f"no plan fits {bytes_text(limit)} per device on {mesh}; "
         f"the smallest peak found is {bytes_text(peak)}{proven}\n"
         f"  at {place_of(decisions, at)}: {parts}\n"
-        f"  {_way_out(setting, kinds)}",
+        f"  {_way_out(space, kinds)}",
         peak_bytes=peak,
         bound_bytes=bound,
         limit_bytes=limit,
@@ -73,12 +63,12 @@ def infeasible(
     )
 
 
-def _forbidden(setting: SearchSpace, wanted: RequestedShardings) -> str:
+def _forbidden(space: SearchSpace) -> str:
     """The requests that exclude each other, if costs alone forbid every choice."""
-    priced = setting.priced
+    priced, wanted = space.priced, space.request.shardings
     pinned = [f"{priced.in_paths[i]} in {spec}" for i, spec in sorted(wanted.inputs.items())]
     pinned += [f"output {priced.out_paths[i]} in {spec}" for i, spec in sorted(wanted.outputs.items())]
-    pinned += [f"{spec_of(eqn)} at {eqn.where}" for eqn in setting.decisions.graph.eqns if eqn.primitive == CONSTRAINT]
+    pinned += [f"{spec_of(eqn)} at {eqn.where}" for eqn in space.decisions.graph.eqns if eqn.primitive == CONSTRAINT]
     if not pinned:
         return (
             f"every layout costs more than can be counted ({INF * UNIT_S / DAY_S:.0f} days a step): "
@@ -91,12 +81,12 @@ def _forbidden(setting: SearchSpace, wanted: RequestedShardings) -> str:
     )
 
 
-def _way_out(setting: SearchSpace, kinds: Mapping[str, int]) -> str:
+def _way_out(space: SearchSpace, kinds: Mapping[str, int]) -> str:
     """The change that helps most, given the parts of a peak."""
     ways: list[str] = []
     state = sum(kinds.get(kind, 0) for kind in ("parameters", "optimizer", "arguments"))
     passing = sum(kinds.get(kind, 0) for kind in ("activations", "copies"))
-    if not setting.tied:
+    if not space.tied:
         ways.append("donate the state (donate_argnums=), so that the new one takes its place")
     if passing >= state:
         ways.append("a smaller batch (autoshard.accumulate splits it), jax.checkpoint around a layer")

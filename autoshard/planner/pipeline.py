@@ -1,6 +1,17 @@
-"""Planner: a setting → its best plan.
+"""Pipeline: the way from a request to its plan's record, stage by stage.
 
-decisions → problem → solution → assignment → record.
+    call              planner/program.py      bind
+    → program         planner/program.py      Call.program, Call.variants    "trace"
+    → request         planner/request.py      request_of, requests_of
+    → search space    planner/search_space.py build_search_space             "graph", "strategies"
+    → problem         problem/formulation.py  formulate                      "price"
+    → solution        solver/solver.py        solve                          "solve"
+    → assignment      problem/assignment.py   Assignment
+    → record          planner/build_record.py describe                       "record"
+    → constraints     planner/minimal_constraints.py                         "constraints"
+
+Every verb goes this way: `solve_request` from a request to its plan, `solve_space` from a search space that was
+changed on the way. The names in quotes are those of the stages that `planner/stages.py` tells its observers.
 """
 
 import logging
@@ -18,15 +29,14 @@ from autoshard.costs.strategies import layout_of
 from autoshard.errors import refusing_depth
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.gradient import emitted
-from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.trace import Traced
 from autoshard.planner import minimal_constraints
 from autoshard.planner.build_record import describe
 from autoshard.planner.infeasible import infeasible
 from autoshard.planner.record import Certificate, PlanRecord
-from autoshard.planner.requested_shardings import RequestedShardings
-from autoshard.planner.search_space import SearchSpace
-from autoshard.planner.stage_clock import StageClock
+from autoshard.planner.request import PlanRequest
+from autoshard.planner.search_space import SearchSpace, build_search_space
+from autoshard.planner.stages import Stages
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.formulation import UNIT_S, Formulation, formulate
 from autoshard.problem.network import Int
@@ -37,11 +47,15 @@ from autoshard.solver import Solution, Status, solve
 from autoshard.solver.evaluate import evaluate
 from autoshard.solver.incumbent import Cutoff, no_cutoff
 from autoshard.solver.second_objective import break_ties
-from cost_models import Hardware, Machine
+from cost_models import Hardware
 
 log = logging.getLogger("autoshard")
 
 ConstraintPolicy = Literal["needed", "compiled", "all"]
+
+# The defaults of every verb; who takes others says why.
+TIME_LIMIT_S = 20.0
+REL_GAP = 1e-3  # proven optimal to a tenth of a percent: well inside what a cost model can tell apart
 
 # Of counted work, about: then ten times the gap that was asked for will do; nobody waits a minute for the last percent.
 SETTLE_S = 3.0
@@ -49,12 +63,20 @@ SETTLE_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Limits of the search; a step of `cutoff_s()` or more is of no use, and is not improved for long."""
+    """How far a problem is solved.
 
-    memory_bytes: int
-    time_limit_s: float
-    rel_gap: float
+    Attributes:
+      time_limit_s: the solver's limit.
+      rel_gap: proven optimal to this fraction is enough.
+      cutoff_s: a step of so many seconds or more is of no use, and is not improved for long.
+    """
+
+    time_limit_s: float = TIME_LIMIT_S
+    rel_gap: float = REL_GAP
     cutoff_s: Cutoff = no_cutoff
+
+
+USUAL_BUDGET = Budget()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,58 +84,78 @@ class PlanningResult:
     """A record with everything that led to it, for explanations and further questions."""
 
     record: PlanRecord
-    traced: Traced
-    setting: SearchSpace
+    space: SearchSpace
     formulation: Formulation
     solution: Solution
     assignment: Assignment
     seconds: Mapping[str, float]  # wall-clock per stage
 
-
-def _log_progress(best: int | None, bound: int | None, elapsed_s: float) -> None:
-    """Logs the solver's best objective so far and what it has proven of it."""
-    if best is not None and bound is not None:
-        gap = (best - bound) / best if best else 0.0
-        now = f"solve: {best * UNIT_S * 1e3:.4g} ms, within {gap:.1%} of the optimum, after {elapsed_s:.0f} s"
-        log.debug("%s", now, extra={"now": now})
+    @property
+    def traced(self) -> Traced:
+        """The program that was asked about."""
+        return self.space.traced
 
 
 @refusing_depth
 def solve_request(
-    setting: SearchSpace,
+    request: PlanRequest,
+    budget: Budget = USUAL_BUDGET,
     *,
-    name: str,
-    mesh: MeshAxes,
-    hardware: Hardware,
-    machine: Machine,
-    wanted: RequestedShardings,
-    budget: Budget,
     known: Sequence[Int] = (),
-    notes: Sequence[str],
     constraints: ConstraintPolicy = "needed",
 ) -> PlanningResult:
-    """Solves a setting and reads the solution as a plan.
+    """The best plan of a request.
 
     Args:
-      setting: the program's decisions.
-      name: the function's.
-      mesh: its logical mesh.
-      hardware: what is planned for.
-      machine: the mesh placed on it.
-      wanted: the user's specs and donations.
-      budget: limits of memory and search.
+      request: the program, its target and what is asked.
+      budget: how far to solve.
       known: choices per decision with which the search begins.
-      notes: for the plan, such as what was assumed for the user.
       constraints: "needed" asks Shardy which constraints its own propagation reaches
         anyway and leaves those out; so does "compiled", of which `compiler_minimal_constraints` leaves out more;
         "all" emits every one.
 
     Raises:
       InfeasibleError: no plan fits in memory, or the pins exclude each other.
+      MissingRuleError: a primitive without a rule.
+      SpecError: a pin that cannot be kept.
     """
-    clock = StageClock()
-    formulation = formulate(setting.decisions, setting.resharder, memory_bytes=budget.memory_bytes)
-    clock.lap("price")
+    return solve_space(build_search_space(request), budget, known=known, constraints=constraints)
+
+
+@refusing_depth
+def solve_space(
+    space: SearchSpace,
+    budget: Budget = USUAL_BUDGET,
+    *,
+    known: Sequence[Int] = (),
+    constraints: ConstraintPolicy = "needed",
+) -> PlanningResult:
+    """The best plan in a search space; as `solve_request`."""
+    stages = Stages(space.request.title)
+    memory_bytes = space.request.memory_bytes
+    formulation = stages.done("price", formulate(space.decisions, space.resharder, memory_bytes=memory_bytes))
+    solution = stages.done("solve", _solved(space, formulation, budget, known))
+    assignment = assign(formulation, solution)
+    certificate = _certificate(formulation, solution, space.request.target.hardware)
+    record = stages.passed("record", describe(space, assignment, certificate))
+    if constraints != "all" and _can_be_probed(space):
+        record = stages.done("constraints", replace(record, pins=_needed(record, space, formulation)))
+    return PlanningResult(
+        record=record,
+        space=space,
+        formulation=formulation,
+        solution=solution,
+        assignment=assignment,
+        seconds={**space.seconds, **stages.seconds},
+    )
+
+
+def _solved(space: SearchSpace, formulation: Formulation, budget: Budget, known: Sequence[Int]) -> Solution:
+    """The best solution; of those that are as fast the one that reshards less and holds less memory.
+
+    Raises:
+      InfeasibleError: there is none.
+    """
     solution = solve(
         formulation.problem,
         time_limit_s=budget.time_limit_s,
@@ -124,55 +166,45 @@ def solve_request(
         on_progress=_log_progress,
     )
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
-        raise infeasible(setting, wanted, formulation, solution, budget.memory_bytes, budget.time_limit_s, mesh)
+        raise infeasible(space, formulation, solution, budget.time_limit_s)
     choice = break_ties(formulation.problem, solution.choice, formulation.moves())
     objective = evaluate(formulation.problem, choice).objective
     assert objective is not None  # `break_ties` forbids what the problem does
-    solution = solution.instead(choice, objective)
-    clock.lap("solve")
-    assignment = Assignment(
-        decisions=setting.decisions, resharder=setting.resharder, choice=formulation.read(solution.choice)
+    return solution.instead(choice, objective)
+
+
+def assign(formulation: Formulation, solution: Solution) -> Assignment:
+    """Reads a solution back as a choice for every decision."""
+    return Assignment(
+        decisions=formulation.decisions,
+        resharder=formulation.resharder,
+        choice=formulation.read(solution.choice),
     )
-    record = describe(
-        setting,
-        assignment,
-        certificate=_certificate(formulation, solution, hardware),
-        name=name,
-        mesh=mesh,
-        hardware=hardware,
-        machine=machine,
-        wanted=wanted,
-        memory_bytes=budget.memory_bytes,
-        notes=notes,
-    )
-    probed = setting.gradient is None and setting.decisions.mesh.ndim and not _needs_devices(setting)
-    if constraints != "all" and probed:
-        record = replace(record, pins=_needed(record, setting, formulation))
-        clock.lap("constraints")
-    seconds = {**setting.seconds, **clock.seconds}
-    return PlanningResult(
-        record=record,
-        traced=setting.traced,
-        setting=setting,
-        formulation=formulation,
-        solution=solution,
-        assignment=assignment,
-        seconds=seconds,
-    )
+
+
+def _log_progress(best: int | None, bound: int | None, elapsed_s: float) -> None:
+    """Logs the solver's best objective so far and what it has proven of it."""
+    if best is not None and bound is not None:
+        gap = (best - bound) / best if best else 0.0
+        now = f"solve: {best * UNIT_S * 1e3:.4g} ms, within {gap:.1%} of the optimum, after {elapsed_s:.0f} s"
+        log.debug("%s", now, extra={"now": now})
 
 
 NEED_DEVICES = frozenset({*HOST_CALLS, CUDNN_FORWARD, CUDNN_BACKWARD})
 
 
-def _needs_devices(setting: SearchSpace) -> bool:
-    """Whether JAX lowers a program for real devices alone (it calls the host, or cuDNN): no probing.
+def _can_be_probed(space: SearchSpace) -> bool:
+    """Whether Shardy can be asked what it reaches by itself: of a program that JAX lowers without devices.
 
+    One that calls the host, or cuDNN, is lowered for real devices alone.
     What nobody takes the results of is no part of the graph, but is lowered: a callback that returns nothing.
     """
-    return any(eqn.primitive.name in NEED_DEVICES for eqn in _jax.equations(setting.traced.jaxpr))
+    if space.gradient is not None or not space.decisions.mesh.ndim:
+        return False
+    return not any(eqn.primitive.name in NEED_DEVICES for eqn in _jax.equations(space.traced.jaxpr))
 
 
-def _needed(record: PlanRecord, setting: SearchSpace, formulation: Formulation) -> Constraints:
+def _needed(record: PlanRecord, space: SearchSpace, formulation: Formulation) -> Constraints:
     annotations = Annotations(
         inputs={i: leaf.spec for i, leaf in enumerate(record.inputs)},
         outputs={i: leaf.spec for i, leaf in enumerate(record.outputs)},
@@ -180,13 +212,13 @@ def _needed(record: PlanRecord, setting: SearchSpace, formulation: Formulation) 
         donated=frozenset(),
     )
     return minimal_constraints.minimal_constraints(
-        setting.traced,
-        setting.decisions,
+        space.traced,
+        space.decisions,
         formulation.folding,
         record.mesh,
         annotations,
-        setting.compiler,
-        scatters_whole=setting.resharder.machine.scatters_whole,
+        space.compiler,
+        scatters_whole=space.resharder.machine.scatters_whole,
     )
 
 
@@ -225,15 +257,15 @@ def traced_gradient(planned: PlanningResult, mesh: Any) -> Any:
 
     Its arguments are flat: the function's leaves, then the cotangents of outputs that are no scalars.
     """
-    setting, assignment = planned.setting, planned.assignment
-    assert setting.gradient is not None  # asked only of plans for a gradient
-    priced, axes = setting.priced, setting.decisions.mesh
+    space, assignment = planned.space, planned.assignment
+    assert space.gradient is not None  # asked only of plans for a gradient
+    priced, axes = space.priced, space.decisions.mesh
 
     def shardings(codes: Iterable[int], avals: Sequence[Any]) -> list[NamedSharding]:
         return [NamedSharding(mesh, layout_of(c, len(a.shape), axes).spec()) for c, a in zip(codes, avals, strict=True)]
 
     jitted = jax.jit(
-        emitted(setting.traced, setting.gradient, planned.record.pins, mesh),
+        emitted(space.traced, space.gradient, planned.record.pins, mesh),
         in_shardings=tuple(shardings(map(assignment.input_code, range(len(priced.in_avals))), priced.in_avals)),
         out_shardings=shardings(map(assignment.output_code, range(len(priced.out_avals))), priced.out_avals),
     )

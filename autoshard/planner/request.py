@@ -1,12 +1,9 @@
-"""Question: a program, where it shall run, what is asked of its layouts."""
+"""Request: a program on a target, with the shardings that are asked for."""
 
 import hashlib
-import logging
 import re
-import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -15,16 +12,18 @@ import cost_models
 from autoshard.backends import devices
 from autoshard.backends.devices import MeshLike, Target
 from autoshard.errors import SpecError
-from autoshard.ir import accumulation, arguments, trace
+from autoshard.ir import trace
 from autoshard.ir.gradient import gradient_arguments
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.trace import Traced
 from autoshard.planner import named_shardings
+from autoshard.planner.program import Call, Program
 from autoshard.planner.record import FOR_GRADIENT, PlanRecord
-from autoshard.planner.requested_shardings import RequestedShardings, is_sharding, kept, read_shardings
-from autoshard.planner.search_space import OPTIMIZER_BYTES, SearchSpace, build_search_space
+from autoshard.planner.requested_shardings import AUTO, RequestedShardings, is_sharding, kept, read_shardings
 
-log = logging.getLogger("autoshard")
+# AdamW's two moments in float32: what an optimizer holds per parameter, where the
+# program itself does not show it (Kingma & Ba 2015).
+OPTIMIZER_BYTES = 8
 
 
 class OwnMeshError(SpecError):
@@ -44,150 +43,152 @@ class OwnMeshError(SpecError):
         return rebuilt, (kind, args, {**facts, "mesh": abstract})
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: what is costly is found when first asked for
-class PlanRequest:
-    """What is planned or priced: a traced program on a place, with what is wanted of it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """What a user asks of a call's plan, in the words of `autoshard.plan`; the limit in bytes, `like` as a record."""
 
-    `kept` are the input positions that another plan's layouts were taken for.
-    """
+    in_shardings: Any = AUTO
+    out_shardings: Any = AUTO
+    pins: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec])
+    memory_bytes: int | None = None
+    for_grad: bool | int | Sequence[int] | None = None
+    unknown: str = "error"
+    like: PlanRecord | None = None
 
-    name: str
-    place: Target
-    traced: Traced
-    wanted: RequestedShardings
-    kept: tuple[int, ...]
-    gradient_of: tuple[int, ...]
-    unknown: str
-    memory_bytes: int
-    trace_s: float
-
-    @cached_property
-    def setting(self) -> SearchSpace:
-        """The program's decisions.
+    def target(self, mesh: MeshLike, hardware: str | cost_models.Hardware | None) -> Target:
+        """The mesh on the hardware; where no mesh is given, that of the shardings.
 
         Raises:
-          MissingRuleError: a primitive without a rule, with its source line.
-          SpecError: a pin or sharding that cannot be kept.
+          MeshError: mesh, hardware and devices do not fit each other.
+          SpecError: a sharding is over another mesh.
         """
-        place = self.place
-        return build_search_space(
-            self.traced,
-            place.axes,
-            place.machine,
-            self.wanted,
-            gradient_of=self.gradient_of,
-            unknown=self.unknown,
-            compiler=place.compiler,
-            trace_s=self.trace_s,
-        )
+        return devices.place(named_shardings.on_mesh(mesh, self.in_shardings, self.out_shardings), hardware)
+
+
+NOTHING_ASKED = RequestOptions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlanRequest:
+    """What is planned or priced.
+
+    Attributes:
+      program: the traced program.
+      target: the mesh on hardware.
+      shardings: the specs and donations that are asked for, leaf by leaf.
+      memory_bytes: the limit per device.
+      gradient_of: argument positions to differentiate for; empty to plan the program as it is.
+      unknown: "error", or "replicate" to keep equations without a sharding rule whole.
+      kept: the input positions that another plan's layouts were taken for.
+    """
+
+    program: Program
+    target: Target
+    shardings: RequestedShardings
+    memory_bytes: int
+    gradient_of: tuple[int, ...] = ()
+    unknown: str = "error"
+    kept: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return self.program.name
+
+    @property
+    def traced(self) -> Traced:
+        return self.program.traced
+
+    @property
+    def digest(self) -> str:
+        """The traced program's hash."""
+        return self.program.traced.digest
+
+    @property
+    def title(self) -> str:
+        """The program, its variant, its mesh and hardware, in words."""
+        variant = f", {self.program.variant}," if self.program.variant else ""
+        return f"{self.name}{variant} on {self.target.axes} ({self.target.hardware.name})"
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What was assumed for the user."""
         if not self.gradient_of:
-            return self.place.notes
+            return self.target.notes
         traced = self.traced
         names = {n: re.split(r"[.\[]", p)[0] for n, p in zip(traced.argument_of, traced.in_paths, strict=True)}
         told = " and ".join(names[i] for i in self.gradient_of)
         assumed = f"optimizer state of {OPTIMIZER_BYTES} bytes per parameter assumed"
-        return (f"{FOR_GRADIENT} {told}; {assumed}", *self.place.notes)
+        return (f"{FOR_GRADIENT} {told}; {assumed}", *self.target.notes)
 
-    @cached_property
-    def digest(self) -> str:
-        """The traced program's hash."""
-        return self.traced.digest
-
-    @cached_property
+    @property
     def asked(self) -> str:
         """A hash of all that is asked beside program, mesh, hardware and memory limit."""
         text = (
-            sorted((i, str(s)) for i, s in self.wanted.inputs.items()),
-            sorted((o, str(s)) for o, s in self.wanted.outputs.items()),
-            sorted(self.wanted.donated),
+            sorted((i, str(s)) for i, s in self.shardings.inputs.items()),
+            sorted((o, str(s)) for o, s in self.shardings.outputs.items()),
+            sorted(self.shardings.donated),
             self.gradient_of,
             self.unknown,
         )
         return hashlib.sha256(repr(text).encode()).hexdigest()[:32]
 
+    def asking(self, inputs: Mapping[int, PartitionSpec]) -> "PlanRequest":
+        """The same request with these specs of inputs alone."""
+        return replace(self, shardings=replace(self.shardings, inputs=inputs))
 
-def request_of_call(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    mesh: MeshLike,
-    hardware: str | cost_models.Hardware | None,
-    in_shardings: Any,
-    out_shardings: Any,
-    pins: Mapping[str, PartitionSpec] | None = None,
-    memory: int | None,
-    donate_argnums: int | Sequence[int] | None,
-    donate_argnames: str | Sequence[str] | None,
-    static_argnums: int | Sequence[int] | None,
-    static_argnames: str | Sequence[str] | None,
-    for_grad: bool | int | Sequence[int] | None,
-    unknown: str,
-    like: PlanRecord | None = None,
-) -> PlanRequest:
-    """Binds and traces; arguments and errors as of `autoshard.plan`, `like` as a record."""
-    bound = arguments.bind(
-        fn,
-        args,
-        kwargs,
-        static_argnums=static_argnums,
-        static_argnames=static_argnames,
-        donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames,
-    )
-    for keyword in kwargs if _by_position(in_shardings) else ():
-        if keyword not in arguments.as_tuple(static_argnames):
-            raise SpecError(
-                f"in_shardings go by position, as in `jax.jit`; {keyword!r} is given by keyword: "
-                f"give it by position, or pin it by name, pins={{{keyword!r}: …}}"
-            )
-    place = devices.place(named_shardings.on_mesh(mesh, in_shardings, out_shardings), hardware)
-    named_shardings.check(place, in_shardings, "in_shardings")
-    named_shardings.check(place, out_shardings, "out_shardings")
-    named_shardings.check_arguments(bound.values, bound.names)
-    begin = time.perf_counter()
-    traced = trace.trace(bound.fn, bound.values, bound.names, place.axes)
-    trace_s = time.perf_counter() - begin
-    own = trace.own_mesh(traced.jaxpr, place.axes)
+
+def request_of(call: Call, target: Target, options: RequestOptions = NOTHING_ASKED) -> PlanRequest:
+    """The request for a call's program as the function says it.
+
+    Raises:
+      SpecError: a sharding or pin that cannot be kept; there is no gradient.
+      OwnMeshError: a `shard_map` in the program is over another mesh.
+    """
+    _check(call, target, options)
+    return _request(call.program(target.axes), call, target, options)
+
+
+def requests_of(call: Call, target: Target, options: RequestOptions = NOTHING_ASKED) -> Iterator[PlanRequest]:
+    """A request for each of a call's programs: the one whose plan is the fastest counts.
+
+    Raises:
+      SpecError: as of `request_of`.
+    """
+    _check(call, target, options)
+    for program in call.variants(target.axes):
+        yield _request(program, call, target, options)
+
+
+def _check(call: Call, target: Target, options: RequestOptions) -> None:
+    """Raises where something cannot be kept on the target, whatever the program."""
+    shardings = options.in_shardings
+    by_position = shardings is not None and not is_sharding(shardings)  # they differ by argument
+    for keyword in call.bound.keywords if by_position else ():
+        raise SpecError(
+            f"in_shardings go by position, as in `jax.jit`; {keyword!r} is given by keyword: "
+            f"give it by position, or pin it by name, pins={{{keyword!r}: …}}"
+        )
+    named_shardings.check(target, options.in_shardings, "in_shardings")
+    named_shardings.check(target, options.out_shardings, "out_shardings")
+    named_shardings.check_arguments(call.bound.values, call.bound.names)
+
+
+def _request(program: Program, call: Call, target: Target, options: RequestOptions) -> PlanRequest:
+    traced = program.traced
+    own = trace.own_mesh(traced.jaxpr, target.axes)
     if own is not None:
-        raise OwnMeshError(bound.fn.__name__, own, place.axes)
-    named_shardings.check_program(traced, place)
-    asked = read_shardings(traced, in_shardings, out_shardings, pins or {}, bound.donated)
-    same = {} if like is None else kept(traced, like)
+        raise OwnMeshError(call.bound.fn.__name__, own, target.axes)
+    named_shardings.check_program(traced, target)
+    asked = read_shardings(traced, options.in_shardings, options.out_shardings, options.pins, call.bound.donated)
+    same = {} if options.like is None else kept(traced, options.like)
+    memory_bytes = options.memory_bytes
     return PlanRequest(
-        name=getattr(fn, "__name__", type(fn).__name__),
-        place=place,
-        traced=traced,
-        wanted=replace(asked, inputs={**same, **asked.inputs}),
+        program=program,
+        target=target,
+        shardings=replace(asked, inputs={**same, **asked.inputs}),
+        memory_bytes=target.hardware.usable_memory_bytes if memory_bytes is None else int(memory_bytes),
+        gradient_of=gradient_arguments(traced, for_grad=options.for_grad),
+        unknown=options.unknown,
         kept=tuple(same),
-        gradient_of=gradient_arguments(traced, for_grad=for_grad),
-        unknown=unknown,
-        memory_bytes=place.hardware.usable_memory_bytes if memory is None else int(memory),
-        trace_s=trace_s,
     )
-
-
-def _by_position(shardings: Any) -> bool:
-    """Whether shardings differ by argument."""
-    return shardings is not None and not is_sharding(shardings)
-
-
-def variants(asked: Callable[[], PlanRequest]) -> Generator[PlanRequest]:
-    """The question, or one for each number of parts that an `autoshard.accumulate` leaves open."""
-    with accumulation.tried_parts(1):
-        first = asked()
-    yield first
-    if not accumulation.is_open(first.traced.jaxpr):
-        return
-    for parts in accumulation.choices(first.place.axes)[1:]:
-        try:
-            with accumulation.tried_parts(parts):
-                other = asked()
-        except SpecError as error:  # the batch does not split into so many
-            log.debug("accumulation in %d parts: %s", parts, error)
-        else:
-            yield other

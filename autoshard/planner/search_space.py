@@ -1,8 +1,7 @@
-"""Setting: a traced program on a mesh and a machine, ready to be planned or priced."""
+"""Search space: a request → every layout that its plan may have, priced."""
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,125 +15,132 @@ from autoshard.errors import SpecError, refusing_depth
 from autoshard.ir import graph as graphs
 from autoshard.ir.constraints import spec_of
 from autoshard.ir.gradient import GradientProgram, gradient_program
+from autoshard.ir.graph import Graph
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import CONSTRAINT, SHARD_MAP
 from autoshard.ir.trace import Traced
+from autoshard.planner.request import OPTIMIZER_BYTES, PlanRequest
 from autoshard.planner.requested_shardings import RequestedShardings
-from autoshard.planner.stage_clock import StageClock
+from autoshard.planner.stages import Stages
 from autoshard.problem.decision_builders.decide import decide
 from autoshard.problem.decision_builders.facts import Requirements
 from autoshard.problem.decisions import Decisions
 from autoshard.rules import rules_of
 from cost_models import Machine
 
-log = logging.getLogger("autoshard")
-
-# AdamW's two moments in float32: what an optimizer holds per parameter, where the
-# program itself does not show it (Kingma & Ba 2015).
-OPTIMIZER_BYTES = 8
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SearchSpace:
-    """A program, ready to be planned or priced: its decisions and the way back to its source."""
+    """A request, ready to be planned or priced.
 
-    traced: Traced
+    Attributes:
+      request: the program, its target and what is asked.
+      gradient: the program that is priced in place of the function, if the request is for its gradient.
+      tied: output position of the priced program → the input that it shares its layout with.
+      decisions: what is to be chosen, every choice priced.
+      resharder: prices of moving a value from one layout to another.
+      seconds: wall-clock per stage.
+    """
+
+    request: PlanRequest
     gradient: GradientProgram | None
-    tied: Mapping[int, int]  # output position of the priced program → the input that it shares its layout with
+    tied: Mapping[int, int]
     decisions: Decisions
     resharder: Resharder
-    compiler: CompilerModel
     seconds: Mapping[str, float]
 
     @property
+    def traced(self) -> Traced:
+        """The program that was asked about."""
+        return self.request.program.traced
+
+    @property
     def priced(self) -> Traced:
+        """The program that is priced: its gradient, if that is what was asked for."""
         return self.traced if self.gradient is None else self.gradient.traced
+
+    @property
+    def compiler(self) -> CompilerModel:
+        """Who compiles it."""
+        return self.request.target.compiler
+
+    def within(self, memory_bytes: int) -> "SearchSpace":
+        """The same space with another limit of memory."""
+        return replace(self, request=replace(self.request, memory_bytes=memory_bytes))
+
+    def repriced(self, machine: Machine) -> "SearchSpace":
+        """The same space at the prices of another machine, on which the mesh is placed."""
+        request = replace(self.request, target=replace(self.request.target, machine=machine))
+        return _priced(request, self.gradient, self.decisions.graph, Stages(f"{request.title}, repriced"))
 
 
 @refusing_depth
-def build_search_space(
-    traced: Traced,
-    mesh: MeshAxes,
-    machine: Machine,
-    wanted: RequestedShardings,
-    *,
-    gradient_of: Sequence[int],
-    unknown: str,
-    compiler: CompilerModel,
-    trace_s: float = 0.0,
-    graph: graphs.Graph | None = None,
-) -> SearchSpace:
-    """Builds the decisions of a traced program.
-
-    Args:
-      traced: the program.
-      mesh: its logical mesh; axes of size 1 decide nothing.
-      machine: the cost model with that mesh placed on it.
-      wanted: the user's specs and donations.
-      gradient_of: argument positions to differentiate for, or empty to plan the program as it is.
-      unknown: "error" or "replicate".
-      compiler: who compiles it.
-      trace_s: seconds that tracing took, for the stages' times.
-      graph: of the traced program on this platform, if it was built before (no mesh changes
-        it); not used with `gradient_of`.
+def build_search_space(request: PlanRequest) -> SearchSpace:
+    """Builds the decisions of a request, every choice priced.
 
     Raises:
       MissingRuleError: a primitive without a rule, if `unknown` is "error".
       SpecError: a pin that cannot be kept.
     """
-    if unknown not in ("error", "replicate"):
-        raise SpecError(f"unknown={unknown!r} is neither 'error' nor 'replicate'")
-    clock = StageClock()
-    clock.seconds["trace"] = trace_s
-    real = MeshAxes.of({n: s for n, s in mesh.shape.items() if s > 1})
-    gradient = gradient_program(traced, gradient_of, mesh) if gradient_of else None
+    if request.unknown not in ("error", "replicate"):
+        raise SpecError(f"unknown={request.unknown!r} is neither 'error' nor 'replicate'")
+    program, target = request.program, request.target
+    stages = Stages(request.title)
+    gradient = gradient_program(program.traced, request.gradient_of, target.axes) if request.gradient_of else None
+    stages.done("trace", program.traced if gradient is None else gradient.traced, also_s=program.trace_s)
+    of_gradient = None if gradient is None else graphs.build(gradient.traced.jaxpr, target.compiler.platform)
+    graph = stages.done("graph", of_gradient or program.graph(target.compiler.platform))
+    return _priced(request, gradient, graph, stages)
+
+
+def _priced(request: PlanRequest, gradient: GradientProgram | None, graph: Graph, stages: Stages) -> SearchSpace:
+    """Prices every choice of a graph's decisions on the request's target."""
+    traced, shardings, target = request.program.traced, request.shardings, request.target
     priced = traced if gradient is None else gradient.traced
-    clock.lap("trace")
-    if graph is None or gradient is not None:
-        graph = graphs.build(priced.jaxpr, compiler.platform)
-    clock.lap("graph")
-    real = search_mesh(graph, rules_of(graph.eqns, unknown=unknown), real, _asked(graph, wanted, priced))
+    mesh = target.axes
+    real = MeshAxes.of({n: s for n, s in mesh.shape.items() if s > 1})  # axes of size 1 decide nothing
+    rules = rules_of(graph.eqns, unknown=request.unknown)
+    real = search_mesh(graph, rules, real, _asked(graph, shardings, priced))
     held: dict[int, int] = {}
     if gradient is None:
-        tied = ties(traced, wanted.donated)
+        tied = ties(traced, shardings.donated)
     else:
         tied = {gradient.first_gradient + k: i for k, i in enumerate(gradient.gradient_of)}
         held = dict.fromkeys(gradient.gradient_of, OPTIMIZER_BYTES)
     input_pins = {
-        i: _pinned(s, priced.in_avals[i].shape, mesh, real, traced.in_paths[i]) for i, s in wanted.inputs.items()
+        i: _pinned(s, priced.in_avals[i].shape, mesh, real, traced.in_paths[i]) for i, s in shardings.inputs.items()
     }
     output_pins = {
         i: _pinned(s, priced.out_avals[i].shape, mesh, real, f"output {priced.out_paths[i]}")
-        for i, s in wanted.outputs.items()
+        for i, s in shardings.outputs.items()
     }
     for output, position in tied.items():
         if position in input_pins and output in output_pins:
             input_pins[position] = np.intersect1d(input_pins[position], output_pins[output])
             if not len(input_pins[position]):
                 raise SpecError(
-                    f"{traced.in_paths[position]}: asked for in {wanted.inputs[position]}, "
-                    f"but the output that replaces it in {wanted.outputs[output]}"
+                    f"{traced.in_paths[position]}: asked for in {shardings.inputs[position]}, "
+                    f"but the output that replaces it in {shardings.outputs[output]}"
                 )
-    resharder = Resharder(real, machine, outermost=compiler.collectives_along_outermost_only)
+    resharder = Resharder(real, target.machine, outermost=target.compiler.collectives_along_outermost_only)
     required = Requirements(
         tied=tied,
-        donated=wanted.donated,
+        donated=shardings.donated,
         inputs=input_pins,
         outputs=output_pins,
         equations=_own_constraints(graph, mesh, real),
         held_bytes=held,
     )
-    decisions = decide(graph, real, machine, compiler, required, unknown=unknown)
-    clock.lap("strategies")
+    decisions = decide(graph, real, target.machine, target.compiler, required, unknown=request.unknown)
+    stages.done("strategies", decisions)
     return SearchSpace(
-        traced=traced,
+        request=request,
         gradient=gradient,
         tied=tied,
         decisions=decisions,
         resharder=resharder,
-        compiler=compiler,
-        seconds=clock.seconds,
+        seconds=stages.seconds,
     )
 
 
@@ -185,11 +191,11 @@ def _pinned(spec: PartitionSpec, shape: tuple[int, ...], mesh: MeshAxes, real: M
     return codes
 
 
-def _asked(graph: graphs.Graph, wanted: RequestedShardings, priced: Traced) -> Iterator[Layout]:
+def _asked(graph: Graph, shardings: RequestedShardings, priced: Traced) -> Iterator[Layout]:
     """The layouts that the user asks for, or has written into a `shard_map`."""
-    for i, spec in wanted.inputs.items():
+    for i, spec in shardings.inputs.items():
         yield _fixed(spec, len(priced.in_avals[i].shape))
-    for o, spec in wanted.outputs.items():
+    for o, spec in shardings.outputs.items():
         yield _fixed(spec, len(priced.out_avals[o].shape))
     for eqn in graph.eqns:
         if eqn.primitive == "sharding_constraint":
@@ -207,7 +213,7 @@ def _fixed(spec: PartitionSpec, ndim: int) -> Layout:
     return Layout.from_spec(PartitionSpec(*entries), ndim)
 
 
-def _own_constraints(graph: graphs.Graph, mesh: MeshAxes, real: MeshAxes) -> dict[int, Codes]:
+def _own_constraints(graph: Graph, mesh: MeshAxes, real: MeshAxes) -> dict[int, Codes]:
     """The user's `with_sharding_constraint`s: equation → allowed codes."""
     return {
         e: _pinned(spec_of(eqn), eqn.results[0].shape, mesh, real, f"with_sharding_constraint at {eqn.where}")

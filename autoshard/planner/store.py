@@ -39,15 +39,15 @@ _LISTS = ("arguments", "results")  # of a key
 
 def key_of(question: PlanRequest, **options: Any) -> Key:
     """Everything that decides a plan: the program, its arguments, the machine, the request, the versions."""
-    traced, place = question.traced, question.place
+    traced, target = question.traced, question.target
     return {
         "program": question.digest,
         "arguments": [f"{p}: {a.dtype}{list(a.shape)}" for p, a in zip(traced.in_paths, traced.in_avals, strict=True)],
         "results": [f"{p}: {a.dtype}{list(a.shape)}" for p, a in zip(traced.out_paths, traced.out_avals, strict=True)],
-        "mesh": str(place.axes),
-        "device order": np.asarray(place.machine.device_order).ravel().tolist(),
-        "hardware": place.hardware.name,
-        "hardware file": place.hardware.digest,
+        "mesh": str(target.axes),
+        "device order": np.asarray(target.machine.device_order).ravel().tolist(),
+        "hardware": target.hardware.name,
+        "hardware file": target.hardware.digest,
         "memory limit": question.memory_bytes,
         "pins and donations": question.asked,
         "for the gradient of": list(question.gradient_of),
@@ -93,7 +93,7 @@ def misfits(record: PlanRecord, question: PlanRequest) -> list[str]:
     found = changes(have, key) or _not_kept(record, question)
     if not found and not record.emitted:  # made by an older version
         found += [f"no layout of {one}" for one in rewrite.not_laid_out(question.traced.jaxpr, record.pins)[:1]]
-    if not found and record.donated != tuple(sorted(question.wanted.donated)):
+    if not found and record.donated != tuple(sorted(question.shardings.donated)):
         found.append("pins and donations (the file contradicts itself)")
     return found
 
@@ -113,11 +113,11 @@ def check(record: PlanRecord, question: PlanRequest, source: object) -> None:
 
 def _not_kept(record: PlanRecord, question: PlanRequest) -> list[str]:
     """A requested layout that a plan for this request lacks: somebody has changed the file."""
-    wanted, traced = question.wanted, question.traced
+    asked, traced = question.shardings, question.traced
     if len(record.outputs) != len(traced.out_avals):
         return [f"outputs ({len(record.outputs)} → {len(traced.out_avals)})"]
-    pairs = [(record.inputs[i], spec) for i, spec in sorted(wanted.inputs.items())]
-    pairs += [(record.outputs[i], spec) for i, spec in sorted(wanted.outputs.items())]
+    pairs = [(record.inputs[i], spec) for i, spec in sorted(asked.inputs.items())]
+    pairs += [(record.outputs[i], spec) for i, spec in sorted(asked.outputs.items())]
     sizes = record.mesh.shape
     return [f"layout of {leaf.path} ({leaf.spec} → {spec})" for leaf, spec in pairs if not _allows(spec, leaf, sizes)]
 

@@ -82,8 +82,8 @@ def honoured(planned: PlanningResult, *, compiler: str | None = None) -> LayoutC
       CompilerMissingError: that compiler is not installed.
       ShardyError: propagation fails.
     """
-    setting, record = planned.setting, planned.record
-    if setting.gradient is not None:
+    space, record = planned.space, planned.record
+    if space.gradient is not None:
         raise VerifyError(
             "layouts are read back of the program that was planned, and this plan is for the gradient of a forward "
             "function: plan the train step itself, or pass for_grad=False"
@@ -94,12 +94,12 @@ def honoured(planned: PlanningResult, *, compiler: str | None = None) -> LayoutC
         pins=record.pins,
         donated=frozenset(record.donated),
     )
-    graph = setting.decisions.graph
+    graph = space.decisions.graph
     wanted = _planned_layouts(planned.assignment)
     if compiler is None:
         platform = devices.platform(record.hardware)
         found: Mapping[int, Layout | None] = propagated(
-            planned.traced, graph, setting.decisions.made, record.mesh, annotations, platform
+            planned.traced, graph, space.decisions.made, record.mesh, annotations, platform
         )
         source = "Shardy's propagation"
     else:

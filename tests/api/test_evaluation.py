@@ -319,9 +319,7 @@ def test_names_change_nothing_of_what_shardy_decides() -> None:
     shardings = jax.tree.map(lambda spec: NamedSharding(devices.abstract(MESH), spec), (in_specs, out_specs))
     jitted = jax.jit(fn, in_shardings=shardings[0], out_shardings=shardings[1], donate_argnums=0)
     written = passes.propagate(jitted.trace(*model("mlp-1k")[1]).lower(lowering_platforms=("cuda",)))
-    named = passes.propagate(
-        annotated(found.setting.priced, MESH, found.annotations).lower(lowering_platforms=("cuda",))
-    )
+    named = passes.propagate(annotated(found.space.priced, MESH, found.annotations).lower(lowering_platforms=("cuda",)))
     assert named.arguments == written.arguments
     assert named.results == written.results
     computed = [[(v.op, v.shape, v.layout) for v in p.values if v.op.startswith("stablehlo")] for p in (named, written)]

@@ -142,7 +142,7 @@ def test_a_whole_llama_needs_a_constraint_per_twenty_values(
     """At most; and so many per contraction, of about 380 that there are. Large batches need less: see `LOOP`."""
     devices = prod(size for _, size in axes)
     plan = of_model("llama3-8b", scan=True, remat="full", batch=devices, sequence=2048, axes=axes, hardware=hardware)
-    count, graph = plan.record.pins.count, plan.planned.setting.decisions.graph
+    count, graph = plan.record.pins.count, plan.planned.space.decisions.graph
     assert count <= most * contractions(plan)
     assert 20 * count <= len(graph.avals)
     few, all_ = plan.verify("gpu"), everything(plan).verify("gpu")

@@ -18,7 +18,7 @@ from autoshard.costs.strategies import WHOLE, decode
 from autoshard.ir.graph import Graph, build
 from autoshard.problem.decisions import layout_codes
 from autoshard.rules import rules_of
-from tests.programs import Program, setting_of
+from tests.programs import Program, space_of
 
 F32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 BF16 = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
@@ -193,7 +193,7 @@ def test_on_tpu_scores_that_are_split_along_the_vocabulary_die_before_the_backwa
     assert found.across[scores] == {1}
     assert found.soon[scores] < found.end[scores] == len(graph.eqns)
     program = Program(fn=step, args=args, names=("w", "x", "labels"))
-    setting, _ = setting_of(program, mesh={"x": 4}, hardware="tpu-v5e:2x2", compiler=XLA_TPU)
+    setting, _ = space_of(program, mesh={"x": 4}, hardware="tpu-v5e:2x2", compiler=XLA_TPU)
     late = [u for u in setting.decisions.usages if (u.start, u.end) == (found.soon[scores], found.end[scores])]
     assert late
     for use in late:

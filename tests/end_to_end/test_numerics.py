@@ -9,7 +9,7 @@ import pytest
 import autoshard
 from tests.assignments import random_choice, run
 from tests.float64 import exact
-from tests.programs import GPUS, MESH, TINY, Program, relative_error, setting_of, smallest
+from tests.programs import GPUS, MESH, TINY, Program, relative_error, smallest, space_of
 
 TOLERANCE = 1e-5  # relative to the largest entry of a leaf, in float32
 ROUNDING = 4  # times what one device is off itself: another order of sums rounds otherwise, and as far
@@ -70,7 +70,7 @@ def test_three_adamw_steps_of_the_optimum_are_those_of_one_device(name: str) -> 
 
 
 def check_random(program: Program, seeds: range) -> None:
-    setting, _ = setting_of(program)
+    setting, _ = space_of(program)
     flat = jax.tree.leaves(program.args)
     want, tolerance = truth(program)
     for seed in seeds:
@@ -87,7 +87,7 @@ def test_random_plans_of_a_gradient_compute_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_random_plans_of_an_adamw_step_compute_the_same(name: str) -> None:
     program = smallest(name, step=True)
-    setting, _ = setting_of(program)
+    setting, _ = space_of(program)
     flat = jax.tree.leaves(program.args)
     want = jax.jit(program.fn)(*program.args)
     for seed in range(2):

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.zoo import shapes
 from benchmarks.zoo.program import TINY
 from tests.assignments import random_choice, run
-from tests.programs import Program, setting_of
+from tests.programs import Program, space_of
 
 # Of a leaf's largest entry; float8 rounds either way where the order of a sum is another.
 TOLERANCE = {"fp8": 1e-1}
@@ -29,7 +29,7 @@ def numbers(tree: Any) -> list[Any]:
 def test_a_program_computes_under_a_random_plan_what_it_does_unsharded(name: str) -> None:
     made = getattr(shapes, name)(TINY)
     arguments = jax.jit(made.arguments)()
-    setting, _ = setting_of(Program(fn=made.step, args=arguments, names=tuple(f"a{i}" for i in range(len(arguments)))))
+    setting, _ = space_of(Program(fn=made.step, args=arguments, names=tuple(f"a{i}" for i in range(len(arguments)))))
     choice = random_choice(setting.decisions, setting.resharder, np.random.default_rng(0))
     got = run(setting, choice, jax.tree.leaves(arguments))
     want = numbers(jax.jit(made.step)(*arguments))

@@ -13,7 +13,7 @@ import pytest
 
 from tests import random_programs
 from tests.assignments import QUICK_COMPILE, random_choice, run
-from tests.programs import Program, setting_of
+from tests.programs import Program, space_of
 
 BATCH = 100  # programs compiled together
 BATCHES = 20
@@ -32,7 +32,7 @@ def batch_of(first: int) -> Program:
 
 def check(batch: int) -> None:
     program = batch_of(batch * BATCH)
-    setting, _ = setting_of(program)
+    setting, _ = space_of(program)
     choice = random_choice(setting.decisions, setting.resharder, np.random.default_rng(batch))
     want: Any = jax.jit(program.fn, compiler_options=QUICK_COMPILE)(*program.args)
     got = jax.tree.unflatten(jax.tree.structure(want), run(setting, choice, jax.tree.leaves(program.args)))

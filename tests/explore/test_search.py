@@ -174,9 +174,9 @@ def test_vary_needs_a_builder_and_chips_a_number() -> None:
 
 def test_state_is_donated_where_outputs_replace_it() -> None:
     trials = Trials(Task(target="models:linear_tiny", keywords=SMALL))
-    program = trials.program(Candidate(hardware="cpu:8", chips=8, mesh=(("data", 8),)))
-    assert program.bound.donated == frozenset({0})
-    assert program.parameters == 2 * 8 * 8
+    request = trials.request(Candidate(hardware="cpu:8", chips=8, mesh=(("data", 8),)))
+    assert {request.traced.argument_of[i] for i in request.shardings.donated} == {0}
+    assert trials.workload(request).parameters == 2 * 8 * 8
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from autoshard.ir import graph, rewrite, trace
 from autoshard.ir.graph import Graph
 from tests.assignments import random_choice, run
-from tests.programs import Program, relative_error, setting_of
+from tests.programs import Program, relative_error, space_of
 
 W = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32) / 4
 X = np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)
@@ -196,7 +196,7 @@ def test_evaluation_without_constraints_is_the_program(name: str) -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_random_plans_compute_the_program(name: str) -> None:
     fn, args = PROGRAMS[name]
-    setting, _ = setting_of(Program(fn=fn, args=args, names=("w", "x")))
+    setting, _ = space_of(Program(fn=fn, args=args, names=("w", "x")))
     want = jax.tree.leaves(jax.jit(fn)(*args))
     for seed in range(6):
         choice = random_choice(setting.decisions, setting.resharder, np.random.default_rng(seed))

@@ -265,7 +265,7 @@ def test_cudnn_attention_is_planned_without_cudnn() -> None:
     plan = autoshard.plan(
         gradients, q, kv, kv, mesh=MESH, hardware=GPUS, for_grad=False, in_shardings=spec, out_shardings=spec
     )
-    eqns = {e.primitive: rule_of(e) for e in plan.planned.setting.decisions.graph.eqns if "attention" in e.primitive}
+    eqns = {e.primitive: rule_of(e) for e in plan.planned.space.decisions.graph.eqns if "attention" in e.primitive}
     assert [e.rpartition("_")[0] for e in eqns] == ["dot_product_attention_fwd", "dot_product_attention_bwd"]
     for rule in eqns.values():
         assert [f.size for f in rule.factors if f.kind == "pass"] == [4, 4]

@@ -37,7 +37,7 @@ def test_what_lowers_to_nothing_lies_as_its_operand_and_needs_no_constraint() ->
         return jnp.exp(y - jax.lax.stop_gradient(jnp.max(y, axis=-1, keepdims=True)))
 
     plan = planned(softmax, X, W, in_shardings=(P("data"), P()), out_shardings=P("data"))
-    assert "stop_gradient" in {eqn.primitive for eqn in plan.planned.setting.decisions.graph.eqns}
+    assert "stop_gradient" in {eqn.primitive for eqn in plan.planned.space.decisions.graph.eqns}
     assert not plan.record.pins.made
 
 
@@ -94,7 +94,7 @@ def of_model(
 
 
 def contractions(plan: SolvedPlan) -> int:
-    eqns = plan.planned.setting.decisions.graph.eqns
+    eqns = plan.planned.space.decisions.graph.eqns
     return sum(eqn.primitive == "dot_general" for eqn in eqns)
 
 
@@ -117,7 +117,7 @@ EXPERTS = ("mixtral-8x7b", {"layers": 1, "batch": 8, "sequence": 1024})
 def test_few_constraints_do_what_all_do(name: str, fields: dict[str, Any], least: int) -> None:
     plan = of_model(name, **fields)
     assert least * plan.record.pins.count <= contractions(plan)
-    d, record = plan.planned.setting.decisions, plan.record
+    d, record = plan.planned.space.decisions, plan.record
     annotations = Annotations(
         inputs={i: leaf.spec for i, leaf in enumerate(record.inputs)},
         outputs={i: leaf.spec for i, leaf in enumerate(record.outputs)},

@@ -16,6 +16,7 @@ import autoshard
 from autoshard import PlanFileError, PlanMismatchError, SpecError
 from autoshard.planner import pipeline
 from autoshard.planner.record import write
+from autoshard.planner.request import PlanRequest
 from autoshard.planner.store import cache_at, changes
 from tests.programs import GPUS, MESH
 
@@ -42,9 +43,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     real = pipeline.solve_request
 
-    def make(*args: Any, **kwargs: Any) -> Any:
-        names.append(kwargs["name"])
-        return real(*args, **kwargs)
+    def make(request: PlanRequest, *args: Any, **kwargs: Any) -> Any:
+        names.append(request.name)
+        return real(request, *args, **kwargs)
 
     monkeypatch.setattr(pipeline, "solve_request", make)
     return names

@@ -29,14 +29,14 @@ from autoshard.problem.symmetry import fold
 from autoshard.rules import rules_of
 from autoshard.solver import evaluate, solve
 from tests.assignments import random_choice
-from tests.programs import TINY, Program, setting_of, smallest
+from tests.programs import TINY, Program, smallest, space_of
 
 SEEDS = range(5)
 
 
 @cache
 def setting(name: str, *, step: bool = False, compiler: CompilerModel = XLA_CPU) -> SearchSpace:
-    return setting_of(smallest(name, step=step), compiler=compiler)[0]
+    return space_of(smallest(name, step=step), compiler=compiler)[0]
 
 
 @cache
@@ -108,7 +108,7 @@ def test_what_is_gathered_for_two_uses_costs_twice() -> None:
         return x @ w
 
     arrays = (jnp.ones((64, 64)),) * 2
-    of, _ = setting_of(Program(fn=program, args=arrays, names=("w", "x")), compiler=XLA_TPU)
+    of, _ = space_of(Program(fn=program, args=arrays, names=("w", "x")), compiler=XLA_TPU)
     made = formulate(of.decisions, of.resharder, memory_bytes=None, folded=False)
     assert {edge.times for edge in of.decisions.edges if edge.value == of.decisions.graph.inputs[0]} == {1, 2}
     twice = 0
@@ -201,7 +201,7 @@ def test_a_gradient_beside_loops_is_reduced_behind_them() -> None:
 
     w = {"layers": jnp.ones((4, 32, 32)), "head": jnp.ones((32, 64))}
     program = Program(fn=step, args=(w, jnp.ones((128, 32))), names=("w", "x"))
-    d = setting_of(program, compiler=XLA_TPU)[0].decisions
+    d = space_of(program, compiler=XLA_TPU)[0].decisions
     backward = max(e for e, loop in enumerate(d.graph.loop_of) if loop)
     (head,) = (
         e
@@ -223,7 +223,7 @@ def classes(order: str, names: str = "pqr") -> Counter[int]:
     w = {name: jax.ShapeDtypeStruct((16, 32), jnp.float32) for name in names}
     x = jax.ShapeDtypeStruct((64, 16), jnp.float32)
     program = Program(fn=lambda w, x: jax.grad(towers)(w, x, order), args=(w, x), names=("w", "x"))
-    return Counter(len(members) for members in fold(setting_of(program)[0].decisions).members)
+    return Counter(len(members) for members in fold(space_of(program)[0].decisions).members)
 
 
 def test_the_order_of_equations_plays_no_part_in_folding() -> None:
@@ -336,7 +336,7 @@ def test_partial_sums_flow_through_additions_alone() -> None:
         return a @ b + a @ c, 2 * (a @ b), (a @ b) - (a @ c)
 
     square = jax.ShapeDtypeStruct((16, 16), jnp.float32)
-    of, _ = setting_of(Program(fn=program, args=(square,) * 3, names=("a", "b", "c")))
+    of, _ = space_of(Program(fn=program, args=(square,) * 3, names=("a", "b", "c")))
     d = of.decisions
     pending: dict[str, bool] = {}
     for e, eqn in enumerate(d.graph.eqns):
@@ -355,7 +355,7 @@ def test_the_sums_of_an_addition_are_finished_together(compiler: CompilerModel) 
         return jnp.sin(x @ w + y @ v)
 
     program = Program(fn=added, args=(jnp.ones((8, 8)),) * 4, names=("x", "w", "y", "v"))
-    decisions = setting_of(program, compiler=compiler)[0].decisions
+    decisions = space_of(program, compiler=compiler)[0].decisions
     graph = decisions.graph
     add = next(n for n, node in enumerate(decisions.nodes) if node.name == "add")
     terms = [edge for edge in decisions.edges if edge.v == add]
@@ -379,7 +379,7 @@ def test_what_is_moved_is_moved_on_the_smaller_side_of_a_cast() -> None:
         return (wide.astype(jnp.bfloat16) - a) * b
 
     half = jax.ShapeDtypeStruct((16, 16), jnp.bfloat16)
-    of, _ = setting_of(Program(fn=program, args=(half, half), names=("a", "b")))
+    of, _ = space_of(Program(fn=program, args=(half, half), names=("a", "b")))
     d = of.decisions
     chains = [[d.graph.eqns[e].primitive for e in node.equations] for node in d.nodes if isinstance(node, Chain)]
     assert sorted(chains) == [
@@ -415,7 +415,7 @@ def test_what_is_cast_is_pinned_on_the_way_that_is_promised() -> None:
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16, 512, 768), (768, 768)))
     v = jax.ShapeDtypeStruct((16, 512, 768), jnp.float32)
     mesh = {"data": 4, "model": 4}
-    of, _ = setting_of(
+    of, _ = space_of(
         Program(fn=program, args=(x, w, v), names=("x", "w", "v")), mesh=mesh, hardware="h100:2x8", compiler=XLA_GPU
     )
     differ = 0
@@ -440,7 +440,7 @@ def test_slices_in_a_row_are_pinned_once() -> None:
         return jnp.tanh(x) + v
 
     mesh, args = {"data": 4, "model": 2}, [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 2
-    of, _ = setting_of(Program(fn=program, args=tuple(args), names=("x", "v")), mesh=mesh, hardware="h100:1x8")
+    of, _ = space_of(Program(fn=program, args=tuple(args), names=("x", "v")), mesh=mesh, hardware="h100:1x8")
     (x, *_) = of.decisions.graph.inputs
     whole, both = (
         int(code)

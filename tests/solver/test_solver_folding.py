@@ -12,7 +12,7 @@ from autoshard.solver.presolve.memory_rows import rows_of
 from autoshard.solver.primal.local_search import LocalSearch
 from autoshard.solver.search import linearised
 from autoshard.solver.tuning import TUNED
-from tests.programs import TINY, setting_of, smallest
+from tests.programs import TINY, smallest, space_of
 
 TURNS = 20
 GAP = 1e-6  # of the folded solution
@@ -37,7 +37,7 @@ def improved(problem: Problem, choice: Int) -> int:
 
 @pytest.mark.parametrize("name", TINY)
 def test_unfolded_local_search_finds_nothing_better(name: str) -> None:
-    of = setting_of(smallest(name, step=True))[0]
+    of = space_of(smallest(name, step=True))[0]
     folded, flat = (formulate(of.decisions, of.resharder, memory_bytes=None, folded=f) for f in (True, False))
     assert folded.problem.nodes < flat.problem.nodes
     choice = folded.read(solve(folded.problem, time_limit_s=60.0, rel_gap=GAP).choice)

@@ -1,0 +1,132 @@
+"""Program: a call → its traced programs, each traced once and kept for every mesh.
+
+A `Call` binds a function to its arguments. A `Program` is what JAX traces of it, before any mesh, hardware or price.
+A program is traced again on another mesh only where it depends on the mesh (`ir.trace.depends_on_mesh`).
+
+One call may have several programs, of which the one with the fastest plan is taken: its *variants*, such as the numbers
+of parts of an `autoshard.accumulate`. A rewrite of the program adds its variants in `Call.variants`.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from autoshard.errors import SpecError
+from autoshard.ir import accumulation, arguments, trace
+from autoshard.ir import graph as graphs
+from autoshard.ir.arguments import Binding
+from autoshard.ir.graph import Graph
+from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.trace import Traced
+
+log = logging.getLogger("autoshard")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: what is costly is found when first asked for
+class Program:
+    """A traced program: no arguments' values, no mesh, no prices.
+
+    Attributes:
+      name: the function's.
+      traced: its jaxpr, with the path of every input and output.
+      trace_s: seconds that tracing took.
+      variant: what distinguishes it from the call's other programs, in words; empty for the first.
+    """
+
+    name: str
+    traced: Traced
+    trace_s: float = 0.0
+    variant: str = ""
+    _graphs: dict[str, Graph] = field(default_factory=dict[str, Graph], init=False)
+
+    def graph(self, platform: str) -> Graph:
+        """The program as equations over numbered values, as it runs on JAX's `platform`; built once."""
+        if platform not in self._graphs:
+            self._graphs[platform] = graphs.build(self.traced.jaxpr, platform)
+        return self._graphs[platform]
+
+    @cached_property
+    def depends_on_mesh(self) -> bool:
+        """Whether it is the call's program on the mesh that it was traced on alone."""
+        return trace.depends_on_mesh(self.traced)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call:
+    """A function bound to the arguments of one call; `program` and `variants` trace it when first asked to."""
+
+    name: str
+    bound: Binding
+    _programs: dict[tuple[int | None, MeshAxes], Program] = field(
+        default_factory=dict[tuple[int | None, MeshAxes], Program]
+    )
+
+    def program(self, axes: MeshAxes) -> Program:
+        """The call's program on a mesh, as the function says it."""
+        return self._program(None, axes)
+
+    def variants(self, axes: MeshAxes) -> Iterator[Program]:
+        """The programs that the planner chooses among on a mesh: usually one.
+
+        Several, where an `autoshard.accumulate` leaves open in how many parts it keeps the gradients.
+        """
+        first = self._program(1, axes)
+        yield first
+        if not accumulation.is_open(first.traced.jaxpr):
+            return
+        for parts in accumulation.choices(axes)[1:]:
+            try:
+                yield self._program(parts, axes)
+            except SpecError as error:  # the batch does not split into so many
+                log.debug("accumulation in %d parts: %s", parts, error)
+
+    def donating(self, donated: frozenset[int]) -> "Call":
+        """The same call, with these of its arguments donated."""
+        return replace(self, bound=replace(self.bound, donated=donated))
+
+    def _program(self, parts: int | None, axes: MeshAxes) -> Program:
+        """The program with open accumulations in so many parts; None: they are as outside of the planner."""
+        key = parts, axes
+        if key not in self._programs:
+            other = next((p for (count, _), p in self._programs.items() if count == parts), None)
+            reused = other is not None and not other.depends_on_mesh
+            self._programs[key] = other if other is not None and reused else self._trace(parts, axes)
+        return self._programs[key]
+
+    def _trace(self, parts: int | None, axes: MeshAxes) -> Program:
+        begin = time.perf_counter()
+        with nullcontext() if parts is None else accumulation.tried_parts(parts):
+            traced = trace.trace(self.bound.fn, self.bound.values, self.bound.names, axes)
+        variant = f"accumulated in {parts} parts" if parts is not None and parts > 1 else ""
+        return Program(name=self.name, traced=traced, trace_s=time.perf_counter() - begin, variant=variant)
+
+
+def bind(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
+) -> Call:
+    """Binds a function to the arguments of one call; numbers and names as in `jax.jit`.
+
+    Raises:
+      SpecError: a static or donated argument does not exist, or is both.
+    """
+    bound = arguments.bind(
+        fn,
+        args,
+        kwargs,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
+    )
+    return Call(name=getattr(fn, "__name__", type(fn).__name__), bound=bound)
