@@ -29,6 +29,7 @@ from autoshard.costs.strategies import layout_of
 from autoshard.errors import refusing_depth
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.gradient import emitted
+from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.trace import Traced
 from autoshard.planner import minimal_constraints
 from autoshard.planner.build_record import describe

@@ -167,7 +167,6 @@ def test_a_space_that_is_repriced_is_that_of_a_request_on_the_other_machine() ->
     assert again.decisions.graph is here.decisions.graph
     for one, other in zip(again.decisions.nodes, fresh.decisions.nodes, strict=True):
         assert (one.cost_ps == other.cost_ps).all()
-        assert list(one.codes if one.codes is not None else ()) == list(other.codes if other.codes is not None else ())
     costs = [formulate(s.decisions, s.resharder, memory_bytes=None).problem.edge_cost for s in (here, again, fresh)]
     assert (costs[1] == costs[2]).all()
     assert (costs[0] != costs[1]).any()

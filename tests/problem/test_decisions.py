@@ -11,7 +11,7 @@ from autoshard.backends.known_compilers import KNOWN
 from autoshard.backends.model import CompilerModel
 from autoshard.problem import decisions
 from autoshard.problem.decisions import Chain, Copy, Decision, Equation, Input, LayoutDecision, Output, layout_codes
-from tests.programs import setting_of, smallest
+from tests.programs import smallest, space_of
 
 FINAL = (Input, Chain, Equation, Copy, Output)
 BUILDERS = Path(autoshard.__file__).parent / "problem" / "decision_builders"
@@ -20,7 +20,7 @@ BUILDERS = Path(autoshard.__file__).parent / "problem" / "decision_builders"
 @pytest.mark.parametrize("compiler", KNOWN, ids=str)
 def test_every_choice_of_a_decision_has_its_price(compiler: CompilerModel) -> None:
     """Arrays are as long as what is chosen from; every input, output and copy is one of the right class."""
-    d = setting_of(smallest("tiny-gpt2", step=True), compiler=compiler)[0].decisions
+    d = space_of(smallest("tiny-gpt2", step=True), compiler=compiler)[0].decisions
     for node in d.nodes:
         assert type(node) in FINAL
         choices = len(node.strategies) if isinstance(node, Equation) else len(layout_codes(node))
@@ -35,7 +35,7 @@ def test_every_choice_of_a_decision_has_its_price(compiler: CompilerModel) -> No
 
 
 def test_an_edge_leads_from_where_its_value_is_made_or_kept() -> None:
-    d = setting_of(smallest("mlp-tiny", step=True))[0].decisions
+    d = space_of(smallest("mlp-tiny", step=True))[0].decisions
     for edge in d.edges:
         assert edge.u in {d.made[edge.value].node, *([d.kept[edge.value].node] if edge.value in d.kept else [])}
         assert (len(edge.source), len(edge.target)) == (len(d.nodes[edge.u]), len(d.nodes[edge.v]))
@@ -51,7 +51,7 @@ def test_kinds_differ_and_abstract_classes_have_none() -> None:
 
 
 def test_the_codes_of_an_equation_are_its_strategies() -> None:
-    d = setting_of(smallest("linear-tiny", step=False))[0].decisions
+    d = space_of(smallest("linear-tiny", step=False))[0].decisions
     node = next(node for node in d.nodes if isinstance(node, Equation))
     with pytest.raises(AssertionError):
         layout_codes(node)
