@@ -70,7 +70,7 @@ def _updates_early(graph: Graph, fuses: Sequence[bool]) -> list[int]:
     order = list(range(len(graph.eqns)))
     ready = [0] * len(graph.avals)
     for e, results in enumerate(graph.results):
-        if not graph.loop_of[e] and fuses[e] and not any(feeds[v] for v in results):
+        if not graph.eqn_loop[e] and fuses[e] and not any(feeds[v] for v in results):
             order[e] = max((ready[v] for v in graph.operands[e]), default=e)
         for v in results:
             ready[v] = order[e]
@@ -83,7 +83,7 @@ def deferred(graph: Graph) -> frozenset[int]:
     needed[[v for v in graph.outputs if graph.avals[v].ndim]] = True
     found: set[int] = set()
     for e in range(len(graph.eqns) - 1, -1, -1):
-        if graph.loop_of[e] or any(needed[v] for v in graph.results[e]):
+        if graph.eqn_loop[e] or any(needed[v] for v in graph.results[e]):
             needed[list(graph.operands[e])] = True
         else:
             found.add(e)
@@ -104,11 +104,11 @@ def feeding(graph: Graph) -> NDArray[np.bool_]:
 def loop_spans(graph: Graph) -> dict[int, tuple[int, int]]:
     """Loop → its first and last equation; of one that only hands constants on, the link that hands on the first."""
     spans: dict[int, tuple[int, int]] = {}
-    for e, loop in enumerate(graph.loop_of):
+    for e, loop in enumerate(graph.eqn_loop):
         if loop:
             spans[loop] = (spans.get(loop, (e, e))[0], e)
     for e, eqn in enumerate(graph.eqns):
-        loop = graph.loop[graph.operands[e][0]] if eqn.traits.leaves_loop else 0
+        loop = graph.value_loop[graph.operands[e][0]] if eqn.traits.leaves_loop else 0
         if loop:
             spans.setdefault(loop, (e, e))
     return spans

@@ -61,8 +61,8 @@ def is_pointwise(rule: ShardingRule) -> bool:
 
 def _free(graph: Graph, fuses: Sequence[bool]) -> frozenset[int]:
     """The free values. A loop's operand is none: it lies in memory while the loop runs, and has a layout."""
-    given, made_by = set(graph.inputs), graph.producers()
-    free = {v for v in graph.consumers() if v not in made_by and v not in given}
+    given, made_by = set(graph.inputs), graph.producers
+    free = {v for v in graph.consumers if v not in made_by and v not in given}
     read = {v for e, eqn in enumerate(graph.eqns) if eqn.traits.link for v in graph.operands[e]}
     read = {v for v in read if graph.avals[v].ndim and v in made_by}
     for e, fused in enumerate(fuses):

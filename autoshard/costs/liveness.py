@@ -84,7 +84,7 @@ def live_ranges(
       stores_quotients: as of the machine.
     """
     spans = loop_spans(graph)
-    made_by = graph.producers()
+    made_by = graph.producers
     taken = np.zeros(len(graph.avals), bool)
     stated: set[int] = set()
     alone: dict[int, int] = {}
@@ -107,7 +107,7 @@ def live_ranges(
     for e, results in enumerate(graph.results):
         begin = order[e]
         if graph.eqns[e].primitive == LOOP_STACK:
-            loop = graph.loop[graph.operands[e][0]]
+            loop = graph.value_loop[graph.operands[e][0]]
             begin = spans[loop][0] if loop else order[e]
         start[list(results)] = begin
 
@@ -159,7 +159,7 @@ def _find_overwritten(
 
     Values that one kernel reads twice, to reduce their rows first, are excluded.
     """
-    made_by = graph.producers()
+    made_by = graph.producers
     reads: dict[int, frozenset[int]] = {}  # value → the stored values that a fusion reads to compute it
     reduced: dict[int, frozenset[int]] = {}  # reduction → the values whose rows it reduces, if they are short
     found: set[int] = set()
@@ -187,7 +187,7 @@ def _find_overwritten(
 
 def _softmaxes(graph: Graph) -> Iterator[tuple[int, int]]:
     """Per softmax: the numerator, and the quotient (cast, if it is cast)."""
-    made_by, consumers = graph.producers(), graph.consumers()
+    made_by, consumers = graph.producers, graph.consumers
 
     def maker(value: int, *, through: bool = False) -> int:
         """The equation that makes a value (`through`: that makes its elements, under other names); -1 for none."""
@@ -306,10 +306,10 @@ def _last_uses(
     top of XLA:TPU's heap then, as if they had been there before, and keep their place in the program.
     """
     last = np.full(len(graph.avals), -1, np.int64)
-    feeds, made_by = feeding(graph), graph.producers()
+    feeds, made_by = feeding(graph), graph.producers
     following: dict[int, int] = {}  # loop → its next contraction in program order
     for e in range(len(graph.eqns) - 1, -1, -1):
-        when, loop = order[e], graph.loop_of[e]
+        when, loop = order[e], graph.eqn_loop[e]
         if graph.eqns[e].primitive in (LOOP_CONST, LOOP_SLICE):
             when = spans[loop][1]
         elif graph.eqns[e].traits.contraction:
@@ -330,7 +330,7 @@ def cast_ahead(graph: Graph) -> dict[int, tuple[int, int, int]]:
     Returns:
       Value → bytes per element of the cast, the first equation of these loops, and the last.
     """
-    spans, consumers = loop_spans(graph), graph.consumers()
+    spans, consumers = loop_spans(graph), graph.consumers
 
     def casts(value: int) -> list[int]:
         """Bytes per element of all that a value is read as."""
@@ -348,7 +348,7 @@ def cast_ahead(graph: Graph) -> dict[int, tuple[int, int, int]]:
         slices = [e for e, _ in consumers.get(value, ()) if graph.eqns[e].primitive == LOOP_SLICE]
         sizes = {size for e in slices for size in casts(graph.results[e][0])}
         if len(sizes) == 1 and 0 < (size := sizes.pop()) < graph.avals[value].itemsize:
-            loops = [spans[graph.loop_of[e]] for e in slices]
+            loops = [spans[graph.eqn_loop[e]] for e in slices]
             found[value] = (size, min(first for first, _ in loops), max(last for _, last in loops))
     return found
 
@@ -360,7 +360,7 @@ def in_place(graph: Graph, lasting: Container[int]) -> frozenset[int]:
       graph: the program.
       lasting: values that must not be overwritten: inputs that are not donated, and outputs.
     """
-    made_by, consumers = graph.producers(), graph.consumers()
+    made_by, consumers = graph.producers, graph.consumers
     found: set[int] = set()
     for e, operands in enumerate(graph.operands):
         value = operands[0] if operands else None

@@ -31,7 +31,7 @@ NONE = Accumulators(terms={}, totals=frozenset())
 
 def accumulators(graph: Graph) -> Accumulators:
     """The accumulators of a graph's loops."""
-    consumers, made_by = graph.consumers(), graph.producers()
+    consumers, made_by = graph.consumers, graph.producers
 
     def passed(value: int) -> int:
         """The last name of a value: follows renames and casts while there is one consumer."""

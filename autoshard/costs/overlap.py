@@ -126,7 +126,7 @@ class OverlapWindows:
 def overlap_windows(graph: Graph, compiler: CompilerModel) -> OverlapWindows:
     """The windows of a graph, as a compiler schedules it."""
     outer, inner = _outside(graph), _inside(graph)
-    outside = {v for v, loop in enumerate(graph.loop) if not loop}
+    outside = {v for v, loop in enumerate(graph.value_loop) if not loop}
     early, late = inner.early | (outer.early & outside), inner.late | (outer.late & outside)
     awaited = frozenset[int]()
     if compiler.waits_at_both_ends:
@@ -134,12 +134,12 @@ def overlap_windows(graph: Graph, compiler: CompilerModel) -> OverlapWindows:
         early -= awaited | _bucket(graph, early)
         late -= _last(graph, late)
     of_value: list[int | None] = []
-    for v, loop in enumerate(graph.loop):
+    for v, loop in enumerate(graph.value_loop):
         window = OUTSIDE + loop - 1 if loop else EARLY if v in early else LATE
         of_value.append(window if v in early or v in late else None)
     forward = _forward(graph, outer.late)
     of_equation = [
-        OUTSIDE + loop - 1 if loop else (EARLY if forward >> e & 1 else LATE) for e, loop in enumerate(graph.loop_of)
+        OUTSIDE + loop - 1 if loop else (EARLY if forward >> e & 1 else LATE) for e, loop in enumerate(graph.eqn_loop)
     ]
     count = OUTSIDE + graph.loops
     alone = tuple(((w, 1.0),) for w in range(count))
@@ -179,7 +179,7 @@ def _outside(graph: Graph) -> _Phases:
     feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if multiplies(eqn)}, inside=False)
     return _Phases(
         early=frozenset(range(len(graph.avals))) - after,
-        after=frozenset(v for v in after if not graph.loop[v]),
+        after=frozenset(v for v in after if not graph.value_loop[v]),
         late=frozenset(after - feeds),
     )
 
@@ -229,7 +229,7 @@ def _inside(graph: Graph) -> _Phases:
             if multiplies(eqn) or (not entering and any(o in after for o in graph.operands[e])):
                 after.add(v)
     feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if multiplies(eqn)}, inside=True)
-    inside = {v for v, loop in enumerate(graph.loop) if loop}
+    inside = {v for v, loop in enumerate(graph.value_loop) if loop}
     return _Phases(
         early=frozenset(inside - carried - after),
         after=frozenset(inside & after),
@@ -251,17 +251,20 @@ def _divide(graph: Graph, found: OverlapWindows, outer: _Phases, inner: _Phases)
             idle.add(e)
             late.add(e)
     urgent = frozenset(
-        v for within in (False, True) for v in _feeding(graph, others, inside=within) if bool(graph.loop[v]) == within
+        v
+        for within in (False, True)
+        for v in _feeding(graph, others, inside=within)
+        if bool(graph.value_loop[v]) == within
     )
     part: dict[int, int] = {}  # loop → its part
     for loop in sorted({homes[e] for e in late}):
         found, part[loop] = _add_part(found, loop)
     beside = _beside(graph, late, homes, urgent & (outer.after | inner.after))
     hidden = {v for v in inner.late | _joining(graph, inner) if found.of_value[v] is not None}
-    parted = beside | {v for v in hidden if graph.loop[v] in part}
+    parted = beside | {v for v in hidden if graph.value_loop[v] in part}
     return replace(
         found,
-        of_value=tuple(part[graph.loop[v]] if v in parted else window for v, window in enumerate(found.of_value)),
+        of_value=tuple(part[graph.value_loop[v]] if v in parted else window for v, window in enumerate(found.of_value)),
         of_equation=tuple(part[homes[e]] if e in late else window for e, window in enumerate(found.of_equation)),
         urgent=urgent,
         beside=beside,
@@ -296,14 +299,14 @@ def _add_loop_starts(graph: Graph, found: OverlapWindows, inner: _Phases, awaite
         body, new = OUTSIDE + loop - 1, found.count
         covers = ((new, 1.0), *found.covers[body])
         found = found.with_window(loop=loop, whole=found.whole[body], hides=((new, 1.0),), covers=covers, bucket=0)
-    before = {v for v, loop in enumerate(graph.loop) if loop} - inner.after
+    before = {v for v, loop in enumerate(graph.value_loop) if loop} - inner.after
     opening = {e for e, eqn in enumerate(graph.eqns) if not multiplies(eqn) and before.issuperset(graph.results[e])}
     opening -= found.idle
     waiting = awaited & inner.early
     return replace(
         found,
-        of_value=tuple(first + graph.loop[v] if v in waiting else w for v, w in enumerate(found.of_value)),
-        of_equation=tuple(first + graph.loop_of[e] if e in opening else w for e, w in enumerate(found.of_equation)),
+        of_value=tuple(first + graph.value_loop[v] if v in waiting else w for v, w in enumerate(found.of_value)),
+        of_equation=tuple(first + graph.eqn_loop[e] if e in opening else w for e, w in enumerate(found.of_equation)),
         idle=found.idle | opening,
     )
 
@@ -324,7 +327,7 @@ def _around_loops(graph: Graph, found: OverlapWindows, outer: _Phases, awaited: 
         for e, eqn in enumerate(graph.eqns)
         if _home(graph, e) == 0 and not multiplies(eqn) and outer.early.issuperset(graph.results[e])
     } - updates
-    waiting = {v for v in awaited & outer.early if not graph.loop[v]}
+    waiting = {v for v in awaited & outer.early if not graph.value_loop[v]}
     feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if multiplies(eqn)}, inside=False)
     for e, eqn in enumerate(graph.eqns):
         if not multiplies(eqn) and not feeds.isdisjoint(graph.results[e]) and awaited.isdisjoint(graph.results[e]):
@@ -391,7 +394,7 @@ def _updates(graph: Graph, outer: _Phases) -> frozenset[int]:
 
 def _home(graph: Graph, e: int) -> int:
     """The loop in whose trips an equation runs: a link out of a body runs in the body."""
-    return graph.loop[graph.operands[e][0]] if graph.eqns[e].primitive == LOOP_STACK else graph.loop_of[e]
+    return graph.value_loop[graph.operands[e][0]] if graph.eqns[e].primitive == LOOP_STACK else graph.eqn_loop[e]
 
 
 def _beside(graph: Graph, late: Set[int], homes: Sequence[int], urgent: Set[int]) -> frozenset[int]:
@@ -406,7 +409,7 @@ def _beside(graph: Graph, late: Set[int], homes: Sequence[int], urgent: Set[int]
             bits |= feeds.get(v, 0)
         for v in graph.operands[e]:
             feeds[v] = feeds.get(v, 0) | bits
-    return frozenset(v for v in urgent if everyone[graph.loop[v]] & ~feeds.get(v, 0))
+    return frozenset(v for v in urgent if everyone[graph.value_loop[v]] & ~feeds.get(v, 0))
 
 
 def _joining(graph: Graph, inner: _Phases) -> frozenset[int]:
@@ -414,7 +417,7 @@ def _joining(graph: Graph, inner: _Phases) -> frozenset[int]:
     joining: set[int] = set()
     for e in range(len(graph.eqns) - 1, -1, -1):
         eqn, results = graph.eqns[e], graph.results[e]
-        if not graph.loop_of[e] or multiplies(eqn) or eqn.traits.link:
+        if not graph.eqn_loop[e] or multiplies(eqn) or eqn.traits.link:
             continue
         meets = not inner.after.isdisjoint(results) and not inner.early.isdisjoint(graph.operands[e])
         if meets or not joining.isdisjoint(results):
@@ -430,7 +433,7 @@ def _last(graph: Graph, hides: Set[int]) -> frozenset[int]:
     """
     last: dict[int, int] = {}
     for e, eqn in enumerate(graph.eqns):
-        loop = graph.loop_of[e]
+        loop = graph.eqn_loop[e]
         if not multiplies(eqn) or (graph.loops and not loop):
             continue
         for v in graph.results[e]:
@@ -439,8 +442,8 @@ def _last(graph: Graph, hides: Set[int]) -> frozenset[int]:
     found = set(last.values()) | _deepest(graph, hides)
     hidden = hides - _new_state(graph)
     for operands, results in zip(graph.operands, graph.results, strict=True):
-        loops = {graph.loop[v] for v in operands if v in found}
-        found.update(v for v in results if v in hidden and graph.loop[v] in loops)
+        loops = {graph.value_loop[v] for v in operands if v in found}
+        found.update(v for v in results if v in hidden and graph.value_loop[v] in loops)
     return frozenset(found)
 
 
@@ -463,11 +466,11 @@ def _find_awaited(graph: Graph) -> frozenset[int]:
     There, the first contractions are those that follow no other, and an awaited value is needed by all of them.
     """
     first: dict[int, list[int]] = {}
-    before = _before(graph, {e for e, loop in enumerate(graph.loop_of) if not loop})
-    for e, (eqn, loop) in enumerate(zip(graph.eqns, graph.loop_of, strict=True)):
+    before = _before(graph, {e for e, loop in enumerate(graph.eqn_loop) if not loop})
+    for e, (eqn, loop) in enumerate(zip(graph.eqns, graph.eqn_loop, strict=True)):
         if multiplies(eqn) and (loop not in first if loop else not before[e]):
             first.setdefault(loop, []).append(e)
-    made_by = graph.producers()
+    made_by = graph.producers
     needed = [[_sources(graph, e, made_by) for e in contractions] for contractions in first.values()]
     return frozenset().union(*(frozenset.intersection(*sets) for sets in needed))
 
@@ -479,7 +482,7 @@ def _bucket(graph: Graph, early: Set[int]) -> frozenset[int]:
     """
     found: set[int] = set()
     left = BUCKET_BYTES
-    made_by = graph.producers()
+    made_by = graph.producers
     for e, eqn in enumerate(graph.eqns):
         if graph.loops or not multiplies(eqn):
             continue
@@ -497,7 +500,7 @@ def _sources(graph: Graph, e: int, made_by: Mapping[int, tuple[int, int]]) -> fr
     left = list(graph.operands[e])
     while left:
         value = left.pop()
-        if value in found or graph.loop[value] != graph.loop_of[e]:
+        if value in found or graph.value_loop[value] != graph.eqn_loop[e]:
             continue
         found.add(value)
         left.extend(graph.operands[made_by[value][0]] if value in made_by else ())

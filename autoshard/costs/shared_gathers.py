@@ -53,7 +53,7 @@ def doubtful(graph: Graph) -> frozenset[int]:
 def _uses(graph: Graph) -> Iterator[tuple[int, list[tuple[int, int]]]]:
     """Every value that contractions use: these and their heights, the highest first."""
     heights = _heights(graph)
-    for value, uses in graph.consumers().items():
+    for value, uses in graph.consumers.items():
         equations = sorted({e for e, _ in uses if graph.eqns[e].traits.contraction}, key=lambda e: -heights[e])
         yield value, [(e, heights[e]) for e in equations]
 
@@ -64,9 +64,9 @@ def _heights(graph: Graph) -> Sequence[int]:
     Constraints are no instructions of the partitioned program.
     """
     heights = [0] * len(graph.eqns)
-    consumers = graph.consumers()
+    consumers = graph.consumers
     for e in range(len(graph.eqns) - 1, -1, -1):
-        users = {u for v in graph.results[e] for u, _ in consumers.get(v, ()) if graph.loop_of[u] == graph.loop_of[e]}
+        users = {u for v in graph.results[e] for u, _ in consumers.get(v, ()) if graph.eqn_loop[u] == graph.eqn_loop[e]}
         own = graph.eqns[e].primitive != CONSTRAINT
         heights[e] = max((heights[u] for u in users), default=0) + own
     return heights

@@ -262,7 +262,7 @@ class _Names:
 
     def __init__(self, record: PlanRecord, graph: Graph) -> None:
         of_input = {v: i for i, v in enumerate(graph.inputs) if i < len(record.inputs)}
-        made_by = graph.producers()
+        made_by = graph.producers
         root: dict[int, int] = {}  # value → the input that it is
         for v in range(len(graph.avals)):
             at = v

@@ -125,7 +125,7 @@ def _explain_class(planned: PlanningResult, c: int, nodes: Sequence[int]) -> Exp
     where = d.nodes[node].where
     if not where:
         values = [v for i, v in enumerate(d.graph.inputs) if d.inputs[i] == node]
-        users = [d.graph.eqns[e].where for v in values for e, _ in d.graph.consumers().get(v, ())]
+        users = [d.graph.eqns[e].where for v in values for e, _ in d.graph.consumers.get(v, ())]
         where = next((w for w in users if w != "<unknown>"), "")
     others: list[tuple[str, float]] = []
     for k in range(size):

@@ -305,7 +305,7 @@ def divided(planned: PlanningResult, loops: "Loops", times: float) -> Shares:
     spent: dict[str, float] = {"layers": 0.0, "ends": 0.0, "once": 0.0}
     for n, node in enumerate(d.nodes):
         if node.equations:
-            spent[loops.share(d.graph.loop_of[node.equations[0]])] += assignment.node_s(n)
+            spent[loops.share(d.graph.eqn_loop[node.equations[0]])] += assignment.node_s(n)
     for row, waited_s in assignment.waits():
         by_trips, window = loops.share_of_trips(row.trips), row.window
         spent[by_trips if window is None else loops.share(d.windows.loops[window])] += waited_s + row.work_s * row.trips
@@ -353,12 +353,12 @@ class Loops:
         inside: dict[int, int] = {}
         trips: dict[int, int] = {}
         spans: dict[int, tuple[int, int]] = {}
-        for e, loop in enumerate(graph.loop_of):
+        for e, loop in enumerate(graph.eqn_loop):
             if loop:
                 spans[loop] = (spans.get(loop, (e, e))[0], e)
                 trips[loop] = graph.runs(e)
             if graph.eqns[e].traits.enters_loop:
-                inside[loop] = graph.loop[graph.operands[e][0]]
+                inside[loop] = graph.value_loop[graph.operands[e][0]]
         outer = next((k for k, n in sorted(trips.items()) if not inside.get(k) and n == microbatches), 0)
         inner = tuple(k for k, n in sorted(trips.items()) if inside.get(k) == outer and n == microbatches * layers)
         if not outer or len(inner) < 2:
@@ -368,7 +368,7 @@ class Loops:
             )
         of_batch: set[int] = set()
         for e, eqn in enumerate(graph.eqns):
-            begins = eqn.primitive == LOOP_SLICE and graph.loop_of[e] == outer
+            begins = eqn.primitive == LOOP_SLICE and graph.eqn_loop[e] == outer
             if begins or any(v in of_batch for v in graph.operands[e]):
                 of_batch.update(graph.results[e])
         return cls(
@@ -376,7 +376,7 @@ class Loops:
             inner=inner,
             inside=inside,
             spans=spans,
-            of_batch=frozenset(v for v in of_batch if graph.loop[v] == outer),
+            of_batch=frozenset(v for v in of_batch if graph.value_loop[v] == outer),
             microbatches=microbatches,
             layers=layers,
         )
@@ -420,7 +420,7 @@ class Loops:
         carried = [
             graph.results[e][0]
             for e, eqn in enumerate(graph.eqns)
-            if eqn.primitive == LOOP_CARRY and graph.loop_of[e] == self.inner[0]
+            if eqn.primitive == LOOP_CARRY and graph.eqn_loop[e] == self.inner[0]
         ]
         value = max(carried, key=lambda v: graph.avals[v].nbytes)
         code = assignment.made(value)

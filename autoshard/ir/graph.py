@@ -20,6 +20,7 @@ Names and barriers are skipped.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -95,14 +96,14 @@ class Eqn:
         return traits_of(self.primitive)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, for what is worked out once
 class Graph:
     """Equations in program order over values 0, 1, 2 and so on.
 
     `operands[e]` and `results[e]` are the value ids of equation e; `takes[e][i]` and
     `makes[e][i]` are the places where `ir.rewrite` meets them. A value that no equation makes is an input
-    or a constant. `trips[v]` is how often value v is made, `loop[v]` the innermost loop
-    body that it belongs to (0: none; bodies are numbered from 1), `loop_of[e]` that of
+    or a constant. `trips[v]` is how often value v is made, `value_loop[v]` the innermost
+    loop body that it belongs to (0: none; bodies are numbered from 1), `eqn_loop[e]` that of
     an equation (a link into a body belongs to the body). `again_of[e]` numbers the
     `jax.checkpoint` call whose equations, e among them, are computed again for the backward
     pass; calls are numbered from 1, and 0 means none.
@@ -113,10 +114,10 @@ class Graph:
     results: tuple[tuple[int, ...], ...]
     takes: tuple[tuple[Spot, ...], ...]
     makes: tuple[tuple[Spot, ...], ...]
-    loop_of: tuple[int, ...]
+    eqn_loop: tuple[int, ...]
     again_of: tuple[int, ...]
     trips: tuple[int, ...]
-    loop: tuple[int, ...]
+    value_loop: tuple[int, ...]
     loops: int
     avals: tuple[Aval, ...]
     inputs: tuple[int, ...]
@@ -134,11 +135,13 @@ class Graph:
         """How often equation e runs; a link runs as often as the body that it belongs to."""
         return max((self.trips[v] for v in (*self.operands[e], *self.results[e])), default=1)
 
-    def producers(self) -> dict[int, tuple[int, int]]:
+    @cached_property
+    def producers(self) -> Mapping[int, tuple[int, int]]:
         """Value → (equation, result position)."""
         return {v: (e, i) for e, values in enumerate(self.results) for i, v in enumerate(values)}
 
-    def consumers(self) -> dict[int, list[tuple[int, int]]]:
+    @cached_property
+    def consumers(self) -> Mapping[int, Sequence[tuple[int, int]]]:
         """Value → [(equation, operand position), …] in program order."""
         found: dict[int, list[tuple[int, int]]] = {}
         for e, values in enumerate(self.operands):
@@ -163,7 +166,7 @@ class Graph:
         view: nx.DiGraph = nx.DiGraph()
         for e, eqn in enumerate(self.eqns):
             view.add_node(e, primitive=eqn.primitive, where=eqn.where)
-        made_by = self.producers()
+        made_by = self.producers
         for e, values in enumerate(self.operands):
             for v in values:
                 if v in made_by:
@@ -234,7 +237,7 @@ class _Builder:
         self.results: list[tuple[int, ...]] = []
         self.takes: list[tuple[Spot, ...]] = []
         self.makes: list[tuple[Spot, ...]] = []
-        self.loop_of: list[int] = []
+        self.eqn_loop: list[int] = []
         self.again_of: list[int] = []
         self.again = 0  # the call that the walk is in
         self.agains = 0
@@ -280,7 +283,7 @@ class _Builder:
         self.results.append(tuple(results))
         self.takes.append(tuple(takes))
         self.makes.append(tuple(makes))
-        self.loop_of.append(loop)
+        self.eqn_loop.append(loop)
         self.again_of.append(self.again)
 
     def walk(self, closed: Any, args: Sequence[int], path: Path, scope: _Scope) -> list[int]:
@@ -457,10 +460,10 @@ class _Builder:
             results=tuple(self.results[e] for e in keep),
             takes=tuple(self.takes[e] for e in keep),
             makes=tuple(self.makes[e] for e in keep),
-            loop_of=tuple(self.loop_of[e] for e in keep),
+            eqn_loop=tuple(self.eqn_loop[e] for e in keep),
             again_of=tuple(self.again_of[e] for e in keep),
             trips=tuple(scope.trips for scope in self.scopes),
-            loop=tuple(scope.loop for scope in self.scopes),
+            value_loop=tuple(scope.loop for scope in self.scopes),
             loops=self.loops,
             avals=tuple(self.avals),
             inputs=tuple(inputs),

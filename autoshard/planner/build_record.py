@@ -145,7 +145,7 @@ def forward_pins(space: SearchSpace, assignment: Assignment) -> Constraints:
     """
     d = assignment.decisions
     crossing = {edge.value for edge in d.edges}
-    producers = d.graph.producers()
+    producers = d.graph.producers
     made: dict[tuple[graphs.Path, int], Specs] = {}
     at: dict[int, graphs.Path] = {}  # kernel → its own path: the longest, others are of calls around it
     for key, value in marks(d.graph.named).items():

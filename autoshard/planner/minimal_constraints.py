@@ -349,7 +349,7 @@ def _reshaped(graph: Graph) -> frozenset[int]:
     XLA:TPU reshapes the operand in place of the result before it partitions, and so gathers it once more
     (of grouped-query attention the output projection, where its operand's gradient is split into groups).
     """
-    users = graph.consumers()
+    users = graph.consumers
     return frozenset(
         v
         for e, eqn in enumerate(graph.eqns)

@@ -48,10 +48,8 @@ class Assignment:
     decisions: Decisions
     resharder: Resharder
     choice: NDArray[np.int64]
-    _ports: dict[tuple[int, int], Port | None] = field(default_factory=dict)
-    _uses: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    _producers: dict[int, tuple[int, int]] = field(default_factory=dict)
-    _moved: dict[int, Aval] = field(default_factory=dict)
+    _ports: dict[tuple[int, int], Port | None] = field(init=False, repr=False, default_factory=dict)
+    _moved: dict[int, Aval] = field(init=False, repr=False, default_factory=dict)
 
     def _code(self, port: Port) -> int:
         return int(port.codes[self.choice[port.node]])
@@ -123,18 +121,13 @@ class Assignment:
         return bool(onto) and not onto.isdisjoint(self._batch(value))
 
     def _lookup(self, value: int) -> bool:
-        e, _ = self._producer(value)
+        e, _ = self.decisions.graph.producers[value]
         return self.decisions.graph.eqns[e].primitive == GATHER
-
-    def _producer(self, value: int) -> tuple[int, int]:
-        if not self._producers:
-            self._producers.update(self.decisions.graph.producers())
-        return self._producers[value]
 
     def _batch(self, value: int) -> set[int]:
         """The dimensions of a pending sum that all operands of its contraction have."""
         d = self.decisions
-        e, position = self._producer(value)
+        e, position = d.graph.producers[value]
         rule = d.rules[e]
         decision = d.nodes[d.node_of[e]]
         if isinstance(decision, Equation) and decision.body is not None:
@@ -160,9 +153,7 @@ class Assignment:
             return made
         if value in self.decisions.apart and self.reduced(made, value) and self._communicates(value, made, kept):
             return made
-        if not self._uses:
-            self._uses.update(self.decisions.graph.consumers())
-        uses = self._uses.get(value, ())
+        uses = self.decisions.graph.consumers.get(value, ())
         if self._is_input(value):
             as_came = any(self.taken(e, i) == made for e, i in uses)
             return made if as_came and not self._communicates(value, kept, made) else kept
@@ -212,7 +203,7 @@ class Assignment:
         """
         found: dict[tuple[int, int], tuple[int, ...]] = {}
         d = self.decisions
-        uses = d.graph.consumers()
+        uses = d.graph.consumers
         for value in d.kept:
             kept = self.kept(value)
             assert kept is not None  # copies have codes

@@ -43,7 +43,7 @@ class MemoryUsageBuilder:
         """
         self.graph, self.mesh, self.lives, self._before = graph, mesh, lives, before
         self._traits, self._windows, self._compiler = traits, windows, compiler
-        self._made_by, self._spans = graph.producers(), loop_spans(graph)
+        self._made_by, self._spans = graph.producers, loop_spans(graph)
         self._waiting = Counter[int]()  # gradients that are put off, by the equation that they are made before
         self._nbytes: dict[tuple[int, int, int, str], NDArray[np.int64]] = {}
 

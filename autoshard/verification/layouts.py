@@ -116,7 +116,7 @@ def honoured(planned: PlanningResult, *, compiler: str | None = None) -> LayoutC
         assert compiled.after_propagation is not None  # asked for
         found = _read_dump(hlo.read(compiled.after_propagation), graph, record)
         source = f"{compiled.compiler} ({compiled.version}) after its Shardy pass"
-    makers = graph.producers()
+    makers = graph.producers
     unkept = [
         _find_unkept(planned.assignment, record, v, layouts[0], found[v], makers)
         for v, layouts in wanted.items()

@@ -334,7 +334,7 @@ class Places:
         if graph is not None:
             for eqn, spots in zip(graph.eqns, graph.makes, strict=True):
                 self._equations[spots[0][0]] = (eqn.primitive, eqn.where)
-            uses = graph.consumers()
+            uses = graph.consumers
             for value in graph.inputs:
                 taken = uses.get(value)
                 while taken and graph.eqns[taken[0][0]].traits.cast:

@@ -102,7 +102,7 @@ def test_a_whole_gradient_is_made_before_as_much_is_gathered_again(scores: int) 
     if scores > 4 * WIDTH:
         assert made == len(graph.eqns) - 1
     else:
-        users = graph.consumers()
+        users = graph.consumers
         uses = [sorted(e for e, _ in users.get(v, ())) for v in graph.inputs]
         far = [e for first, *later in filter(None, uses) for e in later if e - first > NEAR]
         assert made < max(e for e in far if graph.eqns[e].primitive in ("dot_general", "transpose"))

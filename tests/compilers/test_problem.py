@@ -36,7 +36,7 @@ def test_a_gpu_moves_the_narrow_side_of_a_widening_cast(made: Callable[..., Any]
     rows, whole = (NamedSharding(devices.abstract(mesh), P(*spec)) for spec in (("x", None), (None, None)))
     args = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((), jnp.float32)
     graph = build(jax.make_jaxpr(made)(*args), "cpu")
-    assert narrow_side(graph, graph.producers(), graph.outputs[0]).dtype == moved
+    assert narrow_side(graph, graph.producers, graph.outputs[0]).dtype == moved
 
     def gathered(w: jax.Array, s: jax.Array) -> jax.Array:
         pinned = jax.lax.with_sharding_constraint(made(w, s), rows)

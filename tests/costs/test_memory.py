@@ -75,7 +75,7 @@ def test_a_loop_holds_what_it_reads_and_what_it_stacks() -> None:
         return jax.lax.scan(one, x, stack + 1.0)
 
     graph, found = lived(layers, F32((8, 8)), F32((4, 8, 8)))
-    inside = [e for e, loop in enumerate(graph.loop_of) if loop]
+    inside = [e for e, loop in enumerate(graph.eqn_loop) if loop]
     (weights,) = results(graph, "add")
     assert found.end[weights] == inside[-1] + 1
     (stacked,) = results(graph, "loop_stack")
@@ -142,7 +142,7 @@ def test_on_tpu_a_state_is_updated_when_its_gradient_is_there() -> None:
         return [w - 0.1 * g for w, g in zip(weights, gradient, strict=True)], value
 
     graph, found = lived(step, [F32((16, 16))] * 4, F32((64, 16)), compiler=XLA_TPU)
-    made_by, products = graph.producers(), [e for e, eqn in enumerate(graph.eqns) if eqn.traits.contraction]
+    made_by, products = graph.producers, [e for e, eqn in enumerate(graph.eqns) if eqn.traits.contraction]
     updates = [v for v in graph.outputs if graph.avals[v].ndim]
     for v in updates:
         begin = int(found.start[v])
@@ -214,7 +214,7 @@ def test_on_tpu_stacked_weights_are_cast_before_the_loops_that_slice_them() -> N
     names = dict(zip(graph.inputs, sorted(stack), strict=False))
     found = {names[v]: told for v, told in cast_ahead(graph).items()}
     assert set(found) == {"cast", "read"}
-    inside = [e for e, loop in enumerate(graph.loop_of) if loop]
+    inside = [e for e, loop in enumerate(graph.eqn_loop) if loop]
     assert found["cast"] == (2, inside[0], inside[-1])  # read by the forward loop and by the backward one
 
 
@@ -254,7 +254,7 @@ def test_a_softmax_is_written_beside_the_scores_unless_its_rows_are_long() -> No
     for columns, in_place in ((64, False), (65_536, True)):
         graph, found = lived(lambda x, w: jax.nn.softmax(x @ w) @ w.T, F32((64, 16)), F32((16, columns)))
         scores, last = results(graph, "dot_general")
-        softmax = graph.operands[graph.producers()[last][0]][0]
+        softmax = graph.operands[graph.producers[last][0]][0]
         assert found.stored[softmax]
         assert (found.end[scores] <= found.start[softmax]) == in_place
 

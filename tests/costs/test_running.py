@@ -58,7 +58,7 @@ def test_nothing_runs_before_what_it_is_computed_from() -> None:
     graph = traced(loss)
     when = run(graph, XLA_GPU)
     for e, operands in enumerate(graph.operands):
-        makers = [graph.producers()[v][0] for v in operands if v in graph.producers()]
+        makers = [graph.producers[v][0] for v in operands if v in graph.producers]
         assert all(when[maker] <= when[e] for maker in makers)
 
 

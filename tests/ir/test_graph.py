@@ -93,8 +93,8 @@ def test_producers_consumers_and_networkx_agree() -> None:
         return y @ W + jnp.cos(y) @ W
 
     made = graph_of(fn, X)
-    producers, view = made.producers(), made.networkx()
-    for value, uses in made.consumers().items():
+    producers, view = made.producers, made.networkx()
+    for value, uses in made.consumers.items():
         for e, i in uses:
             assert made.operands[e][i] == value
             if value in producers:

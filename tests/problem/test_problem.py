@@ -202,11 +202,11 @@ def test_a_gradient_beside_loops_is_reduced_behind_them() -> None:
     w = {"layers": jnp.ones((4, 32, 32)), "head": jnp.ones((32, 64))}
     program = Program(fn=step, args=(w, jnp.ones((128, 32))), names=("w", "x"))
     d = space_of(program, compiler=XLA_TPU)[0].decisions
-    backward = max(e for e, loop in enumerate(d.graph.loop_of) if loop)
+    backward = max(e for e, loop in enumerate(d.graph.eqn_loop) if loop)
     (head,) = (
         e
         for e, eqn in enumerate(d.graph.eqns)
-        if eqn.primitive == "dot_general" and eqn.results[0].shape in ((32, 64), (64, 32)) and not d.graph.loop_of[e]
+        if eqn.primitive == "dot_general" and eqn.results[0].shape in ((32, 64), (64, 32)) and not d.graph.eqn_loop[e]
     )
     assert max(u.end for u in d.usages if u.node == d.node_of[head]) == backward
 

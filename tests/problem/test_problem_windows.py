@@ -23,13 +23,13 @@ def test_a_gpu_runs_gradients_of_weights_while_those_of_activations_are_on_their
     graph = build(jax.make_jaxpr(jax.grad(loss))(w, jax.ShapeDtypeStruct((32, 16), jnp.float32)), "cpu")
     found = overlap_windows(graph, XLA_GPU)
     dots = [(e, graph.results[e][0]) for e, eqn in enumerate(graph.eqns) if eqn.primitive == "dot_general"]
-    forward, backward = (graph.loop_of[dots[i][0]] for i in (0, -1))
+    forward, backward = (graph.eqn_loop[dots[i][0]] for i in (0, -1))
     weights = [e for e, v in dots if graph.avals[v].shape in ((16, 8), (8, 16))]
-    (of_x,) = (v for _, v in dots if graph.loop[v] == backward and graph.avals[v].shape == (32, 16))
+    (of_x,) = (v for _, v in dots if graph.value_loop[v] == backward and graph.avals[v].shape == (32, 16))
     (part,) = {found.of_equation[e] for e in weights}
     assert found.whole[part] == found.whole[OUTSIDE + backward - 1]
     assert found.of_value[of_x] == part
-    assert [found.of_equation[e] for e, v in dots if graph.loop[v] == forward] == [OUTSIDE + forward - 1] * 2
+    assert [found.of_equation[e] for e, v in dots if graph.value_loop[v] == forward] == [OUTSIDE + forward - 1] * 2
     assert set(overlap_windows(graph, XLA_TPU).of_value) <= {*range(OUTSIDE + graph.loops), None}
 
 
@@ -159,7 +159,7 @@ def test_a_gpu_gathers_a_trips_first_weights_while_their_slices_and_the_norm_run
     assert found.bucket(up) == 0
     assert found.of_value[down] == OUTSIDE
     norm = [
-        i for i, eqn in enumerate(graph.eqns) if eqn.primitive in ("reduce_sum", "sqrt", "div") and graph.loop_of[i]
+        i for i, eqn in enumerate(graph.eqns) if eqn.primitive in ("reduce_sum", "sqrt", "div") and graph.eqn_loop[i]
     ]
     assert {found.of_equation[i] for i in (e, *norm)} == {opening}
     assert found.idle.issuperset((e, *norm))
@@ -197,7 +197,7 @@ def test_a_gpu_hides_nothing_behind_loops_that_communicate() -> None:
     assert "eq" in beside
     assert beside.isdisjoint({"dot_general", "tanh", "sub"})
 
-    outside = [e for e, eqn in enumerate(graph.eqns) if eqn.primitive == "dot_general" and not graph.loop_of[e]]
+    outside = [e for e, eqn in enumerate(graph.eqns) if eqn.primitive == "dot_general" and not graph.eqn_loop[e]]
     updates = [e for e, results in enumerate(graph.results) if set(results) & set(graph.outputs)]
     assert outside
     assert updates
@@ -241,7 +241,7 @@ def test_a_gpu_stacks_while_collectives_are_on_their_way() -> None:
     stacks = [e for e, eqn in enumerate(graph.eqns) if eqn.primitive == "loop_stack"]
     assert stacks
     for e in stacks:
-        loop = graph.loop[graph.operands[e][0]]
+        loop = graph.value_loop[graph.operands[e][0]]
         assert loop > 0
         assert found.loops[found.of_equation[e]] == loop
         assert e in found.idle
@@ -259,10 +259,10 @@ def test_a_gpu_hides_what_joins_a_chain_behind_late_work_alone() -> None:
     w = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in (("up", (4, 16, 8)), ("down", (4, 8, 16)))}
     graph = build(jax.make_jaxpr(jax.grad(loss))(w, jax.ShapeDtypeStruct((32, 16), jnp.float32)), "cpu")
     found = overlap_windows(graph, XLA_GPU)
-    backward = max(graph.loop_of)
+    backward = max(graph.eqn_loop)
     sliced = [
         found.of_value[results[0]]
-        for eqn, results, loop in zip(graph.eqns, graph.results, graph.loop_of, strict=True)
+        for eqn, results, loop in zip(graph.eqns, graph.results, graph.eqn_loop, strict=True)
         if eqn.primitive == "loop_slice" and loop == backward and eqn.results[0].shape == (32, 8)
     ]
     parts = {window for window in sliced if window is not None and APART in dict(found.covers[window]).values()}

@@ -36,7 +36,7 @@ def _connected(facts: GraphFacts) -> list[list[int]]:
             continue
         parent[e] = e
         for v, dims in zip(graph.operands[e], rule.operands, strict=True):
-            maker = facts.made_by.get(v, (-1, 0))[0]
+            maker = facts.graph.producers.get(v, (-1, 0))[0]
             cut = maker in parent and (widening(graph.eqns[maker]) < 0 or widening(graph.eqns[e]) > 0)
             if maker in parent and dims == rule.results[0] and not cut:
                 parent[find(maker)] = find(e)

@@ -42,7 +42,7 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
     """
     facts = draft.facts
     made = draft.nodes[port.node]
-    uses = facts.consumers.get(value, ())
+    uses = facts.graph.consumers.get(value, ())
     takers = _takers(draft, value, port, leaves)
     is_input = isinstance(made, Input)
     several = len(takers) > 1 or bool(takers and value in draft.summed)
@@ -72,7 +72,7 @@ def _takers(draft: Draft, value: int, port: Port, leaves: Sequence[Port]) -> lis
     """Who takes a value, equal ones once; not those that share its decision."""
     made = draft.nodes[port.node]
     found: dict[tuple[int, bytes], Port] = {}
-    for e, i in draft.facts.consumers.get(value, ()):
+    for e, i in draft.facts.graph.consumers.get(value, ()):
         taker = draft.taker(e, i)
         if taker is None or (taker.node == port.node and isinstance(made, Chain)):
             continue
@@ -117,7 +117,7 @@ def _last_name(draft: Draft, value: int, taker: Port) -> tuple[int, Port]:
         if not (facts.traits.flows[e] and graph.eqns[e].traits.renames):
             break
         (result,) = graph.results[e]
-        uses = facts.consumers.get(result, ())
+        uses = facts.graph.consumers.get(result, ())
         if len(uses) != 1 or result in graph.outputs:
             break
         onward = draft.taker(*uses[0])

@@ -103,5 +103,5 @@ def _total(facts: GraphFacts, value: int) -> tuple[Aval, int] | None:
 def _moved(facts: GraphFacts, value: int) -> Aval:
     """What is moved of a value: itself, or the narrow side of the cast that makes it, by the compiler."""
     if facts.compiler.moves_collectives_past_casts:
-        return narrow_side(facts.graph, facts.made_by, value)
+        return narrow_side(facts.graph, facts.graph.producers, value)
     return facts.graph.avals[value]

@@ -86,7 +86,7 @@ def _strategies(draft: Draft, of_shard_maps: bodies.Bodies, e: int) -> tuple[Bod
 
 def _live(facts: GraphFacts, e: int) -> list[bool]:
     """Which results of an equation anything takes."""
-    return [v in facts.consumers or v in facts.graph.outputs for v in facts.graph.results[e]]
+    return [v in facts.graph.consumers or v in facts.graph.outputs for v in facts.graph.results[e]]
 
 
 def _priced(facts: GraphFacts, e: int, strategies: Strategies, body: Body | None) -> _Price:
@@ -115,7 +115,7 @@ def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductio
     writes = [bool(facts.held[v]) for v in graph.results[e]]
     if eqn.traits.updates:
         writes = [e not in facts.in_place]
-    readers = sum(len(facts.consumers.get(v, ())) for v in graph.results[e])
+    readers = sum(len(facts.graph.consumers.get(v, ())) for v in graph.results[e])
     nbytes = compute.touched_bytes(eqn, strategies, facts.mesh, reads, writes, readers)
     touched_s = np.asarray(facts.machine.hbm_s(nbytes))
     if e not in facts.windows.idle:

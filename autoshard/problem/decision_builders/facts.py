@@ -1,6 +1,6 @@
 """Facts: what holds of a graph on a mesh, a machine and a compiler before anything is decided."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,7 +51,7 @@ class GraphFacts:
 
     `manual` is the mesh of the `shard_map` of which the graph is the body. `held`: values that lie in memory, be it
     under another name. `levels`: see `costs.fusion`. `in_place`: equations that may overwrite their first operand.
-    `apart`: value → groups of its uses that share no gather. `made_by`, `consumers`: as of the graph.
+    `apart`: value → groups of its uses that share no gather.
     """
 
     graph: Graph
@@ -70,8 +70,6 @@ class GraphFacts:
     levels: NDArray[np.int64]
     in_place: frozenset[int]
     apart: Mapping[int, tuple[tuple[int, ...], ...]]
-    made_by: Mapping[int, tuple[int, int]]
-    consumers: Mapping[int, Sequence[tuple[int, int]]]
 
     def decides(self, value: int) -> bool:
         """Whether a value has a layout to choose: it is not recomputed for free wherever it is needed."""
@@ -129,6 +127,4 @@ def facts_of(
         levels=levels(graph, traits.fuses),
         in_place=in_place(graph, lasting),
         apart=groups(graph) if compiler.regathers_far_uses else {},
-        made_by=graph.producers(),
-        consumers=graph.consumers(),
     )
