@@ -198,7 +198,7 @@ def _asked(graph: Graph, shardings: RequestedShardings, priced: Traced) -> Itera
     for o, spec in shardings.outputs.items():
         yield _fixed(spec, len(priced.out_avals[o].shape))
     for eqn in graph.eqns:
-        if eqn.primitive == "sharding_constraint":
+        if eqn.primitive == CONSTRAINT:
             yield _fixed(spec_of(eqn), eqn.results[0].ndim)
         elif eqn.primitive == SHARD_MAP:
             for spec, aval in zip(
