@@ -2,9 +2,9 @@
 
 Nothing is adopted: the program's own annotations (the shardings of its arguments, those
 of its `jax.jit`, its `with_sharding_constraint`s) are compiled as they are. A collective
-is *asked for* if the annotations say so: a constraint stands there, it sums what a split
-contraction or reduction leaves, or it gathers an argument that is stored split. Every
-other one moves a value because two layouts met that the program did not bring together.
+is *asked for* if the annotations say so: a constraint stands there, it finishes the sum of a
+split contraction or reduction, or it gathers an argument that is stored split. Every other
+collective moves a value between two layouts that the program itself does not connect.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +47,7 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Audit:
-    """What a hand-sharded program makes the compiler emit, and the best plan for the same mesh.
+    """The collectives that a compiler emits for a hand-sharded program, and the best plan for the same mesh.
 
     Attributes:
       verification: the compiled program, against the price of its own layouts.
@@ -140,7 +140,7 @@ def audit(
     """Compiles a program with its own annotations, and holds it against the best plan.
 
     Args:
-      fn: the function, or what `jax.jit` returns, with shardings of arguments and results or without.
+      fn: the function, or the result of `jax.jit`, with or without shardings of arguments and results.
       args: pytrees of arrays or ShapeDtypeStructs; their NamedShardings count as annotations.
       hardware: chip and topology, such as "h100:1x8".
       compiler: "gpu", "tpu" or "cpu"; None takes the hardware's own.
@@ -209,7 +209,7 @@ def audit(
 
 
 def _specs(shardings: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-    """Per leaf what `jax.jit` was told of it, else its own NamedSharding's spec, else AUTO."""
+    """Per leaf: its spec in `jax.jit`, else its own NamedSharding's spec, else AUTO."""
     told = [*shardings, *([None] * (len(leaves) - len(shardings)))]
     found: list[Any] = []
     for sharding, leaf in zip(told, leaves, strict=True):

@@ -1,4 +1,4 @@
-"""Evaluate: what a hand-written layout costs, in the planner's own model."""
+"""Evaluate: the price of a hand-written layout in the planner's own model."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -52,8 +52,8 @@ def evaluate(
       in_specs: PartitionSpecs (or NamedShardings) of the arguments, a pytree prefix; `AUTO`
         or None leaves a leaf open.
       out_specs: likewise, of the outputs.
-      completion: what the open layouts are: "shardy", those that the partitioner's own
-        propagation gives them; "best", those of the best plan that keeps the annotations.
+      completion: how open layouts are filled in: "shardy", by the partitioner's own propagation;
+        "best", by the best plan that keeps the annotations.
       **options: of `autoshard.plan`: memory (a layout that does not fit is priced all the same,
         see `Evaluation.fits`), unknown, donate_argnums, donate_argnames, static_argnums,
         static_argnames, for_grad; time_limit_s and rel_gap, for "best". Other keywords are
@@ -78,7 +78,7 @@ def evaluate(
 
 
 def _by_hand(space: SearchSpace) -> Annotations:
-    """What is annotated by hand."""
+    """The annotations written by hand."""
     asked = space.request.shardings
     inputs, outputs = dict(asked.inputs), dict(asked.outputs)
     for output, position in space.tied.items():
@@ -91,7 +91,7 @@ def _by_hand(space: SearchSpace) -> Annotations:
 
 
 def _by_shardy(space: SearchSpace) -> Evaluation:
-    """The assignment nearest to what propagation makes of the annotations."""
+    """The assignment nearest to the layouts that propagation gives the annotated program."""
     target, annotations = space.request.target, _by_hand(space)
     compiler, decisions = target.compiler, of_partitioner(space.decisions)
     if compiler.moves_collectives_past_casts:

@@ -1,6 +1,6 @@
-"""Options: what is asked of a plan beside the program and its arguments. `autoshard.plan` documents each.
+"""Options: the options of a plan beside the program and its arguments. `autoshard.plan` documents each.
 
-`Options` is the value, with the defaults; it refuses by name what cannot be meant. The TypedDicts are the same
+`Options` is the value, with the defaults; it refuses invalid options by name. The TypedDicts are the same
 options for editors and type checkers: a verb that passes options on takes them as `**options: Unpack[...]`.
 """
 
@@ -41,7 +41,7 @@ _CHOICES: Mapping[str, tuple[str | None, ...]] = {
 
 
 class SolvingOptions(TypedDict, total=False):
-    """What every verb that plans takes."""
+    """The options of every verb that plans."""
 
     memory: int | float | str | None
     unknown: str
@@ -57,7 +57,7 @@ class DonationOptions(TypedDict, total=False):
 
 
 class ArgumentOptions(DonationOptions, total=False):
-    """What is said of a function's arguments, whatever their layouts."""
+    """The options about a function's arguments, apart from their layouts."""
 
     static_argnums: int | Sequence[int] | None
     static_argnames: str | Sequence[str] | None
@@ -69,7 +69,7 @@ class ProgramOptions(SolvingOptions, ArgumentOptions, total=False):
 
 
 class FunctionOptions(ArgumentOptions, total=False):
-    """What each function of `plan_many` has for itself."""
+    """The options of a single function of `plan_many`."""
 
     in_shardings: Any
     out_shardings: Any
@@ -154,7 +154,7 @@ class Options:
         return Budget(time_limit_s=self.time_limit_s, rel_gap=self.rel_gap)
 
     def call(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """A function bound to arguments, of which some are static or donated.
+        """A function bound to arguments; some may be static or donated.
 
         Raises:
           SpecError: a static or donated argument does not exist, or is both.
@@ -171,7 +171,7 @@ class Options:
 
     @property
     def request(self) -> RequestOptions:
-        """What is asked of the layouts."""
+        """The requested layouts."""
         return RequestOptions(
             in_shardings=self.in_shardings,
             out_shardings=self.out_shardings,

@@ -81,9 +81,9 @@ def plan(
       static_argnames: likewise, by name.
       for_grad: True or argument numbers plan for its gradient a function that takes none itself,
         such as a loss (True: with respect to the first argument), with the optimizer's state of
-        these arguments in memory. None and False plan what is there; but a function of
-        `autoshard.jit` that is called under `jax.grad`, `jax.vjp` or `jax.linearize` is planned
-        for what is differentiated there, unless False.
+        these arguments in memory. None and False plan the function as it is; but with None a
+        function of `autoshard.jit` that is called under `jax.grad`, `jax.vjp` or
+        `jax.linearize` is planned for that gradient.
       unknown: "error", or "replicate" to keep equations without a sharding rule whole.
       constraints: "needed" leaves out the constraints that the partitioner's own
         propagation reaches anyway, "all" emits every one. "compiled" asks the hardware's
@@ -91,12 +91,12 @@ def plan(
         it emits the same collectives: fewer, after minutes.
       like: a plan whose layouts are kept by the arguments that have the same paths, shapes
         and dtypes there: state passes from one function to the other without a move.
-      lock: a plan file that holds: read if it fits the program, the mesh, the hardware and
-        what is asked, else planned and written. In CI (the variable CI is set) a plan that
+      lock: a plan file. It is read if it fits the program, the mesh, the hardware and the
+        options; else the plan is made and written. In CI (the variable CI is set) a plan that
         is missing or does not fit is an error. `{digest}` in the path stands for the
         program's digest.
       cache: a directory in which plans are kept and found again; None takes what the
-        variable AUTOSHARD_CACHE says, False none. What a miss is due to is logged.
+        variable AUTOSHARD_CACHE says, False none. The reason of a miss is logged.
       time_limit_s: the solver's limit; then the best plan so far, with its gap.
       rel_gap: stop when proven optimal to this fraction; after about three seconds of work, to ten times of it.
       wait_s: where the mesh spans several processes (`jax.distributed`), process 0 plans for
@@ -116,7 +116,7 @@ def plan(
     Raises:
       InfeasibleError: nothing fits; the message gives the smallest peak found.
       MissingRuleError: a primitive without a rule, with its source line.
-      SpecError: a pin or sharding that cannot be kept; what `for_grad` asks for has no gradient.
+      SpecError: a pin or sharding that cannot be kept; `for_grad` names arguments without a gradient.
       MeshError: mesh, hardware and devices do not fit each other.
       PlanMismatchError: in CI, the locked plan is not this program's.
       ProcessError: the processes do not have the same program, or one does not turn up.
@@ -160,7 +160,7 @@ def plan(
 def requests_of(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
 ) -> tuple[PlanRequest, ...]:
-    """The questions of which the one with the fastest answer counts: usually one.
+    """The requests of a call; the one with the fastest plan counts. Usually there is one.
 
     Several, if the mesh is to be chosen, or the parts of an `accumulate`.
     """
@@ -177,7 +177,7 @@ def requests_of(
 
     try:
         return tuple(question for mesh in choices for question in on(mesh))
-    except (OwnMeshError, OtherMeshError) as error:  # where none is given, what is in the function says which
+    except (OwnMeshError, OtherMeshError) as error:  # without an option, the function's own layouts name the mesh
         if o.mesh is not None or o.like is not None or _jax.context_mesh() is not None:
             raise
         return tuple(on(error.mesh))
@@ -253,7 +253,7 @@ def _found(questions: Sequence[PlanRequest], options: Options) -> SolvedPlan:
 def _rest(
     best: SolvedPlan, question: PlanRequest, questions: Sequence[PlanRequest], options: Options, elapsed_s: float
 ) -> dict[str, float]:
-    """What a call took beside the stages of the plan that it returns: the other meshes, and the compiler."""
+    """Seconds of a call beside the stages of the returned plan: other meshes, and the compiler."""
     others_s = sum(other.trace_s for other in {q.program for q in questions} - {question.program})
     rest_s = elapsed_s + others_s - sum(s for stage, s in best.seconds.items() if stage != "trace")
     names = ["other meshes"] if len(questions) > 1 else []
@@ -315,7 +315,7 @@ def _cached(question: PlanRequest, options: Options) -> SolvedPlan:
 
 
 def _plan(record: PlanRecord, question: PlanRequest, options: Options) -> SolvedPlan:
-    """A plan that was made elsewhere; what led to it is found again if somebody asks."""
+    """A plan that was made elsewhere; its planning result is found again on first use."""
     return SolvedPlan(
         record,
         place=question.target,
@@ -325,7 +325,7 @@ def _plan(record: PlanRecord, question: PlanRequest, options: Options) -> Solved
 
 
 def _with_inputs(question: PlanRequest, options: Options, inputs: Mapping[int, PartitionSpec]) -> SolvedPlan:
-    """The plan of a question with these layouts of inputs; what was asked stays what it was."""
+    """The plan of a request with these layouts of inputs added; the record keeps the original request."""
     planned = _planned(question.asking(inputs), options)
     planned = replace(planned, record=replace(planned.record, asked=question.asked))
     return SolvedPlan(planned.record, place=question.target, traced=question.traced, planned=planned)

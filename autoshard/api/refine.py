@@ -40,7 +40,7 @@ TRIED = 2  # inputs whose layout is forbidden, per candidate that is wanted: som
 # XLA:GPU's scheduler has one collective under way at once unless told otherwise: with 2 llama3-8b's medium batch takes
 # 24.6 ms in place of 26.0, with 4 25.2. It gathers nothing for the next trip of a loop unless told to: mixtral's
 # small batch gains (21.7 in place of 24.1), gemma-7b's medium one loses (33.9 in place of 30.6).
-# XLA:TPU makes rings of what contractions gather: with them gpt2-small takes 69.5 ms on v5e:4x4 in place of 58.0,
+# XLA:TPU turns gathers of contractions into rings: with them gpt2-small takes 69.5 ms on v5e:4x4 in place of 58.0,
 # llama3-8b 481 ms on v5p:4x4x2 in place of 570 (docs/verification.md).
 _AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 SCHEDULING: Mapping[str, Sequence[Mapping[str, Any]]] = {
@@ -53,7 +53,7 @@ Inputs = Mapping[int, PartitionSpec]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Candidate:
-    """A plan and what the compiler made of it; `name` where it is neither the optimum nor near it on its mesh."""
+    """A plan and its compiled program; `name` if it is neither the optimum nor near it on its mesh."""
 
     plan: SolvedPlan
     found: Verification
@@ -74,11 +74,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Entered:
-    """What may enter.
+    """The plans that may enter.
 
     Attributes:
       first: the optimum.
-      again: plans its question with these layouts of inputs.
+      again: plans its request with these layouts of inputs.
       elsewhere: the best plans on other meshes.
       also: the user's, by name.
     """
@@ -98,7 +98,7 @@ class Entered:
 
 
 def refined(entered: Entered, *, compiler: str, count: int) -> SolvedPlan:
-    """The plan whose compiled schedule is shortest, with a note of what was compared.
+    """The plan whose compiled schedule is shortest, with a note on the comparison.
 
     Args:
       entered: the plans to choose among.
@@ -139,10 +139,10 @@ def _under(candidate: Candidate, compiler: str, flags: Mapping[str, Any]) -> Can
 
 
 def adopted(name: str, layout: Plan | Evaluation, questions: Sequence[PlanRequest]) -> SolvedPlan:
-    """A user's layout as a plan of one of the questions.
+    """A user's layout as a plan of one of the requests.
 
     Raises:
-      SpecError: it is of another mesh, hardware or program, donates other arguments, or contradicts what is asked.
+      SpecError: it is of another mesh, hardware or program, donates other arguments, or contradicts the request.
     """
     record = layout.record
     question = next((q for q in questions if q.target.axes == record.mesh), None)
@@ -189,7 +189,7 @@ def _no_alternatives(name: str) -> NoReturn:
 
 
 def _keeps(spec: PartitionSpec, asked: PartitionSpec, ndim: int) -> bool:
-    """Whether a layout is what was asked for, in the dimensions that are not left open."""
+    """Whether a layout is the requested one, in the dimensions that are not left open."""
     entries = [None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in asked]
     pairs = zip(Layout.from_spec(spec, ndim).dims, Layout.from_spec(PartitionSpec(*entries), ndim).dims, strict=True)
     free = {d for d, entry in enumerate(asked) if entry is PartitionSpec.UNCONSTRAINED}
@@ -222,7 +222,7 @@ def alternatives(planned: PlanningResult, count: int) -> list[tuple[float, Input
 
 
 def describe_refinement(tried: Sequence[Candidate], best: Candidate) -> str:
-    """What was compared, and what changed the order, if anything did."""
+    """Describes the comparison, and the reason if it changed the order."""
     ranks = sorted(range(len(tried)), key=lambda i: tried[i].schedule_s)
     listed = ", ".join(
         f"{time_text(tried[i].schedule_s)} (predicted {time_text(tried[i].plan.cost)}"

@@ -1,11 +1,10 @@
-"""Search mesh: in how many groups of neighbouring axes layouts may use a mesh, so that all of them can be priced.
+"""Search mesh: groups neighbouring axes of a mesh until all layouts over the groups can be priced.
 
-On a mesh of many axes a value has more layouts than anybody can look through, and paths
-between all of them take about the cube of their number. Most differ in which of two equal
-axes splits what. What is left out, where it has to be, are layouts in which neighbouring axes
-are used for different purposes too often: what is left are all layouts of every mesh that has
-neighbours as one axis, down to so many axes. Work is counted, not timed: the same program is
-thinned alike on every machine.
+On a mesh of many axes a value has too many layouts, and paths between all of them take about the
+cube of their number. Most of them only differ in which of two equal axes splits a dimension. If
+there are too many, layouts are left out in which neighbouring axes have different purposes too
+often. The remaining ones are all layouts of every mesh that joins neighbours into one axis, down to
+a number of axes. Work is counted, not timed: a program has the same layouts on every machine.
 """
 
 from collections.abc import Iterable, Sequence

@@ -3,7 +3,7 @@
     found = autoshard.search("models:gpt2_xl", hardware="h100", chips=(8, 16), donate_argnums=0)
     print(found)
 
-Candidates are planned in processes of their own, each of which traces the program once.
+Candidates are planned in worker processes; each traces the program once.
 An interruption (Ctrl-C) keeps what was found until then.
 """
 

@@ -31,7 +31,7 @@ DTYPE = "bfloat16"  # whose peak the utilizations of a program without matmuls r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What is planned, and how: all that another process needs.
+    """A program and its options: all that another process needs to plan candidates.
 
     `target` is a builder, as text (`"models:gpt2_xl"`) or a function of the varied
     arguments; or None, and `fn` and `args` are given. `donate` None donates the arguments
@@ -64,7 +64,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What a program does in a step, whatever the mesh."""
+    """The work of a program in one step, on any mesh."""
 
     flops: float
     tokens: int
@@ -74,7 +74,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
-    """What the search knows of others: a step of `cutoff_s()` or more is not improved for long."""
+    """Results of other candidates: a step of `cutoff_s()` or more is not improved for long."""
 
     cutoff_s: Cutoff = no_cutoff  # may fall while a candidate is tried
     known: Sequence[PortableChoice] = ()  # on coarser meshes of the same devices
@@ -85,7 +85,7 @@ NO_HINTS = Hints()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """What became of a candidate, and what was chosen, for other meshes."""
+    """The outcome of a candidate, and its choice, for other meshes."""
 
     answer: RankedPlan | LeftOut
     chosen: PortableChoice | None = None
@@ -103,7 +103,7 @@ class Trials:
         """The best plan of a candidate, or why there is none.
 
         Raises:
-          SpecError: what is asked for is no good, whatever the mesh.
+          SpecError: the options are invalid on every mesh.
         """
         try:
             self._program(candidate)
@@ -141,7 +141,7 @@ class Trials:
         )
 
     def _call(self, candidate: Candidate) -> Call:
-        """The candidate's program and its arguments, with what is donated."""
+        """The candidate's program and its arguments, with the donated ones."""
         task, key = self._task, candidate.choice
         if key not in self._calls:
             fn, args = task.build(dict(key))
@@ -162,7 +162,7 @@ class Trials:
         return self._call(candidate).program(MeshAxes.of(candidate.shape))
 
     def request(self, candidate: Candidate) -> PlanRequest:
-        """What is planned of a candidate.
+        """The request of a candidate.
 
         Raises:
           SpecError: a pin cannot be kept on its mesh.
@@ -173,7 +173,7 @@ class Trials:
         return request_of(self._call(candidate), target, options)
 
     def workload(self, request: PlanRequest) -> Workload:
-        """What its program does in a step; counted once per program."""
+        """The work of its program in one step; counted once per program."""
         program, donated = request.program, request.shardings.donated
         if program not in self._workloads:
             leaves = list(zip(program.traced.in_paths, program.traced.in_avals, strict=True))
@@ -207,7 +207,7 @@ def _left_out(candidate: Candidate, error: Exception) -> Tried:
 
 
 def _replaced(traced: Traced) -> frozenset[int]:
-    """Arguments every leaf of which an output replaces."""
+    """Arguments whose leaves are all replaced by outputs."""
     tied = set(ties(traced, frozenset(range(len(traced.in_avals)))).values())
     every = set(traced.argument_of)
     return frozenset(every - {a for i, a in enumerate(traced.argument_of) if i not in tied})

@@ -1,10 +1,10 @@
-"""Dump: what each stage of planning made, as files to read: one folder per program, mesh and hardware.
+"""Dump: writes the result of each stage of planning as files to read, in one folder per program, mesh and hardware.
 
 1-program.txt       the jaxpr
 2-graph.txt         equations over numbered values, with their source lines
-3-decisions.txt     what is to be chosen, among how many, at which prices
+3-decisions.txt     the decisions, with the number and the prices of their choices
 4-problem.json.gz   the integer program, as IOPDDL JSON
-5-solution.json     what the solver chose, and what it has proven
+5-solution.json     the solver's choice, and its proof
 6-plan.json         the plan's file
 """
 
@@ -26,7 +26,7 @@ from autoshard.solver import Solution
 
 
 def dump(directory: str | Path, of: str, made: Any) -> None:
-    """Writes what a stage of `of` made into the folder of that name below `directory`; nothing if it is none of these.
+    """Writes the result of a stage of `of` into the folder of that name below `directory`, if it is one of these.
 
     Raises:
       OSError: it cannot be written.

@@ -23,11 +23,11 @@ def infeasible(
     """The error of a problem without a solution.
 
     Args:
-      space: the program, and what was asked.
+      space: the search space of the request.
       formulation: its problem.
-      solution: what the solver found: the smallest peak where memory is the reason, or that nothing
-        is allowed, whatever the memory.
-      time_limit_s: what the solver was given.
+      solution: the solver's result: the smallest peak if memory is the reason, else that no choice
+        is allowed.
+      time_limit_s: the solver's limit.
     """
     limit, mesh = space.request.memory_bytes, space.request.target.axes
     if solution.status is Status.UNKNOWN:

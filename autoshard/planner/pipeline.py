@@ -56,7 +56,7 @@ ConstraintPolicy = Literal["needed", "compiled", "all"]
 
 # The defaults of every verb; who takes others says why.
 TIME_LIMIT_S = 20.0
-REL_GAP = 1e-3  # proven optimal to a tenth of a percent: well inside what a cost model can tell apart
+REL_GAP = 1e-3  # proven optimal to a tenth of a percent: far more exact than any cost model
 
 # Of counted work, about: then ten times the gap that was asked for will do; nobody waits a minute for the last percent.
 SETTLE_S = 3.0
@@ -108,12 +108,11 @@ def solve_request(
     """The best plan of a request.
 
     Args:
-      request: the program, its target and what is asked.
+      request: the program, its target and the requested layouts.
       budget: how far to solve.
       known: choices per decision with which the search begins.
-      constraints: "needed" asks Shardy which constraints its own propagation reaches
-        anyway and leaves those out; so does "compiled", of which `compiler_minimal_constraints` leaves out more;
-        "all" emits every one.
+      constraints: "needed" leaves out the constraints that Shardy's own propagation reaches;
+        so does "compiled", and `compiler_minimal_constraints` then leaves out more; "all" emits every one.
 
     Raises:
       InfeasibleError: no plan fits in memory, or the pins exclude each other.
@@ -170,7 +169,7 @@ def _solved(space: SearchSpace, formulation: Formulation, budget: Budget, known:
         raise infeasible(space, formulation, solution, budget.time_limit_s)
     choice = break_ties(formulation.problem, solution.choice, formulation.moves())
     objective = evaluate(formulation.problem, choice).objective
-    assert objective is not None  # `break_ties` forbids what the problem does
+    assert objective is not None  # `break_ties` forbids the same pairs as the problem
     return solution.instead(choice, objective)
 
 
@@ -184,7 +183,7 @@ def assign(formulation: Formulation, solution: Solution) -> Assignment:
 
 
 def _log_progress(best: int | None, bound: int | None, elapsed_s: float) -> None:
-    """Logs the solver's best objective so far and what it has proven of it."""
+    """Logs the solver's best objective so far and its bound."""
     if best is not None and bound is not None:
         gap = (best - bound) / best if best else 0.0
         now = f"solve: {best * UNIT_S * 1e3:.4g} ms, within {gap:.1%} of the optimum, after {elapsed_s:.0f} s"
@@ -195,10 +194,10 @@ NEED_DEVICES = frozenset({*HOST_CALLS, CUDNN_FORWARD, CUDNN_BACKWARD})
 
 
 def _can_be_probed(space: SearchSpace) -> bool:
-    """Whether Shardy can be asked what it reaches by itself: of a program that JAX lowers without devices.
+    """Whether Shardy can probe a program: JAX must be able to lower it without devices.
 
-    One that calls the host, or cuDNN, is lowered for real devices alone.
-    What nobody takes the results of is no part of the graph, but is lowered: a callback that returns nothing.
+    A program that calls the host, or cuDNN, is lowered only for real devices. Equations without readers
+    are not in the graph, but are lowered: a callback that returns nothing.
     """
     if space.gradient is not None or not space.decisions.mesh.ndim:
         return False
@@ -247,7 +246,7 @@ def _every(mesh: MeshAxes) -> str:
 
 
 def _without(names: Sequence[str]) -> str:
-    """What a proof does not speak of."""
+    """The parts of a program that a proof does not cover."""
     if not names:
         return ""
     return f", without {'; '.join(names[:3])}{f'; and {len(names) - 3} more' if len(names) > 3 else ''}"

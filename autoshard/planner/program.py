@@ -1,10 +1,10 @@
 """Program: a call → its traced programs, each traced once and kept for every mesh.
 
-A `Call` binds a function to its arguments. A `Program` is what JAX traces of it, before any mesh, hardware or price.
-A program is traced again on another mesh only where it depends on the mesh (`ir.trace.depends_on_mesh`).
+A `Call` binds a function to its arguments. A `Program` is its jaxpr, without mesh, hardware or prices. A program is
+traced again on another mesh only if it depends on the mesh (`ir.trace.depends_on_mesh`).
 
-One call may have several programs, of which the one with the fastest plan is taken: its *variants*, such as the numbers
-of parts of an `autoshard.accumulate`. A rewrite of the program adds its variants in `Call.variants`.
+One call may have several programs, its *variants*, such as the numbers of parts of an `autoshard.accumulate`. The one
+with the fastest plan is taken. A rewrite of the program adds its variants in `Call.variants`.
 """
 
 import logging
@@ -26,15 +26,15 @@ from autoshard.ir.trace import Traced
 log = logging.getLogger("autoshard")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: what is costly is found when first asked for
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: costly properties are cached
 class Program:
     """A traced program: no arguments' values, no mesh, no prices.
 
     Attributes:
-      name: the function's.
+      name: name of the function.
       traced: its jaxpr, with the path of every input and output.
       trace_s: seconds that tracing took.
-      variant: what distinguishes it from the call's other programs, in words; empty for the first.
+      variant: its difference from the call's first program, in words; empty for the first.
     """
 
     name: str

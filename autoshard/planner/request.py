@@ -21,7 +21,7 @@ from autoshard.planner.program import Call, Program
 from autoshard.planner.record import FOR_GRADIENT, PlanRecord
 from autoshard.planner.requested_shardings import AUTO, RequestedShardings, is_sharding, kept, read_shardings
 
-# AdamW's two moments in float32: what an optimizer holds per parameter, where the
+# AdamW's two moments in float32: the optimizer's bytes per parameter, where the
 # program itself does not show it (Kingma & Ba 2015).
 OPTIMIZER_BYTES = 8
 
@@ -45,7 +45,7 @@ class OwnMeshError(SpecError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """What a user asks of a call's plan, in the words of `autoshard.plan`; the limit in bytes, `like` as a record."""
+    """The options of a call's plan, named as in `autoshard.plan`; the limit in bytes, `like` as a record."""
 
     in_shardings: Any = AUTO
     out_shardings: Any = AUTO
@@ -70,12 +70,12 @@ NOTHING_ASKED = RequestOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanRequest:
-    """What is planned or priced.
+    """A program on a target with requested layouts, to be planned or priced.
 
     Attributes:
       program: the traced program.
       target: the mesh on hardware.
-      shardings: the specs and donations that are asked for, leaf by leaf.
+      shardings: the requested specs and donations, leaf by leaf.
       memory_bytes: the limit per device.
       gradient_of: argument positions to differentiate for; empty to plan the program as it is.
       unknown: "error", or "replicate" to keep equations without a sharding rule whole.
@@ -112,7 +112,7 @@ class PlanRequest:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was assumed for the user."""
+        """The assumptions made for the user."""
         if not self.gradient_of:
             return self.target.notes
         traced = self.traced
@@ -161,7 +161,7 @@ def requests_of(call: Call, target: Target, options: RequestOptions = NOTHING_AS
 
 
 def _check(call: Call, target: Target, options: RequestOptions) -> None:
-    """Raises where something cannot be kept on the target, whatever the program."""
+    """Raises if an option cannot be kept on the target, whatever the program."""
     shardings = options.in_shardings
     by_position = shardings is not None and not is_sharding(shardings)  # they differ by argument
     for keyword in call.bound.keywords if by_position else ():

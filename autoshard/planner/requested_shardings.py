@@ -16,7 +16,7 @@ from autoshard.planner.record import PlanRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedShardings:
-    """What the user asked of the layouts, leaf by leaf: specs of inputs and outputs to keep."""
+    """The layouts that the user requests, leaf by leaf: specs of inputs and outputs to keep."""
 
     inputs: Mapping[int, PartitionSpec]
     outputs: Mapping[int, PartitionSpec]
@@ -30,14 +30,14 @@ class Auto:
         return "AUTO"
 
     def __reduce__(self) -> str:
-        return "AUTO"  # a copy of it, or what is read back, is the one there is
+        return "AUTO"  # copies and unpickled values are the same object
 
 
 AUTO: Final = Auto()
 
 
 def refuse_unreduced(what: str, spec: PartitionSpec) -> None:
-    """Raises if a spec says more than what is split.
+    """Raises if a spec says more than how dimensions are split.
 
     Raises:
       SpecError: it names unreduced or reduced axes.

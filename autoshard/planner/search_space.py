@@ -35,10 +35,10 @@ class SearchSpace:
     """A request, ready to be planned or priced.
 
     Attributes:
-      request: the program, its target and what is asked.
+      request: the program, its target and the requested layouts.
       gradient: the program that is priced in place of the function, if the request is for its gradient.
       tied: output position of the priced program → the input that it shares its layout with.
-      decisions: what is to be chosen, every choice priced.
+      decisions: the decisions, every choice priced.
       resharder: prices of moving a value from one layout to another.
       seconds: wall-clock per stage.
     """
@@ -57,12 +57,12 @@ class SearchSpace:
 
     @property
     def priced(self) -> Traced:
-        """The program that is priced: its gradient, if that is what was asked for."""
+        """The program that is priced: the gradient program, if the request is for the gradient."""
         return self.traced if self.gradient is None else self.gradient.traced
 
     @property
     def compiler(self) -> CompilerModel:
-        """Who compiles it."""
+        """The compiler of the target."""
         return self.request.target.compiler
 
     def within(self, memory_bytes: int) -> "SearchSpace":
@@ -147,8 +147,8 @@ def _priced(request: PlanRequest, gradient: GradientProgram | None, graph: Graph
 def ties(traced: Traced, donated: frozenset[int]) -> dict[int, int]:
     """Output → the donated input that it replaces: same aval, and its path ends in the input's.
 
-    A donated leaf whose path no output has is not tied. Of several outputs the one with the
-    shortest path is taken: `[0]['w']` before `[0].mu['w']`.
+    A donated leaf is not tied if no output has its path. Among several outputs the one with the
+    shortest path is tied: `[0]['w']` before `[0].mu['w']`.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}  # shape, dtype and last part of the path → outputs
     for o, (out, path) in enumerate(zip(traced.out_avals, traced.out_paths, strict=True)):
@@ -208,7 +208,7 @@ def _asked(graph: Graph, shardings: RequestedShardings, priced: Traced) -> Itera
 
 
 def _fixed(spec: PartitionSpec, ndim: int) -> Layout:
-    """What a spec fixes; free dimensions whole."""
+    """The layout that a spec fixes; free dimensions are whole."""
     entries = [None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec]
     return Layout.from_spec(PartitionSpec(*entries), ndim)
 

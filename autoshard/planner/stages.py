@@ -1,4 +1,4 @@
-"""Stages: what planning makes, step by step, for whoever watches: timing, the log, a spinner, files.
+"""Stages: tells observers of every stage of planning: timing, the log, a spinner, files.
 
     def watch(stage: Stage) -> None:
         print(stage.name, stage.seconds, stage.made)
@@ -6,7 +6,7 @@
     with observed(watch):
         autoshard.plan(step, state, batch, mesh=mesh)
 
-Every stage is logged when it is done. Where the variable AUTOSHARD_DUMP names a directory, what each stage made is
+Every stage is logged when it is done. If the variable AUTOSHARD_DUMP names a directory, the result of each stage is
 written there (`planner.dump`).
 """
 
@@ -31,10 +31,10 @@ class Stage:
     """A stage that is done.
 
     Attributes:
-      name: of the stage.
-      of: which program on which mesh and hardware, in words.
-      made: its result; `planner/pipeline.py` lists which stage makes what.
-      seconds: wall-clock.
+      name: name of the stage.
+      of: program, mesh and hardware, in words.
+      made: the result; `planner/pipeline.py` lists the stages and their results.
+      seconds: wall-clock seconds.
     """
 
     name: str
@@ -67,19 +67,19 @@ class Stages:
         self._last = time.perf_counter()
 
     def done(self, name: str, made: Made, *, also_s: float = 0.0) -> Made:
-        """Ends a stage and returns what it made; `also_s` was spent on it before the run."""
+        """Ends a stage and returns its result; `also_s` was spent on it before the run."""
         seconds = time.perf_counter() - self._last + also_s
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         return self._tell(Stage(name=name, of=self._of, made=made, seconds=seconds), made)
 
     def passed(self, name: str, made: Made) -> Made:
-        """Returns what a stage made that takes no time worth telling."""
+        """Reports a stage that takes no time, and returns its result."""
         return self._tell(Stage(name=name, of=self._of, made=made, seconds=0.0), made)
 
     def _tell(self, stage: Stage, made: Made) -> Made:
         for observer in (_log, _dump, *_observers.get()):
             observer(stage)
-        self._last = time.perf_counter()  # what observers take is no stage's
+        self._last = time.perf_counter()  # the time of observers belongs to no stage
         return made
 
 

@@ -215,7 +215,7 @@ class Lock:
         """Locks a plan.
 
         Raises:
-          PlanFileError: the file cannot be written; what was asked to hold would not.
+          PlanFileError: the file cannot be written, so the plan would not be locked.
         """
         path = self.of(record.digest)
         try:

@@ -1,4 +1,4 @@
-"""Decisions: what of a graph must be chosen, and which choices pay each other.
+"""Decisions: the layouts and strategies of a graph that must be chosen, and the prices between them.
 
 One decision is
 
@@ -10,10 +10,10 @@ One decision is
     Output    the layout of a program output
 
 A value with one consumer is an edge from its producer's layout to the consumer's.
-A value with several is first brought into its copy's layout, which is paid once, as
-XLA does. A copy that holds more than a consumer needs costs that consumer a local
-slice, so one copy loses nothing against two. Values that are recomputed for free in
-any layout (iota, broadcast constants, masks of them) decide nothing.
+A value with several is first brought into its copy's layout; this is paid once, as in
+XLA. If the copy holds more than a consumer needs, the consumer takes a local slice, so
+one copy loses nothing against two. Values that are recomputed for free in any layout
+(iota, broadcast constants, masks of them) need no decision.
 
 A loop's carry is one decision: the links into and out of its body share one layout.
 """
@@ -58,8 +58,9 @@ class Inner:
 class Body:
     """One run of a `shard_map`'s body on one device.
 
-    `seconds` with its collectives, `unpriced` what they lack. `summed`: result → the axes over which it is summed
-    at the end, which is no part of the body's: what follows decides how, as for any pending sum.
+    `seconds` include its collectives; `unpriced` names the parts without a price. `summed`: result → the axes
+    over which it is summed at the end. These sums are not part of the body: they are pending sums, which the
+    equations that follow finish.
     """
 
     seconds: float
@@ -84,10 +85,10 @@ class Decision:
     name: str
     where: str
     cost_ps: NDArray[np.int64]  # (S,) summed over trips
-    cover_ps: NDArray[np.int64]  # (S,) of which contractions' compute, which can hide communication
+    cover_ps: NDArray[np.int64]  # (S,) the part of contractions, which can hide communication
     window: int  # in which window that compute counts
     flops: NDArray[np.float64]  # (S,) per device
-    equations: tuple[int, ...] = ()  # what is decided, in program order
+    equations: tuple[int, ...] = ()  # the decided equations, in program order
 
     def __len__(self) -> int:
         return len(self.cost_ps)
@@ -152,11 +153,11 @@ _Moved = TypeVar("_Moved", Input, Output, Copy)
 
 
 def priced_by_edges(kind: type[_Moved], name: str, where: str, codes: Codes, **more: Any) -> _Moved:
-    """A decision whose choices take nothing by themselves, but for what moves to and from them.
+    """A decision whose choices have no price of their own; only the edges to and from it have one.
 
     Args:
-      kind: its class.
-      name: as reports have it.
+      kind: the class of the decision.
+      name: its name in reports.
       where: the user's source line.
       codes: the layouts to choose from.
       more: the fields of its class alone.
@@ -186,14 +187,14 @@ class Port:
 class Edge:
     """Resharding of one value between two decisions.
 
-    `moved` is what is moved of the value: itself, or the smaller side of the cast that makes it;
-    `hides` the share of its seconds that hides in its window while there is compute to hide behind,
-    `bucket` the bytes of those with which it is merged, 0 if it is not, `strides` how contractions take and make it.
-    `source[i]`, `target[j]`: the
-    value's code under choice i of `u` and j of `v`. `forbidden`, if given, marks pairs (S_u, S_v) that
-    no plan has, `impossible` those of them that no program could have. `total`, if given, is what is
-    moved instead, and how often, where only pending sums are finished (see `accumulators`). `times`:
-    for how many groups of its uses it is moved in every trip (see `sharing`).
+    `moved` is the array that moves: the value, or the smaller side of the cast that makes it.
+    `source[i]`, `target[j]`: the value's code under choice i of `u` and j of `v`. `hides` is the share
+    of its seconds that can hide in its window, `bucket` the bytes up to which it is merged with
+    others (0: never), `strides` the dimensions that contractions take and make as groups.
+    `forbidden`, if given, marks pairs (S_u, S_v) that no plan has, `impossible` those that no program
+    could have. `total`, if given, is the array that moves instead, and how often, if only pending
+    sums are finished (`costs.loop_reductions`). `times` counts the groups of uses for which the value
+    moves in every trip (`costs.shared_gathers`).
     """
 
     u: int
@@ -295,7 +296,7 @@ def _narrowed(codes: Codes, ndim: int, dims: tuple[tuple[int, ...], ...], mesh: 
 
 
 def times(price_ps: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """A price paid several times: what is more than `INF_PS` together is that."""
+    """A price paid several times, at most `INF_PS` together."""
     count = min(count, INF_PS)
     counted = price_ps <= INF_PS // max(count, 1)
     return np.where(counted, np.where(counted, price_ps, 0) * count, INF_PS)
@@ -310,7 +311,7 @@ def reshard_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
 
 
 def transposes_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
-    """Of `reshard_ps`, what transposes take."""
+    """The part of `reshard_ps` that transposes take."""
     return _of_all_trips(edge, resharder, resharder.transposes_ps)
 
 

@@ -13,11 +13,11 @@ from autoshard.problem.decisions import Chain, Equation, Input, Port
 
 
 def connect(draft: Draft, outputs: Sequence[int]) -> None:
-    """Connects every value that is made to what takes it.
+    """Connects every value to its consumers.
 
     Args:
-      draft: what is decided so far: everything but copies.
-      outputs: of each program output, its decision.
+      draft: the decisions so far: all but copies.
+      outputs: program output → its decision.
     """
     graph = draft.facts.graph
     leaves: dict[int, list[Port]] = {}
@@ -34,9 +34,9 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
     """Connects one value, directly if it has one consumer and memory of its own, else through a copy.
 
     Args:
-      draft: what is decided so far.
+      draft: the decisions so far.
       value: the value.
-      port: where it is made.
+      port: the place where it is made.
       leaves: the inputs and outputs in which it leaves the program.
       fetched: value → the equation before which its gather begins.
     """
@@ -69,7 +69,7 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
 
 
 def _takers(draft: Draft, value: int, port: Port, leaves: Sequence[Port]) -> list[Port]:
-    """Who takes a value, equal ones once; not those that share its decision."""
+    """The consumers of a value, equal ones once; without those that share its decision."""
     made = draft.nodes[port.node]
     found: dict[tuple[int, bytes], Port] = {}
     for e, i in draft.facts.graph.consumers.get(value, ()):
@@ -84,7 +84,7 @@ def _takers(draft: Draft, value: int, port: Port, leaves: Sequence[Port]) -> lis
 
 
 def _gathered_in_place(draft: Draft, taker: Port) -> bool:
-    """Whether what takes a new state is a parameter's input, where the compiler gathers it."""
+    """Whether the consumer of a new state is a parameter's input, into which the compiler gathers it."""
     node = draft.nodes[taker.node]
     in_place = draft.facts.compiler.gathers_new_state_in_place
     return in_place and isinstance(node, Input) and node.holds == "parameters"

@@ -14,14 +14,14 @@ from autoshard.problem.memory_usage import local_bytes
 def add_copy(draft: Draft, value: int, port: Port, takers: Sequence[Port], *, lent: bool) -> Port:
     """Adds the copy of a value for its consumers.
 
-    The copy of a value whose memory is another's (an input, a stored value under another
-    name) either *is* that value (same layout, no memory) or lies beside it: each code
-    appears as both, first the aliases.
+    If the value's memory belongs to another value (an input, a stored value under another
+    name), its copy either *is* that value (same layout, no memory) or lies beside it: each
+    code appears as both, the aliases first.
 
     Args:
-      draft: what is decided so far: the value and its consumers.
+      draft: the decisions so far: the value and its consumers.
       value: the value.
-      port: where it is made.
+      port: the place where it is made.
       takers: its consumers.
       lent: whether its memory is another's.
     """
@@ -47,15 +47,14 @@ def add_copy(draft: Draft, value: int, port: Port, takers: Sequence[Port], *, le
 def add_arrival(draft: Draft, value: int, port: Port, taker: Port) -> Port:
     """Adds the copy of a new state that is gathered after its update: in its input's place, or beside it first.
 
-    XLA's GPU compiler gathers along the major dimension only. What is moved along another is
-    made in memory of its own, beside the piece that it is made of, and transposed into its place
-    from there; the moves of all that leaves the program are under way at once. Each code
-    appears as both, first in its place.
+    XLA's GPU compiler gathers only along the major dimension. A state that moves along another
+    dimension is made in memory of its own, beside its piece, and then transposed into its place;
+    the moves of all outputs run at once. Each code appears as both, in its place first.
 
     Args:
-      draft: what is decided so far: the value and its input.
+      draft: the decisions so far: the value and its input.
       value: the new state.
-      port: where it is made.
+      port: the place where it is made.
       taker: the input that it replaces.
     """
     facts, aval = draft.facts, draft.facts.graph.avals[value]

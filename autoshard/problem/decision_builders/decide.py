@@ -32,8 +32,8 @@ def decide(
       graph: the program.
       mesh: the logical mesh.
       machine: the cost model with the mesh placed on it.
-      compiler: who compiles it.
-      required: what is fixed beforehand.
+      compiler: the compiler of the program.
+      required: layouts and memory that are fixed beforehand.
       unknown: "error", or "replicate" to keep equations without a rule whole.
     """
     return _of_facts(facts_of(graph, mesh, machine, compiler, required, unknown=unknown))

@@ -25,12 +25,12 @@ def add_edge(
     """Adds the edge over which a value goes from one decision to another.
 
     Args:
-      draft: what is decided so far: both ends.
-      source: where the value comes from.
-      target: where it goes.
+      draft: the decisions so far: both ends.
+      source: the place that the value comes from.
+      target: the place that it goes to.
       value: the value.
       forbidden: pairs of choices that no program could have.
-      times: for how many groups of its uses it is moved in every trip.
+      times: the number of groups of uses for which it moves in every trip.
     """
     facts = draft.facts
     windows = facts.windows
@@ -64,11 +64,11 @@ def add_edge(
 
 
 def _never(draft: Draft, source: Port, target: Port, value: int) -> NDArray[np.bool_]:
-    """Pairs in which a sum is finished as the compiler would not.
+    """Pairs of choices in which a sum is finished in a way that the compiler never uses.
 
-    On its way to an addition that has it come finished; or scattered over some of its axes alone, which
-    is done for what contractions make: of what was added, on GPU, term by term, and not for lookups. What the
-    author of a `shard_map` sums does not wait.
+    These are sums on the way to an addition that takes them finished, and sums that are scattered over
+    only some of their axes. Compilers do the latter for results of contractions (on GPU for each term of
+    an addition by itself), and not for lookups. Sums by the author of a `shard_map` are never pending.
     """
     facts, node = draft.facts, draft.nodes[target.node]
     ndim, axes = facts.graph.avals[value].ndim, facts.mesh.ndim
@@ -86,14 +86,14 @@ def _never(draft: Draft, source: Port, target: Port, value: int) -> NDArray[np.b
 
 
 def _urgent(draft: Draft, target: Port) -> bool:
-    """Whether what takes a value there is on the way to a contraction that is not late, or may be."""
+    """Whether the consumer at a port is, or may be, on the way to a contraction that is not late."""
     facts = draft.facts
     results = [v for e in draft.nodes[target.node].equations for v in facts.graph.results[e]]
     return not results or not facts.windows.urgent.isdisjoint(results)
 
 
 def _total(facts: GraphFacts, value: int) -> tuple[Aval, int] | None:
-    """What is reduced of the accumulator that a value is added to, and how often: XLA:GPU undoes the cast."""
+    """The reduced array of the accumulator that a value is added to, and how often: XLA:GPU undoes the cast."""
     if (term := facts.accumulators.terms.get(value)) is None:
         return None
     total, trips = term
@@ -101,7 +101,7 @@ def _total(facts: GraphFacts, value: int) -> tuple[Aval, int] | None:
 
 
 def _moved(facts: GraphFacts, value: int) -> Aval:
-    """What is moved of a value: itself, or the narrow side of the cast that makes it, by the compiler."""
+    """The array that moves for a value: the value, or the narrow side of the cast that makes it."""
     if facts.compiler.moves_collectives_past_casts:
         return narrow_side(facts.graph, facts.graph.producers, value)
     return facts.graph.avals[value]

@@ -19,7 +19,7 @@ from autoshard.problem.decisions import Body, Equation
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Price:
-    """What one run of an equation takes under each strategy.
+    """The price of one run of an equation under each strategy.
 
     `cover_s` counts all runs: the compute that can hide communication, in `window`.
     """
@@ -34,7 +34,7 @@ def add_equations(draft: Draft, of_shard_maps: bodies.Bodies) -> None:
     """Adds a decision per equation that has none yet and makes anything that has a layout.
 
     Args:
-      draft: what is decided so far: chains.
+      draft: the decisions so far: chains.
       of_shard_maps: prices the bodies of `shard_map`s.
     """
     facts, graph = draft.facts, draft.facts.graph
@@ -90,7 +90,7 @@ def _live(facts: GraphFacts, e: int) -> list[bool]:
 
 
 def _priced(facts: GraphFacts, e: int, strategies: Strategies, body: Body | None) -> _Price:
-    """What an equation takes under each strategy, by what bounds it: its body, its FLOPs, or the bytes it touches."""
+    """The price of an equation under each strategy: of its body, its FLOPs, or the bytes that it touches."""
     eqn = facts.graph.eqns[e]
     reductions_s = compute.in_op_s(eqn, facts.rules[e], strategies, facts.mesh, facts.machine)
     window = facts.windows.of_equation[e]
@@ -121,7 +121,7 @@ def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductio
     if e not in facts.windows.idle:
         return _Price(reductions_s + touched_s)
     cover_s = _covering(facts, e, touched_s)
-    if eqn.primitive == LOOP_STACK:  # zeroed before the loop, and written by what makes it
+    if eqn.primitive == LOOP_STACK:  # zeroed before the loop, and written by the equation that makes it
         cover_s = cover_s * (2 / 3 if reads[0] else 0.0)
     return _Price(reductions_s + touched_s, None, cover_s, facts.windows.of_equation[e])
 

@@ -1,4 +1,4 @@
-"""Facts: what holds of a graph on a mesh, a machine and a compiler before anything is decided."""
+"""Facts: the facts about a graph on a mesh, a machine and a compiler that no decision changes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from autoshard.rules.rule import ShardingRule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirements:
-    """What is fixed of a program's layouts and memory before anything is chosen.
+    """The layouts and memory of a program that are fixed beforehand.
 
     Attributes:
       tied: program output position → input position that share one layout.
@@ -47,9 +47,9 @@ class Requirements:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GraphFacts:
-    """Everything that the builders of decisions read, none of which depends on a decision.
+    """Everything that the builders of decisions read; no fact depends on a decision.
 
-    `manual` is the mesh of the `shard_map` of which the graph is the body. `held`: values that lie in memory, be it
+    `manual` is the mesh of the `shard_map` whose body the graph is. `held`: values that lie in memory, also
     under another name. `levels`: see `costs.fusion`. `in_place`: equations that may overwrite their first operand.
     `apart`: value → groups of its uses that share no gather.
     """

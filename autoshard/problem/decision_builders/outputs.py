@@ -11,11 +11,11 @@ def add_outputs(draft: Draft, inputs: Sequence[int]) -> list[int]:
     """Adds a decision per program output that shares none with an input.
 
     Args:
-      draft: what is decided so far.
-      inputs: of each program input, its decision.
+      draft: the decisions so far.
+      inputs: program input → its decision.
 
     Returns:
-      Of each output, its decision.
+      Program output → its decision.
     """
     facts, required = draft.facts, draft.facts.required
     found: list[int] = []
