@@ -1,1 +1,1 @@
-"""Compilers and devices: how to call them, how to read what they emit, what they are known to do."""
+"""Compilers and devices: calls them, reads their output, and knows their behaviour."""

@@ -1,4 +1,4 @@
-"""Meshes: what the user says of mesh and hardware → mesh axes, hardware, and real devices if there are any."""
+"""Devices: the user's mesh and hardware → mesh axes, hardware, and real devices if there are any."""
 
 import re
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from cost_models.machines import catalogue
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int] | None
 
-# JAX's words for what the catalogue calls otherwise (jax/_src/pallas/mosaic/tpu_info.py).
+# JAX's names of chips that the catalogue names otherwise (jax/_src/pallas/mosaic/tpu_info.py).
 _TPU_NAMES = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e", "TPU7x": "TPU v7x"}
 
 

@@ -1,16 +1,16 @@
 """An HLO timeline: a compiled schedule priced by a cost model, on two streams.
 
 The compiled text holds no prices, so this is our own pricing of the compiler's
-schedule, no measurement. One compute stream runs the instructions in order; one
+schedule, not a measurement. One compute stream runs the instructions in order; one
 communication stream runs the collectives. An asynchronous collective runs from its
-start, and the compute stream waits for it where it is done; a synchronous one stops
-the compute stream. A loop's body is walked once and takes that time every trip; of a
-conditional the longest branch is taken. A windowed einsum's ring runs beside its loop.
+start, and the compute stream waits at its `done` instruction; a synchronous one stops
+the compute stream. A loop's body is walked once and takes that time every trip; a
+conditional takes the time of its longest branch. A windowed einsum's ring runs beside its loop.
 
-Matmuls cost what the model says of their shapes (their operands' and results' HBM
-traffic included), or where more is fused with them what that reads and writes, if it is
-longer; everything else costs the HBM bytes that it reads and writes, of which a slice
-reads only its part. Prefetches into faster memory are free.
+Matmuls cost the model's price of their shapes (HBM traffic of operands and results
+included), or the traffic of the whole fusion if that takes longer. Other instructions cost
+the HBM bytes that they read and write; a slice reads only its part. Prefetches into faster
+memory are free.
 """
 
 from collections import defaultdict
@@ -50,7 +50,7 @@ _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # which operand is writte
 
 
 class Machine(Protocol):
-    """What a timeline asks of a cost model."""
+    """The parts of a cost model that a timeline uses."""
 
     def matmul_s(self, batch: int, m: int, n: int, k: int, dtype: str) -> Any: ...
 
@@ -73,17 +73,17 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """A step of a compiled program: seconds per stream, and what of communication is not hidden.
+    """A step of a compiled program: seconds per stream, and the exposed communication.
 
     Attributes:
       step_s: end of the last instruction.
       compute_s: time in which the compute stream works.
       communication_s: time in which the communication stream works.
       exposed_s: time in which the compute stream waits for a collective.
-      flops: of the matmuls.
-      events: what ran when, first trips only.
-      uncounted: library calls and kernels that multiply, too, but do not say how much: neither in `flops`, nor
-        in the seconds beyond what they read and write.
+      flops: FLOPs of the matmuls.
+      events: instructions with begin and end, first trips only.
+      uncounted: library calls and kernels that multiply an unknown amount: not in `flops`, and in the seconds
+        only by their traffic.
     """
 
     step_s: float
@@ -141,7 +141,7 @@ def timeline(
 
     Args:
       module: the program.
-      collectives: what `hlo.collectives` found in it.
+      collectives: its collectives, from `hlo.collectives`.
       machine: a cost model with the mesh placed on it.
       mesh: the mesh axes; a collective over a part of an axis is priced as over all
         of it, one over groups that are no axes as over the whole mesh.
@@ -231,7 +231,7 @@ class _Walk:
         self.now_s += duration_s
 
     def _loop(self, loop: Instruction, trips: int) -> None:
-        """Walks the body once, and again where the first trip waits for what was sent before the loop.
+        """Walks the body once, and again if the first trip waits for a collective from before the loop.
 
         The last walk stands for every other trip.
         """
@@ -306,7 +306,7 @@ class _Walk:
 def _traffic_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
     """HBM bytes that an instruction reads and writes; a slice reads its part, an update writes its part.
 
-    What a fusion hands on to its result as it came, or what a collective in it moves, is not its own: XLA:TPU lets
+    Values that a fusion passes on unchanged, or that a collective in it moves, do not count: XLA:TPU lets
     asynchronous collectives go on in fusions that compute something else.
     """
     operands = [computation[name] for name in instruction.operands]
@@ -331,9 +331,9 @@ def _traffic_bytes(module: Module, computation: Computation, instruction: Instru
 
 
 def _readers(module: Module, body: Computation, name: str) -> list[tuple[Instruction, bool]]:
-    """What reads a value, as itself or as another shape of the same bytes, and whether as its first operand.
+    """The readers of a value, or of another shape of its bytes, and whether it is their first operand.
 
-    What a fusion in the fusion reads is what reads it there. Collectives and the result's tuple hand it on.
+    For a fusion inside the fusion, its inner readers count. Collectives and the result's tuple only pass it on.
     """
     names, found = [name], list[tuple[Instruction, bool]]()
     for known in names:

@@ -1,4 +1,4 @@
-"""Explanation: what is said of a decision: its alternatives, and where it turns."""
+"""Explanation: the data of an explained decision: its alternatives, and where it turns."""
 
 from dataclasses import dataclass
 

@@ -1,17 +1,17 @@
-"""Stages: a share of the layers planned on its part of the devices, and run as a pipeline.
+"""Pipeline parallelism: plans a share of the layers on its part of the devices, as one stage.
 
 A stack of equal layers that p stages share evenly is p times the same program: the train
 step of ⌈L/p⌉ layers, its gradients accumulated over M micro-batches. That program is
 planned on the mesh of one stage, whose links are those it has among all devices. Its
-seconds divide into what a layer takes, what the ends of the model take (embedding and
-logits), and what a step takes once (the sums of gradients, the optimizer)::
+seconds have three parts: the layers, the ends of the model (embedding and logits), and the
+work that a step does once (the sums of gradients, the optimizer)::
 
     step = M · busy · (1 + (p − 1) / (v · M)) + once + hand-overs that did not hide
 
 `busy` is one micro-batch in the busiest stage: a stage of layers alone, or the last one,
-which has the ends too, and a layer less where L leaves room for it. v chunks of layers
-per stage shorten the bubble and lengthen the hand-overs. Between stages a device holds
-what backward needs of every micro-batch in flight.
+which has the ends too, and a layer less if p does not divide L. v chunks of layers per
+stage shorten the bubble and lengthen the hand-overs. A device holds the saved values of
+every micro-batch in flight.
 
 Sources: Huang et al. 2019 (GPipe, arXiv:1811.06965); Narayanan et al. 2021 (1F1B and
 interleaving, arXiv:2104.04473); Korthikanti et al. 2022, section 4.2.3 (activations in
@@ -54,8 +54,8 @@ Schedule = Literal["no pipeline", "GPipe", "1F1B", "interleaved"]
 CHUNKS = (2, 4, 8)  # of an interleaved schedule
 STAGE_AXIS = "pipeline"  # as TrainingLayout.mesh names it
 
-# How a closed form's recomputation is written in a program: its "minimal" keeps what
-# matmuls give, as the policy `dots` does; what is kept least comes last.
+# A closed form's recomputation → the program's: "minimal" keeps results of matmuls, like the
+# policy `dots`. In order of kept bytes, the least last.
 REMATS: Mapping[str, tuple[str, ...]] = {
     "none": ("none", "dots", "full"),
     "minimal": ("dots", "full"),
@@ -66,15 +66,15 @@ REMATS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Where a stage program's seconds go, all micro-batches together, and what is in flight.
+    """The parts of a stage program's seconds, over all micro-batches, and the bytes in flight.
 
     Attributes:
-      layers_s: in the loops over layers, forward and backward.
-      ends_s: in the rest of the loop over micro-batches.
-      once_s: outside of it.
-      saved_bytes: what backward needs of one micro-batch, per device.
-      in_flight: micro-batches of which it was counted in the plan's memory.
-      handed_bytes: what a stage hands to the next of one micro-batch, per device.
+      layers_s: seconds in the loops over layers, forward and backward.
+      ends_s: seconds in the rest of the loop over micro-batches.
+      once_s: seconds outside of that loop.
+      saved_bytes: bytes kept for backward of one micro-batch, per device.
+      in_flight: micro-batches whose saved bytes count in the plan's memory.
+      handed_bytes: bytes that a stage hands to the next per micro-batch and device.
     """
 
     layers_s: float
@@ -92,13 +92,13 @@ class Staged:
     Attributes:
       priced: the closed form's layout and step, which it was planned for.
       record: the plan of one stage's program.
-      schedule: of the pipeline.
-      chunks: of layers per stage; 1 but for an interleaved schedule.
-      microbatches: of one step.
-      remat: what the program recomputes.
-      step_s: predicted.
-      parts: where it goes; they add up to it.
-      peak_bytes: per device, of the fullest stage.
+      schedule: the schedule of the pipeline.
+      chunks: chunks of layers per stage; 1 except in an interleaved schedule.
+      microbatches: micro-batches of one step.
+      remat: the program's rematerialization.
+      step_s: predicted seconds of a step.
+      parts: the parts of the step; they add up to it.
+      peak_bytes: peak bytes per device of the fullest stage.
     """
 
     priced: Priced
@@ -150,13 +150,13 @@ def pipelined(
     """Plans the stages of each layout that a closed form proposes; the fastest first.
 
     Args:
-      builder: of stage programs.
-      priced: the proposals; only their mesh, micro-batch and recomputation are taken, and
-        those that differ in nothing else are planned once.
+      builder: the builder of stage programs.
+      priced: the proposals. Only their mesh, micro-batch and recomputation are used; proposals
+        that agree in these are planned once.
       hardware: all devices.
-      memory_bytes: per device; what the hardware's file says is usable if None.
-      time_limit_s: of the solver, per plan.
-      rel_gap: of the solver.
+      memory_bytes: per device; None: the usable bytes of the hardware's file.
+      time_limit_s: the solver's limit per plan.
+      rel_gap: the solver's gap.
 
     Raises:
       InfeasibleError: no stage of any proposal fits.
@@ -213,7 +213,7 @@ def _with_remat(
             continue
         options = schedules(one, planned.record, shares, machine, builder.layers, count, remat)
         fits = [staged for staged in options if staged.peak_bytes <= limit]
-        yield min(fits, key=_order)  # what it was planned for fits
+        yield min(fits, key=_order)  # the plan's own micro-batches fit
 
 
 def in_flight(stages: int, chunks: int, microbatches: int) -> float:
@@ -296,8 +296,8 @@ def divided(planned: PlanningResult, loops: "Loops", times: float) -> Shares:
     """Divides a stage program's seconds among its loops.
 
     Args:
-      planned: the plan of the program, with what is held counted `times` times.
-      loops: of the program.
+      planned: the plan of the program, with saved values counted `times` times.
+      loops: the loops of the program.
       times: micro-batches in flight.
     """
     assignment = planned.assignment
@@ -382,19 +382,19 @@ class Loops:
         )
 
     def share(self, loop: int) -> str:
-        """What a loop's seconds count as."""
+        """The part that a loop's seconds belong to."""
         while loop and loop != self.outer and loop not in self.inner:
             loop = self.inside.get(loop, 0)
         return "once" if not loop else "ends" if loop == self.outer else "layers"
 
     def share_of_trips(self, trips: int) -> str:
-        """The same of what is known to run so often."""
+        """The part of seconds that are known to run a number of trips."""
         if trips % self.microbatches:
             return "once"
         return "layers" if trips % (self.microbatches * self.layers) == 0 else "ends"
 
     def saved(self, decisions: Decisions) -> list[Usage]:
-        """What of a micro-batch is kept from forward to backward."""
+        """The values of a micro-batch that are kept from forward to backward."""
         first, last = self.spans[self.inner[0]][1], self.spans[self.inner[1]][0]
         begin = self.spans[self.outer][0]
         of_batch = {
@@ -405,7 +405,7 @@ class Loops:
         ]
 
     def held(self, decisions: Decisions, times: float) -> Decisions:
-        """The same decisions, what is saved counted so many times."""
+        """The same decisions, with saved values counted a number of times."""
         saved = set(map(id, self.saved(decisions)))
         usages = (
             replace(use, nbytes=np.ceil(use.nbytes * times).astype(np.int64)) if id(use) in saved else use
@@ -414,7 +414,7 @@ class Loops:
         return replace(decisions, usages=tuple(usages))
 
     def handed_bytes(self, assignment: Assignment) -> int:
-        """One device's part of what goes from layer to layer."""
+        """Bytes on one device that go from layer to layer."""
         d = assignment.decisions
         graph = d.graph
         carried = [

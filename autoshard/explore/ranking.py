@@ -13,7 +13,7 @@ SECONDS_PER_DAY = 86_400.0
 SECONDS_PER_HOUR = 3_600.0
 
 # The knee of a scaling curve: up to there, more chips raise the rate by at least this share
-# of what they would if they shared the work perfectly (log-log slope; 1 is perfect).
+# of the speed-up if they shared the work perfectly (log-log slope; 1 is perfect).
 KNEE_SLOPE = 0.5
 
 
@@ -58,7 +58,7 @@ class RankedPlan:
 
     @property
     def order(self) -> tuple[float, float, int, str]:
-        """Less is better: seconds per token (per FLOP, where tokens are unknown), then exposed, then axes."""
+        """The sort key; less is better: seconds per token (per FLOP if unknown), then exposed seconds, then axes."""
         each = self.step_s / (self.tokens or self.flops or 1.0)
         return (each, self.record.cost.exposed_s, len(self.candidate.mesh), str(self.candidate))
 

@@ -68,7 +68,7 @@ class Worker:
         return pickle.load(self.process.stdout)
 
     def kill(self) -> None:
-        """Ends the process and what it has started, whatever they do."""
+        """Ends the process and its children, whatever they do."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 

@@ -81,7 +81,7 @@ class Writer:
         return "\n".join((*lines, f"out {' '.join(map(read, jaxpr.outvars))}"))
 
     def operation(self, eqn: Any) -> str:
-        """What an equation does, whatever it does it to."""
+        """The operation of an equation, without its operands."""
         return f"{eqn.primitive.name}[{self._params(eqn.primitive.name, eqn.params)}]"
 
     def _params(self, primitive: str, params: Mapping[str, Any]) -> str:

@@ -92,7 +92,7 @@ class Eqn:
 
     @property
     def traits(self) -> OpTraits:
-        """What is known of the primitive."""
+        """The facts about the primitive."""
         return traits_of(self.primitive)
 
 

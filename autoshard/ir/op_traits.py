@@ -1,10 +1,10 @@
-"""Op traits: what is known of a primitive whatever its shapes, the mesh and the machine, in one table.
+"""Op traits: one table of facts about primitives that do not depend on shapes, mesh or machine.
 
-Code that needs to know what an equation is reads `eqn.traits`; only this room, `rules/` and `ir/` list primitives.
-What depends on shapes is not here: whether an equation is element-wise is read off its rule (`costs.fusion`).
+Other code reads `eqn.traits`; only this room, `rules/` and `ir/` list primitives. Facts that depend on shapes are
+elsewhere: whether an equation is element-wise follows from its rule (`costs.fusion`).
 
-A primitive without a row has `OpTraits()`, the cautious answer to everything: its operands and its result lie in
-memory, all of their bytes are counted, it is fused with nothing, and no communication hides behind it.
+A primitive without a row has `OpTraits()`, the cautious default: its operands and its result lie in memory, all of
+their bytes count, it fuses with nothing, and no communication hides behind it.
 """
 
 from collections.abc import Mapping
@@ -34,9 +34,9 @@ LOOP_RESULT, LOOP_STACK, BRANCH_JOIN = "loop_result", "loop_stack", "branch_join
 
 @dataclass(frozen=True, slots=True)
 class AxisCollective:
-    """What a collective over named axes is to a machine: its kind, and whose bytes count.
+    """A collective over named axes as a machine sees it: its kind, and the array whose bytes count.
 
-    `sums`: it is a plain sum, which may wait for what follows the `shard_map` that it ends.
+    `sums`: it is a plain sum; at the end of a `shard_map` it may be finished by the equations that follow.
     """
 
     kind: str
@@ -46,7 +46,7 @@ class AxisCollective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpTraits:
-    """The facts about one primitive; the default of each is what holds of a primitive that nobody knows."""
+    """The facts about one primitive; the defaults are those of an unknown primitive."""
 
     # What it computes.
     contraction: bool = False  # a matrix multiplication or a convolution
@@ -60,19 +60,19 @@ class OpTraits:
     scatters: bool = False  # its last operand lands somewhere in the first
     # Where its bytes are.
     renames: bool = False  # in memory its result is its operand under another name
-    moves_nothing: bool = False  # no byte is read or written for it, whatever lies in memory
-    reads_part: bool = False  # of its first operand it reads only what it returns
+    moves_nothing: bool = False  # reads and writes no bytes, even if its operand lies in memory
+    reads_part: bool = False  # reads only the part of its first operand that it returns
     updates: bool = False  # writes a part of its first operand, where that lies if no one needs it as it was
     # What XLA does with it.
     fusible: bool = False  # fused with its neighbours, though not element-wise: it forces nothing into memory
     ends_fusion: bool = False  # its result is stored, its operands need not be
-    costly: bool = False  # not computed twice, once for what a loop stacks and once for who else reads it
+    costly: bool = False  # not computed twice, for a loop's stacked output and for other readers
     passes_sums: bool = False  # the partitioner lets a pending sum through, as it does past no scale or subtraction
     passes_totals: bool = False  # XLA still moves a sum over a loop's trips behind the loop if this follows it
     # Links and calls.
     link: bool = False  # joins a body to the equations around it
-    enters_loop: bool = False  # what it takes lies in memory while the loop runs
-    leaves_loop: bool = False  # hands on what the loop's body makes
+    enters_loop: bool = False  # its operand lies in memory while the loop runs
+    leaves_loop: bool = False  # passes on a result of the loop's body
     foreign: bool = False  # code that cannot be looked into, or the host's
     collective: AxisCollective | None = None  # over named axes, in the body of a `shard_map`
 
@@ -103,8 +103,7 @@ _EXTREMUM = OpTraits(collective=AxisCollective("all-reduce"))
 _AXIS_GATHER = OpTraits(collective=AxisCollective("all-gather", of_result=True))
 _AXIS_SCATTER = OpTraits(collective=AxisCollective("reduce-scatter"))
 
-# Primitives that are neither element-wise nor anything of the above: they read what they take, from memory, and write
-# what they make.
+# Primitives that are not element-wise and have no trait: they read their operands from memory, and write their results.
 _PLAIN = (
     *("approx_top_k", "bitcast_convert_type", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "sort", "top_k"),
     *("cholesky", "cholesky_update", "custom_linear_solve", "eig", "eigh", "fft", "hessenberg", "householder_product"),
