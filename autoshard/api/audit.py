@@ -177,7 +177,7 @@ def audit(
 
     def free(*values: Any) -> Any:
         """The program without its constraints."""
-        found = rewrite.evaluate(closed, jax.tree.leaves(values), made=lambda x, path, i: x, taken=lambda x, path, i: x)
+        found = rewrite.evaluate(closed, jax.tree.leaves(values), rewrite.Hooks())
         return jax.tree.unflatten(jax.tree.structure(out_tree), found)
 
     best = plan(

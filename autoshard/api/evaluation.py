@@ -9,7 +9,7 @@ from autoshard.planner.record import PlanRecord
 from autoshard.planner.search_space import SearchSpace
 from autoshard.problem.assignment import Assignment
 from autoshard.verification.result import Verification
-from autoshard.verification.verify import TOLERANCE, verify
+from autoshard.verification.verify import TOLERANCE, Known, verify
 
 Completion = Literal["shardy", "best"]
 
@@ -73,6 +73,5 @@ class Evaluation:
             topology=topology,
             tolerance=tolerance,
             compiler_options=compiler_options,
-            graph=self.space.decisions.graph,
-            assignment=self.assignment,
+            known=Known(graph=self.space.decisions.graph, assignment=self.assignment),
         )

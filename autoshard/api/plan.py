@@ -35,7 +35,7 @@ from autoshard.planner.record import Leaf, PlanRecord, write
 from autoshard.problem.assignment import Assignment
 from autoshard.verification.profile import Profile, profile
 from autoshard.verification.result import Verification
-from autoshard.verification.verify import TOLERANCE, check, verify
+from autoshard.verification.verify import TOLERANCE, Known, check, verify
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -191,8 +191,7 @@ class Plan(ABC):
             self.record,
             compiler=compiler,
             tolerance=tolerance,
-            machine=self._provenance.machine,
-            assignment=self._provenance.assignment,
+            known=Known(machine=self._provenance.machine, assignment=self._provenance.assignment),
         )
 
     def profile(self, step: Callable[..., Any], *args: Any, steps: int = 5) -> Profile:
@@ -310,9 +309,7 @@ class ProgramPlan(Plan):
             compiler=compiler,
             topology=topology,
             tolerance=tolerance,
-            machine=self._provenance.machine,
-            graph=graph,
-            assignment=self._provenance.assignment,
+            known=Known(machine=self._provenance.machine, graph=graph, assignment=self._provenance.assignment),
             compiler_options=compiler_options,
         )
 

@@ -12,6 +12,7 @@ import cost_models
 from autoshard.api.options import REL_GAP
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import (
+    Asked,
     DonateOption,
     GradOption,
     HardwareOption,
@@ -60,7 +61,7 @@ def explain(
 ) -> None:
     """Say why WHAT lies as it does in TARGET's plan: the runner-up, its price, what turns the decision."""
     try:
-        made = planned(target, mesh, hardware, memory, donate, pin, set_, for_grad, REL_GAP, time_limit)
+        made = planned(Asked(target, mesh, hardware, memory, donate, pin, set_, for_grad, REL_GAP, time_limit))
     except InfeasibleError as error:
         task = Task(
             target=target,
@@ -84,7 +85,8 @@ def explain(
         def plan_at(assignment: str) -> PlanningResult:
             sets = [*(set_ or ()), assignment]
             other = planned(
-                target, mesh, hardware, memory, donate, pin, sets, for_grad, REL_GAP, time_limit, constraints="all"
+                Asked(target, mesh, hardware, memory, donate, pin, sets, for_grad, REL_GAP, time_limit),
+                constraints="all",
             )
             return other.planned
 

@@ -1,6 +1,7 @@
 """Options: those that several commands share, and the plan that they ask for."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -57,17 +58,24 @@ def build(target: str, set_: Sequence[str] | None) -> Built:
         return load_target(target, assignments(set_ or (), "--set"))
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a command's options ask of a plan, as they are written."""
+
+    target: str
+    mesh: str | None
+    hardware: str | None
+    memory: str | None
+    donate: Sequence[str] | None
+    pin: Sequence[str] | None
+    set_: Sequence[str] | None
+    for_grad: bool
+    gap: float
+    time_limit: float
+
+
 def planned(
-    target: str,
-    mesh: str | None,
-    hardware: str | None,
-    memory: str | None,
-    donate: Sequence[str] | None,
-    pin: Sequence[str] | None,
-    set_: Sequence[str] | None,
-    for_grad: bool,  # noqa: FBT001  (a flag of the command line, passed on)
-    gap: float,
-    time_limit: float,
+    asked: Asked,
     *,
     refine: str | None = None,
     candidates: int = 3,
@@ -75,25 +83,25 @@ def planned(
     built: Built | None = None,
 ) -> autoshard.SolvedPlan:
     """The plan that a command's options ask for, with progress on standard error; `built` if that was made before."""
-    if hardware is None:
+    if asked.hardware is None:
         raise MeshError(
             "say what to plan for, as in --hardware h100:1x8, and on which mesh, as in --mesh data=2,model=4"
         )
     options: dict[str, Any] = {
-        "mesh": None if mesh is None else mesh_axes(mesh),
-        "hardware": hardware,
-        "memory": None if memory is None else byte_count(memory),
-        "donate_argnums": [int(d) for d in donate or () if is_position(d)]
+        "mesh": None if asked.mesh is None else mesh_axes(asked.mesh),
+        "hardware": asked.hardware,
+        "memory": None if asked.memory is None else byte_count(asked.memory),
+        "donate_argnums": [int(d) for d in asked.donate or () if is_position(d)]
         or None,  # [] would say: no position, as in jax.jit
-        "donate_argnames": [d for d in donate or () if not is_position(d)] or None,
-        "pins": dict(pin_of(text) for text in pin or ()),
-        "for_grad": for_grad,
-        "rel_gap": gap,
-        "time_limit_s": time_limit,
+        "donate_argnames": [d for d in asked.donate or () if not is_position(d)] or None,
+        "pins": dict(pin_of(text) for text in asked.pin or ()),
+        "for_grad": asked.for_grad,
+        "rel_gap": asked.gap,
+        "time_limit_s": asked.time_limit,
         "refine": refine,
         "candidates": candidates,
         "constraints": constraints,
     }
-    fn, args = build(target, set_) if built is None else built
+    fn, args = build(asked.target, asked.set_) if built is None else built
     with progress.shown(errors(), progress.STAGES[0]):
         return autoshard.plan(fn, *args, **options)

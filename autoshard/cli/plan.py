@@ -8,6 +8,7 @@ import typer
 from autoshard.api.options import REL_GAP
 from autoshard.cli.app import app
 from autoshard.cli.options import (
+    Asked,
     Compiler,
     DonateOption,
     GapOption,
@@ -52,16 +53,7 @@ def plan(
 ) -> None:
     """Plan TARGET: the layout with the least step time that fits in memory."""
     made = planned(
-        target,
-        mesh,
-        hardware,
-        memory,
-        donate,
-        pin,
-        set_,
-        for_grad,
-        gap,
-        time_limit,
+        Asked(target, mesh, hardware, memory, donate, pin, set_, for_grad, gap, time_limit),
         refine=None if refine is None else refine.value,
         candidates=candidates,
         constraints=constraints,

@@ -13,6 +13,7 @@ from autoshard import files
 from autoshard.api.options import REL_GAP
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import (
+    Asked,
     Built,
     DonateOption,
     GradOption,
@@ -54,7 +55,7 @@ def report(
 ) -> None:
     """Plan TARGET and write a page: layouts as tiles, timeline, memory, roofline, collectives, sources."""
     built = build(target, set_)
-    made = planned(target, mesh, hardware, memory, donate, pin, set_, for_grad, REL_GAP, time_limit, built=built)
+    made = planned(Asked(target, mesh, hardware, memory, donate, pin, set_, for_grad, REL_GAP, time_limit), built=built)
     rows: list[view.Json] = []
     if compare and not for_grad:
         with progress.shown(errors(), "standard layouts"):

@@ -11,6 +11,7 @@ from autoshard import files
 from autoshard.api.options import REL_GAP
 from autoshard.cli.app import WRONG, app, errors, print_json
 from autoshard.cli.options import (
+    Asked,
     Compiler,
     DonateOption,
     GapOption,
@@ -66,7 +67,7 @@ def verify(
 ) -> None:
     """Compile TARGET with its plan, without a device, and compare; exit code 1 if something does not match."""
     if plan_file is None:
-        made = planned(target, mesh, hardware, memory, donate, pin, set_, for_grad, gap, time_limit)
+        made = planned(Asked(target, mesh, hardware, memory, donate, pin, set_, for_grad, gap, time_limit))
     else:
         if layouts:
             raise PlanMismatchError("--layouts: a plan file holds those of inputs and outputs alone; leave --plan out")

@@ -23,7 +23,7 @@ import cost_models
 from autoshard.api.options import DonationOptions, Options, SolvingOptions, keywords_of, listing, refuse_unknown
 from autoshard.errors import InfeasibleError, SpecError
 from autoshard.explore import ranking_report, workers
-from autoshard.explore.candidates import Candidate, candidates, slices
+from autoshard.explore.candidates import Candidate, Candidates, candidates, slices
 from autoshard.explore.ranking import LeftOut, Progress, RankedPlan, Ranking
 from autoshard.explore.scheduler import Agenda
 from autoshard.explore.trial import SEARCH_REL_GAP, Hints, Task, Trials
@@ -183,17 +183,16 @@ def search(
         if not answers:
             raise
         notes.append(f"interrupted: {len(answers)} of {len(every)} candidates were planned")
-    missing = len(every) - len(answers)
-    return _ranked(answers, every.twins, missing, budget_tokens, prices, begin, notes, task, agenda.chosen)
+    wall_s = time.perf_counter() - begin
+    return _ranked(answers, every, budget_tokens, prices, wall_s, notes, task, agenda.chosen)
 
 
 def _ranked(
     answers: Sequence[Answer],
-    twins: int,
-    missing: int,
+    every: Candidates,
     budget: float | str,
     prices: float | Mapping[str, float] | None,
-    begin: float,
+    wall_s: float,
     notes: Sequence[str],
     task: Task,
     chosen: Mapping[Candidate, PortableChoice],
@@ -214,11 +213,11 @@ def _ranked(
         name=rows[0].record.name,
         rows=tuple(rows),
         left_out=left_out,
-        twins=twins,
-        missing=missing,
+        twins=every.twins,
+        missing=len(every) - len(answers),
         budget_tokens=token_count(budget, rows[0].parameters),
         prices=by_chip,
-        wall_s=time.perf_counter() - begin,
+        wall_s=wall_s,
         notes=tuple(notes),
         task=task,
         chosen=chosen,

@@ -20,7 +20,7 @@ from autoshard.ir import manual_calls
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.graph import CALLS, Path
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.rewrite import INLINED, constrained, evaluate
+from autoshard.ir.rewrite import INLINED, Hooks, constrained, evaluate
 from autoshard.ir.trace import Traced, trace
 
 _PREFIX = "autoshard:"
@@ -84,7 +84,7 @@ def gradient_program(traced: Traced, argnums: Sequence[int], mesh: MeshAxes) -> 
     seeds = [i for i in floats if traced.out_avals[i].shape]
 
     def marked(args: Sequence[Any]) -> list[Any]:
-        return evaluate(traced.jaxpr, args, made=_mark, taken=_keep, own=True, rule=_marked_rule)
+        return evaluate(traced.jaxpr, args, Hooks(made=_mark, own=True, rule=_marked_rule))
 
     program = _value_and_gradient(traced, leaves, marked)
     cotangents = [traced.out_avals[i] for i in seeds]
@@ -169,10 +169,6 @@ def _mark(value: Any, path: Path, i: int) -> Any:
     return checkpoint_name(value, _PREFIX + ".".join(map(str, path)) + f"/{i}")
 
 
-def _keep(value: Any, path: Path, i: int) -> Any:
-    return value
-
-
 def _marked_rule(closed: Any, args: Sequence[Any], path: Path) -> list[Any]:
     """A rule of a custom derivative with the results of its kernels marked: only they are laid out by the plan."""
 
@@ -182,7 +178,7 @@ def _marked_rule(closed: Any, args: Sequence[Any], path: Path) -> list[Any]:
             return results
         return [_mark(result, path, i) for i, result in enumerate(results)]
 
-    return evaluate(closed, args, made=_keep, taken=_keep, own=True, bind=bind, path=path)
+    return evaluate(closed, args, Hooks(own=True, bind=bind), path=path)
 
 
 def marks(named: Mapping[str, int]) -> dict[tuple[Path, int], int]:

@@ -9,7 +9,7 @@ all-to-all is not replaced by a gather. Calls with rules of their own (`remat`,
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -104,12 +104,10 @@ def constrained(
 
     def rule(closed: Any, args: Sequence[Any], path: Path) -> list[Any]:
         """Evaluates a rule of a custom derivative: its kernels have layouts, the rest is emitted as elsewhere."""
-        return evaluate(closed, args, made=_keep, taken=_keep, bind=bind, path=path)
+        return evaluate(closed, args, Hooks(bind=bind), path=path)
 
     inputs = [pin(arg, pins.inputs.get(i, ()), ("input", i)) for i, arg in enumerate(args)]
-    results = evaluate(
-        closed,
-        inputs,
+    hooks = Hooks(
         made=lambda value, path, i: pin(value, pins.made.get((path, i), ()), ("made", (path, i))),
         taken=lambda value, path, i: pin(value, pins.taken.get((path, i), ()), ("taken", (path, i))),
         before=before,
@@ -117,6 +115,7 @@ def constrained(
         bind=bind,
         rule=rule if mesh.size > 1 else None,
     )
+    results = evaluate(closed, inputs, hooks)
     return [pin(result, pins.outputs.get(i, ()), ("output", i)) for i, result in enumerate(results)]
 
 
@@ -215,24 +214,11 @@ def _bodies(eqn: Any) -> dict[int, Any]:
     return found
 
 
-def evaluate(
-    closed: Any,
-    args: Sequence[Any],
-    *,
-    made: Hook,
-    taken: Hook,
-    before: Before = _as_they_are,
-    scope: Scope = _no_scope,
-    bind: Bind = _bind,
-    own: bool = False,
-    rule: Rule | None = None,
-    path: Path = (),
-) -> list[Any]:
-    """Evaluates a closed jaxpr as JAX does, with hooks on every operand and result.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """What is called while a program is evaluated.
 
-    Args:
-      closed: the program.
-      args: one per input.
+    Attributes:
       made: called on every result.
       taken: called on every operand.
       before: called on every equation's operands together, ahead of `taken`.
@@ -240,6 +226,24 @@ def evaluate(
       bind: called for every equation that has no body.
       own: whether the program's own `with_sharding_constraint`s stay; if not, pins stand for them.
       rule: evaluates the rules of custom derivatives when they are differentiated; None leaves them as they are.
+    """
+
+    made: Hook = _keep
+    taken: Hook = _keep
+    before: Before = _as_they_are
+    scope: Scope = _no_scope
+    bind: Bind = _bind
+    own: bool = False
+    rule: Rule | None = None
+
+
+def evaluate(closed: Any, args: Sequence[Any], hooks: Hooks, *, path: Path = ()) -> list[Any]:
+    """Evaluates a closed jaxpr as JAX does, with hooks on every operand and result.
+
+    Args:
+      closed: the program.
+      args: one per input.
+      hooks: what is called meanwhile.
       path: of the equation whose body this is.
     """
     jaxpr = _jax.open_jaxpr(closed)
@@ -251,35 +255,22 @@ def evaluate(
 
     for index, eqn in enumerate(jaxpr.eqns):
         here = (*path, index)
-        with _jax.as_written(eqn), scope(here):
-            operands = before([read(atom) for atom in eqn.invars], here)
-            operands = [taken(operand, here, i) for i, operand in enumerate(operands)]
-            results = _equation(eqn, operands, made, taken, before, scope, bind, rule, here, own=own)
-            env.update(zip(eqn.outvars, [made(result, here, i) for i, result in enumerate(results)], strict=True))
+        with _jax.as_written(eqn), hooks.scope(here):
+            operands = hooks.before([read(atom) for atom in eqn.invars], here)
+            operands = [hooks.taken(operand, here, i) for i, operand in enumerate(operands)]
+            results = _equation(eqn, operands, hooks, here)
+            env.update(zip(eqn.outvars, [hooks.made(result, here, i) for i, result in enumerate(results)], strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _equation(
-    eqn: Any,
-    operands: list[Any],
-    made: Hook,
-    taken: Hook,
-    before: Before,
-    scope: Scope,
-    bind: Bind,
-    rule: Rule | None,
-    here: Path,
-    *,
-    own: bool,
-) -> list[Any]:
+def _equation(eqn: Any, operands: list[Any], hooks: Hooks, here: Path) -> list[Any]:
     name = eqn.primitive.name
-    if name == "reshard" or (name == "sharding_constraint" and not own):
+    if name == "reshard" or (name == "sharding_constraint" and not hooks.own):
         return operands
     if name not in INLINED and name not in BODIES:
-        return bind(eqn, operands, here)
-    within = partial(evaluate, made=made, taken=taken, before=before, scope=scope, bind=bind, own=own, rule=rule)
+        return hooks.bind(eqn, operands, here)
     if name in INLINED:
-        return within(eqn.params[CALLS[name]], operands, path=(*here, 0))
+        return evaluate(eqn.params[CALLS[name]], operands, hooks, path=(*here, 0))
 
     constants: list[Any] = []  # of a body that may not hold them
 
@@ -287,9 +278,9 @@ def _equation(
         path = (*here, k)
 
         def run(*xs: Any) -> list[Any]:
-            entered = [made(x, path, i) for i, x in enumerate(xs)]
-            outs = within(body, entered, path=path)
-            return [taken(x, path, i) for i, x in enumerate(outs)]
+            entered = [hooks.made(x, path, i) for i, x in enumerate(xs)]
+            outs = evaluate(body, entered, hooks, path=path)
+            return [hooks.taken(x, path, i) for i, x in enumerate(outs)]
 
         new = _jax.with_body(body, run)
         if name in WITHOUT_CONSTANTS:
@@ -301,6 +292,7 @@ def _equation(
     for key, k in BODIES[name]:
         body = params[key]
         params[key] = tuple(rewritten(b, i) for i, b in enumerate(body)) if k is None else rewritten(body, k)
+    rule = hooks.rule
     if rule is not None:
         params = _jax.with_derivatives(
             name, params, lambda closed, args, k: rule(closed, args, (*here, (FORWARD, BACKWARD, TANGENT)[k]))

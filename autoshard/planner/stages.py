@@ -70,14 +70,16 @@ class Stages:
         """Ends a stage and returns its result; `also_s` was spent on it before the run."""
         seconds = time.perf_counter() - self._last + also_s
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-        return self._tell(Stage(name=name, of=self._of, made=made, seconds=seconds), made)
+        stage = Stage(name=name, of=self._of, made=made, seconds=seconds)
+        _log(stage)
+        return self._tell(stage, made)
 
     def passed(self, name: str, made: Made) -> Made:
-        """Reports a stage that takes no time, and returns its result."""
+        """Reports a stage that takes no time, except to the log, and returns its result."""
         return self._tell(Stage(name=name, of=self._of, made=made, seconds=0.0), made)
 
     def _tell(self, stage: Stage, made: Made) -> Made:
-        for observer in (_log, _dump, *_observers.get()):
+        for observer in (_dump, *_observers.get()):
             observer(stage)
         self._last = time.perf_counter()  # the time of observers belongs to no stage
         return made

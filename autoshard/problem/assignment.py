@@ -251,16 +251,16 @@ class Assignment:
             aval, trips = whole or (edge.moved, edge.trips)
             for step in self.resharder.path(aval, source, target, bucket=edge.bucket, strides=edge.strides):
                 if step.kind != "slice":
-                    row = self._collective(
-                        step.kind,
-                        step.axes,
-                        step.nbytes,
-                        str(aval.dtype),
-                        trips,
-                        edge.window,
-                        where,
-                        str(aval),
-                        bucket=edge.bucket,
+                    row = Collective(
+                        kind=step.kind,
+                        axes=step.axes,
+                        nbytes=step.nbytes,
+                        dtype=str(aval.dtype),
+                        trips=trips,
+                        seconds=self._seconds(step.kind, step.axes, step.nbytes, edge.bucket),
+                        window=edge.window,
+                        where=where,
+                        value=str(aval),
                     )
                     work_s = float(self.resharder.machine.hbm_s(step.transposed)) if step.transposed else 0.0
                     yield from repeat((edge, replace(row, work_s=work_s)), edge.times)
@@ -306,16 +306,16 @@ class Assignment:
             return
         for inner in node.body.collectives if node.body else ():
             trips = inner.trips * d.graph.runs(node.equation)
-            row = self._collective(
-                inner.kind,
-                inner.axes,
-                inner.nbytes,
-                inner.dtype,
-                trips,
-                None,
-                inner.where,
-                inner.value,
-                bucket=inner.bucket,
+            row = Collective(
+                kind=inner.kind,
+                axes=inner.axes,
+                nbytes=inner.nbytes,
+                dtype=inner.dtype,
+                trips=trips,
+                seconds=self._seconds(inner.kind, inner.axes, inner.nbytes, inner.bucket),
+                window=None,
+                where=inner.where,
+                value=inner.value,
             )
             yield row, row.seconds * trips * inner.waited
         if not node.strategies.in_op[pick].any():
@@ -326,8 +326,16 @@ class Assignment:
             row = decode(int(codes[pick]), aval.ndim, d.mesh.ndim)
             pieces = int(np.prod([s for s, r in zip(d.mesh.sizes, row, strict=True) if r >= 0], dtype=np.int64))
             local, trips = aval.nbytes // pieces, d.graph.runs(e)
-            row = self._collective(
-                "all-reduce", axes, local, str(aval.dtype), trips, None, node.where, str(aval), bucket=0
+            row = Collective(
+                kind="all-reduce",
+                axes=axes,
+                nbytes=local,
+                dtype=str(aval.dtype),
+                trips=trips,
+                seconds=self._seconds("all-reduce", axes, local, 0),
+                window=None,
+                where=node.where,
+                value=str(aval),
             )
             yield row, row.seconds * trips
 
@@ -337,31 +345,9 @@ class Assignment:
             waited_s for _, waited_s in self._in_op(n)
         )
 
-    def _collective(
-        self,
-        kind: str,
-        axes: tuple[str, ...],
-        nbytes: int,
-        dtype: str,
-        trips: int,
-        window: int | None,
-        where: str,
-        value: str,
-        *,
-        bucket: int,
-    ) -> Collective:
-        seconds = float(collective_s(self.resharder.machine, kind, axes, nbytes, bucket=bucket))
-        return Collective(
-            kind=kind,
-            axes=axes,
-            nbytes=nbytes,
-            dtype=dtype,
-            trips=trips,
-            seconds=seconds,
-            window=window,
-            where=where,
-            value=value,
-        )
+    def _seconds(self, kind: str, axes: tuple[str, ...], nbytes: int, bucket: int) -> float:
+        """What a collective takes once, merged with others into a bucket of so many bytes."""
+        return float(collective_s(self.resharder.machine, kind, axes, nbytes, bucket=bucket))
 
     def peak(self) -> tuple[int, int, Mapping[str, int]]:
         """(bytes, time point, bytes by kind at that point): the highest point of memory."""

@@ -4,6 +4,7 @@ import importlib.metadata
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -42,6 +43,36 @@ _PACKAGE = re.compile(r"/autoshard/[\w/]+\.py:\d+")
 _ARGUMENT = re.compile(r"flat\[(\d+)\]")  # in programs compiled here, the leaves are `*flat`
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known of a plan beside its record.
+
+    Attributes:
+      machine: the cost model with the plan's mesh placed on it; None reads the plan's hardware from the catalogue.
+      graph: of the planned program, if its ops carry their equations' paths (`propagation.annotated`).
+      assignment: the plan's choices, if it was made in this process.
+    """
+
+    machine: cost_models.Machine | None = None
+    graph: Graph | None = None
+    assignment: Assignment | None = None
+
+
+NOTHING_KNOWN = Known()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """A program as a compiler made it: its text, who made it for what, its memory, and how long that took."""
+
+    text: str
+    compiler: str
+    version: str
+    topology: str
+    memory: Parts | None = None
+    wall_s: float = 0.0
+
+
 def verify(
     lowerable: Any,
     record: PlanRecord,
@@ -49,9 +80,7 @@ def verify(
     compiler: str | None = None,
     topology: str | None = None,
     tolerance: float = TOLERANCE,
-    machine: cost_models.Machine | None = None,
-    graph: Graph | None = None,
-    assignment: Assignment | None = None,
+    known: Known = NOTHING_KNOWN,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Verification:
     """Compiles a planned program and compares it with the plan.
@@ -63,9 +92,7 @@ def verify(
         that Shardy names, in-process, without a compiler's schedule or memory.
       topology: hardware to compile for; None takes the plan's own (for "cpu": as many devices).
       tolerance: relative difference in bytes that still counts as a match.
-      machine: the cost model with the plan's mesh placed on it; None reads the plan's hardware from the catalogue.
-      graph: of the planned program, if its ops carry their equations' paths (`propagation.annotated`).
-      assignment: the plan's choices, if it was made in this process.
+      known: what led to the plan, if it was made in this process.
       compiler_options: flags over the plan's own; None for those of the program whose collectives are priced
         (`compared_by`), {} for the compiler's own.
 
@@ -75,11 +102,11 @@ def verify(
       CompileError: the compiler refuses or crashes.
     """
     if compiler == "shardy":
-        return _by_shardy(lowerable, record, tolerance, graph, assignment)
+        return _by_shardy(lowerable, record, tolerance, known.graph, known.assignment)
     if topology is None:
         topology = f"cpu:{record.mesh.size}" if compiler == "cpu" else record.hardware
     if compiler_options is None:
-        compiler_options = compared_by(record, topology, machine)
+        compiler_options = compared_by(record, topology, known.machine)
     compiled = compile.compile(
         lowerable,
         topology=topology,
@@ -88,20 +115,16 @@ def verify(
         device_order=record.device_order,
         compiler_options={**({} if compiler == "cpu" else record.compiler_options), **(compiler_options or {})},
     )
-    return judge(
-        record,
-        compiled.hlo_text,
+    without_rings = WITHOUT_RINGS if compiled.flags.items() >= compile.TPU_PLAIN_OPTIONS.items() else ""
+    made = Compiled(
+        text=compiled.hlo_text,
         compiler=compiled.compiler,
-        version=compiled.version
-        + (WITHOUT_RINGS if compiled.flags.items() >= compile.TPU_PLAIN_OPTIONS.items() else ""),
+        version=compiled.version + without_rings,
         topology=topology,
         memory=_compiled_parts(compiled.memory, compiled.peak_bytes),
         wall_s=compiled.wall_s,
-        tolerance=tolerance,
-        machine=machine,
-        graph=graph,
-        assignment=assignment,
     )
+    return judge(record, made, tolerance, known)
 
 
 def compared_by(record: PlanRecord, topology: str, machine: cost_models.Machine | None) -> Mapping[str, Any]:
@@ -153,8 +176,7 @@ def check(
     *,
     compiler: str | None = None,
     tolerance: float = TOLERANCE,
-    machine: cost_models.Machine | None = None,
-    assignment: Assignment | None = None,
+    known: Known = NOTHING_KNOWN,
 ) -> Verification:
     """Compares a plan with an executable, or its HLO text, that somebody else compiled.
 
@@ -165,8 +187,7 @@ def check(
       compiler: who compiled it: "gpu", "tpu" or "cpu"; None takes the executable's
         platform, or for text that of the plan's hardware.
       tolerance: as in `verify`.
-      machine: as in `verify`.
-      assignment: as in `verify`.
+      known: as in `verify`; no graph: its ops carry no paths of the plan's.
 
     Raises:
       VerifyError: `compiled` is neither, or the executable has no text.
@@ -175,19 +196,8 @@ def check(
     if isinstance(compiled, str):
         platform = compiler or compile.CompileTarget.parse(record.hardware).compiler
         try:
-            return judge(
-                record,
-                compiled,
-                compiler=platform,
-                version="as given",
-                topology=record.hardware,
-                memory=None,
-                wall_s=0.0,
-                tolerance=tolerance,
-                machine=machine,
-                graph=None,
-                assignment=assignment,
-            )
+            made = Compiled(text=compiled, compiler=platform, version="as given", topology=record.hardware)
+            return judge(record, made, tolerance, known)
         except AutoshardError:
             raise
         except (LookupError, ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as error:
@@ -213,54 +223,37 @@ def check(
         temp_bytes=stats.temp_size_in_bytes,
         reported_peak_bytes=stats.peak_memory_in_bytes,
     )
-    return judge(
-        record,
-        text,
+    made = Compiled(
+        text=text,
         compiler=compiler or built_by,
         version=f"jaxlib {importlib.metadata.version('jaxlib')}",
         topology=f"{len(devices)} × {kind}",
         memory=_compiled_parts(memory, memory.peak_bytes(built_by)),
-        wall_s=0.0,
-        tolerance=tolerance,
-        machine=machine,
-        graph=None,
-        assignment=assignment,
     )
+    return judge(record, made, tolerance, known)
 
 
-def judge(
-    record: PlanRecord,
-    text: str,
-    *,
-    compiler: str,
-    version: str,
-    topology: str,
-    memory: Parts | None,
-    wall_s: float,
-    tolerance: float,
-    machine: cost_models.Machine | None,
-    graph: Graph | None,
-    assignment: Assignment | None,
-) -> Verification:
-    """Compares a plan with a compiled program's text; arguments as of `verify`."""
+def judge(record: PlanRecord, compiled: Compiled, tolerance: float, known: Known) -> Verification:
+    """Compares a plan with a compiled program."""
+    machine, assignment = known.machine, known.assignment
     machine = meshes.place(record.mesh.shape, record.hardware).machine if machine is None else machine
-    module = hlo.read(text)
-    fold = compiler == "cpu"
+    module = hlo.read(compiled.text)
+    fold = compiled.compiler == "cpu"
     emitted = hlo.collectives(
         module, record.mesh, fold_slices=fold, unknown_trips=WHILE_TRIPS, unknown_depth=WHILE_DEPTH
     )
     priced = timeline(module, emitted, machine, record.mesh)
     return Verification(
-        compiler=compiler,
-        version=version,
-        topology=topology,
+        compiler=compiled.compiler,
+        version=compiled.version,
+        topology=compiled.topology,
         rows=compare(record.collectives, emitted, record.mesh, tolerance),
-        lines=attribute(record.collectives, emitted, record.mesh, tolerance, Places(graph)),
+        lines=attribute(record.collectives, emitted, record.mesh, tolerance, Places(known.graph)),
         memory=MemoryComparison(
             predicted=predicted_parts(record),
-            compiled=memory,
-            meaning=PEAK[compiler],
-            bound=compiler == "cpu",
+            compiled=compiled.memory,
+            meaning=PEAK[compiled.compiler],
+            bound=compiled.compiler == "cpu",
             tolerance=MEMORY_TOLERANCE,
         ),
         compute=ComputeComparison(
@@ -274,7 +267,7 @@ def judge(
         predicted=None if assignment is None else schedule(assignment),
         timeline=priced,
         emitted=emitted,
-        wall_s=wall_s,
+        wall_s=compiled.wall_s,
         tolerance=tolerance,
     )
 

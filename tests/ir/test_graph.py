@@ -187,7 +187,7 @@ def test_evaluation_without_constraints_is_the_program(name: str) -> None:
         seen.append((path, i))
         return value
 
-    got = jax.jit(lambda *xs: rewrite.evaluate(closed, xs, made=hook, taken=hook))(*args)
+    got = jax.jit(lambda *xs: rewrite.evaluate(closed, xs, rewrite.Hooks(made=hook, taken=hook)))(*args)
     for g, w in zip(got, jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
         assert relative_error(g, w) <= 1e-6
     assert seen
