@@ -41,11 +41,6 @@ MLIRError = ir.MLIRError
 ANYWHERE = UNSPECIFIED  # a call's sharding of an operand or a result that it leaves open
 JAX_VERSION: tuple[int, ...] = tuple(int(x) for x in jax.__version__.split(".")[:3])
 
-# Whether XLA:GPU's analytical latency estimator works for every program. In loops that communicate it may ask for the
-# dimensions of a tuple, and ends the process (shape.h, "Check failed: buffer != nullptr"; scanned layers of llama3-8b,
-# jax-cuda12-pjrt 0.11.0, 0.12.0 and 0.12.0.1).
-ESTIMATES = JAX_VERSION < (0, 11)
-
 
 def open_jaxpr(jaxpr: Any) -> Any:
     """The open jaxpr of a closed one; identity where JAX has merged the two."""

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from autoshard.backends.known_compilers import flag_prefixes
 from autoshard.ir import rewrite
 from autoshard.ir.trace import Traced
 from autoshard.planner.record import Leaf, PlanRecord
@@ -76,7 +77,7 @@ def _jitted(
 
     run.__name__ = record.name
     out_specs = jax.tree.unflatten(traced.out_tree, [NamedSharding(mesh, leaf.spec) for leaf in record.outputs])
-    options = {**(record.compiler_options if _runs_on(mesh, record.hardware) else {}), **(compiler_options or {})}
+    options = {**_taken(record.compiler_options, mesh), **(compiler_options or {})}
     return jax.jit(run, out_shardings=out_specs, compiler_options=options or None, **how)
 
 
@@ -96,9 +97,9 @@ def in_auto_mode(fn: Callable[..., list[Any]], outputs: Sequence[Leaf]) -> Calla
     return auto
 
 
-def _runs_on(mesh: Any, hardware: str) -> bool:
-    """Whether a mesh's devices are of the planned kind, so that its compiler flags apply."""
+def _taken(options: Mapping[str, Any], mesh: Any) -> dict[str, Any]:
+    """The compiler options of a plan that are flags of the compiler of a mesh's devices."""
     if not isinstance(mesh, Mesh):
-        return False
-    platform = mesh.devices.flat[0].platform
-    return platform == ("tpu" if hardware.startswith("tpu") else "cpu" if hardware.startswith("cpu") else "gpu")
+        return {}
+    prefixes = flag_prefixes(mesh.devices.flat[0].platform)
+    return {name: value for name, value in options.items() if name.startswith(prefixes)}

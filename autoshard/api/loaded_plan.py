@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from autoshard.api.bind import bound_program
 from autoshard.api.plan import Plan, ProgramPlan, Provenance
+from autoshard.backends.devices import compiler_named
+from autoshard.backends.model import CompilerModel
 from autoshard.errors import PlanMismatchError
 from autoshard.planner.record import parse, read
 
@@ -91,6 +93,10 @@ class BoundPlan(ProgramPlan):
     @property
     def _provenance(self) -> Provenance:
         return Provenance()
+
+    @property
+    def _compiler(self) -> CompilerModel:
+        return compiler_named(self.record.hardware)
 
     def _gradient_to_compile(self) -> NoReturn:
         _refuse(

@@ -23,6 +23,7 @@ import cost_models
 from autoshard.api import emit, placing
 from autoshard.api.bind import bound_program
 from autoshard.backends import devices as meshes
+from autoshard.backends.model import CompilerModel
 from autoshard.backends.shardy.propagation import Annotations, annotated
 from autoshard.errors import PlanMismatchError, SpecError
 from autoshard.ir import graph as graphs
@@ -318,7 +319,12 @@ class ProgramPlan(Plan):
         if self.record.gradient_of:
             return self._gradient_to_compile(), None
         program = annotated(self.traced, self.record.mesh, _annotations(self.record))
-        return program, graphs.build(self.traced.jaxpr, meshes.platform(self.record.hardware))
+        return program, graphs.build(self.traced.jaxpr, self._compiler.platform)
+
+    @property
+    @abstractmethod
+    def _compiler(self) -> CompilerModel:
+        """Who compiles for the plan's hardware."""
 
     @abstractmethod
     def _gradient_to_compile(self) -> Any:

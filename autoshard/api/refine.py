@@ -11,7 +11,7 @@ compiler's own scheduler. Its notes say what changed the order.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec
 from autoshard.api.evaluation import Evaluation
 from autoshard.api.plan import Plan, ProgramPlan
 from autoshard.api.solved_plan import SolvedPlan
-from autoshard.backends import compile
+from autoshard.backends.known_compilers import named
+from autoshard.backends.model import CompilerName
 from autoshard.costs.strategies import layout_of
 from autoshard.errors import CompilerFlagError, PlanMismatchError, SpecError
 from autoshard.explain.runner_up import solved
@@ -35,18 +36,6 @@ from autoshard.report.tables import bytes_text, time_text
 from autoshard.verification.result import Verification
 
 TRIED = 2  # inputs whose layout is forbidden, per candidate that is wanted: some lead to the same plan
-
-# Flags that shorten some schedules and lengthen others (8 H100, docs/comparing.md, `scheduled` in its results).
-# XLA:GPU's scheduler has one collective under way at once unless told otherwise: with 2 llama3-8b's medium batch takes
-# 24.6 ms in place of 26.0, with 4 25.2. It gathers nothing for the next trip of a loop unless told to: mixtral's
-# small batch gains (21.7 in place of 24.1), gemma-7b's medium one loses (33.9 in place of 30.6).
-# XLA:TPU turns gathers of contractions into rings: with them gpt2-small takes 69.5 ms on v5e:4x4 in place of 58.0,
-# llama3-8b 481 ms on v5p:4x4x2 in place of 570 (docs/verification.md).
-_AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
-SCHEDULING: Mapping[str, Sequence[Mapping[str, Any]]] = {
-    "gpu": ({_AT_ONCE: 2}, {_AT_ONCE: 4}, {_AT_ONCE: 4, "xla_gpu_enable_pipelined_all_gather": True}),
-    "tpu": (compile.TPU_PLAIN_OPTIONS,),
-}
 
 Inputs = Mapping[int, PartitionSpec]
 
@@ -109,7 +98,7 @@ def refined(entered: Entered, *, compiler: str, count: int) -> SolvedPlan:
       SpecError: fewer than two candidates, or no such compiler.
       CompilerMissingError: that compiler is not installed.
     """
-    if count < 1 or count + len(entered.also) < 2 or compiler not in ("gpu", "tpu", "cpu"):
+    if count < 1 or count + len(entered.also) < 2 or compiler not in get_args(CompilerName):
         raise SpecError(
             f"refine={compiler!r} with candidates={count}: compile two plans or more, by 'gpu', 'tpu' or 'cpu'"
         )
@@ -120,7 +109,7 @@ def refined(entered: Entered, *, compiler: str, count: int) -> SolvedPlan:
     fitting = [x for x in tried if x.fits] or tried
     best = min(fitting, key=lambda x: x.schedule_s)
     refined_plan = best.plan.noted(describe_refinement(tried, best))
-    flagged = [(_under(best, compiler, flags), flags) for flags in SCHEDULING.get(compiler, ())]
+    flagged = [(_under(best, compiler, flags), flags) for flags in named(compiler).scheduling_flags]
     shorter = [(x.schedule_s, flags) for x, flags in flagged if x and x.fits and x.schedule_s < best.schedule_s]
     if not shorter:
         return refined_plan

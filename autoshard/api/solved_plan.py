@@ -8,6 +8,7 @@ from autoshard.api.loaded_plan import LoadedPlan, read_back
 from autoshard.api.plan import Plan, ProgramPlan, Provenance
 from autoshard.backends import devices as meshes
 from autoshard.backends.devices import Target
+from autoshard.backends.model import CompilerModel
 from autoshard.errors import PlanMismatchError
 from autoshard.explain import runner_up
 from autoshard.explain import text as explanation
@@ -149,6 +150,10 @@ class SolvedPlan(ProgramPlan):
           VerifyError: it is the plan of a forward function for its gradient.
         """
         return honoured(self.planned, compiler=compiler)
+
+    @property
+    def _compiler(self) -> CompilerModel:
+        return self._place.compiler
 
     def _gradient_to_compile(self) -> Any:
         planned = replace(self.planned, record=self.record)

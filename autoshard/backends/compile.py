@@ -18,13 +18,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from autoshard import _jax
+from autoshard.backends.known_compilers import TPU_PLAIN_OPTIONS as TPU_PLAIN_OPTIONS
+from autoshard.backends.known_compilers import named
+from autoshard.backends.model import CompilerModel, CompilerName
 from autoshard.errors import CompileError, CompilerFlagError, CompilerMissingError, MeshError
 from autoshard.ir.mesh import MeshAxes
-
-CompilerName = Literal["gpu", "tpu", "cpu"]
 
 # Autotuning needs the real GPU. The latency-hiding scheduler is what training runs on GPU
 # turn on (JAX's GPU performance guide), and without it nothing overlaps.
@@ -35,10 +36,6 @@ GPU_OPTIONS: Mapping[str, Any] = {"xla_gpu_autotune_level": "0", "xla_gpu_enable
 # library's matmul is taken, and no collective changes.
 TRITON_ERRORS = ("Couldn't find output tile sizes", "TritonBackend does not support a default config")
 
-# Windowed einsum off: the collectives stay what they are, so that their bytes can be compared exactly.
-# With it (XLA:TPU's default) the program is faster, and `hlo.collectives` folds its rings.
-TPU_PLAIN_OPTIONS: Mapping[str, Any] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "100000"}
-
 _GPU_TARGETS = {"a100": "a100_80", "a100-40": "a100_40"}
 _DISTRIBUTIONS = {
     "gpu": ("jax-cuda12-pjrt", "jax-cuda13-pjrt"),
@@ -46,7 +43,6 @@ _DISTRIBUTIONS = {
     "cpu": ("jaxlib",),
 }
 _MODULES = {"gpu": ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"), "tpu": ("libtpu",), "cpu": ("jaxlib",)}
-_PLATFORM = {"gpu": "cuda", "tpu": "tpu", "cpu": "cpu"}
 _TPU_VERSIONS = {"v7x": "tpu7x"}
 # The child sees none of the caller's flags: what a compilation depends on is in its arguments.
 _DROPPED_ENVIRONMENT = frozenset({"XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_COMPILATION_CACHE_DIR"})
@@ -75,15 +71,15 @@ class MemoryStats:
         """Arguments + outputs − aliases + temporaries: an upper bound of the peak where temporaries are all counted."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
-    def peak_bytes(self, compiler: str) -> int:
+    def peak_bytes(self, compiler: CompilerModel) -> int:
         """What a compiler's program needs at its highest: by its own word, but for the CPU `total_bytes`.
 
         XLA:TPU's word leaves out what lies idle between buffers of its heap, which is allocated whole:
         the larger of both counts.
         """
-        if compiler == "cpu":
+        if not compiler.reports_peak:
             return self.total_bytes
-        if compiler == "tpu":
+        if compiler.counts_gaps:
             return max(self.reported_peak_bytes, self.total_bytes)
         return self.reported_peak_bytes
 
@@ -122,7 +118,7 @@ class Compiled:
     @property
     def peak_bytes(self) -> int:
         """Peak bytes of one device: see `MemoryStats.peak_bytes`."""
-        return self.memory.peak_bytes(self.compiler)
+        return self.memory.peak_bytes(named(self.compiler))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +162,16 @@ class CompileTarget:
 
 
 _EXAMPLES = "h100:4x8 (hosts × GPUs), tpu-v5e:4x4, cpu:8"
+
+
+def topology(hardware: str, devices: int, compiler: str | None) -> str:
+    """What a compiler compiles for: a plan's hardware, or as many devices where it takes any count of its own."""
+    return f"{compiler}:{devices}" if compiler is not None and named(compiler).compiles_for_any_count else hardware
+
+
+def flags_of_plan(flags: Mapping[str, Any], compiler: str | None) -> Mapping[str, Any]:
+    """A plan's flags, which are its hardware's compiler's: one that compiles for any count is not asked by them."""
+    return {} if compiler is not None and named(compiler).compiles_for_any_count else flags
 
 
 def available(compiler: CompilerName) -> bool:
@@ -268,7 +274,7 @@ def _lowered(lowerable: Any, target: CompileTarget) -> Any:
     if not hasattr(lowerable, "lower"):
         return lowerable
     try:
-        return lowerable.lower(lowering_platforms=(_PLATFORM[target.compiler],))
+        return lowerable.lower(lowering_platforms=(named(target.compiler).platform,))
     except ValueError as error:
         if "require devices to be present" not in str(error):
             raise

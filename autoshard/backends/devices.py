@@ -195,9 +195,17 @@ def abstract(axes: MeshAxes) -> AbstractMesh:
 
 def compiler_of(hardware: cost_models.Hardware) -> CompilerModel:
     """Who compiles for a hardware."""
-    return known(platform(hardware.name))
+    return known(hardware.chip.platform.value)
 
 
-def platform(hardware: str) -> str:
-    """JAX's platform name of a hardware name."""
-    return "tpu" if hardware.startswith("tpu") else "cpu" if hardware.startswith("cpu") else "cuda"
+def compiler_named(hardware: str) -> CompilerModel:
+    """Who compiles for a hardware by its name, as plans have it: that of a user's file after the chip it is based on.
+
+    Raises:
+      MeshError: the chip is not of the catalogue.
+    """
+    name = hardware.partition(":")[0].partition("/")[0]
+    try:
+        return known(catalogue.chip(name).platform.value)
+    except cost_models.CostModelError as error:
+        raise MeshError(f"who compiles for {hardware} is not known, for {error}") from error

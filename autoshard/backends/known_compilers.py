@@ -1,12 +1,41 @@
 """The compilers that autoshard knows: XLA:GPU, XLA:TPU and XLA:CPU, as values; see `CompilerModel` for each fact."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 from autoshard import _jax
 from autoshard.backends.model import CompilerModel
+from autoshard.errors import MeshError
+
+# Windowed einsum off: the collectives stay what they are, so that their bytes can be compared exactly.
+# With it (XLA:TPU's default) the program is faster, and `hlo.collectives` folds its rings.
+TPU_PLAIN_OPTIONS: Mapping[str, Any] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "100000"}
+
+# Flags that shorten some schedules and lengthen others (8 H100, docs/comparing.md, `scheduled` in its results).
+# XLA:GPU's scheduler has one collective under way at once unless told otherwise: with 2 llama3-8b's medium batch takes
+# 24.6 ms in place of 26.0, with 4 25.2. It gathers nothing for the next trip of a loop unless told to: mixtral's
+# small batch gains (21.7 in place of 24.1), gemma-7b's medium one loses (33.9 in place of 30.6).
+# XLA:TPU makes rings of what contractions gather: with them gpt2-small takes 69.5 ms on v5e:4x4 in place of 58.0,
+# llama3-8b 481 ms on v5p:4x4x2 in place of 570 (docs/verification.md).
+_AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 XLA_GPU = CompilerModel(
     name="gpu",
     platform="cuda",
-    since=(0, 10),
+    since=(0, 11),
+    device_platforms=frozenset({"cuda", "gpu", "rocm"}),
+    flag_prefixes=("xla_gpu_",),
+    compiles_for_any_count=False,
+    reports_peak=True,
+    counts_gaps=False,
+    peak_meaning="XLA's own (peak_memory_in_bytes)",
+    scatters_by_slices=False,
+    ring_free_flags={},
+    scheduling_flags=({_AT_ONCE: 2}, {_AT_ONCE: 4}, {_AT_ONCE: 4, "xla_gpu_enable_pipelined_all_gather": True}),
+    scheduler_flags={"xla_gpu_enable_latency_hiding_scheduler": True},
+    scheduler_flags_in_loops={},
+    scatter_bucket_flag="xla_gpu_reduce_scatter_combine_threshold_bytes",
     moves_collectives_past_casts=True,
     collectives_along_outermost_only=True,
     gathers_new_state_in_place=True,
@@ -35,10 +64,29 @@ XLA_GPU = CompilerModel(
     overwrites_last_read=True,
 )
 
+# Its analytical latency estimator works for every program. Since jaxlib 0.11 it may ask, in loops that communicate, for
+# the dimensions of a tuple, and ends the process (shape.h, "Check failed: buffer != nullptr"; scanned layers of
+# llama3-8b, jax-cuda12-pjrt 0.11.0, 0.12.0 and 0.12.0.1).
+XLA_GPU_0_10 = replace(
+    XLA_GPU, since=(0, 10), scheduler_flags_in_loops={"xla_gpu_enable_analytical_latency_estimator": True}
+)
+
 XLA_TPU = CompilerModel(
     name="tpu",
     platform="tpu",
     since=(0, 10),
+    device_platforms=frozenset({"tpu"}),
+    flag_prefixes=("xla_tpu_", "xla_jf_"),
+    compiles_for_any_count=False,
+    reports_peak=True,
+    counts_gaps=True,
+    peak_meaning="XLA's own (peak_memory_in_bytes), or arguments + outputs − aliases + its heap where that is more",
+    scatters_by_slices=False,
+    ring_free_flags=TPU_PLAIN_OPTIONS,
+    scheduling_flags=(TPU_PLAIN_OPTIONS,),
+    scheduler_flags={},
+    scheduler_flags_in_loops={},
+    scatter_bucket_flag=None,
     moves_collectives_past_casts=False,
     collectives_along_outermost_only=False,
     gathers_new_state_in_place=False,
@@ -71,6 +119,18 @@ XLA_CPU = CompilerModel(
     name="cpu",
     platform="cpu",
     since=(0, 10),
+    device_platforms=frozenset({"cpu"}),
+    flag_prefixes=("xla_cpu_",),
+    compiles_for_any_count=True,
+    reports_peak=False,
+    counts_gaps=False,
+    peak_meaning="arguments + outputs − aliases + temporaries, a bound",
+    scatters_by_slices=True,
+    ring_free_flags={},
+    scheduling_flags=(),
+    scheduler_flags={},
+    scheduler_flags_in_loops={},
+    scatter_bucket_flag=None,
     moves_collectives_past_casts=False,
     collectives_along_outermost_only=False,
     gathers_new_state_in_place=False,
@@ -99,13 +159,43 @@ XLA_CPU = CompilerModel(
     overwrites_last_read=False,
 )
 
-KNOWN: tuple[CompilerModel, ...] = (XLA_GPU, XLA_TPU, XLA_CPU)
+KNOWN: tuple[CompilerModel, ...] = (XLA_GPU_0_10, XLA_GPU, XLA_TPU, XLA_CPU)
 
 
 def known(platform: str, version: tuple[int, ...] = _jax.JAX_VERSION) -> CompilerModel:
     """The compiler of a platform, as JAX names it, of a version of jaxlib: by default the one that runs.
 
     Raises:
-      KeyError: no value is of that platform; the hardware files name platforms.
+      MeshError: no compiler of that platform is known.
     """
-    return max((m for m in KNOWN if m.platform == platform and m.since <= version), key=lambda m: m.since)
+    found = [model for model in KNOWN if model.platform == platform and model.since <= version]
+    if not found:
+        platforms = ", ".join(sorted({model.platform for model in KNOWN}))
+        raise MeshError(f"no compiler is known for the platform {platform!r}; the hardware file may say {platforms}")
+    return max(found, key=lambda model: model.since)
+
+
+def named(name: str) -> CompilerModel:
+    """The compiler of that name, of the jaxlib that runs.
+
+    Raises:
+      MeshError: there is none.
+    """
+    found = next((model for model in KNOWN if model.name == name), None)
+    if found is None:
+        raise MeshError(f"no compiler {name!r}; there are {', '.join(sorted({model.name for model in KNOWN}))}")
+    return known(found.platform)
+
+
+def flag_prefixes(device_platform: str) -> tuple[str, ...]:
+    """How the flags begin of the compiler of devices that say so of their platform; none where it is not known."""
+    return next((model.flag_prefixes for model in KNOWN if device_platform in model.device_platforms), ())
+
+
+def of_devices(platform: str) -> CompilerModel:
+    """Who compiles for devices that say so of their platform.
+
+    Raises:
+      MeshError: no compiler of theirs is known.
+    """
+    return known(next((model.platform for model in KNOWN if platform in model.device_platforms), platform))

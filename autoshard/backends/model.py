@@ -19,7 +19,8 @@ class Evidence:
 
     Attributes:
       source: the versions that were looked at, and what they emitted; or the compiler's own code.
-      test: the test that compiles a program and sees the fact, as pytest names it.
+      test: the test, as pytest names it, that compiles a program and sees the fact, or collectives, memory or seconds
+        of a whole program that depend on it.
     """
 
     source: str
@@ -38,11 +39,35 @@ class CompilerModel:
       name: ours.
       platform: JAX's name of the platform: what `platform_index` resolves to and programs are lowered for.
       since: the first version of jaxlib of which the facts hold, up to the next value of that name.
+      device_platforms: what devices for which it compiles say of their platform (`jax.Device.platform`).
+      flag_prefixes: how the flags begin that it alone has.
+      compiles_for_any_count: whether it compiles a plan of any hardware, for as many devices.
+      reports_peak: whether its own peak counts temporaries; else all of them count (`MemoryStats.peak_bytes`).
+      counts_gaps: whether what lies idle between buffers of its heap must be added to its peak.
+      peak_meaning: what the peak of a compiled program is, in words.
+      scatters_by_slices: whether it emits a reduce-scatter as an all-reduce and a slice.
+      ring_free_flags: those without which it makes rings of permutes of what matmuls gather and scatter.
+      scheduling_flags: sets of flags under which a schedule may be shorter, which `refine` tries.
+      scheduler_flags: those that a plan's overlap needs.
+      scheduler_flags_in_loops: those that it needs in a program with loops, too.
+      scatter_bucket_flag: the flag for the bytes of results up to which reduce-scatters are merged.
     """
 
     name: CompilerName
     platform: str
     since: tuple[int, ...]
+    device_platforms: frozenset[str]
+    flag_prefixes: tuple[str, ...]
+    compiles_for_any_count: bool
+    reports_peak: bool
+    counts_gaps: bool
+    peak_meaning: str
+    scatters_by_slices: bool
+    ring_free_flags: Mapping[str, Any]
+    scheduling_flags: tuple[Mapping[str, Any], ...]
+    scheduler_flags: Mapping[str, Any]
+    scheduler_flags_in_loops: Mapping[str, Any]
+    scatter_bucket_flag: str | None
 
     def __str__(self) -> str:
         return self.name
@@ -111,7 +136,7 @@ class CompilerModel:
     merges_terms_of_sums: bool = field(
         metadata=_seen(
             "jax-cuda12-pjrt 0.10.2, libtpu 0.0.51",
-            "compilers/test_compiler_models.py::test_reductions_of_the_terms_of_an_addition",
+            "compilers/test_verify.py::test_sums_over_two_axes_are_finished_as_planned",
         )
     )
     """The reductions of the terms of an addition are one, although constraints finish each by itself."""
@@ -127,7 +152,7 @@ class CompilerModel:
     renames_sums_for_additions_only: bool = field(
         metadata=_seen(
             "libtpu 0.0.52 scatters along what its tiles let it, by the order of the product's dimensions",
-            "compilers/test_compiler_models.py::test_a_transposed_sum",
+            "compilers/test_verify.py::test_the_v5e_compiler_follows_the_plan",
         )
     )
     """A sum is finished before it is transposed or reshaped, unless it is added under its new name."""
@@ -145,7 +170,7 @@ class CompilerModel:
     waits_at_both_ends: bool = field(
         metadata=_seen(
             "jax-cuda12-pjrt 0.10.2, schedules of 310 trips: see `costs.overlap`",
-            "compilers/test_compiler_models.py::test_the_first_weights_and_the_last_gradient",
+            "compilers/test_bodies.py::test_a_data_parallel_step_takes_what_the_compiled_one_does",
         )
     )
     """The first contraction's weights, and the sum of what the last one makes, hide behind no contraction."""
@@ -153,7 +178,7 @@ class CompilerModel:
     hides_behind_late_work: bool = field(
         metadata=_seen(
             "jax-cuda12-pjrt 0.10.2, schedules of 310 trips: see `costs.overlap`",
-            "compilers/test_compiler_models.py::test_what_contractions_wait_for_is_moved_beside_late_ones",
+            "compilers/test_memory.py::test_the_gpu_compiler_reduces_each_gradient_behind_all_other_contractions",
         )
     )
     """What contractions wait for is moved while those run that no other waits for."""
@@ -179,7 +204,7 @@ class CompilerModel:
     makes_weight_gradients_in_order: bool = field(
         metadata=_seen(
             "libtpu 0.0.52",
-            "compilers/test_compiler_models.py::test_weights_gradients_beside_the_backward_pass",
+            "compilers/test_verify.py::test_the_v5e_compiler_follows_the_plan",
         )
     )
     """A weight's gradient is made as soon as it can be; else it is in no hurry, and what it is made of lives on."""
@@ -202,14 +227,14 @@ class CompilerModel:
     """Where nothing runs beside compute, gradients that are whole on every device are made as late as they can be."""
 
     updates_state_early: bool = field(
-        metadata=_seen("libtpu 0.0.52", "compilers/test_compiler_models.py::test_a_states_update")
+        metadata=_seen("libtpu 0.0.52", "compilers/test_verify.py::test_the_v5e_compiler_follows_the_plan")
     )
     """A state is updated as soon as its gradient is there."""
 
     computes_loss_last: bool = field(
         metadata=_seen(
             "libtpu 0.0.52, llama3-8b on v5e:4x4",
-            "compilers/test_compiler_models.py::test_what_the_loss_reads",
+            "compilers/test_verify.py::test_the_v5e_compiler_follows_the_plan",
         )
     )
     """What leads to scalars alone, the loss, is computed last, unless it communicates."""

@@ -105,7 +105,9 @@ def measure(
     # A process of its own: this one's jax has started on the CPU, as a single device.
     environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
     if platform is not None:
-        environment["JAX_PLATFORMS"] = {"gpu": "cuda"}.get(platform.value, platform.value)
+        from autoshard.backends.known_compilers import named  # with JAX, which the other commands do without
+
+        environment["JAX_PLATFORMS"] = named(platform.value).platform
     code = subprocess.run(command, env=environment, check=False).returncode
     if code:
         raise typer.Exit(code)

@@ -97,11 +97,11 @@ def _more_chips(task: Task, mesh: Mapping[str, int], hardware: str) -> Iterator[
 
 def _more_memory(task: Task, mesh: Mapping[str, int], hardware: str) -> Iterator[Attempt]:
     now = cost_models.hardware(hardware)
-    kind = now.name.split("-")[0]
     for name in cost_models.chips():
         try:
             other = cost_models.hardware(f"{name}:{now.topology.name}")
         except cost_models.CostModelError:
             continue
-        if other.usable_memory_bytes > now.usable_memory_bytes and (name.split("-")[0] == "tpu") == (kind == "tpu"):
+        same = other.chip.platform.value == now.chip.platform.value
+        if same and other.usable_memory_bytes > now.usable_memory_bytes:
             yield f"--hardware {other.name}", lambda other=other: _planned(task, mesh, other.name, {})

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from autoshard import _jax
+from autoshard.backends.model import CompilerModel
 from autoshard.costs.resharding import BUCKET_BYTES
 from autoshard.costs.strategies import layout_of
 from autoshard.ir import graph as graphs
@@ -24,7 +24,6 @@ from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Decisions, place_of
 from autoshard.problem.unpriced import unpriced
 from autoshard.rules.rule import kept_whole
-from cost_models import Hardware
 
 
 def describe(
@@ -69,7 +68,7 @@ def describe(
         ),
         memory=Memory(peak_bytes=peak, limit_bytes=limit, at=place_of(d, at), kinds=kinds),
         certificate=certificate,
-        compiler_options=_compiler_options(hardware, target.axes, limit - peak, loops=bool(d.graph.loops)),
+        compiler_options=_compiler_options(target.compiler, target.axes, limit - peak, loops=bool(d.graph.loops)),
         notes=(*request.notes, *also, *_kernel_notes(d), *(f"not priced: {what}" for what in unpriced(d))),
     )
 
@@ -191,7 +190,7 @@ def _undifferentiated(
     return found
 
 
-def _compiler_options(hardware: Hardware, mesh: MeshAxes, spare_bytes: int, *, loops: bool) -> dict[str, Any]:
+def _compiler_options(compiler: CompilerModel, mesh: MeshAxes, spare_bytes: int, *, loops: bool) -> dict[str, Any]:
     """The flags that the plan's overlap and memory need.
 
     XLA:GPU merges reduce-scatters up to a size of their *results*. Their operands, larger by the
@@ -199,14 +198,9 @@ def _compiler_options(hardware: Hardware, mesh: MeshAxes, spare_bytes: int, *, l
     its last one. The flags merge them up to a bucket of operand bytes, as they are priced, and less
     if memory is short. In loops, the scheduler's analytical estimates hide each gather behind the
     compute before its use (the default estimator takes any two matmuls to be equally long), if the
-    estimates work (`_jax.ESTIMATES`).
+    estimates work.
     """
-    if hardware.name.startswith(("tpu", "cpu")):
-        return {}
-    options: dict[str, Any] = {
-        "xla_gpu_enable_latency_hiding_scheduler": True,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": max(1, min(BUCKET_BYTES, spare_bytes) // mesh.size),
-    }
-    if loops and _jax.ESTIMATES:
-        options["xla_gpu_enable_analytical_latency_estimator"] = True
-    return options
+    options = dict(compiler.scheduler_flags)
+    if compiler.scatter_bucket_flag is not None:
+        options[compiler.scatter_bucket_flag] = max(1, min(BUCKET_BYTES, spare_bytes) // mesh.size)
+    return {**options, **(compiler.scheduler_flags_in_loops if loops else {})}

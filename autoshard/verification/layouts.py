@@ -8,7 +8,7 @@ its equation's path (`backends.shardy.propagation.annotated`), so values are fou
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autoshard.backends import compile, devices, hlo
+from autoshard.backends import compile, hlo
 from autoshard.backends.shardy.propagation import SCOPE, Annotations, annotated, propagated
 from autoshard.costs.strategies import layout_of
 from autoshard.errors import VerifyError
@@ -97,20 +97,20 @@ def honoured(planned: PlanningResult, *, compiler: str | None = None) -> LayoutC
     graph = space.decisions.graph
     wanted = _planned_layouts(planned.assignment)
     if compiler is None:
-        platform = devices.platform(record.hardware)
+        platform = setting.compiler.platform
         found: Mapping[int, Layout | None] = propagated(
             planned.traced, graph, space.decisions.made, record.mesh, annotations, platform
         )
         source = "Shardy's propagation"
     else:
-        topology = f"cpu:{record.mesh.size}" if compiler == "cpu" else record.hardware
+        topology = compile.topology(record.hardware, record.mesh.size, compiler)
         compiled = compile.compile(
             annotated(planned.traced, record.mesh, annotations),
             topology=topology,
             mesh=record.mesh,
             compiler=compiler,  # pyright: ignore[reportArgumentType]
             device_order=record.device_order,
-            compiler_options={} if compiler == "cpu" else record.compiler_options,
+            compiler_options=compile.flags_of_plan(record.compiler_options, compiler),
             passes=True,
         )
         assert compiled.after_propagation is not None  # asked for

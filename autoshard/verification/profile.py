@@ -19,6 +19,7 @@ import jax
 from autoshard import _jax
 from autoshard.backends import hlo
 from autoshard.backends.hlo.matmuls import matmuls
+from autoshard.backends.known_compilers import of_devices
 from autoshard.errors import VerifyError
 from autoshard.planner.record import PlanRecord
 from autoshard.problem.assignment import Assignment
@@ -115,7 +116,9 @@ def profile(
     lowerable: Any = step
     compiled = lowerable.lower(*args).compile()
     module = hlo.read(compiled.as_text())
-    classes = _classify(module, record)
+    ran = {device.platform for s in jax.tree.leaves(compiled.input_shardings) for device in s.device_set}
+    compiler = of_devices(next(iter(ran), jax.default_backend()))
+    classes = _classify(module, record, fold_slices=compiler.scatters_by_slices)
     for _ in range(WARM_UP):
         args = _next(args, step(*args))
     jax.block_until_ready(args)
@@ -157,7 +160,7 @@ def profile(
 _Class = tuple[str, tuple[str, ...]]
 
 
-def _classify(module: hlo.Module, record: PlanRecord) -> dict[str, _Class]:
+def _classify(module: hlo.Module, record: PlanRecord, *, fold_slices: bool) -> dict[str, _Class]:
     """Instruction → its class; names are unique in a scheduled module."""
     found: dict[str, _Class] = {}
     for computation in module:
@@ -165,8 +168,7 @@ def _classify(module: hlo.Module, record: PlanRecord) -> dict[str, _Class]:
             if instruction.opcode not in _ENTERED:
                 name = MATMULS if matmuls(module, computation, instruction) else OTHERS
                 found[instruction.name] = (name, ())
-    fold = record.hardware.startswith("cpu")
-    for row in hlo.collectives(module, record.mesh, fold_slices=fold):
+    for row in hlo.collectives(module, record.mesh, fold_slices=fold_slices):
         for name in (row.instruction, row.done):
             if name in found:
                 found[name] = (row.kind, in_order(row.axes, record.mesh))

@@ -15,6 +15,7 @@ from autoshard import _jax
 from autoshard.backends import compile, hlo
 from autoshard.backends import devices as meshes
 from autoshard.backends.hlo.text import UNKNOWN
+from autoshard.backends.known_compilers import named, of_devices
 from autoshard.backends.shardy import collectives
 from autoshard.backends.shardy.propagation import SCOPE
 from autoshard.backends.timeline import timeline
@@ -29,13 +30,6 @@ from autoshard.verification.result import ComputeComparison, MemoryComparison, P
 
 TOLERANCE = 0.05  # of bytes, in total and per row
 MEMORY_TOLERANCE = 0.10  # of the peak: a device that runs out of memory a little later does so all the same
-
-# The meaning of `Compiled.peak_bytes`, per compiler.
-PEAK = {
-    "gpu": "XLA's own (peak_memory_in_bytes)",
-    "tpu": "XLA's own (peak_memory_in_bytes), or arguments + outputs − aliases + its heap where that is more",
-    "cpu": "arguments + outputs − aliases + temporaries, a bound",
-}
 
 WITHOUT_RINGS = " without windowed einsum"
 
@@ -104,7 +98,7 @@ def verify(
     if compiler == "shardy":
         return _by_shardy(lowerable, record, tolerance, known.graph, known.assignment)
     if topology is None:
-        topology = f"cpu:{record.mesh.size}" if compiler == "cpu" else record.hardware
+        topology = compile.topology(record.hardware, record.mesh.size, compiler)
     if compiler_options is None:
         compiler_options = compared_by(record, topology, known.machine)
     compiled = compile.compile(
@@ -113,7 +107,7 @@ def verify(
         mesh=record.mesh,
         compiler=compiler,  # pyright: ignore[reportArgumentType]
         device_order=record.device_order,
-        compiler_options={**({} if compiler == "cpu" else record.compiler_options), **(compiler_options or {})},
+        compiler_options={**compile.flags_of_plan(record.compiler_options, compiler), **(compiler_options or {})},
     )
     without_rings = WITHOUT_RINGS if compiled.flags.items() >= compile.TPU_PLAIN_OPTIONS.items() else ""
     made = Compiled(
@@ -134,10 +128,11 @@ def compared_by(record: PlanRecord, topology: str, machine: cost_models.Machine 
     scatters a sum over any devices. Without rings, XLA:TPU all-reduces and slices a sum over the whole
     torus where `Machine.scatters_whole` says so, and the plan prices that.
     """
-    if topology != record.hardware or not topology.startswith("tpu"):
+    rings = {} if topology != record.hardware else meshes.compiler_named(topology).ring_free_flags
+    if not rings:
         return {}
     placed = meshes.place(record.mesh.shape, record.hardware).machine if machine is None else machine
-    return {} if placed.scatters_whole else compile.TPU_PLAIN_OPTIONS
+    return {} if placed.scatters_whole else rings
 
 
 def _by_shardy(
@@ -145,7 +140,7 @@ def _by_shardy(
 ) -> Verification:
     """The plan against the collectives that Shardy itself names."""
     begin = time.perf_counter()
-    lowered = lowerable.lower(lowering_platforms=(meshes.platform(record.hardware),))
+    lowered = lowerable.lower(lowering_platforms=(meshes.compiler_named(record.hardware).platform,))
     emitted = collectives.collectives(lowered, record.mesh)
     return Verification(
         compiler="shardy",
@@ -213,7 +208,7 @@ def check(
         raise VerifyError("this executable does not give its HLO text; pass the text of an XLA dump instead")
     devices = {d for s in jax.tree.leaves(compiled.input_shardings) for d in s.device_set}
     platform = next((d.platform for d in devices), jax.default_backend())
-    built_by = "gpu" if platform in ("cuda", "gpu", "rocm") else platform
+    built_by = of_devices(platform)
     kind = next((d.device_kind for d in devices), "")
     stats: Any = compiled.memory_analysis()
     memory = compile.MemoryStats(
@@ -225,7 +220,7 @@ def check(
     )
     made = Compiled(
         text=text,
-        compiler=compiler or built_by,
+        compiler=compiler or built_by.name,
         version=f"jaxlib {importlib.metadata.version('jaxlib')}",
         topology=f"{len(devices)} × {kind}",
         memory=_compiled_parts(memory, memory.peak_bytes(built_by)),
@@ -238,9 +233,9 @@ def judge(record: PlanRecord, compiled: Compiled, tolerance: float, known: Known
     machine, assignment = known.machine, known.assignment
     machine = meshes.place(record.mesh.shape, record.hardware).machine if machine is None else machine
     module = hlo.read(compiled.text)
-    fold = compiled.compiler == "cpu"
+    model = named(compiled.compiler)
     emitted = hlo.collectives(
-        module, record.mesh, fold_slices=fold, unknown_trips=WHILE_TRIPS, unknown_depth=WHILE_DEPTH
+        module, record.mesh, fold_slices=model.scatters_by_slices, unknown_trips=WHILE_TRIPS, unknown_depth=WHILE_DEPTH
     )
     priced = timeline(module, emitted, machine, record.mesh)
     return Verification(
@@ -252,8 +247,8 @@ def judge(record: PlanRecord, compiled: Compiled, tolerance: float, known: Known
         memory=MemoryComparison(
             predicted=predicted_parts(record),
             compiled=compiled.memory,
-            meaning=PEAK[compiled.compiler],
-            bound=compiled.compiler == "cpu",
+            meaning=model.peak_meaning,
+            bound=not model.reports_peak,
             tolerance=MEMORY_TOLERANCE,
         ),
         compute=ComputeComparison(

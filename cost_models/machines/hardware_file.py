@@ -11,7 +11,8 @@ into its interconnects::
      "topology": "2x8",
      "numbers": {"scale_out.one_way_bytes_per_s": {"value": 2.5e10, "source": "ib_write_bw, 2026-05-02"}}}
 
-What a chip's compiler does where chips differ stands in a `compiler` object, with sources, too.
+Who compiles for a chip is said by its `platform`, as JAX names it ("cuda", "tpu", "cpu"); what that compiler does
+where chips differ stands in a `compiler` object. Both have sources, and are the base's where a file has one.
 
 A measured file is the same with a `measured` object (date, device kind, versions,
 method), where there are several devices `tables` of the domain's collectives, and
@@ -97,6 +98,7 @@ _CHIP_KEYS = (
     "name",
     "aliases",
     "description",
+    "platform",
     "based_on",
     "topology",
     "measured",
@@ -114,6 +116,14 @@ class Number:
     """A value in SI units, and who says so."""
 
     value: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """JAX's name of the platform that programs for a chip are lowered for, and who says so."""
+
+    value: str
     source: str
 
 
@@ -183,6 +193,7 @@ class Chip:
 
     Attributes:
         links: `"die"`, `"domain"` and `"scale_out"`, as far as the chip has them.
+        platform: JAX's name of the platform that programs for it are lowered for.
         topology: The topology that a user's file states, or "".
         measured: Date, device kind, versions and method of a measured file.
         based_on: The catalogue's chip that a user's file changes, or "".
@@ -197,6 +208,7 @@ class Chip:
     description: str
     numbers: Mapping[str, Number]
     links: Mapping[str, Interconnect]
+    platform: Platform
     topology: str = ""
     measured: Mapping[str, str] = field(default_factory=dict[str, str])
     based_on: str = ""
@@ -282,10 +294,30 @@ def parse_chip(document: Any, file: str, find_chip: Finder, find_link: Finder) -
         description=str(doc.get("description", base.description if base else "")),
         numbers=numbers,
         links=links,
+        platform=_platform(doc, base, file),
         topology=str(doc.get("topology", "")),
         measured={key: str(value) for key, value in measured.items()},
         compiler={**(base.compiler if base else {}), **_facts(doc.get("compiler", {}), file)},
     )
+
+
+def _platform(doc: Mapping[str, Any], base: Chip | None, file: str) -> Platform:
+    if "platform" not in doc:
+        if base is None:
+            raise HardwareFileError(
+                file,
+                "`platform` is missing: say who compiles for the chip, "
+                '`"platform": {"value": "cuda", "source": …}`, or what the file is `based_on`',
+            )
+        return base.platform
+    entry = _object(doc["platform"], file, "`platform`")
+    _exactly(entry, ("value", "source"), f"{file}, platform")
+    value, source = entry["value"], entry["source"]
+    if not isinstance(value, str) or not value or not isinstance(source, str) or not source.strip():
+        raise HardwareFileError(file, "`platform` needs a `value`, JAX's name of it, and a `source`")
+    if base is not None and value != base.platform.value:
+        raise HardwareFileError(file, f"`platform` is {value!r}, and that of {base.name} is {base.platform.value!r}")
+    return Platform(value, source)
 
 
 def _facts(entries: Any, file: str) -> dict[str, Fact]:

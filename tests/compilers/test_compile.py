@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.backends import compile, compile_worker
 from autoshard.backends.compile import Compiled, CompileTarget
+from autoshard.backends.known_compilers import named
 from autoshard.errors import CompileError, CompilerFlagError, CompilerMissingError, MeshError
 from autoshard.ir.mesh import MeshAxes
 from tests.installed import GPU, TPU, needs_gpu_compiler
@@ -92,7 +93,7 @@ def test_a_heap_with_gaps_is_allocated_whole(compiler: str, peak: int) -> None:
         argument_bytes=70, output_bytes=70, alias_bytes=60, temp_bytes=30, reported_peak_bytes=105
     )
     assert memory.total_bytes == 110
-    assert memory.peak_bytes(compiler) == peak
+    assert memory.peak_bytes(named(compiler)) == peak
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

@@ -9,8 +9,9 @@ import pytest
 
 import autoshard
 import models
-from autoshard import SolvedPlan, _jax
-from autoshard.backends import compile
+from autoshard import SolvedPlan
+from autoshard.backends import compile, devices
+from autoshard.backends.known_compilers import XLA_GPU, XLA_GPU_0_10
 from autoshard.errors import HloError, VerifyError
 from autoshard.verification.collective_match import agrees
 from autoshard.verification.result import Match, Verification
@@ -41,7 +42,8 @@ def test_loops_are_scheduled_by_analytical_estimates_where_these_work(
     scan: bool,  # noqa: FBT001
     estimates: bool,  # noqa: FBT001
 ) -> None:
-    monkeypatch.setattr(_jax, "ESTIMATES", estimates)
+    compiler = XLA_GPU_0_10 if estimates else XLA_GPU
+    monkeypatch.setattr(devices, "compiler_of", lambda hardware: compiler)
     step, args = models.build("tiny-llama", batch=8, scan=scan)
     options = autoshard.plan(step, *args, mesh={"data": 8}, hardware="h100:1x8", donate_argnums=0).compiler_options
     assert ("xla_gpu_enable_analytical_latency_estimator" in options) == (scan and estimates)
