@@ -43,12 +43,13 @@ import jax
 
 import autoshard
 import models
-from autoshard.api import compare, refine
+from autoshard.api import compare
 from autoshard.api.compare import Template
 from autoshard.api.evaluation import Evaluation
 from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends import compile
 from autoshard.backends import devices as meshes
+from autoshard.backends.known_compilers import named
 from autoshard.cli.compare import of_models
 from autoshard.errors import AutoshardError, CompilerFlagError, InfeasibleError
 from autoshard.ir.mesh import MeshAxes
@@ -288,7 +289,7 @@ def _scheduled(
         return []
     told, made = min(fitting, key=lambda item: item[0]["compiled"]["step_s"])
     found: list[dict[str, Any]] = []
-    for flags in refine.SCHEDULING["gpu"]:
+    for flags in named("gpu").scheduling_flags:
         with suppress(CompilerFlagError):
             found.append(_told(told["layout"], made, flags, known or {}))
     return found

@@ -97,7 +97,7 @@ def honoured(planned: PlanningResult, *, compiler: str | None = None) -> LayoutC
     graph = space.decisions.graph
     wanted = _planned_layouts(planned.assignment)
     if compiler is None:
-        platform = setting.compiler.platform
+        platform = space.compiler.platform
         found: Mapping[int, Layout | None] = propagated(
             planned.traced, graph, space.decisions.made, record.mesh, annotations, platform
         )

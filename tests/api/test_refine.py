@@ -17,8 +17,9 @@ from autoshard import Evaluation, LoadedPlan, Plan, SolvedPlan
 from autoshard.api.compiler_minimal_constraints import classes
 from autoshard.api.options import Options
 from autoshard.api.planning import requests_of
-from autoshard.api.refine import SCHEDULING, Candidate, Entered, adopted, alternatives, describe_refinement, refined
+from autoshard.api.refine import Candidate, Entered, adopted, alternatives, describe_refinement, refined
 from autoshard.backends import devices
+from autoshard.backends.known_compilers import named
 from autoshard.errors import CompileError, CompilerFlagError, PlanMismatchError, SpecError
 from autoshard.ir.mesh import MeshAxes
 from autoshard.planner.request import PlanRequest
@@ -116,7 +117,7 @@ def test_a_flag_that_shortens_the_schedule_is_the_plans(
     step_s: float,
     taken: bool,  # noqa: FBT001
 ) -> None:
-    timeline, tried = found.timeline, SCHEDULING[compiler]
+    timeline, tried = found.timeline, named(compiler).scheduling_flags
     assert timeline is not None
     others = [
         replace(found, timeline=replace(timeline, step_s=step_s * (1 + abs(i - shortest)))) for i in range(len(tried))
@@ -150,7 +151,7 @@ def test_a_flag_that_the_compiler_does_not_have_is_passed_over(
     monkeypatch.setattr(SolvedPlan, "verify", verify)
     entered = Entered(first=plan, again=lambda inputs: plan, elsewhere=[], also={"mine": plan})
     made = refined(entered, compiler="gpu", count=1)
-    assert made.compiler_options == {**plan.compiler_options, **SCHEDULING["gpu"][0]}
+    assert made.compiler_options == {**plan.compiler_options, **named("gpu").scheduling_flags[0]}
 
     def broken(self: SolvedPlan, compiler: str, compiler_options: Mapping[str, Any] | None = None) -> Verification:
         if compiler_options:

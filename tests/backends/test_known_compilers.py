@@ -1,4 +1,4 @@
-"""Compilers as values: every fact has its test, no other room asks for a platform by its name, chips say who compiles."""
+"""Compilers as values: each fact has a test, no other room asks for a platform by its name, chips say who compiles."""
 
 import ast
 import json
@@ -60,7 +60,7 @@ def test_every_chip_says_who_compiles_for_it() -> None:
 
 @pytest.mark.parametrize(("base", "compiler"), [("tpu-v5e", XLA_TPU), ("cpu", XLA_CPU), ("h100", known("cuda"))])
 def test_a_file_of_any_name_has_its_bases_compiler(base: str, compiler: CompilerModel, tmp_path: Path) -> None:
-    """A file that is based on a user's own file is refused, so a base is a chip of the catalogue."""
+    """Of its own name nothing is guessed."""
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"schema": "hardware/1", "kind": "chip", "name": "cpu-tpu-mine", "based_on": base}))
     place = devices.place({"x": 8}, cost_models.hardware(path, 8))
