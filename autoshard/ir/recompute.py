@@ -12,10 +12,14 @@ from typing import Any
 
 from autoshard import _jax
 from autoshard.errors import RecomputeError
+from autoshard.ir.bodies import REMATS
 from autoshard.ir.flops import REMATTED
 from autoshard.ir.passes import Pass
 from autoshard.ir.rewrite import BODIES
 from autoshard.ir.saved_values import CONSTANT, LOOP_INPUT, Demand, ForwardPass, SavedValues, ValueId
+
+# Backward steps whose operands are in memory: none of them is fused with what makes these.
+STORED = REMATS | {"dot_general", "ragged_dot_general", "conv_general_dilated", "scan", "while", "pallas_call"}
 
 
 def rewritten(values: SavedValues, kept: Collection[ValueId]) -> Any:
@@ -236,13 +240,13 @@ class _FlatBody(_Rewriting):
     def rewritten(self) -> Any:
         """The closed jaxpr."""
         source = self.own.source
-        groups = {position: group for group in self.groups() for position in group}
+        begins = {group[0]: group for group in self.groups()}
         behind: dict[Any, Any] = {}
         anchors = _Anchors(source)
         eqns: list[Any] = []
         for position, eqn in enumerate(self.forward):
-            if position in groups and groups[position][0] == position:
-                behind = self.barred(eqn, anchors.before(position), groups[position], eqns)
+            if position in begins:
+                behind = self.barred(eqn, anchors.before(position), begins[position][1:], eqns)
             eqns += [self.repeat(k, self.reader(behind)) for k in self.due.get(position, ())]
             read = self.reader({}) if position in source.transposed else self.current
             eqns.append(eqn.replace(invars=[x if _jax.is_literal(x) else read(x) for x in eqn.invars]))
@@ -250,21 +254,30 @@ class _FlatBody(_Rewriting):
         return source.forward.with_steps(eqns, outvars=outvars)
 
     def groups(self) -> list[list[int]]:
-        """The backward steps before which others are repeated, those together that one barrier serves.
+        """Where barriers stand, each before a backward step, followed by the steps that what it serves is repeated for.
 
-        A barrier serves as many as, together, make no more bytes than the largest does alone, and read nothing that is
-        made behind it.
+        What a barrier waits for is stored, so the best place is before a contraction: it takes a stored operand anyway.
+        Small groups stand before the last one ahead of them. A large one (half of the largest) begins a new barrier;
+        small ones join the barrier ahead of them, if they read nothing that is made behind it and all that it serves is
+        no more than twice the largest.
         """
         made = {x: k for k, eqn in enumerate(self.forward) for x in eqn.outvars}
-        sizes = {position: self.made_bytes(ks) for position, ks in self.due.items() if self.leaves(ks)}
+        leaves = {position: self.leaves(ks) for position, ks in self.due.items()}
+        sizes = {position: self.made_bytes(self.due[position]) for position, read in leaves.items() if read}
         most = max(sizes.values(), default=0)
         found: list[list[int]] = []
-        joined = 0
-        for position in sorted(sizes):
+        joined, stored = 0, 0
+        for position in range(len(self.forward)):
+            if position in self.own.source.transposed and self.forward[position].primitive.name in STORED:
+                stored = position
+            if position not in sizes:
+                continue
+            latest = max((made.get(x, -1) for x in leaves[position]), default=-1)
+            large = 2 * sizes[position] >= most
+            place = stored if stored > latest and not large else position
             joined += sizes[position]
-            late = found and any(made.get(x, -1) >= found[-1][0] for x in self.leaves(self.due[position]))
-            if not found or late or joined > most:
-                found.append([])
+            if not found or latest >= found[-1][0] or large or joined > 2 * most:
+                found.append([max(place, found[-1][-1] + 1 if found else 0)])
                 joined = sizes[position]
             found[-1].append(position)
         return found

@@ -13,6 +13,9 @@ from jax.extend.core import jaxpr_as_fun
 
 import autoshard
 from autoshard import _jax
+from autoshard.errors import RecomputeError
+from autoshard.ir.flops import flops
+from autoshard.ir.graph import build
 from autoshard.ir.recompute import rewritten
 from autoshard.ir.saved_values import Remat, SavedValues, ValueId, saved_values
 from autoshard.ir.trace import Traced, trace
@@ -238,3 +241,138 @@ def test_every_choice_is_a_program(name: str, remat: Remat) -> None:
         old = _jax.open_jaxpr(closed)
         assert [v.aval for v in new.invars] == [v.aval for v in old.invars]
         assert [v.aval for v in new.outvars] == [v.aval for v in old.outvars]
+
+
+def test_random_bits_come_out_the_same() -> None:
+    def loss(x: Any, key: Any) -> Any:
+        first = jax.random.bernoulli(key, 0.5, x.shape)
+        second = jax.random.bernoulli(jax.random.split(key)[1], 0.5, x.shape)
+        return jnp.sum(jnp.sin(jnp.where(first, x, 0.0)) * jnp.where(second, x, 1.0))
+
+    program = jax.grad(loss), (weights(8, 16), key(3))
+    values = saved_values(traced(program).jaxpr)
+    drawn_again = [step for step in values.repeated([]) if step.primitive == "random_bits"]
+    assert len(drawn_again) == 2
+    (expected,), (got,) = run(values.closed, program[1]), run(rewritten(values, []), program[1])
+    assert np.array_equal(expected == 0, got == 0)
+    np.testing.assert_allclose(expected, got, rtol=1e-6)
+
+
+def called() -> tuple[Program, list[str]]:
+    calls: list[str] = []
+
+    def host(x: Any) -> Any:
+        calls.append("host")
+        return np.cos(x)
+
+    def loss(x: Any) -> Any:
+        factor = jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x))
+        y = jnp.sin(x) * jnp.exp(factor)
+        jax.debug.callback(lambda _: calls.append("seen"), y.sum(), ordered=True)
+        return jnp.sum(y**2)
+
+    return (jax.grad(loss), (weights(4, 6),)), calls
+
+
+def test_the_host_is_called_once() -> None:
+    program, calls = called()
+    values = saved_values(traced(program).jaxpr)
+    missing = values.missing([])
+    assert [*missing.values()] == ["pure_callback calls the host"]
+    with pytest.raises(RecomputeError, match=r"test_recompute\.py.*pure_callback calls the host") as refused:
+        rewritten(values, [])
+    assert set(refused.value.missing) == {str(at) for at in missing}
+    (expected,) = run(values.closed, program[1])
+    calls.clear()
+    (got,) = run(rewritten(values, frozenset(missing)), program[1])
+    jax.effects_barrier()
+    assert sorted(calls) == ["host", "seen"]
+    np.testing.assert_allclose(expected, got, rtol=1e-6)
+
+
+def test_what_a_loop_carries_is_kept() -> None:
+    values = saved_values(traced(scanned()).jaxpr)
+    (_, layers) = values.passes
+    missing = values.missing([])
+    assert {at.path for at in missing} == {layers.body}
+    assert set(missing.values()) == {"carried from trip to trip"}
+    assert layers.trips == 3
+    assert layers.value[min(missing)].nbytes == 3 * 4 * 6 * 4
+
+
+def test_ids_are_the_graphs_places() -> None:
+    closed = traced(scanned()).jaxpr
+    graph = build(closed, "cpu")
+    places = {ValueId(*spot) for spots in graph.makes for spot in spots}
+    for one in saved_values(closed).passes:
+        for value in one.values:
+            assert ValueId.parse(str(value.id)) == value.id
+            assert value.id.stacked or not value.read or value.id in places or value.id.path == (), value.id
+    again = saved_values(traced(scanned()).jaxpr)
+    assert again.saved == saved_values(closed).saved
+
+
+def test_a_flat_gradient_keeps_what_jax_keeps() -> None:
+    values = saved_values(traced(unrolled()).jaxpr)
+    (one,) = values.passes
+    saved = [value for value in one.values if value.id in values.saved]
+    assert sum(value.where.startswith(__file__) for value in saved) > len(saved) // 2
+    assert all(value.read for value in saved)
+    assert not values.repeated(values.saved)
+    assert values.used(values.saved) == values.saved
+
+
+def test_checkpoints_of_the_program() -> None:
+    """Left alone, they repeat what they did; undone, a pass keeps what it would without them."""
+    with_own = traced(checkpointed()).jaxpr
+    written, add, free = (saved_values(with_own, remat=remat) for remat in ("written", "add", "free"))
+    assert not written.passes
+    assert rewritten(written, []) is with_own
+
+    def remats(closed: Any) -> int:
+        return sum("differentiated" in eqn.params for eqn in _jax.equations(closed))
+
+    assert remats(rewritten(add, add.saved)) == remats(with_own) == 3
+    assert remats(rewritten(free, free.saved)) == 0
+    assert flops(rewritten(free, free.saved)) == flops(with_own)
+    assert not free.missing(add.saved)  # the program's own choice is one of those
+    assert len(add.saved) < len(free.saved)
+    assert free.repeated(add.saved)
+
+
+def products(closed: Any) -> int:
+    return sum(eqn.primitive.name == "dot_general" for eqn in _jax.equations(closed))
+
+
+def test_a_scan_in_a_layer_is_repeated_whole() -> None:
+    values = saved_values(traced(nested()).jaxpr)
+    _, layers, inner = values.passes
+    kept = enough(values, values.stacks(values.missing([])))
+    own = {at for at in kept if at.path[: len(inner.body)] == inner.body and at.stacked < 2}
+    again = enough(values, (kept - {at.stack for at in own}) | own)
+    assert [step.primitive for step in values.repeated(again)].count("scan") == 1
+    assert layers.value[min(own).stack].nbytes == 3 * 4 * 4 * 6 * 4
+
+
+def test_a_plan_takes_it_as_any_program() -> None:
+    program = unrolled()
+    values = saved_values(traced(program).jaxpr)
+    closed = rewritten(values, [])
+    leaves = jax.tree.leaves(program[1])
+    plan = autoshard.plan(jaxpr_as_fun(closed), *leaves, mesh={"data": 2, "model": 2}, hardware="h100:1x4")
+    assert plan.record.memory.peak_bytes > 0
+    assert flops(closed) == flops(values.closed)  # useful ones
+
+
+def test_nothing_is_merged_with_the_forward_pass() -> None:
+    """XLA runs as many products as the program has: barriers keep repeated ones apart.
+
+    XLA:CPU takes barriers out before it merges for the last time: the one product of arguments alone is merged then.
+    """
+    program = unrolled()
+    values = saved_values(traced(program).jaxpr)
+    for kept in (values.saved, frozenset[ValueId]()):
+        closed = rewritten(values, kept)
+        text = jax.jit(jaxpr_as_fun(closed)).lower(*jax.tree.leaves(program[1])).compile().as_text()
+        assert text.count(" dot(") == products(closed) - (not kept)
+    assert products(rewritten(values, [])) == products(values.closed) + 6

@@ -1,0 +1,60 @@
+"""Programs that keep less for their backward passes, by the compilers: less memory, as many more FLOPs."""
+
+from typing import Any
+
+import jax
+import pytest
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+import models
+from autoshard.backends import compile
+from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.recompute import rewritten
+from autoshard.ir.saved_values import SavedValues, ValueId, saved_values
+from autoshard.ir.trace import Traced, trace
+
+SIZES: dict[str, Any] = {
+    "layers": 3,
+    "width": 256,
+    "heads": 4,
+    "hidden": 512,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "vocab": 512,
+}
+
+
+def traced(*, scan: bool, remat: str) -> Traced:
+    step, args = models.build("tiny-llama", batch=8, sequence=256, context=256, scan=scan, remat=remat, **SIZES)
+    return trace(step, args, ("state", "batch"))
+
+
+def compiled(closed: Any, program: Traced, topology: str) -> compile.Compiled:
+    mesh = AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    whole = (NamedSharding(mesh, PartitionSpec()),) * len(program.in_avals)
+    step = jax.jit(jaxpr_as_fun(closed), in_shardings=whole).trace(*program.in_avals)
+    return compile.compile(step, topology=topology, mesh=MeshAxes.of({"data": 1}))
+
+
+def own_choice(program: Traced) -> frozenset[ValueId]:
+    """What the program's own checkpoints keep."""
+    return saved_values(program.jaxpr, remat="add").saved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize(("topology", "compiler"), [("h100:1x1", "gpu"), ("tpu-v5e:1x1", "tpu")])
+def test_repeated_layers_need_as_little_as_under_jax_checkpoint(topology: str, compiler: Any, scan: bool) -> None:
+    if not compile.available(compiler):
+        pytest.skip(f"no compiler for {compiler}")
+    checkpointed = traced(scan=scan, remat="full")
+    free: SavedValues = saved_values(checkpointed.jaxpr, remat="free")
+    all_kept = compiled(rewritten(free, free.saved), checkpointed, topology)
+    repeated = compiled(rewritten(free, own_choice(checkpointed)), checkpointed, topology)
+    by_jax = compiled(checkpointed.jaxpr, checkpointed, topology)
+    assert repeated.peak_bytes < 0.7 * all_kept.peak_bytes
+    assert repeated.peak_bytes < 1.05 * by_jax.peak_bytes
+    if by_jax.cost.flops and repeated.cost.flops and all_kept.cost.flops:
+        assert repeated.cost.flops > 1.1 * all_kept.cost.flops
+        assert repeated.cost.flops == pytest.approx(by_jax.cost.flops, rel=0.02)
