@@ -43,12 +43,12 @@ def own_choice(program: Traced) -> frozenset[ValueId]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("layers", ["scanned", "unrolled"])
 @pytest.mark.parametrize(("topology", "compiler"), [("h100:1x1", "gpu"), ("tpu-v5e:1x1", "tpu")])
-def test_repeated_layers_need_as_little_as_under_jax_checkpoint(topology: str, compiler: Any, scan: bool) -> None:
+def test_repeated_layers_need_as_little_as_under_jax_checkpoint(topology: str, compiler: Any, layers: str) -> None:
     if not compile.available(compiler):
         pytest.skip(f"no compiler for {compiler}")
-    checkpointed = traced(scan=scan, remat="full")
+    checkpointed = traced(scan=layers == "scanned", remat="full")
     free: SavedValues = saved_values(checkpointed.jaxpr, remat="free")
     all_kept = compiled(rewritten(free, free.saved), checkpointed, topology)
     repeated = compiled(rewritten(free, own_choice(checkpointed)), checkpointed, topology)

@@ -374,5 +374,5 @@ def test_nothing_is_merged_with_the_forward_pass() -> None:
     for kept in (values.saved, frozenset[ValueId]()):
         closed = rewritten(values, kept)
         text = jax.jit(jaxpr_as_fun(closed)).lower(*jax.tree.leaves(program[1])).compile().as_text()
-        assert text.count(" dot(") == products(closed) - (not kept)
+        assert (text or "").count(" dot(") == products(closed) - (not kept)
     assert products(rewritten(values, [])) == products(values.closed) + 6
