@@ -28,6 +28,7 @@ def bound_program(record: PlanRecord, fn: Callable[..., Any], args: Sequence[Any
             f"this function's is {traced.digest}; plan again"
         )
     try:
+        traced = traced if record.recomputation is None else record.recomputation.of(traced)
         made = [(leaf.path, leaf.shape, leaf.dtype) for leaf in record.outputs]
         if made != [(p, a.shape, str(a.dtype)) for p, a in zip(traced.out_paths, traced.out_avals, strict=True)]:
             raise SpecError("its outputs are not those of the program that its digest is of")

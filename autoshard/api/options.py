@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from numbers import Real
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -36,8 +36,12 @@ _Verb = TypeVar("_Verb", bound=Callable[..., Any])
 _CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "constraints": ("needed", "all", "compiled"),
     "unknown": ("error", "replicate"),
+    "remat": ("written", "fit", "add", "free"),
     "refine": (None, "gpu", "tpu", "cpu"),
 }
+
+
+RematOption = Literal["written", "fit", "add", "free"]
 
 
 class SolvingOptions(TypedDict, total=False):
@@ -89,6 +93,7 @@ class PlanOptions(SolvingOptions, FunctionOptions, total=False):
     refine: str | None
     candidates: int
     also: Mapping[str, Plan | Evaluation] | None
+    remat: RematOption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +127,7 @@ class Options:
     refine: str | None = None
     candidates: int = 3
     also: Mapping[str, Plan | Evaluation] = field(default_factory=dict[str, Plan | Evaluation])
+    remat: RematOption = "fit"
 
     def __post_init__(self) -> None:
         _meshes(self.mesh)
@@ -180,6 +186,7 @@ class Options:
             for_grad=self.for_grad,
             unknown=self.unknown,
             like=None if self.like is None else self.like.record,
+            remat="written" if self.remat == "fit" else self.remat,
         )
 
 

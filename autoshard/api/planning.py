@@ -16,7 +16,7 @@ from autoshard.api import multihost
 from autoshard.api.compiler_minimal_constraints import compiler_minimal
 from autoshard.api.evaluation import Evaluation
 from autoshard.api.multihost import Peers
-from autoshard.api.options import REL_GAP, TIME_LIMIT_S, WAIT_S, Options, refuse_misspelt
+from autoshard.api.options import REL_GAP, TIME_LIMIT_S, WAIT_S, Options, RematOption, refuse_misspelt
 from autoshard.api.plan import Plan
 from autoshard.api.refine import Entered, adopted, refined
 from autoshard.api.solved_plan import SolvedPlan
@@ -58,6 +58,7 @@ def plan(
     refine: str | None = None,
     candidates: int = 3,
     also: Mapping[str, Plan | Evaluation] | None = None,
+    remat: RematOption = "fit",
     **kwargs: Any,
 ) -> SolvedPlan:
     """Finds the sharding of `fn(*args, **kwargs)` with the least step time that fits in memory.
@@ -111,6 +112,11 @@ def plan(
       also: layouts that `refine` compiles besides, by name: hand-written ones as
         `autoshard.evaluate` returns them, or plans. One whose schedule is shorter than ours is
         the plan.
+      remat: what backward passes find kept of their forward ones, and what they repeat. "written": what the program
+        says. "add": what costs least, decided with the layouts; the program's own `jax.checkpoint`s stay. "free":
+        likewise, and what its own checkpoints repeat may be kept. "fit": as written, if that fits in memory, else
+        "add". Random bits come out the same; effects and calls of the host are never repeated. A loss that is planned
+        for its gradient (`for_grad`) keeps what JAX keeps.
       **kwargs: keyword arguments of `fn`, as `args`.
 
     Raises:
@@ -144,6 +150,7 @@ def plan(
         refine=refine,
         candidates=candidates,
         also=also or {},
+        remat=remat,
     )
     refuse_misspelt(fn, kwargs, "plan")
     questions = requests_of(fn, args, kwargs, options)
@@ -281,6 +288,22 @@ def _fitting(questions: Sequence[PlanRequest], options: Options) -> dict[int, So
     Raises:
       InfeasibleError: none has; the error is that of the smallest peak.
     """
+    plans, errors = _answers(questions, options)
+    if not plans and options.remat == "fit" and any(may_recompute(error) for error in errors):
+        plans, more = _answers([replace(question, remat="add") for question in questions], options)
+        errors += more
+    if not plans:
+        raise min(errors, key=lambda error: inf if error.peak_bytes is None else error.peak_bytes)
+    return plans
+
+
+def may_recompute(error: InfeasibleError) -> bool:
+    """Whether nothing fits for want of memory, and what passes through takes some of it: keeping less may help."""
+    return error.peak_bytes is not None and any(error.kinds.get(kind) for kind in ("activations", "copies"))
+
+
+def _answers(questions: Sequence[PlanRequest], options: Options) -> tuple[dict[int, SolvedPlan], list[InfeasibleError]]:
+    """The answers of the questions that have one, by their numbers, and why the others have none."""
     plans: dict[int, SolvedPlan] = {}
     errors: list[InfeasibleError] = []
     for i, question in enumerate(questions):
@@ -288,9 +311,7 @@ def _fitting(questions: Sequence[PlanRequest], options: Options) -> dict[int, So
             plans[i] = _cached(question, options)
         except InfeasibleError as error:
             errors.append(error)
-    if not plans:
-        raise min(errors, key=lambda error: inf if error.peak_bytes is None else error.peak_bytes)
-    return plans
+    return plans, errors
 
 
 def _answered(record: PlanRecord, questions: Sequence[PlanRequest], options: Options) -> SolvedPlan:
@@ -316,6 +337,7 @@ def _cached(question: PlanRequest, options: Options) -> SolvedPlan:
 
 def _plan(record: PlanRecord, question: PlanRequest, options: Options) -> SolvedPlan:
     """A plan that was made elsewhere; its planning result is found again on first use."""
+    question = question if record.recomputation is None else question.keeping(record.recomputation)
     return SolvedPlan(
         record,
         place=question.target,
@@ -334,7 +356,7 @@ def _with_inputs(question: PlanRequest, options: Options, inputs: Mapping[int, P
 def plan_request(question: PlanRequest, options: Options) -> SolvedPlan:
     """The plan of a question."""
     planned = _planned(question, options)
-    return SolvedPlan(planned.record, place=question.target, traced=question.traced, planned=planned)
+    return SolvedPlan(planned.record, place=question.target, traced=planned.traced, planned=planned)
 
 
 def _planned(question: PlanRequest, options: Options) -> PlanningResult:

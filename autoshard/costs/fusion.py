@@ -33,7 +33,8 @@ def fusion_traits(
 ) -> FusionTraits:
     """The traits of a graph under the rules of its equations, some of which are pinned."""
     pointwise = [
-        is_pointwise(rule) and e not in pinned and not graph.eqns[e].traits.link for e, rule in enumerate(rules)
+        is_pointwise(rule) and e not in pinned and not (graph.eqns[e].traits.link or graph.eqns[e].traits.choice)
+        for e, rule in enumerate(rules)
     ]
     fuses = [compute.fusible(eqn, pointwise=p, compiler=compiler) for eqn, p in zip(graph.eqns, pointwise, strict=True)]
     flows = _sum_flows(graph, rules, compiler)

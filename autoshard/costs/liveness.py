@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, positions
 from autoshard.ir.graph import Graph
-from autoshard.ir.op_traits import DIV, EXP, LOOP_CONST, LOOP_SLICE, LOOP_STACK, REDUCE_SUM, TRANSPOSE
+from autoshard.ir.op_traits import DIV, EXP, LOOP_CONST, LOOP_SLICE, LOOP_STACK, RECALL, REDUCE_SUM, TRANSPOSE
 from autoshard.rules.rule import ShardingRule
 
 # Rows (of scores, of a norm) that one kernel of XLA:GPU reduces and reads again; those of a vocabulary it does not.
@@ -247,7 +247,7 @@ def _find_held(
         operands, results = list(graph.operands[e]), list(graph.results[e])
         made[results] = True
         costly[results] = eqn.traits.costly
-        readers[operands] += 1
+        readers[operands] += e not in graph.optional or eqn.primitive != LOOP_STACK
         if eqn.traits.enters_loop:
             held[operands] = True
         elif eqn.traits.ends_fusion or eqn.primitive == LOOP_STACK:
@@ -256,38 +256,46 @@ def _find_held(
             held[[v for v in operands if not (taken[v] and eqn.traits.contraction)]] = True
             held[results] = True
         held[[v for v in results if v in stated]] = True
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        if graph.eqns[e].primitive == RECALL:
+            readers[graph.operands[e][-1]] += readers[graph.results[e][0]] - 1
     for e, eqn in enumerate(graph.eqns):
-        if eqn.primitive == LOOP_STACK:
+        if eqn.primitive == LOOP_STACK and e not in graph.optional:
             v = graph.operands[e][0]
             held[v] |= costly[v] and readers[v] > 1
     for e in range(len(graph.eqns) - 1, -1, -1):
         if graph.eqns[e].traits.renames and held[graph.results[e][0]]:
-            held[graph.operands[e][0]] = True
+            held[graph.operands[e][-1]] = True
     goes_to: dict[int, frozenset[int]] = {}  # value that is not held → values in memory that are computed from it
     for e in range(len(graph.eqns) - 1, -1, -1):
         for v in graph.results[e] if fuses[e] else ():
             if graph.eqns[e].primitive in once and len(goes_to.get(v, ())) > 1:
                 held[v] = True
             onto = frozenset({v}) if held[v] else goes_to.get(v, frozenset[int]())
-            for o in graph.operands[e]:
+            for o in _made_from(graph, e):
                 goes_to[o] = goes_to.get(o, frozenset[int]()) | onto
     sources: dict[int, frozenset[int]] = {}  # value that is not held → values in memory that it is recomputed from
     for e, eqn in enumerate(graph.eqns):
         result = graph.results[e][0] if graph.results[e] else -1
         if eqn.traits.renames:
-            held[result] |= held[graph.operands[e][0]]
+            held[result] |= held[graph.operands[e][-1]]
         if result < 0 or held[result] or not (fuses[e] or eqn.traits.renames or eqn.primitive == LOOP_SLICE):
             continue
         found = frozenset[int]().union(
-            *({v} if held[v] else sources.get(v, frozenset()) for v in graph.operands[e] if held[v] or made[v])
+            *({v} if held[v] else sources.get(v, frozenset()) for v in _made_from(graph, e) if held[v] or made[v])
         )
         sources[result] = found
-        if eqn.traits.renames:
+        if eqn.traits.renames or eqn.traits.choice:
             continue
         write, times = graph.avals[result].nbytes, int(readers[result])
         read = write if eqn.primitive == LOOP_SLICE else sum(graph.avals[s].nbytes for s in found)
         held[result] = times * read > read + write + times * write or len(found) > _MOST_SOURCES
     return held
+
+
+def _made_from(graph: Graph, e: int) -> tuple[int, ...]:
+    """What an equation's result is computed from: of what is kept or repeated, what is repeated."""
+    return graph.operands[e][-1:] if graph.eqns[e].primitive == RECALL else graph.operands[e]
 
 
 def _last_uses(

@@ -219,7 +219,7 @@ class Strategies:
 
     def only(self, kept: NDArray[np.bool_]) -> "Strategies":
         """The strategies that a mask (S,) keeps."""
-        return replace(self._at(np.flatnonzero(kept)), pruned=self.pruned + int((~kept).sum()))
+        return replace(self.at(np.flatnonzero(kept)), pruned=self.pruned + int((~kept).sum()))
 
     def merging(self) -> "Strategies":
         """The same of an addition whose terms' sums the compiler would finish together, after it.
@@ -229,10 +229,11 @@ class Strategies:
         flowing = (self.factor == SUM).any(axis=1)
         apart, turns = np.flatnonzero(~flowing), range(len(self.operands))
         finished = [np.full(len(apart), i, np.int8) for i in turns]
-        found = self._at(np.concatenate([*(apart for _ in turns), np.flatnonzero(flowing)]))
+        found = self.at(np.concatenate([*(apart for _ in turns), np.flatnonzero(flowing)]))
         return replace(found, finished=np.concatenate([*finished, np.full(int(flowing.sum()), -1, np.int8)]))
 
-    def _at(self, which: NDArray[np.int64]) -> "Strategies":
+    def at(self, which: NDArray[np.int64]) -> "Strategies":
+        """The strategies of these numbers, in this order; one may come several times."""
         return Strategies(
             factor=self.factor[which],
             operands=tuple(codes[which] for codes in self.operands),

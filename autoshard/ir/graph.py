@@ -124,6 +124,7 @@ class Graph:
     outputs: tuple[int, ...]
     named: Mapping[str, int]  # `checkpoint_name` → value
     carry: Mapping[int, tuple[int, int]]  # loop_carry or loop_result → (loop, which carry)
+    optional: frozenset[int] = frozenset()  # equations that a plan may leave out (`problem.whole_step`)
     guessed: tuple[str, ...] = ()  # the source lines of loops that do not say how often they run
 
     @property

@@ -30,6 +30,8 @@ TRANSPOSE = "transpose"
 # Links between a body and the equations around it (`ir.graph`).
 LOOP_CONST, LOOP_SLICE, LOOP_CARRY = "loop_const", "loop_slice", "loop_carry"
 LOOP_RESULT, LOOP_STACK, BRANCH_JOIN = "loop_result", "loop_stack", "branch_join"
+# Choices of what a backward pass reads (`problem.whole_step`).
+KEEP, DERIVE, RECALL = "keep", "derive", "recall"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class OpTraits:
     link: bool = False  # joins a body to the equations around it
     enters_loop: bool = False  # its operand lies in memory while the loop runs
     leaves_loop: bool = False  # passes on a result of the loop's body
+    choice: bool = False  # no program has it: a plan chooses what stands there
     foreign: bool = False  # code that cannot be looked into, or the host's
     collective: AxisCollective | None = None  # over named axes, in the body of a `shard_map`
 
@@ -148,6 +151,9 @@ OP_TRAITS: Mapping[str, OpTraits] = {
     **dict.fromkeys(("scatter", SCATTER_ADD, "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), _SCATTER),
     **dict.fromkeys(("concatenate", "iota", "pad", "rev", "select_n"), _FUSIBLE),
     # Links.
+    KEEP: OpTraits(choice=True, moves_nothing=True),
+    DERIVE: OpTraits(choice=True, moves_nothing=True, fusible=True),
+    RECALL: OpTraits(choice=True, moves_nothing=True, fusible=True, renames=True),
     LOOP_CONST: OpTraits(link=True, enters_loop=True, renames=True, moves_nothing=True),
     LOOP_SLICE: OpTraits(link=True, enters_loop=True),
     LOOP_CARRY: OpTraits(link=True, enters_loop=True),

@@ -38,11 +38,14 @@ class Traced:
     in_avals: tuple[jax.ShapeDtypeStruct, ...]
     out_avals: tuple[jax.ShapeDtypeStruct, ...]
     argument_of: tuple[int, ...]  # position of each leaf's argument
+    source_digest: str = ""  # of the program that this one computes otherwise; empty if it is as it was traced
     captured: tuple[Any, ...] = ()  # tracers that the function closes over: its last inputs, in their trace
 
     @cached_property
     def digest(self) -> str:
         """A hash of the program and of every argument's path, shape and dtype; source lines and mesh are no part."""
+        if self.source_digest:
+            return self.source_digest
         return hashlib.sha256("\n".join((fingerprint(self.jaxpr), *self._about)).encode()).hexdigest()[:32]
 
     def is_digest(self, digest: str) -> bool:

@@ -44,6 +44,7 @@ def describe(
     return PlanRecord(
         name=request.name,
         digest=traced.digest,
+        recomputation=space.request.recomputation,
         mesh=target.axes,
         device_order=tuple(int(i) for i in np.asarray(target.machine.device_order).ravel()),
         hardware=hardware.name,

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
+from math import inf
 from typing import Any, Literal
 
 import jax
@@ -26,7 +27,7 @@ from jax.sharding import NamedSharding
 from autoshard import _jax
 from autoshard.backends.shardy.propagation import Annotations
 from autoshard.costs.strategies import layout_of
-from autoshard.errors import refusing_depth
+from autoshard.errors import InfeasibleError, refusing_depth
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.gradient import emitted
 from autoshard.ir.mesh import MeshAxes
@@ -34,6 +35,7 @@ from autoshard.ir.trace import Traced
 from autoshard.planner import minimal_constraints
 from autoshard.planner.build_record import describe
 from autoshard.planner.infeasible import infeasible
+from autoshard.planner.recomputation_space import RecomputationSpace
 from autoshard.planner.record import Certificate, PlanRecord
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.search_space import SearchSpace, build_search_space
@@ -60,6 +62,11 @@ REL_GAP = 1e-3  # proven optimal to a tenth of a percent: far more exact than an
 
 # Of counted work, about: then ten times the gap that was asked for will do; nobody waits a minute for the last percent.
 SETTLE_S = 3.0
+
+# What is kept is decided to this fraction: the layouts are decided again, and so well as is asked.
+CHOICE_GAP = 5e-3
+ATTEMPTS = 4  # at what is kept, where the program turns out to need more memory than the graph with the choices said
+MARGIN = 0.98  # of the limit that the last attempt missed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +126,61 @@ def solve_request(
       MissingRuleError: a primitive without a rule.
       SpecError: a pin that cannot be kept.
     """
-    return solve_space(build_search_space(request), budget, known=known, constraints=constraints)
+    if request.remat == "written" or request.recomputation is not None or request.gradient_of:
+        return solve_space(build_search_space(request), budget, known=known, constraints=constraints)
+    return _recomputing(request, budget, constraints)
+
+
+def _recomputing(request: PlanRequest, budget: Budget, constraints: ConstraintPolicy) -> PlanningResult:
+    """The best plan of a program that may repeat in its backward passes what it does not keep.
+
+    What is kept is decided together with the layouts, on a graph that has both; then the layouts again, on the
+    program that keeps this alone, whose memory and overlap are priced as they are. Where that takes more memory than
+    the graph said, the limit of the first step is lowered by as much.
+    """
+    plans: list[PlanningResult] = []
+    errors: list[InfeasibleError] = []
+    try:
+        plans.append(solve_space(build_search_space(request), budget, constraints=constraints))
+    except InfeasibleError as error:
+        errors.append(error)
+    choices = RecomputationSpace.of(request)
+    limit = request.memory_bytes
+    for _ in range(ATTEMPTS if choices is not None else 0):
+        assert choices is not None
+        formulation = formulate(choices.decisions, choices.resharder, memory_bytes=limit)
+        solution = _run(formulation, replace(budget, rel_gap=max(budget.rel_gap, CHOICE_GAP)), ())
+        if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
+            break
+        chosen = choices.read(formulation.read(solution.choice))
+        try:
+            found = solve_space(build_search_space(request.keeping(chosen)), budget, constraints=constraints)
+        except InfeasibleError as error:
+            errors.append(error)
+            if error.peak_bytes is None:
+                break
+            limit = int(limit * min(request.memory_bytes / error.peak_bytes, 1.0) * MARGIN)
+            continue
+        plans.append(_proven(found, solution, choices))
+        break
+    if not plans:
+        raise min(errors, key=lambda error: inf if error.peak_bytes is None else error.peak_bytes)
+    return min(plans, key=lambda planned: planned.solution.objective)
+
+
+def _proven(found: PlanningResult, solution: Solution, choices: RecomputationSpace) -> PlanningResult:
+    """A plan with the certificate of the larger space: no choice of what is kept is cheaper than its bound."""
+    certificate = found.record.certificate
+    bound_s = min(certificate.bound_s, solution.bound * UNIT_S)
+    larger = replace(
+        certificate,
+        bound_s=bound_s,
+        gap=(certificate.objective_s - bound_s) / certificate.objective_s if certificate.objective_s else 0.0,
+        space=f"{certificate.space}; {choices.said}",
+    )
+    note = choices.summary(found.record.recomputation)
+    record = replace(found.record, certificate=larger, notes=(*found.record.notes, note))
+    return replace(found, record=record)
 
 
 @refusing_depth
@@ -156,7 +217,18 @@ def _solved(space: SearchSpace, formulation: Formulation, budget: Budget, known:
     Raises:
       InfeasibleError: there is none.
     """
-    solution = solve(
+    solution = _run(formulation, budget, known)
+    if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
+        raise infeasible(space, formulation, solution, budget.time_limit_s)
+    choice = break_ties(formulation.problem, solution.choice, formulation.moves())
+    objective = evaluate(formulation.problem, choice).objective
+    assert objective is not None  # `break_ties` forbids what the problem does
+    return solution.instead(choice, objective)
+
+
+def _run(formulation: Formulation, budget: Budget, known: Sequence[Int]) -> Solution:
+    """Solves a problem within a budget."""
+    return solve(
         formulation.problem,
         time_limit_s=budget.time_limit_s,
         rel_gap=budget.rel_gap,
@@ -165,12 +237,6 @@ def _solved(space: SearchSpace, formulation: Formulation, budget: Budget, known:
         known=[formulation.write(choice) for choice in known],
         on_progress=_log_progress,
     )
-    if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
-        raise infeasible(space, formulation, solution, budget.time_limit_s)
-    choice = break_ties(formulation.problem, solution.choice, formulation.moves())
-    objective = evaluate(formulation.problem, choice).objective
-    assert objective is not None  # `break_ties` forbids the same pairs as the problem
-    return solution.instead(choice, objective)
 
 
 def assign(formulation: Formulation, solution: Solution) -> Assignment:

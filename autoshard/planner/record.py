@@ -22,11 +22,12 @@ from autoshard.errors import MeshError, PlanFileError, SpecError
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.recomputation import Recomputation
 from autoshard.planner import compiler_flags
 from autoshard.problem.assignment import Collective
 from cost_models import strict_json
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # which a file has that recomputes; others have 1
 
 # So begins a note of every plan for a gradient.
 FOR_GRADIENT = "planned for its gradient with respect to"
@@ -96,6 +97,7 @@ class PlanRecord:
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
     donated: tuple[int, ...]  # positions of donated inputs
+    recomputation: Recomputation | None = None  # None: the program as it is written
     gradient_of: tuple[int, ...] = ()  # arguments for whose gradient a forward function was planned
     pins: Constraints
     collectives: tuple[Collective, ...]
@@ -254,10 +256,18 @@ def _collective_from_json(data: dict[str, Any]) -> Collective:
     return Collective(**fields)
 
 
+def _recomputation_to_json(chosen: Recomputation | None) -> dict[str, Any]:
+    return {} if chosen is None else {"recomputation": {"remat": chosen.remat, "kept": list(chosen.kept)}}
+
+
+def _recomputation_from_json(data: dict[str, Any] | None) -> Recomputation | None:
+    return None if data is None else Recomputation(remat=data["remat"], kept=tuple(data["kept"]))
+
+
 def _to_json(record: PlanRecord) -> dict[str, Any]:
     pins = record.pins
     return {
-        "schema": SCHEMA_VERSION,
+        "schema": 1 if record.recomputation is None else SCHEMA_VERSION,
         "name": record.name,
         "digest": record.digest,
         "asked": record.asked,
@@ -271,6 +281,7 @@ def _to_json(record: PlanRecord) -> dict[str, Any]:
         "outputs": [_leaf_to_json(leaf) for leaf in record.outputs],
         "donated": list(record.donated),
         "gradient_of": list(record.gradient_of),
+        **_recomputation_to_json(record.recomputation),
         "constraints": [
             {"at": at, "equation": list(path), "position": i, "specs": [_spec_to_json(s) for s in specs]}
             for at, group in (
@@ -317,6 +328,7 @@ def _from_json(data: dict[str, Any]) -> PlanRecord:
         outputs=tuple(_leaf_from_json(leaf) for leaf in data["outputs"]),
         donated=tuple(data["donated"]),
         gradient_of=tuple(data.get("gradient_of", ())),
+        recomputation=_recomputation_from_json(data.get("recomputation")),
         pins=Constraints(
             made=groups["made"],
             taken=groups["taken"],

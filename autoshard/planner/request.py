@@ -15,6 +15,8 @@ from autoshard.errors import SpecError
 from autoshard.ir import trace
 from autoshard.ir.gradient import gradient_arguments
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.recomputation import Recomputation
+from autoshard.ir.saved_values import Remat
 from autoshard.ir.trace import Traced
 from autoshard.planner import named_shardings
 from autoshard.planner.program import Call, Program
@@ -54,6 +56,7 @@ class RequestOptions:
     for_grad: bool | int | Sequence[int] | None = None
     unknown: str = "error"
     like: PlanRecord | None = None
+    remat: Remat = "written"
 
     def target(self, mesh: MeshLike, hardware: str | cost_models.Hardware | None) -> Target:
         """The mesh on the hardware; where no mesh is given, that of the shardings.
@@ -80,6 +83,8 @@ class PlanRequest:
       gradient_of: argument positions to differentiate for; empty to plan the program as it is.
       unknown: "error", or "replicate" to keep equations without a sharding rule whole.
       kept: the input positions that another plan's layouts were taken for.
+      remat: whether backward passes may repeat more than the program says; see `ir.saved_values.Remat`.
+      recomputation: what `program` keeps for its backward passes, where that was decided already.
     """
 
     program: Program
@@ -89,6 +94,8 @@ class PlanRequest:
     gradient_of: tuple[int, ...] = ()
     unknown: str = "error"
     kept: tuple[int, ...] = ()
+    remat: Remat = "written"
+    recomputation: Recomputation | None = None
 
     @property
     def name(self) -> str:
@@ -132,6 +139,21 @@ class PlanRequest:
             self.unknown,
         )
         return hashlib.sha256(repr(text).encode()).hexdigest()[:32]
+
+    def keeping(self, recomputation: Recomputation) -> "PlanRequest":
+        """The request for the program that keeps these values for its backward passes.
+
+        Raises:
+          SpecError: it does not fit the program.
+        """
+        program = self.program
+        again = Program(
+            name=program.name,
+            traced=recomputation.of(program.traced),
+            trace_s=program.trace_s,
+            variant=", ".join(filter(None, (program.variant, "recomputing"))),
+        )
+        return replace(self, program=again, recomputation=recomputation)
 
     def asking(self, inputs: Mapping[int, PartitionSpec]) -> "PlanRequest":
         """The same request with these specs of inputs alone."""
@@ -191,4 +213,5 @@ def _request(program: Program, call: Call, target: Target, options: RequestOptio
         gradient_of=gradient_arguments(traced, for_grad=options.for_grad),
         unknown=options.unknown,
         kept=tuple(same),
+        remat=options.remat,
     )

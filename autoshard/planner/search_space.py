@@ -39,6 +39,7 @@ class SearchSpace:
       gradient: the program that is priced in place of the function, if the request is for its gradient.
       tied: output position of the priced program → the input that it shares its layout with.
       decisions: the decisions, every choice priced.
+      required: what is fixed of them beforehand.
       resharder: prices of moving a value from one layout to another.
       seconds: wall-clock per stage.
     """
@@ -47,6 +48,7 @@ class SearchSpace:
     gradient: GradientProgram | None
     tied: Mapping[int, int]
     decisions: Decisions
+    required: Requirements
     resharder: Resharder
     seconds: Mapping[str, float]
 
@@ -139,9 +141,20 @@ def _priced(request: PlanRequest, gradient: GradientProgram | None, graph: Graph
         gradient=gradient,
         tied=tied,
         decisions=decisions,
+        required=required,
         resharder=resharder,
         seconds=stages.seconds,
     )
+
+
+def decide_anew(space: SearchSpace, graph: Graph) -> Decisions:
+    """The decisions of another graph of the same inputs and outputs, with what was asked of the space's own."""
+    request, own = space.request, space.decisions.graph
+    at = {spots[0]: e for e, spots in enumerate(graph.makes)}
+    equations = {at[own.makes[e][0]]: codes for e, codes in space.required.equations.items()}
+    required = replace(space.required, equations=equations)
+    target = request.target
+    return decide(graph, space.decisions.mesh, target.machine, target.compiler, required, unknown=request.unknown)
 
 
 def ties(traced: Traced, donated: frozenset[int]) -> dict[int, int]:

@@ -51,6 +51,7 @@ def key_of(question: PlanRequest, **options: Any) -> Key:
         "memory limit": question.memory_bytes,
         "pins and donations": question.asked,
         "for the gradient of": list(question.gradient_of),
+        "recomputing": question.remat,
         **options,
         "version of autoshard": metadata.version("autoshard"),
         "version of jax": jax.__version__,

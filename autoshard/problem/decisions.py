@@ -88,7 +88,12 @@ class Decision:
     cover_ps: NDArray[np.int64]  # (S,) the part of contractions, which can hide communication
     window: int  # in which window that compute counts
     flops: NDArray[np.float64]  # (S,) per device
+<<<<<<< HEAD
     equations: tuple[int, ...] = ()  # the decided equations, in program order
+=======
+    equations: tuple[int, ...] = ()  # what is decided, in program order
+    off: NDArray[np.bool_] | None = None  # (S,) under which what is decided is left out; None: under none
+>>>>>>> 654e985 (Whole step: a plan chooses what the backward passes keep, together with every layout)
 
     def __len__(self) -> int:
         return len(self.cost_ps)
@@ -137,11 +142,17 @@ class Chain(LayoutDecision):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Equation(Decision):
-    """The strategy of one equation; `body` is that of a `shard_map`."""
+    """The strategy of one equation; `body` is that of a `shard_map`.
+
+    `untaken[i]`: under which choices it does not take operand i, where that is not `off`. `loose`: it needs its
+    operands, and moves none of them: whatever their layouts are.
+    """
 
     kind = "equation"
     strategies: Strategies
     body: Body | None = None
+    untaken: tuple[NDArray[np.bool_], ...] = ()
+    loose: bool = False
 
     @property
     def equation(self) -> int:
@@ -177,16 +188,22 @@ def priced_by_edges(kind: type[_Moved], name: str, where: str, codes: Codes, **m
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Port:
-    """Where a value leaves or enters a decision: its code under each choice."""
+    """Where a value leaves or enters a decision: its code under each choice.
+
+    `off`: under which choices it is not made or taken; None: under none. `loose`: it is taken as it is.
+    """
 
     node: int
     codes: Codes
+    off: NDArray[np.bool_] | None = None
+    loose: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Edge:
     """Resharding of one value between two decisions.
 
+<<<<<<< HEAD
     `moved` is the array that moves: the value, or the smaller side of the cast that makes it.
     `source[i]`, `target[j]`: the value's code under choice i of `u` and j of `v`. `hides` is the share
     of its seconds that can hide in its window, `bucket` the bytes up to which it is merged with
@@ -195,6 +212,17 @@ class Edge:
     could have. `total`, if given, is the array that moves instead, and how often, if only pending
     sums are finished (`costs.loop_reductions`). `times` counts the groups of uses for which the value
     moves in every trip (`costs.shared_gathers`).
+=======
+    `moved` is what is moved of the value: itself, or the smaller side of the cast that makes it;
+    `hides` the share of its seconds that hides in its window while there is compute to hide behind,
+    `bucket` the bytes of those with which it is merged, 0 if it is not, `strides` how contractions take and make it.
+    `source[i]`, `target[j]`: the
+    value's code under choice i of `u` and j of `v`. `forbidden`, if given, marks pairs (S_u, S_v) that
+    no plan has, `impossible` those of them that no program could have. `total`, if given, is what is
+    moved instead, and how often, where only pending sums are finished (see `accumulators`). `times`:
+    for how many groups of its uses it is moved in every trip (see `sharing`). `waived`, if given, are the
+    choices of v (S_v,) for which nothing is moved.
+>>>>>>> 654e985 (Whole step: a plan chooses what the backward passes keep, together with every layout)
     """
 
     u: int
@@ -212,6 +240,7 @@ class Edge:
     impossible: NDArray[np.bool_] | None = None
     total: tuple[Aval, int] | None = None
     times: int = 1
+    waived: NDArray[np.bool_] | None = None
 
     def finishes(self, source: Codes, target: Codes, axes: int) -> NDArray[np.bool_]:
         """Whether it is the total that is moved from each source to each target code: (sources, targets)."""
@@ -255,6 +284,11 @@ class Decisions:
     pruned: int
 
 
+def or_off(codes: Codes) -> tuple[Codes, NDArray[np.bool_]]:
+    """The codes and one choice more, under which a value is left out; and which choice that is: (S + 1,)."""
+    return np.append(codes, codes[:1]), np.append(np.zeros(len(codes), bool), True)
+
+
 def digest(*parts: object) -> bytes:
     """A hash of content, equal in every process."""
     h = hashlib.blake2b(digest_size=12)
@@ -273,11 +307,12 @@ def consumer_port(
         return None
     decision, rule = nodes[node], rules[e]
     if isinstance(decision, Equation):
-        return Port(node, decision.strategies.operands[i])
+        off = decision.untaken[i] if decision.untaken else decision.off
+        return Port(node, decision.strategies.operands[i], off, decision.loose)
     codes = layout_codes(decision)
     if rule.operands[i] == rule.results[0]:
-        return Port(node, codes)
-    return Port(node, _narrowed(codes, len(rule.results[0]), rule.operands[i], mesh))
+        return Port(node, codes, decision.off)
+    return Port(node, _narrowed(codes, len(rule.results[0]), rule.operands[i], mesh), decision.off)
 
 
 def layout_codes(decision: Decision) -> Codes:
@@ -305,14 +340,22 @@ def times(price_ps: NDArray[np.int64], count: int) -> NDArray[np.int64]:
 def reshard_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
     """The edge's cost matrix (S_u, S_v) in integer picoseconds, INF where it cannot be."""
     matrix = _of_all_trips(edge, resharder, resharder.cost_ps)
+    if edge.waived is not None:
+        matrix = np.where(edge.waived, 0, matrix)
     if edge.forbidden is not None:
         matrix = np.where(edge.forbidden, INF_PS, matrix)
     return matrix
 
 
 def transposes_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
+<<<<<<< HEAD
     """The part of `reshard_ps` that transposes take."""
     return _of_all_trips(edge, resharder, resharder.transposes_ps)
+=======
+    """Of `reshard_ps`, what transposes take."""
+    matrix = _of_all_trips(edge, resharder, resharder.transposes_ps)
+    return matrix if edge.waived is None else np.where(edge.waived, 0, matrix)
+>>>>>>> 654e985 (Whole step: a plan chooses what the backward passes keep, together with every layout)
 
 
 def _of_all_trips(edge: Edge, resharder: Resharder, price: Any) -> NDArray[np.int64]:

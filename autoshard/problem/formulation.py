@@ -56,6 +56,8 @@ class Formulation:
         for edge in self.decisions.edges:
             a, b = int(class_of[edge.u]), int(class_of[edge.v])
             moved = (edge.source[:, None] != edge.target).astype(np.int64)
+            if edge.waived is not None:
+                moved[:, edge.waived] = 0
             if a == b:
                 found.own[problem.start[a] : problem.start[a + 1]] += np.diagonal(moved)
                 continue
@@ -162,6 +164,7 @@ class _ClassMatrices:
                 edge.trips * edge.times,
                 edge.total and (edge.total[0].itemsize, edge.total[1]),
                 mask,
+                None if edge.waived is None else edge.waived.tobytes(),
             )
             counted[key] = (edge, counted[key][1] + 1 if key in counted else 1)
         for key, (edge, times) in counted.items():

@@ -120,7 +120,8 @@ class MemoryUsageBuilder:
             starts = [start, *(group[0] for group in groups[1:])]
             spans = list(zip(starts, [*(group[-1] + 1 for group in groups[:-1]), end], strict=True))
         if lent:
-            repeated = np.unique(copy.codes, return_counts=True)[1]
+            there = copy.codes if copy.off is None else copy.codes[~copy.off]
+            repeated = np.unique(there, return_counts=True)[1]
             for span in spans:
                 self._add_layouts(copy, *span, value, "copies", lent=int((repeated > 1).sum()))
         elif self.lives.stored[value]:
@@ -153,7 +154,7 @@ class MemoryUsageBuilder:
             split = decode(port.codes, aval.ndim, self.mesh.ndim) == 0
             rows = aval.shape[0] // np.where(split, self.mesh.sizes, 1).prod(axis=1)
             nbytes = np.where(rows == 1, nbytes * itemsize // aval.itemsize, nbytes)
-        return nbytes
+        return nbytes if port.off is None else np.where(port.off, 0, nbytes)
 
     def _kind(self, value: int) -> str:
         window = self._windows.of_value[value]

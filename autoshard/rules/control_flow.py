@@ -6,6 +6,7 @@ rule: the compiler brings their operands together on one device.
 """
 
 from autoshard.ir.graph import Eqn
+from autoshard.ir.op_traits import DERIVE, KEEP, RECALL
 from autoshard.rules.rule import FactorKind, RuleBuilder, ShardingRule, refuse, register, whole
 
 BODIES = (
@@ -31,9 +32,9 @@ def host_call(eqn: Eqn) -> ShardingRule:
     return whole(eqn)
 
 
-@register("loop_const", "loop_carry", "loop_result", "branch_join")
+@register("loop_const", "loop_carry", "loop_result", "branch_join", KEEP, RECALL)
 def carried(eqn: Eqn) -> ShardingRule:
-    """Every dimension passes: a value enters or leaves a body unchanged, from one branch or several."""
+    """Every dimension passes: a value enters or leaves a body unchanged, from one branch or several, or lives on."""
     b = RuleBuilder()
     dims = b.dims(eqn.results[0].shape)
     return b.rule([dims] * len(eqn.operands), [dims])
@@ -55,3 +56,11 @@ def loop_stack(eqn: Eqn) -> ShardingRule:
     stacked = b.dims(eqn.results[0].shape[:1], FactorKind.REPLICATE)
     rest = b.dims(eqn.operands[0].shape)
     return b.rule([rest], [[*stacked, *rest]])
+
+
+@register(DERIVE)
+def derived(eqn: Eqn) -> ShardingRule:
+    """Every dimension passes; from whatever layout of its operands."""
+    b = RuleBuilder()
+    operands = [b.dims(aval.shape, FactorKind.REPLICATE) for aval in eqn.operands]
+    return b.rule(operands, [b.dims(eqn.results[0].shape)])

@@ -11,7 +11,7 @@ from autoshard.costs.overlap import EARLY
 from autoshard.costs.strategies import Codes, layouts, shards
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.facts import GraphFacts
-from autoshard.problem.decisions import Chain
+from autoshard.problem.decisions import Chain, or_off
 
 
 def add_chains(draft: Draft) -> None:
@@ -38,6 +38,7 @@ def _connected(facts: GraphFacts) -> list[list[int]]:
         for v, dims in zip(graph.operands[e], rule.operands, strict=True):
             maker = facts.graph.producers.get(v, (-1, 0))[0]
             cut = maker in parent and (widening(graph.eqns[maker]) < 0 or widening(graph.eqns[e]) > 0)
+            cut = cut or (maker in graph.optional) != (e in graph.optional)
             if maker in parent and dims == rule.results[0] and not cut:
                 parent[find(maker)] = find(e)
     chains: dict[int, list[int]] = {}
@@ -51,9 +52,13 @@ def _add_chain(draft: Draft, members: Sequence[int]) -> None:
     facts, graph = draft.facts, draft.facts.graph
     first = graph.eqns[members[0]]
     aval = graph.avals[graph.results[members[0]][0]]
-    codes = layouts(aval.shape, facts.mesh, unreduced=False)
+    codes, off = layouts(aval.shape, facts.mesh, unreduced=False), None
+    if members[0] in graph.optional:
+        codes, off = or_off(codes)
     nbytes = np.zeros(len(codes)) if first.traits.link else _touched_bytes(facts, members, codes)
     seconds = np.asarray(facts.machine.hbm_s(nbytes)) * graph.runs(members[0])
+    if off is not None:
+        seconds = np.where(off, 0.0, seconds)
     idle = facts.windows.idle.issuperset(members)
     node = draft.add(
         Chain(
@@ -65,6 +70,7 @@ def _add_chain(draft: Draft, members: Sequence[int]) -> None:
             flops=np.zeros(len(codes)),
             equations=tuple(members),
             codes=codes,
+            off=off,
         )
     )
     for e in members:

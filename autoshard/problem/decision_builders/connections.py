@@ -76,7 +76,8 @@ def _takers(draft: Draft, value: int, port: Port, leaves: Sequence[Port]) -> lis
         taker = draft.taker(e, i)
         if taker is None or (taker.node == port.node and isinstance(made, Chain)):
             continue
-        found.setdefault((taker.node, taker.codes.tobytes()), taker)
+        off = b"" if taker.off is None else taker.off.tobytes()
+        found.setdefault((taker.node, taker.codes.tobytes() + off), taker)
     for taker in leaves:
         if not (isinstance(made, Input) and taker.node == port.node):
             found.setdefault((taker.node, taker.codes.tobytes()), taker)

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.costs.strategies import SUM, WHOLE, Codes, decode, reduced
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.edges import add_edge
-from autoshard.problem.decisions import Copy, Port, priced_by_edges
+from autoshard.problem.decisions import Copy, Port, or_off, priced_by_edges
 from autoshard.problem.memory_usage import local_bytes
 
 
@@ -27,7 +28,7 @@ def add_copy(draft: Draft, value: int, port: Port, takers: Sequence[Port], *, le
     """
     facts = draft.facts
     ndim = facts.graph.avals[value].ndim
-    wanted = np.unique(np.concatenate([t.codes for t in takers]))
+    wanted = np.unique(np.concatenate(_taken(takers) or [reduced(port.codes, ndim, facts.mesh)]))
     finished = ~(decode(wanted, ndim, facts.mesh.ndim) == SUM).any(axis=1)
     made = np.unique(port.codes)
     codes = np.unique(
@@ -39,9 +40,18 @@ def add_copy(draft: Draft, value: int, port: Port, takers: Sequence[Port], *, le
         forbidden = np.zeros((len(port.codes), len(alias) + len(codes)), bool)
         forbidden[:, : len(alias)] = port.codes[:, None] != alias[None, :]
         codes = np.concatenate([alias, codes])
-    copy = _add(draft, value, port, codes)
+    off = None
+    if all(t.off is not None and t.off.any() for t in takers):
+        codes, off = or_off(codes)
+        forbidden = None if forbidden is None else np.pad(forbidden, ((0, 0), (0, 1)))
+    copy = _add(draft, value, port, codes, off)
     add_edge(draft, port, copy, value, forbidden=forbidden, times=len(facts.uses_apart(value, port)) or 1)
     return copy
+
+
+def _taken(takers: Sequence[Port]) -> list[Codes]:
+    """The codes under which consumers take a value; those that take it as it is ask for none."""
+    return [t.codes if t.off is None else t.codes[~t.off] for t in takers if not t.loose]
 
 
 def add_arrival(draft: Draft, value: int, port: Port, taker: Port) -> Port:
@@ -71,9 +81,9 @@ def add_arrival(draft: Draft, value: int, port: Port, taker: Port) -> Port:
     return arrival
 
 
-def _add(draft: Draft, value: int, port: Port, codes: Codes) -> Port:
+def _add(draft: Draft, value: int, port: Port, codes: Codes, off: NDArray[np.bool_] | None = None) -> Port:
     """Adds the decision of a value's copy."""
     made = draft.nodes[port.node]
-    node = draft.add(priced_by_edges(Copy, f"copy of {made.name}", made.where, codes))
-    draft.kept[value] = Port(node, codes)
+    node = draft.add(priced_by_edges(Copy, f"copy of {made.name}", made.where, codes, off=off))
+    draft.kept[value] = Port(node, codes, off)
     return draft.kept[value]

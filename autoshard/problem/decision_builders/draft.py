@@ -47,7 +47,7 @@ class Draft:
 
     def make(self, value: int, node: int, codes: Codes) -> None:
         """Says under which code each choice of a decision makes a value."""
-        self.made[value] = Port(node, codes)
+        self.made[value] = Port(node, codes, self.nodes[node].off)
 
     def taker(self, e: int, i: int) -> Port | None:
         """How equation e takes its operand i; None if the equation decides nothing."""

@@ -42,6 +42,13 @@ def add_edge(
         impossible = forbidden = source.codes[:, None] != target.codes[None, :]
     elif (never := _never(draft, source, target, value)).any():
         forbidden = never if impossible is None else impossible | never
+    waived = np.ones(len(target.codes), bool) if target.loose else target.off
+    if waived is not None and forbidden is not None and impossible is not None:
+        forbidden, impossible = forbidden & ~waived, impossible & ~waived
+    if source.off is not None and source.off.any():
+        absent = source.off[:, None] & ~(np.zeros(len(target.codes), bool) if target.off is None else target.off)
+        forbidden = absent if forbidden is None else forbidden | absent
+        impossible = absent if impossible is None else impossible | absent
     draft.edges.append(
         Edge(
             u=source.node,
@@ -59,6 +66,7 @@ def add_edge(
             impossible=impossible,
             total=_total(facts, value),
             times=times,
+            waived=waived,
         )
     )
 

@@ -10,7 +10,8 @@ from autoshard.costs.compute import picoseconds
 from autoshard.costs.overlap import EARLY
 from autoshard.costs.strategies import Strategies, enumerate_strategies, given
 from autoshard.ir import manual_calls
-from autoshard.ir.op_traits import LOOP_STACK, PALLAS, SHARD_MAP
+from autoshard.ir.graph import Graph
+from autoshard.ir.op_traits import DERIVE, LOOP_STACK, PALLAS, RECALL, SHARD_MAP
 from autoshard.problem import bodies
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.facts import GraphFacts
@@ -42,25 +43,54 @@ def add_equations(draft: Draft, of_shard_maps: bodies.Bodies) -> None:
         if draft.node_of[e] >= 0 or not any(facts.decides(v) for v in graph.results[e]):
             continue
         body, strategies = _strategies(draft, of_shard_maps, e)
+        choices = _choices(graph, e, len(strategies))
+        strategies = strategies.at(choices.of)
         price = _priced(facts, e, strategies, body)
         zero = np.zeros(len(strategies))
+        there = 1.0 if choices.off is None else np.where(choices.off, 0.0, 1.0)
         node = draft.add(
             Equation(
                 name=eqn.primitive,
                 where=eqn.where,
-                cost_ps=picoseconds(price.seconds * graph.runs(e)),
-                cover_ps=picoseconds(zero if price.cover_s is None else price.cover_s),
+                cost_ps=picoseconds(price.seconds * graph.runs(e) * there),
+                cover_ps=picoseconds(zero if price.cover_s is None else price.cover_s * there),
                 window=price.window,
-                flops=zero if price.flops is None else price.flops * graph.runs(e),
+                flops=zero if price.flops is None else price.flops * graph.runs(e) * there,
                 equations=(e,),
+                off=choices.off,
                 strategies=strategies,
                 body=body,
+                untaken=choices.untaken,
+                loose=eqn.primitive == DERIVE,
             )
         )
         if body is not None:
-            draft.usages.add(node, e, e + 1, np.full(len(strategies), body.beside_bytes), "activations")
+            beside = np.full(len(strategies), body.beside_bytes)
+            draft.usages.add(node, e, e + 1, beside * np.int64(there), "activations")
         for v, codes in zip(graph.results[e], strategies.results, strict=True):
             draft.make(v, node, codes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Choices:
+    """Which strategy each choice of an equation is, under which it is left out, and which operands it does not take."""
+
+    of: NDArray[np.int64]
+    off: NDArray[np.bool_] | None
+    untaken: tuple[NDArray[np.bool_], ...] = ()
+
+
+def _choices(graph: Graph, e: int, count: int) -> _Choices:
+    """One choice per strategy, of a recall per operand that it takes, too; one more if it may be left out."""
+    of, untaken = np.arange(count), list[NDArray[np.bool_]]()
+    if graph.eqns[e].primitive == RECALL:
+        of = np.concatenate([of, of])
+        takes_kept = np.arange(2 * count) >= count
+        untaken = [~takes_kept, takes_kept]
+    if e not in graph.optional:
+        return _Choices(of, np.zeros(len(of), bool) if untaken else None, tuple(untaken))
+    off = np.append(np.zeros(len(of), bool), True)
+    return _Choices(np.append(of, 0), off, tuple(np.append(left, True) for left in untaken))
 
 
 def _strategies(draft: Draft, of_shard_maps: bodies.Bodies, e: int) -> tuple[Body | None, Strategies]:

@@ -1,0 +1,142 @@
+"""Flat choices: the pass of a body that holds both, forward first.
+
+XLA stores some of what the forward pass makes; the rest it computes wherever it is read, the
+backward pass included, from what is stored. So a stored value is kept by living on, and one
+that is not by what it is computed from living on.
+
+The forward pass is cut where least crosses, between layers: what is repeated in one segment
+takes what it reads of segments before as it was kept. So what is repeated lives no longer
+than the backward pass of its segment.
+"""
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from scipy import signal
+
+from autoshard.ir.op_traits import DERIVE, KEEP
+from autoshard.ir.saved_values import ForwardPass
+from autoshard.problem.whole_step.enlarged import Addition, Enlargement
+from autoshard.problem.whole_step.pass_choices import PassChoices
+
+_DEEP = 3.0  # so many times as much crosses between two cuts at least: more than a norm's, less than an MLP's
+
+
+def _valleys(crossing: Sequence[int]) -> list[int]:
+    """The places that less crosses than what lies on both sides of them, by a factor of `_DEEP` at least."""
+    height = np.log(np.maximum(np.array(crossing, np.float64), 1.0))
+    return signal.find_peaks(-height, prominence=np.log(_DEEP))[0].tolist()
+
+
+class FlatChoices(PassChoices):
+    """The choices of a flat body."""
+
+    def __init__(self, enlargement: Enlargement, one: ForwardPass) -> None:
+        super().__init__(enlargement, one)
+        graph, depth = self.graph, len(one.body)
+        backward = {reads.path for reads in one.reads}
+        mine = [e for e, path in enumerate(graph.paths) if path[:depth] == one.body]
+        self._backward = {
+            e for e in mine if any(graph.paths[e][:n] in backward for n in range(depth + 1, len(graph.paths[e]) + 1))
+        }
+        after: set[int] = set()  # values that the backward pass makes, and what is made of them
+        for e in mine:
+            if e in self._backward or not after.isdisjoint(graph.operands[e]):
+                after.update(graph.results[e])
+        ahead = [e for e in mine if after.isdisjoint(graph.results[e])]
+        self.loop = min((graph.loop_of[e] for e in mine), default=0)
+        inside = [e for e in ahead if graph.loop_of[e] == self.loop]
+        self._forward = {e for e in inside if not graph.eqns[e].traits.link}
+        self.trips = max((graph.trips[v] for e in inside for v in graph.results[e]), default=1)
+        self._lasting = {v.id for v in one.values if v.free}
+        self._segment = self._segments(ahead)
+        self._last: dict[int, int] = {}  # value → the last equation of the forward pass that reads it
+        for e in ahead:
+            self._last.update((v, e) for v in graph.operands[e])
+        self._sources_of: dict[int, tuple[int, ...]] = {}
+
+    def _segments(self, ahead: Sequence[int]) -> dict[int, int]:
+        """Equation of the forward pass → its segment."""
+        graph, place = self.graph, {e: k for k, e in enumerate(ahead)}
+        change = [0] * (len(ahead) + 1)  # of the bytes that cross, by place
+        for e, k in place.items():
+            for v in graph.results[e]:
+                last = max((place[u] for u, _ in self.enlargement.consumers.get(v, ()) if u in place), default=k)
+                if graph.loop[v] == self.loop:
+                    change[k + 1] += graph.avals[v].nbytes
+                    change[min(last + 1, len(ahead))] -= graph.avals[v].nbytes
+        crossing: list[int] = []
+        total = 0
+        for delta in change:
+            total += delta
+            crossing.append(total)
+        narrow = set(_valleys(crossing[: len(ahead)]))
+        found: dict[int, int] = {}
+        segment = 0
+        for e, k in place.items():
+            segment += k in narrow
+            found[e] = segment
+        return found
+
+    def add(self) -> None:
+        """Adds the choices of every value that the backward pass reads."""
+        graph, added = self.graph, self.enlargement
+        if not self._forward or not self._backward:
+            return
+        read: dict[int, None] = {}
+        for e in sorted(self._backward):
+            for v in graph.operands[e]:
+                maker = added.maker(v)
+                if maker >= 0 and self.repeatable(maker) and added.id_of[v] not in self._lasting:
+                    read[v] = None
+        self.repeat(read)
+        self.redirect(read, {v: [u for u in added.consumers[v] if u[0] in self._backward] for v in read})
+        first: dict[int, int] = {}
+        for e in sorted(self._backward, reverse=True):
+            first.update((added.reads.get((e, i), v), e) for i, v in enumerate(graph.operands[e]))
+        self.place(first)
+
+    def in_forward(self, e: int) -> bool:
+        return e in self._forward
+
+    def worth_keeping(self, value: int, read: Collection[int]) -> bool:
+        return bool(self.enlargement.held[value]) or value in read
+
+    def available(self, value: int) -> int | None:
+        """What a loop makes, or an effect, lies in memory until it is read for the last time."""
+        return value
+
+    def only_kept(self, value: int, e: int) -> bool:
+        return self._segment[self.enlargement.maker(value)] != self._segment[e]
+
+    def keep(self, value: int) -> int:
+        if value not in self.kept:
+            self.kept[value] = self._kept(value)
+        return self.kept[value]
+
+    def _kept(self, value: int) -> int:
+        graph, added = self.graph, self.enlargement
+        if added.id_of[value] in self._lasting:
+            return value
+        maker = added.maker(value)
+        primitive, operands, at = KEEP, [value], max(self._last.get(value, maker), maker) + 1
+        if not added.held[value]:
+            primitive, operands, at = DERIVE, [self.keep(v) for v in self._sources(value)], min(self._backward)
+            if not operands:
+                return value
+        kept = added.value(graph.avals[value], self.trips, self.loop)
+        eqn = added.equation(primitive, operands, kept, graph.eqns[maker].where)
+        added.additions.append(Addition(at, eqn, tuple(operands), (kept,), self.loop, of=added.id_of[value]))
+        return kept
+
+    def _sources(self, value: int) -> tuple[int, ...]:
+        """The stored values that one which is not stored is computed from, but for those that live on anyway."""
+        if value not in self._sources_of:
+            added, found = self.enlargement, dict[int, None]()
+            for v in self.graph.operands[added.maker(value)]:
+                maker = added.maker(v)
+                if maker < 0 or added.id_of[v] in self._lasting or not self.repeatable(maker):
+                    continue
+                found.update(dict.fromkeys([v] if added.held[v] else self._sources(v)))
+            self._sources_of[value] = tuple(found)
+        return self._sources_of[value]

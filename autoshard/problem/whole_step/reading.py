@@ -1,0 +1,39 @@
+"""Reading: which values a choice of every decision keeps."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.ir.saved_values import SavedValues, ValueId
+from autoshard.problem.decisions import Decisions
+from autoshard.problem.whole_step.enlarged import WholeStep
+
+
+def kept_values(
+    whole: WholeStep, saved: SavedValues, decisions: Decisions, choice: NDArray[np.int64]
+) -> frozenset[ValueId]:
+    """The values that the backward passes find kept, in terms of the program.
+
+    Args:
+      whole: the graph with its choices.
+      saved: of the program.
+      decisions: of the graph.
+      choice: one per decision.
+    """
+    there = {of for e, of in whole.keeps.items() if _is_on(decisions, e, choice)}
+    chosen = frozenset(whole.keeps.values()) | frozenset(whole.recalls.values())
+    steps = {v.id: one.steps[v.step].operands for one in saved.passes for v in one.values if v.step is not None}
+    lasts = {v.id for one in saved.passes for v in one.values if v.free or v.must_keep}
+    flat = [v.id for one in saved.passes if one.source.is_flat for v in one.values]
+    known: dict[ValueId, bool] = {}
+    for v in flat:  # in program order: operands first
+        computed = all(o is None or known.get(o, True) for o in steps.get(v, ()))  # from what is not repeated
+        known[v] = v in there if v in chosen else v in lasts or computed
+    stacked = {v for v in saved.saved if v not in known and v not in chosen and not v.stacked}
+    return saved.stacks({*there, *stacked, *(v for v, kept in known.items() if kept)})
+
+
+def _is_on(decisions: Decisions, e: int, choice: NDArray[np.int64]) -> bool:
+    """Whether an equation is part of what was chosen; one that decides nothing always is."""
+    node = decisions.node_of[e]
+    off = decisions.nodes[node].off if node >= 0 else None
+    return off is None or not off[choice[node]]
