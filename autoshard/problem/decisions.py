@@ -88,12 +88,8 @@ class Decision:
     cover_ps: NDArray[np.int64]  # (S,) the part of contractions, which can hide communication
     window: int  # in which window that compute counts
     flops: NDArray[np.float64]  # (S,) per device
-<<<<<<< HEAD
     equations: tuple[int, ...] = ()  # the decided equations, in program order
-=======
-    equations: tuple[int, ...] = ()  # what is decided, in program order
-    off: NDArray[np.bool_] | None = None  # (S,) under which what is decided is left out; None: under none
->>>>>>> 654e985 (Whole step: a plan chooses what the backward passes keep, together with every layout)
+    off: NDArray[np.bool_] | None = None  # (S,) choices that leave the equations out; None: none does
 
     def __len__(self) -> int:
         return len(self.cost_ps)
@@ -203,7 +199,6 @@ class Port:
 class Edge:
     """Resharding of one value between two decisions.
 
-<<<<<<< HEAD
     `moved` is the array that moves: the value, or the smaller side of the cast that makes it.
     `source[i]`, `target[j]`: the value's code under choice i of `u` and j of `v`. `hides` is the share
     of its seconds that can hide in its window, `bucket` the bytes up to which it is merged with
@@ -212,17 +207,7 @@ class Edge:
     could have. `total`, if given, is the array that moves instead, and how often, if only pending
     sums are finished (`costs.loop_reductions`). `times` counts the groups of uses for which the value
     moves in every trip (`costs.shared_gathers`).
-=======
-    `moved` is what is moved of the value: itself, or the smaller side of the cast that makes it;
-    `hides` the share of its seconds that hides in its window while there is compute to hide behind,
-    `bucket` the bytes of those with which it is merged, 0 if it is not, `strides` how contractions take and make it.
-    `source[i]`, `target[j]`: the
-    value's code under choice i of `u` and j of `v`. `forbidden`, if given, marks pairs (S_u, S_v) that
-    no plan has, `impossible` those of them that no program could have. `total`, if given, is what is
-    moved instead, and how often, where only pending sums are finished (see `accumulators`). `times`:
-    for how many groups of its uses it is moved in every trip (see `sharing`). `waived`, if given, are the
-    choices of v (S_v,) for which nothing is moved.
->>>>>>> 654e985 (Whole step: a plan chooses what the backward passes keep, together with every layout)
+    `waived`, if given, marks the choices of v (S_v,) for which nothing moves.
     """
 
     u: int
@@ -348,14 +333,9 @@ def reshard_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
 
 
 def transposes_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
-<<<<<<< HEAD
     """The part of `reshard_ps` that transposes take."""
-    return _of_all_trips(edge, resharder, resharder.transposes_ps)
-=======
-    """Of `reshard_ps`, what transposes take."""
     matrix = _of_all_trips(edge, resharder, resharder.transposes_ps)
     return matrix if edge.waived is None else np.where(edge.waived, 0, matrix)
->>>>>>> 654e985 (Whole step: a plan chooses what the backward passes keep, together with every layout)
 
 
 def _of_all_trips(edge: Edge, resharder: Resharder, price: Any) -> NDArray[np.int64]:

@@ -59,7 +59,7 @@ class Enlargement:
 
     def __init__(self, graph: Graph, held: NDArray[np.bool_]) -> None:
         self.graph, self.held = graph, held
-        self.made_by, self.consumers = graph.producers(), graph.consumers()
+        self.made_by, self.consumers = graph.producers, graph.consumers
         self.id_of = {
             v: ValueId(*spot)
             for e, values in enumerate(graph.results)
@@ -69,7 +69,7 @@ class Enlargement:
         self.optional: set[int] = set()  # of the graph's own equations
         self.keeps: dict[int, ValueId] = {}  # the same
         self.reads: dict[tuple[int, int], int] = {}  # (equation, operand) → what it reads now
-        self._avals, self._trips, self._loops = list(graph.avals), list(graph.trips), list(graph.loop)
+        self._avals, self._trips, self._loops = list(graph.avals), list(graph.trips), list(graph.value_loop)
 
     def maker(self, value: int) -> int:
         """The equation that makes a value; −1 for none."""
@@ -142,12 +142,12 @@ class Enlargement:
                 graph.makes[e] if added is None else tuple((nowhere[now], i) for i in range(len(added.results)))
                 for now, (added, e) in enumerate(rows)
             ),
-            loop_of=tuple(graph.loop_of[e] if added is None else added.loop for added, e in rows),
+            eqn_loop=tuple(graph.eqn_loop[e] if added is None else added.loop for added, e in rows),
             again_of=tuple(graph.again_of[e] if added is None else 0 for added, e in rows),
             carry=carry,
             avals=tuple(self._avals),
             trips=tuple(self._trips),
-            loop=tuple(self._loops),
+            value_loop=tuple(self._loops),
             optional=frozenset(
                 now for now, (a, e) in enumerate(rows) if (e in self.optional if a is None else a.optional)
             ),

@@ -44,8 +44,8 @@ class FlatChoices(PassChoices):
             if e in self._backward or not after.isdisjoint(graph.operands[e]):
                 after.update(graph.results[e])
         ahead = [e for e in mine if after.isdisjoint(graph.results[e])]
-        self.loop = min((graph.loop_of[e] for e in mine), default=0)
-        inside = [e for e in ahead if graph.loop_of[e] == self.loop]
+        self.loop = min((graph.eqn_loop[e] for e in mine), default=0)
+        inside = [e for e in ahead if graph.eqn_loop[e] == self.loop]
         self._forward = {e for e in inside if not graph.eqns[e].traits.link}
         self.trips = max((graph.trips[v] for e in inside for v in graph.results[e]), default=1)
         self._lasting = {v.id for v in one.values if v.free}
@@ -62,7 +62,7 @@ class FlatChoices(PassChoices):
         for e, k in place.items():
             for v in graph.results[e]:
                 last = max((place[u] for u, _ in self.enlargement.consumers.get(v, ()) if u in place), default=k)
-                if graph.loop[v] == self.loop:
+                if graph.value_loop[v] == self.loop:
                     change[k + 1] += graph.avals[v].nbytes
                     change[min(last + 1, len(ahead))] -= graph.avals[v].nbytes
         crossing: list[int] = []

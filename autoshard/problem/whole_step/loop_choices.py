@@ -16,9 +16,9 @@ class LoopChoices(PassChoices):
         super().__init__(enlargement, one)
         graph = self.graph
         enters = [e for e, eqn in enumerate(graph.eqns) if eqn.primitive in (LOOP_CONST, LOOP_SLICE, LOOP_CARRY)]
-        entries = {graph.makes[e][0][0]: graph.loop_of[e] for e in enters}  # path of a body → its loop
+        entries = {graph.makes[e][0][0]: graph.eqn_loop[e] for e in enters}  # path of a body → its loop
         self._ahead, self.loop = entries.get(one.body, -1), entries.get(one.backward, -1)
-        inside = [e for e, loop in enumerate(graph.loop_of) if loop == self.loop]
+        inside = [e for e, loop in enumerate(graph.eqn_loop) if loop == self.loop]
         links = {e for e in enters if graph.makes[e][0][0] == one.backward}
         self._first = next((e for e in inside if e not in links), -1)  # behind the links into the backward body
         self.trips = max((graph.trips[v] for e in inside for v in graph.results[e]), default=1)
@@ -26,8 +26,8 @@ class LoopChoices(PassChoices):
         self._around, self._around_trips, self._length = 0, 1, 0
         self._stacks: dict[int, tuple[int, list[int]]] = {}  # value → what stacks it, and what slices that
         for e, eqn in enumerate(graph.eqns):
-            if eqn.primitive in (LOOP_STACK, LOOP_RESULT) and graph.loop[graph.operands[e][0]] == self._ahead:
-                self._behind, self._around = e + 1, graph.loop_of[e]
+            if eqn.primitive in (LOOP_STACK, LOOP_RESULT) and graph.value_loop[graph.operands[e][0]] == self._ahead:
+                self._behind, self._around = e + 1, graph.eqn_loop[e]
                 self._around_trips = graph.trips[graph.results[e][0]]
                 if eqn.primitive == LOOP_STACK:
                     self._note_stack(e)
@@ -37,7 +37,7 @@ class LoopChoices(PassChoices):
         graph, stack = self.graph, self.graph.results[e][0]
         self._length = graph.avals[stack].shape[0]
         users = self.enlargement.consumers.get(stack, [])
-        slices = [u for u, _ in users if graph.eqns[u].primitive == LOOP_SLICE and graph.loop_of[u] == self.loop]
+        slices = [u for u, _ in users if graph.eqns[u].primitive == LOOP_SLICE and graph.eqn_loop[u] == self.loop]
         if slices and len(slices) == len(users) and stack not in graph.outputs:
             self._stacks[graph.operands[e][0]] = (e, slices)
 
@@ -56,7 +56,7 @@ class LoopChoices(PassChoices):
         self.place(first)
 
     def in_forward(self, e: int) -> bool:
-        return self.graph.loop_of[e] == self._ahead and not self.graph.eqns[e].traits.link
+        return self.graph.eqn_loop[e] == self._ahead and not self.graph.eqns[e].traits.link
 
     def worth_keeping(self, value: int, read: Collection[int]) -> bool:
         """What is stacked today, and what a trip writes to memory anyway; a scalar or another name is no choice."""
@@ -70,12 +70,12 @@ class LoopChoices(PassChoices):
         graph, added = self.graph, self.enlargement
         e = added.maker(value)
         eqn = graph.eqns[e]
-        if eqn.primitive not in (LOOP_SLICE, LOOP_CONST) or graph.loop_of[e] != self._ahead:
+        if eqn.primitive not in (LOOP_SLICE, LOOP_CONST) or graph.eqn_loop[e] != self._ahead:
             return None
         if value not in self.stands:
             outer = graph.operands[e][0]
             links = [c for c, _ in added.consumers[outer] if graph.eqns[c].primitive == eqn.primitive]
-            there = [graph.results[c][0] for c in links if graph.loop_of[c] == self.loop]
+            there = [graph.results[c][0] for c in links if graph.eqn_loop[c] == self.loop]
             self.stands[value] = there[0] if there else self._link(eqn.primitive, outer, value, eqn.where)
         return self.stands[value]
 
