@@ -8,6 +8,7 @@ from autoshard.errors import PlanFileError, PlanMismatchError, SpecError
 from autoshard.ir import accumulation, rewrite
 from autoshard.ir import arguments as bindings
 from autoshard.ir import trace as traces
+from autoshard.ir.recomputed import recomputed
 from autoshard.ir.trace import Traced
 from autoshard.planner.record import PlanRecord
 
@@ -28,7 +29,7 @@ def bound_program(record: PlanRecord, fn: Callable[..., Any], args: Sequence[Any
             f"this function's is {traced.digest}; plan again"
         )
     try:
-        traced = traced if record.recomputation is None else record.recomputation.of(traced)
+        traced = traced if record.recomputation is None else recomputed(traced, record.recomputation)
         made = [(leaf.path, leaf.shape, leaf.dtype) for leaf in record.outputs]
         if made != [(p, a.shape, str(a.dtype)) for p, a in zip(traced.out_paths, traced.out_avals, strict=True)]:
             raise SpecError("its outputs are not those of the program that its digest is of")

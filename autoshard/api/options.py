@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from numbers import Real
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar, get_args
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -21,6 +21,7 @@ from autoshard.api.plan import Plan
 from autoshard.backends.devices import MeshLike
 from autoshard.errors import ArgumentError, MeshError, SpecError
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.recomputation import FIT, WRITTEN, RematOption
 from autoshard.planner import pipeline
 from autoshard.planner.pipeline import REL_GAP, TIME_LIMIT_S, Budget
 from autoshard.planner.program import Call, bind
@@ -36,12 +37,9 @@ _Verb = TypeVar("_Verb", bound=Callable[..., Any])
 _CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "constraints": ("needed", "all", "compiled"),
     "unknown": ("error", "replicate"),
-    "remat": ("written", "fit", "add", "free"),
+    "remat": get_args(RematOption),
     "refine": (None, "gpu", "tpu", "cpu"),
 }
-
-
-RematOption = Literal["written", "fit", "add", "free"]
 
 
 class SolvingOptions(TypedDict, total=False):
@@ -127,7 +125,7 @@ class Options:
     refine: str | None = None
     candidates: int = 3
     also: Mapping[str, Plan | Evaluation] = field(default_factory=dict[str, Plan | Evaluation])
-    remat: RematOption = "fit"
+    remat: RematOption = FIT
 
     def __post_init__(self) -> None:
         _meshes(self.mesh)
@@ -186,7 +184,7 @@ class Options:
             for_grad=self.for_grad,
             unknown=self.unknown,
             like=None if self.like is None else self.like.record,
-            remat="written" if self.remat == "fit" else self.remat,
+            remat=WRITTEN if self.remat == FIT else self.remat,
         )
 
 

@@ -16,7 +16,7 @@ from autoshard.api import multihost
 from autoshard.api.compiler_minimal_constraints import compiler_minimal
 from autoshard.api.evaluation import Evaluation
 from autoshard.api.multihost import Peers
-from autoshard.api.options import REL_GAP, TIME_LIMIT_S, WAIT_S, Options, RematOption, refuse_misspelt
+from autoshard.api.options import REL_GAP, TIME_LIMIT_S, WAIT_S, Options, refuse_misspelt
 from autoshard.api.plan import Plan
 from autoshard.api.refine import Entered, adopted, refined
 from autoshard.api.solved_plan import SolvedPlan
@@ -24,9 +24,11 @@ from autoshard.backends import devices as meshes
 from autoshard.backends.devices import MeshLike
 from autoshard.errors import InfeasibleError, SpecError
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.recomputation import ADD, FIT, RematOption
 from autoshard.planner import named_shardings, pipeline, request
 from autoshard.planner.named_shardings import OtherMeshError
 from autoshard.planner.pipeline import PlanningResult
+from autoshard.planner.recomputation_space import keeping
 from autoshard.planner.record import PlanRecord, parse
 from autoshard.planner.request import OwnMeshError, PlanRequest
 from autoshard.planner.requested_shardings import AUTO
@@ -58,7 +60,7 @@ def plan(
     refine: str | None = None,
     candidates: int = 3,
     also: Mapping[str, Plan | Evaluation] | None = None,
-    remat: RematOption = "fit",
+    remat: RematOption = FIT,
     **kwargs: Any,
 ) -> SolvedPlan:
     """Finds the sharding of `fn(*args, **kwargs)` with the least step time that fits in memory.
@@ -289,8 +291,8 @@ def _fitting(questions: Sequence[PlanRequest], options: Options) -> dict[int, So
       InfeasibleError: none has; the error is that of the smallest peak.
     """
     plans, errors = _answers(questions, options)
-    if not plans and options.remat == "fit" and any(may_recompute(error) for error in errors):
-        plans, more = _answers([replace(question, remat="add") for question in questions], options)
+    if not plans and options.remat == FIT and any(may_recompute(error) for error in errors):
+        plans, more = _answers([replace(question, remat=ADD) for question in questions], options)
         errors += more
     if not plans:
         raise min(errors, key=lambda error: inf if error.peak_bytes is None else error.peak_bytes)
@@ -337,7 +339,7 @@ def _cached(question: PlanRequest, options: Options) -> SolvedPlan:
 
 def _plan(record: PlanRecord, question: PlanRequest, options: Options) -> SolvedPlan:
     """A plan that was made elsewhere; its planning result is found again on first use."""
-    question = question if record.recomputation is None else question.keeping(record.recomputation)
+    question = question if record.recomputation is None else keeping(question, record.recomputation)
     return SolvedPlan(
         record,
         place=question.target,

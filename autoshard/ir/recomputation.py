@@ -1,50 +1,31 @@
-"""Recomputation: which values of a program its backward passes find kept, and the program that keeps these alone."""
+"""Recomputation: which values of a program its backward passes find kept, as a record; the rest they repeat."""
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Literal
 
-from autoshard.errors import RecomputeError, SpecError
-from autoshard.ir.recompute import rewritten
-from autoshard.ir.saved_values import Remat, SavedValues, ValueId, saved_values
-from autoshard.ir.sinking import sunk
-from autoshard.ir.trace import Traced
+Remat = Literal["written", "add", "free"]
+"""What becomes of a program's own `jax.checkpoint`s.
+
+`written`: they say all, nothing else is repeated. `add`: what they repeat stays so, other values may
+be. `free`: they are hints; what they repeat may be kept.
+"""
+
+RematOption = Literal["written", "fit", "add", "free"]
+"""What a user may ask for; `fit`: as written where that fits in memory, else `add`."""
+
+WRITTEN: Literal["written"] = "written"
+FIT: Literal["fit"] = "fit"
+ADD: Literal["add"] = "add"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """What is kept for the backward passes of a program; the rest of what they read is repeated.
+    """What is kept for the backward passes of a program.
 
     Attributes:
       remat: what became of the program's own `jax.checkpoint`s: "add" or "free".
-      kept: the values by their places (`ValueId`), as text, sorted.
+      kept: the values by their places (`saved_values.ValueId`), as text, sorted.
     """
 
     remat: Remat
     kept: tuple[str, ...]
-
-    def of(self, traced: Traced) -> Traced:
-        """The program that keeps these values; its digest is that of the program as it was traced.
-
-        Raises:
-          SpecError: the program has no such values, or others have to be kept as well.
-        """
-        saved = savable(traced, self.remat)
-        known = {str(value.id): value.id for one in saved.passes for value in one.values}
-        strange = [text for text in self.kept if text not in known]
-        if strange:
-            raise SpecError(f"the program has no value at {', '.join(strange[:3])} that a backward pass could read")
-        try:
-            jaxpr = rewritten(saved, frozenset(known[text] for text in self.kept))
-        except RecomputeError as error:
-            raise SpecError(str(error)) from error
-        return replace(traced, jaxpr=jaxpr, source_digest=traced.digest)
-
-
-def savable(traced: Traced, remat: Remat) -> SavedValues:
-    """What the backward passes of a program could find kept; of the program with its cheap constants in its loops."""
-    return saved_values(sunk(traced.jaxpr), remat=remat)
-
-
-def recomputation(saved: SavedValues, kept: Collection[ValueId], remat: Remat) -> Recomputation:
-    """These values as a record of them; what no backward pass reads is left out."""
-    return Recomputation(remat=remat, kept=tuple(sorted(map(str, saved.used(kept)))))

@@ -14,19 +14,13 @@ carries from trip to trip, effects, calls to the host.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from autoshard import _jax, _jaxprs
 from autoshard.ir.bodies import Step, why_once
 from autoshard.ir.graph import Aval, Path
 from autoshard.ir.passes import Pass, passes
-
-Remat = Literal["written", "add", "free"]
-"""What becomes of a program's own `jax.checkpoint`s.
-
-`written`: they say all, nothing else is repeated. `add`: what they repeat stays so, other values may
-be. `free`: they are hints; what they repeat may be kept.
-"""
+from autoshard.ir.recomputation import Remat as Remat
 
 INPUT = "an input"
 CONSTANT = "made of constants"

@@ -31,11 +31,12 @@ from autoshard.errors import InfeasibleError, refusing_depth
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.gradient import emitted
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.recomputation import WRITTEN
 from autoshard.ir.trace import Traced
 from autoshard.planner import minimal_constraints
 from autoshard.planner.build_record import describe
 from autoshard.planner.infeasible import infeasible
-from autoshard.planner.recomputation_space import RecomputationSpace
+from autoshard.planner.recomputation_space import RecomputationSpace, keeping
 from autoshard.planner.record import Certificate, PlanRecord
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.search_space import SearchSpace, build_search_space
@@ -126,7 +127,7 @@ def solve_request(
       MissingRuleError: a primitive without a rule.
       SpecError: a pin that cannot be kept.
     """
-    if request.remat == "written" or request.recomputation is not None or request.gradient_of:
+    if request.remat == WRITTEN or request.recomputation is not None or request.gradient_of:
         return solve_space(build_search_space(request), budget, known=known, constraints=constraints)
     return _recomputing(request, budget, constraints)
 
@@ -154,7 +155,7 @@ def _recomputing(request: PlanRequest, budget: Budget, constraints: ConstraintPo
             break
         chosen = choices.read(formulation.read(solution.choice))
         try:
-            found = solve_space(build_search_space(request.keeping(chosen)), budget, constraints=constraints)
+            found = solve_space(build_search_space(keeping(request, chosen)), budget, constraints=constraints)
         except InfeasibleError as error:
             errors.append(error)
             if error.peak_bytes is None:

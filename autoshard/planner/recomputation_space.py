@@ -6,7 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.costs.resharding import Resharder
-from autoshard.ir.recomputation import Recomputation, recomputation, savable
+from autoshard.ir.op_traits import DOT_GENERAL
+from autoshard.ir.recomputation import Recomputation
+from autoshard.ir.recomputed import recomputation_of, recomputed, savable
 from autoshard.ir.saved_values import SavedValues
 from autoshard.planner.program import Program
 from autoshard.planner.request import PlanRequest
@@ -42,7 +44,7 @@ class RecomputationSpace:
     def read(self, choice: NDArray[np.int64]) -> Recomputation:
         """What a choice per decision keeps."""
         kept = kept_values(self.whole, self.saved, self.decisions, choice)
-        return recomputation(self.saved, {*kept, *self.saved.missing(kept)}, self.request.remat)
+        return recomputation_of(self.saved, {*kept, *self.saved.missing(kept)}, self.request.remat)
 
     @property
     def said(self) -> str:
@@ -58,8 +60,24 @@ class RecomputationSpace:
         values = {str(v.id): v for one in self.saved.passes for v in one.values if str(v.id) in texts}
         own = [v for v in values.values() if not v.id.stacked]
         repeated = self.saved.repeated([v.id for v in values.values()])
-        contractions = sum(step.primitive == "dot_general" for step in repeated)
+        contractions = sum(step.primitive == DOT_GENERAL for step in repeated)
         return (
             f"backward passes find {len(own)} values kept ({bytes_text(sum(v.nbytes for v in own))} on all devices "
             f"together) and repeat {len(repeated)} equations, {contractions} of them matrix products"
         )
+
+
+def keeping(request: PlanRequest, chosen: Recomputation) -> PlanRequest:
+    """The request for the program that keeps these values for its backward passes.
+
+    Raises:
+      SpecError: they do not fit the program.
+    """
+    program = request.program
+    again = Program(
+        name=program.name,
+        traced=recomputed(program.traced, chosen),
+        trace_s=program.trace_s,
+        variant=", ".join(filter(None, (program.variant, "recomputing"))),
+    )
+    return replace(request, program=again, recomputation=chosen)

@@ -15,8 +15,7 @@ from autoshard.errors import SpecError
 from autoshard.ir import trace
 from autoshard.ir.gradient import gradient_arguments
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.recomputation import Recomputation
-from autoshard.ir.saved_values import Remat
+from autoshard.ir.recomputation import WRITTEN, Recomputation, Remat
 from autoshard.ir.trace import Traced
 from autoshard.planner import named_shardings
 from autoshard.planner.program import Call, Program
@@ -56,7 +55,7 @@ class RequestOptions:
     for_grad: bool | int | Sequence[int] | None = None
     unknown: str = "error"
     like: PlanRecord | None = None
-    remat: Remat = "written"
+    remat: Remat = WRITTEN
 
     def target(self, mesh: MeshLike, hardware: str | cost_models.Hardware | None) -> Target:
         """The mesh on the hardware; where no mesh is given, that of the shardings.
@@ -94,7 +93,7 @@ class PlanRequest:
     gradient_of: tuple[int, ...] = ()
     unknown: str = "error"
     kept: tuple[int, ...] = ()
-    remat: Remat = "written"
+    remat: Remat = WRITTEN
     recomputation: Recomputation | None = None
 
     @property
@@ -139,21 +138,6 @@ class PlanRequest:
             self.unknown,
         )
         return hashlib.sha256(repr(text).encode()).hexdigest()[:32]
-
-    def keeping(self, recomputation: Recomputation) -> "PlanRequest":
-        """The request for the program that keeps these values for its backward passes.
-
-        Raises:
-          SpecError: it does not fit the program.
-        """
-        program = self.program
-        again = Program(
-            name=program.name,
-            traced=recomputation.of(program.traced),
-            trace_s=program.trace_s,
-            variant=", ".join(filter(None, (program.variant, "recomputing"))),
-        )
-        return replace(self, program=again, recomputation=recomputation)
 
     def asking(self, inputs: Mapping[int, PartitionSpec]) -> "PlanRequest":
         """The same request with these specs of inputs alone."""

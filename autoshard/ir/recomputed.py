@@ -1,0 +1,39 @@
+"""Recomputed: a traced program and what it keeps → the program that keeps this alone."""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from autoshard.errors import RecomputeError, SpecError
+from autoshard.ir.recomputation import Recomputation, Remat
+from autoshard.ir.recompute import rewritten
+from autoshard.ir.saved_values import SavedValues, ValueId, saved_values
+from autoshard.ir.sinking import sunk
+from autoshard.ir.trace import Traced
+
+
+def recomputed(traced: Traced, chosen: Recomputation) -> Traced:
+    """The program that keeps these values alone; its digest is that of the program as it was traced.
+
+    Raises:
+      SpecError: the program has no such values, or others have to be kept as well.
+    """
+    saved = savable(traced, chosen.remat)
+    known = {str(value.id): value.id for one in saved.passes for value in one.values}
+    strange = [text for text in chosen.kept if text not in known]
+    if strange:
+        raise SpecError(f"the program has no value at {', '.join(strange[:3])} that a backward pass could read")
+    try:
+        jaxpr = rewritten(saved, frozenset(known[text] for text in chosen.kept))
+    except RecomputeError as error:
+        raise SpecError(str(error)) from error
+    return replace(traced, jaxpr=jaxpr, source_digest=traced.digest)
+
+
+def savable(traced: Traced, remat: Remat) -> SavedValues:
+    """What the backward passes of a program could find kept; of the program with its cheap constants in its loops."""
+    return saved_values(sunk(traced.jaxpr), remat=remat)
+
+
+def recomputation_of(saved: SavedValues, kept: Collection[ValueId], remat: Remat) -> Recomputation:
+    """These values as a record; what no backward pass reads is left out."""
+    return Recomputation(remat=remat, kept=tuple(sorted(map(str, saved.used(kept)))))
