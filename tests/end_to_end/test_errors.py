@@ -325,7 +325,7 @@ def test_files_that_are_no_plans(file: Path, capsys: pytest.CaptureFixture[str])
     assert after(pickle.dumps(Explosive())).startswith(f"cannot read the plan file {file}: ")
     assert capsys.readouterr().out == ""
     newer = {**json.loads(text), "schema": 99}
-    assert after(json.dumps(newer)) == f"{file} has schema 99; this autoshard reads up to 1: upgrade autoshard"
+    assert after(json.dumps(newer)) == f"{file} has schema 99; this autoshard reads up to 2: upgrade autoshard"
     assert after("[]").startswith(f"{file} is not a plan file: at the top: ")
     missing = {k: v for k, v in json.loads(text).items() if k != "inputs"}
     assert after(json.dumps(missing)) == f"{file} is not a plan file: at the top: 'inputs' is a required property"
