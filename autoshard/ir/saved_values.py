@@ -26,7 +26,7 @@ INPUT = "an input"
 CONSTANT = "made of constants"
 RESULT = "a result of the program"
 LOOP_INPUT = "given to every trip"
-ELSEWHERE = "stacked for others, too"
+ELSEWHERE = "stacked as a result of the program"
 
 CARRIED = "carried from trip to trip"
 
@@ -221,6 +221,14 @@ class SavedValues:
         found = [one.steps[k] for one, demand in self._demands(kept) for k in demand.first]
         return tuple(sorted(found, key=lambda step: step.path))
 
+    def needed_before(self, kept: Collection[ValueId]) -> Mapping[Path, Path]:
+        """The path of every step that is repeated → that of the backward equation (or body) which needs it first."""
+        found: dict[Path, Path] = {}
+        for one, demand in self._demands(kept):
+            at = {reads.position: reads.path for reads in one.reads}
+            found |= {one.steps[k].path: at[position] for k, position in demand.first.items()}
+        return found
+
     def used(self, kept: Collection[ValueId]) -> frozenset[ValueId]:
         """The kept values that a backward pass reads; the others are not kept, and cost nothing."""
         found: set[ValueId] = set()
@@ -296,7 +304,7 @@ class _Describer:
             values=tuple(values),
             reads=reads,
             variables=self.ids,
-            inside=self.inside,
+            inside=tuple(self.with_results(one) for one in self.inside),
             given=given,
         )
 
@@ -401,6 +409,16 @@ class _Describer:
                 at = None if _jax.is_literal(atom) else self.ids.get(atom)
                 if at is not None and not self.values[at].free:
                     self.values[at] = replace(self.values[at], free=RESULT)
+
+    def with_results(self, inside: ForwardPass) -> ForwardPass:
+        """The pass of a pair of scans, what the forward one stacks as a result of the program free in it."""
+        values = [
+            replace(v, free=ELSEWHERE)
+            if not v.free and v.id.stack in self.values and self.values[v.id.stack].free == RESULT
+            else v
+            for v in inside.values
+        ]
+        return replace(inside, values=tuple(values))
 
     def given(self, forward: int, inside: ForwardPass) -> Mapping[ValueId, ValueId | None]:
         """What every trip of a paired scan has, by what the scan takes."""

@@ -53,7 +53,7 @@ def test_repeated_layers_need_as_little_as_under_jax_checkpoint(topology: str, c
     all_kept = compiled(rewritten(free, free.saved), checkpointed, topology)
     repeated = compiled(rewritten(free, own_choice(checkpointed)), checkpointed, topology)
     by_jax = compiled(checkpointed.jaxpr, checkpointed, topology)
-    assert repeated.peak_bytes < 0.7 * all_kept.peak_bytes
+    assert repeated.peak_bytes < 0.75 * all_kept.peak_bytes
     assert repeated.peak_bytes < 1.05 * by_jax.peak_bytes
     if by_jax.cost.flops and repeated.cost.flops and all_kept.cost.flops:
         assert repeated.cost.flops > 1.1 * all_kept.cost.flops

@@ -355,6 +355,36 @@ def test_a_scan_in_a_layer_is_repeated_whole() -> None:
     assert layers.value[min(own).stack].nbytes == 3 * 4 * 4 * 6 * 4
 
 
+def test_what_leaves_the_program_is_not_made_again() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            hidden = jnp.tanh(x @ w["up"])
+            return x + hidden @ w["down"], hidden
+
+        x, hidden = jax.lax.scan(body, x, params)
+        return jnp.mean(x**2), hidden
+
+    program = jax.grad(loss, has_aux=True), (stack(3), weights(4, 6))
+    values = saved_values(traced(program).jaxpr)
+    (hidden,) = [v for one in values.passes for v in one.values if v.free.startswith("stacked")]
+    assert hidden.read
+    kept = enough(values, values.stacks(values.missing([])))
+    made = {at for step in values.repeated(kept) for at in step.results}
+    assert made
+    assert hidden.id not in made
+    for expected, got in zip(run(values.closed, program[1]), run(rewritten(values, kept), program[1]), strict=True):
+        np.testing.assert_allclose(expected, got, rtol=2e-5, atol=1e-6)
+
+
+def test_steps_are_needed_by_backward_ones() -> None:
+    values = saved_values(traced(scanned()).jaxpr)
+    flat, layers = values.passes
+    needed = values.needed_before(enough(values, values.stacks(values.missing([]))))
+    assert {path[: len(layers.body)] for path in needed} == {layers.body, *(path for path in needed if len(path) == 1)}
+    assert all(path[: len(layers.backward)] == layers.backward for step, path in needed.items() if len(step) > 1)
+    assert flat.trips == 1
+
+
 def test_a_plan_takes_it_as_any_program() -> None:
     program = unrolled()
     values = saved_values(traced(program).jaxpr)
