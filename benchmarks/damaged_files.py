@@ -320,9 +320,9 @@ def good_entry() -> bytes:
     return json.dumps({"key": key, "plan": planned().record.dumps()}).encode()
 
 
-def _found(record: PlanRecord, question: store.PlanRequest) -> autoshard.SolvedPlan:
+def _found(record: PlanRecord, q: store.PlanRequest) -> autoshard.SolvedPlan:
     """A plan that was found in a file."""
-    return autoshard.SolvedPlan(record, place=question.place, traced=question.traced, planned=lambda: planned().planned)
+    return autoshard.SolvedPlan(record, place=q.target, traced=q.traced, planned=lambda: planned().planned)
 
 
 def use_entry(path: Path, draw: random.Random) -> None:
