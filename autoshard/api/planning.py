@@ -292,7 +292,7 @@ def _fitting(questions: Sequence[PlanRequest], options: Options) -> dict[int, So
     """
     plans, errors = _answers(questions, options)
     if not plans and options.remat == FIT and any(may_recompute(error) for error in errors):
-        plans, more = _answers([replace(question, remat=ADD) for question in questions], options)
+        plans, more = _answers([replace(question, remat=ADD, as_written=False) for question in questions], options)
         errors += more
     if not plans:
         raise min(errors, key=lambda error: inf if error.peak_bytes is None else error.peak_bytes)

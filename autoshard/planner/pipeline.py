@@ -45,6 +45,7 @@ from autoshard.problem.assignment import Assignment
 from autoshard.problem.formulation import UNIT_S, Formulation, formulate
 from autoshard.problem.network import Int
 from autoshard.problem.unpriced import unpriced
+from autoshard.report.tables import bytes_text
 from autoshard.rules.control_flow import HOST_CALLS
 from autoshard.rules.kernels import CUDNN_BACKWARD, CUDNN_FORWARD
 from autoshard.solver import Solution, Status, solve
@@ -141,18 +142,22 @@ def _recomputing(request: PlanRequest, budget: Budget, constraints: ConstraintPo
     """
     plans: list[PlanningResult] = []
     errors: list[InfeasibleError] = []
-    try:
-        plans.append(solve_space(build_search_space(request), budget, constraints=constraints))
-    except InfeasibleError as error:
-        errors.append(error)
+    if request.as_written:
+        try:
+            plans.append(solve_space(build_search_space(request), budget, constraints=constraints))
+        except InfeasibleError as error:
+            errors.append(error)
     choices = RecomputationSpace.of(request)
-    limit = request.memory_bytes
+    limit, bound = request.memory_bytes, None
     for _ in range(ATTEMPTS if choices is not None else 0):
         assert choices is not None
         formulation = formulate(choices.decisions, choices.resharder, memory_bytes=limit)
         solution = _run(formulation, replace(budget, rel_gap=max(budget.rel_gap, CHOICE_GAP)), ())
         if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
+            peak = solution.smallest_peak_bytes if limit == request.memory_bytes else None
+            errors.append(_nothing_fits(request, peak))
             break
+        bound = solution.bound if bound is None else bound  # of the whole limit, which is the one that was asked for
         chosen = choices.read(formulation.read(solution.choice))
         try:
             found = solve_space(build_search_space(keeping(request, chosen)), budget, constraints=constraints)
@@ -162,17 +167,32 @@ def _recomputing(request: PlanRequest, budget: Budget, constraints: ConstraintPo
                 break
             limit = int(limit * min(request.memory_bytes / error.peak_bytes, 1.0) * MARGIN)
             continue
-        plans.append(_proven(found, solution, choices))
+        plans.append(_proven(found, bound, choices))
         break
+    if choices is None and not request.as_written:
+        errors.append(_nothing_fits(request, None))
     if not plans:
         raise min(errors, key=lambda error: inf if error.peak_bytes is None else error.peak_bytes)
     return min(plans, key=lambda planned: planned.solution.objective)
 
 
-def _proven(found: PlanningResult, solution: Solution, choices: RecomputationSpace) -> PlanningResult:
+def _nothing_fits(request: PlanRequest, peak_bytes: int | None) -> InfeasibleError:
+    """The error of a request for which no choice of what is kept helps."""
+    least = "" if peak_bytes is None else f"; the smallest peak found is {bytes_text(peak_bytes)}"
+    return InfeasibleError(
+        f"no plan fits {bytes_text(request.memory_bytes)} per device on {request.target.axes}, whatever backward "
+        f"passes keep or repeat{least}\n"
+        "  what helps: a smaller batch (autoshard.accumulate splits it); more devices, or mesh axes that divide more "
+        "dimensions; or raise memory=",
+        peak_bytes=peak_bytes,
+        limit_bytes=request.memory_bytes,
+    )
+
+
+def _proven(found: PlanningResult, bound: int, choices: RecomputationSpace) -> PlanningResult:
     """A plan with the certificate of the larger space: no choice of what is kept is cheaper than its bound."""
     certificate = found.record.certificate
-    bound_s = min(certificate.bound_s, solution.bound * UNIT_S)
+    bound_s = min(certificate.bound_s, bound * UNIT_S)
     larger = replace(
         certificate,
         bound_s=bound_s,

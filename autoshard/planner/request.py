@@ -83,6 +83,7 @@ class PlanRequest:
       unknown: "error", or "replicate" to keep equations without a sharding rule whole.
       kept: the input positions that another plan's layouts were taken for.
       remat: whether backward passes may repeat more than the program says; see `ir.saved_values.Remat`.
+      as_written: whether the program as it is written may be the answer; False where it is known not to fit.
       recomputation: what `program` keeps for its backward passes, where that was decided already.
     """
 
@@ -94,6 +95,7 @@ class PlanRequest:
     unknown: str = "error"
     kept: tuple[int, ...] = ()
     remat: Remat = WRITTEN
+    as_written: bool = True
     recomputation: Recomputation | None = None
 
     @property
