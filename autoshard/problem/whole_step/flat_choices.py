@@ -11,9 +11,6 @@ than the backward pass of its segment.
 
 from collections.abc import Collection, Sequence
 
-import numpy as np
-from scipy import signal
-
 from autoshard.ir.op_traits import DERIVE, KEEP
 from autoshard.ir.saved_values import ForwardPass
 from autoshard.problem.whole_step.enlarged import Addition, Enlargement
@@ -24,8 +21,17 @@ _DEEP = 3.0  # so many times as much crosses between two cuts at least: more tha
 
 def _valleys(crossing: Sequence[int]) -> list[int]:
     """The places that less crosses than what lies on both sides of them, by a factor of `_DEEP` at least."""
-    height = np.log(np.maximum(np.array(crossing, np.float64), 1.0))
-    return signal.find_peaks(-height, prominence=np.log(_DEEP))[0].tolist()
+    found: list[int] = []
+    highest, lowest = 0, -1  # since the last cut: the most that crossed, and the narrowest place behind it
+    for k, nbytes in enumerate(crossing):
+        if lowest < 0 or crossing[lowest] > nbytes:
+            lowest = k
+        if 0 < _DEEP * crossing[lowest] <= min(highest, nbytes):
+            found.append(lowest)
+            highest, lowest = nbytes, k
+        elif nbytes > highest:
+            highest, lowest = nbytes, k
+    return found
 
 
 class FlatChoices(PassChoices):
@@ -43,7 +49,8 @@ class FlatChoices(PassChoices):
         for e in mine:
             if e in self._backward or not after.isdisjoint(graph.operands[e]):
                 after.update(graph.results[e])
-        ahead = [e for e in mine if after.isdisjoint(graph.results[e])]
+        read = [enlargement.maker(v) for e in self._backward for v in graph.operands[e] if v not in after]
+        ahead = [e for e in mine if e <= max(read, default=-1) and after.isdisjoint(graph.results[e])]
         self.loop = min((graph.eqn_loop[e] for e in mine), default=0)
         inside = [e for e in ahead if graph.eqn_loop[e] == self.loop]
         self._forward = {e for e in inside if not graph.eqns[e].traits.link}
