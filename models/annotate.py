@@ -38,3 +38,11 @@ def hooked(hook: Hook) -> Generator[None, None, None]:
         yield
     finally:
         _hook.reset(token)
+
+
+@contextmanager
+def also(hook: Hook) -> Generator[None, None, None]:
+    """As `hooked`, after what the scope around does."""
+    outer = _hook.get()
+    with hooked(hook if outer is None else lambda x, label: hook(outer(x, label), label)):
+        yield

@@ -10,15 +10,29 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
-Remat = Literal["none", "full", "dots"]
+from models.annotate import also
+
+Remat = Literal["none", "full", "dots", "all_dots", "attention", "context", "hidden"]
 """What the backward pass of a layer recomputes.
 
 `none`: nothing, all that it needs is kept. `full`: everything but the layer's input.
 `dots`: everything but its input and the products of activations and weights; attention
 scores and experts, whose products have batch dimensions, are recomputed (the policy
-`dots_with_no_batch_dims_saveable`).
+`dots_with_no_batch_dims_saveable`). `all_dots`: everything but its input and all products
+(`dots_saveable`). `attention`: the inside of attention alone, from scores to their use
+(Korthikanti et al. 2022, arXiv:2205.05198, section 5). `context`: everything but its input,
+queries, keys, values and what attention makes of them, by their names. `hidden`: likewise,
+and the hidden activations of the second half are kept, too.
 """
+
+CONTEXT = ("queries", "keys", "mixed")
+NAMES: dict[Remat, tuple[str, ...]] = {
+    "context": CONTEXT,
+    "hidden": (*CONTEXT, "hidden", "expert_hidden", "sorted_hidden"),
+}
+"""The names of what is kept, of the policies that go by names; as MaxText's `save_dot_with_context_except_mlp`."""
 
 Layers = list[Any] | dict[str, Any]
 """A list of layers, or one whose leaves are stacked on a leading dimension."""
@@ -39,10 +53,27 @@ def rematerialised(layer: Callable[..., Any], remat: Remat, *, in_loop: bool) ->
       in_loop: whether the layer is the body of a loop, where no other layer's equations
         could be merged with the recomputed ones.
     """
-    if remat == "none":
+    if remat in ("none", "attention"):  # attention itself sees to the latter
         return layer
-    policy = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}[remat]
+    if remat in NAMES:
+        kept = jax.checkpoint_policies.save_only_these_names(*NAMES[remat])
+        return jax.checkpoint(_named(layer), policy=kept, prevent_cse=not in_loop)
+    policy = {
+        "full": None,
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "all_dots": jax.checkpoint_policies.dots_saveable,
+    }[remat]
     return jax.checkpoint(layer, policy=policy, prevent_cse=not in_loop)
+
+
+def _named(layer: Callable[..., Any]) -> Callable[..., Any]:
+    """`layer` whose activations carry their names in the program, where policies find them."""
+
+    def named(*args: Any) -> Any:
+        with also(checkpoint_name):
+            return layer(*args)
+
+    return named
 
 
 def apply_layers(apply: Callable[[Any, jax.Array], jax.Array], layers: Layers, x: jax.Array, remat: Remat) -> jax.Array:

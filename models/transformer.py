@@ -270,12 +270,18 @@ def attend(config: Config, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.A
     return jnp.einsum("bksgt,btkh->bskgh", weights, v).reshape(B, S, N, H)
 
 
+def attend_again(config: Config) -> Callable[..., jax.Array]:
+    """`attend` of a model, recomputed in the backward pass if its `remat` is "attention"."""
+    mix = partial(attend, config)
+    return jax.checkpoint(mix, prevent_cse=not config.scan) if config.remat == "attention" else mix
+
+
 def attention(config: Config, layer: Params, x: jax.Array) -> jax.Array:
     """Causal attention of a sequence to itself, [B, S, D] -> [B, S, D]."""
     positions = jnp.arange(x.shape[1])
     q, k, v = queries_keys_values(config, layer, x, positions)
     if config.attention == "xla":
-        mixed = attend(config, q, k, v, positions[:, None, None] >= positions)
+        mixed = attend_again(config)(q, k, v, positions[:, None, None] >= positions)
     else:
         mixed = kernels.attention(config.attention)(q, k, v)
     return project_mixed(layer, mixed)
