@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -228,7 +228,7 @@ def _serves(x: Line, run: Run) -> bool:
     return x["subject"] == run.subject.key and x["policy"] == run.policy and x["budget"] > run.budget
 
 
-def _compiler(run: Run) -> str:
+def _compiler(run: Run) -> Literal["gpu", "tpu"]:
     return "gpu" if run.subject.hardware.startswith("h100") else "tpu"
 
 
