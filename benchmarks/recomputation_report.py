@@ -42,8 +42,8 @@ def said(line: Line) -> str:
     return (
         f"{_ms(predicted['step_s'])} ms predicted, {_ms(made['step_s'])} compiled; peak "
         f"{made['peak_bytes'] / 1e9:.1f} GB of {line['limit_bytes'] / 1e9:.1f}, "
-        f"{_peak_ratio(line):.3f} of predicted; FLOPs {_flops_ratio(line):.3f}; planned in {line['plan_s']:.0f} s"
-        + (f"; as {line['as']}" if "as" in line else "")
+        f"{_peak_ratio(line):.3f} of predicted; FLOPs {_flops_ratio(line):.3f}; "
+        f"planned in {line['plan_s']:.0f} s{same}"
     )
 
 

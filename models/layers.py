@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models.annotate import also
 
-Remat = Literal["none", "full", "dots", "all_dots", "attention", "context", "hidden"]
+Remat = Literal["none", "full", "dots", "all_dots", "attention", "context"]
 """What the backward pass of a layer recomputes.
 
 `none`: nothing, all that it needs is kept. `full`: everything but the layer's input.
@@ -23,16 +23,11 @@ scores and experts, whose products have batch dimensions, are recomputed (the po
 `dots_with_no_batch_dims_saveable`). `all_dots`: everything but its input and all products
 (`dots_saveable`). `attention`: the inside of attention alone, from scores to their use
 (Korthikanti et al. 2022, arXiv:2205.05198, section 5). `context`: everything but its input,
-queries, keys, values and what attention makes of them, by their names. `hidden`: likewise,
-and the hidden activations of the second half are kept, too.
+queries, keys, values and what attention makes of them, by their names (as MaxText's
+`save_dot_with_context_except_mlp`, which keeps the projection out, too).
 """
 
 CONTEXT = ("queries", "keys", "mixed")
-NAMES: dict[Remat, tuple[str, ...]] = {
-    "context": CONTEXT,
-    "hidden": (*CONTEXT, "hidden", "expert_hidden", "sorted_hidden"),
-}
-"""The names of what is kept, of the policies that go by names; as MaxText's `save_dot_with_context_except_mlp`."""
 
 Layers = list[Any] | dict[str, Any]
 """A list of layers, or one whose leaves are stacked on a leading dimension."""
@@ -55,8 +50,8 @@ def rematerialised(layer: Callable[..., Any], remat: Remat, *, in_loop: bool) ->
     """
     if remat in ("none", "attention"):  # attention itself sees to the latter
         return layer
-    if remat in NAMES:
-        kept = jax.checkpoint_policies.save_only_these_names(*NAMES[remat])
+    if remat == "context":
+        kept = jax.checkpoint_policies.save_only_these_names(*CONTEXT)
         return jax.checkpoint(_named(layer), policy=kept, prevent_cse=not in_loop)
     policy = {
         "full": None,

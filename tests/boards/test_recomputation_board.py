@@ -1,16 +1,14 @@
-"""The board of recomputation: its arithmetic, its table, and that every policy of `models` means what it says."""
+"""The board of recomputation: its arithmetic, its table, and its own models."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 
-import models
-from benchmarks import recomputation
-from benchmarks.recomputation import SUBJECTS, Run, Subject, line, runs
+from benchmarks import recomputation, recomputation_models
+from benchmarks.recomputation import Run, Subject, line, runs
 from benchmarks.recomputation_report import BEGIN, END, OURS, best_rival, board, ratio, write
 
 TINY = Subject(model="tiny-gpt2", hardware="h100:1x8", batch=8, sequence=32)
@@ -71,32 +69,10 @@ def test_a_rival_that_fits_a_smaller_budget_is_not_planned_again(monkeypatch: py
         line(Run(subject=TINY, budget=100, policy="dots"), [before])
 
 
-@pytest.mark.parametrize("scan", [False, True])
-def test_every_policy_computes_the_same_and_keeps_less(*, scan: bool) -> None:
-    def loss_of(remat: Any) -> Any:
-        module, config = models.find("tiny-gpt2", scan=scan, remat=remat, compute_dtype="float32")
-        params = module.init(config, jax.random.key(0)).params
-        return jax.value_and_grad(lambda p: module.loss(config, p, module.example_batch(config, batch=2))), params
-
-    want_step, params = loss_of("none")
-    want = jax.jit(want_step)(params)
-    products: dict[str, int] = {}
+@pytest.mark.parametrize("build", [recomputation_models.vit, recomputation_models.ssm])
+def test_models_of_the_board_can_be_traced_with_every_policy(build: Any) -> None:
     for policy in recomputation.POLICIES:
-        step, _ = loss_of(policy)
-        for a, b in zip(jax.tree.leaves(jax.jit(step)(params)), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
-        products[policy] = str(jax.make_jaxpr(step)(params)).count("dot_general[")
-    repeated = {policy: (count - products["none"]) // (1 if scan else 2) for policy, count in products.items()}
-    # of one layer: scores and their use; from the layer's input to its end, but for what is kept
-    assert repeated["none"] == repeated["all_dots"] == 0
-    assert 0 < repeated["attention"] <= repeated["dots"] < repeated["full"]
-    assert repeated["hidden"] < repeated["context"] < repeated["full"]
-
-
-@pytest.mark.parametrize("subject", [s for s in SUBJECTS if s.model in ("vit", "ssm")], ids=lambda s: s.model)
-def test_models_of_the_board_can_be_traced_with_every_policy(subject: Subject) -> None:
-    for policy in subject.policies:
-        fn, args = subject.build(policy)
+        fn, args = build(layers=2, batch=8, remat=policy)
         state, loss = jax.eval_shape(fn, *args)
         assert loss.shape == ()
         assert jax.tree.map(lambda x: x.shape, state) == jax.tree.map(lambda x: x.shape, args[0])

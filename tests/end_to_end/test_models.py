@@ -412,7 +412,7 @@ def gradients(name: str, **overrides: Any) -> tuple[float, Any]:
 @pytest.mark.parametrize("name", ["tiny-llama", pytest.param("tiny-mixtral", marks=pytest.mark.slow)])
 def test_scan_and_remat_keep_every_number(name: str) -> None:
     value, gradient = gradients(name)
-    for scan, remat in ((True, "none"), (True, "dots"), (False, "full")):
+    for scan, remat in ((True, "none"), (True, "dots"), (False, "full"), (True, "context")):
         other_value, other = gradients(name, scan=scan, remat=remat)
         assert other_value == pytest.approx(value, rel=1e-6)
         assert jax.tree.structure(other) == jax.tree.structure(gradient)
@@ -432,9 +432,10 @@ def test_a_scanned_program_does_not_grow_with_its_layers() -> None:
 
 
 def test_remat_recomputes_what_it_says() -> None:
-    """Of the 9 products of a layer: with `dots` the scores and their mix, with `full` all but the last."""
-    assert products(remat="dots") - products() == 2
-    assert products(remat="full") - products() == 8
+    """Of the 9 products of a layer: the scores and their mix; all but the last; none; the scores; these, out, up, gate."""
+    none = products()
+    repeated = {remat: products(remat=remat) - none for remat in ("dots", "full", "all_dots", "attention", "context")}
+    assert repeated == {"dots": 2, "full": 8, "all_dots": 0, "attention": 1, "context": 4}
 
 
 @pytest.mark.parametrize("scan", [False, True])
