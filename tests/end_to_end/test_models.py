@@ -432,7 +432,7 @@ def test_a_scanned_program_does_not_grow_with_its_layers() -> None:
 
 
 def test_remat_recomputes_what_it_says() -> None:
-    """Of the 9 products of a layer: the scores and their mix; all but the last; none; the scores; these, out, up, gate."""
+    """Of the 9 products of a layer: scores and mix; all but the last; none; scores; scores, out, up and gate."""
     none = products()
     repeated = {remat: products(remat=remat) - none for remat in ("dots", "full", "all_dots", "attention", "context")}
     assert repeated == {"dots": 2, "full": 8, "all_dots": 0, "attention": 1, "context": 4}
