@@ -80,7 +80,7 @@ class _Labels:
                 edge.trips * edge.times,
                 edge.total and (edge.total[0].itemsize, edge.total[1]),
                 mask,
-                b"" if edge.waived is None else content(edge.waived),
+                *(() if edge.waived is None else (content(edge.waived),)),
             )
             if parts not in known:
                 known[parts] = digest(*parts)
