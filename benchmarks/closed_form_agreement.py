@@ -24,6 +24,7 @@ import models
 from autoshard import _startup
 from autoshard.backends import devices
 from autoshard.ir.mesh import MeshAxes
+from autoshard.problem import bill
 from cost_models.closed_forms.framework import JAX
 from models import layouts
 
@@ -177,7 +178,7 @@ class Compared:
     @property
     def flops(self) -> tuple[float, float]:
         """Per device: closed form, jaxpr."""
-        return self.closed.flops, self.evaluation.assignment.flops()
+        return self.closed.flops, bill.flops(self.evaluation.assignment)
 
     @property
     def evaluated_bytes(self) -> Bytes:

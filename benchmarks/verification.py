@@ -39,6 +39,7 @@ import models
 from autoshard.backends import compile, devices
 from autoshard.errors import AutoshardError
 from autoshard.ir.mesh import MeshAxes
+from autoshard.problem import bill
 from autoshard.report.tables import short_place
 from autoshard.verification import collective_match
 from autoshard.verification.result import Verification
@@ -283,7 +284,7 @@ def predicted(case: Case, told: Mapping[str, Any]) -> dict[str, Any]:
         "compute": {
             **told["compute"],
             "predicted_s": record.cost.compute_s,
-            "predicted_flops": made.assignment.flops(),
+            "predicted_flops": bill.flops(made.assignment),
         },
     }
 

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard import _jax
-from autoshard.ir.graph import CALLS
-from autoshard.ir.rewrite import INLINED
+from autoshard.ir.graph import CALLS, INLINED
 from tests import hostile_oracle
 from tests.hostile_oracle import FOREIGN, REFUSED, WRONG
 from tests.hostile_programs import Hostility, Program

@@ -17,7 +17,8 @@ from autoshard.backends.model import CompilerModel
 from autoshard.ir import trace
 from autoshard.planner import pipeline
 from autoshard.planner import program as planner_program
-from autoshard.planner.pipeline import Budget, PlanningResult
+from autoshard.planner.budget import Budget
+from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.requested_shardings import read_shardings
 from autoshard.planner.search_space import SearchSpace, build_search_space

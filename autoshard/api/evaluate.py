@@ -14,9 +14,9 @@ from autoshard.costs.strategies import layout_of
 from autoshard.errors import InfeasibleError
 from autoshard.ir import constraints
 from autoshard.planner import pipeline
+from autoshard.planner.budget import Budget
 from autoshard.planner.build_record import describe, program_pins
 from autoshard.planner.nearest import before_casts, gathered, nearest, of_partitioner
-from autoshard.planner.pipeline import Budget
 from autoshard.planner.record import Certificate
 from autoshard.planner.request import request_of
 from autoshard.planner.requested_shardings import AUTO

@@ -23,7 +23,7 @@ from autoshard.errors import ArgumentError, MeshError, SpecError
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.recomputation import FIT, WRITTEN, RematOption
 from autoshard.planner import pipeline
-from autoshard.planner.pipeline import REL_GAP, TIME_LIMIT_S, Budget
+from autoshard.planner.budget import REL_GAP, TIME_LIMIT_S, Budget
 from autoshard.planner.program import Call, bind
 from autoshard.planner.request import RequestOptions
 from autoshard.planner.requested_shardings import AUTO, refuse_unreduced

@@ -33,6 +33,7 @@ from autoshard.ir.paths import dotted
 from autoshard.ir.trace import Traced
 from autoshard.planner import summary as text
 from autoshard.planner.record import Leaf, PlanRecord, write
+from autoshard.problem import bill
 from autoshard.problem.assignment import Assignment
 from autoshard.verification.profile import Profile, profile
 from autoshard.verification.result import Verification
@@ -164,10 +165,10 @@ class Plan(ABC):
         return text.summary(
             self.record,
             seconds=known.seconds,
-            flops=None if used is None else used.flops(),
+            flops=None if used is None else bill.flops(used),
             peak_flops_per_s=None
             if used is None or known.machine is None
-            else used.peak_flops_per_s(known.machine.peak_flops_per_s),
+            else bill.peak_flops_per_s(used, known.machine.peak_flops_per_s),
         )
 
     def save(self, path: str | Path) -> None:

@@ -31,6 +31,7 @@ from autoshard.ir.paths import dotted
 from autoshard.planner import pipeline
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.search_space import SearchSpace, build_search_space
+from autoshard.problem import memory_profile
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Decisions, layout_codes, place_of
 from autoshard.problem.formulation import Formulation, formulate
@@ -325,7 +326,7 @@ def _place(parts: Mapping[str, Formulation], joint: JointProblem, solution: Solu
         length = int(part.problem.use_interval.max(initial=0))  # each function has a stretch of time of its own
         if at < length:
             assignment = Assignment(decisions=part.decisions, resharder=part.resharder, choice=part.read(choice))
-            return f"in {name} at {place_of(part.decisions, assignment.peak()[1])}"
+            return f"in {name} at {place_of(part.decisions, memory_profile.peak(part.decisions, assignment.choice)[1])}"
         at -= length
     return None
 

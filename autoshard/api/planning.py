@@ -27,7 +27,7 @@ from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.recomputation import ADD, FIT, RematOption
 from autoshard.planner import named_shardings, pipeline, request
 from autoshard.planner.named_shardings import OtherMeshError
-from autoshard.planner.pipeline import PlanningResult
+from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.recomputation_space import keeping
 from autoshard.planner.record import PlanRecord, parse
 from autoshard.planner.request import OwnMeshError, PlanRequest

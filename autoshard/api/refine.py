@@ -23,11 +23,12 @@ from autoshard.backends.known_compilers import named
 from autoshard.backends.model import CompilerName
 from autoshard.costs.strategies import layout_of
 from autoshard.errors import CompilerFlagError, PlanMismatchError, SpecError
-from autoshard.explain.runner_up import solved
+from autoshard.explain.asked import solved
 from autoshard.ir.layout import Layout
 from autoshard.ir.trace import Traced
 from autoshard.ir.transfer import transferred
-from autoshard.planner.pipeline import PlanningResult, assign
+from autoshard.planner.pipeline import assign
+from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.request import PlanRequest
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.formulation import UNIT_S

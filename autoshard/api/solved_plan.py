@@ -16,7 +16,7 @@ from autoshard.explain.sensitivity import turning_points
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.trace import Traced
 from autoshard.planner import pipeline, view
-from autoshard.planner.pipeline import PlanningResult
+from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.record import PlanRecord
 from autoshard.problem import Problem
 from autoshard.report import page

@@ -32,7 +32,7 @@ from autoshard.explain.sensitivity import Varied, turning_points
 from autoshard.explore.builder import load_builder
 from autoshard.explore.remedies import remedies
 from autoshard.explore.trial import Task
-from autoshard.planner.pipeline import PlanningResult
+from autoshard.planner.planning_result import PlanningResult
 from autoshard.report import progress
 from autoshard.report.tables import bytes_text, time_text
 

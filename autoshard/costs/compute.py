@@ -8,37 +8,20 @@ XLA fuses element-wise chains, so a value counts only if it is *held* in memory
 
 from collections.abc import Sequence
 from math import prod
-from typing import Protocol
 
 import jax
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
-from autoshard.costs.resharding import INF_PS, PS_PER_S
-from autoshard.costs.resharding import Machine as CollectiveMachine
+from autoshard.costs.prices import Machine, Seconds
 from autoshard.costs.strategies import Strategies, shards
-from autoshard.errors import InfeasibleError
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import Eqn
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import CONVOLUTION, LOOP_SLICE, LOOP_STACK, SCATTER_ADD, SHARD_MAP
 from autoshard.rules.rule import ShardingRule
 from cost_models.machines.roofline import taps_on_data
-
-Seconds = NDArray[np.float64]
-
-
-class Machine(CollectiveMachine, Protocol):
-    """The parts of a cost model that prices of equations use."""
-
-    @property
-    def gathers_ahead(self) -> bool: ...
-
-    @property
-    def stores_quotients(self) -> bool: ...
-
-    def matmul_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str) -> Seconds: ...
 
 
 def contraction_s(
@@ -181,14 +164,3 @@ def _marks(eqn: Eqn) -> bool:
 def multiplies(eqn: Eqn) -> bool:
     """Whether communication may hide behind an equation: a contraction, or a `shard_map`, whose body has them."""
     return eqn.traits.contraction or eqn.primitive == SHARD_MAP
-
-
-def picoseconds(seconds: Seconds) -> NDArray[np.int64]:
-    """Seconds as the solver's integer picoseconds; larger prices than it can count are infinite.
-
-    Raises:
-      InfeasibleError: a price is not finite.
-    """
-    if not np.isfinite(seconds).all():
-        raise InfeasibleError("the cost model returned a price that is not finite")
-    return np.rint(np.minimum(seconds * PS_PER_S, INF_PS)).astype(np.int64)

@@ -30,17 +30,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, combinations, permutations, product
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from autoshard.costs.prices import INF_PS, PS_PER_S, CollectiveMachine
 from autoshard.costs.strategies import SUM, WHOLE, Codes, assignments, decode, encode, layouts, shards
 from autoshard.ir.graph import Aval
 from autoshard.ir.mesh import MeshAxes
 
-INF_PS = 10**18
-PS_PER_S = 1e12
 # XLA:GPU's default combine threshold
 # (`xla_gpu_*_combine_threshold_bytes`, openxla/xla debug_options_flags.cc).
 BUCKET_BYTES = 30 * 2**20
@@ -56,23 +55,6 @@ COMBINED = frozenset({"all-gather", "all-reduce", "reduce-scatter"})
 MEMBER_S = 1e-6
 _SUBLANES, _LANES = 8, 128  # of a tile of a TPU's vector memory
 _HOPS = 64  # more than any path has steps: (picoseconds, hops) as one integer
-
-
-class Machine(Protocol):
-    """The parts of a cost model that resharding uses (`cost_models.Machine` is one)."""
-
-    @property
-    def overlap(self) -> float: ...
-
-    @property
-    def scatters_whole(self) -> bool: ...
-
-    @property
-    def tiled(self) -> bool: ...
-
-    def collective_s(self, kind: Any, axes: tuple[str, ...], nbytes: ArrayLike) -> NDArray[np.float64]: ...
-
-    def hbm_s(self, nbytes: ArrayLike) -> NDArray[np.float64]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +94,7 @@ NO_STRIDES = Strides()
 
 
 def collective_s(
-    machine: Machine, kind: str, axes: tuple[str, ...], nbytes: ArrayLike, *, bucket: int
+    machine: CollectiveMachine, kind: str, axes: tuple[str, ...], nbytes: ArrayLike, *, bucket: int
 ) -> NDArray[np.float64]:
     """Seconds of collectives, alone (`bucket` 0) or as their share of a bucket of so many bytes."""
     sizes = np.asarray(nbytes, np.float64)
@@ -143,7 +125,7 @@ class Resharder:
     def __init__(
         self,
         mesh: MeshAxes,
-        machine: Machine,
+        machine: CollectiveMachine,
         *,
         pinned: bool = True,
         outermost: bool = False,
@@ -214,7 +196,7 @@ class _Table:
         shape: tuple[int, ...],
         itemsize: int,
         mesh: MeshAxes,
-        machine: Machine,
+        machine: CollectiveMachine,
         *,
         bucket: int,
         strides: Strides,

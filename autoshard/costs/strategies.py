@@ -351,3 +351,15 @@ def reduced(codes: Codes, ndim: int, mesh: MeshAxes) -> Codes:
     rows = decode(codes, ndim, mesh.ndim).copy()
     rows[rows == SUM] = WHOLE
     return np.unique(encode(rows, ndim))
+
+
+def unscattered(source: Codes, target: Codes, made: Codes, ndim: int, axes: int) -> NDArray[np.bool_]:
+    """Pairs in which a sum of an author's is finished as no compiler does.
+
+    It does not wait; and sliced over other axes, too, it is all-reduced: the slices are merged first.
+    """
+    here, there, whole = (decode(codes, ndim, axes) for codes in (source, target, made[:1]))
+    summed = whole[0] == SUM
+    others = (there[:, ~summed] != whole[:, ~summed]).any(axis=1)
+    never = (here[:, summed] != WHOLE).any(axis=1)[:, None] & others[None, :]
+    return never | (there == SUM).any(axis=1)

@@ -18,7 +18,10 @@ from autoshard.ir.graph import Aval, Graph
 from autoshard.ir.op_traits import CONSTRAINT, GATHER
 from autoshard.ir.paths import dotted
 from autoshard.planner.record import PlanRecord
-from autoshard.problem.assignment import TRANSPOSE, Assignment, Collective
+from autoshard.problem import bill
+from autoshard.problem.assignment import Assignment
+from autoshard.problem.bill import TRANSPOSE
+from autoshard.problem.collective import Collective
 from autoshard.report.tables import bytes_text, columns, render, short_aval, short_place, table, time_text
 
 COMPUTE, ROUNDING = "compute", "rounding"
@@ -228,7 +231,7 @@ def _spent(record: PlanRecord, assignment: Assignment, names: Sequence[str]) -> 
     for name, where, seconds in _compute(assignment):
         sums[COMPUTE, (), name, where, ()].seconds.append(seconds)
     named, mesh = _Names(record, assignment.decisions.graph), record.mesh
-    for row, waited_s in assignment.waits():
+    for row, waited_s in bill.waits(assignment):
         axes = tuple(
             (name, size) for name, own, size in zip(names, mesh.names, mesh.sizes, strict=True) if own in row.axes
         )
@@ -248,7 +251,7 @@ def _spent(record: PlanRecord, assignment: Assignment, names: Sequence[str]) -> 
 def _compute(assignment: Assignment) -> Iterable[tuple[str, str, float]]:
     """Operation, line and seconds of every decision, without the collectives inside."""
     for n, node in enumerate(assignment.decisions.nodes):
-        if seconds := assignment.node_s(n):
+        if seconds := bill.node_s(assignment, n):
             yield node.name, node.where, seconds
 
 

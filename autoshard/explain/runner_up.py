@@ -7,25 +7,24 @@ may change; the difference of the two steps is the worth of the choice.
 from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
-from typing import Any
 
-from autoshard.costs.strategies import layout_of
-from autoshard.errors import SpecError
+from autoshard.explain.asked import choice_text, decided, solved, value_of
 from autoshard.explain.explanation import Blocked, Change, Explanation, RunnerUp
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.paths import dotted, matches
-from autoshard.planner.pipeline import REL_GAP, PlanningResult, assign
+from autoshard.ir.paths import dotted
+from autoshard.planner.pipeline import assign
+from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.record import Leaf
-from autoshard.problem.assignment import Assignment, Collective
-from autoshard.problem.decisions import Copy, Equation, layout_codes
+from autoshard.problem import bill, memory_profile
+from autoshard.problem.assignment import Assignment
+from autoshard.problem.collective import Collective
+from autoshard.problem.decisions import Copy, Equation
 from autoshard.problem.formulation import UNIT_S
-from autoshard.problem.network import INF, Problem
-from autoshard.solver import Solution, solve
+from autoshard.problem.network import INF
 from autoshard.solver.evaluate import evaluate
 
 MOST = 4  # decisions that one question explains
 OTHERS = 5  # alternatives that are priced where they stand
-TIME_LIMIT_S = 30.0  # of one variation
 
 
 def explain(planned: PlanningResult, pattern: str | None = None, *, at: str | None = None) -> tuple[Explanation, ...]:
@@ -41,63 +40,6 @@ def explain(planned: PlanningResult, pattern: str | None = None, *, at: str | No
     """
     classes = decided(planned, pattern, at)
     return tuple(_explain_class(planned, c, nodes) for c, nodes in list(classes.items())[:MOST])
-
-
-def decided(planned: PlanningResult, pattern: str | None, at: str | None) -> dict[int, list[int]]:
-    """Classes of equal decisions → those of their decisions that are asked for, as by `explain`."""
-    if (pattern is None) == (at is None):
-        raise SpecError('say what to explain: an input, "**.wq", or a line, at="model.py:61" (--at model.py:61)')
-    nodes = _find_inputs(planned, pattern) if pattern is not None else _decided_at(planned, at or "")
-    classes: dict[int, list[int]] = {}
-    for node in nodes:
-        classes.setdefault(int(planned.formulation.folding.class_of[node]), []).append(node)
-    return classes
-
-
-def _find_inputs(planned: PlanningResult, pattern: str) -> list[int]:
-    paths = planned.traced.in_paths
-    found = [i for i, path in enumerate(paths) if matches(pattern, path)]
-    if not found:
-        known = ", ".join(dict.fromkeys(dotted(path).rpartition(".")[2] for path in paths if path))
-        raise SpecError(f"no input matches {pattern!r}; there are **.NAME of: {known}")
-    return [planned.assignment.decisions.inputs[i] for i in found]
-
-
-def _decided_at(planned: PlanningResult, at: str) -> list[int]:
-    d = planned.assignment.decisions
-    lines = [eqn.where.partition(" (")[0] for eqn in d.graph.eqns]
-    found = [d.node_of[e] for e, line in enumerate(lines) if line.endswith(at) and d.node_of[e] >= 0]
-    if not found:
-        known = sorted({line.rpartition("/")[2] for e, line in enumerate(lines) if d.node_of[e] >= 0 and ":" in line})
-        here = [line for line in known if line.partition(":")[0] == at.rpartition("/")[2].partition(":")[0]]
-        raise SpecError(f"nothing is decided at {at!r}; lines with decisions: {', '.join(here or known)}")
-    return list(dict.fromkeys(found))
-
-
-def choice_text(assignment: Assignment, node: int, pick: int) -> str:
-    """A choice of a decision as layouts: `[x,-]`, or `[-,x] [x,-] -> [-,-] Σ{x}` of an equation."""
-    d = assignment.decisions
-    decision = d.nodes[node]
-    if not isinstance(decision, Equation):
-        return str(layout_of(int(layout_codes(decision)[pick]), _aval(assignment, node).ndim, d.mesh))
-
-    def texts(codes: Sequence[Any], avals: Sequence[Any]) -> str:
-        return " ".join(str(layout_of(int(c[pick]), a.ndim, d.mesh)) for c, a in zip(codes, avals, strict=True))
-
-    eqn = d.graph.eqns[decision.equation]
-    return f"{texts(decision.strategies.operands, eqn.operands)} -> {texts(decision.strategies.results, eqn.results)}"
-
-
-def _aval(assignment: Assignment, node: int) -> Any:
-    """The value that a decision with codes lays out."""
-    d = assignment.decisions
-    decision = d.nodes[node]
-    if decision.equations:
-        return d.graph.avals[d.graph.results[decision.equations[0]][0]]
-    for ends, values in ((d.inputs, d.graph.inputs), (d.outputs, d.graph.outputs)):
-        if node in ends:
-            return d.graph.avals[values[ends.index(node)]]
-    return next(d.graph.avals[value] for value, port in d.kept.items() if port.node == node)
 
 
 def _label(planned: PlanningResult, node: int) -> str:
@@ -138,7 +80,7 @@ def _explain_class(planned: PlanningResult, c: int, nodes: Sequence[int]) -> Exp
     return Explanation(
         what=tuple(_label(planned, n) for n in nodes),
         kind=d.nodes[node].kind,
-        value=d.nodes[node].name if isinstance(d.nodes[node], Equation) else str(_aval(assignment, node)),
+        value=d.nodes[node].name if isinstance(d.nodes[node], Equation) else str(value_of(assignment, node)),
         where=where,
         layout=choice_text(assignment, node, pick),
         choices=size,
@@ -161,17 +103,10 @@ def _runner_up(planned: PlanningResult, c: int, node: int, pick: int) -> RunnerU
         layout=choice_text(other, node, int(solution.choice[c])),
         step_s=solution.objective * UNIT_S,
         bound_s=solution.bound * UNIT_S,
-        peak_bytes=other.peak()[0],
+        peak_bytes=memory_profile.peak(other.decisions, other.choice)[0],
         changes=_find_changes(planned, other, node),
-        collectives=_compare_collectives(planned.record.collectives, tuple(other.collectives())),
+        collectives=_compare_collectives(planned.record.collectives, tuple(bill.collectives(other))),
     )
-
-
-def solved(
-    planned: PlanningResult, problem: Problem, *, time_limit_s: float = TIME_LIMIT_S, **options: Any
-) -> Solution:
-    """Solves a variation of a plan's problem as far as the plan was proven; the options are those of `solve`."""
-    return solve(problem, time_limit_s=time_limit_s, rel_gap=max(planned.record.certificate.gap, REL_GAP), **options)
 
 
 def _find_changes(planned: PlanningResult, other: Assignment, node: int) -> tuple[Change, ...]:

@@ -15,9 +15,11 @@ from math import gcd
 import numpy as np
 
 from autoshard.errors import AutoshardError, InfeasibleError, SpecError
+from autoshard.explain.asked import choice_text, decided, solved
 from autoshard.explain.explanation import Flip
-from autoshard.explain.runner_up import choice_text, decided, solved
-from autoshard.planner.pipeline import SETTLE_S, PlanningResult, assign
+from autoshard.planner.budget import SETTLE_S
+from autoshard.planner.pipeline import assign
+from autoshard.planner.planning_result import PlanningResult
 from autoshard.problem.decisions import Decisions
 from autoshard.problem.formulation import Formulation, formulate
 from autoshard.problem.network import INF, Int

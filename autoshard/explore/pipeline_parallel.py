@@ -36,13 +36,16 @@ from autoshard.ir.accumulation import accumulate
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import LOOP_CARRY, LOOP_SLICE
 from autoshard.planner import pipeline
-from autoshard.planner.pipeline import Budget, PlanningResult
+from autoshard.planner.budget import Budget
+from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.program import bind
 from autoshard.planner.record import PlanRecord
 from autoshard.planner.request import RequestOptions, request_of
 from autoshard.planner.search_space import build_search_space
+from autoshard.problem import bill
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.decisions import Decisions, Usage
+from autoshard.problem.decisions import Decisions
+from autoshard.problem.ports import Usage
 from cost_models import Hardware, Machine
 from cost_models.closed_forms.layout_search import Priced
 from cost_models.closed_forms.training_layout import TrainingLayout
@@ -305,8 +308,8 @@ def divided(planned: PlanningResult, loops: "Loops", times: float) -> Shares:
     spent: dict[str, float] = {"layers": 0.0, "ends": 0.0, "once": 0.0}
     for n, node in enumerate(d.nodes):
         if node.equations:
-            spent[loops.share(d.graph.eqn_loop[node.equations[0]])] += assignment.node_s(n)
-    for row, waited_s in assignment.waits():
+            spent[loops.share(d.graph.eqn_loop[node.equations[0]])] += bill.node_s(assignment, n)
+    for row, waited_s in bill.waits(assignment):
         by_trips, window = loops.share_of_trips(row.trips), row.window
         spent[by_trips if window is None else loops.share(d.windows.loops[window])] += waited_s + row.work_s * row.trips
     saved = sum(int(use.nbytes[assignment.choice[use.node]]) for use in loops.saved(d))

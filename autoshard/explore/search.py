@@ -30,7 +30,7 @@ from autoshard.explore.trial import SEARCH_REL_GAP, Hints, Task, Trials
 from autoshard.explore.workers import Answer
 from autoshard.ir.arguments import as_tuple
 from autoshard.planner import view
-from autoshard.planner.pipeline import PlanningResult
+from autoshard.planner.planning_result import PlanningResult
 from autoshard.problem.formulation import UNIT_S
 from autoshard.problem.warm_start import PortableChoice
 from autoshard.report import page

@@ -31,7 +31,7 @@ from autoshard.explore.candidates import Candidate, candidates
 from autoshard.explore.serving_result import Drafted, Served, Way
 from autoshard.ir.layout import Layout
 from autoshard.ir.paths import dotted
-from autoshard.planner.pipeline import PlanningResult
+from autoshard.planner.planning_result import PlanningResult
 from autoshard.problem.decisions import Equation
 from cost_models import Hardware
 from cost_models.closed_forms import formulas

@@ -18,10 +18,12 @@ from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.paths import dotted
 from autoshard.ir.trace import Traced
 from autoshard.planner import pipeline
-from autoshard.planner.pipeline import TIME_LIMIT_S, Budget, PlanningResult
+from autoshard.planner.budget import TIME_LIMIT_S, Budget
+from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.program import Call, Program, bind
 from autoshard.planner.request import PlanRequest, RequestOptions, request_of
 from autoshard.planner.search_space import build_search_space, ties
+from autoshard.problem import bill
 from autoshard.problem.warm_start import PortableChoice, chosen
 from autoshard.solver.incumbent import Cutoff, no_cutoff
 
@@ -194,8 +196,8 @@ class Trials:
             candidate=candidate,
             record=planned.record,
             flops=workload.flops if gradient is None else useful.flops(gradient.traced.jaxpr),
-            device_flops=planned.assignment.flops(),
-            peak_flops_per_s=planned.assignment.peak_flops_per_s(machine.peak_flops_per_s)
+            device_flops=bill.flops(planned.assignment),
+            peak_flops_per_s=bill.peak_flops_per_s(planned.assignment, machine.peak_flops_per_s)
             or machine.peak_flops_per_s(DTYPE),
             tokens=workload.tokens,
             parameters=workload.parameters,

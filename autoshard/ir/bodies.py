@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard import _jax, _jaxprs
-from autoshard.ir.graph import CALLS, Path
-from autoshard.ir.rewrite import INLINED
+from autoshard.ir.graph import CALLS, INLINED, Path
 
 REMATS = frozenset({"checkpoint", "remat", "remat2"})
 

@@ -18,9 +18,9 @@ from autoshard import _jax
 from autoshard.errors import AutoshardError, GradientError, SpecError
 from autoshard.ir import manual_calls
 from autoshard.ir.constraints import Constraints
-from autoshard.ir.graph import CALLS, Path
+from autoshard.ir.graph import CALLS, INLINED, Path
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.rewrite import INLINED, Hooks, constrained, evaluate
+from autoshard.ir.rewrite import Hooks, constrained, evaluate
 from autoshard.ir.trace import Traced, trace
 
 _PREFIX = "autoshard:"

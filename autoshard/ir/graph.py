@@ -189,6 +189,18 @@ CALLS: Mapping[str, str] = {
     "remat2": "jaxpr",
 }
 
+# Calls without rules of their own: their bodies are evaluated in place.
+INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_vmap_call"})
+
+# Equations that are bound again with rewritten bodies: (parameter, index of the body in
+# paths; None where the parameter holds several, numbered in order).
+BODIES: Mapping[str, tuple[tuple[str, int | None], ...]] = {
+    **{name: ((key, 0),) for name, key in CALLS.items() if name not in INLINED},
+    "scan": (("jaxpr", 0),),
+    "while": (("cond_jaxpr", 0), ("body_jaxpr", 1)),
+    "cond": (("branches", None),),
+}
+
 
 # Equations whose results are their operands. A `reshard` (JAX's indexing emits one) says
 # nothing of Auto axes, and programs are traced with no others.

@@ -14,9 +14,8 @@ from typing import Any
 
 from autoshard import _jax, _jaxprs
 from autoshard.ir.bodies import Body, opened
-from autoshard.ir.graph import Path
+from autoshard.ir.graph import BODIES, Path
 from autoshard.ir.remats import Constants, undone, undone_in_place
-from autoshard.ir.rewrite import BODIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from autoshard import _jax, _jaxprs
 from autoshard.errors import RecomputeError
 from autoshard.ir.bodies import REMATS
 from autoshard.ir.flops import REMATTED
+from autoshard.ir.graph import BODIES
 from autoshard.ir.passes import Pass
-from autoshard.ir.rewrite import BODIES
 from autoshard.ir.saved_values import CONSTANT, LOOP_INPUT, Demand, ForwardPass, SavedValues, ValueId
 
 # Backward steps whose operands are in memory: none of them is fused with what makes these.

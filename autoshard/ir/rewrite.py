@@ -7,7 +7,7 @@ all-to-all is not replaced by a gather. Calls with rules of their own (`remat`,
 `custom_jvp`, `custom_vjp`) are bound again with rewritten bodies; source lines stay.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from autoshard import _jax
 from autoshard.errors import SpecError, refusing_depth
 from autoshard.ir import emission, manual_calls
 from autoshard.ir.constraints import Constraints, Specs
-from autoshard.ir.graph import CALLS, Path
+from autoshard.ir.graph import BODIES, CALLS, INLINED, Path
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
 
@@ -300,17 +300,5 @@ def _equation(eqn: Any, operands: list[Any], hooks: Hooks, here: Path) -> list[A
     return _jax.bind(eqn, params, [*constants, *operands])
 
 
-# Calls without rules of their own: their bodies are evaluated in place.
-INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_vmap_call"})
-
 # Their bodies may hold no constants, such as those of calls inside that were evaluated in place: they become operands.
 WITHOUT_CONSTANTS = frozenset({"checkpoint", "remat", "remat2"})
-
-# Equations that are bound again with rewritten bodies: (parameter, index of the body in
-# paths; None where the parameter holds several, numbered in order).
-BODIES: Mapping[str, tuple[tuple[str, int | None], ...]] = {
-    **{name: ((key, 0),) for name, key in CALLS.items() if name not in INLINED},
-    "scan": (("jaxpr", 0),),
-    "while": (("cond_jaxpr", 0), ("body_jaxpr", 1)),
-    "cond": (("branches", None),),
-}

@@ -14,8 +14,7 @@ from typing import Any
 from autoshard import _jax
 from autoshard.errors import SpecError
 from autoshard.ir.constraints import Constraints, Specs
-from autoshard.ir.graph import CALLS, Path
-from autoshard.ir.rewrite import BODIES, INLINED
+from autoshard.ir.graph import BODIES, CALLS, INLINED, Path
 
 _CONSTRAINTS = ("sharding_constraint", "reshard")
 

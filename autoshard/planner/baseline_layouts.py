@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from jax.sharding import PartitionSpec
 
 from autoshard.ir.mesh import MeshAxes
-from autoshard.planner.pipeline import PlanningResult
+from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.record import Leaf
 
 Specs = tuple[PartitionSpec, ...]

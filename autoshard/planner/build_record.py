@@ -20,6 +20,7 @@ from autoshard.ir.op_traits import PALLAS
 from autoshard.ir.rewrite import FORWARD
 from autoshard.planner.record import Certificate, Cost, Leaf, Memory, PlanRecord
 from autoshard.planner.search_space import SearchSpace
+from autoshard.problem import bill, memory_profile, routes
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Decisions, place_of
 from autoshard.problem.unpriced import unpriced
@@ -32,11 +33,13 @@ def describe(
     """Reads one assignment of a search space as a plan record; `also` are further notes."""
     d, traced, request = assignment.decisions, space.traced, space.request
     target, hardware, limit = request.target, request.target.hardware, request.memory_bytes
-    collectives = tuple(sorted(assignment.collectives(), key=lambda c: (c.kind, c.axes, -c.nbytes, c.where, c.value)))
+    collectives = tuple(
+        sorted(bill.collectives(assignment), key=lambda c: (c.kind, c.axes, -c.nbytes, c.where, c.value))
+    )
     step_s = certificate.objective_s
-    compute_s = assignment.compute_s()
-    hidden_s = sum(max(0.0, row.seconds * row.trips - waited_s) for row, waited_s in assignment.waits())
-    peak, at, kinds = assignment.peak()
+    compute_s = bill.compute_s(assignment)
+    hidden_s = sum(max(0.0, row.seconds * row.trips - waited_s) for row, waited_s in bill.waits(assignment))
+    peak, at, kinds = memory_profile.peak(d, assignment.choice)
 
     def spec(code: int, ndim: int) -> PartitionSpec:
         return layout_of(code, ndim, d.mesh).spec()
@@ -91,20 +94,23 @@ def program_pins(assignment: Assignment) -> Constraints:
         return tuple(layout_of(c, ndim, d.mesh).spec() for c in codes) if ndim else ()
 
     made = {
-        graph.makes[e][i]: specs(assignment.after_made(v), v)
+        graph.makes[e][i]: specs(routes.after_made(assignment, v), v)
         for e, values in enumerate(graph.results)
         for i, v in enumerate(values)
         if v in crossing
     }
-    again = {graph.takes[e][i]: specs(codes, graph.operands[e][i]) for (e, i), codes in assignment.again().items()}
+    again = {
+        graph.takes[e][i]: specs(codes, graph.operands[e][i])
+        for (e, i), codes in routes.moved_again(assignment).items()
+    }
     taken = {
-        graph.takes[e][i]: specs(assignment.before_taken(e, i), v)
+        graph.takes[e][i]: specs(routes.before_taken(assignment, e, i), v)
         for e, values in enumerate(graph.operands)
         for i, v in enumerate(values)
         if v in crossing and graph.takes[e][i] not in again
     }
-    inputs = {p: specs(assignment.after_made(v)[1:], v) for p, v in enumerate(graph.inputs) if v in crossing}
-    outputs = {p: specs(assignment.before_output(p), v) for p, v in enumerate(graph.outputs) if v in crossing}
+    inputs = {p: specs(routes.after_made(assignment, v)[1:], v) for p, v in enumerate(graph.inputs) if v in crossing}
+    outputs = {p: specs(routes.before_output(assignment, p), v) for p, v in enumerate(graph.outputs) if v in crossing}
     return Constraints(
         made={k: v for k, v in made.items() if v},
         taken={k: v for k, v in taken.items() if v},
@@ -156,7 +162,7 @@ def forward_pins(space: SearchSpace, assignment: Assignment) -> Constraints:
                 at[e] = max(at.get(e, ()), path, key=len)
         if value in crossing and min(path, default=0) >= 0:
             ndim = d.graph.avals[value].ndim
-            specs = tuple(layout_of(c, ndim, d.mesh).spec() for c in assignment.after_made(value))
+            specs = tuple(layout_of(c, ndim, d.mesh).spec() for c in routes.after_made(assignment, value))
             if specs:
                 made[key] = specs
     of_rules = {path: _kernel_specs(assignment, e) for e, path in sorted(at.items())}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard import files
-from autoshard.costs.resharding import PS_PER_S
+from autoshard.costs.prices import PS_PER_S
 from autoshard.ir.graph import Graph
 from autoshard.ir.trace import Traced
 from autoshard.planner.record import PlanRecord

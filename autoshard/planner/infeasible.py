@@ -6,7 +6,7 @@ from autoshard.errors import InfeasibleError
 from autoshard.ir.constraints import spec_of
 from autoshard.ir.op_traits import CONSTRAINT
 from autoshard.planner.search_space import SearchSpace
-from autoshard.problem.assignment import Assignment
+from autoshard.problem import memory_profile
 from autoshard.problem.decisions import place_of
 from autoshard.problem.formulation import UNIT_S, Formulation
 from autoshard.problem.network import INF
@@ -46,7 +46,7 @@ def infeasible(
         )
     decisions = space.decisions
     choice = formulation.read(solution.choice)
-    peak, at, kinds = Assignment(decisions=decisions, resharder=space.resharder, choice=choice).peak()
+    peak, at, kinds = memory_profile.peak(decisions, choice)
     bound = min(solution.peak_bound_bytes or 0, peak)
     proven = "" if bound >= peak else f" (none has less than {bytes_text(bound)})" if bound else ""
     parts = " + ".join(f"{kind} {bytes_text(n)}" for kind, n in sorted(kinds.items(), key=lambda item: -item[1]) if n)

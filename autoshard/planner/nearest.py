@@ -9,13 +9,15 @@ from numpy.typing import NDArray
 from autoshard.backends.model import CompilerModel
 from autoshard.backends.shardy.propagation import Ps
 from autoshard.costs.casts import widening
-from autoshard.costs.resharding import INF_PS, NO_STRIDES, Resharder
+from autoshard.costs.prices import INF_PS
+from autoshard.costs.resharding import NO_STRIDES, Resharder
 from autoshard.costs.strategies import SUM, WHOLE, Codes, Rows, decode, encode, groups_of, shards
 from autoshard.ir.graph import Aval
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import DOT_GENERAL, GATHER
-from autoshard.problem.decisions import Chain, Copy, Decisions, Edge, Equation, Usage, layout_codes, reshard_ps
+from autoshard.problem.decisions import Chain, Copy, Decisions, Edge, Equation, layout_codes, reshard_ps
+from autoshard.problem.ports import Usage
 
 
 class _Nearest:

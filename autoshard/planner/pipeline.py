@@ -15,8 +15,8 @@ changed on the way. The names in quotes are those of the stages that `planner/st
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from importlib import metadata
 from math import inf
 from typing import Any, Literal
@@ -32,10 +32,11 @@ from autoshard.ir.constraints import Constraints
 from autoshard.ir.gradient import emitted
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.recomputation import WRITTEN
-from autoshard.ir.trace import Traced
 from autoshard.planner import minimal_constraints
+from autoshard.planner.budget import SETTLE_S, USUAL_BUDGET, Budget
 from autoshard.planner.build_record import describe
 from autoshard.planner.infeasible import infeasible
+from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.recomputation_space import RecomputationSpace, keeping
 from autoshard.planner.record import Certificate, PlanRecord
 from autoshard.planner.request import PlanRequest
@@ -50,7 +51,6 @@ from autoshard.rules.control_flow import HOST_CALLS
 from autoshard.rules.kernels import CUDNN_BACKWARD, CUDNN_FORWARD
 from autoshard.solver import Solution, Status, solve
 from autoshard.solver.evaluate import evaluate
-from autoshard.solver.incumbent import Cutoff, no_cutoff
 from autoshard.solver.second_objective import break_ties
 from cost_models import Hardware
 
@@ -58,52 +58,10 @@ log = logging.getLogger("autoshard")
 
 ConstraintPolicy = Literal["needed", "compiled", "all"]
 
-# The defaults of every verb; who takes others says why.
-TIME_LIMIT_S = 20.0
-REL_GAP = 1e-3  # proven optimal to a tenth of a percent: far more exact than any cost model
-
-# Of counted work, about: then ten times the gap that was asked for will do; nobody waits a minute for the last percent.
-SETTLE_S = 3.0
-
 # What is kept is decided to this fraction: the layouts are decided again, and so well as is asked.
 CHOICE_GAP = 5e-3
 ATTEMPTS = 4  # at what is kept, where the program turns out to need more memory than the graph with the choices said
 MARGIN = 0.98  # of the limit that the last attempt missed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """How far a problem is solved.
-
-    Attributes:
-      time_limit_s: the solver's limit.
-      rel_gap: proven optimal to this fraction is enough.
-      cutoff_s: a step of so many seconds or more is of no use, and is not improved for long.
-    """
-
-    time_limit_s: float = TIME_LIMIT_S
-    rel_gap: float = REL_GAP
-    cutoff_s: Cutoff = no_cutoff
-
-
-USUAL_BUDGET = Budget()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlanningResult:
-    """A record with everything that led to it, for explanations and further questions."""
-
-    record: PlanRecord
-    space: SearchSpace
-    formulation: Formulation
-    solution: Solution
-    assignment: Assignment
-    seconds: Mapping[str, float]  # wall-clock per stage
-
-    @property
-    def traced(self) -> Traced:
-        """The program that was asked about."""
-        return self.space.traced
 
 
 @refusing_depth

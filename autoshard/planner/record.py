@@ -24,7 +24,7 @@ from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.recomputation import Recomputation
 from autoshard.planner import compiler_flags
-from autoshard.problem.assignment import Collective
+from autoshard.problem.collective import Collective
 from cost_models import strict_json
 
 SCHEMA_VERSION = 2  # which a file has that recomputes; others have 1

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from autoshard.ir.paths import dotted
 from autoshard.planner.leaf_rows import fold
 from autoshard.planner.record import FOR_GRADIENT, Leaf, PlanRecord
-from autoshard.problem.assignment import Collective
+from autoshard.problem.collective import Collective
 from autoshard.report.tables import (
     GAP,
     broken_path,

@@ -14,8 +14,9 @@ import numpy as np
 from autoshard.costs.strategies import layout_of
 from autoshard.ir.mesh import MeshAxes
 from autoshard.planner.leaf_rows import fold
-from autoshard.planner.pipeline import PlanningResult
+from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.record import Leaf, PlanRecord
+from autoshard.problem import bill
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Copy, Equation, Output
 from autoshard.report.hardware import number_text
@@ -51,7 +52,7 @@ def of_plan(planned: PlanningResult, hardware: Hardware, compared: Sequence[Json
             "hidden_s": record.cost.hidden_s,
             "exposed_s": record.cost.exposed_s,
         },
-        "flops": assignment.flops(),
+        "flops": bill.flops(assignment),
         "memory": _memory(record, assignment),
         "layouts": [*_leaves("input", record.inputs, record), *_activations(assignment)],
         "timeline": _timeline(assignment),
@@ -213,7 +214,7 @@ def _transfers(assignment: Assignment) -> dict[int, list[Json]]:
     d = assignment.decisions
     found: dict[int, list[Json]] = {}
     last = len(d.graph.eqns)
-    for edge, row in assignment.transfers():
+    for edge, row in bill.transfers(assignment):
         at = d.nodes[edge.v].equations[:1] or [last if isinstance(d.nodes[edge.v], Output) else -1]
         if isinstance(d.nodes[edge.v], Copy):
             at = [max(d.nodes[edge.u].equations, default=-1) + 1]
@@ -309,7 +310,7 @@ def _roofline(assignment: Assignment, hardware: Hardware, mesh: MeshAxes) -> Jso
         )
         point["count"] += trips
     return {
-        "peak_flops_per_s": assignment.peak_flops_per_s(machine.peak_flops_per_s)
+        "peak_flops_per_s": bill.peak_flops_per_s(assignment, machine.peak_flops_per_s)
         or hardware.number("peak_bfloat16_flops_per_s"),
         "bytes_per_s": hardware.number("hbm_bytes_per_s"),
         "points": sorted(points.values(), key=lambda p: -p["seconds"] * p["count"]),

@@ -11,17 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
-from autoshard.costs import compute
-from autoshard.costs.resharding import BUCKET_BYTES, COMBINED, PS_PER_S, Resharder, collective_s
-from autoshard.costs.strategies import SUM, WHOLE, Codes, decode
+from autoshard.costs.prices import PS_PER_S, Machine
+from autoshard.costs.resharding import BUCKET_BYTES, COMBINED, collective_s
 from autoshard.ir.graph import Aval, Eqn, Graph, Path, build
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import AXIS_INDEX, BRANCH_JOIN, SHARD_MAP
-from autoshard.problem.assignment import Assignment
+from autoshard.problem import memory_profile
 from autoshard.problem.decisions import Body, Decision, Decisions, Equation, Inner
 from autoshard.problem.unpriced import unpriced
 
@@ -51,7 +49,7 @@ class Bodies:
       decide: the decisions of a graph on a mesh of one device.
     """
 
-    def __init__(self, mesh: MeshAxes, machine: compute.Machine, compiler: CompilerModel, decide: Decide) -> None:
+    def __init__(self, mesh: MeshAxes, machine: Machine, compiler: CompilerModel, decide: Decide) -> None:
         self._mesh, self._machine, self._compiler, self._decide = mesh, machine, compiler, decide
         # Keeps the jaxprs alive: ids stay unique.
         self._known: dict[tuple[int, tuple[bool, ...]], tuple[Any, Body]] = {}
@@ -117,9 +115,7 @@ class Bodies:
         auto = sorted(set(self._mesh.names) - _manual(eqn))
         if auto:
             names.append(f"how the body of shard_map at {eqn.where} is split over {', '.join(auto)}")
-        peak, _, _ = Assignment(
-            decisions=d, resharder=Resharder(ALONE, machine), choice=np.zeros(len(d.nodes), int)
-        ).peak()
+        peak, _, _ = memory_profile.peak(d, np.zeros(len(d.nodes), np.int64))
         ends = sum(graph.avals[v].nbytes for v in {*graph.inputs, *graph.outputs})
         return Body(
             seconds=sum(item.seconds for item in items),
@@ -140,18 +136,6 @@ def pending(layouts: Sequence[Layout], body: Body) -> list[Layout]:
         at = position + len(layouts) - body.results
         found[at] = Layout(found[at].dims, axes)
     return found
-
-
-def unscattered(source: Codes, target: Codes, made: Codes, ndim: int, axes: int) -> NDArray[np.bool_]:
-    """Pairs in which a sum of an author's is finished as no compiler does.
-
-    It does not wait; and sliced over other axes, too, it is all-reduced: the slices are merged first.
-    """
-    here, there, whole = (decode(codes, ndim, axes) for codes in (source, target, made[:1]))
-    summed = whole[0] == SUM
-    others = (there[:, ~summed] != whole[:, ~summed]).any(axis=1)
-    never = (here[:, summed] != WHOLE).any(axis=1)[:, None] & others[None, :]
-    return never | (there == SUM).any(axis=1)
 
 
 def _last_sum(graph: Graph, row: Row, results: Sequence[Layout], live: Sequence[bool]) -> int | None:

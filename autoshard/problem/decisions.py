@@ -29,10 +29,12 @@ from numpy.typing import NDArray
 from autoshard.backends.hlo.text import UNKNOWN
 from autoshard.costs.liveness import LiveRanges
 from autoshard.costs.overlap import EARLY, OverlapWindows
-from autoshard.costs.resharding import INF_PS, Resharder, Strides
+from autoshard.costs.prices import INF_PS
+from autoshard.costs.resharding import Resharder, Strides
 from autoshard.costs.strategies import SUM, WHOLE, Codes, Strategies, decode, encode
 from autoshard.ir.graph import Aval, Graph
 from autoshard.ir.mesh import MeshAxes
+from autoshard.problem.ports import Port, Usage
 from autoshard.rules.rule import ShardingRule
 
 
@@ -182,19 +184,6 @@ def priced_by_edges(kind: type[_Moved], name: str, where: str, codes: Codes, **m
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Port:
-    """Where a value leaves or enters a decision: its code under each choice.
-
-    `off`: under which choices it is not made or taken; None: under none. `loose`: it is taken as it is.
-    """
-
-    node: int
-    codes: Codes
-    off: NDArray[np.bool_] | None = None
-    loose: bool = False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Edge:
     """Resharding of one value between two decisions.
@@ -237,17 +226,6 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Usage:
-    """Bytes per device and choice of one decision, alive over [start, end)."""
-
-    node: int
-    start: int
-    end: int
-    nbytes: NDArray[np.int64]
-    kind: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decisions:
     """The decision network of one graph on one mesh and machine."""
 
@@ -265,7 +243,7 @@ class Decisions:
     windows: OverlapWindows
     strides: Mapping[int, Strides]  # of values that contractions take or make
     lives: LiveRanges
-    apart: frozenset[int]  # values that are moved for every group of their uses: see `problem.sharing`
+    apart: frozenset[int]  # values that are moved for every group of their uses: see `costs.shared_gathers`
     pruned: int
 
 

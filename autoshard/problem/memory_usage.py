@@ -15,7 +15,7 @@ from autoshard.costs.overlap import EARLY, LATE, OverlapWindows
 from autoshard.costs.strategies import SUM, Codes, decode, shards
 from autoshard.ir.graph import Aval, Graph
 from autoshard.ir.mesh import MeshAxes
-from autoshard.problem.decisions import Port, Usage
+from autoshard.problem.ports import Port, Usage
 
 
 def local_bytes(aval: Aval, codes: Codes, mesh: MeshAxes) -> NDArray[np.int64]:

@@ -14,7 +14,7 @@ from math import prod
 from autoshard.backends import hlo
 from autoshard.backends.hlo.text import UNKNOWN
 from autoshard.ir.mesh import MeshAxes
-from autoshard.problem.assignment import Collective as Promised
+from autoshard.problem.collective import Collective as Promised
 
 # The verdict: a row with at least this share of all bytes must agree; a row that the plan does not
 # have must be smaller than SMALL of them (padding, scalar bookkeeping).

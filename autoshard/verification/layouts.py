@@ -15,7 +15,7 @@ from autoshard.errors import VerifyError
 from autoshard.ir.graph import Graph, Path
 from autoshard.ir.layout import Layout
 from autoshard.planner.nearest import code_near
-from autoshard.planner.pipeline import PlanningResult
+from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.record import PlanRecord
 from autoshard.problem.assignment import Assignment
 from autoshard.report.tables import bytes_text, columns, fields, render, short_aval, short_place, table

@@ -13,7 +13,10 @@ import numpy as np
 
 from autoshard.backends.timeline import Event, Stream, Timeline
 from autoshard.costs.overlap import EARLY
-from autoshard.problem.assignment import TRANSPOSE, Assignment, Collective
+from autoshard.problem import bill
+from autoshard.problem.assignment import Assignment
+from autoshard.problem.bill import TRANSPOSE
+from autoshard.problem.collective import Collective
 
 
 def schedule(assignment: Assignment) -> Timeline:
@@ -27,7 +30,7 @@ def schedule(assignment: Assignment) -> Timeline:
             compute[d.windows.whole[d.windows.of_equation[e]] if d.graph.eqns else 0].append((e, n))
     hides: dict[int, list[tuple[Collective, float]]] = defaultdict(list)
     blocks: dict[int, list[Collective]] = defaultdict(list)
-    for row, waited_s in assignment.waits():
+    for row, waited_s in bill.waits(assignment):
         if row.window is None:
             blocks[place(row)].append(row)
         else:
@@ -39,7 +42,7 @@ def schedule(assignment: Assignment) -> Timeline:
         busy_s = 0.0
         for e, n in sorted(compute[window]):
             node, pick = d.nodes[n], assignment.choice[n]
-            trips, seconds = (d.graph.runs(e) if d.graph.eqns else 1), assignment.node_s(n)
+            trips, seconds = (d.graph.runs(e) if d.graph.eqns else 1), bill.node_s(assignment, n)
             events.append(_event(node.name, "compute", now_s, seconds / trips, trips, node.where))
             busy_s += seconds
             now_s += seconds / trips
@@ -68,7 +71,7 @@ def schedule(assignment: Assignment) -> Timeline:
         compute_s=compute_s,
         communication_s=communication_s,
         exposed_s=exposed_s,
-        flops=assignment.flops(),
+        flops=bill.flops(assignment),
         events=tuple(events),
     )
 

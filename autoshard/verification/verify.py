@@ -23,6 +23,7 @@ from autoshard.errors import AutoshardError, HloError, VerifyError
 from autoshard.ir.graph import WHILE_DEPTH, WHILE_TRIPS, Graph, Path
 from autoshard.ir.layout import Layout
 from autoshard.planner.record import Leaf, PlanRecord
+from autoshard.problem import bill
 from autoshard.problem.assignment import Assignment
 from autoshard.verification.collective_match import Origin, attribute, compare
 from autoshard.verification.predicted_timeline import schedule
@@ -253,7 +254,7 @@ def judge(record: PlanRecord, compiled: Compiled, tolerance: float, known: Known
         ),
         compute=ComputeComparison(
             predicted_s=record.cost.compute_s,
-            predicted_flops=None if assignment is None else assignment.flops(),
+            predicted_flops=None if assignment is None else bill.flops(assignment),
             compiled_s=priced.compute_s,
             compiled_flops=priced.flops,
             estimated_s=hlo.estimated_s(module, record.hardware),

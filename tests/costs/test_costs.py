@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from autoshard.backends.known_compilers import XLA_CPU
 from autoshard.costs import compute
-from autoshard.costs.resharding import PS_PER_S
+from autoshard.costs.prices import PS_PER_S
 from autoshard.costs.strategies import enumerate_strategies
 from autoshard.ir import graph
 from autoshard.ir.mesh import MeshAxes

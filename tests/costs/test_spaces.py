@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 import cost_models
 from autoshard.costs import search_mesh
-from autoshard.costs.resharding import INF_PS, Resharder
+from autoshard.costs.prices import INF_PS
+from autoshard.costs.resharding import Resharder
 from autoshard.costs.strategies import (
     MOST_LAYOUTS,
     assignments,

@@ -14,13 +14,14 @@ import models
 from autoshard.cli.explain import sizes
 from autoshard.errors import PlanMismatchError, SpecError
 from autoshard.explain import text
+from autoshard.explain.asked import choice_text
 from autoshard.explain.diff import diff
-from autoshard.explain.runner_up import blocked, choice_text, explain
+from autoshard.explain.runner_up import blocked, explain
 from autoshard.explain.sensitivity import UnprovenError, flip, lies
 from autoshard.explore.remedies import remedies
 from autoshard.explore.trial import Task
 from autoshard.ir.mesh import MeshAxes
-from autoshard.planner.pipeline import PlanningResult
+from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.record import Leaf
 from autoshard.solver import Status
 

@@ -17,6 +17,7 @@ from autoshard.explore.ranking import Progress, RankedPlan, Ranking
 from autoshard.explore.search import Search, search, token_count, unproven
 from autoshard.explore.trial import Task, Trials
 from autoshard.ir import flops
+from autoshard.problem import memory_profile
 from autoshard.problem.formulation import UNIT_S
 
 SMALL: dict[str, Any] = {"compute_dtype": "float32", "width": 8, "layers": 2}
@@ -58,7 +59,10 @@ def test_a_row_s_plan_is_made_again_as_it_is(found: Search) -> None:
         assert planned.record is row.record
         assert planned.solution.objective * UNIT_S == pytest.approx(row.record.certificate.objective_s)
         assert planned.solution.gap == pytest.approx(row.record.certificate.gap, abs=1e-9)
-        assert planned.assignment.peak()[0] == row.record.memory.peak_bytes
+        assert (
+            memory_profile.peak(planned.assignment.decisions, planned.assignment.choice)[0]
+            == row.record.memory.peak_bytes
+        )
 
 
 def test_the_front_holds_the_fastest_and_nothing_that_is_beaten(found: Search) -> None:

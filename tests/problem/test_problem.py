@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 from autoshard.backends.known_compilers import KNOWN, XLA_CPU, XLA_GPU, XLA_TPU
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.fusion import fusion_traits
-from autoshard.costs.resharding import NO_STRIDES, PS_PER_S
+from autoshard.costs.prices import PS_PER_S
+from autoshard.costs.resharding import NO_STRIDES
 from autoshard.costs.shared_gathers import NEAR
 from autoshard.costs.strategies import SUM, decode, layout_of, layouts
 from autoshard.ir.graph import build
 from autoshard.planner.build_record import program_pins
 from autoshard.planner.search_space import SearchSpace
+from autoshard.problem import bill, memory_profile, routes
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Chain, Equation, layout_codes
 from autoshard.problem.formulation import Formulation, formulate
@@ -118,9 +120,9 @@ def test_what_is_gathered_for_two_uses_costs_twice() -> None:
         assert objective is not None
         assert abs(objective - price_ps(of, choice)) <= 4 * len(of.decisions.edges)
         assignment = assigned(of, choice)
-        waits_s = sum(waited_s for _, waited_s in assignment.waits())
-        assert assignment.compute_s() + waits_s == pytest.approx(objective / PS_PER_S, rel=1e-6)
-        twice += any(edge.times == 2 for edge, _ in assignment.transfers())
+        waits_s = sum(waited_s for _, waited_s in bill.waits(assignment))
+        assert bill.compute_s(assignment) + waits_s == pytest.approx(objective / PS_PER_S, rel=1e-6)
+        twice += any(edge.times == 2 for edge, _ in bill.transfers(assignment))
     assert twice
 
 
@@ -131,7 +133,7 @@ def test_what_no_window_hides_is_waited_for(name: str) -> None:
     windows, elsewhere = of.decisions.windows, 0
     for seed in SEEDS:
         assignment = assigned(of, draw(of, seed))
-        for (edge, row), (same, waited_s) in zip(assignment.transfers(), assignment.waits(), strict=False):
+        for (edge, row), (same, waited_s) in zip(bill.transfers(assignment), bill.waits(assignment), strict=False):
             assert row == same
             if edge.window is None:
                 assert waited_s == pytest.approx(row.seconds * row.trips)
@@ -178,7 +180,7 @@ def test_folding_keeps_memory(name: str) -> None:
     for _ in range(5):
         choice = rng.integers(np.diff(folded.problem.start))
         expanded = folded.read(choice)
-        peak, at, kinds = assigned(of, expanded).peak()
+        peak, at, kinds = memory_profile.peak(of.decisions, expanded)
         assert evaluate(folded.problem, choice).peak_bytes == peak
         assert evaluate(flat.problem, expanded).peak_bytes == peak
         assert sum(kinds.values()) == peak
@@ -249,7 +251,7 @@ def test_routes_lead_from_where_values_are_made_to_where_they_are_taken(name: st
             kept, taken = made.kept(v), made.taken(e, i)
             if kept is None or taken is None:
                 continue
-            codes = made.before_taken(e, i)
+            codes = routes.before_taken(made, e, i)
             assert not codes or codes[-1] == taken or not made.reduced(taken, v)
             if not codes and made.reduced(taken, v):
                 assert taken == made.left(v)
@@ -303,7 +305,7 @@ def test_collectives_are_those_of_the_edges(name: str) -> None:
     for seed in SEEDS:
         choice = draw(of, seed)
         graph, node_of = of.decisions.graph, of.decisions.node_of
-        again = {(graph.operands[e][i], node_of[e]) for e, i in assigned(of, choice).again()}
+        again = {(graph.operands[e][i], node_of[e]) for e, i in routes.moved_again(assigned(of, choice))}
         once: dict[tuple[int, int, int, int], float] = {}
         for edge in of.decisions.edges:
             source, target = int(edge.source[choice[edge.u]]), int(edge.target[choice[edge.v]])
@@ -313,7 +315,7 @@ def test_collectives_are_those_of_the_edges(name: str) -> None:
             )
             by = edge.v if (edge.value, edge.v) in again else -1
             once[edge.value, source, target, by] = float(ps[0, 0]) * 1e-12 * edge.trips
-        found = list(assigned(of, choice).collectives())
+        found = list(bill.collectives(assigned(of, choice)))
         in_op = sum(
             1
             for node, pick in zip(of.decisions.nodes, choice, strict=True)
@@ -421,13 +423,13 @@ def test_what_is_cast_is_pinned_on_the_way_that_is_promised() -> None:
     differ = 0
     for seed in range(200):
         assignment = assigned(of, draw(of, seed))
-        for edge, _ in assignment.transfers():
+        for edge, _ in bill.transfers(assignment):
             source, target = int(edge.source[assignment.choice[edge.u]]), int(edge.target[assignment.choice[edge.v]])
             if not assignment.reduced(source, edge.value):
                 continue
             promised = of.resharder.path(edge.moved, source, target, bucket=edge.bucket, strides=edge.strides)
             assert {step.after for step in promised if step.kind != "slice"} <= set(
-                assignment.route(edge.value, source, target)
+                routes.route(assignment, edge.value, source, target)
             )
             wide = of.decisions.graph.avals[edge.value]
             other = of.resharder.path(wide, source, target, bucket=edge.bucket, strides=edge.strides)
@@ -449,4 +451,4 @@ def test_slices_in_a_row_are_pinned_once() -> None:
         if layout_of(int(code), 2, of.decisions.mesh).spec() == layout
     )
     assert [s.kind for s in of.resharder.path(of.decisions.graph.avals[x], whole, both, bucket=0)] == ["slice"] * 2
-    assert assigned(of, draw(of, 0)).route(x, whole, both) == (both,)
+    assert routes.route(assigned(of, draw(of, 0)), x, whole, both) == (both,)

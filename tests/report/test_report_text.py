@@ -14,7 +14,7 @@ from autoshard.ir.mesh import MeshAxes
 from autoshard.planner import summary
 from autoshard.planner.leaf_rows import fold, local_bytes, ranges
 from autoshard.planner.record import Certificate, Cost, Leaf, Memory, PlanRecord
-from autoshard.problem.assignment import Collective
+from autoshard.problem.collective import Collective
 from autoshard.report import hardware
 from autoshard.report import hardware as hardware_room
 from autoshard.report.tables import (

@@ -6,7 +6,7 @@ import pytest
 
 from autoshard.backends import hlo
 from autoshard.ir.mesh import MeshAxes
-from autoshard.problem.assignment import Collective
+from autoshard.problem.collective import Collective
 from autoshard.verification.collective_match import (
     CollectiveRow,
     Line,

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.costs.casts import widening
-from autoshard.costs.compute import picoseconds
 from autoshard.costs.overlap import EARLY
+from autoshard.costs.prices import picoseconds
 from autoshard.costs.strategies import Codes, layouts, shards
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.facts import GraphFacts

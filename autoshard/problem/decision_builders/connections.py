@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from autoshard.costs.prefetch import begins, fetchable
-from autoshard.costs.resharding import PS_PER_S
+from autoshard.costs.prices import PS_PER_S
 from autoshard.problem.decision_builders.copies import add_arrival, add_copy
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.edges import add_edge
-from autoshard.problem.decisions import Chain, Equation, Input, Port
+from autoshard.problem.decisions import Chain, Equation, Input
+from autoshard.problem.ports import Port
 
 
 def connect(draft: Draft, outputs: Sequence[int]) -> None:
@@ -54,11 +55,14 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
     arrives = replaces and len(takers) == 1 and _gathered_in_place(draft, takers[0])
     holder = port
     if arrives:
-        holder = add_arrival(draft, value, port, takers[0])
+        holder, never = add_arrival(draft, value, port, takers[0])
+        add_edge(draft, port, holder, value, forbidden=never)
     elif several or (takers and lent and any(not facts.traits.pointwise[e] for e, _ in uses)):
-        holder = add_copy(draft, value, port, takers, lent=lent)
+        groups = facts.uses_apart(value, port)
+        holder, never = add_copy(draft, value, port, takers, lent=lent)
+        add_edge(draft, port, holder, value, forbidden=never, times=len(groups) or 1)
         if not replaces:
-            draft.usages.add_copy(value, holder, port, begin, facts.uses_apart(value, port), lent=lent)
+            draft.usages.add_copy(value, holder, port, begin, groups, lent=lent)
     elif not is_input and facts.lives.stored[value] and not replaces:
         name, taker = _last_name(draft, value, takers[0]) if takers else (value, None)
         in_place = taker is not None and isinstance(draft.nodes[taker.node], Input)

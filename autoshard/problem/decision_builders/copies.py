@@ -7,12 +7,14 @@ from numpy.typing import NDArray
 
 from autoshard.costs.strategies import SUM, WHOLE, Codes, decode, reduced
 from autoshard.problem.decision_builders.draft import Draft
-from autoshard.problem.decision_builders.edges import add_edge
-from autoshard.problem.decisions import Copy, Port, or_off, priced_by_edges
+from autoshard.problem.decisions import Copy, or_off, priced_by_edges
 from autoshard.problem.memory_usage import local_bytes
+from autoshard.problem.ports import Port
+
+Added = tuple[Port, NDArray[np.bool_] | None]
 
 
-def add_copy(draft: Draft, value: int, port: Port, takers: Sequence[Port], *, lent: bool) -> Port:
+def add_copy(draft: Draft, value: int, port: Port, takers: Sequence[Port], *, lent: bool) -> Added:
     """Adds the copy of a value for its consumers.
 
     If the value's memory belongs to another value (an input, a stored value under another
@@ -25,6 +27,9 @@ def add_copy(draft: Draft, value: int, port: Port, takers: Sequence[Port], *, le
       port: the place where it is made.
       takers: its consumers.
       lent: whether its memory is another's.
+
+    Returns:
+      The copy, and the pairs of choices that no program could have.
     """
     facts = draft.facts
     ndim = facts.graph.avals[value].ndim
@@ -44,9 +49,7 @@ def add_copy(draft: Draft, value: int, port: Port, takers: Sequence[Port], *, le
     if all(t.off is not None and t.off.any() for t in takers):
         codes, off = or_off(codes)
         forbidden = None if forbidden is None else np.pad(forbidden, ((0, 0), (0, 1)))
-    copy = _add(draft, value, port, codes, off)
-    add_edge(draft, port, copy, value, forbidden=forbidden, times=len(facts.uses_apart(value, port)) or 1)
-    return copy
+    return _add(draft, value, port, codes, off), forbidden
 
 
 def _taken(takers: Sequence[Port]) -> list[Codes]:
@@ -54,7 +57,7 @@ def _taken(takers: Sequence[Port]) -> list[Codes]:
     return [t.codes if t.off is None else t.codes[~t.off] for t in takers if not t.loose]
 
 
-def add_arrival(draft: Draft, value: int, port: Port, taker: Port) -> Port:
+def add_arrival(draft: Draft, value: int, port: Port, taker: Port) -> Added:
     """Adds the copy of a new state that is gathered after its update: in its input's place, or beside it first.
 
     XLA's GPU compiler gathers only along the major dimension. A state that moves along another
@@ -66,6 +69,9 @@ def add_arrival(draft: Draft, value: int, port: Port, taker: Port) -> Port:
       value: the new state.
       port: the place where it is made.
       taker: the input that it replaces.
+
+    Returns:
+      As `add_copy`.
     """
     facts, aval = draft.facts, draft.facts.graph.avals[value]
     codes = np.unique(taker.codes)
@@ -73,12 +79,11 @@ def add_arrival(draft: Draft, value: int, port: Port, taker: Port) -> Port:
     there = decode(codes, aval.ndim, facts.mesh.ndim)[None, :, :]
     beside = ((source != there) & ~((source == 0) & (there == WHOLE))).any(axis=2)
     arrival = _add(draft, value, port, np.concatenate([codes, codes]))
-    add_edge(draft, port, arrival, value, forbidden=np.concatenate([beside, ~beside], axis=1))
     nbytes = local_bytes(aval, arrival.codes, facts.mesh) + aval.nbytes // facts.mesh.size
     nbytes[: len(codes)] = 0
     begin, end = int(facts.lives.start[value]), len(facts.graph.eqns) + 1
     draft.usages.add(arrival.node, begin, end, nbytes, "copies")
-    return arrival
+    return arrival, np.concatenate([beside, ~beside], axis=1)
 
 
 def _add(draft: Draft, value: int, port: Port, codes: Codes, off: NDArray[np.bool_] | None = None) -> Port:

@@ -3,7 +3,7 @@
 from functools import partial
 
 from autoshard.backends.model import CompilerModel
-from autoshard.costs import compute
+from autoshard.costs.prices import Machine
 from autoshard.ir.graph import Graph
 from autoshard.ir.mesh import MeshAxes
 from autoshard.problem import bodies
@@ -20,7 +20,7 @@ from autoshard.problem.decisions import Decisions
 def decide(
     graph: Graph,
     mesh: MeshAxes,
-    machine: compute.Machine,
+    machine: Machine,
     compiler: CompilerModel,
     required: Requirements,
     *,

@@ -4,8 +4,9 @@ from collections.abc import Iterable
 
 from autoshard.costs.strategies import Codes
 from autoshard.problem.decision_builders.facts import GraphFacts
-from autoshard.problem.decisions import Decision, Decisions, Edge, Equation, Port, consumer_port, layout_codes
+from autoshard.problem.decisions import Decision, Decisions, Edge, Equation, consumer_port, layout_codes
 from autoshard.problem.memory_usage import MemoryUsageBuilder
+from autoshard.problem.ports import Port
 
 
 class Draft:

@@ -5,12 +5,12 @@ from numpy.typing import NDArray
 
 from autoshard.costs.casts import narrow_side
 from autoshard.costs.resharding import NO_STRIDES
-from autoshard.costs.strategies import SUM, decode, parted
+from autoshard.costs.strategies import SUM, decode, parted, unscattered
 from autoshard.ir.graph import Aval
-from autoshard.problem import bodies
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.facts import GraphFacts
-from autoshard.problem.decisions import Edge, Equation, Port
+from autoshard.problem.decisions import Edge, Equation
+from autoshard.problem.ports import Port
 
 
 def add_edge(
@@ -85,7 +85,7 @@ def _never(draft: Draft, source: Port, target: Port, value: int) -> NDArray[np.b
     if value not in facts.traits.products and not scatters_added:
         never |= parted(source.codes, target.codes, ndim, axes)
     if value in draft.summed:
-        never |= bodies.unscattered(source.codes, target.codes, draft.made[value].codes, ndim, axes)
+        never |= unscattered(source.codes, target.codes, draft.made[value].codes, ndim, axes)
     if isinstance(node, Equation) and (node.strategies.finished >= 0).any():
         pending = (decode(source.codes, ndim, axes) == SUM).any(axis=1)
         position = facts.graph.operands[node.equation].index(value)

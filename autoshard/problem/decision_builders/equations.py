@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.costs import compute
-from autoshard.costs.compute import picoseconds
 from autoshard.costs.overlap import EARLY
+from autoshard.costs.prices import picoseconds
 from autoshard.costs.strategies import Strategies, enumerate_strategies, given
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import Graph

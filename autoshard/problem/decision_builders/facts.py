@@ -7,18 +7,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
-from autoshard.costs import compute
 from autoshard.costs.fusion import FusionTraits, fusion_traits, levels
 from autoshard.costs.liveness import LiveRanges, in_place, live_ranges
 from autoshard.costs.loop_reductions import NONE, Accumulators, accumulators
 from autoshard.costs.overlap import EARLY, OverlapWindows, overlap_windows
+from autoshard.costs.prices import Machine
 from autoshard.costs.resharding import Strides
 from autoshard.costs.shared_gathers import groups
 from autoshard.costs.strategies import SUM, Codes, check_counts, decode
 from autoshard.costs.strides import strides
 from autoshard.ir.graph import Graph
 from autoshard.ir.mesh import MeshAxes
-from autoshard.problem.decisions import Port
+from autoshard.problem.ports import Port
 from autoshard.rules import rules_of
 from autoshard.rules.rule import ShardingRule
 
@@ -56,7 +56,7 @@ class GraphFacts:
 
     graph: Graph
     mesh: MeshAxes
-    machine: compute.Machine
+    machine: Machine
     compiler: CompilerModel
     manual: MeshAxes | None
     required: Requirements
@@ -97,7 +97,7 @@ class GraphFacts:
 def facts_of(
     graph: Graph,
     mesh: MeshAxes,
-    machine: compute.Machine,
+    machine: Machine,
     compiler: CompilerModel,
     required: Requirements,
     *,

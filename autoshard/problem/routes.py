@@ -1,0 +1,135 @@
+"""Routes: the codes to pin on every value's way, from where it is made to its copy and to all that take it."""
+
+from itertools import zip_longest
+
+import numpy as np
+
+from autoshard.costs.strategies import SUM, WHOLE, Rows, decode, encode
+from autoshard.ir.op_traits import GATHER
+from autoshard.problem.assignment import Assignment
+from autoshard.problem.decisions import Equation
+
+
+def after_made(assignment: Assignment, value: int) -> tuple[int, ...]:
+    """Codes to pin, in order, where a value is made: its own, then on to where it is left."""
+    made, left = assignment.made(value), assignment.left(value)
+    if made is None or left is None:
+        return ()
+    own = (made,) if assignment.reduced(made, value) else ()
+    return own + route(assignment, value, made, left)
+
+
+def before_taken(assignment: Assignment, e: int, i: int) -> tuple[int, ...]:
+    """Codes to pin, in order, where equation e takes operand i."""
+    value = assignment.decisions.graph.operands[e][i]
+    kept, taken = assignment.kept(value), assignment.taken(e, i)
+    if kept is None or taken is None or _as_made(assignment, e, i):
+        return ()
+    return _to_copy(assignment, value) + route(assignment, value, kept, taken)
+
+
+def before_output(assignment: Assignment, position: int) -> tuple[int, ...]:
+    """Codes to pin, in order, before a program output."""
+    value = assignment.decisions.graph.outputs[position]
+    kept = assignment.kept(value)
+    if kept is None:
+        return ()
+    return _to_copy(assignment, value) + route(assignment, value, kept, assignment.output_code(position))
+
+
+def moved_again(assignment: Assignment) -> dict[tuple[int, int], tuple[int, ...]]:
+    """Operands (equation, position) that are moved by collectives of their own, and the codes on the way.
+
+    A value that is kept in one layout and taken by several equations in another is moved for each of
+    them: otherwise the compiler would merge the moves, and hold the moved value from the first use to
+    the last. The first move is already accounted for; only the repeats are returned.
+    """
+    found: dict[tuple[int, int], tuple[int, ...]] = {}
+    d = assignment.decisions
+    uses = d.graph.consumers
+    for value in d.kept:
+        kept = assignment.kept(value)
+        assert kept is not None  # copies have codes
+        seen: set[int] = set()
+        for e, i in uses.get(value, ()):
+            taken = assignment.taken(e, i)
+            if taken is None or taken == kept or not assignment.communicates(value, kept, taken):
+                continue
+            if taken in seen and isinstance(d.nodes[d.node_of[e]], Equation) and assignment.reduced(kept, value):
+                found[e, i] = (kept, *route(assignment, value, kept, taken))
+            seen.add(taken)
+    return found
+
+
+def route(assignment: Assignment, value: int, source: int, target: int) -> tuple[int, ...]:
+    """The pinnable codes that a value passes through from source to target.
+
+    Three kinds of scattered sums are whole in between: onto a dimension of the contraction's batch that
+    is already split, onto a second dimension, and a lookup's. Otherwise XLA all-reduces and then moves
+    them; an all-reduce that is cut right after becomes a reduce-scatter. Only the last of several
+    slices in a row is listed.
+    """
+    codes: list[int] = []
+    here = source
+    steps = assignment.path(value, source, target)
+    for step, following in zip_longest(steps, steps[1:]):
+        if step.kind == "reduce-scatter" and (here != source or _detours(assignment, value, here, step.after)):
+            codes.append(_whole(assignment, here, value))
+        if not (step.kind == "slice" and following is not None and following.kind == "slice"):
+            codes.append(step.after)
+        here = step.after
+    return tuple(code for code in codes if assignment.reduced(code, value))
+
+
+def _as_made(assignment: Assignment, e: int, i: int) -> bool:
+    """Whether equation e takes its operand i from where it is made, past its copy."""
+    value = assignment.decisions.graph.operands[e][i]
+    if assignment.taken(e, i) != assignment.left(value):
+        return False
+    return assignment.is_input(value) or assignment.in_chain(e, value)
+
+
+def _to_copy(assignment: Assignment, value: int) -> tuple[int, ...]:
+    """The codes to pin on the way to a value's copy, from where it is left."""
+    left, kept = assignment.left(value), assignment.kept(value)
+    return () if left is None or kept is None else route(assignment, value, left, kept)
+
+
+def _whole(assignment: Assignment, code: int, value: int) -> int:
+    """A code with its sums finished."""
+    row = _row(assignment, code, value)
+    return int(encode(np.where(row == SUM, WHOLE, row), assignment.decisions.graph.avals[value].ndim))
+
+
+def _detours(assignment: Assignment, value: int, source: int, target: int) -> bool:
+    """Whether XLA scatters a sum only behind a pin: a lookup's sum, or one onto a batch that is already split."""
+    if _lookup(assignment, value):
+        return True
+    before, after = _row(assignment, source, value), _row(assignment, target, value)
+    onto = set(after[(before == SUM) & (after != SUM)].tolist()) & set(before.tolist())
+    return bool(onto) and not onto.isdisjoint(_batch(assignment, value))
+
+
+def _lookup(assignment: Assignment, value: int) -> bool:
+    e, _ = assignment.decisions.graph.producers[value]
+    return assignment.decisions.graph.eqns[e].primitive == GATHER
+
+
+def _batch(assignment: Assignment, value: int) -> set[int]:
+    """The dimensions of a pending sum that all operands of its contraction have."""
+    d = assignment.decisions
+    e, position = d.graph.producers[value]
+    rule = d.rules[e]
+    decision = d.nodes[d.node_of[e]]
+    if isinstance(decision, Equation) and decision.body is not None:
+        return set()
+    if any(factor.reduction for factor in rule.factors):
+        shared = set.intersection(*({f for dim in dims for f in dim} for dims in rule.operands))
+    else:  # sums flow through
+        operands = zip(d.graph.operands[e], rule.operands, strict=True)
+        shared = {f for operand, dims in operands for n in _batch(assignment, operand) for f in dims[n]}
+    return {n for n, dim in enumerate(rule.results[position]) if shared & set(dim)}
+
+
+def _row(assignment: Assignment, code: int, value: int) -> Rows:
+    return decode(code, assignment.decisions.graph.avals[value].ndim, assignment.decisions.mesh.ndim)
