@@ -63,10 +63,10 @@ class CompilerModel:
     counts_gaps: bool
     peak_meaning: str
     scatters_by_slices: bool
-    ring_free_flags: Mapping[str, Any]
-    scheduling_flags: tuple[Mapping[str, Any], ...]
-    scheduler_flags: Mapping[str, Any]
-    scheduler_flags_in_loops: Mapping[str, Any]
+    ring_free_flags: Mapping[str, Any] = field(hash=False)
+    scheduling_flags: tuple[Mapping[str, Any], ...] = field(hash=False)
+    scheduler_flags: Mapping[str, Any] = field(hash=False)
+    scheduler_flags_in_loops: Mapping[str, Any] = field(hash=False)
     scatter_bucket_flag: str | None
 
     def __str__(self) -> str:
