@@ -2,10 +2,10 @@
 
     python -m benchmarks.damaged_files --count 5000 [--seed 0] [--kind plan]
 
-Plan files (of today, and without what was added since the first), cache entries, lock files, hardware files,
-IOPDDL problems and HLO texts are damaged in the ways of `damage`: cut, flipped, with values of other
-types, sizes and depths. Each is read and, if that succeeds, used: printed, compared, bound to its
-function and lowered, priced with, solved. Whatever is raised has to be an `AutoshardError` or a
+Plan files (of today, of a plan that recomputes, and without what was added since the first), cache entries,
+lock files, hardware files, IOPDDL problems and HLO texts are damaged in the ways of `damage`: cut, flipped,
+with values of other types, sizes and depths. Each is read and, if that succeeds, used: printed, compared,
+bound to its function and lowered, priced with, solved. Whatever is raised has to be an `AutoshardError` or a
 `CostModelError`, within the seconds of `LIMIT_S`. Prints what was raised otherwise, with the seed
 that makes it again, and how many there were; exit code 1 if any.
 """
@@ -23,7 +23,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,12 @@ import numpy as np
 
 import autoshard
 import cost_models
-from autoshard.api.planning import Options, requests_of
+from autoshard.api.planning import Options, plan_request, requests_of
 from autoshard.errors import AutoshardError
 from autoshard.explain.diff import diff
+from autoshard.ir.recomputed import recomputation_of, savable
 from autoshard.planner import exports, store
+from autoshard.planner.recomputation_space import keeping
 from autoshard.planner.record import PlanRecord, read
 from autoshard.problem import iopddl
 from autoshard.solver import solve
@@ -269,6 +271,19 @@ def planned(constraints: Any = "all") -> autoshard.SolvedPlan:
 
 
 @cache
+def recomputing() -> autoshard.SolvedPlan:
+    """The plan of the same program that repeats its layers' products."""
+    question, _ = asked()
+    options = Options(mesh=MESH, hardware="cpu:8", donate_argnums=0, constraints="all")
+    saved = savable(question.traced, "free")
+    kept = {*saved.saved}
+    products = {at for step in saved.repeated([]) if step.primitive == "dot_general" for at in step.results}
+    kept -= saved.stacks(products)
+    kept |= {*saved.missing(kept)}
+    return plan_request(keeping(question, recomputation_of(saved, kept, "free")), options)
+
+
+@cache
 def asked() -> tuple[store.PlanRequest, Mapping[str, Any]]:
     """The question that the plan answers, and its key."""
     options = Options(mesh=MESH, hardware="cpu:8", donate_argnums=0, constraints="all")
@@ -280,6 +295,11 @@ def asked() -> tuple[store.PlanRequest, Mapping[str, Any]]:
 def good_plan() -> bytes:
     """A plan file of today."""
     return planned().record.dumps().encode()
+
+
+def good_recomputing_plan() -> bytes:
+    """A plan file with the values that are kept."""
+    return recomputing().record.dumps().encode()
 
 
 def good_old_plan() -> bytes:
@@ -322,6 +342,7 @@ def good_entry() -> bytes:
 
 def _found(record: PlanRecord, q: store.PlanRequest) -> autoshard.SolvedPlan:
     """A plan that was found in a file."""
+    q = q if record.recomputation is None else keeping(q, record.recomputation)
     return autoshard.SolvedPlan(record, place=q.target, traced=q.traced, planned=lambda: planned().planned)
 
 
@@ -347,9 +368,9 @@ def use_entry(path: Path, draw: random.Random) -> None:
 def use_lock(path: Path, draw: random.Random) -> None:
     """Finds a plan behind a damaged lock."""
     question, _ = asked()
-    found = store.Lock(path).find([question], "all")
+    found = store.Lock(path).find([question, replace(question, remat="free")], "all")
     if found is not None:
-        plan = _found(found[0], question)
+        plan = _found(*found)
         plan.summary()
         plan.jit().lower(*arguments())
 
@@ -449,9 +470,11 @@ class Kind:
 
 KINDS: dict[str, Kind] = {
     "plan": Kind(good_plan, use_plan),
+    "recomputing plan": Kind(good_recomputing_plan, use_plan),
     "old plan": Kind(good_old_plan, use_plan),
     "cache": Kind(good_entry, use_entry),
     "lock": Kind(good_plan, use_lock),
+    "recomputing lock": Kind(good_recomputing_plan, use_lock),
     "hardware": Kind(good_hardware, use_hardware),
     "chip": Kind(partial(good_hardware, 1), use_hardware),
     "problem": Kind(good_problem, use_problem),

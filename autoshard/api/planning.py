@@ -235,7 +235,7 @@ def plan_or_load(questions: Sequence[PlanRequest], options: Options, *, peers: P
 
 def _found(questions: Sequence[PlanRequest], options: Options) -> SolvedPlan:
     lock = None if options.lock is None else lock_at(options.lock)
-    locked = None if lock is None else lock.find(questions, options.constraints)
+    locked = None if lock is None else lock.find(_alternatives(questions, options), options.constraints)
     if locked is not None:
         return _plan(*locked, options)
     if lock is not None:
@@ -292,11 +292,21 @@ def _fitting(questions: Sequence[PlanRequest], options: Options) -> dict[int, So
     """
     plans, errors = _answers(questions, options)
     if not plans and options.remat == FIT and any(may_recompute(error) for error in errors):
-        plans, more = _answers([replace(question, remat=ADD, as_written=False) for question in questions], options)
+        plans, more = _answers([_keeping_less(question) for question in questions], options)
         errors += more
     if not plans:
         raise min(errors, key=lambda error: inf if error.peak_bytes is None else error.peak_bytes)
     return plans
+
+
+def _keeping_less(question: PlanRequest) -> PlanRequest:
+    """The question behind one that nothing fits."""
+    return replace(question, remat=ADD, as_written=False)
+
+
+def _alternatives(questions: Sequence[PlanRequest], options: Options) -> list[PlanRequest]:
+    """Every question whose plan may be the answer."""
+    return [*questions, *(map(_keeping_less, questions) if options.remat == FIT else ())]
 
 
 def may_recompute(error: InfeasibleError) -> bool:
@@ -317,7 +327,7 @@ def _answers(questions: Sequence[PlanRequest], options: Options) -> tuple[dict[i
 
 
 def _answered(record: PlanRecord, questions: Sequence[PlanRequest], options: Options) -> SolvedPlan:
-    for question in questions:
+    for question in _alternatives(questions, options):
         if not misfits(record, question):
             return _plan(record, question, options)
     raise AssertionError("the plan of process 0 answers none of the questions, whose digests were equal")

@@ -24,6 +24,8 @@ from jax.sharding import PartitionSpec
 from autoshard import files
 from autoshard.errors import PlanFileError, PlanMismatchError, SpecError
 from autoshard.ir import rewrite
+from autoshard.ir.recomputation import WRITTEN
+from autoshard.ir.recomputed import recomputed
 from autoshard.planner.record import Leaf, PlanRecord, parse, read, write
 from autoshard.planner.request import PlanRequest
 
@@ -90,6 +92,7 @@ def misfits(record: PlanRecord, question: PlanRequest) -> list[str]:
         "memory limit": record.memory.limit_bytes,
         "pins and donations": record.asked,
         "for the gradient of": list(record.gradient_of),
+        "recomputing": _recomputing(record, question),
     }
     found = changes(have, key) or _not_kept(record, question)
     if not found and not record.emitted:  # made by an older version
@@ -107,9 +110,18 @@ def check(record: PlanRecord, question: PlanRequest, source: object) -> None:
             f"{source} is damaged: it is kept for this question, and answers another: {'; '.join(wrong)}"
         )
     try:
-        rewrite.check(question.traced.jaxpr, record.pins, record.mesh)
+        chosen = record.recomputation
+        traced = question.traced if chosen is None else recomputed(question.traced, chosen)
+        rewrite.check(traced.jaxpr, record.pins, record.mesh)
     except SpecError as error:
         raise PlanFileError(f"{source} is damaged: {error}; plan again") from error
+
+
+def _recomputing(record: PlanRecord, question: PlanRequest) -> str:
+    """What a plan was asked to do with checkpoints; one that keeps what is written may answer any such question."""
+    if record.recomputation is not None:
+        return record.recomputation.remat
+    return question.remat if question.as_written else WRITTEN
 
 
 def _not_kept(record: PlanRecord, question: PlanRequest) -> list[str]:

@@ -1,7 +1,15 @@
 """Plans that recompute: they compute what the program does, and hold what their files say."""
 
+import json
+import logging
+import os
+import pickle
 import random
+import subprocess
+import sys
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,8 +17,10 @@ import numpy as np
 import pytest
 
 import autoshard
+from autoshard import _jax
 from autoshard.api.options import Options
 from autoshard.api.planning import plan_request, requests_of
+from autoshard.errors import AutoshardError, PlanFileError, PlanMismatchError
 from autoshard.ir.recomputation import Recomputation, Remat
 from autoshard.ir.recomputed import recomputation_of, savable
 from autoshard.ir.saved_values import SavedValues
@@ -21,6 +31,7 @@ from tests.ir.test_recompute import PROGRAMS, drawn
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 SPLIT = {"data": 2, "model": 2}
+PLAIN = {"data": 4}
 ROWS = 128  # times as many as in the programs of one page: activations are most of what lies in memory
 
 
@@ -66,14 +77,166 @@ def test_plans_of_random_kept_values_compute_the_same(name: str, remat: Remat, s
 
 @pytest.mark.parametrize("name", ["scanned", "accumulated"])
 def test_plans_under_tight_memory_compute_the_same(name: str) -> None:
-    program = wide(PROGRAMS[name]())
-    written = autoshard.plan(*flat(program), mesh={"data": 4}, hardware="cpu:4", remat="written")
-    limit = int(0.7 * written.record.memory.peak_bytes)
-    plan = autoshard.plan(*flat(program), mesh={"data": 4}, hardware="cpu:4", memory=limit, rel_gap=1e-2)
+    program, options = tight(name)
+    plan = autoshard.plan(program[0], *program[1], **options)
     assert plan.record.recomputation is not None
-    assert plan.record.memory.peak_bytes <= limit
+    assert plan.record.memory.peak_bytes <= options["memory"]
     assert_same(plan.jit()(*program[1]), jax.jit(program[0])(*program[1]))
 
 
-def flat(program: Program) -> tuple[Any, ...]:
-    return program[0], *program[1]
+@cache
+def tight(name: str = "scanned") -> tuple[Program, dict[str, Any]]:
+    """A program, and options under which it fits in memory only if it recomputes."""
+    program = wide(PROGRAMS[name]())
+    options: dict[str, Any] = {"mesh": PLAIN, "hardware": "cpu:4", "rel_gap": 1e-2}
+    written = autoshard.plan(program[0], *program[1], **options, remat="written")
+    return program, {**options, "memory": int(0.7 * written.record.memory.peak_bytes)}
+
+
+@cache
+def recomputing() -> autoshard.SolvedPlan:
+    program, options = tight()
+    return autoshard.plan(program[0], *program[1], **options)
+
+
+def size(jitted: Any, args: Any) -> int:
+    """How many equations a function has."""
+    return len(list(_jax.equations(jitted.trace(*args).jaxpr)))
+
+
+def test_a_saved_plan_runs() -> None:
+    (fn, args), _ = tight()
+    plan = recomputing()
+    again = pickle.loads(pickle.dumps(plan))
+    assert again.record == plan.record
+    assert size(again.bind(fn, *args).jit(), args) == size(plan.jit(), args) != size(jax.jit(fn), args)
+    assert_same(again.jit(fn)(*args), jax.jit(fn)(*args))
+
+
+def test_only_plans_that_recompute_have_the_new_schema(tmp_path: Path) -> None:
+    (fn, args), options = tight()
+    more: dict[str, Any] = {**options, "memory": None}
+    written = autoshard.plan(fn, *args, **more)
+    assert written.record.recomputation is None
+    for plan, schema in ((recomputing(), 2), (written, 1)):
+        plan.save(tmp_path / "plan.json")
+        document = json.loads((tmp_path / "plan.json").read_text())
+        assert document["schema"] == schema
+        assert ("recomputation" in document) == (schema == 2)
+        assert autoshard.load(tmp_path / "plan.json").record == plan.record
+
+
+def test_a_locked_plan_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (fn, args), options = tight()
+    lock = tmp_path / "plan.json"
+    made = autoshard.plan(fn, *args, **options, lock=lock)
+    monkeypatch.setenv("CI", "1")
+    again = autoshard.plan(fn, *args, **options, lock=lock)
+    assert again.record == made.record
+    assert_same(again.jit()(*args), jax.jit(fn)(*args))
+    with pytest.raises(PlanMismatchError, match="recomputing"):
+        autoshard.plan(fn, *args, **options, lock=lock, remat="written")
+
+
+def test_a_lock_of_an_unrolled_program_has_the_places_of_what_it_runs(tmp_path: Path) -> None:
+    """Its constraints are at equations behind those that are repeated."""
+    program = wide(PROGRAMS["unrolled"]())
+    options: dict[str, Any] = {"mesh": SPLIT, "hardware": "cpu:4", "constraints": "all", "remat": "add"}
+    asked, how = question(program, **options)
+    saved = savable(asked.traced, "add")
+    plan = plan_request(keeping(asked, recomputation_of(saved, [], "add")), how)
+    lock = tmp_path / "plan.json"
+    plan.save(lock)
+    found = autoshard.plan(program[0], *program[1], **options, rel_gap=1e-2, lock=lock)
+    assert found.record == plan.record
+    assert_same(found.jit()(*program[1]), jax.jit(program[0])(*program[1]))
+
+
+def test_a_cached_plan_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (fn, args), options = tight()
+    with caplog.at_level(logging.INFO, "autoshard"):
+        made = autoshard.plan(fn, *args, **options, cache=tmp_path)
+        caplog.clear()
+        again = autoshard.plan(fn, *args, **options, cache=tmp_path)
+    assert any("plan from" in message for message in caplog.messages)
+    assert again.record == made.record
+    assert_same(again.jit()(*args), jax.jit(fn)(*args))
+    assert again.planned.record.pins == made.record.pins
+
+
+def test_decorated_functions_recompute() -> None:
+    (fn, args), options = tight()
+    decorated = autoshard.jit(fn, **options, remat="add")
+    assert_same(decorated(*args), jax.jit(fn)(*args))
+    assert decorated.plan(*args).record.recomputation is not None
+
+
+def damaged() -> dict[str, Any]:
+    """What a file may say of what is kept, by what is wrong with it."""
+    good = recomputing().record.recomputation
+    assert good is not None
+    kept = list(good.kept)
+    return {
+        "null": None,
+        "a list": [],
+        "written": {"remat": "written", "kept": kept},
+        "no values": {"remat": good.remat},
+        "nothing kept": {"remat": good.remat, "kept": []},
+        "no such value": {"remat": good.remat, "kept": [*kept, "999:0"]},
+        "no place": {"remat": good.remat, "kept": [*kept, "💥"]},
+        "a long number": {"remat": good.remat, "kept": [*kept, "1:" + "9" * 5000]},
+        "a number": {"remat": good.remat, "kept": [*kept, 7]},
+        "twice": {"remat": good.remat, "kept": [kept[0], *kept]},
+        "more": {"remat": good.remat, "kept": kept, "more": 1},
+    }
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    (fn, args), options = tight()
+    document = json.loads(recomputing().record.dumps())
+    document["emitted"] = "needed"
+    path = tmp_path / "plan.json"
+    for recomputation in damaged().values():
+        path.write_text(json.dumps({**document, "recomputation": recomputation}))
+        with pytest.raises(PlanFileError):
+            autoshard.load(path).bind(fn, *args)
+        with pytest.raises(PlanFileError):
+            autoshard.plan(fn, *args, **options, lock=path)
+
+
+def test_any_kept_values_are_refused_or_run(tmp_path: Path) -> None:
+    (fn, args), _ = tight()
+    document = json.loads(recomputing().record.dumps())
+    saved = savable(recomputing().planned.space.request.traced, "add")
+    every = sorted({str(value.id) for one in saved.passes for value in one.values})
+    draw = random.Random(0)
+    outcomes: set[str] = set()
+    for _ in range(30):
+        share = draw.random()
+        document["recomputation"]["kept"] = [text for text in every if draw.random() < share]
+        (tmp_path / "plan.json").write_text(json.dumps(document))
+        try:
+            autoshard.load(tmp_path / "plan.json").bind(fn, *args).jit().lower(*args)
+            outcomes.add("runs")
+        except AutoshardError as error:
+            outcomes.add(type(error).__name__)
+    assert outcomes == {"runs", "PlanFileError"}
+
+
+PROGRAM = """
+from tests import conftest
+from tests.end_to_end.test_recomputing import recomputing
+print(recomputing().record.dumps(), end="")
+"""
+
+
+def test_the_same_input_gives_the_same_file() -> None:
+    root = Path(__file__).parents[2]
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout == recomputing().record.dumps()
