@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoshard import _jax, _jaxprs
+from autoshard import _jax
 from autoshard.ir.graph import CALLS, INLINED, Path
 
 REMATS = frozenset({"checkpoint", "remat", "remat2"})
@@ -47,7 +47,7 @@ class Body:
 
     def with_steps(self, eqns: Sequence[Any], *, invars: Any = None, outvars: Any = None) -> Any:
         """The closed jaxpr of other equations over the body's variables."""
-        return _jaxprs.rewired(
+        return _jax.rewired(
             self.closed,
             eqns=eqns,
             invars=self.invars if invars is None else invars,
@@ -96,24 +96,24 @@ def _steps(
             inner = _jax.open_jaxpr(body)
             inside = dict(zip(inner.invars, operands, strict=True))
             for var, value in zip(inner.constvars, _jax.consts_of(body), strict=True):
-                inside[var] = _jaxprs.variable(var.aval)
+                inside[var] = _jax.variable(var.aval)
                 consts.append((inside[var], value))
             yield from _steps(inner, (*here, 0), inside, consts, (*calls, eqn), remats=remats)
             env.update((var, _read(inside, atom)) for var, atom in zip(eqn.outvars, inner.outvars, strict=True))
             continue
         results = list(eqn.outvars)
         if calls:  # a body that is called twice makes other values each time
-            results = [_jaxprs.variable(var.aval) for var in eqn.outvars]
+            results = [_jax.variable(var.aval) for var in eqn.outvars]
             env.update(zip(eqn.outvars, results, strict=True))
         new = eqn.replace(invars=operands, outvars=results)
         for call in reversed(calls):
-            new = _jaxprs.within(call, new)
+            new = _jax.within(call, new)
         yield Step(new, here)
 
 
 def why_once(eqn: Any) -> str:
     """Why an equation must not run twice; empty if it may."""
-    names = [eqn.primitive.name, *(inner.primitive.name for inner in _jaxprs.equations_within(eqn))]
+    names = [eqn.primitive.name, *(inner.primitive.name for inner in _jax.equations_within(eqn))]
     for name in names:
         if name in HOST_CALLS:
             return f"{name} calls the host"

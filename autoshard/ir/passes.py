@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autoshard import _jax, _jaxprs
+from autoshard import _jax
 from autoshard.ir.bodies import Body, opened
 from autoshard.ir.graph import BODIES, Path
 from autoshard.ir.remats import Constants, undone, undone_in_place
@@ -75,7 +75,7 @@ def passes(closed: Any, *, remats: bool) -> Pass:
 
 
 def _flat(body: Body, *, remats: bool) -> Pass:
-    transposed = frozenset(k for k, step in enumerate(body.steps) if _jaxprs.is_transposed(step.eqn))
+    transposed = frozenset(k for k, step in enumerate(body.steps) if _jax.is_transposed(step.eqn))
     constants: Constants = {}
     if remats and transposed:
         body, transposed, constants = undone_in_place(body, transposed)
@@ -99,7 +99,7 @@ def _nested(eqn: Any, path: Path, *, remats: bool) -> dict[int, Pass]:
     """The flat passes in the bodies of a loop or of branches, by the number of the body."""
     if eqn.primitive.name not in ("scan", "while", "cond"):
         return {}
-    if not any(map(_jaxprs.is_transposed, _jaxprs.equations_within(eqn))):
+    if not any(map(_jax.is_transposed, _jax.equations_within(eqn))):
         return {}
     found: dict[int, Pass] = {}
     for key, k in BODIES[eqn.primitive.name]:
@@ -122,7 +122,7 @@ def _pairs(
     for k, step in enumerate(forward.steps):
         if step.primitive == "scan" and not (forward is backward and k in transposed):
             carries = _jax.scan_arity(step.eqn)[1]
-            stacks.update((var, k) for var in step.eqn.outvars[carries:] if not _jaxprs.is_unnamed(var))
+            stacks.update((var, k) for var in step.eqn.outvars[carries:] if not _jax.is_unnamed(var))
     found: list[Pair] = []
     for k in sorted(transposed):
         step = backward.steps[k]

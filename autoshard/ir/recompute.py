@@ -10,7 +10,7 @@ first reader takes of the backward pass, which goes on with it from behind the b
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from autoshard import _jax, _jaxprs
+from autoshard import _jax
 from autoshard.errors import RecomputeError
 from autoshard.ir.bodies import REMATS
 from autoshard.ir.flops import REMATTED
@@ -44,7 +44,7 @@ def rewritten(values: SavedValues, kept: Collection[ValueId]) -> Any:
         return values.closed
     kept = frozenset(kept)
     described = {id(one.source): one for one in values.flat}
-    return _jaxprs.without_dead(_flat(values.program, described, kept))
+    return _jax.without_dead(_flat(values.program, described, kept))
 
 
 def _flat(one: Pass, described: Mapping[int, ForwardPass], kept: frozenset[ValueId]) -> Any:
@@ -98,12 +98,12 @@ class _Rewriting:
     def repeat(self, k: int, operand: Callable[[Any], Any]) -> Any:
         """Step k once more; `operand` is what stands for a variable of the forward body."""
         eqn = self.forward[self.own.steps[k].position]
-        results = [_jaxprs.variable(var.aval) for var in eqn.outvars]
+        results = [_jax.variable(var.aval) for var in eqn.outvars]
         for var, new in zip(eqn.outvars, results, strict=True):
             if var in self.ids:
                 self.repeated[self.ids[var]] = new
         operands = [x if _jax.is_literal(x) else operand(x) for x in eqn.invars]
-        return _jaxprs.repeated(eqn, operands, results, REMATTED)
+        return _jax.repeated(eqn, operands, results, REMATTED)
 
 
 class _ScanPair(_Rewriting):
@@ -144,7 +144,7 @@ class _ScanPair(_Rewriting):
         used |= {x for x in outvars if not _jax.is_literal(x)}
         constant, sliced = ([(x, var) for x, var in group if var in used] for group in (constant, sliced))
         invars = [var for _, var in (*constant, *carried, *sliced)]
-        body = _jaxprs.rewired(
+        body = _jax.rewired(
             source.backward.closed,
             eqns=eqns,
             invars=invars,
@@ -156,8 +156,8 @@ class _ScanPair(_Rewriting):
         first, last = ahead.invars[: ahead_arity[0]], ahead.invars[sum(ahead_arity) :]
         middle = ahead.invars[ahead_arity[0] : sum(ahead_arity)]
         return (
-            _jaxprs.scan_again(ahead, forward, first, middle, last),
-            _jaxprs.scan_again(back, body, *([x for x, _ in group] for group in (constant, carried, sliced))),
+            _jax.scan_again(ahead, forward, first, middle, last),
+            _jax.scan_again(back, body, *([x for x, _ in group] for group in (constant, carried, sliced))),
         )
 
     def stays(self, atom: Any, var: Any, outer: _Rewriting) -> bool:
@@ -193,7 +193,7 @@ class _ScanPair(_Rewriting):
         outvars = list(ahead.outvars)
         for at in sorted(self.demand.wired):
             inner = self.variable[at]
-            new = _jaxprs.variable(inner.aval)
+            new = _jax.variable(inner.aval)
             if self.is_given(at):
                 if at not in self.held:
                     i = inputs[at]
@@ -204,7 +204,7 @@ class _ScanPair(_Rewriting):
                     self.held[at] = new
                 continue
             if at.stack not in outer.variable:
-                stack = _jaxprs.variable(_jaxprs.stacked(inner.aval, self.own.source.length))
+                stack = _jax.variable(_jax.stacked(inner.aval, self.own.source.length))
                 outer.add(at.stack, stack)
                 outvars.append(stack)
                 results.append(inner)
@@ -305,8 +305,8 @@ class _FlatBody(_Rewriting):
         before = self.leaves([k for position in group for k in self.due[position]])
         if anchor is not None:
             before = [*(x for x in before if x is not anchor), anchor]
-        after = [_jaxprs.variable(x.aval) for x in before]
-        eqns.append(_jaxprs.barrier(near, [self.current(x) for x in before], after))
+        after = [_jax.variable(x.aval) for x in before]
+        eqns.append(_jax.barrier(near, [self.current(x) for x in before], after))
         if anchor is not None:
             self.present[anchor] = after[-1]
         return dict(zip(before, after, strict=True))
@@ -344,7 +344,7 @@ class _Anchors:
             if not any(not _jax.is_literal(x) and x in varies for x in step.eqn.invars):
                 continue
             for x in step.eqn.outvars:
-                if not _jaxprs.is_unnamed(x):
+                if not _jax.is_unnamed(x):
                     varies.add(x)
                     self.made[x] = k
                     if k not in source.transposed:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
-from autoshard import _jax, _jaxprs
+from autoshard import _jax
 from autoshard.ir.bodies import Body, Step, why_once
 from autoshard.ir.fingerprint import Writer
 from autoshard.ir.flops import REMATTED
@@ -114,14 +114,14 @@ class _Known:
         results = self._results.get(self._key(step)) or [
             self._of_constant.get(text) for _, text in self._constants(step)
         ]
-        if len(results) != len(step.eqn.outvars) or any(x is None or _jaxprs.is_unnamed(x) for x in results):
+        if len(results) != len(step.eqn.outvars) or any(x is None or _jax.is_unnamed(x) for x in results):
             return False
         self.same.update(zip(step.eqn.outvars, results, strict=True))
         return True
 
     def _add_constant(self, var: Any, text: str) -> None:
         self.constant[var] = text
-        if not _jaxprs.is_unnamed(var):
+        if not _jax.is_unnamed(var):
             self._of_constant.setdefault(text, var)
 
     def _constants(self, step: Step) -> list[tuple[Any, str]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from autoshard import _jax, _jaxprs
+from autoshard import _jax
 from autoshard.ir.bodies import Step, why_once
 from autoshard.ir.graph import Aval, Path
 from autoshard.ir.passes import Pass, passes
@@ -313,7 +313,7 @@ class _Describer:
 
     def add(self, var: Any, at: ValueId, where: str, *, step: int | None, free: str = "", must_keep: str = "") -> None:
         """A value; one that is known by another variable already stays what it is."""
-        if not _jaxprs.is_unnamed(var):
+        if not _jax.is_unnamed(var):
             self.ids.setdefault(var, at)
         aval = Aval(tuple(getattr(var.aval, "shape", ())), getattr(var.aval, "dtype", None))
         self.values.setdefault(

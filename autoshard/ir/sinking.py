@@ -8,7 +8,7 @@ made inside, it is part of the fusions that read it and lies nowhere.
 from collections.abc import Mapping
 from typing import Any
 
-from autoshard import _jax, _jaxprs
+from autoshard import _jax
 from autoshard.ir.bodies import Body, opened
 
 # Element by element, from positions and literals, for less than reading the result takes.
@@ -32,7 +32,7 @@ def _sunk(body: Body) -> Any:
         if cheap and all(_jax.is_literal(x) or x in makers for x in eqn.invars):
             makers[eqn.outvars[0]] = eqn
         eqns.append(_with_constants(eqn, makers) if step.primitive == "scan" else eqn)
-    return _jaxprs.without_dead(body.with_steps(eqns))
+    return _jax.without_dead(body.with_steps(eqns))
 
 
 def _with_constants(eqn: Any, makers: Mapping[Any, Any]) -> Any:
@@ -50,7 +50,7 @@ def _with_constants(eqn: Any, makers: Mapping[Any, Any]) -> Any:
         maker = makers[x]
         for operand in maker.invars:
             if not _jax.is_literal(operand) and operand not in made:
-                made[operand] = _jaxprs.variable(operand.aval)
+                made[operand] = _jax.variable(operand.aval)
                 make(operand, made[operand])
         first.append(
             maker.replace(invars=[x if _jax.is_literal(x) else made[x] for x in maker.invars], outvars=[result])
@@ -63,4 +63,4 @@ def _with_constants(eqn: Any, makers: Mapping[Any, Any]) -> Any:
     body = inner.with_steps(
         [*first, *(step.eqn for step in inner.steps)], invars=[*(var for _, var in left), *inner.invars[consts:]]
     )
-    return _jaxprs.scan_again(eqn, body, [x for x, _ in left], rest[:carries], rest[carries:])
+    return _jax.scan_again(eqn, body, [x for x, _ in left], rest[:carries], rest[carries:])

@@ -1,4 +1,4 @@
-"""What `_jax.py` relies on, in the JAX that is installed: when one of these fails, JAX has moved."""
+"""What `_jax/` relies on, in the JAX that is installed: when one of these fails, JAX has moved."""
 
 import inspect
 import re

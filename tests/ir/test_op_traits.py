@@ -28,7 +28,7 @@ CALLS = frozenset({"custom_partitioning", "ffi_call", "pallas_call"})
 
 # Folders and rooms that may name primitives, and why.
 MAY_NAME = {
-    "_jax.py": "what JAX calls things differs between its versions",
+    "_jax": "what JAX calls things differs between its versions",
     "ir": "the program is made of primitives; the table is here",
     "rules": "primitive → factors",
     "backends": "opcodes of HLO and StableHLO, and collectives, some of which are called like primitives",
