@@ -14,7 +14,8 @@ from jax._src import config, core, source_info_util, tree_util
 from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax._src.interpreters import ad, partial_eval
 from jax._src.lib import jax_jit
-from jax._src.mesh import get_concrete_mesh, thread_resources
+from jax._src.mesh import get_concrete_mesh as get_concrete_mesh
+from jax._src.mesh import thread_resources
 from jax._src.named_sharding import DuplicateSpecError as DuplicateSpecError
 from jax._src.state.types import AbstractRef
 from jax.core import Tracer

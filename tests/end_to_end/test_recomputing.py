@@ -41,7 +41,8 @@ def wide(program: Program) -> Program:
 
 
 def question(program: Program, **options: Any) -> tuple[PlanRequest, Options]:
-    asked = Options(**{"mesh": SPLIT, "hardware": "cpu:4", "rel_gap": 1e-2, **options})
+    given: dict[str, Any] = {"mesh": SPLIT, "hardware": "cpu:4", "rel_gap": 1e-2, **options}
+    asked = Options(**given)
     return requests_of(program[0], program[1], {}, asked)[0], asked
 
 
