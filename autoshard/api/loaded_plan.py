@@ -31,6 +31,7 @@ _METHODS: Mapping[str, str] = {
 }
 _VALUES: Mapping[str, str] = {
     "traced": _BIND,
+    "kept": _BIND,
     "planned": _PLAN_AGAIN,
     "problem": "a loaded plan does not hold its problem: plan again",
 }

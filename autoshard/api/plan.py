@@ -30,6 +30,8 @@ from autoshard.ir import graph as graphs
 from autoshard.ir.graph import Graph
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.paths import dotted
+from autoshard.ir.recomputation import Recomputation
+from autoshard.ir.recomputed import KeptValue, kept_values_of
 from autoshard.ir.trace import Traced
 from autoshard.planner import summary as text
 from autoshard.planner.record import Leaf, PlanRecord, write
@@ -135,6 +137,11 @@ class Plan(ABC):
         """The compiler flags that the prices assume, for `lowered.compile(compiler_options=…)`."""
         return self.record.compiler_options
 
+    @property
+    def recomputation(self) -> Recomputation | None:
+        """What backward passes find kept, the rest of what they read being repeated; None: as the program says."""
+        return self.record.recomputation
+
     # What it is used for.
 
     @abstractmethod
@@ -230,6 +237,12 @@ class ProgramPlan(Plan):
     @property
     def out_specs(self) -> Any:
         return jax.tree.unflatten(self.traced.out_tree, [leaf.spec for leaf in self.record.outputs])
+
+    @property
+    def kept(self) -> tuple[KeptValue, ...]:
+        """The values of `recomputation`, with their source lines, shapes and bytes; none if it is None."""
+        chosen = self.record.recomputation
+        return () if chosen is None else kept_values_of(self.traced, chosen)
 
     def jit(self, fn: Callable[..., Any] | None = None) -> Any:
         return emit.jitted(self.record, self.traced, self.mesh())

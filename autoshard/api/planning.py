@@ -26,6 +26,7 @@ from autoshard.errors import InfeasibleError, SpecError
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.recomputation import ADD, FIT, RematOption
 from autoshard.planner import named_shardings, pipeline, request
+from autoshard.planner.infeasible import whatever_is_kept
 from autoshard.planner.named_shardings import OtherMeshError
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.recomputation_space import keeping
@@ -291,11 +292,12 @@ def _fitting(questions: Sequence[PlanRequest], options: Options) -> dict[int, So
       InfeasibleError: none has; the error is that of the smallest peak.
     """
     plans, errors = _answers(questions, options)
+    more: list[InfeasibleError] = []
     if not plans and options.remat == FIT and any(may_recompute(error) for error in errors):
         plans, more = _answers([_keeping_less(question) for question in questions], options)
-        errors += more
     if not plans:
-        raise min(errors, key=lambda error: inf if error.peak_bytes is None else error.peak_bytes)
+        least = min([*errors, *more], key=lambda error: inf if error.peak_bytes is None else error.peak_bytes)
+        raise whatever_is_kept(least) if more else least
     return plans
 
 

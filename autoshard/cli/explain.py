@@ -20,6 +20,7 @@ from autoshard.cli.options import (
     MemoryOption,
     MeshOption,
     PinOption,
+    RematChoice,
     SetOption,
     TargetArgument,
     TimeOption,
@@ -32,6 +33,7 @@ from autoshard.explain.sensitivity import Varied, turning_points
 from autoshard.explore.builder import load_builder
 from autoshard.explore.remedies import remedies
 from autoshard.explore.trial import Task
+from autoshard.ir.recomputation import FIT
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.report import progress
 from autoshard.report.tables import bytes_text, time_text
@@ -56,12 +58,13 @@ def explain(
     pin: PinOption = None,
     set_: SetOption = None,
     for_grad: GradOption = False,
+    remat: RematChoice = FIT,
     time_limit: TimeOption = 20.0,
     as_json: JsonOption = False,
 ) -> None:
     """Say why WHAT lies as it does in TARGET's plan: the runner-up, its price, what turns the decision."""
     try:
-        made = planned(Asked(target, mesh, hardware, memory, donate, pin, set_, for_grad, REL_GAP, time_limit))
+        made = planned(Asked(target, mesh, hardware, memory, donate, pin, set_, for_grad, REL_GAP, time_limit, remat))
     except InfeasibleError as error:
         task = Task(
             target=target,
@@ -85,7 +88,7 @@ def explain(
         def plan_at(assignment: str) -> PlanningResult:
             sets = [*(set_ or ()), assignment]
             other = planned(
-                Asked(target, mesh, hardware, memory, donate, pin, sets, for_grad, REL_GAP, time_limit),
+                Asked(target, mesh, hardware, memory, donate, pin, sets, for_grad, REL_GAP, time_limit, remat),
                 constraints="all",
             )
             return other.planned

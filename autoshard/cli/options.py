@@ -12,6 +12,7 @@ from autoshard.cli.app import errors
 from autoshard.cli.written import assignments, byte_count, is_position, mesh_axes, pin_of
 from autoshard.errors import MeshError
 from autoshard.explore.builder import load_target
+from autoshard.ir.recomputation import FIT, RematOption
 from autoshard.planner.pipeline import ConstraintPolicy
 from autoshard.report import progress
 
@@ -46,6 +47,10 @@ SetOption = Annotated[list[str] | None, typer.Option("--set", help="of the build
 GradOption = Annotated[bool, typer.Option("--for-grad/--forward", help="plan its gradient")]
 GapOption = Annotated[float, typer.Option("--gap", help="stop when proven optimal to this fraction")]
 TimeOption = Annotated[float, typer.Option("--time-limit", help="seconds; then the best plan so far")]
+RematChoice = Annotated[
+    RematOption,
+    typer.Option("--remat", help="what backward passes repeat: as written; what fits; what costs least (add, free)"),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON alone on standard output")]
 
 
@@ -72,6 +77,7 @@ class Asked:
     for_grad: bool
     gap: float
     time_limit: float
+    remat: RematOption = FIT
 
 
 def planned(
@@ -101,6 +107,7 @@ def planned(
         "refine": refine,
         "candidates": candidates,
         "constraints": constraints,
+        "remat": asked.remat,
     }
     fn, args = build(asked.target, asked.set_) if built is None else built
     with progress.shown(errors(), progress.STAGES[0]):

@@ -18,12 +18,14 @@ from autoshard.cli.options import (
     MemoryOption,
     MeshOption,
     PinOption,
+    RematChoice,
     SetOption,
     TargetArgument,
     TimeOption,
     planned,
 )
 from autoshard.cli.written import writable
+from autoshard.ir.recomputation import FIT
 from autoshard.planner.pipeline import ConstraintPolicy
 
 
@@ -38,6 +40,7 @@ def plan(
     pin: PinOption = None,
     set_: SetOption = None,
     for_grad: GradOption = False,
+    remat: RematChoice = FIT,
     gap: GapOption = REL_GAP,
     time_limit: TimeOption = 20.0,
     refine: Annotated[
@@ -53,7 +56,7 @@ def plan(
 ) -> None:
     """Plan TARGET: the layout with the least step time that fits in memory."""
     made = planned(
-        Asked(target, mesh, hardware, memory, donate, pin, set_, for_grad, gap, time_limit),
+        Asked(target, mesh, hardware, memory, donate, pin, set_, for_grad, gap, time_limit, remat),
         refine=None if refine is None else refine.value,
         candidates=candidates,
         constraints=constraints,

@@ -22,6 +22,7 @@ from autoshard.cli.options import (
     MemoryOption,
     MeshOption,
     PinOption,
+    RematChoice,
     SetOption,
     TargetArgument,
     TimeOption,
@@ -30,6 +31,7 @@ from autoshard.cli.options import (
 )
 from autoshard.cli.written import writable
 from autoshard.errors import AutoshardError
+from autoshard.ir.recomputation import FIT
 from autoshard.planner import baseline_layouts, view
 from autoshard.report import page, progress
 
@@ -49,13 +51,16 @@ def report(
     pin: PinOption = None,
     set_: SetOption = None,
     for_grad: GradOption = False,
+    remat: RematChoice = FIT,
     time_limit: TimeOption = 20.0,
     as_json: JsonOption = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
 ) -> None:
     """Plan TARGET and write a page: layouts as tiles, timeline, memory, roofline, collectives, sources."""
     built = build(target, set_)
-    made = planned(Asked(target, mesh, hardware, memory, donate, pin, set_, for_grad, REL_GAP, time_limit), built=built)
+    made = planned(
+        Asked(target, mesh, hardware, memory, donate, pin, set_, for_grad, REL_GAP, time_limit, remat), built=built
+    )
     rows: list[view.Json] = []
     if compare and not for_grad:
         with progress.shown(errors(), "standard layouts"):

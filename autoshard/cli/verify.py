@@ -21,6 +21,7 @@ from autoshard.cli.options import (
     MemoryOption,
     MeshOption,
     PinOption,
+    RematChoice,
     SetOption,
     TargetArgument,
     TimeOption,
@@ -29,6 +30,7 @@ from autoshard.cli.options import (
 from autoshard.cli.written import assignments, writable
 from autoshard.errors import PlanMismatchError
 from autoshard.explore.builder import load_target
+from autoshard.ir.recomputation import FIT
 from autoshard.report import progress
 from autoshard.verification import machine_json
 from autoshard.verification.verify import TOLERANCE
@@ -61,13 +63,14 @@ def verify(
     pin: PinOption = None,
     set_: SetOption = None,
     for_grad: GradOption = False,
+    remat: RematChoice = FIT,
     gap: GapOption = REL_GAP,
     time_limit: TimeOption = 20.0,
     as_json: JsonOption = False,
 ) -> None:
     """Compile TARGET with its plan, without a device, and compare; exit code 1 if something does not match."""
     if plan_file is None:
-        made = planned(Asked(target, mesh, hardware, memory, donate, pin, set_, for_grad, gap, time_limit))
+        made = planned(Asked(target, mesh, hardware, memory, donate, pin, set_, for_grad, gap, time_limit, remat))
     else:
         if layouts:
             raise PlanMismatchError("--layouts: a plan file holds those of inputs and outputs alone; leave --plan out")

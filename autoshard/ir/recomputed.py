@@ -1,7 +1,7 @@
 """Recomputed: a traced program and what it keeps → the program that keeps this alone."""
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autoshard.errors import RecomputeError, SpecError
 from autoshard.ir.recomputation import Recomputation, Remat
@@ -26,12 +26,46 @@ def recomputed(traced: Traced, chosen: Recomputation) -> Traced:
         jaxpr = rewritten(saved, frozenset(known[text] for text in chosen.kept))
     except RecomputeError as error:
         raise SpecError(str(error)) from error
-    return replace(traced, jaxpr=jaxpr, source_digest=traced.digest)
+    return replace(traced, jaxpr=jaxpr, source_digest=traced.digest, source=traced.jaxpr)
 
 
 def savable(traced: Traced, remat: Remat) -> SavedValues:
     """What the backward passes of a program could find kept; of the program with its cheap constants in its loops."""
     return saved_values(sunk(traced.jaxpr), remat=remat)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptValue:
+    """A value that backward passes find kept.
+
+    Attributes:
+      place: its place in the program, as `Recomputation.kept` has it.
+      where: the user's line that makes it.
+      shape: of one trip of the loops around it.
+      dtype: its type.
+      trips: how many of them are in memory at once.
+      nbytes: of all of them, on all devices together.
+    """
+
+    place: str
+    where: str
+    shape: tuple[int, ...]
+    dtype: str
+    trips: int
+    nbytes: int
+
+
+def kept_values_of(traced: Traced, chosen: Recomputation) -> tuple[KeptValue, ...]:
+    """What a recomputed program keeps, value by value; a stack is told by the value that it stacks."""
+    saved = savable(replace(traced, jaxpr=traced.source), chosen.remat)
+    found = {str(value.id): value for one in saved.passes for value in one.values}
+    return tuple(
+        KeptValue(
+            place=text, where=v.where, shape=v.aval.shape, dtype=str(v.aval.dtype), trips=v.trips, nbytes=v.nbytes
+        )
+        for text in chosen.kept
+        if not (v := found[text]).id.stacked
+    )
 
 
 def recomputation_of(saved: SavedValues, kept: Collection[ValueId], remat: Remat) -> Recomputation:

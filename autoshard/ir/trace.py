@@ -39,6 +39,7 @@ class Traced:
     out_avals: tuple[jax.ShapeDtypeStruct, ...]
     argument_of: tuple[int, ...]  # position of each leaf's argument
     source_digest: str = ""  # of the program that this one computes otherwise; empty if it is as it was traced
+    source: Any = None  # that program, where this one keeps other values for its backward passes
     captured: tuple[Any, ...] = ()  # tracers that the function closes over: its last inputs, in their trace
 
     @cached_property

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from autoshard.errors import InfeasibleError
 from autoshard.ir.constraints import spec_of
 from autoshard.ir.op_traits import CONSTRAINT
+from autoshard.ir.recomputation import ADD, WRITTEN
+from autoshard.ir.recomputed import savable
 from autoshard.planner.search_space import SearchSpace
 from autoshard.problem import memory_profile
 from autoshard.problem.decisions import place_of
@@ -14,6 +16,9 @@ from autoshard.report.tables import bytes_text
 from autoshard.solver import Solution, Status
 
 DAY_S = 86_400.0
+CHECKPOINT = "jax.checkpoint around a layer"
+KEEPING_LESS = f'remat="add", or {CHECKPOINT}'
+WHATEVER_IS_KEPT = ", whatever backward passes keep or repeat"
 PINS_NAMED = 6  # of those that exclude each other
 
 
@@ -48,10 +53,11 @@ def infeasible(
     choice = formulation.read(solution.choice)
     peak, at, kinds = memory_profile.peak(decisions, choice)
     bound = min(solution.peak_bound_bytes or 0, peak)
+    tried = WHATEVER_IS_KEPT if _tried(space) else ""
     proven = "" if bound >= peak else f" (none has less than {bytes_text(bound)})" if bound else ""
     parts = " + ".join(f"{kind} {bytes_text(n)}" for kind, n in sorted(kinds.items(), key=lambda item: -item[1]) if n)
     return InfeasibleError(
-        f"no plan fits {bytes_text(limit)} per device on {mesh}; "
+        f"no plan fits {bytes_text(limit)} per device on {mesh}{tried}; "
         f"the smallest peak found is {bytes_text(peak)}{proven}\n"
         f"  at {place_of(decisions, at)}: {parts}\n"
         f"  {_way_out(space, kinds)}",
@@ -60,6 +66,25 @@ def infeasible(
         limit_bytes=limit,
         where=place_of(decisions, at),
         kinds=kinds,
+    )
+
+
+def whatever_is_kept(error: InfeasibleError) -> InfeasibleError:
+    """The error of what does not fit as written, where it was tried as well that backward passes keep less.
+
+    The bound was that of the program as written.
+    """
+    first, *rest = str(error).splitlines()
+    if WHATEVER_IS_KEPT in first or not any(KEEPING_LESS in line for line in rest):
+        return error
+    limit, _, peak = first.partition("; ")
+    text = "\n".join([f"{limit}{WHATEVER_IS_KEPT}; {peak.partition(' (')[0]}, as written", *rest])
+    return InfeasibleError(
+        text.replace(f"{KEEPING_LESS}; ", ""),
+        peak_bytes=error.peak_bytes,
+        limit_bytes=error.limit_bytes,
+        where=error.where,
+        kinds=error.kinds,
     )
 
 
@@ -81,6 +106,12 @@ def _forbidden(space: SearchSpace) -> str:
     )
 
 
+def _tried(space: SearchSpace) -> bool:
+    """Whether it is decided what backward passes keep: that they keep less is no way out any more."""
+    request = space.request
+    return not request.gradient_of and (request.recomputation is not None or request.remat != WRITTEN)
+
+
 def _way_out(space: SearchSpace, kinds: Mapping[str, int]) -> str:
     """The change that helps most, given the parts of a peak."""
     ways: list[str] = []
@@ -89,6 +120,10 @@ def _way_out(space: SearchSpace, kinds: Mapping[str, int]) -> str:
     if not space.tied:
         ways.append("donate the state (donate_argnums=), so that the new one takes its place")
     if passing >= state:
-        ways.append("a smaller batch (autoshard.accumulate splits it), jax.checkpoint around a layer")
+        ways.append("a smaller batch (autoshard.accumulate splits it)")
+    if passing and space.request.gradient_of:
+        ways.append(CHECKPOINT)
+    elif passing and not _tried(space) and savable(space.traced, ADD).saved:
+        ways.append(KEEPING_LESS)
     ways.append("more devices, or mesh axes that divide more dimensions")
     return "what helps: " + "; ".join(ways) + "; or raise memory="

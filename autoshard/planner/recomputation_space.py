@@ -11,6 +11,7 @@ from autoshard.ir.recomputation import Recomputation
 from autoshard.ir.recomputed import recomputation_of, recomputed, savable
 from autoshard.ir.saved_values import SavedValues
 from autoshard.planner.program import Program
+from autoshard.planner.record import KEEPS
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.search_space import build_search_space, decide_anew
 from autoshard.problem.decisions import Decisions
@@ -62,7 +63,7 @@ class RecomputationSpace:
         repeated = self.saved.repeated([v.id for v in values.values()])
         contractions = sum(step.primitive == DOT_GENERAL for step in repeated)
         return (
-            f"backward passes find {len(own)} values kept ({bytes_text(sum(v.nbytes for v in own))} on all devices "
+            f"{KEEPS} {len(own)} values kept ({bytes_text(sum(v.nbytes for v in own))} on all devices "
             f"together) and repeat {len(repeated)} equations, {contractions} of them matrix products"
         )
 

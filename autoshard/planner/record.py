@@ -32,6 +32,9 @@ SCHEMA_VERSION = 2  # which a file has that recomputes; others have 1
 # So begins a note of every plan for a gradient.
 FOR_GRADIENT = "planned for its gradient with respect to"
 
+# So begins a note of every plan that recomputes.
+KEEPS = "backward passes find"
+
 _OPEN = "?"  # in a constraint: a dimension that a hand-written one leaves to the partitioner
 
 

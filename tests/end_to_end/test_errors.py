@@ -191,7 +191,7 @@ def test_memory_that_nothing_fits() -> None:
     )
     assert lines[2] == (
         "  what helps: donate the state (donate_argnums=), so that the new one takes its place; "
-        "a smaller batch (autoshard.accumulate splits it), jax.checkpoint around a layer; "
+        "a smaller batch (autoshard.accumulate splits it); "
         "more devices, or mesh axes that divide more dimensions; or raise memory="
     )
     assert error.where is not None
@@ -207,7 +207,7 @@ def test_memory_that_nothing_fits_is_no_matter_of_pins() -> None:
     with pytest.raises(
         InfeasibleError, match=r"no plan fits 500 MB per device .* the smallest peak found is"
     ) as caught:
-        autoshard.plan(fn, *args, donate_argnums=0, mesh=MESH, hardware=GPUS, memory=5 * 10**8)
+        autoshard.plan(fn, *args, donate_argnums=0, mesh=MESH, hardware=GPUS, memory=5 * 10**8, remat="written")
     error = caught.value
     assert error.peak_bytes is not None
     assert error.bound_bytes is not None

@@ -15,12 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import autoshard
-from autoshard import _jax
+from autoshard import _jax, cli
 from autoshard.api.options import Options
 from autoshard.api.planning import plan_request, requests_of
-from autoshard.errors import AutoshardError, PlanFileError, PlanMismatchError
+from autoshard.errors import AutoshardError, InfeasibleError, PlanFileError, PlanMismatchError
 from autoshard.ir.recomputation import Recomputation, Remat
 from autoshard.ir.recomputed import recomputation_of, savable
 from autoshard.ir.saved_values import SavedValues
@@ -170,6 +171,75 @@ def test_decorated_functions_recompute() -> None:
     decorated = autoshard.jit(fn, **options, remat="add")
     assert_same(decorated(*args), jax.jit(fn)(*args))
     assert decorated.plan(*args).record.recomputation is not None
+
+
+def test_what_is_kept_is_said(tmp_path: Path) -> None:
+    (fn, args), _ = tight()
+    plan = recomputing()
+    assert plan.recomputation is not None
+    assert {value.place for value in plan.kept} == {text for text in plan.recomputation.kept if "^" not in text}
+    for value in plan.kept:
+        assert value.nbytes == value.trips * np.prod(value.shape) * np.dtype(value.dtype).itemsize
+    assert any(value.where.startswith(str(Path(__file__).parents[1])) for value in plan.kept)
+    (row,) = [line for line in plan.summary().splitlines() if line.split()[:1] == ["kept"]]
+    assert f"{len(plan.kept)} values" in row
+    plan.save(tmp_path / "plan.json")
+    loaded = autoshard.load(tmp_path / "plan.json")
+    assert loaded.recomputation == plan.recomputation
+    assert loaded.bind(fn, *args).kept == plan.kept
+    with pytest.raises(PlanMismatchError, match="bind"):
+        getattr(loaded, "kept")  # noqa: B009  (type checkers know that it has none)
+
+
+def built() -> Program:
+    """What the command line plans."""
+    return tight()[0]
+
+
+def test_the_command_line_decides_as_asked(tmp_path: Path) -> None:
+    file, options = tmp_path / "plan.json", tight()[1]
+    asked = [
+        "plan",
+        f"{__name__}:built",
+        "--mesh",
+        "data=4",
+        "--hardware",
+        "cpu:4",
+        "--gap",
+        "0.01",
+        "--out",
+        str(file),
+    ]
+    asked += ["--memory", str(options["memory"])]
+    run = CliRunner()
+    assert isinstance(run.invoke(cli.app, [*asked, "--remat", "written"]).exception, InfeasibleError)
+    assert "\n  kept " in run.invoke(cli.app, asked).stdout
+    assert autoshard.load(file).recomputation == recomputing().recomputation
+    assert run.invoke(cli.app, [*asked, "--remat", "free"]).exit_code == 0
+    assert getattr(autoshard.load(file).recomputation, "remat", "") == "free"
+    assert run.invoke(cli.app, [*asked, "--remat", "less"]).exit_code == 2
+
+
+def test_what_fits_as_written_stays_so() -> None:
+    (fn, args), options = tight()
+    more: dict[str, Any] = {**options, "memory": None}
+    plan = autoshard.plan(fn, *args, **more)
+    assert plan.recomputation is None
+    assert not plan.kept
+
+
+def test_infeasible_plans_say_that_recomputation_was_tried() -> None:
+    (fn, args), options = tight()
+    with pytest.raises(InfeasibleError) as written:
+        autoshard.plan(fn, *args, **options, remat="written")
+    assert 'remat="add"' in str(written.value)
+    less: dict[str, Any] = {**options, "memory": 20_000}
+    for remat in ("fit", "add"):
+        with pytest.raises(InfeasibleError, match="whatever backward passes keep or repeat") as tried:
+            autoshard.plan(fn, *args, **less, remat=remat)
+        assert "jax.checkpoint" not in str(tried.value)
+        assert "remat=" not in str(tried.value)
+        assert "the smallest peak found is" in str(tried.value)
 
 
 def damaged() -> dict[str, Any]:
