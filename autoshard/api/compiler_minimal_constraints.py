@@ -18,6 +18,7 @@ from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends.shardy.probe import values_at
 from autoshard.errors import CompileError, PlanMismatchError
 from autoshard.ir.constraints import Constraints, Specs
+from autoshard.planner.minimal_constraints import wrong_without
 from autoshard.verification.result import Verification
 
 log = logging.getLogger("autoshard")
@@ -133,11 +134,13 @@ def _groups(pins: Constraints) -> Mapping[str, Mapping[Any, Specs]]:
 
 
 def classes(plan: SolvedPlan) -> Iterator[Sequence[Step]]:
-    """A plan's constraints, those that stand in equal places together."""
-    value_of = _values(plan)
+    """A plan's constraints that may go, those that stand in equal places together."""
+    value_of, needed = _values(plan), _needed(plan)
     found: dict[object, list[Step]] = {}
     for name, group in _groups(plan.record.pins).items():
         for key, specs in group.items():
+            if (name, key) in needed:
+                continue
             for i in range(len(specs)):
                 found.setdefault((name, value_of(name, key), specs, i), []).append((name, key, i))
     yield from found.values()
@@ -159,6 +162,19 @@ def _values(plan: SolvedPlan) -> Callable[[str, Any], object]:
         return int(folding.class_of[decisions.made[value].node]), decisions.graph.avals[value]
 
     return value_of
+
+
+def _needed(plan: SolvedPlan) -> frozenset[tuple[str, Any]]:
+    """The places of constraints without which numbers would be wrong: that is not seen in what the compiler emits."""
+    try:
+        graph = plan.planned.assignment.decisions.graph
+    except PlanMismatchError:
+        return frozenset()
+    record = plan.record
+    if len(graph.inputs) != len(record.inputs):
+        return frozenset()  # the gradient program, whose places are others
+    wrong = wrong_without(graph, record.pins, {i: leaf.spec for i, leaf in enumerate(record.inputs)})
+    return frozenset(place for place, value in values_at(graph).items() if value in wrong)
 
 
 def _without(pins: Constraints, dropped: Set[Step]) -> Constraints:

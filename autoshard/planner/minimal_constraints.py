@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from jax.sharding import PartitionSpec
 
 from autoshard.backends.model import CompilerModel
-from autoshard.backends.shardy.probe import Answer, Probe
+from autoshard.backends.shardy.probe import Answer, Probe, values_at
 from autoshard.backends.shardy.propagation import Annotations
 from autoshard.costs import shared_gathers
 from autoshard.ir.constraints import Constraints
@@ -31,6 +31,7 @@ from autoshard.ir.graph import Graph, Path
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import RESHAPE, SCATTER_ADD, TRANSPOSE
+from autoshard.ir.rewrite import ConstraintSite
 from autoshard.ir.trace import Traced
 from autoshard.problem.decisions import Decisions
 from autoshard.problem.symmetry import Folding
@@ -301,11 +302,7 @@ def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations, once: Set[i
     - Values that are cut along a split dimension: see `_sliced`.
     """
     pins = annotations.pins
-    ends: dict[int, list[PartitionSpec]] = {v: [annotations.inputs[i]] for i, v in enumerate(graph.inputs)}
-    for name, group in (("made", pins.made), ("taken", pins.taken), ("input", pins.inputs), ("output", pins.outputs)):
-        for key, specs in group.items():
-            if (name, key) in probe.of:
-                ends.setdefault(probe.of[name, key], []).extend(specs)
+    ends = _ends(graph, pins, annotations.inputs, probe.of)
     split = {v: {spec for spec in specs if any(spec)} for v, specs in ends.items()}
     contractions = [e for e, eqn in enumerate(graph.eqns) if eqn.traits.contraction]
     taken = Counter(v for e in contractions for v in graph.operands[e])
@@ -324,6 +321,23 @@ def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations, once: Set[i
     scatters = (e for e, eqn in enumerate(graph.eqns) if eqn.primitive == SCATTER_ADD)
     summed = {v for e in scatters for v in graph.results[e] if v in pending & added and split.get(v)}
     return frozenset(moved | cut | drawn | gathered | summed | _sliced(graph, ends))
+
+
+def _ends(
+    graph: Graph, pins: Constraints, inputs: Mapping[int, PartitionSpec], of: Mapping[ConstraintSite, int]
+) -> dict[int, list[PartitionSpec]]:
+    """Value → the layouts that it has as an input, and is constrained to."""
+    ends = {v: [inputs[i]] for i, v in enumerate(graph.inputs)}
+    for name, group in (("made", pins.made), ("taken", pins.taken), ("input", pins.inputs), ("output", pins.outputs)):
+        for key, specs in group.items():
+            if (name, key) in of:
+                ends.setdefault(of[name, key], []).extend(specs)
+    return ends
+
+
+def wrong_without(graph: Graph, pins: Constraints, inputs: Mapping[int, PartitionSpec]) -> set[int]:
+    """Values that XLA's partitioner may compute wrongly without their constraints, whatever else it emits."""
+    return _sliced(graph, _ends(graph, pins, inputs, values_at(graph)))
 
 
 def _sliced(graph: Graph, ends: Mapping[int, Sequence[PartitionSpec]]) -> set[int]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autoshard
 import models
@@ -77,6 +78,17 @@ def test_constraints_without_which_the_compiler_emits_the_same_are_left_out(
     assert f"{few.record.pins.count} of {pins.count} constraints are left" in few.record.notes[-1]
     assert f"({len(asked)} compiles)" in few.record.notes[-1]
     assert few.record.inputs == plan.record.inputs
+
+
+def test_constraints_without_which_numbers_are_wrong_are_not_asked_for() -> None:
+    """A value that is split where a part is cut out is gathered first: XLA's partitioner may confuse both, unseen."""
+    options: dict[str, Any] = {"mesh": {"data": 2}, "hardware": "cpu:2", "for_grad": False, "constraints": "all"}
+    cut = autoshard.plan(
+        lambda x: x[3] + x[0], jax.ShapeDtypeStruct((8, 64), "float32"), pins={"**": P("data")}, **options
+    )
+    asked = {(name, key) for steps in compiler_minimal_constraints.classes(cut) for name, key, _ in steps}
+    assert cut.record.pins.inputs  # where it is gathered
+    assert asked.isdisjoint(("input", key) for key in cut.record.pins.inputs)
 
 
 def test_both_ends_of_a_move_are_left_out_together(
