@@ -46,10 +46,10 @@ PinOption = Annotated[
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="of the builder: batch=16; repeatable")]
 GradOption = Annotated[bool, typer.Option("--for-grad/--forward", help="plan its gradient")]
 GapOption = Annotated[float, typer.Option("--gap", help="stop when proven optimal to this fraction")]
-TimeOption = Annotated[float, typer.Option("--time-limit", help="seconds; then the best plan so far")]
+TimeOption = Annotated[float, typer.Option("--time-limit", help="seconds; then the best so far")]
 RematChoice = Annotated[
     RematOption,
-    typer.Option("--remat", help="what backward passes repeat: as written; what fits; what costs least (add, free)"),
+    typer.Option("--remat", metavar="<str>", help="written, fit, add or free", show_default=False),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON alone on standard output")]
 
