@@ -17,9 +17,11 @@ from autoshard.ir.flops import REMATTED
 from autoshard.ir.graph import BODIES
 from autoshard.ir.passes import Pass
 from autoshard.ir.saved_values import CONSTANT, LOOP_INPUT, Demand, ForwardPass, SavedValues, ValueId
+from autoshard.ir.segments import segments
 
 # Backward steps whose operands are in memory: none of them is fused with what makes these.
 STORED = REMATS | {"dot_general", "ragged_dot_general", "conv_general_dilated", "scan", "while", "pallas_call"}
+WIDENING = frozenset({"broadcast_in_dim", "convert_element_type", "reshape"})
 
 
 def rewritten(values: SavedValues, kept: Collection[ValueId]) -> Any:
@@ -259,12 +261,17 @@ class _FlatBody(_Rewriting):
         What a barrier waits for is stored, so the best place is before a contraction: it takes a stored operand anyway.
         Small groups stand before the last one ahead of them. A large one (half of the largest) begins a new barrier;
         small ones join the barrier ahead of them, if they read nothing that is made behind it and all that it serves is
-        no more than twice the largest.
+        no more than twice the largest. All that is of one segment of the forward pass: what a layer repeats does not
+        wait beside what another one does.
         """
+        segment = segments(self.own)
         made = {x: k for k, eqn in enumerate(self.forward) for x in eqn.outvars}
         leaves = {position: self.leaves(ks) for position, ks in self.due.items()}
         sizes = {position: self.made_bytes(self.due[position]) for position, read in leaves.items() if read}
-        most = max(sizes.values(), default=0)
+        part = {position: max(segment[k] for k in self.due[position]) for position in sizes}
+        largest: dict[int, int] = {}
+        for position, nbytes in sizes.items():
+            largest[part[position]] = max(largest.get(part[position], 0), nbytes)
         found: list[list[int]] = []
         joined, stored = 0, 0
         for position in range(len(self.forward)):
@@ -273,10 +280,12 @@ class _FlatBody(_Rewriting):
             if position not in sizes:
                 continue
             latest = max((made.get(x, -1) for x in leaves[position]), default=-1)
+            most = largest[part[position]]
             large = 2 * sizes[position] >= most
+            elsewhere = bool(found) and part[position] != part[found[-1][-1]]
             place = stored if stored > latest and not large else position
             joined += sizes[position]
-            if not found or latest >= found[-1][0] or large or joined > 2 * most:
+            if not found or latest >= found[-1][0] or large or elsewhere or joined > 2 * most:
                 found.append([max(place, found[-1][-1] + 1 if found else 0)])
                 joined = sizes[position]
             found[-1].append(position)
@@ -354,4 +363,18 @@ class _Anchors:
         """The variable; None if there is none."""
         operands = [x for x in self.source.forward.steps[position].eqn.invars if not _jax.is_literal(x)]
         taken = [x for x in operands if self.made.get(x) in self.source.transposed]
-        return max(taken, key=self.made.__getitem__) if taken else self.forward[position]
+        return self.narrowest(max(taken, key=self.made.__getitem__)) if taken else self.forward[position]
+
+    def narrowest(self, var: Any) -> Any:
+        """What a value of the backward pass is widened from (broadcast, converted): behind a barrier it is stored."""
+        eqn = self.source.forward.steps[self.made[var]].eqn
+        if eqn.primitive.name not in WIDENING:
+            return var
+        operand = eqn.invars[0]
+        if _jax.is_literal(operand) or self.made.get(operand) not in self.source.transposed:
+            return var
+        return self.narrowest(operand) if _nbytes(operand) <= _nbytes(var) else var
+
+
+def _nbytes(var: Any) -> int:
+    return var.aval.size * var.aval.dtype.itemsize

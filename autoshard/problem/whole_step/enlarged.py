@@ -21,11 +21,14 @@ class WholeStep:
       graph: with its `optional` equations.
       recalls: a recall → the value of the program that it reads.
       keeps: a keep, a derive or a stack → the value of the program that it keeps.
+      held: the values that lie in memory where the program runs as it is written; others are computed where they are
+        read.
     """
 
     graph: Graph
     recalls: Mapping[int, ValueId]
     keeps: Mapping[int, ValueId]
+    held: frozenset[ValueId]
 
 
 @dataclass(slots=True)
@@ -152,4 +155,5 @@ class Enlargement:
                 now for now, (a, e) in enumerate(rows) if (e in self.optional if a is None else a.optional)
             ),
         )
-        return WholeStep(graph=found, recalls=recalls, keeps=keeps)
+        held = frozenset(at for v, at in self.id_of.items() if self.held[v])
+        return WholeStep(graph=found, recalls=recalls, keeps=keeps, held=held)

@@ -13,25 +13,9 @@ from collections.abc import Collection, Sequence
 
 from autoshard.ir.op_traits import DERIVE, KEEP
 from autoshard.ir.saved_values import ForwardPass
+from autoshard.ir.segments import valleys
 from autoshard.problem.whole_step.enlarged import Addition, Enlargement
 from autoshard.problem.whole_step.pass_choices import PassChoices
-
-_DEEP = 3.0  # so many times as much crosses between two cuts at least: more than a norm's, less than an MLP's
-
-
-def _valleys(crossing: Sequence[int]) -> list[int]:
-    """The places that less crosses than what lies on both sides of them, by a factor of `_DEEP` at least."""
-    found: list[int] = []
-    highest, lowest = 0, -1  # since the last cut: the most that crossed, and the narrowest place behind it
-    for k, nbytes in enumerate(crossing):
-        if lowest < 0 or crossing[lowest] > nbytes:
-            lowest = k
-        if 0 < _DEEP * crossing[lowest] <= min(highest, nbytes):
-            found.append(lowest)
-            highest, lowest = nbytes, k
-        elif nbytes > highest:
-            highest, lowest = nbytes, k
-    return found
 
 
 class FlatChoices(PassChoices):
@@ -77,7 +61,7 @@ class FlatChoices(PassChoices):
         for delta in change:
             total += delta
             crossing.append(total)
-        narrow = set(_valleys(crossing[: len(ahead)]))
+        narrow = set(valleys(crossing[: len(ahead)]))
         found: dict[int, int] = {}
         segment = 0
         for e, k in place.items():

@@ -1,9 +1,11 @@
 """Reading: which values a choice of every decision keeps."""
 
+from collections.abc import Collection
+
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.ir.saved_values import SavedValues, ValueId
+from autoshard.ir.saved_values import ForwardPass, SavedValues, ValueId
 from autoshard.problem.decisions import Decisions
 from autoshard.problem.whole_step.enlarged import WholeStep
 
@@ -29,7 +31,35 @@ def kept_values(
         computed = all(o is None or known.get(o, True) for o in steps.get(v, ()))  # from what is not repeated
         known[v] = v in there if v in chosen else v in lasts or computed
     stacked = {v for v in saved.saved if v not in known and v not in chosen and not v.stacked}
-    return saved.stacks({*there, *stacked, *(v for v, kept in known.items() if kept)})
+    kept = {*there, *stacked, *(v for v, kept in known.items() if kept)}
+    for one in saved.passes:
+        if one.source.is_flat:
+            kept = _as_stored(one, kept, whole.held)
+    return saved.stacks(kept)
+
+
+def _as_stored(one: ForwardPass, kept: Collection[ValueId], held: Collection[ValueId]) -> set[ValueId]:
+    """What is kept of a flat pass, in terms of what lies in memory.
+
+    What is computed from that where it is read is kept at no cost; repeated, a barrier would stand before it. As an
+    operand of a step that is repeated behind a barrier, it would be stored: there it is repeated, too.
+    """
+    fused: dict[ValueId, bool] = {}  # of what does not lie in memory: whether it is computed from what does
+
+    def is_given(at: ValueId | None) -> bool:
+        return at is None or bool(one.value[at].free) or (at in held and at in kept) or fused.get(at, False)
+
+    for v in one.values:
+        if v.step is not None and not v.free and not v.must_keep and v.id not in held:
+            fused[v.id] = all(map(is_given, one.steps[v.step].operands))
+    found = {*kept, *(v for v, is_fused in fused.items() if is_fused)}
+    while True:
+        repeated = one.demand(found).first
+        read = {at for k in repeated for at in one.steps[k].operands if at is not None}
+        stored = {at for at in read if at in found and fused.get(at, False)}
+        if not stored:
+            return found
+        found -= stored
 
 
 def _is_on(decisions: Decisions, e: int, choice: NDArray[np.int64]) -> bool:
