@@ -13,12 +13,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 
 import autoshard
+import models
 from autoshard import _jax
 from autoshard.errors import RecomputeError
 from autoshard.ir.flops import REMATTED, flops
 from autoshard.ir.graph import build
 from autoshard.ir.recompute import rewritten
 from autoshard.ir.saved_values import Remat, SavedValues, ValueId, saved_values
+from autoshard.ir.segments import segments, valleys
 from autoshard.ir.trace import Traced, trace
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -409,3 +411,28 @@ def test_nothing_is_merged_with_the_forward_pass() -> None:
         assert products(closed) - text.count(" dot(") in (0, int(not kept))
         again = sum(step.primitive == "dot_general" for step in values.repeated(kept))
         assert len(re.findall(rf" dot\(.*{REMATTED}", text)) == again
+
+
+def test_layers_are_cut_where_the_stream_alone_crosses() -> None:
+    assert valleys([1, 9, 9, 2, 9, 8, 1, 7]) == [3, 6]
+    assert not valleys([4, 5, 4, 5, 4])
+    fn, args = models.build("tiny-gpt2", scan=False, layers=3, batch=8, sequence=32)
+    (one,) = saved_values(trace(fn, args, ("state", "batch")).jaxpr, remat="add").passes
+    assert max(segments(one)) == 2 * 3 + 1  # attention and MLP of each layer, what is before, and the loss
+
+
+def test_barriers_hold_what_is_narrow_and_of_one_layer() -> None:
+    """Neither broadcast sums of the loss, as large as its scores, nor what several layers begin with."""
+    rows, vocab, layers = 8 * 32, 4096, 3
+    fn, args = models.build("tiny-gpt2", scan=False, layers=layers, batch=8, sequence=32, vocab=vocab)
+    program = trace(fn, args, ("state", "batch"))
+    values = saved_values(program.jaxpr, remat="add")
+    (one,) = values.passes
+    residuals = {v.id for v in one.values if v.aval.shape == (8, 32, 64) and v.aval.dtype == "bfloat16"}
+    barriers = [
+        eqn
+        for eqn in _jax.equations(rewritten(values, enough(values, residuals)))
+        if eqn.primitive.name == "optimization_barrier"
+    ]
+    assert len(barriers) >= 2 * layers
+    assert all(x.aval.size < rows * vocab for eqn in barriers for x in eqn.invars)

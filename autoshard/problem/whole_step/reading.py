@@ -34,11 +34,11 @@ def kept_values(
     kept = {*there, *stacked, *(v for v, kept in known.items() if kept)}
     for one in saved.passes:
         if one.source.is_flat:
-            kept = _as_stored(one, kept, whole.held)
+            kept = as_stored(one, kept, whole.held)
     return saved.stacks(kept)
 
 
-def _as_stored(one: ForwardPass, kept: Collection[ValueId], held: Collection[ValueId]) -> set[ValueId]:
+def as_stored(one: ForwardPass, kept: Collection[ValueId], held: Collection[ValueId]) -> set[ValueId]:
     """What is kept of a flat pass, in terms of what lies in memory.
 
     What is computed from that where it is read is kept at no cost; repeated, a barrier would stand before it. As an
