@@ -96,7 +96,8 @@ def _recomputing(request: PlanRequest, budget: Budget, constraints: ConstraintPo
 
     What is kept is decided together with the layouts, on a graph that has both; then the layouts again, on the
     program that keeps this alone, whose memory and overlap are priced as they are. Where that takes more memory than
-    the graph said, the limit of the first step is lowered by as much.
+    the graph said, the limit of the first step is lowered by as much. Where the graph fits nowhere, its choice of the
+    smallest peak is tried: the program itself may need less.
     """
     plans: list[PlanningResult] = []
     errors: list[InfeasibleError] = []
@@ -114,14 +115,16 @@ def _recomputing(request: PlanRequest, budget: Budget, constraints: ConstraintPo
         if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
             peak = solution.smallest_peak_bytes if limit == request.memory_bytes else None
             errors.append(_nothing_fits(request, peak))
-            break
-        bound = solution.bound if bound is None else bound  # of the whole limit, which is the one that was asked for
+            if solution.smallest_peak_bytes is None:
+                break
+        elif bound is None:  # of the whole limit, which is the one that was asked for
+            bound = solution.bound
         chosen = choices.read(formulation.read(solution.choice))
         try:
             found = solve_space(build_search_space(keeping(request, chosen)), budget, constraints=constraints)
         except InfeasibleError as error:
             errors.append(error)
-            if error.peak_bytes is None:
+            if error.peak_bytes is None or solution.status is Status.INFEASIBLE:
                 break
             limit = int(limit * min(request.memory_bytes / error.peak_bytes, 1.0) * MARGIN)
             continue
@@ -147,10 +150,13 @@ def _nothing_fits(request: PlanRequest, peak_bytes: int | None) -> InfeasibleErr
     )
 
 
-def _proven(found: PlanningResult, bound: int, choices: RecomputationSpace) -> PlanningResult:
-    """A plan with the certificate of the larger space: no choice of what is kept is cheaper than its bound."""
+def _proven(found: PlanningResult, bound: int | None, choices: RecomputationSpace) -> PlanningResult:
+    """A plan with the certificate of the larger space: no choice of what is kept is cheaper than its bound.
+
+    Without a bound of that space, none is claimed: 0.
+    """
     certificate = found.record.certificate
-    bound_s = min(certificate.bound_s, bound * UNIT_S)
+    bound_s = min(certificate.bound_s, (bound or 0) * UNIT_S)
     larger = replace(
         certificate,
         bound_s=bound_s,
