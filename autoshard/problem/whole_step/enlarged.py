@@ -23,12 +23,14 @@ class WholeStep:
       keeps: a keep, a derive or a stack → the value of the program that it keeps.
       held: the values that lie in memory where the program runs as it is written; others are computed where they are
         read.
+      final: the values of a flat pass that its backward pass reads at once: they are kept.
     """
 
     graph: Graph
     recalls: Mapping[int, ValueId]
     keeps: Mapping[int, ValueId]
     held: frozenset[ValueId]
+    final: frozenset[ValueId] = frozenset()
 
 
 @dataclass(slots=True)
@@ -70,6 +72,7 @@ class Enlargement:
         }
         self.additions: list[Addition] = []
         self.optional: set[int] = set()  # of the graph's own equations
+        self.final: set[ValueId] = set()  # what is read at once, and not repeated
         self.keeps: dict[int, ValueId] = {}  # the same
         self.reads: dict[tuple[int, int], int] = {}  # (equation, operand) → what it reads now
         self._avals, self._trips, self._loops = list(graph.avals), list(graph.trips), list(graph.value_loop)
@@ -156,4 +159,4 @@ class Enlargement:
             ),
         )
         held = frozenset(at for v, at in self.id_of.items() if self.held[v])
-        return WholeStep(graph=found, recalls=recalls, keeps=keeps, held=held)
+        return WholeStep(graph=found, recalls=recalls, keeps=keeps, held=held, final=frozenset(self.final))

@@ -19,7 +19,10 @@ from autoshard.problem.whole_step.pass_choices import PassChoices
 
 
 class FlatChoices(PassChoices):
-    """The choices of a flat body."""
+    """The choices of a flat body.
+
+    Of its last segment nothing is repeated: the backward pass reads it at once, so that keeping it costs nothing.
+    """
 
     def __init__(self, enlargement: Enlargement, one: ForwardPass) -> None:
         super().__init__(enlargement, one)
@@ -41,6 +44,12 @@ class FlatChoices(PassChoices):
         self.trips = max((graph.trips[v] for e in inside for v in graph.results[e]), default=1)
         self._lasting = {v.id for v in one.values if v.free}
         self._segment = self._segments(ahead)
+        final = max(self._segment.values(), default=0)
+        if final:
+            enlargement.final.update(
+                enlargement.id_of[v] for e in ahead if self._segment[e] == final for v in graph.results[e]
+            )
+            self._forward = {e for e in self._forward if self._segment[e] < final}
         self._last: dict[int, int] = {}  # value → the last equation of the forward pass that reads it
         for e in ahead:
             self._last.update((v, e) for v in graph.operands[e])

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.ir.saved_values import ForwardPass, SavedValues, ValueId
-from autoshard.problem.decisions import Decisions
+from autoshard.problem.decisions import Decisions, Equation
 from autoshard.problem.whole_step.enlarged import WholeStep
 
 
@@ -21,7 +21,8 @@ def kept_values(
       decisions: of the graph.
       choice: one per decision.
     """
-    there = {of for e, of in whole.keeps.items() if _is_on(decisions, e, choice)}
+    live = _live(decisions, choice)
+    there = {of for e, of in whole.keeps.items() if e in live}
     chosen = frozenset(whole.keeps.values()) | frozenset(whole.recalls.values())
     steps = {v.id: one.steps[v.step].operands for one in saved.passes for v in one.values if v.step is not None}
     lasts = {v.id for one in saved.passes for v in one.values if v.free or v.must_keep}
@@ -29,7 +30,7 @@ def kept_values(
     known: dict[ValueId, bool] = {}
     for v in flat:  # in program order: operands first
         computed = all(o is None or known.get(o, True) for o in steps.get(v, ()))  # from what is not repeated
-        known[v] = v in there if v in chosen else v in lasts or computed
+        known[v] = v in there if v in chosen else v in lasts or v in whole.final or computed
     stacked = {v for v in saved.saved if v not in known and v not in chosen and not v.stacked}
     kept = {*there, *stacked, *(v for v, kept in known.items() if kept)}
     for one in saved.passes:
@@ -62,8 +63,26 @@ def as_stored(one: ForwardPass, kept: Collection[ValueId], held: Collection[Valu
         found -= stored
 
 
-def _is_on(decisions: Decisions, e: int, choice: NDArray[np.int64]) -> bool:
-    """Whether an equation is part of what was chosen; one that decides nothing always is."""
+def _live(decisions: Decisions, choice: NDArray[np.int64]) -> set[int]:
+    """The equations whose results something takes, if only another one that is taken; all that is not optional.
+
+    What is chosen and not taken costs nothing, so a choice may have it.
+    """
+    graph, live = decisions.graph, set[int]()
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        if e not in graph.optional:
+            live.add(e)
+            continue
+        takers = [taker for v in graph.results[e] for taker in graph.consumers.get(v, ())]
+        if any(u in live and _takes(decisions, u, i, choice) for u, i in takers):
+            live.add(e)
+    return live
+
+
+def _takes(decisions: Decisions, e: int, i: int, choice: NDArray[np.int64]) -> bool:
+    """Whether an equation takes its operand i; of a recall's two, one."""
     node = decisions.node_of[e]
-    off = decisions.nodes[node].off if node >= 0 else None
-    return off is None or not off[choice[node]]
+    decision = decisions.nodes[node] if node >= 0 else None
+    if not isinstance(decision, Equation) or not decision.untaken:
+        return True
+    return not decision.untaken[i][choice[node]]
