@@ -3,6 +3,7 @@
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 import autoshard
@@ -14,7 +15,9 @@ from autoshard.planner.recomputation_space import RecomputationSpace, keeping
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.search_space import build_search_space
 from autoshard.problem import memory_profile
+from autoshard.problem.decisions import Decision, Equation
 from autoshard.problem.formulation import formulate
+from autoshard.problem.whole_step import kept_values
 from autoshard.solver import Solution, solve
 from tests.end_to_end.test_recomputing import wide
 from tests.ir.test_recompute import PROGRAMS
@@ -126,3 +129,22 @@ def test_more_memory_is_never_slower() -> None:
     assert steps_s[0] < steps_s[-1]  # the limit is felt
     for more, less in pairwise(steps_s):
         assert more <= less * (1 + 2 * GAP)
+
+
+def with_all_there(decision: Decision) -> int:
+    """The choice that leaves nothing out, and takes what is repeated where something is kept as well."""
+    if isinstance(decision, Equation) and decision.untaken:
+        assert decision.off is not None
+        return int(np.flatnonzero(decision.untaken[0] & ~decision.off)[0])
+    return 0
+
+
+def test_what_a_choice_has_and_nothing_takes_is_not_kept() -> None:
+    space = RecomputationSpace.of(request("h100:1x4", scan=True))
+    assert space is not None
+    choice = np.array([with_all_there(decision) for decision in space.decisions.nodes])
+    kept = kept_values(space.whole, space.saved, space.decisions, choice)
+    inside = {v.id for one in space.saved.passes if not one.source.is_flat for v in one.values}
+    repeated = inside & set(space.whole.recalls.values())
+    assert len(repeated) > 10
+    assert not repeated & kept
