@@ -18,7 +18,7 @@ from autoshard.solver import Solution, Status
 DAY_S = 86_400.0
 CHECKPOINT = "jax.checkpoint around a layer"
 KEEPING_LESS = f'remat="add", or {CHECKPOINT}'
-WHATEVER_IS_KEPT = ", whatever backward passes keep or repeat"
+WHATEVER_IS_KEPT = ", as far as was tried of what backward passes keep or repeat"
 PINS_NAMED = 6  # of those that exclude each other
 
 

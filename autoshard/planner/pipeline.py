@@ -141,8 +141,8 @@ def _nothing_fits(request: PlanRequest, peak_bytes: int | None) -> InfeasibleErr
     """The error of a request for which no choice of what is kept helps."""
     least = "" if peak_bytes is None else f"; the smallest peak found is {bytes_text(peak_bytes)}"
     return InfeasibleError(
-        f"no plan fits {bytes_text(request.memory_bytes)} per device on {request.target.axes}, whatever backward "
-        f"passes keep or repeat{least}\n"
+        f"no plan fits {bytes_text(request.memory_bytes)} per device on {request.target.axes}, "
+        f"as far as was tried of what backward passes keep or repeat{least}\n"
         "  what helps: a smaller batch (autoshard.accumulate splits it); more devices, or mesh axes that divide more "
         "dimensions; or raise memory=",
         peak_bytes=peak_bytes,
