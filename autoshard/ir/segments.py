@@ -1,10 +1,20 @@
 """Segments: a flat forward pass, cut where least crosses, between layers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 from autoshard.ir.saved_values import ForwardPass
 
 _DEEP = 3.0  # so many times as much crosses between two cuts at least: more than a norm's, less than an MLP's
+
+
+class Life(NamedTuple):
+    """A value of a pass: the step that makes it, the last step that reads it, and its bytes."""
+
+    made: int
+    last: int
+    nbytes: int
 
 
 def valleys(crossing: Sequence[int]) -> list[int]:
@@ -22,20 +32,25 @@ def valleys(crossing: Sequence[int]) -> list[int]:
     return found
 
 
+def cut(steps: int, lives: Iterable[Life]) -> list[int]:
+    """The segment of every step of a pass; a value crosses whatever lies between its maker and its last reader."""
+    change = [0] * (steps + 1)  # of the bytes that cross, by step
+    for made, last, nbytes in lives:
+        change[made + 1] += nbytes
+        change[last + 1] -= nbytes
+    narrow = set(valleys(list(accumulate(change[:steps]))))
+    return list(accumulate(int(k in narrow) for k in range(steps)))
+
+
 def segments(one: ForwardPass) -> list[int]:
-    """The segment of every step of a forward pass."""
+    """The segment of every step of a forward pass. Values that a loop stacks are held anyway, and cross nothing."""
     last = {at: k for k, step in enumerate(one.steps) for at in step.operands if at is not None}
-    change = [0] * (len(one.steps) + 1)  # of the bytes that cross, by step
-    for k, step in enumerate(one.steps):
-        for at in step.results:
-            if not at.stacked and last.get(at, k) > k:
-                change[k + 1] += one.value[at].aval.nbytes
-                change[last[at] + 1] -= one.value[at].aval.nbytes
-    crossing: list[int] = []
-    for delta in change[: len(one.steps)]:
-        crossing.append(delta + (crossing[-1] if crossing else 0))
-    narrow = set(valleys(crossing))
-    found: list[int] = []
-    for k in range(len(one.steps)):
-        found.append((found[-1] if found else 0) + (k in narrow))
-    return found
+    return cut(
+        len(one.steps),
+        (
+            Life(k, max(last.get(at, k), k), one.value[at].aval.nbytes)
+            for k, step in enumerate(one.steps)
+            for at in step.results
+            if not at.stacked
+        ),
+    )

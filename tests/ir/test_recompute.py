@@ -20,7 +20,7 @@ from autoshard.ir.flops import REMATTED, flops
 from autoshard.ir.graph import build
 from autoshard.ir.recompute import rewritten
 from autoshard.ir.saved_values import Remat, SavedValues, ValueId, saved_values
-from autoshard.ir.segments import segments, valleys
+from autoshard.ir.segments import Life, cut, segments, valleys
 from autoshard.ir.trace import Traced, trace
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -416,6 +416,13 @@ def test_nothing_is_merged_with_the_forward_pass() -> None:
 def test_layers_are_cut_where_the_stream_alone_crosses() -> None:
     assert valleys([1, 9, 9, 2, 9, 8, 1, 7]) == [3, 6]
     assert not valleys([4, 5, 4, 5, 4])
+    lives = [
+        Life(0, 2, 9),
+        Life(1, 1, 50),
+        Life(1, 3, 1),
+        Life(3, 4, 9),
+    ]  # what is read where it is made crosses nothing
+    assert cut(5, lives) == [0, 0, 0, 1, 1]
     fn, args = models.build("tiny-gpt2", scan=False, layers=3, batch=8, sequence=32)
     (one,) = saved_values(trace(fn, args, ("state", "batch")).jaxpr, remat="add").passes
     assert max(segments(one)) == 2 * 3 + 1  # attention and MLP of each layer, what is before, and the loss

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 
 from autoshard.ir.op_traits import DERIVE, KEEP
 from autoshard.ir.saved_values import ForwardPass
-from autoshard.ir.segments import valleys
+from autoshard.ir.segments import Life, cut
 from autoshard.problem.whole_step.enlarged import Addition, Enlargement
 from autoshard.problem.whole_step.pass_choices import PassChoices
 
@@ -58,25 +58,17 @@ class FlatChoices(PassChoices):
     def _segments(self, ahead: Sequence[int]) -> dict[int, int]:
         """Equation of the forward pass → its segment."""
         graph, place = self.graph, {e: k for k, e in enumerate(ahead)}
-        change = [0] * (len(ahead) + 1)  # of the bytes that cross, by place
-        for e, k in place.items():
-            for v in graph.results[e]:
-                last = max((place[u] for u, _ in self.enlargement.consumers.get(v, ()) if u in place), default=k)
-                if graph.value_loop[v] == self.loop:
-                    change[k + 1] += graph.avals[v].nbytes
-                    change[min(last + 1, len(ahead))] -= graph.avals[v].nbytes
-        crossing: list[int] = []
-        total = 0
-        for delta in change:
-            total += delta
-            crossing.append(total)
-        narrow = set(valleys(crossing[: len(ahead)]))
-        found: dict[int, int] = {}
-        segment = 0
-        for e, k in place.items():
-            segment += k in narrow
-            found[e] = segment
-        return found
+        lives = (
+            Life(
+                k,
+                max((place[u] for u, _ in self.enlargement.consumers.get(v, ()) if u in place), default=k),
+                graph.avals[v].nbytes,
+            )
+            for e, k in place.items()
+            for v in graph.results[e]
+            if graph.value_loop[v] == self.loop
+        )
+        return dict(zip(ahead, cut(len(ahead), lives), strict=True))
 
     def add(self) -> None:
         """Adds the choices of every value that the backward pass reads."""
