@@ -1,15 +1,14 @@
 """Bind: a plan and the function that it was made for, whose shapes, paths and digest are compared."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard.errors import PlanFileError, PlanMismatchError, SpecError
-from autoshard.ir import accumulation, rewrite
-from autoshard.ir import arguments as bindings
-from autoshard.ir import trace as traces
+from autoshard.ir import rewrite
 from autoshard.ir.recomputed import recomputed
 from autoshard.ir.trace import Traced
+from autoshard.planner import program
+from autoshard.planner.program import Program
 from autoshard.planner.record import PlanRecord
 
 
@@ -20,8 +19,8 @@ def bound_program(record: PlanRecord, fn: Callable[..., Any], args: Sequence[Any
       PlanMismatchError: the program is another one, or the plan lacks a layout that a misread call needs.
       PlanFileError: the plan's own layouts do not fit the program of its digest.
     """
-    bound = bindings.bind(fn, args, {})
-    traced = _traced(record, lambda: traces.trace(bound.fn, bound.values, bound.names, record.mesh))
+    asked = _program(record, fn, args)
+    traced = asked.traced
     _check_inputs(record, traced)
     if not traced.is_digest(record.digest):
         raise PlanMismatchError(
@@ -29,6 +28,7 @@ def bound_program(record: PlanRecord, fn: Callable[..., Any], args: Sequence[Any
             f"this function's is {traced.digest}; plan again"
         )
     try:
+        traced = traced if asked.open_count is None or record.gradient_of else _in_microbatches(asked, record)
         traced = traced if record.recomputation is None else recomputed(traced, record.recomputation)
         made = [(leaf.path, leaf.shape, leaf.dtype) for leaf in record.outputs]
         if made != [(p, a.shape, str(a.dtype)) for p, a in zip(traced.out_paths, traced.out_avals, strict=True)]:
@@ -58,14 +58,20 @@ def _check_inputs(record: PlanRecord, traced: Traced) -> None:
     raise PlanMismatchError(f"the plan was made for {len(want)} input leaves, got {len(have)}; plan again")
 
 
-def _traced(record: PlanRecord, trace: Callable[[], Traced]) -> Traced:
-    """The trace, with an open accumulation in as many parts as the plan has."""
-    with accumulation.tried_parts(1):
-        first = trace()
-    if accumulation.is_open(first.jaxpr):
-        for parts in accumulation.choices(record.mesh)[1:]:
-            with accumulation.tried_parts(parts), contextlib.suppress(SpecError):
-                other = trace()
-                if other.is_digest(record.digest):
-                    return other
-    return first
+def _program(record: PlanRecord, fn: Callable[..., Any], args: Sequence[Any]) -> Program:
+    """The program, with an open accumulation in as many parts as the plan has; the first if none is the plan's."""
+    variants = list(program.bind(fn, args, {}).variants(record.mesh))
+    return next((one for one in variants if one.traced.is_digest(record.digest)), variants[0])
+
+
+def _in_microbatches(asked: Program, record: PlanRecord) -> Traced:
+    """The program in as many micro-batches as the plan has.
+
+    Raises:
+      SpecError: the plan has none, or the program does not split so.
+    """
+    assert asked.open_count is not None
+    count = record.microbatches
+    if count is None or count not in asked.open_count.counts:
+        raise SpecError(f"its program takes one of {', '.join(map(str, asked.open_count.counts))} micro-batches")
+    return asked.open_count.program(count).traced

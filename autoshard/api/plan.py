@@ -142,6 +142,11 @@ class Plan(ABC):
         """What backward passes find kept, the rest of what they read being repeated; None: as the program says."""
         return self.record.recomputation
 
+    @property
+    def microbatches(self) -> int | None:
+        """The micro-batches of accumulations with `steps="auto"`, as chosen; None: the program has none."""
+        return self.record.microbatches
+
     # What it is used for.
 
     @abstractmethod

@@ -114,6 +114,11 @@ def plan_many(
         all_of_it: dict[str, Any] = {"for_grad": False, **common, **given}
         each[name] = Options(**all_of_it)
         posed.append(requests_of(fn, args, {}, each[name]))
+        if any(question.counts for question in posed[-1]):
+            raise SpecError(
+                f'{name}: steps="auto" (autoshard.accumulate) is chosen for one function alone; these share layouts: '
+                "give steps a number, such as that of the function's own plan (plan.microbatches)"
+            )
     scale = _scale(names, weights or {})
     best: tuple[Fraction, dict[str, SolvedPlan]] | None = None
     for questions in product(*posed):

@@ -351,6 +351,7 @@ def _cached(question: PlanRequest, options: Options) -> SolvedPlan:
 
 def _plan(record: PlanRecord, question: PlanRequest, options: Options) -> SolvedPlan:
     """A plan that was made elsewhere; its planning result is found again on first use."""
+    question = question if record.microbatches is None else question.in_microbatches(record.microbatches)
     question = question if record.recomputation is None else keeping(question, record.recomputation)
     return SolvedPlan(
         record,

@@ -152,11 +152,13 @@ def adopted(name: str, layout: Plan | Evaluation, questions: Sequence[PlanReques
         leaf = record.inputs[i]
         if not _keeps(leaf.spec, spec, len(leaf.shape)):
             raise SpecError(f"also={name!r} lays {leaf.path} out as {leaf.spec}; asked for is {spec}")
+    question = question.in_microbatches(record.microbatches or 1) if question.counts else question
     return SolvedPlan(
         replace(
             record,
             name=question.name,
             digest=question.digest,
+            microbatches=question.microbatches,
             asked=question.asked,
             pins=transferred(record.pins, source.jaxpr, question.traced.jaxpr),
             memory=replace(record.memory, limit_bytes=question.memory_bytes),

@@ -12,6 +12,7 @@ from autoshard.cli.written import assignments, byte_count, is_position, writable
 from autoshard.errors import SpecError
 from autoshard.explore import live_view
 from autoshard.explore import search as mesh_search
+from autoshard.ir.accumulation import AUTO, Steps
 from autoshard.report import progress
 
 
@@ -28,6 +29,7 @@ def search(
     price: Annotated[str | None, typer.Option("--price", help="$ per chip-hour: 4.2, or h100=2.5,h200=3")] = None,
     memory: MemoryOption = None,
     axes: Annotated[int, typer.Option("--axes", help="the most mesh axes, 1 to 3")] = 3,
+    microbatches: Annotated[str | None, typer.Option("--microbatches", help="8, or auto to choose them")] = None,
     for_grad: GradOption = False,
     processes: Annotated[int | None, typer.Option("--processes", help="default: one per core")] = None,
     as_json: JsonOption = False,
@@ -44,6 +46,7 @@ def search(
             vary=dict(varied(text) for text in vary or ()),
             keywords=assignments(set_ or (), "--set"),
             axes=axes,
+            microbatches=None if microbatches is None else steps(microbatches),
             donate_argnums=None if donate is None else [int(d) for d in donate if is_position(d)] or None,
             donate_argnames=None if donate is None else [d for d in donate if not is_position(d)] or None,
             for_grad=for_grad,
@@ -74,6 +77,20 @@ def chip_counts(written: str | None) -> list[int]:
         return [int(part) for part in written.split(",")]
     except ValueError:
         raise SpecError(f"cannot read --chips {written}: write 256, or 8,16,32 for a curve") from None
+
+
+def steps(written: str) -> Steps:
+    """`8`, or `auto`.
+
+    Raises:
+      SpecError: it is neither.
+    """
+    if written == AUTO:
+        return AUTO
+    try:
+        return int(written)
+    except ValueError:
+        raise SpecError(f"cannot read --microbatches {written}: write a number, as in 8, or auto") from None
 
 
 def varied(written: str) -> tuple[str, list[Any]]:

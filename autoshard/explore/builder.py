@@ -99,6 +99,19 @@ def load_builder(target: str) -> Callable[..., Any]:
     return builder
 
 
+def takes_keyword(target: str, name: str) -> bool:
+    """Whether a builder says that it takes an argument of this name; one that passes on all of them does.
+
+    Raises:
+      TargetError: no such module or builder.
+    """
+    try:
+        parameters = inspect.signature(load_builder(target)).parameters.values()
+    except ValueError:  # of a callable without a signature
+        return False
+    return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
 def raised(error: BaseException) -> str:
     """An exception of somebody else's code in a line, and where: the innermost place outside of libraries."""
     places = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]

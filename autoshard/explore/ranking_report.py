@@ -101,6 +101,7 @@ def _row_json(found: Ranking, rank: int, row: RankedPlan) -> dict[str, Any]:
         "devices": row.devices,
         "mesh": row.candidate.shape,
         "choice": dict(row.candidate.choice),
+        "microbatches": record.microbatches,
         "step_s": row.step_s,
         "compute_s": record.cost.compute_s,
         "exposed_s": record.cost.exposed_s,
@@ -128,6 +129,8 @@ def _table(found: Ranking) -> tuple[list[str], list[list[str]], tuple[str, ...]]
     ]
     for key in dict.fromkeys(key for row in found.rows for key, _ in row.candidate.choice):
         shown.append((key, lambda rank, row, key=key: str(dict(row.candidate.choice).get(key, ""))))
+    if any(row.record.microbatches is not None for row in found.rows):
+        shown.append(("micro-batches", lambda rank, row: str(row.record.microbatches or "")))
     varied = len(shown) - 3
     shown.append(("step", lambda rank, row: time_text(row.step_s)))
     if found.best.tokens:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import Any, Unpack
 
@@ -23,11 +24,13 @@ import cost_models
 from autoshard.api.options import DonationOptions, Options, SolvingOptions, keywords_of, listing, refuse_unknown
 from autoshard.errors import InfeasibleError, SpecError
 from autoshard.explore import ranking_report, workers
+from autoshard.explore.builder import takes_keyword
 from autoshard.explore.candidates import Candidate, Candidates, candidates, slices
 from autoshard.explore.ranking import LeftOut, Progress, RankedPlan, Ranking
 from autoshard.explore.scheduler import Agenda
 from autoshard.explore.trial import SEARCH_REL_GAP, Hints, Task, Trials
 from autoshard.explore.workers import Answer
+from autoshard.ir.accumulation import AUTO, Steps, accumulate
 from autoshard.ir.arguments import as_tuple
 from autoshard.planner import view
 from autoshard.planner.planning_result import PlanningResult
@@ -36,6 +39,7 @@ from autoshard.problem.warm_start import PortableChoice
 from autoshard.report import page
 from autoshard.solver.tuning import TUNED
 
+VALUE_AND_GRAD = "value_and_grad"  # the argument of a builder that takes the place of `jax.value_and_grad`
 PARAMETER_MULTIPLE = "x"  # "20x": twenty tokens per parameter
 
 
@@ -60,7 +64,8 @@ class Search(Ranking):
     def planned(self, rank: int = 1) -> PlanningResult:
         """The plan of a rank (1 is the best) with its problem, for explanations."""
         row = self.rows[rank - 1]
-        as_it_is = Hints(known=(self.chosen[row.candidate],))  # and any gap will do
+        known = (self.chosen[row.candidate],)
+        as_it_is = Hints(known=known, microbatches=row.record.microbatches)  # and any gap will do
         planned = Trials(replace(self.task, rel_gap=inf)).planned(row.candidate, as_it_is)
         solution = replace(planned.solution, bound=round(row.record.certificate.bound_s / UNIT_S))
         return replace(planned, record=row.record, solution=solution)
@@ -88,6 +93,7 @@ def search(
     keywords: Mapping[str, Any] | None = None,
     axes: int = 3,
     twins: bool = False,
+    microbatches: Steps | None = None,
     tokens_per_step: int | None = None,
     budget_tokens: float | str = 0,
     prices: float | Mapping[str, float] | None = None,
@@ -108,6 +114,9 @@ def search(
       keywords: further arguments of the builder.
       axes: the most mesh axes.
       twins: whether meshes that no link tells apart are planned, too (see `candidates`).
+      microbatches: how many a training step takes, or "auto" to choose them with each mesh's layouts: of a builder
+        that takes `value_and_grad=`, which then accumulates, or of accumulations with `steps="auto"` (see
+        `accumulate`). None leaves the program as it is; what it leaves open is chosen.
       tokens_per_step: None takes the elements of the largest integer input.
       budget_tokens: of the whole training, as a number or text (`"15T"`, `"20x"`: per parameter).
       prices: dollars per chip and hour, of every chip or by chip name.
@@ -137,6 +146,7 @@ def search(
         raise SpecError("vary= needs a builder: pass the target as text, such as 'models:gpt2_xl'")
     names = [hardware] if isinstance(hardware, str) else list(hardware)
     numbers = [chips] if isinstance(chips, int) else list(chips)
+    _check_count(microbatches)
     token_count(budget_tokens, 1)  # refused now, not after the search
     places = [place for name in names for place in slices(name, numbers)]
     choices = [dict(zip(vary or {}, values, strict=True)) for values in itertools.product(*(vary or {}).values())]
@@ -146,9 +156,11 @@ def search(
             raise SpecError(f"a price of {', '.join(strange)}, which is not searched: there is {', '.join(kinds)}")
     every = candidates(places, axes=axes, choices=choices, twins=twins)
     builder = isinstance(target, str)
+    accumulating = builder and microbatches is not None and takes_keyword(target, VALUE_AND_GRAD)
+    further = {VALUE_AND_GRAD: partial(accumulate, steps=AUTO)} if accumulating else {}
     task = Task(
         target=target if builder else None,
-        keywords=keywords or {},
+        keywords={**(keywords or {}), **further},
         fn=None if builder else target,
         args=args,
         pins=asked.pins or {},
@@ -159,6 +171,7 @@ def search(
         memory=asked.memory_bytes,
         tokens=tokens_per_step,
         unknown=asked.unknown,
+        microbatches=microbatches,
         time_limit_s=asked.time_limit_s,
         rel_gap=asked.rel_gap,
     )
@@ -185,6 +198,13 @@ def search(
         notes.append(f"interrupted: {len(answers)} of {len(every)} candidates were planned")
     wall_s = time.perf_counter() - begin
     return _ranked(answers, every, budget_tokens, prices, wall_s, notes, task, agenda.chosen)
+
+
+def _check_count(microbatches: Any) -> None:
+    """Raises a SpecError if this is no number of micro-batches."""
+    number = isinstance(microbatches, int) and not isinstance(microbatches, bool) and microbatches > 0
+    if not (microbatches is None or microbatches == AUTO or number):
+        raise SpecError(f'microbatches={microbatches!r}: write a number of at least one, or "auto"')
 
 
 def _ranked(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -14,11 +15,13 @@ from autoshard.explore.builder import load_target
 from autoshard.explore.candidates import Candidate
 from autoshard.explore.ranking import LeftOut, RankedPlan
 from autoshard.ir import flops as useful
+from autoshard.ir.accumulation import AUTO, Steps
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.paths import dotted
 from autoshard.ir.trace import Traced
 from autoshard.planner import pipeline
 from autoshard.planner.budget import TIME_LIMIT_S, Budget
+from autoshard.planner.microbatches import fastest_count
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.program import Call, Program, bind
 from autoshard.planner.request import PlanRequest, RequestOptions, request_of
@@ -37,7 +40,8 @@ class Task:
 
     `target` is a builder, as text (`"models:gpt2_xl"`) or a function of the varied
     arguments; or None, and `fn` and `args` are given. `donate` None donates the arguments
-    that outputs replace leaf by leaf, as a training step's state.
+    that outputs replace leaf by leaf, as a training step's state. With `microbatches` the
+    program has to leave their number open.
     """
 
     target: Any = None
@@ -50,6 +54,7 @@ class Task:
     memory: int | None = None
     tokens: int | None = None
     unknown: str = "error"
+    microbatches: Steps | None = None
     time_limit_s: float = TIME_LIMIT_S
     rel_gap: float = SEARCH_REL_GAP
 
@@ -76,10 +81,14 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
-    """Results of other candidates: a step of `cutoff_s()` or more is not improved for long."""
+    """Results of other candidates: a step of `cutoff_s()` or more is not improved for long.
+
+    `microbatches` are those in which the candidate itself was planned before.
+    """
 
     cutoff_s: Cutoff = no_cutoff  # may fall while a candidate is tried
     known: Sequence[PortableChoice] = ()  # on coarser meshes of the same devices
+    microbatches: int | None = None
 
 
 NO_HINTS = Hints()
@@ -134,13 +143,16 @@ class Trials:
                 f"the donated arguments alone are {state_bytes / 1e9:,.0f} GB; "
                 f"{devices} devices hold {limit * devices / 1e9:,.0f} GB"
             )
-        space = build_search_space(request)
-        return pipeline.solve_space(
-            space,
-            Budget(time_limit_s=self._task.time_limit_s, rel_gap=self._task.rel_gap, cutoff_s=hints.cutoff_s),
-            known=[choice for known in hints.known if (choice := known.on(space.decisions)) is not None],
-            constraints="all",  # which of them the compiler needs is asked for the one that is used
-        )
+        asked = self._task.microbatches if hints.microbatches is None else hints.microbatches
+        if asked == AUTO and not request.counts:
+            raise SpecError(
+                f"{request.name} has no micro-batches to choose: write accumulate(loss, steps={AUTO!r}) in it, or give "
+                "its builder an argument value_and_grad, which then does so"
+            )
+        request = request if asked is None or asked == AUTO else request.in_microbatches(asked)
+        budget = Budget(time_limit_s=self._task.time_limit_s, rel_gap=self._task.rel_gap, cutoff_s=hints.cutoff_s)
+        solver = partial(_solved, hints.known)
+        return fastest_count(request, budget, solver) if request.counts else solver(request, budget)
 
     def _call(self, candidate: Candidate) -> Call:
         """The candidate's program and its arguments, with the donated ones."""
@@ -202,6 +214,17 @@ class Trials:
             tokens=workload.tokens,
             parameters=workload.parameters,
         )
+
+
+def _solved(known: Sequence[PortableChoice], request: PlanRequest, budget: Budget) -> PlanningResult:
+    """The plan of a request; the search begins with what is known."""
+    space = build_search_space(request)
+    return pipeline.solve_space(
+        space,
+        budget,
+        known=[choice for one in known if (choice := one.on(space.decisions)) is not None],
+        constraints="all",  # which of them the compiler needs is asked for the one that is used
+    )
 
 
 def _left_out(candidate: Candidate, error: Exception) -> Tried:

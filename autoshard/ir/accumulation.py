@@ -12,10 +12,11 @@ the loop communicates no gradient, and the sum is one float32 reduce-scatter or
 all-reduce. The program is plain JAX; nothing in it names a device.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from math import prod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from math import ceil, gcd, prod
 from types import CodeType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,18 +26,25 @@ from autoshard.errors import SpecError
 from autoshard.ir.mesh import MeshAxes
 
 Parts = int | str | Sequence[str] | None
+Steps = int | Literal["auto"]
+AUTO: Literal["auto"] = "auto"
 
-# The number of parts that `autoshard.plan` tries; part of JAX's tracing cache key.
+# The number of parts, and of micro-batches, that `autoshard.plan` tries; part of JAX's tracing cache key.
 tried_parts = jax.make_user_context(None)
+tried_steps = jax.make_user_context(None)
 
-# The name of the call that marks, in a jaxpr, an accumulation whose parts the planner is to choose.
+# The names of the calls that mark, in a jaxpr, an accumulation whose parts, or whose micro-batches, the planner is to
+# choose; the second ends in the number of examples in a part of the batch, which is to be divided.
 _OPEN = "accumulated_in_parts_to_choose"
+_OPEN_STEPS = "accumulated_in_steps_to_choose_of_"
+
+MOST_COUNTS = 12  # numbers of micro-batches that are tried
 
 _jax.hide_frames(__file__)  # its equations stand where the user calls it
 
 
 def accumulate(
-    loss: Callable[..., Any], *, steps: int, parts: Parts = None, has_aux: bool = False
+    loss: Callable[..., Any], *, steps: Steps, parts: Parts = None, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad(loss)` over a batch split into `steps` micro-batches.
 
@@ -56,32 +64,38 @@ def accumulate(
     Args:
       loss: `(params, batch, *rest) → scalar`, or `(scalar, aux)`; differentiated with respect
         to `params`. `rest` is passed whole to every micro-batch.
-      steps: micro-batches; must divide the batch.
+      steps: micro-batches; must divide the batch. "auto" lets `autoshard.plan` choose, one number for every such
+        accumulation of a program, together with layouts and recomputation: more of them take less memory, and gather
+        split weights more often. Elsewhere "auto" is 1.
       parts: into how many parts of the batch gradients are kept apart until the loop is over:
         a number, or the mesh axes over which the batch is split (of the mesh in context; 1
         without one). None lets `autoshard.plan` choose: it plans the program for every
         product of mesh axes and keeps the fastest. Elsewhere None is 1.
       has_aux: as in `jax.value_and_grad`; leaves of aux get a leading dimension of
-        steps × parts.
+        steps × parts. With steps="auto" no result of the program may have it.
 
     Raises:
       SpecError: when called, if steps × parts does not divide the batch.
     """
+    if isinstance(steps, str) and steps != AUTO:
+        raise SpecError(f'steps={steps!r}: write a number of micro-batches, or "auto" to let the plan choose it')
     for name, count in (("steps", steps), ("parts", parts)):
         if isinstance(count, int | float) and (isinstance(count, bool) or count != int(count) or count < 1):
             raise SpecError(f"{name}={count}: a batch is split into at least one")
 
     def value_and_gradients(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
         chosen = tried_parts.value if parts is None else None
+        tried = tried_steps.value if steps == AUTO else None
         count = _count(parts) if chosen is None else chosen
+        number = (1 if tried is None else tried) if steps == AUTO else steps
 
         def accumulated() -> Any:
-            return _accumulate(loss, params, batch, rest, steps=steps, parts=count, has_aux=has_aux)
+            return _accumulate(loss, params, batch, rest, steps=number, parts=count, has_aux=has_aux)
 
-        if chosen is None:
-            return accumulated() if parts is None or isinstance(parts, int) else _by_mesh_axes(accumulated)
-        accumulated.__name__ = _OPEN
-        return jax.jit(accumulated)()
+        run = accumulated if parts is None or isinstance(parts, int) else partial(_by_mesh_axes, accumulated)
+        run = run if chosen is None else _called(_OPEN, run)
+        run = run if tried is None else _called(f"{_OPEN_STEPS}{_examples(batch) // count}", run)
+        return run()
 
     return value_and_gradients
 
@@ -102,6 +116,28 @@ def is_open(jaxpr: Any) -> bool:
     )
 
 
+def counts(jaxpr: Any) -> tuple[int, ...]:
+    """The numbers of micro-batches to choose among, rising; none where a program leaves none open.
+
+    They are the divisors of what every part of every open batch has; of many, the smallest and some of the others.
+    """
+    examples = gcd(*_open_batches(jaxpr))
+    divisors = [n for n in range(1, examples + 1) if examples % n == 0]
+    small, large = divisors[: MOST_COUNTS // 2], divisors[MOST_COUNTS // 2 :]
+    stride = ceil(len(large) / (MOST_COUNTS - MOST_COUNTS // 2)) or 1
+    return (*small, *large[::-1][::stride][::-1])
+
+
+def _open_batches(jaxpr: Any) -> Iterator[int]:
+    """The numbers of examples in a part of the batch, of accumulations whose micro-batches are to be chosen."""
+    for eqn in _jax.open_jaxpr(jaxpr).eqns:
+        name = eqn.params.get("name")
+        if isinstance(name, str) and name.startswith(_OPEN_STEPS):
+            yield int(name.removeprefix(_OPEN_STEPS))
+        for body in _jax.sub_jaxprs(eqn.params):
+            yield from _open_batches(body)
+
+
 def is_by_mesh_axes(codes: Iterable[CodeType]) -> bool:
     """Whether one of the functions that made an equation is an accumulation in as many parts as mesh axes say."""
     return _by_mesh_axes.__code__ in codes
@@ -110,6 +146,21 @@ def is_by_mesh_axes(codes: Iterable[CodeType]) -> bool:
 def _by_mesh_axes(accumulated: Callable[[], Any]) -> Any:
     """Calls it. Equations that are made here are known by it, in traces that JAX has cached, too."""
     return accumulated()
+
+
+def _called(name: str, fn: Callable[[], Any]) -> Callable[[], Any]:
+    """The function in a call of this name."""
+
+    def named() -> Any:
+        return fn()
+
+    named.__name__ = name
+    return jax.jit(named)
+
+
+def _examples(batch: Any) -> int:
+    """The leading dimension of a batch; of several the number that divides all."""
+    return gcd(*(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.shape(x)))
 
 
 def _count(parts: Parts) -> int:

@@ -48,6 +48,7 @@ def describe(
         name=request.name,
         digest=traced.digest,
         recomputation=space.request.recomputation,
+        microbatches=space.request.microbatches,
         mesh=target.axes,
         device_order=tuple(int(i) for i in np.asarray(target.machine.device_order).ravel()),
         hardware=hardware.name,

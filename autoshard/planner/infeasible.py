@@ -119,7 +119,7 @@ def _way_out(space: SearchSpace, kinds: Mapping[str, int]) -> str:
     passing = sum(kinds.get(kind, 0) for kind in ("activations", "copies"))
     if not space.tied:
         ways.append("donate the state (donate_argnums=), so that the new one takes its place")
-    if passing >= state:
+    if passing >= state and space.request.microbatches is None:
         ways.append("a smaller batch (autoshard.accumulate splits it)")
     if passing and space.request.gradient_of:
         ways.append(CHECKPOINT)

@@ -5,15 +5,18 @@ traced again on another mesh only if it depends on the mesh (`ir.trace.depends_o
 
 One call may have several programs, its *variants*, such as the numbers of parts of an `autoshard.accumulate`. The one
 with the fastest plan is taken. A rewrite of the program adds its variants in `Call.variants`.
+
+An accumulation with `steps="auto"` leaves open how many micro-batches a program takes. The program is then that of one
+micro-batch, and `Program.open_count` has its programs of more, each traced when first asked for.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 from autoshard.errors import SpecError
 from autoshard.ir import accumulation, arguments, trace
@@ -26,6 +29,14 @@ from autoshard.ir.trace import Traced
 log = logging.getLogger("autoshard")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OpenCount:
+    """The numbers of micro-batches that a program may take, rising, and its program in each."""
+
+    counts: tuple[int, ...]
+    program: "Callable[[int], Program]"
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)  # no slots: costly properties are cached
 class Program:
     """A traced program: no arguments' values, no mesh, no prices.
@@ -35,12 +46,14 @@ class Program:
       traced: its jaxpr, with the path of every input and output.
       trace_s: seconds that tracing took.
       variant: its difference from the call's first program, in words; empty for the first.
+      open_count: the numbers of micro-batches to choose among; None where the program says them all.
     """
 
     name: str
     traced: Traced
     trace_s: float = 0.0
     variant: str = ""
+    open_count: OpenCount | None = None
     _graphs: dict[str, Graph] = field(default_factory=dict[str, Graph], init=False)
 
     def graph(self, platform: str) -> Graph:
@@ -55,32 +68,37 @@ class Program:
         return trace.depends_on_mesh(self.traced)
 
 
+class _Tried(NamedTuple):
+    """The parts and the micro-batches of open accumulations; None: as many parts as outside of the planner."""
+
+    parts: int | None
+    steps: int = 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Call:
     """A function bound to the arguments of one call; `program` and `variants` trace it when first asked to."""
 
     name: str
     bound: Binding
-    _programs: dict[tuple[int | None, MeshAxes], Program] = field(
-        default_factory=dict[tuple[int | None, MeshAxes], Program]
-    )
+    _programs: dict[tuple[_Tried, MeshAxes], Program] = field(default_factory=dict[tuple[_Tried, MeshAxes], Program])
 
     def program(self, axes: MeshAxes) -> Program:
         """The call's program on a mesh, as the function says it."""
-        return self._program(None, axes)
+        return self._program(_Tried(None), axes)
 
     def variants(self, axes: MeshAxes) -> Iterator[Program]:
         """The programs that the planner chooses among on a mesh: usually one.
 
         Several, where an `autoshard.accumulate` leaves open in how many parts it keeps the gradients.
         """
-        first = self._program(1, axes)
+        first = self._program(_Tried(1), axes)
         yield first
         if not accumulation.is_open(first.traced.jaxpr):
             return
         for parts in accumulation.choices(axes)[1:]:
             try:
-                yield self._program(parts, axes)
+                yield self._program(_Tried(parts), axes)
             except SpecError as error:  # the batch does not split into so many
                 log.debug("accumulation in %d parts: %s", parts, error)
 
@@ -88,21 +106,57 @@ class Call:
         """The same call, with these of its arguments donated."""
         return replace(self, bound=replace(self.bound, donated=donated))
 
-    def _program(self, parts: int | None, axes: MeshAxes) -> Program:
-        """The program with open accumulations in so many parts; None: they are as outside of the planner."""
-        key = parts, axes
+    def _program(self, tried: _Tried, axes: MeshAxes) -> Program:
+        """The program with open accumulations as they are tried."""
+        key = tried, axes
         if key not in self._programs:
-            other = next((p for (count, _), p in self._programs.items() if count == parts), None)
+            other = next((p for (same, _), p in self._programs.items() if same == tried), None)
             reused = other is not None and not other.depends_on_mesh
-            self._programs[key] = other if other is not None and reused else self._trace(parts, axes)
+            self._programs[key] = other if other is not None and reused else self._trace(tried, axes)
         return self._programs[key]
 
-    def _trace(self, parts: int | None, axes: MeshAxes) -> Program:
+    def _trace(self, tried: _Tried, axes: MeshAxes) -> Program:
         begin = time.perf_counter()
-        with nullcontext() if parts is None else accumulation.tried_parts(parts):
+        with ExitStack() as stack:
+            stack.enter_context(accumulation.tried_steps(tried.steps))
+            if tried.parts is not None:
+                stack.enter_context(accumulation.tried_parts(tried.parts))
             traced = trace.trace(self.bound.fn, self.bound.values, self.bound.names, axes)
-        variant = f"accumulated in {parts} parts" if parts is not None and parts > 1 else ""
-        return Program(name=self.name, traced=traced, trace_s=time.perf_counter() - begin, variant=variant)
+        words = [f"accumulated in {tried.parts} parts"] if (tried.parts or 1) > 1 else []
+        words += [f"in {tried.steps} micro-batches"] if tried.steps > 1 else []
+        counts = accumulation.counts(traced.jaxpr) if tried.steps == 1 else ()
+        return Program(
+            name=self.name,
+            traced=traced,
+            trace_s=time.perf_counter() - begin,
+            variant=", ".join(words),
+            open_count=OpenCount(counts=counts, program=partial(self._in, tried, axes)) if counts else None,
+        )
+
+    def _in(self, tried: _Tried, axes: MeshAxes, count: int) -> Program:
+        """The program in another number of micro-batches; its digest is that of the program in one.
+
+        Raises:
+          SpecError: its results would have other shapes, or the batch does not split so.
+        """
+        first, program = self._program(tried, axes), self._program(tried._replace(steps=count), axes)
+        if not program.traced.source_digest:
+            _check_results(self.name, first.traced, program.traced, count)
+            traced = replace(program.traced, source_digest=first.traced.digest)
+            program = replace(program, traced=traced, open_count=None)
+            self._programs[tried._replace(steps=count), axes] = program
+        return program
+
+
+def _check_results(name: str, first: Traced, traced: Traced, count: int) -> None:
+    """Raises a SpecError if the number of micro-batches decides the shape of a result."""
+    for path, one, other in zip(first.out_paths, first.out_avals, traced.out_avals, strict=True):
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            raise SpecError(
+                f"{name}: the result {path} has the shape {one.shape}, and in {count} micro-batches {other.shape}: "
+                'with steps="auto" (autoshard.accumulate) the plan would decide what the program returns; take the '
+                "mean of aux in the step, or give steps a number"
+            )
 
 
 def bind(

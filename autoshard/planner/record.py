@@ -27,13 +27,16 @@ from autoshard.planner import compiler_flags
 from autoshard.problem.collective import Collective
 from cost_models import strict_json
 
-SCHEMA_VERSION = 2  # which a file has that recomputes; others have 1
+SCHEMA_VERSION = 2  # which a file has that recomputes, or has chosen micro-batches; others have 1
 
 # So begins a note of every plan for a gradient.
 FOR_GRADIENT = "planned for its gradient with respect to"
 
 # So begins a note of every plan that recomputes.
 KEEPS = "backward passes find"
+
+# So begins a note of every plan that chose its number of micro-batches.
+ACCUMULATED = "accumulated in"
 
 _OPEN = "?"  # in a constraint: a dimension that a hand-written one leaves to the partitioner
 
@@ -101,6 +104,7 @@ class PlanRecord:
     outputs: tuple[Leaf, ...]
     donated: tuple[int, ...]  # positions of donated inputs
     recomputation: Recomputation | None = None  # None: the program as it is written
+    microbatches: int | None = None  # of accumulations that leave it open; None: there are none
     gradient_of: tuple[int, ...] = ()  # arguments for whose gradient a forward function was planned
     pins: Constraints
     collectives: tuple[Collective, ...]
@@ -270,7 +274,7 @@ def _recomputation_from_json(data: dict[str, Any] | None) -> Recomputation | Non
 def _to_json(record: PlanRecord) -> dict[str, Any]:
     pins = record.pins
     return {
-        "schema": 1 if record.recomputation is None else SCHEMA_VERSION,
+        "schema": 1 if record.recomputation is None and record.microbatches is None else SCHEMA_VERSION,
         "name": record.name,
         "digest": record.digest,
         "asked": record.asked,
@@ -285,6 +289,7 @@ def _to_json(record: PlanRecord) -> dict[str, Any]:
         "donated": list(record.donated),
         "gradient_of": list(record.gradient_of),
         **_recomputation_to_json(record.recomputation),
+        **({} if record.microbatches is None else {"microbatches": record.microbatches}),
         "constraints": [
             {"at": at, "equation": list(path), "position": i, "specs": [_spec_to_json(s) for s in specs]}
             for at, group in (
@@ -332,6 +337,7 @@ def _from_json(data: dict[str, Any]) -> PlanRecord:
         donated=tuple(data["donated"]),
         gradient_of=tuple(data.get("gradient_of", ())),
         recomputation=_recomputation_from_json(data.get("recomputation")),
+        microbatches=data.get("microbatches"),
         pins=Constraints(
             made=groups["made"],
             taken=groups["taken"],

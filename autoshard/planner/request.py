@@ -85,6 +85,7 @@ class PlanRequest:
       remat: whether backward passes may repeat more than the program says; see `ir.saved_values.Remat`.
       as_written: whether the program as it is written may be the answer; False where it is known not to fit.
       recomputation: what `program` keeps for its backward passes, where that was decided already.
+      microbatches: how many `program` takes, where that was left open and is decided already.
     """
 
     program: Program
@@ -97,6 +98,7 @@ class PlanRequest:
     remat: Remat = WRITTEN
     as_written: bool = True
     recomputation: Recomputation | None = None
+    microbatches: int | None = None
 
     @property
     def name(self) -> str:
@@ -140,6 +142,26 @@ class PlanRequest:
             self.unknown,
         )
         return hashlib.sha256(repr(text).encode()).hexdigest()[:32]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The numbers of micro-batches to choose among; none where there is nothing to choose."""
+        open_ = self.program.open_count
+        return () if open_ is None or self.gradient_of or self.microbatches is not None else open_.counts
+
+    def in_microbatches(self, count: int) -> "PlanRequest":
+        """The request for the program in so many micro-batches.
+
+        Raises:
+          SpecError: it leaves no such number open.
+        """
+        open_ = self.program.open_count
+        if open_ is None or count not in open_.counts:
+            raise SpecError(
+                f"{self.name} cannot be planned in {count} micro-batches: "
+                + (f"it takes one of {', '.join(map(str, open_.counts))}" if open_ else "it leaves no number open")
+            )
+        return replace(self, program=open_.program(count), microbatches=count)
 
     def asking(self, inputs: Mapping[int, PartitionSpec]) -> "PlanRequest":
         """The same request with these specs of inputs alone."""

@@ -54,6 +54,7 @@ def key_of(question: PlanRequest, **options: Any) -> Key:
         "pins and donations": question.asked,
         "for the gradient of": list(question.gradient_of),
         "recomputing": question.remat,
+        **({"micro-batches": list(question.counts)} if question.counts else {}),
         **options,
         "version of autoshard": metadata.version("autoshard"),
         "version of jax": jax.__version__,
@@ -94,6 +95,8 @@ def misfits(record: PlanRecord, question: PlanRequest) -> list[str]:
         "for the gradient of": list(record.gradient_of),
         "recomputing": _recomputing(record, question),
     }
+    if question.counts and record.microbatches not in question.counts:
+        have["micro-batches"] = record.microbatches
     found = changes(have, key) or _not_kept(record, question)
     if not found and not record.emitted:  # made by an older version
         found += [f"no layout of {one}" for one in rewrite.not_laid_out(question.traced.jaxpr, record.pins)[:1]]
@@ -111,7 +114,8 @@ def check(record: PlanRecord, question: PlanRequest, source: object) -> None:
         )
     try:
         chosen = record.recomputation
-        traced = question.traced if chosen is None else recomputed(question.traced, chosen)
+        asked = question if record.microbatches is None else question.in_microbatches(record.microbatches)
+        traced = asked.traced if chosen is None else recomputed(asked.traced, chosen)
         rewrite.check(traced.jaxpr, record.pins, record.mesh)
     except SpecError as error:
         raise PlanFileError(f"{source} is damaged: {error}; plan again") from error

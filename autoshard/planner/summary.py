@@ -7,7 +7,7 @@ from rich.console import RenderableType
 
 from autoshard.ir.paths import dotted
 from autoshard.planner.leaf_rows import fold
-from autoshard.planner.record import FOR_GRADIENT, KEEPS, Leaf, PlanRecord
+from autoshard.planner.record import ACCUMULATED, FOR_GRADIENT, KEEPS, Leaf, PlanRecord
 from autoshard.problem.collective import Collective
 from autoshard.report.tables import (
     GAP,
@@ -77,6 +77,7 @@ def _verdict(
             text += f", {flops / (peak_flops_per_s * cost.step_s):.1%} of the peak of {flops_text(peak_flops_per_s)}/s"
         rows.append(("matmuls", text))
     rows += [("kept", note) for note in record.notes if note.startswith(KEEPS)]
+    rows += [("batch", note) for note in record.notes if note.startswith(ACCUMULATED)]
     kinds = sorted(memory.kinds.items(), key=lambda item: -item[1])
     rows += [
         (
@@ -96,7 +97,7 @@ def _verdict(
         stages = ", ".join(f"{stage} {s:.1f}" for stage, s in seconds.items())
         rows.append(("planned", f"in {sum(seconds.values()):.1f} s: {stages}"))
     rows.append(("emitted", f"{record.pins.count} sharding constraints"))
-    return rows + [("note", note) for note in record.notes if not note.startswith((FOR_GRADIENT, KEEPS))]
+    return rows + [("note", note) for note in record.notes if not note.startswith((FOR_GRADIENT, KEEPS, ACCUMULATED))]
 
 
 def _of_gradient(note: str) -> bool:
