@@ -27,6 +27,7 @@ from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.recomputation import ADD, FIT, RematOption
 from autoshard.planner import named_shardings, pipeline, request
 from autoshard.planner.infeasible import whatever_is_kept
+from autoshard.planner.microbatches import solve_counts
 from autoshard.planner.named_shardings import OtherMeshError
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.recomputation_space import keeping
@@ -375,7 +376,8 @@ def plan_request(question: PlanRequest, options: Options) -> SolvedPlan:
 
 
 def _planned(question: PlanRequest, options: Options) -> PlanningResult:
-    planned = pipeline.solve_request(question, options.budget, constraints=options.constraints)
+    solver = solve_counts if question.counts else pipeline.solve_request
+    planned = solver(question, options.budget, constraints=options.constraints)
     asked: dict[str, Any] = {
         "asked": question.asked,
         "emitted": options.constraints,

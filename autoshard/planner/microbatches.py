@@ -9,11 +9,13 @@ layout of a program in k·n micro-batches is one of the program in n, where it t
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil, inf
 
 from autoshard.errors import InfeasibleError
 from autoshard.ir.recomputation import WRITTEN
-from autoshard.planner.budget import SETTLE_S, Budget
+from autoshard.planner import pipeline
+from autoshard.planner.budget import SETTLE_S, USUAL_BUDGET, Budget
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.record import ACCUMULATED
 from autoshard.planner.request import PlanRequest
@@ -50,6 +52,19 @@ class _Attempts:
     def is_over(self) -> bool:
         """Whether more micro-batches would gain nothing."""
         return self.free or (self.best is not None and [*self.plans].index(self.best) + PATIENCE < len(self.plans))
+
+
+def solve_counts(
+    request: PlanRequest, budget: Budget = USUAL_BUDGET, *, constraints: pipeline.ConstraintPolicy = "needed"
+) -> PlanningResult:
+    """The best plan of a request that leaves its micro-batches open; as `pipeline.solve_request`.
+
+    Raises:
+      InfeasibleError: none fits; the error is that of the smallest peak.
+      SpecError: the number would decide the shape of a result.
+    """
+    found = fastest_count(request, budget, partial(pipeline.solve_request, constraints="all"))
+    return found if constraints == "all" else pipeline.thinned(found)
 
 
 def fastest_count(request: PlanRequest, budget: Budget, solver: Solver) -> PlanningResult:

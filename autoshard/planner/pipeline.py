@@ -10,14 +10,14 @@
     → record          planner/build_record.py describe                       "record"
     → constraints     planner/minimal_constraints.py                         "constraints"
 
-A request that leaves its micro-batches open goes this way in each number (`planner/microbatches.py`). Every verb does: `solve_request` from a request to its plan, `solve_space` from a search space that was
+Every verb goes this way: `solve_request` from a request to its plan, `solve_space` from a search space that was
 changed on the way. The names in quotes are those of the stages that `planner/stages.py` tells its observers.
+A request that leaves its micro-batches open goes this way in each number (`planner/microbatches.py`).
 """
 
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib import metadata
 from math import inf
 from typing import Any, Literal
@@ -37,7 +37,6 @@ from autoshard.planner import minimal_constraints
 from autoshard.planner.budget import SETTLE_S, USUAL_BUDGET, Budget
 from autoshard.planner.build_record import describe
 from autoshard.planner.infeasible import infeasible
-from autoshard.planner.microbatches import fastest_count
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.recomputation_space import RecomputationSpace, keeping
 from autoshard.planner.record import Certificate, PlanRecord
@@ -88,9 +87,6 @@ def solve_request(
       MissingRuleError: a primitive without a rule.
       SpecError: a pin that cannot be kept.
     """
-    if request.counts:
-        found = fastest_count(request, budget, partial(solve_request, constraints="all"))
-        return found if constraints == "all" else _thinned(found)
     if request.remat == WRITTEN or request.recomputation is not None or request.gradient_of:
         return solve_space(build_search_space(request), budget, known=known, constraints=constraints)
     return _recomputing(request, budget, constraints)
@@ -197,11 +193,11 @@ def solve_space(
         assignment=assignment,
         seconds={**space.seconds, **stages.seconds},
     )
-    return found if constraints == "all" else _thinned(found)
+    return found if constraints == "all" else thinned(found)
 
 
-def _thinned(found: PlanningResult) -> PlanningResult:
-    """A plan with the constraints alone that the partitioner's own propagation does not reach."""
+def thinned(found: PlanningResult) -> PlanningResult:
+    """A plan with all constraints → the plan with those alone that the partitioner's own propagation does not reach."""
     if not _can_be_probed(found.space):
         return found
     stages = Stages(found.space.request.title)
