@@ -21,35 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from autoshard import _jax
+from autoshard.backends.known_compilers import KNOWN, named
 from autoshard.backends.known_compilers import TPU_PLAIN_OPTIONS as TPU_PLAIN_OPTIONS
-from autoshard.backends.known_compilers import named
 from autoshard.backends.model import CompilerModel, CompilerName
+from autoshard.backends.toolchain import Topology
 from autoshard.errors import CompileError, CompilerFlagError, CompilerMissingError, MeshError
 from autoshard.ir.mesh import MeshAxes
 
-# Autotuning needs the real GPU. The latency-hiding scheduler is what training runs on GPU
-# turn on (JAX's GPU performance guide), and without it nothing overlaps.
-GPU_OPTIONS: Mapping[str, Any] = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_latency_hiding_scheduler": True}
-
-# XLA:GPU's Triton emitter finds no tiles for matmuls of odd sizes (257 patches of an image, over some of 8 devices)
-# and gives up, or has no configuration to start from where nothing is tuned (jax-cuda12-pjrt 0.11.2); without it the
-# library's matmul is taken, and no collective changes.
-TRITON_ERRORS = ("Couldn't find output tile sizes", "TritonBackend does not support a default config")
-
-_GPU_TARGETS = {"a100": "a100_80", "a100-40": "a100_40"}
-_DISTRIBUTIONS = {
-    "gpu": ("jax-cuda12-pjrt", "jax-cuda13-pjrt"),
-    "tpu": ("libtpu", "libtpu-nightly"),
-    "cpu": ("jaxlib",),
-}
-_MODULES = {"gpu": ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"), "tpu": ("libtpu",), "cpu": ("jaxlib",)}
-_TPU_VERSIONS = {"v7x": "tpu7x"}
 # The child sees none of the caller's flags: what a compilation depends on is in its arguments.
 _DROPPED_ENVIRONMENT = frozenset({"XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_COMPILATION_CACHE_DIR"})
 _TOPOLOGY_ERROR = "TopologyError: "
 _NO_FLAG = "No such compile option"  # XLA's own words
 _CHILD = Path(__file__).with_name("compile_worker.py")
-_TARGETS = Path(__file__).with_name("gpu_targets")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +111,11 @@ class CompileTarget:
     compiler: CompilerName
     chip: str
     shape: tuple[int, ...]
+    topology: Topology
 
     @classmethod
     def parse(cls, name: str) -> "CompileTarget":
-        """From a hardware name.
+        """From a hardware name: the compiler whose toolchain knows the chip.
 
         Raises:
           MeshError: the chip is unknown, or the shape is missing or malformed.
@@ -141,24 +125,27 @@ class CompileTarget:
         if not re.fullmatch(r"\d+(x\d+)*", shape):
             raise MeshError(f"cannot read the topology {name!r}: write chip:shape, such as {_EXAMPLES}")
         sizes = tuple(int(size) for size in shape.split("x"))
-        if chip.partition("-")[0] == "cpu" and len(sizes) == 1:
-            return cls(compiler="cpu", chip=chip, shape=sizes)
-        if chip.startswith("tpu-"):
-            return cls(compiler="tpu", chip=chip.removeprefix("tpu-"), shape=sizes)
-        if _target_file(chip).is_file() and len(sizes) <= 3:
-            return cls(compiler="gpu", chip=chip, shape=(1,) * (3 - len(sizes)) + sizes)
-        known = sorted(_chip_of_file(path.name) for path in _TARGETS.glob("*.txtpb"))
-        raise MeshError(f"no compiler for {name!r}: the chips are {', '.join(known)}, tpu-*, cpu (as in {_EXAMPLES})")
+        compilers = {model.name: model for model in KNOWN}  # of one name all have the same toolchain
+        for model in compilers.values():
+            topology = model.toolchain.topology(chip, sizes)
+            if topology is not None:
+                return cls(compiler=model.name, chip=chip, shape=sizes, topology=topology)
+        chips = ", ".join(chip for model in compilers.values() for chip in model.toolchain.chips)
+        raise MeshError(f"no compiler for {name!r}: the chips are {chips} (as in {_EXAMPLES})")
 
     @property
     def request(self) -> dict[str, Any]:
-        """The part of a child's request that names the devices."""
-        shape = "x".join(map(str, self.shape))
-        if self.compiler == "tpu":
-            return {"topology": f"{_TPU_VERSIONS.get(self.chip, self.chip)}:{shape}"}
-        if self.compiler == "cpu":
-            return {"topology": shape}
-        return {"topology": shape, "chip": self.chip, "target_config": _target_file(self.chip).read_text()}
+        """The part of a child's request that names the compiler and the devices."""
+        model = named(self.compiler)
+        return {
+            "platform": model.platform,
+            "plugins": model.toolchain.plugins,
+            "attached": model.toolchain.attached,
+            "tuple_above": model.toolchain.tuple_above,
+            "topology": self.topology.name,
+            "topology_options": dict(self.topology.options),
+            "config": dict(self.topology.config),
+        }
 
 
 _EXAMPLES = "h100:4x8 (hosts × GPUs), tpu-v5e:4x4, cpu:8"
@@ -176,7 +163,7 @@ def flags_of_plan(flags: Mapping[str, Any], compiler: str | None) -> Mapping[str
 
 def available(compiler: CompilerName) -> bool:
     """Whether a compiler is installed."""
-    return any(_has_module(module) for module in _MODULES[compiler])
+    return any(_has_module(module) for module in named(compiler).toolchain.modules)
 
 
 def compile(
@@ -201,8 +188,8 @@ def compile(
       compiler: must be the one that `topology` implies; None infers it.
       device_order: positions in the topology of the mesh's devices, major to minor;
         None takes `jax.make_mesh`'s order.
-      compiler_options: as `jax.stages.Lowered.compile` takes them, over `GPU_OPTIONS` on GPU. Where XLA:GPU
-        finds no tiles for a matmul, the program is compiled once more without Triton's; `Compiled.flags` says so.
+      compiler_options: as `jax.stages.Lowered.compile` takes them, over the toolchain's own. Where the compiler
+        fails in a way that the toolchain knows, the program is compiled once more; `Compiled.flags` says how.
       passes: keep the text after Shardy and after partitioning.
       timeout_s: gives up after so long; None waits.
 
@@ -213,6 +200,7 @@ def compile(
         `CompilerFlagError` where it has no flag of that name.
     """
     target = CompileTarget.parse(topology)
+    toolchain = named(target.compiler).toolchain
     if compiler is not None and compiler != target.compiler:
         raise MeshError(f"{topology} is compiled by {target.compiler!r}, not by {compiler!r}")
     if not available(target.compiler):
@@ -222,20 +210,19 @@ def compile(
         )
     if device_order is not None and len(set(device_order)) != mesh.size:
         raise MeshError(f"device_order names {len(set(device_order))} devices; the mesh {mesh} has {mesh.size}")
-    flags = {**(GPU_OPTIONS if target.compiler == "gpu" else {}), **(compiler_options or {})}
+    flags = {**toolchain.options, **(compiler_options or {})}
     lowered = _lowered(lowerable, target)
 
     def compiled(flags: Mapping[str, Any]) -> Compiled:
         with tempfile.TemporaryDirectory(prefix="autoshard-") as name:
             folder = Path(name)
             options = dict(flags)
-            if passes or target.compiler == "tpu":
+            if passes or toolchain.dumps:
                 options["xla_dump_to"] = str(folder)
                 options["xla_dump_hlo_as_text"] = True
             if passes:
                 options["xla_dump_hlo_pass_re"] = ".*shardy-xla.*|.*spmd-partitioning.*"
             request = {
-                "compiler": target.compiler,
                 **target.request,
                 "mesh_names": mesh.names,
                 "mesh_sizes": mesh.sizes,
@@ -264,9 +251,9 @@ def compile(
     try:
         return compiled(flags)
     except CompileError as error:
-        if not any(text in str(error) for text in TRITON_ERRORS) or "xla_gpu_enable_triton_gemm" in flags:
+        if not any(text in str(error) for text in toolchain.second_try) or flags.keys() & toolchain.second_options:
             raise
-        return compiled({**flags, "xla_gpu_enable_triton_gemm": False})
+        return compiled({**flags, **toolchain.second_options})
 
 
 def _lowered(lowerable: Any, target: CompileTarget) -> Any:
@@ -321,7 +308,7 @@ def _dump(folder: Path, stage: str) -> str:
 
 def version(compiler: CompilerName) -> str:
     """Name and version of the installed compiler's distribution."""
-    for name in _DISTRIBUTIONS[compiler]:
+    for name in named(compiler).toolchain.distributions:
         try:
             return f"{name} {importlib.metadata.version(name)}"
         except importlib.metadata.PackageNotFoundError:
@@ -334,12 +321,3 @@ def _has_module(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
         return False
-
-
-def _target_file(chip: str) -> Path:
-    return _TARGETS / f"{_GPU_TARGETS.get(chip, chip)}.txtpb"
-
-
-def _chip_of_file(name: str) -> str:
-    stem = name.removesuffix(".txtpb")
-    return next((chip for chip, file in _GPU_TARGETS.items() if file == stem), stem)

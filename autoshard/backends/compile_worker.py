@@ -22,30 +22,23 @@ from jax.interpreters import mlir
 from jaxlib import xla_client
 from jaxlib.mlir import ir
 
-GPU_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
-# jax passes one tuple to TPU programs of more arguments than this (jax/_src/dispatch.py, should_tuple_args).
-TPU_UNTUPLED_ARGUMENTS = 2000
-
 
 class TopologyError(Exception):
     """The topology's devices are not those that the mesh needs; the parent says so."""
 
 
 def topology_of(request: dict[str, Any]) -> topologies.TopologyDescription:
-    """The devices to compile for; none of them needs to exist but the CPU's."""
-    compiler, name = request["compiler"], request["topology"]
-    if compiler == "cpu":
-        jax.config.update("jax_num_cpu_devices", int(name))
-        return topologies.get_attached_topology("cpu")
-    if compiler == "tpu":
-        return topologies.get_topology_desc(name, platform="tpu")
-    for plugin in GPU_PLUGINS:
+    """The devices to compile for; none of them needs to exist, but those that this process makes itself."""
+    for name, value in request["config"].items():
+        jax.config.update(name, value)
+    if request["attached"]:
+        return topologies.get_attached_topology(request["platform"])
+    for plugin in request["plugins"]:
         if importlib.util.find_spec(plugin) is not None:
             importlib.import_module(plugin).initialize()
             break
-    return topologies.get_topology_desc(
-        request["chip"], platform="cuda", target_config=request["target_config"], topology=name
-    )
+    options = request["topology_options"]
+    return topologies.get_topology_desc(request["topology"], platform=request["platform"], **options)
 
 
 def compile_options(request: dict[str, Any], module: Any, ids: list[int]) -> Any:
@@ -67,9 +60,8 @@ def compile_options(request: dict[str, Any], module: Any, ids: list[int]) -> Any
     options = xla_client.CompileOptions()
     options.num_replicas, options.num_partitions = 1, len(ids)
     options.device_assignment = xla_client.DeviceAssignment.create(np.array([ids], np.int32))
-    options.parameter_is_tupled_arguments = (
-        request["compiler"] == "tpu" and len(free["arg_attrs"]) > TPU_UNTUPLED_ARGUMENTS
-    )
+    tuple_above = request["tuple_above"]
+    options.parameter_is_tupled_arguments = tuple_above is not None and len(free["arg_attrs"]) > tuple_above
     options.env_option_overrides = list(request["options"].items())
     build = options.executable_build_options
     build.use_spmd_partitioning = build.use_shardy_partitioner = True
@@ -107,7 +99,7 @@ def answer(folder: Path) -> dict[str, Any]:
         module: Any = ir.Module.parse((folder / "module.mlirbc").read_bytes())
         options = compile_options(request, module, [device.id for device in devices])
         client = devices[0].client
-        compile_ = client.compile_and_load if request["compiler"] == "cpu" else client.compile
+        compile_ = client.compile_and_load if request["attached"] else client.compile
         start = time.perf_counter()
         executable = compile_(module, executable_devices=xla_client.DeviceList(tuple(devices)), compile_options=options)
         wall_s = time.perf_counter() - start

@@ -6,6 +6,7 @@ from typing import Any
 
 from autoshard import _jax
 from autoshard.backends.model import CompilerModel
+from autoshard.backends.toolchain import CPU_TOOLCHAIN, GPU_TOOLCHAIN, TPU_TOOLCHAIN
 from autoshard.errors import MeshError
 
 # Windowed einsum off: the collectives stay what they are, so that their bytes can be compared exactly.
@@ -25,6 +26,7 @@ XLA_GPU = CompilerModel(
     platform="cuda",
     since=(0, 11),
     device_platforms=frozenset({"cuda", "gpu", "rocm"}),
+    toolchain=GPU_TOOLCHAIN,
     flag_prefixes=("xla_gpu_",),
     compiles_for_any_count=False,
     reports_peak=True,
@@ -76,6 +78,7 @@ XLA_TPU = CompilerModel(
     platform="tpu",
     since=(0, 10),
     device_platforms=frozenset({"tpu"}),
+    toolchain=TPU_TOOLCHAIN,
     flag_prefixes=("xla_tpu_", "xla_jf_"),
     compiles_for_any_count=False,
     reports_peak=True,
@@ -120,6 +123,7 @@ XLA_CPU = CompilerModel(
     platform="cpu",
     since=(0, 10),
     device_platforms=frozenset({"cpu"}),
+    toolchain=CPU_TOOLCHAIN,
     flag_prefixes=("xla_cpu_",),
     compiles_for_any_count=True,
     reports_peak=False,

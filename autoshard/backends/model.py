@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from autoshard.backends.toolchain import Toolchain
+
 CompilerName = Literal["gpu", "tpu", "cpu"]
 
 _EVIDENCE = "evidence"
@@ -40,6 +42,7 @@ class CompilerModel:
       platform: JAX's name of the platform: what `platform_index` resolves to and programs are lowered for.
       since: the first version of jaxlib of which the facts hold, up to the next value of that name.
       device_platforms: what devices for which it compiles say of their platform (`jax.Device.platform`).
+      toolchain: how it is called for devices that need not be here.
       flag_prefixes: how the flags begin that it alone has.
       compiles_for_any_count: whether it compiles a plan of any hardware, for as many devices.
       reports_peak: whether its own peak counts temporaries; else all of them count (`MemoryStats.peak_bytes`).
@@ -57,6 +60,7 @@ class CompilerModel:
     platform: str
     since: tuple[int, ...]
     device_platforms: frozenset[str]
+    toolchain: Toolchain
     flag_prefixes: tuple[str, ...]
     compiles_for_any_count: bool
     reports_peak: bool

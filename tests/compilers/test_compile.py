@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from autoshard.backends import compile, compile_worker
 from autoshard.backends.compile import Compiled, CompileTarget
 from autoshard.backends.known_compilers import named
+from autoshard.backends.toolchain import GPU_TOOLCHAIN, Topology
 from autoshard.errors import CompileError, CompilerFlagError, CompilerMissingError, MeshError
 from autoshard.ir.mesh import MeshAxes
 from tests.installed import GPU, TPU, needs_gpu_compiler
@@ -176,33 +177,34 @@ def test_two_compile_side_by_side_and_in_silence(
     with ThreadPoolExecutor(2) as pool:
         h100, b200 = pool.map(compile_on, pair)
     assert (h100.device_kind, b200.device_kind) == ("NVIDIA H100 80GB HBM3", "NVIDIA B200")
-    assert h100.flags == compile.GPU_OPTIONS
+    assert h100.flags == GPU_TOOLCHAIN.options
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(
     ("name", "compiler", "chip", "shape"),
     [
-        ("h100:4x8", "gpu", "h100", (1, 4, 8)),
-        ("h100:8", "gpu", "h100", (1, 1, 8)),
+        ("h100:4x8", "gpu", "h100", (4, 8)),
+        ("h100:8", "gpu", "h100", (8,)),
         ("a100-40:2x1x16", "gpu", "a100-40", (2, 1, 16)),
-        ("tpu-v5p:4x4x8", "tpu", "v5p", (4, 4, 8)),
+        ("tpu-v5p:4x4x8", "tpu", "tpu-v5p", (4, 4, 8)),
         ("cpu:8", "cpu", "cpu", (8,)),
     ],
 )
 def test_hardware_names(name: str, compiler: Any, chip: str, shape: tuple[int, ...]) -> None:
-    assert CompileTarget.parse(name) == CompileTarget(compiler=compiler, chip=chip, shape=shape)
+    target = CompileTarget.parse(name)
+    assert (target.compiler, target.chip, target.shape) == (compiler, chip, shape)
 
 
 @pytest.mark.parametrize("chip", ["a100", "a100-40", "h100", "h200", "b200", "gb200"])
 def test_every_gpu_has_a_target(chip: str) -> None:
-    request = CompileTarget.parse(f"{chip}:2x8").request
+    request = CompileTarget.parse(f"{chip}:2x8").request["topology_options"]
     assert request["topology"] == "1x2x8"
     assert f'"NVIDIA {chip.split("-")[0].upper()}' in request["target_config"]
 
 
 def test_the_newest_tpu_has_another_name() -> None:
-    assert CompileTarget.parse("tpu-v7x:4x4x4").request == {"topology": "tpu7x:4x4x4"}
+    assert CompileTarget.parse("tpu-v7x:4x4x4").topology == Topology(name="tpu7x:4x4x4")
 
 
 @pytest.mark.parametrize(
@@ -235,7 +237,7 @@ def test_what_does_not_fit_is_refused(traced: Any) -> None:
 def test_a_missing_compiler_says_what_to_install(
     traced: Any, topology: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compile, "_MODULES", {extra: ("no_such_package.at_all",)})
+    monkeypatch.setattr(compile, "_has_module", lambda _: False)
     with pytest.raises(CompilerMissingError, match=rf'pip install "autoshard\[{extra}\]"'):
         compile.compile(traced, topology=topology, mesh=AXES)
 
@@ -270,7 +272,7 @@ def test_what_jaxlib_cannot_read_is_read_from_the_compilers_dump(tmp_path: Path)
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize("reason", compile.TRITON_ERRORS)
+@pytest.mark.parametrize("reason", GPU_TOOLCHAIN.second_try)
 def test_matmuls_without_tiles_are_tried_without_triton(
     traced: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reason: str
 ) -> None:
