@@ -7,6 +7,7 @@ it is absorbed here and pinned by `tests/ir/test_jax.py`.
 from autoshard._jax.jaxprs import ANYWHERE as ANYWHERE
 from autoshard._jax.jaxprs import CONTEXT_MESH as CONTEXT_MESH
 from autoshard._jax.jaxprs import POLICIES as POLICIES
+from autoshard._jax.jaxprs import REMATTED as REMATTED
 from autoshard._jax.jaxprs import array_consts as array_consts
 from autoshard._jax.jaxprs import barrier as barrier
 from autoshard._jax.jaxprs import bind as bind
@@ -20,6 +21,7 @@ from autoshard._jax.jaxprs import function_name as function_name
 from autoshard._jax.jaxprs import hoisted as hoisted
 from autoshard._jax.jaxprs import is_jaxpr as is_jaxpr
 from autoshard._jax.jaxprs import is_literal as is_literal
+from autoshard._jax.jaxprs import is_repeated as is_repeated
 from autoshard._jax.jaxprs import is_transposed as is_transposed
 from autoshard._jax.jaxprs import is_unnamed as is_unnamed
 from autoshard._jax.jaxprs import literal as literal

@@ -16,6 +16,7 @@ from jax.extend import core as jex_core
 
 ANYWHERE = UNSPECIFIED  # a call's sharding of an operand or a result that it leaves open
 POLICIES = "jax._src.ad_checkpoint"  # the module of `jax.checkpoint_policies`
+REMATTED = "rematted_computation"  # in the name stack of equations that `jax.checkpoint` computes again
 _RESULT_SHARDING = frozenset({"sharding", "out_sharding"})
 _OF_SHARDING = frozenset({"sharding_constraint", "reshard"})
 CONTEXT_MESH = frozenset({"ctx_mesh", "context_mesh"})  # what an equation keeps of the mesh of its trace
@@ -300,10 +301,15 @@ def within(call: Any, eqn: Any) -> Any:
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
 
-def repeated(eqn: Any, invars: Sequence[Any], outvars: Sequence[Any], scope: str) -> Any:
-    """A copy of an equation over other variables, its name stack one scope deeper."""
-    source = eqn.source_info.replace(name_stack=eqn.source_info.name_stack.extend(scope))
+def repeated(eqn: Any, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
+    """A copy of an equation over other variables, named as what `jax.checkpoint` computes again."""
+    source = eqn.source_info.replace(name_stack=eqn.source_info.name_stack.extend(REMATTED))
     return eqn.replace(invars=list(invars), outvars=list(outvars), source_info=source)
+
+
+def is_repeated(eqn: Any) -> bool:
+    """Whether an equation runs once more for a backward pass, by its own name stack (not those around it)."""
+    return REMATTED in str(eqn.source_info.name_stack)
 
 
 def variable(aval: Any) -> Any:

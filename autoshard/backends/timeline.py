@@ -11,21 +11,28 @@ Matmuls cost the model's price of their shapes (HBM traffic of operands and resu
 included), or the traffic of the whole fusion if that takes longer. Other instructions cost
 the HBM bytes that they read and write; a slice reads only its part. Prefetches into faster
 memory are free.
+
+What runs once more for a backward pass has `rematted_computation` in its name; what a compiler repeats on its own
+(XLA's own rematerialization) is an instruction whose name says `.remat`.
 """
 
+import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
+from autoshard import _jax
 from autoshard.backends.hlo import Collective, Computation, Instruction, Module, communicates
 from autoshard.backends.hlo.loops import Loops
-from autoshard.backends.hlo.matmuls import matmuls, uncounted
+from autoshard.backends.hlo.matmuls import Matmul, multiplying, uncounted
 from autoshard.ir.mesh import MeshAxes
 
 Stream = Literal["compute", "communication"]
 
 _KINDS: Mapping[str, str] = {"collective-broadcast": "broadcast", "ragged-all-to-all": "all-to-all"}
+REPEATED = "repeated"  # the category of trace events that run once more for a backward pass
+_REMAT = re.compile(r"\.remat\b")  # in the names of instructions that XLA repeats on its own
 _FREE = frozenset(
     {
         "after-all",
@@ -59,9 +66,28 @@ class Machine(Protocol):
     def collective_s(self, kind: Any, axes: Sequence[str], nbytes: int) -> Any: ...
 
 
+class Multiplication(NamedTuple):
+    """A matmul of an event, once: the name of its operation, its source line, its FLOPs."""
+
+    name: str
+    where: str
+    flops: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One instruction on one stream; in a loop, its first trip. `trips` counts its executions per step."""
+    """One instruction on one stream; in a loop, its first trip.
+
+    Attributes:
+      name: what it does.
+      stream: where it runs.
+      start_s: when it begins.
+      duration_s: how long it takes once.
+      trips: how often a step executes it.
+      where: the user's source line.
+      repeated: whether it runs once more for a backward pass, or a part of it does.
+      repeats: the matmuls among what runs once more.
+    """
 
     name: str
     stream: Stream
@@ -69,6 +95,8 @@ class Event:
     duration_s: float
     trips: int
     where: str
+    repeated: bool = False
+    repeats: tuple[Multiplication, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +121,16 @@ class Timeline:
     flops: float
     events: tuple[Event, ...]
     uncounted: tuple[str, ...] = ()
+
+    @property
+    def repeated_flops(self) -> float:
+        """FLOPs of the matmuls that run once more for a backward pass."""
+        return sum((x.flops * event.trips for event in self.events for x in event.repeats), 0.0)
+
+    @property
+    def repeated_s(self) -> float:
+        """Seconds of compute that runs once more for a backward pass."""
+        return sum((e.duration_s * e.trips for e in self.events if e.repeated and e.stream == "compute"), 0.0)
 
     @property
     def hidden_s(self) -> float:
@@ -122,7 +160,8 @@ def side_by_side(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
                 "tid": streams.index(event.stream),
                 "ts": event.start_s * 1e6,
                 "dur": event.duration_s * 1e6,
-                "args": {"where": event.where, "trips": event.trips},
+                "args": {"where": event.where, "trips": event.trips} | ({"repeated": True} if event.repeated else {}),
+                **({"cat": REPEATED, "cname": "terrible"} if event.repeated else {}),
             }
             for event in one.events
         ]
@@ -214,7 +253,8 @@ class _Walk:
         start_s = max(self.now_s, self.free_s)
         self.free_s = start_s + duration_s
         self.communication_s += duration_s
-        self._record(f"{row.kind} {'·'.join(axes)}", "communication", start_s, duration_s, trips, row.where)
+        name, repeated = f"{row.kind} {'·'.join(axes)}", _jax.REMATTED in row.op_name
+        self._record(name, "communication", start_s, duration_s, trips, row.where, repeated=repeated)
         return self.free_s
 
     def _wait(self, end_s: float) -> None:
@@ -226,7 +266,11 @@ class _Walk:
         duration_s = self._price(computation, instruction)
         if duration_s:
             name = instruction.op_name.rpartition("/")[2] or instruction.name
-            self._record(name, "compute", self.now_s, duration_s, trips, self.module.where(instruction))
+            multiplies = [*multiplying(self.module, computation, instruction)]
+            repeats = tuple(self._repeats(instruction, multiplies))
+            repeated = bool(repeats) if multiplies else _is_repeated(instruction, instruction)
+            where = self.module.where(instruction)
+            self._record(name, "compute", self.now_s, duration_s, trips, where, repeated=repeated, repeats=repeats)
         self.compute_s += duration_s
         self.now_s += duration_s
 
@@ -275,10 +319,21 @@ class _Walk:
         self.compute_s, self.communication_s = longest.compute_s, longest.communication_s
         self.exposed_s, self.flops = longest.exposed_s, longest.flops
 
-    def _record(self, name: str, stream: Stream, start_s: float, duration_s: float, trips: int, where: str) -> None:
+    def _record(
+        self, name: str, stream: Stream, start_s: float, duration_s: float, trips: int, where: str, **more: Any
+    ) -> None:
         self.events.append(
-            Event(name=name, stream=stream, start_s=start_s, duration_s=duration_s, trips=trips, where=where)
+            Event(name=name, stream=stream, start_s=start_s, duration_s=duration_s, trips=trips, where=where, **more)
         )
+
+    def _repeats(
+        self, instruction: Instruction, multiplies: Sequence[tuple[Instruction, Matmul]]
+    ) -> Iterator[Multiplication]:
+        """The matmuls of an instruction that run once more for a backward pass."""
+        for inner, (batch, m, n, k, _) in multiplies:
+            named = inner if inner.op_name else instruction
+            if _is_repeated(instruction, named):
+                yield Multiplication(named.op_name, self.module.where(named), 2.0 * batch * m * n * k)
 
     def _price(self, computation: Computation, instruction: Instruction) -> float:
         """Seconds of an instruction by itself."""
@@ -287,7 +342,7 @@ class _Walk:
             return 0.0
         if communicates(instruction):
             return 0.0  # a ring's permutes, which are priced with it, or a collective of one device
-        found = matmuls(self.module, computation, instruction)
+        found = [matmul for _, matmul in multiplying(self.module, computation, instruction)]
         if found:
             self.flops += sum(2.0 * batch * m * n * k for batch, m, n, k, _ in found)
             matmul_s = sum(float(self.machine.matmul_s(*matmul)) for matmul in found)
@@ -301,6 +356,11 @@ class _Walk:
 
     def _traffic_s(self, computation: Computation, instruction: Instruction) -> float:
         return float(self.machine.hbm_s(_traffic_bytes(self.module, computation, instruction)))
+
+
+def _is_repeated(instruction: Instruction, named: Instruction) -> bool:
+    """Whether an instruction, or the one that is named for it, runs once more for a backward pass."""
+    return _jax.REMATTED in named.op_name or bool(_REMAT.search(instruction.name))
 
 
 def _traffic_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:

@@ -6,8 +6,6 @@ from typing import Any
 from autoshard import _jax
 from autoshard.ir.graph import WHILE_TRIPS
 
-REMATTED = "rematted_computation"  # in the name stack of equations that `jax.checkpoint` computes again
-
 
 def flops(jaxpr: Any) -> float:
     """FLOPs of every contraction; a loop counts per trip, a conditional by its largest branch.
@@ -18,7 +16,7 @@ def flops(jaxpr: Any) -> float:
 
 
 def _of(eqn: Any) -> float:
-    if REMATTED in str(eqn.source_info.name_stack):
+    if _jax.is_repeated(eqn):
         return 0.0
     name = eqn.primitive.name
     if name == "dot_general":

@@ -106,7 +106,8 @@ class Graph:
     loop body that it belongs to (0: none; bodies are numbered from 1), `eqn_loop[e]` that of
     an equation (a link into a body belongs to the body). `again_of[e]` numbers the
     `jax.checkpoint` call whose equations, e among them, are computed again for the backward
-    pass; calls are numbered from 1, and 0 means none.
+    pass; calls are numbered from 1, and 0 means none. `repeated` are the equations that run once more
+    for a backward pass, as the program says or as a plan chose: those that transpose them are not among them.
     """
 
     eqns: tuple[Eqn, ...]
@@ -124,6 +125,7 @@ class Graph:
     outputs: tuple[int, ...]
     named: Mapping[str, int]  # `checkpoint_name` → value
     carry: Mapping[int, tuple[int, int]]  # loop_carry or loop_result → (loop, which carry)
+    repeated: frozenset[int] = frozenset()
     optional: frozenset[int] = frozenset()  # equations that a plan may leave out (`problem.whole_step`)
     guessed: tuple[str, ...] = ()  # the source lines of loops that do not say how often they run
 
@@ -254,6 +256,8 @@ class _Builder:
         self.again_of: list[int] = []
         self.again = 0  # the call that the walk is in
         self.agains = 0
+        self.repeating = False  # whether the walk is in what runs once more
+        self.repeated: list[bool] = []
         self.named: dict[str, int] = {}
         self.branch: dict[int, int] = {}  # a resolved platform index → its value
         self.loops = 0
@@ -298,6 +302,7 @@ class _Builder:
         self.makes.append(tuple(makes))
         self.eqn_loop.append(loop)
         self.again_of.append(self.again)
+        self.repeated.append(self.repeating)
 
     def walk(self, closed: Any, args: Sequence[int], path: Path, scope: _Scope) -> list[int]:
         jaxpr = _jax.open_jaxpr(closed)
@@ -310,7 +315,9 @@ class _Builder:
 
         for index, eqn in enumerate(jaxpr.eqns):
             operands = [read(atom) for atom in eqn.invars]
+            around, self.repeating = self.repeating, self.repeating or _jax.is_repeated(eqn)
             results = self.equation(eqn, operands, (*path, index), scope)
+            self.repeating = around
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -484,4 +491,5 @@ class _Builder:
             named=self.named,
             carry={position: self.carry[e] for position, e in enumerate(keep) if e in self.carry},
             guessed=tuple(self.guessed),
+            repeated=frozenset(position for position, e in enumerate(keep) if self.repeated[e]),
         )

@@ -13,7 +13,6 @@ from typing import Any
 from autoshard import _jax
 from autoshard.errors import RecomputeError
 from autoshard.ir.bodies import REMATS
-from autoshard.ir.flops import REMATTED
 from autoshard.ir.graph import BODIES
 from autoshard.ir.passes import Pass
 from autoshard.ir.saved_values import CONSTANT, LOOP_INPUT, Demand, ForwardPass, SavedValues, ValueId
@@ -105,7 +104,7 @@ class _Rewriting:
             if var in self.ids:
                 self.repeated[self.ids[var]] = new
         operands = [x if _jax.is_literal(x) else operand(x) for x in eqn.invars]
-        return _jax.repeated(eqn, operands, results, REMATTED)
+        return _jax.repeated(eqn, operands, results)
 
 
 class _ScanPair(_Rewriting):

@@ -15,7 +15,6 @@ from typing import Any
 from autoshard import _jax
 from autoshard.ir.bodies import Body, Step, why_once
 from autoshard.ir.fingerprint import Writer
-from autoshard.ir.flops import REMATTED
 
 Constants = Mapping[Any, str]
 """Variables of values that are made of no input, each with a text that says how."""
@@ -104,7 +103,7 @@ class _Known:
         """Whether a backward step belongs to a checkpoint and computes a value of the forward pass."""
         operands = [self.name(atom) for atom in step.eqn.invars]
         forward = all(_jax.is_literal(x) or x in self.forward for x in operands)
-        return forward and REMATTED in str(step.eqn.source_info.name_stack) and not why_once(step.eqn)
+        return forward and _jax.is_repeated(step.eqn) and not why_once(step.eqn)
 
     def is_known(self, step: Step) -> bool:
         """Whether the forward pass computes the same; its variables stand for the step's results from then on.

@@ -5,7 +5,7 @@ from typing import Any
 
 from autoshard.verification.collective_match import CollectiveRow, Line
 from autoshard.verification.layouts import LayoutCheck
-from autoshard.verification.result import Verification
+from autoshard.verification.result import RepeatedMatmuls, Verification
 
 
 def verification(found: Verification) -> dict[str, Any]:
@@ -25,6 +25,9 @@ def verification(found: Verification) -> dict[str, Any]:
             "tolerance": memory.tolerance,
         },
         "compute": None if found.compute is None else asdict(found.compute),
+        "repeated": None
+        if found.repeated is None
+        else {**_repeated(found.repeated), "lines": [_repeated(x) for x in found.repeated_lines]},
         "step": {
             "predicted": {"step_s": found.cost.step_s, "exposed_s": found.cost.exposed_s},
             "compiled": None if timeline is None else {"step_s": timeline.step_s, "exposed_s": timeline.exposed_s},
@@ -33,6 +36,13 @@ def verification(found: Verification) -> dict[str, Any]:
         "kinds": [row(x) for x in found.by_kind()],
         "lines": [row(x) for x in found.lines],
     }
+
+
+def _repeated(found: RepeatedMatmuls) -> dict[str, Any]:
+    """FLOPs that run once more."""
+    status = None if found.status is None else str(found.status)
+    where = {"where": found.where} if found.where else {}
+    return {**where, "predicted_flops": found.predicted_flops, "compiled_flops": found.compiled_flops, "status": status}
 
 
 def honoured(found: LayoutCheck) -> dict[str, Any]:

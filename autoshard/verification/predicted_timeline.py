@@ -8,15 +8,17 @@ shows its first trip, and lasts as long as all trips.
 """
 
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 
-from autoshard.backends.timeline import Event, Stream, Timeline
+from autoshard.backends.timeline import Event, Multiplication, Stream, Timeline
 from autoshard.costs.overlap import EARLY
 from autoshard.problem import bill
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.bill import TRANSPOSE
 from autoshard.problem.collective import Collective
+from autoshard.problem.repeated import repeated_share
 
 
 def schedule(assignment: Assignment) -> Timeline:
@@ -43,7 +45,12 @@ def schedule(assignment: Assignment) -> Timeline:
         for e, n in sorted(compute[window]):
             node, pick = d.nodes[n], assignment.choice[n]
             trips, seconds = (d.graph.runs(e) if d.graph.eqns else 1), bill.node_s(assignment, n)
-            events.append(_event(node.name, "compute", now_s, seconds / trips, trips, node.where))
+            event = _event(node.name, "compute", now_s, seconds / trips, trips, node.where)
+            if repeated_share(d, n) > 0.5:
+                flops = float(node.flops[pick]) / trips
+                multiplies = (Multiplication(node.name, node.where, flops),) if flops else ()
+                event = replace(event, repeated=True, repeats=multiplies)
+            events.append(event)
             busy_s += seconds
             now_s += seconds / trips
         for row in (*(row for row, _ in hides[window]), *blocks[window]):

@@ -70,6 +70,37 @@ class ComputeComparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedMatmuls:
+    """Matmuls that run once more for a backward pass: all of them, or those of one source line.
+
+    Attributes:
+      where: the source line; "" for the sum.
+      predicted_flops: FLOPs per device and step of the plan; None if the plan was read from a file.
+      compiled_flops: of the compiled program's, by their names.
+      tolerance: relative difference that still counts as equal.
+    """
+
+    where: str
+    predicted_flops: float | None
+    compiled_flops: float
+    tolerance: float
+
+    @property
+    def status(self) -> Match | None:
+        """How both compare; None where nothing is predicted.
+
+        What the compiled program lacks was merged with the first run; what it has beyond the plan, its compiler
+        repeats on its own.
+        """
+        predicted, compiled = self.predicted_flops, self.compiled_flops
+        if predicted is None:
+            return None
+        if abs(compiled - predicted) <= self.tolerance * max(predicted, compiled):
+            return Match.MATCH
+        return Match.MISSING if not compiled else Match.DIFFERS if predicted else Match.EXTRA
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """The comparison of a plan with one compiled program.
 
@@ -81,6 +112,8 @@ class Verification:
       lines: one line per equation and source line.
       memory: bytes per device.
       compute: seconds and FLOPs per device and step.
+      repeated: the matmuls that run once more for a backward pass; None if there are none, or no compiler ran.
+      repeated_lines: the same by source line, the largest first.
       cost: the plan's own times.
       predicted: the plan's prices as a timeline; None if the plan was read from a file.
       timeline: the compiled schedule, priced by the plan's cost model; None without a schedule.
@@ -96,6 +129,8 @@ class Verification:
     lines: tuple[Line, ...]
     memory: MemoryComparison
     compute: ComputeComparison | None
+    repeated: RepeatedMatmuls | None = None
+    repeated_lines: tuple[RepeatedMatmuls, ...] = ()
     cost: Cost
     predicted: Timeline | None
     timeline: Timeline | None
@@ -126,6 +161,8 @@ class Verification:
         if self.memory.compiled is not None:
             parts.append(self._memory())
         parts.append(self._line_table(width))
+        if self.repeated_lines:
+            parts.append(self._repeated_table())
         return render(*parts, width=width)
 
     def _verdict(self) -> list[tuple[str, str]]:
@@ -158,6 +195,8 @@ class Verification:
                     f"({flops_text(compute.compiled_flops)} of matmuls{self._uncounted_text()}){own}",
                 )
             )
+        if (repeated := self.repeated) is not None:
+            lines.append(("repeated", _repeated_text(repeated, compute)))
         return [*lines, ("compiler", f"{self.compiler}, {self.version}, for {self.topology}: {self.wall_s:.1f} s")]
 
     def _uncounted_text(self) -> str:
@@ -198,6 +237,25 @@ class Verification:
             whole=("memory",),
         )
 
+    def _repeated_table(self) -> RenderableType:
+        shown, rest = self.repeated_lines[:LONGEST], self.repeated_lines[LONGEST:]
+        cells = [
+            (
+                short_place(line.where),
+                "" if line.predicted_flops is None else flops_text(line.predicted_flops),
+                flops_text(line.compiled_flops),
+                str(line.status or ""),
+            )
+            for line in shown
+        ]
+        if rest:
+            predicted = sum(line.predicted_flops or 0.0 for line in rest)
+            compiled = flops_text(sum(line.compiled_flops for line in rest))
+            cells.append((f"{len(rest)} smaller", flops_text(predicted), compiled, ""))
+        head = ("repeated at", "predicted", "compiled", "status")
+        title = "matmuls that run once more for backward passes: FLOPs per device and step"
+        return table(title, head, cells, right=head[1:3], whole=("status",))
+
     def _line_table(self, width: int) -> RenderableType:
         shown, rest = self.lines[:LONGEST], self.lines[LONGEST:]
         head = ("from", "collective", "over", "count", "bytes", "status")
@@ -225,6 +283,16 @@ class Verification:
             right=("count", "bytes"),
             whole=("collective", "over", "status"),
         )
+
+
+def _repeated_text(found: RepeatedMatmuls, compute: ComputeComparison | None) -> str:
+    """`predicted 4 TFLOP of matmuls (10% of all), compiled 4 TFLOP: MATCH`."""
+    compiled = flops_text(found.compiled_flops)
+    if found.predicted_flops is None:
+        return f"compiled {compiled} of matmuls"
+    every = None if compute is None else compute.predicted_flops
+    share = f" ({found.predicted_flops / every:.1%} of all)" if every else ""
+    return f"predicted {flops_text(found.predicted_flops)} of matmuls{share}, compiled {compiled}: {found.status}"
 
 
 def _times(step_s: float, exposed_s: float, hidden_s: float) -> str:

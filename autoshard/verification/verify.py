@@ -3,6 +3,7 @@
 import importlib.metadata
 import re
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -18,7 +19,7 @@ from autoshard.backends.hlo.text import UNKNOWN
 from autoshard.backends.known_compilers import named, of_devices
 from autoshard.backends.shardy import collectives
 from autoshard.backends.shardy.propagation import SCOPE
-from autoshard.backends.timeline import timeline
+from autoshard.backends.timeline import Timeline, timeline
 from autoshard.errors import AutoshardError, HloError, VerifyError
 from autoshard.ir.graph import WHILE_DEPTH, WHILE_TRIPS, Graph, Path
 from autoshard.ir.layout import Layout
@@ -27,9 +28,10 @@ from autoshard.problem import bill
 from autoshard.problem.assignment import Assignment
 from autoshard.verification.collective_match import Origin, attribute, compare
 from autoshard.verification.predicted_timeline import schedule
-from autoshard.verification.result import ComputeComparison, MemoryComparison, Parts, Verification
+from autoshard.verification.result import ComputeComparison, MemoryComparison, Parts, RepeatedMatmuls, Verification
 
 TOLERANCE = 0.05  # of bytes, in total and per row
+FLOPS_TOLERANCE = 0.02  # of what runs once more
 MEMORY_TOLERANCE = 0.10  # of the peak: a device that runs out of memory a little later does so all the same
 
 WITHOUT_RINGS = " without windowed einsum"
@@ -239,6 +241,8 @@ def judge(record: PlanRecord, compiled: Compiled, tolerance: float, known: Known
         module, record.mesh, fold_slices=model.scatters_by_slices, unknown_trips=WHILE_TRIPS, unknown_depth=WHILE_DEPTH
     )
     priced = timeline(module, emitted, machine, record.mesh)
+    predicted = None if assignment is None else schedule(assignment)
+    repeated, lines = _repeated(predicted, priced, Places(known.graph))
     return Verification(
         compiler=compiled.compiler,
         version=compiled.version,
@@ -259,13 +263,39 @@ def judge(record: PlanRecord, compiled: Compiled, tolerance: float, known: Known
             compiled_flops=priced.flops,
             estimated_s=hlo.estimated_s(module, record.hardware),
         ),
+        repeated=repeated,
+        repeated_lines=lines,
         cost=record.cost,
-        predicted=None if assignment is None else schedule(assignment),
+        predicted=predicted,
         timeline=priced,
         emitted=emitted,
         wall_s=compiled.wall_s,
         tolerance=tolerance,
     )
+
+
+def _repeated(
+    predicted: Timeline | None, compiled: Timeline, place: "Places"
+) -> tuple[RepeatedMatmuls | None, tuple[RepeatedMatmuls, ...]]:
+    """The matmuls that run once more for a backward pass: all together, and by source line, the largest first."""
+    ours: dict[str, float] = defaultdict(float)
+    theirs: dict[str, float] = defaultdict(float)
+    for event in () if predicted is None else predicted.events:
+        for x in event.repeats:
+            ours[x.where] += x.flops * event.trips
+    for event in compiled.events:
+        for x in event.repeats:
+            theirs[place.line_of(x.name, x.where)] += x.flops * event.trips
+    if not ours and not theirs:
+        return None, ()
+
+    def row(where: str, planned: float, made: float) -> RepeatedMatmuls:
+        flops = None if predicted is None else planned
+        return RepeatedMatmuls(where=where, predicted_flops=flops, compiled_flops=made, tolerance=FLOPS_TOLERANCE)
+
+    lines = [row(where, ours.get(where, 0.0), theirs.get(where, 0.0)) for where in {**ours, **theirs}]
+    lines.sort(key=lambda line: (-max(line.predicted_flops or 0.0, line.compiled_flops), line.where))
+    return row("", sum(ours.values()), sum(theirs.values())), tuple(lines)
 
 
 def predicted_parts(record: PlanRecord) -> Parts:
@@ -297,9 +327,9 @@ def _compiled_parts(memory: compile.MemoryStats, peak_bytes: int) -> Parts:
     )
 
 
-def path_of(found: hlo.Collective) -> Path:
+def path_of(op_name: str) -> Path:
     """The path of the equation that an op comes from, where its name carries one; else ()."""
-    scopes = SCOPE.findall(found.op_name)
+    scopes = SCOPE.findall(op_name)
     return tuple(int(step) for step in scopes[-1].split(".")) if scopes else ()
 
 
@@ -332,7 +362,7 @@ class Places:
                 self._inputs.append((eqn.primitive, eqn.where) if eqn else None)
 
     def __call__(self, found: hlo.Collective) -> Origin:
-        path = path_of(found)
+        path = path_of(found.op_name)
         if path in self._equations:
             return self._equations[path]
         i = argument_of(found)
@@ -341,3 +371,10 @@ class Places:
             return taker
         where = "" if _PACKAGE.search(found.where) else found.where
         return found.op_name.rpartition("/")[2], where or UNKNOWN
+
+    def line_of(self, op_name: str, where: str) -> str:
+        """The source line of an op, whose metadata says `where`."""
+        path = path_of(op_name)
+        if path in self._equations:
+            return self._equations[path][1]
+        return UNKNOWN if _PACKAGE.search(where) else where

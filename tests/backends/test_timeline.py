@@ -104,6 +104,54 @@ def test_a_loop_takes_its_body_every_trip() -> None:
     assert [event.trips for event in found.events] == [5, 5]
 
 
+REMATTED = 'metadata={op_name="jit(f)/transpose(jvp())/checkpoint/rematted_computation/dot_general" source_line=1}'
+
+
+def test_a_matmul_that_is_named_so_runs_once_more_every_trip() -> None:
+    state = "(s32[], f32[8,8]{1,0})"
+    body = (
+        f"%body (p: {state}) -> {state} {{\n  %p = {state} parameter(0)\n"
+        "  %i = s32[] get-tuple-element(%p), index=0\n  %x = f32[8,8]{1,0} get-tuple-element(%p), index=1\n"
+        f"  %y = f32[8,8]{{1,0}} {DOT}, {REMATTED}\n"
+        f"  %r = f32[8,8]{{1,0}} {DOT}\n"
+        f"  ROOT %t = {state} tuple(%i, %y)\n}}"
+    )
+    condition = f"%cond (q: {state}) -> pred[] {{\n  %q = {state} parameter(0)\n  ROOT %c = pred[] constant(true)\n}}"
+    found = price(
+        f"  %n = s32[] constant(0)\n  %init = {state} tuple(%n, %x)\n"
+        f"  %loop = {state} while(%init), condition=%cond, body=%body, "
+        'backend_config={"known_trip_count":{"n":"5"}}\n  ROOT %z = f32[8,8]{1,0} get-tuple-element(%loop), index=1',
+        body,
+        condition,
+    )
+    assert (found.flops, found.repeated_flops, found.repeated_s) == (10 * 1024, 5 * 1024, 5 * 1024)
+    drawn = [event for event in found.trace()["traceEvents"] if event["ph"] == "X"]
+    assert [event.get("cat") for event in drawn] == ["repeated", None]
+    assert [event["args"].get("repeated", False) for event in drawn] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "name", "repeats"),
+    [
+        ("", REMATTED, "y", True),
+        (REMATTED, "", "y", True),
+        (REMATTED, 'metadata={op_name="jit(f)/transpose(jvp())/dot_general"}', "y", False),
+        ("", 'metadata={op_name="jit(f)/jvp()/dot_general"}', "y.remat", True),
+        ("", "", "y.rematerialized", False),
+    ],
+    ids=["fused", "by the fusion alone", "beside what is repeated", "by XLA itself", "another name"],
+)
+def test_what_runs_once_more_in_a_fusion_is_named_inside(outer: str, inner: str, name: str, *, repeats: bool) -> None:
+    fused = (
+        "%fused (x: f32[8,8]) -> f32[8,8] {\n  %x = f32[8,8]{1,0} parameter(0)\n"
+        f"  ROOT %d = f32[8,8]{{1,0}} {DOT}{', ' * bool(inner)}{inner}\n}}"
+    )
+    call = f"fusion(%x), kind=kOutput, calls=%fused{', ' * bool(outer)}{outer}"
+    found = price(f"  ROOT %{name} = f32[8,8]{{1,0}} {call}", fused)
+    assert found.flops == 1024
+    assert found.repeated_flops == (1024 if repeats else 0)
+
+
 def test_of_branches_the_longest_is_taken() -> None:
     short = "%short (a: f32[8,8]) -> f32[8,8] {\n  ROOT %a = f32[8,8]{1,0} parameter(0)\n}"
     long = "%long (x.2: f32[8,8]) -> f32[8,8] {\n  %x.2 = f32[8,8]{1,0} parameter(0)\n" + (

@@ -7,12 +7,14 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+import autoshard
 import models
 from autoshard.backends import compile
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.recompute import rewritten
 from autoshard.ir.saved_values import SavedValues, ValueId, saved_values
 from autoshard.ir.trace import Traced, trace
+from autoshard.verification.result import Match
 
 SIZES: dict[str, Any] = {
     "layers": 3,
@@ -58,3 +60,21 @@ def test_repeated_layers_need_as_little_as_under_jax_checkpoint(topology: str, c
     if by_jax.cost.flops and repeated.cost.flops and all_kept.cost.flops:
         assert repeated.cost.flops > 1.1 * all_kept.cost.flops
         assert repeated.cost.flops == pytest.approx(by_jax.cost.flops, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("said", ["by the program", "by the plan"])
+@pytest.mark.parametrize(("topology", "compiler"), [("h100:1x4", "gpu"), ("tpu-v5e:2x2", "tpu")])
+def test_matmuls_that_run_once_more_are_those_of_the_plan(topology: str, compiler: Any, said: str) -> None:
+    if not compile.available(compiler):
+        pytest.skip(f"no compiler for {compiler}")
+    program: dict[str, Any] = {"batch": 64, "sequence": 256, "context": 256, "scan": True, **SIZES}
+    options: dict[str, Any] = {"mesh": {"data": 4}, "hardware": topology, "donate_argnums": 0, "rel_gap": 1e-2}
+    step, args = models.build("tiny-llama", remat="full" if said == "by the program" else "none", **program)
+    plan = autoshard.plan(step, *args, **options, remat="written")
+    if said == "by the plan":
+        plan = autoshard.plan(step, *args, **options, remat="add", memory=plan.record.memory.peak_bytes // 2)
+    found = plan.verify()
+    assert found.repeated is not None
+    assert found.repeated.status is Match.MATCH
+    assert [line.status for line in found.repeated_lines] == [Match.MATCH] * len(found.repeated_lines)

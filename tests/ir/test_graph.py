@@ -120,6 +120,28 @@ def test_loop_bodies_run_once_per_trip() -> None:
     assert {name: runs[name] for name in ("tanh", "dot_general")} == {"tanh": 5, "dot_general": 5}
 
 
+def test_what_runs_once_more_is_known() -> None:
+    """In a loop's body, and in a loop that is repeated whole."""
+
+    def layer(x: Any, w: Any) -> Any:
+        return jnp.tanh(x @ w) @ w.T
+
+    def through(w: Any, x: Any) -> Any:
+        return lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]
+
+    stacked = np.stack([W] * 5)
+
+    def repeated(loss: Callable[..., Any]) -> Counter[str]:
+        made = graph_of(jax.grad(loss), stacked, X)
+        return Counter(made.eqns[e].primitive for e in made.repeated if not made.eqns[e].traits.link)
+
+    assert not repeated(lambda w, x: through(w, x).sum())
+    checkpointed = repeated(lambda w, x: lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), x, w)[0].sum())
+    assert checkpointed["dot_general"] == checkpointed["tanh"] == 1
+    whole = repeated(lambda w, x: jnp.tanh(jax.checkpoint(through)(w, x)).sum())
+    assert (whole["tanh"], whole["dot_general"]) == (1, 1 + 1)
+
+
 # --- Apply -----------------------------------------------------------------------------
 
 

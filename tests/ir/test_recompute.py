@@ -16,7 +16,7 @@ import autoshard
 import models
 from autoshard import _jax
 from autoshard.errors import RecomputeError
-from autoshard.ir.flops import REMATTED, flops
+from autoshard.ir.flops import flops
 from autoshard.ir.graph import build
 from autoshard.ir.recompute import rewritten
 from autoshard.ir.saved_values import Remat, SavedValues, ValueId, saved_values
@@ -410,7 +410,7 @@ def test_nothing_is_merged_with_the_forward_pass() -> None:
         text = jax.jit(jaxpr_as_fun(closed)).lower(*jax.tree.leaves(program[1])).compile().as_text() or ""
         assert products(closed) - text.count(" dot(") in (0, int(not kept))
         again = sum(step.primitive == "dot_general" for step in values.repeated(kept))
-        assert len(re.findall(rf" dot\(.*{REMATTED}", text)) == again
+        assert len(re.findall(rf" dot\(.*{_jax.REMATTED}", text)) == again
 
 
 def test_layers_are_cut_where_the_stream_alone_crosses() -> None:

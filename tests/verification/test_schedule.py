@@ -12,7 +12,9 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 import models
 from autoshard import SolvedPlan
+from autoshard.problem.repeated import repeated_work
 from autoshard.verification.predicted_timeline import schedule
+from autoshard.verification.result import Match
 from tests.programs import GPUS, MESH
 
 OPTIONS: dict[str, Any] = {
@@ -68,6 +70,45 @@ def test_both_timelines_are_one_trace() -> None:
     ends = [max(r["ts"] + r["dur"] for r in rows if r["ph"] == "X" and r["pid"] == pid) for pid in (0, 1)]
     assert ends[0] == pytest.approx(found.predicted.step_s * 1e6, rel=0.2)
     assert ends[1] == pytest.approx(found.timeline.step_s * 1e6, rel=0.2)
+
+
+def layers(ws: Any, x: jax.Array, layer: Callable[..., Any]) -> jax.Array:
+    return jnp.square(jax.lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0]).mean()
+
+
+def mlp(x: jax.Array, w: Any) -> jax.Array:
+    return x + jnp.tanh(x @ w[0]) @ w[1]
+
+
+WEIGHTS = (jax.ShapeDtypeStruct((4, 256, 1024), jnp.float32), jax.ShapeDtypeStruct((4, 1024, 256), jnp.float32))
+ROWS = jax.ShapeDtypeStruct((8192, 256), jnp.float32)
+
+
+@pytest.mark.parametrize("said", ["by the program", "by the plan"])
+def test_matmuls_that_run_once_more_are_compared(said: str) -> None:
+    """The first product of each layer: 1/7 of its FLOPs, in the plan and in the program that XLA:CPU compiles."""
+    layer = jax.checkpoint(mlp) if said == "by the program" else mlp
+    options: dict[str, Any] = {"mesh": {"data": 4}, "hardware": "cpu:4", "in_shardings": (None, P("data"))}
+    step = jax.grad(partial(layers, layer=layer))
+    plan = autoshard.plan(step, WEIGHTS, ROWS, **options, remat="written")
+    if said == "by the plan":
+        limit = int(0.4 * plan.record.memory.peak_bytes)
+        plan = autoshard.plan(step, WEIGHTS, ROWS, **options, remat="add", memory=limit)
+    work = repeated_work(plan.planned.assignment)
+    assert work is not None
+    assert work.flops == pytest.approx(4 * 2 * 2048 * 256 * 1024)
+    assert work.share == pytest.approx(1 / 7)
+    assert 0 < work.seconds < plan.cost / 3
+    found = plan.verify("cpu")
+    assert found.repeated is not None
+    assert found.predicted is not None
+    assert found.repeated.predicted_flops == work.flops == found.predicted.repeated_flops
+    assert found.repeated.status is Match.MATCH
+    (line,) = found.repeated_lines
+    assert (line.where, line.status) == (work.lines[0].where, Match.MATCH)
+    assert line.where.endswith("(mlp)")
+    rows = found.trace()["traceEvents"]
+    assert {row["pid"] for row in rows if row.get("cat") == "repeated"} == {0, 1}
 
 
 def test_a_maximum_s_own_reduction_counts_once() -> None:

@@ -8,7 +8,7 @@ from autoshard.backends.timeline import Timeline
 from autoshard.planner.record import Cost
 from autoshard.verification import machine_json
 from autoshard.verification.collective_match import CollectiveRow, Line, Match
-from autoshard.verification.result import ComputeComparison, MemoryComparison, Parts, Verification
+from autoshard.verification.result import ComputeComparison, MemoryComparison, Parts, RepeatedMatmuls, Verification
 
 
 def row(kind: str, axes: tuple[str, ...], predicted: int, emitted: int, status: Match) -> CollectiveRow:
@@ -129,6 +129,33 @@ def test_lines_fit_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     long = row("reduce-scatter", ("data", "model"), 999_000_000_000, 1_998_000_000_000, Match.DIFFERS)
     found = verification(long, lines=(line("/a/long_folder/transformer.py:1234 (attention)", 10**12, Match.MERGED),))
     assert max(map(len, str(found).splitlines())) <= 80
+
+
+def repeated(where: str, predicted: float | None, compiled: float) -> RepeatedMatmuls:
+    return RepeatedMatmuls(where=where, predicted_flops=predicted, compiled_flops=compiled, tolerance=0.02)
+
+
+def test_what_runs_once_more_has_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = (
+        repeated("/home/me/model.py:61 (mlp)", 1e11, 0.99e11),
+        repeated("/home/me/model.py:40 (qkv)", 1e11, 0.0),
+        repeated("/home/me/model.py:50 (scores)", 0.0, 1e10),
+    )
+    found = replace(verification(GATHER), repeated=repeated("", 2e11, 1.09e11), repeated_lines=lines)
+    text = str(found)
+    words = " ".join(text.split())
+    assert "repeated predicted 200 GFLOP of matmuls (10.0% of all), compiled 109 GFLOP: DIFFERS" in words
+    assert [line.split()[-1] for line in text.splitlines()[-3:]] == ["MATCH", "MISSING", "EXTRA"]
+    told = machine_json.verification(found)["repeated"]
+    assert (told["predicted_flops"], told["compiled_flops"], told["status"]) == (2e11, 1.09e11, "DIFFERS")
+    assert [line["status"] for line in told["lines"]] == ["MATCH", "MISSING", "EXTRA"]
+    assert found.ok  # bytes and the peak are judged
+
+
+def test_of_a_plan_from_a_file_only_the_compiled_matmuls_that_run_once_more_are_known() -> None:
+    found = replace(verification(GATHER), repeated=repeated("", None, 1.09e11))
+    assert "repeated  compiled 109 GFLOP of matmuls" in str(found)
 
 
 def test_a_match_says_so() -> None:

@@ -43,27 +43,37 @@ Matmul = tuple[int, int, int, int, str]  # batch, m, n, k, dtype
 
 def matmuls(module: Module, computation: Computation, instruction: Instruction) -> list[Matmul]:
     """`(batch, m, n, k, dtype)` of every matmul in an instruction and in what it fuses."""
+    return [matmul for _, matmul in multiplying(module, computation, instruction)]
+
+
+def multiplying(
+    module: Module, computation: Computation, instruction: Instruction
+) -> Iterator[tuple[Instruction, Matmul]]:
+    """The instructions that multiply, each with its matmul: the instruction itself, or some that it fuses."""
     if instruction.opcode in ("fusion", "fusion-start"):
-        return [
-            found
-            for name in instruction.calls
-            for inner in module[name]
-            for found in matmuls(module, module[name], inner)
-        ]
+        for name in instruction.calls:
+            for inner in module[name]:
+                yield from multiplying(module, module[name], inner)
+    elif (matmul := _matmul(computation, instruction)) is not None:
+        yield instruction, matmul
+
+
+def _matmul(computation: Computation, instruction: Instruction) -> Matmul | None:
+    """What an instruction multiplies by itself; None: nothing that its text says."""
     target = target_of(instruction)
     if instruction.opcode not in ("dot", "convolution") and not _GEMM.fullmatch(target):
         library = _CONVOLUTION.fullmatch(target)
-        return [_library_convolution(computation, instruction, library["what"])] if library else []
+        return _library_convolution(computation, instruction, library["what"]) if library else None
     left, right = (computation[name].shapes[0] for name in instruction.operands[:2])
     if instruction.opcode == "convolution":
-        return [_convolution(instruction, left.dims, right.dims, instruction.shapes[0].dims, _dtype(left, right))]
+        return _convolution(instruction, left.dims, right.dims, instruction.shapes[0].dims, _dtype(left, right))
     if instruction.opcode == "dot":
         dims = [_dims(instruction, key) for key in ("lhs_batch_dims", "lhs_contracting_dims")]
     else:
         dims = _read_configuration(instruction)
     batch, k = (prod(left.dims[i] for i in some) for some in dims)
     m, n = (side.size // (batch * k or 1) for side in (left, right))
-    return [(batch, m, n, k, _dtype(left, right))]
+    return batch, m, n, k, _dtype(left, right)
 
 
 def uncounted(module: Module, instruction: Instruction) -> Iterator[str]:

@@ -151,6 +151,11 @@ class Enlargement:
             eqn_loop=tuple(graph.eqn_loop[e] if added is None else added.loop for added, e in rows),
             again_of=tuple(graph.again_of[e] if added is None else 0 for added, e in rows),
             carry=carry,
+            repeated=frozenset(
+                now
+                for now, (a, e) in enumerate(rows)
+                if (e in graph.repeated if a is None else a.of is None and not a.eqn.traits.link)
+            ),
             avals=tuple(self._avals),
             trips=tuple(self._trips),
             value_loop=tuple(self._loops),
