@@ -29,6 +29,7 @@ from autoshard.costs.strategies import layout_of
 from autoshard.errors import InfeasibleError, SpecError
 from autoshard.ir.paths import dotted
 from autoshard.planner import pipeline
+from autoshard.planner.budget import SETTLE_S
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.search_space import SearchSpace, build_search_space
 from autoshard.problem import memory_profile
@@ -176,7 +177,7 @@ def _together(
         usage_limit=limit,
     )
     first = options[names[0]]
-    solution = solve(joint.problem, time_limit_s=first.time_limit_s, rel_gap=first.rel_gap)
+    solution = solve(joint.problem, time_limit_s=first.time_limit_s, rel_gap=first.rel_gap, settle_s=SETTLE_S)
     if not solution.found:
         raise _infeasible(questions, groups, parts, joint, solution, limit)
     choices = {n: parts[n].read(c) for n, c in zip(names, joint.split(solution.choice), strict=True)}

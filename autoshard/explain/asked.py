@@ -6,7 +6,7 @@ from typing import Any
 from autoshard.costs.strategies import layout_of
 from autoshard.errors import SpecError
 from autoshard.ir.paths import dotted, matches
-from autoshard.planner.budget import REL_GAP
+from autoshard.planner.budget import REL_GAP, SETTLE_S
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Equation, layout_codes
@@ -77,4 +77,5 @@ def solved(
     planned: PlanningResult, problem: Problem, *, time_limit_s: float = TIME_LIMIT_S, **options: Any
 ) -> Solution:
     """Solves a variation of a plan's problem as far as the plan was proven; the options are those of `solve`."""
-    return solve(problem, time_limit_s=time_limit_s, rel_gap=max(planned.record.certificate.gap, REL_GAP), **options)
+    rel_gap = max(planned.record.certificate.gap, REL_GAP)
+    return solve(problem, time_limit_s=time_limit_s, rel_gap=rel_gap, settle_s=SETTLE_S, **options)

@@ -17,7 +17,6 @@ import numpy as np
 from autoshard.errors import AutoshardError, InfeasibleError, SpecError
 from autoshard.explain.asked import choice_text, decided, solved
 from autoshard.explain.explanation import Flip
-from autoshard.planner.budget import SETTLE_S
 from autoshard.planner.pipeline import assign
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.problem.decisions import Decisions
@@ -242,7 +241,7 @@ def lies(
     known = [] if met is None else met.of(planned.formulation)
     if any(_at_most(evaluate(kept_problem, choice), most) for choice in known):
         return layout
-    solution = solved(planned, kept_problem, time_limit_s=LIMIT_S, settle_s=SETTLE_S, cutoff=lambda: most, known=known)
+    solution = solved(planned, kept_problem, time_limit_s=LIMIT_S, cutoff=lambda: most, known=known)
     if solution.found and solution.objective <= most:
         return layout
     if solution.found and solution.bound < most:
@@ -273,7 +272,7 @@ def _replan(planned: PlanningResult, machine: Machine | None, memory_bytes: int,
         space = space.repriced(machine)
         formulation = formulate(space.decisions, space.resharder, memory_bytes=memory_bytes)
     known = met.of(formulation)
-    solution = solved(planned, formulation.problem, time_limit_s=LIMIT_S, settle_s=SETTLE_S, known=known)
+    solution = solved(planned, formulation.problem, time_limit_s=LIMIT_S, known=known)
     if not solution.found:
         raise InfeasibleError(f"nothing fits {memory_bytes / 1e9:.3g} GB per device")
     assignment = assign(formulation, solution)

@@ -67,5 +67,10 @@ def mip_s(cells: int) -> float:
     return MIP_S * (cells / 1000) ** 2
 
 
+def mip_cells(seconds: float) -> int:
+    """Returns the finite cells of the largest program whose estimate is so many seconds."""
+    return int(1000 * math.sqrt(max(seconds, 0.0) / MIP_S))
+
+
 compilation = Compilation()
 effort = Effort()

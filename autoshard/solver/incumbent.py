@@ -35,6 +35,7 @@ class Incumbent:
     seed: int = 0
     rounds: int | None = None
     settle_s: float = math.inf
+    work_s: float = math.inf
     cutoff: Cutoff = no_cutoff
     on_progress: Progress | None = None
     tuning: SolverTuning = TUNED
@@ -49,6 +50,7 @@ class Incumbent:
     peak_at: int | None = None
     begin: float = field(init=False)
     begin_effort: float = field(init=False)
+    first_effort: float | None = field(init=False, default=None)  # when there was a choice
 
     def __post_init__(self) -> None:
         self.begin = self.clock()
@@ -61,6 +63,11 @@ class Incumbent:
         """Returns how much work, in counted seconds, is left before a larger gap will do; negative after it."""
         return self.settle_s - (effort.spent_s - self.begin_effort)
 
+    def to_end_s(self) -> float:
+        """Returns how much work is left before any gap will do, in counted seconds: all until there is a choice."""
+        since = effort.spent_s if self.first_effort is None else self.first_effort
+        return self.work_s - (effort.spent_s - since)
+
     def left_s(self) -> float:
         return self.time_limit_s - self.elapsed_s()
 
@@ -69,6 +76,8 @@ class Incumbent:
         priced = evaluate(self.problem, choice)
         if not priced.feasible or priced.objective is None:
             return False
+        if self.objective is None:
+            self.first_effort = effort.spent_s
         if self.objective is None or priced.objective < self.objective:
             self.choice, self.objective = choice, priced.objective
             self._report()
@@ -95,12 +104,13 @@ class Incumbent:
     def closed(self) -> bool:
         """Whether the gap is as small as was asked for.
 
-        After `settle_s` of work, or once beaten, `settled_gaps` times as much will do; after both, any gap.
+        After `settle_s` of work, or once beaten, `settled_gaps` times as much will do; after both, or after
+        `work_s` of work from the first choice on, any gap.
         """
         if self.objective is None:
             return self.infeasible
         settled = self.to_settle_s() < 0
-        if settled and self.beaten:
+        if self.to_end_s() < 0 or (settled and self.beaten):
             return True
         return self.gap() <= self.rel_gap * (self.tuning.stopping.settled_gaps if settled or self.beaten else 1)
 
@@ -112,31 +122,41 @@ class Incumbent:
         return self.closed() or (self.beaten and self.elapsed_s() > self.settle_s)
 
     @property
+    def reached(self) -> bool:
+        """Whether nothing more is wanted of an engine that is waited for, however much work was counted meanwhile."""
+        return self.gap() <= self.rel_gap or (self.objective is not None and self.beaten)
+
+    @property
     def would_do(self) -> bool:
         """Whether the incumbent will do after `settle_s` of work; of one that is beaten nothing more is asked."""
         return self.gap() <= self.rel_gap * self.tuning.stopping.settled_gaps or self.beaten
 
     @property
-    def settles(self) -> bool:
+    def counts_work(self) -> bool:
         """Whether work, and not the clock, decides what is still begun."""
-        return self.would_do and math.isfinite(self.settle_s)
+        return math.isfinite(self.work_s)
 
-    def limit_s(self, cells: int, patience_s: float) -> float:
+    def room_s(self) -> float:
+        """Returns the most work, in counted seconds, that may be begun."""
+        return self.to_settle_s() if self.would_do else self.to_end_s()
+
+    def limit_s(self, cells: int, patience_s: float, spare_s: float = 0.0) -> float:
         """Returns the seconds that the MIP of so many cells may take; 0 if it is not to be begun.
 
-        Where work decides, the MIP is begun if its estimated work is done by `settle_s`; the clock ends
-        it only if it takes `mip_slack` times as long. Else it may take `patience_s`.
+        Where work decides, the MIP is begun if its estimated work fits in `room_s`, of which `spare_s` is
+        kept for others while the gap is too large; the clock ends it only if it takes `mip_slack` times as
+        long. Else it may take `patience_s`.
         """
-        if not self.settles:
+        if not self.counts_work:
             return min(patience_s, self.left_s())
-        if mip_s(cells) > self.to_settle_s():
+        if mip_s(cells) > self.room_s() - (0.0 if self.would_do else spare_s):
             return 0.0
         return min(self.tuning.stopping.mip_slack * max(mip_s(cells), 1.0), self.left_s())
 
     @property
     def repeatable(self) -> bool:
         """Whether a solve must take the same steps every time: those that follow from its work, not from the clock."""
-        return self.rounds is not None or math.isfinite(self.settle_s)
+        return self.rounds is not None or self.counts_work
 
     def gap(self) -> float:
         """(objective − bound) / objective; infinite without a choice."""

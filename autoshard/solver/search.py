@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.problem.network import INF, Int
+from autoshard.solver.clock import mip_cells
 from autoshard.solver.dual.dual import Dual, shifted
 from autoshard.solver.exact.mip import MipAnswer
 from autoshard.solver.exact.mip_process import Child
@@ -214,6 +215,13 @@ class Search:
         network = self.dual.residual()
         self._begin(network, whole=True, abs_gap=0, limit_s=limit_s)
 
+    def most_cells(self) -> int:
+        """Returns the finite cells that the next MIP may have."""
+        incumbent, tuning = self.incumbent, self.tuning
+        if incumbent.counts_work:
+            return min(mip_cells(incumbent.room_s()), tuning.most_cells)
+        return int(min(tuning.mip_cells_per_s * incumbent.left_s(), tuning.most_cells))
+
     def close(self) -> None:
         """Closes the gap that the tolerances of a MIP of the whole network have left."""
         close(self.incumbent, self.dual.network, self.hinge_constant, self.shift, self.events)
@@ -230,8 +238,10 @@ class Search:
         begin_s = self.incumbent.left_s()
         network = settle(self.dual.residual(), alive, self.incumbent.left_s)
         if network is not None and int((network.edge_cost[0] < INF).sum()) <= 2 * self.tuning.most_cells:
-            limit_s = min(self.incumbent.left_s(), max(2.0, self.tuning.mip_share * self.incumbent.time_limit_s))
-            self._begin(network, whole=bool(alive.all()), abs_gap=self.tolerance(), limit_s=limit_s)
+            patience_s = max(2.0, self.tuning.mip_share * self.incumbent.time_limit_s)
+            limit_s = self.incumbent.limit_s(int((network.edge_cost[0] < INF).sum()), patience_s)
+            if limit_s > 0:
+                self._begin(network, whole=bool(alive.all()), abs_gap=self.tolerance(), limit_s=limit_s)
         self._took(begin_s)
 
     def improve_neighbourhood(self, cells: int) -> None:
@@ -301,7 +311,7 @@ class Search:
             limit=job.memory.limit,
             hinge_constant=self.hinge_constant,
         )
-        limit_s = max(self.incumbent.left_s() - job.until, self.tuning.nap_s)
+        limit_s = max(self.incumbent.limit_s(program.cells, self.incumbent.left_s() - job.until), self.tuning.nap_s)
         self.child.submit(program, time_limit_s=limit_s, abs_gap=job.abs_gap, seed=self.incumbent.seed)
         job.rounds += 1
 
@@ -315,7 +325,8 @@ class Search:
         if answer.choice is not None and not self.incumbent.offer(job.network.expand(answer.choice)):
             over = peaks_over(job.memory.profile(answer.choice), job.memory.limit, self.tuning.new_rows)
             more = np.union1d(self.events, over)
-            again = job.rounds < self.tuning.row_rounds and self.incumbent.left_s() > job.until
+            left_s = self.incumbent.left_s()
+            again = job.rounds < self.tuning.row_rounds and left_s > (0.0 if self.incumbent.counts_work else job.until)
             if len(more) > len(self.events) and again:
                 self.events = more
                 self._submit(job)
@@ -387,14 +398,17 @@ def run(search: Search) -> None:
     """Searches until the gap is closed, or time or rounds run out."""
     incumbent, tuning = search.incumbent, search.tuning
     search.begin()
-    cells = part = float(tuning.first_cells)
+    cells = part = float(tuning.first_cells_of_work if incumbent.counts_work else tuning.first_cells)
     rounds, tried = 0, (-1, None)  # `tried`: the last network solved whole, by size and objective
     while incumbent.left_s() > 0 and not incumbent.closed() and rounds != incumbent.rounds:
         if incumbent.left_s() < search.step_s:
             search.work()
             continue
+        most = search.most_cells()
+        if incumbent.counts_work and most < tuning.least_cells:
+            search.work()
+            continue
         rounds += 1
-        most = min(tuning.mip_cells_per_s * incumbent.left_s(), tuning.most_cells)
         cells, part = min(cells, most), min(part, most)
         if incumbent.objective is None:
             search.find_feasible()
@@ -402,11 +416,11 @@ def run(search: Search) -> None:
         if incumbent.closed():
             return
         size = search.finite_cells()
-        whole = size <= tuning.whole_cells and (size, search.fixed_at) != tried
+        whole = size <= min(tuning.whole_cells, most) and (size, search.fixed_at) != tried
         widens = bool(rounds % 2) or incumbent.objective is None
         if whole:
             tried = (size, search.fixed_at)
-            search.solve_whole(limit_s=tuning.whole_share * incumbent.left_s())
+            search.solve_whole(limit_s=incumbent.limit_s(size, tuning.whole_share * incumbent.left_s()))
         elif widens:
             search.restrict(int(cells))
         else:
@@ -431,7 +445,7 @@ def finish(search: Search) -> bool:
         search.work()
         return True
     worked = False
-    while incumbent.left_s() > 0 and not incumbent.closed():
+    while incumbent.left_s() > 0 and not (incumbent.reached if incumbent.counts_work else incumbent.closed()):
         if not incumbent.repeatable or not worked:
             search.work()
             worked = True

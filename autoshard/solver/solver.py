@@ -41,7 +41,8 @@ def solve(
         limit bites, however fast the machine is and whatever else it does.
       rounds: the most rounds of the search; None for as many as time allows.
       settle_s: the work after which ten times `rel_gap` will do. Work is counted, in about seconds
-        (`clock.Effort`).
+        (`clock.Effort`). Where it is finite, a fifth of `time_limit_s` (`StoppingTuning.work`), counted in
+        work from the first choice on, ends the solve. The clock does only on machines several times as slow.
       cutoff: the cost from which on a choice is of no use; asked again and again, as it may fall. Once it
         is proven that every choice costs as much, ten times `rel_gap` will do, and after `settle_s` any gap.
       known: choices to begin with, such as solutions of similar problems; each a strategy per node. Those
@@ -59,6 +60,7 @@ def solve(
         seed=seed,
         rounds=rounds,
         settle_s=settle_s,
+        work_s=max(settle_s, tuning.stopping.work * time_limit_s) if math.isfinite(settle_s) else math.inf,
         cutoff=cutoff,
         on_progress=on_progress,
         tuning=tuning,
@@ -116,6 +118,7 @@ def solve_coarse(incumbent: Incumbent, shift: int) -> Engine:
             incumbent.offer(own.choice)
 
     own = part_of(incumbent, coarsened(incumbent.problem, shift), incumbent.left_s(), report)
+    own.work_s = incumbent.to_end_s()
     own.cutoff = lambda: incumbent.cutoff() / 2**shift
     solver = run_engines(own)
     incumbent.infeasible = own.infeasible
@@ -131,6 +134,7 @@ def part_of(incumbent: Incumbent, problem: Problem, time_limit_s: float, report:
         seed=incumbent.seed,
         rounds=incumbent.rounds,
         settle_s=incumbent.settle_s,
+        work_s=incumbent.work_s,
         on_progress=report,
         tuning=incumbent.tuning,
         clock=incumbent.clock,
@@ -192,7 +196,9 @@ def solve_parts(incumbent: Incumbent, network: Network) -> None:
 
     weight = [len(part.problem.cost) + len(part.problem.edge_cost) for part in parts]
     for k, part in enumerate(parts):
-        own = part_of(incumbent, part.problem, incumbent.left_s() * weight[k] / sum(weight[k:]), gather)
+        share = weight[k] / sum(weight[k:])
+        own = part_of(incumbent, part.problem, incumbent.left_s() * share, gather)
+        own.work_s = incumbent.to_end_s() * share
         solved.append(own)
         run_engines(own)
         if own.infeasible:

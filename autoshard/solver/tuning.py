@@ -54,6 +54,9 @@ class StoppingTuning:
     """When a solve has done enough (`incumbent`)."""
 
     settled_gaps: int = knob(10, "times the gap asked for", "that will do once a solve has settled or is beaten")
+    work: float = knob(
+        0.2, "of the time limit", "of work ends a solve that settles, whatever its gap: slow machines need the rest"
+    )
     mip_slack: int = knob(
         8, "times the estimate", "that a MIP may take, and so many seconds at least, where work decides", SETTLING
     )
@@ -143,6 +146,7 @@ class HingeTuning:
     passes: int = knob(10, "passes", "of messages over a plain network, between looks at what they prove")
     looks: int = knob(30, "looks", "at what messages prove")
     rested_looks: int = knob(3, "looks", "in a row that gained nothing, after which nothing more is expected")
+    spare: float = knob(0.5, "of the work", "that is left to the search, where work decides")
     elimination_work: int = knob(4_000_000, "cells", "of an elimination that is tried where messages leave a gap")
     first_distance: float = knob(2e-4, "of the bound", "from the bound to the first target")
     growth: int = knob(5, "1", "factor on that distance from target to target")
@@ -201,6 +205,8 @@ class SearchTuning:
     whole_cells: int = knob(40_000, "finite cells", "at most, of a network that is solved whole")
     whole_share: float = knob(0.6, "of the time left", "for a MIP of the whole network")
     first_cells: int = knob(20_000, "finite cells", "of the first restricted MIP")
+    first_cells_of_work: int = knob(3_000, "finite cells", "of the first restricted MIP, where work decides")
+    least_cells: int = knob(500, "finite cells", "that a MIP must have room for, where work decides")
     most_cells: int = knob(600_000, "finite cells", "of any MIP: HiGHS needs gigabytes for more", CONTEST)
     growth: float = knob(1.6, "1", "factor on the next MIP's cells after one that finished, or its inverse")
     mip_share: float = knob(0.15, "of the time limit", "the longest that a restricted MIP may take", CONTEST)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from autoshard.problem.network import INF, Hinge, Problem
-from autoshard.solver import Status, evaluate, solve
+from autoshard.solver import Solution, Status, evaluate, solve
 from autoshard.solver.clock import effort
 from autoshard.solver.incumbent import Incumbent
-from autoshard.solver.tuning import EngineTuning, SolverTuning
+from autoshard.solver.tuning import EngineTuning, SearchTuning, SolverTuning, StoppingTuning
 from tests.random_problems import brute_force, random_problem
 
 CHUNK = 2500
@@ -175,8 +175,10 @@ def test_work_decides_what_is_begun_where_what_there_is_would_do() -> None:
     """Ten thousand cells are more work than is left, a thousand are not; the clock says nothing of it."""
     now, problem = [0.0], replace(chain(8), hinges=())
     best = solve(problem)
-    own = Incumbent(problem=problem, time_limit_s=60.0, rel_gap=0.1, settle_s=1.0, clock=lambda: now[0])
-    assert own.limit_s(10_000, 7.0) == 7.0  # there is nothing yet
+    own = Incumbent(problem=problem, time_limit_s=60.0, rel_gap=0.1, settle_s=1.0, work_s=9.0, clock=lambda: now[0])
+    assert own.limit_s(10_000, 7.0) == 20.0  # there is nothing yet
+    assert own.limit_s(10_000, 7.0, spare_s=7.0) == 0.0
+    assert own.limit_s(20_000, 7.0) == 0.0
     own.offer(best.choice)
     own.raise_bound(best.objective // 2)
     for now[0] in (0.0, 20.0):
@@ -234,6 +236,34 @@ def test_nothing_is_begun_once_the_time_is_over(limit_s: float) -> None:
     assert solution.status is Status.FEASIBLE
     assert 0 < solution.gap < 1
     assert limit_s < solution.wall_s < limit_s + 0.05
+
+
+@pytest.mark.parametrize("kind", ["plain", "hinged"])
+def test_work_ends_what_no_engine_closes_whatever_the_clock_says(kind: str) -> None:
+    """By a clock of other speed the choice and the bound are the same, although nothing settles."""
+    problem = dense(30, 10)
+    if kind == "hinged":
+        strategy = np.arange(len(problem.cost))
+        hinge = Hinge(
+            strategy=strategy,
+            strategy_coef=np.random.default_rng(1).integers(-500, 500, len(strategy)),
+            cell=strategy[:0],
+            cell_coef=strategy[:0],
+            constant=0,
+        )
+        problem = replace(problem, hinges=(hinge,))
+    small = SearchTuning(first_cells_of_work=200, least_cells=150, growth=1.0)
+    brief = SolverTuning(stopping=StoppingTuning(work=0.01), search=small)
+
+    def solved(looks_per_s: int) -> Solution:
+        ticks = Ticks()
+        return solve(problem, time_limit_s=20.0, settle_s=0.1, clock=lambda: ticks() * 1e3 / looks_per_s, tuning=brief)
+
+    slow, fast = solved(2_000), solved(700)
+    assert slow.gap > 0
+    assert slow.wall_s < fast.wall_s < 20
+    assert (slow.objective, slow.bound) == (fast.objective, fast.bound)
+    assert np.array_equal(slow.choice, fast.choice)
 
 
 @pytest.mark.slow

@@ -190,8 +190,16 @@ class Hinged:
         return incumbent.closed()
 
     def is_over(self, deadline: float) -> bool:
-        """Whether nothing more is to be begun, where the clock decides: at most `deadline` seconds are left."""
-        return self.incumbent.left_s() <= (0.0 if self.incumbent.settles else max(deadline, 0.0))
+        """Whether nothing more is to be begun: `deadline` seconds are left or, where work decides, what is spared."""
+        incumbent = self.incumbent
+        if not incumbent.counts_work:
+            return incumbent.left_s() <= max(deadline, 0.0)
+        return incumbent.left_s() <= 0.0 or (not incumbent.would_do and incumbent.to_end_s() <= self.spare_s)
+
+    @property
+    def spare_s(self) -> float:
+        """The work that is left to the search."""
+        return self.incumbent.tuning.hinges.spare * self.incumbent.work_s
 
     def narrowed(self, dual: Dual, multiplier: Int, target: int) -> Network | None:
         """Returns the network of what choices cheaper than `target` can contain; None if there are no such choices."""
@@ -255,7 +263,7 @@ class Hinged:
                 return MipAnswer(choice=None, bound=target, infeasible=True, finished=True)
             bound = self.bound_of(objective_of(program, labels.choice))
             return MipAnswer(choice=labels.choice, bound=bound, infeasible=False, finished=True)
-        limit_s = incumbent.limit_s(program.cells, patience_s)
+        limit_s = incumbent.limit_s(program.cells, patience_s, self.spare_s)
         if program.cells > incumbent.tuning.hinges.mip_cells or limit_s <= 0:
             return None
         answer = solve_for(incumbent, program, limit_s=limit_s)
