@@ -48,9 +48,16 @@ def contraction_s(
         everywhere = np.array([[factor.size for factor in rule.factors]])
         parts = (everywhere // local.clip(1)).clip(1)[:, sorted(left | right | out)].prod(axis=1)
         k = _convolution_flops(eqn) / (2.0 * np.maximum(batch * m * n, 1) * parts)
-    dtype = jax.numpy.dtype(eqn.operands[0].dtype).name
+    dtype = _multiplied(eqn)
     flops = np.multiply(2.0 * batch * m, n * k, dtype=np.float64)
     return np.asarray(machine.matmul_s(batch, m, n, k, dtype)), flops
+
+
+def _multiplied(eqn: Eqn) -> str:
+    """The dtype that a contraction multiplies: compilers cast a mask of integers first, and the narrower operand."""
+    dtypes = [jax.numpy.dtype(operand.dtype) for operand in eqn.operands[:2]]
+    inexact = [dtype for dtype in dtypes if jax.numpy.issubdtype(dtype, np.inexact)]
+    return max(inexact or dtypes, key=lambda dtype: dtype.itemsize).name
 
 
 def _convolution_flops(eqn: Eqn) -> float:

@@ -5,6 +5,7 @@ from typing import Any
 
 from autoshard import _jax
 from autoshard.ir.graph import WHILE_TRIPS
+from autoshard.ir.op_traits import traits_of_dot
 
 
 def flops(jaxpr: Any) -> float:
@@ -20,11 +21,11 @@ def _of(eqn: Any) -> float:
         return 0.0
     name = eqn.primitive.name
     if name == "dot_general":
-        (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
-        left = eqn.invars[0].aval.shape
-        result = eqn.outvars[0].aval.shape
-        del batch  # its dimensions are the result's, too
-        return 2.0 * prod(result) * prod(left[d] for d in contracted)
+        left, right = (var.aval.shape for var in eqn.invars)
+        (contracted, _), _ = numbers = eqn.params["dimension_numbers"]
+        if not traits_of_dot(left, right, numbers).contraction:
+            return 0.0
+        return 2.0 * prod(eqn.outvars[0].aval.shape) * prod(left[d] for d in contracted)
     if name == "ragged_dot_general":
         left, right = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
         return 2.0 * prod(left) * right[-1]

@@ -29,6 +29,7 @@ import networkx as nx
 from autoshard import _jax
 from autoshard.ir.op_traits import (
     BRANCH_JOIN,
+    DOT_GENERAL,
     LOOP_CARRY,
     LOOP_CONST,
     LOOP_RESULT,
@@ -36,6 +37,7 @@ from autoshard.ir.op_traits import (
     LOOP_STACK,
     OpTraits,
     traits_of,
+    traits_of_dot,
 )
 
 # Of an equation: its index, then per level (index of the sub-jaxpr, equation index). Of a
@@ -92,7 +94,10 @@ class Eqn:
 
     @property
     def traits(self) -> OpTraits:
-        """The facts about the primitive."""
+        """The facts about the primitive; of a dot, about what compilers make of it."""
+        if self.primitive == DOT_GENERAL:
+            left, right = self.operands
+            return traits_of_dot(left.shape, right.shape, self.params["dimension_numbers"])
         return traits_of(self.primitive)
 
 

@@ -1,14 +1,17 @@
 """Op traits: one table of facts about primitives that do not depend on shapes, mesh or machine.
 
 Other code reads `eqn.traits`; only this room, `rules/` and `ir/` list primitives. Facts that depend on shapes are
-elsewhere: whether an equation is element-wise follows from its rule (`costs.fusion`).
+elsewhere: whether an equation is element-wise follows from its rule (`costs.fusion`). The exception is
+`dot_general`, of which compilers make three different things (`traits_of_dot`).
 
 A primitive without a row has `OpTraits()`, the cautious default: its operands and its result lie in memory, all of
 their bytes count, it fuses with nothing, and no communication hides behind it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 # Primitives that are meant by themselves, not as one of a kind: their parameters are read, or a pattern has them.
 AXIS_INDEX = "axis_index"
@@ -173,8 +176,25 @@ OP_TRAITS: Mapping[str, OpTraits] = {
 }
 
 _UNKNOWN = OpTraits()
+_PRODUCT = _FUSIBLE
+_INNER_PRODUCT = _REDUCTION
 
 
 def traits_of(primitive: str) -> OpTraits:
     """The traits of a primitive; the cautious ones of a primitive without a row."""
     return OP_TRAITS.get(primitive, _UNKNOWN)
+
+
+def traits_of_dot(left: Sequence[int], right: Sequence[int], dimension_numbers: Any) -> OpTraits:
+    """The traits of a `dot_general` of two shapes.
+
+    A dot that contracts nothing is an element-wise product of its operands, repeated along each other's dimensions.
+    A dot in which neither operand has a dimension of its own is a product that is summed. XLA:GPU (jax-cuda12-pjrt
+    0.10.2) and XLA:TPU (libtpu 0.0.52) fuse both with their neighbours; only other dots are matrix multiplications.
+    """
+    (contracted, _), _ = dimension_numbers
+    if prod(left[d] for d in contracted) == 1:
+        return _PRODUCT
+    taken = [{*some, *more} for some, more in zip(*dimension_numbers, strict=True)]
+    own = [prod(n for d, n in enumerate(shape) if d not in of) for shape, of in zip((left, right), taken, strict=True)]
+    return _INNER_PRODUCT if own == [1, 1] else _CONTRACTION

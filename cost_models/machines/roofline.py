@@ -34,14 +34,24 @@ class MatmulUnit:
     units: int
     launch_s: float
 
-    def compute_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike) -> Floats:
-        """Seconds of arithmetic for `[batch, m, k] @ [batch, k, n]`, without memory or launch."""
+    def compute_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, splits: int = 1) -> Floats:
+        """Seconds of arithmetic for `[batch, m, k] @ [batch, k, n]`, without memory or launch.
+
+        `splits`: into how many sums the contraction is cut, which run at once where tiles are few.
+        """
         b, m_, n_, k_ = (np.asarray(x, float) for x in (batch, m, n, k))
         rows, columns, depth = float(self.tile_rows), float(self.tile_columns), float(self.tile_depth)
         tiles = b * np.minimum(np.ceil(m_ / rows) * np.ceil(n_ / columns), np.ceil(n_ / rows) * np.ceil(m_ / columns))
-        waves = np.ceil(tiles / self.units)
-        padded_flops = 2 * waves * self.units * rows * columns * np.ceil(k_ / depth) * depth
+        waves = np.ceil(tiles * splits / self.units)
+        padded_flops = 2 * waves * self.units * rows * columns * np.ceil(k_ / (depth * splits)) * depth
         return padded_flops / (self.peak_flops_per_s * self.achieved_fraction)
+
+
+# Into how many sums a contraction may be cut. Source: XLA, splitk_rewriter.cc (at most 128 sums).
+SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
+# What a loop over elements, without tiles, reaches of the vector units' rate. XLA:GPU emits one where (m + n)·k is
+# below 100, and for integers (jax-cuda12-pjrt 0.10.2). Source: assumed; such a product waits for memory in any case.
+LOOP_FRACTION = 0.1
 
 
 def matmul_bytes(
@@ -55,6 +65,12 @@ def matmul_bytes(
     """HBM traffic of a matmul that reads its operands once and writes its result once."""
     b, m_, n_, k_ = (np.asarray(x, float) for x in (batch, m, n, k))
     return b * ((m_ * k_ + k_ * n_) * operand_itemsize + m_ * n_ * result_itemsize)
+
+
+def partial_sums_bytes(batch: ArrayLike, m: ArrayLike, n: ArrayLike, splits: int) -> Floats:
+    """HBM traffic of the float32 sums into which a contraction is cut: each is written, and read to be added."""
+    b, m_, n_ = (np.asarray(x, float) for x in (batch, m, n))
+    return (0.0 if splits == 1 else 8.0 * splits) * b * m_ * n_
 
 
 def taps_on_data(

@@ -13,6 +13,7 @@ from autoshard.backends import compile
 from autoshard.backends.devices import abstract
 from autoshard.backends.known_compilers import named
 from autoshard.backends.model import CompilerName
+from autoshard.ir import graph
 from autoshard.ir.mesh import MeshAxes
 from tests.installed import GPU, TPU
 
@@ -66,3 +67,31 @@ def test_one_of_each_row_is_taken_back(compiler: CompilerName, topology: str) ->
 
     text, _ = entry(topology, gradient, (F32(4096, 1024), jax.ShapeDtypeStruct((4096, 1), jnp.int32)), (P("x"), P("x")))
     assert (" scatter(" not in text) == named(compiler).compares_positions_for_scatters
+
+
+@pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
+@pytest.mark.parametrize(
+    ("equation", "left", "right"),
+    [
+        ("bhqk,h->bhqk", BF16(8, 4, 64, 64), jax.ShapeDtypeStruct((4,), jnp.int32)),
+        ("bi,bj->bij", F32(16, 256), F32(16, 128)),
+        ("ik,kj->ij", BF16(2048, 1), BF16(1, 2048)),
+        ("bk,bk->b", BF16(4096, 1024), BF16(4096, 1024)),
+    ],
+)
+def test_dots_without_matrices_fuse(
+    compiler: CompilerName, topology: str, equation: str, left: Any, right: Any
+) -> None:
+    """Nothing is left of a dot that contracts nothing, nor of one whose operands have no dimension of their own."""
+
+    def multiplied(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.tanh(jnp.einsum(equation, jnp.exp(x), y))
+
+    (dot,) = (
+        eqn for eqn in graph.build(jax.make_jaxpr(multiplied)(left, right), "cuda").eqns if "dot" in eqn.primitive
+    )
+    assert dot.traits.fusible
+    assert not dot.traits.contraction
+    text, _ = entry(topology, multiplied, (left, right), (P(), P()))
+    assert " dot(" not in text
+    assert " convolution(" not in text

@@ -158,3 +158,17 @@ def test_overlap_hides_no_more_than_its_share():
     assert float(machine.exposed_s(1.0, 10.0)) == pytest.approx(1 - hidden)
     assert float(machine.exposed_s(10.0, 1.0)) == pytest.approx(10 - hidden)
     assert float(machine.exposed_s(1.0, 0.0)) == 1
+
+
+def test_a_long_contraction_of_few_tiles_is_cut_into_sums():
+    """XLA:GPU cuts the gradient of a small weight over many tokens into sums that run at once (split-K)."""
+    machine = machine_of("h100")
+    unit, sizes = machine.matmul_unit("bfloat16"), (1, 256, 256, 65536)
+    assert float(machine.matmul_s(*sizes, "bfloat16")) < float(unit.compute_s(*sizes)) / 10
+    assert float(machine.matmul_flops_per_s(*sizes, "bfloat16")) < unit.peak_flops_per_s * unit.achieved_fraction
+
+
+def test_tiny_matmuls_of_a_batch_wait_for_memory_alone():
+    machine = machine_of("h100")
+    read_and_written_s = float(machine.hbm_s(3 * 4 * 65536 * 4 * 4))
+    assert float(machine.matmul_s(65536, 4, 4, 4, "float32")) == pytest.approx(read_and_written_s + 3e-6, rel=0.01)

@@ -1,6 +1,7 @@
 """Costs of one equation: the FLOPs of contractions against XLA's own count."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from numpy.typing import ArrayLike, NDArray
 
+import autoshard
 from autoshard.backends.known_compilers import XLA_CPU
 from autoshard.costs import compute
 from autoshard.costs.prices import PS_PER_S
@@ -160,3 +163,67 @@ def test_a_loop_and_a_scatter_touch_what_they_move(
     reads = [read] + [x.dtype == jnp.float32 for x in eqn.operands[1:]]  # what is not float32 is an index
     one = enumerate_strategies(rule_of(eqn), ONE)
     assert compute.touched_bytes(eqn, one, ONE, reads, [written], readers)[0] == nbytes
+
+
+def einsum(equation: str, *operands: tuple[tuple[int, ...], Any]) -> graph.Eqn:
+    """The dot of an einsum."""
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
+    eqns = graph.build(jax.make_jaxpr(lambda *xs: jnp.einsum(equation, *xs))(*args), "cuda").eqns
+    (dot,) = (eqn for eqn in eqns if eqn.primitive == "dot_general")
+    return dot
+
+
+@pytest.mark.parametrize(
+    ("equation", "left", "right", "kind"),
+    [
+        ("bhqk,h->bhqk", (2, 4, 8, 8), (4,), "product"),
+        ("i,j->ij", (8,), (16,), "product"),
+        ("ik,kj->ij", (8, 1), (1, 16), "product"),
+        ("bk,bk->b", (8, 4), (8, 4), "inner product"),
+        ("k,k->", (8,), (8,), "inner product"),
+        ("ik,k->i", (8, 4), (4,), "contraction"),
+        ("ik,kj->ij", (8, 2), (2, 16), "contraction"),
+    ],
+)
+def test_only_dots_of_matrices_are_contractions(equation: str, left: Any, right: Any, kind: str) -> None:
+    traits = einsum(equation, (left, jnp.float32), (right, jnp.float32)).traits
+    assert traits.contraction == (kind == "contraction")
+    assert traits.fusible == (kind != "contraction")
+    assert traits.ends_fusion == (kind == "inner product")
+
+
+def test_a_mask_of_integers_is_cast_before_it_is_multiplied() -> None:
+    """A matmul of integers would run on the vector units."""
+
+    class Told(Free):
+        def matmul_s(self, batch: Any, m: Any, n: Any, k: Any, dtype: str) -> NDArray[np.float64]:
+            self.dtype = dtype
+            return np.zeros(())
+
+    machine = Told()
+    for operands in (((8, 4), jnp.int32), ((4, 8), jnp.bfloat16)), (((8, 4), jnp.float32), ((4, 8), jnp.bfloat16)):
+        eqn = einsum("ik,kj->ij", *operands)
+        wanted = max(
+            (dtype for _, dtype in operands if dtype != jnp.int32), key=lambda dtype: jnp.dtype(dtype).itemsize
+        )
+        compute.contraction_s(eqn, rule_of(eqn), enumerate_strategies(rule_of(eqn), ONE), ONE, machine)
+        assert machine.dtype == jnp.dtype(wanted).name
+
+
+def test_a_head_mask_costs_the_bytes_that_it_moves() -> None:
+    """Between a softmax and its product with the values, that is: nothing but what the fusion around it moves."""
+
+    def attention(scores: jax.Array, mask: jax.Array, values: jax.Array, *, masked: bool) -> jax.Array:
+        weights = jax.nn.softmax(scores)
+        weights = jnp.einsum("bhqk,h->bhqk", weights, mask) if masked else weights
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, values)
+
+    shapes = ((8, 16, 512, 512), jnp.bfloat16), ((16,), jnp.int32), ((8, 512, 16, 64), jnp.bfloat16)
+    args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    steps = [
+        autoshard.evaluate(
+            partial(attention, masked=masked), *args, mesh={"x": 8}, hardware="h100:1x8", in_specs=(P("x"), P(), P("x"))
+        ).record.cost.step_s
+        for masked in (True, False)
+    ]
+    assert steps[0] == pytest.approx(steps[1], rel=0.02)
