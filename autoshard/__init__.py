@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from autoshard.explore.search import Search, search
     from autoshard.ir.accumulation import accumulate
     from autoshard.planner.requested_shardings import AUTO
+    from autoshard.report.progress import progress
     from autoshard.rules import register_rule
 
 _ROOMS = {
@@ -67,6 +68,7 @@ _ROOMS = {
     "load": "api.loaded_plan",
     "plan": "api.planning",
     "plan_many": "api.plan_many",
+    "progress": "report.progress",
     "register_rule": "rules",
     "search": "explore.search",
 }
@@ -99,6 +101,7 @@ __all__ = [
     "load",
     "plan",
     "plan_many",
+    "progress",
     "register_rule",
     "search",
 ]

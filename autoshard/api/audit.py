@@ -27,6 +27,7 @@ from autoshard.ir.graph import Eqn, Graph
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import CONSTRAINT, JITS, LOOP_SLICE
 from autoshard.planner.requested_shardings import AUTO
+from autoshard.report.notebook import Shown
 from autoshard.report.tables import GAP, bytes_text, columns, fields, render, table, time_text
 from autoshard.verification.collective_match import Line, attribute
 from autoshard.verification.result import Verification, place_text
@@ -46,7 +47,7 @@ class Emitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Audit:
+class Audit(Shown):
     """The collectives that a compiler emits for a hand-sharded program, and the best plan for the same mesh.
 
     Attributes:

@@ -33,6 +33,7 @@ from autoshard.explain.attribution import Attribution, ledger
 from autoshard.ir.mesh import MeshAxes
 from autoshard.planner.record import PlanRecord
 from autoshard.planner.requested_shardings import AUTO
+from autoshard.report.notebook import Shown
 from autoshard.report.tables import bytes_text, columns, fields, render, table, time_text
 from autoshard.verification.result import Verification
 from cost_models import hardware as read_hardware
@@ -122,7 +123,7 @@ class Contender:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
+class Compared(Shown):
     """Ours and every hand-written layout, the fastest that fit first; `left_out` says why a layout has no place."""
 
     contenders: tuple[Contender, ...]

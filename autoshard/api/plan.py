@@ -37,6 +37,7 @@ from autoshard.planner import summary as text
 from autoshard.planner.record import Leaf, PlanRecord, write
 from autoshard.problem import bill
 from autoshard.problem.assignment import Assignment
+from autoshard.report.notebook import preformatted
 from autoshard.verification.profile import Profile, profile
 from autoshard.verification.result import Verification
 from autoshard.verification.verify import TOLERANCE, Known, check, verify
@@ -72,6 +73,9 @@ class Plan(ABC):
     def __repr__(self) -> str:
         r = self.record
         return f"<Plan of {r.name} on {r.mesh} ({r.hardware}): {r.cost.step_s * 1e3:.3g} ms, {r.certificate.status}>"
+
+    def _repr_html_(self) -> str:
+        return preformatted(self.summary())
 
     # What was decided.
 

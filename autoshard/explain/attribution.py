@@ -22,6 +22,7 @@ from autoshard.problem import bill
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.bill import TRANSPOSE
 from autoshard.problem.collective import Collective
+from autoshard.report.notebook import Shown
 from autoshard.report.tables import bytes_text, columns, render, short_aval, short_place, table, time_text
 
 COMPUTE, ROUNDING = "compute", "rounding"
@@ -90,7 +91,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attribution:
+class Attribution(Shown):
     """The difference of two predicted steps, the largest entries first.
 
     Attributes:

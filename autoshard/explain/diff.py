@@ -8,6 +8,7 @@ from autoshard.ir.layout import Layout
 from autoshard.ir.paths import dotted
 from autoshard.planner.leaf_rows import ranges
 from autoshard.planner.record import Leaf, PlanRecord
+from autoshard.report.notebook import Shown
 from autoshard.report.tables import GAP, broken_path, bytes_text, columns, fields, render, short_aval, table, time_text
 
 
@@ -35,7 +36,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diff:
+class Diff(Shown):
     """The differences between two plans; equal plans have no `leaves` and no `traffic`."""
 
     before: PlanRecord

@@ -37,6 +37,7 @@ from autoshard.planner.planning_result import PlanningResult
 from autoshard.problem.formulation import UNIT_S
 from autoshard.problem.warm_start import PortableChoice
 from autoshard.report import page
+from autoshard.report.notebook import Shown
 from autoshard.solver.tuning import TUNED
 
 VALUE_AND_GRAD = "value_and_grad"  # the argument of a builder that takes the place of `jax.value_and_grad`
@@ -44,7 +45,7 @@ PARAMETER_MULTIPLE = "x"  # "20x": twenty tokens per parameter
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search(Ranking):
+class Search(Ranking, Shown):
     """A finished search: a ranking that prints itself, and makes its rows' plans again for more."""
 
     task: Task

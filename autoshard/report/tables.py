@@ -21,6 +21,8 @@ NARROW, WIDE = 80, 120  # the least and the most columns that reports use
 # JAX's own short names of dtypes, as jaxprs print them.
 _SHORT_DTYPES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c"))
 
+CYCLE_S = 1e-11  # less than a cycle of any chip
+
 _BEFORE_UNIT = r"(?<=\d) (?=[kMGT]?B\b|[mµn]?s\b|[MGTPE]FLOP)"
 
 
@@ -174,8 +176,8 @@ def short_aval(text: str) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Seconds in the unit that reads best."""
-    return _scale(seconds, (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)))
+    """Seconds in the unit that reads best; rounding errors of sums are no time."""
+    return _scale(0.0 if abs(seconds) < CYCLE_S else seconds, (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)))
 
 
 def proof_text(status: str, objective_s: float, bound_s: float) -> str:

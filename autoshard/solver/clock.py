@@ -22,12 +22,12 @@ def endless() -> float:
 class Compilation(threading.local):
     """Time spent on compiling the solver itself, once per installation, and on loading it, once per process.
 
-    `worked_s` is a clock that stands still meanwhile. Every thread has its own clock; its times are to be
-    compared within the thread.
+    `spent_s` is that time, without what is not done yet. `worked_s` is a clock that stands still meanwhile.
+    Every thread has its own clock; its times are to be compared within the thread.
     """
 
     def __init__(self) -> None:
-        self._spent_s = 0.0
+        self.spent_s = 0.0
         self._depth = 0  # functions compile those that they call
         self._since = 0.0
 
@@ -39,12 +39,12 @@ class Compilation(threading.local):
     def end(self) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self._spent_s += time.perf_counter() - self._since
+            self.spent_s += time.perf_counter() - self._since
 
     def worked_s(self) -> float:
         """Returns the seconds of a clock that stands still while the solver is compiled or loaded."""
         now = self._since if self._depth else time.perf_counter()
-        return now - self._spent_s
+        return now - self.spent_s
 
 
 class Effort(threading.local):

@@ -4,6 +4,7 @@ Arrays that belong together travel as one NamedTuple, which numba takes apart wi
 compiled code beside this file, so that only the first run pays; the solver's clocks stand still meanwhile.
 """
 
+import logging
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar, cast
 
@@ -45,11 +46,17 @@ class Layers(NamedTuple):
     edge_cost: Int  # layers, cells
 
 
+LONG_S = 2.0  # loading all loops that were compiled before takes less
+
+
 class _Listener(event.Listener):
-    """Tells the clock when numba compiles, or loads what it compiled before."""
+    """Tells the clock when numba compiles, or loads what it compiled before; and who waits, where that takes long."""
 
     def on_start(self, event: object) -> None:
         compilation.begin()
+        if compilation.spent_s > LONG_S:
+            now = f"compile the solver, once per installation: {compilation.spent_s:.0f} s"
+            logging.getLogger("autoshard").debug(now, extra={"now": now})
 
     def on_end(self, event: object) -> None:
         compilation.end()

@@ -18,6 +18,7 @@ from autoshard.planner.nearest import code_near
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.record import PlanRecord
 from autoshard.problem.assignment import Assignment
+from autoshard.report.notebook import Shown
 from autoshard.report.tables import bytes_text, columns, fields, render, short_aval, short_place, table
 
 LONGEST = 20  # values that are shown one by one
@@ -36,7 +37,7 @@ class Unkept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutCheck:
+class LayoutCheck(Shown):
     """The planned layouts that are not kept, the largest first; `checked` counts all that were compared."""
 
     source: str

@@ -23,6 +23,7 @@ from autoshard.backends.known_compilers import of_devices
 from autoshard.errors import VerifyError
 from autoshard.planner.record import PlanRecord
 from autoshard.problem.assignment import Assignment
+from autoshard.report.notebook import Shown
 from autoshard.report.tables import columns, fields, render, table, time_text
 from autoshard.verification.collective_match import in_order
 
@@ -43,7 +44,7 @@ class ProfiledRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
+class Profile(Shown):
     """A profiled step beside its plan.
 
     Attributes:

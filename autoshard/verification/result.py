@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from autoshard.backends import hlo
 from autoshard.backends.timeline import Timeline, side_by_side
 from autoshard.planner.record import Cost
+from autoshard.report.notebook import Shown
 from autoshard.report.tables import GAP, bytes_text, columns, fields, flops_text, render, short_place, table, time_text
 from autoshard.verification.collective_match import LARGE, CollectiveRow, Line, Match, agrees, together
 
@@ -101,7 +102,7 @@ class RepeatedMatmuls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
+class Verification(Shown):
     """The comparison of a plan with one compiled program.
 
     Attributes:

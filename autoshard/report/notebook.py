@@ -1,0 +1,39 @@
+"""Notebooks: shows results as tables of columns, and the current stage in a line that changes."""
+
+import html
+import sys
+
+_STYLE = "font-family: monospace; line-height: 1.25; font-size: 12px; overflow-x: auto; white-space: pre"
+
+
+class Shown:
+    """What a notebook shows as its text."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
+
+
+def preformatted(text: str) -> str:
+    """Text as HTML that keeps its columns, and scrolls where the page is narrow."""
+    return f'<pre style="{_STYLE}">{html.escape(text)}</pre>'
+
+
+class Line:
+    """A line of a notebook's output that is written anew; of use inside IPython alone."""
+
+    def __init__(self, text: str) -> None:
+        from IPython.display import display  # pyright: ignore[reportMissingImports]
+
+        self._handle = display({"text/plain": text}, raw=True, display_id=True)
+
+    def update(self, text: str) -> None:
+        """Replaces the line."""
+        self._handle.update({"text/plain": text}, raw=True)
+
+
+def here() -> bool:
+    """Whether a notebook's kernel runs this program."""
+    kernel = sys.modules.get("ipykernel.zmqshell")
+    return kernel is not None and kernel.ZMQInteractiveShell.initialized()

@@ -1,0 +1,80 @@
+"""What a notebook shows: results as text that keeps its columns, and the current stage in one line."""
+
+import logging
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autoshard
+from autoshard.report import notebook
+from autoshard.report.tables import time_text
+
+
+def tiny() -> autoshard.SolvedPlan:
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    return autoshard.plan(lambda w, x: jnp.sum(x @ w), x, x, mesh={"data": 8}, hardware="cpu:8")
+
+
+@pytest.fixture
+def cell(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a fake kernel's cell showed."""
+    shown: list[str] = []
+
+    class Handle:
+        def update(self, bundle: dict[str, str], *, raw: bool) -> None:
+            assert raw
+            shown.append(bundle["text/plain"])
+
+    def display(bundle: dict[str, str], *, raw: bool, display_id: bool) -> Handle:
+        assert raw
+        assert display_id
+        shown.append(bundle["text/plain"])
+        return Handle()
+
+    kernel: Any = ModuleType("ipykernel.zmqshell")
+    kernel.ZMQInteractiveShell = SimpleNamespace(initialized=lambda: True)
+    front: Any = ModuleType("IPython.display")
+    front.display = display
+    monkeypatch.setitem(sys.modules, "ipykernel.zmqshell", kernel)
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", front)
+    return shown
+
+
+def test_a_cell_sees_the_stages_and_is_empty_afterwards(cell: list[str]) -> None:
+    log = logging.getLogger("autoshard")
+    with autoshard.progress():
+        log.debug("", extra={"stage": "price"})
+    assert cell == ["trace …", "solve …", ""]
+    assert not log.handlers
+
+
+def test_progress_is_silent_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+    with autoshard.progress():
+        logging.getLogger("autoshard").debug("", extra={"stage": "price"})
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_plan_is_shown_as_its_summary() -> None:
+    plan = tiny()
+    shown = plan._repr_html_()
+    assert shown.startswith("<pre")
+    assert "&lt;lambda&gt; on data=8 (cpu:8)" in shown
+    assert "<lambda>" not in shown
+
+
+def test_what_is_printed_is_shown() -> None:
+    class Result(notebook.Shown):
+        def __str__(self) -> str:
+            return "a < b"
+
+    assert "a &lt; b</pre>" in Result()._repr_html_()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(4e-22, "0 µs"), (0.0, "0 µs"), (1e-9, "0.001 µs"), (2e-3, "2 ms")])
+def test_times_below_a_cycle_are_none(seconds: float, text: str) -> None:
+    assert time_text(seconds) == text
