@@ -33,6 +33,7 @@ from autoshard.ir.paths import dotted
 from autoshard.ir.recomputation import Recomputation
 from autoshard.ir.recomputed import KeptValue, kept_values_of
 from autoshard.ir.trace import Traced
+from autoshard.planner import exports
 from autoshard.planner import summary as text
 from autoshard.planner.record import Leaf, PlanRecord, write
 from autoshard.problem import bill
@@ -190,6 +191,17 @@ class Plan(ABC):
     def save(self, path: str | Path) -> None:
         """Writes the plan file: JSON, the same bytes for the same input."""
         write(self.record, path)
+
+    def logical_axis_rules(self, names: exports.LogicalNames) -> exports.Rules:
+        """Flax's logical axis rules under which every named input has the layout of the plan.
+
+        Args:
+          names: of inputs, by path: one logical name (or None) per dimension.
+
+        Raises:
+          SpecError: no such input, names that do not fit it, or a name that the plan splits in two ways.
+        """
+        return exports.logical_axis_rules(self.record, names)
 
     def check(self, compiled: Any, *, compiler: str | None = None, tolerance: float = TOLERANCE) -> Verification:
         """Compares the plan with an executable that was compiled elsewhere, or with its HLO text.

@@ -79,6 +79,7 @@ def test_flax_reads_the_rules_as_the_plan() -> None:
     rules = exports.logical_axis_rules(plan.record, names)
     for path, logical in names.items():
         leaf = next(leaf for leaf in plan.record.inputs if leaf.path == path)
+        assert plan.logical_axis_rules(names) == rules
         got = flax.logical_to_mesh_axes(logical, rules)
         assert NamedSharding(plan.mesh(), got).is_equivalent_to(NamedSharding(plan.mesh(), leaf.spec), len(leaf.shape))
 
