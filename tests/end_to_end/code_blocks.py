@@ -5,7 +5,7 @@
   whatever its numbers; `…` stands for what is left out.
 - Other blocks are shown only: `text`, and `py` for fragments of a program that the page does not have.
 
-python -m tests.end_to_end.code_blocks docs/index.md "Check it with the compiler" prints the program of a page up to a heading.
+`python -m tests.end_to_end.code_blocks PAGE HEADING` prints the program of a page up to a heading.
 """
 
 import re
