@@ -64,9 +64,11 @@ def repeated_initial_value() -> bool:
 
 
 def lost_nan() -> bool:
-    """The largest of numbers that are split, one of them NaN."""
+    """The largest of numbers that are split, one of them NaN; updates of a largest number, split."""
     x = np.array([1.0, np.nan, 3.0, 4.0], np.float32)
-    return wrong(lambda x: x.max(), (x,), (("a",),), ())
+    largest = wrong(lambda x: x.max(), (x,), (("a",),), ())
+    i = np.zeros(4, np.int32)
+    return largest and wrong(lambda i, x: jnp.zeros(2).at[i].max(x), (i, x), (("a",), ("a",)), ())
 
 
 def narrow_indices() -> bool:
@@ -150,9 +152,19 @@ def high_product() -> bool:
         return "Unable to convert MHLO to StableHLO" in str(error)
 
 
-def exclusive_or() -> bool:
-    """Whole numbers, split, to their parity bit by bit."""
+def reduced_bits() -> bool:
+    """Whole numbers, split, to their parity bit by bit, and to the bits of any and of all."""
+    numbers = np.arange(8, dtype=np.int32)
+    return all(_is_unsupported(reduce, numbers) for reduce in (lax.reduce_xor, lax.reduce_or, lax.reduce_and))
+
+
+def complex_order() -> bool:
+    """The largest of complex numbers that are split."""
+    return all(_is_unsupported(reduce, np.arange(8) * 1j) for reduce in (lax.reduce_max, lax.reduce_min))
+
+
+def _is_unsupported(reduce: Callable[..., Any], x: Any) -> bool:
     try:
-        return wrong(lambda x: lax.reduce_xor(x, (0,)), (np.arange(8, dtype=np.int32),), (("a",),), ())
+        return wrong(lambda x: reduce(x, (0,)), (x,), (("a",),), ())
     except jax.errors.JaxRuntimeError as error:
         return "Unsupported reduction computation" in str(error)

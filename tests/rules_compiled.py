@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard.costs.strategies import enumerate_strategies, layout_of, layouts
-from autoshard.ir import manual_calls, partitioner_faults, rewrite
+from autoshard.ir import manual_calls, rewrite
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.mesh import MeshAxes
 from autoshard.rules import rule_of
@@ -153,15 +153,14 @@ def hostile(traced: Traced, values: Sequence[Any], rng: np.random.Generator) -> 
         for i in range(first, last):
             found[i] = _positions(found[i], max(traced.eqn.operands[0].shape, default=1), rng)
     if primitive in COMPARING:
-        nan = 0.0 if partitioner_faults.LOST_NAN.of(primitive) else np.nan
-        found = [_uneven(value, nan, rng) if data(value).dtype == np.float32 else value for value in found]
+        found = [_uneven(value, rng) if data(value).dtype == np.float32 else value for value in found]
     return tuple(found)
 
 
 COMPARING = frozenset(
     {
         *("argmax", "argmin", "cummax", "cummin", "max", "min", "reduce_max", "reduce_min", "sort", "top_k"),
-        *("reduce_window_max", "reduce_window_min", "gather", "scatter", "dynamic_slice", "dynamic_update_slice"),
+        *("reduce_window_max", "reduce_window_min", "gather", "scatter", "scatter-max", "scatter-min", "dynamic_slice", "dynamic_update_slice"),
         *("concatenate", "pad", "rev", "slice", "reshape", "transpose", "clamp", "select_n", "eq", "lt", "sign"),
     }
 )
@@ -177,8 +176,8 @@ def _positions(starts: Any, size: int, rng: np.random.Generator) -> Any:
     return drawn.astype(starts.dtype)
 
 
-def _uneven(value: Any, nan: float, rng: np.random.Generator) -> Any:
-    odd = rng.choice(np.array([nan, np.inf, -np.inf, 0.0, -0.0, 1.0, 1.0], np.float32), value.shape)
+def _uneven(value: Any, rng: np.random.Generator) -> Any:
+    odd = rng.choice(np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, 1.0], np.float32), value.shape)
     return np.where(rng.random(value.shape) < 0.3, odd, value)
 
 

@@ -20,6 +20,15 @@ def _f(*shape: int) -> np.ndarray:
     return np.where(_RNG.random(shape) < 0.4, odd, _RNG.normal(size=shape)).astype(np.float32)
 
 
+def _negative_nan(*shape: int) -> np.ndarray:
+    """Numbers, a third of them NaN with a sign, as nought by nought is on some processors."""
+    return np.where(_RNG.random(shape) < 0.3, np.uint32(0xFFC00000).view(np.float32), _f(*shape)).astype(np.float32)
+
+
+def _reduced(op: str, dtype: str) -> Callable[..., Any]:
+    return lambda x: getattr(jnp, op)(x.astype(dtype), 0)
+
+
 def _n(*shape: int) -> np.ndarray:
     """Finite numbers, with ties."""
     return (_RNG.integers(-6, 7, shape) / 2).astype(np.float32)
@@ -102,7 +111,9 @@ HOSTILE: tuple[Hostile, ...] = (
     ("reduce by a function", _first_largest, (_n(4, 8), np.tile(np.arange(8, dtype=np.int32), (4, 1)))),
     ("reduce from three", lambda x: lax.reduce(x, np.int32(3), lambda a, b: a + b, (1,)), (_i(8, 16),)),
     ("segment_sum", lambda x, i: jax.ops.segment_sum(x, i, 8), (_n(16, 4), _RNG.integers(-3, 12, 16, np.int32))),
-    ("segment_max", lambda x, i: jax.ops.segment_max(x, i, 8), (_n(16, 4), _RNG.integers(-3, 12, 16, np.int32))),
+    ("segment_max", lambda x, i: jax.ops.segment_max(x, i, 8), (_f(16, 4), _RNG.integers(-3, 12, 16, np.int32))),
+    ("segment_min", lambda x, i: jax.ops.segment_min(x, i, 8), (_f(16, 4), _RNG.integers(-3, 12, 16, np.int32))),
+    ("one row of maxima", lambda x, u: x.at[5].max(u), (_f(8, 4), _f(4))),
     ("one_hot", lambda i: jax.nn.one_hot(i, 8), (np.array([-1, 0, 7, 8], np.int32),)),
     *(_at(name, mode) for name in ("set", "add", "mul", "min", "max") for mode in ("clip", "drop")),
     ("at.apply", lambda x, i: x.at[i].apply(lambda y: y * 2 + 1), (_n(8, 4), np.array([-20, 0, 8, 5], np.int32))),
@@ -121,6 +132,13 @@ HOSTILE: tuple[Hostile, ...] = (
     ("reduce_prod of integers", lambda x: lax.reduce_prod_p.bind(x, axes=(1,), out_sharding=None), (_i(4, 8),)),
     ("sum of integers that overflow", lambda x: x.sum(1), (_i(4, 8),)),
     ("maximum of integers", lambda x: x.max(0), (_i(8, 4),)),
+    *((f"{op} of {t}", _reduced(op, t), (_f(8, 4),)) for op in ("max", "min") for t in ("float32", "bfloat16", "float16")),
+    ("maximum of negative NaN", lambda x: x.max(0), (_negative_nan(8, 4),)),
+    ("minimum of negative NaN", lambda x: x.min(), (_negative_nan(8, 4),)),
+    ("maximum of complex numbers", lambda x, y: lax.reduce_max(lax.complex(x, y), (0,)), (_n(8, 4), _n(8, 4))),
+    ("bits of any", lambda x: lax.reduce_or(x, (0,)), (_i(8, 4),)),
+    ("bits of all", lambda x: lax.reduce_and(x, (1,)), (_i(8, 4),)),
+    ("any and all", lambda x: (x.any(0), x.all(1)), (_i(8, 4) > 0,)),
     ("to int", lambda x: x.astype(jnp.int8), (_i(4, 8),)),
     ("to bfloat16", lambda x: x.astype(jnp.bfloat16), (_f(4, 8),)),
     ("complex", lambda x, y: lax.conj(lax.complex(x, y)), (_n(4, 8), _n(4, 8))),

@@ -43,6 +43,7 @@ from autoshard._jax.jaxprs import with_derivatives as with_derivatives
 from autoshard._jax.jaxprs import within as within
 from autoshard._jax.jaxprs import without_constants as without_constants
 from autoshard._jax.jaxprs import without_dead as without_dead
+from autoshard._jax.jaxprs import without_mesh as without_mesh
 from autoshard._jax.lowering import MLIRError as MLIRError
 from autoshard._jax.lowering import bytecode as bytecode
 from autoshard._jax.lowering import element_bits as element_bits
@@ -52,6 +53,7 @@ from autoshard._jax.lowering import parse_attribute as parse_attribute
 from autoshard._jax.lowering import replace_op as replace_op
 from autoshard._jax.lowering import run_passes as run_passes
 from autoshard._jax.lowering import stablehlo as stablehlo
+from autoshard._jax.otherwise import Otherwise as Otherwise
 from autoshard._jax.runtime import Array as Array
 from autoshard._jax.runtime import process_store as process_store
 from autoshard._jax.runtime import profiled as profiled

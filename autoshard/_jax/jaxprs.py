@@ -142,7 +142,7 @@ def on_present_mesh(body: Any) -> Any:
         mesh = jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
         with eqn.ctx.manager, mesh:
             context = type(eqn.ctx)()
-        params = {k: _on_present_mesh(v) for k, v in _without_mesh(eqn, eqn.params).items()}
+        params = {k: _on_present_mesh(v) for k, v in without_mesh(eqn, eqn.params).items()}
         eqns.append(eqn.replace(params=params, ctx=context))
     present = jaxpr.replace(eqns=eqns)
     return body.replace(jaxpr=present) if isinstance(body, jex_core.ClosedJaxpr) else present
@@ -160,7 +160,7 @@ def bind(eqn: Any, params: Any, operands: Any) -> list[Any]:
     What JAX notes of results on Auto axes while tracing (`sharding=`, nothing but the mesh) is left out:
     the mesh may be another one now.
     """
-    params = _without_mesh(eqn, params)
+    params = without_mesh(eqn, params)
     results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return list(results) if eqn.primitive.multiple_results else [results]
 
@@ -181,7 +181,7 @@ def bind_on_several(eqn: Any, operands: Any) -> list[Any]:
     return []
 
 
-def _without_mesh(eqn: Any, params: Any) -> dict[str, Any]:
+def without_mesh(eqn: Any, params: Any) -> dict[str, Any]:
     """An equation's parameters without shardings that say nothing but the mesh of its trace."""
     return {k: None if noted_while_tracing(eqn.primitive.name, k, v) else v for k, v in params.items()}
 

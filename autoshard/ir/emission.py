@@ -4,10 +4,14 @@ Every remedy belongs to a row of `ir.partitioner_faults`; it changes no number a
 communication. Indices are widened. Starts are clamped as the primitive would clamp them. The
 operand of a scatter of few rows stands behind a barrier, so that XLA does not merge the slice
 that makes a shard with the slice that the scatter reads; the operand of `lax.reduce` does, too.
-A `mulhi` is computed from products of halves.
+A `mulhi` is computed from products of halves. On XLA:CPU, largest and smallest numbers are found among integers
+in the same order (`in_order`), where NaN is the largest or the smallest: as many bytes are reduced.
+
+A program may be differentiated or batched after its emission. What JAX's rules then make of an equation in
+another form is bound by this room, too (`_jax.Otherwise`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -18,6 +22,10 @@ from jax.lax import GatherScatterMode as Mode
 
 from autoshard import _jax
 from autoshard.ir import partitioner_faults
+from autoshard.ir.graph import CALLS, INLINED
+
+
+_IEEE = ("bfloat16", "float16", "float32", "float64")  # floats whose bits are in the order of their values
 
 
 def bind(eqn: Any, operands: Sequence[Any], devices: int) -> list[Any]:
@@ -26,10 +34,31 @@ def bind(eqn: Any, operands: Sequence[Any], devices: int) -> list[Any]:
         return _jax.bind(eqn, eqn.params, operands)
     if partitioner_faults.HIGH_PRODUCT.of(eqn.primitive.name):
         return [_high_product(*(jnp.asarray(x, aval.aval.dtype) for x, aval in zip(operands, eqn.invars, strict=True)))]
-    return _jax.bind_on_several(eqn, _operands(eqn, list(operands), devices))
+    operands = _operands(eqn, list(operands))
+    if _is_merged(eqn, devices) or _loses_nan(eqn):
+        params = _jax.without_mesh(eqn, eqn.params)
+        return [_OTHERWISE.bind(eqn.primitive, params, operands, devices)]
+    return _jax.bind_on_several(eqn, operands)
 
 
-def _operands(eqn: Any, operands: list[Any], devices: int) -> list[Any]:
+def _bind_all(closed: Any, args: Sequence[Any], devices: int) -> list[Any]:
+    """The results of a closed jaxpr, each of its equations bound by `bind`."""
+    jaxpr = _jax.open_jaxpr(closed)
+    values = dict(zip(jaxpr.constvars, _jax.consts_of(closed), strict=True))
+    values.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return _jax.literal(atom) if _jax.is_literal(atom) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        name, operands = eqn.primitive.name, [read(atom) for atom in eqn.invars]
+        inner = name in INLINED
+        made = _bind_all(eqn.params[CALLS[name]], operands, devices) if inner else bind(eqn, operands, devices)
+        values.update(zip(eqn.outvars, made, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _operands(eqn: Any, operands: list[Any]) -> list[Any]:
     """The operands, changed where a fault is of the equation's primitive."""
     name = eqn.primitive.name
     if partitioner_faults.NARROW_INDICES.of(name):
@@ -39,12 +68,67 @@ def _operands(eqn: Any, operands: list[Any], devices: int) -> list[Any]:
         for i, limit in enumerate(limits if apart else [limits], first):
             starts = _widen(operands[i], eqn.invars[i].aval.dtype)
             operands[i] = _clamp(starts, limit) if clamps else starts
-    if partitioner_faults.MERGED_SCATTER.of(name) and prod(eqn.invars[1].aval.shape[:-1]) <= devices:
-        operands[0] = lax.optimization_barrier(operands[0])
     if partitioner_faults.REPEATED_INITIAL.of(name):
         arrays = len(operands) // 2  # then their initial values, which may have no tangents
         operands[:arrays] = map(lax.optimization_barrier, operands[:arrays])
     return operands
+
+
+def _is_merged(eqn: Any, devices: int) -> bool:
+    """Whether an equation is a scatter of few rows."""
+    is_scatter = partitioner_faults.MERGED_SCATTER.of(eqn.primitive.name)
+    return is_scatter and prod(eqn.invars[1].aval.shape[:-1]) <= devices
+
+
+def _loses_nan(eqn: Any) -> bool:
+    """Whether an equation takes the largest or smallest of several floats."""
+    operand = eqn.invars[0].aval if partitioner_faults.LOST_NAN.of(eqn.primitive.name) else None
+    return operand is not None and jnp.issubdtype(operand.dtype, jnp.floating) and operand.size > 0
+
+
+def _apart(primitive: Any, params: Mapping[str, Any], operands: Sequence[Any], devices: int) -> Any:
+    """The result of an equation; of a scatter of few rows, its operand stands behind a barrier."""
+    operands = list(operands)
+    if partitioner_faults.MERGED_SCATTER.of(primitive.name) and prod(operands[1].shape[:-1]) <= devices:
+        operands[0] = lax.optimization_barrier(operands[0])
+    return primitive.bind(*operands, **params)
+
+
+def _keeping_nan(primitive: Any, params: Mapping[str, Any], operands: Sequence[Any], devices: int) -> Any:
+    """As `_apart`; the largest or smallest floats are found among integers."""
+    dtype = operands[0].dtype
+    if not (partitioner_faults.LOST_NAN.of(primitive.name) and jnp.issubdtype(dtype, jnp.floating)):
+        return _apart(primitive, params, operands, devices)
+    wide = dtype if dtype in _ORDERED else jnp.dtype("bfloat16")  # floats of eight bits fit
+    largest = primitive.name.endswith("max")
+    keys = [in_order(x.astype(wide), largest) if x.dtype == dtype else x for x in operands]
+    if primitive.name.startswith("reduce"):
+        found = primitive.bind(*keys, **params)
+    else:
+        scatter, kept = (lax.scatter_max if largest else lax.scatter_min), ("indices_are_sorted", "unique_indices", "mode")
+        keys[0] = lax.optimization_barrier(keys[0]) if prod(keys[1].shape[:-1]) <= devices else keys[0]
+        found = scatter(*keys, params["dimension_numbers"], **{key: params[key] for key in kept})
+    return out_of_order(found, wide).astype(dtype)
+
+
+_ORDERED = {jnp.dtype(name): jnp.dtype(f"int{jnp.dtype(name).itemsize * 8}") for name in _IEEE}
+
+
+def in_order(x: Any, largest: bool) -> Any:
+    """Integers in the order of floats, as wide; NaN becomes the largest of them, or the smallest."""
+    bits = lax.bitcast_convert_type(x, _ORDERED[x.dtype])
+    limits = np.iinfo(bits.dtype)
+    keys = jnp.where(bits < 0, bits ^ bits.dtype.type(limits.max), bits)
+    return jnp.where(jnp.isnan(x), bits.dtype.type(limits.max if largest else limits.min), keys)
+
+
+def out_of_order(keys: Any, dtype: Any) -> Any:
+    """The floats of such integers."""
+    bits = jnp.where(keys < 0, keys ^ keys.dtype.type(np.iinfo(keys.dtype).max), keys)
+    return lax.bitcast_convert_type(bits, dtype)
+
+
+_OTHERWISE = _jax.Otherwise("autoshard_otherwise", _apart, {"cpu": _keeping_nan}, _bind_all)
 
 
 def _high_product(x: Any, y: Any) -> Any:

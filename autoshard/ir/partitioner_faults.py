@@ -2,9 +2,8 @@
 
 One table, `FAULTS`. A row gives the primitives with the fault, the wrong behaviour, the
 backends whose compiled programs show it, and the JAX versions in which it was seen. Its
-remedy: the split is *not offered* (the primitive's rule keeps the dimension whole), the
-equation is *emitted otherwise* (`emission` binds it so that the fault cannot show), or the
-fault is *left as it is*, for a reason that `what` gives. Rules and `emission` ask the row
+remedy: the split is *not offered* (the primitive's rule keeps the dimension whole), or the
+equation is *emitted otherwise* (`emission` binds it so that the fault cannot show). Rules and `emission` ask the row
 itself whether a primitive has the fault, so that no remedy exists without its row.
 
 Every row is reproduced in plain JAX, without autoshard, by the function of its name in
@@ -23,7 +22,6 @@ class Remedy(StrEnum):
 
     NOT_OFFERED = "not offered"  # a rule keeps the dimension whole
     EMITTED_OTHERWISE = "emitted otherwise"  # `emission` binds the equation in another way, or `opaque` on parts
-    LEFT = "left as it is"  # a program sharded by hand has it, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +88,12 @@ REPEATED_INITIAL = Fault(
 )
 LOST_NAN = Fault(
     name="lost nan",
-    primitives=frozenset({"reduce_max", "reduce_min"}),
-    what="the all-reduce of partial maxima (or minima) takes the larger number where one of them is NaN; a softmax "
-    "keeps its NaN, because its sum does. To ask for NaN apart would take a second all-reduce, to keep the dimension "
-    "whole would forbid every softmax over a split vocabulary",
+    primitives=frozenset({"reduce_max", "reduce_min", "scatter-max", "scatter-min"}),
+    what="the all-reduce of partial maxima (or minima) takes the larger number where one of them is NaN, and so do the "
+    "loops of large maxima on one device: they are taken of integers in the same order",
     backends=("cpu",),
     seen=("0.10.2", "0.12.0.1"),
-    remedy=Remedy.LEFT,
+    remedy=Remedy.EMITTED_OTHERWISE,
 )
 
 CONVOLUTION_IN_GROUPS = Fault(
@@ -136,10 +133,18 @@ HIGH_PRODUCT = Fault(
     remedy=Remedy.EMITTED_OTHERWISE,
 )
 
-EXCLUSIVE_OR = Fault(
-    name="exclusive or",
-    primitives=frozenset({"reduce_xor"}),
-    what="there is no all-reduce by exclusive or (`Unsupported reduction computation`)",
+BITS = Fault(
+    name="reduced bits",
+    primitives=frozenset({"reduce_xor", "reduce_or", "reduce_and"}),
+    what="there is no all-reduce by exclusive or, nor one of integers by and or or (`Unsupported reduction computation`)",
+    backends=("cpu",),
+    seen=("0.10.2", "0.12.0.1"),
+    remedy=Remedy.NOT_OFFERED,
+)
+COMPLEX_ORDER = Fault(
+    name="complex order",
+    primitives=frozenset({"reduce_max", "reduce_min"}),
+    what="there is no all-reduce of complex maxima or minima (`Unsupported reduction computation`)",
     backends=("cpu",),
     seen=("0.10.2", "0.12.0.1"),
     remedy=Remedy.NOT_OFFERED,
@@ -147,5 +152,5 @@ EXCLUSIVE_OR = Fault(
 
 FAULTS: tuple[Fault, ...] = (
     *(DROPPED_UPDATE, MERGED_SLICES, MERGED_SCATTER, NARROW_INDICES, REPEATED_INITIAL, LOST_NAN),
-    *(CONVOLUTION_IN_GROUPS, DILATED_TAP, SPLIT_TRANSFORM, HIGH_PRODUCT, EXCLUSIVE_OR),
+    *(CONVOLUTION_IN_GROUPS, DILATED_TAP, SPLIT_TRANSFORM, HIGH_PRODUCT, BITS, COMPLEX_ORDER),
 )

@@ -4,6 +4,9 @@ A split reduced dimension leaves partial results. Those of `argmax` and `argmin`
 (value, index) pairs: the compiler gathers the pairs of all shards and reduces again.
 """
 
+import numpy as np
+from jax import numpy as jnp
+
 from autoshard.ir import partitioner_faults
 from autoshard.ir.graph import Eqn
 from autoshard.rules.rule import Dim, FactorKind, RuleBuilder, ShardingRule, register, shifted
@@ -29,14 +32,20 @@ def reduce(eqn: Eqn) -> ShardingRule:
     """Reduced dimensions reduce with the primitive's operation, if there is a collective of it; the others pass."""
     operation, reduced = REDUCTIONS[eqn.primitive], set(eqn.params["axes"])
     build = RuleBuilder()
-    lacking = partitioner_faults.EXCLUSIVE_OR.of(eqn.primitive)
-    kind, operation = (FactorKind.REPLICATE, "") if lacking else (FactorKind.REDUCTION, operation)
+    kind, operation = (FactorKind.REPLICATE, "") if _lacks_collective(eqn) else (FactorKind.REDUCTION, operation)
     dims = [
         _dim(build, size, kind, operation) if d in reduced else _dim(build, size)
         for d, size in enumerate(eqn.operands[0].shape)
     ]
     kept = [dim for d, dim in enumerate(dims) if d not in reduced]
     return build.rule([dims], [kept], FIRST if operation == "sum" else ())
+
+
+def _lacks_collective(eqn: Eqn) -> bool:
+    """Whether no all-reduce puts parts of a reduction together."""
+    dtype = eqn.operands[0].dtype
+    bits = partitioner_faults.BITS.of(eqn.primitive) and (eqn.primitive == "reduce_xor" or dtype != np.dtype(bool))
+    return bits or (partitioner_faults.COMPLEX_ORDER.of(eqn.primitive) and jnp.issubdtype(dtype, jnp.complexfloating))
 
 
 @register("reduce")
