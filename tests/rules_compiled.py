@@ -160,7 +160,16 @@ def hostile(traced: Traced, values: Sequence[Any], rng: np.random.Generator) -> 
 COMPARING = frozenset(
     {
         *("argmax", "argmin", "cummax", "cummin", "max", "min", "reduce_max", "reduce_min", "sort", "top_k"),
-        *("reduce_window_max", "reduce_window_min", "gather", "scatter", "scatter-max", "scatter-min", "dynamic_slice", "dynamic_update_slice"),
+        *(
+            "reduce_window_max",
+            "reduce_window_min",
+            "gather",
+            "scatter",
+            "scatter-max",
+            "scatter-min",
+            "dynamic_slice",
+            "dynamic_update_slice",
+        ),
         *("concatenate", "pad", "rev", "slice", "reshape", "transpose", "clamp", "select_n", "eq", "lt", "sign"),
     }
 )

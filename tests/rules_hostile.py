@@ -132,7 +132,11 @@ HOSTILE: tuple[Hostile, ...] = (
     ("reduce_prod of integers", lambda x: lax.reduce_prod_p.bind(x, axes=(1,), out_sharding=None), (_i(4, 8),)),
     ("sum of integers that overflow", lambda x: x.sum(1), (_i(4, 8),)),
     ("maximum of integers", lambda x: x.max(0), (_i(8, 4),)),
-    *((f"{op} of {t}", _reduced(op, t), (_f(8, 4),)) for op in ("max", "min") for t in ("float32", "bfloat16", "float16")),
+    *(
+        (f"{op} of {t}", _reduced(op, t), (_f(8, 4),))
+        for op in ("max", "min")
+        for t in ("float32", "bfloat16", "float16")
+    ),
     ("maximum of negative NaN", lambda x: x.max(0), (_negative_nan(8, 4),)),
     ("minimum of negative NaN", lambda x: x.min(), (_negative_nan(8, 4),)),
     ("maximum of complex numbers", lambda x, y: lax.reduce_max(lax.complex(x, y), (0,)), (_n(8, 4), _n(8, 4))),

@@ -14,7 +14,9 @@ from jax._src import dispatch
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-Form = Callable[[Any, Mapping[str, Any], Sequence[Any], int], Any]  # (primitive, parameters, operands, devices) → result
+Form = Callable[
+    [Any, Mapping[str, Any], Sequence[Any], int], Any
+]  # (primitive, parameters, operands, devices) → result
 Again = Callable[[Any, Sequence[Any], int], list[Any]]  # (closed jaxpr, arguments, devices) → results
 
 
@@ -34,6 +36,7 @@ class Otherwise:
         self._primitive.def_impl(partial(dispatch.apply_primitive, self._primitive))
         self._primitive.def_abstract_eval(_abstract)
         ad.primitive_jvps[self._primitive] = self._jvp
+        ad.primitive_transposes[self._primitive] = self._transposed
         batching.primitive_batchers[self._primitive] = self._batched
         for platform, chosen in {None: form, **forms}.items():
             lowering = mlir.lower_fun(partial(_formed, chosen), multiple_results=False)
@@ -43,7 +46,9 @@ class Otherwise:
         """The result of an equation of JAX's, in a program on so many devices."""
         return self._primitive.bind(*operands, of=_Equation(primitive, params), devices=devices)
 
-    def _jvp(self, primals: Sequence[Any], tangents: Sequence[Any], *, of: "_Equation", devices: int) -> tuple[Any, Any]:
+    def _jvp(
+        self, primals: Sequence[Any], tangents: Sequence[Any], *, of: "_Equation", devices: int
+    ) -> tuple[Any, Any]:
         live = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
         if not live:
             result = self._primitive.bind(*primals, of=of, devices=devices)
@@ -60,9 +65,31 @@ class Otherwise:
         result, tangent = self._again(jax.make_jaxpr(moved)(primals, directions), [*primals, *directions], devices)
         return result, tangent
 
-    def _batched(self, operands: Sequence[Any], dims: Sequence[Any], *, of: "_Equation", devices: int) -> tuple[Any, int]:
-        axes = [None if dim is batching.not_mapped else dim for dim in dims]
-        (result,) = self._again(jax.make_jaxpr(jax.vmap(of, in_axes=axes))(*operands), operands, devices)
+    def _transposed(self, cotangent: Any, *operands: Any, of: "_Equation", devices: int) -> list[Any]:
+        linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
+        found: list[Any] = [None] * len(operands)
+        if isinstance(cotangent, ad.Zero):
+            for i in linear:
+                found[i] = ad.Zero(operands[i].aval)
+            return found
+        known = [x for x in operands if not ad.is_undefined_primal(x)]
+
+        def moved(cotangent: Any, known: Sequence[Any]) -> Any:
+            def of_linear(*chosen: Any) -> Any:
+                given, others = dict(zip(linear, chosen, strict=True)), iter(known)
+                return of(*(given[i] if i in given else next(others) for i in range(len(operands))))
+
+            return jax.linear_transpose(of_linear, *(operands[i].aval for i in linear))(cotangent)
+
+        results = self._again(jax.make_jaxpr(moved)(cotangent, known), [cotangent, *known], devices)
+        for i, result in zip(linear, results, strict=True):
+            found[i] = result
+        return found
+
+    def _batched(
+        self, operands: Sequence[Any], dims: Sequence[Any], *, of: "_Equation", devices: int
+    ) -> tuple[Any, int]:
+        (result,) = self._again(jax.make_jaxpr(jax.vmap(of, in_axes=tuple(dims)))(*operands), operands, devices)
         return result, 0
 
 

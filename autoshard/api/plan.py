@@ -310,8 +310,9 @@ class ProgramPlan(Plan):
 
     def _argument(self, arg: str) -> list[Leaf]:
         roots = [dotted(path).split(".")[0] for path in self.traced.in_paths]
-        if arg not in roots:
-            raise SpecError(f"no argument named {arg!r}; there are: {', '.join(dict.fromkeys(roots))}")
+        names = dict.fromkeys((*self.traced.names, *roots))
+        if arg not in names:
+            raise SpecError(f"no argument named {arg!r}; there are: {', '.join(names) or 'none'}")
         return [leaf for leaf, root in zip(self.record.inputs, roots, strict=True) if root == arg]
 
     def verify(

@@ -24,7 +24,6 @@ from autoshard import _jax
 from autoshard.ir import partitioner_faults
 from autoshard.ir.graph import CALLS, INLINED
 
-
 _IEEE = ("bfloat16", "float16", "float32", "float64")  # floats whose bits are in the order of their values
 
 
@@ -101,11 +100,14 @@ def _keeping_nan(primitive: Any, params: Mapping[str, Any], operands: Sequence[A
         return _apart(primitive, params, operands, devices)
     wide = dtype if dtype in _ORDERED else jnp.dtype("bfloat16")  # floats of eight bits fit
     largest = primitive.name.endswith("max")
-    keys = [in_order(x.astype(wide), largest) if x.dtype == dtype else x for x in operands]
+    keys = [in_order(x.astype(wide), largest=largest) if x.dtype == dtype else x for x in operands]
     if primitive.name.startswith("reduce"):
         found = primitive.bind(*keys, **params)
     else:
-        scatter, kept = (lax.scatter_max if largest else lax.scatter_min), ("indices_are_sorted", "unique_indices", "mode")
+        scatter, kept = (
+            (lax.scatter_max if largest else lax.scatter_min),
+            ("indices_are_sorted", "unique_indices", "mode"),
+        )
         keys[0] = lax.optimization_barrier(keys[0]) if prod(keys[1].shape[:-1]) <= devices else keys[0]
         found = scatter(*keys, params["dimension_numbers"], **{key: params[key] for key in kept})
     return out_of_order(found, wide).astype(dtype)
@@ -114,7 +116,7 @@ def _keeping_nan(primitive: Any, params: Mapping[str, Any], operands: Sequence[A
 _ORDERED = {jnp.dtype(name): jnp.dtype(f"int{jnp.dtype(name).itemsize * 8}") for name in _IEEE}
 
 
-def in_order(x: Any, largest: bool) -> Any:
+def in_order(x: Any, *, largest: bool) -> Any:
     """Integers in the order of floats, as wide; NaN becomes the largest of them, or the smallest."""
     bits = lax.bitcast_convert_type(x, _ORDERED[x.dtype])
     limits = np.iinfo(bits.dtype)

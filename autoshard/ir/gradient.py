@@ -51,7 +51,7 @@ def gradient_arguments(traced: Traced, *, for_grad: bool | int | Sequence[int] |
     if for_grad is False or for_grad is None:
         return ()
     chosen = (0,) if for_grad is True else (for_grad,) if isinstance(for_grad, int) else tuple(for_grad)
-    arguments = max(traced.argument_of, default=-1) + 1
+    arguments = len(traced.names)
     if any(not 0 <= i < arguments for i in chosen):
         raise SpecError(f"for_grad={for_grad}: the function has {arguments} dynamic arguments")
     differentiable = {

@@ -136,7 +136,8 @@ HIGH_PRODUCT = Fault(
 BITS = Fault(
     name="reduced bits",
     primitives=frozenset({"reduce_xor", "reduce_or", "reduce_and"}),
-    what="there is no all-reduce by exclusive or, nor one of integers by and or or (`Unsupported reduction computation`)",
+    what="there is no all-reduce by exclusive or, nor one of integers by and, or by or "
+    "(`Unsupported reduction computation`)",
     backends=("cpu",),
     seen=("0.10.2", "0.12.0.1"),
     remedy=Remedy.NOT_OFFERED,

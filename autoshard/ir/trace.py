@@ -38,6 +38,7 @@ class Traced:
     in_avals: tuple[jax.ShapeDtypeStruct, ...]
     out_avals: tuple[jax.ShapeDtypeStruct, ...]
     argument_of: tuple[int, ...]  # position of each leaf's argument
+    names: tuple[str, ...]  # of the arguments, those without leaves too
     source_digest: str = ""  # of the program that this one computes otherwise; empty if it is as it was traced
     source: Any = None  # that program, where this one keeps other values for its backward passes
     captured: tuple[Any, ...] = ()  # tracers that the function closes over: its last inputs, in their trace
@@ -117,6 +118,7 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mes
     if any(map(_jax.is_reference, _jax.consts_of(closed))):
         raise _reference(fn, "a reference that it closes over")
     closed, captured = _jax.hoisted(closed)
+    own_names = tuple(names)
     avals = (*avals, *map(abstract, captured))
     names = (*names, *(f"closed over {i}" for i in range(len(captured))))
     leaves, in_tree = jax.tree.flatten(avals)
@@ -132,6 +134,7 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mes
         in_avals=tuple(leaves),
         out_avals=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out_leaves),
         argument_of=tuple(argument_of),
+        names=own_names,
         captured=tuple(captured),
     )
 

@@ -137,7 +137,11 @@ class _Nearest:
         return self.resharder.cost_ps(aval, *ends, bucket=bucket, strides=strides).ravel()
 
     def _end(self, node: int, value: int) -> None:
+        """Chooses the layout of an input or output; an output that is a constant is whole, the first of them."""
         codes = layout_codes(self.d.nodes[node])
+        if value not in self.target:
+            self.choice[node] = 0
+            return
         self.choice[node] = int(self._ps(value, self.target[value], codes).argmin())
 
     def _settle(self, value: int) -> None:

@@ -213,3 +213,76 @@ def test_a_start_that_is_known_to_be_in_range_is_not_clamped() -> None:
     assert "clamp" not in primitives(lambda x: lax.dynamic_slice_p.bind(x, 3, 0, slice_sizes=(2, 4)), x)
     assert "clamp" in primitives(lambda x: lax.dynamic_slice_p.bind(x, 7, 0, slice_sizes=(2, 4)), x)
     assert "clamp" in primitives(lambda x, i: lax.dynamic_slice_p.bind(x, i, 0, slice_sizes=(2, 4)), x, i)
+
+
+NAN = np.array([1.0, np.nan, 3.0, -4.0, 5.0, 6.0, 7.0, 8.0], np.float32)
+
+
+def largest(x: Any) -> Any:
+    return x.max()
+
+
+def smallest_of_segments(x: Any) -> Any:
+    return jax.ops.segment_min(x, jnp.arange(8) % 4, 4)
+
+
+@pytest.mark.parametrize("fn", [largest, smallest_of_segments])
+@pytest.mark.parametrize("nan", [np.nan, np.uint32(0xFFC00000).view(np.float32)], ids=["nan", "negative nan"])
+def test_a_nan_of_one_part_is_the_largest_of_all(fn: Callable[..., Any], nan: Any) -> None:
+    x = np.where(np.isnan(NAN), nan, NAN).astype(np.float32)
+    split = autoshard.jit(fn, mesh={"a": 4}, in_shardings=P("a"), pins={}, constraints="all")
+    np.testing.assert_array_equal(split(x), jax.jit(fn)(x))
+
+
+def test_maxima_are_reduced_as_so_many_bytes() -> None:
+    x = jax.ShapeDtypeStruct((8192, 512), "float32")
+    plan = autoshard.plan(
+        lambda x: x.max(0), x, mesh={"a": 4}, in_shardings=P("a"), out_shardings=P(), hardware="cpu:4"
+    )
+    verified = plan.verify()
+    assert verified.ok, str(verified)
+    assert "all-reduce" in str(verified)
+
+
+def bind_all(fn: Callable[..., Any], *args: Any) -> Any:
+    """The results of a function, emitted for four devices."""
+    closed = jax.make_jaxpr(fn)(*args)
+    mesh = Mesh(np.array(jax.devices()[:4]), ("a",))
+    return rewrite.constrained(closed, NOTHING, mesh, args)
+
+
+DERIVED: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "maxima": (lambda x: x.max(0), (np.array([[1.0, 2, 2], [3, 2, 0]], np.float32),)),
+    "a row set": (lambda x, u: x.at[1].set(u, mode="clip"), (np.ones((4, 3), np.float32), np.ones(3, np.float32))),
+    "a row of largest": (lambda x, u: x.at[1].max(u), (np.ones((4, 3), np.float32), np.full(3, 2, np.float32))),
+    "a row added": (lambda x, u: x.at[7].add(u, mode="drop"), (np.ones((4, 3), np.float32), np.ones(3, np.float32))),
+}
+
+
+@pytest.mark.parametrize("what", DERIVED)
+def test_what_is_emitted_otherwise_has_the_derivatives_of_the_original(what: str) -> None:
+    fn, args = DERIVED[what]
+
+    def ours(*args: Any) -> Any:
+        return bind_all(fn, *args)[0]
+
+    tangents = tuple(np.arange(x.size, dtype=np.float32).reshape(x.shape) for x in args)
+    for got, want in zip(jax.jvp(ours, args, tangents), jax.jvp(fn, args, tangents), strict=True):
+        np.testing.assert_array_equal(got, want)
+    cotangent = np.arange(fn(*map(jnp.asarray, args)).size, dtype=np.float32).reshape(fn(*map(jnp.asarray, args)).shape)
+    for got, want in zip(jax.vjp(ours, *args)[1](cotangent), jax.vjp(fn, *args)[1](cotangent), strict=True):
+        np.testing.assert_array_equal(got, want)
+    twice = [np.stack([x, x + 1]) for x in args]
+    np.testing.assert_array_equal(jax.vmap(ours)(*twice), jax.vmap(fn)(*twice))
+
+
+def test_what_derivatives_bind_is_emitted_otherwise_too() -> None:
+    def update(x: Any, u: Any) -> Any:
+        return x.at[1].set(u, mode="clip")
+
+    x, u = np.ones((8, 3), np.float32), np.ones(3, np.float32)
+    closed = jax.make_jaxpr(lambda *args: jax.jvp(lambda *a: bind_all(update, *a)[0], args, args))(x, u)
+    scatters = [eqn for eqn in _jax.equations(closed) if eqn.primitive.name.startswith("scatter")]
+    assert scatters == []
+    text = jax.jit(lambda *args: jax.jvp(lambda *a: bind_all(update, *a)[0], args, args)).lower(x, u).as_text()
+    assert text.count('"stablehlo.scatter"(') == text.count("optimization_barrier") >= 2
