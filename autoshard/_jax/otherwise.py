@@ -50,9 +50,6 @@ class Otherwise:
         self, primals: Sequence[Any], tangents: Sequence[Any], *, of: "_Equation", devices: int
     ) -> tuple[Any, Any]:
         live = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-        if not live:
-            result = self._primitive.bind(*primals, of=of, devices=devices)
-            return result, ad.Zero.from_primal_value(result)
 
         def moved(primals: Sequence[Any], directions: Sequence[Any]) -> Any:
             def of_live(*chosen: Any) -> Any:

@@ -104,12 +104,12 @@ def _keeping_nan(primitive: Any, params: Mapping[str, Any], operands: Sequence[A
     if primitive.name.startswith("reduce"):
         found = primitive.bind(*keys, **params)
     else:
-        scatter, kept = (
-            (lax.scatter_max if largest else lax.scatter_min),
-            ("indices_are_sorted", "unique_indices", "mode"),
-        )
-        keys[0] = lax.optimization_barrier(keys[0]) if prod(keys[1].shape[:-1]) <= devices else keys[0]
-        found = scatter(*keys, params["dimension_numbers"], **{key: params[key] for key in kept})
+        operand, indices, updates = keys
+        if prod(indices.shape[:-1]) <= devices:
+            operand = lax.optimization_barrier(operand)
+        scatter = lax.scatter_max if largest else lax.scatter_min
+        kept = {key: params[key] for key in ("indices_are_sorted", "unique_indices", "mode")}
+        found = scatter(operand, indices, updates, params["dimension_numbers"], **kept)
     return out_of_order(found, wide).astype(dtype)
 
 
