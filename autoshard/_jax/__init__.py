@@ -36,6 +36,7 @@ from autoshard._jax.jaxprs import scan_arity as scan_arity
 from autoshard._jax.jaxprs import spelled_out as spelled_out
 from autoshard._jax.jaxprs import stacked as stacked
 from autoshard._jax.jaxprs import sub_jaxprs as sub_jaxprs
+from autoshard._jax.jaxprs import traced_at as traced_at
 from autoshard._jax.jaxprs import used_inputs as used_inputs
 from autoshard._jax.jaxprs import variable as variable
 from autoshard._jax.jaxprs import with_body as with_body

@@ -332,6 +332,61 @@ def barrier(near: Any, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
     return core.new_jaxpr_eqn(list(invars), list(outvars), _BARRIER, {}, core.no_effects, near.source_info, near.ctx)
 
 
+def traced_at(near: Any, fn: Any, operands: Sequence[Any], result: Any = None) -> tuple[list[Any], Any]:
+    """The equations of a function of one result, at the source line of another equation.
+
+    Args:
+      near: that equation.
+      fn: of the operands' values.
+      operands: variables and literals around it.
+      result: the variable for its result; None makes a new one.
+
+    Returns:
+      The equations, and the variable of the result.
+    """
+    taken = [x for x in operands if not is_literal(x)]
+
+    def of_taken(*values: Any) -> Any:
+        left = iter(values)
+        return fn(*(literal(x) if is_literal(x) else next(left) for x in operands))
+
+    avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype, weak_type=x.aval.weak_type) for x in taken]
+    mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+    with mesh:
+        jaxpr = open_jaxpr(jax.make_jaxpr(of_taken)(*avals))
+    assert not jaxpr.constvars, "the function closes over arrays"
+    names: dict[Any, Any] = dict(zip(jaxpr.invars, taken, strict=True))
+    (last,) = jaxpr.outvars
+    end = variable(last.aval) if result is None else result
+    eqns: list[Any] = []
+    for eqn in _without_calls(jaxpr, names):
+        eqns.append(eqn.replace(source_info=near.source_info, ctx=near.ctx))
+    if eqns and eqns[-1].outvars[0] is names.get(last, last):
+        eqns[-1] = eqns[-1].replace(outvars=[end])
+        return eqns, end
+    raise AssertionError("the function's last equation makes its result")
+
+
+def _without_calls(jaxpr: Any, names: dict[Any, Any]) -> Iterable[Any]:
+    """The equations of a jaxpr and of the calls in it; `names` has other names of its variables, and gets more."""
+
+    def read(atom: Any) -> Any:
+        return atom if is_literal(atom) else names[atom]
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("jit", "pjit"):
+            inner = open_jaxpr(eqn.params["jaxpr"])
+            inside: dict[Any, Any] = dict(zip(inner.invars, map(read, eqn.invars), strict=True))
+            yield from _without_calls(inner, inside)
+            names.update(
+                (var, x if is_literal(x) else inside[x]) for var, x in zip(eqn.outvars, inner.outvars, strict=True)
+            )
+            continue
+        results = [variable(var.aval) for var in eqn.outvars]
+        yield eqn.replace(invars=[read(x) for x in eqn.invars], outvars=results)
+        names.update(zip(eqn.outvars, results, strict=True))
+
+
 def scan_again(eqn: Any, body: Any, consts: Sequence[Any], carries: Sequence[Any], slices: Sequence[Any]) -> Any:
     """A scan with another body, other constants and slices.
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from autoshard.errors import PlanFileError, PlanMismatchError, SpecError
 from autoshard.ir import rewrite
+from autoshard.ir.loop_sums import summed_once
 from autoshard.ir.recomputed import recomputed
 from autoshard.ir.trace import Traced
 from autoshard.planner import program
@@ -30,6 +31,7 @@ def bound_program(record: PlanRecord, fn: Callable[..., Any], args: Sequence[Any
     try:
         traced = traced if asked.open_count is None or record.gradient_of else _in_microbatches(asked, record)
         traced = traced if record.recomputation is None else recomputed(traced, record.recomputation)
+        traced = summed_once(traced, record.loop_sums) if record.loop_sums else traced
         made = [(leaf.path, leaf.shape, leaf.dtype) for leaf in record.outputs]
         if made != [(p, a.shape, str(a.dtype)) for p, a in zip(traced.out_paths, traced.out_avals, strict=True)]:
             raise SpecError("its outputs are not those of the program that its digest is of")

@@ -27,6 +27,7 @@ from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.recomputation import ADD, FIT, RematOption
 from autoshard.planner import named_shardings, pipeline, request
 from autoshard.planner.infeasible import whatever_is_kept
+from autoshard.planner.loop_sums_space import summing_once
 from autoshard.planner.microbatches import solve_counts
 from autoshard.planner.named_shardings import OtherMeshError
 from autoshard.planner.planning_result import PlanningResult
@@ -354,6 +355,7 @@ def _plan(record: PlanRecord, question: PlanRequest, options: Options) -> Solved
     """A plan that was made elsewhere; its planning result is found again on first use."""
     question = question if record.microbatches is None else question.in_microbatches(record.microbatches)
     question = question if record.recomputation is None else keeping(question, record.recomputation)
+    question = summing_once(question, record.loop_sums) if record.loop_sums else question
     return SolvedPlan(
         record,
         place=question.target,

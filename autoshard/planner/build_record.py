@@ -49,6 +49,7 @@ def describe(
         digest=traced.digest,
         recomputation=space.request.recomputation,
         microbatches=space.request.microbatches,
+        loop_sums=space.request.loop_sums,
         mesh=target.axes,
         device_order=tuple(int(i) for i in np.asarray(target.machine.device_order).ravel()),
         hardware=hardware.name,

@@ -37,6 +37,7 @@ from autoshard.planner import minimal_constraints
 from autoshard.planner.budget import SETTLE_S, USUAL_BUDGET, Budget
 from autoshard.planner.build_record import describe
 from autoshard.planner.infeasible import infeasible
+from autoshard.planner.loop_sums_space import in_use, splittable, summing_once
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.recomputation_space import RecomputationSpace, keeping
 from autoshard.planner.record import Certificate, PlanRecord
@@ -62,6 +63,7 @@ ConstraintPolicy = Literal["needed", "compiled", "all"]
 # What is kept is decided to this fraction: the layouts are decided again, and so well as is asked.
 CHOICE_GAP = 5e-3
 ATTEMPTS = 4  # at what is kept, where the program turns out to need more memory than the graph with the choices said
+NO_FASTER = 1e-3  # of a step: so much a sum after a loop must save, else the program stays as it is
 MARGIN = 0.98  # of the limit that the last attempt missed
 
 
@@ -87,9 +89,43 @@ def solve_request(
       MissingRuleError: a primitive without a rule.
       SpecError: a pin that cannot be kept.
     """
-    if request.remat == WRITTEN or request.recomputation is not None or request.gradient_of:
-        return solve_space(build_search_space(request), budget, known=known, constraints=constraints)
+    if request.remat == WRITTEN or request.loop_sums or request.recomputation is not None or request.gradient_of:
+        return _summing(request, budget, known, constraints)
     return _recomputing(request, budget, constraints)
+
+
+def _summing(
+    request: PlanRequest, budget: Budget, known: Sequence[Int], constraints: ConstraintPolicy
+) -> PlanningResult:
+    """The best plan of a program as it is, or with sums over loops' trips that are finished once, after their loops.
+
+    First all sums are in as many parts as the mesh allows; then each in as many as lie on different devices, and
+    those that do not are as they were. The program as it is counts where that is not faster.
+    """
+
+    def whole(budget: Budget) -> PlanningResult:
+        return solve_space(build_search_space(request), budget, known=known, constraints=constraints)
+
+    sums = splittable(request)
+    best: PlanningResult | None = None
+    while sums:
+        try:
+            made = solve_space(build_search_space(summing_once(request, sums)), budget, constraints=constraints)
+        except InfeasibleError:
+            break
+        used = in_use(made)
+        if used == sums:
+            best = made
+            break
+        sums = used
+    if best is None:
+        return whole(budget)
+    step_s = best.solution.objective * UNIT_S
+    try:
+        plain = whole(replace(budget, cutoff_s=lambda: min(step_s, budget.cutoff_s())))
+    except InfeasibleError:
+        return best
+    return best if best.solution.objective < plain.solution.objective * (1 - NO_FASTER) else plain
 
 
 def _recomputing(request: PlanRequest, budget: Budget, constraints: ConstraintPolicy) -> PlanningResult:
@@ -104,7 +140,7 @@ def _recomputing(request: PlanRequest, budget: Budget, constraints: ConstraintPo
     errors: list[InfeasibleError] = []
     if request.as_written:
         try:
-            plans.append(solve_space(build_search_space(request), budget, constraints=constraints))
+            plans.append(_summing(request, budget, (), constraints))
         except InfeasibleError as error:
             errors.append(error)
     choices = RecomputationSpace.of(request)
@@ -122,7 +158,7 @@ def _recomputing(request: PlanRequest, budget: Budget, constraints: ConstraintPo
             bound = solution.bound
         chosen = choices.read(formulation.read(solution.choice))
         try:
-            found = solve_space(build_search_space(keeping(request, chosen)), budget, constraints=constraints)
+            found = _summing(keeping(request, chosen), budget, (), constraints)
         except InfeasibleError as error:
             errors.append(error)
             if error.peak_bytes is None or solution.status is Status.INFEASIBLE:

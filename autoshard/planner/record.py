@@ -21,13 +21,14 @@ from autoshard import _jax, files
 from autoshard.errors import MeshError, PlanFileError, SpecError
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.layout import Layout
+from autoshard.ir.loop_sums import LoopSum
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.recomputation import Recomputation
 from autoshard.planner import compiler_flags
 from autoshard.problem.collective import Collective
 from cost_models import strict_json
 
-SCHEMA_VERSION = 2  # which a file has that recomputes, or has chosen micro-batches; others have 1
+SCHEMA_VERSION = 2  # which a file has that computes the program otherwise than it is written; others have 1
 
 # So begins a note of every plan for a gradient.
 FOR_GRADIENT = "planned for its gradient with respect to"
@@ -105,6 +106,7 @@ class PlanRecord:
     donated: tuple[int, ...]  # positions of donated inputs
     recomputation: Recomputation | None = None  # None: the program as it is written
     microbatches: int | None = None  # of accumulations that leave it open; None: there are none
+    loop_sums: tuple[LoopSum, ...] = ()  # those that are finished once, after their loops
     gradient_of: tuple[int, ...] = ()  # arguments for whose gradient a forward function was planned
     pins: Constraints
     collectives: tuple[Collective, ...]
@@ -271,10 +273,14 @@ def _recomputation_from_json(data: dict[str, Any] | None) -> Recomputation | Non
     return None if data is None else Recomputation(remat=data["remat"], kept=tuple(data["kept"]))
 
 
+def _is_computed_otherwise(record: PlanRecord) -> bool:
+    return bool(record.recomputation is not None or record.microbatches is not None or record.loop_sums)
+
+
 def _to_json(record: PlanRecord) -> dict[str, Any]:
     pins = record.pins
     return {
-        "schema": 1 if record.recomputation is None and record.microbatches is None else SCHEMA_VERSION,
+        "schema": SCHEMA_VERSION if _is_computed_otherwise(record) else 1,
         "name": record.name,
         "digest": record.digest,
         "asked": record.asked,
@@ -290,6 +296,7 @@ def _to_json(record: PlanRecord) -> dict[str, Any]:
         "gradient_of": list(record.gradient_of),
         **_recomputation_to_json(record.recomputation),
         **({} if record.microbatches is None else {"microbatches": record.microbatches}),
+        **({"loop_sums": [asdict(one) for one in record.loop_sums]} if record.loop_sums else {}),
         "constraints": [
             {"at": at, "equation": list(path), "position": i, "specs": [_spec_to_json(s) for s in specs]}
             for at, group in (
@@ -338,6 +345,7 @@ def _from_json(data: dict[str, Any]) -> PlanRecord:
         gradient_of=tuple(data.get("gradient_of", ())),
         recomputation=_recomputation_from_json(data.get("recomputation")),
         microbatches=data.get("microbatches"),
+        loop_sums=tuple(LoopSum(**one) for one in data.get("loop_sums", ())),
         pins=Constraints(
             made=groups["made"],
             taken=groups["taken"],

@@ -14,6 +14,7 @@ from autoshard.backends.devices import MeshLike, Target
 from autoshard.errors import SpecError
 from autoshard.ir import trace
 from autoshard.ir.gradient import gradient_arguments
+from autoshard.ir.loop_sums import LoopSum
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.recomputation import WRITTEN, Recomputation, Remat
 from autoshard.ir.trace import Traced
@@ -86,6 +87,7 @@ class PlanRequest:
       as_written: whether the program as it is written may be the answer; False where it is known not to fit.
       recomputation: what `program` keeps for its backward passes, where that was decided already.
       microbatches: how many `program` takes, where that was left open and is decided already.
+      loop_sums: the sums that `program` finishes after its loops, where that was decided already.
     """
 
     program: Program
@@ -99,6 +101,7 @@ class PlanRequest:
     as_written: bool = True
     recomputation: Recomputation | None = None
     microbatches: int | None = None
+    loop_sums: tuple[LoopSum, ...] = ()
 
     @property
     def name(self) -> str:

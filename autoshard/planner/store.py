@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 from autoshard import files
 from autoshard.errors import PlanFileError, PlanMismatchError, SpecError
 from autoshard.ir import rewrite
+from autoshard.ir.loop_sums import summed_once
 from autoshard.ir.recomputation import WRITTEN
 from autoshard.ir.recomputed import recomputed
 from autoshard.planner.record import Leaf, PlanRecord, parse, read, write
@@ -116,6 +117,7 @@ def check(record: PlanRecord, question: PlanRequest, source: object) -> None:
         chosen = record.recomputation
         asked = question if record.microbatches is None else question.in_microbatches(record.microbatches)
         traced = asked.traced if chosen is None else recomputed(asked.traced, chosen)
+        traced = summed_once(traced, record.loop_sums) if record.loop_sums else traced
         rewrite.check(traced.jaxpr, record.pins, record.mesh)
     except SpecError as error:
         raise PlanFileError(f"{source} is damaged: {error}; plan again") from error
