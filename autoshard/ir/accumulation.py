@@ -15,6 +15,7 @@ all-reduce. The program is plain JAX; nothing in it names a device.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from math import ceil, gcd, prod
+from pathlib import Path
 from types import CodeType
 from typing import Any, Literal
 
@@ -39,6 +40,8 @@ _OPEN = "accumulated_in_parts_to_choose"
 _OPEN_STEPS = "accumulated_in_steps_to_choose_of_"
 
 MOST_COUNTS = 12  # numbers of micro-batches that are tried
+
+_JAX = str(Path(jax.__file__).parent)
 
 _jax.hide_frames(__file__)  # its equations stand where the user calls it
 
@@ -141,6 +144,12 @@ def _open_batches(jaxpr: Any) -> Iterator[int]:
 def is_by_mesh_axes(codes: Iterable[CodeType]) -> bool:
     """Whether one of the functions that made an equation is an accumulation in as many parts as mesh axes say."""
     return _by_mesh_axes.__code__ in codes
+
+
+def is_own_loop(codes: Iterable[CodeType]) -> bool:
+    """Whether an equation, made by these functions, is an accumulation's loop: it has the parts that were asked for."""
+    others = (code for code in codes if not code.co_filename.startswith(_JAX))
+    return next(others, None) is _accumulate.__code__
 
 
 def _by_mesh_axes(accumulated: Callable[[], Any]) -> Any:

@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from autoshard import _jax
 from autoshard.errors import SpecError
+from autoshard.ir.accumulation import is_own_loop
 from autoshard.ir.bodies import REMATS, opened
 from autoshard.ir.graph import BODIES, Path
 from autoshard.ir.op_traits import BROADCAST
@@ -42,10 +43,19 @@ class LoopSum:
 
 
 def loop_sums(traced: Traced, counts: Sequence[int]) -> tuple[LoopSum, ...]:
-    """All sums that loops carry round and that split, each into the most parts of those that are to choose from."""
+    """All sums that loops carry round and that split, each into the most parts of those that are to choose from.
+
+    Those of `autoshard.accumulate` are left out: their parts are chosen in another way.
+    """
     marks = _Marks()
     found = _found(Inside(body=opened(traced.jaxpr)), sorted(counts, reverse=True), marks)
     return tuple(sorted(one for one, _ in found))
+
+
+def together(traced: Traced, sums: Sequence[LoopSum]) -> tuple[LoopSum, ...]:
+    """Those of some sums that can be in so many parts together: two that share a term have as many as each other."""
+    wanted = {one.place: one.parts for one in sums}
+    return tuple(sorted(one for one, _ in _found(Inside(body=opened(traced.jaxpr)), [], _Marks(), wanted)))
 
 
 def summed_once(traced: Traced, sums: Sequence[LoopSum]) -> Traced:
@@ -129,7 +139,7 @@ def _found(
     """
     for k, step in enumerate(inside.body.steps):
         within = inside.within(k)
-        if step.primitive == "scan":
+        if step.primitive == "scan" and (wanted is not None or not is_own_loop(_jax.code_of(step.eqn))):
             consts, carries = _jax.scan_arity(step.eqn)
             for i in range(carries):
                 if _jax.is_unnamed(step.eqn.outvars[i]) or i in marks.of(within[0]).results:

@@ -6,12 +6,10 @@ from math import prod
 
 from autoshard.costs.strategies import layout_of
 from autoshard.ir import accumulation
-from autoshard.ir.loop_sums import NAMED, LoopSum, loop_sums, summed_once
+from autoshard.ir.loop_sums import NAMED, LoopSum, loop_sums, summed_once, together
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.program import Program
 from autoshard.planner.request import PlanRequest
-
-AFTER_LOOPS = "summed once, after their loops:"  # so begins a note of every plan that does so
 
 
 def splittable(request: PlanRequest) -> tuple[LoopSum, ...]:
@@ -38,8 +36,13 @@ def summing_once(request: PlanRequest, sums: Sequence[LoopSum]) -> PlanRequest:
     return replace(request, program=again, loop_sums=tuple(sums))
 
 
-def in_use(planned: PlanningResult) -> tuple[LoopSum, ...]:
-    """The sums of a plan, each with as many parts as lie on different devices; those with one are left out."""
+def in_use(request: PlanRequest, planned: PlanningResult) -> tuple[LoopSum, ...]:
+    """The sums of a plan, each with as many parts as lie on different devices; those with one are left out.
+
+    Args:
+      request: before any were in parts.
+      planned: the plan with sums in parts.
+    """
     assignment = planned.assignment
     decisions = assignment.decisions
     named = decisions.graph.named
@@ -53,4 +56,4 @@ def in_use(planned: PlanningResult) -> tuple[LoopSum, ...]:
         parts = prod(decisions.mesh.shape[axis] for axis in axes)
         if parts > 1:
             found.append(replace(one, parts=parts))
-    return tuple(found)
+    return together(request.traced, found)

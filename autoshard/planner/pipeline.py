@@ -31,6 +31,7 @@ from autoshard.costs.strategies import layout_of
 from autoshard.errors import InfeasibleError, refusing_depth
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.gradient import emitted
+from autoshard.ir.loop_sums import LoopSum
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.recomputation import WRITTEN
 from autoshard.planner import minimal_constraints
@@ -102,18 +103,28 @@ def _summing(
     First all sums are in as many parts as the mesh allows; then each in as many as lie on different devices, and
     those that do not are as they were. The program as it is counts where that is not faster.
     """
+    sums = splittable(request)
+    if not sums:
+        return solve_space(build_search_space(request), budget, known=known, constraints=constraints)
+    found = _fastest_sums(request, sums, budget, known)
+    return found if constraints == "all" else thinned(found)
+
+
+def _fastest_sums(
+    request: PlanRequest, sums: tuple[LoopSum, ...], budget: Budget, known: Sequence[Int]
+) -> PlanningResult:
+    """The best plan with some of these sums after their loops, or none; with all constraints."""
 
     def whole(budget: Budget) -> PlanningResult:
-        return solve_space(build_search_space(request), budget, known=known, constraints=constraints)
+        return solve_space(build_search_space(request), budget, known=known, constraints="all")
 
-    sums = splittable(request)
     best: PlanningResult | None = None
     while sums:
         try:
-            made = solve_space(build_search_space(summing_once(request, sums)), budget, constraints=constraints)
+            made = solve_space(build_search_space(summing_once(request, sums)), budget, constraints="all")
         except InfeasibleError:
             break
-        used = in_use(made)
+        used = in_use(request, made)
         if used == sums:
             best = made
             break

@@ -33,6 +33,9 @@ SCHEMA_VERSION = 2  # which a file has that computes the program otherwise than 
 # So begins a note of every plan for a gradient.
 FOR_GRADIENT = "planned for its gradient with respect to"
 
+# So begins a note of every plan that finishes sums over loops' trips after the loops.
+AFTER_LOOPS = "summed once, after their loops:"
+
 # So begins a note of every plan that recomputes.
 KEEPS = "backward passes find"
 

@@ -20,7 +20,7 @@ from autoshard.ir.recomputation import WRITTEN, Recomputation, Remat
 from autoshard.ir.trace import Traced
 from autoshard.planner import named_shardings
 from autoshard.planner.program import Call, Program
-from autoshard.planner.record import FOR_GRADIENT, PlanRecord
+from autoshard.planner.record import AFTER_LOOPS, FOR_GRADIENT, PlanRecord
 from autoshard.planner.requested_shardings import AUTO, RequestedShardings, is_sharding, kept, read_shardings
 
 # AdamW's two moments in float32: the optimizer's bytes per parameter, where the
@@ -127,12 +127,20 @@ class PlanRequest:
     def notes(self) -> tuple[str, ...]:
         """The assumptions made for the user."""
         if not self.gradient_of:
-            return self.target.notes
+            return (*self._after_loops, *self.target.notes)
         traced = self.traced
         names = {n: re.split(r"[.\[]", p)[0] for n, p in zip(traced.argument_of, traced.in_paths, strict=True)}
         told = " and ".join(names[i] for i in self.gradient_of)
         assumed = f"optimizer state of {OPTIMIZER_BYTES} bytes per parameter assumed"
         return (f"{FOR_GRADIENT} {told}; {assumed}", *self.target.notes)
+
+    @property
+    def _after_loops(self) -> tuple[str, ...]:
+        """What is said of sums that are finished after their loops."""
+        if not self.loop_sums:
+            return ()
+        parts = " or ".join(map(str, sorted({one.parts for one in self.loop_sums})))
+        return (f"{AFTER_LOOPS} {len(self.loop_sums)} sums over loops' trips, kept in {parts} parts until then",)
 
     @property
     def asked(self) -> str:

@@ -7,7 +7,7 @@ from rich.console import RenderableType
 
 from autoshard.ir.paths import dotted
 from autoshard.planner.leaf_rows import fold
-from autoshard.planner.record import ACCUMULATED, FOR_GRADIENT, KEEPS, Leaf, PlanRecord
+from autoshard.planner.record import ACCUMULATED, AFTER_LOOPS, FOR_GRADIENT, KEEPS, Leaf, PlanRecord
 from autoshard.problem.collective import Collective
 from autoshard.report.tables import (
     GAP,
@@ -24,6 +24,7 @@ from autoshard.report.tables import (
     time_text,
 )
 
+MUCH = 0.01  # of a step: sums in every trip that take more are spoken of
 LONGEST = 12  # rows of collectives that are shown one by one
 
 
@@ -78,6 +79,8 @@ def _verdict(
         rows.append(("matmuls", text))
     rows += [("kept", note) for note in record.notes if note.startswith(KEEPS)]
     rows += [("batch", note) for note in record.notes if note.startswith(ACCUMULATED)]
+    rows += [("sums", note) for note in record.notes if note.startswith(AFTER_LOOPS)]
+    rows += [("loops", text) for text in _summed_in_every_trip(record)]
     kinds = sorted(memory.kinds.items(), key=lambda item: -item[1])
     rows += [
         (
@@ -97,7 +100,26 @@ def _verdict(
         stages = ", ".join(f"{stage} {s:.1f}" for stage, s in seconds.items())
         rows.append(("planned", f"in {sum(seconds.values()):.1f} s: {stages}"))
     rows.append(("emitted", f"{record.pins.count} sharding constraints"))
-    return rows + [("note", note) for note in record.notes if not note.startswith((FOR_GRADIENT, KEEPS, ACCUMULATED))]
+    return rows + [
+        ("note", note) for note in record.notes if not note.startswith((FOR_GRADIENT, KEEPS, ACCUMULATED, AFTER_LOOPS))
+    ]
+
+
+def _summed_in_every_trip(record: PlanRecord) -> list[str]:
+    """What of the sums that a loop finishes in every trip takes longest, in words; nothing if that is not much."""
+    found: dict[tuple[str, str, str], list[Collective]] = {}
+    for c in record.collectives:
+        if c.trips > 1 and c.kind in ("all-reduce", "reduce-scatter"):
+            found.setdefault((c.kind, c.value, c.where), []).append(c)
+    total_s = sum(map(_sum_s, found.values()))
+    if total_s <= MUCH * record.cost.step_s:
+        return []
+    (kind, value, where), longest = max(found.items(), key=lambda item: _sum_s(item[1]))
+    return [
+        f"finish sums in every trip: {time_text(total_s)} a step if nothing hides; the longest is the {kind} of "
+        f"{short_aval(value)}, {sum(c.trips for c in longest):,} times, {time_text(_sum_s(longest))}, "
+        f"at {short_place(where)}"
+    ]
 
 
 def _of_gradient(note: str) -> bool:
