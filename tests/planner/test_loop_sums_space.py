@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.backends.hlo import collectives, parse
+from autoshard.backends.hlo import collectives, read
 from autoshard.ir.mesh import MeshAxes
 from autoshard.planner import record as records
 from tests.programs import GPUS, relative_error
@@ -69,7 +69,7 @@ def planned(request: pytest.FixtureRequest) -> tuple[Any, Callable[..., Any], tu
 def test_the_compiled_loops_sum_nothing(planned: Any) -> None:
     plan, _, args = planned
     assert plan.record.loop_sums
-    found = collectives(parse(plan.jit().lower(*args).compile().as_text()), MeshAxes.of(MESH))
+    found = collectives(read(plan.jit().lower(*args).compile().as_text()), MeshAxes.of(MESH))
     assert [str(c) for c in found if c.trips > 1 and c.kind in ("all-reduce", "reduce-scatter")] == []
     assert any(c.kind in ("all-reduce", "reduce-scatter") for c in found)
 
