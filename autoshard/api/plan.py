@@ -30,6 +30,7 @@ from autoshard.ir import graph as graphs
 from autoshard.ir.graph import Graph
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.paths import dotted
+from autoshard.ir.loop_sums import LoopSum
 from autoshard.ir.recomputation import Recomputation
 from autoshard.ir.recomputed import KeptValue, kept_values_of
 from autoshard.ir.trace import Traced
@@ -151,6 +152,11 @@ class Plan(ABC):
     def microbatches(self) -> int | None:
         """The micro-batches of accumulations with `steps="auto"`, as chosen; None: the program has none."""
         return self.record.microbatches
+
+    @property
+    def loop_sums(self) -> tuple[LoopSum, ...]:
+        """The sums over loops' trips that are kept in parts, and finished once after the loop."""
+        return self.record.loop_sums
 
     # What it is used for.
 
