@@ -28,9 +28,9 @@ from autoshard.backends.shardy.propagation import Annotations, annotated
 from autoshard.errors import PlanMismatchError, SpecError
 from autoshard.ir import graph as graphs
 from autoshard.ir.graph import Graph
+from autoshard.ir.loop_sums import LoopSum
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.paths import dotted
-from autoshard.ir.loop_sums import LoopSum
 from autoshard.ir.recomputation import Recomputation
 from autoshard.ir.recomputed import KeptValue, kept_values_of
 from autoshard.ir.trace import Traced
