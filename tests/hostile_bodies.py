@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tests import hostile_indexing, hostile_pointwise, hostile_sums
+from tests import hostile_indexing, hostile_pointwise, hostile_rare, hostile_sums
 from tests.hostile_draw import MAX_SIZE, Draw, Shape, UnfitError, Value, kind_of, to_int
 
 Op = Callable[[Draw], Value]
@@ -306,7 +306,7 @@ WITH_BODIES: tuple[Op, ...] = (
     ),
     *(differentiated, drawn, noise),
 )
-CHEAP = (*hostile_pointwise.CHEAP, *hostile_sums.CHEAP, *hostile_indexing.CHEAP * 2)
-DEAR = (*hostile_pointwise.DEAR, *hostile_sums.DEAR, *WITH_BODIES)
+CHEAP = (*hostile_pointwise.CHEAP, *hostile_sums.CHEAP, *hostile_indexing.CHEAP * 2, *hostile_rare.CHEAP)
+DEAR = (*hostile_pointwise.DEAR, *hostile_sums.DEAR, *hostile_rare.DEAR, *WITH_BODIES)
 INNER: tuple[Op, ...] = (*CHEAP, mapped, called)
 ALL: tuple[Op, ...] = (*CHEAP * 2, *DEAR * 2)

@@ -219,11 +219,7 @@ def small_numbers(rng: np.random.Generator, shape: Shape, dtype: str, low: int =
 
 
 def without_nan(x: Value) -> Value:
-    """A float value with a number in place of NaN, where it goes into a maximum.
-
-    XLA:CPU loses NaN there by itself, on one device (of 64 × 64 numbers) as between devices
-    (`autoshard.ir.partitioner_faults.LOST_NAN`).
-    """
+    """A float value with a number in place of NaN, where what is made of NaN is no number in particular."""
     return jnp.where(jnp.isnan(x), 1, x).astype(x.dtype) if kind_of(x) in "fh" else x
 
 

@@ -143,8 +143,6 @@ def scatter(d: Draw) -> Value:
     mode = PROMISE if undefined else FILL if d.derived and mode is ONE_HOT else mode
     starts = at.starts(d, within=mode is PROMISE)
     updates = d.operand(at.out, kind_of(x), dtype=str(x.dtype))
-    if op in (lax.scatter_min, lax.scatter_max):
-        x, updates = without_nan(x), without_nan(updates)
     if op is lax.scatter_mul:
         updates = jnp.where(updates > 0, 1, -1).astype(x.dtype)
     if op is lax.scatter and prod(at.batch) > 1:
@@ -246,9 +244,10 @@ def one_hot(d: Draw) -> Value:
 
 
 def segments(d: Draw) -> Value:
-    x = without_nan(d.operand((d.size(), d.size())))
+    x = d.operand((d.size(), d.size()))
     at = d.indices(x.shape[:1], 4)
-    op = jax.ops.segment_sum if d.rounded or d.derived else d.choice((jax.ops.segment_sum, jax.ops.segment_max))
+    extremes = (jax.ops.segment_max, jax.ops.segment_min)
+    op = jax.ops.segment_sum if d.rounded or d.derived else d.choice((jax.ops.segment_sum, *extremes))
     made = op(x, at, 4, mode=d.choice((None, "clip", "drop")))
     return d.small(jnp.where(jnp.isfinite(made), made, 0), max(x.shape[0], 1))
 

@@ -35,13 +35,12 @@ def reduce(d: Draw) -> Value:
             lambda x, axis: lax.reduce_xor(x, axis),
             lambda x, axis: jnp.sum(x, axis=axis, dtype=x.dtype),
         )
+    elif kind == "c" and not d.rounded and all(x.shape):
+        ops = (jnp.sum, lambda x, axis: lax.reduce_max(x, axis), lambda x, axis: lax.reduce_min(x, axis))
     elif kind == "c" or d.rounded:
         ops = (jnp.sum,)
     else:
-        extremes: Sequence[Reducer] = (
-            lambda x, axis: jnp.max(without_nan(x), axis=axis),
-            lambda x, axis: jnp.min(without_nan(x), axis=axis),
-        )
+        extremes: Sequence[Reducer] = (jnp.max, jnp.min)
         x = with_nan(d, x)
         ops = (
             jnp.sum,
