@@ -92,8 +92,7 @@ def root(d: Draw) -> Value:
     d.inexact()
 
     def newton(fn: Any, start: Value) -> Value:
-        del fn
-        return lax.fori_loop(0, 20, lambda _, y: y - (y**3 - x) / (3 * y * y), start)
+        return lax.fori_loop(0, 20, lambda _, y: y - fn(y) / (3 * y * y), start)
 
     return lax.custom_root(lambda y: y**3 - x, jnp.ones_like(x), newton, lambda g, y: y / g(jnp.ones_like(y)))
 

@@ -137,6 +137,14 @@ class CompilerModel:
     )
     """A sum over a loop's trips is reduced over devices once, behind the loop."""
 
+    moves_transposed_loop_sums: bool = field(
+        metadata=_seen(
+            "libtpu 0.0.52, eight micro-batches on v5e",
+            "compilers/test_accumulation.py::test_plain_scans_reduce_on_tpus_as_priced",
+        )
+    )
+    """So is one that is transposed between its end and the addition."""
+
     merges_terms_of_sums: bool = field(
         metadata=_seen(
             "jax-cuda12-pjrt 0.10.2, libtpu 0.0.51",

@@ -5,13 +5,14 @@ all-reduce of each trip into one all-reduce of the total, as long as the carried
 whole along the reduced axes (`while-loop-all-reduce-code-motion`; measured on H100 and v5e:
 gradient accumulation of 8 trips emits one all-reduce, on v5e of the accumulator's float32, on
 H100 of the bfloat16 that is cast to it). A reduce-scatter into a sharded
-accumulator stays in the loop on both, and XLA:CPU moves neither.
+accumulator stays in the loop on both, and XLA:CPU moves neither. XLA:TPU also moves a sum that is transposed
+after it is finished.
 """
 
 from dataclasses import dataclass
 
 from autoshard.ir.graph import Eqn, Graph
-from autoshard.ir.op_traits import LOOP_CARRY
+from autoshard.ir.op_traits import LOOP_CARRY, TRANSPOSE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +30,13 @@ class Accumulators:
 NONE = Accumulators(terms={}, totals=frozenset())
 
 
-def accumulators(graph: Graph) -> Accumulators:
-    """The accumulators of a graph's loops."""
+def accumulators(graph: Graph, *, past_transposes: bool) -> Accumulators:
+    """The accumulators of a graph's loops.
+
+    Args:
+      graph: the program.
+      past_transposes: whether the compiler moves a sum that is finished before a transpose.
+    """
     consumers, made_by = graph.consumers, graph.producers
 
     def passed(value: int) -> int:
@@ -55,7 +61,9 @@ def accumulators(graph: Graph) -> Accumulators:
         totals.add(total)
         term = graph.operands[add][1 - position]
         terms[term] = total, graph.trips[graph.results[onward[0][0]][0]]
-        while (maker := made_by.get(term, (-1, 0))[0]) >= 0 and _keeps_layout(graph.eqns[maker]):
+        while (maker := made_by.get(term, (-1, 0))[0]) >= 0 and _is_passed(
+            graph.eqns[maker], past_transposes=past_transposes
+        ):
             before = graph.operands[maker][0]
             if len(consumers[before]) != 1 or graph.avals[before].itemsize > graph.avals[term].itemsize:
                 break
@@ -64,6 +72,6 @@ def accumulators(graph: Graph) -> Accumulators:
     return Accumulators(terms=terms, totals=frozenset(totals))
 
 
-def _keeps_layout(eqn: Eqn) -> bool:
-    """Whether the result of an equation has the layout of its operand."""
-    return eqn.traits.cast or eqn.traits.copy
+def _is_passed(eqn: Eqn, *, past_transposes: bool) -> bool:
+    """Whether a sum that is finished before an equation is moved as one that is finished behind it."""
+    return eqn.traits.cast or eqn.traits.copy or (past_transposes and eqn.primitive == TRANSPOSE)

@@ -1,5 +1,7 @@
 """Edges: the resharding of one value between two decisions."""
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -105,7 +107,9 @@ def _total(facts: GraphFacts, value: int) -> tuple[Aval, int] | None:
     if (term := facts.accumulators.terms.get(value)) is None:
         return None
     total, trips = term
-    return _moved(facts, value) if facts.compiler.moves_collectives_past_casts else facts.graph.avals[total], trips
+    if facts.compiler.moves_collectives_past_casts:
+        return _moved(facts, value), trips
+    return replace(facts.graph.avals[value], dtype=facts.graph.avals[total].dtype), trips
 
 
 def _moved(facts: GraphFacts, value: int) -> Aval:

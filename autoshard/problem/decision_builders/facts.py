@@ -94,6 +94,13 @@ class GraphFacts:
         return sorted((part[0], self.graph.avals[v].nbytes) for v, parts in weights.items() for part in parts)
 
 
+def _accumulators(graph: Graph, compiler: CompilerModel) -> Accumulators:
+    """The sums over trips that the compiler moves behind their loop."""
+    if not compiler.reduces_loop_sums_once:
+        return NONE
+    return accumulators(graph, past_transposes=compiler.moves_transposed_loop_sums)
+
+
 def facts_of(
     graph: Graph,
     mesh: MeshAxes,
@@ -122,7 +129,7 @@ def facts_of(
         lives=lives,
         windows=overlap_windows(graph, compiler),
         strides=strides(graph) if compiler.collectives_along_outermost_only else {},
-        accumulators=accumulators(graph) if compiler.reduces_loop_sums_once else NONE,
+        accumulators=_accumulators(graph, compiler),
         held=lives.stored | lives.named,
         levels=levels(graph, traits.fuses),
         in_place=in_place(graph, lasting),
