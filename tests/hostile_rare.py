@@ -120,7 +120,7 @@ def pooled_gradient(d: Draw) -> Value:
 
     def pool(x: Value) -> Value:
         start, op = combining
-        return lax.reduce_window(x, jnp.float32(start), op, (1, window, 1), (1, stride, 1), padding)
+        return lax.reduce_window(x, start, op, (1, window, 1), (1, stride, 1), padding)
 
     combining = d.choice(((-jnp.inf, lax.max), (jnp.inf, lax.min), (0.0, lax.add)))
     padding = d.choice(("SAME", "VALID"))
