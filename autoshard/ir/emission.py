@@ -4,7 +4,7 @@ Every remedy belongs to a row of `ir.partitioner_faults`; it changes no number a
 communication. Indices are widened. Starts are clamped as the primitive would clamp them. The
 operand of a scatter of few rows stands behind a barrier, so that XLA does not merge the slice
 that makes a shard with the slice that the scatter reads; the operand of `lax.reduce` does, too.
-A `mulhi` is computed from products of halves. On XLA:CPU, largest and smallest numbers are found among integers
+A `mulhi` is computed from products of halves. Where the compiler loses NaN, largest and smallest numbers are found among integers
 in the same order (`in_order`), where NaN is the largest or the smallest: as many bytes are reduced.
 
 A program may be differentiated or batched after its emission. What JAX's rules then make of an equation in
@@ -130,7 +130,9 @@ def out_of_order(keys: Any, dtype: Any) -> Any:
     return lax.bitcast_convert_type(bits, dtype)
 
 
-_OTHERWISE = _jax.Otherwise("autoshard_otherwise", _apart, {"cpu": _keeping_nan}, _bind_all)
+_OTHERWISE = _jax.Otherwise(
+    "autoshard_otherwise", _apart, dict.fromkeys(partitioner_faults.LOST_NAN.backends, _keeping_nan), _bind_all
+)
 
 
 def _high_product(x: Any, y: Any) -> Any:
