@@ -4,8 +4,9 @@ Every remedy belongs to a row of `ir.partitioner_faults`; it changes no number a
 communication. Indices are widened. Starts are clamped as the primitive would clamp them. The
 operand of a scatter of few rows stands behind a barrier, so that XLA does not merge the slice
 that makes a shard with the slice that the scatter reads; the operand of `lax.reduce` does, too.
-A `mulhi` is computed from products of halves. Where the compiler loses NaN, largest and smallest numbers are found among integers
-in the same order (`in_order`), where NaN is the largest or the smallest: as many bytes are reduced.
+A `mulhi` is computed from products of halves. Where the compiler loses NaN, largest and smallest numbers
+are found among integers in the same order (`in_order`), where NaN is the largest or the smallest: as many
+bytes are reduced.
 
 A program may be differentiated or batched after its emission. What JAX's rules then make of an equation in
 another form is bound by this room, too (`_jax.Otherwise`).
