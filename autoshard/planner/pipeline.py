@@ -211,7 +211,7 @@ def _proven(found: PlanningResult, bound: int | None, choices: RecomputationSpac
         gap=(certificate.objective_s - bound_s) / certificate.objective_s if certificate.objective_s else 0.0,
         space=f"{certificate.space}; {choices.said}",
     )
-    note = choices.summary(found.record.recomputation)
+    note = choices.summary(found)
     record = replace(found.record, certificate=larger, notes=(*found.record.notes, note))
     return replace(found, record=record)
 
