@@ -8,6 +8,7 @@ from rich.console import RenderableType
 from autoshard.ir.paths import dotted
 from autoshard.planner.backward_passes import repeated_text
 from autoshard.planner.leaf_rows import fold
+from autoshard.planner.loop_sums_space import sums_in_trips
 from autoshard.planner.record import ACCUMULATED, AFTER_LOOPS, FOR_GRADIENT, KEEPS, Leaf, PlanRecord
 from autoshard.problem.collective import Collective
 from autoshard.problem.repeated import RepeatedWork
@@ -122,9 +123,8 @@ def _made(record: PlanRecord, seconds: Mapping[str, float]) -> list[tuple[str, s
 def _summed_in_every_trip(record: PlanRecord) -> list[str]:
     """What of the sums that a loop finishes in every trip takes longest, in words; nothing if that is not much."""
     found: dict[tuple[str, str, str], list[Collective]] = {}
-    for c in record.collectives:
-        if c.trips > 1 and c.kind in ("all-reduce", "reduce-scatter"):
-            found.setdefault((c.kind, c.value, c.where), []).append(c)
+    for c in sums_in_trips(record):
+        found.setdefault((c.kind, c.value, c.where), []).append(c)
     total_s = sum(map(_sum_s, found.values()))
     if total_s <= MUCH * record.cost.step_s:
         return []
