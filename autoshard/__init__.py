@@ -32,10 +32,12 @@ if TYPE_CHECKING:
         RuleError,
         SearchError,
         SpecError,
+        StageError,
         VerifyError,
     )
     from autoshard.explore.search import Search, search
     from autoshard.ir.accumulation import accumulate
+    from autoshard.pipeline_parallel.in_stages import in_stages
     from autoshard.planner.requested_shardings import AUTO
     from autoshard.report.progress import progress
     from autoshard.rules import register_rule
@@ -59,11 +61,13 @@ _ROOMS = {
     "SearchError": "errors",
     "SolvedPlan": "api.solved_plan",
     "SpecError": "errors",
+    "StageError": "errors",
     "Template": "api.compare",
     "VerifyError": "errors",
     "accumulate": "ir.accumulation",
     "compare": "api.compare",
     "evaluate": "api.evaluate",
+    "in_stages": "pipeline_parallel.in_stages",
     "jit": "api.jit",
     "load": "api.loaded_plan",
     "plan": "api.planning",
@@ -92,11 +96,13 @@ __all__ = [
     "SearchError",
     "SolvedPlan",
     "SpecError",
+    "StageError",
     "Template",
     "VerifyError",
     "accumulate",
     "compare",
     "evaluate",
+    "in_stages",
     "jit",
     "load",
     "plan",

@@ -94,6 +94,18 @@ class TargetError(AutoshardError, ValueError):
     """The target of a command cannot be found, or is no builder of a function and its arguments."""
 
 
+class StageError(SpecError):
+    """A loss cannot run in stages: it has no stack of layers, or its numbers would be others.
+
+    `where` is the equation's `file:line`, empty if there is none; `reason` what it does.
+    """
+
+    def __init__(self, where: str, reason: str, way_out: str) -> None:
+        self.where, self.reason = where, reason
+        at = f" at {where}" if where else ""
+        super().__init__(f"the loss cannot run in stages{at}: {reason}\n  {way_out}")
+
+
 class InfeasibleError(AutoshardError):
     """No plan satisfies the constraints (memory, or pins that exclude each other).
 

@@ -95,7 +95,7 @@ _LARGE = 8192  # a matmul of this size is bound by its FLOPs
 
 
 def in_op_s(eqn: Eqn, rule: ShardingRule, strategies: Strategies, mesh: MeshAxes, machine: Machine) -> Seconds:
-    """Seconds of the reductions that an equation finishes itself (maxima and the like)."""
+    """Seconds of what an equation communicates itself: reductions that it finishes (maxima), elements that hop."""
     seconds = np.zeros(len(strategies))
     if not strategies.in_op.any():
         return seconds
@@ -106,7 +106,7 @@ def in_op_s(eqn: Eqn, rule: ShardingRule, strategies: Strategies, mesh: MeshAxes
         for aval, codes in zip(eqn.results, strategies.results, strict=True):
             if axes:
                 local = aval.nbytes / shards(codes[rows], aval.ndim, mesh)
-                seconds[rows] += machine.collective_s("all-reduce", axes, local)
+                seconds[rows] += machine.collective_s(strategies.in_op_kind, axes, local)
     return seconds
 
 

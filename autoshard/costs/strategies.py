@@ -203,7 +203,8 @@ class Strategies:
 
     `factor` is (S, k): the factor that each axis splits, WHOLE for none, SUM where
     partial sums flow through. `operands[i]` and `results[i]` are codes (S,).
-    `in_op` is (S, k): axes over which a reduction other than a sum is finished inside.
+    `in_op` is (S, k): axes over which an equation communicates by itself, by `in_op_kind`: a
+    reduction other than a sum is finished inside, elements hop from shard to shard.
     `finished` is (S,): the operand that is no pending sum where it comes from; −1: any may be.
     """
 
@@ -213,6 +214,7 @@ class Strategies:
     in_op: NDArray[np.bool_]
     finished: NDArray[np.int8]
     pruned: int
+    in_op_kind: str = "all-reduce"
 
     def __len__(self) -> int:
         return len(self.factor)
@@ -241,6 +243,7 @@ class Strategies:
             in_op=self.in_op[which],
             finished=self.finished[which],
             pruned=self.pruned,
+            in_op_kind=self.in_op_kind,
         )
 
     def local_sizes(self, rule: ShardingRule, mesh: MeshAxes) -> NDArray[np.int64]:
@@ -275,7 +278,7 @@ def parted(source: Codes, target: Codes, ndim: int, axes: int) -> NDArray[np.boo
 
 
 def splittable(rule: ShardingRule) -> tuple[int, ...]:
-    """Factors that an axis may split: pass-through or reduction, and major-most wherever they lie."""
+    """Factors that an axis may split: those that pass, reduce or hop, and are major-most wherever they lie."""
     minor: set[int] = set()
     for dims in (*rule.operands, *rule.results):
         for dim in dims:
@@ -283,7 +286,9 @@ def splittable(rule: ShardingRule) -> tuple[int, ...]:
     return tuple(
         f
         for f, factor in enumerate(rule.factors)
-        if factor.size > 1 and factor.kind in (FactorKind.PASS, FactorKind.REDUCTION) and f not in minor
+        if factor.size > 1
+        and (factor.kind in (FactorKind.PASS, FactorKind.REDUCTION) or factor.hops)
+        and f not in minor
     )
 
 
@@ -312,13 +317,15 @@ def enumerate_strategies(rule: ShardingRule, mesh: MeshAxes, *, sums_flow: bool 
     for f in factors:
         pieces = np.where(rows == f, sizes, 1).prod(axis=1)
         fits &= rule.factors[f].size % pieces == 0
+        if rule.factors[f].hops:  # in shards of one element, or not at all
+            fits &= (pieces == 1) | (pieces == rule.factors[f].size)
     kept = rows[fits]
 
     flowing = rule.linear[0] if sums_flow and rule.linear else frozenset[int]()
     reduces = [f.reduction == "sum" for f in rule.factors]
     in_op = np.zeros(kept.shape, bool)
     for f in factors:
-        if rule.factors[f].kind is FactorKind.REDUCTION and not reduces[f]:
+        if (rule.factors[f].kind is FactorKind.REDUCTION and not reduces[f]) or rule.factors[f].hops:
             in_op |= kept == f
 
     def codes(dims: tuple[tuple[int, ...], ...], *, result: bool, sums: bool) -> Codes:
@@ -343,6 +350,7 @@ def enumerate_strategies(rule: ShardingRule, mesh: MeshAxes, *, sums_flow: bool 
         in_op=in_op,
         finished=np.full(len(kept), -1, np.int8),
         pruned=every - len(kept),
+        in_op_kind="collective-permute" if any(factor.hops for factor in rule.factors) else "all-reduce",
     )
 
 

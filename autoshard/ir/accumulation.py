@@ -87,20 +87,39 @@ def accumulate(
             raise SpecError(f"{name}={count}: a batch is split into at least one")
 
     def value_and_gradients(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
-        chosen = tried_parts.value if parts is None else None
-        tried = tried_steps.value if steps == AUTO else None
-        count = _count(parts) if chosen is None else chosen
-        number = (1 if tried is None else tried) if steps == AUTO else steps
+        def run(steps: int, parts: int) -> Any:
+            return _accumulate(loss, params, batch, rest, steps=steps, parts=parts, has_aux=has_aux)
 
-        def accumulated() -> Any:
-            return _accumulate(loss, params, batch, rest, steps=number, parts=count, has_aux=has_aux)
-
-        run = accumulated if parts is None or isinstance(parts, int) else partial(_by_mesh_axes, accumulated)
-        run = run if chosen is None else _called(_OPEN, run)
-        run = run if tried is None else _called(f"{_OPEN_STEPS}{_examples(batch) // count}", run)
-        return run()
+        return in_microbatches(run, batch, steps=steps, parts=parts)
 
     return value_and_gradients
+
+
+def in_microbatches(
+    run: Callable[[int, int], Any], batch: Any, *, steps: Steps, parts: Parts, by_mesh: bool = False
+) -> Any:
+    """Runs a program of micro-batches, in such numbers of them and of parts as the user says or the planner tries.
+
+    Args:
+      run: (micro-batches, parts) → results.
+      batch: what is divided.
+      steps: as in `accumulate`.
+      parts: as in `accumulate`.
+      by_mesh: whether the program depends on the mesh in context, whatever the parts.
+    """
+    chosen = tried_parts.value if parts is None else None
+    tried = tried_steps.value if steps == AUTO else None
+    count = _count(parts) if chosen is None else chosen
+    number = (1 if tried is None else tried) if steps == AUTO else steps
+
+    def accumulated() -> Any:
+        return run(number, count)
+
+    by_axes = by_mesh or not (parts is None or isinstance(parts, int))
+    fn = partial(_by_mesh_axes, accumulated) if by_axes else accumulated
+    fn = fn if chosen is None else _called(_OPEN, fn)
+    fn = fn if tried is None else _called(f"{_OPEN_STEPS}{_examples(batch) // count}", fn)
+    return fn()
 
 
 def choices(mesh: MeshAxes) -> list[int]:
@@ -142,7 +161,7 @@ def _open_batches(jaxpr: Any) -> Iterator[int]:
 
 
 def is_by_mesh_axes(codes: Iterable[CodeType]) -> bool:
-    """Whether one of the functions that made an equation is an accumulation in as many parts as mesh axes say."""
+    """Whether one of the functions that made an equation is an program that depends on the sizes of mesh axes."""
     return _by_mesh_axes.__code__ in codes
 
 
@@ -185,10 +204,21 @@ def _count(parts: Parts) -> int:
     return prod(sizes.get(name, 1) for name in names)
 
 
+def axis_size(axis: str) -> int:
+    """The size of an axis of the mesh in context.
+
+    Raises:
+      SpecError: there is no mesh, or it has no such axis.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        raise SpecError(f"{axis!r} is an axis of the mesh in context, and there is none: plan it, or give the number")
+    return _count(axis)
+
+
 def _accumulate(
     loss: Callable[..., Any], params: Any, batch: Any, rest: tuple[Any, ...], *, steps: int, parts: int, has_aux: bool
 ) -> tuple[Any, Any]:
-    chunks = jax.tree.map(lambda x: _split(x, steps, parts), batch)
+    chunks = jax.tree.map(lambda x: split_batch(x, steps, parts), batch)
     of_part = jax.vmap(jax.value_and_grad(loss, has_aux=has_aux), (None, 0, *(None for _ in rest)))
 
     def add(total: Any, chunk: Any) -> Any:
@@ -205,7 +235,7 @@ def _accumulate(
     return (values.mean(), jax.tree.map(lambda x: x.reshape(steps * parts, *x.shape[2:]), aux)), gradients
 
 
-def _split(x: Any, steps: int, parts: int) -> Any:
+def split_batch(x: Any, steps: int, parts: int) -> Any:
     """(batch, …) → (steps, parts, batch / (steps · parts), …), each part a consecutive stretch of the batch."""
     shape = jnp.shape(x)
     if not shape:

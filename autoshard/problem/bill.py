@@ -80,7 +80,7 @@ def waits(assignment: Assignment) -> Iterator[tuple[Collective, float]]:
 
 
 def in_op(assignment: Assignment, n: int) -> Iterator[Collective]:
-    """The collectives inside decision n: reductions that an equation finishes itself, and those of a body."""
+    """The collectives inside decision n: what an equation communicates itself, and those of a body."""
     return (row for row, _ in _in_op(assignment, n))
 
 
@@ -106,19 +106,19 @@ def _in_op(assignment: Assignment, n: int) -> Iterator[tuple[Collective, float]]
         yield row, row.seconds * trips * inner.waited
     if not node.strategies.in_op[pick].any():
         return
-    e = node.equation
+    e, kind = node.equation, node.strategies.in_op_kind
     axes = tuple(name for name, used in zip(d.mesh.names, node.strategies.in_op[pick], strict=True) if used)
     for aval, codes in zip(d.graph.eqns[e].results, node.strategies.results, strict=True):
         row = decode(int(codes[pick]), aval.ndim, d.mesh.ndim)
         pieces = int(np.prod([s for s, r in zip(d.mesh.sizes, row, strict=True) if r >= 0], dtype=np.int64))
         local, trips = aval.nbytes // pieces, d.graph.runs(e)
         row = Collective(
-            kind="all-reduce",
+            kind=kind,
             axes=axes,
             nbytes=local,
             dtype=str(aval.dtype),
             trips=trips,
-            seconds=_seconds(assignment, "all-reduce", axes, local, 0),
+            seconds=_seconds(assignment, kind, axes, local, 0),
             window=None,
             where=node.where,
             value=str(aval),

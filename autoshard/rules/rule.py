@@ -9,7 +9,8 @@ dimension of every operand and result is a product of factors, major to minor:
 The kind of a factor says what happens when it is split over a mesh axis: *pass-through*
 costs nothing, *reduction* leaves the results unreduced over that axis,
 *permutation* needs a halo or a permute, *replicate* is not possible. Values without
-the factor are whole over the axis. A factor that is minor of others in some dimension
+the factor are whole over the axis. A permutation is split only where it *hops*, one element
+per shard. A factor that is minor of others in some dimension
 can be split only when these are split fully. A rule never sees a mesh, a cost or a
 tracer.
 
@@ -43,11 +44,16 @@ class FactorKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """One loop index: its size, its kind, and for reductions the operation."""
+    """One loop index: its size, its kind, and for reductions the operation.
+
+    A permutation that `hops` moves every element by as many places as there are between two
+    shards of one element each: split to the last element, it is one collective-permute.
+    """
 
     size: int
     kind: FactorKind = FactorKind.PASS
     reduction: str = ""  # "sum", "max", "min", "prod", "and", "or", "xor", "argmax", "argmin"
+    hops: bool = False
 
     def __post_init__(self) -> None:
         if (self.kind is FactorKind.REDUCTION) != bool(self.reduction):
@@ -126,6 +132,13 @@ class RuleBuilder:
         """Adds a factor and returns its index."""
         self.factors.append(Factor(size, kind, reduction))
         return len(self.factors) - 1
+
+    def hop(self, size: int) -> Dim:
+        """One new factor whose elements move along it, all by as many places; size 1 has none."""
+        if size == 1:
+            return ()
+        self.factors.append(Factor(size, FactorKind.PERMUTATION, hops=True))
+        return (len(self.factors) - 1,)
 
     def dims(self, shape: tuple[int, ...], kind: FactorKind = FactorKind.PASS, reduction: str = "") -> list[Dim]:
         """One new factor per dimension; dimensions of size 1 have none."""

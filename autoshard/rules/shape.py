@@ -59,14 +59,16 @@ def creation(eqn: Eqn) -> ShardingRule:
 def cut(eqn: Eqn) -> ShardingRule:
     """Dimensions that keep their elements pass; cut or padded ones are permutations.
 
+    A dimension padded at one end by as much as it is cut at the other hops: its elements move along it.
+
     The padding value is a scalar that counts once per shard: a padded partial sum is
     right only where that value is itself a partial sum.
     """
     operand, out = eqn.operands[0], eqn.results[0]
     build = RuleBuilder()
     pairs = [
-        _same(build, size) if same else shifted(build, size, out.shape[d])
-        for d, (size, same) in enumerate(zip(operand.shape, _is_untouched(eqn), strict=True))
+        _same(build, size) if same else [build.hop(size)] * 2 if hops else shifted(build, size, out.shape[d])
+        for d, (size, same, hops) in enumerate(zip(operand.shape, _is_untouched(eqn), _hops(eqn), strict=True))
     ]
     scalars: list[list[Dim]] = [[] for _ in eqn.operands[1:]]
     return build.rule([[pair[0] for pair in pairs], *scalars], [[pair[1] for pair in pairs]], _all_operands(eqn))
@@ -183,6 +185,13 @@ def _is_untouched(eqn: Eqn) -> list[bool]:
     if eqn.primitive == "pad":
         return [tuple(config) == (0, 0, 0) for config in eqn.params["padding_config"]]
     return [size == out for size, out in zip(eqn.operands[0].shape, eqn.results[0].shape, strict=True)]
+
+
+def _hops(eqn: Eqn) -> list[bool]:
+    """Per dimension of a `pad` or `slice`: whether its elements move along it, and as many leave as enter."""
+    if eqn.primitive != "pad":
+        return [False for _ in eqn.operands[0].shape]
+    return [low == -high and low != 0 and not interior for low, high, interior in eqn.params["padding_config"]]
 
 
 def _all_operands(eqn: Eqn) -> tuple[frozenset[int], ...]:

@@ -183,3 +183,15 @@ def test_a_sum_is_parted_where_its_axes_end_differently() -> None:
         [False, False, False, False, False],
         [False, False, False, False, False],
     ]
+
+
+def test_elements_hop_between_shards_of_one_element_alone() -> None:
+    """A shift along a dimension of four: whole, or on an axis of four, by one permute of what a device holds."""
+    (case,) = (case for case in CASES if case.name == "pad:shift")
+    (one,) = (one for one in equations(case.fn, *(arg.abstract() for arg in case.args)) if one.eqn.primitive == "pad")
+    found = enumerate_strategies(rule_of(one.eqn), MESH)
+    rows = decode(found.results[0], 2, 2)
+    assert {tuple(row) for row in rows if 0 in row} == {(WHOLE, 0), (1, 0)}
+    assert (found.operands[0] == found.results[0]).all()
+    assert (found.in_op == (rows == 0)).all()
+    assert found.in_op_kind == "collective-permute"

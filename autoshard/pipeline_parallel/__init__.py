@@ -1,0 +1,1 @@
+"""Pipeline parallelism: a loss whose layers run in stages, as one program."""

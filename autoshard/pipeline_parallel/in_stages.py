@@ -1,0 +1,150 @@
+"""In stages: value and gradients of a batch, the layers in stages on micro-batches that follow each other."""
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autoshard import _jax
+from autoshard.errors import SpecError, StageError
+from autoshard.ir.accumulation import AUTO, Parts, Steps, axis_size, in_microbatches, split_batch
+from autoshard.pipeline_parallel.cut import cut
+from autoshard.pipeline_parallel.program import Staged
+from autoshard.pipeline_parallel.schedule import Schedule
+from autoshard.pipeline_parallel.separable import weight_of
+
+_jax.hide_frames(__file__)  # its equations stand where the user calls it
+
+
+def in_stages(
+    loss: Callable[..., Any],
+    *,
+    stages: int | str,
+    steps: Steps,
+    repeats: int = 1,
+    parts: Parts = None,
+    has_aux: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
+    """`jax.value_and_grad(loss)` with the loss's layers in stages: pipeline parallelism in one program.
+
+    The result is used in a train step, planned or not, as that of `autoshard.accumulate`:
+
+        value_and_grad = autoshard.in_stages(loss, stages="stage", steps=16)
+
+        plan = autoshard.plan(train_step, state, batch, mesh={"stage": 4, "data": 2}, hardware="h100:1x8")
+
+    `loss(params, batch, *rest)` is the mean or the sum over the examples, the batch's leading
+    dimension; it applies its layers by a `jax.lax.scan` over stacked weights. Both are shown on
+    its traced program before anything runs; what would change numbers is refused at its line.
+    Parameters keep their pytree and their shapes.
+
+    Args:
+      loss: `(params, batch, *rest) → scalar`, or `(scalar, aux)`; differentiated with respect to `params`.
+      stages: a number, or the mesh axis that each stage's layers and micro-batch are split over (of the mesh in
+        context). With a number the planner chooses axes that split the stages, as it does for any dimension.
+      steps: micro-batches, or "auto" as in `autoshard.accumulate`. The more, the smaller the bubble: stages − 1 of
+        steps · repeats + stages − 1 trips.
+      repeats: how often a micro-batch goes round the stages (a circular, or interleaved, schedule); stages · repeats
+        must divide the layers, and `stages` the steps if there are several.
+      parts: as in `autoshard.accumulate`.
+      has_aux: as in `jax.value_and_grad`; leaves of aux get a leading dimension of steps × parts.
+
+    Raises:
+      SpecError: when called, if the batch, the steps or the layers do not divide.
+      StageError: when called, if the loss has no stack of layers, or is neither mean nor sum of its examples' losses.
+    """
+    if isinstance(stages, int) and steps != AUTO:
+        Schedule(stages=stages, repeats=repeats, steps=steps)
+
+    def value_and_gradients(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
+        axis = stages if isinstance(stages, str) else ""
+        count = axis_size(stages) if isinstance(stages, str) else stages
+
+        def run(steps: int, parts: int) -> Any:
+            schedule = Schedule(stages=count, repeats=repeats, steps=steps)
+            return _run(loss, params, batch, rest, schedule=schedule, axis=axis, parts=parts, has_aux=has_aux)
+
+        return in_microbatches(run, batch, steps=steps, parts=parts, by_mesh=bool(axis))
+
+    return value_and_gradients
+
+
+def _run(
+    loss: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    rest: tuple[Any, ...],
+    *,
+    schedule: Schedule,
+    axis: str,
+    parts: int,
+    has_aux: bool,
+) -> tuple[Any, Any]:
+    times = schedule.steps * parts
+    chunks = jax.tree.map(lambda x: jnp.swapaxes(split_batch(x, schedule.steps, parts), 0, 1), batch)
+    micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), chunks)
+    scale = _times_weight(loss, (params, micro, rest), (params, batch, rest), times, has_aux=has_aux)
+    leaves, tree = jax.tree.flatten((params, micro, rest))
+    of_aux: list[Any] = []
+
+    def flat(*given: Any) -> Any:
+        params, batch, rest = jax.tree.unflatten(tree, given)
+        result = loss(params, batch, *rest)
+        value, aux = result if has_aux else (result, None)
+        others, structure = jax.tree.flatten(aux)
+        of_aux[:] = [structure]
+        return [value, *others]
+
+    closed = jax.make_jaxpr(flat)(*leaves)
+    of_batch = _of_batch((params, micro, rest))
+    parted = cut(closed, of_batch, schedule.stages * schedule.repeats)
+    staged = Staged(cut=parted, schedule=schedule, batch=of_batch, axis=axis)
+
+    def of_part(params: Any, chunk: Any, rest: Any) -> Any:
+        def mean(params: Any) -> tuple[Any, Any]:
+            value, others = staged(jax.tree.leaves((params, chunk, rest)))
+            return value * jnp.asarray(scale, value.dtype), jax.tree.unflatten(of_aux[0], others)
+
+        try:
+            return jax.value_and_grad(mean, has_aux=True)(params)
+        except NotImplementedError as error:
+            way_out = "write the layers in operations that jax.vmap knows, or plan without stages"
+            raise StageError(parted.where, f"JAX cannot run its layers side by side ({error})", way_out) from error
+
+    if parts == 1:
+        (value, aux), gradients = of_part(params, jax.tree.map(lambda x: x[0], chunks), rest)
+    else:
+        (values, aux), gradients = jax.vmap(of_part, (None, 0, None))(params, chunks, rest)
+        value, gradients = values.mean(), jax.tree.map(_mean_over_parts, gradients)
+        aux = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(times, *x.shape[2:]), aux)
+    return ((value, aux) if has_aux else value), gradients
+
+
+def _mean_over_parts(gradients: Any) -> Any:
+    wide = jnp.promote_types(gradients.dtype, jnp.float32)
+    return gradients.astype(wide).mean(0).astype(gradients.dtype)
+
+
+def _of_batch(arguments: tuple[Any, Any, Any]) -> tuple[bool, ...]:
+    """Which leaves of (params, batch, rest) are the batch's."""
+    return tuple(k == 1 for k, part in enumerate(arguments) for _ in jax.tree.leaves(part))
+
+
+def _times_weight(loss: Callable[..., Any], small: Any, large: Any, times: int, *, has_aux: bool) -> Fraction:
+    """By what the mean of the micro-batches' losses is multiplied: 1 if the loss is a mean, `times` if a sum."""
+    sizes = {x.shape[0] for x in jax.tree.leaves(large[1])}
+    if len(sizes) != 1:
+        raise SpecError(
+            f"the batch's arrays have leading dimensions of {sorted(sizes)}: their examples are not the same"
+        )
+
+    def value(params: Any, batch: Any, rest: tuple[Any, ...]) -> Any:
+        result = loss(params, batch, *rest)
+        return result[0] if has_aux else result
+
+    if times == 1:
+        return Fraction(1)
+    one, all_of_them = (_jax.without_dead(jax.make_jaxpr(value)(*arguments)) for arguments in (small, large))
+    return times * weight_of(one, all_of_them, _of_batch(small), examples=sizes.pop(), times=times)
