@@ -39,6 +39,7 @@ from autoshard.planner import summary as text
 from autoshard.planner.record import Leaf, PlanRecord, write
 from autoshard.problem import bill
 from autoshard.problem.assignment import Assignment
+from autoshard.problem.repeated import repeated_work
 from autoshard.report.notebook import preformatted
 from autoshard.verification.profile import Profile, profile
 from autoshard.verification.result import Verification
@@ -192,6 +193,7 @@ class Plan(ABC):
             peak_flops_per_s=None
             if used is None or known.machine is None
             else bill.peak_flops_per_s(used, known.machine.peak_flops_per_s),
+            repeated=None if used is None else repeated_work(used),
         )
 
     def save(self, path: str | Path) -> None:

@@ -12,6 +12,7 @@ from autoshard.backends.model import CompilerModel
 from autoshard.errors import PlanMismatchError
 from autoshard.explain import runner_up
 from autoshard.explain import text as explanation
+from autoshard.explain.recalls import recalls
 from autoshard.explain.sensitivity import turning_points
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.trace import Traced
@@ -134,7 +135,8 @@ class SolvedPlan(ProgramPlan):
         if flips or varied:
             turned = turning_points(planned, self._place.hardware, pattern, at=at, varied=varied)
         undivided = runner_up.blocked(self.record.inputs, self.record.mesh)
-        return explanation.text(runner_up.explain(planned, pattern, at=at), turned, undivided)
+        found = runner_up.explain(planned, pattern, at=at)
+        return explanation.text(found, turned, undivided, () if at is None else recalls(planned, at))
 
     def to_html(self) -> str:
         """A page that opens offline: layouts as tiles, timeline, memory, roofline, collectives, sources."""

@@ -29,6 +29,7 @@ from autoshard.cli.options import (
 from autoshard.cli.written import assignments, byte_count, is_position, mesh_axes
 from autoshard.errors import AutoshardError, InfeasibleError, SpecError
 from autoshard.explain import runner_up, text
+from autoshard.explain.recalls import recalls
 from autoshard.explain.sensitivity import Varied, turning_points
 from autoshard.explore.builder import load_builder
 from autoshard.explore.remedies import remedies
@@ -82,6 +83,7 @@ def explain(
     with progress.shown(errors(), "explain"):
         found = runner_up.explain(made.planned, what, at=at)
         undivided = runner_up.blocked(made.record.inputs, made.record.mesh)
+        read = () if at is None else recalls(made.planned, at)
     turned = ()
     if flips:
 
@@ -97,9 +99,9 @@ def explain(
         with progress.shown(errors(), "turns"):
             turned = turning_points(made.planned, cost_models.hardware(hardware or ""), what, at=at, varied=varied)
     if as_json:
-        print_json(text.to_json(found, turned, undivided))
+        print_json(text.to_json(found, turned, undivided, read))
     else:
-        typer.echo(text.text(found, turned, undivided))
+        typer.echo(text.text(found, turned, undivided, read))
 
 
 SIZES = ("batch", "sequence")  # arguments of builders, and the dimensions of token ids

@@ -12,7 +12,7 @@ after it is finished.
 from dataclasses import dataclass
 
 from autoshard.ir.graph import Eqn, Graph
-from autoshard.ir.op_traits import LOOP_CARRY, REDUCE_SUM, RESHAPE, TRANSPOSE
+from autoshard.ir.op_traits import LOOP_CARRY, TRANSPOSE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +73,5 @@ def accumulators(graph: Graph, *, past_transposes: bool) -> Accumulators:
 
 
 def _is_passed(eqn: Eqn, *, past_transposes: bool) -> bool:
-    """Whether a sum that is finished before an equation is moved as one that is finished behind it.
-
-    Reshapes and sums over dimensions of size 1 alone are nothing to XLA: the gradient of a weight that is broadcast to
-    every trip passes both.
-    """
-    if eqn.primitive in (RESHAPE, REDUCE_SUM):
-        before, after = ([d for d in aval.shape if d != 1] for aval in (eqn.operands[0], eqn.results[0]))
-        return before == after
+    """Whether a sum that is finished before an equation is moved as one that is finished behind it."""
     return eqn.traits.cast or eqn.traits.copy or (past_transposes and eqn.primitive == TRANSPOSE)

@@ -6,8 +6,9 @@ from typing import Any
 
 from autoshard.ir.layout import Layout
 from autoshard.ir.paths import dotted
+from autoshard.ir.recomputation import Recomputation
 from autoshard.planner.leaf_rows import ranges
-from autoshard.planner.record import Leaf, PlanRecord
+from autoshard.planner.record import KEEPS, Leaf, PlanRecord
 from autoshard.report.notebook import Shown
 from autoshard.report.tables import GAP, broken_path, bytes_text, columns, fields, render, short_aval, table, time_text
 
@@ -68,6 +69,10 @@ class Diff(Shown):
                 }
                 for t in self.traffic
             ],
+            "recomputation": {
+                "before": _recomputation(self.before.recomputation),
+                "after": _recomputation(self.after.recomputation),
+            },
             "missing": list(self.missing),
         }
 
@@ -106,6 +111,7 @@ def text(found: Diff, *, width: int | None = None) -> str:
         rows.append(("note", "the plans are of different programs; layouts are compared where paths agree"))
     elif not meshes:
         rows.append(("note", "the program is the same, on another mesh"))
+    rows += [("backward", words) for words in _recomputing(a, b)]
     rows += [("only one", path) for path in found.missing[:8]]
     parts: list[Any] = [fields(rows, width)]
     if found.leaves:
@@ -131,6 +137,29 @@ def text(found: Diff, *, width: int | None = None) -> str:
     if not found.leaves and not found.traffic:
         parts.append("both plans lay everything alike\n")
     return render(*parts, width=width)
+
+
+def _recomputing(before: PlanRecord, after: PlanRecord) -> Iterable[str]:
+    """How two plans differ in what backward passes find kept."""
+    if before.recomputation == after.recomputation:
+        return
+
+    def said(record: PlanRecord) -> str:
+        kept = [note for note in record.notes if note.startswith(KEEPS)]
+        return (
+            kept[0] if record.recomputation is not None and kept else "keep what the program says for backward passes"
+        )
+
+    yield f"before {said(before)}; after {said(after)}"
+    if before.recomputation is not None and after.recomputation is not None:
+        apart = {*before.recomputation.kept} ^ {*after.recomputation.kept}
+        own = sum("^" not in place for place in apart)
+        if own:
+            yield f"{own} value{' is' if own == 1 else 's are'} kept in one of them only"
+
+
+def _recomputation(chosen: Recomputation | None) -> dict[str, Any] | None:
+    return None if chosen is None else {"remat": chosen.remat, "kept": list(chosen.kept)}
 
 
 def _relative(before: float, after: float) -> str:

@@ -47,6 +47,29 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recall:
+    """A value of the forward pass that the backward one reads: kept, or made again.
+
+    Attributes:
+      what: its source line.
+      value: its type, of one trip.
+      trips: how many of them are in memory at once, if it is kept.
+      kept: whether the plan keeps it.
+      nbytes: what keeping it takes per device; None if that is not told apart.
+      more_s: what a step takes longer if it is repeated instead; None if nothing fits then, or it is repeated.
+      kept_from_bytes: the memory from which it is kept; None if it is kept, or repeated however much there is.
+    """
+
+    what: str
+    value: str
+    trips: int
+    kept: bool
+    nbytes: int | None
+    more_s: float | None
+    kept_from_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Blocked:
     """A dimension that a mesh axis does not divide, and the ways out."""
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from autoshard.explain.explanation import Blocked, Explanation, Flip
+from autoshard.explain.explanation import Blocked, Explanation, Flip, Recall
 from autoshard.report.tables import bytes_text, columns, fields, render, short_aval, short_place, table, time_text
 
 LONGEST = 8  # changes elsewhere, and collectives, that are shown one by one
@@ -14,14 +14,17 @@ def text(
     found: Sequence[Explanation],
     flips: Sequence[Flip] = (),
     blocked: Sequence[Blocked] = (),
+    recalls: Sequence[Recall] = (),
     *,
     width: int | None = None,
 ) -> str:
-    """One paragraph per decision, then turning points, then dimensions that do not divide."""
+    """One paragraph per decision, what is kept for backward passes, turning points, dimensions that do not divide."""
     width = columns() if width is None else width
     parts: list[Any] = []
     for one in found:
         parts += _one(one, width)
+    if recalls:
+        parts += ["for the backward pass\n", fields([_recall_row(one) for one in recalls], width) + "\n"]
     if flips:
         parts.append(table("where the decision turns", ("number", "now", "turns at", "into"), map(_flip_row, flips)))
     if blocked:
@@ -36,13 +39,17 @@ def text(
 
 
 def to_json(
-    found: Sequence[Explanation], flips: Sequence[Flip] = (), blocked: Sequence[Blocked] = ()
+    found: Sequence[Explanation],
+    flips: Sequence[Flip] = (),
+    blocked: Sequence[Blocked] = (),
+    recalls: Sequence[Recall] = (),
 ) -> dict[str, Any]:
     """The same in SI units."""
     return {
         "decisions": [asdict(one) for one in found],
         "flips": [asdict(one) for one in flips],
         "blocked": [asdict(one) for one in blocked],
+        "recalls": [asdict(one) for one in recalls],
     }
 
 
@@ -81,6 +88,21 @@ def _one(one: Explanation, width: int) -> list[Any]:
         slower = step_s / one.step_s - 1
         rows.append(("alone", f"{layout}, nothing else changed: a step of {time_text(step_s)} ({slower:+.2%})"))
     return [f"{what}\n", fields(rows, width) + "\n"]
+
+
+def _recall_row(one: Recall) -> tuple[str, str]:
+    times = f", {one.trips} times" if one.trips > 1 else ""
+    value = f"{one.what}: {short_aval(one.value)}{times}; "
+    takes = "" if one.nbytes is None else f" takes {bytes_text(one.nbytes)} per device"
+    if not one.kept:
+        if one.kept_from_bytes is None:
+            return ("repeated", f"{value}keeping it{takes or ' takes memory'} and is no faster, whatever the limit")
+        since = f"kept from about {bytes_text(one.kept_from_bytes)} of memory up"
+        return ("repeated", f"{value}keeping it{takes}; {since}" if takes else f"{value}{since}")
+    held = f"keeping it{takes}; " if takes else ""
+    if one.more_s is None:
+        return ("kept", f"{value}{held}nothing that repeats it was found to fit")
+    return ("kept", f"{value}{held}repeating it costs {time_text(one.more_s)}")
 
 
 def _flip_row(flip: Flip) -> tuple[str, ...]:

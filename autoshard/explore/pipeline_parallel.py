@@ -25,6 +25,7 @@ from math import prod
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.backends import devices
 from autoshard.backends.devices import Target
@@ -410,8 +411,14 @@ class Loops:
     def held(self, decisions: Decisions, times: float) -> Decisions:
         """The same decisions, with saved values counted a number of times."""
         saved = set(map(id, self.saved(decisions)))
+
+        def counted(nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
+            return np.ceil(nbytes * times).astype(np.int64)
+
         usages = (
-            replace(use, nbytes=np.ceil(use.nbytes * times).astype(np.int64)) if id(use) in saved else use
+            replace(use, nbytes=counted(use.nbytes), parts={part: counted(n) for part, n in use.parts.items()})
+            if id(use) in saved
+            else use
             for use in decisions.usages
         )
         return replace(decisions, usages=tuple(usages))

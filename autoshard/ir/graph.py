@@ -113,6 +113,7 @@ class Graph:
     `jax.checkpoint` call whose equations, e among them, are computed again for the backward
     pass; calls are numbered from 1, and 0 means none. `repeated` are the equations that run once more
     for a backward pass, as the program says or as a plan chose: those that transpose them are not among them.
+    `backward` are those that reverse-mode differentiation made, and what these repeat.
     """
 
     eqns: tuple[Eqn, ...]
@@ -131,6 +132,7 @@ class Graph:
     named: Mapping[str, int]  # `checkpoint_name` → value
     carry: Mapping[int, tuple[int, int]]  # loop_carry or loop_result → (loop, which carry)
     repeated: frozenset[int] = frozenset()
+    backward: frozenset[int] = frozenset()
     optional: frozenset[int] = frozenset()  # equations that a plan may leave out (`problem.whole_step`)
     guessed: tuple[str, ...] = ()  # the source lines of loops that do not say how often they run
 
@@ -263,6 +265,8 @@ class _Builder:
         self.agains = 0
         self.repeating = False  # whether the walk is in what runs once more
         self.repeated: list[bool] = []
+        self.behind = False  # whether it is in a backward pass
+        self.backward: list[bool] = []
         self.named: dict[str, int] = {}
         self.branch: dict[int, int] = {}  # a resolved platform index → its value
         self.loops = 0
@@ -308,6 +312,7 @@ class _Builder:
         self.eqn_loop.append(loop)
         self.again_of.append(self.again)
         self.repeated.append(self.repeating)
+        self.backward.append(self.behind or self.repeating)
 
     def walk(self, closed: Any, args: Sequence[int], path: Path, scope: _Scope) -> list[int]:
         jaxpr = _jax.open_jaxpr(closed)
@@ -320,9 +325,13 @@ class _Builder:
 
         for index, eqn in enumerate(jaxpr.eqns):
             operands = [read(atom) for atom in eqn.invars]
-            around, self.repeating = self.repeating, self.repeating or _jax.is_repeated(eqn)
+            around = self.repeating, self.behind
+            self.repeating, self.behind = (
+                self.repeating or _jax.is_repeated(eqn),
+                self.behind or _jax.is_transposed(eqn),
+            )
             results = self.equation(eqn, operands, (*path, index), scope)
-            self.repeating = around
+            self.repeating, self.behind = around
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -497,4 +506,5 @@ class _Builder:
             carry={position: self.carry[e] for position, e in enumerate(keep) if e in self.carry},
             guessed=tuple(self.guessed),
             repeated=frozenset(position for position, e in enumerate(keep) if self.repeated[e]),
+            backward=frozenset(position for position, e in enumerate(keep) if self.backward[e]),
         )

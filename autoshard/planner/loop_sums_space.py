@@ -9,7 +9,19 @@ from autoshard.ir import accumulation
 from autoshard.ir.loop_sums import NAMED, LoopSum, loop_sums, summed_once, together
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.program import Program
+from autoshard.planner.record import PlanRecord
 from autoshard.planner.request import PlanRequest
+from autoshard.problem.collective import Collective
+
+
+def sums_in_trips(record: PlanRecord) -> list[Collective]:
+    """The collectives that finish sums in the trips of loops."""
+    return [c for c in record.collectives if c.trips > 1 and c.kind in ("all-reduce", "reduce-scatter")]
+
+
+def summed_in_trips_s(record: PlanRecord) -> float:
+    """The seconds of a step that they take if nothing hides."""
+    return sum(c.seconds * c.trips for c in sums_in_trips(record))
 
 
 def splittable(request: PlanRequest) -> tuple[LoopSum, ...]:

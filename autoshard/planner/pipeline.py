@@ -38,7 +38,7 @@ from autoshard.planner import minimal_constraints
 from autoshard.planner.budget import SETTLE_S, USUAL_BUDGET, Budget
 from autoshard.planner.build_record import describe
 from autoshard.planner.infeasible import infeasible
-from autoshard.planner.loop_sums_space import in_use, splittable, summing_once
+from autoshard.planner.loop_sums_space import in_use, splittable, summed_in_trips_s, summing_once
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.recomputation_space import RecomputationSpace, keeping
 from autoshard.planner.record import Certificate, PlanRecord
@@ -64,7 +64,9 @@ ConstraintPolicy = Literal["needed", "compiled", "all"]
 # What is kept is decided to this fraction: the layouts are decided again, and so well as is asked.
 CHOICE_GAP = 5e-3
 ATTEMPTS = 4  # at what is kept, where the program turns out to need more memory than the graph with the choices said
-NO_FASTER = 1e-3  # of a step: so much a sum after a loop must save, else the program stays as it is
+# Sums after loops must be faster by the first, of a step; or not slower than by the second, where the plan without them
+# sums longer in the trips of loops: of all prices, those of many small reductions are the least certain.
+FASTER, AS_FAST = 1e-3, 0.02
 MARGIN = 0.98  # of the limit that the last attempt missed
 
 
@@ -101,7 +103,7 @@ def _summing(
     """The best plan of a program as it is, or with sums over loops' trips that are finished once, after their loops.
 
     First all sums are in as many parts as the mesh allows; then each in as many as lie on different devices, and
-    those that do not are as they were. The program as it is counts where that is not faster.
+    those that do not are as they were.
     """
     sums = splittable(request)
     if not sums:
@@ -136,7 +138,9 @@ def _fastest_sums(
         plain = whole(replace(budget, cutoff_s=lambda: min(step_s, budget.cutoff_s())))
     except InfeasibleError:
         return best
-    return best if best.solution.objective < plain.solution.objective * (1 - NO_FASTER) else plain
+    fewer = summed_in_trips_s(best.record) < summed_in_trips_s(plain.record)
+    most = plain.solution.objective * (1 + AS_FAST if fewer else 1 - FASTER)
+    return best if best.solution.objective < most else plain
 
 
 def _recomputing(request: PlanRequest, budget: Budget, constraints: ConstraintPolicy) -> PlanningResult:
@@ -211,7 +215,7 @@ def _proven(found: PlanningResult, bound: int | None, choices: RecomputationSpac
         gap=(certificate.objective_s - bound_s) / certificate.objective_s if certificate.objective_s else 0.0,
         space=f"{certificate.space}; {choices.said}",
     )
-    note = choices.summary(found.record.recomputation)
+    note = choices.summary(found)
     record = replace(found.record, certificate=larger, notes=(*found.record.notes, note))
     return replace(found, record=record)
 

@@ -6,17 +6,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.costs.resharding import Resharder
-from autoshard.ir.op_traits import DOT_GENERAL
 from autoshard.ir.recomputation import Recomputation
 from autoshard.ir.recomputed import recomputation_of, recomputed, savable
 from autoshard.ir.saved_values import SavedValues
+from autoshard.planner.backward_passes import decided_text
+from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.program import Program
-from autoshard.planner.record import KEEPS
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.search_space import build_search_space, decide_anew
 from autoshard.problem.decisions import Decisions
 from autoshard.problem.whole_step import WholeStep, kept_values, whole_step
-from autoshard.report.tables import bytes_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,17 +54,12 @@ class RecomputationSpace:
             "priced on one graph that has both"
         )
 
-    def summary(self, chosen: Recomputation | None) -> str:
-        """What a plan keeps and repeats, in words."""
-        texts = frozenset(() if chosen is None else chosen.kept)
-        values = {str(v.id): v for one in self.saved.passes for v in one.values if str(v.id) in texts}
-        own = [v for v in values.values() if not v.id.stacked]
-        repeated = self.saved.repeated([v.id for v in values.values()])
-        contractions = sum(step.primitive == DOT_GENERAL for step in repeated)
-        return (
-            f"{KEEPS} {len(own)} values kept ({bytes_text(sum(v.nbytes for v in own))} on all devices "
-            f"together) and repeat {len(repeated)} equations, {contractions} of them matrix products"
-        )
+    def summary(self, found: PlanningResult) -> str:
+        """What a plan of the program that keeps what was chosen keeps and repeats, in words."""
+        chosen = found.record.recomputation
+        texts = () if chosen is None else chosen.kept
+        own = sum("^" not in text for text in texts)
+        return decided_text(found.assignment, found.record.cost.step_s, own)
 
 
 def keeping(request: PlanRequest, chosen: Recomputation) -> PlanRequest:

@@ -6,9 +6,12 @@ from dataclasses import replace
 from rich.console import RenderableType
 
 from autoshard.ir.paths import dotted
+from autoshard.planner.backward_passes import repeated_text
 from autoshard.planner.leaf_rows import fold
+from autoshard.planner.loop_sums_space import sums_in_trips
 from autoshard.planner.record import ACCUMULATED, AFTER_LOOPS, FOR_GRADIENT, KEEPS, Leaf, PlanRecord
 from autoshard.problem.collective import Collective
+from autoshard.problem.repeated import RepeatedWork
 from autoshard.report.tables import (
     GAP,
     broken_path,
@@ -34,6 +37,7 @@ def summary(
     seconds: Mapping[str, float] | None = None,
     flops: float | None = None,
     peak_flops_per_s: float | None = None,
+    repeated: RepeatedWork | None = None,
     width: int | None = None,
 ) -> str:
     """The whole plan: step time, memory, proof, layouts, collectives.
@@ -43,12 +47,13 @@ def summary(
       seconds: wall-clock per stage of planning, if it was planned just now.
       flops: FLOPs of one device in one step.
       peak_flops_per_s: peak of one device for the type that it multiplies.
+      repeated: what runs once more for backward passes.
       width: columns; None takes the terminal's.
     """
     width = columns() if width is None else width
     parts = [
         "\n".join((f"{record.name} on {record.mesh} ({record.hardware})", *filter(_of_gradient, record.notes), "")),
-        fields(_verdict(record, seconds or {}, flops, peak_flops_per_s), width),
+        fields([*_verdict(record, flops, peak_flops_per_s, repeated), *_made(record, seconds or {})], width),
         layouts("input", record.inputs, record, width=width),
     ]
     replaced, others = _outputs(record)
@@ -61,8 +66,9 @@ def summary(
 
 
 def _verdict(
-    record: PlanRecord, seconds: Mapping[str, float], flops: float | None, peak_flops_per_s: float | None
+    record: PlanRecord, flops: float | None, peak_flops_per_s: float | None, repeated: RepeatedWork | None
 ) -> list[tuple[str, str]]:
+    """What the plan promises, and how well it is proven."""
     cost, memory, proof = record.cost, record.memory, record.certificate
     share = cost.compute_s / cost.step_s if cost.step_s else 1.0
     rows = [
@@ -77,12 +83,16 @@ def _verdict(
         if peak_flops_per_s is not None and cost.step_s:
             text += f", {flops / (peak_flops_per_s * cost.step_s):.1%} of the peak of {flops_text(peak_flops_per_s)}/s"
         rows.append(("matmuls", text))
-    rows += [("kept", note) for note in record.notes if note.startswith(KEEPS)]
+    decided = [("kept", note) for note in record.notes if note.startswith(KEEPS)]
+    if repeated is not None and not decided:
+        decided = [("repeated", f"as the program says: {repeated_text(repeated, cost.step_s)}")]
+    rows += decided
     rows += [("batch", note) for note in record.notes if note.startswith(ACCUMULATED)]
     rows += [("sums", note) for note in record.notes if note.startswith(AFTER_LOOPS)]
     rows += [("loops", text) for text in _summed_in_every_trip(record)]
     kinds = sorted(memory.kinds.items(), key=lambda item: -item[1])
-    rows += [
+    return [
+        *rows,
         (
             "memory",
             f"{bytes_text(memory.peak_bytes)} of {bytes_text(memory.limit_bytes)} per device: "
@@ -96,6 +106,11 @@ def _verdict(
         ),
         ("solver", proof.solver),
     ]
+
+
+def _made(record: PlanRecord, seconds: Mapping[str, float]) -> list[tuple[str, str]]:
+    """How the plan was made, what it emits, and its notes."""
+    rows: list[tuple[str, str]] = []
     if seconds:
         stages = ", ".join(f"{stage} {s:.1f}" for stage, s in seconds.items())
         rows.append(("planned", f"in {sum(seconds.values()):.1f} s: {stages}"))
@@ -108,9 +123,8 @@ def _verdict(
 def _summed_in_every_trip(record: PlanRecord) -> list[str]:
     """What of the sums that a loop finishes in every trip takes longest, in words; nothing if that is not much."""
     found: dict[tuple[str, str, str], list[Collective]] = {}
-    for c in record.collectives:
-        if c.trips > 1 and c.kind in ("all-reduce", "reduce-scatter"):
-            found.setdefault((c.kind, c.value, c.where), []).append(c)
+    for c in sums_in_trips(record):
+        found.setdefault((c.kind, c.value, c.where), []).append(c)
     total_s = sum(map(_sum_s, found.values()))
     if total_s <= MUCH * record.cost.step_s:
         return []

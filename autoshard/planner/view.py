@@ -5,7 +5,7 @@ decision's bar spans all its trips; a transfer that can hide runs beside compute
 as the link is free, any other one stops it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,14 +13,17 @@ import numpy as np
 
 from autoshard.costs.strategies import layout_of
 from autoshard.ir.mesh import MeshAxes
+from autoshard.planner import backward_passes
 from autoshard.planner.leaf_rows import fold
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.record import Leaf, PlanRecord
-from autoshard.problem import bill
+from autoshard.problem import bill, memory_profile
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Copy, Equation, Output
+from autoshard.problem.ports import KEPT, REPEATED
+from autoshard.problem.repeated import repeated_share
 from autoshard.report.hardware import number_text
-from autoshard.report.tables import LEFT, bytes_text, proof_text, short_aval, short_place, time_text
+from autoshard.report.tables import LEFT, bytes_text, flops_text, proof_text, short_aval, short_place, time_text
 from cost_models import Hardware
 
 SCHEMA = 1
@@ -53,6 +56,7 @@ def of_plan(planned: PlanningResult, hardware: Hardware, compared: Sequence[Json
             "exposed_s": record.cost.exposed_s,
         },
         "flops": bill.flops(assignment),
+        "backward": backward_passes.to_json(assignment),
         "memory": _memory(record, assignment),
         "layouts": [*_leaves("input", record.inputs, record), *_activations(assignment)],
         "timeline": _timeline(assignment),
@@ -188,14 +192,8 @@ def _memory(record: PlanRecord, assignment: Assignment) -> Json:
     """Bytes by kind over the program, the highest moment of every stretch of it."""
     d = assignment.decisions
     end = len(d.graph.eqns) + 2
-    kinds = sorted({use.kind for use in d.usages})
-    change = np.zeros((len(kinds), end + 1), np.int64)
-    for use in d.usages:
-        nbytes = int(use.nbytes[assignment.choice[use.node]])
-        change[kinds.index(use.kind), use.start] += nbytes
-        change[kinds.index(use.kind), min(use.end, end - 1)] -= nbytes
-    held = np.cumsum(change[:, :end], axis=1)
-    total = held.sum(axis=0)
+    held = memory_profile.over_time(d, assignment.choice)
+    total = sum(held.values(), np.zeros(end, np.int64))
     edges = np.linspace(0, end, min(MOMENTS, end) + 1).astype(int)
     at = [int(a + total[a:b].argmax()) for a, b in pairwise(edges)]
     return {
@@ -205,8 +203,14 @@ def _memory(record: PlanRecord, assignment: Assignment) -> Json:
         "peak_kinds": dict(record.memory.kinds),
         "peak_moment": int(np.argmax(total[at])) if at else 0,
         "moments": [short_place(d.graph.eqns[i].where) if i < len(d.graph.eqns) else "end" for i in at],
-        "kinds": {kind: [int(x) for x in held[k, at]] for k, kind in enumerate(kinds)},
+        "kinds": {kind: [int(x) for x in held[kind][at]] for kind in _stacked(held)},
     }
+
+
+def _stacked(kinds: Collection[str]) -> list[str]:
+    """The kinds from the bottom up: what is kept, and what is repeated, beside the other activations."""
+    own = [kind for kind in (KEPT, REPEATED) if kind in kinds]
+    return [x for kind in kinds if kind not in own for x in ((kind, *own) if kind == "activations" else (kind,))]
 
 
 def _transfers(assignment: Assignment) -> dict[int, list[Json]]:
@@ -226,6 +230,7 @@ def _transfers(assignment: Assignment) -> dict[int, list[Json]]:
                 "seconds": row.seconds * row.trips,
                 "trips": row.trips,
                 "hides": row.window is not None,
+                "repeated": repeated_share(d, edge.v) > 0.5,
                 "after": edge.u,
             }
         )
@@ -256,6 +261,7 @@ def _timeline(assignment: Assignment) -> list[Json]:
                     "duration_s": transfer["seconds"],
                     "trips": transfer["trips"],
                     "hides": transfer["hides"],
+                    "repeated": transfer["repeated"],
                 }
             )
             link = start + transfer["seconds"]
@@ -273,6 +279,7 @@ def _timeline(assignment: Assignment) -> list[Json]:
                     "duration_s": seconds,
                     "trips": d.graph.runs(e),
                     "hides": False,
+                    "repeated": repeated_share(d, n) > 0.5,
                 }
             )
             now += seconds
@@ -328,6 +335,7 @@ def markdown(view: Mapping[str, Any]) -> str:
             ("compute", time_text(view["cost"]["compute_s"])),
             ("exposed communication", time_text(view["cost"]["exposed_s"])),
             ("hidden communication", time_text(view["cost"]["hidden_s"])),
+            *_backward(view),
             ("peak memory", f"{bytes_text(memory['peak_bytes'])}, at {short_place(memory['peak_at'])}"),
             *((f"of which {kind}", bytes_text(nbytes)) for kind, nbytes in memory["peak_kinds"].items()),
             ("proof", f"{proof['proof']}: {proof['space']}"),
@@ -379,6 +387,16 @@ def markdown(view: Mapping[str, Any]) -> str:
         ("number", "value", "source"), [(row["name"], row["text"], row["source"]) for row in view["numbers"]]
     )
     return "\n".join([*lines, "", *(f"- {note}" for note in view["notes"])]) + "\n"
+
+
+def _backward(view: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What is kept for backward passes, and runs once more in them."""
+    found = view["backward"]["repeated"]
+    if found is None:
+        return []
+    seconds = found["compute_s"] + found["waited_s"]
+    repeated = f"{flops_text(found['flops'])} ({found['share_of_flops']:.1%} of all), {time_text(seconds)}"
+    return [(KEPT, bytes_text(view["backward"]["kept_bytes"])), (REPEATED, repeated)]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.problem.decisions import Decisions
+from autoshard.problem.ports import KEPT
 
 
 def peak(decisions: Decisions, choice: NDArray[np.int64]) -> tuple[int, int, Mapping[str, int]]:
@@ -23,3 +24,22 @@ def peak(decisions: Decisions, choice: NDArray[np.int64]) -> tuple[int, int, Map
         if use.start <= at < use.end:
             kinds[use.kind] = kinds.get(use.kind, 0) + int(use.nbytes[choice[use.node]])
     return int(held[at]), at, dict(sorted(kinds.items()))
+
+
+def over_time(decisions: Decisions, choice: NDArray[np.int64]) -> Mapping[str, NDArray[np.int64]]:
+    """Bytes by kind at every time point; of activations those that are kept, and those that are repeated, apart."""
+    end = len(decisions.graph.eqns) + 2
+    change: dict[str, NDArray[np.int64]] = {}
+    for use in decisions.usages:
+        parts = {part: int(nbytes[choice[use.node]]) for part, nbytes in use.parts.items()}
+        rest = int(use.nbytes[choice[use.node]]) - sum(parts.values())
+        for kind, nbytes in ((use.kind, rest), *parts.items()):
+            row = change.setdefault(kind, np.zeros(end + 1, np.int64))
+            row[use.start] += nbytes
+            row[min(use.end, end - 1)] -= nbytes
+    return {kind: np.cumsum(row[:end]) for kind, row in sorted(change.items())}
+
+
+def kept_bytes(decisions: Decisions, choice: NDArray[np.int64]) -> int:
+    """What is kept for backward passes on one device, where it is most."""
+    return int(over_time(decisions, choice).get(KEPT, np.zeros(1, np.int64)).max())

@@ -15,7 +15,7 @@ from autoshard.costs.overlap import EARLY, LATE, OverlapWindows
 from autoshard.costs.strategies import SUM, Codes, decode, shards
 from autoshard.ir.graph import Aval, Graph
 from autoshard.ir.mesh import MeshAxes
-from autoshard.problem.ports import Port, Usage
+from autoshard.problem.ports import KEPT, REPEATED, Port, Usage
 
 
 def local_bytes(aval: Aval, codes: Codes, mesh: MeshAxes) -> NDArray[np.int64]:
@@ -46,18 +46,25 @@ class MemoryUsageBuilder:
         self._made_by, self._spans = graph.producers, loop_spans(graph)
         self._waiting = Counter[int]()  # gradients that are put off, by the equation that they are made before
         self._nbytes: dict[tuple[int, int, int, str], NDArray[np.int64]] = {}
+        self._parts: dict[tuple[int, int, int, str], dict[str, NDArray[np.int64]]] = {}
+        backward = sorted(graph.backward)
+        after = np.searchsorted(backward, np.arange(len(graph.eqns)), side="right")
+        self._backward_from = np.append(backward, len(graph.eqns) + 1)[after]  # equation → the next backward one
 
     def all(self) -> tuple[Usage, ...]:
         """Every usage, in the order in which they came."""
         return tuple(
-            Usage(node=node, start=start, end=end, nbytes=nbytes, kind=kind)
-            for (node, start, end, kind), nbytes in self._nbytes.items()
+            Usage(node=key[0], start=key[1], end=key[2], nbytes=nbytes, kind=key[3], parts=self._parts.get(key, {}))
+            for key, nbytes in self._nbytes.items()
         )
 
-    def add(self, node: int, start: int, end: int, nbytes: NDArray[np.int64], kind: str) -> None:
-        """Bytes per choice of a decision, alive over [start, end)."""
+    def add(self, node: int, start: int, end: int, nbytes: NDArray[np.int64], kind: str, *, part: str = "") -> None:
+        """Bytes per choice of a decision, alive over [start, end); `part`: see `Usage.parts`."""
         key = (node, start, end, kind)
         self._nbytes[key] = self._nbytes[key] + nbytes if key in self._nbytes else nbytes
+        if part:
+            parts = self._parts.setdefault(key, {})
+            parts[part] = parts[part] + nbytes if part in parts else nbytes
 
     def add_value(self, value: int, port: Port, begin: int, name: int, target: Port | None, *, in_place: bool) -> None:
         """Memory of a value with one consumer at most: in its own layout first, then in the consumer's.
@@ -137,11 +144,21 @@ class MemoryUsageBuilder:
         """Memory of a value in each layout of a port, but for the first `lent`."""
         nbytes, soon, across = self._local(value, port), int(self.lives.soon[value]), self.lives.across.get(value)
         nbytes[:lent] = 0
+        part = self._part(value, end) if kind == "activations" else ""
         if across and start < soon < end:
             rows = decode(port.codes, self.graph.avals[value].ndim, self.mesh.ndim)
-            self.add(port.node, start, soon, nbytes, kind)
+            self.add(port.node, start, soon, nbytes, kind, part=part)
             start, nbytes = soon, np.where(np.isin(rows, list(across)).any(axis=1), 0, nbytes)
-        self.add(port.node, start, end, nbytes, kind)
+        self.add(port.node, start, end, nbytes, kind, part=part)
+
+    def _part(self, value: int, end: int) -> str:
+        """What a value that lives so long is there for; results of the program, which live longest, for themselves."""
+        maker = self._made_by.get(value, (-1, 0))[0]
+        if maker in self.graph.repeated:
+            return REPEATED
+        if maker < 0 or maker in self.graph.backward:
+            return ""
+        return KEPT if self._backward_from[maker] < end <= len(self.graph.eqns) else ""
 
     def _pending(self, value: int, port: Port) -> NDArray[np.bool_]:
         """Whether a value is a pending sum, `[choices, mesh axes]`."""

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,24 @@ import pytest
 from typer.testing import CliRunner
 
 import autoshard
+import cost_models
 from autoshard import _jax, cli
 from autoshard.api.options import Options
 from autoshard.api.planning import plan_request, requests_of
 from autoshard.errors import AutoshardError, InfeasibleError, PlanFileError, PlanMismatchError
+from autoshard.explain.diff import diff, text
 from autoshard.ir.recomputation import Recomputation, Remat
 from autoshard.ir.recomputed import recomputation_of, savable
 from autoshard.ir.saved_values import SavedValues
+from autoshard.planner import view
+from autoshard.planner.backward_passes import repeated_text
 from autoshard.planner.recomputation_space import keeping
+from autoshard.planner.record import KEEPS
 from autoshard.planner.request import PlanRequest
+from autoshard.problem.memory_profile import kept_bytes
+from autoshard.problem.ports import KEPT, REPEATED
+from autoshard.problem.repeated import repeated_work
+from autoshard.report.tables import bytes_text
 from tests.ir.test_recompute import PROGRAMS, drawn
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -181,14 +191,57 @@ def test_what_is_kept_is_said(tmp_path: Path) -> None:
     for value in plan.kept:
         assert value.nbytes == value.trips * np.prod(value.shape) * np.dtype(value.dtype).itemsize
     assert any(value.where.startswith(str(Path(__file__).parents[1])) for value in plan.kept)
-    (row,) = [line for line in plan.summary().splitlines() if line.split()[:1] == ["kept"]]
-    assert f"{len(plan.kept)} values" in row
+    (note,) = [note for note in plan.record.notes if note.startswith(KEEPS)]
+    assert " ".join(note.split()) in " ".join(plan.summary().split())
+    assignment = plan.planned.assignment
+    held, work = kept_bytes(assignment.decisions, assignment.choice), repeated_work(assignment)
+    assert work is not None
+    assert 0 < held <= plan.record.memory.peak_bytes
+    assert f"{len(plan.kept)} values kept ({bytes_text(held)} per device)" in note
+    assert note.endswith(f"repeat {repeated_text(work, plan.cost)}")
     plan.save(tmp_path / "plan.json")
     loaded = autoshard.load(tmp_path / "plan.json")
     assert loaded.recomputation == plan.recomputation
     assert loaded.bind(fn, *args).kept == plan.kept
     with pytest.raises(PlanMismatchError, match="bind"):
         getattr(loaded, "kept")  # noqa: B009  (type checkers know that it has none)
+
+
+def test_what_a_program_s_own_checkpoints_repeat_is_said() -> None:
+    fn, args = wide(PROGRAMS["checkpointed"]())
+    plan = autoshard.plan(fn, *args, mesh=PLAIN, hardware="cpu:4", rel_gap=1e-2, remat="written")
+    (row,) = [line for line in plan.summary().splitlines() if line.split()[:1] == ["repeated"]]
+    assert "as the program says" in row
+    assert not any("repeat" in note for note in plan.record.notes)  # the file is as it was
+
+
+def test_the_page_tells_what_is_kept_from_what_is_repeated() -> None:
+    plan = recomputing()
+    shown = view.of_plan(plan.planned, cost_models.hardware("cpu:4"))
+    kinds = shown["memory"]["kinds"]
+    assert max(kinds[KEPT]) > 0 < max(kinds[REPEATED])
+    assert max(map(sum, zip(*kinds.values(), strict=True))) == plan.record.memory.peak_bytes
+    assert shown["backward"]["kept_bytes"] >= max(kinds[KEPT])
+    assert {type(bar["repeated"]) for bar in shown["timeline"]} == {bool}
+    assert f"| {REPEATED} |" in view.markdown(shown)
+    html = plan.to_html()
+    assert "--kept" in html
+    assert "--again" in html
+
+
+def test_a_diff_says_that_one_plan_recomputes(tmp_path: Path) -> None:
+    (fn, args), options = tight()
+    written = autoshard.plan(fn, *args, **{**options, "memory": None}, remat="written").record
+    found = diff(written, recomputing().record)
+    said = " ".join(text(found, width=100).split())
+    assert "before keep what the program says for backward passes; after backward passes find" in said
+    chosen = recomputing().record.recomputation
+    assert chosen is not None
+    told = found.to_json()["recomputation"]
+    assert (told["before"], told["after"]["kept"]) == (None, list(chosen.kept))
+    other = replace(recomputing().record, recomputation=replace(chosen, kept=chosen.kept[1:]))
+    assert "1 value is kept in one of them only" in " ".join(text(diff(recomputing().record, other)).split())
+    assert "recomput" not in text(diff(written, written))
 
 
 def built() -> Program:

@@ -12,9 +12,11 @@ import cost_models
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.mesh import MeshAxes
 from autoshard.planner import summary
+from autoshard.planner.backward_passes import repeated_text
 from autoshard.planner.leaf_rows import fold, local_bytes, ranges
 from autoshard.planner.record import Certificate, Cost, Leaf, Memory, PlanRecord
 from autoshard.problem.collective import Collective
+from autoshard.problem.repeated import RepeatedLine, RepeatedWork
 from autoshard.report import hardware
 from autoshard.report import hardware as hardware_room
 from autoshard.report.tables import (
@@ -36,6 +38,19 @@ MESH = MeshAxes.of({"data": 2, "model": 4})
 
 def leaf(path: str, *shape: int, spec: P | None = None, dtype: str = "float32") -> Leaf:
     return Leaf(path=path, shape=shape, dtype=dtype, spec=P() if spec is None else spec)
+
+
+def repeated(count: int, *lines: RepeatedLine) -> RepeatedWork:
+    return RepeatedWork(equations=count, lines=lines, flops=2e9, share=0.1, compute_s=2e-3, waited_s=1e-3)
+
+
+def test_what_is_repeated_is_said_in_flops_and_seconds() -> None:
+    one = RepeatedLine(where="/me/model.py:61 (mlp)", primitive="dot_general", count=1, flops=1e9)
+    said = "1 matrix product (model.py:61): 2 GFLOP per device (10.0% of all), 3 ms (30.0% of the step)"
+    assert repeated_text(repeated(9, one), 1e-2) == f"9 equations, among them {said}"
+    assert repeated_text(repeated(1), 1e-2) == "1 equation, none of them a matrix product: 3 ms (30.0% of the step)"
+    more = [replace(one, where=f"/me/model.py:{line} (mlp)") for line in (1, 2, 3, 4)]
+    assert "4 matrix products (model.py:1, model.py:2, model.py:3, …)" in repeated_text(repeated(9, *more), 1e-2)
 
 
 def layers(prefix: str, count: int, spec: P) -> list[Leaf]:

@@ -1,6 +1,6 @@
 """Enlarged: a graph with further equations in it, some of which a plan may leave out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -151,11 +151,8 @@ class Enlargement:
             eqn_loop=tuple(graph.eqn_loop[e] if added is None else added.loop for added, e in rows),
             again_of=tuple(graph.again_of[e] if added is None else 0 for added, e in rows),
             carry=carry,
-            repeated=frozenset(
-                now
-                for now, (a, e) in enumerate(rows)
-                if (e in graph.repeated if a is None else a.of is None and not a.eqn.traits.link)
-            ),
+            repeated=_marked(rows, graph.repeated),
+            backward=_marked(rows, graph.backward),
             avals=tuple(self._avals),
             trips=tuple(self._trips),
             value_loop=tuple(self._loops),
@@ -165,3 +162,12 @@ class Enlargement:
         )
         held = frozenset(at for v, at in self.id_of.items() if self.held[v])
         return WholeStep(graph=found, recalls=recalls, keeps=keeps, held=held, final=frozenset(self.final))
+
+
+def _marked(rows: Sequence[tuple[Addition | None, int]], own: Collection[int]) -> frozenset[int]:
+    """Of what is added or of the graph: what runs once more, and the graph's own equations among these."""
+    return frozenset(
+        now
+        for now, (added, e) in enumerate(rows)
+        if (e in own if added is None else added.of is None and not added.eqn.traits.link)
+    )

@@ -194,14 +194,15 @@ function stacked(axis, names, series) {
 
 function timeline(plan) {
   const lanes = ["communication", "compute"];
-  const color = (b) => css(b.lane === "compute" ? "--compute" : b.hides ? "--hide" : "--wait");
-  chart(main, "A step in two lanes", "Program order, as the planner prices it. A bar spans all trips of its operation. Communication in full colour stops compute; paler communication may hide behind it. " +
+  const color = (b) => css(b.lane === "compute" ? (b.repeated ? "--again" : "--compute") : b.hides ? "--hide" : "--wait");
+  const repeats = plan.timeline.some((b) => b.repeated && b.lane === "compute") ? "Violet compute is repeated for the backward pass. " : "";
+  chart(main, "A step in two lanes", "Program order, as the planner prices it. A bar spans all trips of its operation. Communication in full colour stops compute; paler communication may hide behind it. " + repeats +
     "Scroll or pinch to zoom, drag to move.", (axis) => ({
     grid: { left: 8, right: 16, top: 10, bottom: 60, containLabel: true },
     xAxis: { ...axis, type: "value", min: 0, axisLabel: { ...axis.axisLabel, formatter: time } },
     yAxis: { ...axis, type: "category", data: lanes },
     dataZoom: [{ type: "inside", filterMode: "none" }, { type: "slider", filterMode: "none", height: 22, bottom: 8, labelFormatter: time, textStyle: { color: css("--soft") } }],
-    tooltip: { formatter: (p) => { const b = plan.timeline[p.data[3]]; return `${escaped(b.name)} <b>${time(b.duration_s)}</b>${b.trips > 1 ? ` in ${count(b.trips)} trips` : ""}<br>${escaped(b.value)}<br>${escaped(b.where)}`; } },
+    tooltip: { formatter: (p) => { const b = plan.timeline[p.data[3]]; return `${escaped(b.name)}${b.repeated ? " (repeated)" : ""} <b>${time(b.duration_s)}</b>${b.trips > 1 ? ` in ${count(b.trips)} trips` : ""}<br>${escaped(b.value)}<br>${escaped(b.where)}`; } },
     series: [{
       type: "custom", encode: { x: [1, 2], y: 0 }, progressive: 0,
       data: plan.timeline.map((b, i) => [lanes.indexOf(b.lane), b.start_s, b.start_s + b.duration_s, i]),
@@ -218,6 +219,7 @@ function timeline(plan) {
 function memory(parent, plan) {
   const m = plan.memory;
   const moment = m.peak_moment;
+  const own = { "kept for backward": "--kept", "repeated in backward": "--again" };
   chart(parent, "Memory over the program", `The peak is ${bytes(m.peak_bytes)} of ${bytes(m.limit_bytes)} per device, at ${m.peak_at}.`, (axis) => ({
     grid: { left: 8, right: 16, top: 54, bottom: 8, containLabel: true }, legend: legend(),
     tooltip: { trigger: "axis", formatter: (ps) => `${escaped(m.moments[ps[0].dataIndex])}<br>` + ps.filter((p) => p.value).map((p) => `${p.marker}${escaped(p.seriesName)}: ${bytes(p.value)}`).join("<br>") },
@@ -225,6 +227,7 @@ function memory(parent, plan) {
     yAxis: { ...axis, type: "value", axisLabel: { ...axis.axisLabel, formatter: bytes } },
     series: Object.entries(m.kinds).map(([kind, values], k) => ({
       type: "line", name: kind, stack: "all", step: "end", symbol: "none", lineStyle: { width: 0 }, areaStyle: { opacity: 0.85 }, data: values,
+      ...(own[kind] ? { itemStyle: { color: css(own[kind]) } } : {}),
       markLine: k === 0 ? { symbol: "none", silent: true, data: [{ xAxis: moment }], lineStyle: { color: css("--ink") }, label: { formatter: "peak", color: css("--ink") } } : undefined,
     })),
   }));
@@ -253,6 +256,7 @@ function planned(plan, first) {
   section(main, first ? "The step" : "The best candidate's step", first ? "" : plan.verdict, element("dl", { class: "stats" }, ...[
     ["step", time(c.step_s)], ["compute", time(c.compute_s)], ["exposed communication", time(c.exposed_s)], ["hidden communication", time(c.hidden_s)],
     ["matmuls per device", flops(plan.flops)], ["of peak", percent(plan.flops / plan.roofline.peak_flops_per_s / c.step_s)],
+    ...(plan.backward.repeated ? [["kept for backward", bytes(plan.backward.kept_bytes)], ["matmuls repeated", percent(plan.backward.repeated.share_of_flops)]] : []),
     ["peak memory", bytes(plan.memory.peak_bytes)], ["gap", (100 * plan.certificate.gap).toFixed(2) + "%"],
   ].map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)))));
   timeline(plan);
