@@ -1,5 +1,6 @@
-"""Facts of `CompilerModel` that the text of one small compiled program shows: on XLA:TPU, and otherwise on XLA:GPU."""
+"""Facts of `CompilerModel` that the text of one small program shows, compiled by every compiler."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard.backends import compile
+from autoshard.backends import compile, hlo
 from autoshard.backends.devices import abstract
 from autoshard.backends.known_compilers import named
 from autoshard.backends.model import CompilerName
@@ -18,16 +19,146 @@ from autoshard.ir.mesh import MeshAxes
 from tests.installed import GPU, TPU
 
 MESH = MeshAxes(("x",), (8,))
-COMPILERS = [pytest.param("gpu", "h100:1x8", marks=GPU), pytest.param("tpu", "tpu-v5e:2x4", marks=TPU)]
+PLANES = MeshAxes(("a", "b"), (4, 2))
+COMPILERS = [
+    pytest.param("gpu", "h100:1x8", marks=GPU),
+    pytest.param("tpu", "tpu-v5e:2x4", marks=TPU),
+    pytest.param("cpu", "cpu:8"),
+]
 F32, BF16 = (lambda *shape, of=dtype: jax.ShapeDtypeStruct(shape, of) for dtype in (jnp.float32, jnp.bfloat16))
+
+
+def constrained(x: jax.Array, *spec: Any, mesh: MeshAxes = MESH) -> jax.Array:
+    """`x` with a sharding constraint."""
+    return jax.lax.with_sharding_constraint(x, NamedSharding(abstract(mesh), P(*spec)))
+
+
+def text_of(
+    topology: str, fn: Callable[..., Any], args: tuple[Any, ...], specs: tuple[P, ...], mesh: MeshAxes = MESH
+) -> str:
+    """The whole text of a compiled program."""
+    shardings = tuple(NamedSharding(abstract(mesh), spec) for spec in specs)
+    traced = jax.jit(fn, in_shardings=shardings).trace(*args)
+    options = named(compile.CompileTarget.parse(topology).compiler).ring_free_flags
+    return compile.compile(traced, topology=topology, mesh=mesh, compiler_options=options).hlo_text
+
+
+def collectives(text: str, mesh: MeshAxes = MESH) -> list[hlo.Collective]:
+    """Those of a program that move more than a scalar."""
+    return [c for c in hlo.collectives(hlo.read(text), mesh) if c.nbytes > 1024]
 
 
 def entry(topology: str, fn: Callable[..., Any], args: tuple[Any, ...], specs: tuple[P, ...]) -> tuple[str, str]:
     """The whole text of a compiled program, and that of its entry."""
-    shardings = tuple(NamedSharding(abstract(MESH), spec) for spec in specs)
-    traced = jax.jit(fn, in_shardings=shardings).trace(*args)
-    text = compile.compile(traced, topology=topology, mesh=MESH).hlo_text
+    text = text_of(topology, fn, args, specs)
     return text, text[text.index("\nENTRY") :]
+
+
+@pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
+def test_a_value_is_moved_before_or_behind_the_cast_that_widens_it(compiler: CompilerName, topology: str) -> None:
+    """It is asked for behind it, on both ends."""
+
+    def moved(x: jax.Array) -> jax.Array:
+        return jnp.sin(constrained(constrained(x.astype(jnp.float32), "x")))
+
+    (gather,) = collectives(text_of(topology, moved, (BF16(1024, 512),), (P("x"),)))
+    narrow = named(compiler).moves_collectives_past_casts
+    assert (gather.kind, gather.nbytes) == ("all-gather", 1024 * 512 * (2 if narrow else 4))
+
+
+PRODUCTS, SPLIT = (BF16(512, 1024), BF16(1024, 512)) * 2, (P(None, "x"), P("x")) * 2
+
+
+@pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
+def test_terms_of_a_sum_are_added_before_they_are_reduced_or_behind(compiler: CompilerName, topology: str) -> None:
+    """Constraints finish each by itself. XLA:CPU reduces in float32."""
+
+    def added(a: jax.Array, b: jax.Array, c: jax.Array, d: jax.Array) -> jax.Array:
+        return jnp.sin(constrained(a @ b) + constrained(c @ d))
+
+    found = collectives(text_of(topology, added, PRODUCTS, SPLIT))
+    assert {c.kind for c in found} == {"all-reduce"}
+    assert len(found) == (1 if named(compiler).merges_terms_of_sums else 2)
+
+
+@pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
+def test_terms_of_a_sum_over_two_axes_are_added_before_they_are_scattered_or_behind(
+    compiler: CompilerName, topology: str
+) -> None:
+    """Over one of them; over the other they are reduced."""
+
+    def added(a: jax.Array, b: jax.Array, c: jax.Array, d: jax.Array) -> jax.Array:
+        return jnp.sin(constrained(a @ b + c @ d, "a", mesh=PLANES))
+
+    both = ("a", "b")
+    found = collectives(text_of(topology, added, PRODUCTS, (P(None, both), P(both)) * 2, PLANES), PLANES)
+    assert len([c for c in found if c.axes == ("a",)]) == (1 if named(compiler).scatters_added_sums else 2)
+
+
+@pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
+def test_a_sum_over_trips_is_reduced_in_the_loop_or_behind_it(compiler: CompilerName, topology: str) -> None:
+    def summed(x: jax.Array, y: jax.Array) -> jax.Array:
+        def trip(total: jax.Array, xy: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            return total + jnp.einsum("ba,bc->ac", *xy, preferred_element_type=jnp.float32), None
+
+        return constrained(jax.lax.scan(trip, jnp.zeros((256, 512)), (x, y))[0])
+
+    args, specs = (BF16(4, 1024, 256), BF16(4, 1024, 512)), (P(None, "x"), P(None, "x"))
+    (reduced,) = collectives(text_of(topology, summed, args, specs))
+    assert (reduced.kind, reduced.trips) == ("all-reduce", 1 if named(compiler).reduces_loop_sums_once else 4)
+
+
+def line_of(text: str, kind: str) -> str:
+    """The line of a program's only collective of a kind."""
+    (line,) = (line for line in text.splitlines() if re.search(rf" = .*\b{kind}(-start)?\(", line))
+    return line
+
+
+@pytest.mark.parametrize(("compiler", "topology"), COMPILERS[:2])
+def test_a_gather_along_an_inner_dimension_is_transposed_or_not(compiler: CompilerName, topology: str) -> None:
+    text = text_of(topology, lambda x: jnp.sin(constrained(x)), (F32(1024, 1024),), (P(None, "x"),))
+    transposed = "f32[1024,1024]{0,1" in line_of(text, "all-gather")
+    assert transposed == named(compiler).collectives_along_outermost_only
+
+
+def test_xla_cpu_transposes_what_it_gathers_alone() -> None:
+    """What it scatters along an inner dimension it reduces as it lies; no copy of either is priced."""
+    gathered = text_of("cpu:8", lambda x: jnp.sin(constrained(x)), (F32(1024, 1024),), (P(None, "x"),))
+    assert "f32[1024,1024]{0,1}" in line_of(gathered, "all-gather")
+    args, specs = PRODUCTS[:2], SPLIT[:2]
+    scattered = text_of("cpu:8", lambda a, b: jnp.sin(constrained(a @ b, None, "x")), args, specs)
+    assert "f32[512,512]{1,0}" in line_of(scattered, "all-reduce")
+    assert not named("cpu").collectives_along_outermost_only
+
+
+@pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
+def test_what_a_trip_gathers_is_merged_or_not(compiler: CompilerName, topology: str) -> None:
+    """Two small weights of a layer."""
+
+    def layers(a: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            a, b = (constrained(v.astype(jnp.bfloat16)) for v in w)
+            return jnp.tanh((x @ a) @ b), None
+
+        return jax.lax.scan(layer, x, (a, b))[0]
+
+    args, specs = (F32(4, 256, 256), F32(4, 256, 256), BF16(4096, 256)), (P(None, "x"), P(None, "x"), P("x"))
+    found = collectives(text_of(topology, layers, args, specs))
+    assert [(c.kind, c.trips) for c in found] == [("all-gather", 4)] * 2
+    assert len({c.instruction for c in found}) == (1 if named(compiler).merges_collectives_in_loops else 2)
+
+
+def test_where_no_collective_is_started_ahead_none_hides() -> None:
+    """XLA:CPU's are synchronous: whatever is fetched ahead or hides behind contractions is a fact about others."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
+
+    text = text_of("cpu:8", step, (F32(1024, 1024), F32(64, 1024)), (P("x"), P("x")))
+    assert {c.kind for c in collectives(text)} >= {"all-gather"}
+    assert "-start(" not in text
+    model = named("cpu")
+    assert not any([model.prefetches_forward_weights, model.waits_at_both_ends, model.hides_behind_late_work])
 
 
 @pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
@@ -40,7 +171,7 @@ def test_what_contractions_make_themselves(compiler: CompilerName, topology: str
 
     args = BF16(4096, 1024), F32(1024, 4096), F32(1024, 4096), F32(4096, 1024)
     _, found = entry(topology, gated, args, (P("x"), P(), P(), P()))
-    kernels = [line for line in found.splitlines() if "= bf16[512,4096]" in line and "kind=kLoop" in line]
+    kernels = [line for line in found.splitlines() if re.search(r"= (bf16|f32)\[512,4096\].* kind=kLoop", line)]
     assert (not kernels) == named(compiler).contractions_make_their_operands
 
 

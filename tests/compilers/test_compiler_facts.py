@@ -1,0 +1,131 @@
+"""Facts of `CompilerModel` that show in a whole step: what is predicted with one is nearer to what is compiled.
+
+Each program is laid out by hand, compiled once, and priced twice: the second time with the fact turned round.
+"""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.backends import devices
+from tests.installed import GPU, TPU
+
+COMPILER_OF = devices.compiler_of
+F32, BF16 = (lambda *shape, of=dtype: jax.ShapeDtypeStruct(shape, of) for dtype in (jnp.float32, jnp.bfloat16))
+
+
+def step(state: Any, x: jax.Array) -> Any:
+    """One step with momentum of residual perceptrons."""
+    params, momentum = state
+
+    def loss(params: Any) -> jax.Array:
+        h = x
+        for up, down in params:
+            h = h + jnp.tanh(h @ up.astype(jnp.bfloat16)) @ down.astype(jnp.bfloat16)
+        return jnp.mean(h.astype(jnp.float32) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(params)
+    momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, gradient)
+    return (jax.tree.map(lambda p, m: p - 1e-3 * m, params, momentum), momentum), value
+
+
+def chain(params: Any, x: jax.Array) -> Any:
+    """One step of weights alone."""
+
+    def loss(params: Any) -> jax.Array:
+        h = x
+        for w in params:
+            h = h @ w.astype(jnp.bfloat16)
+        return jnp.mean(h.astype(jnp.float32) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 1e-3 * g, params, gradient), value
+
+
+def attention(params: Any, x: jax.Array) -> Any:
+    """One step of one attention without a mask, and of its head."""
+
+    def loss(params: Any) -> jax.Array:
+        q, k, v = (jnp.einsum("bsd,dnh->bsnh", x, w.astype(jnp.bfloat16)) for w in params[:3])
+        weights = jax.nn.softmax(jnp.einsum("bsnh,btnh->bnst", q, k).astype(jnp.float32)).astype(jnp.bfloat16)
+        h = x + jnp.einsum("bnst,btnh,nhd->bsd", weights, v, params[3].astype(jnp.bfloat16))
+        return jnp.mean((h @ params[4].astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 1e-3 * g, params, gradient), value
+
+
+LAYERS = [(F32(2048, 4096), F32(4096, 2048))] * 4
+WIDE = [(F32(4096, 8192), F32(8192, 4096))] * 4
+HEADS = [F32(1024, 8, 128)] * 3 + [F32(8, 128, 1024), F32(1024, 16384)]
+MEGATRON = [(P(None, "x"), P("x"))] * 4
+# program → its function, its arguments, their specs
+PROGRAMS: dict[str, Any] = {
+    "data parallel": (step, ((LAYERS, LAYERS), BF16(8192, 2048)), (P(), P("x"))),
+    "tensor parallel": (step, ((WIDE, WIDE), BF16(8192, 4096)), ((MEGATRON, MEGATRON), P())),
+    "chain": (chain, ([F32(4096, 4096)] * 4, BF16(65536, 4096)), (P(), P("x"))),
+    "fully sharded": (attention, (HEADS, BF16(16, 512, 1024)), (P("x"), P("x"))),
+}
+
+ON_GPU = [  # fact, program, quantity
+    ("puts_weight_gradients_last", "data parallel", "peak"),
+    ("puts_weight_gradients_last", "tensor parallel", "peak"),
+    ("overwrites_last_read", "data parallel", "peak"),
+    ("updates_state_early", "data parallel", "peak"),
+    ("computes_loss_last", "data parallel", "peak"),
+    ("hides_behind_late_work", "tensor parallel", "seconds"),
+    ("waits_at_both_ends", "data parallel", "seconds"),
+    ("waits_at_both_ends", "fully sharded", "seconds"),
+    ("renames_sums_for_additions_only", "fully sharded", "seconds"),
+]
+
+
+def evaluated(program: str, hardware: str) -> Any:
+    fn, args, specs = PROGRAMS[program]
+    return autoshard.evaluate(
+        fn, *args, mesh={"x": 8}, hardware=hardware, in_specs=specs, out_specs=(specs[0], P()), donate_argnums=0
+    )
+
+
+@cache
+def compiled(program: str, hardware: str) -> tuple[float, float]:
+    """Peak bytes and seconds of the compiled step."""
+    made = evaluated(program, hardware)
+    found = made.verify(compiler_options=devices.compiler_named(hardware).ring_free_flags)
+    assert found.memory.compiled is not None
+    assert found.timeline is not None
+    return found.memory.compiled.peak, found.timeline.step_s
+
+
+@pytest.mark.parametrize(
+    ("hardware", "fact", "program", "quantity"),
+    [
+        *(pytest.param("h100:1x8", *row, marks=GPU) for row in ON_GPU),
+        pytest.param("tpu-v5e:2x4", "updates_state_early", "chain", "peak", marks=[*TPU, pytest.mark.slow]),
+    ],
+)
+def test_what_is_predicted_with_a_fact_is_nearer_than_without(
+    hardware: str, fact: str, program: str, quantity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def predicted() -> float:
+        made = evaluated(program, hardware)
+        return made.record.memory.peak_bytes if quantity == "peak" else made.cost
+
+    want = compiled(program, hardware)[quantity == "seconds"]
+    true = predicted()
+
+    def flipped(found: Any) -> Any:
+        model = COMPILER_OF(found)
+        return replace(model, **{fact: not getattr(model, fact)})
+
+    monkeypatch.setattr(devices, "compiler_of", flipped)
+    false = predicted()
+    assert true != false
+    assert abs(true - want) < abs(false - want), f"{true:.6g} and {false:.6g} without the fact, {want:.6g} compiled"
+    assert true == pytest.approx(want, rel=0.15)
