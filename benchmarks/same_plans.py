@@ -9,7 +9,25 @@ the plan file, the summary, explanations, the problem as IOPDDL JSON, the JSON o
 hand-written layout, and the command line's output of searches, serving, pipelines and comparisons. Wall-clock
 times and the folder of the sources are left out. `compare` names the differences, and ends with status 1 if
 there are any. Only public names are
-used, so that the same file runs before and after rooms move.
+used, so that the same file runs before and after rooms move. Source lines are part of what plans say: where
+`models/` changed between two commits, check out the older one's beside the newer code (`git checkout OLD -- models`).
+
+Measured on 2026-11-24: the code before its rooms were rebuilt (d0dc8ac) and after (05cb4af), with the older `models/`.
+
+    subjects                                  subjects  digests  equal
+    plans, five hardwares                           26       99     86
+    many functions                                   4       32     32
+    prefill, decode                                  8       29     28
+    losses for their gradient                        4       16     14
+    pinned inputs                                    4       16     16
+    tight memory                                     4       13     12
+    evaluations                                      4        8      8
+    searches, serving, pipelines, comparisons        8       24     24
+    all                                             62      237    220
+
+Every problem was equal. Of the 17 others nine are of `cpu:8`, where memory is short and the newer code recomputes or
+says what was tried of it. Eight are of three plans whose search the clock ended, and there the older code differs from
+itself, run twice; since then counted work ends it (docs/solver.md). The other subjects on h100:4x8 were not compared.
 """
 
 import argparse
