@@ -25,6 +25,7 @@ _METHODS: Mapping[str, str] = {
     "put": _BIND,
     "put_local": _BIND,
     "verify": _BIND,
+    "checkpoint_policy": _BIND,
     "explain": _PLAN_AGAIN,
     "to_html": _PLAN_AGAIN,
     "honoured": "a loaded plan holds the layouts of inputs and outputs alone: plan again",

@@ -11,7 +11,7 @@ Classes with subclasses are abstract, the others final.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,6 +27,7 @@ from autoshard.backends.model import CompilerModel
 from autoshard.backends.shardy.propagation import Annotations, annotated
 from autoshard.errors import PlanMismatchError, SpecError
 from autoshard.ir import graph as graphs
+from autoshard.ir.checkpoint_policy import CheckpointPolicy, checkpoint_policy
 from autoshard.ir.graph import Graph
 from autoshard.ir.loop_sums import LoopSum
 from autoshard.ir.mesh import MeshAxes
@@ -272,6 +273,22 @@ class ProgramPlan(Plan):
         """The values of `recomputation`, with their source lines, shapes and bytes; none if it is None."""
         chosen = self.record.recomputation
         return () if chosen is None else kept_values_of(self.traced, chosen)
+
+    def checkpoint_policy(self) -> CheckpointPolicy:
+        """What the plan keeps for backward passes, as a policy of `jax.checkpoint(layer, policy=…)`.
+
+        It is for code of one's own; the plan's own function needs none.
+
+        Raises:
+          SpecError: the plan repeats nothing beyond what the program says, or no policy says what it keeps.
+        """
+        chosen = self.record.recomputation
+        if chosen is None:
+            raise SpecError(
+                f"the plan of {self.record.name} keeps what the program says, so there is no policy to give: "
+                'it repeats more only where that is asked for (remat="add") and pays'
+            )
+        return checkpoint_policy(replace(self.traced, jaxpr=self.traced.source), chosen)
 
     def jit(self, fn: Callable[..., Any] | None = None) -> Any:
         return emit.jitted(self.record, self.traced, self.mesh())
