@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         SearchError,
         SpecError,
         StageError,
+        TimeLimitError,
         VerifyError,
     )
     from autoshard.explore.search import Search, search
@@ -62,6 +63,7 @@ _ROOMS = {
     "SolvedPlan": "api.solved_plan",
     "SpecError": "errors",
     "StageError": "errors",
+    "TimeLimitError": "errors",
     "Template": "api.compare",
     "VerifyError": "errors",
     "accumulate": "ir.accumulation",
@@ -98,6 +100,7 @@ __all__ = [
     "SpecError",
     "StageError",
     "Template",
+    "TimeLimitError",
     "VerifyError",
     "accumulate",
     "compare",

@@ -173,6 +173,26 @@ class ProcessError(AutoshardError):
     """Several processes do not plan the same program, or one of them does not answer."""
 
 
+class TimeLimitError(AutoshardError, TimeoutError):
+    """The time that a call was given ended before there was a plan.
+
+    Attributes:
+      stage: what was being done.
+      limit_s: the seconds that were given.
+    """
+
+    def __init__(self, stage: str, limit_s: float) -> None:
+        super().__init__(
+            f"time_limit_s={limit_s:g} ended while {stage}, before there was any plan\n"
+            "  raise time_limit_s (left out, it takes as long as it takes, and the solver 20 s); or give the mesh "
+            "fewer axes, several as one: there are fewer layouts to price"
+        )
+        self.stage, self.limit_s = stage, limit_s
+
+    def __reduce__(self) -> tuple[type, tuple[str, float]]:
+        return type(self), (self.stage, self.limit_s)
+
+
 class CompileError(AutoshardError):
     """A deviceless compilation failed; `stderr` holds the compiler's output."""
 

@@ -10,7 +10,7 @@ from typing import Any, Unpack, overload
 
 import jax
 
-from autoshard import _jax
+from autoshard import _jax, deadline
 from autoshard.api.dispatch import Entry
 from autoshard.api.options import Options, PlanOptions, listing, refuse_unknown
 from autoshard.api.planning import peers, plan_or_load, requests_of
@@ -264,8 +264,9 @@ class JitFunction:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], first: SolvedPlan | None, gradient: tuple[int, ...]
     ) -> SolvedPlan:
         def planned(options: Options) -> SolvedPlan:
-            questions = requests_of(self._fn, args, kwargs, options)
-            return plan_or_load(questions, options, peers=peers(questions[0], options))
+            with deadline.within(options.time_limit_s):
+                questions = requests_of(self._fn, args, kwargs, options)
+                return plan_or_load(questions, options, peers=peers(questions[0], options))
 
         options = replace(self._options, for_grad=gradient) if gradient else self._options
         if options.lock is not None and self._first:

@@ -47,7 +47,7 @@ class SolvingOptions(TypedDict, total=False):
 
     memory: int | float | str | None
     unknown: str
-    time_limit_s: float
+    time_limit_s: float | None
     rel_gap: float
 
 
@@ -119,7 +119,7 @@ class Options:
     like: Plan | None = None
     lock: str | os.PathLike[str] | None = None
     cache: Directory = None
-    time_limit_s: float = TIME_LIMIT_S
+    time_limit_s: float | None = None
     rel_gap: float = REL_GAP
     wait_s: float = WAIT_S
     refine: str | None = None
@@ -135,7 +135,7 @@ class Options:
         _pins(self.pins)
         for name, choices in _CHOICES.items():
             _one_of(name, getattr(self, name), choices)
-        _at_least("time_limit_s", self.time_limit_s, 0.0)
+        _at_least("time_limit_s", self.solver_limit_s, 0.0)
         _at_least("wait_s", self.wait_s, 0.0)
         _at_least("rel_gap", self.rel_gap, 0.0)
         _at_least("candidates", self.candidates, 1)
@@ -155,7 +155,12 @@ class Options:
     @property
     def budget(self) -> Budget:
         """How far to solve."""
-        return Budget(time_limit_s=self.time_limit_s, rel_gap=self.rel_gap)
+        return Budget(time_limit_s=self.solver_limit_s, rel_gap=self.rel_gap)
+
+    @property
+    def solver_limit_s(self) -> float:
+        """The seconds that the solver has at most."""
+        return TIME_LIMIT_S if self.time_limit_s is None else self.time_limit_s
 
     def call(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """A function bound to arguments; some may be static or donated.

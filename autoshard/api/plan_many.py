@@ -177,7 +177,7 @@ def _together(
         usage_limit=limit,
     )
     first = options[names[0]]
-    solution = solve(joint.problem, time_limit_s=first.time_limit_s, rel_gap=first.rel_gap, settle_s=SETTLE_S)
+    solution = solve(joint.problem, time_limit_s=first.solver_limit_s, rel_gap=first.rel_gap, settle_s=SETTLE_S)
     if not solution.found:
         raise _infeasible(questions, groups, parts, joint, solution, limit)
     choices = {n: parts[n].read(c) for n, c in zip(names, joint.split(solution.choice), strict=True)}

@@ -11,12 +11,12 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 import cost_models
-from autoshard import _jax, _startup
+from autoshard import _jax, _startup, deadline
 from autoshard.api import multihost
 from autoshard.api.compiler_minimal_constraints import compiler_minimal
 from autoshard.api.evaluation import Evaluation
 from autoshard.api.multihost import Peers
-from autoshard.api.options import REL_GAP, TIME_LIMIT_S, WAIT_S, Options, refuse_misspelt
+from autoshard.api.options import REL_GAP, WAIT_S, Options, refuse_misspelt
 from autoshard.api.plan import Plan
 from autoshard.api.refine import Entered, adopted, refined
 from autoshard.api.solved_plan import SolvedPlan
@@ -57,7 +57,7 @@ def plan(
     like: Plan | None = None,
     lock: str | os.PathLike[str] | None = None,
     cache: Directory = None,
-    time_limit_s: float = TIME_LIMIT_S,
+    time_limit_s: float | None = None,
     rel_gap: float = REL_GAP,
     wait_s: float = WAIT_S,
     refine: str | None = None,
@@ -103,7 +103,9 @@ def plan(
         program's digest.
       cache: a directory in which plans are kept and found again; None takes what the
         variable AUTOSHARD_CACHE says, False none. The reason of a miss is logged.
-      time_limit_s: the solver's limit; then the best plan so far, with its gap.
+      time_limit_s: of the whole call. When it ends, the plan is the solver's best so far, with its
+        gap, and all constraints are emitted if there was no time to leave some out; before there
+        is any plan, it is an error. None: the solver has 20 s, the rest what it takes.
       rel_gap: stop when proven optimal to this fraction; after about three seconds of work, to ten times of it.
       wait_s: where the mesh spans several processes (`jax.distributed`), process 0 plans for
         all; how long they wait for each other. That is so for every mesh of as many devices as
@@ -131,6 +133,7 @@ def plan(
       MeshError: mesh, hardware and devices do not fit each other.
       PlanMismatchError: in CI, the locked plan is not this program's.
       ProcessError: the processes do not have the same program, or one does not turn up.
+      TimeLimitError: `time_limit_s` ended before there was a plan.
     """
     options = Options(
         mesh=mesh,
@@ -158,15 +161,15 @@ def plan(
         remat=remat,
     )
     refuse_misspelt(fn, kwargs, "plan")
-    questions = requests_of(fn, args, kwargs, options)
-    if like is not None and not questions[0].kept:
-        raise SpecError(
-            f"like={like!r}: no argument of {questions[0].name} has the paths, shapes and dtypes of one there; "
-            "plan_many shares leaves of different paths"
-        )
-    return plan_or_load(
-        questions, options, peers=peers(questions[0], options, offline=mesh is not None and hardware is not None)
-    )
+    with deadline.within(time_limit_s):
+        questions = requests_of(fn, args, kwargs, options)
+        if like is not None and not questions[0].kept:
+            raise SpecError(
+                f"like={like!r}: no argument of {questions[0].name} has the paths, shapes and dtypes of one there; "
+                "plan_many shares leaves of different paths"
+            )
+        offline = mesh is not None and hardware is not None
+        return plan_or_load(questions, options, peers=peers(questions[0], options, offline=offline))
 
 
 def requests_of(
@@ -278,7 +281,7 @@ def _thinned(plan: SolvedPlan, question: PlanRequest, options: Options) -> Solve
     cache = cache_at(options.cache) if options.refine is None else None
     if cache is None:
         return compiler_minimal(plan)
-    key = key_of(question, constraints="compiled", rel_gap=options.rel_gap, time_limit_s=options.time_limit_s)
+    key = key_of(question, constraints="compiled", rel_gap=options.rel_gap, time_limit_s=options.solver_limit_s)
     record = cache.find(question, key)
     if record is not None:
         return _plan(record, question, options)
@@ -342,7 +345,7 @@ def _cached(question: PlanRequest, options: Options) -> SolvedPlan:
     if cache is None:
         return plan_request(question, options)
     constraints = "all" if options.constraints == "all" else "needed"
-    key = key_of(question, constraints=constraints, rel_gap=options.rel_gap, time_limit_s=options.time_limit_s)
+    key = key_of(question, constraints=constraints, rel_gap=options.rel_gap, time_limit_s=options.solver_limit_s)
     record = cache.find(question, key)
     if record is not None:
         return _plan(record, question, options)

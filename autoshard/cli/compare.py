@@ -54,7 +54,7 @@ def compare(
     ] = None,
     set_: SetOption = None,
     gap: GapOption = REL_GAP,
-    time_limit: TimeOption = 20.0,
+    time_limit: TimeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare TARGET's plan with hand-written layouts, each on its own best mesh: times, memory, bytes."""

@@ -60,7 +60,7 @@ def explain(
     set_: SetOption = None,
     for_grad: GradOption = False,
     remat: RematChoice = FIT,
-    time_limit: TimeOption = 20.0,
+    time_limit: TimeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say why WHAT lies as it does in TARGET's plan: the runner-up, its price, what turns the decision."""

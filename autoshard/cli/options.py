@@ -46,7 +46,7 @@ PinOption = Annotated[
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="of the builder: batch=16; repeatable")]
 GradOption = Annotated[bool, typer.Option("--for-grad/--forward", help="plan its gradient")]
 GapOption = Annotated[float, typer.Option("--gap", help="stop when proven optimal to this fraction")]
-TimeOption = Annotated[float, typer.Option("--time-limit", help="seconds; then the best so far")]
+TimeOption = Annotated[float | None, typer.Option("--time-limit", help="seconds; then the best so far")]
 RematChoice = Annotated[
     RematOption,
     typer.Option("--remat", metavar="<str>", help="written, fit, add or free", show_default=False),
@@ -76,7 +76,7 @@ class Asked:
     set_: Sequence[str] | None
     for_grad: bool
     gap: float
-    time_limit: float
+    time_limit: float | None
     remat: RematOption = FIT
 
 

@@ -42,7 +42,7 @@ def plan(
     for_grad: GradOption = False,
     remat: RematChoice = FIT,
     gap: GapOption = REL_GAP,
-    time_limit: TimeOption = 20.0,
+    time_limit: TimeOption = None,
     refine: Annotated[
         Compiler | None, typer.Option("--refine", help="compile the best plans and keep the shortest schedule")
     ] = None,

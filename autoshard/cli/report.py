@@ -52,7 +52,7 @@ def report(
     set_: SetOption = None,
     for_grad: GradOption = False,
     remat: RematChoice = FIT,
-    time_limit: TimeOption = 20.0,
+    time_limit: TimeOption = None,
     as_json: JsonOption = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
 ) -> None:
@@ -75,7 +75,9 @@ def report(
         typer.echo(f"{shown['verdict']}\n{out}")
 
 
-def _evaluate_baselines(built: Built, made: autoshard.SolvedPlan, hardware: str, time_limit: float) -> list[view.Json]:
+def _evaluate_baselines(
+    built: Built, made: autoshard.SolvedPlan, hardware: str, time_limit: float | None
+) -> list[view.Json]:
     """The standard layouts in the same model; one that cannot be is left out."""
     fn, args = built
     traced = made.planned.traced

@@ -65,7 +65,7 @@ def verify(
     for_grad: GradOption = False,
     remat: RematChoice = FIT,
     gap: GapOption = REL_GAP,
-    time_limit: TimeOption = 20.0,
+    time_limit: TimeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compile TARGET with its plan, without a device, and compare; exit code 1 if something does not match."""

@@ -35,6 +35,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from autoshard import deadline
 from autoshard.costs.prices import INF_PS, PS_PER_S, CollectiveMachine
 from autoshard.costs.strategies import SUM, WHOLE, Codes, assignments, decode, encode, layouts, shards
 from autoshard.ir.graph import Aval
@@ -216,6 +217,7 @@ class _Table:
         self._move = np.full((n, n), -1, np.int32)  # by the ends of a single step
         self._transposed = np.zeros((n, n), np.int64)  # bytes, likewise
         for m, moves in enumerate(self._moves):
+            deadline.check("pricing its moves")
             i, k, j = (_positions(self.codes, codes) for codes in (moves.before, moves.between, moves.after))
             exist = (i >= 0) & (k >= 0) & (j >= 0)
             if machine.tiled and moves.kind == "reduce-scatter":

@@ -173,7 +173,7 @@ def search(
         tokens=tokens_per_step,
         unknown=asked.unknown,
         microbatches=microbatches,
-        time_limit_s=asked.time_limit_s,
+        time_limit_s=asked.solver_limit_s,
         rel_gap=asked.rel_gap,
     )
     notes: list[str] = []

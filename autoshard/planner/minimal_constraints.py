@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec
 
+from autoshard import deadline
 from autoshard.backends.model import CompilerModel
 from autoshard.backends.shardy.probe import Answer, Probe, values_at
 from autoshard.backends.shardy.propagation import Annotations
@@ -155,6 +156,7 @@ class _Search:
 
     def _ask(self, kept: Set[int]) -> Answer:
         self.probes += 1
+        deadline.check("leaving out constraints")
         return self._probe.ask(kept)
 
     def gap(self, kept: Set[int]) -> _Gap:

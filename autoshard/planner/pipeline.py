@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding
 from autoshard import _jax
 from autoshard.backends.shardy.propagation import Annotations
 from autoshard.costs.strategies import layout_of
-from autoshard.errors import InfeasibleError, refusing_depth
+from autoshard.errors import InfeasibleError, TimeLimitError, refusing_depth
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.gradient import emitted
 from autoshard.ir.loop_sums import LoopSum
@@ -252,7 +252,7 @@ def thinned(found: PlanningResult) -> PlanningResult:
     if not _can_be_probed(found.space):
         return found
     stages = Stages(found.space.request.title)
-    record = replace(found.record, pins=_needed(found.record, found.space, found.formulation))
+    record = _with_needed(found.record, found.space, found.formulation)
     record = stages.done("constraints", record)
     return replace(found, record=record, seconds={**found.seconds, **stages.seconds})
 
@@ -314,6 +314,15 @@ def _can_be_probed(space: SearchSpace) -> bool:
     if space.gradient is not None or not space.decisions.mesh.ndim:
         return False
     return not any(eqn.primitive.name in NEED_DEVICES for eqn in _jax.equations(space.traced.jaxpr))
+
+
+def _with_needed(record: PlanRecord, space: SearchSpace, formulation: Formulation) -> PlanRecord:
+    """The record with the constraints that are needed; with all of them, if there is no time to find out which."""
+    try:
+        return replace(record, pins=_needed(record, space, formulation))
+    except TimeLimitError as error:
+        note = f"all constraints are emitted: time_limit_s={error.limit_s:g} ended before some could be left out"
+        return replace(record, notes=(*record.notes, note))
 
 
 def _needed(record: PlanRecord, space: SearchSpace, formulation: Formulation) -> Constraints:

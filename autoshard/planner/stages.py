@@ -19,11 +19,20 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from autoshard import deadline
 from autoshard.planner.dump import dump
 
 log = logging.getLogger("autoshard")
 
 DUMP = "AUTOSHARD_DUMP"
+
+# Stage → what is done in it, in an error that time ended there. A plan that is solved is not given up.
+_BEFORE_A_PLAN = {
+    "trace": "tracing the program",
+    "graph": "reading the program",
+    "strategies": "listing and pricing its splits",
+    "price": "pricing its moves",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +77,8 @@ class Stages:
 
     def done(self, name: str, made: Made, *, also_s: float = 0.0) -> Made:
         """Ends a stage and returns its result; `also_s` was spent on it before the run."""
+        if name in _BEFORE_A_PLAN:
+            deadline.check(_BEFORE_A_PLAN[name])
         seconds = time.perf_counter() - self._last + also_s
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         stage = Stage(name=name, of=self._of, made=made, seconds=seconds)

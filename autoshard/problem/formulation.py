@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard import deadline
 from autoshard.costs.resharding import Resharder
 from autoshard.problem.decisions import Decisions, Edge, reshard_ps, transposes_ps
 from autoshard.problem.decisions import times as prices_times
@@ -169,6 +170,7 @@ class _ClassMatrices:
             counted[key] = (edge, counted[key][1] + 1 if key in counted else 1)
         for key, (edge, times) in counted.items():
             a, b = int(key[0]), int(key[1])  # pyright: ignore[reportArgumentType]
+            deadline.check("pricing its moves")
             matrix = reshard_ps(edge, resharder)
             forbidden = matrix >= INF
             work = np.where(forbidden, 0, transposes_ps(edge, resharder)) * times

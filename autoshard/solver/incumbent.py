@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autoshard import deadline
 from autoshard.problem.network import Int, Problem
 from autoshard.solver.clock import compilation, effort, mip_s
 from autoshard.solver.evaluate import evaluate
@@ -69,7 +70,8 @@ class Incumbent:
         return self.work_s - (effort.spent_s - since)
 
     def left_s(self) -> float:
-        return self.time_limit_s - self.elapsed_s()
+        """Returns the seconds that are left, of the solver's limit and of the call that it is part of."""
+        return deadline.left_s(self.time_limit_s - self.elapsed_s())
 
     def offer(self, choice: Int) -> bool:
         """Keeps `choice` if it is feasible and better; returns whether it is feasible."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from autoshard import deadline
 from autoshard.costs.strategies import Codes
 from autoshard.problem.decision_builders.facts import GraphFacts
 from autoshard.problem.decisions import Decision, Decisions, Edge, Equation, consumer_port, layout_codes
@@ -40,6 +41,7 @@ class Draft:
         Returns:
           Its index.
         """
+        deadline.check("listing and pricing its splits")
         self.nodes.append(decision)
         node = len(self.nodes) - 1
         for e in decision.equations:

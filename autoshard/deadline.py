@@ -1,0 +1,59 @@
+"""Deadline: when a call has to end, in whatever stage it is.
+
+`within` begins a call that has so many seconds; a long loop calls `check` now and then, and `left_s` says how long
+the solver has. Without a deadline nothing reads a clock. Nothing else depends on the time: what ends before its
+deadline is what it would be without one.
+"""
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from autoshard.errors import TimeLimitError
+
+
+@dataclass(frozen=True, slots=True)
+class _Deadline:
+    """`limit_s` was asked for; the call ends at `end_s` of the clock."""
+
+    limit_s: float
+    end_s: float
+    clock: Callable[[], float]
+
+
+_current: ContextVar[_Deadline | None] = ContextVar("deadline", default=None)
+
+
+@contextmanager
+def within(limit_s: float | None, clock: Callable[[], float] = time.monotonic) -> Generator[None]:
+    """A context that has so many seconds of a clock, from now; with None, as many as the one around it."""
+    if limit_s is None:
+        yield
+        return
+    token = _current.set(_Deadline(limit_s, clock() + limit_s, clock))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def check(stage: str) -> None:
+    """Goes on if there is time left.
+
+    Args:
+      stage: what is being done, for the error.
+
+    Raises:
+      TimeLimitError: there is none.
+    """
+    deadline = _current.get()
+    if deadline is not None and deadline.clock() > deadline.end_s:
+        raise TimeLimitError(stage, deadline.limit_s)
+
+
+def left_s(most: float) -> float:
+    """The seconds that are left, at most so many; never less than nought."""
+    deadline = _current.get()
+    return most if deadline is None else max(0.0, min(most, deadline.end_s - deadline.clock()))
