@@ -193,17 +193,17 @@ def assert_plan_unchanged(
       PlanFileError: the file is no plan file.
     """
     from autoshard.api.planning import plan
-    from autoshard.planner.record import read, write
+    from autoshard.planner.record import read_plan_file, write_plan_file
 
     path = Path(path)
     made = plan(fn, *args, **options)
     if update if update is not None else os.environ.get(UPDATE, "") not in ("", "0"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(made.record, path)
+        write_plan_file(made.record, path)
         return made
     if not path.exists():
         raise AssertionError(f"there is no plan file {path}; write it by `pytest --update-plans`, and commit it")
-    changed = _describe_changes(read(path), made.record)
+    changed = _describe_changes(read_plan_file(path), made.record)
     if changed:
         raise AssertionError(
             f"the plan of {made.record.name} is not the one in {path}:\n{changed}\n"

@@ -44,7 +44,7 @@ from autoshard.explain.diff import diff
 from autoshard.ir.recomputed import recomputation_of, savable
 from autoshard.planner import exports, store
 from autoshard.planner.recomputation_space import keeping
-from autoshard.planner.record import PlanRecord, read
+from autoshard.planner.record import PlanRecord, read_plan_file
 from autoshard.problem import iopddl
 from autoshard.solver import solve
 
@@ -321,7 +321,7 @@ def use_plan(path: Path, draw: random.Random) -> None:
         str((found, json.dumps(found.to_json())))
     copy = path.with_name("copy.json")
     plan.save(copy)
-    assert read(copy) == plan.record, "what is saved is not what was read"
+    assert read_plan_file(copy) == plan.record, "what is saved is not what was read"
     lowered(plan, draw)
 
 

@@ -80,7 +80,7 @@ def run(space: SearchSpace, choice: NDArray[np.int64], args: list[Any]) -> list[
         return NamedSharding(mesh, layout_of(code, avals[value].ndim, decisions.mesh).spec())
 
     fn = jax.jit(
-        lambda *xs: rewrite.constrained(space.priced.jaxpr, pins, mesh, xs),
+        lambda *xs: rewrite.emit_constraints(space.priced.jaxpr, pins, mesh, xs),
         in_shardings=tuple(sharding(assignment.input_code(i), v) for i, v in enumerate(decisions.graph.inputs)),
         out_shardings=[sharding(assignment.output_code(i), v) for i, v in enumerate(decisions.graph.outputs)],
         compiler_options=QUICK_COMPILE,

@@ -1,7 +1,7 @@
 """An oracle for what XLA makes of a rule: the compiled program of each split, against the unsharded equation.
 
 Every strategy that a rule allows on a mesh is emitted as a plan's constraints are, by
-`apply.constrained`: operands come in the strategy's layout, whole, or in another one, and
+`ir.rewrite.emit_constraints`: operands come in the strategy's layout, whole, or in another one, and
 are pinned to it; results leave so, too. Many splits are one program, compiled once. The
 data is hostile where it can be: indices out of range on both sides, infinities and NaN.
 """
@@ -116,7 +116,8 @@ def wrong(splits: Iterable[Split], axes: MeshAxes) -> list[str]:
 
     def together(args: Sequence[Sequence[Any]]) -> list[list[Any]]:
         return [
-            rewrite.constrained(closed, pins, mesh, given) for (closed, pins), given in zip(programs, args, strict=True)
+            rewrite.emit_constraints(closed, pins, mesh, given)
+            for (closed, pins), given in zip(programs, args, strict=True)
         ]
 
     jitted = jax.jit(

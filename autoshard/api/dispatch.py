@@ -151,7 +151,7 @@ def _emitted(plan: ProgramPlan, mesh: Any) -> Callable[..., list[Any]]:
                 jax.lax.with_sharding_constraint(x, NamedSharding(mesh, leaf.spec)) if leaf.shape else x
                 for x, leaf in zip(flat, record.inputs, strict=True)
             ]
-        return rewrite.constrained(traced.jaxpr, record.pins, mesh, inputs)
+        return rewrite.emit_constraints(traced.jaxpr, record.pins, mesh, inputs)
 
     emitted.__name__ = record.name
     return in_auto_mode(emitted, record.outputs)

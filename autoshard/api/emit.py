@@ -70,7 +70,7 @@ def _jitted(
     def run(*args: Any, **kwargs: Any) -> Any:
 
         def emitted(*flat: Any) -> list[Any]:
-            return rewrite.constrained(traced.jaxpr, record.pins, mesh, flat)
+            return rewrite.emit_constraints(traced.jaxpr, record.pins, mesh, flat)
 
         outputs = in_auto_mode(emitted, record.outputs)(*jax.tree.leaves((args, kwargs)))
         return jax.tree.unflatten(traced.out_tree, outputs)

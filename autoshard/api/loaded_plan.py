@@ -13,7 +13,7 @@ from autoshard.api.plan import Plan, ProgramPlan, Provenance
 from autoshard.backends.devices import compiler_named
 from autoshard.backends.model import CompilerModel
 from autoshard.errors import PlanMismatchError
-from autoshard.planner.record import parse, read
+from autoshard.planner.record import parse, read_plan_file
 
 _BIND = "bind the loaded plan to its function first: plan.bind(train_step, state, batch)"
 _PLAN_AGAIN = "a plan file holds no alternatives: plan again, autoshard.plan(train_step, state, batch, mesh=…)"
@@ -132,7 +132,7 @@ def load(path: str | Path) -> LoadedPlan:
     Raises:
       PlanFileError: not a plan file, truncated, or of a newer schema.
     """
-    return LoadedPlan(read(path))
+    return LoadedPlan(read_plan_file(path))
 
 
 def read_back(text: str) -> LoadedPlan:

@@ -37,7 +37,7 @@ from autoshard.ir.recomputed import KeptValue, kept_values_of
 from autoshard.ir.trace import Traced
 from autoshard.planner import exports
 from autoshard.planner import summary as text
-from autoshard.planner.record import Leaf, PlanRecord, write
+from autoshard.planner.record import Leaf, PlanRecord, write_plan_file
 from autoshard.problem import bill
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.repeated import repeated_work
@@ -199,7 +199,7 @@ class Plan(ABC):
 
     def save(self, path: str | Path) -> None:
         """Writes the plan file: JSON, the same bytes for the same input."""
-        write(self.record, path)
+        write_plan_file(self.record, path)
 
     def logical_axis_rules(self, names: exports.LogicalNames) -> exports.Rules:
         """Flax's logical axis rules under which every named input has the layout of the plan.

@@ -8,7 +8,7 @@ import typer
 from autoshard.cli.app import app, print_json
 from autoshard.cli.options import JsonOption
 from autoshard.explain.diff import diff as compare
-from autoshard.planner.record import read
+from autoshard.planner.record import read_plan_file
 
 
 @app.command()
@@ -19,7 +19,7 @@ def diff(
     as_json: JsonOption = False,
 ) -> None:
     """Compare two plan files: step, memory, layouts and traffic that differ."""
-    found = compare(read(before), read(after))
+    found = compare(read_plan_file(before), read_plan_file(after))
     if as_json:
         print_json(found.to_json())
     else:

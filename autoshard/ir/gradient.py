@@ -20,7 +20,7 @@ from autoshard.ir import manual_calls
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.graph import CALLS, INLINED, Path
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.rewrite import Hooks, constrained, evaluate
+from autoshard.ir.rewrite import Hooks, emit_constraints, evaluate
 from autoshard.ir.trace import Traced, trace
 
 _PREFIX = "autoshard:"
@@ -129,7 +129,7 @@ def _culprit(closed: Any, error: Exception) -> str:
 def emitted(traced: Traced, gradient: GradientProgram, pins: Constraints, mesh: Any) -> Callable[..., list[Any]]:
     """The program as it runs: the constrained forward function, differentiated; flat inputs to flat outputs."""
     program = _value_and_gradient(
-        traced, gradient.gradient_of, lambda args: constrained(traced.jaxpr, pins, mesh, args)
+        traced, gradient.gradient_of, lambda args: emit_constraints(traced.jaxpr, pins, mesh, args)
     )
     count = len(traced.in_avals)
 

@@ -3,8 +3,8 @@
 One table, `FAULTS`. A row gives the primitives with the fault, the wrong behaviour, the
 backends whose compiled programs show it, and the JAX versions in which it was seen. Its
 remedy: the split is *not offered* (the primitive's rule keeps the dimension whole), or the
-equation is *emitted otherwise* (`emission` binds it so that the fault cannot show). Rules and `emission` ask the row
-itself whether a primitive has the fault, so that no remedy exists without its row.
+equation is *emitted otherwise* (`fault_remedies` binds it so that the fault cannot show). Rules and
+`fault_remedies` ask the row itself whether a primitive has the fault, so that no remedy exists without its row.
 
 Every row is reproduced in plain JAX, without autoshard, by the function of its name in
 `tests/faults_reproduced.py`; `tests/rules/test_rules_faults.py` fails as soon as a JAX version
@@ -21,7 +21,7 @@ class Remedy(StrEnum):
     """How autoshard avoids a fault."""
 
     NOT_OFFERED = "not offered"  # a rule keeps the dimension whole
-    EMITTED_OTHERWISE = "emitted otherwise"  # `emission` binds the equation in another way, or `opaque` on parts
+    EMITTED_OTHERWISE = "emitted otherwise"  # `fault_remedies` binds the equation in another way, or `opaque` on parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import _jax
 from autoshard.errors import SpecError, refusing_depth
-from autoshard.ir import emission, manual_calls
+from autoshard.ir import fault_remedies, manual_calls
 from autoshard.ir.constraints import Constraints, Specs
 from autoshard.ir.graph import BODIES, CALLS, INLINED, Path
 from autoshard.ir.layout import Layout
@@ -54,7 +54,7 @@ def _no_scope(path: Path) -> AbstractContextManager[Any]:
 
 
 @refusing_depth
-def constrained(
+def emit_constraints(
     closed: Any,
     pins: Constraints,
     mesh: Any,
@@ -98,7 +98,7 @@ def constrained(
     def bind(eqn: Any, operands: list[Any], path: Path) -> list[Any]:
         """Binds an equation: an opaque kernel on each device's part, a fault of XLA in its safe form."""
         if (path, 0) not in pins.kernels or mesh.size == 1:
-            return emission.bind(eqn, operands, mesh.size)
+            return fault_remedies.bind(eqn, operands, mesh.size)
         count = len(operands) + len(eqn.outvars)
         return manual_calls.call(eqn, operands, mesh, [pins.kernels[path, i][0] for i in range(count)])
 

@@ -124,7 +124,7 @@ class PlanRecord:
         return json.dumps(_to_json(self), indent=1, ensure_ascii=False) + "\n"
 
 
-def write(record: PlanRecord, path: str | Path) -> None:
+def write_plan_file(record: PlanRecord, path: str | Path) -> None:
     """Writes a plan file, whole or not at all.
 
     Raises:
@@ -138,7 +138,7 @@ def schema() -> dict[str, Any]:
     return json.loads(resources.files("autoshard").joinpath("plan.schema.json").read_text())
 
 
-def read(path: str | Path) -> PlanRecord:
+def read_plan_file(path: str | Path) -> PlanRecord:
     """Reads a plan file.
 
     Raises:
@@ -153,7 +153,7 @@ def read(path: str | Path) -> PlanRecord:
 
 
 def parse(text: str, source: object) -> PlanRecord:
-    """Reads a plan file's text; errors as of `read`, which name the source."""
+    """Reads a plan file's text; errors as of `read_plan_file`, which name the source."""
     try:
         data = files.read_json(text, source)
     except PlanFileError as error:

@@ -27,7 +27,7 @@ from autoshard.ir import rewrite
 from autoshard.ir.loop_sums import summed_once
 from autoshard.ir.recomputation import WRITTEN
 from autoshard.ir.recomputed import recomputed
-from autoshard.planner.record import Leaf, PlanRecord, parse, read, write
+from autoshard.planner.record import Leaf, PlanRecord, parse, read_plan_file, write_plan_file
 from autoshard.planner.request import PlanRequest
 
 log = logging.getLogger("autoshard")
@@ -186,7 +186,7 @@ class Lock:
             what = f"there is no {next(iter(paths))}"
             self._changed(questions[0].name, what)
             return log.info("%s: %s; planning", questions[0].name, what)
-        records = [read(path) for path in present]
+        records = [read_plan_file(path) for path in present]
         reasons: list[list[str]] = []
         for record in records:
             other = record.emitted not in ("", constraints)
@@ -239,7 +239,7 @@ class Lock:
         path = self.of(record.digest)
         try:
             _make_folder(path.parent)
-            write(record, path)
+            write_plan_file(record, path)
         except PlanFileError as error:
             raise _not_locked(record.name, error) from error
 

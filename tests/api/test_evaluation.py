@@ -151,7 +151,7 @@ def test_a_plans_own_layouts_and_pins_cost_what_it_says(name: str, completion: C
 
     def pinned(state: Any, batch: Any) -> Any:
         flat = jax.tree.leaves((state, batch))
-        outputs = rewrite.constrained(traced.jaxpr, record.pins, devices.abstract(MESH), flat)
+        outputs = rewrite.emit_constraints(traced.jaxpr, record.pins, devices.abstract(MESH), flat)
         return jax.tree.unflatten(traced.out_tree, outputs)
 
     found = evaluate(

@@ -128,7 +128,7 @@ def check_numbers(plan: SolvedPlan, big: Any, small: Any, mesh: dict[str, int]) 
     on = Mesh(np.array(jax.devices()[: prod(mesh.values())]).reshape([*mesh.values()]), [*mesh])
 
     def emitted(*flat: Any) -> list[Any]:
-        return rewrite.constrained(closed, plan.record.pins, on, flat)
+        return rewrite.emit_constraints(closed, plan.record.pins, on, flat)
 
     ins, outs = (
         [NamedSharding(on, leaf.spec) for leaf in leaves] for leaves in (plan.record.inputs, plan.record.outputs)

@@ -17,7 +17,7 @@ from autoshard.errors import InfeasibleError, PlanFileError, PlanMismatchError
 from autoshard.ir import accumulation
 from autoshard.planner import microbatches
 from autoshard.planner.program import bind
-from autoshard.planner.record import read
+from autoshard.planner.record import read_plan_file
 from autoshard.planner.request import request_of
 from tests.ir.test_accumulation import descent, same
 from tests.planner.test_pipeline import Counted, target
@@ -150,7 +150,7 @@ def test_a_damaged_number_is_refused(tmp_path: Path) -> None:
             autoshard.load(path).bind(STEP, PARAMS, BATCH)
     path.write_text(made.record.dumps().replace(f'"microbatches": {made.microbatches}', '"microbatches": 0'))
     with pytest.raises(PlanFileError, match="microbatches"):
-        read(path)
+        read_plan_file(path)
     fixed = descent(accumulate(loss, steps=made.microbatches or 1, parts=1))
     made.save(path)
     with pytest.raises(PlanMismatchError, match="another program"):

@@ -20,7 +20,7 @@ import autoshard
 import models
 from autoshard.backends.hlo.text import UNKNOWN
 from autoshard.errors import PlanMismatchError
-from autoshard.planner.record import read, schema
+from autoshard.planner.record import read_plan_file, schema
 from autoshard.problem import iopddl
 from autoshard.problem.decisions import place_of
 from autoshard.solver import clock, solve
@@ -94,8 +94,8 @@ def test_a_slow_machine_settles_for_the_same_plan(monkeypatch: pytest.MonkeyPatc
 def test_a_saved_plan_is_read_as_it_was(tmp_path: Path) -> None:
     plan, path = made(), tmp_path / "plan.json"
     plan.save(path)
-    assert read(path) == plan.record
-    assert read(path).dumps() == path.read_text(encoding="utf-8")
+    assert read_plan_file(path) == plan.record
+    assert read_plan_file(path).dumps() == path.read_text(encoding="utf-8")
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
     loaded = autoshard.load(path)
     state, x = plan.specs

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 import autoshard
 from autoshard import PlanFileError, PlanMismatchError, SpecError
 from autoshard.planner import pipeline
-from autoshard.planner.record import write
+from autoshard.planner.record import write_plan_file
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.store import cache_at, changes
 from tests.programs import GPUS, MESH
@@ -119,12 +119,12 @@ def test_a_lock_that_was_edited_against_what_is_asked_is_planned_again(
     right = plan(loss, W, X, **options).record
     for edited in (P("model"), P("data", "model"), P()):
         inputs = tuple(replace(leaf, spec=edited) if leaf.path == "x" else leaf for leaf in right.inputs)
-        write(replace(right, inputs=inputs), path)
+        write_plan_file(replace(right, inputs=inputs), path)
         made.clear()
         assert plan(loss, W, X, **options).record == right
         assert made
         assert "layout of x" in caplog.text
-        write(replace(right, inputs=inputs), path)
+        write_plan_file(replace(right, inputs=inputs), path)
         monkeypatch.setenv("CI", "1")
         with pytest.raises(PlanMismatchError, match="layout of x"):
             plan(loss, W, X, **options)

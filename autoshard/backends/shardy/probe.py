@@ -94,7 +94,7 @@ class Probe:
         on = devices.abstract(self._mesh)
 
         def run(*flat: Any) -> list[Any]:
-            return rewrite.constrained(program.jaxpr, annotations.pins, on, flat, scope=_scope, label=self._label)
+            return rewrite.emit_constraints(program.jaxpr, annotations.pins, on, flat, scope=_scope, label=self._label)
 
         def shardings(specs: Mapping[int, PartitionSpec]) -> list[NamedSharding]:
             return [NamedSharding(on, specs[i]) for i in sorted(specs)]

@@ -62,7 +62,7 @@ def annotated(program: Traced, mesh: MeshAxes, annotations: Annotations, *, keep
         return [NamedSharding(on, specs[i]) if i in specs else None for i in range(count)]
 
     def run(*flat: Any) -> list[Any]:
-        return rewrite.constrained(program.jaxpr, annotations.pins, on, flat, scope=_scope)
+        return rewrite.emit_constraints(program.jaxpr, annotations.pins, on, flat, scope=_scope)
 
     jitted = jax.jit(
         run,

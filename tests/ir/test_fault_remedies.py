@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard import _jax
-from autoshard.ir import emission, rewrite
+from autoshard.ir import fault_remedies, rewrite
 from autoshard.ir.constraints import Constraints
 from tests.rules_oracle import COLLECTIVE
 
@@ -166,7 +166,7 @@ def compiled(fn: Callable[..., Any], args: Sequence[Any], specs: Sequence[P], ou
     mesh = Mesh(np.array(jax.devices()), ("a",))
     closed = jax.make_jaxpr(fn)(*args)
     jitted = jax.jit(
-        lambda *xs: rewrite.constrained(closed, NOTHING, mesh, xs),
+        lambda *xs: rewrite.emit_constraints(closed, NOTHING, mesh, xs),
         in_shardings=tuple(NamedSharding(mesh, spec) for spec in specs),
         out_shardings=NamedSharding(mesh, out),
         donate_argnums=0 if out == specs[0] else (),
@@ -196,7 +196,7 @@ def test_it_neither_communicates_nor_copies(
 ) -> None:
     args = (jax.ShapeDtypeStruct(shapes[0], jnp.float32), jax.ShapeDtypeStruct(shapes[1], jnp.int32))
     emitted = compiled(fn, args, specs, out)
-    monkeypatch.setattr(emission, "bind", lambda eqn, operands, devices: _jax.bind(eqn, eqn.params, operands))
+    monkeypatch.setattr(fault_remedies, "bind", lambda eqn, operands, devices: _jax.bind(eqn, eqn.params, operands))
     plain = compiled(fn, args, specs, out)
     assert COLLECTIVE.findall(emitted) == COLLECTIVE.findall(plain)
     assert emitted.count(" copy(") == plain.count(" copy(")
@@ -206,7 +206,7 @@ def test_a_start_that_is_known_to_be_in_range_is_not_clamped() -> None:
     def primitives(fn: Callable[..., Any], *args: Any) -> set[str]:
         mesh = Mesh(np.array(jax.devices()), ("a",))
         closed = jax.make_jaxpr(fn)(*args)
-        found = jax.make_jaxpr(lambda *xs: rewrite.constrained(closed, NOTHING, mesh, xs))(*args)
+        found = jax.make_jaxpr(lambda *xs: rewrite.emit_constraints(closed, NOTHING, mesh, xs))(*args)
         return {eqn.primitive.name for eqn in _jax.open_jaxpr(found).eqns}
 
     x, i = jnp.zeros((8, 4)), jnp.int32(3)
@@ -248,7 +248,7 @@ def bind_all(fn: Callable[..., Any], *args: Any) -> Any:
     """The results of a function, emitted for four devices."""
     closed = jax.make_jaxpr(fn)(*args)
     mesh = Mesh(np.array(jax.devices()[:4]), ("a",))
-    return rewrite.constrained(closed, NOTHING, mesh, args)
+    return rewrite.emit_constraints(closed, NOTHING, mesh, args)
 
 
 DERIVED: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
