@@ -14,6 +14,7 @@ from autoshard._jax.jaxprs import bind as bind
 from autoshard._jax.jaxprs import bind_on_several as bind_on_several
 from autoshard._jax.jaxprs import check as check
 from autoshard._jax.jaxprs import consts_of as consts_of
+from autoshard._jax.jaxprs import element as element
 from autoshard._jax.jaxprs import equations as equations
 from autoshard._jax.jaxprs import equations_within as equations_within
 from autoshard._jax.jaxprs import former_text as former_text
@@ -29,6 +30,7 @@ from autoshard._jax.jaxprs import noted_while_tracing as noted_while_tracing
 from autoshard._jax.jaxprs import on_present_mesh as on_present_mesh
 from autoshard._jax.jaxprs import open_jaxpr as open_jaxpr
 from autoshard._jax.jaxprs import repeated as repeated
+from autoshard._jax.jaxprs import reshaped as reshaped
 from autoshard._jax.jaxprs import rewired as rewired
 from autoshard._jax.jaxprs import says_mesh as says_mesh
 from autoshard._jax.jaxprs import scan_again as scan_again

@@ -23,6 +23,7 @@ CONTEXT_MESH = frozenset({"ctx_mesh", "context_mesh"})  # what an equation keeps
 _OF_A_MESH = (jax.sharding.NamedSharding, jax.sharding.Mesh, jax.sharding.AbstractMesh)
 # How later JAX names the kinds of a loop's inputs; JAX 0.10 has their numbers.
 flattree: Any = importlib.util.find_spec("jax._src.flattree") and importlib.import_module("jax._src.flattree")
+_RESHAPE = jax.make_jaxpr(lambda x: jax.lax.reshape(x, (1, 1)))(jax.ShapeDtypeStruct((1,), "float32")).eqns[0]
 _BARRIER = jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).eqns[0].primitive
 
 
@@ -327,6 +328,11 @@ def stacked(aval: Any, length: int) -> Any:
     return core.unmapped_aval(length, 0, aval)
 
 
+def element(aval: Any) -> Any:
+    """The abstract value of one part of a scan's stack."""
+    return core.mapped_aval(aval.shape[0], 0, aval)
+
+
 def barrier(near: Any, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
     """An `optimization_barrier` equation with the source line of another one."""
     return core.new_jaxpr_eqn(list(invars), list(outvars), _BARRIER, {}, core.no_effects, near.source_info, near.ctx)
@@ -387,11 +393,19 @@ def _without_calls(jaxpr: Any, names: dict[Any, Any]) -> Iterable[Any]:
         names.update(zip(eqn.outvars, results, strict=True))
 
 
+def reshaped(near: Any, operand: Any, result: Any) -> Any:
+    """A `reshape` equation between two variables with the source line of another equation."""
+    params = {**_RESHAPE.params, "new_sizes": tuple(result.aval.shape)}
+    return core.new_jaxpr_eqn(
+        [operand], [result], _RESHAPE.primitive, params, core.no_effects, near.source_info, near.ctx
+    )
+
+
 def scan_again(eqn: Any, body: Any, consts: Sequence[Any], carries: Sequence[Any], slices: Sequence[Any]) -> Any:
     """A scan with another body, other constants and slices.
 
     Args:
-      eqn: the scan, its results named.
+      eqn: the scan, its results named; its length stays.
       body: a closed jaxpr; its results are the carries, then the stacked outputs.
       consts: variables around the scan, for its constants.
       carries: variables for its carries.

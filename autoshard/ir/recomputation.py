@@ -25,7 +25,10 @@ class Recomputation:
     Attributes:
       remat: what became of the program's own `jax.checkpoint`s: "add" or "free".
       kept: the values by their places (`saved_values.ValueId`), as text, sorted.
+      group: of how many trips of a scan one carry is kept; what else a trip keeps lives as long as its group. With 1,
+        every trip's is (see `ir/grouping.py`).
     """
 
     remat: Remat
     kept: tuple[str, ...]
+    group: int = 1

@@ -4,9 +4,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from autoshard.errors import RecomputeError, SpecError
+from autoshard.ir.grouping import grouped
 from autoshard.ir.recomputation import Recomputation, Remat
 from autoshard.ir.recompute import rewritten
-from autoshard.ir.saved_values import SavedValues, ValueId, saved_values
+from autoshard.ir.saved_values import CARRIED, ForwardPass, ForwardValue, SavedValues, ValueId, saved_values
 from autoshard.ir.sinking import sunk
 from autoshard.ir.trace import Traced
 
@@ -15,7 +16,7 @@ def recomputed(traced: Traced, chosen: Recomputation) -> Traced:
     """The program that keeps these values alone; its digest is that of the program as it was traced.
 
     Raises:
-      SpecError: the program has no such values, or others have to be kept as well.
+      SpecError: the program has no such values or groups, or others have to be kept as well.
     """
     saved = savable(traced, chosen.remat)
     known = {str(value.id): value.id for one in saved.passes for value in one.values}
@@ -26,6 +27,7 @@ def recomputed(traced: Traced, chosen: Recomputation) -> Traced:
         jaxpr = rewritten(saved, frozenset(known[text] for text in chosen.kept))
     except RecomputeError as error:
         raise SpecError(str(error)) from error
+    jaxpr = jaxpr if chosen.group == 1 else grouped(jaxpr, chosen.group)
     return replace(traced, jaxpr=jaxpr, source_digest=traced.digest, source=traced.jaxpr)
 
 
@@ -58,14 +60,32 @@ class KeptValue:
 def kept_values_of(traced: Traced, chosen: Recomputation) -> tuple[KeptValue, ...]:
     """What a recomputed program keeps, value by value; a stack is told by the value that it stacks."""
     saved = savable(replace(traced, jaxpr=traced.source), chosen.remat)
-    found = {str(value.id): value for one in saved.passes for value in one.values}
-    return tuple(
-        KeptValue(
-            place=text, where=v.where, shape=v.aval.shape, dtype=str(v.aval.dtype), trips=v.trips, nbytes=v.nbytes
+    found = {str(value.id): (value, one) for one in saved.passes for value in one.values}
+    kept: list[KeptValue] = []
+    for text in chosen.kept:
+        v, one = found[text]
+        if v.id.stacked:
+            continue
+        trips = v.trips * _at_once(v, one, chosen.group) // one.source.length
+        kept.append(
+            KeptValue(
+                place=text,
+                where=v.where,
+                shape=v.aval.shape,
+                dtype=str(v.aval.dtype),
+                trips=trips,
+                nbytes=v.aval.nbytes * trips,
+            )
         )
-        for text in chosen.kept
-        if not (v := found[text]).id.stacked
-    )
+    return tuple(kept)
+
+
+def _at_once(value: ForwardValue, one: ForwardPass, group: int) -> int:
+    """Of how many trips of the scan around it a value is in memory at once."""
+    length = one.source.length
+    if group == 1 or length % group or length <= group:
+        return length
+    return group + (length // group if value.must_keep == CARRIED else 0)
 
 
 def recomputation_of(saved: SavedValues, kept: Collection[ValueId], remat: Remat) -> Recomputation:

@@ -33,7 +33,7 @@ from autoshard.ir.constraints import Constraints
 from autoshard.ir.gradient import emitted
 from autoshard.ir.loop_sums import LoopSum
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.recomputation import WRITTEN
+from autoshard.ir.recomputation import WRITTEN, Recomputation
 from autoshard.planner import minimal_constraints
 from autoshard.planner.budget import SETTLE_S, USUAL_BUDGET, Budget
 from autoshard.planner.build_record import describe
@@ -159,7 +159,7 @@ def _recomputing(request: PlanRequest, budget: Budget, constraints: ConstraintPo
         except InfeasibleError as error:
             errors.append(error)
     choices = RecomputationSpace.of(request)
-    limit, bound = request.memory_bytes, None
+    limit, bound, chosen = request.memory_bytes, None, None
     for _ in range(ATTEMPTS if choices is not None else 0):
         assert choices is not None
         formulation = formulate(choices.decisions, choices.resharder, memory_bytes=limit)
@@ -184,9 +184,43 @@ def _recomputing(request: PlanRequest, budget: Budget, constraints: ConstraintPo
         break
     if choices is None and not request.as_written:
         errors.append(_nothing_fits(request, None))
+    if not plans and choices is not None:
+        plans += _in_groups(choices, chosen, budget, constraints, errors)
     if not plans:
         raise min(errors, key=lambda error: inf if error.peak_bytes is None else error.peak_bytes)
     return min(plans, key=lambda planned: planned.solution.objective)
+
+
+def _in_groups(
+    choices: RecomputationSpace,
+    chosen: Recomputation | None,
+    budget: Budget,
+    constraints: ConstraintPolicy,
+    errors: list[InfeasibleError],
+) -> list[PlanningResult]:
+    """The plans, if any fit, of a program that keeps what its loops carry of one trip in every few alone.
+
+    They repeat whole trips, so they are asked for where nothing else fits, and those that repeat the least first.
+    The proof is of the plan's own program. Why some do not fit is added to `errors`.
+    """
+    for groups in choices.groupings(chosen):
+        found: list[PlanningResult] = []
+        for kept in groups:
+            try:
+                space = build_search_space(keeping(choices.request, kept))
+                found.append(solve_space(space, budget, constraints=constraints))
+            except InfeasibleError as error:
+                errors.append(error)
+        if found:
+            return [_noted(one, choices) for one in found]
+    return []
+
+
+def _noted(found: PlanningResult, choices: RecomputationSpace) -> PlanningResult:
+    """A plan with what it keeps and repeats, in words; nothing is proven of other choices."""
+    record, note = found.record, choices.summary(found)
+    certificate = replace(record.certificate, space=f"{record.certificate.space}; what is kept is no part of the proof")
+    return replace(found, record=replace(record, certificate=certificate, notes=(*record.notes, note)))
 
 
 def _nothing_fits(request: PlanRequest, peak_bytes: int | None) -> InfeasibleError:

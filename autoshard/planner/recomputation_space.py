@@ -1,14 +1,17 @@
 """Recomputation space: layouts, and what is kept for backward passes, as one problem."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import log, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.costs.resharding import Resharder
+from autoshard.ir.grouping import lengths
 from autoshard.ir.recomputation import Recomputation
 from autoshard.ir.recomputed import recomputation_of, recomputed, savable
-from autoshard.ir.saved_values import SavedValues
+from autoshard.ir.saved_values import CARRIED, ForwardPass, SavedValues
 from autoshard.planner.backward_passes import decided_text
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.program import Program
@@ -16,6 +19,8 @@ from autoshard.planner.request import PlanRequest
 from autoshard.planner.search_space import build_search_space, decide_anew
 from autoshard.problem.decisions import Decisions
 from autoshard.problem.whole_step import WholeStep, kept_values, whole_step
+
+GROUPS = 2  # of trips, that are tried of each choice of what is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,6 +51,37 @@ class RecomputationSpace:
         kept = kept_values(self.whole, self.saved, self.decisions, choice)
         return recomputation_of(self.saved, {*kept, *self.saved.missing(kept)}, self.request.remat)
 
+    def groupings(self, chosen: Recomputation | None) -> Iterator[tuple[Recomputation, ...]]:
+        """What may be kept where one carry of every few trips is: what repeats least first, each in several groups.
+
+        Everything that is kept as the program is written; what was `chosen`; and of loops nothing but what has to be.
+        """
+        every = recomputation_of(self.saved, self.saved.saved, self.request.remat)
+        flat = {v.id for one in self.saved.passes if one.source.is_flat for v in one.values if v.read and not v.free}
+        least = {at for at in flat if not at.stacked}
+        while missing := self.saved.missing(least):
+            least.update(missing)
+        fewest = recomputation_of(self.saved, self.saved.stacks(least), self.request.remat)
+        for kept in dict.fromkeys(filter(None, (every, chosen, fewest))):
+            groups = tuple(replace(kept, group=group) for group in self._groups(frozenset(kept.kept)))
+            if groups:
+                yield groups
+
+    def _groups(self, kept: frozenset[str]) -> list[int]:
+        """The groups with the smallest peak, of the scan that carries most: what they carry and keep at once.
+
+        In groups of k, L / k carries are kept and k trips' values: least at k² = L · carry / values.
+        """
+        loops = [one for one in self.saved.passes if one.source.length in lengths(self.saved.closed)]
+        deepest = max(loops, key=lambda one: _carried(one) * one.source.length, default=None)
+        if deepest is None:
+            return []
+        length = deepest.source.length
+        values = sum(v.aval.nbytes for v in deepest.values if str(v.id) in kept and not v.id.stacked)
+        best = sqrt(length * max(_carried(deepest), 1) / max(values, 1))
+        divisors = [k for k in range(2, length // 2 + 1) if not length % k]
+        return sorted(divisors, key=lambda k: abs(log(k / best)))[:GROUPS]
+
     @property
     def said(self) -> str:
         """The space, in words."""
@@ -59,7 +95,18 @@ class RecomputationSpace:
         chosen = found.record.recomputation
         texts = () if chosen is None else chosen.kept
         own = sum("^" not in text for text in texts)
-        return decided_text(found.assignment, found.record.cost.step_s, own)
+        said = decided_text(found.assignment, found.record.cost.step_s, own)
+        if chosen is None or chosen.group == 1:
+            return said
+        return (
+            f"{said}; what loops carry is kept once for every {chosen.group} trips, and what else a trip keeps as long "
+            f"as its group of {chosen.group} runs, which they run again"
+        )
+
+
+def _carried(one: ForwardPass) -> int:
+    """The bytes that a scan carries from trip to trip, which its backward scan reads."""
+    return sum(v.aval.nbytes for v in one.values if v.must_keep == CARRIED)
 
 
 def keeping(request: PlanRequest, chosen: Recomputation) -> PlanRequest:

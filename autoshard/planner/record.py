@@ -269,11 +269,16 @@ def _collective_from_json(data: dict[str, Any]) -> Collective:
 
 
 def _recomputation_to_json(chosen: Recomputation | None) -> dict[str, Any]:
-    return {} if chosen is None else {"recomputation": {"remat": chosen.remat, "kept": list(chosen.kept)}}
+    if chosen is None:
+        return {}
+    group = {} if chosen.group == 1 else {"group": chosen.group}
+    return {"recomputation": {"remat": chosen.remat, "kept": list(chosen.kept), **group}}
 
 
 def _recomputation_from_json(data: dict[str, Any] | None) -> Recomputation | None:
-    return None if data is None else Recomputation(remat=data["remat"], kept=tuple(data["kept"]))
+    if data is None:
+        return None
+    return Recomputation(remat=data["remat"], kept=tuple(data["kept"]), group=data.get("group", 1))
 
 
 def _is_computed_otherwise(record: PlanRecord) -> bool:
