@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from autoshard import _jax
 from autoshard.errors import SpecError
 from autoshard.ir.bodies import why_once
-from autoshard.ir.flops import REMATTED
 from autoshard.ir.graph import BODIES
 from autoshard.ir.passes import Pair, Pass, passes
 
@@ -142,7 +141,7 @@ class _Groups:
         slices = [_jax.variable(_jax.stacked(_element(x), self.group)) for x in (*own, *ahead.slices)]
         stacks = {x: _jax.variable(_jax.stacked(_element(x), self.group)) for x in self.residuals}
         repeated = self.trips(ahead, (*again, slices[len(own) :]), _fresh(ahead.finals), stacks)
-        repeated = _jax.repeated(repeated, repeated.invars, repeated.outvars, REMATTED)
+        repeated = _jax.repeated(repeated, repeated.invars, repeated.outvars)
         ours = iter(slices)
         sliced = [stacks[x] if not _jax.is_literal(x) and x in stacks else next(ours) for x in back.slices]
         finals = _fresh(back.finals)

@@ -13,6 +13,7 @@ import pytest
 
 import autoshard
 from autoshard import SpecError, accumulate
+from autoshard.cli import search as cli_search
 from autoshard.errors import InfeasibleError, PlanFileError, PlanMismatchError
 from autoshard.ir import accumulation
 from autoshard.planner import microbatches
@@ -204,6 +205,12 @@ def test_the_numbers_divide_the_parts_of_every_batch() -> None:
 def test_what_fewer_prove_is_not_tried() -> None:
     made = microbatches._Attempts(unfit={1: 1000, 3: 500})
     assert [made.least_peak(n) for n in (2, 4, 6)] == [500, 250, 250]
+
+
+def test_the_command_line_reads_a_number_or_auto() -> None:
+    assert [cli_search.steps(written) for written in ("auto", "8")] == ["auto", 8]
+    with pytest.raises(SpecError, match="cannot read --microbatches many: write a number, as in 8, or auto"):
+        cli_search.steps("many")
 
 
 def test_a_search_chooses_in_every_mesh() -> None:
