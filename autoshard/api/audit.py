@@ -251,7 +251,7 @@ class Asked:
     def __call__(self, found: hlo.Collective) -> bool:
         if found.kind in _REDUCES or found.op_name.endswith(CONSTRAINT):
             return True
-        e = self._equation.get(path_of(found))
+        e = self._equation.get(path_of(found.op_name))
         if e is None:  # a result on its way to the sharding that the program asks of it, or an argument's gather
             return found.op_name == "" or (found.kind == "all-gather" and argument_of(found) is not None)
         if self._graph.eqns[e].primitive == CONSTRAINT:

@@ -31,6 +31,7 @@ COMMANDS = (
     "diff",
     "verify",
     "audit",
+    "doctor",
     "hardware",
 )
 

@@ -1,0 +1,103 @@
+"""The doctor finds what was done to a program: the dearest first, with its line; and nothing in healthy ones."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from autoshard.api.doctor import Diagnosis, doctor
+from autoshard.backends import devices
+from autoshard.cli.doctor import share
+from autoshard.errors import SpecError
+from autoshard.ir.mesh import MeshAxes
+from autoshard.report.tables import columns
+
+ON: Any = devices.abstract(MeshAxes.of({"data": 8}))
+ROWS, WIDTH, MICRO = 4096, 256, 4
+
+
+def aval(spec: P, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(ON, spec))
+
+
+def pinned(x: jax.Array, *spec: Any) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, NamedSharding(ON, P(*spec)))
+
+
+def diagnosis(fn: Any, *args: Any, **options: Any) -> Diagnosis:
+    return doctor(fn, *args, hardware="cpu:8", compiler="cpu", rel_gap=1e-2, **options)
+
+
+def accumulated(w: jax.Array, x: jax.Array) -> jax.Array:
+    def add(total: jax.Array, rows: jax.Array) -> tuple[jax.Array, None]:
+        return total + rows.T @ jnp.tanh(rows @ w), None
+
+    return jax.lax.scan(add, jnp.zeros_like(w), x)[0]
+
+
+def test_sums_in_every_trip_are_the_first_finding() -> None:
+    found = diagnosis(accumulated, aval(P(), WIDTH, WIDTH), aval(P(None, "data"), MICRO, ROWS, WIDTH))
+    first = found.findings[0]
+    assert first.kind == "sums in every trip"
+    assert "test_doctor.py" in first.where
+    assert f"{MICRO} times" in first.cause
+    assert found.worst == first.seconds / found.step_s > 0
+    told = str(found)
+    assert "autoshard.accumulate" in " ".join(told.split())
+    assert max(map(len, told.splitlines())) <= columns()
+    assert found.to_json()["findings"][0]["where"] == first.where
+
+
+def test_a_gather_before_a_cast_is_found() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return x.astype(jnp.bfloat16) @ pinned(w).astype(jnp.bfloat16)
+
+    def narrow(w: jax.Array, x: jax.Array) -> jax.Array:
+        return x.astype(jnp.bfloat16) @ pinned(pinned(w.astype(jnp.bfloat16), "data"))
+
+    args = aval(P("data"), WIDTH, WIDTH), aval(P("data"), ROWS, WIDTH)
+    assert "gathered wide" in {one.kind for one in diagnosis(step, *args).findings}
+    assert "gathered wide" not in {one.kind for one in diagnosis(narrow, *args).findings}
+
+
+def test_a_whole_optimizer_state_is_found() -> None:
+    def step(state: Any, x: jax.Array) -> Any:
+        w, m = state
+        m = 0.9 * m + jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+        return w - 0.1 * m, m
+
+    def found(spec: P) -> set[str]:
+        state = aval(P(), WIDTH, WIDTH), aval(spec, WIDTH, WIDTH)
+        return {one.kind for one in diagnosis(step, state, aval(P("data"), ROWS, WIDTH), donate_argnums=(0,)).findings}
+
+    assert "optimizer state whole" in found(P())
+    assert "optimizer state whole" not in found(P("data"))
+
+
+def test_a_product_that_every_device_computes_is_found() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.tanh(pinned(x) @ w)
+
+    found = diagnosis(step, aval(P(), WIDTH, WIDTH), aval(P("data"), ROWS, WIDTH))
+    first = {one.kind: one for one in found.findings}["repeated on devices"]
+    assert "up to 8 devices" in first.cause
+    assert "test_doctor.py" in first.where
+
+
+def test_a_healthy_program_has_no_findings() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(x @ w))
+
+    found = diagnosis(jax.value_and_grad(loss), aval(P(), WIDTH, WIDTH), aval(P("data"), ROWS, WIDTH))
+    assert found.findings == ()
+    assert found.worst == 0
+
+
+def test_shares_are_read_as_written() -> None:
+    assert (share("5%"), share("0.05")) == (0.05, 0.05)
+    for wrong in ("five", "5%%", "7", "-1%", ""):
+        with pytest.raises(SpecError, match="a share of the step"):
+            share(wrong)
