@@ -11,9 +11,17 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard.api.options import Options
+from autoshard.api.planning import requests_of
+from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends.hlo import collectives, read
+from autoshard.errors import PlanFileError
 from autoshard.ir.mesh import MeshAxes
+from autoshard.planner import pipeline
 from autoshard.planner import record as records
+from autoshard.planner.loop_sums_space import splittable, summing_once
+from autoshard.planner.search_space import build_search_space
+from tests import random_loop_sums as drawn
 from tests.programs import GPUS, relative_error
 
 MESH = {"data": 8}
@@ -84,6 +92,41 @@ def test_the_numbers_are_the_same_as_without_a_plan(planned: Any, tmp_path: Path
     for made in (plan.jit(), loaded.jit(fn)):
         for a, b in zip(jax.tree.leaves(made(*args)), jax.tree.leaves(want), strict=True):
             assert relative_error(a, b) < 1e-5
+
+
+def check_split(seeds: range) -> int:
+    """Runs random loops on eight devices, all of their sums in parts, in the layouts that are then best; how many."""
+    found = 0
+    for seed in seeds:
+        fn, args = drawn.program(seed), drawn.inputs(seed)
+        options = Options(mesh=MESH, hardware=GPUS, pins={"x": P(None, "data"), "y": P(None, "data")})
+        (request,) = requests_of(fn, args, {}, options)
+        sums = splittable(request)
+        if not sums:
+            continue
+        found += len(sums)
+        planned = pipeline.solve_space(build_search_space(summing_once(request, sums)))
+        made = SolvedPlan(planned.record, place=request.target, traced=planned.traced, planned=planned)
+        for a, b in zip(jax.tree.leaves(made.jit()(*args)), jax.tree.leaves(fn(*args)), strict=True):
+            np.testing.assert_array_equal(a, b)
+    return found
+
+
+def test_random_loops_compute_the_same_on_several_devices() -> None:
+    assert check_split(range(4)) > 1
+
+
+@pytest.mark.slow
+def test_many_random_loops_compute_the_same_on_several_devices() -> None:
+    assert check_split(range(4, 44)) > 20
+
+
+def test_a_place_that_the_program_does_not_have_is_refused(planned: Any, tmp_path: Path) -> None:
+    plan, fn, args = planned
+    path = tmp_path / "plan.json"
+    path.write_text(plan.record.dumps().replace(plan.loop_sums[0].place, "9999:0"))
+    with pytest.raises(PlanFileError, match="no sum over a loop's trips at 9999:0"):
+        autoshard.load(path).bind(fn, *args)
 
 
 def test_the_summary_says_which_sums_wait(planned: Any) -> None:
