@@ -12,7 +12,9 @@
 
 So a law is a line, latency + bytes ÷ rate. On a network there are two, a ring of
 n-1 hops and a tree of ⌈log₂ n⌉ hops that moves the bytes twice, and the cheaper
-one counts. Within one switched domain a measured table takes their place.
+one counts. An all-reduce's tree moves them once up and once down, as its ring does.
+Within one switched domain a measured table takes their place. A group over several
+nodes takes at least as long as its part in one node, which ends with the same bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,12 +46,23 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Cheapest:
-    """The cheapest of several lines at each size."""
+    """The cheapest of several laws at each size."""
 
-    lines: tuple[Line, ...]
+    laws: tuple["Law", ...]
 
     def seconds(self, nbytes: Floats) -> Floats:
-        return np.minimum.reduce([line.seconds(nbytes) for line in self.lines])
+        return np.minimum.reduce([law.seconds(nbytes) for law in self.laws])
+
+
+@dataclass(frozen=True, slots=True)
+class AtLeast:
+    """A law that takes no less than another one, which is a part of it."""
+
+    law: "Law"
+    part: "Law"
+
+    def seconds(self, nbytes: Floats) -> Floats:
+        return np.maximum(self.law.seconds(nbytes), self.part.seconds(nbytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,31 +101,65 @@ class InTurn:
         return self.first.seconds(nbytes) + self.second.seconds(nbytes) - self.saved_s
 
 
-Law: TypeAlias = Line | Cheapest | Measured | InTurn
+@dataclass(frozen=True, slots=True)
+class Between:
+    """A law between two others, linear in the logarithms; `share` is how near it is to the second."""
+
+    first: "Law"
+    second: "Law"
+    share: float
+
+    def seconds(self, nbytes: Floats) -> Floats:
+        return self.first.seconds(nbytes) ** (1 - self.share) * self.second.seconds(nbytes) ** self.share
+
+
+Law: TypeAlias = Line | Cheapest | AtLeast | Between | Measured | InTurn
 
 
 def law_of(kind: Kind, crossings: Sequence[Crossing], links: Links) -> Law:
     """The law of a collective for a group that crosses these levels, inner to outer.
 
     Args:
-        kind: The collective. An all-reduce that was not measured is a reduce-scatter,
-            then an all-gather.
+        kind: The collective. An all-reduce is a reduce-scatter, then an all-gather, or what was
+            published, if that takes less: switches that reduce (NVLink SHARP). Timed on the very
+            links, it is what was timed.
         crossings: At least one.
         links: The interconnect of each level.
     """
-    if len(crossings) == 1 and (table := _nearest_table(kind, crossings[0], links)) is not None:
-        return _measured(kind, table, crossings[0], links)
-    if kind == "all-reduce":
-        halves = [law_of(half, crossings, links) for half in ("reduce-scatter", "all-gather")]
-        smallest_s = _smallest_all_reduce_s(crossings, links)
-        if smallest_s is None:
-            return InTurn(halves[0], halves[1], _launch_s(crossings, links))
-        both_s = sum(float(half.seconds(np.ones(()))) for half in halves)
-        return InTurn(halves[0], halves[1], both_s - smallest_s)
-    ring = _line(kind, crossings, links, tree=False)
-    if kind == "collective-permute" or all(c.medium != "network" for c in crossings):
-        return ring
-    return Cheapest((ring, _line(kind, crossings, links, tree=True)))
+    measured = _as_measured(kind, crossings[0], links) if len(crossings) == 1 else None
+    if kind != "all-reduce" or (measured and links[crossings[0].level].timed_whole):
+        return measured or _phase(kind, crossings, links)
+    halves = _all_reduce(crossings, links)
+    return halves if measured is None else Cheapest((measured, halves))
+
+
+def _all_reduce(crossings: Sequence[Crossing], links: Links) -> InTurn:
+    """A reduce-scatter, then an all-gather."""
+    phases: tuple[Kind, ...] = ("reduce-scatter", "all-gather")
+    alone = len(crossings) == 1 and crossings[0].medium != "network"
+    first, second = (
+        law_of(phase, crossings, links) if alone else _phase(phase, crossings, links, once=True) for phase in phases
+    )
+    smallest_s = _smallest_all_reduce_s(crossings, links)
+    if smallest_s is None:
+        return InTurn(first, second, _launch_s(crossings, links))
+    both_s = sum(float(half.seconds(np.ones(()))) for half in (first, second))
+    return InTurn(first, second, both_s - smallest_s)
+
+
+def _phase(kind: Kind, crossings: Sequence[Crossing], links: Links, *, once: bool = False) -> Law:
+    """The law of a collective that was not measured; `once`: its tree moves the bytes once, as half an all-reduce."""
+    law: Law = _line(kind, crossings, links)
+    if kind != "collective-permute" and any(c.medium == "network" for c in crossings):
+        law = Cheapest((law, _line(kind, crossings, links, climbing=1.0 if once else 2.0)))
+    inside = crossings[:-1]
+    if inside and kind in _ALL_INSIDE and all(c.medium != "torus" for c in crossings):
+        return AtLeast(law, law_of(kind, inside, links))
+    return law
+
+
+# What moves as many bytes inside of a node as it would if the node were alone.
+_ALL_INSIDE = ("all-gather", "reduce-scatter", "broadcast")
 
 
 def link_bytes(kind: Kind, crossings: Sequence[Crossing], links: Links, nbytes: ArrayLike) -> dict[str, Floats]:
@@ -124,14 +171,17 @@ def link_bytes(kind: Kind, crossings: Sequence[Crossing], links: Links, nbytes: 
     return {c.level: twice * sizes * share for c, share in zip(crossings, shares, strict=True)}
 
 
-def _line(kind: Kind, crossings: Sequence[Crossing], links: Links, *, tree: bool) -> Line:
-    """One launch, the hops of every level, and bytes at the slowest level, or inside a slice and then between."""
+def _line(kind: Kind, crossings: Sequence[Crossing], links: Links, *, climbing: float = 0.0) -> Line:
+    """One launch, the hops of every level, and bytes at the slowest level, or inside a slice and then between.
+
+    `climbing`: how often a tree moves the bytes over a network; 0 for a ring.
+    """
     latency_s = _launch_s(crossings, links)
     s_per_byte: dict[str, float] = {}
     for crossing in crossings:
-        climbs = tree and crossing.medium == "network"
+        climbs = climbing and crossing.medium == "network"
         carried = _share(kind, crossing, crossings) * _link_bytes_per_byte(kind, crossing, links)
-        s_per_byte[crossing.level] = (2.0 if climbs else 1.0) * carried / _rate(crossing, links)
+        s_per_byte[crossing.level] = (climbing if climbs else 1.0) * carried / _rate(crossing, links)
         hops = ceil(log2(crossing.n)) if climbs else _hops(kind, crossing)
         latency_s += hops * _number(crossing, links, "hop_s")
     if all(c.medium != "torus" for c in crossings):
@@ -182,18 +232,40 @@ def _hops(kind: Kind, crossing: Crossing) -> int:
     return crossing.n - 1
 
 
-def _nearest_table(kind: Kind, crossing: Crossing, links: Links) -> CollectiveTable | None:
-    """The measured table nearest in group size; a reduce-scatter may use an all-gather's.
+def _tables(kind: Kind, crossing: Crossing, links: Links) -> list[CollectiveTable]:
+    """The measured tables of a collective; a reduce-scatter may use an all-gather's.
 
     None on a torus, where groups of one size have different links.
     """
     if crossing.medium == "torus":
-        return None
+        return []
     for wanted in (kind, "all-gather") if kind == "reduce-scatter" else (kind,):
         tables = [table for table in links[crossing.level].tables if table.kind == wanted]
         if tables:
-            return min(tables, key=lambda table: abs(log(table.devices / crossing.n)))
-    return None
+            return tables
+    return []
+
+
+def _as_measured(kind: Kind, crossing: Crossing, links: Links) -> Law | None:
+    """The law of the measured tables, if there are any; a group never takes more than a larger one took.
+
+    Between two measured groups it is interpolated; beyond, the nearest is rescaled.
+    """
+    tables = sorted(_tables(kind, crossing, links), key=lambda table: table.devices)
+    if not tables:
+        return None
+    own = [_measured(kind, table, replace(crossing, n=table.devices), links) for table in tables]
+    smaller = [i for i, table in enumerate(tables) if table.devices <= crossing.n]
+    if not smaller:
+        return Cheapest((_measured(kind, tables[0], crossing, links), *own))
+    last = smaller[-1]
+    if tables[last].devices == crossing.n:
+        return own[last] if last == len(own) - 1 else Cheapest(tuple(own[last:]))
+    if last == len(own) - 1:
+        return _measured(kind, tables[last], crossing, links)
+    below, above = (log(tables[i].devices) for i in (last, last + 1))
+    share = (log(crossing.n) - below) / (above - below)
+    return Between(Cheapest(tuple(own[last:])), Cheapest(tuple(own[last + 1 :])), share)
 
 
 def _measured(kind: Kind, table: CollectiveTable, crossing: Crossing, links: Links) -> Measured:

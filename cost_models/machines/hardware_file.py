@@ -177,7 +177,10 @@ class TorusShapes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interconnect:
-    """One kind of link: its medium, its numbers, and what was measured on it."""
+    """One kind of link: its medium, its numbers, and what was measured on it.
+
+    `timed_whole`: its all-reduces were timed on the very links, and count as they are.
+    """
 
     name: str
     description: str
@@ -185,6 +188,7 @@ class Interconnect:
     numbers: Mapping[str, Number]
     torus: TorusShapes | None = None
     tables: tuple[CollectiveTable, ...] = ()
+    timed_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +289,7 @@ def parse_chip(document: Any, file: str, find_chip: Finder, find_link: Finder) -
     if "tables" in doc:
         rate = links["domain"].numbers["one_way_bytes_per_s"].value
         tables = tuple(_table(row, rate, file) for row in _list(doc["tables"], file, "`tables`"))
-        links["domain"] = replace(links["domain"], tables=tables)
+        links["domain"] = replace(links["domain"], tables=tables, timed_whole=True)
     measured = _object(doc.get("measured", {}), file, "`measured`")
     _known(measured, _MEASURED_KEYS, f"{file}, measured")
     return Chip(

@@ -57,9 +57,7 @@ def test_both_dies_of_4_ironwood_chips_share_the_links_of_each(received: float, 
     ],
 )
 def test_all_reduces_of_nccl(spec: str, microseconds: dict[int, float]):
-    """The table of which the catalogue has gathers, scatters and exchanges: openxla/xla bdd11ba,
-    default_collective_perf_table.txtpb.
-    """
+    """openxla/xla bdd11ba, default_collective_perf_table.txtpb, which the catalogue has in part."""
     devices = cost_models.hardware(spec).devices
     for nbytes, measured in microseconds.items():
         seconds = nbytes / algorithm_rate(spec, {"x": devices}, "all-reduce", ("x",), nbytes) / 1e9
