@@ -65,6 +65,7 @@ XLA_GPU = CompilerModel(
     compares_positions_for_scatters=False,
     computes_once=frozenset({"atan2", "cos", "erf_inv", "erfc", "log1p", "pow", "sin", "tanh"}),
     overwrites_last_read=True,
+    reduces_in_kernels_of_their_own=True,
 )
 
 # Its analytical latency estimator works for every program. Since jaxlib 0.11 it may ask, in loops that communicate, for
@@ -118,6 +119,7 @@ XLA_TPU = CompilerModel(
     compares_positions_for_scatters=True,
     computes_once=frozenset(),
     overwrites_last_read=False,
+    reduces_in_kernels_of_their_own=False,
 )
 
 XLA_CPU = CompilerModel(
@@ -164,6 +166,7 @@ XLA_CPU = CompilerModel(
     compares_positions_for_scatters=False,
     computes_once=frozenset(),
     overwrites_last_read=False,
+    reduces_in_kernels_of_their_own=False,
 )
 
 KNOWN: tuple[CompilerModel, ...] = (XLA_GPU_0_10, XLA_GPU, XLA_TPU, XLA_CPU)

@@ -305,6 +305,14 @@ class CompilerModel:
     )
     """A fusion writes where what it reads for the last time lies, if that has as many elements of its type."""
 
+    reduces_in_kernels_of_their_own: bool = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2, softmax and norms of llama3",
+            "compilers/test_compiler_models.py::test_a_reduction_that_two_expressions_take_is_a_kernel_of_its_own",
+        )
+    )
+    """A reduction that several expressions take, or of long rows, reads again what its operand is made from."""
+
 
 def evidence() -> dict[str, Evidence]:
     """Fact → where it is known from."""

@@ -40,7 +40,7 @@ from autoshard.ir.op_traits import DIV, EXP, LOOP_CONST, LOOP_SLICE, LOOP_STACK,
 from autoshard.rules.rule import ShardingRule
 
 # Rows (of scores, of a norm) that one kernel of XLA:GPU reduces and reads again; those of a vocabulary it does not.
-_SHORT_ROW = 16_384
+SHORT_ROW = 16_384
 
 _MOST_SOURCES = 16  # stored values that one expression is recomputed from; XLA bounds a fusion's parameters, too
 
@@ -175,7 +175,7 @@ def _find_overwritten(
         aval = graph.avals[result]
         if eqn.traits.ends_fusion:
             row = graph.avals[graph.operands[e][0]].size // max(aval.size, 1)
-            reduced[result] = twice | (reads[result] if row <= _SHORT_ROW else frozenset())
+            reduced[result] = twice | (reads[result] if row <= SHORT_ROW else frozenset())
         if not stored[result] or eqn.traits.ends_fusion or eqn.traits.renames:
             continue
         for v in sorted(reads[result] - twice - found):

@@ -351,16 +351,24 @@ def _around_loops(graph: Graph, found: OverlapWindows, outer: _Phases, awaited: 
 
 
 def _at_the_end(graph: Graph, found: OverlapWindows, outer: _Phases) -> OverlapWindows:
-    """The windows of a program without loops: moves of its new state hide behind its updates alone."""
+    """The windows of a program without loops.
+
+    Moves of its new state hide behind its updates alone, late reductions behind late contractions alone: XLA:GPU
+    puts both at the end of the program. Nothing hides behind the contractions before them that are not late.
+    """
     updates = _updates(graph, outer)
     state = _new_state(graph)
-    end = found.count
-    alone = ((end, 1.0),)
-    found = found.with_window(loop=0, whole=end, hides=alone, covers=alone, bucket=found.buckets[LATE])
+    end, aside = found.count, found.count + 1
+    for window, bucket in ((end, found.buckets[LATE]), (aside, 0)):
+        alone = ((window, 1.0),)
+        found = found.with_window(loop=0, whole=window, hides=alone, covers=alone, bucket=bucket)
+    others = {e for e, eqn in enumerate(graph.eqns) if multiplies(eqn) and found.of_equation[e] == LATE}
     return replace(
         found,
         of_value=tuple(end if w == LATE and v in state else w for v, w in enumerate(found.of_value)),
-        of_equation=tuple(end if e in updates else w for e, w in enumerate(found.of_equation)),
+        of_equation=tuple(
+            end if e in updates else aside if e in others else w for e, w in enumerate(found.of_equation)
+        ),
         idle=found.idle | updates,
     )
 

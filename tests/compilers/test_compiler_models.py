@@ -12,10 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.backends import compile, hlo
 from autoshard.backends.devices import abstract
+from autoshard.backends.devices import place as place_of
 from autoshard.backends.known_compilers import named
 from autoshard.backends.model import CompilerName
 from autoshard.ir import graph
 from autoshard.ir.mesh import MeshAxes
+from autoshard.problem.decision_builders import Requirements
+from autoshard.problem.decision_builders.facts import facts_of
 from tests.installed import GPU, TPU
 
 MESH = MeshAxes(("x",), (8,))
@@ -226,3 +229,28 @@ def test_dots_without_matrices_fuse(
     text, _ = entry(topology, multiplied, (left, right), (P(), P()))
     assert " dot(" not in text
     assert " convolution(" not in text
+
+
+@pytest.mark.parametrize("again", [pytest.param(again, marks=GPU) for again in (False, True)])
+def test_a_reduction_that_two_expressions_take_is_a_kernel_of_its_own(*, again: bool) -> None:
+    """Of a norm nothing but its result is written, or sums of its rows, too, if the backward pass scales by them.
+
+    The forward one reads what is normalized, the backward one its cotangent, too.
+    """
+
+    def forward(x: jax.Array, w: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-6)
+        return (wide * scale).astype(jnp.bfloat16) @ w
+
+    def both(x: jax.Array, w: jax.Array) -> Any:
+        out, back = jax.vjp(forward, x, w)
+        return out, back(jnp.tanh(out))
+
+    args, fn = (BF16(4096, 2048), BF16(2048, 512)), both if again else forward
+    _, found = entry("h100:1x8", fn, args, (P("x"), P()))
+    assert found.count("= f32[512]{0} fusion(") == (2 if again else 0)
+    program = graph.build(jax.make_jaxpr(fn)(*args), "cuda")
+    machine = place_of({"x": 8}, "h100:1x8").machine
+    reread = facts_of(program, MESH, machine, named("gpu"), Requirements(), unknown="replicate").reread
+    assert list(reread.values()) == ([2.0, 4.0] if again else [])  # bytes per element, before they are cast

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from autoshard.costs import compute
 from autoshard.costs.overlap import EARLY
 from autoshard.costs.prices import picoseconds
-from autoshard.costs.strategies import Strategies, enumerate_strategies, given
+from autoshard.costs.strategies import Strategies, enumerate_strategies, given, shards
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import DERIVE, LOOP_STACK, PALLAS, RECALL, SHARD_MAP
@@ -147,6 +147,9 @@ def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductio
         writes = [e not in facts.in_place]
     readers = sum(len(facts.graph.consumers.get(v, ())) for v in graph.results[e])
     nbytes = compute.touched_bytes(eqn, strategies, facts.mesh, reads, writes, readers)
+    if e in facts.reread:
+        operand = eqn.operands[0]
+        nbytes = nbytes + facts.reread[e] * operand.size / shards(strategies.operands[0], operand.ndim, facts.mesh)
     touched_s = np.asarray(facts.machine.hbm_s(nbytes))
     if e not in facts.windows.idle:
         return _Price(reductions_s + touched_s)

@@ -12,6 +12,7 @@ from autoshard.costs.liveness import LiveRanges, in_place, live_ranges
 from autoshard.costs.loop_reductions import NONE, Accumulators, accumulators
 from autoshard.costs.overlap import EARLY, OverlapWindows, overlap_windows
 from autoshard.costs.prices import Machine
+from autoshard.costs.reductions import reread
 from autoshard.costs.resharding import Strides
 from autoshard.costs.shared_gathers import groups
 from autoshard.costs.strategies import SUM, Codes, check_counts, decode
@@ -51,7 +52,7 @@ class GraphFacts:
 
     `manual` is the mesh of the `shard_map` whose body the graph is. `held`: values that lie in memory, also
     under another name. `levels`: see `costs.fusion`. `in_place`: equations that may overwrite their first operand.
-    `apart`: value → groups of its uses that share no gather.
+    `apart`: value → groups of its uses that share no gather. `reread`: see `costs.reductions`.
     """
 
     graph: Graph
@@ -70,6 +71,7 @@ class GraphFacts:
     levels: NDArray[np.int64]
     in_place: frozenset[int]
     apart: Mapping[int, tuple[tuple[int, ...], ...]]
+    reread: Mapping[int, float]
 
     def decides(self, value: int) -> bool:
         """Whether a value has a layout to choose: it is not recomputed for free wherever it is needed."""
@@ -116,6 +118,7 @@ def facts_of(
     check_counts(graph, rules, mesh)
     traits = fusion_traits(graph, rules, required.equations, compiler)
     lives = live_ranges(graph, rules, traits.fuses, compiler, stores_quotients=machine.stores_quotients)
+    held = lives.stored | lives.named
     lasting = {v for i, v in enumerate(graph.inputs) if i not in required.donated} | set(graph.outputs)
     return GraphFacts(
         graph=graph,
@@ -130,8 +133,9 @@ def facts_of(
         windows=overlap_windows(graph, compiler),
         strides=strides(graph) if compiler.collectives_along_outermost_only else {},
         accumulators=_accumulators(graph, compiler),
-        held=lives.stored | lives.named,
+        held=held,
         levels=levels(graph, traits.fuses),
         in_place=in_place(graph, lasting),
         apart=groups(graph) if compiler.regathers_far_uses else {},
+        reread=reread(graph, traits.fuses, held) if compiler.reduces_in_kernels_of_their_own else {},
     )
