@@ -268,3 +268,33 @@ def test_a_gpu_hides_what_joins_a_chain_behind_late_work_alone() -> None:
     parts = {window for window in sliced if window is not None and APART in dict(found.covers[window]).values()}
     assert len(parts) == 1
     assert {found.loops[part] for part in parts} == {backward}
+
+
+def test_a_gpu_reduces_gradients_beside_those_of_other_weights_alone() -> None:
+    """Not beside the rest of a backward pass: XLA:GPU (0.10.2) runs gradients of weights and their sums in turns.
+
+    Of four layers of Hugging Face's llama on 8 H100 it reduced 4.0 ms of gradients beside 1.4 ms of contractions.
+    """
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            y = x
+            for w in weights:
+                y = jnp.tanh(y @ w)
+            return jnp.sum(y)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    weights = [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 4
+    graph = build(jax.make_jaxpr(step)(weights, jax.ShapeDtypeStruct((32, 16), jnp.float32)), "cpu")
+    found = overlap_windows(graph, XLA_GPU)
+    gradients = {
+        e for e, eqn in enumerate(graph.eqns) if eqn.primitive == "dot_general" and eqn.results[0].shape == (16, 16)
+    }
+    assert {found.of_value[graph.results[e][0]] for e in gradients} == {LATE, None}
+    covering = {
+        e
+        for e, eqn in enumerate(graph.eqns)
+        if eqn.primitive == "dot_general" and LATE in dict(found.covers[found.of_equation[e]])
+    }
+    assert covering == gradients
