@@ -67,10 +67,11 @@ def scale(
         limit = None if memory is None else byte_count(memory)
         with progress.shown(errors(), "plan stages"):
             staged = pipelined(builder, best.ranked, place, memory_bytes=limit)
+    sizes = {"layers": model.layers, "sequences": batch, "sequence": sequence}
     if as_json:
-        print_json(pipeline_parallel_report.to_json(best, staged, sequences=batch, sequence=sequence))
+        print_json(pipeline_parallel_report.to_json(best, staged, **sizes))
     else:
-        typer.echo(pipeline_parallel_report.text(best, staged, sequences=batch, sequence=sequence))
+        typer.echo(pipeline_parallel_report.text(best, staged, **sizes))
         typer.echo("\n" + hardware_report.limits(model_limits(model, place, batch * sequence)))
 
 

@@ -10,21 +10,24 @@ from autoshard.planner.record import PlanRecord
 from autoshard.planner.view import collectives
 from autoshard.report.tables import bytes_text, columns, fields, paragraph, render, table, time_text
 from cost_models.closed_forms.layout_search import LayoutRanking, Priced, describe
+from cost_models.closed_forms.training_layout import TrainingLayout
 
 WAITED_FOR = 6  # collectives of the best planned stage that are named
 
 EXECUTABLE = (
-    "one program with data, FSDP, tensor, context and expert axes runs as `autoshard.plan` emits it, and so does that "
-    "of one stage; what passes between pipeline stages is priced, not emitted"
+    "data, FSDP, tensor, context and expert axes are those of the mesh that `autoshard.plan` is given; stages are "
+    "`autoshard.in_stages`, with the row's bubble, but the activations of all microbatches (GPipe, or circular): "
+    "the memory of 1F1B is priced, not emitted"
 )
 
-_HEAD = ("", "layout", "step", "tokens/s", "MFU", "memory")
+_HEAD = ("", "layout", "step", "tokens/s", "MFU", "memory", "runs by")
 
 
 def text(
     found: LayoutRanking,
     planned: Sequence[Staged] = (),
     *,
+    layers: int,
     sequences: int,
     sequence: int,
     width: int | None = None,
@@ -40,6 +43,7 @@ def text(
             f"{sequences * sequence / p.step.seconds:,.0f}",
             f"{p.step.mfu:.1%}",
             bytes_text(p.step.peak_bytes),
+            runs_by(p.layout, layers=layers, sequences=sequences),
         )
         for i, p in enumerate(found.ranked)
     ]
@@ -57,6 +61,18 @@ def text(
         fields([*notes, ("runs", EXECUTABLE)], width),
         width=width,
     )
+
+
+def runs_by(layout: TrainingLayout, *, layers: int, sequences: int) -> str:
+    """The call that executes a layout's schedule, on a mesh with its axes; or why there is none."""
+    steps, stages, repeats = int(layout.microbatches(sequences)), layout.pipeline, layout.virtual_stages
+    if stages == 1:
+        return f"accumulate(steps={steps})" if steps > 1 else "plan"
+    if layers % (stages * repeats):
+        return f"none: {layers} layers in {stages * repeats} chunks"
+    if repeats > 1 and steps % stages:
+        return f"none: {steps} microbatches in groups of {stages}"
+    return f"in_stages(stages={stages}, steps={steps}{f', repeats={repeats}' if repeats > 1 else ''})"
 
 
 def verdict(found: LayoutRanking, planned: Sequence[Staged] = ()) -> str:
@@ -130,8 +146,16 @@ def _parameters(record: PlanRecord) -> list[tuple[str, str]]:
     return [(row.path.strip().rpartition(".")[2], row.layout) for row in fold(inputs, record.mesh) if row.local_bytes]
 
 
-def to_json(found: LayoutRanking, planned: Sequence[Staged] = (), *, sequences: int, sequence: int) -> dict[str, Any]:
+def to_json(
+    found: LayoutRanking, planned: Sequence[Staged] = (), *, layers: int, sequences: int, sequence: int
+) -> dict[str, Any]:
     """The same in SI units."""
+
+    def row(priced: Priced) -> dict[str, Any]:
+        return _row(priced, sequences * sequence) | {
+            "runs_by": runs_by(priced.layout, layers=layers, sequences=sequences)
+        }
+
     return {
         "verdict": verdict(found, planned),
         "planned": [
@@ -153,12 +177,12 @@ def to_json(found: LayoutRanking, planned: Sequence[Staged] = (), *, sequences: 
             }
             for staged in planned
         ],
-        "rows": [_row(p, sequences * sequence) for p in found.ranked],
+        "rows": [row(p) for p in found.ranked],
         "worth": [
             {
                 "parallelism": worth.parallelism,
                 "ways": worth.ways,
-                "without": None if worth.without is None else _row(worth.without, sequences * sequence),
+                "without": None if worth.without is None else row(worth.without),
             }
             for worth in found.worth
         ],

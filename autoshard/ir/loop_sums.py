@@ -213,7 +213,7 @@ class _Writing:
         for i in way.spread:
             operands[i], axes[i] = self.spread(eqn, operands[i], count), 0
         for i, dim in way.split.items():
-            axes[i] = dim
+            axes[i] = int(dim)  # JAX writes NumPy's integers, too
 
         def parts(*xs: Any) -> Any:
             split = [_in_stretches(x, way.split[i], count) if i in way.split else x for i, x in enumerate(xs)]

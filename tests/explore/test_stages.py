@@ -15,6 +15,7 @@ from autoshard import cli
 from autoshard.errors import SpecError
 from autoshard.explore import pipeline_parallel
 from autoshard.explore.pipeline_parallel import Builder, Shares, Staged, pipelined
+from autoshard.explore.pipeline_parallel_report import runs_by
 from cost_models import Transformer, step_time
 from cost_models.closed_forms.layout_search import Priced
 from cost_models.closed_forms.training_layout import TrainingLayout
@@ -123,6 +124,22 @@ def test_scale_plans_the_stages_of_its_rows() -> None:
     (row,) = written["planned"]
     assert row["step_s"] == pytest.approx(sum(row["parts"].values()))
     assert written["verdict"].startswith(row["described"])
+    assert written["rows"][0]["runs_by"] in found.output
+
+
+@pytest.mark.parametrize(
+    ("layout", "call"),
+    [
+        (TrainingLayout(data=8, microbatch=2), "plan"),
+        (TrainingLayout(data=4, microbatch=1), "accumulate(steps=4)"),
+        (TrainingLayout(data=2, pipeline=2), "in_stages(stages=2, steps=8)"),
+        (TrainingLayout(data=2, pipeline=2, virtual_stages=2), "in_stages(stages=2, steps=8, repeats=2)"),
+        (TrainingLayout(data=2, pipeline=3), "none: 4 layers in 3 chunks"),
+        (TrainingLayout(data=16, pipeline=2, virtual_stages=2), "none: 1 microbatches in groups of 2"),
+    ],
+)
+def test_every_row_says_which_call_runs_it(layout: TrainingLayout, call: str) -> None:
+    assert runs_by(layout, layers=LAYERS, sequences=SEQUENCES) == call
 
 
 @pytest.mark.slow
