@@ -22,6 +22,7 @@ from autoshard._jax.jaxprs import function_name as function_name
 from autoshard._jax.jaxprs import hoisted as hoisted
 from autoshard._jax.jaxprs import is_jaxpr as is_jaxpr
 from autoshard._jax.jaxprs import is_literal as is_literal
+from autoshard._jax.jaxprs import is_on_host as is_on_host
 from autoshard._jax.jaxprs import is_repeated as is_repeated
 from autoshard._jax.jaxprs import is_transposed as is_transposed
 from autoshard._jax.jaxprs import is_unnamed as is_unnamed

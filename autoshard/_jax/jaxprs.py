@@ -308,6 +308,11 @@ def repeated(eqn: Any, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
     return eqn.replace(invars=list(invars), outvars=list(outvars), source_info=source)
 
 
+def is_on_host(aval: Any) -> bool:
+    """Whether a value lies in the host's memory, by its type."""
+    return getattr(aval, "memory_space", None) is jax.memory.Space.Host
+
+
 def is_repeated(eqn: Any) -> bool:
     """Whether an equation runs once more for a backward pass, by its own name stack (not those around it)."""
     return REMATTED in str(eqn.source_info.name_stack)

@@ -48,6 +48,7 @@ class MemoryStats:
     alias_bytes: int
     temp_bytes: int
     reported_peak_bytes: int
+    host_temp_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -57,10 +58,11 @@ class MemoryStats:
     def peak_bytes(self, compiler: CompilerModel) -> int:
         """What a compiler's program needs at its highest: by its own word, but for the CPU `total_bytes`.
 
+        Where temporaries lie in the host's memory, that word counts them, too: `total_bytes` does not.
         XLA:TPU's word leaves out what lies idle between buffers of its heap, which is allocated whole:
         the larger of both counts.
         """
-        if not compiler.reports_peak:
+        if not compiler.reports_peak or self.host_temp_bytes:
             return self.total_bytes
         if compiler.counts_gaps:
             return max(self.reported_peak_bytes, self.total_bytes)

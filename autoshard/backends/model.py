@@ -78,6 +78,14 @@ class CompilerModel:
 
     # What is moved.
 
+    keeps_host_values_apart: bool = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2, 0.12.0.1, libtpu 0.0.52: a scan's stack in memory space 5; jaxlib drops it",
+            "compilers/test_compiler_models.py::test_a_stack_lies_in_the_host_s_memory_or_in_the_device_s",
+        )
+    )
+    """What a program puts into the host's memory, its device does not hold; a loop copies slices of it as it runs."""
+
     moves_collectives_past_casts: bool = field(
         metadata=_seen(
             "openxla/xla collective_quantizer.cc; libtpu 0.0.52, jaxlib 0.10.2: none moves before a cast that widens",

@@ -119,4 +119,6 @@ def why_once(eqn: Any) -> str:
             return f"{name} calls the host"
         if name in IMPURE:
             return f"{name} gives another result each time"
+    if any(_jax.is_on_host(var.aval) for var in (*eqn.invars, *eqn.outvars)):
+        return f"{eqn.primitive.name} has a value in the host's memory"
     return f"{eqn.primitive.name} has effects" if eqn.effects else ""

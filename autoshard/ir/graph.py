@@ -113,7 +113,8 @@ class Graph:
     `jax.checkpoint` call whose equations, e among them, are computed again for the backward
     pass; calls are numbered from 1, and 0 means none. `repeated` are the equations that run once more
     for a backward pass, as the program says or as a plan chose: those that transpose them are not among them.
-    `backward` are those that reverse-mode differentiation made, and what these repeat.
+    `backward` are those that reverse-mode differentiation made, and what these repeat. `on_host` are the values that
+    the program puts into the host's memory.
     """
 
     eqns: tuple[Eqn, ...]
@@ -131,6 +132,7 @@ class Graph:
     outputs: tuple[int, ...]
     named: Mapping[str, int]  # `checkpoint_name` → value
     carry: Mapping[int, tuple[int, int]]  # loop_carry or loop_result → (loop, which carry)
+    on_host: frozenset[int] = frozenset()
     repeated: frozenset[int] = frozenset()
     backward: frozenset[int] = frozenset()
     optional: frozenset[int] = frozenset()  # equations that a plan may leave out (`problem.whole_step`)
@@ -253,6 +255,7 @@ class _Builder:
     def __init__(self, platform: str) -> None:
         self.platform = platform
         self.avals: list[Aval] = []
+        self.on_host: set[int] = set()
         self.scopes: list[_Scope] = []
         self.eqns: list[Eqn] = []
         self.operands: list[tuple[int, ...]] = []
@@ -282,6 +285,8 @@ class _Builder:
         return self._aval_of[key]
 
     def value(self, aval: Any, scope: _Scope) -> int:
+        if _jax.is_on_host(aval):
+            self.on_host.add(len(self.avals))
         self.avals.append(self.aval(aval))
         self.scopes.append(scope)
         return len(self.avals) - 1
@@ -505,6 +510,7 @@ class _Builder:
             named=self.named,
             carry={position: self.carry[e] for position, e in enumerate(keep) if e in self.carry},
             guessed=tuple(self.guessed),
+            on_host=frozenset(self.on_host),
             repeated=frozenset(position for position, e in enumerate(keep) if self.repeated[e]),
             backward=frozenset(position for position, e in enumerate(keep) if self.backward[e]),
         )

@@ -74,7 +74,7 @@ def describe(
         ),
         memory=Memory(peak_bytes=peak, limit_bytes=limit, at=place_of(d, at), kinds=kinds),
         certificate=certificate,
-        compiler_options=_compiler_options(target.compiler, target.axes, limit - peak, loops=bool(d.graph.loops)),
+        compiler_options=_compiler_options(target.compiler, target.axes, limit - peak, loops=_estimates(d.graph)),
         notes=(*request.notes, *also, *_kernel_notes(d), *(f"not priced: {what}" for what in unpriced(d))),
     )
 
@@ -197,6 +197,11 @@ def _undifferentiated(
                     found[path] = kernels[position][:count]
                 break
     return found
+
+
+def _estimates(graph: graphs.Graph) -> bool:
+    """Whether a program has loops whose copies XLA:GPU's estimates know: of slices in the host's memory they die."""
+    return bool(graph.loops) and not graph.on_host
 
 
 def _compiler_options(compiler: CompilerModel, mesh: MeshAxes, spare_bytes: int, *, loops: bool) -> dict[str, Any]:

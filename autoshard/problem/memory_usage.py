@@ -166,6 +166,8 @@ class MemoryUsageBuilder:
 
     def _local(self, value: int, port: Port) -> NDArray[np.int64]:
         aval = self.graph.avals[value]
+        if self._compiler.keeps_host_values_apart and value in self.graph.on_host:
+            return np.zeros(len(port.codes), np.int64)
         nbytes = local_bytes(aval, port.codes, self.mesh)
         if (itemsize := self.lives.alone.get(value, aval.itemsize)) < aval.itemsize:
             split = decode(port.codes, aval.ndim, self.mesh.ndim) == 0

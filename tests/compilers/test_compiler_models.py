@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -55,6 +56,31 @@ def entry(topology: str, fn: Callable[..., Any], args: tuple[Any, ...], specs: t
     """The whole text of a compiled program, and that of its entry."""
     text = text_of(topology, fn, args, specs)
     return text, text[text.index("\nENTRY") :]
+
+
+def on_host(layer: Any) -> Any:
+    """A layer whose value named `h` goes to the host's memory and back."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["h"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    return jax.checkpoint(layer, policy=policy)
+
+
+def offloaded(ws: jax.Array, x: jax.Array) -> jax.Array:
+    layer = on_host(lambda x, w: jnp.tanh(checkpoint_name(x @ w, "h")) @ w.T)
+    return jnp.square(jax.lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0]).sum()
+
+
+@pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
+def test_a_stack_lies_in_the_host_s_memory_or_in_the_device_s(compiler: CompilerName, topology: str) -> None:
+    """Each device's rows, for every trip; the copies of a slice have a beginning and an end."""
+    text = text_of(topology, jax.grad(offloaded), (F32(4, 512, 1024), F32(8192, 512)), (P(), P("x")))
+    stacks = re.findall(r"f32\[4,1024,1024\]\{[^}]*S\(5\)\} custom-call\(\), custom_call_target=\"AllocateBuffer", text)
+    starts = re.findall(r"%dynamic-(?:update-)?slice-start[\w.]* = .*S\(5\)", text)
+    assert bool(stacks) is bool(starts) is named(compiler).keeps_host_values_apart
 
 
 @pytest.mark.parametrize(("compiler", "topology"), COMPILERS)

@@ -1,0 +1,86 @@
+"""Programs that put residuals or optimizer state into the host's memory, as XLA:GPU and XLA:TPU compile them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.backends import compile
+from autoshard.backends.devices import abstract
+from autoshard.errors import CompileError
+from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.recomputed import savable
+from autoshard.ir.trace import trace
+from tests.compilers.test_compiler_models import F32, MESH, offloaded
+from tests.installed import GPU, TPU, needs_gpu_compiler
+
+ARGS = (F32(4, 512, 1024), F32(8192, 512))
+OPTIONS: dict[str, Any] = {"mesh": MESH.shape, "in_shardings": (P(), P("x")), "rel_gap": 1e-2}
+STACK = 4 * 1024 * 1024 * 4  # bytes of one device
+
+
+@pytest.mark.parametrize(
+    "hardware",
+    [pytest.param("h100:1x8", marks=GPU), pytest.param("tpu-v5e:2x4", marks=[*TPU, pytest.mark.slow])],
+)
+def test_a_program_that_offloads_is_planned_and_compiled(hardware: str) -> None:
+    """The device does not hold the stack, in the plan and by the compiler; the copies are named as unpriced."""
+    plan = autoshard.plan(jax.grad(offloaded), *ARGS, **OPTIONS, hardware=hardware, remat="written")
+    copies = [note for note in plan.record.notes if "the host's memory" in note]
+    assert ["to the host" in note for note in sorted(copies)] == [False, True]
+    assert all("float32[8192,1024]" in note and "4 times" in note for note in copies)
+    assert "host's memory" in plan.record.certificate.space
+    found = plan.verify()
+    assert found.memory.compiled is not None
+    kept = autoshard.plan(jax.grad(unoffloaded), *ARGS, **OPTIONS, hardware=hardware, remat="written")
+    assert plan.record.memory.peak_bytes < kept.record.memory.peak_bytes - STACK // 2
+    assert found.memory.compiled.peak < plan.record.memory.peak_bytes + 3 * STACK // 4  # slices on their way
+    assert found.memory.bound
+
+
+@pytest.mark.parametrize("remat", ["add", "free"])
+def test_what_goes_to_the_host_goes_there_once(remat: Any) -> None:
+    saved = savable(trace(jax.grad(offloaded), ARGS, ("ws", "x")), remat)
+    hosts = {v.id for one in saved.passes for v in one.values if "the host's memory" in v.must_keep}
+    assert hosts
+    repeated = {at for step in saved.repeated(saved.missing([])) for at in step.results}
+    assert hosts.isdisjoint(repeated)
+
+
+def unoffloaded(ws: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.square(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w) @ w.T, None), x, ws)[0]).sum()
+
+
+@needs_gpu_compiler
+def test_estimates_of_xla_gpu_die_of_slices_in_the_host_s_memory() -> None:
+    """So a plan of such a program does not ask for them (`build_record`)."""
+    shardings = (NamedSharding(abstract(MESH), P()), NamedSharding(abstract(MESH), P("x")))
+    step = jax.jit(jax.grad(offloaded), in_shardings=shardings).trace(*ARGS)
+    flag = {"xla_gpu_enable_analytical_latency_estimator": True}
+    with pytest.raises(CompileError, match="signal"):
+        compile.compile(step, topology="h100:1x8", mesh=MESH, compiler_options=flag)
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [pytest.param("h100:1x8", marks=GPU), pytest.param("tpu-v5e:2x4", marks=[*TPU, pytest.mark.slow])],
+)
+def test_donated_state_in_the_host_s_memory_is_copied_in_and_out(topology: str) -> None:
+    """It stays where it was, and each device has a copy of its own while it is updated."""
+    mesh = MeshAxes(("x",), (8,))
+
+    def update(m: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+        new = 0.9 * jax.device_put(m, jax.memory.Space.Device) + g
+        return jax.device_put(new, jax.memory.Space.Host), 2 * new
+
+    here, there = (NamedSharding(abstract(mesh), P("x"), memory_kind=kind) for kind in ("device", "pinned_host"))
+    state = F32(1024, 1024)
+    jitted = jax.jit(update, in_shardings=(there, here), out_shardings=(there, here), donate_argnums=0)
+    found = compile.compile(jitted.trace(state, state), topology=topology, mesh=mesh)
+    assert "input_output_alias={ {0}: (0, {}, may-alias) }" in found.hlo_text
+    assert found.hlo_text.count(" copy-start(") == 2
+    assert found.memory.argument_bytes < 1.1 * 1024 * 1024 * 4 / 8  # the gradient alone
