@@ -8,7 +8,7 @@ import typer
 from autoshard import files
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import GradOption, JsonOption, MemoryOption, SetOption, TargetArgument
-from autoshard.cli.written import assignments, byte_count, is_position, writable
+from autoshard.cli.written import assignments, byte_count, chip_counts, is_position, writable
 from autoshard.errors import SpecError
 from autoshard.explore import live_view
 from autoshard.explore import search as mesh_search
@@ -63,20 +63,6 @@ def search(
         print_json(found.to_json())
     else:
         typer.echo(found.to_markdown() if as_markdown else found)
-
-
-def chip_counts(written: str | None) -> list[int]:
-    """`8,16,32` → numbers; none where nothing is written.
-
-    Raises:
-      SpecError: one of them is no number.
-    """
-    if written is None:
-        return []
-    try:
-        return [int(part) for part in written.split(",")]
-    except ValueError:
-        raise SpecError(f"cannot read --chips {written}: write 256, or 8,16,32 for a curve") from None
 
 
 def steps(written: str) -> Steps:

@@ -8,8 +8,7 @@ import typer
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import JsonOption, SetOption
 from autoshard.cli.scale import transformer
-from autoshard.cli.search import chip_counts
-from autoshard.cli.written import assignments
+from autoshard.cli.written import assignments, chip_counts
 from autoshard.errors import InfeasibleError, SpecError
 from autoshard.explore import serving_report
 from autoshard.explore.candidates import slices

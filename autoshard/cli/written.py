@@ -27,6 +27,20 @@ def mesh_axes(written: str) -> dict[str, int]:
     return axes
 
 
+def chip_counts(written: str | None) -> list[int]:
+    """`8,16,32` → numbers; none where nothing is written.
+
+    Raises:
+      SpecError: one of them is no number.
+    """
+    if written is None:
+        return []
+    try:
+        return [int(part) for part in written.split(",")]
+    except ValueError:
+        raise SpecError(f"cannot read --chips {written}: write 256, or 8,16,32 for a curve") from None
+
+
 def is_position(written: str) -> bool:
     """Whether an argument is named by its position."""
     return re.fullmatch(r"[0-9]{1,4}", written) is not None

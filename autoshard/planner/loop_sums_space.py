@@ -7,21 +7,9 @@ from math import prod
 from autoshard.costs.strategies import layout_of
 from autoshard.ir import accumulation
 from autoshard.ir.loop_sums import NAMED, LoopSum, loop_sums, summed_once, together
-from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.program import Program
-from autoshard.planner.record import PlanRecord
 from autoshard.planner.request import PlanRequest
-from autoshard.problem.collective import Collective
-
-
-def sums_in_trips(record: PlanRecord) -> list[Collective]:
-    """The collectives that finish sums in the trips of loops."""
-    return [c for c in record.collectives if c.trips > 1 and c.kind in ("all-reduce", "reduce-scatter")]
-
-
-def summed_in_trips_s(record: PlanRecord) -> float:
-    """The seconds of a step that they take if nothing hides."""
-    return sum(c.seconds * c.trips for c in sums_in_trips(record))
+from autoshard.problem.assignment import Assignment
 
 
 def splittable(request: PlanRequest) -> tuple[LoopSum, ...]:
@@ -48,18 +36,18 @@ def summing_once(request: PlanRequest, sums: Sequence[LoopSum]) -> PlanRequest:
     return replace(request, program=again, loop_sums=tuple(sums))
 
 
-def in_use(request: PlanRequest, planned: PlanningResult) -> tuple[LoopSum, ...]:
+def in_use(request: PlanRequest, sums: Sequence[LoopSum], assignment: Assignment) -> tuple[LoopSum, ...]:
     """The sums of a plan, each with as many parts as lie on different devices; those with one are left out.
 
     Args:
       request: before any were in parts.
-      planned: the plan with sums in parts.
+      sums: those that the plan has in parts.
+      assignment: of that plan.
     """
-    assignment = planned.assignment
     decisions = assignment.decisions
     named = decisions.graph.named
     found: list[LoopSum] = []
-    for one in planned.space.request.loop_sums:
+    for one in sums:
         value = named.get(NAMED + one.place)
         code = None if value is None else assignment.made(value)
         if value is None or code is None:

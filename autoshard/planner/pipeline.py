@@ -38,10 +38,10 @@ from autoshard.planner import minimal_constraints
 from autoshard.planner.budget import SETTLE_S, USUAL_BUDGET, Budget
 from autoshard.planner.build_record import describe
 from autoshard.planner.infeasible import infeasible
-from autoshard.planner.loop_sums_space import in_use, splittable, summed_in_trips_s, summing_once
+from autoshard.planner.loop_sums_space import in_use, splittable, summing_once
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.recomputation_space import RecomputationSpace, keeping
-from autoshard.planner.record import Certificate, PlanRecord
+from autoshard.planner.record import Certificate, PlanRecord, summed_in_trips_s
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.search_space import SearchSpace, build_search_space
 from autoshard.planner.stages import Stages
@@ -126,7 +126,7 @@ def _fastest_sums(
             made = solve_space(build_search_space(summing_once(request, sums)), budget, constraints="all")
         except InfeasibleError:
             break
-        used = in_use(request, made)
+        used = in_use(request, sums, made.assignment)
         if used == sums:
             best = made
             break
@@ -218,7 +218,7 @@ def _in_groups(
 
 def _noted(found: PlanningResult, choices: RecomputationSpace) -> PlanningResult:
     """A plan with what it keeps and repeats, in words; nothing is proven of other choices."""
-    record, note = found.record, choices.summary(found)
+    record, note = found.record, choices.summary(found.record, found.assignment)
     certificate = replace(record.certificate, space=f"{record.certificate.space}; what is kept is no part of the proof")
     return replace(found, record=replace(record, certificate=certificate, notes=(*record.notes, note)))
 
@@ -249,7 +249,7 @@ def _proven(found: PlanningResult, bound: int | None, choices: RecomputationSpac
         gap=(certificate.objective_s - bound_s) / certificate.objective_s if certificate.objective_s else 0.0,
         space=f"{certificate.space}; {choices.said}",
     )
-    note = choices.summary(found)
+    note = choices.summary(found.record, found.assignment)
     record = replace(found.record, certificate=larger, notes=(*found.record.notes, note))
     return replace(found, record=record)
 

@@ -13,10 +13,11 @@ from autoshard.ir.recomputation import Recomputation
 from autoshard.ir.recomputed import recomputation_of, recomputed, savable
 from autoshard.ir.saved_values import CARRIED, ForwardPass, SavedValues
 from autoshard.planner.backward_passes import decided_text
-from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.program import Program
+from autoshard.planner.record import PlanRecord
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.search_space import build_search_space, decide_anew
+from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Decisions
 from autoshard.problem.whole_step import WholeStep, kept_values, whole_step
 
@@ -90,12 +91,12 @@ class RecomputationSpace:
             "priced on one graph that has both"
         )
 
-    def summary(self, found: PlanningResult) -> str:
+    def summary(self, record: PlanRecord, assignment: Assignment) -> str:
         """What a plan of the program that keeps what was chosen keeps and repeats, in words."""
-        chosen = found.record.recomputation
+        chosen = record.recomputation
         texts = () if chosen is None else chosen.kept
         own = sum("^" not in text for text in texts)
-        said = decided_text(found.assignment, found.record.cost.step_s, own)
+        said = decided_text(assignment, record.cost.step_s, own)
         if chosen is None or chosen.group == 1:
             return said
         return (

@@ -124,6 +124,16 @@ class PlanRecord:
         return json.dumps(_to_json(self), indent=1, ensure_ascii=False) + "\n"
 
 
+def sums_in_trips(record: PlanRecord) -> list[Collective]:
+    """The collectives that finish sums in the trips of loops."""
+    return [c for c in record.collectives if c.trips > 1 and c.kind in ("all-reduce", "reduce-scatter")]
+
+
+def summed_in_trips_s(record: PlanRecord) -> float:
+    """The seconds of a step that sums in the trips of loops take if nothing hides."""
+    return sum(c.seconds * c.trips for c in sums_in_trips(record))
+
+
 def write_plan_file(record: PlanRecord, path: str | Path) -> None:
     """Writes a plan file, whole or not at all.
 

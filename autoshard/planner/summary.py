@@ -8,8 +8,7 @@ from rich.console import RenderableType
 from autoshard.ir.paths import dotted
 from autoshard.planner.backward_passes import repeated_text
 from autoshard.planner.leaf_rows import fold
-from autoshard.planner.loop_sums_space import sums_in_trips
-from autoshard.planner.record import ACCUMULATED, AFTER_LOOPS, FOR_GRADIENT, KEEPS, Leaf, PlanRecord
+from autoshard.planner.record import ACCUMULATED, AFTER_LOOPS, FOR_GRADIENT, KEEPS, Leaf, PlanRecord, sums_in_trips
 from autoshard.problem.collective import Collective
 from autoshard.problem.repeated import RepeatedWork
 from autoshard.report.tables import (

@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from autoshard import cli
-from autoshard.cli.search import chip_counts, prices, varied
+from autoshard.cli.search import prices, varied
+from autoshard.cli.written import chip_counts
 from autoshard.errors import SpecError
 
 SMALL = ["models:linear_tiny", "--set", "compute_dtype=float32", "--set", "width=8", "--set", "layers=2"]
