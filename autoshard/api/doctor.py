@@ -20,7 +20,7 @@ from autoshard.ir.op_traits import DOT_GENERAL, LOOP_CARRY, LOOP_RESULT, REDUCE_
 from autoshard.problem.decisions import Input
 from autoshard.report.notebook import Shown
 from autoshard.report.tables import bytes_text, columns, fields, paragraph, render, short_place, time_text
-from autoshard.verification.verify import local_bytes, path_of
+from autoshard.verification.verify import argument_of, local_bytes, path_of
 
 LEAST = 1e-3  # of a step: what costs less is no finding
 
@@ -146,7 +146,10 @@ def _of_collectives(found: Audit) -> Iterator[Finding]:
             continue
         kind: Any = one.kind
         seconds = float(machine.collective_s(kind, one.axes, one.nbytes)) * one.trips
-        e = equation.get(path_of(one.op_name))
+        argument = argument_of(one)  # whose gather it is, where it has an argument's name
+        unknown = argument is None or argument >= len(graph.inputs)
+        uses = () if unknown else graph.consumers.get(graph.inputs[argument], ())
+        e = equation.get(path_of(one.op_name), uses[0][0] if uses else None)
         if one.kind in _REDUCES:
             if one.trips > 1 and e in added:
                 groups.setdefault(("sums in every trip", one.where), []).append((one, seconds))

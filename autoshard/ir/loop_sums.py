@@ -47,6 +47,8 @@ def loop_sums(traced: Traced, counts: Sequence[int]) -> tuple[LoopSum, ...]:
 
     Those of `autoshard.accumulate` are left out: their parts are chosen in another way.
     """
+    if not any(eqn.primitive.name == "scan" for eqn in _jax.equations(traced.jaxpr)):
+        return ()
     marks = _Marks()
     found = _found(Inside(body=opened(traced.jaxpr)), sorted(counts, reverse=True), marks)
     return tuple(sorted(one for one, _ in found))
