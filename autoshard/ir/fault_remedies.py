@@ -4,9 +4,9 @@ Every remedy belongs to a row of `ir.partitioner_faults`; it changes no number a
 communication. Indices are widened. Starts are clamped as the primitive would clamp them. The
 operand of a scatter of few rows stands behind a barrier, so that XLA does not merge the slice
 that makes a shard with the slice that the scatter reads; the operand of `lax.reduce` does, too.
-A `mulhi` is computed from products of halves. Where the compiler loses NaN, largest and smallest numbers
-are found among integers in the same order (`in_order`), where NaN is the largest or the smallest: as many
-bytes are reduced.
+A convolution takes no steps where there is one place. A `mulhi` is computed from products of halves.
+Where the compiler loses NaN, largest and smallest numbers are found among integers in the same order
+(`in_order`), where NaN is the largest or the smallest: as many bytes are reduced.
 
 A program may be differentiated or batched after its emission. What JAX's rules then make of an equation in
 another form is bound by this room, too (`_jax.Otherwise`).
@@ -34,6 +34,8 @@ def bind(eqn: Any, operands: Sequence[Any], devices: int) -> list[Any]:
         return _jax.bind(eqn, eqn.params, operands)
     if partitioner_faults.HIGH_PRODUCT.of(eqn.primitive.name):
         return [_high_product(*(jnp.asarray(x, aval.aval.dtype) for x, aval in zip(operands, eqn.invars, strict=True)))]
+    if partitioner_faults.DILATED_TAP.of(eqn.primitive.name):
+        return _jax.bind(eqn, _with_meaning(eqn), operands)
     operands = _operands(eqn, list(operands))
     if _is_merged(eqn, devices) or _loses_nan(eqn):
         params = _jax.without_mesh(eqn, eqn.params)
@@ -72,6 +74,28 @@ def _operands(eqn: Any, operands: list[Any]) -> list[Any]:
         arrays = len(operands) // 2  # then their initial values, which may have no tangents
         operands[:arrays] = map(lax.optimization_barrier, operands[:arrays])
     return operands
+
+
+def _with_meaning(eqn: Any) -> dict[str, Any]:
+    """The parameters of a convolution, without steps between one place and no other: derivatives dilate by them."""
+    params, numbers = dict(eqn.params), eqn.params["dimension_numbers"]
+    specs = (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
+    avals = (*(atom.aval for atom in eqn.invars), eqn.outvars[0].aval)
+    image, kernel, out = ([aval.shape[d] for d in spec[2:]] for aval, spec in zip(avals, specs, strict=True))
+    params["lhs_dilation"] = tuple(1 if n == 1 else by for n, by in zip(image, params["lhs_dilation"], strict=True))
+    params["rhs_dilation"] = tuple(1 if n == 1 else by for n, by in zip(kernel, params["rhs_dilation"], strict=True))
+    padded = [
+        _spread(n, by) + sum(p) for n, by, p in zip(image, params["lhs_dilation"], params["padding"], strict=True)
+    ]
+    windows = map(_spread, kernel, params["rhs_dilation"])
+    once = [n == 1 and size == window for n, size, window in zip(out, padded, windows, strict=True)]
+    params["window_strides"] = tuple(1 if fits else by for fits, by in zip(once, params["window_strides"], strict=True))
+    return params
+
+
+def _spread(size: int, dilation: int) -> int:
+    """The places that a dilated dimension takes."""
+    return (size - 1) * dilation + 1 if size else 0
 
 
 def _is_merged(eqn: Any, devices: int) -> bool:

@@ -109,7 +109,9 @@ DILATED_TAP = Fault(
     name="dilated tap",
     primitives=frozenset({"conv_general_dilated"}),
     what="a spatial dimension that one tap is moved over is split rightly together with the output features, unless "
-    "the tap is dilated, which means nothing",
+    "the tap is dilated, which means nothing; as gradient of a stride to one place, it ends the process "
+    "(convolution_handler.cc, `Compatible(shard_shape, sharded_conv->shape())`): strides and dilations of one place "
+    "are emitted as 1",
     backends=("cpu",),
     seen=("0.10.2", "0.12.0.1"),
     remedy=Remedy.NOT_OFFERED,

@@ -276,6 +276,21 @@ def test_what_is_emitted_otherwise_has_the_derivatives_of_the_original(what: str
     np.testing.assert_array_equal(jax.vmap(ours)(*twice), jax.vmap(fn)(*twice))
 
 
+@pytest.mark.parametrize(("stride", "dilation", "taps"), [(2, 1, 8), (4, 1, 8), (1, 3, 1), (3, 2, 4)])
+def test_gradients_of_a_convolution_that_steps_to_one_place(stride: int, dilation: int, taps: int) -> None:
+    """XLA's partitioner ends the process where the gradient's one tap is dilated by a stride that takes no step."""
+
+    def convolved(x: Any, w: Any) -> Any:
+        numbers = ("NCH", "OIH", "NCH")
+        made = lax.conv_general_dilated(x, w, (stride,), [(0, 0)], rhs_dilation=(dilation,), dimension_numbers=numbers)
+        return (made**2).sum()
+
+    x, w = np.arange(128.0, dtype=np.float32).reshape(4, 4, 8) % 5, np.ones((4, 4, taps), np.float32)
+    split = autoshard.jit(convolved, mesh={"a": 2, "b": 2}, in_shardings=(P("a", None, "b"), P()))
+    for got, want in zip(jax.grad(split, (0, 1))(x, w), jax.grad(convolved, (0, 1))(x, w), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_what_derivatives_bind_is_emitted_otherwise_too() -> None:
     def update(x: Any, u: Any) -> Any:
         return x.at[1].set(u, mode="clip")
