@@ -21,6 +21,7 @@ from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Decisions
 from autoshard.problem.whole_step import WholeStep, kept_values, whole_step
 
+LARGE = 0.05  # of the memory of all devices: carries that are worth keeping fewer of
 GROUPS = 2  # of trips, that are tried of each choice of what is kept
 
 
@@ -71,13 +72,17 @@ class RecomputationSpace:
     def _groups(self, kept: frozenset[str]) -> list[int]:
         """The groups with the smallest peak, of the scan that carries most: what they carry and keep at once.
 
-        In groups of k, L / k carries are kept and k trips' values: least at k² = L · carry / values.
+        In groups of k, L / k carries are kept and k trips' values: least at k² = L · carry / values. There are none
+        where all carries together are a small part of the memory, however they are split: without them, as little fits.
         """
-        loops = [one for one in self.saved.passes if one.source.length in lengths(self.saved.closed)]
+        trips = lengths(self.saved.closed)
+        loops = [one for one in self.saved.passes if one.source.length in trips]
         deepest = max(loops, key=lambda one: _carried(one) * one.source.length, default=None)
         if deepest is None:
             return []
-        length = deepest.source.length
+        length, memory = deepest.source.length, self.request.memory_bytes * self.request.target.axes.size
+        if _carried(deepest) * length < LARGE * memory:
+            return []
         values = sum(v.aval.nbytes for v in deepest.values if str(v.id) in kept and not v.id.stacked)
         best = sqrt(length * max(_carried(deepest), 1) / max(values, 1))
         divisors = [k for k in range(2, length // 2 + 1) if not length % k]
