@@ -147,8 +147,8 @@ def _of_collectives(found: Audit) -> Iterator[Finding]:
         kind: Any = one.kind
         seconds = float(machine.collective_s(kind, one.axes, one.nbytes)) * one.trips
         argument = argument_of(one)  # whose gather it is, where it has an argument's name
-        unknown = argument is None or argument >= len(graph.inputs)
-        uses = () if unknown else graph.consumers.get(graph.inputs[argument], ())
+        inputs = graph.inputs[argument : argument + 1] if argument is not None else ()
+        uses = [use for value in inputs for use in graph.consumers.get(value, ())]
         e = equation.get(path_of(one.op_name), uses[0][0] if uses else None)
         if one.kind in _REDUCES:
             if one.trips > 1 and e in added:

@@ -121,6 +121,29 @@ def test_many_random_loops_compute_the_same_on_several_devices() -> None:
     assert check_split(range(4, 44)) > 20
 
 
+@pytest.mark.parametrize("kept", ["cache", "lock"])
+def test_a_plan_is_found_again(planned: Any, tmp_path: Path, kept: str) -> None:
+    _, fn, args = planned
+    batch = "batch" if fn is own_accumulation else "x"
+    where: Any = {kept: tmp_path / "kept"}
+    first, again = (
+        autoshard.plan(fn, *args, mesh=MESH, hardware=GPUS, pins={batch: P(None, "data")}, **where) for _ in range(2)
+    )
+    assert again.record == first.record
+    assert again.loop_sums
+    for a, b in zip(jax.tree.leaves(again.jit()(*args)), jax.tree.leaves(fn(*args)), strict=True):
+        assert relative_error(a, b) < 1e-5
+    assert again.planned.record.loop_sums == first.loop_sums  # planned again, where that is asked for
+
+
+def test_what_is_kept_and_what_is_summed_once_are_chosen_together() -> None:
+    fn, args = PROGRAMS["state space"]
+    plan = autoshard.plan(fn, *args, mesh=MESH, hardware=GPUS, pins={"x": P(None, "data")}, remat="add")
+    assert plan.loop_sums
+    for a, b in zip(jax.tree.leaves(plan.jit()(*args)), jax.tree.leaves(fn(*args)), strict=True):
+        assert relative_error(a, b) < 1e-5
+
+
 def test_a_place_that_the_program_does_not_have_is_refused(planned: Any, tmp_path: Path) -> None:
     plan, fn, args = planned
     path = tmp_path / "plan.json"
