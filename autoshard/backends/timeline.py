@@ -10,7 +10,7 @@ conditional takes the time of its longest branch. A windowed einsum's ring runs 
 Matmuls cost the model's price of their shapes (HBM traffic of operands and results
 included), or the traffic of the whole fusion if that takes longer. Other instructions cost
 the HBM bytes that they read and write; a slice reads only its part. Prefetches into faster
-memory are free.
+memory are free, and so are copies to the host's and back: no hardware file has the rate of that link.
 
 What runs once more for a backward pass has `rematted_computation` in its name; what a compiler repeats on its own
 (XLA's own rematerialization) is an instruction whose name says `.remat`.
@@ -41,6 +41,8 @@ _FREE = frozenset(
         "constant",
         "copy-done",
         "copy-start",
+        "dynamic-slice-start",
+        "dynamic-update-slice-start",
         "get-tuple-element",
         "iota",
         "opt-barrier",

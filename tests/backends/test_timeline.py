@@ -104,6 +104,18 @@ def test_a_loop_takes_its_body_every_trip() -> None:
     assert [event.trips for event in found.events] == [5, 5]
 
 
+def test_a_slice_that_goes_to_the_host_is_no_work_of_the_device() -> None:
+    """As XLA:TPU copies what a loop puts into the host's memory; the whole stack is an operand."""
+    stack, part = "f32[64,8]{1,0:S(5)}", "f32[8,8]{1,0}"
+    found = price(
+        f'  %i = s32[] constant(0)\n  %h = {stack} custom-call(), custom_call_target="AllocateBuffer"\n'
+        f"  %s = ({stack}, {part}, u32[]) dynamic-update-slice-start(%h, %x, %i, %i)\n"
+        f"  %y = {part} {DOT}\n  %d = {stack} dynamic-update-slice-done(%s)\n"
+        f"  ROOT %z = {part} bitcast(%y)"
+    )
+    assert found.step_s == found.compute_s == 1024
+
+
 REMATTED = 'metadata={op_name="jit(f)/transpose(jvp())/checkpoint/rematted_computation/dot_general" source_line=1}'
 
 

@@ -191,6 +191,7 @@ def test_what_is_kept_is_said(tmp_path: Path) -> None:
     for value in plan.kept:
         assert value.nbytes == value.trips * np.prod(value.shape) * np.dtype(value.dtype).itemsize
     assert any(value.where.startswith(str(Path(__file__).parents[1])) for value in plan.kept)
+    assert "each kept or repeated" in plan.record.certificate.space
     (note,) = [note for note in plan.record.notes if note.startswith(KEEPS)]
     assert " ".join(note.split()) in " ".join(plan.summary().split())
     assignment = plan.planned.assignment
