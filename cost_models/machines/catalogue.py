@@ -10,6 +10,7 @@ from typing import Any
 
 from cost_models import strict_json
 from cost_models.errors import HardwareFileError, UnknownHardwareError
+from cost_models.machines import plausibility
 from cost_models.machines.hardware_file import Chip, Interconnect, parse_chip, parse_interconnect
 
 _LARGEST_BYTES = 2**26  # of a user's file, measured tables included
@@ -74,6 +75,7 @@ def read(path: str | Path) -> Chip:
     except ValueError as error:  # the path holds a null character, or the text is no JSON
         raise HardwareFileError(str(path), f"not JSON: {error}") from error
     found = parse_chip(document, str(path), chip, interconnect)
+    plausibility.check(found, str(path))
     return replace(found, based_on=chip(document["based_on"]).name if document.get("based_on") else "")
 
 

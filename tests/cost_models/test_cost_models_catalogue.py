@@ -15,7 +15,7 @@ from cost_models.errors import (
     UnknownHardwareError,
     UnknownNumberError,
 )
-from cost_models.machines import catalogue
+from cost_models.machines import catalogue, plausibility
 from cost_models.machines.model import chip_named
 
 BIG_SIX = (
@@ -30,6 +30,15 @@ BIG_SIX = (
     "h200",
     "b200",
     "gb200",
+    "h20",
+    "h800",
+    "gh200",
+    "l4",
+    "l40s",
+    "a10g",
+    "rtx-4090",
+    "rtx-5090",
+    "rtx-pro-6000",
     "cpu",
 )
 
@@ -118,7 +127,7 @@ def test_data_sheet_facts():
 
 
 def test_unknown_chip_lists_near_names():
-    with pytest.raises(UnknownHardwareError, match="did you mean h100 or h100-96") as caught:
+    with pytest.raises(UnknownHardwareError, match="did you mean h100 or h20") as caught:
         cost_models.hardware("h10:1x8")
     assert caught.value.near[0] == "h100"
     with pytest.raises(UnknownHardwareError, match="known: a100, "):
@@ -321,3 +330,23 @@ def test_replaced_keeps_the_rest_and_checks():
 def test_every_interconnect_is_named_by_a_chip():
     named = {link.name for name in cost_models.chips() for link in catalogue.chip(name).links.values()}
     assert named == set(catalogue.interconnects())
+
+
+@pytest.mark.parametrize("name", cost_models.chips())
+def test_every_shipped_chip_is_plausible(name: str):
+    plausibility.check(catalogue.chip(name), name)
+
+
+@pytest.mark.parametrize("times", [1e-3, 1e3])
+@pytest.mark.parametrize(
+    "key", ["peak_bfloat16_flops_per_s", "hbm_bytes", "hbm_bytes_per_s", "domain.one_way_bytes_per_s"]
+)
+@pytest.mark.parametrize("chip", ["h100", "h20", "l4", "b200", "tpu-v5e", "tpu-v7x"])
+def test_a_number_that_is_off_by_a_thousand_is_refused(chip: str, key: str, times: float, tmp_path: Path):
+    """As it is where a file states GB, or GFLOP/s."""
+    stated = cost_models.hardware(chip, devices=8).number(key) * times
+    path = user_file(
+        tmp_path, based_on=chip, topology=cost_models.hardware(chip, 8).topology.name, **number(key, stated)
+    )
+    with pytest.raises(HardwareFileError, match=r"in another unit than SI"):
+        cost_models.hardware(str(path))
