@@ -19,8 +19,10 @@ class _Ratio:
     what: str
     least: float
     most: float
-    most_of_cpus: float = 0.0  # where their memory is larger and slower than others'
+    most_of_slow: float = 0.0  # of processors, whose memory is larger and slower
 
+
+_SLOW_FLOPS_PER_S = 1e13
 
 _RATIOS = (
     _Ratio("peak_bfloat16_flops_per_s", "hbm_bytes_per_s", "FLOPs per byte of memory traffic", 0.5, 20_000),
@@ -42,7 +44,8 @@ def check(chip: Chip, file: str) -> None:
     for ratio in _RATIOS:
         above, below = numbers[ratio.above], numbers[ratio.below]
         found = above / below
-        most = max(ratio.most, ratio.most_of_cpus) if chip.platform.value == "cpu" else ratio.most
+        slow = numbers["peak_bfloat16_flops_per_s"] < _SLOW_FLOPS_PER_S
+        most = max(ratio.most, ratio.most_of_slow) if slow else ratio.most
         if not ratio.least <= found <= most:
             raise HardwareFileError(
                 file,

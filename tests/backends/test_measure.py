@@ -188,4 +188,4 @@ def test_a_command_that_asks_for_too_much_is_refused():
         check=False,
     )
     assert found.returncode == 2
-    assert "UnknownHardwareError: unknown chip `h10`: did you mean h100 or h100-96?" in found.stderr
+    assert "UnknownHardwareError: unknown chip `h10`: did you mean h100 or h20 or h100-96?" in found.stderr
