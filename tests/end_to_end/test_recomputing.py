@@ -230,9 +230,10 @@ def test_the_page_tells_what_is_kept_from_what_is_repeated() -> None:
     assert "--again" in html
 
 
-def test_a_diff_says_that_one_plan_recomputes(tmp_path: Path) -> None:
+def test_a_diff_says_that_one_plan_recomputes() -> None:
     (fn, args), options = tight()
-    written = autoshard.plan(fn, *args, **{**options, "memory": None}, remat="written").record
+    more: dict[str, Any] = {**options, "memory": None, "remat": "written"}
+    written = autoshard.plan(fn, *args, **more).record
     found = diff(written, recomputing().record)
     said = " ".join(text(found, width=100).split())
     assert "before keep what the program says for backward passes; after backward passes find" in said
