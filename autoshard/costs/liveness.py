@@ -190,10 +190,13 @@ def _softmaxes(graph: Graph) -> Iterator[tuple[int, int]]:
     made_by, consumers = graph.producers, graph.consumers
 
     def maker(value: int, *, through: bool = False) -> int:
-        """The equation that makes a value (`through`: that makes its elements, under other names); -1 for none."""
+        """The equation that makes a value (`through`: that makes its elements, under other names); -1 for none.
+
+        Of what a loop keeps or repeats, the one that repeats it.
+        """
         e = made_by.get(value, (-1, 0))[0]
-        while through and e >= 0 and graph.eqns[e].traits.same_values:
-            e = made_by.get(graph.operands[e][0], (-1, 0))[0]
+        while e >= 0 and (graph.recalls_slice(e) or (through and graph.eqns[e].traits.same_values)):
+            e = made_by.get(_made_from(graph, e)[0], (-1, 0))[0]
         return e
 
     for e, eqn in enumerate(graph.eqns):
@@ -274,21 +277,23 @@ def _find_held(
             onto = frozenset({v}) if held[v] else goes_to.get(v, frozenset[int]())
             for o in _made_from(graph, e):
                 goes_to[o] = goes_to.get(o, frozenset[int]()) | onto
-    sources: dict[int, frozenset[int]] = {}  # value that is not held → values in memory that it is recomputed from
+    sources: dict[int, dict[int, int]] = {}  # value that is not held → what in memory it is recomputed from, and bytes
     for e, eqn in enumerate(graph.eqns):
         result = graph.results[e][0] if graph.results[e] else -1
         if eqn.traits.renames:
             held[result] |= held[graph.operands[e][-1]]
         if result < 0 or held[result] or not (fuses[e] or eqn.traits.renames or eqn.primitive == LOOP_SLICE):
             continue
-        found = frozenset[int]().union(
-            *({v} if held[v] else sources.get(v, frozenset()) for v in _made_from(graph, e) if held[v] or made[v])
-        )
+        found: dict[int, int] = {}
+        for v in _made_from(graph, e):
+            if held[v]:  # of a stack, a trip's part is read
+                found[v] = graph.avals[result if eqn.primitive == LOOP_SLICE else v].nbytes
+            elif made[v]:
+                found.update(sources.get(v, {}))
         sources[result] = found
         if eqn.traits.renames or eqn.traits.choice:
             continue
-        write, times = graph.avals[result].nbytes, int(readers[result])
-        read = write if eqn.primitive == LOOP_SLICE else sum(graph.avals[s].nbytes for s in found)
+        write, read, times = graph.avals[result].nbytes, sum(found.values()), int(readers[result])
         held[result] = times * read > read + write + times * write or len(found) > _MOST_SOURCES
     return held
 

@@ -35,6 +35,7 @@ from autoshard.ir.op_traits import (
     LOOP_RESULT,
     LOOP_SLICE,
     LOOP_STACK,
+    RECALL,
     OpTraits,
     traits_of,
     traits_of_dot,
@@ -138,7 +139,7 @@ class Graph:
     optional: frozenset[int] = frozenset()  # equations that a plan may leave out (`problem.whole_step`)
     guessed: tuple[str, ...] = ()  # the source lines of loops that do not say how often they run
 
-    @property
+    @cached_property
     def paths(self) -> tuple[Path, ...]:
         """The path of every equation (of a link: where its result appears)."""
         return tuple(spots[0][0] for spots in self.makes)
@@ -146,6 +147,13 @@ class Graph:
     def runs(self, e: int) -> int:
         """How often equation e runs; a link runs as often as the body that it belongs to."""
         return max((self.trips[v] for v in (*self.operands[e], *self.results[e])), default=1)
+
+    def recalls_slice(self, e: int) -> bool:
+        """Whether equation e takes what a loop's stack keeps, or what is repeated."""
+        if self.eqns[e].primitive != RECALL:
+            return False
+        maker = self.producers.get(self.operands[e][0], (-1, 0))[0]
+        return maker >= 0 and self.eqns[maker].primitive == LOOP_SLICE
 
     @cached_property
     def producers(self) -> Mapping[int, tuple[int, int]]:

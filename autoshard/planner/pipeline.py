@@ -16,11 +16,12 @@ A request that leaves its micro-batches open goes this way in each number (`plan
 """
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import metadata
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
@@ -45,6 +46,7 @@ from autoshard.planner.record import Certificate, PlanRecord, summed_in_trips_s
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.search_space import SearchSpace, build_search_space
 from autoshard.planner.stages import Stages
+from autoshard.problem import memory_profile
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.formulation import UNIT_S, Formulation, formulate
 from autoshard.problem.network import Int
@@ -61,13 +63,17 @@ log = logging.getLogger("autoshard")
 
 ConstraintPolicy = Literal["needed", "compiled", "all"]
 
-# What is kept is decided to this fraction: the layouts are decided again, and so well as is asked.
+# What is kept is decided to this fraction, together with the layouts; these again on the program that keeps it, to a
+# fraction that the proof, which is of the first decision, does not hide.
 CHOICE_GAP = 5e-3
+LAYOUT_GAP = 2.5e-3
 ATTEMPTS = 4  # at what is kept, where the program turns out to need more memory than the graph with the choices said
 # Sums after loops must be faster by the first, of a step; or not slower than by the second, where the plan without them
 # sums longer in the trips of loops: of all prices, those of many small reductions are the least certain.
 FASTER, AS_FAST = 1e-3, 0.02
 MARGIN = 0.98  # of the limit that the last attempt missed
+MISPRICED = 1e-2  # by which a program may cost more than the graph with the choices said
+WORTH = 5e-3  # of the step that is saved, at least, where a program repeats what it is not written to repeat
 
 
 @refusing_depth
@@ -105,25 +111,29 @@ def _summing(
     First all sums are in as many parts as the mesh allows; then each in as many as lie on different devices, and
     those that do not are as they were.
     """
-    sums = splittable(request)
-    if not sums:
-        return solve_space(build_search_space(request), budget, known=known, constraints=constraints)
-    found = _fastest_sums(request, sums, budget, known)
+    found = _best_sums(build_search_space(request), budget, known)
     return found if constraints == "all" else thinned(found)
 
 
+def _best_sums(space: SearchSpace, budget: Budget, known: Sequence[Int] = ()) -> PlanningResult:
+    """As `_summing`, with all constraints."""
+    sums = splittable(space.request)
+    return _fastest_sums(space, sums, budget, known) if sums else _best(space, budget, known)
+
+
 def _fastest_sums(
-    request: PlanRequest, sums: tuple[LoopSum, ...], budget: Budget, known: Sequence[Int]
+    space: SearchSpace, sums: tuple[LoopSum, ...], budget: Budget, known: Sequence[Int]
 ) -> PlanningResult:
     """The best plan with some of these sums after their loops, or none; with all constraints."""
+    request = space.request
 
     def whole(budget: Budget) -> PlanningResult:
-        return solve_space(build_search_space(request), budget, known=known, constraints="all")
+        return _best(space, budget, known)
 
     best: PlanningResult | None = None
     while sums:
         try:
-            made = solve_space(build_search_space(summing_once(request, sums)), budget, constraints="all")
+            made = _best(build_search_space(summing_once(request, sums), space.resharder), budget)
         except InfeasibleError:
             break
         used = in_use(request, sums, made.assignment)
@@ -146,59 +156,100 @@ def _fastest_sums(
 def _recomputing(request: PlanRequest, budget: Budget, constraints: ConstraintPolicy) -> PlanningResult:
     """The best plan of a program that may repeat in its backward passes what it does not keep.
 
-    What is kept is decided together with the layouts, on a graph that has both; then the layouts again, on the
-    program that keeps this alone, whose memory and overlap are priced as they are. Where that takes more memory than
-    the graph said, the limit of the first step is lowered by as much. Where the graph fits nowhere, its choice of the
-    smallest peak is tried: the program itself may need less.
+    The program as it is written is planned first, unless it cannot fit. Then what is kept is decided together with
+    the layouts, on a graph that has both, but only as far as that shows whether it is worth repeating anything; then
+    the layouts again, on the program that keeps this alone, whose memory and overlap are priced as they are.
     """
-    plans: list[PlanningResult] = []
+    begin = time.perf_counter()
+    space = build_search_space(request)
+    choices = RecomputationSpace.of(space)
+    if choices is None and request.as_written:
+        return _summing(request, budget, (), constraints)
+    if choices is None:
+        raise _nothing_fits(request, None)
     errors: list[InfeasibleError] = []
-    if request.as_written:
+    written: PlanningResult | None = None
+    if request.as_written and memory_profile.least_peak(space.decisions) <= request.memory_bytes:
         try:
-            plans.append(_summing(request, budget, (), constraints))
+            written = _best_sums(space, budget)
         except InfeasibleError as error:
             errors.append(error)
-    choices = RecomputationSpace.of(request)
+    worth_s = inf if written is None else written.solution.objective * UNIT_S * (1 - WORTH)
+    budget = replace(budget, cutoff_s=lambda known=budget.cutoff_s: min(known(), worth_s))
+    tried = _repeating(choices, budget, errors)
+    if tried.best is not None and tried.best.solution.objective * UNIT_S < worth_s:
+        found = _proven(tried.best, tried.bound, choices)
+    elif written is not None:
+        found = _not_worth(written, tried.bound, choices)
+    else:
+        found = _in_groups(choices, tried.chosen, budget, errors)
+    if found is None:
+        raise min(errors, key=lambda error: inf if error.peak_bytes is None else error.peak_bytes)
+    rest_s = time.perf_counter() - begin - sum(found.seconds.values())
+    found = replace(found, seconds={**found.seconds, "recomputation": max(rest_s, 0.0)})
+    return found if constraints == "all" else thinned(found)
+
+
+class _Repeating(NamedTuple):
+    """The best plan that repeats something, a bound on all of them, and what was chosen last to be kept."""
+
+    best: PlanningResult | None
+    bound: int | None
+    chosen: Recomputation | None
+
+
+def _repeating(choices: RecomputationSpace, budget: Budget, errors: list[InfeasibleError]) -> _Repeating:
+    """The best plan that repeats something, unless all cost the cutoff.
+
+    Where the program that is chosen takes more memory than the graph said, the limit of the choice is lowered by as
+    much; where it takes more time, another choice is tried that needs less memory. Where the graph fits nowhere, its
+    choice of the smallest peak is tried: the program itself may need less.
+
+    Args:
+      choices: the layouts, and what is kept.
+      budget: how far to solve.
+      errors: why what was tried does not fit; more is added.
+    """
+    request = choices.request
+    best: PlanningResult | None = None
     limit, bound, chosen = request.memory_bytes, None, None
-    for _ in range(ATTEMPTS if choices is not None else 0):
-        assert choices is not None
-        formulation = formulate(choices.decisions, choices.resharder, memory_bytes=limit)
+    formulation = formulate(choices.decisions, choices.resharder, memory_bytes=limit)
+    for _ in range(ATTEMPTS):
+        formulation = replace(formulation, problem=replace(formulation.problem, usage_limit=limit))
         solution = _run(formulation, replace(budget, rel_gap=max(budget.rel_gap, CHOICE_GAP)), ())
-        if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
-            peak = solution.smallest_peak_bytes if limit == request.memory_bytes else None
-            errors.append(_nothing_fits(request, peak))
+        fits = solution.status not in (Status.INFEASIBLE, Status.UNKNOWN)
+        if best is not None and (not fits or solution.objective >= best.solution.objective):
+            break
+        if not fits:
+            errors.append(_nothing_fits(request, solution.smallest_peak_bytes if bound is None else None))
             if solution.smallest_peak_bytes is None:
                 break
         elif bound is None:  # of the whole limit, which is the one that was asked for
             bound = solution.bound
-        chosen = choices.read(formulation.read(solution.choice))
+        if fits and solution.objective * UNIT_S >= budget.cutoff_s():
+            break
+        choice = formulation.read(solution.choice)
+        chosen = choices.read(choice)
+        layouts = replace(budget, rel_gap=max(budget.rel_gap, LAYOUT_GAP))
         try:
-            found = _summing(keeping(request, chosen), budget, (), constraints)
+            found = _best_sums(build_search_space(keeping(request, chosen), choices.resharder), layouts)
         except InfeasibleError as error:
             errors.append(error)
-            if error.peak_bytes is None or solution.status is Status.INFEASIBLE:
+            if error.peak_bytes is None or not fits:
                 break
             limit = int(limit * min(request.memory_bytes / error.peak_bytes, 1.0) * MARGIN)
             continue
-        plans.append(_proven(found, bound, choices))
-        break
-    if choices is None and not request.as_written:
-        errors.append(_nothing_fits(request, None))
-    if not plans and choices is not None:
-        plans += _in_groups(choices, chosen, budget, constraints, errors)
-    if not plans:
-        raise min(errors, key=lambda error: inf if error.peak_bytes is None else error.peak_bytes)
-    return min(plans, key=lambda planned: planned.solution.objective)
+        best = found if best is None or found.solution.objective < best.solution.objective else best
+        if not fits or found.solution.objective <= solution.objective * (1 + MISPRICED):
+            break
+        limit = int(memory_profile.peak(choices.decisions, choice)[0] * MARGIN)
+    return _Repeating(best, bound, chosen)
 
 
 def _in_groups(
-    choices: RecomputationSpace,
-    chosen: Recomputation | None,
-    budget: Budget,
-    constraints: ConstraintPolicy,
-    errors: list[InfeasibleError],
-) -> list[PlanningResult]:
-    """The plans, if any fit, of a program that keeps what its loops carry of one trip in every few alone.
+    choices: RecomputationSpace, chosen: Recomputation | None, budget: Budget, errors: list[InfeasibleError]
+) -> PlanningResult | None:
+    """The best plan, if any fits, of a program that keeps what its loops carry of one trip in every few alone.
 
     They repeat whole trips, so they are asked for where nothing else fits, and those that repeat the least first.
     The proof is of the plan's own program. Why some do not fit is added to `errors`.
@@ -207,13 +258,12 @@ def _in_groups(
         found: list[PlanningResult] = []
         for kept in groups:
             try:
-                space = build_search_space(keeping(choices.request, kept))
-                found.append(solve_space(space, budget, constraints=constraints))
+                found.append(_best(build_search_space(keeping(choices.request, kept), choices.resharder), budget))
             except InfeasibleError as error:
                 errors.append(error)
         if found:
-            return [_noted(one, choices) for one in found]
-    return []
+            return _noted(min(found, key=lambda planned: planned.solution.objective), choices)
+    return None
 
 
 def _noted(found: PlanningResult, choices: RecomputationSpace) -> PlanningResult:
@@ -254,6 +304,16 @@ def _proven(found: PlanningResult, bound: int | None, choices: RecomputationSpac
     return replace(found, record=record)
 
 
+def _not_worth(written: PlanningResult, bound: int | None, choices: RecomputationSpace) -> PlanningResult:
+    """The plan of a program as it is written, whose certificate says how much repeating something could save."""
+    if bound is None:
+        return written
+    certificate, objective = written.record.certificate, written.solution.objective
+    saved = max(0.0, (objective - bound) / objective) if objective else 0.0
+    space = f"{certificate.space}; {choices.said}, of which none saves more than {saved:.1%}"
+    return replace(written, record=replace(written.record, certificate=replace(certificate, space=space)))
+
+
 @refusing_depth
 def solve_space(
     space: SearchSpace,
@@ -263,6 +323,12 @@ def solve_space(
     constraints: ConstraintPolicy = "needed",
 ) -> PlanningResult:
     """The best plan in a search space; as `solve_request`."""
+    found = _best(space, budget, known)
+    return found if constraints == "all" else thinned(found)
+
+
+def _best(space: SearchSpace, budget: Budget, known: Sequence[Int] = ()) -> PlanningResult:
+    """The best plan in a search space, with every constraint."""
     stages = Stages(space.request.title)
     memory_bytes = space.request.memory_bytes
     formulation = stages.done("price", formulate(space.decisions, space.resharder, memory_bytes=memory_bytes))
@@ -270,7 +336,7 @@ def solve_space(
     assignment = assign(formulation, solution)
     certificate = _certificate(formulation, solution, space.request.target.hardware)
     record = stages.passed("record", describe(space, assignment, certificate))
-    found = PlanningResult(
+    return PlanningResult(
         record=record,
         space=space,
         formulation=formulation,
@@ -278,7 +344,6 @@ def solve_space(
         assignment=assignment,
         seconds={**space.seconds, **stages.seconds},
     )
-    return found if constraints == "all" else thinned(found)
 
 
 def thinned(found: PlanningResult) -> PlanningResult:

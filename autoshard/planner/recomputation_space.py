@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.costs.resharding import Resharder
+from autoshard.ir import graph as graphs
 from autoshard.ir.grouping import lengths
 from autoshard.ir.recomputation import Recomputation
 from autoshard.ir.recomputed import recomputation_of, recomputed, savable
@@ -16,7 +17,7 @@ from autoshard.planner.backward_passes import decided_text
 from autoshard.planner.program import Program
 from autoshard.planner.record import PlanRecord
 from autoshard.planner.request import PlanRequest
-from autoshard.planner.search_space import build_search_space, decide_anew
+from autoshard.planner.search_space import SearchSpace, decide_anew, held
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Decisions
 from autoshard.problem.whole_step import WholeStep, kept_values, whole_step
@@ -36,15 +37,14 @@ class RecomputationSpace:
     resharder: Resharder
 
     @classmethod
-    def of(cls, request: PlanRequest) -> "RecomputationSpace | None":
-        """The space of a request; None for a program without a backward pass that reads a forward one."""
+    def of(cls, space: SearchSpace) -> "RecomputationSpace | None":
+        """The space of a program as it is written; None if it has no backward pass that reads a forward one."""
+        request = space.request
         saved = savable(request.traced, request.remat)
         if not saved.saved:
             return None
-        traced = replace(request.traced, jaxpr=saved.closed, source_digest=request.digest)
-        space = build_search_space(replace(request, program=Program(name=request.name, traced=traced)))
-        lives = space.decisions.lives
-        whole = whole_step(space.decisions.graph, saved, lives.stored | lives.named)
+        graph = graphs.build(saved.closed, request.target.compiler.platform)
+        whole = whole_step(graph, saved, held(space, graph))
         decisions = decide_anew(space, whole.graph)
         return cls(request=request, saved=saved, whole=whole, decisions=decisions, resharder=space.resharder)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from jax.sharding import PartitionSpec
+from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.resharding import Resharder
@@ -24,7 +25,7 @@ from autoshard.planner.request import OPTIMIZER_BYTES, PlanRequest
 from autoshard.planner.requested_shardings import RequestedShardings
 from autoshard.planner.stages import Stages
 from autoshard.problem.decision_builders.decide import decide
-from autoshard.problem.decision_builders.facts import Requirements
+from autoshard.problem.decision_builders.facts import Requirements, facts_of
 from autoshard.problem.decisions import Decisions
 from autoshard.rules import rules_of
 from cost_models import Machine
@@ -78,8 +79,12 @@ class SearchSpace:
 
 
 @refusing_depth
-def build_search_space(request: PlanRequest) -> SearchSpace:
+def build_search_space(request: PlanRequest, prices: Resharder | None = None) -> SearchSpace:
     """Builds the decisions of a request, every choice priced.
+
+    Args:
+      request: the program, its target and the requested layouts.
+      prices: those of another program on the same target, which has many of the same moves.
 
     Raises:
       MissingRuleError: a primitive without a rule, if `unknown` is "error".
@@ -93,10 +98,16 @@ def build_search_space(request: PlanRequest) -> SearchSpace:
     stages.done("trace", program.traced if gradient is None else gradient.traced, also_s=program.trace_s)
     of_gradient = None if gradient is None else graphs.build(gradient.traced.jaxpr, target.compiler.platform)
     graph = stages.done("graph", of_gradient or program.graph(target.compiler.platform))
-    return _priced(request, gradient, graph, stages)
+    return _priced(request, gradient, graph, stages, prices)
 
 
-def _priced(request: PlanRequest, gradient: GradientProgram | None, graph: Graph, stages: Stages) -> SearchSpace:
+def _priced(
+    request: PlanRequest,
+    gradient: GradientProgram | None,
+    graph: Graph,
+    stages: Stages,
+    prices: Resharder | None = None,
+) -> SearchSpace:
     """Prices every choice of a graph's decisions on the request's target."""
     traced, shardings, target = request.program.traced, request.shardings, request.target
     priced = traced if gradient is None else gradient.traced
@@ -125,7 +136,9 @@ def _priced(request: PlanRequest, gradient: GradientProgram | None, graph: Graph
                     f"{traced.in_paths[position]}: asked for in {shardings.inputs[position]}, "
                     f"but the output that replaces it in {shardings.outputs[output]}"
                 )
-    resharder = Resharder(real, target.machine, outermost=target.compiler.collectives_along_outermost_only)
+    resharder = prices
+    if resharder is None or resharder.mesh != real:
+        resharder = Resharder(real, target.machine, outermost=target.compiler.collectives_along_outermost_only)
     required = Requirements(
         tied=tied,
         donated=shardings.donated,
@@ -149,12 +162,21 @@ def _priced(request: PlanRequest, gradient: GradientProgram | None, graph: Graph
 
 def decide_anew(space: SearchSpace, graph: Graph) -> Decisions:
     """The decisions of another graph of the same inputs and outputs, with what was asked of the space's own."""
-    request, own = space.request, space.decisions.graph
-    at = {spots[0]: e for e, spots in enumerate(graph.makes)}
-    equations = {at[own.makes[e][0]]: codes for e, codes in space.required.equations.items()}
-    required = replace(space.required, equations=equations)
-    target = request.target
-    return decide(graph, space.decisions.mesh, target.machine, target.compiler, required, unknown=request.unknown)
+    target, required = space.request.target, _required_of(space, graph)
+    mesh, unknown = space.decisions.mesh, space.request.unknown
+    return decide(graph, mesh, target.machine, target.compiler, required, unknown=unknown)
+
+
+def held(space: SearchSpace, graph: Graph) -> NDArray[np.bool_]:
+    """Whether a value lies in memory, of every one of another graph of the same inputs and outputs."""
+    target, required = space.request.target, _required_of(space, graph)
+    mesh, unknown = space.decisions.mesh, space.request.unknown
+    return facts_of(graph, mesh, target.machine, target.compiler, required, unknown=unknown).held
+
+
+def _required_of(space: SearchSpace, graph: Graph) -> Requirements:
+    equations = _own_constraints(graph, space.request.target.axes, space.decisions.mesh)
+    return replace(space.required, equations=equations)
 
 
 def ties(traced: Traced, donated: frozenset[int]) -> dict[int, int]:

@@ -43,3 +43,17 @@ def over_time(decisions: Decisions, choice: NDArray[np.int64]) -> Mapping[str, N
 def kept_bytes(decisions: Decisions, choice: NDArray[np.int64]) -> int:
     """What is kept for backward passes on one device, where it is most."""
     return int(over_time(decisions, choice).get(KEPT, np.zeros(1, np.int64)).max())
+
+
+def least_peak(decisions: Decisions) -> int:
+    """A bound that no choice goes below: the peak if each decision held at every time what it can hold least."""
+    end = len(decisions.graph.eqns) + 2
+    change = np.zeros(end, np.int64)
+    together: dict[tuple[int, int, int], NDArray[np.int64]] = {}
+    for use in decisions.usages:
+        key = use.node, use.start, min(use.end, end - 1)
+        together[key] = together[key] + use.nbytes if key in together else use.nbytes
+    for (_, first, last), nbytes in together.items():
+        change[first] += nbytes.min()
+        change[last] -= nbytes.min()
+    return int(np.cumsum(change).max(initial=0))

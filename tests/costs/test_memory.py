@@ -66,6 +66,20 @@ def test_a_sum_of_branches_that_many_read_is_stored() -> None:
     assert not found.stored[results(graph, "sin")].any()
 
 
+def test_what_a_loop_computes_from_a_slice_is_not_stored_for_the_size_of_the_stack() -> None:
+    """A trip reads its slice alone, so it costs no more to compute a value again than to read it."""
+
+    def summed(x: Any, stack: Any) -> Any:
+        def body(x: Any, part: Any) -> Any:
+            h = part - 1.0
+            return x + jnp.sum(h) * jnp.sum(h * h) * jnp.sum(h * h * h), None
+
+        return jax.lax.scan(body, x, stack)[0]
+
+    graph, found = lived(summed, F32(()), F32((64, 16, 16)))
+    assert not found.stored[results(graph, "sub")].any()
+
+
 def test_a_loop_holds_what_it_reads_and_what_it_stacks() -> None:
     def layers(x: Any, stack: Any) -> Any:
         def one(h: Any, w: Any) -> Any:

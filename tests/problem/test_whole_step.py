@@ -53,9 +53,6 @@ def best(space: RecomputationSpace, memory_bytes: int = PLENTY) -> tuple[Solutio
 
 
 SLOW = pytest.mark.slow
-OFF = pytest.mark.xfail(
-    reason="the graph prices a loop that repeats 5.6 % below its program on v5e", strict=True, raises=AssertionError
-)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +60,7 @@ OFF = pytest.mark.xfail(
     [
         ("h100:1x4", True),
         pytest.param("cpu:4", True, marks=SLOW),
-        pytest.param("tpu-v5e:2x2", True, marks=[SLOW, OFF]),
+        pytest.param("tpu-v5e:2x2", True, marks=SLOW),
         pytest.param("h100:1x4", False, marks=SLOW),
         pytest.param("cpu:4", False, marks=SLOW),
         ("tpu-v5e:2x2", False),
@@ -71,7 +68,7 @@ OFF = pytest.mark.xfail(
 )
 def test_the_program_that_is_chosen_costs_what_the_whole_step_says(hardware: str, *, scan: bool) -> None:
     asked = request(hardware, scan=scan)
-    space = RecomputationSpace.of(asked)
+    space = RecomputationSpace.of(build_search_space(asked))
     assert space is not None
     solution, choice = best(space)
     chosen = space.read(choice)
@@ -86,7 +83,7 @@ def test_the_program_that_is_chosen_costs_what_the_whole_step_says(hardware: str
 def test_with_all_kept_the_whole_step_costs_what_the_program_does(hardware: str) -> None:
     """An unrolled program that has all the memory repeats no product."""
     asked = request(hardware, scan=False)
-    space = RecomputationSpace.of(asked)
+    space = RecomputationSpace.of(build_search_space(asked))
     assert space is not None
     solution, choice = best(space)
     texts = set(space.read(choice).kept)
@@ -98,7 +95,7 @@ def test_with_all_kept_the_whole_step_costs_what_the_program_does(hardware: str)
 @pytest.mark.slow
 def test_a_stricter_limit_keeps_less() -> None:
     asked = request("cpu:4", scan=True)
-    space = RecomputationSpace.of(asked)
+    space = RecomputationSpace.of(build_search_space(asked))
     assert space is not None
     solution, choice = best(space)
     peak, _, _ = memory_profile.peak(space.decisions, choice)
@@ -112,21 +109,25 @@ def test_a_program_without_a_backward_pass_has_no_choices() -> None:
     step, args = PROGRAMS["scanned"]()
     options = Options(mesh={"data": 4}, hardware="cpu:4", remat="add")
     (asked,) = requests_of(step, args, {}, options)
-    assert RecomputationSpace.of(asked) is not None
+    assert RecomputationSpace.of(build_search_space(asked)) is not None
     (asked,) = requests_of(lambda params, x: x @ params["up"][0], args, {}, options)
-    assert RecomputationSpace.of(asked) is None
+    assert RecomputationSpace.of(build_search_space(asked)) is None
 
 
-def test_more_memory_is_never_slower() -> None:
+@pytest.mark.parametrize("hardware", ["h100:1x4", "tpu-v5e:2x2", "cpu:4"])
+def test_more_memory_is_never_slower(hardware: str) -> None:
     step, args = wide(PROGRAMS["scanned"]())
-    options: dict[str, Any] = {"mesh": {"data": 4}, "hardware": "h100:1x4", "rel_gap": GAP}
+    options: dict[str, Any] = {"mesh": {"data": 4}, "hardware": hardware, "rel_gap": GAP}
     peak = autoshard.plan(step, *args, **options, remat="written").record.memory.peak_bytes
     steps_s: list[float] = []
-    for share in (1.0, 0.6, 0.43):
-        plan = autoshard.plan(step, *args, **options, remat="add", memory=int(share * peak))
+    for share in (2.0, 1.0, 0.6, 0.43, 0.38, 0.33, 0.28, 0.25):
+        try:
+            plan = autoshard.plan(step, *args, **options, remat="add", memory=int(share * peak))
+        except autoshard.InfeasibleError:
+            break
         assert plan.record.memory.peak_bytes <= share * peak
         steps_s.append(plan.cost)
-    assert steps_s[0] < steps_s[-1]  # the limit is felt
+    assert len(steps_s) > 5
     for more, less in pairwise(steps_s):
         assert more <= less * (1 + 2 * GAP)
 
@@ -140,7 +141,7 @@ def with_all_there(decision: Decision) -> int:
 
 
 def test_what_a_choice_has_and_nothing_takes_is_not_kept() -> None:
-    space = RecomputationSpace.of(request("h100:1x4", scan=True))
+    space = RecomputationSpace.of(build_search_space(request("h100:1x4", scan=True)))
     assert space is not None
     choice = np.array([with_all_there(decision) for decision in space.decisions.nodes])
     kept = kept_values(space.whole, space.saved, space.decisions, choice)

@@ -180,5 +180,9 @@ def _path_in(name: str) -> Path | None:
 
 def _fits(shape: tuple[int, ...], aval: Aval) -> bool:
     """Whether an op result can be a value (keys lower to more dimensions)."""
-    key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-    return shape == aval.shape or (key and shape[: aval.ndim] == aval.shape)
+    return shape == aval.shape or (shape[: aval.ndim] == aval.shape and _is_key(aval.dtype))
+
+
+@lru_cache
+def _is_key(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jax.dtypes.extended))

@@ -87,7 +87,7 @@ def _touched_bytes(facts: GraphFacts, members: Sequence[int], codes: Codes) -> N
     for e in members:
         result = graph.results[e][0]
         for v in graph.operands[e]:
-            if v in seen or not facts.decides(v) or not facts.held[v]:
+            if v in seen or not facts.reads(v):
                 continue
             if v in inside and facts.levels[v] == facts.levels[result]:
                 continue  # written by the same kernel, which has it in registers

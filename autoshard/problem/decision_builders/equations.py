@@ -45,7 +45,8 @@ def add_equations(draft: Draft, of_shard_maps: bodies.Bodies) -> None:
         body, strategies = _strategies(draft, of_shard_maps, e)
         choices = _choices(graph, e, len(strategies))
         strategies = strategies.at(choices.of)
-        price = _priced(facts, e, strategies, body)
+        price = _recalled(draft, e, strategies, choices) if graph.recalls_slice(e) else None
+        price = price or _priced(facts, e, strategies, body)
         zero = np.zeros(len(strategies))
         there = 1.0 if choices.off is None else np.where(choices.off, 0.0, 1.0)
         node = draft.add(
@@ -141,11 +142,11 @@ def _priced(facts: GraphFacts, e: int, strategies: Strategies, body: Body | None
 def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductions_s: NDArray[np.float64]) -> _Price:
     """The price of an equation that reads and writes memory; a loop's idle ones hide communication."""
     graph, eqn = facts.graph, facts.graph.eqns[e]
-    reads = [facts.decides(v) and bool(facts.held[v]) for v in graph.operands[e]]
+    reads = [facts.reads(v) for v in graph.operands[e]]
     writes = [bool(facts.held[v]) for v in graph.results[e]]
     if eqn.traits.updates:
         writes = [e not in facts.in_place]
-    readers = sum(len(facts.graph.consumers.get(v, ())) for v in graph.results[e])
+    readers = sum(facts.readers(v) for v in graph.results[e])
     nbytes = compute.touched_bytes(eqn, strategies, facts.mesh, reads, writes, readers)
     if e in facts.reread:
         operand = eqn.operands[0]
@@ -157,6 +158,27 @@ def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductio
     if eqn.primitive == LOOP_STACK:  # zeroed before the loop, and written by the equation that makes it
         cover_s = cover_s * (2 / 3 if reads[0] else 0.0)
     return _Price(reductions_s + touched_s, None, cover_s, facts.windows.of_equation[e])
+
+
+def _recalled(draft: Draft, e: int, strategies: Strategies, choices: _Choices) -> _Price:
+    """The price of what a loop keeps or repeats: its kernels read it, if what is repeated lies in memory.
+
+    A slice of a stack is priced as such.
+    """
+    facts, (result,) = draft.facts, draft.facts.graph.results[e]
+    graph, aval = facts.graph, facts.graph.avals[result]
+    reading = [u for u, _ in graph.consumers.get(result, ()) if not _reads_by_itself(graph, u)]
+    kernels = len({draft.node_of[u] if draft.node_of[u] >= 0 else -1 - u for u in reading})
+    nbytes = aval.nbytes / shards(strategies.results[0], aval.ndim, facts.mesh) * kernels
+    held = [facts.held[v] and facts.decides(v) for v in graph.operands[e]]
+    read = sum(np.where(left, 0.0, there) for left, there in zip(choices.untaken, held, strict=True))
+    return _Price(np.asarray(facts.machine.hbm_s(nbytes * read)))
+
+
+def _reads_by_itself(graph: Graph, e: int) -> bool:
+    """Whether the price of an equation has its operands' bytes, or it reads none."""
+    traits = graph.eqns[e].traits
+    return traits.contraction or traits.moves_nothing or graph.eqns[e].primitive == LOOP_STACK
 
 
 def _covering(facts: GraphFacts, e: int, seconds: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -77,6 +77,18 @@ class GraphFacts:
         """Whether a value has a layout to choose: it is not recomputed for free wherever it is needed."""
         return value not in self.traits.free
 
+    def reads(self, value: int) -> bool:
+        """Whether who takes a value pays for reading it; of one that a loop keeps or repeats its recall does."""
+        maker = self.graph.producers.get(value, (-1, 0))[0]
+        recalled = maker >= 0 and self.graph.recalls_slice(maker)
+        return self.decides(value) and bool(self.held[value]) and not recalled
+
+    def readers(self, value: int) -> int:
+        """How many equations take a value, also as one that a loop keeps or repeats."""
+        users = [e for e, _ in self.graph.consumers.get(value, ())]
+        recalls = [e for e in users if self.graph.recalls_slice(e)]
+        return len(users) + sum(self.readers(self.graph.results[e][0]) - 1 for e in recalls)
+
     def uses_apart(self, value: int, port: Port) -> tuple[tuple[int, ...], ...]:
         """The groups of uses for which a value is moved, if there are several; pending sums are finished once.
 
