@@ -17,6 +17,7 @@ from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.program import Program
 from autoshard.planner.recomputation_space import RecomputationSpace
 from autoshard.planner.request import PlanRequest
+from autoshard.planner.search_space import build_search_space
 from autoshard.problem import memory_profile
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Equation
@@ -42,7 +43,7 @@ def recalls(planned: PlanningResult, at: str) -> tuple[Recall, ...]:
     request = planned.space.request
     if request.remat == WRITTEN or request.gradient_of:
         return ()
-    space = RecomputationSpace.of(_as_traced(request))
+    space = RecomputationSpace.of(build_search_space(_as_traced(request)))
     if space is None:
         return ()
     chosen = request.recomputation
