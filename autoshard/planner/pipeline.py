@@ -175,8 +175,7 @@ def _recomputing(request: PlanRequest, budget: Budget, constraints: ConstraintPo
         except InfeasibleError as error:
             errors.append(error)
     worth_s = inf if written is None else written.solution.objective * UNIT_S * (1 - WORTH)
-    budget = replace(budget, cutoff_s=lambda known=budget.cutoff_s: min(known(), worth_s))
-    tried = _repeating(choices, budget, errors)
+    tried = _repeating(choices, budget, worth_s, errors)
     if tried.best is not None and tried.best.solution.objective * UNIT_S < worth_s:
         found = _proven(tried.best, tried.bound, choices)
     elif written is not None:
@@ -198,8 +197,10 @@ class _Repeating(NamedTuple):
     chosen: Recomputation | None
 
 
-def _repeating(choices: RecomputationSpace, budget: Budget, errors: list[InfeasibleError]) -> _Repeating:
-    """The best plan that repeats something, unless all cost the cutoff.
+def _repeating(
+    choices: RecomputationSpace, budget: Budget, worth_s: float, errors: list[InfeasibleError]
+) -> _Repeating:
+    """The best plan that repeats something, unless none is worth it.
 
     Where the program that is chosen takes more memory than the graph said, the limit of the choice is lowered by as
     much; where it takes more time, another choice is tried that needs less memory. Where the graph fits nowhere, its
@@ -208,9 +209,12 @@ def _repeating(choices: RecomputationSpace, budget: Budget, errors: list[Infeasi
     Args:
       choices: the layouts, and what is kept.
       budget: how far to solve.
+      worth_s: a step of so many seconds or more is not worth repeating anything.
       errors: why what was tried does not fit; more is added.
     """
     request = choices.request
+    known = budget.cutoff_s
+    budget = replace(budget, cutoff_s=lambda: min(known(), worth_s))
     best: PlanningResult | None = None
     limit, bound, chosen = request.memory_bytes, None, None
     formulation = formulate(choices.decisions, choices.resharder, memory_bytes=limit)
@@ -226,7 +230,7 @@ def _repeating(choices: RecomputationSpace, budget: Budget, errors: list[Infeasi
                 break
         elif bound is None:  # of the whole limit, which is the one that was asked for
             bound = solution.bound
-        if fits and solution.objective * UNIT_S >= budget.cutoff_s():
+        if fits and solution.objective * UNIT_S >= worth_s:
             break
         choice = formulation.read(solution.choice)
         chosen = choices.read(choice)
