@@ -37,7 +37,7 @@ _CHILD = Path(__file__).with_name("compile_worker.py")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryStats:
-    """What the compiler says one device needs, in bytes.
+    """The memory of one device, as the compiler reports it, in bytes.
 
     `reported_peak_bytes` is the compiler's own peak; XLA:CPU reports its arguments
     there, and XLA:TPU includes temporaries that `temp_bytes` leaves out.
@@ -56,7 +56,7 @@ class MemoryStats:
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
     def peak_bytes(self, compiler: CompilerModel) -> int:
-        """What a compiler's program needs at its highest: by its own word, but for the CPU `total_bytes`.
+        """The peak of a compiler's program: the compiler's own number, or `total_bytes` if that counts too little.
 
         Where temporaries lie in the host's memory, that word counts them, too: `total_bytes` does not.
         XLA:TPU's word leaves out what lies idle between buffers of its heap, which is allocated whole:
@@ -154,7 +154,7 @@ _EXAMPLES = "h100:4x8 (hosts × GPUs), tpu-v5e:4x4, cpu:8"
 
 
 def topology(hardware: str, devices: int, compiler: str | None) -> str:
-    """What a compiler compiles for: a plan's hardware, or as many devices where it takes any count of its own."""
+    """The topology for a compiler: a plan's hardware, or as many of its own devices where it takes any count."""
     return f"{compiler}:{devices}" if compiler is not None and named(compiler).compiles_for_any_count else hardware
 
 

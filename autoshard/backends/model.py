@@ -84,7 +84,7 @@ class CompilerModel:
             "compilers/test_compiler_models.py::test_a_stack_lies_in_the_host_s_memory_or_in_the_device_s",
         )
     )
-    """What a program puts into the host's memory, its device does not hold; a loop copies slices of it as it runs."""
+    """A device does not hold values that its program puts into the host's memory; loops copy slices of them."""
 
     moves_collectives_past_casts: bool = field(
         metadata=_seen(
@@ -125,7 +125,7 @@ class CompilerModel:
             "compilers/test_evaluation.py::test_a_weight_is_gathered_once_unless_each_matmul_gathers_it_in_its_groups",
         )
     )
-    """What a contraction gathers inside of groups of devices is shared with equal gathers for other uses."""
+    """A contraction's gather inside of groups of devices is shared with equal gathers for other uses."""
 
     prefetches_forward_weights: bool = field(
         metadata=_seen(
@@ -201,7 +201,7 @@ class CompilerModel:
             "compilers/test_compiler_facts.py::test_what_is_predicted_with_a_fact_is_nearer_than_without",
         )
     )
-    """What contractions wait for is moved while those run that no other waits for."""
+    """Collectives that contractions wait for run beside contractions that no other waits for."""
 
     merges_collectives_in_loops: bool = field(
         metadata=_seen(
@@ -263,7 +263,7 @@ class CompilerModel:
             "compilers/test_verify.py::test_the_v5e_compiler_follows_the_plan",
         )
     )
-    """What leads to scalars alone, the loss, is computed last, unless it communicates."""
+    """Equations that lead to scalars alone (the loss) are computed last, unless they communicate."""
 
     # What lies in memory.
 
@@ -273,7 +273,7 @@ class CompilerModel:
             "compilers/test_compiler_models.py::test_what_contractions_make_themselves",
         )
     )
-    """What a contraction takes is computed in it, element by element, from what lies in memory."""
+    """A contraction computes its operands itself, element by element, from values that lie in memory."""
 
     stores_softmax_numerators: bool = field(
         metadata=_seen(
@@ -282,7 +282,7 @@ class CompilerModel:
             "test_the_scores_of_a_devices_only_sequence_are_kept_as_their_product_leaves_them",
         )
     )
-    """What a softmax divides lies in memory."""
+    """The numerators of a softmax lie in memory."""
 
     casts_stacked_inputs_ahead: bool = field(
         metadata=_seen("libtpu 0.0.52", "compilers/test_compiler_models.py::test_stacked_weights_are_cast")

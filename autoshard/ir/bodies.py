@@ -112,7 +112,7 @@ def _steps(
 
 
 def why_once(eqn: Any) -> str:
-    """Why an equation must not run twice; empty if it may."""
+    """Returns the reason why an equation must not run twice; empty if it may."""
     names = [eqn.primitive.name, *(inner.primitive.name for inner in _jax.equations_within(eqn))]
     for name in names:
         if name in HOST_CALLS:

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 Remat = Literal["written", "add", "free"]
-"""What becomes of a program's own `jax.checkpoint`s.
+"""The meaning of a program's own `jax.checkpoint`s.
 
 `written`: they say all, nothing else is repeated. `add`: what they repeat stays so, other values may
 be. `free`: they are hints; what they repeat may be kept.
 """
 
 RematOption = Literal["written", "fit", "add", "free"]
-"""What a user may ask for; `fit`: as written where that fits in memory, else `add`."""
+"""The options of a user; `fit`: as written where that fits in memory, else `add`."""
 
 WRITTEN: Literal["written"] = "written"
 FIT: Literal["fit"] = "fit"
@@ -20,7 +20,7 @@ ADD: Literal["add"] = "add"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """What is kept for the backward passes of a program.
+    """The values that a program keeps for its backward passes.
 
     Attributes:
       remat: what became of the program's own `jax.checkpoint`s: "add" or "free".

@@ -70,7 +70,7 @@ def _with_bodies(eqn: Any, bodies: Mapping[int, Any]) -> Any:
 
 
 class _Rewriting:
-    """What flat passes and pairs of scans have in common: repeated steps, and the pairs inside.
+    """Repeated steps, and the pairs of scans inside: the common part of flat passes and pairs of scans.
 
     `forward` and `backward` are the equations of the two bodies, one list where both are one. `ids` and `variable`
     know every variable of the forward body, those of further stacks among them; `repeated` what holds a value
@@ -97,7 +97,7 @@ class _Rewriting:
         self.ids[var], self.variable[at] = at, var
 
     def repeat(self, k: int, operand: Callable[[Any], Any]) -> Any:
-        """Step k once more; `operand` is what stands for a variable of the forward body."""
+        """Adds step k once more; `operand` gives the stand-in of a variable of the forward body."""
         eqn = self.forward[self.own.steps[k].position]
         results = [_jax.variable(var.aval) for var in eqn.outvars]
         for var, new in zip(eqn.outvars, results, strict=True):
@@ -124,7 +124,7 @@ class _ScanPair(_Rewriting):
         )
 
     def rewritten(self, ahead: Any, back: Any, outer: _Rewriting) -> tuple[Any, Any]:
-        """Both scans. `outer` is told of further stacks; the second scan may take its forward variables."""
+        """Returns both scans. `outer` is told of further stacks; the second scan may take its forward variables."""
         source = self.own.source
         consts, carries = _jax.scan_arity(back)
         given = list(zip(back.invars, source.backward.invars, strict=True))
@@ -180,7 +180,7 @@ class _ScanPair(_Rewriting):
         return self.own.value[at].free == LOOP_INPUT
 
     def wire(self, ahead: Any, outer: _Rewriting) -> tuple[Any, list[tuple[Any, Any, bool]], list[Any]]:
-        """What the backward body is given beyond what it has.
+        """Returns the operands that the backward body is given in addition to its own.
 
         Returns:
           ahead: the forward scan, with the variables of further stacks.
@@ -215,7 +215,7 @@ class _ScanPair(_Rewriting):
         return ahead.replace(outvars=outvars), taken, results
 
     def operand(self, atom: Any) -> Any:
-        """What the backward body reads for a variable of its own, or of the forward body."""
+        """Returns the variable that the backward body reads for one of its own, or of the forward body."""
         if _jax.is_literal(atom) or atom in self.staying:
             return atom
         at = self.ids.get(self.own.source.same.get(atom, atom))
@@ -295,7 +295,7 @@ class _FlatBody(_Rewriting):
         return sum(value[at].aval.nbytes for k in ks for at in self.own.steps[k].results if not at.stacked)
 
     def leaves(self, ks: Sequence[int]) -> list[Any]:
-        """What steps read that both passes hold, constants left out."""
+        """Returns the variables that steps read and both passes hold, constants left out."""
         operands = [x for k in ks for x in self.forward[self.own.steps[k].position].invars]
         return list(dict.fromkeys(x for x in operands if not _jax.is_literal(x) and self.is_leaf(x)))
 
@@ -309,7 +309,7 @@ class _FlatBody(_Rewriting):
         return at in self.demand.wired or bool(self.own.value[at].free)
 
     def barred(self, near: Any, anchor: Any, group: Sequence[int], eqns: list[Any]) -> dict[Any, Any]:
-        """Puts a barrier before what a group repeats; what stands for each variable behind it."""
+        """Puts a barrier before the steps that a group repeats; returns each variable's stand-in behind it."""
         before = self.leaves([k for position in group for k in self.due[position]])
         if anchor is not None:
             before = [*(x for x in before if x is not anchor), anchor]
@@ -323,7 +323,7 @@ class _FlatBody(_Rewriting):
         return self.present.get(var, var)
 
     def reader(self, behind: Mapping[Any, Any]) -> Callable[[Any], Any]:
-        """What stands for a variable in the backward pass, behind a barrier."""
+        """Returns the stand-in of a variable in the backward pass, behind a barrier."""
 
         def read(var: Any) -> Any:
             at = self.ids.get(var)
@@ -335,7 +335,7 @@ class _FlatBody(_Rewriting):
 
 
 class _Anchors:
-    """What a barrier before a backward step waits for: what that step takes of the backward pass.
+    """The values that a barrier before a backward step waits for: those that the step takes of the backward pass.
 
     The first steps take nothing of it but constants: a result of the forward pass (the loss) takes its place.
     """
@@ -365,7 +365,7 @@ class _Anchors:
         return self.narrowest(max(taken, key=self.made.__getitem__)) if taken else self.forward[position]
 
     def narrowest(self, var: Any) -> Any:
-        """What a value of the backward pass is widened from (broadcast, converted): behind a barrier it is stored."""
+        """Returns the value that one is broadcast or converted from: behind a barrier the wide one would be stored."""
         eqn = self.source.forward.steps[self.made[var]].eqn
         if eqn.primitive.name not in WIDENING:
             return var

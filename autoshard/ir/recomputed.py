@@ -32,7 +32,7 @@ def recomputed(traced: Traced, chosen: Recomputation) -> Traced:
 
 
 def savable(traced: Traced, remat: Remat) -> SavedValues:
-    """What the backward passes of a program could find kept; of the program with its cheap constants in its loops."""
+    """Finds the values that a program could keep for its backward passes; its cheap constants are made in its loops."""
     return saved_values(sunk(traced.jaxpr), remat=remat)
 
 
@@ -58,7 +58,7 @@ class KeptValue:
 
 
 def kept_values_of(traced: Traced, chosen: Recomputation) -> tuple[KeptValue, ...]:
-    """What a recomputed program keeps, value by value; a stack is told by the value that it stacks."""
+    """Lists the values that a recomputed program keeps; a stack is told by the value that it stacks."""
     saved = savable(replace(traced, jaxpr=traced.source), chosen.remat)
     found = {str(value.id): (value, one) for one in saved.passes for value in one.values}
     kept: list[KeptValue] = []
@@ -89,5 +89,5 @@ def _at_once(value: ForwardValue, one: ForwardPass, group: int) -> int:
 
 
 def recomputation_of(saved: SavedValues, kept: Collection[ValueId], remat: Remat) -> Recomputation:
-    """These values as a record; what no backward pass reads is left out."""
+    """Returns these values as a record, without those that no backward pass reads."""
     return Recomputation(remat=remat, kept=tuple(sorted(map(str, saved.used(kept)))))

@@ -49,14 +49,14 @@ class ValueId:
 
     @classmethod
     def parse(cls, text: str) -> "ValueId":
-        """The id that reads so."""
+        """Reads an id from its text."""
         spot, _, stacked = text.partition("^")
         path, _, i = spot.rpartition(":")
         return cls(tuple(int(p) for p in path.split(".") if p), int(i), int(stacked or 0))
 
     @property
     def stack(self) -> "ValueId":
-        """The value stacked over one more scan."""
+        """The id of the same value, stacked over one more scan."""
         return replace(self, stacked=self.stacked + 1)
 
 
@@ -102,13 +102,13 @@ class ForwardValue:
 
     @property
     def nbytes(self) -> int:
-        """What keeping it takes."""
+        """The bytes of the kept value, of all trips together, on all devices together."""
         return self.aval.nbytes * self.trips
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reads:
-    """What a backward step reads: values of the forward body around it."""
+    """The values of the forward body around it that a backward step reads."""
 
     position: int
     path: Path
@@ -117,7 +117,7 @@ class Reads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a choice of kept values comes to in one pass.
+    """The consequences of a choice of kept values in one pass.
 
     `wired` are the values that the backward body reads from outside of itself: kept ones and loop inputs.
     `first` maps a step that is repeated to the backward step that needs it first. `missing` maps what would
@@ -160,7 +160,7 @@ class ForwardPass:
         return {value.id: value for value in self.values}
 
     def demand(self, kept: Collection[ValueId]) -> Demand:
-        """What the backward body reads and repeats if so much is kept."""
+        """The values that the backward body reads, and the steps that it repeats, if these values are kept."""
         inside = tuple(one.demand(kept) for one in self.inside)
         wanted = {pair.backward: n for n, pair in enumerate(self.source.pairs)}
         wired: set[ValueId] = set()
@@ -203,14 +203,14 @@ class SavedValues:
 
     @cached_property
     def saved(self) -> frozenset[ValueId]:
-        """What is kept today: with it, the program is rewritten as it is."""
+        """The values that the program keeps as it is written: with them it is rewritten to itself."""
         found: set[ValueId] = set()
         for one in self.passes:
             found |= {value.id for value in one.values if value.read and not value.free}
         return self.stacks(found)
 
     def missing(self, kept: Collection[ValueId]) -> Mapping[ValueId, str]:
-        """What else has to be kept, and why: what would have to be repeated, and cannot be."""
+        """Further values that must be kept, with the reason: steps that would be repeated, and must not run twice."""
         found: dict[ValueId, str] = {}
         for _, demand in self._demands(kept):
             found |= demand.missing
@@ -372,7 +372,7 @@ class _Describer:
         return inside.variables[atom].stack
 
     def further_stacks(self, k: int, known: Sequence[ValueId]) -> Iterable[tuple[ValueId, ForwardValue]]:
-        """What else a paired scan could stack."""
+        """Further values that a paired scan could stack."""
         if k not in self.pair_of:
             return []
         inside = self.inside[self.pair_of[k]]
@@ -380,7 +380,7 @@ class _Describer:
         return [(at, v) for at, v in stacks if at not in known]
 
     def reads(self) -> Iterable[Reads]:
-        """What each backward step reads; of a paired scan, what its pass does not account for."""
+        """The values that each backward step reads; of a paired scan, those that its pass does not account for."""
         inside = {pair.backward: pair.inside for pair in self.one.pairs}
         steps = self.one.backward.steps
         for k in sorted(self.one.transposed):
@@ -411,7 +411,7 @@ class _Describer:
                     self.values[at] = replace(self.values[at], free=RESULT)
 
     def with_results(self, inside: ForwardPass) -> ForwardPass:
-        """The pass of a pair of scans, what the forward one stacks as a result of the program free in it."""
+        """The pass of a pair of scans. Stacks that are results of the program are free in it."""
         values = [
             replace(v, free=ELSEWHERE)
             if not v.free and v.id.stack in self.values and self.values[v.id.stack].free == RESULT
@@ -421,7 +421,7 @@ class _Describer:
         return replace(inside, values=tuple(values))
 
     def given(self, forward: int, inside: ForwardPass) -> Mapping[ValueId, ValueId | None]:
-        """What every trip of a paired scan has, by what the scan takes."""
+        """Variables that every trip of a paired scan has, by the operands of the scan."""
         eqn = self.one.forward.steps[forward].eqn
         return {
             inside.variables[var]: None if _jax.is_literal(atom) else self.ids.get(atom)

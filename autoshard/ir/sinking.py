@@ -19,7 +19,7 @@ CHEAP = frozenset(
 
 
 def sunk(closed: Any) -> Any:
-    """A program whose scans make cheap constants themselves; numbers, inputs and results are the same."""
+    """Returns a program whose scans make cheap constants themselves; numbers, inputs and results are the same."""
     return _sunk(opened(closed))
 
 

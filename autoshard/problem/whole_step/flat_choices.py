@@ -95,7 +95,7 @@ class FlatChoices(PassChoices):
         return bool(self.enlargement.held[value]) or value in read
 
     def available(self, value: int) -> int | None:
-        """What a loop makes, or an effect, lies in memory until it is read for the last time."""
+        """The value itself: a result of a loop or an effect lies in memory until it is read for the last time."""
         return value
 
     def only_kept(self, value: int, e: int) -> bool:

@@ -59,14 +59,14 @@ class LoopChoices(PassChoices):
         return self.graph.eqn_loop[e] == self._ahead and not self.graph.eqns[e].traits.link
 
     def worth_keeping(self, value: int, read: Collection[int]) -> bool:
-        """What is stacked today, and what a trip writes to memory anyway; a scalar or another name is no choice."""
+        """Values that are stacked today, or that a trip writes to memory anyway; no scalars, and no other names."""
         if value in read:
             return True
         renames = self.graph.eqns[self.enlargement.maker(value)].traits.renames
         return bool(self.enlargement.held[value]) and self.graph.avals[value].size > 1 and not renames
 
     def available(self, value: int) -> int | None:
-        """What the scan around gives to every trip of the forward body is given to the backward one, too."""
+        """The backward body's own input: the scan around gives it what it gives to every trip of the forward one."""
         graph, added = self.graph, self.enlargement
         e = added.maker(value)
         eqn = graph.eqns[e]

@@ -37,11 +37,11 @@ class PassChoices(ABC):
 
     @abstractmethod
     def keep(self, value: int) -> int:
-        """What the backward pass has of a value that is kept; the value itself if it lives that long anyway."""
+        """The value by which the backward pass has a kept one; the value itself if it lives that long anyway."""
 
     @abstractmethod
     def available(self, value: int) -> int | None:
-        """What the backward pass has of a value that no repeatable equation makes, if that takes no keeping."""
+        """The same for a value that no repeatable equation makes; None if it would have to be kept for that."""
 
     def only_kept(self, value: int, e: int) -> bool:
         """Whether a repeated equation e takes a value only as it was kept."""
@@ -112,7 +112,7 @@ class PassChoices(ABC):
         return needed
 
     def _operand(self, value: int, e: int) -> int:
-        """What a repeated equation e takes for a value of the forward body."""
+        """The value that a repeated equation e takes for one of the forward body."""
         maker = self.enlargement.maker(value)
         if maker < 0:
             return value

@@ -40,7 +40,7 @@ def kept_values(
 
 
 def as_stored(one: ForwardPass, kept: Collection[ValueId], held: Collection[ValueId]) -> set[ValueId]:
-    """What is kept of a flat pass, in terms of what lies in memory.
+    """The values that a flat pass keeps, in terms of the values that lie in memory.
 
     What is computed from that where it is read is kept at no cost; repeated, a barrier would stand before it. As an
     operand of a step that is repeated behind a barrier, it would be stored: there it is repeated, too.
