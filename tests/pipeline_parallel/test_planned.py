@@ -84,9 +84,9 @@ def test_steps_and_stages_are_of_the_mesh_that_is_planned_for() -> None:
 
 
 LAYOUTS = {
-    "2 stages": ({"stage": 2, "data": 2, "model": 2}, {"steps": 4}),
+    "2 stages": ({"stage": 2, "data": 2, "model": 2}, {"steps": 4, "parts": 1}),
     "4 stages": ({"stage": 4, "data": 2}, {"steps": 8, "parts": "data"}),
-    "2 stages, twice round": ({"stage": 2, "data": 2, "model": 2}, {"steps": 4, "repeats": 2}),
+    "2 stages, twice round": ({"stage": 2, "data": 2, "model": 2}, {"steps": 4, "repeats": 2, "parts": 1}),
 }
 
 
