@@ -84,12 +84,13 @@ def _with_meaning(eqn: Any) -> dict[str, Any]:
     image, kernel, out = ([aval.shape[d] for d in spec[2:]] for aval, spec in zip(avals, specs, strict=True))
     params["lhs_dilation"] = tuple(1 if n == 1 else by for n, by in zip(image, params["lhs_dilation"], strict=True))
     params["rhs_dilation"] = tuple(1 if n == 1 else by for n, by in zip(kernel, params["rhs_dilation"], strict=True))
-    padded = [
-        _spread(n, by) + sum(p) for n, by, p in zip(image, params["lhs_dilation"], params["padding"], strict=True)
-    ]
-    windows = map(_spread, kernel, params["rhs_dilation"])
-    once = [n == 1 and size == window for n, size, window in zip(out, padded, windows, strict=True)]
-    params["window_strides"] = tuple(1 if fits else by for fits, by in zip(once, params["window_strides"], strict=True))
+    strides, pads = list(params["window_strides"]), list(params["padding"])
+    for d, (places, size, taps) in enumerate(zip(out, image, kernel, strict=True)):
+        if places == 1:  # what a stride does not reach is cut off
+            before, after = pads[d]
+            padded, window = _spread(size, params["lhs_dilation"][d]), _spread(taps, params["rhs_dilation"][d])
+            strides[d], pads[d] = 1, (before, after - (before + padded + after - window))
+    params["window_strides"], params["padding"] = tuple(strides), tuple(pads)
     return params
 
 

@@ -276,7 +276,7 @@ def test_what_is_emitted_otherwise_has_the_derivatives_of_the_original(what: str
     np.testing.assert_array_equal(jax.vmap(ours)(*twice), jax.vmap(fn)(*twice))
 
 
-@pytest.mark.parametrize(("stride", "dilation", "taps"), [(2, 1, 8), (4, 1, 8), (1, 3, 1), (3, 2, 4)])
+@pytest.mark.parametrize(("stride", "dilation", "taps"), [(2, 1, 8), (4, 1, 8), (1, 3, 1), (2, 2, 4)])
 def test_gradients_of_a_convolution_that_steps_to_one_place(stride: int, dilation: int, taps: int) -> None:
     """XLA's partitioner ends the process where the gradient's one tap is dilated by a stride that takes no step."""
 
