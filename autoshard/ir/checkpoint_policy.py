@@ -6,12 +6,14 @@ otherwise. The bodies of the program's loops count where there are any, as that 
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from autoshard.errors import SpecError
+from autoshard.ir.graph import Path
+from autoshard.ir.op_traits import traits_of
 from autoshard.ir.recomputation import Recomputation
 from autoshard.ir.recomputed import savable
 from autoshard.ir.saved_values import ForwardPass, ForwardStep, SavedValues, ValueId
@@ -65,15 +67,23 @@ def checkpoint_policy(traced: Traced, chosen: Recomputation) -> CheckpointPolicy
     saved = savable(traced, chosen.remat)
     known = {str(value.id): value.id for one in saved.passes for value in one.values}
     kept = frozenset(known[text] for text in chosen.kept)
+    decided = [*_decided(saved, kept)]
+    again = {_of(one, step) for one, step, is_kept in decided if not is_kept}
     saves: dict[Signature, str] = {}
-    repeats: dict[Signature, str] = {}
     names: list[str] = []
-    for one, step, is_kept in _decided(saved, kept):
-        eqn = one.source.forward.steps[step.position].eqn
-        signature = _signature(step.primitive, [x.aval for x in eqn.invars], eqn.params)
-        (saves if is_kept else repeats).setdefault(signature, f"{step.primitive} at {step.where}")
-        if is_kept and step.primitive == "name":
-            names.append(eqn.params["name"])
+    said: set[Path] = set()  # the steps whose results are saved
+    for one, step in ((one, _sayable(one, step, again)) for one, step, is_kept in decided if is_kept):
+        if step is None:
+            continue
+        said.add(step.path)
+        saves.setdefault(_of(one, step), f"{step.primitive} at {step.where}")
+        if step.primitive == "name":
+            names.append(one.source.forward.steps[step.position].eqn.params["name"])
+    repeats = {
+        _of(one, step): f"{step.primitive} at {step.where}"
+        for one, step, is_kept in decided
+        if not is_kept and step.path not in said
+    }
     for signature, where in saves.items():
         if signature in repeats:
             raise SpecError(
@@ -98,6 +108,24 @@ def _decided(saved: SavedValues, kept: frozenset[ValueId]) -> Iterable[tuple[For
                 yield one, step, True
             elif step.position in {one.steps[k].position for k in demand.first}:
                 yield one, step, False
+
+
+def _sayable(one: ForwardPass, step: ForwardStep, repeats: Collection[Signature]) -> ForwardStep | None:
+    """The step to be saved for one that is kept; None where a layer is given its result.
+
+    That is the step itself; if it is the same values under another name, and looks like one that is repeated, the step
+    that makes these values.
+    """
+    traits = traits_of(step.primitive)
+    if _of(one, step) not in repeats or not (traits.renames or traits.repeats) or step.operands[0] is None:
+        return step
+    maker = one.value[step.operands[0]].step
+    return None if maker is None else _sayable(one, one.steps[maker], repeats)
+
+
+def _of(one: ForwardPass, step: ForwardStep) -> Signature:
+    eqn = one.source.forward.steps[step.position].eqn
+    return _signature(step.primitive, [x.aval for x in eqn.invars], eqn.params)
 
 
 def _signature(primitive: str, avals: Iterable[Any], params: Mapping[str, Any]) -> Signature:

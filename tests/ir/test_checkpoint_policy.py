@@ -32,9 +32,11 @@ def named(x: Any, w: Any) -> Any:
     return x + jnp.tanh(h) @ w[1]
 
 
-def alike(x: Any, w: Any) -> Any:
-    h = jnp.sin(x @ w[0])
-    return x + jnp.sin(h @ w[1]) @ w[0] @ w[1]
+def normed(x: Any, w: Any) -> Any:
+    """Two broadcasts that look alike."""
+    h = x @ w[0]
+    low, high = jnp.min(h, axis=1, keepdims=True), jnp.max(jnp.sin(h), axis=1, keepdims=True)
+    return x + ((jnp.tanh(low) * jnp.tanh(high)) * h) @ w[1]
 
 
 def scanned(ws: Any, x: Any, layer: Layer) -> Any:
@@ -114,6 +116,19 @@ def test_what_looks_alike_and_is_decided_otherwise_has_no_policy() -> None:
     kept = {known[text] for text in choice.kept} - {*steps[1].results}
     with pytest.raises(SpecError, match=r"tanh at .*mlp.* is kept and tanh at .* repeated.*cannot tell them apart"):
         checkpoint_policy(traced, recomputation_of(saved, {*kept, *saved.missing(kept)}, "add"))
+
+
+def test_the_same_values_under_another_name_are_saved_where_they_are_made() -> None:
+    """One of two broadcasts is kept: the policy saves what it is made of."""
+    traced = trace(jax.grad(partial(scanned, layer=normed)), (WS, X), ("ws", "x"))
+    saved = savable(traced, "add")
+    wide = [s for one in saved.passes for s in one.steps if s.primitive == "broadcast_in_dim" and len(s.results) == 1]
+    alike = [s for s in wide if s.operands[0] is not None]
+    kept = saved.stacks([alike[0].results[0]])
+    kept |= saved.missing(kept).keys()
+    policy = checkpoint_policy(traced, recomputation_of(saved, kept, "add"))
+    assert any("reduce_min" in where for _, where in policy.saves)
+    assert not any("broadcast" in where for _, where in policy.saves)
 
 
 def test_a_plan_gives_the_policy_of_what_it_chose() -> None:
