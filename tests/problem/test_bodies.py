@@ -260,3 +260,16 @@ def test_what_a_body_needs_counts_in_memory() -> None:
 
     plan = plan_of(mapped(body, (P(AXES), P()), P(AXES)), shaped(64, 16), shaped(16, 65536), hardware="h100:1x8")
     assert plan.record.memory.peak_bytes > 2 * (64 // 8) * 65536 * 4
+
+
+def test_a_body_has_the_peak_of_the_same_program_on_one_device() -> None:
+    def block(x: Any, up: Any, down: Any) -> Any:
+        y = x - x.mean(-1, keepdims=True)
+        y = y / jnp.sqrt((y * y).mean(-1, keepdims=True) + 1)
+        return x + jnp.maximum(y @ up, 0) @ down
+
+    shapes = shaped(4096, 1024), shaped(1024, 1024), shaped(1024, 1024)
+    whole = shaped(8 * 4096, 1024), *shapes[1:]
+    body = plan_of(mapped(block, (P(AXES), P(), P()), P(AXES)), *whole, hardware="h100:1x8")
+    alone = autoshard.plan(block, *shapes, mesh={"data": 1}, hardware="h100:1x1")
+    assert body.record.memory.peak_bytes == alone.record.memory.peak_bytes
