@@ -275,7 +275,9 @@ def test_a_reduction_that_two_expressions_take_is_a_kernel_of_its_own(*, again: 
 
     args, fn = (BF16(4096, 2048), BF16(2048, 512)), both if again else forward
     _, found = entry("h100:1x8", fn, args, (P("x"), P()))
-    assert found.count("= f32[512]{0} fusion(") == (2 if again else 0)
+    sums = found.count("= f32[512]{0} fusion(")  # three by jax-cuda12-pjrt 0.12.0.1, two by 0.10.2
+    assert (sums >= 2) == again
+    assert again or sums == 0
     program = graph.build(jax.make_jaxpr(fn)(*args), "cuda")
     machine = place_of({"x": 8}, "h100:1x8").machine
     reread = facts_of(program, MESH, machine, named("gpu"), Requirements(), unknown="replicate").reread
