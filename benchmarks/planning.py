@@ -9,6 +9,10 @@ hardware are `--mesh` and `--hardware`; `--memory` lifts the limit where only ti
 
     python -m benchmarks.planning llama3-405b@layers=32,batch=64,sequence=4096 \
         --mesh data=8,model=8 --hardware h100:8x8 --memory 10TB --constraints all
+
+`--remat` is that of `autoshard.plan`; docs/recomputation.md has what the choice of what is kept takes:
+
+    python -m benchmarks.planning llama3-8b@scan=True,batch=8,sequence=4096 --remat add
 """
 
 import argparse
@@ -18,9 +22,10 @@ import resource
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, get_args
 
 from autoshard.cli.written import assignments, byte_count, mesh_axes
+from autoshard.ir.recomputation import Remat
 
 DEFAULT = ("mlp-1k", "tiny-llama", "gpt2-small", "llama3-8b@layers=4,batch=8,sequence=2048")
 
@@ -63,9 +68,10 @@ def main() -> None:
     parser.add_argument("--rel-gap", type=float, default=1e-2)
     parser.add_argument("--memory", type=byte_count, help="limit per device: 64GB; default: the chip's")
     parser.add_argument("--constraints", choices=("needed", "all"), default="needed")
+    parser.add_argument("--remat", choices=get_args(Remat), default="written")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    options = {key: getattr(arguments, key) for key in ("hardware", "rel_gap", "memory", "constraints")}
+    options = {key: getattr(arguments, key) for key in ("hardware", "rel_gap", "memory", "constraints", "remat")}
     if arguments.child:
         print(json.dumps(one(arguments.child, mesh=mesh_axes(arguments.mesh), **options)))
         return
