@@ -296,6 +296,8 @@ def _fitting(questions: Sequence[PlanRequest], options: Options) -> dict[int, So
     Raises:
       InfeasibleError: none has; the error is that of the smallest peak.
     """
+    if options.remat == FIT:  # with few micro-batches that repeat something a step may be shorter than with many
+        questions = [replace(question, remat=ADD) if question.counts else question for question in questions]
     plans, errors = _answers(questions, options)
     more: list[InfeasibleError] = []
     if not plans and options.remat == FIT and any(may_recompute(error) for error in errors):
