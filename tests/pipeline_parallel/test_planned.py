@@ -110,19 +110,18 @@ def test_three_adamw_steps_of_models_are_those_of_one_device(name: str, layout: 
 
 @pytest.mark.slow
 @needs_gpu_compiler
-@pytest.mark.parametrize(("stages", "steps"), [(2, 8), (4, 8)])
-def test_what_is_compiled_for_sixteen_gpus_is_what_is_planned(stages: int, steps: int) -> None:
+def test_what_is_compiled_for_sixteen_gpus_is_what_is_planned() -> None:
     """Eight layers of Llama 3 8B on two nodes: bytes within 5 %, the peak within 10 %."""
     step, args = models.build(
         "llama3-8b",
-        value_and_grad=partial(in_stages, stages="stage", steps=steps, parts=1),
+        value_and_grad=partial(in_stages, stages="stage", steps=8, parts=1),
         layers=8,
         scan=True,
         remat="full",
         batch=64,
         sequence=2048,
     )
-    mesh = {"stage": stages, "data": 16 // stages}
+    mesh = {"stage": 2, "data": 8}
     checked = autoshard.plan(step, *args, mesh=mesh, hardware="h100:2x8", donate_argnums=0).verify("gpu")
     assert checked.ok
     assert checked.memory.compiled is not None
