@@ -12,6 +12,7 @@ from autoshard import _startup
 if TYPE_CHECKING:
     __version__: str
     from autoshard.api.compare import Hand, Template, compare
+    from autoshard.api.doctor import doctor
     from autoshard.api.evaluate import evaluate
     from autoshard.api.evaluation import Evaluation
     from autoshard.api.jit import jit
@@ -68,6 +69,7 @@ _ROOMS = {
     "VerifyError": "errors",
     "accumulate": "ir.accumulation",
     "compare": "api.compare",
+    "doctor": "api.doctor",
     "evaluate": "api.evaluate",
     "in_stages": "pipeline_parallel.in_stages",
     "jit": "api.jit",
@@ -104,6 +106,7 @@ __all__ = [
     "VerifyError",
     "accumulate",
     "compare",
+    "doctor",
     "evaluate",
     "in_stages",
     "jit",
