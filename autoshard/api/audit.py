@@ -136,7 +136,7 @@ def audit(
     compiler: str | None = None,
     donate_argnums: Sequence[int] | None = None,
     rel_gap: float = REL_GAP,
-    time_limit_s: float = 20.0,
+    time_limit_s: float | None = None,
 ) -> Audit:
     """Compiles a program with its own annotations, and holds it against the best plan.
 
@@ -147,7 +147,7 @@ def audit(
       compiler: "gpu", "tpu" or "cpu"; None takes the hardware's own.
       donate_argnums: as in `jax.jit`; None takes those of `fn`.
       rel_gap: of the solver.
-      time_limit_s: of the solver.
+      time_limit_s: of the best plan, as in `autoshard.plan`.
 
     Raises:
       MeshError: no annotation names a mesh.

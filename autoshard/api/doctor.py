@@ -97,7 +97,7 @@ def doctor(
     compiler: str | None = None,
     donate_argnums: Sequence[int] | None = None,
     rel_gap: float = REL_GAP,
-    time_limit_s: float = 20.0,
+    time_limit_s: float | None = None,
 ) -> Diagnosis:
     """Finds what the layouts of a program cost, and what to change.
 
@@ -108,7 +108,7 @@ def doctor(
       compiler: "gpu", "tpu" or "cpu"; None takes the hardware's own.
       donate_argnums: as in `jax.jit`; None takes those of `fn`.
       rel_gap: of the solver, for the best plan.
-      time_limit_s: of the solver.
+      time_limit_s: of the best plan, as in `autoshard.plan`.
 
     Raises:
       MeshError: no annotation names a mesh.

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from autoshard.api.audit import audit as audited
-from autoshard.api.options import REL_GAP, TIME_LIMIT_S
+from autoshard.api.options import REL_GAP
 from autoshard.cli.app import WRONG, app, errors, print_json
 from autoshard.cli.options import Compiler, GapOption, HardwareOption, JsonOption, SetOption, TargetArgument, TimeOption
 from autoshard.cli.written import assignments
@@ -37,7 +37,7 @@ def audit(
             hardware=hardware,
             compiler=None if compiler is None else compiler.value,
             rel_gap=gap,
-            time_limit_s=TIME_LIMIT_S if time_limit is None else time_limit,
+            time_limit_s=time_limit,
         )
     if as_json:
         print_json(

@@ -266,7 +266,7 @@ def test_hardware_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["hardware", "h1000"], "UnknownHardwareError: unknown chip `h1000`: did you mean h100 or h200?"),
+        (["hardware", "h1000"], "UnknownHardwareError: unknown chip `h1000`: did you mean h100 or h800?"),
         (
             ["plan", *SMALL],
             "MeshError: say what to plan for, as in --hardware h100:1x8, and on which mesh, as in --mesh ",

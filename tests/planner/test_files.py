@@ -160,7 +160,7 @@ def test_a_lock_that_cannot_be_written_is_an_error_before_planning(
     def full(*_: Any) -> None:
         raise PlanFileError("no space left on device")
 
-    monkeypatch.setattr("autoshard.planner.store.write", full)
+    monkeypatch.setattr("autoshard.planner.store.write_plan_file", full)
     with pytest.raises(PlanFileError, match="cannot be locked: no space left"):
         plan(lock=tmp_path / "plan.json")
 
