@@ -94,7 +94,8 @@ def shrunk(seed: int) -> tuple[Piece, str]:
     best, _ = smaller(whole, [replace(whole, outs=(v,)) for eqn in whole.live for v in eqn.outvars])
     going = True
     while going:
-        cuts = [v for eqn in reversed(best.live) for v in eqn.outvars if v not in best.outs and v in values]
+        made = [v for eqn in reversed(best.live) for v in eqn.outvars if v in values]
+        cuts = [v for v in made if v not in best.outs and v not in best.given]  # of several results some may be given
         best, going = smaller(best, [replace(best, given={**best.given, v: values[v]}) for v in cuts])
     return best, how
 
