@@ -137,6 +137,8 @@ class _Trial:
         except Exception as error:  # noqa: BLE001  # not every program can be had in float64
             return WRONG, f"{told(got[off[0]], want[off[0]])}; no float64: {type(error).__name__}"
         for i in off:
+            if np.shape(got[i]) != np.shape(want[i]):
+                return WRONG, f"output {i}: shape {np.shape(got[i])}, {np.shape(want[i])} on one device"
             scale = float(np.max(np.abs(np.nan_to_num(np.asarray(true[i], np.float64))), initial=0))
             ours, plain_ = distance(got[i], true[i]), distance(want[i], true[i])
             if not ours <= max(ROUNDING * plain_, TOLERANCE * scale):
