@@ -404,4 +404,5 @@ def test_a_small_all_reduce_among_others_costs_what_its_halves_do(nbytes: int) -
         kind: float(collective_s(machine, kind, ("x",), nbytes, bucket=BUCKET_BYTES))
         for kind in ("all-reduce", "reduce-scatter", "all-gather")
     }
-    assert of["all-reduce"] == pytest.approx(of["reduce-scatter"] + of["all-gather"], rel=0.1)
+    halves = of["reduce-scatter"] + of["all-gather"]
+    assert 0.8 * halves <= of["all-reduce"] <= 1.1 * halves  # or less: the node's switches reduce
