@@ -84,7 +84,7 @@ def test_no_room_but_the_tuning_holds_tuned_numbers() -> None:
             if numbers and not any(isinstance(part.value, str) for part in numbers):
                 held |= {f"{room.stem}.{name}" for name in names if name.isupper()}
     assert held == {
-        "clock.CELL_S", "clock.MIP_S", "clock.STEP_S",
+        "clock.CELL_S", "clock.MIP_S", "clock.STEP_S", "kernels.LONG_S",
         "block_moves.NEVER", "incumbent.NO_BOUND", "local_search.ANY", "program.FORBIDDEN",
         "dual.BITS", "dual.PENALTY_BITS", "dual.ROUNDING", "scaling.BITS", "hinges.MULTIPLIER_BITS", "hinges.ROW_BITS",
         "hinges.EMPTY", "hinges.ROUNDED_OFF", "mip_process.NOTHING", "smallest_peak.PARTS", "silence.CHATTER",
