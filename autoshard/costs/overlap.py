@@ -458,7 +458,10 @@ def _last(graph: Graph, hides: Set[int]) -> frozenset[int]:
 
 
 def _deepest(graph: Graph, hides: Set[int]) -> set[int]:
-    """In a program without loops, the result of the contraction that follows the most others; none on a tie."""
+    """In a program without loops, the largest result of the contraction that follows the most others; none on a tie.
+
+    Among equally large results, the last. A `shard_map` may have several: its body makes one of them last.
+    """
     if graph.loops:
         return set()
     depths = {
@@ -467,7 +470,10 @@ def _deepest(graph: Graph, hides: Set[int]) -> set[int]:
         if multiplies(graph.eqns[e]) and not hides.isdisjoint(graph.results[e])
     }
     deepest = [e for e, depth in depths.items() if depth == max(depths.values())]
-    return set(graph.results[deepest[0]]) if len(deepest) == 1 else set()
+    if len(deepest) > 1 or not deepest:
+        return set()
+    results = [v for v in graph.results[deepest[0]] if v in hides]
+    return {max(reversed(results), key=lambda v: graph.avals[v].nbytes)}
 
 
 def _find_awaited(graph: Graph) -> frozenset[int]:

@@ -273,3 +273,15 @@ def test_a_body_has_the_peak_of_the_same_program_on_one_device() -> None:
     body = plan_of(mapped(block, (P(AXES), P(), P()), P(AXES)), *whole, hardware="h100:1x8")
     alone = autoshard.plan(block, *shapes, mesh={"data": 1}, hardware="h100:1x1")
     assert body.record.memory.peak_bytes == alone.record.memory.peak_bytes
+
+
+def test_all_but_one_of_the_sums_that_a_body_leaves_hide_behind_its_contractions() -> None:
+    """The one that is made last hides behind nothing, as in any program; the others are made before."""
+    decisions = plan_of(data_parallel, WEIGHTS, shaped(512, 256), hardware="h100:1x8").planned.space.decisions
+    graph, windows = decisions.graph, decisions.windows
+    (backward,) = (e for e, eqn in enumerate(graph.eqns) if len(eqn.results) == len(WEIGHTS))
+    waiting = [v for v in graph.results[backward] if windows.of_value[v] is None]
+    assert len(waiting) == 1
+    hiding = {windows.of_value[v] for v in graph.results[backward]} - {None}
+    assert hiding <= dict(windows.covers[windows.of_equation[backward]]).keys()
+    assert hiding
