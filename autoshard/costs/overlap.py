@@ -31,7 +31,8 @@ there is little communication.
 XLA:GPU runs one collective at a time, and none beside a loop that itself communicates. In a
 program with loops, early and late values outside of them hide behind no contraction: only
 communication that contractions wait for hides, behind contractions that do not wait for it. The
-moves of a program's new state, at its end, hide behind its updates.
+moves of a program's new state, at its end, hide behind its updates. So does, in compiled programs, the last gradient's
+reduction behind the updates of other weights; that is not priced (where every device updates whole weights, it is long).
 """
 
 from collections.abc import Container, Mapping, Sequence, Set
