@@ -21,7 +21,7 @@ from autoshard.ir.op_traits import CAST, DIV, DOT_GENERAL, MUL, REDUCE_SUM, SCAT
 # Linear in their first operand; others, if there are any, are the same for every part.
 UNARY = frozenset(
     {"reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "neg", "copy", "copy_p", "slice", "rev"}
-    | {"dynamic_slice", "name", DIV, REDUCE_SUM}
+    | {"dynamic_slice", "name", REDUCE_SUM}
 )
 PRODUCTS = (MUL, DOT_GENERAL)  # linear in either operand
 ADDITIONS = frozenset({"add", "add_any", "sub", "concatenate"})  # linear in all operands together
@@ -134,7 +134,7 @@ class Finder:
             return None
         if split := _split(eqn, self.count):
             return Way(step=k, split=split, spread=frozenset({0}) if name == SCATTER_ADD else frozenset())
-        if name in UNARY or (name == CAST and _is_exact(eqn)):
+        if name in UNARY or (name == DIV and _is_inexact(eqn)) or (name == CAST and _is_exact(eqn)):
             return Way(step=k, parted=frozenset({0})) if self.find(eqn.invars[0], ways) else None
         if name in PRODUCTS:
             taken = next((i for i in (0, 1) if self.find(eqn.invars[i], ways)), None)
@@ -188,11 +188,18 @@ class Finder:
         return carried and body.outvars[result] is not self.given
 
 
+def _is_inexact(eqn: Any) -> bool:
+    """Whether an equation is of real or complex numbers; a quotient of integers is rounded, so that it is not linear."""
+    return jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
+
+
 def _is_exact(eqn: Any) -> bool:
-    """Whether a cast keeps every value, so that the cast of a sum is the sum of casts: to a wider type."""
+    """Whether the cast of a sum is the sum of casts: to a wider type of real or complex numbers.
+
+    A sum of integers may wrap around in the narrow type, and does not in the wide one.
+    """
     here, there = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    kinds = (jnp.floating, jnp.signedinteger, jnp.unsignedinteger, jnp.complexfloating)
-    alike = any(jnp.issubdtype(here, kind) and jnp.issubdtype(there, kind) for kind in kinds)
+    alike = any(jnp.issubdtype(here, kind) and jnp.issubdtype(there, kind) for kind in (jnp.floating, jnp.complexfloating))
     return alike and jnp.promote_types(here, there) == there
 
 

@@ -157,3 +157,24 @@ def test_random_loops_compute_the_same() -> None:
 @pytest.mark.slow
 def test_many_random_loops_compute_the_same() -> None:
     assert check_random(range(FEW, FEW + MANY)) >= MANY // 2
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        lambda x: jax.lax.div(jnp.sum(x, 0), jnp.full(x.shape[1:], 3, x.dtype)),
+        lambda x: jax.lax.reduce_sum(x.astype(jnp.int8), (0,)).astype(jnp.int32),
+    ],
+    ids=["quotients of integers", "sums that wrap around before they are widened"],
+)
+def test_integers_that_are_rounded_or_wrap_stay_whole(term: Callable[[Any], Any]) -> None:
+    x = np.random.default_rng(0).integers(-100, 100, (4, 8, 5)).astype(np.int32)
+
+    def run(x: Any) -> Any:
+        return jax.lax.scan(lambda c, one: (c + term(one), None), jnp.zeros(x.shape[2:], jnp.int32), x)[0]
+
+    program = traced(run, x)
+    sums = loop_sums(program, (PARTS,))
+    if sums:
+        check_same(program, sums, [x])
+    assert not sums
