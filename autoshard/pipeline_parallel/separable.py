@@ -179,6 +179,8 @@ class _Walk:
         sums = [role for role in given if role.kind is Kind.TOTAL]
         counts = prod((role.weight for role in given if role.kind is Kind.COUNT), start=Fraction(1))
         each = [role for role in given if role.kind is Kind.EACH]
+        if _rounds(eqn):
+            raise self.refused(eqn, "makes of a sum over the batch what is no multiple of it, but rounded")
         if name == "div" and len(given) == 2 and given[1].kind in (Kind.SAME, Kind.COUNT):
             weight = given[1].weight if given[1].kind is Kind.COUNT else Fraction(1)
             top = given[0] if given[0].kind is not Kind.SAME else Role(Kind.COUNT)
@@ -256,6 +258,8 @@ class _Walk:
             return Fraction(1)
         if name in _PRODUCTS:
             return prod(weights, start=Fraction(1))
+        if _rounds(eqn):
+            raise self.refused(eqn, "makes of an example's share in a mean what is no multiple of it, but rounded")
         alike = len(set(weights)) == 1 and all(role.kind is Kind.EACH or role.zero for role in given)
         if name in _LINEAR or (name in _SUMS and alike) or (name == "div" and given[1].weight == 1):
             return weights[0]
@@ -306,6 +310,16 @@ class _Walk:
             if same.kind is Kind.SAME and total.kind is Kind.TOTAL and total.weight == Fraction(1, self.times):
                 return total
         raise self.refused(eqn, "carries a value that depends on the batch in several ways")
+
+
+def _rounds(eqn: Any) -> bool:
+    """Whether an equation makes whole numbers of quotients or of others: a division of integers, a cast to them."""
+    here, there = (v.aval.dtype for v in (eqn.invars[0], eqn.outvars[0]))
+    if jnp.issubdtype(there, jnp.inexact):
+        return False
+    if eqn.primitive.name == "convert_element_type":  # of integers that may have wrapped around, too
+        return jnp.issubdtype(here, jnp.inexact) or jnp.promote_types(here, there) != here
+    return eqn.primitive.name == "div"
 
 
 def _of_values(value: Any, before: Any) -> Role:

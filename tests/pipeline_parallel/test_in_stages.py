@@ -214,6 +214,18 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         lambda p, b: jnp.sum(outputs(p, b)) + jnp.sum(jnp.square(p["in"])),
         "`add` makes of a sum over the batch what is no multiple",
     ),
+    "a quotient of integers": (
+        lambda p, b: jnp.sum(outputs(p, b)) + jax.lax.div(jnp.sum(b["mask"].astype(jnp.int32)), 5),
+        "makes of a sum over the batch what is no multiple",
+    ),
+    "a rounded sum": (
+        lambda p, b: jnp.mean(outputs(p, b)).astype(jnp.int32).astype(jnp.float32),
+        "`convert_element_type` makes of a sum over the batch",
+    ),
+    "a whole share of each example": (
+        lambda p, b: jnp.sum(outputs(p, b) * jax.lax.div(b["mask"].astype(jnp.int32), len(b["mask"]))),
+        "what is no multiple of it, but rounded",
+    ),
     "dropout": (with_dropout, "`random_bits` draws random numbers for the whole batch"),
     "capacity over the batch": (with_capacity, "`cumsum` mixes examples of the batch"),
     "a loss of balance": (with_balance, "`mul` makes of a sum over the batch"),
