@@ -9,7 +9,7 @@ collective moves a value between two layouts that the program itself does not co
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 from jax.sharding import NamedSharding
@@ -127,6 +127,15 @@ class Audit(Shown):
             whole=("collective", "over", "asked"),
         )
         return render(fields(said, width) + "\n", listed, width=width)
+
+
+class AuditOptions(TypedDict, total=False):
+    """What `audit` takes beside the hardware, and `doctor` passes on."""
+
+    compiler: str | None
+    donate_argnums: Sequence[int] | None
+    rel_gap: float
+    time_limit_s: float | None
 
 
 def audit(

@@ -5,13 +5,12 @@ pattern in the two that costs seconds of every step. Its price is that of the co
 that the change could gain.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any
+from typing import Any, Unpack
 
-from autoshard.api.audit import Asked, Audit, audit
-from autoshard.api.options import REL_GAP
+from autoshard.api.audit import Asked, Audit, AuditOptions, audit
 from autoshard.backends import hlo
 from autoshard.costs.prices import PS_PER_S
 from autoshard.ir.graph import Graph
@@ -90,41 +89,20 @@ class Diagnosis(Shown):
         return render(*parts, width=width)
 
 
-def doctor(
-    fn: Callable[..., Any],
-    *args: Any,
-    hardware: str,
-    compiler: str | None = None,
-    donate_argnums: Sequence[int] | None = None,
-    rel_gap: float = REL_GAP,
-    time_limit_s: float | None = None,
-) -> Diagnosis:
+def doctor(fn: Callable[..., Any], *args: Any, hardware: str, **options: Unpack[AuditOptions]) -> Diagnosis:
     """Finds what the layouts of a program cost, and what to change.
 
     Args:
       fn: the function, or the result of `jax.jit`, with the annotations of a hand.
       args: pytrees of arrays or ShapeDtypeStructs; their NamedShardings count as annotations.
       hardware: chip and topology, such as "h100:1x8"; it need not be here.
-      compiler: "gpu", "tpu" or "cpu"; None takes the hardware's own.
-      donate_argnums: as in `jax.jit`; None takes those of `fn`.
-      rel_gap: of the solver, for the best plan.
-      time_limit_s: of the best plan, as in `autoshard.plan`.
+      options: as `audit` takes them: compiler, donate_argnums, rel_gap, time_limit_s.
 
     Raises:
       MeshError: no annotation names a mesh.
       CompilerMissingError: the compiler is not installed.
     """
-    return diagnosed(
-        audit(
-            fn,
-            *args,
-            hardware=hardware,
-            compiler=compiler,
-            donate_argnums=donate_argnums,
-            rel_gap=rel_gap,
-            time_limit_s=time_limit_s,
-        )
-    )
+    return diagnosed(audit(fn, *args, hardware=hardware, **options))
 
 
 def diagnosed(found: Audit) -> Diagnosis:

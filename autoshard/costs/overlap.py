@@ -32,7 +32,7 @@ XLA:GPU runs one collective at a time, and none beside a loop that itself commun
 program with loops, early and late values outside of them hide behind no contraction: only
 communication that contractions wait for hides, behind contractions that do not wait for it. The
 moves of a program's new state, at its end, hide behind its updates. So does, in compiled programs, the last gradient's
-reduction behind the updates of other weights; that is not priced (where every device updates whole weights, it is long).
+reduction behind the updates of other weights; that is not priced (it counts where devices update whole weights).
 """
 
 from collections.abc import Container, Mapping, Sequence, Set

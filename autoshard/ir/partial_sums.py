@@ -199,7 +199,9 @@ def _is_exact(eqn: Any) -> bool:
     A sum of integers may wrap around in the narrow type, and does not in the wide one.
     """
     here, there = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    alike = any(jnp.issubdtype(here, kind) and jnp.issubdtype(there, kind) for kind in (jnp.floating, jnp.complexfloating))
+    alike = any(
+        jnp.issubdtype(here, kind) and jnp.issubdtype(there, kind) for kind in (jnp.floating, jnp.complexfloating)
+    )
     return alike and jnp.promote_types(here, there) == there
 
 
