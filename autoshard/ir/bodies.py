@@ -6,12 +6,12 @@ called and nothing of what is computed: its equations are put in its place, as
 that an equation here is the same equation there.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autoshard import _jax
-from autoshard.ir.graph import CALLS, INLINED, Path
+from autoshard.ir.graph import BODIES, CALLS, INLINED, Path
 
 REMATS = frozenset({"checkpoint", "remat", "remat2"})
 
@@ -122,3 +122,14 @@ def why_once(eqn: Any) -> str:
     if any(_jax.is_on_host(var.aval) for var in (*eqn.invars, *eqn.outvars)):
         return f"{eqn.primitive.name} has a value in the host's memory"
     return f"{eqn.primitive.name} has effects" if eqn.effects else ""
+
+
+def with_bodies(eqn: Any, bodies: Mapping[int, Any]) -> Any:
+    """An equation with other closed jaxprs for some of its bodies, by their numbers (`ir.graph.BODIES`)."""
+    params = dict(eqn.params)
+    for key, k in BODIES[eqn.primitive.name]:
+        if k is None:
+            params[key] = tuple(bodies.get(i, body) for i, body in enumerate(params[key]))
+        elif k in bodies:
+            params[key] = bodies[k]
+    return eqn.replace(params=params)

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from autoshard import _jax
 from autoshard.errors import SpecError
-from autoshard.ir.bodies import why_once
-from autoshard.ir.graph import BODIES
+from autoshard.ir.bodies import why_once, with_bodies
 from autoshard.ir.passes import Pair, Pass, passes
 
 
@@ -55,21 +54,11 @@ def _flat(one: Pass, group: int) -> Any:
     """A flat pass's body in groups, and what is nested in it."""
     eqns = {k: [step.eqn] for k, step in enumerate(one.forward.steps)}
     for k, bodies in one.nested.items():
-        eqns[k] = [_with_bodies(eqns[k][0], {i: _flat(inside, group) for i, inside in bodies.items()})]
+        eqns[k] = [with_bodies(eqns[k][0], {i: _flat(inside, group) for i, inside in bodies.items()})]
     for pair in one.pairs:
         if _may_group(one, pair, group):
             eqns[pair.forward], eqns[pair.backward] = _Groups(one, pair, group).rewritten()
     return one.forward.with_steps([eqn for k in sorted(eqns) for eqn in eqns[k]])
-
-
-def _with_bodies(eqn: Any, bodies: Mapping[int, Any]) -> Any:
-    params = dict(eqn.params)
-    for key, k in BODIES[eqn.primitive.name]:
-        if k is None:
-            params[key] = tuple(bodies.get(i, body) for i, body in enumerate(params[key]))
-        elif k in bodies:
-            params[key] = bodies[k]
-    return eqn.replace(params=params)
 
 
 class _Scan(NamedTuple):

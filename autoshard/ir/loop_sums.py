@@ -25,8 +25,8 @@ from jax.ad_checkpoint import checkpoint_name
 from autoshard import _jax
 from autoshard.errors import SpecError
 from autoshard.ir.accumulation import is_own_loop
-from autoshard.ir.bodies import REMATS, opened
-from autoshard.ir.graph import BODIES, Path
+from autoshard.ir.bodies import REMATS, opened, with_bodies
+from autoshard.ir.graph import Path
 from autoshard.ir.op_traits import BROADCAST
 from autoshard.ir.partial_sums import Finder, Inside, Parted, Way
 from autoshard.ir.trace import Traced
@@ -227,11 +227,9 @@ class _Writing:
         """Adds a loop, a checkpoint or branches with bodies in which something is in parts."""
         name = eqn.primitive.name
         bodies = {j: self.program.rewritten(one) for j, one in within.items()}
-        params = dict(eqn.params)
-        for key, j in BODIES[name]:
-            params[key] = tuple(bodies[n] for n in range(len(bodies))) if j is None else bodies[j]
+        params = with_bodies(eqn, bodies).params
         if name in REMATS:
-            params["jaxpr"] = _jax.open_jaxpr(params["jaxpr"])
+            params = {**params, "jaxpr": _jax.open_jaxpr(params["jaxpr"])}
         mark = self.program.marks.of(within[0])
         invars, outvars = list(eqn.invars), list(eqn.outvars)
         carries = _jax.scan_arity(eqn)[1] if name == "scan" else 0

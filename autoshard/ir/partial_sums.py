@@ -189,7 +189,7 @@ class Finder:
 
 
 def _is_inexact(eqn: Any) -> bool:
-    """Whether an equation is of real or complex numbers; a quotient of integers is rounded, so that it is not linear."""
+    """Whether an equation is of real or complex numbers: a quotient of integers is rounded, and not linear."""
     return jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from autoshard import _jax
 from autoshard.errors import RecomputeError
-from autoshard.ir.bodies import REMATS
-from autoshard.ir.graph import BODIES
+from autoshard.ir.bodies import REMATS, with_bodies
 from autoshard.ir.passes import Pass
 from autoshard.ir.saved_values import CONSTANT, LOOP_INPUT, Demand, ForwardPass, SavedValues, ValueId
 from autoshard.ir.segments import segments
@@ -52,21 +51,11 @@ def _flat(one: Pass, described: Mapping[int, ForwardPass], kept: frozenset[Value
     """A flat pass's body, written again."""
     eqns = [step.eqn for step in one.forward.steps]
     for k, bodies in one.nested.items():
-        eqns[k] = _with_bodies(eqns[k], {i: _flat(inside, described, kept) for i, inside in bodies.items()})
+        eqns[k] = with_bodies(eqns[k], {i: _flat(inside, described, kept) for i, inside in bodies.items()})
     if id(one) not in described:
         return one.forward.with_steps(eqns)
     own = described[id(one)]
     return _FlatBody(own, own.demand(kept), eqns).rewritten()
-
-
-def _with_bodies(eqn: Any, bodies: Mapping[int, Any]) -> Any:
-    params = dict(eqn.params)
-    for key, k in BODIES[eqn.primitive.name]:
-        if k is None:
-            params[key] = tuple(bodies.get(i, body) for i, body in enumerate(params[key]))
-        elif k in bodies:
-            params[key] = bodies[k]
-    return eqn.replace(params=params)
 
 
 class _Rewriting:

@@ -7,7 +7,6 @@ from math import prod
 from autoshard.costs.strategies import layout_of
 from autoshard.ir import accumulation
 from autoshard.ir.loop_sums import NAMED, LoopSum, loop_sums, summed_once, together
-from autoshard.planner.program import Program
 from autoshard.planner.request import PlanRequest
 from autoshard.problem.assignment import Assignment
 
@@ -26,14 +25,8 @@ def summing_once(request: PlanRequest, sums: Sequence[LoopSum]) -> PlanRequest:
     Raises:
       SpecError: the program has no such sums.
     """
-    program = request.program
-    again = Program(
-        name=program.name,
-        traced=summed_once(program.traced, sums),
-        trace_s=program.trace_s,
-        variant=", ".join(filter(None, (program.variant, "sums after loops"))),
-    )
-    return replace(request, program=again, loop_sums=tuple(sums))
+    program = request.program.rewritten(summed_once(request.program.traced, sums), "sums after loops")
+    return replace(request, program=program, loop_sums=tuple(sums))
 
 
 def in_use(request: PlanRequest, sums: Sequence[LoopSum], assignment: Assignment) -> tuple[LoopSum, ...]:

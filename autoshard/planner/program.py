@@ -62,6 +62,11 @@ class Program:
             self._graphs[platform] = graphs.build(self.traced.jaxpr, platform)
         return self._graphs[platform]
 
+    def rewritten(self, traced: Traced, how: str) -> "Program":
+        """The same program in another form; `how` says in words which."""
+        variant = ", ".join(filter(None, (self.variant, how)))
+        return Program(name=self.name, traced=traced, trace_s=self.trace_s, variant=variant)
+
     @cached_property
     def depends_on_mesh(self) -> bool:
         """Whether it is the call's program on the mesh that it was traced on alone."""

@@ -14,7 +14,6 @@ from autoshard.ir.recomputation import Recomputation
 from autoshard.ir.recomputed import recomputation_of, recomputed, savable
 from autoshard.ir.saved_values import CARRIED, ForwardPass, SavedValues
 from autoshard.planner.backward_passes import decided_text
-from autoshard.planner.program import Program
 from autoshard.planner.record import PlanRecord
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.search_space import SearchSpace, decide_anew, held
@@ -121,11 +120,5 @@ def keeping(request: PlanRequest, chosen: Recomputation) -> PlanRequest:
     Raises:
       SpecError: they do not fit the program.
     """
-    program = request.program
-    again = Program(
-        name=program.name,
-        traced=recomputed(program.traced, chosen),
-        trace_s=program.trace_s,
-        variant=", ".join(filter(None, (program.variant, "recomputing"))),
-    )
-    return replace(request, program=again, recomputation=chosen)
+    program = request.program.rewritten(recomputed(request.program.traced, chosen), "recomputing")
+    return replace(request, program=program, recomputation=chosen)

@@ -82,22 +82,29 @@ def test_a_synchronous_collective_stops_compute() -> None:
     assert (found.exposed_s, found.hidden_s, found.step_s) == (256, 0, 256 + 1024)
 
 
-def test_a_loop_takes_its_body_every_trip() -> None:
+def loop(*lines: str) -> Timeline:
+    """Five trips of a loop whose body makes `%r` of `%x.1`, which it carries round with the counter `%i`."""
     state = "(s32[], f32[8,8]{1,0})"
     body = (
         f"%body (p: {state}) -> {state} {{\n  %p = {state} parameter(0)\n"
         "  %i = s32[] get-tuple-element(%p), index=0\n  %x.1 = f32[8,8]{1,0} get-tuple-element(%p), index=1\n"
-        "  %y = f32[8,8]{1,0} dot(%x.1, %x.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n"
-        "  %r = f32[8,8]{1,0} all-reduce(%y), channel_id=1, replica_groups=[2,4]<=[8], use_global_device_ids=true\n"
-        f"  ROOT %t = {state} tuple(%i, %r)\n}}"
+        + "".join(f"  {line}\n" for line in lines)
+        + f"  ROOT %t = {state} tuple(%i, %r)\n}}"
     )
     condition = f"%cond (q: {state}) -> pred[] {{\n  %q = {state} parameter(0)\n  ROOT %c = pred[] constant(true)\n}}"
-    found = price(
+    return price(
         f"  %n = s32[] constant(0)\n  %init = {state} tuple(%n, %x)\n"
         f"  %loop = {state} while(%init), condition=%cond, body=%body, "
         'backend_config={"known_trip_count":{"n":"5"}}\n  ROOT %z = f32[8,8]{1,0} get-tuple-element(%loop), index=1',
         body,
         condition,
+    )
+
+
+def test_a_loop_takes_its_body_every_trip() -> None:
+    found = loop(
+        "%y = f32[8,8]{1,0} dot(%x.1, %x.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+        "%r = f32[8,8]{1,0} all-reduce(%y), channel_id=1, replica_groups=[2,4]<=[8], use_global_device_ids=true",
     )
     assert (found.compute_s, found.communication_s, found.exposed_s) == (5 * 1024, 5 * 256, 5 * 256)
     assert found.step_s == 5 * (1024 + 256)
@@ -120,22 +127,8 @@ REMATTED = 'metadata={op_name="jit(f)/transpose(jvp())/checkpoint/rematted_compu
 
 
 def test_a_matmul_that_is_named_so_runs_once_more_every_trip() -> None:
-    state = "(s32[], f32[8,8]{1,0})"
-    body = (
-        f"%body (p: {state}) -> {state} {{\n  %p = {state} parameter(0)\n"
-        "  %i = s32[] get-tuple-element(%p), index=0\n  %x = f32[8,8]{1,0} get-tuple-element(%p), index=1\n"
-        f"  %y = f32[8,8]{{1,0}} {DOT}, {REMATTED}\n"
-        f"  %r = f32[8,8]{{1,0}} {DOT}\n"
-        f"  ROOT %t = {state} tuple(%i, %y)\n}}"
-    )
-    condition = f"%cond (q: {state}) -> pred[] {{\n  %q = {state} parameter(0)\n  ROOT %c = pred[] constant(true)\n}}"
-    found = price(
-        f"  %n = s32[] constant(0)\n  %init = {state} tuple(%n, %x)\n"
-        f"  %loop = {state} while(%init), condition=%cond, body=%body, "
-        'backend_config={"known_trip_count":{"n":"5"}}\n  ROOT %z = f32[8,8]{1,0} get-tuple-element(%loop), index=1',
-        body,
-        condition,
-    )
+    product = "dot(%x.1, %x.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    found = loop(f"%y = f32[8,8]{{1,0}} {product}, {REMATTED}", f"%r = f32[8,8]{{1,0}} {product}")
     assert (found.flops, found.repeated_flops, found.repeated_s) == (10 * 1024, 5 * 1024, 5 * 1024)
     drawn = [event for event in found.trace()["traceEvents"] if event["ph"] == "X"]
     assert [event.get("cat") for event in drawn] == ["repeated", None]
