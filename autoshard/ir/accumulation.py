@@ -17,7 +17,7 @@ from functools import partial
 from math import ceil, gcd, prod
 from pathlib import Path
 from types import CodeType
-from typing import Any, Literal
+from typing import Any, Literal, SupportsInt
 
 import jax
 import jax.numpy as jnp
@@ -80,11 +80,7 @@ def accumulate(
     Raises:
       SpecError: when called, if steps × parts does not divide the batch.
     """
-    if isinstance(steps, str) and steps != AUTO:
-        raise SpecError(f'steps={steps!r}: write a number of micro-batches, or "auto" to let the plan choose it')
-    for name, count in (("steps", steps), ("parts", parts)):
-        if isinstance(count, int | float) and (isinstance(count, bool) or count != int(count) or count < 1):
-            raise SpecError(f"{name}={count}: a batch is split into at least one")
+    check_numbers(steps, parts)
 
     def value_and_gradients(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
         def run(steps: int, parts: int) -> Any:
@@ -93,6 +89,19 @@ def accumulate(
         return in_microbatches(run, batch, steps=steps, parts=parts)
 
     return value_and_gradients
+
+
+def check_numbers(steps: Steps, parts: Parts) -> None:
+    """Refuses what is no number of micro-batches or of parts.
+
+    Raises:
+      SpecError: `steps` is neither a number nor "auto", or one of the two is below one.
+    """
+    if steps != AUTO and not isinstance(steps, SupportsInt):
+        raise SpecError(f'steps={steps!r}: write a number of micro-batches, or "auto" to let the plan choose it')
+    for name, count in (("steps", steps), ("parts", parts)):
+        if isinstance(count, int | float) and (isinstance(count, bool) or count != int(count) or count < 1):
+            raise SpecError(f"{name}={count}: a batch is split into at least one")
 
 
 def in_microbatches(
@@ -191,7 +200,7 @@ def _examples(batch: Any) -> int:
     return gcd(*(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.shape(x)))
 
 
-def _count(parts: Parts) -> int:
+def _count(parts: Parts, said: str = "parts") -> int:
     if parts is None:
         return 1
     if isinstance(parts, int):
@@ -200,19 +209,19 @@ def _count(parts: Parts) -> int:
     names = (parts,) if isinstance(parts, str) else tuple(parts)
     missing = [name for name in names if name not in sizes]
     if sizes and missing:
-        raise SpecError(f"parts={parts!r}: the mesh has no axis {missing[0]!r}; it has {', '.join(sizes)}")
+        raise SpecError(f"{said}={parts!r}: the mesh has no axis {missing[0]!r}; it has {', '.join(sizes)}")
     return prod(sizes.get(name, 1) for name in names)
 
 
-def axis_size(axis: str) -> int:
-    """The size of an axis of the mesh in context.
+def axis_size(axis: str, said: str) -> int:
+    """The size of an axis of the mesh in context; `said` is the argument that names it.
 
     Raises:
       SpecError: there is no mesh, or it has no such axis.
     """
     if jax.sharding.get_abstract_mesh().empty:
         raise SpecError(f"{axis!r} is an axis of the mesh in context, and there is none: plan it, or give the number")
-    return _count(axis)
+    return _count(axis, said)
 
 
 def _accumulate(

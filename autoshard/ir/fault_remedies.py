@@ -1,4 +1,4 @@
-"""Emission: binds equations on several devices in forms that avoid the faults of XLA's partitioner.
+"""Fault remedies: binds equations on several devices in forms that avoid the faults of XLA's partitioner.
 
 Every remedy belongs to a row of `ir.partitioner_faults`; it changes no number and adds no
 communication. Indices are widened. Starts are clamped as the primitive would clamp them. The

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from autoshard import _jax
 from autoshard.errors import SpecError, StageError
-from autoshard.ir.accumulation import AUTO, Parts, Steps, axis_size, in_microbatches, split_batch
+from autoshard.ir.accumulation import AUTO, Parts, Steps, axis_size, check_numbers, in_microbatches, split_batch
 from autoshard.pipeline_parallel.cut import cut
 from autoshard.pipeline_parallel.program import Staged
 from autoshard.pipeline_parallel.schedule import Schedule
@@ -55,12 +55,13 @@ def in_stages(
       SpecError: when called, if the batch, the steps or the layers do not divide.
       StageError: when called, if the loss has no stack of layers, or is neither mean nor sum of its examples' losses.
     """
+    check_numbers(steps, parts)
     if isinstance(stages, int) and steps != AUTO:
         Schedule(stages=stages, repeats=repeats, steps=steps)
 
     def value_and_gradients(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
         axis = stages if isinstance(stages, str) else ""
-        count = axis_size(stages) if isinstance(stages, str) else stages
+        count = axis_size(stages, "stages") if isinstance(stages, str) else stages
 
         def run(steps: int, parts: int) -> Any:
             schedule = Schedule(stages=count, repeats=repeats, steps=steps)
@@ -109,7 +110,7 @@ def _run(
 
         try:
             return jax.value_and_grad(mean, has_aux=True)(params)
-        except NotImplementedError as error:
+        except NotImplementedError as error:  # JAX's: a primitive of the layers has no rule for vmap
             way_out = "write the layers in operations that jax.vmap knows, or plan without stages"
             raise StageError(parted.where, f"JAX cannot run its layers side by side ({error})", way_out) from error
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -255,6 +255,11 @@ def test_what_does_not_divide_is_an_error() -> None:
         in_stages(LOSSES["mean"], stages=2, steps=5)(weights(), batch())
     with pytest.raises(SpecError, match="'stage' is an axis of the mesh in context, and there is none"):
         in_stages(LOSSES["mean"], stages="stage", steps=3)(weights(), batch())
+    with pytest.raises(SpecError, match="steps='many': write a number of micro-batches, or \"auto\""):
+        in_stages(LOSSES["mean"], stages=2, steps=cast(Any, "many"))
+    of_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ("stage",)))
+    with of_mesh, pytest.raises(SpecError, match="stages='stages': the mesh has no axis 'stages'; it has stage"):
+        in_stages(LOSSES["mean"], stages="stages", steps=3)(weights(), batch())
     uneven = {**batch(), "keep": batch()["keep"][:6]}
     with pytest.raises(SpecError, match=r"leading dimensions of \[6, 12\]"):
         in_stages(LOSSES["mean"], stages=2, steps=3)(weights(), uneven)
