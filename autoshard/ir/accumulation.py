@@ -91,7 +91,7 @@ def accumulate(
     return value_and_gradients
 
 
-def check_numbers(steps: Steps, parts: Parts) -> None:
+def check_numbers(steps: object, parts: object) -> None:
     """Refuses what is no number of micro-batches or of parts.
 
     Raises:

@@ -15,6 +15,7 @@ from autoshard.ir.recompute import rewritten
 from autoshard.ir.saved_values import SavedValues, ValueId, saved_values
 from autoshard.ir.trace import Traced, trace
 from autoshard.verification.result import Match
+from tests.installed import GPU, TPU
 
 SIZES: dict[str, Any] = {
     "layers": 3,
@@ -46,10 +47,8 @@ def own_choice(program: Traced) -> frozenset[ValueId]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", ["scanned", "unrolled"])
-@pytest.mark.parametrize(("topology", "compiler"), [("h100:1x1", "gpu"), ("tpu-v5e:1x1", "tpu")])
-def test_repeated_layers_need_as_little_as_under_jax_checkpoint(topology: str, compiler: Any, layers: str) -> None:
-    if not compile.available(compiler):
-        pytest.skip(f"no compiler for {compiler}")
+@pytest.mark.parametrize("topology", [pytest.param("h100:1x1", marks=GPU), pytest.param("tpu-v5e:1x1", marks=TPU)])
+def test_repeated_layers_need_as_little_as_under_jax_checkpoint(topology: str, layers: str) -> None:
     checkpointed = traced(scan=layers == "scanned", remat="full")
     free: SavedValues = saved_values(checkpointed.jaxpr, remat="free")
     all_kept = compiled(rewritten(free, free.saved), checkpointed, topology)
@@ -64,10 +63,8 @@ def test_repeated_layers_need_as_little_as_under_jax_checkpoint(topology: str, c
 
 @pytest.mark.slow
 @pytest.mark.parametrize("said", ["by the program", "by the plan"])
-@pytest.mark.parametrize(("topology", "compiler"), [("h100:1x4", "gpu"), ("tpu-v5e:2x2", "tpu")])
-def test_matmuls_that_run_once_more_are_those_of_the_plan(topology: str, compiler: Any, said: str) -> None:
-    if not compile.available(compiler):
-        pytest.skip(f"no compiler for {compiler}")
+@pytest.mark.parametrize("topology", [pytest.param("h100:1x4", marks=GPU), pytest.param("tpu-v5e:2x2", marks=TPU)])
+def test_matmuls_that_run_once_more_are_those_of_the_plan(topology: str, said: str) -> None:
     program: dict[str, Any] = {"batch": 64, "sequence": 256, "context": 256, "scan": True, **SIZES}
     options: dict[str, Any] = {"mesh": {"data": 4}, "hardware": topology, "donate_argnums": 0, "rel_gap": 1e-2}
     step, args = models.build("tiny-llama", remat="full" if said == "by the program" else "none", **program)
