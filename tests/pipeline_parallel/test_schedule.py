@@ -17,6 +17,7 @@ def test_every_microbatch_meets_every_chunk_in_order(stages: int, repeats: int, 
         coming, buffer = buffer[-1], [None, *buffer[:-1]]
         fresh = plan.starts(trip) and trip < repeats * steps
         buffer[0] = plan.enters(trip) if fresh else coming
+        assert not fresh or not met[plan.enters(trip)]  # who comes round does not begin again
         for stage, j in enumerate(buffer):
             if j is not None and len(met[j]) < stages * repeats:
                 met[j].append(plan.repeat(trip, stage) * stages + stage)
