@@ -285,6 +285,17 @@ def test_what_fits_as_written_stays_so() -> None:
     assert not plan.kept
 
 
+def test_what_gains_nothing_stays_as_written() -> None:
+    """To keep a value costs nothing while memory has room for it: the plan is that of the program as written."""
+    fn, args = wide(PROGRAMS["unrolled"]())
+    options: dict[str, Any] = {"mesh": PLAIN, "hardware": "cpu:4", "rel_gap": 1e-2}
+    plan = autoshard.plan(fn, *args, **options, remat="add")
+    written = autoshard.plan(fn, *args, **options, remat="written")
+    assert plan.recomputation is None
+    assert "of which none saves more than" in plan.record.certificate.space
+    assert replace(plan.record, certificate=written.record.certificate) == written.record
+
+
 def test_infeasible_plans_say_that_recomputation_was_tried() -> None:
     (fn, args), options = tight()
     with pytest.raises(InfeasibleError) as written:

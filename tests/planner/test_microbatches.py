@@ -142,7 +142,7 @@ def test_a_file_a_lock_and_a_cache_answer_it(tmp_path: Path) -> None:
     same(loaded.jit()(jax.tree.map(jnp.asarray, PARAMS), BATCH), jax.jit(STEP)(PARAMS, BATCH))
 
 
-def test_a_damaged_number_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = plan(STEP, PARAMS, BATCH, memory=TIGHT)
     path = tmp_path / "plan.json"
     for number in (3, 2 * ROWS, None):
@@ -151,6 +151,10 @@ def test_a_damaged_number_is_refused(tmp_path: Path) -> None:
         path.write_text(json.dumps({k: v for k, v in data.items() if v is not None}))
         with pytest.raises((PlanFileError, PlanMismatchError)):
             autoshard.load(path).bind(STEP, PARAMS, BATCH)
+    path.write_text(made.record.dumps().replace(f'"microbatches": {made.microbatches}', '"microbatches": 3'))
+    monkeypatch.setenv("CI", "1")
+    with pytest.raises(PlanMismatchError, match=r"micro-batches \(3 → "):
+        plan(STEP, PARAMS, BATCH, memory=TIGHT, lock=path)
     path.write_text(made.record.dumps().replace(f'"microbatches": {made.microbatches}', '"microbatches": 0'))
     with pytest.raises(PlanFileError, match="microbatches"):
         read_plan_file(path)
