@@ -11,7 +11,6 @@ from tests.installed import needs_gpu_compiler
 
 
 @needs_gpu_compiler
-@pytest.mark.xfail(reason="stored under older prices of all-reduces and overlap: the board is to be made again")
 def test_one_cell_comes_out_as_it_is_stored() -> None:
     """By the compiler: the stored ratio still holds, in a cell that ours loses (docs/comparing.md says why)."""
     told = comparison_board.line(CHECKED)
