@@ -22,7 +22,7 @@ def search(
     *,
     hardware: Annotated[str, typer.Option("--hardware", help="chips to compare: tpu-v5p, or h100,h200")],
     chips: Annotated[str | None, typer.Option("--chips", help="256, or 8,16,32 for a curve")] = None,
-    vary: Annotated[list[str] | None, typer.Option("--vary", help="values to try: batch=64,128; repeatable")] = None,
+    vary: Annotated[list[str] | None, typer.Option("--vary", help="batch=64,128; repeatable")] = None,
     set_: SetOption = None,
     donate: Annotated[list[str] | None, typer.Option("--donate", help="default: what outputs replace")] = None,
     tokens: Annotated[str | None, typer.Option("--tokens", help="to train on: 15T, or 20x parameters")] = None,
@@ -32,6 +32,7 @@ def search(
     microbatches: Annotated[str | None, typer.Option("--microbatches", help="8, or auto to choose them")] = None,
     for_grad: GradOption = False,
     processes: Annotated[int | None, typer.Option("--processes", help="default: one per core")] = None,
+    executor: Annotated[str | None, typer.Option("--executor", help="dask://host:8786, ray://…")] = None,
     as_json: JsonOption = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
     html: Annotated[Path | None, typer.Option("--html", callback=writable, help="write an offline page")] = None,
@@ -54,6 +55,7 @@ def search(
             budget_tokens=tokens or 0,
             prices=None if price is None else prices(price),
             processes=processes,
+            executor=executor,
             on_progress=tell,
         )
     if html is not None:

@@ -18,11 +18,13 @@ class Agenda:
     """The candidates left to try, shared by the threads that plan them.
 
     Attributes:
+      count: of all candidates, tried or not.
       chosen: planned candidate → its choice.
     """
 
     def __init__(self, candidates: Iterable[Candidate]) -> None:
         self._left = list(candidates)
+        self.count = len(self._left)
         self._coarser = _coarser(self._left)
         self._pending = set(self._left)  # left, or being tried
         self.chosen: dict[Candidate, PortableChoice] = {}
@@ -33,13 +35,19 @@ class Agenda:
         """The next candidate and the choices on coarser meshes; waits for its turn. None once nothing is left."""
         with self._changed:
             while self._left:
-                ready = (c for c in self._left if not self._pending.intersection(self._coarser[c]))
-                candidate = next(ready, None)
-                if candidate is not None:
-                    self._left.remove(candidate)
-                    return candidate, tuple(self.chosen[c] for c in self._coarser[candidate] if c in self.chosen)
+                if (ready := self.ready()) is not None:
+                    return ready
                 self._changed.wait()
             return None
+
+    def ready(self) -> tuple[Candidate, tuple[PortableChoice, ...]] | None:
+        """The same without waiting: None if it is no candidate's turn."""
+        with self._changed:
+            turns = (c for c in self._left if not self._pending.intersection(self._coarser[c]))
+            if (candidate := next(turns, None)) is None:
+                return None
+            self._left.remove(candidate)
+            return candidate, tuple(self.chosen[c] for c in self._coarser[candidate] if c in self.chosen)
 
     def learn(self, candidate: Candidate, tried: Tried) -> None:
         """Records the outcome of a candidate."""

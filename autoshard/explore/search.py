@@ -12,6 +12,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +24,7 @@ from jax.sharding import PartitionSpec
 import cost_models
 from autoshard.api.options import DonationOptions, Options, SolvingOptions, keywords_of, listing, refuse_unknown
 from autoshard.errors import InfeasibleError, SpecError
-from autoshard.explore import ranking_report, workers
+from autoshard.explore import executors, ranking_report, workers
 from autoshard.explore.builder import takes_keyword
 from autoshard.explore.candidates import Candidate, Candidates, candidates, slices
 from autoshard.explore.ranking import LeftOut, Progress, RankedPlan, Ranking
@@ -99,6 +100,7 @@ def search(
     budget_tokens: float | str = 0,
     prices: float | Mapping[str, float] | None = None,
     processes: int | None = None,
+    executor: Executor | str | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     **options: Unpack[SearchOptions],
 ) -> Search:
@@ -121,7 +123,9 @@ def search(
       tokens_per_step: None takes the elements of the largest integer input.
       budget_tokens: of the whole training, as a number or text (`"15T"`, `"20x"`: per parameter).
       prices: dollars per chip and hour, of every chip or by chip name.
-      processes: None takes one per core.
+      processes: None takes one per core. With an executor: how many candidates it is given at a time.
+      executor: plans the candidates instead of processes of this machine: any `concurrent.futures.Executor`, or the
+        address of a running cluster, `"dask://host:8786"` or `"ray://host:10001"`; None for processes of our own.
       on_progress: called when it begins, and after every candidate.
       **options: of `autoshard.plan`: pins, memory, unknown, for_grad; donate_argnums and
         donate_argnames, which, if neither is given, are the arguments that outputs replace leaf
@@ -134,7 +138,7 @@ def search(
       MissingRuleError: a primitive without a rule.
       InfeasibleError: no candidate fits; the message gives the smallest peak.
       SpecError: an argument that says nothing, such as no processes.
-      SearchError: a planning process died.
+      SearchError: a planning process died, or no cluster answers.
       KeyboardInterrupt: it is interrupted before the first plan is made.
     """
     begin = time.perf_counter()
@@ -177,17 +181,12 @@ def search(
         rel_gap=asked.rel_gap,
     )
     notes: list[str] = []
-    wanted = min(os.cpu_count() or 1 if processes is None else processes, len(every))
-    if wanted > 1 and not _sendable(task):
-        notes.append("planned in one process: the function is a closure; pass 'package.module:builder' to use more")
-        wanted = 1
     answers: list[Answer] = []
     tell = on_progress or (lambda progress: None)
     agenda = Agenda(every)
-    stream = _here(task, agenda) if wanted == 1 else workers.answers(task, agenda, wanted)
     try:
         tell(Progress(done=0, total=len(every), answer=None, best=None))
-        with stream as found:
+        with _answers(task, agenda, processes, executor, notes) as found:
             for answer in itertools.islice(found, len(every)):
                 answers.append(answer)
                 rows = [a for a in answers if isinstance(a, RankedPlan)]
@@ -282,6 +281,24 @@ def token_count(written: float | str, parameters: int) -> float:
     if unit == PARAMETER_MULTIPLE and not parameters:
         raise SpecError("tokens per parameter need leaves below `params`, which there are none of: write 15T or 300B")
     return amount * each
+
+
+@contextmanager
+def _answers(
+    task: Task, agenda: Agenda, processes: int | None, executor: Executor | str | None, notes: list[str]
+) -> Generator[Iterator[Answer]]:
+    """Answers as they come: from an executor, from processes of our own, or from this one, with a note why."""
+    if executor is not None:
+        places = processes or (0 if isinstance(executor, str) else os.cpu_count() or 1)
+        with executors.opened(executor, places) as engine, executors.answers(task, agenda, engine) as found:
+            yield found
+        return
+    count = min(os.cpu_count() or 1 if processes is None else processes, agenda.count)
+    if count > 1 and not _sendable(task):
+        notes.append("planned in one process: the function is a closure; pass 'package.module:builder' to use more")
+        count = 1
+    with _here(task, agenda) if count == 1 else workers.answers(task, agenda, count) as found:
+        yield found
 
 
 @contextmanager
