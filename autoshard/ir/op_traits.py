@@ -9,7 +9,7 @@ their bytes count, it fuses with nothing, and no communication hides behind it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -18,18 +18,23 @@ AXIS_INDEX = "axis_index"
 BROADCAST = "broadcast_in_dim"
 CAST = "convert_element_type"
 CONSTRAINT = "sharding_constraint"  # `with_sharding_constraint`: its result is its operand, in a layout
+COND = "cond"
 CONVOLUTION = "conv_general_dilated"
 DEVICE_PUT = "device_put"
 DOT_GENERAL = "dot_general"
 EXP, DIV, MUL, REDUCE_SUM = "exp", "div", "mul", "reduce_sum"
 FFT = "fft"
 GATHER = "gather"
+IOTA = "iota"
 JITS = ("jit", "pjit")  # the names that JAX has had for it
 PALLAS = "pallas_call"
 RESHAPE = "reshape"
+SCAN = "scan"
 SCATTER_ADD = "scatter-add"
+SELECT = "select_n"
 SHARD_MAP = "shard_map"
 TRANSPOSE = "transpose"
+WHILE = "while"
 # Links between a body and the equations around it (`ir.graph`).
 LOOP_CONST, LOOP_SLICE, LOOP_CARRY = "loop_const", "loop_slice", "loop_carry"
 LOOP_RESULT, LOOP_STACK, BRANCH_JOIN = "loop_result", "loop_stack", "branch_join"
@@ -63,6 +68,9 @@ class OpTraits:
     reshapes: bool = False  # the same values, their dimensions in another order or grouped otherwise
     cuts: bool = False  # a part of its operand, along some dimensions
     scatters: bool = False  # its last operand lands somewhere in the first
+    linear: bool = False  # in its operands, each by itself: all are multiplied by what one is multiplied by
+    combines: bool = False  # linear in all of its operands together; a selection's condition is none of them
+    draws: bool = False  # random numbers
     # Where its bytes are.
     renames: bool = False  # in memory its result is its operand under another name
     moves_nothing: bool = False  # reads and writes no bytes, even if its operand lies in memory
@@ -97,13 +105,16 @@ class OpTraits:
 _COSTLY = OpTraits(costly=True)
 
 _CONTRACTION = OpTraits(contraction=True)
-_ADDITION = OpTraits(addition=True, passes_sums=True)
+_ADDITION = OpTraits(addition=True, passes_sums=True, combines=True)
 _FUSIBLE = OpTraits(fusible=True)
 _REDUCTION = OpTraits(fusible=True, ends_fusion=True)
+_LINEAR = OpTraits(linear=True)
+_RANDOM = OpTraits(draws=True)
 _SCATTER = OpTraits(scatters=True, updates=True)
 _FOREIGN = OpTraits(foreign=True)
 # Sums that are moved behind a loop were measured with reshapes and transposes after them, not with these.
-_GROUPED = OpTraits(reshapes=True, renames=True, fusible=True)
+_GROUPED = OpTraits(reshapes=True, renames=True, fusible=True, linear=True)
+_MOVED = OpTraits(reshapes=True, renames=True, fusible=True, passes_sums=True, passes_totals=True, linear=True)
 _SUM = OpTraits(collective=AxisCollective("all-reduce", sums=True))
 _EXTREMUM = OpTraits(collective=AxisCollective("all-reduce"))
 _AXIS_GATHER = OpTraits(collective=AxisCollective("all-gather", of_result=True))
@@ -115,10 +126,9 @@ _PLAIN = (
     *("cholesky", "cholesky_update", "custom_linear_solve", "eig", "eigh", "fft", "hessenberg", "householder_product"),
     *("lu", "lu_pivots_to_permutation", "ormqr", "qr", "schur", "svd", "symmetric_product", "triangular_solve"),
     *("tridiagonal", "tridiagonal_solve"),
-    *("dce_sink", "debug_callback", "debug_print", "device_put", "empty", "empty2", "optimization_barrier"),
+    *("dce_sink", "debug_callback", "debug_print", "device_put", "empty", "empty2"),
     *("iota_2x32_shape", "platform_index", "pallas_call", "shard_map", "stack", "tile", "unstack"),
-    *("random_bits", "random_clone", "random_fold_in", "random_gamma", "random_seed", "random_split", "random_unwrap"),
-    *("random_wrap", "rng_bit_generator", "rng_uniform"),
+    *("random_clone", "random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap"),
     *("reduce", "reduce_prod", "reduce_xor", "reduce_window", "reduce_window_max", "reduce_window_min"),
     *("reduce_window_sum", "select_and_gather_add", "select_and_scatter", "select_and_scatter_add"),
 )
@@ -133,26 +143,30 @@ OP_TRAITS: Mapping[str, OpTraits] = {
     DIV: OpTraits(scale=True, costly=True),
     **dict.fromkeys(("cbrt", "cos", "erf", "erfc", EXP, "exp2", "expm1", "log", "log1p", "logistic"), _COSTLY),
     **dict.fromkeys(("pow", "rsqrt", "sin", "sqrt", "tan", "tanh"), _COSTLY),
-    **dict.fromkeys((REDUCE_SUM, "reduce_max", "reduce_min", "reduce_and", "reduce_or"), _REDUCTION),
+    REDUCE_SUM: OpTraits(fusible=True, ends_fusion=True, linear=True),
+    **dict.fromkeys(("reduce_max", "reduce_min", "reduce_and", "reduce_or"), _REDUCTION),
     **dict.fromkeys(("argmax", "argmin"), _REDUCTION),
+    "sub": OpTraits(combines=True),
+    **dict.fromkeys(("neg", "reduce_precision", "optimization_barrier"), _LINEAR),
+    **dict.fromkeys(("random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"), _RANDOM),
     # The same values elsewhere, or otherwise.
-    CAST: OpTraits(cast=True, passes_totals=True),
-    "copy": OpTraits(copy=True, passes_totals=True),
-    BROADCAST: OpTraits(repeats=True, fusible=True),
-    TRANSPOSE: OpTraits(
-        reshapes=True, renames=True, moves_nothing=True, fusible=True, passes_sums=True, passes_totals=True
-    ),
-    RESHAPE: OpTraits(reshapes=True, renames=True, fusible=True, passes_sums=True, passes_totals=True),
+    CAST: OpTraits(cast=True, passes_totals=True, linear=True),
+    "copy": OpTraits(copy=True, passes_totals=True, linear=True),
+    **dict.fromkeys(("copy_p", "name", "stop_gradient"), _LINEAR),
+    BROADCAST: OpTraits(repeats=True, fusible=True, linear=True),
+    TRANSPOSE: replace(_MOVED, moves_nothing=True),
+    RESHAPE: _MOVED,
     **dict.fromkeys(("squeeze", "expand_dims"), _GROUPED),
-    CONSTRAINT: OpTraits(renames=True, moves_nothing=True, fusible=True, passes_totals=True),
+    CONSTRAINT: OpTraits(renames=True, moves_nothing=True, fusible=True, passes_totals=True, linear=True),
     # Parts of values.
-    "slice": OpTraits(cuts=True, fusible=True),
-    "split": OpTraits(cuts=True),
+    "slice": OpTraits(cuts=True, fusible=True, linear=True),
+    "split": OpTraits(cuts=True, linear=True),
     "dynamic_slice": OpTraits(cuts=True, reads_part=True),
     GATHER: OpTraits(reads_part=True),
     "dynamic_update_slice": OpTraits(updates=True),
     **dict.fromkeys(("scatter", SCATTER_ADD, "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), _SCATTER),
-    **dict.fromkeys(("concatenate", "iota", "pad", "rev", "select_n"), _FUSIBLE),
+    **dict.fromkeys(("concatenate", SELECT), OpTraits(fusible=True, combines=True)),
+    **dict.fromkeys((IOTA, "pad", "rev"), _FUSIBLE),
     # Links.
     KEEP: OpTraits(choice=True, moves_nothing=True),
     DERIVE: OpTraits(choice=True, moves_nothing=True, fusible=True),

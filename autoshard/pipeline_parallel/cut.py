@@ -17,6 +17,7 @@ from typing import Any
 from autoshard import _jax
 from autoshard.errors import StageError
 from autoshard.ir.bodies import Body, Step, opened, why_once
+from autoshard.ir.op_traits import SCAN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +142,7 @@ def _stack(body: Body, of_batch: set[Any], lines: _jax.SourceLines) -> int:
     sizes: dict[int, int] = {}
     refused: list[tuple[str, str]] = []
     for k, step in enumerate(body.steps):
-        if step.primitive != "scan":
+        if step.primitive != SCAN:
             continue
         consts, carries = _jax.scan_arity(step.eqn)
         carry, slices = step.eqn.invars[consts : consts + carries], step.eqn.invars[consts + carries :]

@@ -28,24 +28,28 @@ import numpy as np
 from autoshard import _jax
 from autoshard.errors import MissingRuleError, StageError
 from autoshard.ir.graph import ALIASES, CALLS, Aval, Eqn
+from autoshard.ir.op_traits import (
+    BROADCAST,
+    CAST,
+    COND,
+    DIV,
+    DOT_GENERAL,
+    IOTA,
+    MUL,
+    REDUCE_SUM,
+    SCAN,
+    SELECT,
+    WHILE,
+    traits_of,
+)
 from autoshard.rules import FactorKind, ShardingRule, rule_of
 from autoshard.rules.rule import Dims
 
 _UNKNOWN = "<unknown>"  # the line of equations of JAX's own functions, which are traced once
 WAY_OUT = "write it for each example by itself, take a mean or a sum over the batch, or plan without stages"
 
-# Primitives through which a weight passes: they are linear in all operands that have one, together.
-_SUMS = frozenset({"add", "add_any", "concatenate", "select_n", "sub"})
-_PRODUCTS = frozenset({"dot_general", "mul"})
-_LINEAR = frozenset(
-    {
-        *("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "name", "neg", "reduce_sum"),
-        *("reduce_precision", "reshape", "slice", "split", "squeeze", "stop_gradient", "transpose"),
-        *("optimization_barrier", "sharding_constraint"),
-    }
-)
-_ADDING = frozenset({"dot_general", "reduce_sum"})  # a sum over the batch; a gather over it would mix examples
-_RANDOM = frozenset({"random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"})
+# A sum over the batch; a gather over it would mix examples.
+_ADDING = frozenset({DOT_GENERAL, REDUCE_SUM})
 
 
 class Kind(StrEnum):
@@ -145,16 +149,16 @@ class _Walk:
             outs = self.program(small.params[CALLS[name]], eqn.params[CALLS[name]], given)
             self.calls.pop()
             return outs
-        if name == "scan":
+        if name == SCAN:
             return self.scan(small, eqn, given)
-        if name in ("while", "cond"):
+        if name in (WHILE, COND):
             return self.branches(small, eqn, given)
         shapes = [v.aval.shape for v in eqn.outvars]
         grows = any(v.aval.shape != shape for v, shape in zip(small.outvars, shapes, strict=True))
         if all(role.kind is Kind.SAME for role in given):
             if grows:
                 return [self.created(small, eqn)]
-            zero = name in _LINEAR and all(role.zero for role in given)
+            zero = traits_of(name).linear and all(role.zero for role in given)
             return [_ZERO if zero else SAME for _ in shapes]
         if any(role.kind in (Kind.TOTAL, Kind.COUNT) for role in given):
             return [self.of_sums(eqn, given) for _ in shapes]
@@ -165,9 +169,9 @@ class _Walk:
         name = eqn.primitive.name
         out, before = eqn.outvars[0].aval.shape, small.outvars[0].aval.shape
         dims = [d for d, (size, other) in enumerate(zip(out, before, strict=True)) if size != other]
-        uniform = name == "broadcast_in_dim" and not set(dims) & set(eqn.params["broadcast_dimensions"])
-        uniform |= name == "iota" and eqn.params["dimension"] not in dims
-        if name in _RANDOM:
+        uniform = name == BROADCAST and not set(dims) & set(eqn.params["broadcast_dimensions"])
+        uniform |= name == IOTA and eqn.params["dimension"] not in dims
+        if traits_of(name).draws:
             raise self.refused(eqn, "draws random numbers for the whole batch: micro-batches would draw others")
         if len(dims) != 1 or not uniform or out[dims[0]] != before[dims[0]] * self.times:
             raise self.refused(eqn, "makes a value that depends on an example's place in the batch")
@@ -181,29 +185,29 @@ class _Walk:
         each = [role for role in given if role.kind is Kind.EACH]
         if _rounds(eqn):
             raise self.refused(eqn, "makes of a sum over the batch what is no multiple of it, but rounded")
-        if name == "div" and len(given) == 2 and given[1].kind in (Kind.SAME, Kind.COUNT):
+        if name == DIV and len(given) == 2 and given[1].kind in (Kind.SAME, Kind.COUNT):
             weight = given[1].weight if given[1].kind is Kind.COUNT else Fraction(1)
             top = given[0] if given[0].kind is not Kind.SAME else Role(Kind.COUNT)
             return replace(top, weight=top.weight / weight)
-        if name == "mul" and len(sums) + len(each) <= 1:
+        if name == MUL and len(sums) + len(each) <= 1:
             whole = (sums or each or [Role(Kind.COUNT)])[0]
             return replace(whole, weight=whole.weight * counts)
-        if not sums and not each and name in _LINEAR:
+        if not sums and not each and traits_of(name).linear:
             return replace(given[0])
         if each:
             if sums:
                 raise self.refused(eqn, "brings a sum over the batch to its examples: each would see the others")
             raise self.refused(eqn, "brings the size of the batch to its examples")
-        if name in _LINEAR:
+        if traits_of(name).linear:
             return sums[0]
-        if name == "dot_general" and len(sums) == 1 and counts == 1:
+        if name == DOT_GENERAL and len(sums) == 1 and counts == 1:
             return sums[0]
-        if name in _SUMS and counts == 1:
-            rest = [role for role in given[name == "select_n" :] if role.kind is not Kind.TOTAL and not role.zero]
+        if traits_of(name).combines and counts == 1:
+            rest = [role for role in given[name == SELECT :] if role.kind is not Kind.TOTAL and not role.zero]
             mean = all(role.weight == Fraction(1, self.times) for role in sums)
             if len({role.weight for role in sums}) == 1 and (mean or not rest):
                 return sums[0]
-        if name == "div" and len(sums) == 2:
+        if name == DIV and len(sums) == 2:
             raise self.refused(eqn, "divides by a sum over the batch: the mean of quotients is another number")
         raise self.refused(eqn, "makes of a sum over the batch what is no multiple of it")
 
@@ -227,7 +231,8 @@ class _Walk:
                 return [Role(Kind.COUNT, weight * self.times) for _ in eqn.outvars]
             return [Role(Kind.TOTAL, weight, data=True) for _ in eqn.outvars]
         if {kind for kind, _ in kinds} - {FactorKind.PASS}:
-            does = "takes a maximum or the like over" if kinds & {(FactorKind.REDUCTION, "max")} else "mixes"
+            extremum = any(kind is FactorKind.REDUCTION and reduction != "sum" for kind, reduction in kinds)
+            does = "takes a maximum or the like over" if extremum else "mixes"
             raise self.refused(eqn, f"{does} examples of the batch")
         outs: list[Role] = []
         for dims in rule.results:
@@ -256,12 +261,12 @@ class _Walk:
         weights = [role.weight for role in given if role.kind is Kind.EACH]
         if all(weight == 1 for weight in weights):
             return Fraction(1)
-        if name in _PRODUCTS:
+        if name in (MUL, DOT_GENERAL):
             return prod(weights, start=Fraction(1))
         if _rounds(eqn):
             raise self.refused(eqn, "makes of an example's share in a mean what is no multiple of it, but rounded")
         alike = len(set(weights)) == 1 and all(role.kind is Kind.EACH or role.zero for role in given)
-        if name in _LINEAR or (name in _SUMS and alike) or (name == "div" and given[1].weight == 1):
+        if traits_of(name).linear or (traits_of(name).combines and alike) or (name == DIV and given[1].weight == 1):
             return weights[0]
         raise self.refused(eqn, "makes of an example's share in a mean what is no multiple of it")
 
@@ -284,7 +289,7 @@ class _Walk:
 
     def branches(self, small: Any, eqn: Any, given: list[Role]) -> list[Role]:
         """Loops and branches whose course depends on no example; of a `while`, on the same values throughout."""
-        if eqn.primitive.name == "while":
+        if eqn.primitive.name == WHILE:
             if any(role.kind is not Kind.SAME for role in given):
                 raise self.refused(eqn, "may run longer for some examples than for others")
             return [SAME for _ in eqn.outvars]
@@ -317,9 +322,9 @@ def _rounds(eqn: Any) -> bool:
     here, there = (v.aval.dtype for v in (eqn.invars[0], eqn.outvars[0]))
     if jnp.issubdtype(there, jnp.inexact):
         return False
-    if eqn.primitive.name == "convert_element_type":  # of integers that may have wrapped around, too
+    if eqn.primitive.name == CAST:  # of integers that may have wrapped around, too
         return jnp.issubdtype(here, jnp.inexact) or jnp.promote_types(here, there) != here
-    return eqn.primitive.name == "div"
+    return eqn.primitive.name == DIV
 
 
 def _of_values(value: Any, before: Any) -> Role:

@@ -31,7 +31,6 @@ MAY_NAME = {
     "_jax": "what JAX calls things differs between its versions",
     "ir": "the program is made of primitives; the table is here",
     "rules": "primitive → factors",
-    "pipeline_parallel": "a proof over a loss's equations, one case per kind of primitive",
     "backends": "opcodes of HLO and StableHLO, and collectives, some of which are called like primitives",
 }
 # Words of ours that are a primitive's name, too.
