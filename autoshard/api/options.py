@@ -19,7 +19,7 @@ import cost_models
 from autoshard.api.evaluation import Evaluation
 from autoshard.api.plan import Plan
 from autoshard.backends.devices import MeshLike
-from autoshard.backends.model import CompilerName
+from autoshard.backends.known_compilers import CALLED
 from autoshard.errors import ArgumentError, MeshError, SpecError
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.recomputation import FIT, WRITTEN, RematOption
@@ -39,7 +39,7 @@ _CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "constraints": ("needed", "all", "compiled"),
     "unknown": ("error", "replicate"),
     "remat": get_args(RematOption),
-    "refine": (None, *get_args(CompilerName)),
+    "refine": (None, *CALLED),
 }
 
 

@@ -11,7 +11,7 @@ compiler's own scheduler. Its notes say what changed the order.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -19,8 +19,7 @@ from jax.sharding import PartitionSpec
 from autoshard.api.evaluation import Evaluation
 from autoshard.api.plan import Plan, ProgramPlan
 from autoshard.api.solved_plan import SolvedPlan
-from autoshard.backends.known_compilers import named
-from autoshard.backends.model import CompilerName
+from autoshard.backends.known_compilers import CALLED, named
 from autoshard.costs.strategies import layout_of
 from autoshard.errors import CompilerFlagError, PlanMismatchError, SpecError
 from autoshard.explain.asked import solved
@@ -99,7 +98,7 @@ def refined(entered: Entered, *, compiler: str, count: int) -> SolvedPlan:
       SpecError: fewer than two candidates, or no such compiler.
       CompilerMissingError: that compiler is not installed.
     """
-    if count < 1 or count + len(entered.also) < 2 or compiler not in get_args(CompilerName):
+    if count < 1 or count + len(entered.also) < 2 or compiler not in CALLED:
         raise SpecError(
             f"refine={compiler!r} with candidates={count}: compile two plans or more, by 'gpu', 'tpu' or 'cpu'"
         )

@@ -27,6 +27,7 @@ from autoshard.backends.model import CompilerModel, CompilerName
 from autoshard.backends.toolchain import Topology
 from autoshard.errors import CompileError, CompilerFlagError, CompilerMissingError, MeshError
 from autoshard.ir.mesh import MeshAxes
+from cost_models.machines import catalogue
 
 # The child sees none of the caller's flags: what a compilation depends on is in its arguments.
 _DROPPED_ENVIRONMENT = frozenset({"XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_COMPILATION_CACHE_DIR"})
@@ -133,7 +134,12 @@ class CompileTarget:
             if topology is not None:
                 return cls(compiler=model.name, chip=chip, shape=sizes, topology=topology)
         chips = ", ".join(chip for model in compilers.values() for chip in model.toolchain.chips)
-        raise MeshError(f"no compiler for {name!r}: the chips are {chips} (as in {_EXAMPLES})")
+        also = (
+            "; it can be planned for, and its layouts verified by the 'cpu' compiler"
+            if chip in catalogue.chips()
+            else ""
+        )
+        raise MeshError(f"no compiler for {name!r}: the chips are {chips} (as in {_EXAMPLES}){also}")
 
     @property
     def request(self) -> dict[str, Any]:

@@ -83,11 +83,14 @@ def place(mesh: MeshLike, hardware: str | cost_models.Hardware | None) -> Target
         raise MeshError(str(error)) from error
     if found.note:
         notes.append(found.note)
+    compiler = compiler_of(found)
+    if compiler.assumed:
+        notes.append(f"what {found.chip.name}'s compiler does is assumed: {compiler.assumed}")
     return Target(
         axes=axes,
         hardware=found,
         machine=machine,
-        compiler=compiler_of(found),
+        compiler=compiler,
         own=own,
         notes=tuple(notes),
     )

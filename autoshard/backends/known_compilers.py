@@ -1,12 +1,16 @@
-"""The compilers that autoshard knows: XLA:GPU, XLA:TPU and XLA:CPU, as values; see `CompilerModel` for each fact."""
+"""The compilers that autoshard knows, as values; see `CompilerModel` for each fact.
+
+XLA:GPU for NVIDIA, XLA:TPU and XLA:CPU were compiled with. For AMD's GPUs and for Trainium there is none without the
+devices: their plans are priced by assumed facts, and nothing of them is verified here.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from autoshard import _jax
-from autoshard.backends.model import CompilerModel
-from autoshard.backends.toolchain import CPU_TOOLCHAIN, GPU_TOOLCHAIN, TPU_TOOLCHAIN
+from autoshard.backends.model import CompilerModel, CompilerName
+from autoshard.backends.toolchain import CPU_TOOLCHAIN, GPU_TOOLCHAIN, NO_TOOLCHAIN, TPU_TOOLCHAIN
 from autoshard.errors import MeshError
 
 # Windowed einsum off: the collectives stay what they are, so that their bytes can be compared exactly.
@@ -25,7 +29,7 @@ XLA_GPU = CompilerModel(
     name="gpu",
     platform="cuda",
     since=(0, 11),
-    device_platforms=frozenset({"cuda", "gpu", "rocm"}),
+    device_platforms=frozenset({"cuda", "gpu"}),
     toolchain=GPU_TOOLCHAIN,
     flag_prefixes=("xla_gpu_",),
     compiles_for_any_count=False,
@@ -172,7 +176,35 @@ XLA_CPU = CompilerModel(
     reduces_in_kernels_of_their_own=False,
 )
 
-KNOWN: tuple[CompilerModel, ...] = (XLA_GPU_0_10, XLA_GPU, XLA_TPU, XLA_CPU)
+# The same passes as for NVIDIA's GPUs (openxla/xla, amdgpu_compiler.cc derives from GpuCompiler).
+XLA_ROCM = replace(
+    XLA_GPU,
+    name="rocm",
+    platform="rocm",
+    since=(0, 10),
+    device_platforms=frozenset({"rocm"}),
+    toolchain=NO_TOOLCHAIN,
+    assumed="as XLA:GPU for NVIDIA, of which it has the passes; no program was compiled for AMD's GPUs",
+)
+
+# XLA's partitioner, and a scheduler of its own of which nothing is known here: no fact holds, as of XLA:CPU.
+NEURON = replace(
+    XLA_CPU,
+    name="neuron",
+    platform="neuron",
+    device_platforms=frozenset({"neuron"}),
+    toolchain=NO_TOOLCHAIN,
+    assumed="that it does nothing beyond XLA's partitioner; no program was compiled by neuronx-cc",
+    flag_prefixes=(),
+    compiles_for_any_count=False,
+    reports_peak=True,
+    peak_meaning="unknown",
+    scatters_by_slices=False,
+)
+
+KNOWN: tuple[CompilerModel, ...] = (XLA_GPU_0_10, XLA_GPU, XLA_TPU, XLA_CPU, XLA_ROCM, NEURON)
+# Those that are called here, without their devices.
+CALLED: tuple[CompilerName, ...] = tuple(dict.fromkeys(m.name for m in KNOWN if m.toolchain.distributions))
 
 
 def known(platform: str, version: tuple[int, ...] = _jax.JAX_VERSION) -> CompilerModel:

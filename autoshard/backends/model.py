@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from autoshard.backends.toolchain import Toolchain
 
-CompilerName = Literal["gpu", "tpu", "cpu"]
+CompilerName = Literal["gpu", "tpu", "cpu", "rocm", "neuron"]
 
 _EVIDENCE = "evidence"
 
@@ -43,6 +43,7 @@ class CompilerModel:
       since: the first version of jaxlib of which the facts hold, up to the next value of that name.
       device_platforms: what devices for which it compiles say of their platform (`jax.Device.platform`).
       toolchain: how it is called for devices that need not be here.
+      assumed: why the facts are assumed, where no program was compiled by it; else "".
       flag_prefixes: how the flags begin that it alone has.
       compiles_for_any_count: whether it compiles a plan of any hardware, for as many devices.
       reports_peak: whether its own peak counts temporaries; else all of them count (`MemoryStats.peak_bytes`).
@@ -61,6 +62,7 @@ class CompilerModel:
     since: tuple[int, ...]
     device_platforms: frozenset[str]
     toolchain: Toolchain
+    assumed: str = ""
     flag_prefixes: tuple[str, ...]
     compiles_for_any_count: bool
     reports_peak: bool

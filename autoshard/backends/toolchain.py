@@ -121,6 +121,9 @@ TPU_TOOLCHAIN = Toolchain(
     tuple_above=2000,  # jax/_src/dispatch.py, should_tuple_args
 )
 
+# Of compilers that run nowhere but beside their devices, or that were never tried here.
+NO_TOOLCHAIN = Toolchain(distributions=(), modules=(), topology=lambda chip, shape: None, chips=())
+
 CPU_TOOLCHAIN = Toolchain(
     distributions=("jaxlib",),
     modules=("jaxlib",),

@@ -8,6 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import autoshard
@@ -18,7 +20,7 @@ from autoshard.backends.model import CompilerModel, CompilerName, evidence
 from autoshard.errors import MeshError
 
 ROOT = Path(autoshard.__file__).parent
-PLATFORMS = frozenset({"cuda", "gpu", "tpu", "cpu", "rocm"})
+PLATFORMS = frozenset({"cuda", "gpu", "tpu", "cpu", "rocm", "neuron"})
 # Files that may compare with a platform's name, and why.
 MAY_COMPARE = {
     "backends/toolchain.py": "each compiler's own function reads its chips' names",
@@ -51,14 +53,26 @@ def test_a_compiler_is_found_by_platform_version_name_and_device() -> None:
     assert known("tpu", (0, 12, 0)) is XLA_TPU
     assert of_devices("gpu") is named("gpu") is known("cuda")
     assert {model.name for model in KNOWN} == set(get_args(CompilerName))
-    with pytest.raises(MeshError, match="no compiler is known for the platform 'rocm'; the hardware file may say cpu"):
-        known("rocm")
+    with pytest.raises(MeshError, match="no compiler is known for the platform 'metal'; the hardware file may say cpu"):
+        known("metal")
 
 
 def test_every_chip_says_who_compiles_for_it() -> None:
     found = {name: cost_models.hardware(name, 8).chip.platform for name in cost_models.chips()}
-    assert {p.value for p in found.values()} == {"cuda", "tpu", "cpu"}
+    assert {p.value for p in found.values()} == {"cuda", "tpu", "cpu", "rocm", "neuron"}
     assert all(p.source for p in found.values())
+
+
+@pytest.mark.parametrize("hardware", ["mi300x:1x8", "mi325x:2x8", "mi355x:1x8", "trn2:1*4x4", "trn3:1x16", "l40s:1x8"])
+def test_a_chip_without_a_compiler_is_planned_for_and_said_so(hardware: str) -> None:
+    devices = cost_models.hardware(hardware).devices
+    args = (jax.ShapeDtypeStruct((256, 512), jnp.bfloat16), jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16))
+    plan = autoshard.plan(lambda x, w: jnp.tanh(x @ w).sum(), *args, mesh={"x": devices}, hardware=hardware)
+    assert plan.cost > 0
+    assert ("compiler does is assumed" in " ".join(plan.record.notes)) == (hardware.partition(":")[0] != "l40s")
+    sentence = f"no compiler for '{re.escape(plan.record.hardware)}'.*it can be planned for"
+    with pytest.raises(MeshError, match=sentence):
+        plan.verify()
 
 
 @pytest.mark.parametrize(("base", "compiler"), [("tpu-v5e", XLA_TPU), ("cpu", XLA_CPU), ("h100", known("cuda"))])

@@ -39,6 +39,11 @@ BIG_SIX = (
     "rtx-4090",
     "rtx-5090",
     "rtx-pro-6000",
+    "mi300x",
+    "mi325x",
+    "mi355x",
+    "trn2",
+    "trn3",
     "cpu",
 )
 
