@@ -13,7 +13,7 @@ from autoshard.solver.evaluate import evaluate
 from autoshard.solver.solution import Engine, Solution, Status
 from autoshard.solver.tuning import TUNED, SolverTuning
 
-Progress = Callable[[int | None, int | None, float], None]  # best, bound, elapsed_s
+Progress = Callable[[int | None, int | None, float], bool | None]  # best, bound, elapsed_s → whether to stop
 Cutoff = Callable[[], float]  # the cost from which on, as far as is known now, a choice is of no use
 NO_BOUND = -(2**62)
 
@@ -46,6 +46,7 @@ class Incumbent:
     bound: int = NO_BOUND
     infeasible: bool = False
     forbidden: bool = False
+    stopped: bool = False  # by `on_progress`
     smallest_peak_bytes: int | None = None
     peak_bound_bytes: int | None = None
     peak_at: int | None = None
@@ -71,6 +72,8 @@ class Incumbent:
 
     def left_s(self) -> float:
         """Returns the seconds that are left, of the solver's limit and of the call that it is part of."""
+        if self.stopped:
+            return 0.0
         return deadline.left_s(self.time_limit_s - self.elapsed_s())
 
     def offer(self, choice: Int) -> bool:
@@ -107,8 +110,10 @@ class Incumbent:
         """Whether the gap is as small as was asked for.
 
         After `settle_s` of work, or once beaten, `settled_gaps` times as much will do; after both, or after
-        `work_s` of work from the first choice on, any gap.
+        `work_s` of work from the first choice on, any gap; once stopped, nothing is asked for any more.
         """
+        if self.stopped:
+            return True
         if self.objective is None:
             return self.infeasible
         settled = self.to_settle_s() < 0
@@ -126,7 +131,7 @@ class Incumbent:
     @property
     def reached(self) -> bool:
         """Whether nothing more is wanted of an engine that is waited for, however much work was counted meanwhile."""
-        return self.gap() <= self.rel_gap or (self.objective is not None and self.beaten)
+        return self.stopped or self.gap() <= self.rel_gap or (self.objective is not None and self.beaten)
 
     @property
     def would_do(self) -> bool:
@@ -169,7 +174,7 @@ class Incumbent:
     def _report(self) -> None:
         if self.on_progress is not None:
             bound = None if self.bound == NO_BOUND else self.bound
-            self.on_progress(self.objective, bound, self.elapsed_s())
+            self.stopped |= self.on_progress(self.objective, bound, self.elapsed_s()) is True
 
     def solution(self, solver: Engine) -> Solution:
         if self.infeasible:

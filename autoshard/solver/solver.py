@@ -47,7 +47,8 @@ def solve(
         is proven that every choice costs as much, ten times `rel_gap` will do, and after `settle_s` any gap.
       known: choices to begin with, such as solutions of similar problems; each a strategy per node. Those
         that are forbidden here, or do not fit, are passed over.
-      on_progress: called with (best, bound, elapsed seconds) whenever either improves.
+      on_progress: called with (best, bound, elapsed seconds) whenever either improves; None is what there is
+        not yet. If it returns True, the solve ends with the best choice and bound so far.
       tuning: the numbers that trade time for quality.
       clock: the time in seconds, compilation of the solver itself left out; `time.process_time` where
         other processes slow this one down.
@@ -111,11 +112,12 @@ def unreported(*_: object) -> None:
 def solve_coarse(incumbent: Incumbent, shift: int) -> Engine:
     """Solves the problem in `incumbent` with costs divided by 2^shift; returns the last engine."""
 
-    def report(*_: object) -> None:
+    def report(*_: object) -> bool:
         if own.bound > NO_BOUND:
             incumbent.raise_bound(own.bound << shift)
         if own.choice is not None:
             incumbent.offer(own.choice)
+        return incumbent.stopped
 
     own = part_of(incumbent, coarsened(incumbent.problem, shift), incumbent.left_s(), report)
     own.work_s = incumbent.to_end_s()
@@ -181,18 +183,19 @@ def solve_parts(incumbent: Incumbent, network: Network) -> None:
         return
     solved: list[Incumbent] = []
 
-    def gather(*_: object) -> None:
-        """Offers the parts' choices together, and the sum of their bounds, once each has one."""
+    def gather(*_: object) -> bool:
+        """Offers the parts' choices together, and the sum of their bounds, once each has one; whether to stop."""
         if len(solved) < len(parts):
-            return
+            return incumbent.stopped
         if all(own.bound > NO_BOUND for own in solved):
             incumbent.raise_bound(network.offset + sum(own.bound for own in solved))
         position = np.zeros(network.nodes, dtype=np.int64)
         for part, own in zip(parts, solved, strict=True):
             if own.choice is None:
-                return
+                return incumbent.stopped
             position[part.nodes] = own.choice
         incumbent.offer(network.expand(position))
+        return incumbent.stopped
 
     weight = [len(part.problem.cost) + len(part.problem.edge_cost) for part in parts]
     for k, part in enumerate(parts):

@@ -5,7 +5,7 @@
   whatever its numbers; `…` stands for what is left out.
 - Other blocks are shown only: `text`, and `py` for fragments of a program that the page does not have.
 
-`python -m tests.end_to_end.code_blocks PAGE HEADING` prints the program of a page up to a heading.
+`python -m tests.end_to_end.code_blocks PAGE [HEADING]` prints the program of a page, up to a heading if one is given.
 """
 
 import re
@@ -74,4 +74,6 @@ def _plain(text):
 
 if __name__ == "__main__":
     whole = Path(sys.argv[1]).read_text()
-    sys.stdout.write(program(whole.partition(f"\n## {sys.argv[2]}\n")[0]))
+    for heading in sys.argv[2:]:
+        whole = whole.partition(f"\n## {heading}\n")[0]
+    sys.stdout.write(program(whole))

@@ -22,8 +22,9 @@ def solve_directly(incumbent: Incumbent, *, patience_s: float) -> Engine | None:
     """Solves the problem in `incumbent`; returns the engine, or None if it gave up.
 
     It gives up where elimination is impossible and the MIP would have more cells than the tuning allows,
-    or does not finish within `patience_s`.
+    or its MIPs do not finish within `patience_s` together.
     """
+    until_s = incumbent.left_s() - patience_s
     times = np.zeros(0, dtype=np.int64)
     while True:
         core = Core(incumbent.problem, times)
@@ -31,7 +32,7 @@ def solve_directly(incumbent: Incumbent, *, patience_s: float) -> Engine | None:
         if not core.feasible:
             incumbent.infeasible = True
             return Engine.CONSISTENCY
-        choice, solver = optimum(core, incumbent, patience_s)
+        choice, solver = optimum(core, incumbent, incumbent.left_s() - until_s)
         if incumbent.infeasible or choice is None:
             return solver
         if incumbent.offer(choice):
