@@ -85,3 +85,4 @@ from autoshard._jax.tracing import refused_layout as refused_layout
 from autoshard._jax.tracing import shaped as shaped
 from autoshard._jax.tracing import trace_context as trace_context
 from autoshard._jax.tracing import under_jit as under_jit
+from autoshard._jax.tracing import user_lines as user_lines

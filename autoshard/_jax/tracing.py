@@ -40,6 +40,12 @@ class SourceLines:
         return self._known[raw]
 
 
+def user_lines(eqn: Any) -> tuple[str, ...]:
+    """`file:line` of every frame of the user's that was running when an equation was made, the innermost first."""
+    frames = source_info_util.user_frames(eqn.source_info.traceback)
+    return tuple(f"{frame.file_name}:{frame.start_line}" for frame in frames)
+
+
 def refused_layout(error: BaseException) -> tuple[str, str] | None:
     """Where a program asks for a layout that JAX refuses while it traces, and why; None of any other error."""
     text = str(error)

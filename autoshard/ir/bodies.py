@@ -56,13 +56,14 @@ class Body:
         )
 
 
-def opened(closed: Any, path: Path = (), *, remats: bool = False) -> Body:
+def opened(closed: Any, path: Path = (), *, remats: bool | None = False) -> Body:
     """A closed jaxpr as a body.
 
     Args:
       closed: the program, or what a loop repeats.
       path: of the body.
-      remats: whether `jax.checkpoint`s are opened that stand in a backward pass (those of a forward one always are).
+      remats: which `jax.checkpoint`s are opened: those of forward passes; with True those of backward passes, too;
+        with None none at all.
     """
     jaxpr = _jax.open_jaxpr(closed)
     consts = list(zip(jaxpr.constvars, _jax.consts_of(closed), strict=True))
@@ -84,14 +85,21 @@ def _read(env: dict[Any, Any], atom: Any) -> Any:
 
 
 def _steps(
-    jaxpr: Any, path: Path, env: dict[Any, Any], consts: list[tuple[Any, Any]], calls: Sequence[Any], *, remats: bool
+    jaxpr: Any,
+    path: Path,
+    env: dict[Any, Any],
+    consts: list[tuple[Any, Any]],
+    calls: Sequence[Any],
+    *,
+    remats: bool | None,
 ) -> Iterator[Step]:
     """The steps of a jaxpr; `env` renames its variables, and is extended by those of its results."""
     for index, eqn in enumerate(jaxpr.eqns):
         here = (*path, index)
         name = eqn.primitive.name
         operands = [_read(env, atom) for atom in eqn.invars]
-        if name in INLINED or (name in REMATS and (remats or not eqn.params["differentiated"])):
+        opens = remats is not None and (remats or not eqn.params["differentiated"]) if name in REMATS else False
+        if name in INLINED or opens:
             body = eqn.params[CALLS[name]]
             inner = _jax.open_jaxpr(body)
             inside = dict(zip(inner.invars, operands, strict=True))

@@ -69,7 +69,7 @@ def cut(closed: Any, batch: Sequence[bool], chunks: int) -> Cut:
     """
     body = opened(closed)
     lines = _jax.SourceLines()
-    of_batch = _following({var for var, own in zip(body.invars, batch, strict=True) if own}, body.steps)
+    of_batch = following({var for var, own in zip(body.invars, batch, strict=True) if own}, body.steps)
     for step in body.steps:
         if (why := why_once(step.eqn)) and not why.startswith("rng"):
             raise StageError(lines(step.eqn), why, "leave it out of the loss, or plan without stages")
@@ -84,7 +84,7 @@ def cut(closed: Any, batch: Sequence[bool], chunks: int) -> Cut:
             f"take stages · repeats from the divisors of {length}",
         )
     carried = tuple(eqn.outvars[:carries])
-    behind = _following({var for var in eqn.outvars if not _jax.is_unnamed(var)}, body.steps)
+    behind = following({var for var in eqn.outvars if not _jax.is_unnamed(var)}, body.steps)
     needed = _leading(eqn.invars, body.steps[:k])
     own = [(i, step, any(_is_in(v, of_batch) for v in step.eqn.invars)) for i, step in enumerate(body.steps) if i != k]
     before = tuple(step for _, step, tainted in own if tainted and any(v in needed for v in step.eqn.outvars))
@@ -119,7 +119,7 @@ def _is_in(atom: Any, variables: set[Any]) -> bool:
     return not _jax.is_literal(atom) and atom in variables
 
 
-def _following(given: set[Any], steps: Iterable[Step]) -> set[Any]:
+def following(given: set[Any], steps: Iterable[Step]) -> set[Any]:
     """The variables that follow from the given ones, these included."""
     found = set(given)
     for step in steps:
@@ -137,10 +137,24 @@ def _leading(wanted: Iterable[Any], steps: Sequence[Step]) -> set[Any]:
     return found
 
 
-def _stack(body: Body, of_batch: set[Any], lines: _jax.SourceLines) -> int:
-    """The position of the scan over the layers."""
-    sizes: dict[int, int] = {}
-    refused: list[tuple[str, str]] = []
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A scan whose carry follows from the batch, over arrays.
+
+    Attributes:
+      at: its position in the body.
+      weights: the elements of the arrays.
+      refused: why it is no stack of layers; empty if it is one.
+    """
+
+    at: int
+    weights: int
+    refused: str
+
+
+def loops_over_layers(body: Body, of_batch: set[Any]) -> list[Loop]:
+    """The scans that may be the stack of layers."""
+    found: list[Loop] = []
     for k, step in enumerate(body.steps):
         if step.primitive != SCAN:
             continue
@@ -148,15 +162,24 @@ def _stack(body: Body, of_batch: set[Any], lines: _jax.SourceLines) -> int:
         carry, slices = step.eqn.invars[consts : consts + carries], step.eqn.invars[consts + carries :]
         if not slices or not any(_is_in(v, of_batch) for v in carry):
             continue
+        why = ""
         if any(_is_in(v, of_batch) for v in slices):
-            refused.append((lines(step.eqn), "it loops over the batch, not over layers"))
+            why = "it loops over the batch, not over layers"
         elif step.eqn.params["reverse"]:
-            refused.append((lines(step.eqn), "it goes through its layers backwards"))
+            why = "it goes through its layers backwards"
         elif any(not _jax.is_unnamed(v) for v in step.eqn.outvars[carries:]):
-            refused.append((lines(step.eqn), "its layers return values beside the carry, which stages do not hand on"))
-        else:
-            sizes[k] = sum(v.aval.size for v in slices)
-    if sizes:
-        return max(sizes, key=lambda k: (sizes[k], -k))
-    where, why = refused[0] if refused else ("", "the loss has no `jax.lax.scan` over stacked layers")
+            why = "its layers return values beside the carry, which stages do not hand on"
+        found.append(Loop(k, sum(v.aval.size for v in slices), why))
+    return found
+
+
+def _stack(body: Body, of_batch: set[Any], lines: _jax.SourceLines) -> int:
+    """The position of the scan over the layers."""
+    loops = loops_over_layers(body, of_batch)
+    fitting = [loop for loop in loops if not loop.refused]
+    if fitting:
+        return max(fitting, key=lambda loop: (loop.weights, -loop.at)).at
+    where, why = "", "the loss has no `jax.lax.scan` over stacked layers, and no equal layers one after the other"
+    if loops:
+        where, why = lines(body.steps[loops[0].at].eqn), loops[0].refused
     raise StageError(where, why, "stack the layers' weights on a leading dimension, and apply them by jax.lax.scan")

@@ -14,6 +14,7 @@ from autoshard.pipeline_parallel.cut import cut
 from autoshard.pipeline_parallel.program import Staged
 from autoshard.pipeline_parallel.schedule import Schedule
 from autoshard.pipeline_parallel.separable import weight_of
+from autoshard.pipeline_parallel.stacking import stacked
 
 _jax.hide_frames(__file__)  # its equations stand where the user calls it
 
@@ -36,8 +37,9 @@ def in_stages(
         plan = autoshard.plan(train_step, state, batch, mesh={"stage": 4, "data": 2}, hardware="h100:1x8")
 
     `loss(params, batch, *rest)` is the mean or the sum over the examples, the batch's leading
-    dimension; it applies its layers by a `jax.lax.scan` over stacked weights. Both are shown on
-    its traced program before anything runs; what would change numbers is refused at its line.
+    dimension; its layers are a `jax.lax.scan` over stacked weights, or equal layers one after the
+    other. Both are shown on its traced program before anything runs; what would change numbers
+    is refused at its line.
     Parameters keep their pytree and their shapes.
 
     Args:
@@ -98,8 +100,8 @@ def _run(
         of_aux[:] = [structure]
         return [value, *others]
 
-    closed = jax.make_jaxpr(flat)(*leaves)
     of_batch = _of_batch((params, micro, rest))
+    closed = stacked(jax.make_jaxpr(flat)(*leaves), of_batch)
     parted = cut(closed, of_batch, schedule.stages * schedule.repeats)
     staged = Staged(cut=parted, schedule=schedule, batch=of_batch, axis=axis)
 
