@@ -50,8 +50,14 @@ class Peers:
         call = f"autoshard/{self.store.key_value_increment(f'{_CALLS}/{self.index}', 1)}"
         if self.index == 0:
             return self._lead(call, name, program, decide)
-        self.store.key_value_set(f"{call}/program/{self.index}", json.dumps(program))
-        return self._follow(call, name)
+        try:
+            self.store.key_value_set(f"{call}/program/{self.index}", json.dumps(program))
+            return self._follow(call, name)
+        except jax.errors.JaxRuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise ProcessError(
+                f"{name}: process 0, which plans it, is gone or out of reach: {reason}; its own output says why"
+            ) from error
 
     def _lead(self, call: str, name: str, program: Mapping[str, Any], decide: Callable[[], str]) -> str:
         with _Pulse(self.store, f"{call}/pulse"):

@@ -330,6 +330,27 @@ def test_errors_of_process_0_reach_the_others() -> None:
     assert "by zero" in str(broken[1])
 
 
+class Lost(Store):
+    """A store whose process is gone."""
+
+    def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
+        import jax
+
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: Socket closed\nAdditional information")
+
+
+def test_a_process_0_that_is_gone_is_said() -> None:
+    with pytest.raises(ProcessError, match=r"^step: process 0, .* is gone or .*: UNAVAILABLE: Socket closed;"):
+        Peers(store=Lost(), index=1, count=2, wait_s=0.3).agree("step", {}, lambda: "the plan")
+
+
+def test_a_process_0_that_stops_to_plan_is_said() -> None:
+    store = Store()
+    store.key_value_set("autoshard/1/pulse", "7")
+    with pytest.raises(ProcessError, match=r"^step: process 0 stopped planning it: nothing was heard for 0.3 s"):
+        Peers(store=store, index=1, count=2, wait_s=0.3).agree("step", {}, lambda: "the plan")
+
+
 def test_a_mesh_is_of_one_process_or_of_all() -> None:
     class Device:
         def __init__(self, process: int) -> None:
