@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 
-import autoshard  # noqa: F401  (before jax)
 from autoshard.api import placing
 from autoshard.api.multihost import Peers
 
@@ -42,10 +41,13 @@ def prepare(kind: str) -> None:
     """Sees to it that this process misbehaves."""
     made, put, batches = jax.make_mesh, placing.put_local, 0
 
-    def late(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(LATE_S)
+    def saying(*args: Any, **kwargs: Any) -> Any:
         fault()
         return made(*args, **kwargs)
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(LATE_S)
+        return saying(*args, **kwargs)
 
     def third(*args: Any, **kwargs: Any) -> Any:
         nonlocal batches
@@ -65,7 +67,7 @@ def prepare(kind: str) -> None:
         other.mkdir(exist_ok=True)
         (other / "job.py").write_text(Path("job.py").read_text().replace("p - 0.1 * g", "p - 0.2 * g"))
         sys.path.insert(0, str(other))
-        fault()
+        jax.make_mesh = saying
 
 
 if __name__ == "__main__":
