@@ -12,7 +12,6 @@ from autoshard import _startup
 if TYPE_CHECKING:
     __version__: str
     from autoshard.api.compare import Hand, Template, compare
-    from autoshard.api.doctor import doctor
     from autoshard.api.evaluate import evaluate
     from autoshard.api.evaluation import Evaluation
     from autoshard.api.jit import jit
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from autoshard.api.plan_many import plan_many
     from autoshard.api.planning import plan
     from autoshard.api.solved_plan import SolvedPlan
+    from autoshard.diagnosis.doctor import doctor
     from autoshard.errors import (
         AutoshardError,
         CompilerMissingError,
@@ -69,7 +69,7 @@ _ROOMS = {
     "VerifyError": "errors",
     "accumulate": "ir.accumulation",
     "compare": "api.compare",
-    "doctor": "api.doctor",
+    "doctor": "diagnosis.doctor",
     "evaluate": "api.evaluate",
     "in_stages": "pipeline_parallel.in_stages",
     "jit": "api.jit",

@@ -20,22 +20,19 @@ from autoshard.api.evaluation import Evaluation
 from autoshard.api.options import REL_GAP
 from autoshard.api.planning import plan
 from autoshard.api.solved_plan import SolvedPlan
-from autoshard.backends import hlo
 from autoshard.errors import MeshError
 from autoshard.ir import rewrite
-from autoshard.ir.graph import Eqn, Graph
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.op_traits import CONSTRAINT, JITS, LOOP_SLICE
+from autoshard.ir.op_traits import CONSTRAINT, JITS
 from autoshard.planner.requested_shardings import AUTO
 from autoshard.report.notebook import Shown
 from autoshard.report.tables import GAP, bytes_text, columns, fields, render, table, time_text
+from autoshard.verification.asked import Asked
 from autoshard.verification.collective_match import Line, attribute
 from autoshard.verification.result import Verification, place_text
-from autoshard.verification.verify import Places, argument_of, path_of
+from autoshard.verification.verify import Places
 
 LONGEST = 20  # source lines that are shown one by one
-
-_REDUCES = frozenset({"all-reduce", "reduce-scatter"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +52,14 @@ class Audit(Shown):
       emitted: its collectives by source line, the largest first.
       hand: its layouts, priced.
       best: the optimum of the same program without its constraints.
+      priced_with: prices the program with other specs of some inputs, by position; None leaves the hand's.
     """
 
     verification: Verification
     emitted: tuple[Emitted, ...]
     hand: Evaluation
     best: SolvedPlan
+    priced_with: Callable[[Sequence[Any]], Evaluation]
 
     @property
     def unasked_bytes(self) -> int:
@@ -174,21 +173,34 @@ def audit(
         donate_argnums = [i for i, of_one in enumerate(flags) if (every := jax.tree.leaves(of_one)) and all(every)]
     mesh = _mesh([*jitted.get("in_shardings", ()), *jitted.get("out_shardings", ()), *leaves], closed)
     bare = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
-    hand = evaluate(
-        fn,
-        *bare,
-        mesh=mesh,
-        hardware=hardware,
-        in_specs=jax.tree.unflatten(tree, inputs),
-        out_specs=jax.tree.unflatten(jax.tree.structure(out_tree), outputs),
-        donate_argnums=donate_argnums,
-        for_grad=False,
-    )
+    out_structure = jax.tree.structure(out_tree)
+
+    def priced_with(specs: Sequence[Any]) -> Evaluation:
+        """The program with other specs of some inputs, and of the outputs that are stored in their place."""
+        changed = {i for i, spec in enumerate(specs) if spec is not None}
+        own = [inputs[i] if spec is None else spec for i, spec in enumerate(specs)]
+        if changed:
+            tied = {output for output, position in hand.space.tied.items() if position in changed}
+            ends = [AUTO if i in tied else spec for i, spec in enumerate(outputs)]
+        else:
+            ends = outputs
+        return evaluate(
+            fn,
+            *bare,
+            mesh=mesh,
+            hardware=hardware,
+            in_specs=jax.tree.unflatten(tree, own),
+            out_specs=jax.tree.unflatten(out_structure, ends),
+            donate_argnums=donate_argnums,
+            for_grad=False,
+        )
+
+    hand = priced_with([None] * len(leaves))
 
     def free(*values: Any) -> Any:
         """The program without its constraints."""
         found = rewrite.evaluate(closed, jax.tree.leaves(values), rewrite.Hooks())
-        return jax.tree.unflatten(jax.tree.structure(out_tree), found)
+        return jax.tree.unflatten(out_structure, found)
 
     best = plan(
         free,
@@ -215,6 +227,7 @@ def audit(
         emitted=tuple(sorted(emitted, key=lambda x: -x.line.emitted_bytes)),
         hand=hand,
         best=best,
+        priced_with=priced_with,
     )
 
 
@@ -247,38 +260,3 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
         yield eqn
         for body in _jax.sub_jaxprs(eqn.params):
             yield from _equations(body)
-
-
-class Asked:
-    """Whether an annotation asks for a collective, by the equation whose path its name carries."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._equation = {spots[0][0]: e for e, spots in enumerate(graph.makes)}
-        self._stored = frozenset(self._handed_on())
-
-    def __call__(self, found: hlo.Collective) -> bool:
-        if found.kind in _REDUCES or found.op_name.endswith(CONSTRAINT):
-            return True
-        e = self._equation.get(path_of(found.op_name))
-        if e is None:  # a result on its way to the sharding that the program asks of it, or an argument's gather
-            return found.op_name == "" or (found.kind == "all-gather" and argument_of(found) is not None)
-        if self._graph.eqns[e].primitive == CONSTRAINT:
-            return True
-        gathered = [v for v in (*self._graph.operands[e], *self._graph.results[e]) if v in self._stored]
-        return found.kind == "all-gather" and any(self._graph.avals[v].nbytes % found.nbytes == 0 for v in gathered)
-
-    def _handed_on(self) -> set[int]:
-        """Values that are program inputs, or such inputs cast, transposed, or a layer of them."""
-        stored = set(self._graph.inputs)
-        for eqn, operands, results in zip(self._graph.eqns, self._graph.operands, self._graph.results, strict=True):
-            if _hands_on(eqn) and set(operands) <= stored and operands:
-                stored |= set(results)
-        return stored
-
-
-def _hands_on(eqn: Eqn) -> bool:
-    """Whether an equation hands an argument on, whole or a layer of it; a constraint asks something of it instead."""
-    traits = eqn.traits
-    renames = traits.renames and eqn.primitive != CONSTRAINT
-    return renames or traits.cast or traits.copy or eqn.primitive == LOOP_SLICE

@@ -85,7 +85,7 @@ class Compiled:
     `device_order[i]` is the position in the topology of the i-th device of the mesh
     (replica groups in the text hold such i). `after_propagation` and
     `after_partitioning` are the text after Shardy and after SPMD partitioning,
-    where they were asked for. `wall_s` is the compiler's own time.
+    where they were asked for. `wall_s` is the compiler's own time, `log` what it wrote to standard error.
     """
 
     hlo_text: str
@@ -100,6 +100,7 @@ class Compiled:
     flags: Mapping[str, Any]
     after_propagation: str | None = None
     after_partitioning: str | None = None
+    log: str = ""
 
     @property
     def peak_bytes(self) -> int:
@@ -239,7 +240,7 @@ def compile(
             }
             (folder / "request.json").write_text(json.dumps(request))
             (folder / "module.mlirbc").write_bytes(_jax.bytecode(lowered))
-            _run_child(folder, topology, timeout_s)
+            log = _run_child(folder, topology, timeout_s)
             answer = json.loads((folder / "answer.json").read_text())
             return Compiled(
                 hlo_text=(folder / "hlo.txt").read_text(),
@@ -254,6 +255,7 @@ def compile(
                 flags=flags,
                 after_propagation=_dump(folder, "shardy-xla") if passes else None,
                 after_partitioning=_dump(folder, "spmd-partitioning") if passes else None,
+                log=log,
             )
 
     try:
@@ -279,8 +281,8 @@ def _lowered(lowerable: Any, target: CompileTarget) -> Any:
         ) from error
 
 
-def _run_child(folder: Path, topology: str, timeout_s: float | None) -> None:
-    """Runs the child on a request folder; raises what it failed with."""
+def _run_child(folder: Path, topology: str, timeout_s: float | None) -> str:
+    """Runs the child on a request folder; returns its standard error, or raises what it failed with."""
     environment = {k: v for k, v in os.environ.items() if k not in _DROPPED_ENVIRONMENT}
     environment |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     # -P: this folder must not come before the standard library on sys.path (it has a trace.py).
@@ -292,7 +294,7 @@ def _run_child(folder: Path, topology: str, timeout_s: float | None) -> None:
     except subprocess.TimeoutExpired as error:
         raise CompileError(f"compiling for {topology} took longer than {timeout_s:g} s") from error
     if done.returncode == 0:
-        return
+        return done.stderr
     failure = folder / "error.txt"
     if failure.is_file():
         reason = failure.read_text().strip()

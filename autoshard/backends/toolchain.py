@@ -42,6 +42,7 @@ class Toolchain:
       second_try: parts of errors after which a program is compiled once more with `second_options`.
       second_options: flags of that second compilation.
       dumps: whether the compiler must write its program as text, as jaxlib may not be able to read it.
+      trials: flags with values other than its own or those of `options`, which may pay: the doctor tries them.
       tuple_above: programs of more arguments than this take one tuple, as JAX has it; None: never.
     """
 
@@ -55,6 +56,7 @@ class Toolchain:
     second_try: tuple[str, ...] = ()
     second_options: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     dumps: bool = False
+    trials: tuple[tuple[str, Any], ...] = ()
     tuple_above: int | None = None
 
 
@@ -110,6 +112,17 @@ GPU_TOOLCHAIN = Toolchain(
     # the library's matmul is taken, and no collective changes.
     second_try=("Couldn't find output tile sizes", "TritonBackend does not support a default config"),
     second_options={"xla_gpu_enable_triton_gemm": False},
+    # Named in JAX's GPU performance guide, whose advice differs between programs (marin#8054 tried 40 of them).
+    trials=(
+        ("xla_gpu_enable_latency_hiding_scheduler", False),
+        ("xla_gpu_enable_pipelined_all_gather", True),
+        ("xla_gpu_enable_pipelined_all_reduce", True),
+        ("xla_gpu_enable_pipelined_reduce_scatter", True),
+        ("xla_gpu_enable_while_loop_double_buffering", True),
+        ("xla_gpu_all_gather_combine_threshold_bytes", 1 << 30),
+        ("xla_gpu_all_reduce_combine_threshold_bytes", 1 << 30),
+        ("xla_gpu_reduce_scatter_combine_threshold_bytes", 1 << 30),
+    ),
 )
 
 TPU_TOOLCHAIN = Toolchain(
@@ -118,6 +131,11 @@ TPU_TOOLCHAIN = Toolchain(
     topology=tpu_topology,
     chips=("tpu-*",),
     dumps=True,
+    trials=(
+        ("xla_tpu_enable_async_collective_fusion", False),
+        ("xla_tpu_overlap_compute_collective_tc", False),
+        ("xla_jf_spmd_threshold_for_windowed_einsum_mib", 1 << 20),
+    ),
     tuple_above=2000,  # jax/_src/dispatch.py, should_tuple_args
 )
 

@@ -1,40 +1,89 @@
 """`autoshard doctor`: what a program that is sharded by hand loses where, and what to change."""
 
+from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from autoshard.api.doctor import diagnosed
 from autoshard.api.options import REL_GAP
 from autoshard.cli.app import WRONG, app, print_json
 from autoshard.cli.audit import CompilerOption, audit_of
-from autoshard.cli.options import GapOption, HardwareOption, JsonOption, SetOption, TargetArgument, TimeOption
-from autoshard.errors import SpecError
+from autoshard.cli.options import GapOption, HardwareOption, MeshOption, SetOption, TimeOption
+from autoshard.cli.written import mesh_axes
+from autoshard.diagnosis.against import compared, saved
+from autoshard.diagnosis.doctor import diagnosed, doctor_of_text, evidence_of
+from autoshard.diagnosis.finding import Diagnosis
+from autoshard.errors import HloError, MeshError, SpecError, TargetError
+
+
+class Format(StrEnum):
+    """How findings are printed."""
+
+    TEXT = "text"
+    JSON = "json"
+    GITHUB = "github"
 
 
 @app.command()
 def doctor(
-    target: TargetArgument,
+    target: Annotated[str | None, typer.Argument(help="package.module:builder; the builder returns (fn, args)")] = None,
     *,
+    hlo: Annotated[Path | None, typer.Option("--hlo", help="a compiled program's HLO text, in place of TARGET")] = None,
     compiler: CompilerOption = None,
+    mesh: MeshOption = None,
     hardware: HardwareOption = None,
     set_: SetOption = None,
     gap: GapOption = REL_GAP,
     time_limit: TimeOption = None,
+    flags: Annotated[bool, typer.Option("--flags", help="try the compiler's flags, each by compiling")] = False,
+    against: Annotated[
+        Path | None, typer.Option("--against", help="an earlier result of --json: tell what is new, gone or dearer")
+    ] = None,
     fail_on: Annotated[
         str | None, typer.Option("--fail-on", help="exit with 1 if a finding is so much of the step, as in 5%")
     ] = None,
-    as_json: JsonOption = False,
+    format_: Annotated[
+        Format, typer.Option("--format", help="text, json, or github: annotations of a build")
+    ] = Format.TEXT,
+    as_json: Annotated[bool, typer.Option("--json", help="the same as --format json")] = False,
 ) -> None:
     """Find what the layouts of TARGET cost, by source line, and what to change; the dearest first."""
     most = None if fail_on is None else share(fail_on)
-    found = diagnosed(audit_of(target, set_, hardware, compiler=compiler, rel_gap=gap, time_limit_s=time_limit))
-    if as_json:
-        print_json(found.to_json())
+    before = None if against is None else saved(against)
+    if (target is None) == (hlo is None):
+        raise TargetError("name what to look at: package.module:builder, or a compiled program as --hlo FILE")
+    if hlo is not None:
+        if flags or compiler is not None:
+            raise HloError("--flags and --compiler compile a program: give TARGET, not --hlo")
+        found = _of_text(hlo, hardware, mesh)
     else:
-        typer.echo(found)
-    if most is not None and found.worst >= most:
+        if mesh is not None:
+            raise MeshError("the annotations of TARGET name its mesh: --mesh is for --hlo")
+        audit = audit_of(target or "", set_, hardware, compiler=compiler, rel_gap=gap, time_limit_s=time_limit)
+        found = diagnosed(evidence_of(audit), flags=flags)
+    result = found if before is None else compared(before, found)
+    shown = Format.JSON if as_json else format_
+    if shown is Format.JSON:
+        print_json(result.to_json())
+    elif shown is Format.GITHUB:
+        told = result if isinstance(result, Diagnosis) else result.regressions()
+        if told.findings:
+            typer.echo(told.annotations())
+    else:
+        typer.echo(result)
+    if most is not None and result.worst >= most:
         raise typer.Exit(WRONG)
+
+
+def _of_text(path: Path, hardware: str | None, mesh: str | None) -> Diagnosis:
+    if hardware is None:
+        raise MeshError("say what the program was compiled for, as in --hardware h100:1x8")
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise HloError(f"cannot read {path}: {error}") from error
+    return doctor_of_text(text, hardware=hardware, mesh=None if mesh is None else mesh_axes(mesh))
 
 
 def share(written: str) -> float:

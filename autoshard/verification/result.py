@@ -1,6 +1,6 @@
 """Verification: the promises of a plan beside the compiled program, and the verdict."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
 from typing import Any
 
@@ -121,6 +121,8 @@ class Verification(Shown):
       emitted: every collective of the compiled program.
       wall_s: seconds that the compiler ran.
       tolerance: relative difference in bytes that still counts as equal.
+      module: the compiled program; None if no compiler ran.
+      log: the compiler's standard error.
     """
 
     compiler: str
@@ -138,6 +140,8 @@ class Verification(Shown):
     emitted: tuple[hlo.Collective, ...]
     wall_s: float
     tolerance: float
+    module: hlo.Module | None = field(default=None, repr=False)
+    log: str = field(default="", repr=False)
 
     @property
     def ok(self) -> bool:

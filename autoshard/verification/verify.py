@@ -69,6 +69,7 @@ class Compiled:
     memory: Parts | None = None
     memory_is_bound: bool = False  # its peak is no more than one
     wall_s: float = 0.0
+    log: str = ""
 
 
 def verify(
@@ -122,6 +123,7 @@ def verify(
         memory=_compiled_parts(compiled.memory, compiled.peak_bytes),
         memory_is_bound=bool(compiled.memory.host_temp_bytes),
         wall_s=compiled.wall_s,
+        log=compiled.log,
     )
     return judge(record, made, tolerance, known)
 
@@ -275,6 +277,8 @@ def judge(record: PlanRecord, compiled: Compiled, tolerance: float, known: Known
         emitted=emitted,
         wall_s=compiled.wall_s,
         tolerance=tolerance,
+        module=module,
+        log=compiled.log,
     )
 
 

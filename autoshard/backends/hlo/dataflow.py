@@ -7,6 +7,7 @@ from autoshard.backends.hlo.text import UNKNOWN, Computation, Instruction, Modul
 VIEWS = frozenset({"bitcast", "bitcast-convert", "convert", "copy", "get-tuple-element", "reshape", "transpose"})
 # These also leave the data unchanged.
 _SLICES = VIEWS | {"slice", "collective-permute-done", "copy-start", "copy-done"}
+_GATHERS = frozenset({"all-gather", "all-gather-start", "all-gather-done"})
 _SOURCE_SEARCH_DEPTH = 8
 _SOURCE_SEARCH_WIDTH = 64
 
@@ -63,7 +64,16 @@ class Dataflow:
 
     def is_scattered(self, computation: Computation, reduce: Instruction, element: int, size: int) -> bool:
         """Whether one result of an all-reduce is only ever sliced, by partition id, to its group's share."""
-        share = -(-reduce.shapes[element].size // size)
+        return self._is_sliced(computation, reduce, element, -(-reduce.shapes[element].size // size), frozenset())
+
+    def is_cut_again(self, computation: Computation, gathered: Instruction, element: int) -> bool:
+        """Whether one result of a gather is only ever sliced by partition id, perhaps after more such gathers."""
+        return self._is_sliced(computation, gathered, element, 0, _GATHERS)
+
+    def _is_sliced(
+        self, computation: Computation, made: Instruction, element: int, least: int, through: frozenset[str]
+    ) -> bool:
+        """Whether one result is only sliced by partition id, to `least` elements or more; `through`: further views."""
 
         def only_sliced(inside: Computation, value: str, outside: tuple[Computation, Instruction] | None) -> bool:
             """Whether every use of a value is such a slice; `outside` is the fusion around it."""
@@ -77,17 +87,50 @@ class Dataflow:
         ) -> bool:
             if user.opcode == "dynamic-slice":
                 by_id = self._reads_partition_id(inside, user, outside)
-                return user.operands[0] == value and user.shapes[0].size >= share and by_id
-            if user.opcode == "get-tuple-element" and value == reduce.name:
+                return user.operands[0] == value and user.shapes[0].size >= least and by_id
+            if user.opcode == "get-tuple-element" and value == made.name:
                 return user.index != element or only_sliced(inside, user.name, outside)
-            if user.opcode in VIEWS:
+            if user.opcode in VIEWS or user.opcode in through:
                 return only_sliced(inside, user.name, outside)
             if user.opcode == "fusion" and outside is None:
                 body = self.module[user.calls[0]]
                 return only_sliced(body, body.parameters[user.operands.index(value)].name, (inside, user))
             return False
 
-        return only_sliced(computation, reduce.name, None)
+        return only_sliced(computation, made.name, None)
+
+    def narrowest(self, computation: Computation, value: Instruction) -> int | None:
+        """Bytes per element of the widest type to which readers convert a value first; None if one of them does not."""
+        widest = 0
+        for user in self.users_in(computation)[value.name]:
+            if user.opcode == "convert":
+                size: int | None = user.shapes[0].element_bytes
+            elif user.opcode in VIEWS:
+                size = self.narrowest(computation, user)
+            elif user.opcode == "fusion":
+                body = self.module[user.calls[0]]
+                inner = [body.parameters[i] for i, name in enumerate(user.operands) if name == value.name]
+                sizes = [self.narrowest(body, x) for x in inner]
+                size = None if None in sizes else max(x for x in sizes if x is not None)
+            else:
+                size = None
+            if size is None:
+                return None
+            widest = max(widest, size)
+        return widest or None
+
+    def source(self, computation: Computation, value: Instruction) -> Instruction:
+        """The value that another one is a view of, or of which it is a conversion alone."""
+        while True:
+            if value.opcode in VIEWS - {"get-tuple-element"} or (
+                value.opcode == "fusion" and len(value.operands) == 1 and self._converts(value)
+            ):
+                value = computation[value.operands[0]]
+            else:
+                return value
+
+    def _converts(self, fusion: Instruction) -> bool:
+        return all(x.opcode == "parameter" or x.opcode in VIEWS for x in self.module[fusion.calls[0]])
 
     def _reads_partition_id(
         self, computation: Computation, slice_: Instruction, outside: tuple[Computation, Instruction] | None

@@ -67,6 +67,11 @@ class Shape:
         """Logical bytes: no tile padding; types of less than a byte are packed."""
         return (self.size * _BITS[self.dtype] + 7) // 8
 
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element; of types of less than a byte, one."""
+        return (_BITS[self.dtype] + 7) // 8
+
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 

@@ -8,9 +8,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard.api.doctor import Diagnosis, doctor
 from autoshard.backends import devices
 from autoshard.cli.doctor import share
+from autoshard.diagnosis.doctor import doctor
+from autoshard.diagnosis.finding import Diagnosis
 from autoshard.errors import SpecError
 from autoshard.ir.mesh import MeshAxes
 from autoshard.report.tables import columns

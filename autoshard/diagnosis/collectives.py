@@ -1,0 +1,260 @@
+"""Patterns of collectives that could be cheaper, or not be there.
+
+Each says what would stand in the place of a collective that is so. A finding is all of a pattern's collectives from
+one source line; its price is how much sooner the compiled schedule ends with the better ones: what hides behind
+compute is worth nothing.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from autoshard.backends import hlo
+from autoshard.backends.partitioner_log import way_between
+from autoshard.diagnosis.evidence import Evidence
+from autoshard.diagnosis.finding import Finding
+from autoshard.ir.graph import Graph
+from autoshard.report.tables import bytes_text
+
+REDUCES = frozenset({"all-reduce", "reduce-scatter"})
+
+Better = tuple[hlo.Collective, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pattern:
+    """Collectives that could be cheaper.
+
+    Attributes:
+      kind: the finding's.
+      better: the collectives that would stand in the place of one, by the evidence and its position; None if it is
+        not of this pattern.
+      cause: what happens.
+      change: what to do about it.
+    """
+
+    kind: str
+    better: Callable[[Evidence, int], Better | None]
+    cause: str
+    change: str
+
+
+def rematerialized(evidence: Evidence, at: int) -> Better | None:
+    """A gather whose result is cut again on every device: an all-to-all moves a share of it."""
+    one = evidence.emitted[at]
+    if one.kind != "all-gather" or one.instruction not in evidence.module[one.computation].instructions:
+        return None
+    computation, result = evidence.result(one)
+    if one.op_name not in evidence.rematerialized:
+        element = _element(evidence, at)
+        if not hlo.communicates(computation[one.instruction]) or element is None:
+            return None
+        if not evidence.flow.is_cut_again(computation, result, element):
+            return None
+    return (replace(one, kind="all-to-all", nbytes=one.nbytes // one.group_size),)
+
+
+def summed_in_trips(evidence: Evidence, at: int) -> Better | None:
+    """A sum in every trip of a loop that only adds it up: one after the loop."""
+    one = evidence.emitted[at]
+    if one.kind not in REDUCES or one.trips == 1:
+        return None
+    found = (
+        evidence.equation(one) in evidence.added_in_trips if evidence.graph is not None else _is_carried(evidence, at)
+    )
+    return () if found else None
+
+
+def gathered_wide(evidence: Evidence, at: int) -> Better | None:
+    """A gather of a value that everyone who takes it casts to a narrower type."""
+    one, graph = evidence.emitted[at], evidence.graph
+    if one.kind != "all-gather":
+        return None
+    kept = _narrower_in_text(evidence, one) if graph is None else _narrower(graph, evidence.equation(one), one)
+    return (replace(one, nbytes=int(one.nbytes * kept)),) if kept else None
+
+
+def gathered_twice(evidence: Evidence, at: int) -> Better | None:
+    """A gather of a value that was gathered before."""
+    return () if at in evidence.repeated_gathers else None
+
+
+def whole_sum(evidence: Evidence, at: int) -> Better | None:
+    """An all-reduce of which every device keeps its share alone."""
+    one = evidence.emitted[at]
+    if one.kind != "all-reduce" or one.instruction not in evidence.module[one.computation].instructions:
+        return None
+    computation, result = evidence.result(one)
+    element = _element(evidence, at)
+    if element is None or element >= len(result.shapes) or not hlo.communicates(computation[one.instruction]):
+        return None
+    scattered = evidence.flow.is_scattered(computation, result, element, one.group_size)
+    return (replace(one, kind="reduce-scatter"),) if scattered else None
+
+
+def unasked(evidence: Evidence, at: int) -> Better | None:
+    """A collective that no annotation asks for."""
+    one, asked = evidence.emitted[at], evidence.asked
+    return () if asked is not None and one.kind not in REDUCES and not asked(one) else None
+
+
+# The first pattern that a collective has is its own.
+PATTERNS: tuple[Pattern, ...] = (
+    Pattern(
+        kind="rematerialized",
+        better=rematerialized,
+        cause="A value is made whole on every device, and cut again: the partitioner does not know how to move it from "
+        "one layout to the other (its `Involuntary full rematerialization`)",
+        change="Constrain it to a layout between the two, so that each step moves one mesh axis",
+    ),
+    Pattern(
+        kind="sums in every trip",
+        better=summed_in_trips,
+        cause="A loop adds to a value that it carries round, and finishes the sum over devices in every trip",
+        change="Keep one partial sum per device until the loop is over: autoshard.accumulate does for micro-batches, "
+        "and autoshard.plan for any loop",
+    ),
+    Pattern(
+        kind="gathered wide",
+        better=gathered_wide,
+        cause="A value is gathered before it is cast to a narrower type",
+        change="Cast it first, and constrain the cast value to the layout that it was stored in: the gather then moves "
+        "less",
+    ),
+    Pattern(
+        kind="gathered twice",
+        better=gathered_twice,
+        cause="A value is gathered that was gathered before, in the same part of the program",
+        change="Gather it once: constrain it to be whole where it is first needed, in the type in which all take it",
+    ),
+    Pattern(
+        kind="summed whole",
+        better=whole_sum,
+        cause="Every device gets a whole sum, and keeps its share of it alone",
+        change="Constrain the sum itself, not what is made of it, to the layout in which it is kept: a reduce-scatter "
+        "moves half as much",
+    ),
+    Pattern(
+        kind="unasked",
+        better=unasked,
+        cause="A value moves between two layouts that no annotation connects",
+        change="Constrain it where it is made to the layout in which it is taken, or change one of the two",
+    ),
+)
+
+
+def of_collectives(evidence: Evidence) -> Iterator[Finding]:
+    """The findings among a program's collectives: of a pattern and a source line, one."""
+    groups: dict[tuple[int, str], dict[int, Better]] = {}
+    for at, one in enumerate(evidence.emitted):
+        if one.kind == "collective-broadcast":
+            continue
+        for p, pattern in enumerate(PATTERNS):
+            better = pattern.better(evidence, at)
+            if better is not None:
+                groups.setdefault((p, evidence.where(one)), {})[at] = better
+                break
+    for (p, where), better in groups.items():
+        pattern, members = PATTERNS[p], [evidence.emitted[at] for at in better]
+        kinds = " and ".join(sorted({one.kind for one in members}))
+        count, nbytes = sum(one.trips for one in members), sum(one.total_bytes for one in members)
+        yield Finding(
+            kind=pattern.kind,
+            seconds=evidence.saved_s(better),
+            where=where,
+            cause=f"{pattern.cause}: {kinds}, {count:,} {'time' if count == 1 else 'times'}, {bytes_text(nbytes)}",
+            change=_between(evidence, members) or pattern.change,
+        )
+
+
+def _between(evidence: Evidence, members: list[hlo.Collective]) -> str:
+    """The constraint by which a value does not have to be made whole, if the compiler's log has both layouts."""
+    for one in members:
+        found = evidence.rematerialized.get(one.op_name)
+        if found is not None and found.source is not None and found.target is not None:
+            first = way_between(found.source, found.target)
+            if first is not None:
+                return (
+                    f"It goes from {found.source.spec()} to {found.target.spec()}: constrain it to {first.spec()} "
+                    "on its way, so that each step moves one mesh axis"
+                )
+    return ""
+
+
+def _element(evidence: Evidence, at: int) -> int | None:
+    """Which of the elements that an instruction moves a collective is; None where a concatenation hides it."""
+    one = evidence.emitted[at]
+    first = at
+    while first and evidence.emitted[first - 1].instruction == one.instruction and one.combined > 1:
+        first -= 1
+    instruction = evidence.module[one.computation].instructions.get(one.instruction)
+    if instruction is None or len(instruction.operands) != one.combined:
+        return None
+    return (at - first) % one.combined
+
+
+def _is_carried(evidence: Evidence, at: int) -> bool:
+    """Whether a loop adds a collective's result, or what it is a view of, to what it carries: by the text alone."""
+    one, flow = evidence.emitted[at], evidence.flow
+    computation = evidence.module[one.computation]
+    if one.computation not in flow.loops.around or one.done not in computation.instructions:
+        return False
+    left, seen = [computation[one.done]], set[str]()
+    returned = set(computation.root.operands)
+    while left:
+        value = left.pop()
+        for user in flow.users_in(computation)[value.name]:
+            if user.name in seen or user is computation.root:
+                continue
+            seen.add(user.name)
+            if _adds(evidence, user) and user.name in returned and _carries(computation, user):
+                return True
+            if user.opcode in ("bitcast", "copy", "convert", "get-tuple-element", "transpose", "reshape"):
+                left.append(user)
+    return False
+
+
+def _adds(evidence: Evidence, instruction: hlo.Instruction) -> bool:
+    body = evidence.module[instruction.calls[0]] if instruction.opcode == "fusion" else None
+    return (instruction if body is None else body.root).opcode == "add"
+
+
+def _carries(computation: hlo.Computation, instruction: hlo.Instruction) -> bool:
+    """Whether an operand is an element of what the loop carries."""
+    operands = (computation[name] for name in instruction.operands)
+    return any(x.opcode == "get-tuple-element" and computation[x.operands[0]].opcode == "parameter" for x in operands)
+
+
+def _narrower(graph: Graph, e: int | None, one: hlo.Collective) -> float:
+    """What of a gather's bytes the casts behind it keep; 0 if anything else takes it, or they are not narrower."""
+    if e is None:
+        return 0.0
+    uses = graph.consumers.get(graph.results[e][0], ())
+    casts = [graph.eqns[use] for use in ([e] if graph.eqns[e].traits.cast else [use for use, _ in uses])]
+    size = hlo.Shape(dtype=one.dtype, dims=()).element_bytes
+    if not casts or any(not eqn.traits.cast or eqn.operands[0].itemsize != size for eqn in casts):
+        return 0.0
+    kept = max(eqn.results[0].itemsize for eqn in casts) / size
+    return kept if kept < 1 else 0.0
+
+
+def _narrower_in_text(evidence: Evidence, one: hlo.Collective) -> float:
+    """The same, by the compiled text alone."""
+    computation = evidence.module[one.computation]
+    if one.combined > 1 or one.done not in computation.instructions:
+        return 0.0
+    size = hlo.Shape(dtype=one.dtype, dims=()).element_bytes
+    narrow = evidence.flow.narrowest(computation, computation[one.done])
+    return narrow / size if narrow is not None and narrow < size else 0.0
+
+
+def mended_in_vain(evidence: Evidence, least_s: float) -> Mapping[str, float]:
+    """The seconds, below `least_s`, that mending saves where the partitioner warns: by line, the largest first."""
+    found: dict[str, float] = {}
+    for name in evidence.rematerialized:
+        at = [i for i, one in enumerate(evidence.emitted) if one.op_name == name and one.kind == "all-gather"]
+        better = {i: rematerialized(evidence, i) or () for i in at}
+        saved_s = evidence.saved_s(better) if at else 0.0
+        if saved_s < least_s:
+            where = evidence.where(evidence.emitted[at[0]]) if at else name
+            found[where] = max(saved_s, found.get(where, 0.0))
+    return dict(sorted(found.items(), key=lambda item: -item[1]))

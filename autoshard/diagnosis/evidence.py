@@ -1,0 +1,167 @@
+"""Evidence: a compiled program, priced, and what else is known of it when findings are sought."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import cost_models
+from autoshard.backends import hlo
+from autoshard.backends.hlo.dataflow import Dataflow
+from autoshard.backends.hlo.text import UNKNOWN
+from autoshard.backends.partitioner_log import Rematerialized, rematerialized
+from autoshard.backends.timeline import Timeline, timeline
+from autoshard.ir.graph import Graph
+from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.op_traits import DOT_GENERAL, LOOP_CARRY, LOOP_RESULT, REDUCE_SUM, SCATTER_ADD
+from autoshard.planner.record import PlanRecord
+from autoshard.problem.assignment import Assignment
+from autoshard.verification.asked import Asked
+from autoshard.verification.result import Verification
+from autoshard.verification.verify import Places, argument_of, path_of
+
+_SUMS = frozenset({DOT_GENERAL, REDUCE_SUM, SCATTER_ADD})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Source:
+    """A program before it was compiled: as a hand has laid it out, and beside it the best plan.
+
+    Attributes:
+      hand: the promises of the hand's layouts.
+      assignment: the hand's layouts.
+      best: the record of the best plan.
+      best_assignment: its layouts.
+      verification: the compiled program beside the hand's layouts.
+      priced_with: prices the program with other specs of some inputs, by position; None leaves the hand's.
+      compiled_with: compiles it with further flags.
+    """
+
+    hand: PlanRecord
+    assignment: Assignment
+    best: PlanRecord
+    best_assignment: Assignment
+    verification: Verification
+    priced_with: Callable[[Sequence[Any]], PlanRecord]
+    compiled_with: Callable[[Mapping[str, Any]], Verification]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Evidence:
+    """A compiled program on its machine.
+
+    Attributes:
+      module: the program.
+      emitted: its collectives.
+      timeline: its schedule, priced.
+      machine: the cost model, with the mesh placed on it.
+      mesh: the axes of the program's mesh.
+      log: what the compiler wrote to standard error.
+      source: the program before it was compiled; None where only the compiled text is known.
+    """
+
+    module: hlo.Module
+    emitted: tuple[hlo.Collective, ...]
+    timeline: Timeline
+    machine: cost_models.Machine
+    mesh: MeshAxes
+    log: str = ""
+    source: Source | None = None
+
+    @property
+    def graph(self) -> Graph | None:
+        """The program's equations, where they are known."""
+        return None if self.source is None else self.source.assignment.decisions.graph
+
+    @cached_property
+    def flow(self) -> Dataflow:
+        """Where values come from and go to."""
+        return Dataflow(self.module)
+
+    @cached_property
+    def asked(self) -> Asked | None:
+        """Whether an annotation asks for a collective."""
+        return None if self.graph is None else Asked(self.graph)
+
+    @cached_property
+    def rematerialized(self) -> Mapping[str, Rematerialized]:
+        """The values that the partitioner says it made whole, by the name of the op that makes them."""
+        return {one.op_name: one for one in rematerialized(self.log, self.mesh)}
+
+    @cached_property
+    def _places(self) -> Places:
+        return Places(self.graph)
+
+    def where(self, one: hlo.Collective) -> str:
+        """The user's source line of a collective; its op's name where the compiler dropped the line."""
+        line = self._places(one)[1]
+        return one.op_name or line if line == UNKNOWN else line
+
+    def result(self, one: hlo.Collective) -> tuple[hlo.Computation, hlo.Instruction]:
+        """The computation of a collective, and the instruction that has its result."""
+        computation = self.module[one.computation]
+        return computation, computation[one.done]
+
+    @cached_property
+    def _equations(self) -> Mapping[Any, int]:
+        graph = self.graph
+        return {} if graph is None else {spots[0][0]: e for e, spots in enumerate(graph.makes)}
+
+    def equation(self, one: hlo.Collective) -> int | None:
+        """The equation that a collective belongs to; of an argument's gather, the first one that takes the argument."""
+        graph, e = self.graph, self._equations.get(path_of(one.op_name))
+        argument = argument_of(one)
+        if graph is None or e is not None or argument is None:
+            return e
+        uses = [use for value in graph.inputs[argument : argument + 1] for use in graph.consumers.get(value, ())]
+        return uses[0][0] if uses else None
+
+    @cached_property
+    def added_in_trips(self) -> frozenset[int]:
+        """The equations between a sum and the addition of it to what a loop carries round, both included."""
+        return frozenset() if self.graph is None else _added_in_trips(self.graph)
+
+    @cached_property
+    def repeated_gathers(self) -> frozenset[int]:
+        """Positions of gathers whose value the same computation gathers before, perhaps in another type."""
+        groups: dict[tuple[str, str, Any], list[int]] = defaultdict(list)
+        for at, one in enumerate(self.emitted):
+            computation = self.module[one.computation]
+            if one.kind != "all-gather" or one.combined > 1 or one.instruction not in computation.instructions:
+                continue
+            start = computation[one.instruction]
+            if len(start.operands) == 1 and hlo.communicates(start):
+                source = self.flow.source(computation, computation[start.operands[0]])
+                groups[one.computation, source.name, one.groups].append(at)
+        return frozenset(at for members in groups.values() for at in members[1:])
+
+    def saved_s(self, better: Mapping[int, Sequence[hlo.Collective]]) -> float:
+        """How much sooner the compiled schedule ends with other collectives in the places of some."""
+        rows = [row for at, one in enumerate(self.emitted) for row in better.get(at, (one,))]
+        return max(0.0, self.timeline.step_s - timeline(self.module, rows, self.machine, self.mesh).step_s)
+
+
+def _added_in_trips(graph: Graph) -> frozenset[int]:
+    carried = {graph.results[e][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive == LOOP_CARRY}
+    returned = {v for e, eqn in enumerate(graph.eqns) if eqn.primitive == LOOP_RESULT for v in graph.operands[e]}
+    found: set[int] = set()
+    for e, eqn in enumerate(graph.eqns):
+        terms = set(graph.operands[e])
+        if not eqn.traits.addition or not terms & carried or graph.results[e][0] not in returned:
+            continue
+        left = list(terms - carried)
+        found.add(e)
+        while left:
+            maker, _ = graph.producers.get(left.pop(), (-1, 0))
+            if maker < 0 or maker in found:
+                continue
+            traits = graph.eqns[maker].traits
+            if graph.eqns[maker].primitive in _SUMS or traits.addition:
+                found.add(maker)
+            if traits.same_values or traits.reshapes or traits.addition or traits.scale or traits.copy:
+                found.add(maker)
+                left += graph.operands[maker]
+            elif graph.eqns[maker].primitive == REDUCE_SUM:
+                left += graph.operands[maker]
+    return frozenset(found)

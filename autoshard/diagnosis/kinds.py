@@ -1,0 +1,26 @@
+"""Kinds of findings: the table of what the doctor looks for."""
+
+from collections.abc import Callable, Iterator
+
+from autoshard.diagnosis import layouts, memory
+from autoshard.diagnosis.collectives import PATTERNS, of_collectives
+from autoshard.diagnosis.evidence import Evidence
+from autoshard.diagnosis.finding import Finding
+
+LOOKS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
+    memory.out_of_memory,
+    of_collectives,
+    layouts.repeated_products,
+    layouts.whole_values,
+    layouts.whole_states,
+)
+
+# The names that findings have, for scripts.
+KINDS: tuple[str, ...] = (
+    "out of memory",
+    *(pattern.kind for pattern in PATTERNS),
+    "repeated on devices",
+    "whole on every device",
+    "optimizer state whole",
+    "flag",
+)

@@ -1,0 +1,76 @@
+"""Findings of memory: who owns the bytes of a step that does not fit, and the nearest layout that does."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from autoshard.diagnosis.evidence import Evidence, Source
+from autoshard.diagnosis.finding import Finding
+from autoshard.problem import memory_profile
+from autoshard.problem.decisions import Input
+from autoshard.report.tables import bytes_text, short_place
+
+OWNERS = 4  # named of those that hold the most
+
+# What is laid out otherwise, the least first.
+_CHANGES: Sequence[tuple[str, frozenset[str]]] = (
+    ("the optimizer's state", frozenset({"optimizer"})),
+    ("the parameters and the optimizer's state", frozenset({"optimizer", "parameters"})),
+    ("all arguments", frozenset({"optimizer", "parameters", "arguments"})),
+)
+
+
+def out_of_memory(evidence: Evidence) -> Iterator[Finding]:
+    """A step that needs more than a device has: nothing else matters, so its price is the whole step."""
+    source = evidence.source
+    if source is None:
+        return
+    memory, made = source.hand.memory, source.verification.memory.compiled
+    peak = memory.peak_bytes if made is None else made.peak
+    if peak <= memory.limit_bytes:
+        return
+    most = owners(source)
+    yield Finding(
+        kind="out of memory",
+        seconds=evidence.timeline.step_s,
+        where=most[0][0],
+        bytes=peak - memory.limit_bytes,
+        cause=f"A device needs {bytes_text(peak)} and has {bytes_text(memory.limit_bytes)}. At the peak it holds "
+        + ", ".join(f"{bytes_text(nbytes)} of {short_place(name)}" for name, nbytes in most[:OWNERS]),
+        change=_nearest(source, peak),
+    )
+
+
+def owners(source: Source) -> list[tuple[str, int]]:
+    """What holds bytes at the predicted peak, the most first: arguments by the name of their pytree, others by line."""
+    decisions, choice = source.assignment.decisions, source.assignment.choice
+    _, at, _ = memory_profile.peak(decisions, choice)
+    names = {node: leaf.path for node, leaf in zip(decisions.inputs, source.hand.inputs, strict=True)}
+    found: dict[str, int] = defaultdict(int)
+    for use in decisions.usages:
+        if use.start <= at < use.end:
+            node = decisions.nodes[use.node]
+            name = f"{node.holds} ({names[use.node].split('.')[0].split('[')[0]})" if isinstance(node, Input) else ""
+            found[name or node.where] += int(use.nbytes[choice[use.node]])
+    return sorted(found.items(), key=lambda item: (-item[1], item[0]))
+
+
+def _nearest(source: Source, peak: int) -> str:
+    """The fewest arguments that, laid out as the best plan has them, make the step fit."""
+    limit, decisions = source.hand.memory.limit_bytes, source.assignment.decisions
+    beyond = peak - source.hand.memory.peak_bytes  # what the compiler needs more than is predicted
+    kinds = [getattr(decisions.nodes[node], "holds", "arguments") for node in decisions.inputs]
+    for what, changed in _CHANGES:
+        specs = [best.spec if kind in changed else None for kind, best in zip(kinds, source.best.inputs, strict=True)]
+        if any(kind in changed for kind in kinds):
+            other = source.priced_with(specs)
+            if other.memory.peak_bytes + beyond <= limit:
+                leaf = max(
+                    (x for x, kind in zip(source.best.inputs, kinds, strict=True) if kind in changed),
+                    key=lambda x: len([*x.spec]),
+                )
+                return (
+                    f"Split {what} as `autoshard plan` does, such as {leaf.path} over {leaf.spec}: then "
+                    f"{bytes_text(other.memory.peak_bytes)} are predicted"
+                )
+    best = source.best.memory.peak_bytes
+    return f"No layout of the arguments alone is enough: `autoshard plan` needs {bytes_text(best)}"

@@ -1,0 +1,43 @@
+"""Asked: whether an annotation of the program asks for a collective that the compiler emits."""
+
+from autoshard.backends import hlo
+from autoshard.ir.graph import Eqn, Graph
+from autoshard.ir.op_traits import CONSTRAINT, LOOP_SLICE
+from autoshard.verification.verify import argument_of, path_of
+
+_REDUCES = frozenset({"all-reduce", "reduce-scatter"})
+
+
+class Asked:
+    """Whether an annotation asks for a collective, by the equation whose path its name carries."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._equation = {spots[0][0]: e for e, spots in enumerate(graph.makes)}
+        self._stored = frozenset(self._handed_on())
+
+    def __call__(self, found: hlo.Collective) -> bool:
+        if found.kind in _REDUCES or found.op_name.endswith(CONSTRAINT):
+            return True
+        e = self._equation.get(path_of(found.op_name))
+        if e is None:  # a result on its way to the sharding that the program asks of it, or an argument's gather
+            return found.op_name == "" or (found.kind == "all-gather" and argument_of(found) is not None)
+        if self._graph.eqns[e].primitive == CONSTRAINT:
+            return True
+        gathered = [v for v in (*self._graph.operands[e], *self._graph.results[e]) if v in self._stored]
+        return found.kind == "all-gather" and any(self._graph.avals[v].nbytes % found.nbytes == 0 for v in gathered)
+
+    def _handed_on(self) -> set[int]:
+        """Values that are program inputs, or such inputs cast, transposed, or a layer of them."""
+        stored = set(self._graph.inputs)
+        for eqn, operands, results in zip(self._graph.eqns, self._graph.operands, self._graph.results, strict=True):
+            if _hands_on(eqn) and set(operands) <= stored and operands:
+                stored |= set(results)
+        return stored
+
+
+def _hands_on(eqn: Eqn) -> bool:
+    """Whether an equation hands an argument on, whole or a layer of it; a constraint asks something of it instead."""
+    traits = eqn.traits
+    renames = traits.renames and eqn.primitive != CONSTRAINT
+    return renames or traits.cast or traits.copy or eqn.primitive == LOOP_SLICE

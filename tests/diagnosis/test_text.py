@@ -1,0 +1,158 @@
+"""The doctor of HLO text: no program, no compiler; and what it says on the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from autoshard.backends.partitioner_log import rematerialized, way_between
+from autoshard.cli import app
+from autoshard.diagnosis.doctor import doctor_of_text
+from autoshard.errors import HloError, MeshError
+from autoshard.ir.layout import Layout
+from autoshard.ir.mesh import MeshAxes
+
+FIXTURES = Path(__file__).parents[1] / "data" / "hlo" / "jax-0.10"
+
+# A gather whose result every device cuts again; a sum in each of four trips; a gather of what is read in 16 bits.
+SICK = """\
+HloModule sick, is_scheduled=true, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%body (state: (s32[], f32[1024,1024], f32[1024,1024])) -> (s32[], f32[1024,1024], f32[1024,1024]) {
+  %state = (s32[], f32[1024,1024], f32[1024,1024]) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %total = f32[1024,1024] get-tuple-element(%state), index=1
+  %x = f32[1024,1024] get-tuple-element(%state), index=2
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %dot = f32[1024,1024] dot(%x, %x), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+  %reduced = f32[1024,1024] all-reduce(%dot), to_apply=%add, metadata={source_file="t.py" source_line=7}
+  %more = f32[1024,1024] add(%total, %reduced)
+  ROOT %out = (s32[], f32[1024,1024], f32[1024,1024]) tuple(%next, %more, %x)
+}
+
+%condition (state: (s32[], f32[1024,1024], f32[1024,1024])) -> pred[] {
+  %state = (s32[], f32[1024,1024], f32[1024,1024]) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %trips = s32[] constant(4)
+  ROOT %less = pred[] compare(%i, %trips), direction=LT
+}
+
+ENTRY %main (p: f32[1024,1024]) -> f32[1024,1024] {
+  %p = f32[1024,1024] parameter(0)
+  %q = f32[128,1024] parameter(1)
+  %w = f32[128,4096] parameter(2)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[1024,1024], f32[1024,1024]) tuple(%zero, %p, %p)
+  %loop = (s32[], f32[1024,1024], f32[1024,1024]) while(%start), condition=%condition, body=%body
+  %grad = f32[1024,1024] get-tuple-element(%loop), index=1
+  %whole = f32[1024,1024] all-gather(%q), dimensions={0}, metadata={source_file="t.py" source_line=9}
+  %id = u32[] partition-id()
+  %width = u32[] constant(128)
+  %at = u32[] multiply(%id, %width)
+  %none = u32[] constant(0)
+  %cut = f32[1024,128] dynamic-slice(%whole, %none, %at), dynamic_slice_sizes={1024,128}
+  %wide = f32[1024,4096] all-gather(%w), dimensions={0}, metadata={source_file="t.py" source_line=12}
+  %narrow = bf16[1024,4096] convert(%wide)
+  ROOT %results = (f32[1024,1024], f32[1024,128], bf16[1024,4096]) tuple(%grad, %cut, %narrow)
+}
+"""
+LOG = (
+    "W0000 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization. The compiler cannot go from sharding "
+    "{devices=[2,1,4]<=[4,2]T(1,0)} to {devices=[1,8,1]<=[8]} efficiently for HLO operation %add.2 = f32[8,16,4] "
+    'add(%param), sharding={devices=[2,1,4]<=[4,2]T(1,0)}, metadata={op_name="jit(f)/add" stack_frame_id=4}. As the '
+    "last resort, SPMD will replicate the tensor"
+)
+
+
+def test_patterns_are_found_and_priced() -> None:
+    found = doctor_of_text(SICK, hardware="h100:1x8")
+    assert {one.kind: one.where for one in found.findings} == {
+        "sums in every trip": "t.py:7",
+        "rematerialized": "t.py:9",
+        "gathered wide": "t.py:12",
+    }
+    assert found.findings[0].kind == "sums in every trip"
+    assert "4 times" in found.findings[0].cause
+    assert sum(one.seconds for one in found.findings) < found.step.exposed_s == found.step.communication_s
+    assert found.step.best_s is None
+
+
+def test_a_mesh_of_its_own_gives_the_same() -> None:
+    one, other = (doctor_of_text(SICK, hardware="h100:1x8", mesh=mesh) for mesh in (None, {"data": 8}))
+    assert one.to_json() == other.to_json()
+    with pytest.raises(MeshError):
+        doctor_of_text(SICK, hardware="h100:1x8", mesh={"data": 3})
+
+
+@pytest.mark.parametrize(
+    "name", ["megatron.gpu", "sequence_parallel.gpu", "nested.gpu", "fsdp_scan.gpu", "experts.gpu"]
+)
+def test_healthy_programs_have_no_findings(name: str) -> None:
+    assert doctor_of_text((FIXTURES / f"{name}.txt").read_text(), hardware="h100:1x8").findings == ()
+
+
+@pytest.mark.parametrize("text", ["", "no HLO", SICK.replace("%total, %reduced", "%total, %lost")])
+def test_text_that_is_no_program_is_refused(text: str) -> None:
+    with pytest.raises(HloError):
+        doctor_of_text(text, hardware="h100:1x8")
+
+
+def test_the_partitioner_says_what_it_made_whole() -> None:
+    mesh = MeshAxes.of({"x": 4, "y": 2})
+    (found,) = rematerialized(f"noise\n{LOG}\n{LOG}\nnoise", mesh)
+    assert found.op_name == "jit(f)/add"
+    assert (str(found.source), str(found.target)) == ("[y,-,x]", "[-,x·y,-]")
+    assert found.source is not None
+    assert found.target is not None
+    between = way_between(found.source, found.target)
+    assert str(between) == "[y,x,-]"
+    assert between is not None
+    assert way_between(between, found.target) is None
+    old = LOG.replace("cannot go", "was not able to go").replace(
+        "efficiently", "without doing a full rematerialization of the tensor"
+    )
+    assert rematerialized(old, mesh) == (found,)
+
+
+def test_layouts_that_are_one_move_apart_have_nothing_between() -> None:
+    assert way_between(Layout((("x",), ())), Layout(((), ("x",)))) is None
+    assert way_between(Layout((("x",), ())), Layout((("x",), ()))) is None
+
+
+def run(*arguments: str, status: int = 0) -> str:
+    result = CliRunner().invoke(app, ["doctor", *arguments])
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def test_the_command_line_reads_text_compares_and_fails(tmp_path: Path) -> None:
+    sick, well = tmp_path / "sick.txt", tmp_path / "well.txt"
+    sick.write_text(SICK)
+    well.write_text(SICK.replace("dynamic-slice(%whole, %none, %at)", "dynamic-slice(%whole, %none, %none)"))
+    on = ("--hardware", "h100:1x8")
+    earlier = tmp_path / "well.json"
+    earlier.write_text(run("--hlo", str(well), *on, "--json"))
+    assert "rematerialized" in run("--hlo", str(sick), *on, "--fail-on", "1%", status=1)
+    assert "new" in run("--hlo", str(sick), *on, "--against", str(earlier))
+    run("--hlo", str(sick), *on, "--against", str(earlier), "--fail-on", "1%", status=1)
+    run("--hlo", str(well), *on, "--against", str(earlier), "--fail-on", "1%")
+    (line,) = run("--hlo", str(sick), *on, "--against", str(earlier), "--format", "github").splitlines()
+    assert line.startswith("::warning file=t.py,line=9,title=rematerialized")
+    changes = json.loads(run("--hlo", str(sick), *on, "--against", str(earlier), "--json"))["against"]["changes"]
+    assert [(one["what"], one["kind"]) for one in changes] == [("new", "rematerialized")]
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("module:builder", "--hlo", "x"), ("--hlo", "x"), ("--hlo", "missing", "--hardware", "h100:1x8")]
+)
+def test_requests_that_cannot_be_served_are_refused(arguments: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, ["doctor", *arguments])
+    assert result.exit_code != 0
