@@ -28,12 +28,14 @@ from autoshard.backends.shardy.probe import Answer, Probe, values_at
 from autoshard.backends.shardy.propagation import Annotations
 from autoshard.costs import shared_gathers
 from autoshard.ir.constraints import Constraints
-from autoshard.ir.graph import Graph, Path
+from autoshard.ir.graph import Graph, Path, build
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import RESHAPE, SCATTER_ADD, TRANSPOSE
 from autoshard.ir.rewrite import ConstraintSite
 from autoshard.ir.trace import Traced
+from autoshard.planner import fewer_layers
+from autoshard.planner.fewer_layers import Probed
 from autoshard.problem.decisions import Decisions
 from autoshard.problem.symmetry import Folding
 
@@ -71,23 +73,45 @@ def minimal_constraints(
     Raises:
       ShardyError: propagation fails.
     """
-    graph = decisions.graph
-    probe = Probe(program, graph, mesh, annotations, compiler.platform, scatters_whole=scatters_whole)
+    whole, graph = values_at(decisions.graph), decisions.graph
     once = frozenset[int]()
     if compiler.regathers_far_uses:
         once = shared_gathers.doubtful(graph) | (_reshaped(graph) - decisions.apart)
-    cut = {} if scatters_whole else _cut_sums(probe, annotations.pins, graph, mesh)
-    search = _Search(probe, decisions, folding, mesh, annotations, once, cut)
-    kept = search.thinned(search.forward())
+    probed = fewer_layers.probed(program, annotations)
+    if probed.like:
+        graph = build(probed.traced.jaxpr, compiler.platform)
+    probe = Probe(probed.traced, graph, mesh, probed.annotations, compiler.platform, scatters_whole=scatters_whole)
+    whole_of = {probe.of[here]: whole[there] for here, there in probed.origin.items() if there in whole}
+    classes = {
+        v: (int(folding.class_of[decisions.made[u].node]), decisions.graph.avals[u]) for v, u in whole_of.items()
+    }
+    pins = probed.annotations.pins
+    cut = {} if scatters_whole else _cut_sums(probe, pins, graph, mesh)
+    once = frozenset(v for v, u in whole_of.items() if u in once)
+    search = _Search(probe, graph, classes, mesh, probed.annotations, once, cut)
+    kept = {whole_of[v] for v in search.thinned(search.forward())}
     log.debug("constraints of %d of %d values are needed, after %d probes", len(kept), len(probe.values), search.probes)
-    return chosen(annotations.pins, probe, kept)
+    return chosen(annotations.pins, whole, kept | _standing(probed, whole, kept, annotations.pins))
 
 
-def chosen(pins: Constraints, probe: Probe, kept: Set[int]) -> Constraints:
-    """The constraints of some values, and those that are of none."""
+def _standing(probed: Probed, whole: Mapping[ConstraintSite, int], kept: Set[int], pins: Constraints) -> frozenset[int]:
+    """The values without a probe of their own whose constraints are needed: those that nothing stands for, too."""
+    there = set(probed.origin.values())
+    found: set[int] = set()
+    for site in fewer_layers.sites_of(pins):
+        other = site
+        while other in probed.like:
+            other = probed.like[other]
+        if site in whole and (other not in there or whole.get(other) in kept):
+            found.add(whole[site])
+    return frozenset(found)
+
+
+def chosen(pins: Constraints, of: Mapping[ConstraintSite, int], kept: Set[int]) -> Constraints:
+    """The constraints of some values, and those that are of none; `of` says which value is at a place."""
 
     def stays(name: str, key: object) -> bool:
-        value = probe.of.get((name, key))
+        value = of.get((name, key))
         return value is None or value in kept
 
     return replace(
@@ -119,17 +143,16 @@ class _Search:
     def __init__(
         self,
         probe: Probe,
-        decisions: Decisions,
-        folding: Folding,
+        graph: Graph,
+        classes: Mapping[int, object],
         mesh: MeshAxes,
         annotations: Annotations,
         once: Set[int],
         cut: Mapping[int, Layout],
     ) -> None:
         self._cut = cut
-        self._probe, self._mesh, self._graph = probe, mesh, decisions.graph
+        self._probe, self._mesh, self._graph = probe, mesh, graph
         pins = annotations.pins
-        graph = self._graph
         self._maker = {v: e for e, values in enumerate(graph.results) for v in values}
         self._contracted = frozenset(v for v, e in self._maker.items() if graph.eqns[e].traits.contraction)
         self._moved = _moved_values(probe, pins)
@@ -141,7 +164,7 @@ class _Search:
             if ("made", spot) in probe.of
         }
         self._ambiguous = _ambiguous(probe, graph, annotations, once)
-        self._equal: dict[int, frozenset[int]] = _in_equal_places(probe.values, decisions, folding)
+        self._equal: dict[int, frozenset[int]] = _in_equal_places(probe.values, classes)
         self._around: dict[int, list[Path]] = {}  # value → the equations that make and take it
         paths = graph.paths
         for e, path in enumerate(paths):
@@ -384,14 +407,12 @@ def _activations(graph: Graph, contractions: Iterable[int]) -> set[int]:
     return found
 
 
-def _in_equal_places(values: Iterable[int], decisions: Decisions, folding: Folding) -> dict[int, frozenset[int]]:
-    """Value → the values of its type whose decision stands in an equal place, with itself."""
-    members: dict[tuple[int, object], set[int]] = {}
-    class_of: dict[int, tuple[int, object]] = {}
-    for v in sorted(values):
-        class_of[v] = int(folding.class_of[decisions.made[v].node]), decisions.graph.avals[v]
-        members.setdefault(class_of[v], set()).add(v)
-    return {v: frozenset(members[c]) for v, c in class_of.items()}
+def _in_equal_places(values: Iterable[int], classes: Mapping[int, object]) -> dict[int, frozenset[int]]:
+    """Value → the values of its class, with itself."""
+    members: dict[object, set[int]] = {}
+    for v in values:
+        members.setdefault(classes[v], set()).add(v)
+    return {v: frozenset(members[classes[v]]) for v in values}
 
 
 def _frontier(graph: Graph, wrong: Set[int], right: Set[int]) -> set[int]:

@@ -1,0 +1,59 @@
+"""Of many equal layers a few are probed, and tell which constraints of all are needed."""
+
+from functools import cache
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard import SolvedPlan
+from autoshard.backends.shardy.probe import Probe, values_at
+from autoshard.backends.shardy.propagation import Annotations
+from autoshard.ir.bodies import opened
+from autoshard.planner import fewer_layers
+from autoshard.planner.build_record import program_pins
+from tests.ir.test_layers import loss, parameters
+
+LAYERS, WIDTH = 8, 1024
+
+
+@cache
+def plan_and_annotations() -> tuple[SolvedPlan, Annotations]:
+    params = jax.eval_shape(lambda: parameters(range(LAYERS), WIDTH))
+    x = jax.ShapeDtypeStruct((512, WIDTH), "float32")
+    pins = {"params.layers.*.up": P(None, "model"), "params.layers.*.down": P("model"), "x": P("data")}
+    plan = autoshard.plan(loss, params, x, mesh={"data": 2, "model": 4}, hardware="h100:1x8", pins=pins, rel_gap=0.2)
+    record = plan.record
+    return plan, Annotations(
+        inputs={i: leaf.spec for i, leaf in enumerate(record.inputs)},
+        outputs={i: leaf.spec for i, leaf in enumerate(record.outputs)},
+        pins=program_pins(plan.planned.assignment),
+        donated=frozenset(),
+    )
+
+
+def test_the_probed_program_has_a_few_layers_and_every_constraint_has_one_that_stands_for_it() -> None:
+    plan, annotations = plan_and_annotations()
+    traced = plan.planned.traced
+    probed = fewer_layers.probed(traced, annotations)
+    assert len(opened(probed.traced.jaxpr).steps) < 0.6 * len(opened(traced.jaxpr).steps)
+    every, there = set(fewer_layers.sites_of(annotations.pins)), set(probed.origin.values())
+    assert there | probed.like.keys() == every
+    assert set(fewer_layers.sites_of(probed.annotations.pins)) == probed.origin.keys()
+    for site in every - there:
+        other = site
+        while other in probed.like:
+            other = probed.like[other]
+        assert other in there
+
+
+def test_what_few_layers_need_is_all_that_the_whole_program_needs() -> None:
+    plan, annotations = plan_and_annotations()
+    record, graph = plan.record, plan.planned.space.decisions.graph
+    probe = Probe(plan.planned.traced, graph, record.mesh, annotations, "cuda")
+    values = values_at(graph)
+    kept = {values[site] for site in fewer_layers.sites_of(record.pins)}
+    few, none, every = probe.ask(kept), probe.ask(set()), probe.ask(probe.values)
+    assert few.moved == every.moved != none.moved
+    assert few.casts == every.casts
+    assert 2 * len(kept) < len(probe.values)
