@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autoshard.api.evaluation import Evaluation
     from autoshard.api.jit import jit
     from autoshard.api.loaded_plan import LoadedPlan, load
+    from autoshard.api.own_stages import in_own_stages
     from autoshard.api.plan import Plan
     from autoshard.api.plan_many import plan_many
     from autoshard.api.planning import plan
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         SearchError,
         SpecError,
         StageError,
+        StageRunError,
         TimeLimitError,
         VerifyError,
     )
@@ -64,6 +66,7 @@ _ROOMS = {
     "SolvedPlan": "api.solved_plan",
     "SpecError": "errors",
     "StageError": "errors",
+    "StageRunError": "errors",
     "TimeLimitError": "errors",
     "Template": "api.compare",
     "VerifyError": "errors",
@@ -71,6 +74,7 @@ _ROOMS = {
     "compare": "api.compare",
     "doctor": "diagnosis.doctor",
     "evaluate": "api.evaluate",
+    "in_own_stages": "api.own_stages",
     "in_stages": "pipeline_parallel.in_stages",
     "jit": "api.jit",
     "load": "api.loaded_plan",
@@ -101,6 +105,7 @@ __all__ = [
     "SolvedPlan",
     "SpecError",
     "StageError",
+    "StageRunError",
     "Template",
     "TimeLimitError",
     "VerifyError",
@@ -108,6 +113,7 @@ __all__ = [
     "compare",
     "doctor",
     "evaluate",
+    "in_own_stages",
     "in_stages",
     "jit",
     "load",

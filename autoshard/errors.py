@@ -106,6 +106,28 @@ class StageError(SpecError):
         super().__init__(f"the loss cannot run in stages{at}: {reason}\n  {way_out}")
 
 
+class StageRunError(AutoshardError, RuntimeError):
+    """A stage of a pipeline failed while it ran.
+
+    Attributes:
+      stage: the stage.
+      chunk: its chunk of layers.
+      microbatch: the micro-batch that it worked on.
+      work: "forward", "backward" or "weights".
+      reason: the error's message.
+    """
+
+    def __init__(self, stage: int, chunk: int, microbatch: int, work: str, reason: str) -> None:
+        self.stage, self.chunk, self.microbatch, self.work, self.reason = stage, chunk, microbatch, work, reason
+        super().__init__(
+            f"stage {stage} failed in the {work} pass of micro-batch {microbatch} (chunk {chunk} of the layers): "
+            f"{reason}\n  no stage goes on; the parameters are as they were before the step"
+        )
+
+    def __reduce__(self) -> tuple[type, tuple[int, int, int, str, str]]:
+        return type(self), (self.stage, self.chunk, self.microbatch, self.work, self.reason)
+
+
 class InfeasibleError(AutoshardError):
     """No plan satisfies the constraints (memory, or pins that exclude each other).
 

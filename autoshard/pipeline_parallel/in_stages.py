@@ -88,7 +88,7 @@ def _run(
     times = schedule.steps * parts
     chunks = jax.tree.map(lambda x: jnp.swapaxes(split_batch(x, schedule.steps, parts), 0, 1), batch)
     micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), chunks)
-    scale = _times_weight(loss, (params, micro, rest), (params, batch, rest), times, has_aux=has_aux)
+    scale = times_weight(loss, (params, micro, rest), (params, batch, rest), times, has_aux=has_aux)
     leaves, tree = jax.tree.flatten((params, micro, rest))
     of_aux: list[Any] = []
 
@@ -100,7 +100,7 @@ def _run(
         of_aux[:] = [structure]
         return [value, *others]
 
-    of_batch = _of_batch((params, micro, rest))
+    of_batch = leaves_of_batch((params, micro, rest))
     closed = stacked(jax.make_jaxpr(flat)(*leaves), of_batch)
     parted = cut(closed, of_batch, schedule.stages * schedule.repeats)
     staged = Staged(cut=parted, schedule=schedule, batch=of_batch, axis=axis)
@@ -130,12 +130,12 @@ def _mean_over_parts(gradients: Any) -> Any:
     return gradients.astype(wide).mean(0).astype(gradients.dtype)
 
 
-def _of_batch(arguments: tuple[Any, Any, Any]) -> tuple[bool, ...]:
+def leaves_of_batch(arguments: tuple[Any, Any, Any]) -> tuple[bool, ...]:
     """Which leaves of (params, batch, rest) are the batch's."""
     return tuple(k == 1 for k, part in enumerate(arguments) for _ in jax.tree.leaves(part))
 
 
-def _times_weight(loss: Callable[..., Any], small: Any, large: Any, times: int, *, has_aux: bool) -> Fraction:
+def times_weight(loss: Callable[..., Any], small: Any, large: Any, times: int, *, has_aux: bool) -> Fraction:
     """By what the mean of the micro-batches' losses is multiplied: 1 if the loss is a mean, `times` if a sum."""
     sizes = {x.shape[0] for x in jax.tree.leaves(large[1])}
     if len(sizes) != 1:
@@ -150,4 +150,4 @@ def _times_weight(loss: Callable[..., Any], small: Any, large: Any, times: int, 
     if times == 1:
         return Fraction(1)
     one, all_of_them = (_jax.without_dead(jax.make_jaxpr(value)(*arguments)) for arguments in (small, large))
-    return times * weight_of(one, all_of_them, _of_batch(small), examples=sizes.pop(), times=times)
+    return times * weight_of(one, all_of_them, leaves_of_batch(small), examples=sizes.pop(), times=times)

@@ -1,0 +1,343 @@
+"""Own stages: value and gradients of a batch, the layers in stages that have devices and programs of their own."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Unpack
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import cost_models
+from autoshard import _jax
+from autoshard.api import emit
+from autoshard.api.options import Options, SolvingOptions, refuse_unknown
+from autoshard.api.stage_homes import Homes, home_specs
+from autoshard.api.stage_plans import COTANGENTS, STATE, TOTAL, WEIGHTS, ChunkPlan, plan_chunks, stage_target
+from autoshard.backends import devices
+from autoshard.backends.devices import MeshLike, Target
+from autoshard.errors import ArgumentError, InfeasibleError, SpecError
+from autoshard.ir.mesh import MeshAxes
+from autoshard.pipeline_parallel.own_stages import schedules
+from autoshard.pipeline_parallel.own_stages.loss import ChunkedLoss, chunked
+from autoshard.pipeline_parallel.own_stages.run import ChunkPrograms, Run
+from autoshard.pipeline_parallel.own_stages.table import Table, Work
+from autoshard.pipeline_parallel.own_stages.timeline import Timeline, simulate
+from autoshard.report.tables import bytes_text
+
+_jax.hide_frames(__file__)
+
+Leaves = list[Any]
+
+
+def in_own_stages(
+    loss: Callable[..., Any],
+    *,
+    stages: str,
+    steps: int,
+    schedule: str = "1F1B",
+    repeats: int = 1,
+    layers: Sequence[int] | None = None,
+    mesh: MeshLike = None,
+    hardware: str | cost_models.Hardware | None = None,
+    has_aux: bool = False,
+    **options: Unpack[SolvingOptions],
+) -> "OwnStages":
+    """`jax.value_and_grad(loss)` with the layers in stages of their own devices and programs.
+
+    As `in_stages`, the result takes `(params, batch, *rest)`, and refuses the same losses. It is
+    called outside of `jax.jit`: it starts the stages' programs, of which each is planned by itself.
+
+        value_and_grad = autoshard.in_own_stages(
+            loss, stages="stage", steps=16, schedule="1F1B", mesh={"stage": 4, "data": 2}, hardware="h100:1x8"
+        )
+        value, gradients = value_and_grad(params, batch)
+        params, state = update(params, state, gradients)  # any function, jitted: arrays of all devices
+
+    Args:
+      loss: as of `in_stages`.
+      stages: the mesh axis of the stages.
+      steps: micro-batches.
+      schedule: "GPipe", "1F1B", or "interleaved".
+      repeats: chunks of layers per stage, of an interleaved schedule.
+      layers: how many layers each chunk has, in their order; None: as many each, and where that does not go, one less
+        in the first and the last one.
+      mesh: of all devices, `{"stage": 4, "data": 2}`, a Mesh, or None for the mesh in context.
+      hardware: all of it, as of `autoshard.plan`.
+      has_aux: as of `in_stages`.
+      **options: memory, unknown, time_limit_s and rel_gap of `autoshard.plan`, for every program.
+
+    Raises:
+      SpecError: the numbers do not go together.
+    """
+    refuse_unknown(options, tuple(SolvingOptions.__annotations__), "in_own_stages")
+    return OwnStages(
+        loss,
+        stages=stages,
+        steps=steps,
+        schedule=schedule,
+        repeats=repeats,
+        layers=layers,
+        has_aux=has_aux,
+        mesh=mesh,
+        options=Options(mesh=mesh, hardware=hardware, **options),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pipeline:
+    """The plan of a step in own stages.
+
+    Attributes:
+      table: the tasks of every stage.
+      timeline: when each runs, by the predicted seconds of the plans. What a step does once (weights that go to the
+        stages, gradients that come home) is not in it.
+      plans: the plans of every chunk of layers.
+      layers: how many layers each chunk has.
+      specs: the layouts of the parameters between steps, over all devices, in their pytree.
+      peaks: bytes per device of every stage: its programs, what it adds up, and what it holds of micro-batches.
+        Optimizer state is not in them.
+    """
+
+    table: Table
+    timeline: Timeline
+    plans: tuple[ChunkPlan, ...]
+    layers: tuple[int, ...]
+    specs: Any
+    peaks: tuple[int, ...]
+    loss: ChunkedLoss
+    target: Target
+    stage_axis: str
+
+    @property
+    def cost(self) -> float:
+        """Predicted seconds of a step."""
+        return self.timeline.step_s
+
+    @property
+    def bubble(self) -> float:
+        """The share of the stages' time in which they wait, as predicted."""
+        return self.timeline.bubble
+
+    def mesh(self) -> Mesh:
+        """All devices, the stages first.
+
+        Raises:
+          MeshError: this process does not have them.
+        """
+        made = self.target.device_mesh()
+        names = [self.stage_axis, *(name for name in made.axis_names if name != self.stage_axis)]
+        grid = np.moveaxis(made.devices, made.axis_names.index(self.stage_axis), 0)
+        axes = self.axes
+        kinds = (jax.sharding.AxisType.Auto,) * axes.ndim
+        assert list(axes.names[: len(names)]) == names
+        return Mesh(grid.reshape(axes.sizes), axes.names, axis_types=kinds)
+
+    @property
+    def axes(self) -> MeshAxes:
+        """The mesh of all devices, the stages first."""
+        own = self.plans[0].backward.record.mesh.shape
+        return MeshAxes.of({self.stage_axis: self.table.stages, **own})
+
+    def shardings(self) -> Any:
+        """NamedShardings of the parameters between steps, for `jax.device_put` or `jax.jit`."""
+        mesh = self.mesh()
+        return jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec), self.specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+        )
+
+    def summary(self) -> str:
+        """The pipeline as text: its stages, its schedule, its time."""
+        t = self.table
+        lines = [
+            f"{t.name}: {t.stages} stages of {self.plans[0].backward.record.mesh}, {t.steps} micro-batches, "
+            f"{self.cost * 1e3:.3g} ms, bubble {self.bubble:.0%}"
+        ]
+        for s in range(t.stages):
+            own = range(s, t.chunks, t.stages)
+            count = " + ".join(str(self.layers[c]) for c in own)
+            forward = sum(_seconds(self.plans[c], Work.FORWARD) for c in own)
+            backward = sum(_seconds(self.plans[c], Work.BACKWARD) for c in own)
+            lines.append(
+                f"  stage {s}: {count} layers, forward {forward * 1e3:.3g} ms, backward {backward * 1e3:.3g} ms, "
+                f"holds {t.held(s)} micro-batches, peak {bytes_text(self.peaks[s])}"
+            )
+        return "\n".join(lines)
+
+
+class OwnStages:
+    """The result of `in_own_stages`."""
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        *,
+        stages: str,
+        steps: int,
+        schedule: str,
+        repeats: int,
+        layers: Sequence[int] | None,
+        has_aux: bool,
+        mesh: MeshLike,
+        options: Options,
+    ) -> None:
+        self._loss, self._stages, self._steps = loss, stages, steps
+        self._schedule, self._repeats, self._layers = schedule, repeats, layers
+        self._has_aux, self._mesh, self._options = has_aux, mesh, options
+        self._entries: dict[Any, Entry] = {}
+
+    def plan(self, params: Any, batch: Any, *rest: Any) -> Pipeline:
+        """The plan for these arguments (arrays or ShapeDtypeStructs); planned once per shapes."""
+        return self._entry(params, batch, rest).pipeline
+
+    def __call__(self, params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
+        """The loss (with has_aux the other results beside it), and the gradients."""
+        if any(map(_jax.is_tracer, jax.tree.leaves((params, batch, rest)))):
+            raise ArgumentError(
+                "in_own_stages runs several programs, and cannot be part of one: call it outside of jax.jit (and of "
+                "jax.grad, jax.vmap); autoshard.in_stages makes one program"
+            )
+        return self._entry(params, batch, rest)(params, batch, rest)
+
+    def _entry(self, params: Any, batch: Any, rest: tuple[Any, ...]) -> "Entry":
+        leaves, tree = jax.tree.flatten((params, batch, rest))
+        avals = tuple((x.shape, x.dtype) for x in map(_jax.shaped, leaves))
+        key = tree, avals, _jax.context_mesh()
+        if key not in self._entries:
+            shapes = tree.unflatten([jax.ShapeDtypeStruct(*aval) for aval in avals])
+            self._entries[key] = Entry(self._planned(*shapes), has_aux=self._has_aux)
+        return self._entries[key]
+
+    def _planned(self, params: Any, batch: Any, rest: tuple[Any, ...]) -> Pipeline:
+        o = self._options
+        whole = devices.place(self._mesh, o.hardware)
+        sizes = whole.axes.shape
+        if self._stages not in sizes:
+            raise SpecError(f"stages={self._stages!r}: the mesh has no such axis; it has {', '.join(sizes)}")
+        table = schedules.table(self._schedule, stages=sizes[self._stages], repeats=self._repeats, steps=self._steps)
+        loss = chunked(
+            self._loss,
+            params,
+            batch,
+            rest,
+            steps=self._steps,
+            chunks=table.chunks,
+            layers=self._layers,
+            has_aux=self._has_aux,
+        )
+        plans = plan_chunks(loss, table, stage_target(whole, self._stages), o)
+        hop_s = max((_hop_s(plan, whole, self._stages) for plan in plans[1:]), default=0.0)
+        timeline = simulate(table, lambda task: _seconds(plans[task.chunk], task.work), hop_s=hop_s)
+        own = plans[0].backward.record.mesh.shape
+        specs = home_specs(loss, table, plans, MeshAxes.of({self._stages: table.stages, **own}))
+        found = Pipeline(
+            table=table,
+            timeline=timeline,
+            plans=plans,
+            layers=loss.chunks.layers,
+            specs=jax.tree.unflatten(jax.tree.structure(params), specs),
+            peaks=tuple(_peak(plans, table, s) for s in range(table.stages)),
+            loss=loss,
+            target=whole,
+            stage_axis=self._stages,
+        )
+        limit = plans[0].backward.record.memory.limit_bytes
+        for s, peak in enumerate(found.peaks):
+            if peak > limit:
+                raise InfeasibleError(
+                    f"stage {s} needs {bytes_text(peak)} with the {table.held(s)} micro-batches that {table.name} "
+                    f"holds, and has {bytes_text(limit)}\n"
+                    "  take more micro-batches (steps=), schedule='1F1B', or more stages",
+                    peak_bytes=peak,
+                    limit_bytes=limit,
+                )
+        return found
+
+
+class Entry:
+    """A planned step: its programs, on their devices."""
+
+    def __init__(self, pipeline: Pipeline, *, has_aux: bool) -> None:
+        self.pipeline = pipeline
+        self._has_aux = has_aux
+        self._homes: Homes | None = None
+        self._compiled: dict[tuple[int, Work], Any] = {}
+        self.last: Run | None = None
+
+    @property
+    def homes(self) -> Homes:
+        """Where values are between steps."""
+        if self._homes is None:
+            p = self.pipeline
+            specs = jax.tree.leaves(p.specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+            self._homes = Homes(loss=p.loss, table=p.table, plans=p.plans, mesh=p.mesh(), specs=specs)
+        return self._homes
+
+    def __call__(self, params: Any, batch: Any, rest: tuple[Any, ...]) -> tuple[Any, Any]:
+        homes = self.homes
+        leaves, tree = jax.tree.flatten(params)
+        placed = [jax.device_put(x, homes.at_home(spec)) for x, spec in zip(leaves, homes.specs, strict=True)]
+        everywhere = homes.at_home(PartitionSpec())
+        whole = [*placed, *(jax.device_put(x, everywhere) for x in jax.tree.leaves(rest))]
+        examples = [jax.device_put(x, everywhere) for x in jax.tree.leaves(batch)]
+        given = homes.bring(whole, examples)
+        run = Run.of(self.pipeline.table, [self._programs(c, *own) for c, own in enumerate(given)], homes.zeros())
+        run.finish()
+        self.last = run
+        value, others, gradients = homes.take_home(whole, run.totals)
+        aux = jax.tree.unflatten(self.pipeline.loss.aux, others)
+        return ((value, aux) if self._has_aux else value), tree.unflatten(gradients)
+
+    def _programs(self, chunk: int, weights: Leaves, shared: Leaves, micro: Leaves) -> ChunkPrograms:
+        plan = self.pipeline.plans[chunk]
+        backward = self._program(chunk, Work.BACKWARD)
+        forward: Any = None if plan.forward is None else self._program(chunk, Work.FORWARD)
+
+        def run_backward(total: Any, at: int, state: Leaves, cotangents: Leaves) -> tuple[Any, Leaves]:
+            return backward(total, weights, shared, micro, state, cotangents, np.int32(at))
+
+        def run_forward(at: int, state: Leaves) -> Leaves:
+            return forward(weights, shared, micro, state, np.int32(at))
+
+        return ChunkPrograms(
+            forward=None if forward is None else run_forward,
+            backward=run_backward,
+            take=partial(self._moved, chunk, STATE),
+            take_back=partial(self._moved, chunk, COTANGENTS),
+        )
+
+    def _moved(self, chunk: int, argument: int, values: Leaves) -> Leaves:
+        """Values of another stage on the devices of a chunk's."""
+        places = [self.homes.on_stage(chunk, spec) for spec in self.pipeline.plans[chunk].specs(argument)]
+        return jax.device_put(values, places)
+
+    def _program(self, chunk: int, work: Work) -> Any:
+        if (chunk, work) not in self._compiled:
+            plan = self.pipeline.plans[chunk]
+            made = plan.backward if work is Work.BACKWARD else plan.forward
+            assert made is not None
+            mesh = self.homes.stages[self.pipeline.table.stage_of(chunk)]
+            self._compiled[chunk, work] = emit.jitted(made.record, made.traced, mesh)
+        return self._compiled[chunk, work]
+
+
+def _seconds(plan: ChunkPlan, work: Work) -> float:
+    """Predicted seconds of a task; the last chunk's forward pass is part of its backward pass."""
+    if work is Work.FORWARD:
+        return 0.0 if plan.forward is None else plan.forward.cost
+    return plan.backward.cost
+
+
+def _hop_s(plan: ChunkPlan, whole: Target, axis: str) -> float:
+    """Seconds to hand a state from one stage to the next."""
+    return float(whole.machine.collective_s("collective-permute", (axis,), plan.bytes_of(STATE)))
+
+
+def _peak(plans: Sequence[ChunkPlan], table: Table, stage: int) -> int:
+    """Bytes per device of a stage at its peak."""
+    own = range(stage, table.chunks, table.stages)
+    kept = sum(plans[c].bytes_of(TOTAL, WEIGHTS) for c in own)
+    held = (table.held(stage) - 1) * max(plans[c].bytes_of(STATE) for c in own)
+    peaks = (plans[c].backward.record.memory.peak_bytes - plans[c].bytes_of(TOTAL, WEIGHTS) for c in own)
+    return kept + held + max(peaks)

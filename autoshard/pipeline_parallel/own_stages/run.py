@@ -1,0 +1,94 @@
+"""Run: one step of a pipeline, a table's tasks started one after the other.
+
+Starting a task does not wait for its result, so that the stages, which share no device, work at
+the same time. A chunk holds the state that comes in from its arrival to its backward pass.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.errors import StageRunError
+from autoshard.pipeline_parallel.own_stages.table import Table, Task, Work
+
+Leaves = list[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkPrograms:
+    """The programs of one chunk, on the devices of its stage.
+
+    Attributes:
+      forward: (micro-batch, state) → state behind the chunk; None of the last chunk, whose backward pass does it.
+      backward: (total, micro-batch, state, cotangents) → (total, cotangents of the state).
+      take: brings a state to the devices of this chunk's stage.
+      take_back: brings cotangents there.
+    """
+
+    forward: Callable[[int, Leaves], Leaves] | None
+    backward: Callable[[Any, int, Leaves, Leaves], tuple[Any, Leaves]]
+    take: Callable[[Leaves], Leaves]
+    take_back: Callable[[Leaves], Leaves]
+
+
+@dataclass(slots=True)
+class Run:
+    """A step while it runs.
+
+    Attributes:
+      table: the tasks.
+      programs: of every chunk.
+      totals: what every chunk adds up; at the end, the result.
+      held: for how many pairs of chunk and micro-batch each stage holds a state.
+      most: the most that it held.
+    """
+
+    table: Table
+    programs: Sequence[ChunkPrograms]
+    totals: list[Any]
+    held: list[int]
+    most: list[int]
+    states: dict[tuple[int, int], Leaves]
+    cotangents: dict[tuple[int, int], Leaves]
+
+    @classmethod
+    def of(cls, table: Table, programs: Sequence[ChunkPrograms], totals: Sequence[Any]) -> "Run":
+        """A step that has not begun."""
+        none = [0] * table.stages
+        return cls(table, programs, list(totals), [*none], [*none], {}, {})
+
+    def finish(self) -> None:
+        """Starts every task.
+
+        Raises:
+          StageRunError: one failed.
+        """
+        for task in self.table.in_order():
+            try:
+                self._start(task)
+            except Exception as error:
+                stage = self.table.stage_of(task.chunk)
+                raise StageRunError(stage, task.chunk, task.microbatch, str(task.work), str(error)) from error
+
+    def _start(self, task: Task) -> None:
+        chunk, microbatch = task.chunk, task.microbatch
+        own = self.programs[chunk]
+        if task.work is Work.FORWARD:
+            if not chunk:
+                self._arrive(chunk, microbatch, [])
+            if own.forward is not None:
+                out = own.forward(microbatch, self.states[chunk, microbatch])
+                self._arrive(chunk + 1, microbatch, self.programs[chunk + 1].take(out))
+            return
+        state = self.states.pop((chunk, microbatch))
+        self.held[self.table.stage_of(chunk)] -= 1
+        behind = self.cotangents.pop((chunk, microbatch), [])
+        self.totals[chunk], out = own.backward(self.totals[chunk], microbatch, state, behind)
+        if chunk:
+            self.cotangents[chunk - 1, microbatch] = self.programs[chunk - 1].take_back(out)
+
+    def _arrive(self, chunk: int, microbatch: int, state: Leaves) -> None:
+        self.states[chunk, microbatch] = state
+        stage = self.table.stage_of(chunk)
+        self.held[stage] += 1
+        self.most[stage] = max(self.most[stage], self.held[stage])

@@ -1,0 +1,171 @@
+"""Stages of their own devices compute what `jax.value_and_grad` does, and hold what their schedule says."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autoshard
+import models
+from autoshard import SpecError, StageError, in_own_stages
+from autoshard.errors import ArgumentError, StageRunError
+from autoshard.pipeline_parallel.own_stages import run as runs
+from models.training import adamw
+from tests.end_to_end.test_numerics import STEPS, TOLERANCE, WITHOUT_GRADIENT, wrong
+from tests.pipeline_parallel.test_in_stages import REFUSED, SMALL, weights
+from tests.pipeline_parallel.test_in_stages import batch as examples
+from tests.pipeline_parallel.test_planned import arguments, loss
+from tests.programs import GPUS, relative_error
+
+LEARNING_RATE = 3e-4  # Adam divides by a gradient's size: where that is nearly zero, rounding moves a weight as far
+TWO: dict[str, Any] = {"mesh": {"stage": 2, "data": 2}, "hardware": "h100:1x4", "stages": "stage", "steps": 4}
+ALONE = {"mesh": {"stage": 2}, "hardware": "cpu:2"}  # two stages of one device each
+
+
+def staged(loss: Any, **how: Any) -> Any:
+    options: dict[str, Any] = {**TWO, **how}
+    return in_own_stages(loss, **options)
+
+
+def steps_of(value_and_grad: Any, params: Any, batch: Any) -> tuple[Any, list[Any]]:
+    """Three AdamW steps, the optimizer an ordinary program of all devices."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), adamw(LEARNING_RATE))
+
+    @jax.jit
+    def update(params: Any, state: Any, gradients: Any) -> Any:
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state, values = tx.init(params), []
+    for _ in range(STEPS):
+        value, gradients = value_and_grad(params, batch)
+        params, state = update(params, state, gradients)
+        values.append(value)
+    return params, values
+
+
+def check_steps(value_and_grad: Any, loss: Any, params: Any, batch: Any) -> None:
+    got, values = steps_of(value_and_grad, params, batch)
+    want, expected = steps_of(jax.jit(jax.value_and_grad(loss)), params, batch)
+    assert max(relative_error(a, b) for a, b in zip(values, expected, strict=True)) <= TOLERANCE
+    assert not {leaf: error for leaf, error in wrong(got, want).items() if WITHOUT_GRADIENT not in leaf}
+    assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, params)
+
+
+def test_three_adamw_steps_are_those_of_one_device_and_weights_stay_where_they_are(monkeypatch: Any) -> None:
+    made: list[runs.Run] = []
+    of = runs.Run.of
+
+    def noted(*args: Any) -> runs.Run:
+        made.append(of(*args))
+        return made[-1]
+
+    monkeypatch.setattr(runs.Run, "of", noted)
+    params, batch = (jax.tree.map(jnp.asarray, x) for x in arguments())
+    value_and_grad = staged(loss)
+    check_steps(value_and_grad, loss, params, batch)
+    plan = value_and_grad.plan(params, batch)
+    assert {spec[0] for spec in jax.tree.leaves(plan.specs["layers"], is_leaf=lambda x: isinstance(x, tuple))} <= {
+        "stage",
+        ("stage",),
+        ("stage", "data"),
+    }
+    assert [run.most for run in made] == [[2, 2]] * STEPS  # stages' worth, of 4 micro-batches
+    assert all(not run.states and not run.cotangents for run in made)
+    assert 0 < plan.bubble < 1
+    assert plan.cost == plan.timeline.step_s > 0
+    assert "1F1B: 2 stages of data=2, 4 micro-batches" in plan.summary()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "interleaved": {"mesh": {"stage": 2, "data": 2}, "schedule": "interleaved", "repeats": 2},
+    "uneven": {"mesh": {"stage": 2, "model": 2}, "layers": (1, 3)},
+    "GPipe of one device each": {"mesh": {"stage": 4}, "schedule": "GPipe"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_schedules_and_divisions_have_the_same_steps(case: str) -> None:
+    params, batch = (jax.tree.map(jnp.asarray, x) for x in arguments())
+    check_steps(staged(loss, **CASES[case]), loss, params, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama", "tiny-mixtral"])
+@pytest.mark.parametrize("mesh", [{"stage": 2, "data": 2, "model": 2}, {"stage": 4, "data": 2}], ids=["2", "4"])
+def test_models_have_the_same_steps(name: str, mesh: dict[str, int]) -> None:
+    module, config = models.find(name, **SMALL)
+    state = jax.jit(partial(module.init, config))(jax.random.key(1))
+    batch = module.example_batch(config, batch=16)
+    of_model = partial(module.loss, config)
+    check_steps(staged(of_model, mesh=mesh, hardware=GPUS, rel_gap=1e-2), of_model, state.params, batch)
+
+
+def test_other_results_are_stacked_and_other_arguments_are_passed_whole() -> None:
+    def with_aux(p: Any, b: Any, shift: Any) -> Any:
+        x, _ = jax.lax.scan(lambda x, own: (x + jnp.tanh(x @ own["w"]), None), b["x"] @ p["in"], p["layers"])
+        return jnp.mean(x @ p["out"]) + shift, {"keep": b["keep"], "size": jnp.abs(b["x"]).mean()}
+
+    program = staged(with_aux, has_aux=True, **ALONE)
+    (value, aux), gradients = program(weights(), examples(), np.float32(0.5))
+    (want, _), want_gradients = jax.value_and_grad(with_aux, has_aux=True)(weights(), examples(), 0.5)
+    assert relative_error(value, want) <= TOLERANCE
+    assert not wrong(gradients, want_gradients)
+    assert np.asarray(aux["keep"]).tolist() == [examples()["keep"][m::4].tolist() for m in range(4)]
+    sizes = [np.abs(examples()["x"][m::4]).mean() for m in range(4)]
+    assert relative_error(aux["size"], np.asarray(sizes)) <= TOLERANCE
+
+
+def test_a_stage_that_fails_says_which_and_with_which_microbatch() -> None:
+    params, batch = arguments()
+    program = staged(loss, **ALONE)
+    program(params, batch)
+    entry: Any = program._entry(params, batch, ())
+    working = entry._moved
+
+    handed: list[int] = []
+
+    def failing(chunk: int, argument: int, values: Any) -> Any:
+        handed.append(chunk)
+        if handed.count(1) == 3:
+            raise RuntimeError("the link is down")
+        return working(chunk, argument, values)
+
+    entry._moved = failing
+    with pytest.raises(
+        StageRunError, match=r"stage 0 failed in the forward pass of micro-batch 2 .*: the link is down"
+    ) as caught:
+        program(params, batch)
+    error = caught.value
+    assert (error.stage, error.microbatch, error.work) == (0, 2, "forward")
+    assert str(type(error)(0, 0, 2, "forward", "the link is down")) == str(error)
+
+
+def test_what_changes_numbers_or_is_inside_of_a_program_is_refused() -> None:
+    changing, why = REFUSED["statistics of the batch"]
+    with pytest.raises(StageError, match=why):
+        staged(changing)(weights(), examples())
+    with pytest.raises(ArgumentError, match=r"cannot be part of one: call it outside of jax.jit"):
+        jax.jit(staged(loss))(*arguments())
+    with pytest.raises(SpecError, match="stages='pipe': the mesh has no such axis; it has stage, data"):
+        staged(loss, stages="pipe")(*arguments())
+    with pytest.raises(ArgumentError, match="in_own_stages has no option 'memroy': did you mean memory"):
+        staged(loss, memroy=1)
+
+
+def test_held_microbatches_have_to_fit() -> None:
+    """The programs fit; what 1F1B holds of four micro-batches fits, what GPipe holds does not."""
+    params, batch = (jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x) for x in arguments())
+    how = {**ALONE, "steps": 16}
+    peaks = [staged(loss, **how, schedule=name).plan(params, batch).peaks[1] for name in ("1F1B", "GPipe")]
+    state = 64 // 16 * 64 * 4  # examples of a micro-batch, their width, bytes
+    assert peaks[1] - peaks[0] == (16 - 1) * state  # the last stage holds one of them, or all
+    between = sum(peaks) // 2
+    assert staged(loss, **how, memory=between).plan(params, batch).peaks[1] == peaks[0]
+    with pytest.raises(autoshard.InfeasibleError, match=r"stage 1 needs .* with the 16 micro-batches that GPipe holds"):
+        staged(loss, **how, memory=between, schedule="GPipe").plan(params, batch)
