@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import cost_models
 from autoshard import _jax
 from autoshard.api import emit
-from autoshard.api.options import Options, SolvingOptions, refuse_unknown
+from autoshard.api.options import Options, SolvingOptions, listing, refuse_unknown
 from autoshard.api.stage_homes import Homes, home_specs
 from autoshard.api.stage_plans import COTANGENTS, STATE, TOTAL, WEIGHTS, ChunkPlan, plan_chunks, stage_target
 from autoshard.backends import devices
@@ -31,6 +31,7 @@ _jax.hide_frames(__file__)
 Leaves = list[Any]
 
 
+@listing(SolvingOptions)
 def in_own_stages(
     loss: Callable[..., Any],
     *,
