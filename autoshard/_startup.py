@@ -7,6 +7,7 @@ nothing to a user who plans for an accelerator elsewhere. All other output comes
 
 import contextlib
 import importlib.util
+import logging
 import os
 import re
 import sys
@@ -34,7 +35,26 @@ _HARMLESS = re.compile(
 
 @contextlib.contextmanager
 def without_driver_notices() -> Generator[None]:
-    """Holds file descriptor 2 back meanwhile, and then writes all but the harmless lines."""
+    """Holds file descriptor 2 back meanwhile, and then writes all but the harmless lines.
+
+    JAX logs a missing CUDA library to `sys.stderr`, which in a notebook is no file: there the record is dropped.
+    """
+    log = logging.getLogger("jax._src.xla_bridge")
+    log.addFilter(_is_news)
+    try:
+        with _stderr_without_notices():
+            yield
+    finally:
+        log.removeFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return re.fullmatch(r"Unable to load \w+\. Is it installed\?", str(error)) is None
+
+
+@contextlib.contextmanager
+def _stderr_without_notices() -> Generator[None]:
     try:
         stderr = os.dup(2)
     except OSError:  # closed: there is nothing to hold back

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from autoshard.backends.shardy.propagation import Annotations, annotated
+from autoshard.planner import summary
 from autoshard.planner.record import PlanRecord
 from autoshard.planner.search_space import SearchSpace
 from autoshard.problem.assignment import Assignment
+from autoshard.report.notebook import Shown
 from autoshard.verification.result import Verification
 from autoshard.verification.verify import TOLERANCE, Known, verify
 
@@ -15,7 +17,7 @@ Completion = Literal["shardy", "best"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Evaluation:
+class Evaluation(Shown):
     """A hand-written layout as the planner sees it: its price, collectives and memory.
 
     `assignment` holds the layout of every value; `annotations` are what the compiler is
@@ -32,6 +34,9 @@ class Evaluation:
         r = self.record
         fits = "" if self.fits else ", does not fit"
         return f"<Evaluation of {r.name} on {r.mesh} ({r.hardware}): {self.cost * 1e3:.3g} ms, {self.completion}{fits}>"
+
+    def __str__(self) -> str:
+        return summary.summary(self.record)
 
     @property
     def cost(self) -> float:

@@ -26,6 +26,7 @@ from autoshard.backends import devices as meshes
 from autoshard.backends.model import CompilerModel
 from autoshard.backends.shardy.propagation import Annotations, annotated
 from autoshard.errors import PlanMismatchError, SpecError
+from autoshard.explain.diff import Diff, diff
 from autoshard.ir import graph as graphs
 from autoshard.ir.checkpoint_policy import CheckpointPolicy, checkpoint_policy
 from autoshard.ir.graph import Graph
@@ -41,7 +42,7 @@ from autoshard.planner.record import Leaf, PlanRecord, write_plan_file
 from autoshard.problem import bill
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.repeated import repeated_work
-from autoshard.report.notebook import preformatted
+from autoshard.report.notebook import Text, preformatted
 from autoshard.verification.profile import Profile, profile
 from autoshard.verification.result import Verification
 from autoshard.verification.verify import TOLERANCE, Known, check, verify
@@ -187,7 +188,7 @@ class Plan(ABC):
         """The plan as text: step time, memory, proof, layouts, collectives."""
         known = self._provenance
         used = known.assignment
-        return text.summary(
+        written = text.summary(
             self.record,
             seconds=known.seconds,
             flops=None if used is None else bill.flops(used),
@@ -196,10 +197,15 @@ class Plan(ABC):
             else bill.peak_flops_per_s(used, known.machine.peak_flops_per_s),
             repeated=None if used is None else repeated_work(used),
         )
+        return Text(written)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan file: JSON, the same bytes for the same input."""
         write_plan_file(self.record, path)
+
+    def diff(self, other: "Plan") -> Diff:
+        """What `other`, usually a later plan of the same program, changes: step, memory, layouts and traffic."""
+        return diff(self.record, other.record)
 
     def logical_axis_rules(self, names: exports.LogicalNames) -> exports.Rules:
         """Flax's logical axis rules under which every named input has the layout of the plan.

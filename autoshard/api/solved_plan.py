@@ -21,6 +21,7 @@ from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.record import PlanRecord
 from autoshard.problem import Problem
 from autoshard.report import page
+from autoshard.report.notebook import Text
 from autoshard.verification.layouts import LayoutCheck, honoured
 
 
@@ -136,7 +137,7 @@ class SolvedPlan(ProgramPlan):
             turned = turning_points(planned, self._place.hardware, pattern, at=at, varied=varied)
         undivided = runner_up.blocked(self.record.inputs, self.record.mesh)
         found = runner_up.explain(planned, pattern, at=at)
-        return explanation.text(found, turned, undivided, () if at is None else recalls(planned, at))
+        return Text(explanation.text(found, turned, undivided, () if at is None else recalls(planned, at)))
 
     def to_html(self) -> str:
         """A page that opens offline: layouts as tiles, timeline, memory, roofline, collectives, sources."""

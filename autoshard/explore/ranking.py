@@ -8,6 +8,7 @@ from math import log
 
 from autoshard.explore.candidates import Candidate
 from autoshard.planner.record import PlanRecord
+from autoshard.report.tables import time_text
 
 SECONDS_PER_DAY = 86_400.0
 SECONDS_PER_HOUR = 3_600.0
@@ -79,6 +80,10 @@ class Progress:
     total: int
     answer: RankedPlan | LeftOut | None
     best: RankedPlan | None
+
+    def __str__(self) -> str:
+        best = "" if self.best is None else f"; best {time_text(self.best.step_s)}: {self.best.candidate}"
+        return f"{self.done} of {self.total} candidates{best}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

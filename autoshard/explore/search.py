@@ -8,6 +8,7 @@ An interruption (Ctrl-C) keeps what was found until then.
 """
 
 import itertools
+import logging
 import os
 import pickle
 import time
@@ -40,6 +41,8 @@ from autoshard.problem.warm_start import PortableChoice
 from autoshard.report import page
 from autoshard.report.notebook import Shown
 from autoshard.solver.tuning import TUNED
+
+log = logging.getLogger("autoshard")
 
 VALUE_AND_GRAD = "value_and_grad"  # the argument of a builder that takes the place of `jax.value_and_grad`
 PARAMETER_MULTIPLE = "x"  # "20x": twenty tokens per parameter
@@ -182,7 +185,12 @@ def search(
     )
     notes: list[str] = []
     answers: list[Answer] = []
-    tell = on_progress or (lambda progress: None)
+
+    def tell(progress: Progress) -> None:
+        log.debug("%s", progress, extra={"now": f"{progress} …"})
+        if on_progress is not None:
+            on_progress(progress)
+
     agenda = Agenda(every)
     try:
         tell(Progress(done=0, total=len(every), answer=None, best=None))

@@ -15,6 +15,12 @@ class Shown:
         return preformatted(str(self))
 
 
+class Text(str, Shown):
+    """A text that a notebook shows as it is printed."""
+
+    __slots__ = ()
+
+
 def preformatted(text: str) -> str:
     """Text as HTML that keeps its columns, and scrolls where the page is narrow."""
     return f'<pre style="{_STYLE}">{html.escape(text)}</pre>'

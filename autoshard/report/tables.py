@@ -35,7 +35,14 @@ def render(*parts: RenderableType, width: int) -> str:
     """Tables and lines as plain text, one blank line between them."""
     out = io.StringIO()
     console = Console(
-        file=out, width=width, force_terminal=False, color_system=None, highlight=False, emoji=False, markup=False
+        file=out,
+        width=width,
+        force_terminal=False,
+        force_jupyter=False,  # which would show it at once, instead of writing it
+        color_system=None,
+        highlight=False,
+        emoji=False,
+        markup=False,
     )
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str), crop=False)

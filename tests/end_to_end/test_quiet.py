@@ -1,5 +1,6 @@
 """Quiet: what plugins write where there is no accelerator is no news; everything else comes through."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -42,6 +43,32 @@ def test_only_noise_is_held_back(capfd: pytest.CaptureFixture[str]) -> None:
     with _startup.without_driver_notices():
         os.write(2, NEWS[:10] + NEWS[10:] + NOISE + NEWS)
     assert capfd.readouterr().err.encode() == NEWS + NEWS
+
+
+class Ear(logging.Handler):
+    """Keeps what it hears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(str(record.exc_info and record.exc_info[1]))
+
+
+def test_a_missing_cuda_library_is_no_news_to_whom_a_log_goes() -> None:
+    log, handler = logging.getLogger("jax._src.xla_bridge"), Ear()
+    log.addHandler(handler)
+    try:
+        with _startup.without_driver_notices():
+            for text in ("Unable to load CUDA. Is it installed?", "Unable to load the program"):
+                try:
+                    raise RuntimeError(text)
+                except RuntimeError:
+                    log.exception("Jax plugin configuration error")
+    finally:
+        log.removeHandler(handler)
+    assert handler.heard == ["Unable to load the program"]
 
 
 def test_devices_are_found_quietly_without_an_accelerator() -> None:

@@ -67,6 +67,22 @@ def test_a_plan_is_shown_as_its_summary() -> None:
     assert "<lambda>" not in shown
 
 
+def test_text_is_written_in_a_notebook_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    plan = tiny()
+    assert "data=8" in plan._repr_html_()
+    assert "data=8" in plan.summary()
+    explained: Any = plan.explain("x")
+    assert "lies" in explained._repr_html_()
+
+
+def test_an_evaluation_and_a_diff_are_shown() -> None:
+    plan, x = tiny(), jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    hand = autoshard.evaluate(lambda w, x: jnp.sum(x @ w), x, x, mesh={"data": 8}, hardware="cpu:8")
+    assert "on data=8 (cpu:8)" in hand._repr_html_()
+    assert "lambda" in plan.diff(plan)._repr_html_()
+
+
 def test_what_is_printed_is_shown() -> None:
     class Result(notebook.Shown):
         def __str__(self) -> str:

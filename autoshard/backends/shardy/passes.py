@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from autoshard import _jax
+from autoshard import _jax, _startup
 from autoshard.errors import CompileError, ShardyError
 from autoshard.ir.layout import Layout
 
@@ -177,6 +177,7 @@ def lowered(traced: Any, platform: str, places: Iterable[tuple[str, str]]) -> An
     Raises:
       CompileError: JAX cannot lower an equation for the platform, or only with real devices.
     """
+    _startup.devices()  # lowering starts JAX's backends: quietly
     try:
         return _jax.lower(traced, platform)
     except ValueError as error:
