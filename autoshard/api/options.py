@@ -22,7 +22,7 @@ from autoshard.backends.devices import MeshLike
 from autoshard.backends.known_compilers import CALLED
 from autoshard.errors import ArgumentError, MeshError, SpecError
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.recomputation import FIT, WRITTEN, RematOption
+from autoshard.ir.recomputation import ADD, Remat
 from autoshard.planner import pipeline
 from autoshard.planner.budget import REL_GAP, TIME_LIMIT_S, Budget
 from autoshard.planner.program import Call, bind
@@ -38,7 +38,7 @@ _Verb = TypeVar("_Verb", bound=Callable[..., Any])
 _CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "constraints": ("needed", "all", "compiled"),
     "unknown": ("error", "replicate"),
-    "remat": get_args(RematOption),
+    "remat": get_args(Remat),
     "refine": (None, *CALLED),
 }
 
@@ -92,7 +92,7 @@ class PlanOptions(SolvingOptions, FunctionOptions, total=False):
     refine: str | None
     candidates: int
     also: Mapping[str, Plan | Evaluation] | None
-    remat: RematOption
+    remat: Remat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,7 @@ class Options:
     refine: str | None = None
     candidates: int = 3
     also: Mapping[str, Plan | Evaluation] = field(default_factory=dict[str, Plan | Evaluation])
-    remat: RematOption = FIT
+    remat: Remat = ADD
 
     def __post_init__(self) -> None:
         _meshes(self.mesh)
@@ -190,7 +190,7 @@ class Options:
             for_grad=self.for_grad,
             unknown=self.unknown,
             like=None if self.like is None else self.like.record,
-            remat=WRITTEN if self.remat == FIT else self.remat,
+            remat=self.remat,
         )
 
 

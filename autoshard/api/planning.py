@@ -24,9 +24,8 @@ from autoshard.backends import devices as meshes
 from autoshard.backends.devices import MeshLike
 from autoshard.errors import InfeasibleError, SpecError
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.recomputation import ADD, FIT, RematOption
+from autoshard.ir.recomputation import ADD, WRITTEN, Remat
 from autoshard.planner import named_shardings, pipeline, request
-from autoshard.planner.infeasible import whatever_is_kept
 from autoshard.planner.loop_sums_space import summing_once
 from autoshard.planner.microbatches import solve_counts
 from autoshard.planner.named_shardings import OtherMeshError
@@ -63,7 +62,7 @@ def plan(
     refine: str | None = None,
     candidates: int = 3,
     also: Mapping[str, Plan | Evaluation] | None = None,
-    remat: RematOption = FIT,
+    remat: Remat = ADD,
     **kwargs: Any,
 ) -> SolvedPlan:
     """Finds the sharding of `fn(*args, **kwargs)` with the least step time that fits in memory.
@@ -119,11 +118,11 @@ def plan(
       also: layouts that `refine` compiles besides, by name: hand-written ones as
         `autoshard.evaluate` returns them, or plans. One whose schedule is shorter than ours is
         the plan.
-      remat: what backward passes find kept of their forward ones, and what they repeat. "written": what the program
-        says. "add": what costs least, decided with the layouts; the program's own `jax.checkpoint`s stay. "free":
-        likewise, and what its own checkpoints repeat may be kept. "fit": as written, if that fits in memory, else
-        "add". Random bits come out the same; effects and calls of the host are never repeated. A loss that is planned
-        for its gradient (`for_grad`) keeps what JAX keeps.
+      remat: what backward passes find kept of their forward ones, and what they repeat, decided with the layouts.
+        "add": the program's own `jax.checkpoint`s stay, and more is repeated where that is faster, or fits at all.
+        "free": what its own checkpoints repeat may be kept as well. "written": what the program says. Random bits come
+        out the same; effects and calls of the host are never repeated. A loss that is planned for its gradient
+        (`for_grad`) keeps what JAX keeps.
       **kwargs: keyword arguments of `fn`, as `args`.
 
     Raises:
@@ -241,7 +240,7 @@ def plan_or_load(questions: Sequence[PlanRequest], options: Options, *, peers: P
 
 def _found(questions: Sequence[PlanRequest], options: Options) -> SolvedPlan:
     lock = None if options.lock is None else lock_at(options.lock)
-    locked = None if lock is None else lock.find(_alternatives(questions, options), options.constraints)
+    locked = None if lock is None else lock.find(questions, options.constraints)
     if locked is not None:
         return _plan(*locked, options)
     if lock is not None:
@@ -296,35 +295,6 @@ def _fitting(questions: Sequence[PlanRequest], options: Options) -> dict[int, So
     Raises:
       InfeasibleError: none has; the error is that of the smallest peak.
     """
-    if options.remat == FIT:  # with few micro-batches that repeat something a step may be shorter than with many
-        questions = [replace(question, remat=ADD) if question.counts else question for question in questions]
-    plans, errors = _answers(questions, options)
-    more: list[InfeasibleError] = []
-    if not plans and options.remat == FIT and any(may_recompute(error) for error in errors):
-        plans, more = _answers([_keeping_less(question) for question in questions], options)
-    if not plans:
-        least = min([*errors, *more], key=lambda error: inf if error.peak_bytes is None else error.peak_bytes)
-        raise whatever_is_kept(least) if more else least
-    return plans
-
-
-def _keeping_less(question: PlanRequest) -> PlanRequest:
-    """The question behind one that nothing fits."""
-    return replace(question, remat=ADD, as_written=False)
-
-
-def _alternatives(questions: Sequence[PlanRequest], options: Options) -> list[PlanRequest]:
-    """Every question whose plan may be the answer."""
-    return [*questions, *(map(_keeping_less, questions) if options.remat == FIT else ())]
-
-
-def may_recompute(error: InfeasibleError) -> bool:
-    """Whether nothing fits for want of memory, and what passes through takes some of it: keeping less may help."""
-    return error.peak_bytes is not None and any(error.kinds.get(kind) for kind in ("activations", "copies"))
-
-
-def _answers(questions: Sequence[PlanRequest], options: Options) -> tuple[dict[int, SolvedPlan], list[InfeasibleError]]:
-    """The answers of the questions that have one, by their numbers, and why the others have none."""
     plans: dict[int, SolvedPlan] = {}
     errors: list[InfeasibleError] = []
     for i, question in enumerate(questions):
@@ -332,11 +302,13 @@ def _answers(questions: Sequence[PlanRequest], options: Options) -> tuple[dict[i
             plans[i] = _cached(question, options)
         except InfeasibleError as error:
             errors.append(error)
-    return plans, errors
+    if not plans:
+        raise min(errors, key=lambda error: inf if error.peak_bytes is None else error.peak_bytes)
+    return plans
 
 
 def _answered(record: PlanRecord, questions: Sequence[PlanRequest], options: Options) -> SolvedPlan:
-    for question in _alternatives(questions, options):
+    for question in questions:
         if not misfits(record, question):
             return _plan(record, question, options)
     raise AssertionError("the plan of process 0 answers none of the questions, whose digests were equal")
@@ -359,7 +331,8 @@ def _cached(question: PlanRequest, options: Options) -> SolvedPlan:
 def _plan(record: PlanRecord, question: PlanRequest, options: Options) -> SolvedPlan:
     """A plan that was made elsewhere; its planning result is found again on first use."""
     question = question if record.microbatches is None else question.in_microbatches(record.microbatches)
-    question = question if record.recomputation is None else keeping(question, record.recomputation)
+    chosen = record.recomputation
+    question = replace(question, remat=WRITTEN) if chosen is None else keeping(question, chosen)
     question = summing_once(question, record.loop_sums) if record.loop_sums else question
     return SolvedPlan(
         record,

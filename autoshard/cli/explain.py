@@ -34,7 +34,7 @@ from autoshard.explain.sensitivity import Varied, turning_points
 from autoshard.explore.builder import load_builder
 from autoshard.explore.remedies import remedies
 from autoshard.explore.trial import Task
-from autoshard.ir.recomputation import FIT
+from autoshard.ir.recomputation import ADD
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.report import progress
 from autoshard.report.tables import bytes_text, time_text
@@ -59,7 +59,7 @@ def explain(
     pin: PinOption = None,
     set_: SetOption = None,
     for_grad: GradOption = False,
-    remat: RematChoice = FIT,
+    remat: RematChoice = ADD,
     time_limit: TimeOption = None,
     as_json: JsonOption = False,
 ) -> None:

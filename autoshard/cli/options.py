@@ -12,7 +12,7 @@ from autoshard.cli.app import errors
 from autoshard.cli.written import assignments, byte_count, is_position, mesh_axes, pin_of
 from autoshard.errors import MeshError
 from autoshard.explore.builder import load_target
-from autoshard.ir.recomputation import FIT, RematOption
+from autoshard.ir.recomputation import ADD, Remat
 from autoshard.planner.pipeline import ConstraintPolicy
 from autoshard.report import progress
 
@@ -48,8 +48,8 @@ GradOption = Annotated[bool, typer.Option("--for-grad/--forward", help="plan its
 GapOption = Annotated[float, typer.Option("--gap", help="stop when proven optimal to this fraction")]
 TimeOption = Annotated[float | None, typer.Option("--time-limit", help="seconds; then the best so far")]
 RematChoice = Annotated[
-    RematOption,
-    typer.Option("--remat", metavar="<str>", help="written, fit, add or free", show_default=False),
+    Remat,
+    typer.Option("--remat", metavar="<str>", help="written, add or free", show_default=False),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON alone on standard output")]
 
@@ -77,7 +77,7 @@ class Asked:
     for_grad: bool
     gap: float
     time_limit: float | None
-    remat: RematOption = FIT
+    remat: Remat = ADD
 
 
 def planned(

@@ -25,7 +25,7 @@ from autoshard.cli.options import (
     planned,
 )
 from autoshard.cli.written import writable
-from autoshard.ir.recomputation import FIT
+from autoshard.ir.recomputation import ADD
 from autoshard.planner.pipeline import ConstraintPolicy
 
 
@@ -40,7 +40,7 @@ def plan(
     pin: PinOption = None,
     set_: SetOption = None,
     for_grad: GradOption = False,
-    remat: RematChoice = FIT,
+    remat: RematChoice = ADD,
     gap: GapOption = REL_GAP,
     time_limit: TimeOption = None,
     refine: Annotated[

@@ -31,7 +31,7 @@ from autoshard.cli.options import (
 )
 from autoshard.cli.written import writable
 from autoshard.errors import AutoshardError
-from autoshard.ir.recomputation import FIT
+from autoshard.ir.recomputation import ADD
 from autoshard.planner import baseline_layouts, view
 from autoshard.report import page, progress
 
@@ -51,7 +51,7 @@ def report(
     pin: PinOption = None,
     set_: SetOption = None,
     for_grad: GradOption = False,
-    remat: RematChoice = FIT,
+    remat: RematChoice = ADD,
     time_limit: TimeOption = None,
     as_json: JsonOption = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,

@@ -30,7 +30,7 @@ from autoshard.cli.options import (
 from autoshard.cli.written import assignments, writable
 from autoshard.errors import PlanMismatchError
 from autoshard.explore.builder import load_target
-from autoshard.ir.recomputation import FIT
+from autoshard.ir.recomputation import ADD
 from autoshard.report import progress
 from autoshard.verification import machine_json
 from autoshard.verification.verify import TOLERANCE
@@ -63,7 +63,7 @@ def verify(
     pin: PinOption = None,
     set_: SetOption = None,
     for_grad: GradOption = False,
-    remat: RematChoice = FIT,
+    remat: RematChoice = ADD,
     gap: GapOption = REL_GAP,
     time_limit: TimeOption = None,
     as_json: JsonOption = False,

@@ -10,11 +10,7 @@ Remat = Literal["written", "add", "free"]
 be. `free`: they are hints; what they repeat may be kept.
 """
 
-RematOption = Literal["written", "fit", "add", "free"]
-"""The options of a user; `fit`: as written where that fits in memory, else `add`."""
-
 WRITTEN: Literal["written"] = "written"
-FIT: Literal["fit"] = "fit"
 ADD: Literal["add"] = "add"
 
 

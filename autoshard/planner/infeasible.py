@@ -69,25 +69,6 @@ def infeasible(
     )
 
 
-def whatever_is_kept(error: InfeasibleError) -> InfeasibleError:
-    """The error of what does not fit as written, where it was tried as well that backward passes keep less.
-
-    The bound was that of the program as written.
-    """
-    first, *rest = str(error).splitlines()
-    if WHATEVER_IS_KEPT in first or not any(KEEPING_LESS in line for line in rest):
-        return error
-    limit, _, peak = first.partition("; ")
-    text = "\n".join([f"{limit}{WHATEVER_IS_KEPT}; {peak.partition(' (')[0]}, as written", *rest])
-    return InfeasibleError(
-        text.replace(f"{KEEPING_LESS}; ", ""),
-        peak_bytes=error.peak_bytes,
-        limit_bytes=error.limit_bytes,
-        where=error.where,
-        kinds=error.kinds,
-    )
-
-
 def _forbidden(space: SearchSpace) -> str:
     """The requests that exclude each other, if costs alone forbid every choice."""
     priced, wanted = space.priced, space.request.shardings
@@ -109,7 +90,9 @@ def _forbidden(space: SearchSpace) -> str:
 def _tried(space: SearchSpace) -> bool:
     """Whether it is decided what backward passes keep: that they keep less is no way out any more."""
     request = space.request
-    return not request.gradient_of and (request.recomputation is not None or request.remat != WRITTEN)
+    if request.recomputation is not None:
+        return True
+    return not request.gradient_of and request.remat != WRITTEN and bool(savable(request.traced, request.remat).saved)
 
 
 def _way_out(space: SearchSpace, kinds: Mapping[str, int]) -> str:

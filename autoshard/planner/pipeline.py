@@ -163,13 +163,11 @@ def _recomputing(request: PlanRequest, budget: Budget, constraints: ConstraintPo
     begin = time.perf_counter()
     space = build_search_space(request)
     choices = RecomputationSpace.of(space)
-    if choices is None and request.as_written:
-        return _summing(request, budget, (), constraints)
     if choices is None:
-        raise _nothing_fits(request, None)
+        return _summing(request, budget, (), constraints)
     errors: list[InfeasibleError] = []
     written: PlanningResult | None = None
-    if request.as_written and memory_profile.least_peak(space.decisions) <= request.memory_bytes:
+    if memory_profile.least_peak(space.decisions) <= request.memory_bytes:
         try:
             written = _best_sums(space, budget)
         except InfeasibleError as error:

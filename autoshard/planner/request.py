@@ -84,7 +84,6 @@ class PlanRequest:
       unknown: "error", or "replicate" to keep equations without a sharding rule whole.
       kept: the input positions that another plan's layouts were taken for.
       remat: whether backward passes may repeat more than the program says; see `ir.saved_values.Remat`.
-      as_written: whether the program as it is written may be the answer; False where it is known not to fit.
       recomputation: what `program` keeps for its backward passes, where that was decided already.
       microbatches: how many `program` takes, where that was left open and is decided already.
       loop_sums: the sums that `program` finishes after its loops, where that was decided already.
@@ -98,7 +97,6 @@ class PlanRequest:
     unknown: str = "error"
     kept: tuple[int, ...] = ()
     remat: Remat = WRITTEN
-    as_written: bool = True
     recomputation: Recomputation | None = None
     microbatches: int | None = None
     loop_sums: tuple[LoopSum, ...] = ()

@@ -25,7 +25,6 @@ from autoshard import files
 from autoshard.errors import PlanFileError, PlanMismatchError, SpecError
 from autoshard.ir import rewrite
 from autoshard.ir.loop_sums import summed_once
-from autoshard.ir.recomputation import WRITTEN
 from autoshard.ir.recomputed import recomputed
 from autoshard.planner.record import Leaf, PlanRecord, parse, read_plan_file, write_plan_file
 from autoshard.planner.request import PlanRequest
@@ -125,9 +124,7 @@ def check(record: PlanRecord, question: PlanRequest, source: object) -> None:
 
 def _recomputing(record: PlanRecord, question: PlanRequest) -> str:
     """What a plan was asked to do with checkpoints; one that keeps what is written may answer any such question."""
-    if record.recomputation is not None:
-        return record.recomputation.remat
-    return question.remat if question.as_written else WRITTEN
+    return question.remat if record.recomputation is None else record.recomputation.remat
 
 
 def _not_kept(record: PlanRecord, question: PlanRequest) -> list[str]:

@@ -129,7 +129,7 @@ def test_a_saved_plan_runs() -> None:
 
 def test_only_plans_that_recompute_have_the_new_schema(tmp_path: Path) -> None:
     (fn, args), options = tight()
-    more: dict[str, Any] = {**options, "memory": None}
+    more: dict[str, Any] = {**options, "memory": None, "remat": "written"}
     written = autoshard.plan(fn, *args, **more)
     assert written.record.recomputation is None
     for plan, schema in ((recomputing(), 2), (written, 1)):
@@ -277,12 +277,18 @@ def test_the_command_line_decides_as_asked(tmp_path: Path) -> None:
     assert run.invoke(cli.app, [*asked, "--remat", "less"]).exit_code == 2
 
 
-def test_what_fits_as_written_stays_so() -> None:
-    (fn, args), options = tight()
-    more: dict[str, Any] = {**options, "memory": None}
-    plan = autoshard.plan(fn, *args, **more)
+def test_what_gains_nothing_stays_as_written() -> None:
+    """To keep a value costs nothing while memory has room for it: the plan is that of the program as written."""
+    fn, args = wide(PROGRAMS["unrolled"]())
+    options: dict[str, Any] = {"mesh": PLAIN, "hardware": "cpu:4", "rel_gap": 1e-2}
+    plan = autoshard.plan(fn, *args, **options)
     assert plan.recomputation is None
     assert not plan.kept
+    written = autoshard.plan(fn, *args, **options, remat="written")
+    certificate = plan.record.certificate
+    assert "of which none saves more than" in certificate.space
+    assert replace(plan.record, certificate=written.record.certificate) == written.record
+    assert replace(certificate, space=written.record.certificate.space) == written.record.certificate
 
 
 def test_what_gains_nothing_stays_as_written() -> None:
@@ -302,7 +308,7 @@ def test_infeasible_plans_say_that_recomputation_was_tried() -> None:
         autoshard.plan(fn, *args, **options, remat="written")
     assert 'remat="add"' in str(written.value)
     less: dict[str, Any] = {**options, "memory": 20_000}
-    for remat in ("fit", "add"):
+    for remat in ("add", "free"):
         with pytest.raises(
             InfeasibleError, match="as far as was tried of what backward passes keep or repeat"
         ) as tried:
