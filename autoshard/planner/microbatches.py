@@ -15,11 +15,11 @@ from math import ceil, inf
 from autoshard.errors import InfeasibleError
 from autoshard.ir.recomputation import WRITTEN
 from autoshard.planner import pipeline
-from autoshard.planner.budget import SETTLE_S, USUAL_BUDGET, Budget
+from autoshard.planner.budget import USUAL_BUDGET, Budget
+from autoshard.planner.cost_of_keeping import is_held_back
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.record import ACCUMULATED
 from autoshard.planner.request import PlanRequest
-from autoshard.solver import solve
 
 Solver = Callable[[PlanRequest, Budget], PlanningResult]
 
@@ -117,19 +117,7 @@ def _unfit(error: InfeasibleError, counts: Sequence[int]) -> InfeasibleError:
 
 def _held_back(planned: PlanningResult, budget: Budget) -> bool:
     """Whether the plan may be slower than one without a limit of memory."""
-    problem, solution = planned.formulation.problem, planned.solution
-    if planned.record.recomputation is not None:
-        return True
-    if problem.usage_limit is None:
-        return False
-    free = solve(
-        replace(problem, usage_limit=None),
-        time_limit_s=budget.time_limit_s,
-        rel_gap=budget.rel_gap,
-        settle_s=SETTLE_S,
-        known=[solution.choice],
-    )
-    return free.objective < solution.objective * (1 - budget.rel_gap)
+    return planned.record.recomputation is not None or is_held_back(planned, budget, budget.rel_gap)
 
 
 def _chosen(made: _Attempts, best: int, counts: Sequence[int], elapsed_s: float) -> PlanningResult:

@@ -34,10 +34,11 @@ from autoshard.ir.constraints import Constraints
 from autoshard.ir.gradient import emitted
 from autoshard.ir.loop_sums import LoopSum
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.recomputation import WRITTEN, Recomputation
+from autoshard.ir.recomputation import ADD, WRITTEN, Recomputation
 from autoshard.planner import minimal_constraints
 from autoshard.planner.budget import SETTLE_S, USUAL_BUDGET, Budget
 from autoshard.planner.build_record import describe
+from autoshard.planner.cost_of_keeping import keeps_for_nothing
 from autoshard.planner.infeasible import infeasible
 from autoshard.planner.loop_sums_space import in_use, splittable, summing_once
 from autoshard.planner.planning_result import PlanningResult
@@ -98,25 +99,22 @@ def solve_request(
       MissingRuleError: a primitive without a rule.
       SpecError: a pin that cannot be kept.
     """
-    if request.remat == WRITTEN or request.loop_sums or request.recomputation is not None or request.gradient_of:
-        return _summing(request, budget, known, constraints)
-    return _recomputing(request, budget, constraints)
-
-
-def _summing(
-    request: PlanRequest, budget: Budget, known: Sequence[Int], constraints: ConstraintPolicy
-) -> PlanningResult:
-    """The best plan of a program as it is, or with sums over loops' trips that are finished once, after their loops.
-
-    First all sums are in as many parts as the mesh allows; then each in as many as lie on different devices, and
-    those that do not are as they were.
-    """
-    found = _best_sums(build_search_space(request), budget, known)
+    decided = request.remat == WRITTEN or request.loop_sums or request.recomputation is not None or request.gradient_of
+    found = (_as_written if decided else _recomputing)(request, budget, known)
     return found if constraints == "all" else thinned(found)
 
 
+def _as_written(request: PlanRequest, budget: Budget, known: Sequence[Int]) -> PlanningResult:
+    """The best plan of a program that keeps for its backward passes what it says; with all constraints."""
+    return _best_sums(build_search_space(request), budget, known)
+
+
 def _best_sums(space: SearchSpace, budget: Budget, known: Sequence[Int] = ()) -> PlanningResult:
-    """As `_summing`, with all constraints."""
+    """The best plan of a program as it is, or with sums over loops' trips that are finished once, after their loops.
+
+    First all sums are in as many parts as the mesh allows; then each in as many as lie on different devices, and
+    those that do not are as they were. With all constraints.
+    """
     sums = splittable(space.request)
     return _fastest_sums(space, sums, budget, known) if sums else _best(space, budget, known)
 
@@ -153,26 +151,30 @@ def _fastest_sums(
     return best if best.solution.objective < most else plain
 
 
-def _recomputing(request: PlanRequest, budget: Budget, constraints: ConstraintPolicy) -> PlanningResult:
-    """The best plan of a program that may repeat in its backward passes what it does not keep.
+def _recomputing(request: PlanRequest, budget: Budget, known: Sequence[Int]) -> PlanningResult:
+    """The best plan of a program that may repeat in its backward passes what it does not keep; with all constraints.
 
-    The program as it is written is planned first, unless it cannot fit. Then what is kept is decided together with
-    the layouts, on a graph that has both, but only as far as that shows whether it is worth repeating anything; then
-    the layouts again, on the program that keeps this alone, whose memory and overlap are priced as they are.
+    The program as it is written is planned first, unless it cannot fit. If keeping costs that plan something, what is
+    kept is decided together with the layouts, on a graph that has both, but only as far as that shows whether it is
+    worth repeating anything; then the layouts again, on the program that keeps this alone, whose memory and overlap are
+    priced as they are.
     """
     begin = time.perf_counter()
     space = build_search_space(request)
-    choices = RecomputationSpace.of(space)
-    if choices is None:
-        found = _best_sums(space, budget)
-        return found if constraints == "all" else thinned(found)
     errors: list[InfeasibleError] = []
     written: PlanningResult | None = None
     if memory_profile.least_peak(space.decisions) <= request.memory_bytes:
         try:
-            written = _best_sums(space, budget)
+            written = _best_sums(space, budget, known)
         except InfeasibleError as error:
             errors.append(error)
+    if written is not None and request.remat == ADD and keeps_for_nothing(written, budget, WORTH):
+        return _kept(written)
+    choices = RecomputationSpace.of(space)
+    if choices is None and errors:
+        raise errors[0]
+    if choices is None:
+        return written or _best_sums(space, budget)  # the latter says why nothing fits
     worth_s = inf if written is None else written.solution.objective * UNIT_S * (1 - WORTH)
     tried = _repeating(choices, budget, worth_s, errors)
     if tried.best is not None and tried.best.solution.objective * UNIT_S < worth_s:
@@ -184,8 +186,7 @@ def _recomputing(request: PlanRequest, budget: Budget, constraints: ConstraintPo
     if found is None:
         raise min(errors, key=lambda error: inf if error.peak_bytes is None else error.peak_bytes)
     rest_s = time.perf_counter() - begin - sum(found.seconds.values())
-    found = replace(found, seconds={**found.seconds, "recomputation": max(rest_s, 0.0)})
-    return found if constraints == "all" else thinned(found)
+    return replace(found, seconds={**found.seconds, "recomputation": max(rest_s, 0.0)})
 
 
 class _Repeating(NamedTuple):
@@ -314,6 +315,15 @@ def _not_worth(written: PlanningResult, bound: int | None, choices: Recomputatio
     certificate, objective = written.record.certificate, written.solution.objective
     saved = max(0.0, (objective - bound) / objective) if objective else 0.0
     space = f"{certificate.space}; {choices.said}, of which none saves more than {saved:.1%}"
+    return replace(written, record=replace(written.record, certificate=replace(certificate, space=space)))
+
+
+def _kept(written: PlanningResult) -> PlanningResult:
+    """The plan of a program as it is written, whose certificate says why nothing is repeated."""
+    if not written.formulation.decisions.graph.backward:
+        return written
+    certificate = written.record.certificate
+    space = f"{certificate.space}; nothing is repeated, as keeping costs the plan less than {WORTH:.1%} of its step"
     return replace(written, record=replace(written.record, certificate=replace(certificate, space=space)))
 
 

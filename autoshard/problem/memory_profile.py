@@ -1,6 +1,6 @@
 """Memory profile: what a choice per decision holds over time, and its highest point."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,16 @@ def kept_bytes(decisions: Decisions, choice: NDArray[np.int64]) -> int:
 
 def least_peak(decisions: Decisions) -> int:
     """A bound that no choice goes below: the peak if each decision held at every time what it can hold least."""
+    return _peak_of_each(decisions, np.min)
+
+
+def most_peak(decisions: Decisions) -> int:
+    """A bound that no choice goes above."""
+    return _peak_of_each(decisions, np.max)
+
+
+def _peak_of_each(decisions: Decisions, extreme: Callable[[NDArray[np.int64]], np.int64]) -> int:
+    """The peak if each decision held at every time what is extreme among its choices."""
     end = len(decisions.graph.eqns) + 2
     change = np.zeros(end, np.int64)
     together: dict[tuple[int, int, int], NDArray[np.int64]] = {}
@@ -54,6 +64,7 @@ def least_peak(decisions: Decisions) -> int:
         key = use.node, use.start, min(use.end, end - 1)
         together[key] = together[key] + use.nbytes if key in together else use.nbytes
     for (_, first, last), nbytes in together.items():
-        change[first] += nbytes.min()
-        change[last] -= nbytes.min()
+        held = extreme(nbytes)
+        change[first] += held
+        change[last] -= held
     return int(np.cumsum(change).max(initial=0))

@@ -1,0 +1,102 @@
+"""What keeping costs a plan: where it is nothing, a search of what could be repeated finds nothing."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+import models
+from autoshard.api.solved_plan import SolvedPlan
+from autoshard.planner import pipeline
+from autoshard.planner.budget import Budget
+from autoshard.planner.cost_of_keeping import is_held_back, keeps_for_nothing, moving_kept_s
+from autoshard.planner.planning_result import PlanningResult
+from autoshard.planner.record import PlanRecord
+
+ON: dict[str, Any] = {
+    "mesh": {"data": 2, "model": 4},
+    "hardware": "h100:1x8",
+    "donate_argnums": 0,
+    "rel_gap": 0.1,
+    "constraints": "all",
+}
+BUDGET = Budget(rel_gap=0.1)
+
+
+def step(name: str, **fields: Any) -> tuple[Any, ...]:
+    fn, (state, batch) = models.build(name, **fields)
+    return fn, state, batch
+
+
+def planned(plan: SolvedPlan) -> PlanningResult:
+    assert plan.planned is not None
+    return plan.planned
+
+
+def without_proof(record: PlanRecord) -> PlanRecord:
+    certificate = record.certificate
+    return replace(record, certificate=replace(certificate, space="", bound_s=0.0, gap=0.0))
+
+
+@pytest.mark.parametrize("name", ["mlp-1k", pytest.param("tiny-llama", marks=pytest.mark.slow)])
+def test_where_keeping_costs_nothing_a_search_finds_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fn, *args = step(name, layers=2)
+    skipped = autoshard.plan(fn, *args, **ON)
+    assert keeps_for_nothing(planned(skipped), BUDGET, pipeline.WORTH)
+    assert "nothing is repeated" in skipped.record.certificate.space
+    monkeypatch.setattr(pipeline, "keeps_for_nothing", lambda *_: False)
+    searched = autoshard.plan(fn, *args, **ON)
+    assert "of which none saves more than" in searched.record.certificate.space
+    assert without_proof(searched.record) == without_proof(skipped.record)
+
+
+def test_memory_holds_a_plan_back_where_a_larger_limit_makes_it_faster() -> None:
+    fn, *args = step("mlp-1k", layers=2)
+    ample = autoshard.plan(fn, *args, **ON, remat="written")
+    assert not is_held_back(planned(ample), BUDGET, pipeline.WORTH)
+    tight = autoshard.plan(fn, *args, **ON, remat="written", memory=ample.record.memory.peak_bytes * 3 // 4)
+    assert tight.record.cost.step_s > ample.record.cost.step_s * 1.01
+    assert is_held_back(planned(tight), BUDGET, pipeline.WORTH)
+    assert not keeps_for_nothing(planned(tight), BUDGET, pipeline.WORTH)
+
+
+def test_loops_are_searched() -> None:
+    """What a loop keeps is stacked, which takes time."""
+
+    def loss(w: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0].sum()
+
+    shapes = [jax.ShapeDtypeStruct((*layers, 256, 256), jnp.float32) for layers in ((4,), ())]
+    plan = planned(autoshard.plan(jax.grad(loss), *shapes, **{**ON, "donate_argnums": ()}, remat="written"))
+    assert not is_held_back(plan, BUDGET, pipeline.WORTH)
+    assert not keeps_for_nothing(plan, BUDGET, pipeline.WORTH)
+
+
+@jax.custom_vjp
+def kept_by_rows_read_by_columns(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+def forward(x: Any) -> tuple[Any, Any]:
+    y = jax.lax.with_sharding_constraint(jnp.sin(x), P("x", None))
+    return y, y
+
+
+def backward(y: Any, cotangent: Any) -> tuple[Any]:
+    return (cotangent * jax.lax.with_sharding_constraint(y, P(None, "x")),)
+
+
+kept_by_rows_read_by_columns.defvjp(forward, backward)
+
+
+def test_what_is_moved_for_the_backward_pass_alone_counts() -> None:
+    shape = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    options: dict[str, Any] = {"mesh": {"x": 8}, "hardware": "h100:1x8"}
+    for fn, moves in ((jnp.sin, False), (kept_by_rows_read_by_columns, True)):
+        plan = planned(autoshard.plan(jax.grad(lambda x, fn=fn: jnp.mean(fn(x))), shape, **options))
+        assert (moving_kept_s(plan.assignment) > 0) == moves
+        assert keeps_for_nothing(plan, BUDGET, pipeline.WORTH) != moves
