@@ -24,12 +24,6 @@ ON: dict[str, Any] = {
     "rel_gap": 0.1,
     "constraints": "all",
 }
-    "mesh": {"data": 2, "model": 4},
-    "hardware": "h100:1x8",
-    "donate_argnums": 0,
-    "rel_gap": 0.1,
-    "constraints": "all",
-}
 BUDGET = Budget(rel_gap=0.1)
 
 
