@@ -292,7 +292,7 @@ class ProgramPlan(Plan):
         if chosen is None:
             raise SpecError(
                 f"the plan of {self.record.name} keeps what the program says, so there is no policy to give: "
-                'it repeats more only where that is asked for (remat="add") and pays'
+                'it repeats more only where that pays, unless remat="written" forbids it'
             )
         return checkpoint_policy(replace(self.traced, jaxpr=self.traced.source), chosen)
 
