@@ -7,19 +7,18 @@ a kept value to the layout in which it is read. Repeating saves nothing else.
 from dataclasses import replace
 
 from autoshard.planner.budget import SETTLE_S, Budget
-from autoshard.planner.planning_result import PlanningResult
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.bill import transfers
 from autoshard.problem.decisions import Copy, Decisions
-from autoshard.problem.formulation import UNIT_S
+from autoshard.problem.formulation import UNIT_S, Formulation
 from autoshard.problem.memory_profile import most_peak
-from autoshard.solver import solve
+from autoshard.solver import Solution, solve
 
 
-def is_held_back(planned: PlanningResult, budget: Budget, share: float) -> bool:
-    """Whether a plan may be slower, by more than a share of its step, than one without a limit of memory."""
-    problem, solution = planned.formulation.problem, planned.solution
-    if problem.usage_limit is None or most_peak(planned.formulation.decisions) <= problem.usage_limit:
+def is_held_back(formulation: Formulation, solution: Solution, budget: Budget, share: float) -> bool:
+    """Whether a solution may be slower, by more than a share of its step, than one without a limit of memory."""
+    problem = formulation.problem
+    if problem.usage_limit is None or most_peak(formulation.decisions) <= problem.usage_limit:
         return False
     least = solution.objective * (1 - share)
     free = solve(
@@ -33,12 +32,14 @@ def is_held_back(planned: PlanningResult, budget: Budget, share: float) -> bool:
     return free.objective < least
 
 
-def keeps_for_nothing(planned: PlanningResult, budget: Budget, share: float) -> bool:
+def keeps_for_nothing(
+    formulation: Formulation, solution: Solution, assignment: Assignment, budget: Budget, share: float
+) -> bool:
     """Whether all that a plan keeps costs at most a share of its step; False where there are loops."""
-    if planned.formulation.decisions.graph.loops:
+    if formulation.decisions.graph.loops:
         return False
-    moving_s = moving_kept_s(planned.assignment)
-    return moving_s <= share * planned.solution.objective * UNIT_S and not is_held_back(planned, budget, share)
+    step_s = solution.objective * UNIT_S
+    return moving_kept_s(assignment) <= share * step_s and not is_held_back(formulation, solution, budget, share)
 
 
 def moving_kept_s(assignment: Assignment) -> float:

@@ -117,7 +117,8 @@ def _unfit(error: InfeasibleError, counts: Sequence[int]) -> InfeasibleError:
 
 def _held_back(planned: PlanningResult, budget: Budget) -> bool:
     """Whether the plan may be slower than one without a limit of memory."""
-    return planned.record.recomputation is not None or is_held_back(planned, budget, budget.rel_gap)
+    repeats = planned.record.recomputation is not None
+    return repeats or is_held_back(planned.formulation, planned.solution, budget, budget.rel_gap)
 
 
 def _chosen(made: _Attempts, best: int, counts: Sequence[int], elapsed_s: float) -> PlanningResult:

@@ -168,7 +168,7 @@ def _recomputing(request: PlanRequest, budget: Budget, known: Sequence[Int]) -> 
             written = _best_sums(space, budget, known)
         except InfeasibleError as error:
             errors.append(error)
-    if written is not None and request.remat == ADD and keeps_for_nothing(written, budget, WORTH):
+    if written is not None and request.remat == ADD and _keeps_for_nothing(written, budget):
         return _kept(written)
     choices = RecomputationSpace.of(space)
     if choices is None and errors:
@@ -316,6 +316,11 @@ def _not_worth(written: PlanningResult, bound: int | None, choices: Recomputatio
     saved = max(0.0, (objective - bound) / objective) if objective else 0.0
     space = f"{certificate.space}; {choices.said}, of which none saves more than {saved:.1%}"
     return replace(written, record=replace(written.record, certificate=replace(certificate, space=space)))
+
+
+def _keeps_for_nothing(written: PlanningResult, budget: Budget) -> bool:
+    """Whether keeping costs a plan too little for anything to be worth repeating."""
+    return keeps_for_nothing(written.formulation, written.solution, written.assignment, budget, WORTH)
 
 
 def _kept(written: PlanningResult) -> PlanningResult:

@@ -37,6 +37,14 @@ def planned(plan: SolvedPlan) -> PlanningResult:
     return plan.planned
 
 
+def is_back(planned: PlanningResult) -> bool:
+    return is_held_back(planned.formulation, planned.solution, BUDGET, pipeline.WORTH)
+
+
+def for_nothing(planned: PlanningResult) -> bool:
+    return keeps_for_nothing(planned.formulation, planned.solution, planned.assignment, BUDGET, pipeline.WORTH)
+
+
 def without_proof(record: PlanRecord) -> PlanRecord:
     certificate = record.certificate
     return replace(record, certificate=replace(certificate, space="", bound_s=0.0, gap=0.0))
@@ -46,7 +54,7 @@ def without_proof(record: PlanRecord) -> PlanRecord:
 def test_where_keeping_costs_nothing_a_search_finds_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fn, *args = step(name, layers=2)
     skipped = autoshard.plan(fn, *args, **ON)
-    assert keeps_for_nothing(planned(skipped), BUDGET, pipeline.WORTH)
+    assert for_nothing(planned(skipped))
     assert "nothing is repeated" in skipped.record.certificate.space
     monkeypatch.setattr(pipeline, "keeps_for_nothing", lambda *_: False)
     searched = autoshard.plan(fn, *args, **ON)
@@ -57,11 +65,11 @@ def test_where_keeping_costs_nothing_a_search_finds_nothing(name: str, monkeypat
 def test_memory_holds_a_plan_back_where_a_larger_limit_makes_it_faster() -> None:
     fn, *args = step("mlp-1k", layers=2)
     ample = autoshard.plan(fn, *args, **ON, remat="written")
-    assert not is_held_back(planned(ample), BUDGET, pipeline.WORTH)
+    assert not is_back(planned(ample))
     tight = autoshard.plan(fn, *args, **ON, remat="written", memory=ample.record.memory.peak_bytes * 3 // 4)
     assert tight.record.cost.step_s > ample.record.cost.step_s * 1.01
-    assert is_held_back(planned(tight), BUDGET, pipeline.WORTH)
-    assert not keeps_for_nothing(planned(tight), BUDGET, pipeline.WORTH)
+    assert is_back(planned(tight))
+    assert not for_nothing(planned(tight))
 
 
 def test_loops_are_searched() -> None:
@@ -72,8 +80,8 @@ def test_loops_are_searched() -> None:
 
     shapes = [jax.ShapeDtypeStruct((*layers, 256, 256), jnp.float32) for layers in ((4,), ())]
     plan = planned(autoshard.plan(jax.grad(loss), *shapes, **{**ON, "donate_argnums": ()}, remat="written"))
-    assert not is_held_back(plan, BUDGET, pipeline.WORTH)
-    assert not keeps_for_nothing(plan, BUDGET, pipeline.WORTH)
+    assert not is_back(plan)
+    assert not for_nothing(plan)
 
 
 @jax.custom_vjp
@@ -99,4 +107,4 @@ def test_what_is_moved_for_the_backward_pass_alone_counts() -> None:
     for fn, moves in ((jnp.sin, False), (kept_by_rows_read_by_columns, True)):
         plan = planned(autoshard.plan(jax.grad(lambda x, fn=fn: jnp.mean(fn(x))), shape, **options))
         assert (moving_kept_s(plan.assignment) > 0) == moves
-        assert keeps_for_nothing(plan, BUDGET, pipeline.WORTH) != moves
+        assert for_nothing(plan) != moves
