@@ -241,6 +241,19 @@ def _specs(shardings: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
     return found
 
 
+def mesh_of(fn: Callable[..., Any], *args: Any) -> dict[str, int]:
+    """The axes of the mesh that a program's annotations name.
+
+    Raises:
+      MeshError: none names a mesh.
+    """
+    closed = jax.make_jaxpr(fn)(*args)
+    outer = _jax.open_jaxpr(closed)
+    jitted = outer.eqns[0].params if len(outer.eqns) == 1 and outer.eqns[0].primitive.name in JITS else {}
+    shardings = (*jitted.get("in_shardings", ()), *jitted.get("out_shardings", ()))
+    return _mesh([*shardings, *jax.tree.leaves(args)], closed)
+
+
 def _mesh(annotated: Sequence[Any], closed: Any) -> dict[str, int]:
     """The mesh that annotations name: of arguments and results, else of constraints inside."""
     inside = (eqn.params["sharding"] for eqn in _equations(closed) if eqn.primitive.name == CONSTRAINT)

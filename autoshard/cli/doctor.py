@@ -7,14 +7,17 @@ from typing import Annotated
 import typer
 
 from autoshard.api.options import REL_GAP
-from autoshard.cli.app import WRONG, app, print_json
-from autoshard.cli.audit import CompilerOption, audit_of
+from autoshard.cli.app import WRONG, app, errors, print_json
+from autoshard.cli.audit import CompilerOption
 from autoshard.cli.options import GapOption, HardwareOption, MeshOption, SetOption, TimeOption
-from autoshard.cli.written import mesh_axes
+from autoshard.cli.written import assignments, mesh_axes
 from autoshard.diagnosis.against import compared, saved
-from autoshard.diagnosis.doctor import diagnosed, doctor_of_text, evidence_of
+from autoshard.diagnosis.doctor import doctor as diagnosis_of
+from autoshard.diagnosis.doctor import doctor_of_text
 from autoshard.diagnosis.finding import Diagnosis
 from autoshard.errors import HloError, MeshError, SpecError, TargetError
+from autoshard.explore.builder import load_target
+from autoshard.report import progress
 
 
 class Format(StrEnum):
@@ -60,8 +63,14 @@ def doctor(
     else:
         if mesh is not None:
             raise MeshError("the annotations of TARGET name its mesh: --mesh is for --hlo")
-        audit = audit_of(target or "", set_, hardware, compiler=compiler, rel_gap=gap, time_limit_s=time_limit)
-        found = diagnosed(evidence_of(audit), flags=flags)
+        if hardware is None:
+            raise MeshError("say what to compile for, as in --hardware h100:1x8")
+        fn, args = load_target(target or "", assignments(set_ or (), "--set"))
+        name = None if compiler is None else compiler.value
+        with progress.shown(errors(), "compile and plan"):
+            found = diagnosis_of(
+                fn, *args, hardware=hardware, flags=flags, compiler=name, rel_gap=gap, time_limit_s=time_limit
+            )
     result = found if before is None else compared(before, found)
     shown = Format.JSON if as_json else format_
     if shown is Format.JSON:

@@ -44,7 +44,7 @@ def rematerialized(evidence: Evidence, at: int) -> Better | None:
     if one.kind != "all-gather" or one.instruction not in evidence.module[one.computation].instructions:
         return None
     computation, result = evidence.result(one)
-    if one.op_name not in evidence.rematerialized:
+    if all(value.op_name != one.op_name for value in evidence.rematerialized):
         element = _element(evidence, at)
         if not hlo.communicates(computation[one.instruction]) or element is None:
             return None
@@ -54,14 +54,15 @@ def rematerialized(evidence: Evidence, at: int) -> Better | None:
 
 
 def summed_in_trips(evidence: Evidence, at: int) -> Better | None:
-    """A sum in every trip of a loop that only adds it up: one after the loop."""
+    """A sum in every trip of a loop that only adds it up: one after the loop, which is a share of each trip's."""
     one = evidence.emitted[at]
     if one.kind not in REDUCES or one.trips == 1:
         return None
-    found = (
-        evidence.equation(one) in evidence.added_in_trips if evidence.graph is not None else _is_carried(evidence, at)
-    )
-    return () if found else None
+    if evidence.graph is None:
+        trips = _trips_that_add(evidence, at)
+    else:
+        trips = evidence.added_in_trips.get(evidence.equation(one) or 0, 1)
+    return (replace(one, nbytes=one.nbytes // trips),) if trips > 1 else None
 
 
 def gathered_wide(evidence: Evidence, at: int) -> Better | None:
@@ -169,7 +170,7 @@ def of_collectives(evidence: Evidence) -> Iterator[Finding]:
 def _between(evidence: Evidence, members: list[hlo.Collective]) -> str:
     """The constraint by which a value does not have to be made whole, if the compiler's log has both layouts."""
     for one in members:
-        found = evidence.rematerialized.get(one.op_name)
+        found = evidence.made_whole(one)
         if found is not None and found.source is not None and found.target is not None:
             first = way_between(found.source, found.target)
             if first is not None:
@@ -192,12 +193,12 @@ def _element(evidence: Evidence, at: int) -> int | None:
     return (at - first) % one.combined
 
 
-def _is_carried(evidence: Evidence, at: int) -> bool:
-    """Whether a loop adds a collective's result, or what it is a view of, to what it carries: by the text alone."""
+def _trips_that_add(evidence: Evidence, at: int) -> int:
+    """The trips of the loop that adds a collective's result, or a view of it, to what it carries; 1: none does."""
     one, flow = evidence.emitted[at], evidence.flow
     computation = evidence.module[one.computation]
     if one.computation not in flow.loops.around or one.done not in computation.instructions:
-        return False
+        return 1
     left, seen = [computation[one.done]], set[str]()
     returned = set(computation.root.operands)
     while left:
@@ -207,10 +208,10 @@ def _is_carried(evidence: Evidence, at: int) -> bool:
                 continue
             seen.add(user.name)
             if _adds(evidence, user) and user.name in returned and _carries(computation, user):
-                return True
+                return flow.loops.trip_count(flow.loops.around[one.computation][1]) or 1
             if user.opcode in ("bitcast", "copy", "convert", "get-tuple-element", "transpose", "reshape"):
                 left.append(user)
-    return False
+    return 1
 
 
 def _adds(evidence: Evidence, instruction: hlo.Instruction) -> bool:
@@ -250,11 +251,11 @@ def _narrower_in_text(evidence: Evidence, one: hlo.Collective) -> float:
 def mended_in_vain(evidence: Evidence, least_s: float) -> Mapping[str, float]:
     """The seconds, below `least_s`, that mending saves where the partitioner warns: by line, the largest first."""
     found: dict[str, float] = {}
-    for name in evidence.rematerialized:
-        at = [i for i, one in enumerate(evidence.emitted) if one.op_name == name and one.kind == "all-gather"]
-        better = {i: rematerialized(evidence, i) or () for i in at}
-        saved_s = evidence.saved_s(better) if at else 0.0
+    for value in evidence.rematerialized:
+        at = [i for i, one in enumerate(evidence.emitted) if evidence.made_whole(one) is value]
+        better = {i: cheaper for i in at if (cheaper := rematerialized(evidence, i)) is not None}
+        saved_s = evidence.saved_s(better) if better else 0.0
         if saved_s < least_s:
-            where = evidence.where(evidence.emitted[at[0]]) if at else name
+            where = evidence.where(evidence.emitted[at[0]]) if at else value.op_name
             found[where] = max(saved_s, found.get(where, 0.0))
     return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -4,29 +4,45 @@ It stands on `audit`: the program is compiled with its own annotations, and plan
 pattern in the two that costs seconds of every step (`kinds`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
-from autoshard.api.audit import Audit, AuditOptions, audit
+import jax
+
+from autoshard.api.audit import Audit, AuditOptions, audit, mesh_of
 from autoshard.backends import compile, devices, hlo
 from autoshard.backends.known_compilers import named
+from autoshard.backends.model import CompilerModel
 from autoshard.backends.timeline import timeline
 from autoshard.diagnosis.collectives import mended_in_vain
 from autoshard.diagnosis.evidence import Evidence, Source
 from autoshard.diagnosis.finding import Diagnosis, Finding, Step
 from autoshard.diagnosis.flags import better_flags, tried
 from autoshard.diagnosis.kinds import LOOKS
-from autoshard.errors import AutoshardError, HloError, VerifyError
+from autoshard.errors import (
+    AutoshardError,
+    HloError,
+    InfeasibleError,
+    MissingRuleError,
+    RuleError,
+    ShardyError,
+    SpecError,
+    VerifyError,
+)
 from autoshard.ir.graph import WHILE_DEPTH, WHILE_TRIPS
 from autoshard.report.tables import short_place, time_text
 
-LEAST = 1e-3  # of a step: what costs less is no finding
+LEAST = 1e-3  # of a step: what saves less is no finding,
+LEAST_BYTES = 0.02  # unless it saves so much of a device's memory
 
 
 def doctor(
     fn: Callable[..., Any], *args: Any, hardware: str, flags: bool = False, **options: Unpack[AuditOptions]
 ) -> Diagnosis:
     """Finds what the layouts of a program cost, and what to change.
+
+    A program that cannot be planned (a mesh with Explicit axes, constraints that the planner has no layout for) is
+    compiled all the same: its collectives are looked at, not what its devices compute alike.
 
     Args:
       fn: the function, or the result of `jax.jit`, with the annotations of a hand.
@@ -39,7 +55,14 @@ def doctor(
       MeshError: no annotation names a mesh.
       CompilerMissingError: the compiler is not installed.
     """
-    return diagnosed(evidence_of(audit(fn, *args, hardware=hardware, **options)), flags=flags)
+    try:
+        return diagnosed(evidence_of(audit(fn, *args, hardware=hardware, **options)), flags=flags)
+    except (InfeasibleError, MissingRuleError, RuleError, ShardyError, SpecError) as error:
+        evidence = compiled_alone(
+            fn, args, hardware, options.get("compiler"), donate_argnums=options.get("donate_argnums") or ()
+        )
+        why = str(error).splitlines()[0].rstrip(".")
+        return diagnosed(evidence, notes=(f"It was compiled, but not planned: {why}",))
 
 
 def doctor_of_text(text: str, *, hardware: str, mesh: Mapping[str, int] | None = None) -> Diagnosis:
@@ -56,24 +79,46 @@ def doctor_of_text(text: str, *, hardware: str, mesh: Mapping[str, int] | None =
     """
     try:
         module = hlo.read(text)
-        axes = _factors(module.num_partitions) if mesh is None else mesh
-        target = devices.place(axes, hardware)
-        emitted = hlo.collectives(
-            module,
-            target.axes,
-            fold_slices=named(compile.CompileTarget.parse(hardware).compiler).scatters_by_slices,
-            unknown_trips=WHILE_TRIPS,
-            unknown_depth=WHILE_DEPTH,
-        )
-        priced = timeline(module, emitted, target.machine, target.axes)
-        return diagnosed(
-            Evidence(module=module, emitted=emitted, timeline=priced, machine=target.machine, mesh=target.axes)
-        )
+        target = devices.place(_factors(module.num_partitions) if mesh is None else mesh, hardware)
+        return diagnosed(_of_module(module, target, target.compiler))
     except AutoshardError:
         raise
     except (LookupError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
         # No compiler wrote this text: an instruction names something that is missing, or of another kind.
         raise HloError(f"the HLO text contradicts itself: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def compiled_alone(
+    fn: Callable[..., Any], args: Sequence[Any], hardware: str, compiler: str | None, *, donate_argnums: Sequence[int]
+) -> Evidence:
+    """The evidence of a program as its own `jax.jit` compiles it."""
+    target = devices.place(mesh_of(fn, *args), hardware)
+    jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn, donate_argnums=tuple(donate_argnums))
+    topology = compile.topology(hardware, target.axes.size, compiler)
+    made = compile.compile(jitted.trace(*args), topology=topology, mesh=target.axes)
+    return _of_module(hlo.read(made.hlo_text), target, named(made.compiler), log=made.log, peak_bytes=made.peak_bytes)
+
+
+def _of_module(
+    module: hlo.Module, target: devices.Target, compiler: CompilerModel, *, log: str = "", peak_bytes: int | None = None
+) -> Evidence:
+    emitted = hlo.collectives(
+        module,
+        target.axes,
+        fold_slices=compiler.scatters_by_slices,
+        unknown_trips=WHILE_TRIPS,
+        unknown_depth=WHILE_DEPTH,
+    )
+    priced = timeline(module, emitted, target.machine, target.axes)
+    return Evidence(
+        module=module,
+        emitted=emitted,
+        timeline=priced,
+        machine=target.machine,
+        mesh=target.axes,
+        log=log,
+        peak_bytes=peak_bytes,
+    )
 
 
 def evidence_of(audit: Audit) -> Evidence:
@@ -92,6 +137,7 @@ def evidence_of(audit: Audit) -> Evidence:
         machine=hand.space.request.target.machine,
         mesh=hand.space.request.target.axes,
         log=made.log,
+        peak_bytes=None if made.memory.compiled is None else made.memory.compiled.peak,
         source=Source(
             hand=hand.record,
             assignment=hand.assignment,
@@ -100,34 +146,44 @@ def evidence_of(audit: Audit) -> Evidence:
             verification=made,
             priced_with=lambda specs: audit.priced_with(specs).record,
             compiled_with=lambda flags: hand.verify(made.compiler, compiler_options=flags),
+            compiled_in=lambda specs: audit.priced_with(specs).verify(made.compiler),
         ),
     )
 
 
-def diagnosed(evidence: Evidence, *, flags: bool = False) -> Diagnosis:
-    """The findings of a program."""
+def diagnosed(evidence: Evidence, *, flags: bool = False, notes: Sequence[str] = ()) -> Diagnosis:
+    """The findings of a program; `notes`: what else is told of it."""
     priced, source = evidence.timeline, evidence.source
     trials = tried(evidence) if flags else ()
     findings = [finding for look in LOOKS for finding in look(evidence)] + [*better_flags(evidence, trials)]
     least_s = LEAST * priced.step_s
-    memory = None if source is None else source.verification.memory.compiled
     return Diagnosis(
         step=Step(
             step_s=priced.step_s,
             communication_s=priced.communication_s,
             exposed_s=priced.exposed_s,
-            peak_bytes=None if memory is None else memory.peak,
+            peak_bytes=evidence.peak_bytes,
             best_s=None if source is None else source.best.cost.step_s,
             hand_s=None if source is None else source.hand.cost.step_s,
         ),
-        findings=tuple(sorted((x for x in findings if x.seconds >= max(least_s, 1e-12)), key=_rank)),
-        notes=tuple(
-            f"The partitioner makes a value whole at {short_place(where)} (`Involuntary full rematerialization`): "
-            f"mending it saves {time_text(saved_s)} of a step, so leave it"
-            for where, saved_s in mended_in_vain(evidence, least_s).items()
+        findings=tuple(sorted((x for x in findings if _counts(x, evidence)), key=_rank)),
+        notes=(
+            *notes,
+            *(
+                f"The partitioner makes a value whole at {short_place(where)} (`Involuntary full rematerialization`): "
+                f"mending it saves {time_text(saved_s)} of a step, so leave it"
+                for where, saved_s in mended_in_vain(evidence, least_s).items()
+            ),
         ),
         trials=trials,
     )
+
+
+def _counts(finding: Finding, evidence: Evidence) -> bool:
+    """Whether a finding saves enough to be one."""
+    source = evidence.source
+    room = source is not None and finding.bytes >= LEAST_BYTES * source.hand.memory.limit_bytes
+    return room or finding.seconds > LEAST * evidence.timeline.step_s
 
 
 def _rank(finding: Finding) -> tuple[bool, float, str, str]:

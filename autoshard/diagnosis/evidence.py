@@ -36,6 +36,7 @@ class Source:
       verification: the compiled program beside the hand's layouts.
       priced_with: prices the program with other specs of some inputs, by position; None leaves the hand's.
       compiled_with: compiles it with further flags.
+      compiled_in: compiles it with other specs of some inputs.
     """
 
     hand: PlanRecord
@@ -45,6 +46,7 @@ class Source:
     verification: Verification
     priced_with: Callable[[Sequence[Any]], PlanRecord]
     compiled_with: Callable[[Mapping[str, Any]], Verification]
+    compiled_in: Callable[[Sequence[Any]], Verification]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,6 +60,7 @@ class Evidence:
       machine: the cost model, with the mesh placed on it.
       mesh: the axes of the program's mesh.
       log: what the compiler wrote to standard error.
+      peak_bytes: of memory, as it was compiled; None where only the text is known.
       source: the program before it was compiled; None where only the compiled text is known.
     """
 
@@ -67,6 +70,7 @@ class Evidence:
     machine: cost_models.Machine
     mesh: MeshAxes
     log: str = ""
+    peak_bytes: int | None = None
     source: Source | None = None
 
     @property
@@ -85,9 +89,20 @@ class Evidence:
         return None if self.graph is None else Asked(self.graph)
 
     @cached_property
-    def rematerialized(self) -> Mapping[str, Rematerialized]:
-        """The values that the partitioner says it made whole, by the name of the op that makes them."""
-        return {one.op_name: one for one in rematerialized(self.log, self.mesh)}
+    def rematerialized(self) -> tuple[Rematerialized, ...]:
+        """The values that the partitioner says it made whole."""
+        return rematerialized(self.log, self.mesh)
+
+    def made_whole(self, one: hlo.Collective) -> Rematerialized | None:
+        """The value that a gather makes whole, by the partitioner's word: of its own op, or one that its op takes."""
+        e = self.equation(one)
+        taken = () if self.graph is None or e is None else self.graph.operands[e]
+        makers = {None if self.graph is None else self.graph.producers.get(value, (None, 0))[0] for value in taken}
+        for value in self.rematerialized:
+            maker = self._equations.get(path_of(value.op_name))
+            if value.op_name == one.op_name or (maker is not None and maker in makers):
+                return value
+        return None
 
     @cached_property
     def _places(self) -> Places:
@@ -118,9 +133,9 @@ class Evidence:
         return uses[0][0] if uses else None
 
     @cached_property
-    def added_in_trips(self) -> frozenset[int]:
-        """The equations between a sum and the addition of it to what a loop carries round, both included."""
-        return frozenset() if self.graph is None else _added_in_trips(self.graph)
+    def added_in_trips(self) -> Mapping[int, int]:
+        """The equations between a sum and the addition of it to what a loop carries round, with that loop's trips."""
+        return {} if self.graph is None else _added_in_trips(self.graph)
 
     @cached_property
     def repeated_gathers(self) -> frozenset[int]:
@@ -142,26 +157,33 @@ class Evidence:
         return max(0.0, self.timeline.step_s - timeline(self.module, rows, self.machine, self.mesh).step_s)
 
 
-def _added_in_trips(graph: Graph) -> frozenset[int]:
+def _added_in_trips(graph: Graph) -> dict[int, int]:
     carried = {graph.results[e][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive == LOOP_CARRY}
-    returned = {v for e, eqn in enumerate(graph.eqns) if eqn.primitive == LOOP_RESULT for v in graph.operands[e]}
-    found: set[int] = set()
+    returned = {
+        v: graph.trips[graph.results[e][0]]
+        for e, eqn in enumerate(graph.eqns)
+        if eqn.primitive == LOOP_RESULT
+        for v in graph.operands[e]
+    }
+    found: dict[int, int] = {}
     for e, eqn in enumerate(graph.eqns):
         terms = set(graph.operands[e])
         if not eqn.traits.addition or not terms & carried or graph.results[e][0] not in returned:
             continue
         left = list(terms - carried)
-        found.add(e)
+        trips = graph.trips[graph.results[e][0]] // max(1, returned[graph.results[e][0]])
+        found[e] = trips
         while left:
             maker, _ = graph.producers.get(left.pop(), (-1, 0))
             if maker < 0 or maker in found:
                 continue
             traits = graph.eqns[maker].traits
             if graph.eqns[maker].primitive in _SUMS or traits.addition:
-                found.add(maker)
-            if traits.same_values or traits.reshapes or traits.addition or traits.scale or traits.copy:
-                found.add(maker)
+                found[maker] = trips
+            handed_on = traits.same_values or traits.reshapes or traits.copy or traits.leaves_loop
+            if handed_on or traits.addition or traits.scale:
+                found[maker] = trips
                 left += graph.operands[maker]
             elif graph.eqns[maker].primitive == REDUCE_SUM:
                 left += graph.operands[maker]
-    return frozenset(found)
+    return found

@@ -1,7 +1,9 @@
 """Asked: whether an annotation of the program asks for a collective that the compiler emits."""
 
+from collections import defaultdict
+
 from autoshard.backends import hlo
-from autoshard.ir.graph import Eqn, Graph
+from autoshard.ir.graph import Eqn, Graph, Path
 from autoshard.ir.op_traits import CONSTRAINT, LOOP_SLICE
 from autoshard.verification.verify import argument_of, path_of
 
@@ -13,18 +15,22 @@ class Asked:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._equation = {spots[0][0]: e for e, spots in enumerate(graph.makes)}
+        self._equations: dict[Path, list[int]] = defaultdict(list)
+        for e, (made, taken) in enumerate(zip(graph.makes, graph.takes, strict=True)):
+            for path in {path for path, _ in (made[0], *taken)}:  # a loop's links take outside what they make inside
+                self._equations[path].append(e)
         self._stored = frozenset(self._handed_on())
 
     def __call__(self, found: hlo.Collective) -> bool:
         if found.kind in _REDUCES or found.op_name.endswith(CONSTRAINT):
             return True
-        e = self._equation.get(path_of(found.op_name))
-        if e is None:  # a result on its way to the sharding that the program asks of it, or an argument's gather
+        equations = self._equations.get(path_of(found.op_name))
+        if equations is None:  # a result that moves to the sharding asked of it, or an argument's gather
             return found.op_name == "" or (found.kind == "all-gather" and argument_of(found) is not None)
-        if self._graph.eqns[e].primitive == CONSTRAINT:
+        if any(self._graph.eqns[e].primitive == CONSTRAINT for e in equations):
             return True
-        gathered = [v for v in (*self._graph.operands[e], *self._graph.results[e]) if v in self._stored]
+        ends = (v for e in equations for v in (*self._graph.operands[e], *self._graph.results[e]))
+        gathered = [v for v in ends if v in self._stored]
         return found.kind == "all-gather" and any(self._graph.avals[v].nbytes % found.nbytes == 0 for v in gathered)
 
     def _handed_on(self) -> set[int]:

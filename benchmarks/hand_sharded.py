@@ -1,0 +1,392 @@
+"""Programs that are sharded by hand, as people reported them, each with the change that the doctor asks for applied.
+
+    python -m benchmarks.hand_sharded [--only NAME,NAME] [--hardware h100:1x8]
+
+Every `Case` is a small training or serving step with one thing wrong, from a public thread; `mended` is the same step
+with the change of the doctor's first finding. The table has the promised milliseconds, those gained by the schedule
+of the mended program, compiled for the hardware without a device, and the share of the promise that was kept.
+"""
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.diagnosis.finding import Diagnosis
+
+Target = tuple[Callable[..., Any], tuple[Any, ...]]
+HARDWARE = "h100:1x8"
+REL_GAP = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A step with one thing wrong.
+
+    Attributes:
+      name: on the command line.
+      threads: where it was reported.
+      kind: of the finding that must be the first.
+      sick: the step as it was written.
+      mended: the step with the change applied.
+      donate: positions of donated arguments.
+    """
+
+    name: str
+    threads: str
+    kind: str
+    sick: Callable[[], Target]
+    mended: Callable[[], Target]
+    donate: tuple[int, ...] = ()
+
+
+def mesh(**axes: int) -> AbstractMesh:
+    """An abstract mesh of Auto axes."""
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+class Sharded:
+    """Writes shardings over one mesh."""
+
+    def __init__(self, **axes: int) -> None:
+        self.mesh = mesh(**axes)
+
+    def aval(self, spec: P, *shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        """An argument in a layout."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
+
+    def pin(self, x: jax.Array, *spec: Any) -> jax.Array:
+        """A value constrained to a layout."""
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec)))
+
+
+def stack(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Scanned layers of one product each."""
+
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(x @ w), None
+
+    return jax.lax.scan(layer, x, w)[0]
+
+
+def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+    """A sum of what the stack makes."""
+    return jnp.sum(stack(w, x).astype(jnp.float32))
+
+
+def accumulated(*, parted: bool) -> Target:
+    """Gradients of eight micro-batches added up; in parts, one per device, or as they come."""
+    on, parts = Sharded(data=8), 8
+    gradient = jax.vmap(jax.grad(loss), in_axes=(None, 0)) if parted else jax.grad(loss)
+
+    def step(w: jax.Array, batch: jax.Array) -> jax.Array:
+        zero = on.pin(jnp.zeros((parts, *w.shape), w.dtype), "data") if parted else jnp.zeros_like(w)
+
+        def add(total: jax.Array, rows: jax.Array) -> tuple[jax.Array, None]:
+            own = on.pin(rows.reshape(parts, -1, rows.shape[-1]), "data") if parted else rows
+            total = total + gradient(w, own)
+            return (on.pin(total, "data") if parted else total), None
+
+        total = jax.lax.scan(add, zero, batch)[0]
+        return jnp.sum(total, 0) if parted else total
+
+    return step, (on.aval(P(), 4, 4096, 4096), on.aval(P(None, "data"), 8, 8192, 4096))
+
+
+def adam(*, zero: bool) -> Target:
+    """Data parallelism with Adam, whose moments lie whole or split."""
+    on = Sharded(data=8)
+    spec = P(None, "data") if zero else P()
+
+    def step(state: tuple[jax.Array, ...], x: jax.Array) -> tuple[jax.Array, ...]:
+        w, m, v = state
+        g = jax.grad(loss)(w, x).astype(jnp.float32)
+        g = on.pin(g, *spec) if zero else g
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        return on.pin(w - (1e-3 * m / (jnp.sqrt(v) + 1e-8)).astype(w.dtype)), m, v
+
+    moments = [on.aval(spec, 8, 4096, 4096, dtype=jnp.float32) for _ in range(2)]
+    return step, ((on.aval(P(), 8, 4096, 4096), *moments), on.aval(P("data"), 32768, 4096))
+
+
+def moved(*, between: bool) -> Target:
+    """A value that goes from one layout to another that the partitioner cannot reach by itself."""
+    on = Sharded(x=4, y=2)
+
+    def step(a: jax.Array, b: jax.Array, w: jax.Array) -> jax.Array:
+        d = on.pin(jnp.tanh(a + b), "y", None, "x")
+        if between:
+            d = on.pin(d, "y", "x")
+        return jnp.tanh(on.pin(d, None, ("x", "y"))) @ w
+
+    value = on.aval(P("y", None, "x"), 1024, 1024, 1024)
+    return step, (value, value, on.aval(P(), 1024, 1024))
+
+
+def returned(*, between: bool) -> Target:
+    """Results of experts, split over experts and features, that go back to tokens, which are split over all devices."""
+    on = Sharded(data=4, expert=2)
+
+    def step(w: jax.Array, rows: jax.Array) -> jax.Array:
+        y = on.pin(jnp.einsum("etd,edf->etf", rows, w), "expert", None, "data")
+        if between:
+            y = on.pin(y, "expert", "data")
+        return jnp.tanh(on.pin(y, None, ("data", "expert")))
+
+    return step, (on.aval(P("expert", None, "data"), 8, 4096, 4096), on.aval(P("expert"), 8, 8192, 4096))
+
+
+def small_table(*, between: bool) -> Target:
+    """A warning of the partitioner's about a value that is small beside the step: mending it does not pay."""
+    on = Sharded(x=4, y=2)
+
+    def step(w: jax.Array, x: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+        bias = on.pin(jnp.tanh(table), "y", None, "x")
+        if between:
+            bias = on.pin(bias, "y", "x")
+        bias = on.pin(bias, None, ("x", "y"))
+        y = on.pin(jnp.tanh(x @ w), ("x", "y"))
+        return on.pin(y, ("x", "y")), bias
+
+    args = on.aval(P(), 8192, 8192), on.aval(P(("x", "y")), 65536, 8192), on.aval(P("y", None, "x"), 16, 64, 64)
+    return step, args
+
+
+RULES: Mapping[str, str | None] = {"batch": None, "embed": None, "mlp": "tensor"}
+
+
+def fallen_back(*, right: bool) -> Target:
+    """Rules from logical names to mesh axes that say nothing where a name is misspelt: the weights lie whole."""
+    on = Sharded(tensor=8)
+
+    def spec(*names: str) -> P:
+        return P(*(RULES.get(name) for name in names))
+
+    hidden = "mlp" if right else "mlp_hidden"
+
+    def step(up: jax.Array, down: jax.Array, x: jax.Array) -> jax.Array:
+        h = on.pin(jax.nn.silu(x @ up), *spec("batch", hidden))
+        return on.pin(h @ down, *spec("batch", "embed"))
+
+    shapes = on.aval(spec("embed", hidden), 8192, 32768), on.aval(spec(hidden, "embed"), 32768, 8192)
+    return step, (*shapes, on.aval(P(), 4096, 8192))
+
+
+def master_weights(*, narrow: bool) -> Target:
+    """Master weights of 32 bits, stored split, that are gathered before they are cast, or after."""
+    on = Sharded(fsdp=8)
+
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        whole = on.pin(on.pin(w.astype(x.dtype), "fsdp")) if narrow else on.pin(w).astype(x.dtype)
+        return on.pin(jnp.tanh(x @ whole), "fsdp"), None
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(layer, x, w)[0]
+
+    return step, (on.aval(P(None, "fsdp"), 8, 8192, 8192, dtype=jnp.float32), on.aval(P("fsdp"), 16384, 8192))
+
+
+def summed_whole(*, scattered: bool) -> Target:
+    """Gradients that are pinned whole, of which every device keeps a share."""
+    on = Sharded(data=8)
+
+    def step(w: jax.Array, m: jax.Array, x: jax.Array) -> jax.Array:
+        y = jnp.tanh(x @ w)
+        g = jnp.einsum("bi,bo->io", x, y)
+        g = on.pin(g, "data") if scattered else on.pin(g)
+        return on.pin(0.9 * m + g.astype(m.dtype), "data")
+
+    args = on.aval(P(), 8192, 8192), on.aval(P("data"), 8192, 8192, dtype=jnp.float32), on.aval(P("data"), 32768, 8192)
+    return step, args
+
+
+def lost_batch(*, split: bool) -> Target:
+    """Heads reshaped out of a projection without a constraint, in a serving step whose queries lie whole."""
+    on = Sharded(model=8)
+
+    def step(wq: jax.Array, k: jax.Array, x: jax.Array) -> jax.Array:
+        q = (x @ wq).reshape(x.shape[0], -1, k.shape[-1])
+        q = on.pin(q, None, "model") if split else on.pin(q)
+        return on.pin(jax.nn.softmax(jnp.einsum("bhd,shd->bhs", q, k).astype(jnp.float32), -1), None, "model")
+
+    heads = P(None, "model") if split else P()
+    return step, (on.aval(heads, 8192, 8192), on.aval(P(None, "model"), 8192, 64, 128), on.aval(P(), 512, 8192))
+
+
+def pinned_apart(*, together: bool) -> Target:
+    """Activations that one line splits over features and the next over rows, for no reason."""
+    on = Sharded(data=8)
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        y = jnp.tanh(x @ w)
+        y = on.pin(y, "data") if together else on.pin(y, None, "data")
+        return on.pin(jnp.tanh(y) @ w, "data")
+
+    return step, (on.aval(P(), 8192, 8192), on.aval(P("data"), 65536, 8192))
+
+
+CASES: Sequence[Case] = (
+    Case(
+        name="accumulation",
+        threads="maxtext#5056, maxtext#5060",
+        kind="sums in every trip",
+        sick=lambda: accumulated(parted=False),
+        mended=lambda: accumulated(parted=True),
+    ),
+    Case(
+        name="zero",
+        threads="maxtext#5104",
+        kind="optimizer state whole",
+        sick=lambda: adam(zero=False),
+        mended=lambda: adam(zero=True),
+        donate=(0,),
+    ),
+    Case(
+        name="reshard",
+        threads="xla#15207, jax#21562",
+        kind="rematerialized",
+        sick=lambda: moved(between=False),
+        mended=lambda: moved(between=True),
+    ),
+    Case(
+        name="experts",
+        threads="marin#7279",
+        kind="rematerialized",
+        sick=lambda: returned(between=False),
+        mended=lambda: returned(between=True),
+    ),
+    Case(
+        name="fallback",
+        threads="sglang-jax#953, jax#23936",
+        kind="repeated on devices",
+        sick=lambda: fallen_back(right=False),
+        mended=lambda: fallen_back(right=True),
+    ),
+    Case(
+        name="heads",
+        threads="",
+        kind="repeated on devices",
+        sick=lambda: lost_batch(split=False),
+        mended=lambda: lost_batch(split=True),
+    ),
+    Case(
+        name="pinned-apart",
+        threads="",
+        kind="unasked",
+        sick=lambda: pinned_apart(together=False),
+        mended=lambda: pinned_apart(together=True),
+    ),
+)
+
+
+def sgd() -> Target:
+    """Data parallelism, of a batch that is large enough."""
+    on = Sharded(data=8)
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return on.pin(w - 1e-3 * jax.grad(loss)(w, x))
+
+    return step, (on.aval(P(), 8, 4096, 4096), on.aval(P("data"), 262144, 4096))
+
+
+def fully_sharded() -> Target:
+    """FSDP: scanned layers whose weights are stored split, and gathered one by one, twice for a checkpoint."""
+    on = Sharded(data=8)
+    spec = P(None, "data")
+
+    @jax.checkpoint
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return on.pin(jnp.tanh(x @ on.pin(w)), "data"), None
+
+    def total(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jax.lax.scan(layer, x, w)[0].astype(jnp.float32))
+
+    def step(state: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        w, m = state
+        g = on.pin(jax.grad(total)(w, x), *spec)
+        m = 0.9 * m + g.astype(m.dtype)
+        return w - (1e-3 * m).astype(w.dtype), m
+
+    state = on.aval(spec, 8, 8192, 8192), on.aval(spec, 8, 8192, 8192, dtype=jnp.float32)
+    return step, (state, on.aval(P("data"), 131072, 8192))
+
+
+def megatron(*, manual: bool) -> Target:
+    """A block whose weights are split by columns, then by rows, and whose rows are split in between."""
+    on = Sharded(data=2, model=4)
+    rows = ("data", "model")
+
+    def block(up: jax.Array, down: jax.Array, x: jax.Array) -> jax.Array:
+        whole = jax.lax.all_gather(x, "model", axis=0, tiled=True)
+        return jax.lax.psum_scatter(jnp.tanh(whole @ up) @ down, "model", scatter_dimension=0, tiled=True)
+
+    def step(up: jax.Array, down: jax.Array, x: jax.Array) -> jax.Array:
+        if manual:
+            specs = P(None, "model"), P("model"), P(rows)
+            return jax.shard_map(block, mesh=on.mesh, in_specs=specs, out_specs=P(rows))(up, down, x)
+        h = jnp.tanh(on.pin(x, "data") @ up)
+        return on.pin(on.pin(h, "data", "model") @ down, rows)
+
+    shapes = on.aval(P(None, "model"), 8192, 32768), on.aval(P("model"), 32768, 8192), on.aval(P(rows), 32768, 8192)
+    return step, shapes
+
+
+# Steps in which nothing is to be changed for more than a percent of them, and their donated arguments.
+HEALTHY: Mapping[str, tuple[Callable[[], Target], tuple[int, ...]]] = {
+    "data-parallel": (sgd, (0,)),
+    "fsdp": (fully_sharded, (0,)),
+    "zero": (lambda: adam(zero=True), (0,)),
+    "megatron": (lambda: megatron(manual=False), ()),
+    "megatron-manual": (lambda: megatron(manual=True), ()),
+    "tensor": (lambda: fallen_back(right=True), ()),
+}
+
+
+def diagnosis(target: Target, hardware: str = HARDWARE, donate: Sequence[int] = ()) -> Diagnosis:
+    """What the doctor finds."""
+    fn, args = target
+    return autoshard.doctor(fn, *args, hardware=hardware, donate_argnums=donate, rel_gap=REL_GAP)
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="names of cases")
+    parser.add_argument("--hardware", default=HARDWARE)
+    parser.add_argument("--tell", action="store_true", help="print the findings, too")
+    parser.add_argument("--healthy", action="store_true", help="what is found in the healthy steps instead")
+    asked = parser.parse_args()
+    if asked.healthy:
+        for name, (target, donate) in HEALTHY.items():
+            print(f"--- {name} ---", diagnosis(target(), asked.hardware, donate), sep="\n", flush=True)
+        return
+    print("| step | reported | first finding | step, ms | promised | gained | kept |\n|---|---|---|---|---|---|---|")
+    for case in CASES:
+        if asked.only and case.name not in asked.only.split(","):
+            continue
+        sick = diagnosis(case.sick(), asked.hardware, case.donate)
+        mended = diagnosis(case.mended(), asked.hardware, case.donate)
+        if not sick.findings:
+            print(f"| {case.name} | nothing found |")
+            print(sick)
+            continue
+        first = sick.findings[0]
+        gained_s = sick.step_s - mended.step_s
+        numbers = [f"{1e3 * seconds:.2f}" for seconds in (sick.step_s, first.seconds, gained_s)]
+        row = (case.name, case.threads, first.kind, *numbers, f"{gained_s / first.seconds:.0%}")
+        print(f"| {' | '.join(row)} |", flush=True)
+        if asked.tell:
+            print(sick, "\n--- mended ---\n", mended, sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

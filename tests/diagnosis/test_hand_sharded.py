@@ -1,0 +1,43 @@
+"""Reported pathologies, rebuilt: the first finding, priced; its change keeps the promise. Healthy steps have none.
+
+The table in docs/guides/doctor.md is `python -m benchmarks.hand_sharded`.
+"""
+
+import pytest
+
+from benchmarks.hand_sharded import CASES, HEALTHY, Case, diagnosis, small_table
+from tests.installed import needs_gpu_compiler
+
+KEPT = 0.8  # of the promised seconds, by the compiled schedule
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_pathology_is_the_first_finding_and_its_change_pays(case: Case) -> None:
+    sick = diagnosis(case.sick(), donate=case.donate)
+    first = sick.findings[0]
+    assert first.kind == case.kind
+    assert "hand_sharded.py" in first.where or first.where.startswith("state")
+    mended = diagnosis(case.mended(), donate=case.donate)
+    assert sick.step_s - mended.step_s >= KEPT * first.seconds > 0.01 * sick.step_s
+    assert all(one.kind != case.kind or one.seconds < 0.01 * mended.step_s for one in mended.findings)
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_steps_have_no_finding_above_a_percent(name: str) -> None:
+    target, donate = HEALTHY[name]
+    assert diagnosis(target(), donate=donate).worst < 0.01
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+def test_a_warning_that_does_not_pay_to_mend_is_a_note() -> None:
+    found = diagnosis(small_table(between=False))
+    assert found.findings == ()
+    (note,) = found.notes
+    assert "leave it" in note
+    assert diagnosis(small_table(between=True)).notes == ()
+    assert found.step.exposed_s < 0.02 * found.step_s
