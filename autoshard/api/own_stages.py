@@ -14,10 +14,20 @@ from autoshard import _jax
 from autoshard.api import emit
 from autoshard.api.options import Options, SolvingOptions, listing, refuse_unknown
 from autoshard.api.stage_homes import Homes, home_specs
-from autoshard.api.stage_plans import COTANGENTS, STATE, TOTAL, WEIGHTS, ChunkPlan, plan_chunks, stage_target
+from autoshard.api.stage_plans import (
+    COTANGENTS,
+    FIT,
+    KEEPS,
+    STATE,
+    ChunkPlan,
+    bytes_of,
+    peak_bytes,
+    plan_chunks,
+    stage_target,
+)
 from autoshard.backends import devices
 from autoshard.backends.devices import MeshLike, Target
-from autoshard.errors import ArgumentError, InfeasibleError, SpecError
+from autoshard.errors import ArgumentError, SpecError
 from autoshard.ir.mesh import MeshAxes
 from autoshard.pipeline_parallel.own_stages import schedules
 from autoshard.pipeline_parallel.own_stages.loss import ChunkedLoss, chunked
@@ -40,6 +50,7 @@ def in_own_stages(
     schedule: str = "1F1B",
     repeats: int = 1,
     layers: Sequence[int] | None = None,
+    keep: str = FIT,
     mesh: MeshLike = None,
     hardware: str | cost_models.Hardware | None = None,
     has_aux: bool = False,
@@ -64,6 +75,8 @@ def in_own_stages(
       repeats: chunks of layers per stage, of an interleaved schedule.
       layers: how many layers each chunk has, in their order; None: as many each, and where that does not go, one less
         in the first and the last one.
+      keep: what a stage holds of a micro-batch until its backward pass: "activations"; "states", what came in, from
+        which the backward pass repeats the forward one; "fit", activations where they fit into the stage's memory.
       mesh: of all devices, `{"stage": 4, "data": 2}`, a Mesh, or None for the mesh in context.
       hardware: all of it, as of `autoshard.plan`.
       has_aux: as of `in_stages`.
@@ -80,6 +93,7 @@ def in_own_stages(
         schedule=schedule,
         repeats=repeats,
         layers=layers,
+        keep=keep,
         has_aux=has_aux,
         mesh=mesh,
         options=Options(mesh=mesh, hardware=hardware, **options),
@@ -138,7 +152,7 @@ class Pipeline:
     @property
     def axes(self) -> MeshAxes:
         """The mesh of all devices, the stages first."""
-        own = self.plans[0].backward.record.mesh.shape
+        own = self.plans[0].whole.record.mesh.shape
         return MeshAxes.of({self.stage_axis: self.table.stages, **own})
 
     def shardings(self) -> Any:
@@ -152,7 +166,7 @@ class Pipeline:
         """The pipeline as text: its stages, its schedule, its time."""
         t = self.table
         lines = [
-            f"{t.name}: {t.stages} stages of {self.plans[0].backward.record.mesh}, {t.steps} micro-batches, "
+            f"{t.name}: {t.stages} stages of {self.plans[0].whole.record.mesh}, {t.steps} micro-batches, "
             f"{self.cost * 1e3:.3g} ms, bubble {self.bubble:.0%}"
         ]
         for s in range(t.stages):
@@ -160,9 +174,10 @@ class Pipeline:
             count = " + ".join(str(self.layers[c]) for c in own)
             forward = sum(_seconds(self.plans[c], Work.FORWARD) for c in own)
             backward = sum(_seconds(self.plans[c], Work.BACKWARD) for c in own)
+            held = max(self.plans[c].held_bytes for c in own)
             lines.append(
                 f"  stage {s}: {count} layers, forward {forward * 1e3:.3g} ms, backward {backward * 1e3:.3g} ms, "
-                f"holds {t.held(s)} micro-batches, peak {bytes_text(self.peaks[s])}"
+                f"holds {t.held(s)} micro-batches of {bytes_text(held)}, peak {bytes_text(self.peaks[s])}"
             )
         return "\n".join(lines)
 
@@ -179,12 +194,16 @@ class OwnStages:
         schedule: str,
         repeats: int,
         layers: Sequence[int] | None,
+        keep: str,
         has_aux: bool,
         mesh: MeshLike,
         options: Options,
     ) -> None:
         self._loss, self._stages, self._steps = loss, stages, steps
         self._schedule, self._repeats, self._layers = schedule, repeats, layers
+        if keep not in KEEPS:
+            raise SpecError(f"keep={keep!r}: it is one of {', '.join(map(repr, KEEPS))}")
+        self._keep = keep
         self._has_aux, self._mesh, self._options = has_aux, mesh, options
         self._entries: dict[Any, Entry] = {}
 
@@ -227,33 +246,22 @@ class OwnStages:
             layers=self._layers,
             has_aux=self._has_aux,
         )
-        plans = plan_chunks(loss, table, stage_target(whole, self._stages), o)
+        plans = plan_chunks(loss, table, stage_target(whole, self._stages), o, self._keep)
         hop_s = max((_hop_s(plan, whole, self._stages) for plan in plans[1:]), default=0.0)
         timeline = simulate(table, lambda task: _seconds(plans[task.chunk], task.work), hop_s=hop_s)
-        own = plans[0].backward.record.mesh.shape
+        own = plans[0].whole.record.mesh.shape
         specs = home_specs(loss, table, plans, MeshAxes.of({self._stages: table.stages, **own}))
-        found = Pipeline(
+        return Pipeline(
             table=table,
             timeline=timeline,
             plans=plans,
             layers=loss.chunks.layers,
             specs=jax.tree.unflatten(jax.tree.structure(params), specs),
-            peaks=tuple(_peak(plans, table, s) for s in range(table.stages)),
+            peaks=tuple(peak_bytes(plans, table, s) for s in range(table.stages)),
             loss=loss,
             target=whole,
             stage_axis=self._stages,
         )
-        limit = plans[0].backward.record.memory.limit_bytes
-        for s, peak in enumerate(found.peaks):
-            if peak > limit:
-                raise InfeasibleError(
-                    f"stage {s} needs {bytes_text(peak)} with the {table.held(s)} micro-batches that {table.name} "
-                    f"holds, and has {bytes_text(limit)}\n"
-                    "  take more micro-batches (steps=), schedule='1F1B', or more stages",
-                    peak_bytes=peak,
-                    limit_bytes=limit,
-                )
-        return found
 
 
 class Entry:
@@ -293,13 +301,20 @@ class Entry:
     def _programs(self, chunk: int, weights: Leaves, shared: Leaves, micro: Leaves) -> ChunkPrograms:
         plan = self.pipeline.plans[chunk]
         backward = self._program(chunk, Work.BACKWARD)
-        forward: Any = None if plan.forward is None else self._program(chunk, Work.FORWARD)
+        forward: Any = None if plan.programs[0] is None else self._program(chunk, Work.FORWARD)
 
-        def run_backward(total: Any, at: int, state: Leaves, cotangents: Leaves) -> tuple[Any, Leaves]:
-            return backward(total, weights, shared, micro, state, cotangents, np.int32(at))
+        passes = None if plan.kept is None else plan.kept.passes
 
-        def run_forward(at: int, state: Leaves) -> Leaves:
-            return forward(weights, shared, micro, state, np.int32(at))
+        def run_backward(total: Any, at: int, held: Any, cotangents: Leaves) -> tuple[Any, Leaves]:
+            state, *kept = (held,) if passes is None else held
+            return backward(total, weights, shared, micro, state, cotangents, np.int32(at), *kept)
+
+        def run_forward(at: int, state: Leaves) -> tuple[Leaves, Any]:
+            out = forward(weights, shared, micro, state, np.int32(at))
+            if passes is None:
+                return out, state
+            out, kept = out
+            return out, ([state[i] for i in passes.held], kept)
 
         return ChunkPrograms(
             forward=None if forward is None else run_forward,
@@ -316,7 +331,7 @@ class Entry:
     def _program(self, chunk: int, work: Work) -> Any:
         if (chunk, work) not in self._compiled:
             plan = self.pipeline.plans[chunk]
-            made = plan.backward if work is Work.BACKWARD else plan.forward
+            made = plan.programs[work is Work.BACKWARD]
             assert made is not None
             mesh = self.homes.stages[self.pipeline.table.stage_of(chunk)]
             self._compiled[chunk, work] = emit.jitted(made.record, made.traced, mesh)
@@ -325,20 +340,10 @@ class Entry:
 
 def _seconds(plan: ChunkPlan, work: Work) -> float:
     """Predicted seconds of a task; the last chunk's forward pass is part of its backward pass."""
-    if work is Work.FORWARD:
-        return 0.0 if plan.forward is None else plan.forward.cost
-    return plan.backward.cost
+    made = plan.programs[work is Work.BACKWARD]
+    return 0.0 if made is None else made.cost
 
 
 def _hop_s(plan: ChunkPlan, whole: Target, axis: str) -> float:
     """Seconds to hand a state from one stage to the next."""
-    return float(whole.machine.collective_s("collective-permute", (axis,), plan.bytes_of(STATE)))
-
-
-def _peak(plans: Sequence[ChunkPlan], table: Table, stage: int) -> int:
-    """Bytes per device of a stage at its peak."""
-    own = range(stage, table.chunks, table.stages)
-    kept = sum(plans[c].bytes_of(TOTAL, WEIGHTS) for c in own)
-    held = (table.held(stage) - 1) * max(plans[c].bytes_of(STATE) for c in own)
-    peaks = (plans[c].backward.record.memory.peak_bytes - plans[c].bytes_of(TOTAL, WEIGHTS) for c in own)
-    return kept + held + max(peaks)
+    return float(whole.machine.collective_s("collective-permute", (axis,), bytes_of(plan.whole, STATE)))

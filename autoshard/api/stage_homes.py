@@ -277,7 +277,7 @@ class Homes:
         return self._cached("zeros", chunk, lambda: self._make_zeros(chunk))
 
     def _make_zeros(self, chunk: int) -> Callable[[], Any]:
-        traced = self.plans[chunk].backward.traced
+        traced = self.plans[chunk].whole.traced
         avals = [x for x, at in zip(traced.in_avals, traced.argument_of, strict=True) if at == TOTAL]
         specs, tree = jax.tree.flatten(self.plans[chunk].specs(TOTAL), is_leaf=lambda x: isinstance(x, PartitionSpec))
         places = tree.unflatten([self.on_stage(chunk, spec) for spec in specs])
@@ -318,7 +318,7 @@ class Homes:
             if last in own:
                 results = [totals[own.index(last)]["value"], *totals[own.index(last)]["others"]]
             else:
-                traced = self.plans[last].backward.traced
+                traced = self.plans[last].whole.traced
                 results = [
                     jnp.zeros(x.shape, x.dtype)
                     for x, path in zip(traced.in_avals, traced.in_paths, strict=True)

@@ -15,20 +15,24 @@ from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends.devices import Target
 from autoshard.errors import InfeasibleError
 from autoshard.ir.mesh import MeshAxes
+from autoshard.pipeline_parallel.own_stages.keeping import Keeping, keeping
 from autoshard.pipeline_parallel.own_stages.loss import ChunkedLoss
 from autoshard.pipeline_parallel.own_stages.table import Table
 from autoshard.planner.leaf_rows import local_bytes
-from autoshard.planner.record import Leaf
 from autoshard.planner.request import requests_of
 from autoshard.planner.requested_shardings import AUTO
+from autoshard.report.tables import bytes_text
 
 _jax.hide_frames(__file__)
+
+ACTIVATIONS, STATES, FIT = KEEPS = ("activations", "states", "fit")
 
 Leaves = list[Any]
 Specs = list[PartitionSpec]
 
-# The arguments of a backward pass, by position; a forward pass has those between the first and `COTANGENTS`.
-TOTAL, WEIGHTS, SHARED, MICROBATCH, STATE, COTANGENTS, AT = range(7)
+# The arguments of a backward pass, by position; the last one only where activations are kept.
+TOTAL, WEIGHTS, SHARED, MICROBATCH, STATE, COTANGENTS, AT, KEPT = range(8)
+FORWARD = (WEIGHTS, SHARED, MICROBATCH, STATE, AT)  # those of a forward pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,42 +40,73 @@ class ChunkPlan:
     """The plans of a chunk.
 
     Attributes:
-      backward: of (total, weights, shared, microbatch, state, cotangents, at) → (total, cotangents).
-      forward: of (weights, shared, microbatch, state, at) → state; None of the last chunk.
+      whole: both passes in one program, (total, weights, shared, microbatch, state, cotangents, at) → (total,
+        cotangents): what the layouts of its arguments come from, and the backward pass that repeats the forward one.
+      forward: (weights, shared, microbatch, state, at) → state; None of the last chunk.
+      kept: the passes with kept activations; None where the backward pass repeats the forward one.
     """
 
-    backward: SolvedPlan
+    whole: SolvedPlan
     forward: SolvedPlan | None
+    kept: "KeptPlan | None" = None
+
+    @property
+    def programs(self) -> tuple[SolvedPlan | None, SolvedPlan]:
+        """The forward and the backward pass as they run."""
+        return (self.forward, self.whole) if self.kept is None else (self.kept.forward, self.kept.backward)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes per device that are held of a micro-batch."""
+        if self.kept is None:
+            return bytes_of(self.whole, STATE)
+        return bytes_of(self.kept.backward, STATE, KEPT)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes per device at the peak of its programs."""
+        return max(made.record.memory.peak_bytes for made in self.programs if made is not None)
 
     def specs(self, argument: int) -> Any:
-        """The layouts of an argument of the backward pass."""
-        return self.backward.specs[argument]
-
-    def leaves(self, argument: int) -> list[Leaf]:
-        """Its leaves."""
-        traced = self.backward.traced
-        pairs = zip(traced.argument_of, self.backward.record.inputs, strict=True)
-        return [leaf for at, leaf in pairs if at == argument]
-
-    def bytes_of(self, *arguments: int) -> int:
-        """Bytes per device of arguments of the backward pass."""
-        mesh = self.backward.record.mesh
-        return sum(local_bytes(leaf, mesh) for argument in arguments for leaf in self.leaves(argument))
+        """The layouts of an argument."""
+        return self.whole.specs[argument]
 
 
-def plan_chunks(loss: ChunkedLoss, table: Table, target: Target, options: Options) -> tuple[ChunkPlan, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptPlan:
+    """The plans of a chunk whose activations are kept.
+
+    Attributes:
+      passes: the programs.
+      forward: (weights, shared, microbatch, state, at) → (state, kept).
+      backward: as `ChunkPlan.whole`, of what is held of the state, and of what was kept.
+    """
+
+    passes: Keeping
+    forward: SolvedPlan
+    backward: SolvedPlan
+
+
+def bytes_of(plan: SolvedPlan, *arguments: int) -> int:
+    """Bytes per device of arguments of a program."""
+    pairs = zip(plan.traced.argument_of, plan.record.inputs, strict=True)
+    return sum(local_bytes(leaf, plan.record.mesh) for at, leaf in pairs if at in arguments)
+
+
+def plan_chunks(loss: ChunkedLoss, table: Table, target: Target, options: Options, keep: str) -> tuple[ChunkPlan, ...]:
     """Plans every chunk: first the last one, whose layouts of the state, and of the layers' weights, the others take.
 
-    Chunks of the same program have one plan.
+    Chunks of the same program have one plan. "fit" keeps a stage's activations where they fit into its memory.
 
     Args:
       loss: the chunks.
       table: what runs when.
       target: the mesh of a stage on the hardware of all.
       options: of `plan`.
+      keep: "activations", "states" or "fit".
 
     Raises:
-      InfeasibleError: a chunk does not fit into the memory of its stage.
+      InfeasibleError: a stage does not fit into its memory.
     """
     last = loss.chunks.count - 1
     found: dict[tuple[int, bool, bool], ChunkPlan] = {}
@@ -81,7 +116,77 @@ def plan_chunks(loss: ChunkedLoss, table: Table, target: Target, options: Option
         if key not in found:
             found[key] = _plan_chunk(loss, chunk, table, target, options, plans[:1])
         plans.append(found[key])
-    return tuple(plans[::-1])
+    plans.reverse()
+    kept: dict[int, ChunkPlan | None] = {}  # by the plan's identity
+    for stage in range(table.stages) if keep != STATES else ():
+        own = list(range(stage, table.chunks, table.stages))
+        more = list(plans)
+        for c in own:
+            if c < last:
+                if id(plans[c]) not in kept:
+                    kept[id(plans[c])] = _keeping(loss, c, table, target, options, plans[c], keep)
+                more[c] = kept[id(plans[c])] or plans[c]
+        if keep == ACTIVATIONS or peak_bytes(more, table, stage) <= plans[0].whole.record.memory.limit_bytes:
+            plans = more
+    for stage in range(table.stages):
+        _check_memory(plans, table, stage)
+    return tuple(plans)
+
+
+def peak_bytes(plans: Sequence[ChunkPlan], table: Table, stage: int) -> int:
+    """Bytes per device of a stage at its peak: its programs, what it adds up, and what it holds of micro-batches."""
+    own = range(stage, table.chunks, table.stages)
+    fixed = {c: bytes_of(plans[c].whole, TOTAL, WEIGHTS) for c in own}
+    held = (table.held(stage) - 1) * max(plans[c].held_bytes for c in own)
+    return sum(fixed.values()) + held + max(plans[c].peak_bytes - fixed[c] for c in own)
+
+
+def _check_memory(plans: Sequence[ChunkPlan], table: Table, stage: int) -> None:
+    peak, limit = peak_bytes(plans, table, stage), plans[0].whole.record.memory.limit_bytes
+    if peak > limit:
+        raise InfeasibleError(
+            f"stage {stage} needs {bytes_text(peak)} with the {table.held(stage)} micro-batches that {table.name} "
+            f"holds, and has {bytes_text(limit)}\n"
+            "  take more micro-batches (steps=), schedule='1F1B', keep='states', or more stages",
+            peak_bytes=peak,
+            limit_bytes=limit,
+        )
+
+
+def _keeping(
+    loss: ChunkedLoss, chunk: int, table: Table, target: Target, options: Options, plan: ChunkPlan, keep: str
+) -> ChunkPlan | None:
+    """A chunk with kept activations; None if it does not fit, and need not."""
+    arguments = _arguments(loss, chunk, table)
+    micro = [_abstract(x.shape[1:], x.dtype) for x in arguments[MICROBATCH]]
+    passes = keeping(loss.chunks, chunk, [arguments[WEIGHTS], arguments[SHARED], micro, arguments[STATE]])
+    name, specs = f"stage_{table.stage_of(chunk)}", plan.whole.specs
+    assert plan.forward is not None
+    try:
+        forward = _plan(
+            _forward_keeping(passes),
+            f"{name}_forward",
+            [arguments[i] for i in FORWARD],
+            target,
+            options,
+            [specs[i] for i in FORWARD],
+            (plan.forward.out_specs, AUTO),
+        )
+        backward = _plan(
+            _backward_of(passes),
+            f"{name}_backward",
+            [*arguments[:STATE], [arguments[STATE][i] for i in passes.held], *arguments[STATE + 1 :], passes.kept],
+            target,
+            options,
+            [*specs[:STATE], [specs[STATE][i] for i in passes.held], *specs[STATE + 1 :], forward.out_specs[1]],
+            plan.whole.out_specs,
+            donate=TOTAL,
+        )
+    except InfeasibleError:
+        if keep == ACTIVATIONS:
+            raise
+        return None
+    return replace(plan, kept=KeptPlan(passes=passes, forward=forward, backward=backward))
 
 
 def _plan_chunk(
@@ -98,7 +203,7 @@ def _plan_chunk(
         shardings: list[Any] = [AUTO] * len(arguments)
         outs: Any = AUTO
     else:
-        state, cotangents = end[0].specs(STATE), end[0].backward.out_specs[1]
+        state, cotangents = end[0].specs(STATE), end[0].whole.out_specs[1]
         weights, total = end[0].specs(WEIGHTS), end[0].specs(TOTAL)["weights"]
         shardings = [
             {**dict.fromkeys(arguments[TOTAL], AUTO), "weights": total},
@@ -112,26 +217,24 @@ def _plan_chunk(
         outs = (AUTO, cotangents if chunk else AUTO)
     run = _backward(loss, chunk)
     try:
-        backward = _plan(run, f"{name}_backward", arguments, target, options, shardings, outs, donate=TOTAL)
+        whole = _plan(run, f"{name}_backward", arguments, target, options, shardings, outs, donate=TOTAL)
     except InfeasibleError:
         if not end:
             raise
         shardings[TOTAL] = shardings[WEIGHTS] = AUTO  # in other layouts than those of the last stage it may fit
-        backward = _plan(run, f"{name}_backward", arguments, target, options, shardings, outs, donate=TOTAL)
+        whole = _plan(run, f"{name}_backward", arguments, target, options, shardings, outs, donate=TOTAL)
     if not end:
-        return ChunkPlan(backward=backward, forward=None)
-    places = (WEIGHTS, SHARED, MICROBATCH, STATE, AT)
-    taken = [backward.specs[i] for i in places]
+        return ChunkPlan(whole=whole, forward=None)
     forward = _plan(
         _forward(loss, chunk),
         f"{name}_forward",
-        [arguments[i] for i in places],
+        [arguments[i] for i in FORWARD],
         target,
         options,
-        taken,
+        [whole.specs[i] for i in FORWARD],
         end[0].specs(STATE),
     )
-    return ChunkPlan(backward=backward, forward=forward)
+    return ChunkPlan(whole=whole, forward=forward)
 
 
 def _plan(
@@ -175,7 +278,7 @@ def _backward(loss: ChunkedLoss, chunk: int) -> Callable[..., Any]:
     def backward(
         total: Any, weights: Leaves, shared: Leaves, microbatch: Leaves, state: Leaves, cotangents: Leaves, at: Any
     ) -> tuple[Any, Leaves]:
-        own = [jax.lax.dynamic_index_in_dim(x, at, keepdims=False) for x in microbatch]
+        own = _of_microbatch(microbatch, at)
         of_weights, of_shared, before, results = chunks.backward(chunk, weights, shared, own, state, cotangents)
         new = {"weights": _added(total["weights"], of_weights), "shared": _added(total["shared"], of_shared)}
         if chunk == last:
@@ -192,10 +295,39 @@ def _forward(loss: ChunkedLoss, chunk: int) -> Callable[..., Any]:
     chunks = loss.chunks
 
     def forward(weights: Leaves, shared: Leaves, microbatch: Leaves, state: Leaves, at: Any) -> Leaves:
-        own = [jax.lax.dynamic_index_in_dim(x, at, keepdims=False) for x in microbatch]
+        own = _of_microbatch(microbatch, at)
         return chunks.forward(chunk, weights, shared, own, state)
 
     return forward
+
+
+def _forward_keeping(passes: Keeping) -> Callable[..., Any]:
+    def forward(weights: Leaves, shared: Leaves, microbatch: Leaves, state: Leaves, at: Any) -> tuple[Leaves, Leaves]:
+        return passes.forward(weights, shared, _of_microbatch(microbatch, at), state)
+
+    return forward
+
+
+def _backward_of(passes: Keeping) -> Callable[..., Any]:
+    def backward(
+        total: Any,
+        weights: Leaves,
+        shared: Leaves,
+        microbatch: Leaves,
+        state: Leaves,
+        cotangents: Leaves,
+        at: Any,
+        kept: Leaves,
+    ) -> tuple[Any, Leaves]:
+        own = _of_microbatch(microbatch, at)
+        of_weights, of_shared, before = passes.backward(weights, shared, own, state, kept, cotangents)
+        return {"weights": _added(total["weights"], of_weights), "shared": _added(total["shared"], of_shared)}, before
+
+    return backward
+
+
+def _of_microbatch(batch: Leaves, at: Any) -> Leaves:
+    return [jax.lax.dynamic_index_in_dim(x, at, keepdims=False) for x in batch]
 
 
 def _added(total: Leaves, more: Leaves) -> Leaves:

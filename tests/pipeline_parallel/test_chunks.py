@@ -11,6 +11,7 @@ import pytest
 
 from autoshard import SpecError
 from autoshard.errors import ArgumentError
+from autoshard.pipeline_parallel.own_stages.keeping import keeping
 from autoshard.pipeline_parallel.own_stages.loss import ChunkedLoss, chunked
 from tests.pipeline_parallel.test_in_stages import LAYERS, LOSSES, REFUSED, batch, outputs, same, weights
 
@@ -21,7 +22,7 @@ def of(loss: Any, params: Any, examples: Any, *, layers: Any = None, chunks: int
     return chunked(loss, params, examples, (), steps=STEPS, chunks=chunks, layers=layers, has_aux=False)
 
 
-def by_chunks(loss: ChunkedLoss, params: Any, examples: Any) -> tuple[Any, Any]:
+def by_chunks(loss: ChunkedLoss, params: Any, examples: Any, *, keeps: bool = False) -> tuple[Any, Any]:
     """The value and the gradients, with nothing but the chunks' own programs."""
     c = loss.chunks
     whole = jax.tree.leaves(params)
@@ -37,11 +38,24 @@ def by_chunks(loss: ChunkedLoss, params: Any, examples: Any) -> tuple[Any, Any]:
         micro = [x[m::STEPS] for x in jax.tree.leaves(examples)]
         states: list[Any] = [[]]
         given = [([shared[i] for i in c.shared_of(k)], [micro[i] for i in c.microbatch_of(k)]) for k in range(c.count)]
+        kept: list[Any] = []
         for k in range(c.count - 1):
-            states.append(c.forward(k, own[k], *given[k], states[k]))
+            if keeps:
+                arguments = own[k], *given[k], states[k]
+                passes = keeping(c, k, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments))
+                out, activations = passes.forward(*arguments)
+                kept.append((passes, [states[k][i] for i in passes.held], activations))
+                states.append(out)
+            else:
+                states.append(c.forward(k, own[k], *given[k], states[k]))
         cotangents: Any = []
         for k in reversed(range(c.count)):
-            of_weights, of_shared, cotangents, results = c.backward(k, own[k], *given[k], states[k], cotangents)
+            results: Any = []
+            if keeps and k < c.count - 1:
+                passes, *held = kept[k]
+                of_weights, of_shared, cotangents = passes.backward(own[k], *given[k], *held, cotangents)
+            else:
+                of_weights, of_shared, cotangents, results = c.backward(k, own[k], *given[k], states[k], cotangents)
             pieces[k] = [a + b for a, b in zip(pieces[k], of_weights, strict=True)]
             places = c.shared_of(k)
             mine = [places[i] for i in c.trained([c.shared[p] for p in places])]
@@ -63,7 +77,7 @@ FAST = ("a mask in the layers", "a counter in the carry", "remat, weights made o
 )
 def test_losses_have_the_same_gradients(name: str) -> None:
     made = of(LOSSES[name], weights(), batch(), layers=(1, 3))
-    got = jax.jit(partial(by_chunks, made))(weights(), batch())
+    got = jax.jit(partial(by_chunks, made, keeps=name != "a counter in the carry"))(weights(), batch())
     same(got, jax.jit(jax.value_and_grad(LOSSES[name]))(weights(), batch()))
 
 
@@ -115,3 +129,22 @@ def test_what_does_not_divide_is_refused() -> None:
         chunked(LOSSES["mean"], weights(), batch(), (), steps=5, chunks=2, layers=None, has_aux=False)
     with pytest.raises(ArgumentError, match=r"params\['n'\] is int32, which has no gradient"):
         of(lambda p, b: jnp.mean(outputs(p, b)), {**weights(), "n": np.zeros((), np.int32)}, batch())
+
+
+def test_what_is_kept_of_a_microbatch_are_activations() -> None:
+    """Weights are given again, and casts of them made again: neither is kept once per micro-batch."""
+
+    def layer(x: Any, own: Any) -> tuple[Any, None]:
+        return x + jnp.tanh(x @ own["w"].astype(jnp.bfloat16)) * own["scale"].astype(jnp.bfloat16), None
+
+    def cast(p: Any, b: Any) -> Any:
+        x, _ = jax.lax.scan(layer, b["x"].astype(jnp.bfloat16) @ p["in"].astype(jnp.bfloat16), p["layers"])
+        return jnp.mean(jnp.square(x @ p["out"].astype(jnp.bfloat16)).astype(jnp.float32))
+
+    c = of(cast, weights(), batch()).chunks
+    stacks = [jax.ShapeDtypeStruct((2, *v.aval.shape[1:]), v.aval.dtype) for v in c.slices]
+    shared = [jax.ShapeDtypeStruct(c.shared[i].aval.shape, c.shared[i].aval.dtype) for i in c.shared_of(0)]
+    made = keeping(c, 0, [stacks, shared, [jax.ShapeDtypeStruct((12 // STEPS, 8), jnp.float32)], []])
+    assert {x.shape[-2:] for x in made.kept} == {(12 // STEPS, 8)}
+    assert {x.dtype for x in made.kept} == {jnp.dtype(jnp.bfloat16)}
+    assert {kind for kind, _ in made.sources} == {"again", "kept"}

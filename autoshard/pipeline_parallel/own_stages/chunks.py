@@ -11,7 +11,7 @@ the stacked weights, of which every chunk has its part, and what chunks share. G
 both go back through the transpose of that program (`Chunks.leave`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -210,10 +210,18 @@ class Chunks:
           state: likewise.
           cotangents: those of the differentiable state behind the chunk; none of the last one.
         """
+        out, transposed = self.linear(chunk, weights, shared, microbatch, state)
+        if chunk < self.count - 1:
+            return (*transposed(cotangents), [])
+        return (*transposed([jnp.full((), self.scale, out[0].dtype)]), out)
+
+    def linear(
+        self, chunk: int, weights: Leaves, shared: Leaves, microbatch: Leaves, state: Leaves
+    ) -> tuple[Leaves, Callable[[Leaves], tuple[Leaves, Leaves, Leaves]]]:
+        """What `forward` returns, and the function from cotangents to those of weights, shared values and state."""
         of_weights = self.trained(self.slices)
         of_shared = self.trained([self.shared[i] for i in self.shared_of(chunk)])
         of_state = self.differentiable if chunk else []
-        last = chunk == self.count - 1
 
         def pure(own: Leaves, others: Leaves, before: Leaves) -> tuple[Leaves, Leaves]:
             found = self.forward(
@@ -223,13 +231,11 @@ class Chunks:
                 microbatch,
                 _put(state, of_state, before),
             )
-            return (found[:1], found) if last else ([found[i] for i in self.differentiable], [])
+            return _at(found, [0] if chunk == self.count - 1 else self.differentiable), found
 
-        out, transposed, results = jax.vjp(
-            pure, _at(weights, of_weights), _at(shared, of_shared), _at(state, of_state), has_aux=True
-        )
-        seeds = [jnp.full((), self.scale, out[0].dtype)] if last else cotangents
-        return (*transposed(seeds), results)
+        given = _at(weights, of_weights), _at(shared, of_shared), _at(state, of_state)
+        _, transposed, found = jax.vjp(pure, *given, has_aux=True)
+        return found, transposed
 
     # Helpers.
 

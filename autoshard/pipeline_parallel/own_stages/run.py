@@ -1,7 +1,7 @@
 """Run: one step of a pipeline, a table's tasks started one after the other.
 
 Starting a task does not wait for its result, so that the stages, which share no device, work at
-the same time. A chunk holds the state that comes in from its arrival to its backward pass.
+the same time. From the arrival of a state to its backward pass a chunk holds it, or what it keeps of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +19,15 @@ class ChunkPrograms:
     """The programs of one chunk, on the devices of its stage.
 
     Attributes:
-      forward: (micro-batch, state) → state behind the chunk; None of the last chunk, whose backward pass does it.
-      backward: (total, micro-batch, state, cotangents) → (total, cotangents of the state).
+      forward: (micro-batch, state) → (state behind the chunk, what is held for the backward pass); None of the last
+        chunk, which holds the state, and whose backward pass does it.
+      backward: (total, micro-batch, what is held, cotangents) → (total, cotangents of the state).
       take: brings a state to the devices of this chunk's stage.
       take_back: brings cotangents there.
     """
 
-    forward: Callable[[int, Leaves], Leaves] | None
-    backward: Callable[[Any, int, Leaves, Leaves], tuple[Any, Leaves]]
+    forward: Callable[[int, Leaves], tuple[Leaves, Any]] | None
+    backward: Callable[[Any, int, Any, Leaves], tuple[Any, Leaves]]
     take: Callable[[Leaves], Leaves]
     take_back: Callable[[Leaves], Leaves]
 
@@ -39,8 +40,10 @@ class Run:
       table: the tasks.
       programs: of every chunk.
       totals: what every chunk adds up; at the end, the result.
-      held: for how many pairs of chunk and micro-batch each stage holds a state.
+      held: for how many pairs of chunk and micro-batch each stage holds something.
       most: the most that it held.
+      states: what is held for each pair: the state that came in; after its forward pass, what the backward one reads.
+      cotangents: those that came in from the chunk behind.
     """
 
     table: Table
@@ -48,7 +51,7 @@ class Run:
     totals: list[Any]
     held: list[int]
     most: list[int]
-    states: dict[tuple[int, int], Leaves]
+    states: dict[tuple[int, int], Any]
     cotangents: dict[tuple[int, int], Leaves]
 
     @classmethod
@@ -77,13 +80,13 @@ class Run:
             if not chunk:
                 self._arrive(chunk, microbatch, [])
             if own.forward is not None:
-                out = own.forward(microbatch, self.states[chunk, microbatch])
+                out, self.states[chunk, microbatch] = own.forward(microbatch, self.states[chunk, microbatch])
                 self._arrive(chunk + 1, microbatch, self.programs[chunk + 1].take(out))
             return
-        state = self.states.pop((chunk, microbatch))
+        held = self.states.pop((chunk, microbatch))
         self.held[self.table.stage_of(chunk)] -= 1
         behind = self.cotangents.pop((chunk, microbatch), [])
-        self.totals[chunk], out = own.backward(self.totals[chunk], microbatch, state, behind)
+        self.totals[chunk], out = own.backward(self.totals[chunk], microbatch, held, behind)
         if chunk:
             self.cotangents[chunk - 1, microbatch] = self.programs[chunk - 1].take_back(out)
 
