@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from autoshard.explore.pipeline_parallel import Staged
+from autoshard.explore.pipeline_parallel import STAGE_AXIS, Staged
 from autoshard.planner.leaf_rows import fold
 from autoshard.planner.record import PlanRecord
 from autoshard.planner.view import collectives
@@ -15,9 +15,9 @@ from cost_models.closed_forms.training_layout import TrainingLayout
 WAITED_FOR = 6  # collectives of the best planned stage that are named
 
 EXECUTABLE = (
-    "data, FSDP, tensor, context and expert axes are those of the mesh that `autoshard.plan` is given; stages are "
-    "`autoshard.in_stages`, with the row's bubble, but the activations of all microbatches (GPipe, or circular): "
-    "the memory of 1F1B is priced, not emitted"
+    "data, FSDP, tensor, context and expert axes are those of the mesh that is given; stages are an axis of it: "
+    "`autoshard.in_own_stages` runs the row's schedule, a program per stage, and reduces gradients every microbatch; "
+    "`autoshard.in_stages` is one program with the same bubble, and the activations of all microbatches"
 )
 
 _HEAD = ("", "layout", "step", "tokens/s", "MFU", "memory", "runs by")
@@ -68,11 +68,12 @@ def runs_by(layout: TrainingLayout, *, layers: int, sequences: int) -> str:
     steps, stages, repeats = int(layout.microbatches(sequences)), layout.pipeline, layout.virtual_stages
     if stages == 1:
         return f"accumulate(steps={steps})" if steps > 1 else "plan"
-    if layers % (stages * repeats):
+    if layers < stages * repeats:
         return f"none: {layers} layers in {stages * repeats} chunks"
     if repeats > 1 and steps % stages:
         return f"none: {steps} microbatches in groups of {stages}"
-    return f"in_stages(stages={stages}, steps={steps}{f', repeats={repeats}' if repeats > 1 else ''})"
+    schedule = f', schedule="interleaved", repeats={repeats}' if repeats > 1 else ""
+    return f'in_own_stages(stages="{STAGE_AXIS}", steps={steps}{schedule})'
 
 
 def verdict(found: LayoutRanking, planned: Sequence[Staged] = ()) -> str:

@@ -132,9 +132,13 @@ def test_scale_plans_the_stages_of_its_rows() -> None:
     [
         (TrainingLayout(data=8, microbatch=2), "plan"),
         (TrainingLayout(data=4, microbatch=1), "accumulate(steps=4)"),
-        (TrainingLayout(data=2, pipeline=2), "in_stages(stages=2, steps=8)"),
-        (TrainingLayout(data=2, pipeline=2, virtual_stages=2), "in_stages(stages=2, steps=8, repeats=2)"),
-        (TrainingLayout(data=2, pipeline=3), "none: 4 layers in 3 chunks"),
+        (TrainingLayout(data=2, pipeline=2), 'in_own_stages(stages="pipeline", steps=8)'),
+        (
+            TrainingLayout(data=2, pipeline=2, virtual_stages=2),
+            'in_own_stages(stages="pipeline", steps=8, schedule="interleaved", repeats=2)',
+        ),
+        (TrainingLayout(data=2, pipeline=3), 'in_own_stages(stages="pipeline", steps=8)'),
+        (TrainingLayout(data=2, pipeline=5), "none: 4 layers in 5 chunks"),
         (TrainingLayout(data=16, pipeline=2, virtual_stages=2), "none: 1 microbatches in groups of 2"),
     ],
 )
