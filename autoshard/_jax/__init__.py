@@ -73,6 +73,7 @@ from autoshard._jax.tracing import context_mesh as context_mesh
 from autoshard._jax.tracing import cudnn_if_missing as cudnn_if_missing
 from autoshard._jax.tracing import get_concrete_mesh as get_concrete_mesh
 from autoshard._jax.tracing import hide_frames as hide_frames
+from autoshard._jax.tracing import hide_package as hide_package
 from autoshard._jax.tracing import is_differentiated as is_differentiated
 from autoshard._jax.tracing import is_reference as is_reference
 from autoshard._jax.tracing import is_tracer as is_tracer

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import os
+import sys
 import traceback
 from collections.abc import Generator, Sequence
 from functools import cache
@@ -223,3 +224,15 @@ def is_tracer(value: Any) -> bool:
 def hide_frames(path: str) -> None:
     """Leaves a file out of source lines, as JAX's own: an equation's line is the caller's."""
     source_info_util.register_exclusion(path)
+
+
+def hide_package(name: str) -> None:
+    """Leaves a package out of source lines once it is imported: an equation's line is where the package is called."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    for folder in getattr(spec, "submodule_search_locations", None) or ():
+        _hide_folder(folder)
+
+
+@cache
+def _hide_folder(folder: str) -> None:
+    hide_frames(folder + os.sep)

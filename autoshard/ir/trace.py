@@ -99,6 +99,8 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mes
     Raises:
       SpecError: an argument is mutable, or the program asks for a layout that the mesh does not have.
     """
+    for package in FRAMEWORKS:
+        _jax.hide_package(package)
     for name, arg in zip(names, args, strict=True):
         if any(map(_jax.is_reference, jax.tree.leaves(arg))):
             raise _reference(fn, f"the argument {name}")
@@ -139,6 +141,7 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mes
     )
 
 
+FRAMEWORKS = ("flax", "haiku", "equinox")  # an equation's line is the user's, where a layer is called
 _READING_MESH = frozenset({"get_abstract_mesh", "get_concrete_mesh", "get_mesh", "thread_resources"})
 _OURS = (str(Path(jax.__file__).parent), str(Path(__file__).parents[1]))  # JAX reads it, too, and keeps what is said
 

@@ -13,6 +13,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from autoshard.report import notebook
+
 GAP = 2  # blanks between columns
 LEFT = 5e-5  # gap of a plan that is as good as optimal: in percent no digit of it shows
 NARROWEST = 6  # columns of text that is broken over lines
@@ -170,8 +172,9 @@ def broken_path(path: str, width: int) -> str:
 
 
 def short_place(where: str) -> str:
-    """A source line without its folders: `dot_general at transformer.py:61 (mlp)`."""
-    return re.sub(r"[^\s(]*/", "", where)
+    """A source line without its folders: `dot_general at transformer.py:61 (mlp)`; of a notebook's cell, its name."""
+    named = re.sub(r"[^\s(]*/[^\s(:]*", lambda path: notebook.cell_of(path[0]) or path[0], where)
+    return re.sub(r"[^\s(]*/", "", named)
 
 
 def short_aval(text: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 import autoshard
 from autoshard.report import notebook
-from autoshard.report.tables import time_text
+from autoshard.report.tables import short_place, time_text
 
 
 def tiny() -> autoshard.SolvedPlan:
@@ -37,10 +37,13 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     kernel: Any = ModuleType("ipykernel.zmqshell")
     kernel.ZMQInteractiveShell = SimpleNamespace(initialized=lambda: True)
+    names = {"/tmp/ipykernel_7/123.py": ("Cell", "In[3]")}
+    python: Any = ModuleType("IPython")
+    python.get_ipython = lambda: SimpleNamespace(compile=SimpleNamespace(format_code_name=names.get))
     front: Any = ModuleType("IPython.display")
     front.display = display
     monkeypatch.setitem(sys.modules, "ipykernel.zmqshell", kernel)
-    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython", python)
     monkeypatch.setitem(sys.modules, "IPython.display", front)
     return shown
 
@@ -51,6 +54,15 @@ def test_a_cell_sees_the_stages_and_is_empty_afterwards(cell: list[str]) -> None
         log.debug("", extra={"stage": "price"})
     assert cell == ["trace …", "solve …", ""]
     assert not log.handlers
+
+
+@pytest.mark.usefixtures("cell")
+def test_a_source_line_of_a_cell_has_the_cell_s_name() -> None:
+    notebook.cell_of.cache_clear()
+    assert short_place("dot_general at /tmp/ipykernel_7/123.py:20 (loss)") == "dot_general at In[3]:20 (loss)"
+    assert short_place("dot_general at /home/me/model.py:20 (loss)") == "dot_general at model.py:20 (loss)"
+    assert short_place("/tmp/ipykernel_7/456.py:20") == "cell:20"
+    notebook.cell_of.cache_clear()
 
 
 def test_progress_is_silent_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,6 +101,7 @@ def test_what_is_printed_is_shown() -> None:
             return "a < b"
 
     assert "a &lt; b</pre>" in Result()._repr_html_()
+    assert Result()._repr_mimebundle_()["text/plain"] == "a < b"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(4e-22, "0 µs"), (0.0, "0 µs"), (1e-9, "0.001 µs"), (2e-3, "2 ms")])
