@@ -77,6 +77,7 @@ class FunctionOptions(ArgumentOptions, total=False):
     in_shardings: Any
     out_shardings: Any
     pins: Mapping[str, PartitionSpec] | None
+    remat: Remat
 
 
 class PlanOptions(SolvingOptions, FunctionOptions, total=False):
@@ -92,7 +93,6 @@ class PlanOptions(SolvingOptions, FunctionOptions, total=False):
     refine: str | None
     candidates: int
     also: Mapping[str, Plan | Evaluation] | None
-    remat: Remat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,10 @@ from autoshard.backends.devices import MeshLike
 from autoshard.costs.strategies import layout_of
 from autoshard.errors import InfeasibleError, SpecError
 from autoshard.ir.paths import dotted
+from autoshard.ir.recomputation import WRITTEN
 from autoshard.planner import pipeline
 from autoshard.planner.budget import SETTLE_S
+from autoshard.planner.recomputation_space import RecomputationSpace
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.search_space import SearchSpace, build_search_space
 from autoshard.problem import memory_profile
@@ -159,25 +161,14 @@ def _together(
     spaces = {n: build_search_space(question) for n, question in questions.items()}
     holders = _holders(spaces, groups)
     parts = {n: formulate(s.decisions, s.resharder, memory_bytes=None) for n, s in spaces.items()}
-
-    def node(leaf: Leaf) -> tuple[int, int]:
-        name, i = leaf
-        return names.index(name), int(parts[name].folding.class_of[parts[name].decisions.inputs[i]])
-
     limit = min(q.memory_bytes for q in questions.values())
-    joint = union(
-        [Part(problem=parts[n].problem, weight=scale[n]) for n in names],
-        _ties(groups, node, parts),
-        [
-            ResidentBytes(node=node(leaf), during=k, usage=_bytes(parts[leaf[0]].decisions, leaf[1]))
-            for leaf, users in holders.items()
-            for k, n in enumerate(names)
-            if n not in users
-        ],
-        usage_limit=limit,
-    )
+    joint = _joint(parts, groups, holders, scale, limit)
     first = options[names[0]]
-    solution = solve(joint.problem, time_limit_s=first.solver_limit_s, rel_gap=first.rel_gap, settle_s=SETTLE_S)
+    solution = _solved(joint, first)
+    if not solution.found and not solution.forbidden and (repeating := _repeating(spaces)):
+        parts = {**parts, **repeating}
+        joint = _joint(parts, groups, holders, scale, limit)
+        solution = _solved(joint, first)
     if not solution.found:
         raise _infeasible(questions, groups, parts, joint, solution, limit)
     choices = {n: parts[n].read(c) for n, c in zip(names, joint.split(solution.choice), strict=True)}
@@ -200,6 +191,44 @@ def _together(
         )
         plans[n] = plan_request(pinned, options[n])
     return plans
+
+
+def _joint(
+    parts: Mapping[str, Formulation],
+    groups: Sequence[Sequence[Leaf]],
+    holders: Mapping[Leaf, frozenset[str]],
+    scale: Mapping[str, int],
+    limit: int,
+) -> JointProblem:
+    """The functions' problems as one, in which what is shared is one choice, and in memory while others run."""
+    names = tuple(parts)
+
+    def node(leaf: Leaf) -> tuple[int, int]:
+        name, i = leaf
+        return names.index(name), int(parts[name].folding.class_of[parts[name].decisions.inputs[i]])
+
+    return union(
+        [Part(problem=parts[n].problem, weight=scale[n]) for n in names],
+        _ties(groups, node, parts),
+        [
+            ResidentBytes(node=node(leaf), during=k, usage=_bytes(parts[leaf[0]].decisions, leaf[1]))
+            for leaf, users in holders.items()
+            for k, n in enumerate(names)
+            if n not in users
+        ],
+        usage_limit=limit,
+    )
+
+
+def _solved(joint: JointProblem, options: Options) -> Solution:
+    return solve(joint.problem, time_limit_s=options.solver_limit_s, rel_gap=options.rel_gap, settle_s=SETTLE_S)
+
+
+def _repeating(spaces: Mapping[str, SearchSpace]) -> dict[str, Formulation]:
+    """The problems of those functions whose backward passes may repeat what they do not keep, with that choice."""
+    asked = {n: s for n, s in spaces.items() if s.request.remat != WRITTEN and not s.request.gradient_of}
+    choices = {n: RecomputationSpace.of(space) for n, space in asked.items()}
+    return {n: formulate(c.decisions, c.resharder, memory_bytes=None) for n, c in choices.items() if c is not None}
 
 
 def shared_leaves(questions: Mapping[str, PlanRequest], share: Share) -> list[tuple[Leaf, ...]]:

@@ -24,13 +24,12 @@ from autoshard.backends import devices as meshes
 from autoshard.backends.devices import MeshLike
 from autoshard.errors import InfeasibleError, SpecError
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.recomputation import ADD, WRITTEN, Remat
+from autoshard.ir.recomputation import ADD, Remat
 from autoshard.planner import named_shardings, pipeline, request
-from autoshard.planner.loop_sums_space import summing_once
+from autoshard.planner.decided_program import decided_by
 from autoshard.planner.microbatches import solve_counts
 from autoshard.planner.named_shardings import OtherMeshError
 from autoshard.planner.planning_result import PlanningResult
-from autoshard.planner.recomputation_space import keeping
 from autoshard.planner.record import PlanRecord, parse
 from autoshard.planner.request import OwnMeshError, PlanRequest
 from autoshard.planner.requested_shardings import AUTO
@@ -330,10 +329,7 @@ def _cached(question: PlanRequest, options: Options) -> SolvedPlan:
 
 def _plan(record: PlanRecord, question: PlanRequest, options: Options) -> SolvedPlan:
     """A plan that was made elsewhere; its planning result is found again on first use."""
-    question = question if record.microbatches is None else question.in_microbatches(record.microbatches)
-    chosen = record.recomputation
-    question = replace(question, remat=WRITTEN) if chosen is None else keeping(question, chosen)
-    question = summing_once(question, record.loop_sums) if record.loop_sums else question
+    question = decided_by(record, question)
     return SolvedPlan(
         record,
         place=question.target,

@@ -73,6 +73,7 @@ def explain(
             donate=None if donate is None else tuple(int(d) if is_position(d) else d for d in donate),
             for_grad=for_grad,
             memory=None if memory is None else byte_count(memory),
+            remat=remat,
         )
         with progress.shown(errors(), "what would fit"):
             ways = remedies(task, mesh_axes(mesh or ""), hardware or "")

@@ -34,6 +34,7 @@ from autoshard.explore.trial import SEARCH_REL_GAP, Hints, Task, Trials
 from autoshard.explore.workers import Answer
 from autoshard.ir.accumulation import AUTO, Steps, accumulate
 from autoshard.ir.arguments import as_tuple
+from autoshard.ir.recomputation import Remat
 from autoshard.planner import view
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.problem.formulation import UNIT_S
@@ -70,7 +71,7 @@ class Search(Ranking, Shown):
         """The plan of a rank (1 is the best) with its problem, for explanations."""
         row = self.rows[rank - 1]
         known = (self.chosen[row.candidate],)
-        as_it_is = Hints(known=known, microbatches=row.record.microbatches)  # and any gap will do
+        as_it_is = Hints(known=known, record=row.record)  # and any gap will do
         planned = Trials(replace(self.task, rel_gap=inf)).planned(row.candidate, as_it_is)
         solution = replace(planned.solution, bound=round(row.record.certificate.bound_s / UNIT_S))
         return replace(planned, record=row.record, solution=solution)
@@ -86,6 +87,7 @@ class SearchOptions(DonationOptions, SolvingOptions, total=False):
 
     pins: Mapping[str, PartitionSpec] | None
     for_grad: bool | int | Sequence[int] | None
+    remat: Remat
 
 
 @listing(SearchOptions, rel_gap=SEARCH_REL_GAP)
@@ -130,7 +132,7 @@ def search(
       executor: plans the candidates instead of processes of this machine: any `concurrent.futures.Executor`, or the
         address of a running cluster, `"dask://host:8786"` or `"ray://host:10001"`; None for processes of our own.
       on_progress: called when it begins, and after every candidate.
-      **options: of `autoshard.plan`: pins, memory, unknown, for_grad; donate_argnums and
+      **options: of `autoshard.plan`: pins, memory, unknown, for_grad, remat; donate_argnums and
         donate_argnames, which, if neither is given, are the arguments that outputs replace leaf
         by leaf, as a training step's state (`()` donates none); time_limit_s, per candidate, and
         rel_gap, 0.002 if none is given.
@@ -180,6 +182,7 @@ def search(
         tokens=tokens_per_step,
         unknown=asked.unknown,
         microbatches=microbatches,
+        remat=asked.remat,
         time_limit_s=asked.solver_limit_s,
         rel_gap=asked.rel_gap,
     )
@@ -230,7 +233,7 @@ def _ranked(
     if not rows:
         raise InfeasibleError(
             f"no candidate of {len(answers)} has a plan: {left_out[0].reason}\n"
-            "  take more chips, a smaller batch (--set batch=…), rematerialization, or chips with more memory"
+            "  take more chips, a smaller batch (--set batch=…), or chips with more memory"
         )
     notes = [*notes, *unproven(rows, TUNED.stopping.settled_gaps * task.rel_gap)]
     by_chip: dict[str, float] = {}

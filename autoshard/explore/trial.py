@@ -18,14 +18,17 @@ from autoshard.ir import flops as useful
 from autoshard.ir.accumulation import AUTO, Steps
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.paths import dotted
+from autoshard.ir.recomputation import ADD, Remat
 from autoshard.ir.trace import Traced
 from autoshard.planner import pipeline
 from autoshard.planner.budget import TIME_LIMIT_S, Budget
+from autoshard.planner.decided_program import decided_by
 from autoshard.planner.microbatches import fastest_count
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.program import Call, Program, bind
+from autoshard.planner.record import PlanRecord
 from autoshard.planner.request import PlanRequest, RequestOptions, request_of
-from autoshard.planner.search_space import build_search_space, ties
+from autoshard.planner.search_space import ties
 from autoshard.problem import bill
 from autoshard.problem.warm_start import PortableChoice, chosen
 from autoshard.solver.incumbent import Cutoff, no_cutoff
@@ -55,6 +58,7 @@ class Task:
     tokens: int | None = None
     unknown: str = "error"
     microbatches: Steps | None = None
+    remat: Remat = ADD
     time_limit_s: float = TIME_LIMIT_S
     rel_gap: float = SEARCH_REL_GAP
 
@@ -83,12 +87,12 @@ class Workload:
 class Hints:
     """Results of other candidates: a step of `cutoff_s()` or more is not improved for long.
 
-    `microbatches` are those in which the candidate itself was planned before.
+    `record` is the candidate's own, if it was planned before: what it decided of the program stays.
     """
 
     cutoff_s: Cutoff = no_cutoff  # may fall while a candidate is tried
     known: Sequence[PortableChoice] = ()  # on coarser meshes of the same devices
-    microbatches: int | None = None
+    record: PlanRecord | None = None
 
 
 NO_HINTS = Hints()
@@ -143,15 +147,19 @@ class Trials:
                 f"the donated arguments alone are {state_bytes / 1e9:,.0f} GB; "
                 f"{devices} devices hold {limit * devices / 1e9:,.0f} GB"
             )
-        asked = self._task.microbatches if hints.microbatches is None else hints.microbatches
+        asked = self._task.microbatches
         if asked == AUTO and not request.counts:
             raise SpecError(
                 f"{request.name} has no micro-batches to choose: write accumulate(loss, steps={AUTO!r}) in it, or give "
                 "its builder an argument value_and_grad, which then does so"
             )
-        request = request if asked is None or asked == AUTO else request.in_microbatches(asked)
+        if hints.record is not None:
+            request = decided_by(hints.record, request)
+        elif not (asked is None or asked == AUTO):
+            request = request.in_microbatches(asked)
         budget = Budget(time_limit_s=self._task.time_limit_s, rel_gap=self._task.rel_gap, cutoff_s=hints.cutoff_s)
-        solver = partial(_solved, hints.known)
+        # which of all constraints the compiler needs is asked for the plan that is used
+        solver = partial(pipeline.solve_request, known=hints.known, constraints="all")
         return fastest_count(request, budget, solver) if request.counts else solver(request, budget)
 
     def _call(self, candidate: Candidate) -> Call:
@@ -182,7 +190,13 @@ class Trials:
           SpecError: a pin cannot be kept on its mesh.
         """
         task = self._task
-        options = RequestOptions(pins=task.pins, memory_bytes=task.memory, for_grad=task.for_grad, unknown=task.unknown)
+        options = RequestOptions(
+            pins=task.pins,
+            memory_bytes=task.memory,
+            for_grad=task.for_grad,
+            unknown=task.unknown,
+            remat=task.remat,
+        )
         target = options.target(candidate.shape, candidate.hardware)
         return request_of(self._call(candidate), target, options)
 
@@ -214,17 +228,6 @@ class Trials:
             tokens=workload.tokens,
             parameters=workload.parameters,
         )
-
-
-def _solved(known: Sequence[PortableChoice], request: PlanRequest, budget: Budget) -> PlanningResult:
-    """The plan of a request; the search begins with what is known."""
-    space = build_search_space(request)
-    return pipeline.solve_space(
-        space,
-        budget,
-        known=[choice for one in known if (choice := one.on(space.decisions)) is not None],
-        constraints="all",  # which of them the compiler needs is asked for the one that is used
-    )
 
 
 def _left_out(candidate: Candidate, error: Exception) -> Tried:

@@ -12,6 +12,7 @@ be. `free`: they are hints; what they repeat may be kept.
 
 WRITTEN: Literal["written"] = "written"
 ADD: Literal["add"] = "add"
+FREE: Literal["free"] = "free"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

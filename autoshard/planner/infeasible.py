@@ -105,7 +105,7 @@ def _way_out(space: SearchSpace, kinds: Mapping[str, int]) -> str:
     if passing >= state and space.request.microbatches is None:
         ways.append("a smaller batch (autoshard.accumulate splits it)")
     if passing and space.request.gradient_of:
-        ways.append(CHECKPOINT)
+        ways.append(f"{CHECKPOINT}, or to plan the step that takes the gradient: what it keeps is decided")
     elif passing and not _tried(space) and savable(space.traced, ADD).saved:
         ways.append(KEEPING_LESS)
     ways.append("more devices, or mesh axes that divide more dimensions")

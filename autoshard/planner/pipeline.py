@@ -52,6 +52,7 @@ from autoshard.problem.assignment import Assignment
 from autoshard.problem.formulation import UNIT_S, Formulation, formulate
 from autoshard.problem.network import Int
 from autoshard.problem.unpriced import unpriced
+from autoshard.problem.warm_start import PortableChoice
 from autoshard.report.tables import bytes_text
 from autoshard.rules.control_flow import HOST_CALLS
 from autoshard.rules.kernels import CUDNN_BACKWARD, CUDNN_FORWARD
@@ -82,7 +83,7 @@ def solve_request(
     request: PlanRequest,
     budget: Budget = USUAL_BUDGET,
     *,
-    known: Sequence[Int] = (),
+    known: Sequence[PortableChoice] = (),
     constraints: ConstraintPolicy = "needed",
 ) -> PlanningResult:
     """The best plan of a request.
@@ -90,7 +91,7 @@ def solve_request(
     Args:
       request: the program, its target and the requested layouts.
       budget: how far to solve.
-      known: choices per decision with which the search begins.
+      known: choices on other meshes, or of the same program, with which the search begins.
       constraints: "needed" leaves out the constraints that Shardy's own propagation reaches;
         so does "compiled", and `compiler_minimal_constraints` then leaves out more; "all" emits every one.
 
@@ -104,12 +105,12 @@ def solve_request(
     return found if constraints == "all" else thinned(found)
 
 
-def _as_written(request: PlanRequest, budget: Budget, known: Sequence[Int]) -> PlanningResult:
+def _as_written(request: PlanRequest, budget: Budget, known: Sequence[PortableChoice]) -> PlanningResult:
     """The best plan of a program that keeps for its backward passes what it says; with all constraints."""
     return _best_sums(build_search_space(request), budget, known)
 
 
-def _best_sums(space: SearchSpace, budget: Budget, known: Sequence[Int] = ()) -> PlanningResult:
+def _best_sums(space: SearchSpace, budget: Budget, known: Sequence[PortableChoice] = ()) -> PlanningResult:
     """The best plan of a program as it is, or with sums over loops' trips that are finished once, after their loops.
 
     First all sums are in as many parts as the mesh allows; then each in as many as lie on different devices, and
@@ -120,7 +121,7 @@ def _best_sums(space: SearchSpace, budget: Budget, known: Sequence[Int] = ()) ->
 
 
 def _fastest_sums(
-    space: SearchSpace, sums: tuple[LoopSum, ...], budget: Budget, known: Sequence[Int]
+    space: SearchSpace, sums: tuple[LoopSum, ...], budget: Budget, known: Sequence[PortableChoice]
 ) -> PlanningResult:
     """The best plan with some of these sums after their loops, or none; with all constraints."""
     request = space.request
@@ -151,7 +152,7 @@ def _fastest_sums(
     return best if best.solution.objective < most else plain
 
 
-def _recomputing(request: PlanRequest, budget: Budget, known: Sequence[Int]) -> PlanningResult:
+def _recomputing(request: PlanRequest, budget: Budget, known: Sequence[PortableChoice]) -> PlanningResult:
     """The best plan of a program that may repeat in its backward passes what it does not keep; with all constraints.
 
     The program as it is written is planned first, unless it cannot fit. If keeping costs that plan something, what is
@@ -337,7 +338,7 @@ def solve_space(
     space: SearchSpace,
     budget: Budget = USUAL_BUDGET,
     *,
-    known: Sequence[Int] = (),
+    known: Sequence[PortableChoice] = (),
     constraints: ConstraintPolicy = "needed",
 ) -> PlanningResult:
     """The best plan in a search space; as `solve_request`."""
@@ -345,7 +346,7 @@ def solve_space(
     return found if constraints == "all" else thinned(found)
 
 
-def _best(space: SearchSpace, budget: Budget, known: Sequence[Int] = ()) -> PlanningResult:
+def _best(space: SearchSpace, budget: Budget, known: Sequence[PortableChoice] = ()) -> PlanningResult:
     """The best plan in a search space, with every constraint."""
     stages = Stages(space.request.title)
     memory_bytes = space.request.memory_bytes
@@ -374,13 +375,14 @@ def thinned(found: PlanningResult) -> PlanningResult:
     return replace(found, record=record, seconds={**found.seconds, **stages.seconds})
 
 
-def _solved(space: SearchSpace, formulation: Formulation, budget: Budget, known: Sequence[Int]) -> Solution:
+def _solved(space: SearchSpace, formulation: Formulation, budget: Budget, known: Sequence[PortableChoice]) -> Solution:
     """The best solution; of those that are as fast the one that reshards less and holds less memory.
 
     Raises:
       InfeasibleError: there is none.
     """
-    solution = _run(formulation, budget, known)
+    choices = [choice for one in known if (choice := one.on(space.decisions)) is not None]
+    solution = _run(formulation, budget, choices)
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
         raise infeasible(space, formulation, solution, budget.time_limit_s)
     choice = break_ties(formulation.problem, solution.choice, formulation.moves())

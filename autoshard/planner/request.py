@@ -16,7 +16,7 @@ from autoshard.ir import trace
 from autoshard.ir.gradient import gradient_arguments
 from autoshard.ir.loop_sums import LoopSum
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.recomputation import WRITTEN, Recomputation, Remat
+from autoshard.ir.recomputation import FREE, WRITTEN, Recomputation, Remat
 from autoshard.ir.trace import Traced
 from autoshard.planner import named_shardings
 from autoshard.planner.program import Call, Program
@@ -222,12 +222,19 @@ def _request(program: Program, call: Call, target: Target, options: RequestOptio
     asked = read_shardings(traced, options.in_shardings, options.out_shardings, options.pins, call.bound.donated)
     same = {} if options.like is None else kept(traced, options.like)
     memory_bytes = options.memory_bytes
+    gradient_of = gradient_arguments(traced, for_grad=options.for_grad)
+    if gradient_of and options.remat == FREE:
+        raise SpecError(
+            f"remat={FREE!r} says what becomes of a program's own jax.checkpoints, but {call.bound.fn.__name__} is "
+            "planned for a gradient that is taken outside of it, where JAX keeps what they say\n"
+            "  what helps: plan the step that takes the gradient; or leave remat out"
+        )
     return PlanRequest(
         program=program,
         target=target,
         shardings=replace(asked, inputs={**same, **asked.inputs}),
         memory_bytes=target.hardware.usable_memory_bytes if memory_bytes is None else int(memory_bytes),
-        gradient_of=gradient_arguments(traced, for_grad=options.for_grad),
+        gradient_of=gradient_of,
         unknown=options.unknown,
         kept=tuple(same),
         remat=options.remat,

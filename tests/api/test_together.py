@@ -233,3 +233,30 @@ def test_pins_that_exclude_each_other_are_infeasible() -> None:
         plan_many(functions, share=SHARE, **EIGHT)
     with pytest.raises(SpecError, match="serve: 'mesh' is no option of one function"):
         plan_many({"train": TRAIN, "serve": (*SERVE, {"mesh": {}})}, share=SHARE, **EIGHT)
+
+
+def scanned(layers: Any, x: Any) -> Any:
+    """A loss and its gradient, whose loop keeps more than fits."""
+
+    def loss(layers: Any) -> Any:
+        return jax.lax.scan(lambda h, w: (jnp.tanh(jnp.tanh(h @ w) * 2), None), x, layers)[0].sum()
+
+    return jax.value_and_grad(loss)(layers)
+
+
+def test_functions_that_share_repeat_what_does_not_fit() -> None:
+    layers, x = S((4, 64, 64), jnp.float32), S((8192, 64), jnp.float32)
+    options: dict[str, Any] = {"mesh": {"data": 4}, "hardware": "cpu:4", "rel_gap": 1e-2}
+    ample = autoshard.plan(scanned, layers, x, **options, remat="written")
+    options["memory"] = int(0.8 * ample.record.memory.peak_bytes)
+    functions: dict[str, Any] = {
+        "train": (scanned, (layers, x)),
+        "norm": (lambda layers: jnp.sqrt(jnp.sum(layers * layers)), (layers,)),
+    }
+    plans = plan_many(functions, share="layers", **options)
+    assert plans["train"].recomputation is not None
+    assert plans["norm"].recomputation is None
+    assert all(plan.record.memory.peak_bytes <= options["memory"] for plan in plans.values())
+    functions["train"] = (*functions["train"], {"remat": "written"})
+    with pytest.raises(InfeasibleError):
+        plan_many(functions, share="layers", **options)

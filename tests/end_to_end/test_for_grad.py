@@ -153,3 +153,9 @@ def test_a_constraint_of_the_user_is_kept_either_way() -> None:
 
     for asked in (None, True):
         assert autoshard.plan(constrained, X, **ON, for_grad=asked).specs == (P("model"),)
+
+
+def test_checkpoints_are_no_hints_where_the_gradient_is_taken_outside() -> None:
+    with pytest.raises(SpecError, match="plan the step that takes the gradient"):
+        autoshard.plan(loss, W, BATCH, for_grad=True, remat="free", **ON)
+    assert autoshard.plan(loss, W, BATCH, for_grad=True, **ON).recomputation is None

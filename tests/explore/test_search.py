@@ -234,3 +234,32 @@ def test_useful_flops_leave_recomputation_out(remat: str, scan: bool) -> None:  
     scores = 4 * config.layers * config.heads * config.head_dim * config.context
     # forward 2 per parameter and token, backward twice that; attention in full, mask included
     assert flops.flops(jax.make_jaxpr(fn)(*args)) == 3 * tokens * (2 * matmuls + scores)
+
+
+def scanned(layers: Any, x: Any) -> Any:
+    """A loss and its gradient, whose loop keeps more than fits."""
+
+    def loss(layers: Any) -> Any:
+        return jax.lax.scan(lambda h, w: (jnp.tanh(jnp.tanh(h @ w) * 2), None), x, layers)[0].sum()
+
+    return jax.value_and_grad(loss)(layers)
+
+
+def test_candidates_repeat_what_does_not_fit() -> None:
+    layers, x = jax.ShapeDtypeStruct((4, 64, 64), jnp.float32), jax.ShapeDtypeStruct((8192, 64), jnp.float32)
+    written = autoshard.plan(scanned, layers, x, mesh={"x": 4}, hardware="cpu:4", rel_gap=1e-2, remat="written")
+    options: dict[str, Any] = {
+        "hardware": "cpu:4",
+        "axes": 1,
+        "processes": 1,
+        "rel_gap": 1e-2,
+        "memory": int(0.8 * written.record.memory.peak_bytes),
+    }
+    with pytest.raises(InfeasibleError):
+        search(scanned, layers, x, **options, remat="written")
+    found = search(scanned, layers, x, **options)
+    assert found.best.record.recomputation is not None
+    assert found.best.record.memory.peak_bytes <= options["memory"]
+    again = found.planned()
+    assert again.record == found.best.record
+    assert again.solution.objective * UNIT_S == pytest.approx(found.best.step_s)

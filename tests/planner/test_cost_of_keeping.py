@@ -79,7 +79,8 @@ def test_loops_are_searched() -> None:
         return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0].sum()
 
     shapes = [jax.ShapeDtypeStruct((*layers, 256, 256), jnp.float32) for layers in ((4,), ())]
-    plan = planned(autoshard.plan(jax.grad(loss), *shapes, **{**ON, "donate_argnums": ()}, remat="written"))
+    options: dict[str, Any] = {**ON, "donate_argnums": ()}
+    plan = planned(autoshard.plan(jax.grad(loss), *shapes, **options, remat="written"))
     assert not is_back(plan)
     assert not for_nothing(plan)
 
