@@ -29,7 +29,7 @@ def search(
     tokens: Annotated[str | None, typer.Option("--tokens", help="to train on: 15T, or 20x parameters")] = None,
     price: Annotated[str | None, typer.Option("--price", help="$ per chip-hour: 4.2, or h100=2.5,h200=3")] = None,
     memory: MemoryOption = None,
-    axes: Annotated[int, typer.Option("--axes", help="the most mesh axes, 1 to 3")] = 3,
+    axes: Annotated[int, typer.Option("--axes", help="most mesh axes; default: 3", show_default=False)] = 3,
     microbatches: Annotated[str | None, typer.Option("--microbatches", help="8, or auto to choose them")] = None,
     for_grad: GradOption = False,
     remat: RematChoice = ADD,

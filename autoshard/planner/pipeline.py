@@ -177,7 +177,7 @@ def _recomputing(request: PlanRequest, budget: Budget, known: Sequence[PortableC
     if choices is None:
         return written or _best_sums(space, budget)  # the latter says why nothing fits
     worth_s = inf if written is None else written.solution.objective * UNIT_S * (1 - WORTH)
-    tried = _repeating(choices, budget, worth_s, errors)
+    tried = _repeating(choices, budget, known, worth_s, errors)
     if tried.best is not None and tried.best.solution.objective * UNIT_S < worth_s:
         found = _proven(tried.best, tried.bound, choices)
     elif written is not None:
@@ -199,7 +199,11 @@ class _Repeating(NamedTuple):
 
 
 def _repeating(
-    choices: RecomputationSpace, budget: Budget, worth_s: float, errors: list[InfeasibleError]
+    choices: RecomputationSpace,
+    budget: Budget,
+    known: Sequence[PortableChoice],
+    worth_s: float,
+    errors: list[InfeasibleError],
 ) -> _Repeating:
     """The best plan that repeats something, unless none is worth it.
 
@@ -210,12 +214,13 @@ def _repeating(
     Args:
       choices: the layouts, and what is kept.
       budget: how far to solve.
+      known: choices with which the search for layouts begins, where they are of a program that keeps the same.
       worth_s: a step of so many seconds or more is not worth repeating anything.
       errors: why what was tried does not fit; more is added.
     """
     request = choices.request
-    known = budget.cutoff_s
-    budget = replace(budget, cutoff_s=lambda: min(known(), worth_s))
+    useless_s = budget.cutoff_s
+    budget = replace(budget, cutoff_s=lambda: min(useless_s(), worth_s))
     best: PlanningResult | None = None
     limit, bound, chosen = request.memory_bytes, None, None
     formulation = formulate(choices.decisions, choices.resharder, memory_bytes=limit)
@@ -237,7 +242,7 @@ def _repeating(
         chosen = choices.read(choice)
         layouts = replace(budget, rel_gap=max(budget.rel_gap, LAYOUT_GAP))
         try:
-            found = _best_sums(build_search_space(keeping(request, chosen), choices.resharder), layouts)
+            found = _best_sums(build_search_space(keeping(request, chosen), choices.resharder), layouts, known)
         except InfeasibleError as error:
             errors.append(error)
             if error.peak_bytes is None or not fits:
