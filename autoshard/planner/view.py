@@ -27,7 +27,7 @@ from autoshard.report.tables import LEFT, bytes_text, flops_text, proof_text, sh
 from cost_models import Hardware
 
 SCHEMA = 1
-MOMENTS = 400  # points of the memory chart; of each stretch the highest is shown
+MOMENTS = 200  # points of the memory chart; of each stretch the highest is shown
 WEIGHTIEST = 60  # activations that are listed, by bytes
 
 Json = dict[str, Any]

@@ -128,6 +128,14 @@ def hostile_page(html: str) -> str:
     return page(ranking=hostile(data["ranking"]), plan=hostile(data["plan"]))
 
 
+# The height at which the memory chart's line begins, that of the stack there, and that of the highest stack.
+PEAK = """() => {
+  const shown = charts.map((c) => c.drawn.getOption()).find((o) => o.series[0]?.markLine?.data?.length);
+  const [from] = shown.series[0].markLine.data[0];
+  const stacks = shown.series[0].data.map((_, i) => shown.series.reduce((sum, kind) => sum + kind.data[i], 0));
+  return [from.yAxis, stacks[from.xAxis], Math.max(...stacks)];
+}"""
+
 # The page's own script over a document that does nothing; prints what every tooltip of every chart says.
 TOOLTIPS = """
 const nothing = () => {};
@@ -188,6 +196,10 @@ def test_a_browser_shows_it(browser: Any, html: str, tmp_path: Path, width: int,
     assert charts.count() == 5  # ranking: two; plan: timeline, memory, roofline
     assert charts.evaluate_all("all => all.every(c => c.dataset.drawn && c.querySelector('canvas'))")
     assert tab.evaluate("document.documentElement.scrollWidth") == width
+
+    assert len(set(tab.evaluate(PEAK))) == 1
+    shades = tab.locator(".scroll").first.evaluate("box => getComputedStyle(box).backgroundAttachment")
+    assert shades == "local, local, scroll, scroll"  # more columns are hinted at
 
     head = tab.locator("table").first.locator("th", has_text="step").locator("button")
     shown: list[list[float]] = []

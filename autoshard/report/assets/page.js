@@ -226,9 +226,9 @@ function memory(parent, plan) {
     xAxis: { ...axis, type: "category", data: m.moments.map((_, i) => i), axisLabel: { show: false }, axisTick: { show: false } },
     yAxis: { ...axis, type: "value", axisLabel: { ...axis.axisLabel, formatter: bytes } },
     series: Object.entries(m.kinds).map(([kind, values], k) => ({
-      type: "line", name: kind, stack: "all", step: "end", symbol: "none", lineStyle: { width: 0 }, areaStyle: { opacity: 0.85 }, data: values,
+      type: "line", name: kind, stack: "all", step: "middle", symbol: "none", lineStyle: { width: 0 }, areaStyle: { opacity: 0.85 }, data: values,
       ...(own[kind] ? { itemStyle: { color: css(own[kind]) } } : {}),
-      markLine: k === 0 ? { symbol: "none", silent: true, data: [{ xAxis: moment }], lineStyle: { color: css("--ink") }, label: { formatter: "peak", color: css("--ink") } } : undefined,
+      markLine: k === 0 ? { symbol: "none", silent: true, data: [[{ xAxis: moment, yAxis: m.peak_bytes }, { xAxis: moment, y: 50 }]], lineStyle: { color: css("--ink") }, label: { formatter: "peak", color: css("--ink") } } : undefined,
     })),
   }));
 }
