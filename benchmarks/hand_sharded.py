@@ -1,6 +1,6 @@
 """Programs that are sharded by hand, as people reported them, each with the change that the doctor asks for applied.
 
-    python -m benchmarks.hand_sharded [--only NAME,NAME] [--hardware h100:1x8]
+    python -m benchmarks.hand_sharded [--only NAME,NAME] [--healthy]
 
 Every `Case` is a small training or serving step with one thing wrong, from a public thread; `mended` is the same step
 with the change of the doctor's first finding. The table has the promised milliseconds, those gained by the schedule
@@ -39,6 +39,7 @@ class Case:
       sick: the step as it was written.
       mended: the step with the change applied.
       donate: positions of donated arguments.
+      hardware: for which it is compiled.
     """
 
     name: str
@@ -47,18 +48,19 @@ class Case:
     sick: Callable[[], Target]
     mended: Callable[[], Target]
     donate: tuple[int, ...] = ()
+    hardware: str = HARDWARE
 
 
-def mesh(**axes: int) -> AbstractMesh:
-    """An abstract mesh of Auto axes."""
-    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+def mesh(kind: AxisType = AxisType.Auto, **axes: int) -> AbstractMesh:
+    """An abstract mesh of axes of one kind."""
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
 
 
 class Sharded:
     """Writes shardings over one mesh."""
 
-    def __init__(self, **axes: int) -> None:
-        self.mesh = mesh(**axes)
+    def __init__(self, kind: AxisType = AxisType.Auto, **axes: int) -> None:
+        self.mesh = mesh(kind, **axes)
 
     def aval(self, spec: P, *shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         """An argument in a layout."""
@@ -159,6 +161,22 @@ def small_table(*, between: bool) -> Target:
 
     args = on.aval(P(), 8192, 8192), on.aval(P(("x", "y")), 65536, 8192), on.aval(P("y", None, "x"), 16, 64, 64)
     return step, args
+
+
+def explicit(*, kind: AxisType) -> Target:
+    """A language model's head: under Explicit axes gradients are transposed once more than under Auto axes."""
+    on = Sharded(kind, data=8)
+
+    def total(params: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in params[:-1]:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(jax.nn.logsumexp((x @ params[-1]).astype(jnp.float32), -1))
+
+    def step(params: list[jax.Array], x: jax.Array) -> list[jax.Array]:
+        return jax.tree.map(lambda w, g: w - 1e-3 * g, params, jax.grad(total)(params, x))
+
+    shapes = (4096, 4096), (4096, 4096), (4096, 32768)
+    return step, ([on.aval(P(), *shape) for shape in shapes], on.aval(P("data"), 8192, 4096))
 
 
 RULES: Mapping[str, str | None] = {"batch": None, "embed": None, "mlp": "tensor"}
@@ -272,6 +290,15 @@ CASES: Sequence[Case] = (
         mended=lambda: fallen_back(right=True),
     ),
     Case(
+        name="explicit",
+        threads="maxtext#5091",
+        kind="copied to another order",
+        sick=lambda: explicit(kind=AxisType.Explicit),
+        mended=lambda: explicit(kind=AxisType.Auto),
+        donate=(0,),
+        hardware="tpu-v5e:2x4",
+    ),
+    Case(
         name="heads",
         threads="",
         kind="repeated on devices",
@@ -361,20 +388,19 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="names of cases")
-    parser.add_argument("--hardware", default=HARDWARE)
     parser.add_argument("--tell", action="store_true", help="print the findings, too")
     parser.add_argument("--healthy", action="store_true", help="what is found in the healthy steps instead")
     asked = parser.parse_args()
     if asked.healthy:
         for name, (target, donate) in HEALTHY.items():
-            print(f"--- {name} ---", diagnosis(target(), asked.hardware, donate), sep="\n", flush=True)
+            print(f"--- {name} ---", diagnosis(target(), HARDWARE, donate), sep="\n", flush=True)
         return
     print("| step | reported | first finding | step, ms | promised | gained | kept |\n|---|---|---|---|---|---|---|")
     for case in CASES:
         if asked.only and case.name not in asked.only.split(","):
             continue
-        sick = diagnosis(case.sick(), asked.hardware, case.donate)
-        mended = diagnosis(case.mended(), asked.hardware, case.donate)
+        sick = diagnosis(case.sick(), case.hardware, case.donate)
+        mended = diagnosis(case.mended(), case.hardware, case.donate)
         if not sick.findings:
             print(f"| {case.name} | nothing found |")
             print(sick)

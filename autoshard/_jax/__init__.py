@@ -71,6 +71,7 @@ from autoshard._jax.tracing import auto_mesh as auto_mesh
 from autoshard._jax.tracing import code_of as code_of
 from autoshard._jax.tracing import context_mesh as context_mesh
 from autoshard._jax.tracing import cudnn_if_missing as cudnn_if_missing
+from autoshard._jax.tracing import explicit_mesh as explicit_mesh
 from autoshard._jax.tracing import get_concrete_mesh as get_concrete_mesh
 from autoshard._jax.tracing import hide_frames as hide_frames
 from autoshard._jax.tracing import hide_package as hide_package

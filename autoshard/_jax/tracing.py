@@ -5,7 +5,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
@@ -133,6 +133,16 @@ def auto_mesh(names: tuple[str, ...], sizes: tuple[int, ...]) -> Any:
     """A context with an abstract mesh of Auto axes, so that avals carry no sharding."""
     auto = (jax.sharding.AxisType.Auto,) * len(names)
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(sizes, names, axis_types=auto))
+
+
+@contextlib.contextmanager
+def explicit_mesh(avals: Iterable[Any]) -> Generator[None]:
+    """Traces under the mesh with Explicit axes that an aval's sharding names, if one does: its specs are read there."""
+    shardings = (getattr(aval, "sharding", None) for aval in avals)
+    meshes = (x.mesh.abstract_mesh for x in shardings if isinstance(x, jax.sharding.NamedSharding))
+    mesh = next((mesh for mesh in meshes if jax.sharding.AxisType.Explicit in mesh.axis_types), None)
+    with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
+        yield
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any, Unpack
 
 import jax
 
+from autoshard import _jax
 from autoshard.api.audit import Audit, AuditOptions, audit, mesh_of
 from autoshard.backends import compile, devices, hlo
 from autoshard.backends.known_compilers import named
@@ -56,7 +57,9 @@ def doctor(
       CompilerMissingError: the compiler is not installed.
     """
     try:
-        return diagnosed(evidence_of(audit(fn, *args, hardware=hardware, **options)), flags=flags)
+        with _jax.explicit_mesh(jax.tree.leaves(args)):
+            found = audit(fn, *args, hardware=hardware, **options)
+        return diagnosed(evidence_of(found), flags=flags)
     except (InfeasibleError, MissingRuleError, RuleError, ShardyError, SpecError) as error:
         evidence = compiled_alone(
             fn, args, hardware, options.get("compiler"), donate_argnums=options.get("donate_argnums") or ()
@@ -92,10 +95,12 @@ def compiled_alone(
     fn: Callable[..., Any], args: Sequence[Any], hardware: str, compiler: str | None, *, donate_argnums: Sequence[int]
 ) -> Evidence:
     """The evidence of a program as its own `jax.jit` compiles it."""
-    target = devices.place(mesh_of(fn, *args), hardware)
     jitted: Any = fn if hasattr(fn, "trace") else jax.jit(fn, donate_argnums=tuple(donate_argnums))
+    with _jax.explicit_mesh(jax.tree.leaves(args)):
+        target = devices.place(mesh_of(fn, *args), hardware)
+        traced = jitted.trace(*args)
     topology = compile.topology(hardware, target.axes.size, compiler)
-    made = compile.compile(jitted.trace(*args), topology=topology, mesh=target.axes)
+    made = compile.compile(traced, topology=topology, mesh=target.axes)
     return _of_module(hlo.read(made.hlo_text), target, named(made.compiler), log=made.log, peak_bytes=made.peak_bytes)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from autoshard.diagnosis import layouts, memory
+from autoshard.diagnosis import copies, layouts, memory
 from autoshard.diagnosis.collectives import PATTERNS, of_collectives
 from autoshard.diagnosis.evidence import Evidence
 from autoshard.diagnosis.finding import Finding
@@ -13,6 +13,7 @@ LOOKS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     layouts.repeated_products,
     layouts.whole_values,
     layouts.whole_states,
+    copies.reordered,
 )
 
 # The names that findings have, for scripts.
@@ -22,5 +23,6 @@ KINDS: tuple[str, ...] = (
     "repeated on devices",
     "whole on every device",
     "optimizer state whole",
+    "copied to another order",
     "flag",
 )
