@@ -252,6 +252,26 @@ def pinned_apart(*, together: bool) -> Target:
     return step, (on.aval(P(), 8192, 8192), on.aval(P("data"), 65536, 8192))
 
 
+def kept_gathers(*, again: bool) -> Target:
+    """FSDP, unrolled: what is gathered for the forward pass waits for the backward pass, or is gathered again."""
+    on = Sharded(data=8)
+
+    def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+        return on.pin(jnp.tanh(x @ on.pin(w)), "data")
+
+    apply = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable) if again else layer
+
+    def total(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in weights:
+            x = apply(w, x)
+        return jnp.sum(x.astype(jnp.float32))
+
+    def step(weights: list[jax.Array], x: jax.Array) -> list[jax.Array]:
+        return [on.pin(w - 1e-3 * g, "data") for w, g in zip(weights, jax.grad(total)(weights, x), strict=True)]
+
+    return step, ([on.aval(P("data"), 8192, 8192) for _ in range(20)], on.aval(P("data"), 16384, 8192))
+
+
 CASES: Sequence[Case] = (
     Case(
         name="accumulation",

@@ -121,6 +121,7 @@ def _of_module(
         timeline=priced,
         machine=target.machine,
         mesh=target.axes,
+        limit_bytes=target.hardware.usable_memory_bytes,
         log=log,
         peak_bytes=peak_bytes,
     )
@@ -141,6 +142,7 @@ def evidence_of(audit: Audit) -> Evidence:
         timeline=made.timeline,
         machine=hand.space.request.target.machine,
         mesh=hand.space.request.target.axes,
+        limit_bytes=hand.record.memory.limit_bytes,
         log=made.log,
         peak_bytes=None if made.memory.compiled is None else made.memory.compiled.peak,
         source=Source(
@@ -186,9 +188,7 @@ def diagnosed(evidence: Evidence, *, flags: bool = False, notes: Sequence[str] =
 
 def _counts(finding: Finding, evidence: Evidence) -> bool:
     """Whether a finding saves enough to be one."""
-    source = evidence.source
-    room = source is not None and finding.bytes >= LEAST_BYTES * source.hand.memory.limit_bytes
-    return room or finding.seconds > LEAST * evidence.timeline.step_s
+    return finding.bytes >= LEAST_BYTES * evidence.limit_bytes or finding.seconds > LEAST * evidence.timeline.step_s
 
 
 def _rank(finding: Finding) -> tuple[bool, float, str, str]:

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import cost_models
+from autoshard import _jax
 from autoshard.backends import hlo
 from autoshard.backends.hlo.dataflow import Dataflow
 from autoshard.backends.hlo.text import UNKNOWN
@@ -59,6 +60,7 @@ class Evidence:
       timeline: its schedule, priced.
       machine: the cost model, with the mesh placed on it.
       mesh: the axes of the program's mesh.
+      limit_bytes: memory of a device.
       log: what the compiler wrote to standard error.
       peak_bytes: of memory, as it was compiled; None where only the text is known.
       source: the program before it was compiled; None where only the compiled text is known.
@@ -69,6 +71,7 @@ class Evidence:
     timeline: Timeline
     machine: cost_models.Machine
     mesh: MeshAxes
+    limit_bytes: int
     log: str = ""
     peak_bytes: int | None = None
     source: Source | None = None
@@ -143,7 +146,10 @@ class Evidence:
         groups: dict[tuple[str, str, Any], list[int]] = defaultdict(list)
         for at, one in enumerate(self.emitted):
             computation = self.module[one.computation]
-            if one.kind != "all-gather" or one.combined > 1 or one.instruction not in computation.instructions:
+            again = _jax.REMATTED in one.op_name  # a backward pass gathers again on purpose: it keeps less
+            if one.kind != "all-gather" or again or one.combined > 1:
+                continue
+            if one.instruction not in computation.instructions:
                 continue
             start = computation[one.instruction]
             if len(start.operands) == 1 and hlo.communicates(start):

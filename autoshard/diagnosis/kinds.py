@@ -14,6 +14,7 @@ LOOKS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     layouts.whole_values,
     layouts.whole_states,
     copies.reordered,
+    memory.kept_gathers,
 )
 
 # The names that findings have, for scripts.
@@ -24,5 +25,6 @@ KINDS: tuple[str, ...] = (
     "whole on every device",
     "optimizer state whole",
     "copied to another order",
+    "gathered and kept",
     "flag",
 )

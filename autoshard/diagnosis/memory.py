@@ -2,7 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
+from autoshard.backends import hlo
 from autoshard.diagnosis.evidence import Evidence, Source
 from autoshard.diagnosis.finding import Finding
 from autoshard.problem import memory_profile
@@ -10,6 +12,7 @@ from autoshard.problem.decisions import Input
 from autoshard.report.tables import bytes_text, short_place
 
 OWNERS = 4  # named of those that hold the most
+_AT_ONCE = 6  # values that a step which gathers again still holds (XLA:GPU, `benchmarks.hand_sharded: kept_gathers`: 6.5)
 
 # What is laid out otherwise, the least first.
 _CHANGES: Sequence[tuple[str, frozenset[str]]] = (
@@ -38,6 +41,36 @@ def out_of_memory(evidence: Evidence) -> Iterator[Finding]:
         + ", ".join(f"{bytes_text(nbytes)} of {short_place(name)}" for name, nbytes in most[:OWNERS]),
         change=_nearest(source, peak),
     )
+
+
+def kept_gathers(evidence: Evidence) -> Iterator[Finding]:
+    """Gathered values that wait for the backward pass: they could be gathered again instead."""
+    entry = evidence.module[evidence.module.entry]
+    order = {name: at for at, name in enumerate(entry.instructions)}
+    users = evidence.flow.users_in(entry)
+    change = [0] * (len(order) + 1)
+    members: list[hlo.Collective] = []
+    for one in evidence.emitted:
+        if one.kind != "all-gather" or one.combined > 1 or one.done not in order or not users[one.done]:
+            continue
+        members.append(one)
+        change[order[one.done]] += one.nbytes
+        change[max(order[user.name] for user in users[one.done])] -= one.nbytes
+    if not members:
+        return
+    largest = max(members, key=lambda one: one.nbytes)
+    saved = max(accumulate(change)) - _AT_ONCE * largest.nbytes
+    if saved > 0:
+        yield Finding(
+            kind="gathered and kept",
+            seconds=0.0,
+            where=evidence.where(largest),
+            bytes=saved,
+            cause=f"Gathered values wait for the backward pass, {bytes_text(saved)} more at once than in a step that "
+            "gathers them again",
+            change="Wrap the layer, in which the weight is constrained to be whole, in jax.checkpoint with the policy "
+            "dots_saveable: the weight is then gathered again, and no product is computed again",
+        )
 
 
 def owners(source: Source) -> list[tuple[str, int]]:
