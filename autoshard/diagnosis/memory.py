@@ -12,7 +12,7 @@ from autoshard.problem.decisions import Input
 from autoshard.report.tables import bytes_text, short_place
 
 OWNERS = 4  # named of those that hold the most
-_AT_ONCE = 6  # values that a step which gathers again still holds (XLA:GPU, `benchmarks.hand_sharded: kept_gathers`: 6.5)
+_AT_ONCE = 6  # that a step which gathers again still holds (XLA:GPU, `benchmarks.hand_sharded: kept_gathers`: 6.5)
 
 # What is laid out otherwise, the least first.
 _CHANGES: Sequence[tuple[str, frozenset[str]]] = (
