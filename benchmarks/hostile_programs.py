@@ -5,7 +5,7 @@ r"""Hostile programs in large numbers: how many are wrong, rounded, refused, or 
 A program is its seed (tests/hostile_programs.py). Verdicts are kept, a line per group of programs,
 in the file `--results`; what is there is not run again, so that a run can be stopped and taken up.
 Every worker is a process of its own: one that dies or hangs costs its group, whose programs are then
-run one by one, and the program that killed it is a foreign exception.
+run one by one, and the program that killed it is a foreign exception, unless plain JAX dies of it, too.
 
     python -m benchmarks.hostile_programs --seeds 1234 --results ""     # one program, nothing kept
     python -m benchmarks.hostile_programs --seeds 1234 --show           # what it computes
@@ -101,6 +101,7 @@ class Worker:
     """A process that judges programs; a new one whenever it has died."""
 
     def __init__(self, *, planned: bool) -> None:
+        self._planned = planned
         self._command = [sys.executable, "-m", "benchmarks.hostile_programs", "--child"]
         self._command += [] if planned else ["--plain"]
         self._process: subprocess.Popen[str] | None = None
@@ -121,7 +122,17 @@ class Worker:
             middle = len(seeds) // 2
             return self.judge(seeds[:middle]) + self.judge(seeds[middle:])
         why = f"the process died: {last[-1][:200] if last else 'without a word'}"
-        return [{"seed": seeds[0], "setting": "", "kind": "foreign", "why": why, "primitives": []}]
+        void = self._planned and self._dies_plain(seeds)
+        kind, why = ("void", f"of plain JAX, too, {why}") if void else ("foreign", why)
+        return [{"seed": seeds[0], "setting": "", "kind": kind, "why": why, "primitives": []}]
+
+    def _dies_plain(self, seeds: Sequence[int]) -> bool:
+        """Whether a process dies of a program without autoshard, too."""
+        plain = Worker(planned=False)
+        try:
+            return plain._ask(seeds) is None
+        finally:
+            plain.close()
 
     def _ask(self, seeds: Sequence[int]) -> str | None:
         """Its line; None if it died, or was killed for taking too long."""

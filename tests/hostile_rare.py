@@ -137,7 +137,7 @@ def drawn_of(d: Draw) -> Value:
     draws: tuple[Callable[[], Value], ...] = (
         lambda: jax.random.gamma(key, rate, shape),
         lambda: jax.random.poisson(key, 2.0, shape).astype(jnp.float32),
-        lambda: jax.random.categorical(key, rate, axis=-1).astype(jnp.float32),
+        lambda: jax.random.categorical(key, rate, axis=-1).astype(jnp.float32) if shape[-1] else rate,
         lambda: jax.random.laplace(key, shape) * rate,
     )
     return draws[d.whole(0, 1) + 2 if d.derived or 0 in shape else d.whole(0, 3)]()

@@ -174,7 +174,7 @@ class CompilerModel:
     renames_sums_for_additions_only: bool = field(
         metadata=_seen(
             "libtpu 0.0.52 scatters along what its tiles let it, by the order of the product's dimensions",
-            "compilers/test_verify.py::test_the_v5e_compiler_follows_the_plan",
+            "compilers/test_compiler_facts.py::test_what_is_predicted_with_a_fact_is_nearer_than_without",
         )
     )
     """A sum is finished before it is transposed or reshaped, unless it is added under its new name."""
@@ -228,8 +228,8 @@ class CompilerModel:
 
     makes_weight_gradients_in_order: bool = field(
         metadata=_seen(
-            "libtpu 0.0.52",
-            "compilers/test_verify.py::test_the_v5e_compiler_follows_the_plan",
+            "libtpu 0.0.52, two scanned layers of llama3-8b; a chain of products without loops puts them off",
+            "compilers/test_compiler_facts.py::test_what_is_predicted_with_a_fact_is_nearer_than_without",
         )
     )
     """A weight's gradient is made as soon as it can be; else it is in no hurry, and what it is made of lives on."""
@@ -261,8 +261,8 @@ class CompilerModel:
 
     computes_loss_last: bool = field(
         metadata=_seen(
-            "libtpu 0.0.52, llama3-8b on v5e:4x4",
-            "compilers/test_verify.py::test_the_v5e_compiler_follows_the_plan",
+            "libtpu 0.0.52, llama3-8b on v5e:4x4; four perceptrons without loops need 0.73 of the peak by it",
+            "compilers/test_compiler_facts.py::test_what_is_predicted_with_a_fact_is_nearer_than_without",
         )
     )
     """Equations that lead to scalars alone (the loss) are computed last, unless they communicate."""

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.backends import devices
+from benchmarks import verification
 from tests.installed import GPU, TPU
 
 COMPILER_OF = devices.compiler_of
@@ -87,6 +88,33 @@ PROGRAMS: dict[str, Any] = {
     "fully sharded": (attention, (HEADS, BF16(16, 512, 1024)), (P("x"), P("x"))),
 }
 
+
+def llama(layout: str, hardware: str, mesh: dict[str, int], fields: dict[str, int]) -> verification.Case:
+    """Scanned layers that compute their activations again; a row of `benchmarks.verification`."""
+    every = {"scan": True, "remat": "full", **fields}
+    return verification.Case(
+        group="",
+        model="llama3-8b",
+        fields=tuple(every.items()),
+        hardware=hardware,
+        mesh=tuple(mesh.items()),
+        layout=layout,
+    )
+
+
+LLAMAS = {
+    "two layers": llama(
+        "fsdp_megatron", "tpu-v5e:2x4", {"data": 2, "model": 4}, {"layers": 2, "batch": 8, "sequence": 512}
+    ),
+    "all layers": llama("fsdp", "tpu-v5e:4x4", {"data": 4, "model": 4}, {"batch": 16, "sequence": 2048}),
+}
+
+ON_TPU = [  # hardware, fact, program, quantity
+    ("tpu-v5e:2x4", "updates_state_early", "chain", "peak"),
+    ("tpu-v5e:2x4", "makes_weight_gradients_in_order", "two layers", "peak"),
+    ("tpu-v5e:2x4", "renames_sums_for_additions_only", "two layers", "peak"),
+    ("tpu-v5e:4x4", "computes_loss_last", "all layers", "peak"),
+]
 ON_GPU = [  # fact, program, quantity
     ("puts_weight_gradients_last", "data parallel", "peak"),
     ("puts_weight_gradients_last", "tensor parallel", "peak"),
@@ -101,6 +129,8 @@ ON_GPU = [  # fact, program, quantity
 
 
 def evaluated(program: str, hardware: str) -> Any:
+    if program in LLAMAS:
+        return verification.subject(LLAMAS[program])
     fn, args, specs = PROGRAMS[program]
     return autoshard.evaluate(
         fn, *args, mesh={"x": 8}, hardware=hardware, in_specs=specs, out_specs=(specs[0], P()), donate_argnums=0
@@ -122,7 +152,7 @@ def compiled(program: str, hardware: str) -> dict[str, float]:
     ("hardware", "fact", "program", "quantity"),
     [
         *(pytest.param("h100:1x8", *row, marks=GPU) for row in ON_GPU),
-        pytest.param("tpu-v5e:2x4", "updates_state_early", "chain", "peak", marks=[*TPU, pytest.mark.slow]),
+        *(pytest.param(*row, marks=[*TPU, pytest.mark.slow]) for row in ON_TPU),
     ],
 )
 def test_what_is_predicted_with_a_fact_is_nearer_than_without(
