@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autoshard.backends import hlo
+from autoshard.backends.hlo.dataflow import VIEWS
 from autoshard.backends.partitioner_log import way_between
 from autoshard.diagnosis.evidence import Evidence
 from autoshard.diagnosis.finding import Finding
@@ -207,16 +208,11 @@ def _trips_that_add(evidence: Evidence, at: int) -> int:
             if user.name in seen or user is computation.root:
                 continue
             seen.add(user.name)
-            if _adds(evidence, user) and user.name in returned and _carries(computation, user):
+            if flow.adds(user) and user.name in returned and _carries(computation, user):
                 return flow.loops.trip_count(flow.loops.around[one.computation][1]) or 1
-            if user.opcode in ("bitcast", "copy", "convert", "get-tuple-element", "transpose", "reshape"):
+            if user.opcode in VIEWS:
                 left.append(user)
     return 1
-
-
-def _adds(evidence: Evidence, instruction: hlo.Instruction) -> bool:
-    body = evidence.module[instruction.calls[0]] if instruction.opcode == "fusion" else None
-    return (instruction if body is None else body.root).opcode == "add"
 
 
 def _carries(computation: hlo.Computation, instruction: hlo.Instruction) -> bool:

@@ -1,6 +1,5 @@
 """Findings of layouts: what devices compute, hold or update alike although an axis divides it."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from jax.sharding import PartitionSpec
@@ -106,21 +105,24 @@ def _split_further(leaf: Leaf, mesh: MeshAxes) -> tuple[Layout, int]:
 
 
 def _beyond_the_plan(evidence: Evidence, *, products: bool) -> Iterator[tuple[str, float, float]]:
-    """Lines on which a device computes more than in the best plan: (line, how many times as much, seconds more)."""
+    """Lines on which a device computes more than in the best plan: (line, how many times as much, seconds more).
+
+    No more than another layout of the same line would save: a plan that keeps or repeats other values differs, too.
+    """
     if evidence.source is None:
         return
     theirs = _seconds(evidence.source.assignment, products=products)
     ours = _seconds(evidence.source.best_assignment, products=products)
-    for where, here_s in theirs.items():
-        there_s = ours.get(where, 0.0)
+    for where, (here_s, least_s) in theirs.items():
+        there_s = max(least_s, ours.get(where, (0.0, 0.0))[0])
         if there_s and here_s > _TIMES * there_s:
             yield where, here_s / there_s, here_s - there_s
 
 
-def _seconds(assignment: Assignment, *, products: bool) -> Mapping[str, float]:
-    """Seconds by source line of matrix products, or of everything else but updates of what the program is given.
+def _seconds(assignment: Assignment, *, products: bool) -> Mapping[str, tuple[float, float]]:
+    """Seconds by source line, and the least in any layout, of matrix products, or of everything else.
 
-    Those are the optimizer's (`whole_states`).
+    Updates of what the program is given are left out: they are the optimizer's (`whole_states`).
     """
     decisions = assignment.decisions
     given = {
@@ -128,11 +130,13 @@ def _seconds(assignment: Assignment, *, products: bool) -> Mapping[str, float]:
         for value, node in zip(decisions.graph.inputs, decisions.inputs, strict=True)
         if isinstance(decision := decisions.nodes[node], Input) and decision.holds != "arguments"
     }
-    found: dict[str, float] = defaultdict(float)
+    found: dict[str, tuple[float, float]] = {}
     for node, pick in zip(decisions.nodes, assignment.choice, strict=True):
         updates = any(value in given for e in node.equations for value in decisions.graph.operands[e])
         if bool(node.flops.any()) is products and (products or not updates):
-            found[_line(decisions, node)] += float(node.cost_ps[pick]) / PS_PER_S
+            line = _line(decisions, node)
+            here_s, least_s = found.get(line, (0.0, 0.0))
+            found[line] = here_s + float(node.cost_ps[pick]) / PS_PER_S, least_s + float(node.cost_ps.min()) / PS_PER_S
     return found
 
 

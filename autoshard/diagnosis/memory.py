@@ -97,12 +97,11 @@ def _nearest(source: Source, peak: int) -> str:
         if any(kind in changed for kind in kinds):
             other = source.priced_with(specs)
             if other.memory.peak_bytes + beyond <= limit:
-                leaf = max(
-                    (x for x, kind in zip(source.best.inputs, kinds, strict=True) if kind in changed),
-                    key=lambda x: len([*x.spec]),
-                )
+                split = [i for i, kind in enumerate(kinds) if kind in changed]
+                i = max(split, key=lambda i: len([*source.best.inputs[i].spec]))
+                leaf, spec = source.hand.inputs[i].path, source.best.inputs[i].spec
                 return (
-                    f"Split {what} as `autoshard plan` does, such as {leaf.path} over {leaf.spec}: then "
+                    f"Split {what} as `autoshard plan` does, such as {leaf} over {spec}: then "
                     f"{bytes_text(other.memory.peak_bytes)} are predicted"
                 )
     best = source.best.memory.peak_bytes

@@ -99,6 +99,11 @@ class Dataflow:
 
         return only_sliced(computation, made.name, None)
 
+    def adds(self, instruction: Instruction) -> bool:
+        """Whether an instruction, or what a fusion ends with, is an addition."""
+        last = self.module[instruction.calls[0]].root if instruction.opcode == "fusion" else instruction
+        return last.opcode == "add"
+
     def narrowest(self, computation: Computation, value: Instruction) -> int | None:
         """Bytes per element of the widest type to which readers convert a value first; None if one of them does not."""
         widest = 0
