@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from autoshard import _jax
 from autoshard.errors import StageError
 from autoshard.ir.bodies import Body, Step, opened
-from autoshard.ir.op_traits import traits_of
+from autoshard.ir.op_traits import SLICE, traits_of
 from autoshard.ir.rewrite import Hooks, evaluate
 from autoshard.pipeline_parallel.cut import following, loops_over_layers
 from autoshard.pipeline_parallel.equal_layers import EqualLayers, equal_layers, lines_of, lines_of_layers, signatures
@@ -106,7 +106,7 @@ class _Rows:
         shape = (len(atoms), *atoms[0].aval.shape)
         makers = {step.eqn.outvars[0]: step.eqn for step in steps if traits_of(step.primitive).cuts}
         eqns = [None if _jax.is_literal(atom) else makers.get(atom) for atom in atoms]
-        arrays = {eqn.invars[0] for eqn in eqns if eqn is not None and eqn.primitive.name == "slice"}
+        arrays = {eqn.invars[0] for eqn in eqns if eqn is not None and eqn.primitive.name == SLICE}
         if len(arrays) == 1 and None not in eqns:
             (array,) = arrays
             begins = [eqn.params["start_indices"] for eqn in eqns if eqn is not None]
