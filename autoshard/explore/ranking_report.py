@@ -15,7 +15,9 @@ REASONS = 8  # reasons why candidates are left out
 def text(found: Ranking, *, width: int | None = None) -> str:
     """The verdict, the ranking, the scaling curves, and the candidates left out."""
     width = columns() if width is None else width
-    head, rows, right = _fitting(*_table(found), width)
+    every = _table(found)
+    head, rows, right = _fitting(*every, width)
+    unseen = [name for name in every[0] if name not in head]
     parts: list[Any] = [
         paragraph(verdict(found), width),
         table("", head, rows[:SHOWN], right=right, whole=("mesh", "slice")),
@@ -24,7 +26,8 @@ def text(found: Ranking, *, width: int | None = None) -> str:
         parts.append(f"and {len(rows) - SHOWN} more: --json shows all\n")
     for curve in found.scaling:
         parts.append(_curve(found, curve))
-    parts.append(fields(_remarks(found), width))
+    hint = [("no room", f"for {', '.join(unseen)}: a wider terminal, or --json, shows them")] if unseen else []
+    parts.append(fields([*hint, *_remarks(found)], width))
     return render(*parts, width=width)
 
 

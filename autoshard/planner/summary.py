@@ -174,12 +174,14 @@ def collectives(record: PlanRecord, *, width: int) -> RenderableType:
     Where they are shows if there is room for it.
     """
     head = ("collective", "over", "count", "bytes", "time", "hides", "value", "at")
+    title = "collectives per step: logical bytes per device, time if nothing hides"
     rows = _collective_rows(record.collectives)
     if sum(max(len(row[i]) for row in (head, *rows)) + GAP for i in range(len(head))) > width:
         head, rows = head[:-1], _collective_rows([replace(c, where="") for c in record.collectives])
+        title += "\nno room for their source lines: a wider terminal, or --json, shows them"
     footer = ("sum", "", *_amounts(record.collectives), "", "", "")
     return table(
-        "collectives per step: logical bytes per device, time if nothing hides",
+        title,
         head,
         [row[: len(head)] for row in rows],
         right=("count", "bytes", "time"),

@@ -108,8 +108,11 @@ def test_rows_with_a_gap_say_whether_they_can_be_the_best(found: Search) -> None
     assert noted(0.9 * best.step_s, 0.1) == ["1 of 2 rows ran out of time: their steps may be up to 10.0% shorter"]
 
 
-def test_text_fits_a_terminal(found: Search) -> None:
-    assert all(len(line) <= 80 for line in ranking_report.text(found, width=80).splitlines()[2:])
+def test_text_fits_a_terminal_and_says_what_has_no_room(found: Search) -> None:
+    text = ranking_report.text(found, width=80)
+    assert all(len(line) <= 80 for line in text.splitlines()[2:])
+    assert "no room" not in ranking_report.text(found, width=200)
+    assert "no room" in ranking_report.text(found, width=50)
 
 
 def test_processes_answer_as_one_does(found: Search) -> None:
