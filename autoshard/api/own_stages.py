@@ -18,6 +18,7 @@ from autoshard.api.stage_plans import (
     COTANGENTS,
     FIT,
     KEEPS,
+    RESULTS,
     STATE,
     ChunkPlan,
     bytes_of,
@@ -71,7 +72,7 @@ def in_own_stages(
       loss: as of `in_stages`.
       stages: the mesh axis of the stages.
       steps: micro-batches.
-      schedule: "GPipe", "1F1B", or "interleaved".
+      schedule: "GPipe", "1F1B", "interleaved" or "zero-bubble", whose gradients of weights are programs of their own.
       repeats: chunks of layers per stage, of an interleaved schedule.
       layers: how many layers each chunk has, in their order; None: as many each, and where that does not go, one less
         in the first and the last one.
@@ -173,7 +174,9 @@ class Pipeline:
             own = range(s, t.chunks, t.stages)
             count = " + ".join(str(self.layers[c]) for c in own)
             forward = sum(_seconds(self.plans[c], Work.FORWARD) for c in own)
-            backward = sum(_seconds(self.plans[c], Work.BACKWARD) for c in own)
+            backward = sum(
+                _seconds(self.plans[c], work) for c in own for work in (Work.BACKWARD, Work.WEIGHTS)[: 1 + t.splits]
+            )
             held = max(self.plans[c].held_bytes for c in own)
             lines.append(
                 f"  stage {s}: {count} layers, forward {forward * 1e3:.3g} ms, backward {backward * 1e3:.3g} ms, "
@@ -301,13 +304,25 @@ class Entry:
     def _programs(self, chunk: int, weights: Leaves, shared: Leaves, micro: Leaves) -> ChunkPrograms:
         plan = self.pipeline.plans[chunk]
         backward = self._program(chunk, Work.BACKWARD)
-        forward: Any = None if plan.programs[0] is None else self._program(chunk, Work.FORWARD)
+        forward: Any = None if plan.program(Work.FORWARD) is None else self._program(chunk, Work.FORWARD)
 
         passes = None if plan.kept is None else plan.kept.passes
 
-        def run_backward(total: Any, at: int, held: Any, cotangents: Leaves) -> tuple[Any, Leaves]:
+        halves = plan.halves
+        of_weights: Any = None if halves is None else self._program(chunk, Work.WEIGHTS)
+
+        def run_backward(total: Any, at: int, held: Any, cotangents: Leaves) -> tuple[Any, Leaves, Any]:
             state, *kept = (held,) if passes is None else held
-            return backward(total, weights, shared, micro, state, cotangents, np.int32(at), *kept)
+            rest = weights, shared, micro, state, cotangents, np.int32(at), *kept
+            if halves is None:
+                return (*backward(total, *rest), None)
+            results, out, stash = backward({name: x for name, x in total.items() if name in RESULTS}, *rest)
+            leaves = jax.tree.leaves((total, *rest))
+            places = [i for i in halves.split.inputs if i >= len(jax.tree.leaves(total))]
+            return {**total, **results}, out, ([leaves[i] for i in places], stash)
+
+        def run_weights(total: Any, held: Any) -> Any:
+            return {**total, **of_weights({name: x for name, x in total.items() if name not in RESULTS}, *held)}
 
         def run_forward(at: int, state: Leaves) -> tuple[Leaves, Any]:
             out = forward(weights, shared, micro, state, np.int32(at))
@@ -319,6 +334,7 @@ class Entry:
         return ChunkPrograms(
             forward=None if forward is None else run_forward,
             backward=run_backward,
+            weights=None if halves is None else run_weights,
             take=partial(self._moved, chunk, STATE),
             take_back=partial(self._moved, chunk, COTANGENTS),
         )
@@ -331,7 +347,7 @@ class Entry:
     def _program(self, chunk: int, work: Work) -> Any:
         if (chunk, work) not in self._compiled:
             plan = self.pipeline.plans[chunk]
-            made = plan.programs[work is Work.BACKWARD]
+            made = plan.program(work)
             assert made is not None
             mesh = self.homes.stages[self.pipeline.table.stage_of(chunk)]
             self._compiled[chunk, work] = emit.jitted(made.record, made.traced, mesh)
@@ -340,7 +356,7 @@ class Entry:
 
 def _seconds(plan: ChunkPlan, work: Work) -> float:
     """Predicted seconds of a task; the last chunk's forward pass is part of its backward pass."""
-    made = plan.programs[work is Work.BACKWARD]
+    made = plan.program(work)
     return 0.0 if made is None else made.cost
 
 

@@ -15,9 +15,11 @@ from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends.devices import Target
 from autoshard.errors import InfeasibleError
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.rewrite import Hooks, evaluate
 from autoshard.pipeline_parallel.own_stages.keeping import Keeping, keeping
 from autoshard.pipeline_parallel.own_stages.loss import ChunkedLoss
-from autoshard.pipeline_parallel.own_stages.table import Table
+from autoshard.pipeline_parallel.own_stages.split import Split, split
+from autoshard.pipeline_parallel.own_stages.table import Table, Work
 from autoshard.planner.leaf_rows import local_bytes
 from autoshard.planner.request import requests_of
 from autoshard.planner.requested_shardings import AUTO
@@ -28,10 +30,11 @@ _jax.hide_frames(__file__)
 ACTIVATIONS, STATES, FIT = KEEPS = ("activations", "states", "fit")
 
 Leaves = list[Any]
-Specs = list[PartitionSpec]
+_OWN = Hooks(own=True)
 
 # The arguments of a backward pass, by position; the last one only where activations are kept.
 TOTAL, WEIGHTS, SHARED, MICROBATCH, STATE, COTANGENTS, AT, KEPT = range(8)
+RESULTS = ("others", "value")  # parts of the total that are no sums of gradients
 FORWARD = (WEIGHTS, SHARED, MICROBATCH, STATE, AT)  # those of a forward pass
 
 
@@ -49,23 +52,31 @@ class ChunkPlan:
     whole: SolvedPlan
     forward: SolvedPlan | None
     kept: "KeptPlan | None" = None
+    halves: "SplitPlan | None" = None
 
     @property
-    def programs(self) -> tuple[SolvedPlan | None, SolvedPlan]:
-        """The forward and the backward pass as they run."""
-        return (self.forward, self.whole) if self.kept is None else (self.kept.forward, self.kept.backward)
+    def backward(self) -> SolvedPlan:
+        """The backward pass, not split."""
+        return self.whole if self.kept is None else self.kept.backward
+
+    def program(self, work: Work) -> SolvedPlan | None:
+        """What runs as a task; None of the last chunk's forward pass, which is part of its backward pass."""
+        if work is Work.FORWARD:
+            return self.forward if self.kept is None else self.kept.forward
+        if self.halves is None:
+            return self.backward
+        return self.halves.backward if work is Work.BACKWARD else self.halves.weights
 
     @property
     def held_bytes(self) -> int:
         """Bytes per device that are held of a micro-batch."""
-        if self.kept is None:
-            return bytes_of(self.whole, STATE)
-        return bytes_of(self.kept.backward, STATE, KEPT)
+        held = bytes_of(self.backward, STATE, KEPT)
+        return held if self.halves is None else max(held, self.halves.held_bytes)
 
     @property
     def peak_bytes(self) -> int:
         """Bytes per device at the peak of its programs."""
-        return max(made.record.memory.peak_bytes for made in self.programs if made is not None)
+        return max(made.record.memory.peak_bytes for made in map(self.program, Work) if made is not None)
 
     def specs(self, argument: int) -> Any:
         """The layouts of an argument."""
@@ -85,6 +96,32 @@ class KeptPlan:
     passes: Keeping
     forward: SolvedPlan
     backward: SolvedPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitPlan:
+    """The plans of a backward pass in two programs.
+
+    Attributes:
+      split: the programs, of flat leaves.
+      arguments: of every input of the second program, the argument of the backward pass that it is a leaf of.
+      backward: as `ChunkPlan.backward`, with results alone in the total → (results, cotangents, stash).
+      weights: (sums, inputs, stash) → sums.
+    """
+
+    split: Split
+    arguments: tuple[int, ...]
+    backward: SolvedPlan
+    weights: SolvedPlan
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes per device that are held of a micro-batch between the two."""
+        mesh = self.weights.record.mesh
+        pairs = zip(self.weights.traced.argument_of, self.weights.record.inputs, strict=True)
+        leaves = [leaf for at, leaf in pairs if at == 1]
+        own = (x for x, at in zip(leaves, self.arguments, strict=True) if at in (STATE, COTANGENTS, KEPT))
+        return sum(local_bytes(leaf, mesh) for leaf in own) + bytes_of(self.weights, 2)
 
 
 def bytes_of(plan: SolvedPlan, *arguments: int) -> int:
@@ -128,6 +165,9 @@ def plan_chunks(loss: ChunkedLoss, table: Table, target: Target, options: Option
                 more[c] = kept[id(plans[c])] or plans[c]
         if keep == ACTIVATIONS or peak_bytes(more, table, stage) <= plans[0].whole.record.memory.limit_bytes:
             plans = more
+    if table.splits:
+        halved = {id(plan): _split(loss, c, table, target, options, plan) for c, plan in enumerate(plans)}
+        plans = [halved[id(plan)] for plan in plans]
     for stage in range(table.stages):
         _check_memory(plans, table, stage)
     return tuple(plans)
@@ -187,6 +227,70 @@ def _keeping(
             raise
         return None
     return replace(plan, kept=KeptPlan(passes=passes, forward=forward, backward=backward))
+
+
+def _split(loss: ChunkedLoss, chunk: int, table: Table, target: Target, options: Options, plan: ChunkPlan) -> ChunkPlan:
+    """A chunk whose backward pass is two programs."""
+    arguments = _arguments(loss, chunk, table)
+    fn = _backward(loss, chunk)
+    if plan.kept is not None:
+        passes = plan.kept.passes
+        arguments[STATE] = [arguments[STATE][i] for i in passes.held]
+        arguments.append(passes.kept)
+        fn = _backward_of(passes)
+    closed, (total, before) = jax.make_jaxpr(fn, return_shape=True)(*arguments)
+    results = [name for name in sorted(total) if name in RESULTS]
+    firsts = {name: jax.tree.map(lambda _, own=name in RESULTS: own, total[name]) for name in total}
+    halves = split(closed, jax.tree.leaves((firsts, jax.tree.map(lambda _: True, before))))
+    owners = [i for i, argument in enumerate(arguments) for _ in jax.tree.leaves(argument)]
+    leaves = jax.tree.leaves(arguments)
+    specs = jax.tree.leaves(plan.backward.specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    taken = [i for i in halves.inputs if owners[i] != TOTAL]
+    own_total = arguments[TOTAL]
+    count = {name: len(jax.tree.leaves(own_total[name])) for name in own_total}
+
+    def backward(own: Any, *rest: Any) -> tuple[Any, Leaves, Leaves]:
+        flat: Leaves = []
+        for name in sorted(own_total):
+            flat += jax.tree.leaves(own[name]) if name in own else [None] * count[name]
+        values = evaluate(halves.first, [*flat, *jax.tree.leaves(rest)], _OWN)
+        made, stash = values[: halves.results], values[halves.results :]
+        new, cotangents = jax.tree.unflatten(jax.tree.structure(({name: own[name] for name in results}, before)), made)
+        return new, cotangents, stash
+
+    def weights(sums: Any, inputs: Leaves, stash: Leaves) -> Any:
+        flat = iter(jax.tree.leaves(sums))
+        given = iter(inputs)
+        own = [next(flat) if owners[i] == TOTAL else next(given) for i in halves.inputs]
+        return jax.tree.unflatten(jax.tree.structure(sums), evaluate(halves.second, [*own, *stash], _OWN))
+
+    name = f"stage_{table.stage_of(chunk)}"
+    of_results = {name: plan.specs(TOTAL)[name] for name in results}
+    first = _plan(
+        backward,
+        f"{name}_backward",
+        [{name: own_total[name] for name in results}, *arguments[1:]],
+        target,
+        options,
+        [of_results, *plan.backward.specs[1:]],
+        (of_results, plan.whole.out_specs[1], AUTO),
+        donate=TOTAL,
+    )
+    sums = {name: own_total[name] for name in own_total if name not in RESULTS}
+    of_sums = {name: plan.specs(TOTAL)[name] for name in sums}
+    stash = [_abstract(v.aval.shape, v.aval.dtype) for v in halves.stash]
+    second = _plan(
+        weights,
+        f"{name}_weights",
+        [sums, [leaves[i] for i in taken], stash],
+        target,
+        options,
+        [of_sums, [specs[i] for i in taken], first.out_specs[2]],
+        of_sums,
+        donate=0,
+    )
+    made = SplitPlan(split=halves, arguments=tuple(owners[i] for i in taken), backward=first, weights=second)
+    return replace(plan, halves=made)
 
 
 def _plan_chunk(

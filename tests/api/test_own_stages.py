@@ -87,6 +87,8 @@ def test_three_adamw_steps_are_those_of_one_device_and_weights_stay_where_they_a
 
 
 CASES: dict[str, dict[str, Any]] = {
+    "zero-bubble": {"mesh": {"stage": 4}, "schedule": "zero-bubble"},
+    "zero-bubble that repeats": {"schedule": "zero-bubble", "keep": "states"},
     "states, of one device each": {"mesh": {"stage": 4}, "keep": "states"},
     "interleaved": {"mesh": {"stage": 2, "data": 2}, "schedule": "interleaved", "repeats": 2},
     "uneven": {"mesh": {"stage": 2, "model": 2}, "layers": (1, 3)},
@@ -127,7 +129,7 @@ def test_other_results_are_stacked_and_other_arguments_are_passed_whole() -> Non
         x, _ = jax.lax.scan(lambda x, own: (x + jnp.tanh(x @ own["w"]), None), b["x"] @ p["in"], p["layers"])
         return jnp.mean(x @ p["out"]) + shift, {"keep": b["keep"], "size": jnp.abs(b["x"]).mean()}
 
-    program = staged(with_aux, has_aux=True, **ALONE)
+    program = staged(with_aux, has_aux=True, schedule="zero-bubble", **ALONE)
     (value, aux), gradients = program(weights(), examples(), np.float32(0.5))
     (want, _), want_gradients = jax.value_and_grad(with_aux, has_aux=True)(weights(), examples(), 0.5)
     assert relative_error(value, want) <= TOLERANCE

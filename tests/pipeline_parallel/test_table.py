@@ -14,6 +14,9 @@ F, B = Work.FORWARD, Work.BACKWARD
 FORWARD_S, BACKWARD_S = 1.0, 2.0
 
 
+W = Work.WEIGHTS
+
+
 def seconds(task: Task) -> float:
     return FORWARD_S if task.work is F else BACKWARD_S
 
@@ -71,6 +74,16 @@ def test_interleaving_holds_what_its_authors_say(stages: int, repeats: int) -> N
     """Chunks of the first stage: R · S + S − 1 (Korthikanti et al. 2022, section 4.2.3)."""
     made = table("interleaved", stages=stages, repeats=repeats, steps=4 * stages)
     assert made.held(0) == repeats * stages + stages - 1
+
+
+@pytest.mark.parametrize(("stages", "steps"), [(2, 4), (4, 8), (4, 3), (8, 32)])
+def test_gradients_of_weights_fill_the_bubble_and_hold_no_more_than_stages(stages: int, steps: int) -> None:
+    """As long as one of the three: (S − 1) · 3 of a bubble are left as S − 1 at best (Qi et al. 2024, table 1)."""
+    alternating, filled = (table(name, stages=stages, repeats=1, steps=steps) for name in ("1F1B", "zero-bubble"))
+    took = {F: 1.0, B: 1.0, W: 1.0}
+    step_s = simulate(filled, lambda task: took[task.work]).step_s
+    assert 3 * steps + stages - 1 <= step_s < simulate(alternating, seconds).step_s
+    assert max(map(filled.held, range(stages))) == min(stages, steps)
 
 
 def test_a_hop_is_waited_for_once_per_stage_and_direction() -> None:

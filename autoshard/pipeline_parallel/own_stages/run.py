@@ -21,13 +21,16 @@ class ChunkPrograms:
     Attributes:
       forward: (micro-batch, state) → (state behind the chunk, what is held for the backward pass); None of the last
         chunk, which holds the state, and whose backward pass does it.
-      backward: (total, micro-batch, what is held, cotangents) → (total, cotangents of the state).
+      backward: (total, micro-batch, what is held, cotangents) → (total, cotangents of the state, what is held for the
+        gradients of weights).
+      weights: (total, what is held) → total; None where the backward pass is not split.
       take: brings a state to the devices of this chunk's stage.
       take_back: brings cotangents there.
     """
 
     forward: Callable[[int, Leaves], tuple[Leaves, Any]] | None
-    backward: Callable[[Any, int, Any, Leaves], tuple[Any, Leaves]]
+    backward: Callable[[Any, int, Any, Leaves], tuple[Any, Leaves, Any]]
+    weights: Callable[[Any, Any], Any] | None
     take: Callable[[Leaves], Leaves]
     take_back: Callable[[Leaves], Leaves]
 
@@ -42,7 +45,8 @@ class Run:
       totals: what every chunk adds up; at the end, the result.
       held: for how many pairs of chunk and micro-batch each stage holds something.
       most: the most that it held.
-      states: what is held for each pair: the state that came in; after its forward pass, what the backward one reads.
+      states: what is held for each pair: the state that came in; after its forward pass, what the backward one reads;
+        after a split one, what the gradients of weights read.
       cotangents: those that came in from the chunk behind.
     """
 
@@ -84,9 +88,16 @@ class Run:
                 self._arrive(chunk + 1, microbatch, self.programs[chunk + 1].take(out))
             return
         held = self.states.pop((chunk, microbatch))
-        self.held[self.table.stage_of(chunk)] -= 1
+        if task.work is Work.WEIGHTS and own.weights is not None:
+            self._leave(chunk)
+            self.totals[chunk] = own.weights(self.totals[chunk], held)
+            return
+        if own.weights is None:
+            self._leave(chunk)
         behind = self.cotangents.pop((chunk, microbatch), [])
-        self.totals[chunk], out = own.backward(self.totals[chunk], microbatch, held, behind)
+        self.totals[chunk], out, rest = own.backward(self.totals[chunk], microbatch, held, behind)
+        if own.weights is not None:
+            self.states[chunk, microbatch] = rest
         if chunk:
             self.cotangents[chunk - 1, microbatch] = self.programs[chunk - 1].take_back(out)
 
@@ -95,3 +106,6 @@ class Run:
         stage = self.table.stage_of(chunk)
         self.held[stage] += 1
         self.most[stage] = max(self.most[stage], self.held[stage])
+
+    def _leave(self, chunk: int) -> None:
+        self.held[self.table.stage_of(chunk)] -= 1

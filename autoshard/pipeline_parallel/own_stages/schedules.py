@@ -4,6 +4,8 @@ GPipe        every forward pass, then every backward one (Huang et al. 2019, arX
 1F1B         one backward pass after each forward one, as early as it may run; stage s holds
 S − s micro-batches (Narayanan et al. 2021, arXiv:2104.04473, section 2.1)
 interleaved  the same with R chunks per stage (there, section 2.2, in Megatron's order)
+zero-bubble  1F1B whose gradients of weights wait for a gap; at most S micro-batches are held (after
+ZB-H1 of Qi et al. 2024, arXiv:2401.10241; put in order as if all tasks took as long)
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +13,7 @@ from collections.abc import Callable, Mapping
 from autoshard.errors import SpecError
 from autoshard.pipeline_parallel.own_stages.table import Table, Task, Work
 
-F, B = Work.FORWARD, Work.BACKWARD
+F, B, W = Work.FORWARD, Work.BACKWARD, Work.WEIGHTS
 
 
 def gpipe(stages: int, repeats: int, steps: int) -> Table:
@@ -62,10 +64,35 @@ def interleaved(stages: int, repeats: int, steps: int) -> Table:
     return Table(name="interleaved", stages=stages, repeats=repeats, steps=steps, orders=orders)
 
 
+def zero_bubble(stages: int, repeats: int, steps: int) -> Table:
+    """1F1B whose gradients of weights wait for a gap: backward first, then forward, then those."""
+    _once("zero-bubble", repeats)
+    orders: list[list[Task]] = [[] for _ in range(stages)]
+    counts = {work: [0] * stages for work in Work}
+    done: set[Task] = set()
+    while any(counts[W][s] < steps for s in range(stages)):
+        now: list[tuple[int, Task]] = []
+        for s in range(stages):
+            forward, backward, weights = (counts[work][s] for work in (F, B, W))
+            behind = s + 1 == stages or Task(B, s + 1, backward) in done
+            if backward < forward and behind:
+                now.append((s, Task(B, s, backward)))
+            elif forward < steps and forward - weights < stages and (s == 0 or Task(F, s - 1, forward) in done):
+                now.append((s, Task(F, s, forward)))
+            elif weights < backward:
+                now.append((s, Task(W, s, weights)))
+        for s, task in now:
+            orders[s].append(task)
+            counts[task.work][s] += 1
+            done.add(task)
+    return Table(name="zero-bubble", stages=stages, repeats=1, steps=steps, orders=tuple(map(tuple, orders)))
+
+
 SCHEDULES: Mapping[str, Callable[[int, int, int], Table]] = {
     "GPipe": gpipe,
     "1F1B": one_forward_one_backward,
     "interleaved": interleaved,
+    "zero-bubble": zero_bubble,
 }
 
 
