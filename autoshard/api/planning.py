@@ -33,6 +33,7 @@ from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.record import PlanRecord, parse
 from autoshard.planner.request import OwnMeshError, PlanRequest
 from autoshard.planner.requested_shardings import AUTO
+from autoshard.planner.stage_choice import stage_choice
 from autoshard.planner.store import Directory, cache_at, key_of, lock_at, misfits
 
 
@@ -250,6 +251,8 @@ def _found(questions: Sequence[PlanRequest], options: Options) -> SolvedPlan:
     (at, best), *others = sorted(
         plans.items(), key=lambda item: meshes.order(item[1].cost, item[1].record.mesh.ndim, best_s)
     )
+    staged = stage_choice(at, {i: made.cost for i, made in plans.items()}, questions)
+    best = best.noted(staged) if staged else best
     if options.refine is not None:
         also = {name: adopted(name, layout, questions) for name, layout in options.also.items()}
         again = partial(_with_inputs, questions[at], options)

@@ -14,10 +14,10 @@ all-reduce. The program is plain JAX; nothing in it names a device.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from math import ceil, gcd, prod
+from math import ceil, gcd, lcm, prod
 from pathlib import Path
 from types import CodeType
-from typing import Any, Literal, SupportsInt
+from typing import Any, Literal, NamedTuple, SupportsInt
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +30,17 @@ Parts = int | str | Sequence[str] | None
 Steps = int | Literal["auto"]
 AUTO: Literal["auto"] = "auto"
 
-# The number of parts, and of micro-batches, that `autoshard.plan` tries; part of JAX's tracing cache key.
+# The number of parts, and of micro-batches, that `autoshard.plan` tries, and the mesh axis over which it tries stages
+# ("" for one stage); part of JAX's tracing cache key.
 tried_parts = jax.make_user_context(None)
 tried_steps = jax.make_user_context(None)
+tried_stages = jax.make_user_context(None)
 
-# The names of the calls that mark, in a jaxpr, an accumulation whose parts, or whose micro-batches, the planner is to
-# choose; the second ends in the number of examples in a part of the batch, which is to be divided.
+# The names of the calls that mark, in a jaxpr, an accumulation whose parts, micro-batches or stages the planner is to
+# choose. The second ends in the number of examples in a part of the batch, which is to be divided, and the stages.
 _OPEN = "accumulated_in_parts_to_choose"
 _OPEN_STEPS = "accumulated_in_steps_to_choose_of_"
+_OPEN_STAGES = "stages_to_choose"
 
 MOST_COUNTS = 12  # numbers of micro-batches that are tried
 
@@ -105,7 +108,15 @@ def check_numbers(steps: object, parts: object) -> None:
 
 
 def in_microbatches(
-    run: Callable[[int, int], Any], batch: Any, *, steps: Steps, parts: Parts, by_mesh: bool = False
+    run: Callable[[int, int], Any],
+    batch: Any,
+    *,
+    steps: Steps,
+    parts: Parts,
+    by_mesh: bool = False,
+    stages: int = 1,
+    open_stages: bool = False,
+    multiple: int = 1,
 ) -> Any:
     """Runs a program of micro-batches, in such numbers of them and of parts as the user says or the planner tries.
 
@@ -115,11 +126,14 @@ def in_microbatches(
       steps: as in `accumulate`.
       parts: as in `accumulate`.
       by_mesh: whether the program depends on the mesh in context, whatever the parts.
+      stages: how many micro-batches are worked on at once.
+      open_stages: whether the planner may choose another number of these.
+      multiple: what divides the number of micro-batches, where it is not the user's.
     """
     chosen = tried_parts.value if parts is None else None
     tried = tried_steps.value if steps == AUTO else None
     count = _count(parts) if chosen is None else chosen
-    number = (1 if tried is None else tried) if steps == AUTO else steps
+    number = max(1 if tried is None else tried, multiple) if steps == AUTO else steps
 
     def accumulated() -> Any:
         return run(number, count)
@@ -127,8 +141,27 @@ def in_microbatches(
     by_axes = by_mesh or not (parts is None or isinstance(parts, int))
     fn = partial(_by_mesh_axes, accumulated) if by_axes else accumulated
     fn = fn if chosen is None else _called(_OPEN, fn)
-    fn = fn if tried is None else _called(f"{_OPEN_STEPS}{_examples(batch) // count}", fn)
+    open_ = _OpenSteps(_examples(batch) // count, stages, multiple)
+    fn = fn if tried is None else _called(f"{_OPEN_STEPS}{open_}", fn)
+    fn = _called(_OPEN_STAGES, fn) if open_stages and tried_stages.value is not None else fn
     return fn()
+
+
+class _OpenSteps(NamedTuple):
+    """The micro-batches of an accumulation that are to be chosen.
+
+    Attributes:
+      examples: in a part of the batch; they divide it.
+      stages: how many are worked on at once.
+      multiple: divides them.
+    """
+
+    examples: int
+    stages: int = 1
+    multiple: int = 1
+
+    def __str__(self) -> str:
+        return "_".join(map(str, self if (self.stages, self.multiple) != (1, 1) else self[:1]))
 
 
 def choices(mesh: MeshAxes) -> list[int]:
@@ -141,32 +174,48 @@ def choices(mesh: MeshAxes) -> list[int]:
 
 def is_open(jaxpr: Any) -> bool:
     """Whether a program holds an accumulation whose parts are to be chosen."""
-    return any(
-        eqn.params.get("name") == _OPEN or any(is_open(body) for body in _jax.sub_jaxprs(eqn.params))
-        for eqn in _jax.open_jaxpr(jaxpr).eqns
-    )
+    return any(name == _OPEN for name in _names(jaxpr))
+
+
+def has_open_stages(jaxpr: Any) -> bool:
+    """Whether a program holds layers whose stages are to be chosen."""
+    return any(name == _OPEN_STAGES for name in _names(jaxpr))
 
 
 def counts(jaxpr: Any) -> tuple[int, ...]:
     """The numbers of micro-batches to choose among, rising; none where a program leaves none open.
 
-    They are the divisors of what every part of every open batch has; of many, the smallest and some of the others.
+    They are the divisors of what every part of every open batch has; of many, the smallest and some of the others. Of
+    micro-batches that are worked on in stages there are at least as many as stages, if there can be.
     """
-    examples = gcd(*_open_batches(jaxpr))
-    divisors = [n for n in range(1, examples + 1) if examples % n == 0]
+    found = _open_steps(jaxpr)
+    examples, multiple = gcd(*(one.examples for one in found)), lcm(*(one.multiple for one in found))
+    stages = max((one.stages for one in found), default=1)
+    divisors = [n for n in range(1, examples + 1) if examples % n == 0 and n % multiple == 0]
+    divisors = [n for n in divisors if n >= stages] or divisors[-1:]
     small, large = divisors[: MOST_COUNTS // 2], divisors[MOST_COUNTS // 2 :]
     stride = ceil(len(large) / (MOST_COUNTS - MOST_COUNTS // 2)) or 1
     return (*small, *large[::-1][::stride][::-1])
 
 
-def _open_batches(jaxpr: Any) -> Iterator[int]:
-    """The numbers of examples in a part of the batch, of accumulations whose micro-batches are to be chosen."""
+def are_staged(jaxpr: Any) -> bool:
+    """Whether micro-batches that are to be chosen are worked on in stages: the more, the less a stage waits."""
+    return any(one.stages > 1 for one in _open_steps(jaxpr))
+
+
+def _open_steps(jaxpr: Any) -> list[_OpenSteps]:
+    names = [name for name in _names(jaxpr) if name.startswith(_OPEN_STEPS)]
+    return [_OpenSteps(*map(int, name.removeprefix(_OPEN_STEPS).split("_"))) for name in names]
+
+
+def _names(jaxpr: Any) -> Iterator[str]:
+    """The names of all calls in a program."""
     for eqn in _jax.open_jaxpr(jaxpr).eqns:
         name = eqn.params.get("name")
-        if isinstance(name, str) and name.startswith(_OPEN_STEPS):
-            yield int(name.removeprefix(_OPEN_STEPS))
+        if isinstance(name, str):
+            yield name
         for body in _jax.sub_jaxprs(eqn.params):
-            yield from _open_batches(body)
+            yield from _names(body)
 
 
 def is_by_mesh_axes(codes: Iterable[CodeType]) -> bool:

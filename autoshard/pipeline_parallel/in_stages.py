@@ -9,7 +9,17 @@ import jax.numpy as jnp
 
 from autoshard import _jax
 from autoshard.errors import SpecError, StageError
-from autoshard.ir.accumulation import AUTO, Parts, Steps, axis_size, check_numbers, in_microbatches, split_batch
+from autoshard.ir.accumulation import (
+    AUTO,
+    Parts,
+    Steps,
+    accumulate,
+    axis_size,
+    check_numbers,
+    in_microbatches,
+    split_batch,
+    tried_stages,
+)
 from autoshard.pipeline_parallel.cut import cut
 from autoshard.pipeline_parallel.program import Staged
 from autoshard.pipeline_parallel.schedule import Schedule
@@ -46,6 +56,8 @@ def in_stages(
       loss: `(params, batch, *rest) → scalar`, or `(scalar, aux)`; differentiated with respect to `params`.
       stages: a number, or the mesh axis that each stage's layers and micro-batch are split over (of the mesh in
         context). With a number the planner chooses axes that split the stages, as it does for any dimension.
+        "auto" lets `autoshard.plan` choose: it plans the loss in one stage, without a pipeline and in as many
+        micro-batches as are best, and in stages over each axis of the mesh, and keeps the fastest. Elsewhere it is 1.
       steps: micro-batches, or "auto" as in `autoshard.accumulate`. The more, the smaller the bubble: stages − 1 of
         steps · repeats + stages − 1 trips.
       repeats: how often a micro-batch goes round the stages (a circular, or interleaved, schedule); stages · repeats
@@ -60,18 +72,70 @@ def in_stages(
     check_numbers(steps, parts)
     if isinstance(stages, int) and steps != AUTO:
         Schedule(stages=stages, repeats=repeats, steps=steps)
+    chosen = stages == AUTO
 
     def value_and_gradients(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
-        axis = stages if isinstance(stages, str) else ""
-        count = axis_size(stages, "stages") if isinstance(stages, str) else stages
+        axis = (tried_stages.value or "") if chosen else stages if isinstance(stages, str) else ""
+        count = axis_size(axis, "stages") if axis else 1 if isinstance(stages, str) else stages
+        number = AUTO if chosen and not (axis or has_aux) else steps
+        whole = chosen and not axis and number == AUTO and not _is_separable(loss, params, batch, rest, has_aux=has_aux)
 
         def run(steps: int, parts: int) -> Any:
+            if chosen and not axis:
+                return _in_one_stage(loss, params, batch, rest, steps=steps, parts=parts, has_aux=has_aux)
             schedule = Schedule(stages=count, repeats=repeats, steps=steps)
             return _run(loss, params, batch, rest, schedule=schedule, axis=axis, parts=parts, has_aux=has_aux)
 
-        return in_microbatches(run, batch, steps=steps, parts=parts, by_mesh=bool(axis))
+        return in_microbatches(
+            run,
+            batch,
+            steps=1 if whole else number,
+            parts=1 if whole else parts,
+            by_mesh=chosen or bool(axis),
+            stages=count,
+            open_stages=chosen,
+            multiple=count if repeats > 1 else 1,
+        )
 
     return value_and_gradients
+
+
+def _in_one_stage(
+    loss: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    rest: tuple[Any, ...],
+    *,
+    steps: int,
+    parts: int,
+    has_aux: bool,
+) -> tuple[Any, Any]:
+    """Value and gradients without a pipeline: of the batch at once, or of micro-batches one after the other."""
+    times = steps * parts
+    if times == 1 and not has_aux:
+        return jax.value_and_grad(loss)(params, batch, *rest)
+    found, gradients = accumulate(loss, steps=steps, parts=parts, has_aux=has_aux)(params, batch, *rest)
+    value, aux = found if has_aux else (found, None)
+    scale = _times_weight(loss, (params, _part(batch, times), rest), (params, batch, rest), times, has_aux=has_aux)
+    if scale != 1:
+        value, gradients = jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), (value, gradients))
+    return ((value, aux) if has_aux else value), gradients
+
+
+def _is_separable(loss: Callable[..., Any], params: Any, batch: Any, rest: tuple[Any, ...], *, has_aux: bool) -> bool:
+    """Whether the batch may be taken in micro-batches."""
+    examples = {x.shape[0] for x in jax.tree.leaves(batch) if x.shape}
+    (size,) = examples if len(examples) == 1 else (1,)
+    times = next((n for n in range(2, size + 1) if size % n == 0), 1)
+    try:
+        _times_weight(loss, (params, _part(batch, times), rest), (params, batch, rest), times, has_aux=has_aux)
+    except SpecError:
+        return False
+    return times > 1
+
+
+def _part(batch: Any, times: int) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // times, *x.shape[1:]), x.dtype), batch)
 
 
 def _run(

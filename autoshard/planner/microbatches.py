@@ -2,8 +2,9 @@
 
 More micro-batches hold less of what passes through, and gather split weights more often: where memory is no limit, they
 do not make a step shorter. So the numbers are tried from below. That ends with the first one that memory does not hold
-back, or when two in a row are no faster than the best. A number in which the program cannot fit is passed over: every
-layout of a program in k·n micro-batches is one of the program in n, where it takes at most k times as much memory.
+back, or when two in a row are no faster than the best; of micro-batches that go through stages, with the latter alone.
+A number in which the program cannot fit is passed over: every layout of a program in k·n micro-batches is one of the
+program in n, where it takes at most k times as much memory.
 """
 
 import time
@@ -81,6 +82,7 @@ def fastest_count(request: PlanRequest, budget: Budget, solver: Solver) -> Plann
     """
     begin = time.perf_counter()
     made = _Attempts()
+    staged = request.program.open_count is not None and request.program.open_count.staged
     within = replace(budget, cutoff_s=lambda: min(budget.cutoff_s(), made.least_s()))
     for count in request.counts:
         if made.least_peak(count) > request.memory_bytes:
@@ -93,7 +95,7 @@ def fastest_count(request: PlanRequest, budget: Budget, solver: Solver) -> Plann
             proven = request.remat == WRITTEN and error.bound_bytes is not None
             made.unfit[count] = error.bound_bytes or 0 if proven else 0
             continue
-        made.free = not _held_back(made.plans[count], budget)
+        made.free = not staged and not _held_back(made.plans[count], budget)
         if made.is_over():
             break
     best = made.best

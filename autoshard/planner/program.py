@@ -18,23 +18,28 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-from autoshard.errors import SpecError
+from autoshard.errors import SpecError, StageError
 from autoshard.ir import accumulation, arguments, trace
 from autoshard.ir import graph as graphs
 from autoshard.ir.arguments import Binding
 from autoshard.ir.graph import Graph
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.trace import Traced
+from autoshard.report.tables import short_place
 
 log = logging.getLogger("autoshard")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpenCount:
-    """The numbers of micro-batches that a program may take, rising, and its program in each."""
+    """The numbers of micro-batches that a program may take, rising, and its program in each.
+
+    `staged`: stages work on them one after the other, and wait the less the more there are.
+    """
 
     counts: tuple[int, ...]
     program: "Callable[[int], Program]"
+    staged: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # no slots: costly properties are cached
@@ -47,6 +52,8 @@ class Program:
       trace_s: seconds that tracing took.
       variant: its difference from the call's first program, in words; empty for the first.
       open_count: the numbers of micro-batches to choose among; None where the program says them all.
+      stages: the mesh axis that splits its layers into stages, empty for one stage; None where the program says it.
+      not_staged: axes ("stage=4") over which its layers cannot be in stages, and why, where that was left open.
     """
 
     name: str
@@ -54,6 +61,8 @@ class Program:
     trace_s: float = 0.0
     variant: str = ""
     open_count: OpenCount | None = None
+    stages: str | None = None
+    not_staged: Mapping[str, str] = field(default_factory=dict[str, str])
     _graphs: dict[str, Graph] = field(default_factory=dict[str, Graph], init=False)
 
     def graph(self, platform: str) -> Graph:
@@ -65,7 +74,7 @@ class Program:
     def rewritten(self, traced: Traced, how: str) -> "Program":
         """The same program in another form; `how` says in words which."""
         variant = ", ".join(filter(None, (self.variant, how)))
-        return Program(name=self.name, traced=traced, trace_s=self.trace_s, variant=variant)
+        return Program(name=self.name, traced=traced, trace_s=self.trace_s, variant=variant, stages=self.stages)
 
     @cached_property
     def depends_on_mesh(self) -> bool:
@@ -74,10 +83,11 @@ class Program:
 
 
 class _Tried(NamedTuple):
-    """The parts and the micro-batches of open accumulations; None: as many parts as outside of the planner."""
+    """The parts, micro-batches and stages of open accumulations; None: as many parts as outside of the planner."""
 
     parts: int | None
     steps: int = 1
+    stages: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,6 +97,7 @@ class Call:
     name: str
     bound: Binding
     _programs: dict[tuple[_Tried, MeshAxes], Program] = field(default_factory=dict[tuple[_Tried, MeshAxes], Program])
+    _not_staged: dict[str, str] = field(default_factory=dict[str, str])
 
     def program(self, axes: MeshAxes) -> Program:
         """The call's program on a mesh, as the function says it."""
@@ -95,17 +106,24 @@ class Call:
     def variants(self, axes: MeshAxes) -> Iterator[Program]:
         """The programs that the planner chooses among on a mesh: usually one.
 
-        Several, where an `autoshard.accumulate` leaves open in how many parts it keeps the gradients.
+        Several, where an `autoshard.accumulate` leaves open in how many parts it keeps the gradients, or an
+        `autoshard.in_stages` over which axis the layers are in stages.
         """
         first = self._program(_Tried(1), axes)
         yield first
-        if not accumulation.is_open(first.traced.jaxpr):
-            return
-        for parts in accumulation.choices(axes)[1:]:
-            try:
-                yield self._program(_Tried(parts), axes)
-            except SpecError as error:  # the batch does not split into so many
-                log.debug("accumulation in %d parts: %s", parts, error)
+        open_parts = accumulation.is_open(first.traced.jaxpr)
+        for stages in ("", *(axes.names if first.stages is not None else ())):
+            others = MeshAxes.of({name: size for name, size in axes.shape.items() if name != stages})
+            for parts in accumulation.choices(others) if open_parts else [1]:
+                tried = _Tried(parts, stages=stages)
+                if tried == _Tried(1) or (stages and axes.shape[stages] == 1):
+                    continue
+                try:
+                    yield self._program(tried, axes)
+                except SpecError as error:  # the layers are no stages, or the batch does not split into so many
+                    log.debug("accumulation in %d parts, stages over %r: %s", parts, stages, error)
+                    if stages:
+                        self._not_staged.setdefault(f"{stages}={axes.shape[stages]}", _reason(error))
 
     def donating(self, donated: frozenset[int]) -> "Call":
         """The same call, with these of its arguments donated."""
@@ -124,18 +142,25 @@ class Call:
         begin = time.perf_counter()
         with ExitStack() as stack:
             stack.enter_context(accumulation.tried_steps(tried.steps))
+            stack.enter_context(accumulation.tried_stages(tried.stages))
             if tried.parts is not None:
                 stack.enter_context(accumulation.tried_parts(tried.parts))
             traced = trace.trace(self.bound.fn, self.bound.values, self.bound.names, axes)
         words = [f"accumulated in {tried.parts} parts"] if (tried.parts or 1) > 1 else []
         words += [f"in {tried.steps} micro-batches"] if tried.steps > 1 else []
+        words += [f"in stages over {tried.stages}"] if tried.stages else []
         counts = accumulation.counts(traced.jaxpr) if tried.steps == 1 else ()
+        staged = accumulation.are_staged(traced.jaxpr)
         return Program(
             name=self.name,
             traced=traced,
             trace_s=time.perf_counter() - begin,
             variant=", ".join(words),
-            open_count=OpenCount(counts=counts, program=partial(self._in, tried, axes)) if counts else None,
+            open_count=OpenCount(counts=counts, program=partial(self._in, tried, axes), staged=staged)
+            if counts
+            else None,
+            stages=tried.stages if accumulation.has_open_stages(traced.jaxpr) else None,
+            not_staged=self._not_staged,
         )
 
     def _in(self, tried: _Tried, axes: MeshAxes, count: int) -> Program:
@@ -151,6 +176,13 @@ class Call:
             program = replace(program, traced=traced, open_count=None)
             self._programs[tried._replace(steps=count), axes] = program
         return program
+
+
+def _reason(error: SpecError) -> str:
+    """Why layers are in no stages, in a line."""
+    if not isinstance(error, StageError):
+        return str(error).partition("\n")[0]
+    return f"{error.reason} at {short_place(error.where)}" if error.where else error.reason
 
 
 def _check_results(name: str, first: Traced, traced: Traced, count: int) -> None:

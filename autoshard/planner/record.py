@@ -42,6 +42,9 @@ KEEPS = "backward passes find"
 # So begins a note of every plan that chose its number of micro-batches.
 ACCUMULATED = "accumulated in"
 
+# So begins a note of every plan that chose over which axis its layers are in stages.
+STAGED = "layers in"
+
 _OPEN = "?"  # in a constraint: a dimension that a hand-written one leaves to the partitioner
 
 

@@ -8,7 +8,16 @@ from rich.console import RenderableType
 from autoshard.ir.paths import dotted
 from autoshard.planner.backward_passes import repeated_text
 from autoshard.planner.leaf_rows import fold
-from autoshard.planner.record import ACCUMULATED, AFTER_LOOPS, FOR_GRADIENT, KEEPS, Leaf, PlanRecord, sums_in_trips
+from autoshard.planner.record import (
+    ACCUMULATED,
+    AFTER_LOOPS,
+    FOR_GRADIENT,
+    KEEPS,
+    STAGED,
+    Leaf,
+    PlanRecord,
+    sums_in_trips,
+)
 from autoshard.problem.collective import Collective
 from autoshard.problem.repeated import RepeatedWork
 from autoshard.report.tables import (
@@ -27,6 +36,7 @@ from autoshard.report.tables import (
 )
 
 MUCH = 0.01  # of a step: sums in every trip that take more are spoken of
+ROWS = FOR_GRADIENT, KEEPS, STAGED, ACCUMULATED, AFTER_LOOPS  # notes that have rows of their own
 LONGEST = 12  # rows of collectives that are shown one by one
 
 
@@ -86,6 +96,7 @@ def _verdict(
     if repeated is not None and not decided:
         decided = [("repeated", f"as the program says: {repeated_text(repeated, cost.step_s)}")]
     rows += decided
+    rows += [("stages", note) for note in record.notes if note.startswith(STAGED)]
     rows += [("batch", note) for note in record.notes if note.startswith(ACCUMULATED)]
     rows += [("sums", note) for note in record.notes if note.startswith(AFTER_LOOPS)]
     rows += [("loops", text) for text in _summed_in_every_trip(record)]
@@ -114,9 +125,7 @@ def _made(record: PlanRecord, seconds: Mapping[str, float]) -> list[tuple[str, s
         stages = ", ".join(f"{stage} {s:.1f}" for stage, s in seconds.items())
         rows.append(("planned", f"in {sum(seconds.values()):.1f} s: {stages}"))
     rows.append(("emitted", f"{record.pins.count} sharding constraints"))
-    return rows + [
-        ("note", note) for note in record.notes if not note.startswith((FOR_GRADIENT, KEEPS, ACCUMULATED, AFTER_LOOPS))
-    ]
+    return rows + [("note", note) for note in record.notes if not note.startswith(ROWS)]
 
 
 def _summed_in_every_trip(record: PlanRecord) -> list[str]:
