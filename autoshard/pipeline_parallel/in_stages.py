@@ -116,7 +116,7 @@ def _in_one_stage(
         return jax.value_and_grad(loss)(params, batch, *rest)
     found, gradients = accumulate(loss, steps=steps, parts=parts, has_aux=has_aux)(params, batch, *rest)
     value, aux = found if has_aux else (found, None)
-    scale = _times_weight(loss, (params, _part(batch, times), rest), (params, batch, rest), times, has_aux=has_aux)
+    scale = times_weight(loss, (params, _part(batch, times), rest), (params, batch, rest), times, has_aux=has_aux)
     if scale != 1:
         value, gradients = jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), (value, gradients))
     return ((value, aux) if has_aux else value), gradients
@@ -128,7 +128,7 @@ def _is_separable(loss: Callable[..., Any], params: Any, batch: Any, rest: tuple
     (size,) = examples if len(examples) == 1 else (1,)
     times = next((n for n in range(2, size + 1) if size % n == 0), 1)
     try:
-        _times_weight(loss, (params, _part(batch, times), rest), (params, batch, rest), times, has_aux=has_aux)
+        times_weight(loss, (params, _part(batch, times), rest), (params, batch, rest), times, has_aux=has_aux)
     except SpecError:
         return False
     return times > 1
