@@ -28,8 +28,8 @@ ETHERNET = {
 
 
 def large() -> tuple[Any, Any, Any]:
-    """A step of 24 layers whose weights and gradients do not leave one device room for activations."""
-    layers, width, hidden, rows = 24, 8192, 32768, 8192
+    """A step whose weights and gradients do not fit one device."""
+    layers, width, hidden, rows = 32, 8192, 32768, 2048
 
     def value(p: Any, x: Any) -> Any:
         def layer(x: Any, own: Any) -> tuple[Any, None]:
@@ -42,7 +42,7 @@ def large() -> tuple[Any, Any, Any]:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
     params = {"layers": {"up": half(layers, width, hidden), "down": half(layers, hidden, width)}}
-    step = descent(in_stages(value, stages="auto", steps=16, parts=1))
+    step = descent(in_stages(value, stages="auto", steps=4, parts=1))
     return step, {**params, "head": half(width, width)}, half(rows, width)
 
 
@@ -50,7 +50,7 @@ def test_slow_links_carry_stages(tmp_path: Path) -> None:
     path = tmp_path / "h100-ethernet.json"
     path.write_text(json.dumps(ETHERNET))
     step, *args = large()
-    plan = autoshard.plan(step, *args, mesh={"node": 4}, hardware=f"{path}:4x1", donate_argnums=0, rel_gap=1e-2)
+    plan = autoshard.plan(step, *args, mesh={"node": 4}, hardware=f"{path}:4x1", donate_argnums=0, remat="written")
     (note,) = (note for note in plan.record.notes if note.startswith("layers in"))
     assert note.startswith("layers in 4 stages over node (1 stage, without a pipeline, the step would take ")
     assert float(note.split("take ")[1].split()[0]) > 1.5
@@ -60,7 +60,7 @@ def test_slow_links_carry_stages(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_fast_links_carry_other_things() -> None:
     step, *args = large()
-    plan = autoshard.plan(step, *args, mesh={"node": 4}, hardware="h100:1x4", donate_argnums=0, rel_gap=1e-2)
+    plan = autoshard.plan(step, *args, mesh={"node": 4}, hardware="h100:1x4", donate_argnums=0, remat="written")
     assert any(note.startswith("layers in 1 stage, without a pipeline,") for note in plan.record.notes)
 
 
