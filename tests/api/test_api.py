@@ -428,7 +428,7 @@ def test_a_users_constraint_is_kept() -> None:
         return y * 2, total
 
     f = autoshard.jit(constrained, mesh=mesh, hardware=GPUS)
-    large = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)  # whose layout matters more than one collective more or less
+    large = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)  # whose layout matters more than one collective
     assert f.plan(large, large).out_specs[0] == P("model", "data")
     same(f(W, X), constrained(W, X))
 
