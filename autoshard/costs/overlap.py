@@ -115,9 +115,8 @@ class OverlapWindows:
     def bucket(self, value: int) -> int:
         """The bytes up to which a value's collective is merged with others; 0 if it is not."""
         window = self.of_value[value]
-        if window is None or value in self.beside or value in self.numbers:
-            return 0
-        return self.buckets[window]
+        alone = window is None or value in self.beside or value in self.numbers
+        return 0 if alone else self.buckets[window]
 
     def with_window(self, *, loop: int, whole: int, hides: Shares, covers: Shares, bucket: int) -> "OverlapWindows":
         """These and one more, whose number is `count`."""
