@@ -50,7 +50,7 @@ class MatmulUnit:
 
 # Into how many sums a contraction may be cut. Source: XLA, splitk_rewriter.cc (at most 128 sums).
 SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
-# A shorter sum takes as long: 256 × 256 × 256 takes 5 µs (openxla/xla, default_matmul_perf_table.txtpb), uncut.
+# A shorter sum takes as long: 256 × 256 × 256 takes 5 µs (openxla/xla, default_matmul_perf_table.txtpb), and is not cut.
 SHORTEST_SUM = 256
 # What a loop over elements, without tiles, reaches of the vector units' rate. XLA:GPU emits one where (m + n)·k is
 # below 100, and for integers (jax-cuda12-pjrt 0.10.2). Source: assumed; such a product waits for memory in any case.

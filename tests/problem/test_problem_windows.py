@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from autoshard.backends.known_compilers import XLA_CPU, XLA_GPU, XLA_TPU
 from autoshard.costs.overlap import APART, BUSY, EARLY, LATE, OUTSIDE, TAKEN, TOGETHER, overlap_windows
-from autoshard.costs.resharding import BUCKET_BYTES
 from autoshard.ir.graph import build
 
 
@@ -100,22 +99,6 @@ def test_a_gpu_waits_for_its_first_bucket() -> None:
         awaited = [of_value[v] is None for v in graph.inputs[1:]]
         assert awaited == [i < max(waiting, 1) for i in range(4)]  # the first matmul's has nothing before it
         assert all(overlap_windows(graph, XLA_TPU).of_value[v] == EARLY for v in graph.inputs[1:])
-
-
-def test_a_loss_is_reduced_by_itself() -> None:
-    """A gradient's reduction shares a bucket's latency with others; the reduction of a number has one of its own."""
-
-    def step(w: Any, x: Any) -> Any:
-        loss, gradient = jax.value_and_grad(lambda w: jnp.sum(jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]) ** 2))(w)
-        return loss, [a - b for a, b in zip(w, gradient, strict=True)]
-
-    w, x = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2, jax.ShapeDtypeStruct((32, 64), jnp.float32)
-    graph = build(jax.make_jaxpr(step)(w, x), "cpu")
-    found = overlap_windows(graph, XLA_GPU)
-    sums = [graph.results[e][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive == "reduce_sum"]
-    assert sums
-    assert all(found.of_value[v] is not None and found.bucket(v) == 0 for v in sums)
-    assert any(found.bucket(v) == BUCKET_BYTES for v in graph.outputs[1:])
 
 
 def test_what_hides_in_a_trip_is_shared_out() -> None:
