@@ -80,8 +80,6 @@ class OverlapWindows:
       hides: window → windows in which its hideable communication counts, with shares.
       covers: window → windows in which its compute counts, with shares.
       buckets: window → bytes up to which the compiler merges its collectives; 0: never.
-      numbers: values without dimensions, which are merged with nothing: a loss is summed over other axes, or in
-        another type, than gradients are.
       urgent: values on the way to a contraction that is not late.
       beside: values that hide beside late and idle work; they hide only on the way to an urgent value,
         and are not merged.
@@ -96,7 +94,6 @@ class OverlapWindows:
     hides: tuple[Shares, ...]
     covers: tuple[Shares, ...]
     buckets: tuple[int, ...]
-    numbers: frozenset[int]
     urgent: frozenset[int]
     beside: frozenset[int]
     idle: frozenset[int]
@@ -115,8 +112,7 @@ class OverlapWindows:
     def bucket(self, value: int) -> int:
         """The bytes up to which a value's collective is merged with others; 0 if it is not."""
         window = self.of_value[value]
-        alone = window is None or value in self.beside or value in self.numbers
-        return 0 if alone else self.buckets[window]
+        return 0 if window is None or value in self.beside else self.buckets[window]
 
     def with_window(self, *, loop: int, whole: int, hides: Shares, covers: Shares, bucket: int) -> "OverlapWindows":
         """These and one more, whose number is `count`."""
@@ -158,7 +154,6 @@ def overlap_windows(graph: Graph, compiler: CompilerModel) -> OverlapWindows:
         hides=alone,
         covers=alone,
         buckets=(BUCKET_BYTES,) * OUTSIDE + (TRIP_BYTES if compiler.merges_collectives_in_loops else 0,) * graph.loops,
-        numbers=frozenset(v for v, aval in enumerate(graph.avals) if not aval.ndim),
         urgent=frozenset(),
         beside=frozenset(),
         idle=frozenset(),

@@ -19,13 +19,7 @@ from cost_models.machines.collective_law import Law, law_of, link_bytes
 from cost_models.machines.dtypes import itemsize, matmul_rates
 from cost_models.machines.hardware_file import Chip
 from cost_models.machines.placement import Crossing, Placement
-from cost_models.machines.roofline import (
-    LOOP_FRACTION,
-    SPLITS,
-    MatmulUnit,
-    matmul_bytes,
-    partial_sums_bytes,
-)
+from cost_models.machines.roofline import LOOP_FRACTION, SPLITS, MatmulUnit, matmul_bytes, partial_sums_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +184,8 @@ class Machine:
         Launch, then the longer of the arithmetic (padded to tiles and waves, at
         the fraction of peak that large matmuls achieve) and the HBM traffic of
         operands and result. Where tiles are few, the contraction is cut into sums
-        that run at once, if that takes less (split-K): they are written as results are, and
-        read once more by the kernel that takes the product, which adds them. What fills no tile
-        runs on the vector units, if they take less.
+        that run at once and are added afterwards, if that takes less (split-K). What fills
+        no tile runs on the vector units, if they take less.
 
         Args:
             batch: Matmuls of this shape. All four sizes broadcast; a size of 0 costs nothing.
@@ -210,9 +203,9 @@ class Machine:
         arithmetic_s = np.minimum(arithmetic_s, 2.0 * batch * m * n * k / loop_flops_per_s)
         seconds = np.maximum(arithmetic_s, traffic_s)
         for splits in SPLITS[1:]:
-            sums_s = self.hbm_s(partial_sums_bytes(batch, m, n, splits))
-            split_s = np.maximum(unit.compute_s(batch, m, n, k, splits), traffic_s + sums_s)
-            seconds = np.minimum(seconds, split_s + sums_s)
+            split_s = np.maximum(unit.compute_s(batch, m, n, k, splits), traffic_s)
+            adding_s = unit.launch_s + self.hbm_s(partial_sums_bytes(batch, m, n, splits))
+            seconds = np.minimum(seconds, split_s + adding_s)
         return np.where(batch * m * n * k == 0, 0.0, unit.launch_s + seconds)
 
     def matmul_flops_per_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str) -> Floats:

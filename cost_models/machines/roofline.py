@@ -43,15 +43,12 @@ class MatmulUnit:
         rows, columns, depth = float(self.tile_rows), float(self.tile_columns), float(self.tile_depth)
         tiles = b * np.minimum(np.ceil(m_ / rows) * np.ceil(n_ / columns), np.ceil(n_ / rows) * np.ceil(m_ / columns))
         waves = np.ceil(tiles * splits / self.units)
-        deep = np.maximum(k_ / splits, np.minimum(k_, SHORTEST_SUM))
-        padded_flops = 2 * waves * self.units * rows * columns * np.ceil(deep / depth) * depth
+        padded_flops = 2 * waves * self.units * rows * columns * np.ceil(k_ / (depth * splits)) * depth
         return padded_flops / (self.peak_flops_per_s * self.achieved_fraction)
 
 
 # Into how many sums a contraction may be cut. Source: XLA, splitk_rewriter.cc (at most 128 sums).
 SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
-# A shorter sum takes as long: 256 × 256 × 256 takes 5 µs (openxla/xla, default_matmul_perf_table.txtpb), and is not cut.
-SHORTEST_SUM = 256
 # What a loop over elements, without tiles, reaches of the vector units' rate. XLA:GPU emits one where (m + n)·k is
 # below 100, and for integers (jax-cuda12-pjrt 0.10.2). Source: assumed; such a product waits for memory in any case.
 LOOP_FRACTION = 0.1
@@ -71,9 +68,9 @@ def matmul_bytes(
 
 
 def partial_sums_bytes(batch: ArrayLike, m: ArrayLike, n: ArrayLike, splits: int) -> Floats:
-    """Bytes of the float32 sums into which a contraction is cut: each is written, and read to be added."""
+    """HBM traffic of the float32 sums into which a contraction is cut: each is written, and read to be added."""
     b, m_, n_ = (np.asarray(x, float) for x in (batch, m, n))
-    return (0.0 if splits == 1 else 4.0 * splits) * b * m_ * n_
+    return (0.0 if splits == 1 else 8.0 * splits) * b * m_ * n_
 
 
 def taps_on_data(
