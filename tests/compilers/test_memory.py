@@ -50,6 +50,7 @@ def fsdp(form: Callable[..., Any], memory: int | None = None) -> tuple[Any, int]
         donate_argnums=0,
         pins=PINS,
         memory=memory,
+        remat="written",
     )
     compiled = plan.verify("gpu").memory.compiled
     assert compiled is not None
