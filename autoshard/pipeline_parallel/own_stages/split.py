@@ -12,6 +12,7 @@ from typing import Any
 
 from autoshard import _jax
 from autoshard.ir.bodies import Body, opened
+from autoshard.ir.op_traits import SCAN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ def _halves(body: Body, first: Sequence[bool]) -> _Halves:
                 later.append(eqn)
                 taken |= _named(eqn.invars)
             continue
-        pair = _two_scans(eqn, now, taken) if step.primitive == "scan" else (eqn, None)
+        pair = _two_scans(eqn, now, taken) if step.primitive == SCAN else (eqn, None)
         ahead.append(pair[0])
         wanted |= _named(pair[0].invars)
         if pair[1] is not None:
