@@ -77,7 +77,7 @@ def minimal_constraints(
     once = frozenset[int]()
     if compiler.regathers_far_uses:
         once = shared_gathers.doubtful(graph) | (_reshaped(graph) - decisions.apart)
-    probed = fewer_layers.probed(program, annotations)
+    probed = fewer_layers.probed(program, annotations, shorter=not compiler.regathers_far_uses)
     if probed.like:
         graph = build(probed.traced.jaxpr, compiler.platform)
     probe = Probe(probed.traced, graph, mesh, probed.annotations, compiler.platform, scatters_whole=scatters_whole)

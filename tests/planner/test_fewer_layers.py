@@ -35,7 +35,7 @@ def plan_and_annotations() -> tuple[SolvedPlan, Annotations]:
 def test_the_probed_program_has_a_few_layers_and_every_constraint_has_one_that_stands_for_it() -> None:
     plan, annotations = plan_and_annotations()
     traced = plan.planned.traced
-    probed = fewer_layers.probed(traced, annotations)
+    probed = fewer_layers.probed(traced, annotations, shorter=True)
     assert len(opened(probed.traced.jaxpr).steps) < 0.6 * len(opened(traced.jaxpr).steps)
     every, there = set(fewer_layers.sites_of(annotations.pins)), set(probed.origin.values())
     assert there | probed.like.keys() == every
