@@ -46,13 +46,15 @@ class Body:
     steps: tuple[Step, ...]
 
     def with_steps(self, eqns: Sequence[Any], *, invars: Any = None, outvars: Any = None) -> Any:
-        """The closed jaxpr of other equations over the body's variables."""
+        """The closed jaxpr of other equations over the body's variables; constants may be its inputs."""
+        invars = self.invars if invars is None else invars
+        given = set(invars)
         return _jax.rewired(
             self.closed,
             eqns=eqns,
-            invars=self.invars if invars is None else invars,
+            invars=invars,
             outvars=self.outvars if outvars is None else outvars,
-            consts=self.consts,
+            consts=[(var, value) for var, value in self.consts if var not in given],
         )
 
 

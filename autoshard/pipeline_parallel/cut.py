@@ -10,7 +10,7 @@ the one with the most weights). Around it stand three programs:
 All of them are jaxprs over the equations of the traced loss, with their source lines.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,17 @@ class Cut:
     after: tuple[Step, ...]
     once: tuple[Step, ...]
 
+    @property
+    def constants(self) -> set[Any]:
+        """The variables of the arrays that the loss closes over."""
+        return {var for var, _ in self.body.consts}
+
+    def ordered(self, variables: Collection[Any]) -> list[Any]:
+        """Some of its variables in the order of the program, constants first."""
+        body = self.body
+        order = [var for var, _ in body.consts] + [*body.invars, *(v for step in body.steps for v in step.eqn.outvars)]
+        return [v for v in order if v in variables]
+
     def program(self, steps: Sequence[Step], inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
         """The closed jaxpr of some steps from variables to atoms."""
         eqns = [step.eqn for step in steps]
@@ -86,7 +97,7 @@ def cut(closed: Any, batch: Sequence[bool], chunks: int) -> Cut:
     carried = tuple(eqn.outvars[:carries])
     behind = following({var for var in eqn.outvars if not _jax.is_unnamed(var)}, body.steps)
     needed = _leading(eqn.invars, body.steps[:k])
-    own = [(i, step, any(_is_in(v, of_batch) for v in step.eqn.invars)) for i, step in enumerate(body.steps) if i != k]
+    own = [(i, step, any(is_in(v, of_batch) for v in step.eqn.invars)) for i, step in enumerate(body.steps) if i != k]
     before = tuple(step for _, step, tainted in own if tainted and any(v in needed for v in step.eqn.outvars))
     kept = set(map(id, before))
     return Cut(
@@ -115,7 +126,13 @@ def made(steps: Iterable[Step]) -> set[Any]:
     return {v for step in steps for v in step.eqn.outvars}
 
 
-def _is_in(atom: Any, variables: set[Any]) -> bool:
+def named(atoms: Iterable[Any]) -> set[Any]:
+    """The variables among atoms."""
+    return {v for v in atoms if not _jax.is_literal(v)}
+
+
+def is_in(atom: Any, variables: Collection[Any]) -> bool:
+    """Whether an atom is one of these variables."""
     return not _jax.is_literal(atom) and atom in variables
 
 
@@ -123,14 +140,14 @@ def following(given: set[Any], steps: Iterable[Step]) -> set[Any]:
     """The variables that follow from the given ones, these included."""
     found = set(given)
     for step in steps:
-        if any(_is_in(v, found) for v in step.eqn.invars):
+        if any(is_in(v, found) for v in step.eqn.invars):
             found.update(step.eqn.outvars)
     return found
 
 
 def _leading(wanted: Iterable[Any], steps: Sequence[Step]) -> set[Any]:
     """The variables that the wanted ones follow from, these included."""
-    found = {v for v in wanted if not _jax.is_literal(v)}
+    found = named(wanted)
     for step in reversed(steps):
         if any(v in found for v in step.eqn.outvars):
             found.update(v for v in step.eqn.invars if not _jax.is_literal(v))
@@ -160,10 +177,10 @@ def loops_over_layers(body: Body, of_batch: set[Any]) -> list[Loop]:
             continue
         consts, carries = _jax.scan_arity(step.eqn)
         carry, slices = step.eqn.invars[consts : consts + carries], step.eqn.invars[consts + carries :]
-        if not slices or not any(_is_in(v, of_batch) for v in carry):
+        if not slices or not any(is_in(v, of_batch) for v in carry):
             continue
         why = ""
-        if any(_is_in(v, of_batch) for v in slices):
+        if any(is_in(v, of_batch) for v in slices):
             why = "it loops over the batch, not over layers"
         elif step.eqn.params["reverse"]:
             why = "it goes through its layers backwards"

@@ -23,6 +23,7 @@ from autoshard import _jax
 from autoshard.ir.bodies import Body, Step
 from autoshard.ir.fingerprint import Writer
 from autoshard.ir.op_traits import traits_of
+from autoshard.pipeline_parallel.cut import is_in
 
 MOST_STRETCHES = 16  # stretches of equal equations that are read as layers, the longest first
 
@@ -84,7 +85,7 @@ def equal_layers(body: Body, of_batch: set[Any]) -> EqualLayers | None:
       body: of the loss, its calls opened.
       of_batch: its variables that follow from the batch.
     """
-    own = [k for k, step in enumerate(body.steps) if any(_is_in(v, of_batch) for v in step.eqn.invars)]
+    own = [k for k, step in enumerate(body.steps) if any(is_in(v, of_batch) for v in step.eqn.invars)]
     signs = signatures([body.steps[k] for k in own])
     numbers = _value_numbers(body, of_batch)
     for stretch in _stretches(signs):
@@ -159,7 +160,7 @@ def _value_numbers(body: Body, of_batch: set[Any]) -> dict[Any, int]:
             numbers[var] = known.setdefault((writer.value(value), _type(var)), next(new))
     for step in body.steps:
         eqn = step.eqn
-        if any(_is_in(v, of_batch) for v in eqn.invars):
+        if any(is_in(v, of_batch) for v in eqn.invars):
             continue
         operation = writer.operation(eqn), tuple(number(v) for v in eqn.invars)
         for i, var in enumerate(eqn.outvars):
@@ -215,7 +216,7 @@ class _Reading:
 
     def atom(self, column: tuple[Any, ...]) -> Any:
         """What one layer reads where the layers read these atoms; None if they are not equal layers."""
-        if not any(_is_in(v, self.of_batch) for v in column):
+        if not any(is_in(v, self.of_batch) for v in column):
             return self.unified(column)
         first, *rest = column
         if any(map(_jax.is_literal, rest)):
@@ -299,10 +300,6 @@ def lines_of(body: Body, at: int) -> tuple[str, ...]:
     """The lines of the call that an equation was made in, the innermost first."""
     top = _jax.open_jaxpr(body.closed).eqns[body.steps[at].path[len(body.path)]]
     return _jax.user_lines(top)
-
-
-def _is_in(atom: Any, variables: set[Any]) -> bool:
-    return not _jax.is_literal(atom) and atom in variables
 
 
 def _type(atom: Any) -> tuple[Any, ...]:

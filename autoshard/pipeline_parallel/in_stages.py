@@ -1,7 +1,6 @@
 """In stages: value and gradients of a batch, the layers in stages on micro-batches that follow each other."""
 
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import jax
@@ -21,10 +20,9 @@ from autoshard.ir.accumulation import (
     tried_stages,
 )
 from autoshard.pipeline_parallel.cut import cut
+from autoshard.pipeline_parallel.microbatch_loss import times_weight, traced_loss
 from autoshard.pipeline_parallel.program import Staged
 from autoshard.pipeline_parallel.schedule import Schedule
-from autoshard.pipeline_parallel.separable import weight_of
-from autoshard.pipeline_parallel.stacking import stacked
 
 _jax.hide_frames(__file__)  # its equations stand where the user calls it
 
@@ -153,30 +151,21 @@ def _run(
     chunks = jax.tree.map(lambda x: jnp.swapaxes(split_batch(x, schedule.steps, parts), 0, 1), batch)
     micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), chunks)
     scale = times_weight(loss, (params, micro, rest), (params, batch, rest), times, has_aux=has_aux)
-    leaves, tree = jax.tree.flatten((params, micro, rest))
-    of_aux: list[Any] = []
-
-    def flat(*given: Any) -> Any:
-        params, batch, rest = jax.tree.unflatten(tree, given)
-        result = loss(params, batch, *rest)
-        value, aux = result if has_aux else (result, None)
-        others, structure = jax.tree.flatten(aux)
-        of_aux[:] = [structure]
-        return [value, *others]
-
-    of_batch = leaves_of_batch((params, micro, rest))
-    closed = stacked(jax.make_jaxpr(flat)(*leaves), of_batch)
-    parted = cut(closed, of_batch, schedule.stages * schedule.repeats)
-    staged = Staged(cut=parted, schedule=schedule, batch=of_batch, axis=axis)
+    traced = traced_loss(loss, params, micro, rest, has_aux=has_aux)
+    parted = cut(traced.closed, traced.of_batch, schedule.stages * schedule.repeats)
+    staged = Staged(cut=parted, schedule=schedule, batch=traced.of_batch, axis=axis)
 
     def of_part(params: Any, chunk: Any, rest: Any) -> Any:
         def mean(params: Any) -> tuple[Any, Any]:
             value, others = staged(jax.tree.leaves((params, chunk, rest)))
-            return value * jnp.asarray(scale, value.dtype), jax.tree.unflatten(of_aux[0], others)
+            return value * jnp.asarray(scale, value.dtype), jax.tree.unflatten(traced.aux, others)
 
         try:
             return jax.value_and_grad(mean, has_aux=True)(params)
-        except NotImplementedError as error:  # JAX's: a primitive of the layers has no rule for vmap
+        except NotImplementedError as error:
+            # JAX's, of a primitive without a rule for vmap, by which stages run side by side; or of one without a
+            # derivative, which has none without stages either: then JAX's own error is what the user is told.
+            jax.eval_shape(jax.grad(loss, has_aux=has_aux), params, micro, *rest)
             way_out = "write the layers in operations that jax.vmap knows, or plan without stages"
             raise StageError(parted.where, f"JAX cannot run its layers side by side ({error})", way_out) from error
 
@@ -192,26 +181,3 @@ def _run(
 def _mean_over_parts(gradients: Any) -> Any:
     wide = jnp.promote_types(gradients.dtype, jnp.float32)
     return gradients.astype(wide).mean(0).astype(gradients.dtype)
-
-
-def leaves_of_batch(arguments: tuple[Any, Any, Any]) -> tuple[bool, ...]:
-    """Which leaves of (params, batch, rest) are the batch's."""
-    return tuple(k == 1 for k, part in enumerate(arguments) for _ in jax.tree.leaves(part))
-
-
-def times_weight(loss: Callable[..., Any], small: Any, large: Any, times: int, *, has_aux: bool) -> Fraction:
-    """By what the mean of the micro-batches' losses is multiplied: 1 if the loss is a mean, `times` if a sum."""
-    sizes = {x.shape[0] for x in jax.tree.leaves(large[1])}
-    if len(sizes) != 1:
-        raise SpecError(
-            f"the batch's arrays have leading dimensions of {sorted(sizes)}: their examples are not the same"
-        )
-
-    def value(params: Any, batch: Any, rest: tuple[Any, ...]) -> Any:
-        result = loss(params, batch, *rest)
-        return result[0] if has_aux else result
-
-    if times == 1:
-        return Fraction(1)
-    one, all_of_them = (_jax.without_dead(jax.make_jaxpr(value)(*arguments)) for arguments in (small, large))
-    return times * weight_of(one, all_of_them, leaves_of_batch(small), examples=sizes.pop(), times=times)

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 
 from autoshard import _jax
 from autoshard.ir.rewrite import Hooks, evaluate
-from autoshard.pipeline_parallel.cut import Cut, made, used
+from autoshard.pipeline_parallel.cut import Cut, made, named, used
 from autoshard.pipeline_parallel.schedule import Schedule
 
 _jax.hide_frames(__file__)  # its equations stand where the user calls it
@@ -59,27 +59,27 @@ class Staged:
         cut, variables = self.cut, self.cut.body.invars
         chunk = {v: x for v, x, own in zip(variables, inputs, self.batch, strict=True) if own}
         whole = {v: x for v, x, own in zip(variables, inputs, self.batch, strict=True) if not own}
-        taken = used(cut.before) | used(cut.after) | _named(cut.layers.invars) | _named(cut.body.outvars)
-        shared = _ordered((taken & made(cut.once)) | (taken & set(whole)), cut)
+        taken = used(cut.before) | used(cut.after) | named(cut.layers.invars) | named(cut.body.outvars)
+        shared = cut.ordered(taken & (made(cut.once) | set(whole) | cut.constants))
         once = cut.program(cut.once, list(whole), shared)
         values = dict(zip(shared, evaluate(once, list(whole.values()), _OWN), strict=True))
 
         handed = [v for v in cut.consts if not _jax.is_literal(v) and v in cut.of_batch]
-        later = _ordered(made(cut.before) & (used(cut.after) | _named(cut.body.outvars)), cut)
+        later = cut.ordered(made(cut.before) & (used(cut.after) | named(cut.body.outvars)))
         first = [*cut.carry, *handed, *later]
-        names = [v for v in shared if v in used(cut.before) or v in _named(first)]
+        names = [v for v in shared if v in used(cut.before) or v in named(first)]
         before = cut.program(cut.before, [*chunk, *names], first)
         fixed = [values[v] for v in names]
         entered = jax.vmap(lambda own: evaluate(before, [*own, *fixed], _OWN))(list(chunk.values()))
         carry, buffers, kept = _divided(entered, len(cut.carry), len(handed))
 
-        constants = {v: values[v] for v in _named(cut.consts) if v in values}
+        constants = {v: values[v] for v in named(cut.consts) if v in values}
         last = self._layers(carry, dict(zip(handed, buffers, strict=True)), constants, [values[v] for v in cut.slices])
 
         ends = [v for v in cut.carried if not _jax.is_unnamed(v)]
         given = {**dict(zip(later, kept, strict=True)), **dict(zip(cut.carried, last, strict=True)), **chunk}
-        of_each = [v for v in (*ends, *later, *chunk) if v in used(cut.after) or v in _named(cut.body.outvars)]
-        names = [v for v in shared if v in used(cut.after) or v in _named(cut.body.outvars)]
+        of_each = [v for v in (*ends, *later, *chunk) if v in used(cut.after) or v in named(cut.body.outvars)]
+        names = [v for v in shared if v in used(cut.after) or v in named(cut.body.outvars)]
         after = cut.program(cut.after, [*names, *of_each], cut.body.outvars)
         return _mean_of(after, [values[v] for v in names], [given[v] for v in of_each], self._at_once)
 
@@ -243,16 +243,6 @@ def _put(values: Leaves, places: Sequence[int], new: Leaves) -> Leaves:
 def _wide(x: Any) -> Any:
     """Floats in float32 at least: the gradients of every trip are added up in that dtype."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.inexact) else x
-
-
-def _named(atoms: Sequence[Any]) -> set[Any]:
-    return {v for v in atoms if not _jax.is_literal(v)}
-
-
-def _ordered(variables: set[Any], cut: Cut) -> list[Any]:
-    """Variables in the order of the program."""
-    order = [*cut.body.invars, *(v for step in cut.body.steps for v in step.eqn.outvars)]
-    return [v for v in order if v in variables]
 
 
 def _divided(values: Leaves, first: int, second: int) -> tuple[Leaves, Leaves, Leaves]:

@@ -117,7 +117,20 @@ def with_remat_and_cast(p: Any, b: Any) -> Any:
     return jnp.mean(outputs(p, b, jax.checkpoint(layer)))
 
 
+def with_arrays(p: Any, b: Any) -> Any:
+    """Layers, embedding and head close over arrays: one for all layers, one of each layer, the first carry of one."""
+    table, of_each = jnp.linspace(0.5, 1.5, WIDTH), np.linspace(0.1, 0.9, LAYERS, dtype=np.float32)
+
+    def scaled(carry: Any, own: Any) -> tuple[Any, None]:
+        x, scales = carry
+        return (layer(x, own[0])[0] * table + own[1], scales * 0.5), None
+
+    x, _ = jax.lax.scan(scaled, (b["x"] @ p["in"] + table, np.ones(3, np.float32)), (p["layers"], of_each))[0]
+    return jnp.mean(jnp.square(x @ p["out"] - table))
+
+
 LOSSES: dict[str, Callable[..., Any]] = {
+    "arrays": with_arrays,
     "mean": lambda p, b: jnp.mean(outputs(p, b)),
     "sum": lambda p, b: jnp.sum(outputs(p, b)),
     "mean of each, then of all": lambda p, b: jnp.mean(jnp.where(b["keep"], jnp.sum(outputs(p, b), 1), 0.0)) * 3.0,
@@ -244,6 +257,27 @@ def test_what_would_change_numbers_is_refused(name: str) -> None:
         in_stages(loss, stages=2, steps=3)(weights(), batch())
     assert message in str(caught.value)
     assert name == "one layer" or "test_in_stages.py" in caught.value.where
+
+
+def test_layers_that_vmap_does_not_know_are_refused() -> None:
+    """Stages run side by side; of what has no derivative JAX tells, as it does without stages."""
+
+    def grouped(p: Any, b: Any) -> Any:
+        def layer(x: Any, w: Any) -> tuple[Any, None]:
+            return jnp.tanh(x @ jax.lax.ragged_dot(w[0], w, jnp.array([4, 4], jnp.int32))), None
+
+        return jnp.mean(jax.lax.scan(layer, b, p)[0])
+
+    def without_derivative(p: Any, b: Any) -> Any:
+        return jnp.mean(jax.lax.scan(lambda x, w: (jax.lax.nextafter(x @ w[0], x), None), b, p)[0])
+
+    p, b = np.ones((LAYERS, 2, 8, 8), np.float32), np.ones((4, 8), np.float32)
+    with pytest.raises(StageError, match="JAX cannot run its layers side by side") as caught:
+        in_stages(grouped, stages=2, steps=2)(p, b)
+    assert "test_in_stages.py" in caught.value.where
+    for program in (jax.value_and_grad(without_derivative), in_stages(without_derivative, stages=2, steps=2)):
+        with pytest.raises(NotImplementedError, match="Differentiation rule for 'nextafter'"):
+            program(p, b)
 
 
 def test_what_does_not_divide_is_an_error() -> None:

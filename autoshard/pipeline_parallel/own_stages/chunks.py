@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from autoshard import _jax
 from autoshard.ir.rewrite import Hooks, evaluate
-from autoshard.pipeline_parallel.cut import Cut, following, made, used
+from autoshard.pipeline_parallel.cut import Cut, following, is_in, made, named, used
 
 _jax.hide_frames(__file__)  # its equations stand where the user wrote them
 
@@ -67,8 +67,8 @@ class Chunks:
     @cached_property
     def shared(self) -> list[Any]:
         """The other values that chunks take and that follow from no micro-batch."""
-        taken = used(self.cut.before) | used(self.cut.after) | _named((*self.cut.consts, *self._first, *self._results))
-        return self._ordered(taken & (made(self.cut.once) | set(self.whole)))
+        taken = used(self.cut.before) | used(self.cut.after) | named((*self.cut.consts, *self._first, *self._results))
+        return self.cut.ordered(taken & (made(self.cut.once) | set(self.whole) | self.cut.constants))
 
     @cached_property
     def state(self) -> list[Any]:
@@ -80,11 +80,11 @@ class Chunks:
         """The places in the state of what has a gradient with respect to parameters."""
         carries = len(self.cut.carry)
         varying = self._of_params
-        carried = any(_is_in(v, varying) for v in (*self.cut.carry, *self.cut.consts, *self.cut.slices))
+        carried = any(is_in(v, varying) for v in (*self.cut.carry, *self.cut.consts, *self.cut.slices))
         return [
             i
             for i, atom in enumerate(self._first)
-            if jnp.issubdtype(self.state[i].dtype, jnp.inexact) and (carried if i < carries else _is_in(atom, varying))
+            if jnp.issubdtype(self.state[i].dtype, jnp.inexact) and (carried if i < carries else is_in(atom, varying))
         ]
 
     @cached_property
@@ -104,20 +104,20 @@ class Chunks:
 
     def shared_of(self, chunk: int) -> list[int]:
         """The places in `shared` of what a chunk takes."""
-        taken = _named(self.cut.consts)
+        taken = named(self.cut.consts)
         if chunk == 0:
-            taken |= used(self.cut.before) | _named(self._first)
+            taken |= used(self.cut.before) | named(self._first)
         if chunk == self.count - 1:
-            taken |= used(self.cut.after) | _named(self._results)
+            taken |= used(self.cut.after) | named(self._results)
         return [i for i, v in enumerate(self.shared) if v in taken]
 
     def microbatch_of(self, chunk: int) -> list[int]:
         """The places in `of_microbatch` of what a chunk takes."""
         taken: set[Any] = set()
         if chunk == 0:
-            taken |= used(self.cut.before) | _named(self._first)
+            taken |= used(self.cut.before) | named(self._first)
         if chunk == self.count - 1:
-            taken |= used(self.cut.after) | _named(self._results)
+            taken |= used(self.cut.after) | named(self._results)
         return [i for i, v in enumerate(self.of_microbatch) if v in taken]
 
     def trained(self, variables: Sequence[Any]) -> list[int]:
@@ -137,7 +137,7 @@ class Chunks:
         return {
             k: places[v]
             for k, v in enumerate(self.slices)
-            if k in trained and _is_in(v, set(places)) and self.slices.count(v) == 1
+            if k in trained and is_in(v, set(places)) and self.slices.count(v) == 1
         }
 
     def enter(self, whole: Leaves, slices: Sequence[int]) -> tuple[Leaves, Leaves]:
@@ -244,7 +244,7 @@ class Chunks:
         """The atoms of the state as the first chunk makes it."""
         cut = self.cut
         handed = [v for v in cut.consts if not _jax.is_literal(v) and v in cut.of_batch]
-        later = self._ordered(made(cut.before) & (used(cut.after) | _named(cut.body.outvars)))
+        later = self.cut.ordered(made(cut.before) & (used(cut.after) | named(cut.body.outvars)))
         return [*cut.carry, *dict.fromkeys((*handed, *later))]
 
     @cached_property
@@ -260,22 +260,9 @@ class Chunks:
         """What follows from parameters, before the layers."""
         return following(self._parameters, (*self.cut.once, *self.cut.before))
 
-    def _ordered(self, variables: set[Any]) -> list[Any]:
-        """Variables in the order of the program."""
-        order = [*self.cut.body.invars, *(v for step in self.cut.body.steps for v in step.eqn.outvars)]
-        return [v for v in order if v in variables]
-
 
 def _abstract(atom: Any) -> Any:
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
-
-
-def _named(atoms: Sequence[Any]) -> set[Any]:
-    return {v for v in atoms if not _jax.is_literal(v)}
-
-
-def _is_in(atom: Any, variables: set[Any]) -> bool:
-    return not _jax.is_literal(atom) and atom in variables
 
 
 def _at(values: Leaves, places: Sequence[int]) -> Leaves:

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from autoshard import _jax
 from autoshard.errors import ArgumentError, SpecError
 from autoshard.pipeline_parallel.cut import cut
-from autoshard.pipeline_parallel.in_stages import leaves_of_batch, times_weight
+from autoshard.pipeline_parallel.microbatch_loss import times_weight, traced_loss
 from autoshard.pipeline_parallel.own_stages.chunks import Chunks
-from autoshard.pipeline_parallel.stacking import stacked
 
 _jax.hide_frames(__file__)  # its equations stand where the user wrote them
 
@@ -69,32 +68,22 @@ def chunked(
     micro = jax.tree.map(lambda x: _part(x, steps), batch)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, batch, rest))
     scale = times_weight(loss, (params, micro, rest), shapes, steps, has_aux=has_aux)
-    leaves, tree = jax.tree.flatten((params, micro, rest))
-    of_aux: list[Any] = []
-
-    def flat(*given: Any) -> Any:
-        params, batch, rest = jax.tree.unflatten(tree, given)
-        result = loss(params, batch, *rest)
-        value, aux = result if has_aux else (result, None)
-        others, structure = jax.tree.flatten(aux)
-        of_aux[:] = [structure]
-        return [value, *others]
-
-    of_batch = leaves_of_batch((params, micro, rest))
+    traced = traced_loss(loss, params, micro, rest, has_aux=has_aux)
+    leaves = jax.tree.leaves((params, micro, rest))
     of_params = tuple(i < len(jax.tree.leaves(params)) for i in range(len(leaves)))
-    parts = cut(stacked(jax.make_jaxpr(flat)(*leaves), of_batch), of_batch, 1)
+    parts = cut(traced.closed, traced.of_batch, 1)
     found = Chunks(
         cut=parts,
         params=of_params,
-        batch=of_batch,
+        batch=traced.of_batch,
         layers=_layers(parts.length, chunks, layers),
         scale=float(scale) / steps,
     )
     return ChunkedLoss(
         chunks=found,
-        aux=of_aux[0],
-        microbatch=tuple(x for x, own in zip(leaves, of_batch, strict=True) if own),
-        whole=tuple(x for x, own in zip(leaves, of_batch, strict=True) if not own),
+        aux=traced.aux,
+        microbatch=tuple(x for x, own in zip(leaves, traced.of_batch, strict=True) if own),
+        whole=tuple(x for x, own in zip(leaves, traced.of_batch, strict=True) if not own),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from autoshard import _jax
 from autoshard.ir.bodies import Body, opened
 from autoshard.ir.op_traits import SCAN
+from autoshard.pipeline_parallel.cut import named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +80,14 @@ def _halves(body: Body, first: Sequence[bool]) -> _Halves:
         if not any(now):
             if any(v in taken for v in eqn.outvars):
                 later.append(eqn)
-                taken |= _named(eqn.invars)
+                taken |= named(eqn.invars)
             continue
         pair = _two_scans(eqn, now, taken) if step.primitive == SCAN else (eqn, None)
         ahead.append(pair[0])
-        wanted |= _named(pair[0].invars)
+        wanted |= named(pair[0].invars)
         if pair[1] is not None:
             later.append(pair[1])
-            taken |= _named(pair[1].invars)
+            taken |= named(pair[1].invars)
     ahead.reverse()
     later.reverse()
     made = {v for eqn in later for v in eqn.outvars}
@@ -132,7 +133,3 @@ def _two_scans(eqn: Any, now: Sequence[bool], taken: set[Any]) -> tuple[Any, Any
         [*(eqn.invars[consts + carries + k] for k in slices), *stacked],
     )
     return first, second
-
-
-def _named(atoms: Sequence[Any]) -> set[Any]:
-    return {v for v in atoms if not _jax.is_literal(v)}
