@@ -7,7 +7,7 @@ split contraction or reduction, or it gathers an argument that is stored split. 
 collective moves a value between two layouts that the program itself does not connect.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -163,15 +163,14 @@ def audit(
     """
     leaves, tree = jax.tree.flatten(args)
     closed, out_tree = jax.make_jaxpr(fn, return_shape=True)(*args)
-    outer = _jax.open_jaxpr(closed)
-    jitted = outer.eqns[0].params if len(outer.eqns) == 1 and outer.eqns[0].primitive.name in JITS else {}
+    jitted = _jit_of(closed)
     inputs = _specs(jitted.get("in_shardings", ()), leaves)
-    outputs = _specs(jitted.get("out_shardings", ()), [None] * len(outer.outvars))
+    outputs = _specs(jitted.get("out_shardings", ()), [None] * len(_jax.open_jaxpr(closed).outvars))
     donated = jitted.get("donated_invars", (False,) * len(leaves))
     if donate_argnums is None:
         flags: Any = jax.tree.unflatten(tree, donated)
         donate_argnums = [i for i, of_one in enumerate(flags) if (every := jax.tree.leaves(of_one)) and all(every)]
-    mesh = _mesh([*jitted.get("in_shardings", ()), *jitted.get("out_shardings", ()), *leaves], closed)
+    mesh = _mesh(jitted, leaves, closed)
     bare = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
     out_structure = jax.tree.structure(out_tree)
 
@@ -248,14 +247,18 @@ def mesh_of(fn: Callable[..., Any], *args: Any) -> dict[str, int]:
       MeshError: none names a mesh.
     """
     closed = jax.make_jaxpr(fn)(*args)
-    outer = _jax.open_jaxpr(closed)
-    jitted = outer.eqns[0].params if len(outer.eqns) == 1 and outer.eqns[0].primitive.name in JITS else {}
-    shardings = (*jitted.get("in_shardings", ()), *jitted.get("out_shardings", ()))
-    return _mesh([*shardings, *jax.tree.leaves(args)], closed)
+    return _mesh(_jit_of(closed), jax.tree.leaves(args), closed)
 
 
-def _mesh(annotated: Sequence[Any], closed: Any) -> dict[str, int]:
-    """The mesh that annotations name: of arguments and results, else of constraints inside."""
+def _jit_of(closed: Any) -> Mapping[str, Any]:
+    """The parameters of the one `jax.jit` that is the whole program; empty if it is none."""
+    eqns = _jax.open_jaxpr(closed).eqns
+    return eqns[0].params if len(eqns) == 1 and eqns[0].primitive.name in JITS else {}
+
+
+def _mesh(jitted: Mapping[str, Any], leaves: Sequence[Any], closed: Any) -> dict[str, int]:
+    """The mesh that annotations name: of results and arguments, else of constraints inside."""
+    annotated = (*jitted.get("in_shardings", ()), *jitted.get("out_shardings", ()), *leaves)
     inside = (eqn.params["sharding"] for eqn in _equations(closed) if eqn.primitive.name == CONSTRAINT)
     for x in (*annotated, *inside):
         sharding = x if isinstance(x, NamedSharding) else getattr(x, "sharding", None)

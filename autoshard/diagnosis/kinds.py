@@ -10,8 +10,7 @@ from autoshard.diagnosis.finding import Finding
 LOOKS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     memory.out_of_memory,
     of_collectives,
-    layouts.repeated_products,
-    layouts.whole_values,
+    layouts.done_alike,
     layouts.whole_states,
     copies.reordered,
     memory.kept_gathers,
@@ -21,8 +20,7 @@ LOOKS: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
 KINDS: tuple[str, ...] = (
     "out of memory",
     *(pattern.kind for pattern in PATTERNS),
-    "repeated on devices",
-    "whole on every device",
+    *(one.kind for one in layouts.ALIKE),
     "optimizer state whole",
     "copied to another order",
     "gathered and kept",

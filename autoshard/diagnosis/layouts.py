@@ -1,6 +1,7 @@
 """Findings of layouts: what devices compute, hold or update alike although an axis divides it."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
@@ -20,30 +21,39 @@ from autoshard.verification.verify import local_bytes
 _TIMES = 1.5  # as much as the plan computes: less is another way to write the same, not a whole value
 
 
-def repeated_products(evidence: Evidence) -> Iterator[Finding]:
-    """The lines whose matrix products the best plan divides among devices that compute them alike here."""
-    for where, times, saved_s in _beyond_the_plan(evidence, products=True):
-        yield Finding(
-            kind="repeated on devices",
-            seconds=saved_s,
-            where=where,
-            cause=f"Each part of a product is computed by up to {times:.0f} devices at once: its operands are whole "
-            "although a mesh axis divides them",
-            change="Constrain an operand to be split over an axis that it does not use yet, or split the batch over it",
-        )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alike:
+    """A kind of work that devices do alike: its finding's words; `products`: matrix products, else everything else."""
+
+    kind: str
+    products: bool
+    cause: str
+    change: str
 
 
-def whole_values(evidence: Evidence) -> Iterator[Finding]:
-    """The lines whose values lie whole, and are read and written whole, where the best plan divides them."""
-    for where, times, saved_s in _beyond_the_plan(evidence, products=False):
-        yield Finding(
-            kind="whole on every device",
-            seconds=saved_s,
-            where=where,
-            cause=f"Values are made, read and written by up to {times:.0f} devices alike, although a mesh axis divides "
-            "them",
-            change="Constrain them where they are made to be split over that axis, as what takes them is",
-        )
+ALIKE: tuple[Alike, ...] = (
+    Alike(
+        kind="repeated on devices",
+        products=True,
+        cause="Each part of a product is computed by up to {} devices at once: its operands are whole although a mesh "
+        "axis divides them",
+        change="Constrain an operand to be split over an axis that it does not use yet, or split the batch over it",
+    ),
+    Alike(
+        kind="whole on every device",
+        products=False,
+        cause="Values are made, read and written by up to {} devices alike, although a mesh axis divides them",
+        change="Constrain them where they are made to be split over that axis, as what takes them is",
+    ),
+)
+
+
+def done_alike(evidence: Evidence) -> Iterator[Finding]:
+    """The lines at which devices compute, or read and write, alike what the best plan divides among them."""
+    for one in ALIKE:
+        for where, times, saved_s in _beyond_the_plan(evidence, products=one.products):
+            cause = one.cause.format(f"{times:.0f}")
+            yield Finding(kind=one.kind, seconds=saved_s, where=where, cause=cause, change=one.change)
 
 
 def whole_states(evidence: Evidence) -> Iterator[Finding]:
