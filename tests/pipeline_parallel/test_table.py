@@ -2,6 +2,7 @@
 
 import random
 from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 
@@ -118,6 +119,8 @@ def test_tables_that_never_end_or_leave_tasks_out_do_not_exist() -> None:
         of_orders(first)
     with pytest.raises(SpecError, match="steps=0: there is at least one"):
         table("1F1B", stages=2, repeats=1, steps=0)
+    with pytest.raises(SpecError, match="steps='auto': write a whole number"):
+        table("1F1B", stages=2, repeats=1, steps=cast(Any, "auto"))
 
 
 def test_what_a_schedule_cannot_do_is_an_error() -> None:

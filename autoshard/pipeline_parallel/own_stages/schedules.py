@@ -100,10 +100,13 @@ def table(schedule: str, *, stages: int, repeats: int, steps: int) -> Table:
     """The table of a schedule by its name.
 
     Raises:
-      SpecError: there is no such schedule, or it does not go round so.
+      SpecError: there is no such schedule, it does not go round so, or a number is none.
     """
     if schedule not in SCHEDULES:
         raise SpecError(f"schedule={schedule!r}: it is one of {', '.join(map(repr, SCHEDULES))}")
+    for name, count in (("steps", steps), ("repeats", repeats)):
+        if not isinstance(count, int):
+            raise SpecError(f"{name}={count!r}: write a whole number")
     return SCHEDULES[schedule](stages, repeats, steps)
 
 
