@@ -40,15 +40,12 @@ class Probed:
     like: Mapping[ConstraintSite, ConstraintSite]
 
 
-def probed(traced: Traced, annotations: Annotations, *, shorter: bool) -> Probed:
-    """The program with the fewest layers that tells which constraints are needed; itself if its layers are few.
-
-    Nor is it `shorter` for a compiler that minds how far apart the uses of a value are.
-    """
+def probed(traced: Traced, annotations: Annotations) -> Probed:
+    """The program with the fewest layers that tells which constraints are needed; itself if its layers are few."""
     sites = {site: site for site in sites_of(annotations.pins)}
     found = Probed(traced=traced, annotations=annotations, origin=sites, like={})
-    while shorter and (fewer := _shortened(found)) is not None:
-        found = fewer
+    while (shorter := _shortened(found)) is not None:
+        found = shorter
     return found
 
 

@@ -77,12 +77,11 @@ def minimal_constraints(
     once = frozenset[int]()
     if compiler.regathers_far_uses:
         once = shared_gathers.doubtful(graph) | (_reshaped(graph) - decisions.apart)
-    probed = fewer_layers.probed(program, annotations, shorter=not compiler.regathers_far_uses)
-    if probed.like:
+    probed = fewer_layers.probed(program, annotations)
+    if probed.traced is not program:
         graph = build(probed.traced.jaxpr, compiler.platform)
     probe = Probe(probed.traced, graph, mesh, probed.annotations, compiler.platform, scatters_whole=scatters_whole)
-    asked = {here: there for here, there in probed.origin.items() if here in probe.of}
-    whole_of = {probe.of[here]: whole[there] for here, there in asked.items() if there in whole}
+    whole_of = {probe.of[here]: whole[there] for here, there in probed.origin.items() if there in whole}
     classes = {
         v: (int(folding.class_of[decisions.made[u].node]), decisions.graph.avals[u]) for v, u in whole_of.items()
     }
@@ -92,21 +91,12 @@ def minimal_constraints(
     search = _Search(probe, graph, classes, mesh, probed.annotations, once, cut)
     kept = {whole_of[v] for v in search.thinned(search.forward())}
     log.debug("constraints of %d of %d values are needed, after %d probes", len(kept), len(probe.values), search.probes)
-    return chosen(annotations.pins, whole, kept | _standing(probed, asked.values(), whole, kept, annotations.pins))
+    return chosen(annotations.pins, whole, kept | _standing(probed, whole, kept, annotations.pins))
 
 
-def _standing(
-    probed: Probed,
-    asked: Iterable[ConstraintSite],
-    whole: Mapping[ConstraintSite, int],
-    kept: Set[int],
-    pins: Constraints,
-) -> frozenset[int]:
-    """The values without a probe of their own whose constraints are needed: those that nothing stands for, too.
-
-    `asked` are the places whose values were probed.
-    """
-    there = set(asked)
+def _standing(probed: Probed, whole: Mapping[ConstraintSite, int], kept: Set[int], pins: Constraints) -> frozenset[int]:
+    """The values without a probe of their own whose constraints are needed: those that nothing stands for, too."""
+    there = set(probed.origin.values())
     found: set[int] = set()
     for site in fewer_layers.sites_of(pins):
         other = site

@@ -1,6 +1,7 @@
 """Of many equal layers a few are probed, and tell which constraints of all are needed."""
 
 from functools import cache
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -9,9 +10,11 @@ import autoshard
 from autoshard import SolvedPlan
 from autoshard.backends.shardy.probe import Probe, values_at
 from autoshard.backends.shardy.propagation import Annotations
+from autoshard.costs.shared_gathers import NEAR
 from autoshard.ir.bodies import opened
 from autoshard.planner import fewer_layers
 from autoshard.planner.build_record import program_pins
+from tests.costs.test_sharing import used_twice
 from tests.ir.test_layers import loss, parameters
 
 LAYERS, WIDTH = 8, 1024
@@ -35,7 +38,7 @@ def plan_and_annotations() -> tuple[SolvedPlan, Annotations]:
 def test_the_probed_program_has_a_few_layers_and_every_constraint_has_one_that_stands_for_it() -> None:
     plan, annotations = plan_and_annotations()
     traced = plan.planned.traced
-    probed = fewer_layers.probed(traced, annotations, shorter=True)
+    probed = fewer_layers.probed(traced, annotations)
     assert len(opened(probed.traced.jaxpr).steps) < 0.6 * len(opened(traced.jaxpr).steps)
     every, there = set(fewer_layers.sites_of(annotations.pins)), set(probed.origin.values())
     assert there | probed.like.keys() == every
@@ -57,3 +60,25 @@ def test_what_few_layers_need_is_all_that_the_whole_program_needs() -> None:
     assert few.moved == every.moved != none.moved
     assert few.casts == every.casts
     assert 2 * len(kept) < len(probe.values)
+
+
+def test_a_program_that_is_shorter_is_probed_as_it_is_though_nothing_stands_for_its_constraints() -> None:
+    """What is left out between the two uses of a weight has no constraints; the second use is elsewhere then."""
+
+    def program(w: Any, x: Any) -> Any:
+        return used_twice(NEAR + 10)(w.astype("bfloat16"), x)
+
+    plan = autoshard.plan(
+        program,
+        jax.ShapeDtypeStruct((1024, 1024), "float32"),
+        jax.ShapeDtypeStruct((65_536, 1024), "bfloat16"),
+        mesh={"data": 8},
+        hardware="tpu-v5e:2x4",
+        in_shardings=(P("data"), P("data")),
+        out_shardings=P("data"),
+    )
+    annotations = Annotations(pins=program_pins(plan.planned.assignment), inputs={}, outputs={}, donated=frozenset())
+    probed = fewer_layers.probed(plan.planned.traced, annotations)
+    assert probed.traced is not plan.planned.traced
+    assert not probed.like
+    assert list(plan.record.pins.again) == [((119,), 1)]  # the weight is gathered for the second use, too
