@@ -147,6 +147,7 @@ def test_a_locked_plan_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("CI", "1")
     again = autoshard.plan(fn, *args, **options, lock=lock)
     assert again.record == made.record
+    assert primitives(again.jit(), args) == primitives(made.jit(), args) != primitives(jax.jit(fn), args)
     assert_same(again.jit()(*args), jax.jit(fn)(*args))
     with pytest.raises(PlanMismatchError, match="recomputing"):
         autoshard.plan(fn, *args, **options, lock=lock, remat="written")
@@ -174,6 +175,7 @@ def test_a_cached_plan_is_found(tmp_path: Path, caplog: pytest.LogCaptureFixture
         again = autoshard.plan(fn, *args, **options, cache=tmp_path)
     assert any("plan from" in message for message in caplog.messages)
     assert again.record == made.record
+    assert primitives(again.jit(), args) == primitives(made.jit(), args) != primitives(jax.jit(fn), args)
     assert_same(again.jit()(*args), jax.jit(fn)(*args))
     assert again.planned.record.pins == made.record.pins
 
