@@ -14,6 +14,7 @@ from autoshard.api.solved_plan import SolvedPlan
 from autoshard.planner import pipeline
 from autoshard.planner.budget import Budget
 from autoshard.planner.cost_of_keeping import is_held_back, keeps_for_nothing, moving_kept_s
+from autoshard.planner.decided_program import decided_by
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.record import PlanRecord
 
@@ -109,3 +110,12 @@ def test_what_is_moved_for_the_backward_pass_alone_counts() -> None:
         plan = planned(autoshard.plan(jax.grad(lambda x, fn=fn: jnp.mean(fn(x))), shape, **options))
         assert (moving_kept_s(plan.assignment) > 0) == moves
         assert for_nothing(plan) != moves
+
+
+def test_what_a_record_decided_is_not_decided_again() -> None:
+    """A plan from a file that repeats nothing is the program as it is written; no search is made to find it again."""
+    fn, *args = step("mlp-1k", layers=2)
+    plan = autoshard.plan(fn, *args, **ON)
+    request = replace(planned(plan).space.request, remat="add")
+    assert plan.record.recomputation is None
+    assert decided_by(plan.record, request).remat == "written"
