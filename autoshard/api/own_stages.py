@@ -1,6 +1,6 @@
 """Own stages: value and gradients of a batch, the layers in stages that have devices and programs of their own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack
@@ -87,18 +87,45 @@ def in_own_stages(
       SpecError: the numbers do not go together.
     """
     refuse_unknown(options, tuple(SolvingOptions.__annotations__), "in_own_stages")
-    return OwnStages(
-        loss,
+    asked = Staging(
         stages=stages,
         steps=steps,
         schedule=schedule,
         repeats=repeats,
-        layers=layers,
+        layers=None if layers is None else tuple(layers),
         keep=keep,
         has_aux=has_aux,
         mesh=mesh,
-        options=Options(mesh=mesh, hardware=hardware, **options),
     )
+    return OwnStages(loss, asked, Options(mesh=mesh, hardware=hardware, **options))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Staging:
+    """The stages that `in_own_stages` is asked for; its arguments say what each is."""
+
+    stages: str
+    steps: int
+    schedule: str
+    repeats: int
+    layers: tuple[int, ...] | None
+    keep: str
+    has_aux: bool
+    mesh: MeshLike
+
+    def __post_init__(self) -> None:
+        if self.keep not in KEEPS:
+            raise SpecError(f"keep={self.keep!r}: it is one of {', '.join(map(repr, KEEPS))}")
+
+    def table(self, sizes: Mapping[str, int]) -> Table:
+        """The tasks of the stages on a mesh of these axes.
+
+        Raises:
+          SpecError: it has no axis of the stages, or the numbers do not go together.
+        """
+        if self.stages not in sizes:
+            raise SpecError(f"stages={self.stages!r}: the mesh has no such axis; it has {', '.join(sizes)}")
+        return schedules.table(self.schedule, stages=sizes[self.stages], repeats=self.repeats, steps=self.steps)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -188,26 +215,8 @@ class Pipeline:
 class OwnStages:
     """The result of `in_own_stages`."""
 
-    def __init__(
-        self,
-        loss: Callable[..., Any],
-        *,
-        stages: str,
-        steps: int,
-        schedule: str,
-        repeats: int,
-        layers: Sequence[int] | None,
-        keep: str,
-        has_aux: bool,
-        mesh: MeshLike,
-        options: Options,
-    ) -> None:
-        self._loss, self._stages, self._steps = loss, stages, steps
-        self._schedule, self._repeats, self._layers = schedule, repeats, layers
-        if keep not in KEEPS:
-            raise SpecError(f"keep={keep!r}: it is one of {', '.join(map(repr, KEEPS))}")
-        self._keep = keep
-        self._has_aux, self._mesh, self._options = has_aux, mesh, options
+    def __init__(self, loss: Callable[..., Any], asked: Staging, options: Options) -> None:
+        self._loss, self._asked, self._options = loss, asked, options
         self._entries: dict[Any, Entry] = {}
 
     def plan(self, params: Any, batch: Any, *rest: Any) -> Pipeline:
@@ -229,31 +238,28 @@ class OwnStages:
         key = tree, avals, _jax.context_mesh()
         if key not in self._entries:
             shapes = tree.unflatten([jax.ShapeDtypeStruct(*aval) for aval in avals])
-            self._entries[key] = Entry(self._planned(*shapes), has_aux=self._has_aux)
+            self._entries[key] = Entry(self._planned(*shapes), has_aux=self._asked.has_aux)
         return self._entries[key]
 
     def _planned(self, params: Any, batch: Any, rest: tuple[Any, ...]) -> Pipeline:
-        o = self._options
-        whole = devices.place(self._mesh, o.hardware)
-        sizes = whole.axes.shape
-        if self._stages not in sizes:
-            raise SpecError(f"stages={self._stages!r}: the mesh has no such axis; it has {', '.join(sizes)}")
-        table = schedules.table(self._schedule, stages=sizes[self._stages], repeats=self._repeats, steps=self._steps)
+        asked = self._asked
+        whole = devices.place(asked.mesh, self._options.hardware)
+        table = asked.table(whole.axes.shape)
         loss = chunked(
             self._loss,
             params,
             batch,
             rest,
-            steps=self._steps,
+            steps=asked.steps,
             chunks=table.chunks,
-            layers=self._layers,
-            has_aux=self._has_aux,
+            layers=asked.layers,
+            has_aux=asked.has_aux,
         )
-        plans = plan_chunks(loss, table, stage_target(whole, self._stages), o, self._keep)
-        hop_s = max((_hop_s(plan, whole, self._stages) for plan in plans[1:]), default=0.0)
+        plans = plan_chunks(loss, table, stage_target(whole, asked.stages), self._options, asked.keep)
+        hop_s = max((_hop_s(plan, whole, asked.stages) for plan in plans[1:]), default=0.0)
         timeline = simulate(table, lambda task: _seconds(plans[task.chunk], task.work), hop_s=hop_s)
         own = plans[0].whole.record.mesh.shape
-        specs = home_specs(loss, table, plans, MeshAxes.of({self._stages: table.stages, **own}))
+        specs = home_specs(loss, table, plans, MeshAxes.of({asked.stages: table.stages, **own}))
         return Pipeline(
             table=table,
             timeline=timeline,
@@ -263,7 +269,7 @@ class OwnStages:
             peaks=tuple(peak_bytes(plans, table, s) for s in range(table.stages)),
             loss=loss,
             target=whole,
-            stage_axis=self._stages,
+            stage_axis=asked.stages,
         )
 
 

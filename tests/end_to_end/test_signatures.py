@@ -10,6 +10,7 @@ MOST = 8
 # What users call: every option is a parameter of its own, with its documentation.
 VERBS = {
     "autoshard/api/compare.py: compare",
+    "autoshard/api/own_stages.py: in_own_stages",
     "autoshard/api/plan_many.py: plan_many",
     "autoshard/api/planning.py: plan",
     "autoshard/explore/search.py: search",
