@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.problem.network import INF, Hinge, Int, Problem
+from autoshard.solver import Solution, Status, evaluate
 from autoshard.solver.program import Program
 
 
@@ -133,3 +134,21 @@ def problem_of(program: Program) -> Problem:
         ),
         offset=network.offset,
     )
+
+
+def fault(problem: Problem, truth: Truth, solution: Solution) -> str | None:
+    """Returns what is wrong with a solution that was to be proven; None if nothing is."""
+    if truth.objective is None:
+        if solution.status is not Status.INFEASIBLE:
+            return f"{solution.status}, and nothing fits"
+        if solution.smallest_peak_bytes != truth.smallest_peak:
+            return f"a smallest peak of {solution.smallest_peak_bytes}, not {truth.smallest_peak}"
+        return None
+    if solution.status is not Status.OPTIMAL or solution.objective != truth.objective:
+        return f"{solution.status} at {solution.objective}, and the optimum is {truth.objective}"
+    if solution.bound != truth.objective:
+        return f"a bound of {solution.bound} at the optimum {truth.objective}"
+    priced = evaluate(problem, solution.choice)
+    if not priced.feasible or priced.objective != truth.objective:
+        return f"a choice of {priced.objective}, feasible: {priced.feasible}, told as {truth.objective}"
+    return None
