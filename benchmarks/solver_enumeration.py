@@ -27,9 +27,9 @@ KINDS: dict[str, Callable[[np.random.Generator], Problem]] = {
     "whole step, links": lambda rng: random_whole_step(rng, links=int(rng.integers(1, 4))),
     "whole step, links, hinges": lambda rng: random_whole_step(rng, links=1, hinges=2),
 }
-SHARES = (6, 2, 1, 1, 1, 1)  # of twelve problems: those that need several MIPs take thirty times as long
+SHARES = (30, 4, 2, 2, 1, 1)  # of forty problems: those that need several MIPs take thirty times as long
 TURNS = tuple(kind for kind, share in zip(KINDS, SHARES, strict=True) for _ in range(share))
-SEARCHED = 8  # of every eight dozens one goes to the search, the engine of large problems
+SEARCHED = 8  # of every eight rounds of forty one goes to the search, the engine of large problems
 SEARCH = SolverTuning(engines=EngineTuning(direct_cells=-1))
 
 
