@@ -46,6 +46,7 @@ def test_a_weight_whose_product_is_reshaped_is_gathered_once() -> None:
     assert (row.kind, row.emitted_bytes) == ("all-gather", 2 * 2 * 2 * 16 * 128 * 2048)
 
 
+@pytest.mark.slow  # most of a minute, in libtpu
 @needs_tpu_compiler
 def test_a_weight_that_is_gathered_for_each_use_is_so_where_its_product_is_reshaped() -> None:
     def program(w: jax.Array, x: jax.Array) -> jax.Array:
