@@ -121,21 +121,20 @@ def law_of(kind: Kind, crossings: Sequence[Crossing], links: Links) -> Law:
 
     Args:
         kind: The collective. An all-reduce is a reduce-scatter, then an all-gather, or what was
-            published, if that takes less: switches that reduce (NVLink SHARP); no more than a larger
-            group's. Timed on the very links, it is what was timed.
+            published, if that takes less: switches that reduce (NVLink SHARP); no more than that of a
+            larger group that was measured. Timed on the very links, it is what was timed.
         crossings: At least one.
         links: The interconnect of each level.
     """
     measured = _as_measured(kind, crossings[0], links) if len(crossings) == 1 else None
     if kind != "all-reduce" or (measured and links[crossings[0].level].timed_whole):
         return measured or _phase(kind, crossings, links)
+    halves = _all_reduce(crossings, links)
     if measured is None:
-        return _all_reduce(crossings, links)
-    own = crossings[0]
-    most = max(own.n, *(table.devices for table in links[own.level].tables))
-    groups = [[replace(own, n=n)] for n in range(own.n, most + 1)]
-    wholes = (_as_measured(kind, group[0], links) for group in groups)
-    return Cheapest((*(law for law in wholes if law), *(_all_reduce(group, links) for group in groups)))
+        return halves
+    larger = sorted(t.devices for t in links[crossings[0].level].tables if t.devices > crossings[0].n)
+    next_larger = (law_of(kind, [replace(crossings[0], n=n)], links) for n in larger[:1])
+    return Cheapest((measured, halves, *next_larger))
 
 
 def _all_reduce(crossings: Sequence[Crossing], links: Links) -> InTurn:
