@@ -9,6 +9,7 @@ ZB-H1 of Qi et al. 2024, arXiv:2401.10241; put in order as if all tasks took as 
 """
 
 from collections.abc import Callable, Mapping
+from operator import index
 
 from autoshard.errors import SpecError
 from autoshard.pipeline_parallel.own_stages.table import Table, Task, Work
@@ -105,8 +106,10 @@ def table(schedule: str, *, stages: int, repeats: int, steps: int) -> Table:
     if schedule not in SCHEDULES:
         raise SpecError(f"schedule={schedule!r}: it is one of {', '.join(map(repr, SCHEDULES))}")
     for name, count in (("steps", steps), ("repeats", repeats)):
-        if not isinstance(count, int):
-            raise SpecError(f"{name}={count!r}: write a whole number")
+        try:
+            index(count)
+        except TypeError:
+            raise SpecError(f"{name}={count!r}: write a whole number") from None
     return SCHEDULES[schedule](stages, repeats, steps)
 
 
