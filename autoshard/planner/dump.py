@@ -22,7 +22,7 @@ from autoshard.problem import iopddl
 from autoshard.problem.decisions import Decisions
 from autoshard.problem.formulation import UNIT_S, Formulation
 from autoshard.report.tables import time_text
-from autoshard.solver import Solution
+from autoshard.solver.solution import Solution
 
 
 def dump(directory: str | Path, of: str, made: Any) -> None:

@@ -13,7 +13,7 @@ from autoshard.problem.decisions import place_of
 from autoshard.problem.formulation import UNIT_S, Formulation
 from autoshard.problem.network import INF
 from autoshard.report.tables import bytes_text
-from autoshard.solver import Solution, Status
+from autoshard.solver.solution import Solution, Status
 
 DAY_S = 86_400.0
 CHECKPOINT = "jax.checkpoint around a layer"

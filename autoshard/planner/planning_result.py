@@ -8,7 +8,7 @@ from autoshard.planner.record import PlanRecord
 from autoshard.planner.search_space import SearchSpace
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.formulation import Formulation
-from autoshard.solver import Solution
+from autoshard.solver.solution import Solution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
