@@ -1,4 +1,4 @@
-"""The house: how far down its imports lead, how long its files are, how many layers it has."""
+"""The house: how far down its imports lead, how long files and signatures are, how many layers and signs it has."""
 
 import ast
 import tomllib
@@ -10,6 +10,15 @@ ROOT = Path(__file__).parents[2]
 LONGEST_CHAIN = 22  # rooms, each of which imports the next
 LONGEST_FILE = 600  # lines
 MOST_LAYERS = 12
+MOST_PARAMETERS = 8
+VERBS = {  # public functions, of which each parameter is an option that users name
+    "autoshard/api/own_stages.py:in_own_stages",
+    "autoshard/api/planning.py:plan",
+    "autoshard/explore/search.py:search",
+    "autoshard/solver/solver.py:solve",
+    "autoshard/testing.py:assert_plan_within",
+    "cost_models/closed_forms/operations.py:attention_s",
+}
 
 
 def rooms() -> dict[str, ast.Module]:
@@ -80,3 +89,27 @@ def test_the_import_contract_has_few_layers_and_is_exhaustive() -> None:
     (house,) = (c for c in contracts if c.get("containers") == ["autoshard"])
     assert house["exhaustive"]
     assert len(house["layers"]) <= MOST_LAYERS
+
+
+def parameters(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every function, with how many parameters it has beside a method's own object."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            yield node.name, len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def test_no_signature_is_long_but_those_of_verbs() -> None:
+    found: set[str] = set()
+    for path in (*ROOT.glob("autoshard/**/*.py"), *ROOT.glob("cost_models/**/*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        if not name.startswith("autoshard/cli/"):  # parameters are options there
+            tree = ast.parse(path.read_text())
+            found |= {f"{name}:{function}" for function, count in parameters(tree) if count > MOST_PARAMETERS}
+    assert found == VERBS
+
+
+def test_every_package_says_what_it_knows() -> None:
+    packages = [path.parent for path in ROOT.glob("autoshard/*/__init__.py")]
+    assert len(packages) > 12
+    assert not [package.name for package in packages if "know" not in (package / "README.md").read_text()]
