@@ -25,6 +25,7 @@ from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.recomputation import ADD, Remat
 from autoshard.planner import pipeline
 from autoshard.planner.budget import REL_GAP, TIME_LIMIT_S, Budget
+from autoshard.planner.host_parts import HostPatterns
 from autoshard.planner.program import Call, bind
 from autoshard.planner.request import RequestOptions
 from autoshard.planner.requested_shardings import AUTO, refuse_unreduced
@@ -77,6 +78,8 @@ class FunctionOptions(ArgumentOptions, total=False):
     in_shardings: Any
     out_shardings: Any
     pins: Mapping[str, PartitionSpec] | None
+    host_local: HostPatterns | None
+    hosts: int | None
     remat: Remat
 
 
@@ -109,6 +112,8 @@ class Options:
     in_shardings: Any = AUTO
     out_shardings: Any = AUTO
     pins: Mapping[str, PartitionSpec] | None = None
+    host_local: HostPatterns | None = None
+    hosts: int | None = None
     memory: int | float | str | None = None
     donate_argnums: int | Sequence[int] | None = None
     donate_argnames: str | Sequence[str] | None = None
@@ -134,6 +139,7 @@ class Options:
         if not (hardware is None or isinstance(hardware, str | cost_models.Hardware)):
             raise SpecError(f'hardware={hardware!r}: write a chip and its topology, as in hardware="h100:1x8"')
         _pins(self.pins)
+        _host_local(self.host_local, self.hosts)
         for name, choices in _CHOICES.items():
             _one_of(name, getattr(self, name), choices)
         _at_least("time_limit_s", self.solver_limit_s, 0.0)
@@ -186,6 +192,8 @@ class Options:
             in_shardings=self.in_shardings,
             out_shardings=self.out_shardings,
             pins=self.pins or {},
+            host_local=self.host_local,
+            hosts=self.hosts,
             memory_bytes=self.memory_bytes,
             for_grad=self.for_grad,
             unknown=self.unknown,
@@ -294,6 +302,20 @@ def _pins(pins: Any) -> None:
         if not isinstance(spec, PartitionSpec):
             raise SpecError(f'pins[{pattern!r}] is {spec!r}: a pin is a PartitionSpec, as in P("model", None)')
         refuse_unreduced(f"pins[{pattern!r}]", spec)
+
+
+def _host_local(host_local: Any, hosts: Any) -> None:
+    of = {host_local: 0} if isinstance(host_local, str) else {} if host_local is None else host_local
+    if not isinstance(of, Mapping) or not all(isinstance(p, str) and type(d) is int for p, d in of.items()):
+        raise SpecError(
+            f'host_local={host_local!r}: name the inputs of which each host loads its part, as in host_local="batch", '
+            'or with the dimension, as in host_local={"batch.tokens": 1}'
+        )
+    if hosts is not None:
+        if type(hosts) is not int or hosts < 1:
+            raise SpecError(f"hosts={hosts!r}: it is a whole number of at least 1")
+        if host_local is None:
+            raise SpecError(f"hosts={hosts!r} says over how many hosts host_local= is split: name that, too")
 
 
 def _one_of(name: str, value: Any, choices: Sequence[Any]) -> None:

@@ -27,6 +27,7 @@ from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.recomputation import ADD, Remat
 from autoshard.planner import named_shardings, pipeline, request
 from autoshard.planner.decided_program import decided_by
+from autoshard.planner.host_parts import HostPatterns
 from autoshard.planner.microbatches import solve_counts
 from autoshard.planner.named_shardings import OtherMeshError
 from autoshard.planner.planning_result import PlanningResult
@@ -45,6 +46,8 @@ def plan(
     in_shardings: Any = AUTO,
     out_shardings: Any = AUTO,
     pins: Mapping[str, PartitionSpec] | None = None,
+    host_local: HostPatterns | None = None,
+    hosts: int | None = None,
     memory: int | float | str | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Sequence[str] | None = None,
@@ -78,6 +81,11 @@ def plan(
       in_shardings: as in `jax.jit`, with `AUTO` wherever the planner shall choose.
       out_shardings: likewise.
       pins: path pattern → PartitionSpec of inputs, first match wins: `{"**.emb": P("model", None)}`.
+      host_local: the inputs of which each host loads its part, such as `"batch"`: path pattern,
+        for all below it, too; of the first dimension, or of another, `{"batch.tokens": 1}`. Every
+        layout is left out in which a host would need another's part, as `put_local` places it.
+      hosts: over how many hosts they are split, in the devices' order; None: the processes of
+        the devices, or the nodes of the hardware.
       memory: bytes per device, or text such as "64GB"; None takes the chip's memory less what JAX cannot use.
       donate_argnums: as in `jax.jit`; a donated leaf and the output that replaces it
         (same path, shape and dtype) share one layout.
@@ -140,6 +148,8 @@ def plan(
         in_shardings=in_shardings,
         out_shardings=out_shardings,
         pins=pins,
+        host_local=host_local,
+        hosts=hosts,
         memory=memory,
         donate_argnums=donate_argnums,
         donate_argnames=donate_argnames,

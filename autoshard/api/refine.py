@@ -151,6 +151,9 @@ def adopted(name: str, layout: Plan | Evaluation, questions: Sequence[PlanReques
         leaf = record.inputs[i]
         if not _keeps(leaf.spec, spec, len(leaf.shape)):
             raise SpecError(f"also={name!r} lays {leaf.path} out as {leaf.spec}; asked for is {spec}")
+    parts = question.shardings.host_parts
+    for leaf in () if parts is None else parts.strays(record.inputs):
+        raise SpecError(f"also={name!r} lays {leaf.path} out as {leaf.spec}, across hosts; see host_local=")
     question = question.in_microbatches(record.microbatches or 1) if question.counts else question
     return SolvedPlan(
         replace(

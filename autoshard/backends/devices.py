@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
+from numpy.typing import NDArray
 
 import cost_models
 from autoshard import _jax, _startup
@@ -94,6 +95,45 @@ def place(mesh: MeshLike, hardware: str | cost_models.Hardware | None) -> Target
         own=own,
         notes=tuple(notes),
     )
+
+
+# GPUs of one server; domains of more (NVL72, UltraServers) join several hosts, as their hardware files say.
+_MOST_OF_A_HOST = 8
+
+
+def hosts_of(target: Target, count: int | None) -> NDArray[np.int64]:
+    """The host of each device, in the shape of the mesh: the rank of its process, or where it lies in the hardware.
+
+    Args:
+      target: the mesh on hardware.
+      count: how many hosts; None: the devices' processes, else the hardware's nodes.
+
+    Raises:
+      MeshError: it is not known, or cannot be.
+    """
+    own, hardware = target.own, target.hardware
+    if own is None and _jax.process_store() is not None and len(_startup.devices()) == target.axes.size:
+        own = target.device_mesh()
+    owners = [] if own is None else [device.process_index for device in own.devices.flat]
+    ranks = sorted(set(owners))
+    if len(ranks) > 1 and count in (None, len(ranks)):
+        return np.array([ranks.index(owner) for owner in owners]).reshape(target.axes.sizes)
+    of_files = hardware.chip.links["domain"]
+    network = [d.size for d in hardware.topology.dimensions if d.level == "scale_out"]
+    if of_files.torus is not None and count != 1:
+        raise MeshError(
+            f"which chips of {hardware.name} belong to one host is not known without the devices: plan where they are, "
+            'or pin the input to the axes between hosts, as in pins={"batch.**": P("data")}'
+        )
+    several = of_files.numbers["max_devices_count"].value > _MOST_OF_A_HOST and "scale_out" in hardware.chip.links
+    if count is None and several:
+        raise MeshError(
+            f"a domain of {of_files.name} has several hosts: say over how many the input is split (hosts=, --hosts)"
+        )
+    count = prod(network) if count is None else count
+    if hardware.devices % count:
+        raise MeshError(f"{hardware.devices} devices of {hardware.name} are not those of {count} hosts of equal size")
+    return np.asarray(target.machine.device_order, np.int64) // (hardware.devices // count)
 
 
 def candidates(devices: int) -> list[dict[str, int]]:

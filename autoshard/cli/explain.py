@@ -2,13 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
-import cost_models
 from autoshard.api.options import REL_GAP
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import (
@@ -16,6 +16,8 @@ from autoshard.cli.options import (
     DonateOption,
     GradOption,
     HardwareOption,
+    HostLocalOption,
+    HostsOption,
     JsonOption,
     MemoryOption,
     MeshOption,
@@ -57,6 +59,8 @@ def explain(
     memory: MemoryOption = None,
     donate: DonateOption = None,
     pin: PinOption = None,
+    host_local: HostLocalOption = None,
+    hosts: HostsOption = None,
     set_: SetOption = None,
     for_grad: GradOption = False,
     remat: RematChoice = ADD,
@@ -64,9 +68,26 @@ def explain(
     as_json: JsonOption = False,
 ) -> None:
     """Say why WHAT lies as it does in TARGET's plan: the runner-up, its price, what turns the decision."""
+    asked = Asked(
+        target=target,
+        mesh=mesh,
+        hardware=hardware,
+        memory=memory,
+        donate=donate,
+        pin=pin,
+        set_=set_,
+        for_grad=for_grad,
+        gap=REL_GAP,
+        time_limit=time_limit,
+        remat=remat,
+        host_local=host_local,
+        hosts=hosts,
+    )
     try:
-        made = planned(Asked(target, mesh, hardware, memory, donate, pin, set_, for_grad, REL_GAP, time_limit, remat))
+        made = planned(asked)
     except InfeasibleError as error:
+        if mesh is None:  # what would fit is planned on the mesh that is asked for
+            raise
         task = Task(
             target=target,
             keywords=assignments(set_ or (), "--set"),
@@ -76,7 +97,7 @@ def explain(
             remat=remat,
         )
         with progress.shown(errors(), "what would fit"):
-            ways = remedies(task, mesh_axes(mesh or ""), hardware or "")
+            ways = remedies(task, mesh_axes(mesh), hardware or "")
         for way in ways:
             fits = f"{bytes_text(way.peak_bytes)} of {bytes_text(way.limit_bytes)}, a step of {time_text(way.step_s)}"
             typer.echo(f"fits with {way.change}: {fits}")
@@ -87,18 +108,20 @@ def explain(
         read = () if at is None else recalls(made.planned, at)
     turned = ()
     if flips:
+        axes = ",".join(f"{name}={size}" for name, size in made.record.mesh.shape.items())
 
         def plan_at(assignment: str) -> PlanningResult:
-            sets = [*(set_ or ()), assignment]
             other = planned(
-                Asked(target, mesh, hardware, memory, donate, pin, sets, for_grad, REL_GAP, time_limit, remat),
+                replace(asked, mesh=axes, set_=[*(set_ or ()), assignment]),
                 constraints="all",
             )
             return other.planned
 
         varied = sizes(target, assignments(set_ or (), "--set"), made.planned, plan_at)
         with progress.shown(errors(), "turns"):
-            turned = turning_points(made.planned, cost_models.hardware(hardware or ""), what, at=at, varied=varied)
+            turned = turning_points(
+                made.planned, made.planned.space.request.target.hardware, what, at=at, varied=varied
+            )
     if as_json:
         print_json(text.to_json(found, turned, undivided, read))
     else:

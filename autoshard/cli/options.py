@@ -9,7 +9,7 @@ import typer
 
 import autoshard
 from autoshard.cli.app import errors
-from autoshard.cli.written import assignments, byte_count, is_position, mesh_axes, pin_of
+from autoshard.cli.written import assignments, byte_count, host_local, is_position, mesh_axes, pin_of
 from autoshard.errors import MeshError
 from autoshard.explore.builder import load_target
 from autoshard.ir.recomputation import ADD, Remat
@@ -43,6 +43,11 @@ PinOption = Annotated[
         "--pin", help="'PATTERN=SPEC' for inputs: '**.embed=model,-'; - is whole, ? is open, data+model is both"
     ),
 ]
+HostLocalOption = Annotated[
+    list[str] | None,
+    typer.Option("--host-local", help="inputs that each host loads its part of: batch, or batch.x=1 of dimension 1"),
+]
+HostsOption = Annotated[int | None, typer.Option("--hosts", help="over how many; default: the hardware's nodes")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="of the builder: batch=16; repeatable")]
 GradOption = Annotated[bool, typer.Option("--for-grad/--forward", help="plan its gradient")]
 GapOption = Annotated[float, typer.Option("--gap", help="stop when proven optimal to this fraction")]
@@ -63,7 +68,7 @@ def build(target: str, set_: Sequence[str] | None) -> Built:
         return load_target(target, assignments(set_ or (), "--set"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """What a command's options ask of a plan, as they are written."""
 
@@ -78,6 +83,8 @@ class Asked:
     gap: float
     time_limit: float | None
     remat: Remat = ADD
+    host_local: Sequence[str] | None = None
+    hosts: int | None = None
 
 
 def planned(
@@ -91,7 +98,7 @@ def planned(
     """The plan that a command's options ask for, with progress on standard error; `built` if that was made before."""
     if asked.hardware is None:
         raise MeshError(
-            "say what to plan for, as in --hardware h100:1x8, and on which mesh, as in --mesh data=2,model=4"
+            "say what to plan for, as in --hardware h100:1x8; the mesh is the best one, or as in --mesh data=2,model=4"
         )
     options: dict[str, Any] = {
         "mesh": None if asked.mesh is None else mesh_axes(asked.mesh),
@@ -101,6 +108,8 @@ def planned(
         or None,  # [] would say: no position, as in jax.jit
         "donate_argnames": [d for d in asked.donate or () if not is_position(d)] or None,
         "pins": dict(pin_of(text) for text in asked.pin or ()),
+        "host_local": dict(host_local(text) for text in asked.host_local or ()) or None,
+        "hosts": asked.hosts,
         "for_grad": asked.for_grad,
         "rel_gap": asked.gap,
         "time_limit_s": asked.time_limit,

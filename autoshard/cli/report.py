@@ -8,7 +8,6 @@ import jax
 import typer
 
 import autoshard
-import cost_models
 from autoshard import files
 from autoshard.api.options import REL_GAP
 from autoshard.cli.app import app, errors, print_json
@@ -18,6 +17,8 @@ from autoshard.cli.options import (
     DonateOption,
     GradOption,
     HardwareOption,
+    HostLocalOption,
+    HostsOption,
     JsonOption,
     MemoryOption,
     MeshOption,
@@ -49,6 +50,8 @@ def report(
     memory: MemoryOption = None,
     donate: DonateOption = None,
     pin: PinOption = None,
+    host_local: HostLocalOption = None,
+    hosts: HostsOption = None,
     set_: SetOption = None,
     for_grad: GradOption = False,
     remat: RematChoice = ADD,
@@ -59,13 +62,28 @@ def report(
     """Plan TARGET and write a page: layouts as tiles, timeline, memory, roofline, collectives, sources."""
     built = build(target, set_)
     made = planned(
-        Asked(target, mesh, hardware, memory, donate, pin, set_, for_grad, REL_GAP, time_limit, remat), built=built
+        Asked(
+            target=target,
+            mesh=mesh,
+            hardware=hardware,
+            memory=memory,
+            donate=donate,
+            pin=pin,
+            set_=set_,
+            for_grad=for_grad,
+            gap=REL_GAP,
+            time_limit=time_limit,
+            remat=remat,
+            host_local=host_local,
+            hosts=hosts,
+        ),
+        built=built,
     )
     rows: list[view.Json] = []
     if compare and not for_grad:
         with progress.shown(errors(), "standard layouts"):
             rows = _evaluate_baselines(built, made, hardware or "", time_limit)
-    shown = view.of_plan(made.planned, cost_models.hardware(hardware or ""), rows)
+    shown = view.of_plan(made.planned, made.planned.space.request.target.hardware, rows)
     if as_json:
         print_json(shown)
     elif as_markdown:

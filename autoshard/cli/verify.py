@@ -17,6 +17,8 @@ from autoshard.cli.options import (
     GapOption,
     GradOption,
     HardwareOption,
+    HostLocalOption,
+    HostsOption,
     JsonOption,
     MemoryOption,
     MeshOption,
@@ -61,6 +63,8 @@ def verify(
     memory: MemoryOption = None,
     donate: DonateOption = None,
     pin: PinOption = None,
+    host_local: HostLocalOption = None,
+    hosts: HostsOption = None,
     set_: SetOption = None,
     for_grad: GradOption = False,
     remat: RematChoice = ADD,
@@ -70,7 +74,23 @@ def verify(
 ) -> None:
     """Compile TARGET with its plan, without a device, and compare; exit code 1 if something does not match."""
     if plan_file is None:
-        made = planned(Asked(target, mesh, hardware, memory, donate, pin, set_, for_grad, gap, time_limit, remat))
+        made = planned(
+            Asked(
+                target=target,
+                mesh=mesh,
+                hardware=hardware,
+                memory=memory,
+                donate=donate,
+                pin=pin,
+                set_=set_,
+                for_grad=for_grad,
+                gap=gap,
+                time_limit=time_limit,
+                remat=remat,
+                host_local=host_local,
+                hosts=hosts,
+            )
+        )
     else:
         if layouts:
             raise PlanMismatchError("--layouts: a plan file holds those of inputs and outputs alone; leave --plan out")

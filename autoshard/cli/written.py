@@ -72,6 +72,18 @@ def pin_of(written: str) -> tuple[str, PartitionSpec]:
     return pattern, PartitionSpec(*entries)
 
 
+def host_local(written: str) -> tuple[str, int]:
+    """`batch`, or `batch.tokens=1` → pattern and the dimension that is split over hosts.
+
+    Raises:
+      SpecError: the dimension is no number.
+    """
+    pattern, equals, dimension = written.partition("=")
+    if not pattern or (equals and not re.fullmatch(r"[0-9]{1,2}", dimension)):
+        raise SpecError(f"cannot read --host-local {written}: write batch, or batch.tokens=1 for dimension 1")
+    return pattern, int(dimension or 0)
+
+
 def assignments(written: Sequence[str], option: str) -> dict[str, Any]:
     """`batch=16` → values as Python literals, or as text where they are none.
 

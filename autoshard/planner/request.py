@@ -19,6 +19,7 @@ from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.recomputation import FREE, WRITTEN, Recomputation, Remat
 from autoshard.ir.trace import Traced
 from autoshard.planner import named_shardings
+from autoshard.planner.host_parts import HostPatterns, read_host_parts
 from autoshard.planner.program import Call, Program
 from autoshard.planner.record import AFTER_LOOPS, FOR_GRADIENT, PlanRecord
 from autoshard.planner.requested_shardings import AUTO, RequestedShardings, is_sharding, kept, read_shardings
@@ -57,6 +58,8 @@ class RequestOptions:
     unknown: str = "error"
     like: PlanRecord | None = None
     remat: Remat = WRITTEN
+    host_local: HostPatterns | None = None
+    hosts: int | None = None
 
     def target(self, mesh: MeshLike, hardware: str | cost_models.Hardware | None) -> Target:
         """The mesh on the hardware; where no mesh is given, that of the shardings.
@@ -149,6 +152,7 @@ class PlanRequest:
             sorted(self.shardings.donated),
             self.gradient_of,
             self.unknown,
+            *(() if self.shardings.host_parts is None else (self.shardings.host_parts.digest,)),
         )
         return hashlib.sha256(repr(text).encode()).hexdigest()[:32]
 
@@ -220,6 +224,9 @@ def _request(program: Program, call: Call, target: Target, options: RequestOptio
         raise OwnMeshError(call.bound.fn.__name__, own, target.axes)
     named_shardings.check_program(traced, target)
     asked = read_shardings(traced, options.in_shardings, options.out_shardings, options.pins, call.bound.donated)
+    if options.host_local is not None:
+        hosts = devices.hosts_of(target, options.hosts)
+        asked = replace(asked, host_parts=read_host_parts(traced, options.host_local, target.axes, hosts))
     same = {} if options.like is None else kept(traced, options.like)
     memory_bytes = options.memory_bytes
     gradient_of = gradient_arguments(traced, for_grad=options.for_grad)

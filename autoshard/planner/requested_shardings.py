@@ -11,16 +11,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.errors import SpecError
 from autoshard.ir.paths import matches
 from autoshard.ir.trace import Traced
+from autoshard.planner.host_parts import HostParts
 from autoshard.planner.record import PlanRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedShardings:
-    """The layouts that the user requests, leaf by leaf: specs of inputs and outputs to keep."""
+    """The layouts that the user requests, leaf by leaf: specs of inputs and outputs to keep.
+
+    `host_parts`: the inputs of which each host loads its part, and is to keep it; None where there are none.
+    """
 
     inputs: Mapping[int, PartitionSpec]
     outputs: Mapping[int, PartitionSpec]
     donated: frozenset[int]
+    host_parts: HostParts | None = None
 
 
 class Auto:

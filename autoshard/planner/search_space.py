@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.resharding import Resharder
 from autoshard.costs.search_mesh import search_mesh
-from autoshard.costs.strategies import Codes, matching
+from autoshard.costs.strategies import Codes, layout_of, layouts, matching
 from autoshard.errors import SpecError, refusing_depth
 from autoshard.ir import graph as graphs
 from autoshard.ir.constraints import spec_of
@@ -20,6 +20,7 @@ from autoshard.ir.graph import Graph
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import CONSTRAINT, SHARD_MAP
+from autoshard.ir.paths import dotted
 from autoshard.ir.trace import Traced
 from autoshard.planner.request import OPTIMIZER_BYTES, PlanRequest
 from autoshard.planner.requested_shardings import RequestedShardings
@@ -124,6 +125,8 @@ def _priced(
     input_pins = {
         i: _pinned(s, priced.in_avals[i].shape, mesh, real, traced.in_paths[i]) for i, s in shardings.inputs.items()
     }
+    for i in () if shardings.host_parts is None else shardings.host_parts.dimensions:
+        input_pins[i] = _host_local(i, input_pins.get(i), priced, shardings, real)
     output_pins = {
         i: _pinned(s, priced.out_avals[i].shape, mesh, real, f"output {priced.out_paths[i]}")
         for i, s in shardings.outputs.items()
@@ -226,10 +229,28 @@ def _pinned(spec: PartitionSpec, shape: tuple[int, ...], mesh: MeshAxes, real: M
     return codes
 
 
+def _host_local(i: int, pinned: Codes | None, priced: Traced, shardings: RequestedShardings, real: MeshAxes) -> Codes:
+    """The codes, among those that a pin allows, in which each host's part of input `i` stays on its devices."""
+    shape, parts = priced.in_avals[i].shape, shardings.host_parts
+    assert parts is not None
+    codes = layouts(shape, real, unreduced=False) if pinned is None else pinned
+    kept = [c for c in codes.tolist() if parts.keeps(layout_of(c, len(shape), real), parts.dimensions[i])]
+    if not kept:
+        least = parts.least(i, shape, dotted(priced.in_paths[i]))
+        raise SpecError(
+            f"{dotted(priced.in_paths[i])}: asked for in {shardings.inputs[i]}, but each host loads its part of "
+            f"dimension {parts.dimensions[i]}, which is to lie over {least}"
+        )
+    return np.array(kept, np.int64)
+
+
 def _asked(graph: Graph, shardings: RequestedShardings, priced: Traced) -> Iterator[Layout]:
     """The layouts that the user asks for, or has written into a `shard_map`."""
     for i, spec in shardings.inputs.items():
         yield _fixed(spec, len(priced.in_avals[i].shape))
+    if shardings.host_parts is not None:
+        for i in shardings.host_parts.dimensions:
+            yield shardings.host_parts.least(i, priced.in_avals[i].shape, dotted(priced.in_paths[i]))
     for o, spec in shardings.outputs.items():
         yield _fixed(spec, len(priced.out_avals[o].shape))
     for eqn in graph.eqns:

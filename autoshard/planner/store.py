@@ -135,7 +135,9 @@ def _not_kept(record: PlanRecord, question: PlanRequest) -> list[str]:
     pairs = [(record.inputs[i], spec) for i, spec in sorted(asked.inputs.items())]
     pairs += [(record.outputs[i], spec) for i, spec in sorted(asked.outputs.items())]
     sizes = record.mesh.shape
-    return [f"layout of {leaf.path} ({leaf.spec} → {spec})" for leaf, spec in pairs if not _allows(spec, leaf, sizes)]
+    wrong = [f"layout of {leaf.path} ({leaf.spec} → {spec})" for leaf, spec in pairs if not _allows(spec, leaf, sizes)]
+    strays = () if asked.host_parts is None else asked.host_parts.strays(record.inputs)
+    return [*wrong, *(f"layout of {leaf.path} ({leaf.spec} → split over hosts)" for leaf in strays)]
 
 
 def _allows(spec: PartitionSpec, leaf: Leaf, sizes: Mapping[str, int]) -> bool:

@@ -61,6 +61,14 @@ try:
             assert {k: v.sharding.spec for k, v in placed.items() if k in specs} == specs, placed
             assert placed["x"].shape == (16, 32)
             found[f"{order}, {layout}"] = losses
+    step = autoshard.jit(train_step, mesh=Mesh(devices.reshape(2, 4).T, ("data", "model")), host_local="batch")
+    plan = step.plan(jax.eval_shape(init), batch())
+    assert plan.specs[1]["x"][0] == plan.specs[1]["y"][0] == "model", plan.specs[1]  # the axis between processes
+    state, losses = plan.init(init, arg="state"), []
+    for _ in range(3):
+        state, loss = step(state, plan.put_local(half, arg="batch"))
+        losses.append(float(loss))
+    found["host_local"] = losses
     for name, wrong in {"of a half": half, "of thirds": jax.tree.map(lambda a: a[:3] if a.ndim else a, half)}.items():
         like = half if name == "of a half" else batch()
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), like)
@@ -135,7 +143,7 @@ def test_each_of_two_processes_gives_its_part_whatever_the_layout() -> None:
     for _ in range(3):
         state, loss = train_step(state, batch())
         want.append(float(loss))
-    assert len(first) == 7
+    assert len(first) == 8
     for layout, losses in first.items():
         assert losses == pytest.approx(want, rel=1e-5), layout
 

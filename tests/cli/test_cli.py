@@ -55,6 +55,17 @@ def refused(*arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     return err
 
 
+def test_without_a_mesh_the_best_one_is_taken() -> None:
+    done = run(
+        "plan", *SMALL, "--hardware", "cpu:4", "--donate", "0", "--host-local", "batch", "--hosts", "2", "--json"
+    )
+    assert done.exit_code == 0, done.output
+    fn, args = load_target(SMALL[0], assignments(SMALL[2::2], "--set"))
+    same = autoshard.plan(fn, *args, hardware="cpu:4", donate_argnums=0, host_local="batch", hosts=2)
+    assert prod(same.record.mesh.sizes) == 4
+    assert json.loads(done.stdout)["mesh"] == json.loads(same.record.dumps())["mesh"]
+
+
 # --- Before any command ----------------------------------------------------------------
 
 
