@@ -36,6 +36,7 @@ from autoshard._jax.jaxprs import rewired as rewired
 from autoshard._jax.jaxprs import says_mesh as says_mesh
 from autoshard._jax.jaxprs import scan_again as scan_again
 from autoshard._jax.jaxprs import scan_arity as scan_arity
+from autoshard._jax.jaxprs import scopes as scopes
 from autoshard._jax.jaxprs import spelled_out as spelled_out
 from autoshard._jax.jaxprs import stacked as stacked
 from autoshard._jax.jaxprs import sub_jaxprs as sub_jaxprs

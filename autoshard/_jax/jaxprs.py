@@ -296,6 +296,11 @@ def is_transposed(eqn: Any) -> bool:
     return False
 
 
+def scopes(eqn: Any) -> frozenset[str]:
+    """The names in an equation's name stack: of `jax.named_scope`s and of transformations."""
+    return frozenset(scope.name for scope in eqn.source_info.name_stack.stack)
+
+
 def within(call: Any, eqn: Any) -> Any:
     """An equation of a call's body in the place of the call: its name stack under the call's."""
     stack = call.source_info.name_stack + eqn.source_info.name_stack

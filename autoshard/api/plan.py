@@ -36,6 +36,7 @@ from autoshard.ir.paths import dotted
 from autoshard.ir.recomputation import Recomputation
 from autoshard.ir.recomputed import KeptValue, kept_values_of
 from autoshard.ir.trace import Traced
+from autoshard.pipeline_parallel.hand_overs import pipelines
 from autoshard.planner import exports
 from autoshard.planner import summary as text
 from autoshard.planner.record import Leaf, PlanRecord, write_plan_file
@@ -377,7 +378,12 @@ class ProgramPlan(Plan):
             compiler=compiler,
             topology=topology,
             tolerance=tolerance,
-            known=Known(machine=self._provenance.machine, graph=graph, assignment=self._provenance.assignment),
+            known=Known(
+                machine=self._provenance.machine,
+                graph=graph,
+                assignment=self._provenance.assignment,
+                pipelines=pipelines(self.traced.jaxpr),
+            ),
             compiler_options=compiler_options,
         )
 

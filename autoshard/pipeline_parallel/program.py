@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 from autoshard import _jax
 from autoshard.ir.rewrite import Hooks, evaluate
 from autoshard.pipeline_parallel.cut import Cut, made, named, used
+from autoshard.pipeline_parallel.hand_overs import HANDS_OVER
 from autoshard.pipeline_parallel.schedule import Schedule
 
 _jax.hide_frames(__file__)  # its equations stand where the user calls it
@@ -173,7 +174,8 @@ class Staged:
 
 def _shift(x: Any, by: int) -> Any:
     """The elements of the leading dimension moved up; zeros come in."""
-    return jax.lax.pad(x, jnp.zeros((), x.dtype), [(by, -by, 0), *((0, 0, 0) for _ in x.shape[1:])])
+    with jax.named_scope(HANDS_OVER):
+        return jax.lax.pad(x, jnp.zeros((), x.dtype), [(by, -by, 0), *((0, 0, 0) for _ in x.shape[1:])])
 
 
 def _mean_of(after: Any, whole: Leaves, of_each: Leaves, at_once: int) -> tuple[Any, Leaves]:

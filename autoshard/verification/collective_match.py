@@ -14,12 +14,15 @@ from math import prod
 from autoshard.backends import hlo
 from autoshard.backends.hlo.text import UNKNOWN
 from autoshard.ir.mesh import MeshAxes
+from autoshard.pipeline_parallel.hand_overs import Pipeline
 from autoshard.problem.collective import Collective as Promised
 
 # The verdict: a row with at least this share of all bytes must agree; a row that the plan does not
 # have must be smaller than SMALL of them (padding, scalar bookkeeping).
 LARGE = 0.05
 SMALL = 0.01
+
+PERMUTE = "collective-permute"
 
 Origin = tuple[str, str]  # primitive of an equation, and its `file:line (function)`
 
@@ -184,6 +187,48 @@ def attribute(
         for (kind, axes, primitive, where, trips, status), (count, predicted, got) in lines.items()
     ]
     return tuple(sorted(made, key=lambda line: (-max(line.predicted_bytes, line.emitted_bytes), line.where)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOvers:
+    """The collective-permutes by which a pipeline's stages hand micro-batches on, forward and backward.
+
+    Attributes:
+      pipeline: the loop in the planned program.
+      compiled_trips: how often they run in the compiled program, each number once; none where none was emitted.
+      predicted_bytes: of the plan, per device and step.
+      emitted_bytes: of the compiled program.
+      tolerance: relative difference in bytes that still counts as equal.
+    """
+
+    pipeline: Pipeline
+    compiled_trips: tuple[int, ...]
+    predicted_bytes: int
+    emitted_bytes: int
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the compiled loop has as many trips, so that the bubble is as predicted, and hands on as much."""
+        trips = (self.pipeline.trips,) if self.predicted_bytes else ()
+        return self.compiled_trips == trips and within(self.predicted_bytes, self.emitted_bytes, self.tolerance)
+
+
+def hand_overs(lines: Sequence[Line], pipelines: Sequence[Pipeline], tolerance: float) -> tuple[HandOvers, ...]:
+    """What each pipeline hands on in the plan, and in the compiled program, of their collectives by line."""
+    found: list[HandOvers] = []
+    for pipeline in pipelines:
+        own = [line for line in lines if line.kind == PERMUTE and line.where == pipeline.where]
+        found.append(
+            HandOvers(
+                pipeline=pipeline,
+                compiled_trips=tuple(sorted({line.trips for line in own if line.emitted_bytes})),
+                predicted_bytes=sum(line.predicted_bytes for line in own),
+                emitted_bytes=sum(line.emitted_bytes for line in own),
+                tolerance=tolerance,
+            )
+        )
+    return tuple(found)
 
 
 def within(predicted: int, emitted: int, tolerance: float) -> bool:

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from autoshard.verification.collective_match import CollectiveRow, Line
+from autoshard.verification.collective_match import CollectiveRow, HandOvers, Line
 from autoshard.verification.layouts import LayoutCheck
 from autoshard.verification.result import RepeatedMatmuls, Verification
 
@@ -28,6 +28,7 @@ def verification(found: Verification) -> dict[str, Any]:
         "repeated": None
         if found.repeated is None
         else {**_repeated(found.repeated), "lines": [_repeated(x) for x in found.repeated_lines]},
+        "pipelines": [_stages(x) for x in found.pipelines],
         "step": {
             "predicted": {"step_s": found.cost.step_s, "exposed_s": found.cost.exposed_s},
             "compiled": None if timeline is None else {"step_s": timeline.step_s, "exposed_s": timeline.exposed_s},
@@ -43,6 +44,18 @@ def _repeated(found: RepeatedMatmuls) -> dict[str, Any]:
     status = None if found.status is None else str(found.status)
     where = {"where": found.where} if found.where else {}
     return {**where, "predicted_flops": found.predicted_flops, "compiled_flops": found.compiled_flops, "status": status}
+
+
+def _stages(found: HandOvers) -> dict[str, Any]:
+    """What the stages of a pipeline hand on, and its bubble."""
+    return {
+        "ok": found.ok,
+        **asdict(found.pipeline),
+        "bubble": found.pipeline.bubble,
+        "compiled_trips": list(found.compiled_trips),
+        "predicted_bytes": found.predicted_bytes,
+        "emitted_bytes": found.emitted_bytes,
+    }
 
 
 def honoured(found: LayoutCheck) -> dict[str, Any]:

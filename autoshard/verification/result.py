@@ -11,7 +11,15 @@ from autoshard.backends.timeline import Timeline, side_by_side
 from autoshard.planner.record import Cost
 from autoshard.report.notebook import Shown
 from autoshard.report.tables import GAP, bytes_text, columns, fields, flops_text, render, short_place, table, time_text
-from autoshard.verification.collective_match import LARGE, CollectiveRow, Line, Match, agrees, together
+from autoshard.verification.collective_match import (
+    LARGE,
+    CollectiveRow,
+    HandOvers,
+    Line,
+    Match,
+    agrees,
+    together,
+)
 
 LONGEST = 12  # attributed collectives that are shown one by one
 
@@ -115,6 +123,7 @@ class Verification(Shown):
       compute: seconds and FLOPs per device and step.
       repeated: the matmuls that run once more for a backward pass; None if there are none, or no compiler ran.
       repeated_lines: the same by source line, the largest first.
+      pipelines: what the stages of each pipeline in the program hand on.
       cost: the plan's own times.
       predicted: the plan's prices as a timeline; None if the plan was read from a file.
       timeline: the compiled schedule, priced by the plan's cost model; None without a schedule.
@@ -134,6 +143,7 @@ class Verification(Shown):
     compute: ComputeComparison | None
     repeated: RepeatedMatmuls | None = None
     repeated_lines: tuple[RepeatedMatmuls, ...] = ()
+    pipelines: tuple[HandOvers, ...] = ()
     cost: Cost
     predicted: Timeline | None
     timeline: Timeline | None
@@ -145,8 +155,8 @@ class Verification(Shown):
 
     @property
     def ok(self) -> bool:
-        """Whether bytes agree, the compiler emitted nothing unknown, and the program fits where the plan says so."""
-        return agrees(self.rows, self.tolerance) and self.memory.ok
+        """Whether bytes and pipelines agree, the compiler emitted nothing unknown, and the program fits as planned."""
+        return agrees(self.rows, self.tolerance) and self.memory.ok and all(one.ok for one in self.pipelines)
 
     def by_kind(self) -> tuple[CollectiveRow, ...]:
         """The rows with all axis sets of one kind together."""
@@ -172,7 +182,9 @@ class Verification(Shown):
 
     def _verdict(self) -> list[tuple[str, str]]:
         bytes_ok = agrees(self.rows, self.tolerance)
-        wrong = [*([] if bytes_ok else ["collectives"]), *([] if self.memory.ok else ["memory"])]
+        staged_ok = all(one.ok for one in self.pipelines)
+        judged = {"collectives": bytes_ok, "memory": self.memory.ok, "stages": staged_ok}
+        wrong = [part for part, ok in judged.items() if not ok]
         lines = [
             (
                 "verdict",
@@ -202,6 +214,7 @@ class Verification(Shown):
             )
         if (repeated := self.repeated) is not None:
             lines.append(("repeated", _repeated_text(repeated, compute)))
+        lines += [("stages", _stages_text(one)) for one in self.pipelines]
         return [*lines, ("compiler", f"{self.compiler}, {self.version}, for {self.topology}: {self.wall_s:.1f} s")]
 
     def _uncounted_text(self) -> str:
@@ -298,6 +311,17 @@ def _repeated_text(found: RepeatedMatmuls, compute: ComputeComparison | None) ->
     every = None if compute is None else compute.predicted_flops
     share = f" ({found.predicted_flops / every:.1%} of all)" if every else ""
     return f"predicted {flops_text(found.predicted_flops)} of matmuls{share}, compiled {compiled}: {found.status}"
+
+
+def _stages_text(found: HandOvers) -> str:
+    """`4 stages: 3 of 11 trips are the bubble (27%), compiled 11 trips; hand-overs 4 MB, emitted 4 MB: MATCH`."""
+    p = found.pipeline
+    compiled = " and ".join(map(str, found.compiled_trips)) or "no"
+    status = Match.MATCH if found.ok else Match.DIFFERS
+    return (
+        f"{p.stages} stages: {p.stages - 1} of {p.trips} trips are the bubble ({p.bubble:.0%}), compiled {compiled} "
+        f"trips; hand-overs {bytes_text(found.predicted_bytes)}, emitted {bytes_text(found.emitted_bytes)}: {status}"
+    )
 
 
 def _times(step_s: float, exposed_s: float, hidden_s: float) -> str:

@@ -23,10 +23,11 @@ from autoshard.backends.timeline import Timeline, timeline
 from autoshard.errors import AutoshardError, HloError, VerifyError
 from autoshard.ir.graph import WHILE_DEPTH, WHILE_TRIPS, Graph, Path
 from autoshard.ir.layout import Layout
+from autoshard.pipeline_parallel.hand_overs import Pipeline
 from autoshard.planner.record import Leaf, PlanRecord
 from autoshard.problem import bill
 from autoshard.problem.assignment import Assignment
-from autoshard.verification.collective_match import Origin, attribute, compare
+from autoshard.verification.collective_match import Origin, attribute, compare, hand_overs
 from autoshard.verification.predicted_timeline import schedule
 from autoshard.verification.result import ComputeComparison, MemoryComparison, Parts, RepeatedMatmuls, Verification
 
@@ -48,11 +49,13 @@ class Known:
       machine: the cost model with the plan's mesh placed on it; None reads the plan's hardware from the catalogue.
       graph: of the planned program, if its ops carry their equations' paths (`propagation.annotated`).
       assignment: the plan's choices, if it was made in this process.
+      pipelines: those in the planned program, if it is known.
     """
 
     machine: cost_models.Machine | None = None
     graph: Graph | None = None
     assignment: Assignment | None = None
+    pipelines: tuple[Pipeline, ...] = ()
 
 
 NOTHING_KNOWN = Known()
@@ -248,13 +251,15 @@ def judge(record: PlanRecord, compiled: Compiled, tolerance: float, known: Known
     )
     priced = timeline(module, emitted, machine, record.mesh)
     predicted = None if assignment is None else schedule(assignment)
-    repeated, lines = _repeated(predicted, priced, Places(known.graph))
+    place = Places(known.graph)
+    by_line = attribute(record.collectives, emitted, record.mesh, tolerance, place)
+    repeated, lines = _repeated(predicted, priced, place)
     return Verification(
         compiler=compiled.compiler,
         version=compiled.version,
         topology=compiled.topology,
         rows=compare(record.collectives, emitted, record.mesh, tolerance),
-        lines=attribute(record.collectives, emitted, record.mesh, tolerance, Places(known.graph)),
+        lines=by_line,
         memory=MemoryComparison(
             predicted=predicted_parts(record),
             compiled=compiled.memory,
@@ -271,6 +276,7 @@ def judge(record: PlanRecord, compiled: Compiled, tolerance: float, known: Known
         ),
         repeated=repeated,
         repeated_lines=lines,
+        pipelines=hand_overs(by_line, known.pipelines, tolerance),
         cost=record.cost,
         predicted=predicted,
         timeline=priced,

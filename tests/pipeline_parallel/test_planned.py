@@ -11,6 +11,7 @@ import pytest
 import autoshard
 import models
 from autoshard import in_stages
+from autoshard.verification.machine_json import verification
 from tests.end_to_end.test_numerics import STEPS, TOLERANCE, WITHOUT_GRADIENT, wrong
 from tests.installed import needs_gpu_compiler
 from tests.pipeline_parallel.test_in_stages import LAYERS, SMALL
@@ -57,6 +58,14 @@ def test_the_planner_splits_stages_and_prices_their_hops() -> None:
     emitted = [(c.trips, c.nbytes) for c in checked.emitted if c.kind == "collective-permute"]
     assert emitted == [(row.trips, row.nbytes) for row in hops]
     assert checked.ok
+    (staged,) = checked.pipelines
+    handed_bytes = 2 * (8 + 4 - 1) * 8 * WIDTH * 4  # forward and backward
+    assert (staged.pipeline.stages, staged.compiled_trips, staged.pipeline.bubble) == (4, (11,), 3 / 11)
+    assert staged.predicted_bytes == staged.emitted_bytes == handed_bytes
+    assert "4 stages: 3 of 11 trips are the bubble (27%), compiled 11 trips; hand-overs" in " ".join(
+        str(checked).split()
+    )
+    assert verification(checked)["pipelines"][0]["compiled_trips"] == [11]
 
 
 def test_planned_steps_are_those_of_one_device() -> None:

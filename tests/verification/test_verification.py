@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from autoshard.backends.timeline import Timeline
+from autoshard.pipeline_parallel.hand_overs import Pipeline
 from autoshard.planner.record import Cost
 from autoshard.verification import machine_json
-from autoshard.verification.collective_match import CollectiveRow, Line, Match
+from autoshard.verification.collective_match import CollectiveRow, Line, Match, hand_overs
 from autoshard.verification.result import ComputeComparison, MemoryComparison, Parts, RepeatedMatmuls, Verification
 
 
@@ -129,6 +130,39 @@ def test_lines_fit_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     long = row("reduce-scatter", ("data", "model"), 999_000_000_000, 1_998_000_000_000, Match.DIFFERS)
     found = verification(long, lines=(line("/a/long_folder/transformer.py:1234 (attention)", 10**12, Match.MERGED),))
     assert max(map(len, str(found).splitlines())) <= 80
+
+
+LAYERS = "/home/me/model.py:8 (loss)"
+PIPELINE = Pipeline(where=LAYERS, stages=4, trips=11)
+
+
+def permutes(trips: int, predicted: int, emitted: int, where: str = LAYERS) -> Line:
+    status = Match.MATCH if predicted == emitted else Match.MISSING if predicted else Match.EXTRA
+    return replace(line(where, emitted, status), kind="collective-permute", trips=trips, predicted_bytes=predicted)
+
+
+@pytest.mark.parametrize(
+    ("lines", "trips", "said"),
+    [
+        ([permutes(11, 44_000, 44_000), permutes(7, 0, 9_000, "/home/me/other.py:1 (f)")], (11,), "MATCH"),
+        ([permutes(11, 44_000, 0), permutes(7, 0, 44_000)], (7,), "DIFFERS"),  # of a loop with another bubble
+        ([permutes(11, 44_000, 0), permutes(11, 0, 22_000)], (11,), "DIFFERS"),
+        ([permutes(11, 44_000, 0)], (), "DIFFERS"),
+        ([], (), "MATCH"),  # the plan splits no stages
+    ],
+)
+def test_stages_have_a_row_of_their_own(lines: list[Line], trips: tuple[int, ...], said: str) -> None:
+    found = replace(verification(GATHER), pipelines=hand_overs(lines, [PIPELINE], 0.05))
+    (staged,) = found.pipelines
+    assert staged.compiled_trips == trips
+    assert found.ok == staged.ok == (said == "MATCH")
+    text = " ".join(str(found).split())
+    compiled = f"compiled {trips[0] if trips else 'no'} trips"
+    assert f"4 stages: 3 of 11 trips are the bubble (27%), {compiled}; hand-overs " in text
+    assert f": {said} compiler" in text
+    assert ("NO MATCH: stages" in text) == (said != "MATCH")
+    (row,) = machine_json.verification(found)["pipelines"]
+    assert (row["ok"], row["bubble"], row["compiled_trips"]) == (said == "MATCH", 3 / 11, list(trips))
 
 
 def repeated(where: str, predicted: float | None, compiled: float) -> RepeatedMatmuls:
