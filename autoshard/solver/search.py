@@ -387,8 +387,7 @@ def solve_by_search(incumbent: Incumbent, network: Network) -> None:
     """Solves the problem in `incumbent`, which was reduced to `network`, as well as time allows."""
     child = Child(incumbent.tuning.mip_process)
     try:
-        if network.edge_cost.shape[1] > child.tuning.small_cells:
-            child.start()
+        child.start()
         run(Search(incumbent, network, child))
     finally:
         child.close()

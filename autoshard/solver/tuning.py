@@ -181,7 +181,6 @@ class RoundingGapTuning:
 class MipProcessTuning:
     """The process in which MIPs are solved (`exact/mip_process`)."""
 
-    small_cells: int = knob(10_000, "finite cells", "at most, of a program that is solved without a process", CONTEST)
     overrun: float = knob(1.5, "times the limit", "that a request may take, and `overrun_s`, before the kill")
     overrun_s: float = knob(1.0, "s", "that a request may take beyond its limit before the kill")
     ending_s: float = knob(5.0, "s", "from the end of a process's output to its own end")

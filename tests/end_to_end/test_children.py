@@ -10,11 +10,11 @@ import pytest
 
 from autoshard import _children
 from autoshard.errors import SolverError
+from autoshard.solver.exact import mip_process
 from autoshard.solver.exact.mip_process import solve_in_time
 from autoshard.solver.tuning import MipProcessTuning
 from tests.solver.test_solver_local import dense
 
-IN_A_PROCESS = MipProcessTuning(small_cells=0)
 ROOT = Path(__file__).parents[2]
 
 # A program of its own in a folder whose `string.py` must not be read.
@@ -29,7 +29,7 @@ from autoshard.explore.trial import Task
 from autoshard.explore.workers import Order
 from tests.solver.test_solver_local import dense
 
-found = child.solve_in_time(dense(6, 4), left_s=60.0, time_limit_s=60.0, tuning=MipProcessTuning(small_cells=0))
+found = child.solve_in_time(dense(6, 4), left_s=60.0, time_limit_s=60.0, tuning=MipProcessTuning())
 worker = workers.start(Task(target="own:builder", keywords={{}}))
 worker.tell(Order(candidate=Candidate(hardware="cpu:8", chips=8, mesh=(("a", 8),)), known=()))
 tried = worker.answer()
@@ -64,14 +64,16 @@ def test_modules_of_python_come_first_and_others_in_their_order() -> None:
 
 
 def test_an_engine_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mip_process, "idle_processes", {})
     monkeypatch.setattr(_children, "command", lambda module: [sys.executable, "-c", "raise SystemExit(3)"])
     with pytest.raises(SolverError, match="ended with code 3"):
-        solve_in_time(dense(6, 4), left_s=60.0, time_limit_s=60.0, tuning=IN_A_PROCESS)
+        solve_in_time(dense(6, 4), left_s=60.0, time_limit_s=60.0, tuning=MipProcessTuning())
 
 
 def test_an_engine_that_was_killed_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(mip_process, "idle_processes", {})
     killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     monkeypatch.setattr(_children, "command", lambda module: [sys.executable, "-c", killed])
-    answer = solve_in_time(dense(6, 4), left_s=60.0, time_limit_s=60.0, tuning=IN_A_PROCESS)
+    answer = solve_in_time(dense(6, 4), left_s=60.0, time_limit_s=60.0, tuning=MipProcessTuning())
     assert answer.choice is None
     assert "killed by signal 9" in caplog.text

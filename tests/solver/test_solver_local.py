@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from autoshard.solver.primal.local_search import LocalSearch
 from autoshard.solver.program import Network, Program
 from autoshard.solver.tuning import TUNED, MipProcessTuning
 from tests.random_problems import brute_force, random_problem
+
+DATA = Path(__file__).parents[1] / "data"
+ARRAYS = {"start", "cost", "edge_nodes", "edge_start", "edge_cost", "root", "follows_start", "follows"}
 
 
 def search_of(problem: Problem, seed: int) -> tuple[Network, LocalSearch] | None:
@@ -105,9 +109,9 @@ def test_crossing_takes_over_exactly_the_better_parts() -> None:
     assert taken > 20
 
 
-def dense(nodes: int, strategies: int) -> Program:
-    """Returns a network on which HiGHS is busy for long."""
-    rng = np.random.default_rng(0)
+def dense(nodes: int, strategies: int, seed: int = 0) -> Program:
+    """Returns a network, on which HiGHS is busy for long if it is large."""
+    rng = np.random.default_rng(seed)
     pairs = np.array([(u, v) for u in range(nodes) for v in range(u + 1, nodes)])
     start = np.arange(nodes + 1) * strategies
     network = Network(
@@ -127,7 +131,7 @@ def dense(nodes: int, strategies: int) -> Program:
 def test_the_child_answers_as_the_engine_does() -> None:
     program = dense(6, 4)
     here = solve_program(program, time_limit_s=60.0)
-    there = solve_in_time(program, left_s=60.0, time_limit_s=60.0, tuning=MipProcessTuning(small_cells=0))
+    there = solve_in_time(program, left_s=60.0, time_limit_s=60.0, tuning=MipProcessTuning())
     assert here.choice is not None
     assert there.choice is not None
     assert np.array_equal(here.choice, there.choice)
@@ -142,6 +146,52 @@ def test_a_mip_that_overruns_is_stopped() -> None:
     answer = solve_in_time(program, left_s=5.0, time_limit_s=0.3, tuning=tuning)
     assert time.perf_counter() - begin < 5.0
     assert (answer.choice, answer.bound, answer.finished) == (None, None, False)
+
+
+def test_a_presolve_that_went_round_in_circles_ends() -> None:
+    """A restricted program of one layer of Mixtral on 4 x 8 GPUs, which HiGHS undid and redid without end."""
+    with np.load(DATA / "doubletons.npz") as parts:
+        program = Program(
+            network=Network(
+                offset=int(parts["offset"]), **{name: parts[name] for name in parts.files if name in ARRAYS}
+            ),
+            usage=parts["usage"],
+            base=parts["base"],
+            limit=int(parts["limit"]),
+            hinge_constant=tuple(parts["hinge_constant"].tolist()),
+        )
+    answer = solve_in_time(program, left_s=120.0, time_limit_s=60.0, tuning=TUNED.mip_process, abs_gap=35_190_142_048)
+    assert answer.finished
+    assert answer.choice is not None
+    assert answer.bound == 177_801_555_212_527
+
+
+def test_small_programs_are_solved_in_a_process_that_can_be_stopped_and_is_used_again() -> None:
+    processes: set[int] = set()
+    for seed in range(3):
+        child = Child(TUNED.mip_process)
+        child.submit(dense(4, 3, seed), time_limit_s=60.0)
+        assert child.process is not None
+        processes.add(child.process.pid)
+        answer = None
+        while answer is None:
+            answer = child.answer(60.0)
+        assert answer.finished
+        child.close()
+    assert len(processes) == 1
+
+
+def test_a_process_that_is_stopped_is_not_used_again() -> None:
+    child = Child(TUNED.mip_process)
+    child.submit(dense(40, 30), time_limit_s=60.0)
+    stopped = child.process
+    child.close()  # while it works
+    other = Child(TUNED.mip_process)
+    other.start()
+    assert stopped is not None
+    assert other.process is not stopped
+    assert stopped.poll() is not None
+    other.close()
 
 
 def test_a_mip_whose_answer_is_not_wanted_any_more_is_stopped() -> None:

@@ -89,5 +89,5 @@ def test_no_room_but_the_tuning_holds_tuned_numbers() -> None:
         "dual.BITS", "dual.PENALTY_BITS", "dual.ROUNDING", "scaling.BITS", "hinges.MULTIPLIER_BITS", "hinges.ROW_BITS",
         "hinges.EMPTY", "hinges.ROUNDED_OFF", "mip_process.NOTHING", "smallest_peak.PARTS", "silence.CHATTER",
         "silence.STDOUT", "mip.DUAL_TOLERANCE", "mip.SUM_TOLERANCE", "mip.SCALED_LARGEST", "mip.SCALED_PLANE",
-        "mip.SCALED_USAGE", "mip.SMALLEST_SLOPE",
+        "mip.SCALED_USAGE", "mip.SMALLEST_SLOPE", "mip.DOUBLETON_EQUATIONS",
     }  # fmt: skip

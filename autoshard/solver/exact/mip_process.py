@@ -1,10 +1,13 @@
 """A MIP engine in a process of its own: it runs beside the search, and can be stopped.
 
 HiGHS looks at the clock only now and then (a restricted MIP of two million cells overran a limit of 2 s
-by 50 s), so that only killing its process keeps a time limit. `main` is what that process does: it
-reads pickled requests from its standard input and writes pickled answers.
+by 50 s, and the presolve of one of 2,450 cells never ended), so that only killing its process keeps a
+time limit. `main` is what that process does: it reads pickled requests from its standard input and
+writes pickled answers. Loading the engine takes half a second, so that a process that is idle is kept
+for the next solve.
 """
 
+import atexit
 import contextlib
 import logging
 import math
@@ -32,6 +35,27 @@ log = logging.getLogger("autoshard")
 
 NOTHING = MipAnswer(choice=None, bound=None, infeasible=False, finished=False)
 
+# The process that waits for another solve, by the one that started it: a fork of that does not use it.
+idle_processes: "dict[int, subprocess.Popen[bytes]]" = {}
+
+
+@atexit.register
+def _end_idle() -> None:
+    """Ends the process that waits for another solve."""
+    idle = idle_processes.pop(os.getpid(), None)
+    if idle is not None:
+        _end(idle)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Ends a process, whatever it does."""
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        with contextlib.suppress(OSError):  # what was not read cannot be flushed
+            stream.close()
+
 
 def never() -> bool:
     """Says that an answer is still wanted, as long as there is time."""
@@ -49,8 +73,12 @@ class Child:
     kill_at: float = 0.0
 
     def start(self) -> None:
-        """Starts the process, so that it can load the engine while others work."""
+        """Starts the process, so that it can load the engine while others work, unless one is idle."""
         if self.process is not None and self.process.poll() is None:
+            return
+        idle = idle_processes.pop(os.getpid(), None)
+        if idle is not None and idle.poll() is None:
+            self.process = idle
             return
         self.process = subprocess.Popen(
             _children.command("autoshard.solver.exact.mip_process"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -64,11 +92,6 @@ class Child:
         """Begins to solve `program`; the options are those of `solve_program`."""
         assert not self.busy
         effort.spend(seconds=mip_s(program.cells))
-        if program.cells <= self.tuning.small_cells:
-            self.pending = Future()
-            self.pending.set_result(solve_program(program, time_limit_s=time_limit_s, **options))
-            self.kill_at = math.inf
-            return
         self.start()
         request = (program, {"time_limit_s": time_limit_s, **options})
         self.kill_at = time.perf_counter() + self.tuning.overrun * time_limit_s + self.tuning.overrun_s
@@ -119,18 +142,20 @@ class Child:
         """Ends the process, whatever it does."""
         if self.process is not None:
             self.process.kill()
-            self.process.wait()
             if self.pending is not None:
                 self.pending.exception()  # the thread meets the end of the stream
                 self.pending = None
-            for stream in (self.process.stdin, self.process.stdout):
-                assert stream is not None
-                with contextlib.suppress(OSError):  # what was not read cannot be flushed
-                    stream.close()
+            _end(self.process)
             self.process = None
 
     def close(self) -> None:
-        """Ends the process and the thread."""
+        """Ends the thread, and the process if it is busy or another one is idle."""
+        if (
+            self.process is not None
+            and not self.busy
+            and idle_processes.setdefault(os.getpid(), self.process) is self.process
+        ):
+            self.process = None
         self.stop()
         self.thread.shutdown()
 
@@ -185,7 +210,8 @@ def solve_for(incumbent: Incumbent, program: Program, *, limit_s: float) -> MipA
 
 
 def main() -> None:
-    """Answers requests until the input ends."""
+    """Answers requests until the input ends; an interruption is for the process that asks, which then ends this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests, answers = sys.stdin.buffer, private_output()
     while True:
         try:
