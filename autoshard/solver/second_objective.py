@@ -104,9 +104,11 @@ class _Descent:
         return bool(self._moved[chosen_cells(self._problem, self.choice, around)].any())
 
     def _pair(self, e: int) -> bool:
-        """Moves both ends of an edge together; returns whether it did."""
+        """Moves both ends of an edge together, if no other edge joins them; returns whether it did."""
         problem = self._problem
         u, v = (int(n) for n in problem.edge_nodes[e])
+        if u == v or set(self._around[u]) & set(self._around[v]) != {e}:
+            return False
         first, last = int(problem.edge_start[e]), int(problem.edge_start[e + 1])
         shape = int(problem.start[u + 1] - problem.start[u]), int(problem.start[v + 1] - problem.start[v])
         now = int(self.choice[u]), int(self.choice[v])

@@ -53,7 +53,7 @@ def test_as_fast_and_no_single_move_is_lighter(hinges: int) -> None:
                 other[v] = k
                 same = evaluate(problem, other).objective == solution.objective
                 assert not (same and held(problem, other) < held(problem, found))
-    assert moved >= 5
+    assert moved >= 3
 
 
 def test_a_peak_that_would_grow_is_not_taken() -> None:
