@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard.ir.layout import Layout
-from autoshard.ir.paths import dotted
+from autoshard.ir.paths import dotted, joined, pattern_of
 from autoshard.ir.recomputation import Recomputation
-from autoshard.planner.leaf_rows import ranges
 from autoshard.planner.record import KEEPS, Leaf, PlanRecord
 from autoshard.report.notebook import Shown
 from autoshard.report.tables import GAP, broken_path, bytes_text, columns, fields, render, short_aval, table, time_text
@@ -15,7 +14,7 @@ from autoshard.report.tables import GAP, broken_path, bytes_text, columns, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafChange:
-    """Inputs or outputs that lie differently, those that differ in list indices alone together."""
+    """Inputs or outputs that lie differently, those that differ in indices alone together."""
 
     path: str
     value: str
@@ -188,7 +187,7 @@ def _numbers(record: PlanRecord) -> dict[str, Any]:
 def _leaves(old: Iterable[Leaf], new: Iterable[Leaf], side: str) -> tuple[list[LeafChange], list[str]]:
     then: Mapping[str, Leaf] = {leaf.path: leaf for leaf in new}
     first: Mapping[str, Leaf] = {leaf.path: leaf for leaf in old}
-    groups: dict[tuple[str, str, str, str], list[list[int]]] = {}
+    groups: dict[tuple[tuple[str, ...], str, str, str], list[list[str]]] = {}
     for path, leaf in first.items():
         other = then.get(path)
         if other is None:
@@ -196,19 +195,13 @@ def _leaves(old: Iterable[Leaf], new: Iterable[Leaf], side: str) -> tuple[list[L
         lay, lies = (str(Layout.from_spec(x.spec, len(x.shape))) for x in (leaf, other))
         if lay != lies:
             segments = dotted(path).split(".")
-            pattern = ".".join("*" if s.isdigit() else s for s in segments)
             value = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-            groups.setdefault((pattern, value, lay, lies), []).append([int(s) for s in segments if s.isdigit()])
+            groups.setdefault((pattern_of(segments), value, lay, lies), []).append(segments)
     found = [
-        LeafChange(path=side + _fill_indices(pattern, indices), value=value, before=a, after=b, count=len(indices))
-        for (pattern, value, a, b), indices in groups.items()
+        LeafChange(path=side + joined(same), value=value, before=a, after=b, count=len(same))
+        for (_, value, a, b), same in groups.items()
     ]
     return found, [side + dotted(path) for path in (*first, *then) if (path in first) != (path in then)]
-
-
-def _fill_indices(pattern: str, indices: list[list[int]]) -> str:
-    columns_ = iter(zip(*indices, strict=True))
-    return ".".join(ranges(next(columns_)) if s == "*" else s for s in pattern.split("."))
 
 
 def _traffic(before: PlanRecord, after: PlanRecord) -> tuple[Traffic, ...]:

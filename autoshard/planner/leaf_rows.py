@@ -1,7 +1,7 @@
 """Folding: the leaves of pytrees as the few rows that a person reads.
 
-Leaves that differ in list indices alone, equal in shape and layout, are one row:
-`state.params.layers.0…31.wq`. A subtree that repeats another one leaf by leaf, as the
+Leaves that differ in indices alone, equal in shape and layout, are one row: `state.params.layers.0…31.wq`, or
+`params.Block_0…31.Dense_0.kernel`. A subtree that repeats another one leaf by leaf, as the
 moments of an optimizer repeat the parameters, is one row too, followed by those of its
 leaves whose layout is another.
 """
@@ -16,7 +16,7 @@ import jax
 
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.paths import dotted
+from autoshard.ir.paths import dotted, joined, pattern_of
 from autoshard.planner.record import Leaf
 
 Segments = tuple[str, ...]
@@ -92,11 +92,11 @@ def _folded(members: Iterable[_Member], mesh: MeshAxes, depth: int) -> list[Leaf
         leaf = member.leaf
         shape = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
         layout = str(Layout.from_spec(leaf.spec, len(leaf.shape)))
-        groups.setdefault((_pattern(member.path), shape, layout), []).append(member)
+        groups.setdefault((pattern_of(member.path), shape, layout), []).append(member)
     return [
         LeafRow(
             depth=depth,
-            path=_joined([m.path for m in same]),
+            path=joined([m.path for m in same]),
             shape=shape,
             layout=layout,
             count=sum(m.copies for m in same),
@@ -143,10 +143,10 @@ def _mirrors(by_path: Mapping[Segments, Leaf]) -> dict[Segments, list[Segments]]
     mirrors: dict[Segments, list[Segments]] = {}
     taken: list[Segments] = []
     for shapes, prefixes in sorted(equal.items(), key=lambda item: -len(item[0])):
-        patterns = Counter(map(_pattern, prefixes))
+        patterns = Counter(map(pattern_of, prefixes))
         clusters: dict[Segments, list[Segments]] = {}
         for prefix in prefixes:
-            if patterns[_pattern(prefix)] > 1 or any(_within(prefix, t) for t in taken):
+            if patterns[pattern_of(prefix)] > 1 or any(_within(prefix, t) for t in taken):
                 continue  # the equal layers of a list are folded by index
             alike = (
                 first
@@ -166,32 +166,9 @@ def _within(path: Segments, prefix: Segments) -> bool:
     return path[: len(prefix)] == prefix
 
 
-def _pattern(path: Segments) -> Segments:
-    return tuple("*" if s.isdigit() else s for s in path)
-
-
 def _braced(prefixes: Sequence[Segments]) -> str:
     """`state.opt_state.0.{mu,nu}` for two subtrees."""
     levels = zip(*prefixes, strict=False)
     shared = [level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels)]
     ends = [".".join(p[len(shared) :]) for p in prefixes]
     return ".".join(prefixes[0] if len(prefixes) == 1 else [*shared, "{" + ",".join(ends) + "}"])
-
-
-def _joined(paths: Sequence[Segments]) -> str:
-    """One path for those that differ in indices alone: `layers.0…11.wq`."""
-    return ".".join(
-        found[0] if len(found) == 1 else ranges([int(s) for s in found])
-        for found in (list(dict.fromkeys(segments)) for segments in zip(*paths, strict=True))
-    )
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """`0…3,7` for 0, 1, 2, 3, 7."""
-    runs: list[list[int]] = []
-    for n in sorted(set(numbers)):
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ",".join(str(a) if a == b else f"{a},{b}" if b == a + 1 else f"{a}…{b}" for a, b in runs)

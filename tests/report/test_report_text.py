@@ -11,9 +11,10 @@ from jax.sharding import PartitionSpec as P
 import cost_models
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.paths import ranges
 from autoshard.planner import summary
 from autoshard.planner.backward_passes import repeated_text
-from autoshard.planner.leaf_rows import fold, local_bytes, ranges
+from autoshard.planner.leaf_rows import fold, local_bytes
 from autoshard.planner.record import Certificate, Cost, Leaf, Memory, PlanRecord
 from autoshard.problem.collective import Collective
 from autoshard.problem.repeated import RepeatedLine, RepeatedWork
@@ -86,6 +87,19 @@ def test_equal_layers_are_one_row() -> None:
     assert shown(layers("params", 3, P("data", "model"))) == [
         ("params.layers.0…2.norm", 3, "[-]"),
         ("params.layers.0…2.w", 3, "[data,model]"),
+    ]
+
+
+def test_equal_layers_that_linen_named_are_one_row() -> None:
+    leaves = [
+        leaf(f"params['Block_{i}']['Dense_{j}']['kernel']", 8, 8 << j, spec=P("data"))
+        for i in (*range(8), 10)
+        for j in range(2)
+    ]
+    assert shown([*leaves, leaf("params['Dense_0']['kernel']", 8, 8)]) == [
+        ("params.Block_0…7,10.Dense_0.kernel", 9, "[data,-]"),
+        ("params.Block_0…7,10.Dense_1.kernel", 9, "[data,-]"),
+        ("params.Dense_0.kernel", 1, "[-,-]"),
     ]
 
 
