@@ -27,6 +27,7 @@ from autoshard._jax.jaxprs import is_repeated as is_repeated
 from autoshard._jax.jaxprs import is_transposed as is_transposed
 from autoshard._jax.jaxprs import is_unnamed as is_unnamed
 from autoshard._jax.jaxprs import literal as literal
+from autoshard._jax.jaxprs import moved as moved
 from autoshard._jax.jaxprs import noted_while_tracing as noted_while_tracing
 from autoshard._jax.jaxprs import on_present_mesh as on_present_mesh
 from autoshard._jax.jaxprs import open_jaxpr as open_jaxpr

@@ -24,6 +24,7 @@ _OF_A_MESH = (jax.sharding.NamedSharding, jax.sharding.Mesh, jax.sharding.Abstra
 # How later JAX names the kinds of a loop's inputs; JAX 0.10 has their numbers.
 flattree: Any = importlib.util.find_spec("jax._src.flattree") and importlib.import_module("jax._src.flattree")
 _RESHAPE = jax.make_jaxpr(lambda x: jax.lax.reshape(x, (1, 1)))(jax.ShapeDtypeStruct((1,), "float32")).eqns[0]
+_TO_HOST = jax.make_jaxpr(lambda x: jax.device_put(x, jax.memory.Space.Host))(0.0).eqns[0]
 _BARRIER = jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).eqns[0].primitive
 
 
@@ -346,6 +347,23 @@ def element(aval: Any) -> Any:
 def barrier(near: Any, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
     """An `optimization_barrier` equation with the source line of another one."""
     return core.new_jaxpr_eqn(list(invars), list(outvars), _BARRIER, {}, core.no_effects, near.source_info, near.ctx)
+
+
+def moved(near: Any, var: Any, space: jax.memory.Space) -> tuple[Any, Any]:
+    """Copies a variable to the device's or the host's memory.
+
+    Args:
+      near: an equation, whose source line the copy has.
+      var: the variable.
+      space: where to.
+
+    Returns:
+      The equation, and the variable that is there.
+    """
+    there = variable(var.aval.update(memory_space=space))
+    params = {**_TO_HOST.params, "devices": (space,)}
+    put = core.new_jaxpr_eqn([var], [there], _TO_HOST.primitive, params, core.no_effects, near.source_info, near.ctx)
+    return put, there
 
 
 def traced_at(near: Any, fn: Any, operands: Sequence[Any], result: Any = None) -> tuple[list[Any], Any]:

@@ -22,7 +22,7 @@ from autoshard.backends.devices import MeshLike
 from autoshard.backends.known_compilers import CALLED
 from autoshard.errors import ArgumentError, MeshError, SpecError
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.recomputation import ADD, Remat
+from autoshard.ir.recomputation import ADD, NO_OFFLOAD, Offload, Remat
 from autoshard.planner import pipeline
 from autoshard.planner.budget import REL_GAP, TIME_LIMIT_S, Budget
 from autoshard.planner.host_parts import HostPatterns
@@ -40,6 +40,7 @@ _CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "constraints": ("needed", "all", "compiled"),
     "unknown": ("error", "replicate"),
     "remat": get_args(Remat),
+    "offload": get_args(Offload),
     "refine": (None, *CALLED),
 }
 
@@ -96,6 +97,7 @@ class PlanOptions(SolvingOptions, FunctionOptions, total=False):
     refine: str | None
     candidates: int
     also: Mapping[str, Plan | Evaluation] | None
+    offload: Offload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +134,7 @@ class Options:
     candidates: int = 3
     also: Mapping[str, Plan | Evaluation] = field(default_factory=dict[str, Plan | Evaluation])
     remat: Remat = ADD
+    offload: Offload = NO_OFFLOAD
 
     def __post_init__(self) -> None:
         _meshes(self.mesh)
@@ -199,6 +202,7 @@ class Options:
             unknown=self.unknown,
             like=None if self.like is None else self.like.record,
             remat=self.remat,
+            offload=self.offload,
         )
 
 

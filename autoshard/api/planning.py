@@ -24,7 +24,7 @@ from autoshard.backends import devices as meshes
 from autoshard.backends.devices import MeshLike
 from autoshard.errors import InfeasibleError, SpecError
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.recomputation import ADD, Remat
+from autoshard.ir.recomputation import ADD, NO_OFFLOAD, Offload, Remat
 from autoshard.planner import named_shardings, pipeline, request
 from autoshard.planner.decided_program import decided_by
 from autoshard.planner.host_parts import HostPatterns
@@ -66,6 +66,7 @@ def plan(
     candidates: int = 3,
     also: Mapping[str, Plan | Evaluation] | None = None,
     remat: Remat = ADD,
+    offload: Offload = NO_OFFLOAD,
     **kwargs: Any,
 ) -> SolvedPlan:
     """Finds the sharding of `fn(*args, **kwargs)` with the least step time that fits in memory.
@@ -131,6 +132,8 @@ def plan(
         "free": what its own checkpoints repeat may be kept as well. "written": what the program says. Random bits come
         out the same; effects and calls of the host are never repeated. A loss that is planned for its gradient
         (`for_grad`) keeps what JAX keeps.
+      offload: "auto": what loops stack for backward passes may lie in the host's memory, where the compiler has it
+        apart (GPUs and TPUs) and that is faster than to keep it in the device's or to repeat it.
       **kwargs: keyword arguments of `fn`, as `args`.
 
     Raises:
@@ -168,6 +171,7 @@ def plan(
         candidates=candidates,
         also=also or {},
         remat=remat,
+        offload=offload,
     )
     refuse_misspelt(fn, kwargs, "plan")
     with deadline.within(time_limit_s):

@@ -10,7 +10,8 @@ conditional takes the time of its longest branch. A windowed einsum's ring runs 
 Matmuls cost the model's price of their shapes (HBM traffic of operands and results
 included), or the traffic of the whole fusion if that takes longer. Other instructions cost
 the HBM bytes that they read and write; a slice reads only its part. Prefetches into faster
-memory are free, and so are copies to the host's and back: no hardware file has the rate of that link.
+memory are free. Copies to the host's memory and back run on a link of their own each way, from their beginning on; the
+compute stream waits at their end.
 
 What runs once more for a backward pass has `rematted_computation` in its name; what a compiler repeats on its own
 (XLA's own rematerialization) is an instruction whose name says `.remat`.
@@ -54,6 +55,7 @@ _FREE = frozenset(
         "tuple",
     }
 )
+_HOST_SPACE = "S(5)"  # in the layouts of arrays in the host's memory
 _SLICES = frozenset({"dynamic-slice", "gather", "slice"})
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # which operand is written into the first, in place
 
@@ -64,6 +66,9 @@ class Machine(Protocol):
     def matmul_s(self, batch: int, m: int, n: int, k: int, dtype: str) -> Any: ...
 
     def hbm_s(self, nbytes: int) -> Any: ...
+
+    @property
+    def host_bytes_per_s(self) -> float: ...
 
     def collective_s(self, kind: Any, axes: Sequence[str], nbytes: int) -> Any: ...
 
@@ -194,7 +199,7 @@ def timeline(
     walk = _Walk(module, launches, machine, mesh, Loops(module), trip_counts or {})
     walk.run(module[module.entry], 1)
     return Timeline(
-        step_s=max(walk.now_s, walk.free_s),
+        step_s=max(walk.now_s, walk.free_s, *walk.host_free_s),
         compute_s=walk.compute_s,
         communication_s=walk.communication_s,
         exposed_s=walk.exposed_s,
@@ -206,7 +211,7 @@ def timeline(
 
 @dataclass(slots=True)
 class _Walk:
-    """Both streams' clocks, on the way through the schedule."""
+    """Both streams' clocks, and those of both ways to the host's memory, on the way through the schedule."""
 
     module: Module
     launches: Mapping[tuple[str, str], list[Collective]]
@@ -216,6 +221,7 @@ class _Walk:
     trip_counts: Mapping[str, int]
     now_s: float = 0.0
     free_s: float = 0.0
+    host_free_s: tuple[float, float] = (0.0, 0.0)  # from the host, to the host
     compute_s: float = 0.0
     communication_s: float = 0.0
     exposed_s: float = 0.0
@@ -234,7 +240,10 @@ class _Walk:
                     self._wait(end_s)
                     continue
                 pending[rows[0].done] = end_s
-            if instruction.opcode == "while":
+            copied = _host_copy(computation, instruction)
+            if copied is not None:
+                pending[copied.done] = self._copy(instruction, copied, trips)
+            elif instruction.opcode == "while":
                 self._loop(instruction, trips)
             elif instruction.opcode == "conditional":
                 self._branch(instruction, trips)
@@ -258,6 +267,18 @@ class _Walk:
         name, repeated = f"{row.kind} {'·'.join(axes)}", _jax.REMATTED in row.op_name
         self._record(name, "communication", start_s, duration_s, trips, row.where, repeated=repeated)
         return self.free_s
+
+    def _copy(self, instruction: Instruction, copied: "_HostCopy", trips: int) -> float:
+        """Puts a copy on the link to the host's memory, or on that back."""
+        duration_s = copied.nbytes / self.machine.host_bytes_per_s
+        start_s = max(self.now_s, self.host_free_s[copied.to_host])
+        ends = list(self.host_free_s)
+        ends[copied.to_host] = start_s + duration_s
+        self.host_free_s = ends[0], ends[1]
+        self.communication_s += duration_s
+        name = f"copy {'to' if copied.to_host else 'from'} the host's memory"
+        self._record(name, "communication", start_s, duration_s, trips, self.module.where(instruction))
+        return start_s + duration_s
 
     def _wait(self, end_s: float) -> None:
         waited_s = max(0.0, end_s - self.now_s)
@@ -285,7 +306,7 @@ class _Walk:
         more = 1 if count is None else count
         if more == 0:
             return
-        late = self.free_s > self.now_s
+        late = max(self.free_s, *self.host_free_s) > self.now_s
         before = self._one_trip(loop, trips * more)
         more -= 1
         if late and more:
@@ -301,6 +322,10 @@ class _Walk:
         shift_s = more * (self.now_s - before.now_s)
         if self.free_s > before.free_s:
             self.free_s += shift_s
+        from_s, to_s = (
+            now + shift_s if now > then else now for now, then in zip(self.host_free_s, before.host_free_s, strict=True)
+        )
+        self.host_free_s = from_s, to_s
         self.now_s += shift_s
 
     def _one_trip(self, loop: Instruction, trips: int) -> "_Walk":
@@ -318,6 +343,7 @@ class _Walk:
             ends.append(branch)
         longest = max(ends, key=lambda branch: branch.now_s)
         self.now_s, self.free_s, self.events = longest.now_s, longest.free_s, longest.events
+        self.host_free_s = longest.host_free_s
         self.compute_s, self.communication_s = longest.compute_s, longest.communication_s
         self.exposed_s, self.flops = longest.exposed_s, longest.flops
 
@@ -358,6 +384,25 @@ class _Walk:
 
     def _traffic_s(self, computation: Computation, instruction: Instruction) -> float:
         return float(self.machine.hbm_s(_traffic_bytes(self.module, computation, instruction)))
+
+
+class _HostCopy(NamedTuple):
+    """A copy between a device's memory and its host's: which instruction ends it, how much it moves, and which way."""
+
+    done: str
+    nbytes: int
+    to_host: bool
+
+
+def _host_copy(computation: Computation, instruction: Instruction) -> _HostCopy | None:
+    """The copy that an instruction begins; of a stack a slice is moved, the smallest array that it names."""
+    if not instruction.opcode.endswith("-start") or _HOST_SPACE not in instruction.type:
+        return None
+    ends = [user for user in computation.users[instruction.name] if user.opcode.endswith("-done")]
+    arrays = [shape.nbytes for shape in instruction.shapes if shape.dims]
+    if not ends or not arrays:
+        return None
+    return _HostCopy(ends[0].name, min(arrays), _HOST_SPACE in ends[0].type)
 
 
 def _is_repeated(instruction: Instruction, named: Instruction) -> bool:

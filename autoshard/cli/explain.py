@@ -21,6 +21,7 @@ from autoshard.cli.options import (
     JsonOption,
     MemoryOption,
     MeshOption,
+    OffloadChoice,
     PinOption,
     RematChoice,
     SetOption,
@@ -36,7 +37,7 @@ from autoshard.explain.sensitivity import Varied, turning_points
 from autoshard.explore.builder import load_builder
 from autoshard.explore.remedies import remedies
 from autoshard.explore.trial import Task
-from autoshard.ir.recomputation import ADD
+from autoshard.ir.recomputation import ADD, NO_OFFLOAD
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.report import progress
 from autoshard.report.tables import bytes_text, time_text
@@ -64,6 +65,7 @@ def explain(
     set_: SetOption = None,
     for_grad: GradOption = False,
     remat: RematChoice = ADD,
+    offload: OffloadChoice = NO_OFFLOAD,
     time_limit: TimeOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -80,6 +82,7 @@ def explain(
         gap=REL_GAP,
         time_limit=time_limit,
         remat=remat,
+        offload=offload,
         host_local=host_local,
         hosts=hosts,
     )
@@ -95,6 +98,7 @@ def explain(
             for_grad=for_grad,
             memory=None if memory is None else byte_count(memory),
             remat=remat,
+            offload=offload,
         )
         with progress.shown(errors(), "what would fit"):
             ways = remedies(task, mesh_axes(mesh), hardware or "")

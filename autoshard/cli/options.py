@@ -12,7 +12,7 @@ from autoshard.cli.app import errors
 from autoshard.cli.written import assignments, byte_count, host_local, is_position, mesh_axes, pin_of
 from autoshard.errors import MeshError
 from autoshard.explore.builder import load_target
-from autoshard.ir.recomputation import ADD, Remat
+from autoshard.ir.recomputation import ADD, NO_OFFLOAD, Offload, Remat
 from autoshard.planner.pipeline import ConstraintPolicy
 from autoshard.report import progress
 
@@ -56,6 +56,10 @@ RematChoice = Annotated[
     Remat,
     typer.Option("--remat", metavar="<str>", help="written, add or free", show_default=False),
 ]
+OffloadChoice = Annotated[
+    Offload,
+    typer.Option("--offload", metavar="<str>", help="auto: to the host's memory", show_default=False),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON alone on standard output")]
 
 
@@ -85,6 +89,7 @@ class Asked:
     remat: Remat = ADD
     host_local: Sequence[str] | None = None
     hosts: int | None = None
+    offload: Offload = NO_OFFLOAD
 
 
 def planned(
@@ -117,6 +122,7 @@ def planned(
         "candidates": candidates,
         "constraints": constraints,
         "remat": asked.remat,
+        "offload": asked.offload,
     }
     fn, args = build(asked.target, asked.set_) if built is None else built
     with progress.shown(errors(), progress.STAGES[0]):

@@ -19,6 +19,7 @@ from autoshard.cli.options import (
     JsonOption,
     MemoryOption,
     MeshOption,
+    OffloadChoice,
     PinOption,
     RematChoice,
     SetOption,
@@ -27,7 +28,7 @@ from autoshard.cli.options import (
     planned,
 )
 from autoshard.cli.written import writable
-from autoshard.ir.recomputation import ADD
+from autoshard.ir.recomputation import ADD, NO_OFFLOAD
 from autoshard.planner.pipeline import ConstraintPolicy
 
 
@@ -45,6 +46,7 @@ def plan(
     set_: SetOption = None,
     for_grad: GradOption = False,
     remat: RematChoice = ADD,
+    offload: OffloadChoice = NO_OFFLOAD,
     gap: GapOption = REL_GAP,
     time_limit: TimeOption = None,
     refine: Annotated[
@@ -72,6 +74,7 @@ def plan(
             gap=gap,
             time_limit=time_limit,
             remat=remat,
+            offload=offload,
             host_local=host_local,
             hosts=hosts,
         ),

@@ -22,6 +22,7 @@ from autoshard.cli.options import (
     JsonOption,
     MemoryOption,
     MeshOption,
+    OffloadChoice,
     PinOption,
     RematChoice,
     SetOption,
@@ -32,7 +33,7 @@ from autoshard.cli.options import (
 )
 from autoshard.cli.written import writable
 from autoshard.errors import AutoshardError
-from autoshard.ir.recomputation import ADD
+from autoshard.ir.recomputation import ADD, NO_OFFLOAD
 from autoshard.planner import baseline_layouts, view
 from autoshard.report import page, progress
 
@@ -55,6 +56,7 @@ def report(
     set_: SetOption = None,
     for_grad: GradOption = False,
     remat: RematChoice = ADD,
+    offload: OffloadChoice = NO_OFFLOAD,
     time_limit: TimeOption = None,
     as_json: JsonOption = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
@@ -74,6 +76,7 @@ def report(
             gap=REL_GAP,
             time_limit=time_limit,
             remat=remat,
+            offload=offload,
             host_local=host_local,
             hosts=hosts,
         ),

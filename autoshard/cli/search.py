@@ -7,13 +7,21 @@ import typer
 
 from autoshard import files
 from autoshard.cli.app import app, errors, print_json
-from autoshard.cli.options import GradOption, JsonOption, MemoryOption, RematChoice, SetOption, TargetArgument
+from autoshard.cli.options import (
+    GradOption,
+    JsonOption,
+    MemoryOption,
+    OffloadChoice,
+    RematChoice,
+    SetOption,
+    TargetArgument,
+)
 from autoshard.cli.written import assignments, byte_count, chip_counts, is_position, writable
 from autoshard.errors import SpecError
 from autoshard.explore import live_view
 from autoshard.explore import search as mesh_search
 from autoshard.ir.accumulation import AUTO, Steps
-from autoshard.ir.recomputation import ADD
+from autoshard.ir.recomputation import ADD, NO_OFFLOAD
 from autoshard.report import progress
 
 
@@ -33,6 +41,7 @@ def search(
     microbatches: Annotated[str | None, typer.Option("--microbatches", help="8, or auto to choose them")] = None,
     for_grad: GradOption = False,
     remat: RematChoice = ADD,
+    offload: OffloadChoice = NO_OFFLOAD,
     processes: Annotated[int | None, typer.Option("--processes", help="default: one per core")] = None,
     executor: Annotated[str | None, typer.Option("--executor", help="dask://host:8786, ray://…")] = None,
     as_json: JsonOption = False,
@@ -54,6 +63,7 @@ def search(
             donate_argnames=None if donate is None else [d for d in donate if not is_position(d)] or None,
             for_grad=for_grad,
             remat=remat,
+            offload=offload,
             memory=None if memory is None else byte_count(memory),
             budget_tokens=tokens or 0,
             prices=None if price is None else prices(price),

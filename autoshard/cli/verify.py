@@ -22,6 +22,7 @@ from autoshard.cli.options import (
     JsonOption,
     MemoryOption,
     MeshOption,
+    OffloadChoice,
     PinOption,
     RematChoice,
     SetOption,
@@ -32,7 +33,7 @@ from autoshard.cli.options import (
 from autoshard.cli.written import assignments, writable
 from autoshard.errors import PlanMismatchError
 from autoshard.explore.builder import load_target
-from autoshard.ir.recomputation import ADD
+from autoshard.ir.recomputation import ADD, NO_OFFLOAD
 from autoshard.report import progress
 from autoshard.verification import machine_json
 from autoshard.verification.verify import TOLERANCE
@@ -68,6 +69,7 @@ def verify(
     set_: SetOption = None,
     for_grad: GradOption = False,
     remat: RematChoice = ADD,
+    offload: OffloadChoice = NO_OFFLOAD,
     gap: GapOption = REL_GAP,
     time_limit: TimeOption = None,
     as_json: JsonOption = False,
@@ -87,6 +89,7 @@ def verify(
                 gap=gap,
                 time_limit=time_limit,
                 remat=remat,
+                offload=offload,
                 host_local=host_local,
                 hosts=hosts,
             )

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from autoshard.backends.model import CompilerModel
 from autoshard.costs import compute
 from autoshard.ir.graph import Graph
+from autoshard.ir.op_traits import DEVICE_PUT
 from autoshard.rules.rule import FactorKind, ShardingRule
 
 
@@ -32,8 +33,9 @@ def fusion_traits(
     graph: Graph, rules: Sequence[ShardingRule], pinned: Collection[int], compiler: CompilerModel
 ) -> FusionTraits:
     """The traits of a graph under the rules of its equations, some of which are pinned."""
+    alone = {*pinned, *host_copies(graph, compiler)}
     pointwise = [
-        is_pointwise(rule) and e not in pinned and not (graph.eqns[e].traits.link or graph.eqns[e].traits.choice)
+        is_pointwise(rule) and e not in alone and not (graph.eqns[e].traits.link or graph.eqns[e].traits.choice)
         for e, rule in enumerate(rules)
     ]
     fuses = [compute.fusible(eqn, pointwise=p, compiler=compiler) for eqn, p in zip(graph.eqns, pointwise, strict=True)]
@@ -46,6 +48,21 @@ def fusion_traits(
         free=_free(graph, fuses),
         products=products,
         added=added,
+    )
+
+
+def host_copies(graph: Graph, compiler: CompilerModel) -> frozenset[int]:
+    """The equations that copy to the host's memory or back; none by a compiler that has one memory."""
+    if not compiler.keeps_host_values_apart or not graph.on_host:
+        return frozenset()
+    return frozenset(
+        e
+        for e, eqn in enumerate(graph.eqns)
+        if eqn.primitive == DEVICE_PUT
+        and any(
+            (v in graph.on_host) != (r in graph.on_host)
+            for v, r in zip(graph.operands[e], graph.results[e], strict=True)
+        )
     )
 
 

@@ -36,7 +36,17 @@ from numpy.typing import NDArray
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, positions
 from autoshard.ir.graph import Graph
-from autoshard.ir.op_traits import DIV, EXP, LOOP_CONST, LOOP_SLICE, LOOP_STACK, RECALL, REDUCE_SUM, TRANSPOSE
+from autoshard.ir.op_traits import (
+    DEVICE_PUT,
+    DIV,
+    EXP,
+    LOOP_CONST,
+    LOOP_SLICE,
+    LOOP_STACK,
+    RECALL,
+    REDUCE_SUM,
+    TRANSPOSE,
+)
 from autoshard.rules.rule import ShardingRule
 
 # Rows (of scores, of a norm) that one kernel of XLA:GPU reduces and reads again; those of a vocabulary it does not.
@@ -250,15 +260,16 @@ def _find_held(
         operands, results = list(graph.operands[e]), list(graph.results[e])
         made[results] = True
         costly[results] = eqn.traits.costly
-        readers[operands] += e not in graph.optional or eqn.primitive != LOOP_STACK
+        aside = e in graph.optional and eqn.primitive in (LOOP_STACK, DEVICE_PUT)  # keeps what a plan may leave out
+        readers[operands] += not aside
         if eqn.traits.enters_loop:
             held[operands] = True
         elif eqn.traits.ends_fusion or eqn.primitive == LOOP_STACK:
             held[results] = True
-        elif not fuses[e] and not eqn.traits.renames:
+        elif not fuses[e] and not eqn.traits.renames and not aside:
             held[[v for v in operands if not (taken[v] and eqn.traits.contraction)]] = True
             held[results] = True
-        held[[v for v in results if v in stated]] = True
+        held[[v for v in results if aside or v in stated]] = True
     for e in range(len(graph.eqns) - 1, -1, -1):
         if graph.eqns[e].primitive == RECALL:
             readers[graph.operands[e][-1]] += readers[graph.results[e][0]] - 1

@@ -39,6 +39,9 @@ class Machine(CollectiveMachine, Protocol):
     @property
     def stores_quotients(self) -> bool: ...
 
+    @property
+    def host_bytes_per_s(self) -> float: ...
+
     def matmul_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str) -> Seconds: ...
 
 

@@ -158,7 +158,9 @@ def _recomputing(before: PlanRecord, after: PlanRecord) -> Iterable[str]:
 
 
 def _recomputation(chosen: Recomputation | None) -> dict[str, Any] | None:
-    return None if chosen is None else {"remat": chosen.remat, "kept": list(chosen.kept)}
+    if chosen is None:
+        return None
+    return {"remat": chosen.remat, "kept": list(chosen.kept), "offloaded": list(chosen.offloaded)}
 
 
 def _relative(before: float, after: float) -> str:

@@ -58,6 +58,7 @@ class Recall:
       nbytes: what keeping it takes per device; None if that is not told apart.
       more_s: what a step takes longer if it is repeated instead; None if nothing fits then, or it is repeated.
       kept_from_bytes: the memory from which it is kept; None if it is kept, or repeated however much there is.
+      on_host: whether the host's memory holds it; `nbytes` is what the device's would.
     """
 
     what: str
@@ -67,6 +68,7 @@ class Recall:
     nbytes: int | None
     more_s: float | None
     kept_from_bytes: int | None
+    on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

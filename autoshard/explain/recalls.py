@@ -43,11 +43,12 @@ def recalls(planned: PlanningResult, at: str) -> tuple[Recall, ...]:
     request = planned.space.request
     if request.remat == WRITTEN or request.gradient_of:
         return ()
-    space = RecomputationSpace.of(build_search_space(_as_traced(request)))
+    space = RecomputationSpace.of(build_search_space(_as_traced(request)), request.offload)
     if space is None:
         return ()
     chosen = request.recomputation
     kept = {*map(str, space.saved.saved)} if chosen is None else {*chosen.kept}
+    offloaded = () if chosen is None else chosen.offloaded
     values = {v.id: (v, one) for one in space.saved.passes for v in one.values}
     here = {
         e: values[of][0]
@@ -62,7 +63,7 @@ def recalls(planned: PlanningResult, at: str) -> tuple[Recall, ...]:
         step = None if value.step is None else values[value.id][1].steps[value.step]
         what = f"{step.primitive} at {short_place(value.where)}" if step else short_place(value.where)
         one = asked.kept(e, value) if str(value.id) in kept else asked.repeated(e, value)
-        found.append(replace(one, what=what))
+        found.append(replace(one, what=what, on_host=str(value.id) in offloaded))
     return tuple(found)
 
 
@@ -107,7 +108,7 @@ class _Asked:
 
     def kept(self, e: int, value: ForwardValue) -> Recall:
         """What it costs to repeat a value that is kept."""
-        best, other = self.within(self.limit), self.solved(self.limit, self.without(e, operand=0))
+        best, other = self.within(self.limit), self.solved(self.limit, self.without(e, kept=True))
         more_s = max(other.objective - best.objective, 0) * UNIT_S if other.found and best.found else None
         return _recall(value, kept=True, nbytes=self.nbytes(value.id, best), more_s=more_s)
 
@@ -115,8 +116,8 @@ class _Asked:
         """What a value that is repeated would take if it were kept, and in how much memory it is."""
         free = self.within(EVERY)
         if not self.keeps(e, free):
-            kept = self.solved(self.limit, self.without(e, operand=1))
-            kept = kept if kept.found else self.solved(EVERY, self.without(e, operand=1))
+            kept = self.solved(self.limit, self.without(e, kept=False))
+            kept = kept if kept.found else self.solved(EVERY, self.without(e, kept=False))
             return _recall(value, kept=False, nbytes=self.nbytes(value.id, kept))
         low, high = self.limit, max(self.peak(free), self.limit)
         least = free
@@ -129,21 +130,21 @@ class _Asked:
                 low = middle
         return _recall(value, kept=False, nbytes=self.nbytes(value.id, least), kept_from_bytes=high)
 
-    def without(self, e: int, *, operand: int) -> NDArray[np.int64]:
-        """The costs under which a recall does not take its operand: 0 what is kept, 1 what is repeated."""
+    def without(self, e: int, *, kept: bool) -> NDArray[np.int64]:
+        """The costs under which a recall does not take what is kept, wherever that lies, or what is repeated."""
         problem, decision, c = self.formulation.problem, *self.decision(e)
         cost = problem.cost.copy()
         first = int(problem.start[c])
         for k in range(len(decision)):
-            if not decision.untaken[operand][k] and not (decision.off is not None and decision.off[k]):
+            if bool(decision.untaken[-1][k]) == kept and not (decision.off is not None and decision.off[k]):
                 cost[first + k] = INF
         return cost
 
     def decision(self, e: int) -> tuple[Equation, int]:
-        """The decision of a recall, and its class."""
+        """The decision of a recall, whose last operand is what is repeated, and its class."""
         node = self.space.decisions.node_of[e]
         decision = self.space.decisions.nodes[node]
-        assert isinstance(decision, Equation)  # a recall chooses between two operands
+        assert isinstance(decision, Equation)  # a recall chooses between operands
         return decision, int(self.formulation.folding.class_of[node])
 
     def keeps(self, e: int, solution: Solution) -> bool:
@@ -152,7 +153,7 @@ class _Asked:
             return False
         decision, c = self.decision(e)
         pick = int(solution.choice[c])
-        return not decision.untaken[0][pick] and not (decision.off is not None and decision.off[pick])
+        return bool(decision.untaken[-1][pick]) and not (decision.off is not None and decision.off[pick])
 
     def assignment(self, solution: Solution) -> Assignment:
         choice = self.formulation.read(solution.choice)
@@ -169,7 +170,8 @@ class _Asked:
         found, graph = self.assignment(solution), self.space.decisions.graph
         total = 0
         for e, value in self.space.whole.keeps.items():
-            code = found.made(graph.results[e][0]) if value == of else None
+            here = value == of and e not in self.space.whole.offloads
+            code = found.made(graph.results[e][0]) if here else None
             if code is not None:
                 aval = graph.avals[graph.results[e][0]]
                 total += int(local_bytes(aval, np.array([code]), self.space.decisions.mesh)[0])

@@ -100,6 +100,7 @@ def _recall_row(one: Recall) -> tuple[str, str]:
         since = f"kept from about {bytes_text(one.kept_from_bytes)} of memory up"
         return ("repeated", f"{value}keeping it{takes}; {since}" if takes else f"{value}{since}")
     held = f"keeping it{takes}; " if takes else ""
+    held = "it lies in the host's memory; " if one.on_host else held
     if one.more_s is None:
         return ("kept", f"{value}{held}nothing that repeats it was found to fit")
     return ("kept", f"{value}{held}repeating it costs {time_text(one.more_s)}")

@@ -34,7 +34,7 @@ from autoshard.explore.trial import SEARCH_REL_GAP, Hints, Task, Trials
 from autoshard.explore.workers import Answer
 from autoshard.ir.accumulation import AUTO, Steps, accumulate
 from autoshard.ir.arguments import as_tuple
-from autoshard.ir.recomputation import Remat
+from autoshard.ir.recomputation import Offload, Remat
 from autoshard.planner import view
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.problem.formulation import UNIT_S
@@ -88,6 +88,7 @@ class SearchOptions(DonationOptions, SolvingOptions, total=False):
     pins: Mapping[str, PartitionSpec] | None
     for_grad: bool | int | Sequence[int] | None
     remat: Remat
+    offload: Offload
 
 
 @listing(SearchOptions, rel_gap=SEARCH_REL_GAP)
@@ -132,7 +133,7 @@ def search(
       executor: plans the candidates instead of processes of this machine: any `concurrent.futures.Executor`, or the
         address of a running cluster, `"dask://host:8786"` or `"ray://host:10001"`; None for processes of our own.
       on_progress: called when it begins, and after every candidate.
-      **options: of `autoshard.plan`: pins, memory, unknown, for_grad, remat; donate_argnums and
+      **options: of `autoshard.plan`: pins, memory, unknown, for_grad, remat, offload; donate_argnums and
         donate_argnames, which, if neither is given, are the arguments that outputs replace leaf
         by leaf, as a training step's state (`()` donates none); time_limit_s, per candidate, and
         rel_gap, 0.002 if none is given.
@@ -183,6 +184,7 @@ def search(
         unknown=asked.unknown,
         microbatches=microbatches,
         remat=asked.remat,
+        offload=asked.offload,
         time_limit_s=asked.solver_limit_s,
         rel_gap=asked.rel_gap,
     )

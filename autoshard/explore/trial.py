@@ -18,7 +18,7 @@ from autoshard.ir import flops as useful
 from autoshard.ir.accumulation import AUTO, Steps
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.paths import dotted
-from autoshard.ir.recomputation import ADD, Remat
+from autoshard.ir.recomputation import ADD, NO_OFFLOAD, Offload, Remat
 from autoshard.ir.trace import Traced
 from autoshard.planner import pipeline
 from autoshard.planner.budget import TIME_LIMIT_S, Budget
@@ -59,6 +59,7 @@ class Task:
     unknown: str = "error"
     microbatches: Steps | None = None
     remat: Remat = ADD
+    offload: Offload = NO_OFFLOAD
     time_limit_s: float = TIME_LIMIT_S
     rel_gap: float = SEARCH_REL_GAP
 
@@ -196,6 +197,7 @@ class Trials:
             for_grad=task.for_grad,
             unknown=task.unknown,
             remat=task.remat,
+            offload=task.offload,
         )
         target = options.target(candidate.shape, candidate.hardware)
         return request_of(self._call(candidate), target, options)

@@ -10,6 +10,8 @@ first reader takes of the backward pass, which goes on with it from behind the b
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from autoshard import _jax
 from autoshard.errors import RecomputeError
 from autoshard.ir.bodies import REMATS, with_bodies
@@ -22,7 +24,7 @@ STORED = REMATS | {"dot_general", "ragged_dot_general", "conv_general_dilated", 
 WIDENING = frozenset({"broadcast_in_dim", "convert_element_type", "reshape"})
 
 
-def rewritten(values: SavedValues, kept: Collection[ValueId]) -> Any:
+def rewritten(values: SavedValues, kept: Collection[ValueId], on_host: Collection[ValueId] = ()) -> Any:
     """The closed jaxpr of a program that keeps these values for its backward passes, and no others.
 
     Its inputs and results are the program's. With `values.saved` nothing is repeated.
@@ -30,6 +32,7 @@ def rewritten(values: SavedValues, kept: Collection[ValueId]) -> Any:
     Args:
       values: of the program.
       kept: what is kept; what no backward pass then reads is not.
+      on_host: which of them are kept in the host's memory: of `values.stackable`.
 
     Raises:
       RecomputeError: something else has to be kept; it holds what.
@@ -44,18 +47,20 @@ def rewritten(values: SavedValues, kept: Collection[ValueId]) -> Any:
         return values.closed
     kept = frozenset(kept)
     described = {id(one.source): one for one in values.flat}
-    return _jax.without_dead(_flat(values.program, described, kept))
+    return _jax.without_dead(_flat(values.program, described, kept, frozenset(on_host)))
 
 
-def _flat(one: Pass, described: Mapping[int, ForwardPass], kept: frozenset[ValueId]) -> Any:
+def _flat(
+    one: Pass, described: Mapping[int, ForwardPass], kept: frozenset[ValueId], on_host: frozenset[ValueId]
+) -> Any:
     """A flat pass's body, written again."""
     eqns = [step.eqn for step in one.forward.steps]
     for k, bodies in one.nested.items():
-        eqns[k] = with_bodies(eqns[k], {i: _flat(inside, described, kept) for i, inside in bodies.items()})
+        eqns[k] = with_bodies(eqns[k], {i: _flat(inside, described, kept, on_host) for i, inside in bodies.items()})
     if id(one) not in described:
         return one.forward.with_steps(eqns)
     own = described[id(one)]
-    return _FlatBody(own, own.demand(kept), eqns).rewritten()
+    return _FlatBody(own, own.demand(kept), eqns, on_host).rewritten()
 
 
 class _Rewriting:
@@ -63,11 +68,18 @@ class _Rewriting:
 
     `forward` and `backward` are the equations of the two bodies, one list where both are one. `ids` and `variable`
     know every variable of the forward body, those of further stacks among them; `repeated` what holds a value
-    that is repeated, in the backward body.
+    that is repeated, in the backward body. `on_host` are the values whose stacks lie in the host's memory.
     """
 
-    def __init__(self, own: ForwardPass, demand: Demand, forward: list[Any], backward: list[Any]) -> None:
-        self.own, self.demand = own, demand
+    def __init__(
+        self,
+        own: ForwardPass,
+        demand: Demand,
+        forward: list[Any],
+        backward: list[Any],
+        on_host: frozenset[ValueId],
+    ) -> None:
+        self.own, self.demand, self.on_host = own, demand, on_host
         self.forward, self.backward = forward, backward
         self.ids: dict[Any, ValueId] = dict(own.variables)
         self.variable: dict[ValueId, Any] = {}
@@ -79,7 +91,7 @@ class _Rewriting:
             self.due.setdefault(position, []).append(k)
         for inside, part, pair in zip(own.inside, demand.inside, own.source.pairs, strict=True):
             scans = forward[pair.forward], backward[pair.backward]
-            forward[pair.forward], backward[pair.backward] = _ScanPair(inside, part).rewritten(*scans, self)
+            forward[pair.forward], backward[pair.backward] = _ScanPair(inside, part, on_host).rewritten(*scans, self)
 
     def add(self, at: ValueId, var: Any) -> None:
         """A further stack of a forward scan."""
@@ -100,17 +112,19 @@ class _ScanPair(_Rewriting):
     """A forward scan and its backward one, written again.
 
     `held` are the backward body's variables of values that it is given, `staying` those of its own that remain,
-    `further` the constants that it closes over.
+    `further` the constants that it closes over. `sent` are copies to the host's memory, in the forward body, `fetched`
+    those back, in the backward one.
     """
 
-    def __init__(self, own: ForwardPass, demand: Demand) -> None:
+    def __init__(self, own: ForwardPass, demand: Demand, on_host: frozenset[ValueId]) -> None:
         source = own.source
         self.held: dict[ValueId, Any] = {}
         self.staying: set[Any] = set()
         self.further: dict[Any, Any] = {}
-        super().__init__(
-            own, demand, [step.eqn for step in source.forward.steps], [step.eqn for step in source.backward.steps]
-        )
+        self.sent: list[Any] = []
+        self.fetched: list[Any] = []
+        bodies = ([step.eqn for step in body.steps] for body in (source.forward, source.backward))
+        super().__init__(own, demand, *bodies, on_host)
 
     def rewritten(self, ahead: Any, back: Any, outer: _Rewriting) -> tuple[Any, Any]:
         """Returns both scans. `outer` is told of further stacks; the second scan may take its forward variables."""
@@ -124,7 +138,7 @@ class _ScanPair(_Rewriting):
         for x, var, every in stacked:
             (constant if every else sliced).append((x, var))
         self.further = dict(source.backward.consts)
-        eqns: list[Any] = []
+        eqns = list(self.fetched)
         for position, eqn in enumerate(self.backward):
             eqns += [self.repeat(k, self.operand) for k in self.due.get(position, ())]
             eqns.append(eqn.replace(invars=[self.operand(x) for x in eqn.invars]))
@@ -141,7 +155,7 @@ class _ScanPair(_Rewriting):
             outvars=outvars,
             consts=[(var, value) for var, value in self.further.items() if var in used],
         )
-        forward = source.forward.with_steps(self.forward, outvars=[*source.forward.outvars, *results])
+        forward = source.forward.with_steps([*self.forward, *self.sent], outvars=[*source.forward.outvars, *results])
         ahead_arity = source.arity
         first, last = ahead.invars[: ahead_arity[0]], ahead.invars[sum(ahead_arity) :]
         middle = ahead.invars[ahead_arity[0] : sum(ahead_arity)]
@@ -159,7 +173,7 @@ class _ScanPair(_Rewriting):
         if at is None:
             return True
         is_stack = outer.ids.get(outer.own.source.read(atom)) == at.stack
-        if at not in self.demand.wired or (is_stack and self.is_given(at)):
+        if at not in self.demand.wired or at in self.on_host or (is_stack and self.is_given(at)):
             return False
         self.held.setdefault(at, var)
         self.staying.add(var)
@@ -193,6 +207,12 @@ class _ScanPair(_Rewriting):
                         taken.append((ahead.invars[i], new, i < consts))
                     self.held[at] = new
                 continue
+            if at in self.on_host:
+                there, stack = self.send(at, inner)
+                taken.append((stack, self.fetch(at, there), False))
+                outvars.append(stack)
+                results.append(there)
+                continue
             if at.stack not in outer.variable:
                 stack = _jax.variable(_jax.stacked(inner.aval, self.own.source.length))
                 outer.add(at.stack, stack)
@@ -202,6 +222,21 @@ class _ScanPair(_Rewriting):
                 self.held[at] = new
                 taken.append((outer.variable[at.stack], new, False))
         return ahead.replace(outvars=outvars), taken, results
+
+    def send(self, at: ValueId, inner: Any) -> tuple[Any, Any]:
+        """Copies a value to the host's memory; returns the variable that is there, and that of the stack around."""
+        step = self.own.value[at].step
+        near = self.forward[0 if step is None else self.own.steps[step].position]
+        eqn, there = _jax.moved(near, inner, jax.memory.Space.Host)
+        self.sent.append(eqn)
+        return there, _jax.variable(_jax.stacked(there.aval, self.own.source.length))
+
+    def fetch(self, at: ValueId, there: Any) -> Any:
+        """Copies a value back; returns the backward body's variable of the slice."""
+        part = _jax.variable(there.aval)
+        eqn, self.held[at] = _jax.moved(self.backward[0], part, jax.memory.Space.Device)
+        self.fetched.append(eqn)
+        return part
 
     def operand(self, atom: Any) -> Any:
         """Returns the variable that the backward body reads for one of its own, or of the forward body."""
@@ -222,8 +257,8 @@ class _FlatBody(_Rewriting):
     Variables that went through a barrier are read from behind it from then on: `present` has them.
     """
 
-    def __init__(self, own: ForwardPass, demand: Demand, eqns: list[Any]) -> None:
-        super().__init__(own, demand, eqns, eqns)
+    def __init__(self, own: ForwardPass, demand: Demand, eqns: list[Any], on_host: frozenset[ValueId]) -> None:
+        super().__init__(own, demand, eqns, eqns, on_host)
         self.present: dict[Any, Any] = {}
         self.constants = {var for var, _ in own.source.forward.consts}
 

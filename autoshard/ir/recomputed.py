@@ -16,15 +16,21 @@ def recomputed(traced: Traced, chosen: Recomputation) -> Traced:
     """The program that keeps these values alone; its digest is that of the program as it was traced.
 
     Raises:
-      SpecError: the program has no such values or groups, or others have to be kept as well.
+      SpecError: the program has no such values or groups, others have to be kept as well, or what is offloaded is not
+        stacked by one loop for another.
     """
     saved = savable(traced, chosen.remat)
     known = {str(value.id): value.id for one in saved.passes for value in one.values}
     strange = [text for text in chosen.kept if text not in known]
     if strange:
         raise SpecError(f"the program has no value at {', '.join(strange[:3])} that a backward pass could read")
+    stackable = {str(at) for at in saved.stackable}
+    strange = [text for text in chosen.offloaded if text not in stackable or text not in chosen.kept]
+    if strange:
+        raise SpecError(f"the program keeps no stack of {', '.join(strange[:3])} that the host's memory could hold")
+    kept, on_host = (frozenset(known[text] for text in texts) for texts in (chosen.kept, chosen.offloaded))
     try:
-        jaxpr = rewritten(saved, frozenset(known[text] for text in chosen.kept))
+        jaxpr = rewritten(saved, kept, on_host)
     except RecomputeError as error:
         raise SpecError(str(error)) from error
     jaxpr = jaxpr if chosen.group == 1 else grouped(jaxpr, chosen.group)
@@ -47,6 +53,7 @@ class KeptValue:
       dtype: its type.
       trips: how many of them are in memory at once.
       nbytes: of all of them, on all devices together.
+      on_host: whether the host's memory holds them.
     """
 
     place: str
@@ -55,6 +62,7 @@ class KeptValue:
     dtype: str
     trips: int
     nbytes: int
+    on_host: bool
 
 
 def kept_values_of(traced: Traced, chosen: Recomputation) -> tuple[KeptValue, ...]:
@@ -75,6 +83,7 @@ def kept_values_of(traced: Traced, chosen: Recomputation) -> tuple[KeptValue, ..
                 dtype=str(v.aval.dtype),
                 trips=trips,
                 nbytes=v.aval.nbytes * trips,
+                on_host=text in chosen.offloaded,
             )
         )
     return tuple(kept)
@@ -88,6 +97,10 @@ def _at_once(value: ForwardValue, one: ForwardPass, group: int) -> int:
     return group + (length // group if value.must_keep == CARRIED else 0)
 
 
-def recomputation_of(saved: SavedValues, kept: Collection[ValueId], remat: Remat) -> Recomputation:
-    """Returns these values as a record, without those that no backward pass reads."""
-    return Recomputation(remat=remat, kept=tuple(sorted(map(str, saved.used(kept)))))
+def recomputation_of(
+    saved: SavedValues, kept: Collection[ValueId], remat: Remat, on_host: Collection[ValueId] = ()
+) -> Recomputation:
+    """Returns these values, and those of them in the host's memory, without those that no backward pass reads."""
+    used = saved.used(kept)
+    offloaded = used.intersection(on_host)
+    return Recomputation(remat=remat, kept=tuple(sorted(map(str, used))), offloaded=tuple(sorted(map(str, offloaded))))

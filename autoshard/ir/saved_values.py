@@ -209,6 +209,20 @@ class SavedValues:
             found |= {value.id for value in one.values if value.read and not value.free}
         return self.stacks(found)
 
+    @cached_property
+    def stackable(self) -> frozenset[ValueId]:
+        """The values that one scan could stack in the host's memory for another one.
+
+        Of the scans of a flat pass: what those within them stack is stacked once more.
+        """
+        inside = (one for flat in self.flat for one in flat.inside)
+        return frozenset(
+            v.id
+            for one in inside
+            for v in one.values
+            if not v.id.stacked and v.free not in (LOOP_INPUT, ELSEWHERE) and v.aval.size > 1
+        )
+
     def missing(self, kept: Collection[ValueId]) -> Mapping[ValueId, str]:
         """Further values that must be kept, with the reason: steps that would be repeated, and must not run twice."""
         found: dict[ValueId, str] = {}

@@ -5,20 +5,24 @@ from typing import Any
 
 from autoshard.planner.record import KEEPS
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.memory_profile import kept_bytes
+from autoshard.problem.memory_profile import kept_bytes, offloaded_bytes
 from autoshard.problem.repeated import RepeatedLine, RepeatedWork, repeated_work
 from autoshard.report.tables import bytes_text, flops_text, short_place, time_text
 
 LINES = 3  # that are named, of those where most FLOPs are repeated
 
 
-def decided_text(assignment: Assignment, step_s: float, count: int) -> str:
-    """What a plan chose: how many values it keeps, and what it repeats."""
+def decided_text(assignment: Assignment, step_s: float, count: int, offloaded: int) -> str:
+    """What a plan chose: how many values it keeps, how many of these in the host's memory, and what it repeats."""
     work = repeated_work(assignment)
     bytes_ = bytes_text(kept_bytes(assignment.decisions, assignment.choice))
     values = f"{count} value" if count == 1 else f"{count} values"
     repeats = "repeat nothing" if work is None else f"repeat {repeated_text(work, step_s)}"
-    return f"{KEEPS} {values} kept ({bytes_} per device) and {repeats}"
+    there = ""
+    if offloaded:
+        nbytes = bytes_text(offloaded_bytes(assignment.decisions, assignment.choice))
+        there = f", {offloaded} of them ({nbytes} per device) in the host's memory,"
+    return f"{KEEPS} {values} kept ({bytes_} per device){there} and {repeats}"
 
 
 def repeated_text(work: RepeatedWork, step_s: float) -> str:
@@ -42,6 +46,7 @@ def to_json(assignment: Assignment) -> dict[str, Any]:
     work = repeated_work(assignment)
     return {
         "kept_bytes": kept_bytes(assignment.decisions, assignment.choice),
+        "offloaded_bytes": offloaded_bytes(assignment.decisions, assignment.choice),
         "repeated": None
         if work is None
         else {

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from autoshard.errors import InfeasibleError
 from autoshard.ir.constraints import spec_of
 from autoshard.ir.op_traits import CONSTRAINT
-from autoshard.ir.recomputation import ADD, WRITTEN
+from autoshard.ir.recomputation import ADD, AUTO_OFFLOAD, NO_OFFLOAD, WRITTEN
 from autoshard.ir.recomputed import savable
+from autoshard.planner.request import PlanRequest
 from autoshard.planner.search_space import SearchSpace
 from autoshard.problem import memory_profile
 from autoshard.problem.decisions import place_of
@@ -17,6 +18,7 @@ from autoshard.solver.solution import Solution, Status
 
 DAY_S = 86_400.0
 CHECKPOINT = "jax.checkpoint around a layer"
+OFFLOADING = f'offload="{AUTO_OFFLOAD}"'
 KEEPING_LESS = f'remat="add", or {CHECKPOINT}'
 WHATEVER_IS_KEPT = ", as far as was tried of what backward passes keep or repeat"
 PINS_NAMED = 6  # of those that exclude each other
@@ -95,6 +97,14 @@ def _tried(space: SearchSpace) -> bool:
     return not request.gradient_of and request.remat != WRITTEN and bool(savable(request.traced, request.remat).saved)
 
 
+def could_offload(request: PlanRequest) -> bool:
+    """Whether the host's memory could hold something that loops stack, and was not asked to."""
+    decided = request.remat != WRITTEN and not request.gradient_of and request.recomputation is None
+    if request.offload != NO_OFFLOAD or not decided or not request.target.compiler.keeps_host_values_apart:
+        return False
+    return bool(savable(request.traced, request.remat).stackable)
+
+
 def _way_out(space: SearchSpace, kinds: Mapping[str, int]) -> str:
     """The change that helps most, given the parts of a peak."""
     ways: list[str] = []
@@ -108,5 +118,7 @@ def _way_out(space: SearchSpace, kinds: Mapping[str, int]) -> str:
         ways.append(f"{CHECKPOINT}, or to plan the step that takes the gradient: what it keeps is decided")
     elif passing and not _tried(space) and savable(space.traced, ADD).saved:
         ways.append(KEEPING_LESS)
+    if passing and could_offload(space.request):
+        ways.append(OFFLOADING)
     ways.append("more devices, or mesh axes that divide more dimensions")
     return "what helps: " + "; ".join(ways) + "; or raise memory="

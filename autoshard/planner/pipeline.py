@@ -34,12 +34,12 @@ from autoshard.ir.constraints import Constraints
 from autoshard.ir.gradient import emitted
 from autoshard.ir.loop_sums import LoopSum
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.recomputation import ADD, WRITTEN, Recomputation
+from autoshard.ir.recomputation import ADD, NO_OFFLOAD, WRITTEN, Recomputation
 from autoshard.planner import minimal_constraints
 from autoshard.planner.budget import SETTLE_S, USUAL_BUDGET, Budget
 from autoshard.planner.build_record import describe
 from autoshard.planner.cost_of_keeping import keeps_for_nothing
-from autoshard.planner.infeasible import infeasible
+from autoshard.planner.infeasible import OFFLOADING, could_offload, infeasible
 from autoshard.planner.loop_sums_space import in_use, splittable, summing_once
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.recomputation_space import RecomputationSpace, keeping
@@ -178,16 +178,40 @@ def _recomputing(request: PlanRequest, budget: Budget, known: Sequence[PortableC
         return written or _best_sums(space, budget)  # the latter says why nothing fits
     worth_s = inf if written is None else written.solution.objective * UNIT_S * (1 - WORTH)
     tried = _repeating(choices, budget, known, worth_s, errors)
+    found: PlanningResult | None = None
     if tried.best is not None and tried.best.solution.objective * UNIT_S < worth_s:
         found = _proven(tried.best, tried.bound, choices)
     elif written is not None:
         found = _not_worth(written, tried.bound, choices)
-    else:
+    if request.offload != NO_OFFLOAD:
+        found = _offloading(space, found, budget, known, errors)
+    if found is None:
         found = _in_groups(choices, tried.chosen, budget, errors)
     if found is None:
         raise min(errors, key=lambda error: inf if error.peak_bytes is None else error.peak_bytes)
     rest_s = time.perf_counter() - begin - sum(found.seconds.values())
     return replace(found, seconds={**found.seconds, "recomputation": max(rest_s, 0.0)})
+
+
+def _offloading(
+    space: SearchSpace,
+    found: PlanningResult | None,
+    budget: Budget,
+    known: Sequence[PortableChoice],
+    errors: list[InfeasibleError],
+) -> PlanningResult | None:
+    """The best plan that also keeps values in the host's memory, if it is worth it; else the one that was found.
+
+    Why some do not fit is added to `errors`.
+    """
+    choices = RecomputationSpace.of(space, space.request.offload)
+    if choices is None or not choices.whole.offloads:
+        return found
+    worth_s = inf if found is None else found.solution.objective * UNIT_S * (1 - WORTH)
+    tried = _repeating(choices, budget, known, worth_s, errors)
+    if tried.best is not None and tried.best.solution.objective * UNIT_S < worth_s:
+        return _proven(tried.best, tried.bound, choices)
+    return None if found is None else _not_worth(found, tried.bound, choices)
 
 
 class _Repeating(NamedTuple):
@@ -286,11 +310,12 @@ def _noted(found: PlanningResult, choices: RecomputationSpace) -> PlanningResult
 def _nothing_fits(request: PlanRequest, peak_bytes: int | None) -> InfeasibleError:
     """The error of a request for which no choice of what is kept helps."""
     least = "" if peak_bytes is None else f"; the smallest peak found is {bytes_text(peak_bytes)}"
+    offload = f"{OFFLOADING}; " if could_offload(request) else ""
     return InfeasibleError(
         f"no plan fits {bytes_text(request.memory_bytes)} per device on {request.target.axes}, "
         f"as far as was tried of what backward passes keep or repeat{least}\n"
-        "  what helps: a smaller batch (autoshard.accumulate splits it); more devices, or mesh axes that divide more "
-        "dimensions; or raise memory=",
+        f"  what helps: {offload}a smaller batch (autoshard.accumulate splits it); more devices, or mesh axes that "
+        "divide more dimensions; or raise memory=",
         peak_bytes=peak_bytes,
         limit_bytes=request.memory_bytes,
     )

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from autoshard.costs.resharding import Resharder
 from autoshard.ir import graph as graphs
 from autoshard.ir.grouping import lengths
-from autoshard.ir.recomputation import Recomputation
+from autoshard.ir.recomputation import NO_OFFLOAD, Offload, Recomputation
 from autoshard.ir.recomputed import recomputation_of, recomputed, savable
 from autoshard.ir.saved_values import CARRIED, ForwardPass, SavedValues
 from autoshard.planner.backward_passes import decided_text
@@ -19,7 +19,7 @@ from autoshard.planner.request import PlanRequest
 from autoshard.planner.search_space import SearchSpace, decide_anew, held
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Decisions
-from autoshard.problem.whole_step import WholeStep, kept_values, whole_step
+from autoshard.problem.whole_step import WholeStep, kept_values, offloaded_values, whole_step
 
 LARGE = 0.05  # of the memory of all devices: carries that are worth keeping fewer of
 GROUPS = 2  # of trips, that are tried of each choice of what is kept
@@ -36,21 +36,25 @@ class RecomputationSpace:
     resharder: Resharder
 
     @classmethod
-    def of(cls, space: SearchSpace) -> "RecomputationSpace | None":
-        """The space of a program as it is written; None if it has no backward pass that reads a forward one."""
+    def of(cls, space: SearchSpace, offload: Offload = NO_OFFLOAD) -> "RecomputationSpace | None":
+        """The space of a program as it is written; None if it has no backward pass that reads a forward one.
+
+        With `offload`, what its loops stack may lie in the host's memory.
+        """
         request = space.request
         saved = savable(request.traced, request.remat)
         if not saved.saved:
             return None
         graph = graphs.build(saved.closed, request.target.compiler.platform)
-        whole = whole_step(graph, saved, held(space, graph))
+        whole = whole_step(graph, saved, held(space, graph), offload=offload != NO_OFFLOAD)
         decisions = decide_anew(space, whole.graph)
         return cls(request=request, saved=saved, whole=whole, decisions=decisions, resharder=space.resharder)
 
     def read(self, choice: NDArray[np.int64]) -> Recomputation:
         """What a choice per decision keeps."""
         kept = kept_values(self.whole, self.saved, self.decisions, choice)
-        return recomputation_of(self.saved, {*kept, *self.saved.missing(kept)}, self.request.remat)
+        on_host = offloaded_values(self.whole, self.decisions, choice)
+        return recomputation_of(self.saved, {*kept, *self.saved.missing(kept)}, self.request.remat, on_host)
 
     def groupings(self, chosen: Recomputation | None) -> Iterator[tuple[Recomputation, ...]]:
         """What may be kept where one carry of every few trips is: what repeats least first, each in several groups.
@@ -64,7 +68,7 @@ class RecomputationSpace:
             least.update(missing)
         fewest = recomputation_of(self.saved, self.saved.stacks(least), self.request.remat)
         for kept in dict.fromkeys(filter(None, (every, chosen, fewest))):
-            groups = tuple(replace(kept, group=group) for group in self._groups(frozenset(kept.kept)))
+            groups = tuple(replace(kept, offloaded=(), group=group) for group in self._groups(frozenset(kept.kept)))
             if groups:
                 yield groups
 
@@ -90,8 +94,9 @@ class RecomputationSpace:
     @property
     def said(self) -> str:
         """The space, in words."""
+        ways = "kept here or in the host's memory" if self.whole.offloads else "kept"
         return (
-            f"with {len(self.whole.recalls)} values that backward passes read, each kept or repeated from others, "
+            f"with {len(self.whole.recalls)} values that backward passes read, each {ways} or repeated from others, "
             "priced on one graph that has both"
         )
 
@@ -100,7 +105,7 @@ class RecomputationSpace:
         chosen = record.recomputation
         texts = () if chosen is None else chosen.kept
         own = sum("^" not in text for text in texts)
-        said = decided_text(assignment, record.cost.step_s, own)
+        said = decided_text(assignment, record.cost.step_s, own, 0 if chosen is None else len(chosen.offloaded))
         if chosen is None or chosen.group == 1:
             return said
         return (

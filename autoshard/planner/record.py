@@ -285,13 +285,19 @@ def _recomputation_to_json(chosen: Recomputation | None) -> dict[str, Any]:
     if chosen is None:
         return {}
     group = {} if chosen.group == 1 else {"group": chosen.group}
-    return {"recomputation": {"remat": chosen.remat, "kept": list(chosen.kept), **group}}
+    offloaded = {"offloaded": list(chosen.offloaded)} if chosen.offloaded else {}
+    return {"recomputation": {"remat": chosen.remat, "kept": list(chosen.kept), **offloaded, **group}}
 
 
 def _recomputation_from_json(data: dict[str, Any] | None) -> Recomputation | None:
     if data is None:
         return None
-    return Recomputation(remat=data["remat"], kept=tuple(data["kept"]), group=data.get("group", 1))
+    return Recomputation(
+        remat=data["remat"],
+        kept=tuple(data["kept"]),
+        offloaded=tuple(data.get("offloaded", ())),
+        group=data.get("group", 1),
+    )
 
 
 def _is_computed_otherwise(record: PlanRecord) -> bool:

@@ -16,7 +16,7 @@ from autoshard.ir import trace
 from autoshard.ir.gradient import gradient_arguments
 from autoshard.ir.loop_sums import LoopSum
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.recomputation import FREE, WRITTEN, Recomputation, Remat
+from autoshard.ir.recomputation import ADD, FREE, NO_OFFLOAD, WRITTEN, Offload, Recomputation, Remat
 from autoshard.ir.trace import Traced
 from autoshard.planner import named_shardings
 from autoshard.planner.host_parts import HostPatterns, read_host_parts
@@ -60,6 +60,7 @@ class RequestOptions:
     remat: Remat = WRITTEN
     host_local: HostPatterns | None = None
     hosts: int | None = None
+    offload: Offload = NO_OFFLOAD
 
     def target(self, mesh: MeshLike, hardware: str | cost_models.Hardware | None) -> Target:
         """The mesh on the hardware; where no mesh is given, that of the shardings.
@@ -87,6 +88,7 @@ class PlanRequest:
       unknown: "error", or "replicate" to keep equations without a sharding rule whole.
       kept: the input positions that another plan's layouts were taken for.
       remat: whether backward passes may repeat more than the program says; see `ir.saved_values.Remat`.
+      offload: whether the host's memory may hold what loops stack for backward passes.
       recomputation: what `program` keeps for its backward passes, where that was decided already.
       microbatches: how many `program` takes, where that was left open and is decided already.
       loop_sums: the sums that `program` finishes after its loops, where that was decided already.
@@ -100,6 +102,7 @@ class PlanRequest:
     unknown: str = "error"
     kept: tuple[int, ...] = ()
     remat: Remat = WRITTEN
+    offload: Offload = NO_OFFLOAD
     recomputation: Recomputation | None = None
     microbatches: int | None = None
     loop_sums: tuple[LoopSum, ...] = ()
@@ -236,6 +239,8 @@ def _request(program: Program, call: Call, target: Target, options: RequestOptio
             "planned for a gradient that is taken outside of it, where JAX keeps what they say\n"
             "  what helps: plan the step that takes the gradient; or leave remat out"
         )
+    if options.offload != NO_OFFLOAD:
+        _check_offload(target, options, differentiated_outside=bool(gradient_of))
     return PlanRequest(
         program=program,
         target=target,
@@ -245,4 +250,26 @@ def _request(program: Program, call: Call, target: Target, options: RequestOptio
         unknown=options.unknown,
         kept=tuple(same),
         remat=options.remat,
+        offload=options.offload,
     )
+
+
+def _check_offload(target: Target, options: RequestOptions, *, differentiated_outside: bool) -> None:
+    """Raises a SpecError where nothing could be offloaded."""
+    asked, compiler = f"offload={options.offload!r}", target.compiler
+    if not compiler.keeps_host_values_apart:
+        raise SpecError(
+            f"{asked}: XLA for {compiler.platform} has one memory for the host's values and the device's, or none was "
+            "seen to have two: nothing would be saved\n"
+            "  what helps: leave offload out; a smaller batch, or more devices"
+        )
+    if differentiated_outside:
+        raise SpecError(
+            f"{asked} decides where values lie that a backward pass reads, but the gradient is taken outside of what "
+            "is planned\n  what helps: plan the step that takes the gradient; or leave offload out"
+        )
+    if options.remat == WRITTEN:
+        raise SpecError(
+            f"{asked} is decided together with what is kept, and remat={WRITTEN!r} leaves that to the program\n"
+            f"  what helps: remat={ADD!r}; or jax.checkpoint_policies.save_and_offload_only_these_names in the program"
+        )

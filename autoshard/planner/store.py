@@ -25,6 +25,7 @@ from autoshard import files
 from autoshard.errors import PlanFileError, PlanMismatchError, SpecError
 from autoshard.ir import rewrite
 from autoshard.ir.loop_sums import summed_once
+from autoshard.ir.recomputation import AUTO_OFFLOAD
 from autoshard.ir.recomputed import recomputed
 from autoshard.planner.record import Leaf, PlanRecord, parse, read_plan_file, write_plan_file
 from autoshard.planner.request import PlanRequest
@@ -54,6 +55,7 @@ def key_of(question: PlanRequest, **options: Any) -> Key:
         "pins and donations": question.asked,
         "for the gradient of": list(question.gradient_of),
         "recomputing": question.remat,
+        "offloading": question.offload,
         **({"micro-batches": list(question.counts)} if question.counts else {}),
         **options,
         "version of autoshard": metadata.version("autoshard"),
@@ -94,6 +96,7 @@ def misfits(record: PlanRecord, question: PlanRequest) -> list[str]:
         "pins and donations": record.asked,
         "for the gradient of": list(record.gradient_of),
         "recomputing": _recomputing(record, question),
+        "offloading": AUTO_OFFLOAD if _offloads(record) else question.offload,
     }
     if question.counts and record.microbatches not in question.counts:
         have["micro-batches"] = record.microbatches
@@ -125,6 +128,10 @@ def check(record: PlanRecord, question: PlanRequest, source: object) -> None:
 def _recomputing(record: PlanRecord, question: PlanRequest) -> str:
     """What a plan was asked to do with checkpoints; one that keeps what is written may answer any such question."""
     return question.remat if record.recomputation is None else record.recomputation.remat
+
+
+def _offloads(record: PlanRecord) -> bool:
+    return record.recomputation is not None and bool(record.recomputation.offloaded)
 
 
 def _not_kept(record: PlanRecord, question: PlanRequest) -> list[str]:

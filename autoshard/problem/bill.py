@@ -127,10 +127,11 @@ def _in_op(assignment: Assignment, n: int) -> Iterator[tuple[Collective, float]]
 
 
 def node_s(assignment: Assignment, n: int) -> float:
-    """Seconds of decision n over all its trips, without the collectives inside."""
-    return int(assignment.decisions.nodes[n].cost_ps[assignment.choice[n]]) / PS_PER_S - sum(
-        waited_s for _, waited_s in _in_op(assignment, n)
-    )
+    """Seconds of decision n over all its trips, without the collectives inside and what it waits for the host."""
+    d, pick = assignment.decisions, assignment.choice[n]
+    waited_ps = sum(int(link.waited_ps[n][pick]) for link in d.links if n in link.waited_ps)
+    own_s = (int(d.nodes[n].cost_ps[pick]) - waited_ps) / PS_PER_S
+    return own_s - sum(waited_s for _, waited_s in _in_op(assignment, n))
 
 
 def compute_s(assignment: Assignment) -> float:

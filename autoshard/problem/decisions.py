@@ -226,6 +226,21 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HostLink:
+    """What goes one way between a device's memory and its host's in the trips of one loop, or in a program.
+
+    Attributes:
+      hidden_ps: decision → integer picoseconds (S,) of its copies that may hide behind compute, of all trips.
+      waited_ps: the same of those that do not; they are part of the decision's own seconds.
+      beside: the decisions behind whose compute copies hide.
+    """
+
+    hidden_ps: Mapping[int, NDArray[np.int64]]
+    waited_ps: Mapping[int, NDArray[np.int64]]
+    beside: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decisions:
     """The decision network of one graph on one mesh and machine."""
 
@@ -245,6 +260,7 @@ class Decisions:
     lives: LiveRanges
     apart: frozenset[int]  # values that are moved for every group of their uses: see `costs.shared_gathers`
     pruned: int
+    links: tuple[HostLink, ...] = ()
 
 
 def or_off(codes: Codes) -> tuple[Codes, NDArray[np.bool_]]:

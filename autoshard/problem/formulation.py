@@ -7,6 +7,8 @@ the window's hideable communication h, the compute c beside it, and the machine'
 
     exposed = (1 − overlap)·h + max(0, overlap·h − overlap·c)
 
+A link to the host's memory is such a window: its copies hide behind all compute of the trip, at no tax.
+
 Communication may hide in several windows, whole or by shares (`costs.overlap`); the exposed
 seconds of all its windows add up. Outside of loops, where both a part and its whole window are
 exposed, the real step is a little shorter.
@@ -15,6 +17,7 @@ A class of equal decisions is one node of the problem: its costs count once per
 member, an edge inside the class becomes part of the node's own costs.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,6 +123,7 @@ def formulate(
                 cell_coef=np.concatenate([h[1] for h in hide]) if hide else empty,
             )
         )
+    hinges += _links(decisions, folding, start)
     use_node, use_interval, usage = _usages(decisions, folding)
     problem = Problem(
         start=start,
@@ -137,6 +141,23 @@ def formulate(
         names=tuple(decisions.nodes[m[0]].name for m in folding.members),
     )
     return Formulation(decisions=decisions, resharder=resharder, folding=folding, problem=problem)
+
+
+def _links(decisions: Decisions, folding: Folding, start: Int) -> Iterator[Hinge]:
+    """The exposed seconds of every link to the host's memory: members of a class are all on a link, or none."""
+    empty, first = np.zeros(0, np.int64), [members[0] for members in folding.members]
+    for link in decisions.links:
+        terms: dict[int, Int] = {}
+        for n in {*link.hidden_ps, *link.beside}:
+            c = int(folding.class_of[n])
+            if n == first[c]:
+                node = decisions.nodes[n]
+                hidden_ps = link.hidden_ps.get(n, np.zeros(len(node), np.int64))
+                terms[c] = (hidden_ps - (node.cost_ps if n in link.beside else 0)) * len(folding.members[c])
+        keys = np.concatenate([start[c] + np.arange(len(terms[c])) for c in sorted(terms)])
+        values = np.concatenate([terms[c] for c in sorted(terms)])
+        used = values != 0
+        yield Hinge(strategy=keys[used], strategy_coef=values[used], cell=empty, cell_coef=empty)
 
 
 class _ClassMatrices:

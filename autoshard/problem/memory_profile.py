@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.ir.op_traits import LOOP_STACK
 from autoshard.problem.decisions import Decisions
+from autoshard.problem.memory_usage import local_bytes
 from autoshard.problem.ports import KEPT
 
 
@@ -43,6 +45,17 @@ def over_time(decisions: Decisions, choice: NDArray[np.int64]) -> Mapping[str, N
 def kept_bytes(decisions: Decisions, choice: NDArray[np.int64]) -> int:
     """What is kept for backward passes on one device, where it is most."""
     return int(over_time(decisions, choice).get(KEPT, np.zeros(1, np.int64)).max())
+
+
+def offloaded_bytes(decisions: Decisions, choice: NDArray[np.int64]) -> int:
+    """What loops stack in the host's memory for backward passes, of one device."""
+    graph, total = decisions.graph, 0
+    for e, eqn in enumerate(graph.eqns):
+        (value, *_) = graph.results[e] or (-1,)
+        port = decisions.made.get(value)
+        if eqn.primitive == LOOP_STACK and value in graph.on_host and port is not None:
+            total += int(local_bytes(graph.avals[value], port.codes, decisions.mesh)[choice[port.node]])
+    return total
 
 
 def least_peak(decisions: Decisions) -> int:

@@ -42,7 +42,11 @@ def fold(decisions: Decisions) -> Folding:
     usages: list[list[bytes]] = [[] for _ in decisions.nodes]
     for use in decisions.usages:
         usages[use.node].append(digest(use.kind, use.nbytes))
-    colors = [digest(n.kind, n.window, n.cost_ps, n.cover_ps, sorted(usages[i])) for i, n in enumerate(decisions.nodes)]
+    on_links = _on_links(decisions)
+    colors = [
+        digest(n.kind, n.window, n.cost_ps, n.cover_ps, sorted(usages[i]), *on_links[i])
+        for i, n in enumerate(decisions.nodes)
+    ]
     labels = _Labels(decisions, content)
     count = len(set(colors))
     while True:
@@ -57,6 +61,16 @@ def fold(decisions: Decisions) -> Folding:
     for node, c in enumerate(class_of):
         members[c].append(node)
     return Folding(class_of, tuple(tuple(m) for m in members))
+
+
+def _on_links(decisions: Decisions) -> list[list[bytes]]:
+    """What every decision copies over each link to the host's memory, or hides of it."""
+    found: list[list[bytes]] = [[] for _ in decisions.nodes]
+    for number, link in enumerate(decisions.links):
+        beside = frozenset(link.beside)
+        for n in sorted(beside.union(link.hidden_ps)):
+            found[n].append(digest(number, n in beside, link.hidden_ps.get(n)))
+    return found
 
 
 class _Labels:

@@ -5,7 +5,7 @@ from itertools import chain
 
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import WHILE_TRIPS
-from autoshard.ir.op_traits import DEVICE_PUT, PALLAS
+from autoshard.ir.op_traits import PALLAS
 from autoshard.problem.decisions import Decisions, Equation
 from autoshard.rules.linalg import KERNEL_RANK
 from autoshard.rules.rule import registry_name
@@ -13,11 +13,7 @@ from autoshard.rules.rule import registry_name
 
 def unpriced(decisions: Decisions) -> tuple[str, ...]:
     """Equations priced only by the bytes that they read and write, and loops with an assumed trip count."""
-    return tuple(
-        dict.fromkeys(
-            chain.from_iterable(part(decisions) for part in (_of_equations, _of_copies, _of_loops, _of_bodies))
-        )
-    )
+    return tuple(dict.fromkeys(chain.from_iterable(part(decisions) for part in (_of_equations, _of_loops, _of_bodies))))
 
 
 def _of_equations(decisions: Decisions) -> Iterator[str]:
@@ -29,17 +25,6 @@ def _of_equations(decisions: Decisions) -> Iterator[str]:
             yield f"the arithmetic of {registry_name(eqn)} at {eqn.where}"
         elif eqn.traits.foreign:
             yield f"{registry_name(eqn)} at {eqn.where}"
-
-
-def _of_copies(decisions: Decisions) -> Iterator[str]:
-    """What a program moves between a device's memory and its host's: no hardware file has that link's rate."""
-    graph = decisions.graph
-    for e, eqn in enumerate(graph.eqns):
-        for v, result in zip(graph.operands[e], graph.results[e], strict=False):
-            if eqn.primitive == DEVICE_PUT and (v in graph.on_host) != (result in graph.on_host):
-                way = "to" if result in graph.on_host else "from"
-                times = f", {graph.runs(e)} times" if graph.runs(e) > 1 else ""
-                yield f"copying {graph.avals[v]} {way} the host's memory{times} at {eqn.where}"
 
 
 def _of_loops(decisions: Decisions) -> Iterator[str]:

@@ -74,6 +74,11 @@ class Machine:
         return self.chip.fact("stores_quotients").value
 
     @property
+    def host_bytes_per_s(self) -> float:
+        """Bytes per second of one device to or from its host's memory, each way."""
+        return self.chip.numbers["host_bytes_per_s"].value
+
+    @property
     def gathers_ahead(self) -> bool:
         """Whether gathers begin long before their use, beside compute; of the chip's file."""
         return self.chip.fact("gathers_ahead").value

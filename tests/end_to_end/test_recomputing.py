@@ -71,7 +71,10 @@ def assert_same(got: Any, expected: Any, rel: float = 1e-5) -> None:
 
 
 def random_kept(saved: SavedValues, remat: Remat, seed: str) -> Recomputation:
-    return recomputation_of(saved, drawn(saved, random.Random(seed)), remat)
+    """Some values are kept, and some of these in the host's memory."""
+    rng = random.Random(seed)
+    kept = drawn(saved, rng)
+    return recomputation_of(saved, kept, remat, {at for at in saved.stackable if rng.random() < 0.5})
 
 
 CASES: list[tuple[str, Remat]] = [*((name, "add") for name in PROGRAMS), ("checkpointed", "free")]

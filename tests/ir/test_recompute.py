@@ -19,7 +19,7 @@ from autoshard.errors import RecomputeError
 from autoshard.ir.flops import flops
 from autoshard.ir.graph import build
 from autoshard.ir.recompute import rewritten
-from autoshard.ir.saved_values import Remat, SavedValues, ValueId, saved_values
+from autoshard.ir.saved_values import ForwardValue, Remat, SavedValues, ValueId, saved_values
 from autoshard.ir.segments import Life, cut, segments, valleys
 from autoshard.ir.trace import Traced, trace
 
@@ -244,6 +244,43 @@ def test_every_choice_is_a_program(name: str, remat: Remat) -> None:
         old = _jax.open_jaxpr(closed)
         assert [v.aval for v in new.invars] == [v.aval for v in old.invars]
         assert [v.aval for v in new.outvars] == [v.aval for v in old.outvars]
+
+
+@pytest.mark.parametrize("name", ["scanned", "accumulated", "checkpointed", "shared_towers"])
+def test_stacks_in_the_host_s_memory_are_copied_once_each_way(name: str) -> None:
+    """In each trip; the device stacks none of them, and what is computed is the same."""
+    program = PROGRAMS[name]()
+    values = saved_values(traced(program).jaxpr)
+    on_host = values.stackable & values.used(values.saved)
+    new = rewritten(values, values.saved, on_host)
+    _jax.check(_jax.open_jaxpr(new))
+    puts = [eqn for eqn in _jax.equations(new) if eqn.primitive.name == "device_put"]
+    to_host = [eqn for eqn in puts if _jax.is_on_host(eqn.outvars[0].aval)]
+    assert len(to_host) == len(puts) / 2 == len(on_host) > 0
+    assert (
+        stacked_bytes(new)
+        < stacked_bytes(rewritten(values, values.saved)) - sum(values_of(values)[at].nbytes for at in on_host) * 0.99
+    )
+    for a, b in zip(run(values.closed, program[1]), run(new, program[1]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+def values_of(values: SavedValues) -> dict[ValueId, ForwardValue]:
+    return {value.id: value for one in values.passes for value in one.values}
+
+
+def stacked_bytes(closed: Any) -> int:
+    """The bytes that the loops of a program stack in the device's memory."""
+    scans = [eqn for eqn in _jax.equations(closed) if eqn.primitive.name == "scan"]
+    stacks = [x for eqn in scans for x in eqn.outvars[_jax.scan_arity(eqn)[1] :]]
+    return sum(x.aval.size * x.aval.dtype.itemsize for x in stacks if not _jax.is_on_host(x.aval))
+
+
+def test_what_loops_within_loops_stack_stays_in_the_device_s_memory() -> None:
+    values = saved_values(traced(nested()).jaxpr)
+    _, layers, inner = values.passes
+    assert values.stackable <= {value.id for value in layers.values}
+    assert {value.id for value in inner.values}.isdisjoint(values.stackable)
 
 
 def test_random_bits_come_out_the_same() -> None:

@@ -12,6 +12,7 @@ from autoshard.problem.decision_builders.connections import connect
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.equations import add_equations
 from autoshard.problem.decision_builders.facts import GraphFacts, Requirements, facts_of
+from autoshard.problem.decision_builders.host_links import add_host_links
 from autoshard.problem.decision_builders.inputs import add_inputs
 from autoshard.problem.decision_builders.outputs import add_outputs
 from autoshard.problem.decisions import Decisions
@@ -44,6 +45,7 @@ def _of_facts(facts: GraphFacts) -> Decisions:
     inputs = add_inputs(draft)
     add_chains(draft)
     add_equations(draft, _bodies(facts))
+    add_host_links(draft)
     outputs = add_outputs(draft, inputs)
     connect(draft, outputs)
     return draft.finish(inputs, outputs)

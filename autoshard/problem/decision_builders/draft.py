@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from autoshard import deadline
 from autoshard.costs.strategies import Codes
 from autoshard.problem.decision_builders.facts import GraphFacts
-from autoshard.problem.decisions import Decision, Decisions, Edge, Equation, consumer_port, layout_codes
+from autoshard.problem.decisions import Decision, Decisions, Edge, Equation, HostLink, consumer_port, layout_codes
 from autoshard.problem.memory_usage import MemoryUsageBuilder
 from autoshard.problem.ports import Port
 
@@ -24,6 +24,7 @@ class Draft:
         self.made: dict[int, Port] = {}  # value → where it is made
         self.kept: dict[int, Port] = {}  # value → its copy
         self.node_of = [-1] * len(facts.graph.eqns)
+        self.links: list[HostLink] = []
         self.summed: set[int] = set()  # results of a `shard_map` that end in a sum of its author's
         self.usages = MemoryUsageBuilder(
             facts.graph,
@@ -84,5 +85,6 @@ class Draft:
             strides=facts.strides,
             lives=facts.lives,
             apart=frozenset(facts.apart),
+            links=tuple(self.links),
             pruned=sum(node.strategies.pruned for node in self.nodes if isinstance(node, Equation)),
         )

@@ -40,7 +40,7 @@ def add_edge(
     if value in windows.beside and not _urgent(draft, target):
         window = None
     impossible = forbidden
-    if value in facts.accumulators.totals:
+    if value in facts.accumulators.totals or facts.on_host(value):
         impossible = forbidden = source.codes[:, None] != target.codes[None, :]
     elif (never := _never(draft, source, target, value)).any():
         forbidden = never if impossible is None else impossible | never

@@ -85,9 +85,9 @@ def _choices(graph: Graph, e: int, count: int) -> _Choices:
     """One choice per strategy, of a recall per operand that it takes, too; one more if it may be left out."""
     of, untaken = np.arange(count), list[NDArray[np.bool_]]()
     if graph.eqns[e].primitive == RECALL:
-        of = np.concatenate([of, of])
-        takes_kept = np.arange(2 * count) >= count
-        untaken = [~takes_kept, takes_kept]
+        sources = len(graph.operands[e])
+        of, taken = np.tile(of, sources), np.repeat(np.arange(sources)[::-1], count)
+        untaken = [taken != i for i in range(sources)]
     if e not in graph.optional:
         return _Choices(of, np.zeros(len(of), bool) if untaken else None, tuple(untaken))
     off = np.append(np.zeros(len(of), bool), True)
@@ -142,6 +142,8 @@ def _priced(facts: GraphFacts, e: int, strategies: Strategies, body: Body | None
 def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductions_s: NDArray[np.float64]) -> _Price:
     """The price of an equation that reads and writes memory; a loop's idle ones hide communication."""
     graph, eqn = facts.graph, facts.graph.eqns[e]
+    if any(map(facts.on_host, (*graph.operands[e], *graph.results[e]))):
+        return _Price(reductions_s)  # see `host_links`
     reads = [facts.reads(v) for v in graph.operands[e]]
     writes = [bool(facts.held[v]) for v in graph.results[e]]
     if eqn.traits.updates:

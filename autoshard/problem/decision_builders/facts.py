@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
-from autoshard.costs.fusion import FusionTraits, fusion_traits, levels
+from autoshard.costs.fusion import FusionTraits, fusion_traits, host_copies, levels
 from autoshard.costs.liveness import LiveRanges, in_place, live_ranges
 from autoshard.costs.loop_reductions import NONE, Accumulators, accumulators
 from autoshard.costs.overlap import EARLY, OverlapWindows, overlap_windows
@@ -52,7 +52,8 @@ class GraphFacts:
 
     `manual` is the mesh of the `shard_map` whose body the graph is. `held`: values that lie in memory, also
     under another name. `levels`: see `costs.fusion`. `in_place`: equations that may overwrite their first operand.
-    `apart`: value → groups of its uses that share no gather. `reread`: see `costs.reductions`.
+    `apart`: value → groups of its uses that share no gather. `reread`: see `costs.reductions`. `host_copies`: equations
+    that copy to the host's memory or back.
     """
 
     graph: Graph
@@ -72,6 +73,7 @@ class GraphFacts:
     in_place: frozenset[int]
     apart: Mapping[int, tuple[tuple[int, ...], ...]]
     reread: Mapping[int, float]
+    host_copies: frozenset[int]
 
     def decides(self, value: int) -> bool:
         """Whether a value has a layout to choose: it is not recomputed for free wherever it is needed."""
@@ -88,6 +90,10 @@ class GraphFacts:
         users = [e for e, _ in self.graph.consumers.get(value, ())]
         recalls = [e for e in users if self.graph.recalls_slice(e)]
         return len(users) + sum(self.readers(self.graph.results[e][0]) - 1 for e in recalls)
+
+    def on_host(self, value: int) -> bool:
+        """Whether a value lies in the host's memory, by a compiler that has one apart."""
+        return self.compiler.keeps_host_values_apart and value in self.graph.on_host
 
     def uses_apart(self, value: int, port: Port) -> tuple[tuple[int, ...], ...]:
         """The groups of uses for which a value is moved, if there are several; pending sums are finished once.
@@ -149,5 +155,6 @@ def facts_of(
         levels=levels(graph, traits.fuses),
         in_place=in_place(graph, lasting),
         apart=groups(graph) if compiler.regathers_far_uses else {},
+        host_copies=host_copies(graph, compiler),
         reread=reread(graph, traits.fuses, held) if compiler.reduces_in_kernels_of_their_own else {},
     )

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.ir.graph import Aval, Eqn, Graph
-from autoshard.ir.op_traits import LOOP_RESULT
+from autoshard.ir.op_traits import DEVICE_PUT, LOOP_RESULT
 from autoshard.ir.saved_values import ValueId
 
 _NOWHERE = -1  # the first number of the path of an equation that no program has
@@ -21,6 +21,7 @@ class WholeStep:
       graph: with its `optional` equations.
       recalls: a recall → the value of the program that it reads.
       keeps: a keep, a derive or a stack → the value of the program that it keeps.
+      offloads: the stacks in the host's memory among these.
       held: the values that lie in memory where the program runs as it is written; others are computed where they are
         read.
       final: the values of a flat pass that its backward pass reads at once: they are kept.
@@ -29,6 +30,7 @@ class WholeStep:
     graph: Graph
     recalls: Mapping[int, ValueId]
     keeps: Mapping[int, ValueId]
+    offloads: frozenset[int]
     held: frozenset[ValueId]
     final: frozenset[ValueId] = frozenset()
 
@@ -74,6 +76,7 @@ class Enlargement:
         self.optional: set[int] = set()  # of the graph's own equations
         self.final: set[ValueId] = set()  # what is read at once, and not repeated
         self.keeps: dict[int, ValueId] = {}  # the same
+        self.on_host = set(graph.on_host)
         self.reads: dict[tuple[int, int], int] = {}  # (equation, operand) → what it reads now
         self._avals, self._trips, self._loops = list(graph.avals), list(graph.trips), list(graph.value_loop)
 
@@ -137,6 +140,7 @@ class Enlargement:
         nowhere = [(_NOWHERE, now) for now in range(len(rows))]
         found = replace(
             graph,
+            on_host=frozenset(self.on_host),
             eqns=tuple(eqns),
             operands=tuple(operands),
             results=tuple(results),
@@ -161,13 +165,20 @@ class Enlargement:
             ),
         )
         held = frozenset(at for v, at in self.id_of.items() if self.held[v])
-        return WholeStep(graph=found, recalls=recalls, keeps=keeps, held=held, final=frozenset(self.final))
+        return WholeStep(
+            graph=found,
+            recalls=recalls,
+            keeps=keeps,
+            offloads=frozenset(e for e in keeps if not self.on_host.isdisjoint(results[e])),
+            held=held,
+            final=frozenset(self.final),
+        )
 
 
 def _marked(rows: Sequence[tuple[Addition | None, int]], own: Collection[int]) -> frozenset[int]:
     """Of what is added or of the graph: what runs once more, and the graph's own equations among these."""
-    return frozenset(
-        now
-        for now, (added, e) in enumerate(rows)
-        if (e in own if added is None else added.of is None and not added.eqn.traits.link)
-    )
+
+    def repeats(added: Addition) -> bool:
+        return added.of is None and not added.eqn.traits.link and added.eqn.primitive != DEVICE_PUT
+
+    return frozenset(now for now, (added, e) in enumerate(rows) if (e in own if added is None else repeats(added)))

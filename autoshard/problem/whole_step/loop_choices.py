@@ -3,24 +3,30 @@
 from collections.abc import Collection
 
 from autoshard.ir.graph import Aval
-from autoshard.ir.op_traits import LOOP_CARRY, LOOP_CONST, LOOP_RESULT, LOOP_SLICE, LOOP_STACK
-from autoshard.ir.saved_values import ForwardPass
+from autoshard.ir.op_traits import DEVICE_PUT, LOOP_CARRY, LOOP_CONST, LOOP_RESULT, LOOP_SLICE, LOOP_STACK
+from autoshard.ir.saved_values import ForwardPass, ValueId
 from autoshard.problem.whole_step.enlarged import Addition, Enlargement
 from autoshard.problem.whole_step.pass_choices import PassChoices
 
 
 class LoopChoices(PassChoices):
-    """The choices of a pair of scans: a stack and a slice of it keep a value."""
+    """The choices of a pair of scans: a stack and a slice of it keep a value.
 
-    def __init__(self, enlargement: Enlargement, one: ForwardPass) -> None:
+    Of the values `stackable`, the stack may also lie in the host's memory.
+    """
+
+    def __init__(self, enlargement: Enlargement, one: ForwardPass, stackable: frozenset[ValueId]) -> None:
         super().__init__(enlargement, one)
         graph = self.graph
+        self._offloadable = {v for v, at in enlargement.id_of.items() if at in stackable}
+        self._carried: dict[int, int] = {}  # value that has to be kept → what the backward body reads
         enters = [e for e, eqn in enumerate(graph.eqns) if eqn.primitive in (LOOP_CONST, LOOP_SLICE, LOOP_CARRY)]
         entries = {graph.makes[e][0][0]: graph.eqn_loop[e] for e in enters}  # path of a body → its loop
         self._ahead, self.loop = entries.get(one.body, -1), entries.get(one.backward, -1)
         inside = [e for e, loop in enumerate(graph.eqn_loop) if loop == self.loop]
         links = {e for e in enters if graph.makes[e][0][0] == one.backward}
         self._first = next((e for e in inside if e not in links), -1)  # behind the links into the backward body
+        self._begin = max((e for e in enters if graph.eqn_loop[e] == self._ahead), default=-1) + 1  # of the forward one
         self.trips = max((graph.trips[v] for e in inside for v in graph.results[e]), default=1)
         self._behind = 0  # the equation behind the links out of the forward body
         self._around, self._around_trips, self._length = 0, 1, 0
@@ -46,10 +52,14 @@ class LoopChoices(PassChoices):
         graph, added = self.graph, self.enlargement
         if self._ahead < 0 or self._first < 0:
             return
-        read = [v for v in self._stacks if added.maker(v) >= 0 and self.repeatable(added.maker(v))]
+        made = [v for v in self._stacks if added.maker(v) >= 0]
+        read = [v for v in made if self.repeatable(added.maker(v))]
+        carried = [v for v in made if v not in read and v in self._offloadable]
+        for v in carried:
+            self.stands[v] = self.once(v)
         self.repeat(read)
-        slices = {v: [graph.results[s][0] for s in self._stacks[v][1]] for v in read}
-        self.redirect(read, {v: [u for s in slices[v] for u in added.consumers.get(s, ())] for v in read})
+        slices = {v: [graph.results[s][0] for s in self._stacks[v][1]] for v in (*read, *carried)}
+        self.redirect(slices, {v: [u for s in slices[v] for u in added.consumers.get(s, ())] for v in slices})
         first: dict[int, int] = {}
         for e in range(len(graph.eqns) - 1, -1, -1):
             first.update((added.reads.get((e, i), v), e) for i, v in enumerate(graph.operands[e]))
@@ -78,6 +88,35 @@ class LoopChoices(PassChoices):
             there = [graph.results[c][0] for c in links if graph.eqn_loop[c] == self.loop]
             self.stands[value] = there[0] if there else self._link(eqn.primitive, outer, value, eqn.where)
         return self.stands[value]
+
+    def once(self, value: int) -> int:
+        if value not in self._carried:
+            sources = (self.keep(value), *self.kept_elsewhere(value))
+            where = self.graph.eqns[self.enlargement.maker(value)].where
+            read = value in self._stacks
+            self._carried[value] = self.recall(value, sources, where, forced=read) if sources[1:] else sources[0]
+        return self._carried[value]
+
+    def kept_elsewhere(self, value: int) -> tuple[int, ...]:
+        if value not in self._offloadable:
+            return ()
+        graph, added = self.graph, self.enlargement
+        aval, maker = graph.avals[value], added.maker(value)
+        there = added.value(aval, graph.trips[value], self._ahead)
+        stack = added.value(Aval((self._length, *aval.shape), aval.dtype), self._around_trips, self._around)
+        part = added.value(aval, self.trips, self.loop)
+        back = added.value(aval, self.trips, self.loop)
+        added.on_host.update((there, stack, part))
+        for primitive, at, operand, result, loop in (
+            (DEVICE_PUT, max(maker + 1, self._begin), value, there, self._ahead),
+            (LOOP_STACK, self._behind, there, stack, self._around),
+            (LOOP_SLICE, self._first, stack, part, self.loop),
+            (DEVICE_PUT, self._first, part, back, self.loop),
+        ):
+            eqn = added.equation(primitive, (operand,), result, graph.eqns[maker].where)
+            of = added.id_of[value] if primitive == LOOP_STACK else None
+            added.additions.append(Addition(at, eqn, (operand,), (result,), loop, of=of))
+        return (back,)
 
     def keep(self, value: int) -> int:
         graph, added = self.graph, self.enlargement

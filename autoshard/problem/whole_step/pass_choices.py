@@ -43,6 +43,14 @@ class PassChoices(ABC):
     def available(self, value: int) -> int | None:
         """The same for a value that no repeatable equation makes; None if it would have to be kept for that."""
 
+    def kept_elsewhere(self, value: int) -> tuple[int, ...]:
+        """The values by which the backward pass has one that is kept in another memory."""
+        return ()
+
+    def once(self, value: int) -> int:
+        """The value by which the backward pass has one that has to be kept."""
+        return self.keep(value)
+
     def only_kept(self, value: int, e: int) -> bool:
         """Whether a repeated equation e takes a value only as it was kept."""
         return False
@@ -71,16 +79,19 @@ class PassChoices(ABC):
 
     def _choose(self, value: int, again: int, like: Eqn, *, forced: bool) -> None:
         """Adds the choice between a kept value and the repeated one; `forced` if the program itself reads it."""
-        added = self.enlargement
         kept = self.keep(value)
         self.stands[value] = value
         if kept == value:
             return
+        self.stands[value] = self.recall(value, (kept, *self.kept_elsewhere(value), again), like.where, forced=forced)
+
+    def recall(self, value: int, sources: tuple[int, ...], where: str, *, forced: bool) -> int:
+        """Adds the choice of what the backward pass reads for a value; returns what it reads."""
+        added = self.enlargement
         result = added.value(self.graph.avals[value], self.trips, self.loop)
-        recall = added.equation(RECALL, (kept, again), result, like.where)
-        of = added.id_of[value]
-        self._pending.append(Addition(-1, recall, (kept, again), (result,), self.loop, not forced, of))
-        self.stands[value] = result
+        eqn = added.equation(RECALL, sources, result, where)
+        self._pending.append(Addition(-1, eqn, sources, (result,), self.loop, not forced, added.id_of[value]))
+        return result
 
     def place(self, first: Mapping[int, int]) -> None:
         """Places what is pending right before what reads it first.
@@ -119,4 +130,4 @@ class PassChoices(ABC):
         if self.repeatable(maker):
             return self.keep(value) if self.only_kept(value, e) else self.stands[value]
         held = self.available(value)
-        return self.keep(value) if held is None else held
+        return self.once(value) if held is None else held

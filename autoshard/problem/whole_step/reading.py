@@ -39,6 +39,11 @@ def kept_values(
     return saved.stacks(kept)
 
 
+def offloaded_values(whole: WholeStep, decisions: Decisions, choice: NDArray[np.int64]) -> frozenset[ValueId]:
+    """Those of the kept values that the host's memory holds."""
+    return frozenset(whole.keeps[e] for e in whole.offloads & _live(decisions, choice))
+
+
 def as_stored(one: ForwardPass, kept: Collection[ValueId], held: Collection[ValueId]) -> set[ValueId]:
     """The values that a flat pass keeps, in terms of the values that lie in memory.
 
