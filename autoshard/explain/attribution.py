@@ -244,6 +244,10 @@ def _spent(record: PlanRecord, assignment: Assignment, names: Sequence[str]) -> 
         entry.nbytes += row.nbytes * row.trips
         if row.work_s:
             sums[COMPUTE, (), TRANSPOSE, row.where, ()].seconds.append(row.work_s * row.trips)
+    for copy in bill.host_copies(assignment):
+        graph, node = assignment.decisions.graph, assignment.decisions.nodes[copy.node]
+        value = str(graph.avals[graph.operands[node.equations[0]][0]])
+        sums[copy.name, (), value, node.where, ()].seconds.append(copy.waited_s)
     spent = {key: (fsum(entry.seconds), entry.nbytes) for key, entry in sums.items()}
     rest = record.cost.step_s - fsum(seconds for seconds, _ in spent.values())
     return {**spent, (ROUNDING, (), "", "", ()): (rest, 0)}

@@ -39,6 +39,7 @@ def describe(
     step_s = certificate.objective_s
     compute_s = bill.compute_s(assignment)
     hidden_s = sum(max(0.0, row.seconds * row.trips - waited_s) for row, waited_s in bill.waits(assignment))
+    hidden_s += sum(copy.seconds - copy.waited_s for copy in bill.host_copies(assignment))
     peak, at, kinds = memory_profile.peak(d, assignment.choice)
 
     def spec(code: int, ndim: int) -> PartitionSpec:

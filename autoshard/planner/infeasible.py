@@ -1,6 +1,7 @@
 """Infeasible: why no plan fits, at which equation, and the way out."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from autoshard.errors import InfeasibleError
 from autoshard.ir.constraints import spec_of
@@ -99,10 +100,12 @@ def _tried(space: SearchSpace) -> bool:
 
 def could_offload(request: PlanRequest) -> bool:
     """Whether the host's memory could hold something that loops stack, and was not asked to."""
-    decided = request.remat != WRITTEN and not request.gradient_of and request.recomputation is None
-    if request.offload != NO_OFFLOAD or not decided or not request.target.compiler.keeps_host_values_apart:
+    decides = request.remat != WRITTEN and not request.gradient_of
+    if request.offload != NO_OFFLOAD or not decides or not request.target.compiler.keeps_host_values_apart:
         return False
-    return bool(savable(request.traced, request.remat).stackable)
+    traced = request.traced
+    traced = traced if traced.source is None else replace(traced, jaxpr=traced.source)
+    return bool(savable(traced, request.remat).stackable)
 
 
 def _way_out(space: SearchSpace, kinds: Mapping[str, int]) -> str:

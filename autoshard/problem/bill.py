@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import repeat
+from typing import NamedTuple
 
 import numpy as np
 
@@ -77,6 +78,35 @@ def waits(assignment: Assignment) -> Iterator[tuple[Collective, float]]:
         yield row, row.seconds * row.trips * (1.0 - hidden + hidden * exposed)
     for n in range(len(d.nodes)):
         yield from _in_op(assignment, n)
+
+
+class HostCopy(NamedTuple):
+    """What a decision copies one way between a device's memory and its host's, in all trips."""
+
+    node: int
+    to_host: bool
+    seconds: float
+    waited_s: float
+
+    @property
+    def name(self) -> str:
+        return f"copy {'to' if self.to_host else 'from'} the host's memory"
+
+
+def host_copies(assignment: Assignment) -> Iterator[HostCopy]:
+    """Every copy to the host's memory or back, and how long the step waits for it.
+
+    Of what its link's copies take beyond the compute that they hide behind, it has its share.
+    """
+    d, choice = assignment.decisions, assignment.choice
+    for link in d.links:
+        hidden = {n: int(ps[choice[n]]) for n, ps in link.hidden_ps.items()}
+        beside, total = sum(int(d.nodes[m].cost_ps[choice[m]]) for m in link.beside), sum(hidden.values())
+        left = max(0, total - beside) / max(total, 1)
+        for n, ps in hidden.items():
+            waited_ps = int(link.waited_ps[n][choice[n]])
+            if ps or waited_ps:
+                yield HostCopy(n, link.to_host, (ps + waited_ps) / PS_PER_S, (ps * left + waited_ps) / PS_PER_S)
 
 
 def in_op(assignment: Assignment, n: int) -> Iterator[Collective]:

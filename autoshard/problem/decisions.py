@@ -230,11 +230,13 @@ class HostLink:
     """What goes one way between a device's memory and its host's in the trips of one loop, or in a program.
 
     Attributes:
+      to_host: which way.
       hidden_ps: decision → integer picoseconds (S,) of its copies that may hide behind compute, of all trips.
       waited_ps: the same of those that do not; they are part of the decision's own seconds.
       beside: the decisions behind whose compute copies hide.
     """
 
+    to_host: bool
     hidden_ps: Mapping[int, NDArray[np.int64]]
     waited_ps: Mapping[int, NDArray[np.int64]]
     beside: tuple[int, ...]

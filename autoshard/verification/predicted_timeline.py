@@ -16,7 +16,7 @@ from autoshard.backends.timeline import Event, Multiplication, Stream, Timeline
 from autoshard.costs.overlap import EARLY
 from autoshard.problem import bill
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.bill import TRANSPOSE
+from autoshard.problem.bill import TRANSPOSE, HostCopy
 from autoshard.problem.collective import Collective
 from autoshard.problem.repeated import repeated_share
 
@@ -37,9 +37,13 @@ def schedule(assignment: Assignment) -> Timeline:
             blocks[place(row)].append(row)
         else:
             hides[d.windows.whole[row.window]].append((row, waited_s))
+    copies: dict[int, list[HostCopy]] = defaultdict(list)
+    for copy in bill.host_copies(assignment):
+        copies[d.windows.whole[d.windows.of_equation[d.nodes[copy.node].equations[0]]]].append(copy)
     now_s = communication_s = exposed_s = compute_s = 0.0
     events: list[Event] = []
-    for window in sorted(compute.keys() | hides.keys() | blocks.keys(), key=lambda w: _first(w, compute)):
+    windows = compute.keys() | hides.keys() | blocks.keys() | copies.keys()
+    for window in sorted(windows, key=lambda w: _first(w, compute)):
         begin_s = sent_s = now_s
         busy_s = 0.0
         for e, n in sorted(compute[window]):
@@ -64,6 +68,12 @@ def schedule(assignment: Assignment) -> Timeline:
             sent_s += row.seconds
             hidden_s += max(row.seconds * row.trips, waited_s)
             left_s += waited_s
+        for copy in copies[window]:
+            e = d.nodes[copy.node].equations[0]
+            trips, where = d.graph.runs(e), d.nodes[copy.node].where
+            events.append(_event(copy.name, "communication", begin_s, copy.seconds / trips, trips, where))
+            hidden_s += copy.seconds
+            left_s += copy.waited_s
         now_s = begin_s + busy_s + left_s
         sent_s = max(sent_s, now_s)
         for row in blocks[window]:

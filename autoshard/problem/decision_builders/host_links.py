@@ -51,7 +51,7 @@ def add_host_links(draft: Draft) -> None:
     copies = {n for one in hidden.values() for n in one}
     for link in sorted(hidden):
         beside = tuple(m for m, at in order.items() if link[0] in (0, graph.eqn_loop[at]) and m not in copies)
-        draft.links.append(HostLink(hidden_ps=hidden[link], waited_ps=waited[link], beside=beside))
+        draft.links.append(HostLink(to_host=link[1], hidden_ps=hidden[link], waited_ps=waited[link], beside=beside))
 
 
 def _first_read(graph: Graph, e: int) -> int:
