@@ -349,13 +349,13 @@ def barrier(near: Any, invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
     return core.new_jaxpr_eqn(list(invars), list(outvars), _BARRIER, {}, core.no_effects, near.source_info, near.ctx)
 
 
-def moved(near: Any, var: Any, space: jax.memory.Space) -> tuple[Any, Any]:
+def moved(near: Any, var: Any, space: Any) -> tuple[Any, Any]:
     """Copies a variable to the device's or the host's memory.
 
     Args:
       near: an equation, whose source line the copy has.
       var: the variable.
-      space: where to.
+      space: the `jax.memory.Space` where it goes.
 
     Returns:
       The equation, and the variable that is there.

@@ -123,8 +123,8 @@ class _ScanPair(_Rewriting):
         self.further: dict[Any, Any] = {}
         self.sent: list[Any] = []
         self.fetched: list[Any] = []
-        bodies = ([step.eqn for step in body.steps] for body in (source.forward, source.backward))
-        super().__init__(own, demand, *bodies, on_host)
+        forward, backward = ([step.eqn for step in body.steps] for body in (source.forward, source.backward))
+        super().__init__(own, demand, forward, backward, on_host)
 
     def rewritten(self, ahead: Any, back: Any, outer: _Rewriting) -> tuple[Any, Any]:
         """Returns both scans. `outer` is told of further stacks; the second scan may take its forward variables."""

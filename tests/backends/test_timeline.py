@@ -22,6 +22,7 @@ class Counter:
 
     latency_s: float = 0.0
     flops_per_s: float = 1.0
+    host_bytes_per_s: float = 1.0
 
     def matmul_s(self, batch: int, m: int, n: int, k: int, dtype: str) -> float:
         return 2 * batch * m * n * k / self.flops_per_s
@@ -113,14 +114,41 @@ def test_a_loop_takes_its_body_every_trip() -> None:
 
 def test_a_slice_that_goes_to_the_host_is_no_work_of_the_device() -> None:
     """As XLA:TPU copies what a loop puts into the host's memory; the whole stack is an operand."""
+    found = sent()
+    assert found.step_s == found.compute_s == 1024
+    assert [(event.name, event.duration_s) for event in found.events if event.stream == "communication"] == [
+        ("copy to the host's memory", 256)
+    ]
+
+
+def test_a_copy_to_the_host_is_waited_for_at_its_end() -> None:
+    slow = sent(Counter(host_bytes_per_s=0.125))
+    assert (slow.step_s, slow.compute_s, slow.exposed_s) == (8 * 256, 1024, 8 * 256 - 1024)
+
+
+def sent(machine: Counter | None = None) -> Timeline:
+    """A slice goes to the host's memory beside a matmul."""
     stack, part = "f32[64,8]{1,0:S(5)}", "f32[8,8]{1,0}"
-    found = price(
+    return price(
         f'  %i = s32[] constant(0)\n  %h = {stack} custom-call(), custom_call_target="AllocateBuffer"\n'
         f"  %s = ({stack}, {part}, u32[]) dynamic-update-slice-start(%h, %x, %i, %i)\n"
         f"  %y = {part} {DOT}\n  %d = {stack} dynamic-update-slice-done(%s)\n"
-        f"  ROOT %z = {part} bitcast(%y)"
+        f"  ROOT %z = {part} bitcast(%y)",
+        machine=machine,
     )
-    assert found.step_s == found.compute_s == 1024
+
+
+def test_copies_from_the_host_go_one_after_the_other_beside_those_to_it() -> None:
+    stack, part = "f32[64,8]{1,0:S(5)}", "f32[8,8]{1,0}"
+    found = price(
+        f'  %i = s32[] constant(0)\n  %h = {stack} custom-call(), custom_call_target="AllocateBuffer"\n'
+        f"  %a = (({stack}, s32[]), {part}, u32[]) dynamic-slice-start(%h, %i)\n"
+        f"  %b = (({stack}, s32[]), {part}, u32[]) dynamic-slice-start(%h, %i)\n"
+        f"  %s = ({stack}, {part}, u32[]) dynamic-update-slice-start(%h, %x, %i, %i)\n"
+        f"  %c = {part} dynamic-slice-done(%a)\n  %d = {part} dynamic-slice-done(%b)\n"
+        f"  %e = {stack} dynamic-update-slice-done(%s)\n  ROOT %z = {part} bitcast(%d)"
+    )
+    assert (found.step_s, found.communication_s, found.compute_s) == (2 * 256, 3 * 256, 0)
 
 
 REMATTED = 'metadata={op_name="jit(f)/transpose(jvp())/checkpoint/rematted_computation/dot_general" source_line=1}'

@@ -104,7 +104,7 @@ def test_a_plan_file_says_what_is_offloaded(tmp_path: Path) -> None:
     loaded = autoshard.load(tmp_path / "plan.json")
     assert loaded.record == plan.record
     fn, args = program(WIDTH, ROWS)
-    options = {**OPTIONS, "memory": plan.record.memory.limit_bytes, "lock": tmp_path / "plan.json"}
+    options: dict[str, Any] = {**OPTIONS, "memory": plan.record.memory.limit_bytes, "lock": tmp_path / "plan.json"}
     assert autoshard.plan(fn, *args, **options, offload="auto").record == plan.record
     with pytest.raises(PlanMismatchError, match="offloading"):
         _in_ci(lambda: autoshard.plan(fn, *args, **options))
@@ -132,7 +132,7 @@ def _program() -> tuple[Any, ...]:
 
 def test_where_nothing_can_be_offloaded_it_is_refused_with_the_reason() -> None:
     fn, args = program(64, 64)
-    there = {"mesh": {"data": 4}, "hardware": "h100:1x4"}
+    there: dict[str, Any] = {"mesh": {"data": 4}, "hardware": "h100:1x4"}
     with pytest.raises(SpecError, match="one memory"):
         autoshard.plan(fn, *args, mesh={"data": 4}, hardware="cpu:4", offload="auto")
     with pytest.raises(SpecError, match="leaves that to the program"):
