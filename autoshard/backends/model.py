@@ -277,6 +277,14 @@ class CompilerModel:
     )
     """A contraction computes its operands itself, element by element, from values that lie in memory."""
 
+    gathers_make_their_operands: bool = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2, jaxlib 0.10.2 and libtpu 0.0.52: the labels' scores of logits that are cast",
+            "compilers/test_compiler_models.py::test_what_gathers_make_themselves",
+        )
+    )
+    """A gather computes the elements that it takes itself, from values that lie in memory."""
+
     stores_softmax_numerators: bool = field(
         metadata=_seen(
             "libtpu 0.0.52, one attention with its gradient, compiled for v5e",

@@ -1,7 +1,7 @@
 """Liveness: which values lie in a device's memory, and from when to when.
 
 XLA writes to memory the operands and results of equations that do not fuse (a contraction,
-a gather, a loop's argument), the results of reductions, and the outputs of the program.
+a scatter, a loop's argument), the results of reductions, and the outputs of the program.
 Every other value is *recomputed* inside the fusions that read it, from the values that
 lie in memory, so these live on until the last such fusion: the f32 scores of a softmax
 are never stored, but their bf16 source outlives the forward pass. One kind of value is stored
@@ -15,8 +15,10 @@ each slice is written there directly, and lies nowhere else. The operands of wei
 live until the gradients are made, which may be much later (`autoshard.costs.execution_order`).
 
 XLA:GPU computes an expensive value (a tanh) once for all fusions that read it. A fusion writes its
-result over a value that it reads for the last time, if that has as many elements of its type; not
-if it reads a row twice, as for a softmax and its gradient.
+result over a value that it reads for the last time, if that has as many elements of its type and
+each is read where it is written (not through a slice, then padded again); not if it reads a row
+twice, as for a softmax and its gradient. What is added to scattered elements is written, scattered
+onto in its place, and read as the sum (`autoshard.costs.scattered_terms`); it is written over nothing.
 
 XLA:TPU differs (libtpu 0.0.52, `benchmarks.verification`). Its contractions make their operands:
 casts, gates, norms, the gradient of a softmax's cross entropy are recomputed in each, from values
@@ -35,6 +37,7 @@ from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, positions
+from autoshard.costs.scattered_terms import ScatteredTerm, scattered_terms
 from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import (
     DEVICE_PUT,
@@ -45,6 +48,7 @@ from autoshard.ir.op_traits import (
     LOOP_STACK,
     RECALL,
     REDUCE_SUM,
+    REV,
     TRANSPOSE,
 )
 from autoshard.rules.rule import ShardingRule
@@ -64,6 +68,7 @@ class LiveRanges:
     it has memory only if it is moved first. `across`: for values that the loss reads at the end, the
     dimensions over which the loss communicates; split along one of them, the value only lives until `soon`.
     `alone`: numerators of softmaxes, with their bytes per element on a device that has one row of them.
+    `scattered`: the additions that are done by a scatter, which takes no memory of its own.
     """
 
     stored: NDArray[np.bool_]
@@ -74,6 +79,7 @@ class LiveRanges:
     soon: NDArray[np.int64]
     across: Mapping[int, frozenset[int]]
     alone: Mapping[int, int]
+    scattered: tuple[ScatteredTerm, ...]
 
 
 def live_ranges(
@@ -107,8 +113,10 @@ def live_ranges(
             stated |= {numerator, quotient} if stores_quotients else {numerator}
             alone[numerator] = _narrowest(graph, made_by, numerator)
     order = positions(graph, fuses, compiler)
-    held = _find_held(graph, fuses, taken, stated, compiler.computes_once)
+    scattered = scattered_terms(graph, fuses)
+    held = _find_held(graph, fuses, taken, stated, compiler, scattered)
     named = np.zeros(len(graph.avals), bool)
+    named[[graph.results[term.addition][0] for term in scattered]] = True
     for e, eqn in enumerate(graph.eqns):
         if eqn.traits.renames:
             named[graph.results[e][0]] = held[graph.results[e][0]]
@@ -130,7 +138,8 @@ def live_ranges(
 
     end = ends(late)
     if compiler.overwrites_last_read:
-        end[_find_overwritten(graph, fuses, stored, start, end)] -= 1
+        anew = {term.onto for term in scattered}
+        end[_find_overwritten(graph, fuses, stored, start, end, anew)] -= 1
     return LiveRanges(
         stored=stored,
         named=named,
@@ -140,6 +149,7 @@ def live_ranges(
         soon=ends(()) if late else end,
         across=_across(graph, rules, stored, late),
         alone=alone,
+        scattered=scattered,
     )
 
 
@@ -163,14 +173,21 @@ def _across(
 
 
 def _find_overwritten(
-    graph: Graph, fuses: Sequence[bool], stored: NDArray[np.bool_], start: NDArray[np.int64], end: NDArray[np.int64]
+    graph: Graph,
+    fuses: Sequence[bool],
+    stored: NDArray[np.bool_],
+    start: NDArray[np.int64],
+    end: NDArray[np.int64],
+    anew: Container[int],
 ) -> list[int]:
     """Stored values whose last reader, a fusion, writes as many elements of their type: it does so in place.
 
-    Values that one kernel reads twice, to reduce their rows first, are excluded.
+    Values that one kernel reads twice, to reduce their rows first, are excluded, and those of which it reads an
+    element elsewhere than where it writes (of a slice, of what is padded). `anew`: values that are written over none.
     """
     made_by = graph.producers
     reads: dict[int, frozenset[int]] = {}  # value → the stored values that a fusion reads to compute it
+    elsewhere: dict[int, frozenset[int]] = {}  # value → those of them of which it reads other elements than its own
     reduced: dict[int, frozenset[int]] = {}  # reduction → the values whose rows it reduces, if they are short
     found: set[int] = set()
     for e, fused in enumerate(fuses):
@@ -183,12 +200,21 @@ def _find_overwritten(
         )
         twice = frozenset[int]().union(*(reduced.get(v, frozenset()) for v in reads[result]))
         aval = graph.avals[result]
+        moves = eqn.primitive == REV
+        elsewhere[result] = frozenset[int]().union(
+            *(
+                ({v} if stored[v] else reads.get(v, frozenset()))
+                if moves or graph.avals[v].size != aval.size
+                else elsewhere.get(v, frozenset())
+                for v in graph.operands[e]
+            )
+        )
         if eqn.traits.ends_fusion:
             row = graph.avals[graph.operands[e][0]].size // max(aval.size, 1)
             reduced[result] = twice | (reads[result] if row <= SHORT_ROW else frozenset())
-        if not stored[result] or eqn.traits.ends_fusion or eqn.traits.renames:
+        if not stored[result] or eqn.traits.ends_fusion or eqn.traits.renames or result in anew:
             continue
-        for v in sorted(reads[result] - twice - found):
+        for v in sorted(reads[result] - twice - elsewhere[result] - found):
             if v in made_by and graph.avals[v] == aval and end[v] == start[result] + 1:
                 found.add(v)
                 break
@@ -239,7 +265,12 @@ def _narrowest(graph: Graph, made_by: Mapping[int, tuple[int, int]], value: int)
 
 
 def _find_held(
-    graph: Graph, fuses: Sequence[bool], taken: NDArray[np.bool_], stated: Container[int], once: Container[str]
+    graph: Graph,
+    fuses: Sequence[bool],
+    taken: NDArray[np.bool_],
+    stated: Container[int],
+    compiler: CompilerModel,
+    scattered: Sequence[ScatteredTerm],
 ) -> NDArray[np.bool_]:
     """Whether each value lies in memory, also under another's name.
 
@@ -248,8 +279,12 @@ def _find_held(
       fuses: per equation, whether XLA fuses it with its neighbours.
       taken: operands that contractions can make themselves.
       stated: values that are always held.
-      once: primitives that are computed once for all fusions.
+      compiler: who compiles the program.
+      scattered: additions that are done by a scatter.
     """
+    sums = {term.addition for term in scattered}
+    scatters = {term.scatter for term in scattered}
+    onto = {term.onto for term in scattered}
     held = np.zeros(len(graph.avals), bool)
     made = np.zeros(len(graph.avals), bool)
     costly = np.zeros(len(graph.avals), bool)
@@ -264,12 +299,17 @@ def _find_held(
         readers[operands] += not aside
         if eqn.traits.enters_loop:
             held[operands] = True
+        elif e in scatters:  # the table lies where the other term does
+            held[operands[1:]] = True
+        elif e in sums:
+            held[results] = True
         elif eqn.traits.ends_fusion or eqn.primitive == LOOP_STACK:
             held[results] = True
         elif not fuses[e] and not eqn.traits.renames and not aside:
-            held[[v for v in operands if not (taken[v] and eqn.traits.contraction)]] = True
+            drawn = operands[:1] if eqn.traits.reads_part and compiler.gathers_make_their_operands else []
+            held[[v for v in operands if v not in drawn and not (taken[v] and eqn.traits.contraction)]] = True
             held[results] = True
-        held[[v for v in results if aside or v in stated]] = True
+        held[[v for v in results if aside or v in stated or v in onto]] = True
     for e in range(len(graph.eqns) - 1, -1, -1):
         if graph.eqns[e].primitive == RECALL:
             readers[graph.operands[e][-1]] += readers[graph.results[e][0]] - 1
@@ -283,11 +323,11 @@ def _find_held(
     goes_to: dict[int, frozenset[int]] = {}  # value that is not held → values in memory that are computed from it
     for e in range(len(graph.eqns) - 1, -1, -1):
         for v in graph.results[e] if fuses[e] else ():
-            if graph.eqns[e].primitive in once and len(goes_to.get(v, ())) > 1:
+            if graph.eqns[e].primitive in compiler.computes_once and len(goes_to.get(v, ())) > 1:
                 held[v] = True
-            onto = frozenset({v}) if held[v] else goes_to.get(v, frozenset[int]())
+            ends = frozenset({v}) if held[v] else goes_to.get(v, frozenset[int]())
             for o in _made_from(graph, e):
-                goes_to[o] = goes_to.get(o, frozenset[int]()) | onto
+                goes_to[o] = goes_to.get(o, frozenset[int]()) | ends
     sources: dict[int, dict[int, int]] = {}  # value that is not held → what in memory it is recomputed from, and bytes
     for e, eqn in enumerate(graph.eqns):
         result = graph.results[e][0] if graph.results[e] else -1

@@ -29,6 +29,7 @@ IOTA = "iota"
 JITS = ("jit", "pjit")  # the names that JAX has had for it
 PALLAS = "pallas_call"
 RESHAPE = "reshape"
+REV = "rev"
 SCAN = "scan"
 SCATTER_ADD = "scatter-add"
 SELECT = "select_n"
@@ -167,7 +168,7 @@ OP_TRAITS: Mapping[str, OpTraits] = {
     "dynamic_update_slice": OpTraits(updates=True),
     **dict.fromkeys(("scatter", SCATTER_ADD, "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), _SCATTER),
     **dict.fromkeys(("concatenate", SELECT), OpTraits(fusible=True, combines=True)),
-    **dict.fromkeys((IOTA, "pad", "rev"), _FUSIBLE),
+    **dict.fromkeys((IOTA, "pad", REV), _FUSIBLE),
     # Links.
     KEEP: OpTraits(choice=True, moves_nothing=True),
     DERIVE: OpTraits(choice=True, moves_nothing=True, fusible=True),

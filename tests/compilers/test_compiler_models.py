@@ -230,6 +230,34 @@ def test_one_of_each_row_is_taken_back(compiler: CompilerName, topology: str) ->
 
 
 @pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
+def test_what_is_added_to_scattered_rows_is_scattered_onto(compiler: CompilerName, topology: str) -> None:
+    """By every compiler: nothing scatters onto zeros, and no addition is left."""
+
+    def gradient(table: jax.Array, rows: jax.Array, x: jax.Array) -> jax.Array:
+        def loss(table: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.sin(table)) + jnp.sum(table[rows] * x)
+
+        return jax.grad(loss)(table) * 2
+
+    args = F32(4096, 1024), jax.ShapeDtypeStruct((512,), jnp.int32), F32(512, 1024)
+    text, _ = entry(topology, gradient, args, (P(None, "x"), P(), P(None, "x")))
+    assert " scatter(" in text
+    assert not re.search(r"= f32\[4096,128\]\S* (add|broadcast)\(", text), compiler
+
+
+@pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
+def test_what_gathers_make_themselves(compiler: CompilerName, topology: str) -> None:
+    """The scores of which some are taken are cast in the gather, or a kernel of their own writes them."""
+
+    def taken(x: jax.Array, labels: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(jnp.cos(x), labels, axis=1)
+
+    _, found = entry(topology, taken, (F32(4096, 8192), jax.ShapeDtypeStruct((4096, 1), jnp.int32)), (P("x"), P("x")))
+    cosines = [line for line in found.splitlines() if re.search(r"= f32\[512,8192\]\S* (fusion|cosine)\(", line)]
+    assert (not cosines) == named(compiler).gathers_make_their_operands
+
+
+@pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
 @pytest.mark.parametrize(
     ("equation", "left", "right"),
     [

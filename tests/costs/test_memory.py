@@ -273,6 +273,78 @@ def test_a_softmax_is_written_beside_the_scores_unless_its_rows_are_long() -> No
         assert (found.end[scores] <= found.start[softmax]) == in_place
 
 
+def test_a_fusion_writes_beside_what_it_reads_elsewhere_than_where_it_writes() -> None:
+    """What is cut and padded again has as many elements, but not the same ones in the same places."""
+
+    def cut(x: Any, w: Any) -> Any:
+        return jnp.pad(jnp.square((x @ w)[:-1]), ((0, 1), (0, 0))) @ w.T
+
+    def turned(x: Any, w: Any) -> Any:
+        return (jnp.square(x @ w) * 2)[::-1] @ w.T
+
+    for program in (cut, turned):
+        graph, found = lived(program, F32((64, 16)), F32((16, 32)))
+        product, last = results(graph, "dot_general")
+        taken = graph.operands[graph.producers[last][0]][0]
+        assert found.stored[taken]
+        assert found.end[product] == found.start[taken] + 1
+
+
+def labels_score(scores: Any, labels: Any) -> Any:
+    """A loss that reads all scores, and one of each row."""
+    return jnp.sum(jnp.sin(scores)) - jnp.sum(jnp.take_along_axis(scores, labels, axis=1))
+
+
+def test_what_is_added_to_scattered_elements_is_scattered_onto() -> None:
+    """The other term has the memory of the sum; neither the zeros nor what is scattered onto them has any."""
+
+    def gradient(x: Any, w: Any, labels: Any) -> Any:
+        return jax.grad(labels_score)((x @ w).astype(jnp.float32), labels).astype(jnp.bfloat16) @ w.T
+
+    args = BF16((64, 16)), BF16((16, 32)), jax.ShapeDtypeStruct((64, 1), jnp.int32)
+    graph, found = lived(gradient, *args)
+    (term,) = found.scattered
+    (total,), (part,) = graph.results[term.addition], graph.results[term.scatter]
+    assert found.stored[term.onto]
+    assert found.named[total]
+    assert not found.stored[[total, part, graph.operands[term.scatter][0]]].any()
+    narrow = graph.operands[graph.producers[results(graph, "dot_general")[-1]][0]][0]
+    assert found.stored[narrow]
+    assert found.end[term.onto] == found.start[narrow] + 1  # as long as the sum is read
+
+
+def test_what_is_scattered_and_read_twice_or_returned_is_a_value_of_its_own() -> None:
+    def twice(x: Any, labels: Any) -> Any:
+        def loss(scores: Any) -> Any:
+            taken = jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(scores), labels, axis=1))
+            return taken  # its gradient is summed over each row, and added
+
+        return jax.grad(loss)(jnp.tanh(x)) * 2
+
+    labels = jax.ShapeDtypeStruct((64, 1), jnp.int32)
+    for program in (twice, jax.grad(labels_score)):
+        graph, found = lived(program, F32((64, 32)), labels)
+        assert found.scattered == ()
+        assert found.stored[results(graph, "scatter-add")].all()
+
+
+def test_a_gather_makes_the_elements_that_it_takes() -> None:
+    """On GPU the cast of the scores is written for nobody; on TPU it is."""
+
+    def taken(x: Any, w: Any, labels: Any) -> Any:
+        return jnp.take_along_axis((x @ w).astype(jnp.float32), labels, axis=1)
+
+    args = BF16((64, 16)), BF16((16, 32)), jax.ShapeDtypeStruct((64, 1), jnp.int32)
+    for compiler, stored in ((XLA_GPU, False), (XLA_TPU, True)):
+        graph, found = lived(taken, *args, compiler=compiler)
+        (product,), (gathered,) = results(graph, "dot_general"), results(graph, "gather")
+        cast = graph.operands[graph.producers[gathered][0]][0]
+        assert graph.avals[cast].itemsize == 4
+        assert bool(found.stored[cast]) == stored
+        if not stored:
+            assert found.end[product] == graph.producers[gathered][0] + 1
+
+
 def test_a_fusion_writes_where_what_it_reads_for_the_last_time_lies() -> None:
     """On GPU; not where the types differ, nor what is read later on."""
 

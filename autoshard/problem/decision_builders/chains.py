@@ -84,7 +84,10 @@ def _touched_bytes(facts: GraphFacts, members: Sequence[int], codes: Codes) -> N
     inside = {graph.results[e][0] for e in members}
     nbytes = np.zeros(len(codes))
     seen: set[int] = set()
+    scattered = {term.addition for term in facts.lives.scattered}
     for e in members:
+        if e in scattered:
+            continue
         result = graph.results[e][0]
         for v in graph.operands[e]:
             if v in seen or not facts.reads(v):

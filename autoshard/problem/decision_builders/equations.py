@@ -145,6 +145,8 @@ def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductio
     if any(map(facts.on_host, (*graph.operands[e], *graph.results[e]))):
         return _Price(reductions_s)  # see `host_links`
     reads = [facts.reads(v) for v in graph.operands[e]]
+    if any(e == term.scatter for term in facts.lives.scattered):
+        reads[0] = True  # its table is what it is added to, which lies in memory
     writes = [bool(facts.held[v]) for v in graph.results[e]]
     if eqn.traits.updates:
         writes = [e not in facts.in_place]
