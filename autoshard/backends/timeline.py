@@ -9,9 +9,9 @@ conditional takes the time of its longest branch. A windowed einsum's ring runs 
 
 Matmuls cost the model's price of their shapes (HBM traffic of operands and results
 included), or the traffic of the whole fusion if that takes longer. Other instructions cost
-the HBM bytes that they read and write; a slice reads only its part. Prefetches into faster
-memory are free. Copies to the host's memory and back run on a link of their own each way, from their beginning on; the
-compute stream waits at their end.
+the HBM bytes that they read and write; a slice reads only its part, also of what is computed for it.
+Prefetches into faster memory are free. Copies to the host's memory and back run on a link of their own
+each way, from their beginning on; the compute stream waits at their end.
 
 What runs once more for a backward pass has `rematted_computation` in its name; what a compiler repeats on its own
 (XLA's own rematerialization) is an instruction whose name says `.remat`.
@@ -57,6 +57,13 @@ _FREE = frozenset(
 )
 _HOST_SPACE = "S(5)"  # in the layouts of arrays in the host's memory
 _SLICES = frozenset({"dynamic-slice", "gather", "slice"})
+# Each element of the result is computed from the elements of the operands at the same place.
+_ELEMENTWISE = frozenset(
+    {
+        *("abs", "add", "convert", "cosine", "divide", "exponential", "log", "logistic", "maximum", "minimum"),
+        *("multiply", "negate", "power", "rsqrt", "select", "sine", "sqrt", "subtract", "tanh"),
+    }
+)
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # which operand is written into the first, in place
 
 
@@ -426,10 +433,10 @@ def _traffic_bytes(module: Module, computation: Computation, instruction: Instru
     body = module[instruction.calls[0]]
     read = 0
     for number, parameter in body.parameters.items():
-        readers = _readers(module, body, parameter.name)
-        if readers and all(x.opcode in _SLICES and first for x, first in readers):
-            read += sum(x.nbytes for x, _ in readers)
-        elif not all(x.opcode in _UPDATES and first for x, first in readers):
+        drawn = _drawn(module, body, parameter.name)
+        if drawn is not None:
+            read += drawn * parameter.shapes[0].element_bytes
+        elif not all(x.opcode in _UPDATES and first for _, x, first in _readers(module, body, parameter.name)):
             read += operands[number].nbytes
     updates = [body[x.operands[_UPDATES[x.opcode]]] for x in body if x.opcode in _UPDATES]
     made = [body[name] for name in body.root.operands] if body.root.opcode == "tuple" else [body.root]
@@ -437,12 +444,31 @@ def _traffic_bytes(module: Module, computation: Computation, instruction: Instru
     return read + sum(x.nbytes for x in updates or made)
 
 
-def _readers(module: Module, body: Computation, name: str) -> list[tuple[Instruction, bool]]:
-    """The readers of a value, or of another shape of its bytes, and whether it is their first operand.
+def _drawn(module: Module, body: Computation, name: str) -> int | None:
+    """Elements of a value that a fusion reads, where slices and gathers take a part of it; None where it reads all.
+
+    Of what is computed from the value element by element, or cut out of it, no more is computed than is taken of that.
+    """
+    total = 0
+    for home, user, first in _readers(module, body, name):
+        is_result = user.root or (home.root.opcode == "tuple" and user.name in home.root.operands)
+        part = None if is_result else _drawn(module, home, user.name)
+        if user.opcode in _SLICES and first:
+            size = sum(shape.size for shape in user.shapes)
+            total += size if part is None else min(part, size)
+        elif user.opcode in _ELEMENTWISE and part is not None:
+            total += part
+        else:
+            return None
+    return total or None
+
+
+def _readers(module: Module, body: Computation, name: str) -> list[tuple[Computation, Instruction, bool]]:
+    """The readers of a value, or of another shape of its bytes: where they are, and whether it is their first operand.
 
     For a fusion inside the fusion, its inner readers count. Collectives and the result's tuple only pass it on.
     """
-    names, found = [name], list[tuple[Instruction, bool]]()
+    names, found = [name], list[tuple[Computation, Instruction, bool]]()
     for known in names:
         for user in body.users[known]:
             if user.opcode == "bitcast":
@@ -453,5 +479,5 @@ def _readers(module: Module, body: Computation, name: str) -> list[tuple[Instruc
                     if operand == known:
                         found += _readers(module, inner, inner.parameters[number].name)
             elif user.opcode != "tuple" and not communicates(user):
-                found.append((user, user.operands[0] == known))
+                found.append((body, user, user.operands[0] == known))
     return found

@@ -210,6 +210,28 @@ def test_a_fusion_reads_only_its_slice() -> None:
 
 
 @pytest.mark.parametrize(
+    ("root", "seconds"),
+    [
+        ("dynamic-slice(%h, %i, %i), dynamic_slice_sizes={1,8}", 8 * 2 + 4 + 8 * 4),
+        ("add(%h, %h)", 8 * 8 * 2 + 8 * 8 * 4),
+    ],
+)
+def test_of_what_a_slice_is_computed_from_its_part_is_read(root: str, seconds: int) -> None:
+    """Scores that are cast and scaled, of which some are taken; all of them where the fusion returns all."""
+    result = "f32[1,8]" if "slice" in root else "f32[8,8]"
+    fused = (
+        f"%fused (f: bf16[8,8], i: s32[]) -> {result} {{\n  %f = bf16[8,8]{{1,0}} parameter(0)\n"
+        "  %i = s32[] parameter(1)\n  %g = f32[8,8]{1,0} convert(%f)\n  %h = f32[8,8]{1,0} multiply(%g, %g)\n"
+        f"  ROOT %r = {result}{{1,0}} {root}\n}}"
+    )
+    entry = (
+        "  %j = s32[] constant(3)\n  %b = bf16[8,8]{1,0} constant({...})\n"
+        f"  ROOT %z = {result}{{1,0}} fusion(%b, %j), kind=kLoop, calls=%fused"
+    )
+    assert price(entry, fused).compute_s == seconds
+
+
+@pytest.mark.parametrize(
     ("attributes", "image", "kernel", "result", "flops"),
     [
         ("dim_labels=bf_io->bf", "16,32", "32,64", "16,64", 2 * 16 * 32 * 64),

@@ -207,3 +207,40 @@ def test_the_gpu_compiler_gathers_all_weights_at_once_where_tokens_are_few(model
     memory = subject(case).verify().memory
     assert memory.compiled is not None
     assert memory.compiled.peak == pytest.approx(memory.predicted.peak, rel=0.07)
+
+
+def logsumexp_loss(scores: Any, labels: Any) -> Any:
+    """As optax has it: its gradient is a softmax, onto which the labels' part is scattered."""
+    taken = jnp.take_along_axis(scores, labels[..., None], axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(scores, axis=-1) - taken)
+
+
+def log_softmax_loss(scores: Any, labels: Any) -> Any:
+    """Its gradient reads the labels' part twice."""
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(scores), labels[..., None], axis=-1))
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("loss", [logsumexp_loss, log_softmax_loss])
+@pytest.mark.parametrize(("dtype", "cut"), [("float32", True), pytest.param("bfloat16", False, marks=pytest.mark.slow)])
+def test_the_gpu_compiler_holds_of_a_large_vocabulary_s_loss_what_it_is_said_to(
+    loss: Callable[..., Any], dtype: str, *, cut: bool
+) -> None:
+    """Scores of [tokens, vocabulary] are nearly all of the peak: one more or less is a third of it, or a half."""
+
+    def step(head: Any, x: Any, labels: Any) -> Any:
+        def mean(head: Any) -> Any:
+            scores = (x.astype(dtype) @ head.astype(dtype)).astype(jnp.float32)
+            return loss(scores[:, :-1], labels[:, 1:]) if cut else loss(scores, labels)
+
+        value, gradient = jax.value_and_grad(mean)(head)
+        return head - 1e-3 * gradient, value
+
+    args = F32((256, 50_000)), F32((32, 512, 256)), jax.ShapeDtypeStruct((32, 512), jnp.int32)
+    pins = {"head": P(None, None), "x": P("data"), "labels": P("data")}
+    plan = autoshard.plan(
+        step, *args, mesh={"data": 8}, hardware="h100:1x8", donate_argnums=0, pins=pins, for_grad=False
+    )
+    memory = plan.verify().memory
+    assert memory.compiled is not None
+    assert memory.compiled.peak == pytest.approx(memory.predicted.peak, rel=0.05)
