@@ -301,9 +301,7 @@ def _find_held(
             held[operands] = True
         elif e in scatters:  # the table lies where the other term does
             held[operands[1:]] = True
-        elif e in sums:
-            held[results] = True
-        elif eqn.traits.ends_fusion or eqn.primitive == LOOP_STACK:
+        elif e in sums or eqn.traits.ends_fusion or eqn.primitive == LOOP_STACK:
             held[results] = True
         elif not fuses[e] and not eqn.traits.renames and not aside:
             drawn = operands[:1] if eqn.traits.reads_part and compiler.gathers_make_their_operands else []

@@ -314,10 +314,11 @@ def test_what_is_added_to_scattered_elements_is_scattered_onto() -> None:
 
 
 def test_what_is_scattered_and_read_twice_or_returned_is_a_value_of_its_own() -> None:
+    """The gradient of log_softmax sums what is scattered over each row, and adds it."""
+
     def twice(x: Any, labels: Any) -> Any:
         def loss(scores: Any) -> Any:
-            taken = jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(scores), labels, axis=1))
-            return taken  # its gradient is summed over each row, and added
+            return jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(scores), labels, axis=1))
 
         return jax.grad(loss)(jnp.tanh(x)) * 2
 
