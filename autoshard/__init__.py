@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         SpecError,
         StageError,
         StageRunError,
+        StoppedError,
         TimeLimitError,
         VerifyError,
     )
@@ -67,6 +68,7 @@ _ROOMS = {
     "SpecError": "errors",
     "StageError": "errors",
     "StageRunError": "errors",
+    "StoppedError": "errors",
     "TimeLimitError": "errors",
     "Template": "api.compare",
     "VerifyError": "errors",
@@ -106,6 +108,7 @@ __all__ = [
     "SpecError",
     "StageError",
     "StageRunError",
+    "StoppedError",
     "Template",
     "TimeLimitError",
     "VerifyError",

@@ -1,8 +1,8 @@
 """Deadline: when a call has to end, in whatever stage it is.
 
-`within` begins a call that has so many seconds; a long loop calls `check` now and then, and `left_s` says how long
-the solver has. Without a deadline nothing reads a clock. Nothing else depends on the time: what ends before its
-deadline is what it would be without one.
+`within` begins a call that has so many seconds, `until` one that ends when it is asked to; a long loop calls `check`
+now and then, and `left_s` says how long the solver has. Without a deadline nothing reads a clock. Nothing else depends
+on the time: what ends before its deadline is what it would be without one.
 """
 
 import time
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from autoshard.errors import TimeLimitError
+from autoshard.errors import StoppedError, TimeLimitError
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,25 @@ def within(limit_s: float | None, clock: Callable[[], float] = time.monotonic) -
         _current.reset(token)
 
 
+_stop: ContextVar[Callable[[], bool] | None] = ContextVar("stop", default=None)
+
+
+@contextmanager
+def until(stop: Callable[[], bool]) -> Generator[None]:
+    """A context that ends, as at a deadline, once `stop` says so: with the best plan so far, if there is one."""
+    token = _stop.set(stop)
+    try:
+        yield
+    finally:
+        _stop.reset(token)
+
+
+def is_stopped() -> bool:
+    """Whether what runs was asked to end."""
+    stop = _stop.get()
+    return stop is not None and stop()
+
+
 def check(stage: str) -> None:
     """Goes on if there is time left.
 
@@ -47,7 +66,10 @@ def check(stage: str) -> None:
 
     Raises:
       TimeLimitError: there is none.
+      StoppedError: it was asked to end.
     """
+    if is_stopped():
+        raise StoppedError(stage)
     deadline = _current.get()
     if deadline is not None and deadline.clock() > deadline.end_s:
         raise TimeLimitError(stage, deadline.limit_s)
@@ -55,5 +77,7 @@ def check(stage: str) -> None:
 
 def left_s(most: float) -> float:
     """The seconds that are left, at most so many; never less than nought."""
+    if is_stopped():
+        return 0.0
     deadline = _current.get()
     return most if deadline is None else max(0.0, min(most, deadline.end_s - deadline.clock()))

@@ -211,8 +211,28 @@ class TimeLimitError(AutoshardError, TimeoutError):
         )
         self.stage, self.limit_s = stage, limit_s
 
-    def __reduce__(self) -> tuple[type, tuple[str, float]]:
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         return type(self), (self.stage, self.limit_s)
+
+    @property
+    def why(self) -> str:
+        """What ended the call, in words."""
+        return f"time_limit_s={self.limit_s:g} ended"
+
+
+class StoppedError(TimeLimitError):
+    """A call was asked to end, as by Ctrl-C on the command line, before there was a plan."""
+
+    def __init__(self, stage: str) -> None:
+        AutoshardError.__init__(self, f"interrupted while {stage}, before there was any plan")
+        self.stage, self.limit_s = stage, 0.0
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return type(self), (self.stage,)
+
+    @property
+    def why(self) -> str:
+        return "the call was interrupted"
 
 
 class CompileError(AutoshardError):

@@ -22,13 +22,14 @@ from typing import Any, Unpack
 from jax.sharding import AbstractMesh
 from rich.console import RenderableType
 
+from autoshard import deadline
 from autoshard.api.evaluate import evaluate
 from autoshard.api.evaluation import Completion, Evaluation
 from autoshard.api.options import DonationOptions, SolvingOptions, keywords_of, listing, refuse_unknown
 from autoshard.api.planning import plan
 from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends import devices as meshes
-from autoshard.errors import AutoshardError, InfeasibleError, MeshError
+from autoshard.errors import AutoshardError, InfeasibleError, MeshError, StoppedError
 from autoshard.explain.attribution import Attribution, ledger
 from autoshard.ir.mesh import MeshAxes
 from autoshard.planner.record import PlanRecord
@@ -352,6 +353,9 @@ def compare(
     contenders = [mine if compiler is None else _compiled(mine, ours, compiler)]
     left_out: dict[str, str] = {}
     for name, template in layouts.items():
+        if deadline.is_stopped():
+            left_out[name] = "interrupted before it was priced"
+            continue
         tried_on = list(mesh_shapes(template.axes, devices, mesh))
         try:
             found = evaluations(fn, args, template, tried_on, completion=completion, **common)
@@ -382,11 +386,16 @@ def _ours(
     found: list[SolvedPlan] = []
     last: InfeasibleError | None = None
     for shape in shapes:
+        if found and deadline.is_stopped():
+            break  # the best of the meshes so far
         _tell(f"ours on {MeshAxes.of(shape)}")
         try:
             found.append(plan(fn, *args, mesh=shape, **options))
         except InfeasibleError as error:
             last = error
+        except StoppedError:
+            if not found:
+                raise
     if not found:
         raise last or MeshError("there is no mesh to plan for: take more than one device")
     best_s = min(made.cost for made in found)
@@ -404,6 +413,9 @@ def evaluations(
     found: list[Evaluation] = []
     last: Exception = MeshError(f"no mesh over these devices has the axes {', '.join(template.axes)}")
     for shape in shapes:
+        if deadline.is_stopped():
+            last = StoppedError("pricing a layout")
+            break
         _tell(f"a layout over {', '.join(template.axes)} on {MeshAxes.of(shape)}")
         try:
             hand = template.write(meshes.abstract(MeshAxes.of(shape)))

@@ -22,7 +22,7 @@ from autoshard.api.refine import Entered, adopted, refined
 from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends import devices as meshes
 from autoshard.backends.devices import MeshLike
-from autoshard.errors import InfeasibleError, SpecError
+from autoshard.errors import InfeasibleError, SpecError, TimeLimitError
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.recomputation import ADD, NO_OFFLOAD, Offload, Remat
 from autoshard.planner import named_shardings, pipeline, request
@@ -267,15 +267,17 @@ def _found(questions: Sequence[PlanRequest], options: Options) -> SolvedPlan:
     )
     staged = stage_choice(at, {i: made.cost for i, made in plans.items()}, questions)
     best = best.noted(staged) if staged else best
-    if options.refine is not None:
+    if len(plans) < len(questions) and deadline.is_stopped():
+        best = best.noted(f"interrupted: {len(plans)} of {len(questions)} meshes were planned")
+    if options.refine is not None and not deadline.is_stopped():
         also = {name: adopted(name, layout, questions) for name, layout in options.also.items()}
         again = partial(_with_inputs, questions[at], options)
         entered = Entered(first=best, again=again, elsewhere=[made for _, made in others], also=also)
         best = refined(entered, compiler=options.refine, count=options.candidates)
-    if options.constraints == "compiled":
+    if options.constraints == "compiled" and not deadline.is_stopped():
         best = _thinned(best, questions[at], options)
     best = best.emitting(options.constraints)
-    if lock is not None:
+    if lock is not None and not deadline.is_stopped():
         lock.write(best.record)
     return best.took(_rest(best, questions[at], questions, options, time.perf_counter() - begin))
 
@@ -301,7 +303,8 @@ def _thinned(plan: SolvedPlan, question: PlanRequest, options: Options) -> Solve
     if record is not None:
         return _plan(record, question, options)
     made = compiler_minimal(plan)
-    cache.write(question.name, key, made.record)
+    if not deadline.is_stopped():
+        cache.write(question.name, key, made.record)
     return made
 
 
@@ -318,6 +321,10 @@ def _fitting(questions: Sequence[PlanRequest], options: Options) -> dict[int, So
             plans[i] = _cached(question, options)
         except InfeasibleError as error:
             errors.append(error)
+        except TimeLimitError:
+            if not plans:
+                raise
+            break  # the best of the meshes so far
     if not plans:
         raise min(errors, key=lambda error: inf if error.peak_bytes is None else error.peak_bytes)
     return plans
@@ -340,7 +347,8 @@ def _cached(question: PlanRequest, options: Options) -> SolvedPlan:
     if record is not None:
         return _plan(record, question, options)
     made = plan_request(question, replace(options, constraints=constraints))
-    cache.write(question.name, key, made.record)
+    if not deadline.is_stopped():
+        cache.write(question.name, key, made.record)
     return made
 
 

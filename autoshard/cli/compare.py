@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh
 from autoshard.api import compare as standings
 from autoshard.api.compare import Hand, Template
 from autoshard.api.options import REL_GAP
+from autoshard.cli import interrupt
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import (
     Compiler,
@@ -67,7 +68,7 @@ def compare(
     missing = [name for name in only or () if name not in known]
     if missing:
         raise TargetError(f"no layout named {', '.join(missing)} of `{target}`; there are: {', '.join(known)}")
-    with progress.shown(errors(), progress.STAGES[0]):
+    with progress.shown(errors(), progress.STAGES[0]), interrupt.kept():
         found = standings.compare(
             fn,
             *args,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from autoshard.api.options import REL_GAP
+from autoshard.cli import interrupt
 from autoshard.cli.app import WRONG, app, errors, print_json
 from autoshard.cli.audit import CompilerOption
 from autoshard.cli.options import GapOption, HardwareOption, MeshOption, SetOption, TimeOption
@@ -67,7 +68,7 @@ def doctor(
             raise MeshError("say what to compile for, as in --hardware h100:1x8")
         fn, args = load_target(target or "", assignments(set_ or (), "--set"))
         name = None if compiler is None else compiler.value
-        with progress.shown(errors(), "compile and plan"):
+        with progress.shown(errors(), "compile and plan"), interrupt.kept():
             found = diagnosis_of(
                 fn, *args, hardware=hardware, flags=flags, compiler=name, rel_gap=gap, time_limit_s=time_limit
             )

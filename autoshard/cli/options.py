@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import autoshard
+from autoshard.cli import interrupt
 from autoshard.cli.app import errors
 from autoshard.cli.written import assignments, byte_count, host_local, is_position, mesh_axes, pin_of
 from autoshard.errors import MeshError
@@ -125,5 +126,5 @@ def planned(
         "offload": asked.offload,
     }
     fn, args = build(asked.target, asked.set_) if built is None else built
-    with progress.shown(errors(), progress.STAGES[0]):
+    with progress.shown(errors(), progress.STAGES[0]), interrupt.kept():
         return autoshard.plan(fn, *args, **options)

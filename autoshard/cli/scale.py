@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from autoshard.cli import interrupt
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import JsonOption, MemoryOption, SetOption
 from autoshard.cli.written import assignments, byte_count
@@ -65,7 +66,7 @@ def scale(
         keywords = assignments(set_ or (), "--set")
         builder = Builder(target=plan, keywords=keywords, layers=model.layers, sequences=batch, sequence=sequence)
         limit = None if memory is None else byte_count(memory)
-        with progress.shown(errors(), "plan stages"):
+        with progress.shown(errors(), "plan stages"), interrupt.kept():
             staged = pipelined(builder, best.ranked, place, memory_bytes=limit)
     sizes = {"layers": model.layers, "sequences": batch, "sequence": sequence}
     if as_json:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from autoshard.cli import interrupt
 from autoshard.cli.app import app, errors, print_json
 from autoshard.cli.options import JsonOption, SetOption
 from autoshard.cli.scale import transformer
@@ -48,7 +49,7 @@ def serve(
             raise SpecError("builders say how they hold things: write --set int8_weights=True --set int8_cache=True")
         keywords = assignments(set_ or (), "--set")
         built = Model(prefill=shape, decode=decode, context=context, generated=generate, keywords=keywords)
-        with progress.shown(errors(), "plan prefill and decode"):
+        with progress.shown(errors(), "plan prefill and decode"), interrupt.kept():
             plans = serve_planned(built, places, chip_counts(batches), axes=axes, price_per_hour=price)
             drafts = None
             if draft is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from autoshard import deadline
 from autoshard.backends.known_compilers import named
 from autoshard.diagnosis.evidence import Evidence
 from autoshard.diagnosis.finding import Finding, Trial
@@ -15,6 +16,8 @@ def tried(evidence: Evidence) -> tuple[Trial, ...]:
         return ()
     found: list[Trial] = []
     for flag, value in named(source.verification.compiler).toolchain.trials:
+        if deadline.is_stopped():
+            break  # those that were tried so far
         written = f"--{flag}={str(value).lower()}"
         try:
             made = source.compiled_with({flag: value})

@@ -27,10 +27,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard import deadline
 from autoshard.backends import devices
 from autoshard.backends.devices import Target
 from autoshard.costs.strategies import layout_of
-from autoshard.errors import InfeasibleError, SpecError
+from autoshard.errors import InfeasibleError, SpecError, StoppedError
 from autoshard.explore.builder import load_target
 from autoshard.explore.trial import SEARCH_REL_GAP
 from autoshard.ir.accumulation import accumulate
@@ -174,11 +175,17 @@ def pipelined(
     for one in alike.values():
         budget = Budget(time_limit_s=time_limit_s, rel_gap=rel_gap)
         fitting: list[Staged] = []
-        for remat in REMATS[one.layout.remat]:
-            more = list(_with_remat(builder, one, hardware, remat, limit, budget))
-            fitting += more
-            if len(more) == len(_parts(one.layout)):
-                break  # recomputing more only takes longer
+        try:
+            for remat in REMATS[one.layout.remat]:
+                more = list(_with_remat(builder, one, hardware, remat, limit, budget))
+                fitting += more
+                if len(more) == len(_parts(one.layout)):
+                    break  # recomputing more only takes longer
+        except StoppedError:
+            if not found and not fitting:
+                raise
+        if found and deadline.is_stopped():
+            break  # an interrupted plan is not compared with whole ones
         if fitting:
             found.append(min(fitting, key=_order))
     if not found:

@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 
 import cost_models
+from autoshard import deadline
 from autoshard.api.plan_many import plan_many
 from autoshard.api.planning import plan
 from autoshard.api.solved_plan import SolvedPlan
 from autoshard.costs.resharding import BUCKET_BYTES, collective_s
 from autoshard.costs.strategies import layout_of, matching
-from autoshard.errors import InfeasibleError
+from autoshard.errors import InfeasibleError, StoppedError
 from autoshard.explore.builder import load_target
 from autoshard.explore.candidates import Candidate, candidates
 from autoshard.explore.serving_result import Drafted, Served, Way
@@ -88,6 +89,8 @@ def serve(
     choices = [{"batch": batch} for batch in sorted(batches)]
     by_name = {place.name: place for place in places}
     for candidate in candidates(places, axes=axes, choices=choices, twins=False):
+        if found and deadline.is_stopped():
+            break  # what was found so far
         options: dict[str, Any] = {
             "mesh": candidate.shape,
             "hardware": candidate.hardware,
@@ -100,9 +103,15 @@ def serve(
             if key not in prompts:
                 fn, args = _prefill(model)
                 prompts[key] = plan(fn, *args, for_grad=False, **options)
-            found += _ways(model, candidate, batch, by_name[candidate.hardware], prompts[key], options, price_per_hour)
+            place, prompt = by_name[candidate.hardware], prompts[key]
+            made = [*_ways(model, candidate, batch, place, prompt, options, price_per_hour)]
+            if not found or not deadline.is_stopped():  # an interrupted plan is not compared with whole ones
+                found += made
         except InfeasibleError as error:
             refused = refused or error
+        except StoppedError:
+            if not found:
+                raise
     if not found:
         assert refused is not None  # something was tried
         raise refused

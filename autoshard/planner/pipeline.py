@@ -26,10 +26,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
-from autoshard import _jax
+from autoshard import _jax, deadline
 from autoshard.backends.shardy.propagation import Annotations
 from autoshard.costs.strategies import layout_of
-from autoshard.errors import InfeasibleError, TimeLimitError, refusing_depth
+from autoshard.errors import InfeasibleError, StoppedError, TimeLimitError, refusing_depth
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.gradient import emitted
 from autoshard.ir.loop_sums import LoopSum
@@ -413,6 +413,8 @@ def _solved(space: SearchSpace, formulation: Formulation, budget: Budget, known:
     """
     choices = [choice for one in known if (choice := one.on(space.decisions)) is not None]
     solution = _run(formulation, budget, choices)
+    if solution.status is Status.UNKNOWN and deadline.is_stopped():
+        raise StoppedError("solving")
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
         raise infeasible(space, formulation, solution, budget.time_limit_s)
     choice = break_ties(formulation.problem, solution.choice, formulation.moves())
@@ -470,7 +472,7 @@ def _with_needed(record: PlanRecord, space: SearchSpace, formulation: Formulatio
     try:
         return replace(record, pins=_needed(record, space, formulation))
     except TimeLimitError as error:
-        note = f"all constraints are emitted: time_limit_s={error.limit_s:g} ended before some could be left out"
+        note = f"all constraints are emitted: {error.why} before some could be left out"
         return replace(record, notes=(*record.notes, note))
 
 

@@ -1,11 +1,20 @@
 """A time limit holds in every stage of a call, and changes nothing where it does not end."""
 
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard import deadline
+from autoshard.api.compare import Hand, Template
+from autoshard.diagnosis.flags import tried
 from autoshard.planner.stages import Stage, observed
 
 S = jax.ShapeDtypeStruct
@@ -58,3 +67,84 @@ def test_a_limit_that_does_not_end_changes_nothing() -> None:
 def test_a_mesh_of_many_axes_is_given_up_in_time() -> None:
     with pytest.raises(autoshard.TimeLimitError, match="raise time_limit_s"):
         autoshard.plan(loss, *ARGS, mesh={f"a{i}": 2 for i in range(5)}, hardware="h100:4x8", time_limit_s=0.3)
+
+
+# --- Asked to end -------------------------------------------------------------------------
+
+
+def asked_after(stage: str, times: int = 1) -> tuple[Callable[[], bool], Callable[[Stage], None]]:
+    """Whether a call is asked to end, and what asks it: when a stage is done so many times."""
+    seen: list[str] = []
+
+    def watch(done: Stage) -> None:
+        seen.append(done.name)
+
+    return lambda: seen.count(stage) >= times, watch
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_asked_to_end_has_no_plan_yet(stage: str) -> None:
+    stop, watch = asked_after(stage)
+    with (
+        deadline.until(stop),
+        observed(watch),
+        pytest.raises(autoshard.StoppedError, match=f"interrupted while {STAGES[stage]}"),
+    ):
+        autoshard.plan(loss, *ARGS, mesh=MESH, hardware="h100:1x8")
+
+
+def test_the_best_of_the_meshes_so_far_is_kept(tmp_path: Path) -> None:
+    meshes = [{"data": 8}, MESH, {"data": 4, "model": 2}]
+    cache, lock = tmp_path / "cache", tmp_path / "lock.json"
+    stop, watch = asked_after("solve", times=2)
+    with deadline.until(stop), observed(watch):
+        made = autoshard.plan(loss, *ARGS, mesh=meshes, hardware="h100:1x8", cache=cache, lock=lock)
+    usual = autoshard.plan(loss, *ARGS, mesh=meshes[:2], hardware="h100:1x8")
+    assert made.cost == usual.cost
+    assert "interrupted: 2 of 3 meshes were planned" in made.record.notes
+    assert not lock.exists()
+    assert len([*cache.rglob("*.json")]) == 1  # the first mesh's, which was planned to its end
+
+
+def test_the_solver_ends_with_its_best_so_far(caplog: pytest.LogCaptureFixture) -> None:
+    """Asked to end as soon as the solver tells of a first choice; before that, there is no plan."""
+    caplog.set_level(logging.DEBUG, "autoshard")
+    with deadline.until(lambda: "of the optimum, after" in caplog.text):
+        made = autoshard.plan(loss, *ARGS, mesh=MESH, hardware="h100:1x8")
+    assert made.cost >= autoshard.plan(loss, *ARGS, mesh=MESH, hardware="h100:1x8").cost
+    stop, watch = asked_after("price")
+    with (
+        deadline.until(stop),
+        observed(watch),
+        pytest.raises(autoshard.StoppedError, match="interrupted while solving"),
+    ):
+        autoshard.plan(loss, *ARGS, mesh=MESH, hardware="h100:1x8")
+
+
+def test_flags_that_were_tried_are_kept() -> None:
+    tried_: list[Any] = []
+
+    def compiled_with(flags: Any) -> Any:
+        tried_.append(flags)
+        return SimpleNamespace(memory=SimpleNamespace(compiled=None), timeline=None)
+
+    source = SimpleNamespace(verification=SimpleNamespace(compiler="gpu"), compiled_with=compiled_with)
+    evidence: Any = SimpleNamespace(source=source)
+    every = len(tried(evidence))
+    tried_.clear()
+    with deadline.until(lambda: len(tried_) == 2):
+        assert len(tried(evidence)) == 2 < every
+
+
+def test_layouts_that_were_not_priced_are_named() -> None:
+    stop, watch = asked_after("solve")
+
+    def rows(_: Any) -> Hand:
+        return Hand(in_specs=(P("data"), P(), P()))
+
+    with deadline.until(stop), observed(watch):
+        found = autoshard.compare(
+            loss, *ARGS, hardware="h100:1x8", mesh={"data": 8}, layouts={"rows": Template(axes=("data",), write=rows)}
+        )
+    assert found.ours.record.mesh.shape == {"data": 8}
+    assert found.left_out == {"rows": "interrupted before it was priced"}

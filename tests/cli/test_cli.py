@@ -3,8 +3,10 @@
 import io
 import json
 import logging
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from autoshard import cli
 from autoshard.cli.written import assignments, byte_count, mesh_axes, pin_of
 from autoshard.errors import MeshError, SpecError, TargetError
 from autoshard.explore.builder import load_target
+from autoshard.planner.stages import Stage, observed
 from autoshard.report import progress
 
 ROOT = Path(__file__).parents[1].parent
@@ -64,6 +67,47 @@ def test_without_a_mesh_the_best_one_is_taken() -> None:
     same = autoshard.plan(fn, *args, hardware="cpu:4", donate_argnums=0, host_local="batch", hosts=2)
     assert prod(same.record.mesh.sizes) == 4
     assert json.loads(done.stdout)["mesh"] == json.loads(same.record.dumps())["mesh"]
+
+
+# --- Ctrl-C --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """A process that hears Ctrl-C: a shell's background jobs do not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler  # as it was
+
+
+def pressed(stage: str) -> Any:
+    """Presses Ctrl-C when a stage is done."""
+
+    def press(done: Stage) -> None:
+        if done.name == stage:
+            signal.raise_signal(signal.SIGINT)
+
+    return observed(press)
+
+
+@pytest.mark.usefixtures("heard")
+def test_ctrl_c_keeps_the_plan_that_was_found(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    with pressed("solve"):
+        done = run("plan", *SMALL, *ON, "--out", str(file))
+    assert done.exit_code == 0, done.output
+    assert "all constraints are emitted: the call was interrupted" in " ".join(done.stdout.split())
+    assert "interrupted: ends with what was found so far" in done.stderr
+    assert autoshard.load(file).record.pins.made
+
+
+@pytest.mark.usefixtures("heard")
+def test_ctrl_c_before_there_is_a_plan_ends_it() -> None:
+    with pressed("graph"):
+        done = run("plan", *SMALL, *ON)
+    assert done.exit_code == 130
+    assert "before there was any plan" in done.stderr
+    assert not done.stdout
 
 
 # --- Before any command ----------------------------------------------------------------
@@ -280,7 +324,7 @@ def test_hardware_of_a_file(tmp_path: Path) -> None:
         (["hardware", "h1000"], "UnknownHardwareError: unknown chip `h1000`: did you mean h100 or h800?"),
         (
             ["plan", *SMALL],
-            "MeshError: say what to plan for, as in --hardware h100:1x8, and on which mesh, as in --mesh ",
+            "MeshError: say what to plan for, as in --hardware h100:1x8; the mesh is the best one, or as in --mesh ",
         ),
         (["plan", "models", *ON], "TargetError: cannot read the target `models`: write package.module:builder"),
         (["plan", "nowhere:f", *ON], "TargetError: no module named `nowhere`; it is neither in "),
