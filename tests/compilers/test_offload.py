@@ -37,8 +37,9 @@ def test_a_program_that_offloads_is_planned_and_compiled(hardware: str) -> None:
     found = plan.verify()
     assert found.timeline is not None
     copies = [event for event in found.timeline.events if event.name.endswith("the host's memory")]
-    assert [event.name.split()[1] for event in copies] == ["to", "from"]
-    assert sum(event.duration_s * event.trips for event in copies) == pytest.approx(2 * copy_s)
+    for way in ("to", "from"):  # XLA:TPU has two copies of half a slice each
+        took_s = [event.duration_s * event.trips for event in copies if event.name.split()[1] == way]
+        assert sum(took_s) == pytest.approx(copy_s), (way, took_s)
     assert found.timeline.step_s > copy_s
     assert found.memory.compiled is not None
     kept = autoshard.plan(jax.grad(unoffloaded), *ARGS, **OPTIONS, hardware=hardware, remat="written")
