@@ -23,7 +23,8 @@ class RankedPlan:
     """One candidate with the best plan that was found for it.
 
     `flops` are the contractions' FLOPs of the whole step without rematerialization,
-    `device_flops` the FLOPs that one device executes, `tokens` the tokens of a step (0: unknown).
+    `device_flops` the FLOPs that one device executes, `tokens` the tokens of a step (0: unknown). `stages` is the
+    mesh axis over which the layers are in stages, empty for one stage; None where the program leaves no choice.
     """
 
     candidate: Candidate
@@ -33,6 +34,7 @@ class RankedPlan:
     peak_flops_per_s: float
     tokens: int
     parameters: int
+    stages: str | None = None
 
     @property
     def step_s(self) -> float:

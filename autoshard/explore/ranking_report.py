@@ -105,6 +105,7 @@ def _row_json(found: Ranking, rank: int, row: RankedPlan) -> dict[str, Any]:
         "mesh": row.candidate.shape,
         "choice": dict(row.candidate.choice),
         "microbatches": record.microbatches,
+        "stages": row.stages,
         "step_s": row.step_s,
         "compute_s": record.cost.compute_s,
         "exposed_s": record.cost.exposed_s,
@@ -134,6 +135,8 @@ def _table(found: Ranking) -> tuple[list[str], list[list[str]], tuple[str, ...]]
         shown.append((key, lambda rank, row, key=key: str(dict(row.candidate.choice).get(key, ""))))
     if any(row.record.microbatches is not None for row in found.rows):
         shown.append(("micro-batches", lambda rank, row: str(row.record.microbatches or "")))
+    if any(row.stages is not None for row in found.rows):
+        shown.append(("stages", lambda rank, row: _stages(row)))
     varied = len(shown) - 3
     shown.append(("step", lambda rank, row: time_text(row.step_s)))
     if found.best.tokens:
@@ -150,6 +153,13 @@ def _table(found: Ranking) -> tuple[list[str], list[list[str]], tuple[str, ...]]
     head = [name for name, _ in shown]
     rows = [[cell(rank, row) for _, cell in shown] for rank, row in enumerate(found.rows)]
     return head, rows, (head[0], *head[3 : 3 + varied], *head[3 + varied :])
+
+
+def _stages(row: RankedPlan) -> str:
+    """`4 over node`, or `1`; empty where the program leaves no choice."""
+    if row.stages is None:
+        return ""
+    return f"{row.candidate.shape[row.stages]} over {row.stages}" if row.stages else "1"
 
 
 def _fitting(

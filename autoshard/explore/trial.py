@@ -1,7 +1,7 @@
 """Trial: one candidate planned; a program is traced and measured once for all meshes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -27,8 +27,9 @@ from autoshard.planner.microbatches import fastest_count
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.program import Call, Program, bind
 from autoshard.planner.record import PlanRecord
-from autoshard.planner.request import PlanRequest, RequestOptions, request_of
+from autoshard.planner.request import PlanRequest, RequestOptions, requests_of
 from autoshard.planner.search_space import ties
+from autoshard.planner.stage_choice import stage_choice
 from autoshard.problem import bill
 from autoshard.problem.warm_start import PortableChoice, chosen
 from autoshard.solver.incumbent import Cutoff, no_cutoff
@@ -133,31 +134,50 @@ class Trials:
         return Tried(answer=self._row(candidate, planned), chosen=chosen(decisions, choice))
 
     def planned(self, candidate: Candidate, hints: Hints = NO_HINTS) -> PlanningResult:
-        """The best plan of a candidate, with its problem.
+        """The best plan of a candidate, with its problem: of those in one stage and in stages, where that is open.
 
         Raises:
           InfeasibleError: it does not fit.
           SpecError: a pin cannot be kept on its mesh.
           MissingRuleError: a primitive without a rule.
         """
-        request = self.request(candidate)
-        state_bytes = self.workload(request).state_bytes
-        devices, limit = request.target.axes.size, request.memory_bytes
+        first = self.request(candidate)
+        state_bytes = self.workload(first).state_bytes
+        devices, limit = first.target.axes.size, first.memory_bytes
         if state_bytes > limit * devices:
             raise InfeasibleError(
                 f"the donated arguments alone are {state_bytes / 1e9:,.0f} GB; "
                 f"{devices} devices hold {limit * devices / 1e9:,.0f} GB"
             )
         asked = self._task.microbatches
-        if asked == AUTO and not request.counts:
+        if asked == AUTO and not first.counts:
             raise SpecError(
-                f"{request.name} has no micro-batches to choose: write accumulate(loss, steps={AUTO!r}) in it, or give "
+                f"{first.name} has no micro-batches to choose: write accumulate(loss, steps={AUTO!r}) in it, or give "
                 "its builder an argument value_and_grad, which then does so"
             )
+        requests = [first, *self._in_stages(candidate)]
         if hints.record is not None:
-            request = decided_by(hints.record, request)
+            own = [one for one in requests if one.traced.is_digest(hints.record.digest)] or requests[:1]
+            requests = [decided_by(hints.record, one) for one in own]
         elif not (asked is None or asked == AUTO):
-            request = request.in_microbatches(asked)
+            requests = [one.in_microbatches(asked) if one.counts or one is first else one for one in requests]
+        plans: dict[int, PlanningResult] = {}
+        errors: list[InfeasibleError] = []
+        for i, one in enumerate(requests):
+            try:
+                plans[i] = self._solved(one, hints)
+            except InfeasibleError as error:
+                errors.append(error)
+        if not plans:
+            raise errors[0]
+        costs = {i: found.record.cost.step_s for i, found in plans.items()}
+        at = min(costs, key=lambda i: (costs[i], i))
+        staged = stage_choice(at, costs, requests)
+        record = plans[at].record
+        return replace(plans[at], record=replace(record, notes=(*record.notes, staged))) if staged else plans[at]
+
+    def _solved(self, request: PlanRequest, hints: Hints) -> PlanningResult:
+        """The best plan of a request."""
         budget = Budget(time_limit_s=self._task.time_limit_s, rel_gap=self._task.rel_gap, cutoff_s=hints.cutoff_s)
         # which of all constraints the compiler needs is asked for the plan that is used
         solver = partial(pipeline.solve_request, known=hints.known, constraints="all")
@@ -185,13 +205,25 @@ class Trials:
         return self._call(candidate).program(MeshAxes.of(candidate.shape))
 
     def request(self, candidate: Candidate) -> PlanRequest:
-        """The request of a candidate.
+        """The request of a candidate, in one stage.
 
         Raises:
           SpecError: a pin cannot be kept on its mesh.
         """
+        options = self._options
+        call, target = self._call(candidate), options.target(candidate.shape, candidate.hardware)
+        return next(requests_of(call, target, options, in_parts=False))
+
+    def _in_stages(self, candidate: Candidate) -> list[PlanRequest]:
+        """The requests of a candidate's program in stages over each of its axes, where that is left open."""
+        options = self._options
+        call, target = self._call(candidate), options.target(candidate.shape, candidate.hardware)
+        return list(requests_of(call, target, options, in_parts=False))[1:]
+
+    @property
+    def _options(self) -> RequestOptions:
         task = self._task
-        options = RequestOptions(
+        return RequestOptions(
             pins=task.pins,
             memory_bytes=task.memory,
             for_grad=task.for_grad,
@@ -199,8 +231,6 @@ class Trials:
             remat=task.remat,
             offload=task.offload,
         )
-        target = options.target(candidate.shape, candidate.hardware)
-        return request_of(self._call(candidate), target, options)
 
     def workload(self, request: PlanRequest) -> Workload:
         """The work of its program in one step; counted once per program."""
@@ -219,7 +249,7 @@ class Trials:
 
     def _row(self, candidate: Candidate, planned: PlanningResult) -> RankedPlan:
         request, gradient = planned.space.request, planned.space.gradient
-        workload, machine = self.workload(request), request.target.machine
+        workload, machine = self.workload(self.request(candidate)), request.target.machine
         return RankedPlan(
             candidate=candidate,
             record=planned.record,
@@ -229,6 +259,7 @@ class Trials:
             or machine.peak_flops_per_s(DTYPE),
             tokens=workload.tokens,
             parameters=workload.parameters,
+            stages=request.program.stages,
         )
 
 

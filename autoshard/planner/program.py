@@ -103,25 +103,27 @@ class Call:
         """The call's program on a mesh, as the function says it."""
         return self._program(_Tried(None), axes)
 
-    def variants(self, axes: MeshAxes) -> Iterator[Program]:
+    def variants(self, axes: MeshAxes, *, in_parts: bool = True) -> Iterator[Program]:
         """The programs that the planner chooses among on a mesh: usually one.
 
         Several, where an `autoshard.accumulate` leaves open in how many parts it keeps the gradients, or an
-        `autoshard.in_stages` over which axis the layers are in stages.
+        `autoshard.in_stages` over which axis the layers are in stages. With `in_parts` False the parts are those of the
+        function outside of the planner.
         """
-        first = self._program(_Tried(1), axes)
+        own = 1 if in_parts else None
+        first = self._program(_Tried(own), axes)
         yield first
-        open_parts = accumulation.is_open(first.traced.jaxpr)
+        open_parts = in_parts and accumulation.is_open(first.traced.jaxpr)
         for stages in ("", *(axes.names if first.stages is not None else ())):
             others = MeshAxes.of({name: size for name, size in axes.shape.items() if name != stages})
-            for parts in accumulation.choices(others) if open_parts else [1]:
+            for parts in accumulation.choices(others) if open_parts else [own]:
                 tried = _Tried(parts, stages=stages)
-                if tried == _Tried(1) or (stages and axes.shape[stages] == 1):
+                if tried == _Tried(own) or (stages and axes.shape[stages] == 1):
                     continue
                 try:
                     yield self._program(tried, axes)
                 except SpecError as error:  # the layers are no stages, or the batch does not split into so many
-                    log.debug("accumulation in %d parts, stages over %r: %s", parts, stages, error)
+                    log.debug("accumulation in %s parts, stages over %r: %s", parts, stages, error)
                     if stages:
                         self._not_staged.setdefault(f"{stages}={axes.shape[stages]}", _reason(error))
 

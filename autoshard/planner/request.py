@@ -195,14 +195,16 @@ def request_of(call: Call, target: Target, options: RequestOptions = NOTHING_ASK
     return _request(call.program(target.axes), call, target, options)
 
 
-def requests_of(call: Call, target: Target, options: RequestOptions = NOTHING_ASKED) -> Iterator[PlanRequest]:
-    """A request for each of a call's programs: the one whose plan is the fastest counts.
+def requests_of(
+    call: Call, target: Target, options: RequestOptions = NOTHING_ASKED, *, in_parts: bool = True
+) -> Iterator[PlanRequest]:
+    """A request for each of a call's programs (`Call.variants`): the one whose plan is the fastest counts.
 
     Raises:
       SpecError: as of `request_of`.
     """
     _check(call, target, options)
-    for program in call.variants(target.axes):
+    for program in call.variants(target.axes, in_parts=in_parts):
         yield _request(program, call, target, options)
 
 

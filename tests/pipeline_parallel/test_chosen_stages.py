@@ -11,6 +11,10 @@ import pytest
 
 import autoshard
 from autoshard import in_stages
+from autoshard.explore.candidates import Candidate
+from autoshard.explore.ranking import RankedPlan
+from autoshard.explore.search import Search
+from autoshard.explore.trial import Task, Trials
 from autoshard.ir import accumulation
 from autoshard.ir.mesh import MeshAxes
 from autoshard.planner.program import Call, bind
@@ -55,6 +59,38 @@ def test_slow_links_carry_stages(tmp_path: Path) -> None:
     assert note.startswith("layers in 4 stages over node (1 stage, without a pipeline, the step would take ")
     assert float(note.split("take ")[1].split()[0]) > 1.5
     assert "  stages   layers in 4 stages over node" in plan.summary()
+
+
+def test_a_search_finds_stages_and_makes_its_plan_again(tmp_path: Path) -> None:
+    path = tmp_path / "h100-ethernet.json"
+    path.write_text(json.dumps(ETHERNET))
+    step, *args = large()
+    task = Task(fn=step, args=tuple(args), donate=(0,), remat="written")
+    candidate = Candidate(hardware=f"{path}:4x1", chips=4, mesh=(("data", 4),))
+    tried = Trials(task).run(candidate)
+    row = tried.answer
+    assert isinstance(row, RankedPlan)
+    assert row.stages == "data"
+    assert tried.chosen is not None
+    found = Search(
+        name="train_step",
+        rows=(row,),
+        left_out=(),
+        twins=0,
+        missing=0,
+        budget_tokens=0,
+        prices={},
+        wall_s=1.0,
+        notes=(),
+        task=task,
+        chosen={candidate: tried.chosen},
+    )
+    assert found.to_json()["rows"][0]["stages"] == "data"
+    assert "4 over data" in str(found)
+    assert row.flops == 6 * 2048 * (2 * 32 * 8192 * 32768 + 8192 * 8192)  # those of the loss, none of a bubble
+    again = found.planned()
+    assert again.space.request.program.stages == "data"
+    assert {row.trips for row in again.record.collectives if row.kind == "collective-permute"} == {4 + 4 - 1}
 
 
 @pytest.mark.slow
@@ -107,7 +143,7 @@ def test_a_chosen_pipeline_is_applied_from_its_file(tmp_path: Path, monkeypatch:
     """Its program is found again by its digest, whichever is the fastest now."""
     step, (params, x) = descent(in_stages(loss, stages="auto", steps="auto", parts=1)), arguments()
     every = Call.variants
-    monkeypatch.setattr(Call, "variants", lambda call, axes: (p for p in every(call, axes) if p.stages))
+    monkeypatch.setattr(Call, "variants", lambda call, axes, **how: (p for p in every(call, axes, **how) if p.stages))
     made = autoshard.plan(step, params, x, mesh={"stage": 2}, hardware="cpu:2")
     assert made.microbatches is not None
     assert made.microbatches >= 2
