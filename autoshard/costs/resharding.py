@@ -208,10 +208,23 @@ class _Table:
         self.codes = np.sort(layouts(shape, mesh, unreduced=True))
         total = int(np.prod(shape, dtype=np.int64)) * itemsize
         self.local_bytes = total // shards(self.codes, len(shape), mesh)
+        self._rows = decode(self.codes, len(shape), mesh.ndim)
+        # Whether a dimension is the outermost in memory, by layout: all before it are single there.
+        self._outer = np.ones((len(self.codes), len(shape)), bool)
+        for d, size in enumerate(shape[:-1]):
+            local = size // np.where(self._rows == d, mesh.sizes, 1).prod(axis=1)
+            self._outer[:, d + 1] = self._outer[:, d] & (local == 1)
         alike = tuple(mesh.sizes.index(size) for size in mesh.sizes)
         whole = machine.scatters_whole
         self._moves = _moves(len(shape), alike, mesh.groups, scatters_whole=whole, in_parts=whole or not pinned)
         n = len(self.codes)
+        sizes, size_of = np.unique(self.local_bytes, return_inverse=True)
+
+        @cache
+        def price(kind: str, over: tuple[int, ...]) -> NDArray[np.float64]:
+            """Seconds of a collective of each of the sizes that a layout has."""
+            return collective_s(machine, kind, self._names(over), sizes, bucket=bucket)
+
         single = np.full((n, n), INF_PS, np.int64)
         np.fill_diagonal(single, 0)
         self._move = np.full((n, n), -1, np.int32)  # by the ends of a single step
@@ -229,11 +242,9 @@ class _Table:
             self._move[i, j] = m
             single[i, j] = 0
             if moves.kind != "slice" and len(i):
-                nbytes = self.local_bytes[k if moves.kind == "all-gather" else i]
-                seconds = collective_s(machine, moves.kind, self._names(moves.axes), nbytes, bucket=bucket)
+                seconds = price(moves.kind, moves.axes)[size_of[k if moves.kind == "all-gather" else i]]
                 if moves.rest:
-                    over, left = self._names(moves.rest), self.local_bytes[k]
-                    seconds = seconds + collective_s(machine, moves.ends, over, left, bucket=bucket)
+                    seconds = seconds + price(moves.ends, moves.rest)[size_of[k]]
                 if outermost:
                     self._transposed[i, j] = self._transposes(moves.kind, moves.axes[0], i, k)
                     if moves.rest:
@@ -242,7 +253,7 @@ class _Table:
                         seconds = seconds + machine.hbm_s(self._transposed[i, j])
                 single[i, j] = np.rint(seconds * PS_PER_S).astype(np.int64) * _HOPS + (2 if moves.rest else 1)
         # No step leaves a sum pending.
-        self._finished = np.flatnonzero((decode(self.codes, len(shape), mesh.ndim) != SUM).all(axis=1))
+        self._finished = np.flatnonzero((self._rows != SUM).all(axis=1))
         weight, self._next = _shortest(single, self._finished)
         if not pinned:
             self._slice_for_good(single, weight)
@@ -260,25 +271,18 @@ class _Table:
 
         `axis`: one of those that are moved.
         """
-        sizes, shape, ndim = np.array(self.mesh.sizes), self.shape, len(self.shape)
-        before, after = (decode(self.codes[at], ndim, self.mesh.ndim) for at in (i, j))
-
-        def outer(rows: NDArray[np.int8], dim: NDArray[np.int8]) -> NDArray[np.bool_]:
-            """Whether a dimension is the outermost: all before it are single."""
-            local = np.stack([shape[d] // np.where(rows == d, sizes, 1).prod(axis=1) for d in range(ndim)], axis=1)
-            return (np.where(np.arange(ndim) < dim[:, None], local, 1) == 1).all(axis=1)
-
+        before, after = self._rows[i, axis], self._rows[j, axis]
         if kind in ("all-gather", "reduce-scatter"):
             split, whole, dims = (i, j, before) if kind == "all-gather" else (j, i, after)
             read, made, sent = self._strides
             alone, fused = (read, sent) if kind == "all-gather" else (made, False)
-            strided = np.array([d in alone for d in range(ndim)]) | ((np.array(shape) > 1).sum() < 3)
-            moved = np.where(strided[dims[:, axis]], 0, self.local_bytes[whole])
+            shape = np.array(self.shape)
+            strided = np.array([d in alone for d in range(len(shape))]) | ((shape > 1).sum() < 3)
+            moved = np.where(strided[dims], 0, self.local_bytes[whole])
             moved += 0 if fused else self.local_bytes[split]
-            return np.where(outer(before, dims[:, axis]), 0, 2 * moved)
+            return np.where(self._outer[i, dims], 0, 2 * moved)
         if kind == "all-to-all":
-            both = ~outer(before, after[:, axis]) * 1 + ~outer(after, before[:, axis])
-            return 2 * self.local_bytes[i] * both
+            return 2 * self.local_bytes[i] * (2 - self._outer[i, after].astype(int) - self._outer[j, before])
         return np.zeros(len(i), np.int64)
 
     def _along(self, single: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -302,7 +306,7 @@ class _Table:
 
     def _slice_for_good(self, single: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
         """Makes every path slice along axes alone that split its end, too, and gather those only where it must."""
-        split = decode(self.codes, len(self.shape), self.mesh.ndim) >= 0
+        split = self._rows >= 0
         steps = self._singles("slice", "all-gather")
         for axes in np.unique(split, axis=0):
             allowed = single.copy()
@@ -330,7 +334,7 @@ class _Table:
 
         XLA:GPU makes a reduce-scatter of that, and an all-reduce over the other axes.
         """
-        rows = decode(self.codes, len(self.shape), self.mesh.ndim)
+        rows = self._rows
         kind = np.array([moves.kind for moves in self._moves])[self._move]
         for i in np.flatnonzero((rows == SUM).any(axis=1)):
             scatters = np.flatnonzero((self._move[i] >= 0) & (kind[i] == "reduce-scatter"))
@@ -351,7 +355,7 @@ class _Table:
 
         It is scattered over all axes along which the end is split, if they split one dimension.
         """
-        whole_over = decode(self.codes, len(self.shape), self.mesh.ndim) == WHOLE
+        whole_over = self._rows == WHOLE
         first: dict[int, list[tuple[_Moves, int]]] = {}
         for moves, i, k in self._singles("all-reduce", "reduce-scatter"):
             first.setdefault(i, []).append((moves, k))
@@ -393,7 +397,7 @@ class _Table:
 
     def _pending(self, position: int, rest: tuple[int, ...]) -> int:
         """The code at a position before sums over the axes `rest` are finished."""
-        row = decode(self.codes[position], len(self.shape), self.mesh.ndim).copy()
+        row = self._rows[position].copy()
         row[list(rest)] = SUM
         return int(encode(row, len(self.shape)))
 
