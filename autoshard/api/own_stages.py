@@ -28,7 +28,7 @@ from autoshard.api.stage_plans import (
 )
 from autoshard.backends import devices
 from autoshard.backends.devices import MeshLike, Target
-from autoshard.errors import ArgumentError, SpecError
+from autoshard.errors import ArgumentError, MeshError, SpecError
 from autoshard.ir.mesh import MeshAxes
 from autoshard.pipeline_parallel.own_stages import schedules
 from autoshard.pipeline_parallel.own_stages.loss import ChunkedLoss, chunked
@@ -285,11 +285,23 @@ class Entry:
 
     @property
     def homes(self) -> Homes:
-        """Where values are between steps."""
+        """Where values are between steps.
+
+        Raises:
+          MeshError: this process does not have all devices.
+        """
         if self._homes is None:
             p = self.pipeline
+            mesh = p.mesh()
+            elsewhere = sum(device.process_index != jax.process_index() for device in mesh.devices.flat)
+            if elsewhere:
+                raise MeshError(
+                    f"one process starts the programs of all stages, and {elsewhere} of the {mesh.size} devices of "
+                    f"{p.axes} are those of others\n"
+                    "  autoshard.in_stages is one program, which as many processes run as there are"
+                )
             specs = jax.tree.leaves(p.specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-            self._homes = Homes(loss=p.loss, table=p.table, plans=p.plans, mesh=p.mesh(), specs=specs)
+            self._homes = Homes(loss=p.loss, table=p.table, plans=p.plans, mesh=mesh, specs=specs)
         return self._homes
 
     def __call__(self, params: Any, batch: Any, rest: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ import pytest
 import autoshard
 import models
 from autoshard import SpecError, StageError, in_own_stages
-from autoshard.errors import ArgumentError, StageRunError
+from autoshard.errors import ArgumentError, MeshError, StageRunError
 from autoshard.pipeline_parallel.own_stages import run as runs
 from models.training import adamw
 from tests.end_to_end.test_numerics import ROUNDING, STEPS, TOLERANCE, WITHOUT_GRADIENT, errors, wrong
@@ -187,3 +187,13 @@ def test_held_microbatches_have_to_fit() -> None:
     assert staged(loss, **how, memory=between).plan(params, batch).peaks[1] == peaks[0]
     with pytest.raises(autoshard.InfeasibleError, match=r"stage 1 needs .* with the 16 micro-batches that GPipe holds"):
         staged(loss, **how, memory=between, schedule="GPipe").plan(params, batch)
+
+
+def test_devices_of_other_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, batch = arguments()
+    program = staged(loss, schedule="GPipe", **ALONE)
+    assert program.plan(params, batch).table.stages == 2  # it is planned wherever its devices are
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with pytest.raises(MeshError, match="2 of the 2 devices of stage=2 × data=1 are those of others") as caught:
+        program(params, batch)
+    assert "autoshard.in_stages is one program" in str(caught.value)
