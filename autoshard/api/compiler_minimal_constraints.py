@@ -18,7 +18,7 @@ from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends.shardy.probe import values_at
 from autoshard.errors import CompileError, PlanMismatchError
 from autoshard.ir.constraints import Constraints, Specs
-from autoshard.planner.minimal_constraints import wrong_without
+from autoshard.planner.doubtful_constraints import wrong_without
 from autoshard.verification.result import Verification
 
 log = logging.getLogger("autoshard")

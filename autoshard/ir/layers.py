@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from autoshard import _jax
 from autoshard.ir.bodies import Body, opened
 from autoshard.ir.fingerprint import Writer
+from autoshard.ir.graph import Path
 
 LEAST = 4  # layers, of which some could be left out
 PERIODS = 64  # that are tried, the most frequent distances of equal equations first
@@ -52,6 +53,29 @@ class Layers:
     def steps_at(self) -> Mapping[Place, int]:
         """The step at every place."""
         return {at: k for k, at in self.place.items()}
+
+
+class Steps:
+    """Finds the steps of layers by the paths of equations."""
+
+    def __init__(self, layers: Layers) -> None:
+        self._place = layers.place
+        self._step = {step.path: k for k, step in enumerate(layers.body.steps)}
+
+    def at(self, path: Path) -> tuple[int, Path]:
+        """The step that a path leads to or into, and the path inside of it; -1 if it leads to none."""
+        for end in range(1, len(path) + 1, 2):
+            if path[:end] in self._step:
+                return self._step[path[:end]], path[end:]
+        return -1, path
+
+    def layer_of(self, path: Path) -> tuple[int, tuple[int, int, Path]] | None:
+        """The layer that a path leads into, and to which place there, equal in every layer; None if into no layer."""
+        k, inside = self.at(path)
+        if k not in self._place:
+            return None
+        run, place, layer = self._place[k]
+        return layer, (run, place, inside)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,10 +19,11 @@ from autoshard.errors import SpecError, refusing_depth
 from autoshard.ir.accumulation import is_by_mesh_axes
 from autoshard.ir.call_shardings import explicit
 from autoshard.ir.fingerprint import fingerprint
+from autoshard.ir.layers import Layers, find_layers
 from autoshard.ir.mesh import MeshAxes
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: the digest is cached
+@dataclass(frozen=True, kw_only=True)  # no slots: what is worked out once
 class Traced:
     """A closed jaxpr with the pytree path of each input and output.
 
@@ -49,6 +50,11 @@ class Traced:
         if self.source_digest:
             return self.source_digest
         return hashlib.sha256("\n".join((fingerprint(self.jaxpr), *self._about)).encode()).hexdigest()[:32]
+
+    @cached_property
+    def layers(self) -> tuple[Layers, ...]:
+        """The stacks of equal layers of the program, if it is unrolled."""
+        return tuple(find_layers(self.jaxpr))
 
     def is_digest(self, digest: str) -> bool:
         """Whether a plan file's digest is this program's, as it is made today or as autoshard 0.1.0 made it."""

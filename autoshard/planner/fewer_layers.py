@@ -12,10 +12,9 @@ from itertools import groupby
 from typing import TypeVar
 
 from autoshard.backends.shardy.propagation import Annotations
-from autoshard.ir import layers as equal_layers
 from autoshard.ir.constraints import Constraints, Specs
 from autoshard.ir.graph import Path
-from autoshard.ir.layers import Layers, Shorter
+from autoshard.ir.layers import Layers, Shorter, Steps, without
 from autoshard.ir.rewrite import ConstraintSite
 from autoshard.ir.trace import Traced
 
@@ -57,12 +56,12 @@ def sites_of(pins: Constraints) -> Iterator[ConstraintSite]:
 
 def _shortened(now: Probed) -> Probed | None:
     """The same program with fewer layers of one stack; None if no stack has more than are probed."""
-    for layers in equal_layers.find_layers(now.traced.jaxpr):
+    for layers in now.traced.layers:
         row = _longest_row(_kinds(layers, now.annotations))
         if len(row) <= KEPT:
             continue
         gone = range(row.start + KEPT - 1, row.stop - 1)
-        shorter = equal_layers.without(layers, gone, gone.start - 1)
+        shorter = without(layers, gone, gone.start - 1)
         if shorter is not None:
             return _Shortening(now, layers, shorter).done()
     return None
@@ -80,13 +79,12 @@ def _longest_row(kinds: list[int]) -> range:
 def _kinds(layers: Layers, annotations: Annotations) -> list[int]:
     """The kind of every layer: equal numbers, where all constraints and annotations are equal."""
     found: list[set[object]] = [set() for _ in range(layers.count)]
-    pins, steps = annotations.pins, _Steps(layers)
+    pins, steps = annotations.pins, Steps(layers)
     for name, group in (("made", pins.made), ("taken", pins.taken), ("again", pins.again), ("kernel", pins.kernels)):
         for (path, i), specs in group.items():
-            k, inside = steps.at(path)
-            if k in layers.place:
-                *where, layer = layers.place[k]
-                found[layer].add((name, *where, inside, i, specs))
+            at = steps.layer_of(path)
+            if at is not None:
+                found[at[0]].add((name, at[1], i, specs))
     ends = (
         ("is", layers.inputs, annotations.inputs),
         ("input", layers.inputs, pins.inputs),
@@ -101,25 +99,11 @@ def _kinds(layers: Layers, annotations: Annotations) -> list[int]:
     return [numbers.setdefault(frozenset(kind), len(numbers)) for kind in found]
 
 
-class _Steps:
-    """Finds the step of a body that a path leads to or into."""
-
-    def __init__(self, layers: Layers) -> None:
-        self._step = {step.path: k for k, step in enumerate(layers.body.steps)}
-
-    def at(self, path: Path) -> tuple[int, Path]:
-        """The step and the path inside of it; -1 if the path leads to none."""
-        for end in range(1, len(path) + 1, 2):
-            if path[:end] in self._step:
-                return self._step[path[:end]], path[end:]
-        return -1, path
-
-
 class _Shortening:
     """The way from a program to a shorter one, for constraints."""
 
     def __init__(self, now: Probed, layers: Layers, shorter: Shorter) -> None:
-        self._now, self._layers, self._shorter, self._steps = now, layers, shorter, _Steps(layers)
+        self._now, self._layers, self._shorter, self._steps = now, layers, shorter, Steps(layers)
         self._new_step = {k: n for n, k in enumerate(shorter.steps)}
 
     def done(self) -> Probed:

@@ -3,11 +3,12 @@
 Constraints block fusions and clutter a program, but a missing one can cost more than many (a
 residual pinned alone made XLA gather weights). So no constraint is left out without a probe:
 Shardy runs in-process on the program with fewer constraints, and must reach the same result as
-with all of them: the same collectives, every contraction and every cast in the same layout, and
-no value larger on a device. Where compilers are known to differ from Shardy (moves from one split
-layout to another), all constraints stay.
+with all of them: the same collectives but for `SMALL` differences, every contraction and every cast
+in the same layout, and no value larger on a device. Where compilers are known to differ from Shardy
+(`doubtful_constraints`), all constraints stay. Of many equal layers a few are probed (`fewer_layers`).
 
-The search starts with only those. It adds the constraints of one value at a time (with those of
+The search starts with those, once with and once without those of all other values that move, and
+the fewest constraints are kept. It adds the constraints of one value at a time (with those of
 all values in equal places) if that brings the program nearer; wrong contractions and values near
 a wrong collective come first. A moved value has constraints at both ends, which are added
 together: one alone would change the other side. If no single value helps, the constraints of all
@@ -20,21 +21,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from jax.sharding import PartitionSpec
-
 from autoshard import deadline
 from autoshard.backends.model import CompilerModel
 from autoshard.backends.shardy.probe import Answer, Probe, values_at
 from autoshard.backends.shardy.propagation import Annotations
-from autoshard.costs import shared_gathers
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.graph import Graph, Path, build
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.op_traits import RESHAPE, SCATTER_ADD, TRANSPOSE
 from autoshard.ir.rewrite import ConstraintSite
 from autoshard.ir.trace import Traced
-from autoshard.planner import fewer_layers
+from autoshard.planner import doubtful_constraints, fewer_layers
 from autoshard.planner.fewer_layers import Probed
 from autoshard.problem.decisions import Decisions
 from autoshard.problem.symmetry import Folding
@@ -45,6 +42,7 @@ log = logging.getLogger("autoshard")
 # them and is probed until nothing is superfluous; one of 12 unrolled layers has 14,000.
 PROBED_RESULTS = 80_000
 LEAST, MOST = 6, 32  # probes of a search
+SMALL = 1e-5  # of all bytes that are moved: what may differ, and the size of values that may
 PATIENCE = 3  # values in a row that did not help, until all that are moved are added
 
 
@@ -76,7 +74,7 @@ def minimal_constraints(
     whole, graph = values_at(decisions.graph), decisions.graph
     once = frozenset[int]()
     if compiler.regathers_far_uses:
-        once = shared_gathers.doubtful(graph) | (_reshaped(graph) - decisions.apart)
+        once = doubtful_constraints.gathered_once(graph, decisions.apart)
     probed = fewer_layers.probed(program, annotations)
     if probed.traced is not program:
         graph = build(probed.traced.jaxpr, compiler.platform)
@@ -89,7 +87,7 @@ def minimal_constraints(
     cut = {} if scatters_whole else _cut_sums(probe, pins, graph, mesh)
     once = frozenset(v for v, u in whole_of.items() if u in once)
     search = _Search(probe, graph, classes, mesh, probed.annotations, once, cut)
-    kept = {whole_of[v] for v in search.thinned(search.forward())}
+    kept = {whole_of[v] for v in search.fewest()}
     log.debug("constraints of %d of %d values are needed, after %d probes", len(kept), len(probe.values), search.probes)
     return chosen(annotations.pins, whole, kept | _standing(probed, whole, kept, annotations.pins))
 
@@ -155,7 +153,8 @@ class _Search:
         pins = annotations.pins
         self._maker = {v: e for e, values in enumerate(graph.results) for v in values}
         self._contracted = frozenset(v for v, e in self._maker.items() if graph.eqns[e].traits.contraction)
-        self._moved = _moved_values(probe, pins)
+        self._count = _counts(probe, pins)
+        self._moved = frozenset(v for v, count in self._count.items() if count > 1)  # at both ends of where they move
         self._planned = {
             probe.of["made", spot]: frozenset(
                 Layout.from_spec(s, graph.avals[probe.of["made", spot]].ndim) for s in specs
@@ -163,7 +162,6 @@ class _Search:
             for spot, specs in pins.made.items()
             if ("made", spot) in probe.of
         }
-        self._ambiguous = _ambiguous(probe, graph, annotations, once)
         self._equal: dict[int, frozenset[int]] = _in_equal_places(probe.values, classes)
         self._around: dict[int, list[Path]] = {}  # value → the equations that make and take it
         paths = graph.paths
@@ -176,6 +174,10 @@ class _Search:
         self._most = min(MOST, max(LEAST, PROBED_RESULTS // max(probe.size, 1)))
         self.probes = 0
         self._goal = self._ask(probe.values)
+        self._least = SMALL * sum(self._goal.moved.values())
+        doubtful, self._moving = doubtful_constraints.doubtful(graph, annotations, once)
+        wrong = doubtful_constraints.wrong_without(graph, pins, annotations.inputs)
+        self._staying = frozenset(v for v in doubtful if v in wrong or not self._is_small(v))
 
     def _ask(self, kept: Set[int]) -> Answer:
         self.probes += 1
@@ -191,11 +193,7 @@ class _Search:
             if kind in kinds:
                 near[path] += abs(found.at.get((path, kind), 0) - goal.at.get((path, kind), 0))
         other = {v: layout for v, layout in found.layouts.items() if goal.layouts.get(v, layout) != layout}
-        wrong = frozenset(
-            v
-            for v, layout in other.items()
-            if (v in self._contracted and self._cut.get(v) != layout) or layout not in self._planned.get(v, (layout,))
-        )
+        wrong = frozenset(v for v, layout in other.items() if self._is_wrong(v, layout) and not self._is_small(v))
         cost = sum(abs(found.moved.get(k, 0) - goal.moved.get(k, 0)) for k in kinds)
         cost += sum(count for cast, count in found.casts.items() if count > goal.casts.get(cast, 0))
         for v, layout in other.items():
@@ -203,7 +201,18 @@ class _Search:
             cost += max(0, self._local(v, layout) - planned)
             if v in wrong:
                 cost += planned * graph.trips[v] if v in self._contracted else 1
+        cost = 0 if cost <= self._least and not wrong else cost
         return _Gap(kept=frozenset(kept), cost=cost, wrong=wrong, near=+near)
+
+    def _is_wrong(self, v: int, layout: Layout) -> bool:
+        """Whether a layout that is not a value's own is neither the one in which it is made nor where it is kept."""
+        if v in self._contracted and self._cut.get(v) != layout:
+            return True
+        return layout not in self._planned.get(v, (layout,))
+
+    def _is_small(self, v: int) -> bool:
+        """Whether a value is so small that nothing of its own matters."""
+        return self._graph.avals[v].nbytes * self._graph.trips[v] <= self._least
 
     def _local(self, v: int, layout: Layout) -> int:
         """Bytes of a value on one device (Shardy may split part of an axis)."""
@@ -212,10 +221,19 @@ class _Search:
             nbytes //= int(axis.rpartition(")")[2]) if ":" in axis else self._mesh.shape[axis]
         return nbytes
 
-    def forward(self) -> _Gap:
-        """From no constraints to enough of them."""
-        best, tried = self.gap(self._ambiguous), set[int]()
-        while best.cost and len(tried) < PATIENCE and self.probes < self._most // 2:
+    def fewest(self) -> frozenset[int]:
+        """The values whose constraints do: the fewer of what is found from two beginnings."""
+        every = self.thinned(self.forward(self._staying | self._moving))
+        if self._moving <= self._staying or self.probes > self._most // 2:
+            return every
+        few = self.thinned(self.forward(self._staying))
+        return min(every, few, key=lambda kept: sum(self._count[v] for v in kept))
+
+    def forward(self, first: Set[int]) -> _Gap:
+        """From a few constraints to enough of them."""
+        last = self.probes + self._most // 2
+        best, tried = self.gap(first), set[int]()
+        while best.cost and len(tried) < PATIENCE and self.probes < last:
             seeds = self._seeds(best, tried)
             if not seeds:
                 break
@@ -270,7 +288,7 @@ class _Search:
         """Removes constraints that make no difference: in halves, the smallest values first."""
         graph, kept = self._graph, gap.kept
         classes = sorted(
-            {frozenset(self._equal[v] & kept) for v in kept - self._ambiguous},
+            {frozenset(self._equal[v] & kept) for v in kept - self._staying},
             key=lambda c: (max(graph.avals[v].nbytes * graph.trips[v] for v in c), -min(c)),
         )
         size = len(classes) // 2  # all of them cannot go: forward has tried
@@ -289,14 +307,14 @@ def _chunks(items: Sequence[frozenset[int]], size: int) -> Iterable[Sequence[fro
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 
-def _moved_values(probe: Probe, pins: Constraints) -> frozenset[int]:
-    """Values with several constraints: both ends of where they are moved."""
+def _counts(probe: Probe, pins: Constraints) -> Counter[int]:
+    """How many constraints every value has."""
     counts: Counter[int] = Counter()
     for name, group in (("made", pins.made), ("taken", pins.taken), ("input", pins.inputs), ("output", pins.outputs)):
         for key, specs in group.items():
             if (name, key) in probe.of:
                 counts[probe.of[name, key]] += len(specs)
-    return frozenset(v for v, count in counts.items() if count > 1)
+    return counts
 
 
 def _cut_sums(probe: Probe, pins: Constraints, graph: Graph, mesh: MeshAxes) -> dict[int, Layout]:
@@ -308,102 +326,6 @@ def _cut_sums(probe: Probe, pins: Constraints, graph: Graph, mesh: MeshAxes) -> 
             layout = Layout.from_spec(specs[-1], graph.avals[v].ndim)
             if sum(map(len, layout.dims)) == mesh.ndim:
                 found[v] = layout
-    return found
-
-
-def _ambiguous(probe: Probe, graph: Graph, annotations: Annotations, once: Set[int]) -> frozenset[int]:
-    """Values that XLA's partitioner may treat differently from Shardy; all their constraints stay.
-
-    - Values that move from one split layout to another: XLA has several ways from one to the other
-      (if a contraction's operand is gathered over one of its two axes, over another one).
-    - Values that are whole and that a contraction takes cut: XLA may gather the other operand where
-      Shardy scatters the sum.
-    - Values that one contraction makes and several take: each consumer pulls them towards its own
-      layout, and XLA propagates in an order of its own.
-    - Activations that several contractions take gathered: each may gather for itself (openxla/xla
-      dot_handler.cc), and XLA does not merge these gathers; also weights that must be gathered `once`.
-    - Pending sums of scatters that are added to something: XLA may gather the updates where Shardy
-      scatters the sum.
-    - Values that are cut along a split dimension: see `_sliced`.
-    """
-    pins = annotations.pins
-    ends = _ends(graph, pins, annotations.inputs, probe.of)
-    split = {v: {spec for spec in specs if any(spec)} for v, specs in ends.items()}
-    contractions = [e for e, eqn in enumerate(graph.eqns) if eqn.traits.contraction]
-    taken = Counter(v for e in contractions for v in graph.operands[e])
-    moved = {v for v, specs in split.items() if len(specs) > 1 and any(ends[v][0])}
-    cut = {v for v in taken if split.get(v) and not any(ends[v][0])}
-    products = {v for e in contractions for v in graph.results[e]}
-    for e, eqn in enumerate(graph.eqns):
-        if eqn.primitive == TRANSPOSE and graph.operands[e][0] in products:
-            products.add(graph.results[e][0])
-    drawn = {v for v in products if taken[v] > 1 and split.get(v)}
-    gathered = {v for v in taken if taken[v] > 1 and split.get(v) and any(ends[v][0]) and not all(map(any, ends[v]))}
-    gathered &= _activations(graph, contractions) | once
-    pending = {probe.of.get(("taken", spot)) for spot in pins.taken}
-    pending -= {probe.of.get(("made", spot)) for spot in pins.made}  # a sum that is not finished where it is made
-    added = {v for e, eqn in enumerate(graph.eqns) if eqn.traits.addition for v in graph.operands[e]}
-    scatters = (e for e, eqn in enumerate(graph.eqns) if eqn.primitive == SCATTER_ADD)
-    summed = {v for e in scatters for v in graph.results[e] if v in pending & added and split.get(v)}
-    return frozenset(moved | cut | drawn | gathered | summed | _sliced(graph, ends))
-
-
-def _ends(
-    graph: Graph, pins: Constraints, inputs: Mapping[int, PartitionSpec], of: Mapping[ConstraintSite, int]
-) -> dict[int, list[PartitionSpec]]:
-    """Value → the layouts that it has as an input, and is constrained to."""
-    ends = {v: [inputs[i]] for i, v in enumerate(graph.inputs)}
-    for name, group in (("made", pins.made), ("taken", pins.taken), ("input", pins.inputs), ("output", pins.outputs)):
-        for key, specs in group.items():
-            if (name, key) in of:
-                ends.setdefault(of[name, key], []).extend(specs)
-    return ends
-
-
-def wrong_without(graph: Graph, pins: Constraints, inputs: Mapping[int, PartitionSpec]) -> set[int]:
-    """Values that XLA's partitioner may compute wrongly without their constraints, whatever else it emits."""
-    return _sliced(graph, _ends(graph, pins, inputs, values_at(graph)))
-
-
-def _sliced(graph: Graph, ends: Mapping[int, Sequence[PartitionSpec]]) -> set[int]:
-    """Values that are split along a dimension from which a part is cut out.
-
-    If a padded part is as long per device as the value, XLA's partitioner takes it for the value's own shard: when
-    both are gathered, it confuses them (`x[i] + x[0]`), unless the value is gathered before it is cut.
-    """
-    found: set[int] = set()
-    for e, eqn in enumerate(graph.eqns):
-        if not eqn.traits.cuts:
-            continue
-        v, shape = graph.operands[e][0], eqn.operands[0].shape
-        cut = [any(out.shape[d] != size for out in eqn.results) for d, size in enumerate(shape)]
-        if any(axes and cut[d] for spec in ends.get(v, ()) for d, axes in enumerate(spec)):
-            found.add(v)
-    return found
-
-
-def _reshaped(graph: Graph) -> frozenset[int]:
-    """Operands of contractions whose results are only reshaped.
-
-    XLA:TPU reshapes the operand in place of the result before it partitions, and so gathers it once more
-    (of grouped-query attention the output projection, where its operand's gradient is split into groups).
-    """
-    users = graph.consumers
-    return frozenset(
-        v
-        for e, eqn in enumerate(graph.eqns)
-        if eqn.traits.contraction
-        and [graph.eqns[u].primitive for u, _ in users.get(graph.results[e][0], ())] == [RESHAPE]
-        for v in graph.operands[e]
-    )
-
-
-def _activations(graph: Graph, contractions: Iterable[int]) -> set[int]:
-    """Results of contractions, and all values computed from them."""
-    found = {v for e in contractions for v in graph.results[e]}
-    for operands, results in zip(graph.operands, graph.results, strict=True):
-        if not found.isdisjoint(operands):
-            found.update(results)
     return found
 
 

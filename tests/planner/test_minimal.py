@@ -13,7 +13,7 @@ import autoshard
 import models
 from autoshard import SolvedPlan
 from autoshard.backends.shardy import passes
-from autoshard.backends.shardy.probe import Probe
+from autoshard.backends.shardy.probe import Answer, Probe
 from autoshard.backends.shardy.propagation import Annotations, annotated
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.graph import Graph, build
@@ -62,12 +62,22 @@ def test_a_constraint_that_propagation_does_not_reach_stays() -> None:
     assert plan.verify("cpu").ok
 
 
-def test_both_ends_of_a_move_between_split_layouts_stay() -> None:
-    def gathered(x: Any, w: Any) -> Any:
-        return jnp.tanh(x @ w) * 2
+def scaled(x: Any, w: Any) -> Any:
+    return jnp.tanh(x @ w) * 2
 
-    plan = planned(gathered, X, W, in_shardings=(P("data"), P(None, "model")), out_shardings=P(None, "model"))
-    assert plan.record.pins.count == 2
+
+def test_both_ends_of_a_move_between_split_layouts_stay() -> None:
+    plan = planned(scaled, X, W, in_shardings=(P("data"), P()), out_shardings=P(None, "data"))
+    pins = plan.record.pins
+    assert [specs[-1] for specs in pins.made.values()] == [P("data")]
+    assert [specs[-1] for specs in pins.outputs.values()] == [P(None, "data")]
+    assert plan.verify("cpu").ok
+
+
+def test_a_gather_that_its_reader_cannot_avoid_needs_no_constraint() -> None:
+    plan = planned(scaled, X, W, in_shardings=(P("data"), P(None, "model")), out_shardings=P(None, "model"))
+    assert [c.kind for c in plan.record.collectives] == ["all-gather"]
+    assert plan.record.pins.count == 0
     assert plan.verify("cpu").ok
 
 
@@ -127,8 +137,14 @@ def test_few_constraints_do_what_all_do(name: str, fields: dict[str, Any], least
     probe = Probe(plan.planned.traced, d.graph, record.mesh, annotations, "cuda")
     kept = {probe.of["made", key] for key in record.pins.made} | {probe.of["taken", key] for key in record.pins.taken}
     few, none, all_ = probe.ask(kept), probe.ask(set()), probe.ask(probe.values)
-    assert few.moved == all_.moved != none.moved
-    assert few.casts == all_.casts
+    allowed = minimal_constraints.SMALL * sum(all_.moved.values())
+
+    def other(answer: Answer) -> int:
+        kinds = answer.moved.keys() | all_.moved.keys()
+        return sum(abs(answer.moved.get(kind, 0) - all_.moved.get(kind, 0)) for kind in kinds)
+
+    assert other(few) <= allowed < other(none)
+    assert sum(max(0, count - all_.casts.get(cast, 0)) for cast, count in few.casts.items()) <= allowed
 
 
 def chain(count: int) -> Graph:

@@ -1,0 +1,197 @@
+"""Doubtful constraints: those that stay, because XLA's partitioner may treat their values differently from Shardy.
+
+A probe says what Shardy does without a constraint. Where XLA has a choice of its own, it may do something else.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+
+from jax.sharding import PartitionSpec
+
+from autoshard.backends.shardy.probe import values_at
+from autoshard.backends.shardy.propagation import Annotations
+from autoshard.costs import shared_gathers
+from autoshard.ir.constraints import Constraints, Specs
+from autoshard.ir.graph import Graph
+from autoshard.ir.layout import Layout
+from autoshard.ir.op_traits import DOT_GENERAL, RESHAPE, SCATTER_ADD, TRANSPOSE
+from autoshard.ir.rewrite import ConstraintSite
+
+
+def doubtful(graph: Graph, annotations: Annotations, once: Set[int]) -> tuple[frozenset[int], frozenset[int]]:
+    """Values that XLA's partitioner may treat differently from Shardy, whose constraints stay; and values that move.
+
+    The former are
+
+    - Values that move from one split layout to another: XLA has several ways from one to the other
+      (if a contraction's operand is gathered over one of its two axes, over another one), unless
+      the way is clear: see `_Moves`.
+    - Values that are whole and that a contraction takes cut: XLA may gather the other operand where
+      Shardy scatters the sum.
+    - Values that one contraction makes and several take: each consumer pulls them towards its own
+      layout, and XLA propagates in an order of its own.
+    - Activations that several contractions take gathered: each may gather for itself (openxla/xla
+      dot_handler.cc), and XLA does not merge these gathers; also weights that must be gathered `once`.
+    - Pending sums of scatters that are added to something: XLA may gather the updates where Shardy
+      scatters the sum.
+    - Values that are cut along a split dimension: see `_sliced`.
+    """
+    pins, of = annotations.pins, values_at(graph)
+    ends = _ends(graph, pins, annotations.inputs, of)
+    split = {v: {spec for spec in specs if any(spec)} for v, specs in ends.items()}
+    contractions = [e for e, eqn in enumerate(graph.eqns) if eqn.traits.contraction]
+    taken = Counter(v for e in contractions for v in graph.operands[e])
+    moved = {v for v, specs in split.items() if len(specs) > 1 and any(ends[v][0])}
+    clear = set(filter(_Moves(graph, annotations).are_clear, moved))
+    cut = {v for v in taken if split.get(v) and not any(ends[v][0])}
+    products = {v for e in contractions for v in graph.results[e]}
+    for e, eqn in enumerate(graph.eqns):
+        if eqn.primitive == TRANSPOSE and graph.operands[e][0] in products:
+            products.add(graph.results[e][0])
+    drawn = {v for v in products if taken[v] > 1 and split.get(v)}
+    gathered = {v for v in taken if taken[v] > 1 and split.get(v) and any(ends[v][0]) and not all(map(any, ends[v]))}
+    gathered &= _activations(graph, contractions) | once
+    pending = {of.get(("taken", spot)) for spot in pins.taken}
+    pending -= {of.get(("made", spot)) for spot in pins.made}  # a sum that is not finished where it is made
+    added = {v for e, eqn in enumerate(graph.eqns) if eqn.traits.addition for v in graph.operands[e]}
+    scatters = (e for e, eqn in enumerate(graph.eqns) if eqn.primitive == SCATTER_ADD)
+    summed = {v for e in scatters for v in graph.results[e] if v in pending & added and split.get(v)}
+    return frozenset((moved - clear) | cut | drawn | gathered | summed | _sliced(graph, ends)), frozenset(moved)
+
+
+def _ends(
+    graph: Graph, pins: Constraints, inputs: Mapping[int, PartitionSpec], of: Mapping[ConstraintSite, int]
+) -> dict[int, list[PartitionSpec]]:
+    """Value → the layouts that it has as an input, and is constrained to."""
+    ends = {v: [inputs[i]] for i, v in enumerate(graph.inputs)}
+    for name, group in (("made", pins.made), ("taken", pins.taken), ("input", pins.inputs), ("output", pins.outputs)):
+        for key, specs in group.items():
+            if (name, key) in of:
+                ends.setdefault(of[name, key], []).extend(specs)
+    return ends
+
+
+def wrong_without(graph: Graph, pins: Constraints, inputs: Mapping[int, PartitionSpec]) -> set[int]:
+    """Values that XLA's partitioner may compute wrongly without their constraints, whatever else it emits."""
+    return _sliced(graph, _ends(graph, pins, inputs, values_at(graph)))
+
+
+def _sliced(graph: Graph, ends: Mapping[int, Sequence[PartitionSpec]]) -> set[int]:
+    """Values that are split along a dimension from which a part is cut out.
+
+    If a padded part is as long per device as the value, XLA's partitioner takes it for the value's own shard: when
+    both are gathered, it confuses them (`x[i] + x[0]`), unless the value is gathered before it is cut.
+    """
+    found: set[int] = set()
+    for e, eqn in enumerate(graph.eqns):
+        if not eqn.traits.cuts:
+            continue
+        v, shape = graph.operands[e][0], eqn.operands[0].shape
+        cut = [any(out.shape[d] != size for out in eqn.results) for d, size in enumerate(shape)]
+        if any(axes and cut[d] for spec in ends.get(v, ()) for d, axes in enumerate(spec)):
+            found.add(v)
+    return found
+
+
+class _Moves:
+    """The moves of values to where they are taken, and whether XLA makes them as planned without constraints.
+
+    It does where a value is only gathered, or only cut further, and its reader leaves no choice: a reader that
+    computes element by element, or hands its operand on; and a contraction whose other operand and result are split
+    alike over the axes that the value gives up, along a dimension that is not summed over. XLA's partitioner groups
+    the devices by such axes (openxla/xla dot_handler.cc), and each group gathers.
+    """
+
+    def __init__(self, graph: Graph, annotations: Annotations) -> None:
+        self._graph, self._pins = graph, annotations.pins
+        self._inputs = {v: annotations.inputs[i] for i, v in enumerate(graph.inputs)}
+        self._input_pins = {v: annotations.pins.inputs.get(i, ()) for i, v in enumerate(graph.inputs)}
+
+    def are_clear(self, v: int) -> bool:
+        """Whether every move of a value is."""
+        before = self._made(v)
+        if before is None:
+            return False
+        at_ends = [specs[-1] for o, specs in self._pins.outputs.items() if self._graph.outputs[o] == v]
+        ends = (Layout.from_spec(spec, self._graph.avals[v].ndim) for spec in at_ends)
+        return all(_is_finer(before, end) or _is_finer(end, before) for end in ends) and all(
+            self._is_clear(before, e, i) for e, i in self._graph.consumers.get(v, ())
+        )
+
+    def _is_clear(self, before: Layout, e: int, i: int) -> bool:
+        after, eqn = self._taken(e, i), self._graph.eqns[e]
+        if after is None or not (_is_finer(before, after) or _is_finer(after, before)):
+            return False
+        if before == after:
+            return True
+        if eqn.traits.link or eqn.traits.addition or eqn.traits.cast:
+            return True
+        return eqn.primitive == DOT_GENERAL and _is_finer(before, after) and self._grouped(before, after, e, i)
+
+    def _grouped(self, before: Layout, after: Layout, e: int, i: int) -> bool:
+        """Whether a dot's other operand and its result are split alike over what operand i gives up."""
+        other, result = self._taken(e, 1 - i), self._made(self._graph.results[e][0])
+        if other is None or result is None:  # a sum that its reader finishes says no layout, and XLA chooses one
+            return False
+        summed, batched = self._graph.eqns[e].params["dimension_numbers"]
+        free = [axes for d, axes in enumerate(other.dims) if d not in (*summed[1 - i], *batched[1 - i])]
+        given_up = {axis for dim in before.dims for axis in dim} - {axis for dim in after.dims for axis in dim}
+        return given_up <= {axis for axes in free for axis in axes if axes in result.dims}
+
+    def _made(self, v: int) -> Layout | None:
+        """The layout in which a value is made, or given."""
+        made = self._graph.producers.get(v)
+        specs = (self._inputs[v],) if v in self._inputs else () if made is None else self._specs_made(*made)
+        return Layout.from_spec(specs[0], self._graph.avals[v].ndim) if specs else None
+
+    def _taken(self, e: int, i: int) -> Layout | None:
+        """The layout in which an equation takes an operand."""
+        v = self._graph.operands[e][i]
+        made = self._graph.producers.get(v)
+        kept = (
+            self._input_pins.get(v) or (self._inputs[v],)
+            if v in self._inputs
+            else ()
+            if made is None
+            else self._specs_made(*made)
+        )
+        specs = self._pins.taken.get(self._graph.takes[e][i]) or kept
+        return Layout.from_spec(specs[-1], self._graph.avals[v].ndim) if specs else None
+
+    def _specs_made(self, e: int, i: int) -> Specs:
+        return self._pins.made.get(self._graph.makes[e][i], ())
+
+
+def _is_finer(one: Layout, other: Layout) -> bool:
+    """Whether a layout splits every dimension as another one does, or further."""
+    return all(dim[: len(axes)] == axes for dim, axes in zip(one.dims, other.dims, strict=True))
+
+
+def gathered_once(graph: Graph, apart: Set[int]) -> frozenset[int]:
+    """Values that a compiler which gathers once more for a far use must gather once; `apart` are not to be."""
+    return shared_gathers.doubtful(graph) | (_reshaped(graph) - apart)
+
+
+def _reshaped(graph: Graph) -> frozenset[int]:
+    """Operands of contractions whose results are only reshaped.
+
+    XLA:TPU reshapes the operand in place of the result before it partitions, and so gathers it once more
+    (of grouped-query attention the output projection, where its operand's gradient is split into groups).
+    """
+    users = graph.consumers
+    return frozenset(
+        v
+        for e, eqn in enumerate(graph.eqns)
+        if eqn.traits.contraction
+        and [graph.eqns[u].primitive for u, _ in users.get(graph.results[e][0], ())] == [RESHAPE]
+        for v in graph.operands[e]
+    )
+
+
+def _activations(graph: Graph, contractions: Iterable[int]) -> set[int]:
+    """Results of contractions, and all values computed from them."""
+    found = {v for e in contractions for v in graph.results[e]}
+    for operands, results in zip(graph.operands, graph.results, strict=True):
+        if not found.isdisjoint(operands):
+            found.update(results)
+    return found
