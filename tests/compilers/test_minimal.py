@@ -67,7 +67,7 @@ def moved(found: Verification) -> Counter[tuple[str, tuple[str, ...]]]:
 @pytest.mark.parametrize(
     ("name", "fields", "other"),
     [
-        (*LOOP, 0),
+        (*LOOP, 65_536),  # norms' scales, which need no constraint of their own
         pytest.param(*EXPERTS, 0, marks=pytest.mark.slow),
         # A number per token: scattered, divided and gathered with every constraint, all-reduced with few.
         pytest.param("gpt2-small", {"layers": 3, "vocab": 50_304, "batch": 32}, 65_536, marks=pytest.mark.slow),
@@ -129,10 +129,10 @@ def kernels(found: Verification) -> int:
 @pytest.mark.parametrize(
     ("hardware", "axes", "most"),
     [
-        # Attention's batch over all eight, the MLP's columns over four of them: both ends of each way between the two
-        # are pinned. Of 46 of such a plan 28 were left when values were freed one by one while XLA:GPU's collectives
-        # stayed what they are.
-        ("h100:1x8", (("data", 2), ("model", 4)), 42 / 38),
+        # Attention's batch over all eight, the MLP's columns over four of them: both ends of ways between the two are
+        # pinned. Of 42 of such a plan 12 were left when values were freed one by one while XLA:GPU's collectives
+        # stayed what they are. One gather of 67 MB is merged with another where it is not pinned.
+        ("h100:1x8", (("data", 2), ("model", 4)), 25 / 38),
         ("h100:4x8", (("data", 4), ("model", 8)), 1 / 3),
     ],
 )
@@ -146,5 +146,9 @@ def test_a_whole_llama_needs_a_constraint_per_twenty_values(
     assert count <= most * contractions(plan)
     assert 20 * count <= len(graph.avals)
     few, all_ = plan.verify("gpu"), everything(plan).verify("gpu")
-    assert moved(few) == moved(all_)
+    emitted, expected = moved(few), moved(all_)
+    assert all(abs(emitted[kind] - expected[kind]) <= 1e-2 * expected.total() for kind in emitted | expected)
+    assert few.timeline is not None
+    assert all_.timeline is not None
+    assert few.timeline.step_s <= 1.005 * all_.timeline.step_s  # 0.992 and 1.0047: the scheduler's order differs
     assert agrees(few.rows, few.tolerance), str(few)
