@@ -29,6 +29,7 @@ class Free:
     """A machine of which nothing is asked but FLOPs."""
 
     overlap, scatters_whole, gathers_ahead, tiled, stores_quotients = 0.0, True, True, False, True
+    host_bytes_per_s = 1.0
 
     def matmul_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str) -> NDArray[np.float64]:
         return np.zeros(())
