@@ -26,7 +26,7 @@ Choice = Mapping[str, Any]  # arguments of a builder
 class Candidate:
     """One way to run: devices, the mesh on them, and the builder's arguments that are varied."""
 
-    hardware: str  # "tpu-v5p:4x8x8"
+    hardware: str  # "tpu-v5p:4x8x8", "my-chip.json:1x8"
     chips: int
     mesh: tuple[tuple[str, int], ...]
     choice: tuple[tuple[str, Any], ...] = ()
@@ -118,7 +118,7 @@ def candidates(hardware: Sequence[Hardware], *, axes: int, choices: Sequence[Cho
                 seen.add(likeness)
                 found += [
                     Candidate(
-                        hardware=place.name,
+                        hardware=place.spec,
                         chips=_chips(place),
                         mesh=tuple(mesh.items()),
                         choice=tuple(choice.items()),

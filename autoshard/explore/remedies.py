@@ -90,8 +90,8 @@ def _more_chips(task: Task, mesh: Mapping[str, int], hardware: str) -> Iterator[
             continue
         written = ",".join(f"{name}={size}" for name, size in wider.items())
         yield (
-            f"--mesh {written} --hardware {place.name}",
-            lambda wider=wider, place=place: _planned(task, wider, place.name, {}),
+            f"--mesh {written} --hardware {place.spec}",
+            lambda wider=wider, place=place: _planned(task, wider, place.spec, {}),
         )
 
 

@@ -162,7 +162,7 @@ def search(
     places = [place for name in names for place in slices(name, numbers)]
     choices = [dict(zip(vary or {}, values, strict=True)) for values in itertools.product(*(vary or {}).values())]
     if isinstance(prices, Mapping):
-        kinds = sorted({place.name.partition(":")[0] for place in places})
+        kinds = sorted({place.spec.partition(":")[0] for place in places})
         if strange := sorted(set(prices) - set(kinds)):
             raise SpecError(f"a price of {', '.join(strange)}, which is not searched: there is {', '.join(kinds)}")
     every = candidates(places, axes=axes, choices=choices, twins=twins)

@@ -87,7 +87,7 @@ def serve(
     refused: InfeasibleError | None = None
     prompts: dict[tuple[str, str], SolvedPlan] = {}
     choices = [{"batch": batch} for batch in sorted(batches)]
-    by_name = {place.name: place for place in places}
+    by_spec = {place.spec: place for place in places}
     for candidate in candidates(places, axes=axes, choices=choices, twins=False):
         if found and deadline.is_stopped():
             break  # what was found so far
@@ -103,7 +103,7 @@ def serve(
             if key not in prompts:
                 fn, args = _prefill(model)
                 prompts[key] = plan(fn, *args, for_grad=False, **options)
-            place, prompt = by_name[candidate.hardware], prompts[key]
+            place, prompt = by_spec[candidate.hardware], prompts[key]
             made = [*_ways(model, candidate, batch, place, prompt, options, price_per_hour)]
             if not found or not deadline.is_stopped():  # an interrupted plan is not compared with whole ones
                 found += made

@@ -34,18 +34,25 @@ class Hardware:
         note: What was assumed for the user, or "".
         order: Mesh axes from outermost to innermost, where they are not to lie as the
             mesh lists them; see `nested`.
+        file: The path of the user's file that the chip was read from, or "".
     """
 
     chip: Chip
     topology: Topology
     note: str = ""
     order: tuple[str, ...] = ()
+    file: str = ""
 
     @property
     def name(self) -> str:
         """Canonical spelling: `"h100:2x4"`; a user's file after what it is based on: `"h100/my-h100:2x4"`."""
         base = f"{self.chip.based_on}/" if self.chip.based_on else ""
         return f"{base}{self.chip.name}:{self.topology.name}"
+
+    @property
+    def spec(self) -> str:
+        """What `hardware` reads as this: `"h100:2x4"`, `"my-h100.json:2x4"`."""
+        return f"{self.file or self.chip.name}:{self.topology.name}"
 
     @property
     def devices(self) -> int:
@@ -197,14 +204,15 @@ def hardware(spec: str | Path, devices: int | None = None) -> Hardware:
         devices = count(devices, "a number of devices")
     text = str(spec).strip()
     path, _, topology = text.partition(".json")
-    if text.endswith(".json") or topology.startswith(":"):
-        chip = catalogue.read(f"{path}.json")
+    file = f"{path}.json" if text.endswith(".json") or topology.startswith(":") else ""
+    if file:
+        chip = catalogue.read(file)
         topology = topology.removeprefix(":") or chip.topology
     else:
         name, _, topology = text.partition(":")
         chip = chip_named(name)
     if topology:
-        found = Hardware(chip, parse_topology(chip, topology))
+        found = Hardware(chip, parse_topology(chip, topology), file=file)
         if devices is not None and devices != found.devices:
             raise TopologyError(f"{found.name} has {found.devices} devices, {devices} were asked for")
         return found
@@ -212,7 +220,7 @@ def hardware(spec: str | Path, devices: int | None = None) -> Hardware:
         raise TopologyError(f"`{text}` names no topology; write {examples(chip)}, or give the number of devices")
     smallest = parse_topology(chip, smallest_topology(chip, devices))
     note = f"{chip.name}:{smallest.name} is the smallest usual topology of {chip.name} that holds {devices} devices"
-    return Hardware(chip, smallest, note)
+    return Hardware(chip, smallest, note, file=file)
 
 
 def chip_named(name: str) -> Chip:

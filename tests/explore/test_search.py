@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -42,6 +43,21 @@ def test_every_candidate_is_planned_and_ranked(found: Search) -> None:
     assert len(found.rows) == 8
     assert found.twins == 2
     assert [row.order for row in found.rows] == sorted(row.order for row in found.rows)
+
+
+def test_a_chip_of_a_file_is_searched(tmp_path: Path) -> None:
+    path = tmp_path / "half.json"
+    source = "half of an H100"
+    numbers = {"hbm_bytes_per_s": {"value": 1.6e12, "source": source}}
+    text = {"schema": "hardware/1", "kind": "chip", "name": "half", "based_on": "h100", "numbers": numbers}
+    path.write_text(json.dumps(text))
+    whole, half = (
+        search("models:linear_tiny", hardware=chip, chips=4, keywords=SMALL, axes=1, processes=1, prices={chip: 2.0})
+        for chip in ("h100", str(path))
+    )
+    assert not half.left_out
+    assert half.best.candidate.hardware == f"{path}:1x4"
+    assert half.best.step_s > whole.best.step_s
 
 
 def test_a_row_is_what_plan_gives(found: Search) -> None:
