@@ -35,6 +35,7 @@ def doubtful(graph: Graph, annotations: Annotations, once: Set[int]) -> tuple[fr
     - Pending sums of scatters that are added to something: XLA may gather the updates where Shardy
       scatters the sum.
     - Values that are cut along a split dimension: see `_sliced`.
+    - Values that a reduction takes, whose sum is scattered: see `_pulled`.
     """
     pins, of = annotations.pins, values_at(graph)
     ends = _ends(graph, pins, annotations.inputs, of)
@@ -56,7 +57,41 @@ def doubtful(graph: Graph, annotations: Annotations, once: Set[int]) -> tuple[fr
     added = {v for e, eqn in enumerate(graph.eqns) if eqn.traits.addition for v in graph.operands[e]}
     scatters = (e for e, eqn in enumerate(graph.eqns) if eqn.primitive == SCATTER_ADD)
     summed = {v for e in scatters for v in graph.results[e] if v in pending & added and split.get(v)}
-    return frozenset((moved - clear) | cut | drawn | gathered | summed | _sliced(graph, ends)), frozenset(moved)
+    stays = (moved - clear) | cut | drawn | gathered | summed | _sliced(graph, ends) | _pulled(graph, ends)
+    return frozenset(stays), frozenset(moved)
+
+
+def _pulled(graph: Graph, ends: Mapping[int, Sequence[PartitionSpec]]) -> set[int]:
+    """Values that are split along dimensions over which a reduction sums, where it scatters the sum over another one.
+
+    The sum's constraint pulls the value towards its own layout, if it can go along: if it is computed from results of
+    contractions alone, and not from what a loop carries or an input, whose layouts hold it. Of scores whose vocabulary
+    is split, XLA made scores whose batch is, for a number per token.
+    """
+    found: set[int] = set()
+    for e, eqn in enumerate(graph.eqns):
+        if not eqn.traits.ends_fusion or "axes" not in eqn.params:
+            continue
+        v, (result, *_) = graph.operands[e][0], graph.results[e]
+        scattered = any(map(any, ends.get(result, ())))
+        summed = any(d < len(spec) and spec[d] for spec in ends.get(v, ()) for d in eqn.params["axes"])
+        if scattered and summed and _follows_from_contractions(graph, v):
+            found.add(v)
+    return found
+
+
+def _follows_from_contractions(graph: Graph, value: int) -> bool:
+    """Whether contractions make all values of its size that a value is computed from element by element."""
+    size, seen, open_ = graph.avals[value].size, {value}, [value]
+    while open_:
+        made = graph.producers.get(open_.pop())
+        if made is None or graph.eqns[made[0]].traits.link:
+            return False
+        if not graph.eqns[made[0]].traits.contraction:
+            more = {u for u in graph.operands[made[0]] if graph.avals[u].size >= size} - seen
+            seen |= more
+            open_ += more
+    return True
 
 
 def _ends(

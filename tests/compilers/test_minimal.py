@@ -109,6 +109,33 @@ def test_a_pending_sum_of_a_scatter_stays() -> None:
 
 
 @needs_gpu_compiler
+def test_a_scattered_sum_over_a_vocabulary_does_not_move_its_scores() -> None:
+    """A number per token, split over the batch: XLA:GPU split the scores so, too, and moved 23 times the bytes."""
+    vocabulary, width, batch, length = 65_536, 512, 8, 129
+
+    def step(params: Any, tokens: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            x = params["embed"][tokens]
+            scores = (x + jnp.tanh(x @ params["w"])) @ params["embed"].T
+            hits = jax.nn.one_hot(tokens[:, 1:], vocabulary) * jax.nn.log_softmax(scores[:, :-1])
+            return -hits.sum() / tokens.size
+
+        return jax.tree.map(lambda p, g: p - 1e-2 * g, params, jax.grad(loss)(params))
+
+    plan = planned(
+        step,
+        {"embed": S((vocabulary, width), jnp.float32), "w": S((width, width), jnp.float32)},
+        S((batch, length), jnp.int32),
+        donate_argnums=0,
+        rel_gap=1e-2,
+        pins={"**.embed": P(("data", "model"), None)},
+    )
+    assert plan.record.pins.count < everything(plan).record.pins.count / 3
+    found = plan.verify("gpu")
+    assert agrees(found.rows, found.tolerance), str(found)
+
+
+@needs_gpu_compiler
 @pytest.mark.parametrize(("name", "fields"), [UNROLLED, ("mlp-8k", {"layers": 4, "batch": 16_384})], ids=str)
 def test_no_fusion_is_lost(name: str, fields: dict[str, Any]) -> None:
     """As many kernels as with no constraint but the layouts of arguments and results, or one in fifty more."""
@@ -132,7 +159,7 @@ def kernels(found: Verification) -> int:
         # Attention's batch over all eight, the MLP's columns over four of them: both ends of ways between the two are
         # pinned. Of 42 of such a plan 12 were left when values were freed one by one while XLA:GPU's collectives
         # stayed what they are. One gather of 67 MB is merged with another where it is not pinned.
-        ("h100:1x8", (("data", 2), ("model", 4)), 25 / 38),
+        ("h100:1x8", (("data", 2), ("model", 4)), 28 / 38),
         ("h100:4x8", (("data", 4), ("model", 8)), 1 / 3),
     ],
 )
