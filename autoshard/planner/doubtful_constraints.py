@@ -73,11 +73,16 @@ def _pulled(graph: Graph, ends: Mapping[int, Sequence[PartitionSpec]]) -> set[in
         if not eqn.traits.ends_fusion or "axes" not in eqn.params:
             continue
         v, (result, *_) = graph.operands[e][0], graph.results[e]
-        scattered = any(map(any, ends.get(result, ())))
-        summed = any(d < len(spec) and spec[d] for spec in ends.get(v, ()) for d in eqn.params["axes"])
-        if scattered and summed and _follows_from_contractions(graph, v):
+        summed = {axis for layout in _layouts(graph, ends, v) for d in eqn.params["axes"] for axis in layout.dims[d]}
+        split = {axis for layout in _layouts(graph, ends, result) for dim in layout.dims for axis in dim}
+        if summed & split and _follows_from_contractions(graph, v):
             found.add(v)
     return found
+
+
+def _layouts(graph: Graph, ends: Mapping[int, Sequence[PartitionSpec]], value: int) -> list[Layout]:
+    """The layouts at the ends of a value."""
+    return [Layout.from_spec(spec, graph.avals[value].ndim) for spec in ends.get(value, ())]
 
 
 def _follows_from_contractions(graph: Graph, value: int) -> bool:
@@ -175,26 +180,20 @@ class _Moves:
 
     def _made(self, v: int) -> Layout | None:
         """The layout in which a value is made, or given."""
-        made = self._graph.producers.get(v)
-        specs = (self._inputs[v],) if v in self._inputs else () if made is None else self._specs_made(*made)
+        specs = (self._inputs[v],) if v in self._inputs else self._specs_made(v)
         return Layout.from_spec(specs[0], self._graph.avals[v].ndim) if specs else None
 
     def _taken(self, e: int, i: int) -> Layout | None:
         """The layout in which an equation takes an operand."""
         v = self._graph.operands[e][i]
-        made = self._graph.producers.get(v)
-        kept = (
-            self._input_pins.get(v) or (self._inputs[v],)
-            if v in self._inputs
-            else ()
-            if made is None
-            else self._specs_made(*made)
-        )
+        kept = self._input_pins[v] or (self._inputs[v],) if v in self._inputs else self._specs_made(v)
         specs = self._pins.taken.get(self._graph.takes[e][i]) or kept
         return Layout.from_spec(specs[-1], self._graph.avals[v].ndim) if specs else None
 
-    def _specs_made(self, e: int, i: int) -> Specs:
-        return self._pins.made.get(self._graph.makes[e][i], ())
+    def _specs_made(self, v: int) -> Specs:
+        """The constraints of a value where an equation makes it."""
+        made = self._graph.producers.get(v)
+        return () if made is None else self._pins.made.get(self._graph.makes[made[0]][made[1]], ())
 
 
 def _is_finer(one: Layout, other: Layout) -> bool:

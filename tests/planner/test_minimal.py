@@ -119,7 +119,7 @@ EXPERTS = ("mixtral-8x7b", {"layers": 1, "batch": 8, "sequence": 1024})
     ("name", "fields", "least"),
     [
         (*LOOP, 3),
-        (*UNROLLED, 2),  # a third, and one more for scores that a scattered sum would pull along
+        (*UNROLLED, 3),
         pytest.param(*EXPERTS, 2, marks=pytest.mark.slow),
     ],  # gathered and cut again: more stay
     ids=str,
