@@ -70,22 +70,7 @@ def explain(
     as_json: JsonOption = False,
 ) -> None:
     """Say why WHAT lies as it does in TARGET's plan: the runner-up, its price, what turns the decision."""
-    asked = Asked(
-        target=target,
-        mesh=mesh,
-        hardware=hardware,
-        memory=memory,
-        donate=donate,
-        pin=pin,
-        set_=set_,
-        for_grad=for_grad,
-        gap=REL_GAP,
-        time_limit=time_limit,
-        remat=remat,
-        offload=offload,
-        host_local=host_local,
-        hosts=hosts,
-    )
+    asked = Asked.of(locals(), gap=REL_GAP)
     try:
         made = planned(asked)
     except InfeasibleError as error:

@@ -1,7 +1,7 @@
 """Options: those that several commands share, and the plan that they ask for."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ from autoshard.cli.app import errors
 from autoshard.cli.written import assignments, byte_count, host_local, is_position, mesh_axes, pin_of
 from autoshard.errors import MeshError
 from autoshard.explore.builder import load_target
-from autoshard.ir.recomputation import ADD, NO_OFFLOAD, Offload, Remat
+from autoshard.ir.recomputation import Offload, Remat
 from autoshard.planner.pipeline import ConstraintPolicy
 from autoshard.report import progress
 
@@ -48,7 +48,7 @@ HostLocalOption = Annotated[
     list[str] | None,
     typer.Option("--host-local", help="batch: each host loads its part"),
 ]
-HostsOption = Annotated[int | None, typer.Option("--hosts", help="default: as nodes")]
+HostsOption = Annotated[int | None, typer.Option("--hosts", help="over how many; default: nodes")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="of the builder: batch=16")]
 GradOption = Annotated[bool, typer.Option("--for-grad/--forward", help="plan its gradient")]
 GapOption = Annotated[float, typer.Option("--gap", help="stop when proven optimal to this fraction")]
@@ -87,10 +87,16 @@ class Asked:
     for_grad: bool
     gap: float
     time_limit: float | None
-    remat: Remat = ADD
-    host_local: Sequence[str] | None = None
-    hosts: int | None = None
-    offload: Offload = NO_OFFLOAD
+    remat: Remat
+    offload: Offload
+    host_local: Sequence[str] | None
+    hosts: int | None
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Any], **further: Any) -> "Asked":
+        """Of a command's parameters: `locals()` where it begins. `further` are those that it does not have."""
+        every = {**parameters, **further}
+        return cls(**{field.name: every[field.name] for field in fields(cls)})
 
 
 def planned(

@@ -62,22 +62,7 @@ def plan(
 ) -> None:
     """Plan TARGET: the layout with the least step time that fits in memory."""
     made = planned(
-        Asked(
-            target=target,
-            mesh=mesh,
-            hardware=hardware,
-            memory=memory,
-            donate=donate,
-            pin=pin,
-            set_=set_,
-            for_grad=for_grad,
-            gap=gap,
-            time_limit=time_limit,
-            remat=remat,
-            offload=offload,
-            host_local=host_local,
-            hosts=hosts,
-        ),
+        Asked.of(locals()),
         refine=None if refine is None else refine.value,
         candidates=candidates,
         constraints=constraints,

@@ -62,24 +62,10 @@ def report(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
 ) -> None:
     """Plan TARGET and write a page: layouts as tiles, timeline, memory, roofline, collectives, sources."""
+    asked = Asked.of(locals(), gap=REL_GAP)
     built = build(target, set_)
     made = planned(
-        Asked(
-            target=target,
-            mesh=mesh,
-            hardware=hardware,
-            memory=memory,
-            donate=donate,
-            pin=pin,
-            set_=set_,
-            for_grad=for_grad,
-            gap=REL_GAP,
-            time_limit=time_limit,
-            remat=remat,
-            offload=offload,
-            host_local=host_local,
-            hosts=hosts,
-        ),
+        asked,
         built=built,
     )
     rows: list[view.Json] = []

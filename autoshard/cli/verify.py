@@ -76,24 +76,7 @@ def verify(
 ) -> None:
     """Compile TARGET with its plan, without a device, and compare; exit code 1 if something does not match."""
     if plan_file is None:
-        made = planned(
-            Asked(
-                target=target,
-                mesh=mesh,
-                hardware=hardware,
-                memory=memory,
-                donate=donate,
-                pin=pin,
-                set_=set_,
-                for_grad=for_grad,
-                gap=gap,
-                time_limit=time_limit,
-                remat=remat,
-                offload=offload,
-                host_local=host_local,
-                hosts=hosts,
-            )
-        )
+        made = planned(Asked.of(locals()))
     else:
         if layouts:
             raise PlanMismatchError("--layouts: a plan file holds those of inputs and outputs alone; leave --plan out")

@@ -1,6 +1,6 @@
 """Trial: one candidate planned; a program is traced and measured once for all meshes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -141,7 +141,8 @@ class Trials:
           SpecError: a pin cannot be kept on its mesh.
           MissingRuleError: a primitive without a rule.
         """
-        first = self.request(candidate)
+        every = self._requests(candidate)
+        first = next(every)
         state_bytes = self.workload(first).state_bytes
         devices, limit = first.target.axes.size, first.memory_bytes
         if state_bytes > limit * devices:
@@ -155,7 +156,7 @@ class Trials:
                 f"{first.name} has no micro-batches to choose: write accumulate(loss, steps={AUTO!r}) in it, or give "
                 "its builder an argument value_and_grad, which then does so"
             )
-        requests = [first, *self._in_stages(candidate)]
+        requests = [first, *every]
         if hints.record is not None:
             own = [one for one in requests if one.traced.is_digest(hints.record.digest)] or requests[:1]
             requests = [decided_by(hints.record, one) for one in own]
@@ -210,20 +211,12 @@ class Trials:
         Raises:
           SpecError: a pin cannot be kept on its mesh.
         """
-        options = self._options
-        call, target = self._call(candidate), options.target(candidate.shape, candidate.hardware)
-        return next(requests_of(call, target, options, in_parts=False))
+        return next(self._requests(candidate))
 
-    def _in_stages(self, candidate: Candidate) -> list[PlanRequest]:
-        """The requests of a candidate's program in stages over each of its axes, where that is left open."""
-        options = self._options
-        call, target = self._call(candidate), options.target(candidate.shape, candidate.hardware)
-        return list(requests_of(call, target, options, in_parts=False))[1:]
-
-    @property
-    def _options(self) -> RequestOptions:
+    def _requests(self, candidate: Candidate) -> Iterator[PlanRequest]:
+        """The request of a candidate, then those in stages over each of its axes, where that is left open."""
         task = self._task
-        return RequestOptions(
+        options = RequestOptions(
             pins=task.pins,
             memory_bytes=task.memory,
             for_grad=task.for_grad,
@@ -231,6 +224,8 @@ class Trials:
             remat=task.remat,
             offload=task.offload,
         )
+        call, target = self._call(candidate), options.target(candidate.shape, candidate.hardware)
+        return requests_of(call, target, options, in_parts=False)
 
     def workload(self, request: PlanRequest) -> Workload:
         """The work of its program in one step; counted once per program."""
