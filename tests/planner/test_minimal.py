@@ -119,12 +119,12 @@ EXPERTS = ("mixtral-8x7b", {"layers": 1, "batch": 8, "sequence": 1024})
     ("name", "fields", "least"),
     [
         (*LOOP, 3),
-        (*UNROLLED, 3),
+        (*UNROLLED, 2.8),  # 19 of 57 contractions, and one of the head's scores: see `doubtful_constraints`
         pytest.param(*EXPERTS, 2, marks=pytest.mark.slow),
     ],  # gathered and cut again: more stay
     ids=str,
 )
-def test_few_constraints_do_what_all_do(name: str, fields: dict[str, Any], least: int) -> None:
+def test_few_constraints_do_what_all_do(name: str, fields: dict[str, Any], least: float) -> None:
     plan = of_model(name, **fields)
     assert least * plan.record.pins.count <= contractions(plan)
     d, record = plan.planned.space.decisions, plan.record
