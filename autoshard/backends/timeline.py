@@ -283,8 +283,8 @@ class _Walk:
         ends[copied.to_host] = start_s + duration_s
         self.host_free_s = ends[0], ends[1]
         self.communication_s += duration_s
-        name = f"copy {'to' if copied.to_host else 'from'} the host's memory"
-        self._record(name, "communication", start_s, duration_s, trips, self.module.where(instruction))
+        name, where = host_copy_name(to_host=copied.to_host), self.module.where(instruction)
+        self._record(name, "communication", start_s, duration_s, trips, where)
         return start_s + duration_s
 
     def _wait(self, end_s: float) -> None:
@@ -391,6 +391,11 @@ class _Walk:
 
     def _traffic_s(self, computation: Computation, instruction: Instruction) -> float:
         return float(self.machine.hbm_s(_traffic_bytes(self.module, computation, instruction)))
+
+
+def host_copy_name(*, to_host: bool) -> str:
+    """The event of a copy between a device's memory and its host's, predicted or compiled."""
+    return f"copy {'to' if to_host else 'from'} the host's memory"
 
 
 class _HostCopy(NamedTuple):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autoshard.backends.timeline import host_copy_name
 from autoshard.costs.prices import PS_PER_S
 from autoshard.costs.resharding import collective_s
 from autoshard.costs.strategies import decode
@@ -90,7 +91,7 @@ class HostCopy(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"copy {'to' if self.to_host else 'from'} the host's memory"
+        return host_copy_name(to_host=self.to_host)
 
 
 def host_copies(assignment: Assignment) -> Iterator[HostCopy]:
