@@ -27,6 +27,7 @@ FFT = "fft"
 GATHER = "gather"
 IOTA = "iota"
 JITS = ("jit", "pjit")  # the names that JAX has had for it
+PAD = "pad"
 PALLAS = "pallas_call"
 RESHAPE = "reshape"
 REV = "rev"
@@ -168,7 +169,7 @@ OP_TRAITS: Mapping[str, OpTraits] = {
     "dynamic_update_slice": OpTraits(updates=True),
     **dict.fromkeys(("scatter", SCATTER_ADD, "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), _SCATTER),
     **dict.fromkeys(("concatenate", SELECT), OpTraits(fusible=True, combines=True)),
-    **dict.fromkeys((IOTA, "pad", REV), _FUSIBLE),
+    **dict.fromkeys((IOTA, PAD, REV), _FUSIBLE),
     # Links.
     KEEP: OpTraits(choice=True, moves_nothing=True),
     DERIVE: OpTraits(choice=True, moves_nothing=True, fusible=True),

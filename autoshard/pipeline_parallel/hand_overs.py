@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard import _jax
-from autoshard.ir.op_traits import SCAN
+from autoshard.ir.op_traits import PAD, SCAN
 
 HANDS_OVER = "hands_over"  # the name scope of the equations that move micro-batches on
 
@@ -47,6 +47,6 @@ def pipelines(jaxpr: Any) -> tuple[Pipeline, ...]:
 
 def _moved(eqn: Any) -> Iterator[int]:
     """The sizes of the dimensions that an equation shifts."""
-    if eqn.primitive.name == "pad":
+    if eqn.primitive.name == PAD:
         pairs = zip(eqn.invars[0].aval.shape, eqn.params["padding_config"], strict=True)
         yield from (size for size, (low, high, _) in pairs if low and low == -high)
