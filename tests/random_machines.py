@@ -8,6 +8,7 @@ TOPOLOGIES = (
     "h100:1x8",
     "h100:4x8",
     "h100:3x8",
+    "h800:5x4",
     "gb200:2x72",
     "tpu-v5e:4x4",
     "tpu-v5e:16x16",
@@ -15,6 +16,10 @@ TOPOLOGIES = (
     "tpu-v5p:4x4x8",
     "tpu-v5p:4x4x12",
     "tpu-v7x:2x2x2",
+    "l40s:2x8",
+    "mi300x:2x8",
+    "trn2:4x4",
+    "trn3:2x64",
     "cpu:8",
 )
 

@@ -14,7 +14,8 @@ So a law is a line, latency + bytes ÷ rate. On a network there are two, a ring 
 n-1 hops and a tree of ⌈log₂ n⌉ hops that moves the bytes twice, and the cheaper
 one counts. An all-reduce's tree moves them once up and once down, as its ring does.
 Within one switched domain a measured table takes their place. A group over several
-nodes takes at least as long as its part in one node, which ends with the same bytes.
+nodes takes at least as long as its part in one node does with the same bytes: no
+network of the catalogue is faster than the links of its nodes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -131,7 +132,7 @@ def law_of(kind: Kind, crossings: Sequence[Crossing], links: Links) -> Law:
         return measured or _phase(kind, crossings, links)
     halves = _all_reduce(crossings, links)
     if measured is None:
-        return halves
+        return _no_less_than_inside(kind, halves, crossings, links)
     larger = sorted(t.devices for t in links[crossings[0].level].tables if t.devices > crossings[0].n)
     next_larger = (law_of(kind, [replace(crossings[0], n=n)], links) for n in larger[:1])
     return Cheapest((measured, halves, *next_larger))
@@ -156,14 +157,18 @@ def _phase(kind: Kind, crossings: Sequence[Crossing], links: Links, *, once: boo
     law: Law = _line(kind, crossings, links)
     if kind != "collective-permute" and any(c.medium == "network" for c in crossings):
         law = Cheapest((law, _line(kind, crossings, links, climbing=1.0 if once else 2.0)))
+    return _no_less_than_inside(kind, law, crossings, links)
+
+
+def _no_less_than_inside(kind: Kind, law: Law, crossings: Sequence[Crossing], links: Links) -> Law:
+    """A law that takes no less than the collective of the same bytes inside one node.
+
+    An all-to-all moves fewer bytes inside of a node than it would if the node were alone; the others cross the network.
+    """
     inside = crossings[:-1]
-    if inside and kind in _ALL_INSIDE and all(c.medium != "torus" for c in crossings):
-        return AtLeast(law, law_of(kind, inside, links))
-    return law
-
-
-# What moves as many bytes inside of a node as it would if the node were alone.
-_ALL_INSIDE = ("all-gather", "reduce-scatter", "broadcast")
+    if not inside or any(c.medium == "torus" for c in crossings):
+        return law
+    return AtLeast(law, law_of(kind, inside, links))
 
 
 def link_bytes(kind: Kind, crossings: Sequence[Crossing], links: Links, nbytes: ArrayLike) -> dict[str, Floats]:

@@ -13,6 +13,7 @@ import cost_models
 from cost_models import KINDS, Kind
 from cost_models.errors import CostModelError
 from cost_models.machines.alpha_beta import Ring, interpolate_s, torus_all_to_all_s, torus_gather_s
+from cost_models.machines.catalogue import chip as chip_of
 from tests.random_machines import TOPOLOGIES, placed
 
 PHASES: tuple[Kind, ...] = ("all-gather", "reduce-scatter", "all-to-all", "collective-permute", "broadcast")
@@ -172,6 +173,16 @@ def test_a_table_never_falls_and_extends_at_its_last_rate():
     assert interpolate_s([1.0, 1e3, 1e4, 1e5, 2e5], sizes, seconds) == pytest.approx([2e-6, 2e-6, 2e-6, 5e-6, 1e-5])
 
 
+def test_no_network_is_faster_than_the_links_of_its_nodes():
+    """A group over several nodes takes at least as long as its part in one: `collective_law`."""
+    for name in cost_models.chips():
+        rates = {
+            level: link.numbers["one_way_bytes_per_s"].value * link.numbers["achieved_fraction"].value
+            for level, link in chip_of(name).links.items()
+        }
+        assert rates.get("scale_out", 0.0) <= rates["domain"], name
+
+
 @settings(deadline=None)
 @given(placed(), st.sampled_from(KINDS), st.floats(1, 1e12), st.floats(1, 4))
 def test_more_bytes_never_cost_less(machine: cost_models.Machine, kind: Kind, nbytes: float, more: float):
@@ -227,6 +238,43 @@ def test_larger_groups_on_the_same_links_never_cost_less(chip: str, kind: Kind, 
         machine = hardware.place({"x": hardware.devices})
         seconds.append(float(machine.collective_s(kind, ("x",), nbytes)))
     assert all(b >= a * (1 - 1e-9) for a, b in pairwise(seconds)), seconds
+
+
+def switched() -> list[str]:
+    """The chips whose links inside a node are the same for every group; in a torus and between peers they are not."""
+    return [name for name in cost_models.chips() if chip_of(name).links["domain"].medium == "switch"]
+
+
+@pytest.mark.parametrize("chip", switched())
+@settings(deadline=None, max_examples=40)
+@given(data=st.data(), kind=st.sampled_from(KINDS), nbytes=st.floats(1, 1e12))
+def test_no_group_of_equal_links_costs_less_than_a_smaller_one(
+    chip: str, data: st.DataObject, kind: Kind, nbytes: float
+):
+    """More devices of one node, or the same devices of more nodes."""
+    links = chip_of(chip).links
+    node = int(links["domain"].numbers["max_devices_count"].value)
+    within = data.draw(st.integers(1, node))
+    if "scale_out" in links and data.draw(st.booleans()):
+        few = data.draw(st.integers(1 if within > 1 else 2, 40))
+        specs = [f"{few}x{within}", f"{data.draw(st.integers(few, 80))}x{within}"]
+    else:
+        counts = sorted((max(2, within), data.draw(st.integers(2, node))))
+        specs = [f"1x{n}" if "scale_out" in links else str(n) for n in counts]
+    machines = [cost_models.hardware(f"{chip}:{spec}") for spec in specs]
+    small_s, large_s = (float(m.place({"x": m.devices}).collective_s(kind, ("x",), nbytes)) for m in machines)
+    assert large_s >= small_s * (1 - 1e-9), specs
+
+
+@pytest.mark.parametrize(
+    ("few", "many", "kind", "nbytes"),
+    [("h100:1x5", "h100:2x5", "all-reduce", 9.5e6), ("h800:1x8", "h800:2x8", "all-to-all", 1e6)],
+)
+def test_a_second_node_makes_nothing_faster(few: str, many: str, kind: Kind, nbytes: float):
+    """What was measured inside a node takes more than a tree over two, or half of the bytes in each: 4 and 14 %."""
+    machines = [cost_models.hardware(spec) for spec in (few, many)]
+    small_s, large_s = (float(m.place({"x": m.devices}).collective_s(kind, ("x",), nbytes)) for m in machines)
+    assert large_s >= small_s
 
 
 def test_an_all_reduce_inside_a_node_is_reduced_by_its_switches():
