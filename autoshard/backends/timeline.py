@@ -88,6 +88,14 @@ class Multiplication(NamedTuple):
     flops: float
 
 
+class HostMove(NamedTuple):
+    """A copy between a device's memory and its host's, once: the name of its operation, its bytes, which way."""
+
+    name: str
+    nbytes: int
+    to_host: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """One instruction on one stream; in a loop, its first trip.
@@ -101,6 +109,7 @@ class Event:
       where: the user's source line.
       repeated: whether it runs once more for a backward pass, or a part of it does.
       repeats: the matmuls among what runs once more.
+      moves: what it copies to the host's memory or back.
     """
 
     name: str
@@ -111,6 +120,7 @@ class Event:
     where: str
     repeated: bool = False
     repeats: tuple[Multiplication, ...] = ()
+    moves: HostMove | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +294,8 @@ class _Walk:
         self.host_free_s = ends[0], ends[1]
         self.communication_s += duration_s
         name, where = host_copy_name(to_host=copied.to_host), self.module.where(instruction)
-        self._record(name, "communication", start_s, duration_s, trips, where)
+        moves = HostMove(instruction.op_name, copied.nbytes, copied.to_host)
+        self._record(name, "communication", start_s, duration_s, trips, where, moves=moves)
         return start_s + duration_s
 
     def _wait(self, end_s: float) -> None:

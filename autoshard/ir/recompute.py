@@ -225,18 +225,21 @@ class _ScanPair(_Rewriting):
 
     def send(self, at: ValueId, inner: Any) -> tuple[Any, Any]:
         """Copies a value to the host's memory; returns the variable that is there, and that of the stack around."""
-        step = self.own.value[at].step
-        near = self.forward[0 if step is None else self.own.steps[step].position]
-        eqn, there = _jax.moved(near, inner, jax.memory.Space.Host)
+        eqn, there = _jax.moved(self._maker(at), inner, jax.memory.Space.Host)
         self.sent.append(eqn)
         return there, _jax.variable(_jax.stacked(there.aval, self.own.source.length))
 
     def fetch(self, at: ValueId, there: Any) -> Any:
         """Copies a value back; returns the backward body's variable of the slice."""
         part = _jax.variable(there.aval)
-        eqn, self.held[at] = _jax.moved(self.backward[0], part, jax.memory.Space.Device)
+        eqn, self.held[at] = _jax.moved(self._maker(at), part, jax.memory.Space.Device)
         self.fetched.append(eqn)
         return part
+
+    def _maker(self, at: ValueId) -> Any:
+        """The equation of the forward body that makes a value; its first one for what the loop is given."""
+        step = self.own.value[at].step
+        return self.forward[0 if step is None else self.own.steps[step].position]
 
     def operand(self, atom: Any) -> Any:
         """Returns the variable that the backward body reads for one of its own, or of the forward body."""

@@ -86,6 +86,7 @@ class HostCopy(NamedTuple):
 
     node: int
     to_host: bool
+    nbytes: int
     seconds: float
     waited_s: float
 
@@ -107,7 +108,8 @@ def host_copies(assignment: Assignment) -> Iterator[HostCopy]:
         for n, ps in hidden.items():
             waited_ps = int(link.waited_ps[n][choice[n]])
             if ps or waited_ps:
-                yield HostCopy(n, link.to_host, (ps + waited_ps) / PS_PER_S, (ps * left + waited_ps) / PS_PER_S)
+                nbytes, waited_s = int(link.moved_bytes[n][choice[n]]), (ps * left + waited_ps) / PS_PER_S
+                yield HostCopy(n, link.to_host, nbytes, (ps + waited_ps) / PS_PER_S, waited_s)
 
 
 def in_op(assignment: Assignment, n: int) -> Iterator[Collective]:

@@ -233,12 +233,14 @@ class HostLink:
       to_host: which way.
       hidden_ps: decision → integer picoseconds (S,) of its copies that may hide behind compute, of all trips.
       waited_ps: the same of those that do not; they are part of the decision's own seconds.
+      moved_bytes: decision → bytes (S,) that its copies move, in all trips.
       beside: the decisions behind whose compute copies hide.
     """
 
     to_host: bool
     hidden_ps: Mapping[int, NDArray[np.int64]]
     waited_ps: Mapping[int, NDArray[np.int64]]
+    moved_bytes: Mapping[int, NDArray[np.int64]]
     beside: tuple[int, ...]
 
 

@@ -4,8 +4,9 @@ from dataclasses import asdict
 from typing import Any
 
 from autoshard.verification.collective_match import CollectiveRow, HandOvers, Line
+from autoshard.verification.kept_match import OffloadedBytes, RepeatedMatmuls
 from autoshard.verification.layouts import LayoutCheck
-from autoshard.verification.result import RepeatedMatmuls, Verification
+from autoshard.verification.result import Verification
 
 
 def verification(found: Verification) -> dict[str, Any]:
@@ -28,6 +29,12 @@ def verification(found: Verification) -> dict[str, Any]:
         "repeated": None
         if found.repeated is None
         else {**_repeated(found.repeated), "lines": [_repeated(x) for x in found.repeated_lines]},
+        "offloaded": None
+        if not found.offloaded
+        else {
+            **{_way(x): _offloaded(x) for x in found.offloaded},
+            "lines": [{"where": x.where, "way": _way(x), **_offloaded(x)} for x in found.offloaded_lines],
+        },
         "pipelines": [_stages(x) for x in found.pipelines],
         "step": {
             "predicted": {"step_s": found.cost.step_s, "exposed_s": found.cost.exposed_s},
@@ -44,6 +51,16 @@ def _repeated(found: RepeatedMatmuls) -> dict[str, Any]:
     status = None if found.status is None else str(found.status)
     where = {"where": found.where} if found.where else {}
     return {**where, "predicted_flops": found.predicted_flops, "compiled_flops": found.compiled_flops, "status": status}
+
+
+def _way(found: OffloadedBytes) -> str:
+    return "to_host" if found.to_host else "from_host"
+
+
+def _offloaded(found: OffloadedBytes) -> dict[str, Any]:
+    """Bytes that go one way between a device's memory and its host's."""
+    status = None if found.status is None else str(found.status)
+    return {"predicted_bytes": found.predicted_bytes, "compiled_bytes": found.compiled_bytes, "status": status}
 
 
 def _stages(found: HandOvers) -> dict[str, Any]:

@@ -12,8 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoshard.backends.timeline import Event, Multiplication, Stream, Timeline
+from autoshard.backends.timeline import Event, HostMove, Multiplication, Stream, Timeline
 from autoshard.costs.overlap import EARLY
+from autoshard.ir.graph import Graph
+from autoshard.ir.op_traits import LOOP_SLICE, LOOP_STACK
 from autoshard.problem import bill
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.bill import TRANSPOSE, HostCopy
@@ -70,8 +72,9 @@ def schedule(assignment: Assignment) -> Timeline:
             left_s += waited_s
         for copy in copies[window]:
             e = d.nodes[copy.node].equations[0]
-            trips, where = d.graph.runs(e), d.nodes[copy.node].where
-            events.append(_event(copy.name, "communication", begin_s, copy.seconds / trips, trips, where))
+            trips, where = d.graph.runs(e), _line_of_copy(d.graph, e)
+            event = _event(copy.name, "communication", begin_s, copy.seconds / trips, trips, where)
+            events.append(replace(event, moves=HostMove(copy.name, copy.nbytes // trips, copy.to_host)))
             hidden_s += copy.seconds
             left_s += copy.waited_s
         now_s = begin_s + busy_s + left_s
@@ -105,6 +108,14 @@ class _Places:
 
     def __call__(self, row: Collective) -> int:
         return self._windows.get((row.where, row.trips), self._last)
+
+
+def _line_of_copy(graph: Graph, e: int) -> str:
+    """The line by which compilers know a copy to the host's memory or back: where a loop stacks it, the loop's."""
+    around = [u for v in graph.results[e] for u, _ in graph.consumers.get(v, ())]
+    around += [graph.producers[v][0] for v in graph.operands[e] if v in graph.producers]
+    links = [graph.eqns[u] for u in around if graph.eqns[u].primitive in (LOOP_STACK, LOOP_SLICE)]
+    return links[0].where if links else graph.eqns[e].where
 
 
 def _first(window: int, compute: dict[int, list[tuple[int, int]]]) -> float:

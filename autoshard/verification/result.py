@@ -20,6 +20,7 @@ from autoshard.verification.collective_match import (
     agrees,
     together,
 )
+from autoshard.verification.kept_match import OffloadedBytes, RepeatedMatmuls
 
 LONGEST = 12  # attributed collectives that are shown one by one
 
@@ -79,37 +80,6 @@ class ComputeComparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RepeatedMatmuls:
-    """Matmuls that run once more for a backward pass: all of them, or those of one source line.
-
-    Attributes:
-      where: the source line; "" for the sum.
-      predicted_flops: FLOPs per device and step of the plan; None if the plan was read from a file.
-      compiled_flops: of the compiled program's, by their names.
-      tolerance: relative difference that still counts as equal.
-    """
-
-    where: str
-    predicted_flops: float | None
-    compiled_flops: float
-    tolerance: float
-
-    @property
-    def status(self) -> Match | None:
-        """How both compare; None where nothing is predicted.
-
-        What the compiled program lacks was merged with the first run; what it has beyond the plan, its compiler
-        repeats on its own.
-        """
-        predicted, compiled = self.predicted_flops, self.compiled_flops
-        if predicted is None:
-            return None
-        if abs(compiled - predicted) <= self.tolerance * max(predicted, compiled):
-            return Match.MATCH
-        return Match.MISSING if not compiled else Match.DIFFERS if predicted else Match.EXTRA
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Verification(Shown):
     """The comparison of a plan with one compiled program.
 
@@ -123,6 +93,9 @@ class Verification(Shown):
       compute: seconds and FLOPs per device and step.
       repeated: the matmuls that run once more for a backward pass; None if there are none, or no compiler ran.
       repeated_lines: the same by source line, the largest first.
+      offloaded: the bytes that are copied to the host's memory, and those that come back; () if there are none, or no
+        compiler ran.
+      offloaded_lines: the same by source line and way, the largest first.
       pipelines: what the stages of each pipeline in the program hand on.
       cost: the plan's own times.
       predicted: the plan's prices as a timeline; None if the plan was read from a file.
@@ -143,6 +116,8 @@ class Verification(Shown):
     compute: ComputeComparison | None
     repeated: RepeatedMatmuls | None = None
     repeated_lines: tuple[RepeatedMatmuls, ...] = ()
+    offloaded: tuple[OffloadedBytes, ...] = ()
+    offloaded_lines: tuple[OffloadedBytes, ...] = ()
     pipelines: tuple[HandOvers, ...] = ()
     cost: Cost
     predicted: Timeline | None
@@ -156,7 +131,7 @@ class Verification(Shown):
     @property
     def ok(self) -> bool:
         """Whether bytes and pipelines agree, the compiler emitted nothing unknown, and the program fits as planned."""
-        return agrees(self.rows, self.tolerance) and self.memory.ok and all(one.ok for one in self.pipelines)
+        return not self._wrong()
 
     def by_kind(self) -> tuple[CollectiveRow, ...]:
         """The rows with all axis sets of one kind together."""
@@ -178,13 +153,22 @@ class Verification(Shown):
         parts.append(self._line_table(width))
         if self.repeated_lines:
             parts.append(self._repeated_table())
+        if self.offloaded_lines:
+            parts.append(self._offloaded_table())
         return render(*parts, width=width)
 
+    def _wrong(self) -> list[str]:
+        """The parts of the comparison that do not match."""
+        judged = {
+            "collectives": agrees(self.rows, self.tolerance),
+            "memory": self.memory.ok,
+            "copies to the host": all(one.ok for one in self.offloaded),
+            "stages": all(one.ok for one in self.pipelines),
+        }
+        return [part for part, ok in judged.items() if not ok]
+
     def _verdict(self) -> list[tuple[str, str]]:
-        bytes_ok = agrees(self.rows, self.tolerance)
-        staged_ok = all(one.ok for one in self.pipelines)
-        judged = {"collectives": bytes_ok, "memory": self.memory.ok, "stages": staged_ok}
-        wrong = [part for part, ok in judged.items() if not ok]
+        wrong = self._wrong()
         lines = [
             (
                 "verdict",
@@ -214,6 +198,8 @@ class Verification(Shown):
             )
         if (repeated := self.repeated) is not None:
             lines.append(("repeated", _repeated_text(repeated, compute)))
+        if self.offloaded:
+            lines.append(("offloaded", "; ".join(map(_offloaded_text, self.offloaded))))
         lines += [("stages", _stages_text(one)) for one in self.pipelines]
         return [*lines, ("compiler", f"{self.compiler}, {self.version}, for {self.topology}: {self.wall_s:.1f} s")]
 
@@ -274,6 +260,26 @@ class Verification(Shown):
         title = "matmuls that run once more for backward passes: FLOPs per device and step"
         return table(title, head, cells, right=head[1:3], whole=("status",))
 
+    def _offloaded_table(self) -> RenderableType:
+        shown, rest = self.offloaded_lines[:LONGEST], self.offloaded_lines[LONGEST:]
+        cells = [
+            (
+                short_place(line.where),
+                "to the host" if line.to_host else "back",
+                "" if line.predicted_bytes is None else bytes_text(line.predicted_bytes),
+                bytes_text(line.compiled_bytes),
+                str(line.status or ""),
+            )
+            for line in shown
+        ]
+        if rest:
+            predicted = bytes_text(sum(line.predicted_bytes or 0 for line in rest))
+            compiled = bytes_text(sum(line.compiled_bytes for line in rest))
+            cells.append((f"{len(rest)} smaller", "", predicted, compiled, ""))
+        head = ("offloaded at", "way", "predicted", "compiled", "status")
+        title = "copies between the device's memory and its host's: bytes per device and step"
+        return table(title, head, cells, right=head[2:4], whole=("way", "status"))
+
     def _line_table(self, width: int) -> RenderableType:
         shown, rest = self.lines[:LONGEST], self.lines[LONGEST:]
         head = ("from", "collective", "over", "count", "bytes", "status")
@@ -311,6 +317,14 @@ def _repeated_text(found: RepeatedMatmuls, compute: ComputeComparison | None) ->
     every = None if compute is None else compute.predicted_flops
     share = f" ({found.predicted_flops / every:.1%} of all)" if every else ""
     return f"predicted {flops_text(found.predicted_flops)} of matmuls{share}, compiled {compiled}: {found.status}"
+
+
+def _offloaded_text(found: OffloadedBytes) -> str:
+    """`to the host predicted 4 GB, compiled 4 GB: MATCH`."""
+    way, compiled = "to the host" if found.to_host else "back", f"compiled {bytes_text(found.compiled_bytes)}"
+    if found.predicted_bytes is None:
+        return f"{way} {compiled}"
+    return f"{way} predicted {bytes_text(found.predicted_bytes)}, {compiled}: {found.status}"
 
 
 def _stages_text(found: HandOvers) -> str:

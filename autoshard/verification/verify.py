@@ -3,7 +3,6 @@
 import importlib.metadata
 import re
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -19,7 +18,7 @@ from autoshard.backends.hlo.text import UNKNOWN
 from autoshard.backends.known_compilers import named, of_devices
 from autoshard.backends.shardy import collectives
 from autoshard.backends.shardy.propagation import SCOPE
-from autoshard.backends.timeline import Timeline, timeline
+from autoshard.backends.timeline import timeline
 from autoshard.errors import AutoshardError, HloError, VerifyError
 from autoshard.ir.graph import WHILE_DEPTH, WHILE_TRIPS, Graph, Path
 from autoshard.ir.layout import Layout
@@ -28,11 +27,11 @@ from autoshard.planner.record import Leaf, PlanRecord
 from autoshard.problem import bill
 from autoshard.problem.assignment import Assignment
 from autoshard.verification.collective_match import Origin, attribute, compare, hand_overs
+from autoshard.verification.kept_match import both_ways, offloaded_bytes, repeated_matmuls, together
 from autoshard.verification.predicted_timeline import schedule
-from autoshard.verification.result import ComputeComparison, MemoryComparison, Parts, RepeatedMatmuls, Verification
+from autoshard.verification.result import ComputeComparison, MemoryComparison, Parts, Verification
 
 TOLERANCE = 0.05  # of bytes, in total and per row
-FLOPS_TOLERANCE = 0.02  # of what runs once more
 MEMORY_TOLERANCE = 0.10  # of the peak: a device that runs out of memory a little later does so all the same
 
 WITHOUT_RINGS = " without windowed einsum"
@@ -253,7 +252,8 @@ def judge(record: PlanRecord, compiled: Compiled, tolerance: float, known: Known
     predicted = None if assignment is None else schedule(assignment)
     place = Places(known.graph)
     by_line = attribute(record.collectives, emitted, record.mesh, tolerance, place)
-    repeated, lines = _repeated(predicted, priced, place)
+    repeated = repeated_matmuls(predicted, priced, place.line_of)
+    offloaded = offloaded_bytes(predicted, priced, place.line_of)
     return Verification(
         compiler=compiled.compiler,
         version=compiled.version,
@@ -274,8 +274,10 @@ def judge(record: PlanRecord, compiled: Compiled, tolerance: float, known: Known
             compiled_flops=priced.flops,
             estimated_s=hlo.estimated_s(module, record.hardware),
         ),
-        repeated=repeated,
-        repeated_lines=lines,
+        repeated=together(repeated),
+        repeated_lines=repeated,
+        offloaded=both_ways(offloaded),
+        offloaded_lines=offloaded,
         pipelines=hand_overs(by_line, known.pipelines, tolerance),
         cost=record.cost,
         predicted=predicted,
@@ -286,30 +288,6 @@ def judge(record: PlanRecord, compiled: Compiled, tolerance: float, known: Known
         module=module,
         log=compiled.log,
     )
-
-
-def _repeated(
-    predicted: Timeline | None, compiled: Timeline, place: "Places"
-) -> tuple[RepeatedMatmuls | None, tuple[RepeatedMatmuls, ...]]:
-    """The matmuls that run once more for a backward pass: all together, and by source line, the largest first."""
-    ours: dict[str, float] = defaultdict(float)
-    theirs: dict[str, float] = defaultdict(float)
-    for event in () if predicted is None else predicted.events:
-        for x in event.repeats:
-            ours[x.where] += x.flops * event.trips
-    for event in compiled.events:
-        for x in event.repeats:
-            theirs[place.line_of(x.name, x.where)] += x.flops * event.trips
-    if not ours and not theirs:
-        return None, ()
-
-    def row(where: str, planned: float, made: float) -> RepeatedMatmuls:
-        flops = None if predicted is None else planned
-        return RepeatedMatmuls(where=where, predicted_flops=flops, compiled_flops=made, tolerance=FLOPS_TOLERANCE)
-
-    lines = [row(where, ours.get(where, 0.0), theirs.get(where, 0.0)) for where in {**ours, **theirs}]
-    lines.sort(key=lambda line: (-max(line.predicted_flops or 0.0, line.compiled_flops), line.where))
-    return row("", sum(ours.values()), sum(theirs.values())), tuple(lines)
 
 
 def predicted_parts(record: PlanRecord) -> Parts:

@@ -16,11 +16,16 @@ from autoshard.errors import CompileError
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.recomputed import savable
 from autoshard.ir.trace import trace
+from autoshard.verification import machine_json
+from autoshard.verification.collective_match import Match
+from tests.cli.test_schemas import of
 from tests.compilers.test_compiler_models import F32, MESH, offloaded
 from tests.installed import GPU, TPU, needs_gpu_compiler
+from tests.planner.test_offload import CARRY, TRIPS, loss, offloading
 
 ARGS = (F32(4, 512, 1024), F32(8192, 512))
 OPTIONS: dict[str, Any] = {"mesh": MESH.shape, "in_shardings": (P(), P("x")), "rel_gap": 1e-2}
+LOSS = loss.__code__
 STACK = 4 * 1024 * 1024 * 4  # bytes of one device
 
 
@@ -41,11 +46,27 @@ def test_a_program_that_offloads_is_planned_and_compiled(hardware: str) -> None:
         took_s = [event.duration_s * event.trips for event in copies if event.name.split()[1] == way]
         assert sum(took_s) == pytest.approx(copy_s), (way, took_s)
     assert found.timeline.step_s > copy_s
+    assert [(x.to_host, x.predicted_bytes, x.compiled_bytes) for x in found.offloaded] == [
+        (True, STACK, STACK),
+        (False, STACK, STACK),
+    ]
     assert found.memory.compiled is not None
     kept = autoshard.plan(jax.grad(unoffloaded), *ARGS, **OPTIONS, hardware=hardware, remat="written")
     assert plan.record.memory.peak_bytes < kept.record.memory.peak_bytes - STACK // 2
     assert found.memory.compiled.peak < plan.record.memory.peak_bytes + 3 * STACK // 4  # slices on their way
     assert found.memory.bound
+
+
+@needs_gpu_compiler
+def test_what_a_plan_offloads_is_copied_at_the_line_of_its_loop() -> None:
+    found = offloading().verify()
+    assert [x.status for x in found.offloaded] == [Match.MATCH] * 2
+    line = f"{LOSS.co_filename}:{LOSS.co_firstlineno + 2} ({LOSS.co_name})"
+    assert [x.where.startswith(line) for x in found.offloaded_lines] == [True, True]
+    assert [(x.to_host, x.status) for x in found.offloaded_lines] == [(True, Match.MATCH), (False, Match.MATCH)]
+    told = machine_json.verification(found)
+    of("verify").validate(told)
+    assert told["offloaded"]["to_host"]["compiled_bytes"] == TRIPS * CARRY
 
 
 @pytest.mark.parametrize("remat", ["add", "free"])

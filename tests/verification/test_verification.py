@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.backends.timeline import Timeline
+from autoshard.backends.timeline import Event, HostMove, Timeline
 from autoshard.pipeline_parallel.hand_overs import Pipeline
 from autoshard.planner.record import Cost
 from autoshard.verification import machine_json
 from autoshard.verification.collective_match import CollectiveRow, Line, Match, hand_overs
-from autoshard.verification.result import ComputeComparison, MemoryComparison, Parts, RepeatedMatmuls, Verification
+from autoshard.verification.kept_match import RepeatedMatmuls, both_ways, offloaded_bytes
+from autoshard.verification.result import ComputeComparison, MemoryComparison, Parts, Verification
 
 
 def row(kind: str, axes: tuple[str, ...], predicted: int, emitted: int, status: Match) -> CollectiveRow:
@@ -190,6 +191,63 @@ def test_what_runs_once_more_has_a_row_of_its_own(monkeypatch: pytest.MonkeyPatc
 def test_of_a_plan_from_a_file_only_the_compiled_matmuls_that_run_once_more_are_known() -> None:
     found = replace(verification(GATHER), repeated=repeated("", None, 1.09e11))
     assert "repeated  compiled 109 GFLOP of matmuls" in str(found)
+
+
+def timeline_of(*events: Event) -> Timeline:
+    return Timeline(step_s=1.0, compute_s=0.0, communication_s=1.0, exposed_s=0.0, flops=0.0, events=events)
+
+
+def copied(where: str, nbytes: int, *, to_host: bool, trips: int = 4) -> Event:
+    moves = HostMove(f"jit(f)/{where}", nbytes, to_host)
+    return Event(name="", stream="communication", start_s=0.0, duration_s=0.0, trips=trips, where=where, moves=moves)
+
+
+HERE, ELSEWHERE = "/home/me/model.py:61 (mlp)", "/home/me/model.py:70 (attend)"
+
+
+@pytest.mark.parametrize(
+    ("compiled", "statuses", "sums"),
+    [
+        ([(HERE, 1000, True), (HERE, 1000, False)], ["MATCH", "MATCH"], ["MATCH", "MATCH"]),
+        ([(HERE, 500, True), (HERE, 500, True), (HERE, 1000, False)], ["MATCH", "MATCH"], ["MATCH", "MATCH"]),
+        ([], ["MISSING", "MISSING"], ["MISSING", "MISSING"]),
+        ([(HERE, 1000, True), (HERE, 1000, False), (HERE, 1000, False)], ["DIFFERS", "MATCH"], ["MATCH", "DIFFERS"]),
+        (
+            [(HERE, 1000, True), (ELSEWHERE, 1000, False)],
+            ["MATCH", "MISSING", "EXTRA"],
+            ["MATCH", "MATCH"],
+        ),
+    ],
+    ids=["the same", "in halves", "dropped", "twice", "at another line"],
+)
+def test_what_goes_to_the_host_has_a_row_of_its_own(
+    compiled: list[tuple[str, int, bool]], statuses: list[str], sums: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes are those of all trips; a copy that the compiler drops, or makes twice, is no match."""
+    monkeypatch.setenv("COLUMNS", "80")
+    planned = timeline_of(copied(HERE, 1000, to_host=True), copied(HERE, 1000, to_host=False))
+    made = timeline_of(*(copied(where, nbytes, to_host=way) for where, nbytes, way in compiled))
+    lines = offloaded_bytes(planned, made, lambda name, where: where)
+    found = replace(verification(GATHER), offloaded=both_ways(lines), offloaded_lines=lines)
+    assert [str(line.status) for line in lines] == statuses
+    assert [str(row.status) for row in found.offloaded] == sums
+    assert all(row.predicted_bytes == 4000 for row in found.offloaded)
+    assert found.ok == (set(sums) == {"MATCH"})
+    text = str(found)
+    assert ("NO MATCH: copies to the host" in text) != found.ok
+    assert max(map(len, text.splitlines())) <= 80
+    words = " ".join(text.split())
+    assert f"offloaded to the host predicted 4 kB, compiled {'4 kB' if compiled else '0 B'}: {sums[0]}; back" in words
+    told = machine_json.verification(found)["offloaded"]
+    assert [told["to_host"]["status"], told["from_host"]["status"]] == sums
+    assert [line["status"] for line in told["lines"]] == statuses
+
+
+def test_of_a_plan_from_a_file_only_the_compiled_copies_are_known() -> None:
+    lines = offloaded_bytes(None, timeline_of(copied(HERE, 1000, to_host=True)), lambda name, where: where)
+    found = replace(verification(GATHER), offloaded=both_ways(lines), offloaded_lines=lines)
+    assert found.ok
+    assert "offloaded  to the host compiled 4 kB; back compiled 0 B" in str(found)
 
 
 def test_a_match_says_so() -> None:

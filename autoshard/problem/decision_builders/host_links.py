@@ -33,6 +33,7 @@ def add_host_links(draft: Draft) -> None:
     fastest = {n: int(draft.nodes[n].cost_ps.min()) for n in order}
     hidden: dict[tuple[int, bool], dict[int, NDArray[np.int64]]] = defaultdict(dict)
     waited: dict[tuple[int, bool], dict[int, NDArray[np.int64]]] = defaultdict(dict)
+    moved: dict[tuple[int, bool], dict[int, NDArray[np.int64]]] = defaultdict(dict)
     for e in sorted(facts.host_copies):
         n, loop, to_host = draft.node_of[e], graph.eqn_loop[e], graph.results[e][0] in graph.on_host
         if n < 0:
@@ -40,18 +41,28 @@ def add_host_links(draft: Draft) -> None:
         node = draft.nodes[n]
         ports = {v: draft.made[v] for v in graph.results[e] if v in draft.made}
         nbytes = sum((local_bytes(graph.avals[v], port.codes, facts.mesh) for v, port in ports.items()), start=_NOTHING)
-        link_ps = picoseconds(nbytes / facts.machine.host_bytes_per_s * graph.runs(e))
+        moved_bytes = nbytes * graph.runs(e)
         if node.off is not None:
-            link_ps = np.where(node.off, 0, link_ps)
+            moved_bytes = np.where(node.off, 0, moved_bytes)
+        link_ps = picoseconds(moved_bytes / facts.machine.host_bytes_per_s)
         until = len(graph.eqns) if to_host else _first_read(graph, e)
         beside = (m for m, at in order.items() if e < at < until and loop in (0, graph.eqn_loop[at]))
         waited_ps = np.maximum(link_ps - sum(fastest[m] for m in beside), 0)
         hidden[loop, to_host][n], waited[loop, to_host][n] = link_ps - waited_ps, waited_ps
+        moved[loop, to_host][n] = moved_bytes
         draft.nodes[n] = replace(node, cost_ps=node.cost_ps + waited_ps)
     copies = {n for one in hidden.values() for n in one}
     for link in sorted(hidden):
         beside = tuple(m for m, at in order.items() if link[0] in (0, graph.eqn_loop[at]) and m not in copies)
-        draft.links.append(HostLink(to_host=link[1], hidden_ps=hidden[link], waited_ps=waited[link], beside=beside))
+        draft.links.append(
+            HostLink(
+                to_host=link[1],
+                hidden_ps=hidden[link],
+                waited_ps=waited[link],
+                moved_bytes=moved[link],
+                beside=beside,
+            )
+        )
 
 
 def _first_read(graph: Graph, e: int) -> int:
