@@ -29,6 +29,7 @@ import networkx as nx
 from autoshard import _jax
 from autoshard.ir.op_traits import (
     BRANCH_JOIN,
+    DERIVE,
     DOT_GENERAL,
     LOOP_CARRY,
     LOOP_CONST,
@@ -147,6 +148,15 @@ class Graph:
     def runs(self, e: int) -> int:
         """How often equation e runs; a link runs as often as the body that it belongs to."""
         return max((self.trips[v] for v in (*self.operands[e], *self.results[e])), default=1)
+
+    def made_from(self, e: int) -> tuple[int, ...]:
+        """What equation e's result is computed from: of what is kept or repeated, what is repeated.
+
+        Of what is not stored, that from which the backward pass computes it.
+        """
+        if self.eqns[e].primitive == DERIVE:
+            return self.operands[e][1:]
+        return self.operands[e][-1:] if self.eqns[e].primitive == RECALL else self.operands[e]
 
     def recalls_slice(self, e: int) -> bool:
         """Whether equation e takes what a loop's stack keeps, or what is repeated."""

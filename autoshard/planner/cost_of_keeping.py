@@ -5,12 +5,13 @@ a kept value to the layout in which it is read. Repeating saves nothing else.
 """
 
 from dataclasses import replace
+from math import inf
 
 from autoshard.planner.budget import SETTLE_S, Budget
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.bill import transfers
 from autoshard.problem.decisions import Copy, Decisions
-from autoshard.problem.formulation import UNIT_S, Formulation
+from autoshard.problem.formulation import Formulation
 from autoshard.problem.memory_profile import most_peak
 from autoshard.solver import Solution, solve
 
@@ -32,14 +33,16 @@ def is_held_back(formulation: Formulation, solution: Solution, budget: Budget, s
     return free.objective < least
 
 
-def keeps_for_nothing(
+def most_saved_s(
     formulation: Formulation, solution: Solution, assignment: Assignment, budget: Budget, share: float
-) -> bool:
-    """Whether all that a plan keeps costs at most a share of its step; False where there are loops."""
-    if formulation.decisions.graph.loops:
-        return False
-    step_s = solution.objective * UNIT_S
-    return moving_kept_s(assignment) <= share * step_s and not is_held_back(formulation, solution, budget, share)
+) -> float:
+    """Seconds that repeating could save a plan at most, but for a share of its step: those that move what it keeps.
+
+    Infinite where loops stack what they keep, or memory holds the plan back: nobody knows how much that costs.
+    """
+    if formulation.decisions.graph.loops or is_held_back(formulation, solution, budget, share):
+        return inf
+    return moving_kept_s(assignment)
 
 
 def moving_kept_s(assignment: Assignment) -> float:

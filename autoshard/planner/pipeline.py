@@ -38,7 +38,7 @@ from autoshard.ir.recomputation import ADD, NO_OFFLOAD, WRITTEN, Recomputation
 from autoshard.planner import minimal_constraints
 from autoshard.planner.budget import SETTLE_S, USUAL_BUDGET, Budget
 from autoshard.planner.build_record import describe
-from autoshard.planner.cost_of_keeping import keeps_for_nothing
+from autoshard.planner.cost_of_keeping import most_saved_s
 from autoshard.planner.infeasible import OFFLOADING, could_offload, infeasible
 from autoshard.planner.loop_sums_space import in_use, splittable, summing_once
 from autoshard.planner.planning_result import PlanningResult
@@ -75,6 +75,7 @@ ATTEMPTS = 4  # at what is kept, where the program turns out to need more memory
 FASTER, AS_FAST = 1e-3, 0.02
 MARGIN = 0.98  # of the limit that the last attempt missed
 MISPRICED = 1e-2  # by which a program may cost more than the graph with the choices said
+FOR_MOVES = 0.25  # of the time limit, where no more than some collectives can be saved
 WORTH = 5e-3  # of the step that is saved, at least, where a program repeats what it is not written to repeat
 
 
@@ -169,8 +170,12 @@ def _recomputing(request: PlanRequest, budget: Budget, known: Sequence[PortableC
             written = _best_sums(space, budget, known)
         except InfeasibleError as error:
             errors.append(error)
-    if written is not None and request.remat == ADD and _keeps_for_nothing(written, budget):
-        return _kept(written)
+    if written is not None:
+        saved_s = most_saved_s(written.formulation, written.solution, written.assignment, budget, WORTH)
+        if request.remat == ADD and saved_s <= WORTH * written.solution.objective * UNIT_S:
+            return _kept(written)
+        if saved_s < inf:
+            budget = replace(budget, time_limit_s=budget.time_limit_s * FOR_MOVES)
     choices = RecomputationSpace.of(space)
     if choices is None and errors:
         raise errors[0]
@@ -247,6 +252,7 @@ def _repeating(
     budget = replace(budget, cutoff_s=lambda: min(useless_s(), worth_s))
     best: PlanningResult | None = None
     limit, bound, chosen = request.memory_bytes, None, None
+    tried = set[Recomputation]()
     formulation = formulate(choices.decisions, choices.resharder, memory_bytes=limit)
     for _ in range(ATTEMPTS):
         formulation = replace(formulation, problem=replace(formulation.problem, usage_limit=limit))
@@ -264,6 +270,9 @@ def _repeating(
             break
         choice = formulation.read(solution.choice)
         chosen = choices.read(choice)
+        if chosen in tried:
+            break
+        tried.add(chosen)
         layouts = replace(budget, rel_gap=max(budget.rel_gap, LAYOUT_GAP))
         try:
             found = _best_sums(build_search_space(keeping(request, chosen), choices.resharder), layouts, known)
@@ -347,11 +356,6 @@ def _not_worth(written: PlanningResult, bound: int | None, choices: Recomputatio
     saved = max(0.0, (objective - bound) / objective) if objective else 0.0
     space = f"{certificate.space}; {choices.said}, of which none saves more than {saved:.1%}"
     return replace(written, record=replace(written.record, certificate=replace(certificate, space=space)))
-
-
-def _keeps_for_nothing(written: PlanningResult, budget: Budget) -> bool:
-    """Whether keeping costs a plan too little for anything to be worth repeating."""
-    return keeps_for_nothing(written.formulation, written.solution, written.assignment, budget, WORTH)
 
 
 def _kept(written: PlanningResult) -> PlanningResult:

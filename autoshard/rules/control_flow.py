@@ -60,7 +60,8 @@ def loop_stack(eqn: Eqn) -> ShardingRule:
 
 @register(DERIVE)
 def derived(eqn: Eqn) -> ShardingRule:
-    """Every dimension passes; from whatever layout of its operands."""
+    """The value passes as the forward pass has it; what it is computed from is there in whatever layout."""
     b = RuleBuilder()
-    operands = [b.dims(aval.shape, FactorKind.REPLICATE) for aval in eqn.operands]
-    return b.rule(operands, [b.dims(eqn.results[0].shape)])
+    dims = b.dims(eqn.results[0].shape)
+    stored = [b.dims(aval.shape, FactorKind.REPLICATE) for aval in eqn.operands[1:]]
+    return b.rule([dims, *stored], [dims])

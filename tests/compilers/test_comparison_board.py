@@ -10,6 +10,7 @@ from benchmarks.comparison_report import read, steps
 from tests.installed import needs_gpu_compiler
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_one_cell_comes_out_as_it_is_stored() -> None:
     """By the compiler: the stored ratio still holds, in a cell that ours loses (docs/comparing.md says why)."""

@@ -67,7 +67,7 @@ def moved(found: Verification) -> Counter[tuple[str, tuple[str, ...]]]:
 @pytest.mark.parametrize(
     ("name", "fields", "other"),
     [
-        (*LOOP, 65_536),  # norms' scales, which need no constraint of their own
+        pytest.param(*LOOP, 65_536, marks=pytest.mark.slow),  # norms' scales, which need no constraint of their own
         pytest.param(*EXPERTS, 0, marks=pytest.mark.slow),
         # A number per token: scattered, divided and gathered with every constraint, all-reduced with few.
         pytest.param("gpt2-small", {"layers": 3, "vocab": 50_304, "batch": 32}, 65_536, marks=pytest.mark.slow),

@@ -1,6 +1,7 @@
 """What keeping costs a plan: where it is nothing, a search of what could be repeated finds nothing."""
 
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import models
 from autoshard.api.solved_plan import SolvedPlan
 from autoshard.planner import pipeline
 from autoshard.planner.budget import Budget
-from autoshard.planner.cost_of_keeping import is_held_back, keeps_for_nothing, moving_kept_s
+from autoshard.planner.cost_of_keeping import is_held_back, most_saved_s, moving_kept_s
 from autoshard.planner.decided_program import decided_by
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.record import PlanRecord
@@ -43,7 +44,8 @@ def is_back(planned: PlanningResult) -> bool:
 
 
 def for_nothing(planned: PlanningResult) -> bool:
-    return keeps_for_nothing(planned.formulation, planned.solution, planned.assignment, BUDGET, pipeline.WORTH)
+    saved_s = most_saved_s(planned.formulation, planned.solution, planned.assignment, BUDGET, pipeline.WORTH)
+    return saved_s <= pipeline.WORTH * planned.record.cost.step_s
 
 
 def without_proof(record: PlanRecord) -> PlanRecord:
@@ -57,7 +59,7 @@ def test_where_keeping_costs_nothing_a_search_finds_nothing(name: str, monkeypat
     skipped = autoshard.plan(fn, *args, **ON)
     assert for_nothing(planned(skipped))
     assert "nothing is repeated" in skipped.record.certificate.space
-    monkeypatch.setattr(pipeline, "keeps_for_nothing", lambda *_: False)
+    monkeypatch.setattr(pipeline, "most_saved_s", lambda *_: inf)
     searched = autoshard.plan(fn, *args, **ON)
     assert "of which none saves more than" in searched.record.certificate.space
     assert without_proof(searched.record) == without_proof(skipped.record)

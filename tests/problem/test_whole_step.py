@@ -10,12 +10,14 @@ import autoshard
 import models
 from autoshard.api.options import Options
 from autoshard.api.planning import requests_of
+from autoshard.costs.strategies import WHOLE, decode
+from autoshard.ir.op_traits import DERIVE
 from autoshard.planner.pipeline import Budget, PlanningResult, solve_space
 from autoshard.planner.recomputation_space import RecomputationSpace, keeping
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.search_space import build_search_space
 from autoshard.problem import memory_profile
-from autoshard.problem.decisions import Decision, Equation
+from autoshard.problem.decisions import Decision, Equation, reshard_ps
 from autoshard.problem.formulation import formulate
 from autoshard.problem.whole_step import kept_values
 from autoshard.solver import Solution, solve
@@ -149,3 +151,18 @@ def test_what_a_choice_has_and_nothing_takes_is_not_kept() -> None:
     repeated = inside & set(space.whole.recalls.values())
     assert len(repeated) > 10
     assert not repeated & kept
+
+
+def test_what_is_computed_where_it_is_read_does_not_move_for_nothing() -> None:
+    """A value that is not stored has the layout of the forward pass: in another one, it moves or is repeated."""
+    space = RecomputationSpace.of(build_search_space(request("h100:1x4", scan=False)))
+    assert space is not None
+    graph, decisions = space.decisions.graph, space.decisions
+    forward = {decisions.node_of[e]: graph.operands[e][0] for e, x in enumerate(graph.eqns) if x.primitive == DERIVE}
+    moves = [edge for edge in decisions.edges if edge.value == forward.get(edge.v)]
+    assert {edge.v for edge in moves} == forward.keys()
+    for edge in moves:
+        ndim = graph.avals[edge.value].ndim
+        split = (decode(edge.source, ndim, 1) >= 0).any(axis=1)
+        whole = (decode(edge.target, ndim, 1) == WHOLE).all(axis=1) & ~np.asarray(decisions.nodes[edge.v].off)
+        assert (reshard_ps(edge, space.resharder)[split][:, whole] > 0).all()
