@@ -136,7 +136,11 @@ def test_a_scattered_sum_over_a_vocabulary_does_not_move_its_scores() -> None:
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize(("name", "fields"), [UNROLLED, ("mlp-8k", {"layers": 4, "batch": 16_384})], ids=str)
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [pytest.param(*UNROLLED, marks=pytest.mark.slow), ("mlp-8k", {"layers": 4, "batch": 16_384})],
+    ids=str,
+)
 def test_no_fusion_is_lost(name: str, fields: dict[str, Any]) -> None:
     """As many kernels as with no constraint but the layouts of arguments and results, or one in fifty more."""
     plan = of_model(name, **fields)

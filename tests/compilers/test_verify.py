@@ -28,7 +28,9 @@ from tests.verification.test_verify import MESH, check, planned
         ("mlp-8k", {"batch": 65536}, 0.2),
         pytest.param("gpt2-small", {}, MEMORY_TOLERANCE, marks=pytest.mark.slow),
         ("gpt2-small", {"vocab": 50_304, "layers": 2, "batch": 1, "sequence": 128}, 0.25),
-        ("llama3-8b", {"layers": 4, "batch": 8, "sequence": 2048}, MEMORY_TOLERANCE),
+        pytest.param(
+            "llama3-8b", {"layers": 4, "batch": 8, "sequence": 2048}, MEMORY_TOLERANCE, marks=pytest.mark.slow
+        ),
         ("llama3-8b", {"layers": 1, "batch": 1, "sequence": 128}, MEMORY_TOLERANCE),
     ],
     ids=str,
