@@ -130,8 +130,15 @@ class Incumbent:
 
     @property
     def reached(self) -> bool:
-        """Whether nothing more is wanted of an engine that is waited for, however much work was counted meanwhile."""
-        return self.stopped or self.gap() <= self.rel_gap or (self.objective is not None and self.beaten)
+        """Whether nothing more is wanted of an engine that is waited for, however much work was counted meanwhile.
+
+        If so, `closed` says the same: no other engine is begun while this one runs.
+        """
+        if self.stopped or self.objective is None:
+            return self.stopped
+        if self.beaten and self.to_settle_s() < 0:
+            return True
+        return self.gap() <= self.rel_gap * (self.tuning.stopping.settled_gaps if self.beaten else 1)
 
     @property
     def would_do(self) -> bool:

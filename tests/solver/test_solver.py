@@ -144,6 +144,30 @@ def test_an_engine_that_is_waited_for_is_stopped_by_the_clock_once_beaten() -> N
     assert not own.closed()  # little work was done
 
 
+@pytest.mark.parametrize("spent_s", [0.0, 2.0])
+@pytest.mark.parametrize("beaten", [False, True])
+@pytest.mark.parametrize("gap", [0.0, 0.05, 0.5, 0.95])
+def test_what_ends_an_engine_that_is_waited_for_ends_the_solve(gap: float, spent_s: float, *, beaten: bool) -> None:
+    """Otherwise another one would be begun while it runs."""
+    problem = replace(chain(8), hinges=())
+    best = solve(problem)
+    bound = int(best.objective * (1 - gap))
+    cutoff = bound if beaten else math.inf
+    own = Incumbent(problem=problem, time_limit_s=60.0, rel_gap=0.01, settle_s=1.0, work_s=9.0, cutoff=lambda: cutoff)
+    own.offer(best.choice)
+    own.raise_bound(bound)
+    effort.spend(seconds=spent_s)
+    assert own.beaten == beaten
+    assert own.closed() or not own.reached
+    assert own.reached == (gap == 0.0 or (beaten and (gap < 0.1 or spent_s > 1.0)))
+
+
+def test_a_search_goes_on_where_a_cutoff_is_proven_before_a_choice_is_good() -> None:
+    solution = solve(dense(60, 6), cutoff=lambda: 1, settle_s=1.0, tuning=SEARCH)
+    assert solution.found
+    assert solution.bound >= 1
+
+
 def test_gap_is_tight_on_a_chain_with_memory_and_hinge() -> None:
     problem = chain(60)
     solution = solve(problem)
