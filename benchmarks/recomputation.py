@@ -110,6 +110,9 @@ SUBJECTS = (
     Subject(model="gemma-7b", hardware="h100:4x8", batch=64, sequence=2048),
     Subject(model="mixtral-8x7b", hardware="tpu-v5p:4x4x2", batch=32, sequence=2048, fields={"layers": 4}),
     Subject(model="gpt2-medium", hardware="tpu-v5e:4x4", batch=128, sequence=1024, fields=GPT2),
+    Subject(model="gpt2-small", hardware="h100:1x8", batch=256, sequence=1024, fields=GPT2),
+    Subject(model="gpt2-small", hardware="h100:4x8", batch=1024, sequence=1024, fields=GPT2),
+    Subject(model="vit", hardware="h100:1x8", batch=4096, scan=False, fields={"layers": 6}),
 )
 
 
