@@ -188,10 +188,12 @@ def _recomputing(request: PlanRequest, budget: Budget, known: Sequence[PortableC
         found = _proven(tried.best, tried.bound, choices)
     elif written is not None:
         found = _not_worth(written, tried.bound, choices)
-    if request.offload != NO_OFFLOAD:
-        found = _offloading(space, found, budget, known, errors)
+    if found is None:
+        found = _keeping_least(choices, tried.chosen, budget, errors)
     if found is None:
         found = _in_groups(choices, tried.chosen, budget, errors)
+    if request.offload != NO_OFFLOAD:
+        found = _offloading(space, found, budget, known, errors)
     if found is None:
         raise min(errors, key=lambda error: inf if error.peak_bytes is None else error.peak_bytes)
     rest_s = time.perf_counter() - begin - sum(found.seconds.values())
@@ -287,6 +289,24 @@ def _repeating(
             break
         limit = int(memory_profile.peak(choices.decisions, choice)[0] * MARGIN)
     return _Repeating(best, bound, chosen)
+
+
+def _keeping_least(
+    choices: RecomputationSpace, chosen: Recomputation | None, budget: Budget, errors: list[InfeasibleError]
+) -> PlanningResult | None:
+    """The plan, if it fits, of a program whose loops keep nothing but what has to be.
+
+    It needs no choice to be found: it is asked for where none fits, or none was found in the solver's time. Why it does
+    not fit is added to `errors`.
+    """
+    least = choices.least()
+    if least == chosen:
+        return None
+    try:
+        return _noted(_best(build_search_space(keeping(choices.request, least), choices.resharder), budget), choices)
+    except InfeasibleError as error:
+        errors.append(error)
+        return None
 
 
 def _in_groups(

@@ -62,15 +62,18 @@ class RecomputationSpace:
         Everything that is kept as the program is written; what was `chosen`; and of loops nothing but what has to be.
         """
         every = recomputation_of(self.saved, self.saved.saved, self.request.remat)
+        for kept in dict.fromkeys(filter(None, (every, chosen, self.least()))):
+            groups = tuple(replace(kept, offloaded=(), group=group) for group in self._groups(frozenset(kept.kept)))
+            if groups:
+                yield groups
+
+    def least(self) -> Recomputation:
+        """The choice of what is kept that keeps of loops nothing but what has to be; of flat passes, everything."""
         flat = {v.id for one in self.saved.passes if one.source.is_flat for v in one.values if v.read and not v.free}
         least = {at for at in flat if not at.stacked}
         while missing := self.saved.missing(least):
             least.update(missing)
-        fewest = recomputation_of(self.saved, self.saved.stacks(least), self.request.remat)
-        for kept in dict.fromkeys(filter(None, (every, chosen, fewest))):
-            groups = tuple(replace(kept, offloaded=(), group=group) for group in self._groups(frozenset(kept.kept)))
-            if groups:
-                yield groups
+        return recomputation_of(self.saved, self.saved.stacks(least), self.request.remat)
 
     def _groups(self, kept: frozenset[str]) -> list[int]:
         """The groups with the smallest peak, of the scan that carries most: what they carry and keep at once.

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autoshard
 import models
@@ -23,6 +24,7 @@ from autoshard.problem.whole_step import kept_values
 from autoshard.solver import Solution, solve
 from tests.end_to_end.test_recomputing import wide
 from tests.ir.test_recompute import PROGRAMS
+from tests.planner.test_offload import ROWS, WIDTH, program
 
 SIZES: dict[str, Any] = {
     "layers": 2,
@@ -105,6 +107,22 @@ def test_a_stricter_limit_keeps_less() -> None:
     assert memory_profile.peak(space.decisions, less)[0] <= 0.8 * peak
     assert tight.objective >= solution.bound
     assert space.read(less) != space.read(choice)
+
+
+def test_what_only_the_backward_pass_reads_is_not_computed_ahead_where_it_is_repeated() -> None:
+    """The cosine of a layer that adds a sine: where it is repeated, the forward pass does not make it."""
+    step, args = program(WIDTH, ROWS)
+    options = Options(mesh={"data": 4}, hardware="h100:1x4", in_shardings=(P(), P("data")), remat="add", memory=PLENTY)
+    (asked,) = requests_of(step, args, {}, options)
+    space = RecomputationSpace.of(build_search_space(asked))
+    assert space is not None
+    solution, choice = best(space)
+    chosen = planned(keeping(asked, space.read(choice)))
+    assert "cos" in {
+        chosen.assignment.decisions.graph.eqns[e].primitive for e in chosen.assignment.decisions.graph.repeated
+    }
+    assert solution.objective == pytest.approx(chosen.solution.objective, rel=1e-6)
+    assert solution.objective < planned(asked).solution.objective * 0.98
 
 
 def test_a_program_without_a_backward_pass_has_no_choices() -> None:

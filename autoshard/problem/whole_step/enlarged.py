@@ -74,6 +74,7 @@ class Enlargement:
         }
         self.additions: list[Addition] = []
         self.optional: set[int] = set()  # of the graph's own equations
+        self.repeatable: set[int] = set()  # the same, those that a backward pass may run again
         self.final: set[ValueId] = set()  # what is read at once, and not repeated
         self.keeps: dict[int, ValueId] = {}  # the same
         self.on_host = set(graph.on_host)
@@ -115,7 +116,18 @@ class Enlargement:
                 kept.append((added, e))
                 live.update(self._operands(e) if added is None else added.operands)
         kept.reverse()
+        self._leave_out_unread(kept)
         return self._numbered(kept)
+
+    def _leave_out_unread(self, rows: Sequence[tuple[Addition | None, int]]) -> None:
+        """Makes optional what the forward pass computes for optional equations alone, as what it only keeps."""
+        needed = set(self.graph.outputs)
+        for added, e in reversed(rows):
+            optional = e in self.optional if added is None else added.optional
+            if added is None and e in self.repeatable and needed.isdisjoint(self.graph.results[e]):
+                self.optional.add(e)
+            elif not optional:
+                needed.update(self._operands(e) if added is None else added.operands)
 
     def _operands(self, e: int) -> tuple[int, ...]:
         return tuple(self.reads.get((e, i), v) for i, v in enumerate(self.graph.operands[e]))

@@ -69,6 +69,7 @@ class PassChoices(ABC):
         for e, eqn in enumerate(graph.eqns):
             if needed.isdisjoint(graph.results[e]) or not self.repeatable(e):
                 continue
+            added.repeatable.add(e)
             operands = tuple(self._operand(v, e) for v in graph.operands[e])
             results = tuple(added.value(graph.avals[v], self.trips, self.loop) for v in graph.results[e])
             self._pending.append(Addition(-1, eqn, operands, results, self.loop))
