@@ -30,7 +30,7 @@ SHARES = (1.2, 1.0, 0.88, 0.7, 0.54, 0.42, 0.3)  # of the peak of the program as
 def plans(program: Program, offload: Offload, **options: Any) -> list[autoshard.SolvedPlan | None]:
     """The plan of a step within less and less memory; None where nothing fits."""
     fn, args = program
-    asked = {**OPTIONS, **options}
+    asked: dict[str, Any] = {**OPTIONS, **options}
     peak = autoshard.plan(fn, *args, **asked, remat="written").record.memory.peak_bytes
 
     def within(memory: int) -> autoshard.SolvedPlan | None:
@@ -109,7 +109,7 @@ def test_where_no_choice_is_found_loops_keep_what_they_have_to(monkeypatch: pyte
     fn, args = deep_stack()
     written = autoshard.plan(fn, *args, **OPTIONS, **SPLIT, remat="written").record
     memory = int(0.8 * written.memory.peak_bytes)
-    asked = {**OPTIONS, **SPLIT, "memory": memory}
+    asked: dict[str, Any] = {**OPTIONS, **SPLIT, "memory": memory}
     chosen = autoshard.plan(fn, *args, **asked)
     monkeypatch.setattr(pipeline, "ATTEMPTS", 0)
     plan = autoshard.plan(fn, *args, **asked)
