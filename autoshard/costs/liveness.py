@@ -40,7 +40,6 @@ from autoshard.costs.execution_order import behind_loops, deferred, feeding, loo
 from autoshard.costs.scattered_terms import ScatteredTerm, scattered_terms
 from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import (
-    DERIVE,
     DEVICE_PUT,
     DIV,
     EXP,
@@ -233,7 +232,7 @@ def _softmaxes(graph: Graph) -> Iterator[tuple[int, int]]:
         """
         e = made_by.get(value, (-1, 0))[0]
         while e >= 0 and (graph.recalls_slice(e) or (through and graph.eqns[e].traits.same_values)):
-            e = made_by.get(graph.made_from(e)[0], (-1, 0))[0]
+            e = made_by.get(_made_from(graph, e)[0], (-1, 0))[0]
         return e
 
     for e, eqn in enumerate(graph.eqns):
@@ -297,7 +296,7 @@ def _find_held(
         made[results] = True
         costly[results] = eqn.traits.costly
         aside = e in graph.optional and eqn.primitive in (LOOP_STACK, DEVICE_PUT)  # keeps what a plan may leave out
-        readers[operands[graph.eqns[e].primitive == DERIVE :]] += not aside
+        readers[operands] += not aside
         if eqn.traits.enters_loop:
             held[operands] = True
         elif e in scatters:  # the table lies where the other term does
@@ -325,7 +324,7 @@ def _find_held(
             if graph.eqns[e].primitive in compiler.computes_once and len(goes_to.get(v, ())) > 1:
                 held[v] = True
             ends = frozenset({v}) if held[v] else goes_to.get(v, frozenset[int]())
-            for o in graph.made_from(e):
+            for o in _made_from(graph, e):
                 goes_to[o] = goes_to.get(o, frozenset[int]()) | ends
     sources: dict[int, dict[int, int]] = {}  # value that is not held → what in memory it is recomputed from, and bytes
     for e, eqn in enumerate(graph.eqns):
@@ -335,7 +334,7 @@ def _find_held(
         if result < 0 or held[result] or not (fuses[e] or eqn.traits.renames or eqn.primitive == LOOP_SLICE):
             continue
         found: dict[int, int] = {}
-        for v in graph.made_from(e):
+        for v in _made_from(graph, e):
             if held[v]:  # of a stack, a trip's part is read
                 found[v] = graph.avals[result if eqn.primitive == LOOP_SLICE else v].nbytes
             elif made[v]:
@@ -346,6 +345,11 @@ def _find_held(
         write, read, times = graph.avals[result].nbytes, sum(found.values()), int(readers[result])
         held[result] = times * read > read + write + times * write or len(found) > _MOST_SOURCES
     return held
+
+
+def _made_from(graph: Graph, e: int) -> tuple[int, ...]:
+    """What an equation's result is computed from: of what is kept or repeated, what is repeated."""
+    return graph.operands[e][-1:] if graph.eqns[e].primitive == RECALL else graph.operands[e]
 
 
 def _last_uses(

@@ -56,7 +56,7 @@ def _sources(graph: Graph, fuses: Sequence[bool], held: NDArray[np.bool_]) -> di
                         (frozenset({v}) if graph.avals[v].size > large else frozenset[int]())
                         if held[v]
                         else found.get(v, frozenset[int]())
-                        for v in graph.made_from(e)
+                        for v in graph.operands[e]
                     )
                 )
     return found

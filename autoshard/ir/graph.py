@@ -19,7 +19,7 @@ Names and barriers are skipped.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -29,7 +29,6 @@ import networkx as nx
 from autoshard import _jax
 from autoshard.ir.op_traits import (
     BRANCH_JOIN,
-    DERIVE,
     DOT_GENERAL,
     LOOP_CARRY,
     LOOP_CONST,
@@ -116,7 +115,8 @@ class Graph:
     pass; calls are numbered from 1, and 0 means none. `repeated` are the equations that run once more
     for a backward pass, as the program says or as a plan chose: those that transpose them are not among them.
     `backward` are those that reverse-mode differentiation made, and what these repeat. `on_host` are the values that
-    the program puts into the host's memory.
+    the program puts into the host's memory. `optional` are equations that a plan may leave out, `derived` those of
+    them that have a value of the forward pass in its layout (`problem.whole_step`).
     """
 
     eqns: tuple[Eqn, ...]
@@ -137,7 +137,8 @@ class Graph:
     on_host: frozenset[int] = frozenset()
     repeated: frozenset[int] = frozenset()
     backward: frozenset[int] = frozenset()
-    optional: frozenset[int] = frozenset()  # equations that a plan may leave out (`problem.whole_step`)
+    optional: frozenset[int] = frozenset()
+    derived: Mapping[int, int] = field(default_factory=dict[int, int])  # equation → value
     guessed: tuple[str, ...] = ()  # the source lines of loops that do not say how often they run
 
     @cached_property
@@ -149,21 +150,20 @@ class Graph:
         """How often equation e runs; a link runs as often as the body that it belongs to."""
         return max((self.trips[v] for v in (*self.operands[e], *self.results[e])), default=1)
 
-    def made_from(self, e: int) -> tuple[int, ...]:
-        """What equation e's result is computed from: of what is kept or repeated, what is repeated.
-
-        Of what is not stored, that from which the backward pass computes it.
-        """
-        if self.eqns[e].primitive == DERIVE:
-            return self.operands[e][1:]
-        return self.operands[e][-1:] if self.eqns[e].primitive == RECALL else self.operands[e]
-
     def recalls_slice(self, e: int) -> bool:
         """Whether equation e takes what a loop's stack keeps, or what is repeated."""
         if self.eqns[e].primitive != RECALL:
             return False
         maker = self.producers.get(self.operands[e][0], (-1, 0))[0]
         return maker >= 0 and self.eqns[maker].primitive == LOOP_SLICE
+
+    @cached_property
+    def derivations(self) -> Mapping[int, tuple[int, ...]]:
+        """Value → the equations that have it as the forward pass does, but for its storage."""
+        found: dict[int, tuple[int, ...]] = {}
+        for e, v in self.derived.items():
+            found[v] = (*found.get(v, ()), e)
+        return found
 
     @cached_property
     def producers(self) -> Mapping[int, tuple[int, int]]:

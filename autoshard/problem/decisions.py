@@ -142,15 +142,15 @@ class Chain(LayoutDecision):
 class Equation(Decision):
     """The strategy of one equation; `body` is that of a `shard_map`.
 
-    `untaken[i]`: under which choices it does not take operand i, where that is not `off`. `loose`: the operands that
-    it needs and does not move, whatever their layouts are.
+    `untaken[i]`: under which choices it does not take operand i, where that is not `off`. `loose`: it needs its
+    operands, and moves none of them: whatever their layouts are.
     """
 
     kind = "equation"
     strategies: Strategies
     body: Body | None = None
     untaken: tuple[NDArray[np.bool_], ...] = ()
-    loose: frozenset[int] = frozenset()
+    loose: bool = False
 
     @property
     def equation(self) -> int:
@@ -291,7 +291,7 @@ def consumer_port(
     decision, rule = nodes[node], rules[e]
     if isinstance(decision, Equation):
         off = decision.untaken[i] if decision.untaken else decision.off
-        return Port(node, decision.strategies.operands[i], off, i in decision.loose)
+        return Port(node, decision.strategies.operands[i], off, decision.loose)
     codes = layout_codes(decision)
     if rule.operands[i] == rule.results[0]:
         return Port(node, codes, decision.off)

@@ -60,8 +60,7 @@ def loop_stack(eqn: Eqn) -> ShardingRule:
 
 @register(DERIVE)
 def derived(eqn: Eqn) -> ShardingRule:
-    """The value passes as the forward pass has it; what it is computed from is there in whatever layout."""
+    """Every dimension passes; from whatever layout of its operands."""
     b = RuleBuilder()
-    dims = b.dims(eqn.results[0].shape)
-    stored = [b.dims(aval.shape, FactorKind.REPLICATE) for aval in eqn.operands[1:]]
-    return b.rule([dims, *stored], [dims])
+    operands = [b.dims(aval.shape, FactorKind.REPLICATE) for aval in eqn.operands]
+    return b.rule(operands, [b.dims(eqn.results[0].shape)])

@@ -82,6 +82,11 @@ def _takers(draft: Draft, value: int, port: Port, leaves: Sequence[Port]) -> lis
             continue
         off = b"" if taker.off is None else taker.off.tobytes()
         found.setdefault((taker.node, taker.codes.tobytes() + off), taker)
+    for e in draft.facts.graph.derivations.get(value, ()):
+        node = draft.node_of[e]
+        derive = draft.nodes[node]
+        assert isinstance(derive, Equation)
+        found[node, b""] = Port(node, derive.strategies.results[0], derive.off)
     for taker in leaves:
         if not (isinstance(made, Input) and taker.node == port.node):
             found.setdefault((taker.node, taker.codes.tobytes()), taker)

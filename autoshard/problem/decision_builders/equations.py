@@ -62,7 +62,7 @@ def add_equations(draft: Draft, of_shard_maps: bodies.Bodies) -> None:
                 strategies=strategies,
                 body=body,
                 untaken=choices.untaken,
-                loose=frozenset(range(1, len(eqn.operands)) if eqn.primitive == DERIVE else ()),
+                loose=eqn.primitive == DERIVE,
             )
         )
         if body is not None:

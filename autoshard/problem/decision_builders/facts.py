@@ -19,7 +19,6 @@ from autoshard.costs.strategies import SUM, Codes, check_counts, decode
 from autoshard.costs.strides import strides
 from autoshard.ir.graph import Graph
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.op_traits import DERIVE
 from autoshard.problem.ports import Port
 from autoshard.rules import rules_of
 from autoshard.rules.rule import ShardingRule
@@ -88,8 +87,7 @@ class GraphFacts:
 
     def readers(self, value: int) -> int:
         """How many equations take a value, also as one that a loop keeps or repeats."""
-        uses = self.graph.consumers.get(value, ())
-        users = [e for e, i in uses if i or self.graph.eqns[e].primitive != DERIVE]
+        users = [e for e, _ in self.graph.consumers.get(value, ())]
         recalls = [e for e in users if self.graph.recalls_slice(e)]
         return len(users) + sum(self.readers(self.graph.results[e][0]) - 1 for e in recalls)
 

@@ -3,7 +3,7 @@
 A pass (`ir/saved_values.py`) reads values of its forward body. Here each has two sources:
 
     keep      (forward value) -> (the same, which lives until the backward pass reads it)
-    derive    (forward value, kept values) -> (the former, not stored but computed from these where it is read)
+    derive    (kept values) -> (what is not stored, but computed from these; it lies as in the forward pass)
     recall    (kept or derived value, repeated value) -> (what the backward pass reads)
 
 In a scan a stack and its slice keep a value, in the device's memory or in the host's, where a copy each way is the

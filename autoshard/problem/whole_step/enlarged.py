@@ -47,6 +47,7 @@ class Addition:
       loop: the loop body that it is in.
       optional: whether a plan may leave it out.
       of: the value of the program that it keeps or recalls.
+      derived: the value of the forward pass that it is, if it computes one that is not stored.
     """
 
     at: int
@@ -56,6 +57,7 @@ class Addition:
     loop: int
     optional: bool = True
     of: ValueId | None = None
+    derived: int | None = None
 
 
 class Enlargement:
@@ -115,6 +117,7 @@ class Enlargement:
             if carries or not live.isdisjoint(results):
                 kept.append((added, e))
                 live.update(self._operands(e) if added is None else added.operands)
+                live.update(() if added is None or added.derived is None else (added.derived,))
         kept.reverse()
         self._leave_out_unread(kept)
         return self._numbered(kept)
@@ -169,6 +172,7 @@ class Enlargement:
             carry=carry,
             repeated=_marked(rows, graph.repeated),
             backward=_marked(rows, graph.backward),
+            derived={now: a.derived for now, (a, _) in enumerate(rows) if a is not None and a.derived is not None},
             avals=tuple(self._avals),
             trips=tuple(self._trips),
             value_loop=tuple(self._loops),

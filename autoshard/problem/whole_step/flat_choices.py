@@ -113,13 +113,15 @@ class FlatChoices(PassChoices):
         maker = added.maker(value)
         primitive, operands, at = KEEP, [value], max(self._last.get(value, maker), maker) + 1
         if not added.held[value]:
-            stored = [self.keep(v) for v in self._sources(value)]
-            if not stored:
+            primitive, operands, at = DERIVE, [self.keep(v) for v in self._sources(value)], min(self._backward)
+            if not operands:
                 return value
-            primitive, operands, at = DERIVE, [value, *stored], min(self._backward)
         kept = added.value(graph.avals[value], self.trips, self.loop)
         eqn = added.equation(primitive, operands, kept, graph.eqns[maker].where)
-        added.additions.append(Addition(at, eqn, tuple(operands), (kept,), self.loop, of=added.id_of[value]))
+        derived = value if primitive == DERIVE else None
+        added.additions.append(
+            Addition(at, eqn, tuple(operands), (kept,), self.loop, of=added.id_of[value], derived=derived)
+        )
         return kept
 
     def _sources(self, value: int) -> tuple[int, ...]:
