@@ -172,7 +172,9 @@ class _Search:
             for v in graph.operands[e]:
                 self._around.setdefault(v, []).append(path)
         self._most = min(MOST, max(LEAST, PROBED_RESULTS // max(probe.size, 1)))
-        self.probes = 0
+        self.probes = 1  # counts questions, also those whose answers are known
+        self._known: dict[frozenset[int], _Gap] = {}
+        self._too_few: set[frozenset[int]] = set()
         self._goal = self._ask(probe.values)
         self._least = SMALL * sum(self._goal.moved.values())
         doubtful, self._moving = doubtful_constraints.doubtful(graph, annotations, once)
@@ -180,20 +182,46 @@ class _Search:
         self._staying = frozenset(v for v in doubtful if v in wrong or not self._is_small(v))
 
     def _ask(self, kept: Set[int]) -> Answer:
-        self.probes += 1
         deadline.check("leaving out constraints")
         return self._probe.ask(kept)
 
     def gap(self, kept: Set[int]) -> _Gap:
         """The difference if only the constraints of these values are there."""
-        found, goal, graph = self._ask(kept), self._goal, self._graph
+        self.probes += 1
+        key = frozenset(kept)
+        if key not in self._known:
+            self._known[key] = self._gap(key, self._ask(key))
+        return self._known[key]
+
+    def suffice(self, kept: Set[int]) -> bool:
+        """Whether the constraints of these values are enough: what is moved is asked only if no value is wrong."""
+        key = frozenset(kept)
+        if key not in self._known and key not in self._too_few:
+            found = self._ask(key)
+            if self._wrong(self._other(found)):
+                self._too_few.add(key)
+            else:
+                self._known[key] = self._gap(key, found)
+        self.probes += 1
+        return key in self._known and not self._known[key].cost
+
+    def _other(self, found: Answer) -> dict[int, Layout]:
+        """The values whose layout is not that of the program with all constraints → their layout."""
+        goal = self._goal.layouts
+        return {v: layout for v, layout in found.layouts.items() if goal.get(v, layout) != layout}
+
+    def _wrong(self, other: Mapping[int, Layout]) -> frozenset[int]:
+        return frozenset(v for v, layout in other.items() if self._is_wrong(v, layout) and not self._is_small(v))
+
+    def _gap(self, kept: frozenset[int], found: Answer) -> _Gap:
+        goal, graph = self._goal, self._graph
         kinds = {k for k in found.moved.keys() | goal.moved.keys() if found.moved.get(k, 0) != goal.moved.get(k, 0)}
         near: Counter[Path] = Counter()
         for path, kind in found.at.keys() | goal.at.keys():
             if kind in kinds:
                 near[path] += abs(found.at.get((path, kind), 0) - goal.at.get((path, kind), 0))
-        other = {v: layout for v, layout in found.layouts.items() if goal.layouts.get(v, layout) != layout}
-        wrong = frozenset(v for v, layout in other.items() if self._is_wrong(v, layout) and not self._is_small(v))
+        other = self._other(found)
+        wrong = self._wrong(other)
         cost = sum(abs(found.moved.get(k, 0) - goal.moved.get(k, 0)) for k in kinds)
         cost += sum(count for cast, count in found.casts.items() if count > goal.casts.get(cast, 0))
         for v, layout in other.items():
@@ -202,7 +230,7 @@ class _Search:
             if v in wrong:
                 cost += planned * graph.trips[v] if v in self._contracted else 1
         cost = 0 if cost <= self._least and not wrong else cost
-        return _Gap(kept=frozenset(kept), cost=cost, wrong=wrong, near=+near)
+        return _Gap(kept=kept, cost=cost, wrong=wrong, near=+near)
 
     def _is_wrong(self, v: int, layout: Layout) -> bool:
         """Whether a layout that is not a value's own is neither the one in which it is made nor where it is kept."""
@@ -297,7 +325,7 @@ class _Search:
                 if self.probes >= self._most:
                     break
                 left = kept.difference(*chunk)
-                if not self.gap(left).cost:
+                if self.suffice(left):
                     kept, classes = left, [c for c in classes if c not in chunk]
             size //= 2
         return kept

@@ -14,7 +14,8 @@ import models
 from autoshard import SolvedPlan
 from autoshard.backends.shardy import passes
 from autoshard.backends.shardy.probe import Answer, Probe
-from autoshard.backends.shardy.propagation import Annotations, annotated
+from autoshard.backends.shardy.probe import _drop as drop
+from autoshard.backends.shardy.propagation import Annotations, annotated, layout_in, ops_of
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.graph import Graph, build
 from autoshard.ir.layout import Layout
@@ -145,6 +146,36 @@ def test_few_constraints_do_what_all_do(name: str, fields: dict[str, Any], least
 
     assert other(few) <= allowed < other(none)
     assert sum(max(0, count - all_.casts.get(cast, 0)) for cast, count in few.casts.items()) <= allowed
+
+
+def test_a_probe_reads_what_the_whole_module_says() -> None:
+    """Layouts are read by the numbers of op results; here by the name of each, as without any earlier probe."""
+
+    def softmaxes(x: Any, w: Any) -> Any:
+        square = jax.jit(lambda y: jnp.tanh(y @ y.T))
+
+        def trip(y: Any, _: Any) -> Any:
+            scores = y @ w
+            return square(jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))) @ x, None
+
+        return jax.lax.scan(trip, square(x) @ x, None, length=3)[0]
+
+    plan = planned(softmaxes, X, S((32, 32), jnp.float32), in_shardings=(P("data"), P(None, "model")))
+    graph, record = plan.planned.space.decisions.graph, plan.record
+    annotations = Annotations(
+        inputs={i: leaf.spec for i, leaf in enumerate(record.inputs)},
+        outputs={i: leaf.spec for i, leaf in enumerate(record.outputs)},
+        pins=program_pins(plan.planned.assignment),
+        donated=frozenset(),
+    )
+    probe = Probe(plan.planned.traced, graph, record.mesh, annotations, "cuda")
+    assert len(probe.values) > 8
+    for kept in (probe.values, set(), set(sorted(probe.values)[::2]), set(sorted(probe.values)[::3]), probe.values):
+        module = probe._lowering.propagated(lambda module, kept=kept: drop(module, kept))
+        said = ops_of(graph, tuple(probe._lowering.values(module)))
+        answer = probe.ask(kept)
+        assert said
+        assert {v: layout_in(op, graph.avals[v]) for v, op in said.items()} == {v: answer.layouts[v] for v in said}
 
 
 def chain(count: int) -> Graph:

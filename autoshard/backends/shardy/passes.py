@@ -10,7 +10,7 @@ reduction={k}`: one factor per dimension, or several run together, major to mino
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -143,6 +143,22 @@ class Propagation:
     values: tuple[ValueLayout, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reading:
+    """The layouts of a propagated module's op results, without the names that they have in every probe.
+
+    Attributes:
+      numbers: of the op results that are arrays, in program order.
+      layouts: theirs; None where Shardy wrote none.
+      others: the results of the ops that Shardy made, and of those that were to be read apart; each with how many of
+        the former stand before it.
+    """
+
+    numbers: tuple[int, ...]
+    layouts: tuple[Layout | None, ...]
+    others: tuple[tuple[int, ValueLayout], ...]
+
+
 def factor_rules(fn: Callable[..., Any], *avals: Any) -> list[tuple[str, str]]:
     """Shardy's rule of every op that `fn` lowers to, in program order.
 
@@ -217,6 +233,8 @@ class Lowering:
         simplify(self._module)
         self.count = _number_results(self._module)
         self._read: dict[tuple[int, int], tuple[tuple[Layout, ...], tuple[ValueLayout, ...]]] = {}
+        self._said: dict[Any, tuple[Layout, ...]] = {}  # an attribute's layouts; it lives no longer than its module
+        self._arrays: dict[int, tuple[int, ...]] = {}  # the results of an op that are arrays, by its first number
 
     def propagate(self, pins: Mapping[int, Layout] | None = None) -> Propagation:
         """The layout of every value after Shardy's propagation.
@@ -242,6 +260,11 @@ class Lowering:
         """Changes the lowered module for all later probes; no op may be added."""
         change(self._module)
 
+    def numbers_of(self, name: str) -> frozenset[int]:
+        """The numbers of the ops of a name in the lowered module."""
+        ops = (op for op in _jax.operations(self._module, {name}) if _NUMBER in op.attributes)
+        return frozenset(int(op.attributes[_NUMBER].value) for op in ops)
+
     def propagated(self, change: Callable[[Any], None]) -> Any:
         """A copy of the module after Shardy's propagation, changed before it.
 
@@ -263,8 +286,7 @@ class Lowering:
                 continue
             if around is not inside:  # all ops of a block have the same ones around them
                 inside, calls = around, calls_of(around)
-            layouts = layouts_of(op)
-            attributes = op.attributes
+            layouts, attributes = self.layouts_of(op), op.attributes
             if _NUMBER not in attributes:
                 yield from _read_op(op, calls, None, layouts)
                 continue
@@ -277,6 +299,35 @@ class Lowering:
                 values = _with_layouts(values, number, layouts)
             self._read[number, visit] = (layouts, values)
             yield from values
+
+    def read(self, module: Any, apart: Container[int]) -> Reading:
+        """What a probe changes of a propagated module's op results; some numbers of ops are read apart."""
+        numbers: list[int] = []
+        layouts: list[Layout | None] = []
+        others: list[tuple[int, ValueLayout]] = []
+        for op, around in walk(module):
+            if not len(op.results):
+                continue
+            found, attributes = self.layouts_of(op), op.attributes
+            first = int(attributes[_NUMBER].value) if _NUMBER in attributes else None
+            if first is None or first in apart:
+                others.extend((len(numbers), value) for value in _read_op(op, calls_of(around), first, found))
+                continue
+            if first not in self._arrays:
+                self._arrays[first] = tuple(i for i, x in enumerate(op.results) if _shape(x) is not None)
+            for offset in self._arrays[first]:
+                numbers.append(first + offset)
+                layouts.append(found[offset] if found else None)
+        return Reading(numbers=tuple(numbers), layouts=tuple(layouts), others=tuple(others))
+
+    def layouts_of(self, op: Any) -> tuple[Layout, ...]:
+        """Layouts of an op's results; empty where Shardy wrote none. The text of equal attributes is read once."""
+        attribute = _sharding_of(op)
+        if attribute is None:
+            return ()
+        if attribute not in self._said:
+            self._said[attribute] = _read_shardings(str(attribute))
+        return self._said[attribute]
 
 
 def _read_op(op: Any, calls: str, number: int | None, layouts: tuple[Layout, ...]) -> tuple[ValueLayout, ...]:
@@ -441,10 +492,17 @@ def _dims_text(layout: Layout | None, result: Any) -> str:
 
 def layouts_of(op: Any) -> tuple[Layout, ...]:
     """Layouts of an op's results; empty where Shardy wrote none."""
+    attribute = _sharding_of(op)
+    return () if attribute is None else _read_shardings(str(attribute))
+
+
+def _sharding_of(op: Any) -> Any:
+    """The attribute with the layouts of an op's results; None where Shardy wrote none."""
+    attributes = op.attributes
     for name in ("sdy.sharding", "sharding", "out_sharding", "out_shardings"):
-        if name in op.attributes:
-            return _read_shardings(str(op.attributes[name]))
-    return ()
+        if name in attributes:
+            return attributes[name]
+    return None
 
 
 def _signature(main: Any, name: str, shapes: list[tuple[int, ...] | None]) -> tuple[Layout, ...]:

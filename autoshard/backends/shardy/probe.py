@@ -8,9 +8,10 @@ gathers of one value count once, since the compilers merge them.
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jax
@@ -19,8 +20,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard import _jax
 from autoshard.backends import devices
 from autoshard.backends.shardy import collectives
-from autoshard.backends.shardy.passes import Lowering, ValueLayout, layouts_of, lowered
-from autoshard.backends.shardy.propagation import SCOPE, Annotations, as_operand, layout_in, ops_of
+from autoshard.backends.shardy.passes import Lowering, Reading, ValueLayout, lowered
+from autoshard.backends.shardy.propagation import (
+    SCOPE,
+    Annotations,
+    as_operand,
+    by_path,
+    layout_in,
+    matched,
+    path_in,
+    results_of,
+)
 from autoshard.ir import rewrite
 from autoshard.ir.graph import Graph, Path
 from autoshard.ir.layout import Layout
@@ -35,19 +45,61 @@ _VALUE = "autoshard.value"
 _CONSTRAINT = "sdy.sharding_constraint"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answer:
     """The collectives, casts and layouts that Shardy gives a program, in bytes per device and step.
 
-    `moved` sums the bytes of all collectives of a kind; `at` splits them by the equation
-    from which they come. `casts` counts casts whose result has another layout than the operand:
-    XLA moves the operand before it casts. `layouts` has the layout of every value.
+    Attributes:
+      casts: counts casts whose result has another layout than the operand: XLA moves the operand before it casts.
+      layouts: of every value.
     """
 
-    moved: Mapping[Moved, int]
-    at: Mapping[tuple[Path, Moved], int]
-    casts: Mapping[Cast, int]
-    layouts: Mapping[int, Layout]
+    def __init__(
+        self,
+        layouts: Mapping[int, Layout],
+        casts: Mapping[Cast, int],
+        collectives: Callable[[], Iterable[tuple[Path, Moved, int]]],
+    ) -> None:
+        """Takes the layouts and casts, and what writes out the collectives when they are first asked for."""
+        self.layouts, self.casts, self._collectives = layouts, casts, collectives
+
+    @cached_property
+    def at(self) -> Mapping[tuple[Path, Moved], int]:
+        """The bytes of all collectives of a kind by the equation from which they come.
+
+        Raises:
+          ShardyError: a pass fails.
+        """
+        at: Counter[tuple[Path, Moved]] = Counter()
+        for path, moved, nbytes in self._collectives():
+            at[path, moved] += nbytes
+        return at
+
+    @cached_property
+    def moved(self) -> Mapping[Moved, int]:
+        """The bytes of all collectives of a kind.
+
+        Raises:
+          ShardyError: a pass fails.
+        """
+        totals: Counter[Moved] = Counter()
+        for (_, moved), nbytes in self.at.items():
+            totals[moved] += nbytes
+        return totals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Places:
+    """Where the results of equations are among the op results of a module, but for those of constraints.
+
+    Attributes:
+      at: value → the position of its op result.
+      ops: the op results in the scope of every equation, each with its position.
+      short: the equations that have a result without an op.
+    """
+
+    at: Mapping[int, int]
+    ops: Mapping[Path, Sequence[tuple[int, ValueLayout]]]
+    short: frozenset[Path]
 
 
 class Probe:
@@ -83,6 +135,12 @@ class Probe:
             lowered(self._trace(program, annotations), platform, [(eqn.primitive, eqn.where) for eqn in graph.eqns])
         )
         self._lowering.edit(_mark)
+        self._constraints = self._lowering.numbers_of(_CONSTRAINT)
+        self._results = results_of(graph)
+        self._members = {
+            path: frozenset(v for members in types.values() for v in members) for path, types in self._results.items()
+        }
+        self._places: dict[tuple[int, ...], _Places] = {}  # by the numbers of op results
 
     @property
     def size(self) -> int:
@@ -115,33 +173,62 @@ class Probe:
           ShardyError: propagation fails.
         """
         module = self._lowering.propagated(lambda module: _drop(module, kept))
-        layouts = self._layouts(ops_of(self._graph, tuple(self._lowering.values(module))))
-        casts = _casts(module)
-        collectives.write_out(module)
-        at: Counter[tuple[Path, Moved]] = Counter()
-        for path, moved, nbytes in self._collectives(module):
-            at[path, moved] += nbytes
-        totals: Counter[Moved] = Counter()
-        for (_, moved), nbytes in at.items():
-            totals[moved] += nbytes
-        return Answer(moved=totals, at=at, casts=casts, layouts=layouts)
+        reading = self._lowering.read(module, self._constraints)
+        if reading.numbers not in self._places:
+            self._places[reading.numbers] = self._placed(module)
+        layouts = self._layouts(reading, self._places[reading.numbers])
+        return Answer(layouts, self._casts(module), lambda: self._collectives(module))
 
-    def _layouts(self, ops: Mapping[int, ValueLayout]) -> dict[int, Layout]:
+    def _placed(self, module: Any) -> _Places:
+        """Where the equations' results are in a module."""
+        read = (value for value in self._lowering.values(module) if value.number is not None)
+        values = [value for value in read if value.number not in self._constraints]
+        position = {id(value): n for n, value in enumerate(values)}
+        ops = by_path(values)
+        found = matched(self._results, ops)
+        return _Places(
+            at={v: position[id(value)] for v, value in found.items()},
+            ops={path: [(position[id(value)], value) for value in there] for path, there in ops.items()},
+            short=frozenset(path for path, members in self._members.items() if not members <= found.keys()),
+        )
+
+    def _layouts(self, reading: Reading, places: _Places) -> dict[int, Layout]:
         """Value → its layout; that of the operand where an equation lowers to nothing."""
-        graph, layouts = self._graph, dict(self._inputs)
+        graph, layouts, at, read = self._graph, dict(self._inputs), places.at, reading.layouts
+        beside, found = self._beside(reading, places)
         for e, results in enumerate(graph.results):
             for v in results:
                 layout: Layout | None = None
-                if v in ops:
-                    layout = layout_in(ops[v], graph.avals[v])
+                if v in found:
+                    layout = layout_in(found[v], graph.avals[v])
+                elif v in at and v not in beside:
+                    layout = _cut(read[at[v]], graph.avals[v].ndim)
                 elif not graph.eqns[e].traits.link:
                     layout = as_operand(graph, e, v, layouts)
                 if layout is not None:
                     layouts[v] = layout
         return layouts
 
+    def _beside(self, reading: Reading, places: _Places) -> tuple[Set[int], Mapping[int, ValueLayout]]:
+        """The results in whose scope there are constraints or ops that Shardy made, or no op; and their op results."""
+        others: dict[Path, list[tuple[int, int, ValueLayout]]] = {path: [] for path in places.short}
+        for n, (before, value) in enumerate(reading.others):
+            path = path_in(value.name)
+            if path in self._results:
+                others.setdefault(path, []).append((before, n, value))
+        there: dict[Path, list[ValueLayout]] = {}
+        for path, made in others.items():
+            for n, value in places.ops.get(path, ()):
+                layout = reading.layouts[n]
+                layout = Layout.replicated(len(value.shape)) if layout is None else layout
+                made.append((n, len(reading.others), replace(value, layout=layout)))
+            there[path] = [value for _, _, value in sorted(made, key=lambda entry: entry[:2])]
+        beside = frozenset[int]().union(*(self._members[path] for path in there))
+        return beside, matched({path: self._results[path] for path in there}, there)
+
     def _collectives(self, module: Any) -> Iterator[tuple[Path, Moved, int]]:
-        """(equation, kind, bytes) of every collective of a module, equal ones of one operand once."""
+        """(equation, kind, bytes) of every collective of a propagated module, equal ones of one operand once."""
+        collectives.write_out(module)
         met: set[tuple[Any, str]] = set()
         for op, around in collectives.operations(module):
             same = (op.operands[0], collectives.text(op))
@@ -154,6 +241,24 @@ class Probe:
                 whole = kind == "reduce-scatter" and not self._scatters_whole and len(axes) == self._mesh.ndim
                 done = "all-reduce" if whole else kind
                 yield path, (done, tuple(sorted(axes)), str(op.results[0].type.element_type)), nbytes * trips
+
+    def _casts(self, module: Any) -> Counter[Cast]:
+        """Casts in a propagated module whose layout differs from that of their operand."""
+        found: Counter[Cast] = Counter()
+        for op in _jax.operations(module, {"stablehlo.convert"}):
+            before = op.operands[0].owner
+            results = getattr(before, "results", ())  # a block's argument has no op
+            if len(results) != 1:
+                continue
+            source, target = self._lowering.layouts_of(before), self._lowering.layouts_of(op)
+            if source is target:
+                continue
+            kind = op.results[0].type
+            whole = (_replicated(len(kind.shape)),)
+            (source,), (target,) = source or whole, target or whole
+            if source != target:
+                found[str(kind), source, target] += 1
+        return found
 
 
 def _keys(annotations: Annotations) -> Iterator[rewrite.ConstraintSite]:
@@ -194,17 +299,13 @@ def _drop(module: Any, kept: Set[int]) -> None:
             op.erase()
 
 
-def _casts(module: Any) -> Counter[Cast]:
-    """Casts in a propagated module whose layout differs from that of their operand."""
-    found: Counter[Cast] = Counter()
-    for op in _jax.operations(module, {"stablehlo.convert"}):
-        before = op.operands[0].owner
-        results = getattr(before, "results", ())  # a block's argument has no op
-        if len(results) != 1:
-            continue
-        kind = op.results[0].type
-        whole = (Layout.replicated(len(kind.shape)),)
-        (source,), (target,) = layouts_of(before) or whole, layouts_of(op) or whole
-        if source != target:
-            found[str(kind), source, target] += 1
-    return found
+def _cut(layout: Layout | None, ndim: int) -> Layout:
+    """A value's layout in that of its op result (keys lower to more dimensions)."""
+    if layout is None:
+        return _replicated(ndim)
+    return layout if len(layout.dims) == ndim and not layout.unreduced else Layout(layout.dims[:ndim])
+
+
+@lru_cache
+def _replicated(ndim: int) -> Layout:
+    return Layout.replicated(ndim)

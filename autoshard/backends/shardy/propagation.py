@@ -8,7 +8,7 @@ layouts.
 """
 
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -145,34 +145,55 @@ def layout_in(op: ValueLayout, aval: Aval) -> Layout:
     return Layout(op.layout.dims[: aval.ndim])
 
 
+Results = Mapping[Path, Mapping[Aval, Sequence[int]]]  # the results of an equation by their types, in order
+
+
+def results_of(graph: Graph) -> Results:
+    """The results of every equation."""
+    equal: dict[Path, dict[Aval, dict[int, int]]] = {}
+    for makes, results in zip(graph.makes, graph.results, strict=True):
+        for (path, i), v in zip(makes, results, strict=True):
+            equal.setdefault(path, {}).setdefault(graph.avals[v], {})[i] = v
+    return {
+        path: {aval: [members[i] for i in sorted(members)] for aval, members in types.items()}
+        for path, types in equal.items()
+    }
+
+
 def ops_of(graph: Graph, values: Sequence[ValueLayout]) -> dict[int, ValueLayout]:
+    """Value → the op result that it lowers to."""
+    return matched(results_of(graph), by_path(values))
+
+
+def by_path(values: Iterable[ValueLayout]) -> dict[Path, list[ValueLayout]]:
+    """The op results in the scope of every equation, in order."""
+    ops: dict[Path, list[ValueLayout]] = {}
+    for value in values:
+        path = path_in(value.name)
+        if path is not None:
+            ops.setdefault(path, []).append(value)
+    return ops
+
+
+def matched(results: Results, ops: Mapping[Path, Sequence[ValueLayout]]) -> dict[int, ValueLayout]:
     """Value → the op result that it lowers to.
 
     An equation's results are the last op results in its scope; of those of equal shape,
     in order. Shardy's op for a constraint stands for the constraint's operand only if nothing
     else in the scope does.
     """
-    ops: dict[Path, list[ValueLayout]] = {}
-    for value in values:
-        path = _path_in(value.name)
-        if path is not None:
-            ops.setdefault(path, []).append(value)
-    equal: dict[tuple[Path, Aval], dict[int, int]] = {}  # an equation's results of one type: position → value
-    for makes, results in zip(graph.makes, graph.results, strict=True):
-        for (path, i), v in zip(makes, results, strict=True):
-            equal.setdefault((path, graph.avals[v]), {})[i] = v
     found: dict[int, ValueLayout] = {}
-    for (path, aval), members in equal.items():
-        fitting = [op for op in ops.get(path, ()) if _fits(op.shape, aval)]
-        written = [op for op in fitting if op.number is not None]
-        fitting = written if len(written) >= len(members) else fitting
-        in_order = [members[i] for i in sorted(members)]
-        found.update(zip(reversed(in_order), reversed(fitting), strict=False))
+    for path, types in results.items():
+        for aval, members in types.items():
+            fitting = [op for op in ops.get(path, ()) if _fits(op.shape, aval)]
+            written = [op for op in fitting if op.number is not None]
+            fitting = written if len(written) >= len(members) else fitting
+            found.update(zip(reversed(members), reversed(fitting), strict=False))
     return found
 
 
 @lru_cache(maxsize=2**16)
-def _path_in(name: str) -> Path | None:
+def path_in(name: str) -> Path | None:
     """The path of the innermost equation that a name stack names."""
     scopes = SCOPE.findall(name)
     return tuple(int(step) for step in scopes[-1].split(".")) if scopes else None
