@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-
 from autoshard.diagnosis.finding import SCHEMA_VERSION, Diagnosis, Finding, schema
 from autoshard.errors import PlanFileError
 from autoshard.report.notebook import Shown
@@ -118,6 +116,8 @@ def saved(path: Path) -> Diagnosis:
     except (OSError, ValueError) as error:
         raise PlanFileError(f"cannot read the diagnosis {path}: {error}") from error
     known = {name: value for name, value in data.items() if name != "against"} if isinstance(data, dict) else data
+    import jsonschema  # here, as it is seldom asked
+
     try:
         jsonschema.validate(known, schema())
     except jsonschema.ValidationError as error:

@@ -24,8 +24,6 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-import networkx as nx
-
 from autoshard import _jax
 from autoshard.ir.op_traits import (
     BRANCH_JOIN,
@@ -191,9 +189,11 @@ class Graph:
                 found.append([e] if entry is None else [entry, e])
         return found
 
-    def networkx(self) -> nx.DiGraph:
-        """Equations as nodes (`primitive`, `where`), values as edges, for analysis."""
-        view: nx.DiGraph = nx.DiGraph()
+    def networkx(self) -> Any:
+        """A `networkx.DiGraph` with equations as nodes (`primitive`, `where`), values as edges, for analysis."""
+        import networkx as nx  # here: loading it takes longer than most plans from the store
+
+        view = nx.DiGraph()
         for e, eqn in enumerate(self.eqns):
             view.add_node(e, primitive=eqn.primitive, where=eqn.where)
         made_by = self.producers

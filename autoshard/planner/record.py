@@ -9,12 +9,11 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-import jsonschema.validators
 from jax.sharding import PartitionSpec
 
 from autoshard import _jax, files
@@ -176,8 +175,10 @@ def parse(text: str, source: object) -> PlanRecord:
         raise PlanFileError(
             f"{source} has schema {version}; this autoshard reads up to {SCHEMA_VERSION}: upgrade autoshard"
         )
+    import jsonschema  # here: what reads no plan need not load it
+
     try:
-        jsonschema.validate(data, schema(), cls=_Validator)
+        jsonschema.validate(data, schema(), cls=_validator())
     except jsonschema.ValidationError as error:
         at = "/".join(map(str, error.absolute_path)) or "the top"
         raise PlanFileError(f"{source} is not a plan file: at {at}: {error.message[:200]}") from error
@@ -192,11 +193,13 @@ def parse(text: str, source: object) -> PlanRecord:
     return record
 
 
-# In JSON Schema 1.0 is an integer, too; here it is none.
-_Validator: Any = jsonschema.validators.extend(
-    jsonschema.Draft202012Validator,
-    type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, x: type(x) is int),
-)
+@cache
+def _validator() -> Any:
+    """A validator to which 1.0 is no integer, as it is in JSON Schema."""
+    from jsonschema import Draft202012Validator, validators
+
+    checker = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, x: type(x) is int)
+    return validators.extend(Draft202012Validator, type_checker=checker)
 
 
 def _check(record: PlanRecord) -> None:

@@ -12,11 +12,10 @@ import datetime
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from ortools.math_opt import model_pb2
-from ortools.math_opt.python import mathopt
 
 from autoshard.problem.network import INF, Int
 from autoshard.solver.program import Program, cell_ends
@@ -33,7 +32,7 @@ SUM_TOLERANCE = 1e-12
 
 # HiGHS stops with an internal error (`HighsStatus: kError`) on about one small model in a thousand,
 # which ortools 9.15 raises as an AttributeError of its own status type. SCIP then takes over.
-HIGHS_ERRORS = (AttributeError, RuntimeError, mathopt.InternalMathOptError)
+HIGHS_ERRORS = (AttributeError, RuntimeError)
 
 # HiGHS's presolve replaces one variable of x + y = 1 by the other. In a program of 2,450 cells (one layer of Mixtral on
 # 4 x 8 GPUs) it did so without end, so that rule is left out: bit 9 of those that may be.
@@ -51,6 +50,13 @@ class MipAnswer:
     bound: int | None
     infeasible: bool  # proven: no choice satisfies the rows given
     finished: bool  # the engine closed its gap, within tolerance
+
+
+def _mathopt() -> Any:
+    """OR-Tools' modeller: loaded when it is first needed, as that takes a third of a second."""
+    from ortools.math_opt.python import mathopt
+
+    return mathopt
 
 
 class Model:
@@ -87,7 +93,10 @@ class Model:
         row, column, value = np.broadcast_arrays(row, column, np.asarray(value, dtype=float))
         self._add(entry_row=row, entry_column=column, entry_value=value)
 
-    def proto(self) -> model_pb2.ModelProto:
+    def proto(self) -> Any:
+        """The model as a `model_pb2.ModelProto`."""
+        from ortools.math_opt import model_pb2
+
         proto = model_pb2.ModelProto()
         proto.variables.ids.extend(range(self.columns))
         proto.variables.lower_bounds.extend(self._all("lower").tolist())
@@ -170,6 +179,7 @@ def solve_program(
             model.add_entries(at, strategy, net.cost[h] / scale)
             model.add_entries(at, flow, net.edge_cost[h][cells] / scale)
 
+    mathopt = _mathopt()
     parameters = mathopt.SolveParameters(
         time_limit=datetime.timedelta(seconds=max(time_limit_s, 0.05)),
         relative_gap_tolerance=rel_gap,
@@ -181,13 +191,14 @@ def solve_program(
     with silenced():
         try:
             result = mathopt.solve(built, mathopt.SolverType.HIGHS, params=parameters)
-        except HIGHS_ERRORS:
+        except (*HIGHS_ERRORS, mathopt.InternalMathOptError):
             result = mathopt.solve(built, mathopt.SolverType.GSCIP, params=parameters)
     return read(result, net.start, offset, scale, DUAL_TOLERANCE * (net.nodes + len(net.edge_nodes) + 1))
 
 
-def read(result: mathopt.SolveResult, start: Int, offset: int, scale: float, slack: float) -> MipAnswer:
-    """Turns HiGHS's result into a choice and a bound rounded safely down."""
+def read(result: Any, start: Int, offset: int, scale: float, slack: float) -> MipAnswer:
+    """Turns HiGHS's result (a `mathopt.SolveResult`) into a choice and a bound rounded safely down."""
+    mathopt = _mathopt()
     reason = result.termination.reason
     if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
         return MipAnswer(choice=None, bound=None, infeasible=True, finished=True)
@@ -224,6 +235,7 @@ def highest_point(planes: NDArray[np.float64]) -> tuple[float, NDArray[np.float6
         row = model.add_rows(1, -math.inf, height)
         model.add_entries(row, place, -np.array(slope))
         model.add_entries(row, top, 1.0)
+    mathopt = _mathopt()
     result = mathopt.solve(mathopt.Model.from_model_proto(model.proto()), mathopt.SolverType.GLOP)
     if not result.has_primal_feasible_solution():
         return None
