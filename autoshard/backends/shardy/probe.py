@@ -214,7 +214,7 @@ class Probe:
         others: dict[Path, list[tuple[int, int, ValueLayout]]] = {path: [] for path in places.short}
         for n, (before, value) in enumerate(reading.others):
             path = path_in(value.name)
-            if path in self._results:
+            if path is not None and path in self._results:
                 others.setdefault(path, []).append((before, n, value))
         there: dict[Path, list[ValueLayout]] = {}
         for path, made in others.items():
