@@ -118,10 +118,14 @@ def _sum_flows(graph: Graph, rules: Sequence[ShardingRule], compiler: CompilerMo
 def levels(graph: Graph, fuses: Sequence[bool]) -> NDArray[np.int64]:
     """The level of every value: the most fusions that end before its own, on any path to it.
 
-    Values of one chain and one level depend on each other only through the chain: one kernel makes them.
+    Values of one chain and one level depend on each other only through the chain: one kernel makes them. A reduction
+    of dimensions of size 1 ends no fusion.
     """
     levels = np.zeros(len(graph.avals), np.int64)
     for e, eqn in enumerate(graph.eqns):
         level = max((int(levels[v]) for v in graph.operands[e]), default=0)
-        levels[list(graph.results[e])] = level + (not fuses[e] or eqn.traits.ends_fusion)
+        reduces = eqn.traits.ends_fusion and any(
+            o.size > r.size for o, r in zip(eqn.operands, eqn.results, strict=False)
+        )
+        levels[list(graph.results[e])] = level + (not fuses[e] or reduces)
     return levels

@@ -16,17 +16,18 @@ scheduler keeps the largest gradient for last. A program without loops behaves i
 waits for the compiler's whole first bucket of weights.
 
 A *late* contraction makes a gradient of weights, and feeds no other contraction. XLA:GPU runs it
-beside communication that other contractions wait for (gradients of activations; in a loop,
-stacked values, too). Each window with late contractions has a part of its own, in which this
-communication hides behind late compute alone. Two more kinds hide in the part: all late
-reductions, and values stacked by an earlier loop that meet, element by element, the result of a
-contraction. Outside of loops, communication and compute of a part also count in the whole window,
-and some of the part's compute hides nothing; the whole window has late contractions alone, as XLA:GPU runs gradients
-of weights and their reductions in turns, after the rest of the backward pass (plans of 2 to 4 layers of llama, gpt2,
-BERT and Hugging Face's llama on 8 and 32 H100). In a loop, hideable communication is divided: one
-share hides behind a part of all compute of the trip; the rest hides behind a little of the part's
-compute or, outside of the part, behind all compute. So the exposed seconds grow from zero, even if
-there is little communication.
+beside communication that other contractions wait for (gradients of activations; in a loop, stacked
+values, too); not the largest one of a program without loops, which runs last. Each window with late
+contractions has a part of its own, in which this communication hides behind late compute alone. Two
+more kinds hide in the part: all late reductions, and values stacked by an earlier loop that meet,
+element by element, the result of a contraction.Outside of loops, communication and compute of a
+part also count in the whole window, and some of the part's compute hides nothing; the whole window
+has late contractions alone, as XLA:GPU runs gradients of weights and their reductions in turns,
+after the rest of the backward pass (plans of 2 to 4 layers of llama, gpt2, BERT and Hugging Face's
+llama on 8 and 32 H100). In a loop, hideable communication is divided: one share hides behind a part
+of all compute of the trip; the rest hides behind a little of the part's compute or, outside of the
+part, behind all compute. So the exposed seconds grow from zero, even if there is little
+communication.
 
 XLA:GPU runs one collective at a time, and none beside a loop that itself communicates. In a
 program with loops, early and late values outside of them hide behind no contraction: only
@@ -134,7 +135,7 @@ def overlap_windows(graph: Graph, compiler: CompilerModel) -> OverlapWindows:
     awaited = frozenset[int]()
     if compiler.waits_at_both_ends:
         awaited = _find_awaited(graph)
-        early -= awaited | _bucket(graph, early)
+        early -= awaited | _bucket(graph, early, awaited)
         late -= _last(graph, late)
     of_value: list[int | None] = []
     for v, loop in enumerate(graph.value_loop):
@@ -409,10 +410,15 @@ def _home(graph: Graph, e: int) -> int:
 
 
 def _beside(graph: Graph, late: Set[int], homes: Sequence[int], urgent: Set[int]) -> frozenset[int]:
-    """Urgent values that some late contraction of their loop is not computed from."""
+    """Urgent values that some late contraction of their loop is not computed from.
+
+    In a program without loops the largest gradient of weights runs last, after all that is urgent: it does not count.
+    """
     everyone = dict.fromkeys(range(graph.loops + 1), 0)  # loop → bit set of its late contractions
     for e in late:
         everyone[homes[e]] |= 1 << e
+    if late and not graph.loops:
+        everyone[0] &= ~(1 << max(late, key=lambda e: (sum(graph.avals[v].nbytes for v in graph.results[e]), e)))
     feeds: dict[int, int] = {}  # value → bit set of the late contractions that are computed from it
     for e in range(len(graph.eqns) - 1, -1, -1):
         bits = 1 << e if e in late else 0
@@ -492,18 +498,21 @@ def _find_awaited(graph: Graph) -> frozenset[int]:
     return frozenset().union(*(frozenset.intersection(*sets) for sets in needed))
 
 
-def _bucket(graph: Graph, early: Set[int]) -> frozenset[int]:
+def _bucket(graph: Graph, early: Set[int], awaited: Set[int]) -> frozenset[int]:
     """The compiler's first bucket of a program without loops: the weights gathered together with the first ones.
 
-    These are the weights of the first contractions, in program order, that fit in a bucket.
+    These are the weights of the first contractions, in program order, that fit in a bucket. Of what all first
+    contractions are computed from, only arguments are weights: activations (rows of a table) are not gathered.
     """
     found: set[int] = set()
     left = BUCKET_BYTES
     made_by = graph.producers
+    given = set(graph.inputs)
     for e, eqn in enumerate(graph.eqns):
+        given.update(graph.results[e] if eqn.traits.keeps_dims and given.issuperset(graph.operands[e]) else ())
         if graph.loops or not multiplies(eqn):
             continue
-        weights = {v for v in graph.operands[e] if v in early} - found
+        weights = {v for v in graph.operands[e] if v in early and (v in given or v not in awaited)} - found
         left -= sum(graph.avals[v].nbytes for v in weights)
         if left < 0:
             break

@@ -5,7 +5,9 @@ nothing by itself: but the kernel reads the values that the operand is made from
 reduces short rows in the kernel that uses them, and again in every other that computes the same expression: the
 maximum of a softmax. If more than one expression takes the result, a kernel of its own writes it: sums of a softmax
 that the backward pass divides by once more, norms. Reductions of the same values share that kernel, unless their rows
-are long: a vocabulary's maximum and its sum are two.
+are long: a vocabulary's maximum and its sum are two. A reduction of a long row is made beside what one kernel writes
+of the same values, if that is as large as its operand and waits for nothing more: a loss beside the gradient of its
+scores. What leads to reductions alone that have a kernel of their own is computed, and read, in no other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,15 +19,21 @@ from autoshard.costs.liveness import SHORT_ROW
 from autoshard.ir.graph import Graph
 
 
-def reread(graph: Graph, fuses: Sequence[bool], held: NDArray[np.bool_]) -> Mapping[int, float]:
-    """Reduction → bytes per element of its operand that a kernel of its own reads; none for the others.
+def reread(
+    graph: Graph, fuses: Sequence[bool], held: NDArray[np.bool_], levels: NDArray[np.int64]
+) -> Mapping[int, float]:
+    """Reduction → bytes per element of its operand that a kernel of its own reads; 0 for one more in that kernel.
+
+    The others have no kernel of their own.
 
     Args:
       graph: the program.
       fuses: per equation, whether XLA fuses it with its neighbours.
       held: the values that lie in memory, also under another name.
+      levels: of the values, see `costs.fusion`.
     """
     sources = _sources(graph, fuses, held)
+    written = [v for v in sources if held[v] and not graph.eqns[graph.producers[v][0]].traits.renames]
     found: dict[int, float] = {}
     counted: set[frozenset[int]] = set()
     for e, eqn in enumerate(graph.eqns):
@@ -35,30 +43,52 @@ def reread(graph: Graph, fuses: Sequence[bool], held: NDArray[np.bool_]) -> Mapp
         read, aval = sources.get(operand, frozenset[int]()), graph.avals[operand]
         if held[operand] or not read or aval.size <= graph.avals[result].size:
             continue
-        long = aval.size > SHORT_ROW * graph.avals[result].size
-        if long or (read not in counted and len(_expressions(graph, fuses, result)) > 1):
+        if aval.size > SHORT_ROW * graph.avals[result].size:
+            own = not any(
+                read <= sources[v] and levels[v] == levels[operand] and graph.avals[v].size == aval.size
+                for v in written
+            )
+        else:
+            own = len(_expressions(graph, fuses, result)) > 1
+            if own and read in counted:
+                found[e] = 0.0
+                continue
+        if own:
             counted.add(read)
             found[e] = sum(graph.avals[v].nbytes for v in read) / aval.size
     return found
 
 
+def computed_elsewhere(
+    graph: Graph, fuses: Sequence[bool], held: NDArray[np.bool_], reread: Mapping[int, float]
+) -> NDArray[np.bool_]:
+    """Whether each value is computed in another kernel than those of reductions that have one of their own.
+
+    Args:
+      graph: the program.
+      fuses: per equation, whether XLA fuses it with its neighbours.
+      held: the values that lie in memory, also under another name.
+      reread: the reductions that have a kernel of their own.
+    """
+    found = held.copy()
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        traits = graph.eqns[e].traits
+        onward = (fuses[e] or traits.renames) and not traits.ends_fusion
+        if found[list(graph.results[e])].any() if onward else e not in reread:
+            found[list(graph.operands[e])] = True
+    return found
+
+
 def _sources(graph: Graph, fuses: Sequence[bool], held: NDArray[np.bool_]) -> dict[int, frozenset[int]]:
-    """Value that is not held → the large values in memory that it is computed from, other than reductions of them."""
+    """Value that fusions make element by element → the large values in memory from which they do."""
     found: dict[int, frozenset[int]] = {}
     for e, eqn in enumerate(graph.eqns):
         if not (fuses[e] or eqn.traits.renames) or eqn.traits.ends_fusion:
             continue
         for result in graph.results[e]:
-            if not held[result]:
-                large = graph.avals[result].size // 2
-                found[result] = frozenset[int]().union(
-                    *(
-                        (frozenset({v}) if graph.avals[v].size > large else frozenset[int]())
-                        if held[v]
-                        else found.get(v, frozenset[int]())
-                        for v in graph.operands[e]
-                    )
-                )
+            large = graph.avals[result].size // 2
+            read = (frozenset({v}) if held[v] else found.get(v, frozenset[int]()) for v in graph.operands[e])
+            found[result] = frozenset(v for v in frozenset[int]().union(*read) if graph.avals[v].size > large)
     return found
 
 

@@ -101,6 +101,38 @@ def test_a_gpu_waits_for_its_first_bucket() -> None:
         assert all(overlap_windows(graph, XLA_TPU).of_value[v] == EARLY for v in graph.inputs[1:])
 
 
+def test_rows_of_a_table_take_no_room_in_the_first_bucket() -> None:
+    """The first layer's weights wait although 64 MB of activations, which nobody gathers, meet them."""
+
+    def program(table: Any, tokens: Any, *weights: Any) -> Any:
+        x = table[tokens]
+        return x + jnp.tanh(x @ weights[0]) @ weights[1] + x @ weights[2]
+
+    args = jax.ShapeDtypeStruct((50_000, 1024), jnp.float32), jax.ShapeDtypeStruct((16_384,), jnp.int32)
+    graph = build(jax.make_jaxpr(program)(*args, *(jax.ShapeDtypeStruct((1024, 1024), jnp.float32),) * 3), "cpu")
+    of_value = overlap_windows(graph, XLA_GPU).of_value
+    assert [of_value[v] for v in graph.inputs[2:]] == [None] * 3
+
+
+def test_nothing_urgent_hides_behind_the_largest_gradient_of_a_program_without_loops() -> None:
+    """It runs last: XLA:GPU (0.10.2, 8 H100) waits for all that a head's product leaves pending over a vocabulary."""
+
+    def loss(w: Any, x: Any) -> Any:
+        for name in "abc":
+            x = jnp.tanh(x @ w[name])
+        return jnp.sum(jnp.tanh(x @ w["head"]))
+
+    shapes = {"a": (16, 16), "b": (16, 16), "c": (16, 16), "head": (16, 512)}
+    w = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    graph = build(jax.make_jaxpr(jax.grad(loss))(w, jax.ShapeDtypeStruct((32, 16), jnp.float32)), "cpu")
+    found = overlap_windows(graph, XLA_GPU)
+    dots = [(e, graph.results[e][0]) for e, eqn in enumerate(graph.eqns) if eqn.primitive == "dot_general"]
+    behind_head, behind_c, _ = (v for _, v in dots[4:] if graph.avals[v].shape == (32, 16))
+    assert behind_head not in found.beside
+    assert found.of_value[behind_head] is None
+    assert behind_c in found.beside
+
+
 def test_what_hides_in_a_trip_is_shared_out() -> None:
     """Some behind a part of all its compute, some behind little of what is late, or all; nothing counts twice."""
 

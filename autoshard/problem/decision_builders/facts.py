@@ -12,7 +12,7 @@ from autoshard.costs.liveness import LiveRanges, in_place, live_ranges
 from autoshard.costs.loop_reductions import NONE, Accumulators, accumulators
 from autoshard.costs.overlap import EARLY, OverlapWindows, overlap_windows
 from autoshard.costs.prices import Machine
-from autoshard.costs.reductions import reread
+from autoshard.costs.reductions import computed_elsewhere, reread
 from autoshard.costs.resharding import Strides
 from autoshard.costs.shared_gathers import groups
 from autoshard.costs.strategies import SUM, Codes, check_counts, decode
@@ -52,8 +52,9 @@ class GraphFacts:
 
     `manual` is the mesh of the `shard_map` whose body the graph is. `held`: values that lie in memory, also
     under another name. `levels`: see `costs.fusion`. `in_place`: equations that may overwrite their first operand.
-    `apart`: value → groups of its uses that share no gather. `reread`: see `costs.reductions`. `host_copies`: equations
-    that copy to the host's memory or back.
+    `apart`: value → groups of its uses that share no gather. `reread`, `elsewhere`: reductions that have kernels of
+    their own, and values that other kernels compute: see `costs.reductions`. `host_copies`: equations that copy to the
+    host's memory or back.
     """
 
     graph: Graph
@@ -73,6 +74,7 @@ class GraphFacts:
     in_place: frozenset[int]
     apart: Mapping[int, tuple[tuple[int, ...], ...]]
     reread: Mapping[int, float]
+    elsewhere: NDArray[np.bool_]
     host_copies: frozenset[int]
 
     def decides(self, value: int) -> bool:
@@ -138,6 +140,8 @@ def facts_of(
     lives = live_ranges(graph, rules, traits.fuses, compiler, stores_quotients=machine.stores_quotients)
     held = lives.stored | lives.named
     lasting = {v for i, v in enumerate(graph.inputs) if i not in required.donated} | set(graph.outputs)
+    level = levels(graph, traits.fuses)
+    again = reread(graph, traits.fuses, held, level) if compiler.reduces_in_kernels_of_their_own else {}
     return GraphFacts(
         graph=graph,
         mesh=mesh,
@@ -152,9 +156,10 @@ def facts_of(
         strides=strides(graph) if compiler.collectives_along_outermost_only else {},
         accumulators=_accumulators(graph, compiler),
         held=held,
-        levels=levels(graph, traits.fuses),
+        levels=level,
         in_place=in_place(graph, lasting),
         apart=groups(graph) if compiler.regathers_far_uses else {},
         host_copies=host_copies(graph, compiler),
-        reread=reread(graph, traits.fuses, held) if compiler.reduces_in_kernels_of_their_own else {},
+        reread=again,
+        elsewhere=computed_elsewhere(graph, traits.fuses, held, again),
     )
