@@ -51,7 +51,6 @@ RESULTS = ROOT / "benchmarks" / "results" / "recomputation.jsonl"
 BUDGETS = (100, 60, 35)  # percent of the usable memory
 POLICIES: tuple[Remat, ...] = get_args(Remat)
 OF_LAYERS: tuple[Remat, ...] = ("none", "full", "dots", "all_dots")  # that go without names and attention
-TIME_LIMIT_S = 20.0  # of the solver
 
 MESHES: dict[str, dict[str, int]] = {
     "h100:1x8": {"data": 2, "model": 4},
@@ -201,7 +200,6 @@ def planned(run: Run) -> SolvedPlan:
         hardware=run.subject.hardware,
         memory=run.limit_bytes,
         donate_argnums=0,
-        time_limit_s=TIME_LIMIT_S,
         cache=False,
         remat="add" if ours else "written",
     )
