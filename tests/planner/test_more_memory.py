@@ -15,6 +15,7 @@ from autoshard.planner import pipeline
 from tests.end_to_end.test_recomputing import wide
 from tests.ir.test_recompute import PROGRAMS, Program
 from tests.planner import test_offload
+from tests.random_train_steps import train_step
 
 GAP = 1e-2
 OPTIONS: dict[str, Any] = {
@@ -87,6 +88,11 @@ def test_offloading_is_never_slower_than_none() -> None:
         if without is not None:
             assert allowed is not None
             assert allowed.cost <= without.cost
+
+
+@pytest.mark.parametrize("seed", [5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 7, 10, 12))])
+def test_more_memory_is_never_slower_for_random_steps(seed: int) -> None:
+    assert_never_slower(plans(train_step(seed), "auto"))
 
 
 @pytest.mark.slow
