@@ -191,6 +191,8 @@ def _recomputing(request: PlanRequest, budget: Budget, known: Sequence[PortableC
     if found is None:
         found = _keeping_least(choices, tried.chosen, budget, errors)
     if found is None:
+        found = _with_fewest(choices, budget, errors)
+    if found is None:
         found = _in_groups(choices, tried.chosen, budget, errors)
     if request.offload != NO_OFFLOAD:
         found = _offloading(space, found, budget, known, errors)
@@ -304,6 +306,19 @@ def _keeping_least(
         return None
     try:
         return _noted(_best(build_search_space(keeping(choices.request, least), choices.resharder), budget), choices)
+    except InfeasibleError as error:
+        errors.append(error)
+        return None
+
+
+def _with_fewest(choices: RecomputationSpace, budget: Budget, errors: list[InfeasibleError]) -> PlanningResult | None:
+    """The best plan, if any fits, of the program that repeats all it can: the choice is too large, or misjudged it.
+
+    The proof is of the plan's own program. Why it does not fit is added to `errors`.
+    """
+    try:
+        fewest = keeping(choices.request, choices.fewest())
+        return _noted(_best_sums(build_search_space(fewest, choices.resharder), budget), choices)
     except InfeasibleError as error:
         errors.append(error)
         return None

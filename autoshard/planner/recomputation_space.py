@@ -18,7 +18,7 @@ from autoshard.planner.record import PlanRecord
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.search_space import SearchSpace, decide_anew, held
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.decisions import Decisions
+from autoshard.problem.decisions import Decision, Decisions, Equation
 from autoshard.problem.whole_step import WholeStep, kept_values, offloaded_values, whole_step
 
 LARGE = 0.05  # of the memory of all devices: carries that are worth keeping fewer of
@@ -55,6 +55,10 @@ class RecomputationSpace:
         kept = kept_values(self.whole, self.saved, self.decisions, choice)
         on_host = offloaded_values(self.whole, self.decisions, choice)
         return recomputation_of(self.saved, {*kept, *self.saved.missing(kept)}, self.request.remat, on_host)
+
+    def fewest(self) -> Recomputation:
+        """What is kept where all that can be repeated is: of a flat pass, what its segments read of those before."""
+        return self.read(np.array([_repeats(decision) for decision in self.decisions.nodes]))
 
     def groupings(self, chosen: Recomputation | None) -> Iterator[tuple[Recomputation, ...]]:
         """What may be kept where one carry of every few trips is: what repeats least first, each in several groups.
@@ -115,6 +119,13 @@ class RecomputationSpace:
             f"{said}; what loops carry is kept once for every {chosen.group} trips, and what else a trip keeps as long "
             f"as its group of {chosen.group} runs, which they run again"
         )
+
+
+def _repeats(decision: Decision) -> int:
+    """A choice that leaves nothing out and, of what is kept or repeated, takes what is repeated."""
+    if not isinstance(decision, Equation) or not decision.untaken or decision.off is None:
+        return 0
+    return int(np.flatnonzero(decision.untaken[0] & ~decision.off)[0])
 
 
 def _carried(one: ForwardPass) -> int:

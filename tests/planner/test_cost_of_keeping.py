@@ -121,3 +121,15 @@ def test_what_a_record_decided_is_not_decided_again() -> None:
     request = replace(planned(plan).space.request, remat="add")
     assert plan.record.recomputation is None
     assert decided_by(plan.record, request).remat == "written"
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_what_fits_by_repeating_all_is_found_without_the_solver(*, scan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the choice is too large to be solved in time, a plan that repeats all it can is one that fits."""
+    fn, *args = step("tiny-llama", layers=3, batch=64, sequence=256, context=256, vocab=512, scan=scan)
+    written = autoshard.plan(fn, *args, **ON, remat="written")
+    limit = int(0.75 * written.record.memory.peak_bytes)
+    monkeypatch.setattr(pipeline, "_repeating", lambda *_: pipeline._Repeating(None, None, None))
+    plan = autoshard.plan(fn, *args, **ON, memory=limit)
+    assert plan.record.memory.peak_bytes <= limit
+    assert plan.record.recomputation is not None
