@@ -189,9 +189,7 @@ def _recomputing(request: PlanRequest, budget: Budget, known: Sequence[PortableC
     elif written is not None:
         found = _not_worth(written, tried.bound, choices)
     if found is None:
-        found = _keeping_least(choices, tried.chosen, budget, errors)
-    if found is None:
-        found = _with_fewest(choices, budget, errors)
+        found = _keeping_little(choices, tried.chosen, budget, errors)
     if found is None:
         found = _in_groups(choices, tried.chosen, budget, errors)
     if request.offload != NO_OFFLOAD:
@@ -293,35 +291,23 @@ def _repeating(
     return _Repeating(best, bound, chosen)
 
 
-def _keeping_least(
+def _keeping_little(
     choices: RecomputationSpace, chosen: Recomputation | None, budget: Budget, errors: list[InfeasibleError]
 ) -> PlanningResult | None:
-    """The plan, if it fits, of a program whose loops keep nothing but what has to be.
+    """A plan, if one fits, of a program that keeps little, for which no choice has to be found.
 
-    It needs no choice to be found: it is asked for where none fits, or none was found in the solver's time. Why it does
-    not fit is added to `errors`.
+    It is asked for where no choice fits, or none was found in the solver's time: what repeats the least first. The
+    proof is of the plan's own program. Why some do not fit is added to `errors`.
     """
-    least = choices.least()
-    if least == chosen:
-        return None
-    try:
-        return _noted(_best(build_search_space(keeping(choices.request, least), choices.resharder), budget), choices)
-    except InfeasibleError as error:
-        errors.append(error)
-        return None
-
-
-def _with_fewest(choices: RecomputationSpace, budget: Budget, errors: list[InfeasibleError]) -> PlanningResult | None:
-    """The best plan, if any fits, of the program that repeats all it can: the choice is too large, or misjudged it.
-
-    The proof is of the plan's own program. Why it does not fit is added to `errors`.
-    """
-    try:
-        fewest = keeping(choices.request, choices.fewest())
-        return _noted(_best_sums(build_search_space(fewest, choices.resharder), budget), choices)
-    except InfeasibleError as error:
-        errors.append(error)
-        return None
+    for kept in choices.little:
+        if kept == chosen:
+            continue
+        try:
+            space = build_search_space(keeping(choices.request, kept), choices.resharder)
+            return _noted(_best_sums(space, budget), choices)
+        except InfeasibleError as error:
+            errors.append(error)
+    return None
 
 
 def _in_groups(

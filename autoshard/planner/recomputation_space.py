@@ -56,9 +56,14 @@ class RecomputationSpace:
         on_host = offloaded_values(self.whole, self.decisions, choice)
         return recomputation_of(self.saved, {*kept, *self.saved.missing(kept)}, self.request.remat, on_host)
 
-    def fewest(self) -> Recomputation:
-        """What is kept where all that can be repeated is: of a flat pass, what its segments read of those before."""
-        return self.read(np.array([_repeats(decision) for decision in self.decisions.nodes]))
+    @property
+    def little(self) -> tuple[Recomputation, ...]:
+        """Choices that keep little: of loops what has to be, and then also of flat passes what their segments need.
+
+        A segment needs what it reads of those before; all else is repeated.
+        """
+        fewest = self.read(np.array([_repeats(decision) for decision in self.decisions.nodes]))
+        return tuple(dict.fromkeys((self.least(), fewest)))
 
     def groupings(self, chosen: Recomputation | None) -> Iterator[tuple[Recomputation, ...]]:
         """What may be kept where one carry of every few trips is: what repeats least first, each in several groups.
