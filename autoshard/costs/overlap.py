@@ -20,7 +20,7 @@ beside communication that other contractions wait for (gradients of activations;
 values, too); not the largest one of a program without loops, which runs last. Each window with late
 contractions has a part of its own, in which this communication hides behind late compute alone. Two
 more kinds hide in the part: all late reductions, and values stacked by an earlier loop that meet,
-element by element, the result of a contraction.Outside of loops, communication and compute of a
+element by element, the result of a contraction. Outside of loops, communication and compute of a
 part also count in the whole window, and some of the part's compute hides nothing; the whole window
 has late contractions alone, as XLA:GPU runs gradients of weights and their reductions in turns,
 after the rest of the backward pass (plans of 2 to 4 layers of llama, gpt2, BERT and Hugging Face's

@@ -85,7 +85,7 @@ def _touched_bytes(facts: GraphFacts, members: Sequence[int], codes: Codes) -> N
     nbytes = np.zeros(len(codes))
     seen: set[int] = set()
     scattered = {term.addition for term in facts.lives.scattered}
-    sums = {graph.results[e][0] for e in scattered}  # each is written by a scatter, whatever kernel makes its term
+    inside -= {graph.results[e][0] for e in scattered}  # written by a scatter, whatever kernel makes its term
     for e in members:
         if e in scattered:
             continue
@@ -93,7 +93,7 @@ def _touched_bytes(facts: GraphFacts, members: Sequence[int], codes: Codes) -> N
         for v in graph.operands[e]:
             if v in seen or not facts.reads(v) or not facts.elsewhere[result]:
                 continue
-            if v in inside - sums and facts.levels[v] == facts.levels[result]:
+            if v in inside and facts.levels[v] == facts.levels[result]:
                 continue  # written by the same kernel, which has it in registers
             seen.add(v)
             nbytes += graph.avals[v].nbytes / np.minimum(pieces, max(graph.avals[v].size, 1))
