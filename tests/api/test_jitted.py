@@ -20,7 +20,7 @@ S = jax.ShapeDtypeStruct
 
 # Alone, much data over small weights is split by its rows; little data over large weights goes to the weights.
 STATE = {"up": S((2048, 8192), jnp.float32), "down": S((8192, 2048), jnp.float32)}
-MUCH, LITTLE = S((524288, 2048), jnp.bfloat16), S((8, 2048), jnp.bfloat16)
+MUCH, LITTLE = S((16384, 2048), jnp.bfloat16), S((8, 2048), jnp.bfloat16)
 
 
 def train(state: Any, x: Any) -> Any:
