@@ -271,7 +271,10 @@ def given(layouts: Sequence[Layout], operands: int, mesh: MeshAxes) -> Strategie
 
 def parted(source: Codes, target: Codes, ndim: int, axes: int) -> NDArray[np.bool_]:
     """Whether a sum is scattered over some of its axes, and not so over its others: (sources, targets)."""
-    kinds, kind = np.unique(decode(source, ndim, axes) == SUM, axis=0, return_inverse=True)
+    pending = decode(source, ndim, axes) == SUM
+    if axes < 2 or not pending.any():
+        return np.zeros((len(source), len(target)), bool)
+    kinds, kind = np.unique(pending, axis=0, return_inverse=True)
     sums, ends = kinds[:, None, :], decode(target, ndim, axes)[None, :, :]
     highest = np.where(sums, ends, SUM).max(axis=2, initial=SUM)
     lowest = np.where(sums, ends, ndim).min(axis=2, initial=ndim)
