@@ -1,7 +1,8 @@
 """JAX on eight fake CPU devices, set before jax is imported; and outside of CI, where a lock may be written.
 
-LLVM optimises as for users, though it takes a quarter of the suite: without it, JAX 0.10.2's XLA:CPU makes zeros of the
-gradient of a scan (`xla_backend_optimization_level=0` with `xla_cpu_use_fusion_emitters`, as is the default).
+LLVM optimises as for users, though that takes longer than the tests' small programs run. Without it, JAX 0.10.2's
+XLA:CPU makes zeros of the gradient of a scan, as `XLA_FLAGS=--xla_backend_optimization_level=0` shows in
+`tests/ir/test_checkpoint_policy.py` (but for `xla_cpu_use_fusion_emitters=false`, which JAX 0.12 does not have).
 """
 
 import os

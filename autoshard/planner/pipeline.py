@@ -272,8 +272,11 @@ def _repeating(
             break
         choice = formulation.read(solution.choice)
         chosen = choices.read(choice)
-        if chosen in tried:
+        if chosen in tried and best is not None:
             break
+        if chosen in tried:  # it does not fit, whatever the graph says of its layouts
+            limit = int(memory_profile.peak(choices.decisions, choice)[0] * MARGIN)
+            continue
         tried.add(chosen)
         layouts = replace(budget, rel_gap=max(budget.rel_gap, LAYOUT_GAP))
         try:

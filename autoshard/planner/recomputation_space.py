@@ -63,7 +63,7 @@ class RecomputationSpace:
         A segment needs what it reads of those before; all else is repeated.
         """
         fewest = self.read(np.array([_repeats(decision) for decision in self.decisions.nodes]))
-        return tuple(dict.fromkeys((self.least(), fewest)))
+        return tuple(dict.fromkeys((self._least(), fewest)))
 
     def groupings(self, chosen: Recomputation | None) -> Iterator[tuple[Recomputation, ...]]:
         """What may be kept where one carry of every few trips is: what repeats least first, each in several groups.
@@ -71,12 +71,12 @@ class RecomputationSpace:
         Everything that is kept as the program is written; what was `chosen`; and of loops nothing but what has to be.
         """
         every = recomputation_of(self.saved, self.saved.saved, self.request.remat)
-        for kept in dict.fromkeys(filter(None, (every, chosen, self.least()))):
+        for kept in dict.fromkeys(filter(None, (every, chosen, self._least()))):
             groups = tuple(replace(kept, offloaded=(), group=group) for group in self._groups(frozenset(kept.kept)))
             if groups:
                 yield groups
 
-    def least(self) -> Recomputation:
+    def _least(self) -> Recomputation:
         """The choice of what is kept that keeps of loops nothing but what has to be; of flat passes, everything."""
         flat = {v.id for one in self.saved.passes if one.source.is_flat for v in one.values if v.read and not v.free}
         least = {at for at in flat if not at.stacked}

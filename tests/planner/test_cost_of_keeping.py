@@ -12,12 +12,15 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 import models
 from autoshard.api.solved_plan import SolvedPlan
+from autoshard.ir.recomputation import Recomputation
 from autoshard.planner import pipeline
 from autoshard.planner.budget import Budget
 from autoshard.planner.cost_of_keeping import is_held_back, most_saved_s, moving_kept_s
 from autoshard.planner.decided_program import decided_by
 from autoshard.planner.planning_result import PlanningResult
+from autoshard.planner.recomputation_space import RecomputationSpace
 from autoshard.planner.record import PlanRecord
+from autoshard.planner.search_space import SearchSpace, build_search_space
 
 ON: dict[str, Any] = {
     "mesh": {"data": 2, "model": 4},
@@ -43,9 +46,12 @@ def is_back(planned: PlanningResult) -> bool:
     return is_held_back(planned.formulation, planned.solution, BUDGET, pipeline.WORTH)
 
 
+def saved_s(planned: PlanningResult) -> float:
+    return most_saved_s(planned.formulation, planned.solution, planned.assignment, BUDGET, pipeline.WORTH)
+
+
 def for_nothing(planned: PlanningResult) -> bool:
-    saved_s = most_saved_s(planned.formulation, planned.solution, planned.assignment, BUDGET, pipeline.WORTH)
-    return saved_s <= pipeline.WORTH * planned.record.cost.step_s
+    return saved_s(planned) <= pipeline.WORTH * planned.record.cost.step_s
 
 
 def without_proof(record: PlanRecord) -> PlanRecord:
@@ -73,6 +79,7 @@ def test_memory_holds_a_plan_back_where_a_larger_limit_makes_it_faster() -> None
     assert tight.record.cost.step_s > ample.record.cost.step_s * 1.01
     assert is_back(planned(tight))
     assert not for_nothing(planned(tight))
+    assert saved_s(planned(tight)) == inf
 
 
 def test_loops_are_searched() -> None:
@@ -133,3 +140,23 @@ def test_what_fits_by_repeating_all_is_found_without_the_solver(*, scan: bool, m
     plan = autoshard.plan(fn, *args, **ON, memory=limit)
     assert plan.record.memory.peak_bytes <= limit
     assert plan.record.recomputation is not None
+
+
+def test_what_does_not_fit_is_not_planned_again_and_others_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may need more memory than the graph says: the next choice keeps less, whatever the graph repeats."""
+    fn, *args = step("mlp-1k", layers=3)
+    written = planned(autoshard.plan(fn, *args, **ON, remat="written"))
+    limit = int(0.75 * written.record.memory.peak_bytes)
+    request = replace(written.space.request, remat="add", memory_bytes=limit)
+    choices = RecomputationSpace.of(build_search_space(request))
+    assert choices is not None
+    seen: list[Recomputation | None] = []
+
+    def refuse(space: SearchSpace, *_: Any) -> PlanningResult:
+        seen.append(space.request.recomputation)
+        raise autoshard.InfeasibleError("too large", peak_bytes=limit + 1, limit_bytes=limit)
+
+    monkeypatch.setattr(pipeline, "_best_sums", refuse)
+    found = pipeline._repeating(choices, BUDGET, (), inf, [])
+    assert found.best is None
+    assert len(set(seen)) == len(seen) > 1
