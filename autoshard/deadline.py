@@ -1,8 +1,9 @@
 """Deadline: when a call has to end, in whatever stage it is.
 
 `within` begins a call that has so many seconds, `until` one that ends when it is asked to; a long loop calls `check`
-now and then, and `left_s` says how long the solver has. Without a deadline nothing reads a clock. Nothing else depends
-on the time: what ends before its deadline is what it would be without one.
+now and then, and `left_s` says how long the solver has. What is done once per installation does not count
+(`uncounted`). Without a deadline nothing reads a clock. Nothing else depends on the time: what ends before its deadline
+is what it would be without one.
 """
 
 import time
@@ -14,13 +15,14 @@ from dataclasses import dataclass
 from autoshard.errors import StoppedError, TimeLimitError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Deadline:
-    """`limit_s` was asked for; the call ends at `end_s` of the clock."""
+    """`limit_s` was asked for; the call ends at `end_s` of the clock, later by all that does not count."""
 
     limit_s: float
     end_s: float
     clock: Callable[[], float]
+    around: "_Deadline | None"
 
 
 _current: ContextVar[_Deadline | None] = ContextVar("deadline", default=None)
@@ -32,11 +34,19 @@ def within(limit_s: float | None, clock: Callable[[], float] = time.monotonic) -
     if limit_s is None:
         yield
         return
-    token = _current.set(_Deadline(limit_s, clock() + limit_s, clock))
+    token = _current.set(_Deadline(limit_s, clock() + limit_s, clock, _current.get()))
     try:
         yield
     finally:
         _current.reset(token)
+
+
+def uncounted(seconds: float) -> None:
+    """Puts off the end of the call, and of those around it: so much of its time went to what no later call does again."""
+    deadline = _current.get()
+    while deadline is not None:
+        deadline.end_s += seconds
+        deadline = deadline.around
 
 
 _stop: ContextVar[Callable[[], bool] | None] = ContextVar("stop", default=None)

@@ -5,6 +5,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from autoshard import deadline
+
 Clock = Callable[[], float]  # seconds left; not positive once the time is over
 
 # The unit of counted work: about the seconds that one core of a server takes. `python -m benchmarks.settling`
@@ -39,7 +41,9 @@ class Compilation(threading.local):
     def end(self) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self.spent_s += time.perf_counter() - self._since
+            spent_s = time.perf_counter() - self._since
+            self.spent_s += spent_s
+            deadline.uncounted(spent_s)
 
     def worked_s(self) -> float:
         """Returns the seconds of a clock that stands still while the solver is compiled or loaded."""

@@ -1,6 +1,7 @@
 """A time limit holds in every stage of a call, and changes nothing where it does not end."""
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from autoshard import deadline
 from autoshard.api.compare import Hand, Template
 from autoshard.diagnosis.flags import tried
 from autoshard.planner.stages import Stage, observed
+from autoshard.solver.clock import Compilation
 
 S = jax.ShapeDtypeStruct
 ARGS = (S((512, 1024), "float32"), S((1024, 4096), "float32"), S((4096, 1024), "float32"))
@@ -62,6 +64,26 @@ def test_a_limit_that_does_not_end_changes_nothing() -> None:
     made = [autoshard.plan(loss, *ARGS, mesh=MESH, hardware="h100:1x8", time_limit_s=t) for t in (None, 20.0, 10_000.0)]
     assert len({plan.record.dumps() for plan in made[:2]}) == 1
     assert made[2].record.pins == made[0].record.pins
+
+
+def test_compiling_the_solver_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call after an installation compiles the solver: its plan is that of every later call."""
+    now = [0.0]
+    compiled, watch = Compilation(), [*STAGES]
+
+    def compile_after(done: Stage) -> None:
+        if done.name in watch:
+            with monkeypatch.context() as patched:
+                patched.setattr(time, "perf_counter", lambda: now[0])
+                compiled.begin()
+                now[0] += 100.0
+                compiled.end()
+
+    with deadline.within(300.0, clock=lambda: now[0]), deadline.within(1.0, clock=lambda: now[0]):
+        with observed(compile_after):
+            first = autoshard.plan(loss, *ARGS, mesh=MESH, hardware="h100:1x8")
+        assert deadline.left_s(1.0) == 1.0
+    assert first.record.dumps() == autoshard.plan(loss, *ARGS, mesh=MESH, hardware="h100:1x8").record.dumps()
 
 
 def test_a_mesh_of_many_axes_is_given_up_in_time() -> None:
