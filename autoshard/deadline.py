@@ -42,7 +42,7 @@ def within(limit_s: float | None, clock: Callable[[], float] = time.monotonic) -
 
 
 def uncounted(seconds: float) -> None:
-    """Puts off the end of the call, and of those around it: so much of its time went to what no later call does again."""
+    """Puts off the end of the call, and of those around it, by time that went to what no later call does again."""
     deadline = _current.get()
     while deadline is not None:
         deadline.end_s += seconds

@@ -65,6 +65,7 @@ from autoshard._jax.runtime import process_store as process_store
 from autoshard._jax.runtime import profiled as profiled
 from autoshard._jax.runtime import stored as stored
 from autoshard._jax.tracing import JAX_VERSION as JAX_VERSION
+from autoshard._jax.tracing import NO_LINE as NO_LINE
 from autoshard._jax.tracing import DuplicateSpecError as DuplicateSpecError
 from autoshard._jax.tracing import SourceLines as SourceLines
 from autoshard._jax.tracing import abstract_of as abstract_of

@@ -23,22 +23,24 @@ from jax.core import Tracer
 
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
 JAX_VERSION: tuple[int, ...] = tuple(int(x) for x in jax.__version__.split(".")[:3])
+NO_LINE = "<unknown>"  # the line of an equation that no frame of the user's made
 
 
 class SourceLines:
     """`file:line (function)` of the user's frame that made an equation; cached by traceback."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, str] = {}
+        self._known: dict[Any, str | None] = {}
 
-    def __call__(self, eqn: Any) -> str:
+    def __call__(self, eqn: Any, call: str = NO_LINE) -> str:
+        """The line of an equation; inside of a function of JAX's own, which is traced once, that of its `call`."""
         raw = eqn.source_info.traceback
         if raw not in self._known:
             frame = source_info_util.user_frame(raw)
             self._known[raw] = (
-                "<unknown>" if frame is None else f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+                None if frame is None else f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
             )
-        return self._known[raw]
+        return self._known[raw] or call
 
 
 def user_lines(eqn: Any) -> tuple[str, ...]:
@@ -55,7 +57,7 @@ def refused_layout(error: BaseException) -> tuple[str, str] | None:
     elif not isinstance(error, DuplicateSpecError) and not text.startswith("Resource axis:"):
         return None
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
-    where = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else "<unknown>"
+    where = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else NO_LINE
     return where, text
 
 

@@ -137,7 +137,9 @@ class SolvedPlan(ProgramPlan):
             turned = turning_points(planned, self._place.hardware, pattern, at=at, varied=varied)
         undivided = runner_up.blocked(self.record.inputs, self.record.mesh)
         found = runner_up.explain(planned, pattern, at=at)
-        return Text(explanation.text(found, turned, undivided, () if at is None else recalls(planned, at)))
+        more = runner_up.unexplained(planned, pattern, at=at)
+        read = () if at is None else recalls(planned, at)
+        return Text(explanation.text(found, turned, undivided, read, unexplained=more))
 
     def to_html(self) -> str:
         """A page that opens offline: layouts as tiles, timeline, memory, roofline, collectives, sources."""

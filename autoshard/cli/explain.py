@@ -114,7 +114,8 @@ def explain(
     if as_json:
         print_json(text.to_json(found, turned, undivided, read))
     else:
-        typer.echo(text.text(found, turned, undivided, read))
+        more = runner_up.unexplained(made.planned, what, at=at)
+        typer.echo(text.text(found, turned, undivided, read, unexplained=more))
 
 
 SIZES = ("batch", "sequence")  # arguments of builders, and the dimensions of token ids

@@ -43,15 +43,16 @@ def scale(
     model = transformer(shape)
     found: list[tuple[LayoutRanking, Hardware]] = []
     for place in slices(hardware, [] if chips is None else [chips]):
-        ranking = best_layouts(
-            model,
-            place,
-            sequences=batch,
-            sequence=sequence,
-            dtype=dtype,
-            memory_bytes=None if memory is None else byte_count(memory),
-            keep=rows,
-        )
+        with progress.shown(errors(), f"layouts on {place.name}"):
+            ranking = best_layouts(
+                model,
+                place,
+                sequences=batch,
+                sequence=sequence,
+                dtype=dtype,
+                memory_bytes=None if memory is None else byte_count(memory),
+                keep=rows,
+            )
         found.append((ranking, place))
     fitting = [(ranking, place) for ranking, place in found if ranking.ranked]
     if not fitting:

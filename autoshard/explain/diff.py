@@ -11,6 +11,8 @@ from autoshard.planner.record import KEEPS, Leaf, PlanRecord
 from autoshard.report.notebook import Shown
 from autoshard.report.tables import GAP, broken_path, bytes_text, columns, fields, render, short_aval, table, time_text
 
+LONGEST = 8  # paths of one plan alone that are shown one by one
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafChange:
@@ -111,7 +113,9 @@ def text(found: Diff, *, width: int | None = None) -> str:
     elif not meshes:
         rows.append(("note", "the program is the same, on another mesh"))
     rows += [("backward", words) for words in _recomputing(a, b)]
-    rows += [("only one", path) for path in found.missing[:8]]
+    rows += [("only one", path) for path in found.missing[:LONGEST]]
+    if len(found.missing) > LONGEST:
+        rows.append(("only one", f"{len(found.missing) - LONGEST} more have: --json shows all"))
     parts: list[Any] = [fields(rows, width)]
     if found.leaves:
         head = ("layout of", "leaves", "value", "before", "after")
@@ -131,8 +135,10 @@ def text(found: Diff, *, width: int | None = None) -> str:
             )
             for t in found.traffic
         ]
-        head = ("collective", "over", "before", "after", "time before", "after ")
-        parts.append(table("", head, cells, right=head[2:]))
+        head = ("collective", "over", "bytes\nbefore", "bytes\nafter", "time\nbefore", "time\nafter")
+        parts.append(
+            table("collectives per step: logical bytes per device, time if nothing hides", head, cells, right=head[2:])
+        )
     if not found.leaves and not found.traffic:
         parts.append("both plans lay everything alike\n")
     return render(*parts, width=width)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
 
+from autoshard import _jax
 from autoshard.explain.asked import choice_text, decided, solved, value_of
 from autoshard.explain.explanation import Blocked, Change, Explanation, RunnerUp
 from autoshard.ir.mesh import MeshAxes
@@ -42,6 +43,11 @@ def explain(planned: PlanningResult, pattern: str | None = None, *, at: str | No
     return tuple(_explain_class(planned, c, nodes) for c, nodes in list(classes.items())[:MOST])
 
 
+def unexplained(planned: PlanningResult, pattern: str | None = None, *, at: str | None = None) -> int:
+    """How many more decisions are there than those that `explain` explains."""
+    return max(0, len(decided(planned, pattern, at)) - MOST)
+
+
 def _label(planned: PlanningResult, node: int) -> str:
     """The name of a decision: its inputs' paths, or its operation and line."""
     d = planned.assignment.decisions
@@ -68,7 +74,7 @@ def _explain_class(planned: PlanningResult, c: int, nodes: Sequence[int]) -> Exp
     if not where:
         values = [v for i, v in enumerate(d.graph.inputs) if d.inputs[i] == node]
         users = [d.graph.eqns[e].where for v in values for e, _ in d.graph.consumers.get(v, ())]
-        where = next((w for w in users if w != "<unknown>"), "")
+        where = next((w for w in users if w != _jax.NO_LINE), "")
     others: list[tuple[str, float]] = []
     for k in range(size):
         if k != pick:

@@ -5,9 +5,28 @@ from dataclasses import asdict
 from typing import Any
 
 from autoshard.explain.explanation import Blocked, Explanation, Flip, Recall
-from autoshard.report.tables import bytes_text, columns, fields, render, short_aval, short_place, table, time_text
+from autoshard.report.tables import (
+    bytes_text,
+    columns,
+    fields,
+    paragraph,
+    render,
+    short_aval,
+    short_place,
+    table,
+    time_text,
+)
 
 LONGEST = 8  # changes elsewhere, and collectives, that are shown one by one
+
+# What stands in a text → how it is read.
+_NOTATION = (
+    (",-]", "[x,-]", "the first dimension is split over the mesh axis x, the second is whole"),
+    ("·", "x·y", "over both axes"),
+    (" -> ", "a -> b", "an operation's operands, and its results"),
+    ("Σ{", "Σ{x}", "each device along x holds a part of a sum"),
+    (" … at", "add …", "with the element-wise operations that share its layout"),
+)
 
 
 def text(
@@ -16,13 +35,25 @@ def text(
     blocked: Sequence[Blocked] = (),
     recalls: Sequence[Recall] = (),
     *,
+    unexplained: int = 0,
     width: int | None = None,
 ) -> str:
-    """One paragraph per decision, what is kept for backward passes, turning points, dimensions that do not divide."""
+    """One paragraph per decision, what is kept for backward passes, turning points, dimensions that do not divide.
+
+    Args:
+      found: the decisions.
+      flips: where they turn.
+      blocked: dimensions that a mesh axis does not divide.
+      recalls: what the backward pass reads of the same line.
+      unexplained: how many more decisions the question is about.
+      width: columns; None takes the terminal's.
+    """
     width = columns() if width is None else width
     parts: list[Any] = []
     for one in found:
         parts += _one(one, width)
+    if unexplained:
+        parts.append(paragraph(f"{unexplained} more decisions there: a narrower question explains them", width))
     if recalls:
         parts += ["for the backward pass\n", fields([_recall_row(one) for one in recalls], width) + "\n"]
     if flips:
@@ -35,7 +66,9 @@ def text(
                 [_blocked_row(b) for b in blocked[:LONGEST]],
             )
         )
-    return render(*parts, width=width)
+    written = render(*parts, width=width)
+    signs = [(sign, meaning) for mark, sign, meaning in _NOTATION if mark in written]
+    return render(written + "\n", "how to read it\n", fields(signs, width), width=width) if signs else written
 
 
 def to_json(
@@ -54,7 +87,7 @@ def to_json(
 
 
 def _one(one: Explanation, width: int) -> list[Any]:
-    what = one.what[0] + (f" and {len(one.what) - 1} like it" if len(one.what) > 1 else "")
+    what = short_place(one.what[0]) + (f" and {len(one.what) - 1} like it" if len(one.what) > 1 else "")
     rows = [("lies", f"{one.layout}  ({short_aval(one.value)}, {one.choices} choices)")]
     if one.where:
         rows.append(("line", short_place(one.where)))

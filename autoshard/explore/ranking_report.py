@@ -218,7 +218,8 @@ def _remarks(found: Ranking) -> list[tuple[str, str]]:
         ("planned", f"{len(found.rows)} candidates in {found.wall_s:.1f} s"),
     ]
     if found.twins:
-        rows.append(("twins", f"{found.twins} meshes differ from these in the order of equal links alone"))
+        differ = "mesh differs" if found.twins == 1 else "meshes differ"
+        rows.append(("twins", f"{found.twins} {differ} from these in the order of equal links alone"))
     reasons: dict[str, list[str]] = {}
     for out in found.left_out:
         reasons.setdefault(out.reason, []).append(str(out.candidate))

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rich.console import RenderableType
+
 from autoshard.explore import serving_result
 from autoshard.explore.serving_result import Drafted, Served
 from autoshard.planner.view import collectives
@@ -11,6 +13,7 @@ from autoshard.report.tables import bytes_text, columns, count_text, fields, par
 from cost_models.closed_forms.serving_search import Disaggregated, Server, Speculative, front
 
 SHOWN = 24
+_WORDS = ("", "devices", "mesh", "way", "waits\nfor")  # columns that hold no numbers
 
 
 def text(
@@ -37,7 +40,17 @@ def text(
         )
         for s in found[:SHOWN]
     ]
-    head = ("", "devices", "batch", "per token", "TTFT", "tokens/s", "each", "waits for", "$/million")
+    head = (
+        "",
+        "devices",
+        "batch",
+        "per\ntoken",
+        "first\ntoken",
+        "tokens/s",
+        "tokens/s\na device",
+        "waits\nfor",
+        "$/million",
+    )
     if all(s.dollars_per_million is None for s in found):
         head, rows = head[:-1], [row[:-1] for row in rows]
     first = found[0]
@@ -52,6 +65,8 @@ def text(
         ),
         ("compute", f"weights multiply for longer than they stream from {first.crossover_batch:,.0f} sequences on"),
     ]
+    if len(found) > SHOWN:
+        notes.append(_more(found))
     if apart is not None:
         price = "" if apart.dollars_per_million is None else f", ${apart.dollars_per_million:.3g} per million tokens"
         notes.append(
@@ -73,9 +88,7 @@ def text(
             )
         )
     return render(
-        table(
-            "", head, rows, right=("batch", "per token", "TTFT", "tokens/s", "each", "$/million"), whole=("devices",)
-        ),
+        _table(head, rows, spare=("$/million",)),
         fields(notes, width),
         width=width,
     )
@@ -119,10 +132,10 @@ def planned_text(found: Sequence[Served], drafts: Drafted | None = None, *, widt
         "mesh",
         "batch",
         "way",
-        "per token",
-        "TTFT",
-        "per device",
-        "waits for",
+        "per\ntoken",
+        "first\ntoken",
+        "tokens/s\na device",
+        "waits\nfor",
         "memory",
         "$/million",
     )
@@ -138,7 +151,7 @@ def planned_text(found: Sequence[Served], drafts: Drafted | None = None, *, widt
         ("compute", f"weights multiply for longer than they stream from {cheap.crossover_batch:,.0f} sequences on"),
     ]
     if len(found) > SHOWN:
-        notes.append(("more", f"{len(found) - SHOWN} rows: --json shows all"))
+        notes.append(_more(found))
     if drafts is not None:
         notes.append(
             (
@@ -149,10 +162,21 @@ def planned_text(found: Sequence[Served], drafts: Drafted | None = None, *, widt
         )
     return render(
         paragraph(planned_verdict(found), width),
-        table("", head, rows, right=("batch", "per token", "TTFT", "per device", "memory", "$/million")),
+        _table(head, rows, spare=("$/million", "memory")),
         fields(notes, width),
         width=width,
     )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, spare: Sequence[str]) -> RenderableType:
+    """Servers, a row each: words are not broken, and columns that there is no room for are left out."""
+    numbers = tuple(name for name in head if name not in _WORDS)
+    return table("", head, rows, right=numbers, whole=_WORDS, spare=[name for name in spare if name in head])
+
+
+def _more(found: Sequence[object]) -> tuple[str, str]:
+    """How many rows are not shown, and where they are."""
+    return "more", f"{len(found) - SHOWN} rows: --json shows all"
 
 
 def planned_verdict(found: Sequence[Served]) -> str:

@@ -89,7 +89,7 @@ class Eqn:
     operands: tuple[Aval, ...]
     results: tuple[Aval, ...]
     params: Mapping[str, Any]
-    where: str = "<unknown>"
+    where: str = _jax.NO_LINE
 
     @property
     def traits(self) -> OpTraits:
@@ -294,6 +294,7 @@ class _Builder:
         self.guessed: list[str] = []
         self.carry: dict[int, tuple[int, int]] = {}
         self._aval_of: dict[Any, Aval] = {}
+        self.line = _jax.NO_LINE  # the user's, of the equation that the walk is at
         self._where = _jax.SourceLines()
 
     def aval(self, aval: Any) -> Aval:
@@ -325,7 +326,7 @@ class _Builder:
                 operands=tuple(self.avals[v] for v in operands),
                 results=tuple(self.avals[v] for v in results),
                 params={} if traits_of(name).link else eqn.params,
-                where=self._where(eqn),
+                where=self.line,
             )
         )
         self.operands.append(tuple(operands))
@@ -348,13 +349,14 @@ class _Builder:
 
         for index, eqn in enumerate(jaxpr.eqns):
             operands = [read(atom) for atom in eqn.invars]
-            around = self.repeating, self.behind
+            around = self.repeating, self.behind, self.line
+            self.line = self._where(eqn, self.line)
             self.repeating, self.behind = (
                 self.repeating or _jax.is_repeated(eqn),
                 self.behind or _jax.is_transposed(eqn),
             )
             results = self.equation(eqn, operands, (*path, index), scope)
-            self.repeating, self.behind = around
+            self.repeating, self.behind, self.line = around
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -459,7 +461,7 @@ class _Builder:
     def while_loop(self, eqn: Any, operands: list[int], here: Path, scope: _Scope) -> list[int]:
         tests, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         inside = self.enter(None, scope)
-        self.guessed.append(self._where(eqn))
+        self.guessed.append(self.line)
         first, entry = tests + consts, (*here, 1)
         constant = [
             self.into(

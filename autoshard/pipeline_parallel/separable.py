@@ -45,7 +45,6 @@ from autoshard.ir.op_traits import (
 from autoshard.rules import FactorKind, ShardingRule, rule_of
 from autoshard.rules.rule import Dims
 
-_UNKNOWN = "<unknown>"  # the line of equations of JAX's own functions, which are traced once
 WAY_OUT = "write it for each example by itself, take a mean or a sum over the batch, or plan without stages"
 
 # A sum over the batch; a gather over it would mix examples.
@@ -137,7 +136,7 @@ class _Walk:
 
     def refused(self, eqn: Any, why: str) -> StageError:
         lines = [*self.calls, self.lines(eqn)]
-        known = [line for line in lines if line != _UNKNOWN]
+        known = [line for line in lines if line != _jax.NO_LINE]
         return StageError((known or lines)[-1], f"`{eqn.primitive.name}` {why}", WAY_OUT)
 
     def equation(self, small: Any, eqn: Any, given: list[Role]) -> list[Role]:

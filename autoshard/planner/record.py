@@ -175,15 +175,15 @@ def parse(text: str, source: object) -> PlanRecord:
         raise PlanFileError(
             f"{source} has schema {version}; this autoshard reads up to {SCHEMA_VERSION}: upgrade autoshard"
         )
-    import jsonschema  # here: what reads no plan need not load it
+    from jsonschema.exceptions import best_match  # here: what reads no plan need not load it
 
     try:
-        jsonschema.validate(data, schema(), cls=_validator())
-    except jsonschema.ValidationError as error:
-        at = "/".join(map(str, error.absolute_path)) or "the top"
-        raise PlanFileError(f"{source} is not a plan file: at {at}: {error.message[:200]}") from error
+        wrong = best_match(_validator().iter_errors(data))
     except RecursionError as error:
         raise PlanFileError(f"{source} is not a plan file: lists in lists, too deep to read") from error
+    if wrong is not None:
+        at = "/".join(map(str, wrong.absolute_path)) or "the top"
+        raise PlanFileError(f"{source} is not a plan file: at {at}: {wrong.message[:200]}") from wrong
     options = compiler_flags.checked(data["compiler_options"], source)
     try:
         record = _from_json({**data, "compiler_options": options})
@@ -195,11 +195,11 @@ def parse(text: str, source: object) -> PlanRecord:
 
 @cache
 def _validator() -> Any:
-    """A validator to which 1.0 is no integer, as it is in JSON Schema."""
+    """The schema's validator, to which 1.0 is no integer, as it is in JSON Schema."""
     from jsonschema import Draft202012Validator, validators
 
     checker = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, x: type(x) is int)
-    return validators.extend(Draft202012Validator, type_checker=checker)
+    return validators.extend(Draft202012Validator, type_checker=checker)(schema())
 
 
 def _check(record: PlanRecord) -> None:

@@ -5,7 +5,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from rich import box
@@ -59,6 +59,7 @@ def table(
     *,
     right: Sequence[str] = (),
     whole: Sequence[str] = (),
+    spare: Sequence[str] = (),
     footer: Sequence[str] = (),
 ) -> RenderableType:
     """A table without lines between its columns.
@@ -69,10 +70,18 @@ def table(
       rows: cells, one per column.
       right: names of columns aligned to the right: numbers, which are never broken nor cut.
       whole: names of further columns that are broken over lines only where there is no room otherwise.
+      spare: names of columns that are left out, with a line that says so, where there is no room for all; the first
+        of them first.
       footer: cells below a rule.
     """
     made = _Fitting(
-        title=title, head=tuple(head), rows=tuple(map(tuple, rows)), right=right, whole=whole, footer=footer
+        title=title,
+        head=tuple(head),
+        rows=tuple(map(tuple, rows)),
+        right=right,
+        whole=whole,
+        spare=tuple(spare),
+        footer=tuple(footer),
     )
     return Group(Text(title), made) if title else made
 
@@ -86,15 +95,31 @@ class _Fitting:
     rows: tuple[tuple[str, ...], ...]
     right: Sequence[str]
     whole: Sequence[str]
-    footer: Sequence[str]
+    spare: tuple[str, ...]
+    footer: tuple[str, ...]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         widths = self._widths(options.max_width)
+        if widths is not None and self.spare:
+            yield from self._without(self.spare[0]).__rich_console__(console, options)
+            yield Text(f"no room for {self.spare[0].replace(chr(10), ' ')}: a wider terminal, or --json, shows it")
+            return
         if widths is None:
             yield _table(self, None)
             return
         needed = sum(widths) + GAP * len(widths)
         yield from console.render(_table(self, widths), options.update(width=max(needed, options.max_width)))
+
+    def _without(self, column: str) -> "_Fitting":
+        """The table less one of its spare columns."""
+        kept = [i for i, name in enumerate(self.head) if name != column]
+        return replace(
+            self,
+            head=tuple(self.head[i] for i in kept),
+            rows=tuple(tuple(row[i] for i in kept) for row in self.rows),
+            spare=tuple(name for name in self.spare if name != column),
+            footer=tuple(self.footer[i] for i in kept) if self.footer else (),
+        )
 
     def _widths(self, room: int) -> list[int] | None:
         """The width of every column if unbroken columns must be broken to fit; None if they need not."""

@@ -1,6 +1,7 @@
 """Explain: the runner-up is the best plan without the choice; flips, divisibility, remedies, diff."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import jax
@@ -16,7 +17,7 @@ from autoshard.errors import PlanMismatchError, SpecError
 from autoshard.explain import text
 from autoshard.explain.asked import choice_text
 from autoshard.explain.diff import diff
-from autoshard.explain.runner_up import blocked, explain
+from autoshard.explain.runner_up import blocked, explain, unexplained
 from autoshard.explain.sensitivity import UnprovenError, flip, lies
 from autoshard.explore.remedies import remedies
 from autoshard.explore.trial import Task
@@ -74,6 +75,30 @@ def test_what_is_not_there_is_named(planned: PlanningResult) -> None:
         explain(planned, at="nowhere.py:1")
     with pytest.raises(SpecError, match="say what to explain"):
         explain(planned)
+
+
+def test_text_says_how_it_is_read_and_what_it_leaves_out(planned: PlanningResult) -> None:
+    line = step.__code__.co_firstlineno + 1
+    found = explain(planned, at=f"test_explain.py:{line}")
+    written = text.text(found, unexplained=unexplained(planned, at=f"test_explain.py:{line}"))
+    assert written.startswith(f"dot_general at test_explain.py:{line} (step)")
+    assert "a -> b" in written
+    assert "more decisions" not in written
+    assert "3 more decisions there" in text.text(found, unexplained=3)
+    assert "a -> b" not in text.text(explain(planned, "x")[:0])
+
+
+def test_more_decisions_than_are_explained_are_counted() -> None:
+    def chain(w: list[jax.Array], x: jax.Array) -> jax.Array:
+        return x @ w[0] @ w[1] @ w[2] @ w[3] @ w[4] @ w[5]
+
+    widths = (8, 16, 24, 32, 40, 48, 56)
+    args = [jax.ShapeDtypeStruct(pair, jnp.float32) for pair in pairwise(widths)], jax.ShapeDtypeStruct((16, 8), "f4")
+    plan = autoshard.plan(chain, *args, mesh={"data": 2}, hardware="cpu:2", for_grad=False, constraints="all")
+    line = f"test_explain.py:{chain.__code__.co_firstlineno + 1}"
+    assert len(explain(plan.planned, at=line)) == 4
+    assert unexplained(plan.planned, at=line) == 2
+    assert "2 more decisions there" in plan.explain(at=line)
 
 
 def test_text_and_json_say_the_same(planned: PlanningResult) -> None:
@@ -214,6 +239,15 @@ def test_diff_names_what_moved(planned: PlanningResult) -> None:
     assert total == other_bytes - mine_bytes
     assert np.sign(other.cost.step_s - planned.record.cost.step_s) >= 0
     assert found.to_json()["after"]["step_s"] == other.cost.step_s
+    heads = next(line for line in str(found).splitlines() if line.split()[:1] == ["collective"])
+    assert heads.split()[2:] == ["before", "after"] * 2  # below: bytes bytes time time
+
+
+def test_diff_says_how_many_paths_it_leaves_out(planned: PlanningResult) -> None:
+    (leaf, *_), record = planned.record.inputs, planned.record
+    more = replace(record, inputs=(*record.inputs, *(replace(leaf, path=f"more{i}") for i in range(11))))
+    assert "3 more have: --json shows all" in str(diff(record, more))
+    assert "more have" not in str(diff(record, replace(more, inputs=more.inputs[:-3])))
 
 
 def test_diff_of_two_programs_says_so(planned: PlanningResult) -> None:

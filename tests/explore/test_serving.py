@@ -12,6 +12,7 @@ import cost_models
 import models
 from autoshard import cli
 from autoshard.errors import InfeasibleError
+from autoshard.explore import serving_report
 from autoshard.explore.serving import Model, drafted, serve
 from autoshard.explore.serving_result import Served, front
 
@@ -110,3 +111,15 @@ def test_the_command_plans_builders(found: dict[tuple[str, int], Served]) -> Non
     rows = json.loads(result.output)["planned"]
     assert {row["way"] for row in rows} == {"together", "moved", "apart"}
     assert rows[0]["token_s"] == pytest.approx(min(s.token_s for s in found.values() if s.batch == 4), rel=2e-3)
+
+
+def test_the_table_breaks_no_word_and_says_what_it_leaves_out(found: dict[tuple[str, int], Served]) -> None:
+    one = replace(next(iter(found.values())), dollars_per_million=12.3)
+    narrow, wide = (serving_report.planned_text([one, *found.values()] * 5, width=width) for width in (80, 120))
+    assert "11 rows: --json shows all" in " ".join(narrow.split())
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert "no room for $/million: a wider terminal, or --json, shows it" in narrow
+    assert "12.3" not in narrow
+    assert "12.3" in wide
+    for text in (narrow, wide):
+        assert {"together", "weights", "h100:1x2"} <= set(text.split())

@@ -87,6 +87,22 @@ def test_equations_know_their_users_line() -> None:
     assert eqn.where == f"{__file__}:{fn.__code__.co_firstlineno + 1} ({fn.__qualname__})"
 
 
+def test_equations_of_jaxs_own_functions_have_the_line_of_their_call() -> None:
+    def fn(x: Any) -> Any:
+        once = jax.nn.log_softmax(x)
+        return jax.nn.log_softmax(once)
+
+    first = fn.__code__.co_firstlineno
+    lines = [eqn.where for eqn in graph_of(fn, X).eqns]
+    each = len(lines) // 2
+    assert each > 1
+    assert (
+        lines
+        == [f"{__file__}:{first + 1} ({fn.__qualname__})"] * each
+        + [f"{__file__}:{first + 2} ({fn.__qualname__})"] * each
+    )
+
+
 def test_producers_consumers_and_networkx_agree() -> None:
     def fn(x: Any) -> Any:
         y = jnp.sin(x)
