@@ -200,31 +200,98 @@ def fallen_back(*, right: bool) -> Target:
 
 
 def master_weights(*, narrow: bool) -> Target:
-    """Master weights of 32 bits, stored split, that are gathered before they are cast, or after."""
+    """Master weights of 32 bits that are gathered ahead of the layers, each of which casts its own; or cast before."""
     on = Sharded(fsdp=8)
 
     def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
-        whole = on.pin(on.pin(w.astype(x.dtype), "fsdp")) if narrow else on.pin(w).astype(x.dtype)
-        return on.pin(jnp.tanh(x @ whole), "fsdp"), None
+        return on.pin(jnp.tanh(x @ w.astype(x.dtype)), "fsdp"), None
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        whole = on.pin(on.pin(w.astype(x.dtype), None, "fsdp")) if narrow else on.pin(w)
+        return jax.lax.scan(layer, x, whole)[0]
+
+    return step, (on.aval(P(None, "fsdp"), 8, 4096, 4096, dtype=jnp.float32), on.aval(P("fsdp"), 16384, 4096))
+
+
+def normalised_weights(*, narrow: bool) -> Target:
+    """Weights that are gathered in 32 bits, normalised and cast; or normalised where they are stored."""
+    on = Sharded(fsdp=8)
+
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        whole = w if narrow else on.pin(w)
+        whole = (whole * jax.lax.rsqrt(jnp.mean(whole * whole, 0, keepdims=True) + 1e-6)).astype(x.dtype)
+        return on.pin(jnp.tanh(x @ on.pin(whole)), "fsdp"), None
 
     def step(w: jax.Array, x: jax.Array) -> jax.Array:
         return jax.lax.scan(layer, x, w)[0]
 
-    return step, (on.aval(P(None, "fsdp"), 8, 8192, 8192, dtype=jnp.float32), on.aval(P("fsdp"), 16384, 8192))
+    return step, (on.aval(P(None, None, "fsdp"), 8, 4096, 4096, dtype=jnp.float32), on.aval(P("fsdp"), 16384, 4096))
 
 
-def summed_whole(*, scattered: bool) -> Target:
-    """Gradients that are pinned whole, of which every device keeps a share."""
+def generated(*, once: bool) -> Target:
+    """A loop over tokens by shard_map that gathers the weights for every one of them, or ahead of it."""
+    on = Sharded(data=8)
+
+    def body(w: jax.Array, x: jax.Array) -> jax.Array:
+        def whole() -> jax.Array:
+            return jax.lax.all_gather(w, "data", axis=0, tiled=True)
+
+        ahead = whole() if once else None
+
+        def token(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return jnp.tanh(x @ (whole() if ahead is None else ahead)), None
+
+        return jax.lax.scan(token, x, None, length=64)[0]
+
+    step = jax.shard_map(body, mesh=on.mesh, in_specs=(P("data"), P("data")), out_specs=P("data"))
+    return step, (on.aval(P("data"), 8192, 8192), on.aval(P("data"), 1024, 8192))
+
+
+def tied(*, once: bool) -> Target:
+    """A table that is gathered in 32 bits to look tokens up, and once more in 16 bits to predict them; or once."""
+    on = Sharded(data=8)
+
+    def step(table: jax.Array, tokens: jax.Array, w: jax.Array) -> jax.Array:
+        narrow = on.pin(table.astype(w.dtype), "data")
+        whole = on.pin(narrow) if once else on.pin(table)
+        x = on.pin(whole[tokens].astype(w.dtype), "data")
+        x = on.pin(jnp.tanh(x @ w), "data")
+        return on.pin(x @ (whole.T if once else on.pin(narrow.T)), "data")
+
+    table = on.aval(P("data"), 32768, 4096, dtype=jnp.float32)
+    return step, (table, on.aval(P("data"), 8192, dtype=jnp.int32), on.aval(P(), 4096, 4096))
+
+
+def clipped(*, scattered: bool) -> Target:
+    """Gradients that are pinned whole for their norm, of which every device updates a share."""
     on = Sharded(data=8)
 
     def step(w: jax.Array, m: jax.Array, x: jax.Array) -> jax.Array:
-        y = jnp.tanh(x @ w)
-        g = jnp.einsum("bi,bo->io", x, y)
+        g = jnp.einsum("bi,bo->io", x, jnp.tanh(x @ w))
         g = on.pin(g, "data") if scattered else on.pin(g)
-        return on.pin(0.9 * m + g.astype(m.dtype), "data")
+        norm = jnp.sqrt(jnp.sum(g.astype(jnp.float32) ** 2))
+        return on.pin(0.9 * m + (g * jnp.minimum(1, 1 / norm).astype(g.dtype)).astype(m.dtype), "data")
 
     args = on.aval(P(), 8192, 8192), on.aval(P("data"), 8192, 8192, dtype=jnp.float32), on.aval(P("data"), 32768, 8192)
     return step, args
+
+
+def summed_by_hand(*, scattered: bool) -> Target:
+    """A Megatron block by shard_map that sums whole rows, of which every device keeps some; or scatters the sum."""
+    on = Sharded(model=8)
+
+    def block(up: jax.Array, down: jax.Array, x: jax.Array) -> jax.Array:
+        y = jnp.tanh(jax.lax.all_gather(x, "model", axis=0, tiled=True) @ up) @ down
+        if scattered:
+            return jnp.tanh(jax.lax.psum_scatter(y, "model", scatter_dimension=0, tiled=True))
+        rows = y.shape[0] // 8
+        return jax.lax.dynamic_slice_in_dim(
+            jnp.tanh(jax.lax.psum(y, "model")), jax.lax.axis_index("model") * rows, rows
+        )
+
+    specs = P(None, "model"), P("model"), P("model")
+    step = jax.shard_map(block, mesh=on.mesh, in_specs=specs, out_specs=P("model"), check_vma=False)
+    return step, (on.aval(specs[0], 8192, 32768), on.aval(specs[1], 32768, 8192), on.aval(specs[2], 16384, 8192))
 
 
 def lost_batch(*, split: bool) -> Target:
@@ -331,6 +398,48 @@ CASES: Sequence[Case] = (
         kind="unasked",
         sick=lambda: pinned_apart(together=False),
         mended=lambda: pinned_apart(together=True),
+    ),
+    Case(
+        name="master-weights",
+        threads="",
+        kind="gathered wide",
+        sick=lambda: master_weights(narrow=False),
+        mended=lambda: master_weights(narrow=True),
+    ),
+    Case(
+        name="normalised",
+        threads="",
+        kind="gathered wide",
+        sick=lambda: normalised_weights(narrow=False),
+        mended=lambda: normalised_weights(narrow=True),
+    ),
+    Case(
+        name="generated",
+        threads="",
+        kind="gathered in every trip",
+        sick=lambda: generated(once=False),
+        mended=lambda: generated(once=True),
+    ),
+    Case(
+        name="tied",
+        threads="",
+        kind="gathered twice",
+        sick=lambda: tied(once=False),
+        mended=lambda: tied(once=True),
+    ),
+    Case(
+        name="clipped",
+        threads="",
+        kind="summed whole",
+        sick=lambda: clipped(scattered=False),
+        mended=lambda: clipped(scattered=True),
+    ),
+    Case(
+        name="summed-by-hand",
+        threads="",
+        kind="summed whole",
+        sick=lambda: summed_by_hand(scattered=False),
+        mended=lambda: summed_by_hand(scattered=True),
     ),
 )
 

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from autoshard import _jax
 from autoshard.backends.hlo import Collective, Computation, Instruction, Module, communicates
+from autoshard.backends.hlo.dataflow import ELEMENTWISE
 from autoshard.backends.hlo.loops import Loops
 from autoshard.backends.hlo.matmuls import Matmul, multiplying, uncounted
 from autoshard.ir.mesh import MeshAxes
@@ -57,13 +58,6 @@ _FREE = frozenset(
 )
 _HOST_SPACE = "S(5)"  # in the layouts of arrays in the host's memory
 _SLICES = frozenset({"dynamic-slice", "gather", "slice"})
-# Each element of the result is computed from the elements of the operands at the same place.
-_ELEMENTWISE = frozenset(
-    {
-        *("abs", "add", "convert", "cosine", "divide", "exponential", "log", "logistic", "maximum", "minimum"),
-        *("multiply", "negate", "power", "rsqrt", "select", "sine", "sqrt", "subtract", "tanh"),
-    }
-)
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # which operand is written into the first, in place
 
 
@@ -273,11 +267,14 @@ class _Walk:
                 self._wait(pending.pop(instruction.name))
 
     def _launch(self, instruction: Instruction, rows: Sequence[Collective], trips: int) -> float:
-        """Puts a collective on the communication stream; elements launched together pay one latency."""
+        """Puts a collective on the communication stream; elements of a kind launched together pay one latency."""
         row = rows[0]
-        axes = self.mesh.names if row.axes is None else tuple(dict.fromkeys(x.partition(":")[0] for x in row.axes))
-        kind = _KINDS.get(row.kind, row.kind)
-        duration_s = float(self.machine.collective_s(kind, axes, sum(x.nbytes for x in rows)))
+        moved: dict[tuple[str, tuple[str, ...]], int] = defaultdict(int)
+        for x in rows:
+            over = self.mesh.names if x.axes is None else tuple(dict.fromkeys(y.partition(":")[0] for y in x.axes))
+            moved[_KINDS.get(x.kind, x.kind), over] += x.nbytes
+        duration_s = sum(float(self.machine.collective_s(*kind, nbytes)) for kind, nbytes in moved.items())
+        axes = next(iter(moved))[1]
         start_s = max(self.now_s, self.free_s)
         self.free_s = start_s + duration_s
         self.communication_s += duration_s
@@ -472,7 +469,7 @@ def _drawn(module: Module, body: Computation, name: str) -> int | None:
         if user.opcode in _SLICES and first:
             size = sum(shape.size for shape in user.shapes)
             total += size if part is None else min(part, size)
-        elif user.opcode in _ELEMENTWISE and part is not None:
+        elif user.opcode in ELEMENTWISE and part is not None:
             total += part
         else:
             return None

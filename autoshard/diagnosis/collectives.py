@@ -5,15 +5,16 @@ one source line; its price is how much sooner the compiled schedule ends with th
 compute is worth nothing.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
+from math import prod
 
 from autoshard.backends import hlo
 from autoshard.backends.hlo.dataflow import VIEWS
 from autoshard.backends.partitioner_log import way_between
 from autoshard.diagnosis.evidence import Evidence
 from autoshard.diagnosis.finding import Finding
-from autoshard.ir.graph import Graph
 from autoshard.report.tables import bytes_text
 
 REDUCES = frozenset({"all-reduce", "reduce-scatter"})
@@ -59,20 +60,30 @@ def summed_in_trips(evidence: Evidence, at: int) -> Better | None:
     one = evidence.emitted[at]
     if one.kind not in REDUCES or one.trips == 1:
         return None
-    if evidence.graph is None:
-        trips = _trips_that_add(evidence, at)
-    else:
-        trips = evidence.added_in_trips.get(evidence.equation(one) or 0, 1)
+    if one.kind == "reduce-scatter" and not evidence.has_room_for_parts:
+        return None
+    equation = evidence.equation(one)
+    by_equation = 1 if equation is None else evidence.added_in_trips.get(equation, 1)
+    trips = max(by_equation, _trips_that_add(evidence, at))
     return (replace(one, nbytes=one.nbytes // trips),) if trips > 1 else None
 
 
 def gathered_wide(evidence: Evidence, at: int) -> Better | None:
     """A gather of a value that everyone who takes it casts to a narrower type."""
-    one, graph = evidence.emitted[at], evidence.graph
-    if one.kind != "all-gather":
+    one, result = evidence.emitted[at], _result(evidence, at)
+    if one.kind != "all-gather" or result is None:
         return None
-    kept = _narrower_in_text(evidence, one) if graph is None else _narrower(graph, evidence.equation(one), one)
-    return (replace(one, nbytes=int(one.nbytes * kept)),) if kept else None
+    size = hlo.Shape(dtype=one.dtype, dims=()).element_bytes
+    narrow = evidence.flow.narrowest(*result)
+    if narrow is None or narrow >= size or evidence.was_narrower(at, narrow):
+        return None
+    return (replace(one, nbytes=one.nbytes * narrow // size),)
+
+
+def gathered_in_trips(evidence: Evidence, at: int) -> Better | None:
+    """A gather in every trip of a loop that does not change the value: one ahead of the loop."""
+    one, trips = evidence.emitted[at], evidence.unchanged_gathers.get(at, 1)
+    return (replace(one, nbytes=one.nbytes // trips),) if trips > 1 else None
 
 
 def gathered_twice(evidence: Evidence, at: int) -> Better | None:
@@ -81,16 +92,22 @@ def gathered_twice(evidence: Evidence, at: int) -> Better | None:
 
 
 def whole_sum(evidence: Evidence, at: int) -> Better | None:
-    """An all-reduce of which every device keeps its share alone."""
-    one = evidence.emitted[at]
-    if one.kind != "all-reduce" or one.instruction not in evidence.module[one.computation].instructions:
+    """An all-reduce of which every device keeps a share alone: what is kept of it is scattered, and the rest summed."""
+    one, result = evidence.emitted[at], _result(evidence, at)
+    if one.kind != "all-reduce" or one.axes is None or result is None:
         return None
-    computation, result = evidence.result(one)
-    element = _element(evidence, at)
-    if element is None or element >= len(result.shapes) or not hlo.communicates(computation[one.instruction]):
+    ways, sizes = evidence.flow.ways_kept(*result), evidence.mesh.shape
+    axes = [axis for axis in one.axes if axis in sizes]
+    if ways >= one.group_size:
+        return (replace(one, kind="reduce-scatter"),)
+    kept = next((some for n in range(1, len(axes)) for some in combinations(axes, n) if _size(some, sizes) == ways), ())
+    if not kept:
         return None
-    scattered = evidence.flow.is_scattered(computation, result, element, one.group_size)
-    return (replace(one, kind="reduce-scatter"),) if scattered else None
+    rest = tuple(axis for axis in axes if axis not in kept)
+    return (
+        replace(one, kind="reduce-scatter", axes=kept, group_size=ways),
+        replace(one, axes=rest, group_size=one.group_size // ways, nbytes=one.nbytes // ways),
+    )
 
 
 def unasked(evidence: Evidence, at: int) -> Better | None:
@@ -116,17 +133,24 @@ PATTERNS: tuple[Pattern, ...] = (
         "and autoshard.plan for any loop",
     ),
     Pattern(
+        kind="gathered in every trip",
+        better=gathered_in_trips,
+        cause="A loop gathers a value in every trip that it does not change, and the device has room to keep it",
+        change="Gather it once: constrain it to be whole ahead of the loop, and let the loop take the whole value",
+    ),
+    Pattern(
         kind="gathered wide",
         better=gathered_wide,
-        cause="A value is gathered before it is cast to a narrower type",
-        change="Cast it first, and constrain the cast value to the layout that it was stored in: the gather then moves "
-        "less",
+        cause="A value is gathered before it, or what is computed of it, is cast to a narrower type",
+        change="Cast it first, constrain the cast value to the layout that it was stored in, and only then to be "
+        "whole: the gather then moves less",
     ),
     Pattern(
         kind="gathered twice",
         better=gathered_twice,
-        cause="A value is gathered that was gathered before, in the same part of the program",
-        change="Gather it once: constrain it to be whole where it is first needed, in the type in which all take it",
+        cause="A value is gathered more than once in the same part of the program, in several types or orders",
+        change="Gather it once: constrain it to be whole where it is first needed, and cast or transpose the whole "
+        "value",
     ),
     Pattern(
         kind="summed whole",
@@ -194,6 +218,21 @@ def _element(evidence: Evidence, at: int) -> int | None:
     return (at - first) % one.combined
 
 
+def _result(evidence: Evidence, at: int) -> tuple[hlo.Computation, hlo.Instruction, int | None] | None:
+    """Where a collective's result is: the computation, the instruction, and its element there; None: it is hidden."""
+    one, element = evidence.emitted[at], _element(evidence, at)
+    if element is None or not hlo.communicates(evidence.module[one.computation][one.instruction]):
+        return None
+    computation, result = evidence.result(one)
+    if element >= len(result.shapes):
+        return None
+    return computation, result, element if result.type.startswith("(") else None
+
+
+def _size(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+    return prod(sizes[axis] for axis in axes)
+
+
 def _trips_that_add(evidence: Evidence, at: int) -> int:
     """The trips of the loop that adds a collective's result, or a view of it, to what it carries; 1: none does."""
     one, flow = evidence.emitted[at], evidence.flow
@@ -219,29 +258,6 @@ def _carries(computation: hlo.Computation, instruction: hlo.Instruction) -> bool
     """Whether an operand is an element of what the loop carries."""
     operands = (computation[name] for name in instruction.operands)
     return any(x.opcode == "get-tuple-element" and computation[x.operands[0]].opcode == "parameter" for x in operands)
-
-
-def _narrower(graph: Graph, e: int | None, one: hlo.Collective) -> float:
-    """What of a gather's bytes the casts behind it keep; 0 if anything else takes it, or they are not narrower."""
-    if e is None:
-        return 0.0
-    uses = graph.consumers.get(graph.results[e][0], ())
-    casts = [graph.eqns[use] for use in ([e] if graph.eqns[e].traits.cast else [use for use, _ in uses])]
-    size = hlo.Shape(dtype=one.dtype, dims=()).element_bytes
-    if not casts or any(not eqn.traits.cast or eqn.operands[0].itemsize != size for eqn in casts):
-        return 0.0
-    kept = max(eqn.results[0].itemsize for eqn in casts) / size
-    return kept if kept < 1 else 0.0
-
-
-def _narrower_in_text(evidence: Evidence, one: hlo.Collective) -> float:
-    """The same, by the compiled text alone."""
-    computation = evidence.module[one.computation]
-    if one.combined > 1 or one.done not in computation.instructions:
-        return 0.0
-    size = hlo.Shape(dtype=one.dtype, dims=()).element_bytes
-    narrow = evidence.flow.narrowest(computation, computation[one.done])
-    return narrow / size if narrow is not None and narrow < size else 0.0
 
 
 def mended_in_vain(evidence: Evidence, least_s: float) -> Mapping[str, float]:

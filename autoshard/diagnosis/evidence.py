@@ -141,21 +141,52 @@ class Evidence:
         return {} if self.graph is None else _added_in_trips(self.graph)
 
     @cached_property
-    def repeated_gathers(self) -> frozenset[int]:
-        """Positions of gathers whose value the same computation gathers before, perhaps in another type."""
-        groups: dict[tuple[str, str, Any], list[int]] = defaultdict(list)
+    def has_room_for_parts(self) -> bool:
+        """Whether a device can keep whole what loops scatter in every trip, to be scattered once behind them."""
+        more = sum(one.nbytes for one in self.emitted if one.kind == "reduce-scatter" and one.trips > 1)
+        return (self.peak_bytes or 0) + more <= self.limit_bytes
+
+    @cached_property
+    def _gathered(self) -> Mapping[int, tuple[hlo.Computation, hlo.Instruction]]:
+        """Where gathers, by position, have the one value that they gather; without those of a backward pass.
+
+        A backward pass gathers again on purpose: the program keeps less.
+        """
+        found: dict[int, tuple[hlo.Computation, hlo.Instruction]] = {}
         for at, one in enumerate(self.emitted):
             computation = self.module[one.computation]
-            again = _jax.REMATTED in one.op_name  # a backward pass gathers again on purpose: it keeps less
-            if one.kind != "all-gather" or again or one.combined > 1:
+            start = computation.instructions.get(one.instruction)
+            if one.kind != "all-gather" or _jax.REMATTED in one.op_name or start is None or not hlo.communicates(start):
                 continue
-            if one.instruction not in computation.instructions:
-                continue
-            start = computation[one.instruction]
-            if len(start.operands) == 1 and hlo.communicates(start):
-                source = self.flow.source(computation, computation[start.operands[0]])
-                groups[one.computation, source.name, one.groups].append(at)
-        return frozenset(at for members in groups.values() for at in members[1:])
+            if one.combined == len(start.operands) == 1:
+                found[at] = computation, computation[start.operands[0]]
+        return found
+
+    @cached_property
+    def repeated_gathers(self) -> frozenset[int]:
+        """Positions of gathers whose value the same computation gathers, too, in a type that is as wide or wider."""
+        groups: dict[tuple[str, str, Any], list[int]] = defaultdict(list)
+        for at, (computation, value) in self._gathered.items():
+            source = self.flow.source(computation, value)
+            groups[computation.name, source.name, self.emitted[at].groups].append(at)
+        widest = {max(members, key=lambda at: self.emitted[at].nbytes) for members in groups.values()}
+        return frozenset(at for members in groups.values() for at in members if at not in widest)
+
+    def was_narrower(self, at: int, width: int) -> bool:
+        """Whether what a gather moves was of so few bytes per element before: a compiler widens what it cannot move."""
+        place = self._gathered.get(at)
+        return place is not None and self.flow.least_width(*place) <= width
+
+    @cached_property
+    def unchanged_gathers(self) -> Mapping[int, int]:
+        """Positions of gathers of the same value in several trips of a loop, with how many.
+
+        There are none where the device has no room for all of them at once: then they are gathered again on purpose.
+        """
+        found = {at: self.flow.unchanged_trips(*place) for at, place in self._gathered.items()}
+        found = {at: trips for at, trips in found.items() if trips > 1}
+        more = sum(self.emitted[at].nbytes for at in found)
+        return found if (self.peak_bytes or 0) + more <= self.limit_bytes else {}
 
     def saved_s(self, better: Mapping[int, Sequence[hlo.Collective]]) -> float:
         """How much sooner the compiled schedule ends with other collectives in the places of some."""
@@ -171,6 +202,9 @@ def _added_in_trips(graph: Graph) -> dict[int, int]:
         if eqn.primitive == LOOP_RESULT
         for v in graph.operands[e]
     }
+    for e in reversed(range(len(graph.eqns))):
+        if graph.eqns[e].traits.same_values and graph.results[e][0] in returned:  # such as a constraint of the carry
+            returned |= dict.fromkeys(graph.operands[e], returned[graph.results[e][0]])
     found: dict[int, int] = {}
     for e, eqn in enumerate(graph.eqns):
         terms = set(graph.operands[e])

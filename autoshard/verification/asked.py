@@ -2,7 +2,10 @@
 
 from collections import defaultdict
 
+from jax.sharding import PartitionSpec
+
 from autoshard.backends import hlo
+from autoshard.ir.constraints import spec_of
 from autoshard.ir.graph import Eqn, Graph, Path
 from autoshard.ir.op_traits import CONSTRAINT, LOOP_SLICE
 from autoshard.verification.verify import argument_of, path_of
@@ -29,9 +32,21 @@ class Asked:
             return found.op_name == "" or (found.kind == "all-gather" and argument_of(found) is not None)
         if any(self._graph.eqns[e].primitive == CONSTRAINT for e in equations):
             return True
+        if found.kind == "all-gather" and any(self._is_left_whole(e, found) for e in equations):
+            return True
         ends = (v for e in equations for v in (*self._graph.operands[e], *self._graph.results[e]))
         gathered = [v for v in ends if v in self._stored]
         return found.kind == "all-gather" and any(self._graph.avals[v].nbytes % found.nbytes == 0 for v in gathered)
+
+    def _is_left_whole(self, e: int, found: hlo.Collective) -> bool:
+        """Whether a constraint takes what an equation makes, and leaves out the axes over which that is gathered.
+
+        The partitioner names a gather after the value that it moves, not after the constraint that asks for it.
+        """
+        axes = {axis.partition(":")[0] for axis in found.axes or ()}
+        uses = [use for value in self._graph.results[e] for use, _ in self._graph.consumers.get(value, ())]
+        constraints = [eqn for eqn in map(self._graph.eqns.__getitem__, uses) if eqn.primitive == CONSTRAINT]
+        return any(not axes & _axes(spec_of(eqn)) for eqn in constraints)
 
     def _handed_on(self) -> set[int]:
         """Values that are program inputs, or such inputs cast, transposed, or a layer of them."""
@@ -40,6 +55,12 @@ class Asked:
             if _hands_on(eqn) and set(operands) <= stored and operands:
                 stored |= set(results)
         return stored
+
+
+def _axes(spec: PartitionSpec) -> set[str]:
+    """The mesh axes that a spec names."""
+    entries = (entry for entry in spec if entry is not None and entry is not PartitionSpec.UNCONSTRAINED)
+    return {axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry)}
 
 
 def _hands_on(eqn: Eqn) -> bool:

@@ -64,6 +64,26 @@ def test_a_gather_before_a_cast_is_found() -> None:
     assert "gathered wide" not in {one.kind for one in diagnosis(narrow, *args).findings}
 
 
+def test_a_scatter_in_every_trip_is_found_behind_a_constraint_of_the_sum() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        def add(total: jax.Array, rows: jax.Array) -> tuple[jax.Array, None]:
+            return pinned(total + rows.T @ jnp.tanh(rows @ w), "data"), None
+
+        return jax.lax.scan(add, jnp.zeros_like(w), x)[0]
+
+    found = diagnosis(step, aval(P(), WIDTH, WIDTH), aval(P(None, "data"), MICRO, ROWS, WIDTH))
+    assert "sums in every trip" in {one.kind for one in found.findings}
+
+
+def test_a_gather_that_a_constraint_asks_for_is_not_unasked() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        narrow = jnp.tanh(w).astype(jnp.bfloat16)
+        return x.astype(jnp.bfloat16) @ pinned(narrow)
+
+    found = diagnosis(step, aval(P(None, "data"), WIDTH, WIDTH), aval(P("data"), ROWS, WIDTH))
+    assert "unasked" not in {one.kind for one in found.findings}
+
+
 def test_a_whole_optimizer_state_is_found() -> None:
     def step(state: Any, x: jax.Array) -> Any:
         w, m = state

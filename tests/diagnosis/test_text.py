@@ -64,6 +64,27 @@ ENTRY %main (p: f32[1024,1024]) -> f32[1024,1024] {
   ROOT %results = (f32[1024,1024], f32[1024,128], bf16[1024,4096]) tuple(%grad, %cut, %narrow)
 }
 """
+# A sum over all devices, of which every one keeps an eighth.
+KEPT = """\
+HloModule kept, is_scheduled=true, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (p: f32[8192,4096]) -> f32[1024,4096] {
+  %p = f32[8192,4096] parameter(0)
+  %whole = f32[8192,4096] all-reduce(%p), to_apply=%add, metadata={source_file="t.py" source_line=3}
+  %id = u32[] partition-id()
+  %rows = u32[] constant(1024)
+  %at = u32[] multiply(%id, %rows)
+  %none = u32[] constant(0)
+  %half = f32[8192,4096] tanh(%whole)
+  ROOT %mine = f32[1024,4096] dynamic-slice(%half, %at, %none), dynamic_slice_sizes={1024,4096}
+}
+"""
 LOG = (
     "W0000 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization. The compiler cannot go from sharding "
     "{devices=[2,1,4]<=[4,2]T(1,0)} to {devices=[1,8,1]<=[8]} efficiently for HLO operation %add.2 = f32[8,16,4] "
@@ -83,6 +104,29 @@ def test_patterns_are_found_and_priced() -> None:
     assert "4 times" in found.findings[0].cause
     assert sum(one.seconds for one in found.findings) < found.step.exposed_s == found.step.communication_s
     assert found.step.best_s is None
+
+
+def test_a_sum_that_is_kept_over_one_axis_is_summed_over_the_others() -> None:
+    """A device keeps halves of a sum over all eight: scattered over `data`, and a half of it summed over `model`."""
+    whole, halves = (
+        doctor_of_text(text, hardware="h100:1x8", mesh={"data": 2, "model": 4})
+        for text in (KEPT, KEPT.replace("[1024,4096]", "[4096,4096]").replace("{1024,", "{4096,"))
+    )
+    (eighths,), (half,) = whole.findings, halves.findings
+    assert eighths.kind == half.kind == "summed whole"
+    assert 0.2 * eighths.seconds < half.seconds < 0.7 * eighths.seconds
+
+
+def test_what_a_loop_gathers_and_does_not_change_is_found() -> None:
+    """XLA:CPU moves such gathers ahead of the loop itself; the compile test is `hand_sharded`'s, on XLA:GPU."""
+    taken = "%x = f32[1024,1024] get-tuple-element(%state), index=2"
+    gather = '\n  %all = f32[8192,1024] all-gather(%x), dimensions={0}, metadata={source_file="t.py" source_line=4}'
+    text = SICK.replace(taken, taken + gather).replace("dot(%x, %x), lhs", "dot(%all, %all), lhs")
+    found = {one.kind: one for one in doctor_of_text(text, hardware="h100:1x8").findings}
+    assert found["gathered in every trip"].where == "t.py:4"
+    assert "4 times" in found["gathered in every trip"].cause
+    changed = text.replace("tuple(%next, %more, %x)", "tuple(%next, %more, %reduced)")
+    assert "gathered in every trip" not in {one.kind for one in doctor_of_text(changed, hardware="h100:1x8").findings}
 
 
 def test_a_mesh_of_its_own_gives_the_same() -> None:

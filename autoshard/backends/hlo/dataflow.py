@@ -1,15 +1,56 @@
 """Dataflow of a module: where a value comes from, and where it is used."""
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 from autoshard.backends.hlo.loops import Loops
 from autoshard.backends.hlo.text import UNKNOWN, Computation, Instruction, Module
 
 # Opcodes that hand on (part of) their operand unchanged but for its shape or type.
 VIEWS = frozenset({"bitcast", "bitcast-convert", "convert", "copy", "get-tuple-element", "reshape", "transpose"})
+# Each element of the result is computed from the elements of the operands at the same place.
+ELEMENTWISE = frozenset(
+    {
+        *("abs", "add", "convert", "cosine", "divide", "exponential", "log", "logistic", "maximum", "minimum"),
+        *("multiply", "negate", "power", "rsqrt", "select", "sine", "sqrt", "subtract", "tanh"),
+    }
+)
 # These also leave the data unchanged.
 _SLICES = VIEWS | {"slice", "collective-permute-done", "copy-start", "copy-done"}
 _GATHERS = frozenset({"all-gather", "all-gather-start", "all-gather-done"})
+# A prefetch into faster memory, which is no change either; a part that a loop takes in a trip, or writes in one.
+_PARTS = (VIEWS - {"convert"}) | {"copy-start", "copy-done", "dynamic-slice", "dynamic-update-slice", "slice"}
+_FEW = 0.01  # of the elements of a value: sums of so few cost next to nothing
 _SOURCE_SEARCH_DEPTH = 8
 _SOURCE_SEARCH_WIDTH = 64
+
+
+class _Around(NamedTuple):
+    """A fusion around a computation, where that stands, and what is around it in turn."""
+
+    computation: Computation
+    fusion: Instruction
+    around: "_Around | None"
+
+
+class Use(NamedTuple):
+    """A use of a value: the instruction, the name by which it reads it, where it stands, and the fusion around that."""
+
+    computation: Computation
+    user: Instruction
+    operand: str
+    around: _Around | None
+
+    @property
+    def share(self) -> float:
+        """Elements that the user makes of each one that it reads."""
+        read = self.computation[self.operand].shapes[0].size
+        return sum(shape.size for shape in self.user.shapes) / max(1, read)
+
+    @property
+    def sums_to_few(self) -> bool:
+        """Whether the user only sums the value up, to far fewer elements."""
+        return self.user.opcode == "reduce" and self.share <= _FEW
 
 
 class Dataflow:
@@ -104,35 +145,124 @@ class Dataflow:
         last = self.module[instruction.calls[0]].root if instruction.opcode == "fusion" else instruction
         return last.opcode == "add"
 
-    def narrowest(self, computation: Computation, value: Instruction) -> int | None:
-        """Bytes per element of the widest type to which readers convert a value first; None if one of them does not."""
+    def uses(
+        self, computation: Computation, made: Instruction, element: int | None, through: frozenset[str]
+    ) -> Iterator[Use | None]:
+        """The uses of a value that are not of the opcodes `through`, behind whose results it looks for more.
+
+        It looks into fusions and loops, and behind them; None stands for a use that it does not follow, such as that
+        the program returns the value.
+
+        Args:
+          computation: of the value.
+          made: the instruction that makes it.
+          element: the number of the value in what that makes; None where that is no tuple.
+          through: opcodes.
+        """
+        left: list[tuple[Computation, str, int | None, _Around | None]] = [(computation, made.name, element, None)]
+        seen: set[tuple[str, str, int | None]] = set()
+        while left:
+            inside, name, at, around = left.pop()
+            if (inside.name, name, at) in seen:
+                continue
+            seen.add((inside.name, name, at))
+            if inside.root.name == name:
+                if around is not None:
+                    left.append((around.computation, around.fusion.name, at, around.around))
+                elif inside.name in self.loops.around and at is not None:
+                    outer, loop = self.loops.around[inside.name]
+                    left += [(outer, loop.name, at, None), (inside, inside.parameters[0].name, at, None)]
+                else:
+                    yield None
+            for user in self.users_in(inside)[name]:
+                if user.opcode == "get-tuple-element" and at is not None:
+                    if user.index == at:
+                        left.append((inside, user.name, None, around))
+                elif user.opcode == "tuple":
+                    left += [(inside, user.name, i, around) for i, x in enumerate(user.operands) if x == name]
+                elif user.opcode == "while":
+                    bodies = [self.module[called] for called in user.calls]
+                    left += [(body, body.parameters[0].name, at, None) for body in bodies]
+                elif user.opcode == "fusion":
+                    body, outer = self.module[user.calls[0]], _Around(inside, user, around)
+                    taken = [i for i, x in enumerate(user.operands) if x == name]
+                    left += [(body, body.parameters[i].name, None, outer) for i in taken]
+                elif user.opcode in through:
+                    left.append((inside, user.name, None, around))
+                else:
+                    yield Use(inside, user, name, around)
+
+    def narrowest(self, computation: Computation, made: Instruction, element: int | None) -> int | None:
+        """Bytes per element of the widest type to which a value is converted; None if anything reads it unconverted.
+
+        What is computed of it element by element may be converted in its place, and it may be summed to few elements.
+        """
         widest = 0
-        for user in self.users_in(computation)[value.name]:
-            if user.opcode == "convert":
-                size: int | None = user.shapes[0].element_bytes
-            elif user.opcode in VIEWS:
-                size = self.narrowest(computation, user)
-            elif user.opcode == "fusion":
-                body = self.module[user.calls[0]]
-                inner = [body.parameters[i] for i, name in enumerate(user.operands) if name == value.name]
-                sizes = [self.narrowest(body, x) for x in inner]
-                size = None if None in sizes else max(x for x in sizes if x is not None)
-            else:
-                size = None
-            if size is None:
+        for use in self.uses(computation, made, element, _PARTS | ELEMENTWISE - {"convert"}):
+            if use is None:
                 return None
-            widest = max(widest, size)
+            if use.user.opcode == "convert":
+                widest = max(widest, use.user.shapes[0].element_bytes)
+            elif not use.sums_to_few:
+                return None
         return widest or None
+
+    def ways_kept(self, computation: Computation, made: Instruction, element: int | None) -> int:
+        """Into how many parts a value is cut, of which a device keeps its own alone; 1 if anything reads all of it.
+
+        What is computed of it element by element may be cut in its place, and it may be summed to few elements.
+        """
+        kept = 0.0  # the largest part
+        for use in self.uses(computation, made, element, _PARTS - {"dynamic-slice"} | ELEMENTWISE):
+            if use is None:
+                return 1
+            if use.user.opcode == "dynamic-slice" and use.user.operands[0] == use.operand:
+                outside = None if use.around is None else (use.around.computation, use.around.fusion)
+                if not self._reads_partition_id(use.computation, use.user, outside):
+                    return 1
+                kept = max(kept, use.share)
+            elif not use.sums_to_few:
+                return 1
+        return int(1 / kept) if kept else 1
 
     def source(self, computation: Computation, value: Instruction) -> Instruction:
         """The value that another one is a view of, or of which it is a conversion alone."""
+        return self._views(computation, value)[-1]
+
+    def least_width(self, computation: Computation, value: Instruction) -> int:
+        """Bytes per element of the narrowest type that a value has had on the way from its source."""
+        views = self._views(computation, value)
+        inside = [x for view in views[:-1] if view.opcode == "fusion" for x in self.module[view.calls[0]]]
+        return min(shape.element_bytes for x in (*views, *inside) for shape in x.shapes)
+
+    def _views(self, computation: Computation, value: Instruction) -> list[Instruction]:
+        """A value, what it is a view or a conversion of, what that is one of, and so on to the source."""
+        found = [value]
         while True:
             if value.opcode in VIEWS - {"get-tuple-element"} or (
                 value.opcode == "fusion" and len(value.operands) == 1 and self._converts(value)
             ):
                 value = computation[value.operands[0]]
+                found.append(value)
             else:
-                return value
+                return found
+
+    def unchanged_trips(self, computation: Computation, value: Instruction) -> int:
+        """How often the loops around a computation run it with the same value; 1 where it changes from trip to trip."""
+        trips = 1
+        while computation.name in self.loops.around:
+            value = self.source(computation, value)
+            if value.opcode != "get-tuple-element" or computation[value.operands[0]].opcode != "parameter":
+                break
+            if computation.root.opcode != "tuple" or computation.root.operands[value.index] != value.name:
+                break
+            computation, loop = self.loops.around[computation.name]
+            trips *= self.loops.trip_count(loop) or 1
+            start = computation[loop.operands[0]]
+            if start.opcode != "tuple":
+                break
+            value = computation[start.operands[value.index]]
+        return trips
 
     def _converts(self, fusion: Instruction) -> bool:
         return all(x.opcode == "parameter" or x.opcode in VIEWS for x in self.module[fusion.calls[0]])
