@@ -33,7 +33,6 @@ from autoshard.errors import InfeasibleError, StoppedError, TimeLimitError, refu
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.gradient import emitted
 from autoshard.ir.loop_sums import LoopSum
-from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.recomputation import ADD, NO_OFFLOAD, WRITTEN, Recomputation
 from autoshard.planner import minimal_constraints
 from autoshard.planner.budget import SETTLE_S, USUAL_BUDGET, Budget
@@ -49,6 +48,7 @@ from autoshard.planner.search_space import SearchSpace, build_search_space
 from autoshard.planner.stages import Stages
 from autoshard.problem import memory_profile
 from autoshard.problem.assignment import Assignment
+from autoshard.problem.decisions import Decisions
 from autoshard.problem.formulation import UNIT_S, Formulation, formulate
 from autoshard.problem.network import Int
 from autoshard.problem.unpriced import unpriced
@@ -531,18 +531,21 @@ def _certificate(formulation: Formulation, solution: Solution, hardware: Hardwar
         gap=solution.gap,
         solver=f"{solution.solver}, ortools {metadata.version('ortools')}",
         space=(
-            f"{_every(formulation.decisions.mesh)} of {nodes} decisions ({classes} after decisions in equal places "
+            f"{_every(formulation.decisions)} of {nodes} decisions ({classes} after decisions in equal places "
             "share one), element-wise chains in one layout, one shared copy per value; priced by autoshard's model of "
             f"{hardware.name}{_without(unpriced(formulation.decisions))}"
         ),
     )
 
 
-def _every(mesh: MeshAxes) -> str:
+def _every(decisions: Decisions) -> str:
     """Which layouts of each decision are searched."""
-    if mesh.groups is None:
-        return "every evenly dividing layout"
-    return f"evenly dividing layouts that use the {mesh.ndim} axes in {mesh.groups} groups of neighbours at most"
+    mesh, found = decisions.mesh, "every evenly dividing layout"
+    if mesh.groups is not None:
+        found = f"evenly dividing layouts that use the {mesh.ndim} axes in {mesh.groups} groups of neighbours at most"
+    for axis in decisions.staged:
+        found += f", in a pipeline's layers with one stage per shard of {axis},"
+    return found
 
 
 def _without(names: Sequence[str]) -> str:

@@ -265,6 +265,7 @@ class Decisions:
     apart: frozenset[int]  # values that are moved for every group of their uses: see `costs.shared_gathers`
     pruned: int
     links: tuple[HostLink, ...] = ()
+    staged: tuple[str, ...] = ()  # mesh axes that hold one stage of a pipeline's layers per shard
 
 
 def or_off(codes: Codes) -> tuple[Codes, NDArray[np.bool_]]:

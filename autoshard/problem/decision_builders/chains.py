@@ -11,6 +11,7 @@ from autoshard.costs.prices import picoseconds
 from autoshard.costs.strategies import Codes, layouts, shards
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.facts import GraphFacts
+from autoshard.problem.decision_builders.stage_dimensions import are_staged
 from autoshard.problem.decisions import Chain, or_off
 
 
@@ -53,6 +54,8 @@ def _add_chain(draft: Draft, members: Sequence[int]) -> None:
     first = graph.eqns[members[0]]
     aval = graph.avals[graph.results[members[0]][0]]
     codes, off = layouts(aval.shape, facts.mesh, unreduced=False), None
+    for stage in {facts.stages[v] for e in members for v in graph.results[e] if v in facts.stages}:
+        codes = codes[are_staged(codes, aval.ndim, facts.mesh, stage)]
     if members[0] in graph.optional:
         codes, off = or_off(codes)
     nbytes = np.zeros(len(codes)) if first.traits.link else _touched_bytes(facts, members, codes)

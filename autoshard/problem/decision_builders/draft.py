@@ -86,5 +86,6 @@ class Draft:
             lives=facts.lives,
             apart=frozenset(facts.apart),
             links=tuple(self.links),
+            staged=tuple(sorted({facts.mesh.names[axis] for _, axis in facts.stages.values()})),
             pruned=sum(node.strategies.pruned for node in self.nodes if isinstance(node, Equation)),
         )

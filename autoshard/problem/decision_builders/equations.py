@@ -15,6 +15,7 @@ from autoshard.ir.op_traits import DERIVE, LOOP_STACK, PALLAS, RECALL, SHARD_MAP
 from autoshard.problem import bodies
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.facts import GraphFacts
+from autoshard.problem.decision_builders.stage_dimensions import are_staged
 from autoshard.problem.decisions import Body, Equation
 
 
@@ -110,9 +111,19 @@ def _strategies(draft: Draft, of_shard_maps: bodies.Bodies, e: int) -> tuple[Bod
             strategies = strategies.merging()
         if eqn.primitive == SHARD_MAP:
             body = of_shard_maps.of(eqn, (), _live(facts, e))
+    strategies = strategies.only(_staged(facts, e, strategies))
     if e in facts.required.equations:
         strategies = strategies.only(np.isin(strategies.results[0], facts.required.equations[e]))
     return body, strategies
+
+
+def _staged(facts: GraphFacts, e: int, strategies: Strategies) -> NDArray[np.bool_]:
+    """Whether each strategy of an equation has one stage per shard, of all values that have stages; if none has, all."""
+    graph, kept = facts.graph, np.ones(len(strategies), bool)
+    values = (*graph.operands[e], *graph.results[e])
+    for v, codes in zip(values, (*strategies.operands, *strategies.results), strict=True):
+        kept &= are_staged(codes, graph.avals[v].ndim, facts.mesh, facts.stages.get(v))
+    return kept if kept.any() else ~kept
 
 
 def _live(facts: GraphFacts, e: int) -> list[bool]:

@@ -19,6 +19,7 @@ from autoshard.costs.strategies import SUM, Codes, check_counts, decode
 from autoshard.costs.strides import strides
 from autoshard.ir.graph import Graph
 from autoshard.ir.mesh import MeshAxes
+from autoshard.problem.decision_builders.stage_dimensions import Stage, stage_dimensions
 from autoshard.problem.ports import Port
 from autoshard.rules import rules_of
 from autoshard.rules.rule import ShardingRule
@@ -54,7 +55,7 @@ class GraphFacts:
     under another name. `levels`: see `costs.fusion`. `in_place`: equations that may overwrite their first operand.
     `apart`: value → groups of its uses that share no gather. `reread`, `elsewhere`: reductions that have kernels of
     their own, and values that other kernels compute: see `costs.reductions`. `host_copies`: equations that copy to the
-    host's memory or back.
+    host's memory or back. `stages`: see `stage_dimensions`.
     """
 
     graph: Graph
@@ -76,6 +77,7 @@ class GraphFacts:
     reread: Mapping[int, float]
     elsewhere: NDArray[np.bool_]
     host_copies: frozenset[int]
+    stages: Mapping[int, Stage]
 
     def decides(self, value: int) -> bool:
         """Whether a value has a layout to choose: it is not recomputed for free wherever it is needed."""
@@ -160,6 +162,7 @@ def facts_of(
         in_place=in_place(graph, lasting),
         apart=groups(graph) if compiler.regathers_far_uses else {},
         host_copies=host_copies(graph, compiler),
+        stages={} if manual else stage_dimensions(graph, rules, mesh),
         reread=again,
         elsewhere=computed_elsewhere(graph, traits.fuses, held, again),
     )
