@@ -118,7 +118,7 @@ def _strategies(draft: Draft, of_shard_maps: bodies.Bodies, e: int) -> tuple[Bod
 
 
 def _staged(facts: GraphFacts, e: int, strategies: Strategies) -> NDArray[np.bool_]:
-    """Whether each strategy of an equation has one stage per shard, of all values that have stages; if none has, all."""
+    """Whether each strategy of an equation has one stage per shard, of all values with stages; if none has, all."""
     graph, kept = facts.graph, np.ones(len(strategies), bool)
     values = (*graph.operands[e], *graph.results[e])
     for v, codes in zip(values, (*strategies.operands, *strategies.results), strict=True):

@@ -99,9 +99,7 @@ def _pinned(graph: Graph, rules: Sequence[ShardingRule], mesh: MeshAxes) -> Iter
             yield graph.results[e][0], (d, axis)
 
 
-def _shared(
-    graph: Graph, rules: Sequence[ShardingRule], e: int, v: int, stage: Stage
-) -> Iterator[tuple[int, Stage]]:
+def _shared(graph: Graph, rules: Sequence[ShardingRule], e: int, v: int, stage: Stage) -> Iterator[tuple[int, Stage]]:
     """The other values of an equation with a dimension that is the stages' alone."""
     dimension, axis = stage
     values = [*graph.operands[e], *graph.results[e]]
