@@ -12,7 +12,6 @@ import autoshard
 from autoshard import in_stages
 from autoshard.costs.strategies import decode
 from autoshard.problem.decision_builders import facts
-from autoshard.problem.decision_builders.stage_dimensions import stage_dimensions
 
 S = jax.ShapeDtypeStruct
 LAYERS, WIDTH = 4, 64
@@ -82,6 +81,5 @@ def test_a_constraint_of_a_loop_that_shifts_nothing_says_nothing_of_other_values
 
     mesh = {"data": 2, "model": 2}
     plan = autoshard.plan(fn, S((2, 64), "float32"), S((64, 64), "float32"), mesh=mesh, hardware="cpu:4")
-    decisions = plan.planned.space.decisions
-    assert not stage_dimensions(decisions.graph, decisions.rules, decisions.mesh)
+    assert not plan.planned.space.decisions.staged
     assert "stage" not in plan.record.certificate.space

@@ -162,7 +162,7 @@ def facts_of(
         in_place=in_place(graph, lasting),
         apart=groups(graph) if compiler.regathers_far_uses else {},
         host_copies=host_copies(graph, compiler),
-        stages={} if manual else stage_dimensions(graph, rules, mesh),
+        stages={} if manual else stage_dimensions(graph, rules, traits.pointwise, mesh),
         reread=again,
         elsewhere=computed_elsewhere(graph, traits.fuses, held, again),
     )

@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
-from autoshard.costs.fusion import is_pointwise
 from autoshard.costs.strategies import Codes, decode
 from autoshard.ir.constraints import spec_of
 from autoshard.ir.graph import Graph
@@ -24,10 +23,19 @@ from autoshard.rules.rule import ShardingRule
 Stage = tuple[int, int]  # the dimension of a value, and the number of the mesh axis that splits it
 
 
-def stage_dimensions(graph: Graph, rules: Sequence[ShardingRule], mesh: MeshAxes) -> Mapping[int, Stage]:
-    """Value → the dimension of its stages and the mesh axis that is pinned to it; of a value without them, nothing."""
+def stage_dimensions(
+    graph: Graph, rules: Sequence[ShardingRule], pointwise: Sequence[bool], mesh: MeshAxes
+) -> Mapping[int, Stage]:
+    """Value → the dimension of its stages and the mesh axis that is pinned to it; of a value without them, nothing.
+
+    Args:
+      graph: the program.
+      rules: of its equations.
+      pointwise: which of them are element-wise, and not pinned.
+      mesh: the logical mesh.
+    """
     found = dict(_pinned(graph, rules, mesh))
-    moved = _moved(graph, rules) if found else frozenset[int]()
+    moved = _moved(graph, rules, pointwise) if found else frozenset[int]()
     waiting = list(found)
     while waiting:
         v = waiting.pop()
@@ -54,7 +62,7 @@ def _hopping(graph: Graph, rules: Sequence[ShardingRule]) -> Iterator[tuple[int,
             yield from ((e, factor.size) for factor in rule.factors if factor.hops)
 
 
-def _moved(graph: Graph, rules: Sequence[ShardingRule]) -> frozenset[int]:
+def _moved(graph: Graph, rules: Sequence[ShardingRule], pointwise: Sequence[bool]) -> frozenset[int]:
     """The values of shifting loops that come from, or go to, other stages and trips, element by element."""
     hopping = {e for e, _ in _hopping(graph, rules)}
     loops = {graph.eqn_loop[e] for e in hopping}
@@ -69,8 +77,7 @@ def _moved(graph: Graph, rules: Sequence[ShardingRule]) -> frozenset[int]:
     moved = set(waiting)
     while waiting:
         for e in _around(graph, waiting.pop()):
-            elementwise = is_pointwise(rules[e]) and not graph.eqns[e].traits.link
-            if elementwise and graph.eqn_loop[e] in loops and graph.eqns[e].primitive != CONSTRAINT:
+            if pointwise[e] and graph.eqn_loop[e] in loops:
                 near = {*graph.operands[e], *graph.results[e]} - moved
                 moved |= near
                 waiting.extend(near)
