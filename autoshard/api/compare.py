@@ -35,6 +35,7 @@ from autoshard.ir.mesh import MeshAxes
 from autoshard.planner.record import PlanRecord
 from autoshard.planner.requested_shardings import AUTO
 from autoshard.report.notebook import Shown
+from autoshard.report.progress import counted
 from autoshard.report.tables import bytes_text, columns, fields, render, table, time_text
 from autoshard.verification.result import Verification
 from cost_models import hardware as read_hardware
@@ -352,7 +353,7 @@ def compare(
     mine = Contender(name=OURS, record=ours.record, ledger=None)
     contenders = [mine if compiler is None else _compiled(mine, ours, compiler)]
     left_out: dict[str, str] = {}
-    for name, template in layouts.items():
+    for name, template in counted(list(layouts.items()), "layout"):
         if deadline.is_stopped():
             left_out[name] = "interrupted before it was priced"
             continue
@@ -385,7 +386,7 @@ def _ours(
     """The best plan over several meshes."""
     found: list[SolvedPlan] = []
     last: InfeasibleError | None = None
-    for shape in shapes:
+    for shape in counted(shapes, "mesh"):
         if found and deadline.is_stopped():
             break  # the best of the meshes so far
         _tell(f"ours on {MeshAxes.of(shape)}")

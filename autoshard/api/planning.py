@@ -36,6 +36,7 @@ from autoshard.planner.request import OwnMeshError, PlanRequest
 from autoshard.planner.requested_shardings import AUTO
 from autoshard.planner.stage_choice import stage_choice
 from autoshard.planner.store import Directory, cache_at, key_of, lock_at, misfits
+from autoshard.report.progress import counted
 
 
 def plan(
@@ -316,7 +317,7 @@ def _fitting(questions: Sequence[PlanRequest], options: Options) -> dict[int, So
     """
     plans: dict[int, SolvedPlan] = {}
     errors: list[InfeasibleError] = []
-    for i, question in enumerate(questions):
+    for i, question in counted(list(enumerate(questions)), "mesh"):
         try:
             plans[i] = _cached(question, options)
         except InfeasibleError as error:

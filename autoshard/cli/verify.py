@@ -1,6 +1,7 @@
 """`autoshard verify`: a plan beside the program that the real compiler makes of it."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -83,9 +84,16 @@ def verify(
         with progress.shown(errors(), f"build {target}"):
             fn, args = load_target(target, assignments(set_ or (), "--set"))
             made = autoshard.load(plan_file).bind(fn, *args)
-    with progress.shown(errors(), "compile"):
-        found = made.verify(compiler=None if compiler is None else compiler.value, tolerance=tolerance)
-        kept = made.honoured() if layouts and isinstance(made, autoshard.SolvedPlan) else None
+    try:
+        with progress.shown(errors(), "compile"):
+            found = made.verify(compiler=None if compiler is None else compiler.value, tolerance=tolerance)
+            kept = made.honoured() if layouts and isinstance(made, autoshard.SolvedPlan) else None
+    except KeyboardInterrupt:
+        lost = (
+            "" if plan_file is not None else "; `autoshard plan … --out plan.json` writes the plan for --plan plan.json"
+        )
+        errors().print(f"interrupted while it compiled: nothing is compared{lost}", markup=False, soft_wrap=True)
+        raise typer.Exit(128 + signal.SIGINT) from None
     if trace is not None:
         files.write_whole(trace, json.dumps(found.trace()))
     if as_json:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator
 
 from rich import progress
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from autoshard.explore.ranking import Progress
 from autoshard.report.tables import time_text
@@ -22,6 +22,9 @@ def shown(console: Console) -> Generator[Callable[[Progress], None] | None]:
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TextColumn("about"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
         TextColumn("{task.fields[best]}"),
         console=console,
         transient=True,

@@ -48,6 +48,7 @@ from autoshard.problem import bill
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Decisions
 from autoshard.problem.ports import Usage
+from autoshard.report.progress import counted
 from cost_models import Hardware, Machine
 from cost_models.closed_forms.layout_search import Priced
 from cost_models.closed_forms.training_layout import TrainingLayout
@@ -172,7 +173,7 @@ def pipelined(
     alike: dict[tuple[Any, ...], Priced] = {}
     for one in priced:
         alike.setdefault(_proposal(one.layout), one)
-    for one in alike.values():
+    for one in counted(list(alike.values()), "layout"):
         budget = Budget(time_limit_s=time_limit_s, rel_gap=rel_gap)
         fitting: list[Staged] = []
         try:

@@ -1,9 +1,11 @@
-"""Progress: shows the current stage of planning on a terminal or in a notebook."""
+"""Progress: shows the current stage of planning on a terminal or in a notebook, and how long it takes yet."""
 
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Generator
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import TypeVar
 
 from rich.console import Console
 
@@ -14,19 +16,58 @@ STAGES = ("trace", "graph", "strategies", "price", "solve", "constraints")
 _LOG = logging.getLogger("autoshard")
 
 
+_T = TypeVar("_T")
+
+
+def counted(things: Sequence[_T], what: str) -> Iterator[_T]:
+    """The things one by one, while progress shows which one it is, and about how long the rest takes.
+
+    Args:
+      things: what a loop goes through; of one alone nothing is shown.
+      what: the word for one of them, such as "mesh".
+    """
+    if len(things) < 2:
+        yield from things
+        return
+    begin_s = time.monotonic()
+    try:
+        for i, thing in enumerate(things):
+            part = f"{what} {i + 1} of {len(things)}"
+            if i:
+                part += f", about {_span((time.monotonic() - begin_s) / i * (len(things) - i))} left"
+            _LOG.debug("%s", part, extra={"part": part})
+            yield thing
+    finally:
+        _LOG.debug("%s done", what, extra={"part": ""})
+
+
+def _span(seconds: float) -> str:
+    """Seconds as people wait for them: `40 s`, `3 min`."""
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
 class _Stages(logging.Handler):
-    """Follows the log: shows the stage that comes after the last finished one, and the messages of a long stage."""
+    """Follows the log: shows the stage that comes after the last finished one, and the messages of a long stage.
+
+    Before them it shows which part of a loop runs.
+    """
 
     def __init__(self, update: Callable[[str], None]) -> None:
         super().__init__(logging.DEBUG)
         self._update = update
+        self._part = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        now, done = getattr(record, "now", None), getattr(record, "stage", None)
+        now, done, part = (getattr(record, name, None) for name in ("now", "stage", "part"))
+        if part is not None:
+            self._part = part
+            if part:
+                self._update(f"{part} …")
+            return
+        if now is None and done in STAGES[:-1]:
+            now = f"{STAGES[STAGES.index(done) + 1]} …"
         if now is not None:
-            self._update(now)
-        elif done in STAGES[:-1]:
-            self._update(f"{STAGES[STAGES.index(done) + 1]} …")
+            self._update(f"{self._part}: {now}" if self._part else now)
 
 
 @contextlib.contextmanager
@@ -42,7 +83,7 @@ def progress() -> Generator[None]:
 
 @contextlib.contextmanager
 def shown(console: Console, first: str) -> Generator[None]:
-    """Shows a spinner with the current stage and removes it at the end; without a terminal, shows nothing.
+    """Shows a spinner with the current stage and the time so far, gone at the end; without a terminal, shows nothing.
 
     Inside of another spinner, that one stays.
 
@@ -69,7 +110,19 @@ def _followed(console: Console, first: str) -> Generator[None]:
             stack.callback(line.update, "")
             handler = _Stages(line.update)
         elif console.is_terminal:
-            handler = _Stages(stack.enter_context(console.status(f"{first} …")).update)
+            from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # seldom needed
+
+            spinner = stack.enter_context(
+                Progress(
+                    SpinnerColumn(),
+                    TextColumn("{task.description}", markup=False),
+                    TimeElapsedColumn(),
+                    console=console,
+                    transient=True,
+                )
+            )
+            task = spinner.add_task(f"{first} …", total=None)
+            handler = _Stages(lambda now: spinner.update(task, description=now))
         else:
             yield
             return

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 import autoshard
 import cost_models
 from autoshard import cli
+from autoshard.backends import compile
 from autoshard.cli.written import assignments, byte_count, mesh_axes, pin_of
 from autoshard.errors import MeshError, SpecError, TargetError
 from autoshard.explore.builder import load_target
@@ -108,6 +109,19 @@ def test_ctrl_c_before_there_is_a_plan_ends_it() -> None:
     assert done.exit_code == 130
     assert "before there was any plan" in done.stderr
     assert not done.stdout
+
+
+@pytest.mark.usefixtures("heard")
+def test_ctrl_c_while_a_compiler_runs_says_what_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "plan.json"
+    assert run("plan", *SMALL, *ON, "--out", str(file)).exit_code == 0
+    monkeypatch.setattr(compile.subprocess, "run", lambda *_, **__: signal.raise_signal(signal.SIGINT))  # the child's
+    for given, again in ((["--plan", str(file)], False), (ON, True)):
+        done = run("verify", *SMALL, *given, "--compiler", "cpu")
+        assert done.exit_code == 130
+        assert "interrupted while it compiled: nothing is compared" in done.stderr
+        assert ("writes the plan" in done.stderr) is again
+        assert not done.stdout
 
 
 # --- Before any command ----------------------------------------------------------------
@@ -441,6 +455,8 @@ def test_assignments_are_literals_or_text() -> None:
         ([{"stage": "price"}, {"now": "solve: 3 ms"}], "solve: 3 ms"),
         ([{"stage": "solve"}, {"stage": "constraints"}], "constraints …"),
         ([{}], "begin …"),
+        ([{"part": "mesh 2 of 3, about 9 s left"}, {"stage": "trace"}], "mesh 2 of 3, about 9 s left: graph …"),
+        ([{"part": "mesh 3 of 3"}, {"part": ""}, {"stage": "trace"}], "graph …"),
     ],
 )
 def test_a_terminal_sees_the_stages(logged: list[dict[str, str]], shown: str) -> None:
@@ -453,6 +469,18 @@ def test_a_terminal_sees_the_stages(logged: list[dict[str, str]], shown: str) ->
     assert any(shown in frame for frame in last[-3:])
     assert log.level == logging.NOTSET
     assert not log.handlers
+
+
+def test_a_loop_says_which_part_runs_and_how_long_yet(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = iter((0.0, 30.0, 400.0))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now_s))
+    with caplog.at_level(logging.DEBUG, logger="autoshard"):
+        assert list(progress.counted("abc", "mesh")) == ["a", "b", "c"]
+        assert list(progress.counted("a", "mesh")) == ["a"]
+    told = [entry.__dict__["part"] for entry in caplog.records]
+    assert told == ["mesh 1 of 3", "mesh 2 of 3, about 60 s left", "mesh 3 of 3, about 3 min left", ""]
 
 
 def test_planning_logs_every_stage(caplog: pytest.LogCaptureFixture) -> None:
