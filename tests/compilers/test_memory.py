@@ -193,7 +193,7 @@ def test_the_gpu_compiler_reduces_each_gradient_behind_all_other_contractions() 
 @pytest.mark.parametrize(
     ("model", "fields"),
     [
-        ("llama3-8b", {"layers": 4, "batch": 8, "sequence": 512, "remat": "full"}),
+        pytest.param("llama3-8b", {"layers": 4, "batch": 8, "sequence": 512, "remat": "full"}, marks=pytest.mark.slow),
         ("mlp-8k", {"layers": 4, "batch": 1024}),
     ],
 )

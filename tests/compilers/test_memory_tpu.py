@@ -41,7 +41,10 @@ def arguments() -> tuple[Any, ...]:
     return (layers, bf16(WIDTH, VOCABULARY)), bf16(ROWS, WIDTH), jax.ShapeDtypeStruct((ROWS,), jnp.int32)
 
 
-@pytest.mark.parametrize(("hardware", "devices", "late"), [("tpu-v5p:2x2x2", 8, True), ("tpu-v5e:4x4", 16, False)])
+@pytest.mark.parametrize(
+    ("hardware", "devices", "late"),
+    [pytest.param("tpu-v5p:2x2x2", 8, True, marks=pytest.mark.slow), ("tpu-v5e:4x4", 16, False)],
+)
 def test_where_nothing_runs_beside_compute_a_whole_gradient_is_made_behind_the_loop(
     hardware: str, devices: int, *, late: bool
 ) -> None:
@@ -131,7 +134,7 @@ def compiled(hardware: str, devices: int) -> str:
     return compile.compile(traced, topology=hardware, mesh=mesh, compiler_options=options).hlo_text
 
 
-@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.parametrize("sequences", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_scores_of_a_devices_only_sequence_are_kept_as_their_product_leaves_them(sequences: int) -> None:
     """In bf16; those of more are kept in f32, exponentiated."""
     devices, layers, length, heads, size = 8, 3, 2048, 16, 128

@@ -67,6 +67,7 @@ def test_a_weight_that_is_gathered_for_each_use_is_so_where_its_product_is_resha
     assert (row.kind, row.predicted_bytes, row.emitted_bytes) == ("all-gather", 2**22, 2**22)
 
 
+@pytest.mark.slow
 @needs_tpu_compiler
 def test_libtpu_gathers_weights_again_for_the_backward_pass() -> None:
     """FSDP by hand: of three layers all but the last perceptron's weights are gathered twice."""

@@ -27,7 +27,9 @@ from tests.verification.test_verify import MESH, check, planned
         # Gradients wait for their reductions, of a large batch, and of a small one for the last of them.
         ("mlp-8k", {"batch": 65536}, 0.2),
         pytest.param("gpt2-small", {}, MEMORY_TOLERANCE, marks=pytest.mark.slow),
-        ("gpt2-small", {"vocab": 50_304, "layers": 2, "batch": 1, "sequence": 128}, 0.25),
+        pytest.param(
+            "gpt2-small", {"vocab": 50_304, "layers": 2, "batch": 1, "sequence": 128}, 0.25, marks=pytest.mark.slow
+        ),
         pytest.param(
             "llama3-8b", {"layers": 4, "batch": 8, "sequence": 2048}, MEMORY_TOLERANCE, marks=pytest.mark.slow
         ),
@@ -40,7 +42,7 @@ def test_the_h100_compiler_follows_the_plan(name: str, fields: dict[str, int], m
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize(("rows", "remat"), [(1024, False), (65536, True)])
+@pytest.mark.parametrize(("rows", "remat"), [(1024, False), pytest.param(65536, True, marks=pytest.mark.slow)])
 def test_a_scan_over_layers_is_followed_trip_by_trip(rows: int, *, remat: bool) -> None:
     """Small batch: two reductions of activations per layer. Large: weights gathered twice, gradients scattered."""
     layers, width, hidden = 8, 4096, 16384

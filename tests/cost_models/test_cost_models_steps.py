@@ -221,6 +221,7 @@ def test_layouts_that_do_not_fit():
         step(TrainingLayout(fsdp=8, microbatch=2), sequences=4)
 
 
+@pytest.mark.slow
 def test_the_constants_in_the_file_are_those_that_the_fit_finds(runs: list[Run]):
     chosen = [run for run in fit_half(runs) if run.chip == "tpu-v5e"]
     assert len(chosen) == 8

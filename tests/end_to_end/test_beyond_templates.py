@@ -126,6 +126,7 @@ def moved(plan: SolvedPlan, *axes: str, hideable: bool | None = None) -> list[tu
 # --- Heads -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_25_heads_on_8_devices() -> None:
     """25 heads do not divide by 8, 4 or 2: no Megatron at all. FSDP applies, for 8 sequences.
 

@@ -71,7 +71,6 @@ QUICK = {
     *(("mlp-tiny", recipe, False) for recipe in ("dp", "zero1", "zero2", "fsdp_megatron", "weight_stationary_2d")),
     ("mlp-tiny", "hsdp", True),
     ("tiny-llama", "fsdp_context", False),
-    ("tiny-mixtral", "expert_megatron", True),
 }
 
 

@@ -48,7 +48,7 @@ def backwards() -> Program:
     return step(loss), (stack(DEPTH), weights(4, 6), jax.random.key(0))
 
 
-@pytest.mark.parametrize("group", [2, 3])
+@pytest.mark.parametrize("group", [3, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [*DEEP, "backwards"])
 def test_groups_compute_the_same(name: str, group: int) -> None:
     program = backwards() if name == "backwards" else deep(name)

@@ -130,7 +130,7 @@ def test_what_a_record_decided_is_not_decided_again() -> None:
     assert decided_by(plan.record, request).remat == "written"
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_fits_by_repeating_all_is_found_without_the_solver(*, scan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the choice is too large to be solved in time, a plan that repeats all it can is one that fits."""
     fn, *args = step("tiny-llama", layers=3, batch=64, sequence=256, context=256, vocab=512, scan=scan)

@@ -44,7 +44,7 @@ def test_loops_are_scheduled_by_analytical_estimates_where_these_work(
 ) -> None:
     compiler = XLA_GPU_0_10 if estimates else XLA_GPU
     monkeypatch.setattr(devices, "compiler_of", lambda hardware: compiler)
-    step, args = models.build("tiny-llama", batch=8, scan=scan)
+    step, args = models.build("mlp-tiny", scan=scan)
     options = autoshard.plan(step, *args, mesh={"data": 8}, hardware="h100:1x8", donate_argnums=0).compiler_options
     assert ("xla_gpu_enable_analytical_latency_estimator" in options) == (scan and estimates)
 
