@@ -247,17 +247,20 @@ def _trips_that_add(evidence: Evidence, at: int) -> int:
             if user.name in seen or user is computation.root:
                 continue
             seen.add(user.name)
-            if flow.adds(user) and user.name in returned and _carries(computation, user):
+            if flow.adds(user) and user.name in returned and _only_adds_to_carry(evidence, computation, user):
                 return flow.loops.trip_count(flow.loops.around[one.computation][1]) or 1
             if user.opcode in VIEWS:
                 left.append(user)
     return 1
 
 
-def _carries(computation: hlo.Computation, instruction: hlo.Instruction) -> bool:
-    """Whether an operand is an element of what the loop carries."""
-    operands = (computation[name] for name in instruction.operands)
-    return any(x.opcode == "get-tuple-element" and computation[x.operands[0]].opcode == "parameter" for x in operands)
+def _only_adds_to_carry(evidence: Evidence, computation: hlo.Computation, addition: hlo.Instruction) -> bool:
+    """Whether an operand is an element of what the loop carries, and nothing else in a trip takes it."""
+    for name in addition.operands:
+        x = computation[name]
+        if x.opcode == "get-tuple-element" and computation[x.operands[0]].opcode == "parameter":
+            return evidence.flow.users_in(computation)[name] == (addition,)
+    return False
 
 
 def mended_in_vain(evidence: Evidence, least_s: float) -> Mapping[str, float]:

@@ -210,6 +210,8 @@ def _added_in_trips(graph: Graph) -> dict[int, int]:
         terms = set(graph.operands[e])
         if not eqn.traits.addition or not terms & carried or graph.results[e][0] not in returned:
             continue
+        if not all(_is_only_added(graph, value, e) for value in terms & carried):
+            continue  # such as the residual stream of layers, which every trip reads
         left = list(terms - carried)
         trips = graph.trips[graph.results[e][0]] // max(1, returned[graph.results[e][0]])
         found[e] = trips
@@ -227,3 +229,14 @@ def _added_in_trips(graph: Graph) -> dict[int, int]:
             elif graph.eqns[maker].primitive == REDUCE_SUM:
                 left += graph.operands[maker]
     return found
+
+
+def _is_only_added(graph: Graph, value: int, addition: int) -> bool:
+    """Whether nothing but one addition takes a value."""
+    left = [value]
+    while left:
+        for use, _ in graph.consumers.get(left.pop(), ()):
+            if use != addition and not graph.eqns[use].traits.same_values:
+                return False
+            left += graph.results[use] if use != addition else ()
+    return True

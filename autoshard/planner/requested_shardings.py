@@ -97,7 +97,7 @@ def _by_leaf(shardings: Any, tree: Any, paths: Sequence[str], what: str) -> dict
         raise SpecError(
             f"{what} is no prefix of the {'arguments' if what == 'in_shardings' else 'outputs'}: {error}"
         ) from error
-    leaves = jax.tree.leaves(spread, is_leaf=is_sharding)
+    leaves = jax.tree.structure(full).flatten_up_to(spread)  # a None where there is no leaf is none
     found: dict[int, PartitionSpec] = {}
     for i, leaf in enumerate(leaves):
         if leaf is None or leaf is AUTO:

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 from autoshard.backends import hlo
 from autoshard.ir.constraints import spec_of
 from autoshard.ir.graph import Eqn, Graph, Path
-from autoshard.ir.op_traits import CONSTRAINT, LOOP_SLICE
+from autoshard.ir.op_traits import CONSTRAINT, LOOP_SLICE, SHARD_MAP, traits_of
 from autoshard.verification.verify import argument_of, path_of
 
 _REDUCES = frozenset({"all-reduce", "reduce-scatter"})
@@ -25,7 +25,7 @@ class Asked:
         self._stored = frozenset(self._handed_on())
 
     def __call__(self, found: hlo.Collective) -> bool:
-        if found.kind in _REDUCES or found.op_name.endswith(CONSTRAINT):
+        if found.kind in _REDUCES or found.op_name.endswith(CONSTRAINT) or _is_by_hand(found):
             return True
         equations = self._equations.get(path_of(found.op_name))
         if equations is None:  # a result that moves to the sharding asked of it, or an argument's gather
@@ -55,6 +55,12 @@ class Asked:
             if _hands_on(eqn) and set(operands) <= stored and operands:
                 stored |= set(results)
         return stored
+
+
+def _is_by_hand(found: hlo.Collective) -> bool:
+    """Whether the body of a `shard_map` has the collective, or differentiating it made it."""
+    scopes, _, name = found.op_name.rpartition("/")
+    return SHARD_MAP in scopes.split("/") and traits_of(name).collective is not None
 
 
 def _axes(spec: PartitionSpec) -> set[str]:

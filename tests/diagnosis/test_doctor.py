@@ -75,6 +75,44 @@ def test_a_scatter_in_every_trip_is_found_behind_a_constraint_of_the_sum() -> No
     assert "sums in every trip" in {one.kind for one in found.findings}
 
 
+def test_a_residual_stream_is_no_sum_that_could_wait() -> None:
+    """Every layer adds to it, and reads it: its sums over devices are needed in every trip."""
+
+    def step(up: jax.Array, down: jax.Array, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+            return x + pinned(pinned(jnp.tanh(x @ w[0]), None, "data") @ w[1]), None
+
+        return jax.lax.scan(layer, x, (up, down))[0]
+
+    args = aval(P(None, None, "data"), MICRO, WIDTH, WIDTH), aval(P(None, "data"), MICRO, WIDTH, WIDTH)
+    found = diagnosis(step, *args, aval(P(), ROWS, WIDTH))
+    assert "sums in every trip" not in {one.kind for one in found.findings}
+
+
+def test_what_a_shard_map_does_is_asked_for_where_it_is_differentiated_too() -> None:
+    def body(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.tanh(jax.lax.all_gather(x, "data", axis=1, tiled=True) @ w)
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        made = jax.shard_map(body, mesh=ON, in_specs=(P(None, "data"), P(None, "data")), out_specs=P(None, "data"))
+        return jnp.sum(made(w, jnp.sin(x)) ** 2)
+
+    args = aval(P(None, "data"), WIDTH, WIDTH), aval(P(None, "data"), ROWS, WIDTH)
+    found = diagnosis(jax.grad(loss, argnums=(0, 1)), *args)
+    assert found.step.exposed_s > 0
+    assert "unasked" not in {one.kind for one in found.findings}
+
+
+def test_arguments_may_have_nothing_in_places() -> None:
+    """As a layer of Equinox without a bias has."""
+
+    def step(w: Any, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w["kernel"])
+
+    found = diagnosis(step, {"bias": None, "kernel": aval(P(), WIDTH, WIDTH)}, aval(P("data"), ROWS, WIDTH))
+    assert found.findings == ()
+
+
 def test_a_gather_that_a_constraint_asks_for_is_not_unasked() -> None:
     def step(w: jax.Array, x: jax.Array) -> jax.Array:
         narrow = jnp.tanh(w).astype(jnp.bfloat16)
