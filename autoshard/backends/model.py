@@ -307,6 +307,14 @@ class CompilerModel:
     )
     """A scatter that adds one element to each row is fused with what reads it: it compares positions."""
 
+    transposes_what_meets: bool = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2 and 0.12.0.1, attention of grouped heads by einsum, and its gradient",
+            "compilers/test_compiler_models.py::test_products_that_meet_in_different_orders_are_transposed",
+        )
+    )
+    """Products lie in the order of their dimensions; one that meets an earlier one of another order is transposed."""
+
     computes_once: frozenset[str] = field(
         metadata=_seen(
             "jax-cuda12-pjrt 0.10.2: it repeats exponentials, logistic functions, divisions, roots, logarithms, erf",

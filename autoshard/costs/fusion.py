@@ -1,6 +1,6 @@
 """Fusion: which equations are element-wise, fuse, or pass partial sums on; which values have no layout of their own."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,15 +115,15 @@ def _sum_flows(graph: Graph, rules: Sequence[ShardingRule], compiler: CompilerMo
     return tuple(flows)
 
 
-def levels(graph: Graph, fuses: Sequence[bool]) -> NDArray[np.int64]:
+def levels(graph: Graph, fuses: Sequence[bool], turned: Container[int]) -> NDArray[np.int64]:
     """The level of every value: the most fusions that end before its own, on any path to it.
 
     Values of one chain and one level depend on each other only through the chain: one kernel makes them. A reduction
-    of dimensions of size 1 ends no fusion.
+    of dimensions of size 1 ends no fusion; a kernel that writes a value in another order of dimensions (`turned`) does.
     """
     levels = np.zeros(len(graph.avals), np.int64)
     for e, eqn in enumerate(graph.eqns):
-        level = max((int(levels[v]) for v in graph.operands[e]), default=0)
+        level = max((int(levels[v]) + (v in turned) for v in graph.operands[e]), default=0)
         reduces = eqn.traits.ends_fusion and any(
             o.size > r.size for o, r in zip(eqn.operands, eqn.results, strict=False)
         )

@@ -36,6 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
+from autoshard.costs.dimension_orders import DimensionOrders
 from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, positions
 from autoshard.costs.scattered_terms import ScatteredTerm, scattered_terms
 from autoshard.ir.graph import Graph
@@ -88,6 +89,7 @@ def live_ranges(
     fuses: Sequence[bool],
     compiler: CompilerModel,
     *,
+    orders: DimensionOrders,
     stores_quotients: bool,
 ) -> LiveRanges:
     """The lives of a graph's values.
@@ -97,12 +99,13 @@ def live_ranges(
       rules: of its equations.
       fuses: per equation, whether XLA fuses it with its neighbours.
       compiler: who compiles it.
+      orders: of the dimensions of products in memory.
       stores_quotients: as of the machine.
     """
     spans = loop_spans(graph)
     made_by = graph.producers
     taken = np.zeros(len(graph.avals), bool)
-    stated: set[int] = set()
+    stated = set(orders.turned)
     alone: dict[int, int] = {}
     if compiler.contractions_make_their_operands:
         for e, eqn in enumerate(graph.eqns):
@@ -140,6 +143,7 @@ def live_ranges(
     if compiler.overwrites_last_read:
         anew = {term.onto for term in scattered}
         end[_find_overwritten(graph, fuses, stored, start, end, anew)] -= 1
+        end[_find_written_over(graph, stored, start, end, orders.onto)] -= 1
     return LiveRanges(
         stored=stored,
         named=named,
@@ -218,6 +222,26 @@ def _find_overwritten(
             if v in made_by and graph.avals[v] == aval and end[v] == start[result] + 1:
                 found.add(v)
                 break
+    return sorted(found)
+
+
+def _find_written_over(
+    graph: Graph,
+    stored: NDArray[np.bool_],
+    start: NDArray[np.int64],
+    end: NDArray[np.int64],
+    onto: Mapping[int, int],
+) -> list[int]:
+    """Stored products that are read for the last time by a kernel that writes as many elements in their order.
+
+    Both have their dimensions under different names; what has them under the same is `_find_overwritten`'s.
+    """
+    found: set[int] = set()
+    for v, product in onto.items():
+        before, after = graph.avals[product], graph.avals[v]
+        renamed = before.shape != after.shape and before.dtype == after.dtype
+        if stored[v] and stored[product] and renamed and end[product] == start[v] + 1:
+            found.add(product)
     return sorted(found)
 
 

@@ -10,7 +10,7 @@ of the same values, if that is as large as its operand and waits for nothing mor
 scores. What leads to reductions alone that have a kernel of their own is computed, and read, in no other.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,11 @@ from autoshard.ir.graph import Graph
 
 
 def reread(
-    graph: Graph, fuses: Sequence[bool], held: NDArray[np.bool_], levels: NDArray[np.int64]
+    graph: Graph,
+    fuses: Sequence[bool],
+    held: NDArray[np.bool_],
+    levels: NDArray[np.int64],
+    across: Container[int],
 ) -> Mapping[int, float]:
     """Reduction → bytes per element of its operand that a kernel of its own reads; 0 for one more in that kernel.
 
@@ -31,6 +35,7 @@ def reread(
       fuses: per equation, whether XLA fuses it with its neighbours.
       held: the values that lie in memory, also under another name.
       levels: of the values, see `costs.fusion`.
+      across: reductions along other dimensions than the minor ones, see `costs.dimension_orders`.
     """
     sources = _sources(graph, fuses, held)
     written = [v for v in sources if held[v] and not graph.eqns[graph.producers[v][0]].traits.renames]
@@ -42,6 +47,9 @@ def reread(
         operand, result = graph.operands[e][0], graph.results[e][0]
         read, aval = sources.get(operand, frozenset[int]()), graph.avals[operand]
         if held[operand] or not read or aval.size <= graph.avals[result].size:
+            continue
+        if e in across:
+            found[e] = sum(graph.avals[v].nbytes for v in read) / aval.size
             continue
         if aval.size > SHORT_ROW * graph.avals[result].size:
             own = not any(
@@ -76,6 +84,42 @@ def computed_elsewhere(
         onward = (fuses[e] or traits.renames) and not traits.ends_fusion
         if found[list(graph.results[e])].any() if onward else e not in reread:
             found[list(graph.operands[e])] = True
+    return found
+
+
+def kernel_levels(
+    graph: Graph, fuses: Sequence[bool], held: NDArray[np.bool_], levels: NDArray[np.int64], reread: Mapping[int, float]
+) -> list[frozenset[int]]:
+    """Per value, the levels of the kernels that compute it: a value in memory is read by each that computes a reader.
+
+    A reduction that has a kernel of its own pays for that. Another is made in the kernels that take it, if its rows
+    are short; else beside the values of its operand's level. What is kept or repeated is read by its recall.
+
+    Args:
+      graph: the program.
+      fuses: per equation, whether XLA fuses it with its neighbours.
+      held: the values that lie in memory, also under another name.
+      levels: of the values, see `costs.fusion`.
+      reread: the reductions that have a kernel of their own.
+    """
+    found: list[frozenset[int]] = [frozenset()] * len(graph.avals)
+    taken: list[frozenset[int]] = [frozenset()] * len(graph.avals)  # the kernels of a value's readers
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        traits = graph.eqns[e].traits
+        for v in graph.results[e]:
+            found[v] = frozenset({int(levels[v])}) if held[v] else taken[v]
+        if e in reread or (traits.choice and (fuses[e] or traits.renames)):
+            continue
+        for v in graph.operands[e]:
+            if not (fuses[e] or traits.renames):
+                taken[v] |= frozenset({int(levels[v])})
+                continue
+            if not traits.ends_fusion:
+                taken[v] |= found[graph.results[e][0]]
+                continue
+            result = graph.results[e][0]
+            short = graph.avals[v].size <= SHORT_ROW * graph.avals[result].size
+            taken[v] |= (taken[result] if short else frozenset()) or frozenset({int(levels[v])})
     return found
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import jax
@@ -310,3 +311,29 @@ def test_a_reduction_that_two_expressions_take_is_a_kernel_of_its_own(*, again: 
     machine = place_of({"x": 8}, "h100:1x8").machine
     reread = facts_of(program, MESH, machine, named("gpu"), Requirements(), unknown="replicate").reread
     assert list(reread.values()) == ([2.0, 4.0] if again else [])  # bytes per element, before they are cast
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Of heads in groups, or by themselves if a group has one: the equations of `jax.nn.dot_product_attention`."""
+    if q.ndim == k.ndim:
+        scores, back = "bshd,bthd->bhst", "bhst,bthd->bshd"
+    else:
+        scores, back = "bskgd,btkd->bkgst", "bkgst,btkd->bskgd"
+    weights = jax.nn.softmax(jnp.einsum(scores, q, k).astype(jnp.float32)).astype(jnp.bfloat16)
+    return jnp.einsum(back, weights, v)
+
+
+@pytest.mark.parametrize("grouped", [pytest.param(grouped, marks=GPU) for grouped in (False, True)])
+def test_products_that_meet_in_different_orders_are_transposed(*, grouped: bool) -> None:
+    """A kernel writes the gradient of grouped heads' scores in their order, as float32; of others none does."""
+    queries = BF16(8, 512, 4, 3, 128) if grouped else BF16(8, 512, 12, 128)
+    keys = BF16(8, 256, 4, 128) if grouped else BF16(8, 256, 12, 128)
+
+    def fn(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        out, back = jax.vjp(attention, q, k, v)
+        return back(jnp.tanh(out))
+
+    _, found = entry("h100:1x8", fn, (queries, keys, keys), (P("x"), P("x"), P("x")))
+    written = [m[1].split(",") for m in re.finditer(r"= f32\[([\d,]+)\]\S* fusion\(", found)]
+    scores = 12 * 512 * 256
+    assert any(prod(map(int, shape)) == scores for shape in written) == grouped

@@ -12,6 +12,7 @@ import pytest
 from autoshard.backends.known_compilers import XLA_GPU, XLA_TPU
 from autoshard.backends.model import CompilerModel
 from autoshard.costs import compute
+from autoshard.costs.dimension_orders import DimensionOrders
 from autoshard.costs.fusion import is_pointwise
 from autoshard.costs.liveness import LiveRanges, cast_ahead, live_ranges
 from autoshard.costs.strategies import WHOLE, decode
@@ -32,7 +33,9 @@ def lived(
     fuses = [
         compute.fusible(e, pointwise=is_pointwise(r), compiler=compiler) for e, r in zip(graph.eqns, rules, strict=True)
     ]
-    return graph, live_ranges(graph, rules, fuses, compiler, stores_quotients=stores_quotients)
+    return graph, live_ranges(
+        graph, rules, fuses, compiler, orders=DimensionOrders(), stores_quotients=stores_quotients
+    )
 
 
 def attention(q: Any, k: Any, v: Any) -> Any:

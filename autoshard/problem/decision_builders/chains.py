@@ -81,12 +81,12 @@ def _add_chain(draft: Draft, members: Sequence[int]) -> None:
 
 
 def _touched_bytes(facts: GraphFacts, members: Sequence[int], codes: Codes) -> NDArray[np.float64]:
-    """HBM bytes per device (S,) of a chain: each value that lies in memory once, as it is read and as it is written."""
+    """HBM bytes per device (S,) of a chain: what each of its kernels reads in memory, and what it writes there."""
     graph = facts.graph
     pieces = shards(codes, graph.avals[graph.results[members[0]][0]].ndim, facts.mesh)
     inside = {graph.results[e][0] for e in members}
     nbytes = np.zeros(len(codes))
-    seen: set[int] = set()
+    readers: dict[int, set[int]] = {}  # value in memory → the levels of the kernels that read it
     scattered = {term.addition for term in facts.lives.scattered}
     inside -= {graph.results[e][0] for e in scattered}  # written by a scatter, whatever kernel makes its term
     for e in members:
@@ -94,12 +94,10 @@ def _touched_bytes(facts: GraphFacts, members: Sequence[int], codes: Codes) -> N
             continue
         result = graph.results[e][0]
         for v in graph.operands[e]:
-            if v in seen or not facts.reads(v) or not facts.elsewhere[result]:
-                continue
-            if v in inside and facts.levels[v] == facts.levels[result]:
-                continue  # written by the same kernel, which has it in registers
-            seen.add(v)
-            nbytes += graph.avals[v].nbytes / np.minimum(pieces, max(graph.avals[v].size, 1))
+            if facts.reads(v) and facts.elsewhere[result]:
+                readers.setdefault(v, set()).update(facts.reading(v, result, inside=v in inside))
         if facts.held[result]:
             nbytes += graph.avals[result].nbytes / pieces
+    for v, kernels in readers.items():
+        nbytes += len(kernels) * graph.avals[v].nbytes / np.minimum(pieces, max(graph.avals[v].size, 1))
     return nbytes

@@ -1,18 +1,19 @@
 """Facts: the facts about a graph on a mesh, a machine and a compiler that no decision changes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
+from autoshard.costs.dimension_orders import DimensionOrders, dimension_orders
 from autoshard.costs.fusion import FusionTraits, fusion_traits, host_copies, levels
 from autoshard.costs.liveness import LiveRanges, in_place, live_ranges
 from autoshard.costs.loop_reductions import NONE, Accumulators, accumulators
 from autoshard.costs.overlap import EARLY, OverlapWindows, overlap_windows
 from autoshard.costs.prices import Machine
-from autoshard.costs.reductions import computed_elsewhere, reread
+from autoshard.costs.reductions import computed_elsewhere, kernel_levels, reread
 from autoshard.costs.resharding import Strides
 from autoshard.costs.shared_gathers import groups
 from autoshard.costs.strategies import SUM, Codes, check_counts, decode
@@ -53,9 +54,10 @@ class GraphFacts:
 
     `manual` is the mesh of the `shard_map` whose body the graph is. `held`: values that lie in memory, also
     under another name. `levels`: see `costs.fusion`. `in_place`: equations that may overwrite their first operand.
-    `apart`: value → groups of its uses that share no gather. `reread`, `elsewhere`: reductions that have kernels of
-    their own, and values that other kernels compute: see `costs.reductions`. `host_copies`: equations that copy to the
-    host's memory or back. `stages`: see `stage_dimensions`.
+    `apart`: value → groups of its uses that share no gather. `reread`, `elsewhere`, `kernels`: reductions that have
+    kernels of their own, values that other kernels compute, and per value the levels of those that compute it
+    (None: a chain's kernels count as one that reads): see `costs.reductions`.
+    `host_copies`: equations that copy to the host's memory or back. `stages`: see `stage_dimensions`.
     """
 
     graph: Graph
@@ -76,6 +78,7 @@ class GraphFacts:
     apart: Mapping[int, tuple[tuple[int, ...], ...]]
     reread: Mapping[int, float]
     elsewhere: NDArray[np.bool_]
+    kernels: Sequence[frozenset[int]] | None
     host_copies: frozenset[int]
     stages: Mapping[int, Stage]
 
@@ -88,6 +91,16 @@ class GraphFacts:
         maker = self.graph.producers.get(value, (-1, 0))[0]
         recalled = maker >= 0 and self.graph.recalls_slice(maker)
         return self.decides(value) and bool(self.held[value]) and not recalled
+
+    def reading(self, value: int, result: int, *, inside: bool) -> frozenset[int]:
+        """The levels of a chain's kernels that read a value in memory to compute a result.
+
+        What the same kernel writes, `inside` of the chain, it has in registers.
+        """
+        level = int(self.levels[value])
+        if self.kernels is not None:
+            return self.kernels[result] - ({level} if inside else set[int]())
+        return frozenset[int]() if inside and level == self.levels[result] else frozenset({0})
 
     def readers(self, value: int) -> int:
         """How many equations take a value, also as one that a loop keeps or repeats."""
@@ -139,11 +152,13 @@ def facts_of(
     rules = rules_of(graph.eqns, unknown=unknown)
     check_counts(graph, rules, mesh)
     traits = fusion_traits(graph, rules, required.equations, compiler)
-    lives = live_ranges(graph, rules, traits.fuses, compiler, stores_quotients=machine.stores_quotients)
+    orders = dimension_orders(graph, traits.fuses) if compiler.transposes_what_meets else DimensionOrders()
+    lives = live_ranges(graph, rules, traits.fuses, compiler, orders=orders, stores_quotients=machine.stores_quotients)
     held = lives.stored | lives.named
     lasting = {v for i, v in enumerate(graph.inputs) if i not in required.donated} | set(graph.outputs)
-    level = levels(graph, traits.fuses)
-    again = reread(graph, traits.fuses, held, level) if compiler.reduces_in_kernels_of_their_own else {}
+    level = levels(graph, traits.fuses, orders.turned)
+    alone = compiler.reduces_in_kernels_of_their_own
+    again = reread(graph, traits.fuses, held, level, orders.across) if alone else {}
     return GraphFacts(
         graph=graph,
         mesh=mesh,
@@ -165,4 +180,5 @@ def facts_of(
         stages={} if manual else stage_dimensions(graph, rules, traits.pointwise, mesh),
         reread=again,
         elsewhere=computed_elsewhere(graph, traits.fuses, held, again),
+        kernels=kernel_levels(graph, traits.fuses, held, level, again) if alone else None,
     )
