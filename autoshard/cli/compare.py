@@ -27,10 +27,8 @@ from autoshard.cli.options import (
 )
 from autoshard.cli.written import assignments, byte_count, mesh_axes
 from autoshard.errors import MeshError, TargetError
-from autoshard.explore.builder import load_builder, load_target
+from autoshard.explore.builder import MODELS, load_builder, load_target
 from autoshard.report import progress
-
-MODELS = "models"  # the package of the reference models, whose layouts are known
 
 
 @app.command()

@@ -15,6 +15,8 @@ from autoshard import _children
 from autoshard.errors import AutoshardError, TargetError
 from cost_models import CostModelError
 
+MODELS = "models"  # the package of reference models, which is not installed with this one
+
 _LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib/python3|/autoshard/(cli/)?\w+\.py$|^<frozen")
 
 
@@ -83,6 +85,8 @@ def load_builder(target: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name + ".").startswith(error.name + "."):
             way_out = f"it is neither in {Path.cwd()} nor installed"
+            if error.name == MODELS:
+                way_out += "; autoshard's reference models lie in its repository alone: run this in a clone of it"
         else:
             way_out = f"`{module_name}` needs it: install it"
         raise TargetError(f"no module named `{error.name}`; {way_out}") from error

@@ -444,6 +444,14 @@ def test_assignments_are_literals_or_text() -> None:
         assignments(["16"], "--set")
 
 
+def test_reference_models_lie_in_the_repository_alone(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['models'] = None; from autoshard import cli; cli.main()"  # as if not installed
+    command = [sys.executable, "-c", code, "plan", "models:gpt2_small", *ON]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "reference models lie in its repository alone: run this in a clone of it" in " ".join(done.stderr.split())
+
+
 # --- Progress ------------------------------------------------------------------------
 
 

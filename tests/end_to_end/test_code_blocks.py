@@ -1,8 +1,10 @@
 """Every code block of the site runs, in the order of its page, in an empty folder."""
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ PAGES = [
     for page in sorted(DOCS.rglob("*.md"))
     if any(b.kind in {"python", "console"} for b in blocks(page.read_text()))
 ]
+PROJECT = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
+WITH_AUTOSHARD = {"autoshard", "cost_models", *(re.split(r"\W", name)[0] for name in PROJECT["dependencies"])}
 NEEDS = {"hugging_face": "transformers.models.llama.modeling_flax_llama"}  # of version 4, which is no dev extra
 
 
@@ -40,3 +44,20 @@ def test_a_page_runs(page: Path, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+# Package as it is imported → as it is installed, where that is another name.
+INSTALLED_AS = {"haiku": "dm-haiku", "orbax": "orbax-checkpoint"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(DOCS)) for page in PAGES])
+def test_a_page_says_what_is_to_be_installed(page: Path) -> None:
+    text = page.read_text()
+    own = {Path(block.title).stem for block in blocks(text) if block.title is not None}
+    code = "\n".join(block.body for block in blocks(text) if block.kind == "python")
+    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", code, re.MULTILINE)) - own - sys.stdlib_module_names
+    needed = {INSTALLED_AS.get(name, name) for name in imported} - WITH_AUTOSHARD
+    if "models" in needed:
+        assert "in a clone" in text.replace("\n", " ")  # the reference models are not installed
+    named = {word for line in re.findall(r"pip install ([^`\n]+)", text) for word in re.findall(r"[\w-]+", line)}
+    assert needed - {"models"} <= named
