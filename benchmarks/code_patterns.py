@@ -10,7 +10,7 @@ import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 from flax import nnx
+from flax.linen import spmd
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -196,9 +197,9 @@ class LinenBlock(nn.Module):
 
         h = nn.LayerNorm(dtype=jnp.bfloat16, use_bias=False, use_scale=False)(x)
         h = nn.gelu(dense(FEATURES, "embed", "mlp")(h))
-        h = nn.with_logical_constraint(h, ("batch", "length", "mlp"), mesh=self.mesh)
+        h = spmd.with_logical_constraint(h, ("batch", "length", "mlp"), mesh=self.mesh)
         x = x + dense(WIDTH, "mlp", "embed")(h)
-        return nn.with_logical_constraint(x, ("batch", "length", None), mesh=self.mesh)
+        return spmd.with_logical_constraint(x, ("batch", "length", None), mesh=self.mesh)
 
 
 class LinenModel(nn.Module):
@@ -211,12 +212,12 @@ class LinenModel(nn.Module):
         """The logits of tokens."""
         table = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("vocab", "embed"))
         x = nn.Embed(VOCABULARY, WIDTH, embedding_init=table, dtype=jnp.bfloat16)(ids)
-        x = nn.with_logical_constraint(x, ("batch", "length", None), mesh=self.mesh)
+        x = spmd.with_logical_constraint(x, ("batch", "length", None), mesh=self.mesh)
         for _ in range(LAYERS):
             x = nn.remat(LinenBlock)(self.mesh)(x)
         head = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("embed", "vocab"))
         logits = nn.Dense(VOCABULARY, use_bias=False, dtype=jnp.bfloat16, kernel_init=head)(x)
-        return nn.with_logical_constraint(logits, ("batch", "length", "vocab"), mesh=self.mesh)
+        return spmd.with_logical_constraint(logits, ("batch", "length", "vocab"), mesh=self.mesh)
 
 
 def linen(devices: int) -> Target:
@@ -229,7 +230,7 @@ def linen(devices: int) -> Target:
         return model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
 
     boxed = jax.eval_shape(init)
-    specs = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), on.mesh, rules)
+    specs = spmd.logical_to_mesh_sharding(nn.get_partition_spec(boxed), cast(Any, on.mesh), rules)
     state = nn.unbox(boxed)
     moments = jax.eval_shape(optax.adam(1e-3).init, state)
     whole = NamedSharding(on.mesh, P())
@@ -244,7 +245,8 @@ def linen(devices: int) -> Target:
     def step(state: Any, batch: Any) -> Any:
         def loss(params: Any) -> Array:
             with nn.logical_axis_rules(rules):
-                return cross_entropy(model.apply(params, batch[0]), batch[1])
+                logits: Any = model.apply(params, batch[0])
+                return cross_entropy(logits, batch[1])
 
         return updated(state, jax.grad(loss)(state[0]))
 
@@ -392,8 +394,8 @@ def experts(devices: int) -> Target:
     def step(params: list[tuple[Array, ...]], x: Array) -> Any:
         def loss(params: Any) -> Array:
             y = x
-            for layer in params:
-                y = apply(*layer, y)
+            for up, down, router in params:
+                y = apply(up, down, router, y)
             return jnp.mean(jnp.square(y.astype(jnp.float32)))
 
         return jax.tree.map(lambda w, g: w - (1e-3 * g).astype(w.dtype), params, jax.grad(loss)(params))

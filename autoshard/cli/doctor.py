@@ -20,6 +20,11 @@ from autoshard.errors import HloError, MeshError, SpecError, TargetError
 from autoshard.explore.builder import load_target
 from autoshard.report import progress
 
+_WRITE = (
+    "write jax.jit(f).lower(…).compile().as_text(), or take the file of an XLA dump (XLA_FLAGS=--xla_dump_to=DIR) that "
+    "ends in after_optimizations.txt"
+)
+
 
 class Format(StrEnum):
     """How findings are printed."""
@@ -93,7 +98,12 @@ def _of_text(path: Path, hardware: str | None, mesh: str | None) -> Diagnosis:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise HloError(f"cannot read {path}: {error}") from error
-    return doctor_of_text(text, hardware=hardware, mesh=None if mesh is None else mesh_axes(mesh))
+    if not text.strip():
+        raise HloError(f"{path} is empty: {_WRITE}")
+    try:
+        return doctor_of_text(text, hardware=hardware, mesh=None if mesh is None else mesh_axes(mesh))
+    except HloError as error:
+        raise HloError(f"{path}: {error}. It must be the text of one compiled program: {_WRITE}") from error
 
 
 def share(written: str) -> float:

@@ -82,6 +82,8 @@ def doctor_of_text(text: str, *, hardware: str, mesh: Mapping[str, int] | None =
     """
     try:
         module = hlo.read(text)
+        if mesh is None:  # another number of devices is told of as one, not by its factors
+            devices.place({"devices": module.num_partitions}, hardware)
         target = devices.place(_factors(module.num_partitions) if mesh is None else mesh, hardware)
         return diagnosed(_of_module(module, target, target.compiler))
     except AutoshardError:

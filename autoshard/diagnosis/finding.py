@@ -14,6 +14,7 @@ from autoshard.report.tables import bytes_text, columns, fields, paragraph, rend
 
 SCHEMA_VERSION = 1
 
+_TRIAL_NUMBERS = 28  # columns of a table of flags, behind the flags
 _PLACE = re.compile(r"(?P<file>[^\s:]+):(?P<line>\d+)")
 
 
@@ -167,14 +168,16 @@ class Diagnosis(Shown):
             )
         if step.peak_bytes is not None:
             said.append(("memory", f"{bytes_text(step.peak_bytes)} at its peak, as it was compiled"))
-        said.append(("findings", f"{len(self.findings)}; each with the seconds that its change saves"))
+        each = "each with the seconds that its change saves" if self.findings else "no change is known that saves much"
+        said.append(("findings", f"{len(self.findings)}; {each}"))
         return said
 
     def _trial_table(self, width: int) -> Any:
         head = ("flag", "step", "change", "peak")
+        room = width - _TRIAL_NUMBERS
         rows = [
             (
-                trial.flag,
+                trial.flag if len(trial.flag) <= room else trial.flag.replace("=", "\n=", 1),
                 "-" if trial.step_s is None else time_text(trial.step_s),
                 "does not compile" if trial.step_s is None else f"{trial.step_s / self.step_s - 1:+.1%}",
                 "-" if trial.peak_bytes is None else bytes_text(trial.peak_bytes),

@@ -11,6 +11,7 @@ from autoshard.problem import memory_profile
 from autoshard.problem.decisions import Input
 from autoshard.report.tables import bytes_text, short_place
 
+UNNAMED = "values without a source line"
 OWNERS = 4  # named of those that hold the most
 _AT_ONCE = 6  # that a step which gathers again still holds (XLA:GPU, `benchmarks.hand_sharded: kept_gathers`: 6.5)
 
@@ -38,7 +39,7 @@ def out_of_memory(evidence: Evidence) -> Iterator[Finding]:
         where=most[0][0],
         bytes=peak - memory.limit_bytes,
         cause=f"A device needs {bytes_text(peak)} and has {bytes_text(memory.limit_bytes)}. At the peak it holds "
-        + ", ".join(f"{bytes_text(nbytes)} of {short_place(name)}" for name, nbytes in most[:OWNERS]),
+        + ", ".join(f"{bytes_text(nbytes)} of {short_place(name)}" for name, nbytes in most[:OWNERS] if nbytes),
         change=_nearest(source, peak),
     )
 
@@ -83,7 +84,7 @@ def owners(source: Source) -> list[tuple[str, int]]:
         if use.start <= at < use.end:
             node = decisions.nodes[use.node]
             name = f"{node.holds} ({names[use.node].split('.')[0].split('[')[0]})" if isinstance(node, Input) else ""
-            found[name or node.where] += int(use.nbytes[choice[use.node]])
+            found[name or node.where or UNNAMED] += int(use.nbytes[choice[use.node]])
     return sorted(found.items(), key=lambda item: (-item[1], item[0]))
 
 

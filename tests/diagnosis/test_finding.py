@@ -56,6 +56,17 @@ def test_the_text_fits_and_names_everything() -> None:
         assert part in told
     assert "does not compile" in told
     assert "One thing may stay." in told
+    assert "no change is known" in str(replace(FOUND, findings=()))
+
+
+def test_a_long_flag_is_broken_before_its_value_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    flag = "--xla_gpu_reduce_scatter_combine_threshold_bytes=1073741824"
+    lines = str(replace(FOUND, trials=(Trial(flag=flag, step_s=0.1, peak_bytes=654_000_000),))).splitlines()
+    assert max(map(len, lines)) <= 80
+    (at,) = (i for i, line in enumerate(lines) if "threshold_bytes" in line)
+    assert lines[at].split()[0] == "--xla_gpu_reduce_scatter_combine_threshold_bytes"
+    assert lines[at + 1].split() == ["=1073741824"]
 
 
 def test_annotations_stand_at_their_lines() -> None:

@@ -5,6 +5,7 @@ The table in docs/guides/doctor.md is `python -m benchmarks.hand_sharded`.
 
 import pytest
 
+from benchmarks.code_patterns import PATTERNS, found
 from benchmarks.hand_sharded import CASES, HEALTHY, Case, diagnosis, kept_gathers, small_table
 from tests.installed import needs_gpu_compiler, needs_tpu_compiler
 
@@ -31,6 +32,14 @@ def test_a_pathology_is_the_first_finding_and_its_change_pays(case: Case) -> Non
 def test_healthy_steps_have_no_finding_above_a_percent(name: str) -> None:
     target, donate = HEALTHY[name]
     assert diagnosis(target(), donate=donate).worst < 0.01
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize("name", ["nnx", "equinox", "megatron", "explicit", "experts", "decode"])
+def test_steps_in_the_styles_of_code_bases_have_no_finding_above_a_percent(name: str) -> None:
+    (pattern,) = (one for one in PATTERNS if one.name == name)
+    assert found(pattern, "h100:1x8").worst < 0.01
 
 
 @pytest.mark.slow

@@ -195,6 +195,30 @@ def test_the_command_line_reads_text_compares_and_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("", "is empty"),
+        ("hello", "not HLO text"),
+        ("HloModule x", "no computation"),
+        (SICK[:900], "cannot read this line"),
+    ],
+)
+def test_a_file_that_is_no_program_is_named_with_the_way_to_write_one(tmp_path: Path, text: str, cause: str) -> None:
+    path = tmp_path / "step.txt"
+    path.write_text(text)
+    result = CliRunner().invoke(app, ["doctor", "--hlo", str(path), "--hardware", "h100:1x8"])
+    assert result.exit_code != 0
+    assert isinstance(result.exception, HloError)
+    for part in ("step.txt", cause, "compile().as_text()"):
+        assert part in str(result.exception)
+
+
+def test_another_number_of_devices_is_told() -> None:
+    with pytest.raises(MeshError, match="mesh devices=8 has 8 devices, topology 2x8 has 16"):
+        doctor_of_text(SICK, hardware="h100:2x8")
+
+
+@pytest.mark.parametrize(
     "arguments", [(), ("module:builder", "--hlo", "x"), ("--hlo", "x"), ("--hlo", "missing", "--hardware", "h100:1x8")]
 )
 def test_requests_that_cannot_be_served_are_refused(arguments: tuple[str, ...]) -> None:
