@@ -44,7 +44,9 @@ from autoshard.ir.op_traits import (
     DEVICE_PUT,
     DIV,
     EXP,
+    LOOP_CARRY,
     LOOP_CONST,
+    LOOP_RESULT,
     LOOP_SLICE,
     LOOP_STACK,
     RECALL,
@@ -140,9 +142,13 @@ def live_ranges(
         return end
 
     end = ends(late)
-    if compiler.overwrites_last_read:
-        anew = {term.onto for term in scattered}
-        end[_find_overwritten(graph, fuses, stored, start, end, anew)] -= 1
+    for e, eqn in enumerate(graph.eqns):
+        if eqn.primitive == LOOP_RESULT and end[graph.operands[e][0]] == start[graph.results[e][0]] + 1:
+            end[graph.operands[e][0]] -= 1  # what a loop carried last is its result
+    anew = {term.onto for term in scattered}
+    everywhere = compiler.overwrites_last_read
+    end[_find_overwritten(graph, fuses, stored, start, end, anew, everywhere=everywhere)] -= 1
+    if everywhere:
         end[_find_written_over(graph, stored, start, end, orders.onto)] -= 1
     return LiveRanges(
         stored=stored,
@@ -183,33 +189,41 @@ def _find_overwritten(
     start: NDArray[np.int64],
     end: NDArray[np.int64],
     anew: Container[int],
+    *,
+    everywhere: bool,
 ) -> list[int]:
     """Stored values whose last reader, a fusion, writes as many elements of their type: it does so in place.
 
     Values that one kernel reads twice, to reduce their rows first, are excluded, and those of which it reads an
     element elsewhere than where it writes (of a slice, of what is padded). `anew`: values that are written over none.
+    Without `everywhere` only those that loops carry: any compiler adds onto a sum where it lies.
     """
     made_by = graph.producers
     reads: dict[int, frozenset[int]] = {}  # value → the stored values that a fusion reads to compute it
     elsewhere: dict[int, frozenset[int]] = {}  # value → those of them of which it reads other elements than its own
     reduced: dict[int, frozenset[int]] = {}  # reduction → the values whose rows it reduces, if they are short
     found: set[int] = set()
+
+    def reads_of(v: int) -> frozenset[int]:
+        if stored[v]:
+            return frozenset({v}) if everywhere else frozenset()
+        return reads.get(v, frozenset())
+
     for e, fused in enumerate(fuses):
         eqn = graph.eqns[e]
+        if eqn.primitive == LOOP_CARRY:  # lies where the value does that enters the loop
+            (v,) = graph.operands[e]
+            reads[graph.results[e][0]] = frozenset({v}) if stored[v] else reads.get(v, frozenset())
         if not fused or eqn.primitive == TRANSPOSE or not graph.results[e]:
             continue
         result = graph.results[e][0]
-        reads[result] = frozenset[int]().union(
-            *({v} if stored[v] else reads.get(v, frozenset()) for v in graph.operands[e])
-        )
+        reads[result] = frozenset[int]().union(*(reads_of(v) for v in graph.operands[e]))
         twice = frozenset[int]().union(*(reduced.get(v, frozenset()) for v in reads[result]))
         aval = graph.avals[result]
         moves = eqn.primitive == REV
         elsewhere[result] = frozenset[int]().union(
             *(
-                ({v} if stored[v] else reads.get(v, frozenset()))
-                if moves or graph.avals[v].size != aval.size
-                else elsewhere.get(v, frozenset())
+                reads_of(v) if moves or graph.avals[v].size != aval.size else elsewhere.get(v, frozenset())
                 for v in graph.operands[e]
             )
         )

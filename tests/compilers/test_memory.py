@@ -1,4 +1,4 @@
-"""What XLA:GPU stores, repeats, overwrites and gathers again."""
+"""What XLA:GPU stores, repeats, overwrites and gathers again; and what every compiler overwrites in a loop."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard.problem import bill
 from benchmarks.verification import Case, subject
-from tests.installed import needs_gpu_compiler
+from tests.installed import GPU, TPU, needs_gpu_compiler
 
 F32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 BF16 = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
@@ -244,3 +244,36 @@ def test_the_gpu_compiler_holds_of_a_large_vocabulary_s_loss_what_it_is_said_to(
     memory = plan.verify().memory
     assert memory.compiled is not None
     assert memory.compiled.peak == pytest.approx(memory.predicted.peak, rel=0.05)
+
+
+def sums_of_trips(xs: Any, w: Any) -> Any:
+    """Two sums over the trips of a loop, each as large as the weight, whose terms no contraction makes."""
+
+    def trip(carry: Any, x: Any) -> Any:
+        one, other = carry
+        h = jnp.tanh(x @ w)
+        return (one + jnp.sin(h[:, None] - x[None, :]), other + jnp.cos(h[None, :] * x[:, None])), None
+
+    zero = jnp.zeros_like(w)
+    (one, other), _ = jax.lax.scan(trip, (zero, zero), xs)
+    return (one * w).sum() + (other * w).sum(0)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "compiler"),
+    [
+        pytest.param("h100:1x1", "gpu", marks=GPU),
+        pytest.param("tpu-v5e:1x1", "tpu", marks=TPU),
+        ("cpu:1", "cpu"),
+    ],
+)
+def test_compilers_add_onto_what_a_loop_carries_where_it_lies(hardware: str, compiler: Any) -> None:
+    """The weight and two sums: neither a new sum beside the old one, nor a result beside the last sum."""
+    width = 4096
+    plan = autoshard.plan(
+        sums_of_trips, F32((4, width)), F32((width, width)), mesh={"data": 1}, hardware=hardware, for_grad=False
+    )
+    memory = plan.verify(compiler).memory
+    assert memory.compiled is not None
+    assert memory.predicted.peak == pytest.approx(3 * 4 * width**2, rel=0.01)
+    assert memory.compiled.peak == pytest.approx(memory.predicted.peak, rel=0.02)
