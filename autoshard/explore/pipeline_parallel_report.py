@@ -43,7 +43,9 @@ def text(
             f"{sequences * sequence / p.step.seconds:,.0f}",
             f"{p.step.mfu:.1%}",
             bytes_text(p.step.peak_bytes),
-            runs_by(p.layout, layers=layers, sequences=sequences),
+            runs_by(p.layout, layers=layers, sequences=sequences).replace(
+                "(stages=", "(\nstages="
+            ),  # of itself no line ends there
         )
         for i, p in enumerate(found.ranked)
     ]
@@ -74,6 +76,11 @@ def runs_by(layout: TrainingLayout, *, layers: int, sequences: int) -> str:
         return f"none: {steps} microbatches in groups of {stages}"
     schedule = f', schedule="interleaved", repeats={repeats}' if repeats > 1 else ""
     return f'in_own_stages(stages="{STAGE_AXIS}", steps={steps}{schedule})'
+
+
+def _cell(call: str) -> str:
+    """A call as a table's cell: a line may end after its bracket, so that the column takes less room."""
+    return call.replace("(stages=", "(\nstages=")
 
 
 def verdict(found: LayoutRanking, planned: Sequence[Staged] = ()) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard.explore.ranking import Curve, RankedPlan, Ranking
-from autoshard.report.tables import GAP, bytes_text, columns, fields, paragraph, render, table, time_text
+from autoshard.report.tables import GAP, bytes_text, columns, count_text, fields, paragraph, render, table, time_text
 
 SCHEMA = 1
 SHOWN = 20  # rows in a terminal
@@ -90,8 +90,9 @@ def verdict(found: Ranking) -> str:
         said += f"; {ties} more {'is' if ties == 1 else 'are'} within 0.1%"
     priced = [(dollars, i) for i, row in enumerate(found.rows) if (dollars := found.dollars(row)) is not None]
     if priced and min(priced)[1]:
-        dollars, rank = min(priced)
-        said += f"; cheapest is {found.rows[rank].candidate} (rank {rank + 1}), ${_number(dollars)}"
+        _, rank = min(priced)
+        said += f"; cheapest is {found.rows[rank].candidate} (rank {rank + 1}), ${_dollars(found, found.rows[rank])}"
+        said += " per million steps" if found.days(best) is None else ""
     return said + "."
 
 
@@ -149,7 +150,7 @@ def _table(found: Ranking) -> tuple[list[str], list[list[str]], tuple[str, ...]]
     if found.days(found.best) is not None:
         shown.append(("days", lambda rank, row: _number(found.days(row))))
     if found.prices:
-        shown.append(("$", lambda rank, row: _number(found.dollars(row))))
+        shown.append((_dollars_of(found), lambda rank, row: _dollars(found, row)))
     head = [name for name, _ in shown]
     rows = [[cell(rank, row) for _, cell in shown] for rank, row in enumerate(found.rows)]
     return head, rows, (head[0], *head[3 : 3 + varied], *head[3 + varied :])
@@ -186,6 +187,16 @@ def _number(value: float | None) -> str:
     return "?" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
+def _dollars_of(found: Ranking) -> str:
+    """The head of the dollars' column: of the token budget; without one, of a million steps."""
+    return "$/1M steps" if found.days(found.best) is None else "$"
+
+
+def _dollars(found: Ranking, row: RankedPlan) -> str:
+    dollars = found.dollars(row)
+    return _number(dollars if dollars is None or found.days(row) is not None else 1e6 * dollars)
+
+
 _CURVE_HEAD = ("chips", "tokens/s", "of perfect", "mesh")
 
 
@@ -194,7 +205,7 @@ def _curve_rows(found: Ranking, curve: Curve) -> list[tuple[str, ...]]:
     return [
         (
             f"{p.chips:,}",
-            f"{p.per_s:,.4g}",
+            count_text(p.per_s),
             f"{p.per_s / first.per_s * first.chips / p.chips:.0%}",
             f"{found.rows[p.rank].candidate.mesh_text} on {found.rows[p.rank].candidate.hardware}",
         )

@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import isinf
 from typing import Any
 
 from autoshard.report.tables import bytes_text, columns, fields, flops_text, render, table, time_text
@@ -78,10 +79,21 @@ def numbers(chip: Chip, topology: Topology | None = None, *, width: int | None =
 
 def limits(found: Sequence[Limit], *, width: int | None = None) -> str:
     """Rules of thumb: the sizes from which each strategy is compute-bound, and the models that fit."""
-    rows = [(limit.name, f"{limit.value:,.4g}", limit.unit, limit.source) for limit in found]
+    rows = [(limit.name, *_limit(limit), limit.source) for limit in found]
     title = "rules of thumb, at peak rates; chapters of How to Scale Your Model"
     head = ("rule", "value", "unit", "chapter")
     return render(table(title, head, rows, right=("value",)), width=columns() if width is None else width)
+
+
+def _limit(limit: Limit) -> tuple[str, str]:
+    """A threshold, and its unit: times in the unit that reads best, sizes as counts."""
+    unit, _, per = limit.unit.partition(" ")
+    if unit == "s":
+        value, unit = time_text(limit.value).split(" ")
+        return value, f"{unit} {per}".rstrip()
+    if isinf(limit.value):
+        return "any", limit.unit
+    return f"{limit.value:,.0f}" if limit.value >= 100 else f"{limit.value:.3g}", limit.unit
 
 
 def number_text(key: str, value: float) -> str:

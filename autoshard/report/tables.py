@@ -4,7 +4,7 @@ import io
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -99,16 +99,17 @@ class _Fitting:
     footer: tuple[str, ...]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        widths = self._widths(options.max_width)
-        if widths is not None and self.spare:
-            yield from self._without(self.spare[0]).__rich_console__(console, options)
-            yield Text(f"no room for {self.spare[0].replace(chr(10), ' ')}: a wider terminal, or --json, shows it")
-            return
+        shown, left_out = self, list[str]()
+        while (widths := shown._widths(options.max_width)) is not None and shown.spare:
+            left_out.append(shown.spare[0].replace("\n", " "))
+            shown = shown._without(shown.spare[0])
         if widths is None:
-            yield _table(self, None)
-            return
-        needed = sum(widths) + GAP * len(widths)
-        yield from console.render(_table(self, widths), options.update(width=max(needed, options.max_width)))
+            yield _table(shown, None)
+        else:
+            needed = sum(widths) + GAP * len(widths)
+            yield from console.render(_table(shown, widths), options.update(width=max(needed, options.max_width)))
+        if left_out:
+            yield Text(f"no room for {', '.join(left_out)}: a wider terminal, or --json, shows them")
 
     def _without(self, column: str) -> "_Fitting":
         """The table less one of its spare columns."""
@@ -122,19 +123,18 @@ class _Fitting:
         )
 
     def _widths(self, room: int) -> list[int] | None:
-        """The width of every column if unbroken columns must be broken to fit; None if they need not."""
+        """The width of every column where not all are as wide as they would be; None where they are.
 
-        def width(i: int) -> int:
-            cells = [row[i] for row in (self.head, *self.rows, *([self.footer] if self.footer else []))]
-            kept = self.head[i] in self.right or self.head[i] in self.whole
-            return max(
-                (len(part) for cell in cells for part in (cell.split("\n") if kept else cell.split())), default=0
-            )
-
-        widths = [width(i) for i in range(len(self.head))]
-        room -= GAP * len(widths)
-        if sum(widths) <= room:
+        Words are broken only where there is no room otherwise, and text that is kept whole before them.
+        """
+        kept = [name in self.right or name in self.whole for name in self.head]
+        full = [self._longest(i, str.splitlines) for i in range(len(self.head))]
+        room -= GAP * len(full)
+        if sum(full) <= room:
             return None
+        widths = [full[i] if kept[i] else self._longest(i, str.split) for i in range(len(full))]
+        while sum(widths) < room:
+            widths[max(range(len(full)), key=lambda i: full[i] - widths[i])] += 1
         broken = [i for i, name in enumerate(self.head) if name not in self.right]
         while broken and sum(widths) > room:
             widest = max(broken, key=lambda i: widths[i])
@@ -142,6 +142,11 @@ class _Fitting:
                 break
             widths[widest] -= 1
         return widths
+
+    def _longest(self, i: int, parts: Callable[[str], list[str]]) -> int:
+        """The length of the longest of the parts, lines or words, of a column's cells."""
+        cells = (row[i] for row in (self.head, *self.rows, *([self.footer] if self.footer else [])))
+        return max((len(part) for cell in cells for part in parts(cell)), default=0)
 
 
 def _table(of: _Fitting, widths: Sequence[int] | None) -> Table:

@@ -131,6 +131,18 @@ def test_text_fits_a_terminal_and_says_what_has_no_room(found: Search) -> None:
     assert "no room" in ranking_report.text(found, width=50)
 
 
+def test_dollars_without_a_token_budget_are_of_a_million_steps(found: Search) -> None:
+    best = found.best
+    priced = replace(found, prices={best.candidate.hardware.partition(":")[0]: 2.0}, budget_tokens=0.0)
+    assert priced.days(best) is None
+    text = ranking_report.text(priced, width=120)
+    assert "$/1M steps" in text
+    row = next(line for line in text.splitlines() if line.split()[:1] in (["1"], ["1*"]))
+    assert float(row.split()[-1].replace(",", "")) == pytest.approx(
+        2.0 * best.candidate.chips * best.step_s / 3600 * 1e6, rel=0.01
+    )
+
+
 def test_processes_answer_as_one_does(found: Search) -> None:
     told: list[Progress] = []
     other = search(

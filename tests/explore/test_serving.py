@@ -118,7 +118,8 @@ def test_the_table_breaks_no_word_and_says_what_it_leaves_out(found: dict[tuple[
     narrow, wide = (serving_report.planned_text([one, *found.values()] * 5, width=width) for width in (80, 120))
     assert "11 rows: --json shows all" in " ".join(narrow.split())
     assert max(map(len, narrow.splitlines())) <= 80
-    assert "no room for $/million: a wider terminal, or --json, shows it" in narrow
+    assert "no room for $/million, memory: a wider terminal, or --json, shows them" in narrow
+    assert "no room" not in wide
     assert "12.3" not in narrow
     assert "12.3" in wide
     for text in (narrow, wide):

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -345,6 +346,16 @@ def test_numbers_are_never_cut_in_tables_that_are_too_narrow(width: int) -> None
     assert max(map(len, made.splitlines())) <= max(width, 54)
 
 
+@pytest.mark.parametrize("width", range(64, 110, 5))
+def test_words_stay_whole_where_there_is_room_for_them(width: int) -> None:
+    calls = ['in_own_stages(\nstages="pipeline", steps=8, schedule="interleaved", repeats=8)', "accumulate(steps=2)"]
+    layouts = ["CP 2 · PP 2 · FSDP 8, interleaved in 8 chunks, microbatches of 1, weights kept gathered", "DP 32"]
+    rows = [(layout, "1.92 s", call) for layout, call in zip(layouts, calls, strict=True)]
+    made = render(table("", ("layout", "step", "runs by"), rows, right=("step",)), width=width)
+    assert set(" ".join([*layouts, *calls]).split()) <= set(made.split())
+    assert max(map(len, made.splitlines())) <= width
+
+
 @pytest.mark.parametrize("width", [80, 100])
 def test_a_summary_of_long_names_shows_every_number(width: int) -> None:
     spec = P(("data", "model"), None, ("replica", "expert"))
@@ -416,3 +427,18 @@ def test_hardware_for_machines_is_json() -> None:
 )
 def test_what_is_proven_is_told(status: str, bound_s: float, told: str) -> None:
     assert proof_text(status, 0.5, bound_s) == told
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "written"),
+    [
+        (0.0009694, "s", "969 µs"),
+        (1.995, "s per step", "2 s per step"),
+        (26619.6, "tokens per sequence", "26,620 tokens per sequence"),
+        (1.26, "devices", "1.26 devices"),
+        (inf, "replicas", "any replicas"),
+    ],
+)
+def test_rules_of_thumb_are_written_as_people_read_them(value: float, unit: str, written: str) -> None:
+    made = hardware.limits([cost_models.Limit("a rule", value, unit, "a page")], width=80)
+    assert written in " ".join(made.split())
