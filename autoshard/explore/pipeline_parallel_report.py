@@ -43,9 +43,7 @@ def text(
             f"{sequences * sequence / p.step.seconds:,.0f}",
             f"{p.step.mfu:.1%}",
             bytes_text(p.step.peak_bytes),
-            runs_by(p.layout, layers=layers, sequences=sequences).replace(
-                "(stages=", "(\nstages="
-            ),  # of itself no line ends there
+            _cell(runs_by(p.layout, layers=layers, sequences=sequences)),
         )
         for i, p in enumerate(found.ranked)
     ]
