@@ -45,12 +45,9 @@ def rematerialized(evidence: Evidence, at: int) -> Better | None:
     one = evidence.emitted[at]
     if one.kind != "all-gather" or one.instruction not in evidence.module[one.computation].instructions:
         return None
-    computation, result = evidence.result(one)
     if all(value.op_name != one.op_name for value in evidence.rematerialized):
-        element = _element(evidence, at)
-        if not hlo.communicates(computation[one.instruction]) or element is None:
-            return None
-        if not evidence.flow.is_cut_again(computation, result, element):
+        result = _result(evidence, at)
+        if result is None or not evidence.flow.is_cut_again(*result):
             return None
     return (replace(one, kind="all-to-all", nbytes=one.nbytes // one.group_size),)
 

@@ -156,7 +156,9 @@ class Evidence:
         for at, one in enumerate(self.emitted):
             computation = self.module[one.computation]
             start = computation.instructions.get(one.instruction)
-            if one.kind != "all-gather" or _jax.REMATTED in one.op_name or start is None or not hlo.communicates(start):
+            if one.kind != "all-gather" or _jax.REMATTED in one.op_name or start is None:
+                continue
+            if not hlo.communicates(start) and start.opcode != "fusion":  # XLA:TPU begins gathers in fusions
                 continue
             if one.combined == len(start.operands) == 1:
                 found[at] = computation, computation[start.operands[0]]

@@ -41,12 +41,22 @@ class Asked:
     def _is_left_whole(self, e: int, found: hlo.Collective) -> bool:
         """Whether a constraint takes what an equation makes, and leaves out the axes over which that is gathered.
 
-        The partitioner names a gather after the value that it moves, not after the constraint that asks for it.
+        The partitioner names a gather after the value that it moves, not after the constraint that asks for it, and
+        moves a term of a sum in the place of the sum.
         """
         axes = {axis.partition(":")[0] for axis in found.axes or ()}
-        uses = [use for value in self._graph.results[e] for use, _ in self._graph.consumers.get(value, ())]
-        constraints = [eqn for eqn in map(self._graph.eqns.__getitem__, uses) if eqn.primitive == CONSTRAINT]
-        return any(not axes & _axes(spec_of(eqn)) for eqn in constraints)
+        left, seen = list(self._graph.results[e]), set[int]()
+        while left:
+            value = left.pop()
+            for use, _ in self._graph.consumers.get(value, ()):
+                eqn = self._graph.eqns[use]
+                if eqn.primitive == CONSTRAINT and not axes & _axes(spec_of(eqn)):
+                    return True
+                sums = eqn.traits.combines and eqn.results[0].shape == self._graph.avals[value].shape
+                if (sums or eqn.traits.cast) and use not in seen:
+                    seen.add(use)
+                    left += self._graph.results[use]
+        return False
 
     def _handed_on(self) -> set[int]:
         """Values that are program inputs, or such inputs cast, transposed, or a layer of them."""

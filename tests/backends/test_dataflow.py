@@ -81,6 +81,23 @@ ENTRY %main (p: f32[1024,64]) -> f32[128,64] {
 """
 
 
+# The same cut, in a fusion inside of a fusion, as XLA:TPU writes it: the outer one hands the position on.
+NESTED = (
+    SUMMED.replace("%cut (value", "%inner (value")
+    .replace(
+        "ENTRY %main",
+        """%outer (of: f32[1024,64], by: u32[]) -> f32[128,64] {
+  %of = f32[1024,64] parameter(0)
+  %by = u32[] parameter(1)
+  ROOT %part = f32[128,64] fusion(%of, %by), kind=kLoop, calls=%inner
+}
+
+ENTRY %main""",
+    )
+    .replace("fusion(%whole, %id), kind=kLoop, calls=%cut", "fusion(%whole, %id), kind=kOutput, calls=%outer")
+)
+
+
 def read(text: str) -> tuple[Dataflow, hlo.Computation, hlo.Instruction]:
     module = hlo.read(text)
     return Dataflow(module), module["main"], module["main"]["whole"]
@@ -97,6 +114,7 @@ def test_a_value_is_as_wide_as_its_readers_in_loops_and_fusions_take_it() -> Non
     ("text", "ways"),
     [
         (SUMMED, 8),
+        (NESTED, 8),
         (SUMMED.replace("f32[128,64]", "f32[512,64]").replace("{128,64}", "{512,64}"), 2),
         (SUMMED.replace("dynamic-slice(%half, %at", "dynamic-slice(%half, %none"), 1),
         (
@@ -105,7 +123,13 @@ def test_a_value_is_as_wide_as_its_readers_in_loops_and_fusions_take_it() -> Non
             1,
         ),
     ],
-    ids=["cut in eighths", "cut in halves", "cut alike on all devices", "returned whole, too"],
+    ids=[
+        "cut in eighths",
+        "cut in a fusion of a fusion",
+        "cut in halves",
+        "cut alike on all devices",
+        "returned whole, too",
+    ],
 )
 def test_a_sum_is_kept_in_as_many_parts_as_its_slices_by_device(text: str, ways: int) -> None:
     flow, main, whole = read(text)
@@ -120,6 +144,15 @@ def test_a_value_has_been_as_narrow_as_any_type_on_its_way() -> None:
     assert flow.least_width(main, main["again"]) == 2
     assert flow.least_width(main, main["q"]) == 4
     assert flow.source(main, main["again"]) is main["q"]
+
+
+def test_a_value_is_cut_again_in_a_fusion_of_a_fusion() -> None:
+    """Behind views alone: what is computed of it is more than moving it."""
+    flow, main, whole = read(NESTED.replace("%half = f32[1024,64] tanh", "%half = f32[1024,64] copy"))
+    assert flow.is_cut_again(main, whole, None)
+    assert flow.is_scattered(main, whole, 0, 8)
+    flow, main, whole = read(NESTED)
+    assert not flow.is_cut_again(main, whole, None)
 
 
 def test_loops_count_the_trips_that_leave_a_value_as_it_is() -> None:

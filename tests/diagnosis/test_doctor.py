@@ -119,6 +119,7 @@ def test_a_gather_that_a_constraint_asks_for_is_not_unasked() -> None:
         return x.astype(jnp.bfloat16) @ pinned(narrow)
 
     found = diagnosis(step, aval(P(None, "data"), WIDTH, WIDTH), aval(P("data"), ROWS, WIDTH))
+    assert found.step.exposed_s > 0
     assert "unasked" not in {one.kind for one in found.findings}
 
 

@@ -27,6 +27,18 @@ def test_a_pathology_is_the_first_finding_and_its_change_pays(case: Case) -> Non
 
 
 @pytest.mark.slow
+@needs_tpu_compiler
+@pytest.mark.parametrize("name", ["zero", "reshard", "experts", "generated", "tied", "clipped", "summed-by-hand"])
+def test_a_pathology_is_the_first_finding_on_tpus_too(name: str) -> None:
+    (case,) = (one for one in CASES if one.name == name)
+    sick, mended = (diagnosis(one(), "tpu-v5e:2x4", donate=case.donate) for one in (case.sick, case.mended))
+    first = sick.findings[0]
+    assert first.kind == case.kind
+    assert sick.step_s - mended.step_s >= KEPT * first.seconds > 0.01 * sick.step_s
+    assert "unasked" not in {one.kind for one in mended.findings}
+
+
+@pytest.mark.slow
 @needs_gpu_compiler
 @pytest.mark.parametrize("name", HEALTHY)
 def test_healthy_steps_have_no_finding_above_a_percent(name: str) -> None:

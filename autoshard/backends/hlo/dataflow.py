@@ -105,40 +105,32 @@ class Dataflow:
 
     def is_scattered(self, computation: Computation, reduce: Instruction, element: int, size: int) -> bool:
         """Whether one result of an all-reduce is only ever sliced, by partition id, to its group's share."""
-        return self._is_sliced(computation, reduce, element, -(-reduce.shapes[element].size // size), frozenset())
+        least = -(-reduce.shapes[element].size // size)
+        cuts = self._cuts(computation, reduce, element if reduce.type.startswith("(") else None, VIEWS)
+        return bool(cuts) and all(cut.user.shapes[0].size >= least for cut in cuts)
 
-    def is_cut_again(self, computation: Computation, gathered: Instruction, element: int) -> bool:
+    def is_cut_again(self, computation: Computation, gathered: Instruction, element: int | None) -> bool:
         """Whether one result of a gather is only ever sliced by partition id, perhaps after more such gathers."""
-        return self._is_sliced(computation, gathered, element, 0, _GATHERS)
+        return bool(self._cuts(computation, gathered, element, VIEWS | _GATHERS))
 
-    def _is_sliced(
-        self, computation: Computation, made: Instruction, element: int, least: int, through: frozenset[str]
-    ) -> bool:
-        """Whether one result is only sliced by partition id, to `least` elements or more; `through`: further views."""
+    def _cuts(
+        self, computation: Computation, made: Instruction, element: int | None, through: frozenset[str]
+    ) -> list[Use]:
+        """The slices by partition id that alone use a value, perhaps behind the opcodes `through`; else none."""
+        cuts: list[Use] = []
+        for use in self.uses(computation, made, element, through):
+            if use is None or not self._cuts_by_id(use):
+                return []
+            cuts.append(use)
+        return cuts
 
-        def only_sliced(inside: Computation, value: str, outside: tuple[Computation, Instruction] | None) -> bool:
-            """Whether every use of a value is such a slice; `outside` is the fusion around it."""
-            users = self.users_in(inside)[value]
-            if inside.root.name == value:
-                return outside is not None and not users and only_sliced(outside[0], outside[1].name, None)
-            return bool(users) and all(sliced(inside, user, value, outside) for user in users)
-
-        def sliced(
-            inside: Computation, user: Instruction, value: str, outside: tuple[Computation, Instruction] | None
-        ) -> bool:
-            if user.opcode == "dynamic-slice":
-                by_id = self._reads_partition_id(inside, user, outside)
-                return user.operands[0] == value and user.shapes[0].size >= least and by_id
-            if user.opcode == "get-tuple-element" and value == made.name:
-                return user.index != element or only_sliced(inside, user.name, outside)
-            if user.opcode in VIEWS or user.opcode in through:
-                return only_sliced(inside, user.name, outside)
-            if user.opcode == "fusion" and outside is None:
-                body = self.module[user.calls[0]]
-                return only_sliced(body, body.parameters[user.operands.index(value)].name, (inside, user))
-            return False
-
-        return only_sliced(computation, made.name, None)
+    def _cuts_by_id(self, use: Use) -> bool:
+        """Whether a use takes the part of a value that is the device's own."""
+        return (
+            use.user.opcode == "dynamic-slice"
+            and use.user.operands[0] == use.operand
+            and self._reads_partition_id(use.computation, use.user, use.around)
+        )
 
     def adds(self, instruction: Instruction) -> bool:
         """Whether an instruction, or what a fusion ends with, is an addition."""
@@ -216,10 +208,7 @@ class Dataflow:
         for use in self.uses(computation, made, element, _PARTS - {"dynamic-slice"} | ELEMENTWISE):
             if use is None:
                 return 1
-            if use.user.opcode == "dynamic-slice" and use.user.operands[0] == use.operand:
-                outside = None if use.around is None else (use.around.computation, use.around.fusion)
-                if not self._reads_partition_id(use.computation, use.user, outside):
-                    return 1
+            if self._cuts_by_id(use):
                 kept = max(kept, use.share)
             elif not use.sums_to_few:
                 return 1
@@ -267,33 +256,33 @@ class Dataflow:
     def _converts(self, fusion: Instruction) -> bool:
         return all(x.opcode == "parameter" or x.opcode in VIEWS for x in self.module[fusion.calls[0]])
 
-    def _reads_partition_id(
-        self, computation: Computation, slice_: Instruction, outside: tuple[Computation, Instruction] | None
-    ) -> bool:
+    def _reads_partition_id(self, computation: Computation, slice_: Instruction, around: _Around | None) -> bool:
         """Whether a slice's position depends on the device's partition id.
 
-        Looks back through integers: out of the fusion around it, and out of loops
+        Looks back through integers: out of the fusions around it, and out of loops
         that carry the position unchanged.
         """
-        left = [(computation, name) for name in slice_.operands[1:]]
+        left = [(computation, name, around) for name in slice_.operands[1:]]
         seen: set[tuple[str, str]] = set()
         while left:
-            inside, name = left.pop()
+            inside, name, outside = left.pop()
             if (inside.name, name) in seen:
                 continue
             seen.add((inside.name, name))
             found = inside[name]
             if found.opcode == "partition-id":
                 return True
-            if found.opcode == "parameter" and outside is not None and inside is computation:
-                left.append((outside[0], outside[1].operands[int(found.literal)]))
+            if found.opcode == "parameter" and outside is not None:
+                left.append((outside.computation, outside.fusion.operands[int(found.literal)], outside.around))
             elif found.opcode == "get-tuple-element" and inside[found.operands[0]].opcode == "parameter":
                 if inside.name in self.loops.around:
-                    around, loop = self.loops.around[inside.name]
-                    start = around[loop.operands[0]]
+                    outer, loop = self.loops.around[inside.name]
+                    start = outer[loop.operands[0]]
                     if start.opcode == "tuple":
-                        left.append((around, start.operands[found.index]))
+                        left.append((outer, start.operands[found.index], None))
             elif found.shapes and found.shapes[0].dtype[0] in "su":
-                left.extend((inside, operand) for operand in found.operands)
-                left.extend((body, body.root.name) for body in map(self.module.__getitem__, found.calls))
+                left.extend((inside, operand, outside) for operand in found.operands)
+                for called in found.calls:
+                    body, step = self.module[called], _Around(inside, found, outside)
+                    left.append((body, body.root.name, step if found.opcode == "fusion" else None))
         return False
