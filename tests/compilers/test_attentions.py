@@ -40,5 +40,6 @@ def test_the_kernels_of_scores_take_what_they_are_said_to(length: int, groups: i
     plan = autoshard.plan(step, queries, keys, keys, mesh={"data": 8}, hardware="h100:1x8", pins=pins, for_grad=False)
     found = plan.verify()
     assert found.compute is not None
+    assert found.memory.compiled is not None
     assert found.compute.predicted_s == pytest.approx(found.compute.compiled_s, rel=0.12)
     assert found.memory.predicted.peak == pytest.approx(found.memory.compiled.peak, rel=0.12)
