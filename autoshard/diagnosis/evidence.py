@@ -15,14 +15,14 @@ from autoshard.backends.partitioner_log import Rematerialized, rematerialized
 from autoshard.backends.timeline import Timeline, timeline
 from autoshard.ir.graph import Graph
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.op_traits import DOT_GENERAL, LOOP_CARRY, LOOP_RESULT, REDUCE_SUM, SCATTER_ADD
+from autoshard.ir.op_traits import DOT_GENERAL, LOOP_CARRY, LOOP_RESULT, REDUCE_SUM, SCATTER_ADD, SHARD_MAP
 from autoshard.planner.record import PlanRecord
 from autoshard.problem.assignment import Assignment
 from autoshard.verification.asked import Asked
 from autoshard.verification.result import Verification
 from autoshard.verification.verify import Places, argument_of, path_of
 
-_SUMS = frozenset({DOT_GENERAL, REDUCE_SUM, SCATTER_ADD})
+_SUMS = frozenset({DOT_GENERAL, REDUCE_SUM, SCATTER_ADD, SHARD_MAP})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,7 +114,18 @@ class Evidence:
     def where(self, one: hlo.Collective) -> str:
         """The user's source line of a collective; its op's name where the compiler dropped the line."""
         line = self._places(one)[1]
+        if line == UNKNOWN:
+            line = self._line_in_body(one)
         return one.op_name or line if line == UNKNOWN else line
+
+    def _line_in_body(self, one: hlo.Collective) -> str:
+        """The line of a collective that the body of a `shard_map` has, by the first equation of its name."""
+        e = self.equation(one)
+        if self.graph is None or e is None or self.graph.eqns[e].primitive != SHARD_MAP:
+            return UNKNOWN
+        name, lines = one.op_name.rpartition("/")[2], _jax.SourceLines()
+        body = _jax.equations(self.graph.eqns[e].params["jaxpr"])
+        return next((lines(eqn) for eqn in body if eqn.primitive.name.startswith(name)), UNKNOWN)
 
     def result(self, one: hlo.Collective) -> tuple[hlo.Computation, hlo.Instruction]:
         """The computation of a collective, and the instruction that has its result."""

@@ -103,6 +103,19 @@ def test_what_a_shard_map_does_is_asked_for_where_it_is_differentiated_too() -> 
     assert "unasked" not in {one.kind for one in found.findings}
 
 
+def test_a_collective_of_a_shard_map_that_is_the_whole_program_has_its_line() -> None:
+    def body(x: jax.Array, y: jax.Array) -> jax.Array:
+        rows = ROWS // 8
+        total = jnp.tanh(jax.lax.psum(x @ y, "data"))
+        return jax.lax.dynamic_slice_in_dim(total, jax.lax.axis_index("data") * rows, rows)
+
+    specs = P(None, "data"), P("data")
+    step = jax.shard_map(body, mesh=ON, in_specs=specs, out_specs=P("data"), check_vma=False)
+    found = diagnosis(step, aval(specs[0], ROWS, WIDTH), aval(specs[1], WIDTH, WIDTH))
+    first = {one.kind: one for one in found.findings}["summed whole"]
+    assert "test_doctor.py" in first.where
+
+
 def test_arguments_may_have_nothing_in_places() -> None:
     """As a layer of Equinox without a bias has."""
 
