@@ -136,7 +136,8 @@ def live_ranges(
 
     def ends(put_off: Collection[int]) -> NDArray[np.int64]:
         """The ends of all lives if these equations run last."""
-        last = _last_uses(graph, stored, spans, order, put_off, lazy=not compiler.makes_weight_gradients_in_order)
+        lazy = not compiler.makes_weight_gradients_in_order
+        last = _last_uses(graph, stored, spans, order, put_off, orders.turned, lazy=lazy)
         end = np.maximum(last, start) + 1
         end[list(graph.outputs)] = len(graph.eqns) + 1
         return end
@@ -396,12 +397,14 @@ def _last_uses(
     spans: dict[int, tuple[int, int]],
     order: Sequence[int],
     deferred: Collection[int],
+    turned: Container[int],
     *,
     lazy: bool,
 ) -> NDArray[np.int64]:
     """The last equation that reads each value, directly or through values that are not stored.
 
-    Equation e runs at position `order[e]` of the program; `lazy`: weights' gradients are deferred.
+    Equation e runs at position `order[e]` of the program; `lazy`: weights' gradients are deferred. An operand of a
+    contraction lives until the next one, or until a kernel writes a value in another order (`turned`).
     Operands of deferred equations live until the end. Their results (f32 scores) do not; they lie on
     top of XLA:TPU's heap then, as if they had been there before, and keep their place in the program.
     """
@@ -412,6 +415,8 @@ def _last_uses(
         when, loop = order[e], graph.eqn_loop[e]
         if graph.eqns[e].primitive in (LOOP_CONST, LOOP_SLICE):
             when = spans[loop][1]
+        elif any(v in turned for v in graph.results[e]):
+            following.pop(loop, None)
         elif graph.eqns[e].traits.contraction:
             when, following[loop] = following.get(loop, e), e
             if lazy and not any(feeds[v] for v in graph.results[e]):

@@ -11,6 +11,7 @@ from autoshard.backends.known_compilers import XLA_GPU
 from autoshard.costs import compute
 from autoshard.costs.dimension_orders import DimensionOrders, dimension_orders
 from autoshard.costs.fusion import is_pointwise
+from autoshard.costs.liveness import live_ranges
 from autoshard.ir.graph import Graph, build
 from autoshard.rules import rules_of
 
@@ -59,6 +60,29 @@ def test_the_gradient_of_grouped_heads_scores_is_turned_and_what_reduces_them_is
     assert len(found.across) == 3
     scores = next(r[0] for r, eqn in zip(graph.results, graph.eqns, strict=True) if eqn.traits.contraction)
     assert scores in found.onto.values()
+
+
+def test_what_contractions_have_read_is_gone_when_the_gradient_of_scores_is_turned() -> None:
+    """The weights of the softmax, whose last reader is the gradient of values that other weights make."""
+    attend = gradient(*GROUPED)
+
+    def fn(q: Any, k: Any, x: Any, w: Any) -> Any:
+        v, pull = jax.vjp(lambda w: jnp.einsum("btd,dkh->btkh", x, w), w)
+        of_q, of_k, of_v = attend(q, k, v)
+        return of_q, of_k, pull(of_v)
+
+    args = BF16((2, 64, 4, 3, 8)), BF16((2, 96, 4, 8)), BF16((2, 96, 16)), BF16((16, 4, 8))
+    graph, found = orders(fn, *args)
+    (turned,) = found.turned
+    rules = rules_of(graph.eqns, unknown="error")
+    fuses = [
+        compute.fusible(e, pointwise=is_pointwise(r), compiler=XLA_GPU) for e, r in zip(graph.eqns, rules, strict=True)
+    ]
+    lives = live_ranges(graph, rules, fuses, XLA_GPU, orders=found, stores_quotients=True)
+    casts = (r[0] for e, r in enumerate(graph.results) if graph.eqns[e].traits.cast)
+    weights = next(v for v in casts if graph.avals[v].shape == (2, 4, 3, 64, 96) and graph.avals[v].itemsize == 2)
+    assert lives.stored[weights]
+    assert lives.end[weights] <= lives.start[turned]
 
 
 def test_nothing_is_turned_where_products_come_in_one_order() -> None:
