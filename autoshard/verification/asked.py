@@ -28,6 +28,8 @@ class Asked:
         if found.kind in _REDUCES or found.op_name.endswith(CONSTRAINT) or _is_by_hand(found):
             return True
         equations = self._equations.get(path_of(found.op_name))
+        if equations is None and found.kind == "all-gather" and self._is_whole_in_call(path_of(found.op_name), found):
+            return True
         if equations is None:  # a result that moves to the sharding asked of it, or an argument's gather
             return found.op_name == "" or (found.kind == "all-gather" and argument_of(found) is not None)
         if any(self._graph.eqns[e].primitive == CONSTRAINT for e in equations):
@@ -37,6 +39,16 @@ class Asked:
         ends = (v for e in equations for v in (*self._graph.operands[e], *self._graph.results[e]))
         gathered = [v for v in ends if v in self._stored]
         return found.kind == "all-gather" and any(self._graph.avals[v].nbytes % found.nbytes == 0 for v in gathered)
+
+    def _is_whole_in_call(self, call: Path, found: hlo.Collective) -> bool:
+        """Whether a call, after which a gather of what it takes is named, has a constraint that leaves out the axes.
+
+        XLA:TPU names the gathers of a `jax.checkpoint` so.
+        """
+        axes = {axis.partition(":")[0] for axis in found.axes or ()}
+        inside = (e for path, es in self._equations.items() if call and path[: len(call)] == call for e in es)
+        constraints = (self._graph.eqns[e] for e in inside if self._graph.eqns[e].primitive == CONSTRAINT)
+        return any(not axes & _axes(spec_of(eqn)) for eqn in constraints)
 
     def _is_left_whole(self, e: int, found: hlo.Collective) -> bool:
         """Whether a constraint takes what an equation makes, and leaves out the axes over which that is gathered.

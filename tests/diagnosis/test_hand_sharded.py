@@ -47,6 +47,14 @@ def test_healthy_steps_have_no_finding_above_a_percent(name: str) -> None:
 
 
 @pytest.mark.slow
+@needs_tpu_compiler
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_steps_have_no_finding_above_a_percent_on_tpus_too(name: str) -> None:
+    target, donate = HEALTHY[name]
+    assert diagnosis(target(), "tpu-v5e:2x4", donate).worst < 0.01
+
+
+@pytest.mark.slow
 @needs_gpu_compiler
 @pytest.mark.parametrize("name", ["nnx", "equinox", "megatron", "explicit", "experts", "decode"])
 def test_steps_in_the_styles_of_code_bases_have_no_finding_above_a_percent(name: str) -> None:
