@@ -52,8 +52,10 @@ def test_a_program_that_offloads_is_planned_and_compiled(hardware: str) -> None:
     ]
     assert found.memory.compiled is not None
     kept = autoshard.plan(jax.grad(unoffloaded), *ARGS, **OPTIONS, hardware=hardware, remat="written")
+    beside = kept.verify().memory.compiled
+    assert beside is not None
     assert plan.record.memory.peak_bytes < kept.record.memory.peak_bytes - STACK // 2
-    assert found.memory.compiled.peak < plan.record.memory.peak_bytes + 3 * STACK // 4  # slices on their way
+    assert found.memory.compiled.peak < beside.peak - STACK // 2  # with slices on their way
     assert found.memory.bound
 
 
