@@ -320,13 +320,23 @@ def equinox_filtered(devices: int) -> Target:
             x = rows
             for block in eqx.combine(params, static):
                 x = jax.vmap(block)(x)
-            return jnp.mean(jnp.square(x.astype(jnp.float32)))
+            return squares(x)
 
         return updated(state, jax.grad(loss)(state[0]))
 
     moments = jax.eval_shape(optax.adam(1e-3).init, arrays)
     whole = jax.tree.map(lambda _: NamedSharding(on.mesh, P()), (arrays, moments))
     return step, (like((arrays, moments), whole), on.aval(P("data"), devices * SEQUENCES * LENGTH, WIDTH))
+
+
+def squares(y: Array) -> Array:
+    """The mean square, in float32."""
+    return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+
+def descended(params: Any, loss: Callable[[Any], Array]) -> Any:
+    """The parameters after a step of gradient descent."""
+    return jax.tree.map(lambda w, g: w - (1e-3 * g).astype(w.dtype), params, jax.grad(loss)(params))
 
 
 def megatron(devices: int) -> Target:
@@ -347,9 +357,9 @@ def megatron(devices: int) -> Target:
             y = x
             for gate, up, down in params:
                 y = apply(gate, up, down, y)
-            return jnp.mean(jnp.square(y.astype(jnp.float32)))
+            return squares(y)
 
-        return jax.tree.map(lambda w, g: w - (1e-3 * g).astype(w.dtype), params, jax.grad(loss)(params))
+        return descended(params, loss)
 
     shapes = (WIDTH, FEATURES), (WIDTH, FEATURES), (FEATURES, WIDTH)
     layer = tuple(on.aval(spec, *shape) for spec, shape in zip(specs, shapes, strict=True))
@@ -368,9 +378,9 @@ def explicit_axes(devices: int) -> Target:
             y = x
             for up, down in params:
                 y = y + jax.nn.gelu(y @ whole(up)) @ whole(down)
-            return jnp.mean(jnp.square(y.astype(jnp.float32)))
+            return squares(y)
 
-        return jax.tree.map(lambda w, g: w - (1e-3 * g).astype(w.dtype), params, jax.grad(loss)(params))
+        return descended(params, loss)
 
     layer = on.aval(P("data"), WIDTH, FEATURES), on.aval(P("data"), FEATURES, WIDTH)
     return step, ([layer] * LAYERS, on.aval(P("data"), devices * SEQUENCES * LENGTH, WIDTH))
@@ -396,9 +406,9 @@ def experts(devices: int) -> Target:
             y = x
             for up, down, router in params:
                 y = apply(up, down, router, y)
-            return jnp.mean(jnp.square(y.astype(jnp.float32)))
+            return squares(y)
 
-        return jax.tree.map(lambda w, g: w - (1e-3 * g).astype(w.dtype), params, jax.grad(loss)(params))
+        return descended(params, loss)
 
     shapes = (devices, WIDTH, FEATURES), (devices, FEATURES, WIDTH), (WIDTH, devices)
     layer = tuple(on.aval(spec, *shape) for spec, shape in zip(specs, shapes, strict=True))

@@ -54,8 +54,10 @@ def _add_chain(draft: Draft, members: Sequence[int]) -> None:
     first = graph.eqns[members[0]]
     aval = graph.avals[graph.results[members[0]][0]]
     codes, off = layouts(aval.shape, facts.mesh, unreduced=False), None
+    kept = np.ones(len(codes), bool)
     for stage in {facts.stages[v] for e in members for v in graph.results[e] if v in facts.stages}:
-        codes = codes[are_staged(codes, aval.ndim, facts.mesh, stage)]
+        kept &= are_staged(codes, aval.ndim, facts.mesh, stage)
+    codes = codes[kept] if kept.any() else codes
     if members[0] in graph.optional:
         codes, off = or_off(codes)
     nbytes = np.zeros(len(codes)) if first.traits.link else _touched_bytes(facts, members, codes)
