@@ -3,11 +3,13 @@
     python -m benchmarks.code_patterns [--only NAME,NAME] [--hardware h100:1x8,tpu-v5e:4x4] [--tell]
 
 Nothing is wrong with these steps on purpose: each is sharded the way its code base does it. The table in
-docs/guides/doctor.md has the findings above a percent of the step.
+docs/guides/doctor.md has the findings above a percent of the step; how long each took is written to standard error.
 """
 
 import argparse
 import math
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -473,7 +475,9 @@ def main() -> None:
         if asked.only and pattern.name not in asked.only.split(","):
             continue
         for hardware in asked.hardware.split(","):
+            begin = time.perf_counter()
             said = found(pattern, hardware)
+            print(f"{pattern.name} on {hardware}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
             dear = [one for one in said.findings if said.share(one) > LEAST]
             told = "; ".join(f"{one.kind} {said.share(one):.0%}, {short_place(one.where)}" for one in dear) or "none"
             exposed = f"{said.step.exposed_s / said.step_s:.0%}"

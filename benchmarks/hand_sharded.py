@@ -247,6 +247,28 @@ def generated(*, once: bool) -> Target:
     return step, (on.aval(P("data"), 8192, 8192), on.aval(P("data"), 1024, 8192))
 
 
+def micro_batched(*, once: bool) -> Target:
+    """Scanned layers of FSDP, gathered one by one in every micro-batch of a loop around them; or all ahead of it."""
+    on = Sharded(data=8)
+
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return on.pin(jnp.tanh(x @ (w if once else on.pin(w))), "data"), None
+
+    def total(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jax.lax.scan(layer, x, w)[0].astype(jnp.float32))
+
+    def step(w: jax.Array, batch: jax.Array) -> jax.Array:
+        taken = on.pin(w) if once else w
+
+        def add(sums: jax.Array, rows: jax.Array) -> tuple[jax.Array, None]:
+            return on.pin(sums + jax.grad(total)(taken, rows), None, "data"), None
+
+        sums = jax.lax.scan(add, jnp.zeros_like(w), batch)[0]
+        return on.pin(w - 1e-3 * sums, None, "data")
+
+    return step, (on.aval(P(None, "data"), 6, 4096, 4096), on.aval(P(None, "data"), 4, 8192, 4096))
+
+
 def tied(*, once: bool) -> Target:
     """A table that is gathered in 32 bits to look tokens up, and once more in 16 bits to predict them; or once."""
     on = Sharded(data=8)
@@ -419,6 +441,14 @@ CASES: Sequence[Case] = (
         kind="gathered in every trip",
         sick=lambda: generated(once=False),
         mended=lambda: generated(once=True),
+    ),
+    Case(
+        name="micro-batches",
+        threads="",
+        kind="gathered in every trip",
+        sick=lambda: micro_batched(once=False),
+        mended=lambda: micro_batched(once=True),
+        donate=(0,),
     ),
     Case(
         name="tied",

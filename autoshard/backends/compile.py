@@ -29,8 +29,8 @@ from autoshard.errors import CompileError, CompilerFlagError, CompilerMissingErr
 from autoshard.ir.mesh import MeshAxes
 from cost_models.machines import catalogue
 
-# The child sees none of the caller's flags: what a compilation depends on is in its arguments.
-_DROPPED_ENVIRONMENT = frozenset({"XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_COMPILATION_CACHE_DIR"})
+# The child sees none of the caller's flags: what a compilation depends on, and what it says, is in its arguments.
+_DROPPED_ENVIRONMENT = frozenset({"XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_COMPILATION_CACHE_DIR", "TF_CPP_MIN_LOG_LEVEL"})
 _TOPOLOGY_ERROR = "TopologyError: "
 _NO_FLAG = "No such compile option"  # XLA's own words
 _CHILD = Path(__file__).with_name("compile_worker.py")

@@ -78,7 +78,7 @@ def gathered_wide(evidence: Evidence, at: int) -> Better | None:
 
 
 def gathered_in_trips(evidence: Evidence, at: int) -> Better | None:
-    """A gather in every trip of a loop that does not change the value: one ahead of the loop."""
+    """A gather in every trip of a loop that does not change the value, or the stack that it is of: one ahead of it."""
     one, trips = evidence.emitted[at], evidence.unchanged_gathers.get(at, 1)
     return (replace(one, nbytes=one.nbytes // trips),) if trips > 1 else None
 
@@ -89,14 +89,18 @@ def gathered_twice(evidence: Evidence, at: int) -> Better | None:
 
 
 def whole_sum(evidence: Evidence, at: int) -> Better | None:
-    """An all-reduce of which every device keeps a share alone: what is kept of it is scattered, and the rest summed."""
+    """An all-reduce of which every device keeps a share alone: what is kept of it is scattered, and the rest summed.
+
+    Not where the compiler all-reduces a sum over all devices whatever is asked of it (`Machine.scatters_whole`).
+    """
     one, result = evidence.emitted[at], _result(evidence, at)
     if one.kind != "all-reduce" or one.axes is None or result is None:
         return None
     ways, sizes = evidence.flow.ways_kept(*result), evidence.mesh.shape
     axes = [axis for axis in one.axes if axis in sizes]
     if ways >= one.group_size:
-        return (replace(one, kind="reduce-scatter"),)
+        scatters = evidence.machine.scatters_whole or one.group_size < evidence.mesh.size
+        return (replace(one, kind="reduce-scatter"),) if scatters else None
     kept = next((some for n in range(1, len(axes)) for some in combinations(axes, n) if _size(some, sizes) == ways), ())
     if not kept:
         return None
@@ -132,8 +136,9 @@ PATTERNS: tuple[Pattern, ...] = (
     Pattern(
         kind="gathered in every trip",
         better=gathered_in_trips,
-        cause="A loop gathers a value in every trip that it does not change, and the device has room to keep it",
-        change="Gather it once: constrain it to be whole ahead of the loop, and let the loop take the whole value",
+        cause="A loop gathers in every trip what it does not change, and the device has room to keep it",
+        change="Gather it once: constrain it (of scanned layers, their stack) to be whole ahead of the loop, and take "
+        "the whole value inside, without a constraint",
     ),
     Pattern(
         kind="gathered wide",

@@ -5,6 +5,7 @@ pattern in the two that costs seconds of every step (`kinds`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Unpack
 
 import jax
@@ -174,8 +175,9 @@ def diagnosed(evidence: Evidence, *, flags: bool = False, notes: Sequence[str] =
             peak_bytes=evidence.peak_bytes,
             best_s=None if source is None else source.best.cost.step_s,
             hand_s=None if source is None else source.hand.cost.step_s,
+            limit_bytes=evidence.limit_bytes,
         ),
-        findings=tuple(sorted((x for x in findings if _counts(x, evidence)), key=_rank)),
+        findings=tuple(sorted((x for x in findings if _counts(x, evidence)), key=partial(_rank, evidence))),
         notes=(
             *notes,
             *(
@@ -193,9 +195,11 @@ def _counts(finding: Finding, evidence: Evidence) -> bool:
     return finding.bytes >= LEAST_BYTES * evidence.limit_bytes or finding.seconds > LEAST * evidence.timeline.step_s
 
 
-def _rank(finding: Finding) -> tuple[bool, float, str, str]:
-    """A step that does not run comes before what makes it slow."""
-    return finding.kind != "out of memory", -finding.seconds, finding.kind, finding.where
+def _rank(evidence: Evidence, finding: Finding) -> tuple[bool, float, float, str, str]:
+    """A step that does not run comes before what makes it slow; then what saves the most of the step or of memory."""
+    saved_s = finding.seconds / (evidence.timeline.step_s or 1.0)
+    share = max(saved_s, finding.bytes / evidence.limit_bytes)
+    return finding.kind != "out of memory", -share, -saved_s, finding.kind, finding.where
 
 
 def _factors(devices: int) -> dict[str, int]:

@@ -10,6 +10,7 @@ import cost_models
 from autoshard import _jax
 from autoshard.backends import hlo
 from autoshard.backends.hlo.dataflow import Dataflow
+from autoshard.backends.hlo.repeats import Repeats
 from autoshard.backends.hlo.text import UNKNOWN
 from autoshard.backends.partitioner_log import Rematerialized, rematerialized
 from autoshard.backends.timeline import Timeline, timeline
@@ -159,15 +160,12 @@ class Evidence:
 
     @cached_property
     def _gathered(self) -> Mapping[int, tuple[hlo.Computation, hlo.Instruction]]:
-        """Where gathers, by position, have the one value that they gather; without those of a backward pass.
-
-        A backward pass gathers again on purpose: the program keeps less.
-        """
+        """Where gathers, by position, have the one value that they gather."""
         found: dict[int, tuple[hlo.Computation, hlo.Instruction]] = {}
         for at, one in enumerate(self.emitted):
             computation = self.module[one.computation]
             start = computation.instructions.get(one.instruction)
-            if one.kind != "all-gather" or _jax.REMATTED in one.op_name or start is None:
+            if one.kind != "all-gather" or start is None:
                 continue
             if not hlo.communicates(start) and start.opcode != "fusion":  # XLA:TPU begins gathers in fusions
                 continue
@@ -177,9 +175,14 @@ class Evidence:
 
     @cached_property
     def repeated_gathers(self) -> frozenset[int]:
-        """Positions of gathers whose value the same computation gathers, too, in a type that is as wide or wider."""
+        """Positions of gathers whose value the same computation gathers, too, in a type that is as wide or wider.
+
+        Without those of a backward pass, which gathers again on purpose: the program keeps less.
+        """
         groups: dict[tuple[str, str, Any], list[int]] = defaultdict(list)
         for at, (computation, value) in self._gathered.items():
+            if _jax.REMATTED in self.emitted[at].op_name:
+                continue
             source = self.flow.source(computation, value)
             groups[computation.name, source.name, self.emitted[at].groups].append(at)
         widest = {max(members, key=lambda at: self.emitted[at].nbytes) for members in groups.values()}
@@ -192,14 +195,21 @@ class Evidence:
 
     @cached_property
     def unchanged_gathers(self) -> Mapping[int, int]:
-        """Positions of gathers of the same value in several trips of a loop, with how many.
+        """Positions of gathers of the same values in several trips of a loop, with how many.
 
-        There are none where the device has no room for all of them at once: then they are gathered again on purpose.
+        As far out of the loops as the device has room for all that is then kept at once; where it has none, there are
+        none: they are gathered again on purpose.
         """
-        found = {at: self.flow.unchanged_trips(*place) for at, place in self._gathered.items()}
-        found = {at: trips for at, trips in found.items() if trips > 1}
-        more = sum(self.emitted[at].nbytes for at in found)
-        return found if (self.peak_bytes or 0) + more <= self.limit_bytes else {}
+        repeats = Repeats(self.flow)
+        found = {at: options for at, place in self._gathered.items() if (options := repeats.of(*place))}
+        for which in (-1, 0):
+            kept: dict[tuple[str, str], int] = {}
+            for at, options in found.items():
+                source, nbytes = options[which].source, self.emitted[at].nbytes * options[which].copies
+                kept[source] = max(nbytes, kept.get(source, 0))  # of the forward and the backward pass, once
+            if (self.peak_bytes or 0) + sum(kept.values()) <= self.limit_bytes:
+                return {at: options[which].trips for at, options in found.items() if options[which].trips > 1}
+        return {}
 
     def saved_s(self, better: Mapping[int, Sequence[hlo.Collective]]) -> float:
         """How much sooner the compiled schedule ends with other collectives in the places of some."""

@@ -14,6 +14,7 @@ from autoshard.report.tables import bytes_text, columns, fields, paragraph, rend
 
 SCHEMA_VERSION = 1
 
+LEAST_SHOWN = 5e-4  # of a step, or of a device's memory: rounds to 0.1 %
 _TRIAL_NUMBERS = 28  # columns of a table of flags, behind the flags
 _PLACE = re.compile(r"(?P<file>[^\s:]+):(?P<line>\d+)")
 
@@ -66,6 +67,7 @@ class Step:
       peak_bytes: of memory; None where only the text is known.
       best_s: of the best plan, by the cost model; None without a program to plan.
       hand_s: of the program as it is, by the cost model.
+      limit_bytes: memory of a device; None in what was saved before it was told.
     """
 
     step_s: float
@@ -74,11 +76,12 @@ class Step:
     peak_bytes: int | None = None
     best_s: float | None = None
     hand_s: float | None = None
+    limit_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Diagnosis(Shown):
-    """The findings of a program, the dearest first.
+    """The findings of a program, the dearest first: what saves the largest share of the step, or of a device's memory.
 
     Attributes:
       step: the step, as it was compiled.
@@ -106,6 +109,10 @@ class Diagnosis(Shown):
         """A finding's seconds as a share of the step."""
         return finding.seconds / self.step_s if self.step_s else 0.0
 
+    def memory_share(self, finding: Finding) -> float:
+        """The bytes that a finding's change saves as a share of a device's memory."""
+        return finding.bytes / self.step.limit_bytes if self.step.limit_bytes else 0.0
+
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON; `finding.schema()` describes it."""
         return {
@@ -132,21 +139,33 @@ class Diagnosis(Shown):
         Args:
           root: of the repository; paths below it are written relative to it. None takes the working directory.
         """
-        return "\n".join(annotation(one, self.share(one), root or Path.cwd()) for one in self.findings)
+        return "\n".join(annotation(one, self.price(one), root or Path.cwd()) for one in self.findings)
 
     def __str__(self) -> str:
         """The findings for a terminal."""
         width = columns()
         parts: list[Any] = [fields(self._verdict(), width)]
         for number, one in enumerate(self.findings, 1):
-            head = f"{number}. {one.kind}: {time_text(one.seconds)} ({self.share(one):.1%} of the step)"
-            texts = (f"{head}, at {short_place(one.where)}", f"{one.cause}.", f"{one.change}.")
+            head = f"{number}. {one.kind}: {self.price(one)}, at {short_place(one.where)}"
+            texts = (head, f"{one.cause}.", f"{one.change}.")
             parts += ["", *(paragraph(text, width) for text in texts)]
         if self.trials:
             parts += ["", self._trial_table(width)]
         for note in self.notes:
             parts += ["", paragraph(f"{note}.", width)]
         return render(*parts, width=width)
+
+    def price(self, finding: Finding) -> str:
+        """What a finding's change saves: time, memory, or both, the larger share first; what is nothing is left out."""
+        saved = [
+            (self.share(finding), f"{time_text(finding.seconds)} ({self.share(finding):.1%} of the step)"),
+            (
+                self.memory_share(finding),
+                f"{bytes_text(finding.bytes)} ({self.memory_share(finding):.1%} of a device's memory)",
+            ),
+        ]
+        shown = [text for share, text in sorted(saved, reverse=True) if share >= LEAST_SHOWN]
+        return " and ".join(shown) or saved[0][1]
 
     def _verdict(self) -> list[tuple[str, str]]:
         step = self.step
@@ -168,7 +187,7 @@ class Diagnosis(Shown):
             )
         if step.peak_bytes is not None:
             said.append(("memory", f"{bytes_text(step.peak_bytes)} at its peak, as it was compiled"))
-        each = "each with the seconds that its change saves" if self.findings else "no change is known that saves much"
+        each = "each with what its change saves" if self.findings else "no change is known that saves much"
         said.append(("findings", f"{len(self.findings)}; {each}"))
         return said
 
@@ -187,15 +206,15 @@ class Diagnosis(Shown):
         return table("flags of the compiler, each tried alone", head, rows, right=("step", "change", "peak"))
 
 
-def annotation(finding: Finding, share: float, root: Path) -> str:
-    """One finding as a workflow command of GitHub's: `::warning file=…,line=…,title=…::message`."""
+def annotation(finding: Finding, price: str, root: Path) -> str:
+    """One finding and its price as a workflow command of GitHub's: `::warning file=…,line=…,title=…::message`."""
     properties: dict[str, str] = {}
     if finding.place:
         file, line = finding.place
         path = Path(file)
         properties["file"] = str(path.relative_to(root)) if path.is_relative_to(root) else file
         properties["line"] = str(line)
-    properties["title"] = f"{finding.kind}: {time_text(finding.seconds)} ({share:.1%} of the step)"
+    properties["title"] = f"{finding.kind}: {price}"
     said = ",".join(f"{name}={_escaped(value, ':,')}" for name, value in properties.items())
     at = "" if finding.place else f"{finding.where}: "
     return f"::warning {said}::{_escaped(f'{at}{finding.cause}. {finding.change}.')}"

@@ -59,7 +59,7 @@ def done_alike(evidence: Evidence) -> Iterator[Finding]:
 def whole_states(evidence: Evidence) -> Iterator[Finding]:
     """The optimizer's state, where devices hold and update the same part of it although an axis divides it.
 
-    Its price is tried: the program is compiled with the state split.
+    Its price is tried where the cost model promises one: the program is compiled with the state split.
     """
     source = evidence.source
     if source is None:
@@ -90,8 +90,14 @@ def whole_states(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _saved_by(evidence: Evidence, source: Source, specs: list[PartitionSpec | None]) -> float:
-    """How much sooner the compiled schedule ends with other specs of some inputs; 0 where that does not compile."""
+    """How much sooner the compiled schedule ends with other specs of some inputs.
+
+    0 where the cost model says that it does not, which a compilation of as long as the program's own would confirm;
+    and where that does not compile.
+    """
     try:
+        if source.priced_with(specs).cost.step_s >= source.hand.cost.step_s:
+            return 0.0
         made = source.compiled_in(specs)
     except AutoshardError:
         return 0.0

@@ -153,11 +153,3 @@ def test_a_value_is_cut_again_in_a_fusion_of_a_fusion() -> None:
     assert flow.is_scattered(main, whole, 0, 8)
     flow, main, whole = read(NESTED)
     assert not flow.is_cut_again(main, whole, None)
-
-
-def test_loops_count_the_trips_that_leave_a_value_as_it_is() -> None:
-    flow, _, _ = read(GATHERED)
-    body = flow.module["body"]
-    assert flow.unchanged_trips(body, body["kept"]) == 4
-    assert flow.unchanged_trips(body, body["i"]) == 1
-    assert flow.unchanged_trips(flow.module["main"], flow.module["main"]["q"]) == 1

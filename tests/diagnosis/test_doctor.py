@@ -1,5 +1,6 @@
 """The doctor finds what was done to a program: the dearest first, with its line; and nothing in healthy ones."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard.backends import devices
+from autoshard.backends import compile, devices
 from autoshard.cli.doctor import share
 from autoshard.diagnosis.doctor import doctor
 from autoshard.diagnosis.finding import Diagnosis
@@ -149,6 +150,32 @@ def test_a_whole_optimizer_state_is_found() -> None:
     assert first.bytes == 4 * WIDTH * WIDTH * 7 // 8
 
 
+def test_a_whole_optimizer_state_is_compiled_split_where_the_cost_model_says_that_it_pays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that every step reads whole would be gathered for that."""
+
+    def step(state: Any, x: jax.Array, *, read: bool) -> Any:
+        w, m = state
+        g = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w - pinned(m) if read else w)
+        m = 0.9 * m + g
+        return w - m, m
+
+    made, compiled = [], compile.compile
+
+    def counted(*args: Any, **options: Any) -> Any:
+        made.append(1)
+        return compiled(*args, **options)
+
+    monkeypatch.setattr(compile, "compile", counted)
+    state = aval(P(), WIDTH, WIDTH), aval(P(), WIDTH, WIDTH)
+    for read, times in (False, 2), (True, 1):
+        made.clear()
+        found = diagnosis(partial(step, read=read), state, aval(P("data"), ROWS, WIDTH), donate_argnums=(0,))
+        assert len(made) == times
+        assert ("optimizer state whole" in {one.kind for one in found.findings}) is not read
+
+
 def test_a_product_that_every_device_computes_is_found() -> None:
     def step(w: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.tanh(pinned(x) @ w)
@@ -166,6 +193,21 @@ def test_a_healthy_program_has_no_findings() -> None:
     found = diagnosis(jax.value_and_grad(loss), aval(P(), WIDTH, WIDTH), aval(P("data"), ROWS, WIDTH))
     assert found.findings == ()
     assert found.worst == 0
+
+
+def test_the_partitioner_is_heard_whatever_the_caller_silences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """People set this variable against the many lines that XLA writes."""
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
+    mesh = devices.abstract(MeshAxes.of({"x": 4, "y": 2}))
+
+    def step(a: jax.Array) -> jax.Array:
+        value = jax.lax.with_sharding_constraint(jnp.tanh(a), NamedSharding(mesh, P("y", None, "x")))
+        return jnp.tanh(jax.lax.with_sharding_constraint(value, NamedSharding(mesh, P(None, ("x", "y")))))
+
+    spec: Any = NamedSharding(mesh, P("y", None, "x"))
+    first = diagnosis(step, jax.ShapeDtypeStruct((64, 64, 64), jnp.float32, sharding=spec)).findings[0]
+    assert first.kind == "rematerialized"
+    assert "constrain it to P(" in first.change
 
 
 def test_shares_are_read_as_written() -> None:

@@ -59,6 +59,15 @@ def test_the_text_fits_and_names_everything() -> None:
     assert "no change is known" in str(replace(FOUND, findings=()))
 
 
+def test_a_price_names_time_and_memory_the_larger_share_first() -> None:
+    found = replace(FOUND, step=replace(FOUND.step, limit_bytes=100))
+    assert found.price(SUMS) == "10 ms (10.0% of the step)"
+    assert found.price(STATE) == "7 B (7.0% of a device's memory) and 2 ms (2.0% of the step)"
+    assert found.price(replace(STATE, seconds=0.0)) == "7 B (7.0% of a device's memory)"
+    assert "title=optimizer state whole%3A 7 B" in found.annotations()
+    assert FOUND.price(STATE) == "2 ms (2.0% of the step)"
+
+
 def test_a_long_flag_is_broken_before_its_value_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     flag = "--xla_gpu_reduce_scatter_combine_threshold_bytes=1073741824"
@@ -75,8 +84,8 @@ def test_annotations_stand_at_their_lines() -> None:
     assert "A loop adds, 100%25 of its trips: all-reduce" in lines[0]
     assert lines[1].startswith("::warning title=optimizer state whole%3A")
     assert "::state.m: It lies whole. Split it." in lines[1]
-    assert "file=/repo/train/step.py" in annotation(SUMS, 0.1, Path("/elsewhere"))
-    assert "\n" not in annotation(replace(SUMS, cause="two\nlines"), 0.1, Path("/repo"))
+    assert "file=/repo/train/step.py" in annotation(SUMS, "10 ms", Path("/elsewhere"))
+    assert "\n" not in annotation(replace(SUMS, cause="two\nlines"), "10 ms", Path("/repo"))
 
 
 def test_what_is_new_gone_or_dearer_is_told() -> None:

@@ -28,7 +28,9 @@ def test_a_pathology_is_the_first_finding_and_its_change_pays(case: Case) -> Non
 
 @pytest.mark.slow
 @needs_tpu_compiler
-@pytest.mark.parametrize("name", ["zero", "reshard", "experts", "generated", "tied", "clipped", "summed-by-hand"])
+@pytest.mark.parametrize(
+    "name", ["zero", "reshard", "experts", "generated", "micro-batches", "tied", "clipped", "summed-by-hand"]
+)
 def test_a_pathology_is_the_first_finding_on_tpus_too(name: str) -> None:
     (case,) = (one for one in CASES if one.name == name)
     sick, mended = (diagnosis(one(), "tpu-v5e:2x4", donate=case.donate) for one in (case.sick, case.mended))

@@ -1,6 +1,7 @@
 """The doctor of HLO text: no program, no compiler; and what it says on the command line."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,12 @@ from typer.testing import CliRunner
 from autoshard.backends.partitioner_log import rematerialized, way_between
 from autoshard.cli import app
 from autoshard.diagnosis.doctor import doctor_of_text
+from autoshard.diagnosis.evidence import Evidence
+from autoshard.diagnosis.finding import Finding
 from autoshard.errors import HloError, MeshError
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
+from tests.backends.test_repeats import NESTED
 
 FIXTURES = Path(__file__).parents[1] / "data" / "hlo" / "jax-0.10"
 
@@ -115,6 +119,54 @@ def test_a_sum_that_is_kept_over_one_axis_is_summed_over_the_others() -> None:
     (eighths,), (half,) = whole.findings, halves.findings
     assert eighths.kind == half.kind == "summed whole"
     assert 0.2 * eighths.seconds < half.seconds < 0.7 * eighths.seconds
+
+
+def test_findings_are_ranked_by_their_share_of_the_step_or_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def finding(kind: str, seconds: float, nbytes: float) -> Finding:
+        return Finding(kind=kind, seconds=seconds, bytes=int(nbytes), where="", cause="", change="")
+
+    def looks(evidence: Evidence) -> Iterator[Finding]:
+        step_s, limit = evidence.timeline.step_s, evidence.limit_bytes
+        yield finding("unasked", 0.05 * step_s, 0)
+        yield finding("optimizer state whole", 0.02 * step_s, 0.1 * limit)
+        yield finding("gathered wide", 0.3 * step_s, 0)
+        yield finding("gathered and kept", 0, 0.03 * limit)
+        yield finding("out of memory", 0.2 * step_s, 0.01 * limit)
+        yield finding("copied to another order", 0.0005 * step_s, 0.01 * limit)
+
+    monkeypatch.setattr("autoshard.diagnosis.doctor.LOOKS", (looks,))
+    found = doctor_of_text(KEPT, hardware="h100:1x8").findings
+    assert [one.kind for one in found] == [
+        "out of memory",
+        "gathered wide",
+        "optimizer state whole",
+        "unasked",
+        "gathered and kept",
+    ]
+
+
+def test_what_a_device_has_no_room_for_is_gathered_again_on_purpose() -> None:
+    """Four layers of a stack of which each micro-batch takes all: in 137 GB they do not fit, one by one they do."""
+    assert {one.kind for one in doctor_of_text(NESTED, hardware="h100:1x8").findings} == {"gathered in every trip"}
+    large = NESTED.replace("512", "131072").replace("64,", "16384,")
+    assert doctor_of_text(large, hardware="h100:1x8").findings == ()
+
+
+def test_a_sum_that_the_compiler_scatters_for_nobody_is_no_finding() -> None:
+    """XLA:TPU all-reduces a sum over all of a square torus, whatever is asked of it; over a part of it, it scatters."""
+    text = KEPT.replace("num_partitions=8", "num_partitions=16")
+    one, other = "replica_groups=[1,16]<=[16], to_apply=%add", "replica_groups=[2,8]<=[16], to_apply=%add"
+    over_all = text.replace("to_apply=%add", one).replace("[1024,4096]", "[512,4096]").replace("{1024,", "{512,")
+    over_half = text.replace("to_apply=%add", other)
+    mesh = {"data": 2, "model": 8}
+
+    def kinds(text: str, hardware: str) -> set[str]:
+        return {one.kind for one in doctor_of_text(text, hardware=hardware, mesh=mesh).findings}
+
+    assert kinds(over_all, "h100:2x8") == kinds(over_half, "h100:2x8") == {"summed whole"}
+    assert kinds(over_all, "tpu-v5e:4x4") == set()
+    assert kinds(over_half, "tpu-v5e:4x4") == {"summed whole"}
+    assert doctor_of_text(KEPT, hardware="tpu-v5e:2x4").findings[0].kind == "summed whole"
 
 
 def test_what_a_loop_gathers_and_does_not_change_is_found() -> None:

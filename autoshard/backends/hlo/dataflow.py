@@ -236,23 +236,6 @@ class Dataflow:
             else:
                 return found
 
-    def unchanged_trips(self, computation: Computation, value: Instruction) -> int:
-        """How often the loops around a computation run it with the same value; 1 where it changes from trip to trip."""
-        trips = 1
-        while computation.name in self.loops.around:
-            value = self.source(computation, value)
-            if value.opcode != "get-tuple-element" or computation[value.operands[0]].opcode != "parameter":
-                break
-            if computation.root.opcode != "tuple" or computation.root.operands[value.index] != value.name:
-                break
-            computation, loop = self.loops.around[computation.name]
-            trips *= self.loops.trip_count(loop) or 1
-            start = computation[loop.operands[0]]
-            if start.opcode != "tuple":
-                break
-            value = computation[start.operands[value.index]]
-        return trips
-
     def _converts(self, fusion: Instruction) -> bool:
         return all(x.opcode == "parameter" or x.opcode in VIEWS for x in self.module[fusion.calls[0]])
 

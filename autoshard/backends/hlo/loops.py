@@ -43,9 +43,9 @@ class Loops:
         if compare is None:
             return None
         left, right, direction = compare
-        if self._constant(condition, right) is None:
+        if self.constant(condition, right) is None:
             left, right, direction = right, left, _MIRRORED[direction]
-        counter, bound = self._element(condition, left), self._constant(condition, right)
+        counter, bound = self._element(condition, left), self.constant(condition, right)
         if counter is None or bound is None:
             return None
         start, step = self._initial(loop, counter), self._step(self.body(loop), counter)
@@ -71,7 +71,7 @@ class Loops:
             return value.index
         return None
 
-    def _constant(self, computation: Computation, value: Instruction) -> int | None:
+    def constant(self, computation: Computation, value: Instruction) -> int | None:
         """The integer that a value always is."""
         value = self._through_copies(computation, value)
         if value.opcode == "constant":
@@ -85,7 +85,7 @@ class Loops:
         if owner.opcode == "while":
             return self._carried_constant(computation, owner, index)
         if owner.opcode == "tuple":
-            return self._constant(computation, computation[owner.operands[index]])
+            return self.constant(computation, computation[owner.operands[index]])
         return None
 
     def _initial(self, loop: Instruction, index: int) -> int | None:
@@ -93,7 +93,7 @@ class Loops:
         outer, _ = self.around[loop.called("body") or ""]
         start = outer[loop.operands[0]]
         if start.opcode == "tuple":
-            return self._constant(outer, outer[start.operands[index]])
+            return self.constant(outer, outer[start.operands[index]])
         return None
 
     def _step(self, body: Computation, index: int) -> int | None:
@@ -106,7 +106,7 @@ class Loops:
         left, right = (body[name] for name in new.operands)
         if new.opcode == "add" and self._element(body, left) != index:
             left, right = right, left
-        amount = self._constant(body, right)
+        amount = self.constant(body, right)
         if self._element(body, left) != index or amount is None:
             return None
         return amount if new.opcode == "add" else -amount
@@ -117,7 +117,7 @@ class Loops:
         if body.root.opcode != "tuple" or self._element(body, body[body.root.operands[index]]) != index:
             return None
         start = outer[loop.operands[0]]
-        return self._constant(outer, outer[start.operands[index]]) if start.opcode == "tuple" else None
+        return self.constant(outer, outer[start.operands[index]]) if start.opcode == "tuple" else None
 
     @staticmethod
     def _through_copies(computation: Computation, value: Instruction) -> Instruction:
