@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import equinox as eqx
@@ -185,9 +186,10 @@ def named_axes(devices: int) -> Target:
 
 
 class LinenBlock(nn.Module):
-    """A block whose weights have names of dimensions."""
+    """A block whose weights have names of dimensions; `rows`: the name of sequences between blocks."""
 
     mesh: Any
+    rows: str
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -198,35 +200,49 @@ class LinenBlock(nn.Module):
             return nn.Dense(features, use_bias=False, dtype=jnp.bfloat16, kernel_init=init)
 
         h = nn.LayerNorm(dtype=jnp.bfloat16, use_bias=False, use_scale=False)(x)
+        if self.rows != "batch":
+            h = spmd.with_logical_constraint(h, (self.rows, "length", None), mesh=self.mesh)
+            h = spmd.with_logical_constraint(h, ("batch", "length", None), mesh=self.mesh)
         h = nn.gelu(dense(FEATURES, "embed", "mlp")(h))
         h = spmd.with_logical_constraint(h, ("batch", "length", "mlp"), mesh=self.mesh)
         x = x + dense(WIDTH, "mlp", "embed")(h)
-        return spmd.with_logical_constraint(x, ("batch", "length", None), mesh=self.mesh)
+        return spmd.with_logical_constraint(x, (self.rows, "length", None), mesh=self.mesh)
 
 
 class LinenModel(nn.Module):
     """Blocks between an embedding and a head."""
 
     mesh: Any
+    rows: str
 
     @nn.compact
     def __call__(self, ids: Array) -> Array:
         """The logits of tokens."""
         table = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("vocab", "embed"))
         x = nn.Embed(VOCABULARY, WIDTH, embedding_init=table, dtype=jnp.bfloat16)(ids)
-        x = spmd.with_logical_constraint(x, ("batch", "length", None), mesh=self.mesh)
+        x = spmd.with_logical_constraint(x, (self.rows, "length", None), mesh=self.mesh)
         for _ in range(LAYERS):
-            x = nn.remat(LinenBlock)(self.mesh)(x)
+            x = nn.remat(LinenBlock)(self.mesh, self.rows)(x)
         head = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("embed", "vocab"))
         logits = nn.Dense(VOCABULARY, use_bias=False, dtype=jnp.bfloat16, kernel_init=head)(x)
         return spmd.with_logical_constraint(logits, ("batch", "length", "vocab"), mesh=self.mesh)
 
 
-def linen(devices: int) -> Target:
-    """Flax Linen with `with_logical_partitioning`: data × model, weights split over `model` alone."""
+def linen(devices: int, rows: str = "batch") -> Target:
+    """Flax Linen with `with_logical_partitioning`: data × model, weights split over `model` alone.
+
+    `rows`: "batch" leaves what is between blocks on all devices of `model` alike; "rows" splits its sequences there.
+    """
     on = Sharded(data=devices // 4, model=4)
-    rules = [("batch", "data"), ("mlp", "model"), ("vocab", "model"), ("embed", None), ("length", None)]
-    model = LinenModel(on.mesh)
+    rules = [
+        ("batch", "data"),
+        ("mlp", "model"),
+        ("vocab", "model"),
+        ("embed", None),
+        ("length", None),
+        ("rows", ("data", "model")),
+    ]
+    model = LinenModel(on.mesh, rows)
 
     def init() -> Any:
         return model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
@@ -448,6 +464,7 @@ PATTERNS: Sequence[Pattern] = (
     Pattern(name="logical-rules", style="MaxText: logical rules, FSDP × tensor", target=logical_rules),
     Pattern(name="named-axes", style="Levanter: FSDP over `embed`, 16-bit policy", target=named_axes),
     Pattern(name="linen", style="Flax Linen: logical constraints, data × model", target=linen),
+    Pattern(name="linen-split", style="The same, sequences split between blocks", target=partial(linen, rows="rows")),
     Pattern(name="nnx", style="Flax NNX: replicated state, split batch", target=nnx_data_parallel),
     Pattern(name="equinox", style="Equinox: replicated model, `filter_shard`", target=equinox_filtered),
     Pattern(name="megatron", style="Megatron in `shard_map`, sequence split", target=megatron),

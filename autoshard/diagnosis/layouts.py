@@ -42,8 +42,10 @@ ALIKE: tuple[Alike, ...] = (
     Alike(
         kind="whole on every device",
         products=False,
-        cause="Values are made, read and written by up to {} devices alike, although a mesh axis divides them",
-        change="Constrain them where they are made to be split over that axis, as what takes them is",
+        cause="Values are made, read and written by up to {} devices alike, although a mesh axis divides them; what "
+        "it costs to move them is not in the price",
+        change="Constrain them where they are made to be split over that axis, by their first dimension if it can be: "
+        "what is gathered by another one is copied, too",
     ),
 )
 

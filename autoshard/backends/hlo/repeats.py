@@ -4,6 +4,7 @@ Layers that are scanned inside a loop over micro-batches take their weights so: 
 slice of a stack, and in each trip of the outer loop the same slices.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from autoshard.backends.hlo.dataflow import Dataflow
@@ -39,6 +40,9 @@ class _Fused(NamedTuple):
     computation: Computation
     fusion: Instruction
     around: "_Fused | None"
+
+
+_Name = tuple[Computation, str, _Fused | None]  # an instruction by its name
 
 
 class Repeats:
@@ -125,7 +129,7 @@ class Repeats:
             around = around.around
         return stack if around is None else None
 
-    def _counted(self, body: Computation, indices: list[tuple[Computation, str, _Fused | None]]) -> bool:
+    def _counted(self, body: Computation, indices: Sequence[_Name]) -> bool:
         """Whether integers take the same values, trip by trip, whenever a loop runs.
 
         They do if they follow from elements that begin with constants, and follow in turn from such elements.
@@ -135,7 +139,7 @@ class Repeats:
         if start.opcode != "tuple" or body.root.opcode != "tuple":
             return False
         seen: set[int] = set()
-        left = indices
+        left: Sequence[_Name] = indices
         while left:
             elements = self._elements(left)
             if elements is None:
@@ -147,10 +151,10 @@ class Repeats:
             left = [(body, body.root.operands[k], None) for k in new]
         return True
 
-    def _elements(self, left: list[tuple[Computation, str, _Fused | None]]) -> set[int] | None:
+    def _elements(self, names: Sequence[_Name]) -> set[int] | None:
         """The elements of a loop's tuple that integers are computed of; None if of anything else, too."""
         found: set[int] = set()
-        left = list(left)
+        left = list(names)
         while left:
             inside, name, around = left.pop()
             value = inside[name]
