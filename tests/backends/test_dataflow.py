@@ -136,6 +136,18 @@ def test_a_sum_is_kept_in_as_many_parts_as_its_slices_by_device(text: str, ways:
     assert flow.ways_kept(main, whole, None) == ways
 
 
+def test_uses_are_followed_into_fusions_that_are_started_ahead() -> None:
+    start = (
+        "%begun = ((f32[1024,64], u32[]), f32[128,64], u32[]) fusion-start(%whole, %id), kind=kLoop, calls=%cut\n  "
+        "ROOT %mine = f32[128,64] fusion-done(%begun)"
+    )
+    flow, main, whole = read(
+        SUMMED.replace("ROOT %mine = f32[128,64] fusion(%whole, %id), kind=kLoop, calls=%cut", start)
+    )
+    assert main.root.opcode == "fusion-done"
+    assert flow.ways_kept(main, whole, None) == 8
+
+
 def test_a_value_has_been_as_narrow_as_any_type_on_its_way() -> None:
     there, back = "%less_wide = bf16[4,64,512] convert(%q)", "%again = f32[4,64,512] convert(%less_wide)"
     flow, main, _ = read(

@@ -89,6 +89,17 @@ def test_slices_of_a_stack_are_the_same_in_every_trip_of_the_outer_loop() -> Non
     assert repeats(NESTED) == (Repeat(3, 4, ("main", "p")),)
 
 
+def test_a_fusion_may_be_started_before_it_is_waited_for() -> None:
+    """As XLA:GPU of JAX 0.12 does."""
+    start = (
+        "%begun = ((f32[4,64,512], s32[]), bf16[64,512], u32[]) fusion-start(%w, %copied), kind=kLoop, calls=%take\n  "
+        "%mine = bf16[64,512] fusion-done(%begun)"
+    )
+    text = NESTED.replace("%mine = bf16[64,512] fusion(%w, %copied), kind=kLoop, calls=%take", start)
+    assert "fusion-done" in text
+    assert repeats(text) == repeats(NESTED)
+
+
 def test_what_neither_loop_changes_has_the_trips_of_both() -> None:
     assert repeats(NESTED, "w") == (Repeat(12, 1, ("main", "p")),)
     assert repeats(NESTED, "i") == ()

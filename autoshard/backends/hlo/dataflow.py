@@ -8,6 +8,9 @@ from autoshard.backends.hlo.text import UNKNOWN, Computation, Instruction, Modul
 
 # Opcodes that hand on (part of) their operand unchanged but for its shape or type.
 VIEWS = frozenset({"bitcast", "bitcast-convert", "convert", "copy", "get-tuple-element", "reshape", "transpose"})
+# XLA:GPU of JAX 0.12 starts some fusions asynchronously; what such a start makes is the result of its done.
+FUSIONS = frozenset({"fusion", "fusion-start"})
+FUSION_DONE = "fusion-done"
 # Each element of the result is computed from the elements of the operands at the same place.
 ELEMENTWISE = frozenset(
     {
@@ -175,12 +178,14 @@ class Dataflow:
                 elif user.opcode == "while":
                     bodies = [self.module[called] for called in user.calls]
                     left += [(body, body.parameters[0].name, at, None) for body in bodies]
-                elif user.opcode == "fusion":
+                elif user.opcode in FUSIONS:
                     body, outer = self.module[user.calls[0]], _Around(inside, user, around)
                     taken = [i for i, x in enumerate(user.operands) if x == name]
                     left += [(body, body.parameters[i].name, None, outer) for i in taken]
                 elif user.opcode in through:
                     left.append((inside, user.name, None, around))
+                elif user.opcode == FUSION_DONE:
+                    left.append((inside, user.name, at, around))
                 else:
                     yield Use(inside, user, name, around)
 
@@ -267,5 +272,5 @@ class Dataflow:
                 left.extend((inside, operand, outside) for operand in found.operands)
                 for called in found.calls:
                     body, step = self.module[called], _Around(inside, found, outside)
-                    left.append((body, body.root.name, step if found.opcode == "fusion" else None))
+                    left.append((body, body.root.name, step if found.opcode in FUSIONS else None))
         return False

@@ -7,7 +7,7 @@ slice of a stack, and in each trip of the outer loop the same slices.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from autoshard.backends.hlo.dataflow import Dataflow
+from autoshard.backends.hlo.dataflow import FUSION_DONE, FUSIONS, Dataflow
 from autoshard.backends.hlo.text import Computation, Instruction
 
 _PREFETCHES = frozenset({"copy-start", "copy-done"})
@@ -113,7 +113,9 @@ class Repeats:
     def _sliced(self, body: Computation, value: Instruction) -> Instruction | None:
         """The stack of which a value is a slice that depends on the loop's counters alone; None if it is none."""
         inside, around = body, None
-        while value.opcode == "fusion":
+        while value.opcode in FUSIONS or value.opcode == FUSION_DONE:
+            if value.opcode == FUSION_DONE:
+                value = inside[value.operands[0]]
             around = _Fused(inside, value, around)
             inside = self._module[value.calls[0]]
             value = self._flow.source(inside, inside.root)
@@ -162,7 +164,9 @@ class Repeats:
                 left.append((around.computation, around.fusion.operands[int(value.literal)], around.around))
             elif value.opcode == "get-tuple-element" and inside[value.operands[0]].opcode == "parameter":
                 found.add(value.index)
-            elif value.opcode == "fusion":
+            elif value.opcode == FUSION_DONE:
+                left.append((inside, value.operands[0], around))
+            elif value.opcode in FUSIONS:
                 body = self._module[value.calls[0]]
                 left.append((body, body.root.name, _Fused(inside, value, around)))
             elif value.opcode in _ARITHMETIC:
