@@ -1,9 +1,74 @@
-"""Casts: a value beside a cast is moved on the side with fewer bytes."""
+"""Casts: a value beside a cast is moved on the side with fewer bytes.
+
+XLA:GPU moves the operand of a widening cast in place of its result. XLA:TPU casts stacks before the loops that
+take slices of them and narrow these, and moves what it has cast.
+"""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 
+import numpy as np
+
+from autoshard.costs.execution_order import loop_spans
 from autoshard.ir.graph import Aval, Eqn, Graph
-from autoshard.ir.op_traits import MUL
+from autoshard.ir.op_traits import LOOP_CONST, LOOP_SLICE, MUL
+
+
+@dataclass(frozen=True, slots=True)
+class CastAhead:
+    """How a stack is read that XLA:TPU casts whole, before the loops that take slices of it.
+
+    Attributes:
+      dtype: of the cast.
+      first, last: the equations at which the first of these loops begins and the last one ends.
+      alone: whether nothing else reads the stack, so that what moves is its cast.
+    """
+
+    dtype: np.dtype
+    first: int
+    last: int
+    alone: bool
+
+
+def cast_ahead(graph: Graph) -> dict[int, CastAhead]:
+    """Values outside of loops that are cast whole before the loops that take slices of them and narrow these.
+
+    They enter the loops as they are or under other names, and may pass through loops to get there.
+    """
+    spans, consumers = loop_spans(graph), graph.consumers
+
+    @cache
+    def read_as(value: int, *, sliced: bool) -> frozenset[np.dtype | None]:
+        """The dtypes to which loops narrow slices of a value; None for what reads it otherwise."""
+        return frozenset(dtype for e, _ in consumers.get(value, ()) for dtype in read_by(e, sliced=sliced))
+
+    def read_by(e: int, *, sliced: bool) -> frozenset[np.dtype | None]:
+        eqn = graph.eqns[e]
+        if eqn.traits.renames or eqn.primitive == LOOP_SLICE:
+            return read_as(graph.results[e][0], sliced=sliced or eqn.primitive == LOOP_SLICE)
+        return frozenset({eqn.results[0].dtype if sliced and widening(eqn) < 0 else None})
+
+    @cache
+    def entered(e: int) -> frozenset[int]:
+        """The outermost loops into which an equation takes its operand, under whatever name."""
+        if graph.eqns[e].primitive in (LOOP_CONST, LOOP_SLICE):
+            return frozenset({graph.eqn_loop[e]})
+        if not graph.eqns[e].traits.renames:
+            return frozenset()
+        return frozenset(loop for reader, _ in consumers.get(graph.results[e][0], ()) for loop in entered(reader))
+
+    outside = {v for e, results in enumerate(graph.results) if not graph.eqn_loop[e] for v in results}
+    found: dict[int, CastAhead] = {}
+    for value in sorted({*graph.inputs, *outside}):
+        readers = [e for e, _ in consumers.get(value, ())]
+        enters = [e for e in readers if entered(e)]
+        dtypes = {dtype for e in enters for dtype in read_by(e, sliced=False)}
+        if len(dtypes) == 1 and (dtype := dtypes.pop()) is not None:
+            inside = [spans[loop] for e in enters for loop in entered(e)]
+            first, last = min(first for first, _ in inside), max(last for _, last in inside)
+            found[value] = CastAhead(dtype, first, last, enters == readers)
+    return found
 
 
 def widening(eqn: Eqn) -> int:

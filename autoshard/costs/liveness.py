@@ -36,6 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
+from autoshard.costs.casts import CastAhead, cast_ahead
 from autoshard.costs.dimension_orders import DimensionOrders
 from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, positions
 from autoshard.costs.scattered_terms import ScatteredTerm, scattered_terms
@@ -71,7 +72,8 @@ class LiveRanges:
     it has memory only if it is moved first. `across`: for values that the loss reads at the end, the
     dimensions over which the loss communicates; split along one of them, the value only lives until `soon`.
     `alone`: numerators of softmaxes, with their bytes per element on a device that has one row of them.
-    `scattered`: the additions that are done by a scatter, which takes no memory of its own.
+    `scattered`: the additions that are done by a scatter, which takes no memory of its own. `cast_ahead`: the stacks
+    that are cast whole before the loops that take slices of them.
     """
 
     stored: NDArray[np.bool_]
@@ -83,6 +85,7 @@ class LiveRanges:
     across: Mapping[int, frozenset[int]]
     alone: Mapping[int, int]
     scattered: tuple[ScatteredTerm, ...]
+    cast_ahead: Mapping[int, CastAhead]
 
 
 def live_ranges(
@@ -161,6 +164,7 @@ def live_ranges(
         across=_across(graph, rules, stored, late),
         alone=alone,
         scattered=scattered,
+        cast_ahead=cast_ahead(graph) if compiler.casts_stacked_inputs_ahead else {},
     )
 
 
@@ -427,35 +431,6 @@ def _last_uses(
         if e in deferred:
             last[[v for v in operands if made_by.get(v, (-1, 0))[0] not in deferred]] = len(graph.eqns) - 1
     return last
-
-
-def cast_ahead(graph: Graph) -> dict[int, tuple[int, int, int]]:
-    """Inputs that XLA:TPU casts whole before the loops that take slices of them and cast these.
-
-    Returns:
-      Value → bytes per element of the cast, the first equation of these loops, and the last.
-    """
-    spans, consumers = loop_spans(graph), graph.consumers
-
-    def casts(value: int) -> list[int]:
-        """Bytes per element of all that a value is read as."""
-        found: list[int] = []
-        for e, _ in consumers.get(value, ()):
-            result = graph.results[e][0]
-            if graph.eqns[e].traits.renames:
-                found += casts(result)
-            else:
-                found.append(graph.avals[result].itemsize if graph.eqns[e].traits.cast else 0)
-        return found
-
-    found: dict[int, tuple[int, int, int]] = {}
-    for value in graph.inputs:
-        slices = [e for e, _ in consumers.get(value, ()) if graph.eqns[e].primitive == LOOP_SLICE]
-        sizes = {size for e in slices for size in casts(graph.results[e][0])}
-        if len(sizes) == 1 and 0 < (size := sizes.pop()) < graph.avals[value].itemsize:
-            loops = [spans[graph.eqn_loop[e]] for e in slices]
-            found[value] = (size, min(first for first, _ in loops), max(last for _, last in loops))
-    return found
 
 
 def in_place(graph: Graph, lasting: Container[int]) -> frozenset[int]:

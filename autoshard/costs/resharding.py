@@ -234,9 +234,9 @@ class _Table:
             i, k, j = (_positions(self.codes, codes) for codes in (moves.before, moves.between, moves.after))
             exist = (i >= 0) & (k >= 0) & (j >= 0)
             if machine.tiled and moves.kind == "reduce-scatter":
-                exist &= _scatters(shape, moves.between, moves.axes, mesh)
+                exist &= _scatters(shape, itemsize, moves.between, moves.axes, mesh)
             if machine.tiled and moves.ends == "reduce-scatter":
-                exist &= _scatters(shape, moves.after, moves.rest, mesh)
+                exist &= _scatters(shape, itemsize, moves.after, moves.rest, mesh)
             exist &= pinned or moves.ends != "reduce-scatter"  # it needs a pin in between
             i, k, j = i[exist], k[exist], j[exist]
             self._move[i, j] = m
@@ -494,13 +494,16 @@ def _subsets(axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     return chain.from_iterable(combinations(axes, count) for count in range(1, len(axes) + 1))
 
 
-def _scatters(shape: tuple[int, ...], after: Codes, over: tuple[int, ...], mesh: MeshAxes) -> NDArray[np.bool_]:
+def _scatters(
+    shape: tuple[int, ...], itemsize: int, after: Codes, over: tuple[int, ...], mesh: MeshAxes
+) -> NDArray[np.bool_]:
     """Whether XLA:TPU makes a reduce-scatter of a sum over mesh axes that ends in each of some layouts.
 
-    Arrays lie in tiles of 8 x 128 of their last two dimensions. Along the last dimension but one, whole
-    tiles are scattered; along the last, any number except one. Of the dimensions before them, the outermost
-    is scattered, and any that is longer than the last but one, whose place in the tiles it then takes (libtpu
-    0.0.51, compiled for v5e:4x4, values of two to four dimensions).
+    Arrays lie in tiles of 8 x 128 of their last two dimensions, those of narrow elements in tiles of more rows
+    (16 of bfloat16). Along the last dimension but one, whole tiles are scattered; half of one, too, if it is the
+    outermost. So along the last, with which it changes places, but if a single tile of 128 is left. Of the
+    dimensions before them, the outermost is scattered, and any that is longer than the last but one, whose place
+    in the tiles it then takes (libtpu 0.0.52, compiled for v5e:4x4 and v5p:4x4x2, values of two to four dimensions).
     """
     ndim, sizes = len(shape), np.array(mesh.sizes)
     rows = decode(after, ndim, mesh.ndim)
@@ -512,9 +515,10 @@ def _scatters(shape: tuple[int, ...], after: Codes, over: tuple[int, ...], mesh:
     outermost = np.array([row[:d].prod() == 1 for row, d in zip(local, dim, strict=True)], bool)
     if ndim < 2:
         return np.ones(len(after), bool)
+    fills = np.where(local[:, : ndim - 2].prod(axis=1) == 1, left >= _SUBLANES, left * itemsize % (4 * _SUBLANES) == 0)
     return np.select(
         [dim == ndim - 1, dim == ndim - 2],
-        [left != _LANES, left >= _SUBLANES],
+        [fills & (left != _LANES), fills],
         outermost | (before > local[:, ndim - 2]),
     )
 

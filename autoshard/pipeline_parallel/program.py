@@ -102,7 +102,7 @@ class Staged:
         S, R = plan.stages, plan.repeats
         layers = self.cut.length // (S * R)
         narrow = [x.dtype for x in slices]
-        weights = [_wide(x).reshape(R, S, layers, *x.shape[1:]).swapaxes(0, 1) for x in slices]
+        weights = [self._by_stage(_wide(x)) for x in slices]
         fixed, kinds = {v: _wide(x) for v, x in constants.items()}, {v: x.dtype for v, x in constants.items()}
 
         def stage(repeat: Any, of_stage: Leaves, state: Leaves) -> Leaves:
@@ -130,6 +130,15 @@ class Staged:
         repeats = np.array([[plan.repeat(t, s) for s in range(S)] for t in trips], np.int32)
         _, outs = jax.lax.scan(trip, begin, (starts, repeats, entering))
         return [self._left(x) for x in outs]
+
+    def _by_stage(self, x: Any) -> Any:
+        """Stacked weights (L, …) → (S, R, L/(S·R), …): a stage's layers of every time round."""
+        plan = self.schedule
+        S, R = plan.stages, plan.repeats
+        layers = len(x) // (S * R)
+        if R == 1:  # they lie in this order
+            return x.reshape(S, R, layers, *x.shape[1:])
+        return x.reshape(R, S, layers, *x.shape[1:]).swapaxes(0, 1)
 
     def _feed(self, x: Any) -> Any:
         """What enters stage 0 at every trip: (M, …) → (trips, …); where nothing new does, anything."""

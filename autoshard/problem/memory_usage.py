@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -168,6 +169,8 @@ class MemoryUsageBuilder:
         aval = self.graph.avals[value]
         if self._compiler.keeps_host_values_apart and value in self.graph.on_host:
             return np.zeros(len(port.codes), np.int64)
+        if (cast := self.lives.cast_ahead.get(value)) is not None and cast.alone:
+            aval = replace(aval, dtype=cast.dtype)
         nbytes = local_bytes(aval, port.codes, self.mesh)
         if (itemsize := self.lives.alone.get(value, aval.itemsize)) < aval.itemsize:
             split = decode(port.codes, aval.ndim, self.mesh.ndim) == 0

@@ -217,6 +217,23 @@ def test_stacked_weights_are_cast(compiler: CompilerName, topology: str) -> None
 
 
 @pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
+def test_a_stack_is_gathered_as_it_is_cast_ahead(compiler: CompilerName, topology: str) -> None:
+    """Asked for before the loops, under another name than the one that they slice, through a loop around them."""
+
+    def trips(stack: jax.Array, x: jax.Array) -> jax.Array:
+        whole = constrained(stack.reshape(4, 2, 1024, 1024)[:, 0]).swapaxes(1, 2)
+
+        def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(h @ w.astype(jnp.bfloat16)), None
+
+        return jax.lax.scan(lambda h, _: (jax.lax.scan(layer, h, whole)[0], None), x, length=3)[0]
+
+    (gather,) = collectives(text_of(topology, trips, (F32(8, 1024, 1024), BF16(64, 1024)), (P(None, "x"), P())))
+    size = 2 if named(compiler).casts_stacked_inputs_ahead else 4
+    assert (gather.kind, gather.nbytes) == ("all-gather", 4 * 1024 * 1024 * size)
+
+
+@pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
 def test_one_of_each_row_is_taken_back(compiler: CompilerName, topology: str) -> None:
     """Its gradient has no scatter, or one."""
 

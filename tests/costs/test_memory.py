@@ -14,7 +14,8 @@ from autoshard.backends.model import CompilerModel
 from autoshard.costs import compute
 from autoshard.costs.dimension_orders import DimensionOrders
 from autoshard.costs.fusion import is_pointwise
-from autoshard.costs.liveness import LiveRanges, cast_ahead, live_ranges
+from autoshard.costs.casts import CastAhead, cast_ahead
+from autoshard.costs.liveness import LiveRanges, live_ranges
 from autoshard.costs.strategies import WHOLE, decode
 from autoshard.ir.graph import Graph, build
 from autoshard.problem.decisions import layout_codes
@@ -232,7 +233,31 @@ def test_on_tpu_stacked_weights_are_cast_before_the_loops_that_slice_them() -> N
     found = {names[v]: told for v, told in cast_ahead(graph).items()}
     assert set(found) == {"cast", "read"}
     inside = [e for e, loop in enumerate(graph.eqn_loop) if loop]
-    assert found["cast"] == (2, inside[0], inside[-1])  # read by the forward loop and by the backward one
+    # Read by the forward loop and by the backward one.
+    assert found["cast"] == CastAhead(np.dtype(jnp.bfloat16), inside[0], inside[-1], alone=True)
+
+
+def test_on_tpu_a_stack_is_cast_ahead_under_another_name_and_through_loops() -> None:
+    """Not what is read whole, too, nor what a loop casts without taking slices of it."""
+
+    def step(stack: Any, other: Any, whole: Any, x: Any) -> Any:
+        def layer(h: Any, w: Any) -> Any:
+            return jnp.tanh(h @ w.astype(jnp.bfloat16)), None
+
+        def trip(h: Any, _: Any) -> Any:
+            h, _ = jax.lax.scan(layer, h, turned)
+            return h @ whole.astype(jnp.bfloat16), None
+
+        turned = stack.reshape(2, 4, 8, 8)[1].swapaxes(1, 2)
+        read = jax.lax.scan(layer, x, other)[0]
+        return jax.lax.scan(trip, read, None, length=3)[0], jnp.sum(other)
+
+    graph = build(jax.make_jaxpr(step)(F32((8, 8, 8)), F32((4, 8, 8)), F32((8, 8)), BF16((16, 8))), "cpu")
+    found = cast_ahead(graph)
+    turned = graph.results[next(e for e, eqn in enumerate(graph.eqns) if eqn.primitive == "transpose")][0]
+    assert found[turned].alone
+    assert not found[graph.inputs[1]].alone
+    assert graph.inputs[2] not in found
 
 
 @pytest.mark.parametrize(("axis", "taken", "compared"), [(1, 1, True), (0, 1, True), (1, 2, False), (None, 8, False)])

@@ -282,18 +282,33 @@ def test_where_no_sum_over_all_devices_is_scattered_none_that_is_pinned_is_finis
         ((4096, 640), 0, 1, ["reduce-scatter"]),
         ((16, 4096), 1, 0, ["all-reduce"]),
         ((32, 4096), 1, 0, ["reduce-scatter"]),
+        ((8, 32, 32, 4096), 0, 2, ["all-reduce"]),
+        ((8, 32, 96, 4096), 0, 2, ["all-reduce"]),
+        ((8, 32, 64, 4096), 0, 2, ["reduce-scatter"]),
+        ((8, 96, 4096), 0, 1, ["all-reduce"]),
+        ((4, 96, 4096), 0, 1, ["reduce-scatter"]),
+        ((4, 4096, 32, 96), 0, 3, ["all-reduce"]),
+        ((4, 4096, 32, 64), 0, 3, ["reduce-scatter"]),
     ],
 )
 def test_sums_are_scattered_along_dimensions_that_tiles_allow(
     shape: tuple[int, ...], other: int, scattered: int, kinds: list[str]
 ) -> None:
-    """What libtpu 0.0.51 emits for v5e:4x4, of products in bfloat16 that are summed over x."""
+    """What libtpu 0.0.52 emits for v5e:4x4, of products in bfloat16 that are summed over x."""
     axes = MeshAxes.of({"x": 4, "y": 4})
     machine = cost_models.hardware("tpu-v5e:4x4").place(axes.shape)
     assert machine.tiled
     resharder = Resharder(axes, machine, pinned=False)
     steps = kinds_of(resharder, Aval(shape, np.dtype(jnp.bfloat16)), [SUM, other], [scattered, other])
     assert [kind for kind, _ in steps if kind != "slice"] == kinds
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(jnp.bfloat16, "all-reduce"), (jnp.float32, "reduce-scatter")])
+def test_tiles_of_narrow_elements_have_more_rows(dtype: Any, kind: str) -> None:
+    """Eight rows to a device are half a tile of bfloat16 (libtpu 0.0.52)."""
+    axes = MeshAxes.of({"x": 4, "y": 4})
+    resharder = Resharder(axes, cost_models.hardware("tpu-v5e:4x4").place(axes.shape), pinned=False)
+    assert kinds_of(resharder, Aval((4, 32, 32, 4096), np.dtype(dtype)), [SUM, 0], [2, 0])[0] == (kind, ("x",))
 
 
 def kinds_of(

@@ -113,7 +113,8 @@ def _total(facts: GraphFacts, value: int) -> tuple[Aval, int] | None:
 
 
 def _moved(facts: GraphFacts, value: int) -> Aval:
-    """The array that moves for a value: the value, or the narrow side of the cast that makes it."""
+    """The array that moves for a value: the value, or the narrow side of a cast that makes it or takes it."""
+    aval, cast = facts.graph.avals[value], facts.lives.cast_ahead.get(value)
     if facts.compiler.moves_collectives_past_casts:
         return narrow_side(facts.graph, facts.graph.producers, value)
-    return facts.graph.avals[value]
+    return replace(aval, dtype=cast.dtype) if cast is not None and cast.alone else aval

@@ -1,7 +1,6 @@
 """Inputs: the layout of every program input."""
 
 from autoshard.costs.execution_order import feeding
-from autoshard.costs.liveness import cast_ahead
 from autoshard.costs.strategies import Codes, layouts, shards
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decisions import Input, priced_by_edges
@@ -21,7 +20,6 @@ def add_inputs(draft: Draft) -> list[int]:
     tied = set(required.tied.values())
     pins = _pinned(draft)
     feeds = feeding(graph)
-    ahead = cast_ahead(graph) if facts.compiler.casts_stacked_inputs_ahead else {}
     for position, value in enumerate(graph.inputs):
         aval = graph.avals[value]
         codes = pins[position] if position in pins else layouts(aval.shape, facts.mesh, unreduced=False)
@@ -32,9 +30,8 @@ def add_inputs(draft: Draft) -> list[int]:
         lasts = position not in required.donated or position in tied
         nbytes = local_bytes(aval, codes, facts.mesh)
         draft.usages.add(node, 0, end if lasts else int(facts.lives.end[value]), nbytes, holds)
-        if value in ahead:
-            itemsize, first, final = ahead[value]
-            draft.usages.add(node, first, final + 1, nbytes * itemsize // aval.itemsize, "copies")
+        if (cast := facts.lives.cast_ahead.get(value)) is not None:
+            draft.usages.add(node, cast.first, cast.last + 1, nbytes * cast.dtype.itemsize // aval.itemsize, "copies")
         if position in required.held_bytes:
             pieces = shards(codes, aval.ndim, facts.mesh)
             draft.usages.add(node, 0, end, aval.size * required.held_bytes[position] // pieces, "optimizer")
