@@ -277,3 +277,21 @@ def test_compilers_add_onto_what_a_loop_carries_where_it_lies(hardware: str, com
     assert memory.compiled is not None
     assert memory.predicted.peak == pytest.approx(3 * 4 * width**2, rel=0.01)
     assert memory.compiled.peak == pytest.approx(memory.predicted.peak, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "compiler"), [pytest.param("tpu-v5e:2x4", "tpu", marks=TPU), ("cpu:8", "cpu")], ids=["tpu", "cpu"]
+)
+def test_what_is_gathered_under_another_name_lies_beside_what_it_renames(hardware: str, compiler: Any) -> None:
+    """An input's piece, all of it as one row, and the sums of that row: not all of it in the place of its piece."""
+    plan = autoshard.plan(
+        lambda w: jnp.cumsum(w.reshape(-1)),
+        F32((2048, 2048)),
+        mesh={"x": 8},
+        hardware=hardware,
+        in_shardings=P("x"),
+        out_shardings=P("x"),
+    )
+    memory = plan.verify(compiler).memory
+    assert memory.compiled is not None
+    assert memory.predicted.peak == pytest.approx(memory.compiled.peak, rel=0.1)

@@ -67,8 +67,10 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
         name, taker = _last_name(draft, value, takers[0]) if takers else (value, None)
         in_place = taker is not None and isinstance(draft.nodes[taker.node], Input)
         draft.usages.add_value(value, port, begin, name, taker, in_place=in_place)
+    # What is moved for its only consumer lies as that takes it, beside the value whose memory it had.
+    alone = lent and holder is not port and len(takers) == 1 and not takers[0].loose
     for taker in takers:
-        apart = holder.codes[:, None] != taker.codes[None, :] if arrives else None
+        apart = holder.codes[:, None] != taker.codes[None, :] if arrives or alone else None
         add_edge(draft, holder, taker, value, forbidden=apart)
 
 
