@@ -12,9 +12,9 @@ import pytest
 from autoshard.backends.known_compilers import XLA_GPU, XLA_TPU
 from autoshard.backends.model import CompilerModel
 from autoshard.costs import compute
+from autoshard.costs.casts import CastAhead, cast_ahead
 from autoshard.costs.dimension_orders import DimensionOrders
 from autoshard.costs.fusion import is_pointwise
-from autoshard.costs.casts import CastAhead, cast_ahead
 from autoshard.costs.liveness import LiveRanges, live_ranges
 from autoshard.costs.strategies import WHOLE, decode
 from autoshard.ir.graph import Graph, build
