@@ -106,14 +106,13 @@ class Staged:
         fixed, kinds = {v: _wide(x) for v, x in constants.items()}, {v: x.dtype for v, x in constants.items()}
 
         def stage(repeat: Any, of_stage: Leaves, state: Leaves) -> Leaves:
-            own = [x[0] if R == 1 else jax.lax.dynamic_index_in_dim(x, repeat, keepdims=False) for x in of_stage]
-            own = [x.astype(dtype) for x, dtype in zip(own, narrow, strict=True)]
-            given = {v: x.astype(kinds[v]) for v, x in fixed.items()}
-            given |= dict(zip(handed, state[count:], strict=True))
-            consts = [_jax.literal(v) if _jax.is_literal(v) else given[v] for v in self.cut.consts]
-            operands = [*consts, *state[:count], *own]
             with _jax.as_written(eqn):
-                results = _jax.bind(eqn, {**eqn.params, "length": layers}, operands)
+                own = [x[0] if R == 1 else jax.lax.dynamic_index_in_dim(x, repeat, keepdims=False) for x in of_stage]
+                own = [x.astype(dtype) for x, dtype in zip(own, narrow, strict=True)]
+                given = {v: x.astype(kinds[v]) for v, x in fixed.items()}
+                given |= dict(zip(handed, state[count:], strict=True))
+                consts = [_jax.literal(v) if _jax.is_literal(v) else given[v] for v in self.cut.consts]
+                results = _jax.bind(eqn, {**eqn.params, "length": layers}, [*consts, *state[:count], *own])
             return [*results[:count], *state[count:]]
 
         def trip(state: Leaves, at: Any) -> tuple[Leaves, Leaves]:

@@ -22,7 +22,7 @@ from autoshard.problem.collective import Collective as Promised
 LARGE = 0.05
 SMALL = 0.01
 
-PERMUTE = "collective-permute"
+HANDING = ("collective-permute", "all-to-all")  # how stages hand on: the first of these that a loop has
 
 Origin = tuple[str, str]  # primitive of an equation, and its `file:line (function)`
 
@@ -191,10 +191,14 @@ def attribute(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOvers:
-    """The collective-permutes by which a pipeline's stages hand micro-batches on, forward and backward.
+    """The collectives by which a pipeline's stages hand micro-batches on, forward and backward.
+
+    Permutes move each stage's to the next. Where micro-batches are split over the stages' devices, too, all-to-alls
+    bring them there and back, and the stages move on within each device.
 
     Attributes:
       pipeline: the loop in the planned program.
+      kind: of the collectives; empty where there are none.
       compiled_trips: how often they run in the compiled program, each number once; none where none was emitted.
       predicted_bytes: of the plan, per device and step.
       emitted_bytes: of the compiled program.
@@ -202,6 +206,7 @@ class HandOvers:
     """
 
     pipeline: Pipeline
+    kind: str
     compiled_trips: tuple[int, ...]
     predicted_bytes: int
     emitted_bytes: int
@@ -218,10 +223,13 @@ def hand_overs(lines: Sequence[Line], pipelines: Sequence[Pipeline], tolerance: 
     """What each pipeline hands on in the plan, and in the compiled program, of their collectives by line."""
     found: list[HandOvers] = []
     for pipeline in pipelines:
-        own = [line for line in lines if line.kind == PERMUTE and line.where == pipeline.where]
+        of_layers = [line for line in lines if line.where == pipeline.where]
+        kind = next((kind for kind in HANDING if any(line.kind == kind for line in of_layers)), "")
+        own = [line for line in of_layers if line.kind == kind]
         found.append(
             HandOvers(
                 pipeline=pipeline,
+                kind=kind,
                 compiled_trips=tuple(sorted({line.trips for line in own if line.emitted_bytes})),
                 predicted_bytes=sum(line.predicted_bytes for line in own),
                 emitted_bytes=sum(line.emitted_bytes for line in own),

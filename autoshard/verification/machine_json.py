@@ -69,6 +69,7 @@ def _stages(found: HandOvers) -> dict[str, Any]:
         "ok": found.ok,
         **asdict(found.pipeline),
         "bubble": found.pipeline.bubble,
+        "kind": found.kind,
         "compiled_trips": list(found.compiled_trips),
         "predicted_bytes": found.predicted_bytes,
         "emitted_bytes": found.emitted_bytes,

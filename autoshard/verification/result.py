@@ -328,14 +328,15 @@ def _offloaded_text(found: OffloadedBytes) -> str:
 
 
 def _stages_text(found: HandOvers) -> str:
-    """`4 stages: 3 of 11 trips are the bubble (27%), compiled 11 trips; hand-overs 4 MB, emitted 4 MB: MATCH`."""
+    """`4 stages: 3 of 11 trips are the bubble (27%), compiled 11 trips; collective-permutes hand on 4 MB, emitted …`."""
     p = found.pipeline
+    bubble = f"{p.stages} stages: {p.stages - 1} of {p.trips} trips are the bubble ({p.bubble:.0%})"
+    if not found.kind:
+        return f"{bubble}; nothing is handed on between devices"
     compiled = " and ".join(map(str, found.compiled_trips)) or "no"
+    predicted, emitted = bytes_text(found.predicted_bytes), bytes_text(found.emitted_bytes)
     status = Match.MATCH if found.ok else Match.DIFFERS
-    return (
-        f"{p.stages} stages: {p.stages - 1} of {p.trips} trips are the bubble ({p.bubble:.0%}), compiled {compiled} "
-        f"trips; hand-overs {bytes_text(found.predicted_bytes)}, emitted {bytes_text(found.emitted_bytes)}: {status}"
-    )
+    return f"{bubble}, compiled {compiled} trips; {found.kind}s hand on {predicted}, emitted {emitted}: {status}"
 
 
 def _times(step_s: float, exposed_s: float, hidden_s: float) -> str:

@@ -14,7 +14,7 @@ from autoshard import in_stages
 from autoshard.verification.machine_json import verification
 from tests.end_to_end.test_numerics import ROUNDING, STEPS, TOLERANCE, WITHOUT_GRADIENT, errors, wrong
 from tests.float64 import exact
-from tests.installed import needs_gpu_compiler
+from tests.installed import GPU, TPU
 from tests.pipeline_parallel.test_in_stages import LAYERS, SMALL
 from tests.programs import GPUS, relative_error
 
@@ -159,9 +159,17 @@ def test_three_adamw_steps_of_models_are_those_of_one_device(name: str, layout: 
 
 
 @pytest.mark.slow
-@needs_gpu_compiler
-def test_what_is_compiled_for_sixteen_gpus_is_what_is_planned() -> None:
-    """Eight layers of Llama 3 8B on two nodes: bytes within 5 %, the peak within 10 %."""
+@pytest.mark.parametrize(
+    ("hardware", "mesh", "compiler"),
+    [
+        pytest.param("h100:2x8", {"stage": 2, "data": 8}, "gpu", marks=GPU),
+        pytest.param("v5p:4x4x2", {"stage": 4, "data": 8}, "tpu", marks=TPU),
+        pytest.param("v5p:4x4x2", {"stage": 2, "data": 4, "model": 4}, "tpu", marks=TPU),
+    ],
+    ids=["16-gpus", "32-tpus", "32-tpus-by-three-axes"],
+)
+def test_what_is_compiled_for_many_devices_is_what_is_planned(hardware: str, mesh: Any, compiler: Any) -> None:
+    """Eight layers of Llama 3 8B: bytes within 5 %, the peak within 10 %."""
     step, args = models.build(
         "llama3-8b",
         value_and_grad=partial(in_stages, stages="stage", steps=8, parts=1),
@@ -171,8 +179,7 @@ def test_what_is_compiled_for_sixteen_gpus_is_what_is_planned() -> None:
         batch=64,
         sequence=2048,
     )
-    mesh = {"stage": 2, "data": 8}
-    checked = autoshard.plan(step, *args, mesh=mesh, hardware="h100:2x8", donate_argnums=0).verify("gpu")
+    checked = autoshard.plan(step, *args, mesh=mesh, hardware=hardware, donate_argnums=0).verify(compiler)
     assert checked.ok
     assert checked.memory.compiled is not None
     assert abs(checked.memory.compiled.peak / checked.memory.predicted.peak - 1) <= 0.10
