@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.costs.prefetch import begins, fetchable
 from autoshard.costs.prices import PS_PER_S
+from autoshard.costs.strategies import shards
 from autoshard.problem.decision_builders.copies import add_arrival, add_copy
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.edges import add_edge
@@ -67,11 +69,23 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
         name, taker = _last_name(draft, value, takers[0]) if takers else (value, None)
         in_place = taker is not None and isinstance(draft.nodes[taker.node], Input)
         draft.usages.add_value(value, port, begin, name, taker, in_place=in_place)
-    # What is moved for its only consumer lies as that takes it, beside the value whose memory it had.
-    alone = lent and holder is not port and len(takers) == 1 and not takers[0].loose
     for taker in takers:
-        apart = holder.codes[:, None] != taker.codes[None, :] if arrives or alone else None
+        apart = None
+        if arrives:
+            apart = holder.codes[:, None] != taker.codes[None, :]
+        elif lent and holder is not port and len(takers) == 1 and not taker.loose:
+            apart = _moved(draft, value, holder, taker)
         add_edge(draft, holder, taker, value, forbidden=apart)
+
+
+def _moved(draft: Draft, value: int, holder: Port, taker: Port) -> NDArray[np.bool_]:
+    """Pairs of layouts of a copy and its only consumer between which it moves; a cut is none.
+
+    What moves lies beside the value whose memory it had: the copy does, in the layout that is taken.
+    """
+    aval, mesh = draft.facts.graph.avals[value], draft.facts.mesh
+    pieces, taken = (shards(port.codes, aval.ndim, mesh) for port in (holder, taker))
+    return (holder.codes[:, None] != taker.codes[None, :]) & (pieces[:, None] >= taken[None, :])
 
 
 def _takers(draft: Draft, value: int, port: Port, leaves: Sequence[Port]) -> list[Port]:
