@@ -328,7 +328,7 @@ def _offloaded_text(found: OffloadedBytes) -> str:
 
 
 def _stages_text(found: HandOvers) -> str:
-    """`4 stages: 3 of 11 trips are the bubble (27%), compiled 11 trips; collective-permutes hand on 4 MB, emitted …`."""
+    """`4 stages: 3 of 11 trips are the bubble (27%), compiled 11 trips; collective-permutes hand on 4 MB, …`."""
     p = found.pipeline
     bubble = f"{p.stages} stages: {p.stages - 1} of {p.trips} trips are the bubble ({p.bubble:.0%})"
     if not found.kind:
