@@ -239,6 +239,15 @@ def keywords_of(verb: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in inspect.signature(verb).parameters.values() if p.kind is p.KEYWORD_ONLY)
 
 
+# JAX's words for options of ours, in `shard_map` and in the former `pjit`.
+_OTHER_WORDS = {
+    "in_specs": "in_shardings",
+    "out_specs": "out_shardings",
+    "in_axis_resources": "in_shardings",
+    "out_axis_resources": "out_shardings",
+}
+
+
 def refuse_unknown(given: Iterable[str], known: Sequence[str], verb: str) -> None:
     """Raises if an option does not exist, with the one that may be meant.
 
@@ -247,7 +256,7 @@ def refuse_unknown(given: Iterable[str], known: Sequence[str], verb: str) -> Non
     """
     for name in given:
         if name not in known:
-            near = get_close_matches(name, known, n=1, cutoff=0.6)
+            near = get_close_matches(_OTHER_WORDS.get(name, name), known, n=1, cutoff=0.6)
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
             raise ArgumentError(f"{verb} has no option {name!r}: {hint}")
 
@@ -255,7 +264,7 @@ def refuse_unknown(given: Iterable[str], known: Sequence[str], verb: str) -> Non
 def refuse_misspelt(
     fn: Callable[..., Any], kwargs: Mapping[str, Any], verb: str, known: Sequence[str] = OPTIONS
 ) -> None:
-    """Raises if a keyword argument that `fn` does not take is nearly the name of an option.
+    """Raises if a keyword argument that `fn` does not take is nearly the name of an option, or JAX's other word for it.
 
     Raises:
       ArgumentError: so it is.
@@ -267,7 +276,7 @@ def refuse_misspelt(
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
     for name in kwargs.keys() - {p.name for p in parameters}:
-        near = get_close_matches(name, known, n=1, cutoff=0.7)
+        near = get_close_matches(_OTHER_WORDS.get(name, name), known, n=1, cutoff=0.7)
         if near:
             raise ArgumentError(
                 f"{verb}: {getattr(fn, '__name__', fn)} takes no argument {name!r}; did you mean the option {near[0]}?"

@@ -253,6 +253,9 @@ def test_an_option_that_does_not_exist() -> None:
     assert said(lambda: plan(product, W, X, hardwrae="h100:1x8"), autoshard.AutoshardError) == (
         "plan: product takes no argument 'hardwrae'; did you mean the option hardware?"
     )
+    assert said(lambda: plan(product, W, X, in_specs=None), autoshard.AutoshardError) == (
+        "plan: product takes no argument 'in_specs'; did you mean the option in_shardings?"
+    )
     with pytest.raises(TypeError, match="unexpected keyword argument 'quite_another'"):
         plan(product, W, X, quite_another=X)
 
