@@ -63,9 +63,8 @@ def test_the_planner_splits_stages_and_prices_their_hops() -> None:
     handed_bytes = 2 * (8 + 4 - 1) * 8 * WIDTH * 4  # forward and backward
     assert (staged.pipeline.stages, staged.compiled_trips, staged.pipeline.bubble) == (4, (11,), 3 / 11)
     assert staged.predicted_bytes == staged.emitted_bytes == handed_bytes
-    assert "4 stages: 3 of 11 trips are the bubble (27%), compiled 11 trips; hand-overs" in " ".join(
-        str(checked).split()
-    )
+    said = " ".join(str(checked).split())
+    assert "4 stages: 3 of 11 trips are the bubble (27%), compiled 11 trips; collective-permutes hand on " in said
     assert verification(checked)["pipelines"][0]["compiled_trips"] == [11]
 
 
