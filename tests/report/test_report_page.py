@@ -136,6 +136,9 @@ PEAK = """() => {
   return [from.yAxis, stacks[from.xAxis], Math.max(...stacks)];
 }"""
 
+# What is written in any chart.
+WRITTEN = """() => charts.flatMap((c) => c.drawn.getZr().storage.getDisplayList().map((x) => x.style.text ?? ""))"""
+
 # The page's own script over a document that does nothing; prints what every tooltip of every chart says.
 TOOLTIPS = """
 const nothing = () => {};
@@ -215,6 +218,26 @@ def test_a_browser_shows_it(browser: Any, html: str, tmp_path: Path, width: int,
     assert cells
     assert set(cells) <= known
     assert said == []
+    tab.close()
+
+
+def test_a_narrow_page_writes_every_name_of_a_bar_and_of_a_kind_of_memory(
+    browser: Any, html: str, tmp_path: Path
+) -> None:
+    plan = json.loads(embedded(html, "data"))["plan"]
+    layouts = "data parallel", "fully sharded", "tensor parallel", "sequence parallel"
+    prices = {"step_s": 1.0, "exposed_s": 0.5, "peak_bytes": 1, "fits": True}
+    plan["compared"] = [{"name": name, **prices} for name in layouts]
+    kinds = "activations", "kept for backward", "arguments", "copies", "gradients", "optimizer", "parameters"
+    values = next(iter(plan["memory"]["kinds"].values()))
+    plan["memory"]["kinds"] = dict.fromkeys(kinds, values)
+    file = tmp_path / "report.html"
+    file.write_text(page(plan=plan), encoding="utf-8")
+    tab = browser.new_page(viewport={"width": 390, "height": 900})
+    tab.goto(file.as_uri())
+    tab.wait_for_selector("body[data-ready=yes]")
+    written = " ".join(tab.evaluate(WRITTEN))
+    assert {name for name in (*layouts, *kinds) for word in name.split() if word not in written} == set()
     tab.close()
 
 

@@ -98,7 +98,7 @@ function draw(entry) {
   const ink = css("--ink"), soft = css("--soft"), line = css("--line");
   const axis = { axisLabel: { color: soft, hideOverlap: true }, nameTextStyle: { color: soft }, axisLine: { lineStyle: { color: line } },
     splitLine: { lineStyle: { color: line } } };
-  const options = entry.options(axis);
+  const options = entry.options(axis, entry.box.clientWidth);
   entry.drawn.setOption({
     animation: false, color: PALETTE, textStyle: { color: ink, fontFamily: "inherit" },
     ...options,
@@ -172,21 +172,34 @@ function ranking(found) {
       series: found.scaling.map((c) => ({ type: "line", name: c.name, symbolSize: (v) => (v[0] === c.knee_chips ? 13 : 7), data: c.points.map((p) => [p.chips, p.per_s]) })),
     }));
   } else {
-    chart(both, "Where the time goes", "Compute and exposed communication of the first candidates.", (axis) => stacked(axis, found.rows.slice(0, 12).map((r) => Object.values(r.mesh).join("×")),
+    chart(both, "Where the time goes", "Compute and exposed communication of the first candidates.", (axis, width) => stacked(axis, width, found.rows.slice(0, 12).map((r) => Object.values(r.mesh).join("×")),
       [["compute", found.rows.slice(0, 12).map((r) => r.step_s - r.exposed_s), "--compute"], ["exposed", found.rows.slice(0, 12).map((r) => r.exposed_s), "--wait"]]));
   }
 }
 
-// One line, which scrolls where names do not fit.
+// One line, which scrolls where names do not fit; of type "plain" as many as `lines` says.
 function legend() {
   return { top: 0, type: "scroll", textStyle: { color: css("--soft") }, pageTextStyle: { color: css("--soft") } };
 }
 
-function stacked(axis, names, series) {
+// How many lines the names of a legend take.
+function lines(names, width) {
+  let count = 1, used = 0;
+  for (const name of names) {
+    const wide = 45 + 7 * name.length;
+    if (used && used + wide > width) { count += 1; used = 0; }
+    used += wide;
+  }
+  return count;
+}
+
+function stacked(axis, width, names, series) {
+  const room = 0.8 * width / names.length;
+  const label = { interval: 0, hideOverlap: false, ...(room < 70 ? { rotate: 40 } : { overflow: "break", width: room }) };
   return {
     grid: { left: 8, right: 16, top: 30, bottom: 8, containLabel: true }, legend: legend(),
     tooltip: { trigger: "axis", axisPointer: { type: "shadow" }, valueFormatter: time },
-    xAxis: { ...axis, type: "category", data: names, axisLabel: { ...axis.axisLabel, rotate: names.length > 6 ? 40 : 0 } },
+    xAxis: { ...axis, type: "category", data: names, axisLabel: { ...axis.axisLabel, ...label } },
     yAxis: { ...axis, type: "value", axisLabel: { ...axis.axisLabel, formatter: time } },
     series: series.map(([name, data, color]) => ({ type: "bar", stack: "all", name, data, itemStyle: { color: css(color) } })),
   };
@@ -220,15 +233,16 @@ function memory(parent, plan) {
   const m = plan.memory;
   const moment = m.peak_moment;
   const own = { "kept for backward": "--kept", "repeated in backward": "--again" };
-  chart(parent, "Memory over the program", `The peak is ${bytes(m.peak_bytes)} of ${bytes(m.limit_bytes)} per device, at ${m.peak_at}.`, (axis) => ({
-    grid: { left: 8, right: 16, top: 54, bottom: 8, containLabel: true }, legend: legend(),
+  const below = (width) => 22 * lines(Object.keys(m.kinds), width) + 4; // the legend
+  chart(parent, "Memory over the program", `The peak is ${bytes(m.peak_bytes)} of ${bytes(m.limit_bytes)} per device, at ${m.peak_at}.`, (axis, width) => ({
+    grid: { left: 8, right: 16, top: below(width) + 24, bottom: 8, containLabel: true }, legend: { ...legend(), type: "plain" },
     tooltip: { trigger: "axis", formatter: (ps) => `${escaped(m.moments[ps[0].dataIndex])}<br>` + ps.filter((p) => p.value).map((p) => `${p.marker}${escaped(p.seriesName)}: ${bytes(p.value)}`).join("<br>") },
     xAxis: { ...axis, type: "category", data: m.moments.map((_, i) => i), axisLabel: { show: false }, axisTick: { show: false } },
     yAxis: { ...axis, type: "value", axisLabel: { ...axis.axisLabel, formatter: bytes } },
     series: Object.entries(m.kinds).map(([kind, values], k) => ({
       type: "line", name: kind, stack: "all", step: "middle", symbol: "none", lineStyle: { width: 0 }, areaStyle: { opacity: 0.85 }, data: values,
       ...(own[kind] ? { itemStyle: { color: css(own[kind]) } } : {}),
-      markLine: k === 0 ? { symbol: "none", silent: true, data: [[{ xAxis: moment, yAxis: m.peak_bytes }, { xAxis: moment, y: 50 }]], lineStyle: { color: css("--ink") }, label: { formatter: "peak", color: css("--ink") } } : undefined,
+      markLine: k === 0 ? { symbol: "none", silent: true, data: [[{ xAxis: moment, yAxis: m.peak_bytes }, { xAxis: moment, y: below(width) + 20 }]], lineStyle: { color: css("--ink") }, label: { formatter: "peak", color: css("--ink") } } : undefined,
     })),
   }));
 }
@@ -265,7 +279,7 @@ function planned(plan, first) {
   roofline(both, plan);
   if (plan.compared.length) {
     const rows = [{ name: "this plan", step_s: c.step_s, exposed_s: c.exposed_s, peak_bytes: plan.memory.peak_bytes, fits: true }, ...plan.compared];
-    chart(main, "Against the standard layouts", "Hand-written layouts of the same program, completed as well as they can be and priced in the same model.", (axis) => stacked(axis, rows.map((r) => r.name),
+    chart(main, "Against the standard layouts", "Hand-written layouts of the same program, completed as well as they can be and priced in the same model.", (axis, width) => stacked(axis, width, rows.map((r) => r.name),
       [["compute", rows.map((r) => r.step_s - r.exposed_s), "--compute"], ["exposed", rows.map((r) => r.exposed_s), "--wait"]]));
     section(main, "Standard layouts", "", table(rows, [["layout", (r) => r.name], ["step", (r) => r.step_s, time, "number"], ["slower", (r) => r.step_s / c.step_s - 1, percent, "number"],
       ["exposed", (r) => r.exposed_s, time, "number"], ["memory", (r) => r.peak_bytes, bytes, "number"], ["fits", (r) => (r.fits ? "yes" : "no"), (x) => element("span", x === "no" ? { class: "no" } : {}, x)]]));
