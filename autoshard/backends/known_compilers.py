@@ -72,6 +72,7 @@ XLA_GPU = CompilerModel(
     transposes_what_meets=True,
     computes_once=frozenset({"atan2", "cos", "erf_inv", "erfc", "log1p", "pow", "sin", "tanh"}),
     overwrites_last_read=True,
+    cuts_contractions=True,
     reduces_in_kernels_of_their_own=True,
 )
 
@@ -129,6 +130,7 @@ XLA_TPU = CompilerModel(
     transposes_what_meets=False,
     computes_once=frozenset(),
     overwrites_last_read=False,
+    cuts_contractions=False,
     reduces_in_kernels_of_their_own=False,
 )
 
@@ -179,6 +181,7 @@ XLA_CPU = CompilerModel(
     transposes_what_meets=False,
     computes_once=frozenset(),
     overwrites_last_read=False,
+    cuts_contractions=False,
     reduces_in_kernels_of_their_own=False,
 )
 

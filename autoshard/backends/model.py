@@ -331,6 +331,14 @@ class CompilerModel:
     )
     """A fusion writes where what it reads for the last time lies, if that has as many elements of its type."""
 
+    cuts_contractions: bool = field(
+        metadata=_seen(
+            "openxla/xla splitk_rewriter.cc; jax-cuda12-pjrt 0.10.2 and 0.12.0.1",
+            "compilers/test_compiler_models.py::test_a_long_contraction_with_a_small_result_is_cut_into_sums",
+        )
+    )
+    """A contraction whose result has few tiles is cut into sums, which lie in memory until a kernel adds them."""
+
     reduces_in_kernels_of_their_own: bool = field(
         metadata=_seen(
             "jax-cuda12-pjrt 0.10.2, softmax and norms of llama3",

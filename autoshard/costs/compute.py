@@ -8,6 +8,7 @@ XLA fuses element-wise chains, so a value counts only if it is *held* in memory
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ from autoshard.costs.strategies import Strategies, shards
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import Eqn
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.op_traits import CONVOLUTION, LOOP_SLICE, LOOP_STACK, SCATTER_ADD, SHARD_MAP
+from autoshard.ir.op_traits import CONVOLUTION, DOT_GENERAL, LOOP_SLICE, LOOP_STACK, SCATTER_ADD, SHARD_MAP
 from autoshard.rules.rule import ShardingRule
 from cost_models.machines.roofline import taps_on_data
 
@@ -27,7 +28,31 @@ from cost_models.machines.roofline import taps_on_data
 def contraction_s(
     eqn: Eqn, rule: ShardingRule, strategies: Strategies, mesh: MeshAxes, machine: Machine
 ) -> tuple[Seconds, NDArray[np.float64]]:
-    """Roofline seconds (S,) and FLOPs per device (S,) of a contraction of two operands.
+    """Roofline seconds (S,) and FLOPs per device (S,) of a contraction of two operands."""
+    batch, m, n, k = _matmul(eqn, rule, strategies, mesh)
+    flops = np.multiply(2.0 * batch * m, n * k, dtype=np.float64)
+    return np.asarray(machine.matmul_s(batch, m, n, k, _multiplied(eqn))), flops
+
+
+def partial_sums_bytes(
+    eqn: Eqn, rule: ShardingRule, strategies: Strategies, mesh: MeshAxes, machine: Machine
+) -> NDArray[np.int64]:
+    """Bytes per device (S,) of the sums that a product is cut into, before they are added; 0 where it is left whole."""
+    (result,) = eqn.results
+    if eqn.primitive != DOT_GENERAL or not jax.numpy.issubdtype(result.dtype, np.inexact):
+        return np.zeros(len(strategies), np.int64)
+    batch, m, n, k = _matmul(eqn, rule, strategies, mesh)
+    sums = machine.contraction_sums(batch, m, n, k, _multiplied(eqn), jax.numpy.dtype(result.dtype).name)
+    return np.where(sums > 1, sums * batch * m * n * max(_SUM_BYTES, result.itemsize), 0)
+
+
+_SUM_BYTES = 4  # of an element: sums are float32
+
+
+def _matmul(
+    eqn: Eqn, rule: ShardingRule, strategies: Strategies, mesh: MeshAxes
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """The sizes (S,) of a contraction as a matmul: batch, m, n, k.
 
     Factors in both operands and the result are batch, in the left and the result m, in
     the right and the result n, in both operands but not in the result k; a row of a ragged
@@ -48,9 +73,7 @@ def contraction_s(
         everywhere = np.array([[factor.size for factor in rule.factors]])
         parts = (everywhere // local.clip(1)).clip(1)[:, sorted(left | right | out)].prod(axis=1)
         k = _convolution_flops(eqn) / (2.0 * np.maximum(batch * m * n, 1) * parts)
-    dtype = _multiplied(eqn)
-    flops = np.multiply(2.0 * batch * m, n * k, dtype=np.float64)
-    return np.asarray(machine.matmul_s(batch, m, n, k, dtype)), flops
+    return batch, m, n, k
 
 
 def _multiplied(eqn: Eqn) -> str:

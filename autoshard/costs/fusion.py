@@ -77,6 +77,21 @@ def is_pointwise(rule: ShardingRule) -> bool:
     )
 
 
+def fused_names(graph: Graph, fuses: Sequence[bool], value: int) -> tuple[int, ...]:
+    """All names of a value that only equations read which fuse; none if anything else reads it, or nothing."""
+    names: list[int] = []
+    left = [value]
+    while left:
+        name = left.pop()
+        readers = [e for e, _ in graph.consumers.get(name, ())]
+        renamed = [e for e in readers if graph.eqns[e].traits.renames]
+        if name in graph.outputs or not readers or not all(fuses[e] or e in renamed for e in readers):
+            return ()
+        names.append(name)
+        left += [graph.results[e][0] for e in renamed]
+    return tuple(names)
+
+
 def _free(graph: Graph, fuses: Sequence[bool]) -> frozenset[int]:
     """The free values. A loop's operand is none: it lies in memory while the loop runs, and has a layout."""
     given, made_by = set(graph.inputs), graph.producers

@@ -44,6 +44,10 @@ class Machine(CollectiveMachine, Protocol):
 
     def matmul_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str) -> Seconds: ...
 
+    def contraction_sums(
+        self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str, result_dtype: str
+    ) -> NDArray[np.int64]: ...
+
 
 def picoseconds(seconds: Seconds) -> NDArray[np.int64]:
     """Seconds as the solver's integer picoseconds; larger prices than it can count are infinite.

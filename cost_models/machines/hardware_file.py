@@ -61,6 +61,7 @@ CHIP_NUMBERS: dict[str, bool] = {
     "matmul_tile_columns_count": True,
     "matmul_tile_depth_count": True,
     "matmul_units_count": True,
+    "cuda_capability_count": False,
     "matmul_achieved_fraction": True,
     "matmul_achieved_float8_fraction": False,
     "matmul_achieved_int8_fraction": False,

@@ -16,6 +16,7 @@ from cost_models.machines import alpha_beta
 from cost_models.machines.alpha_beta import KINDS, Floats, Kind
 from cost_models.machines.amounts import amounts
 from cost_models.machines.collective_law import Law, law_of, link_bytes
+from cost_models.machines.contraction_sums import Product, contraction_sums
 from cost_models.machines.dtypes import itemsize, matmul_rates
 from cost_models.machines.hardware_file import Chip
 from cost_models.machines.placement import Crossing, Placement
@@ -212,6 +213,17 @@ class Machine:
             adding_s = unit.launch_s + self.hbm_s(partial_sums_bytes(batch, m, n, splits))
             seconds = np.minimum(seconds, split_s + adding_s)
         return np.where(batch * m * n * k == 0, 0.0, unit.launch_s + seconds)
+
+    def contraction_sums(
+        self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str, result_dtype: str
+    ) -> NDArray[np.int64]:
+        """How many sums XLA:GPU cuts a local matmul into; 1 where it is left whole, as on all but NVIDIA's GPUs."""
+        numbers = self.chip.numbers
+        product = Product(batch, m, n, k, itemsize(dtype), itemsize(result_dtype))
+        capability = numbers.get("cuda_capability_count")
+        if capability is None:
+            return np.ones(np.broadcast_shapes(*map(np.shape, (batch, m, n, k))), np.int64)
+        return contraction_sums(product, int(numbers["matmul_units_count"].value), int(capability.value))
 
     def matmul_flops_per_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str) -> Floats:
         """Rate that a local matmul reaches, its own FLOPs over `matmul_s`; 0 of an empty one."""

@@ -354,3 +354,41 @@ def test_products_that_meet_in_different_orders_are_transposed(*, grouped: bool)
     written = [m[1].split(",") for m in re.finditer(r"= f32\[([\d,]+)\]\S* fusion\(", found)]
     scores = 12 * 512 * 256
     assert any(prod(map(int, shape)) == scores for shape in written) == grouped
+
+
+PRODUCTS = [(rows, columns, depth) for rows in (128, 1024) for columns in (64, 768) for depth in (512, 3000, 32768)]
+
+
+@pytest.mark.parametrize(
+    ("topology", "dtype"),
+    [
+        pytest.param("h100:1x8", jnp.float32, marks=GPU),
+        pytest.param("a100:1x8", jnp.bfloat16, marks=[*GPU, pytest.mark.slow]),
+        pytest.param("b200:1x8", jnp.bfloat16, marks=[*GPU, pytest.mark.slow]),
+        pytest.param("tpu-v5e:2x4", jnp.bfloat16, marks=[*TPU, pytest.mark.slow]),
+        ("cpu:8", jnp.float32),
+    ],
+)
+def test_a_long_contraction_with_a_small_result_is_cut_into_sums(topology: str, dtype: Any) -> None:
+    """Into as many as the chip's model says, each as large as the result; else into none."""
+
+    def fn(*operands: jax.Array) -> list[jax.Array]:
+        found = []
+        for i, (left, right) in enumerate(zip(operands[::2], operands[1::2], strict=True)):
+            with jax.named_scope(f"product{i}."):
+                found.append(jnp.tanh(left @ right))
+        return found
+
+    args = [jax.ShapeDtypeStruct(s, dtype) for m, n, k in PRODUCTS for s in ((m, k), (k, n))]
+    text = text_of(topology, fn, tuple(args), tuple(P() for _ in args))
+    sums: dict[int, int] = {}
+    for line in text.splitlines():
+        if made := re.search(r" = \w+\[([\d,]+)\]\S* (?:dot|convolution)\(.*/product(\d+)\./", line):
+            i = int(made[2])
+            sums[i] = prod(map(int, made[1].split(","))) // (PRODUCTS[i][0] * PRODUCTS[i][1])
+    place = place_of(MESH.shape, topology)
+    name = jnp.dtype(dtype).name
+    counts = [int(place.machine.contraction_sums(1, m, n, k, name, name)) for m, n, k in PRODUCTS]
+    cuts = place.compiler.cuts_contractions
+    assert [sums.get(i, 1) for i in range(len(PRODUCTS))] == (counts if cuts else [1] * len(PRODUCTS))
+    assert (max(counts) > 1) == cuts

@@ -55,6 +55,9 @@ def test_a_program_that_offloads_is_planned_and_compiled(hardware: str) -> None:
     beside = kept.verify().memory.compiled
     assert beside is not None
     assert plan.record.memory.peak_bytes < kept.record.memory.peak_bytes - STACK // 2
+    if hardware.startswith("h100"):  # the sums that its small products are cut into are a sixth of the peak
+        for predicted, compiled in ((plan, found.memory.compiled), (kept, beside)):
+            assert 0.97 < predicted.record.memory.peak_bytes / compiled.peak < 1.1
     assert found.memory.compiled.peak < beside.peak - STACK // 2  # with slices on their way
     assert found.memory.bound
 

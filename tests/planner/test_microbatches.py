@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard import SpecError, accumulate
@@ -58,6 +59,18 @@ def test_ample_memory_takes_one_and_tight_memory_more() -> None:
     space = more.record.certificate.space
     assert f"accumulated in {more.microbatches} micro-batches of 1, 2, 4" in space
     assert re.search(r"\(1(, 2)? did not fit", space)  # as JAX traces it
+
+
+def test_weights_that_are_gathered_before_a_loop_lie_in_memory_while_it_runs() -> None:
+    """Also where the step reads them split, too: to update them."""
+    pins = {"state.w": P(None, None, ("data", "model"))}
+    found = plan(descent(accumulate(loss, steps=4, parts=1)), PARAMS, BATCH, pins=pins)
+    whole = PARAMS["w"].nbytes
+    assert ("all-gather", whole, 1) in {(c.kind, c.nbytes, c.trips) for c in found.record.collectives}
+    assert found.record.memory.kinds["copies"] >= whole
+    compiled = found.verify().memory.compiled
+    assert compiled is not None
+    assert 0.8 < found.record.memory.peak_bytes / compiled.peak < 1.1
 
 
 def test_it_is_the_best_of_the_plans_in_each_number() -> None:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from autoshard.costs.prefetch import begins, fetchable
 from autoshard.costs.prices import PS_PER_S
 from autoshard.costs.strategies import shards
+from autoshard.ir.op_traits import LOOP_CONST, LOOP_SLICE
 from autoshard.problem.decision_builders.copies import add_arrival, add_copy
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.edges import add_edge
@@ -70,16 +71,26 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
         in_place = taker is not None and isinstance(draft.nodes[taker.node], Input)
         draft.usages.add_value(value, port, begin, name, taker, in_place=in_place)
     for taker in takers:
-        apart = None
+        apart = unplanned = None
         if arrives:
             apart = holder.codes[:, None] != taker.codes[None, :]
         elif lent and holder is not port and len(takers) == 1 and not taker.loose:
             apart = _moved(draft, value, holder, taker)
-        add_edge(draft, holder, taker, value, forbidden=apart)
+        elif holder is not port and _takes_for_a_loop(draft, taker, value):
+            unplanned = _moved(draft, value, holder, taker)
+        add_edge(draft, holder, taker, value, forbidden=apart, unplanned=unplanned)
+
+
+def _takes_for_a_loop(draft: Draft, taker: Port, value: int) -> bool:
+    """Whether a loop holds an array as it is taken there, for all its trips: that is the copy, which has memory."""
+    node, graph = draft.nodes[taker.node], draft.facts.graph
+    if not isinstance(node, Equation) or not graph.avals[value].ndim or draft.facts.on_host(value):
+        return False
+    return graph.eqns[node.equation].primitive in (LOOP_CONST, LOOP_SLICE)
 
 
 def _moved(draft: Draft, value: int, holder: Port, taker: Port) -> NDArray[np.bool_]:
-    """Pairs of layouts of a copy and its only consumer between which it moves; a cut is none.
+    """Pairs of layouts of a copy and a consumer between which it moves; a cut is none.
 
     What moves lies beside the value whose memory it had: the copy does, in the layout that is taken.
     """

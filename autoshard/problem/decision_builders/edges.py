@@ -22,6 +22,7 @@ def add_edge(
     value: int,
     *,
     forbidden: NDArray[np.bool_] | None = None,
+    unplanned: NDArray[np.bool_] | None = None,
     times: int = 1,
 ) -> None:
     """Adds the edge over which a value goes from one decision to another.
@@ -32,6 +33,7 @@ def add_edge(
       target: the place that it goes to.
       value: the value.
       forbidden: pairs of choices that no program could have.
+      unplanned: pairs of choices that no plan has.
       times: the number of groups of uses for which it moves in every trip.
     """
     facts = draft.facts
@@ -47,6 +49,9 @@ def add_edge(
     waived = np.ones(len(target.codes), bool) if target.loose else target.off
     if waived is not None and forbidden is not None and impossible is not None:
         forbidden, impossible = forbidden & ~waived, impossible & ~waived
+    if unplanned is not None:
+        unplanned = unplanned if waived is None else unplanned & ~waived
+        forbidden = unplanned if forbidden is None else forbidden | unplanned
     if source.off is not None and source.off.any():
         absent = source.off[:, None] & ~(np.zeros(len(target.codes), bool) if target.off is None else target.off)
         forbidden = absent if forbidden is None else forbidden | absent

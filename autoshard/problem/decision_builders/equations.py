@@ -6,9 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.costs import compute
+from autoshard.costs.fusion import fused_names
 from autoshard.costs.overlap import EARLY
 from autoshard.costs.prices import picoseconds
-from autoshard.costs.strategies import Strategies, enumerate_strategies, given, shards
+from autoshard.costs.strategies import SUM, Strategies, decode, enumerate_strategies, given, shards
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import DERIVE, LOOP_STACK, PALLAS, RECALL, SHARD_MAP
@@ -69,8 +70,34 @@ def add_equations(draft: Draft, of_shard_maps: bodies.Bodies) -> None:
         if body is not None:
             beside = np.full(len(strategies), body.beside_bytes)
             draft.usages.add(node, e, e + 1, beside * np.int64(there), "activations")
+        if eqn.traits.contraction and facts.compiler.cuts_contractions:
+            _add_partial_sums(draft, node, strategies, there)
         for v, codes in zip(graph.results[e], strategies.results, strict=True):
             draft.make(v, node, codes)
+
+
+def _add_partial_sums(draft: Draft, node: int, strategies: Strategies, there: NDArray[np.float64] | float) -> None:
+    """Adds the memory of the sums that a contraction is cut into, beside its result.
+
+    The kernel that adds them is fused with what alone reads the result, and until then they lie in its place; if
+    that is a collective, or there are several readers, they are added at once.
+    """
+    facts, (e,) = draft.facts, draft.nodes[node].equations
+    graph, (value,) = facts.graph, facts.graph.results[e]
+    sums = compute.partial_sums_bytes(graph.eqns[e], facts.rules[e], strategies, facts.mesh, facts.machine)
+    sums = sums * np.int64(there)
+    if not sums.any():
+        return
+    start, end, codes, aval = int(facts.lives.start[value]), 0, strategies.results[0], graph.avals[value]
+    names = fused_names(graph, facts.traits.fuses, value)
+    readers = [u for name in names for u, _ in graph.consumers[name] if not graph.eqns[u].traits.renames]
+    if len({draft.node_of[u] if draft.node_of[u] >= 0 else -1 - u for u in readers}) == 1:
+        end = max(int(facts.lives.end[name]) for name in names)
+    waits = end > start + 1 and (decode(codes, aval.ndim, facts.mesh.ndim) != SUM).all(axis=1)
+    waits |= end > start + 1 and all(facts.traits.flows[u] for u in readers)
+    draft.usages.add(node, start, start + 1, np.where(waits, 0, sums), "activations")
+    result = aval.nbytes // shards(codes, aval.ndim, facts.mesh)
+    draft.usages.add(node, start, max(end, start + 1), np.where(waits, np.maximum(sums - result, 0), 0), "activations")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
