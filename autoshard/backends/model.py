@@ -54,6 +54,7 @@ class CompilerModel:
       scheduling_flags: sets of flags under which a schedule may be shorter, which `refine` tries.
       scheduler_flags: those that a plan's overlap needs.
       scheduler_flags_in_loops: those that it needs in a program with loops, too.
+      scheduler_flags_in_loops_between_nodes: those that it needs there if devices are linked on several levels, too.
       scatter_bucket_flag: the flag for the bytes of results up to which reduce-scatters are merged.
     """
 
@@ -73,6 +74,7 @@ class CompilerModel:
     scheduling_flags: tuple[Mapping[str, Any], ...] = field(hash=False)
     scheduler_flags: Mapping[str, Any] = field(hash=False)
     scheduler_flags_in_loops: Mapping[str, Any] = field(hash=False)
+    scheduler_flags_in_loops_between_nodes: Mapping[str, Any] = field(hash=False)
     scatter_bucket_flag: str | None
 
     def __str__(self) -> str:

@@ -8,14 +8,13 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from autoshard.backends.model import CompilerModel
+from autoshard.backends.devices import Target
 from autoshard.costs.resharding import BUCKET_BYTES
 from autoshard.costs.strategies import layout_of
 from autoshard.ir import graph as graphs
 from autoshard.ir import manual_calls
 from autoshard.ir.constraints import Constraints, Specs
 from autoshard.ir.gradient import marks
-from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import PALLAS
 from autoshard.ir.rewrite import FORWARD
 from autoshard.planner.record import Certificate, Cost, Leaf, Memory, PlanRecord
@@ -75,7 +74,7 @@ def describe(
         ),
         memory=Memory(peak_bytes=peak, limit_bytes=limit, at=place_of(d, at), kinds=kinds),
         certificate=certificate,
-        compiler_options=_compiler_options(target.compiler, target.axes, limit - peak, loops=_estimates(d.graph)),
+        compiler_options=_compiler_options(target, limit - peak, loops=_estimates(d.graph)),
         notes=(*request.notes, *also, *_kernel_notes(d), *(f"not priced: {what}" for what in unpriced(d))),
     )
 
@@ -205,7 +204,7 @@ def _estimates(graph: graphs.Graph) -> bool:
     return bool(graph.loops) and not graph.on_host
 
 
-def _compiler_options(compiler: CompilerModel, mesh: MeshAxes, spare_bytes: int, *, loops: bool) -> dict[str, Any]:
+def _compiler_options(target: Target, spare_bytes: int, *, loops: bool) -> dict[str, Any]:
     """The flags that the plan's overlap and memory need.
 
     XLA:GPU merges reduce-scatters up to a size of their *results*. Their operands, larger by the
@@ -213,9 +212,14 @@ def _compiler_options(compiler: CompilerModel, mesh: MeshAxes, spare_bytes: int,
     its last one. The flags merge them up to a bucket of operand bytes, as they are priced, and less
     if memory is short. In loops, the scheduler's analytical estimates hide each gather behind the
     compute before its use (the default estimator takes any two matmuls to be equally long), if the
-    estimates work.
+    estimates work; else two collectives may be under way at once between nodes.
     """
+    compiler, mesh = target.compiler, target.axes
     options = dict(compiler.scheduler_flags)
     if compiler.scatter_bucket_flag is not None:
         options[compiler.scatter_bucket_flag] = max(1, min(BUCKET_BYTES, spare_bytes) // mesh.size)
-    return {**options, **(compiler.scheduler_flags_in_loops if loops else {})}
+    if loops:
+        options |= compiler.scheduler_flags_in_loops
+        if len(target.machine.crossings(mesh.names)) > 1:
+            options |= compiler.scheduler_flags_in_loops_between_nodes
+    return options

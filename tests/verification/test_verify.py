@@ -9,15 +9,18 @@ import pytest
 
 import autoshard
 import models
-from autoshard import SolvedPlan
+from autoshard import SolvedPlan, _jax
 from autoshard.backends import compile, devices
 from autoshard.backends.known_compilers import XLA_GPU, XLA_GPU_0_10
+from autoshard.backends.model import CompilerModel
 from autoshard.errors import HloError, VerifyError
 from autoshard.verification.collective_match import agrees
 from autoshard.verification.result import Match, Verification
 from autoshard.verification.verify import MEMORY_TOLERANCE, compared_by
+from benchmarks.unseen_models import MODELS
 
 MESH = {"data": 2, "model": 4}
+AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 
 def planned(name: str, hardware: str, **fields: Any) -> SolvedPlan:
@@ -47,6 +50,42 @@ def test_loops_are_scheduled_by_analytical_estimates_where_these_work(
     step, args = models.build("mlp-tiny", scan=scan)
     options = autoshard.plan(step, *args, mesh={"data": 8}, hardware="h100:1x8", donate_argnums=0).compiler_options
     assert ("xla_gpu_enable_analytical_latency_estimator" in options) == (scan and estimates)
+
+
+@pytest.mark.parametrize(
+    ("scan", "compiler", "hardware", "expected"),
+    [
+        (True, XLA_GPU, "h100:2x8", 2),
+        (True, XLA_GPU, "h100:1x8", None),
+        (False, XLA_GPU, "h100:2x8", None),
+        (True, XLA_GPU_0_10, "h100:2x8", None),
+    ],
+)
+def test_without_estimates_two_collectives_are_under_way_in_loops_between_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+    scan: bool,  # noqa: FBT001
+    compiler: CompilerModel,
+    hardware: str,
+    expected: int | None,
+) -> None:
+    monkeypatch.setattr(devices, "compiler_of", lambda hardware: compiler)
+    step, args = models.build("mlp-tiny", scan=scan)
+    mesh = {"data": 16 if hardware == "h100:2x8" else 8}
+    options = autoshard.plan(step, *args, mesh=mesh, hardware=hardware, donate_argnums=0).compiler_options
+    assert options.get(AT_ONCE) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(_jax.JAX_VERSION < (0, 11), reason="the estimates work")
+def test_gathers_between_nodes_take_a_shorter_schedule_two_at_once() -> None:
+    step, args = MODELS["scan-float32-tied"].program(32)
+    plan = autoshard.plan(
+        step, *args, mesh={"data": 4, "model": 8}, hardware="h100:4x8", donate_argnums=0, rel_gap=1e-2
+    )
+    two, one = (plan.verify(compiler_options=options).timeline for options in ({}, {AT_ONCE: 1}))
+    assert two is not None
+    assert one is not None
+    assert two.step_s < 0.98 * one.step_s
 
 
 @pytest.mark.parametrize("name", ["linear-8k", "mlp-8k"])
