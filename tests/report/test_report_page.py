@@ -231,12 +231,14 @@ def test_a_narrow_page_writes_every_name_of_a_bar_and_of_a_kind_of_memory(
     kinds = "activations", "kept for backward", "arguments", "copies", "gradients", "optimizer", "parameters"
     values = next(iter(plan["memory"]["kinds"].values()))
     plan["memory"]["kinds"] = dict.fromkeys(kinds, values)
+    plan["collectives"] = []
     file = tmp_path / "report.html"
     file.write_text(page(plan=plan), encoding="utf-8")
     tab = browser.new_page(viewport={"width": 390, "height": 900})
     tab.goto(file.as_uri())
     tab.wait_for_selector("body[data-ready=yes]")
     written = " ".join(tab.evaluate(WRITTEN))
+    assert tab.locator("section", has_text="Collectives of a step").locator("p").inner_text().startswith("None")
     assert {name for name in (*layouts, *kinds) for word in name.split() if word not in written} == set()
     tab.close()
 

@@ -154,11 +154,11 @@ function ranking(found) {
     ], (r) => r.rank === 1));
   const both = pair();
   chart(both, "Time and memory", "A point is a candidate; those on the Pareto front are larger. Down and left is better.", (axis) => ({
-    grid: { left: 8, right: 16, top: 40, bottom: 30, containLabel: true }, legend: legend(),
+    grid: { left: 8, right: 16, top: 56, bottom: 30, containLabel: true }, legend: legend(),
     xAxis: { ...axis, type: "value", scale: true, name: "memory per device", nameLocation: "middle", nameGap: 28, axisLabel: { ...axis.axisLabel, formatter: bytes } },
     yAxis: { ...axis, type: "value", scale: true, name: "step", axisLabel: { ...axis.axisLabel, formatter: time } },
     tooltip: { formatter: (p) => { const r = found.rows[p.data[2]]; return `#${r.rank} ${escaped(r.hardware)}<br>${Object.values(r.mesh).join("×")}: ${time(r.step_s)}, ${bytes(r.peak_bytes)}`; } },
-    series: [...new Set(found.rows.map((r) => r.chips))].map((chips) => ({
+    series: [...new Set(found.rows.map((r) => r.chips))].sort((a, b) => a - b).map((chips) => ({
       type: "scatter", name: chips + " chips", data: found.rows.map((r, i) => [r, i]).filter(([r]) => r.chips === chips).map(([r, i]) => [r.peak_bytes, r.step_s, i]),
       symbolSize: (v) => (found.rows[v[2]].pareto ? 13 : 7) })),
   }));
@@ -290,9 +290,9 @@ function planned(plan, first) {
   section(main, "Layouts of inputs", `Mesh ${mesh}. A tile is a piece of the value, its colour the device that holds it (at most 16 a side are drawn); grey: every device holds it all. Equal layers share a row.`,
     lies("input", "input"));
   section(main, "Layouts of activations", "What operations that decide a layout give, the weightiest first.", lies("activation", "made by", ["at", (r) => r.where]));
-  section(main, "Collectives of a step", "Logical bytes per device; the time if nothing hides.",
-    table(plan.collectives, [["collective", (r) => r.kind], ["over", (r) => r.axes], ["count", (r) => r.count, count, "number"], ["bytes", (r) => r.bytes, bytes, "number"], ["time", (r) => r.seconds, time, "number"],
-      ["may hide", (r) => (r.hides ? "yes" : "no")], ["value", (r) => r.value, null, "code"], ["at", (r) => r.where]]));
+  section(main, "Collectives of a step", plan.collectives.length ? "Logical bytes per device; the time if nothing hides." : "None: no device needs what another one has.",
+    plan.collectives.length ? table(plan.collectives, [["collective", (r) => r.kind], ["over", (r) => r.axes], ["count", (r) => r.count, count, "number"], ["bytes", (r) => r.bytes, bytes, "number"], ["time", (r) => r.seconds, time, "number"],
+      ["may hide", (r) => (r.hides ? "yes" : "no")], ["value", (r) => r.value, null, "code"], ["at", (r) => r.where]]) : null);
   const proof = plan.certificate;
   section(main, "Certificate", `${proof.proof}: nothing takes less than ${time(proof.bound_s)} among ${proof.space}. Solver: ${proof.solver}.`);
   section(main, "Hardware", `${plan.hardware}: every number that the prices use, and who says so.`,
