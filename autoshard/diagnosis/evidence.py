@@ -197,18 +197,19 @@ class Evidence:
     def unchanged_gathers(self) -> Mapping[int, int]:
         """Positions of gathers of the same values in several trips of a loop, with how many.
 
-        As far out of the loops as the device has room for all that is then kept at once; where it has none, there are
-        none: they are gathered again on purpose.
+        All slices of one stack are kept at once, if the device has room for that; else those gathers alone count of
+        which one value is kept; and where there is no room for these, they are gathered again on purpose.
         """
         repeats = Repeats(self.flow)
-        found = {at: options for at, place in self._gathered.items() if (options := repeats.of(*place))}
-        for which in (-1, 0):
+        options = {at: found for at, place in self._gathered.items() if (found := repeats.of(*place))}
+        far = {at: found[-1] for at, found in options.items()}
+        near = {at: found[0] for at, found in options.items() if found[0].copies == 1}
+        for chosen in (far, near):
             kept: dict[tuple[str, str], int] = {}
-            for at, options in found.items():
-                source, nbytes = options[which].source, self.emitted[at].nbytes * options[which].copies
-                kept[source] = max(nbytes, kept.get(source, 0))  # of the forward and the backward pass, once
+            for at, repeat in chosen.items():  # of the forward and the backward pass, once
+                kept[repeat.source] = max(repeat.copies * self.emitted[at].nbytes, kept.get(repeat.source, 0))
             if (self.peak_bytes or 0) + sum(kept.values()) <= self.limit_bytes:
-                return {at: options[which].trips for at, options in found.items() if options[which].trips > 1}
+                return {at: repeat.trips for at, repeat in chosen.items() if repeat.trips > 1}
         return {}
 
     def saved_s(self, better: Mapping[int, Sequence[hlo.Collective]]) -> float:

@@ -146,10 +146,18 @@ def test_findings_are_ranked_by_their_share_of_the_step_or_of_memory(monkeypatch
 
 
 def test_what_a_device_has_no_room_for_is_gathered_again_on_purpose() -> None:
-    """Four layers of a stack of which each micro-batch takes all: in 137 GB they do not fit, one by one they do."""
+    """Four layers of a stack of which each micro-batch takes all: in 137 GB they do not fit, one by one they do.
+
+    Then what is gathered in every trip of the inner loop, whole, is found alone, if there is room for it.
+    """
     assert {one.kind for one in doctor_of_text(NESTED, hardware="h100:1x8").findings} == {"gathered in every trip"}
     large = NESTED.replace("512", "131072").replace("64,", "16384,")
     assert doctor_of_text(large, hardware="h100:1x8").findings == ()
+    more = '%more = f32[4,512,512] all-gather(%g), dimensions={1}, metadata={source_file="t.py" source_line=5}'
+    both = NESTED.replace("%after = s32[] fusion", f"{more}\n  %after = s32[] fusion")
+    assert len(doctor_of_text(both, hardware="h100:1x8").findings) == 2
+    (near,) = doctor_of_text(both.replace("512", "61440").replace("64,", "7680,"), hardware="h100:1x8").findings
+    assert near.where == "t.py:5"  # in 60 GB; with the layers it would be 91
 
 
 def test_a_sum_that_the_compiler_scatters_for_nobody_is_no_finding() -> None:
