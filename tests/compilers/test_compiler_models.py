@@ -356,7 +356,7 @@ def test_products_that_meet_in_different_orders_are_transposed(*, grouped: bool)
     assert any(prod(map(int, shape)) == scores for shape in written) == grouped
 
 
-PRODUCTS = [(rows, columns, depth) for rows in (128, 1024) for columns in (64, 768) for depth in (512, 3000, 32768)]
+CUT = [(rows, columns, depth) for rows in (128, 1024) for columns in (64, 768) for depth in (512, 3000, 32768)]
 
 
 @pytest.mark.parametrize(
@@ -379,16 +379,16 @@ def test_a_long_contraction_with_a_small_result_is_cut_into_sums(topology: str, 
                 found.append(jnp.tanh(left @ right))
         return found
 
-    args = [jax.ShapeDtypeStruct(s, dtype) for m, n, k in PRODUCTS for s in ((m, k), (k, n))]
+    args = [jax.ShapeDtypeStruct(s, dtype) for m, n, k in CUT for s in ((m, k), (k, n))]
     text = text_of(topology, fn, tuple(args), tuple(P() for _ in args))
     sums: dict[int, int] = {}
     for line in text.splitlines():
         if made := re.search(r" = \w+\[([\d,]+)\]\S* (?:dot|convolution)\(.*/product(\d+)\./", line):
             i = int(made[2])
-            sums[i] = prod(map(int, made[1].split(","))) // (PRODUCTS[i][0] * PRODUCTS[i][1])
+            sums[i] = prod(map(int, made[1].split(","))) // (CUT[i][0] * CUT[i][1])
     place = place_of(MESH.shape, topology)
     name = jnp.dtype(dtype).name
-    counts = [int(place.machine.contraction_sums(1, m, n, k, name, name)) for m, n, k in PRODUCTS]
+    counts = [int(place.machine.contraction_sums(1, m, n, k, name, name)) for m, n, k in CUT]
     cuts = place.compiler.cuts_contractions
-    assert [sums.get(i, 1) for i in range(len(PRODUCTS))] == (counts if cuts else [1] * len(PRODUCTS))
+    assert [sums.get(i, 1) for i in range(len(CUT))] == (counts if cuts else [1] * len(CUT))
     assert (max(counts) > 1) == cuts
