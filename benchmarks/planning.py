@@ -52,6 +52,7 @@ def one(model: str, **options: Any) -> dict[str, Any]:
         "import_s": loaded - begin,
         **{f"{stage}_s": s for stage, s in planned.seconds.items()},
         "total_s": done - loaded,
+        "constraints_share": planned.seconds.get("constraints", 0.0) / (done - loaded),
         "cpu_s": time.process_time(),
         "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
         "gap": plan.record.certificate.gap,

@@ -416,19 +416,22 @@ def walk(module: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     Calls are entered where they stand, as are loops and branches.
     """
     functions = _functions(module)
+    found: list[tuple[Any, tuple[Any, ...]]] = []
 
-    def visit(owner: Any, around: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    def visit(owner: Any, around: tuple[Any, ...]) -> None:
         for region in owner.regions:
             for block in region.blocks:
                 for view in block.operations:
                     op = view.operation
-                    if op.name in _ENTERED:
-                        yield from visit(op, (*around, op))
-                    elif op.name == "func.call":
-                        yield from visit(functions[op.attributes["callee"].value], (*around, op))
-                    yield op, around
+                    name = op.name
+                    if name in _ENTERED:
+                        visit(op, (*around, op))
+                    elif name == "func.call":
+                        visit(functions[op.attributes["callee"].value], (*around, op))
+                    found.append((op, around))
 
-    return visit(functions["main"], ())
+    visit(functions["main"], ())
+    return iter(found)
 
 
 def calls_of(around: Iterable[Any]) -> str:

@@ -49,18 +49,23 @@ class Answer:
     """The collectives, casts and layouts that Shardy gives a program, in bytes per device and step.
 
     Attributes:
-      casts: counts casts whose result has another layout than the operand: XLA moves the operand before it casts.
+      casts: of which the result has another layout than the operand: XLA moves the operand before it casts.
       layouts: of every value.
     """
 
     def __init__(
         self,
         layouts: Mapping[int, Layout],
-        casts: Mapping[Cast, int],
+        casts: Callable[[], Mapping[Cast, int]],
         collectives: Callable[[], Iterable[tuple[Path, Moved, int]]],
     ) -> None:
-        """Takes the layouts and casts, and what writes out the collectives when they are first asked for."""
-        self.layouts, self.casts, self._collectives = layouts, casts, collectives
+        """Takes the layouts, and what counts the casts and writes out the collectives when they are first asked for."""
+        self.layouts, self._casts, self._collectives = layouts, casts, collectives
+
+    @cached_property
+    def casts(self) -> Mapping[Cast, int]:
+        """How many casts of a kind there are whose result has another layout than the operand."""
+        return self._casts()
 
     @cached_property
     def at(self) -> Mapping[tuple[Path, Moved], int]:
@@ -69,6 +74,7 @@ class Answer:
         Raises:
           ShardyError: a pass fails.
         """
+        _ = self.casts  # before collectives are written out, which changes the module
         at: Counter[tuple[Path, Moved]] = Counter()
         for path, moved, nbytes in self._collectives():
             at[path, moved] += nbytes
@@ -177,7 +183,7 @@ class Probe:
         if reading.numbers not in self._places:
             self._places[reading.numbers] = self._placed(module)
         layouts = self._layouts(reading, self._places[reading.numbers])
-        return Answer(layouts, self._casts(module), lambda: self._collectives(module))
+        return Answer(layouts, lambda: self._casts(module), lambda: self._collectives(module))
 
     def _placed(self, module: Any) -> _Places:
         """Where the equations' results are in a module."""

@@ -185,11 +185,22 @@ def matched(results: Results, ops: Mapping[Path, Sequence[ValueLayout]]) -> dict
     found: dict[int, ValueLayout] = {}
     for path, types in results.items():
         for aval, members in types.items():
-            fitting = [op for op in ops.get(path, ()) if _fits(op.shape, aval)]
-            written = [op for op in fitting if op.number is not None]
-            fitting = written if len(written) >= len(members) else fitting
-            found.update(zip(reversed(members), reversed(fitting), strict=False))
+            found.update(zip(reversed(members), _last_fitting(ops.get(path, ()), aval, len(members)), strict=False))
     return found
+
+
+def _last_fitting(ops: Sequence[ValueLayout], aval: Aval, count: int) -> list[ValueLayout]:
+    """The last op results that can be a value, the last first; those that Shardy made only where others are too few."""
+    fitting: list[ValueLayout] = []
+    written: list[ValueLayout] = []
+    for op in reversed(ops):
+        if len(written) == count:
+            break
+        if _fits(op.shape, aval):
+            fitting.append(op)
+            if op.number is not None:
+                written.append(op)
+    return written if len(written) == count else fitting
 
 
 @lru_cache(maxsize=2**16)
