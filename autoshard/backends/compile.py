@@ -110,7 +110,7 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileTarget:
-    """A hardware name read: `h100:4x8` (hosts × GPUs), `tpu-v5p:4x4x8`, `cpu:8`."""
+    """A hardware name read: `h100:4x8` (hosts × GPUs), `tpu-v5p:4x4x8`, `tpu-v5e:2*4x4` (two slices), `cpu:8`."""
 
     compiler: CompilerName
     chip: str
@@ -126,12 +126,13 @@ class CompileTarget:
         """
         chip, _, shape = name.partition(":")
         chip = chip.partition("/")[0]  # a user's hardware file, by the chip that it is based on
-        if not re.fullmatch(r"\d+(x\d+)*", shape):
+        parsed = re.fullmatch(r"(?:(\d+)\*)?(\d+(?:x\d+)*)", shape)
+        if parsed is None:
             raise MeshError(f"cannot read the topology {name!r}: write chip:shape, such as {_EXAMPLES}")
-        sizes = tuple(int(size) for size in shape.split("x"))
+        slices, sizes = int(parsed[1] or 1), tuple(int(size) for size in parsed[2].split("x"))
         compilers = {model.name: model for model in KNOWN}  # of one name all have the same toolchain
         for model in compilers.values():
-            topology = model.toolchain.topology(chip, sizes)
+            topology = model.toolchain.topology(chip, sizes, slices)
             if topology is not None:
                 return cls(compiler=model.name, chip=chip, shape=sizes, topology=topology)
         chips = ", ".join(chip for model in compilers.values() for chip in model.toolchain.chips)
@@ -157,7 +158,7 @@ class CompileTarget:
         }
 
 
-_EXAMPLES = "h100:4x8 (hosts × GPUs), tpu-v5e:4x4, cpu:8"
+_EXAMPLES = "h100:4x8 (hosts × GPUs), tpu-v5e:4x4, tpu-v5e:2*4x4 (slices), cpu:8"
 
 
 def topology(hardware: str, devices: int, compiler: str | None) -> str:

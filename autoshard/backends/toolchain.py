@@ -23,7 +23,7 @@ class Topology:
     """
 
     name: str = ""
-    options: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
+    options: Mapping[str, str | int] = field(default_factory=dict[str, str | int], hash=False)
     config: Mapping[str, int] = field(default_factory=dict[str, int], hash=False)
 
 
@@ -35,7 +35,7 @@ class Toolchain:
       distributions: its packages, of which the first that is installed says the version.
       modules: its modules, of which one must be there.
       plugins: modules whose `initialize()` tells JAX of the compiler; the first that is there is asked.
-      topology: (chip, shape) → the topology's name for JAX; None if it compiles for no such devices.
+      topology: (chip, shape, slices) → the topology's name for JAX; None if it compiles for no such devices.
       chips: the chips that `topology` takes, for an error.
       attached: whether the devices are those of the process that compiles, so that a program is loaded at once.
       options: flags of every compilation, unless the caller has others.
@@ -49,7 +49,7 @@ class Toolchain:
     distributions: tuple[str, ...]
     modules: tuple[str, ...]
     plugins: tuple[str, ...] = ()
-    topology: Callable[[str, tuple[int, ...]], Topology | None]
+    topology: Callable[[str, tuple[int, ...], int], Topology | None]
     chips: tuple[str, ...]
     attached: bool = False
     options: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
@@ -64,26 +64,27 @@ _GPU_FILES = {"a100": "a100_80", "a100-40": "a100_40"}  # chip → its file, whe
 _TPU_VERSIONS = {"v7x": "tpu7x"}
 
 
-def gpu_topology(chip: str, shape: tuple[int, ...]) -> Topology | None:
+def gpu_topology(chip: str, shape: tuple[int, ...], slices: int) -> Topology | None:
     """GPUs of a chip that has its description in `gpu_targets/`: slices × hosts × GPUs, the first ones left out."""
     file = TARGETS / f"{_GPU_FILES.get(chip, chip)}.txtpb"
-    if not file.is_file() or len(shape) > 3:
+    if not file.is_file() or len(shape) > 3 or slices > 1:
         return None
     sizes = (1,) * (3 - len(shape)) + shape
     return Topology(name=chip, options={"target_config": file.read_text(), "topology": _by(sizes)})
 
 
-def tpu_topology(chip: str, shape: tuple[int, ...]) -> Topology | None:
-    """A slice of a TPU's torus; libtpu itself refuses those that do not exist."""
+def tpu_topology(chip: str, shape: tuple[int, ...], slices: int) -> Topology | None:
+    """Slices of a TPU's torus; libtpu itself refuses those that do not exist."""
     if not chip.startswith("tpu-"):
         return None
     version = chip.removeprefix("tpu-")
-    return Topology(name=f"{_TPU_VERSIONS.get(version, version)}:{_by(shape)}")
+    several = {"num_slices": slices} if slices > 1 else {}
+    return Topology(name=f"{_TPU_VERSIONS.get(version, version)}:{_by(shape)}", options=several)
 
 
-def cpu_topology(chip: str, shape: tuple[int, ...]) -> Topology | None:
+def cpu_topology(chip: str, shape: tuple[int, ...], slices: int) -> Topology | None:
     """So many devices of the child's own processor, whichever that is."""
-    if chip.partition("-")[0] != "cpu" or len(shape) != 1:
+    if chip.partition("-")[0] != "cpu" or len(shape) != 1 or slices > 1:
         return None
     return Topology(config={"jax_num_cpu_devices": shape[0]})
 
@@ -140,7 +141,7 @@ TPU_TOOLCHAIN = Toolchain(
 )
 
 # Of compilers that run nowhere but beside their devices, or that were never tried here.
-NO_TOOLCHAIN = Toolchain(distributions=(), modules=(), topology=lambda chip, shape: None, chips=())
+NO_TOOLCHAIN = Toolchain(distributions=(), modules=(), topology=lambda chip, shape, slices: None, chips=())
 
 CPU_TOOLCHAIN = Toolchain(
     distributions=("jaxlib",),

@@ -30,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, combinations, permutations, product
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -64,7 +65,7 @@ class Step:
 
     Logical bytes: an all-gather's result, every other collective's operand. A local
     slice is a step of kind "slice" with no bytes. `transposed`: bytes that transposes
-    around it read and write.
+    around it read and write. `parts`: the collectives that a compiler makes of it, if not itself.
     """
 
     kind: str
@@ -72,6 +73,12 @@ class Step:
     nbytes: int
     after: int
     transposed: int = 0
+    parts: tuple[tuple[str, tuple[str, ...], int], ...] = ()
+
+    @property
+    def collectives(self) -> tuple[tuple[str, tuple[str, ...], int], ...]:
+        """Kind, axes and logical bytes of what is emitted."""
+        return self.parts or ((self.kind, self.axes, self.nbytes),)
 
 
 class Strides(NamedTuple):
@@ -115,12 +122,14 @@ class Resharder:
     layout is split. It never scatters a sum to gather it again, never slices along an axis that the
     target layout does not have, never gathers a value that it could move, and takes no detour to save
     transposes.
-    If the machine's compiler does not scatter a sum over all devices (`scatters_whole`), the sum is
+    If the machine's compiler does not scatter a sum over some axes (`unscattered_axes`: all of a torus), the sum is
     all-reduced and sliced, and a pinned sum is not finished in parts: libtpu 0.0.52 hides neither part then
     (llama3-8b planned so for v5p:4x4x2 took 551 ms of compiled schedule with rings, docs/verification.md at
     8ddab20, and takes 481 all-reduced), and it scatters the second, too, if the tiles allow it. Tiles decide on
-    reduce-scatters everywhere (`tiled`). `outermost`: whether collectives move along the outermost dimension in
-    memory alone, as XLA:GPU's do.
+    reduce-scatters everywhere (`tiled`). Over axes between slices (`slice_axes`) and inside of them, XLA:TPU gathers
+    between slices first; it scatters a sum inside, reduces the pieces between slices, and gathers them, whether
+    the sum is cut then or not (libtpu 0.0.52, two and four slices of v5e:2x4 and 4x4). `outermost`: whether
+    collectives move along the outermost dimension in memory alone, as XLA:GPU's do.
     """
 
     def __init__(
@@ -215,15 +224,23 @@ class _Table:
             local = size // np.where(self._rows == d, mesh.sizes, 1).prod(axis=1)
             self._outer[:, d + 1] = self._outer[:, d] & (local == 1)
         alike = tuple(mesh.sizes.index(size) for size in mesh.sizes)
-        whole = machine.scatters_whole
-        self._moves = _moves(len(shape), alike, mesh.groups, scatters_whole=whole, in_parts=whole or not pinned)
+        whole = frozenset(i for i, name in enumerate(mesh.names) if name in machine.unscattered_axes)
+        self._unscattered = whole
+        self._between = frozenset(i for i, name in enumerate(mesh.names) if name in machine.slice_axes)
+        self._itemsize = itemsize
+        in_parts = not pinned or whole != {i for i, size in enumerate(mesh.sizes) if size > 1}
+        self._moves = _moves(len(shape), alike, mesh.groups, unscattered=whole, in_parts=in_parts)
         n = len(self.codes)
         sizes, size_of = np.unique(self.local_bytes, return_inverse=True)
 
         @cache
         def price(kind: str, over: tuple[int, ...]) -> NDArray[np.float64]:
             """Seconds of a collective of each of the sizes that a layout has."""
-            return collective_s(machine, kind, self._names(over), sizes, bucket=bucket)
+            parts = self._parts(kind, over, sizes, sizes // itemsize)
+            return sum(
+                (collective_s(machine, part, self._names(axes), nbytes, bucket=bucket) for part, axes, nbytes in parts),
+                start=np.zeros(len(sizes)),
+            )
 
         single = np.full((n, n), INF_PS, np.int64)
         np.fill_diagonal(single, 0)
@@ -360,12 +377,12 @@ class _Table:
         for moves, i, k in self._singles("all-reduce", "reduce-scatter"):
             first.setdefault(i, []).append((moves, k))
         for i, steps in first.items():
-            whole = next(k for moves, k in steps if moves.kind == "all-reduce")
+            whole = next(k for moves, k in steps if moves.kind == "all-reduce" and not moves.rest)
             weight[i] = np.minimum(single[i, whole] + weight[whole], INF_PS)
             weight[i, i] = 0
             self._next[i] = np.where(weight[i] < INF_PS, whole, -1)
             for moves, k in steps:
-                if moves.kind == "reduce-scatter":  # and slices alone, which cost nothing
+                if moves.kind == "reduce-scatter" or moves.rest:  # and slices alone, which cost nothing
                     ends = (weight[k] == 0) & whole_over[:, list(moves.rest)].all(axis=1)
                     weight[i, ends], self._next[i, ends] = single[i, k], k
 
@@ -388,12 +405,38 @@ class _Table:
             axes, transposed, after = self._names(moves.axes), int(self._transposed[i, k]), int(self.codes[k])
             if moves.rest:
                 after = self._pending(k, moves.rest)
-            steps.append(Step(moves.kind, axes, size, after, transposed))
+            steps.append(Step(moves.kind, axes, size, after, transposed, self._emitted(moves.kind, moves.axes, size)))
             if moves.rest:
                 left = int(self.local_bytes[self.at(np.array([after]))[0]])
                 steps.append(Step(moves.ends, self._names(moves.rest), left, int(self.codes[k])))
             i = k
         return tuple(steps)
+
+    def _emitted(self, kind: str, over: tuple[int, ...], nbytes: int) -> tuple[tuple[str, tuple[str, ...], int], ...]:
+        """The parts of a collective, if it is made of several."""
+        parts = self._parts(kind, over, np.array([nbytes]), np.array([nbytes // self._itemsize]))
+        named = tuple((part, self._names(axes), int(moved[0])) for part, axes, moved in parts if moved[0])
+        return named if len(parts) > 1 else ()
+
+    def _parts(
+        self, kind: str, over: tuple[int, ...], nbytes: NDArray[np.int64], elements: NDArray[np.int64]
+    ) -> list[tuple[str, tuple[int, ...], NDArray[np.int64]]]:
+        """Kind, axes and logical bytes of the collectives that are made of one: several, if it leaves slices."""
+        between = tuple(a for a in over if a in self._between)
+        inside = tuple(a for a in over if a not in self._between)
+        if not between or not inside or kind not in COMBINED:
+            return [(kind, over, nbytes)]
+        devices = prod(self.mesh.sizes[a] for a in inside)
+        if kind == "all-gather":
+            return [(kind, between, nbytes // devices), (kind, inside, nbytes)]
+        whole = elements < devices  # too few to be scattered
+        scatters = "all-reduce" if self._unscattered and self._unscattered <= set(inside) else "reduce-scatter"
+        return [
+            (scatters, inside, np.where(whole, 0, nbytes)),
+            ("all-reduce", inside, np.where(whole, nbytes, 0)),
+            ("all-reduce", between, np.where(whole, nbytes, nbytes // devices)),
+            ("all-gather", inside, np.where(whole, 0, nbytes)),
+        ]
 
     def _pending(self, position: int, rest: tuple[int, ...]) -> int:
         """The code at a position before sums over the axes `rest` are finished."""
@@ -404,7 +447,7 @@ class _Table:
 
 @cache
 def _moves(
-    ndim: int, alike: tuple[int, ...], groups: int | None, *, scatters_whole: bool, in_parts: bool
+    ndim: int, alike: tuple[int, ...], groups: int | None, *, unscattered: frozenset[int], in_parts: bool
 ) -> tuple[_Moves, ...]:
     """Every single step between layouts of `ndim` dimensions, dividing or not.
 
@@ -412,7 +455,7 @@ def _moves(
       ndim: of the value.
       alike: mesh axis → the first axis of its size.
       groups: as of the mesh.
-      scatters_whole: as of the machine.
+      unscattered: the axes over all of which a sum is all-reduced and cut.
       in_parts: whether sums are scattered over some axes and finished over the others.
     """
     axes = range(len(alike))
@@ -448,18 +491,20 @@ def _moves(
         # A pin makes the partitioner finish every pending sum at once: over all axes together here, over those
         # that are not scattered right behind the scatter below.
         add("all-reduce", over, (sums == inside).all(axis=1), (over, WHOLE))
-        if scatters_whole or len(over) < len(alike):
+        scattered = not unscattered or not unscattered <= set(over)
+        if scattered or in_parts:
+            kind = "reduce-scatter" if scattered else "all-reduce"  # and a cut
             rests: list[tuple[int, ...]] = [()]
             if in_parts:
                 masks = (mask for mask in pendings if set(over) <= set(mask))
                 rests = sorted((tuple(a for a in m if a not in over) for m in masks), key=lambda m: (len(m), m))
-            for rest in rests:
+            for rest in rests if scattered else rests[1:]:
                 pending = (sums == np.isin(axes, over + rest)).all(axis=1)
                 for d in range(ndim):
-                    add("reduce-scatter", over, pending & (last[d] < over[0]), (over, d), rest=rest)
+                    add(kind, over, pending & (last[d] < over[0]), (over, d), rest=rest)
                 for d, e in permutations(range(ndim), 2) if rest else ():
                     free = (last[d] < over[0]) & (last[e] < rest[0])
-                    add("reduce-scatter", over, pending & free, (over, d), rest=rest, onto=e)
+                    add(kind, over, pending & free, (over, d), rest=rest, onto=e)
         for d in range(ndim):
             minor = reduced & (rows[:, over] == d).all(axis=1)  # exactly the minor-most axes of d
             minor &= ~((rows == d) & ~inside)[:, over[0] :].any(axis=1)

@@ -91,7 +91,7 @@ def gathered_twice(evidence: Evidence, at: int) -> Better | None:
 def whole_sum(evidence: Evidence, at: int) -> Better | None:
     """An all-reduce of which every device keeps a share alone: what is kept of it is scattered, and the rest summed.
 
-    Not where the compiler all-reduces a sum over all devices whatever is asked of it (`Machine.scatters_whole`).
+    Not where the compiler all-reduces a sum over all devices whatever is asked of it (`Machine.unscattered_axes`).
     """
     one, result = evidence.emitted[at], _result(evidence, at)
     if one.kind != "all-reduce" or one.axes is None or result is None:
@@ -99,7 +99,8 @@ def whole_sum(evidence: Evidence, at: int) -> Better | None:
     ways, sizes = evidence.flow.ways_kept(*result), evidence.mesh.shape
     axes = [axis for axis in one.axes if axis in sizes]
     if ways >= one.group_size:
-        scatters = evidence.machine.scatters_whole or one.group_size < evidence.mesh.size
+        unscattered = evidence.machine.unscattered_axes
+        scatters = not unscattered or not unscattered <= set(one.axes)
         return (replace(one, kind="reduce-scatter"),) if scatters else None
     kept = next((some for n in range(1, len(axes)) for some in combinations(axes, n) if _size(some, sizes) == ways), ())
     if not kept:

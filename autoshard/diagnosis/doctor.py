@@ -116,6 +116,7 @@ def _of_module(
         fold_slices=compiler.scatters_by_slices,
         unknown_trips=WHILE_TRIPS,
         unknown_depth=WHILE_DEPTH,
+        slices=target.machine.slices,
     )
     priced = timeline(module, emitted, target.machine, target.axes)
     return Evidence(

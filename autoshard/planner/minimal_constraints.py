@@ -54,7 +54,7 @@ def minimal_constraints(
     annotations: Annotations,
     compiler: CompilerModel,
     *,
-    scatters_whole: bool = True,
+    unscattered: Set[str] = frozenset(),
 ) -> Constraints:
     """The constraints of `annotations.pins` without those that make no difference.
 
@@ -65,8 +65,8 @@ def minimal_constraints(
       mesh: the mesh of the annotations.
       annotations: every input's and output's spec, and all constraints.
       compiler: the compiler of the program.
-      scatters_whole: whether its compiler scatters a sum over all devices; else it all-reduces the sum, which is
-        then cut, whether it is pinned whole in between or not.
+      unscattered: the axes over all of which its compiler all-reduces a sum, which is then cut, whether it is pinned
+        whole in between or not.
 
     Raises:
       ShardyError: propagation fails.
@@ -78,13 +78,13 @@ def minimal_constraints(
     probed = fewer_layers.probed(program, annotations)
     if probed.traced is not program:
         graph = build(probed.traced.jaxpr, compiler.platform)
-    probe = Probe(probed.traced, graph, mesh, probed.annotations, compiler.platform, scatters_whole=scatters_whole)
+    probe = Probe(probed.traced, graph, mesh, probed.annotations, compiler.platform, unscattered=unscattered)
     whole_of = {probe.of[here]: whole[there] for here, there in probed.origin.items() if there in whole}
     classes = {
         v: (int(folding.class_of[decisions.made[u].node]), decisions.graph.avals[u]) for v, u in whole_of.items()
     }
     pins = probed.annotations.pins
-    cut = {} if scatters_whole else _cut_sums(probe, pins, graph, mesh)
+    cut = _cut_sums(probe, pins, graph, unscattered) if unscattered else {}
     once = frozenset(v for v, u in whole_of.items() if u in once)
     search = _Search(probe, graph, classes, mesh, probed.annotations, once, cut)
     kept = {whole_of[v] for v in search.fewest()}
@@ -345,14 +345,14 @@ def _counts(probe: Probe, pins: Constraints) -> Counter[int]:
     return counts
 
 
-def _cut_sums(probe: Probe, pins: Constraints, graph: Graph, mesh: MeshAxes) -> dict[int, Layout]:
-    """Sums over all devices that are pinned whole and cut behind it, and how."""
+def _cut_sums(probe: Probe, pins: Constraints, graph: Graph, unscattered: Set[str]) -> dict[int, Layout]:
+    """Sums over these axes that are pinned whole and cut behind it, and how."""
     found: dict[int, Layout] = {}
     for spot, specs in pins.taken.items():
         v = probe.of.get(("taken", spot))
         if v is not None and len(specs) > 1 and not any(specs[0]):
             layout = Layout.from_spec(specs[-1], graph.avals[v].ndim)
-            if sum(map(len, layout.dims)) == mesh.ndim:
+            if unscattered <= {axis for axes in layout.dims for axis in axes}:
                 found[v] = layout
     return found
 

@@ -518,7 +518,7 @@ def _needed(record: PlanRecord, space: SearchSpace, formulation: Formulation) ->
         record.mesh,
         annotations,
         space.compiler,
-        scatters_whole=space.resharder.machine.scatters_whole,
+        unscattered=space.resharder.machine.unscattered_axes,
     )
 
 

@@ -1,7 +1,6 @@
 """Bill: the collectives and the seconds that an assignment takes."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import repeat
 from typing import NamedTuple
 
@@ -34,20 +33,22 @@ def transfers(assignment: Assignment) -> Iterator[tuple[Edge, Collective]]:
         whole = edge.total if edge.finishes(*ends, d.mesh.ndim)[0, 0] else None
         aval, trips = whole or (edge.moved, edge.trips)
         for step in assignment.resharder.path(aval, source, target, bucket=edge.bucket, strides=edge.strides):
-            if step.kind != "slice":
+            work_s = float(assignment.resharder.machine.hbm_s(step.transposed)) if step.transposed else 0.0
+            for kind, axes, nbytes in step.collectives if step.kind != "slice" else ():
                 row = Collective(
-                    kind=step.kind,
-                    axes=step.axes,
-                    nbytes=step.nbytes,
+                    kind=kind,
+                    axes=axes,
+                    nbytes=nbytes,
                     dtype=str(aval.dtype),
                     trips=trips,
-                    seconds=_seconds(assignment, step.kind, step.axes, step.nbytes, edge.bucket),
+                    seconds=_seconds(assignment, kind, axes, nbytes, edge.bucket),
                     window=edge.window,
                     where=where,
                     value=str(aval),
+                    work_s=work_s,
                 )
-                work_s = float(assignment.resharder.machine.hbm_s(step.transposed)) if step.transposed else 0.0
-                yield from repeat((edge, replace(row, work_s=work_s)), edge.times)
+                yield from repeat((edge, row), edge.times)
+                work_s = 0.0
 
 
 def collectives(assignment: Assignment) -> Iterator[Collective]:

@@ -135,13 +135,14 @@ def compared_by(record: PlanRecord, topology: str, machine: cost_models.Machine 
 
     By default XLA:TPU turns most gathers and scatters of matmuls into rings of permutes. A ring
     scatters a sum over any devices. Without rings, XLA:TPU all-reduces and slices a sum over the whole
-    torus where `Machine.scatters_whole` says so, and the plan prices that.
+    torus where `Machine.unscattered_axes` says so, and the plan prices that. Between slices it makes rings of
+    sends, which are not read as what they replace: there, too, the program without rings is compared.
     """
     rings = {} if topology != record.hardware else meshes.compiler_named(topology).ring_free_flags
     if not rings:
         return {}
     placed = meshes.place(record.mesh.shape, record.hardware).machine if machine is None else machine
-    return {} if placed.scatters_whole else rings
+    return rings if placed.unscattered_axes or placed.slices > 1 else {}
 
 
 def _by_shardy(
@@ -246,7 +247,12 @@ def judge(record: PlanRecord, compiled: Compiled, tolerance: float, known: Known
     module = hlo.read(compiled.text)
     model = named(compiled.compiler)
     emitted = hlo.collectives(
-        module, record.mesh, fold_slices=model.scatters_by_slices, unknown_trips=WHILE_TRIPS, unknown_depth=WHILE_DEPTH
+        module,
+        record.mesh,
+        fold_slices=model.scatters_by_slices,
+        unknown_trips=WHILE_TRIPS,
+        unknown_depth=WHILE_DEPTH,
+        slices=machine.slices,
     )
     priced = timeline(module, emitted, machine, record.mesh)
     predicted = None if assignment is None else schedule(assignment)

@@ -57,17 +57,31 @@ class Machine:
         return self.chip.numbers["overlap_fraction"].value
 
     @property
-    def scatters_whole(self) -> bool:
-        """Whether a sum over all devices that ends up split is emitted as a reduce-scatter.
+    def unscattered_axes(self) -> frozenset[str]:
+        """The mesh axes over all of which a sum that ends up split is all-reduced and cut; none if it is scattered.
 
         XLA:TPU scatters inside any part of a slice, but over all of it only on a line, on 2x2
         and on two unequal sides; on squares and in three dimensions it all-reduces, then slices
         (libtpu 0.0.51 and 0.0.52, compiled for v4, v5e, v5p and v6e, among them 2x2x2, 2x2x4, 2x4x4, 4x4x4 and 4x4x8,
         whatever mesh lies on them; no `xla_tpu_*reduce_scatter*` flag changes it). So it is without windowed einsum,
         which makes rings of what most larger matmuls leave, over the whole torus, too (docs/verification.md).
+        Of several slices it is so inside each (libtpu 0.0.52, two and four slices of v5e:4x4).
         """
         sides = [d.size for d in self.placement.topology.dimensions if d.medium == "torus" and d.size > 1]
-        return len(sides) < 2 or sides == [2, 2] or (len(sides) == 2 and sides[0] != sides[1])
+        if len(sides) < 2 or sides == [2, 2] or (len(sides) == 2 and sides[0] != sides[1]):
+            return frozenset()
+        return frozenset(axis for axis in self.mesh if any(c.medium == "torus" for c in self.crossings((axis,))))
+
+    @property
+    def slices(self) -> int:
+        """Slices of a torus that the devices are; 1 of all else."""
+        return prod(d.size for d in self.placement.topology.dimensions if self.tiled and d.medium == "network")
+
+    @property
+    def slice_axes(self) -> frozenset[str]:
+        """The mesh axes that lie between the slices of a torus, and not in them."""
+        levels = {axis: {c.medium for c in self.crossings((axis,))} for axis in self.mesh}
+        return frozenset(axis for axis, media in levels.items() if self.tiled and media == {"network"})
 
     @property
     def stores_quotients(self) -> bool:

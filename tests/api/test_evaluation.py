@@ -346,7 +346,8 @@ def test_the_nearest_code_of_a_layout(dims: Any, shape: tuple[int, ...], nearest
 class DearAllReduce:
     """A machine on which a reduce-scatter and an all-gather together cost less than an all-reduce."""
 
-    overlap, scatters_whole, tiled = 1.0, True, False
+    overlap, tiled = 1.0, False
+    unscattered_axes = slice_axes = frozenset[str]()
 
     def collective_s(self, kind: str, axes: tuple[str, ...], nbytes: ArrayLike) -> NDArray[np.float64]:
         return np.full(np.shape(nbytes), 10.0 if kind == "all-reduce" else 1.0)

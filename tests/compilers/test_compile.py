@@ -188,6 +188,7 @@ def test_two_compile_side_by_side_and_in_silence(
         ("h100:8", "gpu", "h100", (8,)),
         ("a100-40:2x1x16", "gpu", "a100-40", (2, 1, 16)),
         ("tpu-v5p:4x4x8", "tpu", "tpu-v5p", (4, 4, 8)),
+        ("tpu-v5e:2*4x4", "tpu", "tpu-v5e", (4, 4)),
         ("cpu:8", "cpu", "cpu", (8,)),
     ],
 )
@@ -203,6 +204,11 @@ def test_every_gpu_has_a_target(chip: str) -> None:
     assert f'"NVIDIA {chip.split("-")[0].upper()}' in request["target_config"]
 
 
+def test_slices_of_a_tpu_are_asked_for() -> None:
+    assert CompileTarget.parse("tpu-v5e:2*4x4").request["topology_options"] == {"num_slices": 2}
+    assert CompileTarget.parse("tpu-v5e:4x4").request["topology_options"] == {}
+
+
 def test_the_newest_tpu_has_another_name() -> None:
     assert CompileTarget.parse("tpu-v7x:4x4x4").topology == Topology(name="tpu7x:4x4x4")
 
@@ -214,6 +220,7 @@ def test_the_newest_tpu_has_another_name() -> None:
         ("h100:8y", "cannot read the topology"),
         ("cray:8", "the chips are a100, a100-40, b200, gb200, h100, h200, tpu-\\*, cpu"),
         ("cpu:2x4", "no compiler for 'cpu:2x4'"),
+        ("h100:2*1x8", "no compiler for 'h100:2\\*1x8'"),
         ("h100:1x1x2x4", "no compiler for 'h100:1x1x2x4'"),
     ],
 )

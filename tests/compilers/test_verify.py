@@ -195,7 +195,7 @@ def test_what_libraries_multiply_is_counted() -> None:
 def test_a_sum_over_a_whole_cube_is_all_reduced_unless_it_is_made_in_a_ring(
     hardware: str, flags: Any, kind: str
 ) -> None:
-    """See `Machine.scatters_whole`, which says what libtpu does without windowed einsum."""
+    """See `Machine.unscattered_axes`, which says what libtpu does without windowed einsum."""
     place = devices.place({"data": 4 if "x1" in hardware else 8}, hardware)
     made, split = (NamedSharding(devices.abstract(place.axes), spec) for spec in (P("data"), P("data", None)))
     x, y = (jax.ShapeDtypeStruct((8192, width), jnp.bfloat16, sharding=made) for width in (768, 3072))
@@ -210,7 +210,7 @@ def test_a_sum_over_a_whole_cube_is_all_reduced_unless_it_is_made_in_a_ring(
     found = hlo.collectives(hlo.read(compiled.hlo_text), place.axes)
     assert [row.kind for row in found] == [kind]
     if flags:
-        assert place.machine.scatters_whole == (kind == "reduce-scatter")
+        assert (not place.machine.unscattered_axes) == (kind == "reduce-scatter")
 
 
 @needs_gpu_compiler

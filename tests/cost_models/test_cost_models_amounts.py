@@ -139,7 +139,7 @@ def test_a_file_based_on_a_chip_has_its_compiler(chip: str, tmp_path: Path) -> N
         hw.place({"x": hw.devices})
         for hw in (stock, cost_models.hardware(path), stock.replaced("tried", hbm_bytes=5e9))
     ]
-    for fact in ("gathers_ahead", "stores_quotients", "scatters_whole", "tiled"):
+    for fact in ("gathers_ahead", "stores_quotients", "unscattered_axes", "tiled"):
         assert len({getattr(machine, fact) for machine in machines}) == 1, fact
     if chip.startswith("tpu"):
         assert set(stock.chip.compiler) == {"gathers_ahead", "stores_quotients"}

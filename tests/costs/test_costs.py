@@ -28,7 +28,8 @@ ONE = MeshAxes(("one",), (1,))
 class Free:
     """A machine of which nothing is asked but FLOPs."""
 
-    overlap, scatters_whole, gathers_ahead, tiled, stores_quotients = 0.0, True, True, False, True
+    overlap, gathers_ahead, tiled, stores_quotients = 0.0, True, False, True
+    unscattered_axes = slice_axes = frozenset[str]()
     host_bytes_per_s = 1.0
 
     def matmul_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str) -> NDArray[np.float64]:

@@ -239,7 +239,7 @@ def test_pins_along_a_path_keep_the_value(shape: tuple[int, ...]) -> None:
 def test_sums_over_all_of_a_torus_are_scattered_where_the_compiler_does(
     hardware: str, mesh: dict[str, int], over: tuple[str, ...], kinds: list[str]
 ) -> None:
-    """What libtpu 0.0.51 emits for such a gradient; see `cost_models.Machine.scatters_whole`."""
+    """What libtpu 0.0.51 emits for such a gradient; see `cost_models.Machine.unscattered_axes`."""
     axes, machine = MeshAxes.of(mesh), cost_models.hardware(hardware).place(mesh)
     resharder = Resharder(axes, machine)
     aval = Aval((1024, 1024), np.dtype("float32"))
@@ -254,7 +254,7 @@ def test_where_no_sum_over_all_devices_is_scattered_none_that_is_pinned_is_finis
     """Left to itself libtpu 0.0.52 scatters over x and all-reduces over y (bf16[2048,4096] on v5e:4x4)."""
     mesh = {"x": 4, "y": 4}
     axes, machine = MeshAxes.of(mesh), cost_models.hardware("tpu-v5e:4x4").place(mesh)
-    assert not machine.scatters_whole
+    assert machine.unscattered_axes == {"x", "y"}
     left, pinned = (Resharder(axes, machine, pinned=p) for p in (False, True))
     aval = Aval((2048, 4096), np.dtype(jnp.bfloat16))
     scattered = [("reduce-scatter", ("x",)), ("all-reduce", ("y",))]

@@ -20,7 +20,7 @@ QUOTED = re.compile(r"`([^`\n]+)`")
 # `ir/graph.py`, `ir/graph.py: build`, `rules/`, `hardware/<chip>.json`
 FILE = re.compile(r"(?P<path>[\w./-]*[\w-]+\.(?:py|md|json|toml|svg|js)|(?:[\w.-]+/)+)(?:: (?P<name>[\w.]+))?")
 DOTTED = re.compile(r"[a-z_]\w*(?:\.\w+)+")  # `autoshard.plan`, `ir.graph.Eqn`
-CLASS = re.compile(r"(?:[A-Z][a-z0-9]+){1,}(?:\.\w+)?")  # `Graph`, `Machine.scatters_whole`
+CLASS = re.compile(r"(?:[A-Z][a-z0-9]+){1,}(?:\.\w+)?")  # `Graph`, `Machine.unscattered_axes`
 FOREIGN = {"PartitionSpec", "ShapeDtypeStruct", "Mesh", "GpuTargetConfigProto"}  # JAX's and XLA's
 
 

@@ -26,8 +26,8 @@ import numpy as np
 from autoshard.backends.hlo.dataflow import VIEWS, Dataflow
 from autoshard.backends.hlo.groups import Groups, axes_of_groups, axes_of_pairs, parse_groups, parse_pairs
 from autoshard.backends.hlo.rings import PERMUTES, Ring, rings
+from autoshard.backends.hlo.slices import Slices, arrival, is_transfer, slices_of, transfer_groups, transfer_kind
 from autoshard.backends.hlo.text import Computation, Instruction, Module, Shape
-from autoshard.errors import HloError
 from autoshard.ir.mesh import MeshAxes
 
 Kind = Literal[
@@ -61,6 +61,11 @@ _Channel = tuple[Kind, str]  # kind and channel: the same for all repetitions of
 def communicates(instruction: Instruction) -> bool:
     """Whether an instruction is a collective, or begins one."""
     return instruction.opcode in _KIND_OF
+
+
+def _kind_of(instruction: Instruction) -> Kind | None:
+    """The collective that an instruction is, or begins."""
+    return transfer_kind(instruction) if is_transfer(instruction) else _KIND_OF.get(instruction.opcode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +146,7 @@ class _Reader:
     unknown_trips: int
     unknown_depth: int
     starts: Mapping[_Channel, frozenset[str]]  # of asynchronous fusions: the computations in which one begins
+    slices: Slices
 
 
 def collectives(
@@ -151,6 +157,7 @@ def collectives(
     fold_slices: bool = False,
     unknown_trips: int = 1,
     unknown_depth: int = 3,
+    slices: int = 1,
 ) -> tuple[Collective, ...]:
     """Every collective of a program, in program order, loops multiplied out.
 
@@ -163,12 +170,12 @@ def collectives(
         reduce-scatter: right for XLA:CPU, which never emits one.
       unknown_trips: trips of a loop that neither its text nor `trip_counts` gives.
       unknown_depth: how many such loops inside each other take `unknown_trips`; deeper ones count once.
+      slices: of a TPU that the mesh's devices are, where the program is that of one.
 
     Raises:
       HloError: the mesh is not of the program's size, or a group cannot be read.
     """
-    if module.num_partitions != mesh.size:
-        raise HloError(f"the program is for {module.num_partitions} devices; the mesh {mesh} has {mesh.size}")
+    found = slices_of(module, mesh.size, slices)
     communicating = _communicating(module)
     starts = _starts(module, communicating)
     reader = _Reader(
@@ -181,6 +188,7 @@ def collectives(
         unknown_trips,
         unknown_depth,
         starts,
+        found,
     )
     return tuple(_walk(reader, module[module.entry], _Context()))
 
@@ -195,7 +203,7 @@ def _walk(reader: _Reader, computation: Computation, context: _Context) -> Itera
         if instruction.name in found:
             yield _ring_row(reader, computation, found[instruction.name], context)
             continue
-        kind = _KIND_OF.get(instruction.opcode)
+        kind = _kind_of(instruction)
         if kind is not None and instruction.name not in folded:
             yield from _rows(reader, computation, instruction, kind, context, pairs)
         if not reader.communicating.intersection(instruction.calls):
@@ -244,7 +252,9 @@ def _rows(
     scattered = [False] * len(elements)
     if reader.fold_slices and kind == "all-reduce" and instruction.opcode == "all-reduce":
         scattered = [reader.flow.is_scattered(computation, instruction, i, size) for i in range(len(elements))]
-    synchronous = not instruction.opcode.endswith("-start") or '"is_sync":true' in instruction.attributes
+    crosses = is_transfer(instruction)
+    synchronous = not (crosses or instruction.opcode.endswith("-start")) or '"is_sync":true' in instruction.attributes
+    done = arrival(computation, instruction) if crosses else pairs.get(instruction.name, instruction.name)
     for (nbytes, dtype, source), scatters in zip(elements, scattered, strict=True):
         actual: Kind = "reduce-scatter" if scatters else kind
         logical = nbytes * size if actual == "all-gather" else nbytes
@@ -258,7 +268,7 @@ def _rows(
             where=reader.flow.where(computation, (source, instruction)),
             op_name=source.op_name or instruction.op_name,
             instruction=instruction.name,
-            done=pairs.get(instruction.name, instruction.name),
+            done=done,
             computation=computation.name,
             asynchronous=not synchronous,
             combined=len(elements),
@@ -278,22 +288,26 @@ def wire_bytes(kind: str, nbytes: int, size: int) -> int:
 
 def _span(reader: _Reader, instruction: Instruction) -> tuple[Groups, tuple[str, ...] | None, int]:
     """Groups, mesh axes and group size of a collective."""
-    if _KIND_OF[instruction.opcode] == "collective-permute":
+    mesh, slices, kind = reader.mesh, reader.slices, _kind_of(instruction)
+    if is_transfer(instruction):
+        groups = transfer_groups(instruction, slices)
+    elif kind == "collective-permute":
         text = instruction.attribute("source_target_pairs")
         if text is None:
             found = re.search(r"_xla_send_recv_source_target_pairs=\"?(\{\{.*?\}\})", instruction.attributes)
             text = found[1] if found else "{}"
-        pairs = parse_pairs(text)
-        axes = axes_of_pairs(pairs, reader.mesh)
-        sizes = reader.mesh.shape
-        return pairs, axes, int(np.prod([sizes[axis] for axis in axes], dtype=np.int64))
-    text = instruction.attribute("replica_groups") or "{}"
-    groups = parse_groups(text, reader.mesh.size)
-    reduces = _KIND_OF[instruction.opcode] in ("all-gather", "all-reduce", "reduce-scatter")
-    if reduces and instruction.attribute("use_global_device_ids") != "true" and instruction.attribute("channel_id"):
-        # Groups of replicas. There is one replica, so every partition takes part (XLA's kCrossReplicaAndPartition).
-        groups = (tuple(range(reader.mesh.size)),)
-    return groups, axes_of_groups(groups, reader.mesh), max(len(group) for group in groups)
+        groups = slices.everywhere(parse_pairs(text))
+    else:
+        groups = parse_groups(instruction.attribute("replica_groups") or "{}", slices.devices)
+        reduces = kind in ("all-gather", "all-reduce", "reduce-scatter")
+        if reduces and instruction.attribute("use_global_device_ids") != "true" and instruction.attribute("channel_id"):
+            # Groups of replicas. There is one, so every partition takes part (XLA's kCrossReplicaAndPartition).
+            groups = (tuple(range(slices.devices)),)
+        groups = slices.everywhere(groups)
+    if kind == "collective-permute":
+        axes = axes_of_pairs(groups, mesh)
+        return groups, axes, int(np.prod([mesh.shape[axis] for axis in axes], dtype=np.int64))
+    return groups, axes_of_groups(groups, mesh), max(len(group) for group in groups)
 
 
 def _elements(
@@ -349,7 +363,7 @@ def _fused_rows(
     """Collectives inside a fusion, once per channel in the computation that owns the fusion; a row per element."""
     body = reader.module[fusion.calls[0]]
     for instruction in body:
-        kind = _KIND_OF.get(instruction.opcode)
+        kind = _kind_of(instruction)
         if kind is None:
             continue
         groups, axes, size = _span(reader, instruction)
@@ -422,7 +436,7 @@ def _find_marked(
         body = module[instruction.calls[0]]
         if f'custom_call_target="{mark}"' in body.root.attributes:
             for x in body:
-                if (kind := _KIND_OF.get(x.opcode)) is not None:
+                if (kind := _kind_of(x)) is not None:
                     yield instruction.name, _channel(kind, x)
 
 

@@ -53,7 +53,7 @@ def parse_pairs(text: str) -> tuple[tuple[int, int], ...]:
     return tuple((int(source), int(target)) for source, target in re.findall(r"\{(\d+),(\d+)\}", text))
 
 
-def axes_of_pairs(pairs: tuple[tuple[int, int], ...], mesh: MeshAxes) -> tuple[str, ...]:
+def axes_of_pairs(pairs: Groups, mesh: MeshAxes) -> tuple[str, ...]:
     """The mesh axes along which any pair's source and target differ."""
     if not pairs:
         return ()

@@ -119,7 +119,7 @@ class Probe:
         annotations: Annotations,
         platform: str,
         *,
-        scatters_whole: bool = True,
+        unscattered: Set[str] = frozenset(),
     ) -> None:
         """Lowers the program.
 
@@ -129,9 +129,9 @@ class Probe:
           mesh: the mesh of the annotations.
           annotations: a spec for every input and output, and all constraints.
           platform: the platform to lower for.
-          scatters_whole: whether its compiler scatters a sum over all devices; if not, such a sum is an all-reduce.
+          unscattered: the axes over all of which its compiler all-reduces a sum that is cut then.
         """
-        self._graph, self._mesh, self._scatters_whole = graph, mesh, scatters_whole
+        self._graph, self._mesh, self._unscattered = graph, mesh, unscattered
         self.of = values_at(graph)
         self.values = frozenset(self.of.get(key, -1) for key in _keys(annotations)) - {-1}
         self._inputs = {
@@ -244,7 +244,7 @@ class Probe:
             scopes = SCOPE.findall(str(op.location))
             path = tuple(int(step) for step in scopes[-1].split(".")) if scopes else ()
             for kind, axes, nbytes, trips in collectives.parts(op, around, self._mesh):
-                whole = kind == "reduce-scatter" and not self._scatters_whole and len(axes) == self._mesh.ndim
+                whole = kind == "reduce-scatter" and self._unscattered and self._unscattered <= set(axes)
                 done = "all-reduce" if whole else kind
                 yield path, (done, tuple(sorted(axes)), str(op.results[0].type.element_type)), nbytes * trips
 

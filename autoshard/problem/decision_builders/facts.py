@@ -125,7 +125,7 @@ class GraphFacts:
 
         None where gradients are made at once.
         """
-        if not self.compiler.schedules_for_memory or self.machine.gathers_ahead or self.machine.scatters_whole:
+        if not self.compiler.schedules_for_memory or self.machine.gathers_ahead or not self.machine.unscattered_axes:
             return None
         weights = {v: parts for v, parts in self.apart.items() if self.windows.of_value[v] == EARLY}
         return sorted((part[0], self.graph.avals[v].nbytes) for v, parts in weights.items() for part in parts)
