@@ -228,7 +228,7 @@ class _Table:
         self._unscattered = whole
         self._between = frozenset(i for i, name in enumerate(mesh.names) if name in machine.slice_axes)
         self._itemsize = itemsize
-        in_parts = not pinned or whole != {i for i, size in enumerate(mesh.sizes) if size > 1}
+        in_parts = not pinned or whole != frozenset(i for i, size in enumerate(mesh.sizes) if size > 1)
         self._moves = _moves(len(shape), alike, mesh.groups, unscattered=whole, in_parts=in_parts)
         n = len(self.codes)
         sizes, size_of = np.unique(self.local_bytes, return_inverse=True)

@@ -60,7 +60,7 @@ def test_a_program_of_one_slice_is_for_its_devices_alone() -> None:
         "ENTRY %main (p: f32[4]) -> f32[4] {\n  ROOT %p = f32[4]{0} parameter(0)\n}\n"
     )
     assert hlo.collectives(module, TWO, slices=2) == ()
-    with pytest.raises(HloError, match="for 4 devices; the mesh has 8"):
+    with pytest.raises(HloError, match="for 4 devices; the mesh slice=2 × x=4 has 8"):
         hlo.collectives(module, TWO)
 
 

@@ -31,8 +31,15 @@ def test_a_step_over_two_slices_moves_what_is_planned(mesh: dict[str, int]) -> N
     """Between slices, too, in bytes of each kind."""
     half = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     params = {"up": half((2048, 8192)), "down": half((8192, 2048))}
-    options = {"mesh": mesh, "hardware": "tpu-v5e:2*2x4", "donate_argnums": 0, "pins": {"x": P(("slice", "data"))}}
-    plan = autoshard.plan(step, params, half((32768, 2048)), **options)
+    plan = autoshard.plan(
+        step,
+        params,
+        half((32768, 2048)),
+        mesh=mesh,
+        hardware="tpu-v5e:2*2x4",
+        donate_argnums=0,
+        pins={"x": P(("slice", "data"))},
+    )
     checked = plan.verify()
     assert checked.ok
     between = [row for row in checked.rows if row.axes == ("slice",) and row.emitted_bytes > 1e6]

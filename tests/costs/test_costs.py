@@ -35,6 +35,11 @@ class Free:
     def matmul_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str) -> NDArray[np.float64]:
         return np.zeros(())
 
+    def contraction_sums(
+        self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str, result_dtype: str
+    ) -> NDArray[np.int64]:
+        raise AssertionError(dtype)
+
     def hbm_s(self, nbytes: ArrayLike) -> NDArray[np.float64]:
         raise AssertionError(nbytes)
 

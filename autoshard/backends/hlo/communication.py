@@ -175,7 +175,7 @@ def collectives(
     Raises:
       HloError: the mesh is not of the program's size, or a group cannot be read.
     """
-    found = slices_of(module, mesh.size, slices)
+    found = slices_of(module, mesh, slices)
     communicating = _communicating(module)
     starts = _starts(module, communicating)
     reader = _Reader(

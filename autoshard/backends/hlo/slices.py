@@ -13,6 +13,7 @@ from typing import Literal
 from autoshard.backends.hlo.groups import Groups
 from autoshard.backends.hlo.text import Computation, Instruction, Module
 from autoshard.errors import HloError
+from autoshard.ir.mesh import MeshAxes
 
 _MARK = "_xla_megascale_transfer_type"
 _TYPE = re.compile(rf'{_MARK}="(\w+)"')
@@ -46,15 +47,15 @@ class Slices:
         return tuple(tuple(start + device for device in group) for start in offsets for group in groups)
 
 
-def slices_of(module: Module, devices: int, known: int) -> Slices:
-    """The slices of a program's devices: one, as many as are known, or what its own transfers say.
+def slices_of(module: Module, mesh: MeshAxes, known: int) -> Slices:
+    """The slices of a program's mesh: one, as many as are known, or what its own transfers say.
 
     Raises:
       HloError: the program is for another number of devices.
     """
-    count, rest = divmod(devices, module.num_partitions)
+    count, rest = divmod(mesh.size, module.num_partitions)
     if rest or (count not in (1, known) and not any(is_transfer(x) for body in module for x in body)):
-        raise HloError(f"the program is for {module.num_partitions} devices; the mesh has {devices}")
+        raise HloError(f"the program is for {module.num_partitions} devices; the mesh {mesh} has {mesh.size}")
     return Slices(count, module.num_partitions)
 
 
