@@ -123,6 +123,14 @@ class CompilerModel:
     )
     """A value is gathered once for each group of uses that are near each other, not once for all."""
 
+    merges_broadcasts: bool = field(
+        metadata=_seen(
+            "libtpu 0.0.52, jax-cuda12-pjrt 0.10.2: one is left before `shardy-xla`; jaxlib 0.10.2: all",
+            "compilers/test_compiler_models.py::test_one_broadcast_draws_all_that_it_meets_into_its_layout",
+        )
+    )
+    """Equal broadcasts are one before layouts are propagated: the layout of one use draws what the other meets."""
+
     shares_grouped_gathers: bool = field(
         metadata=_seen(
             "openxla/xla dot_handler.cc; mlp-8k by `fsdp_megatron` on v5e:2x4, libtpu 0.0.52",

@@ -18,7 +18,9 @@ from autoshard.ir.op_traits import DOT_GENERAL, RESHAPE, SCATTER_ADD, TRANSPOSE
 from autoshard.ir.rewrite import ConstraintSite
 
 
-def doubtful(graph: Graph, annotations: Annotations, once: Set[int]) -> tuple[frozenset[int], frozenset[int]]:
+def doubtful(
+    graph: Graph, annotations: Annotations, once: Set[int], *, merges_broadcasts: bool
+) -> tuple[frozenset[int], frozenset[int]]:
     """Values that XLA's partitioner may treat differently from Shardy, whose constraints stay; and values that move.
 
     The former are
@@ -36,6 +38,7 @@ def doubtful(graph: Graph, annotations: Annotations, once: Set[int]) -> tuple[fr
       scatters the sum.
     - Values that are cut along a split dimension: see `_sliced`.
     - Values that a reduction takes, whose sum is scattered: see `_pulled`.
+    - Values that meet one broadcast in different layouts, if the compiler `merges_broadcasts`: see `_drawn_together`.
     """
     pins, of = annotations.pins, values_at(graph)
     ends = _ends(graph, pins, annotations.inputs, of)
@@ -58,7 +61,27 @@ def doubtful(graph: Graph, annotations: Annotations, once: Set[int]) -> tuple[fr
     scatters = (e for e, eqn in enumerate(graph.eqns) if eqn.primitive == SCATTER_ADD)
     summed = {v for e in scatters for v in graph.results[e] if v in pending & added and split.get(v)}
     stays = (moved - clear) | cut | drawn | gathered | summed | _sliced(graph, ends) | _pulled(graph, ends)
+    if merges_broadcasts:
+        stays |= _drawn_together(graph, ends)
     return frozenset(stays), frozenset(moved)
+
+
+def _drawn_together(graph: Graph, ends: Mapping[int, Sequence[PartitionSpec]]) -> set[int]:
+    """Results of equal shapes and different layouts that one smaller value is broadcast for.
+
+    XLA makes one broadcast for all of them before it propagates layouts, and Shardy's in-process propagation sees one
+    each. What is split more draws the others: behind a gather XLA split the rows again that a norm's scale meets, as
+    the scale also meets their gradients, and gathered the weights of the matmuls behind the norm.
+    """
+    meeting: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for e, eqn in enumerate(graph.eqns):
+        if eqn.traits.contraction or eqn.traits.link or len(graph.results[e]) != 1:
+            continue
+        v = graph.results[e][0]
+        for u in graph.operands[e]:
+            if v in ends and graph.avals[u].size < graph.avals[v].size:
+                meeting.setdefault((u, graph.avals[v].shape), []).append(v)
+    return {v for values in meeting.values() if len({ends[v][0] for v in values}) > 1 for v in values}
 
 
 def _pulled(graph: Graph, ends: Mapping[int, Sequence[PartitionSpec]]) -> set[int]:

@@ -86,7 +86,10 @@ def minimal_constraints(
     pins = probed.annotations.pins
     cut = _cut_sums(probe, pins, graph, unscattered) if unscattered else {}
     once = frozenset(v for v, u in whole_of.items() if u in once)
-    search = _Search(probe, graph, classes, mesh, probed.annotations, once, cut)
+    doubts = doubtful_constraints.doubtful(
+        graph, probed.annotations, once, merges_broadcasts=compiler.merges_broadcasts
+    )
+    search = _Search(probe, graph, classes, mesh, probed.annotations, doubts, cut)
     kept = {whole_of[v] for v in search.fewest()}
     log.debug("constraints of %d of %d values are needed, after %d probes", len(kept), len(probe.values), search.probes)
     return chosen(annotations.pins, whole, kept | _standing(probed, whole, kept, annotations.pins))
@@ -145,7 +148,7 @@ class _Search:
         classes: Mapping[int, object],
         mesh: MeshAxes,
         annotations: Annotations,
-        once: Set[int],
+        doubts: tuple[Set[int], Set[int]],
         cut: Mapping[int, Layout],
     ) -> None:
         self._cut = cut
@@ -177,7 +180,7 @@ class _Search:
         self._too_few: set[frozenset[int]] = set()
         self._goal = self._ask(probe.values)
         self._least = SMALL * sum(self._goal.moved.values())
-        doubtful, self._moving = doubtful_constraints.doubtful(graph, annotations, once)
+        doubtful, self._moving = doubts
         wrong = doubtful_constraints.wrong_without(graph, pins, annotations.inputs)
         self._staying = frozenset(v for v in doubtful if v in wrong or not self._is_small(v))
 

@@ -192,6 +192,19 @@ def test_where_no_collective_is_started_ahead_none_hides() -> None:
 
 
 @pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
+def test_one_broadcast_draws_all_that_it_meets_into_its_layout(compiler: CompilerName, topology: str) -> None:
+    """A scale meets whole rows, of which a product is split along its columns, and cut ones."""
+
+    def step(x: jax.Array, y: jax.Array, scale: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return (constrained(x) * scale) @ w, constrained(constrained(y, "x") * scale, "x")
+
+    args = (BF16(16, 128, 256), BF16(16, 128, 256), BF16(256), BF16(256, 1024))
+    emitted = collectives(text_of(topology, step, args, (P("x"), P("x"), P(), P(None, "x"))))
+    weights = [c for c in emitted if c.kind == "all-gather" and c.nbytes in (256 * 1024 * 2, 256 * 1024 * 4)]
+    assert bool(weights) == named(compiler).merges_broadcasts
+
+
+@pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
 def test_what_contractions_make_themselves(compiler: CompilerName, topology: str) -> None:
     """The gated product is computed in the contraction that takes it, or a kernel of its own writes it."""
 

@@ -13,9 +13,14 @@ from jax.sharding import PartitionSpec
 import autoshard
 from autoshard import SolvedPlan
 from autoshard.backends import compile
+from autoshard.backends.shardy.propagation import Annotations
+from autoshard.ir import graph
+from autoshard.ir.constraints import Constraints
 from autoshard.planner.build_record import program_pins
+from autoshard.planner.doubtful_constraints import doubtful
 from autoshard.verification.collective_match import agrees
 from autoshard.verification.result import Verification
+from benchmarks.unseen_models import MODELS
 from tests.installed import needs_gpu_compiler, needs_tpu_compiler
 from tests.planner.test_minimal import EXPERTS, LOOP, UNROLLED, contractions, of_model, planned
 
@@ -106,6 +111,35 @@ def test_a_pending_sum_of_a_scatter_stays() -> None:
     few, all_ = moved(plan.verify("gpu")), moved(everything(plan).verify("gpu"))
     assert plan.record.pins.count < everything(plan).record.pins.count
     assert all(abs(few[kind] - all_[kind]) <= 1e-2 * all_.total() for kind in few | all_)
+
+
+@pytest.mark.slow
+@needs_tpu_compiler
+def test_a_norm_s_scale_does_not_split_the_rows_that_were_gathered_for_it() -> None:
+    """The scale meets gathered rows, and their gradient in pieces: without the constraint weights are gathered."""
+    step, args = replace(MODELS["normed-heads-few"], layers=1).program(16)
+    mesh = {"data": 4, "model": 4}
+    plan = autoshard.plan(step, *args, mesh=mesh, hardware="tpu-v5e:4x4", donate_argnums=0, rel_gap=1e-2)
+    found = plan.honoured("tpu")
+    assert found.ok, str(found)
+
+
+def test_what_one_broadcast_meets_in_two_layouts_stays() -> None:
+    def step(x: Any, y: Any, scale: Any) -> Any:
+        return x * scale, y * scale, y * 2.0
+
+    rows = S((16, 128), jnp.float32)
+    program = graph.build(jax.make_jaxpr(step)(rows, rows, S((1, 128), jnp.float32)), "cuda")
+    gathered, cut, _ = program.outputs
+    made = {program.makes[e][0]: (spec,) for e, spec in enumerate((P(), P("x"), P("x")))}
+    for merges, expected in ((True, {gathered, cut}), (False, set[int]())):
+        annotations = Annotations(
+            inputs=dict.fromkeys(range(3), P()),
+            outputs={},
+            pins=Constraints(made=made, taken={}, inputs={}, outputs={}),
+            donated=frozenset(),
+        )
+        assert doubtful(program, annotations, set(), merges_broadcasts=merges)[0] == expected
 
 
 @needs_gpu_compiler
