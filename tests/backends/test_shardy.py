@@ -1,4 +1,5 @@
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -10,8 +11,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard.backends.shardy import passes
-from autoshard.backends.shardy.passes import FactorRule
+from autoshard.backends.shardy.passes import FactorRule, ValueLayout
+from autoshard.backends.shardy.propagation import matched
 from autoshard.errors import ShardyError
+from autoshard.ir.graph import Aval
 from autoshard.ir.layout import Layout
 
 BF16 = jnp.bfloat16
@@ -212,3 +215,22 @@ def test_a_pin_without_a_mesh_is_refused() -> None:
     lowered = jax.jit(jnp.tanh).lower(array(8, 16))
     with pytest.raises(ShardyError, match="has no mesh"):
         passes.propagate(lowered, {0: layout("data", None)})
+
+
+def test_an_equation_s_results_are_the_last_ops_in_its_scope_and_shardy_s_own_stand_in_where_they_lack() -> None:
+    """By trying every scope of five ops of two shapes, that are the program's or Shardy's, beside all of each kind."""
+    small, large = Aval((2,), jnp.dtype("f4")), Aval((3,), jnp.dtype("f4"))
+    kinds = [(aval, own) for aval in (small, large) for own in (False, True)]
+    for scope in product(kinds, repeat=5):
+        ops = [
+            ValueLayout(
+                op="op", name="", where="", number=None if own else n, shape=aval.shape, layout=Layout.replicated(1)
+            )
+            for n, (aval, own) in enumerate(scope)
+        ]
+        for members in ([7], [7, 8], [7, 8, 9]):
+            there = [op for op in ops if op.shape == small.shape]
+            written = [op for op in there if op.number is not None]
+            last = (written if len(written) >= len(members) else there)[-len(members) :]
+            found = matched({(0,): {small: members}}, {(0,): ops})
+            assert list(map(id, (found[v] for v in members if v in found))) == list(map(id, last))
