@@ -75,9 +75,9 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
         if arrives:
             apart = holder.codes[:, None] != taker.codes[None, :]
         elif lent and holder is not port and len(takers) == 1 and not taker.loose:
-            apart = _moved(draft, value, holder, taker)
+            apart = _moved(draft, value, holder, taker, cuts=_multiplies(draft, taker))
         elif holder is not port and _takes_for_a_loop(draft, taker, value):
-            unplanned = _moved(draft, value, holder, taker)
+            unplanned = _moved(draft, value, holder, taker, cuts=True)
         add_edge(draft, holder, taker, value, forbidden=apart, unplanned=unplanned)
 
 
@@ -89,14 +89,21 @@ def _takes_for_a_loop(draft: Draft, taker: Port, value: int) -> bool:
     return graph.eqns[node.equation].primitive in (LOOP_CONST, LOOP_SLICE)
 
 
-def _moved(draft: Draft, value: int, holder: Port, taker: Port) -> NDArray[np.bool_]:
-    """Pairs of layouts of a copy and a consumer between which it moves; a cut is none.
+def _multiplies(draft: Draft, taker: Port) -> bool:
+    """Whether the consumer at a port is a contraction."""
+    node = draft.nodes[taker.node]
+    return isinstance(node, Equation) and draft.facts.graph.eqns[node.equation].traits.contraction
+
+
+def _moved(draft: Draft, value: int, holder: Port, taker: Port, *, cuts: bool) -> NDArray[np.bool_]:
+    """Pairs of layouts of a copy and a consumer between which it moves; `cuts`: a cut is no move.
 
     What moves lies beside the value whose memory it had: the copy does, in the layout that is taken.
     """
     aval, mesh = draft.facts.graph.avals[value], draft.facts.mesh
     pieces, taken = (shards(port.codes, aval.ndim, mesh) for port in (holder, taker))
-    return (holder.codes[:, None] != taker.codes[None, :]) & (pieces[:, None] >= taken[None, :])
+    other = holder.codes[:, None] != taker.codes[None, :]
+    return other & (pieces[:, None] >= taken[None, :]) if cuts else other
 
 
 def _takers(draft: Draft, value: int, port: Port, leaves: Sequence[Port]) -> list[Port]:
