@@ -311,6 +311,50 @@ def test_tiles_of_narrow_elements_have_more_rows(dtype: Any, kind: str) -> None:
     assert kinds_of(resharder, Aval((4, 32, 32, 4096), np.dtype(dtype)), [SUM, 0], [2, 0])[0] == (kind, ("x",))
 
 
+SLICES = {"slice": 2, "data": 8}
+
+
+@pytest.mark.parametrize(
+    ("hardware", "shape", "ends", "made"),
+    [
+        ("tpu-v5e:2*2x4", (64, 128), (0, WHOLE), [("all-gather", "slice", 8), ("all-gather", "data", 1)]),
+        (
+            "tpu-v5e:2*2x4",
+            (64, 128),
+            (SUM, WHOLE),
+            [("reduce-scatter", "data", 1), ("all-reduce", "slice", 8), ("all-gather", "data", 1)],
+        ),
+        (
+            "tpu-v5p:2*2x2x2",  # where a sum over a whole slice is not scattered
+            (64, 128),
+            (SUM, WHOLE),
+            [("all-reduce", "data", 1), ("all-reduce", "slice", 8), ("all-gather", "data", 1)],
+        ),
+        ("tpu-v5e:2*2x4", (), (SUM, WHOLE), [("all-reduce", "data", 1), ("all-reduce", "slice", 1)]),
+    ],
+)
+def test_a_collective_that_leaves_slices_is_made_of_parts(
+    hardware: str, shape: tuple[int, ...], ends: tuple[int, int], made: list[tuple[str, str, int]]
+) -> None:
+    """As libtpu 0.0.52 makes them; `made`: kind, axis, and into how many pieces its bytes are cut."""
+    axes, machine = MeshAxes.of(SLICES), cost_models.hardware(hardware).place(SLICES)
+    assert machine.slice_axes == {"slice"}
+    aval = Aval(shape, np.dtype(jnp.float32))
+    source, target = (int(encode(np.array([end] * 2, np.int8), aval.ndim)) for end in ends)
+    resharder = Resharder(axes, machine)
+    (step,) = resharder.path(aval, source, target, bucket=0)
+    assert step.collectives == tuple((kind, (axis,), aval.nbytes // pieces) for kind, axis, pieces in made)
+    whole_s = sum(float(machine.collective_s(kind, over, nbytes)) for kind, over, nbytes in step.collectives)
+    priced = resharder.cost_ps(aval, np.array([source]), np.array([target]), bucket=0)
+    assert int(priced[0, 0]) == pytest.approx(whole_s * PS_PER_S, abs=2)
+
+
+def test_a_sum_over_a_whole_slice_and_others_is_cut_before_it_leaves_the_slice() -> None:
+    axes, machine = MeshAxes.of(SLICES), cost_models.hardware("tpu-v5p:2*2x2x2").place(SLICES)
+    steps = kinds_of(Resharder(axes, machine), Aval((64, 128), np.dtype(jnp.float32)), [SUM, SUM], [WHOLE, 0])
+    assert steps == [("all-reduce", ("data",)), ("all-reduce", ("slice",))]
+
+
 def kinds_of(
     resharder: Resharder, aval: Aval, source: list[int], target: list[int]
 ) -> list[tuple[str, tuple[str, ...]]]:
