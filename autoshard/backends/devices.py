@@ -87,6 +87,11 @@ def place(mesh: MeshLike, hardware: str | cost_models.Hardware | None) -> Target
     compiler = compiler_of(found)
     if compiler.assumed:
         notes.append(f"what {found.chip.name}'s compiler does is assumed: {compiler.assumed}")
+    notes += [
+        f"axis {axis} lies inside of slices and between them: its collectives are priced as if they were one, and the "
+        "compiler makes several; an axis of its own for the slices is priced as it is compiled"
+        for axis in sorted(machine.partly_sliced_axes)
+    ]
     return Target(
         axes=axes,
         hardware=found,

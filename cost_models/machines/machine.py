@@ -80,8 +80,16 @@ class Machine:
     @property
     def slice_axes(self) -> frozenset[str]:
         """The mesh axes that lie between the slices of a torus, and not in them."""
-        levels = {axis: {c.medium for c in self.crossings((axis,))} for axis in self.mesh}
-        return frozenset(axis for axis, media in levels.items() if self.tiled and media == {"network"})
+        return frozenset(axis for axis in self.mesh if self.tiled and self._media(axis) == {"network"})
+
+    @property
+    def partly_sliced_axes(self) -> frozenset[str]:
+        """The mesh axes that lie between the slices of a torus and in them."""
+        return frozenset(axis for axis in self.mesh if self.tiled and self._media(axis) >= {"network", "torus"})
+
+    def _media(self, axis: str) -> set[str]:
+        """How the links of an axis' groups join devices."""
+        return {c.medium for c in self.crossings((axis,))}
 
     @property
     def stores_quotients(self) -> bool:

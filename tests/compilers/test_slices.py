@@ -47,6 +47,13 @@ def test_a_step_over_two_slices_moves_what_is_planned(mesh: dict[str, int]) -> N
     assert all(row.predicted_bytes == row.emitted_bytes for row in between)
 
 
+def test_an_axis_that_lies_partly_between_slices_is_said_to() -> None:
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    for mesh, told in (({"data": 16}, 1), ({"slice": 2, "data": 8}, 0)):
+        plan = autoshard.plan(lambda x: jnp.sin(x).sum(), x, mesh=mesh, hardware="tpu-v5e:2*2x4")
+        assert sum("lies inside of slices and between them" in note for note in plan.record.notes) == told
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("hardware", "mesh", "batch"),
