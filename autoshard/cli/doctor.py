@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
+from autoshard import files
 from autoshard.api.options import REL_GAP
 from autoshard.cli import interrupt
 from autoshard.cli.app import WRONG, app, errors, print_json
 from autoshard.cli.audit import CompilerOption
 from autoshard.cli.options import GapOption, HardwareOption, MeshOption, SetOption, TimeOption
-from autoshard.cli.written import assignments, mesh_axes
+from autoshard.cli.written import assignments, mesh_axes, writable
 from autoshard.diagnosis.against import compared, saved
 from autoshard.diagnosis.doctor import doctor as diagnosis_of
 from autoshard.diagnosis.doctor import doctor_of_text
@@ -56,6 +57,7 @@ def doctor(
         Format, typer.Option("--format", help="text, json, or github: annotations of a build")
     ] = Format.TEXT,
     as_json: Annotated[bool, typer.Option("--json", help="the same as --format json")] = False,
+    html: Annotated[Path | None, typer.Option("--html", callback=writable, help="write an offline page")] = None,
 ) -> None:
     """Find what the layouts of TARGET cost, by source line, and what to change; the dearest first."""
     most = None if fail_on is None else share(fail_on)
@@ -77,6 +79,8 @@ def doctor(
             found = diagnosis_of(
                 fn, *args, hardware=hardware, flags=flags, compiler=name, rel_gap=gap, time_limit_s=time_limit
             )
+    if html is not None:
+        files.write_whole(html, found.to_html())
     result = found if before is None else compared(before, found)
     shown = Format.JSON if as_json else format_
     if shown is Format.JSON:

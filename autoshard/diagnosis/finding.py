@@ -9,6 +9,7 @@ from json import loads
 from pathlib import Path
 from typing import Any
 
+from autoshard.report import page
 from autoshard.report.notebook import Shown
 from autoshard.report.tables import bytes_text, columns, fields, paragraph, render, short_place, table, time_text
 
@@ -122,6 +123,17 @@ class Diagnosis(Shown):
             "notes": list(self.notes),
             "trials": [asdict(one) for one in self.trials],
         }
+
+    def to_html(self) -> str:
+        """A page that opens offline: the step, the findings with what each saves, the flags that were tried."""
+        found = [
+            {**asdict(one), "share": self.share(one), "memory_share": self.memory_share(one), "price": self.price(one)}
+            for one in self.findings
+        ]
+        best = f": {found[0]['kind']} would save {found[0]['price']}" if found else ""
+        count = f"{len(found)} finding{'' if len(found) == 1 else 's'}"
+        verdict = f"{time_text(self.step_s)} a step, {count}{best}"
+        return page.page(diagnosis={**self.to_json(), "name": "doctor", "verdict": verdict, "findings": found})
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Diagnosis":

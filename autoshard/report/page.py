@@ -17,13 +17,16 @@ def page(
     ranking: Mapping[str, Any] | None = None,
     plan: Mapping[str, Any] | None = None,
     phase: Mapping[str, Any] | None = None,
+    diagnosis: Mapping[str, Any] | None = None,
 ) -> str:
     """The page of a ranking (`Search.to_json`), a plan (`view.of_plan`), a phase diagram, or several of them.
 
+    Or of what the doctor found (`Diagnosis.to_html`).
+
     The page embeds their JSON: every number that it shows comes from there.
     """
-    data = {"ranking": ranking, "plan": plan, "phase": phase}
-    shown = ranking or plan or phase
+    data = {"ranking": ranking, "plan": plan, "phase": phase, "diagnosis": diagnosis}
+    shown = ranking or plan or phase or diagnosis
     assert shown is not None  # one of them is given
     parts = {
         "TITLE": html.escape(f"{shown['name']}: autoshard report"),

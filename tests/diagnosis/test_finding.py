@@ -1,6 +1,9 @@
 """Findings as text, JSON and annotations of a build; a diagnosis beside an earlier one."""
 
+import base64
+import gzip
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +44,16 @@ def test_json_has_its_schema_and_reads_back() -> None:
     assert Diagnosis.from_json(data).to_json() == data
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**data, "more": 1}, schema())
+
+
+def test_the_page_holds_the_findings_and_says_the_dearest() -> None:
+    made = FOUND.to_html()
+    packed = re.search(r'id="data">([^<]*)<', made)
+    assert packed is not None
+    data = json.loads(gzip.decompress(base64.b64decode(packed[1])))["diagnosis"]
+    assert [one["kind"] for one in data["findings"]] == [SUMS.kind, STATE.kind]
+    assert "<h1>100 ms a step, 2 findings: sums in every trip would save 10 ms (10.0% of the step)</h1>" in made
+    assert "<h1>100 ms a step, 0 findings</h1>" in replace(FOUND, findings=()).to_html()
 
 
 def test_the_text_fits_and_names_everything() -> None:

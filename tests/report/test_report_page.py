@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 import cost_models
 import models
+from autoshard.diagnosis.finding import Diagnosis, Finding, Step, Trial
 from autoshard.explore.search import Search, search
 from autoshard.planner import baseline_layouts, view
 from autoshard.report.page import page
@@ -241,6 +242,37 @@ def test_a_narrow_page_writes_every_name_of_a_bar_and_of_a_kind_of_memory(
     assert tab.locator("section", has_text="Collectives of a step").locator("p").inner_text().startswith("None")
     assert {name for name in (*layouts, *kinds) for word in name.split() if word not in written} == set()
     tab.close()
+
+
+def test_a_page_of_findings_shows_each_with_its_price_and_no_markup(browser: Any, tmp_path: Path) -> None:
+    first, second = (
+        Finding(kind=kind, seconds=seconds, where=HOSTILE, cause=f"Because {kind}", change=f"Mend {kind}")
+        for kind, seconds in (("sums in every trip", 0.01), ("gathered twice", 0.002))
+    )
+    found = Diagnosis(
+        step=Step(step_s=0.1, communication_s=0.03, exposed_s=0.02, peak_bytes=10, limit_bytes=100),
+        findings=(first, second),
+        trials=(Trial(flag="--xla_no=1", step_s=None, peak_bytes=None), Trial(flag="--f=1", step_s=0.09, peak_bytes=9)),
+        notes=(HOSTILE,),
+    )
+    file = tmp_path / "doctor.html"
+    file.write_text(found.to_html(), encoding="utf-8")
+    for width, scheme in ((1280, "light"), (390, "dark")):
+        tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        tab.goto(file.as_uri())
+        tab.wait_for_selector("body[data-ready=yes]")
+        heads = tab.locator("h2").all_inner_texts()
+        assert [head for head in heads if head[:2] in ("1.", "2.")] == [
+            "1. sums in every trip: 10 ms (10.0% of the step)",
+            "2. gathered twice: 2 ms (2.0% of the step)",
+        ]
+        text = tab.locator("main").inner_text()
+        for part in ("Because gathered twice.", "Mend gathered twice.", HOSTILE, "does not compile", "-10.0%", "100 B"):
+            assert part in text
+        assert tab.locator(".chart[data-drawn=yes]").count() == 1
+        assert tab.evaluate("window.hit") is None
+        assert tab.evaluate("document.documentElement.scrollWidth") == width
+        tab.close()
 
 
 @pytest.mark.parametrize(

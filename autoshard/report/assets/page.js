@@ -324,6 +324,28 @@ function phases(phase) {
   }), "tall");
 }
 
+function diagnosed(found) {
+  const s = found.step;
+  section(main, "The step", "As it was compiled, priced by the planner's model.", element("dl", { class: "stats" }, ...[
+    ["step", time(s.step_s)], ["communication", time(s.communication_s)], ["of which nothing hides", time(s.exposed_s)],
+    ...(s.best_s !== null && s.hand_s !== null ? [["as it is, by the cost model", time(s.hand_s)], ["the best plan, by the cost model", time(s.best_s)]] : []),
+    ...(s.peak_bytes !== null ? [["peak memory", bytes(s.peak_bytes)]] : []), ...(s.limit_bytes ? [["memory of a device", bytes(s.limit_bytes)]] : []),
+  ].map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)))));
+  const slow = found.findings.filter((f) => f.seconds > 0);
+  if (slow.length > 1) {
+    const names = slow.map((f) => `${found.findings.indexOf(f) + 1}`);
+    chart(main, "What each change saves", "By the number of the finding; two changes may save the same time.", (axis, width) => stacked(axis, width, names, [["time saved", slow.map((f) => f.seconds), "--wait"]]));
+  }
+  found.findings.forEach((f, i) => section(main, `${i + 1}. ${f.kind}: ${f.price}`, null,
+    element("p", {}, element("code", {}, f.where)), element("p", {}, f.cause + "."), element("p", {}, f.change + ".")));
+  if (!found.findings.length) section(main, "No findings", "No change is known that saves much.");
+  if (found.trials.length) {
+    section(main, "Flags", "Each tried alone, by compiling.", table(found.trials, [["flag", (r) => r.flag, null, "code"], ["step", (r) => r.step_s, (x) => (x === null ? "does not compile" : time(x)), "number"],
+      ["change", (r) => (r.step_s === null ? null : r.step_s / s.step_s - 1), (x) => (x === null ? "" : percent(x)), "number"], ["peak", (r) => r.peak_bytes, bytes, "number"]]));
+  }
+  if (found.notes.length) section(main, "Notes", found.notes.join(" · "));
+}
+
 async function start() {
   const data = JSON.parse(await unpacked("data"));
   const script = element("script");
@@ -335,6 +357,7 @@ async function start() {
     section(main, "Left out", "Candidates without a plan.", table(data.ranking.left_out, [["candidate", (r) => r.candidate], ["why", (r) => r.reason, null, "text"]]));
   }
   if (data.phase) phases(data.phase);
+  if (data.diagnosis) diagnosed(data.diagnosis);
   for (const entry of charts) draw(entry);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach(draw));
   addEventListener("resize", () => charts.forEach((entry) => entry.drawn.resize()));
