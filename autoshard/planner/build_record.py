@@ -220,6 +220,7 @@ def _compiler_options(target: Target, spare_bytes: int, *, loops: bool) -> dict[
         options[compiler.scatter_bucket_flag] = max(1, min(BUCKET_BYTES, spare_bytes) // mesh.size)
     if loops:
         options |= compiler.scheduler_flags_in_loops
-        if len(target.machine.crossings(mesh.names)) > 1:
+        placed = [axis for axis in mesh.names if axis in target.machine.mesh]  # one device of a stage has no others
+        if len(target.machine.crossings(placed)) > 1:
             options |= compiler.scheduler_flags_in_loops_between_nodes
     return options

@@ -67,18 +67,18 @@ def test_shapes_that_fit_in_no_kept_layout_say_what_would_move() -> None:
     options: dict[str, Any] = {"mesh": MESH, "hardware": GPUS, "donate_argnums": 0}
     w = S((8192, 8192), jnp.float32)
     whole = autoshard.plan(scale, w, S((8192, 8192), jnp.float32), pins={"w": P()}, **options)
-    f = autoshard.jit(scale, memory=330_000_000, like=None, **options)
+    f = autoshard.jit(scale, memory=200_000_000, like=None, **options)
     f._first[None, ()] = whole  # as if an earlier shape had wanted it whole
     with pytest.raises(InfeasibleError) as raised:
-        f.plan(w, S((16384, 8192), jnp.float32))
-    assert "with the layouts of earlier shapes kept: no plan fits 330 MB" in str(raised.value)
+        f.plan(w, S((1024, 8192), jnp.float32))
+    assert "with the layouts of earlier shapes kept: no plan fits 200 MB" in str(raised.value)
     assert "with move=True 1 arguments (268 MB) move between these shapes and the first: w: P" in str(
         raised.value
     ).replace("PartitionSpec", "P")
     f = autoshard.jit(scale, memory=1000, **options)
     f._first[None, ()] = whole
     with pytest.raises(InfeasibleError) as raised:
-        f.plan(w, S((16384, 8192), jnp.float32))
+        f.plan(w, S((1024, 8192), jnp.float32))
     assert "move=True" not in str(raised.value)  # would not help
 
 
