@@ -183,15 +183,14 @@ def test_memory_that_nothing_fits() -> None:
     error, lines = caught.value, str(caught.value).splitlines()
     assert error.limit_bytes == 700
     assert error.peak_bytes is not None
-    # both operands and the result, split over all eight devices
-    assert error.peak_bytes == 4 * (16 * 32 + 32 * 16 + 32 * 32) // 8
-    assert lines[0] == "no plan fits 700 B per device on data=2 × model=4; the smallest peak found is 1.02 kB"
+    # one operand over two devices, the other over four, and the result over all eight: each as it is multiplied
+    assert error.peak_bytes == 4 * (16 * 32 // 2 + 32 * 16 // 4 + 32 * 32 // 8)
+    assert lines[0] == "no plan fits 700 B per device on data=2 × model=4; the smallest peak found is 2.05 kB"
     assert re.fullmatch(
-        r"  at dot_general at \S+test_errors.py:\d+ \(product\): activations 512 B \+ arguments 512 B", lines[1]
+        r"  at dot_general at \S+test_errors.py:\d+ \(product\): arguments 1.54 kB \+ activations 512 B", lines[1]
     )
     assert lines[2] == (
         "  what helps: donate the state (donate_argnums=), so that the new one takes its place; "
-        "a smaller batch (autoshard.accumulate splits it); "
         "more devices, or mesh axes that divide more dimensions; or raise memory="
     )
     assert error.where is not None
