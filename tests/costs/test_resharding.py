@@ -344,7 +344,7 @@ def test_a_collective_that_leaves_slices_is_made_of_parts(
     resharder = Resharder(axes, machine)
     (step,) = resharder.path(aval, source, target, bucket=0)
     assert step.collectives == tuple((kind, (axis,), aval.nbytes // pieces) for kind, axis, pieces in made)
-    whole_s = sum(float(machine.collective_s(kind, over, nbytes)) for kind, over, nbytes in step.collectives)
+    whole_s = sum(float(collective_s(machine, kind, over, nbytes, bucket=0)) for kind, over, nbytes in step.collectives)
     priced = resharder.cost_ps(aval, np.array([source]), np.array([target]), bucket=0)
     assert int(priced[0, 0]) == pytest.approx(whole_s * PS_PER_S, abs=2)
 
