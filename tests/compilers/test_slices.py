@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 import models
-from autoshard import in_stages
 from autoshard.verification.collective_match import agrees
 from tests.installed import TPU
 
@@ -68,22 +67,3 @@ def test_llama_over_slices_moves_what_is_planned(hardware: str, mesh: dict[str, 
     assert agrees(checked.rows, checked.tolerance)
     assert checked.timeline is not None
     assert plan.cost == pytest.approx(checked.timeline.step_s, rel=0.1)
-
-
-@pytest.mark.slow
-def test_slices_are_stages() -> None:
-    """Two slices of eight chips: bytes within 5 %, the peak within 10 %."""
-    step, args = models.build(
-        "llama3-8b",
-        value_and_grad=partial(in_stages, stages="stage", steps=8, parts=1),
-        layers=8,
-        scan=True,
-        remat="full",
-        batch=64,
-        sequence=2048,
-    )
-    mesh = {"stage": 2, "data": 8}
-    checked = autoshard.plan(step, *args, mesh=mesh, hardware="v5p:2*2x2x2", donate_argnums=0).verify()
-    assert checked.ok
-    assert checked.memory.compiled is not None
-    assert abs(checked.memory.compiled.peak / checked.memory.predicted.peak - 1) <= 0.10

@@ -164,8 +164,9 @@ def test_three_adamw_steps_of_models_are_those_of_one_device(name: str, layout: 
         pytest.param("h100:2x8", {"stage": 2, "data": 8}, "gpu", marks=GPU),
         pytest.param("v5p:4x4x2", {"stage": 4, "data": 8}, "tpu", marks=TPU),
         pytest.param("v5p:4x4x2", {"stage": 2, "data": 4, "model": 4}, "tpu", marks=TPU),
+        pytest.param("v5p:2*2x2x2", {"stage": 2, "data": 8}, "tpu", marks=TPU),
     ],
-    ids=["16-gpus", "32-tpus", "32-tpus-by-three-axes"],
+    ids=["16-gpus", "32-tpus", "32-tpus-by-three-axes", "two-slices"],
 )
 def test_what_is_compiled_for_many_devices_is_what_is_planned(hardware: str, mesh: Any, compiler: Any) -> None:
     """Eight layers of Llama 3 8B: bytes within 5 %, the peak within 10 %."""

@@ -462,10 +462,10 @@ def _asynchronous(
 
 def _ring_row(reader: _Reader, computation: Computation, ring: Ring, context: _Context) -> Collective:
     """The collective that a windowed einsum replaces: one block per device of the ring."""
-    anchor = computation[ring.anchor]
+    anchor, groups = computation[ring.anchor], reader.slices.everywhere(ring.groups)
     return Collective(
         kind=ring.kind,
-        axes=axes_of_groups(ring.groups, reader.mesh),
+        axes=axes_of_groups(groups, reader.mesh),
         group_size=ring.size,
         nbytes=ring.block.nbytes * ring.size,
         dtype=ring.block.shapes[0].dtype,
@@ -480,7 +480,7 @@ def _ring_row(reader: _Reader, computation: Computation, ring: Ring, context: _C
         conditional=context.conditional,
         unknown_loops=context.unknown_loops if ring.known else (*context.unknown_loops, ring.anchor),
         moved_bytes=ring.moved_bytes,
-        groups=ring.groups,
+        groups=groups,
     )
 
 
