@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard.problem import bill
 from benchmarks.verification import Case, subject
-from tests.installed import GPU, TPU, needs_gpu_compiler
+from tests.installed import GPU, TPU, needs_gpu_compiler, needs_tpu_compiler
 
 F32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 BF16 = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
@@ -295,3 +295,29 @@ def test_what_is_gathered_under_another_name_lies_beside_what_it_renames(hardwar
     memory = plan.verify(compiler).memory
     assert memory.compiled is not None
     assert memory.predicted.peak == pytest.approx(memory.compiled.peak, rel=0.1)
+
+
+@needs_tpu_compiler
+def test_a_stack_that_loops_narrow_is_gathered_and_held_as_they_cast_it() -> None:
+    """By XLA:TPU, ahead of a loop around the layers: half the bytes of the stack itself."""
+
+    def trips(stack: Any, x: Any) -> Any:
+        def layer(h: Any, w: Any) -> Any:
+            return jnp.tanh(h @ w.astype(jnp.bfloat16)), None
+
+        return jax.lax.scan(lambda h, _: (jax.lax.scan(layer, h, stack)[0], None), x, length=4)[0]
+
+    plan = autoshard.plan(
+        trips,
+        F32((4, 2048, 2048)),
+        BF16((1024, 2048)),
+        mesh={"x": 8},
+        hardware="tpu-v5e:2x4",
+        in_shardings=(P(None, "x"), P("x")),
+        out_shardings=P("x"),
+    )
+    checked = plan.verify("tpu")
+    (row,) = checked.rows
+    assert (row.kind, row.predicted_bytes, row.emitted_bytes) == ("all-gather", *[2 * 4 * 2048**2] * 2)
+    assert checked.memory.compiled is not None
+    assert checked.memory.predicted.peak == pytest.approx(checked.memory.compiled.peak, rel=0.02)

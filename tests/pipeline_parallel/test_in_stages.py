@@ -88,6 +88,16 @@ def test_models_have_the_same_gradients(name: str, stages: int, steps: int, repe
     assert max(errors(gradients, want_gradients).values()) <= TOLERANCE
 
 
+@pytest.mark.parametrize(("repeats", "transposed"), [(1, False), (2, True)])
+def test_stacked_weights_are_put_in_order_for_several_times_round_alone(repeats: int, *, transposed: bool) -> None:
+    """One time round they lie in the order of the stages."""
+    program = in_stages(lambda p, b: outputs(p, b).mean(), stages=2, steps=4, repeats=repeats, parts=1)
+    eqns = jax.make_jaxpr(program)(weights(), batch()).eqns
+    shape = (repeats, 2, LAYERS // (2 * repeats), WIDTH, WIDTH)
+    moved = [e for e in eqns if e.primitive.name == "transpose" and e.invars[0].aval.shape == shape]
+    assert bool(moved) == transposed
+
+
 # --- What a loss may look like --------------------------------------------------------------
 
 
