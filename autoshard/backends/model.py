@@ -131,6 +131,15 @@ class CompilerModel:
     )
     """Equal broadcasts are one before layouts are propagated: the layout of one use draws what the other meets."""
 
+    merges_casts: bool = field(
+        metadata=_seen(
+            "libtpu 0.0.52: one is left before `shardy-xla`, also of a transposed value; jax-cuda12-pjrt 0.10.2 and "
+            "jaxlib 0.10.2: all",
+            "compilers/test_compiler_models.py::test_equal_casts_are_one_before_they_are_moved",
+        )
+    )
+    """So are equal casts of one value, transposed or not: the layout that one is moved to draws readers of the other."""
+
     shares_grouped_gathers: bool = field(
         metadata=_seen(
             "openxla/xla dot_handler.cc; mlp-8k by `fsdp_megatron` on v5e:2x4, libtpu 0.0.52",

@@ -5,7 +5,9 @@ A probe says what Shardy does without a constraint. Where XLA has a choice of it
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
 
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from autoshard.backends.shardy.probe import values_at
@@ -19,7 +21,7 @@ from autoshard.ir.rewrite import ConstraintSite
 
 
 def doubtful(
-    graph: Graph, annotations: Annotations, once: Set[int], *, merges_broadcasts: bool
+    graph: Graph, annotations: Annotations, once: Set[int], *, merges_broadcasts: bool, merges_casts: bool
 ) -> tuple[frozenset[int], frozenset[int]]:
     """Values that XLA's partitioner may treat differently from Shardy, whose constraints stay; and values that move.
 
@@ -39,6 +41,7 @@ def doubtful(
     - Values that are cut along a split dimension: see `_sliced`.
     - Values that a reduction takes, whose sum is scattered: see `_pulled`.
     - Values that meet one broadcast in different layouts, if the compiler `merges_broadcasts`: see `_drawn_together`.
+    - Casts of one value in different layouts, if it `merges_casts`: see `_cast_alike`.
     """
     pins, of = annotations.pins, values_at(graph)
     ends = _ends(graph, pins, annotations.inputs, of)
@@ -63,6 +66,8 @@ def doubtful(
     stays = (moved - clear) | cut | drawn | gathered | summed | _sliced(graph, ends) | _pulled(graph, ends)
     if merges_broadcasts:
         stays |= _drawn_together(graph, ends)
+    if merges_casts:
+        stays |= _cast_alike(graph, ends)
     return frozenset(stays), frozenset(moved)
 
 
@@ -82,6 +87,34 @@ def _drawn_together(graph: Graph, ends: Mapping[int, Sequence[PartitionSpec]]) -
             if v in ends and graph.avals[u].size < graph.avals[v].size:
                 meeting.setdefault((u, graph.avals[v].shape), []).append(v)
     return {v for values in meeting.values() if len({ends[v][0] for v in values}) > 1 for v in values}
+
+
+def _cast_alike(graph: Graph, ends: Mapping[int, Sequence[PartitionSpec]]) -> set[int]:
+    """Casts of one value to one dtype, transposed or not, that do not all lie in one layout all the time.
+
+    XLA makes one cast of them before it propagates layouts, and a constraint that moves one moves what reads another:
+    a table whose rows are looked up in pieces was multiplied in these pieces, too, and whole scores were summed.
+    """
+    cast: dict[tuple[int, np.dtype[Any]], dict[int, tuple[int, ...]]] = {}
+    for e, eqn in enumerate(graph.eqns):
+        if not eqn.traits.cast:
+            continue
+        (u, *_), (v, *_) = graph.operands[e], graph.results[e]
+        order = tuple(range(graph.avals[v].ndim))
+        while u in graph.producers and graph.eqns[(made := graph.producers[u][0])].primitive == TRANSPOSE:
+            order = tuple(graph.eqns[made].params["permutation"][d] for d in order)
+            u = graph.operands[made][0]
+        cast.setdefault((u, graph.avals[v].dtype), {})[v] = order
+    found: set[int] = set()
+    for orders in cast.values():
+        layouts = {
+            tuple(dims for _, dims in sorted(zip(order, layout.dims, strict=True)))
+            for v, order in orders.items()
+            for layout in _layouts(graph, ends, v)
+        }
+        if len(orders) > 1 and len(layouts) > 1:
+            found |= orders.keys() & ends.keys()
+    return found
 
 
 def _pulled(graph: Graph, ends: Mapping[int, Sequence[PartitionSpec]]) -> set[int]:

@@ -87,7 +87,11 @@ def minimal_constraints(
     cut = _cut_sums(probe, pins, graph, unscattered) if unscattered else {}
     once = frozenset(v for v, u in whole_of.items() if u in once)
     doubts = doubtful_constraints.doubtful(
-        graph, probed.annotations, once, merges_broadcasts=compiler.merges_broadcasts
+        graph,
+        probed.annotations,
+        once,
+        merges_broadcasts=compiler.merges_broadcasts,
+        merges_casts=compiler.merges_casts,
     )
     search = _Search(probe, graph, classes, mesh, probed.annotations, doubts, cut)
     kept = {whole_of[v] for v in search.fewest()}

@@ -204,6 +204,22 @@ def test_one_broadcast_draws_all_that_it_meets_into_its_layout(compiler: Compile
     assert bool(weights) == named(compiler).merges_broadcasts
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
+def test_equal_casts_are_one_before_they_are_moved(compiler: CompilerName, topology: str, turned: bool) -> None:
+    """A table whose rows are looked up in pieces, and multiplied in rows: it sums over the pieces if casts are one."""
+
+    def step(table: jax.Array, ids: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows = constrained(table.astype(jnp.bfloat16), None, "x")[ids]
+        head = table.T.astype(jnp.bfloat16) if turned else table.astype(jnp.bfloat16)
+        scores = x @ head if turned else jnp.einsum("bd,vd->bv", x, head)
+        return rows, scores.astype(jnp.float32).max(-1)
+
+    args = (F32(8192, 256), jax.ShapeDtypeStruct((64,), jnp.int32), BF16(64, 256))
+    emitted = collectives(text_of(topology, step, args, (P("x"), P(), P())))
+    assert any(c.kind == "all-reduce" for c in emitted) == named(compiler).merges_casts
+
+
 @pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
 def test_what_contractions_make_themselves(compiler: CompilerName, topology: str) -> None:
     """The gated product is computed in the contraction that takes it, or a kernel of its own writes it."""

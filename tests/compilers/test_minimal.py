@@ -139,7 +139,28 @@ def test_what_one_broadcast_meets_in_two_layouts_stays() -> None:
             pins=Constraints(made=made, taken={}, inputs={}, outputs={}),
             donated=frozenset(),
         )
-        assert doubtful(program, annotations, set(), merges_broadcasts=merges)[0] == expected
+        assert doubtful(program, annotations, set(), merges_broadcasts=merges, merges_casts=False)[0] == expected
+
+
+def test_casts_of_one_value_in_two_layouts_stay() -> None:
+    def step(table: Any, x: Any) -> Any:
+        half = jnp.bfloat16
+        return table.astype(half), table.T.astype(half), table.astype(jnp.float16), x.astype(half), x.T.astype(half)
+
+    square = S((16, 16), jnp.float32)
+    program = graph.build(jax.make_jaxpr(step)(square, square), "tpu")
+    made = {
+        program.makes[program.producers[v][0]][0]: (spec,)
+        for v, spec in zip(program.outputs, (P("x"), P("x"), P(), P("x"), P(None, "x")), strict=True)
+    }
+    for merges, expected in ((True, set(program.outputs[:2])), (False, set[int]())):
+        annotations = Annotations(
+            inputs=dict.fromkeys(range(2), P()),
+            outputs={},
+            pins=Constraints(made=made, taken={}, inputs={}, outputs={}),
+            donated=frozenset(),
+        )
+        assert doubtful(program, annotations, set(), merges_broadcasts=False, merges_casts=merges)[0] == expected
 
 
 @needs_gpu_compiler
