@@ -138,7 +138,7 @@ class CompilerModel:
             "compilers/test_compiler_models.py::test_equal_casts_are_one_before_they_are_moved",
         )
     )
-    """So are equal casts of one value, transposed or not: the layout that one is moved to draws readers of the other."""
+    """So are equal casts of one value, transposed or not: the layout of one draws the readers of the other."""
 
     shares_grouped_gathers: bool = field(
         metadata=_seen(

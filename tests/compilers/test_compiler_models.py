@@ -206,7 +206,7 @@ def test_one_broadcast_draws_all_that_it_meets_into_its_layout(compiler: Compile
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
-def test_equal_casts_are_one_before_they_are_moved(compiler: CompilerName, topology: str, turned: bool) -> None:
+def test_equal_casts_are_one_before_they_are_moved(compiler: CompilerName, topology: str, *, turned: bool) -> None:
     """A table whose rows are looked up in pieces, and multiplied in rows: it sums over the pieces if casts are one."""
 
     def step(table: jax.Array, ids: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
