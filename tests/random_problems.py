@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.problem.cost_network import Knapsack, cost_network
 from autoshard.problem.network import INF, Hinge, Int, Problem
 from autoshard.solver import Solution, Status, evaluate
 from autoshard.solver.program import Program
@@ -68,6 +69,43 @@ def random_problem(rng: np.random.Generator, *, nodes: int = 6, strategies: int 
         usage_limit=int(rng.integers(5, 60)),
         hinges=tuple(made),
         offset=int(rng.integers(-5, 6)),
+    )
+
+
+def random_knapsacks(rng: np.random.Generator, *, nodes: int) -> Problem:
+    """Returns a network with rows of limits of their own, whose costs and usages may be below 0; some have no row."""
+    plain = random_problem(rng, nodes=nodes)
+    sizes = np.diff(plain.start)
+    rows = [
+        Knapsack(
+            usage={v: rng.integers(-10, 20, sizes[v]).tolist() for v in range(len(sizes)) if rng.random() < 0.6},
+            limit=int(rng.integers(-5, 40)),
+        )
+        for _ in range(int(rng.integers(0, 5)))
+    ]
+    costs = np.split(np.where(plain.cost < INF, plain.cost - 15, INF), plain.start[1:-1])
+    tables: dict[tuple[int, int], Int] = {}
+    for e, (u, v) in enumerate(plain.edge_nodes.tolist()):
+        cells = plain.edge_cost[plain.edge_start[e] : plain.edge_start[e + 1]]
+        tables[u, v] = np.where(cells < INF, cells - 20, INF).reshape(sizes[u], sizes[v])
+    return cost_network([cost.tolist() for cost in costs], tables, rows)
+
+
+def side_by_side(left: Problem, right: Problem) -> Problem:
+    """Returns two problems as one that falls apart: the second lives after the first, within the same limit."""
+    later = right.use_interval + int(left.use_interval.max(initial=0))
+    return Problem(
+        start=np.concatenate([left.start, right.start[1:] + left.start[-1]]),
+        cost=np.concatenate([left.cost, right.cost]),
+        edge_nodes=np.concatenate([left.edge_nodes, right.edge_nodes + left.nodes]),
+        edge_start=np.concatenate([left.edge_start, right.edge_start[1:] + left.edge_start[-1]]),
+        edge_cost=np.concatenate([left.edge_cost, right.edge_cost]),
+        use_node=np.concatenate([left.use_node, right.use_node + left.nodes]),
+        use_interval=np.concatenate([left.use_interval, later]),
+        use_start=np.concatenate([left.use_start, right.use_start[1:] + left.use_start[-1]]),
+        usage=np.concatenate([left.usage, right.usage]),
+        usage_limit=left.usage_limit,
+        offset=left.offset + right.offset,
     )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from autoshard import _jax
 from autoshard.errors import SpecError, refusing_depth
+from autoshard.garbage import collected_rarely
 from autoshard.ir.accumulation import is_by_mesh_axes
 from autoshard.ir.call_shardings import explicit
 from autoshard.ir.fingerprint import fingerprint
@@ -92,6 +93,7 @@ def leaf_paths(values: Sequence[Any], names: Sequence[str]) -> tuple[list[str], 
     return paths, positions
 
 
+@collected_rarely()
 @refusing_depth
 def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mesh: MeshAxes | None = None) -> Traced:
     """Traces `fn(*args)`; `names` are the arguments' names in paths.

@@ -30,6 +30,7 @@ from autoshard import _jax, deadline
 from autoshard.backends.shardy.propagation import Annotations
 from autoshard.costs.strategies import layout_of
 from autoshard.errors import InfeasibleError, StoppedError, TimeLimitError, refusing_depth
+from autoshard.garbage import collected_rarely
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.gradient import emitted
 from autoshard.ir.loop_sums import LoopSum
@@ -79,6 +80,7 @@ FOR_MOVES = 0.25  # of the time limit, where no more than some collectives can b
 WORTH = 5e-3  # of the step that is saved, at least, where a program repeats what it is not written to repeat
 
 
+@collected_rarely()
 @refusing_depth
 def solve_request(
     request: PlanRequest,
@@ -391,6 +393,7 @@ def _kept(written: PlanningResult) -> PlanningResult:
     return replace(written, record=replace(written.record, certificate=replace(certificate, space=space)))
 
 
+@collected_rarely()
 @refusing_depth
 def solve_space(
     space: SearchSpace,
@@ -423,6 +426,7 @@ def _best(space: SearchSpace, budget: Budget, known: Sequence[PortableChoice] = 
     )
 
 
+@collected_rarely()
 def thinned(found: PlanningResult) -> PlanningResult:
     """A plan with all constraints → the plan with those alone that the partitioner's own propagation does not reach."""
     if not _can_be_probed(found.space):

@@ -13,6 +13,7 @@ from autoshard.costs.resharding import Resharder
 from autoshard.costs.search_mesh import search_mesh
 from autoshard.costs.strategies import Codes, layout_of, layouts, matching
 from autoshard.errors import SpecError, refusing_depth
+from autoshard.garbage import collected_rarely
 from autoshard.ir import graph as graphs
 from autoshard.ir.constraints import spec_of
 from autoshard.ir.gradient import GradientProgram, gradient_program
@@ -79,6 +80,7 @@ class SearchSpace:
         return _priced(request, self.gradient, self.decisions.graph, Stages(f"{request.title}, repriced"))
 
 
+@collected_rarely()
 @refusing_depth
 def build_search_space(request: PlanRequest, prices: Resharder | None = None) -> SearchSpace:
     """Builds the decisions of a request, every choice priced.

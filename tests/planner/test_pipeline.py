@@ -1,5 +1,6 @@
 """One way from a call to its plan: a program is traced once, stages are told, what they made can be written."""
 
+import gc
 import json
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard import garbage
 from autoshard.api.options import Options
 from autoshard.api.planning import plan_request
 from autoshard.backends import devices
@@ -54,6 +56,27 @@ def test_a_function_is_traced_once_for_all_meshes() -> None:
     alone = [plan(loss, W, X, mesh=mesh) for mesh in MESHES]
     assert several.cost == min(one.cost for one in alone)
     assert several.record.digest == alone[0].record.digest
+
+
+@pytest.mark.parametrize("own", [(700, 10, 10), (10**6, 10, 10), (0, 10, 10)])
+def test_garbage_is_collected_rarely_and_the_callers_thresholds_come_back(own: tuple[int, int, int]) -> None:
+    met: set[tuple[int, int, int]] = set()
+
+    def looking(w: Any, x: Any) -> Any:
+        met.add(gc.get_threshold())
+        return loss(w, x)
+
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(*own)
+        with observed(lambda stage: met.add(gc.get_threshold())):
+            plan(looking, W, X, mesh=MESHES[0])
+            with pytest.raises(autoshard.SpecError):
+                plan(loss, W, X, mesh=MESHES[0], unknown="guess")
+        assert gc.get_threshold() == own
+    finally:
+        gc.set_threshold(*before)
+    assert met == {garbage.RARE if own[0] == 700 else own}
 
 
 def test_a_plan_on_a_mesh_that_was_not_traced_on_runs() -> None:
