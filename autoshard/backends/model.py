@@ -306,12 +306,11 @@ class CompilerModel:
 
     stores_softmax_numerators: bool = field(
         metadata=_seen(
-            "libtpu 0.0.52, one attention with its gradient, compiled for v5e",
-            "compilers/test_memory_tpu.py::"
-            "test_the_scores_of_a_devices_only_sequence_are_kept_as_their_product_leaves_them",
+            "libtpu 0.0.52, attention with its gradient, compiled for v5e and v5p, of many orders and sizes",
+            "compilers/test_memory_tpu.py::test_scores_are_kept_as_their_product_leaves_them_or_exponentiated",
         )
     )
-    """The numerators of a softmax lie in memory."""
+    """The numerators of a softmax lie in memory, unless its product does: see `costs.liveness.Numerator`."""
 
     casts_stacked_inputs_ahead: bool = field(
         metadata=_seen("libtpu 0.0.52", "compilers/test_compiler_models.py::test_stacked_weights_are_cast")

@@ -22,11 +22,11 @@ onto in its place, and read as the sum (`autoshard.costs.scattered_terms`); it i
 
 XLA:TPU differs (libtpu 0.0.52, `benchmarks.verification`). Its contractions make their operands:
 casts, gates, norms, the gradient of a softmax's cross entropy are recomputed in each, from values
-in memory. A softmax inside of a program is kept in f32 before it is divided, and cast after; if a
-device has a single row of the first dimension (one sequence), the scores are kept as the product
-leaves them. Stacked weights are cast whole, before the loops. The loss is computed last, unless it
-communicates: if scores are split along the vocabulary, the loss reduces its reads of them at once,
-and the scores die.
+in memory. A softmax inside of a program is kept in f32 before it is divided, and cast after; if its
+product is transposed on the way (attention of grouped heads by einsum), or a device has a single row
+of the first dimension (one sequence), the scores are kept as the product leaves them. Stacked
+weights are cast whole, before the loops. The loss is computed last, unless it communicates: if
+scores are split along the vocabulary, the loss reduces its reads of them at once, and the scores die.
 """
 
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
@@ -63,6 +63,19 @@ SHORT_ROW = 16_384
 _MOST_SOURCES = 16  # stored values that one expression is recomputed from; XLA bounds a fusion's parameters, too
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numerator:
+    """What lies in memory for the numerators of a softmax.
+
+    Attributes:
+      product_itemsize: bytes per element of the product that they are computed from.
+      turned: whether that product is transposed on the way, and read for a gradient, too: it lies there itself then.
+    """
+
+    product_itemsize: int
+    turned: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveRanges:
     """Of every value, the equations [start, end) between which it is alive.
@@ -71,7 +84,7 @@ class LiveRanges:
     another name; `absorbed`: whether the contractions that take it make it themselves, so that
     it has memory only if it is moved first. `across`: for values that the loss reads at the end, the
     dimensions over which the loss communicates; split along one of them, the value only lives until `soon`.
-    `alone`: numerators of softmaxes, with their bytes per element on a device that has one row of them.
+    `numerators`: those of softmaxes, where they are stored.
     `scattered`: the additions that are done by a scatter, which takes no memory of its own. `cast_ahead`: the stacks
     that are cast whole before the loops that take slices of them.
     """
@@ -83,7 +96,7 @@ class LiveRanges:
     end: NDArray[np.int64]
     soon: NDArray[np.int64]
     across: Mapping[int, frozenset[int]]
-    alone: Mapping[int, int]
+    numerators: Mapping[int, Numerator]
     scattered: tuple[ScatteredTerm, ...]
     cast_ahead: Mapping[int, CastAhead]
 
@@ -111,7 +124,7 @@ def live_ranges(
     made_by = graph.producers
     taken = np.zeros(len(graph.avals), bool)
     stated = set(orders.turned)
-    alone: dict[int, int] = {}
+    numerators: dict[int, Numerator] = {}
     if compiler.contractions_make_their_operands:
         for e, eqn in enumerate(graph.eqns):
             if eqn.traits.contraction:
@@ -119,7 +132,7 @@ def live_ranges(
     if compiler.stores_softmax_numerators:
         for numerator, quotient in _softmaxes(graph):
             stated |= {numerator, quotient} if stores_quotients else {numerator}
-            alone[numerator] = _narrowest(graph, made_by, numerator)
+            numerators[numerator] = _numerator(graph, made_by, numerator)
     order = positions(graph, fuses, compiler)
     scattered = scattered_terms(graph, fuses)
     held = _find_held(graph, fuses, taken, stated, compiler, scattered)
@@ -162,7 +175,7 @@ def live_ranges(
         end=end,
         soon=ends(()) if late else end,
         across=_across(graph, rules, stored, late),
-        alone=alone,
+        numerators=numerators,
         scattered=scattered,
         cast_ahead=cast_ahead(graph) if compiler.casts_stacked_inputs_ahead else {},
     )
@@ -292,19 +305,25 @@ def _softmaxes(graph: Graph) -> Iterator[tuple[int, int]]:
             yield above, casts[0] if casts else quotient
 
 
-def _narrowest(graph: Graph, made_by: Mapping[int, tuple[int, int]], value: int) -> int:
-    """The least bytes per element of a value and of the products that it is computed from, element by element."""
+def _numerator(graph: Graph, made_by: Mapping[int, tuple[int, int]], value: int) -> Numerator:
+    """What lies there for a numerator, by the products that it is computed from, element by element.
+
+    In a forward pass alone its sum and its quotient read it, and the numerators of a transposed product lie there.
+    """
     size = graph.avals[value].size
-    found, left, seen = graph.avals[value].itemsize, [value], {value}
+    itemsize, turned, left, seen = graph.avals[value].itemsize, False, [value], {value}
     while left:
         e = made_by.get(left.pop(), (-1, 0))[0]
         if e >= 0 and graph.eqns[e].traits.contraction:
-            found = min(found, graph.avals[graph.results[e][0]].itemsize)
+            itemsize = min(itemsize, graph.avals[graph.results[e][0]].itemsize)
         elif e >= 0:
+            turned |= graph.eqns[e].primitive == TRANSPOSE
             new = {v for v in graph.operands[e] if graph.avals[v].size == size} - seen
             seen |= new
             left += new
-    return found
+    return Numerator(
+        product_itemsize=itemsize, turned=turned and len(graph.consumers[value]) > len(("sum", "quotient"))
+    )
 
 
 def _find_held(

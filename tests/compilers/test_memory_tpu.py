@@ -134,40 +134,51 @@ def compiled(hardware: str, devices: int) -> str:
     return compile.compile(traced, topology=hardware, mesh=mesh, compiler_options=options).hlo_text
 
 
-@pytest.mark.parametrize("sequences", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_the_scores_of_a_devices_only_sequence_are_kept_as_their_product_leaves_them(sequences: int) -> None:
-    """In bf16; those of more are kept in f32, exponentiated."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sequences", "order", "itemsize"),
+    [(1, "bksgt", 2), (2, "bksgt", 4), (2, "bkgst", 2)],
+    ids=["one-sequence", "as-multiplied", "transposed"],
+)
+def test_scores_are_kept_as_their_product_leaves_them_or_exponentiated(
+    sequences: int, order: str, itemsize: int
+) -> None:
+    """In bf16 those of a device's only sequence, and those that are transposed; others in f32, exponentiated."""
     devices, layers, length, heads, size = 8, 3, 2048, 16, 128
     width = heads * size
 
     def attention(x: jax.Array, w: Any) -> jax.Array:
         q, k, v = (jnp.einsum("bsd,dnh->bsnh", x, m) for m in w[:3])
         q = q.reshape(*q.shape[:2], 4, heads // 4, size)
-        scores = jnp.einsum("bskgh,btkh->bksgt", q, k).astype(jnp.float32)
-        seen = jnp.arange(length)[:, None, None] >= jnp.arange(length)
+        scores = jnp.einsum(f"bskgh,btkh->{order}", q, k).astype(jnp.float32)
+        place = jnp.arange(length)
+        seen = place[:, None, None] >= place if order == "bksgt" else place[:, None] >= place
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)).astype(x.dtype)
-        mixed = jnp.einsum("bksgt,btkh->bskgh", weights, v).reshape(*x.shape[:2], heads, size)
+        mixed = jnp.einsum(f"{order},btkh->bskgh", weights, v).reshape(*x.shape[:2], heads, size)
         return x + jnp.einsum("bsnh,nhd->bsd", mixed, w[3])
 
     def loss(weights: Any, x: jax.Array) -> jax.Array:
-        for w in weights:
+        *layers, scale = weights
+        x = x * scale
+        for w in layers:
             x = attention(x, w)
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
     grouped = bf16(width, 4, size)
-    weights = [(bf16(width, heads, size), grouped, grouped, bf16(heads, size, width))] * layers
+    layer = (bf16(width, heads, size), grouped, grouped, bf16(heads, size, width))
+    weights, specs = [*[layer] * layers, bf16(width)], [*[(P(),) * 4] * layers, P()]
     found = evaluate(
         jax.grad(loss),
         weights,
         bf16(sequences * devices, length, width),
         mesh={"data": devices},
         hardware="tpu-v5e:2x4",
-        in_specs=([(P(),) * 4] * layers, P("data")),
-        out_specs=[(P(),) * 4] * layers,
+        in_specs=(specs, P("data")),
+        out_specs=specs,
     )
     held = [int(u.nbytes[found.assignment.choice[u.node]]) for u in found.assignment.decisions.usages]
-    assert max(held) == sequences * heads * length**2 * (2 if sequences == 1 else 4)
-    if sequences == 1 and compile.available("tpu"):
+    assert max(held) == sequences * heads * length**2 * itemsize
+    if compile.available("tpu"):
         memory = found.verify(compiler_options=compile.TPU_PLAIN_OPTIONS).memory
         assert memory.compiled is not None
         assert memory.compiled.peak == pytest.approx(memory.predicted.peak, rel=0.1)
