@@ -99,7 +99,8 @@ class Search:
     def wander(self, turns: int, seconds: float = 0.0) -> None:
         """Goes on with the local search for so many turns and, after them, until so many seconds have passed.
 
-        After a run it starts again, from the dual's last rounding if that is new. It knows the incumbent.
+        After a run it starts again, from the dual's last rounding if that is new; at once if the incumbent is far
+        from the bound. It knows the incumbent.
         """
         local, incumbent = self.local, self.incumbent
         if incumbent.left_s() <= 0:
@@ -121,7 +122,8 @@ class Search:
                     local.start_at(own)
             elif local.best is None:  # some of its strategies are dominated
                 local.go_on_from(np.maximum(own, 0))
-        if local.choice is None or (local.age >= self.tuning.run and self.rounded != self.dual.iterations):
+        again = local.age >= self.tuning.run or self.far
+        if local.choice is None or (again and self.rounded != self.dual.iterations):
             self.rounded = self.dual.iterations
             local.go_on_from(self.full.positions(self.dual.network.expand(self.dual.choice)))
         until = incumbent.left_s() - seconds
@@ -136,13 +138,15 @@ class Search:
         """Searches locally, then takes a cycle of the dual, unless cycles gain little.
 
         The local search takes `share` of the time of a cycle, and at least a turn. Where a solve must be
-        repeatable it takes a fixed number of turns.
+        repeatable it takes a fixed number of turns; so it does from a new rounding while the incumbent is far from
+        the bound, as each may be the first that leads near it, and takes some turns to fit.
         """
         incumbent = self.incumbent
-        if not incumbent.repeatable:
-            self.wander(1, share * self.cycle_s)
-        else:
+        if incumbent.repeatable:
             self.wander(self.tuning.turns)
+        else:
+            fresh = self.far and self.rounded != self.dual.iterations
+            self.wander(self.tuning.turns if fresh else 1, share * self.cycle_s)
         self.rested += 1
         if self.rested <= self.rest:
             return
@@ -194,6 +198,11 @@ class Search:
                 self.incumbent.offer(peak.choice)
                 if self.incumbent.problem.usage_limit is not None:
                     self.incumbent.infeasible = peak.bound_bytes > self.incumbent.problem.usage_limit
+
+    @property
+    def far(self) -> bool:
+        """Whether there is no incumbent near the bound."""
+        return self.incumbent.gap() > self.tuning.far
 
     def _took(self, begin_s: float) -> None:
         """Notes the length of a step that began with so many seconds left."""
@@ -281,7 +290,7 @@ class Search:
         network = dual.network
         excess = dual.excess()
         excess[network.start[:-1] + dual.choice] = 0
-        if self.incumbent.choice is not None and self.incumbent.gap() <= self.tuning.far:
+        if self.incumbent.choice is not None and not self.far:
             own = network.positions(self.incumbent.choice)
             excess[(network.start[:-1] + own)[own >= 0]] = 0
         finite = network.edge_cost[0] < INF

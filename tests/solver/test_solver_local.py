@@ -5,12 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from autoshard.problem.network import Int, Problem
 from autoshard.solver import Status, solve
 from autoshard.solver.evaluate import evaluate
 from autoshard.solver.exact.mip import solve_program
 from autoshard.solver.exact.mip_process import NOTHING, Child, solve_in_time
+from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.memory import memory_of
 from autoshard.solver.presolve.consistency import presolve
 from autoshard.solver.presolve.memory_rows import rows_of
@@ -18,6 +20,7 @@ from autoshard.solver.primal import block_moves
 from autoshard.solver.primal.block_moves import NEVER, Current, Prices
 from autoshard.solver.primal.local_search import LocalSearch
 from autoshard.solver.program import Network, Program
+from autoshard.solver.search import Search
 from autoshard.solver.tuning import TUNED, MipProcessTuning
 from tests.random_problems import brute_force, random_problem
 
@@ -230,3 +233,27 @@ def test_usages_beyond_64_bits_together_are_no_trouble() -> None:
     assert a.status == b.status
     assert a.objective == b.objective
     assert a.status in (Status.OPTIMAL, Status.INFEASIBLE)
+
+
+def test_a_new_rounding_takes_turns_to_fit_while_nothing_near_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turns: list[int] = []
+
+    def turn(local: LocalSearch) -> bool:
+        turns.append(local.age)
+        local.age += 1
+        return False
+
+    monkeypatch.setattr(LocalSearch, "turn", turn)
+    problem = random_problem(np.random.default_rng(5), nodes=8)
+    network = presolve(problem)
+    assert network is not None
+    incumbent = Incumbent(problem=problem, time_limit_s=60.0)
+    search = Search(incumbent, network, Child(TUNED.mip_process))
+    search.work(0.0)
+    assert turns == [*range(TUNED.search.turns)]
+    incumbent.objective = round(incumbent.bound * (1 + TUNED.search.far / 2)) + 1
+    assert not search.far
+    search.work(0.0)
+    assert len(turns) == TUNED.search.turns + 1
