@@ -40,6 +40,7 @@ from autoshard.planner.budget import SETTLE_S, USUAL_BUDGET, Budget
 from autoshard.planner.build_record import describe
 from autoshard.planner.cost_of_keeping import most_saved_s
 from autoshard.planner.infeasible import OFFLOADING, could_offload, infeasible
+from autoshard.planner.like_layers import equal_places
 from autoshard.planner.loop_sums_space import in_use, splittable, summing_once
 from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.recomputation_space import RecomputationSpace, keeping
@@ -59,7 +60,7 @@ from autoshard.rules.control_flow import HOST_CALLS
 from autoshard.rules.kernels import CUDNN_BACKWARD, CUDNN_FORWARD
 from autoshard.solver import Solution, Status, solve
 from autoshard.solver.evaluate import evaluate
-from autoshard.solver.second_objective import break_ties
+from autoshard.solver.second_objective import break_ties, make_alike
 from cost_models import Hardware
 
 log = logging.getLogger("autoshard")
@@ -438,7 +439,7 @@ def thinned(found: PlanningResult) -> PlanningResult:
 
 
 def _solved(space: SearchSpace, formulation: Formulation, budget: Budget, known: Sequence[PortableChoice]) -> Solution:
-    """The best solution; of those that are as fast the one that reshards less and holds less memory.
+    """The best solution; of those that are as fast the one that reshards less, holds less memory, and has equal layers.
 
     Raises:
       InfeasibleError: there is none.
@@ -450,6 +451,9 @@ def _solved(space: SearchSpace, formulation: Formulation, budget: Budget, known:
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
         raise infeasible(space, formulation, solution, budget.time_limit_s)
     choice = break_ties(formulation.problem, solution.choice, formulation.moves())
+    if space.gradient is None:
+        like = equal_places(space.traced, formulation.decisions, formulation.folding)
+        choice = make_alike(formulation.problem, choice, like)
     objective = evaluate(formulation.problem, choice).objective
     assert objective is not None  # `break_ties` forbids what the problem does
     return solution.instead(choice, objective)

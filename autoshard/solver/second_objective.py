@@ -8,9 +8,13 @@ same price: the compilers reduce as early as they can, and what is reduced early
 So each node moves to the strategy of least cost, reshardings included, and of equal ones to that of least
 bytes × equations. Both ends of an edge beside which something is resharded also move together. This repeats
 until none moves. The peak gets no higher.
+
+Parts that are equal, such as the layers of a model, may still have other choices, as the ends of a program hide less
+than its middle. Where they could have the same ones for next to nothing they get them (`make_alike`), so that a reader
+finds one layer many times, and not many layers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +41,71 @@ def break_ties(problem: Problem, choice: Int, moves: Moves | None = None, tuning
     descent = _Descent(problem, choice, moves, 0 if moves is None else round(tuning.worth * objective))
     descent.run(tuning.sweeps)
     return descent.choice
+
+
+def make_alike(problem: Problem, choice: Int, like: Sequence[Int], tuning: TieTuning = TUNED.ties) -> Int:
+    """Returns a choice in which equal parts have the same choices where that costs next to nothing; of no higher peak.
+
+    The part with which most others agree is the model. Of another part the nodes that differ from it fall into groups
+    that edges join, and each group moves as a whole.
+
+    Args:
+      problem: the network.
+      choice: one strategy per node, with a finite objective.
+      like: for each kind of equal parts the nodes in equal places, which have the same strategies: (parts, places).
+        A part that has no node in a place has -1 there.
+      tuning: what it may cost.
+    """
+    now = evaluate(problem, choice)
+    assert now.objective is not None
+    worth, most = (round(share * now.objective) for share in (tuning.alike, tuning.all_alike))
+    most += now.objective
+    for moves in _towards_models(problem, choice, like, tuning.groups):
+        moved = choice.copy()
+        moved[list(moves)] = list(moves.values())
+        then = evaluate(problem, moved)
+        if then.objective is None or then.peak_bytes > now.peak_bytes:
+            continue
+        assert now.objective is not None
+        if then.objective <= min(now.objective + worth, most):
+            choice, now = moved, then
+    return choice
+
+
+def _towards_models(problem: Problem, choice: Int, like: Sequence[Int], most: int) -> Iterator[dict[int, int]]:
+    """Yields the groups of nodes that differ from the model of their part, each node with the model's strategy."""
+    count = 0
+    for nodes in like:
+        here = np.where(nodes >= 0, choice[nodes], -1)
+        agreed = [int(((here == own) & (own >= 0)).sum()) for own in here]
+        model = int(np.argmax(agreed))
+        for part in range(len(nodes)):
+            differs = (here[part] != here[model]) & (here[part] >= 0) & (here[model] >= 0)
+            targets = dict(zip(nodes[part][differs].tolist(), here[model][differs].tolist(), strict=True))
+            for group in _joined(problem, targets):
+                if count == most:
+                    return
+                count += 1
+                yield {v: targets[v] for v in group}
+
+
+def _joined(problem: Problem, nodes: Mapping[int, int]) -> list[list[int]]:
+    """Returns the groups of some nodes that are joined by edges between them."""
+    root = {v: v for v in nodes}
+
+    def find(v: int) -> int:
+        while root[v] != v:
+            root[v] = root[root[v]]
+            v = root[v]
+        return v
+
+    inside = np.isin(problem.edge_nodes, list(nodes)).all(axis=1)
+    for u, v in problem.edge_nodes[inside].tolist():
+        root[find(u)] = find(v)
+    groups: dict[int, list[int]] = {}
+    for v in nodes:
+        groups.setdefault(find(v), []).append(v)
+    return list(groups.values())
 
 
 @dataclass(slots=True, eq=False)

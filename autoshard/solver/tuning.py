@@ -229,6 +229,9 @@ class TieTuning:
         1e-6, "of the objective", "that a resharding must save to stay: a hundred are a hundredth of a %"
     )
     sweeps: int = knob(8, "sweeps", "over all nodes and edges")
+    alike: float = knob(5e-6, "of the objective", "that a group of nodes may cost in the choices of its like")
+    all_alike: float = knob(1e-4, "of the objective", "that all such groups may cost")
+    groups: int = knob(300, "groups", "that are tried, at most")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from autoshard.planner import pipeline
 from autoshard.problem.network import INF, Moves, Problem, chosen_cells
 from autoshard.solver import solve
 from autoshard.solver.evaluate import evaluate, usage_profile
-from autoshard.solver.second_objective import break_ties
+from autoshard.solver.second_objective import break_ties, make_alike
 from autoshard.solver.tuning import TUNED
 from tests.random_problems import random_problem
 
@@ -125,6 +125,68 @@ def test_both_ends_of_a_resharding_move_together() -> None:
     assert solve(problem, time_limit_s=10).objective == evaluate(problem, choice).objective
     assert (break_ties(problem, choice) == choice).all()
     assert (break_ties(problem, choice, moves) == [0, same, same, 0]).all()
+
+
+def equal_pairs(parts: int, dearer: int, usage: int = 0) -> tuple[Problem, np.ndarray, np.ndarray]:
+    """Parts of two nodes that must choose alike, the last part the other strategy; in the first it costs more there.
+
+    Returns the problem, the choice, and the nodes by part and place.
+    """
+    nodes = 2 * parts
+    first = np.zeros((nodes, 2), np.int64)
+    first[:, 0] = 10**7
+    first[:, 1] = 10**7
+    first[-2, 0] += dearer
+    problem = Problem(
+        start=2 * np.arange(nodes + 1),
+        cost=first.ravel(),
+        edge_nodes=np.arange(nodes).reshape(-1, 2),
+        edge_start=4 * np.arange(parts + 1),
+        edge_cost=np.tile([0, INF, INF, 0], parts),
+        use_node=np.array([nodes - 1]),
+        use_interval=np.array([[0, 1]]),
+        use_start=np.array([0, 2]),
+        usage=np.array([usage, 0]),
+    )
+    choice = np.zeros(nodes, np.int64)
+    choice[-2:] = 1
+    return problem, choice, np.arange(nodes).reshape(-1, 2)
+
+
+def test_a_part_takes_the_choices_of_its_like_where_that_costs_next_to_nothing() -> None:
+    worth = round(TUNED.ties.alike * 8 * 10**7)
+    for dearer, usage, moves in ((0, 0, True), (worth, 0, True), (worth + 1, 0, False), (0, 1, False)):
+        problem, choice, like = equal_pairs(4, dearer, usage)
+        found = make_alike(problem, choice, [like])
+        assert (found == 0).all() == moves, (dearer, usage)
+        assert moves or (found == choice).all()
+
+
+def test_a_place_that_a_part_does_not_have_stays() -> None:
+    problem, choice, like = equal_pairs(4, 0)
+    like[-1] = -1
+    assert (make_alike(problem, choice, [like]) == choice).all()
+
+
+def test_all_parts_together_cost_next_to_nothing() -> None:
+    """Each may cost its share; the last ones stay as they are."""
+    parts = 100
+    cost = np.full((parts, 2), 10**6, np.int64)
+    cost[51:] = [10**6 + 400, 10**6]  # 4e-6 of the objective each
+    problem = Problem(
+        start=2 * np.arange(parts + 1),
+        cost=cost.ravel(),
+        edge_nodes=np.zeros((0, 2), np.int64),
+        edge_start=np.zeros(1, np.int64),
+        edge_cost=np.zeros(0, np.int64),
+        use_node=np.zeros(0, np.int64),
+        use_interval=np.zeros((0, 2), np.int64),
+        use_start=np.zeros(1, np.int64),
+        usage=np.zeros(0, np.int64),
+    )
+    choice = np.repeat([0, 1], [51, 49])
+    found = make_alike(problem, choice, [np.arange(parts)[:, None]])
+    assert int((found == 0).sum()) == 51 + int(TUNED.ties.all_alike / 4e-6)
 
 
 def test_what_is_proven_is_of_the_choice_that_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
