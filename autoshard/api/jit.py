@@ -266,7 +266,7 @@ class JitFunction:
         def planned(options: Options) -> SolvedPlan:
             with deadline.within(options.time_limit_s):
                 questions = requests_of(self._fn, args, kwargs, options)
-                return plan_or_load(questions, options, peers=peers(questions[0], options))
+                return plan_or_load(questions, options, peers=peers(questions[0].target, options))
 
         options = replace(self._options, for_grad=gradient) if gradient else self._options
         if options.lock is not None and self._first:

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +61,7 @@ class Peers:
             ) from error
 
     def _lead(self, call: str, name: str, program: Mapping[str, Any], decide: Callable[[], str]) -> str:
-        with _Pulse(self.store, f"{call}/pulse"):
+        with Pulse(self.store, f"{call}/pulse"):
             try:
                 self._compare(call, name, program)
                 text = decide()
@@ -118,7 +119,7 @@ class Peers:
         raise kind(f"process 0 could not plan: {answer['text']}" if kind is not ProcessError else answer["text"])
 
 
-class _Pulse:
+class Pulse:
     """Shows every second that this process is alive, from a thread of its own."""
 
     def __init__(self, store: Any, key: str) -> None:
@@ -128,16 +129,25 @@ class _Pulse:
 
     def _beat(self) -> None:
         beats = 0
-        while not self._over.wait(PULSE_S if beats else 0.0):
-            beats += 1
-            self._store.key_value_set(self._key, str(beats), allow_overwrite=True)
+        with suppress(jax.errors.JaxRuntimeError):  # without a store there is nobody to show it to
+            while not self._over.wait(PULSE_S if beats else 0.0):
+                beats += 1
+                self._store.key_value_set(self._key, str(beats), allow_overwrite=True)
 
-    def __enter__(self) -> None:
+    def begin(self) -> None:
+        """Starts to show it."""
         self._thread.start()
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """Shows it no more."""
         self._over.set()
         self._thread.join()
+
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
 
 def _get(store: Any, key: str, deadline: float) -> str | None:

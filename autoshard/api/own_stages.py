@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from typing import Any, Unpack
 
 import jax
@@ -12,15 +12,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import cost_models
 from autoshard import _jax
 from autoshard.api import emit
-from autoshard.api.options import Options, SolvingOptions, listing, refuse_unknown
+from autoshard.api.multihost import Peers, peers_of
+from autoshard.api.options import WAIT_S, Options, SolvingOptions, listing, refuse_unknown
+from autoshard.api.placing import put_whole
+from autoshard.api.planning import peers
+from autoshard.api.shared_steps import SharedStep, live
+from autoshard.api.stage_hand_overs import HandOvers
 from autoshard.api.stage_homes import Homes, home_specs
 from autoshard.api.stage_plans import (
-    COTANGENTS,
     FIT,
     KEEPS,
     RESULTS,
     STATE,
     ChunkPlan,
+    StagePlanner,
     bytes_of,
     peak_bytes,
     plan_chunks,
@@ -55,12 +60,15 @@ def in_own_stages(
     mesh: MeshLike = None,
     hardware: str | cost_models.Hardware | None = None,
     has_aux: bool = False,
+    wait_s: float = WAIT_S,
     **options: Unpack[SolvingOptions],
 ) -> "OwnStages":
     """`jax.value_and_grad(loss)` with the layers in stages of their own devices and programs.
 
     As `in_stages`, the result takes `(params, batch, *rest)`, and refuses the same losses. It is
-    called outside of `jax.jit`: it starts the stages' programs, of which each is planned by itself.
+    called outside of `jax.jit`: it starts the stages' programs, of which each is planned by itself. Where several
+    processes have the devices (`jax.distributed`), all of them call it, with the same arguments or with arrays of all
+    devices; each starts the programs of its stages, and all return when the step has ended.
 
         value_and_grad = autoshard.in_own_stages(
             loss, stages="stage", steps=16, schedule="1F1B", mesh={"stage": 4, "data": 2}, hardware="h100:1x8"
@@ -81,10 +89,14 @@ def in_own_stages(
       mesh: of all devices, `{"stage": 4, "data": 2}`, a Mesh, or None for the mesh in context.
       hardware: all of it, as of `autoshard.plan`.
       has_aux: as of `in_stages`.
+      wait_s: how long processes wait for each other's plans, and in a step for one that gives no sign; with 0 each
+        plans by itself, and silence is no error.
       **options: memory, unknown, time_limit_s and rel_gap of `autoshard.plan`, for every program.
 
     Raises:
       SpecError: the numbers do not go together.
+      StageRunError: when it is called: a stage failed; every process raises it.
+      ProcessError: when it is called: a process did not come to the end of the step, or has another program.
     """
     refuse_unknown(options, tuple(SolvingOptions.__annotations__), "in_own_stages")
     asked = Staging(
@@ -97,7 +109,7 @@ def in_own_stages(
         has_aux=has_aux,
         mesh=mesh,
     )
-    return OwnStages(loss, asked, Options(mesh=mesh, hardware=hardware, **options))
+    return OwnStages(loss, asked, Options(mesh=mesh, hardware=hardware, wait_s=wait_s, **options))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -238,7 +250,9 @@ class OwnStages:
         key = tree, avals, _jax.context_mesh()
         if key not in self._entries:
             shapes = tree.unflatten([jax.ShapeDtypeStruct(*aval) for aval in avals])
-            self._entries[key] = Entry(self._planned(*shapes), has_aux=self._asked.has_aux)
+            with _jax.cudnn_if_missing():
+                pipeline = self._planned(*shapes)
+            self._entries[key] = Entry(pipeline, has_aux=self._asked.has_aux, wait_s=self._options.wait_s)
         return self._entries[key]
 
     def _planned(self, params: Any, batch: Any, rest: tuple[Any, ...]) -> Pipeline:
@@ -255,7 +269,12 @@ class OwnStages:
             layers=asked.layers,
             has_aux=asked.has_aux,
         )
-        plans = plan_chunks(loss, table, stage_target(whole, asked.stages), self._options, asked.keep)
+        elsewhere = asked.mesh is not None and self._options.hardware is not None
+        together = peers(whole, self._options, offline=elsewhere)
+        if together is not None:
+            live(together)
+        planner = StagePlanner(target=stage_target(whole, asked.stages), options=self._options, peers=together)
+        plans = plan_chunks(loss, table, planner, asked.keep)
         hop_s = max((_hop_s(plan, whole, asked.stages) for plan in plans[1:]), default=0.0)
         timeline = simulate(table, lambda task: _seconds(plans[task.chunk], task.work), hop_s=hop_s)
         own = plans[0].whole.record.mesh.shape
@@ -276,48 +295,75 @@ class OwnStages:
 class Entry:
     """A planned step: its programs, on their devices."""
 
-    def __init__(self, pipeline: Pipeline, *, has_aux: bool) -> None:
+    def __init__(self, pipeline: Pipeline, *, has_aux: bool, wait_s: float) -> None:
         self.pipeline = pipeline
         self._has_aux = has_aux
-        self._homes: Homes | None = None
+        self._wait_s = wait_s
         self._compiled: dict[tuple[int, Work], Any] = {}
         self.last: Run | None = None
 
-    @property
+    @cached_property
     def homes(self) -> Homes:
         """Where values are between steps.
 
         Raises:
-          MeshError: this process does not have all devices.
+          MeshError: there are fewer devices.
         """
-        if self._homes is None:
-            p = self.pipeline
-            mesh = p.mesh()
-            elsewhere = sum(device.process_index != jax.process_index() for device in mesh.devices.flat)
-            if elsewhere:
-                raise MeshError(
-                    f"one process starts the programs of all stages, and {elsewhere} of the {mesh.size} devices of "
-                    f"{p.axes} are those of others\n"
-                    "  autoshard.in_stages is one program, which as many processes run as there are"
-                )
-            specs = jax.tree.leaves(p.specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-            self._homes = Homes(loss=p.loss, table=p.table, plans=p.plans, mesh=mesh, specs=specs)
-        return self._homes
+        p = self.pipeline
+        specs = jax.tree.leaves(p.specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        return Homes(loss=p.loss, table=p.table, plans=p.plans, mesh=p.mesh(), specs=specs)
+
+    @cached_property
+    def hand_overs(self) -> HandOvers:
+        """The way from stage to stage."""
+        return HandOvers(homes=self.homes)
+
+    @cached_property
+    def peers(self) -> Peers | None:
+        """The processes that have devices of the stages; None of this one alone.
+
+        Raises:
+          MeshError: this process has none of them.
+          ProcessError: they are some of the processes, and not all.
+        """
+        devices = self.homes.mesh.devices.ravel().tolist()
+        if jax.process_index() not in {device.process_index for device in devices}:
+            raise MeshError(f"process {jax.process_index()} has none of the {len(devices)} devices of the stages")
+        return peers_of(devices, self._wait_s)
 
     def __call__(self, params: Any, batch: Any, rest: tuple[Any, ...]) -> tuple[Any, Any]:
+        if self.peers is None:
+            return self._step(params, batch, rest, None)
+        with SharedStep(self.peers) as shared:
+            return self._step(params, batch, rest, shared)
+
+    def _step(self, params: Any, batch: Any, rest: tuple[Any, ...], shared: SharedStep | None) -> tuple[Any, Any]:
         homes = self.homes
         leaves, tree = jax.tree.flatten(params)
-        placed = [jax.device_put(x, homes.at_home(spec)) for x, spec in zip(leaves, homes.specs, strict=True)]
+        given, examples = jax.tree.leaves(rest), jax.tree.leaves(batch)
+        if shared is not None:
+            shared.compare([*leaves, *given, *examples])
         everywhere = homes.at_home(PartitionSpec())
-        whole = [*placed, *(jax.device_put(x, everywhere) for x in jax.tree.leaves(rest))]
-        examples = [jax.device_put(x, everywhere) for x in jax.tree.leaves(batch)]
-        given = homes.bring(whole, examples)
-        run = Run.of(self.pipeline.table, [self._programs(c, *own) for c, own in enumerate(given)], homes.zeros())
-        run.finish()
-        self.last = run
+        whole = [put_whole(x, homes.at_home(spec)) for x, spec in zip(leaves, homes.specs, strict=True)]
+        whole += [put_whole(x, everywhere) for x in given]
+        run = self._run(whole, [put_whole(x, everywhere) for x in examples], shared)
         value, others, gradients = homes.take_home(whole, run.totals)
+        if shared is not None:
+            shared.finish([value, *others, *gradients])
         aux = jax.tree.unflatten(self.pipeline.loss.aux, others)
         return ((value, aux) if self._has_aux else value), tree.unflatten(gradients)
+
+    def _run(self, whole: Leaves, examples: Leaves, shared: SharedStep | None) -> Run:
+        """Starts the tasks of a step; where processes share it, all of them have when it returns."""
+        given = self.homes.bring(whole, examples)
+        programs = [None if own is None else self._programs(c, *own) for c, own in enumerate(given)]
+        run = self.last = Run.of(self.pipeline.table, programs, self.homes.zeros(), self.hand_overs)
+        run.start()
+        if shared is not None:
+            shared.start(run.failure)
+        if run.failure is not None:
+            raise run.failure
+        return run
 
     def _programs(self, chunk: int, weights: Leaves, shared: Leaves, micro: Leaves) -> ChunkPrograms:
         plan = self.pipeline.plans[chunk]
@@ -353,14 +399,7 @@ class Entry:
             forward=None if forward is None else run_forward,
             backward=run_backward,
             weights=None if halves is None else run_weights,
-            take=partial(self._moved, chunk, STATE),
-            take_back=partial(self._moved, chunk, COTANGENTS),
         )
-
-    def _moved(self, chunk: int, argument: int, values: Leaves) -> Leaves:
-        """Values of another stage on the devices of a chunk's."""
-        places = [self.homes.on_stage(chunk, spec) for spec in self.pipeline.plans[chunk].specs(argument)]
-        return jax.device_put(values, places)
 
     def _program(self, chunk: int, work: Work) -> Any:
         if (chunk, work) not in self._compiled:

@@ -103,7 +103,7 @@ def _split_dimension(leaf: Any, plan: Leaf, processes: int) -> int | None:
 
 def _compare(whole: Sequence[Any], arg: str, owners: Sequence[int]) -> None:
     """Raises PlanMismatchError, in every process, unless all have the same values."""
-    own = [zlib.crc32(np.ascontiguousarray(_data(leaf)).tobytes()) for leaf in whole if not _is_global(leaf)]
+    own = checksums(whole)
     if not own:
         return
     every = np.asarray(multihost_utils.process_allgather(np.array(own, np.uint32))).reshape(len(owners), -1)
@@ -113,6 +113,20 @@ def _compare(whole: Sequence[Any], arg: str, owners: Sequence[int]) -> None:
             "one process's part; plan for the shapes of all processes together, such as "
             f"jax.ShapeDtypeStruct(({len(owners)} * part, …), dtype)"
         )
+
+
+def checksums(leaves: Sequence[Any]) -> list[int]:
+    """Of the leaves that this process has whole."""
+    return [zlib.crc32(np.ascontiguousarray(_data(leaf)).tobytes()) for leaf in leaves if not _is_global(leaf)]
+
+
+def put_whole(leaf: Any, sharding: NamedSharding) -> Any:
+    """A leaf in a layout: an array of all devices, or values of which every process has all, and has the same."""
+    extended = jax.numpy.issubdtype(_jax.shaped(leaf).dtype, jax.dtypes.extended)
+    if _is_global(leaf) or sharding.is_fully_addressable or extended:
+        return jax.device_put(leaf, sharding)
+    data = _data(leaf)
+    return jax.make_array_from_callback(data.shape, sharding, lambda index: data[index])
 
 
 def _data(leaf: Any) -> Any:
@@ -126,11 +140,9 @@ def _data(leaf: Any) -> Any:
 def _assembled(leaf: Any, plan: Leaf, along: int | None, mesh: Mesh, owners: Sequence[int]) -> Any:
     """A global array from the whole leaf, or from each process's part along one dimension."""
     sharding = NamedSharding(mesh, plan.spec)
-    if _is_global(leaf) or jax.numpy.issubdtype(_jax.shaped(leaf).dtype, jax.dtypes.extended):
-        return jax.device_put(leaf, sharding)
-    data = _data(leaf)
     if along is None:
-        return jax.make_array_from_callback(plan.shape, sharding, lambda index: data[index])
+        return put_whole(leaf, sharding)
+    data = _data(leaf)
     size = data.shape[along]
     start = owners.index(jax.process_index()) * size
 

@@ -21,7 +21,7 @@ from autoshard.api.plan import Plan
 from autoshard.api.refine import Entered, adopted, refined
 from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends import devices as meshes
-from autoshard.backends.devices import MeshLike
+from autoshard.backends.devices import MeshLike, Target
 from autoshard.errors import InfeasibleError, SpecError, TimeLimitError
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.recomputation import ADD, NO_OFFLOAD, Offload, Remat
@@ -183,7 +183,7 @@ def plan(
                 "plan_many shares leaves of different paths"
             )
         offline = mesh is not None and hardware is not None
-        return plan_or_load(questions, options, peers=peers(questions[0], options, offline=offline))
+        return plan_or_load(questions, options, peers=peers(questions[0].target, options, offline=offline))
 
 
 def requests_of(
@@ -220,20 +220,20 @@ def _open_meshes(options: Options) -> list[MeshLike]:
     return [one.shape for one in dict.fromkeys(axes)] if count > 1 else [{"data": 1}]
 
 
-def peers(question: PlanRequest, options: Options, *, offline: bool = False) -> Peers | None:
-    """The processes that share the mesh of a question; None if there is one, or the plan is for devices elsewhere.
+def peers(target: Target, options: Options, *, offline: bool = False) -> Peers | None:
+    """The processes that share a mesh; None if there is one, or the plan is for devices elsewhere.
 
     Args:
-      question: the first one.
+      target: the mesh.
       options: `wait_s` 0 asks nobody.
       offline: mesh and hardware are given, so that the devices may be others: they are not if they are as many.
     """
     if _jax.process_store() is None or not options.wait_s:
         return None
-    own = question.target.own
-    if offline and own is None and question.target.axes.size != len(_startup.devices()):
+    own = target.own
+    if offline and own is None and target.axes.size != len(_startup.devices()):
         return None
-    devices = _startup.devices()[: question.target.axes.size] if own is None else own.devices.ravel().tolist()
+    devices = _startup.devices()[: target.axes.size] if own is None else own.devices.ravel().tolist()
     return multihost.peers_of(devices, options.wait_s)
 
 

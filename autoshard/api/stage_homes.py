@@ -124,6 +124,14 @@ class Homes:
         names, devices = self.mesh.axis_names[1:], self.mesh.devices
         return [Mesh(devices[s], names, axis_types=self.mesh.axis_types[1:]) for s in range(self.table.stages)]
 
+    def is_here(self, stage: int) -> bool:
+        """Whether this process has devices of a stage."""
+        return jax.process_index() in self._processes[stage]
+
+    def is_elsewhere(self, stage: int) -> bool:
+        """Whether other processes have devices of a stage."""
+        return self._processes[stage] != {jax.process_index()}
+
     def on_stage(self, chunk: int, spec: PartitionSpec) -> NamedSharding:
         """A layout on the devices of a chunk's stage."""
         return NamedSharding(self.stages[self.table.stage_of(chunk)], spec)
@@ -134,8 +142,8 @@ class Homes:
 
     # To the stages.
 
-    def bring(self, whole: Leaves, batch: Leaves) -> list[tuple[Leaves, Leaves, Leaves]]:
-        """Weights, shared values and micro-batches of every chunk, where they are used.
+    def bring(self, whole: Leaves, batch: Leaves) -> list[tuple[Leaves, Leaves, Leaves] | None]:
+        """Weights, shared values and micro-batches of every chunk, where they are used; None of other processes'.
 
         Args:
           whole: the leaves that are not the batch's, in their homes.
@@ -145,10 +153,13 @@ class Homes:
         staying = stays(self.loss, table)
         own = set(staying.values())
         packed, shared, micro = self._enter([None if i in own else x for i, x in enumerate(whole)], batch)
-        found: list[tuple[Leaves, Leaves, Leaves]] = []
-        parts = [self._unpack(stage)(self._of_stage(packed, stage)) for stage in range(table.stages)]
+        found: list[tuple[Leaves, Leaves, Leaves] | None] = []
+        parts = {stage: self._unpack(stage)(self._of_stage(packed, stage)) for stage in self._here}
         for c, plan in enumerate(self.plans):
             stage, repeat = table.stage_of(c), c // table.stages
+            if stage not in parts:
+                found.append(None)
+                continue
             weights: Leaves = [None] * len(chunks.slices)
             for k, place in staying.items():
                 weights[k] = self._part(whole[place], stage)
@@ -166,8 +177,8 @@ class Homes:
         return found
 
     def zeros(self) -> list[Any]:
-        """What every chunk begins to add up with."""
-        return [self._zeros(c)() for c in range(len(self.plans))]
+        """What every chunk begins to add up with; None of other processes'."""
+        return [self._zeros(c)() if self.is_here(self.table.stage_of(c)) else None for c in range(len(self.plans))]
 
     # And back.
 
@@ -178,9 +189,8 @@ class Homes:
           whole: as of `bring`.
           totals: what every chunk added up.
         """
-        table = self.table
-        staying = stays(self.loss, table)
-        by_stage = [self._finish(s)([totals[c] for c in self._chunks_of(s)]) for s in range(table.stages)]
+        staying = stays(self.loss, self.table)
+        by_stage = [self._finish(s)([totals[c] for c in self._chunks_of(s)]) for s in self._here]
         direct, packed, shared, results = (
             [self._joined(parts, stacked=n > 0) for parts in zip(*group, strict=True)]
             for n, group in enumerate(zip(*by_stage, strict=True))
@@ -343,6 +353,16 @@ class Homes:
     # Helpers.
 
     @cached_property
+    def _processes(self) -> list[set[int]]:
+        """The processes that have devices of every stage."""
+        return [{device.process_index for device in mesh.devices.flat} for mesh in self.stages]
+
+    @cached_property
+    def _here(self) -> list[int]:
+        """The stages of which this process has devices."""
+        return [stage for stage in range(self.table.stages) if self.is_here(stage)]
+
+    @cached_property
     def _programs(self) -> dict[tuple[str, int], Any]:
         return {}
 
@@ -396,7 +416,7 @@ class Homes:
         return jax.make_array_from_single_device_arrays(tuple(shape), NamedSharding(mesh, spec), arrays, dtype=x.dtype)
 
     def _joined(self, parts: Sequence[Any], *, stacked: bool) -> Any:
-        """One array of all devices from one of each stage, along the leading dimension."""
+        """One array of all devices from one of each stage (of those that are here), along the leading dimension."""
         first = parts[0]
         spec = first.sharding.spec
         lead, *others = (*spec, *(None for _ in range(first.ndim - len(spec))))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from autoshard import _jax
+from autoshard.api.multihost import Peers
 from autoshard.api.options import Options
 from autoshard.api.planning import plan_or_load
 from autoshard.api.solved_plan import SolvedPlan
@@ -130,7 +131,38 @@ def bytes_of(plan: SolvedPlan, *arguments: int) -> int:
     return sum(local_bytes(leaf, plan.record.mesh) for at, leaf in pairs if at in arguments)
 
 
-def plan_chunks(loss: ChunkedLoss, table: Table, target: Target, options: Options, keep: str) -> tuple[ChunkPlan, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlanner:
+    """Where the programs of stages are planned, how, and by whom.
+
+    Attributes:
+      target: the mesh of a stage on the hardware of all.
+      options: of `plan`.
+      peers: the processes that have the devices of all stages; None of one.
+    """
+
+    target: Target
+    options: Options
+    peers: Peers | None
+
+    def plan(
+        self,
+        fn: Callable[..., Any],
+        name: str,
+        arguments: Sequence[Any],
+        shardings: Sequence[Any],
+        outs: Any,
+        *,
+        donate: int | None = None,
+    ) -> SolvedPlan:
+        """The plan of a program; process 0 makes it for all."""
+        fn.__name__ = name
+        own = replace(self.options, in_shardings=tuple(shardings), out_shardings=outs, donate_argnums=donate)
+        call = own.call(fn, arguments, {})
+        return plan_or_load(tuple(requests_of(call, self.target, own.request)), own, peers=self.peers)
+
+
+def plan_chunks(loss: ChunkedLoss, table: Table, planner: StagePlanner, keep: str) -> tuple[ChunkPlan, ...]:
     """Plans every chunk: first the last one, whose layouts of the state, and of the layers' weights, the others take.
 
     Chunks of the same program have one plan. "fit" keeps a stage's activations where they fit into its memory.
@@ -138,8 +170,7 @@ def plan_chunks(loss: ChunkedLoss, table: Table, target: Target, options: Option
     Args:
       loss: the chunks.
       table: what runs when.
-      target: the mesh of a stage on the hardware of all.
-      options: of `plan`.
+      planner: the mesh of a stage, and how programs are planned on it.
       keep: "activations", "states" or "fit".
 
     Raises:
@@ -151,7 +182,7 @@ def plan_chunks(loss: ChunkedLoss, table: Table, target: Target, options: Option
     for chunk in range(last, -1, -1):
         key = loss.chunks.layers[chunk], chunk == 0, chunk == last
         if key not in found:
-            found[key] = _plan_chunk(loss, chunk, table, target, options, plans[:1])
+            found[key] = _plan_chunk(loss, chunk, table, planner, plans[:1])
         plans.append(found[key])
     plans.reverse()
     kept: dict[int, ChunkPlan | None] = {}  # by the plan's identity
@@ -161,12 +192,12 @@ def plan_chunks(loss: ChunkedLoss, table: Table, target: Target, options: Option
         for c in own:
             if c < last:
                 if id(plans[c]) not in kept:
-                    kept[id(plans[c])] = _keeping(loss, c, table, target, options, plans[c], keep)
+                    kept[id(plans[c])] = _keeping(loss, c, table, planner, plans[c], keep)
                 more[c] = kept[id(plans[c])] or plans[c]
         if keep == ACTIVATIONS or peak_bytes(more, table, stage) <= plans[0].whole.record.memory.limit_bytes:
             plans = more
     if table.splits:
-        halved = {id(plan): _split(loss, c, table, target, options, plan) for c, plan in enumerate(plans)}
+        halved = {id(plan): _split(loss, c, table, planner, plan) for c, plan in enumerate(plans)}
         plans = [halved[id(plan)] for plan in plans]
     for stage in range(table.stages):
         _check_memory(plans, table, stage)
@@ -194,7 +225,7 @@ def _check_memory(plans: Sequence[ChunkPlan], table: Table, stage: int) -> None:
 
 
 def _keeping(
-    loss: ChunkedLoss, chunk: int, table: Table, target: Target, options: Options, plan: ChunkPlan, keep: str
+    loss: ChunkedLoss, chunk: int, table: Table, planner: StagePlanner, plan: ChunkPlan, keep: str
 ) -> ChunkPlan | None:
     """A chunk with kept activations; None if it does not fit, and need not."""
     arguments = _arguments(loss, chunk, table)
@@ -203,21 +234,17 @@ def _keeping(
     name, specs = f"stage_{table.stage_of(chunk)}", plan.whole.specs
     assert plan.forward is not None
     try:
-        forward = _plan(
+        forward = planner.plan(
             _forward_keeping(passes),
             f"{name}_forward",
             [arguments[i] for i in FORWARD],
-            target,
-            options,
             [specs[i] for i in FORWARD],
             (plan.forward.out_specs, AUTO),
         )
-        backward = _plan(
+        backward = planner.plan(
             _backward_of(passes),
             f"{name}_backward",
             [*arguments[:STATE], [arguments[STATE][i] for i in passes.held], *arguments[STATE + 1 :], passes.kept],
-            target,
-            options,
             [*specs[:STATE], [specs[STATE][i] for i in passes.held], *specs[STATE + 1 :], forward.out_specs[1]],
             plan.whole.out_specs,
             donate=TOTAL,
@@ -229,7 +256,7 @@ def _keeping(
     return replace(plan, kept=KeptPlan(passes=passes, forward=forward, backward=backward))
 
 
-def _split(loss: ChunkedLoss, chunk: int, table: Table, target: Target, options: Options, plan: ChunkPlan) -> ChunkPlan:
+def _split(loss: ChunkedLoss, chunk: int, table: Table, planner: StagePlanner, plan: ChunkPlan) -> ChunkPlan:
     """A chunk whose backward pass is two programs."""
     arguments = _arguments(loss, chunk, table)
     fn = _backward(loss, chunk)
@@ -266,12 +293,10 @@ def _split(loss: ChunkedLoss, chunk: int, table: Table, target: Target, options:
 
     name = f"stage_{table.stage_of(chunk)}"
     of_results = {name: plan.specs(TOTAL)[name] for name in results}
-    first = _plan(
+    first = planner.plan(
         backward,
         f"{name}_backward",
         [{name: own_total[name] for name in results}, *arguments[1:]],
-        target,
-        options,
         [of_results, *plan.backward.specs[1:]],
         (of_results, plan.whole.out_specs[1], AUTO),
         donate=TOTAL,
@@ -279,12 +304,10 @@ def _split(loss: ChunkedLoss, chunk: int, table: Table, target: Target, options:
     sums = {name: own_total[name] for name in own_total if name not in RESULTS}
     of_sums = {name: plan.specs(TOTAL)[name] for name in sums}
     stash = [_abstract(v.aval.shape, v.aval.dtype) for v in halves.stash]
-    second = _plan(
+    second = planner.plan(
         weights,
         f"{name}_weights",
         [sums, [leaves[i] for i in taken], stash],
-        target,
-        options,
         [of_sums, [specs[i] for i in taken], first.out_specs[2]],
         of_sums,
         donate=0,
@@ -294,12 +317,7 @@ def _split(loss: ChunkedLoss, chunk: int, table: Table, target: Target, options:
 
 
 def _plan_chunk(
-    loss: ChunkedLoss,
-    chunk: int,
-    table: Table,
-    target: Target,
-    options: Options,
-    end: Sequence[ChunkPlan],
+    loss: ChunkedLoss, chunk: int, table: Table, planner: StagePlanner, end: Sequence[ChunkPlan]
 ) -> ChunkPlan:
     arguments = _arguments(loss, chunk, table)
     name = f"stage_{table.stage_of(chunk)}"
@@ -321,41 +339,22 @@ def _plan_chunk(
         outs = (AUTO, cotangents if chunk else AUTO)
     run = _backward(loss, chunk)
     try:
-        whole = _plan(run, f"{name}_backward", arguments, target, options, shardings, outs, donate=TOTAL)
+        whole = planner.plan(run, f"{name}_backward", arguments, shardings, outs, donate=TOTAL)
     except InfeasibleError:
         if not end:
             raise
         shardings[TOTAL] = shardings[WEIGHTS] = AUTO  # in other layouts than those of the last stage it may fit
-        whole = _plan(run, f"{name}_backward", arguments, target, options, shardings, outs, donate=TOTAL)
+        whole = planner.plan(run, f"{name}_backward", arguments, shardings, outs, donate=TOTAL)
     if not end:
         return ChunkPlan(whole=whole, forward=None)
-    forward = _plan(
+    forward = planner.plan(
         _forward(loss, chunk),
         f"{name}_forward",
         [arguments[i] for i in FORWARD],
-        target,
-        options,
         [whole.specs[i] for i in FORWARD],
         end[0].specs(STATE),
     )
     return ChunkPlan(whole=whole, forward=forward)
-
-
-def _plan(
-    fn: Callable[..., Any],
-    name: str,
-    arguments: Sequence[Any],
-    target: Target,
-    options: Options,
-    shardings: Sequence[Any],
-    outs: Any,
-    *,
-    donate: int | None = None,
-) -> SolvedPlan:
-    fn.__name__ = name
-    own = replace(options, in_shardings=tuple(shardings), out_shardings=outs, donate_argnums=donate)
-    call = own.call(fn, arguments, {})
-    return plan_or_load(tuple(requests_of(call, target, own.request)), own)
 
 
 def _arguments(loss: ChunkedLoss, chunk: int, table: Table) -> list[Any]:

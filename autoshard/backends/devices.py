@@ -44,6 +44,19 @@ class Target:
     own: Mesh | None = None
     notes: tuple[str, ...] = ()
 
+    @property
+    def device_order(self) -> tuple[int, ...]:
+        """The physical device at each mesh position, row-major.
+
+        A stage is planned on a part of the machine's axes. It has the order of the first part, in ranks.
+        """
+        order = np.asarray(self.machine.device_order)
+        placed = self.machine.placement.axes
+        first = order[tuple(slice(None) if name in self.axes.names else 0 for name in placed)].ravel()
+        return (
+            tuple(int(i) for i in np.argsort(np.argsort(first))) if first.size < order.size else tuple(map(int, first))
+        )
+
     def device_mesh(self) -> Mesh:
         """A Mesh with Auto axes over real devices, in the order that was priced.
 

@@ -5,7 +5,6 @@ from importlib import metadata
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from autoshard.backends.devices import Target
@@ -51,7 +50,7 @@ def describe(
         microbatches=space.request.microbatches,
         loop_sums=space.request.loop_sums,
         mesh=target.axes,
-        device_order=tuple(int(i) for i in np.asarray(target.machine.device_order).ravel()),
+        device_order=target.device_order,
         hardware=hardware.name,
         hardware_digest=hardware.digest,
         versions={"autoshard": metadata.version("autoshard"), "jax": jax.__version__},

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from autoshard import files
@@ -48,7 +47,7 @@ def key_of(question: PlanRequest, **options: Any) -> Key:
         "arguments": [f"{p}: {a.dtype}{list(a.shape)}" for p, a in zip(traced.in_paths, traced.in_avals, strict=True)],
         "results": [f"{p}: {a.dtype}{list(a.shape)}" for p, a in zip(traced.out_paths, traced.out_avals, strict=True)],
         "mesh": str(target.axes),
-        "device order": np.asarray(target.machine.device_order).ravel().tolist(),
+        "device order": list(target.device_order),
         "hardware": target.hardware.name,
         "hardware file": target.hardware.digest,
         "memory limit": question.memory_bytes,

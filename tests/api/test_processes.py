@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -130,11 +130,7 @@ def free_port() -> int:
 
 def run(*processes: dict[str, Any], on_terminal: int | None = None) -> list[dict[str, Any]]:
     """Runs one worker per dict of options, and returns what each found; one may write to a terminal."""
-    address = f"127.0.0.1:{free_port()}"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    env.pop("CI", None)  # where a lock that is not there yet is an error, instead of written
     base = {
-        "address": address,
         "width": 32,
         "sleep_s": 0.0,
         "wait_s": 25.0,
@@ -142,10 +138,29 @@ def run(*processes: dict[str, Any], on_terminal: int | None = None) -> list[dict
         "lock": None,
         "others": False,
     }
+    return launched(WORKER, [{**base, **options} for options in processes], devices=4, on_terminal=on_terminal)
+
+
+def launched(
+    worker: str, processes: Sequence[dict[str, Any]], *, devices: int, on_terminal: int | None = None
+) -> list[dict[str, Any]]:
+    """Runs a program in several processes of so many devices, and returns what each found.
+
+    Args:
+      worker: the program: it reads its options, "address" and "process" among them, as JSON in its first argument, and
+        prints what it found after "FOUND".
+      processes: the options of each.
+      devices: of each.
+      on_terminal: the process that writes to a terminal.
+    """
+    address = f"127.0.0.1:{free_port()}"
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    env.pop("CI", None)  # where a lock that is not there yet is an error, instead of written
     screen, terminal = pty.openpty()
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, json.dumps({**base, **options, "process": i})],
+            [sys.executable, "-c", worker, json.dumps({**options, "address": address, "process": i})],
             env={**env, "PYTHONHASHSEED": str(i + 1)},
             cwd=ROOT,
             stdout=terminal if i == on_terminal else subprocess.PIPE,
@@ -256,6 +271,13 @@ class Store:
         assert allow_overwrite or key not in self.values
         self.values[key] = value
 
+    def key_value_delete(self, key: str) -> None:
+        for name in [name for name in self.values if name.startswith(key)]:
+            del self.values[name]
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        return [(name, value) for name, value in list(self.values.items()) if name.startswith(key)]
+
     def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
         import jax
 
@@ -332,6 +354,13 @@ def test_errors_of_process_0_reach_the_others() -> None:
 
 class Lost(Store):
     """A store whose process is gone."""
+
+    def key_value_delete(self, key: str) -> None:
+        for name in [name for name in self.values if name.startswith(key)]:
+            del self.values[name]
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        return [(name, value) for name, value in list(self.values.items()) if name.startswith(key)]
 
     def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
         import jax
