@@ -17,9 +17,11 @@ from autoshard.api.options import WAIT_S, Options, SolvingOptions, listing, refu
 from autoshard.api.placing import put_whole
 from autoshard.api.planning import peers
 from autoshard.api.shared_steps import SharedStep, live
+from autoshard.api.stage_devices import StageDevices
 from autoshard.api.stage_hand_overs import HandOvers
 from autoshard.api.stage_homes import Homes, home_specs
 from autoshard.api.stage_plans import (
+    COTANGENTS,
     FIT,
     KEEPS,
     RESULTS,
@@ -303,20 +305,30 @@ class Entry:
         self.last: Run | None = None
 
     @cached_property
-    def homes(self) -> Homes:
-        """Where values are between steps.
+    def devices(self) -> StageDevices:
+        """The devices of the stages.
 
         Raises:
           MeshError: there are fewer devices.
         """
+        return StageDevices(mesh=self.pipeline.mesh(), table=self.pipeline.table)
+
+    @cached_property
+    def homes(self) -> Homes:
+        """Where values are between steps."""
         p = self.pipeline
         specs = jax.tree.leaves(p.specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-        return Homes(loss=p.loss, table=p.table, plans=p.plans, mesh=p.mesh(), specs=specs)
+        return Homes(loss=p.loss, plans=p.plans, devices=self.devices, specs=specs)
 
     @cached_property
     def hand_overs(self) -> HandOvers:
         """The way from stage to stage."""
-        return HandOvers(homes=self.homes)
+
+        def arriving(chunk: int, work: Work) -> tuple[Leaves, Leaves]:
+            plan, argument = self.pipeline.plans[chunk], STATE if work is Work.FORWARD else COTANGENTS
+            return plan.avals(argument), plan.specs(argument)
+
+        return HandOvers(devices=self.devices, arriving=arriving)
 
     @cached_property
     def peers(self) -> Peers | None:
@@ -326,7 +338,7 @@ class Entry:
           MeshError: this process has none of them.
           ProcessError: they are some of the processes, and not all.
         """
-        devices = self.homes.mesh.devices.ravel().tolist()
+        devices = self.devices.mesh.devices.ravel().tolist()
         if jax.process_index() not in {device.process_index for device in devices}:
             raise MeshError(f"process {jax.process_index()} has none of the {len(devices)} devices of the stages")
         return peers_of(devices, self._wait_s)
@@ -343,8 +355,8 @@ class Entry:
         given, examples = jax.tree.leaves(rest), jax.tree.leaves(batch)
         if shared is not None:
             shared.compare([*leaves, *given, *examples])
-        everywhere = homes.at_home(PartitionSpec())
-        whole = [put_whole(x, homes.at_home(spec)) for x, spec in zip(leaves, homes.specs, strict=True)]
+        everywhere = self.devices.at_home(PartitionSpec())
+        whole = [put_whole(x, self.devices.at_home(spec)) for x, spec in zip(leaves, homes.specs, strict=True)]
         whole += [put_whole(x, everywhere) for x in given]
         run = self._run(whole, [put_whole(x, everywhere) for x in examples], shared)
         value, others, gradients = homes.take_home(whole, run.totals)
@@ -406,7 +418,7 @@ class Entry:
             plan = self.pipeline.plans[chunk]
             made = plan.program(work)
             assert made is not None
-            mesh = self.homes.stages[self.pipeline.table.stage_of(chunk)]
+            mesh = self.devices.stages[self.pipeline.table.stage_of(chunk)]
             self._compiled[chunk, work] = emit.jitted(made.record, made.traced, mesh)
         return self._compiled[chunk, work]
 

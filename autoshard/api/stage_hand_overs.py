@@ -5,7 +5,7 @@ process that has some of them starts a program of both stages' devices, a permut
 what the collectives of every platform do between processes. All processes start them in one order, that of the table.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autoshard.api.stage_homes import Homes
-from autoshard.api.stage_plans import COTANGENTS, STATE
+from autoshard.api.stage_devices import StageDevices
 from autoshard.pipeline_parallel.own_stages.table import Work
 
 Leaves = list[Any]
+Arriving = Callable[[int, Work], tuple[Sequence[Any], Sequence[PartitionSpec]]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,10 +27,12 @@ class HandOvers:
     """What goes from stage to stage, as `run.HandOn`.
 
     Attributes:
-      homes: the stages' devices, and the plans of the chunks.
+      devices: of the stages.
+      arriving: what comes to a chunk for its forward or its backward pass: abstract values, and their layouts.
     """
 
-    homes: Homes
+    devices: StageDevices
+    arriving: Arriving
 
     def __call__(self, source: int, target: int, work: Work, values: Leaves | None) -> Leaves | None:
         """Values behind a chunk's task on the devices of another chunk's stage.
@@ -41,42 +43,35 @@ class HandOvers:
           work: forward: the state; backward: cotangents.
           values: None in a process that has no devices of the source, and of a task that failed.
         """
-        homes, table = self.homes, self.homes.table
+        devices, table = self.devices, self.devices.table
         a, b = table.stage_of(source), table.stage_of(target)
-        if not (homes.is_here(a) or homes.is_here(b)):
+        if not (devices.is_here(a) or devices.is_here(b)):
             return None
-        argument = STATE if work is Work.FORWARD else COTANGENTS
-        specs = homes.plans[target].specs(argument)
-        if a == b or not (homes.is_elsewhere(a) or homes.is_elsewhere(b)):
-            return None if values is None else self._placed(b, values, specs)
-        return self._permuted(a, b, argument, target, values)
+        if a == b or not (devices.is_elsewhere(a) or devices.is_elsewhere(b)):
+            return None if values is None else self._placed(b, values, self.arriving(target, work)[1])
+        return self._permuted(a, b, self._hop(a, b, target, work), values)
 
-    def _permuted(self, a: int, b: int, argument: int, target: int, values: Leaves | None) -> Leaves | None:
-        homes = self.homes
-        made = self._hop(a, b, argument, target)
+    def _permuted(self, a: int, b: int, hop: "Hop", values: Leaves | None) -> Leaves | None:
         mine: dict[int, Leaves] = {}
-        if homes.is_here(a):
-            mine[a] = made.zeros(a) if values is None else self._placed(a, values, made.specs)
-        if homes.is_here(b):
-            mine[b] = made.zeros(b)
-        both = made(mine)
-        return made.of_stage(b, both) if homes.is_here(b) else None
+        if self.devices.is_here(a):
+            mine[a] = hop.zeros(a) if values is None else self._placed(a, values, hop.specs)
+        if self.devices.is_here(b):
+            mine[b] = hop.zeros(b)
+        both = hop(mine)
+        return hop.of_stage(b, both) if self.devices.is_here(b) else None
 
     def _placed(self, stage: int, values: Leaves, specs: Sequence[PartitionSpec]) -> Leaves:
-        mesh = self.homes.stages[stage]
+        mesh = self.devices.stages[stage]
         return jax.device_put(values, [NamedSharding(mesh, spec) for spec in specs])
 
-    def _hop(self, a: int, b: int, argument: int, target: int) -> "Hop":
-        plan = self.homes.plans[target]
-        key = a, b, argument, id(plan)
-        if key not in self._hops:
-            traced = plan.whole.traced
-            avals = [x for x, at in zip(traced.in_avals, traced.argument_of, strict=True) if at == argument]
-            self._hops[key] = Hop(homes=self.homes, ends=(a, b), avals=avals, specs=plan.specs(argument))
-        return self._hops[key]
+    def _hop(self, a: int, b: int, target: int, work: Work) -> "Hop":
+        if (a, target, work) not in self._hops:
+            avals, specs = self.arriving(target, work)
+            self._hops[a, target, work] = Hop(devices=self.devices, ends=(a, b), avals=avals, specs=specs)
+        return self._hops[a, target, work]
 
     @cached_property
-    def _hops(self) -> dict[tuple[int, int, int, int], "Hop"]:
+    def _hops(self) -> dict[tuple[int, int, Work], "Hop"]:
         return {}
 
 
@@ -87,13 +82,13 @@ class Hop:
     Along their leading dimension, the first half is the first stage's, and the second half the second one's.
 
     Attributes:
-      homes: the stages' devices.
+      devices: of the stages.
       ends: the two stages.
       avals: of the values.
       specs: their layouts on a stage.
     """
 
-    homes: Homes
+    devices: StageDevices
     ends: tuple[int, int]
     avals: Sequence[Any]
     specs: Sequence[PartitionSpec]
@@ -111,7 +106,7 @@ class Hop:
 
     def of_stage(self, stage: int, both: Leaves) -> Leaves:
         """One end's part of arrays of both."""
-        mesh = self.homes.stages[stage]
+        mesh = self.devices.stages[stage]
         own = set(mesh.devices.flat)
         found: Leaves = []
         for x, aval, spec in zip(both, self.avals, self.specs, strict=True):
@@ -128,7 +123,7 @@ class Hop:
 
     @cached_property
     def _mesh(self) -> Mesh:
-        whole = self.homes.mesh
+        whole = self.devices.mesh
         return Mesh(whole.devices[list(self.ends)], whole.axis_names, axis_types=whole.axis_types)
 
     @cached_property
@@ -161,7 +156,7 @@ class Hop:
         def zeros() -> Leaves:
             return [jnp.zeros(aval.shape, aval.dtype) for aval in self.avals]
 
-        meshes = [self.homes.stages[stage] for stage in self.ends]
+        meshes = [self.devices.stages[stage] for stage in self.ends]
         return [jax.jit(zeros, out_shardings=[NamedSharding(mesh, spec) for spec in self.specs]) for mesh in meshes]
 
 

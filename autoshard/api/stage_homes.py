@@ -16,9 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import _jax
+from autoshard.api.stage_devices import StageDevices
 from autoshard.api.stage_plans import MICROBATCH, SHARED, TOTAL, WEIGHTS, ChunkPlan
 from autoshard.ir.accumulation import split_batch
 from autoshard.ir.mesh import MeshAxes
@@ -104,41 +105,15 @@ class Homes:
 
     Attributes:
       loss: the chunks.
-      table: what runs where.
       plans: of the chunks.
-      mesh: all devices, the stages first.
+      devices: of the stages.
       specs: the layouts of the parameters' leaves between steps.
     """
 
     loss: ChunkedLoss
-    table: Table
     plans: Sequence[ChunkPlan]
-    mesh: Mesh
+    devices: StageDevices
     specs: Sequence[PartitionSpec]
-
-    # Meshes.
-
-    @cached_property
-    def stages(self) -> list[Mesh]:
-        """The devices of every stage."""
-        names, devices = self.mesh.axis_names[1:], self.mesh.devices
-        return [Mesh(devices[s], names, axis_types=self.mesh.axis_types[1:]) for s in range(self.table.stages)]
-
-    def is_here(self, stage: int) -> bool:
-        """Whether this process has devices of a stage."""
-        return jax.process_index() in self._processes[stage]
-
-    def is_elsewhere(self, stage: int) -> bool:
-        """Whether other processes have devices of a stage."""
-        return self._processes[stage] != {jax.process_index()}
-
-    def on_stage(self, chunk: int, spec: PartitionSpec) -> NamedSharding:
-        """A layout on the devices of a chunk's stage."""
-        return NamedSharding(self.stages[self.table.stage_of(chunk)], spec)
-
-    def at_home(self, spec: PartitionSpec) -> NamedSharding:
-        """A layout on all devices."""
-        return NamedSharding(self.mesh, spec)
 
     # To the stages.
 
@@ -149,12 +124,12 @@ class Homes:
           whole: the leaves that are not the batch's, in their homes.
           batch: the leaves of the batch, on all devices.
         """
-        chunks, table = self.loss.chunks, self.table
+        chunks, table = self.loss.chunks, self.devices.table
         staying = stays(self.loss, table)
         own = set(staying.values())
         packed, shared, micro = self._enter([None if i in own else x for i, x in enumerate(whole)], batch)
         found: list[tuple[Leaves, Leaves, Leaves] | None] = []
-        parts = {stage: self._unpack(stage)(self._of_stage(packed, stage)) for stage in self._here}
+        parts = {stage: self._unpack(stage)(self._of_stage(packed, stage)) for stage in self.devices.here}
         for c, plan in enumerate(self.plans):
             stage, repeat = table.stage_of(c), c // table.stages
             if stage not in parts:
@@ -178,7 +153,10 @@ class Homes:
 
     def zeros(self) -> list[Any]:
         """What every chunk begins to add up with; None of other processes'."""
-        return [self._zeros(c)() if self.is_here(self.table.stage_of(c)) else None for c in range(len(self.plans))]
+        return [
+            self._zeros(c)() if self.devices.is_here(self.devices.table.stage_of(c)) else None
+            for c in range(len(self.plans))
+        ]
 
     # And back.
 
@@ -189,8 +167,8 @@ class Homes:
           whole: as of `bring`.
           totals: what every chunk added up.
         """
-        staying = stays(self.loss, self.table)
-        by_stage = [self._finish(s)([totals[c] for c in self._chunks_of(s)]) for s in self._here]
+        staying = stays(self.loss, self.devices.table)
+        by_stage = [self._finish(s)([totals[c] for c in self._chunks_of(s)]) for s in self.devices.here]
         direct, packed, shared, results = (
             [self._joined(parts, stacked=n > 0) for parts in zip(*group, strict=True)]
             for n, group in enumerate(zip(*by_stage, strict=True))
@@ -211,35 +189,39 @@ class Homes:
     @cached_property
     def _packed(self) -> list[int]:
         """The places in `slices` of weights that a program brings to the stages."""
-        staying = stays(self.loss, self.table)
+        staying = stays(self.loss, self.devices.table)
         return [k for k in range(len(self.loss.chunks.slices)) if k not in staying]
 
     @cached_property
     def _other_params(self) -> list[int]:
-        own = set(stays(self.loss, self.table).values())
+        own = set(stays(self.loss, self.devices.table).values())
         return [i for i in range(len(self.specs)) if i not in own]
 
     @cached_property
     def _enter(self) -> Callable[..., Any]:
-        chunks, table, first = self.loss.chunks, self.table, self.mesh.axis_names[0]
+        chunks, table, first = self.loss.chunks, self.devices.table, self.devices.mesh.axis_names[0]
 
         def enter(whole: Leaves, batch: Leaves) -> tuple[Leaves, Leaves, Leaves]:
             weights, shared = chunks.enter(whole, self._packed)
             micro = [split_batch(x, table.steps, 1)[:, 0] for x in batch]
             weights = [
-                jax.lax.with_sharding_constraint(_pack(x, self._rows), self.at_home(PartitionSpec(None, None, *near)))
+                jax.lax.with_sharding_constraint(
+                    _pack(x, self._rows), self.devices.at_home(PartitionSpec(None, None, *near))
+                )
                 for x, near in zip(weights, apart, strict=True)
             ]
             return weights, shared, micro
 
         spec = [PartitionSpec(first, None, None, *_tail(self._weights_spec(k))) for k in self._packed]
         apart = [
-            spread(chunks.slices[k].aval.shape, PartitionSpec(None, *x[3:]), MeshAxes.of(dict(self.mesh.shape)))
+            spread(chunks.slices[k].aval.shape, PartitionSpec(None, *x[3:]), MeshAxes.of(dict(self.devices.mesh.shape)))
             for k, x in zip(self._packed, spec, strict=True)
         ]
         shared = [self._first_spec(i, SHARED) for i in range(len(chunks.shared))]
         micro = [self._first_spec(i, MICROBATCH) for i in range(len(chunks.of_microbatch))]
-        return jax.jit(enter, out_shardings=tuple([self.at_home(x) for x in group] for group in (spec, shared, micro)))
+        return jax.jit(
+            enter, out_shardings=tuple([self.devices.at_home(x) for x in group] for group in (spec, shared, micro))
+        )
 
     @cached_property
     def _leave(self) -> Callable[..., Any]:
@@ -255,14 +237,14 @@ class Homes:
             grads = chunks.leave(whole, slices, sums, self._other_params)
             return value.astype(chunks.value.dtype), others, grads
 
-        grads = [self.at_home(self.specs[i]) for i in self._other_params]
-        whole = self.at_home(PartitionSpec())
+        grads = [self.devices.at_home(self.specs[i]) for i in self._other_params]
+        whole = self.devices.at_home(PartitionSpec())
         return jax.jit(leave, out_shardings=(whole, [whole] * len(chunks.others), grads))
 
     @cached_property
     def _rows(self) -> np.ndarray:
         """[stage, repeat, row]: which layer is where; -1: none."""
-        layers, table = self.loss.chunks.layers, self.table
+        layers, table = self.loss.chunks.layers, self.devices.table
         begins = np.cumsum([0, *layers])
         rows = np.full((table.stages, table.repeats, max(layers)), -1)
         for c, count in enumerate(layers):
@@ -280,17 +262,16 @@ class Homes:
         def unpack(packed: Leaves) -> list[Leaves]:
             return [[x[0, r, : self.loss.chunks.layers[c]] for x in packed] for r, c in enumerate(own)]
 
-        places = [[self.on_stage(c, self.plans[c].specs(WEIGHTS)[k]) for k in self._packed] for c in own]
+        places = [[self.devices.on_stage(c, self.plans[c].specs(WEIGHTS)[k]) for k in self._packed] for c in own]
         return jax.jit(unpack, out_shardings=places)
 
     def _zeros(self, chunk: int) -> Callable[[], Any]:
         return self._cached("zeros", chunk, lambda: self._make_zeros(chunk))
 
     def _make_zeros(self, chunk: int) -> Callable[[], Any]:
-        traced = self.plans[chunk].whole.traced
-        avals = [x for x, at in zip(traced.in_avals, traced.argument_of, strict=True) if at == TOTAL]
+        avals = self.plans[chunk].avals(TOTAL)
         specs, tree = jax.tree.flatten(self.plans[chunk].specs(TOTAL), is_leaf=lambda x: isinstance(x, PartitionSpec))
-        places = tree.unflatten([self.on_stage(chunk, spec) for spec in specs])
+        places = tree.unflatten([self.devices.on_stage(chunk, spec) for spec in specs])
         return jax.jit(lambda: tree.unflatten([jnp.zeros(x.shape, x.dtype) for x in avals]), out_shardings=places)
 
     def _finish(self, stage: int) -> Callable[..., tuple[Leaves, Leaves, Leaves, Leaves]]:
@@ -300,7 +281,7 @@ class Homes:
         """The gradients that a stage added up, in the form in which they go home."""
         chunks = self.loss.chunks
         trained = chunks.trained(chunks.slices)
-        staying = stays(self.loss, self.table)
+        staying = stays(self.loss, self.devices.table)
         own, last = self._chunks_of(stage), chunks.count - 1
         shared = chunks.trained(chunks.shared)
         rows = self._rows.shape[2]
@@ -338,7 +319,7 @@ class Homes:
             return direct, packed, [x[None] for x in parts], [x[None] for x in results]
 
         def here(spec: PartitionSpec) -> NamedSharding:
-            return self.on_stage(own[0], spec)
+            return self.devices.on_stage(own[0], spec)
 
         direct = [here(_of_total(trained.index(k), self.plans[-1])) for k in staying]
         packed = [
@@ -353,16 +334,6 @@ class Homes:
     # Helpers.
 
     @cached_property
-    def _processes(self) -> list[set[int]]:
-        """The processes that have devices of every stage."""
-        return [{device.process_index for device in mesh.devices.flat} for mesh in self.stages]
-
-    @cached_property
-    def _here(self) -> list[int]:
-        """The stages of which this process has devices."""
-        return [stage for stage in range(self.table.stages) if self.is_here(stage)]
-
-    @cached_property
     def _programs(self) -> dict[tuple[str, int], Any]:
         return {}
 
@@ -372,7 +343,7 @@ class Homes:
         return self._programs[name, number]
 
     def _chunks_of(self, stage: int) -> list[int]:
-        return list(range(stage, self.table.chunks, self.table.stages))
+        return list(range(stage, self.devices.table.chunks, self.devices.table.stages))
 
     def _weights_spec(self, k: int) -> PartitionSpec:
         """The layout in which a program of all devices brings stacked weights: that of their gradients, if any."""
@@ -393,7 +364,7 @@ class Homes:
 
     def _laid_out(self, chunk: int, values: Leaves, specs: Sequence[PartitionSpec]) -> Leaves:
         """Values of a chunk's stage in its layouts; one that has it already is not copied."""
-        return [jax.device_put(x, self.on_stage(chunk, spec)) for x, spec in zip(values, specs, strict=True)]
+        return [jax.device_put(x, self.devices.on_stage(chunk, spec)) for x, spec in zip(values, specs, strict=True)]
 
     def _of_stage(self, values: Leaves, stage: int) -> Leaves:
         """A stage's parts of arrays whose leading dimension is the stages'."""
@@ -403,14 +374,14 @@ class Homes:
         """A stage's part of an array that is split over the stages, outermost, along its leading dimension."""
         (_, *inner), *others = (_names(dim) for dim in x.sharding.spec)
         spec = PartitionSpec(tuple(inner) or None, *(tuple(names) or None for names in others))
-        return self._take(x, stage, (x.shape[0] // self.table.stages, *x.shape[1:]), spec)
+        return self._take(x, stage, (x.shape[0] // self.devices.table.stages, *x.shape[1:]), spec)
 
     def _same(self, x: Any, stage: int) -> Any:
         """A stage's copy of an array that is whole on every stage."""
         return self._take(x, stage, x.shape, x.sharding.spec)
 
     def _take(self, x: Any, stage: int, shape: Sequence[int], spec: PartitionSpec) -> Any:
-        mesh = self.stages[stage]
+        mesh = self.devices.stages[stage]
         own = set(mesh.devices.flat)
         arrays = [shard.data for shard in x.addressable_shards if shard.device in own]
         return jax.make_array_from_single_device_arrays(tuple(shape), NamedSharding(mesh, spec), arrays, dtype=x.dtype)
@@ -421,10 +392,10 @@ class Homes:
         spec = first.sharding.spec
         lead, *others = (*spec, *(None for _ in range(first.ndim - len(spec))))
         inner = () if stacked else _names(lead)
-        whole = PartitionSpec((self.mesh.axis_names[0], *inner), *others)
+        whole = PartitionSpec((self.devices.mesh.axis_names[0], *inner), *others)
         arrays = [shard.data for part in parts for shard in part.addressable_shards]
-        shape = (first.shape[0] * self.table.stages, *first.shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, self.at_home(whole), arrays, dtype=first.dtype)
+        shape = (first.shape[0] * self.devices.table.stages, *first.shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, self.devices.at_home(whole), arrays, dtype=first.dtype)
 
 
 def _tail(spec: PartitionSpec) -> tuple[Any, ...]:

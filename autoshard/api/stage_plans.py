@@ -83,6 +83,11 @@ class ChunkPlan:
         """The layouts of an argument."""
         return self.whole.specs[argument]
 
+    def avals(self, argument: int) -> list[Any]:
+        """The abstract values of an argument's leaves."""
+        traced = self.whole.traced
+        return [x for x, at in zip(traced.in_avals, traced.argument_of, strict=True) if at == argument]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptPlan:
