@@ -5,7 +5,7 @@ process that has some of them starts a program of both stages' devices, a permut
 what the collectives of every platform do between processes. All processes start them in one order, that of the table.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -65,13 +65,15 @@ class HandOvers:
         return jax.device_put(values, [NamedSharding(mesh, spec) for spec in specs])
 
     def _hop(self, a: int, b: int, target: int, work: Work) -> "Hop":
-        if (a, target, work) not in self._hops:
-            avals, specs = self.arriving(target, work)
-            self._hops[a, target, work] = Hop(devices=self.devices, ends=(a, b), avals=avals, specs=specs)
-        return self._hops[a, target, work]
+        """The program between two stages; hand-overs of equal values have one."""
+        avals, specs = self.arriving(target, work)
+        key = a, b, tuple((x.shape, x.dtype) for x in avals), tuple(specs)
+        if key not in self._hops:
+            self._hops[key] = Hop(devices=self.devices, ends=(a, b), avals=avals, specs=specs)
+        return self._hops[key]
 
     @cached_property
-    def _hops(self) -> dict[tuple[int, int, Work], "Hop"]:
+    def _hops(self) -> dict[Hashable, "Hop"]:
         return {}
 
 
