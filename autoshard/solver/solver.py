@@ -52,6 +52,9 @@ def solve(
       tuning: the numbers that trade time for quality.
       clock: the time in seconds, compilation of the solver itself left out; `time.process_time` where
         other processes slow this one down.
+
+    Raises:
+      ValueError: what is `known` is no choice of this problem.
     """
     problem = replace(problem, usage=saturated(problem.usage, problem.usage_limit))
     incumbent = Incumbent(
@@ -68,7 +71,7 @@ def solve(
         clock=clock,
     )
     for choice in known:
-        incumbent.offer(choice)
+        incumbent.offer(whole_numbers(choice))
     incumbent.raise_bound(least(problem))
     if incumbent.closed():
         return incumbent.solution(Engine.KNOWN)
@@ -77,6 +80,16 @@ def solve(
     if incumbent.infeasible:
         find_reason(incumbent)
     return incumbent.solution(solver)
+
+
+def whole_numbers(choice: Int) -> Int:
+    """Returns a known choice as an array; refuses what is none."""
+    found = np.asarray(choice)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise ValueError(
+            f"known={choice!r}: it holds choices, each with the number of a strategy per node: known=[choice]"
+        )
+    return found
 
 
 def find_reason(incumbent: Incumbent) -> None:

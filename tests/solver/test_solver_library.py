@@ -5,10 +5,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from autoshard.problem import cost_network
 from autoshard.solver import Status, evaluate, solve
 from autoshard.solver.scaling import coarsening
 from autoshard.solver.tuning import EngineTuning, SolverTuning
@@ -101,3 +103,11 @@ def test_a_stop_is_no_proof() -> None:
 
 def test_what_a_callback_returns_by_chance_stops_nothing() -> None:
     assert solve(chain(8), on_progress=lambda *_: None).status is Status.OPTIMAL
+
+
+@pytest.mark.parametrize("known", [np.array([0, 1]), [[0.5, 0.0]], ["best"], [None], [[[0, 1]]]])
+def test_what_is_known_must_be_choices(known: Any) -> None:
+    problem = cost_network([[1, 2], [3, 1]], {})
+    with pytest.raises(ValueError, match=r"known=\[choice\]"):
+        solve(problem, known=known)
+    assert solve(problem, known=[[0, 1]]).objective == 2  # pyright: ignore[reportArgumentType]
