@@ -40,7 +40,9 @@ from autoshard.costs.casts import CastAhead, cast_ahead
 from autoshard.costs.dimension_orders import DimensionOrders
 from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, positions
 from autoshard.costs.scattered_terms import ScatteredTerm, scattered_terms
-from autoshard.ir.graph import Graph
+from autoshard.costs.strategies import Codes, decode
+from autoshard.ir.graph import Aval, Graph
+from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import (
     DEVICE_PUT,
     DIV,
@@ -60,6 +62,7 @@ from autoshard.rules.rule import ShardingRule
 # Rows (of scores, of a norm) that one kernel of XLA:GPU reduces and reads again; those of a vocabulary it does not.
 SHORT_ROW = 16_384
 
+_FORWARD_READERS = 2  # of numerators: their sum and their quotient
 _MOST_SOURCES = 16  # stored values that one expression is recomputed from; XLA bounds a fusion's parameters, too
 
 
@@ -74,6 +77,11 @@ class Numerator:
 
     product_itemsize: int
     turned: bool
+
+    def share(self, aval: Aval, codes: Codes, mesh: MeshAxes) -> NDArray[np.float64]:
+        """In each layout, the share of its own bytes that lies in memory for a numerator: all, or its product's."""
+        rows = aval.shape[0] // np.where(decode(codes, aval.ndim, mesh.ndim) == 0, mesh.sizes, 1).prod(axis=1)
+        return np.where(self.turned | (rows == 1), min(1.0, self.product_itemsize / aval.itemsize), 1.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -321,9 +329,7 @@ def _numerator(graph: Graph, made_by: Mapping[int, tuple[int, int]], value: int)
             new = {v for v in graph.operands[e] if graph.avals[v].size == size} - seen
             seen |= new
             left += new
-    return Numerator(
-        product_itemsize=itemsize, turned=turned and len(graph.consumers[value]) > len(("sum", "quotient"))
-    )
+    return Numerator(product_itemsize=itemsize, turned=turned and len(graph.consumers[value]) > _FORWARD_READERS)
 
 
 def _find_held(

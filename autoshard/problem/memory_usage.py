@@ -172,12 +172,8 @@ class MemoryUsageBuilder:
         if (cast := self.lives.cast_ahead.get(value)) is not None and cast.alone:
             aval = replace(aval, dtype=cast.dtype)
         nbytes = local_bytes(aval, port.codes, self.mesh)
-        numerator = self.lives.numerators.get(value)
-        if numerator is not None and numerator.product_itemsize < aval.itemsize:
-            split = decode(port.codes, aval.ndim, self.mesh.ndim) == 0
-            rows = aval.shape[0] // np.where(split, self.mesh.sizes, 1).prod(axis=1)
-            narrow = nbytes * numerator.product_itemsize // aval.itemsize
-            nbytes = np.where(numerator.turned | (rows == 1), narrow, nbytes)
+        if (numerator := self.lives.numerators.get(value)) is not None:
+            nbytes = (nbytes * numerator.share(aval, port.codes, self.mesh)).astype(np.int64)
         return nbytes if port.off is None else np.where(port.off, 0, nbytes)
 
     def _kind(self, value: int) -> str:

@@ -99,7 +99,8 @@ def _touched_bytes(facts: GraphFacts, members: Sequence[int], codes: Codes) -> N
             if facts.reads(v) and facts.elsewhere[result]:
                 readers.setdefault(v, set()).update(facts.reading(v, result, inside=v in inside))
         if facts.held[result]:
-            nbytes += graph.avals[result].nbytes / pieces
+            nbytes += graph.avals[result].nbytes / pieces * facts.written_share(result, codes)
     for v, kernels in readers.items():
-        nbytes += len(kernels) * graph.avals[v].nbytes / np.minimum(pieces, max(graph.avals[v].size, 1))
+        local = graph.avals[v].nbytes / np.minimum(pieces, max(graph.avals[v].size, 1))
+        nbytes += len(kernels) * local * facts.read_share(v, codes)
     return nbytes

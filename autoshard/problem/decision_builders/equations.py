@@ -190,6 +190,10 @@ def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductio
         writes = [e not in facts.in_place]
     readers = sum(facts.readers(v) for v in graph.results[e])
     nbytes = compute.touched_bytes(eqn, strategies, facts.mesh, reads, writes, readers)
+    for v, codes, read in zip(graph.operands[e], strategies.operands, reads, strict=True):
+        if read and v in facts.lives.numerators and not eqn.traits.moves_nothing:
+            aval = graph.avals[v]
+            nbytes = nbytes - (1.0 - facts.read_share(v, codes)) * aval.nbytes / shards(codes, aval.ndim, facts.mesh)
     if e in facts.reread:
         operand = eqn.operands[0]
         nbytes = nbytes + facts.reread[e] * operand.size / shards(strategies.operands[0], operand.ndim, facts.mesh)

@@ -92,6 +92,15 @@ class GraphFacts:
         recalled = maker >= 0 and self.graph.recalls_slice(maker)
         return self.decides(value) and bool(self.held[value]) and not recalled
 
+    def read_share(self, value: int, codes: Codes) -> NDArray[np.float64]:
+        """In each layout, the share of a value's bytes that who takes it reads: for a numerator maybe its product's."""
+        numerator = self.lives.numerators.get(value)
+        return np.ones(len(codes)) if numerator is None else numerator.share(self.graph.avals[value], codes, self.mesh)
+
+    def written_share(self, value: int, codes: Codes) -> NDArray[np.float64]:
+        """In each layout, the share of a value's bytes that who makes it writes: none where its product lies there."""
+        return np.where(self.read_share(value, codes) < 1.0, 0.0, 1.0)
+
     def reading(self, value: int, result: int, *, inside: bool) -> frozenset[int]:
         """The levels of a chain's kernels that read a value in memory to compute a result.
 
