@@ -78,6 +78,9 @@ class Entry:
         spread = False  # over several devices: in the layout of another plan
         for leaf, x, target in zip(self.plan.record.inputs, leaves, compiled.shardings, strict=True):
             have = x.sharding if isinstance(x, jax.Array) else None
+            if leaf.on_host and have != target:
+                placed.append((x, target))
+                continue
             if have is None or have == target or not x.committed:
                 placed.append(x)
                 continue
@@ -118,6 +121,11 @@ class Entry:
         Shapes can be evaluated, and programs lowered, for more devices than there are. If nothing is staged (under
         `jax.grad` alone), the program is compiled as one.
         """
+        if self.plan.record.host_state:
+            raise PlanMismatchError(
+                f"{self.plan.record.name} has state in the host's memory, which a program around it would take from "
+                'the device\'s: call it outside of jax.jit, or plan it with offload="residuals"'
+            )
         traced = self.plan.traced
         flat = [*leaves, *traced.captured]
         if _jax.under_jit():
@@ -167,6 +175,7 @@ class Compiled:
         "_finish",
         "_given_up",
         "_jitted",
+        "_on_host",
         "_own",
         "_seen",
         "donated",
@@ -175,8 +184,9 @@ class Compiled:
 
     def __init__(self, plan: ProgramPlan, options: Mapping[str, Any]) -> None:
         traced, record, mesh = plan.traced, plan.record, plan.mesh()
-        specs = {leaf.spec: NamedSharding(mesh, leaf.spec) for leaf in (*record.inputs, *record.outputs)}
-        self.shardings = tuple(specs[leaf.spec] for leaf in record.inputs)
+        known = {(leaf.spec, leaf.on_host): leaf.sharding(mesh) for leaf in record.inputs}
+        self.shardings = tuple(known[leaf.spec, leaf.on_host] for leaf in record.inputs)
+        self._on_host = frozenset(record.host_state)
         self._avals = tuple((a.shape, a.dtype, a.weak_type) for a in traced.in_avals)
         own = plan.own_mesh
         self._own = None if own is None or own == mesh else own
@@ -200,7 +210,7 @@ class Compiled:
                     seen[i] = aval
                 have = x.sharding
                 if have is not want and have != want and (x.committed or i in self._donated):
-                    return False
+                    return False  # what lies in the host's memory is donated
             elif not self._takes_other(x, i):
                 return False
         return True
@@ -212,7 +222,9 @@ class Compiled:
         aval = _jax.shaped(x)
         if (aval.shape, aval.dtype, aval.weak_type) != self._avals[i]:
             return False
-        return not isinstance(x, jax.Array) or x.sharding == self.shardings[i]  # an array of keys
+        if not isinstance(x, jax.Array):
+            return i not in self._on_host
+        return x.sharding == self.shardings[i]  # an array of keys
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """The outputs for leaves that it takes."""
@@ -232,7 +244,10 @@ class Compiled:
         if own is None:
             return outputs
         # As arrays on the caller's own mesh object (Explicit axes): nothing is copied.
-        return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(own, x.sharding.spec)), outputs)
+        return jax.tree.map(
+            lambda x: jax.device_put(x, NamedSharding(own, x.sharding.spec, memory_kind=x.sharding.memory_kind)),
+            outputs,
+        )
 
 
 def consumed(plan: ProgramPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:

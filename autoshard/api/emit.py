@@ -15,7 +15,7 @@ from autoshard.planner.record import Leaf, PlanRecord
 def jitted(record: PlanRecord, traced: Traced, mesh: Any) -> Any:
     """The program of its dynamic arguments, by position."""
     arguments = max(traced.argument_of, default=-1) + 1
-    in_specs = jax.tree.unflatten(traced.in_tree, [NamedSharding(mesh, leaf.spec) for leaf in record.inputs])
+    in_specs = jax.tree.unflatten(traced.in_tree, [leaf.sharding(mesh) for leaf in record.inputs])
     donated = {traced.argument_of[i] for i in record.donated}
     return _jitted(
         record,
@@ -28,7 +28,7 @@ def jitted(record: PlanRecord, traced: Traced, mesh: Any) -> Any:
 
 def flat_jitted(record: PlanRecord, traced: Traced, mesh: Mesh, *, donate: Sequence[int], **how: Any) -> Any:
     """The program of its flat leaves; `donate` are their positions, the rest are options of `jax.jit`."""
-    flat = tuple(NamedSharding(mesh, leaf.spec) for leaf in record.inputs)
+    flat = tuple(leaf.sharding(mesh) for leaf in record.inputs)
     return _jitted(record, traced, mesh, in_shardings=flat, donate_argnums=tuple(donate), **how)
 
 
@@ -40,7 +40,7 @@ def named_jitted(
     `jax.jit` takes no `in_shardings` for keyword arguments.
     """
     avals = [
-        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type, sharding=NamedSharding(mesh, leaf.spec))
+        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type, sharding=leaf.sharding(mesh))
         for a, leaf in zip(traced.in_avals, record.inputs, strict=True)
     ]
     arguments = jax.tree.unflatten(traced.in_tree, avals)
@@ -76,7 +76,7 @@ def _jitted(
         return jax.tree.unflatten(traced.out_tree, outputs)
 
     run.__name__ = record.name
-    out_specs = jax.tree.unflatten(traced.out_tree, [NamedSharding(mesh, leaf.spec) for leaf in record.outputs])
+    out_specs = jax.tree.unflatten(traced.out_tree, [leaf.sharding(mesh) for leaf in record.outputs])
     options = {**_taken(record.compiler_options, mesh), **(compiler_options or {})}
     return jax.jit(run, out_shardings=out_specs, compiler_options=options or None, **how)
 

@@ -61,13 +61,11 @@ class LoadedPlan(Plan):
     if not TYPE_CHECKING:
         __getattr__ = _refused
 
-    @property
-    def specs(self) -> Mapping[str, Any]:
-        return {leaf.path: leaf.spec for leaf in self.record.inputs}
+    def _as_inputs(self, leaves: Sequence[Any]) -> Mapping[str, Any]:
+        return {leaf.path: value for leaf, value in zip(self.record.inputs, leaves, strict=True)}
 
-    @property
-    def out_specs(self) -> Mapping[str, Any]:
-        return {leaf.path: leaf.spec for leaf in self.record.outputs}
+    def _as_outputs(self, leaves: Sequence[Any]) -> Mapping[str, Any]:
+        return {leaf.path: value for leaf, value in zip(self.record.outputs, leaves, strict=True)}
 
     def jit(self, fn: Callable[..., Any] | None = None) -> Any:
         if fn is None:

@@ -53,13 +53,13 @@ def checked(value: Any, arg: str, planned: Sequence[Leaf], *, shapes: bool = Tru
 def put(value: Any, arg: str, planned: Sequence[Leaf], mesh: Mesh) -> Any:
     """A pytree in the layout of argument `arg`."""
     _, tree = checked(value, arg, planned)
-    return jax.device_put(value, jax.tree.unflatten(tree, [NamedSharding(mesh, leaf.spec) for leaf in planned]))
+    return jax.device_put(value, jax.tree.unflatten(tree, [leaf.sharding(mesh) for leaf in planned]))
 
 
 def born(init: Callable[..., Any], args: Sequence[Any], arg: str, planned: Sequence[Leaf], mesh: Mesh) -> Any:
     """`init(*args)`, computed in the layout of argument `arg`."""
     _, tree = checked(jax.eval_shape(init, *args), arg, planned)
-    shardings = jax.tree.unflatten(tree, [NamedSharding(mesh, leaf.spec) for leaf in planned])
+    shardings = jax.tree.unflatten(tree, [leaf.sharding(mesh) for leaf in planned])
     return jax.jit(init, out_shardings=shardings)(*args)
 
 
@@ -139,7 +139,7 @@ def _data(leaf: Any) -> Any:
 
 def _assembled(leaf: Any, plan: Leaf, along: int | None, mesh: Mesh, owners: Sequence[int]) -> Any:
     """A global array from the whole leaf, or from each process's part along one dimension."""
-    sharding = NamedSharding(mesh, plan.spec)
+    sharding = plan.sharding(mesh)
     if along is None:
         return put_whole(leaf, sharding)
     data = _data(leaf)

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 import cost_models
 from autoshard.api import emit, placing
@@ -96,14 +96,22 @@ class Plan(ABC):
         return self._provenance.seconds
 
     @property
-    @abstractmethod
     def specs(self) -> Any:
         """PartitionSpecs of the inputs: a tuple of pytrees, one per argument (of a loaded plan: by path)."""
+        return self._as_inputs([leaf.spec for leaf in self.record.inputs])
 
     @property
-    @abstractmethod
     def out_specs(self) -> Any:
         """PartitionSpecs of the outputs, a pytree (of a loaded plan: by path)."""
+        return self._as_outputs([leaf.spec for leaf in self.record.outputs])
+
+    @abstractmethod
+    def _as_inputs(self, leaves: Sequence[Any]) -> Any:
+        """One value per input, in the form of the arguments."""
+
+    @abstractmethod
+    def _as_outputs(self, leaves: Sequence[Any]) -> Any:
+        """One value per output, in the form of the result."""
 
     @property
     def own_mesh(self) -> Mesh | None:
@@ -123,24 +131,24 @@ class Plan(ABC):
         return meshes.over_devices(self.record.mesh, order, None if devices is None else list(devices))
 
     def in_shardings(self, mesh: Mesh | None = None) -> Any:
-        """NamedShardings of the inputs, for `device_put`, Orbax or `jax.jit`.
+        """NamedShardings of the inputs, for `device_put`, Orbax or `jax.jit`; state on the host has its memory kind.
 
         Raises:
           PlanMismatchError: the mesh is not of the plan's shape.
         """
-        return self._shardings(self.specs, mesh)
+        return self._as_inputs(self._shardings(self.record.inputs, mesh))
 
     def out_shardings(self, mesh: Mesh | None = None) -> Any:
         """NamedShardings of the outputs."""
-        return self._shardings(self.out_specs, mesh)
+        return self._as_outputs(self._shardings(self.record.outputs, mesh))
 
-    def _shardings(self, specs: Any, mesh: Mesh | None) -> Any:
+    def _shardings(self, leaves: Sequence[Leaf], mesh: Mesh | None) -> list[NamedSharding]:
         on = self.mesh() if mesh is None else mesh
         if dict(on.shape) != self.record.mesh.shape or tuple(on.axis_names) != self.record.mesh.names:
             raise PlanMismatchError(
                 f"the plan was made for the mesh {self.record.mesh}, got {MeshAxes.of(dict(on.shape))}; plan again"
             )
-        return jax.tree.map(lambda spec: NamedSharding(on, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        return [leaf.sharding(on) for leaf in leaves]
 
     @property
     def compiler_options(self) -> Mapping[str, Any]:
@@ -267,13 +275,11 @@ class ProgramPlan(Plan):
         super().__init__(record)
         self.traced = traced
 
-    @property
-    def specs(self) -> Any:
-        return jax.tree.unflatten(self.traced.in_tree, [leaf.spec for leaf in self.record.inputs])
+    def _as_inputs(self, leaves: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(self.traced.in_tree, leaves)
 
-    @property
-    def out_specs(self) -> Any:
-        return jax.tree.unflatten(self.traced.out_tree, [leaf.spec for leaf in self.record.outputs])
+    def _as_outputs(self, leaves: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(self.traced.out_tree, leaves)
 
     @property
     def kept(self) -> tuple[KeptValue, ...]:

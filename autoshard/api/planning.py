@@ -133,8 +133,10 @@ def plan(
         "free": what its own checkpoints repeat may be kept as well. "written": what the program says. Random bits come
         out the same; effects and calls of the host are never repeated. A loss that is planned for its gradient
         (`for_grad`) keeps what JAX keeps.
-      offload: "auto": what loops stack for backward passes may lie in the host's memory, where the compiler has it
-        apart (GPUs and TPUs) and that is faster than to keep it in the device's or to repeat it.
+      offload: what may lie in the host's memory, where the compiler has it apart (GPUs and TPUs) and that is faster,
+        or nothing fits without. "residuals": what loops stack for backward passes. "state": donated state that its
+        update alone reads, such as the moments of AdamW; `plan.put` and `plan.in_shardings` place it there. "auto":
+        both.
       **kwargs: keyword arguments of `fn`, as `args`.
 
     Raises:

@@ -50,6 +50,12 @@ class MemoryStats:
     temp_bytes: int
     reported_peak_bytes: int
     host_temp_bytes: int = 0
+    host_argument_bytes: int = 0
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether arguments or temporaries lie in the host's memory."""
+        return bool(self.host_temp_bytes or self.host_argument_bytes)
 
     @property
     def total_bytes(self) -> int:
@@ -59,11 +65,11 @@ class MemoryStats:
     def peak_bytes(self, compiler: CompilerModel) -> int:
         """The peak of a compiler's program: the compiler's own number, or `total_bytes` if that counts too little.
 
-        Where temporaries lie in the host's memory, that word counts them, too: `total_bytes` does not.
+        What lies in the host's memory, that word counts, too: `total_bytes` does not.
         XLA:TPU's word leaves out what lies idle between buffers of its heap, which is allocated whole:
         the larger of both counts.
         """
-        if not compiler.reports_peak or self.host_temp_bytes:
+        if not compiler.reports_peak or self.uses_host:
             return self.total_bytes
         if compiler.counts_gaps:
             return max(self.reported_peak_bytes, self.total_bytes)

@@ -121,6 +121,7 @@ def answer(folder: Path) -> dict[str, Any]:
             "alias_bytes": memory.alias_size_in_bytes,
             "temp_bytes": memory.temp_size_in_bytes,
             "host_temp_bytes": memory.host_temp_size_in_bytes,
+            "host_argument_bytes": memory.host_argument_size_in_bytes,
             "reported_peak_bytes": memory.peak_memory_in_bytes,
         },
         "cost": {"flops": cost.get("flops"), "bytes_accessed": cost.get("bytes accessed")},

@@ -59,7 +59,7 @@ RematChoice = Annotated[
 ]
 OffloadChoice = Annotated[
     Offload,
-    typer.Option("--offload", metavar="<str>", help="auto: to the host's memory", show_default=False),
+    typer.Option("--offload", metavar="<str>", help="residuals, state, auto: to the host's memory", show_default=False),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON alone")]
 

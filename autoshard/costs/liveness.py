@@ -175,6 +175,8 @@ def live_ranges(
     end[_find_overwritten(graph, fuses, stored, start, end, anew, everywhere=everywhere)] -= 1
     if everywhere:
         end[_find_written_over(graph, stored, start, end, orders.onto)] -= 1
+    for first, last in _updates(graph):
+        end[(end > order[first]) & (end <= order[last])] = order[last] + 1
     return LiveRanges(
         stored=stored,
         named=named,
@@ -187,6 +189,23 @@ def live_ranges(
         scattered=scattered,
         cast_ahead=cast_ahead(graph) if compiler.casts_stacked_inputs_ahead else {},
     )
+
+
+def _updates(graph: Graph) -> Iterator[tuple[int, int]]:
+    """Where state comes from the host's memory, and where the first of it goes back, each time.
+
+    One kernel updates what came together, and writes over none of it (XLA:GPU, jax-cuda12-pjrt 0.10.2): all that it
+    reads is there until it has written everything.
+    """
+    first: int | None = None
+    for e, eqn in enumerate(graph.eqns):
+        if eqn.primitive != DEVICE_PUT or graph.eqn_loop[e]:
+            continue
+        if graph.operands[e][0] in graph.on_host and graph.operands[e][0] in graph.inputs:
+            first = e if first is None else first
+        elif graph.results[e][0] in graph.on_host and first is not None:
+            yield first, e
+            first = None
 
 
 def _across(

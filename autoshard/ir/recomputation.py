@@ -14,14 +14,27 @@ WRITTEN: Literal["written"] = "written"
 ADD: Literal["add"] = "add"
 FREE: Literal["free"] = "free"
 NO_OFFLOAD: Literal["none"] = "none"
+RESIDUALS: Literal["residuals"] = "residuals"
+STATE: Literal["state"] = "state"
 AUTO_OFFLOAD: Literal["auto"] = "auto"
 
-Offload = Literal["none", "auto"]
-"""Whether the host's memory may hold what a program keeps for its backward passes.
+Offload = Literal["none", "residuals", "state", "auto"]
+"""What the host's memory may hold, beside what the program itself puts there.
 
-`none`: only what the program itself puts there. `auto`: what loops stack may lie there, where that is faster than to
-keep it in the device's memory or to repeat it.
+`none`: nothing. `residuals`: what loops stack for backward passes. `state`: what a step's update alone reads and
+writes, such as the moments of AdamW. `auto`: both. Each lies there only where that is faster than the plan without it,
+or where nothing fits without.
 """
+
+
+def offloads_residuals(asked: Offload) -> bool:
+    """Whether the host's memory may hold what loops stack for backward passes."""
+    return asked in (RESIDUALS, AUTO_OFFLOAD)
+
+
+def offloads_state(asked: Offload) -> bool:
+    """Whether the host's memory may hold a step's state."""
+    return asked in (STATE, AUTO_OFFLOAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

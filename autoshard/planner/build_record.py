@@ -39,6 +39,8 @@ def describe(
     hidden_s = sum(max(0.0, row.seconds * row.trips - waited_s) for row, waited_s in bill.waits(assignment))
     hidden_s += sum(copy.seconds - copy.waited_s for copy in bill.host_copies(assignment))
     peak, at, kinds = memory_profile.peak(d, assignment.choice)
+    there = frozenset(request.host_state)
+    replaced = frozenset(o for o, i in space.tied.items() if i in there)
 
     def spec(code: int, ndim: int) -> PartitionSpec:
         return layout_of(code, ndim, d.mesh).spec()
@@ -55,11 +57,23 @@ def describe(
         hardware_digest=hardware.digest,
         versions={"autoshard": metadata.version("autoshard"), "jax": jax.__version__},
         inputs=tuple(
-            Leaf(path=p, shape=a.shape, dtype=str(a.dtype), spec=spec(assignment.input_code(i), len(a.shape)))
+            Leaf(
+                path=p,
+                shape=a.shape,
+                dtype=str(a.dtype),
+                spec=spec(assignment.input_code(i), len(a.shape)),
+                on_host=i in there,
+            )
             for i, (p, a) in enumerate(zip(traced.in_paths, traced.in_avals, strict=True))
         ),
         outputs=tuple(
-            Leaf(path=p, shape=a.shape, dtype=str(a.dtype), spec=spec(assignment.output_code(i), len(a.shape)))
+            Leaf(
+                path=p,
+                shape=a.shape,
+                dtype=str(a.dtype),
+                spec=spec(assignment.output_code(i), len(a.shape)),
+                on_host=i in replaced,
+            )
             for i, (p, a) in enumerate(zip(traced.out_paths, traced.out_avals, strict=True))
         ),
         donated=tuple(sorted(request.shardings.donated)),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeVar
 
+from autoshard import _jax
 from autoshard.backends.shardy.propagation import Annotations
 from autoshard.ir.constraints import Constraints, Specs
 from autoshard.ir.graph import Path
@@ -40,9 +41,14 @@ class Probed:
 
 
 def probed(traced: Traced, annotations: Annotations) -> Probed:
-    """The program with the fewest layers that tells which constraints are needed; itself if its layers are few."""
+    """The program with the fewest layers that tells which constraints are needed; itself if its layers are few.
+
+    And itself if state lies in the host's memory: the updates of layers wait for one another then.
+    """
     sites = {site: site for site in sites_of(annotations.pins)}
     found = Probed(traced=traced, annotations=annotations, origin=sites, like={})
+    if any(_jax.is_on_host(x.aval) for x in _jax.open_jaxpr(traced.jaxpr).invars):
+        return found
     while (shorter := _shortened(found)) is not None:
         found = shorter
     return found

@@ -6,8 +6,9 @@ from dataclasses import replace
 from autoshard.errors import InfeasibleError
 from autoshard.ir.constraints import spec_of
 from autoshard.ir.op_traits import CONSTRAINT
-from autoshard.ir.recomputation import ADD, AUTO_OFFLOAD, NO_OFFLOAD, WRITTEN
+from autoshard.ir.recomputation import ADD, AUTO_OFFLOAD, STATE, WRITTEN, offloads_residuals, offloads_state
 from autoshard.ir.recomputed import savable
+from autoshard.planner.host_state_space import has_host_state
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.search_space import SearchSpace
 from autoshard.problem import memory_profile
@@ -19,7 +20,6 @@ from autoshard.solver.solution import Solution, Status
 
 DAY_S = 86_400.0
 CHECKPOINT = "jax.checkpoint around a layer"
-OFFLOADING = f'offload="{AUTO_OFFLOAD}"'
 KEEPING_LESS = f'remat="add", or {CHECKPOINT}'
 WHATEVER_IS_KEPT = ", as far as was tried of what backward passes keep or repeat"
 PINS_NAMED = 6  # of those that exclude each other
@@ -98,14 +98,17 @@ def _tried(space: SearchSpace) -> bool:
     return not request.gradient_of and request.remat != WRITTEN and bool(savable(request.traced, request.remat).saved)
 
 
-def could_offload(request: PlanRequest) -> bool:
-    """Whether the host's memory could hold something that loops stack, and was not asked to."""
-    decides = request.remat != WRITTEN and not request.gradient_of
-    if request.offload != NO_OFFLOAD or not decides or not request.target.compiler.keeps_host_values_apart:
-        return False
-    traced = request.traced
+def offloading(request: PlanRequest) -> str:
+    """The option with which the host's memory could hold more of a program; empty where it could not."""
+    if request.gradient_of or not request.target.compiler.keeps_host_values_apart:
+        return ""
+    asked, traced = request.offload, request.traced
     traced = traced if traced.source is None else replace(traced, jaxpr=traced.source)
-    return bool(savable(traced, request.remat).stackable)
+    residuals = not offloads_residuals(asked) and request.remat != WRITTEN and savable(traced, request.remat).stackable
+    state = not offloads_state(asked) and has_host_state(request)
+    if residuals or (state and offloads_residuals(asked)):
+        return f'offload="{AUTO_OFFLOAD}"'
+    return f'offload="{STATE}"' if state else ""
 
 
 def _way_out(space: SearchSpace, kinds: Mapping[str, int]) -> str:
@@ -121,7 +124,7 @@ def _way_out(space: SearchSpace, kinds: Mapping[str, int]) -> str:
         ways.append(f"{CHECKPOINT}, or to plan the step that takes the gradient: what it keeps is decided")
     elif passing and not _tried(space) and savable(space.traced, ADD).saved:
         ways.append(KEEPING_LESS)
-    if passing and could_offload(space.request):
-        ways.append(OFFLOADING)
+    if (passing or kinds.get("optimizer")) and (option := offloading(space.request)):
+        ways.append(option)
     ways.append("more devices, or mesh axes that divide more dimensions")
     return "what helps: " + "; ".join(ways) + "; or raise memory="

@@ -91,7 +91,7 @@ def _folded(members: Iterable[_Member], mesh: MeshAxes, depth: int) -> list[Leaf
     for member in members:
         leaf = member.leaf
         shape = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-        layout = str(Layout.from_spec(leaf.spec, len(leaf.shape)))
+        layout = f"{Layout.from_spec(leaf.spec, len(leaf.shape))}{' on the host' if leaf.on_host else ''}"
         groups.setdefault((pattern_of(member.path), shape, layout), []).append(member)
     return [
         LeafRow(

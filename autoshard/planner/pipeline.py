@@ -34,12 +34,13 @@ from autoshard.garbage import collected_rarely
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.gradient import emitted
 from autoshard.ir.loop_sums import LoopSum
-from autoshard.ir.recomputation import ADD, NO_OFFLOAD, WRITTEN, Recomputation
+from autoshard.ir.recomputation import ADD, WRITTEN, Recomputation, offloads_residuals, offloads_state
 from autoshard.planner import minimal_constraints
 from autoshard.planner.budget import SETTLE_S, USUAL_BUDGET, Budget
 from autoshard.planner.build_record import describe
 from autoshard.planner.cost_of_keeping import most_saved_s
-from autoshard.planner.infeasible import OFFLOADING, could_offload, infeasible
+from autoshard.planner.host_state_space import best_with_state
+from autoshard.planner.infeasible import infeasible, offloading
 from autoshard.planner.like_layers import equal_places
 from autoshard.planner.loop_sums_space import in_use, splittable, summing_once
 from autoshard.planner.planning_result import PlanningResult
@@ -105,7 +106,11 @@ def solve_request(
       SpecError: a pin that cannot be kept.
     """
     decided = request.remat == WRITTEN or request.loop_sums or request.recomputation is not None or request.gradient_of
-    found = (_as_written if decided else _recomputing)(request, budget, known)
+    way = _as_written if decided else _recomputing
+    if offloads_state(request.offload) and not request.host_state and request.recomputation is None:
+        found = best_with_state(request, lambda asked, within: way(asked, within, known), budget, WORTH)
+    else:
+        found = way(request, budget, known)
     return found if constraints == "all" else thinned(found)
 
 
@@ -195,7 +200,7 @@ def _recomputing(request: PlanRequest, budget: Budget, known: Sequence[PortableC
         found = _keeping_little(choices, tried.chosen, budget, errors)
     if found is None:
         found = _in_groups(choices, tried.chosen, budget, errors)
-    if request.offload != NO_OFFLOAD:
+    if offloads_residuals(request.offload):
         found = _offloading(space, found, budget, known, errors)
     if found is None:
         raise min(errors, key=lambda error: inf if error.peak_bytes is None else error.peak_bytes)
@@ -346,7 +351,8 @@ def _noted(found: PlanningResult, choices: RecomputationSpace) -> PlanningResult
 def _nothing_fits(request: PlanRequest, peak_bytes: int | None) -> InfeasibleError:
     """The error of a request for which no choice of what is kept helps."""
     least = "" if peak_bytes is None else f"; the smallest peak found is {bytes_text(peak_bytes)}"
-    offload = f"{OFFLOADING}; " if could_offload(request) else ""
+    option = offloading(request)
+    offload = f"{option}; " if option else ""
     return InfeasibleError(
         f"no plan fits {bytes_text(request.memory_bytes)} per device on {request.target.axes}, "
         f"as far as was tried of what backward passes keep or repeat{least}\n"

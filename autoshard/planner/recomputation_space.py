@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from autoshard.costs.resharding import Resharder
 from autoshard.ir import graph as graphs
 from autoshard.ir.grouping import lengths
-from autoshard.ir.recomputation import NO_OFFLOAD, Offload, Recomputation
+from autoshard.ir.recomputation import NO_OFFLOAD, Offload, Recomputation, offloads_residuals
 from autoshard.ir.recomputed import recomputation_of, recomputed, savable
 from autoshard.ir.saved_values import CARRIED, ForwardPass, SavedValues
 from autoshard.planner.backward_passes import decided_text
@@ -39,14 +39,14 @@ class RecomputationSpace:
     def of(cls, space: SearchSpace, offload: Offload = NO_OFFLOAD) -> "RecomputationSpace | None":
         """The space of a program as it is written; None if it has no backward pass that reads a forward one.
 
-        With `offload`, what its loops stack may lie in the host's memory.
+        If `offload` says so, what its loops stack may lie in the host's memory.
         """
         request = space.request
         saved = savable(request.traced, request.remat)
         if not saved.saved:
             return None
         graph = graphs.build(saved.closed, request.target.compiler.platform)
-        whole = whole_step(graph, saved, held(space, graph), offload=offload != NO_OFFLOAD)
+        whole = whole_step(graph, saved, held(space, graph), offload=offloads_residuals(offload))
         decisions = decide_anew(space, whole.graph)
         return cls(request=request, saved=saved, whole=whole, decisions=decisions, resharder=space.resharder)
 

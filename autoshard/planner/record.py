@@ -14,11 +14,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard import _jax, files
 from autoshard.errors import MeshError, PlanFileError, SpecError
 from autoshard.ir.constraints import Constraints
+from autoshard.ir.host_state import HOST_MEMORY
 from autoshard.ir.layout import Layout
 from autoshard.ir.loop_sums import LoopSum
 from autoshard.ir.mesh import MeshAxes
@@ -38,6 +39,9 @@ AFTER_LOOPS = "summed once, after their loops:"
 # So begins a note of every plan that recomputes.
 KEEPS = "backward passes find"
 
+# So begins a note of every plan with state in the host's memory.
+HOST_STATE = "state in the host's memory:"
+
 # So begins a note of every plan that chose its number of micro-batches.
 ACCUMULATED = "accumulated in"
 
@@ -49,12 +53,17 @@ _OPEN = "?"  # in a constraint: a dimension that a hand-written one leaves to th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """One input or output: its pytree path, shape, dtype and layout."""
+    """One input or output: its pytree path, shape, dtype and layout; `on_host`: in the host's memory or not."""
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     spec: PartitionSpec
+    on_host: bool = False
+
+    def sharding(self, mesh: Mesh) -> NamedSharding:
+        """Where it lies on a mesh."""
+        return NamedSharding(mesh, self.spec, memory_kind=HOST_MEMORY if self.on_host else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +129,11 @@ class PlanRecord:
     certificate: Certificate
     compiler_options: Mapping[str, Any]
     notes: tuple[str, ...]
+
+    @property
+    def host_state(self) -> tuple[int, ...]:
+        """The positions of the inputs that lie in the host's memory."""
+        return tuple(i for i, leaf in enumerate(self.inputs) if leaf.on_host)
 
     def dumps(self) -> str:
         """The plan file's text."""
@@ -271,11 +285,24 @@ def _axes_from_json(names: list[str]) -> str | tuple[str, ...] | None:
 
 
 def _leaf_to_json(leaf: Leaf) -> dict[str, Any]:
-    return {"path": leaf.path, "shape": list(leaf.shape), "dtype": leaf.dtype, "spec": _spec_to_json(leaf.spec)}
+    there = {"memory": "host"} if leaf.on_host else {}
+    return {
+        "path": leaf.path,
+        "shape": list(leaf.shape),
+        "dtype": leaf.dtype,
+        "spec": _spec_to_json(leaf.spec),
+        **there,
+    }
 
 
 def _leaf_from_json(data: dict[str, Any]) -> Leaf:
-    return Leaf(path=data["path"], shape=tuple(data["shape"]), dtype=data["dtype"], spec=_spec_from_json(data["spec"]))
+    return Leaf(
+        path=data["path"],
+        shape=tuple(data["shape"]),
+        dtype=data["dtype"],
+        spec=_spec_from_json(data["spec"]),
+        on_host=data.get("memory") == "host",
+    )
 
 
 def _collective_from_json(data: dict[str, Any]) -> Collective:
@@ -304,7 +331,8 @@ def _recomputation_from_json(data: dict[str, Any] | None) -> Recomputation | Non
 
 
 def _is_computed_otherwise(record: PlanRecord) -> bool:
-    return bool(record.recomputation is not None or record.microbatches is not None or record.loop_sums)
+    decided = record.recomputation is not None or record.microbatches is not None
+    return decided or bool(record.loop_sums or record.host_state)
 
 
 def _to_json(record: PlanRecord) -> dict[str, Any]:

@@ -16,7 +16,17 @@ from autoshard.ir import trace
 from autoshard.ir.gradient import gradient_arguments
 from autoshard.ir.loop_sums import LoopSum
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.recomputation import ADD, FREE, NO_OFFLOAD, WRITTEN, Offload, Recomputation, Remat
+from autoshard.ir.recomputation import (
+    ADD,
+    FREE,
+    NO_OFFLOAD,
+    STATE,
+    WRITTEN,
+    Offload,
+    Recomputation,
+    Remat,
+    offloads_state,
+)
 from autoshard.ir.trace import Traced
 from autoshard.planner import named_shardings
 from autoshard.planner.host_parts import HostPatterns, read_host_parts
@@ -92,6 +102,7 @@ class PlanRequest:
       recomputation: what `program` keeps for its backward passes, where that was decided already.
       microbatches: how many `program` takes, where that was left open and is decided already.
       loop_sums: the sums that `program` finishes after its loops, where that was decided already.
+      host_state: the inputs that `program` takes from the host's memory, where that was decided already.
     """
 
     program: Program
@@ -106,6 +117,7 @@ class PlanRequest:
     recomputation: Recomputation | None = None
     microbatches: int | None = None
     loop_sums: tuple[LoopSum, ...] = ()
+    host_state: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -219,7 +231,8 @@ def _check(call: Call, target: Target, options: RequestOptions) -> None:
         )
     named_shardings.check(target, options.in_shardings, "in_shardings")
     named_shardings.check(target, options.out_shardings, "out_shardings")
-    named_shardings.check_arguments(call.bound.values, call.bound.names)
+    if not offloads_state(options.offload):
+        named_shardings.check_arguments(call.bound.values, call.bound.names)
 
 
 def _request(program: Program, call: Call, target: Target, options: RequestOptions) -> PlanRequest:
@@ -267,11 +280,12 @@ def _check_offload(target: Target, options: RequestOptions, *, differentiated_ou
         )
     if differentiated_outside:
         raise SpecError(
-            f"{asked} decides where values lie that a backward pass reads, but the gradient is taken outside of what "
+            f"{asked} decides about a whole train step, but the gradient is taken outside of what "
             "is planned\n  what helps: plan the step that takes the gradient; or leave offload out"
         )
-    if options.remat == WRITTEN:
+    if options.remat == WRITTEN and options.offload != STATE:
         raise SpecError(
             f"{asked} is decided together with what is kept, and remat={WRITTEN!r} leaves that to the program\n"
-            f"  what helps: remat={ADD!r}; or jax.checkpoint_policies.save_and_offload_only_these_names in the program"
+            f"  what helps: remat={ADD!r}; offload={STATE!r}, which leaves that to the program, too; or "
+            "jax.checkpoint_policies.save_and_offload_only_these_names in the program"
         )

@@ -24,8 +24,9 @@ from autoshard import files
 from autoshard.errors import PlanFileError, PlanMismatchError, SpecError
 from autoshard.ir import rewrite
 from autoshard.ir.loop_sums import summed_once
-from autoshard.ir.recomputation import AUTO_OFFLOAD
+from autoshard.ir.recomputation import AUTO_OFFLOAD, RESIDUALS, STATE, Offload, offloads_residuals, offloads_state
 from autoshard.ir.recomputed import recomputed
+from autoshard.planner.host_state_space import on_host
 from autoshard.planner.record import Leaf, PlanRecord, parse, read_plan_file, write_plan_file
 from autoshard.planner.request import PlanRequest
 
@@ -95,7 +96,7 @@ def misfits(record: PlanRecord, question: PlanRequest) -> list[str]:
         "pins and donations": record.asked,
         "for the gradient of": list(record.gradient_of),
         "recomputing": _recomputing(record, question),
-        "offloading": AUTO_OFFLOAD if _offloads(record) else question.offload,
+        "offloading": _offloading(record, question.offload),
     }
     if question.counts and record.microbatches not in question.counts:
         have["micro-batches"] = record.microbatches
@@ -117,6 +118,7 @@ def check(record: PlanRecord, question: PlanRequest, source: object) -> None:
     try:
         chosen = record.recomputation
         asked = question if record.microbatches is None else question.in_microbatches(record.microbatches)
+        asked = on_host(asked, record.host_state) if record.host_state else asked
         traced = asked.traced if chosen is None else recomputed(asked.traced, chosen)
         traced = summed_once(traced, record.loop_sums) if record.loop_sums else traced
         rewrite.check(traced.jaxpr, record.pins, record.mesh)
@@ -129,8 +131,13 @@ def _recomputing(record: PlanRecord, question: PlanRequest) -> str:
     return question.remat if record.recomputation is None else record.recomputation.remat
 
 
-def _offloads(record: PlanRecord) -> bool:
-    return record.recomputation is not None and bool(record.recomputation.offloaded)
+def _offloading(record: PlanRecord, asked: Offload) -> Offload:
+    """What a plan was asked to offload; one that offloads less than it may answers such a question, too."""
+    residuals = record.recomputation is not None and bool(record.recomputation.offloaded)
+    state = bool(record.host_state)
+    if (residuals and not offloads_residuals(asked)) or (state and not offloads_state(asked)):
+        return AUTO_OFFLOAD if residuals and state else RESIDUALS if residuals else STATE
+    return asked
 
 
 def _not_kept(record: PlanRecord, question: PlanRequest) -> list[str]:

@@ -12,6 +12,7 @@ from autoshard.planner.record import (
     ACCUMULATED,
     AFTER_LOOPS,
     FOR_GRADIENT,
+    HOST_STATE,
     KEEPS,
     STAGED,
     Leaf,
@@ -36,7 +37,7 @@ from autoshard.report.tables import (
 )
 
 MUCH = 0.01  # of a step: sums in every trip that take more are spoken of
-ROWS = FOR_GRADIENT, KEEPS, STAGED, ACCUMULATED, AFTER_LOOPS  # notes that have rows of their own
+ROWS = FOR_GRADIENT, KEEPS, STAGED, ACCUMULATED, AFTER_LOOPS, HOST_STATE  # notes that have rows of their own
 LONGEST = 12  # rows of collectives that are shown one by one
 
 
@@ -96,6 +97,7 @@ def _verdict(
     if repeated is not None and not decided:
         decided = [("repeated", f"as the program says: {repeated_text(repeated, cost.step_s)}")]
     rows += decided
+    rows += [("host", note) for note in record.notes if note.startswith(HOST_STATE)]
     rows += [("stages", note) for note in record.notes if note.startswith(STAGED)]
     rows += [("batch", note) for note in record.notes if note.startswith(ACCUMULATED)]
     rows += [("sums", note) for note in record.notes if note.startswith(AFTER_LOOPS)]

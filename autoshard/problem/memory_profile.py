@@ -58,6 +58,13 @@ def offloaded_bytes(decisions: Decisions, choice: NDArray[np.int64]) -> int:
     return total
 
 
+def host_state_bytes(decisions: Decisions, choice: NDArray[np.int64]) -> int:
+    """What of a program's inputs lies in the host's memory, of one device."""
+    graph = decisions.graph
+    ports = [(v, decisions.made[v]) for v in dict.fromkeys(graph.inputs) if v in graph.on_host]
+    return sum(int(local_bytes(graph.avals[v], p.codes, decisions.mesh)[choice[p.node]]) for v, p in ports)
+
+
 def least_peak(decisions: Decisions) -> int:
     """A bound that no choice goes below: the peak if each decision held at every time what it can hold least."""
     return _peak_of_each(decisions, np.min)

@@ -123,7 +123,7 @@ def verify(
         version=compiled.version + without_rings,
         topology=topology,
         memory=_compiled_parts(compiled.memory, compiled.peak_bytes),
-        memory_is_bound=bool(compiled.memory.host_temp_bytes),
+        memory_is_bound=compiled.memory.uses_host,
         wall_s=compiled.wall_s,
         log=compiled.log,
     )
@@ -227,6 +227,7 @@ def check(
         alias_bytes=stats.alias_size_in_bytes,
         temp_bytes=stats.temp_size_in_bytes,
         host_temp_bytes=stats.host_temp_size_in_bytes,
+        host_argument_bytes=stats.host_argument_size_in_bytes,
         reported_peak_bytes=stats.peak_memory_in_bytes,
     )
     made = Compiled(
@@ -235,7 +236,7 @@ def check(
         version=f"jaxlib {importlib.metadata.version('jaxlib')}",
         topology=f"{len(devices)} × {kind}",
         memory=_compiled_parts(memory, memory.peak_bytes(built_by)),
-        memory_is_bound=bool(memory.host_temp_bytes),
+        memory_is_bound=memory.uses_host,
     )
     return judge(record, made, tolerance, known)
 
@@ -310,7 +311,9 @@ def predicted_parts(record: PlanRecord) -> Parts:
 
 
 def local_bytes(leaf: Leaf, record: PlanRecord) -> int:
-    """Bytes of one input or output on one device."""
+    """Bytes of one input or output in one device's memory."""
+    if leaf.on_host:
+        return 0
     local = Layout.from_spec(leaf.spec, len(leaf.shape)).local_shape(leaf.shape, record.mesh)
     return prod(local) * _jax.itemsize_of(leaf.dtype)
 

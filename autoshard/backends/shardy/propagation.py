@@ -27,6 +27,7 @@ from autoshard.backends.shardy.passes import ShardyError, ValueLayout
 from autoshard.ir import rewrite
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.graph import Aval, Graph, Path
+from autoshard.ir.host_state import HOST_MEMORY
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import LOOP_CARRY, LOOP_RESULT, LOOP_SLICE
@@ -58,16 +59,19 @@ def annotated(program: Traced, mesh: MeshAxes, annotations: Annotations, *, keep
     """
     on = devices.abstract(mesh)
 
-    def shardings(specs: Mapping[int, PartitionSpec], count: int) -> list[NamedSharding | None]:
-        return [NamedSharding(on, specs[i]) if i in specs else None for i in range(count)]
+    def shardings(specs: Mapping[int, PartitionSpec], atoms: Sequence[Any]) -> list[NamedSharding | None]:
+        kinds = [HOST_MEMORY if _jax.is_on_host(x.aval) else None for x in atoms]
+        return [NamedSharding(on, specs[i], memory_kind=kind) if i in specs else None for i, kind in enumerate(kinds)]
+
+    jaxpr = _jax.open_jaxpr(program.jaxpr)
 
     def run(*flat: Any) -> list[Any]:
         return rewrite.emit_constraints(program.jaxpr, annotations.pins, on, flat, scope=_scope)
 
     jitted = jax.jit(
         run,
-        in_shardings=tuple(shardings(annotations.inputs, len(program.in_avals))),
-        out_shardings=shardings(annotations.outputs, len(program.out_avals)),
+        in_shardings=tuple(shardings(annotations.inputs, jaxpr.invars)),
+        out_shardings=shardings(annotations.outputs, jaxpr.outvars),
         donate_argnums=tuple(sorted(annotations.donated)),
         keep_unused=keep_unused,
     )

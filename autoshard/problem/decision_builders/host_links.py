@@ -5,9 +5,13 @@ with the trip, and ends before its value is read first. So it is waited for as f
 behind its value, or before that reader. All copies of a loop that go one way share the link, and hide behind all
 compute of its trips. (XLA:GPU and XLA:TPU begin and end them so: `tests/compilers/test_offload.py`.) Outside of loops
 the program is the trip.
+
+State in the host's memory (`ir/host_state.py`) comes in behind all gradients, one group of leaves after the other, and
+XLA:GPU has one queue for both ways: all of its copies are waited for.
 """
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -34,6 +38,7 @@ def add_host_links(draft: Draft) -> None:
     hidden: dict[tuple[int, bool], dict[int, NDArray[np.int64]]] = defaultdict(dict)
     waited: dict[tuple[int, bool], dict[int, NDArray[np.int64]]] = defaultdict(dict)
     moved: dict[tuple[int, bool], dict[int, NDArray[np.int64]]] = defaultdict(dict)
+    state = _state_copies(graph, facts.host_copies)
     for e in sorted(facts.host_copies):
         n, loop, to_host = draft.node_of[e], graph.eqn_loop[e], graph.results[e][0] in graph.on_host
         if n < 0:
@@ -45,9 +50,12 @@ def add_host_links(draft: Draft) -> None:
         if node.off is not None:
             moved_bytes = np.where(node.off, 0, moved_bytes)
         link_ps = picoseconds(moved_bytes / facts.machine.host_bytes_per_s)
-        until = len(graph.eqns) if to_host else _first_read(graph, e)
-        beside = (m for m, at in order.items() if e < at < until and loop in (0, graph.eqn_loop[at]))
-        waited_ps = np.maximum(link_ps - sum(fastest[m] for m in beside), 0)
+        if e in state:
+            waited_ps = link_ps
+        else:
+            until = len(graph.eqns) if to_host else _first_read(graph, e)
+            between = (m for m, at in order.items() if e < at < until and loop in (0, graph.eqn_loop[at]))
+            waited_ps = np.maximum(link_ps - sum(fastest[m] for m in between), 0)
         hidden[loop, to_host][n], waited[loop, to_host][n] = link_ps - waited_ps, waited_ps
         moved[loop, to_host][n] = moved_bytes
         draft.nodes[n] = replace(node, cost_ps=node.cost_ps + waited_ps)
@@ -63,6 +71,12 @@ def add_host_links(draft: Draft) -> None:
                 beside=beside,
             )
         )
+
+
+def _state_copies(graph: Graph, copies: Collection[int]) -> frozenset[int]:
+    """The copies of inputs that lie in the host's memory, and of what replaces them."""
+    kept = graph.on_host.intersection((*graph.inputs, *graph.outputs))
+    return frozenset(e for e in copies if not kept.isdisjoint((*graph.operands[e], *graph.results[e])))
 
 
 def _first_read(graph: Graph, e: int) -> int:

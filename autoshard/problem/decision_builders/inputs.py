@@ -1,5 +1,7 @@
 """Inputs: the layout of every program input."""
 
+import numpy as np
+
 from autoshard.costs.execution_order import feeding
 from autoshard.costs.strategies import Codes, layouts, shards
 from autoshard.problem.decision_builders.draft import Draft
@@ -28,7 +30,7 @@ def add_inputs(draft: Draft) -> list[int]:
         node = draft.add(priced_by_edges(Input, f"input {position}", "", codes, holds=holds))
         draft.make(value, node, codes)
         lasts = position not in required.donated or position in tied
-        nbytes = local_bytes(aval, codes, facts.mesh)
+        nbytes = np.zeros(len(codes), np.int64) if facts.on_host(value) else local_bytes(aval, codes, facts.mesh)
         draft.usages.add(node, 0, end if lasts else int(facts.lives.end[value]), nbytes, holds)
         if (cast := facts.lives.cast_ahead.get(value)) is not None:
             draft.usages.add(node, cast.first, cast.last + 1, nbytes * cast.dtype.itemsize // aval.itemsize, "copies")
