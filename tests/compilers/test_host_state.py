@@ -2,14 +2,25 @@
 
 from typing import Any
 
+import jax
+import jax.extend
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import autoshard
 import models
+from autoshard import _jax
+from autoshard.backends import compile
+from autoshard.backends.devices import abstract
 from autoshard.errors import InfeasibleError
+from autoshard.ir.host_state import HOST_MEMORY, state_groups, with_host_state
+from autoshard.ir.mesh import MeshAxes
 from autoshard.verification.collective_match import Match
 from autoshard.verification.result import Verification
-from tests.installed import needs_gpu_compiler
+from tests.installed import GPU, TPU, needs_gpu_compiler
+from tests.ir.test_host_state import OPTIMIZERS, step_of, traced_of
 
 OPTIONS: dict[str, Any] = {
     "mesh": {"data": 8},
@@ -78,3 +89,36 @@ def test_a_scanned_llama_fits_with_its_moments_on_the_host() -> None:
     found, peak = compiled(plan)
     assert_planned(plan, found, peak)
     assert peak < limit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", [pytest.param("h100:1x8", marks=GPU), pytest.param("tpu-v5e:2x4", marks=TPU)])
+def test_groups_are_on_the_device_one_at_a_time(topology: str) -> None:
+    """What a device holds falls by all moments but those of a weight, on their way in and on their way out."""
+    mesh, optimizer = MeshAxes(("x",), (8,)), OPTIMIZERS["adamw"]
+    shape = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
+    params = {"layers": [shape] * 6, "head": shape, "bias": jax.ShapeDtypeStruct((2048,), jnp.float32)}
+    state = {"params": params, "opt": jax.eval_shape(optimizer.init, params)}
+    traced, tied = traced_of(step_of(optimizer), (state, jax.ShapeDtypeStruct((512, 2048), jnp.float32)))
+    moments = sorted(i for group in state_groups(traced, tied) for i in group.inputs)
+
+    def held(program: Any) -> int:
+        jaxpr = program.jaxpr
+
+        def shardings(atoms: Any) -> tuple[NamedSharding, ...]:
+            on = abstract(mesh)
+            kinds = [HOST_MEMORY if _jax.is_on_host(x.aval) else "device" for x in atoms]
+            specs = [P("x") if x.aval.shape else P() for x in atoms]
+            return tuple(NamedSharding(on, spec, memory_kind=kind) for spec, kind in zip(specs, kinds, strict=True))
+
+        jitted = jax.jit(
+            jax.extend.core.jaxpr_as_fun(program),
+            in_shardings=shardings(jaxpr.invars),
+            out_shardings=list(shardings(jaxpr.outvars)),
+            donate_argnums=tuple(tied.values()),
+        )
+        return compile.compile(jitted.trace(*traced.in_avals), topology=topology, mesh=mesh).memory.total_bytes
+
+    one = 2048 * 2048 * 4 // 8
+    before, after = held(traced.jaxpr), held(with_host_state(traced, tied, moments).jaxpr)
+    assert before - after > (14 - 4 - 2) * one  # fourteen moments; two come in, two go out, and gradients wait for them
