@@ -15,7 +15,7 @@ import cost_models
 from autoshard.errors import InfeasibleError, PlanMismatchError, SpecError
 from autoshard.ir.host_state import HOST_MEMORY
 from autoshard.planner import pipeline
-from autoshard.planner.host_state_space import SHARES
+from autoshard.problem import bill
 from tests.ir.test_host_state import OPTIMIZERS, loss, step_of
 
 OPTIMIZER = OPTIMIZERS["adamw after a clip"]
@@ -29,7 +29,9 @@ OPTIONS: dict[str, Any] = {
     "rel_gap": 1e-2,
     "constraints": "all",
     "cache": False,
+    "remat": "written",
 }
+SHARE = 0.85  # of the smallest peak without
 
 
 @cache
@@ -54,7 +56,7 @@ def least() -> int:
 
 
 @cache
-def on_host(share: float = 0.8) -> autoshard.SolvedPlan:
+def on_host(share: float = SHARE) -> autoshard.SolvedPlan:
     return autoshard.plan(STEP, *arguments(), **OPTIONS, memory=int(least() * share), offload="state")
 
 
@@ -65,8 +67,8 @@ def there(plan: autoshard.Plan) -> list[str]:
 def test_state_lies_on_the_host_where_nothing_fits_without() -> None:
     plan = on_host()
     with pytest.raises(InfeasibleError):
-        autoshard.plan(STEP, *arguments(), **OPTIONS, memory=int(least() * 0.8))
-    assert plan.record.memory.peak_bytes <= int(least() * 0.8)
+        autoshard.plan(STEP, *arguments(), **OPTIONS, memory=int(least() * SHARE))
+    assert plan.record.memory.peak_bytes <= int(least() * SHARE)
     assert there(plan)
     assert all(re.search(r"\.(mu|nu)\[", path) for path in there(plan))
     outputs = [leaf.path for leaf in plan.record.outputs if leaf.on_host]
@@ -78,10 +80,12 @@ def test_its_copies_take_their_time_both_ways() -> None:
     plan = on_host()
     record = plan.record
     nbytes = sum(4 * np.prod(leaf.shape) / _parts(plan, leaf.spec) for leaf in record.inputs if leaf.on_host)
-    collectives_s = sum(row.seconds * row.trips for row in record.collectives)
-    copies_s = record.cost.communication_s - collectives_s
-    assert copies_s == pytest.approx(2 * nbytes / HOST_BYTES_PER_S, rel=1e-2)
-    assert record.cost.exposed_s >= copies_s * (1 - 1e-6)
+    copies = list(bill.host_copies(plan.planned.assignment))
+    for to_host in (True, False):
+        assert sum(copy.nbytes for copy in copies if copy.to_host == to_host) == nbytes
+    waited_s = sum(copy.waited_s for copy in copies)
+    assert waited_s == pytest.approx(2 * nbytes / HOST_BYTES_PER_S, rel=1e-3)
+    assert record.cost.exposed_s >= waited_s
 
 
 def _parts(plan: autoshard.Plan, spec: Any) -> int:
@@ -106,14 +110,15 @@ def test_it_is_said() -> None:
 
 def test_more_memory_is_never_slower() -> None:
     found: list[autoshard.SolvedPlan | None] = []
-    for share in (1.1, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4):
+    for share in (1.05, 0.95, SHARE, 0.75, 0.3):
         try:
             found.append(on_host(share))
         except InfeasibleError:
             found.append(None)
     assert None not in found[: len([plan for plan in found if plan])]
     plans = [plan for plan in found if plan is not None]
-    assert len({len(there(plan)) for plan in plans}) >= 3
+    assert len({len(there(plan)) for plan in plans}) >= 2
+    assert found[-1] is None
     for i, more in enumerate(plans):
         fastest = min(less.cost for less in plans[i:])
         assert more.cost * (1 - 2e-2) * (1 - pipeline.WORTH) <= fastest
@@ -127,11 +132,11 @@ def test_a_file_says_what_lies_there(tmp_path: Path) -> None:
     kinds = {path: sharding.memory_kind for path, sharding in loaded.in_shardings().items()}
     assert {path for path, kind in kinds.items() if kind == HOST_MEMORY} == set(there(plan))
     options: dict[str, Any] = {**OPTIONS, "memory": plan.record.memory.limit_bytes, "lock": tmp_path / "plan.json"}
-    assert autoshard.plan(STEP, *arguments(), **options, offload="auto").record == plan.record
+    assert autoshard.plan(STEP, *arguments(), **options, offload="state").record == plan.record
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CI", "true")
         with pytest.raises(PlanMismatchError, match="offloading"):
-            autoshard.plan(STEP, *arguments(), **options, offload="residuals")
+            autoshard.plan(STEP, *arguments(), **options)
 
 
 def test_steps_compute_the_same_and_state_stays_there(tmp_path: Path) -> None:
@@ -185,8 +190,6 @@ def test_where_no_state_can_lie_there_it_is_refused_with_the_reason() -> None:
         autoshard.plan(loss, *args, mesh={"data": 4}, hardware="h100:1x4", for_grad=True, offload="state")
 
 
-def test_the_program_s_own_checkpoints_may_stay() -> None:
-    plan = autoshard.plan(STEP, *arguments(), **OPTIONS, memory=int(least() * 0.9), offload="state", remat="written")
-    assert there(plan)
-    assert plan.record.recomputation is None
-    assert len(SHARES) == 4
+def test_a_plan_that_may_repeat_puts_state_there_too() -> None:
+    options = {**OPTIONS, "remat": "add", "memory": int(least() * SHARE)}
+    assert there(autoshard.plan(STEP, *arguments(), **options, offload="auto"))
