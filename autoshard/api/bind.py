@@ -5,11 +5,12 @@ from typing import Any
 
 from autoshard.errors import PlanFileError, PlanMismatchError, SpecError
 from autoshard.ir import rewrite
+from autoshard.ir.host_state import with_host_state
 from autoshard.ir.loop_sums import summed_once
 from autoshard.ir.recomputed import recomputed
+from autoshard.ir.ties import ties
 from autoshard.ir.trace import Traced
 from autoshard.planner import program
-from autoshard.planner.host_state_space import with_state_on_host
 from autoshard.planner.program import Program
 from autoshard.planner.record import PlanRecord
 
@@ -32,7 +33,7 @@ def bound_program(record: PlanRecord, fn: Callable[..., Any], args: Sequence[Any
     try:
         traced = traced if asked.open_count is None or record.gradient_of else _in_microbatches(asked, record)
         if record.host_state:
-            traced = with_state_on_host(traced, frozenset(record.donated), record.host_state)
+            traced = with_host_state(traced, ties(traced, frozenset(record.donated)), record.host_state)
         traced = traced if record.recomputation is None else recomputed(traced, record.recomputation)
         traced = summed_once(traced, record.loop_sums) if record.loop_sums else traced
         made = [(leaf.path, leaf.shape, leaf.dtype) for leaf in record.outputs]

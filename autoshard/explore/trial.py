@@ -19,6 +19,7 @@ from autoshard.ir.accumulation import AUTO, Steps
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.paths import dotted
 from autoshard.ir.recomputation import ADD, NO_OFFLOAD, Offload, Remat
+from autoshard.ir.ties import ties
 from autoshard.ir.trace import Traced
 from autoshard.planner import pipeline
 from autoshard.planner.budget import TIME_LIMIT_S, Budget
@@ -28,7 +29,6 @@ from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.program import Call, Program, bind
 from autoshard.planner.record import PlanRecord
 from autoshard.planner.request import PlanRequest, RequestOptions, requests_of
-from autoshard.planner.search_space import ties
 from autoshard.planner.stage_choice import stage_choice
 from autoshard.problem import bill
 from autoshard.problem.warm_start import PortableChoice, chosen

@@ -8,18 +8,17 @@ within more, too.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from autoshard.errors import InfeasibleError, SpecError
 from autoshard.ir.host_state import StateGroup, state_groups, with_host_state
 from autoshard.ir.paths import dotted
 from autoshard.ir.recomputation import STATE
+from autoshard.ir.ties import ties
 from autoshard.ir.trace import Traced
 from autoshard.planner.budget import Budget
-from autoshard.planner.planning_result import PlanningResult
 from autoshard.planner.record import HOST_STATE
 from autoshard.planner.request import PlanRequest
-from autoshard.planner.search_space import ties
 from autoshard.problem import bill, memory_profile
 from autoshard.problem.formulation import UNIT_S
 from autoshard.report.tables import bytes_text, time_text
@@ -27,7 +26,8 @@ from autoshard.report.tables import bytes_text, time_text
 SHARES = (0.25, 0.5, 0.75, 1.0)
 NAMED = 3  # parts of the state, in words
 
-Planner = Callable[[PlanRequest, Budget], PlanningResult]
+Planned: TypeAlias = Any  # a `PlanningResult`, which stands above this room
+Planner = Callable[[PlanRequest, Budget], Planned]
 
 
 class HostShare(NamedTuple):
@@ -76,26 +76,17 @@ def _groups(traced: Traced, donated: frozenset[int]) -> tuple[StateGroup, ...]:
     return state_groups(traced, ties(traced, donated))
 
 
-def with_state_on_host(traced: Traced, donated: frozenset[int], inputs: Sequence[int]) -> Traced:
-    """The program with these inputs, and what replaces them, in the host's memory.
-
-    Raises:
-      SpecError: they are no such state.
-    """
-    return with_host_state(traced, ties(traced, donated), inputs)
-
-
 def on_host(request: PlanRequest, inputs: tuple[int, ...]) -> PlanRequest:
     """The request for the program with these inputs, and what replaces them, in the host's memory.
 
     Raises:
       SpecError: they are no such state.
     """
-    traced = with_state_on_host(request.traced, request.shardings.donated, inputs)
+    traced = with_host_state(request.traced, ties(request.traced, request.shardings.donated), inputs)
     return replace(request, program=request.program.rewritten(traced, "state on the host"), host_state=inputs)
 
 
-def best_with_state(request: PlanRequest, plan: Planner, budget: Budget, worth: float) -> PlanningResult:
+def best_with_state(request: PlanRequest, plan: Planner, budget: Budget, worth: float) -> Planned:
     """The best plan of a request, with none of its state in the host's memory, or with a share of it.
 
     Args:
@@ -109,7 +100,7 @@ def best_with_state(request: PlanRequest, plan: Planner, budget: Budget, worth: 
       SpecError: the state is to lie there, and none can.
     """
     shares = host_shares(request)
-    best: PlanningResult | None = None
+    best: Planned = None
     errors: list[InfeasibleError] = []
     try:
         best = plan(request, budget)
@@ -138,7 +129,7 @@ def best_with_state(request: PlanRequest, plan: Planner, budget: Budget, worth: 
     return _said(best) if shares else best
 
 
-def _least_s(request: PlanRequest, plan: Planner, budget: Budget, best: PlanningResult) -> float:
+def _least_s(request: PlanRequest, plan: Planner, budget: Budget, best: Planned) -> float:
     """The step of the best plan that needs no more memory than there is, however much that is."""
     most = memory_profile.most_peak(best.space.decisions)
     if best.record.recomputation is None and most <= request.memory_bytes:
@@ -152,7 +143,7 @@ def _copies_s(request: PlanRequest, share: HostShare) -> float:
     return share.nbytes / target.axes.size / target.machine.host_bytes_per_s
 
 
-def _said(found: PlanningResult) -> PlanningResult:
+def _said(found: Planned) -> Planned:
     """A plan that says what of its state lies in the host's memory; nothing is proven of other shares."""
     record = found.record
     shares = ", ".join(f"{share:.0%}" for share in SHARES)
@@ -163,7 +154,7 @@ def _said(found: PlanningResult) -> PlanningResult:
     return replace(found, record=replace(record, certificate=certificate, notes=notes))
 
 
-def _note(found: PlanningResult, inputs: Sequence[int]) -> str:
+def _note(found: Planned, inputs: Sequence[int]) -> str:
     """`state in the host's memory: 4 leaves of opt.mu, opt.nu: 3.7 GB per device, …`."""
     assignment, paths = found.assignment, found.record.inputs
     nbytes = memory_profile.host_state_bytes(assignment.decisions, assignment.choice)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -22,6 +21,7 @@ from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import CONSTRAINT, SHARD_MAP
 from autoshard.ir.paths import dotted
+from autoshard.ir.ties import ties
 from autoshard.ir.trace import Traced
 from autoshard.planner.request import OPTIMIZER_BYTES, PlanRequest
 from autoshard.planner.requested_shardings import RequestedShardings
@@ -182,36 +182,6 @@ def held(space: SearchSpace, graph: Graph) -> NDArray[np.bool_]:
 def _required_of(space: SearchSpace, graph: Graph) -> Requirements:
     equations = _own_constraints(graph, space.request.target.axes, space.decisions.mesh)
     return replace(space.required, equations=equations)
-
-
-def ties(traced: Traced, donated: frozenset[int]) -> dict[int, int]:
-    """Output → the donated input that it replaces: same aval, and its path ends in the input's.
-
-    A donated leaf is not tied if no output has its path. Among several outputs the one with the
-    shortest path is tied: `[0]['w']` before `[0].mu['w']`.
-    """
-    alike: dict[tuple[Any, ...], list[int]] = {}  # shape, dtype and last part of the path → outputs
-    for o, (out, path) in enumerate(zip(traced.out_avals, traced.out_paths, strict=True)):
-        for last in (_last(path), ""):
-            alike.setdefault((out.shape, out.dtype, last), []).append(o)
-    tied: dict[int, int] = {}
-    for i in sorted(donated):
-        aval, path = traced.in_avals[i], traced.in_paths[i]
-        begin = min((path.find(c) for c in "[." if c in path), default=len(path))
-        suffix = path[begin:]
-        fits = [
-            o
-            for o in alike.get((aval.shape, aval.dtype, _last(suffix)), ())
-            if o not in tied and traced.out_paths[o].endswith(suffix)
-        ]
-        if fits:
-            tied[min(fits, key=lambda o: (len(traced.out_paths[o]), o))] = i
-    return tied
-
-
-def _last(path: str) -> str:
-    """The last part of a path: `['w']` of `[0]['layers'][3]['w']`."""
-    return path[max(path.rfind("["), path.rfind("."), 0) :]
 
 
 def _pinned(spec: PartitionSpec, shape: tuple[int, ...], mesh: MeshAxes, real: MeshAxes, what: str) -> Codes:

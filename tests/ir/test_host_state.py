@@ -14,8 +14,8 @@ import pytest
 from autoshard import _jax
 from autoshard.errors import SpecError
 from autoshard.ir.host_state import HOST_MEMORY, state_groups, with_host_state
+from autoshard.ir.ties import ties
 from autoshard.ir.trace import Traced, trace
-from autoshard.planner.search_space import ties
 
 WIDTH, LAYERS, ROWS = 16, 3, 8
 
