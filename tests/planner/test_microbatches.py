@@ -58,7 +58,7 @@ def test_ample_memory_takes_one_and_tight_memory_more() -> None:
     assert "accumulated in 1 micro-batch of 1, 2, 4" in one.summary()
     space = more.record.certificate.space
     assert f"accumulated in {more.microbatches} micro-batches of 1, 2, 4" in space
-    assert re.search(r"\(1(, 2)? did not fit", space)  # as JAX traces it
+    assert re.search(r"[( ]1(, 2)? did not fit", space)  # whether 2 or 4 is faster differs between JAX's versions
 
 
 def test_weights_that_are_gathered_before_a_loop_lie_in_memory_while_it_runs() -> None:
