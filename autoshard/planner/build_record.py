@@ -45,6 +45,11 @@ def describe(
     def spec(code: int, ndim: int) -> PartitionSpec:
         return layout_of(code, ndim, d.mesh).spec()
 
+    def leaf(path: str, aval: Any, code: int, *, on_host: bool) -> Leaf:
+        return Leaf(
+            path=path, shape=aval.shape, dtype=str(aval.dtype), spec=spec(code, len(aval.shape)), on_host=on_host
+        )
+
     return PlanRecord(
         name=request.name,
         digest=traced.digest,
@@ -57,23 +62,11 @@ def describe(
         hardware_digest=hardware.digest,
         versions={"autoshard": metadata.version("autoshard"), "jax": jax.__version__},
         inputs=tuple(
-            Leaf(
-                path=p,
-                shape=a.shape,
-                dtype=str(a.dtype),
-                spec=spec(assignment.input_code(i), len(a.shape)),
-                on_host=i in there,
-            )
+            leaf(p, a, assignment.input_code(i), on_host=i in there)
             for i, (p, a) in enumerate(zip(traced.in_paths, traced.in_avals, strict=True))
         ),
         outputs=tuple(
-            Leaf(
-                path=p,
-                shape=a.shape,
-                dtype=str(a.dtype),
-                spec=spec(assignment.output_code(i), len(a.shape)),
-                on_host=i in replaced,
-            )
+            leaf(p, a, assignment.output_code(i), on_host=i in replaced)
             for i, (p, a) in enumerate(zip(traced.out_paths, traced.out_avals, strict=True))
         ),
         donated=tuple(sorted(request.shardings.donated)),

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from autoshard.api.multihost import Peers, peers_of
-from autoshard.errors import InfeasibleError, ProcessError
+from autoshard.errors import InfeasibleError, ProcessError, StageRunError
 
 ROOT = Path(__file__).parents[2]
 
@@ -289,25 +289,33 @@ class Store:
         return self.values[key]
 
 
-def agree(*programs: Any, decide: Any = lambda: "the plan", wait_s: float = 0.3) -> list[Any]:
-    """What each process gets or raises; None stands for a process that does not come."""
-    store = Store()
-    results: list[Any] = [None] * len(programs)
+def in_threads(process: Callable[[int], Any], processes: Sequence[int], count: int) -> list[Any]:
+    """What each of so many processes, threads of this one, returns or raises; None of those that do not come."""
+    results: list[Any] = [None] * count
 
     def one(i: int) -> None:
         try:
-            peers = Peers(store=store, index=i, count=len(programs), wait_s=wait_s)
-            results[i] = peers.agree("step", programs[i], decide)
-        except (ProcessError, InfeasibleError, ZeroDivisionError) as error:
+            results[i] = process(i)
+        except (ProcessError, InfeasibleError, StageRunError, ZeroDivisionError) as error:
             results[i] = error
 
-    threads = [threading.Thread(target=one, args=(i,)) for i, p in enumerate(programs) if p is not None]
+    threads = [threading.Thread(target=one, args=(i,)) for i in processes]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=20)
         assert not thread.is_alive()
     return results
+
+
+def agree(*programs: Any, decide: Any = lambda: "the plan", wait_s: float = 0.3) -> list[Any]:
+    """What each process gets or raises; None stands for a process that does not come."""
+    store, count = Store(), len(programs)
+
+    def process(i: int) -> str:
+        return Peers(store=store, index=i, count=count, wait_s=wait_s).agree("step", programs[i], decide)
+
+    return in_threads(process, [i for i, program in enumerate(programs) if program is not None], count)
 
 
 def test_all_get_the_plan_of_process_0() -> None:

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from autoshard.api.multihost import Peers
 from autoshard.api.shared_steps import SharedStep
 from autoshard.errors import ProcessError, StageRunError
 from tests.api.test_own_stages import LEARNING_RATE, steps_of
-from tests.api.test_processes import Store, launched
+from tests.api.test_processes import Store, in_threads, launched
 from tests.end_to_end.test_numerics import TOLERANCE
 from tests.pipeline_parallel.test_in_stages import SMALL
 
@@ -116,8 +117,6 @@ def stage_processes(
 
 def single_process(model: str) -> list[float]:
     """The losses of three steps on one device."""
-    from functools import partial
-
     module, config = models.find(model, **SMALL)
     params = jax.jit(partial(module.init, config))(jax.random.key(1)).params
     batch = module.example_batch(config, batch=16)
@@ -199,22 +198,13 @@ class Values:
 
 def together(*parts: Any, wait_s: float = 5.0) -> list[Any]:
     """What each process that runs `part(step)` returns or raises; None stands for one that does not come."""
-    store = Store()
-    results: list[Any] = [None] * len(parts)
+    store, count = Store(), len(parts)
 
-    def one(i: int) -> None:
-        try:
-            with SharedStep(Peers(store=store, index=i, count=len(parts), wait_s=wait_s)) as step:
-                results[i] = parts[i](step)
-        except (ProcessError, StageRunError, ZeroDivisionError) as error:
-            results[i] = error
+    def process(i: int) -> Any:
+        with SharedStep(Peers(store=store, index=i, count=count, wait_s=wait_s)) as step:
+            return parts[i](step)
 
-    threads = [threading.Thread(target=one, args=(i,)) for i, part in enumerate(parts) if part is not None]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=20)
-        assert not thread.is_alive()
+    results = in_threads(process, [i for i, part in enumerate(parts) if part is not None], count)
     for key in [key for key in shared_steps._alive if key[0] == id(store)]:
         shared_steps._alive.pop(key).end()
     return results

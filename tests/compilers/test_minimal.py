@@ -124,6 +124,12 @@ def test_a_norm_s_scale_does_not_split_the_rows_that_were_gathered_for_it() -> N
     assert found.ok, str(found)
 
 
+def annotated(inputs: int, made: Any) -> Annotations:
+    """Constraints on made values alone, of a program whose inputs are whole."""
+    pins = Constraints(made=made, taken={}, inputs={}, outputs={})
+    return Annotations(inputs=dict.fromkeys(range(inputs), P()), outputs={}, pins=pins, donated=frozenset())
+
+
 def test_what_one_broadcast_meets_in_two_layouts_stays() -> None:
     def step(x: Any, y: Any, scale: Any) -> Any:
         return x * scale, y * scale, y * 2.0
@@ -133,12 +139,7 @@ def test_what_one_broadcast_meets_in_two_layouts_stays() -> None:
     gathered, cut, _ = program.outputs
     made = {program.makes[e][0]: (spec,) for e, spec in enumerate((P(), P("x"), P("x")))}
     for merges, expected in ((True, {gathered, cut}), (False, set[int]())):
-        annotations = Annotations(
-            inputs=dict.fromkeys(range(3), P()),
-            outputs={},
-            pins=Constraints(made=made, taken={}, inputs={}, outputs={}),
-            donated=frozenset(),
-        )
+        annotations = annotated(3, made)
         assert doubtful(program, annotations, set(), merges_broadcasts=merges, merges_casts=False)[0] == expected
 
 
@@ -154,12 +155,7 @@ def test_casts_of_one_value_in_two_layouts_stay() -> None:
         for v, spec in zip(program.outputs, (P("x"), P("x"), P(), P("x"), P(None, "x")), strict=True)
     }
     for merges, expected in ((True, set(program.outputs[:2])), (False, set[int]())):
-        annotations = Annotations(
-            inputs=dict.fromkeys(range(2), P()),
-            outputs={},
-            pins=Constraints(made=made, taken={}, inputs={}, outputs={}),
-            donated=frozenset(),
-        )
+        annotations = annotated(2, made)
         assert doubtful(program, annotations, set(), merges_broadcasts=False, merges_casts=merges)[0] == expected
 
 
