@@ -85,6 +85,17 @@ def test_what_updates_read_of_all_leaves_puts_them_into_one_group() -> None:
     assert [len(group.inputs) for group in state_groups(traced, tied)] == [2 * (LAYERS + 2)]
 
 
+def test_the_first_group_waits_for_every_gradient() -> None:
+    """XLA:GPU makes a weight's gradient as late as it can, and holds what it is made of until then."""
+    traced, tied = traced_of(step_of(OPTIMIZERS["adamw"]), arguments(OPTIMIZERS["adamw"]))
+    chosen = [i for group in state_groups(traced, tied) for i in group.inputs]
+    eqns = _jax.open_jaxpr(with_host_state(traced, tied, chosen).jaxpr).eqns
+    barrier = next(eqn for eqn in eqns if eqn.primitive.name == "optimization_barrier")
+    waited = [x.aval.shape for x in barrier.invars if not _jax.is_on_host(x.aval)]
+    assert waited.count((WIDTH, WIDTH)) >= LAYERS + 1
+    assert (WIDTH,) in waited
+
+
 def test_a_number_for_the_log_puts_nothing_together() -> None:
     optimizer = OPTIMIZERS["adamw"]
     plain = step_of(optimizer)
