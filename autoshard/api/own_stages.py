@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 from typing import Any, Unpack
 
 import jax
@@ -21,27 +22,26 @@ from autoshard.api.stage_devices import StageDevices
 from autoshard.api.stage_hand_overs import HandOvers
 from autoshard.api.stage_homes import Homes, home_specs
 from autoshard.api.stage_plans import (
-    COTANGENTS,
     FIT,
     KEEPS,
-    RESULTS,
-    STATE,
     ChunkPlan,
     StagePlanner,
-    bytes_of,
     peak_bytes,
-    plan_chunks,
     stage_target,
 )
+from autoshard.api.stage_search import StageSearch, best_parts, part_counts
 from autoshard.backends import devices
 from autoshard.backends.devices import MeshLike, Target
 from autoshard.errors import ArgumentError, MeshError, SpecError
+from autoshard.ir.accumulation import Parts, check_numbers
 from autoshard.ir.mesh import MeshAxes
 from autoshard.pipeline_parallel.own_stages import schedules
 from autoshard.pipeline_parallel.own_stages.loss import ChunkedLoss, chunked
 from autoshard.pipeline_parallel.own_stages.run import ChunkPrograms, Run
 from autoshard.pipeline_parallel.own_stages.table import Table, Work
-from autoshard.pipeline_parallel.own_stages.timeline import Timeline, simulate
+from autoshard.pipeline_parallel.own_stages.tasks import COTANGENTS, RESULTS, STATE
+from autoshard.pipeline_parallel.own_stages.timeline import Timeline
+from autoshard.planner.search_space import shared_prices
 from autoshard.report.tables import bytes_text
 
 _jax.hide_frames(__file__)
@@ -59,6 +59,7 @@ def in_own_stages(
     repeats: int = 1,
     layers: Sequence[int] | None = None,
     keep: str = FIT,
+    parts: Parts = None,
     mesh: MeshLike = None,
     hardware: str | cost_models.Hardware | None = None,
     has_aux: bool = False,
@@ -88,6 +89,9 @@ def in_own_stages(
         in the first and the last one.
       keep: what a stage holds of a micro-batch until its backward pass: "activations"; "states", what came in, from
         which the backward pass repeats the forward one; "fit", activations where they fit into the stage's memory.
+      parts: into how many parts of a micro-batch gradients are kept apart until the last micro-batch, and reduced then
+        once: a number, or the mesh axes over which the batch is split. None: every product of a stage's axes is tried
+        on the last stage, and the one that is fastest there is taken.
       mesh: of all devices, `{"stage": 4, "data": 2}`, a Mesh, or None for the mesh in context.
       hardware: all of it, as of `autoshard.plan`.
       has_aux: as of `in_stages`.
@@ -108,6 +112,7 @@ def in_own_stages(
         repeats=repeats,
         layers=None if layers is None else tuple(layers),
         keep=keep,
+        parts=parts if parts is None or isinstance(parts, int | str) else tuple(parts),
         has_aux=has_aux,
         mesh=mesh,
     )
@@ -124,10 +129,12 @@ class Staging:
     repeats: int
     layers: tuple[int, ...] | None
     keep: str
+    parts: Parts
     has_aux: bool
     mesh: MeshLike
 
     def __post_init__(self) -> None:
+        check_numbers(self.steps, self.parts)
         if self.keep not in KEEPS:
             raise SpecError(f"keep={self.keep!r}: it is one of {', '.join(map(repr, KEEPS))}")
 
@@ -214,9 +221,9 @@ class Pipeline:
         for s in range(t.stages):
             own = range(s, t.chunks, t.stages)
             count = " + ".join(str(self.layers[c]) for c in own)
-            forward = sum(_seconds(self.plans[c], Work.FORWARD) for c in own)
+            forward = sum(self.plans[c].seconds(Work.FORWARD) for c in own)
             backward = sum(
-                _seconds(self.plans[c], work) for c in own for work in (Work.BACKWARD, Work.WEIGHTS)[: 1 + t.splits]
+                self.plans[c].seconds(work) for c in own for work in (Work.BACKWARD, Work.WEIGHTS)[: 1 + t.splits]
             )
             held = max(self.plans[c].held_bytes for c in own)
             lines.append(
@@ -261,24 +268,31 @@ class OwnStages:
         asked = self._asked
         whole = devices.place(asked.mesh, self._options.hardware)
         table = asked.table(whole.axes.shape)
-        loss = chunked(
-            self._loss,
-            params,
-            batch,
-            rest,
-            steps=asked.steps,
-            chunks=table.chunks,
-            layers=asked.layers,
-            has_aux=asked.has_aux,
-        )
+
+        def in_parts(parts: int) -> ChunkedLoss:
+            return chunked(
+                self._loss,
+                (params, batch, rest),
+                steps=asked.steps,
+                parts=parts,
+                chunks=table.chunks,
+                layers=asked.layers,
+                has_aux=asked.has_aux,
+            )
+
         elsewhere = asked.mesh is not None and self._options.hardware is not None
         together = peers(whole, self._options, offline=elsewhere)
         if together is not None:
             live(together)
         planner = StagePlanner(target=stage_target(whole, asked.stages), options=self._options, peers=together)
-        plans = plan_chunks(loss, table, planner, asked.keep)
-        hop_s = max((_hop_s(plan, whole, asked.stages) for plan in plans[1:]), default=0.0)
-        timeline = simulate(table, lambda task: _seconds(plans[task.chunk], task.work), hop_s=hop_s)
+        examples = gcd(*(x.shape[0] // asked.steps for x in jax.tree.leaves(batch) if x.shape))
+        counts = part_counts(asked.parts, planner.target.axes, examples)
+        with shared_prices():
+            loss, end = best_parts(in_parts, counts, table, planner)
+            search = StageSearch(
+                loss=loss, table=table, planner=planner, keep=asked.keep, whole=whole, axis=asked.stages
+            )
+            plans, timeline = search.best(end)
         own = plans[0].whole.record.mesh.shape
         specs = home_specs(loss, table, plans, MeshAxes.of({asked.stages: table.stages, **own}))
         return Pipeline(
@@ -421,14 +435,3 @@ class Entry:
             mesh = self.devices.stages[self.pipeline.table.stage_of(chunk)]
             self._compiled[chunk, work] = emit.jitted(made.record, made.traced, mesh)
         return self._compiled[chunk, work]
-
-
-def _seconds(plan: ChunkPlan, work: Work) -> float:
-    """Predicted seconds of a task; the last chunk's forward pass is part of its backward pass."""
-    made = plan.program(work)
-    return 0.0 if made is None else made.cost
-
-
-def _hop_s(plan: ChunkPlan, whole: Target, axis: str) -> float:
-    """Seconds to hand a state from one stage to the next."""
-    return float(whole.machine.collective_s("collective-permute", (axis,), bytes_of(plan.whole, STATE)))

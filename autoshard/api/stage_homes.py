@@ -20,11 +20,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import _jax
 from autoshard.api.stage_devices import StageDevices
-from autoshard.api.stage_plans import MICROBATCH, SHARED, TOTAL, WEIGHTS, ChunkPlan
+from autoshard.api.stage_plans import ChunkPlan
 from autoshard.ir.accumulation import split_batch
 from autoshard.ir.mesh import MeshAxes
 from autoshard.pipeline_parallel.own_stages.loss import ChunkedLoss
 from autoshard.pipeline_parallel.own_stages.table import Table
+from autoshard.pipeline_parallel.own_stages.tasks import MICROBATCH, SHARED, TOTAL, WEIGHTS
 
 _jax.hide_frames(__file__)
 
@@ -46,11 +47,10 @@ def home_specs(loss: ChunkedLoss, table: Table, plans: Sequence[ChunkPlan], axes
     found: list[PartitionSpec] = []
     for place, aval in enumerate(loss.whole[: sum(chunks.params)]):
         if place in by_place:
-            spec = _of_total(chunks.trained(chunks.slices).index(by_place[place]), plans[-1])
-            first, *others = (*spec, *(None for _ in range(len(aval.shape) - len(spec))))
+            first, *others = _of_total(by_place[place], loss, plans)
             found.append(PartitionSpec((axes.names[0], *_names(first)), *others))
         elif chunks.whole[place] in stacked:
-            own = _of_total(chunks.trained(chunks.slices).index(stacked[chunks.whole[place]]), plans[-1])
+            own = _of_total(stacked[chunks.whole[place]], loss, plans)
             found.append(spread(aval.shape, PartitionSpec(None, *_tail(own)), axes))
         else:
             found.append(spread(aval.shape, _shared_spec(chunks.whole[place], loss, plans), axes))
@@ -81,8 +81,15 @@ def spread(shape: Sequence[int], spec: PartitionSpec, axes: MeshAxes) -> Partiti
     return PartitionSpec(*(tuple(names) if names else None for names in dims))
 
 
-def _of_total(k: int, plan: ChunkPlan) -> PartitionSpec:
-    return plan.specs(TOTAL)["weights"][k]
+def _of_total(k: int, loss: ChunkedLoss, plans: Sequence[ChunkPlan]) -> PartitionSpec:
+    """The layout that a stage's sum of the gradients of stacked weights has, by their place in `slices`."""
+    chunks, plan = loss.chunks, plans[loss.chunks.layered]
+    spec = plan.specs(TOTAL)["weights"][chunks.trained(chunks.slices).index(k)]
+    shape = chunks.slices[k].aval.shape
+    layers, *others = _of_sum(spec, len(shape), loss.parts)
+    if loss.parts > 1:
+        others = spread(shape[1:], PartitionSpec(*others), plan.whole.record.mesh)
+    return PartitionSpec(layers, *others)
 
 
 def _shared_spec(var: Any, loss: ChunkedLoss, plans: Sequence[ChunkPlan]) -> PartitionSpec:
@@ -91,8 +98,16 @@ def _shared_spec(var: Any, loss: ChunkedLoss, plans: Sequence[ChunkPlan]) -> Par
     for c, plan in enumerate(plans):
         variables = [chunks.shared[i] for i in chunks.shared_of(c)]
         if var in variables and variables.index(var) in chunks.trained(variables):
-            return plan.specs(TOTAL)["shared"][chunks.trained(variables).index(variables.index(var))]
+            spec = plan.specs(TOTAL)["shared"][chunks.trained(variables).index(variables.index(var))]
+            own = PartitionSpec(*_of_sum(spec, len(var.aval.shape), loss.parts))
+            return own if loss.parts == 1 else spread(var.aval.shape, own, plan.whole.record.mesh)
     return PartitionSpec()
+
+
+def _of_sum(spec: PartitionSpec, ndim: int, parts: int) -> list[Any]:
+    """A layout of sums of gradients, an entry per dimension; without that of parts, if there is one."""
+    own = [*spec][parts > 1 :]
+    return [*own, *(None for _ in range(ndim - len(own)))]
 
 
 def _names(dim: Any) -> tuple[str, ...]:
@@ -135,10 +150,10 @@ class Homes:
             if stage not in parts:
                 found.append(None)
                 continue
-            weights: Leaves = [None] * len(chunks.slices)
+            weights: Leaves = [None] * len(chunks.slices_of(c))
             for k, place in staying.items():
                 weights[k] = self._part(whole[place], stage)
-            for k, x in zip(self._packed, parts[stage][repeat], strict=True):
+            for k, x in zip(self._packed if weights else [], parts[stage][repeat], strict=True):
                 weights[k] = x
             taken = [self._same(shared[i], stage) for i in chunks.shared_of(c)]
             own_batch = [self._same(micro[i], stage) for i in chunks.microbatch_of(c)]
@@ -200,10 +215,12 @@ class Homes:
     @cached_property
     def _enter(self) -> Callable[..., Any]:
         chunks, table, first = self.loss.chunks, self.devices.table, self.devices.mesh.axis_names[0]
+        parts = self.loss.parts
 
         def enter(whole: Leaves, batch: Leaves) -> tuple[Leaves, Leaves, Leaves]:
             weights, shared = chunks.enter(whole, self._packed)
-            micro = [split_batch(x, table.steps, 1)[:, 0] for x in batch]
+            micro = [split_batch(x, table.steps, parts) for x in batch]
+            micro = [x[:, 0] for x in micro] if parts == 1 else micro
             weights = [
                 jax.lax.with_sharding_constraint(
                     _pack(x, self._rows), self.devices.at_home(PartitionSpec(None, None, *near))
@@ -257,12 +274,14 @@ class Homes:
         return self._cached("unpack", stage, lambda: self._make_unpack(stage))
 
     def _make_unpack(self, stage: int) -> Callable[..., Any]:
-        own = self._chunks_of(stage)
+        own, layers = self._chunks_of(stage), self.loss.chunks.layers
 
         def unpack(packed: Leaves) -> list[Leaves]:
-            return [[x[0, r, : self.loss.chunks.layers[c]] for x in packed] for r, c in enumerate(own)]
+            return [[x[0, r, : layers[c]] for x in packed] if layers[c] else [] for r, c in enumerate(own)]
 
-        places = [[self.devices.on_stage(c, self.plans[c].specs(WEIGHTS)[k]) for k in self._packed] for c in own]
+        places = [
+            [self.devices.on_stage(c, self.plans[c].specs(WEIGHTS)[k]) for k in self._packed if layers[c]] for c in own
+        ]
         return jax.jit(unpack, out_shardings=places)
 
     def _zeros(self, chunk: int) -> Callable[[], Any]:
@@ -284,12 +303,14 @@ class Homes:
         staying = stays(self.loss, self.devices.table)
         own, last = self._chunks_of(stage), chunks.count - 1
         shared = chunks.trained(chunks.shared)
-        rows = self._rows.shape[2]
+        rows, parts = self._rows.shape[2], self.loss.parts
 
         def finish(totals: list[Any]) -> tuple[Leaves, Leaves, Leaves, Leaves]:
             def of(k: int) -> Leaves:
-                dtype = chunks.slices[k].aval.dtype
-                return [total["weights"][trained.index(k)].astype(dtype) for total in totals]
+                aval, place = chunks.slices[k].aval, trained.index(k)
+                none = jnp.zeros((0, *aval.shape[1:]), aval.dtype)
+                given = [total["weights"] for total in totals]
+                return [_sum_of(x[place], parts).astype(aval.dtype) if x else none for x in given]
 
             direct = [of(k)[0] for k in staying]
             packed = [
@@ -302,10 +323,11 @@ class Homes:
                 places = chunks.shared_of(c)
                 mine = [places[i] for i in chunks.trained([chunks.shared[p] for p in places])]
                 for place, x in zip(mine, total["shared"], strict=True):
-                    sums[place] = sums[place] + x if place in sums else x
+                    whole = _sum_of(x, parts)
+                    sums[place] = sums[place] + whole if place in sums else whole
             shapes = {i: chunks.shared[i].aval for i in shared}
             wide = {i: jnp.promote_types(v.dtype, jnp.float32) for i, v in shapes.items()}
-            parts = [sums[i] if i in sums else jnp.zeros(shapes[i].shape, wide[i]) for i in shared]
+            own_sums = [sums[i] if i in sums else jnp.zeros(shapes[i].shape, wide[i]) for i in shared]
             if last in own:
                 results = [totals[own.index(last)]["value"], *totals[own.index(last)]["others"]]
             else:
@@ -316,14 +338,17 @@ class Homes:
                     if path.startswith(("total['value']", "total['others']"))
                 ]
                 results = [results[-1], *results[:-1]]
-            return direct, packed, [x[None] for x in parts], [x[None] for x in results]
+            if parts > 1:
+                value, *others = results
+                results = [value.sum(), *(x.reshape(-1, *x.shape[2:]) for x in others)]
+            return direct, packed, [x[None] for x in own_sums], [x[None] for x in results]
 
         def here(spec: PartitionSpec) -> NamedSharding:
             return self.devices.on_stage(own[0], spec)
 
-        direct = [here(_of_total(trained.index(k), self.plans[-1])) for k in staying]
+        direct = [here(_of_total(k, self.loss, self.plans)) for k in staying]
         packed = [
-            here(PartitionSpec(None, None, None, *_tail(_of_total(trained.index(k), self.plans[-1]))))
+            here(PartitionSpec(None, None, None, *_tail(_of_total(k, self.loss, self.plans))))
             for k in self._packed
             if k in trained
         ]
@@ -348,7 +373,11 @@ class Homes:
     def _weights_spec(self, k: int) -> PartitionSpec:
         """The layout in which a program of all devices brings stacked weights: that of their gradients, if any."""
         trained = self.loss.chunks.trained(self.loss.chunks.slices)
-        return _of_total(trained.index(k), self.plans[-1]) if k in trained else self.plans[-1].specs(WEIGHTS)[k]
+        return (
+            _of_total(k, self.loss, self.plans)
+            if k in trained
+            else self.plans[self.loss.chunks.layered].specs(WEIGHTS)[k]
+        )
 
     def _first_spec(self, place: int, argument: int) -> PartitionSpec:
         """The layout of a shared value, or a leaf of the batch, in the first chunk that takes it."""
@@ -400,6 +429,11 @@ class Homes:
 
 def _tail(spec: PartitionSpec) -> tuple[Any, ...]:
     return tuple(spec[1:])
+
+
+def _sum_of(total: Any, parts: int) -> Any:
+    """The sum of a total's parts."""
+    return total if parts == 1 else total.sum(0)
 
 
 def _pack(x: Any, rows: np.ndarray) -> Any:

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import gcd, prod
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from autoshard import _jax
@@ -16,11 +16,29 @@ from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends.devices import Target
 from autoshard.errors import InfeasibleError
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.recomputation import WRITTEN
 from autoshard.ir.rewrite import Hooks, evaluate
-from autoshard.pipeline_parallel.own_stages.keeping import Keeping, keeping
+from autoshard.pipeline_parallel.own_stages.keeping import Keeping
 from autoshard.pipeline_parallel.own_stages.loss import ChunkedLoss
 from autoshard.pipeline_parallel.own_stages.split import Split, split
 from autoshard.pipeline_parallel.own_stages.table import Table, Work
+from autoshard.pipeline_parallel.own_stages.tasks import (
+    COTANGENTS,
+    FORWARD,
+    KEPT,
+    RESULTS,
+    STATE,
+    TOTAL,
+    WEIGHTS,
+    arguments_of,
+    backward_task,
+    forward_task,
+    in_parts,
+    in_stack,
+    keeping_backward_task,
+    keeping_forward_task,
+    passes_of,
+)
 from autoshard.planner.leaf_rows import local_bytes
 from autoshard.planner.request import requests_of
 from autoshard.planner.requested_shardings import AUTO
@@ -33,11 +51,6 @@ ACTIVATIONS, STATES, FIT = KEEPS = ("activations", "states", "fit")
 Leaves = list[Any]
 _OWN = Hooks(own=True)
 
-# The arguments of a backward pass, by position; the last one only where activations are kept.
-TOTAL, WEIGHTS, SHARED, MICROBATCH, STATE, COTANGENTS, AT, KEPT = range(8)
-RESULTS = ("others", "value")  # parts of the total that are no sums of gradients
-FORWARD = (WEIGHTS, SHARED, MICROBATCH, STATE, AT)  # those of a forward pass
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkPlan:
@@ -46,7 +59,8 @@ class ChunkPlan:
     Attributes:
       whole: both passes in one program, (total, weights, shared, microbatch, state, cotangents, at) → (total,
         cotangents): what the layouts of its arguments come from, and the backward pass that repeats the forward one.
-      forward: (weights, shared, microbatch, state, at) → state; None of the last chunk.
+        Where micro-batches are split into parts, all but weights, shared values and `at` have a dimension of parts.
+      forward: (weights, shared, microbatch, state, at) → state; None of the last chunk, and where more is kept.
       kept: the passes with kept activations; None where the backward pass repeats the forward one.
     """
 
@@ -67,6 +81,11 @@ class ChunkPlan:
         if self.halves is None:
             return self.backward
         return self.halves.backward if work is Work.BACKWARD else self.halves.weights
+
+    def seconds(self, work: Work) -> float:
+        """Predicted seconds of a task; the last chunk's forward pass is part of its backward pass."""
+        made = self.program(work)
+        return 0.0 if made is None else made.cost
 
     @property
     def held_bytes(self) -> int:
@@ -160,15 +179,109 @@ class StagePlanner:
         *,
         donate: int | None = None,
     ) -> SolvedPlan:
-        """The plan of a program; process 0 makes it for all."""
+        """The plan of a program; process 0 makes it for all.
+
+        It is planned as it is written, and only where that does not fit with repeated values: a chunk works on one
+        micro-batch, whose activations are few.
+        """
         fn.__name__ = name
-        own = replace(self.options, in_shardings=tuple(shardings), out_shardings=outs, donate_argnums=donate)
-        call = own.call(fn, arguments, {})
-        return plan_or_load(tuple(requests_of(call, self.target, own.request)), own, peers=self.peers)
+        options = replace(self.options, in_shardings=tuple(shardings), out_shardings=outs, donate_argnums=donate)
+        try:
+            return self._planned(fn, arguments, replace(options, remat=WRITTEN))
+        except InfeasibleError:
+            return self._planned(fn, arguments, options)
+
+    def _planned(self, fn: Callable[..., Any], arguments: Sequence[Any], options: Options) -> SolvedPlan:
+        requests = requests_of(options.call(fn, arguments, {}), self.target, options.request)
+        return plan_or_load(tuple(requests), options, peers=self.peers)
 
 
-def plan_chunks(loss: ChunkedLoss, table: Table, planner: StagePlanner, keep: str) -> tuple[ChunkPlan, ...]:
-    """Plans every chunk: first the last one, whose layouts of the state, and of the layers' weights, the others take.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLayouts:
+    """Layouts that the chunks of a stage share: of states, of layers' weights and of the sums of their gradients.
+
+    Those that are not given are those of the chunk that is planned first.
+    """
+
+    states: Any = AUTO
+    weights: Any = AUTO
+    sums: Any = AUTO
+
+
+def plan_last(loss: ChunkedLoss, table: Table, planner: StagePlanner, given: StageLayouts) -> ChunkPlan:
+    """Plans the last chunk, whose layouts of the state, and of the layers' weights, the others take.
+
+    Args:
+      loss: the chunks.
+      table: what runs when.
+      planner: the mesh of a stage, and how programs are planned on it.
+      given: layouts that it has to have.
+
+    Raises:
+      InfeasibleError: it does not fit into the memory of a stage.
+    """
+    last = loss.chunks.count - 1
+    arguments = arguments_of(loss, last, table.steps)
+    shardings = _shardings(loss, last, arguments, given, AUTO)
+    name = f"stage_{table.stages - 1}_backward"
+    return ChunkPlan(
+        whole=planner.plan(backward_task(loss, last), name, arguments, shardings, AUTO, donate=TOTAL), forward=None
+    )
+
+
+def layouts_to_hold(loss: ChunkedLoss, table: Table, planner: StagePlanner, held: int) -> StageLayouts:
+    """The cheapest layouts with which a stage's memory holds all its chunks, and a number of states.
+
+    They are those of one program: a chunk that takes its weights and its sums from arrays of all the chunks of a
+    stage, and its state from an array of all that are held.
+
+    Args:
+      loss: the chunks.
+      table: what runs when.
+      planner: the mesh of a stage, and how programs are planned on it.
+      held: states.
+
+    Raises:
+      InfeasibleError: there are none.
+    """
+    chunk = loss.chunks.layered
+    arguments = arguments_of(loss, chunk, table.steps)
+    run = backward_task(loss, chunk)
+    chunks, states = (_whole_on_all(count, planner.target.axes) for count in (table.repeats, held))
+
+    def of_all(total: Any, weights: Leaves, shared: Leaves, micro: Leaves, given: Leaves, *rest: Any) -> Any:
+        def one(x: Any) -> Any:
+            return jax.lax.dynamic_index_in_dim(x, rest[-1], keepdims=False)
+
+        own = {**total, "weights": [one(x) for x in total["weights"]]}
+        new, before = run(own, [one(x) for x in weights], shared, micro, [one(x) for x in given], *rest)
+        pairs = zip(total["weights"], new["weights"], strict=True)
+        updated = [jax.lax.dynamic_update_index_in_dim(x, y, rest[-1], 0) for x, y in pairs]
+        return {**new, "weights": updated}, before
+
+    arguments[TOTAL] = {**arguments[TOTAL], "weights": in_stack(arguments[TOTAL]["weights"], chunks)}
+    arguments[WEIGHTS] = in_stack(arguments[WEIGHTS], chunks)
+    arguments[STATE] = in_stack(arguments[STATE], states)
+    plan = planner.plan(of_all, "stage_with_all_it_holds", arguments, [AUTO] * len(arguments), AUTO, donate=TOTAL)
+
+    def inside(specs: Any) -> list[PartitionSpec]:
+        return [PartitionSpec(*spec[1:]) for spec in specs]
+
+    total, weights, states_ = (plan.specs[i] for i in (TOTAL, WEIGHTS, STATE))
+    return StageLayouts(states=inside(states_), weights=inside(weights), sums=inside(total["weights"]))
+
+
+def _whole_on_all(count: int, axes: MeshAxes) -> int:
+    """At least so many, in a number that no axis divides, so that each lies where the others do."""
+    while gcd(count, prod(axes.sizes)) > 1:
+        count += 1
+    return count
+
+
+def plan_chunks(
+    loss: ChunkedLoss, table: Table, planner: StagePlanner, keep: str, end: ChunkPlan, given: StageLayouts
+) -> tuple[ChunkPlan, ...]:
+    """Plans every chunk.
 
     Chunks of the same program have one plan. "fit" keeps a stage's activations where they fit into its memory.
 
@@ -177,30 +290,42 @@ def plan_chunks(loss: ChunkedLoss, table: Table, planner: StagePlanner, keep: st
       table: what runs when.
       planner: the mesh of a stage, and how programs are planned on it.
       keep: "activations", "states" or "fit".
+      end: the plan of the last chunk.
+      given: layouts that chunks have to have.
 
     Raises:
       InfeasibleError: a stage does not fit into its memory.
     """
     last = loss.chunks.count - 1
-    found: dict[tuple[int, bool, bool], ChunkPlan] = {}
-    plans: list[ChunkPlan] = []
-    for chunk in range(last, -1, -1):
-        key = loss.chunks.layers[chunk], chunk == 0, chunk == last
-        if key not in found:
-            found[key] = _plan_chunk(loss, chunk, table, planner, plans[:1])
-        plans.append(found[key])
-    plans.reverse()
-    kept: dict[int, ChunkPlan | None] = {}  # by the plan's identity
+    chunks = loss.chunks
+    if chunks.layered == last:
+        given = replace(given, weights=end.specs(WEIGHTS), sums=end.specs(TOTAL)["weights"])
+    found: dict[tuple[int, bool], ChunkPlan] = {}
+    for chunk in (chunks.layered, *range(last)):
+        key = chunks.layers[chunk], chunk == 0
+        if chunk < last and key not in found:
+            found[key] = _plan_chunk(loss, chunk, table, planner, end, given)
+        if chunk == chunks.layered < last:
+            first = found[key]
+            given = replace(given, weights=first.specs(WEIGHTS), sums=first.specs(TOTAL)["weights"])
+    plans = [found[count, chunk == 0] for chunk, count in enumerate(chunks.layers[:last])] + [end]
+    kept: dict[int, ChunkPlan] = {}  # by the identity of the plan without them
     for stage in range(table.stages) if keep != STATES else ():
-        own = list(range(stage, table.chunks, table.stages))
-        more = list(plans)
-        for c in own:
-            if c < last:
+        own = [c for c in range(stage, table.chunks, table.stages) if c < last]
+        try:
+            for c in own:
                 if id(plans[c]) not in kept:
-                    kept[id(plans[c])] = _keeping(loss, c, table, planner, plans[c], keep)
-                more[c] = kept[id(plans[c])] or plans[c]
+                    kept[id(plans[c])] = _keeping(loss, c, table, planner, plans[c], end.specs(STATE))
+        except InfeasibleError:
+            if keep == ACTIVATIONS:
+                raise
+            continue
+        more = [kept[id(plan)] if c in own else plan for c, plan in enumerate(plans)]
         if keep == ACTIVATIONS or peak_bytes(more, table, stage) <= plans[0].whole.record.memory.limit_bytes:
             plans = more
+    alone = {id(plan): c for c, plan in enumerate(plans[:last]) if plan.kept is None}
+    with_forward = {key: _with_forward(loss, c, table, planner, plans[c], end.specs(STATE)) for key, c in alone.items()}
+    plans = [with_forward.get(id(plan), plan) for plan in plans]
     if table.splits:
         halved = {id(plan): _split(loss, c, table, planner, plan) for c, plan in enumerate(plans)}
         plans = [halved[id(plan)] for plan in plans]
@@ -230,46 +355,44 @@ def _check_memory(plans: Sequence[ChunkPlan], table: Table, stage: int) -> None:
 
 
 def _keeping(
-    loss: ChunkedLoss, chunk: int, table: Table, planner: StagePlanner, plan: ChunkPlan, keep: str
-) -> ChunkPlan | None:
-    """A chunk with kept activations; None if it does not fit, and need not."""
-    arguments = _arguments(loss, chunk, table)
-    micro = [_abstract(x.shape[1:], x.dtype) for x in arguments[MICROBATCH]]
-    passes = keeping(loss.chunks, chunk, [arguments[WEIGHTS], arguments[SHARED], micro, arguments[STATE]])
+    loss: ChunkedLoss, chunk: int, table: Table, planner: StagePlanner, plan: ChunkPlan, states: Any
+) -> ChunkPlan:
+    """A chunk with kept activations."""
+    arguments = arguments_of(loss, chunk, table.steps)
+    passes = passes_of(loss, chunk)
     name, specs = f"stage_{table.stage_of(chunk)}", plan.whole.specs
-    assert plan.forward is not None
-    try:
-        forward = planner.plan(
-            _forward_keeping(passes),
-            f"{name}_forward",
-            [arguments[i] for i in FORWARD],
-            [specs[i] for i in FORWARD],
-            (plan.forward.out_specs, AUTO),
-        )
-        backward = planner.plan(
-            _backward_of(passes),
-            f"{name}_backward",
-            [*arguments[:STATE], [arguments[STATE][i] for i in passes.held], *arguments[STATE + 1 :], passes.kept],
-            [*specs[:STATE], [specs[STATE][i] for i in passes.held], *specs[STATE + 1 :], forward.out_specs[1]],
-            plan.whole.out_specs,
-            donate=TOTAL,
-        )
-    except InfeasibleError:
-        if keep == ACTIVATIONS:
-            raise
-        return None
+    forward = planner.plan(
+        keeping_forward_task(loss, passes),
+        f"{name}_forward",
+        [arguments[i] for i in FORWARD],
+        [specs[i] for i in FORWARD],
+        (states, AUTO),
+    )
+    backward = planner.plan(
+        keeping_backward_task(loss, passes),
+        f"{name}_backward",
+        [
+            *arguments[:STATE],
+            [arguments[STATE][i] for i in passes.held],
+            *arguments[STATE + 1 :],
+            in_parts(passes.kept, loss.parts),
+        ],
+        [*specs[:STATE], [specs[STATE][i] for i in passes.held], *specs[STATE + 1 :], forward.out_specs[1]],
+        plan.whole.out_specs,
+        donate=TOTAL,
+    )
     return replace(plan, kept=KeptPlan(passes=passes, forward=forward, backward=backward))
 
 
 def _split(loss: ChunkedLoss, chunk: int, table: Table, planner: StagePlanner, plan: ChunkPlan) -> ChunkPlan:
     """A chunk whose backward pass is two programs."""
-    arguments = _arguments(loss, chunk, table)
-    fn = _backward(loss, chunk)
+    arguments = arguments_of(loss, chunk, table.steps)
+    fn = backward_task(loss, chunk)
     if plan.kept is not None:
         passes = plan.kept.passes
         arguments[STATE] = [arguments[STATE][i] for i in passes.held]
-        arguments.append(passes.kept)
-        fn = _backward_of(passes)
+        arguments.append(in_parts(passes.kept, loss.parts))
+        fn = keeping_backward_task(loss, passes)
     closed, (total, before) = jax.make_jaxpr(fn, return_shape=True)(*arguments)
     results = [name for name in sorted(total) if name in RESULTS]
     firsts = {name: jax.tree.map(lambda _, own=name in RESULTS: own, total[name]) for name in total}
@@ -308,7 +431,7 @@ def _split(loss: ChunkedLoss, chunk: int, table: Table, planner: StagePlanner, p
     )
     sums = {name: own_total[name] for name in own_total if name not in RESULTS}
     of_sums = {name: plan.specs(TOTAL)[name] for name in sums}
-    stash = [_abstract(v.aval.shape, v.aval.dtype) for v in halves.stash]
+    stash = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in halves.stash]
     second = planner.plan(
         weights,
         f"{name}_weights",
@@ -322,137 +445,48 @@ def _split(loss: ChunkedLoss, chunk: int, table: Table, planner: StagePlanner, p
 
 
 def _plan_chunk(
-    loss: ChunkedLoss, chunk: int, table: Table, planner: StagePlanner, end: Sequence[ChunkPlan]
+    loss: ChunkedLoss, chunk: int, table: Table, planner: StagePlanner, end: ChunkPlan, given: StageLayouts
 ) -> ChunkPlan:
-    arguments = _arguments(loss, chunk, table)
-    name = f"stage_{table.stage_of(chunk)}"
-    if not end:
-        shardings: list[Any] = [AUTO] * len(arguments)
-        outs: Any = AUTO
-    else:
-        state, cotangents = end[0].specs(STATE), end[0].whole.out_specs[1]
-        weights, total = end[0].specs(WEIGHTS), end[0].specs(TOTAL)["weights"]
-        shardings = [
-            {**dict.fromkeys(arguments[TOTAL], AUTO), "weights": total},
-            weights,
-            AUTO,
-            AUTO,
-            state if chunk else AUTO,
-            cotangents,
-            AUTO,
-        ]
-        outs = (AUTO, cotangents if chunk else AUTO)
-    run = _backward(loss, chunk)
+    """Plans a chunk but the last, `end`, in its layouts of the state."""
+    arguments = arguments_of(loss, chunk, table.steps)
+    name, state, cotangents = f"stage_{table.stage_of(chunk)}", end.specs(STATE), end.whole.out_specs[1]
+    shardings = _shardings(loss, chunk, arguments, replace(given, states=state), cotangents)
+    outs = (AUTO, cotangents if chunk else AUTO)
+    run = backward_task(loss, chunk)
     try:
         whole = planner.plan(run, f"{name}_backward", arguments, shardings, outs, donate=TOTAL)
     except InfeasibleError:
-        if not end:
-            raise
         shardings[TOTAL] = shardings[WEIGHTS] = AUTO  # in other layouts than those of the last stage it may fit
         whole = planner.plan(run, f"{name}_backward", arguments, shardings, outs, donate=TOTAL)
-    if not end:
-        return ChunkPlan(whole=whole, forward=None)
+    return ChunkPlan(whole=whole, forward=None)
+
+
+def _with_forward(
+    loss: ChunkedLoss, chunk: int, table: Table, planner: StagePlanner, plan: ChunkPlan, states: Any
+) -> ChunkPlan:
+    """A chunk that keeps nothing but what came in, with its forward pass."""
+    arguments, specs = arguments_of(loss, chunk, table.steps), plan.whole.specs
     forward = planner.plan(
-        _forward(loss, chunk),
-        f"{name}_forward",
+        forward_task(loss, chunk),
+        f"stage_{table.stage_of(chunk)}_forward",
         [arguments[i] for i in FORWARD],
-        [whole.specs[i] for i in FORWARD],
-        end[0].specs(STATE),
+        [specs[i] for i in FORWARD],
+        states,
     )
-    return ChunkPlan(whole=whole, forward=forward)
+    return replace(plan, forward=forward)
 
 
-def _arguments(loss: ChunkedLoss, chunk: int, table: Table) -> list[Any]:
-    """Abstract values of the arguments of a chunk's backward pass."""
-    chunks, last = loss.chunks, loss.chunks.count - 1
-    weights = [_abstract((chunks.layers[chunk], *v.aval.shape[1:]), v.aval.dtype) for v in chunks.slices]
-    variables = [chunks.shared[i] for i in chunks.shared_of(chunk)]
-    shared = [_abstract(v.aval.shape, v.aval.dtype) for v in variables]
-    micro = [_stacked(loss.microbatch[i], table.steps) for i in chunks.microbatch_of(chunk)]
-    total: dict[str, Any] = {
-        "weights": [_wide(weights[i]) for i in chunks.trained(chunks.slices)],
-        "shared": [_wide(shared[i]) for i in chunks.trained(variables)],
-    }
-    if chunk == last:
-        value = chunks.value
-        total |= {"value": _wide(value), "others": [_stacked(x, table.steps) for x in chunks.others]}
-    cotangents = [] if chunk == last else [chunks.state[i] for i in chunks.differentiable]
-    return [total, weights, shared, micro, chunks.state if chunk else [], cotangents, _abstract((), jnp.int32)]
-
-
-def _backward(loss: ChunkedLoss, chunk: int) -> Callable[..., Any]:
-    chunks, last = loss.chunks, loss.chunks.count - 1
-
-    def backward(
-        total: Any, weights: Leaves, shared: Leaves, microbatch: Leaves, state: Leaves, cotangents: Leaves, at: Any
-    ) -> tuple[Any, Leaves]:
-        own = _of_microbatch(microbatch, at)
-        of_weights, of_shared, before, results = chunks.backward(chunk, weights, shared, own, state, cotangents)
-        new = {"weights": _added(total["weights"], of_weights), "shared": _added(total["shared"], of_shared)}
-        if chunk == last:
-            value, *others = results
-            new["value"] = total["value"] + value.astype(total["value"].dtype) * chunks.scale
-            pairs = zip(total["others"], others, strict=True)
-            new["others"] = [jax.lax.dynamic_update_index_in_dim(x, y, at, 0) for x, y in pairs]
-        return new, before
-
-    return backward
-
-
-def _forward(loss: ChunkedLoss, chunk: int) -> Callable[..., Any]:
-    chunks = loss.chunks
-
-    def forward(weights: Leaves, shared: Leaves, microbatch: Leaves, state: Leaves, at: Any) -> Leaves:
-        own = _of_microbatch(microbatch, at)
-        return chunks.forward(chunk, weights, shared, own, state)
-
-    return forward
-
-
-def _forward_keeping(passes: Keeping) -> Callable[..., Any]:
-    def forward(weights: Leaves, shared: Leaves, microbatch: Leaves, state: Leaves, at: Any) -> tuple[Leaves, Leaves]:
-        return passes.forward(weights, shared, _of_microbatch(microbatch, at), state)
-
-    return forward
-
-
-def _backward_of(passes: Keeping) -> Callable[..., Any]:
-    def backward(
-        total: Any,
-        weights: Leaves,
-        shared: Leaves,
-        microbatch: Leaves,
-        state: Leaves,
-        cotangents: Leaves,
-        at: Any,
-        kept: Leaves,
-    ) -> tuple[Any, Leaves]:
-        own = _of_microbatch(microbatch, at)
-        of_weights, of_shared, before = passes.backward(weights, shared, own, state, kept, cotangents)
-        return {"weights": _added(total["weights"], of_weights), "shared": _added(total["shared"], of_shared)}, before
-
-    return backward
-
-
-def _of_microbatch(batch: Leaves, at: Any) -> Leaves:
-    return [jax.lax.dynamic_index_in_dim(x, at, keepdims=False) for x in batch]
-
-
-def _added(total: Leaves, more: Leaves) -> Leaves:
-    return [t + g.astype(t.dtype) for t, g in zip(total, more, strict=True)]
-
-
-def _abstract(shape: Sequence[int], dtype: Any) -> Any:
-    return jax.ShapeDtypeStruct(tuple(shape), dtype)
-
-
-def _stacked(x: Any, steps: int) -> Any:
-    return _abstract((steps, *x.shape), x.dtype)
-
-
-def _wide(x: Any) -> Any:
-    """Gradients are added up in float32 at least."""
-    return _abstract(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+def _shardings(
+    loss: ChunkedLoss, chunk: int, arguments: Sequence[Any], given: StageLayouts, cotangents: Any
+) -> list[Any]:
+    """The layouts of a backward pass's arguments, as far as they are given."""
+    shardings: list[Any] = [AUTO] * len(arguments)
+    sums, weights = (given.sums, given.weights) if loss.chunks.layers[chunk] else ([], [])
+    shardings[TOTAL] = {**dict.fromkeys(arguments[TOTAL], AUTO), "weights": sums}
+    shardings[WEIGHTS] = weights
+    shardings[STATE] = given.states if chunk else AUTO
+    shardings[COTANGENTS] = cotangents
+    return shardings
 
 
 def stage_target(whole: Target, stage: str) -> Target:

@@ -16,8 +16,9 @@ WAITED_FOR = 6  # collectives of the best planned stage that are named
 
 EXECUTABLE = (
     "data, FSDP, tensor, context and expert axes are those of the mesh that is given; stages are an axis of it: "
-    "`autoshard.in_own_stages` runs the row's schedule, a program per stage, and reduces gradients every microbatch; "
-    "`autoshard.in_stages` is one program with the same bubble, and the activations of all microbatches"
+    "`autoshard.in_own_stages` runs the row's schedule, a program per stage, and reduces gradients once a step or "
+    "every microbatch (`parts`); `autoshard.in_stages` is one program with the same bubble, and the activations of "
+    "all microbatches"
 )
 
 _HEAD = ("", "layout", "step", "tokens/s", "MFU", "memory", "runs by")

@@ -12,7 +12,7 @@ the loop communicates no gradient, and the sum is one float32 reduce-scatter or
 all-reduce. The program is plain JAX; nothing in it names a device.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import ceil, gcd, lcm, prod
 from pathlib import Path
@@ -250,11 +250,24 @@ def _examples(batch: Any) -> int:
 
 
 def _count(parts: Parts, said: str = "parts") -> int:
+    return count_of(parts, dict(jax.sharding.get_abstract_mesh().shape), said)
+
+
+def count_of(parts: Parts, sizes: Mapping[str, int], said: str = "parts") -> int:
+    """How many parts a number, or mesh axes, stand for; 1 where none are said, or there is no mesh.
+
+    Args:
+      parts: as in `accumulate`.
+      sizes: of the mesh's axes; empty without a mesh.
+      said: the argument that names them.
+
+    Raises:
+      SpecError: the mesh has no such axis.
+    """
     if parts is None:
         return 1
     if isinstance(parts, int):
         return parts
-    sizes = dict(jax.sharding.get_abstract_mesh().shape)
     names = (parts,) if isinstance(parts, str) else tuple(parts)
     missing = [name for name in names if name not in sizes]
     if sizes and missing:

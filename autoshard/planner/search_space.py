@@ -1,12 +1,15 @@
 """Search space: a request → every layout that its plan may have, priced."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 import numpy as np
 from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
+from autoshard.backends.devices import Target
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.resharding import Resharder
 from autoshard.costs.search_mesh import search_mesh
@@ -80,6 +83,19 @@ class SearchSpace:
         return _priced(request, self.gradient, self.decisions.graph, Stages(f"{request.title}, repriced"))
 
 
+_shared_prices: ContextVar[list[Resharder] | None] = ContextVar("shared_prices", default=None)
+
+
+@contextmanager
+def shared_prices() -> Generator[None]:
+    """A context in which all programs for the same machine share the prices of moving a value, made once per shape."""
+    token = _shared_prices.set([])
+    try:
+        yield
+    finally:
+        _shared_prices.reset(token)
+
+
 @collected_rarely()
 @refusing_depth
 def build_search_space(request: PlanRequest, prices: Resharder | None = None) -> SearchSpace:
@@ -143,7 +159,7 @@ def _priced(
                 )
     resharder = prices
     if resharder is None or resharder.mesh != real:
-        resharder = Resharder(real, target.machine, outermost=target.compiler.collectives_along_outermost_only)
+        resharder = _prices(target, real)
     required = Requirements(
         tied=tied,
         donated=shardings.donated,
@@ -163,6 +179,18 @@ def _priced(
         resharder=resharder,
         seconds=stages.seconds,
     )
+
+
+def _prices(target: Target, mesh: MeshAxes) -> Resharder:
+    """Prices of moves on a mesh; in a context that shares them, those of other programs for this machine."""
+    shared = _shared_prices.get()
+    for one in shared or ():
+        if one.mesh == mesh and one.machine is target.machine:
+            return one
+    made = Resharder(mesh, target.machine, outermost=target.compiler.collectives_along_outermost_only)
+    if shared is not None:
+        shared.append(made)
+    return made
 
 
 def decide_anew(space: SearchSpace, graph: Graph) -> Decisions:

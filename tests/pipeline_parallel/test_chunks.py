@@ -19,7 +19,7 @@ STEPS = 2
 
 
 def of(loss: Any, params: Any, examples: Any, *, layers: Any = None, chunks: int = 2) -> ChunkedLoss:
-    return chunked(loss, params, examples, (), steps=STEPS, chunks=chunks, layers=layers, has_aux=False)
+    return chunked(loss, (params, examples, ()), steps=STEPS, parts=1, chunks=chunks, layers=layers, has_aux=False)
 
 
 def by_chunks(loss: ChunkedLoss, params: Any, examples: Any, *, keeps: bool = False) -> tuple[Any, Any]:
@@ -121,12 +121,16 @@ def test_what_stages_would_change_is_refused(name: str) -> None:
 
 
 def test_what_does_not_divide_is_refused() -> None:
-    with pytest.raises(SpecError, match=f"{LAYERS} layers are not enough for 5 chunks"):
-        of(LOSSES["mean"], weights(), batch(), chunks=5)
-    with pytest.raises(SpecError, match=r"layers=\(1, 1\): 2 chunks .* and 4 in all"):
+    with pytest.raises(SpecError, match=f"{LAYERS} layers are not enough for 7 chunks"):
+        of(LOSSES["mean"], weights(), batch(), chunks=7)
+    with pytest.raises(SpecError, match=r"layers=\(2, 0, 2\): .* the first and the last, which may have none"):
+        of(LOSSES["mean"], weights(), batch(), chunks=3, layers=(2, 0, 2))
+    with pytest.raises(SpecError, match=r"layers=\(1, 1\): 2 chunks .* have 4 layers in all"):
         of(LOSSES["mean"], weights(), batch(), layers=(1, 1))
     with pytest.raises(SpecError, match="a batch of 12 does not split into 5 micro-batches"):
-        chunked(LOSSES["mean"], weights(), batch(), (), steps=5, chunks=2, layers=None, has_aux=False)
+        chunked(LOSSES["mean"], (weights(), batch(), ()), steps=5, parts=1, chunks=2, layers=None, has_aux=False)
+    with pytest.raises(SpecError, match="a batch of 12 does not split into 4 micro-batches of 2 parts: 8 must"):
+        chunked(LOSSES["mean"], (weights(), batch(), ()), steps=4, parts=2, chunks=2, layers=None, has_aux=False)
     with pytest.raises(ArgumentError, match=r"params\['n'\] is int32, which has no gradient"):
         of(lambda p, b: jnp.mean(outputs(p, b)), {**weights(), "n": np.zeros((), np.int32)}, batch())
 

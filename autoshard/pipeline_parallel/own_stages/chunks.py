@@ -37,7 +37,7 @@ class Chunks:
       cut: the loss in parts.
       params: which of its inputs are parameters.
       batch: which of its inputs are the micro-batch.
-      layers: how many layers each chunk has.
+      layers: how many layers each chunk has; the first and the last one may have none.
       scale: by what a micro-batch's loss is multiplied in the batch's.
     """
 
@@ -102,9 +102,18 @@ class Chunks:
         """How many chunks there are."""
         return len(self.layers)
 
+    @property
+    def layered(self) -> int:
+        """The last chunk that has layers."""
+        return max(c for c, count in enumerate(self.layers) if count)
+
+    def slices_of(self, chunk: int) -> list[Any]:
+        """The stacked weights of which a chunk has its part: all of them, or none without layers."""
+        return self.slices if self.layers[chunk] else []
+
     def shared_of(self, chunk: int) -> list[int]:
         """The places in `shared` of what a chunk takes."""
-        taken = named(self.cut.consts)
+        taken = named(self.cut.consts) if self.layers[chunk] else set[Any]()
         if chunk == 0:
             taken |= used(self.cut.before) | named(self._first)
         if chunk == self.count - 1:
@@ -183,12 +192,14 @@ class Chunks:
         given |= {self.of_microbatch[i]: x for i, x in zip(self.microbatch_of(chunk), microbatch, strict=True)}
         if chunk == 0:
             state = evaluate(cut.program(cut.before, list(given), self._first), list(given.values()), _OWN)
-        inside = given | {v: x for v, x in zip(self._first, state, strict=True) if not _jax.is_literal(v)}
         carries = len(cut.carry)
-        consts = [_jax.literal(v) if _jax.is_literal(v) else inside[v] for v in cut.consts]
-        operands = [*consts, *state[:carries], *weights]
-        with _jax.as_written(cut.layers):
-            results = _jax.bind(cut.layers, {**cut.layers.params, "length": self.layers[chunk]}, operands)
+        results = list(state[:carries])
+        if self.layers[chunk]:
+            inside = given | {v: x for v, x in zip(self._first, state, strict=True) if not _jax.is_literal(v)}
+            consts = [_jax.literal(v) if _jax.is_literal(v) else inside[v] for v in cut.consts]
+            operands = [*consts, *results, *weights]
+            with _jax.as_written(cut.layers):
+                results = _jax.bind(cut.layers, {**cut.layers.params, "length": self.layers[chunk]}, operands)
         state = [*results[:carries], *state[carries:]]
         if chunk < last:
             return state
@@ -219,7 +230,7 @@ class Chunks:
         self, chunk: int, weights: Leaves, shared: Leaves, microbatch: Leaves, state: Leaves
     ) -> tuple[Leaves, Callable[[Leaves], tuple[Leaves, Leaves, Leaves]]]:
         """What `forward` returns, and the function from cotangents to those of weights, shared values and state."""
-        of_weights = self.trained(self.slices)
+        of_weights = self.trained(self.slices_of(chunk))
         of_shared = self.trained([self.shared[i] for i in self.shared_of(chunk)])
         of_state = self.differentiable if chunk else []
 

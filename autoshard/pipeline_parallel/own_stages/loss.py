@@ -21,13 +21,15 @@ class ChunkedLoss:
     """A loss in chunks, and the pytrees that it had.
 
     Attributes:
-      chunks: the loss of a micro-batch.
+      chunks: the loss of a part of a micro-batch.
+      parts: into how many parts a micro-batch is split, which chunks work on side by side.
       aux: the structure of its other results.
-      microbatch: abstract values of a micro-batch's leaves.
+      microbatch: abstract values of the leaves of a part of a micro-batch.
       whole: those of the inputs that are no micro-batch's.
     """
 
     chunks: Chunks
+    parts: int
     aux: Any
     microbatch: tuple[Any, ...]
     whole: tuple[Any, ...]
@@ -35,11 +37,10 @@ class ChunkedLoss:
 
 def chunked(
     loss: Callable[..., Any],
-    params: Any,
-    batch: Any,
-    rest: tuple[Any, ...],
+    arguments: tuple[Any, Any, tuple[Any, ...]],
     *,
     steps: int,
+    parts: int,
     chunks: int,
     layers: Sequence[int] | None,
     has_aux: bool,
@@ -48,63 +49,72 @@ def chunked(
 
     Args:
       loss: as of `in_stages`.
-      params: pytrees of arrays or their shapes, as `batch` and `rest`.
-      batch: its leading dimension is divided.
-      rest: given to every micro-batch.
+      arguments: the parameters; the batch, whose leading dimension is divided; what every micro-batch is given: pytrees
+        of arrays or their shapes.
       steps: micro-batches.
+      parts: into how many parts each is split.
       chunks: how many chunks there are.
-      layers: how many layers each has; None: the same, and where that does not go, one less at the ends.
+      layers: how many layers each has, of which the first and the last may have none; None: the same, and where that
+        does not go, one less at the ends.
       has_aux: as of `jax.value_and_grad`.
 
     Raises:
       SpecError: something does not divide.
       StageError: the loss has no stack of layers, or is neither mean nor sum of its examples' losses.
     """
+    params, batch, rest = arguments
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ArgumentError(
                 f"params{jax.tree_util.keystr(path)} is {leaf.dtype}, which has no gradient; pass it after the batch"
             )
-    micro = jax.tree.map(lambda x: _part(x, steps), batch)
+    times = steps * parts
+    micro = jax.tree.map(lambda x: _part(x, steps, parts), batch)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, batch, rest))
-    scale = times_weight(loss, (params, micro, rest), shapes, steps, has_aux=has_aux)
+    scale = times_weight(loss, (params, micro, rest), shapes, times, has_aux=has_aux)
     traced = traced_loss(loss, params, micro, rest, has_aux=has_aux)
     leaves = jax.tree.leaves((params, micro, rest))
     of_params = tuple(i < len(jax.tree.leaves(params)) for i in range(len(leaves)))
-    parts = cut(traced.closed, traced.of_batch, 1)
+    pieces = cut(traced.closed, traced.of_batch, 1)
     found = Chunks(
-        cut=parts,
+        cut=pieces,
         params=of_params,
         batch=traced.of_batch,
-        layers=_layers(parts.length, chunks, layers),
-        scale=float(scale) / steps,
+        layers=_layers(pieces.length, chunks, layers),
+        scale=float(scale) / times,
     )
     return ChunkedLoss(
         chunks=found,
+        parts=parts,
         aux=traced.aux,
         microbatch=tuple(x for x, own in zip(leaves, traced.of_batch, strict=True) if own),
         whole=tuple(x for x, own in zip(leaves, traced.of_batch, strict=True) if not own),
     )
 
 
-def _part(x: Any, steps: int) -> Any:
+def _part(x: Any, steps: int, parts: int) -> Any:
     if not x.shape:
         raise SpecError(f"the batch holds a scalar, {x}, which does not split; pass it after the batch, in *rest")
-    if not x.shape[0] or x.shape[0] % steps:
-        raise SpecError(f"a batch of {x.shape[0]} does not split into {steps} micro-batches: {steps} must divide it")
-    return jax.ShapeDtypeStruct((x.shape[0] // steps, *x.shape[1:]), x.dtype)
+    times = steps * parts
+    if not x.shape[0] or x.shape[0] % times:
+        of_parts = f" of {parts} parts" if parts > 1 else ""
+        raise SpecError(
+            f"a batch of {x.shape[0]} does not split into {steps} micro-batches{of_parts}: {times} must divide it"
+        )
+    return jax.ShapeDtypeStruct((x.shape[0] // times, *x.shape[1:]), x.dtype)
 
 
 def _layers(length: int, chunks: int, layers: Sequence[int] | None) -> tuple[int, ...]:
     """How many layers each chunk has."""
     if layers is not None:
         own = tuple(layers)
-        if len(own) != chunks or sum(own) != length or min(own) < 1:
+        if len(own) != chunks or sum(own) != length or min(own) < 0 or 0 in own[1:-1]:
             raise SpecError(
-                f"layers={own}: {chunks} chunks (stages · repeats) have at least one layer each, and {length} in all"
+                f"layers={own}: {chunks} chunks (stages · repeats) have {length} layers in all, and each has one or "
+                "more, but for the first and the last, which may have none"
             )
         return own
-    if length < chunks:
+    if length < max(chunks - 2, 1):
         raise SpecError(f"{length} layers are not enough for {chunks} chunks (stages · repeats): take fewer stages")
     least, more = divmod(length, chunks)
     middle_first = sorted(range(chunks), key=lambda c: (c == chunks - 1, c == 0, c))  # the ends have embedding and head
