@@ -267,8 +267,9 @@ def layouts_to_hold(loss: ChunkedLoss, table: Table, planner: StagePlanner, held
     def inside(specs: Any) -> list[PartitionSpec]:
         return [PartitionSpec(*spec[1:]) for spec in specs]
 
-    total, weights, states_ = (plan.specs[i] for i in (TOTAL, WEIGHTS, STATE))
-    return StageLayouts(states=inside(states_), weights=inside(weights), sums=inside(total["weights"]))
+    total, weights, given = (plan.specs[i] for i in (TOTAL, WEIGHTS, STATE))
+    taken = inside(given) if chunk else AUTO  # the first chunk takes none
+    return StageLayouts(states=taken, weights=inside(weights), sums=inside(total["weights"]))
 
 
 def _whole_on_all(count: int, axes: MeshAxes) -> int:
@@ -309,18 +310,19 @@ def plan_chunks(
             first = found[key]
             given = replace(given, weights=first.specs(WEIGHTS), sums=first.specs(TOTAL)["weights"])
     plans = [found[count, chunk == 0] for chunk, count in enumerate(chunks.layers[:last])] + [end]
-    kept: dict[int, ChunkPlan] = {}  # by the identity of the plan without them
+    kept: dict[int, ChunkPlan | None] = {}  # by the identity of the plan without them; None: they do not fit
     for stage in range(table.stages) if keep != STATES else ():
         own = [c for c in range(stage, table.chunks, table.stages) if c < last]
-        try:
-            for c in own:
-                if id(plans[c]) not in kept:
-                    kept[id(plans[c])] = _keeping(loss, c, table, planner, plans[c], end.specs(STATE))
-        except InfeasibleError:
-            if keep == ACTIVATIONS:
-                raise
-            continue
-        more = [kept[id(plan)] if c in own else plan for c, plan in enumerate(plans)]
+        for c in own:
+            if id(plans[c]) in kept:
+                continue
+            try:
+                kept[id(plans[c])] = _keeping(loss, c, table, planner, plans[c], end.specs(STATE))
+            except InfeasibleError:
+                if keep == ACTIVATIONS:
+                    raise
+                kept[id(plans[c])] = None
+        more = [(kept[id(plan)] or plan) if c in own else plan for c, plan in enumerate(plans)]
         if keep == ACTIVATIONS or peak_bytes(more, table, stage) <= plans[0].whole.record.memory.limit_bytes:
             plans = more
     alone = {id(plan): c for c, plan in enumerate(plans[:last]) if plan.kept is None}

@@ -31,6 +31,7 @@ from autoshard.pipeline_parallel.own_stages.timeline import Timeline, simulate
 from autoshard.planner.leaf_rows import local_bytes
 
 WAITS = 0.02  # a step that waits for a smaller share of its time for what is handed on keeps its layouts
+MOST_HELD = 2**30  # places of an array that an int32 counts
 FILLED = 0.9  # of a stage's free memory, by states that are split over all of its devices
 
 
@@ -150,7 +151,7 @@ class StageSearch:
         devices = prod(plan.whole.record.mesh.sizes)
         split = sum(prod(x.shape) * x.dtype.itemsize for x in plan.avals(STATE)) // devices
         free = plan.whole.record.memory.limit_bytes - peak_bytes(plans, self.table, self.table.stages - 1)
-        return max(int(free / (split or 1) * FILLED), 1)
+        return min(max(int(free / (split or 1) * FILLED), 1), MOST_HELD)
 
     def _hop_s(self, plan: ChunkPlan) -> float:
         """Seconds to hand a state from one stage to the next."""
