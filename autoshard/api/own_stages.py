@@ -85,8 +85,8 @@ def in_own_stages(
       steps: micro-batches.
       schedule: "GPipe", "1F1B", "interleaved" or "zero-bubble", whose gradients of weights are programs of their own.
       repeats: chunks of layers per stage, of an interleaved schedule.
-      layers: how many layers each chunk has, in their order; None: as many each, and where that does not go, one less
-        in the first and the last one.
+      layers: how many layers each chunk has, in their order, of which the first and the last may have none; None: as
+        many each, and where that does not go, one less in the first and the last one.
       keep: what a stage holds of a micro-batch until its backward pass: "activations"; "states", what came in, from
         which the backward pass repeats the forward one; "fit", activations where they fit into the stage's memory.
       parts: into how many parts of a micro-batch gradients are kept apart until the last micro-batch, and reduced then
@@ -112,7 +112,7 @@ def in_own_stages(
         repeats=repeats,
         layers=None if layers is None else tuple(layers),
         keep=keep,
-        parts=parts if parts is None or isinstance(parts, int | str) else tuple(parts),
+        parts=parts,
         has_aux=has_aux,
         mesh=mesh,
     )

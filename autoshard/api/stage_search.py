@@ -160,7 +160,10 @@ class StageSearch:
 
 
 def _once_s(plan: ChunkPlan, planner: StagePlanner, parts: int) -> float:
-    """Seconds in which the sums of parts' gradients are reduced, each device keeping its share."""
+    """Seconds in which the sums of parts' gradients are reduced, each device keeping its share.
+
+    Weights are brought together once a step with one part, too, as far as sums of their gradients are split otherwise.
+    """
     if parts == 1:
         return 0.0
     record, traced = plan.whole.record, plan.whole.traced

@@ -103,7 +103,7 @@ def check_numbers(steps: object, parts: object) -> None:
     if steps != AUTO and not isinstance(steps, SupportsInt):
         raise SpecError(f'steps={steps!r}: write a number of micro-batches, or "auto" to let the plan choose it')
     for name, count in (("steps", steps), ("parts", parts)):
-        if isinstance(count, int | float) and (isinstance(count, bool) or count != int(count) or count < 1):
+        if isinstance(count, SupportsInt) and (isinstance(count, bool) or count != int(count) or int(count) < 1):
             raise SpecError(f"{name}={count}: a batch is split into at least one")
 
 
@@ -266,8 +266,8 @@ def count_of(parts: Parts, sizes: Mapping[str, int], said: str = "parts") -> int
     """
     if parts is None:
         return 1
-    if isinstance(parts, int):
-        return parts
+    if isinstance(parts, SupportsInt):
+        return int(parts)
     names = (parts,) if isinstance(parts, str) else tuple(parts)
     missing = [name for name in names if name not in sizes]
     if sizes and missing:

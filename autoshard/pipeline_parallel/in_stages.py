@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from autoshard import _jax
-from autoshard.errors import SpecError, StageError
+from autoshard.errors import SpecError
 from autoshard.ir.accumulation import (
     AUTO,
     Parts,
@@ -23,6 +23,7 @@ from autoshard.pipeline_parallel.cut import cut
 from autoshard.pipeline_parallel.microbatch_loss import times_weight, traced_loss
 from autoshard.pipeline_parallel.program import Staged
 from autoshard.pipeline_parallel.schedule import Schedule
+from autoshard.pipeline_parallel.side_by_side import side_by_side
 
 _jax.hide_frames(__file__)  # its equations stand where the user calls it
 
@@ -160,14 +161,13 @@ def _run(
             value, others = staged(jax.tree.leaves((params, chunk, rest)))
             return value * jnp.asarray(scale, value.dtype), jax.tree.unflatten(traced.aux, others)
 
-        try:
-            return jax.value_and_grad(mean, has_aux=True)(params)
-        except NotImplementedError as error:
-            # JAX's, of a primitive without a rule for vmap, by which stages run side by side; or of one without a
-            # derivative, which has none without stages either: then JAX's own error is what the user is told.
-            jax.eval_shape(jax.grad(loss, has_aux=has_aux), params, micro, *rest)
-            way_out = "write the layers in operations that jax.vmap knows, or plan without stages"
-            raise StageError(parted.where, f"JAX cannot run its layers side by side ({error})", way_out) from error
+        return side_by_side(
+            lambda: jax.value_and_grad(mean, has_aux=True)(params),
+            alone=lambda: jax.eval_shape(jax.grad(loss, has_aux=has_aux), params, micro, *rest),
+            what="its layers",
+            where=parted.where,
+            otherwise="plan without stages",
+        )
 
     if parts == 1:
         (value, aux), gradients = of_part(params, jax.tree.map(lambda x: x[0], chunks), rest)

@@ -183,11 +183,11 @@ def _priced(
 
 def _prices(target: Target, mesh: MeshAxes) -> Resharder:
     """Prices of moves on a mesh; in a context that shares them, those of other programs for this machine."""
-    shared = _shared_prices.get()
+    shared, outermost = _shared_prices.get(), target.compiler.collectives_along_outermost_only
     for one in shared or ():
-        if one.mesh == mesh and one.machine is target.machine:
+        if one.mesh == mesh and one.machine is target.machine and one.outermost == outermost:
             return one
-    made = Resharder(mesh, target.machine, outermost=target.compiler.collectives_along_outermost_only)
+    made = Resharder(mesh, target.machine, outermost=outermost)
     if shared is not None:
         shared.append(made)
     return made

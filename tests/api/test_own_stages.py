@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 import autoshard
 import models
@@ -16,6 +18,7 @@ from autoshard import SpecError, StageError, in_own_stages
 from autoshard.errors import ArgumentError, MeshError, StageRunError
 from autoshard.pipeline_parallel.own_stages import run as runs
 from autoshard.pipeline_parallel.own_stages.tasks import TOTAL
+from autoshard.rules.rule import unregister
 from benchmarks.own_stages import planned
 from models.training import adamw
 from tests.end_to_end.test_numerics import ROUNDING, STEPS, TOLERANCE, WITHOUT_GRADIENT, errors, wrong
@@ -259,6 +262,42 @@ def test_gradients_are_reduced_once_where_that_is_faster() -> None:
     assert all("data" in spec for spec in homes)  # each device keeps its share of what is reduced
 
 
+def kernel_loss(bwd: Any) -> Any:
+    """A loss with a kernel that `jax.vmap` does not know, whose derivative is `bwd`."""
+    kernel = Primitive("kernel_of_own_stages")
+    kernel.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(kernel, mlir.lower_fun(lambda x: 2 * x, multiple_results=False))
+    autoshard.register_rule(kernel, "... -> ...", replace=True)
+    doubled = jax.custom_vjp(kernel.bind)
+    doubled.defvjp(lambda x: (kernel.bind(x), None), bwd)
+
+    def loss(params: Any, batch: Any) -> Any:
+        x, _ = jax.lax.scan(lambda x, own: (jnp.tanh(doubled(x @ own["up"]) @ own["down"]), None), batch, params)
+        return jnp.mean(x)
+
+    return loss
+
+
+def test_kernels_without_a_rule_for_vmap_run_in_one_part() -> None:
+    batch = jax.ShapeDtypeStruct((32, 8), jnp.float32)
+    params = {"up": jax.ShapeDtypeStruct((2, 8, 8), jnp.float32), "down": jax.ShapeDtypeStruct((2, 8, 8), jnp.float32)}
+    known = kernel_loss(lambda _, g: (2 * g,))
+    try:
+        assert staged(known).plan(params, batch).loss.parts == 1
+        with pytest.raises(StageError, match="JAX cannot run parts of a micro-batch side by side") as caught:
+            staged(known, parts=2).plan(params, batch)
+        assert "test_own_stages.py" in caught.value.where
+
+        def without(_: Any, g: Any) -> Any:
+            raise NotImplementedError("no derivative of the kernel")
+
+        for parts in (None, 2):
+            with pytest.raises(NotImplementedError, match="no derivative of the kernel"):
+                staged(kernel_loss(without), parts=parts).plan(params, batch)
+    finally:
+        unregister("kernel_of_own_stages")
+
+
 def test_states_are_split_where_those_that_a_stage_holds_do_not_fit_otherwise() -> None:
     batch = jax.ShapeDtypeStruct((64, 512, 1024), jnp.float32)
     how = {"mesh": {"stage": 2, "model": 4}, "hardware": "h100:1x8", "steps": 64, "schedule": "GPipe", "keep": "states"}
@@ -266,6 +305,29 @@ def test_states_are_split_where_those_that_a_stage_holds_do_not_fit_otherwise() 
     tight = staged(wide_loss, **how, memory=loose.peaks[1] // 2 + 20_000_000).plan(WIDE, batch)
     assert [loose.plans[1].held_bytes, tight.plans[1].held_bytes] == [512 * 1024 * 4, 512 * 1024]
     assert loose.cost < tight.cost
+
+
+@pytest.mark.slow
+def test_a_first_stage_with_all_layers_is_planned_again_without_states() -> None:
+    """Its memory is short of weights: with all of them, and no state, whose layout is the last stage's own."""
+    batch = jax.ShapeDtypeStruct((64, 512, 1024), jnp.float32)
+    how = {"mesh": {"stage": 2, "model": 4}, "hardware": "h100:1x8", "steps": 64, "schedule": "GPipe", "keep": "states"}
+    how |= {"layers": (4, 0)}
+    loose = staged(wide_loss, **how).plan(WIDE, batch)
+    tight = staged(wide_loss, **how, memory=loose.peaks[0] - 30_000_000).plan(WIDE, batch)
+    assert max(tight.peaks) <= loose.peaks[0] - 30_000_000
+
+
+@pytest.mark.slow
+def test_a_chunk_repeats_values_only_where_it_does_not_fit_otherwise() -> None:
+    batch = jax.ShapeDtypeStruct((64, 512, 1024), jnp.float32)
+    how = {"hardware": "h100:1x4", "keep": "states", "parts": 1}
+    loose = staged(wide_loss, **how).plan(WIDE, batch)
+    limit = int(0.8 * min(loose.peaks))
+    tight = staged(wide_loss, **how, memory=limit).plan(WIDE, batch)
+    assert all(plan.whole.record.recomputation is None for plan in loose.plans)
+    assert all(plan.whole.record.recomputation is not None for plan in tight.plans)
+    assert max(tight.peaks) <= limit
 
 
 @pytest.mark.slow

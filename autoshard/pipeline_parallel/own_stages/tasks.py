@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from autoshard import _jax
-from autoshard.errors import StageError
 from autoshard.pipeline_parallel.own_stages.keeping import Keeping, keeping
 from autoshard.pipeline_parallel.own_stages.loss import ChunkedLoss
+from autoshard.pipeline_parallel.side_by_side import side_by_side
 
 _jax.hide_frames(__file__)  # its equations stand where the user wrote them
 
@@ -66,7 +66,7 @@ def forward_task(loss: ChunkedLoss, chunk: int) -> Callable[..., Any]:
         return loss.chunks.forward(chunk, weights, shared, microbatch, state)
 
     def forward(weights: Leaves, shared: Leaves, microbatch: Leaves, state: Leaves, at: Any) -> Leaves:
-        return _side_by_side(loss, of_part)(weights, shared, _of_microbatch(microbatch, at), state)
+        return _of_parts(loss, of_part)(weights, shared, _of_microbatch(microbatch, at), state)
 
     return forward
 
@@ -82,7 +82,7 @@ def backward_task(loss: ChunkedLoss, chunk: int) -> Callable[..., Any]:
         total: Any, weights: Leaves, shared: Leaves, microbatch: Leaves, state: Leaves, cotangents: Leaves, at: Any
     ) -> tuple[Any, Leaves]:
         own = _of_microbatch(microbatch, at)
-        run = _side_by_side(loss, of_part)
+        run = _of_parts(loss, of_part)
         of_weights, of_shared, before, results = run(weights, shared, own, state, cotangents)
         new = {"weights": _added(total["weights"], of_weights), "shared": _added(total["shared"], of_shared)}
         if chunk == last:
@@ -104,7 +104,7 @@ def keeping_forward_task(loss: ChunkedLoss, passes: Keeping) -> Callable[..., An
     """(weights, shared, microbatch, state, at) → (state, kept)."""
 
     def forward(weights: Leaves, shared: Leaves, microbatch: Leaves, state: Leaves, at: Any) -> tuple[Leaves, Leaves]:
-        return _side_by_side(loss, passes.forward)(weights, shared, _of_microbatch(microbatch, at), state)
+        return _of_parts(loss, passes.forward)(weights, shared, _of_microbatch(microbatch, at), state)
 
     return forward
 
@@ -123,26 +123,27 @@ def keeping_backward_task(loss: ChunkedLoss, passes: Keeping) -> Callable[..., A
         kept: Leaves,
     ) -> tuple[Any, Leaves]:
         own = _of_microbatch(microbatch, at)
-        run = _side_by_side(loss, passes.backward)
+        run = _of_parts(loss, passes.backward)
         of_weights, of_shared, before = run(weights, shared, own, state, kept, cotangents)
         return {"weights": _added(total["weights"], of_weights), "shared": _added(total["shared"], of_shared)}, before
 
     return backward
 
 
-def _side_by_side(loss: ChunkedLoss, of_part: Callable[..., Any]) -> Callable[..., Any]:
+def _of_parts(loss: ChunkedLoss, of_part: Callable[..., Any]) -> Callable[..., Any]:
     """A function of weights, shared values and what belongs to a part of a micro-batch, of all parts."""
     if loss.parts == 1:
         return of_part
 
     def of_all(weights: Leaves, shared: Leaves, *others: Leaves) -> Any:
-        try:
-            return jax.vmap(of_part, (None, None, *(0 for _ in others)))(weights, shared, *others)
-        except NotImplementedError as error:  # JAX's, of a primitive without a rule for vmap
-            way_out = "write the layers in operations that jax.vmap knows, or take parts=1"
-            raise StageError(
-                loss.chunks.cut.where, f"JAX cannot run parts of a batch side by side ({error})", way_out
-            ) from error
+        first = [[_abstract(x.shape[1:], x.dtype) for x in leaves] for leaves in others]
+        return side_by_side(
+            lambda: jax.vmap(of_part, (None, None, *(0 for _ in others)))(weights, shared, *others),
+            alone=lambda: jax.eval_shape(of_part, weights, shared, *first),
+            what="parts of a micro-batch",
+            where=loss.chunks.cut.where,
+            otherwise="take parts=1",
+        )
 
     return of_all
 
