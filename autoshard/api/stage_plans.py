@@ -244,7 +244,7 @@ def layouts_to_hold(loss: ChunkedLoss, table: Table, planner: StagePlanner, held
     Raises:
       InfeasibleError: there are none.
     """
-    chunk = loss.chunks.layered
+    chunk = loss.chunks.layered or loss.chunks.count - 1  # the first chunk takes no state
     arguments = arguments_of(loss, chunk, table.steps)
     run = backward_task(loss, chunk)
     chunks, states = (_whole_on_all(count, planner.target.axes) for count in (table.repeats, held))
@@ -268,8 +268,9 @@ def layouts_to_hold(loss: ChunkedLoss, table: Table, planner: StagePlanner, held
         return [PartitionSpec(*spec[1:]) for spec in specs]
 
     total, weights, given = (plan.specs[i] for i in (TOTAL, WEIGHTS, STATE))
-    taken = inside(given) if chunk else AUTO  # the first chunk takes none
-    return StageLayouts(states=taken, weights=inside(weights), sums=inside(total["weights"]))
+    if not loss.chunks.layers[chunk]:
+        return StageLayouts(states=inside(given))
+    return StageLayouts(states=inside(given), weights=inside(weights), sums=inside(total["weights"]))
 
 
 def _whole_on_all(count: int, axes: MeshAxes) -> int:

@@ -147,7 +147,7 @@ class StageSearch:
 
     def _held_if_split(self, plans: Sequence[ChunkPlan]) -> int:
         """How many states a stage could hold if each was split over all of its devices, and hardly in other layouts."""
-        plan = plans[self.loss.chunks.layered]
+        plan = plans[self.loss.chunks.layered or -1]  # the first chunk takes no state
         devices = prod(plan.whole.record.mesh.sizes)
         split = sum(prod(x.shape) * x.dtype.itemsize for x in plan.avals(STATE)) // devices
         free = plan.whole.record.memory.limit_bytes - peak_bytes(plans, self.table, self.table.stages - 1)
