@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from autoshard import _jax
 from autoshard.backends.shardy.propagation import Annotations
+from autoshard.ir.bodies import opened
 from autoshard.ir.constraints import Constraints, Specs
 from autoshard.ir.graph import Path
 from autoshard.ir.layers import Layers, Shorter, Steps, without
@@ -68,9 +69,27 @@ def _shortened(now: Probed) -> Probed | None:
             continue
         gone = range(row.start + KEPT - 1, row.stop - 1)
         shorter = without(layers, gone, gone.start - 1)
-        if shorter is not None:
-            return _Shortening(now, layers, shorter).done()
+        found = None if shorter is None else _Shortening(now, layers, shorter).done()
+        if found is not None and _asks_all(found):
+            return found
     return None
+
+
+def _asks_all(shorter: Probed) -> bool:
+    """Whether results depend on all that is constrained.
+
+    Not if the layers are links of a chain, as the sum over all gradients that `optax.clip_by_global_norm` needs may
+    be: it is shorter, and what it summed is computed for nothing.
+    """
+    body = opened(shorter.traced.jaxpr)
+    read = {atom for atom in body.outvars if not _jax.is_literal(atom)}
+    live: set[int] = set()
+    for k in range(len(body.steps) - 1, -1, -1):
+        eqn = body.steps[k].eqn
+        if eqn.effects or not read.isdisjoint(eqn.outvars):
+            live.add(k)
+            read.update(atom for atom in eqn.invars if not _jax.is_literal(atom))
+    return all(key[0][0] in live for name, key in shorter.origin if name in ("made", "taken"))
 
 
 def _longest_row(kinds: list[int]) -> range:

@@ -1,9 +1,12 @@
 """Of many equal layers a few are probed, and tell which constraints of all are needed."""
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec as P
 
 import autoshard
@@ -82,3 +85,25 @@ def test_a_program_that_is_shorter_is_probed_as_it_is_though_nothing_stands_for_
     assert probed.traced is not plan.planned.traced
     assert not probed.like
     assert [c.kind for c in plan.record.collectives] == ["all-gather"] * 2  # test_sharing compiles it
+
+
+def test_the_links_of_a_chain_are_no_layers_if_what_they_sum_is_constrained() -> None:
+    """The norm over all gradients, one link for every weight; no weight's shape is another's."""
+    widths = [256 * i for i in range(1, 8)]
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            h = x
+            for one in w:
+                h = jnp.tanh(h @ one)
+            return jnp.mean(h**2)
+
+        clip = optax.clip_by_global_norm(1.0)
+        gradients, _ = clip.update(jax.grad(loss)(w), clip.init(w))
+        return jax.tree.map(lambda one, gradient: one - 0.1 * gradient, w, gradients)
+
+    w = [jax.ShapeDtypeStruct(shape, "float32") for shape in pairwise(widths)]
+    x = jax.ShapeDtypeStruct((512, widths[0]), "float32")
+    plan = autoshard.plan(step, w, x, mesh={"data": 2, "model": 4}, hardware="h100:1x8", rel_gap=0.2, donate_argnums=0)
+    assert plan.record.pins.made
+    assert max(layers.count for layers in plan.planned.traced.layers) > fewer_layers.KEPT
