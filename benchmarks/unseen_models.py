@@ -25,6 +25,7 @@ OPTIMIZERS: Mapping[str, Callable[[], optax.GradientTransformation]] = {
     "adamw": lambda: optax.adamw(1e-3),
     "sgd": lambda: optax.sgd(1e-2),
     "adafactor": lambda: optax.adafactor(1e-3),
+    "lamb": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(1e-3)),
 }
 
 
@@ -261,6 +262,17 @@ MODELS: Mapping[str, Model] = {
         vocabulary=64_000,
         gated=False,
         optimizer="adafactor",
+    ),
+    "lamb-64k": Model(
+        layers=4,
+        width=1024,
+        heads=16,
+        groups=16,
+        head_width=64,
+        features=4096,
+        vocabulary=64_000,
+        gated=False,
+        optimizer="lamb",
     ),
     "normed-heads-few": Model(
         layers=4,

@@ -45,6 +45,7 @@ from typing import TypeVar
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.compute import multiplies
 from autoshard.costs.resharding import BUCKET_BYTES, TRIP_BYTES
+from autoshard.costs.unmerged_sums import unmerged_sums
 from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import BRANCH_JOIN, LOOP_CARRY, LOOP_RESULT, LOOP_STACK
 
@@ -162,7 +163,9 @@ def overlap_windows(graph: Graph, compiler: CompilerModel) -> OverlapWindows:
     if not compiler.hides_behind_late_work:
         return found
     found = _add_loop_starts(graph, _divide(graph, found, outer, inner), inner, awaited)
-    return _around_loops(graph, found, outer, awaited) if graph.loops else _at_the_end(graph, found, outer)
+    found = _around_loops(graph, found, outer, awaited) if graph.loops else _at_the_end(graph, found, outer)
+    alone = unmerged_sums(graph, _updates(graph, outer))
+    return replace(found, of_value=tuple(None if v in alone else w for v, w in enumerate(found.of_value)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

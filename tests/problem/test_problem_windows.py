@@ -330,3 +330,24 @@ def test_a_gpu_reduces_gradients_beside_those_of_other_weights_alone() -> None:
         if eqn.primitive == "dot_general" and LATE in dict(found.covers[found.of_equation[e]])
     }
     assert covering == gradients
+
+
+def test_a_sum_of_the_updates_that_waits_for_another_hides_behind_nothing() -> None:
+    """The norm of a gradient waits for no other sum; that of what is made with it does.
+
+    The first two gradients are the last to be made, whose reductions hide behind nothing, nor do their norms.
+    """
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jnp.sum(jnp.tanh(jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]) @ w[2]))
+
+        scaled = [g / jnp.sum(g**2) for g in jax.grad(loss)(w)]
+        return [one - part / jnp.sum(part**4) for one, part in zip(w, scaled, strict=True)]
+
+    w = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 32), (32, 32), (32, 8))]
+    graph = build(jax.make_jaxpr(step)(w, jax.ShapeDtypeStruct((64, 16), jnp.float32)), "cpu")
+    sums = [v for e, (v, *_) in enumerate(graph.results) if graph.eqns[e].primitive == "reduce_sum"][-6:]
+    windows = {of.name: overlap_windows(graph, of).of_value for of in (XLA_GPU, XLA_TPU)}
+    assert [windows["gpu"][v] is None for v in sums] == [True, True, False, True, True, True]
+    assert all(windows["tpu"][v] is not None for v in sums)
