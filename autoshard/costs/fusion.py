@@ -18,7 +18,8 @@ class FusionTraits:
     """Per equation: `pointwise`, `fuses`, `flows` (its operands may all be unreduced).
 
     Values: `free` are constants, and values computed from constants alone without a contraction. Of the
-    values that may be unreduced, `products` come from one contraction and `added` from several.
+    values that may be unreduced, `products` come from one contraction and `added` from several, and `turned_terms`
+    are transposed or reshaped for additions of such values alone.
     """
 
     pointwise: tuple[bool, ...]
@@ -27,6 +28,7 @@ class FusionTraits:
     free: frozenset[int]
     products: frozenset[int]
     added: frozenset[int]
+    turned_terms: frozenset[int]
 
 
 def fusion_traits(
@@ -48,6 +50,7 @@ def fusion_traits(
         free=_free(graph, fuses),
         products=products,
         added=added,
+        turned_terms=_turned_terms(graph, flows),
     )
 
 
@@ -115,10 +118,25 @@ def _find_sums(graph: Graph, flows: Sequence[bool]) -> tuple[frozenset[int], fro
     return frozenset(products), frozenset(added)
 
 
+def _turned_terms(graph: Graph, flows: Sequence[bool]) -> frozenset[int]:
+    """The values that are taken for additions alone, in another order of dimensions; all of it may be unreduced."""
+    found: set[int] = set()
+    for v, uses in graph.consumers.items():
+        turned = [r for e, _ in uses for r in graph.results[e] if flows[e] and graph.eqns[e].traits.reshapes]
+        users = [e for r in turned for e, _ in graph.consumers.get(r, ())]
+        if len(turned) == len(uses) and users and all(flows[e] and graph.eqns[e].traits.addition for e in users):
+            found.add(v)
+    return frozenset(found - set(graph.outputs))
+
+
 def _sum_flows(graph: Graph, rules: Sequence[ShardingRule], compiler: CompilerModel) -> tuple[bool, ...]:
     """Whether the operands of each equation may all be unreduced: not where the compiler finishes them first."""
     summing: set[int] = set()
-    added = {v for e, eqn in enumerate(graph.eqns) if eqn.traits.addition for v in graph.operands[e]}
+    added: set[int] = set()  # also under the names that transposes give to a term, one after the other
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        traits = graph.eqns[e].traits
+        if traits.addition or (traits.passes_sums and not added.isdisjoint(graph.results[e])):
+            added.update(graph.operands[e])
     flows = [False] * len(graph.eqns)
     for e, (eqn, rule) in enumerate(zip(graph.eqns, rules, strict=True)):
         if eqn.traits.passes_sums and rule.linear:

@@ -99,12 +99,16 @@ def test_a_value_is_moved_before_or_behind_the_cast_that_widens_it(compiler: Com
 PRODUCTS, SPLIT = (BF16(512, 1024), BF16(1024, 512)) * 2, (P(None, "x"), P("x")) * 2
 
 
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
-def test_terms_of_a_sum_are_added_before_they_are_reduced_or_behind(compiler: CompilerName, topology: str) -> None:
-    """Constraints finish each by itself. XLA:CPU reduces in float32."""
+def test_terms_of_a_sum_are_added_before_they_are_reduced_or_behind(
+    compiler: CompilerName, topology: str, *, turned: bool
+) -> None:
+    """Constraints finish each by itself, before it is transposed, too. XLA:CPU reduces in float32."""
 
     def added(a: jax.Array, b: jax.Array, c: jax.Array, d: jax.Array) -> jax.Array:
-        return jnp.sin(constrained(a @ b) + constrained(c @ d))
+        terms = constrained(a @ b), constrained(c @ d)
+        return jnp.sin(terms[0].T + terms[1].T if turned else terms[0] + terms[1])
 
     found = collectives(text_of(topology, added, PRODUCTS, SPLIT))
     assert {c.kind for c in found} == {"all-reduce"}

@@ -193,3 +193,19 @@ def test_a_space_that_is_repriced_is_that_of_a_request_on_the_other_machine() ->
     costs = [formulate(s.decisions, s.resharder, memory_bytes=None).problem.edge_cost for s in (here, again, fresh)]
     assert (costs[1] == costs[2]).all()
     assert (costs[0] != costs[1]).any()
+
+
+@pytest.mark.parametrize("hardware", ["h100:1x8", "tpu-v5e:2x4"])
+def test_a_weight_that_is_used_again_is_reduced_once_over_devices(hardware: str) -> None:
+    """The gradients of three uses, in two orders of dimensions, are transposed and added before that."""
+
+    def step(w: Any, x: Any, y: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w.T)) + jnp.mean(jnp.tanh(y @ w))
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    w, x, y = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((1024, 2048), (8192, 1024), (8192, 1024)))
+    split = (P("data"), P("data"), P("data"))
+    plan = autoshard.plan(step, w, x, y, mesh={"data": 8}, hardware=hardware, in_shardings=split, donate_argnums=0)
+    assert [c.kind for c in plan.record.collectives] == ["all-gather", "reduce-scatter"]

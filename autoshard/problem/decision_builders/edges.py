@@ -81,9 +81,9 @@ def add_edge(
 def _never(draft: Draft, source: Port, target: Port, value: int) -> NDArray[np.bool_]:
     """Pairs of choices in which a sum is finished in a way that the compiler never uses.
 
-    These are sums on the way to an addition that takes them finished, and sums that are scattered over
-    only some of their axes. Compilers do the latter for results of contractions (on GPU for each term of
-    an addition by itself), and not for lookups. Sums by the author of a `shard_map` are never pending.
+    These are sums on the way to an addition that takes them finished, also if they are transposed on the way, and sums
+    that are scattered over only some of their axes. Compilers do the latter for results of contractions (on GPU for
+    each term of an addition by itself), and not for lookups. Sums by the author of a `shard_map` are never pending.
     """
     facts, node = draft.facts, draft.nodes[target.node]
     ndim, axes = facts.graph.avals[value].ndim, facts.mesh.ndim
@@ -97,6 +97,10 @@ def _never(draft: Draft, source: Port, target: Port, value: int) -> NDArray[np.b
         pending = (decode(source.codes, ndim, axes) == SUM).any(axis=1)
         position = facts.graph.operands[node.equation].index(value)
         never |= pending[:, None] & (node.strategies.finished == position)[None, :]
+    if value in facts.traits.turned_terms and facts.compiler.merges_terms_of_sums:
+        before, behind = (decode(codes, ndim, axes) == SUM for codes in (source.codes, target.codes))
+        if behind.any():
+            never |= (before[:, None] & ~behind[None, :]).any(axis=2)
     return never
 
 
