@@ -1,13 +1,16 @@
-"""Shared gathers: the uses of a value that XLA:TPU serves by one gather.
+"""Shared gathers: the uses of a value that XLA serves by one gather.
 
-libtpu keeps two equal gathers if they are far apart, so that the gathered value need not live in
+What `jax.checkpoint` repeats for the backward pass reads its operands from behind a barrier, and is pinned
+there: every compiler gathers them once more for a repeated call.
+
+libtpu also keeps two equal gathers if they are far apart, so that the gathered value need not live in
 between. They are far apart if the longest paths from their users to the end of the computation
 differ by more than a threshold (openxla/xla schedule_aware_collective_ops_cse.cc). In a program
 of unrolled layers most weights are gathered once more for the backward pass.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import CONSTRAINT
@@ -24,18 +27,22 @@ NEAR = 107
 SURE = 82
 
 
-def groups(graph: Graph) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """Value → the contractions that use it, in groups that share a gather; of values that have several groups."""
-    found: dict[int, tuple[tuple[int, ...], ...]] = {}
+def groups(graph: Graph, *, far: bool) -> dict[int, tuple[tuple[int, ...], ...]]:
+    """Value → the contractions that use it, in groups that share a gather; of values that have several groups.
+
+    Args:
+      graph: the program.
+      far: whether the compiler gathers once more for a use that is far from the one before.
+    """
+    found: dict[int, list[tuple[int, ...]]] = {}
     for value, uses in _uses(graph):
         parts: list[list[int]] = [[e] for e, _ in uses[:1]]
         for (_, before), (e, height) in pairwise(uses):
-            if before - height > NEAR:
+            if far and before - height > NEAR:
                 parts.append([])
             parts[-1].append(e)
-        if len(parts) > 1:
-            found[value] = tuple(sorted(tuple(sorted(part)) for part in parts))
-    return found
+        found.setdefault(value, []).extend(tuple(sorted(part)) for part in parts)
+    return {value: tuple(sorted(parts)) for value, parts in found.items() if len(parts) > 1}
 
 
 def doubtful(graph: Graph) -> frozenset[int]:
@@ -51,11 +58,12 @@ def doubtful(graph: Graph) -> frozenset[int]:
 
 
 def _uses(graph: Graph) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """Every value that contractions use: these and their heights, the highest first."""
-    heights = _heights(graph)
+    """Values and the contractions that use them, by call of `jax.checkpoint`: with their heights, the highest first."""
+    heights, again = _heights(graph), graph.again_of
     for value, uses in graph.consumers.items():
-        equations = sorted({e for e, _ in uses if graph.eqns[e].traits.contraction}, key=lambda e: -heights[e])
-        yield value, [(e, heights[e]) for e in equations]
+        equations = {e for e, _ in uses if graph.eqns[e].traits.contraction}
+        for _, inside in groupby(sorted(equations, key=lambda e: (again[e], -heights[e], e)), key=again.__getitem__):
+            yield value, [(e, heights[e]) for e in inside]
 
 
 def _heights(graph: Graph) -> Sequence[int]:

@@ -363,7 +363,9 @@ class _Builder:
     def equation(self, eqn: Any, operands: list[int], here: Path, scope: _Scope) -> list[int]:
         name = eqn.primitive.name
         if name in CALLS:
-            outermost = not self.again and bool(eqn.params.get("differentiated"))
+            # Outside of loops XLA merges a call that it may merge with the forward pass: nothing runs again.
+            merged = not scope.loop and eqn.params.get("prevent_cse") is False
+            outermost = not self.again and not merged and bool(eqn.params.get("differentiated"))
             if outermost:
                 self.agains += 1
                 self.again = self.agains

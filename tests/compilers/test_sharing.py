@@ -14,7 +14,7 @@ from autoshard.costs.shared_gathers import NEAR
 from autoshard.ir.mesh import MeshAxes
 from models import layouts
 from tests.costs.test_sharing import used_twice
-from tests.installed import needs_tpu_compiler
+from tests.installed import GPU, needs_tpu_compiler
 
 
 @needs_tpu_compiler
@@ -53,6 +53,34 @@ def test_a_weight_whose_product_is_reshaped_is_gathered_once(
     assert [(c.kind, c.nbytes, c.trips) for c in plan.record.collectives] == [("all-gather", *one) for one in gathers]
     (row,) = plan.verify(compiler_options=compile.TPU_PLAIN_OPTIONS).rows
     assert (row.kind, row.emitted_bytes) == ("all-gather", sum(nbytes * trips for nbytes, trips in gathers))
+
+
+@pytest.mark.parametrize("hardware", [pytest.param("h100:1x8", marks=GPU), "cpu:8"])
+def test_a_call_of_checkpoint_gathers_its_weights_again(hardware: str) -> None:
+    """Layers that are not scanned, in one dtype: no cast of a call's own stands before the gather."""
+
+    def layer(weights: tuple[jax.Array, jax.Array], x: jax.Array) -> jax.Array:
+        return x + jnp.tanh(x @ weights[0]) @ weights[1]
+
+    def loss(weights: list[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.Array:
+        for one in weights:
+            x = jax.checkpoint(layer)(one, x)
+        return (x**2).mean()
+
+    split = 3 * [(P("data"), P(None, "data"))]
+    plan = autoshard.plan(
+        jax.grad(loss),
+        3 * [(jax.ShapeDtypeStruct((1024, 4096), jnp.float32), jax.ShapeDtypeStruct((4096, 1024), jnp.float32))],
+        jax.ShapeDtypeStruct((32_768, 1024), jnp.float32),
+        mesh={"data": 8},
+        hardware=hardware,
+        in_shardings=(split, P("data")),
+        out_shardings=split,
+    )
+    gathers = [c for c in plan.record.collectives if c.kind == "all-gather"]
+    assert [c.nbytes for c in gathers] == 3 * 2 * 2 * [4 * 1024 * 4096]
+    (row,) = (row for row in plan.verify().rows if row.kind == "all-gather")
+    assert (row.emitted_count, row.emitted_bytes) == (len(gathers), row.predicted_bytes)
 
 
 @pytest.mark.slow  # most of a minute, in libtpu

@@ -31,10 +31,25 @@ def test_uses_are_grouped_by_what_lies_between(between: int, parts: int) -> None
     """Where it is doubtful what libtpu makes of them, they are one group, and pinned as one."""
 
     graph = build(jax.make_jaxpr(used_twice(between))(W, W), "cpu")
-    found = groups(graph).get(graph.inputs[0], ())
+    found = groups(graph, far=True).get(graph.inputs[0], ())
     assert len(found) == (parts if parts > 1 else 0)
+    assert not groups(graph, far=False)
     assert all(len(part) == 1 for part in found)
     assert doubtful(graph) == ({graph.inputs[0]} if between == NEAR - 10 else set())
+
+
+@pytest.mark.parametrize("prevent_cse", [True, False])
+def test_uses_of_a_call_that_runs_again_are_a_group_unless_it_is_merged_with_the_first(*, prevent_cse: bool) -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        layer = jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ w) @ w), prevent_cse=prevent_cse)
+        return jnp.sum(layer(layer(x)) @ w)
+
+    graph = build(jax.make_jaxpr(jax.grad(loss))(W, W), "cpu")
+    found = groups(graph, far=False)
+    assert not doubtful(graph)
+    # Two products of each call and the gradient behind them, or with no group of its own what the calls run again and
+    # reverse; x has no gradient.
+    assert [len(part) for part in found.get(graph.inputs[0], ())] == ([2 + 2 + 1, 2 + 2, 2 + 1] if prevent_cse else [])
 
 
 @pytest.mark.parametrize(("between", "gathers"), [(10, 1), (NEAR + 10, 2)])

@@ -184,7 +184,7 @@ def facts_of(
         held=held,
         levels=level,
         in_place=in_place(graph, lasting),
-        apart=groups(graph) if compiler.regathers_far_uses else {},
+        apart=groups(graph, far=compiler.regathers_far_uses),
         host_copies=host_copies(graph, compiler),
         stages={} if manual else stage_dimensions(graph, rules, traits.pointwise, mesh),
         reread=again,
