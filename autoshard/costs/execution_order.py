@@ -66,15 +66,25 @@ def _updates_early(graph: Graph, fuses: Sequence[bool]) -> list[int]:
 
     A state is updated as soon as its gradient is there.
     """
-    feeds = feeding(graph)
+    updates = updating(graph, fuses)
     order = list(range(len(graph.eqns)))
     ready = [0] * len(graph.avals)
     for e, results in enumerate(graph.results):
-        if not graph.eqn_loop[e] and fuses[e] and not any(feeds[v] for v in results):
+        if e in updates:
             order[e] = max((ready[v] for v in graph.operands[e]), default=e)
         for v in results:
             ready[v] = order[e]
     return order
+
+
+def updating(graph: Graph, fuses: Sequence[bool]) -> frozenset[int]:
+    """The element-wise equations behind all contractions and loops: what updates a state with its gradient."""
+    feeds = feeding(graph)
+    return frozenset(
+        e
+        for e, results in enumerate(graph.results)
+        if not graph.eqn_loop[e] and fuses[e] and not any(feeds[v] for v in results)
+    )
 
 
 def deferred(graph: Graph) -> frozenset[int]:

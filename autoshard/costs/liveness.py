@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.casts import CastAhead, cast_ahead
 from autoshard.costs.dimension_orders import DimensionOrders
-from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, positions
+from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, positions, updating
 from autoshard.costs.scattered_terms import ScatteredTerm, scattered_terms
 from autoshard.costs.strategies import Codes, decode
 from autoshard.ir.graph import Aval, Graph
@@ -88,6 +88,7 @@ class Numerator:
 class LiveRanges:
     """Of every value, the equations [start, end) between which it is alive.
 
+    `copied`: until when a copy of it lives: what only updates an input takes it as it lies.
     `stored`: whether it has memory of its own; `named`: whether it is a stored value under
     another name; `absorbed`: whether the contractions that take it make it themselves, so that
     it has memory only if it is moved first. `across`: for values that the loss reads at the end, the
@@ -102,6 +103,7 @@ class LiveRanges:
     absorbed: NDArray[np.bool_]
     start: NDArray[np.int64]
     end: NDArray[np.int64]
+    copied: NDArray[np.int64]
     soon: NDArray[np.int64]
     across: Mapping[int, frozenset[int]]
     numerators: Mapping[int, Numerator]
@@ -158,10 +160,10 @@ def live_ranges(
             begin = spans[loop][0] if loop else order[e]
         start[list(results)] = begin
 
-    def ends(put_off: Collection[int]) -> NDArray[np.int64]:
-        """The ends of all lives if these equations run last."""
+    def ends(put_off: Collection[int], unread: Collection[int] = ()) -> NDArray[np.int64]:
+        """The ends of all lives if these equations run last, and what others read is not counted."""
         lazy = not compiler.makes_weight_gradients_in_order
-        last = _last_uses(graph, stored, spans, order, put_off, orders.turned, lazy=lazy)
+        last = _last_uses(graph, stored, spans, order, put_off, unread, orders.turned, lazy=lazy)
         end = np.maximum(last, start) + 1
         end[list(graph.outputs)] = len(graph.eqns) + 1
         return end
@@ -177,12 +179,17 @@ def live_ranges(
         end[_find_written_over(graph, stored, start, end, orders.onto)] -= 1
     for first, last in _updates(graph):
         end[(end > order[first]) & (end <= order[last])] = order[last] + 1
+    updates, copied = updating(graph, fuses), end.copy()
+    computed_with = {v for e, operands in enumerate(graph.operands) if e not in updates for v in operands}
+    inputs = [v for v in graph.inputs if v in computed_with]
+    copied[inputs] = ends(late, updates)[inputs]
     return LiveRanges(
         stored=stored,
         named=named,
         absorbed=taken & ~held,
         start=start,
         end=end,
+        copied=copied,
         soon=ends(()) if late else end,
         across=_across(graph, rules, stored, late),
         numerators=numerators,
@@ -445,11 +452,12 @@ def _last_uses(
     spans: dict[int, tuple[int, int]],
     order: Sequence[int],
     deferred: Collection[int],
+    unread: Collection[int],
     turned: Container[int],
     *,
     lazy: bool,
 ) -> NDArray[np.int64]:
-    """The last equation that reads each value, directly or through values that are not stored.
+    """The last equation that reads each value, directly or through values that are not stored; `unread` do not count.
 
     Equation e runs at position `order[e]` of the program; `lazy`: weights' gradients are deferred. An operand of a
     contraction lives until the next one, or until a kernel writes a value in another order (`turned`).
@@ -470,7 +478,7 @@ def _last_uses(
             if lazy and not any(feeds[v] for v in graph.results[e]):
                 when = spans[loop][1] if loop else behind_loops(spans, e)
         when = max(when, *(int(last[v]) for v in graph.results[e] if not stored[v]), order[e])
-        operands = list(graph.operands[e])
+        operands = list(graph.operands[e]) if e not in unread else []
         last[operands] = np.maximum(last[operands], when)
         if e in deferred:
             last[[v for v in operands if made_by.get(v, (-1, 0))[0] not in deferred]] = len(graph.eqns) - 1

@@ -121,7 +121,7 @@ class MemoryUsageBuilder:
           groups: the equations that take it, in groups with a copy each.
           lent: whether the value's own memory belongs to another value.
         """
-        start, end = int(self.lives.start[value]), int(self.lives.end[value])
+        start, end = int(self.lives.start[value]), int(self.lives.copied[value])
         start = max(begin, start) if lent else min(begin, start)
         spans = [(start, end)]
         if groups and all(before[-1] < after[0] for before, after in pairwise(groups)):

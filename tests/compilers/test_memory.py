@@ -35,16 +35,20 @@ def block(layer: Any, h: Any) -> Any:
     return h + jax.nn.relu(h @ up) @ down
 
 
+def whole_block(layer: Any, h: Any) -> Any:
+    return h + jax.nn.relu(h @ layer["up"]) @ layer["down"]
+
+
 PARAMS = [{"up": F32((WIDTH, HIDDEN)), "down": F32((HIDDEN, WIDTH))} for _ in range(LAYERS)]
 PINS = {"params.*.up": P(None, "data"), "params.*.down": P(None, "data"), "x": P("data")}
 
 
-def fsdp(form: Callable[..., Any], memory: int | None = None) -> tuple[Any, int]:
+def fsdp(form: Callable[..., Any], memory: int | None = None, dtype: Any = jnp.bfloat16) -> tuple[Any, int]:
     """The plan of FSDP (state and batch split over data), and the peak of its compiled program."""
     plan = autoshard.plan(
         partial(mlp_step, form),
         PARAMS,
-        BF16((ROWS, WIDTH)),
+        jax.ShapeDtypeStruct((ROWS, WIDTH), dtype),
         mesh={"data": 8},
         hardware="h100:1x8",
         donate_argnums=0,
@@ -59,6 +63,13 @@ def fsdp(form: Callable[..., Any], memory: int | None = None) -> tuple[Any, int]
 
 def gathers(plan: autoshard.SolvedPlan) -> int:
     return sum(c.trips for c in plan.record.collectives if c.kind == "all-gather")
+
+
+@needs_gpu_compiler
+def test_what_is_gathered_is_there_until_it_is_multiplied_not_until_its_update() -> None:
+    """Weights that are multiplied as they are, without a cast of their own that would be gathered."""
+    plan, peak = fsdp(whole_block, dtype=jnp.float32)
+    assert peak == pytest.approx(plan.record.memory.peak_bytes, rel=0.1)
 
 
 @needs_gpu_compiler
