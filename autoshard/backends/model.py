@@ -317,6 +317,11 @@ class CompilerModel:
     )
     """Stacked weights that are cast slice by slice in loops are cast whole, before these."""
 
+    multiplies_in_bfloat16: bool = field(
+        metadata=_seen("libtpu 0.0.52", "compilers/test_compiler_models.py::test_operands_of_products_are_cast")
+    )
+    """Operands of float32 products at the default precision are cast to bfloat16, moved and stored so."""
+
     compares_positions_for_scatters: bool = field(
         metadata=_seen(
             "libtpu 0.0.52, the labels' scores of gpt2-small",

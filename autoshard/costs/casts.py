@@ -1,18 +1,23 @@
 """Casts: a value beside a cast is moved on the side with fewer bytes.
 
 XLA:GPU moves the operand of a widening cast in place of its result. XLA:TPU casts stacks before the loops that
-take slices of them and narrow these, and moves what it has cast.
+take slices of them and narrow these, and moves what it has cast. It multiplies float32 in bfloat16 unless it is asked
+for more (`jax.default_matmul_precision`), by casts of its own that others cannot be told from.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
+import jax.numpy as jnp
 import numpy as np
+from jax.lax import Precision
 
 from autoshard.costs.execution_order import loop_spans
 from autoshard.ir.graph import Aval, Eqn, Graph
-from autoshard.ir.op_traits import LOOP_CONST, LOOP_SLICE, MUL
+from autoshard.ir.op_traits import GATHER, LOOP_CONST, LOOP_SLICE, MUL
+
+FLOAT32, BFLOAT16 = np.dtype(jnp.float32), np.dtype(jnp.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +36,45 @@ class CastAhead:
     alone: bool
 
 
-def cast_ahead(graph: Graph) -> dict[int, CastAhead]:
+def product_dtype(eqn: Eqn) -> np.dtype | None:
+    """The dtype to which XLA:TPU casts the operands of a product; None if it multiplies them as they are."""
+    if not eqn.traits.contraction or "precision" not in eqn.params:
+        return None
+    asked = eqn.params["precision"]
+    default = all(one in (None, Precision.DEFAULT) for one in (asked if isinstance(asked, tuple) else (asked,)))
+    return BFLOAT16 if default and {aval.dtype for aval in eqn.operands} == {FLOAT32} else None
+
+
+def multiplied(graph: Graph) -> dict[int, bool]:
+    """Values that are cast for every product that takes them, as they are or under other names.
+
+    With whether nothing else reads them: they lie in memory as they are cast then. Without those of which rows are
+    looked up, too: these are gathered as they are.
+    """
+
+    @cache
+    def readers(value: int) -> frozenset[str]:
+        return frozenset(kind for e, _ in graph.consumers.get(value, ()) for kind in kinds(e))
+
+    def kinds(e: int) -> frozenset[str]:
+        eqn = graph.eqns[e]
+        inside = eqn.primitive in (LOOP_CONST, LOOP_SLICE)
+        if inside or (eqn.traits.renames and not eqn.traits.link):
+            return readers(graph.results[e][0])
+        return frozenset({"product" if product_dtype(eqn) else "lookup" if eqn.primitive == GATHER else "other"})
+
+    found = {v: readers(v) for v, aval in enumerate(graph.avals) if aval.dtype == FLOAT32}
+    return {v: len(by) == 1 for v, by in found.items() if "product" in by and "lookup" not in by}
+
+
+def cast_ahead(graph: Graph, *, products: bool) -> dict[int, CastAhead]:
     """Values outside of loops that are cast whole before the loops that take slices of them and narrow these.
 
     They enter the loops as they are or under other names, and may pass through loops to get there.
+
+    Args:
+      graph: the program.
+      products: whether products narrow their operands, too.
     """
     spans, consumers = loop_spans(graph), graph.consumers
 
@@ -47,7 +87,8 @@ def cast_ahead(graph: Graph) -> dict[int, CastAhead]:
         eqn = graph.eqns[e]
         if eqn.traits.renames or eqn.primitive == LOOP_SLICE:
             return read_as(graph.results[e][0], sliced=sliced or eqn.primitive == LOOP_SLICE)
-        return frozenset({eqn.results[0].dtype if sliced and widening(eqn) < 0 else None})
+        narrow = eqn.results[0].dtype if widening(eqn) < 0 else product_dtype(eqn) if products else None
+        return frozenset({narrow if sliced else None})
 
     @cache
     def entered(e: int) -> frozenset[int]:

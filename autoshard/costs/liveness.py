@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
-from autoshard.costs.casts import CastAhead, cast_ahead
+from autoshard.costs.casts import CastAhead, cast_ahead, multiplied
 from autoshard.costs.dimension_orders import DimensionOrders
 from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, positions, updating
 from autoshard.costs.scattered_terms import ScatteredTerm, scattered_terms
@@ -95,7 +95,8 @@ class LiveRanges:
     dimensions over which the loss communicates; split along one of them, the value only lives until `soon`.
     `numerators`: those of softmaxes, where they are stored.
     `scattered`: the additions that are done by a scatter, which takes no memory of its own. `cast_ahead`: the stacks
-    that are cast whole before the loops that take slices of them.
+    that are cast whole before the loops that take slices of them. `multiplied`: what products cast, and whether
+    nothing else reads it (`costs.casts`).
     """
 
     stored: NDArray[np.bool_]
@@ -109,6 +110,7 @@ class LiveRanges:
     numerators: Mapping[int, Numerator]
     scattered: tuple[ScatteredTerm, ...]
     cast_ahead: Mapping[int, CastAhead]
+    multiplied: Mapping[int, bool]
 
 
 def live_ranges(
@@ -183,6 +185,7 @@ def live_ranges(
     computed_with = {v for e, operands in enumerate(graph.operands) if e not in updates for v in operands}
     inputs = [v for v in graph.inputs if v in computed_with]
     copied[inputs] = ends(late, updates)[inputs]
+    casts_products = compiler.multiplies_in_bfloat16
     return LiveRanges(
         stored=stored,
         named=named,
@@ -194,7 +197,8 @@ def live_ranges(
         across=_across(graph, rules, stored, late),
         numerators=numerators,
         scattered=scattered,
-        cast_ahead=cast_ahead(graph) if compiler.casts_stacked_inputs_ahead else {},
+        cast_ahead=cast_ahead(graph, products=casts_products) if compiler.casts_stacked_inputs_ahead else {},
+        multiplied=multiplied(graph) if casts_products else {},
     )
 
 

@@ -31,7 +31,7 @@ def transfers(assignment: Assignment) -> Iterator[tuple[Edge, Collective]]:
         where = d.nodes[edge.v].where or d.nodes[edge.u].where
         ends = (np.array([source], np.int64), np.array([target], np.int64))
         whole = edge.total if edge.finishes(*ends, d.mesh.ndim)[0, 0] else None
-        aval, trips = whole or (edge.moved, edge.trips)
+        aval, trips = whole or (edge.moved_from(source, d.mesh.ndim), edge.trips)
         for step in assignment.resharder.path(aval, source, target, bucket=edge.bucket, strides=edge.strides):
             work_s = float(assignment.resharder.machine.hbm_s(step.transposed)) if step.transposed else 0.0
             for kind, axes, nbytes in step.collectives if step.kind != "slice" else ():

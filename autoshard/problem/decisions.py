@@ -194,8 +194,8 @@ class Edge:
     others (0: never), `strides` the dimensions that contractions take and make as groups.
     `forbidden`, if given, marks pairs (S_u, S_v) that no plan has, `impossible` those that no program
     could have. `total`, if given, is the array that moves instead, and how often, if only pending
-    sums are finished (`costs.loop_reductions`). `times` counts the groups of uses for which the value
-    moves in every trip (`costs.shared_gathers`).
+    sums are finished (`costs.loop_reductions`), and `pending` the one that moves if there are pending
+    sums. `times` counts the groups of uses for which the value moves in every trip (`costs.shared_gathers`).
     `waived`, if given, marks the choices of v (S_v,) for which nothing moves.
     """
 
@@ -213,6 +213,7 @@ class Edge:
     forbidden: NDArray[np.bool_] | None = None
     impossible: NDArray[np.bool_] | None = None
     total: tuple[Aval, int] | None = None
+    pending: Aval | None = None
     times: int = 1
     waived: NDArray[np.bool_] | None = None
 
@@ -223,6 +224,12 @@ class Edge:
         ndim = self.moved.ndim
         here, there = decode(source, ndim, axes)[:, None], decode(target, ndim, axes)[None]
         return ((here == there) | ((here == SUM) & (there == WHOLE))).all(axis=2) & (here == SUM).any(axis=2)
+
+    def moved_from(self, source: int, axes: int) -> Aval:
+        """The array that moves from a code."""
+        if self.pending is None or not (decode(np.array([source]), self.moved.ndim, axes) == SUM).any():
+            return self.moved
+        return self.pending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -347,6 +354,9 @@ def _of_all_trips(edge: Edge, resharder: Resharder, price: Any) -> NDArray[np.in
         return times(once, trips)
 
     table = of_all_trips(edge.moved, edge.trips * edge.times)
+    if edge.pending is not None:
+        summed = (decode(sources, edge.moved.ndim, resharder.mesh.ndim) == SUM).any(axis=1)[:, None]
+        table = np.where(summed, of_all_trips(edge.pending, edge.trips * edge.times), table)
     if edge.total is not None:
         table = np.where(edge.finishes(sources, targets, resharder.mesh.ndim), of_all_trips(*edge.total), table)
     return table[np.ix_(i.ravel(), j.ravel())]

@@ -185,6 +185,7 @@ class _ClassMatrices:
                 edge.strides,
                 edge.trips * edge.times,
                 edge.total and (edge.total[0].itemsize, edge.total[1]),
+                edge.pending and edge.pending.itemsize,
                 mask,
                 None if edge.waived is None else edge.waived.tobytes(),
             )

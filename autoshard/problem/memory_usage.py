@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
+from autoshard.costs.casts import BFLOAT16
 from autoshard.costs.execution_order import behind_loops, loop_spans
 from autoshard.costs.fusion import FusionTraits
 from autoshard.costs.liveness import LiveRanges
@@ -130,8 +131,9 @@ class MemoryUsageBuilder:
         if lent:
             there = copy.codes if copy.off is None else copy.codes[~copy.off]
             repeated = np.unique(there, return_counts=True)[1]
+            narrow = value in self.lives.multiplied
             for span in spans:
-                self._add_layouts(copy, *span, value, "copies", lent=int((repeated > 1).sum()))
+                self._add_layouts(copy, *span, value, "copies", lent=int((repeated > 1).sum()), narrow=narrow)
         elif self.lives.stored[value]:
             for span in spans:
                 self._add_layouts(copy, *span, value, "activations")
@@ -141,9 +143,12 @@ class MemoryUsageBuilder:
             if pending.any():  # the partial sums lie beside their reduced value
                 self.add(port.node, start, start + 1, np.where(pending, self._local(value, port), 0), "activations")
 
-    def _add_layouts(self, port: Port, start: int, end: int, value: int, kind: str, *, lent: int = 0) -> None:
-        """Memory of a value in each layout of a port, but for the first `lent`."""
-        nbytes, soon, across = self._local(value, port), int(self.lives.soon[value]), self.lives.across.get(value)
+    def _add_layouts(
+        self, port: Port, start: int, end: int, value: int, kind: str, *, lent: int = 0, narrow: bool = False
+    ) -> None:
+        """Memory of a value in each layout of a port, but for the first `lent`; `narrow`: as products cast it."""
+        nbytes = self._local(value, port, narrow=narrow)
+        soon, across = int(self.lives.soon[value]), self.lives.across.get(value)
         nbytes[:lent] = 0
         part = self._part(value, end) if kind == "activations" else ""
         if across and start < soon < end:
@@ -165,13 +170,16 @@ class MemoryUsageBuilder:
         """Whether a value is a pending sum, `[choices, mesh axes]`."""
         return decode(port.codes, self.graph.avals[value].ndim, self.mesh.ndim) == SUM
 
-    def _local(self, value: int, port: Port) -> NDArray[np.int64]:
+    def _local(self, value: int, port: Port, *, narrow: bool = False) -> NDArray[np.int64]:
         aval = self.graph.avals[value]
         if self._compiler.keeps_host_values_apart and value in self.graph.on_host:
             return np.zeros(len(port.codes), np.int64)
         if (cast := self.lives.cast_ahead.get(value)) is not None and cast.alone:
             aval = replace(aval, dtype=cast.dtype)
         nbytes = local_bytes(aval, port.codes, self.mesh)
+        if narrow or (self.lives.multiplied.get(value) and value in self._made_by):  # partial sums are float32
+            cast = local_bytes(replace(aval, dtype=BFLOAT16), port.codes, self.mesh)
+            nbytes = np.where(self._pending(value, port).any(axis=1), nbytes, cast)
         if (numerator := self.lives.numerators.get(value)) is not None:
             nbytes = (nbytes * numerator.share(aval, port.codes, self.mesh)).astype(np.int64)
         return nbytes if port.off is None else np.where(port.off, 0, nbytes)

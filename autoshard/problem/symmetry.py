@@ -93,6 +93,7 @@ class _Labels:
                 edge.strides.key,
                 edge.trips * edge.times,
                 edge.total and (edge.total[0].itemsize, edge.total[1]),
+                edge.pending and edge.pending.itemsize,
                 mask,
                 *(() if edge.waived is None else (content(edge.waived),)),
             )

@@ -266,6 +266,19 @@ def test_a_stack_is_gathered_as_it_is_cast_ahead(compiler: CompilerName, topolog
     assert (gather.kind, gather.nbytes) == ("all-gather", 4 * 1024 * 1024 * size)
 
 
+@pytest.mark.parametrize("precision", [None, "highest"])
+@pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
+def test_operands_of_products_are_cast(compiler: CompilerName, topology: str, precision: str | None) -> None:
+    """As they are gathered, unless they are to be multiplied as they are."""
+
+    def program(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(jnp.dot(x, constrained(w), precision=precision))
+
+    (gather,) = collectives(text_of(topology, program, (F32(4096, 1024), F32(1024, 1024)), (P("x"), P("x"))))
+    size = 2 if named(compiler).multiplies_in_bfloat16 and precision is None else 4
+    assert (gather.kind, gather.nbytes) == ("all-gather", 1024 * 1024 * size)
+
+
 @pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
 def test_one_of_each_row_is_taken_back(compiler: CompilerName, topology: str) -> None:
     """Its gradient has no scatter, or one."""

@@ -12,7 +12,7 @@ import pytest
 from autoshard.backends.known_compilers import XLA_GPU, XLA_TPU
 from autoshard.backends.model import CompilerModel
 from autoshard.costs import compute
-from autoshard.costs.casts import CastAhead, cast_ahead
+from autoshard.costs.casts import CastAhead, cast_ahead, multiplied
 from autoshard.costs.dimension_orders import DimensionOrders
 from autoshard.costs.fusion import is_pointwise
 from autoshard.costs.liveness import LiveRanges, Numerator, live_ranges
@@ -248,7 +248,7 @@ def test_on_tpu_stacked_weights_are_cast_before_the_loops_that_slice_them() -> N
     stack = {"cast": F32((4, 8, 8)), "read": F32((4, 8)), "as it is": BF16((4, 8))}
     graph = build(jax.make_jaxpr(step)(stack, BF16((16, 8))), "cpu")
     names = dict(zip(graph.inputs, sorted(stack), strict=False))
-    found = {names[v]: told for v, told in cast_ahead(graph).items()}
+    found = {names[v]: told for v, told in cast_ahead(graph, products=False).items()}
     assert set(found) == {"cast", "read"}
     inside = [e for e, loop in enumerate(graph.eqn_loop) if loop]
     # Read by the forward loop and by the backward one.
@@ -271,11 +271,37 @@ def test_on_tpu_a_stack_is_cast_ahead_under_another_name_and_through_loops() -> 
         return jax.lax.scan(trip, read, None, length=3)[0], jnp.sum(other)
 
     graph = build(jax.make_jaxpr(step)(F32((8, 8, 8)), F32((4, 8, 8)), F32((8, 8)), BF16((16, 8))), "cpu")
-    found = cast_ahead(graph)
+    found = cast_ahead(graph, products=False)
     turned = graph.results[next(e for e, eqn in enumerate(graph.eqns) if eqn.primitive == "transpose")][0]
     assert found[turned].alone
     assert not found[graph.inputs[1]].alone
     assert graph.inputs[2] not in found
+
+
+def test_on_tpu_products_narrow_their_operands_unless_they_are_asked_for_more() -> None:
+    """Also in loops, where they take slices; not rows that are looked up, nor what is multiplied in another dtype."""
+
+    def step(w: Any) -> Any:
+        def layer(h: Any, stacked: Any) -> Any:
+            return jnp.tanh(h @ stacked) @ w["constant"], None
+
+        h = (
+            w["looked up"][jnp.arange(8)] @ w["looked up"]
+            + w["reshaped"].reshape(8, 8) @ w["read, too"]
+            + w["read, too"]
+        )
+        h = jax.lax.scan(layer, h + w["bf16"].astype(jnp.float32) @ w["alone"], w["stack"])[0]
+        return jnp.dot(h, w["exact"], precision="highest")
+
+    shapes = {"stack": (4, 8, 8), "reshaped": (4, 2, 8)}
+    names = ("alone", "bf16", "constant", "exact", "looked up", "read, too", "reshaped", "stack")
+    w = {name: (BF16 if name == "bf16" else F32)(shapes.get(name, (8, 8))) for name in names}
+    graph = build(jax.make_jaxpr(step)(w), "cpu")
+    name = dict(zip(graph.inputs, names, strict=True))
+    found = {name[v]: alone for v, alone in multiplied(graph).items() if v in name}
+    assert found == {"alone": True, "constant": True, "read, too": False, "reshaped": True, "stack": True}
+    ahead = {name[v]: told.dtype for v, told in cast_ahead(graph, products=True).items() if v in name}
+    assert ahead == {"stack": jnp.bfloat16}
 
 
 @pytest.mark.parametrize(("axis", "taken", "compared"), [(1, 1, True), (0, 1, True), (1, 2, False), (None, 8, False)])

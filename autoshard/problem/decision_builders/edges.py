@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.costs.casts import narrow_side
+from autoshard.costs.casts import BFLOAT16, narrow_side
 from autoshard.costs.resharding import NO_STRIDES
 from autoshard.costs.strategies import SUM, decode, parted, unscattered
 from autoshard.ir.graph import Aval
@@ -72,6 +72,7 @@ def add_edge(
             forbidden=forbidden,
             impossible=impossible,
             total=_total(facts, value),
+            pending=facts.graph.avals[value] if value in facts.lives.multiplied else None,
             times=times,
             waived=waived,
         )
@@ -126,4 +127,6 @@ def _moved(facts: GraphFacts, value: int) -> Aval:
     aval, cast = facts.graph.avals[value], facts.lives.cast_ahead.get(value)
     if facts.compiler.moves_collectives_past_casts:
         return narrow_side(facts.graph, facts.graph.producers, value)
+    if value in facts.lives.multiplied:
+        return replace(aval, dtype=BFLOAT16)
     return replace(aval, dtype=cast.dtype) if cast is not None and cast.alone else aval

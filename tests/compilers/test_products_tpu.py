@@ -1,0 +1,96 @@
+"""What XLA:TPU moves to products of float32, which it multiplies in bfloat16."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.backends import compile
+from tests.installed import needs_tpu_compiler
+
+F32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+ROWS, WIDTH = 16_384, 2048
+X, W, STACK = F32((ROWS, WIDTH)), F32((WIDTH, WIDTH)), F32((4, WIDTH, WIDTH))
+
+
+def read_elsewhere(x: Any, w: Any) -> Any:
+    """The gather is for the product alone: the sum takes what a device has."""
+    y = jnp.tanh(x) * 2
+    return y @ w, y + 1
+
+
+def read_whole(x: Any, w: Any) -> Any:
+    """As it is: something else needs it whole, too."""
+    y = jnp.tanh(x)
+    return y @ w, y + 1
+
+
+def summed(x: Any, a: Any, b: Any) -> Any:
+    """Products' results are float32 until they are taken by another one."""
+    return jnp.tanh(x @ a @ b)
+
+
+def constant(x: Any, w: Any) -> Any:
+    return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=4)[0]
+
+
+def sliced(x: Any, ws: Any) -> Any:
+    def layer(h: Any, w: Any) -> Any:
+        heads = jnp.einsum("bd,dhk->bhk", h, w.reshape(WIDTH, 16, -1))
+        return jnp.tanh(heads.reshape(h.shape)), None
+
+    return jax.lax.scan(layer, x, ws)[0]
+
+
+def reversed_(x: Any, ws: Any) -> Any:
+    """Gathered in both loops, as it is cast ahead of them; gradients are summed in float32."""
+    layer = jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None))
+    return jax.grad(lambda ws: jnp.sum(jax.lax.scan(layer, x, ws)[0] ** 2))(ws)
+
+
+def experts(x: Any, w: Any) -> Any:
+    return jnp.einsum("bte,bef->btf", x, w)
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize(
+    ("program", "arguments", "come", "leave", "gathered"),
+    [
+        (read_elsewhere, (X, W), (P("x"), P(None, "x")), (P(None, "x"), P("x")), 2 * WIDTH * WIDTH),
+        (read_whole, (X, W), (P("x"), P(None, "x")), (P(None, "x"), P()), 4 * ROWS * WIDTH),
+        (summed, (X, W, W), (P("x"), P("x"), P("x")), P("x"), 2 * 2 * WIDTH * WIDTH),
+        (constant, (X, W), (P("x"), P("x")), P("x"), 2 * WIDTH * WIDTH),
+        (sliced, (X, STACK), (P("x"), P(None, "x")), P("x"), 4 * 2 * WIDTH * WIDTH),
+        (reversed_, (X, STACK), (P("x"), P(None, "x")), P(None, "x"), 2 * 4 * 2 * WIDTH * WIDTH),
+    ],
+    ids=["elsewhere", "whole", "summed", "constant", "sliced", "reversed"],
+)
+def test_bytes_are_those_of_what_is_multiplied(
+    program: Callable[..., Any], arguments: Any, come: Any, leave: Any, gathered: int
+) -> None:
+    plan = autoshard.plan(
+        program, *arguments, mesh={"x": 8}, hardware="tpu-v5e:2x4", in_shardings=come, out_shardings=leave
+    )
+    rows = {row.kind: row for row in plan.verify(compiler_options=compile.TPU_PLAIN_OPTIONS).rows}
+    assert rows["all-gather"].predicted_bytes == gathered
+    assert {k: row.predicted_bytes for k, row in rows.items()} == {k: row.emitted_bytes for k, row in rows.items()}
+
+
+@needs_tpu_compiler
+def test_an_all_to_all_moves_what_is_multiplied() -> None:
+    plan = autoshard.plan(
+        experts,
+        F32((64, ROWS, 256)),
+        F32((64, 256, 512)),
+        mesh={"x": 8},
+        hardware="tpu-v5e:2x4",
+        in_shardings=(P("x"), P(None, "x")),
+        out_shardings=P("x"),
+    )
+    (row,) = plan.verify().rows
+    assert (row.kind, row.predicted_bytes, row.emitted_bytes) == ("all-to-all", 2**21, 2**21)
