@@ -93,9 +93,9 @@ class _Labels:
                 edge.strides.key,
                 edge.trips * edge.times,
                 edge.total and (edge.total[0].itemsize, edge.total[1]),
-                edge.pending and edge.pending.itemsize,
                 mask,
                 *(() if edge.waived is None else (content(edge.waived),)),
+                *(() if edge.pending is None else (edge.pending.itemsize,)),
             )
             if parts not in known:
                 known[parts] = digest(*parts)
