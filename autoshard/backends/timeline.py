@@ -56,6 +56,7 @@ _FREE = frozenset(
         "tuple",
     }
 )
+_NAMING = 'custom_call_target="ConcatBitcast"'  # slices that came beside each other into a TPU's own memory, as one
 _HOST_SPACE = "S(5)"  # in the layouts of arrays in the host's memory
 _SLICES = frozenset({"dynamic-slice", "gather", "slice"})
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # which operand is written into the first, in place
@@ -393,7 +394,7 @@ class _Walk:
             fused = instruction.opcode.startswith("fusion")
             return max(matmul_s, self._traffic_s(computation, instruction)) if fused else matmul_s
         self.uncounted.update(uncounted(self.module, instruction))
-        if opcode == "custom-call" and not instruction.operands:
+        if opcode == "custom-call" and (not instruction.operands or _NAMING in instruction.attributes):
             return 0.0  # a buffer is allocated, nothing moves
         return self._traffic_s(computation, instruction)
 

@@ -262,6 +262,19 @@ GEMM = (
 )
 
 
+def test_slices_that_came_beside_each_other_are_one_array_for_nothing() -> None:
+    """libtpu brings an array into its own memory in slices; the kernel that takes it is priced as what reads it."""
+    part = "f32[4,8]{1,0:S(1)}"
+    slices = "".join(
+        f"  %s{k} = ((f32[8,8]{{1,0}}), {part}, s32[]) slice-start(%x), slice={{[{4 * k}:{4 * k + 4}], [0:8]}}\n"
+        f"  %d{k} = {part} slice-done(%s{k})\n"
+        for k in range(2)
+    )
+    whole = '  %c = f32[8,8]{1,0:S(1)} custom-call(%d0, %d1), custom_call_target="ConcatBitcast"\n'
+    found = price(f"{slices}{whole}  ROOT %y = f32[8,8]{{1,0}} negate(%c)")
+    assert found.compute_s == price("  ROOT %y = f32[8,8]{1,0} negate(%x)").compute_s
+
+
 def made(line: str, *operands: str) -> list[tuple[int, int, int, int, str]]:
     """The matmuls of one line, of operands of these shapes."""
     given = "".join(f"  %p{i} = {shape} parameter({i})\n" for i, shape in enumerate(operands))

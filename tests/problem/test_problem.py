@@ -372,6 +372,21 @@ def test_the_sums_of_an_addition_are_finished_together(compiler: CompilerModel) 
     assert finished[0].sum() == finished[1].sum() > 0
 
 
+@pytest.mark.parametrize("compiler", [XLA_GPU, XLA_TPU], ids=str)
+def test_one_of_each_row_is_taken_back_into_zeros_that_are_written_or_compared(compiler: CompilerModel) -> None:
+    """XLA:TPU marks the label's place in the kernel that reads it; XLA:GPU writes a table of zeros, and scatters."""
+
+    def gradient(scores: jax.Array, labels: jax.Array) -> jax.Array:
+        return jax.grad(lambda s: jnp.take_along_axis(jnp.sin(s), labels, axis=1).sum())(scores)
+
+    table = jnp.ones((1024, 4096))
+    program = Program(fn=gradient, args=(table, jnp.zeros((1024, 1), jnp.int32)), names=("scores", "labels"))
+    space, _ = space_of(program, compiler=compiler)
+    (node,) = (node for node in space.decisions.nodes if node.name == "scatter-add")
+    writes_ps = float(space.resharder.machine.hbm_s(table.nbytes // space.decisions.mesh.size)) * PS_PER_S
+    assert (node.cost_ps.min() < writes_ps / 100) == compiler.compares_positions_for_scatters
+
+
 def test_what_is_moved_is_moved_on_the_smaller_side_of_a_cast() -> None:
     """Element-wise chains end after a cast to a smaller type, and before one to a larger."""
 

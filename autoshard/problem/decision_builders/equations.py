@@ -186,7 +186,9 @@ def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductio
     if any(e == term.scatter for term in facts.lives.scattered):
         reads[0] = True  # its table is what it is added to, which lies in memory
     writes = [bool(facts.held[v]) for v in graph.results[e]]
-    if eqn.traits.updates:
+    if eqn.traits.updates and facts.traits.fuses[e]:
+        reads[0] = True  # its readers compare positions: no table of zeros is written first
+    elif eqn.traits.updates:
         writes = [e not in facts.in_place]
     readers = sum(facts.readers(v) for v in graph.results[e])
     nbytes = compute.touched_bytes(eqn, strategies, facts.mesh, reads, writes, readers)
