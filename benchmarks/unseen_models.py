@@ -25,6 +25,7 @@ OPTIMIZERS: Mapping[str, Callable[[], optax.GradientTransformation]] = {
     "adamw": lambda: optax.adamw(1e-3),
     "sgd": lambda: optax.sgd(1e-2),
     "adafactor": lambda: optax.adafactor(1e-3),
+    "muon": lambda: optax.contrib.muon(1e-3),
     "lamb": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(1e-3)),
 }
 
@@ -273,6 +274,16 @@ MODELS: Mapping[str, Model] = {
         vocabulary=64_000,
         gated=False,
         optimizer="lamb",
+    ),
+    "muon-64k": Model(
+        layers=4,
+        width=1536,
+        heads=12,
+        groups=12,
+        head_width=128,
+        features=4096,
+        vocabulary=64_000,
+        optimizer="muon",
     ),
     "normed-heads-few": Model(
         layers=4,

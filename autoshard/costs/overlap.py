@@ -30,10 +30,11 @@ part, behind all compute. So the exposed seconds grow from zero, even if there i
 communication.
 
 XLA:GPU runs one collective at a time, and none beside a loop that itself communicates. In a
-program with loops, early and late values outside of them hide behind no contraction: only
-communication that contractions wait for hides, behind contractions that do not wait for it. The
-moves of a program's new state, at its end, hide behind its updates. So does, in compiled programs, the last gradient's
-reduction behind the updates of other weights; that is not priced (it counts where devices update whole weights).
+program with loops (others than an optimizer's, behind the backward pass), early and late values
+outside of them hide behind no contraction: only communication that contractions wait for hides,
+behind contractions that do not wait for it. The moves of a program's new state, at its end, hide
+behind its updates. So does, in compiled programs, the last gradient's reduction behind the updates
+of other weights; that is not priced (it counts where devices update whole weights).
 """
 
 from collections.abc import Container, Mapping, Sequence, Set
@@ -44,6 +45,7 @@ from typing import TypeVar
 
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.compute import multiplies
+from autoshard.costs.execution_order import loop_spans
 from autoshard.costs.resharding import BUCKET_BYTES, TRIP_BYTES
 from autoshard.costs.unmerged_sums import unmerged_sums
 from autoshard.ir.graph import Graph
@@ -128,21 +130,44 @@ class OverlapWindows:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    """A program's equations that multiply, and whether some do in loops; without loops behind its backward pass.
+
+    These are an optimizer's (Newton–Schulz iterations), one for each weight. XLA:GPU's scheduler runs what is before
+    them as in a program without loops.
+    """
+
+    graph: Graph
+    makers: frozenset[int]
+    loops: bool
+
+
+def _model(graph: Graph) -> _Model:
+    """The model of a program: all of it, unless all loops are behind the last product of its backward pass."""
+    makers = frozenset(e for e, eqn in enumerate(graph.eqns) if multiplies(eqn))
+    last = max(makers & graph.backward, default=len(graph.eqns))
+    if not graph.loops or any(begin <= last for begin, _ in loop_spans(graph).values()):
+        return _Model(graph=graph, makers=makers, loops=bool(graph.loops))
+    return _Model(graph=graph, makers=frozenset(e for e in makers if not graph.eqn_loop[e]), loops=False)
+
+
 def overlap_windows(graph: Graph, compiler: CompilerModel) -> OverlapWindows:
     """The windows of a graph, as a compiler schedules it."""
-    outer, inner = _outside(graph), _inside(graph)
+    model = _model(graph)
+    outer, inner = _outside(model), _inside(graph)
     outside = {v for v, loop in enumerate(graph.value_loop) if not loop}
     early, late = inner.early | (outer.early & outside), inner.late | (outer.late & outside)
     awaited = frozenset[int]()
     if compiler.waits_at_both_ends:
         awaited = _find_awaited(graph)
-        early -= awaited | _bucket(graph, early, awaited)
-        late -= _last(graph, late)
+        early -= awaited | _bucket(model, early, awaited)
+        late -= _last(model, late)
     of_value: list[int | None] = []
     for v, loop in enumerate(graph.value_loop):
         window = OUTSIDE + loop - 1 if loop else EARLY if v in early else LATE
         of_value.append(window if v in early or v in late else None)
-    forward = _forward(graph, outer.late)
+    forward = _forward(model, outer.late)
     of_equation = [
         OUTSIDE + loop - 1 if loop else (EARLY if forward >> e & 1 else LATE) for e, loop in enumerate(graph.eqn_loop)
     ]
@@ -162,9 +187,9 @@ def overlap_windows(graph: Graph, compiler: CompilerModel) -> OverlapWindows:
     )
     if not compiler.hides_behind_late_work:
         return found
-    found = _add_loop_starts(graph, _divide(graph, found, outer, inner), inner, awaited)
-    found = _around_loops(graph, found, outer, awaited) if graph.loops else _at_the_end(graph, found, outer)
-    alone = unmerged_sums(graph, _updates(graph, outer))
+    found = _add_loop_starts(graph, _divide(model, found, outer, inner), inner, awaited)
+    found = _around_loops(model, found, outer, awaited) if model.loops else _at_the_end(model, found, outer)
+    alone = unmerged_sums(graph, _updates(model, outer))
     return replace(found, of_value=tuple(None if v in alone else w for v, w in enumerate(found.of_value)))
 
 
@@ -177,13 +202,14 @@ class _Phases:
     late: frozenset[int]
 
 
-def _outside(graph: Graph) -> _Phases:
+def _outside(model: _Model) -> _Phases:
     """The phases of the program; those after some contractions are outside of loops."""
+    graph = model.graph
     after: set[int] = set()  # has a contraction among its ancestors
-    for e, eqn in enumerate(graph.eqns):
-        if multiplies(eqn) or not after.isdisjoint(graph.operands[e]):
+    for e in range(len(graph.eqns)):
+        if e in model.makers or not after.isdisjoint(graph.operands[e]):
             after.update(graph.results[e])
-    feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if multiplies(eqn)}, inside=False)
+    feeds = _feeding(graph, model.makers, inside=False)
     return _Phases(
         early=frozenset(range(len(graph.avals))) - after,
         after=frozenset(v for v in after if not graph.value_loop[v]),
@@ -203,11 +229,11 @@ def _feeding(graph: Graph, makers: Set[int], *, inside: bool) -> set[int]:
     return feeds
 
 
-def _forward(graph: Graph, late: Set[int]) -> int:
+def _forward(model: _Model, late: Set[int]) -> int:
     """The contractions that precede every late one, as a bit set."""
-    common = -1
+    graph, common = model.graph, -1
     for e, bits in _before(graph, range(len(graph.eqns))).items():
-        if multiplies(graph.eqns[e]) and not late.isdisjoint(graph.results[e]):
+        if e in model.makers and not late.isdisjoint(graph.results[e]):
             common &= bits
     return common
 
@@ -244,8 +270,9 @@ def _inside(graph: Graph) -> _Phases:
     )
 
 
-def _divide(graph: Graph, found: OverlapWindows, outer: _Phases, inner: _Phases) -> OverlapWindows:
+def _divide(model: _Model, found: OverlapWindows, outer: _Phases, inner: _Phases) -> OverlapWindows:
     """Adds a sub-window to every window with late work."""
+    graph = model.graph
     late: set[int] = set()  # equations
     idle: set[int] = set()
     others: set[int] = set()  # contractions that are not late
@@ -260,13 +287,13 @@ def _divide(graph: Graph, found: OverlapWindows, outer: _Phases, inner: _Phases)
     urgent = frozenset(
         v
         for within in (False, True)
-        for v in _feeding(graph, others, inside=within)
+        for v in _feeding(graph, others if within else others & model.makers, inside=within)
         if bool(graph.value_loop[v]) == within
     )
     part: dict[int, int] = {}  # loop → its part
     for loop in sorted({homes[e] for e in late}):
         found, part[loop] = _add_part(found, loop)
-    beside = _beside(graph, late, homes, urgent & (outer.after | inner.after))
+    beside = _beside(model, late, homes, urgent & (outer.after | inner.after))
     hidden = {v for v in inner.late | _joining(graph, inner) if found.of_value[v] is not None}
     parted = beside | {v for v in hidden if graph.value_loop[v] in part}
     return replace(
@@ -318,13 +345,13 @@ def _add_loop_starts(graph: Graph, found: OverlapWindows, inner: _Phases, awaite
     )
 
 
-def _around_loops(graph: Graph, found: OverlapWindows, outer: _Phases, awaited: Set[int]) -> OverlapWindows:
+def _around_loops(model: _Model, found: OverlapWindows, outer: _Phases, awaited: Set[int]) -> OverlapWindows:
     """The windows of a program with loops: outside of loops, contractions hide only `beside` values.
 
     The first contraction's weights are gathered beside equations that depend on none (the labels' part of a
     loss), except for a table that is also looked up before the loops.
     """
-    updates = _updates(graph, outer)
+    graph, updates = model.graph, _updates(model, outer)
     nowhere, opening = found.count, found.count + 1
     for window, share in ((nowhere, 1.0), (opening, BUSY)):
         hides, covers = ((window, 1.0),), ((window, share),)
@@ -357,19 +384,19 @@ def _around_loops(graph: Graph, found: OverlapWindows, outer: _Phases, awaited: 
     )
 
 
-def _at_the_end(graph: Graph, found: OverlapWindows, outer: _Phases) -> OverlapWindows:
-    """The windows of a program without loops.
+def _at_the_end(model: _Model, found: OverlapWindows, outer: _Phases) -> OverlapWindows:
+    """The windows of a program without loops but those at its end.
 
     Moves of its new state hide behind its updates alone, late reductions behind late contractions alone: XLA:GPU
     puts both at the end of the program. Nothing hides behind the contractions before them that are not late.
     """
-    updates = _updates(graph, outer)
-    state = _new_state(graph)
+    updates = _updates(model, outer)
+    state = _new_state(model)
     end, aside = found.count, found.count + 1
     for window, bucket in ((end, found.buckets[LATE]), (aside, 0)):
         alone = ((window, 1.0),)
         found = found.with_window(loop=0, whole=window, hides=alone, covers=alone, bucket=bucket)
-    others = {e for e, eqn in enumerate(graph.eqns) if multiplies(eqn) and found.of_equation[e] == LATE}
+    others = {e for e in model.makers if found.of_equation[e] == LATE}
     return replace(
         found,
         of_value=tuple(end if w == LATE and v in state else w for v, w in enumerate(found.of_value)),
@@ -384,21 +411,23 @@ def _with(items: tuple[_T, ...], at: int, item: _T) -> tuple[_T, ...]:
     return (*items[:at], item, *items[at + 1 :])
 
 
-def _new_state(graph: Graph) -> frozenset[int]:
+def _new_state(model: _Model) -> frozenset[int]:
     """The outputs of a program, under all their names, except results of contractions."""
+    graph = model.graph
     found, products = set(graph.outputs), set[int]()
     for e in range(len(graph.eqns) - 1, -1, -1):
         if graph.eqns[e].traits.renames and not found.isdisjoint(graph.results[e]):
             found.update(graph.operands[e])
     for e, eqn in enumerate(graph.eqns):
-        if multiplies(eqn) or (eqn.traits.renames and not products.isdisjoint(graph.operands[e])):
+        if e in model.makers or (eqn.traits.renames and not products.isdisjoint(graph.operands[e])):
             products.update(graph.results[e])
     return frozenset(found - products)
 
 
-def _updates(graph: Graph, outer: _Phases) -> frozenset[int]:
+def _updates(model: _Model, outer: _Phases) -> frozenset[int]:
     """The updates of a program's state: equations outside of loops after all contractions, or apart from them."""
-    feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if multiplies(eqn)}, inside=False)
+    graph = model.graph
+    feeds = _feeding(graph, model.makers, inside=False)
     updating = (outer.early | outer.late) - feeds
     return frozenset(
         e
@@ -412,16 +441,18 @@ def _home(graph: Graph, e: int) -> int:
     return graph.value_loop[graph.operands[e][0]] if graph.eqns[e].primitive == LOOP_STACK else graph.eqn_loop[e]
 
 
-def _beside(graph: Graph, late: Set[int], homes: Sequence[int], urgent: Set[int]) -> frozenset[int]:
+def _beside(model: _Model, late: Set[int], homes: Sequence[int], urgent: Set[int]) -> frozenset[int]:
     """Urgent values that some late contraction of their loop is not computed from.
 
     In a program without loops the largest gradient of weights runs last, after all that is urgent: it does not count.
     """
+    graph = model.graph
     everyone = dict.fromkeys(range(graph.loops + 1), 0)  # loop → bit set of its late contractions
     for e in late:
         everyone[homes[e]] |= 1 << e
-    if late and not graph.loops:
-        everyone[0] &= ~(1 << max(late, key=lambda e: (sum(graph.avals[v].nbytes for v in graph.results[e]), e)))
+    products = late & model.makers
+    if products and not model.loops:
+        everyone[0] &= ~(1 << max(products, key=lambda e: (sum(graph.avals[v].nbytes for v in graph.results[e]), e)))
     feeds: dict[int, int] = {}  # value → bit set of the late contractions that are computed from it
     for e in range(len(graph.eqns) - 1, -1, -1):
         bits = 1 << e if e in late else 0
@@ -445,39 +476,41 @@ def _joining(graph: Graph, inner: _Phases) -> frozenset[int]:
     return frozenset(joining)
 
 
-def _last(graph: Graph, hides: Set[int]) -> frozenset[int]:
+def _last(model: _Model, hides: Set[int]) -> frozenset[int]:
     """Per loop body, the largest contraction result whose reduction could hide, and the values made of it.
 
     Among equally large results, the last. The same for a program without loops, up to its new state; there also
     the result of the contraction that follows the most others.
     """
+    graph = model.graph
     last: dict[int, int] = {}
     for e, eqn in enumerate(graph.eqns):
         loop = graph.eqn_loop[e]
-        if not multiplies(eqn) or (graph.loops and not loop):
+        if not multiplies(eqn) or (model.loops and not loop):
             continue
         for v in graph.results[e]:
             if v in hides and (loop not in last or graph.avals[v].nbytes >= graph.avals[last[loop]].nbytes):
                 last[loop] = v
-    found = set(last.values()) | _deepest(graph, hides)
-    hidden = hides - _new_state(graph)
+    found = set(last.values()) | _deepest(model, hides)
+    hidden = hides - _new_state(model)
     for operands, results in zip(graph.operands, graph.results, strict=True):
         loops = {graph.value_loop[v] for v in operands if v in found}
         found.update(v for v in results if v in hidden and graph.value_loop[v] in loops)
     return frozenset(found)
 
 
-def _deepest(graph: Graph, hides: Set[int]) -> set[int]:
+def _deepest(model: _Model, hides: Set[int]) -> set[int]:
     """In a program without loops, the largest result of the contraction that follows the most others; none on a tie.
 
     Among equally large results, the last. A `shard_map` may have several: its body makes one of them last.
     """
-    if graph.loops:
+    graph = model.graph
+    if model.loops:
         return set()
     depths = {
         e: bits.bit_count()
         for e, bits in _before(graph, range(len(graph.eqns))).items()
-        if multiplies(graph.eqns[e]) and not hides.isdisjoint(graph.results[e])
+        if e in model.makers and not hides.isdisjoint(graph.results[e])
     }
     deepest = [e for e, depth in depths.items() if depth == max(depths.values())]
     if len(deepest) > 1 or not deepest:
@@ -501,19 +534,20 @@ def _find_awaited(graph: Graph) -> frozenset[int]:
     return frozenset().union(*(frozenset.intersection(*sets) for sets in needed))
 
 
-def _bucket(graph: Graph, early: Set[int], awaited: Set[int]) -> frozenset[int]:
+def _bucket(model: _Model, early: Set[int], awaited: Set[int]) -> frozenset[int]:
     """The compiler's first bucket of a program without loops: the weights gathered together with the first ones.
 
     These are the weights of the first contractions, in program order, that fit in a bucket. Of what all first
     contractions are computed from, only arguments are weights: activations (rows of a table) are not gathered.
     """
+    graph = model.graph
     found: set[int] = set()
     left = BUCKET_BYTES
     made_by = graph.producers
     given = set(graph.inputs)
     for e, eqn in enumerate(graph.eqns):
         given.update(graph.results[e] if eqn.traits.keeps_dims and given.issuperset(graph.operands[e]) else ())
-        if graph.loops or not multiplies(eqn):
+        if model.loops or e not in model.makers:
             continue
         weights = {v for v in graph.operands[e] if v in early and (v in given or v not in awaited)} - found
         left -= sum(graph.avals[v].nbytes for v in weights)

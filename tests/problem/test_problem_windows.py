@@ -1,5 +1,6 @@
 """Windows: what hides behind what, by XLA:GPU's order."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -351,3 +352,41 @@ def test_a_sum_of_the_updates_that_waits_for_another_hides_behind_nothing() -> N
     windows = {of.name: overlap_windows(graph, of).of_value for of in (XLA_GPU, XLA_TPU)}
     assert [windows["gpu"][v] is None for v in sums] == [True, True, False, True, True, True]
     assert all(windows["tpu"][v] is not None for v in sums)
+
+
+def test_an_optimizers_loops_behind_the_backward_pass_change_nothing_before_them() -> None:
+    """Newton–Schulz iterations of every gradient; loops that no backward pass precedes are the model's."""
+
+    def loss(ws: Any, x: Any) -> Any:
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x**2)
+
+    def whitened(g: Any) -> Any:
+        return jax.lax.fori_loop(0, 5, lambda _, g: 1.5 * g - 0.5 * (g @ g.T) @ g, g / jnp.linalg.norm(g))
+
+    def step(ws: Any, x: Any, *, iterates: bool) -> Any:
+        gradients = jax.grad(loss)(ws, x)
+        return [w - 0.1 * (whitened(g) if iterates else g) for w, g in zip(ws, gradients, strict=True)]
+
+    ws, x = [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 3, jax.ShapeDtypeStruct((32, 16), jnp.float32)
+    made: dict[bool, list[tuple[int | None, ...]]] = {}
+    for iterates in (False, True):
+        graph = build(jax.make_jaxpr(partial(step, iterates=iterates))(ws, x), "cpu")
+        assert graph.loops == 3 * iterates
+        found = overlap_windows(graph, XLA_GPU)
+        place: dict[int | None, int] = {w: n for n, w in enumerate(w for w in range(found.count) if not found.loops[w])}
+        dots = [e for e, eqn in enumerate(graph.eqns) if eqn.primitive == "dot_general" and not graph.eqn_loop[e]]
+        made[iterates] = [
+            (place[found.of_equation[e]], place.get(found.of_value[v])) for e in dots for v in graph.results[e]
+        ]
+    assert made[True] == made[False]
+    assert len({window for _, window in made[True]}) > 1
+
+    def forward(w: Any, x: Any) -> Any:
+        return jax.lax.fori_loop(0, 5, lambda _, h: jnp.tanh(h @ w), x @ w)
+
+    graph = build(jax.make_jaxpr(forward)(ws[0], x), "cpu")
+    (first, _) = (e for e, eqn in enumerate(graph.eqns) if eqn.primitive == "dot_general")
+    found = overlap_windows(graph, XLA_GPU)
+    assert found.of_equation[first] not in (EARLY, LATE)
