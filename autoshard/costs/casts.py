@@ -42,7 +42,8 @@ def product_dtype(eqn: Eqn) -> np.dtype | None:
         return None
     asked = eqn.params["precision"]
     default = all(one in (None, Precision.DEFAULT) for one in (asked if isinstance(asked, tuple) else (asked,)))
-    return BFLOAT16 if default and {aval.dtype for aval in eqn.operands} == {FLOAT32} else None
+    left, right = eqn.operands[:2]  # a ragged product has the sizes of its groups, too
+    return BFLOAT16 if default and left.dtype == right.dtype == FLOAT32 else None
 
 
 def multiplied(graph: Graph) -> dict[int, bool]:

@@ -57,6 +57,11 @@ def experts(x: Any, w: Any) -> Any:
     return jnp.einsum("bte,bef->btf", x, w)
 
 
+def convolved(x: Any, w: Any) -> Any:
+    layout = ("NHWC", "HWIO", "NHWC")
+    return jnp.tanh(jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=layout))
+
+
 @needs_tpu_compiler
 @pytest.mark.parametrize(
     ("program", "arguments", "come", "leave", "gathered"),
@@ -67,8 +72,15 @@ def experts(x: Any, w: Any) -> Any:
         (constant, (X, W), (P("x"), P("x")), P("x"), 2 * WIDTH * WIDTH),
         (sliced, (X, STACK), (P("x"), P(None, "x")), P("x"), 4 * 2 * WIDTH * WIDTH),
         (reversed_, (X, STACK), (P("x"), P(None, "x")), P(None, "x"), 2 * 4 * 2 * WIDTH * WIDTH),
+        (
+            convolved,
+            (F32((64, 64, 64, 256)), F32((3, 3, 256, 512))),
+            (P("x"), P(None, None, None, "x")),
+            P("x"),
+            2 * 9 * 256 * 512,
+        ),
     ],
-    ids=["elsewhere", "whole", "summed", "constant", "sliced", "reversed"],
+    ids=["elsewhere", "whole", "summed", "constant", "sliced", "reversed", "convolved"],
 )
 def test_bytes_are_those_of_what_is_multiplied(
     program: Callable[..., Any], arguments: Any, come: Any, leave: Any, gathered: int
@@ -79,6 +91,41 @@ def test_bytes_are_those_of_what_is_multiplied(
     rows = {row.kind: row for row in plan.verify(compiler_options=compile.TPU_PLAIN_OPTIONS).rows}
     assert rows["all-gather"].predicted_bytes == gathered
     assert {k: row.predicted_bytes for k, row in rows.items()} == {k: row.emitted_bytes for k, row in rows.items()}
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize(
+    ("second", "leave", "kind"), [(P(), P("x"), "reduce-scatter"), (P(None, "x"), P(None, "x"), "all-reduce")]
+)
+def test_sums_of_products_are_finished_in_float32(second: P, leave: P, kind: str) -> None:
+    plan = autoshard.plan(
+        lambda x, a, b: (x @ a) @ b,
+        F32((256, WIDTH)),
+        W,
+        W,
+        mesh={"x": 8},
+        hardware="tpu-v5e:2x4",
+        in_shardings=(P(None, "x"), P("x"), second),
+        out_shardings=leave,
+    )
+    (row,) = plan.verify().rows
+    assert (row.kind, row.predicted_bytes, row.emitted_bytes) == (kind, 4 * 256 * WIDTH, 4 * 256 * WIDTH)
+
+
+@needs_tpu_compiler
+def test_a_ragged_product_is_cast_too() -> None:
+    plan = autoshard.plan(
+        lambda x, w, sizes: jnp.tanh(jax.lax.ragged_dot(x, w, sizes)),
+        X,
+        F32((8, WIDTH, 256)),
+        jax.ShapeDtypeStruct((8,), jnp.int32),
+        mesh={"x": 8},
+        hardware="tpu-v5e:2x4",
+        in_shardings=(P("x"), P(None, "x"), P()),
+        out_shardings=P("x"),
+    )
+    rows = [(row.kind, row.predicted_bytes, row.emitted_bytes) for row in plan.verify().rows]
+    assert ("all-to-all", 8 * WIDTH * 256 * 2, 8 * WIDTH * 256 * 2) in rows
 
 
 @needs_tpu_compiler

@@ -72,7 +72,7 @@ def add_edge(
             forbidden=forbidden,
             impossible=impossible,
             total=_total(facts, value),
-            pending=facts.graph.avals[value] if value in facts.lives.multiplied else None,
+            pending=_pending(facts, source, value),
             times=times,
             waived=waived,
         )
@@ -120,6 +120,13 @@ def _total(facts: GraphFacts, value: int) -> tuple[Aval, int] | None:
     if facts.compiler.moves_collectives_past_casts:
         return _moved(facts, value), trips
     return replace(facts.graph.avals[value], dtype=facts.graph.avals[total].dtype), trips
+
+
+def _pending(facts: GraphFacts, source: Port, value: int) -> Aval | None:
+    """The array that moves for a pending sum where that is not what moves else: sums are not narrowed."""
+    aval = facts.graph.avals[value]
+    summed = (decode(source.codes, aval.ndim, facts.mesh.ndim) == SUM).any()
+    return aval if summed and value in facts.lives.multiplied else None
 
 
 def _moved(facts: GraphFacts, value: int) -> Aval:
