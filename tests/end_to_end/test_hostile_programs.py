@@ -1,6 +1,6 @@
 """A thousand hostile programs are right, or refused for a reason that is known; and the generator is what it says.
 
-More of them: `python -m benchmarks.hostile_programs`.
+Half of them are slow ones. More of them: `python -m benchmarks.hostile_programs`.
 """
 
 import collections
@@ -22,7 +22,13 @@ PROGRAMS = 1000
 PER_TEST = 50
 
 
-@pytest.mark.parametrize("first", range(FIRST, FIRST + PROGRAMS, PER_TEST))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(first, marks=[pytest.mark.slow] if first >= FIRST + PROGRAMS // 2 else [])
+        for first in range(FIRST, FIRST + PROGRAMS, PER_TEST)
+    ],
+)
 def test_hostile_programs_are_right(first: int) -> None:
     verdicts = judge(range(first, first + PER_TEST))
     bad = [f"{v.seed} ({v.setting}) {v.kind}: {v.why}" for v in verdicts if v.kind in (WRONG, FOREIGN)]

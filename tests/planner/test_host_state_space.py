@@ -108,6 +108,7 @@ def test_it_is_said() -> None:
     assert "on the host" in said
 
 
+@pytest.mark.slow  # a minute
 def test_more_memory_is_never_slower() -> None:
     found: list[autoshard.SolvedPlan | None] = []
     for share in (1.05, 0.95, SHARE, 0.75, 0.3):
@@ -196,6 +197,7 @@ def test_where_no_state_can_lie_there_it_is_refused_with_the_reason() -> None:
         autoshard.plan(loss, *args, mesh={"data": 4}, hardware="h100:1x4", for_grad=True, offload="state")
 
 
+@pytest.mark.slow  # a minute
 def test_a_plan_that_may_repeat_puts_state_there_too() -> None:
     options: dict[str, Any] = {**OPTIONS, "remat": "add", "memory": int(least() * SHARE)}
     assert there(autoshard.plan(STEP, *arguments(), **options, offload="auto"))
