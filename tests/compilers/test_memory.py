@@ -35,8 +35,9 @@ def block(layer: Any, h: Any) -> Any:
     return h + jax.nn.relu(h @ up) @ down
 
 
-def whole_block(layer: Any, h: Any) -> Any:
-    return h + jax.nn.relu(h @ layer["up"]) @ layer["down"]
+def linear_block(layer: Any, h: Any) -> Any:
+    """Without a cast of the weights, and nothing that XLA:GPU's products may compute of their operands."""
+    return h + h @ layer["up"] @ layer["down"]
 
 
 PARAMS = [{"up": F32((WIDTH, HIDDEN)), "down": F32((HIDDEN, WIDTH))} for _ in range(LAYERS)]
@@ -67,9 +68,9 @@ def gathers(plan: autoshard.SolvedPlan) -> int:
 
 @needs_gpu_compiler
 def test_what_is_gathered_is_there_until_it_is_multiplied_not_until_its_update() -> None:
-    """Weights that are multiplied as they are, without a cast of their own that would be gathered."""
-    plan, peak = fsdp(whole_block, dtype=jnp.float32)
-    assert peak == pytest.approx(plan.record.memory.peak_bytes, rel=0.1)
+    """Weights that are multiplied as they are: of a cast of their own, that would be gathered."""
+    plan, peak = fsdp(linear_block, dtype=jnp.float32)
+    assert peak == pytest.approx(plan.record.memory.peak_bytes, rel=0.03)
 
 
 @needs_gpu_compiler
