@@ -132,10 +132,15 @@ class OverlapWindows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Model:
-    """A program's equations that multiply, and whether some do in loops; without loops behind its backward pass.
+    """A program, as far as its windows outside of loops depend on it: not on loops behind its backward pass.
 
-    These are an optimizer's (Newton–Schulz iterations), one for each weight. XLA:GPU's scheduler runs what is before
+    Those are an optimizer's (Newton–Schulz iterations), one for each weight. XLA:GPU's scheduler runs what is before
     them as in a program without loops.
+
+    Attributes:
+      graph: the whole program.
+      makers: its equations that communication may hide behind (`compute.multiplies`), but for those of such loops.
+      loops: whether it has other loops.
     """
 
     graph: Graph

@@ -34,6 +34,8 @@ def groups(graph: Graph, *, far: bool) -> dict[int, tuple[tuple[int, ...], ...]]
       graph: the program.
       far: whether the compiler gathers once more for a use that is far from the one before.
     """
+    if not far and not any(graph.again_of):
+        return {}
     found: dict[int, list[tuple[int, ...]]] = {}
     for value, uses in _uses(graph):
         parts: list[list[int]] = [[e] for e, _ in uses[:1]]

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+import autoshard
 from autoshard.backends.known_compilers import XLA_GPU, XLA_TPU
 from autoshard.backends.model import CompilerModel
 from autoshard.costs import compute
@@ -302,6 +304,29 @@ def test_on_tpu_products_narrow_their_operands_unless_they_are_asked_for_more() 
     assert found == {"alone": True, "constant": True, "read, too": False, "reshaped": True, "stack": True}
     ahead = {name[v]: told.dtype for v, told in cast_ahead(graph, products=True).items() if v in name}
     assert ahead == {"stack": jnp.bfloat16}
+
+
+def test_on_tpu_what_products_take_lies_in_memory_as_they_cast_it() -> None:
+    """Gathered weights, and the result of one product that only another one takes; not inputs and results."""
+
+    def kinds(precision: str | None) -> dict[str, int]:
+        dot = partial(jnp.dot, precision=precision)
+        plan = autoshard.plan(
+            lambda x, a, b: dot(dot(x, a), b),
+            F32((16_384, 2048)),
+            F32((2048, 2048)),
+            F32((2048, 2048)),
+            mesh={"x": 8},
+            hardware="tpu-v5e:2x4",
+            in_shardings=(P("x"), P("x"), P("x")),
+            out_shardings=P("x"),
+        )
+        return dict(plan.record.memory.kinds)
+
+    cast, whole = kinds(None), kinds("highest")
+    assert whole["copies"] == 2 * 4 * 2048 * 2048
+    assert whole["activations"] == 4 * 2048 * 2048
+    assert cast == {**whole, "copies": whole["copies"] // 2, "activations": whole["activations"] // 2}
 
 
 @pytest.mark.parametrize(("axis", "taken", "compared"), [(1, 1, True), (0, 1, True), (1, 2, False), (None, 8, False)])

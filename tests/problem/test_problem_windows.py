@@ -389,4 +389,4 @@ def test_an_optimizers_loops_behind_the_backward_pass_change_nothing_before_them
     graph = build(jax.make_jaxpr(forward)(ws[0], x), "cpu")
     (first, _) = (e for e, eqn in enumerate(graph.eqns) if eqn.primitive == "dot_general")
     found = overlap_windows(graph, XLA_GPU)
-    assert found.of_equation[first] not in (EARLY, LATE)
+    assert found.whole[found.of_equation[first]] not in (EARLY, LATE)
