@@ -115,6 +115,14 @@ class CompilerModel:
     )
     """A new state that is gathered after its update along the major dimension is written where the old one lies."""
 
+    copies_gathered_state: bool = field(
+        metadata=_seen(
+            "libtpu 0.0.52, ZeRO-1 of perceptrons and of a transformer, in float32 and bfloat16",
+            "compilers/test_memory_tpu.py::test_a_state_that_is_gathered_after_its_update_is_copied_twice",
+        )
+    )
+    """A donated state that is gathered after its update is copied before the step, and behind it into its place."""
+
     regathers_far_uses: bool = field(
         metadata=_seen(
             "openxla/xla schedule_aware_collective_ops_cse.cc; libtpu 0.0.51 and 0.0.52",
@@ -295,6 +303,14 @@ class CompilerModel:
         )
     )
     """A contraction computes its operands itself, element by element, from values that lie in memory."""
+
+    contractions_finish_their_results: bool = field(
+        metadata=_seen(
+            "libtpu 0.0.52: kernels of transformers' steps, and the cycles that it estimates of them",
+            "compilers/test_product_kernels.py::test_what_follows_a_product_takes_no_time_of_its_own",
+        )
+    )
+    """A contraction's kernel goes on with its product, element by element, and reduces it: see `product_kernels`."""
 
     gathers_make_their_operands: bool = field(
         metadata=_seen(

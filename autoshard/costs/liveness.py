@@ -78,6 +78,10 @@ class Numerator:
     product_itemsize: int
     turned: bool
 
+    def nbytes(self, aval: Aval) -> int:
+        """Bytes of the whole array that lies in memory for numerators, where no layout decides."""
+        return aval.nbytes * min(self.product_itemsize, aval.itemsize) // aval.itemsize if self.turned else aval.nbytes
+
     def share(self, aval: Aval, codes: Codes, mesh: MeshAxes) -> NDArray[np.float64]:
         """In each layout, the share of its own bytes that lies in memory for a numerator: all, or its product's."""
         rows = aval.shape[0] // np.where(decode(codes, aval.ndim, mesh.ndim) == 0, mesh.sizes, 1).prod(axis=1)

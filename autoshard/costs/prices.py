@@ -45,7 +45,9 @@ class Machine(CollectiveMachine, Protocol):
     @property
     def host_bytes_per_s(self) -> float: ...
 
-    def matmul_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str) -> Seconds: ...
+    def matmul_s(
+        self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str, beside_bytes: ArrayLike = 0.0
+    ) -> Seconds: ...
 
     def contraction_sums(
         self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str, result_dtype: str

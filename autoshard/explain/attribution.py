@@ -20,7 +20,6 @@ from autoshard.ir.paths import dotted
 from autoshard.planner.record import PlanRecord
 from autoshard.problem import bill
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.bill import TRANSPOSE
 from autoshard.problem.collective import Collective
 from autoshard.report.notebook import Shown
 from autoshard.report.tables import bytes_text, columns, render, short_aval, short_place, table, time_text
@@ -243,7 +242,7 @@ def _spent(record: PlanRecord, assignment: Assignment, names: Sequence[str]) -> 
         entry.seconds.append(waited_s)
         entry.nbytes += row.nbytes * row.trips
         if row.work_s:
-            sums[COMPUTE, (), TRANSPOSE, row.where, ()].seconds.append(row.work_s * row.trips)
+            sums[COMPUTE, (), bill.work_name(assignment), row.where, ()].seconds.append(row.work_s * row.trips)
     for copy in bill.host_copies(assignment):
         graph, node = assignment.decisions.graph, assignment.decisions.nodes[copy.node]
         value = str(graph.avals[graph.operands[node.equations[0]][0]])

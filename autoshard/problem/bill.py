@@ -1,6 +1,7 @@
 """Bill: the collectives and the seconds that an assignment takes."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import repeat
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from autoshard.problem.collective import Collective
 from autoshard.problem.decisions import Edge, Equation
 from autoshard.problem.routes import moved_again
 
-TRANSPOSE = "transpose"  # the name of the work around a collective
+_TRANSPOSE, _APART = "transpose", "kernel beside a collective"
 
 
 def transfers(assignment: Assignment) -> Iterator[tuple[Edge, Collective]]:
@@ -32,6 +33,7 @@ def transfers(assignment: Assignment) -> Iterator[tuple[Edge, Collective]]:
         ends = (np.array([source], np.int64), np.array([target], np.int64))
         whole = edge.total if edge.finishes(*ends, d.mesh.ndim)[0, 0] else None
         aval, trips = whole or (edge.moved_from(source, d.mesh.ndim), edge.trips)
+        beside_s = float(edge.unfused_s(*ends, assignment.resharder)[0, 0])  # counts with the first collective
         for step in assignment.resharder.path(aval, source, target, bucket=edge.bucket, strides=edge.strides):
             work_s = float(assignment.resharder.machine.hbm_s(step.transposed)) if step.transposed else 0.0
             for kind, axes, nbytes in step.collectives if step.kind != "slice" else ():
@@ -47,8 +49,14 @@ def transfers(assignment: Assignment) -> Iterator[tuple[Edge, Collective]]:
                     value=str(aval),
                     work_s=work_s,
                 )
-                yield from repeat((edge, row), edge.times)
-                work_s = 0.0
+                yield edge, replace(row, work_s=work_s + beside_s) if beside_s else row
+                yield from repeat((edge, row), edge.times - 1)
+                work_s = beside_s = 0.0
+
+
+def work_name(assignment: Assignment) -> str:
+    """What the work around collectives is called: transposes, or kernels that products' would do if nothing moved."""
+    return _TRANSPOSE if assignment.resharder.outermost else _APART
 
 
 def collectives(assignment: Assignment) -> Iterator[Collective]:
@@ -169,7 +177,7 @@ def node_s(assignment: Assignment, n: int) -> float:
 
 
 def compute_s(assignment: Assignment) -> float:
-    """Seconds of all equations and of the transposes around collectives, without communication."""
+    """Seconds of all equations and of the work around collectives, without communication."""
     own = sum(node_s(assignment, n) for n in range(len(assignment.decisions.nodes)))
     return own + sum(row.work_s * row.trips for row in collectives(assignment))
 

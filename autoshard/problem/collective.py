@@ -9,7 +9,7 @@ class Collective:
 
     `nbytes` are logical: an all-gather's result, every other collective's operand. `trips` counts its
     runs, `seconds` is the price of one run, `window` the window in which it may hide, `work_s` the
-    seconds of the transposes around one run.
+    seconds of the work around one run: transposes, or the kernel that runs because the value moves.
     """
 
     kind: str

@@ -29,9 +29,10 @@ from numpy.typing import NDArray
 from autoshard.backends.hlo.text import UNKNOWN
 from autoshard.costs.liveness import LiveRanges
 from autoshard.costs.overlap import EARLY, OverlapWindows
-from autoshard.costs.prices import INF_PS
+from autoshard.costs.prices import INF_PS, picoseconds
+from autoshard.costs.product_kernels import Unfused
 from autoshard.costs.resharding import Resharder, Strides
-from autoshard.costs.strategies import SUM, WHOLE, Codes, Strategies, decode, encode
+from autoshard.costs.strategies import SUM, WHOLE, Codes, Strategies, decode, encode, shards
 from autoshard.ir.graph import Aval, Graph
 from autoshard.ir.mesh import MeshAxes
 from autoshard.problem.ports import Port, Usage
@@ -196,7 +197,8 @@ class Edge:
     could have. `total`, if given, is the array that moves instead, and how often, if only pending
     sums are finished (`costs.loop_reductions`), and `pending` the one that moves if there are pending
     sums. `times` counts the groups of uses for which the value moves in every trip (`costs.shared_gathers`).
-    `waived`, if given, marks the choices of v (S_v,) for which nothing moves.
+    `waived`, if given, marks the choices of v (S_v,) for which nothing moves. `unfused`, if given, is the kernel that
+    runs where the value moves.
     """
 
     u: int
@@ -216,6 +218,7 @@ class Edge:
     pending: Aval | None = None
     times: int = 1
     waived: NDArray[np.bool_] | None = None
+    unfused: Unfused | None = None
 
     def finishes(self, source: Codes, target: Codes, axes: int) -> NDArray[np.bool_]:
         """Whether it is the total that is moved from each source to each target code: (sources, targets)."""
@@ -230,6 +233,15 @@ class Edge:
         if self.pending is None or not (decode(np.array([source]), self.moved.ndim, axes) == SUM).any():
             return self.moved
         return self.pending
+
+    def unfused_s(self, source: Codes, target: Codes, resharder: Resharder) -> NDArray[np.float64]:
+        """Seconds of the kernel that runs in each trip where the value moves from a source to a target: (sources, targets)."""
+        if self.unfused is None:
+            return np.zeros((len(source), len(target)))
+        ends = source[:, None] if self.unfused.before else target[None, :]
+        pieces = shards(ends.ravel(), self.moved.ndim, resharder.mesh).reshape(ends.shape)
+        seconds = np.asarray(resharder.machine.hbm_s(self.unfused.nbytes / pieces))
+        return np.broadcast_to(seconds, (len(source), len(target)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -331,6 +343,7 @@ def times(price_ps: NDArray[np.int64], count: int) -> NDArray[np.int64]:
 def reshard_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
     """The edge's cost matrix (S_u, S_v) in integer picoseconds, INF where it cannot be."""
     matrix = _of_all_trips(edge, resharder, resharder.cost_ps)
+    matrix = np.minimum(matrix + np.where(matrix > 0, _unfused_ps(edge, resharder), 0), INF_PS)
     if edge.waived is not None:
         matrix = np.where(edge.waived, 0, matrix)
     if edge.forbidden is not None:
@@ -338,10 +351,20 @@ def reshard_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
     return matrix
 
 
-def transposes_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
-    """The part of `reshard_ps` that transposes take."""
+def work_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
+    """The part of `reshard_ps` that a device works: transposes, and the kernel that a value needs if it moves."""
     matrix = _of_all_trips(edge, resharder, resharder.transposes_ps)
+    if edge.unfused is not None:
+        moves = _of_all_trips(edge, resharder, resharder.cost_ps) > 0
+        matrix = matrix + np.where(moves, _unfused_ps(edge, resharder), 0)
     return matrix if edge.waived is None else np.where(edge.waived, 0, matrix)
+
+
+def _unfused_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64] | int:
+    """Picoseconds of the kernel that runs where the value of an edge moves, over all trips: (S_u, S_v)."""
+    if edge.unfused is None:
+        return 0
+    return picoseconds(edge.unfused_s(edge.source, edge.target, resharder) * edge.trips)
 
 
 def _of_all_trips(edge: Edge, resharder: Resharder, price: Any) -> NDArray[np.int64]:

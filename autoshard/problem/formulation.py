@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from autoshard import deadline
 from autoshard.costs.resharding import Resharder
-from autoshard.problem.decisions import Decisions, Edge, reshard_ps, transposes_ps
+from autoshard.problem.decisions import Decisions, Edge, reshard_ps, work_ps
 from autoshard.problem.decisions import times as prices_times
 from autoshard.problem.network import INF, Hinge, Moves, Problem
 from autoshard.problem.symmetry import Folding, fold, unfolded
@@ -188,6 +188,7 @@ class _ClassMatrices:
                 edge.pending and edge.pending.itemsize,
                 mask,
                 None if edge.waived is None else edge.waived.tobytes(),
+                edge.unfused,
             )
             counted[key] = (edge, counted[key][1] + 1 if key in counted else 1)
         for key, (edge, times) in counted.items():
@@ -195,7 +196,7 @@ class _ClassMatrices:
             deadline.check("pricing its moves")
             matrix = reshard_ps(edge, resharder)
             forbidden = matrix >= INF
-            work = np.where(forbidden, 0, transposes_ps(edge, resharder)) * times
+            work = np.where(forbidden, 0, work_ps(edge, resharder)) * times
             seconds = np.where(forbidden, 0, matrix) * times - work
             hides = () if edge.window is None else decisions.windows.hides[edge.window]
             taxed = np.rint(seconds * (1.0 - edge.hides)).astype(np.int64)

@@ -96,6 +96,7 @@ class _Labels:
                 mask,
                 *(() if edge.waived is None else (content(edge.waived),)),
                 *(() if edge.pending is None else (edge.pending.itemsize,)),
+                *(() if edge.unfused is None else (edge.unfused.nbytes, edge.unfused.before)),
             )
             if parts not in known:
                 known[parts] = digest(*parts)

@@ -18,7 +18,7 @@ from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import LOOP_SLICE, LOOP_STACK
 from autoshard.problem import bill
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.bill import TRANSPOSE, HostCopy
+from autoshard.problem.bill import HostCopy
 from autoshard.problem.collective import Collective
 from autoshard.problem.repeated import repeated_share
 
@@ -61,7 +61,7 @@ def schedule(assignment: Assignment) -> Timeline:
             now_s += seconds / trips
         for row in (*(row for row, _ in hides[window]), *blocks[window]):
             if row.work_s:
-                events.append(_event(TRANSPOSE, "compute", now_s, row.work_s, row.trips, row.where))
+                events.append(_event(bill.work_name(assignment), "compute", now_s, row.work_s, row.trips, row.where))
                 busy_s += row.work_s * row.trips
                 now_s += row.work_s
         hidden_s = left_s = 0.0

@@ -32,7 +32,9 @@ class Free:
     unscattered_axes = slice_axes = frozenset[str]()
     host_bytes_per_s = 1.0
 
-    def matmul_s(self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str) -> NDArray[np.float64]:
+    def matmul_s(
+        self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str, beside_bytes: ArrayLike = 0.0
+    ) -> NDArray[np.float64]:
         return np.zeros(())
 
     def contraction_sums(
@@ -203,7 +205,9 @@ def test_a_mask_of_integers_is_cast_before_it_is_multiplied() -> None:
     """A matmul of integers would run on the vector units."""
 
     class Told(Free):
-        def matmul_s(self, batch: Any, m: Any, n: Any, k: Any, dtype: str) -> NDArray[np.float64]:
+        def matmul_s(
+            self, batch: Any, m: Any, n: Any, k: Any, dtype: str, beside_bytes: Any = 0.0
+        ) -> NDArray[np.float64]:
             self.dtype = dtype
             return np.zeros(())
 

@@ -95,10 +95,10 @@ def _touched_bytes(facts: GraphFacts, members: Sequence[int], codes: Codes) -> N
         if e in scattered:
             continue
         result = graph.results[e][0]
-        for v in graph.operands[e]:
+        for v in map(facts.narrow, graph.operands[e]):
             if facts.reads(v) and facts.elsewhere[result]:
                 readers.setdefault(v, set()).update(facts.reading(v, result, inside=v in inside))
-        if facts.held[result]:
+        if facts.writes(result):
             nbytes += graph.avals[result].nbytes / pieces * facts.written_share(result, codes)
     for v, kernels in readers.items():
         local = graph.avals[v].nbytes / np.minimum(pieces, max(graph.avals[v].size, 1))

@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.costs.casts import widening
 from autoshard.costs.prefetch import begins, fetchable
 from autoshard.costs.prices import PS_PER_S
+from autoshard.costs.product_kernels import Unfused
 from autoshard.costs.strategies import shards
 from autoshard.ir.op_traits import LOOP_CONST, LOOP_SLICE
 from autoshard.problem.decision_builders.copies import add_arrival, add_copy
@@ -14,6 +16,9 @@ from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.edges import add_edge
 from autoshard.problem.decisions import Chain, Equation, Input
 from autoshard.problem.ports import Port
+
+
+_COPIES = 4  # times that two copies read or write an array
 
 
 def connect(draft: Draft, outputs: Sequence[int]) -> None:
@@ -59,7 +64,15 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
     holder = port
     if arrives:
         holder, never = add_arrival(draft, value, port, takers[0])
-        add_edge(draft, port, holder, value, forbidden=never)
+        copied = Unfused(nbytes=_COPIES * facts.graph.avals[value].nbytes, before=False)
+        add_edge(
+            draft,
+            port,
+            holder,
+            value,
+            forbidden=never,
+            unfused=copied if facts.compiler.copies_gathered_state else None,
+        )
     elif several or (takers and lent and any(not facts.traits.pointwise[e] for e, _ in uses)):
         groups = facts.uses_apart(value, port)
         holder, never = add_copy(draft, value, port, takers, lent=lent)
@@ -78,6 +91,8 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
             apart = _moved(draft, value, holder, taker, cuts=_multiplies(draft, taker))
         elif holder is not port and _takes_for_a_loop(draft, taker, value):
             unplanned = _moved(draft, value, holder, taker, cuts=True)
+        elif is_input and facts.compiler.regathers_far_uses and _narrows(draft, taker, value):
+            unplanned = _moved(draft, value, holder, taker, cuts=True)
         add_edge(draft, holder, taker, value, forbidden=apart, unplanned=unplanned)
 
 
@@ -87,6 +102,17 @@ def _takes_for_a_loop(draft: Draft, taker: Port, value: int) -> bool:
     if not isinstance(node, Equation) or not graph.avals[value].ndim or draft.facts.on_host(value):
         return False
     return graph.eqns[node.equation].primitive in (LOOP_CONST, LOOP_SLICE)
+
+
+def _narrows(draft: Draft, taker: Port, value: int) -> bool:
+    """Whether the consumer at a port does nothing with a value but cast it to a narrower type.
+
+    XLA:TPU (libtpu 0.0.52), and XLA:GPU, cast it before they move it, wherever the program does: a plan moves what was
+    cast, of which it knows how often it moves and where it lies.
+    """
+    graph = draft.facts.graph
+    casts = [widening(graph.eqns[e]) < 0 for e, _ in graph.consumers[value] if draft.node_of[e] == taker.node]
+    return bool(casts) and all(casts)
 
 
 def _multiplies(draft: Draft, taker: Port) -> bool:
@@ -128,10 +154,10 @@ def _takers(draft: Draft, value: int, port: Port, leaves: Sequence[Port]) -> lis
 
 
 def _gathered_in_place(draft: Draft, taker: Port) -> bool:
-    """Whether the consumer of a new state is a parameter's input, into which the compiler gathers it."""
-    node = draft.nodes[taker.node]
-    in_place = draft.facts.compiler.gathers_new_state_in_place
-    return in_place and isinstance(node, Input) and node.holds == "parameters"
+    """Whether the consumer of a new state is an input into which the compiler gathers it, or copies what it gathers."""
+    node, compiler = draft.nodes[taker.node], draft.facts.compiler
+    in_place = compiler.gathers_new_state_in_place and isinstance(node, Input) and node.holds == "parameters"
+    return in_place or (compiler.copies_gathered_state and isinstance(node, Input))
 
 
 def _fetched(draft: Draft) -> dict[int, int]:

@@ -60,7 +60,9 @@ def _taken(takers: Sequence[Port]) -> list[Codes]:
 def add_arrival(draft: Draft, value: int, port: Port, taker: Port) -> Added:
     """Adds the copy of a new state that is gathered after its update: in its input's place, or beside it first.
 
-    XLA's GPU compiler gathers only along the major dimension. A state that moves along another
+    XLA:TPU copies the state before the step, which lies there until it is gathered, and then once more into its place.
+
+    XLA:GPU gathers only along the major dimension. A state that moves along another
     dimension is made in memory of its own, beside its piece, and then transposed into its place;
     the moves of all outputs run at once. Each code appears as both, in its place first.
 
@@ -77,11 +79,13 @@ def add_arrival(draft: Draft, value: int, port: Port, taker: Port) -> Added:
     codes = np.unique(taker.codes)
     source = decode(port.codes, aval.ndim, facts.mesh.ndim)[:, None, :]
     there = decode(codes, aval.ndim, facts.mesh.ndim)[None, :, :]
-    beside = ((source != there) & ~((source == 0) & (there == WHOLE))).any(axis=2)
+    copied = facts.compiler.copies_gathered_state
+    placed = np.zeros(there.shape[1:], bool) if copied else (source == 0) & (there == WHOLE)
+    beside = ((source != there) & ~placed).any(axis=2)
     arrival = _add(draft, value, port, np.concatenate([codes, codes]))
-    nbytes = local_bytes(aval, arrival.codes, facts.mesh) + aval.nbytes // facts.mesh.size
+    nbytes = local_bytes(aval, arrival.codes, facts.mesh) + (0 if copied else aval.nbytes // facts.mesh.size)
     nbytes[: len(codes)] = 0
-    begin, end = int(facts.lives.start[value]), len(facts.graph.eqns) + 1
+    begin, end = 0 if copied else int(facts.lives.start[value]), len(facts.graph.eqns) + 1
     draft.usages.add(arrival.node, begin, end, nbytes, "copies")
     return arrival, np.concatenate([beside, ~beside], axis=1)
 

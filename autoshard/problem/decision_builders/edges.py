@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.costs.casts import BFLOAT16, narrow_side
+from autoshard.costs.product_kernels import Unfused
 from autoshard.costs.resharding import NO_STRIDES
 from autoshard.costs.strategies import SUM, decode, parted, unscattered
 from autoshard.ir.graph import Aval
@@ -24,6 +25,7 @@ def add_edge(
     forbidden: NDArray[np.bool_] | None = None,
     unplanned: NDArray[np.bool_] | None = None,
     times: int = 1,
+    unfused: Unfused | None = None,
 ) -> None:
     """Adds the edge over which a value goes from one decision to another.
 
@@ -34,6 +36,7 @@ def add_edge(
       value: the value.
       forbidden: pairs of choices that no program could have.
       unplanned: pairs of choices that no plan has.
+      unfused: the kernel that runs where the value moves, but for one of a product's kernel.
       times: the number of groups of uses for which it moves in every trip.
     """
     facts = draft.facts
@@ -75,6 +78,7 @@ def add_edge(
             pending=_pending(facts, source, value),
             times=times,
             waived=waived,
+            unfused=unfused or _unfused(draft, source, value),
         )
     )
 
@@ -120,6 +124,14 @@ def _total(facts: GraphFacts, value: int) -> tuple[Aval, int] | None:
     if facts.compiler.moves_collectives_past_casts:
         return _moved(facts, value), trips
     return replace(facts.graph.avals[value], dtype=facts.graph.avals[total].dtype), trips
+
+
+def _unfused(draft: Draft, source: Port, value: int) -> Unfused | None:
+    """The kernel that runs where a value moves from where it is made; none for sums that are finished behind a loop."""
+    facts = draft.facts
+    if facts.products is None or source is not draft.made.get(value) or value in facts.accumulators.terms:
+        return None
+    return facts.products.unfused.get(value)
 
 
 def _pending(facts: GraphFacts, source: Port, value: int) -> Aval | None:

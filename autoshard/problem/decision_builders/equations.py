@@ -9,7 +9,7 @@ from autoshard.costs import compute
 from autoshard.costs.fusion import fused_names
 from autoshard.costs.overlap import EARLY
 from autoshard.costs.prices import picoseconds
-from autoshard.costs.strategies import SUM, Strategies, decode, enumerate_strategies, given, shards
+from autoshard.costs.strategies import SUM, Codes, Strategies, decode, enumerate_strategies, given, shards
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import DERIVE, LOOP_STACK, PALLAS, RECALL, SHARD_MAP
@@ -172,9 +172,37 @@ def _priced(facts: GraphFacts, e: int, strategies: Strategies, body: Body | None
     if eqn.primitive == PALLAS and manual_calls.estimate(eqn) is not None:
         return _Price(*compute.kernel_s(eqn, strategies, facts.mesh, facts.machine))
     if eqn.traits.contraction:
-        seconds, flops = compute.contraction_s(eqn, facts.rules[e], strategies, facts.mesh, facts.machine)
+        beside = _fused_bytes(facts, e, strategies)
+        seconds, flops = compute.contraction_s(eqn, facts.rules[e], strategies, facts.mesh, facts.machine, beside)
         return _Price(reductions_s + seconds, flops, _covering(facts, e, seconds), window)
     return _bound_by_memory(facts, e, strategies, reductions_s)
+
+
+def _fused_bytes(facts: GraphFacts, e: int, strategies: Strategies) -> NDArray[np.float64] | float:
+    """The bytes per device (S,) that a contraction's kernel reads and writes besides."""
+    kernel = facts.products.kernels.get(e) if facts.products else None
+    if kernel is None:
+        return 0.0
+    graph, eqn = facts.graph, facts.graph.eqns[e]
+
+    def read_bytes(v: int, i: int, codes: Codes) -> NDArray[np.float64]:
+        aval, made = graph.avals[v], eqn.operands[i]
+        pieces = np.minimum(shards(codes, made.ndim, facts.mesh), max(aval.size, 1))
+        numerator = facts.lives.numerators.get(v)
+        if numerator is not None and aval.shape == made.shape:
+            return aval.nbytes / pieces * facts.read_share(v, codes)
+        return (aval.nbytes if numerator is None else numerator.nbytes(aval)) / pieces
+
+    return compute.fused_bytes(eqn, strategies, facts.mesh, kernel, read_bytes)
+
+
+def _in_a_product(facts: GraphFacts, e: int) -> bool:
+    """Whether a fusible equation is computed in kernels of contractions alone, which pay for what they read."""
+    if facts.products is None or not facts.traits.fuses[e]:
+        return False
+    if facts.graph.eqns[e].traits.ends_fusion:
+        return e in facts.products.reduced
+    return not facts.products.apart[list(facts.graph.results[e])].any()
 
 
 def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductions_s: NDArray[np.float64]) -> _Price:
@@ -182,10 +210,10 @@ def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductio
     graph, eqn = facts.graph, facts.graph.eqns[e]
     if any(map(facts.on_host, (*graph.operands[e], *graph.results[e]))):
         return _Price(reductions_s)  # see `host_links`
-    reads = [facts.reads(v) for v in graph.operands[e]]
+    reads = [facts.reads(v) and not _in_a_product(facts, e) for v in graph.operands[e]]
     if any(e == term.scatter for term in facts.lives.scattered):
         reads[0] = True  # its table is what it is added to, which lies in memory
-    writes = [bool(facts.held[v]) for v in graph.results[e]]
+    writes = [facts.writes(v) and not _in_a_product(facts, e) for v in graph.results[e]]
     if eqn.traits.updates and facts.traits.fuses[e]:
         reads[0] = True  # its readers compare positions: no table of zeros is written first
     elif eqn.traits.updates:
@@ -215,7 +243,8 @@ def _recalled(draft: Draft, e: int, strategies: Strategies, choices: _Choices) -
     """
     facts, (result,) = draft.facts, draft.facts.graph.results[e]
     graph, aval = facts.graph, facts.graph.avals[result]
-    reading = [u for u, _ in graph.consumers.get(result, ()) if not _reads_by_itself(graph, u)]
+    users = [u for u, _ in graph.consumers.get(result, ())]
+    reading = [u for u in users if not (_reads_by_itself(graph, u) or _in_a_product(facts, u))]
     kernels = len({draft.node_of[u] if draft.node_of[u] >= 0 else -1 - u for u in reading})
     nbytes = aval.nbytes / shards(strategies.results[0], aval.ndim, facts.mesh) * kernels
     held = [facts.held[v] and facts.decides(v) for v in graph.operands[e]]

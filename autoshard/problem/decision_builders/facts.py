@@ -13,6 +13,7 @@ from autoshard.costs.liveness import LiveRanges, in_place, live_ranges
 from autoshard.costs.loop_reductions import NONE, Accumulators, accumulators
 from autoshard.costs.overlap import EARLY, OverlapWindows, overlap_windows
 from autoshard.costs.prices import Machine
+from autoshard.costs.product_kernels import ProductKernels, product_kernels
 from autoshard.costs.reductions import computed_elsewhere, kernel_levels, reread
 from autoshard.costs.resharding import Strides
 from autoshard.costs.shared_gathers import groups
@@ -56,7 +57,8 @@ class GraphFacts:
     under another name. `levels`: see `costs.fusion`. `in_place`: equations that may overwrite their first operand.
     `apart`: value → groups of its uses that share no gather. `reread`, `elsewhere`, `kernels`: reductions that have
     kernels of their own, values that other kernels compute, and per value the levels of those that compute it
-    (None: a chain's kernels count as one that reads): see `costs.reductions`.
+    (None: a chain's kernels count as one that reads): see `costs.reductions`. `products`: what kernels of contractions
+    do besides, by a compiler whose do: see `costs.product_kernels`.
     `host_copies`: equations that copy to the host's memory or back. `stages`: see `stage_dimensions`.
     """
 
@@ -79,6 +81,7 @@ class GraphFacts:
     reread: Mapping[int, float]
     elsewhere: NDArray[np.bool_]
     kernels: Sequence[frozenset[int]] | None
+    products: ProductKernels | None
     host_copies: frozenset[int]
     stages: Mapping[int, Stage]
 
@@ -100,6 +103,14 @@ class GraphFacts:
     def written_share(self, value: int, codes: Codes) -> NDArray[np.float64]:
         """In each layout, the share of a value's bytes that who makes it writes: none where its product lies there."""
         return np.where(self.read_share(value, codes) < 1.0, 0.0, 1.0)
+
+    def narrow(self, value: int) -> int:
+        """What who takes a value reads: the value in memory of which it is a wider cast, or itself."""
+        return value if self.products is None else self.products.narrow.get(value, value)
+
+    def writes(self, value: int) -> bool:
+        """Whether who makes a value pays for writing it: a contraction's kernel that does pays itself."""
+        return bool(self.held[value]) and (self.products is None or self.products.host[value] < 0)
 
     def reading(self, value: int, result: int, *, inside: bool) -> frozenset[int]:
         """The levels of a chain's kernels that read a value in memory to compute a result.
@@ -168,6 +179,15 @@ def facts_of(
     level = levels(graph, traits.fuses, orders.turned)
     alone = compiler.reduces_in_kernels_of_their_own
     again = reread(graph, traits.fuses, held, level, orders.across) if alone else {}
+    products = None
+    if compiler.contractions_finish_their_results:
+        away = traits.free | (graph.on_host if compiler.keeps_host_values_apart else frozenset[int]())
+        read = {
+            int(v): lives.numerators[v].nbytes(graph.avals[v]) if v in lives.numerators else graph.avals[v].nbytes
+            for v in np.flatnonzero(held)
+            if v not in away
+        }
+        products = product_kernels(graph, traits.fuses, traits.flows, read, held, lives.absorbed, level)
     return GraphFacts(
         graph=graph,
         mesh=mesh,
@@ -188,6 +208,7 @@ def facts_of(
         host_copies=host_copies(graph, compiler),
         stages={} if manual else stage_dimensions(graph, rules, traits.pointwise, mesh),
         reread=again,
-        elsewhere=computed_elsewhere(graph, traits.fuses, held, again),
+        elsewhere=products.apart if products else computed_elsewhere(graph, traits.fuses, held, again),
         kernels=kernel_levels(graph, traits.fuses, held, level, again) if alone else None,
+        products=products,
     )

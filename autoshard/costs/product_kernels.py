@@ -1,0 +1,270 @@
+"""Product kernels: what a contraction's kernel reads, computes and writes besides its product.
+
+XLA:TPU (libtpu 0.0.52, by the kernels that it emits and the cycles that it estimates of them) multiplies in kernels
+that compute their operands, element by element, from values in memory, and that go on with the product as long as
+nothing else must end first: casts, biases, gates, residual sums, a row's maximum, a loss, an optimizer's update. Such
+a kernel takes as long as its multiplications or as its bytes, whichever is longer, so that most element-wise work of a
+transformer takes no time of its own. What reads the products of several contractions is in the kernel of the last.
+
+A kernel ends at what must be there as a whole (`costs.fusion.levels`), and where a value moves: a product that is
+reduced, scattered or gathered is written as it is, and a kernel of its own goes on with it; a value that moves before
+it is multiplied is written by one. Sums are added in the kernels of their terms before they are reduced.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.costs.casts import widening
+from autoshard.ir.graph import Graph
+from autoshard.ir.op_traits import LOOP_STACK
+
+_NONE = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """What the kernel of one contraction does besides its product. Bytes are of whole arrays.
+
+    Attributes:
+      made_from: position of an operand that it makes → the values in memory that it reads for that.
+      adds_bytes: what it reads and writes to add unreduced sums.
+      finishes_bytes: what it reads and writes to go on with a product that is no unreduced sum.
+      writes_product: whether anything else reads the product.
+    """
+
+    made_from: Mapping[int, tuple[int, ...]]
+    adds_bytes: int
+    finishes_bytes: int
+    writes_product: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfused:
+    """A kernel that a value needs if it is moved, by bytes of whole arrays.
+
+    `before`: it writes what moves, in the layout that it moves from; else it goes on with it, in the layout it comes to.
+    """
+
+    nbytes: int
+    before: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ProductKernels:
+    """The kernels of a graph's contractions.
+
+    Attributes:
+      host: per value, the contraction whose kernel computes it; -1 if none does.
+      apart: per value, whether a kernel that multiplies nothing computes it, to write it or something made of it.
+      reduced: the reductions that the kernel does which computes their operand.
+      narrow: value → the value in memory of which it is a wider cast, that who takes it reads instead.
+      kernels: contraction → its kernel.
+      unfused: value → the kernel that it needs if it is moved.
+    """
+
+    host: NDArray[np.int64]
+    apart: NDArray[np.bool_]
+    reduced: frozenset[int]
+    narrow: Mapping[int, int]
+    kernels: Mapping[int, Kernel]
+    unfused: Mapping[int, Unfused]
+
+
+def product_kernels(
+    graph: Graph,
+    fuses: Sequence[bool],
+    flows: Sequence[bool],
+    read: Mapping[int, int],
+    held: NDArray[np.bool_],
+    absorbed: NDArray[np.bool_],
+    levels: NDArray[np.int64],
+) -> ProductKernels:
+    """The kernels of a graph's contractions.
+
+    Args:
+      graph: the program.
+      fuses: per equation, whether the compiler fuses it with its neighbours.
+      flows: per equation, whether its operands may all be unreduced.
+      read: value that who takes it reads in memory → the bytes of it that are read.
+      held: per value, whether it lies in memory, also under another name.
+      absorbed: per value, whether contractions that take it make it themselves.
+      levels: of the values, see `costs.fusion`.
+    """
+    return _Kernels(graph, fuses, flows, read, held, absorbed, levels).found()
+
+
+class _Kernels:
+    """The kernels of one graph: forward, what each could compute; backward, what of it is computed there."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        fuses: Sequence[bool],
+        flows: Sequence[bool],
+        read: Mapping[int, int],
+        held: NDArray[np.bool_],
+        absorbed: NDArray[np.bool_],
+        levels: NDArray[np.int64],
+    ) -> None:
+        self.graph, self.flows, self.read, self.held, self.absorbed = graph, flows, read, held, absorbed
+        self.levels = levels
+        self.onward = [
+            (fused or eqn.traits.renames) and not eqn.traits.choice and not eqn.traits.link
+            for fused, eqn in zip(fuses, graph.eqns, strict=True)
+        ]
+        self.sources = self._sources()
+        self.host = self._hosts()
+
+    def found(self) -> ProductKernels:
+        apart, made, outside = self._backward()
+        graph, host = self.graph, self.host
+        reads: dict[tuple[int, bool], set[int]] = {}  # contraction, whether sums are added → what it reads besides
+        writes: dict[tuple[int, bool], int] = {}
+        reduced: set[int] = set()
+        for e, eqn in enumerate(graph.eqns):
+            if not self.onward[e]:
+                continue
+            h, result = self._host_of(e), graph.results[e][0]
+            if self._reduces(e) and (h >= 0 or self._is_computed(graph.operands[e][0])):
+                reduced.add(e)
+            if h < 0 or not (made[result] or self._reduces(e)):
+                continue
+            key = (h, self.flows[e])
+            for v in graph.operands[e]:
+                if host[v] != h:
+                    reads.setdefault(key, set()).update(self.sources[v])
+            if self.held[result] and not eqn.traits.renames:
+                writes[key] = writes.get(key, 0) + graph.avals[result].nbytes
+        kernels: dict[int, Kernel] = {}
+        unfused: dict[int, Unfused] = {}
+        for e, eqn in enumerate(graph.eqns):
+            if not eqn.traits.contraction:
+                continue
+            (product,) = graph.results[e]
+            adds, finishes = (
+                self._nbytes(reads.get((e, flow), ())) + writes.get((e, flow), 0) for flow in (True, False)
+            )
+            kernels[e] = Kernel(
+                made_from={
+                    i: tuple(sorted(self.sources[v])) for i, v in enumerate(graph.operands[e]) if self._makes(e, v)
+                },
+                adds_bytes=adds,
+                finishes_bytes=finishes,
+                writes_product=bool(outside[product]),
+            )
+            for v in graph.operands[e]:
+                if self._makes(e, v) and host[v] < 0:
+                    unfused[v] = Unfused(nbytes=self._nbytes((*self.sources[v], v)), before=True)
+            if adds or finishes:
+                unfused[product] = Unfused(nbytes=adds + finishes, before=False)
+        for e, eqn in enumerate(graph.eqns):  # the same product under other names, or added to others
+            if self.onward[e] and (eqn.traits.renames or self.flows[e]) and (h := self._host_of(e)) >= 0:
+                adds, finishes = kernels[h].adds_bytes, kernels[h].finishes_bytes
+                nbytes = finishes if self.flows[e] and not eqn.traits.renames else adds + finishes
+                if nbytes:
+                    unfused[graph.results[e][0]] = Unfused(nbytes=nbytes, before=False)
+        return ProductKernels(
+            host=np.where(made, host, _NONE),
+            apart=apart,
+            reduced=frozenset(reduced),
+            narrow={
+                graph.results[e][0]: graph.operands[e][0]
+                for e, onward in enumerate(self.onward)
+                if onward and self._widens(e)
+            },
+            kernels=kernels,
+            unfused=unfused,
+        )
+
+    def _reduces(self, e: int) -> bool:
+        """Whether an equation reduces what a kernel computes, which ends it."""
+        eqn = self.graph.eqns[e]
+        return eqn.traits.ends_fusion and eqn.operands[0].size > eqn.results[0].size
+
+    def _is_computed(self, value: int) -> bool:
+        """Whether a fusible equation computes a value, under whatever name."""
+        e = self.graph.producers.get(value, (_NONE, 0))[0]
+        while e >= 0 and self.graph.eqns[e].traits.renames and self.onward[e]:
+            e = self.graph.producers.get(self.graph.operands[e][0], (_NONE, 0))[0]
+        return e >= 0 and self.onward[e] and not self._reduces(e)
+
+    def _makes(self, e: int, operand: int) -> bool:
+        """Whether a contraction computes an operand from values in memory."""
+        return bool(self.absorbed[operand]) and operand in self.graph.producers and bool(self.sources[operand])
+
+    def _nbytes(self, values: Iterable[int]) -> int:
+        return sum(self.read.get(v, self.graph.avals[v].nbytes) for v in values)
+
+    def _sources(self) -> list[frozenset[int]]:
+        """Per value, the values in memory that are read to compute it: itself if it lies there."""
+        found = [frozenset({v}) if v in self.read else frozenset[int]() for v in range(len(self.graph.avals))]
+        for e, eqn in enumerate(self.graph.eqns):
+            if not self.onward[e] or self._reduces(e):
+                continue
+            for v in self.graph.results[e]:
+                if not self.held[v] or eqn.traits.renames or self._widens(e):
+                    found[v] = frozenset[int]().union(*(found[o] for o in self.graph.operands[e]))
+        return found
+
+    def _widens(self, e: int) -> bool:
+        """Whether an equation casts a value in memory to a wider type: who reads the result reads the value."""
+        return widening(self.graph.eqns[e]) > 0 and self.graph.operands[e][0] in self.read
+
+    def _hosts(self) -> NDArray[np.int64]:
+        """Per value, the last contraction whose kernel could compute it."""
+        graph, host = self.graph, np.full(len(self.graph.avals), _NONE, np.int64)
+        self.host = host
+        for e, eqn in enumerate(graph.eqns):
+            if eqn.traits.contraction:
+                host[list(graph.results[e])] = e
+            elif self.onward[e] and not self._reduces(e):
+                host[graph.results[e][0]] = self._host_of(e)
+        return host
+
+    def _host_of(self, e: int) -> int:
+        """The last contraction whose kernel could run a fusible equation; -1 for none."""
+        graph, found = self.graph, _NONE
+        size = graph.avals[graph.operands[e][0] if self._reduces(e) else graph.results[e][0]].size
+        level = max((int(self.levels[v]) for v in graph.operands[e]), default=0)
+        for v in graph.operands[e]:
+            h = int(self.host[v])
+            if h < 0 or self.levels[v] != level or graph.eqn_loop[e] != graph.eqn_loop[h]:
+                continue
+            if graph.avals[graph.results[h][0]].size == size:
+                found = max(found, h)
+        return found
+
+    def _backward(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
+        """Per value: computed by a kernel apart, computed in its host's kernel, and read outside of that."""
+        graph, host = self.graph, self.host
+        apart, made, outside = (np.zeros(len(graph.avals), bool) for _ in range(3))
+        outside[list(graph.outputs)] = True
+        for e in range(len(graph.eqns) - 1, -1, -1):
+            eqn, operands, result = graph.eqns[e], list(graph.operands[e]), next(iter(graph.results[e]), _NONE)
+            if eqn.traits.choice:  # computed as what takes it needs it, if it is computed at all
+                apart[operands] |= apart[result]
+                outside[operands] = True
+            elif eqn.primitive == LOOP_STACK:
+                (v,) = operands
+                made[v] |= host[v] >= 0  # its slice is written where its kernel ends
+                apart[v] |= host[v] < 0
+                outside[v] |= host[v] < 0
+            elif not self.onward[e]:
+                apart[operands] |= not eqn.traits.contraction
+                outside[operands] = True
+            else:
+                h = self._host_of(e)
+                if self._reduces(e):
+                    inside, alone, beyond = h >= 0, h < 0, False
+                else:
+                    if self.held[result] and not eqn.traits.renames:
+                        made[result], apart[result], outside[result] = h >= 0, h < 0, False
+                    inside, alone, beyond = bool(made[result]), bool(apart[result]), bool(outside[result])
+                for v in operands:
+                    made[v] |= inside and host[v] == h
+                    apart[v] |= alone
+                    outside[v] |= alone or beyond or host[v] != h
+        return apart, made, outside
