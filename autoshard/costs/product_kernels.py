@@ -26,7 +26,7 @@ _NONE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """What the kernel of one contraction does besides its product. Bytes are of whole arrays.
+    """What the kernel of one contraction does besides its product; bytes are of whole arrays.
 
     Attributes:
       made_from: position of an operand that it makes → the values in memory that it reads for that.
@@ -45,7 +45,7 @@ class Kernel:
 class Unfused:
     """A kernel that a value needs if it is moved, by bytes of whole arrays.
 
-    `before`: it writes what moves, in the layout that it moves from; else it goes on with it, in the layout it comes to.
+    `before`: it writes what moves, in the layout that it moves from; else it goes on with it where it comes to.
     """
 
     nbytes: int
@@ -120,64 +120,68 @@ class _Kernels:
 
     def found(self) -> ProductKernels:
         apart, made, outside = self._backward()
-        graph, host = self.graph, self.host
+        kernels = self._kernels(made, outside)
+        reduces = (e for e, onward in enumerate(self.onward) if onward and self._reduces(e))
+        widens = (e for e, onward in enumerate(self.onward) if onward and self._widens(e))
+        return ProductKernels(
+            host=np.where(made, self.host, _NONE),
+            apart=apart,
+            reduced=frozenset(
+                e for e in reduces if self._host_of(e) >= 0 or self._is_computed(self.graph.operands[e][0])
+            ),
+            narrow={self.graph.results[e][0]: self.graph.operands[e][0] for e in widens},
+            kernels=kernels,
+            unfused=self._unfused(kernels),
+        )
+
+    def _kernels(self, made: NDArray[np.bool_], outside: NDArray[np.bool_]) -> dict[int, Kernel]:
+        """Every contraction's kernel, by the values that are computed in them, and those that are read outside."""
+        graph = self.graph
         reads: dict[tuple[int, bool], set[int]] = {}  # contraction, whether sums are added → what it reads besides
-        writes: dict[tuple[int, bool], int] = {}
-        reduced: set[int] = set()
+        written: dict[tuple[int, bool], int] = {}
         for e, eqn in enumerate(graph.eqns):
-            if not self.onward[e]:
-                continue
-            h, result = self._host_of(e), graph.results[e][0]
-            if self._reduces(e) and (h >= 0 or self._is_computed(graph.operands[e][0])):
-                reduced.add(e)
+            h, (result, *_) = self._host_of(e) if self.onward[e] else _NONE, (*graph.results[e], _NONE)
             if h < 0 or not (made[result] or self._reduces(e)):
                 continue
             key = (h, self.flows[e])
-            for v in graph.operands[e]:
-                if host[v] != h:
-                    reads.setdefault(key, set()).update(self.sources[v])
+            read = (self.sources[v] for v in graph.operands[e] if self.host[v] != h)
+            reads[key] = reads.get(key, set[int]()).union(*read)
             if self.held[result] and not eqn.traits.renames:
-                writes[key] = writes.get(key, 0) + graph.avals[result].nbytes
-        kernels: dict[int, Kernel] = {}
-        unfused: dict[int, Unfused] = {}
-        for e, eqn in enumerate(graph.eqns):
-            if not eqn.traits.contraction:
-                continue
-            (product,) = graph.results[e]
-            adds, finishes = (
-                self._nbytes(reads.get((e, flow), ())) + writes.get((e, flow), 0) for flow in (True, False)
-            )
-            kernels[e] = Kernel(
+                written[key] = written.get(key, 0) + graph.avals[result].nbytes
+
+        def besides(e: int, *, adds: bool) -> int:
+            return self._nbytes(reads.get((e, adds), ())) + written.get((e, adds), 0)
+
+        return {
+            e: Kernel(
                 made_from={
-                    i: tuple(sorted(self.sources[v])) for i, v in enumerate(graph.operands[e]) if self._makes(e, v)
+                    i: tuple(sorted(self.sources[v])) for i, v in enumerate(graph.operands[e]) if self._makes(v)
                 },
-                adds_bytes=adds,
-                finishes_bytes=finishes,
-                writes_product=bool(outside[product]),
+                adds_bytes=besides(e, adds=True),
+                finishes_bytes=besides(e, adds=False),
+                writes_product=bool(outside[graph.results[e][0]]),
             )
-            for v in graph.operands[e]:
-                if self._makes(e, v) and host[v] < 0:
-                    unfused[v] = Unfused(nbytes=self._nbytes((*self.sources[v], v)), before=True)
-            if adds or finishes:
-                unfused[product] = Unfused(nbytes=adds + finishes, before=False)
-        for e, eqn in enumerate(graph.eqns):  # the same product under other names, or added to others
-            if self.onward[e] and (eqn.traits.renames or self.flows[e]) and (h := self._host_of(e)) >= 0:
-                adds, finishes = kernels[h].adds_bytes, kernels[h].finishes_bytes
-                nbytes = finishes if self.flows[e] and not eqn.traits.renames else adds + finishes
-                if nbytes:
-                    unfused[graph.results[e][0]] = Unfused(nbytes=nbytes, before=False)
-        return ProductKernels(
-            host=np.where(made, host, _NONE),
-            apart=apart,
-            reduced=frozenset(reduced),
-            narrow={
-                graph.results[e][0]: graph.operands[e][0]
-                for e, onward in enumerate(self.onward)
-                if onward and self._widens(e)
-            },
-            kernels=kernels,
-            unfused=unfused,
-        )
+            for e, eqn in enumerate(graph.eqns)
+            if eqn.traits.contraction
+        }
+
+    def _unfused(self, kernels: Mapping[int, Kernel]) -> dict[int, Unfused]:
+        """The kernels that operands need if they move, and products, under any name, also added to others."""
+        graph, found = self.graph, dict[int, Unfused]()
+        for e, eqn in enumerate(graph.eqns):
+            h = e if e in kernels else _NONE
+            for v in graph.operands[e] if e in kernels else ():
+                if self._makes(v) and self.host[v] < 0:
+                    found[v] = Unfused(nbytes=self._nbytes((*self.sources[v], v)), before=True)
+            if self.onward[e] and (eqn.traits.renames or self.flows[e]):
+                h = self._host_of(e)
+            if h < 0:
+                continue
+            added = self.flows[e] and not eqn.traits.renames
+            nbytes = kernels[h].finishes_bytes + (0 if added else kernels[h].adds_bytes)
+            if nbytes:
+                found[graph.results[e][0]] = Unfused(nbytes=nbytes, before=False)
+        return found
 
     def _reduces(self, e: int) -> bool:
         """Whether an equation reduces what a kernel computes, which ends it."""
@@ -191,8 +195,8 @@ class _Kernels:
             e = self.graph.producers.get(self.graph.operands[e][0], (_NONE, 0))[0]
         return e >= 0 and self.onward[e] and not self._reduces(e)
 
-    def _makes(self, e: int, operand: int) -> bool:
-        """Whether a contraction computes an operand from values in memory."""
+    def _makes(self, operand: int) -> bool:
+        """Whether a contraction computes an operand that it takes from values in memory."""
         return bool(self.absorbed[operand]) and operand in self.graph.producers and bool(self.sources[operand])
 
     def _nbytes(self, values: Iterable[int]) -> int:

@@ -235,7 +235,7 @@ class Edge:
         return self.pending
 
     def unfused_s(self, source: Codes, target: Codes, resharder: Resharder) -> NDArray[np.float64]:
-        """Seconds of the kernel that runs in each trip where the value moves from a source to a target: (sources, targets)."""
+        """Seconds of the kernel that runs in a trip if the value moves, by where from and to: (sources, targets)."""
         if self.unfused is None:
             return np.zeros((len(source), len(target)))
         ends = source[:, None] if self.unfused.before else target[None, :]

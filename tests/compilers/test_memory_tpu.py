@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import autoshard
 from autoshard.api.evaluate import evaluate
 from autoshard.backends import compile
 from autoshard.backends import devices as meshes
@@ -203,3 +204,49 @@ def test_transposed_scores_take_the_time_of_their_product(hardware: str, sequenc
     compute = found.verify().compute
     assert compute is not None
     assert compute.predicted_s == pytest.approx(compute.compiled_s, rel=0.1)
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_state_that_is_gathered_after_its_update_is_copied_twice(dtype: Any) -> None:
+    """Weights are whole, what updates them is split (ZeRO-1): they are copied before the step, and behind it."""
+    layers, width, features = 3, 2048, 4096
+
+    def step(weights: Any, moments: Any, x: jax.Array) -> Any:
+        def loss(weights: Any) -> jax.Array:
+            h = x
+            for up, down in weights:
+                h = h + jnp.tanh(h @ up.astype(h.dtype)) @ down.astype(h.dtype)
+            return jnp.mean(h.astype(jnp.float32) ** 2)
+
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g.astype(m.dtype), moments, jax.grad(loss)(weights))
+        return jax.tree.map(lambda w, m: (w - 1e-3 * m).astype(w.dtype), weights, moments), moments
+
+    def pairs(dtype: Any) -> Any:
+        return [
+            (jax.ShapeDtypeStruct((width, features), dtype), jax.ShapeDtypeStruct((features, width), dtype))
+        ] * layers
+
+    whole, split = [(P(), P())] * layers, [(P("x"), P("x"))] * layers
+    plan = autoshard.plan(
+        step,
+        pairs(dtype),
+        pairs(jnp.float32),
+        bf16(16_384, width),
+        mesh={"x": 8},
+        hardware="tpu-v5e:2x4",
+        in_shardings=(whole, split, P("x")),
+        out_shardings=(whole, split),
+        donate_argnums=(0, 1),
+    )
+    found = plan.verify(compiler_options=compile.TPU_PLAIN_OPTIONS)
+    weights_bytes = 2 * layers * width * features * jnp.dtype(dtype).itemsize
+    assert found.timeline is not None
+    copied_s = sum(e.duration_s for e in found.timeline.events if e.stream == "compute" and "copy" in e.name)
+    once_s = float(meshes.place({"x": 8}, "tpu-v5e:2x4").machine.hbm_s(2 * weights_bytes))
+    assert 1.5 * once_s < copied_s < 4 * once_s
+    planned_s = sum(row.work_s for row in plan.record.collectives if row.kind == "all-gather")
+    assert planned_s == pytest.approx(2 * once_s)
+    assert found.memory.compiled is not None
+    assert weights_bytes < found.memory.predicted.peak
+    assert found.memory.compiled.peak == pytest.approx(found.memory.predicted.peak, rel=0.15)

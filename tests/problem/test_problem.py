@@ -18,7 +18,7 @@ from autoshard.costs.fusion import fusion_traits
 from autoshard.costs.prices import PS_PER_S
 from autoshard.costs.resharding import NO_STRIDES
 from autoshard.costs.shared_gathers import NEAR
-from autoshard.costs.strategies import SUM, decode, layout_of, layouts
+from autoshard.costs.strategies import SUM, decode, layout_of, layouts, shards
 from autoshard.ir.graph import build
 from autoshard.planner.build_record import program_pins
 from autoshard.planner.search_space import SearchSpace
@@ -79,6 +79,10 @@ def price_ps(of: SearchSpace, choice: NDArray[np.int64]) -> float:
         if ps >= INF:
             return float("inf")
         work = int(of.resharder.transposes_ps(moved, *pair, bucket=edge.bucket, strides=edge.strides)[0, 0])
+        if ps and edge.unfused is not None:
+            ends, ndim = pair[0 if edge.unfused.before else 1], edge.moved.ndim
+            local = edge.unfused.nbytes / shards(ends, ndim, of.decisions.mesh)[0]
+            total += float(of.resharder.machine.hbm_s(local)) * PS_PER_S * edge.trips
         if edge.window is None:
             total += ps * trips
         else:

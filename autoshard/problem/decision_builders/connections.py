@@ -17,7 +17,6 @@ from autoshard.problem.decision_builders.edges import add_edge
 from autoshard.problem.decisions import Chain, Equation, Input
 from autoshard.problem.ports import Port
 
-
 _COPIES = 4  # times that two copies read or write an array
 
 
@@ -93,7 +92,10 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
             unplanned = _moved(draft, value, holder, taker, cuts=True)
         elif is_input and facts.compiler.regathers_far_uses and _narrows(draft, taker, value):
             unplanned = _moved(draft, value, holder, taker, cuts=True)
-        add_edge(draft, holder, taker, value, forbidden=apart, unplanned=unplanned)
+            if holder is not port:
+                unplanned |= _beside(holder)[:, None] & ~_cut(draft, value, holder, taker)
+        readers = 1 if holder is port else len(takers)
+        add_edge(draft, holder, taker, value, forbidden=apart, unplanned=unplanned, readers=readers)
 
 
 def _takes_for_a_loop(draft: Draft, taker: Port, value: int) -> bool:
@@ -126,10 +128,22 @@ def _moved(draft: Draft, value: int, holder: Port, taker: Port, *, cuts: bool) -
 
     What moves lies beside the value whose memory it had: the copy does, in the layout that is taken.
     """
+    other = holder.codes[:, None] != taker.codes[None, :]
+    return other & ~_cut(draft, value, holder, taker) if cuts else other
+
+
+def _cut(draft: Draft, value: int, holder: Port, taker: Port) -> NDArray[np.bool_]:
+    """Pairs of layouts of a copy and a consumer that takes a smaller piece."""
     aval, mesh = draft.facts.graph.avals[value], draft.facts.mesh
     pieces, taken = (shards(port.codes, aval.ndim, mesh) for port in (holder, taker))
-    other = holder.codes[:, None] != taker.codes[None, :]
-    return other & (pieces[:, None] >= taken[None, :]) if cuts else other
+    return pieces[:, None] < taken[None, :]
+
+
+def _beside(copy: Port) -> NDArray[np.bool_]:
+    """Which choices of a lent copy lie beside the value that it is a copy of (`copies.add_copy`)."""
+    first = np.zeros(len(copy.codes), bool)
+    first[np.unique(copy.codes, return_index=True)[1]] = True
+    return ~first | ~np.isin(copy.codes, copy.codes[~first])
 
 
 def _takers(draft: Draft, value: int, port: Port, leaves: Sequence[Port]) -> list[Port]:

@@ -183,8 +183,8 @@ def facts_of(
     if compiler.contractions_finish_their_results:
         away = traits.free | (graph.on_host if compiler.keeps_host_values_apart else frozenset[int]())
         read = {
-            int(v): lives.numerators[v].nbytes(graph.avals[v]) if v in lives.numerators else graph.avals[v].nbytes
-            for v in np.flatnonzero(held)
+            v: lives.numerators[v].nbytes(graph.avals[v]) if v in lives.numerators else graph.avals[v].nbytes
+            for v in np.flatnonzero(held).tolist()
             if v not in away
         }
         products = product_kernels(graph, traits.fuses, traits.flows, read, held, lives.absorbed, level)
