@@ -9,6 +9,7 @@ from autoshard.api.evaluation import Completion, Evaluation
 from autoshard.api.options import Options, ProgramOptions, keywords_of, listing, refuse_misspelt
 from autoshard.backends.devices import MeshLike
 from autoshard.backends.shardy.propagation import Annotations, propagated
+from autoshard.costs.overlap import hidden_shares
 from autoshard.costs.resharding import Resharder
 from autoshard.costs.strategies import layout_of
 from autoshard.errors import InfeasibleError
@@ -97,7 +98,8 @@ def _by_shardy(space: SearchSpace) -> Evaluation:
     if compiler.moves_collectives_past_casts:
         decisions = before_casts(decisions)
     outermost = compiler.collectives_along_outermost_only
-    resharder = Resharder(decisions.mesh, target.machine, pinned=False, outermost=outermost)
+    shares = hidden_shares(target.machine, compiler)
+    resharder = Resharder(decisions.mesh, target.machine, pinned=False, outermost=outermost, shares=shares)
     layouts = propagated(space.priced, decisions.graph, decisions.made, target.axes, annotations, compiler.platform)
     choice, inexact = nearest(decisions, resharder, layouts, compiler)
     if target.machine.gathers_ahead:

@@ -224,6 +224,14 @@ class CompilerModel:
     )
     """The first contraction's weights, and the sum of what the last one makes, hide behind no contraction."""
 
+    hides_gathers_alone: bool = field(
+        metadata=_seen(
+            "libtpu 0.0.52: gathers are fused with products of v5e, all else, and all on v4, v5p, v6e and v7x, is waited for",
+            "compilers/test_hidden_tpu.py::test_gathers_alone_run_beside_products",
+        )
+    )
+    """Of collectives only gathers run beside compute, if the chip's run ahead at all: see `overlap.hidden_shares`."""
+
     hides_behind_late_work: bool = field(
         metadata=_seen(
             "jax-cuda12-pjrt 0.10.2, schedules of 310 trips: see `costs.overlap`",

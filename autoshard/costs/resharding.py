@@ -26,7 +26,7 @@ contraction has a stride of its own for that dimension (`costs.strides`), as a m
 dimensions of a matrix.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, combinations, permutations, product
@@ -129,7 +129,8 @@ class Resharder:
     reduce-scatters everywhere (`tiled`). Over axes between slices (`slice_axes`) and inside of them, XLA:TPU gathers
     between slices first; it scatters a sum inside, reduces the pieces between slices, and gathers them, whether
     the sum is cut then or not (libtpu 0.0.52, two and four slices of v5e:2x4 and 4x4). `outermost`: whether
-    collectives move along the outermost dimension in memory alone, as XLA:GPU's do.
+    collectives move along the outermost dimension in memory alone, as XLA:GPU's do. `shares`: of each kind's seconds,
+    how much may hide, 0 for others; empty: kinds do not differ, and the edges say it.
     """
 
     def __init__(
@@ -139,8 +140,10 @@ class Resharder:
         *,
         pinned: bool = True,
         outermost: bool = False,
+        shares: Mapping[str, float] | None = None,
     ) -> None:
         self.mesh, self.machine, self.pinned, self.outermost = mesh, machine, pinned, outermost
+        self.shares: Mapping[str, float] = shares or {}
         self._tables: dict[tuple[tuple[int, ...], int, int, Strides], _Table] = {}
 
     def table(self, aval: Aval, *, bucket: int, strides: Strides = NO_STRIDES) -> "_Table":
@@ -158,6 +161,7 @@ class Resharder:
                 strides=strides,
                 pinned=self.pinned,
                 outermost=self.outermost,
+                shares=self.shares,
             )
         return self._tables[key]
 
@@ -174,6 +178,17 @@ class Resharder:
         """The part of `cost_ps` that transposes take."""
         table = self.table(aval, bucket=bucket, strides=strides)
         return table.transposes_ps[np.ix_(table.at(source), table.at(target))]
+
+    def hidden_ps(
+        self, aval: Aval, source: Codes, target: Codes, *, bucket: int, strides: Strides = NO_STRIDES
+    ) -> NDArray[np.int64]:
+        """The part of `cost_ps` that may hide, by its kind."""
+        table = self.table(aval, bucket=bucket, strides=strides)
+        return table.hidden_ps[np.ix_(table.at(source), table.at(target))]
+
+    def share(self, kind: str) -> float:
+        """How much of a kind's seconds may hide, of what an edge lets hide."""
+        return self.shares.get(kind, 0.0) if self.shares else 1.0
 
     def path(
         self, aval: Aval, source: int, target: int, *, bucket: int, strides: Strides = NO_STRIDES
@@ -212,6 +227,7 @@ class _Table:
         strides: Strides,
         pinned: bool,
         outermost: bool,
+        shares: Mapping[str, float],
     ) -> None:
         self.shape, self.mesh, self._strides = shape, mesh, strides
         self.codes = np.sort(layouts(shape, mesh, unreduced=True))
@@ -234,18 +250,19 @@ class _Table:
         sizes, size_of = np.unique(self.local_bytes, return_inverse=True)
 
         @cache
-        def price(kind: str, over: tuple[int, ...]) -> NDArray[np.float64]:
-            """Seconds of a collective of each of the sizes that a layout has."""
-            parts = self._parts(kind, over, sizes, sizes // itemsize)
-            return sum(
-                (collective_s(machine, part, self._names(axes), nbytes, bucket=bucket) for part, axes, nbytes in parts),
-                start=np.zeros(len(sizes)),
-            )
+        def prices(kind: str, over: tuple[int, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+            """Seconds of a collective of each of the sizes that a layout has, and those of them that may hide."""
+            seconds, hidden = np.zeros((2, len(sizes)))
+            for part, axes, nbytes in self._parts(kind, over, sizes, sizes // itemsize):
+                part_s = collective_s(machine, part, self._names(axes), nbytes, bucket=bucket)
+                seconds, hidden = seconds + part_s, hidden + shares.get(part, 0.0) * part_s
+            return seconds, hidden
 
         single = np.full((n, n), INF_PS, np.int64)
         np.fill_diagonal(single, 0)
         self._move = np.full((n, n), -1, np.int32)  # by the ends of a single step
         self._transposed = np.zeros((n, n), np.int64)  # bytes, likewise
+        self._hidden = np.zeros((n, n))  # seconds that may hide, likewise
         for m, moves in enumerate(self._moves):
             deadline.check("pricing its moves")
             i, k, j = (_positions(self.codes, codes) for codes in (moves.before, moves.between, moves.after))
@@ -259,9 +276,13 @@ class _Table:
             self._move[i, j] = m
             single[i, j] = 0
             if moves.kind != "slice" and len(i):
-                seconds = price(moves.kind, moves.axes)[size_of[k if moves.kind == "all-gather" else i]]
+                seconds, hidden = (
+                    x[size_of[k if moves.kind == "all-gather" else i]] for x in prices(moves.kind, moves.axes)
+                )
                 if moves.rest:
-                    seconds = seconds + price(moves.ends, moves.rest)[size_of[k]]
+                    rest, rest_hidden = (x[size_of[k]] for x in prices(moves.ends, moves.rest))
+                    seconds, hidden = seconds + rest, hidden + rest_hidden
+                self._hidden[i, j] = hidden
                 if outermost:
                     self._transposed[i, j] = self._transposes(moves.kind, moves.axes[0], i, k)
                     if moves.rest:
@@ -280,6 +301,7 @@ class _Table:
         self.transposes_ps = np.zeros((n, n), np.int64)
         if self._transposed.any():
             self.transposes_ps = self._along(np.rint(np.asarray(machine.hbm_s(self._transposed)) * PS_PER_S))
+        self.hidden_ps = self._along(np.rint(self._hidden * PS_PER_S)) if shares else self.transposes_ps * 0
         besides = 0 if pinned else self.transposes_ps
         self.ps = np.where(weight < INF_PS, weight // _HOPS + besides, INF_PS)
 

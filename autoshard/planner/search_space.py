@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from autoshard.backends.devices import Target
 from autoshard.backends.model import CompilerModel
+from autoshard.costs.overlap import hidden_shares
 from autoshard.costs.resharding import Resharder
 from autoshard.costs.search_mesh import search_mesh
 from autoshard.costs.strategies import Codes, layout_of, layouts, matching
@@ -184,10 +185,11 @@ def _priced(
 def _prices(target: Target, mesh: MeshAxes) -> Resharder:
     """Prices of moves on a mesh; in a context that shares them, those of other programs for this machine."""
     shared, outermost = _shared_prices.get(), target.compiler.collectives_along_outermost_only
+    shares = hidden_shares(target.machine, target.compiler)
     for one in shared or ():
-        if one.mesh == mesh and one.machine is target.machine and one.outermost == outermost:
+        if (one.mesh, one.outermost, one.shares) == (mesh, outermost, shares) and one.machine is target.machine:
             return one
-    made = Resharder(mesh, target.machine, outermost=outermost)
+    made = Resharder(mesh, target.machine, outermost=outermost, shares=shares)
     if shared is not None:
         shared.append(made)
     return made

@@ -73,7 +73,8 @@ def waits(assignment: Assignment) -> Iterator[tuple[Collective, float]]:
     A collective in several windows has a share in each (`formulation`), at times more than its own seconds.
     """
     d = assignment.decisions
-    moved = [(row, edge.hides) for edge, row in transfers(assignment)]
+    share = assignment.resharder.share
+    moved = [(row, edge.hides * share(row.kind)) for edge, row in transfers(assignment)]
     hides, covers = np.zeros(d.windows.count), np.zeros(d.windows.count)
     for row, hidden in moved:
         for window, share in () if row.window is None else d.windows.hides[row.window]:

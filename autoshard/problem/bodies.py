@@ -14,6 +14,7 @@ import numpy as np
 
 from autoshard import _jax
 from autoshard.backends.model import CompilerModel
+from autoshard.costs.overlap import hidden_shares
 from autoshard.costs.prices import PS_PER_S, Machine
 from autoshard.costs.resharding import BUCKET_BYTES, COMBINED, collective_s
 from autoshard.ir.graph import Aval, Eqn, Graph, Path, build
@@ -98,7 +99,9 @@ class Bodies:
             float(collective_s(machine, kind, axes, aval.nbytes, bucket=bucket)) * graph.runs(e)
             for (e, kind, axes, aval), bucket in zip(rows, buckets, strict=True)
         ]
-        waited = _waited(d, rows, seconds, machine.overlap)
+        shares = hidden_shares(machine, self._compiler)
+        most = [shares.get(kind, 0.0) if shares else machine.overlap for _, kind, *_ in rows]
+        waited = _waited(d, rows, seconds, most)
         for (e, kind, axes, aval), bucket, moving_s, share in zip(rows, buckets, seconds, waited, strict=True):
             inner = Inner(
                 kind=kind,
@@ -161,8 +164,11 @@ def _bucket(graph: Graph, row: Row, rows: Sequence[Row]) -> int:
     return min(sum(aval.nbytes for *_, aval in alike), BUCKET_BYTES) if len(alike) > 1 and row[1] in COMBINED else 0
 
 
-def _waited(d: Decisions, rows: Sequence[Row], seconds: Sequence[float], overlap: float) -> list[float]:
-    """The share of each collective's seconds that hides behind no contraction, in the windows of any program."""
+def _waited(d: Decisions, rows: Sequence[Row], seconds: Sequence[float], overlap: Sequence[float]) -> list[float]:
+    """The share of each collective's seconds that hides behind no contraction, in the windows of any program.
+
+    `overlap`: the most of each that hides.
+    """
     windows = d.windows
     values = [d.graph.results[e][0] for e, *_ in rows]
     hides, covers = np.zeros(windows.count), np.zeros(windows.count)
@@ -170,7 +176,7 @@ def _waited(d: Decisions, rows: Sequence[Row], seconds: Sequence[float], overlap
         for window, share in windows.covers[node.window]:
             covers[window] += share * int(node.cover_ps[0]) / PS_PER_S
     shares = [() if (w := windows.of_value[v]) is None else windows.hides[w] for v in values]
-    most = [overlap * windows.share(v) if found else 0.0 for v, found in zip(values, shares, strict=True)]
+    most = [share * windows.share(v) if found else 0.0 for v, found, share in zip(values, shares, overlap, strict=True)]
     for found, hidden, moving_s in zip(shares, most, seconds, strict=True):
         for window, share in found:
             hides[window] += share * hidden * moving_s

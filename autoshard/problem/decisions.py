@@ -351,6 +351,12 @@ def reshard_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
     return matrix
 
 
+def hidden_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
+    """The part of `reshard_ps` that may hide, where kinds of collectives differ: see `Resharder.hidden_ps`."""
+    matrix = _of_all_trips(edge, resharder, resharder.hidden_ps)
+    return matrix if edge.waived is None else np.where(edge.waived, 0, matrix)
+
+
 def work_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
     """The part of `reshard_ps` that a device works: transposes, and the kernel that a value needs if it moves."""
     matrix = _of_all_trips(edge, resharder, resharder.transposes_ps)

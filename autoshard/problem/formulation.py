@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from autoshard import deadline
 from autoshard.costs.resharding import Resharder
-from autoshard.problem.decisions import Decisions, Edge, reshard_ps, work_ps
+from autoshard.problem.decisions import Decisions, Edge, hidden_ps, reshard_ps, work_ps
 from autoshard.problem.decisions import times as prices_times
 from autoshard.problem.network import INF, Hinge, Moves, Problem
 from autoshard.problem.symmetry import Folding, fold, unfolded
@@ -199,7 +199,11 @@ class _ClassMatrices:
             work = np.where(forbidden, 0, work_ps(edge, resharder)) * times
             seconds = np.where(forbidden, 0, matrix) * times - work
             hides = () if edge.window is None else decisions.windows.hides[edge.window]
-            taxed = np.rint(seconds * (1.0 - edge.hides)).astype(np.int64)
+            if resharder.shares:
+                hidden = np.where(forbidden, 0, hidden_ps(edge, resharder)) * times
+                taxed = seconds - np.rint(hidden * edge.hides).astype(np.int64)
+            else:
+                taxed = np.rint(seconds * (1.0 - edge.hides)).astype(np.int64)
             base, seconds = np.where(forbidden, INF, taxed + work), seconds - taxed
             if a == b:
                 self.own[a] = _saturated(self.own.get(a), np.diagonal(base))

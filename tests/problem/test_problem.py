@@ -86,10 +86,13 @@ def price_ps(of: SearchSpace, choice: NDArray[np.int64]) -> float:
         if edge.window is None:
             total += ps * trips
         else:
-            overlap = of.resharder.machine.overlap * windows.share(edge.value)
-            total += (work + (1 - overlap) * (ps - work)) * trips
+            hidden = of.resharder.machine.overlap * (ps - work)
+            if of.resharder.shares:
+                (hidden,) = of.resharder.hidden_ps(moved, *pair, bucket=edge.bucket, strides=edge.strides)[0]
+            hidden = float(hidden) * windows.share(edge.value) * trips
+            total += ps * trips - hidden
             for window, share in windows.hides[edge.window]:
-                hideable[window] += share * overlap * (ps - work) * trips  # pyright: ignore[reportArgumentType]
+                hideable[window] += share * hidden  # pyright: ignore[reportArgumentType]
     return total + sum(max(0.0, hidden - cover[window]) for window, hidden in hideable.items())
 
 

@@ -70,7 +70,7 @@ def _add_chain(draft: Draft, members: Sequence[int]) -> None:
             name=f"{first.primitive} …" if len(members) > 1 else first.primitive,
             where=first.where,
             cost_ps=picoseconds(seconds),
-            cover_ps=picoseconds(seconds * facts.machine.overlap if idle else np.zeros(len(codes))),
+            cover_ps=picoseconds(seconds * facts.hiding if idle else np.zeros(len(codes))),
             window=facts.windows.of_equation[members[0]] if idle else EARLY,
             flops=np.zeros(len(codes)),
             equations=tuple(members),

@@ -70,7 +70,7 @@ def add_edge(
             source=source.codes,
             target=target.codes,
             window=window,
-            hides=0.0 if window is None else facts.machine.overlap * windows.share(value),
+            hides=0.0 if window is None else facts.hides * windows.share(value),
             bucket=windows.bucket(value),
             strides=facts.strides.get(value, NO_STRIDES),
             trips=facts.graph.trips[value],

@@ -260,4 +260,4 @@ def _reads_by_itself(graph: Graph, e: int) -> bool:
 
 def _covering(facts: GraphFacts, e: int, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
     """The seconds of all runs of an equation behind which the machine can hide communication."""
-    return seconds * facts.machine.overlap * facts.graph.runs(e)
+    return seconds * facts.hiding * facts.graph.runs(e)

@@ -11,7 +11,7 @@ from autoshard.costs.dimension_orders import DimensionOrders, dimension_orders
 from autoshard.costs.fusion import FusionTraits, fusion_traits, host_copies, levels
 from autoshard.costs.liveness import LiveRanges, in_place, live_ranges
 from autoshard.costs.loop_reductions import NONE, Accumulators, accumulators
-from autoshard.costs.overlap import EARLY, OverlapWindows, overlap_windows
+from autoshard.costs.overlap import EARLY, OverlapWindows, hiding_share, overlap_windows
 from autoshard.costs.prices import Machine
 from autoshard.costs.product_kernels import ProductKernels, product_kernels
 from autoshard.costs.reductions import computed_elsewhere, kernel_levels, reread
@@ -84,6 +84,16 @@ class GraphFacts:
     products: ProductKernels | None
     host_copies: frozenset[int]
     stages: Mapping[int, Stage]
+
+    @property
+    def hiding(self) -> float:
+        """The most of a contraction's seconds beside which communication hides."""
+        return hiding_share(self.machine, self.compiler)
+
+    @property
+    def hides(self) -> float:
+        """The most of communication's seconds that hides, of any kind; 1 where kinds differ (`Resharder.hidden_ps`)."""
+        return 1.0 if self.compiler.hides_gathers_alone else self.machine.overlap
 
     def decides(self, value: int) -> bool:
         """Whether a value has a layout to choose: it is not recomputed for free wherever it is needed."""
