@@ -226,7 +226,7 @@ class CompilerModel:
 
     hides_gathers_alone: bool = field(
         metadata=_seen(
-            "libtpu 0.0.52: gathers are fused with products of v5e, all else, and all on v4, v5p, v6e and v7x, is waited for",
+            "libtpu 0.0.52: products of v5e carry gathers on; all else, and all on v4, v5p, v6e and v7x, is waited for",
             "compilers/test_hidden_tpu.py::test_gathers_alone_run_beside_products",
         )
     )

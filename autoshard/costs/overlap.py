@@ -69,8 +69,8 @@ TOGETHER = 0.61
 TAKEN = 0.38
 APART = 0.12
 
-# The most that hides of gathers on a TPU that gathers ahead (v5e, libtpu 0.0.52): of the asynchronous ones of nine steps
-# of `benchmarks.unseen_steps` and three of perceptrons 0.94 hides in long trips, 0.80 to 0.96 elsewhere.
+# The most that hides of gathers on a TPU that gathers ahead (v5e, libtpu 0.0.52): of the asynchronous ones of steps of
+# `benchmarks.unseen_steps` and of perceptrons 0.94 hides in long trips, 0.80 to 0.96 elsewhere.
 GATHERED = 0.9
 
 _T = TypeVar("_T")

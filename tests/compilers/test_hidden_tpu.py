@@ -1,0 +1,72 @@
+"""What XLA:TPU runs beside products, and how long plans say that steps take."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.backends import compile
+from tests.installed import needs_tpu_compiler
+
+LAYERS, WIDTH, FEATURES = 4, 2048, 8192
+
+
+def blocks(weights: Any, x: jax.Array) -> Any:
+    def loss(weights: Any) -> jax.Array:
+        h = x
+        for up, down in weights:
+            h = h + jnp.tanh(h @ up.astype(h.dtype)) @ down.astype(h.dtype)
+        return jnp.mean(h.astype(jnp.float32) ** 2)
+
+    return jax.tree.map(lambda w, g: w - 1e-3 * g, weights, jax.grad(loss)(weights))
+
+
+def scanned(weights: Any, x: jax.Array) -> Any:
+    @jax.checkpoint
+    def block(h: jax.Array, w: Any) -> Any:
+        up, down = w
+        return h + jnp.tanh(h @ up.astype(h.dtype)) @ down.astype(h.dtype), None
+
+    def loss(weights: Any) -> jax.Array:
+        return jnp.mean(jax.lax.scan(block, x, weights)[0].astype(jnp.float32) ** 2)
+
+    return jax.tree.map(lambda w, g: w - 1e-3 * g, weights, jax.grad(loss)(weights))
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize("split", [True, False], ids=["weights-split", "weights-whole"])
+@pytest.mark.parametrize(
+    ("hardware", "devices"), [("tpu-v5e:4x4", 16), ("tpu-v5p:2x2x2", 8)], ids=["gathers-ahead", "waits-for-all"]
+)
+@pytest.mark.parametrize("program", [blocks, pytest.param(scanned, marks=pytest.mark.slow)])
+def test_gathers_alone_run_beside_products(program: Any, hardware: str, devices: int, *, split: bool) -> None:
+    """And only of v5e, but for those that the first product of a trip waits for; steps take as long as planned."""
+    stacked = program is scanned
+    up, down = (
+        jax.ShapeDtypeStruct((LAYERS,) * stacked + shape, jnp.float32)
+        for shape in ((WIDTH, FEATURES), (FEATURES, WIDTH))
+    )
+    spec = (P(None, "x") if stacked else P("x")) if split else P()
+    weights, specs = ((up, down), (spec, spec)) if stacked else ([(up, down)] * LAYERS, [(spec, spec)] * LAYERS)
+    plan = autoshard.plan(
+        program,
+        weights,
+        jax.ShapeDtypeStruct((2048 * devices, WIDTH), jnp.bfloat16),
+        mesh={"x": devices},
+        hardware=hardware,
+        in_shardings=(specs, P("x")),
+        out_shardings=specs,
+        donate_argnums=0,
+    )
+    verified = plan.verify(compiler_options=compile.TPU_PLAIN_OPTIONS)
+    assert verified.timeline is not None
+    assert verified.cost.step_s == pytest.approx(verified.timeline.step_s, rel=0.05)
+    gathered = [e for e in verified.timeline.events if e.stream == "communication" and e.name.startswith("all-gather")]
+    gathers_s = sum(e.duration_s * e.trips for e in gathered)
+    if devices == 16:
+        assert 0.4 * gathers_s * split <= verified.timeline.hidden_s <= gathers_s + 1e-9
+    else:
+        assert verified.timeline.hidden_s == pytest.approx(0.0, abs=1e-9)
