@@ -6,7 +6,7 @@ XLA fuses element-wise chains, so a value counts only if it is *held* in memory
 (`autoshard.costs.liveness`): a fused value is not.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.prices import Machine, Seconds
-from autoshard.costs.product_kernels import Kernel
-from autoshard.costs.strategies import SUM, Codes, Strategies, decode, shards
+from autoshard.costs.strategies import Strategies, shards
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import Eqn
 from autoshard.ir.mesh import MeshAxes
@@ -36,36 +35,11 @@ def contraction_s(
 ) -> tuple[Seconds, NDArray[np.float64]]:
     """Roofline seconds (S,) and FLOPs per device (S,) of a contraction of two operands.
 
-    `beside_bytes` (S,): what its kernel reads and writes besides, on a device (`fused_bytes`).
+    `beside_bytes` (S,): what its kernel reads and writes besides, on a device (`costs.product_kernels`).
     """
     batch, m, n, k = _matmul(eqn, rule, strategies, mesh)
     flops = np.multiply(2.0 * batch * m, n * k, dtype=np.float64)
-    return np.asarray(machine.matmul_s(batch, m, n, k, _multiplied(eqn), beside_bytes)), flops
-
-
-def fused_bytes(
-    eqn: Eqn,
-    strategies: Strategies,
-    mesh: MeshAxes,
-    kernel: Kernel,
-    read_bytes: Callable[[int, int, Codes], NDArray[np.float64]],
-) -> NDArray[np.float64]:
-    """Bytes per device (S,) that a contraction's kernel reads and writes more than its operands and its product.
-
-    `read_bytes(v, i, codes)`: those of a value v on a device, to make operand i in the layouts `codes`. Fewer than
-    none, where it reads less than an operand that it makes, or does not write the product.
-    """
-    itemsize = jax.numpy.dtype(_multiplied(eqn)).itemsize
-    total = np.zeros(len(strategies))
-    for i, values in kernel.made_from.items():
-        codes, operand = strategies.operands[i], eqn.operands[i]
-        total += sum(read_bytes(v, i, codes) for v in values)
-        total -= operand.size * itemsize / shards(codes, operand.ndim, mesh)
-    (codes,), (product,) = strategies.results, eqn.results
-    pieces = shards(codes, product.ndim, mesh)
-    unreduced = (decode(codes, product.ndim, mesh.ndim) == SUM).any(axis=1)
-    unwritten = 0 if kernel.writes_product else product.size * itemsize
-    return total + (kernel.adds_bytes + np.where(unreduced, 0, kernel.finishes_bytes - unwritten)) / pieces
+    return np.asarray(machine.matmul_s(batch, m, n, k, multiplied_dtype(eqn), beside_bytes)), flops
 
 
 def partial_sums_bytes(
@@ -76,7 +50,7 @@ def partial_sums_bytes(
     if eqn.primitive != DOT_GENERAL or not jax.numpy.issubdtype(result.dtype, np.inexact):
         return np.zeros(len(strategies), np.int64)
     batch, m, n, k = _matmul(eqn, rule, strategies, mesh)
-    sums = machine.contraction_sums(batch, m, n, k, _multiplied(eqn), jax.numpy.dtype(result.dtype).name)
+    sums = machine.contraction_sums(batch, m, n, k, multiplied_dtype(eqn), jax.numpy.dtype(result.dtype).name)
     return np.where(sums > 1, sums * batch * m * n * max(_SUM_BYTES, result.itemsize), 0)
 
 
@@ -110,7 +84,7 @@ def _matmul(
     return batch, m, n, k
 
 
-def _multiplied(eqn: Eqn) -> str:
+def multiplied_dtype(eqn: Eqn) -> str:
     """The dtype that a contraction multiplies: compilers cast a mask of integers first, and the narrower operand."""
     dtypes = [jax.numpy.dtype(operand.dtype) for operand in eqn.operands[:2]]
     inexact = [dtype for dtype in dtypes if jax.numpy.issubdtype(dtype, np.inexact)]

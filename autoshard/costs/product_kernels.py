@@ -4,22 +4,27 @@ XLA:TPU (libtpu 0.0.52, by the kernels that it emits and the cycles that it esti
 that compute their operands, element by element, from values in memory, and that go on with the product as long as
 nothing else must end first: casts, biases, gates, residual sums, a row's maximum, a loss, an optimizer's update. Such
 a kernel takes as long as its multiplications or as its bytes, whichever is longer, so that most element-wise work of a
-transformer takes no time of its own. What reads the products of several contractions is in the kernel of the last.
+transformer takes no time of its own. What reads the products of several contractions is in the kernel of one of them.
 
 A kernel ends at what must be there as a whole (`costs.fusion.levels`), and where a value moves: a product that is
 reduced, scattered or gathered is written as it is, and a kernel of its own goes on with it; a value that moves before
 it is multiplied is written by one. Sums are added in the kernels of their terms before they are reduced.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.costs.casts import widening
-from autoshard.ir.graph import Graph
-from autoshard.ir.op_traits import LOOP_STACK
+from autoshard.costs.compute import multiplied_dtype
+from autoshard.costs.strategies import SUM, Codes, Strategies, decode, shards
+from autoshard.ir.graph import Eqn, Graph
+from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.op_traits import LOOP_STACK, RECALL
 
 _NONE = -1
 
@@ -96,6 +101,31 @@ def product_kernels(
     return _Kernels(graph, fuses, flows, read, held, absorbed, levels).found()
 
 
+def fused_bytes(
+    eqn: Eqn,
+    strategies: Strategies,
+    mesh: MeshAxes,
+    kernel: Kernel,
+    read_bytes: Callable[[int, int, Codes], NDArray[np.float64]],
+) -> NDArray[np.float64]:
+    """Bytes per device (S,) that a contraction's kernel reads and writes more than its operands and its product.
+
+    `read_bytes(v, i, codes)`: those of a value v on a device, to make operand i in the layouts `codes`. Fewer than
+    none, where it reads less than an operand that it makes, or does not write the product.
+    """
+    itemsize = jax.numpy.dtype(multiplied_dtype(eqn)).itemsize
+    total = np.zeros(len(strategies))
+    for i, values in kernel.made_from.items():
+        codes, operand = strategies.operands[i], eqn.operands[i]
+        total += sum(read_bytes(v, i, codes) for v in values)
+        total -= operand.size * itemsize / shards(codes, operand.ndim, mesh)
+    (codes,), (product,) = strategies.results, eqn.results
+    pieces = shards(codes, product.ndim, mesh)
+    unreduced = (decode(codes, product.ndim, mesh.ndim) == SUM).any(axis=1)
+    unwritten = 0 if kernel.writes_product else product.size * itemsize
+    return total + (kernel.adds_bytes + np.where(unreduced, 0, kernel.finishes_bytes - unwritten)) / pieces
+
+
 class _Kernels:
     """The kernels of one graph: forward, what each could compute; backward, what of it is computed there."""
 
@@ -116,6 +146,12 @@ class _Kernels:
             for fused, eqn in zip(fuses, graph.eqns, strict=True)
         ]
         self.sources = self._sources()
+        # Those that multiply as much by program order, which XLA:TPU's schedule need not follow.
+        self._order = {
+            e: (prod(aval.size for aval in (*eqn.operands, *eqn.results)), e)
+            for e, eqn in enumerate(graph.eqns)
+            if eqn.traits.contraction
+        }
         self.host = self._hosts()
 
     def found(self) -> ProductKernels:
@@ -206,6 +242,8 @@ class _Kernels:
         """Per value, the values in memory that are read to compute it: itself if it lies there."""
         found = [frozenset({v}) if v in self.read else frozenset[int]() for v in range(len(self.graph.avals))]
         for e, eqn in enumerate(self.graph.eqns):
+            if eqn.primitive == RECALL and not self.held[self.graph.results[e][0]]:
+                found[self.graph.results[e][0]] = found[self.graph.operands[e][-1]]  # as what is repeated is computed
             if not self.onward[e] or self._reduces(e):
                 continue
             for v in self.graph.results[e]:
@@ -218,7 +256,7 @@ class _Kernels:
         return widening(self.graph.eqns[e]) > 0 and self.graph.operands[e][0] in self.read
 
     def _hosts(self) -> NDArray[np.int64]:
-        """Per value, the last contraction whose kernel could compute it."""
+        """Per value, the contraction whose kernel could compute it."""
         graph, host = self.graph, np.full(len(self.graph.avals), _NONE, np.int64)
         self.host = host
         for e, eqn in enumerate(graph.eqns):
@@ -229,7 +267,7 @@ class _Kernels:
         return host
 
     def _host_of(self, e: int) -> int:
-        """The last contraction whose kernel could run a fusible equation; -1 for none."""
+        """The contraction whose kernel runs a fusible equation, of those whose could the one that multiplies most."""
         graph, found = self.graph, _NONE
         size = graph.avals[graph.operands[e][0] if self._reduces(e) else graph.results[e][0]].size
         level = max((int(self.levels[v]) for v in graph.operands[e]), default=0)
@@ -237,8 +275,8 @@ class _Kernels:
             h = int(self.host[v])
             if h < 0 or self.levels[v] != level or graph.eqn_loop[e] != graph.eqn_loop[h]:
                 continue
-            if graph.avals[graph.results[h][0]].size == size:
-                found = max(found, h)
+            if graph.avals[graph.results[h][0]].size == size and (found < 0 or self._order[h] > self._order[found]):
+                found = h
         return found
 
     def _backward(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:

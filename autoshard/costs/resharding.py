@@ -152,17 +152,7 @@ class Resharder:
             strides = NO_STRIDES
         key = (aval.shape, aval.itemsize, bucket, strides)
         if key not in self._tables:
-            self._tables[key] = _Table(
-                aval.shape,
-                aval.itemsize,
-                self.mesh,
-                self.machine,
-                bucket=bucket,
-                strides=strides,
-                pinned=self.pinned,
-                outermost=self.outermost,
-                shares=self.shares,
-            )
+            self._tables[key] = _Table(self, aval.shape, aval.itemsize, bucket=bucket, strides=strides)
         return self._tables[key]
 
     def cost_ps(
@@ -216,19 +206,8 @@ class _Moves:
 class _Table:
     """All-pairs cheapest paths between the layouts of one shape."""
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        itemsize: int,
-        mesh: MeshAxes,
-        machine: CollectiveMachine,
-        *,
-        bucket: int,
-        strides: Strides,
-        pinned: bool,
-        outermost: bool,
-        shares: Mapping[str, float],
-    ) -> None:
+    def __init__(self, of: Resharder, shape: tuple[int, ...], itemsize: int, *, bucket: int, strides: Strides) -> None:
+        mesh, machine, pinned, outermost, shares = of.mesh, of.machine, of.pinned, of.outermost, of.shares
         self.shape, self.mesh, self._strides = shape, mesh, strides
         self.codes = np.sort(layouts(shape, mesh, unreduced=True))
         total = int(np.prod(shape, dtype=np.int64)) * itemsize

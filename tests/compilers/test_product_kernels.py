@@ -153,3 +153,13 @@ def test_weights_are_cast_before_they_are_gathered_also_where_they_are_gathered_
     assert rows["all-gather"].predicted_bytes == rows["all-gather"].emitted_bytes
     kernels_s = [row.work_s for row in plan.record.collectives if row.kind == "all-gather"]
     assert sum(kernels_s) == pytest.approx(layers * max(kernels_s))  # each is cast once, however often it is gathered
+
+
+def test_what_is_handed_through_is_planned() -> None:
+    """An input that nothing reads, and one that is cast to a narrower type alone, leave as they came."""
+
+    def through(x: jax.Array, y: jax.Array, z: jax.Array) -> Any:
+        return x, y.astype(jnp.bfloat16), y, z.astype(jnp.bfloat16) @ z.astype(jnp.bfloat16)
+
+    wide = F32((64, 64))
+    assert autoshard.plan(through, wide, wide, wide, mesh={"x": 4}, hardware="tpu-v5e:2x2").cost >= 0

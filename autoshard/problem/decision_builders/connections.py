@@ -13,7 +13,7 @@ from autoshard.costs.strategies import shards
 from autoshard.ir.op_traits import LOOP_CONST, LOOP_SLICE
 from autoshard.problem.decision_builders.copies import add_arrival, add_copy
 from autoshard.problem.decision_builders.draft import Draft
-from autoshard.problem.decision_builders.edges import add_edge
+from autoshard.problem.decision_builders.edges import add_edge, unfused_kernel
 from autoshard.problem.decisions import Chain, Equation, Input
 from autoshard.problem.ports import Port
 
@@ -70,12 +70,13 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
             holder,
             value,
             forbidden=never,
-            unfused=copied if facts.compiler.copies_gathered_state else None,
+            unfused=copied if facts.compiler.copies_gathered_state else unfused_kernel(facts, value),
         )
     elif several or (takers and lent and any(not facts.traits.pointwise[e] for e, _ in uses)):
         groups = facts.uses_apart(value, port)
         holder, never = add_copy(draft, value, port, takers, lent=lent)
-        add_edge(draft, port, holder, value, forbidden=never, times=len(groups) or 1)
+        moved = unfused_kernel(facts, value)
+        add_edge(draft, port, holder, value, forbidden=never, times=len(groups) or 1, unfused=moved)
         if not replaces:
             draft.usages.add_copy(value, holder, port, begin, groups, lent=lent)
     elif not is_input and facts.lives.stored[value] and not replaces:
@@ -94,8 +95,8 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
             unplanned = _moved(draft, value, holder, taker, cuts=True)
             if holder is not port:
                 unplanned |= _beside(holder)[:, None] & ~_cut(draft, value, holder, taker)
-        readers = 1 if holder is port else len(takers)
-        add_edge(draft, holder, taker, value, forbidden=apart, unplanned=unplanned, readers=readers)
+        moved = unfused_kernel(facts, value, edges=1 if holder is port else len(takers))
+        add_edge(draft, holder, taker, value, forbidden=apart, unplanned=unplanned, unfused=moved)
 
 
 def _takes_for_a_loop(draft: Draft, taker: Port, value: int) -> bool:
@@ -113,7 +114,7 @@ def _narrows(draft: Draft, taker: Port, value: int) -> bool:
     cast, of which it knows how often it moves and where it lies.
     """
     graph = draft.facts.graph
-    casts = [widening(graph.eqns[e]) < 0 for e, _ in graph.consumers[value] if draft.node_of[e] == taker.node]
+    casts = [widening(graph.eqns[e]) < 0 for e, _ in graph.consumers.get(value, ()) if draft.node_of[e] == taker.node]
     return bool(casts) and all(casts)
 
 

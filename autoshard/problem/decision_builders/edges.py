@@ -26,7 +26,6 @@ def add_edge(
     unplanned: NDArray[np.bool_] | None = None,
     times: int = 1,
     unfused: Unfused | None = None,
-    readers: int = 1,
 ) -> None:
     """Adds the edge over which a value goes from one decision to another.
 
@@ -37,8 +36,7 @@ def add_edge(
       value: the value.
       forbidden: pairs of choices that no program could have.
       unplanned: pairs of choices that no plan has.
-      unfused: the kernel that runs where the value moves, if none of a product's would do its work otherwise.
-      readers: between how many edges from the same copy of a value what it takes that it moves is shared.
+      unfused: the kernel that runs where the value moves.
       times: the number of groups of uses for which it moves in every trip.
     """
     facts = draft.facts
@@ -80,7 +78,7 @@ def add_edge(
             pending=_pending(facts, source, value),
             times=times,
             waived=waived,
-            unfused=unfused or _unfused(facts, value, readers),
+            unfused=unfused,
         )
     )
 
@@ -128,12 +126,12 @@ def _total(facts: GraphFacts, value: int) -> tuple[Aval, int] | None:
     return replace(facts.graph.avals[value], dtype=facts.graph.avals[total].dtype), trips
 
 
-def _unfused(facts: GraphFacts, value: int, readers: int) -> Unfused | None:
+def unfused_kernel(facts: GraphFacts, value: int, *, edges: int = 1) -> Unfused | None:
     """The kernel that runs where a value moves, shared between edges; none for sums that are finished behind a loop."""
     found = None if facts.products is None else facts.products.unfused.get(value)
     if found is None or value in facts.accumulators.terms:
         return None
-    return replace(found, nbytes=found.nbytes // readers)
+    return replace(found, nbytes=found.nbytes // edges)
 
 
 def _pending(facts: GraphFacts, source: Port, value: int) -> Aval | None:

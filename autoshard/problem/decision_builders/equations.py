@@ -9,6 +9,7 @@ from autoshard.costs import compute
 from autoshard.costs.fusion import fused_names
 from autoshard.costs.overlap import EARLY
 from autoshard.costs.prices import picoseconds
+from autoshard.costs.product_kernels import fused_bytes
 from autoshard.costs.strategies import SUM, Codes, Strategies, decode, enumerate_strategies, given, shards
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import Graph
@@ -193,7 +194,7 @@ def _fused_bytes(facts: GraphFacts, e: int, strategies: Strategies) -> NDArray[n
             return aval.nbytes / pieces * facts.read_share(v, codes)
         return (aval.nbytes if numerator is None else numerator.nbytes(aval)) / pieces
 
-    return compute.fused_bytes(eqn, strategies, facts.mesh, kernel, read_bytes)
+    return fused_bytes(eqn, strategies, facts.mesh, kernel, read_bytes)
 
 
 def _in_a_product(facts: GraphFacts, e: int) -> bool:
