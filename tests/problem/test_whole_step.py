@@ -56,8 +56,8 @@ def best(space: RecomputationSpace, memory_bytes: int = PLENTY) -> tuple[Solutio
 
 
 SLOW = pytest.mark.slow
-# XLA:TPU keeps a softmax's numerators in float32. Of those that are repeated the whole step does not say so: what is made
-# of them is priced as made of their scores, which are half as large.
+# XLA:TPU keeps a softmax's numerators in float32. Of those that are repeated the whole step does not say so: what is
+# made of them is priced as made of their scores, which are half as large.
 TPU_OFF = 0.08
 
 
