@@ -69,10 +69,6 @@ TOGETHER = 0.61
 TAKEN = 0.38
 APART = 0.12
 
-# The most that hides of gathers on a TPU that gathers ahead (v5e, libtpu 0.0.52): of the asynchronous ones of steps of
-# `benchmarks.unseen_steps` and of perceptrons 0.94 hides in long trips, 0.80 to 0.96 elsewhere.
-GATHERED = 0.9
-
 _T = TypeVar("_T")
 Shares = tuple[tuple[int, float], ...]  # windows, and how much counts in each
 
@@ -165,14 +161,15 @@ def _model(graph: Graph) -> _Model:
 def hidden_shares(machine: Machine, compiler: CompilerModel) -> Mapping[str, float]:
     """Kind of collective → the most of its seconds that hides behind compute; none where no kind hides otherwise.
 
-    XLA:TPU carries gathers on in the kernels of products, on v5e alone, and waits for every other collective. Where it
-    makes rings of what matmuls gather and scatter (`Machine.unscattered_axes` are none), these hide as the chip's file
-    says of all.
+    XLA:TPU waits for every collective, but for gathers on v5e, which the kernels of products carry on. Which of those it
+    carries on is not known (libtpu 0.0.52: of a vocabulary's weights none, of layers' 0.8 to 0.96, the first of a trip
+    aside), so there the chip's file says of all kinds how much hides. Where rings are made of what matmuls gather and
+    scatter (`Machine.unscattered_axes` are none), these hide as the file says.
     """
-    if not compiler.hides_gathers_alone:
+    if not compiler.hides_gathers_alone or machine.gathers_ahead:
         return {}
     ring = 0.0 if machine.unscattered_axes else machine.overlap
-    return {"all-gather": GATHERED if machine.gathers_ahead else ring, "reduce-scatter": ring}
+    return {"all-gather": ring, "reduce-scatter": ring}
 
 
 def hiding_share(machine: Machine, compiler: CompilerModel) -> float:
@@ -191,8 +188,6 @@ def overlap_windows(graph: Graph, compiler: CompilerModel) -> OverlapWindows:
         awaited = _find_awaited(graph)
         early -= awaited | _bucket(model, early, awaited)
         late -= _last(model, late)
-    elif compiler.hides_gathers_alone:
-        early -= _find_awaited(graph)
     of_value: list[int | None] = []
     for v, loop in enumerate(graph.value_loop):
         window = OUTSIDE + loop - 1 if loop else EARLY if v in early else LATE

@@ -11,7 +11,7 @@ from autoshard.costs.dimension_orders import DimensionOrders, dimension_orders
 from autoshard.costs.fusion import FusionTraits, fusion_traits, host_copies, levels
 from autoshard.costs.liveness import LiveRanges, in_place, live_ranges
 from autoshard.costs.loop_reductions import NONE, Accumulators, accumulators
-from autoshard.costs.overlap import EARLY, OverlapWindows, hiding_share, overlap_windows
+from autoshard.costs.overlap import EARLY, OverlapWindows, hidden_shares, hiding_share, overlap_windows
 from autoshard.costs.prices import Machine
 from autoshard.costs.product_kernels import ProductKernels, product_kernels
 from autoshard.costs.reductions import computed_elsewhere, kernel_levels, reread
@@ -93,7 +93,7 @@ class GraphFacts:
     @property
     def hides(self) -> float:
         """The most of communication's seconds that hides, of any kind; 1 where kinds differ (`Resharder.hidden_ps`)."""
-        return 1.0 if self.compiler.hides_gathers_alone else self.machine.overlap
+        return 1.0 if hidden_shares(self.machine, self.compiler) else self.machine.overlap
 
     def decides(self, value: int) -> bool:
         """Whether a value has a layout to choose: it is not recomputed for free wherever it is needed."""
