@@ -161,10 +161,10 @@ def _model(graph: Graph) -> _Model:
 def hidden_shares(machine: Machine, compiler: CompilerModel) -> Mapping[str, float]:
     """Kind of collective → the most of its seconds that hides behind compute; none where no kind hides otherwise.
 
-    XLA:TPU waits for every collective, but for gathers on v5e, which the kernels of products carry on. Which of those it
-    carries on is not known (libtpu 0.0.52: of a vocabulary's weights none, of layers' 0.8 to 0.96, the first of a trip
-    aside), so there the chip's file says of all kinds how much hides. Where rings are made of what matmuls gather and
-    scatter (`Machine.unscattered_axes` are none), these hide as the file says.
+    XLA:TPU waits for every collective, but for gathers on v5e, which the kernels of products carry on. Which of those
+    it carries on is not known (libtpu 0.0.52: of a vocabulary's weights none, of layers' 0.8 to 0.96, the first of a
+    trip aside), so there the chip's file says of all kinds how much hides. Where rings are made of what matmuls gather
+    and scatter (`Machine.unscattered_axes` are none), these hide as the file says.
     """
     if not compiler.hides_gathers_alone or machine.gathers_ahead:
         return {}

@@ -43,7 +43,7 @@ def scanned(weights: Any, x: jax.Array) -> Any:
 )
 @pytest.mark.parametrize("program", [blocks, pytest.param(scanned, marks=pytest.mark.slow)])
 def test_gathers_alone_run_beside_products(program: Any, hardware: str, devices: int, *, split: bool) -> None:
-    """And only of v5e, but for those that the first product of a trip waits for; others' steps take as long as planned."""
+    """And only of v5e, but for the first of a trip; steps of other chips take as long as planned."""
     stacked = program is scanned
     up, down = (
         jax.ShapeDtypeStruct((LAYERS,) * stacked + shape, jnp.float32)
