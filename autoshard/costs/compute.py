@@ -39,7 +39,7 @@ def contraction_s(
     """
     batch, m, n, k = _matmul(eqn, rule, strategies, mesh)
     flops = np.multiply(2.0 * batch * m, n * k, dtype=np.float64)
-    return np.asarray(machine.matmul_s(batch, m, n, k, multiplied_dtype(eqn), beside_bytes)), flops
+    return np.asarray(machine.matmul_s(batch, m, n, k, multiplied_dtype(eqn), beside_bytes=beside_bytes)), flops
 
 
 def partial_sums_bytes(

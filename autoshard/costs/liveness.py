@@ -47,6 +47,7 @@ from autoshard.ir.op_traits import (
     DEVICE_PUT,
     DIV,
     EXP,
+    KEEP,
     LOOP_CARRY,
     LOOP_CONST,
     LOOP_RESULT,
@@ -149,6 +150,9 @@ def live_ranges(
         for numerator, quotient in _softmaxes(graph):
             stated |= {numerator, quotient} if stores_quotients else {numerator}
             numerators[numerator] = _numerator(graph, made_by, numerator)
+        kept = {recalled: numerators[v] for v, recalled in _recalled(graph, made_by) if v in numerators}
+        numerators |= kept
+        stated |= set(kept)
     order = positions(graph, fuses, compiler)
     scattered = scattered_terms(graph, fuses)
     held = _find_held(graph, fuses, taken, stated, compiler, scattered)
@@ -330,7 +334,7 @@ def _softmaxes(graph: Graph) -> Iterator[tuple[int, int]]:
         """
         e = made_by.get(value, (-1, 0))[0]
         while e >= 0 and (graph.recalls_slice(e) or (through and graph.eqns[e].traits.same_values)):
-            e = made_by.get(_made_from(graph, e)[0], (-1, 0))[0]
+            e = made_by.get(made_from(graph, e)[0], (-1, 0))[0]
         return e
 
     for e, eqn in enumerate(graph.eqns):
@@ -345,6 +349,14 @@ def _softmaxes(graph: Graph) -> Iterator[tuple[int, int]]:
             users = [u for u, _ in consumers.get(quotient, ())]
             casts = [graph.results[u][0] for u in users if graph.eqns[u].traits.cast]
             yield above, casts[0] if casts else quotient
+
+
+def _recalled(graph: Graph, made_by: Mapping[int, tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Value → what a backward pass outside of loops takes for it, kept or repeated."""
+    for e, eqn in enumerate(graph.eqns):
+        keeps = made_by.get(graph.operands[e][0], (-1, 0))[0] if eqn.primitive == RECALL else -1
+        if keeps >= 0 and graph.eqns[keeps].primitive == KEEP:
+            yield graph.operands[keeps][0], graph.results[e][0]
 
 
 def _numerator(graph: Graph, made_by: Mapping[int, tuple[int, int]], value: int) -> Numerator:
@@ -426,7 +438,7 @@ def _find_held(
             if graph.eqns[e].primitive in compiler.computes_once and len(goes_to.get(v, ())) > 1:
                 held[v] = True
             ends = frozenset({v}) if held[v] else goes_to.get(v, frozenset[int]())
-            for o in _made_from(graph, e):
+            for o in made_from(graph, e):
                 goes_to[o] = goes_to.get(o, frozenset[int]()) | ends
     sources: dict[int, dict[int, int]] = {}  # value that is not held → what in memory it is recomputed from, and bytes
     for e, eqn in enumerate(graph.eqns):
@@ -436,7 +448,7 @@ def _find_held(
         if result < 0 or held[result] or not (fuses[e] or eqn.traits.renames or eqn.primitive == LOOP_SLICE):
             continue
         found: dict[int, int] = {}
-        for v in _made_from(graph, e):
+        for v in made_from(graph, e):
             if held[v]:  # of a stack, a trip's part is read
                 found[v] = graph.avals[result if eqn.primitive == LOOP_SLICE else v].nbytes
             elif made[v]:
@@ -449,7 +461,7 @@ def _find_held(
     return held
 
 
-def _made_from(graph: Graph, e: int) -> tuple[int, ...]:
+def made_from(graph: Graph, e: int) -> tuple[int, ...]:
     """What an equation's result is computed from: of what is kept or repeated, what is repeated."""
     return graph.operands[e][-1:] if graph.eqns[e].primitive == RECALL else graph.operands[e]
 

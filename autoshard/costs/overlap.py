@@ -161,20 +161,15 @@ def _model(graph: Graph) -> _Model:
 def hidden_shares(machine: Machine, compiler: CompilerModel) -> Mapping[str, float]:
     """Kind of collective → the most of its seconds that hides behind compute; none where no kind hides otherwise.
 
-    XLA:TPU waits for every collective, but for gathers on v5e, which the kernels of products carry on. Which of those
-    it carries on is not known (libtpu 0.0.52: of a vocabulary's weights none, of layers' 0.8 to 0.96, the first of a
-    trip aside), so there the chip's file says of all kinds how much hides. Where rings are made of what matmuls gather
-    and scatter (`Machine.unscattered_axes` are none), these hide as the file says.
+    XLA:TPU waits for every collective, but for gathers on v5e, which the kernels of products carry on
+    (`tests/compilers/test_hidden_tpu.py`). Which of those it carries on is not known: not the first of a trip, nor a
+    vocabulary's weights. So there the chip's file says of all kinds how much hides. Where rings are made of what
+    matmuls gather and scatter (`Machine.unscattered_axes` are none), these hide as the file says.
     """
     if not compiler.hides_gathers_alone or machine.gathers_ahead:
         return {}
     ring = 0.0 if machine.unscattered_axes else machine.overlap
     return {"all-gather": ring, "reduce-scatter": ring}
-
-
-def hiding_share(machine: Machine, compiler: CompilerModel) -> float:
-    """The most of any compute's seconds beside which communication hides."""
-    return max(hidden_shares(machine, compiler).values(), default=machine.overlap)
 
 
 def overlap_windows(graph: Graph, compiler: CompilerModel) -> OverlapWindows:

@@ -46,7 +46,7 @@ class Machine(CollectiveMachine, Protocol):
     def host_bytes_per_s(self) -> float: ...
 
     def matmul_s(
-        self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str, beside_bytes: ArrayLike = 0.0
+        self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str, *, beside_bytes: ArrayLike = 0.0
     ) -> Seconds: ...
 
     def contraction_sums(

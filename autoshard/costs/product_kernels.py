@@ -11,7 +11,7 @@ reduced, scattered or gathered is written as it is, and a kernel of its own goes
 it is multiplied is written by one. Sums are added in the kernels of their terms before they are reduced.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -21,10 +21,12 @@ from numpy.typing import NDArray
 
 from autoshard.costs.casts import widening
 from autoshard.costs.compute import multiplied_dtype
-from autoshard.costs.strategies import SUM, Codes, Strategies, decode, shards
+from autoshard.costs.liveness import LiveRanges, made_from
+from autoshard.costs.resharding import Unfused
+from autoshard.costs.strategies import SUM, Strategies, decode, shards
 from autoshard.ir.graph import Eqn, Graph
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.op_traits import LOOP_STACK, RECALL
+from autoshard.ir.op_traits import DERIVE, LOOP_STACK, RECALL
 
 _NONE = -1
 
@@ -44,17 +46,6 @@ class Kernel:
     adds_bytes: int
     finishes_bytes: int
     writes_product: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unfused:
-    """A kernel that a value needs if it is moved, by bytes of whole arrays.
-
-    `before`: it writes what moves, in the layout that it moves from; else it goes on with it where it comes to.
-    """
-
-    nbytes: int
-    before: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,10 +73,9 @@ def product_kernels(
     graph: Graph,
     fuses: Sequence[bool],
     flows: Sequence[bool],
-    read: Mapping[int, int],
-    held: NDArray[np.bool_],
-    absorbed: NDArray[np.bool_],
+    lives: LiveRanges,
     levels: NDArray[np.int64],
+    away: Container[int],
 ) -> ProductKernels:
     """The kernels of a graph's contractions.
 
@@ -93,37 +83,42 @@ def product_kernels(
       graph: the program.
       fuses: per equation, whether the compiler fuses it with its neighbours.
       flows: per equation, whether its operands may all be unreduced.
-      read: value that who takes it reads in memory → the bytes of it that are read.
-      held: per value, whether it lies in memory, also under another name.
-      absorbed: per value, whether contractions that take it make it themselves.
+      lives: of the values.
       levels: of the values, see `costs.fusion`.
+      away: values that nobody reads in a device's memory: they are recomputed for free, or lie in its host's.
     """
-    return _Kernels(graph, fuses, flows, read, held, absorbed, levels).found()
+    onward = [
+        (fused or eqn.traits.renames) and not eqn.traits.choice and not eqn.traits.link
+        for fused, eqn in zip(fuses, graph.eqns, strict=True)
+    ]
+    return _Kernels(graph, onward, flows, lives, levels, away).found()
 
 
 def fused_bytes(
-    eqn: Eqn,
-    strategies: Strategies,
-    mesh: MeshAxes,
-    kernel: Kernel,
-    read_bytes: Callable[[int, int, Codes], NDArray[np.float64]],
+    graph: Graph, lives: LiveRanges, e: int, kernel: Kernel, strategies: Strategies, mesh: MeshAxes
 ) -> NDArray[np.float64]:
-    """Bytes per device (S,) that a contraction's kernel reads and writes more than its operands and its product.
+    """Bytes per device (S,) that the kernel of contraction e reads and writes more than its operands and its product.
 
-    `read_bytes(v, i, codes)`: those of a value v on a device, to make operand i in the layouts `codes`. Fewer than
-    none, where it reads less than an operand that it makes, or does not write the product.
+    Fewer than none, where it reads less than an operand that it makes, or does not write the product.
     """
+    eqn = graph.eqns[e]
     itemsize = jax.numpy.dtype(multiplied_dtype(eqn)).itemsize
     total = np.zeros(len(strategies))
     for i, values in kernel.made_from.items():
         codes, operand = strategies.operands[i], eqn.operands[i]
-        total += sum(read_bytes(v, i, codes) for v in values)
-        total -= operand.size * itemsize / shards(codes, operand.ndim, mesh)
+        pieces = shards(codes, operand.ndim, mesh)
+        for v in values:
+            aval, numerator = graph.avals[v], lives.numerators.get(v)
+            nbytes = aval.nbytes if numerator is None else numerator.nbytes(aval)
+            if numerator is not None and aval.shape == operand.shape:
+                nbytes = aval.nbytes * numerator.share(aval, codes, mesh)
+            total += nbytes / np.minimum(pieces, max(aval.size, 1))
+        total -= operand.size * itemsize / pieces
     (codes,), (product,) = strategies.results, eqn.results
-    pieces = shards(codes, product.ndim, mesh)
     unreduced = (decode(codes, product.ndim, mesh.ndim) == SUM).any(axis=1)
     unwritten = 0 if kernel.writes_product else product.size * itemsize
-    return total + (kernel.adds_bytes + np.where(unreduced, 0, kernel.finishes_bytes - unwritten)) / pieces
+    finishes = np.where(unreduced, 0, kernel.finishes_bytes - unwritten)
+    return total + (kernel.adds_bytes + finishes) / shards(codes, product.ndim, mesh)
 
 
 class _Kernels:
@@ -132,27 +127,29 @@ class _Kernels:
     def __init__(
         self,
         graph: Graph,
-        fuses: Sequence[bool],
+        onward: Sequence[bool],  # per equation, whether a kernel may go on with it
         flows: Sequence[bool],
-        read: Mapping[int, int],
-        held: NDArray[np.bool_],
-        absorbed: NDArray[np.bool_],
+        lives: LiveRanges,
         levels: NDArray[np.int64],
+        away: Container[int],
     ) -> None:
-        self.graph, self.flows, self.read, self.held, self.absorbed = graph, flows, read, held, absorbed
-        self.levels = levels
-        self.onward = [
-            (fused or eqn.traits.renames) and not eqn.traits.choice and not eqn.traits.link
-            for fused, eqn in zip(fuses, graph.eqns, strict=True)
-        ]
-        self.sources = self._sources()
-        # Those that multiply as much by program order, which XLA:TPU's schedule need not follow.
-        self._order = {
-            e: (prod(aval.size for aval in (*eqn.operands, *eqn.results)), e)
-            for e, eqn in enumerate(graph.eqns)
-            if eqn.traits.contraction
+        self.graph, self.onward, self.flows, self.levels, self.absorbed = graph, onward, flows, levels, lives.absorbed
+        self.held = lives.stored | lives.named
+        self.read = {  # value that who takes it reads in memory → the bytes of it that are read
+            v: lives.numerators[v].nbytes(graph.avals[v]) if v in lives.numerators else graph.avals[v].nbytes
+            for v in np.flatnonzero(self.held).tolist()
+            if v not in away
         }
-        self.host = self._hosts()
+        self.sources = self._sources()
+        self.host = np.full(len(graph.avals), _NONE, np.int64)  # per value, the contraction whose kernel could make it
+        self.runs_in = [_NONE] * len(graph.eqns)  # per equation, that whose kernel could run it
+        for e, eqn in enumerate(graph.eqns):
+            if eqn.traits.contraction:
+                self.runs_in[e] = e
+            elif self.onward[e]:
+                self.runs_in[e] = self._could_run(e)
+            if not self._reduces(e):
+                self.host[list(graph.results[e])] = self.runs_in[e]
 
     def found(self) -> ProductKernels:
         apart, made, outside = self._backward()
@@ -163,7 +160,7 @@ class _Kernels:
             host=np.where(made, self.host, _NONE),
             apart=apart,
             reduced=frozenset(
-                e for e in reduces if self._host_of(e) >= 0 or self._is_computed(self.graph.operands[e][0])
+                e for e in reduces if self.runs_in[e] >= 0 or self._is_computed(self.graph.operands[e][0])
             ),
             narrow={self.graph.results[e][0]: self.graph.operands[e][0] for e in widens},
             kernels=kernels,
@@ -176,8 +173,10 @@ class _Kernels:
         reads: dict[tuple[int, bool], set[int]] = {}  # contraction, whether sums are added → what it reads besides
         written: dict[tuple[int, bool], int] = {}
         for e, eqn in enumerate(graph.eqns):
-            h, (result, *_) = self._host_of(e) if self.onward[e] else _NONE, (*graph.results[e], _NONE)
-            if h < 0 or not (made[result] or self._reduces(e)):
+            if not self.onward[e] or self.runs_in[e] < 0:
+                continue
+            h, (result, *_) = self.runs_in[e], graph.results[e]
+            if not (made[result] or self._reduces(e)):
                 continue
             key = (h, self.flows[e])
             read = (self.sources[v] for v in graph.operands[e] if self.host[v] != h)
@@ -205,15 +204,12 @@ class _Kernels:
         """The kernels that operands need if they move, and products, under any name, also added to others."""
         graph, found = self.graph, dict[int, Unfused]()
         for e, eqn in enumerate(graph.eqns):
-            h = e if e in kernels else _NONE
             for v in graph.operands[e] if e in kernels else ():
                 if self._makes(v) and self.host[v] < 0:
                     found[v] = Unfused(nbytes=self._nbytes((*self.sources[v], v)), before=True)
-            if self.onward[e] and (eqn.traits.renames or self.flows[e]):
-                h = self._host_of(e)
-            if h < 0:
+            h, added = self.runs_in[e], self.flows[e] and not eqn.traits.renames
+            if h < 0 or not (e in kernels or eqn.traits.renames or added):
                 continue
-            added = self.flows[e] and not eqn.traits.renames
             nbytes = kernels[h].finishes_bytes + (0 if added else kernels[h].adds_bytes)
             if nbytes:
                 found[graph.results[e][0]] = Unfused(nbytes=nbytes, before=False)
@@ -242,42 +238,32 @@ class _Kernels:
         """Per value, the values in memory that are read to compute it: itself if it lies there."""
         found = [frozenset({v}) if v in self.read else frozenset[int]() for v in range(len(self.graph.avals))]
         for e, eqn in enumerate(self.graph.eqns):
-            if eqn.primitive == RECALL and not self.held[self.graph.results[e][0]]:
-                found[self.graph.results[e][0]] = found[self.graph.operands[e][-1]]  # as what is repeated is computed
-            if not self.onward[e] or self._reduces(e):
+            chosen = eqn.primitive in (RECALL, DERIVE)
+            if not (chosen or self.onward[e]) or self._reduces(e):
                 continue
             for v in self.graph.results[e]:
-                if not self.held[v] or eqn.traits.renames or self._widens(e):
-                    found[v] = frozenset[int]().union(*(found[o] for o in self.graph.operands[e]))
+                if not self.held[v] or (eqn.traits.renames and not chosen) or self._widens(e):
+                    found[v] = frozenset[int]().union(*(found[o] for o in made_from(self.graph, e)))
         return found
 
     def _widens(self, e: int) -> bool:
         """Whether an equation casts a value in memory to a wider type: who reads the result reads the value."""
         return widening(self.graph.eqns[e]) > 0 and self.graph.operands[e][0] in self.read
 
-    def _hosts(self) -> NDArray[np.int64]:
-        """Per value, the contraction whose kernel could compute it."""
-        graph, host = self.graph, np.full(len(self.graph.avals), _NONE, np.int64)
-        self.host = host
-        for e, eqn in enumerate(graph.eqns):
-            if eqn.traits.contraction:
-                host[list(graph.results[e])] = e
-            elif self.onward[e] and not self._reduces(e):
-                host[graph.results[e][0]] = self._host_of(e)
-        return host
+    def _could_run(self, e: int) -> int:
+        """The contraction whose kernel could run a fusible equation; -1 for none.
 
-    def _host_of(self, e: int) -> int:
-        """The contraction whose kernel runs a fusible equation, of those whose could the one that multiplies most."""
-        graph, found = self.graph, _NONE
+        Of several the one that multiplies most; if they multiply as much, the last, which XLA:TPU's schedule need not
+        follow.
+        """
+        graph = self.graph
         size = graph.avals[graph.operands[e][0] if self._reduces(e) else graph.results[e][0]].size
         level = max((int(self.levels[v]) for v in graph.operands[e]), default=0)
-        for v in graph.operands[e]:
-            h = int(self.host[v])
-            if h < 0 or self.levels[v] != level or graph.eqn_loop[e] != graph.eqn_loop[h]:
-                continue
-            if graph.avals[graph.results[h][0]].size == size and (found < 0 or self._order[h] > self._order[found]):
-                found = h
-        return found
+        hosts = {int(self.host[v]) for v in graph.operands[e] if self.levels[v] == level} - {_NONE}
+        fitting = [
+            h for h in hosts if graph.eqn_loop[e] == graph.eqn_loop[h] and graph.avals[graph.results[h][0]].size == size
+        ]
+        return max(fitting, key=lambda h: (_sizes(graph.eqns[h]), h), default=_NONE)
 
     def _backward(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
         """Per value: computed by a kernel apart, computed in its host's kernel, and read outside of that."""
@@ -298,7 +284,7 @@ class _Kernels:
                 apart[operands] |= not eqn.traits.contraction
                 outside[operands] = True
             else:
-                h = self._host_of(e)
+                h = self.runs_in[e]
                 if self._reduces(e):
                     inside, alone, beyond = h >= 0, h < 0, False
                 else:
@@ -310,3 +296,8 @@ class _Kernels:
                     apart[v] |= alone
                     outside[v] |= alone or beyond or host[v] != h
         return apart, made, outside
+
+
+def _sizes(eqn: Eqn) -> int:
+    """The sizes of a contraction's operands and result, multiplied: more for one of more FLOPs in as many batches."""
+    return prod(aval.size for aval in (*eqn.operands, *eqn.results))

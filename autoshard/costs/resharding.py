@@ -114,6 +114,17 @@ def collective_s(
     return share + np.where((sizes > 0) & (share > 0), member_s, 0.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfused:
+    """A kernel that a value needs if it is moved, by bytes of whole arrays.
+
+    `before`: it writes what moves, in the layout that it moves from; else it goes on with it where it comes to.
+    """
+
+    nbytes: int
+    before: bool
+
+
 class Resharder:
     """Shortest resharding paths for every value shape on one machine and mesh.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import repeat
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -49,8 +49,8 @@ def transfers(assignment: Assignment) -> Iterator[tuple[Edge, Collective]]:
                     value=str(aval),
                     work_s=work_s,
                 )
-                yield edge, replace(row, work_s=work_s + beside_s) if beside_s else row
-                yield from repeat((edge, row), edge.times - 1)
+                first = replace(row, work_s=work_s + beside_s)
+                yield from chain([(edge, first)], repeat((edge, row), edge.times - 1))
                 work_s = beside_s = 0.0
 
 

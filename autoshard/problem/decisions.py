@@ -30,8 +30,7 @@ from autoshard.backends.hlo.text import UNKNOWN
 from autoshard.costs.liveness import LiveRanges
 from autoshard.costs.overlap import EARLY, OverlapWindows
 from autoshard.costs.prices import INF_PS, picoseconds
-from autoshard.costs.product_kernels import Unfused
-from autoshard.costs.resharding import Resharder, Strides
+from autoshard.costs.resharding import Resharder, Strides, Unfused
 from autoshard.costs.strategies import SUM, WHOLE, Codes, Strategies, decode, encode, shards
 from autoshard.ir.graph import Aval, Graph
 from autoshard.ir.mesh import MeshAxes

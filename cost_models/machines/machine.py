@@ -205,7 +205,15 @@ class Machine:
         return self.matmul_unit(dtype).peak_flops_per_s
 
     def matmul_s(
-        self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str, beside_bytes: ArrayLike = 0.0
+        self,
+        batch: ArrayLike,
+        m: ArrayLike,
+        n: ArrayLike,
+        k: ArrayLike,
+        dtype: str,
+        result_dtype: str | None = None,
+        *,
+        beside_bytes: ArrayLike = 0.0,
     ) -> Floats:
         """Seconds of a local `[batch, m, k] @ [batch, k, n]` on one device.
 
@@ -220,13 +228,16 @@ class Machine:
             m: Rows of the result.
             n: Columns of the result.
             k: Contracted size.
-            dtype: Of the operands and the result.
+            dtype: Of the operands.
+            result_dtype: Of the result; that of the operands if None.
             beside_bytes: HBM traffic of the same kernel besides, below 0 for what it does not read or write.
         """
         batch, m, n, k = (amounts(size, "elements") for size in (batch, m, n, k))
         unit = self.matmul_unit(dtype)
-        traffic = matmul_bytes(batch, m, n, k, itemsize(dtype), itemsize(dtype))
-        traffic = np.maximum(traffic + np.asarray(beside_bytes), 0.0)
+        traffic = matmul_bytes(batch, m, n, k, itemsize(dtype), itemsize(result_dtype or dtype))
+        beside = np.asarray(beside_bytes, float)
+        more, less = amounts(np.maximum(beside, 0.0), "bytes"), amounts(np.maximum(-beside, 0.0), "bytes")
+        traffic = np.maximum(traffic + more - less, 0.0)
         traffic_s, arithmetic_s = self.hbm_s(traffic), unit.compute_s(batch, m, n, k)
         loop_flops_per_s = LOOP_FRACTION * self.chip.numbers["vector_flops_per_s"].value
         arithmetic_s = np.minimum(arithmetic_s, 2.0 * batch * m * n * k / loop_flops_per_s)

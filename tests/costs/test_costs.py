@@ -33,7 +33,7 @@ class Free:
     host_bytes_per_s = 1.0
 
     def matmul_s(
-        self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str, beside_bytes: ArrayLike = 0.0
+        self, batch: ArrayLike, m: ArrayLike, n: ArrayLike, k: ArrayLike, dtype: str, *, beside_bytes: ArrayLike = 0.0
     ) -> NDArray[np.float64]:
         return np.zeros(())
 
@@ -206,7 +206,7 @@ def test_a_mask_of_integers_is_cast_before_it_is_multiplied() -> None:
 
     class Told(Free):
         def matmul_s(
-            self, batch: Any, m: Any, n: Any, k: Any, dtype: str, beside_bytes: Any = 0.0
+            self, batch: Any, m: Any, n: Any, k: Any, dtype: str, *, beside_bytes: Any = 0.0
         ) -> NDArray[np.float64]:
             self.dtype = dtype
             return np.zeros(())

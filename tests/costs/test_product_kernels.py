@@ -5,13 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from autoshard.backends.known_compilers import XLA_TPU
 from autoshard.costs.dimension_orders import DimensionOrders
 from autoshard.costs.fusion import fusion_traits, levels
 from autoshard.costs.liveness import live_ranges
-from autoshard.costs.product_kernels import ProductKernels, Unfused, product_kernels
+from autoshard.costs.product_kernels import ProductKernels, product_kernels
+from autoshard.costs.resharding import Unfused
 from autoshard.ir.graph import Graph, build
 from autoshard.rules import rules_of
 
@@ -27,10 +27,9 @@ def kernels(program: Callable[..., Any], *arguments: Any) -> tuple[Graph, Produc
     rules = rules_of(graph.eqns)
     traits = fusion_traits(graph, rules, (), XLA_TPU)
     lives = live_ranges(graph, rules, traits.fuses, XLA_TPU, orders=DimensionOrders(), stores_quotients=False)
-    held = lives.stored | lives.named
-    read = {int(v): graph.avals[v].nbytes for v in np.flatnonzero(held) if v not in traits.free}
-    level = levels(graph, traits.fuses, ())
-    return graph, product_kernels(graph, traits.fuses, traits.flows, read, held, lives.absorbed, level)
+    return graph, product_kernels(
+        graph, traits.fuses, traits.flows, lives, levels(graph, traits.fuses, ()), traits.free
+    )
 
 
 def made_by(graph: Graph, primitive: str) -> list[int]:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from autoshard.costs.casts import widening
 from autoshard.costs.prefetch import begins, fetchable
 from autoshard.costs.prices import PS_PER_S
-from autoshard.costs.product_kernels import Unfused
+from autoshard.costs.resharding import Unfused
 from autoshard.costs.strategies import shards
 from autoshard.ir.op_traits import LOOP_CONST, LOOP_SLICE
 from autoshard.problem.decision_builders.copies import add_arrival, add_copy

@@ -6,8 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.costs.casts import BFLOAT16, narrow_side
-from autoshard.costs.product_kernels import Unfused
-from autoshard.costs.resharding import NO_STRIDES
+from autoshard.costs.resharding import NO_STRIDES, Unfused
 from autoshard.costs.strategies import SUM, decode, parted, unscattered
 from autoshard.ir.graph import Aval
 from autoshard.problem.decision_builders.draft import Draft

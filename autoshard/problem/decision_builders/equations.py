@@ -10,7 +10,7 @@ from autoshard.costs.fusion import fused_names
 from autoshard.costs.overlap import EARLY
 from autoshard.costs.prices import picoseconds
 from autoshard.costs.product_kernels import fused_bytes
-from autoshard.costs.strategies import SUM, Codes, Strategies, decode, enumerate_strategies, given, shards
+from autoshard.costs.strategies import SUM, Strategies, decode, enumerate_strategies, given, shards
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import DERIVE, LOOP_STACK, PALLAS, RECALL, SHARD_MAP
@@ -161,7 +161,7 @@ def _live(facts: GraphFacts, e: int) -> list[bool]:
 
 def _priced(facts: GraphFacts, e: int, strategies: Strategies, body: Body | None) -> _Price:
     """The price of an equation under each strategy: of its body, its FLOPs, or the bytes that it touches."""
-    eqn = facts.graph.eqns[e]
+    graph, eqn = facts.graph, facts.graph.eqns[e]
     reductions_s = compute.in_op_s(eqn, facts.rules[e], strategies, facts.mesh, facts.machine)
     window = facts.windows.of_equation[e]
     if body is not None:
@@ -173,28 +173,11 @@ def _priced(facts: GraphFacts, e: int, strategies: Strategies, body: Body | None
     if eqn.primitive == PALLAS and manual_calls.estimate(eqn) is not None:
         return _Price(*compute.kernel_s(eqn, strategies, facts.mesh, facts.machine))
     if eqn.traits.contraction:
-        beside = _fused_bytes(facts, e, strategies)
+        kernel = facts.products.kernels[e] if facts.products else None
+        beside = 0.0 if kernel is None else fused_bytes(graph, facts.lives, e, kernel, strategies, facts.mesh)
         seconds, flops = compute.contraction_s(eqn, facts.rules[e], strategies, facts.mesh, facts.machine, beside)
         return _Price(reductions_s + seconds, flops, _covering(facts, e, seconds), window)
     return _bound_by_memory(facts, e, strategies, reductions_s)
-
-
-def _fused_bytes(facts: GraphFacts, e: int, strategies: Strategies) -> NDArray[np.float64] | float:
-    """The bytes per device (S,) that a contraction's kernel reads and writes besides."""
-    kernel = facts.products.kernels.get(e) if facts.products else None
-    if kernel is None:
-        return 0.0
-    graph, eqn = facts.graph, facts.graph.eqns[e]
-
-    def read_bytes(v: int, i: int, codes: Codes) -> NDArray[np.float64]:
-        aval, made = graph.avals[v], eqn.operands[i]
-        pieces = np.minimum(shards(codes, made.ndim, facts.mesh), max(aval.size, 1))
-        numerator = facts.lives.numerators.get(v)
-        if numerator is not None and aval.shape == made.shape:
-            return aval.nbytes / pieces * facts.read_share(v, codes)
-        return (aval.nbytes if numerator is None else numerator.nbytes(aval)) / pieces
-
-    return fused_bytes(eqn, strategies, facts.mesh, kernel, read_bytes)
 
 
 def _in_a_product(facts: GraphFacts, e: int) -> bool:

@@ -11,7 +11,7 @@ from autoshard.costs.dimension_orders import DimensionOrders, dimension_orders
 from autoshard.costs.fusion import FusionTraits, fusion_traits, host_copies, levels
 from autoshard.costs.liveness import LiveRanges, in_place, live_ranges
 from autoshard.costs.loop_reductions import NONE, Accumulators, accumulators
-from autoshard.costs.overlap import EARLY, OverlapWindows, hidden_shares, hiding_share, overlap_windows
+from autoshard.costs.overlap import EARLY, OverlapWindows, hidden_shares, overlap_windows
 from autoshard.costs.prices import Machine
 from autoshard.costs.product_kernels import ProductKernels, product_kernels
 from autoshard.costs.reductions import computed_elsewhere, kernel_levels, reread
@@ -58,7 +58,8 @@ class GraphFacts:
     `apart`: value → groups of its uses that share no gather. `reread`, `elsewhere`, `kernels`: reductions that have
     kernels of their own, values that other kernels compute, and per value the levels of those that compute it
     (None: a chain's kernels count as one that reads): see `costs.reductions`. `products`: what kernels of contractions
-    do besides, by a compiler whose do: see `costs.product_kernels`.
+    do besides, by a compiler whose do: see `costs.product_kernels`. `hides`: the most of communication's seconds that
+    hides, 1 where kinds differ (`Resharder.hidden_ps`); `hiding`: the most of a contraction's beside which any does.
     `host_copies`: equations that copy to the host's memory or back. `stages`: see `stage_dimensions`.
     """
 
@@ -82,18 +83,10 @@ class GraphFacts:
     elsewhere: NDArray[np.bool_]
     kernels: Sequence[frozenset[int]] | None
     products: ProductKernels | None
+    hides: float
+    hiding: float
     host_copies: frozenset[int]
     stages: Mapping[int, Stage]
-
-    @property
-    def hiding(self) -> float:
-        """The most of a contraction's seconds beside which communication hides."""
-        return hiding_share(self.machine, self.compiler)
-
-    @property
-    def hides(self) -> float:
-        """The most of communication's seconds that hides, of any kind; 1 where kinds differ (`Resharder.hidden_ps`)."""
-        return 1.0 if hidden_shares(self.machine, self.compiler) else self.machine.overlap
 
     def decides(self, value: int) -> bool:
         """Whether a value has a layout to choose: it is not recomputed for free wherever it is needed."""
@@ -192,12 +185,7 @@ def facts_of(
     products = None
     if compiler.contractions_finish_their_results:
         away = traits.free | (graph.on_host if compiler.keeps_host_values_apart else frozenset[int]())
-        read = {
-            v: lives.numerators[v].nbytes(graph.avals[v]) if v in lives.numerators else graph.avals[v].nbytes
-            for v in np.flatnonzero(held).tolist()
-            if v not in away
-        }
-        products = product_kernels(graph, traits.fuses, traits.flows, read, held, lives.absorbed, level)
+        products = product_kernels(graph, traits.fuses, traits.flows, lives, level, away)
     return GraphFacts(
         graph=graph,
         mesh=mesh,
@@ -221,4 +209,6 @@ def facts_of(
         elsewhere=products.apart if products else computed_elsewhere(graph, traits.fuses, held, again),
         kernels=kernel_levels(graph, traits.fuses, held, level, again) if alone else None,
         products=products,
+        hides=1.0 if hidden_shares(machine, compiler) else machine.overlap,
+        hiding=max(hidden_shares(machine, compiler).values(), default=machine.overlap),
     )
