@@ -39,6 +39,7 @@ _FREE = frozenset(
     {
         "after-all",
         "add-dependency",
+        "async-update",  # what has begun goes on
         "bitcast",
         "constant",
         "copy-done",
@@ -259,13 +260,22 @@ class _Walk:
                 self._loop(instruction, trips)
             elif instruction.opcode == "conditional":
                 self._branch(instruction, trips)
-            elif instruction.opcode in ("call", "async-start") and not rows:
+            elif not rows and (instruction.opcode in ("call", "async-start") or self._wraps(computation, instruction)):
                 for name in instruction.calls:
                     self.run(self.module[name], trips)
             elif not rows and instruction.name not in pending:
                 self._compute(computation, instruction, trips)
             if instruction.name in pending:
                 self._wait(pending.pop(instruction.name))
+
+    def _wraps(self, computation: Computation, call: Instruction) -> bool:
+        """Whether a custom call only runs a computation on its operands, as XLA:TPU's do for a SparseCore."""
+        if call.opcode != "custom-call" or len(call.calls) != 1:
+            return False
+        parameters = self.module[call.calls[0]].parameters
+        return len(parameters) == len(call.operands) and all(
+            parameters[i].shapes == computation[name].shapes for i, name in enumerate(call.operands)
+        )
 
     def _launch(self, instruction: Instruction, rows: Sequence[Collective], trips: int) -> float:
         """Puts a collective on the communication stream; elements of a kind launched together pay one latency."""

@@ -54,6 +54,31 @@ def price(entry: str, *computations: str, machine: Counter | None = None) -> Tim
     return timeline(module, hlo.collectives(module, MESH), machine or Counter(), MESH)
 
 
+def test_a_lookup_on_a_sparse_core_takes_what_it_looks_up() -> None:
+    """XLA:TPU of v5p starts it, hands it on and wraps it: none of that reads the table (8,192 bytes)."""
+    looked_up = (
+        "%fused (t: f32[256,8], i: s32[8]) -> f32[8,8] {\n  %t = f32[256,8]{1,0} parameter(0)\n"
+        "  %i = s32[8]{0} parameter(1)\n  ROOT %g = f32[8,8]{1,0} gather(%t, %i), offset_dims={1}, "
+        "collapsed_slice_dims={0}, start_index_map={0}, index_vector_dim=1, slice_sizes={1,8}\n}"
+    )
+    inner = (
+        "%inner (t: f32[256,8], i: s32[8]) -> f32[8,8] {\n  %t = f32[256,8]{1,0} parameter(0)\n"
+        "  %i = s32[8]{0} parameter(1)\n  ROOT %f = f32[8,8]{1,0} fusion(%t, %i), kind=kCustom, calls=%fused\n}"
+    )
+    outer = (
+        "%outer (t: f32[256,8], i: s32[8]) -> f32[8,8] {\n  %t = f32[256,8]{1,0} parameter(0)\n"
+        "  %i = s32[8]{0} parameter(1)\n  ROOT %c = f32[8,8]{1,0} custom-call(%t, %i), "
+        'custom_call_target="wrapper", called_computations={%inner}\n}'
+    )
+    begun = "((f32[256,8]{1,0}, s32[8]{0}), f32[8,8]{1,0}, (s32[4]{0}))"
+    entry = (
+        "  %t = f32[256,8]{1,0} get-tuple-element(%w), index=0\n  %i = s32[8]{0} get-tuple-element(%w), index=1\n"
+        '  %s = ((), (), (s32[4]{0})) async-start(), async_execution_thread="sparsecore", calls=%outer\n'
+        f"  %u = {begun} async-update(%s, %t, %i)\n  ROOT %d = f32[8,8]{{1,0}} async-done(%u)"
+    )
+    assert price(entry, looked_up, inner, outer).step_s == 256 + 32 + 256  # rows, their numbers, the result
+
+
 def test_a_gather_hides_behind_the_matmul_beside_it() -> None:
     found = price(
         f"{GATHER}\n  %y = f32[8,8]{{1,0}} {DOT}\n"
