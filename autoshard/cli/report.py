@@ -35,7 +35,7 @@ from autoshard.cli.written import writable
 from autoshard.errors import AutoshardError
 from autoshard.ir.recomputation import ADD, NO_OFFLOAD
 from autoshard.planner import baseline_layouts, view
-from autoshard.report import page, progress
+from autoshard.report import page, progress, tables
 
 LONGEST = 160  # of why a layout is left out
 
@@ -79,7 +79,7 @@ def report(
         typer.echo(view.markdown(shown))
     else:
         files.write_whole(out, page.page(plan=shown))
-        typer.echo(f"{shown['verdict']}\n{out}")
+        typer.echo(f"{tables.paragraph(shown['verdict'], tables.columns())}\n{out}")
 
 
 def _evaluate_baselines(
@@ -89,7 +89,7 @@ def _evaluate_baselines(
     fn, args = built
     traced = made.planned.traced
     rows: list[view.Json] = []
-    for name, specs in baseline_layouts.layouts(made.planned):
+    for name, specs in progress.counted(list(baseline_layouts.layouts(made.planned)), "standard layout"):
         try:
             found = autoshard.evaluate(
                 fn,

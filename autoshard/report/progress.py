@@ -111,12 +111,13 @@ def _followed(console: Console, first: str) -> Generator[None]:
             handler = _Stages(line.update)
         elif console.is_terminal:
             from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # seldom needed
+            from rich.table import Column
 
             spinner = stack.enter_context(
                 Progress(
                     SpinnerColumn(),
-                    TextColumn("{task.description}", markup=False),
-                    TimeElapsedColumn(),
+                    TextColumn("{task.description}", markup=False, table_column=Column()),  # over lines, if it is long
+                    TimeElapsedColumn(Column(no_wrap=True)),
                     console=console,
                     transient=True,
                 )

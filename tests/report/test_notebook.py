@@ -1,6 +1,8 @@
 """What a notebook shows: results as text that keeps its columns, and the current stage in one line."""
 
+import io
 import logging
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -8,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from rich.console import Console
 
 import autoshard
-from autoshard.report import notebook
+from autoshard.report import notebook, progress
 from autoshard.report.tables import short_place, time_text
 
 
@@ -107,3 +110,14 @@ def test_what_is_printed_is_shown() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(4e-22, "0 µs"), (0.0, "0 µs"), (1e-9, "0.001 µs"), (2e-3, "2 ms")])
 def test_times_below_a_cycle_are_none(seconds: float, text: str) -> None:
     assert time_text(seconds) == text
+
+
+def test_a_long_stage_leaves_room_for_the_time() -> None:
+    out = io.StringIO()
+    with progress.shown(Console(file=out, force_terminal=True, width=60), "trace"):
+        long = "standard layout 2 of 2, about 34 s left: solve: 0.58 ms, within 0.4% of the optimum"
+        logging.getLogger("autoshard").debug("now", extra={"now": long})
+    text = re.sub(r"\x1b\[[\d;?]*\w", "", out.getvalue())
+    assert "0:00:00" in text.split("layout 2 of 2")[-1]
+    assert "…" not in text.split("layout 2 of 2")[-1]
+    assert "the optimum" in " ".join(text.split())
