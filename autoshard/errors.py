@@ -159,6 +159,10 @@ class PlanMismatchError(AutoshardError, ValueError):
     """A plan is used with a function, shapes or a mesh that it was not made for."""
 
 
+class DeletedError(AutoshardError, RuntimeError):
+    """An argument's buffer is gone: an earlier call took it, or it was deleted."""
+
+
 class CompilerMissingError(AutoshardError):
     """A deviceless compiler is not installed; the message names the package to install."""
 

@@ -18,7 +18,7 @@ from autoshard.api.emit import in_auto_mode
 from autoshard.api.plan import ProgramPlan
 from autoshard.api.solved_plan import SolvedPlan
 from autoshard.backends import devices
-from autoshard.errors import MeshError, PlanMismatchError
+from autoshard.errors import DeletedError, MeshError, PlanMismatchError
 from autoshard.ir import rewrite
 from autoshard.planner.record import Leaf
 from autoshard.report.tables import bytes_text
@@ -68,7 +68,17 @@ class Entry:
         compiled = self.compiled = self.compiled or Compiled(self.plan, self._options)
         if compiled.takes(leaves):
             return compiled.run(leaves)
+        self._check_there(leaves)
         return compiled.run_placed(leaves, self._placed(leaves, compiled))
+
+    def _check_there(self, leaves: Sequence[Any]) -> None:
+        """Raises if a buffer is gone: jaxlib 0.10.2 ends the process where several CPU devices are given one."""
+        for leaf, x in zip(self.plan.record.inputs, leaves, strict=True):
+            if isinstance(x, jax.Array) and x.is_deleted():
+                raise DeletedError(
+                    f"{self.plan.record.name}: the array {leaf.path} is gone: it was deleted, or donated to an earlier "
+                    "call; go on with that call's result, or do not donate it (donate_argnums)"
+                )
 
     def _placed(self, leaves: Sequence[Any], compiled: "Compiled") -> list[Any]:
         """Each array in its planned sharding; moves are logged, or raise if `strict`."""
@@ -208,6 +218,8 @@ class Compiled:
                     if (aval.shape, aval.dtype, aval.weak_type) != self._avals[i]:
                         return False
                     seen[i] = aval
+                if x.is_deleted():
+                    return False
                 have = x.sharding
                 if have is not want and have != want and (x.committed or i in self._donated):
                     return False  # what lies in the host's memory is donated
@@ -224,7 +236,7 @@ class Compiled:
             return False
         if not isinstance(x, jax.Array):
             return i not in self._on_host
-        return x.sharding == self.shardings[i]  # an array of keys
+        return not x.is_deleted() and x.sharding == self.shardings[i]  # an array of keys
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """The outputs for leaves that it takes."""

@@ -245,12 +245,7 @@ class JitFunction:
                 avals.append((aval.shape, aval.dtype, aval.weak_type))
         except TypeError as error:
             bound = self._bind(args, kwargs)
-            path = traces.leaf_paths(bound.values, bound.names)[0][len(avals)]
-            leaf = leaves[len(avals)]
-            raise ArgumentError(
-                f"{self._name}: the argument {path} is no array: {leaf!r} ({type(leaf).__name__}); if the program "
-                f"depends on its value, mark it static: static_argnames={path.split('.')[0].split('[')[0]!r}"
-            ) from error
+            raise traces.no_array(self._name, bound.values, bound.names) from error
         return tuple(avals)
 
     def _differentiated(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> tuple[int, ...]:

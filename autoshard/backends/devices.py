@@ -243,7 +243,11 @@ def over_devices(axes: MeshAxes, order: np.ndarray, devices: list[Any] | None = 
     """A Mesh with Auto axes over real devices in the given physical order."""
     have = _startup.devices() if devices is None else devices
     if len(have) < prod(axes.sizes):
-        raise MeshError(f"the mesh {axes} needs {axes.size} devices; this process sees {len(have)}")
+        raise MeshError(
+            f"the mesh {axes} needs {axes.size} devices; this process sees {len(have)}\n"
+            f"  run it where they are, or plan again for a mesh of {len(have)}; a CPU has more by "
+            f'jax.config.update("jax_num_cpu_devices", {axes.size})'
+        )
     grid = np.empty(axes.size, object)
     grid[:] = [have[int(i)] for i in order.ravel()]
     return Mesh(grid.reshape(axes.sizes), axes.names, axis_types=(AxisType.Auto,) * axes.ndim)

@@ -48,7 +48,7 @@ def load_target(target: str, keywords: Mapping[str, Any]) -> tuple[Any, tuple[An
         inside = error.__traceback__ is not None and error.__traceback__.tb_next is not None
         if isinstance(error, TypeError) and (not inside or (keywords and open_ended)):  # its error says it
             raise _no_call(target, keywords, error) from error
-        raise TargetError(f"`{target}` raised {raised(error)}") from error
+        raise TargetError(f"`{target}` raised {raised(error)}{_more_devices(error)}") from error
     if not (isinstance(built, tuple) and len(built) == 2 and callable(built[0]) and isinstance(built[1], tuple)):
         raise TargetError(f"`{target}` returned a {type(built).__name__}; a builder returns (fn, args), args a tuple")
     return built[0], built[1]
@@ -93,7 +93,7 @@ def load_builder(target: str) -> Callable[..., Any]:
     except (AutoshardError, CostModelError):
         raise
     except Exception as error:
-        raise TargetError(f"importing `{module_name}` raised {raised(error)}") from error
+        raise TargetError(f"importing `{module_name}` raised {raised(error)}{_more_devices(error)}") from error
     builder = getattr(module, name, None)
     if builder is None:
         near = difflib.get_close_matches(name, dir(module), n=3)
@@ -114,6 +114,16 @@ def takes_keyword(target: str, name: str) -> bool:
     except ValueError:  # of a callable without a signature
         return False
     return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _more_devices(error: BaseException) -> str:
+    """The way out where a mesh has more devices than this machine: JAX's error, or numpy's of its only device."""
+    if not re.search(r"product of mesh_shape|array of size 1 into shape", str(error)):
+        return ""
+    return (
+        "\n  if these are a mesh's devices: none are needed, take a jax.sharding.AbstractMesh of that shape; or set\n"
+        "  JAX_PLATFORMS=cpu and JAX_NUM_CPU_DEVICES=8, as many as the mesh has"
+    )
 
 
 def raised(error: BaseException) -> str:

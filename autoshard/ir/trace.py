@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from autoshard import _jax
-from autoshard.errors import SpecError, refusing_depth
+from autoshard.errors import ArgumentError, SpecError, refusing_depth
 from autoshard.garbage import collected_rarely
 from autoshard.ir.accumulation import is_by_mesh_axes
 from autoshard.ir.call_shardings import explicit
@@ -76,10 +76,38 @@ class Traced:
         )
 
 
+# What JAX raises where a program asks for the value of what it traces.
+_NEEDS_VALUE = jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError
+
+
 def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype alone: no sharding (so Explicit meshes do not leak into the trace)."""
     aval = _jax.shaped(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether JAX takes a leaf: an array, a number, or their abstract value."""
+    try:
+        _jax.shaped(leaf)
+    except TypeError:
+        return False
+    return True
+
+
+def no_array(function: str, values: Sequence[Any], names: Sequence[str]) -> ArgumentError:
+    """The error of arguments of which one leaf, the first that JAX does not take, is no array."""
+    leaves = zip(leaf_paths(values, names)[0], jax.tree.leaves(values), strict=True)
+    path, leaf = next((path, leaf) for path, leaf in leaves if not _is_array(leaf))
+    way_out = (
+        f"mark it static: static_argnames={path!r}"
+        if path in names
+        else "keep it apart from the arrays: in a static argument of its own (static_argnames=), or in a closure"
+    )
+    return ArgumentError(
+        f"{function}: the argument {path} is no array: {leaf!r} ({type(leaf).__name__}); if the program "
+        f"depends on its value, {way_out}"
+    )
 
 
 def leaf_paths(values: Sequence[Any], names: Sequence[str]) -> tuple[list[str], list[int]]:
@@ -105,6 +133,7 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mes
       names: one per argument.
 
     Raises:
+      ArgumentError: an argument is no array.
       SpecError: an argument is mutable, or the program asks for a layout that the mesh does not have.
     """
     for package in FRAMEWORKS:
@@ -112,11 +141,19 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], names: Sequence[str], mes
     for name, arg in zip(names, args, strict=True):
         if any(map(_jax.is_reference, jax.tree.leaves(arg))):
             raise _reference(fn, f"the argument {name}")
-    avals = tuple(jax.tree.map(abstract, arg) for arg in args)
+    try:
+        avals = tuple(jax.tree.map(abstract, arg) for arg in args)
+    except TypeError as error:
+        raise no_array(_name(fn), args, names) from error
     try:
         with _jax.cudnn_if_missing(), _jax.auto_mesh(mesh.names if mesh else (), mesh.sizes if mesh else ()):
             closed, out_shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
             closed = explicit(_jax.spelled_out(closed))
+    except _NEEDS_VALUE as error:
+        for name, arg in zip(names, args, strict=True):
+            if isinstance(arg, (bool, int, float)):
+                error.add_note(f"{name}={arg!r} is traced: if the program depends on it, static_argnames={name!r}")
+        raise
     except (ValueError, _jax.DuplicateSpecError) as error:
         if (refused := _jax.refused_layout(error)) is not None:
             raise _refusal(*refused, mesh) from error

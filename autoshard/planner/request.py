@@ -142,9 +142,10 @@ class PlanRequest:
     @property
     def notes(self) -> tuple[str, ...]:
         """The assumptions made for the user."""
-        if not self.gradient_of:
-            return (*self._after_loops, *self.target.notes)
         traced = self.traced
+        if not self.gradient_of:
+            idle = () if traced.out_avals else (f"{self.name} returns no array, so that nothing of it is computed",)
+            return (*idle, *self._after_loops, *self.target.notes)
         names = {n: re.split(r"[.\[]", p)[0] for n, p in zip(traced.argument_of, traced.in_paths, strict=True)}
         told = " and ".join(names[i] for i in self.gradient_of)
         assumed = f"optimizer state of {OPTIMIZER_BYTES} bytes per parameter assumed"

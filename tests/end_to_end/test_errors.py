@@ -28,6 +28,7 @@ from autoshard import (
     SpecError,
 )
 from autoshard.backends import compile
+from autoshard.errors import ArgumentError, DeletedError
 from tests.programs import GPUS, MESH
 
 P = PartitionSpec
@@ -291,7 +292,7 @@ def test_a_plan_for_another_function(file: Path) -> None:
 def test_a_plan_for_another_mesh(file: Path) -> None:
     loaded = autoshard.load(file)
     text = said(lambda: loaded.mesh(jax.devices()[:4]), MeshError)
-    assert text == "the mesh data=2 × model=4 needs 8 devices; this process sees 4"
+    assert text.startswith("the mesh data=2 × model=4 needs 8 devices; this process sees 4\n")
     other = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     text = said(lambda: loaded.in_shardings(other), PlanMismatchError)
     assert text == "the plan was made for the mesh data=2 × model=4, got data=4 × model=2; plan again"
@@ -366,3 +367,52 @@ def test_a_compiler_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(compile.importlib.util, "find_spec", lambda name: None)
     text = said(lambda: made.verify("gpu"), CompilerMissingError)
     assert "pip install" in text
+
+
+# --- Calls ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("taken", [0, None])
+def test_an_array_that_is_gone(taken: int | None) -> None:
+    """jaxlib 0.10.2 itself ends the process, on several CPU devices."""
+    jitted = autoshard.jit(lambda w, x: (w + 1, x.sum()), mesh=MESH, donate_argnums=taken)
+    w = jitted.plan(W, X).put(np.ones(W.shape, np.float32), "w")
+    x = np.ones(X.shape, np.float32)
+    jitted(w, x)
+    if taken is None:
+        w.delete()
+    text = said(lambda: jitted(w, x), DeletedError)
+    assert text.startswith("<lambda>: the array w is gone: it was deleted, or donated to an earlier call; go on with")
+
+
+def test_what_is_no_array_is_named_before_it_is_planned() -> None:
+    def step(state: Any, mode: str) -> Any:
+        return state["w"] if mode == "eval" else state
+
+    assert said(lambda: plan(step, {"w": W}, "eval"), ArgumentError) == (
+        "step: the argument mode is no array: 'eval' (str); if the program depends on its value, mark it static: "
+        "static_argnames='mode'"
+    )
+    text = said(lambda: plan(step, {"w": W, "name": "a"}, X), ArgumentError)
+    assert "state['name'] is no array: 'a' (str); if the program depends on its value, keep it apart" in text
+
+
+def test_a_number_that_was_meant_to_be_static() -> None:
+    def step(w: Any, train: bool) -> Any:  # noqa: FBT001
+        return w + 1 if train else w
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        plan(step, W, True)
+    assert "train=True is traced: if the program depends on it, static_argnames='train'" in caught.value.__notes__
+
+
+def test_a_step_that_returns_nothing_says_so() -> None:
+    def step(w: Any) -> None:
+        w.sum()
+
+    assert plan(step, W).record.notes == ("step returns no array, so that nothing of it is computed",)
+
+
+def test_fewer_devices_than_the_plan_has() -> None:
+    text = said(plan(product, W, X, mesh={"data": 16}, hardware="h100:2x8").mesh, MeshError)
+    assert text.startswith("the mesh data=16 needs 16 devices; this process sees 8\n  run it where they are")

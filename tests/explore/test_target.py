@@ -86,3 +86,13 @@ def test_what_is_no_literal_is_text(value: str) -> None:
     found: dict[str, Any] = assignments([f"x={value}"], "--set")
     assert found == {"x": value}
     assert P("x") != found["x"]
+
+
+def test_a_mesh_of_more_devices_than_this_machine_has_names_the_way_out(here: Path) -> None:
+    (here / "meshes_of_a_test.py").write_text(
+        "import jax, numpy\n\n\ndef build():\n    return jax.make_mesh((64, 64), ('data', 'model'))\n\n\n"
+        "def by_hand():\n    return numpy.array([0]).reshape(2, 4)\n"
+    )
+    for name in ("build", "by_hand"):
+        with pytest.raises(TargetError, match=r"AbstractMesh of that shape; or set\n  JAX_PLATFORMS=cpu and JAX_NUM_"):
+            load_target(f"meshes_of_a_test:{name}", {})
