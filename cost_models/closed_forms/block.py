@@ -1,6 +1,7 @@
 """The seconds and bytes of one transformer block on one device, for one microbatch, without communication."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Literal, get_args
 
@@ -24,7 +25,7 @@ Pass = Literal["forward", "recomputed", "backward"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, for what is worked out once
 class Block:
     """The average block of a model under a layout.
 
@@ -109,11 +110,15 @@ class Block:
     def matmul_s(self, part: Pass = "forward") -> float:
         """The matmuls of one pass, of what rematerialization repeats of it, or of backward."""
         fraction = self.machine.chip.numbers["step_compute_fraction"].value
-        each = (
-            often * float(self.machine.matmul_s(batch, m, n, k, self.dtype)) * self._runs(name, part)
-            for name, batch, m, n, k, often in self.matmuls()
-        )
-        return sum(each) / fraction
+        return sum(often * seconds * self._runs(name, part) for name, often, seconds in self._priced) / fraction
+
+    @cached_property
+    def _priced(self) -> tuple[tuple[str, float, float], ...]:
+        """(name, how many an average block has, seconds of one) of every matmul."""
+        found = self.matmuls()
+        batch, m, n, k = zip(*(sizes for _, *sizes, _ in found), strict=True)
+        seconds = self.machine.matmul_s(batch, m, n, k, self.dtype).tolist()
+        return tuple((name, often, one) for (name, *_, often), one in zip(found, seconds, strict=True))
 
     def matmul_flops(self, part: Pass = "forward") -> float:
         """FLOPs of `matmul_s`."""
@@ -147,6 +152,10 @@ class Block:
 
     def score_s(self) -> float:
         """The flash kernel, forward; local layers compute every block that their window touches."""
+        return self._score_s
+
+    @cached_property
+    def _score_s(self) -> float:
         model, ways = self.model, self.layout.tensor
         whole = attention_s(
             self.machine,

@@ -11,9 +11,10 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 
 from cost_models.closed_forms.training_layout import Remat, TrainingLayout
-from cost_models.closed_forms.training_step import StepTime, step_time
+from cost_models.closed_forms.training_step import StepTime, placed, step_time
 from cost_models.closed_forms.transformer import Transformer
 from cost_models.errors import MeshFitError
+from cost_models.machines.machine import Machine
 from cost_models.machines.model import Hardware
 
 MOST_TENSOR = 64
@@ -92,9 +93,13 @@ def best_layouts(
     limit = hardware.usable_memory_bytes if memory_bytes is None else memory_bytes
     fitting: list[Priced] = []
     tried, smallest = 0, float("inf")
+    machine: Machine | None = None
     for layout in layouts(model, hardware, sequences=sequences, sequence=sequence):
         try:
-            step = step_time(model, layout, hardware, sequences=sequences, sequence=sequence, dtype=dtype)
+            machine = placed(layout, hardware, machine)
+            step = step_time(
+                model, layout, hardware, sequences=sequences, sequence=sequence, dtype=dtype, machine=machine
+            )
         except MeshFitError:
             continue
         tried += 1

@@ -22,6 +22,7 @@ from cost_models.closed_forms.training_traffic import Traffic, TrainingTraffic
 from cost_models.closed_forms.transformer import Transformer
 from cost_models.errors import CostModelError, MeshFitError
 from cost_models.machines.amounts import count
+from cost_models.machines.machine import Machine
 from cost_models.machines.model import Hardware
 
 
@@ -119,6 +120,7 @@ def step_time(
     sequence: int,
     dtype: str = "bfloat16",
     framework: Framework = MEGATRON,
+    machine: Machine | None = None,
 ) -> StepTime:
     """Predict one training step.
 
@@ -130,6 +132,7 @@ def step_time(
         sequence: Tokens per sequence.
         dtype: Of the matmuls' operands: `"bfloat16"`, `"float8_e4m3fn"`, `"int8"`.
         framework: How the program is written: `MEGATRON`, or `JAX`.
+        machine: `placed` for another layout before, whose prices are taken if it has this layout's mesh.
 
     Raises:
         MeshFitError: The layout has another number of devices than the hardware, or
@@ -137,9 +140,7 @@ def step_time(
         CostModelError: A size is no whole number from 1 on, or there is no such dtype.
     """
     sequences, sequence = count(sequences, "a number of sequences"), count(sequence, "a sequence's length")
-    tori = any(d.medium == "torus" for d in hardware.topology.dimensions)
-    mesh = layout.mesh(slices_outermost=tori)
-    machine = hardware.place(mesh)
+    machine = placed(layout, hardware, machine)
     microbatches = layout.microbatches(sequences)
     if microbatches < 1:
         raise MeshFitError(
@@ -159,6 +160,17 @@ def step_time(
         devices=layout.devices,
         peak_flops_per_s=machine.peak_flops_per_s(dtype),
     )
+
+
+def placed(layout: TrainingLayout, hardware: Hardware, before: Machine | None = None) -> Machine:
+    """The hardware under a layout's mesh; the machine of before, which knows its prices, if it has that mesh.
+
+    Raises:
+        MeshFitError: The layout has another number of devices than the hardware.
+    """
+    tori = any(d.medium == "torus" for d in hardware.topology.dimensions)
+    mesh = layout.mesh(slices_outermost=tori)
+    return before if before is not None and before.mesh == mesh else hardware.place(mesh)
 
 
 def _parts(block: Block, traffic: TrainingTraffic) -> tuple[Part, ...]:

@@ -1,6 +1,9 @@
 """Layouts of whole models, and servers: the best is the best, and published answers come out."""
 
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -11,10 +14,11 @@ from autoshard.cli.scale import transformer
 from autoshard.errors import TargetError
 from benchmarks.published_answers import serving
 from benchmarks.published_models import NAMED
-from cost_models import Transformer, step_time
+from cost_models import Hardware, Transformer, step_time
 from cost_models.closed_forms.layout_search import best_layouts, describe, layouts
 from cost_models.closed_forms.serving_search import Workload, disaggregated, front, servers, speculative
 from cost_models.closed_forms.training_layout import TrainingLayout
+from cost_models.machines.machine import Machine
 
 SMALL = Transformer(layers=8, d_model=1024, d_ff=4096, heads=8, kv_heads=8, head_dim=128, vocab=32_000)
 NODE = cost_models.hardware("h100:2x8")
@@ -162,3 +166,26 @@ def test_published_batches_come_out_of_the_same_forms() -> None:
         assert f"the form gives {batch};" in row.why
     assert found[-1].found.startswith("121 with 7e9 parameters")
     assert "117 GB" in found[-1].found
+
+
+def test_a_mesh_is_laid_once_and_a_block_s_matmuls_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: Counter[str] = Counter()
+
+    def counted(kind: type, name: str) -> None:
+        inner = getattr(kind, name)
+
+        def ask(*args: Any, **keywords: Any) -> Any:
+            asked[name] += 1
+            return inner(*args, **keywords)
+
+        monkeypatch.setattr(kind, name, ask)
+
+    counted(Hardware, "place")
+    counted(Machine, "matmul_s")
+    found = best_layouts(SMALL, NODE, sequences=32, sequence=2048)
+    every = list(layouts(SMALL, NODE, sequences=32, sequence=2048))
+    meshes = [tuple(one.mesh(slices_outermost=False).items()) for one in every]
+    assert asked["place"] <= sum(a != b for a, b in pairwise([None, *meshes]))
+    assert asked["matmul_s"] <= 2 * len(every)  # the block's, and the logits
+    best = found.ranked[0]
+    assert best.step == step_time(SMALL, best.layout, NODE, sequences=32, sequence=2048)
