@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import chain, repeat
+from itertools import chain, groupby, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -73,8 +73,7 @@ def waits(assignment: Assignment) -> Iterator[tuple[Collective, float]]:
     A collective in several windows has a share in each (`formulation`), at times more than its own seconds.
     """
     d = assignment.decisions
-    share = assignment.resharder.share
-    moved = [(row, edge.hides * share(row.kind)) for edge, row in transfers(assignment)]
+    moved = [*_hidden(assignment)]
     hides, covers = np.zeros(d.windows.count), np.zeros(d.windows.count)
     for row, hidden in moved:
         for window, share in () if row.window is None else d.windows.hides[row.window]:
@@ -89,6 +88,20 @@ def waits(assignment: Assignment) -> Iterator[tuple[Collective, float]]:
         yield row, row.seconds * row.trips * (1.0 - hidden + hidden * exposed)
     for n in range(len(d.nodes)):
         yield from _in_op(assignment, n)
+
+
+def _hidden(assignment: Assignment) -> Iterator[tuple[Collective, float]]:
+    """Every collective between equations, and the share of its seconds that hides where there is enough beside it."""
+    share = assignment.resharder.share
+    for _, group in groupby(transfers(assignment), key=lambda found: id(found[0])):
+        moved = list(group)
+        edge = moved[0][0]
+        most_s, carried = sum(row.seconds * share(row.kind) for _, row in moved) / edge.times, 1.0
+        if edge.carried is not None and most_s:
+            taken = np.array(edge.target[assignment.choice[edge.v]])
+            carried = float(edge.carried.hidden_s(np.array(most_s), taken)) / most_s
+        for _, row in moved:
+            yield row, edge.hides * share(row.kind) * carried
 
 
 class HostCopy(NamedTuple):

@@ -27,9 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.backends.hlo.text import UNKNOWN
+from autoshard.costs.carriers import Carried
 from autoshard.costs.liveness import LiveRanges
 from autoshard.costs.overlap import EARLY, OverlapWindows
-from autoshard.costs.prices import INF_PS, picoseconds
+from autoshard.costs.prices import INF_PS, PS_PER_S, picoseconds
 from autoshard.costs.resharding import Resharder, Strides, Unfused
 from autoshard.costs.strategies import SUM, WHOLE, Codes, Strategies, decode, encode, shards
 from autoshard.ir.graph import Aval, Graph
@@ -197,7 +198,7 @@ class Edge:
     sums are finished (`costs.loop_reductions`), and `pending` the one that moves if there are pending
     sums. `times` counts the groups of uses for which the value moves in every trip (`costs.shared_gathers`).
     `waived`, if given, marks the choices of v (S_v,) for which nothing moves. `unfused`, if given, is the kernel that
-    runs where the value moves.
+    runs where the value moves. `carried`, if given, is what hides of its gathers (`costs.carriers`).
     """
 
     u: int
@@ -218,6 +219,7 @@ class Edge:
     times: int = 1
     waived: NDArray[np.bool_] | None = None
     unfused: Unfused | None = None
+    carried: Carried | None = None
 
     def finishes(self, source: Codes, target: Codes, axes: int) -> NDArray[np.bool_]:
         """Whether it is the total that is moved from each source to each target code: (sources, targets)."""
@@ -352,7 +354,13 @@ def reshard_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
 
 def hidden_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
     """The part of `reshard_ps` that may hide, where kinds of collectives differ: see `Resharder.hidden_ps`."""
-    matrix = _of_all_trips(edge, resharder, resharder.hidden_ps)
+    carried = edge.carried
+
+    def hidden(moved: Aval, source: Codes, target: Codes, **more: Any) -> NDArray[np.int64]:
+        found = resharder.hidden_ps(moved, source, target, **more)
+        return found if carried is None else picoseconds(carried.hidden_s(found / PS_PER_S, target))
+
+    matrix = _of_all_trips(edge, resharder, hidden)
     return matrix if edge.waived is None else np.where(edge.waived, 0, matrix)
 
 

@@ -289,6 +289,13 @@ def test_where_no_sum_over_all_devices_is_scattered_none_that_is_pinned_is_finis
         ((4, 96, 4096), 0, 1, ["reduce-scatter"]),
         ((4, 4096, 32, 96), 0, 3, ["all-reduce"]),
         ((4, 4096, 32, 64), 0, 3, ["reduce-scatter"]),
+        ((4096, 1536), 0, 1, ["all-reduce"]),
+        ((4096, 3072), 0, 1, ["reduce-scatter"]),
+        ((2560, 6912), 1, 0, ["all-reduce"]),
+        ((2560, 7168), 1, 0, ["reduce-scatter"]),
+        ((3072, 6912), 1, 0, ["reduce-scatter"]),
+        ((5, 1536, 6912), 2, 1, ["all-reduce"]),
+        ((5, 2048, 6912), 2, 1, ["reduce-scatter"]),
     ],
 )
 def test_sums_are_scattered_along_dimensions_that_tiles_allow(

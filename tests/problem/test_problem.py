@@ -24,7 +24,7 @@ from autoshard.planner.build_record import program_pins
 from autoshard.planner.search_space import SearchSpace
 from autoshard.problem import bill, memory_profile, routes
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.decisions import Chain, Equation, layout_codes
+from autoshard.problem.decisions import Chain, Edge, Equation, layout_codes
 from autoshard.problem.formulation import Formulation, formulate
 from autoshard.problem.network import INF
 from autoshard.problem.symmetry import fold
@@ -58,6 +58,17 @@ def assigned(of: SearchSpace, choice: NDArray[np.int64]) -> Assignment:
 # --- Pricing ---------------------------------------------------------------------------
 
 
+def carried_ps(edge: Edge, gather_ps: int, taken: int) -> float:
+    """Of one gather, what the contractions before its own carry on."""
+    carried = edge.carried
+    if carried is None:
+        return gather_ps
+    reach_s = carried.first_s if taken in carried.beside else carried.reach_s
+    if gather_ps > 2 * reach_s * PS_PER_S:
+        return 0.0
+    return sum(min(gather_ps, each_s * PS_PER_S) for each_s in carried.each_s) / len(carried.each_s)
+
+
 def price_ps(of: SearchSpace, choice: NDArray[np.int64]) -> float:
     """Decisions + resharding + what the windows leave exposed, in plain Python, edge by edge."""
     total, hideable, cover = 0.0, Counter[int](), Counter[int]()
@@ -89,6 +100,7 @@ def price_ps(of: SearchSpace, choice: NDArray[np.int64]) -> float:
             hidden = of.resharder.machine.overlap * (ps - work)
             if of.resharder.shares:
                 (hidden,) = of.resharder.hidden_ps(moved, *pair, bucket=edge.bucket, strides=edge.strides)[0]
+                hidden = carried_ps(edge, int(hidden), int(pair[1][0]))
             hidden = float(hidden) * windows.share(edge.value) * trips
             total += ps * trips - hidden
             for window, share in windows.hides[edge.window]:

@@ -57,6 +57,8 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
     lent = is_input or bool(facts.lives.named[value]) or bool(facts.lives.absorbed[value])
     first = min((e for e, _ in uses), default=0)
     begin = fetched.get(value, max(first, int(facts.lives.start[value])))
+    if facts.carriers is not None and (carrier := facts.carriers.of(value, [e for e, _ in uses])) is not None:
+        begin = min(begin, carrier)  # a gather that is carried on lies there
     # What is computed element by element and leaves in a donated input's place is written there.
     replaces = isinstance(made, Chain) and any(isinstance(draft.nodes[t.node], Input) for t in leaves)
     arrives = replaces and len(takers) == 1 and _gathered_in_place(draft, takers[0])
@@ -89,7 +91,7 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
             apart = holder.codes[:, None] != taker.codes[None, :]
         elif lent and holder is not port and len(takers) == 1 and not taker.loose:
             apart = _moved(draft, value, holder, taker, cuts=_multiplies(draft, taker))
-        elif holder is not port and _takes_for_a_loop(draft, taker, value):
+        elif holder is not port and (_takes_for_a_loop(draft, taker, value) or _carried_to(draft, taker)):
             unplanned = _moved(draft, value, holder, taker, cuts=True)
         elif is_input and facts.compiler.regathers_far_uses and _narrows(draft, taker, value):
             unplanned = _moved(draft, value, holder, taker, cuts=True)
@@ -105,6 +107,11 @@ def _takes_for_a_loop(draft: Draft, taker: Port, value: int) -> bool:
     if not isinstance(node, Equation) or not graph.avals[value].ndim or draft.facts.on_host(value):
         return False
     return graph.eqns[node.equation].primitive in (LOOP_CONST, LOOP_SLICE)
+
+
+def _carried_to(draft: Draft, taker: Port) -> bool:
+    """Whether what a consumer takes may be gathered before it runs: the copy is, which has memory from then on."""
+    return draft.facts.carriers is not None and _multiplies(draft, taker)
 
 
 def _narrows(draft: Draft, taker: Port, value: int) -> bool:

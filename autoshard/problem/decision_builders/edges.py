@@ -5,10 +5,13 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.costs.carriers import Carried
 from autoshard.costs.casts import BFLOAT16, narrow_side
+from autoshard.costs.prices import PS_PER_S
 from autoshard.costs.resharding import NO_STRIDES, Unfused
 from autoshard.costs.strategies import SUM, decode, parted, unscattered
 from autoshard.ir.graph import Aval
+from autoshard.ir.op_traits import DOT_GENERAL
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.facts import GraphFacts
 from autoshard.problem.decisions import Edge, Equation
@@ -40,8 +43,10 @@ def add_edge(
     """
     facts = draft.facts
     windows = facts.windows
-    window = windows.of_value[value]
-    if value in windows.beside and not _urgent(draft, target):
+    window, carried = windows.of_value[value], None
+    if facts.carriers is not None:
+        window, carried = _carried(draft, target, value, times)
+    elif value in windows.beside and not _urgent(draft, target):
         window = None
     impossible = forbidden
     if value in facts.accumulators.totals or facts.on_host(value):
@@ -78,8 +83,56 @@ def add_edge(
             times=times,
             waived=waived,
             unfused=unfused,
+            carried=carried,
         )
     )
+
+
+def _carried(draft: Draft, target: Port, value: int, times: int) -> tuple[int | None, Carried | None]:
+    """The window in which a value's gathers hide, if contractions carry any on, and what hides of them.
+
+    Args:
+      draft: the decisions so far: all but copies.
+      target: the place that the value goes to.
+      value: the value.
+      times: the number of groups of uses for which it moves in every trip.
+    """
+    facts = draft.facts
+    assert facts.carriers is not None
+    uses = [e for e, _ in facts.graph.consumers.get(value, ())]
+    here = set(draft.nodes[target.node].equations)
+    groups = facts.apart[value] if times > 1 else [[e for e in uses if e in here] or uses]
+    found = [facts.carriers.of(value, group) for group in groups]
+    last = next((e for e in reversed(found) if e is not None), None)
+    if last is None:
+        return None, None
+    reach_s = [_fastest_s(draft, e) for e in facts.carriers.reach(value)]
+    carried = Carried(
+        each_s=tuple(0.0 if e is None else _fastest_s(draft, e) for e in found),
+        first_s=sum(reach_s[:1]),
+        reach_s=sum(reach_s),
+        beside=_beside(draft, target, value, uses),
+    )
+    return facts.windows.of_equation[last], carried
+
+
+def _fastest_s(draft: Draft, e: int) -> float:
+    """Seconds of an equation in a trip, however it is split."""
+    return float(draft.nodes[draft.node_of[e]].cost_ps.min()) / PS_PER_S / draft.facts.graph.runs(e)
+
+
+def _beside(draft: Draft, target: Port, value: int, uses: list[int]) -> frozenset[int]:
+    """Layouts of a target in which the first contraction of a value takes it split along a dimension that it keeps."""
+    graph = draft.facts.graph
+    first = next((e for e in sorted(uses) if graph.eqns[e].primitive == DOT_GENERAL), None)
+    if first is None:
+        return frozenset()
+    operand, ndim = graph.operands[first].index(value), graph.avals[value].ndim
+    summed, batched = graph.eqns[first].params["dimension_numbers"]
+    kept = [d for d in range(ndim) if d not in (*summed[operand], *batched[operand])]
+    codes = np.unique(target.codes)
+    split = np.isin(decode(codes, ndim, draft.facts.mesh.ndim), kept).any(axis=1)
+    return frozenset(codes[split].tolist())
 
 
 def _never(draft: Draft, source: Port, target: Port, value: int) -> NDArray[np.bool_]:

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
+from autoshard.costs.carriers import Carriers, carriers
 from autoshard.costs.dimension_orders import DimensionOrders, dimension_orders
 from autoshard.costs.fusion import FusionTraits, fusion_traits, host_copies, levels
 from autoshard.costs.liveness import LiveRanges, in_place, live_ranges
@@ -60,7 +61,8 @@ class GraphFacts:
     (None: a chain's kernels count as one that reads): see `costs.reductions`. `products`: what kernels of contractions
     do besides, by a compiler whose do: see `costs.product_kernels`. `hides`: the most of communication's seconds that
     hides, 1 where kinds differ (`Resharder.hidden_ps`); `hiding`: the most of a contraction's beside which any does.
-    `host_copies`: equations that copy to the host's memory or back. `stages`: see `stage_dimensions`.
+    `carriers`: of gathers, on chips whose contractions carry them on. `host_copies`: equations that copy to the host's
+    memory or back. `stages`: see `stage_dimensions`.
     """
 
     graph: Graph
@@ -85,6 +87,7 @@ class GraphFacts:
     products: ProductKernels | None
     hides: float
     hiding: float
+    carriers: Carriers | None
     host_copies: frozenset[int]
     stages: Mapping[int, Stage]
 
@@ -211,4 +214,5 @@ def facts_of(
         products=products,
         hides=1.0 if hidden_shares(machine, compiler) else machine.overlap,
         hiding=max(hidden_shares(machine, compiler).values(), default=machine.overlap),
+        carriers=carriers(graph) if compiler.hides_gathers_alone and machine.gathers_ahead else None,
     )
