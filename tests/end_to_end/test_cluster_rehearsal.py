@@ -7,6 +7,7 @@ The files are those of `docs/guides/clusters.md`. Minutes as a whole:
 import importlib.util
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -125,7 +126,8 @@ def test_a_process_with_other_code_is_named(job: Path) -> None:
     ended = run(job, fault="code")
     assert ended.code != 0
     assert "process 2 has program" in ended.said
-    assert ended.said.count("ProcessError: train_step: the processes do not have the same program as process 0") == 4
+    # JAX ends a process that has not said it yet when process 0, its coordinator, is gone
+    assert "ProcessError: train_step: the processes do not have the same program as process 0" in ended.said
     assert ended.after_s < END_S
     assert not ended.losses
 
@@ -148,15 +150,17 @@ def test_process_0_that_dies_while_it_plans_ends_the_others(job: Path) -> None:
 
 
 def test_what_is_preempted_goes_on_with_another_number_of_hosts(job: Path) -> None:
-    whole = run(job, steps=40)
-    assert whole.code == 0
+    apart = job.parent / "whole"
+    shutil.copytree(job, apart)
     preempted = run(job, steps=10_000, preempt=2)
     assert preempted.after_s < END_S
     done = int(next((job / "checkpoints").iterdir()).name)
-    assert max(preempted.losses) == done - 1 < 40
-    resumed = run(job, tasks=2, steps=40)
+    assert max(preempted.losses) == done - 1
+    resumed = run(job, tasks=2, steps=done + 10)
     assert resumed.code == 0, resumed.said
-    assert sorted(resumed.losses) == list(range(done, 40))
+    assert sorted(resumed.losses) == list(range(done, done + 10))
     assert {path.name for path in (job / "plans").iterdir()} == {"8-devices.json", "4-devices.json"}
+    whole = run(apart, steps=done + 10)
+    assert whole.code == 0
     for i, loss in (preempted.losses | resumed.losses).items():
         assert loss == pytest.approx(whole.losses[i], rel=1e-4)
