@@ -558,8 +558,8 @@ def _scatters(
 
     Arrays lie in tiles of 8 x 128 of their last two dimensions, those of narrow elements in tiles of more rows
     (16 of bfloat16). Along the last dimension but one, whole tiles are scattered; half of one, too, if it is the
-    outermost. So along the last, with which it changes places, but if an odd number of tiles of 128 is left; and so
-    along the last but one where that fills tiles of 128 and the last does not, as they change places then. Of the
+    outermost. So along the last, with which it changes places, but if a single tile of 128 is left. Neither is, if an
+    odd number of tiles of 128 is left, and the other dimension fills none: they change places. Of the
     dimensions before them, the outermost is scattered, and any that is longer than the last but one, whose place
     in the tiles it then takes (libtpu 0.0.52, compiled for v5e:2x4, 4x4 and v5p:4x4x2, two to four dimensions).
     """
@@ -574,10 +574,11 @@ def _scatters(
     if ndim < 2:
         return np.ones(len(after), bool)
     fills = np.where(local[:, : ndim - 2].prod(axis=1) == 1, left >= _SUBLANES, left * itemsize % (4 * _SUBLANES) == 0)
-    odd = left % (2 * _LANES) == _LANES
+    other = np.where(dim == ndim - 1, local[:, -2], local[:, -1])
+    turned = (left % (2 * _LANES) == _LANES) & (other % _LANES != 0)
     return np.select(
         [dim == ndim - 1, dim == ndim - 2],
-        [fills & ~odd, fills & ~(odd & (local[:, -1] % _LANES != 0))],
+        [fills & (left != _LANES) & ~turned, fills & ~turned],
         outermost | (before > local[:, ndim - 2]),
     )
 

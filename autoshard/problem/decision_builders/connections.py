@@ -91,7 +91,7 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
             apart = holder.codes[:, None] != taker.codes[None, :]
         elif lent and holder is not port and len(takers) == 1 and not taker.loose:
             apart = _moved(draft, value, holder, taker, cuts=_multiplies(draft, taker))
-        elif holder is not port and (_takes_for_a_loop(draft, taker, value) or _carried_to(draft, taker)):
+        elif holder is not port and (_takes_for_a_loop(draft, taker, value) or _carried_to(draft, taker, value)):
             unplanned = _moved(draft, value, holder, taker, cuts=True)
         elif is_input and facts.compiler.regathers_far_uses and _narrows(draft, taker, value):
             unplanned = _moved(draft, value, holder, taker, cuts=True)
@@ -109,9 +109,13 @@ def _takes_for_a_loop(draft: Draft, taker: Port, value: int) -> bool:
     return graph.eqns[node.equation].primitive in (LOOP_CONST, LOOP_SLICE)
 
 
-def _carried_to(draft: Draft, taker: Port) -> bool:
-    """Whether what a consumer takes may be gathered before it runs: the copy is, which has memory from then on."""
-    return draft.facts.carriers is not None and _multiplies(draft, taker)
+def _carried_to(draft: Draft, taker: Port, value: int) -> bool:
+    """Whether what a consumer takes may be gathered before it runs: the copy is, which has memory from then on.
+
+    What is gathered for each of several far uses is where it is used.
+    """
+    facts = draft.facts
+    return facts.carriers is not None and value not in facts.apart and _multiplies(draft, taker)
 
 
 def _narrows(draft: Draft, taker: Port, value: int) -> bool:
