@@ -10,8 +10,10 @@ weights). So are all other collectives.
 A kernel that takes less than about two thirds of a gather shares it with the one before, if no gather has that:
 together they hide what each would. But where the other operand is gathered, too, one kernel alone carries nothing that
 takes more than twice as long. That is so of heads: their weights are split over the vocabulary, and the activations
-gathered over the same axis. What was waited for in the forward pass is again where it is gathered once more for the
-backward pass.
+gathered over the same axis.
+
+Of what is waited for in the forward pass, and gathered once more for the backward pass, libtpu carries some and waits
+for some (of heads, it waited in three programs and carried on in two). It is counted as waited for.
 """
 
 from collections.abc import Iterable
@@ -32,28 +34,23 @@ class Carried:
     """What hides of the gathers of a value in a trip.
 
     Attributes:
-      each_s: what the carriers of those that are meant take.
-      first_s: what the carrier of the value's first gather takes.
-      reach_s: what that takes and the contraction before it. Nothing hides of gathers that take more than twice as
+      each_s: seconds of the carrier of each gather; 0 for one without.
+      first_s: seconds of the carrier of the value's first gather.
+      reach_s: those and the seconds of the contraction before it. Nothing hides of gathers that take more than twice as
         long.
-      beside: layouts (codes) in which the value is taken while the other operand is gathered over the same axis: there
-        `first_s` counts in place of `reach_s`.
+      beside: layouts (codes, in order) in which the value is taken while the other operand is gathered over the same
+        axis: there `first_s` counts in place of `reach_s`.
     """
 
     each_s: tuple[float, ...]
     first_s: float
     reach_s: float
-    beside: frozenset[int] = frozenset()
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What tells it from others, in a fixed order."""
-        return self.each_s, self.first_s, self.reach_s, tuple(sorted(self.beside))
+    beside: tuple[int, ...] = ()
 
     def hidden_s(self, gather_s: NDArray[np.float64], taken: Codes) -> NDArray[np.float64]:
         """Of the seconds of one of the gathers, those that hide, on average; `taken`: the layouts that they end in."""
         hidden = np.mean([np.minimum(gather_s, most_s) for most_s in self.each_s], axis=0)
-        reach_s = np.where(np.isin(taken, list(self.beside)), self.first_s, self.reach_s)
+        reach_s = np.where(np.isin(taken, self.beside), self.first_s, self.reach_s)
         return np.where(gather_s > 2 * reach_s, 0.0, hidden)
 
 

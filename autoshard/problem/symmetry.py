@@ -8,7 +8,7 @@ order, are the same for every way of writing the same program.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -97,7 +97,7 @@ class _Labels:
                 *(() if edge.waived is None else (content(edge.waived),)),
                 *(() if edge.pending is None else (edge.pending.itemsize,)),
                 *(() if edge.unfused is None else (edge.unfused.nbytes, edge.unfused.before)),
-                *(() if edge.carried is None else (edge.carried.key,)),
+                *(() if edge.carried is None else astuple(edge.carried)),
             )
             if parts not in known:
                 known[parts] = digest(*parts)

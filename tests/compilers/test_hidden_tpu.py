@@ -1,14 +1,18 @@
 """What XLA:TPU runs beside products, and how long plans say that steps take."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.backends import compile
+from autoshard.backends import compile, devices, hlo
+from autoshard.ir.mesh import MeshAxes
 from tests.installed import needs_tpu_compiler
 
 LAYERS, WIDTH, FEATURES = 4, 2048, 8192
@@ -70,3 +74,37 @@ def test_gathers_alone_run_beside_products(program: Any, hardware: str, devices:
         assert 0.4 * gathers_s * split <= verified.timeline.hidden_s <= gathers_s + 1e-9
     else:
         assert verified.timeline.hidden_s == pytest.approx(0.0, abs=1e-9)
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize(
+    ("vocabulary", "beside", "waited"),
+    [(51_200, False, {0}), (51_200, True, {0, 4}), (32_768, True, {0})],
+    ids=["head", "head-beside-activations", "shorter-head-beside-activations"],
+)
+def test_a_product_carries_the_gather_of_the_next(vocabulary: int, waited: set[int], *, beside: bool) -> None:
+    """Not the first's, and none that takes twice as long while activations are gathered, too (`costs.carriers`)."""
+    mesh = MeshAxes(("data", "model"), (4, 4))
+    width, features = 1536, 4096
+    half = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    weights = [half((width, features)), half((features, width))] * 2 + [half((width, vocabulary))]
+
+    def pinned(x: jax.Array, *spec: str | None) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(devices.abstract(mesh), P(*spec)))
+
+    def program(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+        for i, weight in enumerate(weights[:-1]):
+            if i % 2 == 0:
+                x = pinned(jnp.tanh(x @ pinned(weight, None, "model")), "data", None, "model")
+            else:
+                x = pinned(x @ pinned(weight, "model"), "data", "model" if beside and i == 3 else None)
+        return pinned(pinned(x, "data") @ pinned(weights[-1], None, "model"), "data", None, "model")
+
+    spec = [P("data", "model"), P("model", "data")] * 2 + [P("data", "model")]
+    split = [NamedSharding(devices.abstract(mesh), one) for one in (*spec, P("data"))]
+    step = jax.jit(program, in_shardings=(split[:-1], split[-1]))
+    traced = step.trace(weights, half((32, 1024, width)))
+    compiled = compile.compile(traced, topology="tpu-v5e:4x4", mesh=mesh, compiler_options=compile.TPU_PLAIN_OPTIONS)
+    gathers = [c for c in hlo.collectives(hlo.read(compiled.hlo_text), mesh) if c.op_name.startswith("weights[")]
+    assert len(gathers) == len(weights)
+    assert {int(c.op_name[8]) for c in gathers if not c.asynchronous} == waited

@@ -79,7 +79,7 @@ def test_what_hides_is_what_the_carrier_takes(
 
 
 def test_one_product_carries_nothing_long_beside_another_gather() -> None:
-    found = Carried(each_s=(3.0,), first_s=3.0, reach_s=6.0, beside=frozenset({7}))
+    found = Carried(each_s=(3.0,), first_s=3.0, reach_s=6.0, beside=(7,))
     assert found.hidden_s(np.array([[5.0, 5.0], [8.0, 8.0]]), np.array([7, 8])).tolist() == [[3.0, 3.0], [0.0, 3.0]]
 
 

@@ -121,18 +121,18 @@ def _fastest_s(draft: Draft, e: int) -> float:
     return float(draft.nodes[draft.node_of[e]].cost_ps.min()) / PS_PER_S / draft.facts.graph.runs(e)
 
 
-def _beside(draft: Draft, target: Port, value: int, uses: list[int]) -> frozenset[int]:
+def _beside(draft: Draft, target: Port, value: int, uses: list[int]) -> tuple[int, ...]:
     """Layouts of a target in which the first contraction of a value takes it split along a dimension that it keeps."""
     graph = draft.facts.graph
     first = next((e for e in sorted(uses) if graph.eqns[e].primitive == DOT_GENERAL), None)
     if first is None:
-        return frozenset()
+        return ()
     operand, ndim = graph.operands[first].index(value), graph.avals[value].ndim
     summed, batched = graph.eqns[first].params["dimension_numbers"]
     kept = [d for d in range(ndim) if d not in (*summed[operand], *batched[operand])]
     codes = np.unique(target.codes)
     split = np.isin(decode(codes, ndim, draft.facts.mesh.ndim), kept).any(axis=1)
-    return frozenset(codes[split].tolist())
+    return tuple(codes[split].tolist())
 
 
 def _never(draft: Draft, source: Port, target: Port, value: int) -> NDArray[np.bool_]:
