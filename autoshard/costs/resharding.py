@@ -558,10 +558,10 @@ def _scatters(
 
     Arrays lie in tiles of 8 x 128 of their last two dimensions, those of narrow elements in tiles of more rows
     (16 of bfloat16). Along the last dimension but one, whole tiles are scattered; half of one, too, if it is the
-    outermost. So along the last, with which it changes places, but if a single tile of 128 is left. Neither is, if an
-    odd number of tiles of 128 is left, and the other dimension fills none: they change places. Of the
-    dimensions before them, the outermost is scattered, and any that is longer than the last but one, whose place
-    in the tiles it then takes (libtpu 0.0.52, compiled for v5e:2x4, 4x4 and v5p:4x4x2, two to four dimensions).
+    outermost. So along the last, with which it changes places, but if a tile of 128 is left (any odd number, unless the
+    sum is transposed behind its product, which is not known here). Nor is an odd number along either, if the other
+    fills none: they change places. Of the dimensions before them, the outermost is scattered, and any that is longer
+    than the last but one, whose place it then takes (libtpu 0.0.52 without windowed einsum; `test_tiles_tpu.py`).
     """
     ndim, sizes = len(shape), np.array(mesh.sizes)
     rows = decode(after, ndim, mesh.ndim)
