@@ -46,17 +46,18 @@ def test_what_is_narrowed_is_carried_behind_its_cast() -> None:
 def test_nothing_is_carried_into_a_trip_or_over_a_loop() -> None:
     def program(x: jax.Array, stack: jax.Array, others: jax.Array, head: jax.Array) -> jax.Array:
         x = x @ head
+        others = jnp.tanh(others @ head)  # a product makes them, but none of the trip
         x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w[0]) @ w[1], None), x, (stack, others))
         return x @ head.T @ head
 
     graph, found, products = carried(program, X, STACK, STACK, X)
-    first, into, within, behind, last = products
+    first, made, into, within, behind, last = products
     slices = [graph.operands[e][1] for e in (into, within)]
     assert [carrier(graph, found, v) for v in slices] == [None, into]
     assert found.of(graph.inputs[3], [behind]) is None
     assert found.of(graph.inputs[3], [last]) == behind
     assert carrier(graph, found, graph.inputs[3]) is None  # the first use is the first product
-    assert found.before == {first: -1, into: -1, within: into, behind: -1, last: behind}
+    assert found.before == {first: -1, made: first, into: -1, within: into, behind: -1, last: behind}
 
 
 @pytest.mark.parametrize(
