@@ -29,6 +29,7 @@ def carrier(graph: Graph, found: Carriers, value: int) -> int | None:
 def test_weights_are_carried_by_the_product_before_theirs() -> None:
     graph, found, products = carried(lambda x, a, b, c: jnp.tanh(x @ a) @ b @ c.T, X, X, X, X)
     assert [carrier(graph, found, v) for v in graph.inputs] == [None, None, products[0], products[1]]
+    assert found.reach(graph.inputs[3]) == [products[1], products[0]]
 
 
 def test_what_products_make_is_waited_for() -> None:
@@ -93,3 +94,11 @@ def test_a_weight_that_is_gathered_again_is_waited_for_if_it_was_at_first() -> N
     (cast,) = {graph.operands[first][1]}
     assert found.of(cast, [last]) is not None
     assert found.reach(cast) == []
+
+
+def test_another_shape_of_a_weight_is_that_weight() -> None:
+    graph, found, products = carried(lambda x, w: jnp.tanh(x @ w) @ w.T, X, X)
+    turned = graph.operands[products[1]][1]
+    assert turned != graph.inputs[1]
+    assert carrier(graph, found, turned) == products[0]
+    assert found.reach(turned) == []  # the first product waits for it

@@ -119,20 +119,24 @@ def test_a_problem_costs_what_its_decisions_cost(name: str, seed: int, compiler:
     assert abs(objective - price_ps(of, choice)) <= 4 * len(made.decisions.edges)  # each edge rounds, and its parts
 
 
-def test_what_is_gathered_for_two_uses_costs_twice() -> None:
-    """libtpu gathers once more for a use that is far from the others: in the problem, and in what is waited for."""
+@pytest.mark.parametrize("rows", [64, 4096], ids=["waited-for", "carried"])
+def test_what_is_gathered_for_two_uses_costs_twice(rows: int) -> None:
+    """libtpu gathers once more for a use that is far from the others: in the problem, and in what is waited for.
+
+    Also of what long products carry on.
+    """
 
     def program(w: jax.Array, x: jax.Array) -> jax.Array:
-        x = x @ w
+        x = jnp.sin(x @ x[:64] if rows > 64 else x) @ w
         for _ in range(NEAR):
             x = jnp.sin(x)
         return x @ w
 
-    arrays = (jnp.ones((64, 64)),) * 2
+    arrays = (jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((rows, 64), jnp.float32))
     of, _ = space_of(Program(fn=program, args=arrays, names=("w", "x")), compiler=XLA_TPU)
     made = formulate(of.decisions, of.resharder, memory_bytes=None, folded=False)
     assert {edge.times for edge in of.decisions.edges if edge.value == of.decisions.graph.inputs[0]} == {1, 2}
-    twice = 0
+    twice = hidden = 0
     for seed in range(20):
         choice = draw(of, seed)
         objective = evaluate(made.problem, choice).objective
@@ -142,7 +146,40 @@ def test_what_is_gathered_for_two_uses_costs_twice() -> None:
         waits_s = sum(waited_s for _, waited_s in bill.waits(assignment))
         assert bill.compute_s(assignment) + waits_s == pytest.approx(objective / PS_PER_S, rel=1e-6)
         twice += any(edge.times == 2 for edge, _ in bill.transfers(assignment))
+        hidden += waits_s < 0.99 * sum(row.seconds * row.trips for _, row in bill.transfers(assignment))
     assert twice
+    assert bool(hidden) == (rows > 64)
+
+
+def test_what_is_carried_on_has_memory_from_its_carrier_on() -> None:
+    def program(a: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ a) @ b
+
+    arrays = (jnp.ones((64, 64)),) * 3
+    begins = []
+    for compiler in (XLA_CPU, XLA_TPU):
+        of, _ = space_of(Program(fn=program, args=arrays, names=("a", "b", "x")), compiler=compiler)
+        d = of.decisions
+        copy = d.kept[d.graph.inputs[1]].node
+        first, *_, second = [e for e, eqn in enumerate(d.graph.eqns) if eqn.traits.contraction]
+        (begin,) = {usage.start for usage in d.usages if usage.node == copy}
+        begins.append({first: "first", second: "second"}[begin])
+    assert begins == ["second", "first"]
+
+
+def test_what_is_carried_on_has_a_class_of_its_own() -> None:
+    """Of two weights in equal places a long product precedes one, and a short one the other."""
+
+    def program(a: jax.Array, b: jax.Array, c: jax.Array, x: jax.Array) -> tuple[jax.Array, ...]:
+        return x @ c, x @ a, x @ b
+
+    arrays = (jnp.ones((64, 64)), jnp.ones((64, 64)), jnp.ones((64, 4096)), jnp.ones((4096, 64)))
+    alike = []
+    for compiler in (XLA_CPU, XLA_TPU):
+        of, _ = space_of(Program(fn=program, args=arrays, names=("a", "b", "c", "x")), compiler=compiler)
+        one, other = (fold(of.decisions).class_of[of.decisions.inputs[i]] for i in (0, 1))
+        alike.append(bool(one == other))
+    assert alike == [True, False]
 
 
 @pytest.mark.parametrize("name", TINY)

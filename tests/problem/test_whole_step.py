@@ -11,7 +11,9 @@ import autoshard
 import models
 from autoshard.api.options import Options
 from autoshard.api.planning import requests_of
+from autoshard.costs.carriers import carriers
 from autoshard.costs.strategies import WHOLE, decode
+from autoshard.ir.op_traits import RECALL
 from autoshard.planner.pipeline import Budget, PlanningResult, solve_space
 from autoshard.planner.recomputation_space import RecomputationSpace, keeping
 from autoshard.planner.request import PlanRequest
@@ -93,6 +95,17 @@ def test_with_all_kept_the_whole_step_costs_what_the_program_does(hardware: str)
     kept = [value.id for one in space.saved.passes for value in one.values if str(value.id) in texts]
     assert "dot_general" not in {step.primitive for step in space.saved.repeated(kept)}
     assert solution.objective == pytest.approx(planned(asked).solution.objective, rel=0.01)
+
+
+def test_what_is_kept_or_repeated_of_a_weight_is_that_weight() -> None:
+    """For what carries it on: the backward pass waits for its gather where the forward pass does."""
+    space = RecomputationSpace.of(build_search_space(request("tpu-v5e:2x2", scan=False)))
+    assert space is not None
+    graph = space.decisions.graph
+    first = carriers(graph).first
+    read = [e for e, eqn in enumerate(graph.eqns) if eqn.primitive == RECALL]
+    assert read
+    assert [first[graph.results[e][0]] for e in read] == [first[graph.operands[e][0]] for e in read]
 
 
 @pytest.mark.slow
