@@ -79,6 +79,15 @@ def test_a_lookup_on_a_sparse_core_takes_what_it_looks_up() -> None:
     assert price(entry, looked_up, inner, outer).step_s == 256 + 32 + 256  # rows, their numbers, the result
 
 
+def test_a_custom_call_that_only_compares_by_a_computation_reads_its_operands() -> None:
+    greater = (
+        "%greater (a: f32[], b: f32[]) -> pred[] {\n  %a = f32[] parameter(0)\n  %b = f32[] parameter(1)\n"
+        "  ROOT %g = pred[] compare(%a, %b), direction=GT\n}"
+    )
+    entry = '  ROOT %c = f32[8,8]{1,0} custom-call(%x, %x), custom_call_target="TopK", called_computations={%greater}'
+    assert price(entry, greater).step_s == 3 * 256
+
+
 def test_a_gather_hides_behind_the_matmul_beside_it() -> None:
     found = price(
         f"{GATHER}\n  %y = f32[8,8]{{1,0}} {DOT}\n"

@@ -136,6 +136,9 @@ def test_what_is_gathered_for_two_uses_costs_twice(rows: int) -> None:
     of, _ = space_of(Program(fn=program, args=arrays, names=("w", "x")), compiler=XLA_TPU)
     made = formulate(of.decisions, of.resharder, memory_bytes=None, folded=False)
     assert {edge.times for edge in of.decisions.edges if edge.value == of.decisions.graph.inputs[0]} == {1, 2}
+    (far,) = (edge for edge in of.decisions.edges if edge.times == 2)
+    assert far.carried is not None
+    assert [each_s > 0 for each_s in far.carried.each_s] == [rows > 64, True]
     twice = hidden = 0
     for seed in range(20):
         choice = draw(of, seed)
@@ -165,6 +168,21 @@ def test_what_is_carried_on_has_memory_from_its_carrier_on() -> None:
         (begin,) = {usage.start for usage in d.usages if usage.node == copy}
         begins.append({first: "first", second: "second"}[begin])
     assert begins == ["second", "first"]
+
+
+def test_a_weight_that_is_split_as_its_product_is_lies_beside_gathered_activations() -> None:
+    def program(a: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ a) @ b
+
+    arrays = (jnp.ones((64, 64)),) * 3
+    of, _ = space_of(Program(fn=program, args=arrays, names=("a", "b", "x")), compiler=XLA_TPU)
+    d = of.decisions
+    found = [edge for edge in d.edges if edge.value == d.graph.inputs[1] and edge.carried]
+    assert found
+    for edge in found:
+        assert edge.carried is not None
+        columns = (decode(edge.target, 2, d.mesh.ndim) == 1).any(axis=1)
+        assert set(edge.carried.beside) == set(edge.target[columns].tolist())
 
 
 def test_what_is_carried_on_has_a_class_of_its_own() -> None:
