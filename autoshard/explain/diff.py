@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autoshard.explain.moved_state import MovedState, moved_state
 from autoshard.ir.layout import Layout
 from autoshard.ir.paths import dotted, joined, pattern_of
 from autoshard.ir.recomputation import Recomputation
@@ -39,12 +40,13 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Diff(Shown):
-    """The differences between two plans; equal plans have no `leaves` and no `traffic`."""
+    """The differences between two plans; equal plans have no `leaves`, no `traffic`, and no state to receive."""
 
     before: PlanRecord
     after: PlanRecord
     leaves: tuple[LeafChange, ...]
     traffic: tuple[Traffic, ...]
+    state: MovedState
     missing: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -70,6 +72,7 @@ class Diff(Shown):
                 }
                 for t in self.traffic
             ],
+            "state": self.state.to_json(),
             "recomputation": {
                 "before": _recomputation(self.before.recomputation),
                 "after": _recomputation(self.after.recomputation),
@@ -79,7 +82,7 @@ class Diff(Shown):
 
 
 def diff(before: PlanRecord, after: PlanRecord) -> Diff:
-    """Compares layouts by path, and traffic by kind and axes."""
+    """Compares layouts by path, traffic by kind and axes, and where the state lies by device."""
     leaves: list[LeafChange] = []
     missing: list[str] = []
     for side, (old, new) in (
@@ -94,12 +97,13 @@ def diff(before: PlanRecord, after: PlanRecord) -> Diff:
         after=after,
         leaves=tuple(leaves),
         traffic=_traffic(before, after),
+        state=moved_state(before, after),
         missing=tuple(missing),
     )
 
 
 def text(found: Diff, *, width: int | None = None) -> str:
-    """Step and memory of both, then the layouts and the traffic that differ."""
+    """Step and memory of both and the state to move, then the layouts and the traffic that differ."""
     width = columns() if width is None else width
     a, b = found.before, found.after
     same, meshes = a.digest == b.digest, a.mesh == b.mesh
@@ -113,6 +117,7 @@ def text(found: Diff, *, width: int | None = None) -> str:
     elif not meshes:
         rows.append(("note", "the program is the same, on another mesh"))
     rows += [("backward", words) for words in _recomputing(a, b)]
+    rows += found.state.rows()
     rows += [("only one", path) for path in found.missing[:LONGEST]]
     if len(found.missing) > LONGEST:
         rows.append(("only one", f"{len(found.missing) - LONGEST} more have: --json shows all"))
@@ -139,7 +144,9 @@ def text(found: Diff, *, width: int | None = None) -> str:
         parts.append(
             table("collectives per step: logical bytes per device, time if nothing hides", head, cells, right=head[2:])
         )
-    if not found.leaves and not found.traffic:
+    if found.state.leaves:
+        parts.append(found.state.table(width))
+    if not found.leaves and not found.traffic and not found.state.leaves:
         parts.append("both plans lay everything alike\n")
     return render(*parts, width=width)
 
