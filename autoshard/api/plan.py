@@ -213,7 +213,7 @@ class Plan(ABC):
         write_plan_file(self.record, path)
 
     def diff(self, other: "Plan") -> Diff:
-        """What `other`, usually a later plan of the same program, changes: step, memory, layouts, traffic, state to move."""
+        """What `other`, a later plan as a rule, changes: step, memory, layouts, traffic, the state to move."""
         return diff(self.record, other.record)
 
     def logical_axis_rules(self, names: exports.LogicalNames) -> exports.Rules:

@@ -18,7 +18,7 @@ def diff(
     *,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two plan files: step, memory, layouts and traffic that differ, and the state that devices must receive."""
+    """Compare two plan files: step, memory, layouts and traffic that differ, and the state that has to move."""
     found = compare(read_plan_file(before), read_plan_file(after))
     if as_json:
         print_json(found.to_json())

@@ -129,7 +129,7 @@ def of(
 def test_half_of_the_devices_take_over() -> None:
     """Each of the 4 that stay holds an eighth and needs a quarter; half of the value went away with the others."""
     found = diff(of((8,), P("x")), of((4,), P("x"))).state
-    # device 0 holds row 0, and needs rows 0 and 1; device 1 row 1, and needs 2 and 3; 2: row 2, 4 and 5; 3: row 3, 6 and 7
+    # rows that each needs: 0,1; 2,3; 4,5; 6,7. It holds 0; 1; 2; 3: only the first has one of its own
     assert found.device_bytes == (16, 32, 32, 32)
     assert found.lost_bytes == 64
     said = " ".join(str(diff(of((8,), P("x")), of((4,), P("x")))).split())
