@@ -88,7 +88,7 @@ def text(
             )
         )
     return render(
-        _table(head, rows, spare=("$/million",)),
+        _table(head, rows, spare=("$/million", "first\ntoken")),
         fields(notes, width),
         width=width,
     )

@@ -1,10 +1,10 @@
-"""Tables: columns, units and wrapping that fit a terminal of 80 columns."""
+"""Tables: columns, units and wrapping that fit a terminal of 60 columns or more."""
 
 import io
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -18,12 +18,15 @@ from autoshard.report import notebook
 GAP = 2  # blanks between columns
 LEFT = 5e-5  # gap of a plan that is as good as optimal: in percent no digit of it shows
 NARROWEST = 6  # columns of text that is broken over lines
-NARROW, WIDE = 80, 120  # the least and the most columns that reports use
+NARROW, WIDE = 60, 120  # the least and the most columns that reports use
 
 # JAX's own short names of dtypes, as jaxprs print them.
 _SHORT_DTYPES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c"))
 
 CYCLE_S = 1e-11  # less than a cycle of any chip
+
+# Where a word that is longer than its column is broken, if anywhere in it: behind these.
+_JOINTS = "_.-/:·="
 
 _BEFORE_UNIT = r"(?<=\d) (?=[kMGT]?B\b|[mµn]?s\b|[MGTPE]FLOP)"
 
@@ -109,7 +112,7 @@ class _Fitting:
             needed = sum(widths) + GAP * len(widths)
             yield from console.render(_table(shown, widths), options.update(width=max(needed, options.max_width)))
         if left_out:
-            yield Text(f"no room for {', '.join(left_out)}: a wider terminal, or --json, shows them")
+            yield Text(f"no room for {', '.join(left_out)}: a wider terminal, or --json, shows them\n")
 
     def _without(self, column: str) -> "_Fitting":
         """The table less one of its spare columns."""
@@ -166,9 +169,31 @@ def _table(of: _Fitting, widths: Sequence[int] | None) -> Table:
             overflow="fold",
             width=None if widths is None else widths[i],
         )
+    broken = [None if widths is None or name in of.right else widths[i] for i, name in enumerate(of.head)]
     for row in of.rows:
-        made.add_row(*row)
+        made.add_row(
+            *(cell if width is None else _folded(cell, width) for cell, width in zip(row, broken, strict=True))
+        )
     return made
+
+
+def _folded(cell: str, width: int) -> str:
+    """A cell of lines no longer than that: words are kept, and those that are too long are broken at their joints."""
+    return "\n".join(part for line in cell.split("\n") for part in _lines(line, width))
+
+
+def _lines(line: str, width: int) -> Iterator[str]:
+    while len(line) > width:
+        last = line.rfind(" ", 0, width + 1)
+        if last > 0 and line[:last].strip():
+            yield line[:last].rstrip()
+            line = line[last + 1 :]
+        else:  # its first word alone is too long
+            joint = max(line.rfind(joint, 0, width) for joint in _JOINTS) + 1
+            cut = joint if line[:joint].strip(_JOINTS + " ") else width
+            yield line[:cut]
+            line = line[cut:].lstrip()
+    yield line
 
 
 def paragraph(text: str, width: int) -> str:

@@ -219,6 +219,7 @@ class Verification(Shown):
             cells,
             right=("count", "predicted", "emitted", "wire", "ratio"),
             whole=("collective", "over", "status"),
+            spare=("wire", "ratio"),
         )
 
     def _memory(self) -> RenderableType:

@@ -44,6 +44,29 @@ def test_megatron_emits_what_it_asks_for() -> None:
     assert found.gap >= -1e-2
 
 
+def test_the_text_fits_and_cuts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = audited(mlp, P("data"), P(None, "model"), P("model"))
+    (one,) = found.emitted
+    line = replace(one.line, kind="reduce-scatter", axes=("data", "model"), primitive="sharding_constraint")
+    found = replace(found, emitted=(replace(one, line=line),))
+    for width in (60, 80):
+        monkeypatch.setenv("COLUMNS", str(width))
+        text = str(found)
+        assert max(map(len, text.splitlines())) <= width
+        for part in (
+            "262 kB",
+            "data·model",
+            "yes",
+            "test_audit.",
+            "py:",
+            "reduce-",
+            "scatter",
+            "sharding_",
+            "constraint",
+        ):
+            assert part in text
+
+
 def test_stored_weights_are_gathered_as_asked() -> None:
     found = audited(mlp, P(("data", "model")), P(("data", "model")), P(("data", "model")))
     assert {x.line.kind for x in found.emitted} == {"all-gather"}

@@ -91,6 +91,24 @@ def test_a_long_flag_is_broken_before_its_value_alone(monkeypatch: pytest.Monkey
     assert lines[at + 1].split() == ["=1073741824"]
 
 
+def test_a_narrow_terminal_has_the_same_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    flag = "--xla_gpu_reduce_scatter_combine_threshold_bytes=1073741824"
+    found = replace(FOUND, trials=(Trial(flag=flag, step_s=0.1, peak_bytes=654_000_000),))
+    moved = replace(
+        STATE, seconds=0.02, where="/repo/train/a_module_with_a_long_name.py:11 (a_function_of_that_module)"
+    )
+    changed = compared(FOUND, replace(FOUND, findings=(SUMS, moved)))
+    for told in (found, changed):
+        texts: list[str] = []
+        for width in (80, 60):
+            monkeypatch.setenv("COLUMNS", str(width))
+            texts.append(str(told))
+            assert max(map(len, texts[-1].splitlines())) <= width
+        assert len({"".join(sorted("".join(text.split()).replace("─", ""))) for text in texts}) == 1
+    lines = [line.split()[0] for line in str(found).splitlines() if "_" in line]
+    assert lines == ["--xla_gpu_reduce_scatter_combine_", "threshold_bytes"]  # between words of a name, not in one
+
+
 def test_annotations_stand_at_their_lines() -> None:
     lines = FOUND.annotations(Path("/repo")).splitlines()
     assert lines[0].startswith("::warning file=train/step.py,line=11,title=sums in every trip%3A 10 ms (10.0%25 of ")

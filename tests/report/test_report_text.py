@@ -24,6 +24,7 @@ from autoshard.report import hardware as hardware_room
 from autoshard.report.tables import (
     broken_path,
     bytes_text,
+    columns,
     count_text,
     fields,
     flops_text,
@@ -344,6 +345,32 @@ def test_numbers_are_never_cut_in_tables_that_are_too_narrow(width: int) -> None
         "".join(["atitle", *head, *(c for row in rows for c in row)]).replace(" ", "")
     )
     assert max(map(len, made.splitlines())) <= max(width, 54)
+
+
+@pytest.mark.parametrize(("given", "used"), [(40, 60), (60, 60), (80, 80), (300, 120)])
+def test_reports_are_as_wide_as_the_terminal_within_limits(
+    given: int, used: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(given))
+    assert columns() == used
+
+
+def test_a_word_that_is_too_long_is_broken_at_its_joints() -> None:
+    cells = ["reduce-scatter", "model.py:61 sharding_constraint", "word unbreakableword", "  .indented.kernel.scale"]
+    made = render(table("", ("kind", "bytes"), [(cell, "1 B") for cell in cells], right=("bytes",)), width=20)
+    assert [line.removesuffix("1 B").rstrip()[1:] for line in made.splitlines()[2:]] == [
+        "reduce-",
+        "scatter",
+        "model.py:61",
+        "sharding_",
+        "constraint",
+        "word",
+        "unbreakable",
+        "word",
+        "  .indented",
+        ".kernel.",
+        "scale",
+    ]
 
 
 @pytest.mark.parametrize("width", range(64, 110, 5))

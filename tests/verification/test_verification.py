@@ -78,6 +78,17 @@ GATHER = row("all-gather", ("data",), 1_000_000, 990_000, Match.MATCH)
 EXTRA = row("all-to-all", ("model",), 0, 500_000, Match.EXTRA)
 
 
+def test_a_narrow_terminal_leaves_columns_out_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    long = row("reduce-scatter", ("data", "model"), 1_000_000, 990_000, Match.DIFFERS)
+    told = str(verification(GATHER, long, EXTRA, lines=(line("/home/me/model.py:61 (mlp)", 990_000, Match.MATCH),)))
+    assert max(map(len, told.splitlines())) <= 60
+    assert "no room for wire, ratio: a wider terminal, or --json, shows" in told
+    assert "990 kB" in told
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "no room" not in str(verification(GATHER, long, EXTRA))
+
+
 def test_a_verification_prints_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     found = verification(
