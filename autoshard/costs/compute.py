@@ -186,6 +186,15 @@ def fusible(eqn: Eqn, *, pointwise: bool, compiler: CompilerModel) -> bool:
     return pointwise or eqn.traits.fusible or (compiler.compares_positions_for_scatters and _marks(eqn))
 
 
+def comparing_s(eqn: Eqn, strategies: Strategies, mesh: MeshAxes, machine: Machine) -> Seconds:
+    """Seconds (S,) in which a kernel compares each position of a scatter's result, and selects by it."""
+    (result,) = eqn.results
+    return np.asarray(machine.vector_s(_COMPARING * result.size / shards(strategies.results[0], result.ndim, mesh)))
+
+
+_COMPARING = 2.0  # operations per element: a comparison and a selection
+
+
 def _marks(eqn: Eqn) -> bool:
     """Whether a scatter adds one element to each row of its operand: the transpose of taking one of each.
 

@@ -265,6 +265,10 @@ class Machine:
         flops, seconds = np.broadcast_arrays(2.0 * batch * m * n * k, self.matmul_s(batch, m, n, k, dtype))
         return np.divide(flops, seconds, out=np.zeros_like(flops), where=seconds > 0)
 
+    def vector_s(self, operations: ArrayLike) -> Floats:
+        """Seconds of element-wise operations that read nothing from memory, at the peak rate outside matrix units."""
+        return amounts(operations, "operations") / self.chip.numbers["vector_flops_per_s"].value
+
     def hbm_s(self, nbytes: ArrayLike) -> Floats:
         """Seconds to stream bytes through the device's memory, at the achieved fraction."""
         numbers = self.chip.numbers

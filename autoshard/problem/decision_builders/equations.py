@@ -212,6 +212,8 @@ def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductio
         operand = eqn.operands[0]
         nbytes = nbytes + facts.reread[e] * operand.size / shards(strategies.operands[0], operand.ndim, facts.mesh)
     touched_s = np.asarray(facts.machine.hbm_s(nbytes))
+    if eqn.traits.updates and facts.traits.fuses[e]:
+        touched_s = touched_s + readers * compute.comparing_s(eqn, strategies, facts.mesh, facts.machine)
     if e not in facts.windows.idle:
         return _Price(reductions_s + touched_s)
     cover_s = _covering(facts, e, touched_s)
