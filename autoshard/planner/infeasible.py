@@ -9,6 +9,7 @@ from autoshard.ir.op_traits import CONSTRAINT
 from autoshard.ir.recomputation import ADD, AUTO_OFFLOAD, STATE, WRITTEN, offloads_residuals, offloads_state
 from autoshard.ir.recomputed import savable
 from autoshard.planner.host_state_space import has_host_state
+from autoshard.planner.record import PlanRecord
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.search_space import SearchSpace
 from autoshard.problem import memory_profile
@@ -58,11 +59,10 @@ def infeasible(
     bound = min(solution.peak_bound_bytes or 0, peak)
     tried = WHATEVER_IS_KEPT if _tried(space) else ""
     proven = "" if bound >= peak else f" (none has less than {bytes_text(bound)})" if bound else ""
-    parts = " + ".join(f"{kind} {bytes_text(n)}" for kind, n in sorted(kinds.items(), key=lambda item: -item[1]) if n)
     return InfeasibleError(
         f"no plan fits {bytes_text(limit)} per device on {mesh}{tried}; "
         f"the smallest peak found is {bytes_text(peak)}{proven}\n"
-        f"  at {place_of(decisions, at)}: {parts}\n"
+        f"  at {place_of(decisions, at)}: {_parts(kinds)}\n"
         f"  {_way_out(space, kinds)}",
         peak_bytes=peak,
         bound_bytes=bound,
@@ -70,6 +70,26 @@ def infeasible(
         where=place_of(decisions, at),
         kinds=kinds,
     )
+
+
+def with_gaps(record: PlanRecord, space: SearchSpace) -> InfeasibleError:
+    """The error of a problem whose plans fit but for the gaps of a heap; `record`: the last one that was tried."""
+    memory = record.memory
+    return InfeasibleError(
+        f"no plan was found that fits {bytes_text(memory.limit_bytes)} per device on {record.mesh} with the gaps that "
+        f"the compiler leaves between buffers: the last one takes {bytes_text(memory.peak_bytes)}\n"
+        f"  at {memory.at}: {_parts(memory.kinds)}\n"
+        f"  {_way_out(space, memory.kinds)}",
+        peak_bytes=memory.peak_bytes,
+        limit_bytes=memory.limit_bytes,
+        where=memory.at,
+        kinds=memory.kinds,
+    )
+
+
+def _parts(kinds: Mapping[str, int]) -> str:
+    """The parts of a peak, the largest first."""
+    return " + ".join(f"{kind} {bytes_text(n)}" for kind, n in sorted(kinds.items(), key=lambda item: -item[1]) if n)
 
 
 def _forbidden(space: SearchSpace) -> str:

@@ -35,7 +35,7 @@ from autoshard.ir.constraints import Constraints
 from autoshard.ir.gradient import emitted
 from autoshard.ir.loop_sums import LoopSum
 from autoshard.ir.recomputation import ADD, WRITTEN, Recomputation, offloads_residuals, offloads_state
-from autoshard.planner import minimal_constraints
+from autoshard.planner import minimal_constraints, packing
 from autoshard.planner.budget import SETTLE_S, USUAL_BUDGET, Budget
 from autoshard.planner.build_record import describe
 from autoshard.planner.cost_of_keeping import most_saved_s
@@ -283,7 +283,7 @@ def _repeating(
         if chosen in tried and best is not None:
             break
         if chosen in tried:  # it does not fit, whatever the graph says of its layouts
-            limit = int(memory_profile.peak(choices.decisions, choice)[0] * MARGIN)
+            limit = int(memory_profile.live_peak(choices.decisions, choice) * MARGIN)
             continue
         tried.add(chosen)
         layouts = replace(budget, rel_gap=max(budget.rel_gap, LAYOUT_GAP))
@@ -298,7 +298,7 @@ def _repeating(
         best = found if best is None or found.solution.objective < best.solution.objective else best
         if not fits or found.solution.objective <= solution.objective * (1 + MISPRICED):
             break
-        limit = int(memory_profile.peak(choices.decisions, choice)[0] * MARGIN)
+        limit = int(memory_profile.live_peak(choices.decisions, choice) * MARGIN)
     return _Repeating(best, bound, chosen)
 
 
@@ -416,8 +416,12 @@ def solve_space(
 
 def _best(space: SearchSpace, budget: Budget, known: Sequence[PortableChoice] = ()) -> PlanningResult:
     """The best plan in a search space, with every constraint."""
+    return packing.fitting(lambda nbytes: _within(space, budget, known, nbytes), space)
+
+
+def _within(space: SearchSpace, budget: Budget, known: Sequence[PortableChoice], memory_bytes: int) -> PlanningResult:
+    """The best plan in a search space of which no more lives at once than some bytes per device."""
     stages = Stages(space.request.title)
-    memory_bytes = space.request.memory_bytes
     formulation = stages.done("price", formulate(space.decisions, space.resharder, memory_bytes=memory_bytes))
     solution = stages.done("solve", _solved(space, formulation, budget, known))
     assignment = assign(formulation, solution)

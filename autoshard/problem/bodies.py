@@ -119,7 +119,7 @@ class Bodies:
         auto = sorted(set(self._mesh.names) - _manual(eqn))
         if auto:
             names.append(f"how the body of shard_map at {eqn.where} is split over {', '.join(auto)}")
-        peak, _, _ = memory_profile.peak(d, np.zeros(len(d.nodes), np.int64))
+        peak = memory_profile.live_peak(d, np.zeros(len(d.nodes), np.int64))
         ends = sum(graph.avals[v].nbytes for v in {*graph.inputs, *graph.outputs})
         return Body(
             seconds=sum(item.seconds for item in items),

@@ -286,6 +286,7 @@ class Decisions:
     pruned: int
     links: tuple[HostLink, ...] = ()
     staged: tuple[str, ...] = ()  # mesh axes that hold one stage of a pipeline's layers per shard
+    counts_gaps: bool = False  # whether gaps between the buffers of the compiler's heap are part of its peak
 
 
 def or_off(codes: Codes) -> tuple[Codes, NDArray[np.bool_]]:

@@ -5,27 +5,32 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.costs import heap
 from autoshard.ir.op_traits import LOOP_STACK
 from autoshard.problem.decisions import Decisions
 from autoshard.problem.memory_usage import local_bytes
 from autoshard.problem.ports import KEPT
 
+GAPS = "gaps"
+
 
 def peak(decisions: Decisions, choice: NDArray[np.int64]) -> tuple[int, int, Mapping[str, int]]:
-    """(bytes, time point, bytes by kind at that point): the highest point of memory."""
-    end = len(decisions.graph.eqns) + 2
-    change = np.zeros(end, np.int64)
-    for use in decisions.usages:
-        nbytes = int(use.nbytes[choice[use.node]])
-        change[use.start] += nbytes
-        change[min(use.end, end - 1)] -= nbytes
-    held = np.cumsum(change)
-    at = int(held.argmax())
+    """(bytes, time point, bytes by kind at that point): the highest point of memory, gaps of the heap included."""
+    live = _live(decisions, choice)
+    idle = _gaps(decisions, choice, live)
+    at = int((live + idle).argmax())
     kinds: dict[str, int] = {}
     for use in decisions.usages:
         if use.start <= at < use.end:
             kinds[use.kind] = kinds.get(use.kind, 0) + int(use.nbytes[choice[use.node]])
-    return int(held[at]), at, dict(sorted(kinds.items()))
+    if idle[at]:
+        kinds[GAPS] = int(idle[at])
+    return int(live[at] + idle[at]), at, dict(sorted(kinds.items()))
+
+
+def live_peak(decisions: Decisions, choice: NDArray[np.int64]) -> int:
+    """The most bytes that live at once: what the solver's limit is about."""
+    return int(_live(decisions, choice).max())
 
 
 def over_time(decisions: Decisions, choice: NDArray[np.int64]) -> Mapping[str, NDArray[np.int64]]:
@@ -39,7 +44,34 @@ def over_time(decisions: Decisions, choice: NDArray[np.int64]) -> Mapping[str, N
             row = change.setdefault(kind, np.zeros(end + 1, np.int64))
             row[use.start] += nbytes
             row[min(use.end, end - 1)] -= nbytes
-    return {kind: np.cumsum(row[:end]) for kind, row in sorted(change.items())}
+    held = {kind: np.cumsum(row[:end]) for kind, row in sorted(change.items())}
+    idle = _gaps(decisions, choice, _live(decisions, choice))
+    return {**held, GAPS: idle} if idle.any() else held
+
+
+def _live(decisions: Decisions, choice: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The bytes that live at every time point."""
+    end = len(decisions.graph.eqns) + 2
+    change = np.zeros(end, np.int64)
+    for use in decisions.usages:
+        nbytes = int(use.nbytes[choice[use.node]])
+        change[use.start] += nbytes
+        change[min(use.end, end - 1)] -= nbytes
+    return np.cumsum(change)
+
+
+def _gaps(decisions: Decisions, choice: NDArray[np.int64], live: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The bytes at every time point that are taken and hold nothing: between the buffers of a heap.
+
+    Arguments and results are not in it: they have places of their own, all the time.
+    """
+    if not decisions.counts_gaps:
+        return np.zeros_like(live)
+    lasting = len(decisions.graph.eqns)
+    uses = [(u.start, u.end, int(u.nbytes[choice[u.node]])) for u in decisions.usages]
+    apart = sum(nbytes for _, end, nbytes in uses if end > lasting)
+    start, end, nbytes = np.array([u for u in uses if u[1] <= lasting], np.int64).reshape(-1, 3).T
+    return apart + heap.occupied(start, end, nbytes, len(live)) - live
 
 
 def kept_bytes(decisions: Decisions, choice: NDArray[np.int64]) -> int:

@@ -86,6 +86,7 @@ class Draft:
             lives=facts.lives,
             apart=frozenset(facts.apart),
             links=tuple(self.links),
+            counts_gaps=facts.compiler.counts_gaps,
             staged=tuple(sorted({facts.mesh.names[axis] for _, axis in facts.stages.values()})),
             pruned=sum(node.strategies.pruned for node in self.nodes if isinstance(node, Equation)),
         )
