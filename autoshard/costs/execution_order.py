@@ -100,6 +100,13 @@ def deferred(graph: Graph) -> frozenset[int]:
     return frozenset(found)
 
 
+def late_gradients(graph: Graph) -> frozenset[int]:
+    """The contractions outside of loops, ahead of one, on which no other one and no loop depends."""
+    feeds, spans = feeding(graph), loop_spans(graph)
+    late = [e for e in graph.backward if graph.eqns[e].traits.contraction and not graph.eqn_loop[e]]
+    return frozenset(e for e in late if behind_loops(spans, e) > e and not any(feeds[v] for v in graph.results[e]))
+
+
 def feeding(graph: Graph) -> NDArray[np.bool_]:
     """Values on which, in their own scope, a contraction, a loop, or the next trip depends."""
     feeds = np.zeros(len(graph.avals), bool)

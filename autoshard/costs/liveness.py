@@ -126,6 +126,7 @@ def live_ranges(
     *,
     orders: DimensionOrders,
     stores_quotients: bool,
+    loss_last: bool,
 ) -> LiveRanges:
     """The lives of a graph's values.
 
@@ -136,6 +137,7 @@ def live_ranges(
       compiler: who compiles it.
       orders: of the dimensions of products in memory.
       stores_quotients: as of the machine.
+      loss_last: whether equations that lead to scalars alone run last.
     """
     spans = loop_spans(graph)
     made_by = graph.producers
@@ -161,7 +163,7 @@ def live_ranges(
     for e, eqn in enumerate(graph.eqns):
         if eqn.traits.renames:
             named[graph.results[e][0]] = held[graph.results[e][0]]
-    stored, late = held & ~named, deferred(graph) if compiler.computes_loss_last else frozenset[int]()
+    stored, late = held & ~named, deferred(graph) if loss_last else frozenset[int]()
     start = np.zeros(len(graph.avals), np.int64)
     for e, results in enumerate(graph.results):
         begin = order[e]

@@ -94,7 +94,12 @@ class MemoryUsageBuilder:
         moved = start + 1 if at_once else min(max(begin, start + 1), end)
         if at_once and name != value:
             end = max(end, int(self.lives.end[name]))
-        if at_once and kind == "gradients" and self._compiler.defers_gradients_behind_loops:
+        if (
+            at_once
+            and kind == "gradients"
+            and self._before is not None
+            and self._compiler.defers_gradients_behind_loops
+        ):
             moved = max(moved, behind_loops(self._spans, start))
             end = max(end, moved)
         if at_once and kind == "gradients" and self._before is not None:

@@ -37,7 +37,13 @@ def lived(
         compute.fusible(e, pointwise=is_pointwise(r), compiler=compiler) for e, r in zip(graph.eqns, rules, strict=True)
     ]
     return graph, live_ranges(
-        graph, rules, fuses, compiler, orders=DimensionOrders(), stores_quotients=stores_quotients
+        graph,
+        rules,
+        fuses,
+        compiler,
+        orders=DimensionOrders(),
+        stores_quotients=stores_quotients,
+        loss_last=compiler.computes_loss_last,
     )
 
 

@@ -26,7 +26,9 @@ def kernels(program: Callable[..., Any], *arguments: Any) -> tuple[Graph, Produc
     graph = build(jax.make_jaxpr(program)(*arguments), "tpu")
     rules = rules_of(graph.eqns)
     traits = fusion_traits(graph, rules, (), XLA_TPU)
-    lives = live_ranges(graph, rules, traits.fuses, XLA_TPU, orders=DimensionOrders(), stores_quotients=False)
+    lives = live_ranges(
+        graph, rules, traits.fuses, XLA_TPU, orders=DimensionOrders(), stores_quotients=False, loss_last=True
+    )
     return graph, product_kernels(
         graph, traits.fuses, traits.flows, lives, levels(graph, traits.fuses, ()), traits.free
     )

@@ -203,10 +203,11 @@ def _fetched(draft: Draft) -> dict[int, int]:
 def _last_name(draft: Draft, value: int, taker: Port) -> tuple[int, Port]:
     """By which name a pending sum is finished, and who alone takes it by that.
 
-    XLA:GPU keeps one beside loops as it is made.
+    XLA:GPU keeps one beside loops as it is made; XLA:TPU finishes it where it is made, if that runs beside compute.
     """
     facts, graph = draft.facts, draft.facts.graph
-    if not facts.compiler.finishes_sums_by_last_name or graph.loops:
+    finished = facts.compiler.finishes_sums_by_last_name and not graph.loops
+    if not (finished or (facts.compiler.defers_gradients_behind_loops and facts.machine.gathers_ahead)):
         return value, taker
     while isinstance(node := draft.nodes[taker.node], Equation):
         e = node.equation

@@ -17,6 +17,7 @@ from autoshard.ir.op_traits import DERIVE, LOOP_STACK, PALLAS, RECALL, SHARD_MAP
 from autoshard.problem import bodies
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.facts import GraphFacts
+from autoshard.problem.decision_builders.late_gradients import add_late_gradient
 from autoshard.problem.decision_builders.stage_dimensions import are_staged
 from autoshard.problem.decisions import Body, Equation
 
@@ -73,6 +74,7 @@ def add_equations(draft: Draft, of_shard_maps: bodies.Bodies) -> None:
             draft.usages.add(node, e, e + 1, beside * np.int64(there), "activations")
         if eqn.traits.contraction and facts.compiler.cuts_contractions:
             _add_partial_sums(draft, node, strategies, there)
+        add_late_gradient(draft, node, strategies)
         for v, codes in zip(graph.results[e], strategies.results, strict=True):
             draft.make(v, node, codes)
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.carriers import Carriers, carriers
 from autoshard.costs.dimension_orders import DimensionOrders, dimension_orders
+from autoshard.costs.execution_order import late_gradients
 from autoshard.costs.fusion import FusionTraits, fusion_traits, host_copies, levels
 from autoshard.costs.liveness import LiveRanges, in_place, live_ranges
 from autoshard.costs.loop_reductions import NONE, Accumulators, accumulators
@@ -61,8 +62,9 @@ class GraphFacts:
     (None: a chain's kernels count as one that reads): see `costs.reductions`. `products`: what kernels of contractions
     do besides, by a compiler whose do: see `costs.product_kernels`. `hides`: the most of communication's seconds that
     hides, 1 where kinds differ (`Resharder.hidden_ps`); `hiding`: the most of a contraction's beside which any does.
-    `carriers`: of gathers, on chips whose contractions carry them on. `host_copies`: equations that copy to the host's
-    memory or back. `stages`: see `stage_dimensions`.
+    `late_gradients`: products that may stand behind the loops that follow: see
+    `decision_builders.late_gradients`. `carriers`: of gathers, on chips whose contractions carry them on.
+    `host_copies`: equations that copy to the host's memory or back. `stages`: see `stage_dimensions`.
     """
 
     graph: Graph
@@ -87,6 +89,7 @@ class GraphFacts:
     products: ProductKernels | None
     hides: float
     hiding: float
+    late_gradients: frozenset[int]
     carriers: Carriers | None
     host_copies: frozenset[int]
     stages: Mapping[int, Stage]
@@ -179,7 +182,16 @@ def facts_of(
     check_counts(graph, rules, mesh)
     traits = fusion_traits(graph, rules, required.equations, compiler)
     orders = dimension_orders(graph, traits.fuses) if compiler.transposes_what_meets else DimensionOrders()
-    lives = live_ranges(graph, rules, traits.fuses, compiler, orders=orders, stores_quotients=machine.stores_quotients)
+    late = late_gradients(graph) if compiler.computes_loss_last and machine.gathers_ahead else frozenset[int]()
+    lives = live_ranges(
+        graph,
+        rules,
+        traits.fuses,
+        compiler,
+        orders=orders,
+        stores_quotients=machine.stores_quotients,
+        loss_last=compiler.computes_loss_last and not late,
+    )
     held = lives.stored | lives.named
     lasting = {v for i, v in enumerate(graph.inputs) if i not in required.donated} | set(graph.outputs)
     level = levels(graph, traits.fuses, orders.turned)
@@ -214,5 +226,6 @@ def facts_of(
         products=products,
         hides=1.0 if hidden_shares(machine, compiler) else machine.overlap,
         hiding=max(hidden_shares(machine, compiler).values(), default=machine.overlap),
+        late_gradients=late,
         carriers=carriers(graph) if compiler.hides_gathers_alone and machine.gathers_ahead else None,
     )
