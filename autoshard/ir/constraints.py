@@ -21,8 +21,10 @@ class Constraints:
     `taken`, for an operand that is to be gathered once more rather than kept gathered since
     an earlier use: all of the equation's operands pass an `optimization_barrier` first, so
     that the compiler neither merges the two gathers nor starts the second before the other
-    operands exist. `kernels[path, i]` is the one layout in which the opaque kernel at a path
-    runs: of its operand i or, counted on from its operands, of its result.
+    operands exist. `regathered[path, i]` numbers, from 1, the later groups of uses of a value for each of which it
+    is gathered once more, by its constraints in `taken`: what a group takes passes an `optimization_barrier` of its
+    own, so that equal constraints of two groups are not one. `kernels[path, i]` is the one layout in which the opaque
+    kernel at a path runs: of its operand i or, counted on from its operands, of its result.
     """
 
     made: Mapping[tuple[Path, int], Specs]
@@ -31,6 +33,7 @@ class Constraints:
     outputs: Mapping[int, Specs]
     again: Mapping[tuple[Path, int], Specs] = field(default_factory=dict)
     kernels: Mapping[tuple[Path, int], Specs] = field(default_factory=dict)
+    regathered: Mapping[tuple[Path, int], int] = field(default_factory=dict)
 
     @property
     def count(self) -> int:

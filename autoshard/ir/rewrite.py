@@ -86,6 +86,17 @@ def emit_constraints(
             value = seen[key][1]
         return value
 
+    behind: dict[tuple[int, int], tuple[Any, Any]] = {}  # (value, group of uses) → the value, and what the group takes
+
+    def take(value: Any, path: Path, i: int) -> Any:
+        """An operand under its constraints; one that is gathered once more, behind a barrier of its group."""
+        if (group := pins.regathered.get((path, i))) is not None:
+            key = (id(value), group)
+            if key not in behind:
+                behind[key] = (value, jax.lax.optimization_barrier(value))
+            value = behind[key][1]
+        return pin(value, pins.taken.get((path, i), ()), ("taken", (path, i)))
+
     barred = {path for path, _ in pins.again}
 
     def before(operands: list[Any], path: Path) -> list[Any]:
@@ -109,7 +120,7 @@ def emit_constraints(
     inputs = [pin(arg, pins.inputs.get(i, ()), ("input", i)) for i, arg in enumerate(args)]
     hooks = Hooks(
         made=lambda value, path, i: pin(value, pins.made.get((path, i), ()), ("made", (path, i))),
-        taken=lambda value, path, i: pin(value, pins.taken.get((path, i), ()), ("taken", (path, i))),
+        taken=take,
         before=before,
         scope=scope,
         bind=bind,
@@ -121,6 +132,8 @@ def emit_constraints(
 
 def check(closed: Any, pins: Constraints, mesh: MeshAxes) -> None:
     """Raises a SpecError if pins are of another program than the closed jaxpr."""
+    if not pins.regathered.keys() <= pins.taken.keys():
+        raise SpecError("an operand is gathered once more, and has no constraint")
     for what, group in (("made", pins.made), ("taken", pins.taken), ("again", pins.again)):
         for (path, i), specs in group.items():
             taken, made = _ends(closed, path)

@@ -117,6 +117,7 @@ def program_pins(assignment: Assignment) -> Constraints:
         for i, v in enumerate(values)
         if v in crossing and graph.takes[e][i] not in again
     }
+    regathered = {graph.takes[e][i]: group for (e, i), group in routes.regathered(d).items()}
     inputs = {p: specs(routes.after_made(assignment, v)[1:], v) for p, v in enumerate(graph.inputs) if v in crossing}
     outputs = {p: specs(routes.before_output(assignment, p), v) for p, v in enumerate(graph.outputs) if v in crossing}
     return Constraints(
@@ -126,6 +127,7 @@ def program_pins(assignment: Assignment) -> Constraints:
         outputs={k: v for k, v in outputs.items() if v},
         again={k: v for k, v in again.items() if v},
         kernels=dict(_kernel_layouts(assignment)),
+        regathered={k: group for k, group in regathered.items() if taken.get(k)},
     )
 
 

@@ -74,8 +74,9 @@ def minimal_constraints(
     whole, graph = values_at(decisions.graph), decisions.graph
     once = frozenset[int]()
     if compiler.regathers_far_uses:
-        once = doubtful_constraints.gathered_once(graph, decisions.apart)
-    probed = fewer_layers.probed(program, annotations)
+        once = doubtful_constraints.gathered_once(graph, decisions.apart.keys())
+    merging = replace(annotations, pins=replace(annotations.pins, regathered={}))  # barriers change no layout
+    probed = fewer_layers.probed(program, merging)
     if probed.traced is not program:
         graph = build(probed.traced.jaxpr, compiler.platform)
     probe = Probe(probed.traced, graph, mesh, probed.annotations, compiler.platform, unscattered=unscattered)
@@ -119,10 +120,12 @@ def chosen(pins: Constraints, of: Mapping[ConstraintSite, int], kept: Set[int]) 
         value = of.get((name, key))
         return value is None or value in kept
 
+    taken = {k: s for k, s in pins.taken.items() if stays("taken", k)}
     return replace(
         pins,
         made={k: s for k, s in pins.made.items() if stays("made", k)},
-        taken={k: s for k, s in pins.taken.items() if stays("taken", k)},
+        taken=taken,
+        regathered={k: group for k, group in pins.regathered.items() if k in taken},
         inputs={k: s for k, s in pins.inputs.items() if stays("input", k)},
         outputs={k: s for k, s in pins.outputs.items() if stays("output", k)},
     )

@@ -357,6 +357,7 @@ def _to_json(record: PlanRecord) -> dict[str, Any]:
         **({"loop_sums": [asdict(one) for one in record.loop_sums]} if record.loop_sums else {}),
         "constraints": [
             {"at": at, "equation": list(path), "position": i, "specs": [_spec_to_json(s) for s in specs]}
+            | ({"group": pins.regathered[path, i]} if at == "taken" and (path, i) in pins.regathered else {})
             for at, group in (
                 ("made", pins.made),
                 ("taken", pins.taken),
@@ -382,11 +383,14 @@ def _to_json(record: PlanRecord) -> dict[str, Any]:
 def _from_json(data: dict[str, Any]) -> PlanRecord:
     within = ("made", "taken", "again", "kernel")
     groups: dict[str, dict[Any, Any]] = {at: {} for at in (*within, "input", "output")}
+    regathered: dict[Any, int] = {}
     for entry in data["constraints"]:
         specs = tuple(_spec_from_json(s) for s in entry["specs"])
         inside = entry["at"] in within
         key = (tuple(entry["equation"]), entry["position"]) if inside else entry["position"]
         groups[entry["at"]][key] = specs
+        if "group" in entry and inside:
+            regathered[key] = entry["group"]
     return PlanRecord(
         name=data["name"],
         digest=data["digest"],
@@ -409,6 +413,7 @@ def _from_json(data: dict[str, Any]) -> PlanRecord:
             taken=groups["taken"],
             again=groups["again"],
             kernels=groups["kernel"],
+            regathered=regathered,
             inputs=groups["input"],
             outputs=groups["output"],
         ),

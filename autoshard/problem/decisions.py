@@ -282,7 +282,7 @@ class Decisions:
     windows: OverlapWindows
     strides: Mapping[int, Strides]  # of values that contractions take or make
     lives: LiveRanges
-    apart: frozenset[int]  # values that are moved for every group of their uses: see `costs.shared_gathers`
+    apart: Mapping[int, tuple[tuple[int, ...], ...]]  # value → groups of its uses, for each of which it is moved
     pruned: int
     links: tuple[HostLink, ...] = ()
     staged: tuple[str, ...] = ()  # mesh axes that hold one stage of a pipeline's layers per shard

@@ -7,7 +7,7 @@ import numpy as np
 from autoshard.costs.strategies import SUM, WHOLE, Rows, decode, encode
 from autoshard.ir.op_traits import GATHER
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.decisions import Equation
+from autoshard.problem.decisions import Decisions, Equation
 
 
 def after_made(assignment: Assignment, value: int) -> tuple[int, ...]:
@@ -58,6 +58,21 @@ def moved_again(assignment: Assignment) -> dict[tuple[int, int], tuple[int, ...]
             if taken in seen and isinstance(d.nodes[d.node_of[e]], Equation) and assignment.reduced(kept, value):
                 found[e, i] = (kept, *route(assignment, value, kept, taken))
             seen.add(taken)
+    return found
+
+
+def regathered(decisions: Decisions) -> dict[tuple[int, int], int]:
+    """Operands (equation, position) of values that a compiler gathers once more for far uses → the group, from 1.
+
+    Those of the first group are left out, and those in another call of `jax.checkpoint` than it: what a call takes is
+    behind a barrier as it is.
+    """
+    graph, found = decisions.graph, dict[tuple[int, int], int]()
+    for value, groups in decisions.apart.items():
+        first = graph.again_of[groups[0][0]]
+        for number, group in enumerate(groups[1:], 1):
+            for e in group if graph.again_of[group[0]] == first else ():
+                found |= {(e, i): number for i, v in enumerate(graph.operands[e]) if v == value}
     return found
 
 

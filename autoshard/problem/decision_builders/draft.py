@@ -84,7 +84,7 @@ class Draft:
             windows=facts.windows,
             strides=facts.strides,
             lives=facts.lives,
-            apart=frozenset(facts.apart),
+            apart=facts.apart,
             links=tuple(self.links),
             counts_gaps=facts.compiler.counts_gaps,
             staged=tuple(sorted({facts.mesh.names[axis] for _, axis in facts.stages.values()})),
