@@ -187,9 +187,14 @@ def fusible(eqn: Eqn, *, pointwise: bool, compiler: CompilerModel) -> bool:
 
 
 def comparing_s(eqn: Eqn, strategies: Strategies, mesh: MeshAxes, machine: Machine) -> Seconds:
-    """Seconds (S,) in which a kernel compares each position of a scatter's result, and selects by it."""
+    """Seconds (S,) in which a kernel compares each position of a scatter's result, and selects by it.
+
+    As many as a device has of the most finely split result cost nothing: the kernel reads something of that size (the
+    scores whose gradient it is), and is bound by memory.
+    """
     (result,) = eqn.results
-    return np.asarray(machine.vector_s(_COMPARING * result.size / shards(strategies.results[0], result.ndim, mesh)))
+    seconds = machine.vector_s(_COMPARING * result.size / shards(strategies.results[0], result.ndim, mesh))
+    return np.asarray(seconds - np.min(seconds))
 
 
 _COMPARING = 2.0  # operations per element: a comparison and a selection

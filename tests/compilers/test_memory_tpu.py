@@ -12,12 +12,13 @@ import autoshard
 from autoshard.api.evaluate import evaluate
 from autoshard.backends import compile
 from autoshard.backends import devices as meshes
-from autoshard.costs.execution_order import loop_spans
+from autoshard.costs.execution_order import late_gradients, loop_spans
 from autoshard.costs.shared_gathers import NEAR
 from autoshard.ir.mesh import MeshAxes
 from tests.installed import needs_tpu_compiler
 
 ROWS, WIDTH, VOCABULARY, LAYERS = 2048, 1024, 32_768, 4
+ROWS_SPLIT = P("data")
 SPECS = ((P(None, "data"), P(None, "data")), P("data"))
 
 
@@ -74,6 +75,36 @@ def test_where_nothing_runs_beside_compute_a_whole_gradient_is_made_behind_the_l
         assert (made > max(i for i, x in enumerate(lines) if " while(" in x)) == late
 
 
+@pytest.mark.parametrize("split", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["its own part", "a sum"])
+def test_beside_communication_a_gradient_that_nothing_reduces_is_made_behind_the_loop(*, split: bool) -> None:
+    """The head's on v5e: split along the vocabulary it is each device's own; split along the width it is a sum."""
+    head, rows = (P(None, "data"), P()) if split else (P("data"), P("data"))
+    specs = (SPECS[0], head)
+    found = evaluate(
+        train_step,
+        *arguments(),
+        mesh={"data": 16},
+        hardware="tpu-v5e:4x4",
+        in_specs=(specs, rows, rows),
+        out_specs=(specs, P()),
+        donate_argnums=0,
+    )
+    decisions, choice = found.assignment.decisions, found.assignment.choice
+    graph = decisions.graph
+    (late,) = late_gradients(graph)
+    node, end = decisions.node_of[late], len(graph.eqns)
+    held = sum(int(u.nbytes[choice[node]]) for u in decisions.usages if u.node == node and u.end == end)
+    assert held == (2 * ROWS * VOCABULARY // 16 + 2 * ROWS * WIDTH if split else 0)
+    if compile.available("tpu"):
+        text = compiled("tpu-v5e:4x4", 16, specs, rows)
+        lines = text[text.index("\nENTRY") :].splitlines()
+        loop = max(i for i, x in enumerate(lines) if " while(" in x)
+        width = (WIDTH, VOCABULARY // 16) if split else (WIDTH, VOCABULARY)
+        shape = f"bf16[{width[0]},{width[1]}]"
+        made = [i for i, x in enumerate(lines) if shape in x.split(" fusion(")[0] and " fusion(" in x]
+        assert (max(made) > loop) == split
+
+
 @pytest.mark.parametrize("scores", [3 * WIDTH, 8 * WIDTH])
 def test_a_whole_gradient_is_made_before_as_much_is_gathered_again(scores: int) -> None:
     """The head's, where the layers are unrolled: smaller than a layer's weights, and larger than all of them."""
@@ -117,18 +148,18 @@ def gradient_bytes() -> int:
     return 2 * WIDTH * VOCABULARY
 
 
-def compiled(hardware: str, devices: int) -> str:
-    """The program's text, scheduled."""
+def compiled(hardware: str, devices: int, split: Any = SPECS, rows: P = ROWS_SPLIT) -> str:
+    """The program's text, scheduled; `split`, `rows`: the specs of parameters, and of what comes in."""
     mesh = MeshAxes.of({"data": devices})
     on = meshes.abstract(mesh)
 
     def sharding(spec: P) -> NamedSharding:
         return NamedSharding(on, spec)
 
-    specs = jax.tree.map(sharding, SPECS, is_leaf=lambda x: isinstance(x, P))
+    specs = jax.tree.map(sharding, split, is_leaf=lambda x: isinstance(x, P))
     traced = jax.jit(
         train_step,
-        in_shardings=(specs, sharding(P("data")), sharding(P("data"))),
+        in_shardings=(specs, sharding(rows), sharding(rows)),
         out_shardings=(specs, sharding(P())),
         donate_argnums=0,
     ).trace(*arguments())

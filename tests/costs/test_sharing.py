@@ -1,6 +1,7 @@
 """Uses that are far apart: libtpu gathers for each of them, and the plan knows."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard.backends import devices
 from autoshard.costs.shared_gathers import NEAR, SURE, doubtful, groups
 from autoshard.ir.graph import build
+from autoshard.ir.rewrite import emit_constraints
 
 W = jax.ShapeDtypeStruct((16, 16), jnp.float32)
 
@@ -22,6 +25,16 @@ def used_twice(between: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
         for _ in range(between):
             x = jnp.sin(x)
         return x @ w
+
+    return program
+
+
+def used_thrice(between: int) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """The same, and a third product near the second."""
+
+    def program(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = used_twice(between)(w, x)
+        return y, jnp.sin(y) @ w
 
     return program
 
@@ -69,6 +82,34 @@ def test_a_plan_pins_what_is_gathered_for_groups_where_it_is_used(between: int, 
     )
     assert [(c.kind, c.nbytes) for c in plan.record.collectives] == gathers * [("all-gather", 2 * 1024 * 1024)]
     assert (0 in plan.record.pins.inputs) == (gathers == 1)
+
+
+@pytest.mark.parametrize(("between", "barriers"), [(10, 0), (NEAR + 10, 1)])
+def test_equal_constraints_of_two_groups_are_not_one(between: int, barriers: int, tmp_path: Path) -> None:
+    """The second group takes the weight from behind a barrier of its own; both uses of a group are behind one."""
+
+    program = used_thrice(between)
+    args = [jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16) for rows in (1024, 65_536)]
+    plan = autoshard.plan(
+        program,
+        *args,
+        mesh={"data": 8},
+        hardware="tpu-v5e:2x4",
+        in_shardings=(P("data"), P("data")),
+        out_shardings=(P("data"), P("data")),
+        constraints="all",
+    )
+    pins = plan.record.pins
+    last = between + 1  # the second product's equation
+    assert dict(pins.regathered) == ({((last,), 1): 1, ((last + 2,), 1): 1} if barriers else {})
+    mesh = devices.abstract(plan.record.mesh)
+    closed = jax.make_jaxpr(program)(*args)
+    emitted = jax.make_jaxpr(lambda *args: emit_constraints(closed, pins, mesh, args))(*args)
+    made = [(eqn.primitive.name, eqn.outvars[0].aval.shape) for eqn in emitted.jaxpr.eqns]
+    assert made.count(("optimization_barrier", (1024, 1024))) == barriers
+    assert made.count(("sharding_constraint", (1024, 1024))) == 1 + barriers
+    plan.save(tmp_path / "plan.json")
+    assert autoshard.load(tmp_path / "plan.json").record.pins == pins
 
 
 def test_a_pending_sum_is_finished_once_however_far_its_uses_are() -> None:

@@ -461,6 +461,30 @@ def test_one_of_each_row_is_taken_back_into_zeros_that_are_written_or_compared(c
     assert (node.cost_ps.min() < writes_ps / 100) == compiler.compares_positions_for_scatters
 
 
+def test_each_device_compares_the_positions_that_it_makes() -> None:
+    """Whole marks cost each device all comparisons, in both kernels that read them; split ones hide behind memory."""
+
+    def gradient(scores: jax.Array, labels: jax.Array) -> jax.Array:
+        def loss(s: jax.Array) -> jax.Array:
+            return jnp.take_along_axis(jax.nn.log_softmax(jnp.sin(s)), labels, axis=1).sum()
+
+        return jax.grad(loss)(scores)
+
+    table = jnp.ones((1024, 4096))
+    program = Program(fn=gradient, args=(table, jnp.zeros((1024, 1), jnp.int32)), names=("scores", "labels"))
+    decisions, machine = (space := space_of(program, compiler=XLA_TPU)[0]).decisions, space.resharder.machine
+    (node,) = (node for node in decisions.nodes if node.name == "scatter-add")
+    assert isinstance(node, Equation)
+    (value,) = decisions.graph.results[node.equation]
+    parts = shards(node.strategies.results[0], 2, decisions.mesh)
+    readers = len(decisions.graph.consumers[value])
+    labels_ps = float(space.resharder.machine.hbm_s(4 * 1024)) * PS_PER_S
+    comparing_ps = readers * np.asarray(machine.vector_s(2 * table.size / parts)) * PS_PER_S
+    assert (readers, parts.min(), parts.max()) == (2, 1, 8)
+    assert node.cost_ps == pytest.approx(comparing_ps - comparing_ps.min(), abs=2 * labels_ps)
+    assert node.cost_ps.max() > 100 * labels_ps
+
+
 def test_what_is_moved_is_moved_on_the_smaller_side_of_a_cast() -> None:
     """Element-wise chains end after a cast to a smaller type, and before one to a larger."""
 
