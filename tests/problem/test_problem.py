@@ -472,13 +472,14 @@ def test_each_device_compares_the_positions_that_it_makes() -> None:
 
     table = jnp.ones((1024, 4096))
     program = Program(fn=gradient, args=(table, jnp.zeros((1024, 1), jnp.int32)), names=("scores", "labels"))
-    decisions, machine = (space := space_of(program, compiler=XLA_TPU)[0]).decisions, space.resharder.machine
+    space, target = space_of(program, compiler=XLA_TPU)
+    decisions, machine = space.decisions, target.machine
     (node,) = (node for node in decisions.nodes if node.name == "scatter-add")
     assert isinstance(node, Equation)
     (value,) = decisions.graph.results[node.equation]
     parts = shards(node.strategies.results[0], 2, decisions.mesh)
     readers = len(decisions.graph.consumers[value])
-    labels_ps = float(space.resharder.machine.hbm_s(4 * 1024)) * PS_PER_S
+    labels_ps = float(machine.hbm_s(4 * 1024)) * PS_PER_S
     comparing_ps = readers * np.asarray(machine.vector_s(2 * table.size / parts)) * PS_PER_S
     assert (readers, parts.min(), parts.max()) == (2, 1, 8)
     assert node.cost_ps == pytest.approx(comparing_ps - comparing_ps.min(), abs=2 * labels_ps)
