@@ -13,7 +13,7 @@ from autoshard.backends import compile, devices
 from autoshard.costs.shared_gathers import NEAR
 from autoshard.ir.mesh import MeshAxes
 from models import layouts
-from tests.costs.test_sharing import used_thrice, used_twice
+from tests.costs.test_sharing import used_twice
 from tests.installed import GPU, needs_tpu_compiler
 
 
@@ -100,25 +100,6 @@ def test_a_weight_that_is_gathered_for_each_use_is_so_where_its_product_is_resha
         out_shardings=P("data"),
         for_grad=False,
     )
-    (row,) = plan.verify(compiler_options=compile.TPU_PLAIN_OPTIONS).rows
-    assert (row.kind, row.predicted_bytes, row.emitted_bytes) == ("all-gather", 2**22, 2**22)
-
-
-@pytest.mark.slow  # minutes, in libtpu
-@needs_tpu_compiler
-def test_what_is_pinned_alike_at_far_uses_is_gathered_for_each() -> None:
-    """Equal constraints would be one, whose gathered weight lies in memory from the first use to the last."""
-    plan = autoshard.plan(
-        used_thrice(NEAR + 10),
-        jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16),
-        jax.ShapeDtypeStruct((65_536, 1024), jnp.bfloat16),
-        mesh={"data": 8},
-        hardware="tpu-v5e:2x4",
-        in_shardings=(P("data"), P("data")),
-        out_shardings=(P("data"), P("data")),
-        constraints="all",
-    )
-    assert len(plan.record.pins.regathered) == 2
     (row,) = plan.verify(compiler_options=compile.TPU_PLAIN_OPTIONS).rows
     assert (row.kind, row.predicted_bytes, row.emitted_bytes) == ("all-gather", 2**22, 2**22)
 
