@@ -117,7 +117,7 @@ def program_pins(assignment: Assignment) -> Constraints:
         for i, v in enumerate(values)
         if v in crossing and graph.takes[e][i] not in again
     }
-    regathered = {graph.takes[e][i]: group for (e, i), group in routes.regathered(d).items()}
+    regathered = {graph.takes[e][i]: group for (e, i), group in routes.regathered(assignment).items()}
     inputs = {p: specs(routes.after_made(assignment, v)[1:], v) for p, v in enumerate(graph.inputs) if v in crossing}
     outputs = {p: specs(routes.before_output(assignment, p), v) for p, v in enumerate(graph.outputs) if v in crossing}
     return Constraints(

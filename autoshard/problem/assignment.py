@@ -73,7 +73,7 @@ class Assignment:
         made, kept = self.made(value), self.kept(value)
         if made is None or kept is None or made == kept:
             return made
-        if value in self.decisions.apart and self.reduced(made, value) and self.communicates(value, made, kept):
+        if self.moved_in_groups(value):
             return made
         uses = self.decisions.graph.consumers.get(value, ())
         if self.is_input(value):
@@ -81,6 +81,13 @@ class Assignment:
             return made if as_came and not self.communicates(value, kept, made) else kept
         back = any(self.in_chain(e, value) for e, _ in uses)
         return made if back and self.communicates(value, kept, made) else kept
+
+    def moved_in_groups(self, value: int) -> bool:
+        """Whether a value is moved for each group of its uses, to the layout of its copy."""
+        made, kept = self.made(value), self.kept(value)
+        if made is None or kept is None or made == kept or value not in self.decisions.apart:
+            return False
+        return self.reduced(made, value) and self.communicates(value, made, kept)
 
     def is_input(self, value: int) -> bool:
         """Whether a value is an input of the program."""

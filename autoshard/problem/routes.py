@@ -7,7 +7,7 @@ import numpy as np
 from autoshard.costs.strategies import SUM, WHOLE, Rows, decode, encode
 from autoshard.ir.op_traits import GATHER
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.decisions import Decisions, Equation
+from autoshard.problem.decisions import Equation
 
 
 def after_made(assignment: Assignment, value: int) -> tuple[int, ...]:
@@ -61,14 +61,16 @@ def moved_again(assignment: Assignment) -> dict[tuple[int, int], tuple[int, ...]
     return found
 
 
-def regathered(decisions: Decisions) -> dict[tuple[int, int], int]:
-    """Operands (equation, position) of values that a compiler gathers once more for far uses → the group, from 1.
+def regathered(assignment: Assignment) -> dict[tuple[int, int], int]:
+    """Operands (equation, position) of values that are moved once more for far uses → the group of these, from 1.
 
     Those of the first group are left out, and those in another call of `jax.checkpoint` than it: what a call takes is
     behind a barrier as it is.
     """
-    graph, found = decisions.graph, dict[tuple[int, int], int]()
-    for value, groups in decisions.apart.items():
+    graph, found = assignment.decisions.graph, dict[tuple[int, int], int]()
+    for value, groups in assignment.decisions.apart.items():
+        if not assignment.moved_in_groups(value):
+            continue
         first = graph.again_of[groups[0][0]]
         for number, group in enumerate(groups[1:], 1):
             for e in group if graph.again_of[group[0]] == first else ():
