@@ -64,18 +64,26 @@ def moved_again(assignment: Assignment) -> dict[tuple[int, int], tuple[int, ...]
 def regathered(assignment: Assignment) -> dict[tuple[int, int], int]:
     """Operands (equation, position) of values that are moved once more for far uses → the group of these, from 1.
 
-    Those of the first group are left out, and those in another call of `jax.checkpoint` than it: what a call takes is
-    behind a barrier as it is.
+    Gathers alone: what else moves XLA:TPU moves once. Those of the first group are left out, and those in another call
+    of `jax.checkpoint` than it: what a call takes is behind a barrier as it is.
     """
     graph, found = assignment.decisions.graph, dict[tuple[int, int], int]()
     for value, groups in assignment.decisions.apart.items():
-        if not assignment.moved_in_groups(value):
+        if not (assignment.moved_in_groups(value) and _is_gathered(assignment, value)):
             continue
         first = graph.again_of[groups[0][0]]
         for number, group in enumerate(groups[1:], 1):
             for e in group if graph.again_of[group[0]] == first else ():
                 found |= {(e, i): number for i, v in enumerate(graph.operands[e]) if v == value}
     return found
+
+
+def _is_gathered(assignment: Assignment, value: int) -> bool:
+    """Whether nothing but gathers lies between where a value is made and its copy."""
+    made, kept = assignment.made(value), assignment.kept(value)
+    assert made is not None  # what is moved in groups has both
+    assert kept is not None
+    return all(step.kind == "all-gather" for step in assignment.path(value, made, kept))
 
 
 def route(assignment: Assignment, value: int, source: int, target: int) -> tuple[int, ...]:
