@@ -38,11 +38,13 @@ class MemoryUsageBuilder:
         compiler: CompilerModel,
         *,
         before: Sequence[tuple[int, int]] | None,
+        defers: bool,
     ) -> None:
         """`before`: equations to which whole gradients are deferred, with the bytes gathered there.
 
-        See `add_value`; None if gradients are made at once.
+        See `add_value`; None if gradients are made at once. `defers`: whether they are moved behind loops.
         """
+        self._defers = defers
         self.graph, self.mesh, self.lives, self._before = graph, mesh, lives, before
         self._traits, self._windows, self._compiler = traits, windows, compiler
         self._made_by, self._spans = graph.producers, loop_spans(graph)
@@ -71,10 +73,10 @@ class MemoryUsageBuilder:
     def add_value(self, value: int, port: Port, begin: int, name: int, target: Port | None, *, in_place: bool) -> None:
         """Memory of a value with one consumer at most: in its own layout first, then in the consumer's.
 
-        What leaves a contraction is reduced or moved at once, but by libtpu a weight's gradient behind the loops that
-        follow (the head's, behind the backward pass of the layers); all else moves where it is taken. Where nothing
-        runs beside compute libtpu schedules for memory: a gradient that is whole on every device, to be reduced over
-        all of them, is made last, or before as much is gathered.
+        What leaves a contraction is reduced or moved at once; all else moves where it is taken. Where nothing runs
+        beside compute libtpu moves a weight's gradient behind the loops that follow (the head's, behind the backward
+        pass of the layers), and schedules for memory: a gradient that is whole on every device, to be reduced over all
+        of them, is made last, or before as much is gathered.
 
         Args:
           value: the value.
@@ -94,12 +96,7 @@ class MemoryUsageBuilder:
         moved = start + 1 if at_once else min(max(begin, start + 1), end)
         if at_once and name != value:
             end = max(end, int(self.lives.end[name]))
-        if (
-            at_once
-            and kind == "gradients"
-            and self._before is not None
-            and self._compiler.defers_gradients_behind_loops
-        ):
+        if at_once and kind == "gradients" and self._defers:
             moved = max(moved, behind_loops(self._spans, start))
             end = max(end, moved)
         if at_once and kind == "gradients" and self._before is not None:

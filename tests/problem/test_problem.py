@@ -266,7 +266,7 @@ def test_folding_keeps_memory(name: str) -> None:
 
 
 def test_a_gradient_beside_loops_is_reduced_behind_them() -> None:
-    """XLA:TPU puts off the head's gradient, or its sum, until the layers' backward pass is over (v5p, v5e)."""
+    """XLA:TPU puts off the head's gradient, or its sum, until the layers' backward pass is over (v5p)."""
 
     def step(w: Any, x: jax.Array) -> Any:
         def loss(w: Any) -> jax.Array:

@@ -34,6 +34,7 @@ class Draft:
             facts.windows,
             facts.compiler,
             before=facts.gathered_before(),
+            defers=facts.compiler.defers_gradients_behind_loops and not facts.machine.gathers_ahead,
         )
 
     def add(self, decision: Decision) -> int:
