@@ -35,15 +35,15 @@ from autoshard.ir.constraints import Constraints
 from autoshard.ir.gradient import emitted
 from autoshard.ir.loop_sums import LoopSum
 from autoshard.ir.recomputation import ADD, WRITTEN, Recomputation, offloads_residuals, offloads_state
-from autoshard.planner import minimal_constraints, packing
+from autoshard.planner import minimal_constraints
 from autoshard.planner.budget import SETTLE_S, USUAL_BUDGET, Budget
 from autoshard.planner.build_record import describe
 from autoshard.planner.cost_of_keeping import most_saved_s
 from autoshard.planner.host_state_space import best_with_state
-from autoshard.planner.infeasible import infeasible, offloading
+from autoshard.planner.infeasible import infeasible, offloading, with_gaps
 from autoshard.planner.like_layers import equal_places
 from autoshard.planner.loop_sums_space import in_use, splittable, summing_once
-from autoshard.planner.planning_result import PlanningResult
+from autoshard.planner.planning_result import PlanningResult, fitting
 from autoshard.planner.recomputation_space import RecomputationSpace, keeping
 from autoshard.planner.record import Certificate, PlanRecord, summed_in_trips_s
 from autoshard.planner.request import PlanRequest
@@ -416,7 +416,10 @@ def solve_space(
 
 def _best(space: SearchSpace, budget: Budget, known: Sequence[PortableChoice] = ()) -> PlanningResult:
     """The best plan in a search space, with every constraint."""
-    return packing.fitting(lambda nbytes: _within(space, budget, known, nbytes), space)
+    limit = space.request.memory_bytes
+    return fitting(
+        lambda nbytes: _within(space, budget, known, nbytes), limit, lambda found: with_gaps(found.record, space)
+    )
 
 
 def _within(space: SearchSpace, budget: Budget, known: Sequence[PortableChoice], memory_bytes: int) -> PlanningResult:

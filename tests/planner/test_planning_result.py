@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.errors import InfeasibleError
-from autoshard.planner import packing
-from autoshard.planner.planning_result import PlanningResult
+from autoshard.planner.infeasible import with_gaps
+from autoshard.planner.planning_result import ATTEMPTS, PlanningResult, fitting
 from autoshard.solver import Status
 from tests.programs import Program, planned_of
 
@@ -30,6 +30,10 @@ def taking(planned: PlanningResult, peak: int, objective: int = 10, bound: int =
     return replace(planned, record=replace(planned.record, memory=memory), solution=solution)
 
 
+def fitted(solve: Callable[[int], PlanningResult], planned: PlanningResult) -> PlanningResult:
+    return fitting(solve, LIMIT, lambda found: with_gaps(found.record, planned.space))
+
+
 def asked_in_turn(*answers: PlanningResult | None) -> tuple[Callable[[int], PlanningResult], list[int]]:
     """A solver with these answers, where None is that nothing fits; and the limits that it is asked for."""
     limits: list[int] = []
@@ -47,7 +51,7 @@ def asked_in_turn(*answers: PlanningResult | None) -> tuple[Callable[[int], Plan
 def test_what_fits_is_solved_once(planned: PlanningResult) -> None:
     first = taking(planned, LIMIT)
     solve, limits = asked_in_turn(first)
-    assert packing.fitting(solve, planned.space) is first
+    assert fitted(solve, planned) is first
     assert limits == [LIMIT]
 
 
@@ -56,7 +60,7 @@ def test_the_limit_is_lowered_by_what_a_plan_takes_too_much_and_the_first_bound_
     solve, limits = asked_in_turn(
         taking(planned, LIMIT + 30), taking(planned, LIMIT + 5, 11, 11), taking(planned, LIMIT - 1, 12, 12)
     )
-    found = packing.fitting(solve, planned.space)
+    found = fitted(solve, planned)
     assert limits == [LIMIT, LIMIT - 30, LIMIT - 35]
     assert found.record.memory.peak_bytes == LIMIT - 1
     assert (found.solution.objective, found.solution.bound, found.solution.status) == (12, 10, Status.FEASIBLE)
@@ -65,12 +69,12 @@ def test_the_limit_is_lowered_by_what_a_plan_takes_too_much_and_the_first_bound_
     assert proof.bound_s == pytest.approx(10e-12)
 
 
-@pytest.mark.parametrize("then", [[None], [30] * packing.ATTEMPTS], ids=["nothing lives in less", "always too much"])
+@pytest.mark.parametrize("then", [[None], [30] * ATTEMPTS], ids=["nothing lives in less", "always too much"])
 def test_where_no_plan_fits_with_gaps_the_error_says_so(planned: PlanningResult, then: list[int | None]) -> None:
     over = [None if more is None else taking(planned, LIMIT + more) for more in (30, *then)]
     solve, _ = asked_in_turn(*over)
     with pytest.raises(InfeasibleError, match="with the gaps that the compiler leaves between buffers") as caught:
-        packing.fitting(solve, planned.space)
+        fitted(solve, planned)
     error = caught.value
     assert (error.peak_bytes, error.limit_bytes, error.kinds) == (LIMIT + 30, LIMIT, {"gaps": 7})
 
@@ -78,4 +82,4 @@ def test_where_no_plan_fits_with_gaps_the_error_says_so(planned: PlanningResult,
 def test_what_does_not_fit_without_gaps_is_told_as_it_is(planned: PlanningResult) -> None:
     solve, _ = asked_in_turn(None)
     with pytest.raises(InfeasibleError, match="nothing fits"):
-        packing.fitting(solve, planned.space)
+        fitted(solve, planned)
