@@ -133,7 +133,7 @@ class InfeasibleError(AutoshardError):
 
     If memory is the reason, `peak_bytes` is the smallest peak found, `bound_bytes` a bound that no
     plan goes below, `where` the equation at which the peak is reached, and `kinds` its bytes by
-    kind: parameters, optimizer, arguments, gradients, activations, copies.
+    kind: parameters, optimizer, arguments, gradients, activations, copies, and the gaps of a compiler's heap.
     """
 
     def __init__(

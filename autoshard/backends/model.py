@@ -276,7 +276,7 @@ class CompilerModel:
             "test_where_nothing_runs_beside_compute_a_whole_gradient_is_made_behind_the_loop",
         )
     )
-    """A weight's gradient is moved behind all loops that follow it."""
+    """Where nothing runs beside compute, a weight's gradient is moved behind all loops that follow it."""
 
     schedules_for_memory: bool = field(
         metadata=_seen(
@@ -300,7 +300,10 @@ class CompilerModel:
             "compilers/test_compiler_facts.py::test_what_is_predicted_with_a_fact_is_nearer_than_without",
         )
     )
-    """Equations that lead to scalars alone (the loss) are computed last, unless they communicate."""
+    """Equations that lead to scalars alone (the loss) are computed last, unless they communicate.
+
+    Not ahead of loops, where something runs beside compute: see `problem.decision_builders.late_gradients`.
+    """
 
     # What lies in memory.
 

@@ -6,9 +6,9 @@ one before. In a loop they stand at the end of the body; those outside of loops 
 Gradients of a part that `jax.checkpoint` computes again stand in the next such part (counted at its end), where
 they hide its gathers and sums.
 
-XLA:TPU defers a gradient only if nothing runs beside compute and the gradient is whole on every device
-(`problem.memory_usage`). It updates a state as soon as its gradient is there, and computes the loss last (libtpu
-0.0.52).
+XLA:TPU defers a gradient if nothing runs beside compute and the gradient is whole on every device
+(`problem.memory_usage`), or if something does and nothing reduces it (`problem.decision_builders.late_gradients`).
+It updates a state as soon as its gradient is there, and computes the loss last (libtpu 0.0.52).
 """
 
 from collections.abc import Mapping, Sequence

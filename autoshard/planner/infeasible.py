@@ -73,11 +73,11 @@ def infeasible(
 
 
 def with_gaps(record: PlanRecord, space: SearchSpace) -> InfeasibleError:
-    """The error of a problem whose plans fit but for the gaps of a heap; `record`: the last one that was tried."""
+    """The error of a problem whose plans fit but for the gaps of a heap; `record`: the smallest that was tried."""
     memory = record.memory
     return InfeasibleError(
         f"no plan was found that fits {bytes_text(memory.limit_bytes)} per device on {record.mesh} with the gaps that "
-        f"the compiler leaves between buffers: the last one takes {bytes_text(memory.peak_bytes)}\n"
+        f"the compiler leaves between buffers; the smallest peak found is {bytes_text(memory.peak_bytes)}\n"
         f"  at {memory.at}: {_parts(memory.kinds)}\n"
         f"  {_way_out(space, memory.kinds)}",
         peak_bytes=memory.peak_bytes,

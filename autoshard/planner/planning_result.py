@@ -44,25 +44,23 @@ def fitting(
     Args:
       solve: the best plan of which no more lives at once than some bytes per device.
       limit: bytes per device.
-      refused: the error where no plan fits with gaps; of the last one that was tried.
+      refused: the error where no plan fits with gaps; of that with the smallest peak.
 
     Raises:
       InfeasibleError: no plan fits, or none that was found does with the gaps.
     """
-    lower = limit
-    found = first = solve(limit)
-    for _ in range(ATTEMPTS):
-        over = found.record.memory.peak_bytes - limit
-        if over <= 0:
-            break
+    lower, tried = limit, [solve(limit)]
+    while (over := tried[-1].record.memory.peak_bytes - limit) > 0:
         lower -= over
+        if len(tried) > ATTEMPTS or lower <= 0:
+            break
         try:
-            found = solve(lower)
+            tried.append(solve(lower))
         except InfeasibleError:
             break
-    if found.record.memory.peak_bytes > limit:
-        raise refused(found)
-    return found if found is first else _bounded(found, first)
+    if over > 0:
+        raise refused(min(tried, key=lambda found: found.record.memory.peak_bytes))
+    return tried[0] if len(tried) == 1 else _bounded(tried[-1], tried[0])
 
 
 def _bounded(found: PlanningResult, first: PlanningResult) -> PlanningResult:

@@ -45,7 +45,7 @@ def over_time(decisions: Decisions, choice: NDArray[np.int64]) -> Mapping[str, N
             row[use.start] += nbytes
             row[min(use.end, end - 1)] -= nbytes
     held = {kind: np.cumsum(row[:end]) for kind, row in sorted(change.items())}
-    idle = _gaps(decisions, choice, _live(decisions, choice))
+    idle = _gaps(decisions, choice, sum(held.values(), np.zeros(end, np.int64)))
     return {**held, GAPS: idle} if idle.any() else held
 
 

@@ -1,9 +1,13 @@
 """What XLA:TPU holds, by the chip that it compiles for: the plan's usages, and the compiled program."""
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -13,6 +17,7 @@ from autoshard.api.evaluate import evaluate
 from autoshard.backends import compile
 from autoshard.backends import devices as meshes
 from autoshard.costs.execution_order import late_gradients, loop_spans
+from autoshard.costs.heap import occupied
 from autoshard.costs.shared_gathers import NEAR
 from autoshard.ir.mesh import MeshAxes
 from tests.installed import needs_tpu_compiler
@@ -103,6 +108,51 @@ def test_beside_communication_a_gradient_that_nothing_reduces_is_made_behind_the
         shape = f"bf16[{width[0]},{width[1]}]"
         made = [i for i, x in enumerate(lines) if shape in x.split(" fusion(")[0] and " fusion(" in x]
         assert (max(made) > loop) == split
+
+
+@needs_tpu_compiler
+def test_libtpu_lays_out_its_heap_in_the_order_of_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Laid out again from libtpu's own live ranges its heap is as large, where what lives at once is less.
+
+    The widest scores come last, and do not fit where the first were, below what was made of these and lives on.
+    """
+
+    def narrowed(x: jax.Array, weights: Any) -> jax.Array:
+        first, small, last, back = weights
+        kept = jax.nn.softmax(x @ first) @ small
+        return jax.nn.softmax(kept @ last) @ back + kept
+
+    found: list[tuple[str, str]] = []
+    run = compile._run_child  # pyright: ignore[reportPrivateUsage]
+
+    def dumping(folder: Path, *args: Any) -> str:
+        request = json.loads((folder / "request.json").read_text())
+        request["options"] |= {"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_text": True}
+        (folder / "request.json").write_text(json.dumps(request))
+        log = run(folder, *args)
+        ranges, heap = (next((folder / "dump").glob(f"*{x}.txt")) for x in ("live-range", "buffer-assignment"))
+        found.append((ranges.read_text(), heap.read_text()))
+        return log
+
+    monkeypatch.setattr(compile, "_run_child", dumping)
+    mesh, rows = MeshAxes.of({"data": 4}), 131_072
+    on = meshes.abstract(mesh)
+    weights = [bf16(WIDTH, 4 * WIDTH), bf16(4 * WIDTH, WIDTH), bf16(WIDTH, 5 * WIDTH), bf16(5 * WIDTH, WIDTH)]
+    traced = jax.jit(narrowed, in_shardings=(NamedSharding(on, P("data")), NamedSharding(on, P()))).trace(
+        bf16(4 * rows, WIDTH), weights
+    )
+    compile.compile(traced, topology="tpu-v5e:2x2", mesh=mesh)
+    ((ranges, heap),) = found
+    lives = {x: (int(a), int(b) + 1) for x, a, b in re.findall(r"^ +(\S+\{[\d,]*\}):(\d+)-(\d+)$", ranges, re.M)}
+    of_heap = max((x for x in heap.split("\nallocation ") if "preallocated-temp" in x[:100]), key=len)
+    (size,) = map(int, re.findall(r"size (\d+), page", of_heap[:100]))
+    laid_out = re.findall(r"value: <\d+ (\S+) @\d+> \(size=(\d+),", of_heap)
+    buffers = [(*lives[x if "{" in x else f"{x}{{}}"], int(nbytes)) for x, nbytes in laid_out]
+    start, end, nbytes = np.array(buffers, np.int64).T
+    length = int(end.max()) + 1
+    live = max(int(nbytes[(start <= t) & (t < end)].sum()) for t in range(length))
+    assert live < 0.8 * size
+    assert occupied(start, end, nbytes, length).max() == pytest.approx(size, rel=1e-3)  # of it 16 KiB per small buffer
 
 
 @pytest.mark.parametrize("scores", [3 * WIDTH, 8 * WIDTH])

@@ -79,6 +79,23 @@ def test_where_no_plan_fits_with_gaps_the_error_says_so(planned: PlanningResult,
     assert (error.peak_bytes, error.limit_bytes, error.kinds) == (LIMIT + 30, LIMIT, {"gaps": 7})
 
 
+def test_the_error_is_of_the_smallest_peak_that_was_tried(planned: PlanningResult) -> None:
+    solve, limits = asked_in_turn(
+        taking(planned, LIMIT + 9), taking(planned, LIMIT + 2), taking(planned, LIMIT + 5), None
+    )
+    with pytest.raises(InfeasibleError) as caught:
+        fitted(solve, planned)
+    assert caught.value.peak_bytes == LIMIT + 2
+    assert limits == [LIMIT, LIMIT - 9, LIMIT - 11, LIMIT - 16]
+
+
+def test_nothing_is_asked_for_in_no_bytes(planned: PlanningResult) -> None:
+    solve, limits = asked_in_turn(taking(planned, 2 * LIMIT))
+    with pytest.raises(InfeasibleError, match="smallest peak found"):
+        fitted(solve, planned)
+    assert limits == [LIMIT]
+
+
 def test_what_does_not_fit_without_gaps_is_told_as_it_is(planned: PlanningResult) -> None:
     solve, _ = asked_in_turn(None)
     with pytest.raises(InfeasibleError, match="nothing fits"):

@@ -265,7 +265,7 @@ def test_folding_keeps_memory(name: str) -> None:
         assert 0 <= at <= len(of.decisions.graph.eqns) + 1
 
 
-@pytest.mark.parametrize(("hardware", "behind"), [("tpu-v5p:2x2x2", True), ("tpu-v5e:2x4", False)])
+@pytest.mark.parametrize(("hardware", "behind"), [("tpu-v6e:2x4", True), ("tpu-v5e:2x4", False)])
 def test_a_gradient_beside_loops_is_reduced_behind_them(hardware: str, *, behind: bool) -> None:
     """XLA:TPU puts off the head's gradient, or its sum, until the layers' backward pass is over; on v5e no sum."""
 
@@ -285,9 +285,10 @@ def test_a_gradient_beside_loops_is_reduced_behind_them(hardware: str, *, behind
         for e, eqn in enumerate(d.graph.eqns)
         if eqn.primitive == "dot_general" and eqn.results[0].shape in ((32, 64), (64, 32)) and not d.graph.eqn_loop[e]
     )
-    gradients = [u for u in d.usages if u.node == d.node_of[head] and u.kind == "gradients"]
-    assert (backward in {u.end for u in gradients}) == behind
-    assert (max(u.end for u in gradients) >= backward) == behind
+    if behind:
+        assert max(u.end for u in d.usages if u.node == d.node_of[head]) == backward
+    else:
+        assert max(u.end for u in d.usages if u.node == d.node_of[head] and u.kind == "gradients") < backward
 
 
 # --- Folding ---------------------------------------------------------------------------

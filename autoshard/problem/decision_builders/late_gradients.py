@@ -2,9 +2,8 @@
 
 Where communication runs beside compute, a gradient outside of loops (the head's) is made at once if it is a sum that
 has to be reduced. If each device has its own part of it, one kernel makes it and updates its state, and stands behind
-all loops that follow: what the product takes lives until then (libtpu 0.0.52, scanned layers on v5e:4x4). So does what
-the loss reads, which else is computed before these loops; what it makes itself (scores less their logarithmic sum, in
-float32) is counted there either way.
+all loops that follow: what the product takes lives until then (libtpu 0.0.52, scanned layers on v5e:4x4). The loss is
+counted ahead of these loops in both cases, although libtpu computes it behind them in the second.
 """
 
 import numpy as np
@@ -32,15 +31,18 @@ def add_late_gradient(draft: Draft, node: int, strategies: Strategies) -> None:
 
 
 def _stored(facts: GraphFacts, value: int) -> list[int]:
-    """What lies in memory and has as many elements, of what a value is computed from where it is taken."""
+    """What lies in memory and has as many elements, of what a value is computed from where it is taken.
+
+    Not the program's inputs, which lie there all the time.
+    """
     graph, made_by = facts.graph, facts.graph.producers
     found: set[int] = set()
     left, size = {value}, graph.avals[value].size
     while left:
         v = left.pop()
         e = made_by.get(v, (-1, 0))[0]
-        if e < 0 or not facts.traits.fuses[e]:
+        if e >= 0 and not facts.traits.fuses[e]:
             found.add(v)
-        else:
+        elif e >= 0:
             left |= {x for x in graph.operands[e] if graph.avals[x].size == size and x not in facts.traits.free}
     return sorted(found)
