@@ -2,9 +2,9 @@
 
 libtpu lays buffers into one heap in the order of the schedule: each where the smallest gap is that holds it, or else
 behind the last one, when it is made; until its last reader has run nothing is moved (openxla/xla has it as
-`LazyBestFitHeap`). So what lives long and was made late lies high, and the gaps below it are lost. Laid out again in this
-way from libtpu's own live ranges, its heap is as large (libtpu 0.0.52, `tests/compilers/test_memory_tpu.py`: 2.68 GB
-where no more than 1.88 live at once). Buffers begin at multiples of 16 KiB there, which is not counted.
+`LazyBestFitHeap`). So what lives long and was made late lies high, and the gaps below it are lost. Laid out again in
+this way from libtpu's own live ranges, its heap is as large (libtpu 0.0.52, `tests/compilers/test_memory_tpu.py`: 2.68
+GB where no more than 1.88 live at once). Buffers begin at multiples of 16 KiB there, which is not counted.
 """
 
 import numpy as np

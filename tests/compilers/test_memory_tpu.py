@@ -123,7 +123,7 @@ def test_libtpu_lays_out_its_heap_in_the_order_of_the_schedule(monkeypatch: pyte
         return jax.nn.softmax(kept @ last) @ back + kept
 
     found: list[tuple[str, str]] = []
-    run = compile._run_child  # pyright: ignore[reportPrivateUsage]
+    run = compile._run_child
 
     def dumping(folder: Path, *args: Any) -> str:
         request = json.loads((folder / "request.json").read_text())
