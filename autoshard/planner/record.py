@@ -389,7 +389,7 @@ def _from_json(data: dict[str, Any]) -> PlanRecord:
         inside = entry["at"] in within
         key = (tuple(entry["equation"]), entry["position"]) if inside else entry["position"]
         groups[entry["at"]][key] = specs
-        if "group" in entry and inside:
+        if "group" in entry:  # of operands alone, as the schema says
             regathered[key] = entry["group"]
     return PlanRecord(
         name=data["name"],

@@ -1,7 +1,8 @@
 """Uses that are far apart: libtpu gathers for each of them, and the plan knows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +85,15 @@ def test_a_plan_pins_what_is_gathered_for_groups_where_it_is_used(between: int, 
     assert (0 in plan.record.pins.inputs) == (gathers == 1)
 
 
+def emitted(plan: autoshard.SolvedPlan, program: Callable[..., Any], args: Sequence[Any]) -> tuple[int, int]:
+    """How many barriers and constraints of square values a plan emits."""
+    closed, mesh = jax.make_jaxpr(program)(*args), devices.abstract(plan.record.mesh)
+    found = jax.make_jaxpr(lambda *args: emit_constraints(closed, plan.record.pins, mesh, args))(*args)
+    made = [(eqn.primitive.name, eqn.outvars[0].aval.shape) for eqn in found.jaxpr.eqns]
+    barriers, pinned = (made.count((name, (1024, 1024))) for name in ("optimization_barrier", "sharding_constraint"))
+    return barriers, pinned
+
+
 @pytest.mark.parametrize(("between", "barriers"), [(10, 0), (NEAR + 10, 1)])
 def test_equal_constraints_of_two_groups_are_not_one(between: int, barriers: int, tmp_path: Path) -> None:
     """The second group takes the weight from behind a barrier of its own; both uses of a group are behind one."""
@@ -102,14 +112,31 @@ def test_equal_constraints_of_two_groups_are_not_one(between: int, barriers: int
     pins = plan.record.pins
     last = between + 1  # the second product's equation
     assert dict(pins.regathered) == ({((last,), 1): 1, ((last + 2,), 1): 1} if barriers else {})
-    mesh = devices.abstract(plan.record.mesh)
-    closed = jax.make_jaxpr(program)(*args)
-    emitted = jax.make_jaxpr(lambda *args: emit_constraints(closed, pins, mesh, args))(*args)
-    made = [(eqn.primitive.name, eqn.outvars[0].aval.shape) for eqn in emitted.jaxpr.eqns]
-    assert made.count(("optimization_barrier", (1024, 1024))) == barriers
-    assert made.count(("sharding_constraint", (1024, 1024))) == 1 + barriers
+    assert emitted(plan, program, args) == (barriers, 1 + barriers)
     plan.save(tmp_path / "plan.json")
     assert autoshard.load(tmp_path / "plan.json").record.pins == pins
+
+
+def test_each_later_group_has_a_barrier_of_its_own() -> None:
+    def program(w: jax.Array, x: jax.Array) -> jax.Array:
+        for _ in range(3):
+            x = jnp.sin(x @ w) @ w
+            for _ in range(NEAR + 10):
+                x = jnp.sin(x)
+        return x
+
+    args = [jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16) for rows in (1024, 65_536)]
+    plan = autoshard.plan(
+        program,
+        *args,
+        mesh={"data": 8},
+        hardware="tpu-v5e:2x4",
+        in_shardings=(P("data"), P("data")),
+        out_shardings=P("data"),
+        constraints="all",
+    )
+    assert sorted(plan.record.pins.regathered.values()) == [1, 1, 2, 2]
+    assert emitted(plan, program, args) == (2, 3)
 
 
 def test_a_pending_sum_is_finished_once_however_far_its_uses_are() -> None:
