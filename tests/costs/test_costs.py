@@ -42,6 +42,9 @@ class Free:
     ) -> NDArray[np.int64]:
         raise AssertionError(dtype)
 
+    def vector_s(self, operations: ArrayLike) -> NDArray[np.float64]:
+        return np.zeros(np.shape(operations))
+
     def hbm_s(self, nbytes: ArrayLike) -> NDArray[np.float64]:
         raise AssertionError(nbytes)
 

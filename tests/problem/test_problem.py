@@ -293,7 +293,7 @@ def test_a_gradient_beside_loops_is_reduced_behind_them(hardware: str, *, behind
 
 
 def tied_step(w: Any, ids: jax.Array, labels: jax.Array) -> Any:
-    """A lookup, layers in a loop, and the same table as a head, whose labels' scores are taken from their logarithms."""
+    """A lookup, layers in a loop, and the same table as a head, from whose logarithms labels take theirs."""
 
     def loss(w: Any) -> jax.Array:
         hidden = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), w["table"][ids], w["layers"])[0]
