@@ -1,6 +1,7 @@
 """Uses that are far apart: libtpu gathers for each of them, and the plan knows."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard.backends import devices
 from autoshard.costs.shared_gathers import NEAR, SURE, doubtful, groups
+from autoshard.errors import SpecError
+from autoshard.ir.constraints import Constraints
 from autoshard.ir.graph import build
-from autoshard.ir.rewrite import emit_constraints
+from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.rewrite import check, emit_constraints
+from autoshard.planner.minimal_constraints import chosen
 
 W = jax.ShapeDtypeStruct((16, 16), jnp.float32)
 
@@ -137,6 +142,36 @@ def test_each_later_group_has_a_barrier_of_its_own() -> None:
     )
     assert sorted(plan.record.pins.regathered.values()) == [1, 1, 2, 2]
     assert emitted(plan, program, args) == (2, 3)
+
+
+def test_what_a_checkpointed_call_gathers_again_has_no_barrier_of_its_own() -> None:
+    """It is behind the call's barrier already."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        layer = jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ w) @ w))
+        return jnp.sum(layer(layer(x)))
+
+    args = [jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16) for rows in (1024, 65_536)]
+    plan = autoshard.plan(
+        jax.value_and_grad(loss),
+        *args,
+        mesh={"data": 8},
+        hardware="tpu-v5e:2x4",
+        in_shardings=(P("data"), P("data")),
+        out_shardings=(P(), P("data")),
+        constraints="all",
+    )
+    assert [c.kind for c in plan.record.collectives].count("all-gather") > 1
+    assert not plan.record.pins.regathered
+
+
+def test_a_group_goes_with_its_constraint() -> None:
+    key, other = ((3,), 1), ((5,), 1)
+    none = Constraints(made={}, taken={}, inputs={}, outputs={})
+    pins = replace(none, taken={key: (P(),), other: (P(),)}, regathered={key: 1, other: 1})
+    assert dict(chosen(pins, {("taken", key): 0, ("taken", other): 1}, {1}).regathered) == {other: 1}
+    with pytest.raises(SpecError, match="is gathered once more, and has no constraint"):
+        check(jax.make_jaxpr(used_twice(4))(W, W), replace(none, regathered={key: 1}), MeshAxes(("data",), (8,)))
 
 
 def test_a_pending_sum_is_finished_once_however_far_its_uses_are() -> None:
