@@ -225,8 +225,9 @@ def compiled(plan: SolvedPlan, run: Run) -> Line:
 
 
 def _serves(x: Line, run: Run) -> bool:
-    """Whether a line is of the same subject and policy, under a larger budget."""
-    return x["subject"] == run.subject.key and x["policy"] == run.policy and x["budget"] > run.budget
+    """Whether a line is of the same subject and policy, under a larger budget, and not of a failure."""
+    same = x["subject"] == run.subject.key and x["policy"] == run.policy
+    return same and x["budget"] > run.budget and "error" not in x
 
 
 def _compiler(run: Run) -> Literal["gpu", "tpu"]:
