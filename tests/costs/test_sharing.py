@@ -1,17 +1,19 @@
 """Uses that are far apart: libtpu gathers for each of them, and the plan knows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.backends import devices
+from autoshard.backends.known_compilers import XLA_TPU
 from autoshard.costs.shared_gathers import NEAR, SURE, doubtful, groups
 from autoshard.errors import SpecError
 from autoshard.ir.constraints import Constraints
@@ -19,8 +21,14 @@ from autoshard.ir.graph import build
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.rewrite import check, emit_constraints
 from autoshard.planner.minimal_constraints import chosen
+from autoshard.problem.assignment import Assignment
+from autoshard.problem.routes import regathered
+from tests.assignments import random_choice
+from tests.programs import Program, space_of
 
 W = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+ARGS = tuple(jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16) for rows in (1024, 65_536))  # a weight, activations
+SPLIT = P("data")
 
 
 def used_twice(between: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -71,29 +79,32 @@ def test_uses_of_a_call_that_runs_again_are_a_group_unless_it_is_merged_with_the
     assert [len(part) for part in found.get(graph.inputs[0], ())] == ([2 + 2 + 1, 2 + 2, 2 + 1] if prevent_cse else [])
 
 
+def planned(program: Callable[..., Any], out: Any = SPLIT) -> autoshard.SolvedPlan:
+    """A plan with all constraints, of a program whose arguments come in split by their rows."""
+    return autoshard.plan(
+        program,
+        *ARGS,
+        mesh={"data": 8},
+        hardware="tpu-v5e:2x4",
+        in_shardings=(SPLIT, SPLIT),
+        out_shardings=out,
+        constraints="all",
+    )
+
+
 @pytest.mark.parametrize(("between", "gathers"), [(10, 1), (NEAR + 10, 2)])
 def test_a_plan_pins_what_is_gathered_for_groups_where_it_is_used(between: int, gathers: int) -> None:
     """One constraint where the weight comes in would be one gather, of which the second use is far."""
 
-    w, x = (jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16) for rows in (1024, 65_536))
-    plan = autoshard.plan(
-        used_twice(between),
-        w,
-        x,
-        mesh={"data": 8},
-        hardware="tpu-v5e:2x4",
-        in_shardings=(P("data"), P("data")),
-        out_shardings=P("data"),
-        constraints="all",
-    )
+    plan = planned(used_twice(between))
     assert [(c.kind, c.nbytes) for c in plan.record.collectives] == gathers * [("all-gather", 2 * 1024 * 1024)]
     assert (0 in plan.record.pins.inputs) == (gathers == 1)
 
 
-def emitted(plan: autoshard.SolvedPlan, program: Callable[..., Any], args: Sequence[Any]) -> tuple[int, int]:
+def emitted(plan: autoshard.SolvedPlan, program: Callable[..., Any]) -> tuple[int, int]:
     """How many barriers and constraints of square values a plan emits."""
-    closed, mesh = jax.make_jaxpr(program)(*args), devices.abstract(plan.record.mesh)
-    found = jax.make_jaxpr(lambda *args: emit_constraints(closed, plan.record.pins, mesh, args))(*args)
+    closed, mesh = jax.make_jaxpr(program)(*ARGS), devices.abstract(plan.record.mesh)
+    found = jax.make_jaxpr(lambda *args: emit_constraints(closed, plan.record.pins, mesh, args))(*ARGS)
     made = [(eqn.primitive.name, eqn.outvars[0].aval.shape) for eqn in found.jaxpr.eqns]
     barriers, pinned = (made.count((name, (1024, 1024))) for name in ("optimization_barrier", "sharding_constraint"))
     return barriers, pinned
@@ -104,20 +115,11 @@ def test_equal_constraints_of_two_groups_are_not_one(between: int, barriers: int
     """The second group takes the weight from behind a barrier of its own; both uses of a group are behind one."""
 
     program = used_thrice(between)
-    args = [jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16) for rows in (1024, 65_536)]
-    plan = autoshard.plan(
-        program,
-        *args,
-        mesh={"data": 8},
-        hardware="tpu-v5e:2x4",
-        in_shardings=(P("data"), P("data")),
-        out_shardings=(P("data"), P("data")),
-        constraints="all",
-    )
+    plan = planned(program, (SPLIT, SPLIT))
     pins = plan.record.pins
     last = between + 1  # the second product's equation
     assert dict(pins.regathered) == ({((last,), 1): 1, ((last + 2,), 1): 1} if barriers else {})
-    assert emitted(plan, program, args) == (barriers, 1 + barriers)
+    assert emitted(plan, program) == (barriers, 1 + barriers)
     plan.save(tmp_path / "plan.json")
     assert autoshard.load(tmp_path / "plan.json").record.pins == pins
 
@@ -130,18 +132,9 @@ def test_each_later_group_has_a_barrier_of_its_own() -> None:
                 x = jnp.sin(x)
         return x
 
-    args = [jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16) for rows in (1024, 65_536)]
-    plan = autoshard.plan(
-        program,
-        *args,
-        mesh={"data": 8},
-        hardware="tpu-v5e:2x4",
-        in_shardings=(P("data"), P("data")),
-        out_shardings=P("data"),
-        constraints="all",
-    )
+    plan = planned(program)
     assert sorted(plan.record.pins.regathered.values()) == [1, 1, 2, 2]
-    assert emitted(plan, program, args) == (2, 3)
+    assert emitted(plan, program) == (2, 3)
 
 
 def test_what_a_checkpointed_call_gathers_again_has_no_barrier_of_its_own() -> None:
@@ -151,18 +144,27 @@ def test_what_a_checkpointed_call_gathers_again_has_no_barrier_of_its_own() -> N
         layer = jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ w) @ w))
         return jnp.sum(layer(layer(x)))
 
-    args = [jax.ShapeDtypeStruct((rows, 1024), jnp.bfloat16) for rows in (1024, 65_536)]
-    plan = autoshard.plan(
-        jax.value_and_grad(loss),
-        *args,
-        mesh={"data": 8},
-        hardware="tpu-v5e:2x4",
-        in_shardings=(P("data"), P("data")),
-        out_shardings=(P(), P("data")),
-        constraints="all",
-    )
+    plan = planned(jax.value_and_grad(loss), (P(), SPLIT))
     assert [c.kind for c in plan.record.collectives].count("all-gather") > 1
     assert not plan.record.pins.regathered
+
+
+def test_what_is_not_gathered_alone_has_no_barrier() -> None:
+    """Whatever a choice moves in groups; an all-to-all is made once by libtpu, however far its uses are."""
+    program = Program(fn=used_thrice(NEAR + 10), args=ARGS, names=("w", "x"))
+    space, _ = space_of(program, hardware="tpu-v5e:2x4", mesh={"data": 8}, compiler=XLA_TPU)
+    w = space.decisions.graph.inputs[0]
+    kinds: set[tuple[str, ...]] = set()
+    for seed in range(40):
+        choice = random_choice(space.decisions, space.resharder, np.random.default_rng(seed))
+        assignment = Assignment(decisions=space.decisions, resharder=space.resharder, choice=choice)
+        made, kept = assignment.made(w), assignment.kept(w)
+        if assignment.moved_in_groups(w) and made is not None and kept is not None:
+            kind = tuple(step.kind for step in assignment.path(w, made, kept))
+            kinds.add(kind)
+            found = {space.decisions.graph.operands[e][i] for e, i in regathered(assignment)}
+            assert (w in found) == (kind == ("all-gather",))
+    assert {("all-gather",), ("all-to-all",)} <= kinds
 
 
 def test_a_group_goes_with_its_constraint() -> None:
