@@ -1,5 +1,6 @@
 """Uses that are far apart: libtpu gathers for each of them, and the plan knows."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import autoshard
 from autoshard.backends import devices
 from autoshard.backends.known_compilers import XLA_TPU
 from autoshard.costs.shared_gathers import NEAR, SURE, doubtful, groups
-from autoshard.errors import SpecError
+from autoshard.errors import PlanFileError, SpecError
 from autoshard.ir.constraints import Constraints
 from autoshard.ir.graph import build
 from autoshard.ir.mesh import MeshAxes
@@ -120,8 +121,17 @@ def test_equal_constraints_of_two_groups_are_not_one(between: int, barriers: int
     last = between + 1  # the second product's equation
     assert dict(pins.regathered) == ({((last,), 1): 1, ((last + 2,), 1): 1} if barriers else {})
     assert emitted(plan, program) == (barriers, 1 + barriers)
-    plan.save(tmp_path / "plan.json")
-    assert autoshard.load(tmp_path / "plan.json").record.pins == pins
+    file = tmp_path / "plan.json"
+    plan.save(file)
+    assert autoshard.load(file).record.pins == pins
+    data = json.loads(file.read_text())
+    grouped = [x for x in data["constraints"] if "group" in x]
+    assert len(grouped) == 2 * barriers
+    for entry in grouped:
+        entry["at"] = "made"  # which no group is
+        file.write_text(json.dumps(data))
+        with pytest.raises(PlanFileError, match="taken"):
+            autoshard.load(file)
 
 
 def test_each_later_group_has_a_barrier_of_its_own() -> None:

@@ -40,9 +40,11 @@ def _stored(facts: GraphFacts, value: int) -> list[int]:
     left, size = {value}, graph.avals[value].size
     while left:
         v = left.pop()
-        e = made_by.get(v, (-1, 0))[0]
-        if e >= 0 and not facts.traits.fuses[e]:
-            found.add(v)
-        elif e >= 0:
+        if v not in made_by:
+            continue
+        e, _ = made_by[v]
+        if facts.traits.fuses[e]:
             left |= {x for x in graph.operands[e] if graph.avals[x].size == size and x not in facts.traits.free}
+        else:
+            found.add(v)
     return sorted(found)
