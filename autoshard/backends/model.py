@@ -323,6 +323,14 @@ class CompilerModel:
     )
     """A contraction's kernel goes on with its product, element by element, and reduces it: see `product_kernels`."""
 
+    loops_repeat_constants: bool = field(
+        metadata=_seen(
+            "libtpu 0.0.52; one number is repeated in the loop by every compiler",
+            "compilers/test_compiler_models.py::test_what_a_loop_repeats_itself",
+        )
+    )
+    """A loop takes a constant, or what is computed of constants, as small as it is, and repeats it itself."""
+
     gathers_make_their_operands: bool = field(
         metadata=_seen(
             "jax-cuda12-pjrt 0.10.2, jaxlib 0.10.2 and libtpu 0.0.52: the labels' scores of logits that are cast",
@@ -337,7 +345,7 @@ class CompilerModel:
             "compilers/test_memory_tpu.py::test_scores_are_kept_as_their_product_leaves_them_or_exponentiated",
         )
     )
-    """The numerators of a softmax lie in memory, unless its product does: see `costs.liveness.Numerator`."""
+    """The numerators of a softmax lie in memory, unless its product does: see `costs.softmaxes.Numerator`."""
 
     casts_stacked_inputs_ahead: bool = field(
         metadata=_seen("libtpu 0.0.52", "compilers/test_compiler_models.py::test_stacked_weights_are_cast")

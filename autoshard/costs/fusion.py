@@ -1,15 +1,16 @@
 """Fusion: which equations are element-wise, fuse, or pass partial sums on; which values have no layout of their own."""
 
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
 from autoshard.costs import compute
-from autoshard.ir.graph import Graph
-from autoshard.ir.op_traits import DEVICE_PUT
+from autoshard.ir.graph import Aval, Graph
+from autoshard.ir.op_traits import DEVICE_PUT, IOTA, LOOP_CONST, TRANSPOSE
 from autoshard.rules.rule import FactorKind, ShardingRule
 
 
@@ -17,7 +18,8 @@ from autoshard.rules.rule import FactorKind, ShardingRule
 class FusionTraits:
     """Per equation: `pointwise`, `fuses`, `flows` (its operands may all be unreduced).
 
-    Values: `free` are constants, and values computed from constants alone without a contraction. Of the
+    Values: `free` are constants, and values computed from constants alone without a contraction, in loops, too, if
+    these repeat them along some dimension (a mask of all heads, a lowest number for all scores). Of the
     values that may be unreduced, `products` come from one contraction and `added` from several, and `turned_terms`
     are transposed or reshaped for additions of such values alone.
     """
@@ -47,7 +49,7 @@ def fusion_traits(
         pointwise=tuple(pointwise),
         fuses=tuple(fuses),
         flows=flows,
-        free=_free(graph, fuses),
+        free=_free(graph, rules, fuses, compiler),
         products=products,
         added=added,
         turned_terms=_turned_terms(graph, flows),
@@ -95,16 +97,49 @@ def fused_names(graph: Graph, fuses: Sequence[bool], value: int) -> tuple[int, .
     return tuple(names)
 
 
-def _free(graph: Graph, fuses: Sequence[bool]) -> frozenset[int]:
-    """The free values. A loop's operand is none: it lies in memory while the loop runs, and has a layout."""
+def _free(
+    graph: Graph, rules: Sequence[ShardingRule], fuses: Sequence[bool], compiler: CompilerModel
+) -> frozenset[int]:
+    """The free values. A loop's operand is none unless the loop repeats it: it lies in memory, and has a layout.
+
+    What is repeated is smaller by as much, and is not counted.
+    """
     given, made_by = set(graph.inputs), graph.producers
     free = {v for v in graph.consumers if v not in made_by and v not in given}
     read = {v for e, eqn in enumerate(graph.eqns) if eqn.traits.link for v in graph.operands[e]}
     read = {v for v in read if graph.avals[v].ndim and v in made_by}
+    varies: dict[int, frozenset[int]] = {}  # free value that an equation computes → the dimensions that it varies along
     for e, fused in enumerate(fuses):
-        if fused and all(v in free for v in graph.operands[e]):
-            free.update(v for v in graph.results[e] if v not in read)
+        if (fused or graph.eqns[e].primitive == LOOP_CONST) and all(v in free for v in graph.operands[e]):
+            along = _varies(graph, e, rules[e], varies)
+            for v in graph.results[e]:
+                varies[v] = along
+                if v not in read or _repeated(graph.avals[v], along, compiler):
+                    free.add(v)
     return frozenset(free - set(graph.outputs))
+
+
+def _varies(graph: Graph, e: int, rule: ShardingRule, varies: Mapping[int, frozenset[int]]) -> frozenset[int]:
+    """The dimensions that the result of a free equation varies along."""
+    eqn = graph.eqns[e]
+    (result, *_) = eqn.results
+    if eqn.primitive == IOTA:
+        return frozenset({eqn.params["dimension"]})
+    factors = {
+        f
+        for v, dims in zip(graph.operands[e], rule.operands, strict=True)
+        for d, factors in enumerate(dims)
+        for f in factors
+        if d in varies.get(v, range(graph.avals[v].ndim)) and graph.avals[v].shape[d] > 1
+    }
+    if not (is_pointwise(rule) or eqn.traits.repeats or eqn.primitive in (TRANSPOSE, LOOP_CONST)) or eqn.traits.draws:
+        return frozenset(range(result.ndim))
+    return frozenset(d for d, dim in enumerate(rule.results[0]) if not factors.isdisjoint(dim))
+
+
+def _repeated(aval: Aval, along: Collection[int], compiler: CompilerModel) -> bool:
+    """Whether a loop repeats an operand itself, from one element or, by some compilers, along some dimensions."""
+    return prod(aval.shape[d] for d in along) < (aval.size if compiler.loops_repeat_constants else 2)
 
 
 def _find_sums(graph: Graph, flows: Sequence[bool]) -> tuple[frozenset[int], frozenset[int]]:
@@ -148,17 +183,17 @@ def _sum_flows(graph: Graph, rules: Sequence[ShardingRule], compiler: CompilerMo
     return tuple(flows)
 
 
-def levels(graph: Graph, fuses: Sequence[bool], turned: Container[int]) -> NDArray[np.int64]:
+def levels(graph: Graph, fuses: Sequence[bool], turned: Container[int], repeated: Container[int]) -> NDArray[np.int64]:
     """The level of every value: the most fusions that end before its own, on any path to it.
 
     Values of one chain and one level depend on each other only through the chain: one kernel makes them. A reduction
-    of dimensions of size 1 ends no fusion; a kernel that writes a value in another order of dimensions (`turned`) does.
+    of dimensions of size 1 ends no fusion, nor does one of rows that its kernel repeats along them (`repeated`); a
+    kernel that writes a value in another order of dimensions (`turned`) does.
     """
     levels = np.zeros(len(graph.avals), np.int64)
     for e, eqn in enumerate(graph.eqns):
         level = max((int(levels[v]) + (v in turned) for v in graph.operands[e]), default=0)
-        reduces = eqn.traits.ends_fusion and any(
-            o.size > r.size for o, r in zip(eqn.operands, eqn.results, strict=False)
-        )
+        reduces = eqn.traits.ends_fusion and e not in repeated
+        reduces &= any(o.size > r.size for o, r in zip(eqn.operands, eqn.results, strict=False))
         levels[list(graph.results[e])] = level + (not fuses[e] or reduces)
     return levels

@@ -22,9 +22,7 @@ onto in its place, and read as the sum (`autoshard.costs.scattered_terms`); it i
 
 XLA:TPU differs (libtpu 0.0.52, `benchmarks.verification`). Its contractions make their operands:
 casts, gates, norms, the gradient of a softmax's cross entropy are recomputed in each, from values
-in memory. A softmax inside of a program is kept in f32 before it is divided, and cast after; if its
-product is transposed on the way (attention of grouped heads by einsum), or a device has a single row
-of the first dimension (one sequence), the scores are kept as the product leaves them. Stacked
+in memory. Of a softmax its exponentials lie there, or the scores (`autoshard.costs.softmaxes`). Stacked
 weights are cast whole, before the loops. The loss is computed last, unless it communicates: if
 scores are split along the vocabulary, the loss reduces its reads of them at once, and the scores die.
 """
@@ -40,21 +38,16 @@ from autoshard.costs.casts import CastAhead, cast_ahead, multiplied
 from autoshard.costs.dimension_orders import DimensionOrders
 from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, positions, updating
 from autoshard.costs.scattered_terms import ScatteredTerm, scattered_terms
-from autoshard.costs.strategies import Codes, decode
-from autoshard.ir.graph import Aval, Graph
-from autoshard.ir.mesh import MeshAxes
+from autoshard.costs.softmaxes import Numerator, SoftmaxFacts, recalled, softmaxes
+from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import (
     DEVICE_PUT,
-    DIV,
-    EXP,
-    KEEP,
     LOOP_CARRY,
     LOOP_CONST,
     LOOP_RESULT,
     LOOP_SLICE,
     LOOP_STACK,
     RECALL,
-    REDUCE_SUM,
     REV,
     TRANSPOSE,
 )
@@ -63,30 +56,7 @@ from autoshard.rules.rule import ShardingRule
 # Rows (of scores, of a norm) that one kernel of XLA:GPU reduces and reads again; those of a vocabulary it does not.
 SHORT_ROW = 16_384
 
-_FORWARD_READERS = 2  # of numerators: their sum and their quotient
 _MOST_SOURCES = 16  # stored values that one expression is recomputed from; XLA bounds a fusion's parameters, too
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Numerator:
-    """What lies in memory for the numerators of a softmax.
-
-    Attributes:
-      product_itemsize: bytes per element of the product that they are computed from.
-      turned: whether that product is transposed on the way, and read for a gradient, too: it lies there itself then.
-    """
-
-    product_itemsize: int
-    turned: bool
-
-    def nbytes(self, aval: Aval) -> int:
-        """Bytes of the whole array that lies in memory for numerators, where no layout decides."""
-        return aval.nbytes * min(self.product_itemsize, aval.itemsize) // aval.itemsize if self.turned else aval.nbytes
-
-    def share(self, aval: Aval, codes: Codes, mesh: MeshAxes) -> NDArray[np.float64]:
-        """In each layout, the share of its own bytes that lies in memory for a numerator: all, or its product's."""
-        rows = aval.shape[0] // np.where(decode(codes, aval.ndim, mesh.ndim) == 0, mesh.sizes, 1).prod(axis=1)
-        return np.where(self.turned | (rows == 1), min(1.0, self.product_itemsize / aval.itemsize), 1.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,6 +87,17 @@ class LiveRanges:
     cast_ahead: Mapping[int, CastAhead]
     multiplied: Mapping[int, bool]
 
+    @property
+    def maxima(self) -> frozenset[int]:
+        """The equations that find the maxima of rows in the kernels of products that make numerators of softmaxes."""
+        return frozenset(n.maximum for n in self.numerators.values() if n.maximum is not None)
+
+    @property
+    def gone_products(self) -> frozenset[int]:
+        """The products that are written only where a plan keeps them: their kernels make numerators of softmaxes."""
+        inside = (n.product for n in self.numerators.values() if n.maximum is not None)
+        return frozenset(v for v in inside if v is not None)
+
 
 def live_ranges(
     graph: Graph,
@@ -125,7 +106,7 @@ def live_ranges(
     compiler: CompilerModel,
     *,
     orders: DimensionOrders,
-    stores_quotients: bool,
+    softmax_facts: SoftmaxFacts,
     loss_last: bool,
 ) -> LiveRanges:
     """The lives of a graph's values.
@@ -136,11 +117,10 @@ def live_ranges(
       fuses: per equation, whether XLA fuses it with its neighbours.
       compiler: who compiles it.
       orders: of the dimensions of products in memory.
-      stores_quotients: as of the machine.
+      softmax_facts: of the machine; only of compilers that store numerators.
       loss_last: whether equations that lead to scalars alone run last.
     """
     spans = loop_spans(graph)
-    made_by = graph.producers
     taken = np.zeros(len(graph.avals), bool)
     stated = set(orders.turned)
     numerators: dict[int, Numerator] = {}
@@ -149,15 +129,18 @@ def live_ranges(
             if eqn.traits.contraction:
                 taken[list(graph.operands[e])] = True
     if compiler.stores_softmax_numerators:
-        for numerator, quotient in _softmaxes(graph):
-            stated |= {numerator, quotient} if stores_quotients else {numerator}
-            numerators[numerator] = _numerator(graph, made_by, numerator)
-        kept = {recalled: numerators[v] for v, recalled in _recalled(graph, made_by) if v in numerators}
+        divides = softmax_facts.stores_quotients
+        for softmax in softmaxes(graph, softmax_facts.devices):
+            stated |= {softmax.value, softmax.quotient} if divides and softmax.read_again else {softmax.value}
+            numerators[softmax.value] = softmax.numerator
+            stated |= {softmax.numerator.scores} - {None}
+        kept = {again: numerators[v] for v, again in recalled(graph) if v in numerators}
         numerators |= kept
         stated |= set(kept)
     order = positions(graph, fuses, compiler)
     scattered = scattered_terms(graph, fuses)
-    held = _find_held(graph, fuses, taken, stated, compiler, scattered)
+    gradients = {v for v, n in numerators.items() if softmax_facts.stores_gradients and not n.few}
+    held = _find_held(graph, fuses, taken, stated, compiler, scattered, numerators, gradients)
     named = np.zeros(len(graph.avals), bool)
     named[[graph.results[term.addition][0] for term in scattered]] = True
     for e, eqn in enumerate(graph.eqns):
@@ -181,6 +164,10 @@ def live_ranges(
         return end
 
     end = ends(late)
+    for v, numerator in numerators.items():
+        product, onto = numerator.product, v if numerator.scores is None else numerator.scores
+        if product is not None and numerator.replaces_product and end[product] == start[onto] + 1:
+            stored[product], named[product], start[onto] = False, True, start[product]
     for e, eqn in enumerate(graph.eqns):
         if eqn.primitive == LOOP_RESULT and end[graph.operands[e][0]] == start[graph.results[e][0]] + 1:
             end[graph.operands[e][0]] -= 1  # what a loop carried last is its result
@@ -325,61 +312,6 @@ def _find_written_over(
     return sorted(found)
 
 
-def _softmaxes(graph: Graph) -> Iterator[tuple[int, int]]:
-    """Per softmax: the numerator, and the quotient (cast, if it is cast)."""
-    made_by, consumers = graph.producers, graph.consumers
-
-    def maker(value: int, *, through: bool = False) -> int:
-        """The equation that makes a value (`through`: that makes its elements, under other names); -1 for none.
-
-        Of what a loop keeps or repeats, the one that repeats it.
-        """
-        e = made_by.get(value, (-1, 0))[0]
-        while e >= 0 and (graph.recalls_slice(e) or (through and graph.eqns[e].traits.same_values)):
-            e = made_by.get(made_from(graph, e)[0], (-1, 0))[0]
-        return e
-
-    for e, eqn in enumerate(graph.eqns):
-        if eqn.primitive != DIV:
-            continue
-        above, below = graph.operands[e]
-        exponential, total = maker(above), maker(below, through=True)
-        if min(exponential, total) < 0 or graph.eqns[exponential].primitive != EXP:
-            continue
-        if graph.eqns[total].primitive == REDUCE_SUM and graph.operands[total][0] == above:
-            quotient = graph.results[e][0]
-            users = [u for u, _ in consumers.get(quotient, ())]
-            casts = [graph.results[u][0] for u in users if graph.eqns[u].traits.cast]
-            yield above, casts[0] if casts else quotient
-
-
-def _recalled(graph: Graph, made_by: Mapping[int, tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Value → what a backward pass outside of loops takes for it, kept or repeated."""
-    for e, eqn in enumerate(graph.eqns):
-        keeps = made_by.get(graph.operands[e][0], (-1, 0))[0] if eqn.primitive == RECALL else -1
-        if keeps >= 0 and graph.eqns[keeps].primitive == KEEP:
-            yield graph.operands[keeps][0], graph.results[e][0]
-
-
-def _numerator(graph: Graph, made_by: Mapping[int, tuple[int, int]], value: int) -> Numerator:
-    """What lies there for a numerator, by the products that it is computed from, element by element.
-
-    In a forward pass alone its sum and its quotient read it, and the numerators of a transposed product lie there.
-    """
-    size = graph.avals[value].size
-    itemsize, turned, left, seen = graph.avals[value].itemsize, False, [value], {value}
-    while left:
-        e = made_by.get(left.pop(), (-1, 0))[0]
-        if e >= 0 and graph.eqns[e].traits.contraction:
-            itemsize = min(itemsize, graph.avals[graph.results[e][0]].itemsize)
-        elif e >= 0:
-            turned |= graph.eqns[e].primitive == TRANSPOSE
-            new = {v for v in graph.operands[e] if graph.avals[v].size == size} - seen
-            seen |= new
-            left += new
-    return Numerator(product_itemsize=itemsize, turned=turned and len(graph.consumers[value]) > _FORWARD_READERS)
-
-
 def _find_held(
     graph: Graph,
     fuses: Sequence[bool],
@@ -387,6 +319,8 @@ def _find_held(
     stated: Container[int],
     compiler: CompilerModel,
     scattered: Sequence[ScatteredTerm],
+    numerators: Mapping[int, Numerator],
+    differentiated: Container[int],
 ) -> NDArray[np.bool_]:
     """Whether each value lies in memory, also under another's name.
 
@@ -397,6 +331,8 @@ def _find_held(
       stated: values that are always held.
       compiler: who compiles the program.
       scattered: additions that are done by a scatter.
+      numerators: those of softmaxes, of which the products may lie there.
+      differentiated: numerators of which the gradient of the scores lies there, too, if several read it.
     """
     sums = {term.addition for term in scattered}
     scatters = {term.scatter for term in scattered}
@@ -434,6 +370,10 @@ def _find_held(
     for e in range(len(graph.eqns) - 1, -1, -1):
         if graph.eqns[e].traits.renames and held[graph.results[e][0]]:
             held[graph.operands[e][-1]] = True
+    uses = readers.copy()  # under all names
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        if graph.eqns[e].traits.renames:
+            uses[graph.operands[e][-1]] += uses[graph.results[e][0]] - 1
     goes_to: dict[int, frozenset[int]] = {}  # value that is not held → values in memory that are computed from it
     for e in range(len(graph.eqns) - 1, -1, -1):
         for v in graph.results[e] if fuses[e] else ():
@@ -452,7 +392,8 @@ def _find_held(
         found: dict[int, int] = {}
         for v in made_from(graph, e):
             if held[v]:  # of a stack, a trip's part is read
-                found[v] = graph.avals[result if eqn.primitive == LOOP_SLICE else v].nbytes
+                aval = graph.avals[result if eqn.primitive == LOOP_SLICE else v]
+                found[v] = numerators[v].nbytes(aval) if v in numerators else aval.nbytes
             elif made[v]:
                 found.update(sources.get(v, {}))
         sources[result] = found
@@ -460,6 +401,8 @@ def _find_held(
             continue
         write, read, times = graph.avals[result].nbytes, sum(found.values()), int(readers[result])
         held[result] = times * read > read + write + times * write or len(found) > _MOST_SOURCES
+        if uses[result] > 1 and any(v in differentiated for v in found):
+            held[result] |= sum(graph.avals[v].size == graph.avals[result].size for v in found) > 1
     return held
 
 

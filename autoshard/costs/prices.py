@@ -43,6 +43,9 @@ class Machine(CollectiveMachine, Protocol):
     def stores_quotients(self) -> bool: ...
 
     @property
+    def stores_score_gradients(self) -> bool: ...
+
+    @property
     def host_bytes_per_s(self) -> float: ...
 
     def matmul_s(

@@ -23,7 +23,7 @@ from autoshard.costs.casts import widening
 from autoshard.costs.compute import multiplied_dtype
 from autoshard.costs.liveness import LiveRanges, made_from
 from autoshard.costs.resharding import Unfused
-from autoshard.costs.strategies import SUM, Strategies, decode, shards
+from autoshard.costs.strategies import SUM, Strategies, decode, shards, split
 from autoshard.ir.graph import Eqn, Graph
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import DERIVE, LOOP_STACK, RECALL
@@ -111,7 +111,7 @@ def fused_bytes(
             aval, numerator = graph.avals[v], lives.numerators.get(v)
             nbytes = aval.nbytes if numerator is None else numerator.nbytes(aval)
             if numerator is not None and aval.shape == operand.shape:
-                nbytes = aval.nbytes * numerator.share(aval, codes, mesh)
+                nbytes = aval.nbytes * numerator.share(aval, split(codes, 0, aval.ndim, mesh))
             total += nbytes / np.minimum(pieces, max(aval.size, 1))
         total -= operand.size * itemsize / pieces
     (codes,), (product,) = strategies.results, eqn.results
@@ -135,6 +135,7 @@ class _Kernels:
     ) -> None:
         self.graph, self.onward, self.flows, self.levels, self.absorbed = graph, onward, flows, levels, lives.absorbed
         self.held = lives.stored | lives.named
+        self.gone = lives.gone_products
         self.read = {  # value that who takes it reads in memory → the bytes of it that are read
             v: lives.numerators[v].nbytes(graph.avals[v]) if v in lives.numerators else graph.avals[v].nbytes
             for v in np.flatnonzero(self.held).tolist()
@@ -148,7 +149,7 @@ class _Kernels:
                 self.runs_in[e] = e
             elif self.onward[e]:
                 self.runs_in[e] = self._could_run(e)
-            if not self._reduces(e):
+            if not self._reduces(e) or e in lives.maxima:
                 self.host[list(graph.results[e])] = self.runs_in[e]
 
     def found(self) -> ProductKernels:
@@ -274,7 +275,7 @@ class _Kernels:
             eqn, operands, result = graph.eqns[e], list(graph.operands[e]), next(iter(graph.results[e]), _NONE)
             if eqn.traits.choice:  # computed as what takes it needs it, if it is computed at all
                 apart[operands] |= apart[result]
-                outside[operands] = True
+                outside[[v for v in operands if v not in self.gone]] = True
             elif eqn.primitive == LOOP_STACK:
                 (v,) = operands
                 made[v] |= host[v] >= 0  # its slice is written where its kernel ends

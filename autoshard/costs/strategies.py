@@ -71,6 +71,11 @@ def shards(codes: Codes, ndim: int, mesh: MeshAxes) -> NDArray[np.int64]:
     return np.where(rows >= 0, np.array(mesh.sizes, np.int64), 1).prod(axis=-1)
 
 
+def split(codes: Codes, dimension: int, ndim: int, mesh: MeshAxes) -> NDArray[np.int64]:
+    """The number of parts (N,) that one dimension is split into."""
+    return np.where(decode(codes, ndim, mesh.ndim) == dimension, mesh.sizes, 1).prod(axis=1)
+
+
 @cache
 def layouts(shape: tuple[int, ...], mesh: MeshAxes, *, unreduced: bool) -> Codes:
     """Codes of every layout that divides `shape`, replicated first; read-only. Empty arrays are not split.

@@ -22,7 +22,7 @@ COND = "cond"
 CONVOLUTION = "conv_general_dilated"
 DEVICE_PUT = "device_put"
 DOT_GENERAL = "dot_general"
-EXP, DIV, MUL, REDUCE_SUM = "exp", "div", "mul", "reduce_sum"
+EXP, DIV, MUL, SUB, REDUCE_MAX, REDUCE_SUM = "exp", "div", "mul", "sub", "reduce_max", "reduce_sum"
 FFT = "fft"
 GATHER = "gather"
 IOTA = "iota"
@@ -147,9 +147,9 @@ OP_TRAITS: Mapping[str, OpTraits] = {
     **dict.fromkeys(("cbrt", "cos", "erf", "erfc", EXP, "exp2", "expm1", "log", "log1p", "logistic"), _COSTLY),
     **dict.fromkeys(("pow", "rsqrt", "sin", "sqrt", "tan", "tanh"), _COSTLY),
     REDUCE_SUM: OpTraits(fusible=True, ends_fusion=True, linear=True),
-    **dict.fromkeys(("reduce_max", "reduce_min", "reduce_and", "reduce_or"), _REDUCTION),
+    **dict.fromkeys((REDUCE_MAX, "reduce_min", "reduce_and", "reduce_or"), _REDUCTION),
     **dict.fromkeys(("argmax", "argmin"), _REDUCTION),
-    "sub": OpTraits(combines=True),
+    SUB: OpTraits(combines=True),
     **dict.fromkeys(("neg", "reduce_precision", "optimization_barrier"), _LINEAR),
     **dict.fromkeys(("random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"), _RANDOM),
     # The same values elsewhere, or otherwise.

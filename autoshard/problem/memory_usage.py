@@ -14,7 +14,7 @@ from autoshard.costs.execution_order import behind_loops, loop_spans
 from autoshard.costs.fusion import FusionTraits
 from autoshard.costs.liveness import LiveRanges
 from autoshard.costs.overlap import EARLY, LATE, OverlapWindows
-from autoshard.costs.strategies import SUM, Codes, decode, shards
+from autoshard.costs.strategies import SUM, Codes, decode, shards, split
 from autoshard.ir.graph import Aval, Graph
 from autoshard.ir.mesh import MeshAxes
 from autoshard.problem.ports import KEPT, REPEATED, Port, Usage
@@ -183,7 +183,7 @@ class MemoryUsageBuilder:
             cast = local_bytes(replace(aval, dtype=BFLOAT16), port.codes, self.mesh)
             nbytes = np.where(self._pending(value, port).any(axis=1), nbytes, cast)
         if (numerator := self.lives.numerators.get(value)) is not None:
-            nbytes = (nbytes * numerator.share(aval, port.codes, self.mesh)).astype(np.int64)
+            nbytes = (nbytes * numerator.share(aval, split(port.codes, 0, aval.ndim, self.mesh))).astype(np.int64)
         return nbytes if port.off is None else np.where(port.off, 0, nbytes)
 
     def _kind(self, value: int) -> str:

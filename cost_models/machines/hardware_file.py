@@ -86,7 +86,7 @@ LINK_NUMBERS: dict[str, bool] = {
     "dimensions_count": False,
 }
 # What a chip's compiler is known to do, where chips differ: see `Chip.fact`.
-COMPILER_FACTS = ("gathers_ahead", "stores_quotients")
+COMPILER_FACTS = ("gathers_ahead", "stores_quotients", "stores_score_gradients")
 LEAST, MOST = 1e-18, 1e24  # of a number that is not 0: outside there is no unit in which a chip has it
 MOST_COUNT = 10**6
 MAY_BE_ZERO = frozenset(
@@ -204,8 +204,9 @@ class Chip:
         based_on: The catalogue's chip that a user's file changes, or "".
         compiler: What the chip's compiler does where chips differ: `gathers_ahead`, whether
             gathers run beside compute, so that its scheduler begins them long before their
-            use; `stores_quotients`, whether a softmax's quotient lies in memory before it is
-            multiplied. What is not stated is as on most chips: see `fact`.
+            use; `stores_quotients`, whether a softmax's quotient lies in memory before several
+            products read it; `stores_score_gradients`, whether the gradient of its scores
+            does. What is not stated is as on most chips: see `fact`.
     """
 
     name: str
@@ -224,7 +225,7 @@ class Chip:
         if name in self.compiler:
             return self.compiler[name]
         tiled = self.links["domain"].medium == "torus"
-        usual = {"gathers_ahead": not tiled, "stores_quotients": True}[name]
+        usual = name != "gathers_ahead" or not tiled
         return Fact(usual, f"as on other {'TPUs' if tiled else 'GPUs and CPUs'}: the file does not say")
 
 

@@ -97,6 +97,11 @@ class Machine:
         return self.chip.fact("stores_quotients").value
 
     @property
+    def stores_score_gradients(self) -> bool:
+        """Whether the gradient of a softmax's scores lies in memory before products read it; of the chip's file."""
+        return self.chip.fact("stores_score_gradients").value
+
+    @property
     def host_bytes_per_s(self) -> float:
         """Bytes per second of one device to or from its host's memory, each way."""
         return self.chip.numbers["host_bytes_per_s"].value

@@ -84,7 +84,7 @@ def test_a_file_of_any_name_has_its_bases_compiler(base: str, compiler: Compiler
     stock = devices.place({"x": 8}, cost_models.hardware(base, 8))
     assert place.compiler == stock.compiler == compiler
     assert devices.compiler_named(place.hardware.name) == compiler
-    for fact in ("gathers_ahead", "stores_quotients", "unscattered_axes"):
+    for fact in ("gathers_ahead", "stores_quotients", "stores_score_gradients", "unscattered_axes"):
         assert getattr(place.machine, fact) == getattr(stock.machine, fact)
 
 

@@ -279,6 +279,27 @@ def test_operands_of_products_are_cast(compiler: CompilerName, topology: str, pr
     assert (gather.kind, gather.nbytes) == ("all-gather", 1024 * 1024 * size)
 
 
+@pytest.mark.parametrize("repeated", ["a number", "a row", "a mask"])
+@pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
+def test_what_a_loop_repeats_itself(compiler: CompilerName, topology: str, repeated: str) -> None:
+    """One number always; what is repeated along some dimensions is handed in as it is, or as an array of its own."""
+
+    def layers(stack: jax.Array, x: jax.Array) -> jax.Array:
+        places = [jax.lax.broadcasted_iota(jnp.float32, x.shape, d) for d in (1, 2)]
+        lowest = jnp.full(x.shape, -1e9, jnp.float32)
+        added = {"a number": lowest, "a row": 2 * places[1], "a mask": jnp.where(places[0] < places[1], lowest, 0)}
+
+        def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(h @ w + added[repeated]), None
+
+        return jax.lax.scan(layer, x, stack)[0]
+
+    text = text_of(topology, layers, (F32(4, 512, 512), F32(64, 512, 512)), (P(), P("x")))
+    loops = [line.partition(" while(")[0] for line in text.splitlines() if " while(" in line]
+    taken = max(carried.count("f32[8,512,512]") for carried in loops)
+    assert (taken == 1) == (repeated == "a number" or named(compiler).loops_repeat_constants)
+
+
 @pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
 def test_one_of_each_row_is_taken_back(compiler: CompilerName, topology: str) -> None:
     """Its gradient has no scatter, or one."""

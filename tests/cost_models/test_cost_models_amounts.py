@@ -139,10 +139,10 @@ def test_a_file_based_on_a_chip_has_its_compiler(chip: str, tmp_path: Path) -> N
         hw.place({"x": hw.devices})
         for hw in (stock, cost_models.hardware(path), stock.replaced("tried", hbm_bytes=5e9))
     ]
-    for fact in ("gathers_ahead", "stores_quotients", "unscattered_axes", "tiled"):
+    for fact in ("gathers_ahead", "stores_quotients", "stores_score_gradients", "unscattered_axes", "tiled"):
         assert len({getattr(machine, fact) for machine in machines}) == 1, fact
     if chip.startswith("tpu"):
-        assert set(stock.chip.compiler) == {"gathers_ahead", "stores_quotients"}
+        assert set(stock.chip.compiler) == {"gathers_ahead", "stores_quotients", "stores_score_gradients"}
 
 
 def test_what_the_compiler_does_may_be_stated_and_is_part_of_the_digest(tmp_path: Path) -> None:

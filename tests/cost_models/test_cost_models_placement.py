@@ -161,8 +161,17 @@ def test_a_plan_has_the_device_order_that_was_priced():
     assert [order[1, 0, 0, 0], order[0, 1, 0, 0], order[0, 0, 1, 0], order[0, 0, 0, 1]] == [1, 2, 4, 8]
 
 
-@pytest.mark.parametrize(("spec", "stores"), [("tpu-v5e:2x2", False), ("tpu-v5p:2x2x1", True), ("tpu-v4:2x2x1", True)])
-def test_which_chips_store_a_softmaxs_quotient(spec: str, *, stores: bool):
-    """What libtpu 0.0.52 keeps of one attention with its gradient, compiled for each."""
+@pytest.mark.parametrize(
+    ("spec", "quotients", "gradients"),
+    [
+        ("tpu-v5e:2x2", False, False),
+        ("tpu-v5p:2x2x1", True, True),
+        ("tpu-v4:2x2x1", True, True),
+        ("tpu-v6e:2x2", False, True),
+    ],
+)
+def test_what_chips_store_of_a_softmax(spec: str, *, quotients: bool, gradients: bool):
+    """What libtpu 0.0.52 keeps of attention with its gradient, compiled for each."""
     found = cost_models.hardware(spec)
-    assert found.place({"x": found.devices}).stores_quotients is stores
+    machine = found.place({"x": found.devices})
+    assert (machine.stores_quotients, machine.stores_score_gradients) == (quotients, gradients)

@@ -28,7 +28,7 @@ ONE = MeshAxes(("one",), (1,))
 class Free:
     """A machine of which nothing is asked but FLOPs."""
 
-    overlap, gathers_ahead, tiled, stores_quotients = 0.0, True, False, True
+    overlap, gathers_ahead, tiled, stores_quotients, stores_score_gradients = 0.0, True, False, True, True
     unscattered_axes = slice_axes = frozenset[str]()
     host_bytes_per_s = 1.0
 

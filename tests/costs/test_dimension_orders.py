@@ -12,6 +12,7 @@ from autoshard.costs import compute
 from autoshard.costs.dimension_orders import DimensionOrders, dimension_orders
 from autoshard.costs.fusion import is_pointwise
 from autoshard.costs.liveness import live_ranges
+from autoshard.costs.softmaxes import SoftmaxFacts
 from autoshard.ir.graph import Graph, build
 from autoshard.rules import rules_of
 
@@ -78,7 +79,8 @@ def test_what_contractions_have_read_is_gone_when_the_gradient_of_scores_is_turn
     fuses = [
         compute.fusible(e, pointwise=is_pointwise(r), compiler=XLA_GPU) for e, r in zip(graph.eqns, rules, strict=True)
     ]
-    lives = live_ranges(graph, rules, fuses, XLA_GPU, orders=found, stores_quotients=True, loss_last=False)
+    facts = SoftmaxFacts(devices=1, stores_quotients=True, stores_gradients=True)
+    lives = live_ranges(graph, rules, fuses, XLA_GPU, orders=found, softmax_facts=facts, loss_last=False)
     casts = (r[0] for e, r in enumerate(graph.results) if graph.eqns[e].traits.cast)
     weights = next(v for v in casts if graph.avals[v].shape == (2, 4, 3, 64, 96) and graph.avals[v].itemsize == 2)
     assert lives.stored[weights]

@@ -17,7 +17,8 @@ from autoshard.costs import compute
 from autoshard.costs.casts import CastAhead, cast_ahead, multiplied
 from autoshard.costs.dimension_orders import DimensionOrders
 from autoshard.costs.fusion import is_pointwise
-from autoshard.costs.liveness import LiveRanges, Numerator, live_ranges
+from autoshard.costs.liveness import LiveRanges, live_ranges
+from autoshard.costs.softmaxes import SoftmaxFacts
 from autoshard.costs.strategies import WHOLE, decode
 from autoshard.ir.graph import Graph, build
 from autoshard.problem.decisions import layout_codes
@@ -28,9 +29,7 @@ F32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 BF16 = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
 
 
-def lived(
-    fn: Callable[..., Any], *args: Any, compiler: CompilerModel = XLA_GPU, stores_quotients: bool = True
-) -> tuple[Graph, LiveRanges]:
+def lived(fn: Callable[..., Any], *args: Any, compiler: CompilerModel = XLA_GPU) -> tuple[Graph, LiveRanges]:
     graph = build(jax.make_jaxpr(fn)(*args), "cpu")
     rules = rules_of(graph.eqns, unknown="error")
     fuses = [
@@ -42,7 +41,7 @@ def lived(
         fuses,
         compiler,
         orders=DimensionOrders(),
-        stores_quotients=stores_quotients,
+        softmax_facts=SoftmaxFacts(devices=1, stores_quotients=True, stores_gradients=True),
         loss_last=compiler.computes_loss_last,
     )
 
@@ -143,35 +142,6 @@ def test_on_tpu_products_make_their_operands() -> None:
     _, on_gpu = lived(gated, *args)
     assert on_gpu.stored[[*casts, product]].all()
     assert not on_gpu.absorbed.any()
-
-
-def test_on_tpu_a_softmax_lies_in_memory_before_it_is_divided() -> None:
-    """And after, but on v5e: see `cost_models.Machine.stores_quotients`."""
-    for stores in (True, False):
-        args = BF16((64, 8)), BF16((64, 8)), BF16((64, 8))
-        graph, found = lived(attention, *args, compiler=XLA_TPU, stores_quotients=stores)
-        assert found.stored[results(graph, "exp")].all()
-        cast = next(v for v in results(graph, "convert_element_type") if graph.avals[v].itemsize == 2)
-        assert found.stored[cast] == stores
-        assert found.absorbed[cast] != stores
-
-
-def test_on_tpu_transposed_scores_are_kept_as_their_product_leaves_them() -> None:
-    """For a gradient; in a forward pass alone, and where nothing is transposed, the numerators are."""
-
-    def heads(q: Any, k: Any, v: Any, *, order: str) -> Any:
-        scores = jax.nn.softmax(jnp.einsum(f"bskgd,btkd->{order}", q, k).astype(jnp.float32))
-        return jnp.einsum(f"{order},btkd->bskgd", scores.astype(jnp.bfloat16), v)
-
-    def gradient(q: Any, k: Any, v: Any, *, order: str) -> Any:
-        return jax.vjp(partial(heads, order=order), q, k, v)[1](q)
-
-    args = BF16((4, 64, 2, 3, 8)), BF16((4, 64, 2, 8)), BF16((4, 64, 2, 8))
-    for fn, order, turned in ((gradient, "bksgt", False), (gradient, "bkgst", True), (heads, "bkgst", False)):
-        graph, found = lived(partial(fn, order=order), *args, compiler=XLA_TPU)
-        (numerators,) = results(graph, "exp")
-        assert found.stored[numerators]
-        assert found.numerators[numerators] == Numerator(product_itemsize=2, turned=turned)
 
 
 def test_on_tpu_a_state_is_updated_when_its_gradient_is_there() -> None:

@@ -12,6 +12,7 @@ from autoshard.costs.fusion import fusion_traits, levels
 from autoshard.costs.liveness import live_ranges
 from autoshard.costs.product_kernels import ProductKernels, product_kernels
 from autoshard.costs.resharding import Unfused
+from autoshard.costs.softmaxes import SoftmaxFacts
 from autoshard.ir.graph import Graph, build
 from autoshard.rules import rules_of
 
@@ -26,11 +27,12 @@ def kernels(program: Callable[..., Any], *arguments: Any) -> tuple[Graph, Produc
     graph = build(jax.make_jaxpr(program)(*arguments), "tpu")
     rules = rules_of(graph.eqns)
     traits = fusion_traits(graph, rules, (), XLA_TPU)
+    facts = SoftmaxFacts(devices=1, stores_quotients=False, stores_gradients=False)
     lives = live_ranges(
-        graph, rules, traits.fuses, XLA_TPU, orders=DimensionOrders(), stores_quotients=False, loss_last=True
+        graph, rules, traits.fuses, XLA_TPU, orders=DimensionOrders(), softmax_facts=facts, loss_last=True
     )
     return graph, product_kernels(
-        graph, traits.fuses, traits.flows, lives, levels(graph, traits.fuses, ()), traits.free
+        graph, traits.fuses, traits.flows, lives, levels(graph, traits.fuses, (), lives.maxima), traits.free
     )
 
 

@@ -13,7 +13,7 @@ from autoshard.costs.product_kernels import fused_bytes
 from autoshard.costs.strategies import SUM, Strategies, decode, enumerate_strategies, given, shards
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import Graph
-from autoshard.ir.op_traits import DERIVE, LOOP_STACK, PALLAS, RECALL, SHARD_MAP
+from autoshard.ir.op_traits import DERIVE, KEEP, LOOP_STACK, PALLAS, RECALL, SHARD_MAP
 from autoshard.problem import bodies
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.facts import GraphFacts
@@ -50,7 +50,7 @@ def add_equations(draft: Draft, of_shard_maps: bodies.Bodies) -> None:
         choices = _choices(graph, e, len(strategies))
         strategies = strategies.at(choices.of)
         price = _recalled(draft, e, strategies, choices) if graph.recalls_slice(e) else None
-        price = price or _priced(facts, e, strategies, body)
+        price = price or _kept(facts, e, strategies) or _priced(facts, e, strategies, body)
         zero = np.zeros(len(strategies))
         there = 1.0 if choices.off is None else np.where(choices.off, 0.0, 1.0)
         node = draft.add(
@@ -222,6 +222,15 @@ def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductio
     if eqn.primitive == LOOP_STACK:  # zeroed before the loop, and written by the equation that makes it
         cover_s = cover_s * (2 / 3 if reads[0] else 0.0)
     return _Price(reductions_s + touched_s, None, cover_s, facts.windows.of_equation[e])
+
+
+def _kept(facts: GraphFacts, e: int, strategies: Strategies) -> _Price | None:
+    """The price of keeping a product that its kernel would not write: of writing it."""
+    graph = facts.graph
+    if graph.eqns[e].primitive != KEEP or graph.operands[e][0] not in facts.lives.gone_products:
+        return None
+    (aval,), (codes,) = graph.eqns[e].operands, strategies.operands
+    return _Price(np.asarray(facts.machine.hbm_s(aval.nbytes / shards(codes, aval.ndim, facts.mesh))))
 
 
 def _recalled(draft: Draft, e: int, strategies: Strategies, choices: _Choices) -> _Price:

@@ -19,7 +19,8 @@ from autoshard.costs.product_kernels import ProductKernels, product_kernels
 from autoshard.costs.reductions import computed_elsewhere, kernel_levels, reread
 from autoshard.costs.resharding import Strides
 from autoshard.costs.shared_gathers import groups
-from autoshard.costs.strategies import SUM, Codes, check_counts, decode
+from autoshard.costs.softmaxes import SoftmaxFacts
+from autoshard.costs.strategies import SUM, Codes, check_counts, decode, split
 from autoshard.costs.strides import strides
 from autoshard.ir.graph import Graph
 from autoshard.ir.mesh import MeshAxes
@@ -107,7 +108,10 @@ class GraphFacts:
     def read_share(self, value: int, codes: Codes) -> NDArray[np.float64]:
         """In each layout, the share of a value's bytes that who takes it reads: for a numerator maybe its product's."""
         numerator = self.lives.numerators.get(value)
-        return np.ones(len(codes)) if numerator is None else numerator.share(self.graph.avals[value], codes, self.mesh)
+        if numerator is None:
+            return np.ones(len(codes))
+        aval = self.graph.avals[value]
+        return numerator.share(aval, split(codes, 0, aval.ndim, self.mesh))
 
     def written_share(self, value: int, codes: Codes) -> NDArray[np.float64]:
         """In each layout, the share of a value's bytes that who makes it writes: none where its product lies there."""
@@ -126,10 +130,12 @@ class GraphFacts:
 
         What the same kernel writes, `inside` of the chain, it has in registers.
         """
-        level = int(self.levels[value])
         if self.kernels is not None:
-            return self.kernels[result] - ({level} if inside else set[int]())
-        return frozenset[int]() if inside and level == self.levels[result] else frozenset({0})
+            return self.kernels[result] - ({int(self.levels[value])} if inside else set[int]())
+        if inside and self.levels[value] == self.levels[result]:
+            return frozenset()
+        whole = self.held[result] and self.graph.avals[result].size == self.graph.avals[value].size
+        return frozenset({int(self.levels[result]) if whole and self.products is not None else 0})
 
     def readers(self, value: int) -> int:
         """How many equations take a value, also as one that a loop keeps or repeats."""
@@ -189,12 +195,16 @@ def facts_of(
         traits.fuses,
         compiler,
         orders=orders,
-        stores_quotients=machine.stores_quotients,
+        softmax_facts=SoftmaxFacts(
+            devices=mesh.size,
+            stores_quotients=machine.stores_quotients,
+            stores_gradients=machine.stores_score_gradients,
+        ),
         loss_last=compiler.computes_loss_last and not late,
     )
     held = lives.stored | lives.named
     lasting = {v for i, v in enumerate(graph.inputs) if i not in required.donated} | set(graph.outputs)
-    level = levels(graph, traits.fuses, orders.turned)
+    level = levels(graph, traits.fuses, orders.turned, lives.maxima)
     alone = compiler.reduces_in_kernels_of_their_own
     again = reread(graph, traits.fuses, held, level, orders.across) if alone else {}
     products = None
