@@ -122,19 +122,19 @@ def _free(
 def _varies(graph: Graph, e: int, rule: ShardingRule, varies: Mapping[int, frozenset[int]]) -> frozenset[int]:
     """The dimensions that the result of a free equation varies along."""
     eqn = graph.eqns[e]
-    (result, *_) = eqn.results
     if eqn.primitive == IOTA:
         return frozenset({eqn.params["dimension"]})
-    factors = {
-        f
+    by_element = is_pointwise(rule) or eqn.traits.repeats or eqn.primitive in (TRANSPOSE, LOOP_CONST)
+    if eqn.traits.draws or not by_element:
+        return frozenset(range(eqn.results[0].ndim))
+    varying = {
+        factor
         for v, dims in zip(graph.operands[e], rule.operands, strict=True)
         for d, factors in enumerate(dims)
-        for f in factors
+        for factor in factors
         if d in varies.get(v, range(graph.avals[v].ndim)) and graph.avals[v].shape[d] > 1
     }
-    if not (is_pointwise(rule) or eqn.traits.repeats or eqn.primitive in (TRANSPOSE, LOOP_CONST)) or eqn.traits.draws:
-        return frozenset(range(result.ndim))
-    return frozenset(d for d, dim in enumerate(rule.results[0]) if not factors.isdisjoint(dim))
+    return frozenset(d for d, factors in enumerate(rule.results[0]) if not varying.isdisjoint(factors))
 
 
 def _repeated(aval: Aval, along: Collection[int], compiler: CompilerModel) -> bool:

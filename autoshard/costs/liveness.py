@@ -93,7 +93,7 @@ class LiveRanges:
         return frozenset(n.maximum for n in self.numerators.values() if n.maximum is not None)
 
     @property
-    def gone_products(self) -> frozenset[int]:
+    def unwritten_products(self) -> frozenset[int]:
         """The products that are written only where a plan keeps them: their kernels make numerators of softmaxes."""
         inside = (n.product for n in self.numerators.values() if n.maximum is not None)
         return frozenset(v for v in inside if v is not None)
@@ -380,7 +380,7 @@ def _find_held(
             if graph.eqns[e].primitive in compiler.computes_once and len(goes_to.get(v, ())) > 1:
                 held[v] = True
             ends = frozenset({v}) if held[v] else goes_to.get(v, frozenset[int]())
-            for o in made_from(graph, e):
+            for o in graph.made_from(e):
                 goes_to[o] = goes_to.get(o, frozenset[int]()) | ends
     sources: dict[int, dict[int, int]] = {}  # value that is not held → what in memory it is recomputed from, and bytes
     for e, eqn in enumerate(graph.eqns):
@@ -390,7 +390,7 @@ def _find_held(
         if result < 0 or held[result] or not (fuses[e] or eqn.traits.renames or eqn.primitive == LOOP_SLICE):
             continue
         found: dict[int, int] = {}
-        for v in made_from(graph, e):
+        for v in graph.made_from(e):
             if held[v]:  # of a stack, a trip's part is read
                 aval = graph.avals[result if eqn.primitive == LOOP_SLICE else v]
                 found[v] = numerators[v].nbytes(aval) if v in numerators else aval.nbytes
@@ -404,11 +404,6 @@ def _find_held(
         if uses[result] > 1 and any(v in differentiated for v in found):
             held[result] |= sum(graph.avals[v].size == graph.avals[result].size for v in found) > 1
     return held
-
-
-def made_from(graph: Graph, e: int) -> tuple[int, ...]:
-    """What an equation's result is computed from: of what is kept or repeated, what is repeated."""
-    return graph.operands[e][-1:] if graph.eqns[e].primitive == RECALL else graph.operands[e]
 
 
 def _last_uses(

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from autoshard.costs.casts import widening
 from autoshard.costs.compute import multiplied_dtype
-from autoshard.costs.liveness import LiveRanges, made_from
+from autoshard.costs.liveness import LiveRanges
 from autoshard.costs.resharding import Unfused
 from autoshard.costs.strategies import SUM, Strategies, decode, shards, split
 from autoshard.ir.graph import Eqn, Graph
@@ -135,7 +135,7 @@ class _Kernels:
     ) -> None:
         self.graph, self.onward, self.flows, self.levels, self.absorbed = graph, onward, flows, levels, lives.absorbed
         self.held = lives.stored | lives.named
-        self.gone = lives.gone_products
+        self.unwritten = lives.unwritten_products
         self.read = {  # value that who takes it reads in memory → the bytes of it that are read
             v: lives.numerators[v].nbytes(graph.avals[v]) if v in lives.numerators else graph.avals[v].nbytes
             for v in np.flatnonzero(self.held).tolist()
@@ -149,7 +149,7 @@ class _Kernels:
                 self.runs_in[e] = e
             elif self.onward[e]:
                 self.runs_in[e] = self._could_run(e)
-            if not self._reduces(e) or e in lives.maxima:
+            if not self._reduces(e):
                 self.host[list(graph.results[e])] = self.runs_in[e]
 
     def found(self) -> ProductKernels:
@@ -244,7 +244,7 @@ class _Kernels:
                 continue
             for v in self.graph.results[e]:
                 if not self.held[v] or (eqn.traits.renames and not chosen) or self._widens(e):
-                    found[v] = frozenset[int]().union(*(found[o] for o in made_from(self.graph, e)))
+                    found[v] = frozenset[int]().union(*(found[o] for o in self.graph.made_from(e)))
         return found
 
     def _widens(self, e: int) -> bool:
@@ -275,7 +275,7 @@ class _Kernels:
             eqn, operands, result = graph.eqns[e], list(graph.operands[e]), next(iter(graph.results[e]), _NONE)
             if eqn.traits.choice:  # computed as what takes it needs it, if it is computed at all
                 apart[operands] |= apart[result]
-                outside[[v for v in operands if v not in self.gone]] = True
+                outside[[v for v in operands if v not in self.unwritten]] = True
             elif eqn.primitive == LOOP_STACK:
                 (v,) = operands
                 made[v] |= host[v] >= 0  # its slice is written where its kernel ends

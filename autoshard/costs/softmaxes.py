@@ -79,8 +79,8 @@ class SoftmaxFacts:
 
     Attributes:
       devices: how many a layout may split a value over.
-      stores_quotients: as of the machine.
-      stores_gradients: as of the machine.
+      stores_quotients: whether quotients lie in memory, of the machine.
+      stores_gradients: whether gradients of scores do, of the machine (`stores_score_gradients`).
     """
 
     devices: int
@@ -90,9 +90,13 @@ class SoftmaxFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Softmax:
-    """One softmax: its numerator, what lies there for it, and its quotient (cast, if it is cast).
+    """One softmax.
 
-    The quotient lies there, too, on chips that store it, where several read it, and it is not computed from mere casts.
+    Attributes:
+      value: its exponentials, before they are divided by their sum.
+      numerator: what lies in memory for them.
+      quotient: cast, if it is cast.
+      read_again: whether chips that store quotients store this one: several read it, and its scores are no mere casts.
     """
 
     value: int
@@ -102,10 +106,10 @@ class Softmax:
 
 
 def softmaxes(graph: Graph, devices: int) -> Iterator[Softmax]:
-    """Every softmax of a program that divides exponentials by their sums."""
+    """Every softmax of a program that divides exponentials by their sums; a number is none."""
     found = _Softmaxes(graph, devices)
     for e, eqn in enumerate(graph.eqns):
-        if eqn.primitive != DIV:
+        if eqn.primitive != DIV or not eqn.results[0].ndim:
             continue
         above, below = graph.operands[e]
         exponential, total = found.maker(above), found.maker(below, through=True)
@@ -143,7 +147,7 @@ class _Softmaxes:
         graph = self.graph
         e = self.made_by.get(value, (_NONE, 0))[0]
         while e >= 0 and (graph.recalls_slice(e) or (through and graph.eqns[e].traits.same_values)):
-            e = self.made_by.get(graph.operands[e][-1 if graph.eqns[e].primitive == RECALL else 0], (_NONE, 0))[0]
+            e = self.made_by.get(graph.made_from(e)[0], (_NONE, 0))[0]
         return e
 
     def numerator(self, value: int, exponential: int) -> Numerator:

@@ -148,6 +148,10 @@ class Graph:
         """How often equation e runs; a link runs as often as the body that it belongs to."""
         return max((self.trips[v] for v in (*self.operands[e], *self.results[e])), default=1)
 
+    def made_from(self, e: int) -> tuple[int, ...]:
+        """What equation e computes its results from: of what is kept or repeated, what is repeated."""
+        return self.operands[e][-1:] if self.eqns[e].primitive == RECALL else self.operands[e]
+
     def recalls_slice(self, e: int) -> bool:
         """Whether equation e takes what a loop's stack keeps, or what is repeated."""
         if self.eqns[e].primitive != RECALL:

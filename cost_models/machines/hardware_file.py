@@ -225,7 +225,7 @@ class Chip:
         if name in self.compiler:
             return self.compiler[name]
         tiled = self.links["domain"].medium == "torus"
-        usual = name != "gathers_ahead" or not tiled
+        usual = {"gathers_ahead": not tiled, "stores_quotients": True, "stores_score_gradients": True}[name]
         return Fact(usual, f"as on other {'TPUs' if tiled else 'GPUs and CPUs'}: the file does not say")
 
 

@@ -93,12 +93,12 @@ class Machine:
 
     @property
     def stores_quotients(self) -> bool:
-        """Whether a softmax's quotient lies in memory before it is multiplied; of the chip's file."""
+        """Whether a softmax's quotient lies in memory before several products read it; of the chip's file."""
         return self.chip.fact("stores_quotients").value
 
     @property
     def stores_score_gradients(self) -> bool:
-        """Whether the gradient of a softmax's scores lies in memory before products read it; of the chip's file."""
+        """Whether gradients of a softmax's scores lie in memory before products read them; of the chip's file."""
         return self.chip.fact("stores_score_gradients").value
 
     @property

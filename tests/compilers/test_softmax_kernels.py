@@ -50,12 +50,13 @@ def differentiated(fn: Callable[..., jax.Array]) -> Callable[..., Any]:
         ("tpu-v5e:2x2", masked, False, 4, 2048, 8, 128),
         ("tpu-v5e:2x2", masked, True, 8, 1024, 8, 64),
         ("tpu-v5e:2x2", cast, True, 4, 2048, 8, 128),
-        ("tpu-v5p:2x2x1", cast, True, 8, 1024, 8, 64),
+        ("tpu-v5p:2x2x1", cast, True, 4, 2048, 2, 128),
         pytest.param("tpu-v5e:2x2", cast, False, 8, 1024, 8, 64, marks=pytest.mark.slow),
         pytest.param("tpu-v5e:2x2", masked, False, 2, 4096, 8, 128, marks=pytest.mark.slow),
         pytest.param("tpu-v5e:2x2", masked, True, 1, 4096, 8, 64, marks=pytest.mark.slow),
         pytest.param("tpu-v5e:2x2", masked, True, 4, 2048, 2, 128, marks=pytest.mark.slow),
         pytest.param("tpu-v5e:2x2", cast, True, 4, 2048, 2, 128, marks=pytest.mark.slow),
+        pytest.param("tpu-v5p:2x2x1", cast, True, 8, 1024, 8, 64, marks=pytest.mark.slow),
         pytest.param("tpu-v5p:2x2x1", cast, False, 1, 2048, 16, 64, marks=pytest.mark.slow),
     ],
 )
@@ -84,5 +85,5 @@ def test_attention_takes_the_time_and_the_memory_of_its_kernels(
     compute, memory = verified.compute, verified.memory
     assert compute is not None
     assert memory.compiled is not None
-    assert compute.predicted_s == pytest.approx(compute.compiled_s, rel=0.06)
+    assert compute.predicted_s == pytest.approx(compute.compiled_s, rel=0.045)
     assert 0.95 < memory.predicted.peak / memory.compiled.peak < 1.25

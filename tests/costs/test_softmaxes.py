@@ -92,7 +92,8 @@ def test_the_scores_kernel_makes_the_softmax_where_something_is_computed_in_floa
     assert found.by_passes != inside
     assert found.nbytes(aval) == aval.size * (4 if inside else graph.avals[scores].itemsize)
     assert lives.stored[numerators]
-    assert not lives.stored[scores]  # the two are one in memory
+    assert not lives.stored[scores]  # the two are one in memory,
+    assert lives.start[numerators] == lives.start[scores]  # from when the product is made
     first = graph.producers[scores][0]
     assert (kernels.host[numerators] == first) == inside
     assert (found.maximum is not None) == inside
@@ -157,6 +158,16 @@ def test_quotients_lie_in_memory_where_chips_store_them(*, stores: bool, differe
     )
     assert lives.stored[divided] == (stores and differentiated and masks)
     assert lives.absorbed[divided] != lives.stored[divided]
+
+
+def test_one_number_is_no_softmax() -> None:
+    def softmax(x: jax.Array) -> jax.Array:
+        raised = jnp.exp(x)
+        return raised / jnp.sum(raised)
+
+    graph, lives, _ = kept(softmax, F32(()))
+    assert results(graph, "div")
+    assert not lives.numerators
 
 
 @pytest.mark.parametrize(("stores", "devices"), [(True, 1), (False, 1), (True, ROWS)])

@@ -36,6 +36,7 @@ SIZES: dict[str, Any] = {
     "head_dim": 64,
     "vocab": 512,
 }
+SCORES = 16 * SIZES["heads"] * 256**2  # of a layer
 PLENTY = 10**12
 GAP = 5e-3
 
@@ -95,6 +96,25 @@ def test_with_all_kept_the_whole_step_costs_what_the_program_does(hardware: str)
     kept = [value.id for one in space.saved.passes for value in one.values if str(value.id) in texts]
     assert "dot_general" not in {step.primitive for step in space.saved.repeated(kept)}
     assert solution.objective == pytest.approx(planned(asked).solution.objective, rel=0.01)
+
+
+def test_scores_whose_kernel_makes_a_softmax_are_written_only_where_they_are_kept() -> None:
+    """To keep them costs what it takes to write them; all else that is kept is written anyway."""
+    asked = request("tpu-v5e:2x2", scan=False)
+    space = RecomputationSpace.of(build_search_space(asked))
+    assert space is not None
+    graph, costs = space.decisions.graph, dict[int, int]()
+    for node in space.decisions.nodes:
+        if isinstance(node, Equation) and node.name == "keep":
+            (value,) = graph.operands[node.equations[0]]
+            costs[value] = int(node.cost_ps[0])  # of one that is kept whole
+            assert node.off is not None
+            assert not node.cost_ps[node.off].any()
+    written = {value: cost for value, cost in costs.items() if cost}
+    assert len(written) == SIZES["layers"] < len(costs)
+    assert {graph.eqns[graph.producers[value][0]].primitive for value in written} == {"dot_general"}
+    write_s = float(asked.target.machine.hbm_s(2 * SCORES))
+    assert list(written.values()) == [pytest.approx(1e12 * write_s, rel=1e-3)] * len(written)
 
 
 def test_what_is_kept_or_repeated_of_a_weight_is_that_weight() -> None:

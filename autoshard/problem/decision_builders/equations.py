@@ -227,7 +227,7 @@ def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductio
 def _kept(facts: GraphFacts, e: int, strategies: Strategies) -> _Price | None:
     """The price of keeping a product that its kernel would not write: of writing it."""
     graph = facts.graph
-    if graph.eqns[e].primitive != KEEP or graph.operands[e][0] not in facts.lives.gone_products:
+    if graph.eqns[e].primitive != KEEP or graph.operands[e][0] not in facts.lives.unwritten_products:
         return None
     (aval,), (codes,) = graph.eqns[e].operands, strategies.operands
     return _Price(np.asarray(facts.machine.hbm_s(aval.nbytes / shards(codes, aval.ndim, facts.mesh))))

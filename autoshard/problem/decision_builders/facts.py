@@ -130,12 +130,10 @@ class GraphFacts:
 
         What the same kernel writes, `inside` of the chain, it has in registers.
         """
+        level = int(self.levels[value])
         if self.kernels is not None:
-            return self.kernels[result] - ({int(self.levels[value])} if inside else set[int]())
-        if inside and self.levels[value] == self.levels[result]:
-            return frozenset()
-        whole = self.held[result] and self.graph.avals[result].size == self.graph.avals[value].size
-        return frozenset({int(self.levels[result]) if whole and self.products is not None else 0})
+            return self.kernels[result] - ({level} if inside else set[int]())
+        return frozenset[int]() if inside and level == self.levels[result] else frozenset({0})
 
     def readers(self, value: int) -> int:
         """How many equations take a value, also as one that a loop keeps or repeats."""
