@@ -6,9 +6,10 @@ nothing else must end first: casts, biases, gates, residual sums, a row's maximu
 a kernel takes as long as its multiplications or as its bytes, whichever is longer, so that most element-wise work of a
 transformer takes no time of its own. What reads the products of several contractions is in the kernel of one of them.
 
-A kernel ends at what must be there as a whole (`costs.fusion.levels`), and where a value moves: a product that is
-reduced, scattered or gathered is written as it is, and a kernel of its own goes on with it; a value that moves before
-it is multiplied is written by one. Sums are added in the kernels of their terms before they are reduced.
+A kernel waits for what it goes on with, unless that needs its product. It ends at what must be there as a whole
+(`costs.fusion.levels`), and where a value moves: a product that is reduced, scattered or gathered is written as it is,
+and a kernel of its own goes on with it; a value that moves before it is multiplied is written by one. Sums are added
+in the kernels of their terms before they are reduced.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -142,6 +143,7 @@ class _Kernels:
             if v not in away
         }
         self.sources = self._sources()
+        self.last_products = self._last_products()
         self.host = np.full(len(graph.avals), _NONE, np.int64)  # per value, the contraction whose kernel could make it
         self.runs_in = [_NONE] * len(graph.eqns)  # per equation, that whose kernel could run it
         for e, eqn in enumerate(graph.eqns):
@@ -247,6 +249,15 @@ class _Kernels:
                     found[v] = frozenset[int]().union(*(found[o] for o in self.graph.made_from(e)))
         return found
 
+    def _last_products(self) -> list[int]:
+        """Per value, the last contraction whose product it needs, in whatever way; -1 for none."""
+        last = [_NONE] * len(self.graph.avals)
+        for e, eqn in enumerate(self.graph.eqns):
+            needed = e if eqn.traits.contraction else max((last[v] for v in self.graph.operands[e]), default=_NONE)
+            for v in self.graph.results[e]:
+                last[v] = needed
+        return last
+
     def _widens(self, e: int) -> bool:
         """Whether an equation casts a value in memory to a wider type: who reads the result reads the value."""
         return widening(self.graph.eqns[e]) > 0 and self.graph.operands[e][0] in self.read
@@ -259,12 +270,23 @@ class _Kernels:
         """
         graph = self.graph
         size = graph.avals[graph.operands[e][0] if self._reduces(e) else graph.results[e][0]].size
-        level = max((int(self.levels[v]) for v in graph.operands[e]), default=0)
-        hosts = {int(self.host[v]) for v in graph.operands[e] if self.levels[v] == level} - {_NONE}
         fitting = [
-            h for h in hosts if graph.eqn_loop[e] == graph.eqn_loop[h] and graph.avals[graph.results[h][0]].size == size
+            h
+            for h in {int(self.host[v]) for v in graph.operands[e]} - {_NONE}
+            if graph.eqn_loop[e] == graph.eqn_loop[h] and graph.avals[graph.results[h][0]].size == size
+            if all(self._is_there(v, h) for v in graph.operands[e])
         ]
         return max(fitting, key=lambda h: (_sizes(graph.eqns[h]), h), default=_NONE)
+
+    def _is_there(self, value: int, host: int) -> bool:
+        """Whether a contraction's kernel may take a value: it makes it, or it can wait for it.
+
+        A kernel runs after all that does not need its product. What has another level than the product may need it.
+        """
+        product = self.graph.results[host][0]
+        return (
+            self.host[value] == host or self.levels[value] <= self.levels[product] or self.last_products[value] < host
+        )
 
     def _backward(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
         """Per value: computed by a kernel apart, computed in its host's kernel, and read outside of that."""

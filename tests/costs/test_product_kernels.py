@@ -105,6 +105,44 @@ def test_rows_are_reduced_in_the_kernel_but_not_read_again() -> None:
     assert found.host[result] < 0
 
 
+def test_a_kernel_waits_for_what_does_not_need_its_product() -> None:
+    """However many kernels make that, and goes on from there; of what they leave it reads what lies in memory."""
+
+    def scaled(x: jax.Array, w: jax.Array) -> jax.Array:
+        y, shares = x @ w, x / x.sum(axis=1, keepdims=True)
+        return jnp.tanh(y * (shares - shares.max(axis=1, keepdims=True)))
+
+    graph, found = kernels(scaled, X, W)
+    (product,) = products(graph)
+    assert found.host[made_by(graph, "mul")[-1]] == found.host[made_by(graph, "tanh")[0]] == product
+    assert not found.kernels[product].writes_product
+
+
+def test_a_kernel_does_not_wait_for_what_needs_its_product() -> None:
+    def scaled(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = x @ w
+        return y * jnp.sin(x * y.sum(axis=1, keepdims=True))
+
+    graph, found = kernels(scaled, X, W)
+    (product,) = products(graph)
+    assert (found.host[[made_by(graph, name)[-1] for name in ("sin", "mul")]] == -1).all()
+    assert found.kernels[product].writes_product
+
+
+def test_of_two_products_the_later_waits() -> None:
+    """For what needs the earlier."""
+
+    def gated(x: jax.Array, w: jax.Array, u: jax.Array) -> jax.Array:
+        y = x @ w
+        return (y - y.max(axis=1, keepdims=True)) * (x @ u)
+
+    graph, found = kernels(gated, X, W, W)
+    earlier, later = products(graph)
+    assert found.host[made_by(graph, "mul")[0]] == later
+    assert found.kernels[earlier].writes_product
+    assert not found.kernels[later].writes_product
+
+
 def test_a_wider_cast_is_read_as_what_was_cast() -> None:
     """What is stored wide for a gather is read narrow by all others."""
 

@@ -340,6 +340,23 @@ def test_a_donated_input_and_its_output_share_a_layout(name: str) -> None:
         assert [made.input_code(i) for i in range(state)] == [made.output_code(i) for i in range(state)]
 
 
+def test_each_kernel_of_a_chain_reads_what_another_wrote() -> None:
+    """By a compiler whose kernels end with a reduction: two that wait for one read what was summed, none its own."""
+
+    def program(x: jax.Array) -> Any:
+        y = jnp.sin(x)
+        z = y / y.sum(axis=1, keepdims=True)
+        return y, jnp.cos(y), z, y * z.max(axis=1, keepdims=True)
+
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    of, _ = space_of(Program(fn=program, args=(x,), names=("x",)), compiler=XLA_TPU)
+    (chain,) = (node for node in of.decisions.nodes if isinstance(node, Chain) and len(node.equations) > 1)
+    whole = (decode(chain.codes, x.ndim, of.decisions.mesh.ndim) < 0).all(axis=1)
+    read, written = 1 + 2, 4
+    seconds = float(of.resharder.machine.hbm_s((read + written) * 4 * x.size))
+    assert chain.cost_ps[whole].tolist() == [pytest.approx(seconds * PS_PER_S, rel=1e-6)]
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_constraints_divide_and_hold_no_pending_sums(name: str) -> None:
     of = setting(name)

@@ -60,7 +60,7 @@ class GraphFacts:
     under another name. `levels`: see `costs.fusion`. `in_place`: equations that may overwrite their first operand.
     `apart`: value → groups of its uses that share no gather. `reread`, `elsewhere`, `kernels`: reductions that have
     kernels of their own, values that other kernels compute, and per value the levels of those that compute it
-    (None: a chain's kernels count as one that reads): see `costs.reductions`. `products`: what kernels of contractions
+    (None: only that of its own level does): see `costs.reductions`. `products`: what kernels of contractions
     do besides, by a compiler whose do: see `costs.product_kernels`. `hides`: the most of communication's seconds that
     hides, 1 where kinds differ (`Resharder.hidden_ps`); `hiding`: the most of a contraction's beside which any does.
     `late_gradients`: products that may stand behind the loops that follow: see
@@ -130,10 +130,8 @@ class GraphFacts:
 
         What the same kernel writes, `inside` of the chain, it has in registers.
         """
-        level = int(self.levels[value])
-        if self.kernels is not None:
-            return self.kernels[result] - ({level} if inside else set[int]())
-        return frozenset[int]() if inside and level == self.levels[result] else frozenset({0})
+        levels = frozenset({int(self.levels[result])}) if self.kernels is None else self.kernels[result]
+        return levels - ({int(self.levels[value])} if inside else set[int]())
 
     def readers(self, value: int) -> int:
         """How many equations take a value, also as one that a loop keeps or repeats."""
