@@ -79,12 +79,11 @@ def _groups(body: Body, traced: Traced, ties: Mapping[int, int]) -> list[StateGr
     outputs = {i: o for o, i in ties.items()}
     found: list[tuple[set[int], set[int]]] = []  # inputs, and the steps that depend on them
     for i in sorted(outputs):
-        steps = _behind(body, body.invars[i], readers, told)
-        made = {x for k in steps for x in body.steps[k].eqn.outvars}
         result = body.outvars[outputs[i]]
-        if not body.invars[i].aval.shape or not steps or _jax.is_literal(result) or result not in made:
+        if not body.invars[i].aval.shape or _jax.is_literal(result):
             continue
-        if not all(_updates(body.steps[k].eqn) for k in steps):
+        steps = _updating(body, body.invars[i], readers, told)
+        if not any(result is x for k in steps for x in body.steps[k].eqn.outvars):
             continue
         inputs = {i}
         for other in [one for one in found if steps & one[1]]:
@@ -103,13 +102,15 @@ def _groups(body: Body, traced: Traced, ties: Mapping[int, int]) -> list[StateGr
     return sorted(groups, key=lambda group: (-group.nbytes, group.steps))
 
 
-def _behind(body: Body, var: Any, readers: Mapping[Any, Sequence[int]], told: frozenset[int]) -> set[int]:
-    """The steps that depend on a variable, but for those that tell a number of it."""
+def _updating(body: Body, var: Any, readers: Mapping[Any, Sequence[int]], told: frozenset[int]) -> set[int]:
+    """The steps that depend on a variable, but for those that tell a number of it; none if any is no update."""
     steps: set[int] = set()
     left = [var]
     while left:
         for k in readers.get(left.pop(), ()):
             if k not in steps and k not in told:
+                if not _updates(body.steps[k].eqn):
+                    return set()
                 steps.add(k)
                 left += body.steps[k].eqn.outvars
     return steps

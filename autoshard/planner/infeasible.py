@@ -118,6 +118,21 @@ def _tried(space: SearchSpace) -> bool:
     return not request.gradient_of and request.remat != WRITTEN and bool(savable(request.traced, request.remat).saved)
 
 
+def nothing_fits(request: PlanRequest, peak_bytes: int | None) -> InfeasibleError:
+    """The error of a request for which no choice of what is kept helps."""
+    least = "" if peak_bytes is None else f"; the smallest peak found is {bytes_text(peak_bytes)}"
+    option = offloading(request)
+    offload = f"{option}; " if option else ""
+    return InfeasibleError(
+        f"no plan fits {bytes_text(request.memory_bytes)} per device on {request.target.axes}, "
+        f"as far as was tried of what backward passes keep or repeat{least}\n"
+        f"  what helps: {offload}a smaller batch (autoshard.accumulate splits it); more devices, or mesh axes that "
+        "divide more dimensions; or raise memory=",
+        peak_bytes=peak_bytes,
+        limit_bytes=request.memory_bytes,
+    )
+
+
 def offloading(request: PlanRequest) -> str:
     """The option with which the host's memory could hold more of a program; empty where it could not."""
     if request.gradient_of or not request.target.compiler.keeps_host_values_apart:

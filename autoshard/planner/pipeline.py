@@ -40,7 +40,7 @@ from autoshard.planner.budget import SETTLE_S, USUAL_BUDGET, Budget
 from autoshard.planner.build_record import describe
 from autoshard.planner.cost_of_keeping import most_saved_s
 from autoshard.planner.host_state_space import best_with_state
-from autoshard.planner.infeasible import infeasible, offloading, with_gaps
+from autoshard.planner.infeasible import infeasible, nothing_fits, with_gaps
 from autoshard.planner.like_layers import equal_places
 from autoshard.planner.loop_sums_space import in_use, splittable, summing_once
 from autoshard.planner.planning_result import PlanningResult, fitting
@@ -56,7 +56,6 @@ from autoshard.problem.formulation import UNIT_S, Formulation, formulate
 from autoshard.problem.network import Int
 from autoshard.problem.unpriced import unpriced
 from autoshard.problem.warm_start import PortableChoice
-from autoshard.report.tables import bytes_text
 from autoshard.rules.control_flow import HOST_CALLS
 from autoshard.rules.kernels import CUDNN_BACKWARD, CUDNN_FORWARD
 from autoshard.solver import Solution, Status, solve
@@ -71,6 +70,9 @@ ConstraintPolicy = Literal["needed", "compiled", "all"]
 # What is kept is decided to this fraction, together with the layouts; these again on the program that keeps it, to a
 # fraction that the proof, which is of the first decision, does not hide.
 CHOICE_GAP = 5e-3
+FIRST_GAP = 0.05  # of the choice with which that begins where many values may be kept: all is repeated
+MANY_KEPT = 100  # values, in a program of unrolled layers
+UNROLLED_WORK = 4  # times as much as usual, for these, once
 LAYOUT_GAP = 2.5e-3
 ATTEMPTS = 4  # at what is kept, where the program turns out to need more memory than the graph with the choices said
 # Sums after loops must be faster by the first, of a step; or not slower than by the second, where the plan without them
@@ -264,14 +266,18 @@ def _repeating(
     limit, bound, chosen = request.memory_bytes, None, None
     tried = set[Recomputation]()
     formulation = formulate(choices.decisions, choices.resharder, memory_bytes=limit)
+    many = worth_s == inf and len(choices.whole.recalls) >= MANY_KEPT
+    first = _all_repeated(choices, formulation, budget) if many else ()
+    work = UNROLLED_WORK if many else 1
+    choosing = replace(budget, rel_gap=max(budget.rel_gap, CHOICE_GAP), time_limit_s=work * budget.time_limit_s)
     for _ in range(ATTEMPTS):
         formulation = replace(formulation, problem=replace(formulation.problem, usage_limit=limit))
-        solution = _run(formulation, replace(budget, rel_gap=max(budget.rel_gap, CHOICE_GAP)), ())
+        solution = _run(formulation, choosing, first, settle_s=work * SETTLE_S)
         fits = solution.status not in (Status.INFEASIBLE, Status.UNKNOWN)
         if best is not None and (not fits or solution.objective >= best.solution.objective):
             break
         if not fits:
-            errors.append(_nothing_fits(request, solution.smallest_peak_bytes if bound is None else None))
+            errors.append(nothing_fits(request, solution.smallest_peak_bytes if bound is None else None))
             if solution.smallest_peak_bytes is None:
                 break
         elif bound is None:  # of the whole limit, which is the one that was asked for
@@ -296,10 +302,18 @@ def _repeating(
             limit = int(limit * min(request.memory_bytes / error.peak_bytes, 1.0) * MARGIN)
             continue
         best = found if best is None or found.solution.objective < best.solution.objective else best
-        if not fits or found.solution.objective <= solution.objective * (1 + MISPRICED):
+        if not fits or many or found.solution.objective <= solution.objective * (1 + MISPRICED):
             break
         limit = int(memory_profile.live_peak(choices.decisions, choice) * MARGIN)
     return _Repeating(best, bound, chosen)
+
+
+def _all_repeated(choices: RecomputationSpace, formulation: Formulation, budget: Budget) -> Sequence[Int]:
+    """A choice per decision that repeats all it may, if one fits: where much has to be, none is found by chance."""
+    problem = choices.repeating(formulation)
+    solution = _run(replace(formulation, problem=problem), replace(budget, rel_gap=max(budget.rel_gap, FIRST_GAP)), ())
+    fits = solution.status not in (Status.INFEASIBLE, Status.UNKNOWN)
+    return (formulation.read(solution.choice),) if fits else ()
 
 
 def _keeping_little(
@@ -346,21 +360,6 @@ def _noted(found: PlanningResult, choices: RecomputationSpace) -> PlanningResult
     record, note = found.record, choices.summary(found.record, found.assignment)
     certificate = replace(record.certificate, space=f"{record.certificate.space}; what is kept is no part of the proof")
     return replace(found, record=replace(record, certificate=certificate, notes=(*record.notes, note)))
-
-
-def _nothing_fits(request: PlanRequest, peak_bytes: int | None) -> InfeasibleError:
-    """The error of a request for which no choice of what is kept helps."""
-    least = "" if peak_bytes is None else f"; the smallest peak found is {bytes_text(peak_bytes)}"
-    option = offloading(request)
-    offload = f"{option}; " if option else ""
-    return InfeasibleError(
-        f"no plan fits {bytes_text(request.memory_bytes)} per device on {request.target.axes}, "
-        f"as far as was tried of what backward passes keep or repeat{least}\n"
-        f"  what helps: {offload}a smaller batch (autoshard.accumulate splits it); more devices, or mesh axes that "
-        "divide more dimensions; or raise memory=",
-        peak_bytes=peak_bytes,
-        limit_bytes=request.memory_bytes,
-    )
 
 
 def _proven(found: PlanningResult, bound: int | None, choices: RecomputationSpace) -> PlanningResult:
@@ -472,13 +471,13 @@ def _solved(space: SearchSpace, formulation: Formulation, budget: Budget, known:
     return solution.instead(choice, objective)
 
 
-def _run(formulation: Formulation, budget: Budget, known: Sequence[Int]) -> Solution:
+def _run(formulation: Formulation, budget: Budget, known: Sequence[Int], *, settle_s: float = SETTLE_S) -> Solution:
     """Solves a problem within a budget."""
     return solve(
         formulation.problem,
         time_limit_s=budget.time_limit_s,
         rel_gap=budget.rel_gap,
-        settle_s=SETTLE_S,
+        settle_s=settle_s,
         cutoff=lambda: budget.cutoff_s() / UNIT_S,
         known=[formulation.write(choice) for choice in known],
         on_progress=_log_progress,

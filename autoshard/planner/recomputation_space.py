@@ -19,6 +19,8 @@ from autoshard.planner.request import PlanRequest
 from autoshard.planner.search_space import SearchSpace, decide_anew, held
 from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Decision, Decisions, Equation
+from autoshard.problem.formulation import Formulation
+from autoshard.problem.network import INF, Problem
 from autoshard.problem.whole_step import WholeStep, kept_values, offloaded_values, whole_step
 
 LARGE = 0.05  # of the memory of all devices: carries that are worth keeping fewer of
@@ -62,8 +64,18 @@ class RecomputationSpace:
 
         A segment needs what it reads of those before; all else is repeated.
         """
-        fewest = self.read(np.array([_repeats(decision) for decision in self.decisions.nodes]))
+        fewest = self.read(np.array([_first_repeating(decision) for decision in self.decisions.nodes]))
         return tuple(dict.fromkeys((self._least(), fewest)))
+
+    def repeating(self, formulation: Formulation) -> Problem:
+        """The problem of the layouts of a program that repeats all that it may: of the formulation's own decisions."""
+        problem = formulation.problem
+        cost = problem.cost.copy()
+        for place, members in enumerate(formulation.folding.members):
+            decision = self.decisions.nodes[members[0]]
+            if (repeats := _repeats(decision)) is not None:
+                cost[problem.start[place] : problem.start[place + 1]][~repeats] = INF
+        return replace(problem, cost=cost)
 
     def groupings(self, chosen: Recomputation | None) -> Iterator[tuple[Recomputation, ...]]:
         """What may be kept where one carry of every few trips is: what repeats least first, each in several groups.
@@ -126,11 +138,17 @@ class RecomputationSpace:
         )
 
 
-def _repeats(decision: Decision) -> int:
-    """A choice that leaves nothing out and, of what is kept or repeated, takes what is repeated."""
+def _repeats(decision: Decision) -> NDArray[np.bool_] | None:
+    """Of what may be kept or repeated, the choices (S,) that repeat it, or leave it out; None of all else."""
     if not isinstance(decision, Equation) or not decision.untaken or decision.off is None:
-        return 0
-    return int(np.flatnonzero(decision.untaken[0] & ~decision.off)[0])
+        return None
+    return decision.untaken[0] | decision.off
+
+
+def _first_repeating(decision: Decision) -> int:
+    """A choice that leaves nothing out and, of what is kept or repeated, takes what is repeated."""
+    repeats, off = _repeats(decision), decision.off
+    return 0 if repeats is None or off is None else int(np.flatnonzero(repeats & ~off)[0])
 
 
 def _carried(one: ForwardPass) -> int:

@@ -135,7 +135,7 @@ class TableTuning:
     bucket_cells: int = knob(4_000_000, "cells", "of the largest table")
     bucket_work: int = knob(60_000_000, "cells", "of all tables together")
     labels: int = knob(400_000, "labels", "in one table, before dominated ones go")
-    label_hinges: int = knob(3, "hinges", "at most; dominance looks at 2^hinges corners")
+    label_hinges: int = knob(4, "hinges", "that a table may leave open; dominance looks at 2^hinges corners")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

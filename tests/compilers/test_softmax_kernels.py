@@ -56,6 +56,8 @@ def differentiated(fn: Callable[..., jax.Array]) -> Callable[..., Any]:
         pytest.param("tpu-v5e:2x2", masked, True, 1, 4096, 8, 64, marks=pytest.mark.slow),
         pytest.param("tpu-v5e:2x2", masked, True, 4, 2048, 2, 128, marks=pytest.mark.slow),
         pytest.param("tpu-v5e:2x2", cast, True, 4, 2048, 2, 128, marks=pytest.mark.slow),
+        pytest.param("tpu-v5p:2x2x1", masked, True, 8, 1024, 8, 64, marks=pytest.mark.slow),
+        pytest.param("tpu-v5p:2x2x1", masked, True, 4, 2048, 2, 128, marks=pytest.mark.slow),
         pytest.param("tpu-v5p:2x2x1", cast, True, 8, 1024, 8, 64, marks=pytest.mark.slow),
         pytest.param("tpu-v5p:2x2x1", cast, False, 1, 2048, 16, 64, marks=pytest.mark.slow),
     ],

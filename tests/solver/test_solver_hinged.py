@@ -11,11 +11,12 @@ from autoshard.solver import Status, evaluate, solve
 from autoshard.solver.exact.hinges import product, solve_hinged
 from autoshard.solver.exact.mip import highest_point
 from autoshard.solver.incumbent import Incumbent
+from autoshard.solver.tuning import TUNED, SolverTuning
 from tests.random_problems import brute_force, random_problem
 
 
-def solved(problem: Problem, rel_gap: float = 0.0) -> tuple[Incumbent, str | None]:
-    incumbent = Incumbent(problem=problem, time_limit_s=60.0, rel_gap=rel_gap)
+def solved(problem: Problem, rel_gap: float = 0.0, tuning: SolverTuning = TUNED) -> tuple[Incumbent, str | None]:
+    incumbent = Incumbent(problem=problem, time_limit_s=60.0, rel_gap=rel_gap, tuning=tuning)
     return incumbent, solve_hinged(incumbent, patience_s=60.0)
 
 
@@ -23,7 +24,7 @@ def solved(problem: Problem, rel_gap: float = 0.0) -> tuple[Incumbent, str | Non
 def test_small_problems_match_enumeration(*, limited: bool) -> None:
     seen: Counter[str | None] = Counter()
     for seed in range(250):
-        problem = random_problem(np.random.default_rng(seed), nodes=5, hinges=1 + seed % 3)
+        problem = random_problem(np.random.default_rng(seed), nodes=5, hinges=1 + seed % 6)
         if not limited:
             problem = replace(problem, usage_limit=None)
         truth = brute_force(problem)
@@ -42,6 +43,54 @@ def test_small_problems_match_enumeration(*, limited: bool) -> None:
     assert seen["multipliers"] > 25
     assert seen["multipliers and labels"] > 25
     assert seen[None] < 60 if limited else seen[None] == 0
+
+
+def windows(seed: int, *, edges: int, nodes: int = 9) -> Problem:
+    """Returns a chain with a hinge for every so many edges in a row, about as often positive as not."""
+    rng = np.random.default_rng(seed)
+    start, cells = np.arange(0, 3 * nodes + 1, 3), 9 * (nodes - 1)
+    hinges: list[Hinge] = []
+    for e in range(nodes - edges):
+        coefficients = rng.integers(-50, 51, 9 * edges)
+        hinges.append(
+            Hinge(
+                strategy=np.arange(3 * e, 3 * e + 3),
+                strategy_coef=rng.integers(-20, 21, 3),
+                cell=np.arange(9 * e, 9 * (e + edges)),
+                cell_coef=coefficients,
+                constant=-edges * int(np.median(coefficients)),
+            )
+        )
+    none = np.zeros(0, dtype=np.int64)
+    return Problem(
+        start=start,
+        cost=rng.integers(0, 30, 3 * nodes),
+        edge_nodes=np.stack([np.arange(nodes - 1), np.arange(1, nodes)], axis=1),
+        edge_start=np.arange(0, cells + 1, 9),
+        edge_cost=rng.integers(0, 30, cells),
+        use_node=none,
+        use_interval=none.reshape(0, 2),
+        use_start=np.zeros(1, dtype=np.int64),
+        usage=none,
+        usage_limit=None,
+        hinges=tuple(hinges),
+    )
+
+
+@pytest.mark.parametrize("edges", [1, 3])
+def test_hinges_are_closed_one_after_the_other(edges: int) -> None:
+    """However many there are, labels tell apart what one leaves open: here those that cross its two ends."""
+    seen: Counter[tuple[int, str | None]] = Counter()
+    for seed in range(20):
+        problem = windows(seed, edges=edges)
+        for most in (0, 2 * edges):
+            tables, mips = replace(TUNED.tables, label_hinges=most), replace(TUNED.hinges, mip_cells=-1)
+            incumbent, solver = solved(problem, tuning=replace(TUNED, tables=tables, hinges=mips))
+            seen[most, solver] += 1
+        assert incumbent.objective == incumbent.bound == brute_force(problem).objective, seed
+    assert seen[0, "multipliers and labels"] < seen[0, None]
+    assert seen[2 * edges, "multipliers and labels"] >= seen[0, None]
+    assert not seen[2 * edges, None]
 
 
 def layered(layers: int, seed: int, *, usage_limit: int | None = None) -> Problem:

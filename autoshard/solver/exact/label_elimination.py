@@ -3,15 +3,15 @@ r"""Label elimination: the exact engine for narrow networks with hinges and memo
 This is bucket elimination in which an entry of a table is not one least cost but a set of *labels*: the
 cost, the hinge values and the usages of what was eliminated. One label dominates another of the same entry
 if it costs no more at every corner of the multipliers' box (hinges are convex, so corners suffice) and uses
-no more in every memory row. A label also goes when message passing proves that no choice through it costs
-less than the target. Tables are sparse: they hold rows of positions.
+no more in every memory row. A hinge is *closed*, and a cost, once one table holds all that adds to it, so that
+only those that are open tell labels apart. A label also goes when message passing proves that no choice
+through it costs less than the target. Tables are sparse: they hold rows of positions.
 
 Source: Dechter, "Bucket elimination", 1999; labels as in multi-objective shortest paths (Martins
 1984).
 """
 
-import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,98 @@ class TooManyLabelsError(Exception):
     """A table would hold more labels than the tuning allows."""
 
 
+class Tables:
+    """What is left to eliminate, and how much all of it may add to each hinge."""
+
+    def __init__(self, program: Program, tables: list[Labels], room: int, tuning: TableTuning) -> None:
+        self.program, self.sizes, self.room, self.tuning = program, program.network.sizes, room, tuning
+        self.ends = np.tile(np.array(program.hinge_constant, dtype=np.int64), (2, 1))
+        self.all: dict[int, Labels] = {}  # by number, in the order in which they were made
+        self.of: dict[int, set[int]] = {}  # node → the tables that hold it
+        self.weights: dict[int, tuple[float, int, int]] = {}  # of the nodes that are left
+        self.made = 0
+        for table in tables:
+            self._put(table)
+
+    def _put(self, table: Labels) -> None:
+        self.all[self.made] = table
+        self.ends += self._ends(table)
+        for v in table.scope:
+            self.of.setdefault(v, set()).add(self.made)
+        self.weights.update({v: self._weight(v) for v in table.scope})
+        self.made += 1
+
+    def _take(self, number: int) -> Labels:
+        table = self.all.pop(number)
+        self.ends -= self._ends(table)
+        for v in table.scope:
+            self.of[v].remove(number)
+        return table
+
+    def _ends(self, table: Labels) -> Int:
+        """Returns the least and the most that a table adds to each hinge, of shape (2, hinges)."""
+        value = table.value[:, 2 : 2 + self.ends.shape[1]]
+        return np.stack([value.min(axis=0), value.max(axis=0)]) if len(value) else np.zeros_like(self.ends)
+
+    def _weight(self, v: int) -> tuple[float, int, int]:
+        """Returns the size of the table that eliminating v would make, how many labels go in, and v."""
+        mine = [self.all[number] for number in self.of[v]]
+        around = set[int]().union(*(table.scope for table in mine)) - {v}
+        cells = float(np.prod([float(self.sizes[w]) for w in around]))
+        return min(cells, 1e300), sum(len(table.at) for table in mine), v
+
+    def eliminate(self) -> None:
+        """Eliminates the node that makes the smallest table.
+
+        Raises TooManyLabelsError where it would hold too many labels, or depend on too many hinges.
+        """
+        _, _, v = min(self.weights.values())
+        effort.spend(steps=10, cells=20 * len(self.weights))
+        made = self._joined(sorted(self.of[v]), v)
+        del self.weights[v]
+        self._put(self._undominated(made))
+
+    def merge(self) -> None:
+        """Puts one table in the place of the two smallest, once no node is left; raises as `eliminate` does."""
+        made = self._joined(sorted(self.all, key=lambda number: len(self.all[number].at))[:2], None)
+        self._put(self._undominated(made))
+
+    def _joined(self, numbers: list[int], v: int | None) -> Labels:
+        made = joined([self.all[number] for number in numbers], self.sizes, self.room, self.tuning.labels)
+        for number in numbers:
+            self._take(number)
+        return made if v is None else without(made, v)
+
+    def _undominated(self, table: Labels) -> Labels:
+        """Returns a table that all others do not hold without rows that another of the same positions dominates.
+
+        A hinge to which the others add one known amount becomes a cost. Of one that they cannot make negative, or
+        positive, one corner suffices.
+        """
+        hinges = self.ends.shape[1]
+        value = table.value.copy()
+        cost, of_hinges = value[:, 1], value[:, 2 : 2 + hinges]
+        least, most = self.ends
+        known = least == most
+        cost += np.maximum(0, of_hinges[:, known] + least[known]).sum(axis=1)
+        of_hinges[:, known] = -least[known]
+        corners = cost[:, None]
+        for h in np.flatnonzero(~known).tolist() if len(value) else ():
+            of_hinge = of_hinges[:, h]
+            if of_hinge.min() + least[h] >= 0:
+                corners = corners + of_hinge[:, None]
+            elif of_hinge.max() + most[h] > 0 and of_hinge.min() < of_hinge.max():
+                corners = np.column_stack([corners, corners + of_hinge[:, None]])
+        if corners.shape[1] > 2**self.tuning.label_hinges:
+            raise TooManyLabelsError
+        against = np.column_stack([corners, value[:, 2 + hinges :]])
+        effort.spend(steps=10, cells=20 * against.size)
+        group = key_of(table.at, list(range(len(table.scope))), table.scope, self.sizes)
+        order = np.lexsort((*against.T[::-1], group))
+        keep = skyline(group[order], np.ascontiguousarray(against[order]))
+        return replace(table, value=value).kept(order[keep])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelAnswer:
     """The best choice that the target does not exclude; None if there is none."""
@@ -82,39 +174,26 @@ def solve_by_labels(
       tuning: how large tables may grow.
       left_s: how much time is left.
     """
-    if len(program.hinge_constant) > tuning.label_hinges:
-        return None
-    sizes = program.network.sizes
-    tables = initial(program, dual, room)
+    tables = Tables(program, initial(program, dual, room), room, tuning)
     try:
-        while True:
-            waiting = {v for table in tables for v in table.scope}
-            if not waiting:
-                break
+        while tables.weights or len(tables.all) > 1:
             if left_s() <= 0:
                 return None
-            v = min(waiting, key=lambda node: (weight(node, tables, sizes), node))
-            mine = [table for table in tables if v in table.scope]
-            tables = [table for table in tables if v not in table.scope]
-            tables.append(undominated(without(joined(mine, sizes, room, tuning.labels), v), sizes, program))
-        while len(tables) > 1:
-            tables.sort(key=lambda table: -len(table.at))
-            pair = [tables.pop(), tables.pop()]
-            tables.append(undominated(joined(pair, sizes, room, tuning.labels), sizes, program))
+            if tables.weights:
+                tables.eliminate()
+            else:
+                tables.merge()
     except TooManyLabelsError:
         return None
     choice = np.zeros(program.network.nodes, dtype=np.int64)
-    if not tables:
+    if not tables.all:
         return LabelAnswer(choice=choice)
-    (last,) = tables
-    hinges = len(program.hinge_constant)
-    total = last.value[:, 1].copy()
-    for h, constant in enumerate(program.hinge_constant):
-        total += np.maximum(0, last.value[:, 2 + h] + constant)
-    fits = (last.value[:, 2 + hinges :] + program.base <= program.limit).all(axis=1)
-    if not fits.any():
+    (last,) = tables.all.values()
+    usage = last.value[:, 2 + len(program.hinge_constant) :]
+    fits = np.flatnonzero((usage + program.base <= program.limit).all(axis=1))
+    if not len(fits):
         return LabelAnswer(choice=None)
-    last.trace(int(np.where(fits, total, np.iinfo(np.int64).max).argmin()), choice)
+    last.trace(int(fits[last.value[fits, 1].argmin()]), choice)
     return LabelAnswer(choice=choice)
 
 
@@ -153,14 +232,6 @@ def initial(program: Program, dual: Dual, room: int) -> list[Labels]:
         at = np.stack(np.divmod(rows, int(network.sizes[w])), axis=1)
         tables.append(Labels(scope=(u, w), at=at, value=value[rows]))
     return tables
-
-
-def weight(v: int, tables: list[Labels], sizes: Int) -> tuple[float, int]:
-    """Returns the size of the table that eliminating v would make, and how many labels go in."""
-    mine = [table for table in tables if v in table.scope]
-    around = set[int]().union(*(table.scope for table in mine)) - {v}
-    cells = float(np.prod([float(sizes[w]) for w in around]))
-    return min(cells, 1e300), sum(len(table.at) for table in mine)
 
 
 def key_of(at: Int, columns: list[int], scope: tuple[int, ...], sizes: Int) -> Int:
@@ -213,21 +284,6 @@ def without(table: Labels, v: int) -> Labels:
         position=table.at[:, column],
         parts=table.parts,
     )
-
-
-def undominated(table: Labels, sizes: Int, program: Program) -> Labels:
-    """Returns the table without rows that another row of the same positions dominates."""
-    hinges = len(program.hinge_constant)
-    cost, of_hinges = table.value[:, 1], table.value[:, 2 : 2 + hinges]
-    corners = [
-        cost + of_hinges @ np.array(corner, dtype=np.int64) for corner in itertools.product((0, 1), repeat=hinges)
-    ]
-    against = np.column_stack([*corners, table.value[:, 2 + hinges :]])
-    effort.spend(steps=10, cells=20 * against.size)
-    group = key_of(table.at, list(range(len(table.scope))), table.scope, sizes)
-    order = np.lexsort((*against.T[::-1], group))
-    keep = skyline(group[order], np.ascontiguousarray(against[order]))
-    return table.kept(order[keep])
 
 
 @jit
