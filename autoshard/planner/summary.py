@@ -126,7 +126,8 @@ def _made(record: PlanRecord, seconds: Mapping[str, float]) -> list[tuple[str, s
     if seconds:
         stages = ", ".join(f"{stage} {s:.1f}" for stage, s in seconds.items())
         rows.append(("planned", f"in {sum(seconds.values()):.1f} s: {stages}"))
-    rows.append(("emitted", f"{record.pins.count} sharding constraints"))
+    count = record.pins.count
+    rows.append(("emitted", f"{count} sharding constraint{'' if count == 1 else 's'}"))
     return rows + [("note", note) for note in record.notes if not note.startswith(ROWS)]
 
 
