@@ -231,7 +231,7 @@ def test_plans_on_other_meshes_are_candidates_in_the_order_of_their_predictions(
     fast = replace(plan.record, mesh=MeshAxes.of({"model": 8}), cost=replace(plan.record.cost, step_s=0.0))
     elsewhere = [plan._with(record) for record in (slow, fast)]
     entered = Entered(first=plan, again=lambda inputs: plan, elsewhere=elsewhere, also={"mine": plan})
-    names = [name for name, _ in entered.best(9)]
+    names = [name for name, _ in entered.best(30)]
     assert names[:2] == ["", "on model=8"]
     assert names[-2:] == ["on data=8", "mine"]
     assert [name for name, _ in entered.best(2)] == ["", "on model=8", "mine"]
