@@ -55,7 +55,8 @@ class ProductKernels:
 
     Attributes:
       host: per value, the contraction whose kernel computes it; -1 if none does.
-      apart: per value, whether a kernel that multiplies nothing computes it, to write it or something made of it.
+      apart: per value, the levels of the kernels that multiply nothing and compute it, to write it or something made
+        of it.
       reduced: the reductions that the kernel does which computes their operand.
       narrow: value → the value in memory of which it is a wider cast, that who takes it reads instead.
       kernels: contraction → its kernel.
@@ -63,7 +64,7 @@ class ProductKernels:
     """
 
     host: NDArray[np.int64]
-    apart: NDArray[np.bool_]
+    apart: tuple[frozenset[int], ...]
     reduced: frozenset[int]
     narrow: Mapping[int, int]
     kernels: Mapping[int, Kernel]
@@ -288,37 +289,47 @@ class _Kernels:
             self.host[value] == host or self.levels[value] <= self.levels[product] or self.last_products[value] < host
         )
 
-    def _backward(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
-        """Per value: computed by a kernel apart, computed in its host's kernel, and read outside of that."""
+    def _backward(self) -> tuple[tuple[frozenset[int], ...], NDArray[np.bool_], NDArray[np.bool_]]:
+        """Per value: levels of kernels apart that compute it; computed in its host's kernel; read outside of that."""
         graph, host = self.graph, self.host
-        apart, made, outside = (np.zeros(len(graph.avals), bool) for _ in range(3))
+        apart = [frozenset[int]()] * len(graph.avals)
+        made, outside = (np.zeros(len(graph.avals), bool) for _ in range(2))
+
+        def own(v: int) -> frozenset[int]:
+            return frozenset({int(self.levels[v])})
+
         outside[list(graph.outputs)] = True
         for e in range(len(graph.eqns) - 1, -1, -1):
             eqn, operands, result = graph.eqns[e], list(graph.operands[e]), next(iter(graph.results[e]), _NONE)
             if eqn.traits.choice:  # computed as what takes it needs it, if it is computed at all
-                apart[operands] |= apart[result]
+                for v in operands:
+                    apart[v] |= own(v) if apart[result] else frozenset()
                 outside[[v for v in operands if v not in self.unwritten]] = True
             elif eqn.primitive == LOOP_STACK:
                 (v,) = operands
                 made[v] |= host[v] >= 0  # its slice is written where its kernel ends
-                apart[v] |= host[v] < 0
+                if host[v] < 0:
+                    apart[v] |= own(v)
                 outside[v] |= host[v] < 0
             elif not self.onward[e]:
-                apart[operands] |= not eqn.traits.contraction
+                for v in () if eqn.traits.contraction else operands:
+                    apart[v] |= own(v)
                 outside[operands] = True
             else:
                 h = self.runs_in[e]
                 if self._reduces(e):
-                    inside, alone, beyond = h >= 0, h < 0, False
+                    inside, beyond = h >= 0, False
+                    alone = frozenset[int]() if inside else frozenset({max(int(self.levels[v]) for v in operands)})
                 else:
                     if self.held[result] and not eqn.traits.renames:
-                        made[result], apart[result], outside[result] = h >= 0, h < 0, False
-                    inside, alone, beyond = bool(made[result]), bool(apart[result]), bool(outside[result])
+                        made[result], outside[result] = h >= 0, False
+                        apart[result] = frozenset() if h >= 0 else own(result)
+                    inside, alone, beyond = bool(made[result]), apart[result], bool(outside[result])
                 for v in operands:
                     made[v] |= inside and host[v] == h
                     apart[v] |= alone
-                    outside[v] |= alone or beyond or host[v] != h
-        return apart, made, outside
+                    outside[v] |= bool(alone) or beyond or host[v] != h
+        return tuple(apart), made, outside
 
 
 def _sizes(eqn: Eqn) -> int:

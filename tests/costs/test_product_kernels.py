@@ -143,6 +143,19 @@ def test_of_two_products_the_later_waits() -> None:
     assert not found.kernels[later].writes_product
 
 
+def test_a_kernel_apart_makes_what_it_takes() -> None:
+    """The maximum is found where the product is made: the cast is made in the kernel that subtracts it alone."""
+
+    def softened(x: jax.Array, w: jax.Array) -> jax.Array:
+        scores = (x @ w).astype(jnp.float32)
+        return jnp.exp(scores - scores.max(axis=1, keepdims=True))
+
+    graph, found = kernels(softened, X, W)
+    cast, below = made_by(graph, "convert_element_type")[0], made_by(graph, "sub")[0]
+    assert len(found.apart[below]) == 1
+    assert found.apart[cast] == found.apart[below]
+
+
 def test_a_wider_cast_is_read_as_what_was_cast() -> None:
     """What is stored wide for a gather is read narrow by all others."""
 
