@@ -139,7 +139,7 @@ def live_ranges(
         stated |= set(kept)
     order = positions(graph, fuses, compiler)
     scattered = scattered_terms(graph, fuses)
-    gradients = {v for v, n in numerators.items() if softmax_facts.stores_gradients and not n.few}
+    gradients = {v for v, n in numerators.items() if softmax_facts.stores_gradients and n.stores_gradient}
     held = _find_held(graph, fuses, taken, stated, compiler, scattered, numerators, gradients)
     named = np.zeros(len(graph.avals), bool)
     named[[graph.results[term.addition][0] for term in scattered]] = True

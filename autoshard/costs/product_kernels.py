@@ -55,8 +55,8 @@ class ProductKernels:
 
     Attributes:
       host: per value, the contraction whose kernel computes it; -1 if none does.
-      apart: per value, the levels of the kernels that multiply nothing and compute it, to write it or something made
-        of it.
+      apart: per value, whether a kernel that multiplies nothing computes it, to write it or something made of it; of a
+        wider cast, whether one does that does not read what was cast as its operand.
       reduced: the reductions that the kernel does which computes their operand.
       narrow: value → the value in memory of which it is a wider cast, that who takes it reads instead.
       kernels: contraction → its kernel.
@@ -64,7 +64,7 @@ class ProductKernels:
     """
 
     host: NDArray[np.int64]
-    apart: tuple[frozenset[int], ...]
+    apart: NDArray[np.bool_]
     reduced: frozenset[int]
     narrow: Mapping[int, int]
     kernels: Mapping[int, Kernel]
@@ -263,6 +263,13 @@ class _Kernels:
         """Whether an equation casts a value in memory to a wider type: who reads the result reads the value."""
         return widening(self.graph.eqns[e]) > 0 and self.graph.operands[e][0] in self.read
 
+    def _takes_narrow(self, e: int, operand: int) -> bool:
+        """Whether an equation takes a wider cast element by element: it reads what was cast itself."""
+        graph, maker = self.graph, self.graph.producers.get(operand, (_NONE, 0))[0]
+        if maker < 0 or not self._widens(maker) or graph.eqns[e].traits.renames:
+            return False
+        return graph.avals[graph.results[e][0]].size == graph.avals[operand].size
+
     def _could_run(self, e: int) -> int:
         """The contraction whose kernel could run a fusible equation; -1 for none.
 
@@ -289,47 +296,37 @@ class _Kernels:
             self.host[value] == host or self.levels[value] <= self.levels[product] or self.last_products[value] < host
         )
 
-    def _backward(self) -> tuple[tuple[frozenset[int], ...], NDArray[np.bool_], NDArray[np.bool_]]:
-        """Per value: levels of kernels apart that compute it; computed in its host's kernel; read outside of that."""
+    def _backward(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
+        """Per value: computed by a kernel apart, computed in its host's kernel, and read outside of that."""
         graph, host = self.graph, self.host
-        apart = [frozenset[int]()] * len(graph.avals)
-        made, outside = (np.zeros(len(graph.avals), bool) for _ in range(2))
-
-        def own(v: int) -> frozenset[int]:
-            return frozenset({int(self.levels[v])})
-
+        apart, made, outside = (np.zeros(len(graph.avals), bool) for _ in range(3))
         outside[list(graph.outputs)] = True
         for e in range(len(graph.eqns) - 1, -1, -1):
             eqn, operands, result = graph.eqns[e], list(graph.operands[e]), next(iter(graph.results[e]), _NONE)
             if eqn.traits.choice:  # computed as what takes it needs it, if it is computed at all
-                for v in operands:
-                    apart[v] |= own(v) if apart[result] else frozenset()
+                apart[operands] |= apart[result]
                 outside[[v for v in operands if v not in self.unwritten]] = True
             elif eqn.primitive == LOOP_STACK:
                 (v,) = operands
                 made[v] |= host[v] >= 0  # its slice is written where its kernel ends
-                if host[v] < 0:
-                    apart[v] |= own(v)
+                apart[v] |= host[v] < 0
                 outside[v] |= host[v] < 0
             elif not self.onward[e]:
-                for v in () if eqn.traits.contraction else operands:
-                    apart[v] |= own(v)
+                apart[operands] |= not eqn.traits.contraction
                 outside[operands] = True
             else:
                 h = self.runs_in[e]
                 if self._reduces(e):
-                    inside, beyond = h >= 0, False
-                    alone = frozenset[int]() if inside else frozenset({max(int(self.levels[v]) for v in operands)})
+                    inside, alone, beyond = h >= 0, h < 0, False
                 else:
                     if self.held[result] and not eqn.traits.renames:
-                        made[result], outside[result] = h >= 0, False
-                        apart[result] = frozenset() if h >= 0 else own(result)
-                    inside, alone, beyond = bool(made[result]), apart[result], bool(outside[result])
+                        made[result], apart[result], outside[result] = h >= 0, h < 0, False
+                    inside, alone, beyond = bool(made[result]), bool(apart[result]), bool(outside[result])
                 for v in operands:
                     made[v] |= inside and host[v] == h
-                    apart[v] |= alone
-                    outside[v] |= bool(alone) or beyond or host[v] != h
-        return tuple(apart), made, outside
+                    apart[v] |= alone and not self._takes_narrow(e, v)
+                    outside[v] |= alone or beyond or host[v] != h
+        return apart, made, outside
 
 
 def _sizes(eqn: Eqn) -> int:

@@ -41,6 +41,7 @@ class Numerator:
       product_itemsize: bytes per element of it.
       by_passes: whether the product lies there itself, in every layout.
       few: whether devices may have one row of the first dimension each; where they do, the product lies there.
+      turned: whether a product is transposed on the way.
       maximum: the equation that finds the rows' maxima, if the kernel of the product makes the numerators.
       scores: what the product's kernel writes, if another one makes the numerators of them.
     """
@@ -49,8 +50,14 @@ class Numerator:
     product_itemsize: int
     by_passes: bool
     few: bool
+    turned: bool
     maximum: int | None
     scores: int | None
+
+    @property
+    def stores_gradient(self) -> bool:
+        """Whether chips that store gradients of scores store that of these: not of one row, unless it is transposed."""
+        return self.turned or not self.few
 
     @property
     def replaces_product(self) -> bool:
@@ -177,6 +184,7 @@ class _Softmaxes:
             product_itemsize=min(itemsize, aval.itemsize),
             by_passes=by_passes,
             few=few,
+            turned=turned,
             maximum=None if by_passes or few or wide or long else maximum,
             scores=scores if long and not (by_passes or few or wide or scores in products) else None,
         )

@@ -309,12 +309,9 @@ def test_scores_are_kept_as_their_product_leaves_them_or_exponentiated(
 
 
 @needs_tpu_compiler
-@pytest.mark.parametrize(("hardware", "sequences", "rel"), [("tpu-v5e:2x4", 2, 0.1), ("tpu-v5p:2x2x2", 1, 0.12)])
-def test_transposed_scores_take_the_time_of_their_product(hardware: str, sequences: int, rel: float) -> None:
-    """Nothing writes numerators, and what is computed from them reads bf16: a third less than for float32.
-
-    For a gradient alone on v5p the scores are read once more than planned (0.53 ms for 0.60): why, is not known.
-    """
+@pytest.mark.parametrize(("hardware", "sequences"), [("tpu-v5e:2x4", 2), ("tpu-v5p:2x2x2", 1)])
+def test_transposed_scores_take_the_time_of_their_product(hardware: str, sequences: int) -> None:
+    """Nothing writes numerators, and what is computed from them reads bf16: a third less than for float32."""
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         weights = jax.nn.softmax(jnp.einsum("bskgh,btkh->bkgst", q, k).astype(jnp.float32))
@@ -328,7 +325,7 @@ def test_transposed_scores_take_the_time_of_their_product(hardware: str, sequenc
     found = evaluate(gradients, *args, mesh={"data": 8}, hardware=hardware, in_specs=specs, out_specs=specs)
     compute = found.verify().compute
     assert compute is not None
-    assert compute.predicted_s == pytest.approx(compute.compiled_s, rel=rel)
+    assert compute.predicted_s == pytest.approx(compute.compiled_s, rel=0.1)
 
 
 @needs_tpu_compiler

@@ -143,17 +143,23 @@ def test_of_two_products_the_later_waits() -> None:
     assert not found.kernels[later].writes_product
 
 
-def test_a_kernel_apart_makes_what_it_takes() -> None:
-    """The maximum is found where the product is made: the cast is made in the kernel that subtracts it alone."""
+def test_what_takes_a_wider_cast_reads_what_was_cast() -> None:
+    """It is made apart for a reduction or another name, which do not; not for what is computed from its elements."""
 
     def softened(x: jax.Array, w: jax.Array) -> jax.Array:
         scores = (x @ w).astype(jnp.float32)
         return jnp.exp(scores - scores.max(axis=1, keepdims=True))
 
     graph, found = kernels(softened, X, W)
-    cast, below = made_by(graph, "convert_element_type")[0], made_by(graph, "sub")[0]
-    assert len(found.apart[below]) == 1
-    assert found.apart[cast] == found.apart[below]
+    (product,) = products(graph)
+    (cast,), (below,) = (made_by(graph, name) for name in ("convert_element_type", "sub"))
+    assert found.narrow[cast] == graph.results[product][0]
+    assert found.kernels[product].writes_product  # the maximum is found where it is made, the rest is not
+    assert found.apart[below]
+    assert not found.apart[cast]
+    for program in (lambda x: x.astype(jnp.float32).sum(axis=1), lambda x: jnp.sin(x.astype(jnp.float32).reshape(-1))):
+        graph, found = kernels(program, X)
+        assert found.apart[made_by(graph, "convert_element_type")[0]]
 
 
 def test_a_wider_cast_is_read_as_what_was_cast() -> None:

@@ -170,12 +170,20 @@ def test_one_number_is_no_softmax() -> None:
     assert not lives.numerators
 
 
-@pytest.mark.parametrize(("stores", "devices"), [(True, 1), (False, 1), (True, ROWS)])
-def test_gradients_of_scores_lie_in_memory_where_chips_store_them(devices: int, *, stores: bool) -> None:
-    """Not those of a device's one sequence: see `cost_models.Machine.stores_score_gradients`."""
-    fn = gradient(partial(attention, onward=wide))
-    graph, lives, _ = kept(fn, *inputs(), gradients=stores, devices=devices)
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("stores", "devices"), [(True, 1), (False, 1), (True, ROWS), (False, ROWS)])
+def test_gradients_of_scores_lie_in_memory_where_chips_store_them(devices: int, *, stores: bool, turned: bool) -> None:
+    """Not those of a device's one sequence, unless the product is transposed, as that of grouped heads is."""
+
+    def grouped(q: Any, k: Any, v: Any) -> Any:
+        weights = jax.nn.softmax(wide(jnp.einsum("bqgnh,bkgh->bgnqk", q, k)))
+        return jnp.einsum("bgnqk,bkgh->bqgnh", weights.astype(v.dtype), v)
+
+    shared = BF16((ROWS, KEYS, 1, SIZE))
+    args = (BF16((ROWS, QUERIES, 1, HEADS, SIZE)), shared, shared) if turned else inputs()
+    fn = gradient(grouped if turned else partial(attention, onward=wide))
+    graph, lives, _ = kept(fn, *args, gradients=stores, devices=devices)
     *_, made, _ = [e for e, eqn in enumerate(graph.eqns) if eqn.traits.contraction]
-    read = {v for v in graph.operands[made] if graph.avals[v].size == ROWS * HEADS * QUERIES * KEYS}
+    read = {x for x in graph.operands[made] if graph.avals[x].size == ROWS * HEADS * QUERIES * KEYS}
     assert len(read) == 1
-    assert bool((lives.stored | lives.named)[list(read)].any()) == (stores and devices == 1)
+    assert bool((lives.stored | lives.named)[list(read)].any()) == (stores and (turned or devices == 1))

@@ -87,7 +87,7 @@ def test_the_program_that_is_chosen_costs_what_the_whole_step_says(hardware: str
     "hardware", ["tpu-v5e:2x2", pytest.param("h100:1x4", marks=SLOW), pytest.param("cpu:4", marks=SLOW)]
 )
 def test_with_all_kept_the_whole_step_costs_what_the_program_does(hardware: str) -> None:
-    """An unrolled program that has all the memory repeats no product. On v5e 1.03 % are missing; why is not known."""
+    """An unrolled program that has all the memory repeats no product."""
     asked = request(hardware, scan=False)
     space = RecomputationSpace.of(build_search_space(asked))
     assert space is not None
@@ -95,7 +95,7 @@ def test_with_all_kept_the_whole_step_costs_what_the_program_does(hardware: str)
     texts = set(space.read(choice).kept)
     kept = [value.id for one in space.saved.passes for value in one.values if str(value.id) in texts]
     assert "dot_general" not in {step.primitive for step in space.saved.repeated(kept)}
-    assert solution.objective == pytest.approx(planned(asked).solution.objective, rel=0.015)
+    assert solution.objective == pytest.approx(planned(asked).solution.objective, rel=0.01)
 
 
 def test_scores_whose_kernel_makes_a_softmax_are_written_only_where_they_are_kept() -> None:

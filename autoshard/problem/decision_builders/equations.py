@@ -188,7 +188,7 @@ def _in_a_product(facts: GraphFacts, e: int) -> bool:
         return False
     if facts.graph.eqns[e].traits.ends_fusion:
         return e in facts.products.reduced
-    return not any(facts.products.apart[v] for v in facts.graph.results[e])
+    return not facts.products.apart[list(facts.graph.results[e])].any()
 
 
 def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductions_s: NDArray[np.float64]) -> _Price:

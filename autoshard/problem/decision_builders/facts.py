@@ -207,11 +207,6 @@ def facts_of(
     if compiler.contractions_finish_their_results:
         away = traits.free | (graph.on_host if compiler.keeps_host_values_apart else frozenset[int]())
         products = product_kernels(graph, traits.fuses, traits.flows, lives, level, away)
-    if products is not None:
-        kernels, elsewhere = products.apart, np.array([bool(of) for of in products.apart], bool)
-    else:
-        kernels = kernel_levels(graph, traits.fuses, held, level, again) if alone else None
-        elsewhere = computed_elsewhere(graph, traits.fuses, held, again)
     return GraphFacts(
         graph=graph,
         mesh=mesh,
@@ -232,8 +227,8 @@ def facts_of(
         host_copies=host_copies(graph, compiler),
         stages={} if manual else stage_dimensions(graph, rules, traits.pointwise, mesh),
         reread=again,
-        elsewhere=elsewhere,
-        kernels=kernels,
+        elsewhere=products.apart if products else computed_elsewhere(graph, traits.fuses, held, again),
+        kernels=kernel_levels(graph, traits.fuses, held, level, again) if alone else None,
         products=products,
         hides=1.0 if hidden_shares(machine, compiler) else machine.overlap,
         hiding=max(hidden_shares(machine, compiler).values(), default=machine.overlap),
