@@ -82,7 +82,8 @@ class Aval:
 class Eqn:
     """One equation as rules see it: no tracers, no variables, no mesh.
 
-    `where` is the user's `file:line (function)`.
+    `where` is the user's `file:line (function)`. `traits` are the facts about the primitive; of a dot, about what
+    compilers make of it. They are asked for millions of times, so they are worked out once.
     """
 
     primitive: str
@@ -90,10 +91,12 @@ class Eqn:
     results: tuple[Aval, ...]
     params: Mapping[str, Any]
     where: str = _jax.NO_LINE
+    traits: OpTraits = field(init=False, repr=False, compare=False)
 
-    @property
-    def traits(self) -> OpTraits:
-        """The facts about the primitive; of a dot, about what compilers make of it."""
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "traits", self._traits())
+
+    def _traits(self) -> OpTraits:
         if self.primitive == DOT_GENERAL:
             left, right = self.operands
             return traits_of_dot(left.shape, right.shape, self.params["dimension_numbers"])
