@@ -138,9 +138,9 @@ def test_weak_types_and_the_values_in_structures_are_told_apart() -> None:
 
 
 def test_random_calls_beside_jax_jit() -> None:
-    found = [one for seed in range(12) for one in sequence(seed, 25)]
+    found = [one for seed in range(5) for one in sequence(seed, 25)]
     assert [(one.text, one.differ) for one in found if one.differ] == []
-    assert sum(one.planned for one in found) > 50
+    assert sum(one.planned for one in found) > 20
 
 
 def lying(spec: Any, *, over: int = 2) -> Any:

@@ -166,6 +166,7 @@ CONSISTENT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "hardware", "recipe", "sizes"), CONSISTENT)
 def test_a_plan_is_not_dearer_than_a_hand_completed_at_best_nor_that_than_by_shardy(
     model: str, hardware: str, recipe: str, sizes: tuple[int, ...]

@@ -68,6 +68,7 @@ def test_xla_tpu_reduces_once_in_float32(layout: str) -> None:
         assert nbytes == pytest.approx(4 * 1024 * 4096, rel=0.04)  # padded to tiles
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_a_transformer_accumulates_as_planned_on_gpus() -> None:
     """All layers' gradients, norms and embedding included: nothing is reduced in the loop, bytes as predicted."""

@@ -43,6 +43,7 @@ def step_by_muon(params: Any, momentum: Any, x: jax.Array) -> Any:
     return jax.tree.map(lambda w, u: w - 0.02 * u, params, turned), momentum
 
 
+@pytest.mark.slow
 def test_muon_has_whole_matrices_and_each_device_its_own() -> None:
     """Newton-Schulz multiplies whole matrices, 15 times: in pieces, as FSDP keeps them, each product is a collective.
 

@@ -41,9 +41,13 @@ def scanned(weights: Any, x: jax.Array) -> Any:
 
 
 @needs_tpu_compiler
-@pytest.mark.parametrize("split", [True, False], ids=["weights-split", "weights-whole"])
 @pytest.mark.parametrize(
-    ("hardware", "devices"), [("tpu-v5e:4x4", 16), ("tpu-v5p:2x2x2", 8)], ids=["gathers-ahead", "waits-for-all"]
+    "split", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["weights-split", "weights-whole"]
+)
+@pytest.mark.parametrize(
+    ("hardware", "devices"),
+    [("tpu-v5e:4x4", 16), pytest.param("tpu-v5p:2x2x2", 8, marks=pytest.mark.slow)],
+    ids=["gathers-ahead", "waits-for-all"],
 )
 @pytest.mark.parametrize("program", [blocks, pytest.param(scanned, marks=pytest.mark.slow)])
 def test_gathers_alone_run_beside_products(program: Any, hardware: str, devices: int, *, split: bool) -> None:
@@ -79,7 +83,11 @@ def test_gathers_alone_run_beside_products(program: Any, hardware: str, devices:
 @needs_tpu_compiler
 @pytest.mark.parametrize(
     ("vocabulary", "beside", "waited"),
-    [(51_200, False, {0}), (51_200, True, {0, 4}), (32_768, True, {0})],
+    [
+        (51_200, False, {0}),
+        pytest.param(51_200, True, {0, 4}, marks=pytest.mark.slow),
+        pytest.param(32_768, True, {0}, marks=pytest.mark.slow),
+    ],
     ids=["head", "head-beside-activations", "shorter-head-beside-activations"],
 )
 def test_a_product_carries_the_gather_of_the_next(vocabulary: int, waited: set[int], *, beside: bool) -> None:

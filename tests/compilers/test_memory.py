@@ -73,6 +73,7 @@ def test_what_is_gathered_is_there_until_it_is_multiplied_not_until_its_update()
     assert peak == pytest.approx(plan.record.memory.peak_bytes, rel=0.03)
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_weights_are_gathered_again_where_memory_is_short() -> None:
     """Plain: each weight is gathered once and stays. Short of memory: twice, as with remat, without recomputing."""

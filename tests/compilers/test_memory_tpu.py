@@ -82,7 +82,7 @@ def test_where_nothing_runs_beside_compute_a_whole_gradient_is_made_behind_the_l
         assert (made > max(i for i, x in enumerate(lines) if " while(" in x)) == late
 
 
-@pytest.mark.parametrize("split", [True, False], ids=["its own part", "a sum"])
+@pytest.mark.parametrize("split", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["its own part", "a sum"])
 def test_beside_communication_a_gradient_that_nothing_reduces_is_made_behind_the_loop(*, split: bool) -> None:
     """The head's on v5e: split along the vocabulary it is each device's own; split along the width it is a sum."""
     head, rows = (P(None, "data"), P()) if split else (P("data"), P("data"))
@@ -329,7 +329,7 @@ def test_transposed_scores_take_the_time_of_their_product(hardware: str, sequenc
 
 
 @needs_tpu_compiler
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_a_state_that_is_gathered_after_its_update_is_copied_twice(dtype: Any) -> None:
     """Weights are whole, what updates them is split (ZeRO-1): they are copied before the step, and behind it."""
     layers, width, features = 3, 2048, 4096

@@ -90,6 +90,7 @@ def test_the_gpu_compiler_emits_the_same_collectives(name: str, fields: dict[str
     assert few.memory.compiled.peak <= 1.001 * all_.memory.compiled.peak
 
 
+@pytest.mark.slow
 @needs_gpu_compiler
 def test_a_pending_sum_of_a_scatter_stays() -> None:
     """Messages summed at their targets: without the constraint XLA gathers what is added to them, or the updates."""

@@ -119,6 +119,7 @@ def test_what_follows_a_product_that_moves_needs_a_kernel_of_its_own() -> None:
     assert verified.compute.predicted_s == pytest.approx(verified.compute.compiled_s, rel=0.1)
 
 
+@pytest.mark.slow
 @needs_tpu_compiler
 def test_weights_are_cast_before_they_are_gathered_also_where_they_are_gathered_twice() -> None:
     """Whole weights in float32 would move once, in as many bytes, if they were not cast first."""

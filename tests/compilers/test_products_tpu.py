@@ -96,7 +96,9 @@ def test_bytes_are_those_of_what_is_multiplied(
 
 
 @needs_tpu_compiler
-@pytest.mark.parametrize(("memory", "times"), [(140_000_000, 2), (None, 1)], ids=["in-both", "ahead"])
+@pytest.mark.parametrize(
+    ("memory", "times"), [(140_000_000, 2), pytest.param(None, 1, marks=pytest.mark.slow)], ids=["in-both", "ahead"]
+)
 def test_a_stack_is_gathered_in_both_loops_or_once_ahead_of_them(memory: int | None, times: int) -> None:
     """The first product of a trip waits for its weights, so once is faster where the memory is there."""
     sharded = {"in_shardings": (P("x"), P(None, "x")), "out_shardings": P(None, "x")}

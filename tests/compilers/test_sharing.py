@@ -20,7 +20,10 @@ from tests.installed import GPU, needs_tpu_compiler
 @needs_tpu_compiler
 @pytest.mark.parametrize(
     ("memory", "gathers"),
-    [(45_000_000, [(2 * 16 * 128 * 2048, 2)] * 2), (None, [(2 * 2 * 16 * 128 * 2048, 1)])],
+    [
+        pytest.param(45_000_000, [(2 * 16 * 128 * 2048, 2)] * 2, marks=pytest.mark.slow),
+        (None, [(2 * 2 * 16 * 128 * 2048, 1)]),
+    ],
     ids=["each layer's", "the stack"],
 )
 def test_a_weight_whose_product_is_reshaped_is_gathered_once(

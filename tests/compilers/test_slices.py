@@ -25,7 +25,9 @@ def step(params: Any, x: Any) -> tuple[Any, Any]:
     return jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads), value
 
 
-@pytest.mark.parametrize("mesh", [{"slice": 2, "data": 8}, {"slice": 2, "data": 4, "model": 2}])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param({"slice": 2, "data": 8}, marks=pytest.mark.slow), {"slice": 2, "data": 4, "model": 2}]
+)
 def test_a_step_over_two_slices_moves_what_is_planned(mesh: dict[str, int]) -> None:
     """Between slices, too, to the byte; of the loss, a number, libtpu reduces a row of lanes."""
     half = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)

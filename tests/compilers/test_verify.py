@@ -22,7 +22,7 @@ from tests.verification.test_verify import MESH, check, planned
 @pytest.mark.parametrize(
     ("name", "fields", "memory"),
     [
-        ("linear-8k", {}, MEMORY_TOLERANCE),
+        pytest.param("linear-8k", {}, MEMORY_TOLERANCE, marks=pytest.mark.slow),
         ("mlp-8k", {}, MEMORY_TOLERANCE),
         # Gradients wait for their reductions, of a large batch, and of a small one for the last of them.
         ("mlp-8k", {"batch": 65536}, 0.2),

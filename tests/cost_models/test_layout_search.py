@@ -25,6 +25,7 @@ NODE = cost_models.hardware("h100:2x8")
 MEMORY = 80e9
 
 
+@pytest.mark.slow
 def test_the_best_layout_is_the_fastest_of_all_that_fit() -> None:
     found = best_layouts(SMALL, NODE, sequences=32, sequence=2048)
     every = [

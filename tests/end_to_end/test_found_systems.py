@@ -165,6 +165,7 @@ SMALL = {"width": 64, "head_dim": 8, "hidden": 128, "vocab": 256, "context": 64}
 # --- Tensor parallelism ------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_weights_stay_in_two_dimensions_where_one_is_too_many_ways() -> None:
     """256 chips: gathers over x and over y of a 16th each cost less than one of the whole width over both.
 

@@ -13,7 +13,7 @@ from tests.end_to_end.test_numerics import SLOW_SEEDS, check_random, truth, wron
 from tests.loop_programs import LOOPED_MODELS, LOOPS
 from tests.programs import GPUS, MESH
 
-SEEDS = 3
+SEEDS = 2
 PRODUCTS = ("dot_general", "ragged_dot_general")
 
 

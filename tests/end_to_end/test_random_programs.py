@@ -16,7 +16,7 @@ from tests.assignments import QUICK_COMPILE, random_choice, run
 from tests.programs import Program, space_of
 
 BATCH = 100  # programs compiled together
-BATCHES = 5
+BATCHES = 2
 SLOW_BATCHES = 200
 
 

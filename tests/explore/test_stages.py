@@ -49,6 +49,7 @@ def pipeline() -> Staged:
     return staged(TrainingLayout(data=2, tensor=2, pipeline=2, microbatch=2))
 
 
+@pytest.mark.slow
 def test_one_stage_is_the_plan_of_the_whole_program() -> None:
     one = staged(TrainingLayout(data=8, microbatch=1), rel_gap=1e-3)
     plans = [

@@ -129,6 +129,7 @@ def test_fast_links_carry_other_things() -> None:
     assert any(note.startswith("layers in 1 stage, without a pipeline,") for note in plan.record.notes)
 
 
+@pytest.mark.slow
 def test_small_programs_have_no_stages_and_say_what_those_would_take() -> None:
     step = descent(in_stages(loss, stages="auto", steps="auto", parts=1))
     plan = autoshard.plan(step, *arguments(), mesh={"data": 2, "other": 3}, hardware="cpu:6", donate_argnums=0)
@@ -141,7 +142,7 @@ def test_small_programs_have_no_stages_and_say_what_those_would_take() -> None:
     assert plan.microbatches == 1
 
 
-@pytest.mark.parametrize("name", ["mean", "sum"])
+@pytest.mark.parametrize("name", ["mean", pytest.param("sum", marks=pytest.mark.slow)])
 def test_without_a_planner_there_is_one_stage(name: str) -> None:
     value_and_grad = in_stages(LOSSES[name], stages="auto", steps=3, parts=1)
     same(jax.jit(value_and_grad)(weights(), batch()), jax.value_and_grad(LOSSES[name])(weights(), batch()))

@@ -82,6 +82,7 @@ def test_planned_steps_are_those_of_one_device() -> None:
     assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, params)
 
 
+@pytest.mark.slow
 def test_steps_and_stages_are_of_the_mesh_that_is_planned_for() -> None:
     """One function, two meshes: as many stages as the axis has devices; the micro-batches are the plan's choice."""
     step = descent(in_stages(loss, stages="stage", steps="auto", parts=1))

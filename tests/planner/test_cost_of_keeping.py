@@ -134,7 +134,8 @@ def test_what_a_record_decided_is_not_decided_again() -> None:
     assert decided_by(plan.record, request).remat == "written"
 
 
-@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
 def test_what_fits_by_repeating_all_is_found_without_the_solver(*, scan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the choice is too large to be solved in time, a plan that repeats all it can is one that fits."""
     fn, *args = step("tiny-llama", layers=3, batch=64, sequence=256, context=256, vocab=512, scan=scan)
@@ -146,7 +147,7 @@ def test_what_fits_by_repeating_all_is_found_without_the_solver(*, scan: bool, m
     assert plan.record.recomputation is not None
 
 
-@pytest.mark.parametrize("many", [True, False])
+@pytest.mark.parametrize("many", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_search_of_what_many_layers_keep_begins_with_all_of_it_repeated(
     *, many: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,6 +165,7 @@ def assert_there(plan: autoshard.SolvedPlan, state: Any) -> None:
     assert kinds == [leaf.on_host for leaf in leaves]
 
 
+@pytest.mark.slow
 def test_a_decorated_step_places_what_comes_from_elsewhere() -> None:
     plan = on_host()
     options: dict[str, Any] = {**OPTIONS, "memory": plan.record.memory.limit_bytes, "offload": "state"}

@@ -107,6 +107,7 @@ def scans(jaxpr: Any) -> list[Any]:
     return [e for e in autoshard._jax.equations(jaxpr) if e.primitive.name == "scan"]
 
 
+@pytest.mark.slow
 def test_recomputation_is_chosen_in_each_number() -> None:
     """Where repeating is dear and memory small, both are needed, or one of them: the best is taken."""
     free = plan(STEP, PARAMS, BATCH, memory=TIGHT, remat="add")
@@ -231,6 +232,7 @@ def test_the_command_line_reads_a_number_or_auto() -> None:
         cli_search.steps("many")
 
 
+@pytest.mark.slow
 def test_a_search_chooses_in_every_mesh() -> None:
     ask = partial(autoshard.search, "models:mlp_1k", hardware="cpu:8", processes=1, axes=2)
     keywords = {"layers": 2, "batch": 4096}

@@ -72,7 +72,7 @@ def of_deep_stack(offload: Offload) -> list[autoshard.SolvedPlan | None]:
     return plans(deep_stack(), offload, **SPLIT)
 
 
-@pytest.mark.parametrize("offload", ["none", "auto"])
+@pytest.mark.parametrize("offload", ["none", pytest.param("auto", marks=pytest.mark.slow)])
 def test_more_memory_is_never_slower_for_a_deep_stack(offload: Offload) -> None:
     """Its budgets end in fewer carries, and in the host's memory."""
     found = of_deep_stack(offload)
@@ -90,7 +90,8 @@ def test_offloading_is_never_slower_than_none() -> None:
             assert allowed.cost <= without.cost
 
 
-@pytest.mark.parametrize("seed", [5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 7, 10, 12))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [3, 5, 7, 10, 12])
 def test_more_memory_is_never_slower_for_random_steps(seed: int) -> None:
     assert_never_slower(plans(train_step(seed), "auto"))
 

@@ -77,6 +77,7 @@ def test_equal_inputs_give_equal_files(tmp_path: Path) -> None:
         assert path.read_text(encoding="utf-8") == text
 
 
+@pytest.mark.slow
 def test_a_slow_machine_settles_for_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """One on which every clock runs four times as far meanwhile; the plan is not proven to 0.1 % at once."""
     fn, args = models.build("gpt2-small", batch=8, layers=1)

@@ -33,7 +33,7 @@ from autoshard.solver import evaluate, solve
 from tests.assignments import random_choice
 from tests.programs import TINY, Program, smallest, space_of
 
-SEEDS = range(5)
+SEEDS = range(3)
 
 
 @cache

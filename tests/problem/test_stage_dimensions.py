@@ -38,7 +38,7 @@ def planned(mesh: dict[str, int], hardware: str, **options: Any) -> autoshard.So
 
 CASES = [
     ({"stage": 2, "data": 2}, "cpu:4", 1),
-    ({"stage": 2, "data": 4}, "h100:1x8", 2),
+    pytest.param({"stage": 2, "data": 4}, "h100:1x8", 2, marks=pytest.mark.slow),
     ({"stage": 4, "data": 2}, "h100:4x2", 1),
 ]
 

@@ -176,7 +176,8 @@ def assert_equal(got: Any, want: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hardware", "mesh"), [("cnn", "cpu:8", {"a": 8}), ("scanned", "h100:1x8", {"a": 2, "b": 4})]
+    ("name", "hardware", "mesh"),
+    [("cnn", "cpu:8", {"a": 8}), pytest.param("scanned", "h100:1x8", {"a": 2, "b": 4}, marks=pytest.mark.slow)],
 )
 def test_an_optimal_step_is_the_unsharded_one(name: str, hardware: str, mesh: dict[str, int]) -> None:
     """The batch lies split over all devices, and stays so through the convolutions of the step."""
