@@ -339,6 +339,14 @@ class CompilerModel:
     )
     """A gather computes the elements that it takes itself, from values that lie in memory."""
 
+    gathers_whole_lanes: bool = field(
+        metadata=_seen(
+            "libtpu 0.0.52, rows of 2 to 200 elements, and slices of two dimensions, compiled for v5e and v5p",
+            "compilers/test_memory_tpu.py::test_narrow_rows_are_gathered_in_whole_lanes",
+        )
+    )
+    """Rows that are gathered, or added by a scatter, lie in whole lanes, until they are copied: see `costs.lanes`."""
+
     stores_softmax_numerators: bool = field(
         metadata=_seen(
             "libtpu 0.0.52, attention with its gradient, compiled for v5e and v5p, of many orders and sizes",

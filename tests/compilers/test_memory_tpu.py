@@ -372,3 +372,33 @@ def test_a_state_that_is_gathered_after_its_update_is_copied_twice(dtype: Any) -
     assert found.memory.compiled is not None
     assert weights_bytes < found.memory.predicted.peak
     assert found.memory.compiled.peak == pytest.approx(found.memory.predicted.peak, rel=0.15)
+
+
+def biased(table: jax.Array, places: jax.Array, x: jax.Array) -> jax.Array:
+    """A bias of heads for every pair of positions, as of T5."""
+    return jnp.einsum("nrk,nrk->nk", x, jnp.tanh(jnp.moveaxis(table[places], -1, 0)))
+
+
+def learned(table: jax.Array, places: jax.Array, x: jax.Array) -> jax.Array:
+    return jax.grad(lambda table: jnp.sum(x * jnp.moveaxis(table[places], -1, 0) ** 2))(table)
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize("program", [biased, learned])
+@pytest.mark.parametrize(
+    ("hardware", "row"),
+    [
+        ("tpu-v5e:2x4", jax.ShapeDtypeStruct((8,), jnp.float32)),
+        ("tpu-v5p:2x2x2", jax.ShapeDtypeStruct((16,), jnp.bfloat16)),
+    ],
+    ids=["v5e-8", "v5p-16"],
+)
+def test_narrow_rows_are_gathered_in_whole_lanes(program: Any, hardware: str, row: jax.ShapeDtypeStruct) -> None:
+    """And so they are added to a table: at most 16 times their own bytes here."""
+    args = jax.ShapeDtypeStruct((64, *row.shape), row.dtype), jax.ShapeDtypeStruct((2048, 1024), jnp.int32)
+    x = jax.ShapeDtypeStruct((*row.shape, 2048, 1024), row.dtype)
+    specs = (P(), P("data"), P(None, "data"))
+    found = evaluate(program, *args, x, mesh={"data": 8}, hardware=hardware, in_specs=specs, out_specs=P())
+    memory = found.verify().memory
+    assert memory.compiled is not None
+    assert memory.predicted.peak == pytest.approx(memory.compiled.peak, rel=0.1)

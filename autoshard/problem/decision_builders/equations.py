@@ -7,13 +7,14 @@ from numpy.typing import NDArray
 
 from autoshard.costs import compute
 from autoshard.costs.fusion import fused_names
+from autoshard.costs.lanes import bytes_in_lanes
 from autoshard.costs.overlap import EARLY
 from autoshard.costs.prices import picoseconds
 from autoshard.costs.product_kernels import fused_bytes
 from autoshard.costs.strategies import SUM, Strategies, decode, enumerate_strategies, given, shards
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import Graph
-from autoshard.ir.op_traits import DERIVE, KEEP, LOOP_STACK, PALLAS, RECALL, SHARD_MAP
+from autoshard.ir.op_traits import DERIVE, GATHER, KEEP, LOOP_STACK, PALLAS, RECALL, SHARD_MAP
 from autoshard.problem import bodies
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.facts import GraphFacts
@@ -72,6 +73,9 @@ def add_equations(draft: Draft, of_shard_maps: bodies.Bodies) -> None:
         if body is not None:
             beside = np.full(len(strategies), body.beside_bytes)
             draft.usages.add(node, e, e + 1, beside * np.int64(there), "activations")
+        if facts.compiler.gathers_whole_lanes and (eqn.primitive == GATHER or eqn.traits.scatters):
+            beyond = bytes_in_lanes(eqn, strategies, facts.mesh)
+            draft.usages.add(node, e, e + 1, beyond * np.int64(there), "activations")
         if eqn.traits.contraction and facts.compiler.cuts_contractions:
             _add_partial_sums(draft, node, strategies, there)
         add_late_gradient(draft, node, strategies)
