@@ -102,13 +102,44 @@ def kernel_levels(
       levels: of the values, see `costs.fusion`.
       reread: the reductions that have a kernel of their own.
     """
+    return _of_kernels(graph, fuses, held, levels, reread, through=False)[0]
+
+
+def reading_levels(
+    graph: Graph, fuses: Sequence[bool], held: NDArray[np.bool_], levels: NDArray[np.int64], paid: Container[int]
+) -> list[frozenset[int]]:
+    """Per value, the levels of the kernels that read it if it lies in memory, also as what a loop keeps or repeats.
+
+    As `kernel_levels`; of equations that are `paid` otherwise, none.
+    """
+    return _of_kernels(graph, fuses, held, levels, paid, through=True)[1]
+
+
+def _of_kernels(
+    graph: Graph,
+    fuses: Sequence[bool],
+    held: NDArray[np.bool_],
+    levels: NDArray[np.int64],
+    paid: Container[int],
+    *,
+    through: bool,
+) -> tuple[list[frozenset[int]], list[frozenset[int]]]:
+    """Per value, the levels of the kernels that compute it, and of those that compute its readers.
+
+    `paid`: equations that pay themselves for what they read; `through`: whether readers of what is kept or repeated
+    count.
+    """
     found: list[frozenset[int]] = [frozenset()] * len(graph.avals)
-    taken: list[frozenset[int]] = [frozenset()] * len(graph.avals)  # the kernels of a value's readers
+    taken: list[frozenset[int]] = [frozenset()] * len(graph.avals)
     for e in range(len(graph.eqns) - 1, -1, -1):
         traits = graph.eqns[e].traits
         for v in graph.results[e]:
             found[v] = frozenset({int(levels[v])}) if held[v] else taken[v]
-        if e in reread or (traits.choice and (fuses[e] or traits.renames)):
+        if e in paid and not (through and traits.choice):
+            continue
+        if traits.choice and (fuses[e] or traits.renames):
+            for v in graph.operands[e] if through else ():
+                taken[v] |= taken[graph.results[e][0]]
             continue
         for v in graph.operands[e]:
             if not (fuses[e] or traits.renames):
@@ -120,7 +151,7 @@ def kernel_levels(
             result = graph.results[e][0]
             short = graph.avals[v].size <= SHORT_ROW * graph.avals[result].size
             taken[v] |= (taken[result] if short else frozenset()) or frozenset({int(levels[v])})
-    return found
+    return found, taken
 
 
 def _sources(graph: Graph, fuses: Sequence[bool], held: NDArray[np.bool_]) -> dict[int, frozenset[int]]:

@@ -1,5 +1,6 @@
 """Equations: the strategy of every equation that is not element-wise."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ from autoshard.costs.lanes import bytes_in_lanes
 from autoshard.costs.overlap import EARLY
 from autoshard.costs.prices import picoseconds
 from autoshard.costs.product_kernels import fused_bytes
+from autoshard.costs.reductions import reading_levels
 from autoshard.costs.strategies import SUM, Strategies, decode, enumerate_strategies, given, shards
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import Graph
@@ -20,7 +22,7 @@ from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.facts import GraphFacts
 from autoshard.problem.decision_builders.late_gradients import add_late_gradient
 from autoshard.problem.decision_builders.stage_dimensions import are_staged
-from autoshard.problem.decisions import Body, Equation
+from autoshard.problem.decisions import Body, Chain, Equation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,13 +46,15 @@ def add_equations(draft: Draft, of_shard_maps: bodies.Bodies) -> None:
       of_shard_maps: prices the bodies of `shard_map`s.
     """
     facts, graph = draft.facts, draft.facts.graph
+    readers = _levels_of_readers(facts)
     for e, eqn in enumerate(graph.eqns):
         if draft.node_of[e] >= 0 or not any(facts.decides(v) for v in graph.results[e]):
             continue
         body, strategies = _strategies(draft, of_shard_maps, e)
         choices = _choices(graph, e, len(strategies))
         strategies = strategies.at(choices.of)
-        price = _recalled(draft, e, strategies, choices) if graph.recalls_slice(e) else None
+        recalls = graph.recalls_slice(e)
+        price = _recalled(draft, e, strategies, choices, readers[graph.results[e][0]]) if recalls else None
         price = price or _kept(facts, e, strategies) or _priced(facts, e, strategies, body)
         zero = np.zeros(len(strategies))
         there = 1.0 if choices.off is None else np.where(choices.off, 0.0, 1.0)
@@ -237,20 +241,33 @@ def _kept(facts: GraphFacts, e: int, strategies: Strategies) -> _Price | None:
     return _Price(np.asarray(facts.machine.hbm_s(aval.nbytes / shards(codes, aval.ndim, facts.mesh))))
 
 
-def _recalled(draft: Draft, e: int, strategies: Strategies, choices: _Choices) -> _Price:
-    """The price of what a loop keeps or repeats: its kernels read it, if what is repeated lies in memory.
+def _recalled(draft: Draft, e: int, strategies: Strategies, choices: _Choices, levels: frozenset[int]) -> _Price:
+    """The price of what a loop keeps or repeats: kernels of these levels read it, if what is repeated lies in memory.
 
     A slice of a stack is priced as such.
     """
     facts, (result,) = draft.facts, draft.facts.graph.results[e]
     graph, aval = facts.graph, facts.graph.avals[result]
-    users = [u for u, _ in graph.consumers.get(result, ())]
-    reading = [u for u in users if not (_reads_by_itself(graph, u) or _in_a_product(facts, u))]
-    kernels = len({draft.node_of[u] if draft.node_of[u] >= 0 else -1 - u for u in reading})
-    nbytes = aval.nbytes / shards(strategies.results[0], aval.ndim, facts.mesh) * kernels
-    held = [facts.held[v] and facts.decides(v) for v in graph.operands[e]]
-    read = sum(np.where(left, 0.0, there) for left, there in zip(choices.untaken, held, strict=True))
+    kernels = [len(levels - _inside(draft, v)) if facts.held[v] and facts.decides(v) else 0 for v in graph.operands[e]]
+    read = sum(np.where(left, 0, times) for left, times in zip(choices.untaken, kernels, strict=True))
+    nbytes = aval.nbytes / shards(strategies.results[0], aval.ndim, facts.mesh)
     return _Price(np.asarray(facts.machine.hbm_s(nbytes * read)))
+
+
+def _inside(draft: Draft, value: int) -> frozenset[int]:
+    """The level of the kernel that has a value of a chain in registers, as it writes it."""
+    node = draft.node_of[draft.facts.graph.producers[value][0]] if value in draft.facts.graph.producers else -1
+    chained = node >= 0 and isinstance(draft.nodes[node], Chain)
+    return frozenset({int(draft.facts.levels[value])}) if chained else frozenset()
+
+
+def _levels_of_readers(facts: GraphFacts) -> Sequence[frozenset[int]]:
+    """Per value, the levels of the kernels that read it, but for equations that pay for that; none without choices."""
+    graph = facts.graph
+    if not graph.optional:
+        return ()
+    paid = {e for e in range(len(graph.eqns)) if _reads_by_itself(graph, e) or _in_a_product(facts, e)}
+    return reading_levels(graph, facts.traits.fuses, facts.held, facts.levels, facts.reread.keys() | paid)
 
 
 def _reads_by_itself(graph: Graph, e: int) -> bool:
