@@ -12,6 +12,7 @@ It updates a state as soon as its gradient is there, and computes the loss last 
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,11 +44,12 @@ def _gradients_last(graph: Graph) -> list[int]:
     late = [e for e in contractions if not any(feeds[v] for v in graph.results[e])]
     begin = 1 + max((e for e in contractions if any(feeds[v] for v in graph.results[e])), default=-1)
     late.sort(key=lambda e: (sum(graph.avals[v].nbytes for v in graph.results[e]), e))
-    last = {again: e for e, again in enumerate(graph.again_of)}  # equation of a call
+    calls = graph.again_of if any(graph.again_of) else _segments(graph)
+    last = {again: e for e, again in enumerate(calls)}  # equation of a call
     order = list(range(len(graph.eqns)))
     free = begin
     for e in late:
-        call = graph.again_of[e]
+        call = calls[e]
         if call and call + 1 in last:
             order[e] = last[call + 1]
         else:
@@ -59,6 +61,23 @@ def _gradients_last(graph: Graph) -> list[int]:
         for v in results:
             ready[v] = order[e]
     return order
+
+
+def _segments(graph: Graph) -> Sequence[int]:
+    """Per equation, the segment of the backward pass that it is in, from 1 on; 0 before the first.
+
+    A segment begins where products of the forward pass are repeated (`ir.segments`), as a `jax.checkpoint` does.
+    """
+    found, segment = [0] * len(graph.eqns), 0
+    begins = set[int]()
+    for _, run in groupby(range(len(graph.eqns)), key=graph.repeated.__contains__):
+        members = list(run)
+        if members[0] in graph.repeated and any(graph.eqns[e].traits.contraction for e in members):
+            begins.add(members[0])
+    for e in range(len(graph.eqns)):
+        segment += e in begins
+        found[e] = segment
+    return found
 
 
 def _updates_early(graph: Graph, fuses: Sequence[bool]) -> list[int]:
