@@ -3,8 +3,8 @@
 No contraction depends on a weight's gradient, so XLA:GPU's scheduler runs it after all others. In a program
 without loops the weights' gradients are the last contractions, small ones first: each hides the reduction of the
 one before. In a loop they stand at the end of the body; those outside of loops stand behind the loops that follow.
-Gradients of a part that `jax.checkpoint` computes again stand in the next such part (counted at its end), where
-they hide its gathers and sums.
+Gradients of a part that `jax.checkpoint` computes again, or that a plan repeats, stand in the next such part (counted
+at its end), where they hide its gathers and sums.
 
 XLA:TPU defers a gradient if nothing runs beside compute and the gradient is whole on every device
 (`problem.memory_usage`), or if something does and nothing reduces it (`problem.decision_builders.late_gradients`).
@@ -12,7 +12,7 @@ It updates a state as soon as its gradient is there, and computes the loss last 
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,16 +68,9 @@ def _segments(graph: Graph) -> Sequence[int]:
 
     A segment begins where products of the forward pass are repeated (`ir.segments`), as a `jax.checkpoint` does.
     """
-    found, segment = [0] * len(graph.eqns), 0
-    begins = set[int]()
-    for _, run in groupby(range(len(graph.eqns)), key=graph.repeated.__contains__):
-        members = list(run)
-        if members[0] in graph.repeated and any(graph.eqns[e].traits.contraction for e in members):
-            begins.add(members[0])
-    for e in range(len(graph.eqns)):
-        segment += e in begins
-        found[e] = segment
-    return found
+    runs = (list(run) for _, run in groupby(range(len(graph.eqns)), key=graph.repeated.__contains__))
+    begins = {run[0] for run in runs if run[0] in graph.repeated and any(graph.eqns[e].traits.contraction for e in run)}
+    return list(accumulate(int(e in begins) for e in range(len(graph.eqns))))
 
 
 def _updates_early(graph: Graph, fuses: Sequence[bool]) -> list[int]:

@@ -11,6 +11,9 @@ from autoshard.backends.known_compilers import XLA_CPU, XLA_GPU, XLA_TPU
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.execution_order import feeding, positions
 from autoshard.ir.graph import Graph, build
+from autoshard.ir.recompute import rewritten
+from autoshard.ir.saved_values import saved_values
+from autoshard.ir.trace import trace
 
 WIDTHS = (8, 32, 16, 8)  # of what each of three layers takes and makes
 
@@ -89,3 +92,30 @@ def test_a_part_inside_of_another_is_the_same_part() -> None:
         return jnp.sum(jax.checkpoint(lambda x: inner(inner(x, weights[0]), weights[1]))(x))
 
     assert set(traced(form).again_of) == {0, 1}
+
+
+def test_so_has_what_a_plan_repeats() -> None:
+    """Else all that layers repeat would live until the end, and no plan of many of them would fit."""
+
+    def form(weights: Any, x: Any) -> Any:
+        for up, down in weights:
+            x = x + jax.checkpoint(lambda x, up, down: jnp.tanh(x @ up) @ down)(x, up, down)
+        return jnp.sum(x * x)
+
+    def step(weights: Any, x: Any) -> Any:
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(form)(weights, x))
+
+    sides = [(jax.ShapeDtypeStruct((8, 64), jnp.float32), jax.ShapeDtypeStruct((64, 8), jnp.float32))] * 3
+    program = trace(step, (sides, jax.ShapeDtypeStruct((64, 8), jnp.float32)), ("weights", "x"))
+    kept = saved_values(program.jaxpr, remat="add").saved
+    graph = build(rewritten(saved_values(program.jaxpr, remat="free"), kept), "cpu")
+    assert not any(graph.again_of)
+    products = [e for e, eqn in enumerate(graph.eqns) if eqn.traits.contraction]
+    again, when = [e for e in products if e in graph.repeated], run(graph, XLA_GPU)
+    assert len(again) == 3
+    for first, following in itertools.pairwise(again):
+        for e in gradients(graph):
+            if first < e < following:
+                assert following < when[e]
+                assert all(when[e] < when[other] for other in again if other > following)
+    assert [when[e] for e in again] == again
