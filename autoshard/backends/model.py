@@ -341,7 +341,7 @@ class CompilerModel:
 
     gathers_whole_lanes: bool = field(
         metadata=_seen(
-            "libtpu 0.0.52, rows of 2 to 200 elements, and slices of two dimensions, compiled for v5e and v5p",
+            "libtpu 0.0.52, rows of 8 to 200 elements, and slices of two dimensions, compiled for v5e and v5p",
             "compilers/test_memory_tpu.py::test_narrow_rows_are_gathered_in_whole_lanes",
         )
     )

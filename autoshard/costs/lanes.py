@@ -26,15 +26,19 @@ def bytes_in_lanes(eqn: Eqn, strategies: Strategies, mesh: MeshAxes) -> NDArray[
         aval, codes, dims = eqn.results[0], strategies.results[0], numbers.offset_dims
     else:
         aval, codes, dims = eqn.operands[2], strategies.operands[2], numbers.update_window_dims
+    if not dims:
+        return np.zeros(len(codes), np.int64)
     local = np.stack([n // split(codes, d, aval.ndim, mesh) for d, n in enumerate(aval.shape)], axis=1)
     row = local[:, list(dims)]
-    elements, size = local.prod(axis=1), row.prod(axis=1)
     filled = row.copy()
-    filled[:, -1:] = -(-row[:, -1:] // LANES) * LANES
-    filled[:, -2:-1] = np.where(
-        row[:, -2:-1] < SUBLANES,
-        2 ** np.ceil(np.log2(np.maximum(row[:, -2:-1], 1))).astype(np.int64),
-        -(-row[:, -2:-1] // SUBLANES) * SUBLANES,
-    )
-    more = elements // np.maximum(size, 1) * (filled.prod(axis=1) - size) * aval.itemsize
+    filled[:, -1] = _multiple(row[:, -1], LANES)
+    if len(dims) > 1:  # of few sublanes, tiles of as many
+        filled[:, -2] = _multiple(row[:, -2], 2 ** np.ceil(np.log2(row[:, -2].clip(1, SUBLANES))).astype(np.int64))
+    elements, size = local.prod(axis=1), row.prod(axis=1)
+    more = elements // size.clip(1) * (filled.prod(axis=1) - size) * aval.itemsize
     return np.where((size > 1) & (elements > size), more, 0)
+
+
+def _multiple(sizes: NDArray[np.int64], of: NDArray[np.int64] | int) -> NDArray[np.int64]:
+    """The least multiples that are not below."""
+    return -(-sizes // of) * of

@@ -11,6 +11,7 @@ scores. What leads to reductions alone that have a kernel of their own is comput
 """
 
 from collections.abc import Container, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,71 +88,58 @@ def computed_elsewhere(
     return found
 
 
+class KernelLevels(NamedTuple):
+    """Per value, the levels of the kernels that compute it, and of those that read it if it lies in memory."""
+
+    computing: list[frozenset[int]]
+    reading: list[frozenset[int]]
+
+
 def kernel_levels(
-    graph: Graph, fuses: Sequence[bool], held: NDArray[np.bool_], levels: NDArray[np.int64], reread: Mapping[int, float]
-) -> list[frozenset[int]]:
-    """Per value, the levels of the kernels that compute it: a value in memory is read by each that computes a reader.
-
-    A reduction that has a kernel of its own pays for that. Another is made in the kernels that take it, if its rows
-    are short; else beside the values of its operand's level. What is kept or repeated is read by its recall.
-
-    Args:
-      graph: the program.
-      fuses: per equation, whether XLA fuses it with its neighbours.
-      held: the values that lie in memory, also under another name.
-      levels: of the values, see `costs.fusion`.
-      reread: the reductions that have a kernel of their own.
-    """
-    return _of_kernels(graph, fuses, held, levels, reread, through=False)[0]
-
-
-def reading_levels(
-    graph: Graph, fuses: Sequence[bool], held: NDArray[np.bool_], levels: NDArray[np.int64], paid: Container[int]
-) -> list[frozenset[int]]:
-    """Per value, the levels of the kernels that read it if it lies in memory, also as what a loop keeps or repeats.
-
-    As `kernel_levels`; of equations that are `paid` otherwise, none.
-    """
-    return _of_kernels(graph, fuses, held, levels, paid, through=True)[1]
-
-
-def _of_kernels(
     graph: Graph,
     fuses: Sequence[bool],
     held: NDArray[np.bool_],
     levels: NDArray[np.int64],
     paid: Container[int],
     *,
-    through: bool,
-) -> tuple[list[frozenset[int]], list[frozenset[int]]]:
-    """Per value, the levels of the kernels that compute it, and of those that compute its readers.
+    recalled: bool = False,
+) -> KernelLevels:
+    """The levels of the kernels of every value: one in memory is read by each kernel that computes a reader.
 
-    `paid`: equations that pay themselves for what they read; `through`: whether readers of what is kept or repeated
-    count.
+    A reduction that is not `paid` is made in the kernels that take it, if its rows are short; else beside the values of
+    its operand's level.
+
+    Args:
+      graph: the program.
+      fuses: per equation, whether XLA fuses it with its neighbours.
+      held: the values that lie in memory, also under another name.
+      levels: of the values, see `costs.fusion`.
+      paid: the equations that pay themselves for what they read, as reductions with a kernel of their own do.
+      recalled: whether who reads what is kept or repeated reads what that is recalled from; else its recall does.
     """
-    found: list[frozenset[int]] = [frozenset()] * len(graph.avals)
-    taken: list[frozenset[int]] = [frozenset()] * len(graph.avals)
+    computing: list[frozenset[int]] = [frozenset()] * len(graph.avals)
+    reading: list[frozenset[int]] = [frozenset()] * len(graph.avals)
     for e in range(len(graph.eqns) - 1, -1, -1):
-        traits = graph.eqns[e].traits
+        traits, operands = graph.eqns[e].traits, graph.operands[e]
         for v in graph.results[e]:
-            found[v] = frozenset({int(levels[v])}) if held[v] else taken[v]
-        if e in paid and not (through and traits.choice):
-            continue
+            computing[v] = frozenset({int(levels[v])}) if held[v] else reading[v]
         if traits.choice and (fuses[e] or traits.renames):
-            for v in graph.operands[e] if through else ():
-                taken[v] |= taken[graph.results[e][0]]
+            for v in operands if recalled else ():
+                reading[v] |= reading[graph.results[e][0]]
             continue
-        for v in graph.operands[e]:
+        if e in paid and not traits.choice:
+            continue
+        for v in operands:
             if not (fuses[e] or traits.renames):
-                taken[v] |= frozenset({int(levels[v])})
-                continue
-            if not traits.ends_fusion:
-                taken[v] |= found[graph.results[e][0]]
+                reading[v] |= frozenset({int(levels[v])})
                 continue
             result = graph.results[e][0]
+            if not traits.ends_fusion:
+                reading[v] |= computing[result]
+                continue
             short = graph.avals[v].size <= SHORT_ROW * graph.avals[result].size
-            taken[v] |= (taken[result] if short else frozenset()) or frozenset({int(levels[v])})
-    return found, taken
+            reading[v] |= (reading[result] if short else frozenset()) or frozenset({int(levels[v])})
+    return KernelLevels(computing, reading)
 
 
 def _sources(graph: Graph, fuses: Sequence[bool], held: NDArray[np.bool_]) -> dict[int, frozenset[int]]:

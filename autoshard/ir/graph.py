@@ -83,7 +83,7 @@ class Eqn:
     """One equation as rules see it: no tracers, no variables, no mesh.
 
     `where` is the user's `file:line (function)`. `traits` are the facts about the primitive; of a dot, about what
-    compilers make of it. They are asked for millions of times, so they are worked out once.
+    compilers make of it.
     """
 
     primitive: str

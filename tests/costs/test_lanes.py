@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import autoshard
 from autoshard.backends.known_compilers import XLA_GPU, XLA_TPU
 from autoshard.costs.lanes import bytes_in_lanes
 from autoshard.costs.strategies import split
@@ -81,6 +82,14 @@ def test_slices_take_whole_tiles() -> None:
 
 def test_one_row_is_a_slice() -> None:
     assert set(beyond(one, 8).values()) == {0}
+
+
+@pytest.mark.parametrize("program", [lambda x, i: jnp.take(x, i) + x, lambda x, i: x.at[i].add(1.0)])
+def test_one_number_is_no_row(program: Callable[..., Any]) -> None:
+    """It is gathered or scattered without a dimension of its own, on a TPU, too."""
+    args = jax.ShapeDtypeStruct((1024,), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+    plan = autoshard.plan(program, *args, mesh={"data": 8}, hardware="tpu-v5e:2x4")
+    assert plan.record.memory.peak_bytes < 3 * 4 * 1024
 
 
 def test_the_program_holds_them_while_the_equation_runs() -> None:

@@ -12,7 +12,7 @@ from autoshard.costs.lanes import bytes_in_lanes
 from autoshard.costs.overlap import EARLY
 from autoshard.costs.prices import picoseconds
 from autoshard.costs.product_kernels import fused_bytes
-from autoshard.costs.reductions import reading_levels
+from autoshard.costs.reductions import kernel_levels
 from autoshard.costs.strategies import SUM, Strategies, decode, enumerate_strategies, given, shards
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import Graph
@@ -267,7 +267,8 @@ def _levels_of_readers(facts: GraphFacts) -> Sequence[frozenset[int]]:
     if not graph.optional:
         return ()
     paid = {e for e in range(len(graph.eqns)) if _reads_by_itself(graph, e) or _in_a_product(facts, e)}
-    return reading_levels(graph, facts.traits.fuses, facts.held, facts.levels, facts.reread.keys() | paid)
+    paid |= facts.reread.keys()
+    return kernel_levels(graph, facts.traits.fuses, facts.held, facts.levels, paid, recalled=True).reading
 
 
 def _reads_by_itself(graph: Graph, e: int) -> bool:

@@ -228,7 +228,7 @@ def facts_of(
         stages={} if manual else stage_dimensions(graph, rules, traits.pointwise, mesh),
         reread=again,
         elsewhere=products.apart if products else computed_elsewhere(graph, traits.fuses, held, again),
-        kernels=kernel_levels(graph, traits.fuses, held, level, again) if alone else None,
+        kernels=kernel_levels(graph, traits.fuses, held, level, again).computing if alone else None,
         products=products,
         hides=1.0 if hidden_shares(machine, compiler) else machine.overlap,
         hiding=max(hidden_shares(machine, compiler).values(), default=machine.overlap),
