@@ -3,6 +3,8 @@
 from itertools import pairwise
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -155,6 +157,32 @@ def test_what_only_the_backward_pass_reads_is_not_computed_ahead_where_it_is_rep
     }
     assert solution.objective == pytest.approx(chosen.solution.objective, rel=1e-6)
     assert solution.objective < planned(asked).solution.objective * 0.98
+
+
+def test_what_is_repeated_is_read_by_the_kernels_that_read_it_in_the_program() -> None:
+    """A tanh that its kernel writes, too, and that is read also where steps of a gelu are computed in between."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        def layer(h: jax.Array, pair: Any) -> Any:
+            up, down = (w.astype(h.dtype) for w in pair)
+            return h + jax.nn.gelu(h @ up) @ down, None
+
+        def loss(params: Any) -> jax.Array:
+            return jnp.mean(jax.lax.scan(layer, x, params)[0].astype(jnp.float32) ** 2)
+
+        return jax.tree.map(lambda w, g: w - 1e-3 * g, params, jax.grad(loss)(params))
+
+    params = tuple(jax.ShapeDtypeStruct((8, *sides), jnp.float32) for sides in ((1024, 4096), (4096, 1024)))
+    x = jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16)
+    options = Options(mesh={"data": 4}, hardware="h100:1x4", in_shardings=(P(), P("data")), remat="add", memory=PLENTY)
+    (asked,) = requests_of(step, (params, x), {}, options)
+    space = RecomputationSpace.of(build_search_space(asked))
+    assert space is not None
+    solution, choice = best(space)
+    chosen = planned(keeping(asked, space.read(choice)))
+    graph = chosen.assignment.decisions.graph
+    assert "tanh" in {graph.eqns[e].primitive for e in graph.repeated}
+    assert solution.objective == pytest.approx(chosen.solution.objective, rel=1e-6)
 
 
 def test_a_program_without_a_backward_pass_has_no_choices() -> None:
