@@ -8,12 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 import autoshard
 import models
 from autoshard.api.solved_plan import SolvedPlan
 from autoshard.ir.recomputation import Recomputation
+from autoshard.ir.recompute import rewritten
+from autoshard.ir.saved_values import saved_values
+from autoshard.ir.trace import trace
 from autoshard.planner import pipeline
 from autoshard.planner.budget import Budget
 from autoshard.planner.cost_of_keeping import is_held_back, most_saved_s, moving_kept_s
@@ -196,3 +200,21 @@ def test_what_does_not_fit_is_not_planned_again_and_others_are_tried(monkeypatch
     found = pipeline._repeating(choices, BUDGET, (), inf, [])
     assert found.best is None
     assert len(set(seen)) == len(seen) > 1
+
+
+@pytest.mark.parametrize("layers", [3, pytest.param(8, marks=pytest.mark.slow)])
+def test_unrolled_layers_that_are_repeated_are_planned_in_the_memory_of_jax_checkpoint(layers: int) -> None:
+    """Compiled they need as much: `tests/compilers/test_recompute.py`."""
+    fields = {"width": 512, "hidden": 2048, "heads": 8, "kv_heads": 8, "head_dim": 64, "vocab": 2048}
+    fn, *args = step("tiny-llama", layers=layers, batch=64, sequence=1024, context=1024, remat="full", **fields)
+    checkpointed = trace(fn, tuple(args), ("state", "batch"))
+    kept = saved_values(checkpointed.jaxpr, remat="add").saved
+    repeated = rewritten(saved_values(checkpointed.jaxpr, remat="free"), kept)
+    flat = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in checkpointed.in_avals]
+
+    def peak(program: Any) -> int:
+        options: dict[str, Any] = {"mesh": {"data": 4}, "hardware": "h100:1x4", "remat": "written", "rel_gap": 1e-2}
+        plan = autoshard.plan(jaxpr_as_fun(program), *flat, constraints="all", **options)
+        return plan.record.memory.peak_bytes
+
+    assert peak(repeated) == pytest.approx(peak(checkpointed.jaxpr), rel=0.02)
