@@ -106,6 +106,7 @@ class Event:
       repeated: whether it runs once more for a backward pass, or a part of it does.
       repeats: the matmuls among what runs once more.
       moves: what it copies to the host's memory or back.
+      instruction: its name in the compiled program.
     """
 
     name: str
@@ -117,6 +118,7 @@ class Event:
     repeated: bool = False
     repeats: tuple[Multiplication, ...] = ()
     moves: HostMove | None = None
+    instruction: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +292,7 @@ class _Walk:
         self.free_s = start_s + duration_s
         self.communication_s += duration_s
         name, repeated = f"{row.kind} {'·'.join(axes)}", _jax.REMATTED in row.op_name
-        self._record(name, "communication", start_s, duration_s, trips, row.where, repeated=repeated)
+        self._record(instruction, name, "communication", start_s, duration_s, trips, where=row.where, repeated=repeated)
         return self.free_s
 
     def _copy(self, instruction: Instruction, copied: "_HostCopy", trips: int) -> float:
@@ -303,7 +305,7 @@ class _Walk:
         self.communication_s += duration_s
         name, where = host_copy_name(to_host=copied.to_host), self.module.where(instruction)
         moves = HostMove(instruction.op_name, copied.nbytes, copied.to_host)
-        self._record(name, "communication", start_s, duration_s, trips, where, moves=moves)
+        self._record(instruction, name, "communication", start_s, duration_s, trips, where=where, moves=moves)
         return start_s + duration_s
 
     def _wait(self, end_s: float) -> None:
@@ -319,7 +321,17 @@ class _Walk:
             repeats = tuple(self._repeats(instruction, multiplies))
             repeated = bool(repeats) if multiplies else _is_repeated(instruction, instruction)
             where = self.module.where(instruction)
-            self._record(name, "compute", self.now_s, duration_s, trips, where, repeated=repeated, repeats=repeats)
+            self._record(
+                instruction,
+                name,
+                "compute",
+                self.now_s,
+                duration_s,
+                trips,
+                where=where,
+                repeated=repeated,
+                repeats=repeats,
+            )
         self.compute_s += duration_s
         self.now_s += duration_s
 
@@ -374,10 +386,25 @@ class _Walk:
         self.exposed_s, self.flops = longest.exposed_s, longest.flops
 
     def _record(
-        self, name: str, stream: Stream, start_s: float, duration_s: float, trips: int, where: str, **more: Any
+        self,
+        instruction: Instruction,
+        name: str,
+        stream: Stream,
+        start_s: float,
+        duration_s: float,
+        trips: int,
+        **more: Any,
     ) -> None:
         self.events.append(
-            Event(name=name, stream=stream, start_s=start_s, duration_s=duration_s, trips=trips, where=where, **more)
+            Event(
+                name=name,
+                stream=stream,
+                start_s=start_s,
+                duration_s=duration_s,
+                trips=trips,
+                instruction=instruction.name,
+                **more,
+            )
         )
 
     def _repeats(

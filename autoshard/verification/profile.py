@@ -1,9 +1,9 @@
 """Profile: predicted beside measured seconds, per class of operation.
 
-The step runs under JAX's profiler; the events that carry an HLO op's name are summed by
-class: every collective kind over its mesh axes, matmuls (fusions around them included),
-and everything else. Measured seconds are the mean over devices and steps; those of a
-collective include the time that a device waits for the others in it.
+The step runs by itself, for its wall-clock seconds, and then under JAX's profiler, compiled so that the profiler
+tells its kernels apart. The events that carry an HLO op's name are summed by class: every collective kind over its
+mesh axes, matmuls (fusions around them included), and everything else. Measured seconds are the mean over devices and
+steps; those of a collective include the time that a device waits for the others in it.
 """
 
 import tempfile
@@ -99,7 +99,7 @@ class Profile(Shown):
 def profile(
     step: Callable[..., Any], args: Sequence[Any], record: PlanRecord, assignment: Assignment | None, *, steps: int
 ) -> Profile:
-    """Runs a planned step under JAX's profiler.
+    """Runs a planned step, and again under JAX's profiler.
 
     Args:
       step: the result of `plan.jit()`. An output with the structure, shapes and dtypes of an argument
@@ -107,7 +107,7 @@ def profile(
       args: its arguments, arrays; donated ones are consumed.
       record: the plan.
       assignment: the plan's choices, for the seconds of compute; None where it was read from a file.
-      steps: how many to measure.
+      steps: how many to measure, and how many to profile.
 
     Raises:
       VerifyError: `step` cannot be lowered, or the profiler saw none of its ops.
@@ -115,21 +115,18 @@ def profile(
     if steps < 1 or not hasattr(step, "lower"):
         raise VerifyError("profile takes a jitted step, plan.jit(), and one step or more")
     lowerable: Any = step
-    compiled = lowerable.lower(*args).compile()
-    module = hlo.read(compiled.as_text())
-    ran = {device.platform for s in jax.tree.leaves(compiled.input_shardings) for device in s.device_set}
-    compiler = of_devices(next(iter(ran), jax.default_backend()))
+    arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
+    compiler = of_devices(next((d.platform for x in arrays for d in x.devices()), jax.default_backend()))
+    kind = next((d.device_kind for x in arrays for d in x.devices()), "")
+    profiled = lowerable.lower(*args).compile(dict(compiler.profiling_flags))
+    module = hlo.read(profiled.as_text())
     classes = _classify(module, record, fold_slices=compiler.scatters_by_slices)
-    for _ in range(WARM_UP):
-        args = _next(args, step(*args))
-    jax.block_until_ready(args)
+    args, _ = _run(step, args, WARM_UP)
+    args, measured_s = _run(step, args, steps)
+    args, _ = _run(profiled, args, WARM_UP)
     with tempfile.TemporaryDirectory(prefix="autoshard-") as folder:
         with jax.profiler.trace(folder):
-            begin = time.perf_counter()
-            for _ in range(steps):
-                args = _next(args, step(*args))
-            jax.block_until_ready(args)
-            measured_s = (time.perf_counter() - begin) / steps
+            _run(profiled, args, steps)
         (path,) = Path(folder).rglob("*.xplane.pb")
         seconds, counts = _sum_events(str(path), module.name, classes)
     if not seconds:
@@ -146,16 +143,24 @@ def profile(
         )
         for name, axes in seconds.keys() | predicted.keys()
     ]
-    kind = next((d.device_kind for x in jax.tree.leaves(args) if isinstance(x, jax.Array) for d in x.devices()), "")
     return Profile(
         rows=tuple(sorted(rows, key=lambda row: (-row.measured_s, row.name, row.axes))),
         predicted_s=record.cost.step_s,
-        measured_s=measured_s,
+        measured_s=measured_s / steps,
         steps=steps,
         devices=devices,
         hardware=record.hardware,
         device_kind=kind,
     )
+
+
+def _run(step: Callable[..., Any], args: Sequence[Any], steps: int) -> tuple[Sequence[Any], float]:
+    """Runs steps after each other; returns the arguments of the next one, and how many seconds they took together."""
+    begin = time.perf_counter()
+    for _ in range(steps):
+        args = _next(args, step(*args))
+    jax.block_until_ready(args)
+    return args, time.perf_counter() - begin
 
 
 _Class = tuple[str, tuple[str, ...]]

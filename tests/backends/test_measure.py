@@ -19,6 +19,7 @@ import autoshard
 import cost_models
 from autoshard.backends import measure
 from autoshard.backends.hlo import collectives, read
+from autoshard.backends.hlo.loops import Loops
 from autoshard.errors import MeasureError
 from autoshard.ir.mesh import MeshAxes
 from cost_models.machines import catalogue
@@ -65,6 +66,27 @@ def test_matmuls_memory_and_every_collective_are_timed():
     assert any(s.m * 16 <= s.k for s in matmuls)  # thin
     assert any(s.batch > 1 for s in matmuls)
     assert {case.dtype for case in cases if isinstance(case.sample(1.0), MatmulSample)} == {"float32", "bfloat16"}
+
+
+def looped(step: measure.Step) -> measure.Step:
+    def repeated(carried: Any, *constants: Any) -> Any:
+        return jax.lax.fori_loop(0, 1000, lambda _, x: step(x, *constants), carried)
+
+    return repeated
+
+
+def test_nothing_but_the_kernel_is_timed():
+    """A loop copies what cannot take the place of the value that it carries; that would count as the kernel's time."""
+    local = [case for case in measure.cases(CPU, 1, ("float32",), 1e-4) if case.group == 1]
+    assert {case.what.partition(" of ")[0].partition(" ")[0] for case in local} == {"float32", "copy", "reduce"}
+    for case in local:
+        carried, *constants = (jax.ShapeDtypeStruct(shape, case.dtype) for shape in case.shapes)
+        module = read(jax.jit(looped(case.step)).lower(carried, *constants).compile().as_text() or "")
+        (loop,) = (x for computation in module for x in computation if x.opcode == "while")
+        copies = [
+            x for x in Loops(module).body(loop) if x.opcode == "copy" and x.shapes[0].size >= np.prod(carried.shape)
+        ]
+        assert not copies, case.what
 
 
 @pytest.mark.parametrize("kind", measure.COLLECTIVES)

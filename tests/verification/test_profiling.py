@@ -1,5 +1,6 @@
 """Predicted beside measured, on the eight CPU devices of the tests."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,7 +10,9 @@ import pytest
 import autoshard
 import models
 from autoshard import SolvedPlan
+from autoshard.backends import known_compilers
 from autoshard.errors import VerifyError
+from autoshard.verification import profile as profile_room
 from autoshard.verification.profile import MATMULS, OTHERS, Profile
 
 SIZES: dict[str, Any] = {"layers": 2, "width": 256, "hidden": 512, "batch": 128, "compute_dtype": "float32"}
@@ -59,6 +62,39 @@ def test_a_profile_prints_itself(profile: Profile, monkeypatch: pytest.MonkeyPat
     told = str(profile)
     assert f"(mean of {STEPS} steps on 8 × cpu)" in " ".join(told.split())
     assert max(map(len, told.splitlines())) <= 80
+
+
+def test_kernels_are_told_apart(plan: SolvedPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA:GPU's command buffers have a name, not the kernels in them: what is profiled is compiled without any."""
+    assert known_compilers.named("gpu").profiling_flags == {"xla_gpu_enable_command_buffer": ""}
+    flags = {"xla_cpu_enable_fast_math": False}
+    monkeypatch.setattr(profile_room, "of_devices", lambda _: replace(known_compilers.XLA_CPU, profiling_flags=flags))
+    _, args = models.build("mlp-1k", **SIZES)
+    step = Compiled(plan.jit())
+    values = jax.device_put(jax.tree.map(lambda a: jnp.full(a.shape, 0.01, a.dtype), args), plan.in_shardings())
+    measured = plan.profile(step, *values, steps=STEPS)
+    assert step.options == [flags]
+    assert step.calls == profile_room.WARM_UP + STEPS  # what is timed is the step as it is
+    assert measured.steps == STEPS
+
+
+class Compiled:
+    """A jitted step that remembers how often it ran, and with which options it was compiled beside that."""
+
+    def __init__(self, jitted: Any) -> None:
+        self.jitted, self.calls, self.options = jitted, 0, list[Any]()
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        return self.jitted(*args)
+
+    def lower(self, *args: Any) -> "Compiled":
+        self.lowered = self.jitted.lower(*args)
+        return self
+
+    def compile(self, options: Any) -> Any:
+        self.options.append(options)
+        return self.lowered.compile(options)
 
 
 def test_what_is_not_jitted_is_refused(plan: SolvedPlan) -> None:
