@@ -37,6 +37,7 @@ from autoshard.backends.model import CompilerModel
 from autoshard.costs.casts import CastAhead, cast_ahead, multiplied
 from autoshard.costs.dimension_orders import DimensionOrders
 from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, positions, updating
+from autoshard.costs.row_kernels import sliced_rows
 from autoshard.costs.scattered_terms import ScatteredTerm, scattered_terms
 from autoshard.costs.softmaxes import Numerator, SoftmaxFacts, recalled, softmaxes
 from autoshard.ir.graph import Graph
@@ -137,6 +138,8 @@ def live_ranges(
         kept = {again: numerators[v] for v, again in recalled(graph) if v in numerators}
         numerators |= kept
         stated |= set(kept)
+    if compiler.reduces_in_kernels_of_their_own:
+        stated |= sliced_rows(graph, fuses, SHORT_ROW)
     order = positions(graph, fuses, compiler)
     scattered = scattered_terms(graph, fuses)
     gradients = {v for v, n in numerators.items() if softmax_facts.stores_gradients and n.stores_gradient}

@@ -24,6 +24,8 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+import jax.numpy as jnp
+
 from autoshard import _jax
 from autoshard.ir.op_traits import (
     BRANCH_JOIN,
@@ -248,6 +250,12 @@ ALIASES = frozenset(
 )
 
 
+def _keeps_precision(eqn: Any) -> bool:
+    """Whether a `reduce_precision` leaves every bit: `jax.checkpoint` puts one on what it saves, XLA takes it away."""
+    kept = jnp.finfo(eqn.invars[0].aval.dtype)
+    return eqn.params["exponent_bits"] >= kept.nexp and eqn.params["mantissa_bits"] >= kept.nmant
+
+
 def build(closed: Any, platform: str, *, live: Sequence[bool] | None = None) -> Graph:
     """The graph of a closed jaxpr.
 
@@ -380,7 +388,7 @@ class _Builder:
             if outermost:
                 self.again = 0
             return results
-        if name in ALIASES:
+        if name in ALIASES or (name == "reduce_precision" and _keeps_precision(eqn)):
             if name == "name":
                 self.named[eqn.params["name"]] = operands[0]
             return operands

@@ -79,6 +79,19 @@ def test_names_and_barriers_are_seen_through() -> None:
     assert made.named["y"] == made.results[0][0]
 
 
+def test_roundings_that_leave_every_bit_are_seen_through() -> None:
+    """`jax.checkpoint` puts one on every value that it saves."""
+
+    def rounded(mantissa_bits: int) -> list[str]:
+        return primitives(lambda x: lax.reduce_precision(jnp.sin(x), 8, mantissa_bits) * 2, X)
+
+    assert rounded(23) == ["sin", "mul"]
+    assert rounded(22) == ["sin", "reduce_precision", "mul"]
+    half = jax.ShapeDtypeStruct((4, 4), jnp.bfloat16)
+    assert primitives(lambda x: lax.reduce_precision(x, 8, 7) * 2, half) == ["mul"]
+    assert primitives(lambda x: lax.reduce_precision(x, 5, 10) * 2, half) == ["reduce_precision", "mul"]
+
+
 def test_equations_know_their_users_line() -> None:
     def fn(x: Any) -> Any:
         return jnp.sin(x)

@@ -16,7 +16,7 @@ from autoshard.costs.reductions import kernel_levels
 from autoshard.costs.strategies import SUM, Strategies, decode, enumerate_strategies, given, shards
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import Graph
-from autoshard.ir.op_traits import DERIVE, GATHER, KEEP, LOOP_STACK, PALLAS, RECALL, SHARD_MAP
+from autoshard.ir.op_traits import DERIVE, GATHER, KEEP, LOOP_SLICE, LOOP_STACK, PALLAS, RECALL, SHARD_MAP
 from autoshard.problem import bodies
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.facts import GraphFacts
@@ -190,6 +190,11 @@ def _priced(facts: GraphFacts, e: int, strategies: Strategies, body: Body | None
     return _bound_by_memory(facts, e, strategies, reductions_s)
 
 
+def _is_product(graph: Graph, value: int) -> bool:
+    """Whether a contraction makes a value."""
+    return value in graph.producers and graph.eqns[graph.producers[value][0]].traits.contraction
+
+
 def _in_a_product(facts: GraphFacts, e: int) -> bool:
     """Whether a fusible equation is computed in kernels of contractions alone, which pay for what they read."""
     if facts.products is None or not facts.traits.fuses[e]:
@@ -205,6 +210,8 @@ def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductio
     if any(map(facts.on_host, (*graph.operands[e], *graph.results[e]))):
         return _Price(reductions_s)  # see `host_links`
     reads = [facts.reads(v) and not _in_a_product(facts, e) for v in graph.operands[e]]
+    if eqn.primitive == LOOP_STACK and facts.products is not None and _is_product(graph, graph.operands[e][0]):
+        reads[0] = False  # its kernel writes the slice
     if any(e == term.scatter for term in facts.lives.scattered):
         reads[0] = True  # its table is what it is added to, which lies in memory
     writes = [facts.writes(v) and not _in_a_product(facts, e) for v in graph.results[e]]
@@ -212,7 +219,8 @@ def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductio
         reads[0] = True  # its readers compare positions: no table of zeros is written first
     elif eqn.traits.updates:
         writes = [e not in facts.in_place]
-    readers = sum(facts.readers(v) for v in graph.results[e])
+    taking = facts.kernels_of_slice if eqn.primitive == LOOP_SLICE else facts.readers
+    readers = sum(taking(v) for v in graph.results[e])
     nbytes = compute.touched_bytes(eqn, strategies, facts.mesh, reads, writes, readers)
     for v, codes, read in zip(graph.operands[e], strategies.operands, reads, strict=True):
         if read and v in facts.lives.numerators and not eqn.traits.moves_nothing:

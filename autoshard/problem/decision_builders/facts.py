@@ -1,6 +1,6 @@
 """Facts: the facts about a graph on a mesh, a machine and a compiler that no decision changes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +24,7 @@ from autoshard.costs.strategies import SUM, Codes, check_counts, decode, split
 from autoshard.costs.strides import strides
 from autoshard.ir.graph import Graph
 from autoshard.ir.mesh import MeshAxes
+from autoshard.ir.op_traits import LOOP_SLICE
 from autoshard.problem.decision_builders.stage_dimensions import Stage, stage_dimensions
 from autoshard.problem.ports import Port
 from autoshard.rules import rules_of
@@ -60,7 +61,8 @@ class GraphFacts:
     under another name. `levels`: see `costs.fusion`. `in_place`: equations that may overwrite their first operand.
     `apart`: value → groups of its uses that share no gather. `reread`, `elsewhere`, `kernels`: reductions that have
     kernels of their own, values that other kernels compute, and per value the levels of those that compute it
-    (None: only that of its own level does): see `costs.reductions`. `products`: what kernels of contractions
+    (None: only that of its own level does): see `costs.reductions`. `sliced`: slice of a stack → how many
+    kernels read it, where that is known. `products`: what kernels of contractions
     do besides, by a compiler whose do: see `costs.product_kernels`. `hides`: the most of communication's seconds that
     hides, 1 where kinds differ (`Resharder.hidden_ps`); `hiding`: the most of a contraction's beside which any does.
     `late_gradients`: products that may stand behind the loops that follow: see
@@ -87,6 +89,7 @@ class GraphFacts:
     reread: Mapping[int, float]
     elsewhere: NDArray[np.bool_]
     kernels: Sequence[frozenset[int]] | None
+    sliced: Mapping[int, int]
     products: ProductKernels | None
     hides: float
     hiding: float
@@ -139,6 +142,10 @@ class GraphFacts:
         recalls = [e for e in users if self.graph.recalls_slice(e)]
         return len(users) + sum(self.readers(self.graph.results[e][0]) - 1 for e in recalls)
 
+    def kernels_of_slice(self, value: int) -> int:
+        """How many kernels read a slice of a stack; how many equations take it, where kernels are not known."""
+        return self.sliced.get(value, self.readers(value))
+
     def on_host(self, value: int) -> bool:
         """Whether a value lies in the host's memory, by a compiler that has one apart."""
         return self.compiler.keeps_host_values_apart and value in self.graph.on_host
@@ -160,6 +167,18 @@ class GraphFacts:
             return None
         weights = {v: parts for v, parts in self.apart.items() if self.windows.of_value[v] == EARLY}
         return sorted((part[0], self.graph.avals[v].nbytes) for v, parts in weights.items() for part in parts)
+
+
+def _slice_kernels(
+    graph: Graph, traits: FusionTraits, held: NDArray[np.bool_], levels: NDArray[np.int64], paid: Container[int]
+) -> Mapping[int, int]:
+    """Slice of a stack → how many kernels read it, also as one that a loop keeps or repeats."""
+    reading = kernel_levels(graph, traits.fuses, held, levels, paid, recalled=True).reading
+    return {
+        graph.results[e][0]: len(reading[graph.results[e][0]])
+        for e, eqn in enumerate(graph.eqns)
+        if eqn.primitive == LOOP_SLICE
+    }
 
 
 def _accumulators(graph: Graph, compiler: CompilerModel) -> Accumulators:
@@ -229,6 +248,7 @@ def facts_of(
         reread=again,
         elsewhere=products.apart if products else computed_elsewhere(graph, traits.fuses, held, again),
         kernels=kernel_levels(graph, traits.fuses, held, level, again).computing if alone else None,
+        sliced=_slice_kernels(graph, traits, held, level, again) if alone else {},
         products=products,
         hides=1.0 if hidden_shares(machine, compiler) else machine.overlap,
         hiding=max(hidden_shares(machine, compiler).values(), default=machine.overlap),
