@@ -23,6 +23,8 @@ def sliced_rows(graph: Graph, fuses: Sequence[bool], longest: int) -> frozenset[
       longest: elements of a row, at most.
     """
     slices = {graph.results[e][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive == LOOP_SLICE}
+    if not slices:
+        return _NONE
     found = set[int]()
     made: dict[int, frozenset[int]] = {}  # value → the values of its size that it is made of, element by element
     reduced: dict[int, frozenset[int]] = {}  # value → the values of whose rows it holds reductions
