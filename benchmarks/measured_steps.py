@@ -3,16 +3,17 @@
     python -m benchmarks.measured_steps run FOLDER [--match 'unseen|llama3-8b'] [--plain] [--kernels] [--seconds 400]
     python -m benchmarks.measured_steps steps [FOLDER]
     python -m benchmarks.measured_steps kernels [FOLDER]
+    python -m benchmarks.measured_steps far [FOLDER]
 
 A subject is a train step that fits one device: those of `benchmarks.unseen_models`, and models under every policy of
 `jax.checkpoint` beside our plan of the program without one. `run` plans each on a mesh of one device, compiles the
-plan's program there (with `--plain`, the program under `jax.jit` alone), runs it on random values, first by itself and
-then under JAX's profiler, and keeps what it found: one JSON file per subject, and the compiled program. Every subject
-has a process of its own; they plan beside each other and run one by one. `--kernels` compiles without command buffers:
-inside them, the profiler does not know one kernel from another.
+plan's program there (with `--plain`, the program under `jax.jit` alone), runs it on random values, and keeps what it
+found: one JSON file per subject, and the compiled program. Every subject has a process of its own; they plan beside
+each other and run one by one. With `--kernels` it is compiled without command buffers, inside of which the profiler
+does not know one kernel from another, and profiled, too.
 
-`steps` and `kernels` print the tables of `docs/measured_steps.md` and need no device: they read the folder, and price
-the kept programs as the cost model is today.
+`steps` and `kernels` print the tables of `docs/measured_steps.md`, `far` the single kernels that are farthest from
+their prices. They need no device: they read the folder, and price the kept programs as the cost model is today.
 """
 
 import argparse
@@ -60,6 +61,7 @@ HIGHEST_ID = 1000  # of tokens and of classes: less than every vocabulary
 USABLE = "0.92"  # of the memory, for JAX's allocator
 CLOSE = 0.10
 LEAST_S = 1e-4  # of kernels that are listed
+FARTHEST = 12  # of each program
 ALIGNED_BYTES = 16
 
 
@@ -314,6 +316,23 @@ def kernels(rows: Sequence[Measured]) -> Iterator[str]:
             yield f"| {kind} | {count} | {priced_s * 1e3:.2f} | {real_s * 1e3:.2f} | {priced_s / real_s:.2f} |"
 
 
+def far(rows: Sequence[Measured]) -> Iterator[str]:
+    """Tables of the kernels of each program whose prices are farthest from what they take, and of its copies."""
+    for row in rows:
+        took: Mapping[str, float] = row.found["kernels"]
+        priced: dict[str, tuple[float, str]] = {}
+        for event in row.schedule.events:
+            priced[event.instruction] = event.duration_s * event.trips, f"{event.name}, {event.where.split('/')[-1]}"
+        whole_ms, step_ms = 1e3 * sum(took.values()), 1e3 * row.found["measured_s"]
+        yield f"\n{row.name.replace('|', '·')}: {whole_ms:.2f} ms of kernels in a step of {step_ms:.2f} ms\n"
+        yield "| kernel | what | priced, ms | measured, ms |"
+        yield "| --- | --- | --- | --- |"
+        known = {name: priced.get(name, (0.0, "beside compute, or free")) for name in took}
+        for name in sorted(known, key=lambda name: -abs(known[name][0] - took[name]))[:FARTHEST]:
+            priced_s, what = known[name]
+            yield f"| {name} | {what} | {priced_s * 1e3:.2f} | {took[name] * 1e3:.2f} |"
+
+
 def _kind(module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction) -> str:
     """A class of kernels that should be priced alike."""
     products = [product for _, product in multiplying(module, computation, instruction)]
@@ -326,10 +345,13 @@ def _kind(module: hlo.Module, computation: hlo.Computation, instruction: hlo.Ins
     return re.sub(r"[.\d]+$", "", instruction.name)
 
 
+TABLES: Mapping[str, Callable[[Sequence[Measured]], Iterator[str]]] = {"steps": steps, "kernels": kernels, "far": far}
+
+
 def main() -> None:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("run", "one", "steps", "kernels"))
+    parser.add_argument("command", choices=("run", "one", *TABLES))
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--match", default="", help="a regular expression that is searched for in the names")
     parser.add_argument("--hardware", default="h100:1x1")
@@ -338,14 +360,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600, help="after which nothing more is begun")
     asked = parser.parse_args()
     how = How(hardware=asked.hardware, plain=asked.plain, kernels=asked.kernels)
-    folder = asked.folder or RESULTS / asked.command
+    folder = asked.folder or RESULTS / ("steps" if asked.command == "steps" else "kernels")
     if asked.command == "run":
         run(folder, asked.match, how, asked.seconds)
     elif asked.command == "one":
         measured(next(x for x in subjects() if x.name == asked.match), how, folder)
     else:
-        rows = read(folder, asked.hardware)
-        print("\n".join(steps(rows) if asked.command == "steps" else kernels(rows)))
+        print("\n".join(TABLES[asked.command](read(folder, asked.hardware))))
 
 
 if __name__ == "__main__":

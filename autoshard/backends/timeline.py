@@ -292,7 +292,8 @@ class _Walk:
         self.free_s = start_s + duration_s
         self.communication_s += duration_s
         name, repeated = f"{row.kind} {'·'.join(axes)}", _jax.REMATTED in row.op_name
-        self._record(instruction, name, "communication", start_s, duration_s, trips, where=row.where, repeated=repeated)
+        more: dict[str, Any] = {"repeated": repeated, "instruction": instruction.name}
+        self._record(name, "communication", start_s, duration_s, trips, row.where, **more)
         return self.free_s
 
     def _copy(self, instruction: Instruction, copied: "_HostCopy", trips: int) -> float:
@@ -305,7 +306,8 @@ class _Walk:
         self.communication_s += duration_s
         name, where = host_copy_name(to_host=copied.to_host), self.module.where(instruction)
         moves = HostMove(instruction.op_name, copied.nbytes, copied.to_host)
-        self._record(instruction, name, "communication", start_s, duration_s, trips, where=where, moves=moves)
+        more: dict[str, Any] = {"moves": moves, "instruction": instruction.name}
+        self._record(name, "communication", start_s, duration_s, trips, where, **more)
         return start_s + duration_s
 
     def _wait(self, end_s: float) -> None:
@@ -321,17 +323,8 @@ class _Walk:
             repeats = tuple(self._repeats(instruction, multiplies))
             repeated = bool(repeats) if multiplies else _is_repeated(instruction, instruction)
             where = self.module.where(instruction)
-            self._record(
-                instruction,
-                name,
-                "compute",
-                self.now_s,
-                duration_s,
-                trips,
-                where=where,
-                repeated=repeated,
-                repeats=repeats,
-            )
+            more: dict[str, Any] = {"repeated": repeated, "repeats": repeats, "instruction": instruction.name}
+            self._record(name, "compute", self.now_s, duration_s, trips, where, **more)
         self.compute_s += duration_s
         self.now_s += duration_s
 
@@ -386,25 +379,10 @@ class _Walk:
         self.exposed_s, self.flops = longest.exposed_s, longest.flops
 
     def _record(
-        self,
-        instruction: Instruction,
-        name: str,
-        stream: Stream,
-        start_s: float,
-        duration_s: float,
-        trips: int,
-        **more: Any,
+        self, name: str, stream: Stream, start_s: float, duration_s: float, trips: int, where: str, **more: Any
     ) -> None:
         self.events.append(
-            Event(
-                name=name,
-                stream=stream,
-                start_s=start_s,
-                duration_s=duration_s,
-                trips=trips,
-                instruction=instruction.name,
-                **more,
-            )
+            Event(name=name, stream=stream, start_s=start_s, duration_s=duration_s, trips=trips, where=where, **more)
         )
 
     def _repeats(

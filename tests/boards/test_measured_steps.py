@@ -41,6 +41,13 @@ def test_kernels_have_their_classes() -> None:
     assert 0.85 * whole_ms < measured_ms <= whole_ms
 
 
+def test_kernels_that_are_far_from_their_prices_are_named() -> None:
+    told = list(measured_steps.far(measured_steps.read(measured_steps.RESULTS / "kernels", HARDWARE)))
+    dots = next(i for i, line in enumerate(told) if "gpt2-medium 16x1024 · dots: 213." in line)
+    listed = [line.split("|")[1].strip() for line in told[dots + 3 : dots + 3 + measured_steps.FARTHEST]]
+    assert {"fusion.148", "gemm_fusion_dot.37"} <= set(listed)  # the softmax's gradient, and that of 50,257 scores
+
+
 def test_values_are_random_and_a_first_state_is_zero() -> None:
     _, args = TINY.program(1)
     (params, moments), *examples = measured_steps.concrete(args)

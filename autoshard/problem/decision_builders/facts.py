@@ -144,7 +144,7 @@ class GraphFacts:
 
     def kernels_of_slice(self, value: int) -> int:
         """How many kernels read a slice of a stack; how many equations take it, where kernels are not known."""
-        return self.sliced.get(value, self.readers(value))
+        return self.sliced[value] if value in self.sliced else self.readers(value)
 
     def on_host(self, value: int) -> bool:
         """Whether a value lies in the host's memory, by a compiler that has one apart."""
@@ -173,12 +173,11 @@ def _slice_kernels(
     graph: Graph, traits: FusionTraits, held: NDArray[np.bool_], levels: NDArray[np.int64], paid: Container[int]
 ) -> Mapping[int, int]:
     """Slice of a stack → how many kernels read it, also as one that a loop keeps or repeats."""
+    slices = [graph.results[e][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive == LOOP_SLICE]
+    if not slices:
+        return {}
     reading = kernel_levels(graph, traits.fuses, held, levels, paid, recalled=True).reading
-    return {
-        graph.results[e][0]: len(reading[graph.results[e][0]])
-        for e, eqn in enumerate(graph.eqns)
-        if eqn.primitive == LOOP_SLICE
-    }
+    return {v: len(reading[v]) for v in slices}
 
 
 def _accumulators(graph: Graph, compiler: CompilerModel) -> Accumulators:
