@@ -90,7 +90,7 @@ def product_kernels(
       away: values that nobody reads in a device's memory: they are recomputed for free, or lie in its host's.
     """
     onward = [
-        (fused or eqn.traits.renames) and not eqn.traits.choice and not eqn.traits.link
+        (fused or eqn.traits.renames) and not eqn.traits.link and (eqn.primitive == RECALL or not eqn.traits.choice)
         for fused, eqn in zip(fuses, graph.eqns, strict=True)
     ]
     return _Kernels(graph, onward, flows, lives, levels, away).found()
@@ -183,7 +183,7 @@ class _Kernels:
             if not (made[result] or self._reduces(e)):
                 continue
             key = (h, self.flows[e])
-            read = (self.sources[v] for v in graph.operands[e] if self.host[v] != h)
+            read = (self.sources[v] for v in graph.made_from(e) if self.host[v] != h)
             reads[key] = reads.get(key, set[int]()).union(*read)
             if self.held[result] and not eqn.traits.renames:
                 written[key] = written.get(key, 0) + graph.avals[result].nbytes
@@ -228,7 +228,7 @@ class _Kernels:
         """Whether a fusible equation computes a value, under whatever name."""
         e = self.graph.producers.get(value, (_NONE, 0))[0]
         while e >= 0 and self.graph.eqns[e].traits.renames and self.onward[e]:
-            e = self.graph.producers.get(self.graph.operands[e][0], (_NONE, 0))[0]
+            e = self.graph.producers.get(self.graph.made_from(e)[0], (_NONE, 0))[0]
         return e >= 0 and self.onward[e] and not self._reduces(e)
 
     def _makes(self, operand: int) -> bool:
@@ -280,9 +280,9 @@ class _Kernels:
         size = graph.avals[graph.operands[e][0] if self._reduces(e) else graph.results[e][0]].size
         fitting = [
             h
-            for h in {int(self.host[v]) for v in graph.operands[e]} - {_NONE}
+            for h in {int(self.host[v]) for v in graph.made_from(e)} - {_NONE}
             if graph.eqn_loop[e] == graph.eqn_loop[h] and graph.avals[graph.results[h][0]].size == size
-            if all(self._is_there(v, h) for v in graph.operands[e])
+            if all(self._is_there(v, h) for v in graph.made_from(e))
         ]
         return max(fitting, key=lambda h: (_sizes(graph.eqns[h]), h), default=_NONE)
 
@@ -303,9 +303,14 @@ class _Kernels:
         outside[list(graph.outputs)] = True
         for e in range(len(graph.eqns) - 1, -1, -1):
             eqn, operands, result = graph.eqns[e], list(graph.operands[e]), next(iter(graph.results[e]), _NONE)
+            if e in graph.aside:  # what keeps something is no part of who makes it
+                continue
             if eqn.traits.choice:  # computed as what takes it needs it, if it is computed at all
-                apart[operands] |= apart[result]
-                outside[[v for v in operands if v not in self.unwritten]] = True
+                kept = operands if not self.onward[e] else operands[:-1]
+                apart[kept] |= apart[result]
+                outside[[v for v in kept if v not in self.unwritten]] = True
+            if eqn.traits.choice and not self.onward[e]:
+                pass
             elif eqn.primitive == LOOP_STACK:
                 (v,) = operands
                 made[v] |= host[v] >= 0  # its slice is written where its kernel ends
@@ -322,7 +327,7 @@ class _Kernels:
                     if self.held[result] and not eqn.traits.renames:
                         made[result], apart[result], outside[result] = h >= 0, h < 0, False
                     inside, alone, beyond = bool(made[result]), bool(apart[result]), bool(outside[result])
-                for v in operands:
+                for v in graph.made_from(e):
                     made[v] |= inside and host[v] == h
                     apart[v] |= alone and not self._takes_narrow(e, v)
                     outside[v] |= alone or beyond or host[v] != h

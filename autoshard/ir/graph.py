@@ -157,6 +157,19 @@ class Graph:
         """What equation e computes its results from: of what is kept or repeated, what is repeated."""
         return self.operands[e][-1:] if self.eqns[e].primitive == RECALL else self.operands[e]
 
+    @cached_property
+    def aside(self) -> frozenset[int]:
+        """The equations that only keep something in a loop's stack that a plan may leave out.
+
+        These stacks, what sends their parts elsewhere, and what the forward pass computes for them alone.
+        """
+        found = set[int]()
+        for e in sorted(self.optional, reverse=True):
+            takers = {u for v in self.results[e] for u, _ in self.consumers.get(v, ())}
+            if self.eqns[e].primitive == LOOP_STACK or (takers and found.issuperset(takers)):
+                found.add(e)
+        return frozenset(found)
+
     def recalls_slice(self, e: int) -> bool:
         """Whether equation e takes what a loop's stack keeps, or what is repeated."""
         if self.eqns[e].primitive != RECALL:

@@ -78,7 +78,7 @@ ATTEMPTS = 4  # at what is kept, where the program turns out to need more memory
 # Sums after loops must be faster by the first, of a step; or not slower than by the second, where the plan without them
 # sums longer in the trips of loops: of all prices, those of many small reductions are the least certain.
 FASTER, AS_FAST = 1e-3, 0.02
-MARGIN = 0.98  # of the limit that the last attempt missed
+MARGIN = 0.98  # of the limit that the last attempt missed; where a choice comes again, twice as far below each time
 MISPRICED = 1e-2  # by which a program may cost more than the graph with the choices said
 FOR_MOVES = 0.25  # of the time limit, where no more than some collectives can be saved
 WORTH = 5e-3  # of the step that is saved, at least, where a program repeats what it is not written to repeat
@@ -249,8 +249,9 @@ def _repeating(
     """The best plan that repeats something, unless none is worth it.
 
     Where the program that is chosen takes more memory than the graph said, the limit of the choice is lowered by as
-    much; where it takes more time, another choice is tried that needs less memory. Where the graph fits nowhere, its
-    choice of the smallest peak is tried: the program itself may need less.
+    much; where it takes more time, another choice is tried that needs less memory, and one that comes again is not
+    planned again: the limit goes lower and lower until another comes. Where the graph fits nowhere, its choice of the
+    smallest peak is tried: the program itself may need less.
 
     Args:
       choices: the layouts, and what is kept.
@@ -264,13 +265,14 @@ def _repeating(
     budget = replace(budget, cutoff_s=lambda: min(useless_s(), worth_s))
     best: PlanningResult | None = None
     limit, bound, chosen = request.memory_bytes, None, None
-    tried = set[Recomputation]()
+    tried = {choices.everything} if request.remat == ADD and worth_s < inf else set[Recomputation]()
+    planned = again = 0
     formulation = formulate(choices.decisions, choices.resharder, memory_bytes=limit)
     many = worth_s == inf and len(choices.whole.recalls) >= MANY_KEPT
     first = _all_repeated(choices, formulation, budget) if many else ()
     work = UNROLLED_WORK if many else 1
     choosing = replace(budget, rel_gap=max(budget.rel_gap, CHOICE_GAP), time_limit_s=work * budget.time_limit_s)
-    for _ in range(ATTEMPTS):
+    while planned < ATTEMPTS and again < ATTEMPTS:
         formulation = replace(formulation, problem=replace(formulation.problem, usage_limit=limit))
         solution = _run(formulation, choosing, first, settle_s=work * SETTLE_S)
         fits = solution.status not in (Status.INFEASIBLE, Status.UNKNOWN)
@@ -286,12 +288,12 @@ def _repeating(
             break
         choice = formulation.read(solution.choice)
         chosen = choices.read(choice)
-        if chosen in tried and best is not None:
-            break
-        if chosen in tried:  # it does not fit, whatever the graph says of its layouts
-            limit = int(memory_profile.live_peak(choices.decisions, choice) * MARGIN)
+        if chosen in tried:  # it does not fit, or costs more, whatever the graph says of its layouts
+            again += 1
+            limit = int(memory_profile.live_peak(choices.decisions, choice) * MARGIN ** (2**again))
             continue
         tried.add(chosen)
+        planned += 1
         layouts = replace(budget, rel_gap=max(budget.rel_gap, LAYOUT_GAP))
         try:
             found = _best_sums(build_search_space(keeping(request, chosen), choices.resharder), layouts, known)

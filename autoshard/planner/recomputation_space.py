@@ -59,6 +59,11 @@ class RecomputationSpace:
         return recomputation_of(self.saved, {*kept, *self.saved.missing(kept)}, self.request.remat, on_host)
 
     @property
+    def everything(self) -> Recomputation:
+        """The choice that keeps all that may be kept: of a program that may add to its checkpoints, as it is written."""
+        return recomputation_of(self.saved, self.saved.saved, self.request.remat)
+
+    @property
     def little(self) -> tuple[Recomputation, ...]:
         """Choices that keep little: of loops what has to be, and then also of flat passes what their segments need.
 
@@ -82,8 +87,7 @@ class RecomputationSpace:
 
         Everything that is kept as the program is written; what was `chosen`; and of loops nothing but what has to be.
         """
-        every = recomputation_of(self.saved, self.saved.saved, self.request.remat)
-        for kept in dict.fromkeys(filter(None, (every, chosen, self._least()))):
+        for kept in dict.fromkeys(filter(None, (self.everything, chosen, self._least()))):
             groups = tuple(replace(kept, offloaded=(), group=group) for group in self._groups(frozenset(kept.kept)))
             if groups:
                 yield groups
