@@ -7,6 +7,18 @@ XLA:CPU makes zeros of the gradient of a scan, as `XLA_FLAGS=--xla_backend_optim
 
 import os
 
+import pytest
+
+from tests.slow_tests import listed
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()
 os.environ.pop("CI", None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that were measured to be slow."""
+    slow = listed()
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)

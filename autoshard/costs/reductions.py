@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from autoshard.costs.liveness import SHORT_ROW
 from autoshard.ir.graph import Graph
+from autoshard.ir.op_traits import LOOP_STACK
 
 
 def reread(
@@ -38,34 +39,94 @@ def reread(
       levels: of the values, see `costs.fusion`.
       across: reductions along other dimensions than the minor ones, see `costs.dimension_orders`.
     """
-    sources = _sources(graph, fuses, held)
-    written = [v for v in sources if held[v] and not graph.eqns[graph.producers[v][0]].traits.renames]
-    found: dict[int, float] = {}
-    counted: set[frozenset[int]] = set()
-    for e, eqn in enumerate(graph.eqns):
-        if not eqn.traits.ends_fusion or not eqn.operands:
-            continue
-        operand, result = graph.operands[e][0], graph.results[e][0]
-        read, aval = sources.get(operand, frozenset[int]()), graph.avals[operand]
-        if held[operand] or not read or aval.size <= graph.avals[result].size:
-            continue
-        if e in across:
-            found[e] = sum(graph.avals[v].nbytes for v in read) / aval.size
-            continue
-        if aval.size > SHORT_ROW * graph.avals[result].size:
-            own = not any(
-                read <= sources[v] and levels[v] == levels[operand] and graph.avals[v].size == aval.size
-                for v in written
-            )
-        else:
-            own = len(_expressions(graph, fuses, result)) > 1
-            if own and read in counted:
-                found[e] = 0.0
+    return _Rereading(graph, fuses, held, levels, across).found(graph.aside)
+
+
+def reread_to_keep(
+    graph: Graph,
+    fuses: Sequence[bool],
+    held: NDArray[np.bool_],
+    levels: NDArray[np.int64],
+    across: Container[int],
+) -> Mapping[int, float]:
+    """Stack that a plan may leave out → bytes of whole arrays that reductions read in a trip only where it is kept.
+
+    Statistics of rows that are kept are one more expression that takes the reduction: a kernel of its own writes it.
+    The arguments are those of `reread`. Each stack is counted as if nothing else were kept.
+    """
+    stacks = [e for e in sorted(graph.aside) if graph.eqns[e].primitive == LOOP_STACK]
+    if not stacks:
+        return {}
+    rereading = _Rereading(graph, fuses, held, levels, across)
+    usual, more = rereading.found(graph.aside), dict[int, float]()
+    for e in stacks:
+        kept = rereading.found(graph.aside - _way(graph, e))
+        nbytes = sum(
+            (each - usual.get(reduction, 0.0)) * graph.avals[graph.operands[reduction][0]].size
+            for reduction, each in kept.items()
+        )
+        if nbytes > 0:
+            more[e] = nbytes
+    return more
+
+
+def _way(graph: Graph, stack: int) -> frozenset[int]:
+    """A stack that a plan may leave out, and what is computed for it alone."""
+    found, left = {stack}, [stack]
+    while left:
+        makers = {graph.producers.get(v, (-1, 0))[0] for v in graph.operands[left.pop()]}
+        new = (makers & graph.aside) - found
+        found |= new
+        left += new
+    return frozenset(found)
+
+
+class _Rereading:
+    """The reductions of a graph, and what they read."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        fuses: Sequence[bool],
+        held: NDArray[np.bool_],
+        levels: NDArray[np.int64],
+        across: Container[int],
+    ) -> None:
+        self.graph, self.fuses, self.levels, self.across = graph, fuses, levels, across
+        self.sources = _sources(graph, fuses, held)
+        self.written = [v for v in self.sources if held[v] and not graph.eqns[graph.producers[v][0]].traits.renames]
+        self.reductions: list[tuple[int, frozenset[int]]] = []  # and the values in memory that its operand is made from
+        for e, eqn in enumerate(graph.eqns):
+            if not eqn.traits.ends_fusion or not eqn.operands:
                 continue
-        if own:
-            counted.add(read)
-            found[e] = sum(graph.avals[v].nbytes for v in read) / aval.size
-    return found
+            operand, result = graph.operands[e][0], graph.results[e][0]
+            read = self.sources.get(operand, frozenset[int]())
+            if read and not held[operand] and graph.avals[operand].size > graph.avals[result].size:
+                self.reductions.append((e, read))
+
+    def found(self, aside: Container[int]) -> dict[int, float]:
+        """As `reread`; what is `aside` does not count as an expression."""
+        graph, found, counted = self.graph, dict[int, float](), set[frozenset[int]]()
+        for e, read in self.reductions:
+            operand, result = graph.operands[e][0], graph.results[e][0]
+            aval = graph.avals[operand]
+            each = sum(graph.avals[v].nbytes for v in read) / aval.size
+            if e in self.across:
+                found[e] = each
+            elif aval.size > SHORT_ROW * graph.avals[result].size:
+                if not any(self._is_beside(v, operand, read) for v in self.written):
+                    counted.add(read)
+                    found[e] = each
+            elif len(_expressions(graph, self.fuses, result, aside)) > 1:
+                found[e] = 0.0 if read in counted else each
+                counted.add(read)
+        return found
+
+    def _is_beside(self, value: int, operand: int, read: frozenset[int]) -> bool:
+        """Whether a kernel that writes a value can reduce an operand that is made from what it reads."""
+        graph, levels = self.graph, self.levels
+        alike = levels[value] == levels[operand] and graph.avals[value].size == graph.avals[operand].size
+        return bool(alike) and read <= self.sources[value]
 
 
 def computed_elsewhere(
@@ -81,6 +142,8 @@ def computed_elsewhere(
     """
     found = held.copy()
     for e in range(len(graph.eqns) - 1, -1, -1):
+        if e in graph.aside:
+            continue
         traits = graph.eqns[e].traits
         onward = (fuses[e] or traits.renames) and not traits.ends_fusion
         if found[list(graph.results[e])].any() if onward else e not in reread:
@@ -127,7 +190,7 @@ def kernel_levels(
             for v in operands if recalled else ():
                 reading[v] |= reading[graph.results[e][0]]
             continue
-        if e in paid and not traits.choice:
+        if e in graph.aside or (e in paid and not traits.choice):
             continue
         for v in operands:
             if not (fuses[e] or traits.renames):
@@ -155,8 +218,11 @@ def _sources(graph: Graph, fuses: Sequence[bool], held: NDArray[np.bool_]) -> di
     return found
 
 
-def _expressions(graph: Graph, fuses: Sequence[bool], reduction: int) -> frozenset[int]:
-    """The larger values that are computed from a reduction directly, or from values as small as it; and other uses."""
+def _expressions(graph: Graph, fuses: Sequence[bool], reduction: int, aside: Container[int]) -> frozenset[int]:
+    """The larger values that are computed from a reduction directly, or from values as small as it; and other uses.
+
+    What equations compute that are `aside` does not count.
+    """
     found, left, seen = set[int](), [reduction], {reduction}
     outputs = frozenset(graph.outputs)
     while left:
@@ -165,7 +231,7 @@ def _expressions(graph: Graph, fuses: Sequence[bool], reduction: int) -> frozens
             found.add(value)
         for e, _ in graph.consumers.get(value, ()):
             traits = graph.eqns[e].traits
-            for result in graph.results[e]:
+            for result in graph.results[e] if e not in aside else ():
                 small = graph.avals[result].size <= graph.avals[reduction].size or traits.repeats or traits.renames
                 if not (small and (fuses[e] or traits.renames)):
                     found.add(result)

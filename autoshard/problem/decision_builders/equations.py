@@ -229,6 +229,8 @@ def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductio
     if e in facts.reread:
         operand = eqn.operands[0]
         nbytes = nbytes + facts.reread[e] * operand.size / shards(strategies.operands[0], operand.ndim, facts.mesh)
+    if e in facts.reread_to_keep:
+        nbytes = nbytes + facts.reread_to_keep[e] / shards(strategies.operands[0], eqn.operands[0].ndim, facts.mesh)
     touched_s = np.asarray(facts.machine.hbm_s(nbytes))
     if eqn.traits.updates and facts.traits.fuses[e]:
         touched_s = touched_s + readers * compute.comparing_s(eqn, strategies, facts.mesh, facts.machine)

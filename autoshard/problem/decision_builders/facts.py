@@ -16,7 +16,7 @@ from autoshard.costs.loop_reductions import NONE, Accumulators, accumulators
 from autoshard.costs.overlap import EARLY, OverlapWindows, hidden_shares, overlap_windows
 from autoshard.costs.prices import Machine
 from autoshard.costs.product_kernels import ProductKernels, product_kernels
-from autoshard.costs.reductions import computed_elsewhere, kernel_levels, reread
+from autoshard.costs.reductions import computed_elsewhere, kernel_levels, reread, reread_to_keep
 from autoshard.costs.resharding import Strides
 from autoshard.costs.shared_gathers import groups
 from autoshard.costs.softmaxes import SoftmaxFacts
@@ -59,9 +59,9 @@ class GraphFacts:
 
     `manual` is the mesh of the `shard_map` whose body the graph is. `held`: values that lie in memory, also
     under another name. `levels`: see `costs.fusion`. `in_place`: equations that may overwrite their first operand.
-    `apart`: value → groups of its uses that share no gather. `reread`, `elsewhere`, `kernels`: reductions that have
-    kernels of their own, values that other kernels compute, and per value the levels of those that compute it
-    (None: only that of its own level does): see `costs.reductions`. `sliced`: slice of a stack → how many
+    `apart`: value → groups of its uses that share no gather. `reread`, `reread_to_keep`, `elsewhere`, `kernels`:
+    reductions that have kernels of their own, stacks for which some have, values that other kernels compute, and per
+    value the levels of those that compute it (None: only that of its own level does): see `costs.reductions`. `sliced`: slice of a stack → how many
     kernels read it, where that is known. `products`: what kernels of contractions
     do besides, by a compiler whose do: see `costs.product_kernels`. `hides`: the most of communication's seconds that
     hides, 1 where kinds differ (`Resharder.hidden_ps`); `hiding`: the most of a contraction's beside which any does.
@@ -87,6 +87,7 @@ class GraphFacts:
     in_place: frozenset[int]
     apart: Mapping[int, tuple[tuple[int, ...], ...]]
     reread: Mapping[int, float]
+    reread_to_keep: Mapping[int, float]
     elsewhere: NDArray[np.bool_]
     kernels: Sequence[frozenset[int]] | None
     sliced: Mapping[int, int]
@@ -245,6 +246,7 @@ def facts_of(
         host_copies=host_copies(graph, compiler),
         stages={} if manual else stage_dimensions(graph, rules, traits.pointwise, mesh),
         reread=again,
+        reread_to_keep=reread_to_keep(graph, traits.fuses, held, level, orders.across) if alone else {},
         elsewhere=products.apart if products else computed_elsewhere(graph, traits.fuses, held, again),
         kernels=kernel_levels(graph, traits.fuses, held, level, again).computing if alone else None,
         sliced=_slice_kernels(graph, traits, held, level, again) if alone else {},
