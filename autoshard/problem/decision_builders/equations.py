@@ -15,7 +15,7 @@ from autoshard.costs.product_kernels import fused_bytes
 from autoshard.costs.reductions import kernel_levels
 from autoshard.costs.strategies import SUM, Strategies, decode, enumerate_strategies, given, shards
 from autoshard.ir import manual_calls
-from autoshard.ir.graph import Graph
+from autoshard.ir.graph import Eqn, Graph
 from autoshard.ir.op_traits import DERIVE, GATHER, KEEP, LOOP_SLICE, LOOP_STACK, PALLAS, RECALL, SHARD_MAP
 from autoshard.problem import bodies
 from autoshard.problem.decision_builders.draft import Draft
@@ -47,6 +47,7 @@ def add_equations(draft: Draft, of_shard_maps: bodies.Bodies) -> None:
     """
     facts, graph = draft.facts, draft.facts.graph
     readers = _levels_of_readers(facts)
+    derived = _derived_bytes(facts, readers) if readers else {}
     for e, eqn in enumerate(graph.eqns):
         if draft.node_of[e] >= 0 or not any(facts.decides(v) for v in graph.results[e]):
             continue
@@ -55,7 +56,8 @@ def add_equations(draft: Draft, of_shard_maps: bodies.Bodies) -> None:
         strategies = strategies.at(choices.of)
         recalls = graph.recalls_slice(e)
         price = _recalled(draft, e, strategies, choices, readers[graph.results[e][0]]) if recalls else None
-        price = price or _kept(facts, e, strategies) or _priced(facts, e, strategies, body)
+        price = price or _kept(facts, e, strategies) or _derived(facts, eqn, strategies, derived.get(e, 0.0))
+        price = price or _priced(facts, e, strategies, body)
         zero = np.zeros(len(strategies))
         there = 1.0 if choices.off is None else np.where(choices.off, 0.0, 1.0)
         node = draft.add(
@@ -249,6 +251,44 @@ def _kept(facts: GraphFacts, e: int, strategies: Strategies) -> _Price | None:
         return None
     (aval,), (codes,) = graph.eqns[e].operands, strategies.operands
     return _Price(np.asarray(facts.machine.hbm_s(aval.nbytes / shards(codes, aval.ndim, facts.mesh))))
+
+
+def _derived(facts: GraphFacts, eqn: Eqn, strategies: Strategies, nbytes: float) -> _Price | None:
+    """The price of having what is computed from kept values: of reading so many bytes of whole arrays for it."""
+    if not nbytes:
+        return None
+    pieces = shards(strategies.results[0], eqn.results[0].ndim, facts.mesh)
+    return _Price(np.asarray(facts.machine.hbm_s(nbytes / pieces)))
+
+
+def _derived_bytes(facts: GraphFacts, readers: Sequence[frozenset[int]]) -> dict[int, float]:
+    """What is computed from kept values → the bytes of these, of whole arrays, that kernels read for it.
+
+    A kernel reads a kept value once, for all that it computes from it; nothing more, if it also takes it as it is.
+    Counted are the kernels that run whatever is kept.
+    """
+    graph, found = facts.graph, dict[int, float]()
+
+    def taking(value: int) -> frozenset[int]:
+        """The levels of the kernels that take a kept value, or what is computed from it, as a recall has it."""
+        levels = frozenset[int]()
+        for e, _ in graph.consumers.get(value, ()):
+            for v in graph.results[e] if e not in graph.optional or graph.eqns[e].primitive == RECALL else ():
+                if graph.eqns[e].primitive == RECALL:
+                    levels |= taking(v)
+                else:
+                    levels |= {int(facts.levels[v])} if facts.held[v] else readers[v]
+        return levels
+
+    takers: dict[tuple[int, int], list[int]] = {}  # (kept value, level of a kernel) → what it computes from that
+    for e, eqn in enumerate(graph.eqns):
+        for v in graph.operands[e] if eqn.primitive == DERIVE else ():
+            for level in taking(graph.results[e][0]) - taking(v):
+                takers.setdefault((v, level), []).append(e)
+    for (v, _), those in takers.items():
+        for e in those:
+            found[e] = found.get(e, 0.0) + graph.avals[v].nbytes / len(those)
+    return found
 
 
 def _recalled(draft: Draft, e: int, strategies: Strategies, choices: _Choices, levels: frozenset[int]) -> _Price:
