@@ -305,13 +305,13 @@ class _Kernels:
             eqn, operands, result = graph.eqns[e], list(graph.operands[e]), next(iter(graph.results[e]), _NONE)
             if e in graph.aside:  # what keeps something is no part of who makes it
                 continue
-            if eqn.traits.choice:  # computed as what takes it needs it, if it is computed at all
-                kept = operands if not self.onward[e] else operands[:-1]
+            if eqn.traits.choice:  # what is kept is computed as what takes it needs it, if it is computed at all
+                kept = operands[: -1 if self.onward[e] else None]
                 apart[kept] |= apart[result]
                 outside[[v for v in kept if v not in self.unwritten]] = True
             if eqn.traits.choice and not self.onward[e]:
-                pass
-            elif eqn.primitive == LOOP_STACK:
+                continue
+            if eqn.primitive == LOOP_STACK:
                 (v,) = operands
                 made[v] |= host[v] >= 0  # its slice is written where its kernel ends
                 apart[v] |= host[v] < 0

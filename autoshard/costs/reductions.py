@@ -178,8 +178,7 @@ def kernel_levels(
       held: the values that lie in memory, also under another name.
       levels: of the values, see `costs.fusion`.
       paid: the equations that pay themselves for what they read, as reductions with a kernel of their own do.
-      recalled: whether who reads what is kept or repeated reads what that is recalled from; else the recall does of
-        what a loop's stack keeps, and outside of loops who repeats it reads what it is repeated from.
+      recalled: whether who reads what is kept or repeated reads what that is recalled from; else its recall does.
     """
     computing: list[frozenset[int]] = [frozenset()] * len(graph.avals)
     reading: list[frozenset[int]] = [frozenset()] * len(graph.avals)
@@ -188,7 +187,7 @@ def kernel_levels(
         for v in graph.results[e]:
             computing[v] = frozenset({int(levels[v])}) if held[v] else reading[v]
         if traits.choice and (fuses[e] or traits.renames):
-            for v in operands if recalled else () if graph.recalls_slice(e) else graph.made_from(e):
+            for v in operands if recalled else ():
                 reading[v] |= reading[graph.results[e][0]]
             continue
         if e in graph.aside or (e in paid and not traits.choice):

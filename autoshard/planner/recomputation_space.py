@@ -60,7 +60,7 @@ class RecomputationSpace:
 
     @property
     def everything(self) -> Recomputation:
-        """The choice that keeps all that may be kept: of a program that may add to its checkpoints, as it is written."""
+        """The choice that keeps all it may: where nothing but repetition may be added, the program as it is written."""
         return recomputation_of(self.saved, self.saved.saved, self.request.remat)
 
     @property

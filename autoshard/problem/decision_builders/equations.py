@@ -254,7 +254,7 @@ def _kept(facts: GraphFacts, e: int, strategies: Strategies) -> _Price | None:
 
 
 def _derived(facts: GraphFacts, eqn: Eqn, strategies: Strategies, nbytes: float) -> _Price | None:
-    """The price of having what is computed from kept values: of reading so many bytes of whole arrays for it."""
+    """The price of computing something where it is read: of reading so many bytes of whole arrays for it."""
     if not nbytes:
         return None
     pieces = shards(strategies.results[0], eqn.results[0].ndim, facts.mesh)
@@ -262,10 +262,11 @@ def _derived(facts: GraphFacts, eqn: Eqn, strategies: Strategies, nbytes: float)
 
 
 def _derived_bytes(facts: GraphFacts, readers: Sequence[frozenset[int]]) -> dict[int, float]:
-    """What is computed from kept values → the bytes of these, of whole arrays, that kernels read for it.
+    """What a backward pass outside of loops computes from kept values → their bytes that kernels read for it.
 
-    A kernel reads a kept value once, for all that it computes from it; nothing more, if it also takes it as it is.
-    Counted are the kernels that run whatever is kept.
+    These are of whole arrays. A kernel reads a kept value once, for all that it computes from it; nothing more, if it
+    also takes it as it is. What is computed from repeated values reads as much. Counted are the kernels that run
+    whatever is kept.
     """
     graph, found = facts.graph, dict[int, float]()
 
@@ -280,11 +281,13 @@ def _derived_bytes(facts: GraphFacts, readers: Sequence[frozenset[int]]) -> dict
                     levels |= {int(facts.levels[v])} if facts.held[v] else readers[v]
         return levels
 
-    takers: dict[tuple[int, int], list[int]] = {}  # (kept value, level of a kernel) → what it computes from that
+    takers: dict[tuple[int, int], list[int]] = {}  # (kept value, level of a kernel) → what is recalled from that
     for e, eqn in enumerate(graph.eqns):
-        for v in graph.operands[e] if eqn.primitive == DERIVE else ():
-            for level in taking(graph.results[e][0]) - taking(v):
-                takers.setdefault((v, level), []).append(e)
+        for u, _ in graph.consumers.get(graph.results[e][0], ()) if eqn.primitive == DERIVE else ():
+            pays = u if graph.eqns[u].primitive == RECALL else e
+            for v in graph.operands[e]:
+                for level in taking(graph.results[pays][0]) - taking(v):
+                    takers.setdefault((v, level), []).append(pays)
     for (v, _), those in takers.items():
         for e in those:
             found[e] = found.get(e, 0.0) + graph.avals[v].nbytes / len(those)

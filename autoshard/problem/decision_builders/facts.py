@@ -61,8 +61,8 @@ class GraphFacts:
     under another name. `levels`: see `costs.fusion`. `in_place`: equations that may overwrite their first operand.
     `apart`: value → groups of its uses that share no gather. `reread`, `reread_to_keep`, `elsewhere`, `kernels`:
     reductions that have kernels of their own, stacks for which some have, values that other kernels compute, and per
-    value the levels of those that compute it (None: only that of its own level does): see `costs.reductions`. `sliced`: slice of a stack → how many
-    kernels read it, where that is known. `products`: what kernels of contractions
+    value the levels of those that compute it (None: only that of its own level does): see `costs.reductions`.
+    `sliced`: slice of a stack → how many kernels read it, where that is known. `products`: what kernels of contractions
     do besides, by a compiler whose do: see `costs.product_kernels`. `hides`: the most of communication's seconds that
     hides, 1 where kinds differ (`Resharder.hidden_ps`); `hiding`: the most of a contraction's beside which any does.
     `late_gradients`: products that may stand behind the loops that follow: see
