@@ -277,7 +277,7 @@ def _derived_bytes(facts: GraphFacts, readers: Sequence[frozenset[int]]) -> dict
             for v in graph.results[e] if e not in graph.optional or graph.eqns[e].primitive == RECALL else ():
                 if graph.eqns[e].primitive == RECALL:
                     levels |= taking(v)
-                else:
+                elif not _reads_by_itself(facts, e):
                     levels |= {int(facts.levels[v])} if facts.held[v] else readers[v]
         return levels
 
@@ -319,15 +319,15 @@ def _levels_of_readers(facts: GraphFacts) -> Sequence[frozenset[int]]:
     graph = facts.graph
     if not graph.optional:
         return ()
-    paid = {e for e in range(len(graph.eqns)) if _reads_by_itself(graph, e) or _in_a_product(facts, e)}
-    paid |= facts.reread.keys()
+    paid = {e for e in range(len(graph.eqns)) if _reads_by_itself(facts, e)} | facts.reread.keys()
     return kernel_levels(graph, facts.traits.fuses, facts.held, facts.levels, paid, recalled=True).reading
 
 
-def _reads_by_itself(graph: Graph, e: int) -> bool:
-    """Whether the price of an equation has its operands' bytes, or it reads none."""
-    traits = graph.eqns[e].traits
-    return traits.contraction or traits.moves_nothing or graph.eqns[e].primitive == LOOP_STACK
+def _reads_by_itself(facts: GraphFacts, e: int) -> bool:
+    """Whether the price of an equation has its operands' bytes, or it reads none, or a product's kernel does."""
+    eqn = facts.graph.eqns[e]
+    reads = eqn.traits.contraction or eqn.traits.moves_nothing or eqn.primitive == LOOP_STACK
+    return reads or _in_a_product(facts, e)
 
 
 def _covering(facts: GraphFacts, e: int, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
