@@ -303,7 +303,8 @@ class _Kernels:
         outside[list(graph.outputs)] = True
         for e in range(len(graph.eqns) - 1, -1, -1):
             eqn, operands, result = graph.eqns[e], list(graph.operands[e]), next(iter(graph.results[e]), _NONE)
-            if e in graph.aside:  # what keeps something is no part of who makes it
+            if e in graph.aside:
+                apart[list(graph.read_by(e))] = True
                 continue
             if eqn.traits.choice:  # what is kept is computed as what takes it needs it, if it is computed at all
                 kept = operands[: -1 if self.onward[e] else None]

@@ -142,12 +142,10 @@ def computed_elsewhere(
     """
     found = held.copy()
     for e in range(len(graph.eqns) - 1, -1, -1):
-        if e in graph.aside:
-            continue
         traits = graph.eqns[e].traits
         onward = (fuses[e] or traits.renames) and not traits.ends_fusion
         if found[list(graph.results[e])].any() if onward else e not in reread:
-            found[list(graph.operands[e])] = True
+            found[list(graph.read_by(e))] = True
     return found
 
 
@@ -183,14 +181,14 @@ def kernel_levels(
     computing: list[frozenset[int]] = [frozenset()] * len(graph.avals)
     reading: list[frozenset[int]] = [frozenset()] * len(graph.avals)
     for e in range(len(graph.eqns) - 1, -1, -1):
-        traits, operands = graph.eqns[e].traits, graph.operands[e]
+        traits, operands = graph.eqns[e].traits, graph.read_by(e)
         for v in graph.results[e]:
             computing[v] = frozenset({int(levels[v])}) if held[v] else reading[v]
         if traits.choice and (fuses[e] or traits.renames):
             for v in operands if recalled else ():
                 reading[v] |= reading[graph.results[e][0]]
             continue
-        if e in graph.aside or (e in paid and not traits.choice):
+        if e in paid and not traits.choice:
             continue
         for v in operands:
             if not (fuses[e] or traits.renames):

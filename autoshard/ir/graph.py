@@ -170,6 +170,13 @@ class Graph:
                 found.add(e)
         return frozenset(found)
 
+    def read_by(self, e: int) -> tuple[int, ...]:
+        """The operands of equation e that it is a reader of: what is kept aside is none of what others take, too."""
+        operands = self.operands[e]
+        if e not in self.aside:
+            return operands
+        return tuple(v for v in operands if self.producers.get(v, (-1, 0))[0] in self.aside)
+
     def recalls_slice(self, e: int) -> bool:
         """Whether equation e takes what a loop's stack keeps, or what is repeated."""
         if self.eqns[e].primitive != RECALL:
