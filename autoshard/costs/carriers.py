@@ -59,14 +59,12 @@ class Carriers:
     """What precedes the contractions of a program.
 
     Attributes:
-      graph: the program.
       takes: equation → the first contraction of its trip that takes what it makes, or itself; -1: none does.
       before: contraction → the one before it in its trip; -1 for the first.
       late: values that are computed from contractions of their trip.
       first: value → the first contraction that takes it, or another shape or type of what it is; -1: none does.
     """
 
-    graph: Graph
     takes: tuple[int, ...]
     before: dict[int, int]
     late: frozenset[int]
@@ -74,8 +72,8 @@ class Carriers:
 
     def of(self, value: int, uses: Iterable[int]) -> int | None:
         """The contraction that carries the gather of a value for some of the equations that take it; None: it waits."""
-        taker = _first(self.graph, (self.takes[e] for e in uses))
-        carrier = self.before[taker] if taker >= 0 and value not in self.late else -1
+        takers = [self.takes[e] for e in uses if self.takes[e] >= 0]
+        carrier = self.before[min(takers)] if takers and value not in self.late else -1
         return carrier if carrier >= 0 else None
 
     def reach(self, value: int) -> list[int]:
@@ -86,10 +84,7 @@ class Carriers:
 
 
 def carriers(graph: Graph) -> Carriers:
-    """The carriers of a program, whose equations run in their order.
-
-    Contractions that a plan may leave out carry nothing, and what may be kept does not wait for them.
-    """
+    """The carriers of a program, whose equations run in their order."""
     before: dict[int, int] = {}
     last, home = -1, 0  # the last contraction so far, since a loop began or ended
     late: set[int] = set()
@@ -97,31 +92,26 @@ def carriers(graph: Graph) -> Carriers:
         if graph.eqn_loop[e] != home:
             last, home = -1, graph.eqn_loop[e]
         if multiplies(eqn):
-            before[e], last = last, last if e in graph.optional else e
-        needs = all if eqn.primitive == RECALL else any  # what is kept is there
-        if e in before or (not eqn.traits.enters_loop and needs(v in late for v in graph.operands[e])):
+            before[e], last = last, e
+        if e in before or (not eqn.traits.enters_loop and not late.isdisjoint(graph.operands[e])):
             late.update(graph.results[e])
     takes = [-1] * len(graph.eqns)
     for e in range(len(graph.eqns) - 1, -1, -1):
-        users = [takes[u] for v in graph.results[e] for u, _ in graph.consumers.get(v, ())]
+        users = (takes[u] for v in graph.results[e] for u, _ in graph.consumers.get(v, ()))
         if not graph.eqns[e].traits.link and widening(graph.eqns[e]) >= 0:  # what is narrowed moves behind the cast
-            takes[e] = e if e in before else _first(graph, users)
+            takes[e] = e if e in before else min((taker for taker in users if taker >= 0), default=-1)
     origin = _origins(graph)
     first: dict[int, int] = {}
     for v, users in graph.consumers.items():
-        first[origin[v]] = _first(graph, (*(takes[e] for e, _ in users), first.get(origin[v], -1)))
+        for taker in (takes[e] for e, _ in users):
+            if taker >= 0:
+                first[origin[v]] = min(taker, first.get(origin[v], taker))
     return Carriers(
-        graph=graph,
         takes=tuple(takes),
         before=before,
         late=frozenset(late),
         first=tuple(first.get(v, -1) for v in origin),
     )
-
-
-def _first(graph: Graph, contractions: Iterable[int]) -> int:
-    """The first of some contractions, of those that are not left out if there are any; -1 for none."""
-    return min((e for e in contractions if e >= 0), key=lambda e: (e in graph.optional, e), default=-1)
 
 
 def _origins(graph: Graph) -> list[int]:

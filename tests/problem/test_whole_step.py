@@ -89,7 +89,6 @@ def test_the_program_that_is_chosen_costs_what_the_whole_step_says(hardware: str
     ("model", "hardware", "mesh", "batch", "sequence", "memory"),
     [
         ("gpt2-medium", "tpu-v5e:4x4", {"data": 4, "model": 4}, 128, 1024, 6 * 10**9),
-        ("llama3-8b", "tpu-v5e:4x4", {"data": 4, "model": 4}, 16, 2048, 10**10),
         ("gpt2-small", "h100:1x8", {"data": 2, "model": 4}, 256, 1024, 2 * 10**10),
         ("llama3-8b", "h100:1x8", {"data": 2, "model": 4}, 8, 4096, 2 * 10**10),
     ],
@@ -97,7 +96,7 @@ def test_the_program_that_is_chosen_costs_what_the_whole_step_says(hardware: str
 def test_of_large_models_it_says_it_to_a_hundredth(
     model: str, hardware: str, mesh: dict[str, int], batch: int, sequence: int, memory: int
 ) -> None:
-    """With softmaxes in kernels of their own or of products, statistics that are kept, and gathers that hide."""
+    """With softmaxes in kernels of their own or of products, statistics that are kept."""
     step, args = models.build(model, batch=batch, sequence=sequence, layers=2, scan=True)
     options = Options(mesh=mesh, hardware=hardware, remat="add", memory=memory, donate_argnums=0)
     (asked,) = requests_of(step, args, {}, options)
