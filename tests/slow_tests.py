@@ -4,8 +4,8 @@
     python -m tests.slow_tests durations.log
 
 adds to `tests/slow_tests.txt`, one test per line, what takes longest: of a function with parameters the cases over
-`OF_SEVERAL` seconds, but the shortest of them where no case would be left; of others those over `ALONE` seconds. So the
-suite without them takes half as long, and every function with parameters still runs.
+`OF_SEVERAL` seconds, but for the shortest of all if it takes less than `LONGEST_LEFT`; of others those over `ALONE`
+seconds. The first list had 3,284 of the suite's 5,799 seconds.
 """
 
 import re

@@ -21,16 +21,28 @@ from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import LOOP_STACK
 
 
-def reread(
+class Rereads(NamedTuple):
+    """What reductions with a kernel of their own read.
+
+    Attributes:
+      usual: reduction → bytes per element of its operand; 0 for one more in the kernel of another. The others have no
+        kernel of their own.
+      to_keep: stack that a plan may leave out → bytes of whole arrays that they read more in a trip where it is kept,
+        each as if nothing else were: statistics of rows that are kept are one more expression that takes the reduction.
+    """
+
+    usual: Mapping[int, float]
+    to_keep: Mapping[int, float]
+
+
+def rereads(
     graph: Graph,
     fuses: Sequence[bool],
     held: NDArray[np.bool_],
     levels: NDArray[np.int64],
     across: Container[int],
-) -> Mapping[int, float]:
-    """Reduction → bytes per element of its operand that a kernel of its own reads; 0 for one more in that kernel.
-
-    The others have no kernel of their own.
+) -> Rereads:
+    """What the reductions of a program read that have a kernel of their own.
 
     Args:
       graph: the program.
@@ -39,35 +51,19 @@ def reread(
       levels: of the values, see `costs.fusion`.
       across: reductions along other dimensions than the minor ones, see `costs.dimension_orders`.
     """
-    return _Rereading(graph, fuses, held, levels, across).found(graph.aside)
-
-
-def reread_to_keep(
-    graph: Graph,
-    fuses: Sequence[bool],
-    held: NDArray[np.bool_],
-    levels: NDArray[np.int64],
-    across: Container[int],
-) -> Mapping[int, float]:
-    """Stack that a plan may leave out → bytes of whole arrays that reductions read in a trip only where it is kept.
-
-    Statistics of rows that are kept are one more expression that takes the reduction: a kernel of its own writes it.
-    The arguments are those of `reread`. Each stack is counted as if nothing else were kept.
-    """
-    stacks = [e for e in sorted(graph.aside) if graph.eqns[e].primitive == LOOP_STACK]
-    if not stacks:
-        return {}
     rereading = _Rereading(graph, fuses, held, levels, across)
-    usual, more = rereading.found(graph.aside), dict[int, float]()
-    for e in stacks:
+    usual, to_keep = rereading.found(graph.aside), dict[int, float]()
+    for e in sorted(graph.aside):
+        if graph.eqns[e].primitive != LOOP_STACK:
+            continue
         kept = rereading.found(graph.aside - _way(graph, e))
         nbytes = sum(
             (each - usual.get(reduction, 0.0)) * graph.avals[graph.operands[reduction][0]].size
             for reduction, each in kept.items()
         )
         if nbytes > 0:
-            more[e] = nbytes
-    return more
+            to_keep[e] = nbytes
+    return Rereads(usual, to_keep)
 
 
 def _way(graph: Graph, stack: int) -> frozenset[int]:
@@ -105,7 +101,7 @@ class _Rereading:
                 self.reductions.append((e, read))
 
     def found(self, aside: Container[int]) -> dict[int, float]:
-        """As `reread`; what is `aside` does not count as an expression."""
+        """Reduction → bytes as of `Rereads.usual`; what is `aside` does not count as an expression."""
         graph, found, counted = self.graph, dict[int, float](), set[frozenset[int]]()
         for e, read in self.reductions:
             operand, result = graph.operands[e][0], graph.results[e][0]

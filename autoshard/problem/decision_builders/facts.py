@@ -16,7 +16,7 @@ from autoshard.costs.loop_reductions import NONE, Accumulators, accumulators
 from autoshard.costs.overlap import EARLY, OverlapWindows, hidden_shares, overlap_windows
 from autoshard.costs.prices import Machine
 from autoshard.costs.product_kernels import ProductKernels, product_kernels
-from autoshard.costs.reductions import computed_elsewhere, kernel_levels, reread, reread_to_keep
+from autoshard.costs.reductions import Rereads, computed_elsewhere, kernel_levels, rereads
 from autoshard.costs.resharding import Strides
 from autoshard.costs.shared_gathers import groups
 from autoshard.costs.softmaxes import SoftmaxFacts
@@ -221,7 +221,7 @@ def facts_of(
     lasting = {v for i, v in enumerate(graph.inputs) if i not in required.donated} | set(graph.outputs)
     level = levels(graph, traits.fuses, orders.turned, lives.maxima)
     alone = compiler.reduces_in_kernels_of_their_own
-    again = reread(graph, traits.fuses, held, level, orders.across) if alone else {}
+    again, to_keep = rereads(graph, traits.fuses, held, level, orders.across) if alone else Rereads({}, {})
     products = None
     if compiler.contractions_finish_their_results:
         away = traits.free | (graph.on_host if compiler.keeps_host_values_apart else frozenset[int]())
@@ -246,7 +246,7 @@ def facts_of(
         host_copies=host_copies(graph, compiler),
         stages={} if manual else stage_dimensions(graph, rules, traits.pointwise, mesh),
         reread=again,
-        reread_to_keep=reread_to_keep(graph, traits.fuses, held, level, orders.across) if alone else {},
+        reread_to_keep=to_keep,
         elsewhere=products.apart if products else computed_elsewhere(graph, traits.fuses, held, again),
         kernels=kernel_levels(graph, traits.fuses, held, level, again).computing if alone else None,
         sliced=_slice_kernels(graph, traits, held, level, again) if alone else {},
