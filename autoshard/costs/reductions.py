@@ -89,7 +89,7 @@ class _Rereading:
         across: Container[int],
     ) -> None:
         self.graph, self.fuses, self.levels, self.across = graph, fuses, levels, across
-        self.sources = _sources(graph, fuses, held)
+        self.sources = sources_in_memory(graph, fuses, held)
         self.written = [v for v in self.sources if held[v] and not graph.eqns[graph.producers[v][0]].traits.renames]
         self.reductions: list[tuple[int, frozenset[int]]] = []  # and the values in memory that its operand is made from
         for e, eqn in enumerate(graph.eqns):
@@ -199,7 +199,7 @@ def kernel_levels(
     return KernelLevels(computing, reading)
 
 
-def _sources(graph: Graph, fuses: Sequence[bool], held: NDArray[np.bool_]) -> dict[int, frozenset[int]]:
+def sources_in_memory(graph: Graph, fuses: Sequence[bool], held: NDArray[np.bool_]) -> dict[int, frozenset[int]]:
     """Value that fusions make element by element → the large values in memory from which they do."""
     found: dict[int, frozenset[int]] = {}
     for e, eqn in enumerate(graph.eqns):
@@ -207,7 +207,7 @@ def _sources(graph: Graph, fuses: Sequence[bool], held: NDArray[np.bool_]) -> di
             continue
         for result in graph.results[e]:
             large = graph.avals[result].size // 2
-            read = (frozenset({v}) if held[v] else found.get(v, frozenset[int]()) for v in graph.operands[e])
+            read = (frozenset({v}) if held[v] else found.get(v, frozenset[int]()) for v in graph.made_from(e))
             found[result] = frozenset(v for v in frozenset[int]().union(*read) if graph.avals[v].size > large)
     return found
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from autoshard.costs.lanes import bytes_in_lanes
 from autoshard.costs.overlap import EARLY
 from autoshard.costs.prices import picoseconds
 from autoshard.costs.product_kernels import fused_bytes
-from autoshard.costs.reductions import kernel_levels
+from autoshard.costs.reductions import kernel_levels, sources_in_memory
 from autoshard.costs.strategies import SUM, Strategies, decode, enumerate_strategies, given, shards
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import Eqn, Graph
@@ -23,6 +24,8 @@ from autoshard.problem.decision_builders.facts import GraphFacts
 from autoshard.problem.decision_builders.late_gradients import add_late_gradient
 from autoshard.problem.decision_builders.stage_dimensions import are_staged
 from autoshard.problem.decisions import Body, Chain, Equation
+
+_Takers: TypeAlias = dict[tuple[int, int], list[int]]  # (value in memory, level of a kernel) → what reads it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,15 +51,17 @@ def add_equations(draft: Draft, of_shard_maps: bodies.Bodies) -> None:
     facts, graph = draft.facts, draft.facts.graph
     readers = _levels_of_readers(facts)
     derived = _derived_bytes(facts, readers) if readers else {}
+    repeated = _repeated_bytes(facts, readers) if readers else {}
     for e, eqn in enumerate(graph.eqns):
         if draft.node_of[e] >= 0 or not any(facts.decides(v) for v in graph.results[e]):
             continue
         body, strategies = _strategies(draft, of_shard_maps, e)
         choices = _choices(graph, e, len(strategies))
         strategies = strategies.at(choices.of)
-        recalls = graph.recalls_slice(e)
-        price = _recalled(draft, e, strategies, choices, readers[graph.results[e][0]]) if recalls else None
-        price = price or _kept(facts, e, strategies) or _derived(facts, eqn, strategies, derived.get(e, 0.0))
+        if graph.recalls_slice(e):
+            price = _recalled(draft, e, strategies, choices, readers[graph.results[e][0]], repeated.get(e, 0.0))
+        else:
+            price = _kept(facts, e, strategies) or _derived(facts, eqn, strategies, derived.get(e, 0.0))
         price = price or _priced(facts, e, strategies, body)
         zero = np.zeros(len(strategies))
         there = 1.0 if choices.off is None else np.where(choices.off, 0.0, 1.0)
@@ -268,7 +273,7 @@ def _derived_bytes(facts: GraphFacts, readers: Sequence[frozenset[int]]) -> dict
     also takes it as it is. What is computed from repeated values reads as much. Counted are the kernels that run
     whatever is kept.
     """
-    graph, found = facts.graph, dict[int, float]()
+    graph = facts.graph
 
     def taking(value: int) -> frozenset[int]:
         """The levels of the kernels that take a kept value, or what is computed from it, as a recall has it."""
@@ -281,30 +286,59 @@ def _derived_bytes(facts: GraphFacts, readers: Sequence[frozenset[int]]) -> dict
                     levels |= {int(facts.levels[v])} if facts.held[v] else readers[v]
         return levels
 
-    takers: dict[tuple[int, int], list[int]] = {}  # (kept value, level of a kernel) → what is recalled from that
+    takers: _Takers = {}
     for e, eqn in enumerate(graph.eqns):
         for u, _ in graph.consumers.get(graph.results[e][0], ()) if eqn.primitive == DERIVE else ():
             pays = u if graph.eqns[u].primitive == RECALL else e
             for v in graph.operands[e]:
                 for level in taking(graph.results[pays][0]) - taking(v):
                     takers.setdefault((v, level), []).append(pays)
+    return _shared_bytes(graph, takers)
+
+
+def _repeated_bytes(facts: GraphFacts, readers: Sequence[frozenset[int]]) -> dict[int, float]:
+    """What is recalled in a loop → the bytes, of whole arrays, that kernels read to compute it again.
+
+    A kernel reads a value once, for all that it computes from it; nothing more, if it takes it in any case. What is
+    sliced or recalled itself pays for its readers.
+    """
+    graph = facts.graph
+    repeated = {e: graph.operands[e][-1] for e in range(len(graph.eqns)) if graph.recalls_slice(e)}
+    if not repeated:
+        return {}
+    taking = _reading(facts, recalled=False)
+    sources = sources_in_memory(graph, facts.traits.fuses, facts.held)
+    paid = {graph.results[e][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive in (LOOP_SLICE, RECALL)}
+    takers: _Takers = {}
+    for e, repeat in repeated.items():
+        for v in () if facts.held[repeat] else sources.get(repeat, frozenset[int]()) - paid:
+            for level in readers[graph.results[e][0]] - taking[v] - {int(facts.levels[v])}:
+                takers.setdefault((v, level), []).append(e)
+    return _shared_bytes(graph, takers)
+
+
+def _shared_bytes(graph: Graph, takers: _Takers) -> dict[int, float]:
+    """The bytes that each equation pays: those of each value for each kernel, by equal shares."""
+    found: dict[int, float] = {}
     for (v, _), those in takers.items():
         for e in those:
             found[e] = found.get(e, 0.0) + graph.avals[v].nbytes / len(those)
     return found
 
 
-def _recalled(draft: Draft, e: int, strategies: Strategies, choices: _Choices, levels: frozenset[int]) -> _Price:
-    """The price of what a loop keeps or repeats: kernels of these levels read it, if what is repeated lies in memory.
+def _recalled(
+    draft: Draft, e: int, strategies: Strategies, choices: _Choices, levels: frozenset[int], repeated_bytes: float
+) -> _Price:
+    """The price of what a loop keeps or repeats: kernels of these levels read it, or what they repeat it from.
 
-    A slice of a stack is priced as such.
+    What is repeated is read if it lies in memory. A slice of a stack is priced as such.
     """
     facts, (result,) = draft.facts, draft.facts.graph.results[e]
     graph, aval = facts.graph, facts.graph.avals[result]
     kernels = [len(levels - _inside(draft, v)) if facts.held[v] and facts.decides(v) else 0 for v in graph.operands[e]]
     read = sum(np.where(left, 0, times) for left, times in zip(choices.untaken, kernels, strict=True))
-    nbytes = aval.nbytes / shards(strategies.results[0], aval.ndim, facts.mesh)
-    return _Price(np.asarray(facts.machine.hbm_s(nbytes * read)))
+    nbytes = aval.nbytes * read + np.where(choices.untaken[-1], 0.0, repeated_bytes)
+    return _Price(np.asarray(facts.machine.hbm_s(nbytes / shards(strategies.results[0], aval.ndim, facts.mesh))))
 
 
 def _inside(draft: Draft, value: int) -> frozenset[int]:
@@ -316,11 +350,14 @@ def _inside(draft: Draft, value: int) -> frozenset[int]:
 
 def _levels_of_readers(facts: GraphFacts) -> Sequence[frozenset[int]]:
     """Per value, the levels of the kernels that read it, but for equations that pay for that; none without choices."""
-    graph = facts.graph
-    if not graph.optional:
-        return ()
+    return _reading(facts, recalled=True) if facts.graph.optional else ()
+
+
+def _reading(facts: GraphFacts, *, recalled: bool) -> Sequence[frozenset[int]]:
+    """Per value, the levels of the kernels that read it, `recalled`: also under the name of what is recalled."""
+    graph, fuses = facts.graph, facts.traits.fuses
     paid = {e for e in range(len(graph.eqns)) if _reads_by_itself(facts, e)} | facts.reread.keys()
-    return kernel_levels(graph, facts.traits.fuses, facts.held, facts.levels, paid, recalled=True).reading
+    return kernel_levels(graph, fuses, facts.held, facts.levels, paid, recalled=recalled).reading
 
 
 def _reads_by_itself(facts: GraphFacts, e: int) -> bool:
