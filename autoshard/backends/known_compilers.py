@@ -82,6 +82,7 @@ XLA_GPU = CompilerModel(
     transposes_what_meets=True,
     computes_once=frozenset({"atan2", "cos", "erf_inv", "erfc", "log1p", "pow", "sin", "tanh"}),
     overwrites_last_read=True,
+    zeroes_stacks_early=True,
     cuts_contractions=True,
     reduces_in_kernels_of_their_own=True,
 )
@@ -155,6 +156,7 @@ XLA_TPU = CompilerModel(
     transposes_what_meets=False,
     computes_once=frozenset(),
     overwrites_last_read=False,
+    zeroes_stacks_early=False,
     cuts_contractions=False,
     reduces_in_kernels_of_their_own=False,
 )
@@ -216,6 +218,7 @@ XLA_CPU = CompilerModel(
     transposes_what_meets=False,
     computes_once=frozenset(),
     overwrites_last_read=False,
+    zeroes_stacks_early=False,
     cuts_contractions=False,
     reduces_in_kernels_of_their_own=False,
 )

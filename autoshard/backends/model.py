@@ -399,6 +399,14 @@ class CompilerModel:
     )
     """A fusion writes where what it reads for the last time lies, if that has as many elements of its type."""
 
+    zeroes_stacks_early: bool = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2",
+            "compilers/test_compiler_facts.py::test_what_is_predicted_with_a_fact_is_nearer_than_without",
+        )
+    )
+    """A loop's stacks are zeroed, and have memory, from the end of the loop before it on."""
+
     cuts_contractions: bool = field(
         metadata=_seen(
             "openxla/xla splitk_rewriter.cc; jax-cuda12-pjrt 0.10.2 and 0.12.0.1",

@@ -11,7 +11,8 @@ moves fewer bytes (a sum of two residual branches is read, not added up again).
 A transpose, a reshape or a constraint is its operand under another name.
 
 A loop holds its operands for as long as it runs, and its stacked outputs from the first trip on:
-each slice is written there directly, and lies nowhere else. The operands of weights' gradients
+each slice is written there directly, and lies nowhere else. XLA:GPU zeroes them behind the loop before: those of
+gradients lie beside the scores of a head. The operands of weights' gradients
 live until the gradients are made, which may be much later (`autoshard.costs.execution_order`).
 
 XLA:GPU computes an expensive value (a tanh) once for all fusions that read it. A fusion writes its
@@ -151,12 +152,10 @@ def live_ranges(
             named[graph.results[e][0]] = held[graph.results[e][0]]
     stored, late = held & ~named, deferred(graph) if loss_last else frozenset[int]()
     start = np.zeros(len(graph.avals), np.int64)
+    zeroed = _zeroed(graph, spans, early=compiler.zeroes_stacks_early)
     for e, results in enumerate(graph.results):
-        begin = order[e]
-        if graph.eqns[e].primitive == LOOP_STACK:
-            loop = graph.value_loop[graph.operands[e][0]]
-            begin = spans[loop][0] if loop else order[e]
-        start[list(results)] = begin
+        loop = graph.value_loop[graph.operands[e][0]] if graph.eqns[e].primitive == LOOP_STACK else 0
+        start[list(results)] = zeroed[loop] if loop else order[e]
 
     def ends(put_off: Collection[int], unread: Collection[int] = ()) -> NDArray[np.int64]:
         """The ends of all lives if these equations run last, and what others read is not counted."""
@@ -200,6 +199,25 @@ def live_ranges(
         cast_ahead=cast_ahead(graph, products=casts_products) if compiler.casts_stacked_inputs_ahead else {},
         multiplied=multiplied(graph) if casts_products else {},
     )
+
+
+def _zeroed(graph: Graph, spans: Mapping[int, tuple[int, int]], *, early: bool) -> Mapping[int, int]:
+    """Loop → where its stacks are zeroed: before it, or `early`, behind the loop before it in the same scope."""
+    if not early:
+        return {loop: begin for loop, (begin, _) in spans.items()}
+    around = {
+        graph.value_loop[result]: graph.value_loop[v]
+        for e, eqn in enumerate(graph.eqns)
+        if eqn.traits.enters_loop
+        for v, result in zip(graph.operands[e], graph.results[e], strict=True)
+    }
+    found: dict[int, int] = {}
+    ends: dict[int, int] = {}  # scope → the end of the last loop in it so far
+    for loop, (_, end) in sorted(spans.items(), key=lambda one: one[1]):
+        scope = around.get(loop, 0)
+        found[loop] = ends.get(scope, spans[scope][0] - 1 if scope else -1) + 1
+        ends[scope] = end
+    return found
 
 
 def _updates(graph: Graph) -> Iterator[tuple[int, int]]:

@@ -89,12 +89,14 @@ PROGRAMS: dict[str, Any] = {
 }
 
 
-def llama(layout: str, hardware: str, mesh: dict[str, int], fields: dict[str, int]) -> verification.Case:
+def scanned(
+    layout: str, hardware: str, mesh: dict[str, int], fields: dict[str, int], model: str = "llama3-8b"
+) -> verification.Case:
     """Scanned layers that compute their activations again; a row of `benchmarks.verification`."""
     every = {"scan": True, "remat": "full", **fields}
     return verification.Case(
         group="",
-        model="llama3-8b",
+        model=model,
         fields=tuple(every.items()),
         hardware=hardware,
         mesh=tuple(mesh.items()),
@@ -102,11 +104,14 @@ def llama(layout: str, hardware: str, mesh: dict[str, int], fields: dict[str, in
     )
 
 
-LLAMAS = {
-    "two layers": llama(
+SCANNED = {
+    "two layers": scanned(
         "fsdp_megatron", "tpu-v5e:2x4", {"data": 2, "model": 4}, {"layers": 2, "batch": 8, "sequence": 512}
     ),
-    "all layers": llama("fsdp", "tpu-v5e:4x4", {"data": 4, "model": 4}, {"batch": 16, "sequence": 2048}),
+    "all layers": scanned("fsdp", "tpu-v5e:4x4", {"data": 4, "model": 4}, {"batch": 16, "sequence": 2048}),
+    "large vocabulary": scanned(
+        "fsdp", "h100:1x8", {"data": 8}, {"layers": 8, "batch": 16, "sequence": 2048}, model="gemma-7b"
+    ),
 }
 
 ON_TPU = [  # hardware, fact, program, quantity
@@ -119,6 +124,7 @@ ON_GPU = [  # fact, program, quantity
     ("puts_weight_gradients_last", "data parallel", "peak"),
     ("puts_weight_gradients_last", "tensor parallel", "peak"),
     ("overwrites_last_read", "data parallel", "peak"),
+    ("zeroes_stacks_early", "large vocabulary", "peak"),
     ("updates_state_early", "data parallel", "peak"),
     ("computes_loss_last", "data parallel", "peak"),
     ("hides_behind_late_work", "tensor parallel", "seconds"),
@@ -129,8 +135,8 @@ ON_GPU = [  # fact, program, quantity
 
 
 def evaluated(program: str, hardware: str) -> Any:
-    if program in LLAMAS:
-        return verification.subject(LLAMAS[program])
+    if program in SCANNED:
+        return verification.subject(SCANNED[program])
     fn, args, specs = PROGRAMS[program]
     return autoshard.evaluate(
         fn, *args, mesh={"x": 8}, hardware=hardware, in_specs=specs, out_specs=(specs[0], P()), donate_argnums=0
