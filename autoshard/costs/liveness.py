@@ -11,8 +11,8 @@ moves fewer bytes (a sum of two residual branches is read, not added up again).
 A transpose, a reshape or a constraint is its operand under another name.
 
 A loop holds its operands for as long as it runs, and its stacked outputs from the first trip on:
-each slice is written there directly, and lies nowhere else. XLA:GPU zeroes them behind the loop before: those of
-gradients lie beside the scores of a head. The operands of weights' gradients
+each slice is written there directly, and lies nowhere else. XLA:GPU of jaxlib 0.10 zeroes them behind
+the loop before: those of gradients lie beside the scores of a head. The operands of weights' gradients
 live until the gradients are made, which may be much later (`autoshard.costs.execution_order`).
 
 XLA:GPU computes an expensive value (a tanh) once for all fusions that read it. A fusion writes its
@@ -156,10 +156,12 @@ def live_ranges(
     for e, results in enumerate(graph.results):
         loop = graph.value_loop[graph.operands[e][0]] if graph.eqns[e].primitive == LOOP_STACK else 0
         start[list(results)] = zeroed[loop] if loop else order[e]
+    lazy = not compiler.makes_weight_gradients_in_order
+    if lazy:
+        start = np.maximum(start, _made_late(graph, spans))
 
     def ends(put_off: Collection[int], unread: Collection[int] = ()) -> NDArray[np.int64]:
         """The ends of all lives if these equations run last, and what others read is not counted."""
-        lazy = not compiler.makes_weight_gradients_in_order
         last = _last_uses(graph, stored, spans, order, put_off, unread, orders.turned, lazy=lazy)
         end = np.maximum(last, start) + 1
         end[list(graph.outputs)] = len(graph.eqns) + 1
@@ -218,6 +220,20 @@ def _zeroed(graph: Graph, spans: Mapping[int, tuple[int, int]], *, early: bool) 
         found[loop] = ends.get(scope, spans[scope][0] - 1 if scope else -1) + 1
         ends[scope] = end
     return found
+
+
+def _made_late(graph: Graph, spans: dict[int, tuple[int, int]]) -> NDArray[np.int64]:
+    """Per value outside of loops, the equation behind which it is made, if gradients of weights are put off; or 0."""
+    late, feeds = np.zeros(len(graph.avals), np.int64), feeding(graph)
+    for e, eqn in enumerate(graph.eqns):
+        if graph.eqn_loop[e] or eqn.traits.link:
+            continue
+        begin = max((int(late[v]) for v in graph.operands[e]), default=0)
+        if eqn.traits.contraction and not any(feeds[v] for v in graph.results[e]):
+            behind = behind_loops(spans, e)
+            begin = max(begin, behind if behind > e else 0)
+        late[list(graph.results[e])] = begin
+    return late
 
 
 def _updates(graph: Graph) -> Iterator[tuple[int, int]]:

@@ -143,15 +143,15 @@ class Chain(LayoutDecision):
 class Equation(Decision):
     """The strategy of one equation; `body` is that of a `shard_map`.
 
-    `untaken[i]`: under which choices it does not take operand i, where that is not `off`. `loose`: it needs its
-    operands, and moves none of them: whatever their layouts are.
+    `untaken[i]`: under which choices it does not take operand i, where that is not `off`. `loose[i]`: whether it
+    needs operand i, and does not move it: whatever its layout is.
     """
 
     kind = "equation"
     strategies: Strategies
     body: Body | None = None
     untaken: tuple[NDArray[np.bool_], ...] = ()
-    loose: bool = False
+    loose: tuple[bool, ...] = ()
 
     @property
     def equation(self) -> int:
@@ -313,7 +313,7 @@ def consumer_port(
     decision, rule = nodes[node], rules[e]
     if isinstance(decision, Equation):
         off = decision.untaken[i] if decision.untaken else decision.off
-        return Port(node, decision.strategies.operands[i], off, decision.loose)
+        return Port(node, decision.strategies.operands[i], off, bool(decision.loose) and decision.loose[i])
     codes = layout_codes(decision)
     if rule.operands[i] == rule.results[0]:
         return Port(node, codes, decision.off)

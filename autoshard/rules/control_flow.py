@@ -60,7 +60,9 @@ def loop_stack(eqn: Eqn) -> ShardingRule:
 
 @register(DERIVE)
 def derived(eqn: Eqn) -> ShardingRule:
-    """Every dimension passes; from whatever layout of its operands."""
+    """Every dimension passes, of operands of the same shape; from whatever layout of the others."""
     b = RuleBuilder()
-    operands = [b.dims(aval.shape, FactorKind.REPLICATE) for aval in eqn.operands]
-    return b.rule(operands, [b.dims(eqn.results[0].shape)])
+    (result,) = eqn.results
+    dims = b.dims(result.shape)
+    operands = [dims if o.shape == result.shape else b.dims(o.shape, FactorKind.REPLICATE) for o in eqn.operands]
+    return b.rule(operands, [dims])

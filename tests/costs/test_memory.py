@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.backends.known_compilers import XLA_GPU, XLA_TPU
+from autoshard.backends.known_compilers import XLA_GPU, XLA_GPU_0_10, XLA_TPU
 from autoshard.backends.model import CompilerModel
 from autoshard.costs import compute
 from autoshard.costs.casts import CastAhead, cast_ahead, multiplied
@@ -105,6 +105,26 @@ def test_a_loop_holds_what_it_reads_and_what_it_stacks() -> None:
     assert found.end[weights] == inside[-1] + 1
     (stacked,) = results(graph, "loop_stack")
     assert found.start[stacked] == inside[0]
+    graph, found = lived(layers, F32((8, 8)), F32((4, 8, 8)), compiler=XLA_GPU_0_10)
+    assert found.start[results(graph, "loop_stack")[0]] == 0  # zeroed as early as it can be
+
+
+def test_the_gradient_of_a_head_is_made_behind_the_loop_of_the_backward_pass() -> None:
+    """XLA:GPU keeps what it is made from; XLA:TPU makes it where the program does."""
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            stack, head = weights
+            h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stack)
+            return (jnp.tanh(h @ head) ** 2).sum()
+
+        return jax.grad(loss)(weights)
+
+    for compiler in (XLA_GPU, XLA_TPU):
+        graph, found = lived(step, (F32((4, 16, 16)), F32((16, 32))), F32((64, 16)), compiler=compiler)
+        behind = max(e for e, loop in enumerate(graph.eqn_loop) if loop)
+        gradient = next(v for v in results(graph, "dot_general") if graph.avals[v].shape in ((16, 32), (32, 16)))
+        assert (found.start[gradient] >= behind) == (compiler is XLA_GPU)
 
 
 def test_another_name_needs_no_memory() -> None:

@@ -10,7 +10,7 @@ from autoshard.costs.prefetch import begins, fetchable
 from autoshard.costs.prices import PS_PER_S
 from autoshard.costs.resharding import Unfused
 from autoshard.costs.strategies import shards
-from autoshard.ir.op_traits import LOOP_CONST, LOOP_SLICE
+from autoshard.ir.op_traits import DERIVE, KEEP, LOOP_CONST, LOOP_SLICE
 from autoshard.problem.decision_builders.copies import add_arrival, add_copy
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.edges import add_edge, unfused_kernel
@@ -98,7 +98,16 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
             if holder is not port:
                 unplanned |= _beside(holder)[:, None] & ~_cut(draft, value, holder, taker)
         moved = unfused_kernel(facts, value, edges=1 if holder is port else len(takers))
+        if holder is not port and facts.compiler.regathers_far_uses and _keeps(draft, taker):
+            add_edge(draft, port, taker, value, unfused=moved)
+            continue
         add_edge(draft, holder, taker, value, forbidden=apart, unplanned=unplanned, unfused=moved)
+
+
+def _keeps(draft: Draft, taker: Port) -> bool:
+    """Whether the consumer at a port keeps a value for the backward pass, outside of loops."""
+    node = draft.nodes[taker.node]
+    return isinstance(node, Equation) and draft.facts.graph.eqns[node.equation].primitive in (KEEP, DERIVE)
 
 
 def _takes_for_a_loop(draft: Draft, taker: Port, value: int) -> bool:

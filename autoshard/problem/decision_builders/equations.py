@@ -50,8 +50,9 @@ def add_equations(draft: Draft, of_shard_maps: bodies.Bodies) -> None:
     """
     facts, graph = draft.facts, draft.facts.graph
     readers = _levels_of_readers(facts)
-    derived = _derived_bytes(facts, readers) if readers else {}
-    repeated = _repeated_bytes(facts, readers) if readers else {}
+    by_kernel = bool(readers) and facts.kernels is not None
+    derived = _derived_bytes(facts, readers) if by_kernel else {}
+    repeated = _repeated_bytes(facts, readers) if by_kernel else {}
     for e, eqn in enumerate(graph.eqns):
         if draft.node_of[e] >= 0 or not any(facts.decides(v) for v in graph.results[e]):
             continue
@@ -78,7 +79,7 @@ def add_equations(draft: Draft, of_shard_maps: bodies.Bodies) -> None:
                 strategies=strategies,
                 body=body,
                 untaken=choices.untaken,
-                loose=eqn.primitive == DERIVE,
+                loose=tuple(o.shape != eqn.results[0].shape for o in eqn.operands) if eqn.primitive == DERIVE else (),
             )
         )
         if body is not None:
