@@ -86,8 +86,10 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
         in_place = taker is not None and isinstance(draft.nodes[taker.node], Input)
         draft.usages.add_value(value, port, begin, name, taker, in_place=in_place)
     for taker in takers:
-        apart = unplanned = None
-        if arrives:
+        source, apart, unplanned = holder, None, None
+        if facts.compiler.regathers_far_uses and _keeps(draft, taker):
+            source = port
+        elif arrives:
             apart = holder.codes[:, None] != taker.codes[None, :]
         elif lent and holder is not port and len(takers) == 1 and not taker.loose:
             apart = _moved(draft, value, holder, taker, cuts=_multiplies(draft, taker))
@@ -98,14 +100,14 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
             if holder is not port:
                 unplanned |= _beside(holder)[:, None] & ~_cut(draft, value, holder, taker)
         moved = unfused_kernel(facts, value, edges=1 if holder is port else len(takers))
-        if holder is not port and facts.compiler.regathers_far_uses and _keeps(draft, taker):
-            add_edge(draft, port, taker, value, unfused=moved)
-            continue
-        add_edge(draft, holder, taker, value, forbidden=apart, unplanned=unplanned, unfused=moved)
+        add_edge(draft, source, taker, value, forbidden=apart, unplanned=unplanned, unfused=moved)
 
 
 def _keeps(draft: Draft, taker: Port) -> bool:
-    """Whether the consumer at a port keeps a value for the backward pass, outside of loops."""
+    """Whether the consumer at a port keeps a value for a backward pass, outside of loops.
+
+    What is gathered once more for a use that is far from the first is not kept as it is gathered.
+    """
     node = draft.nodes[taker.node]
     return isinstance(node, Equation) and draft.facts.graph.eqns[node.equation].primitive in (KEEP, DERIVE)
 
