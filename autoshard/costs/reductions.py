@@ -200,7 +200,13 @@ def kernel_levels(
 
 
 def sources_in_memory(graph: Graph, fuses: Sequence[bool], held: NDArray[np.bool_]) -> dict[int, frozenset[int]]:
-    """Value that fusions make element by element → the large values in memory from which they do."""
+    """Value that fusions make element by element → the values in memory, of more than half its size, that they read.
+
+    Args:
+      graph: the program.
+      fuses: per equation, whether XLA fuses it with its neighbours.
+      held: the values that lie in memory, also under another name.
+    """
     found: dict[int, frozenset[int]] = {}
     for e, eqn in enumerate(graph.eqns):
         if not (fuses[e] or eqn.traits.renames) or eqn.traits.ends_fusion:

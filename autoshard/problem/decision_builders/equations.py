@@ -49,8 +49,8 @@ def add_equations(draft: Draft, of_shard_maps: bodies.Bodies) -> None:
       of_shard_maps: prices the bodies of `shard_map`s.
     """
     facts, graph = draft.facts, draft.facts.graph
-    readers = _levels_of_readers(facts)
-    by_kernel = bool(readers) and facts.kernels is not None
+    readers = _reading(facts, recalled=True) if graph.optional else ()
+    by_kernel = bool(readers) and facts.kernels is not None  # else a value is read once, by whatever kernels
     derived = _derived_bytes(facts, readers) if by_kernel else {}
     repeated = _repeated_bytes(facts, readers) if by_kernel else {}
     for e, eqn in enumerate(graph.eqns):
@@ -349,13 +349,11 @@ def _inside(draft: Draft, value: int) -> frozenset[int]:
     return frozenset({int(draft.facts.levels[value])}) if chained else frozenset()
 
 
-def _levels_of_readers(facts: GraphFacts) -> Sequence[frozenset[int]]:
-    """Per value, the levels of the kernels that read it, but for equations that pay for that; none without choices."""
-    return _reading(facts, recalled=True) if facts.graph.optional else ()
-
-
 def _reading(facts: GraphFacts, *, recalled: bool) -> Sequence[frozenset[int]]:
-    """Per value, the levels of the kernels that read it, `recalled`: also under the name of what is recalled."""
+    """Per value, the levels of the kernels that read it, but for equations that pay for that.
+
+    `recalled`: also of those that read what is recalled from it.
+    """
     graph, fuses = facts.graph, facts.traits.fuses
     paid = {e for e in range(len(graph.eqns)) if _reads_by_itself(facts, e)} | facts.reread.keys()
     return kernel_levels(graph, fuses, facts.held, facts.levels, paid, recalled=recalled).reading
