@@ -84,13 +84,18 @@ def found(model: str, target: str) -> Found:
         rel_gap=REL_GAP,
         time_limit_s=TIME_LIMIT_S,
     )
+    return judged(model, plan)
+
+
+def judged(name: str, plan: autoshard.Plan) -> Found:
+    """Compiles a plan, and says what it predicts beside what the compiler made."""
     verified = plan.verify()
     timeline, compute, memory = verified.timeline, verified.compute, verified.memory
     assert timeline is not None  # a compiler's program has a schedule
     assert compute is not None
     assert memory.compiled is not None
     return Found(
-        model=model,
+        model=name,
         step=Pair(predicted=plan.cost, compiled=timeline.step_s),
         compute=Pair(predicted=compute.predicted_s, compiled=compute.compiled_s),
         peak=Pair(predicted=memory.predicted.peak, compiled=memory.compiled.peak),
