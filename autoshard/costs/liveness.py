@@ -38,6 +38,7 @@ from autoshard.backends.model import CompilerModel
 from autoshard.costs.casts import CastAhead, cast_ahead, multiplied
 from autoshard.costs.dimension_orders import DimensionOrders
 from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, positions, updating
+from autoshard.costs.late_gradients import late_gradients
 from autoshard.costs.row_kernels import sliced_rows
 from autoshard.costs.scattered_terms import ScatteredTerm, scattered_terms
 from autoshard.costs.softmaxes import Numerator, SoftmaxFacts, recalled, softmaxes
@@ -69,7 +70,9 @@ class LiveRanges:
     `stored`: whether it has memory of its own; `named`: whether it is a stored value under
     another name; `absorbed`: whether the contractions that take it make it themselves, so that
     it has memory only if it is moved first. `across`: for values that the loss reads at the end, the
-    dimensions over which the loss communicates; split along one of them, the value only lives until `soon`.
+    dimensions over which the loss communicates, and for those of late gradients the dimensions over which what enters
+    the loop before them is summed (`costs.late_gradients`; empty for those whose own layout does not say it): split
+    along one of them, the value only lives until `soon`, or from `early` on.
     `numerators`: those of softmaxes, where they are stored.
     `scattered`: the additions that are done by a scatter, which takes no memory of its own. `cast_ahead`: the stacks
     that are cast whole before the loops that take slices of them. `multiplied`: what products cast, and whether
@@ -83,6 +86,7 @@ class LiveRanges:
     end: NDArray[np.int64]
     copied: NDArray[np.int64]
     soon: NDArray[np.int64]
+    early: NDArray[np.int64]
     across: Mapping[int, frozenset[int]]
     numerators: Mapping[int, Numerator]
     scattered: tuple[ScatteredTerm, ...]
@@ -156,13 +160,17 @@ def live_ranges(
     for e, results in enumerate(graph.results):
         loop = graph.value_loop[graph.operands[e][0]] if graph.eqns[e].primitive == LOOP_STACK else 0
         start[list(results)] = zeroed[loop] if loop else order[e]
-    lazy = not compiler.makes_weight_gradients_in_order
+    early, lazy, across = start, not compiler.makes_weight_gradients_in_order, _across(graph, rules, stored, late)
     if lazy:
-        start = np.maximum(start, _made_late(graph, spans))
+        gradients_behind = late_gradients(graph, rules, spans)
+        start, across = np.maximum(start, gradients_behind.behind), gradients_behind.across
 
-    def ends(put_off: Collection[int], unread: Collection[int] = ()) -> NDArray[np.int64]:
-        """The ends of all lives if these equations run last, and what others read is not counted."""
-        last = _last_uses(graph, stored, spans, order, put_off, unread, orders.turned, lazy=lazy)
+    def ends(put_off: Collection[int], unread: Collection[int] = (), *, waits: bool = lazy) -> NDArray[np.int64]:
+        """The ends of all lives if these equations run last, and what others read is not counted.
+
+        `waits`: whether weights' gradients outside of loops are made behind these.
+        """
+        last = _last_uses(graph, stored, spans, order, put_off, unread, orders.turned, lazy=lazy, waits=waits)
         end = np.maximum(last, start) + 1
         end[list(graph.outputs)] = len(graph.eqns) + 1
         return end
@@ -194,8 +202,9 @@ def live_ranges(
         start=start,
         end=end,
         copied=copied,
-        soon=ends(()) if late else end,
-        across=_across(graph, rules, stored, late),
+        soon=ends((), waits=False) if late or lazy else end,
+        early=early,
+        across=across,
         numerators=numerators,
         scattered=scattered,
         cast_ahead=cast_ahead(graph, products=casts_products) if compiler.casts_stacked_inputs_ahead else {},
@@ -220,20 +229,6 @@ def _zeroed(graph: Graph, spans: Mapping[int, tuple[int, int]], *, early: bool) 
         found[loop] = ends.get(scope, spans[scope][0] - 1 if scope else -1) + 1
         ends[scope] = end
     return found
-
-
-def _made_late(graph: Graph, spans: dict[int, tuple[int, int]]) -> NDArray[np.int64]:
-    """Per value outside of loops, the equation behind which it is made, if gradients of weights are put off; or 0."""
-    late, feeds = np.zeros(len(graph.avals), np.int64), feeding(graph)
-    for e, eqn in enumerate(graph.eqns):
-        if graph.eqn_loop[e] or eqn.traits.link:
-            continue
-        begin = max((int(late[v]) for v in graph.operands[e]), default=0)
-        if eqn.traits.contraction and not any(feeds[v] for v in graph.results[e]):
-            behind = behind_loops(spans, e)
-            begin = max(begin, behind if behind > e else 0)
-        late[list(graph.results[e])] = begin
-    return late
 
 
 def _updates(graph: Graph) -> Iterator[tuple[int, int]]:
@@ -453,11 +448,12 @@ def _last_uses(
     turned: Container[int],
     *,
     lazy: bool,
+    waits: bool,
 ) -> NDArray[np.int64]:
     """The last equation that reads each value, directly or through values that are not stored; `unread` do not count.
 
-    Equation e runs at position `order[e]` of the program; `lazy`: weights' gradients are deferred. An operand of a
-    contraction lives until the next one, or until a kernel writes a value in another order (`turned`).
+    Equation e runs at position `order[e]` of the program; `lazy`: weights' gradients are deferred, those outside of loops if it `waits`. An operand of a
+    contraction lives until the next one (or loop), or until a kernel writes a value in another order (`turned`).
     Operands of deferred equations live until the end. Their results (f32 scores) do not; they lie on
     top of XLA:TPU's heap then, as if they had been there before, and keep their place in the program.
     """
@@ -466,13 +462,15 @@ def _last_uses(
     following: dict[int, int] = {}  # loop → its next contraction in program order
     for e in range(len(graph.eqns) - 1, -1, -1):
         when, loop = order[e], graph.eqn_loop[e]
+        if lazy and graph.eqns[e].traits.enters_loop:
+            following[graph.value_loop[graph.operands[e][0]]] = e
         if graph.eqns[e].primitive in (LOOP_CONST, LOOP_SLICE):
             when = spans[loop][1]
         elif any(v in turned for v in graph.results[e]):
             following.pop(loop, None)
         elif graph.eqns[e].traits.contraction:
             when, following[loop] = following.get(loop, e), e
-            if lazy and not any(feeds[v] for v in graph.results[e]):
+            if (lazy if loop else waits) and not any(feeds[v] for v in graph.results[e]):
                 when = spans[loop][1] if loop else behind_loops(spans, e)
         when = max(when, *(int(last[v]) for v in graph.results[e] if not stored[v]), order[e])
         operands = list(graph.operands[e]) if e not in unread else []

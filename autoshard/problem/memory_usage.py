@@ -14,7 +14,7 @@ from autoshard.costs.execution_order import behind_loops, loop_spans
 from autoshard.costs.fusion import FusionTraits
 from autoshard.costs.liveness import LiveRanges
 from autoshard.costs.overlap import EARLY, LATE, OverlapWindows
-from autoshard.costs.strategies import SUM, Codes, decode, shards, split
+from autoshard.costs.strategies import SUM, WHOLE, Codes, decode, shards, split
 from autoshard.ir.graph import Aval, Graph
 from autoshard.ir.mesh import MeshAxes
 from autoshard.problem.ports import KEPT, REPEATED, Port, Usage
@@ -150,14 +150,21 @@ class MemoryUsageBuilder:
     ) -> None:
         """Memory of a value in each layout of a port, but for the first `lent`; `narrow`: as products cast it."""
         nbytes = self._local(value, port, narrow=narrow)
-        soon, across = int(self.lives.soon[value]), self.lives.across.get(value)
+        soon, early = int(self.lives.soon[value]), int(self.lives.early[value])
         nbytes[:lent] = 0
         part = self._part(value, end) if kind == "activations" else ""
-        if across and start < soon < end:
-            rows = decode(port.codes, self.graph.avals[value].ndim, self.mesh.ndim)
+        if value in self.lives.across and start < soon < end:
             self.add(port.node, start, soon, nbytes, kind, part=part)
-            start, nbytes = soon, np.where(np.isin(rows, list(across)).any(axis=1), 0, nbytes)
+            start, nbytes = soon, np.where(self._hurries(value, port), 0, nbytes)
+        elif value in self.lives.across and early < start == int(self.lives.start[value]):
+            self.add(port.node, early, start, np.where(self._hurries(value, port), nbytes, 0), kind, part=part)
         self.add(port.node, start, end, nbytes, kind, part=part)
+
+    def _hurries(self, value: int, port: Port) -> NDArray[np.bool_]:
+        """Per choice, whether what could wait for others (`LiveRanges.across`) does not."""
+        rows, across = decode(port.codes, self.graph.avals[value].ndim, self.mesh.ndim), self.lives.across[value]
+        # An axis along which the value is whole splits what it is multiplied with.
+        return (np.isin(rows, list(across)) if across else rows == WHOLE).any(axis=1)
 
     def _part(self, value: int, end: int) -> str:
         """What a value that lives so long is there for; results of the program, which live longest, for themselves."""
