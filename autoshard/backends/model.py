@@ -55,6 +55,7 @@ class CompilerModel:
       scheduler_flags: those that a plan's overlap needs.
       scheduler_flags_in_loops: those that it needs in a program with loops, too.
       scheduler_flags_in_loops_between_nodes: those that it needs there if devices are linked on several levels, too.
+      scheduler_flags_between_nodes: those that it needs in a program without loops if devices are linked so.
       profiling_flags: those under which JAX's profiler tells all kernels apart.
       scatter_bucket_flag: the flag for the bytes of results up to which reduce-scatters are merged.
     """
@@ -76,6 +77,7 @@ class CompilerModel:
     scheduler_flags: Mapping[str, Any] = field(hash=False)
     scheduler_flags_in_loops: Mapping[str, Any] = field(hash=False)
     scheduler_flags_in_loops_between_nodes: Mapping[str, Any] = field(hash=False)
+    scheduler_flags_between_nodes: Mapping[str, Any] = field(hash=False)
     profiling_flags: Mapping[str, Any] = field(hash=False)
     scatter_bucket_flag: str | None
 

@@ -35,9 +35,7 @@ class LateGradients:
     across: Mapping[int, frozenset[int]]
 
 
-def late_gradients(
-    graph: Graph, rules: Sequence[ShardingRule], spans: Mapping[int, tuple[int, int]]
-) -> LateGradients:
+def late_gradients(graph: Graph, rules: Sequence[ShardingRule], spans: Mapping[int, tuple[int, int]]) -> LateGradients:
     """Finds them.
 
     Args:
@@ -85,7 +83,9 @@ def _summed(graph: Graph, rules: Sequence[ShardingRule]) -> Mapping[int, frozens
             else:
                 entering.update(graph.operands[e])
         if not eqn.traits.contraction:
-            factors |= {f for v, dims in zip(results, rule.results, strict=True) for d in found.get(v, ()) for f in dims[d]}
+            factors |= {
+                f for v, dims in zip(results, rule.results, strict=True) for d in found.get(v, ()) for f in dims[d]
+            }
         for v, dims in zip(graph.operands[e], rule.operands, strict=True) if factors else ():
             split = frozenset(d for d, of in enumerate(dims) if factors & set(of))
             found[v] = found.get(v, frozenset()) | split

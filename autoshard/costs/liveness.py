@@ -452,8 +452,9 @@ def _last_uses(
 ) -> NDArray[np.int64]:
     """The last equation that reads each value, directly or through values that are not stored; `unread` do not count.
 
-    Equation e runs at position `order[e]` of the program; `lazy`: weights' gradients are deferred, those outside of loops if it `waits`. An operand of a
-    contraction lives until the next one (or loop), or until a kernel writes a value in another order (`turned`).
+    Equation e runs at position `order[e]` of the program; `lazy`: weights' gradients are deferred, those outside of
+    loops if it `waits`. An operand of a contraction lives until the next one (or loop), but not until one behind a
+    kernel that writes a value in another order (`turned`): in a loop until that kernel has run, else not at all.
     Operands of deferred equations live until the end. Their results (f32 scores) do not; they lie on
     top of XLA:TPU's heap then, as if they had been there before, and keep their place in the program.
     """
@@ -467,7 +468,10 @@ def _last_uses(
         if graph.eqns[e].primitive in (LOOP_CONST, LOOP_SLICE):
             when = spans[loop][1]
         elif any(v in turned for v in graph.results[e]):
-            following.pop(loop, None)
+            if loop:
+                following[loop] = e
+            else:
+                following.pop(loop, None)
         elif graph.eqns[e].traits.contraction:
             when, following[loop] = following.get(loop, e), e
             if (lazy if loop else waits) and not any(feeds[v] for v in graph.results[e]):

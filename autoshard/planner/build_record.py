@@ -220,15 +220,18 @@ def _compiler_options(target: Target, spare_bytes: int, *, loops: bool) -> dict[
     its last one. The flags merge them up to a bucket of operand bytes, as they are priced, and less
     if memory is short. In loops, the scheduler's analytical estimates hide each gather behind the
     compute before its use (the default estimator takes any two matmuls to be equally long), if the
-    estimates work; else two collectives may be under way at once between nodes.
+    estimates work; else, and in programs without loops, two collectives may be under way at once between nodes: a
+    gather need not wait for one that is used late.
     """
     compiler, mesh = target.compiler, target.axes
     options = dict(compiler.scheduler_flags)
     if compiler.scatter_bucket_flag is not None:
         options[compiler.scatter_bucket_flag] = max(1, min(BUCKET_BYTES, spare_bytes) // mesh.size)
+    placed = [axis for axis in mesh.names if axis in target.machine.mesh]  # one device of a stage has no others
+    between_nodes = len(target.machine.crossings(placed)) > 1
     if loops:
         options |= compiler.scheduler_flags_in_loops
-        placed = [axis for axis in mesh.names if axis in target.machine.mesh]  # one device of a stage has no others
-        if len(target.machine.crossings(placed)) > 1:
-            options |= compiler.scheduler_flags_in_loops_between_nodes
+    if between_nodes:
+        among = compiler.scheduler_flags_in_loops_between_nodes if loops else compiler.scheduler_flags_between_nodes
+        options |= among
     return options
