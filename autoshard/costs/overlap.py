@@ -38,7 +38,7 @@ behind its updates. So does, in compiled programs, the last gradient's reduction
 of other weights; that is not priced (it counts where devices update whole weights).
 """
 
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
@@ -46,7 +46,7 @@ from typing import TypeVar
 
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.compute import multiplies
-from autoshard.costs.execution_order import loop_spans
+from autoshard.costs.execution_order import contractions_before, gradients, loop_spans
 from autoshard.costs.prices import Machine
 from autoshard.costs.resharding import BUCKET_BYTES, TRIP_BYTES
 from autoshard.costs.unmerged_sums import unmerged_sums
@@ -55,10 +55,10 @@ from autoshard.ir.op_traits import BRANCH_JOIN, LOOP_CARRY, LOOP_RESULT, LOOP_ST
 
 EARLY, LATE = 0, 1
 OUTSIDE = 2  # windows outside of loops; the body of loop k is window OUTSIDE + k − 1
-# Outside of loops: AHEAD is the share of the forward pass's compute, up to the last use of a gathered weight, that hides
-# gathers (1.3 ms of gathers beside 0.8 ms of compute, and 2.2 beside 3.3; Hugging Face's llama on 32 and 8 H100);
-# BESIDE is the most that hides of communication that contractions wait for, BUSY the share of a
-# part's compute that hides any: XLA:GPU runs the rest beside no collective (fitted to programs without loops).
+# Outside of loops: AHEAD is the share of the forward pass's compute, up to the last use of a gathered weight, that
+# hides gathers (of two to eight layers of Hugging Face's llama on 8 and 32 H100, between 0.57 and 0.78); BESIDE is the
+# most that hides of communication that contractions wait for, BUSY the share of a part's compute that hides any:
+# XLA:GPU runs the rest beside no collective (fitted to programs without loops).
 AHEAD = 0.68
 BESIDE = 0.75
 BUSY = 0.5
@@ -257,22 +257,10 @@ def _feeding(graph: Graph, makers: Set[int], *, inside: bool) -> set[int]:
 def _forward(model: _Model, late: Set[int]) -> int:
     """The contractions that precede every late one, as a bit set."""
     graph, common = model.graph, -1
-    for e, bits in _before(graph, range(len(graph.eqns))).items():
+    for e, bits in contractions_before(graph, range(len(graph.eqns))).items():
         if e in model.makers and not late.isdisjoint(graph.results[e]):
             common &= bits
     return common
-
-
-def _before(graph: Graph, scope: Container[int]) -> dict[int, int]:
-    """Equation → the contractions of a scope that it is computed from, as a bit set."""
-    before: dict[int, int] = {}
-    made: dict[int, int] = {}  # value → bit set of contractions among its ancestors
-    for e, eqn in enumerate(graph.eqns):
-        before[e] = bits = reduce(or_, (made.get(v, 0) for v in graph.operands[e]), 0)
-        if multiplies(eqn) and e in scope:
-            bits |= 1 << e
-        made.update(dict.fromkeys(graph.results[e], bits))
-    return before
 
 
 def _inside(graph: Graph) -> _Phases:
@@ -421,7 +409,7 @@ def _at_the_end(model: _Model, found: OverlapWindows, outer: _Phases) -> Overlap
     for window, bucket in ((end, found.buckets[LATE]), (aside, 0)):
         alone = ((window, 1.0),)
         found = found.with_window(loop=0, whole=window, hides=alone, covers=alone, bucket=bucket)
-    before = _before(graph, range(len(graph.eqns)))
+    before = contractions_before(graph, range(len(graph.eqns)))
     forward = {e for e in model.makers if found.of_equation[e] == EARLY}
     gathered = (before[e] for e in forward if not outer.early.isdisjoint(graph.operands[e]))
     ahead = reduce(or_, gathered, 0)
@@ -480,7 +468,7 @@ def _beside(model: _Model, late: Set[int], homes: Sequence[int], urgent: Set[int
     everyone = dict.fromkeys(range(graph.loops + 1), 0)  # loop → bit set of its late contractions
     for e in late:
         everyone[homes[e]] |= 1 << e
-    weights = _gradients(graph)
+    weights = gradients(graph)
     products = {e for e in late & model.makers if not weights.isdisjoint(graph.results[e])}
     if products and not model.loops:
         everyone[0] &= ~(1 << max(products, key=lambda e: (sum(graph.avals[v].nbytes for v in graph.results[e]), e)))
@@ -515,7 +503,7 @@ def _last(model: _Model, hides: Set[int]) -> frozenset[int]:
     """
     graph = model.graph
     last: dict[int, int] = {}
-    weights = hides if model.loops else _gradients(graph)
+    weights = hides if model.loops else gradients(graph)
     for e, eqn in enumerate(graph.eqns):
         loop = graph.eqn_loop[e]
         if not multiplies(eqn) or (model.loops and not loop):
@@ -535,18 +523,6 @@ def _last(model: _Model, hides: Set[int]) -> frozenset[int]:
     return frozenset(found)
 
 
-def _gradients(graph: Graph) -> frozenset[int]:
-    """Values that outputs of the program are made of, element by element: of its products, gradients of weights."""
-    found = set(graph.outputs)
-    for e in range(len(graph.eqns) - 1, -1, -1):
-        eqn, results = graph.eqns[e], graph.results[e]
-        if found.isdisjoint(results) or multiplies(eqn) or eqn.traits.scatters or eqn.traits.ends_fusion:
-            continue
-        size = graph.avals[results[0]].size
-        found.update(v for v in graph.operands[e] if graph.avals[v].size == size)
-    return frozenset(found)
-
-
 def _deepest(model: _Model, hides: Set[int]) -> set[int]:
     """In a program without loops, the largest result of the contraction that follows the most others; none on a tie.
 
@@ -557,7 +533,7 @@ def _deepest(model: _Model, hides: Set[int]) -> set[int]:
         return set()
     depths = {
         e: bits.bit_count()
-        for e, bits in _before(graph, range(len(graph.eqns))).items()
+        for e, bits in contractions_before(graph, range(len(graph.eqns))).items()
         if e in model.makers and not hides.isdisjoint(graph.results[e])
     }
     deepest = [e for e, depth in depths.items() if depth == max(depths.values())]
@@ -573,7 +549,7 @@ def _find_awaited(graph: Graph) -> frozenset[int]:
     There, the first contractions are those that follow no other, and an awaited value is needed by all of them.
     """
     first: dict[int, list[int]] = {}
-    before = _before(graph, {e for e, loop in enumerate(graph.eqn_loop) if not loop})
+    before = contractions_before(graph, {e for e, loop in enumerate(graph.eqn_loop) if not loop})
     for e, (eqn, loop) in enumerate(zip(graph.eqns, graph.eqn_loop, strict=True)):
         if multiplies(eqn) and (loop not in first if loop else not before[e]):
             first.setdefault(loop, []).append(e)
