@@ -127,6 +127,31 @@ def test_the_gradient_of_a_head_is_made_behind_the_loop_of_the_backward_pass() -
         assert (found.start[gradient] >= behind) == (compiler is XLA_GPU)
 
 
+def test_the_gradient_of_a_head_is_early_where_what_enters_the_loop_is_summed() -> None:
+    """A split vocabulary leaves a sum that is reduced before the loop: XLA:GPU makes the head's gradient first."""
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            stack, head = weights
+            h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stack)
+            return (jnp.tanh(h @ head) ** 2).sum()
+
+        return jax.grad(loss)(weights)
+
+    graph, found = lived(step, (F32((4, 16, 16)), F32((16, 32))), F32((64, 16)))
+    behind = max(e for e, loop in enumerate(graph.eqn_loop) if loop)
+    dots = [e for e in range(len(graph.eqns)) if graph.eqns[e].primitive == "dot_general" and not graph.eqn_loop[e]]
+    (gradient,) = (e for e in dots if graph.avals[graph.results[e][0]].shape in ((16, 32), (32, 16)))
+    made = graph.results[gradient][0]
+    assert found.early[made] <= gradient < behind <= found.start[made]
+    assert found.across[made] == {graph.avals[made].shape.index(32)}
+    of_scores, states = sorted(graph.operands[gradient], key=lambda v: graph.avals[v].shape[-1], reverse=True)
+    assert found.across[of_scores] == {1}  # its vocabulary
+    assert found.across[states] == set()  # whole along an axis that splits the vocabulary
+    for v in (of_scores, states):
+        assert gradient < found.soon[v] < behind <= found.end[v]
+
+
 def test_another_name_needs_no_memory() -> None:
     def program(x: Any, y: Any) -> Any:
         return (x @ y).reshape(4, 4, 16).transpose(1, 0, 2).reshape(16, 16) @ y

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from autoshard.backends.known_compilers import XLA_CPU, XLA_GPU, XLA_TPU
-from autoshard.costs.overlap import APART, BUSY, EARLY, LATE, OUTSIDE, TAKEN, TOGETHER, overlap_windows
-from autoshard.ir.graph import build
+from autoshard.costs.overlap import AHEAD, APART, BUSY, EARLY, LATE, OUTSIDE, TAKEN, TOGETHER, overlap_windows
+from autoshard.ir.graph import Graph, build
 
 
 def test_a_gpu_runs_gradients_of_weights_while_those_of_activations_are_on_their_way() -> None:
@@ -83,6 +83,51 @@ def test_a_gpu_ends_a_program_with_its_largest_gradient_and_its_new_state() -> N
     updates = [e for e, results in enumerate(graph.results) if set(results) & set(graph.outputs)]
     assert {found.of_equation[e] for e in updates} == {end}
     assert found.idle.issuperset(updates)
+
+
+def test_activations_are_no_gradient_of_weights_however_large() -> None:
+    """What a table's gradient is scattered from is larger than the head's gradient, which XLA:GPU reduces last.
+
+    Two layers of Flax NNX's transformer, 32 x 1,024 tokens on 8 H100 (0.10.2): all 0.6 ms of it are waited for.
+    """
+
+    def step(w: Any, tokens: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jnp.sum(jnp.tanh(jnp.tanh(w["table"][tokens] @ w["small"]) @ w["head"]))
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, jax.grad(loss)(w))
+
+    shapes = {"table": (96, 16), "small": (16, 8), "head": (8, 64)}
+    w = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    graph = build(jax.make_jaxpr(step)(w, jax.ShapeDtypeStruct((512,), jnp.int32)), "cpu")
+    found = overlap_windows(graph, XLA_GPU)
+    made = {graph.avals[v].shape: v for e in range(len(graph.eqns)) for v in graph.results[e] if _is_dot(graph, e)}
+    assert graph.avals[made[512, 16]].nbytes > graph.avals[made[64, 8]].nbytes
+    assert found.of_value[made[64, 8]] is None
+    assert found.of_value[made[512, 16]] is not None
+
+
+def test_what_follows_the_last_gathered_weight_hides_no_gather() -> None:
+    """XLA:GPU moves gathers of weights up to what precedes their use, and hides them behind a share of it."""
+
+    def loss(w: Any, x: Any) -> Any:
+        for name in "abc":
+            x = jnp.tanh(x @ w[name])
+        return jnp.sum(jnp.tanh(x @ w["head"]))
+
+    shapes = {"a": (16, 16), "b": (16, 16), "c": (16, 16), "head": (16, 512)}
+    w = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    traced = jax.make_jaxpr(jax.grad(loss))(w, jax.ShapeDtypeStruct((32, 16), jnp.float32))
+    for compiler, hiding in ((XLA_GPU, 3), (XLA_TPU, 4)):
+        graph = build(traced, compiler.platform)
+        found = overlap_windows(graph, compiler)
+        dots = [e for e in range(len(graph.eqns)) if _is_dot(graph, e)]
+        assert [found.of_equation[e] == EARLY for e in dots[:4]] == [i < hiding for i in range(4)]
+        assert found.covers[EARLY] == ((EARLY, AHEAD if compiler is XLA_GPU else 1.0),)
+
+
+def _is_dot(graph: Graph, e: int) -> bool:
+    return graph.eqns[e].primitive == "dot_general"
 
 
 def test_a_gpu_waits_for_its_first_bucket() -> None:

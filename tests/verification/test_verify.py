@@ -57,11 +57,13 @@ def test_loops_are_scheduled_by_analytical_estimates_where_these_work(
     [
         (True, XLA_GPU, "h100:2x8", 2),
         (True, XLA_GPU, "h100:1x8", None),
-        (False, XLA_GPU, "h100:2x8", None),
+        (False, XLA_GPU, "h100:2x8", 2),
+        (False, XLA_GPU, "h100:1x8", None),
         (True, XLA_GPU_0_10, "h100:2x8", None),
+        (False, XLA_GPU_0_10, "h100:2x8", 2),
     ],
 )
-def test_without_estimates_two_collectives_are_under_way_in_loops_between_nodes(
+def test_two_collectives_are_under_way_between_nodes_but_in_loops_that_estimates_schedule(
     monkeypatch: pytest.MonkeyPatch,
     scan: bool,  # noqa: FBT001
     compiler: CompilerModel,
