@@ -2,16 +2,19 @@
 
 import ast
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import autoshard
-from autoshard.backends.known_compilers import KNOWN
+from autoshard.backends.known_compilers import KNOWN, XLA_GPU, XLA_TPU
 from autoshard.backends.model import CompilerModel
 from autoshard.problem import decisions
 from autoshard.problem.decisions import Chain, Copy, Decision, Equation, Input, LayoutDecision, Output, layout_codes
-from tests.programs import smallest, space_of
+from tests.programs import Program, smallest, space_of
 
 FINAL = (Input, Chain, Equation, Copy, Output)
 BUILDERS = Path(autoshard.__file__).parent / "problem" / "decision_builders"
@@ -69,3 +72,21 @@ def test_each_kind_is_built_in_one_module(kind: type[Decision]) -> None:
         if ast.unparse(node.func) != "isinstance"
     }
     assert builds == {{"copy": "copies"}.get(kind.kind, f"{kind.kind}s")}
+
+
+@pytest.mark.parametrize("compiler", [XLA_GPU, XLA_TPU], ids=str)
+def test_a_slice_written_in_its_place_touches_the_slice_alone(compiler: CompilerModel) -> None:
+    """A decode step's keys are written into a donated cache; where the old cache is needed, it is copied first."""
+
+    def step(cache: jax.Array, new: jax.Array) -> Any:
+        return jax.lax.dynamic_update_slice(cache, new, (0, 7, 0))
+
+    args = jnp.zeros((8, 1024, 64)), jnp.ones((8, 1, 64))
+    prices = {}
+    for donated in (frozenset({0}), frozenset[int]()):
+        d = space_of(Program(fn=step, args=args, names=("cache", "new"), donated=donated), compiler=compiler)[
+            0
+        ].decisions
+        (chain,) = (node for node in d.nodes if isinstance(node, Chain))
+        prices[bool(donated)] = int(chain.cost_ps.max())
+    assert 0 < 256 * prices[True] <= prices[False]

@@ -83,7 +83,10 @@ def _add_chain(draft: Draft, members: Sequence[int]) -> None:
 
 
 def _touched_bytes(facts: GraphFacts, members: Sequence[int], codes: Codes) -> NDArray[np.float64]:
-    """HBM bytes per device (S,) of a chain: what each of its kernels reads in memory, and what it writes there."""
+    """HBM bytes per device (S,) of a chain: what each of its kernels reads in memory, and what it writes there.
+
+    A slice that is written into a value in its place (a cache of keys) touches nothing but the slice.
+    """
     graph = facts.graph
     pieces = shards(codes, graph.avals[graph.results[members[0]][0]].ndim, facts.mesh)
     inside = {graph.results[e][0] for e in members}
@@ -94,12 +97,15 @@ def _touched_bytes(facts: GraphFacts, members: Sequence[int], codes: Codes) -> N
     for e in members:
         if e in scattered:
             continue
-        result = graph.results[e][0]
-        for v in map(facts.narrow, graph.operands[e]):
+        result, operands = graph.results[e][0], graph.operands[e]
+        if graph.eqns[e].traits.updates and e in facts.in_place:
+            nbytes += graph.avals[operands[1]].nbytes / np.minimum(pieces, max(graph.avals[operands[1]].size, 1))
+            operands = operands[1:]
+        elif facts.writes(result):
+            nbytes += graph.avals[result].nbytes / pieces * facts.written_share(result, codes)
+        for v in map(facts.narrow, operands):
             if facts.reads(v) and facts.elsewhere[result]:
                 readers.setdefault(v, set()).update(facts.reading(v, result, inside=v in inside))
-        if facts.writes(result):
-            nbytes += graph.avals[result].nbytes / pieces * facts.written_share(result, codes)
     for v, kernels in readers.items():
         local = graph.avals[v].nbytes / np.minimum(pieces, max(graph.avals[v].size, 1))
         nbytes += len(kernels) * local * facts.read_share(v, codes)
