@@ -87,7 +87,7 @@ def found(model: str, target: str) -> Found:
     return judged(model, plan)
 
 
-def judged(name: str, plan: autoshard.Plan) -> Found:
+def judged(name: str, plan: autoshard.SolvedPlan) -> Found:
     """Compiles a plan, and says what it predicts beside what the compiler made."""
     verified = plan.verify()
     timeline, compute, memory = verified.timeline, verified.compute, verified.memory

@@ -11,16 +11,13 @@ XLA:TPU defers a gradient if nothing runs beside compute and the gradient is who
 It updates a state as soon as its gradient is there, and computes the loss last (libtpu 0.0.52).
 """
 
-from collections.abc import Container, Mapping, Sequence
-from functools import reduce
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby
-from operator import or_
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
-from autoshard.costs.compute import multiplies
 from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import LOOP_RESULT, LOOP_STACK
 
@@ -149,27 +146,3 @@ def loop_spans(graph: Graph) -> dict[int, tuple[int, int]]:
 def behind_loops(spans: Mapping[int, tuple[int, int]], e: int) -> int:
     """The last equation of all loops that begin after equation e; e where none does."""
     return max((stop for begin, stop in spans.values() if begin > e), default=e)
-
-
-def contractions_before(graph: Graph, scope: Container[int]) -> dict[int, int]:
-    """Equation → the contractions of a scope that it is computed from, as a bit set."""
-    before: dict[int, int] = {}
-    made: dict[int, int] = {}  # value → bit set of contractions among its ancestors
-    for e, eqn in enumerate(graph.eqns):
-        before[e] = bits = reduce(or_, (made.get(v, 0) for v in graph.operands[e]), 0)
-        if multiplies(eqn) and e in scope:
-            bits |= 1 << e
-        made.update(dict.fromkeys(graph.results[e], bits))
-    return before
-
-
-def gradients(graph: Graph) -> frozenset[int]:
-    """Values that outputs of the program are made of, element by element: of its products, gradients of weights."""
-    found = set(graph.outputs)
-    for e in range(len(graph.eqns) - 1, -1, -1):
-        eqn, results = graph.eqns[e], graph.results[e]
-        if found.isdisjoint(results) or multiplies(eqn) or eqn.traits.scatters or eqn.traits.ends_fusion:
-            continue
-        size = graph.avals[results[0]].size
-        found.update(v for v in graph.operands[e] if graph.avals[v].size == size)
-    return frozenset(found)

@@ -30,6 +30,7 @@ scores are split along the vocabulary, the loss reduces its reads of them at onc
 
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,8 @@ from autoshard.rules.rule import ShardingRule
 
 # Rows (of scores, of a norm) that one kernel of XLA:GPU reduces and reads again; those of a vocabulary it does not.
 SHORT_ROW = 16_384
+
+Waiting = Literal["nowhere", "in loops", "everywhere"]  # where gradients of weights wait for all else
 
 _MOST_SOURCES = 16  # stored values that one expression is recomputed from; XLA bounds a fusion's parameters, too
 
@@ -165,12 +168,14 @@ def live_ranges(
         gradients_behind = late_gradients(graph, rules, spans)
         start, across = np.maximum(start, gradients_behind.behind), gradients_behind.across
 
-    def ends(put_off: Collection[int], unread: Collection[int] = (), *, waits: bool = lazy) -> NDArray[np.int64]:
-        """The ends of all lives if these equations run last, and what others read is not counted.
-
-        `waits`: whether weights' gradients outside of loops are made behind these.
-        """
-        last = _last_uses(graph, stored, spans, order, put_off, unread, orders.turned, lazy=lazy, waits=waits)
+    def ends(
+        put_off: Collection[int],
+        unread: Collection[int] = (),
+        *,
+        waiting: Waiting = "everywhere" if lazy else "nowhere",
+    ) -> NDArray[np.int64]:
+        """The ends of all lives if these equations run last, and what others read is not counted."""
+        last = _last_uses(graph, stored, spans, order, put_off, unread, orders.turned, waiting=waiting)
         end = np.maximum(last, start) + 1
         end[list(graph.outputs)] = len(graph.eqns) + 1
         return end
@@ -202,7 +207,7 @@ def live_ranges(
         start=start,
         end=end,
         copied=copied,
-        soon=ends((), waits=False) if late or lazy else end,
+        soon=ends((), waiting="in loops" if lazy else "nowhere") if late or lazy else end,
         early=early,
         across=across,
         numerators=numerators,
@@ -447,14 +452,13 @@ def _last_uses(
     unread: Collection[int],
     turned: Container[int],
     *,
-    lazy: bool,
-    waits: bool,
+    waiting: Waiting,
 ) -> NDArray[np.int64]:
     """The last equation that reads each value, directly or through values that are not stored; `unread` do not count.
 
-    Equation e runs at position `order[e]` of the program; `lazy`: weights' gradients are deferred, those outside of
-    loops if it `waits`. An operand of a contraction lives until the next one (or loop), but not until one behind a
-    kernel that writes a value in another order (`turned`): in a loop until that kernel has run, else not at all.
+    Equation e runs at position `order[e]` of the program; `waiting`: where weights' gradients are deferred. An operand
+    of a contraction lives until the next one (or loop), but not until one behind a kernel that writes a value in
+    another order (`turned`): in a loop until that kernel has run, else not at all.
     Operands of deferred equations live until the end. Their results (f32 scores) do not; they lie on
     top of XLA:TPU's heap then, as if they had been there before, and keep their place in the program.
     """
@@ -463,7 +467,7 @@ def _last_uses(
     following: dict[int, int] = {}  # loop → its next contraction in program order
     for e in range(len(graph.eqns) - 1, -1, -1):
         when, loop = order[e], graph.eqn_loop[e]
-        if lazy and graph.eqns[e].traits.enters_loop:
+        if waiting != "nowhere" and graph.eqns[e].traits.enters_loop:
             following[graph.value_loop[graph.operands[e][0]]] = e
         if graph.eqns[e].primitive in (LOOP_CONST, LOOP_SLICE):
             when = spans[loop][1]
@@ -474,7 +478,9 @@ def _last_uses(
                 following.pop(loop, None)
         elif graph.eqns[e].traits.contraction:
             when, following[loop] = following.get(loop, e), e
-            if (lazy if loop else waits) and not any(feeds[v] for v in graph.results[e]):
+            if waiting in (("in loops", "everywhere") if loop else ("everywhere",)) and not any(
+                feeds[v] for v in graph.results[e]
+            ):
                 when = spans[loop][1] if loop else behind_loops(spans, e)
         when = max(when, *(int(last[v]) for v in graph.results[e] if not stored[v]), order[e])
         operands = list(graph.operands[e]) if e not in unread else []

@@ -46,7 +46,8 @@ from typing import TypeVar
 
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.compute import multiplies
-from autoshard.costs.execution_order import contractions_before, gradients, loop_spans
+from autoshard.costs.dependences import contractions_before, gradients
+from autoshard.costs.execution_order import loop_spans
 from autoshard.costs.prices import Machine
 from autoshard.costs.resharding import BUCKET_BYTES, TRIP_BYTES
 from autoshard.costs.unmerged_sums import unmerged_sums

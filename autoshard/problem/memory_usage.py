@@ -164,7 +164,8 @@ class MemoryUsageBuilder:
         """Per choice, whether what could wait for others (`LiveRanges.across`) does not."""
         rows, across = decode(port.codes, self.graph.avals[value].ndim, self.mesh.ndim), self.lives.across[value]
         # An axis along which the value is whole splits what it is multiplied with.
-        return (np.isin(rows, list(across)) if across else rows == WHOLE).any(axis=1)
+        hurrying: NDArray[np.bool_] = np.isin(rows, list(across)) if across else rows == WHOLE
+        return np.logical_or.reduce(hurrying, axis=1)
 
     def _part(self, value: int, end: int) -> str:
         """What a value that lives so long is there for; results of the program, which live longest, for themselves."""

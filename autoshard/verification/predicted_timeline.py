@@ -66,9 +66,10 @@ def schedule(assignment: Assignment) -> Timeline:
                 now_s += row.work_s
         hidden_s = left_s = 0.0
         for row, waited_s in hides[window]:
-            events.append(_event(_name(row), "communication", sent_s, row.seconds, row.trips, row.where))
-            sent_s += row.seconds
-            hidden_s += max(row.seconds * row.trips, waited_s)
+            under_way_s = max(row.seconds, waited_s / row.trips)  # others may hold it up
+            events.append(_event(_name(row), "communication", sent_s, under_way_s, row.trips, row.where))
+            sent_s += under_way_s
+            hidden_s += under_way_s * row.trips
             left_s += waited_s
         for copy in copies[window]:
             e = d.nodes[copy.node].equations[0]
