@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.costs.casts import widening
-from autoshard.costs.compute import multiplies
+from autoshard.costs.dependences import multiplies
 from autoshard.costs.strategies import Codes
 from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import RECALL

@@ -20,7 +20,7 @@ from autoshard.costs.strategies import Strategies, shards
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import Eqn
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.op_traits import CONVOLUTION, DOT_GENERAL, LOOP_SLICE, LOOP_STACK, SCATTER_ADD, SHARD_MAP
+from autoshard.ir.op_traits import CONVOLUTION, DOT_GENERAL, LOOP_SLICE, LOOP_STACK, SCATTER_ADD
 from autoshard.rules.rule import ShardingRule
 from cost_models.machines.roofline import taps_on_data
 
@@ -211,8 +211,3 @@ def _marks(eqn: Eqn) -> bool:
     rows = eqn.params["dimension_numbers"].operand_batching_dims
     operand, _, updates = eqn.operands
     return len(rows) == operand.ndim - 1 > 0 and updates.size == prod(operand.shape[d] for d in rows)
-
-
-def multiplies(eqn: Eqn) -> bool:
-    """Whether communication may hide behind an equation: a contraction, or a `shard_map`, whose body has them."""
-    return eqn.traits.contraction or eqn.primitive == SHARD_MAP

@@ -4,8 +4,13 @@ from collections.abc import Container
 from functools import reduce
 from operator import or_
 
-from autoshard.costs.compute import multiplies
-from autoshard.ir.graph import Graph
+from autoshard.ir.graph import Eqn, Graph
+from autoshard.ir.op_traits import SHARD_MAP
+
+
+def multiplies(eqn: Eqn) -> bool:
+    """Whether communication may hide behind an equation: a contraction, or a `shard_map`, whose body has them."""
+    return eqn.traits.contraction or eqn.primitive == SHARD_MAP
 
 
 def contractions_before(graph: Graph, scope: Container[int]) -> dict[int, int]:

@@ -45,8 +45,7 @@ from operator import or_
 from typing import TypeVar
 
 from autoshard.backends.model import CompilerModel
-from autoshard.costs.compute import multiplies
-from autoshard.costs.dependences import contractions_before, gradients
+from autoshard.costs.dependences import contractions_before, gradients, multiplies
 from autoshard.costs.execution_order import loop_spans
 from autoshard.costs.prices import Machine
 from autoshard.costs.resharding import BUCKET_BYTES, TRIP_BYTES
@@ -145,7 +144,7 @@ class _Model:
 
     Attributes:
       graph: the whole program.
-      makers: its equations that communication may hide behind (`compute.multiplies`), but for those of such loops.
+      makers: its equations that communication may hide behind (`dependences.multiplies`), but for those of such loops.
       loops: whether it has other loops.
     """
 
