@@ -146,3 +146,10 @@ def loop_spans(graph: Graph) -> dict[int, tuple[int, int]]:
 def behind_loops(spans: Mapping[int, tuple[int, int]], e: int) -> int:
     """The last equation of all loops that begin after equation e; e where none does."""
     return max((stop for begin, stop in spans.values() if begin > e), default=e)
+
+
+def next_loop(graph: Graph, spans: Mapping[int, tuple[int, int]], e: int) -> int:
+    """The last equation by which anything enters the first loop that begins after equation e; e where none does."""
+    begin, loop = min(((begin, loop) for loop, (begin, _) in spans.items() if begin > e), default=(e, 0))
+    entering = (i for i in range(begin, spans[loop][1] + 1) if graph.eqn_loop[i] == loop) if loop else ()
+    return max((i for i in entering if graph.eqns[i].traits.enters_loop), default=begin)

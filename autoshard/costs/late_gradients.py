@@ -5,7 +5,7 @@ XLA:GPU schedules from a program's end to its begin, and takes first what most c
 program is behind the other's:
 
 - the loop, if the gradient that enters it is a sum over devices that is reduced first: a vocabulary is split. The
-  head's gradient is made before the loop, of scores that die then;
+  head's gradient is made right before the loop, beside all that is gathered for it, of scores that die then;
 - the head's gradient, if nothing is reduced before the loop (data parallelism, FSDP): it is made behind the loop, and
   the gradient of the scores lives as long.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.costs.execution_order import behind_loops, feeding
+from autoshard.costs.execution_order import behind_loops, feeding, next_loop
 from autoshard.ir.graph import Graph
 from autoshard.rules.rule import ShardingRule
 
@@ -27,11 +27,13 @@ class LateGradients:
 
     Attributes:
       behind: per value, the equation behind which it is made; 0 for all others.
+      before: per value, the equation before which it is made if it is not late; 0 for all others.
       across: value → its dimensions over which what enters the loop is summed up: split along one of them, nothing
         made of it is late. Empty for the other operands of late gradients.
     """
 
     behind: NDArray[np.int64]
+    before: NDArray[np.int64]
     across: Mapping[int, frozenset[int]]
 
 
@@ -43,7 +45,7 @@ def late_gradients(graph: Graph, rules: Sequence[ShardingRule], spans: Mapping[i
       rules: of its equations.
       spans: loop → its first and last equation.
     """
-    behind, feeds = np.zeros(len(graph.avals), np.int64), feeding(graph)
+    behind, before, feeds = (*np.zeros((2, len(graph.avals)), np.int64), feeding(graph))
     summed = _summed(graph, rules)
     across: dict[int, frozenset[int]] = {}
     for e, (eqn, rule) in enumerate(zip(graph.eqns, rules, strict=True)):
@@ -51,9 +53,10 @@ def late_gradients(graph: Graph, rules: Sequence[ShardingRule], spans: Mapping[i
             continue
         operands, results = graph.operands[e], graph.results[e]
         begin = max((int(behind[v]) for v in operands), default=0)
+        soonest = max((int(before[v]) for v in operands), default=0)
         inherited = [(dims, across[v]) for v, dims in zip(operands, rule.operands, strict=True) if v in across]
         if eqn.traits.contraction and not any(feeds[v] for v in results) and behind_loops(spans, e) > e:
-            begin = max(begin, behind_loops(spans, e))
+            begin, soonest = max(begin, behind_loops(spans, e)), max(soonest, next_loop(graph, spans, e))
             inherited = [(dims, summed.get(v, frozenset())) for v, dims in zip(operands, rule.operands, strict=True)]
             across |= {v: across.get(v, frozenset()) | summed.get(v, frozenset()) for v in operands}
         elif not begin:
@@ -61,8 +64,8 @@ def late_gradients(graph: Graph, rules: Sequence[ShardingRule], spans: Mapping[i
         factors = {f for dims, split in inherited for d in split for f in dims[d]}
         for v, dims in zip(results, rule.results, strict=True):
             across[v] = frozenset(d for d, of in enumerate(dims) if factors & set(of))
-        behind[list(results)] = begin
-    return LateGradients(behind, across)
+        behind[list(results)], before[list(results)] = begin, soonest
+    return LateGradients(behind, before, across)
 
 
 def _summed(graph: Graph, rules: Sequence[ShardingRule]) -> Mapping[int, frozenset[int]]:

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.casts import CastAhead, cast_ahead, multiplied
 from autoshard.costs.dimension_orders import DimensionOrders
-from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, positions, updating
+from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, next_loop, positions, updating
 from autoshard.costs.late_gradients import late_gradients
 from autoshard.costs.row_kernels import sliced_rows
 from autoshard.costs.scattered_terms import ScatteredTerm, scattered_terms
@@ -166,7 +166,8 @@ def live_ranges(
     early, lazy, across = start, not compiler.makes_weight_gradients_in_order, _across(graph, rules, stored, late)
     if lazy:
         gradients_behind = late_gradients(graph, rules, spans)
-        start, across = np.maximum(start, gradients_behind.behind), gradients_behind.across
+        early, across = np.maximum(start, gradients_behind.before), gradients_behind.across
+        start = np.maximum(start, gradients_behind.behind)
 
     def ends(
         put_off: Collection[int],
@@ -478,10 +479,9 @@ def _last_uses(
                 following.pop(loop, None)
         elif graph.eqns[e].traits.contraction:
             when, following[loop] = following.get(loop, e), e
-            if waiting in (("in loops", "everywhere") if loop else ("everywhere",)) and not any(
-                feeds[v] for v in graph.results[e]
-            ):
-                when = spans[loop][1] if loop else behind_loops(spans, e)
+            if waiting != "nowhere" and not any(feeds[v] for v in graph.results[e]):
+                outside = behind_loops(spans, e) if waiting == "everywhere" else next_loop(graph, spans, e)
+                when = spans[loop][1] if loop else outside
         when = max(when, *(int(last[v]) for v in graph.results[e] if not stored[v]), order[e])
         operands = list(graph.operands[e]) if e not in unread else []
         last[operands] = np.maximum(last[operands], when)
