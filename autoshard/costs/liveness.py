@@ -39,7 +39,7 @@ from autoshard.backends.model import CompilerModel
 from autoshard.costs.casts import CastAhead, cast_ahead, multiplied
 from autoshard.costs.dimension_orders import DimensionOrders
 from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, next_loop, positions, updating
-from autoshard.costs.late_gradients import late_gradients
+from autoshard.costs.gradients_behind_loops import gradients_behind_loops
 from autoshard.costs.row_kernels import sliced_rows
 from autoshard.costs.scattered_terms import ScatteredTerm, scattered_terms
 from autoshard.costs.softmaxes import Numerator, SoftmaxFacts, recalled, softmaxes
@@ -73,9 +73,9 @@ class LiveRanges:
     `stored`: whether it has memory of its own; `named`: whether it is a stored value under
     another name; `absorbed`: whether the contractions that take it make it themselves, so that
     it has memory only if it is moved first. `across`: for values that the loss reads at the end, the
-    dimensions over which the loss communicates, and for those of late gradients the dimensions over which what enters
-    the loop before them is summed (`costs.late_gradients`; empty for those whose own layout does not say it): split
-    along one of them, the value only lives until `soon`, or from `early` on.
+    dimensions over which the loss communicates, and for gradients behind loops and their operands the dimensions over
+    which what enters the loop is summed (`costs.gradients_behind_loops`; empty where a value has none): split along one
+    of them, an operand only lives until `soon`, and a gradient from `early` on.
     `numerators`: those of softmaxes, where they are stored.
     `scattered`: the additions that are done by a scatter, which takes no memory of its own. `cast_ahead`: the stacks
     that are cast whole before the loops that take slices of them. `multiplied`: what products cast, and whether
@@ -165,9 +165,9 @@ def live_ranges(
         start[list(results)] = zeroed[loop] if loop else order[e]
     early, lazy, across = start, not compiler.makes_weight_gradients_in_order, _across(graph, rules, stored, late)
     if lazy:
-        gradients_behind = late_gradients(graph, rules, spans)
-        early, across = np.maximum(start, gradients_behind.before), gradients_behind.across
-        start = np.maximum(start, gradients_behind.behind)
+        waiting_gradients = gradients_behind_loops(graph, rules, spans)
+        early, across = np.maximum(start, waiting_gradients.before), waiting_gradients.across
+        start = np.maximum(start, waiting_gradients.behind)
 
     def ends(
         put_off: Collection[int],
@@ -473,7 +473,7 @@ def _last_uses(
         if graph.eqns[e].primitive in (LOOP_CONST, LOOP_SLICE):
             when = spans[loop][1]
         elif any(v in turned for v in graph.results[e]):
-            if loop:
+            if loop and waiting != "nowhere":
                 following[loop] = e
             else:
                 following.pop(loop, None)

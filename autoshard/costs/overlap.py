@@ -56,7 +56,7 @@ from autoshard.ir.op_traits import BRANCH_JOIN, LOOP_CARRY, LOOP_RESULT, LOOP_ST
 EARLY, LATE = 0, 1
 OUTSIDE = 2  # windows outside of loops; the body of loop k is window OUTSIDE + k − 1
 # Outside of loops: AHEAD is the share of the forward pass's compute, up to the last use of a gathered weight, that
-# hides gathers (of two to eight layers of Hugging Face's llama on 8 and 32 H100, between 0.57 and 0.78); BESIDE is the
+# hides gathers (0.5 to 0.8 for hf-llama, nnx-transformer and optax-lion of `benchmarks.zoo_steps`); BESIDE is the
 # most that hides of communication that contractions wait for, BUSY the share of a part's compute that hides any:
 # XLA:GPU runs the rest beside no collective (fitted to programs without loops).
 AHEAD = 0.68
@@ -146,20 +146,29 @@ class _Model:
       graph: the whole program.
       makers: its equations that communication may hide behind (`dependences.multiplies`), but for those of such loops.
       loops: whether it has other loops.
+      before: equation → the contractions that it is computed from (`dependences.contractions_before`).
+      gradients: values that its outputs are made of, element by element (`dependences.gradients`).
     """
 
     graph: Graph
     makers: frozenset[int]
     loops: bool
+    before: Mapping[int, int]
+    gradients: frozenset[int]
 
 
 def _model(graph: Graph) -> _Model:
     """The model of a program: all of it, unless all loops are behind the last product of its backward pass."""
     makers = frozenset(e for e, eqn in enumerate(graph.eqns) if multiplies(eqn))
     last = max(makers & graph.backward, default=len(graph.eqns))
-    if not graph.loops or any(begin <= last for begin, _ in loop_spans(graph).values()):
-        return _Model(graph=graph, makers=makers, loops=bool(graph.loops))
-    return _Model(graph=graph, makers=frozenset(e for e in makers if not graph.eqn_loop[e]), loops=False)
+    loops = any(begin <= last for begin, _ in loop_spans(graph).values())
+    return _Model(
+        graph=graph,
+        makers=makers if loops else frozenset(e for e in makers if not graph.eqn_loop[e]),
+        loops=loops,
+        before=contractions_before(graph, range(len(graph.eqns))),
+        gradients=gradients(graph),
+    )
 
 
 def hidden_shares(machine: Machine, compiler: CompilerModel) -> Mapping[str, float]:
@@ -257,7 +266,7 @@ def _feeding(graph: Graph, makers: Set[int], *, inside: bool) -> set[int]:
 def _forward(model: _Model, late: Set[int]) -> int:
     """The contractions that precede every late one, as a bit set."""
     graph, common = model.graph, -1
-    for e, bits in contractions_before(graph, range(len(graph.eqns))).items():
+    for e, bits in model.before.items():
         if e in model.makers and not late.isdisjoint(graph.results[e]):
             common &= bits
     return common
@@ -409,9 +418,8 @@ def _at_the_end(model: _Model, found: OverlapWindows, outer: _Phases) -> Overlap
     for window, bucket in ((end, found.buckets[LATE]), (aside, 0)):
         alone = ((window, 1.0),)
         found = found.with_window(loop=0, whole=window, hides=alone, covers=alone, bucket=bucket)
-    before = contractions_before(graph, range(len(graph.eqns)))
     forward = {e for e in model.makers if found.of_equation[e] == EARLY}
-    gathered = (before[e] for e in forward if not outer.early.isdisjoint(graph.operands[e]))
+    gathered = (model.before[e] for e in forward if not outer.early.isdisjoint(graph.operands[e]))
     ahead = reduce(or_, gathered, 0)
     others = {e for e in model.makers if found.of_equation[e] == LATE} | {e for e in forward if not ahead >> e & 1}
     return replace(
@@ -468,8 +476,7 @@ def _beside(model: _Model, late: Set[int], homes: Sequence[int], urgent: Set[int
     everyone = dict.fromkeys(range(graph.loops + 1), 0)  # loop → bit set of its late contractions
     for e in late:
         everyone[homes[e]] |= 1 << e
-    weights = gradients(graph)
-    products = {e for e in late & model.makers if not weights.isdisjoint(graph.results[e])}
+    products = {e for e in late & model.makers if not model.gradients.isdisjoint(graph.results[e])}
     if products and not model.loops:
         everyone[0] &= ~(1 << max(products, key=lambda e: (sum(graph.avals[v].nbytes for v in graph.results[e]), e)))
     feeds: dict[int, int] = {}  # value → bit set of the late contractions that are computed from it
@@ -503,17 +510,13 @@ def _last(model: _Model, hides: Set[int]) -> frozenset[int]:
     """
     graph = model.graph
     last: dict[int, int] = {}
-    weights = hides if model.loops else gradients(graph)
+    candidates = hides if model.loops else hides & model.gradients
     for e, eqn in enumerate(graph.eqns):
         loop = graph.eqn_loop[e]
         if not multiplies(eqn) or (model.loops and not loop):
             continue
         for v in graph.results[e]:
-            if (
-                v in hides
-                and v in weights
-                and (loop not in last or graph.avals[v].nbytes >= graph.avals[last[loop]].nbytes)
-            ):
+            if v in candidates and (loop not in last or graph.avals[v].nbytes >= graph.avals[last[loop]].nbytes):
                 last[loop] = v
     found = set(last.values()) | _deepest(model, hides)
     hidden = hides - _new_state(model)
@@ -533,7 +536,7 @@ def _deepest(model: _Model, hides: Set[int]) -> set[int]:
         return set()
     depths = {
         e: bits.bit_count()
-        for e, bits in contractions_before(graph, range(len(graph.eqns))).items()
+        for e, bits in model.before.items()
         if e in model.makers and not hides.isdisjoint(graph.results[e])
     }
     deepest = [e for e, depth in depths.items() if depth == max(depths.values())]

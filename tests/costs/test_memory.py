@@ -109,19 +109,25 @@ def test_a_loop_holds_what_it_reads_and_what_it_stacks() -> None:
     assert found.start[results(graph, "loop_stack")[0]] == 0  # zeroed as early as it can be
 
 
+def layers_and_head(weights: Any, x: Any) -> Any:
+    """The gradients of scanned layers and of a head."""
+
+    def loss(weights: Any) -> Any:
+        stack, head = weights
+        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stack)
+        return (jnp.tanh(h @ head) ** 2).sum()
+
+    return jax.grad(loss)(weights)
+
+
+LAYERS_AND_HEAD = (F32((4, 16, 16)), F32((16, 32))), F32((64, 16))
+
+
 def test_the_gradient_of_a_head_is_made_behind_the_loop_of_the_backward_pass() -> None:
     """XLA:GPU keeps what it is made from; XLA:TPU makes it where the program does."""
 
-    def step(weights: Any, x: Any) -> Any:
-        def loss(weights: Any) -> Any:
-            stack, head = weights
-            h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stack)
-            return (jnp.tanh(h @ head) ** 2).sum()
-
-        return jax.grad(loss)(weights)
-
     for compiler in (XLA_GPU, XLA_TPU):
-        graph, found = lived(step, (F32((4, 16, 16)), F32((16, 32))), F32((64, 16)), compiler=compiler)
+        graph, found = lived(layers_and_head, *LAYERS_AND_HEAD, compiler=compiler)
         behind = max(e for e, loop in enumerate(graph.eqn_loop) if loop)
         gradient = next(v for v in results(graph, "dot_general") if graph.avals[v].shape in ((16, 32), (32, 16)))
         assert (found.start[gradient] >= behind) == (compiler is XLA_GPU)
@@ -130,15 +136,7 @@ def test_the_gradient_of_a_head_is_made_behind_the_loop_of_the_backward_pass() -
 def test_the_gradient_of_a_head_is_early_where_what_enters_the_loop_is_summed() -> None:
     """A split vocabulary leaves a sum that is reduced before the loop: XLA:GPU makes the head's gradient first."""
 
-    def step(weights: Any, x: Any) -> Any:
-        def loss(weights: Any) -> Any:
-            stack, head = weights
-            h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stack)
-            return (jnp.tanh(h @ head) ** 2).sum()
-
-        return jax.grad(loss)(weights)
-
-    graph, found = lived(step, (F32((4, 16, 16)), F32((16, 32))), F32((64, 16)))
+    graph, found = lived(layers_and_head, *LAYERS_AND_HEAD)
     behind = max(e for e, loop in enumerate(graph.eqn_loop) if loop)
     dots = [e for e in range(len(graph.eqns)) if graph.eqns[e].primitive == "dot_general" and not graph.eqn_loop[e]]
     (gradient,) = (e for e in dots if graph.avals[graph.results[e][0]].shape in ((16, 32), (32, 16)))

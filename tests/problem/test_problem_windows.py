@@ -110,6 +110,18 @@ def test_activations_are_no_gradient_of_weights_however_large() -> None:
 def test_what_follows_the_last_gathered_weight_hides_no_gather() -> None:
     """XLA:GPU moves gathers of weights up to what precedes their use, and hides them behind a share of it."""
 
+    traced = three_layers_and_a_head()
+    for compiler, hiding in ((XLA_GPU, 3), (XLA_TPU, 4)):
+        graph = build(traced, compiler.platform)
+        found = overlap_windows(graph, compiler)
+        dots = [e for e in range(len(graph.eqns)) if _is_dot(graph, e)]
+        assert [found.of_equation[e] == EARLY for e in dots[:4]] == [i < hiding for i in range(4)]
+        assert found.covers[EARLY] == ((EARLY, AHEAD if compiler is XLA_GPU else 1.0),)
+
+
+def three_layers_and_a_head() -> Any:
+    """The gradients of their weights, traced; the head's is the largest."""
+
     def loss(w: Any, x: Any) -> Any:
         for name in "abc":
             x = jnp.tanh(x @ w[name])
@@ -117,13 +129,7 @@ def test_what_follows_the_last_gathered_weight_hides_no_gather() -> None:
 
     shapes = {"a": (16, 16), "b": (16, 16), "c": (16, 16), "head": (16, 512)}
     w = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    traced = jax.make_jaxpr(jax.grad(loss))(w, jax.ShapeDtypeStruct((32, 16), jnp.float32))
-    for compiler, hiding in ((XLA_GPU, 3), (XLA_TPU, 4)):
-        graph = build(traced, compiler.platform)
-        found = overlap_windows(graph, compiler)
-        dots = [e for e in range(len(graph.eqns)) if _is_dot(graph, e)]
-        assert [found.of_equation[e] == EARLY for e in dots[:4]] == [i < hiding for i in range(4)]
-        assert found.covers[EARLY] == ((EARLY, AHEAD if compiler is XLA_GPU else 1.0),)
+    return jax.make_jaxpr(jax.grad(loss))(w, jax.ShapeDtypeStruct((32, 16), jnp.float32))
 
 
 def _is_dot(graph: Graph, e: int) -> bool:
@@ -162,15 +168,7 @@ def test_rows_of_a_table_take_no_room_in_the_first_bucket() -> None:
 
 def test_nothing_urgent_hides_behind_the_largest_gradient_of_a_program_without_loops() -> None:
     """It runs last: XLA:GPU (0.10.2, 8 H100) waits for all that a head's product leaves pending over a vocabulary."""
-
-    def loss(w: Any, x: Any) -> Any:
-        for name in "abc":
-            x = jnp.tanh(x @ w[name])
-        return jnp.sum(jnp.tanh(x @ w["head"]))
-
-    shapes = {"a": (16, 16), "b": (16, 16), "c": (16, 16), "head": (16, 512)}
-    w = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    graph = build(jax.make_jaxpr(jax.grad(loss))(w, jax.ShapeDtypeStruct((32, 16), jnp.float32)), "cpu")
+    graph = build(three_layers_and_a_head(), "cpu")
     found = overlap_windows(graph, XLA_GPU)
     dots = [(e, graph.results[e][0]) for e, eqn in enumerate(graph.eqns) if eqn.primitive == "dot_general"]
     behind_head, behind_c, _ = (v for _, v in dots[4:] if graph.avals[v].shape == (32, 16))

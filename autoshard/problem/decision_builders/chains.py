@@ -85,7 +85,7 @@ def _add_chain(draft: Draft, members: Sequence[int]) -> None:
 def _touched_bytes(facts: GraphFacts, members: Sequence[int], codes: Codes) -> NDArray[np.float64]:
     """HBM bytes per device (S,) of a chain: what each of its kernels reads in memory, and what it writes there.
 
-    A slice that is written into a value in its place (a cache of keys) touches nothing but the slice.
+    A slice that is written into a value in memory, in its place (a cache of keys), touches nothing but the slice.
     """
     graph = facts.graph
     pieces = shards(codes, graph.avals[graph.results[members[0]][0]].ndim, facts.mesh)
@@ -98,8 +98,9 @@ def _touched_bytes(facts: GraphFacts, members: Sequence[int], codes: Codes) -> N
         if e in scattered:
             continue
         result, operands = graph.results[e][0], graph.operands[e]
-        if graph.eqns[e].traits.updates and e in facts.in_place:
-            nbytes += graph.avals[operands[1]].nbytes / np.minimum(pieces, max(graph.avals[operands[1]].size, 1))
+        if graph.eqns[e].traits.updates and e in facts.in_place and facts.held[operands[0]]:
+            written = graph.avals[operands[1]]
+            nbytes += written.nbytes / np.minimum(pieces, max(written.size, 1))
             operands = operands[1:]
         elif facts.writes(result):
             nbytes += graph.avals[result].nbytes / pieces * facts.written_share(result, codes)

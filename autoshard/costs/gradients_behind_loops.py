@@ -22,14 +22,14 @@ from autoshard.rules.rule import ShardingRule
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LateGradients:
+class GradientsBehindLoops:
     """What is made behind loops if nothing is reduced before them.
 
     Attributes:
       behind: per value, the equation behind which it is made; 0 for all others.
-      before: per value, the equation before which it is made if it is not late; 0 for all others.
+      before: per value, the equation at which it is made if it does not wait; 0 for all others.
       across: value → its dimensions over which what enters the loop is summed up: split along one of them, nothing
-        made of it is late. Empty for the other operands of late gradients.
+        made of it waits. Empty for the other operands of these gradients, and for results without such a dimension.
     """
 
     behind: NDArray[np.int64]
@@ -37,8 +37,10 @@ class LateGradients:
     across: Mapping[int, frozenset[int]]
 
 
-def late_gradients(graph: Graph, rules: Sequence[ShardingRule], spans: Mapping[int, tuple[int, int]]) -> LateGradients:
-    """Finds them.
+def gradients_behind_loops(
+    graph: Graph, rules: Sequence[ShardingRule], spans: Mapping[int, tuple[int, int]]
+) -> GradientsBehindLoops:
+    """The gradients of weights that no equation outside of loops needs, and all that is made of them.
 
     Args:
       graph: the program.
@@ -65,7 +67,7 @@ def late_gradients(graph: Graph, rules: Sequence[ShardingRule], spans: Mapping[i
         for v, dims in zip(results, rule.results, strict=True):
             across[v] = frozenset(d for d, of in enumerate(dims) if factors & set(of))
         behind[list(results)], before[list(results)] = begin, soonest
-    return LateGradients(behind, before, across)
+    return GradientsBehindLoops(behind, before, across)
 
 
 def _summed(graph: Graph, rules: Sequence[ShardingRule]) -> Mapping[int, frozenset[int]]:
