@@ -21,12 +21,10 @@ from typing import Any
 
 import jax
 
-from benchmarks.unseen_steps import MESHES, Found, Pair, judged, verdict
+from benchmarks.unseen_steps import MESHES, REL_GAP, TIME_LIMIT_S, Found, Pair, judged, verdict
 from benchmarks.zoo.subjects import SUBJECTS, Subject
 
 TARGETS = ("h100:1x8", "h100:4x8", "tpu-v5e:4x4", "tpu-v5p:4x4x2")
-REL_GAP = 1e-2
-TIME_LIMIT_S = 60.0
 CHILD_LIMIT_S = 900
 ROWS = Path(__file__).with_name("results") / "zoo_steps.jsonl"
 PAGE = Path(__file__).parents[1] / "docs" / "models_steps.md"
@@ -154,8 +152,11 @@ def page(rows: Mapping[tuple[str, str, str], Mapping[str, Any]]) -> str:
                         *map(cells, mine),
                     ]
                 ),
-                verdict([of_row(row) for row in mine if "error" not in row]),
             ]
+            if compiled := [of_row(row) for row in mine if "error" not in row]:
+                parts.append(verdict(compiled))
+            if left := [name for name in order if name not in {row["subject"] for row in mine}]:
+                parts.append(f"Not run: {', '.join(left)}.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -168,6 +169,10 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=ROWS, help="the file of rows")
     asked = parser.parse_args()
     subjects, targets = asked.subjects.split(","), asked.targets.split(",")
+    names = [subject.name for subject in SUBJECTS]
+    for name, known in (*((t, MESHES) for t in targets), *((s, names) for s in subjects)):
+        if name not in known:
+            parser.error(f"{name} is not one of {', '.join(known)}")
     if asked.what == "child":
         child(subjects[0], targets)
     elif asked.what == "run":

@@ -52,3 +52,5 @@ def test_the_page_has_a_section_per_target_and_release_and_keeps_failures(tmp_pa
     assert text.index("| linen-mlp | 1.05 → 1.00 (×1.05)") < text.index("| linen-vit |")  # in the list's order
     assert "| hf-t5 | TypeError: clip | | | |" in text
     assert text.count("1 of 1 within 10%") + text.count("2 of 2 within 10%") == 6
+    assert text.count("Not run: ") == 3
+    assert "hf-t5" not in text.split("Not run: ")[1].splitlines()[0]
