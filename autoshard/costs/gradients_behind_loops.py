@@ -29,7 +29,8 @@ class GradientsBehindLoops:
       behind: per value, the equation behind which it is made; 0 for all others.
       before: per value, the equation at which it is made if it does not wait; 0 for all others.
       across: value → its dimensions over which what enters the loop is summed up: split along one of them, nothing
-        made of it waits. Empty for the other operands of these gradients, and for results without such a dimension.
+        made of it waits. Of these gradients, what is made of them, their operands, and what these are made of; empty
+        where a value has no such dimension.
     """
 
     behind: NDArray[np.int64]
@@ -50,6 +51,7 @@ def gradients_behind_loops(
     behind, before, feeds = (*np.zeros((2, len(graph.avals)), np.int64), feeding(graph))
     summed = _summed(graph, rules)
     across: dict[int, frozenset[int]] = {}
+    read: set[int] = set()  # by gradients that may wait, element by element
     for e, (eqn, rule) in enumerate(zip(graph.eqns, rules, strict=True)):
         if graph.eqn_loop[e] or eqn.traits.link:
             continue
@@ -60,14 +62,18 @@ def gradients_behind_loops(
         if eqn.traits.contraction and not any(feeds[v] for v in results) and behind_loops(spans, e) > e:
             begin, soonest = max(begin, behind_loops(spans, e)), max(soonest, next_loop(graph, spans, e))
             inherited = [(dims, summed.get(v, frozenset())) for v, dims in zip(operands, rule.operands, strict=True)]
-            across |= {v: across.get(v, frozenset()) | summed.get(v, frozenset()) for v in operands}
+            read.update(operands)
         elif not begin:
             continue
         factors = {f for dims, split in inherited for d in split for f in dims[d]}
         for v, dims in zip(results, rule.results, strict=True):
             across[v] = frozenset(d for d, of in enumerate(dims) if factors & set(of))
         behind[list(results)], before[list(results)] = begin, soonest
-    return GradientsBehindLoops(behind, before, across)
+    for e in range(len(graph.eqns) - 1, -1, -1):
+        eqn = graph.eqns[e]
+        if not (graph.eqn_loop[e] or eqn.traits.link or eqn.traits.contraction or read.isdisjoint(graph.results[e])):
+            read.update(graph.operands[e])
+    return GradientsBehindLoops(behind, before, {v: summed.get(v, frozenset()) for v in read} | across)
 
 
 def _summed(graph: Graph, rules: Sequence[ShardingRule]) -> Mapping[int, frozenset[int]]:
