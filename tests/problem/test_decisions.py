@@ -1,6 +1,7 @@
 """Decisions: a final class per kind, each built in one place."""
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,17 +77,19 @@ def test_each_kind_is_built_in_one_module(kind: type[Decision]) -> None:
 
 @pytest.mark.parametrize("compiler", [XLA_GPU, XLA_TPU], ids=str)
 def test_a_slice_written_in_its_place_touches_the_slice_alone(compiler: CompilerModel) -> None:
-    """A decode step's keys are written into a donated cache; where the old cache is needed, it is copied first."""
+    """A decode step's keys are written into a donated cache. What is old is copied first, what is computed written."""
 
     def step(cache: jax.Array, new: jax.Array) -> Any:
         return jax.lax.dynamic_update_slice(cache, new, (0, 7, 0))
 
-    args = jnp.zeros((8, 1024, 64)), jnp.ones((8, 1, 64))
-    prices = {}
-    for donated in (frozenset({0}), frozenset[int]()):
-        d = space_of(Program(fn=step, args=args, names=("cache", "new"), donated=donated), compiler=compiler)[
-            0
-        ].decisions
-        (chain,) = (node for node in d.nodes if isinstance(node, Chain))
-        prices[bool(donated)] = int(chain.cost_ps.max())
-    assert 0 < 256 * prices[True] <= prices[False]
+    def computed(cache: jax.Array, new: jax.Array) -> Any:
+        return step(2 * cache + 1, new)
+
+    def price(fn: Callable[..., Any], *donated: int) -> int:
+        args = jnp.zeros((8, 1024, 64)), jnp.ones((8, 1, 64))
+        program = Program(fn=fn, args=args, names=("cache", "new"), donated=frozenset(donated))
+        d = space_of(program, compiler=compiler)[0].decisions
+        return sum(int(node.cost_ps.max()) for node in d.nodes if isinstance(node, Chain))
+
+    assert 0 < 256 * price(step, 0) <= price(step)
+    assert price(computed) == price(step)
