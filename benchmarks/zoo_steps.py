@@ -39,9 +39,8 @@ the plan's own cost and peak of memory beside the compiled schedule, priced by t
 peak (`×0.98`: predicted ÷ compiled). A case *agrees* if every byte that it sends is as planned and the peak no more
 than a tenth above the plan. Failures stay in the list; what the verdict counts is all of it.
 
-Known, and not priced: how often the `while` of *generate* runs is known to its data alone, so that a compiled program
-counts once; convolutions with few channels, and recurrent steps of which XLA:GPU makes other kernels than one per
-product; a function of two reductions' operands that is computed in both of them (int8's activations).
+Known, and not priced: convolutions with few channels, and recurrent steps of which XLA:GPU makes other kernels than
+one per product; a function of two reductions' operands that is computed in both of them (int8's activations).
 """
 
 

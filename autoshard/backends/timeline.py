@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from autoshard import _jax
 from autoshard.backends.hlo import Collective, Computation, Instruction, Module, communicates
 from autoshard.backends.hlo.dataflow import ELEMENTWISE
-from autoshard.backends.hlo.loops import Loops
+from autoshard.backends.hlo.loops import ONCE, Loops, UnknownTrips
 from autoshard.backends.hlo.matmuls import Matmul, multiplying, uncounted
 from autoshard.ir.mesh import MeshAxes
 
@@ -196,7 +196,7 @@ def timeline(
     machine: Machine,
     mesh: MeshAxes,
     *,
-    trip_counts: Mapping[str, int] | None = None,
+    unknown_trips: UnknownTrips = ONCE,
 ) -> Timeline:
     """Prices a compiled schedule.
 
@@ -206,12 +206,12 @@ def timeline(
       machine: a cost model with the mesh placed on it.
       mesh: the mesh axes; a collective over a part of an axis is priced as over all
         of it, one over groups that are no axes as over the whole mesh.
-      trip_counts: as `hlo.collectives` takes them; unknown loops count once.
+      unknown_trips: trips of loops whose text does not give them, as `hlo.collectives` took them.
     """
     launches: dict[tuple[str, str], list[Collective]] = defaultdict(list)
     for row in collectives:
         launches[row.computation, row.instruction].append(row)
-    walk = _Walk(module, launches, machine, mesh, Loops(module), trip_counts or {})
+    walk = _Walk(module, launches, machine, mesh, Loops(module), unknown_trips)
     walk.run(module[module.entry], 1)
     return Timeline(
         step_s=max(walk.now_s, walk.free_s, *walk.host_free_s),
@@ -233,7 +233,8 @@ class _Walk:
     machine: Machine
     mesh: MeshAxes
     loops: Loops
-    trip_counts: Mapping[str, int]
+    unknown_trips: UnknownTrips
+    unknown_around: int = 0  # loops around the walk whose trips are not known
     now_s: float = 0.0
     free_s: float = 0.0
     host_free_s: tuple[float, float] = (0.0, 0.0)  # from the host, to the host
@@ -333,10 +334,11 @@ class _Walk:
 
         The last walk stands for every other trip.
         """
-        count = self.trip_counts.get(loop.name, self.loops.trip_count(loop))
-        more = 1 if count is None else count
+        count = self.loops.trip_count(loop)
+        more = self.unknown_trips[self.unknown_around] if count is None else count
         if more == 0:
             return
+        self.unknown_around += count is None
         late = max(self.free_s, *self.host_free_s) > self.now_s
         before = self._one_trip(loop, trips * more)
         more -= 1
@@ -358,6 +360,7 @@ class _Walk:
         )
         self.host_free_s = from_s, to_s
         self.now_s += shift_s
+        self.unknown_around -= count is None
 
     def _one_trip(self, loop: Instruction, trips: int) -> "_Walk":
         """Walks the body of a loop; returns the clocks as they were before."""

@@ -31,8 +31,8 @@ from autoshard.errors import (
     SpecError,
     VerifyError,
 )
-from autoshard.ir.graph import WHILE_DEPTH, WHILE_TRIPS
 from autoshard.report.tables import short_place, time_text
+from autoshard.verification.verify import GUESSED_TRIPS
 
 LEAST = 1e-3  # of a step: what saves less is no finding,
 LEAST_BYTES = 0.02  # unless it saves so much of a device's memory
@@ -114,11 +114,10 @@ def _of_module(
         module,
         target.axes,
         fold_slices=compiler.scatters_by_slices,
-        unknown_trips=WHILE_TRIPS,
-        unknown_depth=WHILE_DEPTH,
+        unknown_trips=GUESSED_TRIPS,
         slices=target.machine.slices,
     )
-    priced = timeline(module, emitted, target.machine, target.axes)
+    priced = timeline(module, emitted, target.machine, target.axes, unknown_trips=GUESSED_TRIPS)
     return Evidence(
         module=module,
         emitted=emitted,

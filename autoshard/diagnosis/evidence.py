@@ -21,7 +21,7 @@ from autoshard.planner.record import PlanRecord
 from autoshard.problem.assignment import Assignment
 from autoshard.verification.asked import Asked
 from autoshard.verification.result import Verification
-from autoshard.verification.verify import Places, argument_of, path_of
+from autoshard.verification.verify import GUESSED_TRIPS, Places, argument_of, path_of
 
 _SUMS = frozenset({DOT_GENERAL, REDUCE_SUM, SCATTER_ADD, SHARD_MAP})
 
@@ -215,7 +215,8 @@ class Evidence:
     def saved_s(self, better: Mapping[int, Sequence[hlo.Collective]]) -> float:
         """How much sooner the compiled schedule ends with other collectives in the places of some."""
         rows = [row for at, one in enumerate(self.emitted) for row in better.get(at, (one,))]
-        return max(0.0, self.timeline.step_s - timeline(self.module, rows, self.machine, self.mesh).step_s)
+        priced = timeline(self.module, rows, self.machine, self.mesh, unknown_trips=GUESSED_TRIPS)
+        return max(0.0, self.timeline.step_s - priced.step_s)
 
 
 def _added_in_trips(graph: Graph) -> dict[int, int]:

@@ -33,6 +33,7 @@ from autoshard.verification.result import ComputeComparison, MemoryComparison, P
 
 TOLERANCE = 0.05  # of bytes, in total and per row
 MEMORY_TOLERANCE = 0.10  # of the peak: a device that runs out of memory a little later does so all the same
+GUESSED_TRIPS = hlo.UnknownTrips(WHILE_TRIPS, WHILE_DEPTH)  # as plans count them
 
 WITHOUT_RINGS = " without windowed einsum"
 
@@ -251,11 +252,10 @@ def judge(record: PlanRecord, compiled: Compiled, tolerance: float, known: Known
         module,
         record.mesh,
         fold_slices=model.scatters_by_slices,
-        unknown_trips=WHILE_TRIPS,
-        unknown_depth=WHILE_DEPTH,
+        unknown_trips=GUESSED_TRIPS,
         slices=machine.slices,
     )
-    priced = timeline(module, emitted, machine, record.mesh)
+    priced = timeline(module, emitted, machine, record.mesh, unknown_trips=GUESSED_TRIPS)
     predicted = None if assignment is None else schedule(assignment)
     place = Places(known.graph)
     by_line = attribute(record.collectives, emitted, record.mesh, tolerance, place)

@@ -443,8 +443,8 @@ def test_unknown_trips_are_named_and_can_be_given() -> None:
     found = loop("%j, %five), direction=LT", "multiply(%i, %two)", "1")
     (row,) = hlo.collectives(found, MESH)
     assert (row.trips, row.unknown_loops) == (1, ("loop",))
-    (row,) = hlo.collectives(found, MESH, trip_counts={"loop": 3})
-    assert (row.trips, row.unknown_loops) == (3, ())
+    (row,) = hlo.collectives(found, MESH, unknown_trips=hlo.UnknownTrips(100))
+    assert (row.trips, row.unknown_loops) == (100, ("loop",))
 
 
 def test_cycles_are_those_that_the_tpu_compiler_estimates() -> None:

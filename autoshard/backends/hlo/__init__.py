@@ -2,6 +2,7 @@
 
 from autoshard.backends.hlo.communication import KINDS, Collective, Kind, collectives, communicates, wire_bytes
 from autoshard.backends.hlo.cycles import estimated_cycles, estimated_s
+from autoshard.backends.hlo.loops import UnknownTrips
 from autoshard.backends.hlo.shardings import layout_of, shardings_of
 from autoshard.backends.hlo.text import Computation, Instruction, Module, Shape, read
 
@@ -13,6 +14,7 @@ __all__ = [
     "Kind",
     "Module",
     "Shape",
+    "UnknownTrips",
     "collectives",
     "communicates",
     "estimated_cycles",

@@ -25,6 +25,7 @@ import numpy as np
 
 from autoshard.backends.hlo.dataflow import VIEWS, Dataflow
 from autoshard.backends.hlo.groups import Groups, axes_of_groups, axes_of_pairs, parse_groups, parse_pairs
+from autoshard.backends.hlo.loops import ONCE, UnknownTrips
 from autoshard.backends.hlo.rings import PERMUTES, Ring, rings
 from autoshard.backends.hlo.slices import Slices, arrival, is_transfer, slices_of, transfer_groups, transfer_kind
 from autoshard.backends.hlo.text import Computation, Instruction, Module, Shape
@@ -139,12 +140,10 @@ class _Context:
 class _Reader:
     module: Module
     mesh: MeshAxes
-    trip_counts: Mapping[str, int]
     fold_slices: bool
     communicating: frozenset[str]
     flow: Dataflow
-    unknown_trips: int
-    unknown_depth: int
+    unknown_trips: UnknownTrips
     starts: Mapping[_Channel, frozenset[str]]  # of asynchronous fusions: the computations in which one begins
     slices: Slices
 
@@ -153,10 +152,8 @@ def collectives(
     module: Module,
     mesh: MeshAxes,
     *,
-    trip_counts: Mapping[str, int] | None = None,
     fold_slices: bool = False,
-    unknown_trips: int = 1,
-    unknown_depth: int = 3,
+    unknown_trips: UnknownTrips = ONCE,
     slices: int = 1,
 ) -> tuple[Collective, ...]:
     """Every collective of a program, in program order, loops multiplied out.
@@ -164,12 +161,9 @@ def collectives(
     Args:
       module: a partitioned program.
       mesh: the axes of its mesh; ids in the text are positions in `mesh.devices.flat`.
-      trip_counts: trips by the name of the `while` instruction. They count before
-        those of the text.
       fold_slices: count an all-reduce that is only sliced by partition id as a
         reduce-scatter: right for XLA:CPU, which never emits one.
-      unknown_trips: trips of a loop that neither its text nor `trip_counts` gives.
-      unknown_depth: how many such loops inside each other take `unknown_trips`; deeper ones count once.
+      unknown_trips: trips of loops whose text does not give them.
       slices: of a TPU that the mesh's devices are, where the program is that of one.
 
     Raises:
@@ -181,12 +175,10 @@ def collectives(
     reader = _Reader(
         module,
         mesh,
-        trip_counts or {},
         fold_slices,
         communicating,
         Dataflow(module),
         unknown_trips,
-        unknown_depth,
         starts,
         found,
     )
@@ -195,7 +187,7 @@ def collectives(
 
 def _walk(reader: _Reader, computation: Computation, context: _Context) -> Iterator[Collective]:
     """Collectives of a computation and of all that it calls, in schedule order."""
-    found = rings(reader.flow, computation, reader.trip_counts)
+    found = rings(reader.flow, computation)
     folded = {name for ring in found.values() for name in ring.permutes} | _halos(reader, computation)
     pairs = {x.operands[0]: x.name for x in computation if x.opcode.endswith("-done") and x.operands}
     seen: set[_Channel] = set()
@@ -227,10 +219,9 @@ def _walk(reader: _Reader, computation: Computation, context: _Context) -> Itera
 
 def _loop(reader: _Reader, loop: Instruction, context: _Context) -> Iterator[Collective]:
     """Body and condition of a loop, times its trips."""
-    trips = reader.trip_counts.get(loop.name, reader.flow.loops.trip_count(loop))
-    unknown = context.unknown_loops if trips is not None else (*context.unknown_loops, loop.name)
+    trips, unknown = reader.flow.loops.trip_count(loop), context.unknown_loops
     if trips is None:
-        trips = reader.unknown_trips if len(unknown) <= reader.unknown_depth else 1
+        trips, unknown = reader.unknown_trips[len(unknown)], (*unknown, loop.name)
     inside = _Context(context.trips * trips, context.conditional, unknown)
     for name in loop.calls:
         yield from _walk(reader, reader.module[name], inside)

@@ -16,21 +16,19 @@ CLOCK_HZ: Mapping[str, float] = {"tpu-v4": 1.05e9, "tpu-v5e": 1.5e9, "tpu-v5p": 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
-def estimated_cycles(module: Module, *, trip_counts: Mapping[str, int] | None = None) -> int:
+def estimated_cycles(module: Module) -> int:
     """Cycles of a step on one device, loops multiplied out, the longest branch taken.
 
     Args:
-      module: a program that XLA:TPU compiled; 0 for another compiler's.
-      trip_counts: trips by the name of the `while` instruction, for loops whose text has none;
-        loops without any count once.
+      module: a program that XLA:TPU compiled; 0 for another compiler's. Loops whose trips it does not tell count once.
     """
-    loops, given = Loops(module), trip_counts or {}
+    loops = Loops(module)
 
     def total(computation: Computation) -> int:
         cycles = 0
         for instruction in computation:
             if instruction.opcode == "while":
-                trips = given.get(instruction.name, loops.trip_count(instruction))
+                trips = loops.trip_count(instruction)
                 cycles += (1 if trips is None else trips) * total(loops.body(instruction))
             elif instruction.opcode == "conditional":
                 cycles += max(total(module[name]) for name in instruction.calls)

@@ -5,12 +5,33 @@ compare a counter with a constant, which may have come a long way through tuples
 """
 
 import re
+from dataclasses import dataclass
 
 from autoshard.backends.hlo.text import Computation, Instruction, Module
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
 _HANDED_ON = frozenset({"bitcast", "convert", "copy", "reshape"})
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownTrips:
+    """How often loops run whose text does not say.
+
+    Attributes:
+      count: trips of such a loop.
+      depth: how many of them inside each other take `count`; deeper ones run once.
+    """
+
+    count: int = 1
+    depth: int = 3
+
+    def __getitem__(self, around: int) -> int:
+        """Trips of such a loop that lies in `around` others."""
+        return self.count if around < self.depth else 1
+
+
+ONCE = UnknownTrips()
 
 
 class Loops:

@@ -11,7 +11,6 @@ zeros and are merged with those of other rings of equal blocks.
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,11 +54,11 @@ class Ring:
         return max(len(group) for group in self.groups)
 
 
-def rings(flow: Dataflow, computation: Computation, trip_counts: Mapping[str, int]) -> dict[str, Ring]:
+def rings(flow: Dataflow, computation: Computation) -> dict[str, Ring]:
     """The rings of a computation, by anchor."""
     permutes = [x for x in computation if x.opcode in PERMUTES]
     found = [
-        _of_loop(flow, computation, x, permutes, trip_counts)
+        _of_loop(flow, computation, x, permutes)
         for x in computation
         if x.opcode == "while" and _BODY.search(x.called("body") or "")
     ]
@@ -73,7 +72,6 @@ def _of_loop(
     computation: Computation,
     loop: Instruction,
     permutes: list[Instruction],
-    trip_counts: Mapping[str, int],
 ) -> Ring | None:
     """A ring in a loop; a gather's may begin with a permute before it, a scatter's end with one after it."""
     body = flow.loops.body(loop)
@@ -87,7 +85,7 @@ def _of_loop(
         beside = [x for x in permutes if x.name in before]
     else:
         beside = [x for x in permutes if loop.name in flow.sources(computation, x.operands)]
-    trips = trip_counts.get(loop.name, flow.loops.trip_count(loop))
+    trips = flow.loops.trip_count(loop)
     moved = [body[x.operands[0]].nbytes for x in inside] * (1 if trips is None else trips)
     return Ring(
         kind="all-gather" if gathers else "reduce-scatter",
