@@ -17,6 +17,7 @@ from tests.installed import GPU, TPU, needs_gpu_compiler, needs_tpu_compiler
 F32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 BF16 = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
 LAYERS, WIDTH, HIDDEN, ROWS = 8, 2048, 8192, 6144
+COLUMNS = P(None, "data")
 
 
 def mlp_step(block: Callable[..., Any], params: Any, x: Any) -> Any:
@@ -40,11 +41,17 @@ def linear_block(layer: Any, h: Any) -> Any:
     return h + h @ layer["up"] @ layer["down"]
 
 
+def turned_block(layer: Any, h: Any) -> Any:
+    """The same, of weights as other frameworks keep them."""
+    return h + h @ layer["down"].T @ layer["up"].T
+
+
 PARAMS = [{"up": F32((WIDTH, HIDDEN)), "down": F32((HIDDEN, WIDTH))} for _ in range(LAYERS)]
-PINS = {"params.*.up": P(None, "data"), "params.*.down": P(None, "data"), "x": P("data")}
 
 
-def fsdp(form: Callable[..., Any], memory: int | None = None, dtype: Any = jnp.bfloat16) -> tuple[Any, int]:
+def fsdp(
+    form: Callable[..., Any], memory: int | None = None, dtype: Any = jnp.bfloat16, weight: P = COLUMNS
+) -> tuple[Any, int]:
     """The plan of FSDP (state and batch split over data), and the peak of its compiled program."""
     plan = autoshard.plan(
         partial(mlp_step, form),
@@ -53,7 +60,7 @@ def fsdp(form: Callable[..., Any], memory: int | None = None, dtype: Any = jnp.b
         mesh={"data": 8},
         hardware="h100:1x8",
         donate_argnums=0,
-        pins=PINS,
+        pins={"params.*.*": weight, "x": P("data")},
         memory=memory,
         remat="written",
     )
@@ -67,9 +74,12 @@ def gathers(plan: autoshard.SolvedPlan) -> int:
 
 
 @needs_gpu_compiler
-def test_what_is_gathered_is_there_until_it_is_multiplied_not_until_its_update() -> None:
-    """Weights that are multiplied as they are: of a cast of their own, that would be gathered."""
-    plan, peak = fsdp(linear_block, dtype=jnp.float32)
+@pytest.mark.parametrize(("form", "weight"), [(linear_block, COLUMNS), (turned_block, P("data"))])
+def test_what_is_gathered_is_there_until_it_is_multiplied_not_until_its_update(
+    form: Callable[..., Any], weight: P
+) -> None:
+    """Weights that are multiplied as they are, or as their transposes: of a cast, that would be gathered."""
+    plan, peak = fsdp(form, dtype=jnp.float32, weight=weight)
     assert peak == pytest.approx(plan.record.memory.peak_bytes, rel=0.03)
 
 

@@ -95,6 +95,9 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
             apart = _moved(draft, value, holder, taker, cuts=_multiplies(draft, taker))
         elif holder is not port and (_takes_for_a_loop(draft, taker, value) or _carried_to(draft, taker, value)):
             unplanned = _moved(draft, value, holder, taker, cuts=True)
+        elif (lent or holder is not port) and _renames(draft, taker):
+            unplanned = _moved(draft, value, holder, taker, cuts=True)
+            unplanned &= np.isin(holder.codes, taker.codes)[:, None]
         elif is_input and facts.compiler.regathers_far_uses and _narrows(draft, taker, value):
             unplanned = _moved(draft, value, holder, taker, cuts=True)
             if holder is not port:
@@ -138,6 +141,15 @@ def _narrows(draft: Draft, taker: Port, value: int) -> bool:
     graph = draft.facts.graph
     casts = [widening(graph.eqns[e]) < 0 for e, _ in graph.consumers.get(value, ()) if draft.node_of[e] == taker.node]
     return bool(casts) and all(casts)
+
+
+def _renames(draft: Draft, taker: Port) -> bool:
+    """Whether the consumer at a port gives a value that lies in memory another name.
+
+    What moves has memory of its own, for as long as the name is read: the copy of that has it, and moves.
+    """
+    node, facts = draft.nodes[taker.node], draft.facts
+    return isinstance(node, Equation) and bool(facts.lives.named[facts.graph.results[node.equation][0]])
 
 
 def _multiplies(draft: Draft, taker: Port) -> bool:
