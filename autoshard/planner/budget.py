@@ -7,6 +7,7 @@ from autoshard.solver.incumbent import Cutoff, no_cutoff
 # The defaults of every verb; who takes others says why.
 TIME_LIMIT_S = 20.0
 REL_GAP = 1e-3  # proven optimal to a tenth of a percent: far more exact than any cost model
+WORTH = 5e-3  # of the step that is saved, at least, where a program repeats what it is not written to repeat
 
 # Of counted work, about: then ten times the gap that was asked for will do; nobody waits a minute for the last percent.
 SETTLE_S = 3.0

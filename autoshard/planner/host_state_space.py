@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any, NamedTuple, TypeAlias
 
-from autoshard.errors import InfeasibleError, SpecError
+from autoshard.errors import InfeasibleError, SpecError, TimeLimitError
 from autoshard.ir.host_state import StateGroup, state_groups, with_host_state
 from autoshard.ir.paths import dotted
 from autoshard.ir.recomputation import STATE
@@ -98,6 +98,7 @@ def best_with_state(request: PlanRequest, plan: Planner, budget: Budget, worth: 
     Raises:
       InfeasibleError: no plan fits, with all of the state in the host's memory either.
       SpecError: the state is to lie there, and none can.
+      TimeLimitError: the time ended before there was a plan.
     """
     shares = host_shares(request)
     best: Planned = None
@@ -108,7 +109,10 @@ def best_with_state(request: PlanRequest, plan: Planner, budget: Budget, worth: 
         if not shares:
             raise
         errors.append(error)
-    least_s = 0.0 if best is None else _least_s(request, plan, budget, best)
+    try:
+        least_s = 0.0 if best is None else _least_s(request, plan, budget, best)
+    except TimeLimitError as error:
+        return _unfinished(best, error)
     # Where nothing fits without, the whole state says first whether anything does; then the smaller shares follow.
     for share in shares if best is not None else (shares[-1], *shares[:-1]):
         worth_s = inf if best is None else best.solution.objective * UNIT_S * (1 - worth)
@@ -122,11 +126,21 @@ def best_with_state(request: PlanRequest, plan: Planner, budget: Budget, worth: 
             if best is None:
                 break
             continue
+        except TimeLimitError as error:
+            if best is None:
+                raise
+            return _unfinished(_said(best), error)
         if found.solution.objective * UNIT_S < worth_s:
             best = found
     if best is None:
         raise min(errors, key=lambda error: inf if error.peak_bytes is None else error.peak_bytes)
     return _said(best) if shares else best
+
+
+def _unfinished(best: Planned, error: TimeLimitError) -> Planned:
+    """A plan that says that not every share was tried, when its time ended."""
+    note = f"{error.why} before it was known whether more of the state is better kept in the host's memory"
+    return replace(best, record=replace(best.record, notes=(*best.record.notes, note)))
 
 
 def _least_s(request: PlanRequest, plan: Planner, budget: Budget, best: Planned) -> float:

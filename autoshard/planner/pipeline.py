@@ -19,7 +19,6 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from importlib import metadata
 from math import inf
 from typing import Any, Literal, NamedTuple
 
@@ -35,33 +34,30 @@ from autoshard.ir.constraints import Constraints
 from autoshard.ir.gradient import emitted
 from autoshard.ir.loop_sums import LoopSum
 from autoshard.ir.recomputation import ADD, WRITTEN, Recomputation, offloads_residuals, offloads_state
-from autoshard.planner import minimal_constraints
-from autoshard.planner.budget import SETTLE_S, USUAL_BUDGET, Budget
+from autoshard.planner import certificate, minimal_constraints
+from autoshard.planner.budget import SETTLE_S, USUAL_BUDGET, WORTH, Budget
 from autoshard.planner.build_record import describe
 from autoshard.planner.cost_of_keeping import most_saved_s
 from autoshard.planner.host_state_space import best_with_state
 from autoshard.planner.infeasible import infeasible, nothing_fits, with_gaps
 from autoshard.planner.like_layers import equal_places
 from autoshard.planner.loop_sums_space import in_use, splittable, summing_once
-from autoshard.planner.planning_result import PlanningResult, fitting
+from autoshard.planner.planning_result import PlanningResult, fitting, unfinished
 from autoshard.planner.recomputation_space import RecomputationSpace, keeping
-from autoshard.planner.record import Certificate, PlanRecord, summed_in_trips_s
+from autoshard.planner.record import PlanRecord, summed_in_trips_s
 from autoshard.planner.request import PlanRequest
 from autoshard.planner.search_space import SearchSpace, build_search_space
 from autoshard.planner.stages import Stages
 from autoshard.problem import memory_profile
 from autoshard.problem.assignment import Assignment
-from autoshard.problem.decisions import Decisions
 from autoshard.problem.formulation import UNIT_S, Formulation, formulate
 from autoshard.problem.network import Int
-from autoshard.problem.unpriced import unpriced
 from autoshard.problem.warm_start import PortableChoice
 from autoshard.rules.control_flow import HOST_CALLS
 from autoshard.rules.kernels import CUDNN_BACKWARD, CUDNN_FORWARD
 from autoshard.solver import Solution, Status, solve
 from autoshard.solver.evaluate import evaluate
 from autoshard.solver.second_objective import break_ties, make_alike
-from cost_models import Hardware
 
 log = logging.getLogger("autoshard")
 
@@ -81,7 +77,6 @@ FASTER, AS_FAST = 1e-3, 0.02
 MARGIN = 0.98  # of the limit that the last attempt missed; where a choice comes again, twice as far below each time
 MISPRICED = 1e-2  # by which a program may cost more than the graph with the choices said
 FOR_MOVES = 0.25  # of the time limit, where no more than some collectives can be saved
-WORTH = 5e-3  # of the step that is saved, at least, where a program repeats what it is not written to repeat
 
 
 @collected_rarely()
@@ -158,6 +153,8 @@ def _fastest_sums(
         plain = whole(replace(budget, cutoff_s=lambda: min(step_s, budget.cutoff_s())))
     except InfeasibleError:
         return best
+    except TimeLimitError as error:
+        return unfinished(best, error, "it was known whether sums are better finished in every trip of a loop")
     fewer = summed_in_trips_s(best.record) < summed_in_trips_s(plain.record)
     most = plain.solution.objective * (1 + AS_FAST if fewer else 1 - FASTER)
     return best if best.solution.objective < most else plain
@@ -175,6 +172,7 @@ def _recomputing(request: PlanRequest, budget: Budget, known: Sequence[PortableC
     space = build_search_space(request)
     errors: list[InfeasibleError] = []
     written: PlanningResult | None = None
+    found: PlanningResult | None = None
     if memory_profile.least_peak(space.decisions) <= request.memory_bytes:
         try:
             written = _best_sums(space, budget, known)
@@ -183,31 +181,50 @@ def _recomputing(request: PlanRequest, budget: Budget, known: Sequence[PortableC
     if written is not None:
         saved_s = most_saved_s(written.formulation, written.solution, written.assignment, budget, WORTH)
         if request.remat == ADD and saved_s <= WORTH * written.solution.objective * UNIT_S:
-            return _kept(written)
+            return certificate.kept(written)
         if saved_s < inf:
             budget = replace(budget, time_limit_s=budget.time_limit_s * FOR_MOVES)
-    choices = RecomputationSpace.of(space)
+    try:
+        choices = RecomputationSpace.of(space)
+        if choices is not None:
+            found = _choosing(choices, written, budget, known, errors)
+            if offloads_residuals(request.offload):
+                found = _offloading(space, found, budget, known, errors)
+    except TimeLimitError as error:
+        if written is None:
+            raise
+        return unfinished(written, error, "it was known what is better repeated than kept")
     if choices is None and errors:
         raise errors[0]
     if choices is None:
         return written or _best_sums(space, budget)  # the latter says why nothing fits
-    worth_s = inf if written is None else written.solution.objective * UNIT_S * (1 - WORTH)
-    tried = _repeating(choices, budget, known, worth_s, errors)
-    found: PlanningResult | None = None
-    if tried.best is not None and tried.best.solution.objective * UNIT_S < worth_s:
-        found = _proven(tried.best, tried.bound, choices)
-    elif written is not None:
-        found = _not_worth(written, tried.bound, choices)
-    if found is None:
-        found = _keeping_little(choices, tried.chosen, budget, errors)
-    if found is None:
-        found = _in_groups(choices, tried.chosen, budget, errors)
-    if offloads_residuals(request.offload):
-        found = _offloading(space, found, budget, known, errors)
     if found is None:
         raise min(errors, key=lambda error: inf if error.peak_bytes is None else error.peak_bytes)
     rest_s = time.perf_counter() - begin - sum(found.seconds.values())
     return replace(found, seconds={**found.seconds, "recomputation": max(rest_s, 0.0)})
+
+
+def _choosing(
+    choices: RecomputationSpace,
+    written: PlanningResult | None,
+    budget: Budget,
+    known: Sequence[PortableChoice],
+    errors: list[InfeasibleError],
+) -> PlanningResult | None:
+    """The best plan that was found to fit of a program that repeats something, or of that which is written.
+
+    Why some do not fit is added to `errors`.
+    """
+    worth_s = inf if written is None else written.solution.objective * UNIT_S * (1 - WORTH)
+    tried = _repeating(choices, budget, known, worth_s, errors)
+    found: PlanningResult | None = None
+    if tried.best is not None and tried.best.solution.objective * UNIT_S < worth_s:
+        found = certificate.proven(tried.best, tried.bound, choices)
+    elif written is not None:
+        found = certificate.not_worth(written, tried.bound, choices)
+    if found is None:
+        found = _keeping_little(choices, tried.chosen, budget, errors)
+    return _in_groups(choices, tried.chosen, budget, errors) if found is None else found
 
 
 def _offloading(
@@ -221,14 +238,19 @@ def _offloading(
 
     Why some do not fit is added to `errors`.
     """
-    choices = RecomputationSpace.of(space, space.request.offload)
-    if choices is None or not choices.whole.offloads:
-        return found
-    worth_s = inf if found is None else found.solution.objective * UNIT_S * (1 - WORTH)
-    tried = _repeating(choices, budget, known, worth_s, errors)
+    try:
+        choices = RecomputationSpace.of(space, space.request.offload)
+        if choices is None or not choices.whole.offloads:
+            return found
+        worth_s = inf if found is None else found.solution.objective * UNIT_S * (1 - WORTH)
+        tried = _repeating(choices, budget, known, worth_s, errors)
+    except TimeLimitError as error:
+        if found is None:
+            raise
+        return unfinished(found, error, "it was known what is better kept in the host's memory")
     if tried.best is not None and tried.best.solution.objective * UNIT_S < worth_s:
-        return _proven(tried.best, tried.bound, choices)
-    return None if found is None else _not_worth(found, tried.bound, choices)
+        return certificate.proven(tried.best, tried.bound, choices)
+    return None if found is None else certificate.not_worth(found, tried.bound, choices)
 
 
 class _Repeating(NamedTuple):
@@ -303,6 +325,10 @@ def _repeating(
                 break
             limit = int(limit * min(request.memory_bytes / error.peak_bytes, 1.0) * MARGIN)
             continue
+        except TimeLimitError:
+            if best is None:
+                raise
+            break
         best = found if best is None or found.solution.objective < best.solution.objective else best
         if not fits or many or found.solution.objective <= solution.objective * (1 + MISPRICED):
             break
@@ -331,7 +357,7 @@ def _keeping_little(
             continue
         try:
             space = build_search_space(keeping(choices.request, kept), choices.resharder)
-            return _noted(_best_sums(space, budget), choices)
+            return certificate.noted(_best_sums(space, budget), choices)
         except InfeasibleError as error:
             errors.append(error)
     return None
@@ -353,52 +379,8 @@ def _in_groups(
             except InfeasibleError as error:
                 errors.append(error)
         if found:
-            return _noted(min(found, key=lambda planned: planned.solution.objective), choices)
+            return certificate.noted(min(found, key=lambda planned: planned.solution.objective), choices)
     return None
-
-
-def _noted(found: PlanningResult, choices: RecomputationSpace) -> PlanningResult:
-    """A plan with what it keeps and repeats, in words; nothing is proven of other choices."""
-    record, note = found.record, choices.summary(found.record, found.assignment)
-    certificate = replace(record.certificate, space=f"{record.certificate.space}; what is kept is no part of the proof")
-    return replace(found, record=replace(record, certificate=certificate, notes=(*record.notes, note)))
-
-
-def _proven(found: PlanningResult, bound: int | None, choices: RecomputationSpace) -> PlanningResult:
-    """A plan with the certificate of the larger space: no choice of what is kept is cheaper than its bound.
-
-    Without a bound of that space, none is claimed: 0.
-    """
-    certificate = found.record.certificate
-    bound_s = min(certificate.bound_s, (bound or 0) * UNIT_S)
-    larger = replace(
-        certificate,
-        bound_s=bound_s,
-        gap=(certificate.objective_s - bound_s) / certificate.objective_s if certificate.objective_s else 0.0,
-        space=f"{certificate.space}; {choices.said}",
-    )
-    note = choices.summary(found.record, found.assignment)
-    record = replace(found.record, certificate=larger, notes=(*found.record.notes, note))
-    return replace(found, record=record)
-
-
-def _not_worth(written: PlanningResult, bound: int | None, choices: RecomputationSpace) -> PlanningResult:
-    """The plan of a program as it is written, whose certificate says how much repeating something could save."""
-    if bound is None:
-        return written
-    certificate, objective = written.record.certificate, written.solution.objective
-    saved = max(0.0, (objective - bound) / objective) if objective else 0.0
-    space = f"{certificate.space}; {choices.said}, of which none saves more than {saved:.1%}"
-    return replace(written, record=replace(written.record, certificate=replace(certificate, space=space)))
-
-
-def _kept(written: PlanningResult) -> PlanningResult:
-    """The plan of a program as it is written, whose certificate says why nothing is repeated."""
-    if not written.formulation.decisions.graph.backward:
-        return written
-    certificate = written.record.certificate
-    space = f"{certificate.space}; nothing is repeated, as keeping costs the plan less than {WORTH:.1%} of its step"
-    return replace(written, record=replace(written.record, certificate=replace(certificate, space=space)))
 
 
 @collected_rarely()
@@ -429,8 +411,8 @@ def _within(space: SearchSpace, budget: Budget, known: Sequence[PortableChoice],
     formulation = stages.done("price", formulate(space.decisions, space.resharder, memory_bytes=memory_bytes))
     solution = stages.done("solve", _solved(space, formulation, budget, known))
     assignment = assign(formulation, solution)
-    certificate = _certificate(formulation, solution, space.request.target.hardware)
-    record = stages.passed("record", describe(space, assignment, certificate))
+    proof = certificate.of_layouts(formulation, solution, space.request.target.hardware)
+    record = stages.passed("record", describe(space, assignment, proof))
     return PlanningResult(
         record=record,
         space=space,
@@ -542,39 +524,6 @@ def _needed(record: PlanRecord, space: SearchSpace, formulation: Formulation) ->
         space.compiler,
         unscattered=space.resharder.machine.unscattered_axes,
     )
-
-
-def _certificate(formulation: Formulation, solution: Solution, hardware: Hardware) -> Certificate:
-    nodes, classes = len(formulation.decisions.nodes), formulation.folding.classes
-    return Certificate(
-        status=str(solution.status),
-        objective_s=solution.objective * UNIT_S,
-        bound_s=solution.bound * UNIT_S,
-        gap=solution.gap,
-        solver=f"{solution.solver}, ortools {metadata.version('ortools')}",
-        space=(
-            f"{_every(formulation.decisions)} of {nodes} decisions ({classes} after decisions in equal places "
-            "share one), element-wise chains in one layout, one shared copy per value; priced by autoshard's model of "
-            f"{hardware.name}{_without(unpriced(formulation.decisions))}"
-        ),
-    )
-
-
-def _every(decisions: Decisions) -> str:
-    """Which layouts of each decision are searched."""
-    mesh, found = decisions.mesh, "every evenly dividing layout"
-    if mesh.groups is not None:
-        found = f"evenly dividing layouts that use the {mesh.ndim} axes in {mesh.groups} groups of neighbours at most"
-    for axis in decisions.staged:
-        found += f", in a pipeline's layers with one stage per shard of {axis},"
-    return found
-
-
-def _without(names: Sequence[str]) -> str:
-    """The parts of a program that a proof does not cover."""
-    if not names:
-        return ""
-    return f", without {'; '.join(names[:3])}{f'; and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
 def traced_gradient(planned: PlanningResult, mesh: Any) -> Any:

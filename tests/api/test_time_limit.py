@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ def plan_until(stage: str) -> autoshard.SolvedPlan:
     now = [0.0]
 
     def watch(done: Stage) -> None:
-        now[0] += 2.0 * (done.name == stage)
+        now[0] = inf if done.name == stage else now[0]
 
     with deadline.within(1.0, clock=lambda: now[0]), observed(watch):
         return autoshard.plan(loss, *ARGS, mesh=MESH, hardware="h100:1x8")
@@ -58,6 +59,48 @@ def test_time_that_ends_behind_the_solver_leaves_all_constraints() -> None:
     assert late.cost == usual.cost
     assert any("all constraints are emitted" in note for note in late.record.notes)
     assert len(late.record.pins.made) > len(usual.record.pins.made)
+
+
+def step(state: Any, x: jax.Array) -> Any:
+    """A plan of it is bettered by what its backward pass repeats, and by what lies in the host's memory."""
+
+    def loss(weights: Any) -> jax.Array:
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w) + h, None), x, weights)[0].sum()
+
+    moved = jax.tree.map(lambda m, g: 0.9 * m + g, state["moved"], jax.grad(loss)(state["weights"]))
+    return {"weights": state["weights"] - moved, "moved": moved}
+
+
+def step_until(end: float, **options: Any) -> tuple[autoshard.SolvedPlan, list[str]]:
+    """The plan of a call whose time ends when so many stages are done, and the stages."""
+    done: list[str] = []
+    weights = S((8, 512, 512), "float32")
+    state, x = {"weights": weights, "moved": weights}, S((4096, 512), "float32")
+    target: dict[str, Any] = {"mesh": {"data": 8}, "hardware": "h100:1x8", "memory": 45_000_000}
+    with deadline.within(1.0, clock=lambda: inf if len(done) >= end else 0.0), observed(lambda stage: done.append(stage.name)):
+        return autoshard.plan(step, state, x, **target, donate_argnums=0, constraints="all", **options), done
+
+
+@pytest.mark.parametrize(
+    ("options", "plans", "said"),
+    [
+        ({}, 1, "before it was known what is better repeated than kept"),
+        ({"offload": "residuals"}, 2, "before it was known what is better kept in the host's memory"),
+        ({"offload": "state"}, 2, "before it was known whether more of the state is better kept in the host's memory"),
+    ],
+)
+def test_a_plan_is_kept_whenever_time_ends_that_was_to_better_it(
+    options: dict[str, Any], plans: int, said: str
+) -> None:
+    """After any stage behind the first plans; the more time, the better it is."""
+    usual, stages = step_until(inf, **options)
+    made = [at for at, name in enumerate(stages) if name == "record"]
+    found = [step_until(end, **options)[0] for end in range(made[plans - 1] + 1, made[plans] + 2)]
+    costs = [plan.cost for plan in found]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[-1] == usual.cost
+    assert any(said in note for note in found[0].record.notes)
+    assert not any(said in note for note in (*found[-1].record.notes, *usual.record.notes))
 
 
 def test_a_limit_that_does_not_end_changes_nothing() -> None:

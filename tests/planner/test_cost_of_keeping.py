@@ -19,7 +19,7 @@ from autoshard.ir.recompute import rewritten
 from autoshard.ir.saved_values import saved_values
 from autoshard.ir.trace import trace
 from autoshard.planner import pipeline
-from autoshard.planner.budget import Budget
+from autoshard.planner.budget import WORTH, Budget
 from autoshard.planner.cost_of_keeping import is_held_back, most_saved_s, moving_kept_s
 from autoshard.planner.decided_program import decided_by
 from autoshard.planner.planning_result import PlanningResult
@@ -51,15 +51,15 @@ def planned(plan: SolvedPlan) -> PlanningResult:
 
 
 def is_back(planned: PlanningResult) -> bool:
-    return is_held_back(planned.formulation, planned.solution, BUDGET, pipeline.WORTH)
+    return is_held_back(planned.formulation, planned.solution, BUDGET, WORTH)
 
 
 def saved_s(planned: PlanningResult) -> float:
-    return most_saved_s(planned.formulation, planned.solution, planned.assignment, BUDGET, pipeline.WORTH)
+    return most_saved_s(planned.formulation, planned.solution, planned.assignment, BUDGET, WORTH)
 
 
 def for_nothing(planned: PlanningResult) -> bool:
-    return saved_s(planned) <= pipeline.WORTH * planned.record.cost.step_s
+    return saved_s(planned) <= WORTH * planned.record.cost.step_s
 
 
 def without_proof(record: PlanRecord) -> PlanRecord:

@@ -14,7 +14,7 @@ import autoshard
 import cost_models
 from autoshard.errors import InfeasibleError, PlanMismatchError, SpecError
 from autoshard.ir.host_state import HOST_MEMORY
-from autoshard.planner import pipeline
+from autoshard.planner.budget import WORTH
 from autoshard.problem import bill
 from tests.ir.test_host_state import OPTIMIZERS, loss, step_of
 
@@ -122,7 +122,7 @@ def test_more_memory_is_never_slower() -> None:
     assert found[-1] is None
     for i, more in enumerate(plans):
         fastest = min(less.cost for less in plans[i:])
-        assert more.cost * (1 - 2e-2) * (1 - pipeline.WORTH) <= fastest
+        assert more.cost * (1 - 2e-2) * (1 - WORTH) <= fastest
 
 
 def test_a_file_says_what_lies_there(tmp_path: Path) -> None:

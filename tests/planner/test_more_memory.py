@@ -12,6 +12,7 @@ import autoshard
 import models
 from autoshard.ir.recomputation import Offload
 from autoshard.planner import pipeline
+from autoshard.planner.budget import WORTH
 from tests.end_to_end.test_recomputing import wide
 from tests.ir.test_recompute import PROGRAMS, Program
 from tests.planner import test_offload
@@ -57,7 +58,7 @@ def assert_never_slower(found: Sequence[autoshard.SolvedPlan | None]) -> None:
     there = [plan for plan in found if plan is not None]
     for i, more in enumerate(there):
         fastest = min((less.cost for less in there[i:]), default=more.cost)
-        assert more.cost * (1 - more.record.certificate.gap) * (1 - pipeline.WORTH) <= fastest
+        assert more.cost * (1 - more.record.certificate.gap) * (1 - WORTH) <= fastest
 
 
 def deep_stack() -> Program:
