@@ -74,6 +74,7 @@ def emit_constraints(
       label: the name scope in which each constraint is emitted; places with equal names share them.
     """
     seen: dict[tuple[int, PartitionSpec, str], tuple[Any, Any]] = {}  # keeps the source alive: ids stay unique
+    last: dict[int, tuple[PartitionSpec, ConstraintSite]] = {}  # of what is constrained: its constraint, and where
 
     def pin(value: Any, specs: Specs, place: ConstraintSite) -> Any:
         """The value under each constraint in turn; the same one on the same value is emitted once."""
@@ -84,6 +85,7 @@ def emit_constraints(
                 with jax.named_scope(name) if name else nullcontext():
                     seen[key] = (value, jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec)))
             value = seen[key][1]
+            last[id(value)] = spec, place
         return value
 
     behind: dict[tuple[int, int], tuple[Any, Any]] = {}  # (value, group of uses) → the value, and what the group takes
@@ -107,7 +109,14 @@ def emit_constraints(
         return [pin(value, pins.again.get((path, i), ()), ("again", (path, i))) for i, value in enumerate(behind)]
 
     def bind(eqn: Any, operands: list[Any], path: Path) -> list[Any]:
-        """Binds an equation: an opaque kernel on each device's part, a fault of XLA in its safe form."""
+        """Binds an equation: an opaque kernel on each device's part, a fault of XLA in its safe form.
+
+        What a barrier hands on is constrained as before it: Shardy lays it out as one of its readers asks for it.
+        """
+        if eqn.primitive.name == "optimization_barrier":
+            results = _bind(eqn, operands, path)
+            before = [last.get(id(operand)) for operand in operands]
+            return [pin(x, one[:1], one[1]) if one else x for x, one in zip(results, before, strict=True)]
         if (path, 0) not in pins.kernels or mesh.size == 1:
             return fault_remedies.bind(eqn, operands, mesh.size)
         count = len(operands) + len(eqn.outvars)
