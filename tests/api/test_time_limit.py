@@ -77,7 +77,8 @@ def step_until(end: float, **options: Any) -> tuple[autoshard.SolvedPlan, list[s
     weights = S((8, 512, 512), "float32")
     state, x = {"weights": weights, "moved": weights}, S((4096, 512), "float32")
     target: dict[str, Any] = {"mesh": {"data": 8}, "hardware": "h100:1x8", "memory": 45_000_000}
-    with deadline.within(1.0, clock=lambda: inf if len(done) >= end else 0.0), observed(lambda stage: done.append(stage.name)):
+    ends = deadline.within(1.0, clock=lambda: inf if len(done) >= end else 0.0)
+    with ends, observed(lambda stage: done.append(stage.name)):
         return autoshard.plan(step, state, x, **target, donate_argnums=0, constraints="all", **options), done
 
 
