@@ -47,7 +47,7 @@ class Case:
         remat: The values that the program recomputes.
         layers: Blocks of the truncated model.
         sequence: Tokens.
-        differs: The reason if the two have different collectives; else empty.
+        differs: The reason if the two have different collectives, or peaks; else empty.
     """
 
     model: str
@@ -108,7 +108,15 @@ CASES = (
     Case(model="gpt2-xl", recipe="fsdp", mesh={"data": 8}, layout={"fsdp": 8, "keep_gathered": True}, remat="none"),
     Case(model="gpt2-xl", recipe="zero1", mesh={"data": 16}, layout={"data": 16}, remat="none"),
     Case(model="gpt2-medium", recipe="megatron", mesh={"model": 8}, layout={"tensor": 8, **MEGATRON}, sequence=1024),
-    Case(model="gpt2-medium", recipe="megatron_sequence", mesh={"model": 8}, layout={"tensor": 8}, layers=8),
+    Case(
+        model="gpt2-medium",
+        recipe="megatron_sequence",
+        mesh={"model": 8},
+        layout={"tensor": 8},
+        layers=8,
+        differs="XLA:GPU makes gradients of unrolled layers' weights late, and holds the tokens gathered for them: its "
+        "peak is 1.07 GB, and 0.94 as the jaxpr is priced; the closed form counts the tokens of one layer, 0.64",
+    ),
     Case(
         model="gpt2-medium",
         recipe="fsdp_megatron_sequence",
