@@ -5,9 +5,7 @@ from dataclasses import replace
 from importlib import metadata
 
 from autoshard.planner.budget import WORTH
-from autoshard.planner.planning_result import PlanningResult
-from autoshard.planner.recomputation_space import RecomputationSpace
-from autoshard.planner.record import Certificate
+from autoshard.planner.record import Certificate, PlanRecord
 from autoshard.problem.decisions import Decisions
 from autoshard.problem.formulation import UNIT_S, Formulation
 from autoshard.problem.unpriced import unpriced
@@ -49,45 +47,54 @@ def _without(names: Sequence[str]) -> str:
     return f", without {'; '.join(names[:3])}{f'; and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
-def noted(found: PlanningResult, choices: RecomputationSpace) -> PlanningResult:
+def noted(record: PlanRecord, note: str) -> PlanRecord:
     """A plan with what it keeps and repeats, in words; nothing is proven of other choices."""
-    record, note = found.record, choices.summary(found.record, found.assignment)
-    smaller = replace(record.certificate, space=f"{record.certificate.space}; what is kept is no part of the proof")
-    return replace(found, record=replace(record, certificate=smaller, notes=(*record.notes, note)))
+    certificate = record.certificate
+    smaller = replace(certificate, space=f"{certificate.space}; what is kept is no part of the proof")
+    return replace(record, certificate=smaller, notes=(*record.notes, note))
 
 
-def proven(found: PlanningResult, bound: int | None, choices: RecomputationSpace) -> PlanningResult:
+def proven(record: PlanRecord, bound: int | None, said: str, note: str) -> PlanRecord:
     """A plan with the certificate of the larger space: no choice of what is kept is cheaper than its bound.
 
     Without a bound of that space, none is claimed: 0.
+
+    Args:
+      record: the plan.
+      bound: in the solver's units.
+      said: the larger space, in words.
+      note: what the plan keeps and repeats, in words.
     """
-    certificate = found.record.certificate
+    certificate = record.certificate
     bound_s = min(certificate.bound_s, (bound or 0) * UNIT_S)
     larger = replace(
         certificate,
         bound_s=bound_s,
         gap=(certificate.objective_s - bound_s) / certificate.objective_s if certificate.objective_s else 0.0,
-        space=f"{certificate.space}; {choices.said}",
+        space=f"{certificate.space}; {said}",
     )
-    note = choices.summary(found.record, found.assignment)
-    record = replace(found.record, certificate=larger, notes=(*found.record.notes, note))
-    return replace(found, record=record)
+    return replace(record, certificate=larger, notes=(*record.notes, note))
 
 
-def not_worth(written: PlanningResult, bound: int | None, choices: RecomputationSpace) -> PlanningResult:
-    """The plan of a program as it is written, whose certificate says how much repeating something could save."""
+def not_worth(record: PlanRecord, bound: int | None, said: str) -> PlanRecord:
+    """The plan of a program as it is written, whose certificate says how much repeating something could save.
+
+    Args:
+      record: the plan.
+      bound: of those that repeat something, in the solver's units.
+      said: their space, in words.
+    """
     if bound is None:
-        return written
-    certificate, objective = written.record.certificate, written.solution.objective
-    saved = max(0.0, (objective - bound) / objective) if objective else 0.0
-    space = f"{certificate.space}; {choices.said}, of which none saves more than {saved:.1%}"
-    return replace(written, record=replace(written.record, certificate=replace(certificate, space=space)))
+        return record
+    certificate = record.certificate
+    objective_s = certificate.objective_s
+    saved = max(0.0, (objective_s - bound * UNIT_S) / objective_s) if objective_s else 0.0
+    space = f"{certificate.space}; {said}, of which none saves more than {saved:.1%}"
+    return replace(record, certificate=replace(certificate, space=space))
 
 
-def kept(written: PlanningResult) -> PlanningResult:
+def kept(record: PlanRecord) -> PlanRecord:
     """The plan of a program as it is written, whose certificate says why nothing is repeated."""
-    if not written.formulation.decisions.graph.backward:
-        return written
-    certificate = written.record.certificate
+    certificate = record.certificate
     space = f"{certificate.space}; nothing is repeated, as keeping costs the plan less than {WORTH:.1%} of its step"
-    return replace(written, record=replace(written.record, certificate=replace(certificate, space=space)))
+    return replace(record, certificate=replace(certificate, space=space))

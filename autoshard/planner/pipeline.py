@@ -181,7 +181,7 @@ def _recomputing(request: PlanRequest, budget: Budget, known: Sequence[PortableC
     if written is not None:
         saved_s = most_saved_s(written.formulation, written.solution, written.assignment, budget, WORTH)
         if request.remat == ADD and saved_s <= WORTH * written.solution.objective * UNIT_S:
-            return certificate.kept(written)
+            return _kept(written)
         if saved_s < inf:
             budget = replace(budget, time_limit_s=budget.time_limit_s * FOR_MOVES)
     try:
@@ -219,9 +219,9 @@ def _choosing(
     tried = _repeating(choices, budget, known, worth_s, errors)
     found: PlanningResult | None = None
     if tried.best is not None and tried.best.solution.objective * UNIT_S < worth_s:
-        found = certificate.proven(tried.best, tried.bound, choices)
+        found = _proven(tried.best, tried.bound, choices)
     elif written is not None:
-        found = certificate.not_worth(written, tried.bound, choices)
+        found = _not_worth(written, tried.bound, choices)
     if found is None:
         found = _keeping_little(choices, tried.chosen, budget, errors)
     return _in_groups(choices, tried.chosen, budget, errors) if found is None else found
@@ -249,8 +249,8 @@ def _offloading(
             raise
         return unfinished(found, error, "it was known what is better kept in the host's memory")
     if tried.best is not None and tried.best.solution.objective * UNIT_S < worth_s:
-        return certificate.proven(tried.best, tried.bound, choices)
-    return None if found is None else certificate.not_worth(found, tried.bound, choices)
+        return _proven(tried.best, tried.bound, choices)
+    return None if found is None else _not_worth(found, tried.bound, choices)
 
 
 class _Repeating(NamedTuple):
@@ -357,7 +357,7 @@ def _keeping_little(
             continue
         try:
             space = build_search_space(keeping(choices.request, kept), choices.resharder)
-            return certificate.noted(_best_sums(space, budget), choices)
+            return _noted(_best_sums(space, budget), choices)
         except InfeasibleError as error:
             errors.append(error)
     return None
@@ -379,8 +379,27 @@ def _in_groups(
             except InfeasibleError as error:
                 errors.append(error)
         if found:
-            return certificate.noted(min(found, key=lambda planned: planned.solution.objective), choices)
+            return _noted(min(found, key=lambda planned: planned.solution.objective), choices)
     return None
+
+
+def _noted(found: PlanningResult, choices: RecomputationSpace) -> PlanningResult:
+    note = choices.summary(found.record, found.assignment)
+    return replace(found, record=certificate.noted(found.record, note))
+
+
+def _proven(found: PlanningResult, bound: int | None, choices: RecomputationSpace) -> PlanningResult:
+    note = choices.summary(found.record, found.assignment)
+    return replace(found, record=certificate.proven(found.record, bound, choices.said, note))
+
+
+def _not_worth(written: PlanningResult, bound: int | None, choices: RecomputationSpace) -> PlanningResult:
+    return replace(written, record=certificate.not_worth(written.record, bound, choices.said))
+
+
+def _kept(written: PlanningResult) -> PlanningResult:
+    has_backward = bool(written.formulation.decisions.graph.backward)
+    return replace(written, record=certificate.kept(written.record)) if has_backward else written
 
 
 @collected_rarely()
