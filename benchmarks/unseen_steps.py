@@ -71,8 +71,8 @@ class Found:
     agrees: bool
 
 
-def found(model: str, target: str) -> Found:
-    """Plans a step and compiles it."""
+def found(model: str, target: str, memory_mb: int | None = None) -> Found:
+    """Plans a step, in so much of each device's memory, and compiles it."""
     mesh = MESHES[target]
     step, arguments = MODELS[model].program(MeshAxes.of(mesh).size)
     plan = autoshard.plan(
@@ -81,6 +81,7 @@ def found(model: str, target: str) -> Found:
         mesh=mesh,
         hardware=target,
         donate_argnums=0,
+        memory=None if memory_mb is None else memory_mb * 10**6,
         rel_gap=REL_GAP,
         time_limit_s=TIME_LIMIT_S,
     )
@@ -123,17 +124,18 @@ def verdict(rows: Sequence[Found]) -> str:
     )
 
 
-def report(target: str, models: Sequence[str]) -> None:
+def report(target: str, models: Sequence[str], memory_mb: int | None) -> None:
     """Prints the section of a target, line by line as it is made."""
     axes = " × ".join(f"{name}={size}" for name, size in MESHES[target].items())
-    print(f"## {target} ({axes}), JAX {jax.__version__}, {datetime.now(UTC).date().isoformat()}\n")
+    within = "" if memory_mb is None else f", in {memory_mb} MB per device"
+    print(f"## {target} ({axes}){within}, JAX {jax.__version__}, {datetime.now(UTC).date().isoformat()}\n")
     print(HEAD)
     rows: list[Found] = []
     refused: list[str] = []
     for model in models:
         begin = time.perf_counter()
         try:
-            rows.append(found(model, target))
+            rows.append(found(model, target, memory_mb))
             print(row(rows[-1]), flush=True)
         except AutoshardError as error:
             refused.append(f"{model}: {type(error).__name__}: {str(error).splitlines()[0]}")
@@ -151,13 +153,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default="h100:1x8", help=f"of {', '.join(MESHES)}")
     parser.add_argument("--models", default=",".join(MODELS), help="by name; all by default")
+    parser.add_argument("--memory-mb", type=int, help="of each device that plans may take; all of it by default")
     asked = parser.parse_args()
     targets, models = asked.targets.split(","), asked.models.split(",")
     for name, known in (*((t, MESHES) for t in targets), *((m, MODELS) for m in models)):
         if name not in known:
             parser.error(f"{name} is not one of {', '.join(known)}")
     for target in targets:
-        report(target, models)
+        report(target, models, asked.memory_mb)
 
 
 if __name__ == "__main__":

@@ -112,9 +112,9 @@ def plan(
         program's digest.
       cache: a directory in which plans are kept and found again; None takes what the
         variable AUTOSHARD_CACHE says, False none. The reason of a miss is logged.
-      time_limit_s: of the whole call. When it ends, the plan is the solver's best so far, with its
-        gap, and all constraints are emitted if there was no time to leave some out; before there
-        is any plan, it is an error. None: the solver has 20 s, the rest what it takes.
+      time_limit_s: of the whole call. When it ends, the plan is the best so far, with its gap, and its notes say
+        what was not tried (what to repeat or to keep in the host's memory, which constraints to leave out); before
+        there is any plan, it is an error. None: the solver has 20 s, the rest what it takes.
       rel_gap: stop when proven optimal to this fraction; after about three seconds of work, to ten times of it.
       wait_s: where the mesh spans several processes (`jax.distributed`), process 0 plans for
         all; how long they wait for each other. That is so for every mesh of as many devices as

@@ -335,7 +335,7 @@ class _Walk:
         The last walk stands for every other trip.
         """
         count = self.loops.trip_count(loop)
-        more = self.unknown_trips[self.unknown_around] if count is None else count
+        more = self.unknown_trips.inside(self.unknown_around) if count is None else count
         if more == 0:
             return
         self.unknown_around += count is None

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib import metadata
 
+from autoshard.errors import TimeLimitError
 from autoshard.planner.budget import WORTH
 from autoshard.planner.record import Certificate, PlanRecord
 from autoshard.problem.decisions import Decisions
@@ -45,6 +46,11 @@ def _without(names: Sequence[str]) -> str:
     if not names:
         return ""
     return f", without {'; '.join(names[:3])}{f'; and {len(names) - 3} more' if len(names) > 3 else ''}"
+
+
+def unfinished(record: PlanRecord, error: TimeLimitError, unknown: str) -> PlanRecord:
+    """A plan that says what was not tried any more when its time ended: "… before it was known what is better kept"."""
+    return replace(record, notes=(*record.notes, f"{error.why} before it was known {unknown}"))
 
 
 def noted(record: PlanRecord, note: str) -> PlanRecord:

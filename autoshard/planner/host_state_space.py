@@ -17,6 +17,7 @@ from autoshard.ir.recomputation import STATE
 from autoshard.ir.ties import ties
 from autoshard.ir.trace import Traced
 from autoshard.planner.budget import Budget
+from autoshard.planner.certificate import unfinished
 from autoshard.planner.record import HOST_STATE
 from autoshard.planner.request import PlanRequest
 from autoshard.problem import bill, memory_profile
@@ -139,8 +140,8 @@ def best_with_state(request: PlanRequest, plan: Planner, budget: Budget, worth: 
 
 def _unfinished(best: Planned, error: TimeLimitError) -> Planned:
     """A plan that says that not every share was tried, when its time ended."""
-    note = f"{error.why} before it was known whether more of the state is better kept in the host's memory"
-    return replace(best, record=replace(best.record, notes=(*best.record.notes, note)))
+    not_known = "whether more of the state is better kept in the host's memory"
+    return replace(best, record=unfinished(best.record, error, not_known))
 
 
 def _least_s(request: PlanRequest, plan: Planner, budget: Budget, best: Planned) -> float:

@@ -42,7 +42,7 @@ from autoshard.planner.host_state_space import best_with_state
 from autoshard.planner.infeasible import infeasible, nothing_fits, with_gaps
 from autoshard.planner.like_layers import equal_places
 from autoshard.planner.loop_sums_space import in_use, splittable, summing_once
-from autoshard.planner.planning_result import PlanningResult, fitting, unfinished
+from autoshard.planner.planning_result import PlanningResult, fitting
 from autoshard.planner.recomputation_space import RecomputationSpace, keeping
 from autoshard.planner.record import PlanRecord, summed_in_trips_s
 from autoshard.planner.request import PlanRequest
@@ -154,7 +154,7 @@ def _fastest_sums(
     except InfeasibleError:
         return best
     except TimeLimitError as error:
-        return unfinished(best, error, "it was known whether sums are better finished in every trip of a loop")
+        return _unfinished(best, error, "whether sums are better finished in every trip of a loop")
     fewer = summed_in_trips_s(best.record) < summed_in_trips_s(plain.record)
     most = plain.solution.objective * (1 + AS_FAST if fewer else 1 - FASTER)
     return best if best.solution.objective < most else plain
@@ -193,7 +193,7 @@ def _recomputing(request: PlanRequest, budget: Budget, known: Sequence[PortableC
     except TimeLimitError as error:
         if written is None:
             raise
-        return unfinished(written, error, "it was known what is better repeated than kept")
+        return _unfinished(written, error, "what is better repeated than kept")
     if choices is None and errors:
         raise errors[0]
     if choices is None:
@@ -247,7 +247,7 @@ def _offloading(
     except TimeLimitError as error:
         if found is None:
             raise
-        return unfinished(found, error, "it was known what is better kept in the host's memory")
+        return _unfinished(found, error, "what is better kept in the host's memory")
     if tried.best is not None and tried.best.solution.objective * UNIT_S < worth_s:
         return _proven(tried.best, tried.bound, choices)
     return None if found is None else _not_worth(found, tried.bound, choices)
@@ -381,6 +381,10 @@ def _in_groups(
         if found:
             return _noted(min(found, key=lambda planned: planned.solution.objective), choices)
     return None
+
+
+def _unfinished(found: PlanningResult, error: TimeLimitError, unknown: str) -> PlanningResult:
+    return replace(found, record=certificate.unfinished(found.record, error, unknown))
 
 
 def _noted(found: PlanningResult, choices: RecomputationSpace) -> PlanningResult:

@@ -8,7 +8,7 @@ too much.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from autoshard.errors import InfeasibleError, TimeLimitError
+from autoshard.errors import InfeasibleError
 from autoshard.ir.trace import Traced
 from autoshard.planner.record import PlanRecord
 from autoshard.planner.search_space import SearchSpace
@@ -34,12 +34,6 @@ class PlanningResult:
     def traced(self) -> Traced:
         """The program that was asked about."""
         return self.space.traced
-
-
-def unfinished(found: PlanningResult, error: TimeLimitError, before: str) -> PlanningResult:
-    """A plan that says what was not tried any more, when its time ended."""
-    note = f"{error.why} before {before}"
-    return replace(found, record=replace(found.record, notes=(*found.record.notes, note)))
 
 
 def fitting(

@@ -71,7 +71,7 @@ def step(state: Any, x: jax.Array) -> Any:
     return {"weights": state["weights"] - moved, "moved": moved}
 
 
-AMPLE, TIGHT = 45_000_000, 26_000_000
+AMPLE, SCARCE, TIGHT = 45_000_000, 28_000_000, 26_000_000
 
 
 def step_until(end: float, **options: Any) -> tuple[autoshard.SolvedPlan, list[str]]:
@@ -90,7 +90,11 @@ def step_until(end: float, **options: Any) -> tuple[autoshard.SolvedPlan, list[s
     [
         ({}, 1, "before it was known what is better repeated than kept"),
         ({"offload": "residuals", "memory": TIGHT}, 1, "before it was known what is better kept in the host's memory"),
-        ({"offload": "state"}, 2, "before it was known whether more of the state is better kept in the host's memory"),
+        (
+            {"offload": "state", "memory": SCARCE},
+            3,
+            "before it was known whether more of the state is better kept in the host's memory",
+        ),
     ],
 )
 def test_a_plan_is_kept_whenever_time_ends_that_was_to_better_it(

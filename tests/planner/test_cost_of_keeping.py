@@ -202,6 +202,25 @@ def test_what_does_not_fit_is_not_planned_again_and_others_are_tried(monkeypatch
     assert len(set(seen)) == len(seen) > 1
 
 
+def test_time_that_ends_at_another_choice_leaves_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    fn, *args = step("mlp-1k", layers=3)
+    written = planned(autoshard.plan(fn, *args, **ON, remat="written"))
+    limit = int(0.75 * written.record.memory.peak_bytes)
+    choices = RecomputationSpace.of(build_search_space(replace(written.space.request, remat="add", memory_bytes=limit)))
+    assert choices is not None
+    best_sums, made = pipeline._best_sums, list[PlanningResult]()
+
+    def once(*asked: Any) -> PlanningResult:
+        if made:
+            raise autoshard.TimeLimitError("solving", 1.0)
+        made.append(best_sums(*asked))
+        return made[0]
+
+    monkeypatch.setattr(pipeline, "_best_sums", once)
+    monkeypatch.setattr(pipeline, "MISPRICED", -1.0)  # another choice is always tried
+    assert pipeline._repeating(choices, BUDGET, (), inf, []).best is made[0]
+
+
 @pytest.mark.parametrize("layers", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_unrolled_layers_that_are_repeated_are_planned_in_the_memory_of_jax_checkpoint(layers: int) -> None:
     """Compiled they need as much: `tests/compilers/test_recompute.py`."""

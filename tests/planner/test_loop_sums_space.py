@@ -1,6 +1,7 @@
 """Sums over loops' trips are finished once, after the loop, where that is faster: the compiled loop sums nothing."""
 
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard import deadline
 from autoshard.api.options import Options
 from autoshard.api.planning import requests_of
 from autoshard.api.solved_plan import SolvedPlan
@@ -21,6 +23,7 @@ from autoshard.planner import pipeline
 from autoshard.planner import record as records
 from autoshard.planner.loop_sums_space import splittable, summing_once
 from autoshard.planner.search_space import build_search_space
+from autoshard.planner.stages import observed
 from tests import random_loop_sums as drawn
 from tests.programs import GPUS, relative_error
 
@@ -179,3 +182,13 @@ def test_a_file_of_a_program_without_such_loops_is_as_it_was() -> None:
     plan = autoshard.plan(lambda w, x: jnp.sum(x @ w), w, x, mesh=MESH, hardware=GPUS)
     assert '"schema": 1' in plan.record.dumps()
     assert '"loop_sums"' not in plan.record.dumps()
+
+
+def test_time_that_ends_behind_the_plan_with_sums_leaves_that_plan() -> None:
+    fn, args = PROGRAMS["state space"]
+    done: list[str] = []
+    ends = deadline.within(1.0, clock=lambda: inf if "record" in done else 0.0)
+    with ends, observed(lambda stage: done.append(stage.name)):
+        plan = autoshard.plan(fn, *args, mesh=MESH, hardware=GPUS, pins={"x": P(None, "data")})
+    assert any("whether sums are better finished in every trip of a loop" in note for note in plan.record.notes)
+    assert plan.record.loop_sums

@@ -122,6 +122,16 @@ def test_memory_and_compute_stand_beside_the_compilers(on_cpu: SolvedPlan) -> No
     assert found.compute.predicted_flops == pytest.approx(found.compute.compiled_flops, rel=0.02)
 
 
+def test_a_loop_of_which_nobody_knows_the_trips_counts_as_often_as_in_the_plan() -> None:
+    def settled(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda x: jnp.max(jnp.abs(x)) > 1e-3, lambda x: x @ w, x)
+
+    arguments = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((64, 64), (32, 64))]
+    compute = autoshard.plan(settled, *arguments, mesh=MESH, hardware="cpu:8").verify("cpu").compute
+    assert compute is not None
+    assert compute.compiled_flops == compute.predicted_flops > 0
+
+
 def test_the_users_own_executable_is_checked(on_cpu: SolvedPlan) -> None:
     _, (state, batch) = models.build("mlp-1k", compute_dtype="float32")
     compiled = on_cpu.jit().lower(state, batch).compile()

@@ -221,7 +221,7 @@ def _loop(reader: _Reader, loop: Instruction, context: _Context) -> Iterator[Col
     """Body and condition of a loop, times its trips."""
     trips, unknown = reader.flow.loops.trip_count(loop), context.unknown_loops
     if trips is None:
-        trips, unknown = reader.unknown_trips[len(unknown)], (*unknown, loop.name)
+        trips, unknown = reader.unknown_trips.inside(len(unknown)), (*unknown, loop.name)
     inside = _Context(context.trips * trips, context.conditional, unknown)
     for name in loop.calls:
         yield from _walk(reader, reader.module[name], inside)

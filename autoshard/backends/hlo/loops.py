@@ -26,8 +26,8 @@ class UnknownTrips:
     count: int = 1
     depth: int = 3
 
-    def __getitem__(self, around: int) -> int:
-        """Trips of such a loop that lies in `around` others."""
+    def inside(self, around: int) -> int:
+        """Trips of such a loop that lies in so many others."""
         return self.count if around < self.depth else 1
 
 

@@ -97,7 +97,8 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
             unplanned = _moved(draft, value, holder, taker, cuts=True)
         elif (lent or holder is not port) and _renames(draft, taker):
             unplanned = _moved(draft, value, holder, taker, cuts=True)
-            unplanned &= np.isin(holder.codes, taker.codes)[:, None]
+            later = np.isin(holder.codes, taker.codes)[:, None]
+            unplanned &= later if holder is port else later | _cut(draft, value, taker, holder).T
         elif is_input and facts.compiler.regathers_far_uses and _narrows(draft, taker, value):
             unplanned = _moved(draft, value, holder, taker, cuts=True)
             if holder is not port:
@@ -146,7 +147,8 @@ def _narrows(draft: Draft, taker: Port, value: int) -> bool:
 def _renames(draft: Draft, taker: Port) -> bool:
     """Whether the consumer at a port gives a value that lies in memory another name.
 
-    What moves has memory of its own, for as long as the name is read: the copy of that has it, and moves.
+    What moves has memory of its own for as long as the name is read. So it does not move on the way there: the name's
+    copy does, or the value's is gathered already (for a program's constraint, or a reshape without such a layout).
     """
     node, facts = draft.nodes[taker.node], draft.facts
     return isinstance(node, Equation) and bool(facts.lives.named[facts.graph.results[node.equation][0]])
