@@ -208,17 +208,20 @@ def test_time_that_ends_at_another_choice_leaves_the_best_so_far(monkeypatch: py
     limit = int(0.75 * written.record.memory.peak_bytes)
     choices = RecomputationSpace.of(build_search_space(replace(written.space.request, remat="add", memory_bytes=limit)))
     assert choices is not None
-    best_sums, made = pipeline._best_sums, list[PlanningResult]()
+    best_sums, made, late = pipeline._best_sums, list[PlanningResult](), list[SearchSpace]()
 
-    def once(*asked: Any) -> PlanningResult:
+    def once(space: SearchSpace, *asked: Any) -> PlanningResult:
+        """The program that is planned first costs more than the graph with the choices said."""
         if made:
+            late.append(space)
             raise autoshard.TimeLimitError("solving", 1.0)
-        made.append(best_sums(*asked))
+        found = best_sums(space, *asked)
+        made.append(replace(found, solution=replace(found.solution, objective=2 * found.solution.objective)))
         return made[0]
 
     monkeypatch.setattr(pipeline, "_best_sums", once)
-    monkeypatch.setattr(pipeline, "MISPRICED", -1.0)  # another choice is always tried
     assert pipeline._repeating(choices, BUDGET, (), inf, []).best is made[0]
+    assert late
 
 
 @pytest.mark.parametrize("layers", [3, pytest.param(8, marks=pytest.mark.slow)])
