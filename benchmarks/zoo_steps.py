@@ -21,11 +21,10 @@ from typing import Any
 
 import jax
 
-from benchmarks.unseen_steps import MESHES, REL_GAP, Found, Pair, judged, verdict
+from benchmarks.unseen_steps import MESHES, REL_GAP, TIME_LIMIT_S, Found, Pair, judged, verdict
 from benchmarks.zoo.subjects import SUBJECTS, Subject
 
 TARGETS = ("h100:1x8", "h100:4x8", "tpu-v5e:4x4", "tpu-v5p:4x4x2")
-TIME_LIMIT_S = 120.0
 CHILD_LIMIT_S = 900
 ROWS = Path(__file__).with_name("results") / "zoo_steps.jsonl"
 PAGE = Path(__file__).parents[1] / "docs" / "models_steps.md"
