@@ -20,6 +20,7 @@ EXPERTS_PER_TOKEN = 2
 CAPACITY = 1.25  # places of an expert, by tokens that it gets on average
 MASKED = -1e30
 EPSILON = 1e-6
+ROTATION = 1e4  # the longest wave of positions, by the shortest
 
 OPTIMIZERS: Mapping[str, Callable[[], optax.GradientTransformation]] = {
     "adamw": lambda: optax.adamw(1e-3),
@@ -42,11 +43,13 @@ class Model:
       tied: scores are products with the embedding.
       padded: some positions are masked by an argument.
       normed_heads: queries and keys are normed.
+      rotated: queries and keys are rotated by their positions, in halves.
       biases: queries and the feed-forward block add some.
       weights: the dtype that parameters are stored in.
       compute: the dtype of products.
       scan: layers are stacked and scanned.
       remat: each layer is under `jax.checkpoint`.
+      micro_batches: whose gradients a loop adds up.
       tokens: of the batch, on each device.
       length: of a sequence.
     """
@@ -65,12 +68,14 @@ class Model:
     causal: bool = True
     padded: bool = False
     normed_heads: bool = False
+    rotated: bool = False
     biases: bool = False
     weights: str = "float32"
     compute: str = "bfloat16"
     optimizer: str = "adamw"
     scan: bool = False
     remat: bool = False
+    micro_batches: int = 1
     tokens: int = 2048
     length: int = 1024
 
@@ -80,13 +85,26 @@ class Model:
 
         def step(state: Any, ids: Array, labels: Array, mask: Array) -> Any:
             params, moments = state
-            value, gradients = jax.value_and_grad(self.loss)(params, ids, labels, mask)
+            value, gradients = self.gradients(params, (ids, labels, mask))
             updates, moments = optimizer.update(gradients, moments, params)
             return (optax.apply_updates(params, updates), moments), value
 
         params = self.parameters()
         batch = jax.ShapeDtypeStruct((self.tokens * devices // self.length, self.length), jnp.int32)
         return step, ((params, jax.eval_shape(optimizer.init, params)), batch, batch, batch)
+
+    def gradients(self, params: Weights, batch: tuple[Array, ...]) -> tuple[Array, Weights]:
+        """The loss and its gradients, of all micro-batches."""
+        if self.micro_batches == 1:
+            return jax.value_and_grad(self.loss)(params, *batch)
+
+        def add(total: Any, part: tuple[Array, ...]) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(self.loss)(params, *part)), None
+
+        parts = [x.reshape(-1, self.micro_batches, x.shape[-1]).swapaxes(0, 1) for x in batch]
+        zeros = jnp.zeros(()), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
+        total, _ = jax.lax.scan(add, zeros, tuple(parts))
+        return jax.tree.map(lambda x: x / self.micro_batches, total)
 
     def parameters(self) -> Weights:
         """Abstract weights."""
@@ -160,6 +178,8 @@ class Model:
             query = query + weights["query_bias"]
         if self.normed_heads:
             query, key = normed(query, weights["query_norm"]), normed(key, weights["key_norm"])
+        if self.rotated:
+            query, key = rotated(query), rotated(key)
         batch, length = x.shape[:2]
         query = query.reshape(batch, length, self.groups, self.heads // self.groups, self.head_width)
         scores = jnp.einsum("bskgd,btkd->bkgst", query, key).astype(jnp.float32) / self.head_width**0.5
@@ -201,6 +221,15 @@ def normed(x: Array, scale: Array) -> Array:
     wide = x.astype(jnp.float32)
     unit = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + EPSILON)
     return unit.astype(x.dtype) * scale.astype(x.dtype)
+
+
+def rotated(x: Array) -> Array:
+    """Rotations of pairs, one of each half, by positions; in float32."""
+    length, width = x.shape[1], x.shape[-1]
+    angles = jnp.arange(length)[:, None, None] * ROTATION ** (-jnp.arange(0, width, 2) / width)
+    one, other = jnp.split(x.astype(jnp.float32), 2, -1)
+    turned = one * jnp.cos(angles) - other * jnp.sin(angles), other * jnp.cos(angles) + one * jnp.sin(angles)
+    return jnp.concatenate(turned, -1).astype(x.dtype)
 
 
 MODELS: Mapping[str, Model] = {
@@ -350,5 +379,27 @@ MODELS: Mapping[str, Model] = {
         remat=True,
         tokens=8192,
         length=8192,
+    ),
+    "rotated-128k": Model(
+        layers=3,
+        width=2048,
+        heads=16,
+        groups=4,
+        head_width=128,
+        features=7168,
+        vocabulary=128_256,
+        rotated=True,
+    ),
+    "rotated-in-parts-32k": Model(
+        layers=3,
+        width=2048,
+        heads=16,
+        groups=8,
+        head_width=128,
+        features=5632,
+        vocabulary=32_000,
+        rotated=True,
+        micro_batches=4,
+        tokens=4096,
     ),
 }
