@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
+from autoshard.costs.merged_products import MergedProduct
 from autoshard.costs.prices import Machine, Seconds
 from autoshard.costs.strategies import Strategies, shards
 from autoshard.ir import manual_calls
@@ -32,14 +33,36 @@ def contraction_s(
     mesh: MeshAxes,
     machine: Machine,
     beside_bytes: NDArray[np.float64] | float = 0.0,
+    merged: MergedProduct | None = None,
+    merged_bytes: int = 0,
 ) -> tuple[Seconds, NDArray[np.float64]]:
     """Roofline seconds (S,) and FLOPs per device (S,) of a contraction of two operands.
 
-    `beside_bytes` (S,): what its kernel reads and writes besides, on a device (`costs.product_kernels`).
+    Args:
+      eqn: the contraction.
+      rule: its rule.
+      strategies: those to price.
+      mesh: the mesh.
+      machine: the machine.
+      beside_bytes: (S,), what its kernel reads and writes besides, on a device (`costs.product_kernels`).
+      merged: the products that it is one with: all are split alike, and it pays its part.
+      merged_bytes: of the operands and the result of the smallest of them, up to which they are.
     """
     batch, m, n, k = _matmul(eqn, rule, strategies, mesh)
     flops = np.multiply(2.0 * batch * m, n * k, dtype=np.float64)
-    return np.asarray(machine.matmul_s(batch, m, n, k, multiplied_dtype(eqn), beside_bytes=beside_bytes)), flops
+    dtype, times = multiplied_dtype(eqn), 1.0
+    if merged is not None:
+        own, other = (m, n) if merged.shared == 0 else (n, m)
+        nbytes = own * k * eqn.operands[merged.shared].itemsize
+        nbytes = nbytes + merged.smallest * other * (k * eqn.operands[1 - merged.shared].itemsize)
+        nbytes = nbytes + merged.smallest * m * n * eqn.results[0].itemsize
+        times = np.where(batch * nbytes <= merged_bytes, merged.times, 1.0)
+        m, n = (m, np.rint(n * times)) if merged.shared == 0 else (np.rint(m * times), n)
+    seconds = np.asarray(machine.matmul_s(batch, m, n, k, dtype, beside_bytes=beside_bytes * times)) / times
+    if merged is not None and merged.copied:
+        nbytes = batch * m * n * eqn.results[0].itemsize / times
+        seconds = seconds + machine.hbm_s(np.where(times > 1.0, _COPY * nbytes, 0.0))
+    return seconds, flops
 
 
 def partial_sums_bytes(
@@ -54,6 +77,7 @@ def partial_sums_bytes(
     return np.where(sums > 1, sums * batch * m * n * max(_SUM_BYTES, result.itemsize), 0)
 
 
+_COPY = 2  # times that it reads or writes an array
 _SUM_BYTES = 4  # of an element: sums are float32
 
 

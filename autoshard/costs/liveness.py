@@ -53,6 +53,7 @@ from autoshard.ir.op_traits import (
     LOOP_STACK,
     RECALL,
     REV,
+    SPLIT,
     TRANSPOSE,
 )
 from autoshard.rules.rule import ShardingRule
@@ -295,8 +296,10 @@ def _find_overwritten(
     reduced: dict[int, frozenset[int]] = {}  # reduction → the values whose rows it reduces, if they are short
     found: set[int] = set()
 
+    carried: set[int] = set()
+
     def reads_of(v: int) -> frozenset[int]:
-        if stored[v]:
+        if stored[v] and v not in carried:
             return frozenset({v}) if everywhere else frozenset()
         return reads.get(v, frozenset())
 
@@ -304,7 +307,10 @@ def _find_overwritten(
         eqn = graph.eqns[e]
         if eqn.primitive == LOOP_CARRY:  # lies where the value does that enters the loop
             (v,) = graph.operands[e]
-            reads[graph.results[e][0]] = frozenset({v}) if stored[v] else reads.get(v, frozenset())
+            (within,) = graph.results[e]
+            carried.add(within)
+            lies = within if stored[within] else v
+            reads[within] = frozenset({lies}) if stored[lies] else reads.get(v, frozenset())
         if not fused or eqn.primitive == TRANSPOSE or not graph.results[e]:
             continue
         result = graph.results[e][0]
@@ -318,6 +324,8 @@ def _find_overwritten(
                 for v in graph.operands[e]
             )
         )
+        for part in graph.results[e][1:]:  # of what is split
+            reads[part], elsewhere[part] = reads[result], elsewhere[result]
         if eqn.traits.ends_fusion:
             row = graph.avals[graph.operands[e][0]].size // max(aval.size, 1)
             reduced[result] = twice | (reads[result] if row <= SHORT_ROW else frozenset())
@@ -381,6 +389,7 @@ def _find_held(
     held[list(graph.inputs)] = True
     held[list(graph.outputs)] = True
     readers = np.zeros(len(graph.avals), np.int64)
+    carried: set[int] = set()
     for e, eqn in enumerate(graph.eqns):
         operands, results = list(graph.operands[e]), list(graph.results[e])
         made[results] = True
@@ -389,10 +398,14 @@ def _find_held(
         readers[operands] += not aside
         if eqn.traits.enters_loop:
             held[operands] = True
+            held[results] = eqn.primitive == LOOP_CARRY and operands[0] in carried  # a loop carries one value once
+            carried.update(operands if eqn.primitive == LOOP_CARRY else ())
         elif e in scatters:  # the table lies where the other term does
             held[operands[1:]] = True
         elif e in sums or eqn.traits.ends_fusion or eqn.primitive == LOOP_STACK:
             held[results] = True
+        elif eqn.primitive == SPLIT and compiler.writes_what_is_split:
+            held[operands] = True
         elif not fuses[e] and not eqn.traits.renames and not aside:
             drawn = operands[:1] if eqn.traits.reads_part and compiler.gathers_make_their_operands else []
             held[[v for v in operands if v not in drawn and not (taken[v] and eqn.traits.contraction)]] = True
@@ -422,25 +435,25 @@ def _find_held(
                 goes_to[o] = goes_to.get(o, frozenset[int]()) | ends
     sources: dict[int, dict[int, int]] = {}  # value that is not held → what in memory it is recomputed from, and bytes
     for e, eqn in enumerate(graph.eqns):
-        result = graph.results[e][0] if graph.results[e] else -1
         if eqn.traits.renames:
-            held[result] |= held[graph.operands[e][-1]]
-        if result < 0 or held[result] or not (fuses[e] or eqn.traits.renames or eqn.primitive == LOOP_SLICE):
-            continue
-        found: dict[int, int] = {}
-        for v in graph.made_from(e):
-            if held[v]:  # of a stack, a trip's part is read
-                aval = graph.avals[result if eqn.primitive == LOOP_SLICE else v]
-                found[v] = numerators[v].nbytes(aval) if v in numerators else aval.nbytes
-            elif made[v]:
-                found.update(sources.get(v, {}))
-        sources[result] = found
-        if eqn.traits.renames or eqn.traits.choice:
-            continue
-        write, read, times = graph.avals[result].nbytes, sum(found.values()), int(readers[result])
-        held[result] = times * read > read + write + times * write or len(found) > _MOST_SOURCES
-        if uses[result] > 1 and any(v in differentiated for v in found):
-            held[result] |= sum(graph.avals[v].size == graph.avals[result].size for v in found) > 1
+            held[graph.results[e][0]] |= held[graph.operands[e][-1]]
+        for result in graph.results[e]:
+            if held[result] or not (fuses[e] or eqn.traits.renames or eqn.primitive == LOOP_SLICE):
+                continue
+            found: dict[int, int] = {}
+            for v in graph.made_from(e):
+                if held[v]:  # of a stack, a trip's part is read
+                    aval = graph.avals[result if eqn.primitive == LOOP_SLICE else v]
+                    found[v] = numerators[v].nbytes(aval) if v in numerators else aval.nbytes
+                elif made[v]:
+                    found.update(sources.get(v, {}))
+            sources[result] = found
+            if eqn.traits.renames or eqn.traits.choice:
+                continue
+            write, read, times = graph.avals[result].nbytes, sum(found.values()), int(readers[result])
+            held[result] = times * read > read + write + times * write or len(found) > _MOST_SOURCES
+            if uses[result] > 1 and any(v in differentiated for v in found):
+                held[result] |= sum(graph.avals[v].size == graph.avals[result].size for v in found) > 1
     return held
 
 

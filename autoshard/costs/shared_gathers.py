@@ -38,10 +38,13 @@ def groups(graph: Graph, *, far: bool) -> dict[int, tuple[tuple[int, ...], ...]]
         return {}
     found: dict[int, list[tuple[int, ...]]] = {}
     for value, uses in _uses(graph):
-        parts: list[list[int]] = [[e] for e, _ in uses[:1]]
-        for (_, before), (e, height) in pairwise(uses):
+        parts: list[list[int]] = [[]] if uses else []
+        before = uses[0][1] if uses else 0
+        for e, height in uses:
             if far and before - height > NEAR:
                 parts.append([])
+            if not parts[-1] or e not in graph.optional:
+                before = height  # an optional use may be left out: those behind it are as far from those before it
             parts[-1].append(e)
         found.setdefault(value, []).extend(tuple(sorted(part)) for part in parts)
     return {value: tuple(sorted(parts)) for value, parts in found.items() if len(parts) > 1}

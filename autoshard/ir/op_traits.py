@@ -35,7 +35,7 @@ SCAN = "scan"
 SCATTER_ADD = "scatter-add"
 SELECT = "select_n"
 SHARD_MAP = "shard_map"
-SLICE = "slice"
+SLICE, SPLIT = "slice", "split"
 TRANSPOSE = "transpose"
 WHILE = "while"
 # Links between a body and the equations around it (`ir.graph`).
@@ -162,8 +162,7 @@ OP_TRAITS: Mapping[str, OpTraits] = {
     **dict.fromkeys(("squeeze", "expand_dims"), _GROUPED),
     CONSTRAINT: OpTraits(renames=True, moves_nothing=True, fusible=True, passes_totals=True, linear=True),
     # Parts of values.
-    SLICE: OpTraits(cuts=True, fusible=True, linear=True),
-    "split": OpTraits(cuts=True, linear=True),
+    **dict.fromkeys((SLICE, SPLIT), OpTraits(cuts=True, fusible=True, linear=True)),
     "dynamic_slice": OpTraits(cuts=True, reads_part=True),
     GATHER: OpTraits(reads_part=True),
     "dynamic_update_slice": OpTraits(updates=True),

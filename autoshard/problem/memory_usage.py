@@ -111,6 +111,19 @@ class MemoryUsageBuilder:
         if not in_place:
             self._add_layouts(target, moved, end, name, kind)
 
+    def add_carried_constant(self, constant: int, value: int, port: Port) -> None:
+        """Memory of a constant that a loop carries on (zeros, to which every trip adds), in the layout of what it is.
+
+        No decision makes a constant. In the loop it lies in memory until what is carried on is written over it.
+
+        Args:
+          constant: the value that enters the loop.
+          value: the same in the loop.
+          port: the loop's.
+        """
+        begin, _ = self._spans[self.graph.value_loop[value]]
+        self._add_layouts(port, begin, max(int(self.lives.end[constant]), begin), value, self._kind(value))
+
     def add_copy(
         self, value: int, copy: Port, port: Port, begin: int, groups: Sequence[Sequence[int]], *, lent: bool
     ) -> None:

@@ -224,6 +224,36 @@ def test_equal_casts_are_one_before_they_are_moved(compiler: CompilerName, topol
     assert any(c.kind == "all-reduce" for c in emitted) == named(compiler).merges_casts
 
 
+@pytest.mark.parametrize(("compiler", "topology"), COMPILERS[:2])
+def test_what_a_rotation_splits_is_written_or_read_where_it_lies(compiler: CompilerName, topology: str) -> None:
+    """Of a product in bfloat16 halves are rotated in float32."""
+
+    def rotated(x: jax.Array, w: jax.Array) -> jax.Array:
+        heads = (x @ w).reshape(-1, 1024, 8, 128).astype(jnp.float32)
+        one, other = jnp.split(heads, 2, -1)
+        turn = jnp.cos(jnp.arange(1024.0))[:, None, None]
+        both = jnp.concatenate([one * turn - other * turn, other * turn + one * turn], -1)
+        return both.astype(jnp.bfloat16).transpose(0, 2, 1, 3)
+
+    _, found = entry(topology, rotated, (BF16(8192, 1024), BF16(1024, 1024)), (P("x"), P()))
+    assert ("= f32[1,1024,8,128]" in found) == named(compiler).writes_what_is_split
+    assert "= f32[1,1024,8,64]" not in found
+
+
+@pytest.mark.parametrize("width", [2048, 65_536])
+@pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
+def test_small_products_that_share_an_operand_are_one(compiler: CompilerName, topology: str, width: int) -> None:
+    """Of two products of 8 MB one is made, both results side by side; of two of 200 MB none."""
+
+    def both(x: jax.Array, one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.tanh(x @ one), jnp.sin(x @ other)
+
+    args = BF16(8192, 512), BF16(512, width), BF16(512, width)
+    text = text_of(topology, both, args, (P("x"), P(), P()))
+    sides = (1024 * 512 + 512 * width + 1024 * width) * 2
+    assert (f"bf16[1024,{2 * width}]" in text) == (sides <= named(compiler).merged_product_bytes)
+
+
 @pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
 def test_what_contractions_make_themselves(compiler: CompilerName, topology: str) -> None:
     """The gated product is computed in the contraction that takes it, or a kernel of its own writes it."""

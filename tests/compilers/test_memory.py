@@ -356,6 +356,37 @@ def test_compilers_add_onto_what_a_loop_carries_where_it_lies(hardware: str, com
     assert memory.compiled.peak == pytest.approx(memory.predicted.peak, rel=0.02)
 
 
+@needs_gpu_compiler
+def test_zeros_to_which_a_loop_adds_gradients_lie_there_in_every_trip() -> None:
+    """A sum as large as the weight is a quarter of the peak; no decision makes the zeros with which it begins."""
+    rows, width = 2048, 4096
+
+    def step(weight: Any, batch: Any) -> Any:
+        def loss(weight: Any, x: Any) -> Any:
+            return jnp.mean(jnp.square(x @ weight.astype(x.dtype)).astype(jnp.float32))
+
+        def add(total: Any, x: Any) -> Any:
+            return total + jax.grad(loss)(weight, x), None
+
+        total, _ = jax.lax.scan(add, jnp.zeros(weight.shape), batch)
+        return weight - 0.1 * total
+
+    plan = autoshard.plan(
+        step,
+        F32((width, width)),
+        BF16((4, 8 * rows, width)),
+        mesh={"data": 8},
+        hardware="h100:1x8",
+        donate_argnums=0,
+        for_grad=False,
+        pins={"weight": P(), "batch": P(None, "data")},
+        out_shardings=P(),
+    )
+    memory = plan.verify("gpu").memory
+    assert memory.compiled is not None
+    assert 0.85 <= memory.compiled.peak / memory.predicted.peak <= 1.02
+
+
 @pytest.mark.parametrize(
     ("hardware", "compiler"), [pytest.param("tpu-v5e:2x4", "tpu", marks=TPU), ("cpu:8", "cpu")], ids=["tpu", "cpu"]
 )

@@ -54,6 +54,21 @@ def used_thrice(between: int) -> Callable[[jax.Array, jax.Array], tuple[jax.Arra
     return program
 
 
+def test_a_use_that_a_plan_may_leave_out_brings_no_others_together() -> None:
+    def program(w: jax.Array, x: jax.Array) -> jax.Array:
+        for _ in range(3):
+            for _ in range(NEAR - 20):
+                x = jnp.sin(x)
+            x = x @ w
+        return x
+
+    graph = build(jax.make_jaxpr(program)(W, W), "tpu")
+    _, middle, last = (e for e, eqn in enumerate(graph.eqns) if eqn.traits.contraction)
+    assert not groups(graph, far=True)
+    (parts,) = groups(replace(graph, optional=frozenset({middle})), far=True).values()
+    assert [last in part for part in parts] == [False, True]
+
+
 @pytest.mark.parametrize(("between", "parts"), [(SURE - 10, 1), (NEAR - 10, 1), (NEAR + 10, 2)])
 def test_uses_are_grouped_by_what_lies_between(between: int, parts: int) -> None:
     """Where it is doubtful what libtpu makes of them, they are one group, and pinned as one."""

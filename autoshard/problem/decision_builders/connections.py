@@ -10,7 +10,7 @@ from autoshard.costs.prefetch import begins, fetchable
 from autoshard.costs.prices import PS_PER_S
 from autoshard.costs.resharding import Unfused
 from autoshard.costs.strategies import shards
-from autoshard.ir.op_traits import DERIVE, KEEP, LOOP_CONST, LOOP_SLICE
+from autoshard.ir.op_traits import DERIVE, KEEP, LOOP_CARRY, LOOP_CONST, LOOP_SLICE
 from autoshard.problem.decision_builders.copies import add_arrival, add_copy
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.edges import add_edge, unfused_kernel
@@ -36,6 +36,11 @@ def connect(draft: Draft, outputs: Sequence[int]) -> None:
         port = draft.made.get(value)
         if port is not None:
             _connect_value(draft, value, port, leaves.get(value, []), fetched)
+    for e, eqn in enumerate(graph.eqns):
+        (carried, *_), entering = graph.results[e] or (-1,), graph.operands[e]
+        lies = eqn.primitive == LOOP_CARRY and not draft.facts.lives.stored[carried]
+        if lies and carried in draft.made and entering[0] not in draft.made:
+            draft.usages.add_carried_constant(entering[0], carried, draft.made[carried])
 
 
 def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port], fetched: Mapping[int, int]) -> None:

@@ -193,7 +193,16 @@ def _priced(facts: GraphFacts, e: int, strategies: Strategies, body: Body | None
     if eqn.traits.contraction:
         kernel = facts.products.kernels[e] if facts.products else None
         beside = 0.0 if kernel is None else fused_bytes(graph, facts.lives, e, kernel, strategies, facts.mesh)
-        seconds, flops = compute.contraction_s(eqn, facts.rules[e], strategies, facts.mesh, facts.machine, beside)
+        seconds, flops = compute.contraction_s(
+            eqn,
+            facts.rules[e],
+            strategies,
+            facts.mesh,
+            facts.machine,
+            beside_bytes=beside,
+            merged=facts.merged.get(e),
+            merged_bytes=facts.compiler.merged_product_bytes,
+        )
         return _Price(reductions_s + seconds, flops, _covering(facts, e, seconds), window)
     return _bound_by_memory(facts, e, strategies, reductions_s)
 

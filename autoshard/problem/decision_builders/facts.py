@@ -13,6 +13,7 @@ from autoshard.costs.execution_order import late_gradients
 from autoshard.costs.fusion import FusionTraits, fusion_traits, host_copies, levels
 from autoshard.costs.liveness import LiveRanges, in_place, live_ranges
 from autoshard.costs.loop_reductions import NONE, Accumulators, accumulators
+from autoshard.costs.merged_products import MergedProduct, merged_products
 from autoshard.costs.overlap import EARLY, OverlapWindows, hidden_shares, overlap_windows
 from autoshard.costs.prices import Machine
 from autoshard.costs.product_kernels import ProductKernels, product_kernels
@@ -63,8 +64,9 @@ class GraphFacts:
     reductions that have kernels of their own, stacks for which some have, values that other kernels compute, and per
     value the levels of those that compute it (None: only that of its own level does): see `costs.reductions`.
     `sliced`: slice of a stack → how many kernels read it, where that is known. `products`: what kernels of contractions
-    do besides, by a compiler whose do: see `costs.product_kernels`. `hides`: the most of communication's seconds that
-    hides, 1 where kinds differ (`Resharder.hidden_ps`); `hiding`: the most of a contraction's beside which any does.
+    do besides, by a compiler whose do: see `costs.product_kernels`. `merged`: contractions that are one with others,
+    see `costs.merged_products`. `hides`: the most of communication's seconds that hides, 1 where kinds differ
+    (`Resharder.hidden_ps`); `hiding`: the most of a contraction's beside which any does.
     `late_gradients`: products that may stand behind the loops that follow: see
     `decision_builders.late_gradients`. `carriers`: of gathers, on chips whose contractions carry them on.
     `host_copies`: equations that copy to the host's memory or back. `stages`: see `stage_dimensions`.
@@ -92,6 +94,7 @@ class GraphFacts:
     kernels: Sequence[frozenset[int]] | None
     sliced: Mapping[int, int]
     products: ProductKernels | None
+    merged: Mapping[int, MergedProduct]
     hides: float
     hiding: float
     late_gradients: frozenset[int]
@@ -251,6 +254,7 @@ def facts_of(
         kernels=kernel_levels(graph, traits.fuses, held, level, again).computing if alone else None,
         sliced=_slice_kernels(graph, traits, held, level, again) if alone else {},
         products=products,
+        merged=merged_products(graph) if compiler.merged_product_bytes else {},
         hides=1.0 if hidden_shares(machine, compiler) else machine.overlap,
         hiding=max(hidden_shares(machine, compiler).values(), default=machine.overlap),
         late_gradients=late,
