@@ -152,17 +152,18 @@ class CompilerModel:
     )
     """So are equal casts of one value, transposed or not: the layout of one draws the readers of the other."""
 
-    writes_what_is_split: bool = field(
+    writes_rotations: bool = field(
         metadata=_seen(
-            "libtpu 0.0.52 writes the float32 cast of what is rotated; jax-cuda12-pjrt 0.10.2 reads it where it lies",
+            "libtpu 0.0.52 writes the float32 cast of what is rotated, or in a layer of attention four halves in "
+            "bfloat16: as many bytes; jax-cuda12-pjrt 0.10.2 reads it where it lies",
             "compilers/test_compiler_models.py::test_what_a_rotation_splits_is_written_or_read_where_it_lies",
         )
     )
-    """What is split lies in memory, in the type in which it is split; its parts do not by any compiler."""
+    """A cast that is split (a rotation in float32) lies in memory, and so do its parts; what is not cast is read."""
 
     merged_product_bytes: int = field(
         metadata=_seen(
-            "openxla/xla dot_merger.h; jax-cuda12-pjrt 0.10.2 merges two of 64 MiB and none of 72, 0.12.0.1 those, too",
+            "openxla/xla dot_merger.h; jax-cuda12-pjrt 0.10.2 and 0.12.0.1 merge two of 64 MiB, and none of 200 MB",
             "compilers/test_compiler_models.py::test_small_products_that_share_an_operand_are_one",
         )
     )

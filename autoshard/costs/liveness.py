@@ -295,8 +295,7 @@ def _find_overwritten(
     elsewhere: dict[int, frozenset[int]] = {}  # value → those of them of which it reads other elements than its own
     reduced: dict[int, frozenset[int]] = {}  # reduction → the values whose rows it reduces, if they are short
     found: set[int] = set()
-
-    carried: set[int] = set()
+    carried: set[int] = set()  # what is carried on, as the loop's body has it
 
     def reads_of(v: int) -> frozenset[int]:
         if stored[v] and v not in carried:
@@ -389,7 +388,7 @@ def _find_held(
     held[list(graph.inputs)] = True
     held[list(graph.outputs)] = True
     readers = np.zeros(len(graph.avals), np.int64)
-    carried: set[int] = set()
+    carried: set[int] = set()  # what entered a loop to be carried on
     for e, eqn in enumerate(graph.eqns):
         operands, results = list(graph.operands[e]), list(graph.results[e])
         made[results] = True
@@ -404,8 +403,8 @@ def _find_held(
             held[operands[1:]] = True
         elif e in sums or eqn.traits.ends_fusion or eqn.primitive == LOOP_STACK:
             held[results] = True
-        elif eqn.primitive == SPLIT and compiler.writes_what_is_split:
-            held[operands] = True
+        elif eqn.primitive == SPLIT and compiler.writes_rotations and _is_cast(graph, operands[0]):
+            held[operands + results] = True
         elif not fuses[e] and not eqn.traits.renames and not aside:
             drawn = operands[:1] if eqn.traits.reads_part and compiler.gathers_make_their_operands else []
             held[[v for v in operands if v not in drawn and not (taken[v] and eqn.traits.contraction)]] = True
@@ -455,6 +454,11 @@ def _find_held(
             if uses[result] > 1 and any(v in differentiated for v in found):
                 held[result] |= sum(graph.avals[v].size == graph.avals[result].size for v in found) > 1
     return held
+
+
+def _is_cast(graph: Graph, value: int) -> bool:
+    """Whether an equation made a value by a cast."""
+    return value in graph.producers and graph.eqns[graph.producers[value][0]].traits.cast
 
 
 def _last_uses(
