@@ -1,4 +1,4 @@
-"""Which products are one, and what they cost together."""
+"""Which products are one, what they cost together, and what is read where one product lies."""
 
 from collections.abc import Callable
 from typing import Any
@@ -66,13 +66,37 @@ def test_other_products_are_not(program: Callable[..., Any]) -> None:
     assert shares(program, X, W, W) == []
 
 
+def cost(program: Callable[..., Any], *arguments: Any, hardware: str = "h100:1x1") -> float:
+    """Seconds of a program on one chip."""
+    return autoshard.plan(program, *arguments, mesh={"x": 1}, hardware=hardware, for_grad=False).cost
+
+
 @pytest.mark.parametrize(("width", "one"), [(1024, True), (16_384, False)])
 def test_small_ones_cost_what_one_does(width: int, *, one: bool) -> None:
-    def cost(program: Callable[..., Any], *arguments: Any) -> float:
-        return autoshard.plan(program, *arguments, mesh={"x": 1}, hardware="h100:1x1", for_grad=False).cost
-
     x, w = half(4096, 2048), half(2048, width)
     apart = cost(lambda x, u, v, w: (x @ u, x @ v, x @ w), x, w, w, w)
     together = cost(lambda x, w: x @ w, x, half(2048, 3 * width))
     assert (apart == pytest.approx(together, rel=1e-6)) is one
     assert apart >= together * (1 - 1e-6)
+
+
+def test_what_is_copied_out_is_read_and_written() -> None:
+    rows, width, peak = 4096, 1024, 3.35e12  # bytes per second of the chip's memory, at most
+    x, w = half(rows, 2048), half(2048, width)
+    apart = cost(lambda x, u, v: (x @ u) @ (x @ v).T, x, w, w)
+    kernels = cost(lambda x, w, y: (x @ w, y @ y.T), x, half(2048, 2 * width), half(rows, width))
+    copied = 2 * 2 * 2 * rows * width  # two results of two bytes per element, each read and written
+    assert copied / peak <= apart - kernels <= 1.3 * copied / peak
+
+
+@pytest.mark.parametrize("hardware", ["h100:1x1", "tpu-v5e:1x1", "cpu:1"])
+def test_what_is_split_is_read_where_it_lies(hardware: str) -> None:
+    """By the kernel that takes both parts: it reads what the product wrote, and writes as much as one of them."""
+
+    def gated(gate: Any, up: Any) -> Any:
+        return jax.nn.silu(gate) * up
+
+    x, w, part = half(4096, 1024), half(1024, 4096), half(4096, 2048)
+    split = cost(lambda x, w: gated(*jnp.split(x @ w, 2, -1)), x, w, hardware=hardware)
+    apart = cost(lambda x, w: x @ w, x, w, hardware=hardware) + cost(gated, part, part, hardware=hardware)
+    assert split == pytest.approx(apart, rel=1e-6)
