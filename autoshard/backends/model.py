@@ -169,6 +169,14 @@ class CompilerModel:
     )
     """Products that share an operand are one if one of two reads and writes no more bytes than these; 0: never."""
 
+    multiplies_ragged_as_dense: bool = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2 and 0.12.0.1, and JAX for CPUs; libtpu 0.0.52 goes over each group's rows alone",
+            "compilers/test_compiler_models.py::test_ragged_products_are_dense_ones_or_not",
+        )
+    )
+    """A ragged product multiplies all rows with every group's matrix: see `costs.ragged_products`."""
+
     shares_grouped_gathers: bool = field(
         metadata=_seen(
             "openxla/xla dot_handler.cc; mlp-8k by `fsdp_megatron` on v5e:2x4, libtpu 0.0.52",

@@ -7,21 +7,20 @@ XLA fuses element-wise chains, so a value counts only if it is *held* in memory
 """
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.backends.model import CompilerModel
 from autoshard.costs.merged_products import MergedProduct
 from autoshard.costs.prices import Machine, Seconds
+from autoshard.costs.ragged_products import DenseProduct, group_count, ragged_dimension
 from autoshard.costs.strategies import Strategies, shards
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import Eqn
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.op_traits import CONVOLUTION, DOT_GENERAL, LOOP_SLICE, LOOP_STACK, SCATTER_ADD
+from autoshard.ir.op_traits import CONVOLUTION, DOT_GENERAL, LOOP_SLICE, LOOP_STACK, RAGGED_DOT
 from autoshard.rules.rule import ShardingRule
 from cost_models.machines.roofline import taps_on_data
 
@@ -34,7 +33,7 @@ def contraction_s(
     machine: Machine,
     beside_bytes: NDArray[np.float64] | float = 0.0,
     merged: MergedProduct | None = None,
-    merged_bytes: int = 0,
+    dense: DenseProduct | None = None,
 ) -> tuple[Seconds, NDArray[np.float64]]:
     """Roofline seconds (S,) and FLOPs per device (S,) of a contraction of two operands.
 
@@ -46,9 +45,9 @@ def contraction_s(
       machine: the machine.
       beside_bytes: (S,), what its kernel reads and writes besides, on a device (`costs.product_kernels`).
       merged: the products that it is one with: all are split alike, and it pays its part.
-      merged_bytes: of the operands and the result of the smallest of them, up to which they are.
+      dense: what a ragged product is made of, by a compiler that multiplies all rows with all matrices.
     """
-    batch, m, n, k = _matmul(eqn, rule, strategies, mesh)
+    batch, m, n, k = _matmul(eqn, rule, strategies, mesh, dense=dense is not None)
     flops = np.multiply(2.0 * batch * m, n * k, dtype=np.float64)
     dtype, times = multiplied_dtype(eqn), 1.0
     if merged is not None:
@@ -56,13 +55,21 @@ def contraction_s(
         nbytes = own * k * eqn.operands[merged.shared].itemsize
         nbytes = nbytes + merged.smallest * other * (k * eqn.operands[1 - merged.shared].itemsize)
         nbytes = nbytes + merged.smallest * m * n * eqn.results[0].itemsize
-        times = np.where(batch * nbytes <= merged_bytes, merged.times, 1.0)
+        times = np.where(batch * nbytes <= merged.up_to, merged.times, 1.0)
         m, n = (m, np.rint(n * times)) if merged.shared == 0 else (np.rint(m * times), n)
     seconds = np.asarray(machine.matmul_s(batch, m, n, k, dtype, beside_bytes=beside_bytes * times)) / times
     if merged is not None and merged.copied:
         nbytes = batch * m * n * eqn.results[0].itemsize / times
         seconds = seconds + machine.hbm_s(np.where(times > 1.0, _COPY * nbytes, 0.0))
+    if dense is not None:
+        seconds = seconds + machine.hbm_s(dense.touched_bytes(operand_bytes(eqn, strategies, mesh)))
     return seconds, flops
+
+
+def operand_bytes(eqn: Eqn, strategies: Strategies, mesh: MeshAxes) -> tuple[NDArray[np.int64], ...]:
+    """Bytes per device (S,) of each operand of an equation."""
+    operands = zip(eqn.operands, strategies.operands, strict=True)
+    return tuple(aval.nbytes // shards(codes, aval.ndim, mesh) for aval, codes in operands)
 
 
 def partial_sums_bytes(
@@ -82,15 +89,16 @@ _SUM_BYTES = 4  # of an element: sums are float32
 
 
 def _matmul(
-    eqn: Eqn, rule: ShardingRule, strategies: Strategies, mesh: MeshAxes
+    eqn: Eqn, rule: ShardingRule, strategies: Strategies, mesh: MeshAxes, *, dense: bool = False
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
     """The sizes (S,) of a contraction as a matmul: batch, m, n, k.
 
     Factors in both operands and the result are batch, in the left and the result m, in
-    the right and the result n, in both operands but not in the result k; a row of a ragged
-    dot meets one of the right operand's groups. A convolution is the matmul of its outputs
-    (m) and output features (n) over the input features and the taps that fall on data (k,
-    their mean per output; the image counts as read once per tap, as if unrolled).
+    the right and the result n, in both operands but not in the result k. Groups of a ragged
+    product are batch, and share its rows equally, or what it contracts; in a `dense` one every group has all rows,
+    and rows contract the groups, too. A convolution is the matmul of its outputs (m) and output features (n) over
+    the input features and the taps that fall on data (k, their mean per output; the image counts as read once per
+    tap, as if unrolled).
     """
     left, right = ({f for dim in dims for f in dim} for dims in rule.operands[:2])
     out = {f for dim in rule.results[0] for f in dim}
@@ -105,6 +113,13 @@ def _matmul(
         everywhere = np.array([[factor.size for factor in rule.factors]])
         parts = (everywhere // local.clip(1)).clip(1)[:, sorted(left | right | out)].prod(axis=1)
         k = _convolution_flops(eqn) / (2.0 * np.maximum(batch * m * n, 1) * parts)
+    if eqn.primitive == RAGGED_DOT and (ragged := ragged_dimension(eqn)) != "batch":
+        groups = group_count(eqn)
+        if dense:
+            return (batch, m, n, k * groups) if ragged == "rows" else (batch * groups, m, n, k)
+        groups = np.minimum(groups, np.maximum(m if ragged == "rows" else k, 1))
+        m, k = (m // groups, k) if ragged == "rows" else (m, k // groups)
+        batch = batch * groups
     return batch, m, n, k
 
 
@@ -205,11 +220,6 @@ def touched_bytes(
     return total
 
 
-def fusible(eqn: Eqn, *, pointwise: bool, compiler: CompilerModel) -> bool:
-    """Whether XLA fuses the equation with its neighbours."""
-    return pointwise or eqn.traits.fusible or (compiler.compares_positions_for_scatters and _marks(eqn))
-
-
 def comparing_s(eqn: Eqn, strategies: Strategies, mesh: MeshAxes, machine: Machine) -> Seconds:
     """Seconds (S,) in which a kernel compares each position of a scatter's result, and selects by it.
 
@@ -222,16 +232,3 @@ def comparing_s(eqn: Eqn, strategies: Strategies, mesh: MeshAxes, machine: Machi
 
 
 _COMPARING = 2.0  # operations per element: a comparison and a selection
-
-
-def _marks(eqn: Eqn) -> bool:
-    """Whether a scatter adds one element to each row of its operand: the transpose of taking one of each.
-
-    XLA:TPU compares positions instead, in the fusion that reads the result (the labels' scores of
-    gpt2-small, libtpu 0.0.52).
-    """
-    if eqn.primitive != SCATTER_ADD:
-        return False
-    rows = eqn.params["dimension_numbers"].operand_batching_dims
-    operand, _, updates = eqn.operands
-    return len(rows) == operand.ndim - 1 > 0 and updates.size == prod(operand.shape[d] for d in rows)

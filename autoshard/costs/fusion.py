@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
-from autoshard.costs import compute
-from autoshard.ir.graph import Aval, Graph
-from autoshard.ir.op_traits import DEVICE_PUT, IOTA, LOOP_CONST, TRANSPOSE
+from autoshard.ir.graph import Aval, Eqn, Graph
+from autoshard.ir.op_traits import DEVICE_PUT, IOTA, LOOP_CONST, SCATTER_ADD, TRANSPOSE
 from autoshard.rules.rule import FactorKind, ShardingRule
 
 
@@ -42,7 +41,7 @@ def fusion_traits(
         is_pointwise(rule) and e not in alone and not (graph.eqns[e].traits.link or graph.eqns[e].traits.choice)
         for e, rule in enumerate(rules)
     ]
-    fuses = [compute.fusible(eqn, pointwise=p, compiler=compiler) for eqn, p in zip(graph.eqns, pointwise, strict=True)]
+    fuses = [fusible(eqn, pointwise=p, compiler=compiler) for eqn, p in zip(graph.eqns, pointwise, strict=True)]
     flows = _sum_flows(graph, rules, compiler)
     products, added = _find_sums(graph, flows)
     return FusionTraits(
@@ -54,6 +53,24 @@ def fusion_traits(
         added=added,
         turned_terms=_turned_terms(graph, flows),
     )
+
+
+def fusible(eqn: Eqn, *, pointwise: bool, compiler: CompilerModel) -> bool:
+    """Whether XLA fuses the equation with its neighbours."""
+    return pointwise or eqn.traits.fusible or (compiler.compares_positions_for_scatters and _marks(eqn))
+
+
+def _marks(eqn: Eqn) -> bool:
+    """Whether a scatter adds one element to each row of its operand: the transpose of taking one of each.
+
+    XLA:TPU compares positions instead, in the fusion that reads the result (the labels' scores of
+    gpt2-small, libtpu 0.0.52).
+    """
+    if eqn.primitive != SCATTER_ADD:
+        return False
+    rows = eqn.params["dimension_numbers"].operand_batching_dims
+    operand, _, updates = eqn.operands
+    return len(rows) == operand.ndim - 1 > 0 and updates.size == prod(operand.shape[d] for d in rows)
 
 
 def host_copies(graph: Graph, compiler: CompilerModel) -> frozenset[int]:

@@ -51,6 +51,7 @@ from autoshard.ir.op_traits import (
     LOOP_RESULT,
     LOOP_SLICE,
     LOOP_STACK,
+    RAGGED_DOT,
     RECALL,
     REV,
     SPLIT,
@@ -136,7 +137,7 @@ def live_ranges(
     numerators: dict[int, Numerator] = {}
     if compiler.contractions_make_their_operands:
         for e, eqn in enumerate(graph.eqns):
-            if eqn.traits.contraction:
+            if eqn.traits.contraction and eqn.primitive != RAGGED_DOT:
                 taken[list(graph.operands[e])] = True
     if compiler.stores_softmax_numerators:
         divides = softmax_facts.stores_quotients

@@ -25,16 +25,21 @@ class MergedProduct:
       times: elements of all results, by those of its own.
       smallest: elements of the smallest result, by those of its own.
       copied: whether its result is copied out of theirs.
+      up_to: bytes of the operands and the result of the smallest of them, up to which they are one.
     """
 
     shared: int
     times: float
     smallest: float
     copied: bool
+    up_to: int
 
 
-def merged_products(graph: Graph) -> Mapping[int, MergedProduct]:
-    """Equation → what it is merged with, if it is; one that shares both of its operands is merged by its left one."""
+def merged_products(graph: Graph, up_to: int) -> Mapping[int, MergedProduct]:
+    """Equation → what it is merged with, if it is; one that shares both of its operands is merged by its left one.
+
+    `up_to`: see `MergedProduct`.
+    """
     found: dict[int, MergedProduct] = {}
     for shared in (0, 1):
         alike: dict[Any, list[int]] = defaultdict(list)
@@ -52,6 +57,7 @@ def merged_products(graph: Graph) -> Mapping[int, MergedProduct]:
                         times=sum(sizes.values()) / size,
                         smallest=min(sizes.values()) / size,
                         copied=_is_multiplied(graph, graph.results[e][0]),
+                        up_to=up_to,
                     )
                     for e, size in sizes.items()
                 }

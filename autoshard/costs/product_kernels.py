@@ -27,7 +27,7 @@ from autoshard.costs.resharding import Unfused
 from autoshard.costs.strategies import SUM, Strategies, decode, shards, split
 from autoshard.ir.graph import Eqn, Graph
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.op_traits import DERIVE, LOOP_STACK, RECALL
+from autoshard.ir.op_traits import DERIVE, LOOP_STACK, RAGGED_DOT, RECALL
 
 _NONE = -1
 
@@ -148,7 +148,7 @@ class _Kernels:
         self.host = np.full(len(graph.avals), _NONE, np.int64)  # per value, the contraction whose kernel could make it
         self.runs_in = [_NONE] * len(graph.eqns)  # per equation, that whose kernel could run it
         for e, eqn in enumerate(graph.eqns):
-            if eqn.traits.contraction:
+            if eqn.traits.contraction and eqn.primitive != RAGGED_DOT:
                 self.runs_in[e] = e
             elif self.onward[e]:
                 self.runs_in[e] = self._could_run(e)

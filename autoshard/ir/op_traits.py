@@ -22,6 +22,7 @@ COND = "cond"
 CONVOLUTION = "conv_general_dilated"
 DEVICE_PUT = "device_put"
 DOT_GENERAL = "dot_general"
+RAGGED_DOT = "ragged_dot_general"
 EXP, DIV, MUL, SUB, REDUCE_MAX, REDUCE_SUM = "exp", "div", "mul", "sub", "reduce_max", "reduce_sum"
 FFT = "fft"
 GATHER = "gather"
@@ -140,7 +141,7 @@ _PLAIN = (
 OP_TRAITS: Mapping[str, OpTraits] = {
     **dict.fromkeys(_PLAIN, OpTraits()),
     # Arithmetic.
-    **dict.fromkeys((DOT_GENERAL, "ragged_dot_general", CONVOLUTION), _CONTRACTION),
+    **dict.fromkeys((DOT_GENERAL, RAGGED_DOT, CONVOLUTION), _CONTRACTION),
     **dict.fromkeys(("add", "add_any"), _ADDITION),
     MUL: OpTraits(scale=True),
     DIV: OpTraits(scale=True, costly=True),

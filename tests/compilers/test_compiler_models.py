@@ -255,6 +255,16 @@ def test_small_products_that_share_an_operand_are_one(compiler: CompilerName, to
 
 
 @pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
+def test_ragged_products_are_dense_ones_or_not(compiler: CompilerName, topology: str) -> None:
+    """A copy of 1,024 rows for each of eight groups lies in memory, or a kernel goes over each group's."""
+    args = BF16(1024, 512), BF16(8, 512, 256), jax.ShapeDtypeStruct((8,), jnp.int32)
+    _, found = entry(topology, jax.lax.ragged_dot, args, (P(), P(None, None, "x"), P()))
+    copied = re.search(r"%(?!param)[\w.-]+ = \w+\[(8,1024,512|1024,8,512|1024,4096)\]", found) is not None
+    assert copied == named(compiler).multiplies_ragged_as_dense
+    assert ('"is_ragged_dot":true' in found) == (not copied)
+
+
+@pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
 def test_what_contractions_make_themselves(compiler: CompilerName, topology: str) -> None:
     """The gated product is computed in the contraction that takes it, or a kernel of its own writes it."""
 

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.backends.known_compilers import XLA_GPU
-from autoshard.costs import compute
 from autoshard.costs.dimension_orders import DimensionOrders, dimension_orders
-from autoshard.costs.fusion import is_pointwise
+from autoshard.costs.fusion import fusible, is_pointwise
 from autoshard.costs.liveness import live_ranges
 from autoshard.costs.softmaxes import SoftmaxFacts
 from autoshard.ir.graph import Graph, build
@@ -22,9 +21,7 @@ BF16 = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
 def orders(fn: Any, *args: Any) -> tuple[Graph, DimensionOrders]:
     graph = build(jax.make_jaxpr(fn)(*args), "cuda")
     rules = rules_of(graph.eqns, unknown="error")
-    fuses = [
-        compute.fusible(e, pointwise=is_pointwise(r), compiler=XLA_GPU) for e, r in zip(graph.eqns, rules, strict=True)
-    ]
+    fuses = [fusible(e, pointwise=is_pointwise(r), compiler=XLA_GPU) for e, r in zip(graph.eqns, rules, strict=True)]
     return graph, dimension_orders(graph, fuses)
 
 
@@ -83,9 +80,7 @@ def test_what_contractions_have_read_is_gone_when_the_gradient_of_scores_is_turn
     graph, found = orders(trips if scanned else fn, *args)
     (turned,) = found.turned
     rules = rules_of(graph.eqns, unknown="error")
-    fuses = [
-        compute.fusible(e, pointwise=is_pointwise(r), compiler=XLA_GPU) for e, r in zip(graph.eqns, rules, strict=True)
-    ]
+    fuses = [fusible(e, pointwise=is_pointwise(r), compiler=XLA_GPU) for e, r in zip(graph.eqns, rules, strict=True)]
     facts = SoftmaxFacts(devices=1, stores_quotients=True, stores_gradients=True)
     lives = live_ranges(graph, rules, fuses, XLA_GPU, orders=found, softmax_facts=facts, loss_last=False)
     casts = (r[0] for e, r in enumerate(graph.results) if graph.eqns[e].traits.cast)

@@ -13,10 +13,9 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard.backends.known_compilers import XLA_GPU, XLA_GPU_0_10, XLA_TPU
 from autoshard.backends.model import CompilerModel
-from autoshard.costs import compute
 from autoshard.costs.casts import CastAhead, cast_ahead, multiplied
 from autoshard.costs.dimension_orders import DimensionOrders
-from autoshard.costs.fusion import is_pointwise
+from autoshard.costs.fusion import fusible, is_pointwise
 from autoshard.costs.liveness import LiveRanges, live_ranges
 from autoshard.costs.softmaxes import SoftmaxFacts
 from autoshard.costs.strategies import WHOLE, decode
@@ -32,9 +31,7 @@ BF16 = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
 def lived(fn: Callable[..., Any], *args: Any, compiler: CompilerModel = XLA_GPU) -> tuple[Graph, LiveRanges]:
     graph = build(jax.make_jaxpr(fn)(*args), "cpu")
     rules = rules_of(graph.eqns, unknown="error")
-    fuses = [
-        compute.fusible(e, pointwise=is_pointwise(r), compiler=compiler) for e, r in zip(graph.eqns, rules, strict=True)
-    ]
+    fuses = [fusible(e, pointwise=is_pointwise(r), compiler=compiler) for e, r in zip(graph.eqns, rules, strict=True)]
     return graph, live_ranges(
         graph,
         rules,
@@ -363,8 +360,8 @@ def test_on_tpu_one_of_each_row_is_taken_back_without_a_scatter(
     labels = jax.ShapeDtypeStruct((taken, 128) if axis == 0 else (64, taken), jnp.int32)
     graph = build(jax.make_jaxpr(gradient)(F32((64, 128)), labels), "cpu")
     scatter = next(eqn for eqn in graph.eqns if eqn.primitive == "scatter-add")
-    assert compute.fusible(scatter, pointwise=False, compiler=XLA_TPU) == compared
-    assert not compute.fusible(scatter, pointwise=False, compiler=XLA_GPU)
+    assert fusible(scatter, pointwise=False, compiler=XLA_TPU) == compared
+    assert not fusible(scatter, pointwise=False, compiler=XLA_GPU)
 
 
 def test_what_costs_much_is_computed_once_for_all_fusions_that_read_it() -> None:

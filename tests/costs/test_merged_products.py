@@ -17,11 +17,12 @@ def half(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 X, W = half(64, 32), half(32, 32)
+MIB64 = 64 << 20
 
 
 def shares(program: Callable[..., Any], *arguments: Any) -> list[tuple[int, float, float]]:
     """Of every product that is one with others: the operand that they share, its part of the whole, and the least."""
-    found = merged_products(build(jax.make_jaxpr(program)(*arguments), "cuda"))
+    found = merged_products(build(jax.make_jaxpr(program)(*arguments), "cuda"), MIB64)
     return [(one.shared, one.times, one.smallest) for _, one in sorted(found.items())]
 
 
@@ -35,7 +36,7 @@ def test_what_other_products_multiply_is_copied_out_first() -> None:
     def attention(x: Any, q: Any, k: Any, v: Any) -> Any:
         return ((x @ q) @ (jnp.sin(x @ k)).T) @ (x @ v)
 
-    found = merged_products(build(jax.make_jaxpr(attention)(X, W, W, W), "cuda"))
+    found = merged_products(build(jax.make_jaxpr(attention)(X, W, W, W), "cuda"), MIB64)
     assert [one.copied for _, one in sorted(found.items())] == [True, False, True]
 
 

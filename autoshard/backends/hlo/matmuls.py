@@ -28,6 +28,7 @@ _DTYPES: Mapping[str, str] = {
     **{f"u{bits}": f"uint{bits}" for bits in (2, 4, 8, 16, 32, 64)},
 }
 _INTEGERS = re.compile(r"\d+")
+_RAGGED = re.compile(r'"is_ragged_dot":true')  # of a fusion's configuration
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _GEMM = re.compile(r"__cublas\$(lt\$)?(gemm|matmul)(\$f8|\$mx)?|__cublas\$\w*gemm\w*")
 _CONVOLUTION = re.compile(
@@ -52,10 +53,25 @@ def multiplying(
     """The instructions that multiply, each with its matmul: the instruction itself, or some that it fuses."""
     if instruction.opcode in ("fusion", "fusion-start"):
         for name in instruction.calls:
+            ragged = _is_ragged(instruction) and not any(map(_is_ragged, module[name]))
             for inner in module[name]:
-                yield from multiplying(module, module[name], inner)
+                for by, matmul in multiplying(module, module[name], inner):
+                    yield by, _in_groups(instruction, matmul) if ragged else matmul
     elif (matmul := _matmul(computation, instruction)) is not None:
         yield instruction, matmul
+
+
+def _is_ragged(instruction: Instruction) -> bool:
+    """Whether XLA:TPU makes a ragged product of what a fusion multiplies, or of that of the fusion in it."""
+    return _RAGGED.search(instruction.attributes) is not None
+
+
+def _in_groups(fusion: Instruction, matmul: Matmul) -> Matmul:
+    """What XLA:TPU multiplies of a ragged product, whose text has all groups with all rows: each row once."""
+    groups, m, n, k, dtype = matmul
+    if fusion.shapes[0].size >= groups * m * n:  # a product per group, over its rows
+        return groups, m, n, max(1, k // groups), dtype
+    return groups, max(1, m // groups), n, k, dtype
 
 
 def _matmul(computation: Computation, instruction: Instruction) -> Matmul | None:

@@ -88,6 +88,9 @@ def add_equations(draft: Draft, of_shard_maps: bodies.Bodies) -> None:
         if facts.compiler.gathers_whole_lanes and (eqn.primitive == GATHER or eqn.traits.scatters):
             beyond = bytes_in_lanes(eqn, strategies, facts.mesh)
             draft.usages.add(node, e, e + 1, beyond * np.int64(there), "activations")
+        if e in facts.dense:
+            for (begin, end), nbytes in facts.dense[e].held(compute.operand_bytes(eqn, strategies, facts.mesh)):
+                draft.usages.add(node, begin, end + 1, nbytes * np.int64(there), "activations")
         if eqn.traits.contraction and facts.compiler.cuts_contractions:
             _add_partial_sums(draft, node, strategies, there)
         add_late_gradient(draft, node, strategies)
@@ -201,7 +204,7 @@ def _priced(facts: GraphFacts, e: int, strategies: Strategies, body: Body | None
             facts.machine,
             beside_bytes=beside,
             merged=facts.merged.get(e),
-            merged_bytes=facts.compiler.merged_product_bytes,
+            dense=facts.dense.get(e),
         )
         return _Price(reductions_s + seconds, flops, _covering(facts, e, seconds), window)
     return _bound_by_memory(facts, e, strategies, reductions_s)

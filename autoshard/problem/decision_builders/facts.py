@@ -17,6 +17,7 @@ from autoshard.costs.merged_products import MergedProduct, merged_products
 from autoshard.costs.overlap import EARLY, OverlapWindows, hidden_shares, overlap_windows
 from autoshard.costs.prices import Machine
 from autoshard.costs.product_kernels import ProductKernels, product_kernels
+from autoshard.costs.ragged_products import DenseProduct, dense_products
 from autoshard.costs.reductions import Rereads, computed_elsewhere, kernel_levels, rereads
 from autoshard.costs.resharding import Strides
 from autoshard.costs.shared_gathers import groups
@@ -65,8 +66,9 @@ class GraphFacts:
     value the levels of those that compute it (None: only that of its own level does): see `costs.reductions`.
     `sliced`: slice of a stack → how many kernels read it, where that is known. `products`: what kernels of contractions
     do besides, by a compiler whose do: see `costs.product_kernels`. `merged`: contractions that are one with others,
-    see `costs.merged_products`. `hides`: the most of communication's seconds that hides, 1 where kinds differ
-    (`Resharder.hidden_ps`); `hiding`: the most of a contraction's beside which any does.
+    see `costs.merged_products`. `dense`: ragged products that are multiplied as dense ones. `hides`: the most of
+    communication's seconds that hides, 1 where kinds differ (`Resharder.hidden_ps`); `hiding`: the most of a
+    contraction's beside which any does.
     `late_gradients`: products that may stand behind the loops that follow: see
     `decision_builders.late_gradients`. `carriers`: of gathers, on chips whose contractions carry them on.
     `host_copies`: equations that copy to the host's memory or back. `stages`: see `stage_dimensions`.
@@ -95,6 +97,7 @@ class GraphFacts:
     sliced: Mapping[int, int]
     products: ProductKernels | None
     merged: Mapping[int, MergedProduct]
+    dense: Mapping[int, DenseProduct]
     hides: float
     hiding: float
     late_gradients: frozenset[int]
@@ -254,7 +257,8 @@ def facts_of(
         kernels=kernel_levels(graph, traits.fuses, held, level, again).computing if alone else None,
         sliced=_slice_kernels(graph, traits, held, level, again) if alone else {},
         products=products,
-        merged=merged_products(graph) if compiler.merged_product_bytes else {},
+        merged=merged_products(graph, up_to) if (up_to := compiler.merged_product_bytes) else {},
+        dense=dense_products(graph, lives.start) if compiler.multiplies_ragged_as_dense else {},
         hides=1.0 if hidden_shares(machine, compiler) else machine.overlap,
         hiding=max(hidden_shares(machine, compiler).values(), default=machine.overlap),
         late_gradients=late,
