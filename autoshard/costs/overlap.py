@@ -16,6 +16,10 @@ or are exposed if there are none. The reduction of the last contraction's result
 scheduler keeps the largest gradient for last. A program without loops behaves in the same way; it
 waits for the compiler's whole first bucket of weights.
 
+A loop over whole steps (micro-batches, each with its forward and its backward pass) is a program in a
+loop: what the next trip takes are gradients, whose reductions hide as in any trip, and its gathers hide
+behind a share of its forward pass, as those of a program without loops do.
+
 A *late* contraction makes a gradient of weights, and feeds no other contraction. XLA:GPU runs it
 beside communication that other contractions wait for (gradients of activations; in a loop, stacked
 values, too); not the largest one of a program without loops, which runs last. Each window with late
@@ -45,13 +49,21 @@ from operator import or_
 from typing import TypeVar
 
 from autoshard.backends.model import CompilerModel
-from autoshard.costs.dependences import contractions_before, gradients, multiplies
+from autoshard.costs.dependences import (
+    awaited_first,
+    contractions_before,
+    feeding_products,
+    gradients,
+    multiplies,
+    sources,
+    whole_steps,
+)
 from autoshard.costs.execution_order import loop_spans
 from autoshard.costs.prices import Machine
 from autoshard.costs.resharding import BUCKET_BYTES, TRIP_BYTES
 from autoshard.costs.unmerged_sums import unmerged_sums
 from autoshard.ir.graph import Graph
-from autoshard.ir.op_traits import BRANCH_JOIN, LOOP_CARRY, LOOP_RESULT, LOOP_STACK
+from autoshard.ir.op_traits import LOOP_CARRY, LOOP_STACK
 
 EARLY, LATE = 0, 1
 OUTSIDE = 2  # windows outside of loops; the body of loop k is window OUTSIDE + k − 1
@@ -194,7 +206,7 @@ def overlap_windows(graph: Graph, compiler: CompilerModel) -> OverlapWindows:
     early, late = inner.early | (outer.early & outside), inner.late | (outer.late & outside)
     awaited = frozenset[int]()
     if compiler.waits_at_both_ends:
-        awaited = _find_awaited(graph)
+        awaited = awaited_first(graph)
         early -= awaited | _bucket(model, early, awaited)
         late -= _last(model, late)
     of_value: list[int | None] = []
@@ -221,7 +233,8 @@ def overlap_windows(graph: Graph, compiler: CompilerModel) -> OverlapWindows:
     )
     if not compiler.hides_behind_late_work:
         return found
-    found = _add_loop_starts(graph, _divide(model, found, outer, inner), inner, awaited)
+    found = _ahead_in_steps(model, _divide(model, found, outer, inner), inner)
+    found = _add_loop_starts(graph, found, inner, awaited)
     found = _around_loops(model, found, outer, awaited) if model.loops else _at_the_end(model, found, outer)
     alone = unmerged_sums(graph, _updates(model, outer))
     return replace(found, of_value=tuple(None if v in alone else w for v, w in enumerate(found.of_value)))
@@ -243,24 +256,12 @@ def _outside(model: _Model) -> _Phases:
     for e in range(len(graph.eqns)):
         if e in model.makers or not after.isdisjoint(graph.operands[e]):
             after.update(graph.results[e])
-    feeds = _feeding(graph, model.makers, inside=False)
+    feeds = feeding_products(graph, model.makers, inside=False)
     return _Phases(
         early=frozenset(range(len(graph.avals))) - after,
         after=frozenset(v for v in after if not graph.value_loop[v]),
         late=frozenset(after - feeds),
     )
-
-
-def _feeding(graph: Graph, makers: Set[int], *, inside: bool) -> set[int]:
-    """Values from which some of these equations are computed; `inside` of a loop in their trip, or the next trip."""
-    feeds: set[int] = set()
-    for e in range(len(graph.eqns) - 1, -1, -1):
-        eqn = graph.eqns[e]
-        link = inside and eqn.traits.link and eqn.primitive != BRANCH_JOIN
-        onward = not link and not feeds.isdisjoint(graph.results[e])
-        if e in makers or (inside and eqn.primitive == LOOP_RESULT) or onward:
-            feeds.update(graph.operands[e])
-    return feeds
 
 
 def _forward(model: _Model, late: Set[int]) -> int:
@@ -283,7 +284,7 @@ def _inside(graph: Graph) -> _Phases:
                 carried.add(v)
             if multiplies(eqn) or (not entering and any(o in after for o in graph.operands[e])):
                 after.add(v)
-    feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if multiplies(eqn)}, inside=True)
+    feeds = feeding_products(graph, {e for e, eqn in enumerate(graph.eqns) if multiplies(eqn)}, inside=True)
     inside = {v for v, loop in enumerate(graph.value_loop) if loop}
     return _Phases(
         early=frozenset(inside - carried - after),
@@ -309,7 +310,7 @@ def _divide(model: _Model, found: OverlapWindows, outer: _Phases, inner: _Phases
     urgent = frozenset(
         v
         for within in (False, True)
-        for v in _feeding(graph, others if within else others & model.makers, inside=within)
+        for v in feeding_products(graph, others if within else others & model.makers, inside=within)
         if bool(graph.value_loop[v]) == within
     )
     part: dict[int, int] = {}  # loop → its part
@@ -348,6 +349,30 @@ def _add_part(found: OverlapWindows, loop: int) -> tuple[OverlapWindows, int]:
     return found.with_window(loop=loop, whole=trip, hides=hides, covers=covers, bucket=bucket), part
 
 
+def _ahead_in_steps(model: _Model, found: OverlapWindows, inner: _Phases) -> OverlapWindows:
+    """Adds a window per loop over whole steps: its gathers hide behind its forward pass alone, as without loops.
+
+    Only products of the forward pass that precede the last one of a gathered weight hide any.
+    """
+    graph = model.graph
+    for loop in sorted(whole_steps(graph)):
+        body, new = OUTSIDE + loop - 1, found.count
+        forward = [e for e, at in enumerate(graph.eqn_loop) if at == loop and multiplies(graph.eqns[e])]
+        forward = [e for e in forward if e not in graph.backward]
+        ahead = reduce(or_, (model.before[e] for e in forward if not inner.early.isdisjoint(graph.operands[e])), 0)
+        covers = ((new, AHEAD), *found.covers[body])
+        found = found.with_window(
+            loop=loop, whole=found.whole[body], hides=((new, 1.0),), covers=covers, bucket=found.buckets[body]
+        )
+        covering = {e for e in forward if ahead >> e & 1 and found.of_equation[e] == body}
+        found = replace(
+            found,
+            of_value=tuple(new if w == body and v in inner.early else w for v, w in enumerate(found.of_value)),
+            of_equation=tuple(new if e in covering else w for e, w in enumerate(found.of_equation)),
+        )
+    return found
+
+
 def _add_loop_starts(graph: Graph, found: OverlapWindows, inner: _Phases, awaited: Set[int]) -> OverlapWindows:
     """Adds a window per loop: its first contraction's weights hide behind the equations before it."""
     first = found.count - 1  # and a loop's number: its opening
@@ -384,7 +409,7 @@ def _around_loops(model: _Model, found: OverlapWindows, outer: _Phases, awaited:
         if _home(graph, e) == 0 and not multiplies(eqn) and outer.early.issuperset(graph.results[e])
     } - updates
     waiting = {v for v in awaited & outer.early if not graph.value_loop[v]}
-    feeds = _feeding(graph, {e for e, eqn in enumerate(graph.eqns) if multiplies(eqn)}, inside=False)
+    feeds = feeding_products(graph, {e for e, eqn in enumerate(graph.eqns) if multiplies(eqn)}, inside=False)
     for e, eqn in enumerate(graph.eqns):
         if not multiplies(eqn) and not feeds.isdisjoint(graph.results[e]) and awaited.isdisjoint(graph.results[e]):
             waiting.difference_update(graph.operands[e])
@@ -453,7 +478,7 @@ def _new_state(model: _Model) -> frozenset[int]:
 def _updates(model: _Model, outer: _Phases) -> frozenset[int]:
     """The updates of a program's state: equations outside of loops after all contractions, or apart from them."""
     graph = model.graph
-    feeds = _feeding(graph, model.makers, inside=False)
+    feeds = feeding_products(graph, model.makers, inside=False)
     updating = (outer.early | outer.late) - feeds
     return frozenset(
         e
@@ -546,21 +571,6 @@ def _deepest(model: _Model, hides: Set[int]) -> set[int]:
     return {max(reversed(results), key=lambda v: graph.avals[v].nbytes)}
 
 
-def _find_awaited(graph: Graph) -> frozenset[int]:
-    """The values of a loop's body that its first contraction is computed from; the same outside of loops.
-
-    There, the first contractions are those that follow no other, and an awaited value is needed by all of them.
-    """
-    first: dict[int, list[int]] = {}
-    before = contractions_before(graph, {e for e, loop in enumerate(graph.eqn_loop) if not loop})
-    for e, (eqn, loop) in enumerate(zip(graph.eqns, graph.eqn_loop, strict=True)):
-        if multiplies(eqn) and (loop not in first if loop else not before[e]):
-            first.setdefault(loop, []).append(e)
-    made_by = graph.producers
-    needed = [[_sources(graph, e, made_by) for e in contractions] for contractions in first.values()]
-    return frozenset().union(*(frozenset.intersection(*sets) for sets in needed))
-
-
 def _bucket(model: _Model, early: Set[int], awaited: Set[int]) -> frozenset[int]:
     """The compiler's first bucket of a program without loops: the weights gathered together with the first ones.
 
@@ -580,18 +590,5 @@ def _bucket(model: _Model, early: Set[int], awaited: Set[int]) -> frozenset[int]
         left -= sum(graph.avals[v].nbytes for v in weights)
         if left < 0:
             break
-        found |= weights | (_sources(graph, e, made_by) & early if weights else set())
-    return frozenset(found)
-
-
-def _sources(graph: Graph, e: int, made_by: Mapping[int, tuple[int, int]]) -> frozenset[int]:
-    """Values of its own loop, or outside of loops, that an equation is computed from."""
-    found: set[int] = set()
-    left = list(graph.operands[e])
-    while left:
-        value = left.pop()
-        if value in found or graph.value_loop[value] != graph.eqn_loop[e]:
-            continue
-        found.add(value)
-        left.extend(graph.operands[made_by[value][0]] if value in made_by else ())
+        found |= weights | (sources(graph, e, made_by) & early if weights else set())
     return frozenset(found)

@@ -241,3 +241,19 @@ def test_a_head_mask_costs_the_bytes_that_it_moves() -> None:
         for masked in (True, False)
     ]
     assert steps[0] == pytest.approx(steps[1], rel=0.02)
+
+
+def test_what_a_loop_carries_is_read_in_every_trip() -> None:
+    """An update of two carried arrays reads and writes both, as one that no loop runs."""
+
+    def update(w: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+        m = 0.9 * m + w
+        return w - 0.1 * m, m
+
+    def thrice(w: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return lax.scan(lambda state, _: (update(*state), None), (w, m), length=3)[0]
+
+    w = jax.ShapeDtypeStruct((1024, 64), jnp.float32)
+    once = traffic(update, w, w, tied={0: 0, 1: 1})
+    assert once == 4 * 1024 * 64 * 4
+    assert traffic(thrice, w, w, tied={0: 0, 1: 1}) == 3 * once

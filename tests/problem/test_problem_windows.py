@@ -433,3 +433,34 @@ def test_an_optimizers_loops_behind_the_backward_pass_change_nothing_before_them
     (first, _) = (e for e, eqn in enumerate(graph.eqns) if eqn.primitive == "dot_general")
     found = overlap_windows(graph, XLA_GPU)
     assert found.whole[found.of_equation[first]] not in (EARLY, LATE)
+
+
+def test_a_loop_over_whole_steps_is_a_program_in_a_loop() -> None:
+    """Gradients of a trip are reduced beside others of it; its gathers hide behind its forward pass alone."""
+
+    def loss(w: Any, x: Any) -> Any:
+        for at in "abcd":
+            x = jnp.tanh(x @ w[at])
+        return jnp.sum(x)
+
+    def step(w: Any, parts: Any) -> Any:
+        def add(total: Any, x: Any) -> Any:
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(w, x)), None
+
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, w), parts)[0]
+
+    w = {at: jax.ShapeDtypeStruct((16, 16), jnp.float32) for at in "abcd"}
+    graph = build(jax.make_jaxpr(step)(w, jax.ShapeDtypeStruct((4, 32, 16), jnp.float32)), "cpu")
+    found = overlap_windows(graph, XLA_GPU)
+    body = OUTSIDE
+    dots = [(e, graph.results[e][0]) for e, eqn in enumerate(graph.eqns) if eqn.primitive == "dot_general"]
+    forward = [e for e, _ in dots if e not in graph.backward]
+    weights = [e for e, v in dots if graph.avals[v].shape == (16, 16)]
+    (part,) = {found.of_equation[e] for e in weights}
+    assert found.whole[part] == found.whole[body]
+    assert any(found.of_value[graph.results[e][0]] == part for e in weights)
+    (ahead,) = {found.of_equation[e] for e in forward[:-1]}
+    assert found.covers[ahead][0] == (ahead, AHEAD)
+    gathered = {found.of_value[v] for e in forward[1:] for v in graph.operands[e]}
+    assert ahead in gathered
+    assert ahead not in {found.of_equation[e] for e, _ in dots if e in graph.backward}
