@@ -73,7 +73,8 @@ class LiveRanges:
 
     `copied`: until when a copy of it lives: what only updates an input takes it as it lies.
     `stored`: whether it has memory of its own; `named`: whether it is a stored value under
-    another name; `absorbed`: whether the contractions that take it make it themselves, so that
+    another name; `held`: whether it lies in memory, of its own or another's, as what a loop carries does where it
+    entered; `absorbed`: whether the contractions that take it make it themselves, so that
     it has memory only if it is moved first. `across`: for values that the loss reads at the end, the
     dimensions over which the loss communicates, and for gradients behind loops and their operands the dimensions over
     which what enters the loop is summed (`costs.gradients_behind_loops`; empty where a value has none): split along one
@@ -86,6 +87,7 @@ class LiveRanges:
 
     stored: NDArray[np.bool_]
     named: NDArray[np.bool_]
+    held: NDArray[np.bool_]
     absorbed: NDArray[np.bool_]
     start: NDArray[np.int64]
     end: NDArray[np.int64]
@@ -202,10 +204,13 @@ def live_ranges(
     computed_with = {v for e, operands in enumerate(graph.operands) if e not in updates for v in operands}
     inputs = [v for v in graph.inputs if v in computed_with]
     copied[inputs] = ends(late, updates)[inputs]
+    carried = np.zeros(len(graph.avals), bool)
+    carried[[graph.results[e][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive == LOOP_CARRY]] = True
     casts_products = compiler.multiplies_in_bfloat16
     return LiveRanges(
         stored=stored,
         named=named,
+        held=stored | named | carried,
         absorbed=taken & ~held,
         start=start,
         end=end,

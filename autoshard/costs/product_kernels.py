@@ -136,7 +136,7 @@ class _Kernels:
         away: Container[int],
     ) -> None:
         self.graph, self.onward, self.flows, self.levels, self.absorbed = graph, onward, flows, levels, lives.absorbed
-        self.held = lives.stored | lives.named
+        self.held = lives.held
         self.unwritten = lives.unwritten_products
         self.read = {  # value that who takes it reads in memory → the bytes of it that are read
             v: lives.numerators[v].nbytes(graph.avals[v]) if v in lives.numerators else graph.avals[v].nbytes

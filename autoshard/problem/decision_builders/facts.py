@@ -26,7 +26,7 @@ from autoshard.costs.strategies import SUM, Codes, check_counts, decode, split
 from autoshard.costs.strides import strides
 from autoshard.ir.graph import Graph
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.op_traits import LOOP_CARRY, LOOP_SLICE
+from autoshard.ir.op_traits import LOOP_SLICE
 from autoshard.problem.decision_builders.stage_dimensions import Stage, stage_dimensions
 from autoshard.problem.ports import Port
 from autoshard.rules import rules_of
@@ -223,8 +223,7 @@ def facts_of(
         ),
         loss_last=compiler.computes_loss_last and not late,
     )
-    held = lives.stored | lives.named
-    held[[graph.results[e][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive == LOOP_CARRY]] = True
+    held = lives.held
     lasting = {v for i, v in enumerate(graph.inputs) if i not in required.donated} | set(graph.outputs)
     level = levels(graph, traits.fuses, orders.turned, lives.maxima)
     alone = compiler.reduces_in_kernels_of_their_own
