@@ -40,6 +40,7 @@ class Model:
       gated: the feed-forward block multiplies a gate (SwiGLU).
       norms_after: norms follow the residual sums (BERT) and do not precede the blocks.
       experts: of each feed-forward block; none where it is dense.
+      ragged: tokens are sorted by expert, and multiplied by `jax.lax.ragged_dot`; none is left out.
       tied: scores are products with the embedding.
       padded: some positions are masked by an argument.
       normed_heads: queries and keys are normed.
@@ -50,6 +51,7 @@ class Model:
       scan: layers are stacked and scanned.
       remat: each layer is under `jax.checkpoint`.
       micro_batches: whose gradients a loop adds up.
+      updates: of the weights, which a loop makes, each with its part of the batch.
       tokens: of the batch, on each device.
       length: of a sequence.
     """
@@ -64,6 +66,7 @@ class Model:
     gated: bool = True
     norms_after: bool = False
     experts: int = 0
+    ragged: bool = False
     tied: bool = False
     causal: bool = True
     padded: bool = False
@@ -76,6 +79,7 @@ class Model:
     scan: bool = False
     remat: bool = False
     micro_batches: int = 1
+    updates: int = 1
     tokens: int = 2048
     length: int = 1024
 
@@ -83,11 +87,18 @@ class Model:
         """The train step and its abstract arguments: state, ids, labels, mask."""
         optimizer = OPTIMIZERS[self.optimizer]()
 
-        def step(state: Any, ids: Array, labels: Array, mask: Array) -> Any:
+        def update(state: Any, batch: tuple[Array, ...]) -> Any:
             params, moments = state
-            value, gradients = self.gradients(params, (ids, labels, mask))
+            value, gradients = self.gradients(params, batch)
             updates, moments = optimizer.update(gradients, moments, params)
             return (optax.apply_updates(params, updates), moments), value
+
+        def step(state: Any, ids: Array, labels: Array, mask: Array) -> Any:
+            batch = ids, labels, mask
+            if self.updates == 1:
+                return update(state, batch)
+            state, values = jax.lax.scan(update, state, parts(batch, self.updates))
+            return state, values.mean()
 
         params = self.parameters()
         batch = jax.ShapeDtypeStruct((self.tokens * devices // self.length, self.length), jnp.int32)
@@ -101,9 +112,8 @@ class Model:
         def add(total: Any, part: tuple[Array, ...]) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, jax.value_and_grad(self.loss)(params, *part)), None
 
-        parts = [x.reshape(-1, self.micro_batches, x.shape[-1]).swapaxes(0, 1) for x in batch]
         zeros = jnp.zeros(()), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
-        total, _ = jax.lax.scan(add, zeros, tuple(parts))
+        total, _ = jax.lax.scan(add, zeros, parts(batch, self.micro_batches))
         return jax.tree.map(lambda x: x / self.micro_batches, total)
 
     def parameters(self) -> Weights:
@@ -164,7 +174,7 @@ class Model:
     def layer(self, weights: Weights, x: Array, mask: Array) -> Array:
         """Attention and a feed-forward block, each with its norm."""
         weights = {name: weight.astype(x.dtype) for name, weight in weights.items()}
-        block = self.routed if self.experts else self.dense
+        block = self.sorted if self.ragged else self.routed if self.experts else self.dense
         if self.norms_after:
             x = normed(x + self.attention(weights, x, mask), weights["attention_norm"])
             return normed(x + block(weights, x), weights["mlp_norm"])
@@ -214,6 +224,25 @@ class Model:
         gate = jax.nn.silu(jnp.einsum("ebcd,edf->ebcf", inputs, weights["gate"]))
         hidden = gate * jnp.einsum("ebcd,edf->ebcf", inputs, weights["up"])
         return jnp.einsum("bsec,ebcd->bsd", combined, jnp.einsum("ebcf,efd->ebcd", hidden, weights["down"]))
+
+    def sorted(self, weights: Weights, x: Array) -> Array:
+        """Experts of which each has as many tokens as chose it."""
+        rows = x.reshape(-1, self.width)
+        shares = jax.nn.softmax((rows @ weights["router"]).astype(jnp.float32), -1)
+        top, chosen = jax.lax.top_k(shares, EXPERTS_PER_TOKEN)
+        order = jnp.argsort(chosen.ravel())
+        sizes = jnp.bincount(chosen.ravel(), length=self.experts).astype(jnp.int32)
+        inputs = rows[order // EXPERTS_PER_TOKEN]
+        gate = jax.nn.silu(jax.lax.ragged_dot(inputs, weights["gate"], sizes))
+        hidden = gate * jax.lax.ragged_dot(inputs, weights["up"], sizes)
+        outputs = jax.lax.ragged_dot(hidden, weights["down"], sizes)
+        back = jnp.zeros_like(outputs).at[order].set(outputs).reshape(-1, EXPERTS_PER_TOKEN, self.width)
+        return jnp.einsum("tkd,tk->td", back, top.astype(x.dtype)).reshape(x.shape)
+
+
+def parts(batch: tuple[Array, ...], count: int) -> tuple[Array, ...]:
+    """A batch in parts, stacked."""
+    return tuple(x.reshape(-1, count, x.shape[-1]).swapaxes(0, 1) for x in batch)
 
 
 def normed(x: Array, scale: Array) -> Array:
@@ -400,6 +429,28 @@ MODELS: Mapping[str, Model] = {
         vocabulary=32_000,
         rotated=True,
         micro_batches=4,
+        tokens=4096,
+    ),
+    "ragged-experts-32k": Model(
+        layers=2,
+        width=1024,
+        heads=16,
+        groups=8,
+        head_width=64,
+        features=3584,
+        vocabulary=32_000,
+        experts=8,
+        ragged=True,
+    ),
+    "updates-in-a-loop-32k": Model(
+        layers=3,
+        width=2048,
+        heads=16,
+        groups=16,
+        head_width=128,
+        features=5632,
+        vocabulary=32_000,
+        updates=4,
         tokens=4096,
     ),
 }

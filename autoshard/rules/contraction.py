@@ -71,8 +71,8 @@ def ragged_dot_general(eqn: Eqn) -> ShardingRule:
 
     The group sizes say which rows meet which matrix; they count rows of the whole ragged
     dimension, so a kernel call on a part of it would need other sizes. What is contracted is whole, too, where the
-    result is large and larger than the left operand: XLA then gathers both operands and scatters no sum
-    (jax-cuda12-pjrt 0.10.2 and libtpu 0.0.52, results of 256 MiB and more).
+    result is no smaller than both operands: XLA then moves these and scatters no sum (jax-cuda12-pjrt 0.10.2 and
+    libtpu 0.0.52).
     """
     left, right, groups = eqn.operands
     (out,) = eqn.results
@@ -86,7 +86,7 @@ def ragged_dot_general(eqn: Eqn) -> ShardingRule:
         kind = FactorKind.REPLICATE if dl == ragged else FactorKind.PASS
         dims_l[dl] = dims_r[dr] = build.dims((left.shape[dl],), kind)[0]
     for dl, dr in zip(contract_l, contract_r, strict=True):
-        whole = dl == ragged or out.nbytes >= max(_GATHERED_BYTES, left.nbytes + 1)
+        whole = dl == ragged or out.nbytes >= left.nbytes + right.nbytes
         kind, operation = (FactorKind.REPLICATE, "") if whole else (FactorKind.REDUCTION, "sum")
         dims_l[dl] = dims_r[dr] = build.dims((left.shape[dl],), kind, operation)[0]
     free_l = [d for d in range(left.ndim) if d not in batch_l and d not in contract_l]
@@ -102,9 +102,6 @@ def ragged_dot_general(eqn: Eqn) -> ShardingRule:
     before_ragged = [*batch_l, *(contract_l if ragged in contract_l else free_l)][: groups.ndim - 1]
     dims_groups = [dims_l[d] for d in before_ragged] + [by_group]
     return build.rule([dims_l, dims_r, dims_groups], [[by_group] * (out.ndim - len(result)) + result], EITHER)
-
-
-_GATHERED_BYTES = 256 << 20  # of a ragged product's result
 
 
 def _is_pointwise(eqn: Eqn, spatial: int, window: int) -> bool:

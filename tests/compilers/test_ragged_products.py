@@ -60,17 +60,19 @@ def test_flops_and_seconds_are_those_that_are_compiled(
 
 
 @pytest.mark.parametrize("hardware", [pytest.param("h100:1x8", marks=GPU), pytest.param("tpu-v5e:2x4", marks=TPU)])
-@pytest.mark.parametrize("rows", [32_760, 32_768])
-def test_a_sum_is_offered_where_it_is_scattered(rows: int, hardware: str) -> None:
-    """A result of 256 MiB, larger than the rows that it is made of, is not: rows and matrices are moved."""
-    x, up, _, sizes = experts(rows, 2048, 4096, 8)
+@pytest.mark.parametrize(
+    "sizes", [(32_760, 2048, 4096, 8), (32_768, 2048, 4096, 8), (8192, 1024, 4096, 8), (16_384, 1024, 4096, 8)]
+)
+def test_a_sum_is_offered_where_it_is_scattered(sizes: Sequence[int], hardware: str) -> None:
+    """Of a result as large as rows and matrices together it is not: these are moved."""
+    x, up, _, rows_of = experts(*sizes)
     text = text_of(
         hardware,
         lambda *args: constrained(jax.lax.ragged_dot(*args), None, "x"),
-        (x, up, sizes),
+        (x, up, rows_of),
         (P(None, "x"), P(None, "x"), P()),
     )
     scattered = "reduce-scatter" in {found.kind for found in collectives(text)}
-    (eqn,) = graph.build(jax.make_jaxpr(jax.lax.ragged_dot)(x, up, sizes), "cuda").eqns
+    (eqn,) = graph.build(jax.make_jaxpr(jax.lax.ragged_dot)(x, up, rows_of), "cuda").eqns
     offered = FactorKind.REDUCTION in {factor.kind for factor in rule_of(eqn).factors}
     assert scattered == offered
