@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autoshard.costs.ragged_products import DenseProduct, dense_products
 from autoshard.ir.graph import build
@@ -45,7 +46,7 @@ def test_gradients_contract_rows_of_both_operands_and_turn_matrices() -> None:
 
 def test_each_group_has_its_copies_and_matrices_are_read_and_written() -> None:
     (of_rows,) = made(_transposed, X, W, SIZES)
-    nbytes = [jnp.full(1, 100), jnp.full(1, 7)]
+    nbytes = [np.full(1, 100), np.full(1, 7)]
     assert int(of_rows.touched_bytes(nbytes)[0]) == 4 * 100 + 2 * 7
     assert sorted(int(held[0]) for _, held in of_rows.held(nbytes)) == [7, 400]
 
