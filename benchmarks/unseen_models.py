@@ -174,7 +174,7 @@ class Model:
     def layer(self, weights: Weights, x: Array, mask: Array) -> Array:
         """Attention and a feed-forward block, each with its norm."""
         weights = {name: weight.astype(x.dtype) for name, weight in weights.items()}
-        block = self.sorted if self.ragged else self.routed if self.experts else self.dense
+        block = self.grouped if self.ragged else self.routed if self.experts else self.dense
         if self.norms_after:
             x = normed(x + self.attention(weights, x, mask), weights["attention_norm"])
             return normed(x + block(weights, x), weights["mlp_norm"])
@@ -212,8 +212,7 @@ class Model:
 
     def routed(self, weights: Weights, x: Array) -> Array:
         """Experts with places, to which one-hot products send tokens."""
-        shares = jax.nn.softmax((x @ weights["router"]).astype(jnp.float32), -1)
-        top, chosen = jax.lax.top_k(shares, EXPERTS_PER_TOKEN)
+        top, chosen = best_experts(x, weights["router"])
         places = int(x.shape[1] * EXPERTS_PER_TOKEN / self.experts * CAPACITY)
         expert = jax.nn.one_hot(chosen, self.experts)
         place = jnp.cumsum(expert.sum(2), 1)[:, :, None, :] * expert - 1
@@ -225,11 +224,10 @@ class Model:
         hidden = gate * jnp.einsum("ebcd,edf->ebcf", inputs, weights["up"])
         return jnp.einsum("bsec,ebcd->bsd", combined, jnp.einsum("ebcf,efd->ebcd", hidden, weights["down"]))
 
-    def sorted(self, weights: Weights, x: Array) -> Array:
+    def grouped(self, weights: Weights, x: Array) -> Array:
         """Experts of which each has as many tokens as chose it."""
         rows = x.reshape(-1, self.width)
-        shares = jax.nn.softmax((rows @ weights["router"]).astype(jnp.float32), -1)
-        top, chosen = jax.lax.top_k(shares, EXPERTS_PER_TOKEN)
+        top, chosen = best_experts(rows, weights["router"])
         order = jnp.argsort(chosen.ravel())
         sizes = jnp.bincount(chosen.ravel(), length=self.experts).astype(jnp.int32)
         inputs = rows[order // EXPERTS_PER_TOKEN]
@@ -238,6 +236,13 @@ class Model:
         outputs = jax.lax.ragged_dot(hidden, weights["down"], sizes)
         back = jnp.zeros_like(outputs).at[order].set(outputs).reshape(-1, EXPERTS_PER_TOKEN, self.width)
         return jnp.einsum("tkd,tk->td", back, top.astype(x.dtype)).reshape(x.shape)
+
+
+def best_experts(x: Array, router: Array) -> tuple[Array, Array]:
+    """Of every token, the largest shares, and whose they are."""
+    shares = jax.nn.softmax((x @ router).astype(jnp.float32), -1)
+    top, chosen = jax.lax.top_k(shares, EXPERTS_PER_TOKEN)
+    return top, chosen
 
 
 def parts(batch: tuple[Array, ...], count: int) -> tuple[Array, ...]:

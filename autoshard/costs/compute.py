@@ -93,12 +93,11 @@ def _matmul(
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
     """The sizes (S,) of a contraction as a matmul: batch, m, n, k.
 
-    Factors in both operands and the result are batch, in the left and the result m, in
-    the right and the result n, in both operands but not in the result k. Groups of a ragged
-    product are batch, and share its rows equally, or what it contracts; in a `dense` one every group has all rows,
-    and rows contract the groups, too. A convolution is the matmul of its outputs (m) and output features (n) over
-    the input features and the taps that fall on data (k, their mean per output; the image counts as read once per
-    tap, as if unrolled).
+    Factors in both operands and the result are batch, in the left and the result m, in the right and the result n,
+    in both operands but not in the result k. Groups of a ragged product are batch, and share its rows equally, or
+    what it contracts; in a `dense` one every group has all rows, and rows contract the groups, too. A convolution is
+    the matmul of its outputs (m) and output features (n) over the input features and the taps that fall on data (k,
+    their mean per output; the image counts as read once per tap, as if unrolled).
     """
     left, right = ({f for dim in dims for f in dim} for dims in rule.operands[:2])
     out = {f for dim in rule.results[0] for f in dim}

@@ -1,4 +1,4 @@
-"""Dependences: which contractions a program's equations follow, and what its outputs are made of."""
+"""Dependences: which contractions a program's equations follow or feed, and what its outputs are made of."""
 
 from collections.abc import Container, Mapping, Set
 from functools import reduce
@@ -79,7 +79,10 @@ def sources(graph: Graph, e: int, made_by: Mapping[int, tuple[int, int]]) -> fro
 
 
 def feeding_products(graph: Graph, makers: Set[int], *, inside: bool) -> set[int]:
-    """Values from which some of these equations are computed; `inside` of a loop in their trip, or the next trip."""
+    """Values from which some of these equations are computed; `inside` of a loop in their trip, or the next trip.
+
+    Of a loop over whole steps the next trip takes nothing that counts.
+    """
     feeds: set[int] = set()
     steps = whole_steps(graph) if inside else frozenset[int]()
     for e in range(len(graph.eqns) - 1, -1, -1):

@@ -10,13 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.ir import graph
-from autoshard.ir.mesh import MeshAxes
 from autoshard.rules import rule_of
 from autoshard.rules.rule import FactorKind
 from tests.compilers.test_compiler_models import collectives, constrained, text_of
 from tests.installed import GPU, TPU
-
-MESH = MeshAxes(("x",), (8,))
 
 
 def experts(rows: int, width: int, features: int, count: int) -> tuple[Any, ...]:
@@ -30,7 +27,7 @@ def multiplied(x: Any, up: Any, down: Any, sizes: Any) -> Any:
 
 
 def trained(x: Any, up: Any, down: Any, sizes: Any) -> Any:
-    """Both matrices, less their gradients."""
+    """Rows and both matrices, less their gradients."""
 
     def loss(x: Any, up: Any, down: Any) -> Any:
         return (multiplied(x, up, down, sizes).astype(jnp.float32) ** 2).sum()

@@ -28,7 +28,6 @@ _DTYPES: Mapping[str, str] = {
     **{f"u{bits}": f"uint{bits}" for bits in (2, 4, 8, 16, 32, 64)},
 }
 _INTEGERS = re.compile(r"\d+")
-_RAGGED = re.compile(r'"is_ragged_dot":true')  # of a fusion's configuration
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _GEMM = re.compile(r"__cublas\$(lt\$)?(gemm|matmul)(\$f8|\$mx)?|__cublas\$\w*gemm\w*")
 _CONVOLUTION = re.compile(
@@ -62,8 +61,8 @@ def multiplying(
 
 
 def _is_ragged(instruction: Instruction) -> bool:
-    """Whether XLA:TPU makes a ragged product of what a fusion multiplies, or of that of the fusion in it."""
-    return _RAGGED.search(instruction.attributes) is not None
+    """Whether XLA:TPU makes a ragged product of what a fusion multiplies, or the fusion in it."""
+    return '"is_ragged_dot":true' in instruction.attributes
 
 
 def _in_groups(fusion: Instruction, matmul: Matmul) -> Matmul:
