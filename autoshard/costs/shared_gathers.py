@@ -50,6 +50,22 @@ def groups(graph: Graph, *, far: bool) -> dict[int, tuple[tuple[int, ...], ...]]
     return {value: tuple(sorted(parts)) for value, parts in found.items() if len(parts) > 1}
 
 
+def in_groups(parts: Sequence[int], nbytes: Sequence[int]) -> int | None:
+    """Which operand of a dot XLA gathers inside of groups of devices; None: neither.
+
+    If free dimensions of both operands are split, XLA groups the devices by those of one: the one for which repeating
+    the other operand in every group is less, on a tie the left one's. In each group it gathers the other operand
+    (openxla/xla dot_handler.cc).
+
+    Args:
+      parts: into how many parts the free dimensions of each operand are split.
+      nbytes: the bytes of each operand on a device, where it lies.
+    """
+    if min(parts) == 1:
+        return None
+    return int(parts[0] * nbytes[1] >= parts[1] * nbytes[0])
+
+
 def doubtful(graph: Graph) -> frozenset[int]:
     """Values with uses in one group that are so far apart that libtpu, by its own instructions, may see two.
 

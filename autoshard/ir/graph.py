@@ -10,12 +10,13 @@ branches; *links* join them to the equations around them:
     loop_result    (inner) -> (outer)              a carried value, on its way out
     loop_stack     ([…]) -> ([trips, …])           one of a scan's stacked outputs
     branch_join    (inner of each branch) -> (outer)
+    predicate      (scalar) -> (the same)          whether a loop goes on, or which branch is taken
 
 A `platform_index` is resolved to the platform that is planned for. Each equation
 keeps its *path* through the nested jaxprs, by which `ir.rewrite` finds its operands and
 results again; the values of a loop's body keep their number of *trips*. Dead equations
-are dropped. Constants (literals, closed-over arrays) are values without a producer.
-Names and barriers are skipped.
+are dropped; predicates are none, though nothing takes their results. Constants (literals,
+closed-over arrays) are values without a producer. Names and barriers are skipped.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ from autoshard.ir.op_traits import (
     LOOP_RESULT,
     LOOP_SLICE,
     LOOP_STACK,
+    PREDICATE,
     RECALL,
     OpTraits,
     traits_of,
@@ -469,6 +471,11 @@ class _Builder:
         self.add(name, eqn, inner, [outer], takes, [make], scope.loop)
         return outer
 
+    def predicate(self, eqn: Any, value: int, take: Spot, here: Path, scope: _Scope) -> None:
+        """What an equation with bodies goes by; no place of the program has its result."""
+        result = self.value(self.avals[value], scope)
+        self.add(PREDICATE, eqn, [value], [result], [take], [((*here, -1), 0)], scope.loop)
+
     def scan(self, eqn: Any, operands: list[int], here: Path, scope: _Scope) -> list[int]:
         consts, carries = _jax.scan_arity(eqn)
         body, entry = eqn.params["jaxpr"], (*here, 0)
@@ -499,25 +506,24 @@ class _Builder:
         tests, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         inside = self.enter(None, scope)
         self.guessed.append(self.line)
-        first, entry = tests + consts, (*here, 1)
-        constant = [
-            self.into(
-                LOOP_CONST,
-                eqn,
-                operands[tests + i],
-                self.avals[operands[tests + i]],
-                (here, tests + i),
-                (entry, i),
-                inside,
+        first, condition, entry = tests + consts, (*here, 0), (*here, 1)
+        constants = [
+            self.into(LOOP_CONST, eqn, v, self.avals[v], (here, i), make, inside)
+            for i, (v, make) in enumerate(
+                zip(
+                    operands[:first],
+                    [*((condition, i) for i in range(tests)), *((entry, i) for i in range(consts))],
+                    strict=True,
+                )
             )
-            for i in range(consts)
         ]
         carried = [
             self.into(LOOP_CARRY, eqn, v, self.avals[v], (here, first + i), (entry, consts + i), inside, i)
             for i, v in enumerate(operands[first:])
         ]
-        self.walk(eqn.params["cond_jaxpr"], [*operands[:tests], *carried], (*here, 0), inside)
-        outs = self.walk(eqn.params["body_jaxpr"], [*constant, *carried], entry, inside)
+        (goes_on,) = self.walk(eqn.params["cond_jaxpr"], [*constants[:tests], *carried], condition, inside)
+        self.predicate(eqn, goes_on, (condition, 0), here, inside)
+        outs = self.walk(eqn.params["body_jaxpr"], [*constants[tests:], *carried], entry, inside)
         return [
             self.out(LOOP_RESULT, eqn, [v], var.aval, [(entry, i)], (here, i), scope, (inside.loop, i))
             for i, (v, var) in enumerate(zip(outs, eqn.outvars, strict=True))
@@ -527,6 +533,8 @@ class _Builder:
         branches = list(enumerate(eqn.params["branches"]))
         if operands[0] in self.branch:
             branches = [branches[self.branch[operands[0]]]]
+        else:
+            self.predicate(eqn, operands[0], (here, 0), here, scope)
         outs = {k: self.walk(branch, operands[1:], (*here, k), scope) for k, branch in branches}
         return [
             self.out(
@@ -544,10 +552,15 @@ class _Builder:
     def finish(self, inputs: list[int], outputs: list[int]) -> Graph:
         live = set(outputs)
         keep: list[int] = []
+        running = set[Path]()  # the equations with bodies, those of which something is kept
         for e in range(len(self.eqns) - 1, -1, -1):
+            primitive, path = self.eqns[e].primitive, self.makes[e][0][0] if self.makes[e] else ()
             # A carried value has a layout even if its last value is not used.
-            if self.eqns[e].primitive == LOOP_RESULT or any(v in live for v in self.results[e]):
+            kept = primitive == LOOP_RESULT or any(v in live for v in self.results[e])
+            if kept or (primitive == PREDICATE and path[:-1] in running):
                 keep.append(e)
+                if primitive in (LOOP_RESULT, BRANCH_JOIN):
+                    running.add(path)
                 live.update(self.operands[e])
         keep.reverse()
         return Graph(

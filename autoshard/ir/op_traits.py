@@ -42,6 +42,7 @@ WHILE = "while"
 # Links between a body and the equations around it (`ir.graph`).
 LOOP_CONST, LOOP_SLICE, LOOP_CARRY = "loop_const", "loop_slice", "loop_carry"
 LOOP_RESULT, LOOP_STACK, BRANCH_JOIN = "loop_result", "loop_stack", "branch_join"
+PREDICATE = "predicate"
 # Choices of what a backward pass reads (`problem.whole_step`).
 KEEP, DERIVE, RECALL = "keep", "derive", "recall"
 
@@ -180,6 +181,7 @@ OP_TRAITS: Mapping[str, OpTraits] = {
     LOOP_RESULT: OpTraits(link=True, leaves_loop=True),
     LOOP_STACK: OpTraits(link=True, leaves_loop=True),
     BRANCH_JOIN: OpTraits(link=True, moves_nothing=True),
+    PREDICATE: OpTraits(link=True, moves_nothing=True, renames=True),
     # Calls.
     **dict.fromkeys(("custom_partitioning", "ffi_call", "io_callback", "pure_callback"), _FOREIGN),
     **dict.fromkeys(("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"), _FOREIGN),

@@ -5,23 +5,26 @@ A probe says what Shardy does without a constraint. Where XLA has a choice of it
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
+from math import prod
 from typing import Any
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from autoshard.backends.model import CompilerModel
 from autoshard.backends.shardy.probe import values_at
 from autoshard.backends.shardy.propagation import Annotations
 from autoshard.costs import shared_gathers
 from autoshard.ir.constraints import Constraints, Specs
 from autoshard.ir.graph import Graph
 from autoshard.ir.layout import Layout
+from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import DOT_GENERAL, RESHAPE, SCATTER_ADD, TRANSPOSE
 from autoshard.ir.rewrite import ConstraintSite
 
 
 def doubtful(
-    graph: Graph, annotations: Annotations, once: Set[int], *, merges_broadcasts: bool, merges_casts: bool
+    graph: Graph, annotations: Annotations, once: Set[int], mesh: MeshAxes, compiler: CompilerModel
 ) -> tuple[frozenset[int], frozenset[int]]:
     """Values that XLA's partitioner may treat differently from Shardy, whose constraints stay; and values that move.
 
@@ -36,6 +39,8 @@ def doubtful(
       layout, and XLA propagates in an order of its own.
     - Activations that several contractions take gathered: each may gather for itself (openxla/xla
       dot_handler.cc), and XLA does not merge these gathers; also weights that must be gathered `once`.
+    - Values that several contractions take gathered, one of them in groups of devices, unless the compiler
+      `shares_grouped_gathers`: see `_Moves.is_gathered_apart`.
     - Pending sums of scatters that are added to something: XLA may gather the updates where Shardy
       scatters the sum.
     - Values that are cut along a split dimension: see `_sliced`.
@@ -49,7 +54,10 @@ def doubtful(
     contractions = [e for e, eqn in enumerate(graph.eqns) if eqn.traits.contraction]
     taken = Counter(v for e in contractions for v in graph.operands[e])
     moved = {v for v, specs in split.items() if len(specs) > 1 and any(ends[v][0])}
-    clear = set(filter(_Moves(graph, annotations).are_clear, moved))
+    moves = _Moves(graph, annotations, mesh)
+    clear = set(filter(moves.are_clear, moved))
+    if not compiler.shares_grouped_gathers:
+        clear -= {v for v in clear if taken[v] > 1 and moves.is_gathered_apart(v)}
     cut = {v for v in taken if split.get(v) and not any(ends[v][0])}
     products = {v for e in contractions for v in graph.results[e]}
     for e, eqn in enumerate(graph.eqns):
@@ -64,9 +72,9 @@ def doubtful(
     scatters = (e for e, eqn in enumerate(graph.eqns) if eqn.primitive == SCATTER_ADD)
     summed = {v for e in scatters for v in graph.results[e] if v in pending & added and split.get(v)}
     stays = (moved - clear) | cut | drawn | gathered | summed | _sliced(graph, ends) | _pulled(graph, ends)
-    if merges_broadcasts:
+    if compiler.merges_broadcasts:
         stays |= _drawn_together(graph, ends)
-    if merges_casts:
+    if compiler.merges_casts:
         stays |= _cast_alike(graph, ends)
     return frozenset(stays), frozenset(moved)
 
@@ -198,8 +206,8 @@ class _Moves:
     the devices by such axes (openxla/xla dot_handler.cc), and each group gathers.
     """
 
-    def __init__(self, graph: Graph, annotations: Annotations) -> None:
-        self._graph, self._pins = graph, annotations.pins
+    def __init__(self, graph: Graph, annotations: Annotations, mesh: MeshAxes) -> None:
+        self._graph, self._pins, self._sizes = graph, annotations.pins, mesh.shape
         self._inputs = {v: annotations.inputs[i] for i, v in enumerate(graph.inputs)}
         self._input_pins = {v: annotations.pins.inputs.get(i, ()) for i, v in enumerate(graph.inputs)}
 
@@ -233,6 +241,35 @@ class _Moves:
         free = [axes for d, axes in enumerate(other.dims) if d not in (*summed[1 - i], *batched[1 - i])]
         given_up = {axis for dim in before.dims for axis in dim} - {axis for dim in after.dims for axis in dim}
         return given_up <= {axis for axes in free for axis in axes if axes in result.dims}
+
+    def is_gathered_apart(self, v: int) -> bool:
+        """Whether a dot gathers a value in groups of devices, and other contractions take it gathered, too."""
+        before, gathering = self._made(v), list[bool]()
+        for e, i in self._graph.consumers.get(v, ()):
+            after = self._taken(e, i)
+            if self._graph.eqns[e].traits.contraction and before is not None and after is not None and after != before:
+                gathering.append(self._in_groups(e, i))
+        return len(gathering) > 1 and any(gathering)
+
+    def _in_groups(self, e: int, i: int) -> bool:
+        """Whether a dot gathers its operand i inside of groups of devices (`shared_gathers.in_groups`)."""
+        if self._graph.eqns[e].primitive != DOT_GENERAL:
+            return False
+        layouts = self._taken(e, 0), self._taken(e, 1)
+        summed, batched = self._graph.eqns[e].params["dimension_numbers"]
+        groups, nbytes = [1, 1], [0, 0]
+        for k, (layout, v) in enumerate(zip(layouts, self._graph.operands[e], strict=True)):
+            lies = self._made(v)
+            if layout is None or lies is None:
+                return False
+            free = [axes for d, axes in enumerate(layout.dims) if d not in (*summed[k], *batched[k])]
+            groups[k] = self._parts(free)
+            nbytes[k] = self._graph.avals[v].nbytes // self._parts(lies.dims)
+        return shared_gathers.in_groups(groups, nbytes) == i
+
+    def _parts(self, dims: Iterable[Sequence[str]]) -> int:
+        """Into how many parts axes split."""
+        return prod(self._sizes[axis] for axes in dims for axis in axes)
 
     def _made(self, v: int) -> Layout | None:
         """The layout in which a value is made, or given."""

@@ -87,13 +87,7 @@ def minimal_constraints(
     pins = probed.annotations.pins
     cut = _cut_sums(probe, pins, graph, unscattered) if unscattered else {}
     once = frozenset(v for v, u in whole_of.items() if u in once)
-    doubts = doubtful_constraints.doubtful(
-        graph,
-        probed.annotations,
-        once,
-        merges_broadcasts=compiler.merges_broadcasts,
-        merges_casts=compiler.merges_casts,
-    )
+    doubts = doubtful_constraints.doubtful(graph, probed.annotations, once, mesh, compiler)
     search = _Search(probe, graph, classes, mesh, probed.annotations, doubts, cut)
     kept = {whole_of[v] for v in search.fewest()}
     log.debug("constraints of %d of %d values are needed, after %d probes", len(kept), len(probe.values), search.probes)

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
 from autoshard.backends.shardy.propagation import Ps
+from autoshard.costs import shared_gathers
 from autoshard.costs.casts import widening
 from autoshard.costs.prices import INF_PS
 from autoshard.costs.resharding import NO_STRIDES, Resharder
@@ -91,10 +92,8 @@ class _Nearest:
     def _alone(self, edge: Edge) -> bool:
         """Whether a contraction gathers its operand inside the groups that it splits the devices into.
 
-        If free dimensions of both operands are split, XLA first groups the devices by one of them: the one
-        for which repeating the other operand in every group is less, on a tie the right one's. That operand
-        is gathered per group, and no other use shares the gather (openxla/xla dot_handler.cc);
-        XLA:TPU finds such gathers equal, too (mlp-8k by `fsdp_megatron` on v5e:2x4, libtpu 0.0.52).
+        No other use shares the gather (`shared_gathers.in_groups`), but on TPUs: XLA:TPU finds such gathers equal, too
+        (mlp-8k by `fsdp_megatron` on v5e:2x4, libtpu 0.0.52).
         """
         d = self.d
         taker = d.nodes[edge.v]
@@ -114,12 +113,12 @@ class _Nearest:
             groups[i] = int(np.prod([s for s, on in zip(d.mesh.sizes, split, strict=True) if on], dtype=np.int64))
             aval = d.graph.avals[value]
             nbytes[i] = aval.nbytes // int(shards(np.array([self.target[value]]), aval.ndim, d.mesh)[0])
-        first = int(groups[0] * nbytes[1] >= groups[1] * nbytes[0])
+        gathered = shared_gathers.in_groups(groups, nbytes)
         lies, taken = (
             self._row(edge.value, code) for code in (self.target[edge.value], int(edge.target[self.choice[edge.v]]))
         )
         gathers = ((lies >= 0) & (taken != lies)).any()
-        return min(groups) > 1 and values[first] == edge.value and bool(gathers)
+        return gathered is not None and values[gathered] == edge.value and bool(gathers)
 
     def _casts(self, node: int) -> bool:
         """Whether a decision is one cast alone, and may be made on the other side of a move."""

@@ -6,13 +6,12 @@ the body can be scattered by its consumer, as compilers do with an all-reduce th
 branch of a `cond` counts. The memory of a body is its peak less its operands and results.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from autoshard import _jax
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.overlap import hidden_shares
 from autoshard.costs.prices import PS_PER_S, Machine
@@ -20,7 +19,7 @@ from autoshard.costs.resharding import BUCKET_BYTES, COMBINED, collective_s
 from autoshard.ir.graph import Aval, Eqn, Graph, Path, build
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.op_traits import AXIS_INDEX, BRANCH_JOIN, SHARD_MAP, traits_of
+from autoshard.ir.op_traits import AXIS_INDEX, BRANCH_JOIN, SHARD_MAP
 from autoshard.problem import memory_profile
 from autoshard.problem.decisions import Body, Decision, Decisions, Equation, Inner
 from autoshard.problem.unpriced import unpriced
@@ -86,7 +85,7 @@ class Bodies:
             for node in d.nodes
             if node.equations
         ]
-        names = [*_of_conditions(eqn.params["jaxpr"], self._mesh)]
+        names: list[str] = []
         rows, summed = [], dict[int, tuple[str, ...]]()
         for row in _collectives(graph, self._mesh, names):
             position = _last_sum(graph, row, results, live)
@@ -214,24 +213,9 @@ def _collectives(graph: Graph, mesh: MeshAxes, unknown: list[str]) -> Iterator[R
             yield e, collective.kind, axes, aval
 
 
-def _of_conditions(jaxpr: Any, mesh: MeshAxes) -> Iterator[str]:
-    """The collectives in conditions of while loops, which are no part of a graph: nothing that they make is taken."""
-    where = _jax.SourceLines()
-    conditions = (eqn.params["cond_jaxpr"] for eqn in _jax.equations(jaxpr) if "cond_jaxpr" in eqn.params)
-    for condition in conditions:
-        for inner in _jax.equations(condition):
-            if traits_of(inner.primitive.name).collective is not None and _over(inner.params, mesh):
-                yield f"{inner.primitive.name} in a loop's condition at {where(inner)}"
-
-
 def over(eqn: Eqn, mesh: MeshAxes) -> tuple[str, ...]:
     """The axes of the mesh that a collective of a body is over, in the mesh's order."""
-    return _over(eqn.params, mesh)
-
-
-def _over(params: Mapping[str, Any], mesh: MeshAxes) -> tuple[str, ...]:
-    """As `over`, of an equation's parameters."""
-    named = params.get("axes", params.get("axis_name", ()))
+    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     found = {named} if isinstance(named, str) else set(named) if isinstance(named, tuple | list | frozenset) else set()
     return tuple(axis for axis in mesh.names if axis in found)
 

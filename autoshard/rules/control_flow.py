@@ -6,7 +6,7 @@ rule: the compiler brings their operands together on one device.
 """
 
 from autoshard.ir.graph import Eqn
-from autoshard.ir.op_traits import DERIVE, KEEP, RECALL
+from autoshard.ir.op_traits import DERIVE, KEEP, PREDICATE, RECALL
 from autoshard.rules.rule import FactorKind, RuleBuilder, ShardingRule, refuse, register, whole
 
 BODIES = (
@@ -32,7 +32,7 @@ def host_call(eqn: Eqn) -> ShardingRule:
     return whole(eqn)
 
 
-@register("loop_const", "loop_carry", "loop_result", "branch_join", KEEP, RECALL)
+@register("loop_const", "loop_carry", "loop_result", "branch_join", PREDICATE, KEEP, RECALL)
 def carried(eqn: Eqn) -> ShardingRule:
     """Every dimension passes: a value enters or leaves a body unchanged, from one branch or several, or lives on."""
     b = RuleBuilder()

@@ -13,19 +13,23 @@ from jax.sharding import PartitionSpec
 import autoshard
 from autoshard import SolvedPlan
 from autoshard.backends import compile
+from autoshard.backends.known_compilers import XLA_GPU
 from autoshard.backends.shardy.propagation import Annotations
 from autoshard.ir import graph
 from autoshard.ir.constraints import Constraints
+from autoshard.ir.mesh import MeshAxes
 from autoshard.planner.build_record import program_pins
 from autoshard.planner.doubtful_constraints import doubtful
 from autoshard.verification.collective_match import agrees
 from autoshard.verification.result import Verification
 from benchmarks.unseen_models import MODELS
+from benchmarks.unseen_steps import REL_GAP
 from tests.installed import needs_gpu_compiler, needs_tpu_compiler
 from tests.planner.test_minimal import EXPERTS, LOOP, UNROLLED, contractions, of_model, planned
 
 P = PartitionSpec
 S = jax.ShapeDtypeStruct
+MESH = MeshAxes.of({"x": 4, "y": 4})
 
 
 @needs_tpu_compiler
@@ -140,8 +144,8 @@ def test_what_one_broadcast_meets_in_two_layouts_stays() -> None:
     gathered, cut, _ = program.outputs
     made = {program.makes[e][0]: (spec,) for e, spec in enumerate((P(), P("x"), P("x")))}
     for merges, expected in ((True, {gathered, cut}), (False, set[int]())):
-        annotations = annotated(3, made)
-        assert doubtful(program, annotations, set(), merges_broadcasts=merges, merges_casts=False)[0] == expected
+        compiler = replace(XLA_GPU, merges_broadcasts=merges, merges_casts=False)
+        assert doubtful(program, annotated(3, made), set(), MESH, compiler)[0] == expected
 
 
 def test_casts_of_one_value_in_two_layouts_stay() -> None:
@@ -156,8 +160,47 @@ def test_casts_of_one_value_in_two_layouts_stay() -> None:
         for v, spec in zip(program.outputs, (P("x"), P("x"), P(), P("x"), P(None, "x")), strict=True)
     }
     for merges, expected in ((True, set(program.outputs[:2])), (False, set[int]())):
-        annotations = annotated(2, made)
-        assert doubtful(program, annotations, set(), merges_broadcasts=False, merges_casts=merges)[0] == expected
+        compiler = replace(XLA_GPU, merges_broadcasts=False, merges_casts=merges)
+        assert doubtful(program, annotated(2, made), set(), MESH, compiler)[0] == expected
+
+
+@pytest.mark.parametrize(("shares", "columns", "stays"), [(False, "y", True), (True, "y", False), (False, None, False)])
+def test_what_one_product_gathers_in_groups_stays_where_others_gather_it(
+    columns: str | None, *, shares: bool, stays: bool
+) -> None:
+    """A product has rows split over x, and columns over y: XLA:GPU gathers its weight in each group of y."""
+
+    def step(x: Any, scores: Any, w: Any) -> Any:
+        w = jnp.tanh(w)
+        return jnp.tanh(x) @ w, jnp.einsum("rv,dv->rd", jnp.tanh(scores), w)
+
+    shapes = S((64, 16), jnp.float32), S((64, 512), jnp.float32), S((16, 512), jnp.float32)
+    program = graph.build(jax.make_jaxpr(step)(*shapes), "cuda")
+    rows = "x" if columns else ("x", "y")
+    layouts: dict[tuple[int, ...], PartitionSpec] = {
+        (16, 512): P("x", "y"),
+        (64, 512): P(rows, columns),
+        (64, 16): P(rows),
+    }
+    made = {spots[0]: (layouts[eqn.results[0].shape],) for spots, eqn in zip(program.makes, program.eqns, strict=True)}
+    weight = next(v for v in program.consumers if v in program.producers and program.avals[v].shape == (16, 512))
+    taken = {program.takes[e][i]: (P(None, columns),) for e, i in program.consumers[weight]}
+    assert len(taken) == 2
+    pins = Constraints(made=made, taken=taken, inputs={}, outputs={})
+    annotations = Annotations(inputs=dict.fromkeys(range(3), P()), outputs={}, pins=pins, donated=frozenset())
+    stay, _ = doubtful(program, annotations, set(), MESH, replace(XLA_GPU, shares_grouped_gathers=shares))
+    assert (weight in stay) is stays
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_a_head_s_weight_is_gathered_once_for_scores_and_their_gradient() -> None:
+    """Its scores are split over tokens and vocabulary: XLA:GPU gathered the weight in groups, and once more."""
+    step, args = MODELS["scan-norms-after-few"].program(32)
+    mesh = {"data": 4, "model": 8}
+    plan = autoshard.plan(step, *args, mesh=mesh, hardware="h100:4x8", donate_argnums=0, rel_gap=REL_GAP)
+    found = plan.verify()
+    assert found.ok, str(found)
 
 
 @needs_gpu_compiler

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard.backends import compile, devices, hlo
 from autoshard.ir.constraints import Constraints
+from autoshard.ir.graph import WHILE_TRIPS
 from autoshard.verification.collective_match import agrees
 from autoshard.verification.result import Match
 from autoshard.verification.verify import MEMORY_TOLERANCE
@@ -39,6 +40,30 @@ from tests.verification.test_verify import MESH, check, planned
 )
 def test_the_h100_compiler_follows_the_plan(name: str, fields: dict[str, int], memory: float) -> None:
     check(planned(name, "h100:1x8", **fields).verify("gpu"), memory=memory)
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("trips", [1, WHILE_TRIPS])
+def test_what_decides_is_reduced_over_devices(trips: int) -> None:
+    """Whether every sequence is done, each trip; whether every element is finite, before a branch."""
+
+    def loop(x: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda x: jnp.max(x) < 9.0, lambda x: jnp.sin(x) * x, x)
+
+    def branch(x: jax.Array) -> jax.Array:
+        return jax.lax.cond(jnp.max(x) < 9.0, jnp.sin, jnp.cos, x)
+
+    plan = autoshard.plan(
+        branch if trips == 1 else loop,
+        jax.ShapeDtypeStruct((1 << 20, 256), jnp.float32),
+        hardware="h100:1x8",
+        in_shardings=P("data"),
+        out_shardings=P("data"),
+    )
+    (row,) = plan.record.collectives
+    assert (row.kind, row.nbytes, row.trips) == ("all-reduce", 4, trips)
+    found = plan.verify()
+    assert found.ok, str(found)
 
 
 @needs_gpu_compiler

@@ -149,12 +149,14 @@ def nested(depth: int) -> Any:
 
 @pytest.mark.parametrize("depth", [3, 12, 25])
 def test_loops_inside_loops_are_planned(depth: int) -> None:
-    """Nobody knows how often they run: a guess to the twelfth power is no better one."""
+    """Nobody knows how often they run: a guess to the twelfth power is no better one.
+
+    A deeper loop adds what its condition takes, once in every trip of those around it.
+    """
     x = shaped(64, 64)
     found = autoshard.plan(nested(depth), x, mesh={"a": 8}, hardware="h100:1x8", for_grad=False, cache=False)
-    assert found.cost == pytest.approx(
-        autoshard.plan(nested(3), x, mesh={"a": 8}, hardware="h100:1x8", for_grad=False, cache=False).cost
-    )
+    three = autoshard.plan(nested(3), x, mesh={"a": 8}, hardware="h100:1x8", for_grad=False, cache=False)
+    assert three.cost * (1 - 1e-6) <= found.cost < 1.1 * three.cost
     assert max(graph.build(jax.make_jaxpr(nested(depth))(x), "cpu").trips) == graph.WHILE_TRIPS**3
 
 

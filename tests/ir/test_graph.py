@@ -69,6 +69,18 @@ def test_dead_equations_are_dropped() -> None:
     assert primitives(fn, X) == ["sin"]
 
 
+def test_what_decides_is_not_dropped() -> None:
+    """What a loop goes on by, and which branch is taken, is computed though nothing takes it."""
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    assert primitives(lambda x: lax.while_loop(lambda c: c.max() < 1, lambda c: c + 1, x), x) == [
+        *("loop_carry", "reduce_max", "lt", "predicate", "add", "loop_result")
+    ]
+    assert primitives(lambda x: lax.cond(x.max() < 1, lambda x: x + 1, lambda x: x, x), x) == [
+        *("reduce_max", "lt", "convert_element_type", "predicate", "add", "branch_join")
+    ]
+    assert primitives(lambda x: (lax.cond(x.max() < 1, lambda x: x + 1, lambda x: x, x), x)[1], x) == []
+
+
 def test_names_and_barriers_are_seen_through() -> None:
     def fn(x: Any) -> Any:
         (y,) = lax.optimization_barrier((jnp.sin(x),))

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.ir.graph import Aval, Eqn, Graph
-from autoshard.ir.op_traits import DEVICE_PUT, LOOP_RESULT
+from autoshard.ir.op_traits import DEVICE_PUT, LOOP_RESULT, PREDICATE
 from autoshard.ir.saved_values import ValueId
 
 _NOWHERE = -1  # the first number of the path of an equation that no program has
@@ -113,8 +113,8 @@ class Enlargement:
         kept: list[tuple[Addition | None, int]] = []
         for added, e in reversed(rows):
             results = graph.results[e] if added is None else added.results
-            carries = added is None and graph.eqns[e].primitive == LOOP_RESULT
-            if carries or not live.isdisjoint(results):
+            untaken = added is None and graph.eqns[e].primitive in (LOOP_RESULT, PREDICATE)
+            if untaken or not live.isdisjoint(results):
                 kept.append((added, e))
                 live.update(self._operands(e) if added is None else added.operands)
                 live.update(() if added is None or added.derived is None else (added.derived,))
