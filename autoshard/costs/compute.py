@@ -185,8 +185,8 @@ def touched_bytes(
     """HBM bytes per device (S,) of an equation that is not a contraction.
 
     `reads[i]`, `writes[i]`: whether operand or result i lies in memory; `readers`: how many
-    equations take its results. A gather reads only the rows that it returns. A scatter rewrites
-    only the rows that it updates, in place: it first writes a table that is not in memory, and
+    equations take its results. A gather reads only the rows that it returns, a slice only its
+    part. A scatter rewrites only the rows that it updates, in place: it first writes a table that is not in memory, and
     copies a table (`writes[0]`) whose old value is still needed. A constraint touches nothing;
     nor does a transpose, because XLA's layout assignment only renames the order of the bytes. A
     loop's constants are read in place. A stacked output is zeroed, read if it lies in memory, and
@@ -211,7 +211,9 @@ def touched_bytes(
     if eqn.primitive == LOOP_SLICE:
         return (1 + (writes[0] or readers > 1)) * local(0, result=True)
     for i, read in enumerate(reads):
-        if read and not (sparse and i == 0) and not (update and i == 0):
+        if read and eqn.traits.cuts and i == 0 and not sparse:
+            total += np.minimum(local(0, result=False), sum(local(r, result=True) for r in range(len(eqn.results))))
+        elif read and not (sparse and i == 0) and not (update and i == 0):
             total += local(i, result=False) * (2 if update and i == len(reads) - 1 else 1)
     for i, write in enumerate(writes):
         if write or sparse:

@@ -55,8 +55,8 @@ class ProductKernels:
 
     Attributes:
       host: per value, the contraction whose kernel computes it; -1 if none does.
-      apart: per value, whether a kernel that multiplies nothing computes it, to write it or something made of it; of a
-        wider cast, whether one does that does not read what was cast as its operand.
+      apart: per value, the levels of the kernels that multiply nothing and compute it, to write it or something made of
+        it; of a wider cast, of those that do not read what was cast as their operand.
       reduced: the reductions that the kernel does which computes their operand.
       narrow: value → the value in memory of which it is a wider cast, that who takes it reads instead.
       kernels: contraction → its kernel.
@@ -64,7 +64,7 @@ class ProductKernels:
     """
 
     host: NDArray[np.int64]
-    apart: NDArray[np.bool_]
+    apart: Sequence[frozenset[int]]
     reduced: frozenset[int]
     narrow: Mapping[int, int]
     kernels: Mapping[int, Kernel]
@@ -296,42 +296,47 @@ class _Kernels:
             self.host[value] == host or self.levels[value] <= self.levels[product] or self.last_products[value] < host
         )
 
-    def _backward(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
-        """Per value: computed by a kernel apart, computed in its host's kernel, and read outside of that."""
+    def _backward(self) -> tuple[list[frozenset[int]], NDArray[np.bool_], NDArray[np.bool_]]:
+        """Per value: the levels of kernels apart that compute it, if its host's does, and what reads it outside."""
         graph, host = self.graph, self.host
-        apart, made, outside = (np.zeros(len(graph.avals), bool) for _ in range(3))
+        made, outside = np.zeros((2, len(graph.avals)), bool)
+        nowhere, own = frozenset[int](), [frozenset({level}) for level in self.levels.tolist()]
+        apart = [nowhere] * len(graph.avals)
         outside[list(graph.outputs)] = True
         for e in range(len(graph.eqns) - 1, -1, -1):
             eqn, operands, result = graph.eqns[e], list(graph.operands[e]), next(iter(graph.results[e]), _NONE)
             if e in graph.aside:
-                apart[list(graph.read_by(e))] = True
+                for v in graph.read_by(e):
+                    apart[v] |= own[v]
                 continue
             if eqn.traits.choice:  # what is kept is computed as what takes it needs it, if it is computed at all
                 kept = operands[: -1 if self.onward[e] else None]
-                apart[kept] |= apart[result]
+                for v in kept:
+                    apart[v] |= apart[result]
                 outside[[v for v in kept if v not in self.unwritten]] = True
             if eqn.traits.choice and not self.onward[e]:
                 continue
             if eqn.primitive == LOOP_STACK:
                 (v,) = operands
                 made[v] |= host[v] >= 0  # its slice is written where its kernel ends
-                apart[v] |= host[v] < 0
+                apart[v] |= own[v] if host[v] < 0 else nowhere
                 outside[v] |= host[v] < 0
             elif not self.onward[e]:
-                apart[operands] |= not eqn.traits.contraction
+                for v in operands if not eqn.traits.contraction else ():
+                    apart[v] |= own[v]
                 outside[operands] = True
             else:
                 h = self.runs_in[e]
                 if self._reduces(e):
-                    inside, alone, beyond = h >= 0, h < 0, False
+                    inside, alone, beyond = h >= 0, nowhere if h >= 0 else own[operands[0]], False
                 else:
                     if self.held[result] and not eqn.traits.renames:
-                        made[result], apart[result], outside[result] = h >= 0, h < 0, False
-                    inside, alone, beyond = bool(made[result]), bool(apart[result]), bool(outside[result])
+                        made[result], apart[result], outside[result] = h >= 0, nowhere if h >= 0 else own[result], False
+                    inside, alone, beyond = bool(made[result]), apart[result], bool(outside[result])
                 for v in graph.made_from(e):
                     made[v] |= inside and host[v] == h
-                    apart[v] |= alone and not self._takes_narrow(e, v)
-                    outside[v] |= alone or beyond or host[v] != h
+                    apart[v] |= nowhere if self._takes_narrow(e, v) else alone
+                    outside[v] |= bool(alone) or beyond or host[v] != h
         return apart, made, outside
 
 

@@ -106,7 +106,8 @@ class _Rereading:
         for e, read in self.reductions:
             operand, result = graph.operands[e][0], graph.results[e][0]
             aval = graph.avals[operand]
-            each = sum(graph.avals[v].nbytes for v in read) / aval.size
+            # Of what is cut it reads its part.
+            each = sum(min(1.0, graph.avals[v].size / aval.size) * graph.avals[v].itemsize for v in read)
             if e in self.across:
                 found[e] = each
             elif aval.size > SHORT_ROW * graph.avals[result].size:

@@ -63,6 +63,16 @@ def attended(q: Any, k: Any, v: Any) -> Any:
     return jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(scores).astype(jnp.bfloat16), v)
 
 
+def scored(w: Any, b: Any, x: Any) -> Any:
+    """The bias's gradient has a kernel of its own: the weight's makes the scores' gradient, and reads them as well."""
+
+    def loss(w: Any, b: Any) -> Any:
+        scores = (x @ w).astype(jnp.float32) + b
+        return jnp.mean(jax.nn.logsumexp(scores, -1))
+
+    return jax.grad(loss, (0, 1))(w, b)
+
+
 @needs_tpu_compiler
 @pytest.mark.parametrize(
     ("program", "arguments", "come", "leave"),
@@ -80,6 +90,7 @@ def attended(q: Any, k: Any, v: Any) -> Any:
             (P(None, "x"), WHOLE, P("x"), P("x")),
             (P("x"), P("x")),
         ),
+        (scored, (UP, F32((WIDE,)), X), (WHOLE, WHOLE, ROWS_SPLIT), (WHOLE, WHOLE)),
         (attended, (BF16((8, 64, 2048, 128)),) * 3, (ROWS_SPLIT,) * 3, ROWS_SPLIT),
     ],
 )

@@ -221,7 +221,7 @@ def _in_a_product(facts: GraphFacts, e: int) -> bool:
         return False
     if facts.graph.eqns[e].traits.ends_fusion:
         return e in facts.products.reduced
-    return not facts.products.apart[list(facts.graph.results[e])].any()
+    return not any(facts.products.apart[v] for v in facts.graph.results[e])
 
 
 def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductions_s: NDArray[np.float64]) -> _Price:

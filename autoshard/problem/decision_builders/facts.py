@@ -140,7 +140,10 @@ class GraphFacts:
 
         What the same kernel writes, `inside` of the chain, it has in registers.
         """
-        levels = frozenset({int(self.levels[result])}) if self.kernels is None else self.kernels[result]
+        if self.kernels is not None:
+            levels = self.kernels[result]
+        else:
+            levels = self.products.apart[result] if self.products else frozenset({int(self.levels[result])})
         return levels - ({int(self.levels[value])} if inside else set[int]())
 
     def readers(self, value: int) -> int:
@@ -232,6 +235,10 @@ def facts_of(
     if compiler.contractions_finish_their_results:
         away = traits.free | (graph.on_host if compiler.keeps_host_values_apart else frozenset[int]())
         products = product_kernels(graph, traits.fuses, traits.flows, lives, level, away)
+    if products:
+        elsewhere = np.array([bool(levels) for levels in products.apart])
+    else:
+        elsewhere = computed_elsewhere(graph, traits.fuses, held, again)
     return GraphFacts(
         graph=graph,
         mesh=mesh,
@@ -253,7 +260,7 @@ def facts_of(
         stages={} if manual else stage_dimensions(graph, rules, traits.pointwise, mesh),
         reread=again,
         reread_to_keep=to_keep,
-        elsewhere=products.apart if products else computed_elsewhere(graph, traits.fuses, held, again),
+        elsewhere=elsewhere,
         kernels=kernel_levels(graph, traits.fuses, held, level, again).computing if alone else None,
         sliced=_slice_kernels(graph, traits, held, level, again) if alone else {},
         products=products,
