@@ -276,3 +276,25 @@ def test_updates_in_a_loop_take_what_they_take_outside(hardware: str) -> None:
         for fn in (update, often)
     )
     assert loop == pytest.approx(4 * once, rel=0.02)
+
+
+@pytest.mark.parametrize("hardware", ["h100:1x1", "tpu-v5e:1x1"])
+def test_of_what_is_sliced_its_part_is_read(hardware: str) -> None:
+    """The last row's best of scores that are given; the halves of rotations, each once."""
+
+    def last(scores: jax.Array) -> jax.Array:
+        return jnp.argmax(scores[:, -1], -1)
+
+    def best(scores: jax.Array) -> jax.Array:
+        return jnp.argmax(scores, -1)
+
+    def halves(x: jax.Array) -> jax.Array:
+        one, other = jnp.split(x, 2, -1)
+        return one * other
+
+    def seconds(fn: Callable[..., Any], *shape: int) -> float:
+        x = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return autoshard.plan(fn, x, mesh={"x": 1}, hardware=hardware).cost
+
+    assert seconds(last, 64, 64, 16_384) == pytest.approx(seconds(best, 64, 16_384), rel=0.01)
+    assert seconds(halves, 1024, 8192) == pytest.approx(seconds(jnp.sin, 1024, 8192) * 3 / 4, rel=0.01)
