@@ -232,6 +232,8 @@ def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductio
     reads = [facts.reads(v) and not _in_a_product(facts, e) for v in graph.operands[e]]
     if eqn.primitive == LOOP_STACK and facts.products is not None and _is_product(graph, graph.operands[e][0]):
         reads[0] = False  # its kernel writes the slice
+    if eqn.traits.cuts and facts.traits.fuses[e] and not any(facts.elsewhere[v] for v in graph.results[e]):
+        reads[0] = False  # the reductions that take it have kernels of their own, which read what is cut
     if any(e == term.scatter for term in facts.lives.scattered):
         reads[0] = True  # its table is what it is added to, which lies in memory
     writes = [facts.writes(v) and not _in_a_product(facts, e) for v in graph.results[e]]
