@@ -410,6 +410,14 @@ class CompilerModel:
     )
     """Products lie in the order of their dimensions; one that meets an earlier one of another order is transposed."""
 
+    transposes_operands: bool = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2 and 0.12.0.1, attention to caches by einsum, and products of 22 other orders",
+            "compilers/test_operand_orders.py::test_what_lies_in_another_order_is_transposed",
+        )
+    )
+    """A matmul reads its batch, what it contracts and the rest of an operand as one dimension each, with any stride."""
+
     computes_once: frozenset[str] = field(
         metadata=_seen(
             "jax-cuda12-pjrt 0.10.2: it repeats exponentials, logistic functions, divisions, roots, logarithms, erf",

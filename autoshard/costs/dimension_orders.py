@@ -59,7 +59,7 @@ def dimension_orders(graph: Graph, fuses: Sequence[bool]) -> DimensionOrders:
                 across.add(e)
                 crossed.add(lying[known[0]].product)
         elif eqn.traits.reshapes:
-            order = _reshaped(eqn, lying[known[0]].order)
+            order = reordered(eqn, lying[known[0]].order)
             if order is not None:
                 lying[results[0]] = _Lying(order, lying[known[0]].product, lying[known[0]].first)
         else:
@@ -85,7 +85,7 @@ def _long(dims: Sequence[int], shape: Sequence[int]) -> _Order:
     return tuple(d for d in dims if shape[d] > 1)
 
 
-def _reshaped(eqn: Eqn, order: _Order) -> _Order | None:
+def reordered(eqn: Eqn, order: _Order) -> _Order | None:
     """The order of a transposed or reshaped value; None where a reshape does not say."""
     (before, after), long = (eqn.operands[0].shape, eqn.results[0].shape), sorted(order)
     if eqn.primitive == TRANSPOSE:

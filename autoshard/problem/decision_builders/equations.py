@@ -91,6 +91,9 @@ def add_equations(draft: Draft, of_shard_maps: bodies.Bodies) -> None:
         if e in facts.dense:
             for (begin, end), nbytes in facts.dense[e].held(compute.operand_bytes(eqn, strategies, facts.mesh)):
                 draft.usages.add(node, begin, end + 1, nbytes * np.int64(there), "activations")
+        for row in facts.rewritten.get(e, ()):
+            beside = row.copies * row.nbytes(eqn, strategies, facts.mesh)
+            draft.usages.add(node, row.begin, row.end + 1, beside * np.int64(there), "activations")
         if eqn.traits.contraction and facts.compiler.cuts_contractions:
             _add_partial_sums(draft, node, strategies, there)
         add_late_gradient(draft, node, strategies)
@@ -206,6 +209,9 @@ def _priced(facts: GraphFacts, e: int, strategies: Strategies, body: Body | None
             merged=facts.merged.get(e),
             dense=facts.dense.get(e),
         )
+        rewritten = sum(row.times * row.nbytes(eqn, strategies, facts.mesh) for row in facts.rewritten.get(e, ()))
+        if e in facts.rewritten:
+            seconds = seconds + np.asarray(facts.machine.hbm_s(rewritten))
         return _Price(reductions_s + seconds, flops, _covering(facts, e, seconds), window)
     return _bound_by_memory(facts, e, strategies, reductions_s)
 

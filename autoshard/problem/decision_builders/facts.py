@@ -9,11 +9,12 @@ from numpy.typing import NDArray
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.carriers import Carriers, carriers
 from autoshard.costs.dimension_orders import DimensionOrders, dimension_orders
-from autoshard.costs.execution_order import late_gradients
+from autoshard.costs.execution_order import late_gradients, loop_spans
 from autoshard.costs.fusion import FusionTraits, fusion_traits, host_copies, levels
 from autoshard.costs.liveness import LiveRanges, in_place, live_ranges
 from autoshard.costs.loop_reductions import NONE, Accumulators, accumulators
 from autoshard.costs.merged_products import MergedProduct, merged_products
+from autoshard.costs.operand_orders import Rewritten, rewritten_operands
 from autoshard.costs.overlap import EARLY, OverlapWindows, hidden_shares, overlap_windows
 from autoshard.costs.prices import Machine
 from autoshard.costs.product_kernels import ProductKernels, product_kernels
@@ -66,9 +67,9 @@ class GraphFacts:
     value the levels of those that compute it (None: only that of its own level does): see `costs.reductions`.
     `sliced`: slice of a stack → how many kernels read it, where that is known. `products`: what kernels of contractions
     do besides, by a compiler whose do: see `costs.product_kernels`. `merged`: contractions that are one with others,
-    see `costs.merged_products`. `dense`: ragged products that are multiplied as dense ones. `hides`: the most of
-    communication's seconds that hides, 1 where kinds differ (`Resharder.hidden_ps`); `hiding`: the most of a
-    contraction's beside which any does.
+    see `costs.merged_products`. `dense`: ragged products that are multiplied as dense ones. `rewritten`: operands of
+    dots that are transposed: see `costs.operand_orders`. `hides`: the most of communication's seconds that hides, 1
+    where kinds differ (`Resharder.hidden_ps`); `hiding`: the most of a contraction's beside which any does.
     `late_gradients`: products that may stand behind the loops that follow: see
     `decision_builders.late_gradients`. `carriers`: of gathers, on chips whose contractions carry them on.
     `host_copies`: equations that copy to the host's memory or back. `stages`: see `stage_dimensions`.
@@ -98,6 +99,7 @@ class GraphFacts:
     products: ProductKernels | None
     merged: Mapping[int, MergedProduct]
     dense: Mapping[int, DenseProduct]
+    rewritten: Mapping[int, tuple[Rewritten, ...]]
     hides: float
     hiding: float
     late_gradients: frozenset[int]
@@ -265,6 +267,7 @@ def facts_of(
         sliced=_slice_kernels(graph, traits, held, level, again) if alone else {},
         products=products,
         merged=merged_products(graph, up_to) if (up_to := compiler.merged_product_bytes) else {},
+        rewritten=rewritten_operands(graph, loop_spans(graph)) if compiler.transposes_operands else {},
         dense=dense_products(graph, lives.start) if compiler.multiplies_ragged_as_dense else {},
         hides=1.0 if hidden_shares(machine, compiler) else machine.overlap,
         hiding=max(hidden_shares(machine, compiler).values(), default=machine.overlap),

@@ -1,0 +1,111 @@
+"""Operands of products that XLA:GPU transposes, because they are given in an order that no matmul reads."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.verification.result import Verification
+from tests.installed import needs_gpu_compiler
+
+S = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+SIZES = {"b": 8, "h": 8, "t": 512, "s": 512, "d": 128, "e": 64, "f": 32}
+
+
+def verified(fn: Callable[..., Any], *args: Any, donated: tuple[int, ...] = ()) -> Verification:
+    return autoshard.plan(fn, *args, mesh={"x": 1}, hardware="h100:1x1", donate_argnums=donated).verify()
+
+
+def predicted_and_compiled_s(found: Verification) -> tuple[float, float]:
+    assert found.compute is not None
+    return found.compute.predicted_s, found.compute.compiled_s
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize(
+    ("equation", "transposed"),
+    [
+        ("bhtd,bhsd->bhts", False),
+        ("tbd,sbd->bts", False),
+        ("tdb,bsd->bts", False),  # a batch may have any stride
+        ("dbt,bsd->bts", False),
+        ("tbhd,bhsd->bhts", False),
+        ("bthd,bhsd->bhts", True),  # two dimensions of a batch, and another between them
+        ("btdh,bhsd->bhts", True),
+        ("tdse,def->tsf", True),  # what is contracted is in two places
+        ("tds,df->tsf", False),  # what is left of the left operand, too
+        ("df,tds->fts", True),  # of the right one
+        ("btds,bdf->btsf", True),  # or of that of a batch
+        ("dths,de->thse", False),
+    ],
+)
+def test_what_lies_in_another_order_is_transposed(equation: str, *, transposed: bool) -> None:
+    shapes = [tuple(SIZES[d] for d in operand) for operand in equation.partition("->")[0].split(",")]
+    found = verified(partial(jnp.einsum, equation), *map(S, shapes))
+    predicted, compiled = predicted_and_compiled_s(found)
+    assert predicted == pytest.approx(compiled, rel=0.01)
+    assert found.timeline is not None
+    assert any("transpose" in event.instruction for event in found.timeline.events) is transposed
+
+
+CACHE, QUERY = S((8, 1024, 16, 128)), S((8, 64, 16, 128))
+
+
+def attended(q: Any, k: Any, v: Any) -> Any:
+    shares = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32), -1)
+    return jnp.einsum("bhqk,bkhd->bqhd", shares.astype(q.dtype), v)
+
+
+def layers(q: Any, keys: Any, values: Any) -> Any:
+    return lax.scan(lambda q, kv: (attended(q, *kv), None), q, (keys, values))[0]
+
+
+def trips(q: Any, k: Any, v: Any) -> Any:
+    return lax.fori_loop(0, 4, lambda _, q: attended(q, k, v), q)
+
+
+def grouped(q: Any, k: Any) -> Any:
+    return jnp.einsum("bgrd,bkgd->bgrk", q, k)
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        (layers, (QUERY, S((4, *CACHE.shape)), S((4, *CACHE.shape)))),  # the stacks in front of the loop, whole
+        (trips, (QUERY, CACHE, CACHE)),  # once for all trips
+        (grouped, (S((8, 16, 4, 128)), CACHE)),
+    ],
+)
+def test_caches_are_transposed_where_heads_are_a_batch(program: Callable[..., Any], arguments: Any) -> None:
+    found = verified(program, *arguments)
+    predicted, compiled = predicted_and_compiled_s(found)
+    assert predicted == pytest.approx(compiled, rel=0.03)
+    assert found.memory.compiled is not None
+    assert found.memory.predicted.peak == pytest.approx(found.memory.compiled.peak, rel=0.1)
+
+
+@needs_gpu_compiler
+def test_a_device_with_one_sequence_transposes_nothing() -> None:
+    """A batch of one element lies anywhere: nothing is between its heads."""
+
+    def seconds(batch: int) -> tuple[float, float]:
+        plan = autoshard.plan(
+            grouped,
+            S((batch, 16, 4, 128)),
+            S((batch, 1024, 16, 128)),
+            mesh={"x": 8},
+            hardware="h100:1x8",
+            in_shardings=P("x"),
+            out_shardings=P("x"),
+        )
+        return predicted_and_compiled_s(plan.verify())
+
+    for predicted, compiled in (seconds(8), seconds(16)):
+        assert predicted == pytest.approx(compiled, rel=0.03)
