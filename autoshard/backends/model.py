@@ -418,6 +418,14 @@ class CompilerModel:
     )
     """A matmul reads its batch, what it contracts and the rest of an operand as one dimension each, with any stride."""
 
+    reads_rows_in_parts: bool = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.12.0.1 does, 0.10.2 only as rows of a matmul without a batch",
+            "compilers/test_operand_orders.py::test_what_lies_in_another_order_is_transposed",
+        )
+    )
+    """What is left of a matmul's operand may lie in two parts, of either operand, and beside a batch."""
+
     computes_once: frozenset[str] = field(
         metadata=_seen(
             "jax-cuda12-pjrt 0.10.2: it repeats exponentials, logistic functions, divisions, roots, logarithms, erf",

@@ -5,8 +5,8 @@ dimensions of each group must lie in memory next to each other, in their order. 
 in an order that its reader takes. What is given to a program lies as it is given, and so does what is updated in its
 place: caches of keys [batch, position, head, width] that heads are a batch of are transposed, read and written. What a
 loop slices or carries is transposed as a whole in front of the loop, and behind it once more if it is updated there.
-A product with a single row, or column, is no matmul, and transposes nothing; the left operand of a matmul without a
-batch may have what is left of it in two parts.
+A product with a single row, or column, is no matmul, and transposes nothing. What is left of the left operand may be in
+two parts where there is no batch; by later releases, of either operand, and beside a batch.
 """
 
 from collections import defaultdict
@@ -28,16 +28,17 @@ _Dims = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Taken:
-    """How a dot takes an operand: by which dimensions; `left`: it is the left one."""
+    """By which dimensions a dot takes an operand; `left`: it is the left one, `in_parts`: its own may be in two."""
 
     contracted: _Dims
     batch: _Dims
     own: _Dims
     left: bool
+    in_parts: bool
 
     def fits(self, order: _Dims) -> bool:
         """Whether it takes the operand as it lies: `order` are its dimensions of more than one element."""
-        parts = 2 if self.left and not set(self.batch) & set(order) else 1
+        parts = 2 if self.in_parts or (self.left and not set(self.batch) & set(order)) else 1
         return max(_parts(order, self.contracted), _parts(order, self.batch)) <= 1 and _parts(order, self.own) <= parts
 
 
@@ -95,7 +96,9 @@ class _Lying:
     updated: bool = False
 
 
-def rewritten_operands(graph: Graph, spans: Mapping[int, tuple[int, int]]) -> Mapping[int, tuple[Rewritten, ...]]:
+def rewritten_operands(
+    graph: Graph, spans: Mapping[int, tuple[int, int]], *, in_parts: bool
+) -> Mapping[int, tuple[Rewritten, ...]]:
     """Dot → its operands that are written again if their dimensions do not lie as it takes them.
 
     A value that several dots take is written again for the first.
@@ -103,6 +106,7 @@ def rewritten_operands(graph: Graph, spans: Mapping[int, tuple[int, int]]) -> Ma
     Args:
       graph: the program.
       spans: loop → its first and last equation.
+      in_parts: whether what is left of an operand may lie in two parts, whatever the dot.
     """
     lying = {v: _Lying(tuple(d for d, size in enumerate(graph.avals[v].shape) if size > 1)) for v in graph.inputs}
     found = defaultdict[int, list[Rewritten]](list)
@@ -110,13 +114,13 @@ def rewritten_operands(graph: Graph, spans: Mapping[int, tuple[int, int]]) -> Ma
     for e, eqn in enumerate(graph.eqns):
         operands, results = graph.operands[e], graph.results[e]
         if eqn.primitive == DOT_GENERAL and eqn.traits.contraction:
-            taken = _taken(eqn, 0), _taken(eqn, 1)
+            taken = _taken(eqn, 0, in_parts=in_parts), _taken(eqn, 1, in_parts=in_parts)
             for i, v in enumerate(operands):
                 how = lying.get(v)
                 if how is None or v in turned or taken[i].fits(how.order):
                     continue
                 turned.add(v)
-                runs = graph.runs(e) if how.loop else 1
+                runs = max(graph.runs(e), 1) if how.loop else 1
                 found[e].append(
                     Rewritten(
                         operand=i,
@@ -147,8 +151,8 @@ def rewritten_operands(graph: Graph, spans: Mapping[int, tuple[int, int]]) -> Ma
     return {e: tuple(rows) for e, rows in found.items()}
 
 
-def _taken(eqn: Eqn, operand: int) -> _Taken:
+def _taken(eqn: Eqn, operand: int, *, in_parts: bool) -> _Taken:
     """How a dot takes an operand."""
     (contracted, batch), ndim = (of[operand] for of in eqn.params["dimension_numbers"]), eqn.operands[operand].ndim
     own = tuple(d for d in range(ndim) if d not in (*contracted, *batch))
-    return _Taken(contracted=tuple(contracted), batch=tuple(batch), own=own, left=operand == 0)
+    return _Taken(contracted=tuple(contracted), batch=tuple(batch), own=own, left=operand == 0, in_parts=in_parts)

@@ -237,6 +237,9 @@ def facts_of(
     if compiler.contractions_finish_their_results:
         away = traits.free | (graph.on_host if compiler.keeps_host_values_apart else frozenset[int]())
         products = product_kernels(graph, traits.fuses, traits.flows, lives, level, away)
+    rewritten: Mapping[int, tuple[Rewritten, ...]] = {}
+    if compiler.transposes_operands:
+        rewritten = rewritten_operands(graph, loop_spans(graph), in_parts=compiler.reads_rows_in_parts)
     if products:
         elsewhere = np.array([bool(levels) for levels in products.apart])
     else:
@@ -267,7 +270,7 @@ def facts_of(
         sliced=_slice_kernels(graph, traits, held, level, again) if alone else {},
         products=products,
         merged=merged_products(graph, up_to) if (up_to := compiler.merged_product_bytes) else {},
-        rewritten=rewritten_operands(graph, loop_spans(graph)) if compiler.transposes_operands else {},
+        rewritten=rewritten,
         dense=dense_products(graph, lives.start) if compiler.multiplies_ragged_as_dense else {},
         hides=1.0 if hidden_shares(machine, compiler) else machine.overlap,
         hiding=max(hidden_shares(machine, compiler).values(), default=machine.overlap),
