@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from autoshard import _jax
 from autoshard.backends.hlo import Collective, Computation, Instruction, Module, communicates
-from autoshard.backends.hlo.dataflow import ELEMENTWISE
+from autoshard.backends.hlo.dataflow import ELEMENTWISE, VIEWS
 from autoshard.backends.hlo.loops import ONCE, Loops, UnknownTrips
 from autoshard.backends.hlo.matmuls import Matmul, multiplying, uncounted
 from autoshard.ir.mesh import MeshAxes
@@ -468,12 +468,38 @@ def _traffic_bytes(module: Module, computation: Computation, instruction: Instru
         drawn = _drawn(module, body, parameter.name)
         if drawn is not None:
             read += drawn * parameter.shapes[0].element_bytes
-        elif not all(x.opcode in _UPDATES and first for _, x, first in _readers(module, body, parameter.name)):
+        elif not all(
+            x.opcode in _UPDATES and first and (home is not body or _is_in_place(body, x))
+            for home, x, first in _readers(module, body, parameter.name)
+        ):
             read += operands[number].nbytes
-    updates = [body[x.operands[_UPDATES[x.opcode]]] for x in body if x.opcode in _UPDATES]
-    made = [body[name] for name in body.root.operands] if body.root.opcode == "tuple" else [body.root]
-    made = [x for x in made if x.opcode != "parameter" and not communicates(x)]
-    return read + sum(x.nbytes for x in updates or made)
+    made = [x for x in _results(body) if x.opcode != "parameter" and not communicates(x)]
+    updates = [x for x in body if x.opcode in _UPDATES]
+    placed = [body[x.operands[_UPDATES[x.opcode]]] for x in updates if _is_in_place(body, x)]
+    if len(placed) < len(updates):  # the others are written as a whole
+        made = [x for x in made if not _is_in_place(body, _seen_through(body, x))]
+        return read + sum(x.nbytes for x in (*placed, *made))
+    return read + sum(x.nbytes for x in placed or made)
+
+
+def _results(body: Computation) -> list[Instruction]:
+    """What a fusion returns."""
+    return [body[name] for name in body.root.operands] if body.root.opcode == "tuple" else [body.root]
+
+
+def _seen_through(body: Computation, instruction: Instruction) -> Instruction:
+    """What an instruction is a view of."""
+    while instruction.opcode in VIEWS:
+        instruction = body[instruction.operands[0]]
+    return instruction
+
+
+def _is_in_place(body: Computation, instruction: Instruction) -> bool:
+    """Whether a fusion writes a part of a value where that lies: it is given the value, and returns it updated."""
+    if instruction.opcode not in _UPDATES:
+        return False
+    given = _seen_through(body, body[instruction.operands[0]]).opcode == "parameter"
+    return given and any(_seen_through(body, x) is instruction for x in _results(body))
 
 
 def _drawn(module: Module, body: Computation, name: str) -> int | None:

@@ -7,6 +7,10 @@ place: caches of keys [batch, position, head, width] that heads are a batch of a
 loop slices or carries is transposed as a whole in front of the loop, and behind it once more if it is updated there.
 A product with a single row, or column, is no matmul, and transposes nothing. What is left of the left operand may be in
 two parts where there is no batch; by later releases, of either operand, and beside a batch.
+
+Where a loop hands an operand to a dot whose batch has several dimensions that are not its first ones, even of one
+element each (one group of heads on a device), XLA:GPU merges them before it knows how the operand lies: it has it in
+the order batch, own, contracted, or on the right batch, contracted, own.
 """
 
 from collections import defaultdict
@@ -28,16 +32,24 @@ _Dims = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Taken:
-    """By which dimensions a dot takes an operand; `left`: it is the left one, `in_parts`: its own may be in two."""
+    """By which dimensions a dot takes an operand.
+
+    `left`: it is the left one; `in_parts`: its own may be in two; `from_loop`: a loop slices it, carries it, or has it
+    in every trip.
+    """
 
     contracted: _Dims
     batch: _Dims
     own: _Dims
     left: bool
     in_parts: bool
+    from_loop: bool
 
     def fits(self, order: _Dims) -> bool:
         """Whether it takes the operand as it lies: `order` are its dimensions of more than one element."""
+        if self.from_loop and len(self.batch) > 1 and self.batch != tuple(range(len(self.batch))):
+            rest = (*self.own, *self.contracted) if self.left else (*self.contracted, *self.own)
+            return order == tuple(d for d in (*self.batch, *rest) if d in order)
         parts = 2 if self.in_parts or (self.left and not set(self.batch) & set(order)) else 1
         return max(_parts(order, self.contracted), _parts(order, self.batch)) <= 1 and _parts(order, self.own) <= parts
 
@@ -55,7 +67,7 @@ class Rewritten:
     Attributes:
       operand: of the dot, 0 or 1.
       order: its dimensions of more than one element as they lie in memory, the major ones first.
-      taken: how the dot takes its operands.
+      taken: how the dot takes both of its operands.
       times: how often its bytes are read or written for that in each run of the dot.
       copies: how many times its bytes lie in memory for it.
       begin: since when.
@@ -114,10 +126,12 @@ def rewritten_operands(
     for e, eqn in enumerate(graph.eqns):
         operands, results = graph.operands[e], graph.results[e]
         if eqn.primitive == DOT_GENERAL and eqn.traits.contraction:
-            taken = _taken(eqn, 0, in_parts=in_parts), _taken(eqn, 1, in_parts=in_parts)
             for i, v in enumerate(operands):
                 how = lying.get(v)
-                if how is None or v in turned or taken[i].fits(how.order):
+                if how is None or v in turned:
+                    continue
+                left, right = (_taken(eqn, k, in_parts=in_parts, from_loop=how.loop > 0) for k in range(2))
+                if (left, right)[i].fits(how.order):
                     continue
                 turned.add(v)
                 runs = max(graph.runs(e), 1) if how.loop else 1
@@ -125,7 +139,7 @@ def rewritten_operands(
                     Rewritten(
                         operand=i,
                         order=how.order,
-                        taken=taken,
+                        taken=(left, right),
                         times=(4 if how.updated and how.loop else 2) / (1 if how.sliced else runs),
                         copies=runs if how.sliced else 0 if how.carried else 1,
                         begin=spans[how.loop][0] if how.loop else e,
@@ -151,8 +165,15 @@ def rewritten_operands(
     return {e: tuple(rows) for e, rows in found.items()}
 
 
-def _taken(eqn: Eqn, operand: int, *, in_parts: bool) -> _Taken:
+def _taken(eqn: Eqn, operand: int, *, in_parts: bool, from_loop: bool) -> _Taken:
     """How a dot takes an operand."""
     (contracted, batch), ndim = (of[operand] for of in eqn.params["dimension_numbers"]), eqn.operands[operand].ndim
     own = tuple(d for d in range(ndim) if d not in (*contracted, *batch))
-    return _Taken(contracted=tuple(contracted), batch=tuple(batch), own=own, left=operand == 0, in_parts=in_parts)
+    return _Taken(
+        contracted=tuple(contracted),
+        batch=tuple(batch),
+        own=own,
+        left=operand == 0,
+        in_parts=in_parts,
+        from_loop=from_loop,
+    )

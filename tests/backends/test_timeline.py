@@ -481,6 +481,32 @@ def test_what_a_loop_stacks_is_written_in_place(shaped: bool) -> None:  # noqa: 
     assert price(entry, body).compute_s == made_bytes + 2 * slice_bytes + 4  # the index, too
 
 
+def test_what_is_updated_within_a_fusion_is_written_whole() -> None:
+    """A layer's cache, a slice of all layers': its update is handed on, and then put in its place among them."""
+    computations = (
+        "%take (s: f32[4,8,8], r: f32[1,8], i: s32[]) -> f32[8,8] {\n  %s = f32[4,8,8]{2,1,0} parameter(0)\n"
+        "  %r = f32[1,8]{1,0} parameter(1)\n  %i = s32[] parameter(2)\n  %zero = s32[] constant(0)\n"
+        "  %d = f32[1,8,8]{2,1,0} dynamic-slice(%s, %i, %zero, %zero), dynamic_slice_sizes={1,8,8}\n"
+        "  %b = f32[8,8]{1,0} bitcast(%d)\n"
+        "  ROOT %u = f32[8,8]{1,0} dynamic-update-slice(%b, %r, %i, %zero)\n}",
+        "%put (s: f32[4,8,8], c: f32[8,8], r: f32[1,8], i: s32[]) -> f32[4,8,8] {\n"
+        "  %s = f32[4,8,8]{2,1,0} parameter(0)\n  %c = f32[8,8]{1,0} parameter(1)\n  %r = f32[1,8]{1,0} parameter(2)\n"
+        "  %i = s32[] parameter(3)\n  %zero = s32[] constant(0)\n"
+        "  %u = f32[8,8]{1,0} dynamic-update-slice(%c, %r, %i, %zero)\n  %b = f32[1,8,8]{2,1,0} bitcast(%u)\n"
+        "  ROOT %p = f32[4,8,8]{2,1,0} dynamic-update-slice(%s, %b, %i, %zero, %zero)\n}",
+    )
+    cache, row, index = 8 * 8 * 4, 8 * 4, 4
+    for call, seconds in (
+        ("f32[8,8]{1,0} fusion(%l, %r, %n), kind=kLoop, calls=%take", 2 * cache + row + index),
+        ("f32[4,8,8]{2,1,0} fusion(%l, %x, %r, %n), kind=kLoop, calls=%put", 2 * cache + row + index),
+    ):
+        entry = (
+            "  %l = f32[4,8,8]{2,1,0} constant({...})\n  %r = f32[1,8]{1,0} constant({...})\n"
+            f"  %n = s32[] constant(1)\n  ROOT %z = {call}"
+        )
+        assert price(entry, *computations).compute_s == seconds
+
+
 def test_a_mask_is_multiplied_as_what_it_masks() -> None:
     """XLA:TPU fuses the conversion of a one-hot mask into the matmul that takes it."""
     found = hlo.read(
