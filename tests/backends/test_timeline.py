@@ -233,38 +233,6 @@ def test_of_branches_the_longest_is_taken() -> None:
     assert found.step_s == found.compute_s == 1024
 
 
-def test_a_fusion_reads_only_its_slice() -> None:
-    fused = (
-        "%fused (f: f32[8,8], i: s32[]) -> f32[1,8] {\n  %f = f32[8,8]{1,0} parameter(0)\n"
-        "  %i = s32[] parameter(1)\n"
-        "  ROOT %g = f32[1,8]{1,0} dynamic-slice(%f, %i, %i), dynamic_slice_sizes={1,8}\n}"
-    )
-    found = price("  %j = s32[] constant(3)\n  ROOT %z = f32[1,8]{1,0} fusion(%x, %j), kind=kLoop, calls=%fused", fused)
-    assert found.compute_s == 2 * 8 * 4 + 4  # a row read and written, and its index
-
-
-@pytest.mark.parametrize(
-    ("root", "seconds"),
-    [
-        ("dynamic-slice(%h, %i, %i), dynamic_slice_sizes={1,8}", 8 * 2 + 4 + 8 * 4),
-        ("add(%h, %h)", 8 * 8 * 2 + 8 * 8 * 4),
-    ],
-)
-def test_of_what_a_slice_is_computed_from_its_part_is_read(root: str, seconds: int) -> None:
-    """Scores that are cast and scaled, of which some are taken; all of them where the fusion returns all."""
-    result = "f32[1,8]" if "slice" in root else "f32[8,8]"
-    fused = (
-        f"%fused (f: bf16[8,8], i: s32[]) -> {result} {{\n  %f = bf16[8,8]{{1,0}} parameter(0)\n"
-        "  %i = s32[] parameter(1)\n  %g = f32[8,8]{1,0} convert(%f)\n  %h = f32[8,8]{1,0} multiply(%g, %g)\n"
-        f"  ROOT %r = {result}{{1,0}} {root}\n}}"
-    )
-    entry = (
-        "  %j = s32[] constant(3)\n  %b = bf16[8,8]{1,0} constant({...})\n"
-        f"  ROOT %z = {result}{{1,0}} fusion(%b, %j), kind=kLoop, calls=%fused"
-    )
-    assert price(entry, fused).compute_s == seconds
-
-
 @pytest.mark.parametrize(
     ("attributes", "image", "kernel", "result", "flops"),
     [
@@ -461,52 +429,6 @@ def test_what_is_fused_behind_a_matmul_moves_its_bytes() -> None:
     assert price(entry, body).flops == 2 * 8**3
 
 
-@pytest.mark.parametrize("shaped", [False, True])
-def test_what_a_loop_stacks_is_written_in_place(shaped: bool) -> None:  # noqa: FBT001
-    """One of four slices is read and written, also where XLA:GPU sees the stack in another shape."""
-    stack, shape = ("%b", "f32[8,4,8]") if shaped else ("%s", "f32[4,8,8]")
-    part = "f32[8,1,8]" if shaped else "f32[1,8,8]"
-    bitcast = f"  %b = {shape}{{2,1,0}} bitcast(%s)\n" if shaped else ""
-    body = (
-        f"%write (s: f32[4,8,8], x: f32[8,8], i: s32[]) -> {shape} {{\n"
-        "  %s = f32[4,8,8]{2,1,0} parameter(0)\n  %x = f32[8,8]{1,0} parameter(1)\n  %i = s32[] parameter(2)\n"
-        f"{bitcast}  %p = {part}{{2,1,0}} bitcast(%x)\n  %zero = s32[] constant(0)\n"
-        f"  ROOT %u = {shape}{{2,1,0}} dynamic-update-slice({stack}, %p, %zero, %i, %zero)\n}}"
-    )
-    entry = (
-        "  %w = f32[4,8,8]{2,1,0} broadcast(%x), dimensions={0,1}\n  %n = s32[] constant(1)\n"
-        f"  ROOT %z = {shape}{{2,1,0}} fusion(%w, %x, %n), kind=kLoop, calls=%write"
-    )
-    slice_bytes, made_bytes = 8 * 8 * 4, 5 * 8 * 8 * 4
-    assert price(entry, body).compute_s == made_bytes + 2 * slice_bytes + 4  # the index, too
-
-
-def test_what_is_updated_within_a_fusion_is_written_whole() -> None:
-    """A layer's cache, a slice of all layers': its update is handed on, and then put in its place among them."""
-    computations = (
-        "%take (s: f32[4,8,8], r: f32[1,8], i: s32[]) -> f32[8,8] {\n  %s = f32[4,8,8]{2,1,0} parameter(0)\n"
-        "  %r = f32[1,8]{1,0} parameter(1)\n  %i = s32[] parameter(2)\n  %zero = s32[] constant(0)\n"
-        "  %d = f32[1,8,8]{2,1,0} dynamic-slice(%s, %i, %zero, %zero), dynamic_slice_sizes={1,8,8}\n"
-        "  %b = f32[8,8]{1,0} bitcast(%d)\n"
-        "  ROOT %u = f32[8,8]{1,0} dynamic-update-slice(%b, %r, %i, %zero)\n}",
-        "%put (s: f32[4,8,8], c: f32[8,8], r: f32[1,8], i: s32[]) -> f32[4,8,8] {\n"
-        "  %s = f32[4,8,8]{2,1,0} parameter(0)\n  %c = f32[8,8]{1,0} parameter(1)\n  %r = f32[1,8]{1,0} parameter(2)\n"
-        "  %i = s32[] parameter(3)\n  %zero = s32[] constant(0)\n"
-        "  %u = f32[8,8]{1,0} dynamic-update-slice(%c, %r, %i, %zero)\n  %b = f32[1,8,8]{2,1,0} bitcast(%u)\n"
-        "  ROOT %p = f32[4,8,8]{2,1,0} dynamic-update-slice(%s, %b, %i, %zero, %zero)\n}",
-    )
-    cache, row, index = 8 * 8 * 4, 8 * 4, 4
-    for call, seconds in (
-        ("f32[8,8]{1,0} fusion(%l, %r, %n), kind=kLoop, calls=%take", 2 * cache + row + index),
-        ("f32[4,8,8]{2,1,0} fusion(%l, %x, %r, %n), kind=kLoop, calls=%put", 2 * cache + row + index),
-    ):
-        entry = (
-            "  %l = f32[4,8,8]{2,1,0} constant({...})\n  %r = f32[1,8]{1,0} constant({...})\n"
-            f"  %n = s32[] constant(1)\n  ROOT %z = {call}"
-        )
-        assert price(entry, *computations).compute_s == seconds
-
-
 def test_a_mask_is_multiplied_as_what_it_masks() -> None:
     """XLA:TPU fuses the conversion of a one-hot mask into the matmul that takes it."""
     found = hlo.read(
@@ -515,27 +437,6 @@ def test_a_mask_is_multiplied_as_what_it_masks() -> None:
         "  ROOT %z = bf16[8,8]{1,0} dot(%m, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n}\n"
     )
     assert matmuls(found, found["main"], found["main"].root) == [(1, 8, 8, 8, "bfloat16")]
-
-
-def test_a_slice_in_a_fusion_in_a_fusion_reads_its_part() -> None:
-    """As XLA:TPU fuses the norm of one layer's input, a slice of all layers', with the matmul that takes it."""
-    slices = (
-        "%slices (f: f32[32,8], i: s32[]) -> f32[1,8] {\n  %f = f32[32,8]{1,0} parameter(0)\n"
-        "  %i = s32[] parameter(1)\n"
-        "  ROOT %g = f32[1,8]{1,0} dynamic-slice(%f, %i, %i), dynamic_slice_sizes={1,8}\n}"
-    )
-    outer = (
-        "%outer (f: f32[32,8], i: s32[], w: f32[8,8]) -> f32[1,8] {\n  %f = f32[32,8]{1,0} parameter(0)\n"
-        "  %i = s32[] parameter(1)\n  %w = f32[8,8]{1,0} parameter(2)\n"
-        "  %s = f32[1,8]{1,0} fusion(%f, %i), kind=kLoop, calls=%slices\n"
-        "  ROOT %z = f32[1,8]{1,0} dot(%s, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n}"
-    )
-    entry = (
-        "  %all = f32[32,8]{1,0} constant({...})\n  %j = s32[] constant(3)\n"
-        "  ROOT %z = f32[1,8]{1,0} fusion(%all, %j, %x), kind=kOutput, calls=%outer"
-    )
-    machine = Counter(flops_per_s=1e6)
-    assert price(entry, slices, outer, machine=machine).compute_s == 8 * 4 + 4 + 8 * 8 * 4 + 8 * 4
 
 
 def test_a_gather_goes_on_in_fusions_of_a_loop_that_do_not_pay_for_it() -> None:
