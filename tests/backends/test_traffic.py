@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.backends.test_timeline import price
+from tests.backends.test_timeline import Counter, price
 
 
 def test_a_fusion_reads_only_its_slice() -> None:
