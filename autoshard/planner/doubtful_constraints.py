@@ -19,7 +19,7 @@ from autoshard.ir.constraints import Constraints, Specs
 from autoshard.ir.graph import Graph
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.op_traits import DOT_GENERAL, RESHAPE, SCATTER_ADD, TRANSPOSE
+from autoshard.ir.op_traits import BRANCH_JOIN, DOT_GENERAL, RESHAPE, SCATTER_ADD, TRANSPOSE
 from autoshard.ir.rewrite import ConstraintSite
 
 
@@ -41,6 +41,8 @@ def doubtful(
       dot_handler.cc), and XLA does not merge these gathers; also weights that must be gathered `once`.
     - Values that several contractions take gathered, one of them in groups of devices, unless the compiler
       `shares_grouped_gathers`: see `_Moves.is_gathered_apart`.
+    - Results of branches that are split, and elsewhere lie otherwise: XLA lays them out in the branches as they are
+      taken.
     - Pending sums of scatters that are added to something: XLA may gather the updates where Shardy
       scatters the sum.
     - Values that are cut along a split dimension: see `_sliced`.
@@ -71,7 +73,9 @@ def doubtful(
     added = {v for e, eqn in enumerate(graph.eqns) if eqn.traits.addition for v in graph.operands[e]}
     scatters = (e for e, eqn in enumerate(graph.eqns) if eqn.primitive == SCATTER_ADD)
     summed = {v for e in scatters for v in graph.results[e] if v in pending & added and split.get(v)}
-    stays = (moved - clear) | cut | drawn | gathered | summed | _sliced(graph, ends) | _pulled(graph, ends)
+    joins = (e for e, eqn in enumerate(graph.eqns) if eqn.primitive == BRANCH_JOIN)
+    joined = {v for e in joins for v in graph.results[e] if split.get(v) and len(set(ends[v])) > 1}
+    stays = (moved - clear) | cut | drawn | gathered | joined | summed | _sliced(graph, ends) | _pulled(graph, ends)
     if compiler.merges_broadcasts:
         stays |= _drawn_together(graph, ends)
     if compiler.merges_casts:

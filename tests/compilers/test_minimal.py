@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec
 
 import autoshard
@@ -126,6 +127,36 @@ def test_a_norm_s_scale_does_not_split_the_rows_that_were_gathered_for_it() -> N
     mesh = {"data": 4, "model": 4}
     plan = autoshard.plan(step, *args, mesh=mesh, hardware="tpu-v5e:4x4", donate_argnums=0, rel_gap=1e-2)
     found = plan.honoured("tpu")
+    assert found.ok, str(found)
+
+
+@needs_gpu_compiler
+def test_the_result_of_a_branch_is_gathered_behind_it() -> None:
+    """A weight that is updated in pieces if its gradient is finite: XLA:GPU gathered it in the branch, and once more."""
+
+    def step(w: Any, m: Any, x: Any) -> Any:
+        gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w).astype(jnp.float32) ** 2))(w)
+
+        def updated(w: Any, m: Any) -> Any:
+            m = 0.9 * m + gradient
+            return w - 0.1 * m, m
+
+        return lax.cond(jnp.isfinite(gradient).all(), updated, lambda w, m: (w, m), w, m)
+
+    square = S((2048, 2048), jnp.float32)
+    plan = autoshard.plan(
+        step,
+        square,
+        square,
+        S((65_536, 2048), jnp.float32),
+        mesh={"data": 8},
+        hardware="h100:1x8",
+        donate_argnums=(0, 1),
+        in_shardings=(P(), P("data"), P("data")),
+        out_shardings=(P(), P("data")),
+    )
+    assert sum(c.kind == "all-gather" and c.nbytes == 2048 * 2048 * 4 for c in plan.record.collectives) == 1
+    found = plan.verify()
     assert found.ok, str(found)
 
 
