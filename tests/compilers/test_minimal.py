@@ -132,7 +132,7 @@ def test_a_norm_s_scale_does_not_split_the_rows_that_were_gathered_for_it() -> N
 
 @needs_gpu_compiler
 def test_the_result_of_a_branch_is_gathered_behind_it() -> None:
-    """A weight that is updated in pieces if its gradient is finite: XLA:GPU gathered it in the branch, and once more."""
+    """A weight that is updated in pieces if its gradient is finite: XLA:GPU gathered it in the branch, too."""
 
     def step(w: Any, m: Any, x: Any) -> Any:
         gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w).astype(jnp.float32) ** 2))(w)
