@@ -424,7 +424,10 @@ class CompilerModel:
             "compilers/test_operand_orders.py::test_what_lies_in_another_order_is_transposed",
         )
     )
-    """What is left of a matmul's operand may lie in two parts, of either operand, and beside a batch."""
+    """What is left of a matmul's operand may lie in two parts, of either operand, and beside a batch.
+
+    A compiler that does so takes an operand from a loop as it lies, too, where the batch has several dimensions.
+    """
 
     computes_once: frozenset[str] = field(
         metadata=_seen(

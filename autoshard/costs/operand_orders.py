@@ -9,8 +9,8 @@ A product with a single row, or column, is no matmul, and transposes nothing. Wh
 two parts where there is no batch; by later releases, of either operand, and beside a batch.
 
 Where a loop hands an operand to a dot whose batch has several dimensions that are not its first ones, even of one
-element each (one group of heads on a device), XLA:GPU merges them before it knows how the operand lies: it has it in
-the order batch, own, contracted, or on the right batch, contracted, own.
+element each (one group of heads on a device), earlier releases merge them before they know how the operand lies: they
+have it in the order batch, own, contracted, or on the right batch, contracted, own.
 """
 
 from collections import defaultdict
@@ -47,7 +47,7 @@ class _Taken:
 
     def fits(self, order: _Dims) -> bool:
         """Whether it takes the operand as it lies: `order` are its dimensions of more than one element."""
-        if self.from_loop and len(self.batch) > 1 and self.batch != tuple(range(len(self.batch))):
+        if self.from_loop and not self.in_parts and len(self.batch) > 1 and self.batch != tuple(range(len(self.batch))):
             rest = (*self.own, *self.contracted) if self.left else (*self.contracted, *self.own)
             return order == tuple(d for d in (*self.batch, *rest) if d in order)
         parts = 2 if self.in_parts or (self.left and not set(self.batch) & set(order)) else 1
