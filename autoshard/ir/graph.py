@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -472,7 +473,15 @@ class _Builder:
         return outer
 
     def predicate(self, eqn: Any, value: int, take: Spot, here: Path, scope: _Scope) -> None:
-        """What an equation with bodies goes by; no place of the program has its result."""
+        """What an equation with bodies goes by; no place of the program has its result.
+
+        The condition of a loop that `vmap` made is one per element: the loop goes on while any of them holds.
+        """
+        if ndim := self.avals[value].ndim:
+            anyone, spot = self.value(SimpleNamespace(shape=(), dtype=self.avals[value].dtype), scope), (*here, -2)
+            reduction = SimpleNamespace(params={"axes": tuple(range(ndim))})
+            self.add("reduce_or", reduction, [value], [anyone], [take], [(spot, 0)], scope.loop)
+            value, take = anyone, (spot, 0)
         result = self.value(self.avals[value], scope)
         self.add(PREDICATE, eqn, [value], [result], [take], [((*here, -1), 0)], scope.loop)
 

@@ -43,9 +43,11 @@ def test_the_h100_compiler_follows_the_plan(name: str, fields: dict[str, int], m
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize("trips", [1, WHILE_TRIPS])
-def test_what_decides_is_reduced_over_devices(trips: int) -> None:
-    """Whether every sequence is done, each trip; whether every element is finite, before a branch."""
+@pytest.mark.parametrize(
+    ("kind", "trips", "nbytes"), [("branch", 1, 4), ("loop", WHILE_TRIPS, 4), ("loops", WHILE_TRIPS, 1)]
+)
+def test_what_decides_is_reduced_over_devices(kind: str, trips: int, nbytes: int) -> None:
+    """Whether every sequence is done, each trip, or any of several loops'; what is largest, before a branch."""
 
     def loop(x: jax.Array) -> jax.Array:
         return jax.lax.while_loop(lambda x: jnp.max(x) < 9.0, lambda x: jnp.sin(x) * x, x)
@@ -54,14 +56,14 @@ def test_what_decides_is_reduced_over_devices(trips: int) -> None:
         return jax.lax.cond(jnp.max(x) < 9.0, jnp.sin, jnp.cos, x)
 
     plan = autoshard.plan(
-        branch if trips == 1 else loop,
+        {"branch": branch, "loop": loop, "loops": jax.vmap(loop)}[kind],
         jax.ShapeDtypeStruct((1 << 20, 256), jnp.float32),
         hardware="h100:1x8",
         in_shardings=P("data"),
         out_shardings=P("data"),
     )
     (row,) = plan.record.collectives
-    assert (row.kind, row.nbytes, row.trips) == ("all-reduce", 4, trips)
+    assert (row.kind, row.nbytes, row.trips) == ("all-reduce", nbytes, trips)
     found = plan.verify()
     assert found.ok, str(found)
 

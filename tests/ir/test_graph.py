@@ -78,6 +78,10 @@ def test_what_decides_is_not_dropped() -> None:
     assert primitives(lambda x: lax.cond(x.max() < 1, lambda x: x + 1, lambda x: x, x), x) == [
         *("reduce_max", "lt", "convert_element_type", "predicate", "add", "branch_join")
     ]
+    batched = jax.vmap(lambda row: lax.while_loop(lambda c: c.max() < 1, lambda c: c + 1, row))
+    assert primitives(batched, x) == [
+        *("loop_carry", "reduce_max", "lt", "reduce_or", "predicate", "add", "loop_result")
+    ]
     assert primitives(lambda x: (lax.cond(x.max() < 1, lambda x: x + 1, lambda x: x, x), x)[1], x) == []
 
 
