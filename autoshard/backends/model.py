@@ -412,7 +412,7 @@ class CompilerModel:
 
     transposes_operands: bool = field(
         metadata=_seen(
-            "jax-cuda12-pjrt 0.10.2 and 0.12.0.1, attention to caches by einsum, and products of 22 other orders",
+            "jax-cuda12-pjrt 0.10.2 and 0.12.0.1, attention to caches by einsum, products of given operands",
             "compilers/test_operand_orders.py::test_what_lies_in_another_order_is_transposed",
         )
     )

@@ -184,14 +184,13 @@ def touched_bytes(
 ) -> NDArray[np.float64]:
     """HBM bytes per device (S,) of an equation that is not a contraction.
 
-    `reads[i]`, `writes[i]`: whether operand or result i lies in memory; `readers`: how many
-    equations take its results. A gather reads only the rows that it returns, a slice only its
-    part. A scatter rewrites only the rows that it updates, in place: it first writes a table that is not in memory, and
-    copies a table (`writes[0]`) whose old value is still needed. A constraint touches nothing;
-    nor does a transpose, because XLA's layout assignment only renames the order of the bytes. A
-    loop's constants are read in place. A stacked output is zeroed, read if it lies in memory, and
-    written. A slice of a stacked input is read, and written if it lies in memory; if not, each
-    kernel that takes it reads it, and at most two of them count.
+    `reads[i]`, `writes[i]`: whether operand or result i lies in memory; `readers`: how many equations take its results.
+    A gather reads only the rows that it returns, a slice only its part. A scatter rewrites only the rows that it
+    updates, in place: it first writes a table that is not in memory, and copies a table (`writes[0]`) whose old value
+    is still needed. A constraint touches nothing; nor does a transpose, because XLA's layout assignment only renames
+    the order of the bytes. A loop's constants are read in place. A stacked output is zeroed, read if it lies in memory,
+    and written. A slice of a stacked input is read, and written if it lies in memory; if not, each kernel that takes it
+    reads it, and at most two of them count.
     """
     if eqn.traits.moves_nothing:
         return np.zeros(len(strategies))

@@ -1,12 +1,13 @@
 """Operand orders: which operands of products are written again, because their dimensions lie in another order.
 
 A matmul reads its batch, what it contracts and what is left of an operand as one dimension each, with any stride: the
-dimensions of each group must lie in memory next to each other, in their order. XLA:GPU writes what it computes itself
-in an order that its reader takes. What is given to a program lies as it is given, and so does what is updated in its
-place: caches of keys [batch, position, head, width] that heads are a batch of are transposed, read and written. What a
-loop slices or carries is transposed as a whole in front of the loop, and behind it once more if it is updated there.
-A product with a single row, or column, is no matmul, and transposes nothing. What is left of the left operand may be in
-two parts where there is no batch; by later releases, of either operand, and beside a batch.
+dimensions of each group must lie in memory next to each other, in their order. What is given to a program lies as it is
+given, and so does what is updated in its place: XLA:GPU transposes caches of keys [batch, position, head, width] that
+heads are a batch of, which reads and writes them. What a loop slices or carries is transposed as a whole in front of
+the loop, and behind it once more if it is updated there. Fusions write in an order that their reader takes. Products do
+not, and are transposed, too, where nothing is fused between them and their reader: that is not priced. A product with a
+single row, or column, is no matmul, and transposes nothing. What is left of the left operand may be in two parts where
+there is no batch; by later releases, of either operand, and beside a batch.
 
 Where a loop hands an operand to a dot whose batch has several dimensions that are not its first ones, even of one
 element each (one group of heads on a device), earlier releases merge them before they know how the operand lies: they

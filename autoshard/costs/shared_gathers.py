@@ -54,7 +54,7 @@ def in_groups(parts: Sequence[int], nbytes: Sequence[int]) -> int | None:
     """Which operand of a dot XLA gathers inside of groups of devices; None: neither.
 
     If free dimensions of both operands are split, XLA groups the devices by those of one: the one for which repeating
-    the other operand in every group is less, on a tie the left one's. In each group it gathers the other operand
+    the other operand in every group is less, on a tie the right one. That operand is gathered in each group
     (openxla/xla dot_handler.cc).
 
     Args:

@@ -39,6 +39,7 @@ from autoshard.ir.op_traits import (
     LOOP_STACK,
     PREDICATE,
     RECALL,
+    REDUCE_OR,
     OpTraits,
     traits_of,
     traits_of_dot,
@@ -480,7 +481,7 @@ class _Builder:
         if ndim := self.avals[value].ndim:
             anyone, spot = self.value(SimpleNamespace(shape=(), dtype=self.avals[value].dtype), scope), (*here, -2)
             reduction = SimpleNamespace(params={"axes": tuple(range(ndim))})
-            self.add("reduce_or", reduction, [value], [anyone], [take], [(spot, 0)], scope.loop)
+            self.add(REDUCE_OR, reduction, [value], [anyone], [take], [(spot, 0)], scope.loop)
             value, take = anyone, (spot, 0)
         result = self.value(self.avals[value], scope)
         self.add(PREDICATE, eqn, [value], [result], [take], [((*here, -1), 0)], scope.loop)
@@ -516,15 +517,10 @@ class _Builder:
         inside = self.enter(None, scope)
         self.guessed.append(self.line)
         first, condition, entry = tests + consts, (*here, 0), (*here, 1)
+        within = [*((condition, i) for i in range(tests)), *((entry, i) for i in range(consts))]
         constants = [
-            self.into(LOOP_CONST, eqn, v, self.avals[v], (here, i), make, inside)
-            for i, (v, make) in enumerate(
-                zip(
-                    operands[:first],
-                    [*((condition, i) for i in range(tests)), *((entry, i) for i in range(consts))],
-                    strict=True,
-                )
-            )
+            self.into(LOOP_CONST, eqn, operands[i], self.avals[operands[i]], (here, i), spot, inside)
+            for i, spot in enumerate(within)
         ]
         carried = [
             self.into(LOOP_CARRY, eqn, v, self.avals[v], (here, first + i), (entry, consts + i), inside, i)

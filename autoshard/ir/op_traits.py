@@ -23,7 +23,8 @@ CONVOLUTION = "conv_general_dilated"
 DEVICE_PUT = "device_put"
 DOT_GENERAL = "dot_general"
 RAGGED_DOT = "ragged_dot_general"
-EXP, DIV, MUL, SUB, REDUCE_MAX, REDUCE_SUM = "exp", "div", "mul", "sub", "reduce_max", "reduce_sum"
+EXP, DIV, MUL, SUB = "exp", "div", "mul", "sub"
+REDUCE_MAX, REDUCE_OR, REDUCE_SUM = "reduce_max", "reduce_or", "reduce_sum"
 FFT = "fft"
 GATHER = "gather"
 IOTA = "iota"
@@ -149,7 +150,7 @@ OP_TRAITS: Mapping[str, OpTraits] = {
     **dict.fromkeys(("cbrt", "cos", "erf", "erfc", EXP, "exp2", "expm1", "log", "log1p", "logistic"), _COSTLY),
     **dict.fromkeys(("pow", "rsqrt", "sin", "sqrt", "tan", "tanh"), _COSTLY),
     REDUCE_SUM: OpTraits(fusible=True, ends_fusion=True, linear=True),
-    **dict.fromkeys((REDUCE_MAX, "reduce_min", "reduce_and", "reduce_or"), _REDUCTION),
+    **dict.fromkeys((REDUCE_MAX, REDUCE_OR, "reduce_min", "reduce_and"), _REDUCTION),
     **dict.fromkeys(("argmax", "argmin"), _REDUCTION),
     SUB: OpTraits(combines=True),
     **dict.fromkeys(("neg", "reduce_precision", "optimization_barrier"), _LINEAR),

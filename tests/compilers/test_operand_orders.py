@@ -76,6 +76,18 @@ def grouped(q: Any, k: Any) -> Any:
     return jnp.einsum("bgrd,bkgd->bgrk", q, k)
 
 
+def turned(q: Any, k: Any) -> Any:
+    return jnp.einsum("bgrd,bgkd->bgrk", q, jnp.swapaxes(k, 1, 2))
+
+
+def updated(q: Any, keys: Any, new: Any, at: Any) -> Any:
+    def layer(q: Any, k: Any) -> tuple[Any, Any]:
+        k = lax.dynamic_update_slice(k, new, (0, at, 0, 0))
+        return attended(q, k, k), k
+
+    return lax.scan(layer, q, keys)
+
+
 @needs_gpu_compiler
 @pytest.mark.parametrize(
     ("program", "arguments"),
@@ -83,6 +95,7 @@ def grouped(q: Any, k: Any) -> Any:
         (layers, (QUERY, S((4, *CACHE.shape)), S((4, *CACHE.shape)))),  # the stacks in front of the loop, whole
         (trips, (QUERY, CACHE, CACHE)),  # once for all trips
         (grouped, (S((8, 16, 4, 128)), CACHE)),
+        (turned, (S((8, 16, 4, 128)), CACHE)),  # the program's transpose moves nothing, and the dot's does
     ],
 )
 def test_caches_are_transposed_where_heads_are_a_batch(program: Callable[..., Any], arguments: Any) -> None:
@@ -91,6 +104,20 @@ def test_caches_are_transposed_where_heads_are_a_batch(program: Callable[..., An
     assert predicted == pytest.approx(compiled, rel=0.03)
     assert found.memory.compiled is not None
     assert found.memory.predicted.peak == pytest.approx(found.memory.compiled.peak, rel=0.1)
+
+
+@needs_gpu_compiler
+def test_a_cache_that_is_updated_in_a_loop_is_transposed_there_and_back() -> None:
+    arguments = QUERY, S((4, *CACHE.shape)), QUERY, jax.ShapeDtypeStruct((), jnp.int32)
+    predicted, compiled = predicted_and_compiled_s(verified(updated, *arguments, donated=(1,)))
+    assert predicted == pytest.approx(compiled, rel=0.1)
+
+
+@needs_gpu_compiler
+def test_a_single_row_is_no_matmul_and_reads_a_cache_as_it_lies() -> None:
+    scores = partial(jnp.einsum, "bqhd,bkhd->bhqk")
+    predicted, compiled = predicted_and_compiled_s(verified(scores, S((16, 1, 16, 128)), S((16, 4096, 16, 128))))
+    assert predicted == pytest.approx(compiled, rel=0.05)
 
 
 def in_loop(equation: str) -> Callable[..., Any]:

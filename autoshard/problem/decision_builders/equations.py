@@ -209,9 +209,8 @@ def _priced(facts: GraphFacts, e: int, strategies: Strategies, body: Body | None
             merged=facts.merged.get(e),
             dense=facts.dense.get(e),
         )
-        rewritten = sum(row.times * row.nbytes(eqn, strategies, facts.mesh) for row in facts.rewritten.get(e, ()))
-        if e in facts.rewritten:
-            seconds = seconds + np.asarray(facts.machine.hbm_s(rewritten))
+        for row in facts.rewritten.get(e, ()):
+            seconds = seconds + np.asarray(facts.machine.hbm_s(row.times * row.nbytes(eqn, strategies, facts.mesh)))
         return _Price(reductions_s + seconds, flops, _covering(facts, e, seconds), window)
     return _bound_by_memory(facts, e, strategies, reductions_s)
 
