@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import autoshard
@@ -15,7 +16,7 @@ from autoshard.api.options import Options
 from autoshard.api.planning import requests_of
 from autoshard.costs.carriers import carriers
 from autoshard.costs.strategies import WHOLE, decode
-from autoshard.ir.op_traits import RECALL
+from autoshard.ir.op_traits import PREDICATE, RECALL
 from autoshard.planner.pipeline import Budget, PlanningResult, solve_space
 from autoshard.planner.recomputation_space import RecomputationSpace, keeping
 from autoshard.planner.request import PlanRequest
@@ -288,3 +289,22 @@ def test_what_is_computed_where_it_is_read_does_not_move_for_nothing() -> None:
         split = (decode(edge.source, ndim, 1) >= 0).any(axis=1)
         whole = (decode(edge.target, ndim, 1) == WHOLE).all(axis=1) & ~np.asarray(decisions.nodes[edge.v].off)
         assert (reshard_ps(edge, space.resharder)[split][:, whole] > 0).all()
+
+
+def test_what_decides_is_there_whatever_is_kept() -> None:
+    """Whether a gradient is finite, before it is used: nothing takes the answer but a branch."""
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)
+            return jnp.sum(h**2)
+
+        gradient = jax.grad(loss)(w)
+        return lax.cond(jnp.isfinite(gradient).all(), lambda w: w - gradient, lambda w: w, w)
+
+    shapes = jax.ShapeDtypeStruct((3, 64, 64), jnp.float32), jax.ShapeDtypeStruct((256, 64), jnp.float32)
+    options = Options(mesh={"data": 4}, hardware="h100:1x4", remat="add", memory=PLENTY)
+    space = RecomputationSpace.of(build_search_space(requests_of(step, shapes, {}, options)[0]))
+    graph = space.decisions.graph
+    assert graph.optional
+    assert PREDICATE in [eqn.primitive for eqn in graph.eqns]
