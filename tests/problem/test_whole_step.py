@@ -151,6 +151,7 @@ def test_what_is_kept_or_repeated_of_a_weight_is_that_weight() -> None:
     """For what carries it on: the backward pass waits for its gather where the forward pass does."""
     space = RecomputationSpace.of(build_search_space(request("tpu-v5e:2x2", scan=False)))
     assert space is not None
+    assert space is not None
     graph = space.decisions.graph
     first = carriers(graph).first
     read = [e for e, eqn in enumerate(graph.eqns) if eqn.primitive == RECALL]
@@ -305,6 +306,7 @@ def test_what_decides_is_there_whatever_is_kept() -> None:
     shapes = jax.ShapeDtypeStruct((3, 64, 64), jnp.float32), jax.ShapeDtypeStruct((256, 64), jnp.float32)
     options = Options(mesh={"data": 4}, hardware="h100:1x4", remat="add", memory=PLENTY)
     space = RecomputationSpace.of(build_search_space(requests_of(step, shapes, {}, options)[0]))
+    assert space is not None
     graph = space.decisions.graph
     assert graph.optional
     assert PREDICATE in [eqn.primitive for eqn in graph.eqns]
