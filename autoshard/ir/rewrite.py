@@ -5,11 +5,13 @@ resharding are pinned: the layout in which a value is made, then every layout on
 way to the consumer, so that a cast is pinned before its result is gathered and an
 all-to-all is not replaced by a gather. Calls with rules of their own (`remat`,
 `custom_jvp`, `custom_vjp`) are bound again with rewritten bodies; source lines stay.
+A lookup that fills is pinned before it is filled (`filled_lookups`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import _jax
 from autoshard.errors import SpecError, refusing_depth
-from autoshard.ir import fault_remedies, manual_calls
+from autoshard.ir import fault_remedies, filled_lookups, manual_calls
 from autoshard.ir.constraints import Constraints, Specs
 from autoshard.ir.graph import BODIES, CALLS, INLINED, Path
 from autoshard.ir.layout import Layout
@@ -31,6 +33,7 @@ Scope = Callable[[Path], AbstractContextManager[Any]]  # equation path → the c
 Rule = Callable[[Any, Sequence[Any], Path], list[Any]]
 
 ConstraintSite = tuple[str, Any]  # "made", "taken", "again", "input" or "output", and the key in those pins
+Fill = Callable[[Any], Any]  # what a lookup found → the same, filled where an index has no row
 Label = Callable[[ConstraintSite], str]  # where a constraint is → the name scope to emit it in
 
 # In paths: the rules of a `custom_vjp` and of a `custom_jvp`, which are no bodies of their equations.
@@ -75,6 +78,20 @@ def emit_constraints(
     """
     seen: dict[tuple[int, PartitionSpec, str], tuple[Any, Any]] = {}  # keeps the source alive: ids stay unique
     last: dict[int, tuple[PartitionSpec, ConstraintSite]] = {}  # of what is constrained: its constraint, and where
+    lookups: dict[
+        int, tuple[Any, Any, Fill]
+    ] = {}  # of what a lookup filled: itself, what was found, and how to fill it
+
+    def constrained(value: Any, spec: PartitionSpec) -> Any:
+        """The value under a constraint; of what a lookup filled, what it found has the same one."""
+        sharding = NamedSharding(mesh, spec)
+        if id(value) not in lookups:
+            return jax.lax.with_sharding_constraint(value, sharding)
+        _, found, fill = lookups[id(value)]
+        found = jax.lax.with_sharding_constraint(found, sharding)
+        result = jax.lax.with_sharding_constraint(fill(found), sharding)
+        lookups[id(result)] = result, found, fill
+        return result
 
     def pin(value: Any, specs: Specs, place: ConstraintSite) -> Any:
         """The value under each constraint in turn; the same one on the same value is emitted once."""
@@ -83,7 +100,7 @@ def emit_constraints(
             key = (id(value), spec, name)
             if key not in seen:
                 with jax.named_scope(name) if name else nullcontext():
-                    seen[key] = (value, jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec)))
+                    seen[key] = value, constrained(value, spec)
             value = seen[key][1]
             last[id(value)] = spec, place
         return value
@@ -118,7 +135,13 @@ def emit_constraints(
             before = [last.get(id(operand)) for operand in operands]
             return [pin(x, one[:1], one[1]) if one else x for x, one in zip(results, before, strict=True)]
         if (path, 0) not in pins.kernels or mesh.size == 1:
-            return fault_remedies.bind(eqn, operands, mesh.size)
+            if mesh.size == 1 or not filled_lookups.fills(eqn):
+                return fault_remedies.bind(eqn, operands, mesh.size)
+            (found,) = fault_remedies.bind(filled_lookups.clipped(eqn), operands, mesh.size)
+            fill = partial(filled_lookups.filled, eqn, operands[1])
+            result = fill(found)
+            lookups[id(result)] = result, found, fill
+            return [result]
         count = len(operands) + len(eqn.outvars)
         return manual_calls.call(eqn, operands, mesh, [pins.kernels[path, i][0] for i in range(count)])
 
