@@ -437,6 +437,14 @@ class CompilerModel:
     )
     """Primitives that are computed once for all fusions that read the result, where others are repeated in each."""
 
+    widens_apart: frozenset[str] = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2 and 0.12.0.1: the exact gelu of products with several dimensions of rows",
+            "compilers/test_memory.py::test_what_a_gelu_in_bfloat16_takes_is_stored",
+        )
+    )
+    """Primitives that are computed in float32, and whose narrower argument may lie in memory for that."""
+
     overwrites_last_read: bool = field(
         metadata=_seen(
             "jax-cuda12-pjrt 0.10.2",

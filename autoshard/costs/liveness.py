@@ -15,7 +15,8 @@ each slice is written there directly, and lies nowhere else. XLA:GPU of jaxlib 0
 the loop before: those of gradients lie beside the scores of a head. The operands of weights' gradients
 live until the gradients are made, which may be much later (`autoshard.costs.execution_order`).
 
-XLA:GPU computes an expensive value (a tanh) once for all fusions that read it. A fusion writes its
+XLA:GPU computes an expensive value (a tanh) once for all fusions that read it, and so it may what is cast
+for one of them (`autoshard.costs.widened_arguments`). A fusion writes its
 result over a value that it reads for the last time, if that has as many elements of its type and
 each is read where it is written (not through a slice, then padded again); not if it reads a row
 twice, as for a softmax and its gradient. What is added to scattered elements is written, scattered
@@ -43,6 +44,7 @@ from autoshard.costs.gradients_behind_loops import gradients_behind_loops
 from autoshard.costs.row_kernels import sliced_rows
 from autoshard.costs.scattered_terms import ScatteredTerm, scattered_terms
 from autoshard.costs.softmaxes import Numerator, SoftmaxFacts, recalled, softmaxes
+from autoshard.costs.widened_arguments import widened_arguments
 from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import (
     DEVICE_PUT,
@@ -430,11 +432,12 @@ def _find_held(
     for e in range(len(graph.eqns) - 1, -1, -1):
         if graph.eqns[e].traits.renames:
             uses[graph.operands[e][-1]] += uses[graph.results[e][0]] - 1
+    widened = widened_arguments(graph, fuses, compiler.widens_apart)
     goes_to: dict[int, frozenset[int]] = {}  # value that is not held → values in memory that are computed from it
     for e in range(len(graph.eqns) - 1, -1, -1):
         for v in graph.results[e] if fuses[e] else ():
-            if graph.eqns[e].primitive in compiler.computes_once and len(goes_to.get(v, ())) > 1:
-                held[v] = True
+            once = graph.eqns[e].primitive in compiler.computes_once or v in widened
+            held[v] |= once and len(goes_to.get(v, ())) > 1
             ends = frozenset({v}) if held[v] else goes_to.get(v, frozenset[int]())
             for o in graph.made_from(e):
                 goes_to[o] = goes_to.get(o, frozenset[int]()) | ends

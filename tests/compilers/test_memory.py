@@ -145,7 +145,7 @@ def test_a_state_gathered_after_its_update_lies_beside_the_old_one(dim: int) -> 
 @pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.silu, jax.nn.mish])
 def test_the_gpu_compiler_stores_of_an_activation_what_it_is_said_to(activation: Callable[..., Any]) -> None:
     """Without `tanh` and `log1p` a quarter to a third would be missing of gelu and mish."""
-    predicted, compiled = peaks(activation)
+    predicted, compiled = peaks(lambda x, _: activation(x))
     assert compiled == pytest.approx(predicted, rel=0.05)
 
 
@@ -178,20 +178,33 @@ AGAIN = {
 @pytest.mark.parametrize("function", [*ONCE.values(), *AGAIN.values()], ids=[*ONCE, *AGAIN])
 def test_the_gpu_compiler_repeats_what_it_is_said_to(function: Callable[..., Any]) -> None:
     """One value of each hidden unit more or less is an eighth of the peak, at least."""
-    predicted, compiled = peaks(lambda x: x * function(x))
+    predicted, compiled = peaks(lambda x, _: x * function(x))
     assert compiled == pytest.approx(predicted, rel=0.06)
 
 
-def peaks(activation: Callable[..., Any]) -> tuple[int, int]:
+@needs_gpu_compiler
+@pytest.mark.parametrize("rows", [(65_536,), (64, 1024)], ids=str)
+@pytest.mark.parametrize("of", ["product", "biased", pytest.param("scaled", marks=pytest.mark.slow)])
+def test_what_a_gelu_in_bfloat16_takes_is_stored(of: str, rows: tuple[int, ...]) -> None:
+    """Where the rows of the matmul are several dimensions: a fifth of the peak."""
+
+    def activation(x: Any, vector: Any) -> Any:
+        return jax.nn.gelu({"product": x, "biased": x + vector, "scaled": x * vector}[of], approximate=False)
+
+    predicted, compiled = peaks(activation, rows)
+    assert compiled == pytest.approx(predicted, rel=0.03)
+
+
+def peaks(activation: Callable[..., Any], rows: tuple[int, ...] = (65_536,)) -> tuple[int, int]:
     """Predicted and compiled peak of four perceptrons with many tokens."""
 
     def form(layer: Any, h: Any) -> Any:
-        up, down = (layer[k].astype(jnp.bfloat16) for k in ("up", "down"))
-        return h + activation(h @ up) @ down
+        up, down, vector = (layer[k].astype(jnp.bfloat16) for k in ("up", "down", "vector"))
+        return h + activation(h @ up, vector) @ down
 
-    narrow = [{"up": F32((512, 2048)), "down": F32((2048, 512))}] * 4
+    narrow = [{"up": F32((512, 2048)), "down": F32((2048, 512)), "vector": F32((2048,))}] * 4
     plan = autoshard.plan(
-        partial(mlp_step, form), narrow, BF16((65536, 512)), mesh={"data": 8}, hardware="h100:1x8", donate_argnums=0
+        partial(mlp_step, form), narrow, BF16((*rows, 512)), mesh={"data": 8}, hardware="h100:1x8", donate_argnums=0
     )
     memory = plan.verify("gpu").memory
     assert memory.compiled is not None
