@@ -429,6 +429,22 @@ class CompilerModel:
     A compiler that does so takes an operand from a loop as it lies, too, where the batch has several dimensions.
     """
 
+    copies_cut_operands: bool = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2 and 0.12.0.1, along any dimension, of weights and of stacks in front of loops",
+            "compilers/test_cut_operands.py::test_a_part_of_a_whole_weight_is_copied_before_a_matmul",
+        )
+    )
+    """A matmul, or a loop, takes a part of an array that was given as a copy of it: see `costs.cut_operands`."""
+
+    adds_up_single_rows: bool = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2 and 0.12.0.1: products of a vector, and attention of single queries",
+            "compilers/test_cut_operands.py::test_a_product_of_a_single_row_is_a_fusion_that_copies_nothing",
+        )
+    )
+    """A product whose operand has a single row or column, whole, is a fusion that reads its operands where they lie."""
+
     computes_once: frozenset[str] = field(
         metadata=_seen(
             "jax-cuda12-pjrt 0.10.2: it repeats exponentials, logistic functions, divisions, roots, logarithms, erf",

@@ -72,20 +72,64 @@ def operand_bytes(eqn: Eqn, strategies: Strategies, mesh: MeshAxes) -> tuple[NDA
     return tuple(aval.nbytes // shards(codes, aval.ndim, mesh) for aval, codes in operands)
 
 
+def added_up_s(
+    eqn: Eqn, rule: ShardingRule, strategies: Strategies, mesh: MeshAxes, machine: Machine, whole_s: Seconds
+) -> Seconds:
+    """Seconds (S,) of a dot that a compiler may cut into sums: they are a batch of products, which a kernel adds.
+
+    Args:
+      eqn: the dot.
+      rule: its rule.
+      strategies: those to price.
+      mesh: the mesh.
+      machine: the machine.
+      whole_s: (S,), what it takes where it is left whole.
+    """
+    sums, (batch, m, n, k) = _sums(eqn, rule, strategies, mesh, machine)
+    parts_s = machine.matmul_s(batch * sums, m, n, np.ceil(k / sums), multiplied_dtype(eqn))
+    adding_s = machine.hbm_s(sums * batch * m * n * _sum_itemsize(eqn))
+    return np.where(sums > 1, parts_s + adding_s, whole_s)
+
+
+def single_row_s(
+    eqn: Eqn, rule: ShardingRule, strategies: Strategies, mesh: MeshAxes, machine: Machine, whole_s: Seconds
+) -> Seconds:
+    """Seconds (S,) of a dot with a single row or column, which a fusion adds up: of its operands and its result.
+
+    One whose batch is a single one on a device is a matmul again. The arguments are those of `added_up_s`.
+    """
+    (batch, *_), (result,) = _matmul(eqn, rule, strategies, mesh), eqn.results
+    nbytes = sum(
+        operand_bytes(eqn, strategies, mesh), result.nbytes // shards(strategies.results[0], result.ndim, mesh)
+    )
+    alone = (batch == 1) & bool(eqn.params["dimension_numbers"][1][0])
+    return np.where(alone, whole_s, machine.hbm_s(nbytes))
+
+
 def partial_sums_bytes(
     eqn: Eqn, rule: ShardingRule, strategies: Strategies, mesh: MeshAxes, machine: Machine
 ) -> NDArray[np.int64]:
     """Bytes per device (S,) of the sums that a product is cut into, before they are added; 0 where it is left whole."""
-    (result,) = eqn.results
-    if eqn.primitive != DOT_GENERAL or not jax.numpy.issubdtype(result.dtype, np.inexact):
-        return np.zeros(len(strategies), np.int64)
-    batch, m, n, k = _matmul(eqn, rule, strategies, mesh)
-    sums = machine.contraction_sums(batch, m, n, k, multiplied_dtype(eqn), jax.numpy.dtype(result.dtype).name)
-    return np.where(sums > 1, sums * batch * m * n * max(_SUM_BYTES, result.itemsize), 0)
+    sums, (batch, m, n, _) = _sums(eqn, rule, strategies, mesh, machine)
+    return np.where(sums > 1, sums * batch * m * n * _sum_itemsize(eqn), 0)
 
 
 _COPY = 2  # times that it reads or writes an array
 _SUM_BYTES = 4  # of an element: sums are float32
+
+
+def _sum_itemsize(eqn: Eqn) -> int:
+    return max(_SUM_BYTES, eqn.results[0].itemsize)
+
+
+def _sums(
+    eqn: Eqn, rule: ShardingRule, strategies: Strategies, mesh: MeshAxes, machine: Machine
+) -> tuple[NDArray[np.int64], tuple[NDArray[Any], ...]]:
+    """Into how many sums (S,) a contraction is cut, 1 where it is left whole; and its sizes as a matmul."""
+    sizes, (result,) = _matmul(eqn, rule, strategies, mesh), eqn.results
+    if eqn.primitive != DOT_GENERAL or not jax.numpy.issubdtype(result.dtype, np.inexact):
+        return np.ones(len(strategies), np.int64), sizes
+    return machine.contraction_sums(*sizes, multiplied_dtype(eqn), jax.numpy.dtype(result.dtype).name), sizes
 
 
 def _matmul(

@@ -242,9 +242,9 @@ def _timeline(assignment: Assignment) -> list[Json]:
     d = assignment.decisions
     transfers = _transfers(assignment)
     costs: dict[int, tuple[int, float]] = {}  # first equation → decision, seconds
-    for n, (node, pick) in enumerate(zip(d.nodes, assignment.choice, strict=True)):
-        if node.equations and node.cost_ps[pick]:
-            costs[min(node.equations)] = (n, int(node.cost_ps[pick]) * 1e-12)
+    for n, node in enumerate(d.nodes):
+        if node.equations and assignment.own_ps(n):
+            costs[min(node.equations)] = (n, assignment.own_ps(n) * 1e-12)
     bars: list[Json] = []
     now = link = 0.0
     made: dict[int, float] = {}  # decision → when its compute ends

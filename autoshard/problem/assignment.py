@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from autoshard.costs.resharding import NO_STRIDES, Resharder, Step
 from autoshard.costs.strategies import SUM, decode
 from autoshard.ir.graph import Aval
-from autoshard.problem.decisions import Chain, Decisions, Input, consumer_port, layout_codes
+from autoshard.problem.decisions import Chain, Decisions, Input, consumer_port, cut_ps_of, layout_codes
 from autoshard.problem.ports import Port
 
 
@@ -24,6 +24,7 @@ class Assignment:
     resharder: Resharder
     choice: NDArray[np.int64]
     _ports: dict[tuple[int, int], Port | None] = field(init=False, repr=False, default_factory=dict)
+    _cuts: dict[int, int] = field(init=False, repr=False, default_factory=dict)
     _moved: dict[int, Aval] = field(init=False, repr=False, default_factory=dict)
 
     def _code(self, port: Port) -> int:
@@ -46,6 +47,14 @@ class Assignment:
             self._ports[e, i] = consumer_port(d.nodes, d.rules, d.node_of, d.mesh, e, i)
         port = self._ports[e, i]
         return None if port is None else self._code(port)
+
+    def own_ps(self, n: int) -> int:
+        """Picoseconds of decision n over all its trips, with what it cuts out of the arrays that it takes."""
+        if not self._cuts:
+            self._cuts.update(dict.fromkeys(range(len(self.decisions.nodes)), 0))
+            for edge in self.decisions.edges:
+                self._cuts[edge.v] += cut_ps_of(edge, self.resharder, *self.choice[[edge.u, edge.v]].tolist())
+        return int(self.decisions.nodes[n].cost_ps[self.choice[n]]) + self._cuts[n]
 
     def input_code(self, position: int) -> int:
         return self._end(self.decisions.inputs[position])

@@ -186,7 +186,7 @@ def node_s(assignment: Assignment, n: int) -> float:
     """Seconds of decision n over all its trips, without the collectives inside and what it waits for the host."""
     d, pick = assignment.decisions, assignment.choice[n]
     waited_ps = sum(int(link.waited_ps[n][pick]) for link in d.links if n in link.waited_ps)
-    own_s = (int(d.nodes[n].cost_ps[pick]) - waited_ps) / PS_PER_S
+    own_s = (assignment.own_ps(n) - waited_ps) / PS_PER_S
     return own_s - sum(waited_s for _, waited_s in _in_op(assignment, n))
 
 

@@ -20,7 +20,7 @@ A loop's carry is one decision: the links into and out of its body share one lay
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeVar, final
 
 import numpy as np
@@ -198,7 +198,9 @@ class Edge:
     sums are finished (`costs.loop_reductions`), and `pending` the one that moves if there are pending
     sums. `times` counts the groups of uses for which the value moves in every trip (`costs.shared_gathers`).
     `waived`, if given, marks the choices of v (S_v,) for which nothing moves. `unfused`, if given, is the kernel that
-    runs where the value moves. `carried`, if given, is what hides of its gathers (`costs.carriers`).
+    runs where the value moves. `cut_bytes`, if given, is what a device reads and writes in a trip, under each choice
+    of v (S_v,), if it cuts its part out of what it has (`costs.cut_operands`). `carried`, if given, is what hides of
+    its gathers (`costs.carriers`).
     """
 
     u: int
@@ -219,6 +221,7 @@ class Edge:
     times: int = 1
     waived: NDArray[np.bool_] | None = None
     unfused: Unfused | None = None
+    cut_bytes: NDArray[np.int64] | None = None
     carried: Carried | None = None
 
     def finishes(self, source: Codes, target: Codes, axes: int) -> NDArray[np.bool_]:
@@ -345,7 +348,7 @@ def times(price_ps: NDArray[np.int64], count: int) -> NDArray[np.int64]:
 def reshard_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
     """The edge's cost matrix (S_u, S_v) in integer picoseconds, INF where it cannot be."""
     matrix = _of_all_trips(edge, resharder, resharder.cost_ps)
-    matrix = np.minimum(matrix + np.where(matrix > 0, _unfused_ps(edge, resharder), 0), INF_PS)
+    matrix = np.minimum(matrix + np.where(matrix > 0, _unfused_ps(edge, resharder), cut_ps(edge, resharder)), INF_PS)
     if edge.waived is not None:
         matrix = np.where(edge.waived, 0, matrix)
     if edge.forbidden is not None:
@@ -366,12 +369,38 @@ def hidden_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
 
 
 def work_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
-    """The part of `reshard_ps` that a device works: transposes, and the kernel that a value needs if it moves."""
+    """The part of `reshard_ps` that a device works: transposes, kernels that a value needs if it moves, and cuts."""
     matrix = _of_all_trips(edge, resharder, resharder.transposes_ps)
     if edge.unfused is not None:
         moves = _of_all_trips(edge, resharder, resharder.cost_ps) > 0
         matrix = matrix + np.where(moves, _unfused_ps(edge, resharder), 0)
+    matrix = matrix + cut_ps(edge, resharder)
     return matrix if edge.waived is None else np.where(edge.waived, 0, matrix)
+
+
+def cut_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64]:
+    """The part of `reshard_ps` in which a device copies its part out of what it has: (S_u, S_v), over all trips."""
+    if edge.cut_bytes is None:
+        return np.zeros((len(edge.source), len(edge.target)), np.int64)
+    here, there = (shards(codes, edge.moved.ndim, resharder.mesh) for codes in (edge.source, edge.target))
+    cuts = (here[:, None] < there[None, :]) & (_of_all_trips(edge, resharder, resharder.cost_ps) == 0)
+    once = picoseconds(np.asarray(resharder.machine.hbm_s(edge.cut_bytes)))
+    priced = np.where(cuts, times(once, edge.trips * edge.times)[None, :], 0)
+    return priced if edge.waived is None else np.where(edge.waived, 0, priced)
+
+
+def cut_ps_of(edge: Edge, resharder: Resharder, i: int, j: int) -> int:
+    """`cut_ps` under choice i of `u` and j of `v`."""
+    if edge.cut_bytes is None or edge.source[i] == edge.target[j]:
+        return 0
+    of = replace(
+        edge,
+        source=edge.source[[i]],
+        target=edge.target[[j]],
+        cut_bytes=edge.cut_bytes[[j]],
+        waived=None if edge.waived is None else edge.waived[[j]],
+    )
+    return int(cut_ps(of, resharder)[0, 0])
 
 
 def _unfused_ps(edge: Edge, resharder: Resharder) -> NDArray[np.int64] | int:

@@ -189,6 +189,7 @@ class _ClassMatrices:
                 mask,
                 None if edge.waived is None else edge.waived.tobytes(),
                 edge.unfused,
+                None if edge.cut_bytes is None else edge.cut_bytes.tobytes(),
                 edge.carried,
             )
             counted[key] = (edge, counted[key][1] + 1 if key in counted else 1)

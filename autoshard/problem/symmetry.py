@@ -97,6 +97,7 @@ class _Labels:
                 *(() if edge.waived is None else (content(edge.waived),)),
                 *(() if edge.pending is None else (edge.pending.itemsize,)),
                 *(() if edge.unfused is None else (edge.unfused.nbytes, edge.unfused.before)),
+                *(() if edge.cut_bytes is None else (content(edge.cut_bytes),)),
                 *(() if edge.carried is None else astuple(edge.carried)),
             )
             if parts not in known:

@@ -28,8 +28,8 @@ def schedule(assignment: Assignment) -> Timeline:
     d = assignment.decisions
     place = _Places(assignment)
     compute: dict[int, list[tuple[int, int]]] = defaultdict(list)  # window → (equation, node)
-    for n, (node, pick) in enumerate(zip(d.nodes, assignment.choice, strict=True)):
-        if node.cost_ps[pick]:
+    for n, node in enumerate(d.nodes):
+        if assignment.own_ps(n):
             e = min(node.equations, default=0)
             compute[d.windows.whole[d.windows.of_equation[e]] if d.graph.eqns else 0].append((e, n))
     hides: dict[int, list[tuple[Collective, float]]] = defaultdict(list)
@@ -50,7 +50,7 @@ def schedule(assignment: Assignment) -> Timeline:
         busy_s = 0.0
         for e, n in sorted(compute[window]):
             node, pick = d.nodes[n], assignment.choice[n]
-            trips, seconds = (d.graph.runs(e) if d.graph.eqns else 1), bill.node_s(assignment, n)
+            trips, seconds = (d.graph.runs(e) if node.equations else 1), bill.node_s(assignment, n)
             event = _event(node.name, "compute", now_s, seconds / trips, trips, node.where)
             if repeated_share(d, n) > 0.5:
                 flops = float(node.flops[pick]) / trips

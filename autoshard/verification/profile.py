@@ -210,8 +210,8 @@ def _sum_predictions(record: PlanRecord, assignment: Assignment | None) -> dict[
     for row in record.collectives:
         found[row.kind, in_order(row.axes, record.mesh)] += row.seconds * row.trips
     if assignment is not None:
-        for node, pick in zip(assignment.decisions.nodes, assignment.choice, strict=True):
-            found[MATMULS if node.flops[pick] else OTHERS, ()] += int(node.cost_ps[pick]) * 1e-12
+        for n, (node, pick) in enumerate(zip(assignment.decisions.nodes, assignment.choice, strict=True)):
+            found[MATMULS if node.flops[pick] else OTHERS, ()] += assignment.own_ps(n) * 1e-12
     return found
 
 

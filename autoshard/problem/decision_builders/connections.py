@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.costs.casts import widening
+from autoshard.costs.cut_operands import copied_bytes
 from autoshard.costs.prefetch import begins, fetchable
 from autoshard.costs.prices import PS_PER_S
 from autoshard.costs.resharding import Unfused
@@ -13,7 +14,8 @@ from autoshard.costs.strategies import shards
 from autoshard.ir.op_traits import DERIVE, KEEP, LOOP_CARRY, LOOP_CONST, LOOP_SLICE
 from autoshard.problem.decision_builders.copies import add_arrival, add_copy
 from autoshard.problem.decision_builders.draft import Draft
-from autoshard.problem.decision_builders.edges import add_edge, unfused_kernel
+from autoshard.problem.decision_builders.edges import Kernels, add_edge, unfused_kernel
+from autoshard.problem.decision_builders.facts import GraphFacts
 from autoshard.problem.decisions import Chain, Equation, Input
 from autoshard.problem.ports import Port
 
@@ -68,6 +70,7 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
     replaces = isinstance(made, Chain) and any(isinstance(draft.nodes[t.node], Input) for t in leaves)
     arrives = replaces and len(takers) == 1 and _gathered_in_place(draft, takers[0])
     holder = port
+    takes_array = [_takes_array(draft, taker) for taker in takers]
     if arrives:
         holder, never = add_arrival(draft, value, port, takers[0])
         copied = Unfused(nbytes=_COPIES * facts.graph.avals[value].nbytes, before=False)
@@ -77,27 +80,29 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
             holder,
             value,
             forbidden=never,
-            unfused=copied if facts.compiler.copies_gathered_state else unfused_kernel(facts, value),
+            kernels=Kernels(unfused=copied if facts.compiler.copies_gathered_state else unfused_kernel(facts, value)),
         )
     elif several or (takers and lent and any(not facts.traits.pointwise[e] for e, _ in uses)):
         groups = facts.uses_apart(value, port)
         holder, never = add_copy(draft, value, port, takers, lent=lent)
-        moved = unfused_kernel(facts, value)
-        add_edge(draft, port, holder, value, forbidden=never, times=len(groups) or 1, unfused=moved)
+        cut = _cut_bytes(facts, value, holder) if any(takes_array) else None
+        kernels = Kernels(unfused=unfused_kernel(facts, value), cut_bytes=cut)
+        add_edge(draft, port, holder, value, forbidden=never, times=len(groups) or 1, kernels=kernels)
         if not replaces:
             draft.usages.add_copy(value, holder, port, begin, groups, lent=lent)
     elif not is_input and facts.lives.stored[value] and not replaces:
         name, taker = _last_name(draft, value, takers[0]) if takers else (value, None)
         in_place = taker is not None and isinstance(draft.nodes[taker.node], Input)
         draft.usages.add_value(value, port, begin, name, taker, in_place=in_place)
-    for taker in takers:
+    for taker, is_array in zip(takers, takes_array, strict=True):
         source, apart, unplanned = holder, None, None
+        cut = _cut_bytes(facts, value, taker) if is_array else None
         if facts.compiler.regathers_far_uses and _keeps(draft, taker):
             source = port
         elif arrives:
             apart = holder.codes[:, None] != taker.codes[None, :]
         elif lent and holder is not port and len(takers) == 1 and not taker.loose:
-            apart = _moved(draft, value, holder, taker, cuts=_multiplies(draft, taker))
+            apart = _moved(draft, value, holder, taker, cuts=cut is None and _multiplies(draft, taker))
         elif holder is not port and (_takes_for_a_loop(draft, taker, value) or _carried_to(draft, taker, value)):
             unplanned = _moved(draft, value, holder, taker, cuts=True)
         elif (lent or holder is not port) and _renames(draft, taker):
@@ -109,7 +114,21 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
             if holder is not port:
                 unplanned |= _beside(holder)[:, None] & ~_cut(draft, value, holder, taker)
         moved = unfused_kernel(facts, value, edges=1 if holder is port else len(takers))
-        add_edge(draft, source, taker, value, forbidden=apart, unplanned=unplanned, unfused=moved)
+        kernels = Kernels(unfused=moved, cut_bytes=cut)
+        add_edge(draft, source, taker, value, forbidden=apart, unplanned=unplanned, kernels=kernels)
+
+
+def _takes_array(draft: Draft, taker: Port) -> bool:
+    """Whether the consumer at a port takes an array as it lies in memory."""
+    node = draft.nodes[taker.node]
+    return isinstance(node, Equation) and node.equation in draft.facts.cut_operands.takers
+
+
+def _cut_bytes(facts: GraphFacts, value: int, port: Port) -> NDArray[np.int64] | None:
+    """What a device reads and writes to cut its part out of a value; None of what a kernel makes: it cuts that."""
+    if value not in facts.cut_operands.values:
+        return None
+    return copied_bytes(facts.graph.avals[value], port.codes, facts.mesh)
 
 
 def _keeps(draft: Draft, taker: Port) -> bool:

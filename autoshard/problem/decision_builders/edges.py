@@ -1,6 +1,6 @@
 """Edges: the resharding of one value between two decisions."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,17 @@ from autoshard.problem.decisions import Edge, Equation
 from autoshard.problem.ports import Port
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Kernels:
+    """What runs between two decisions but collectives: the fields of those names of an `Edge`."""
+
+    unfused: Unfused | None = None
+    cut_bytes: NDArray[np.int64] | None = None
+
+
+NO_KERNELS = Kernels()
+
+
 def add_edge(
     draft: Draft,
     source: Port,
@@ -27,7 +38,7 @@ def add_edge(
     forbidden: NDArray[np.bool_] | None = None,
     unplanned: NDArray[np.bool_] | None = None,
     times: int = 1,
-    unfused: Unfused | None = None,
+    kernels: Kernels = NO_KERNELS,
 ) -> None:
     """Adds the edge over which a value goes from one decision to another.
 
@@ -38,8 +49,8 @@ def add_edge(
       value: the value.
       forbidden: pairs of choices that no program could have.
       unplanned: pairs of choices that no plan has.
-      unfused: the kernel that runs where the value moves.
       times: the number of groups of uses for which it moves in every trip.
+      kernels: what runs where the value moves, or is cut.
     """
     facts = draft.facts
     windows = facts.windows
@@ -82,7 +93,8 @@ def add_edge(
             pending=_pending(facts, source, value),
             times=times,
             waived=waived,
-            unfused=unfused,
+            unfused=kernels.unfused,
+            cut_bytes=kernels.cut_bytes,
             carried=carried,
         )
     )

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.costs import compute
+from autoshard.costs.cut_operands import is_matmul
 from autoshard.costs.fusion import fused_names
 from autoshard.costs.lanes import bytes_in_lanes
 from autoshard.costs.overlap import EARLY
@@ -17,7 +18,7 @@ from autoshard.costs.reductions import kernel_levels, sources_in_memory
 from autoshard.costs.strategies import SUM, Strategies, decode, enumerate_strategies, given, shards
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import Eqn, Graph
-from autoshard.ir.op_traits import DERIVE, GATHER, KEEP, LOOP_SLICE, LOOP_STACK, PALLAS, RECALL, SHARD_MAP
+from autoshard.ir.op_traits import DERIVE, DOT_GENERAL, GATHER, KEEP, LOOP_SLICE, LOOP_STACK, PALLAS, RECALL, SHARD_MAP
 from autoshard.problem import bodies
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.facts import GraphFacts
@@ -209,6 +210,10 @@ def _priced(facts: GraphFacts, e: int, strategies: Strategies, body: Body | None
             merged=facts.merged.get(e),
             dense=facts.dense.get(e),
         )
+        if facts.compiler.adds_up_single_rows and eqn.primitive == DOT_GENERAL and not is_matmul(eqn):
+            seconds = compute.single_row_s(eqn, facts.rules[e], strategies, facts.mesh, facts.machine, seconds)
+        elif facts.compiler.cuts_contractions and e not in facts.merged:
+            seconds = compute.added_up_s(eqn, facts.rules[e], strategies, facts.mesh, facts.machine, seconds)
         for row in facts.rewritten.get(e, ()):
             seconds = seconds + np.asarray(facts.machine.hbm_s(row.times * row.nbytes(eqn, strategies, facts.mesh)))
         return _Price(reductions_s + seconds, flops, _covering(facts, e, seconds), window)

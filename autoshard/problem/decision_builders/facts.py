@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.carriers import Carriers, carriers
+from autoshard.costs.cut_operands import CutOperands, cut_operands
 from autoshard.costs.dimension_orders import DimensionOrders, dimension_orders
 from autoshard.costs.execution_order import late_gradients, loop_spans
 from autoshard.costs.fusion import FusionTraits, fusion_traits, host_copies, levels
@@ -72,6 +73,7 @@ class GraphFacts:
     where kinds differ (`Resharder.hidden_ps`); `hiding`: the most of a contraction's beside which any does.
     `late_gradients`: products that may stand behind the loops that follow: see
     `decision_builders.late_gradients`. `carriers`: of gathers, on chips whose contractions carry them on.
+    `cut_operands`: of what a part is copied before a matmul or a loop takes it.
     `host_copies`: equations that copy to the host's memory or back. `stages`: see `stage_dimensions`.
     """
 
@@ -100,6 +102,7 @@ class GraphFacts:
     merged: Mapping[int, MergedProduct]
     dense: Mapping[int, DenseProduct]
     rewritten: Mapping[int, tuple[Rewritten, ...]]
+    cut_operands: CutOperands
     hides: float
     hiding: float
     late_gradients: frozenset[int]
@@ -271,6 +274,7 @@ def facts_of(
         products=products,
         merged=merged_products(graph, up_to) if (up_to := compiler.merged_product_bytes) else {},
         rewritten=rewritten,
+        cut_operands=cut_operands(graph) if compiler.copies_cut_operands else CutOperands(),
         dense=dense_products(graph, lives.start) if compiler.multiplies_ragged_as_dense else {},
         hides=1.0 if hidden_shares(machine, compiler) else machine.overlap,
         hiding=max(hidden_shares(machine, compiler).values(), default=machine.overlap),
