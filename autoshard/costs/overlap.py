@@ -43,7 +43,7 @@ of other weights; that is not priced (it counts where devices update whole weigh
 """
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
 from typing import TypeVar
@@ -62,6 +62,7 @@ from autoshard.costs.execution_order import loop_spans
 from autoshard.costs.prices import Machine
 from autoshard.costs.resharding import BUCKET_BYTES, TRIP_BYTES
 from autoshard.costs.unmerged_sums import unmerged_sums
+from autoshard.costs.unrolled_loops import merged_bytes
 from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import LOOP_CARRY, LOOP_STACK
 
@@ -106,6 +107,7 @@ class OverlapWindows:
         and are not merged.
       idle: equations other than contractions that hide communication: those that run at any time before
         or after the others of their trip, or before its contractions, and a program's updates.
+      merged: value → the bytes up to which its collective is merged, where its window does not say it.
     """
 
     of_value: tuple[int | None, ...]
@@ -118,6 +120,7 @@ class OverlapWindows:
     urgent: frozenset[int]
     beside: frozenset[int]
     idle: frozenset[int]
+    merged: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @property
     def count(self) -> int:
@@ -133,6 +136,8 @@ class OverlapWindows:
     def bucket(self, value: int) -> int:
         """The bytes up to which a value's collective is merged with others; 0 if it is not."""
         window = self.of_value[value]
+        if value in self.merged:
+            return self.merged[value]
         return 0 if window is None or value in self.beside else self.buckets[window]
 
     def with_window(self, *, loop: int, whole: int, hides: Shares, covers: Shares, bucket: int) -> "OverlapWindows":
@@ -237,7 +242,8 @@ def overlap_windows(graph: Graph, compiler: CompilerModel) -> OverlapWindows:
     found = _add_loop_starts(graph, found, inner, awaited)
     found = _around_loops(model, found, outer, awaited) if model.loops else _at_the_end(model, found, outer)
     alone = unmerged_sums(graph, _updates(model, outer))
-    return replace(found, of_value=tuple(None if v in alone else w for v, w in enumerate(found.of_value)))
+    of_value = [None if v in alone else w for v, w in enumerate(found.of_value)]
+    return replace(found, of_value=tuple(of_value), merged=merged_bytes(graph))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -146,6 +146,7 @@ class Graph:
     backward: frozenset[int] = frozenset()
     optional: frozenset[int] = frozenset()
     derived: Mapping[int, int] = field(default_factory=dict[int, int])  # equation → value
+    unrolled: frozenset[int] = frozenset()  # the loops that the program has unrolled as a whole
     guessed: tuple[str, ...] = ()  # the source lines of loops that do not say how often they run
 
     @cached_property
@@ -330,6 +331,7 @@ class _Builder:
         self.named: dict[str, int] = {}
         self.branch: dict[int, int] = {}  # a resolved platform index → its value
         self.loops = 0
+        self.unrolled: set[int] = set()
         self.guessed: list[str] = []
         self.carry: dict[int, tuple[int, int]] = {}
         self._aval_of: dict[Any, Aval] = {}
@@ -490,6 +492,7 @@ class _Builder:
         consts, carries = _jax.scan_arity(eqn)
         body, entry = eqn.params["jaxpr"], (*here, 0)
         inside = self.enter(eqn.params["length"], scope)
+        self.unrolled |= {inside.loop} if eqn.params.get("unroll", 1) >= eqn.params["length"] else set()
         kinds = [LOOP_CONST] * consts + [LOOP_CARRY] * carries
         kinds += [LOOP_SLICE] * (len(operands) - len(kinds))
         variables = _jax.open_jaxpr(body).invars
@@ -579,6 +582,7 @@ class _Builder:
             trips=tuple(scope.trips for scope in self.scopes),
             value_loop=tuple(scope.loop for scope in self.scopes),
             loops=self.loops,
+            unrolled=frozenset(self.unrolled),
             avals=tuple(self.avals),
             inputs=tuple(inputs),
             outputs=tuple(outputs),
