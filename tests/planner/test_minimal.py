@@ -93,7 +93,9 @@ def test_what_a_contraction_takes_cut_stays() -> None:
     plan = planned(mlp, *args, in_shardings=(columns, P(), P()), out_shardings=columns)
     kinds = {c.kind: c.nbytes for c in plan.record.collectives}
     assert kinds == {"all-gather": 1024 * 256 * 4, "reduce-scatter": 1024 * 256 * 4}
-    assert rows in [spec for specs in plan.record.pins.taken.values() for spec in specs]
+    pins = plan.record.pins
+    assert rows in [spec for specs in (*pins.taken.values(), *pins.inputs.values()) for spec in specs]
+    assert plan.verify("cpu").ok
 
 
 @cache

@@ -95,6 +95,9 @@ def price_ps(of: SearchSpace, choice: NDArray[np.int64]) -> float:
             ends, ndim = pair[0 if edge.unfused.before else 1], edge.moved.ndim
             local = edge.unfused.nbytes / shards(ends, ndim, of.decisions.mesh)[0]
             total += float(of.resharder.machine.hbm_s(local)) * PS_PER_S * edge.trips
+        pieces, more = (int(shards(codes, edge.moved.ndim, of.decisions.mesh)[0]) for codes in pair)
+        if not ps and edge.cut_bytes is not None and pieces < more and (edge.waived is None or not edge.waived[j]):
+            total += float(of.resharder.machine.hbm_s(edge.cut_bytes[j])) * PS_PER_S * trips
         if edge.window is None:
             total += ps * trips
         else:
