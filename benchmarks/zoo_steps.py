@@ -39,8 +39,7 @@ peak (`×0.98`: predicted ÷ compiled). A case *agrees* if every byte that it se
 than a tenth above the plan. Failures stay in the list; what the verdict counts is all of it.
 
 Known, and not priced: convolutions with few channels, and recurrent steps of which XLA:GPU makes other kernels than
-one per product; a function of two reductions' operands that is computed in both of them (int8's activations); weights
-that lie whole and are multiplied cut, which XLA:GPU copies first, in loops in every trip (decode, generate).
+one per product; a function of two reductions' operands that is computed in both of them (int8's activations).
 """
 
 
