@@ -78,9 +78,7 @@ def emit_constraints(
     """
     seen: dict[tuple[int, PartitionSpec, str], tuple[Any, Any]] = {}  # keeps the source alive: ids stay unique
     last: dict[int, tuple[PartitionSpec, ConstraintSite]] = {}  # of what is constrained: its constraint, and where
-    lookups: dict[
-        int, tuple[Any, Any, Fill]
-    ] = {}  # of what a lookup filled: itself, what was found, and how to fill it
+    lookups: dict[int, tuple[Any, Any, Fill]] = {}  # of what a lookup filled: itself, what it found, how to fill that
 
     def constrained(value: Any, spec: PartitionSpec) -> Any:
         """The value under a constraint; of what a lookup filled, what it found has the same one."""

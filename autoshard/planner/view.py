@@ -241,10 +241,14 @@ def _timeline(assignment: Assignment) -> list[Json]:
     """Bars of two lanes: compute and communication; both start at 0."""
     d = assignment.decisions
     transfers = _transfers(assignment)
-    costs: dict[int, tuple[int, float]] = {}  # first equation → decision, seconds
+    copied = {port.node: value for value, port in d.kept.items()}
+    costs: dict[
+        int, list[tuple[int, float]]
+    ] = {}  # first equation, or the first that takes a copy → decisions, seconds
     for n, node in enumerate(d.nodes):
-        if node.equations and assignment.own_ps(n):
-            costs[min(node.equations)] = (n, assignment.own_ps(n) * 1e-12)
+        at = node.equations or [e for e, _ in d.graph.consumers.get(copied.get(n, -1), ())]
+        if at and assignment.own_ps(n):
+            costs.setdefault(min(at), []).append((n, assignment.own_ps(n) * 1e-12))
     bars: list[Json] = []
     now = link = 0.0
     made: dict[int, float] = {}  # decision → when its compute ends
@@ -266,18 +270,17 @@ def _timeline(assignment: Assignment) -> list[Json]:
             )
             link = start + transfer["seconds"]
             now = now if transfer["hides"] else link
-        if e in costs:
-            n, seconds = costs[e]
-            eqn = d.graph.eqns[e]
+        for n, seconds in sorted(costs.get(e, ()), key=lambda cost: cost[0] not in copied):
+            avals = (d.graph.avals[copied[n]],) if n in copied else d.graph.eqns[e].results
             bars.append(
                 {
                     "lane": "compute",
                     "name": d.nodes[n].name,
-                    "value": short_aval(str(eqn.results[0])) if eqn.results else "",
+                    "value": short_aval(str(avals[0])) if avals else "",
                     "where": short_place(d.nodes[n].where),
                     "start_s": now,
                     "duration_s": seconds,
-                    "trips": d.graph.runs(e),
+                    "trips": d.graph.trips[copied[n]] if n in copied else d.graph.runs(e),
                     "hides": False,
                     "repeated": repeated_share(d, n) > 0.5,
                 }

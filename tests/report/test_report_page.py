@@ -91,6 +91,29 @@ def test_sums_in_the_view_are_those_of_the_record(found: Search) -> None:
     assert sum(p["flops"] * p["count"] for p in shown["roofline"]["points"]) == pytest.approx(shown["flops"])
 
 
+def test_what_is_cut_out_of_whole_arrays_is_among_the_compute() -> None:
+    """Whole weights, of which each device multiplies its columns: by itself, and of a stack before its loop."""
+
+    def step(x: Any, w: Any, ws: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (jax.numpy.tanh(x @ w), None), x @ w, ws)[0]
+
+    shapes = ((64, 4096), (4096, 4096), (4, 4096, 4096))
+    plan = autoshard.plan(
+        step,
+        *(jax.ShapeDtypeStruct(shape, jax.numpy.bfloat16) for shape in shapes),
+        mesh={"m": 8},
+        hardware="h100:1x8",
+        in_shardings=(P(), P(), P()),
+        out_shardings=P(),
+    )
+    shown = view.of_plan(plan.planned, cost_models.hardware("h100:1x8"))
+    bars = [bar for bar in shown["timeline"] if bar["lane"] == "compute"]
+    cut_s = sum(bar["duration_s"] for bar in bars if bar["name"].startswith("copy of "))
+    work_s = sum(c.work_s * c.trips for c in plan.record.collectives)
+    assert cut_s > 0.1 * plan.record.cost.compute_s
+    assert sum(bar["duration_s"] for bar in bars) + work_s == pytest.approx(plan.record.cost.compute_s)
+
+
 def test_standard_layouts_are_those_of_the_names(found: Search) -> None:
     planned = found.planned()
     named = dict(baseline_layouts.layouts(planned))
