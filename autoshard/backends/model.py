@@ -429,6 +429,22 @@ class CompilerModel:
     A compiler that does so takes an operand from a loop as it lies, too, where the batch has several dimensions.
     """
 
+    matmuls_make_simple_operands: bool = field(
+        metadata=_seen(
+            "openxla/xla gemm_fusion.cc; jax-cuda12-pjrt 0.10.2 and 0.12.0.1",
+            "compilers/test_matmul_fusions.py::test_what_a_matmul_computes_of_its_operand_is_not_stored",
+        )
+    )
+    """A matmul computes an operand of one array, element by element, itself: see `costs.matmul_fusions`."""
+
+    matmuls_cast_their_products: bool = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2 and 0.12.0.1, products with a preferred type that are cast",
+            "compilers/test_matmul_fusions.py::test_a_product_that_is_narrowed_is_stored_narrow",
+        )
+    )
+    """A matmul writes its product in the narrower type that it is cast to, if nothing else takes it."""
+
     copies_cut_operands: bool = field(
         metadata=_seen(
             "jax-cuda12-pjrt 0.10.2 and 0.12.0.1, along any dimension, of weights and of stacks in front of loops",

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autoshard.costs.matmul_fusions import is_matmul
 from autoshard.costs.strategies import Codes, shards
-from autoshard.ir.graph import Aval, Eqn, Graph
+from autoshard.ir.graph import Aval, Graph
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import CONSTRAINT, DOT_GENERAL, LOOP_CARRY, LOOP_CONST, LOOP_SLICE
 
@@ -50,17 +51,6 @@ def cut_operands(graph: Graph) -> CutOperands:
             takes = any(u in takers for u, _ in graph.consumers.get(graph.results[e][0], ()))
         takers |= {e} if takes else set()
     return CutOperands(values=frozenset(values), takers=frozenset(takers))
-
-
-def is_matmul(eqn: Eqn) -> bool:
-    """Whether a dot has several rows and several columns: those of a single one are added up by a fusion."""
-    return eqn.traits.contraction and min(_own_size(eqn, i) for i in range(2)) > 1
-
-
-def _own_size(eqn: Eqn, operand: int) -> int:
-    """How many rows, or columns, a dot's operand has."""
-    sides, shape = eqn.params["dimension_numbers"], eqn.operands[operand].shape
-    return int(np.prod([n for d, n in enumerate(shape) if d not in (*sides[0][operand], *sides[1][operand])]))
 
 
 def copied_bytes(aval: Aval, codes: Codes, mesh: MeshAxes) -> NDArray[np.int64]:

@@ -41,6 +41,7 @@ from autoshard.costs.casts import CastAhead, cast_ahead, multiplied
 from autoshard.costs.dimension_orders import DimensionOrders
 from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, next_loop, positions, updating
 from autoshard.costs.gradients_behind_loops import gradients_behind_loops
+from autoshard.costs.matmul_fusions import made_operands, narrowed_products
 from autoshard.costs.row_kernels import sliced_rows
 from autoshard.costs.scattered_terms import ScatteredTerm, scattered_terms
 from autoshard.costs.softmaxes import Numerator, SoftmaxFacts, recalled, softmaxes
@@ -82,6 +83,7 @@ class LiveRanges:
     which what enters the loop is summed (`costs.gradients_behind_loops`; empty where a value has none): split along one
     of them, an operand only lives until `soon`, and a gradient from `early` on.
     `numerators`: those of softmaxes, where they are stored.
+    `made`: the operands without memory that matmuls compute themselves; `narrowed`: the casts that products write.
     `scattered`: the additions that are done by a scatter, which takes no memory of its own. `cast_ahead`: the stacks
     that are cast whole before the loops that take slices of them. `multiplied`: what products cast, and whether
     nothing else reads it (`costs.casts`).
@@ -98,6 +100,8 @@ class LiveRanges:
     early: NDArray[np.int64]
     across: Mapping[int, frozenset[int]]
     numerators: Mapping[int, Numerator]
+    made: frozenset[int]
+    narrowed: frozenset[int]
     scattered: tuple[ScatteredTerm, ...]
     cast_ahead: Mapping[int, CastAhead]
     multiplied: Mapping[int, bool]
@@ -143,6 +147,10 @@ def live_ranges(
         for e, eqn in enumerate(graph.eqns):
             if eqn.traits.contraction and eqn.primitive != RAGGED_DOT:
                 taken[list(graph.operands[e])] = True
+    made = made_operands(graph, fuses) if compiler.matmuls_make_simple_operands else {}
+    taken[list(made)] = True
+    stated |= set(made.values())
+    narrowed = _narrowed(graph, fuses, compiler)
     if compiler.stores_softmax_numerators:
         divides = softmax_facts.stores_quotients
         for softmax in softmaxes(graph, softmax_facts.devices):
@@ -221,6 +229,8 @@ def live_ranges(
         early=early,
         across=across,
         numerators=numerators,
+        made=frozenset(v for v in made if not held[v]),
+        narrowed=frozenset(narrowed.values()),
         scattered=scattered,
         cast_ahead=cast_ahead(graph, products=casts_products) if compiler.casts_stacked_inputs_ahead else {},
         multiplied=multiplied(graph) if casts_products else {},
@@ -418,6 +428,8 @@ def _find_held(
             held[[v for v in operands if v not in drawn and not (taken[v] and eqn.traits.contraction)]] = True
             held[results] = True
         held[[v for v in results if aside or v in stated or v in onto]] = True
+    for product, cast in _narrowed(graph, fuses, compiler).items():
+        held[product], held[cast] = product in stated, True
     for e in range(len(graph.eqns) - 1, -1, -1):
         if graph.eqns[e].primitive == RECALL:
             readers[graph.operands[e][-1]] += readers[graph.results[e][0]] - 1
@@ -458,11 +470,23 @@ def _find_held(
             sources[result] = found
             if eqn.traits.renames or eqn.traits.choice:
                 continue
-            write, read, times = graph.avals[result].nbytes, sum(found.values()), int(readers[result])
-            held[result] = times * read > read + write + times * write or len(found) > _MOST_SOURCES
+            kernels = len(goes_to.get(result, ())) + sum(not fuses[e] for e, _ in graph.consumers.get(result, ()))
+            write, read, times = graph.avals[result].nbytes, sum(found.values()), min(int(readers[result]), kernels)
+            again = times * read - sum(_read_anyway(graph, e, found) for e, _ in graph.consumers.get(result, ()))
+            held[result] = again > read + write + times * write or len(found) > _MOST_SOURCES
             if uses[result] > 1 and any(v in differentiated for v in found):
                 held[result] |= sum(graph.avals[v].size == graph.avals[result].size for v in found) > 1
     return held
+
+
+def _read_anyway(graph: Graph, e: int, sources: Mapping[int, int]) -> int:
+    """What an equation takes itself of the sources of another operand: bytes."""
+    return sum(sources.get(v, 0) for v in set(graph.operands[e]))
+
+
+def _narrowed(graph: Graph, fuses: Sequence[bool], compiler: CompilerModel) -> Mapping[int, int]:
+    """Product that lies in memory as it is cast → the cast."""
+    return narrowed_products(graph, fuses) if compiler.matmuls_cast_their_products else {}
 
 
 def _is_cast(graph: Graph, value: int) -> bool:

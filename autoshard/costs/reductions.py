@@ -160,6 +160,7 @@ def kernel_levels(
     levels: NDArray[np.int64],
     paid: Container[int],
     *,
+    made: Container[int] = frozenset(),
     recalled: bool = False,
 ) -> KernelLevels:
     """The levels of the kernels of every value: one in memory is read by each kernel that computes a reader.
@@ -173,6 +174,7 @@ def kernel_levels(
       held: the values that lie in memory, also under another name.
       levels: of the values, see `costs.fusion`.
       paid: the equations that pay themselves for what they read, as reductions with a kernel of their own do.
+      made: the operands that matmuls compute themselves (`costs.matmul_fusions`).
       recalled: whether who reads what is kept or repeated reads what that is recalled from; else its recall does.
     """
     computing: list[frozenset[int]] = [frozenset()] * len(graph.avals)
@@ -189,7 +191,7 @@ def kernel_levels(
             continue
         for v in operands:
             if not (fuses[e] or traits.renames):
-                reading[v] |= frozenset({int(levels[v])})
+                reading[v] |= frozenset[int]() if v in made and traits.contraction else frozenset({int(levels[v])})
                 continue
             result = graph.results[e][0]
             if not traits.ends_fusion:

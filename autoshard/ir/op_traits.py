@@ -18,6 +18,9 @@ AXIS_INDEX = "axis_index"
 BROADCAST = "broadcast_in_dim"
 CAST = "convert_element_type"
 CONSTRAINT = "sharding_constraint"  # `with_sharding_constraint`: its result is its operand, in a layout
+BOUNDS = frozenset({"max", "min"})  # one behind the other they are a clamp
+# Element by element in JAX, and several operations of one array in XLA.
+SEVERAL = frozenset({"clamp", "erf", "erf_inv", "erfc", "integer_pow", "logistic", "pow", "select_n", "square"})
 COND = "cond"
 CONVOLUTION = "conv_general_dilated"
 DEVICE_PUT = "device_put"

@@ -25,7 +25,7 @@ MUCH, LITTLE = S((16384, 2048), jnp.bfloat16), S((8, 2048), jnp.bfloat16)
 
 def train(state: Any, x: Any) -> Any:
     def loss(p: Any) -> Any:
-        y = jax.nn.relu(x @ p["up"].astype(x.dtype)) @ p["down"].astype(x.dtype)
+        y = jax.nn.silu(x @ p["up"].astype(x.dtype)) @ p["down"].astype(x.dtype)
         return jnp.mean(jnp.square(y.astype(jnp.float32)))
 
     value, g = jax.value_and_grad(loss)(state)

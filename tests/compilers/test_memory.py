@@ -33,7 +33,7 @@ def mlp_step(block: Callable[..., Any], params: Any, x: Any) -> Any:
 
 def block(layer: Any, h: Any) -> Any:
     up, down = (layer[k].astype(jnp.bfloat16) for k in ("up", "down"))
-    return h + jax.nn.relu(h @ up) @ down
+    return h + jax.nn.silu(h @ up) @ down
 
 
 def linear_block(layer: Any, h: Any) -> Any:

@@ -88,7 +88,7 @@ def test_what_a_contraction_takes_cut_stays() -> None:
     def mlp(x: Any, up: Any, down: Any) -> Any:
         return jnp.tanh(x @ up) @ down
 
-    args = (S((1024, 256), jnp.float32), S((256, 8192), jnp.float32), S((8192, 256), jnp.float32))
+    args = (S((1024, 256), jnp.float32), S((256, 16384), jnp.float32), S((16384, 256), jnp.float32))
     columns, rows = P(None, ("data", "model")), P(("data", "model"))
     plan = planned(mlp, *args, in_shardings=(columns, P(), P()), out_shardings=columns)
     kinds = {c.kind: c.nbytes for c in plan.record.collectives}
@@ -111,9 +111,10 @@ def contractions(plan: SolvedPlan) -> int:
     return sum(eqn.primitive == "dot_general" for eqn in eqns)
 
 
-# Weights gathered in a loop, and again for its recomputation; unrolled layers.
+# Weights gathered in a loop, and again for its recomputation; unrolled layers, in batches that split all they can:
+# of 512, each optimizer state that lies whole at the same price is one more constraint.
 LOOP = ("llama3-8b", {"scan": True, "remat": "full", "batch": 32, "sequence": 4096})
-UNROLLED = ("tiny-llama", {"layers": 2, "batch": 512})
+UNROLLED = ("tiny-llama", {"layers": 2, "batch": 1024})
 # Experts behind two all-to-alls.
 EXPERTS = ("mixtral-8x7b", {"layers": 1, "batch": 8, "sequence": 1024})
 
@@ -122,7 +123,7 @@ EXPERTS = ("mixtral-8x7b", {"layers": 1, "batch": 8, "sequence": 1024})
     ("name", "fields", "least"),
     [
         (*LOOP, 3),
-        (*UNROLLED, 2.8),  # 19 of 57 contractions, and one of the head's scores: see `doubtful_constraints`
+        (*UNROLLED, 4),
         pytest.param(*EXPERTS, 2, marks=pytest.mark.slow),
     ],  # gathered and cut again: more stay
     ids=str,

@@ -94,6 +94,7 @@ def _touched_bytes(facts: GraphFacts, members: Sequence[int], codes: Codes) -> N
     readers: dict[int, set[int]] = {}  # value in memory → the levels of the kernels that read it
     scattered = {term.addition for term in facts.lives.scattered}
     inside -= {graph.results[e][0] for e in scattered}  # written by a scatter, whatever kernel makes its term
+    inside -= facts.lives.narrowed  # written by their products
     for e in members:
         if e in scattered:
             continue

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.costs import compute
-from autoshard.costs.cut_operands import is_matmul
 from autoshard.costs.fusion import fused_names
 from autoshard.costs.lanes import bytes_in_lanes
+from autoshard.costs.matmul_fusions import is_matmul
 from autoshard.costs.overlap import EARLY
 from autoshard.costs.prices import picoseconds
 from autoshard.costs.product_kernels import fused_bytes
@@ -380,7 +380,8 @@ def _reading(facts: GraphFacts, *, recalled: bool) -> Sequence[frozenset[int]]:
     """
     graph, fuses = facts.graph, facts.traits.fuses
     paid = {e for e in range(len(graph.eqns)) if _reads_by_itself(facts, e)} | facts.reread.keys()
-    return kernel_levels(graph, fuses, facts.held, facts.levels, paid, recalled=recalled).reading
+    made = facts.lives.made
+    return kernel_levels(graph, fuses, facts.held, facts.levels, paid, made=made, recalled=recalled).reading
 
 
 def _reads_by_itself(facts: GraphFacts, e: int) -> bool:

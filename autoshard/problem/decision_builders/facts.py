@@ -138,7 +138,8 @@ class GraphFacts:
 
     def writes(self, value: int) -> bool:
         """Whether who makes a value pays for writing it: a contraction's kernel that does pays itself."""
-        return bool(self.held[value]) and (self.products is None or self.products.host[value] < 0)
+        elsewhere = value in self.lives.narrowed or (self.products is not None and self.products.host[value] >= 0)
+        return bool(self.held[value]) and not elsewhere
 
     def reading(self, value: int, result: int, *, inside: bool) -> frozenset[int]:
         """The levels of a chain's kernels that read a value in memory to compute a result.
@@ -185,13 +186,13 @@ class GraphFacts:
 
 
 def _slice_kernels(
-    graph: Graph, traits: FusionTraits, held: NDArray[np.bool_], levels: NDArray[np.int64], paid: Container[int]
+    graph: Graph, traits: FusionTraits, lives: LiveRanges, levels: NDArray[np.int64], paid: Container[int]
 ) -> Mapping[int, int]:
     """Slice of a stack → how many kernels read it, also as one that a loop keeps or repeats."""
     slices = [graph.results[e][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive == LOOP_SLICE]
     if not slices:
         return {}
-    reading = kernel_levels(graph, traits.fuses, held, levels, paid, recalled=True).reading
+    reading = kernel_levels(graph, traits.fuses, lives.held, levels, paid, made=lives.made, recalled=True).reading
     return {v: len(reading[v]) for v in slices}
 
 
@@ -269,8 +270,8 @@ def facts_of(
         reread=again,
         reread_to_keep=to_keep,
         elsewhere=elsewhere,
-        kernels=kernel_levels(graph, traits.fuses, held, level, again).computing if alone else None,
-        sliced=_slice_kernels(graph, traits, held, level, again) if alone else {},
+        kernels=kernel_levels(graph, traits.fuses, held, level, again, made=lives.made).computing if alone else None,
+        sliced=_slice_kernels(graph, traits, lives, level, again) if alone else {},
         products=products,
         merged=merged_products(graph, up_to) if (up_to := compiler.merged_product_bytes) else {},
         rewritten=rewritten,
