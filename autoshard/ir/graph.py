@@ -44,6 +44,7 @@ from autoshard.ir.op_traits import (
     traits_of,
     traits_of_dot,
 )
+from autoshard.ir.own_rows import OwnRows
 
 # Of an equation: its index, then per level (index of the sub-jaxpr, equation index). Of a
 # body: its equation's path and the index of the sub-jaxpr.
@@ -331,6 +332,7 @@ class _Builder:
         self.named: dict[str, int] = {}
         self.branch: dict[int, int] = {}  # a resolved platform index → its value
         self.loops = 0
+        self.own_rows = OwnRows(lambda x: x.val if _jax.is_literal(x) else None)
         self.unrolled: set[int] = set()
         self.guessed: list[str] = []
         self.carry: dict[int, tuple[int, int]] = {}
@@ -366,7 +368,7 @@ class _Builder:
                 primitive=name,
                 operands=tuple(self.avals[v] for v in operands),
                 results=tuple(self.avals[v] for v in results),
-                params={} if traits_of(name).link else eqn.params,
+                params={} if traits_of(name).link else self.own_rows.see(name, eqn, operands, results),
                 where=self.line,
             )
         )
@@ -382,8 +384,10 @@ class _Builder:
     def walk(self, closed: Any, args: Sequence[int], path: Path, scope: _Scope) -> list[int]:
         jaxpr = _jax.open_jaxpr(closed)
         env: dict[Any, int] = dict(zip(jaxpr.invars, args, strict=True))
-        for var in jaxpr.constvars:
+        for var, array in zip(jaxpr.constvars, _jax.consts_of(closed), strict=True):
             env[var] = self.value(var.aval, scope)
+            if not _jax.is_tracer(array):
+                self.own_rows.constant(env[var], array)
 
         def read(atom: Any) -> int:
             return self.value(atom.aval, scope) if _jax.is_literal(atom) else env[atom]

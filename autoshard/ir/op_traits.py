@@ -17,6 +17,7 @@ from typing import Any
 AXIS_INDEX = "axis_index"
 BROADCAST = "broadcast_in_dim"
 CAST = "convert_element_type"
+CONCATENATE = "concatenate"
 CONSTRAINT = "sharding_constraint"  # `with_sharding_constraint`: its result is its operand, in a layout
 BOUNDS = frozenset({"max", "min"})  # one behind the other they are a clamp
 # Element by element in JAX, and several operations of one array in XLA.
@@ -32,6 +33,7 @@ FFT = "fft"
 GATHER = "gather"
 IOTA = "iota"
 JITS = ("jit", "pjit")  # the names that JAX has had for it
+LESS = "lt"
 PAD = "pad"
 PALLAS = "pallas_call"
 RESHAPE = "reshape"

@@ -19,7 +19,7 @@ from autoshard.ir.constraints import Constraints, Specs
 from autoshard.ir.graph import Graph
 from autoshard.ir.layout import Layout
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.op_traits import BRANCH_JOIN, DOT_GENERAL, RESHAPE, SCATTER_ADD, TRANSPOSE
+from autoshard.ir.op_traits import BRANCH_JOIN, DOT_GENERAL, GATHER, RESHAPE, SCATTER_ADD, TRANSPOSE
 from autoshard.ir.rewrite import ConstraintSite
 
 
@@ -43,6 +43,7 @@ def doubtful(
       `shares_grouped_gathers`: see `_Moves.is_gathered_apart`.
     - Results of branches that are split, and elsewhere lie otherwise: XLA lays them out in the branches as they are
       taken.
+    - Tables that lookups take gathered: XLA may look up in what each device has, if that finds less: see `_looked_up`.
     - Pending sums of scatters that are added to something: XLA may gather the updates where Shardy
       scatters the sum.
     - Values that are cut along a split dimension: see `_sliced`.
@@ -68,6 +69,7 @@ def doubtful(
     drawn = {v for v in products if taken[v] > 1 and split.get(v)}
     gathered = {v for v in taken if taken[v] > 1 and split.get(v) and any(ends[v][0]) and not all(map(any, ends[v]))}
     gathered &= _activations(graph, contractions) | once
+    gathered |= _looked_up(graph, ends, mesh)
     pending = {of.get(("taken", spot)) for spot in pins.taken}
     pending -= {of.get(("made", spot)) for spot in pins.made}  # a sum that is not finished where it is made
     added = {v for e, eqn in enumerate(graph.eqns) if eqn.traits.addition for v in graph.operands[e]}
@@ -99,6 +101,21 @@ def _drawn_together(graph: Graph, ends: Mapping[int, Sequence[PartitionSpec]]) -
             if v in ends and graph.avals[u].size < graph.avals[v].size:
                 meeting.setdefault((u, graph.avals[v].shape), []).append(v)
     return {v for values in meeting.values() if len({ends[v][0] for v in values}) > 1 for v in values}
+
+
+def _looked_up(graph: Graph, ends: Mapping[int, Sequence[PartitionSpec]], mesh: MeshAxes) -> set[int]:
+    """Tables that a lookup takes gathered, and of which it finds less than they are, on each of their devices."""
+    found: set[int] = set()
+    for e, eqn in enumerate(graph.eqns):
+        if eqn.primitive != GATHER:
+            continue
+        table, result = graph.operands[e][0], graph.results[e][0]
+        axes = [{axis for dim in layout.dims for axis in dim} for layout in _layouts(graph, ends, table)]
+        gathered = set[str]().union(*axes) - axes[0].intersection(*axes) if axes else set[str]()
+        devices = prod(mesh.shape[axis] for axis in gathered)
+        if graph.avals[result].nbytes < devices * graph.avals[table].nbytes and devices > 1:
+            found.add(table)
+    return found
 
 
 def _cast_alike(graph: Graph, ends: Mapping[int, Sequence[PartitionSpec]]) -> set[int]:

@@ -224,6 +224,22 @@ def test_equal_casts_are_one_before_they_are_moved(compiler: CompilerName, topol
     assert any(c.kind == "all-reduce" for c in emitted) == named(compiler).merges_casts
 
 
+@pytest.mark.parametrize(("found", "gathers"), [(2**12, False), (2**16, True)])
+@pytest.mark.parametrize(("_", "topology"), COMPILERS)
+def test_few_rows_of_a_table_are_looked_up_in_its_columns(
+    _: CompilerName, topology: str, found: int, *, gathers: bool
+) -> None:
+    """What is found is moved, where that is less than the table on each device; `doubtful_constraints` counts on it."""
+
+    def step(table: jax.Array, ids: jax.Array) -> jax.Array:
+        return constrained(table.astype(jnp.bfloat16)[ids], "x")
+
+    args = (F32(4096, 256), jax.ShapeDtypeStruct((found,), jnp.int32))
+    emitted = collectives(text_of(topology, step, args, (P(None, "x"), P("x"))))
+    tables = (4096 * 256 * 2, 4096 * 256 * 4)
+    assert any(c.nbytes in tables for c in emitted if c.kind == "all-gather") == gathers
+
+
 @pytest.mark.parametrize(("compiler", "topology"), COMPILERS[:2])
 def test_what_a_rotation_splits_is_written_or_read_where_it_lies(compiler: CompilerName, topology: str) -> None:
     """Of a product in bfloat16 halves are rotated in float32."""

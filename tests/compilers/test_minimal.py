@@ -195,6 +195,17 @@ def test_casts_of_one_value_in_two_layouts_stay() -> None:
         assert doubtful(program, annotated(2, made), set(), MESH, compiler)[0] == expected
 
 
+@pytest.mark.parametrize(("found", "stays"), [(64, True), (4096, False)])
+def test_a_table_that_is_gathered_for_few_rows_stays(found: int, *, stays: bool) -> None:
+    def step(table: Any, ids: Any) -> Any:
+        return jnp.tanh(jnp.tanh(table)[ids])
+
+    program = graph.build(jax.make_jaxpr(step)(S((256, 128), jnp.float32), S((found,), jnp.int32)), "cuda")
+    table = next(program.operands[e][0] for e, eqn in enumerate(program.eqns) if eqn.primitive == "gather")
+    made = {program.makes[program.producers[table][0]][0]: (P(None, "x"), P())}
+    assert doubtful(program, annotated(2, made), set(), MESH, XLA_GPU)[0] == ({table} if stays else set())
+
+
 @pytest.mark.parametrize(("shares", "columns", "stays"), [(False, "y", True), (True, "y", False), (False, None, False)])
 def test_what_one_product_gathers_in_groups_stays_where_others_gather_it(
     columns: str | None, *, shares: bool, stays: bool
