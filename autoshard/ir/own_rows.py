@@ -3,7 +3,8 @@
 Every row of a batch takes, or writes, elements of its own row of the operand. JAX has a notation for that, the batching
 dimensions of `take_along_axis` and of vmapped lookups: operand and indices are split alike, and nothing is
 communicated. XLA's partitioner splits them so, too, where it finds an iota among the indices
-(`hlo_sharding_util::GetGatherScatterBatchParallelDims`); so the graph has the equation in that notation.
+(`hlo_sharding_util::GetGatherScatterBatchParallelDims`); so the graph has the equation in that notation. It finds none
+behind the clipping of indices in a lookup that clips, or fills, as gradients of `x.at[…].add` are.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.lax import GatherScatterMode as Mode
 from numpy.typing import NDArray
 
 from autoshard.ir.op_traits import BROADCAST, CONCATENATE, GATHER, IOTA, LESS, SELECT, traits_of
@@ -48,7 +50,7 @@ class OwnRows:
           operands: the graph's values, in the order of the equation's inputs.
           results: the graph's values, in the order of the equation's outputs.
         """
-        if name == GATHER or traits_of(name).scatters:
+        if (name == GATHER and _takes_as_given(eqn)) or traits_of(name).scatters:
             return _batched(eqn, self._coordinates(operands[1], eqn.invars[1].aval.shape))
         if name == IOTA:
             if eqn.params["dtype"] == np.int32:
@@ -74,6 +76,11 @@ class OwnRows:
         along = self._counts.get(value)
         own = along if along != len(shape) - 1 else None
         return self._columns.get(value) or (own,) * shape[-1]
+
+
+def _takes_as_given(eqn: Any) -> bool:
+    """Whether no index is clipped ahead of a lookup, behind which XLA finds no iota; scatters drop what is outside."""
+    return Mode.from_any(eqn.params["mode"]) == Mode.PROMISE_IN_BOUNDS
 
 
 def _count(shape: Sequence[int], along: int) -> NDArray[np.int32]:

@@ -87,8 +87,19 @@ def test_a_gradient_is_added_to_its_own_rows() -> None:
         lambda x, at: jnp.concatenate([x, x])[jnp.arange(ROWS), at],
         lambda x, at: x[:, :ROWS][jnp.arange(ROWS), jnp.arange(ROWS)] + at[0],
         lambda x, at: x[at, jnp.arange(ROWS)],
+        lambda x, at: x.at[jnp.arange(ROWS), at].get(mode="clip"),
+        lambda x, at: x.at[jnp.arange(ROWS), at].get(mode="fill"),
     ],
-    ids=["backwards", "in pairs", "backwards in numpy", "of half the rows", "a diagonal", "fewer than there are"],
+    ids=[
+        "backwards",
+        "in pairs",
+        "backwards in numpy",
+        "of half the rows",
+        "a diagonal",
+        "fewer than there are",
+        "clipped",
+        "filled",
+    ],
 )
 def test_other_rows_do_not(of: Callable[..., Any]) -> None:
     assert {own for own, _, _ in batches(of, X, ONE)} == {()}
