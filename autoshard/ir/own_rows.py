@@ -3,8 +3,8 @@
 Every row of a batch takes, or writes, elements of its own row of the operand. JAX has a notation for that, the batching
 dimensions of `take_along_axis` and of vmapped lookups: operand and indices are split alike, and nothing is
 communicated. XLA's partitioner splits them so, too, where it finds an iota among the indices
-(`hlo_sharding_util::GetGatherScatterBatchParallelDims`); so the graph has the equation in that notation. It finds none
-behind the clipping of indices in a lookup that clips, or fills, as gradients of `x.at[…].add` are.
+(`hlo_sharding_util::GetGatherScatterBatchParallelDims`); the graph has the equation in that notation, and so has what
+is emitted (`batched_rows`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.lax import GatherScatterMode as Mode
 from numpy.typing import NDArray
 
 from autoshard.ir.op_traits import BROADCAST, CONCATENATE, GATHER, IOTA, LESS, SELECT, traits_of
@@ -50,7 +49,7 @@ class OwnRows:
           operands: the graph's values, in the order of the equation's inputs.
           results: the graph's values, in the order of the equation's outputs.
         """
-        if (name == GATHER and _takes_as_given(eqn)) or traits_of(name).scatters:
+        if name == GATHER or traits_of(name).scatters:
             return _batched(eqn, self._coordinates(operands[1], eqn.invars[1].aval.shape))
         if name == IOTA:
             if eqn.params["dtype"] == np.int32:
@@ -78,9 +77,9 @@ class OwnRows:
         return self._columns.get(value) or (own,) * shape[-1]
 
 
-def _takes_as_given(eqn: Any) -> bool:
-    """Whether no index is clipped ahead of a lookup, behind which XLA finds no iota; scatters drop what is outside."""
-    return Mode.from_any(eqn.params["mode"]) == Mode.PROMISE_IN_BOUNDS
+def coordinates(name: str, numbers: Any) -> tuple[int, ...]:
+    """The operand's dimensions that the coordinates of an index are in, in order: of a lookup or of a scatter."""
+    return tuple(numbers.start_index_map if name == GATHER else numbers.scatter_dims_to_operand_dims)
 
 
 def _count(shape: Sequence[int], along: int) -> NDArray[np.int32]:
@@ -94,21 +93,21 @@ def _batched(eqn: Any, columns: Sequence[Column]) -> Mapping[str, Any]:
     numbers = eqn.params["dimension_numbers"]
     operand, indices = (v.aval.shape for v in eqn.invars[:2])
     looks_up = eqn.primitive.name == GATHER
-    coordinates = numbers.start_index_map if looks_up else numbers.scatter_dims_to_operand_dims
+    indexed = coordinates(eqn.primitive.name, numbers)
     single = numbers.collapsed_slice_dims if looks_up else numbers.inserted_window_dims
     batches = numbers.start_indices_batching_dims if looks_up else numbers.scatter_indices_batching_dims
     found = {
         d: along
-        for d, along in zip(coordinates, columns, strict=True)
+        for d, along in zip(indexed, columns, strict=True)
         if along is not None and d in single and along not in batches
         if operand[d] == indices[along] and columns.count(along) == 1
     }
-    if not found:
+    if not found or len(found) == len(indexed):
         return eqn.params
     pairs = sorted([*zip(numbers.operand_batching_dims, batches, strict=True), *found.items()])
     own, theirs = (tuple(side) for side in zip(*pairs, strict=True))
     rest = tuple(d for d in single if d not in found)
-    left = tuple(d for d in coordinates if d not in found)
+    left = tuple(d for d in indexed if d not in found)
     names = (
         ("collapsed_slice_dims", "start_index_map", "start_indices_batching_dims")
         if looks_up

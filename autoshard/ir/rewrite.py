@@ -5,7 +5,7 @@ resharding are pinned: the layout in which a value is made, then every layout on
 way to the consumer, so that a cast is pinned before its result is gathered and an
 all-to-all is not replaced by a gather. Calls with rules of their own (`remat`,
 `custom_jvp`, `custom_vjp`) are bound again with rewritten bodies; source lines stay.
-A lookup that fills is pinned before it is filled (`filled_lookups`).
+A lookup that fills is pinned before it is filled (`filled_lookups`); one of own rows says so (`batched_rows`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard import _jax
 from autoshard.errors import SpecError, refusing_depth
 from autoshard.ir import fault_remedies, filled_lookups, manual_calls
+from autoshard.ir.batched_rows import batched, batched_rows
 from autoshard.ir.constraints import Constraints, Specs
 from autoshard.ir.graph import BODIES, CALLS, INLINED, Path
 from autoshard.ir.layout import Layout
@@ -115,6 +116,7 @@ def emit_constraints(
         return pin(value, pins.taken.get((path, i), ()), ("taken", (path, i)))
 
     barred = {path for path, _ in pins.again}
+    own_rows = batched_rows(closed) if mesh.size > 1 else {}
 
     def before(operands: list[Any], path: Path) -> list[Any]:
         """The operands behind a barrier, where one of them is gathered again."""
@@ -132,6 +134,8 @@ def emit_constraints(
             results = _bind(eqn, operands, path)
             before = [last.get(id(operand)) for operand in operands]
             return [pin(x, one[:1], one[1]) if one else x for x, one in zip(results, before, strict=True)]
+        if (rows := own_rows.get(path)) is not None:
+            eqn, operands = batched(eqn, operands, rows)
         if (path, 0) not in pins.kernels or mesh.size == 1:
             if mesh.size == 1 or not filled_lookups.fills(eqn):
                 return fault_remedies.bind(eqn, operands, mesh.size)
