@@ -2,9 +2,9 @@
 
     python -m benchmarks.unseen_steps [--targets h100:1x8,h100:2x8] [--models gated-51k,experts-32k]
 
-Each step of `benchmarks.unseen_models` is planned and compiled without a device; the table on standard output is
-Markdown, as docs/unseen_steps.md keeps it. *Step* is the plan's own cost beside the compiled schedule, priced by the
-same cost model; *compute* that of kernels alone; *peak* the memory of a device.
+Each step of `benchmarks.unseen_models` and of `benchmarks.unseen_programs` is planned and compiled without a device;
+the table on standard output is Markdown, as docs/unseen_steps.md keeps it. *Step* is the plan's own cost beside the
+compiled schedule, priced by the same cost model; *compute* that of kernels alone; *peak* the memory of a device.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import autoshard
 from autoshard.errors import AutoshardError
 from autoshard.ir.mesh import MeshAxes
 from benchmarks.unseen_models import MODELS
+from benchmarks.unseen_programs import PROGRAMS
 
 MESHES: Mapping[str, Mapping[str, int]] = {
     "h100:1x8": {"data": 2, "model": 4},
@@ -32,6 +33,7 @@ MESHES: Mapping[str, Mapping[str, int]] = {
     "tpu-v5e:4x4": {"data": 4, "model": 4},
     "tpu-v5p:4x4x2": {"data": 4, "model": 8},
 }
+STEPS = {**{name: model.program for name, model in MODELS.items()}, **PROGRAMS}
 REL_GAP = 1e-2
 TIME_LIMIT_S = 120.0
 CLOSE = 0.10
@@ -74,7 +76,7 @@ class Found:
 def found(model: str, target: str, memory_mb: int | None = None) -> Found:
     """Plans a step, in so much of each device's memory, and compiles it."""
     mesh = MESHES[target]
-    step, arguments = MODELS[model].program(MeshAxes.of(mesh).size)
+    step, arguments = STEPS[model](MeshAxes.of(mesh).size)
     plan = autoshard.plan(
         step,
         *arguments,
@@ -152,11 +154,11 @@ def main() -> None:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default="h100:1x8", help=f"of {', '.join(MESHES)}")
-    parser.add_argument("--models", default=",".join(MODELS), help="by name; all by default")
+    parser.add_argument("--models", default=",".join(STEPS), help="by name; all by default")
     parser.add_argument("--memory-mb", type=int, help="of each device that plans may take; all of it by default")
     asked = parser.parse_args()
     targets, models = asked.targets.split(","), asked.models.split(",")
-    for name, known in (*((t, MESHES) for t in targets), *((m, MODELS) for m in models)):
+    for name, known in (*((t, MESHES) for t in targets), *((m, STEPS) for m in models)):
         if name not in known:
             parser.error(f"{name} is not one of {', '.join(known)}")
     for target in targets:
