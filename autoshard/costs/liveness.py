@@ -470,9 +470,10 @@ def _find_held(
             sources[result] = found
             if eqn.traits.renames or eqn.traits.choice:
                 continue
-            kernels = len(goes_to.get(result, ())) + sum(not fuses[e] for e, _ in graph.consumers.get(result, ()))
+            takers = {reader for reader, _ in graph.consumers.get(result, ())}
+            kernels = len(goes_to.get(result, ())) + sum(not fuses[reader] for reader in takers)
             write, read, times = graph.avals[result].nbytes, sum(found.values()), min(int(readers[result]), kernels)
-            again = times * read - sum(_read_anyway(graph, e, found) for e, _ in graph.consumers.get(result, ()))
+            again = times * read - sum(_read_anyway(graph, reader, found) for reader in takers)
             held[result] = again > read + write + times * write or len(found) > _MOST_SOURCES
             if uses[result] > 1 and any(v in differentiated for v in found):
                 held[result] |= sum(graph.avals[v].size == graph.avals[result].size for v in found) > 1

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.ir.op_traits import BROADCAST, CONCATENATE, GATHER, IOTA, LESS, SELECT, traits_of
+from autoshard.ir.op_traits import BROADCAST, CAST, CONCATENATE, GATHER, IOTA, LESS, SELECT, traits_of
 
 Column = int | None  # the dimension of the indices along which a coordinate counts
 
@@ -35,7 +35,7 @@ class OwnRows:
             return
         if array.dtype == np.bool_ and not np.any(array):
             self._never.add(value)
-        elif array.dtype == np.int32 and array.ndim:
+        elif np.issubdtype(array.dtype, np.integer) and array.ndim:
             for d, size in enumerate(array.shape):
                 if size > 1 and np.array_equal(array, _count(array.shape, d)):
                     self._counts[value] = d
@@ -52,8 +52,13 @@ class OwnRows:
         if name == GATHER or traits_of(name).scatters:
             return _batched(eqn, self._coordinates(operands[1], eqn.invars[1].aval.shape))
         if name == IOTA:
-            if eqn.params["dtype"] == np.int32:
-                self._counts[results[0]] = eqn.params["dimension"]
+            along = eqn.params["dimension"]
+            if _holds(eqn.params["dtype"], eqn.params["shape"][along]):
+                self._counts[results[0]] = along
+        elif name == CAST:
+            along = self._counts.get(operands[0])
+            if along is not None and _holds(eqn.params["new_dtype"], eqn.invars[0].aval.shape[along]):
+                self._counts[results[0]] = along
         elif name == BROADCAST:
             if (along := self._counts.get(operands[0])) is not None:
                 self._counts[results[0]] = eqn.params["broadcast_dimensions"][along]
@@ -82,10 +87,15 @@ def coordinates(name: str, numbers: Any) -> tuple[int, ...]:
     return tuple(numbers.start_index_map if name == GATHER else numbers.scatter_dims_to_operand_dims)
 
 
-def _count(shape: Sequence[int], along: int) -> NDArray[np.int32]:
+def _holds(dtype: Any, size: int) -> bool:
+    """Whether a type has all positions of so many: an `int8` begins again behind 127."""
+    return np.issubdtype(dtype, np.integer) and size - 1 <= np.iinfo(dtype).max
+
+
+def _count(shape: Sequence[int], along: int) -> NDArray[np.int64]:
     """The positions along a dimension."""
     sizes = [n if d == along else 1 for d, n in enumerate(shape)]
-    return np.broadcast_to(np.arange(shape[along], dtype=np.int32).reshape(sizes), shape)
+    return np.broadcast_to(np.arange(shape[along]).reshape(sizes), shape)
 
 
 def _batched(eqn: Any, columns: Sequence[Column]) -> Mapping[str, Any]:

@@ -242,9 +242,8 @@ def _timeline(assignment: Assignment) -> list[Json]:
     d = assignment.decisions
     transfers = _transfers(assignment)
     copied = {port.node: value for value, port in d.kept.items()}
-    costs: dict[
-        int, list[tuple[int, float]]
-    ] = {}  # first equation, or the first that takes a copy → decisions, seconds
+    # First equation, or the first that takes a copy → decisions, seconds.
+    costs: dict[int, list[tuple[int, float]]] = {}
     for n, node in enumerate(d.nodes):
         at = node.equations or [e for e, _ in d.graph.consumers.get(copied.get(n, -1), ())]
         if at and assignment.own_ps(n):

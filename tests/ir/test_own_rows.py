@@ -71,6 +71,22 @@ def test_rows_that_are_counted_go_along(of: Callable[..., Any], at: Any, want: A
     assert batches(of, X, at) == [want]
 
 
+@pytest.mark.parametrize(("dtype", "counts"), [("uint8", True), ("int16", True), ("float32", False)])
+def test_rows_are_counted_in_any_type_that_has_them(dtype: str, *, counts: bool) -> None:
+    def of(x: Any, at: Any) -> Any:
+        return x[jnp.arange(ROWS, dtype=dtype).astype(jnp.int32), at]
+
+    assert batches(of, X, ONE) == [((0,), (0,), (1,)) if counts else ((), (), (0, 1))]
+
+
+def test_what_begins_again_does_not_count() -> None:
+    def of(x: Any, at: Any) -> Any:
+        return x[jnp.arange(300, dtype=jnp.int16).astype(jnp.int8).astype(jnp.int32), at]
+
+    x = jax.ShapeDtypeStruct((300, PLACES), jnp.float32)
+    assert batches(of, x, jax.ShapeDtypeStruct((300,), jnp.int32)) == [((), (), (0, 1))]
+
+
 def test_a_gradient_is_added_to_its_own_rows() -> None:
     def gradient(x: Any, at: Any) -> Any:
         return jax.grad(lambda x: jnp.sum(jnp.sin(one(x, at))))(x)
@@ -138,3 +154,20 @@ def test_what_is_split_gives_the_same_numbers(of: Callable[..., Any], at: Any) -
     planned = autoshard.jit(of, mesh={"data": 8}, hardware="cpu:8", in_shardings=(P("data"), P("data")))
     np.testing.assert_allclose(planned(x, places), jax.jit(of)(x, places), rtol=1e-6)
     assert not planned.plan(x, places).record.collectives
+
+
+def scaled(x: Any, at: Any) -> Any:
+    return x.at[jnp.arange(ROWS)[:, None], at].multiply(1.5)
+
+
+def raised(x: Any, at: Any) -> Any:
+    return x.at[jnp.arange(ROWS)[:, None], at].max(0.25)
+
+
+@pytest.mark.parametrize("of", [few, added, scaled, raised, taken_back])
+@pytest.mark.parametrize("spec", [P("a"), P(("a", "b")), P("a", "b"), P("b", None, "a"), P(None, "a"), P()], ids=str)
+def test_what_is_split_along_other_dimensions_too_gives_the_same_numbers(of: Callable[..., Any], spec: P) -> None:
+    x = np.random.default_rng(2).normal(size=X.shape).astype(np.float32)
+    places = np.random.default_rng(3).integers(-PLACES - 2, PLACES + 2, FEW.shape, dtype=np.int32)
+    planned = autoshard.jit(of, mesh={"a": 2, "b": 4}, hardware="cpu:8", in_shardings=(spec, P()))
+    np.testing.assert_allclose(planned(x, places), jax.jit(of)(x, places), rtol=1e-5)
