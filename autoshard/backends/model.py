@@ -376,6 +376,14 @@ class CompilerModel:
     )
     """Rows that are gathered, or added by a scatter, lie in whole lanes, until they are copied: see `costs.lanes`."""
 
+    multiplies_whole_lanes: bool = field(
+        metadata=_seen(
+            "libtpu 0.0.52, attention with its gradient over 49 to 257 positions, compiled for v5e and v5p",
+            "compilers/test_lanes.py",
+        )
+    )
+    """Operands and results of products with a batch lie in whole lanes, also while they are kept: see `costs.lanes`."""
+
     stores_softmax_numerators: bool = field(
         metadata=_seen(
             "libtpu 0.0.52, attention with its gradient, compiled for v5e and v5p, of many orders and sizes",

@@ -31,6 +31,7 @@ scores are split along the vocabulary, the loss reduces its reads of them at onc
 
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import numpy as np
@@ -41,10 +42,11 @@ from autoshard.costs.casts import CastAhead, cast_ahead, multiplied
 from autoshard.costs.dimension_orders import DimensionOrders
 from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, next_loop, positions, updating
 from autoshard.costs.gradients_behind_loops import gradients_behind_loops
+from autoshard.costs.lanes import Matrix, matrices
 from autoshard.costs.matmul_fusions import made_operands, narrowed_products
 from autoshard.costs.row_kernels import sliced_rows
 from autoshard.costs.scattered_terms import ScatteredTerm, scattered_terms
-from autoshard.costs.softmaxes import Numerator, SoftmaxFacts, recalled, softmaxes
+from autoshard.costs.softmaxes import LEAST_QUOTIENTS, Numerator, SoftmaxFacts, recalled, softmaxes
 from autoshard.costs.widened_arguments import widened_arguments
 from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import (
@@ -84,6 +86,7 @@ class LiveRanges:
     of them, an operand only lives until `soon`, and a gradient from `early` on.
     `numerators`: those of softmaxes, where they are stored.
     `made`: the operands without memory that matmuls compute themselves; `narrowed`: the casts that products write.
+    `matrices`: of values that lie in whole lanes, by a compiler that has such (`costs.lanes`).
     `scattered`: the additions that are done by a scatter, which takes no memory of its own. `cast_ahead`: the stacks
     that are cast whole before the loops that take slices of them. `multiplied`: what products cast, and whether
     nothing else reads it (`costs.casts`).
@@ -102,6 +105,7 @@ class LiveRanges:
     numerators: Mapping[int, Numerator]
     made: frozenset[int]
     narrowed: frozenset[int]
+    matrices: Mapping[int, Matrix]
     scattered: tuple[ScatteredTerm, ...]
     cast_ahead: Mapping[int, CastAhead]
     multiplied: Mapping[int, bool]
@@ -151,10 +155,13 @@ def live_ranges(
     taken[list(made)] = True
     stated |= set(made.values())
     narrowed = _narrowed(graph, fuses, compiler)
+    in_lanes = matrices(graph, rules) if compiler.multiplies_whole_lanes else {}
     if compiler.stores_softmax_numerators:
-        divides = softmax_facts.stores_quotients
         for softmax in softmaxes(graph, softmax_facts.devices):
-            stated |= {softmax.value, softmax.quotient} if divides and softmax.read_again else {softmax.value}
+            divides = softmax_facts.stores_quotients and softmax.read_again
+            matrix = in_lanes.get(softmax.quotient)
+            divides &= matrix is None or prod(matrix.sizes) >= LEAST_QUOTIENTS
+            stated |= {softmax.value, softmax.quotient} if divides else {softmax.value}
             numerators[softmax.value] = softmax.numerator
             stated |= {softmax.numerator.scores} - {None}
         kept = {again: numerators[v] for v, again in recalled(graph) if v in numerators}
@@ -231,6 +238,7 @@ def live_ranges(
         numerators=numerators,
         made=frozenset(v for v in made if not held[v]),
         narrowed=frozenset(narrowed.values()),
+        matrices=in_lanes,
         scattered=scattered,
         cast_ahead=cast_ahead(graph, products=casts_products) if compiler.casts_stacked_inputs_ahead else {},
         multiplied=multiplied(graph) if casts_products else {},

@@ -28,6 +28,8 @@ from autoshard.ir.op_traits import DIV, EXP, KEEP, RECALL, REDUCE_MAX, REDUCE_SU
 
 LONG_ROW = 2048  # keys; the kernel of a product goes on with rows up to this, on v5e up to 2,560 or 3,072
 
+LEAST_QUOTIENTS = 2**15  # of one matrix of scores; of fewer each product divides again: of 160 × 160, not of 197 × 197
+
 _NONE = -1
 _FORWARD_READERS = 2  # of numerators: their sum and their quotient
 

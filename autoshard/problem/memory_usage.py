@@ -205,6 +205,8 @@ class MemoryUsageBuilder:
             nbytes = np.where(self._pending(value, port).any(axis=1), nbytes, cast)
         if (numerator := self.lives.numerators.get(value)) is not None:
             nbytes = (nbytes * numerator.share(aval, split(port.codes, 0, aval.ndim, self.mesh))).astype(np.int64)
+        if (matrix := self.lives.matrices.get(value)) is not None and value in self._made_by:
+            nbytes = (nbytes * matrix.share(aval.shape, port.codes, self.mesh)).astype(np.int64)
         return nbytes if port.off is None else np.where(port.off, 0, nbytes)
 
     def _kind(self, value: int) -> str:

@@ -5,6 +5,7 @@ Matrix Multiplication Background User's Guide; padding to the matrix unit from
 Austin et al., How to Scale Your Model (2026-06-24), tpus.md:182.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,8 +90,15 @@ def taps_on_data(
         image_step: Dilation of the image.
         kernel_step: Dilation of the kernel.
     """
-    at = np.add.outer(np.arange(outputs) * stride - pad, np.arange(kernel) * kernel_step)
-    return int(((at >= 0) & (at <= (image - 1) * image_step) & (at % image_step == 0)).sum())
+    begin = np.arange(outputs) * stride - pad
+    first = np.maximum(-(begin // kernel_step), 0)  # tap on the image, by its dilated points
+    last = np.minimum(((image - 1) * image_step - begin) // kernel_step, kernel - 1)
+    # begin + tap · kernel_step is a multiple of image_step for one tap of `every`, if for any.
+    common = math.gcd(kernel_step, image_step)
+    every = image_step // common
+    tap = -(begin // common) * pow(kernel_step // common, -1, every) % every
+    found = (last - tap) // every - (first - 1 - tap) // every
+    return int(found[(begin % common == 0) & (first <= last)].sum())
 
 
 def arithmetic_intensity(flops: ArrayLike, nbytes: ArrayLike) -> Floats:

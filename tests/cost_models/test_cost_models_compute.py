@@ -9,6 +9,7 @@ import cost_models
 from cost_models.closed_forms.operations import attention_s, elementwise_s, lookup_s, optimizer_s
 from cost_models.machines.dtypes import itemsize, matmul_rates
 from cost_models.machines.machine import Machine
+from cost_models.machines.roofline import taps_on_data
 
 CHIPS = cost_models.chips()
 SIZES = st.integers(1, 20000)
@@ -172,3 +173,25 @@ def test_tiny_matmuls_of_a_batch_wait_for_memory_alone():
     machine = machine_of("h100")
     read_and_written_s = float(machine.hbm_s(3 * 4 * 65536 * 4 * 4))
     assert float(machine.matmul_s(65536, 4, 4, 4, "float32")) == pytest.approx(read_and_written_s + 3e-6, rel=0.01)
+
+
+@given(
+    sizes=st.tuples(*[st.integers(1, 12)] * 3),
+    stride=st.integers(1, 5),
+    pad=st.integers(-8, 12),
+    steps=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+)
+def test_taps_on_data_are_those_that_are_counted_one_by_one(
+    sizes: tuple[int, int, int], stride: int, pad: int, steps: tuple[int, int]
+) -> None:
+    (outputs, kernel, image), (image_step, kernel_step) = sizes, steps
+    points = [o * stride - pad + k * kernel_step for o in range(outputs) for k in range(kernel)]
+    counted = sum(0 <= at <= (image - 1) * image_step and at % image_step == 0 for at in points)
+    found = taps_on_data(outputs, kernel, image, stride=stride, pad=pad, image_step=image_step, kernel_step=kernel_step)
+    assert found == counted
+
+
+def test_a_window_as_long_as_a_batch_has_its_taps_counted() -> None:
+    """XLA:TPU writes the gradient of a narrow weight so: pairs of 262,144 by 262,144 would fill 512 GiB."""
+    assert taps_on_data(1, 2**40 + 1, 2**40 + 1, stride=1, pad=0, image_step=1, kernel_step=1) == 2**40 + 1
+    assert taps_on_data(262_144, 262_144, 1, stride=1, pad=262_143, image_step=1, kernel_step=1) == 262_144

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from autoshard.costs import compute
 from autoshard.costs.fusion import fused_names
-from autoshard.costs.lanes import bytes_in_lanes
+from autoshard.costs.lanes import bytes_in_lanes, table_in_lanes
 from autoshard.costs.matmul_fusions import is_matmul
 from autoshard.costs.overlap import EARLY
 from autoshard.costs.prices import picoseconds
@@ -18,7 +18,18 @@ from autoshard.costs.reductions import kernel_levels, sources_in_memory
 from autoshard.costs.strategies import SUM, Strategies, decode, enumerate_strategies, given, shards
 from autoshard.ir import manual_calls
 from autoshard.ir.graph import Eqn, Graph
-from autoshard.ir.op_traits import DERIVE, DOT_GENERAL, GATHER, KEEP, LOOP_SLICE, LOOP_STACK, PALLAS, RECALL, SHARD_MAP
+from autoshard.ir.op_traits import (
+    DERIVE,
+    DOT_GENERAL,
+    GATHER,
+    KEEP,
+    LOOP_SLICE,
+    LOOP_STACK,
+    PALLAS,
+    RECALL,
+    SCATTER_ADD,
+    SHARD_MAP,
+)
 from autoshard.problem import bodies
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.facts import GraphFacts
@@ -88,6 +99,8 @@ def add_equations(draft: Draft, of_shard_maps: bodies.Bodies) -> None:
             draft.usages.add(node, e, e + 1, beside * np.int64(there), "activations")
         if facts.compiler.gathers_whole_lanes and (eqn.primitive == GATHER or eqn.traits.scatters):
             beyond = bytes_in_lanes(eqn, strategies, facts.mesh)
+            if _copies_table(facts, e):
+                beyond = beyond + table_in_lanes(eqn, strategies, facts.mesh)[1]
             draft.usages.add(node, e, e + 1, beyond * np.int64(there), "activations")
         if e in facts.dense:
             for (begin, end), nbytes in facts.dense[e].held(compute.operand_bytes(eqn, strategies, facts.mesh)):
@@ -263,6 +276,9 @@ def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductio
         nbytes = nbytes + facts.reread[e] * operand.size / shards(strategies.operands[0], operand.ndim, facts.mesh)
     if e in facts.reread_to_keep:
         nbytes = nbytes + facts.reread_to_keep[e] / shards(strategies.operands[0], eqn.operands[0].ndim, facts.mesh)
+    if facts.compiler.gathers_whole_lanes and _copies_table(facts, e):
+        own, filled = table_in_lanes(eqn, strategies, facts.mesh)
+        nbytes = nbytes + own + filled + (filled - own if eqn.traits.scatters else 0)
     touched_s = np.asarray(facts.machine.hbm_s(nbytes))
     if eqn.traits.updates and facts.traits.fuses[e]:
         touched_s = touched_s + readers * compute.comparing_s(eqn, strategies, facts.mesh, facts.machine)
@@ -272,6 +288,14 @@ def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductio
     if eqn.primitive == LOOP_STACK:  # zeroed before the loop, and written by the equation that makes it
         cover_s = cover_s * (2 / 3 if reads[0] else 0.0)
     return _Price(reductions_s + touched_s, None, cover_s, facts.windows.of_equation[e])
+
+
+def _copies_table(facts: GraphFacts, e: int) -> bool:
+    """Whether a gather takes rows of a table that is given, or a scatter adds them to one of zeros."""
+    graph, eqn = facts.graph, facts.graph.eqns[e]
+    if eqn.primitive == GATHER:
+        return graph.operands[e][0] in graph.inputs
+    return eqn.primitive == SCATTER_ADD and not facts.traits.fuses[e] and not facts.decides(graph.operands[e][0])
 
 
 def _kept(facts: GraphFacts, e: int, strategies: Strategies) -> _Price | None:
