@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.costs.strategies import Codes, Strategies, split
+from autoshard.costs.strategies import Codes, Strategies, shards, split
 from autoshard.ir.graph import Aval, Eqn, Graph
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import DOT_GENERAL, GATHER
@@ -60,11 +60,12 @@ def table_in_lanes(eqn: Eqn, strategies: Strategies, mesh: MeshAxes) -> tuple[ND
 
 def _rows(aval: Aval, codes: Codes, dims: Sequence[int], mesh: MeshAxes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Bytes per device (S,) of rows along some dimensions, and in whole lanes; the same if they have one element."""
+    if not dims:
+        own = aval.nbytes // shards(codes, aval.ndim, mesh)
+        return own, own
     local = np.stack([n // split(codes, d, aval.ndim, mesh) for d, n in enumerate(aval.shape)], axis=1)
     elements = local.prod(axis=1)
     own = elements * aval.itemsize
-    if not dims:
-        return own, own
     row = local[:, list(dims)]
     filled = row.copy()
     filled[:, -1] = _multiple(row[:, -1], LANES)

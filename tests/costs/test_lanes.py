@@ -9,8 +9,8 @@ import pytest
 
 import autoshard
 from autoshard.backends.known_compilers import XLA_GPU, XLA_TPU
-from autoshard.costs.lanes import bytes_in_lanes
-from autoshard.costs.strategies import split
+from autoshard.costs.lanes import bytes_in_lanes, table_in_lanes
+from autoshard.costs.strategies import WHOLE, decode, split
 from autoshard.problem.decisions import Equation
 from tests.programs import Program, space_of
 
@@ -73,6 +73,20 @@ def test_a_row_takes_whole_lanes(fn: Callable[..., Any]) -> None:
     assert beyond(fn, 256) == {1: 0, 2: 0, 4: places * 64 * 4, 8: places * 96 * 4}
 
 
+@pytest.mark.parametrize("fn", [looked_up, added])
+@pytest.mark.parametrize(("columns", "lanes"), [(8, 128), (200, 256), (256, 256)])
+def test_a_table_takes_whole_lanes(fn: Callable[..., Any], columns: int, lanes: int) -> None:
+    """Its own bytes, and those of its copy; nothing is copied of one that fills them."""
+    decisions, node = found(fn, columns)
+    eqn = decisions.graph.eqns[node.equations[0]]
+    own, filled = table_in_lanes(eqn, node.strategies, decisions.mesh)
+    codes = node.strategies.results[0] if eqn.traits.scatters else node.strategies.operands[0]
+    whole = (decode(codes, 2, decisions.mesh.ndim) == WHOLE).all(axis=1)
+    copied = columns < lanes
+    assert set(own[whole]) == {ROWS * columns * 4 * copied}
+    assert set(filled[whole]) == {ROWS * lanes * 4 * copied}
+
+
 def test_slices_take_whole_tiles() -> None:
     places = 64 * 32
     assert beyond(looked_up, 3, 128)[1] == places * 128 * 4
@@ -96,7 +110,9 @@ def test_the_program_holds_them_while_the_equation_runs() -> None:
     for compiler, count in ((XLA_TPU, 1), (XLA_GPU, 0)):
         decisions, node = found(looked_up, 8, compiler=compiler)
         (e,) = node.equations
-        more = bytes_in_lanes(decisions.graph.eqns[e], node.strategies, decisions.mesh)
+        eqn = decisions.graph.eqns[e]
+        _, table = table_in_lanes(eqn, node.strategies, decisions.mesh)
+        more = bytes_in_lanes(eqn, node.strategies, decisions.mesh) + table
         at = decisions.nodes.index(node)
         there = [u for u in decisions.usages if u.node == at and (u.start, u.end) == (e, e + 1)]
         assert len([u for u in there if u.nbytes.tolist() == more.tolist()]) == count

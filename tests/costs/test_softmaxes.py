@@ -13,7 +13,7 @@ from autoshard.costs.dimension_orders import DimensionOrders
 from autoshard.costs.fusion import fusion_traits, levels
 from autoshard.costs.liveness import LiveRanges, live_ranges
 from autoshard.costs.product_kernels import ProductKernels, product_kernels
-from autoshard.costs.softmaxes import LONG_ROW, SoftmaxFacts
+from autoshard.costs.softmaxes import LEAST_QUOTIENTS, LONG_ROW, SoftmaxFacts
 from autoshard.ir.graph import Graph, build
 from autoshard.rules import rules_of
 
@@ -149,7 +149,8 @@ def test_transposed_scores_are_kept_for_a_gradient_as_their_product_leaves_them(
 def test_quotients_lie_in_memory_where_chips_store_them(*, stores: bool, differentiated: bool, masks: bool) -> None:
     """For several products, unless scores are mere casts: see `cost_models.Machine.stores_quotients`."""
     fn = partial(attention, onward=lambda s: masked(wide(s)) if masks else wide(s))
-    graph, lives, _ = kept(gradient(fn) if differentiated else fn, *inputs(), quotients=stores)
+    args = inputs(keys=LEAST_QUOTIENTS // QUERIES)
+    graph, lives, _ = kept(gradient(fn) if differentiated else fn, *args, quotients=stores)
     (scores, *_) = results(graph, "dot_general")
     divided = next(
         graph.results[e][0]
@@ -158,6 +159,20 @@ def test_quotients_lie_in_memory_where_chips_store_them(*, stores: bool, differe
     )
     assert lives.stored[divided] == (stores and differentiated and masks)
     assert lives.absorbed[divided] != lives.stored[divided]
+
+
+def test_few_quotients_are_divided_for_each_product() -> None:
+    """Fewer of one matrix of scores than XLA:TPU stores: `compilers/test_lanes.py` compiles such."""
+    fn = gradient(partial(attention, onward=lambda s: masked(wide(s))))
+    for keys in (LEAST_QUOTIENTS // QUERIES, LEAST_QUOTIENTS // QUERIES - 1):
+        graph, lives, _ = kept(fn, *inputs(keys=keys), quotients=True)
+        shape = graph.avals[results(graph, "dot_general")[0]].shape
+        quotients = [
+            graph.results[e][0]
+            for e, eqn in enumerate(graph.eqns)
+            if eqn.traits.cast and eqn.results[0].itemsize == 2 and eqn.results[0].shape == shape
+        ]
+        assert lives.stored[quotients[0]] == (keys == LEAST_QUOTIENTS // QUERIES)
 
 
 def test_one_number_is_no_softmax() -> None:
