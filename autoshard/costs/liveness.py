@@ -42,8 +42,8 @@ from autoshard.costs.casts import CastAhead, cast_ahead, multiplied
 from autoshard.costs.dimension_orders import DimensionOrders
 from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, next_loop, positions, updating
 from autoshard.costs.gradients_behind_loops import gradients_behind_loops
-from autoshard.costs.lanes import Matrix, matrices
 from autoshard.costs.matmul_fusions import made_operands, narrowed_products
+from autoshard.costs.matrices import Matrix, matrices
 from autoshard.costs.row_kernels import sliced_rows
 from autoshard.costs.scattered_terms import ScatteredTerm, scattered_terms
 from autoshard.costs.softmaxes import LEAST_QUOTIENTS, Numerator, SoftmaxFacts, recalled, softmaxes

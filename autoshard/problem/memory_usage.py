@@ -12,6 +12,7 @@ from autoshard.backends.model import CompilerModel
 from autoshard.costs.casts import BFLOAT16
 from autoshard.costs.execution_order import behind_loops, loop_spans
 from autoshard.costs.fusion import FusionTraits
+from autoshard.costs.lanes import share_in_lanes
 from autoshard.costs.liveness import LiveRanges
 from autoshard.costs.overlap import EARLY, LATE, OverlapWindows
 from autoshard.costs.strategies import SUM, WHOLE, Codes, decode, shards, split
@@ -206,7 +207,7 @@ class MemoryUsageBuilder:
         if (numerator := self.lives.numerators.get(value)) is not None:
             nbytes = (nbytes * numerator.share(aval, split(port.codes, 0, aval.ndim, self.mesh))).astype(np.int64)
         if (matrix := self.lives.matrices.get(value)) is not None and value in self._made_by:
-            nbytes = (nbytes * matrix.share(aval.shape, port.codes, self.mesh)).astype(np.int64)
+            nbytes = (nbytes * share_in_lanes(matrix, aval.shape, port.codes, self.mesh)).astype(np.int64)
         return nbytes if port.off is None else np.where(port.off, 0, nbytes)
 
     def _kind(self, value: int) -> str:

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.api.evaluate import evaluate
-from autoshard.costs.lanes import Matrix, matrices
+from autoshard.costs.lanes import share_in_lanes
+from autoshard.costs.matrices import Matrix, matrices
 from autoshard.costs.strategies import WHOLE, encode
 from autoshard.ir.graph import build
 from autoshard.ir.mesh import MeshAxes
@@ -91,7 +92,7 @@ def test_the_order_that_takes_less(sizes: tuple[int, int], share: float) -> None
     mesh = MeshAxes.of({"data": 4})
     shape = 8, *sizes
     whole = encode(np.full((1, 1), WHOLE), len(shape))
-    assert Matrix((1, 2), sizes).share(shape, whole, mesh) == pytest.approx(share)
+    assert share_in_lanes(Matrix((1, 2), sizes), shape, whole, mesh) == pytest.approx(share)
 
 
 def update(table: jax.Array, ids: jax.Array, weight: jax.Array) -> jax.Array:
