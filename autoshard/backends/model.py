@@ -379,7 +379,7 @@ class CompilerModel:
     multiplies_whole_lanes: bool = field(
         metadata=_seen(
             "libtpu 0.0.52, attention with its gradient over 49 to 257 positions, compiled for v5e and v5p",
-            "compilers/test_lanes.py",
+            "compilers/test_lanes.py::test_odd_lengths_lie_in_whole_lanes",
         )
     )
     """Operands and results of products with a batch lie in whole lanes, also while they are kept: see `costs.lanes`."""
