@@ -88,7 +88,8 @@ def added_up_s(
     sums, (batch, m, n, k) = _sums(eqn, rule, strategies, mesh, machine)
     parts_s = machine.matmul_s(batch * sums, m, n, np.ceil(k / sums), multiplied_dtype(eqn))
     adding_s = machine.hbm_s(sums * batch * m * n * _sum_itemsize(eqn))
-    return np.where(sums > 1, parts_s + adding_s, whole_s)
+    filling_s = machine.hbm_s(_COPY * filled_bytes(eqn, rule, strategies, mesh, machine))
+    return np.where(sums > 1, parts_s + adding_s + filling_s, whole_s)
 
 
 def single_row_s(
@@ -114,6 +115,19 @@ def partial_sums_bytes(
     return np.where(sums > 1, sums * batch * m * n * _sum_itemsize(eqn), 0)
 
 
+def filled_bytes(
+    eqn: Eqn, rule: ShardingRule, strategies: Strategies, mesh: MeshAxes, machine: Machine
+) -> NDArray[np.int64]:
+    """Bytes per device (S,) of a product's operands that are copied and filled up to be cut into equal sums; else 0.
+
+    Each part of a contraction is a multiple of 16 bytes: one over a vocabulary of 50,257 is none of two parts.
+    """
+    sums, (*_, k) = _sums(eqn, rule, strategies, mesh, machine)
+    part = _PART_BYTES // jax.numpy.dtype(multiplied_dtype(eqn)).itemsize
+    return np.where((sums > 1) & (k % (sums * part) != 0), sum(operand_bytes(eqn, strategies, mesh)), 0)
+
+
+_PART_BYTES = 16
 _COPY = 2  # times that it reads or writes an array
 _SUM_BYTES = 4  # of an element: sums are float32
 

@@ -48,11 +48,9 @@ def table_in_lanes(eqn: Eqn, strategies: Strategies, mesh: MeshAxes) -> tuple[ND
     numbers = eqn.params["dimension_numbers"]
     if eqn.primitive == GATHER:
         aval, codes, single = eqn.operands[0], strategies.operands[0], numbers.collapsed_slice_dims
-        batch = numbers.operand_batching_dims
     else:
         aval, codes, single = eqn.results[0], strategies.results[0], numbers.inserted_window_dims
-        batch = numbers.operand_batching_dims
-    dims = tuple(d for d in range(aval.ndim) if d not in (*single, *batch))
+    dims = tuple(d for d in range(aval.ndim) if d not in (*single, *numbers.operand_batching_dims))
     own, filled = _rows(aval, codes, dims, mesh)
     return np.where(filled > own, own, 0), np.where(filled > own, filled, 0)
 

@@ -116,7 +116,7 @@ def add_equations(draft: Draft, of_shard_maps: bodies.Bodies) -> None:
 
 
 def _add_partial_sums(draft: Draft, node: int, strategies: Strategies, there: NDArray[np.float64] | float) -> None:
-    """Adds the memory of the sums that a contraction is cut into, beside its result.
+    """Adds the memory of the sums that a contraction is cut into, beside its result, and of what is filled for that.
 
     The kernel that adds them is fused with what alone reads the result, and until then they lie in its place; if
     that is a collective, or there are several readers, they are added at once.
@@ -128,6 +128,8 @@ def _add_partial_sums(draft: Draft, node: int, strategies: Strategies, there: ND
     if not sums.any():
         return
     start, end, codes, aval = int(facts.lives.start[value]), 0, strategies.results[0], graph.avals[value]
+    filled = compute.filled_bytes(graph.eqns[e], facts.rules[e], strategies, facts.mesh, facts.machine)
+    draft.usages.add(node, start, start + 1, filled * np.int64(there), "activations")
     names = fused_names(graph, facts.traits.fuses, value)
     readers = [u for name in names for u, _ in graph.consumers[name] if not graph.eqns[u].traits.renames]
     if len({draft.node_of[u] if draft.node_of[u] >= 0 else -1 - u for u in readers}) == 1:
