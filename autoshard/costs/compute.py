@@ -88,7 +88,7 @@ def added_up_s(
     sums, (batch, m, n, k) = _sums(eqn, rule, strategies, mesh, machine)
     parts_s = machine.matmul_s(batch * sums, m, n, np.ceil(k / sums), multiplied_dtype(eqn))
     adding_s = machine.hbm_s(sums * batch * m * n * _sum_itemsize(eqn))
-    filling_s = machine.hbm_s(_COPY * filled_bytes(eqn, rule, strategies, mesh, machine))
+    filling_s = machine.hbm_s(_COPY * _filled_bytes(eqn, strategies, mesh, sums, k))
     return np.where(sums > 1, parts_s + adding_s + filling_s, whole_s)
 
 
@@ -118,16 +118,20 @@ def partial_sums_bytes(
 def filled_bytes(
     eqn: Eqn, rule: ShardingRule, strategies: Strategies, mesh: MeshAxes, machine: Machine
 ) -> NDArray[np.int64]:
-    """Bytes per device (S,) of a product's operands that are copied and filled up to be cut into equal sums; else 0.
-
-    Each part of a contraction is a multiple of 16 bytes: one over a vocabulary of 50,257 is none of two parts.
-    """
+    """Bytes per device (S,) of a product's operands that are copied and filled up to be cut into equal sums; else 0."""
     sums, (*_, k) = _sums(eqn, rule, strategies, mesh, machine)
+    return _filled_bytes(eqn, strategies, mesh, sums, k)
+
+
+def _filled_bytes(
+    eqn: Eqn, strategies: Strategies, mesh: MeshAxes, sums: NDArray[np.int64], k: NDArray[Any]
+) -> NDArray[np.int64]:
+    """The same, of contractions of k elements into so many sums: 50,257 are no two equal parts."""
     part = _PART_BYTES // jax.numpy.dtype(multiplied_dtype(eqn)).itemsize
     return np.where((sums > 1) & (k % (sums * part) != 0), sum(operand_bytes(eqn, strategies, mesh)), 0)
 
 
-_PART_BYTES = 16
+_PART_BYTES = 16  # each part of a contraction is a multiple of (openxla/xla splitk_rewriter.cc)
 _COPY = 2  # times that it reads or writes an array
 _SUM_BYTES = 4  # of an element: sums are float32
 

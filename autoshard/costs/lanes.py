@@ -76,11 +76,12 @@ def _rows(aval: Aval, codes: Codes, dims: Sequence[int], mesh: MeshAxes) -> tupl
 def share_in_lanes(matrix: Matrix, shape: Sequence[int], codes: Codes, mesh: MeshAxes) -> NDArray[np.float64]:
     """Bytes that a value of such matrices takes in each layout (S,), by its own bytes; single rows are no matrix."""
     rows, columns = (
-        np.minimum(size, shape[d]) // np.minimum(split(codes, d, len(shape), mesh), size)
+        np.minimum(shape[d] // split(codes, d, len(shape), mesh), size)
         for d, size in zip(matrix.dims, matrix.sizes, strict=True)
     )
     orders = (_multiple(a, SUBLANES) * _multiple(b, LANES) for a, b in ((rows, columns), (columns, rows)))
-    return np.where(np.minimum(rows, columns) < SUBLANES, 1.0, np.minimum(*orders) / (rows * columns))
+    share = np.minimum(*orders) / np.maximum(rows * columns, 1)
+    return np.where(np.minimum(rows, columns) < SUBLANES, 1.0, share)
 
 
 def _multiple(sizes: NDArray[np.int64], of: NDArray[np.int64] | int) -> NDArray[np.int64]:

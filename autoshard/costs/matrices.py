@@ -11,6 +11,8 @@ from autoshard.ir.graph import Eqn, Graph
 from autoshard.ir.op_traits import DOT_GENERAL
 from autoshard.rules.rule import ShardingRule
 
+_Factors = tuple[tuple[int, ...], ...]  # of each dimension
+
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
@@ -75,10 +77,7 @@ def _made(eqn: Eqn) -> Matrix | None:
     return Matrix((rows, columns), (taken[0].sizes[0], taken[1].sizes[0]))
 
 
-Factors = tuple[tuple[int, ...], ...]  # of each dimension
-
-
-def _hand_on(graph: Graph, found: dict[int, Matrix], v: int, dims: Factors, other: int, to: Factors) -> None:
+def _hand_on(graph: Graph, found: dict[int, Matrix], v: int, dims: _Factors, other: int, to: _Factors) -> None:
     """Gives a value the matrix of another that one equation takes or makes with it, where it has both dimensions."""
     if other in found:
         return

@@ -85,6 +85,7 @@ def test_matrices_of_attention() -> None:
         ((100, 128), 104 * 128 / (100 * 128)),
         ((1024, 64), 1.0),
         ((1, 1500), 1.0),
+        ((0, 64), 1.0),
     ],
 )
 def test_the_order_that_takes_less(sizes: tuple[int, int], share: float) -> None:
@@ -93,6 +94,13 @@ def test_the_order_that_takes_less(sizes: tuple[int, int], share: float) -> None
     shape = 8, *sizes
     whole = encode(np.full((1, 1), WHOLE), len(shape))
     assert share_in_lanes(Matrix((1, 2), sizes), shape, whole, mesh) == pytest.approx(share)
+
+
+def test_of_heads_that_are_split_each_is_as_wide() -> None:
+    """Eight of 32 in one dimension, over eight devices: one of them has 49 × 32 elements in 32 × 128."""
+    mesh = MeshAxes.of({"data": 8})
+    split = encode(np.full((1, 1), 2), 3)
+    assert share_in_lanes(Matrix((1, 2), (49, 32)), (4, 49, 8 * 32), split, mesh) == pytest.approx(128 / 49)
 
 
 def update(table: jax.Array, ids: jax.Array, weight: jax.Array) -> jax.Array:
