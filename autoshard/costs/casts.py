@@ -15,7 +15,7 @@ from jax.lax import Precision
 
 from autoshard.costs.execution_order import loop_spans
 from autoshard.ir.graph import Aval, Eqn, Graph
-from autoshard.ir.op_traits import GATHER, LOOP_CONST, LOOP_SLICE, MUL
+from autoshard.ir.op_traits import GATHER, LOOP_CONST, LOOP_SLICE, MUL, PAD, REDUCE_SUM
 
 FLOAT32, BFLOAT16 = np.dtype(jnp.float32), np.dtype(jnp.bfloat16)
 
@@ -47,10 +47,11 @@ def product_dtype(eqn: Eqn) -> np.dtype | None:
 
 
 def multiplied(graph: Graph) -> dict[int, bool]:
-    """Values that are cast for every product that takes them, as they are or under other names.
+    """Values that are cast for every product that takes them, as they are, under other names, or padded.
 
-    With whether nothing else reads them: they lie in memory as they are cast then. Without those of which rows are
-    looked up, too: these are gathered as they are.
+    With whether nothing else reads them: they lie in memory as they are cast then. A sum (of a bias's gradient) does
+    not: the kernel adds that makes the value. Without those of which rows are looked up, too: these are gathered as
+    they are.
     """
 
     @cache
@@ -60,8 +61,10 @@ def multiplied(graph: Graph) -> dict[int, bool]:
     def kinds(e: int) -> frozenset[str]:
         eqn = graph.eqns[e]
         inside = eqn.primitive in (LOOP_CONST, LOOP_SLICE)
-        if inside or (eqn.traits.renames and not eqn.traits.link):
+        if inside or eqn.primitive == PAD or (eqn.traits.renames and not eqn.traits.link):
             return readers(graph.results[e][0])
+        if eqn.primitive == REDUCE_SUM and graph.operands[e][0] in graph.producers:
+            return frozenset()
         return frozenset({"product" if product_dtype(eqn) else "lookup" if eqn.primitive == GATHER else "other"})
 
     found = {v: readers(v) for v, aval in enumerate(graph.avals) if aval.dtype == FLOAT32}

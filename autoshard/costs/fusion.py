@@ -41,7 +41,10 @@ def fusion_traits(
         is_pointwise(rule) and e not in alone and not (graph.eqns[e].traits.link or graph.eqns[e].traits.choice)
         for e, rule in enumerate(rules)
     ]
-    fuses = [fusible(eqn, pointwise=p, compiler=compiler) for eqn, p in zip(graph.eqns, pointwise, strict=True)]
+    fuses = [
+        fusible(eqn, pointwise=point or _draws_per_key(eqn, rule), compiler=compiler)
+        for eqn, rule, point in zip(graph.eqns, rules, pointwise, strict=True)
+    ]
     flows = _sum_flows(graph, rules, compiler)
     products, added = _find_sums(graph, flows)
     return FusionTraits(
@@ -58,6 +61,11 @@ def fusion_traits(
 def fusible(eqn: Eqn, *, pointwise: bool, compiler: CompilerModel) -> bool:
     """Whether XLA fuses the equation with its neighbours."""
     return pointwise or eqn.traits.fusible or (compiler.compares_positions_for_scatters and _marks(eqn))
+
+
+def _draws_per_key(eqn: Eqn, rule: ShardingRule) -> bool:
+    """Whether an equation draws numbers of several keys (dropout under `vmap`), each by its key and its position."""
+    return eqn.traits.draws and len(rule.results) == 1 and all(f.kind is FactorKind.PASS for f in rule.factors)
 
 
 def _marks(eqn: Eqn) -> bool:

@@ -38,9 +38,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
-from autoshard.costs.casts import CastAhead, cast_ahead, multiplied
+from autoshard.costs.casts import FLOAT32, CastAhead, cast_ahead, multiplied
 from autoshard.costs.dimension_orders import DimensionOrders
 from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, next_loop, positions, updating
+from autoshard.costs.gathered_scores import GatheredScores, computed_scores, gathered_scores, products_of
 from autoshard.costs.gradients_behind_loops import gradients_behind_loops
 from autoshard.costs.matmul_fusions import made_operands, narrowed_products
 from autoshard.costs.matrices import Matrix, matrices
@@ -56,6 +57,7 @@ from autoshard.ir.op_traits import (
     LOOP_RESULT,
     LOOP_SLICE,
     LOOP_STACK,
+    PAD,
     RAGGED_DOT,
     RECALL,
     REV,
@@ -87,7 +89,8 @@ class LiveRanges:
     `numerators`: those of softmaxes, where they are stored.
     `made`: the operands without memory that matmuls compute themselves; `narrowed`: the casts that products write.
     `matrices`: of values that lie in whole lanes, by a compiler that has such (`costs.lanes`).
-    `scattered`: the additions that are done by a scatter, which takes no memory of its own. `cast_ahead`: the stacks
+    `scattered`: the additions that are done by a scatter, which takes no memory of its own. `gathered`: gather → the
+    scores that are computed for it. `cast_ahead`: the stacks
     that are cast whole before the loops that take slices of them. `multiplied`: what products cast, and whether
     nothing else reads it (`costs.casts`).
     """
@@ -107,6 +110,7 @@ class LiveRanges:
     narrowed: frozenset[int]
     matrices: Mapping[int, Matrix]
     scattered: tuple[ScatteredTerm, ...]
+    gathered: Mapping[int, GatheredScores]
     cast_ahead: Mapping[int, CastAhead]
     multiplied: Mapping[int, bool]
 
@@ -171,14 +175,15 @@ def live_ranges(
         stated |= sliced_rows(graph, fuses, SHORT_ROW)
     order = positions(graph, fuses, compiler)
     scattered = scattered_terms(graph, fuses)
-    gradients = {v for v, n in numerators.items() if softmax_facts.stores_gradients and n.stores_gradient}
-    held = _find_held(graph, fuses, taken, stated, compiler, scattered, numerators, gradients)
+    held = _find_held(graph, fuses, taken, stated, compiler, scattered, numerators, softmax_facts)
     named = np.zeros(len(graph.avals), bool)
     named[[graph.results[term.addition][0] for term in scattered]] = True
     for e, eqn in enumerate(graph.eqns):
         if eqn.traits.renames:
             named[graph.results[e][0]] = held[graph.results[e][0]]
-    stored, late = held & ~named, deferred(graph) if loss_last else frozenset[int]()
+    gathered = {} if compiler.gathers_make_their_operands else gathered_scores(graph, fuses, held)
+    at_once = {e for e, scores in gathered.items() if not scores.waits}
+    stored, late = held & ~named, deferred(graph) - at_once if loss_last else frozenset[int]()
     start = np.zeros(len(graph.avals), np.int64)
     zeroed = _zeroed(graph, spans, early=compiler.zeroes_stacks_early)
     for e, results in enumerate(graph.results):
@@ -240,6 +245,7 @@ def live_ranges(
         narrowed=frozenset(narrowed.values()),
         matrices=in_lanes,
         scattered=scattered,
+        gathered=gathered,
         cast_ahead=cast_ahead(graph, products=casts_products) if compiler.casts_stacked_inputs_ahead else {},
         multiplied=multiplied(graph) if casts_products else {},
     )
@@ -391,7 +397,7 @@ def _find_held(
     compiler: CompilerModel,
     scattered: Sequence[ScatteredTerm],
     numerators: Mapping[int, Numerator],
-    differentiated: Container[int],
+    softmax_facts: SoftmaxFacts,
 ) -> NDArray[np.bool_]:
     """Whether each value lies in memory, also under another's name.
 
@@ -403,8 +409,9 @@ def _find_held(
       compiler: who compiles the program.
       scattered: additions that are done by a scatter.
       numerators: those of softmaxes, of which the products may lie there.
-      differentiated: numerators of which the gradient of the scores lies there, too, if several read it.
+      softmax_facts: of the machine: whether the gradients of scores lie there, too, if several read them.
     """
+    differentiated = {v for v, n in numerators.items() if softmax_facts.stores_gradients and n.stores_gradient}
     sums = {term.addition for term in scattered}
     scatters = {term.scatter for term in scattered}
     onto = {term.onto for term in scattered}
@@ -415,6 +422,7 @@ def _find_held(
     held[list(graph.outputs)] = True
     readers = np.zeros(len(graph.avals), np.int64)
     carried: set[int] = set()  # what entered a loop to be carried on
+    makes = compiler.gathers_make_their_operands
     for e, eqn in enumerate(graph.eqns):
         operands, results = list(graph.operands[e]), list(graph.results[e])
         made[results] = True
@@ -432,7 +440,7 @@ def _find_held(
         elif eqn.primitive == SPLIT and compiler.writes_rotations and _is_cast(graph, operands[0]):
             held[operands + results] = True
         elif not fuses[e] and not eqn.traits.renames and not aside:
-            drawn = operands[:1] if eqn.traits.reads_part and compiler.gathers_make_their_operands else []
+            drawn = operands[:1] if eqn.traits.reads_part and (makes or computed_scores(graph, fuses, e)) else []
             held[[v for v in operands if v not in drawn and not (taken[v] and eqn.traits.contraction)]] = True
             held[results] = True
         held[[v for v in results if aside or v in stated or v in onto]] = True
@@ -453,14 +461,24 @@ def _find_held(
         if graph.eqns[e].traits.renames:
             uses[graph.operands[e][-1]] += uses[graph.results[e][0]] - 1
     widened = widened_arguments(graph, fuses, compiler.widens_apart)
+    stores = not compiler.contractions_make_their_operands or softmax_facts.stores_gradients
     goes_to: dict[int, frozenset[int]] = {}  # value that is not held → values in memory that are computed from it
+    made_in: dict[int, frozenset[int]] = {}  # value that is not held → the contractions that compute it
     for e in range(len(graph.eqns) - 1, -1, -1):
-        for v in graph.results[e] if fuses[e] else ():
-            once = graph.eqns[e].primitive in compiler.computes_once or v in widened
-            held[v] |= once and len(goes_to.get(v, ())) > 1
+        inside = compiler.contractions_make_their_operands and graph.eqns[e].traits.contraction
+        for o in graph.operands[e] if inside else ():
+            made_in[o] = made_in.get(o, frozenset[int]()) | ({e} if taken[o] and not held[o] else frozenset())
+        for v in graph.results[e] if fuses[e] or graph.eqns[e].traits.renames else ():
+            once = graph.eqns[e].primitive in compiler.computes_once and (stores or _of_narrow(graph, fuses, v))
+            once |= v in widened
+            held[v] |= once and len(goes_to.get(v, ())) + len(made_in.get(v, ())) > 1
             ends = frozenset({v}) if held[v] else goes_to.get(v, frozenset[int]())
+            computing = frozenset[int]() if held[v] else made_in.get(v, frozenset[int]())
+            if graph.eqns[e].primitive == PAD and computing:  # no contraction computes what it pads
+                held[graph.operands[e][0]] = True
             for o in graph.made_from(e):
                 goes_to[o] = goes_to.get(o, frozenset[int]()) | ends
+                made_in[o] = made_in.get(o, frozenset[int]()) | computing
     sources: dict[int, dict[int, int]] = {}  # value that is not held → what in memory it is recomputed from, and bytes
     for e, eqn in enumerate(graph.eqns):
         if eqn.traits.renames:
@@ -491,6 +509,11 @@ def _find_held(
 def _read_anyway(graph: Graph, e: int, sources: Mapping[int, int]) -> int:
     """What an equation takes itself of the sources of another operand: bytes."""
     return sum(sources.get(v, 0) for v in set(graph.operands[e]))
+
+
+def _of_narrow(graph: Graph, fuses: Sequence[bool], value: int) -> bool:
+    """Whether a value is computed from a product of narrower elements than float32, element by element."""
+    return any(graph.avals[v].itemsize < FLOAT32.itemsize for v in products_of(graph, fuses, value))
 
 
 def _narrowed(graph: Graph, fuses: Sequence[bool], compiler: CompilerModel) -> Mapping[int, int]:

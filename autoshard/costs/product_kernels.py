@@ -137,7 +137,7 @@ class _Kernels:
     ) -> None:
         self.graph, self.onward, self.flows, self.levels, self.absorbed = graph, onward, flows, levels, lives.absorbed
         self.held = lives.held
-        self.unwritten = lives.unwritten_products
+        self.unwritten, self.gathered = lives.unwritten_products, lives.gathered
         self.read = {  # value that who takes it reads in memory → the bytes of it that are read
             v: lives.numerators[v].nbytes(graph.avals[v]) if v in lives.numerators else graph.avals[v].nbytes
             for v in np.flatnonzero(self.held).tolist()
@@ -187,6 +187,12 @@ class _Kernels:
             reads[key] = reads.get(key, set[int]()).union(*read)
             if self.held[result] and not eqn.traits.renames:
                 written[key] = written.get(key, 0) + graph.avals[result].nbytes
+
+        for scores in self.gathered.values():
+            h = int(self.host[scores.value])
+            if h >= 0 and scores.lie and not scores.apart:
+                key = (h, False)
+                written[key] = written.get(key, 0) + graph.avals[scores.value].nbytes
 
         def besides(e: int, *, adds: bool) -> int:
             return self._nbytes(reads.get((e, adds), ())) + written.get((e, adds), 0)
@@ -316,9 +322,9 @@ class _Kernels:
                 outside[[v for v in kept if v not in self.unwritten]] = True
             if eqn.traits.choice and not self.onward[e]:
                 continue
-            if eqn.primitive == LOOP_STACK:
-                (v,) = operands
-                made[v] |= host[v] >= 0  # its slice is written where its kernel ends
+            if eqn.primitive == LOOP_STACK or e in self.gathered:
+                v = operands[0]
+                made[v] |= host[v] >= 0  # its slice, or what is gathered from, is written where its kernel ends
                 apart[v] |= own[v] if host[v] < 0 else nowhere
                 outside[v] |= host[v] < 0
             elif not self.onward[e]:

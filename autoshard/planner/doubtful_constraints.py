@@ -41,6 +41,8 @@ def doubtful(
       dot_handler.cc), and XLA does not merge these gathers; also weights that must be gathered `once`.
     - Values that several contractions take gathered, one of them in groups of devices, unless the compiler
       `shares_grouped_gathers`: see `_Moves.is_gathered_apart`.
+    - Values that are gathered for one contraction, and once more for another: without the first gather XLA gathered
+      the other operand.
     - Results of branches that are split, and elsewhere lie otherwise: XLA lays them out in the branches as they are
       taken.
     - Tables that lookups take gathered: XLA may look up in what each device has, if that finds less: see `_looked_up`.
@@ -75,9 +77,11 @@ def doubtful(
     added = {v for e, eqn in enumerate(graph.eqns) if eqn.traits.addition for v in graph.operands[e]}
     scatters = (e for e, eqn in enumerate(graph.eqns) if eqn.primitive == SCATTER_ADD)
     summed = {v for e in scatters for v in graph.results[e] if v in pending & added and split.get(v)}
+    again = {of[site] for site in (("taken", spot) for spot in pins.again) if site in of} & moved
     joins = (e for e, eqn in enumerate(graph.eqns) if eqn.primitive == BRANCH_JOIN)
     joined = {v for e in joins for v in graph.results[e] if split.get(v) and len(set(ends[v])) > 1}
-    stays = (moved - clear) | cut | drawn | gathered | joined | summed | _sliced(graph, ends) | _pulled(graph, ends)
+    stays = (moved - clear) | again | cut | drawn | gathered | joined | summed
+    stays |= _sliced(graph, ends) | _pulled(graph, ends)
     if compiler.merges_broadcasts:
         stays |= _drawn_together(graph, ends)
     if compiler.merges_casts:

@@ -102,6 +102,10 @@ def add_equations(draft: Draft, of_shard_maps: bodies.Bodies) -> None:
             if _copies_table(facts, e):
                 beyond = beyond + table_in_lanes(eqn, strategies, facts.mesh)[1]
             draft.usages.add(node, e, e + 1, beyond * np.int64(there), "activations")
+        if (scores := facts.lives.gathered.get(e)) is not None and scores.lie:
+            begin = int(facts.lives.start[scores.value if scores.beside is None else scores.beside])
+            written, *_ = compute.operand_bytes(eqn, strategies, facts.mesh)
+            draft.usages.add(node, begin, begin + 1, written * np.int64(there), "activations")
         if e in facts.dense:
             for (begin, end), nbytes in facts.dense[e].held(compute.operand_bytes(eqn, strategies, facts.mesh)):
                 draft.usages.add(node, begin, end + 1, nbytes * np.int64(there), "activations")
@@ -278,6 +282,8 @@ def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductio
         nbytes = nbytes + facts.reread[e] * operand.size / shards(strategies.operands[0], operand.ndim, facts.mesh)
     if e in facts.reread_to_keep:
         nbytes = nbytes + facts.reread_to_keep[e] / shards(strategies.operands[0], eqn.operands[0].ndim, facts.mesh)
+    if (scores := facts.lives.gathered.get(e)) is not None and scores.lie and scores.apart:
+        nbytes = nbytes + compute.operand_bytes(eqn, strategies, facts.mesh)[0]
     if facts.compiler.gathers_whole_lanes and _copies_table(facts, e):
         own, filled = table_in_lanes(eqn, strategies, facts.mesh)
         nbytes = nbytes + own + filled + (filled - own if eqn.traits.scatters else 0)
