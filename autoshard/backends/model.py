@@ -471,11 +471,16 @@ class CompilerModel:
 
     computes_once: frozenset[str] = field(
         metadata=_seen(
-            "jax-cuda12-pjrt 0.10.2: it repeats exponentials, logistic functions, divisions, roots, logarithms, erf",
+            "jax-cuda12-pjrt 0.10.2: it repeats exponentials, logistic functions, divisions, roots, logarithms, erf; "
+            "libtpu 0.0.52: it repeats those, tan, tanh, pow, log1p and atan2, too (test_heads_tpu.py)",
             "compilers/test_memory.py::test_the_gpu_compiler_repeats_what_it_is_said_to",
         )
     )
-    """Primitives that are computed once for all fusions that read the result, where others are repeated in each."""
+    """Primitives that are computed once for all fusions that read the result, where others are repeated in each.
+
+    By a compiler whose contractions make their operands: for these, too. It repeats them in float32 on chips that do
+    not store gradients of scores.
+    """
 
     widens_apart: frozenset[str] = field(
         metadata=_seen(

@@ -50,8 +50,8 @@ def multiplied(graph: Graph) -> dict[int, bool]:
     """Values that are cast for every product that takes them, as they are, under other names, or padded.
 
     With whether nothing else reads them: they lie in memory as they are cast then. A sum (of a bias's gradient) does
-    not: the kernel adds that makes the value. Without those of which rows are looked up, too: these are gathered as
-    they are.
+    not: the kernel adds that makes the value. What is cast once it is padded, is cast before. Without those of which
+    rows are looked up, too: these are gathered as they are.
     """
 
     @cache
@@ -61,11 +61,17 @@ def multiplied(graph: Graph) -> dict[int, bool]:
     def kinds(e: int) -> frozenset[str]:
         eqn = graph.eqns[e]
         inside = eqn.primitive in (LOOP_CONST, LOOP_SLICE)
-        if inside or eqn.primitive == PAD or (eqn.traits.renames and not eqn.traits.link):
+        if eqn.primitive == PAD:
+            return frozenset(kind for u, _ in graph.consumers.get(graph.results[e][0], ()) for kind in padded(u))
+        if inside or (eqn.traits.renames and not eqn.traits.link):
             return readers(graph.results[e][0])
         if eqn.primitive == REDUCE_SUM and graph.operands[e][0] in graph.producers:
             return frozenset()
         return frozenset({"product" if product_dtype(eqn) else "lookup" if eqn.primitive == GATHER else "other"})
+
+    def padded(e: int) -> frozenset[str]:
+        cast = widening(graph.eqns[e]) < 0 and graph.eqns[e].results[0].dtype == BFLOAT16
+        return frozenset({"product"}) if cast else kinds(e)
 
     found = {v: readers(v) for v, aval in enumerate(graph.avals) if aval.dtype == FLOAT32}
     return {v: len(by) == 1 for v, by in found.items() if "product" in by and "lookup" not in by}

@@ -121,9 +121,9 @@ def _elements(graph: Graph, e: int, result: int) -> list[int]:
 
 
 def _is_cast(graph: Graph, scores: int, products: Iterable[int]) -> bool:
-    """Whether scores are a mere cast, of a product or of what is computed from it in its own type."""
+    """Whether scores are a mere cast, of a product or of what is computed from it in its own type; or a part of one."""
     maker, _ = graph.producers[scores]
-    while graph.eqns[maker].traits.renames:
+    while graph.eqns[maker].traits.renames or graph.eqns[maker].traits.cuts:
         maker, _ = graph.producers[graph.operands[maker][0]]
     taken = graph.avals[graph.operands[maker][0]].dtype
     return graph.eqns[maker].traits.cast and all(graph.avals[v].dtype == taken for v in products)

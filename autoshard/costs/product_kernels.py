@@ -1,10 +1,11 @@
 """Product kernels: what a contraction's kernel reads, computes and writes besides its product.
 
 XLA:TPU (libtpu 0.0.52, by the kernels that it emits and the cycles that it estimates of them) multiplies in kernels
-that compute their operands, element by element, from values in memory, and that go on with the product as long as
-nothing else must end first: casts, biases, gates, residual sums, a row's maximum, a loss, an optimizer's update. Such
-a kernel takes as long as its multiplications or as its bytes, whichever is longer, so that most element-wise work of a
-transformer takes no time of its own. What reads the products of several contractions is in the kernel of one of them.
+that compute their operands, element by element, from values in memory (but not what they pad), and that go on with the
+product as long as nothing else must end first: a part of it (of logits, all but the last), casts, biases, gates,
+residual sums, a row's maximum, a loss, an optimizer's update. Such a kernel takes as long as its multiplications or as
+its bytes, whichever is longer, so that most element-wise work of a transformer takes no time of its own. What reads the
+products of several contractions is in the kernel of one of them.
 
 A kernel waits for what it goes on with, unless that needs its product. It ends at what must be there as a whole
 (`costs.fusion.levels`), and where a value moves: a product that is reduced, scattered or gathered is written as it is,
@@ -27,7 +28,7 @@ from autoshard.costs.resharding import Unfused
 from autoshard.costs.strategies import SUM, Strategies, decode, shards, split
 from autoshard.ir.graph import Eqn, Graph
 from autoshard.ir.mesh import MeshAxes
-from autoshard.ir.op_traits import DERIVE, LOOP_STACK, RAGGED_DOT, RECALL
+from autoshard.ir.op_traits import DERIVE, LOOP_STACK, RAGGED_DOT, RECALL, SLICE
 
 _NONE = -1
 
@@ -146,10 +147,12 @@ class _Kernels:
         self.sources = self._sources()
         self.last_products = self._last_products()
         self.host = np.full(len(graph.avals), _NONE, np.int64)  # per value, the contraction whose kernel could make it
+        self.parts: dict[int, set[int]] = {}  # contraction → the sizes of its product and of what is cut from it alone
         self.runs_in = [_NONE] * len(graph.eqns)  # per equation, that whose kernel could run it
         for e, eqn in enumerate(graph.eqns):
             if eqn.traits.contraction and eqn.primitive != RAGGED_DOT:
                 self.runs_in[e] = e
+                self.parts[e] = {graph.avals[graph.results[e][0]].size}
             elif self.onward[e]:
                 self.runs_in[e] = self._could_run(e)
             if not self._reduces(e):
@@ -283,14 +286,30 @@ class _Kernels:
         follow.
         """
         graph = self.graph
+        if graph.eqns[e].primitive == SLICE:
+            return self._cut_by(e)
         size = graph.avals[graph.operands[e][0] if self._reduces(e) else graph.results[e][0]].size
         fitting = [
             h
             for h in {int(self.host[v]) for v in graph.made_from(e)} - {_NONE}
-            if graph.eqn_loop[e] == graph.eqn_loop[h] and graph.avals[graph.results[h][0]].size == size
+            if graph.eqn_loop[e] == graph.eqn_loop[h] and size in self.parts[h]
             if all(self._is_there(v, h) for v in graph.made_from(e))
         ]
         return max(fitting, key=lambda h: (_sizes(graph.eqns[h]), h), default=_NONE)
+
+    def _cut_by(self, e: int) -> int:
+        """The contraction of whose product, cast or not, an equation alone takes a part; -1 for none."""
+        graph, v = self.graph, self.graph.operands[e][0]
+        h = int(self.host[v])
+        while h >= 0 and len(graph.consumers[v]) == 1 and v not in graph.results[h]:
+            maker, _ = graph.producers[v]
+            if not (graph.eqns[maker].traits.renames or graph.eqns[maker].traits.cast):
+                return _NONE
+            (v, *_) = graph.operands[maker]
+        if h < 0 or len(graph.consumers[v]) > 1 or graph.eqn_loop[e] != graph.eqn_loop[h]:
+            return _NONE
+        self.parts[h].add(graph.avals[graph.results[e][0]].size)
+        return h
 
     def _is_there(self, value: int, host: int) -> bool:
         """Whether a contraction's kernel may take a value: it makes it, or it can wait for it.

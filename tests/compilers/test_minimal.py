@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 import autoshard
 from autoshard import SolvedPlan
 from autoshard.backends import compile
-from autoshard.backends.known_compilers import XLA_GPU
+from autoshard.backends.known_compilers import XLA_GPU, XLA_TPU
 from autoshard.backends.shardy.propagation import Annotations
 from autoshard.ir import graph
 from autoshard.ir.constraints import Constraints
@@ -232,6 +232,31 @@ def test_what_one_product_gathers_in_groups_stays_where_others_gather_it(
     annotations = Annotations(inputs=dict.fromkeys(range(3), P()), outputs={}, pins=pins, donated=frozenset())
     stay, _ = doubtful(program, annotations, set(), MESH, replace(XLA_GPU, shares_grouped_gathers=shares))
     assert (weight in stay) is stays
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_the_first_gather_of_what_is_gathered_again_stays(*, again: bool) -> None:
+    """A product gathers its rows over y, along which its columns are split; XLA:TPU gathered the weight instead."""
+
+    def step(x: Any, w: Any, g: Any) -> Any:
+        x = jnp.tanh(x)
+        return x @ w, x.T @ g
+
+    shapes = S((64, 16), jnp.float32), S((16, 512), jnp.float32), S((64, 512), jnp.float32)
+    program = graph.build(jax.make_jaxpr(step)(*shapes), "tpu")
+    layouts: dict[tuple[int, ...], PartitionSpec]
+    layouts = {(64, 16): P(("x", "y")), (64, 512): P("x", "y"), (16, 64): P(None, ("x", "y")), (16, 512): P(None, "y")}
+    made = {spots[0]: (layouts[eqn.results[0].shape],) for spots, eqn in zip(program.makes, program.eqns, strict=True)}
+    rows = next(v for v in program.consumers if v in program.producers and program.avals[v].shape == (64, 16))
+    (first, *_), *_ = program.consumers[rows]
+    taken = {program.takes[first][0]: (P("x"),)}
+    behind = {program.takes[e][0]: (P("x"),) for e, _ in program.consumers[rows] if e != first}
+    pins = Constraints(made=made, taken=taken, inputs={}, outputs={}, again=behind if again else {})
+    inputs = {0: P(), 1: P(None, "y"), 2: P()}
+    annotations = Annotations(inputs=inputs, outputs={}, pins=pins, donated=frozenset())
+    stay, moved = doubtful(program, annotations, set(), MESH, XLA_TPU)
+    assert rows in moved
+    assert (rows in stay) is again
 
 
 @needs_gpu_compiler

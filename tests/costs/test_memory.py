@@ -15,7 +15,7 @@ from autoshard.backends.known_compilers import XLA_GPU, XLA_GPU_0_10, XLA_TPU
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.casts import CastAhead, cast_ahead, multiplied
 from autoshard.costs.dimension_orders import DimensionOrders
-from autoshard.costs.fusion import fusible, is_pointwise
+from autoshard.costs.fusion import draws_per_key, fusible, is_pointwise
 from autoshard.costs.liveness import LiveRanges, live_ranges
 from autoshard.costs.softmaxes import SoftmaxFacts
 from autoshard.costs.strategies import WHOLE, decode
@@ -31,7 +31,10 @@ BF16 = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
 def lived(fn: Callable[..., Any], *args: Any, compiler: CompilerModel = XLA_GPU) -> tuple[Graph, LiveRanges]:
     graph = build(jax.make_jaxpr(fn)(*args), "cpu")
     rules = rules_of(graph.eqns, unknown="error")
-    fuses = [fusible(e, pointwise=is_pointwise(r), compiler=compiler) for e, r in zip(graph.eqns, rules, strict=True)]
+    fuses = [
+        fusible(e, pointwise=is_pointwise(r) or draws_per_key(e, r), compiler=compiler)
+        for e, r in zip(graph.eqns, rules, strict=True)
+    ]
     return graph, live_ranges(
         graph,
         rules,
@@ -458,6 +461,64 @@ def test_a_gather_makes_the_elements_that_it_takes() -> None:
         assert not found.stored[cast]
         assert (cast in {scores.value for scores in found.gathered.values() if scores.lie}) == written
         assert found.end[product] == graph.producers[gathered][0] + 1
+
+
+def test_what_several_keys_draw_is_not_stored() -> None:
+    """Under `vmap` every row has a key of its own; all that is kept for the backward pass is the keys."""
+
+    def step(x: Any, w: Any, keys: Any) -> Any:
+        def loss(w: Any) -> Any:
+            kept = jax.vmap(lambda key, row: jnp.where(jax.random.bernoulli(key, 0.9, row.shape), row, 0))(keys, x @ w)
+            return jnp.sum(jnp.square(kept @ w.T))
+
+        return jax.grad(loss)(w)
+
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 64))
+    for compiler in (XLA_GPU, XLA_TPU):
+        graph, found = lived(step, F32((64, 16)), F32((16, 32)), keys, compiler=compiler)
+        assert not found.stored[results(graph, "random_bits")].any()
+
+
+def test_on_tpu_a_gradient_is_written_before_it_is_padded_for_a_product() -> None:
+    """Of logits but the last; as products cast it, though the sum of a bias's gradient reads it, too."""
+
+    def step(w: Any, b: Any, x: Any) -> Any:
+        return jax.grad(lambda w, b: jnp.sum(jnp.sin((x @ w + b)[:-1]) ** 3), (0, 1))(w, b)
+
+    for compiler, written in ((XLA_GPU, False), (XLA_TPU, True)):
+        graph, found = lived(step, F32((16, 32)), F32((32,)), F32((64, 16)), compiler=compiler)
+        (pad,) = (e for e, eqn in enumerate(graph.eqns) if eqn.primitive == "pad")
+        gradient = graph.operands[pad][0]
+        assert bool(found.stored[gradient]) == written
+        assert multiplied(graph)[gradient]
+
+
+def test_scores_that_are_gathered_from() -> None:
+    """Which lie in memory for a gather alone, and who writes them."""
+
+    def head(scored: Any, w: Any, b: Any, x: Any, labels: Any) -> Any:
+        def loss(w: Any, b: Any) -> Any:
+            scores = scored(x @ w, b)
+            return jnp.sum(jnp.take_along_axis(scores, labels[: len(scores)], axis=1))
+
+        return jax.value_and_grad(loss, (0, 1))(w, b)
+
+    def of(scored: Any, shape: Any) -> tuple[bool, bool, bool, bool]:
+        args = shape((16, 32)), shape((32,)), shape((64, 16)), jax.ShapeDtypeStruct((64, 1), jnp.int32)
+        _, found = lived(partial(head, scored), *args, compiler=XLA_TPU)
+        (scores,) = found.gathered.values()
+        return scores.lie, scores.apart, scores.beside is not None, scores.waits
+
+    def wide(x: Any) -> Any:
+        return x.astype(jnp.float32)
+
+    assert of(lambda y, b: wide(y) * 1, BF16) == (True, True, False, False)
+    assert of(lambda y, b: wide(y), BF16) == (True, False, False, False)
+    assert of(lambda y, b: wide(y)[:-1], BF16) == (True, False, False, False)
+    assert of(lambda y, b: jax.nn.log_softmax(wide(y)[:-1]), BF16) == (True, True, True, False)
+    assert of(lambda y, b: y + b, F32)[0] is False
+    assert of(lambda y, b: jax.nn.log_softmax(wide(y)), BF16) == (True, True, False, True)
+    assert of(lambda y, b: jax.nn.log_softmax(wide(y + b)), BF16) == (True, True, True, False)
 
 
 def test_a_fusion_writes_where_what_it_reads_for_the_last_time_lies() -> None:

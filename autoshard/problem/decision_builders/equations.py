@@ -273,6 +273,8 @@ def _bound_by_memory(facts: GraphFacts, e: int, strategies: Strategies, reductio
     taking = facts.kernels_of_slice if eqn.primitive == LOOP_SLICE else facts.readers
     readers = sum(taking(v) for v in graph.results[e])
     nbytes = compute.touched_bytes(eqn, strategies, facts.mesh, reads, writes, readers)
+    if eqn.traits.cuts and facts.traits.fuses[e] and facts.products is not None and not any(writes):
+        nbytes = nbytes * max(1, *(len(facts.products.apart[v]) for v in graph.results[e]))  # each kernel reads it
     for v, codes, read in zip(graph.operands[e], strategies.operands, reads, strict=True):
         if read and v in facts.lives.numerators and not eqn.traits.moves_nothing:
             aval = graph.avals[v]
