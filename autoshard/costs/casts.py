@@ -50,8 +50,8 @@ def multiplied(graph: Graph) -> dict[int, bool]:
     """Values that are cast for every product that takes them, as they are, under other names, or padded.
 
     With whether nothing else reads them: they lie in memory as they are cast then. A sum (of a bias's gradient) does
-    not: the kernel adds that makes the value. What is cast once it is padded, is cast before. Without those of which
-    rows are looked up, too: these are gathered as they are.
+    not: the kernel adds that makes the value, if it is not padded. What is cast once it is padded, is cast before.
+    Without those of which rows are looked up, too: these are gathered as they are.
     """
 
     @cache
@@ -70,7 +70,10 @@ def multiplied(graph: Graph) -> dict[int, bool]:
         return frozenset({"product" if product_dtype(eqn) else "lookup" if eqn.primitive == GATHER else "other"})
 
     def padded(e: int) -> frozenset[str]:
-        cast = widening(graph.eqns[e]) < 0 and graph.eqns[e].results[0].dtype == BFLOAT16
+        eqn = graph.eqns[e]
+        if eqn.primitive == REDUCE_SUM:  # of a kernel of its own
+            return frozenset({"other"})
+        cast = widening(eqn) < 0 and eqn.results[0].dtype == BFLOAT16
         return frozenset({"product"}) if cast else kinds(e)
 
     found = {v: readers(v) for v, aval in enumerate(graph.avals) if aval.dtype == FLOAT32}
