@@ -115,9 +115,13 @@ def _reduces_rows(graph: Graph, fuses: Sequence[bool], value: int) -> bool:
 
 
 def _elements(graph: Graph, e: int, result: int) -> list[int]:
-    """The operands of which an equation takes an element for each of its result: as many, or those that it cuts."""
+    """The operands of which an equation takes an element for each of its result: as many, or those that it cuts.
+
+    Nothing that repeats a smaller one (a bias for every row).
+    """
     cuts, size = graph.eqns[e].traits.cuts, graph.avals[result].size
-    return [v for v in graph.made_from(e) if cuts or graph.avals[v].size == size]
+    alike = [v for v in graph.made_from(e) if cuts or graph.avals[v].size == size]
+    return [v for v in alike if v not in graph.producers or not graph.eqns[graph.producers[v][0]].traits.repeats]
 
 
 def _is_cast(graph: Graph, scores: int, products: Iterable[int]) -> bool:

@@ -518,6 +518,7 @@ def test_scores_that_are_gathered_from() -> None:
     assert of(lambda y, b: wide(y)[:-1], BF16) == (True, False, False, False)
     assert of(lambda y, b: jax.nn.log_softmax(wide(y)[:-1]), BF16) == (True, True, True, False)
     assert of(lambda y, b: y + b, F32)[0] is False
+    assert of(lambda y, b: y + jnp.broadcast_to(b, y.shape), F32)[0] is False
     assert of(lambda y, b: jax.nn.log_softmax(wide(y)), BF16) == (True, True, False, True)
     assert of(lambda y, b: jax.nn.log_softmax(wide(y + b)), BF16) == (True, True, True, False)
 
