@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.ir.graph import Graph
-from autoshard.ir.op_traits import REDUCE_SUM
+from autoshard.ir.op_traits import GATHER, REDUCE_SUM
 
 _NONE = -1
 
@@ -45,9 +45,9 @@ class GatheredScores:
 
 
 def computed_scores(graph: Graph, fuses: Sequence[bool], e: int) -> bool:
-    """Whether gather e takes from what fusions compute, element by element, of a contraction's product."""
-    scores = graph.operands[e][0]
-    return bool(products_of(graph, fuses, scores) - {scores})
+    """Whether equation e gathers from what fusions compute, element by element, of a contraction's product."""
+    scores = graph.operands[e][0] if graph.eqns[e].primitive == GATHER else _NONE
+    return scores >= 0 and graph.avals[scores].ndim > 0 and bool(products_of(graph, fuses, scores) - {scores})
 
 
 def gathered_scores(graph: Graph, fuses: Sequence[bool], held: NDArray[np.bool_]) -> dict[int, GatheredScores]:
@@ -60,9 +60,9 @@ def gathered_scores(graph: Graph, fuses: Sequence[bool], held: NDArray[np.bool_]
     """
     found: dict[int, GatheredScores] = {}
     for e, eqn in enumerate(graph.eqns):
-        scores = graph.operands[e][0] if eqn.traits.reads_part and not fuses[e] else _NONE
-        products = products_of(graph, fuses, scores) if scores >= 0 and not held[scores] else frozenset[int]()
-        if products - {scores}:
+        scores = graph.operands[e][0] if eqn.primitive == GATHER else _NONE
+        if scores >= 0 and not held[scores] and computed_scores(graph, fuses, e):
+            products = products_of(graph, fuses, scores)
             sums = _sum_over_rows(graph, fuses, scores, products)
             apart = sums is not None or not _is_cast(graph, scores, products)
             beside = _gradient(graph, fuses, scores, products, held) if sums is None and apart else sums
