@@ -472,7 +472,7 @@ class CompilerModel:
     computes_once: frozenset[str] = field(
         metadata=_seen(
             "jax-cuda12-pjrt 0.10.2: it repeats exponentials, logistic functions, divisions, roots, logarithms, erf; "
-            "libtpu 0.0.52: it repeats those, tan, tanh, pow, log1p and atan2, too (test_heads_tpu.py)",
+            "libtpu 0.0.52 computes erfc once (compilers/test_heads_tpu.py); sines were not settled",
             "compilers/test_memory.py::test_the_gpu_compiler_repeats_what_it_is_said_to",
         )
     )
@@ -481,6 +481,14 @@ class CompilerModel:
     By a compiler whose contractions make their operands: for these, too. It repeats them in float32 on chips that do
     not store gradients of scores.
     """
+
+    draws_where_taken: bool = field(
+        metadata=_seen(
+            "jax-cuda12-pjrt 0.10.2 and libtpu 0.0.52: dropout under `vmap`; jaxlib 0.10.2 writes the bits",
+            "compilers/test_compiler_models.py::test_what_several_keys_draw_is_not_stored",
+        )
+    )
+    """Random bits of several keys are drawn in the kernels that take them, and lie nowhere."""
 
     widens_apart: frozenset[str] = field(
         metadata=_seen(

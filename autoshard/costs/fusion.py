@@ -42,7 +42,7 @@ def fusion_traits(
         for e, rule in enumerate(rules)
     ]
     fuses = [
-        fusible(eqn, pointwise=point or draws_per_key(eqn, rule), compiler=compiler)
+        fusible(eqn, pointwise=point or draws_per_key(eqn, rule, compiler), compiler=compiler)
         for eqn, rule, point in zip(graph.eqns, rules, pointwise, strict=True)
     ]
     flows = _sum_flows(graph, rules, compiler)
@@ -63,9 +63,10 @@ def fusible(eqn: Eqn, *, pointwise: bool, compiler: CompilerModel) -> bool:
     return pointwise or eqn.traits.fusible or (compiler.compares_positions_for_scatters and _marks(eqn))
 
 
-def draws_per_key(eqn: Eqn, rule: ShardingRule) -> bool:
-    """Whether an equation draws numbers of several keys (dropout under `vmap`), each by its key and its position."""
-    return eqn.traits.draws and len(rule.results) == 1 and all(f.kind is FactorKind.PASS for f in rule.factors)
+def draws_per_key(eqn: Eqn, rule: ShardingRule, compiler: CompilerModel) -> bool:
+    """Whether kernels draw numbers of several keys (dropout under `vmap`) themselves, by the key and the position."""
+    draws = compiler.draws_where_taken and eqn.traits.draws
+    return draws and len(rule.results) == 1 and all(f.kind is FactorKind.PASS for f in rule.factors)
 
 
 def _marks(eqn: Eqn) -> bool:

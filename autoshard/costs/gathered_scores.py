@@ -13,7 +13,7 @@ Where all else is computed from them, too, and they are of the product's type (a
 its place.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,28 +78,24 @@ def gathered_scores(graph: Graph, fuses: Sequence[bool], held: NDArray[np.bool_]
 
 def products_of(graph: Graph, fuses: Sequence[bool], value: int) -> frozenset[int]:
     """The contractions' products from which fusions compute a value, element by element."""
-    found, seen, left = set[int](), set[int](), [value]
-    while left:
-        v = left.pop()
-        maker, _ = graph.producers.get(v, (_NONE, 0))
-        if maker < 0 or v in seen:
-            continue
-        seen.add(v)
-        if graph.eqns[maker].traits.contraction:
-            found.add(v)
-        elif _makes_elements(graph, fuses, maker):
-            left += _elements(graph, maker, v)
-    return frozenset(found)
-
-
-def _makes_elements(graph: Graph, fuses: Sequence[bool], e: int) -> bool:
-    """Whether an equation computes its result element by element, or gives it another name."""
-    traits = graph.eqns[e].traits
-    return (fuses[e] or traits.renames) and not traits.ends_fusion
+    behind = _behind(graph, fuses, value, lambda e, v: _elements(graph, e, v))
+    return frozenset(v for v, e in behind if graph.eqns[e].traits.contraction)
 
 
 def _reduces_rows(graph: Graph, fuses: Sequence[bool], value: int) -> bool:
     """Whether fusions compute a value from reductions of its rows, too."""
+    behind = _behind(graph, fuses, value, lambda e, _: graph.made_from(e))
+    return any(graph.eqns[e].traits.ends_fusion for _, e in behind)
+
+
+def _behind(
+    graph: Graph, fuses: Sequence[bool], value: int, operands: Callable[[int, int], Iterable[int]]
+) -> Iterator[tuple[int, int]]:
+    """Values from which fusions compute a value, itself first, and the equations that make them.
+
+    As far as those that fusions do not compute: products, reductions. `operands`: of an equation and its result, those
+    to go on to.
+    """
     seen, left = set[int](), [value]
     while left:
         v = left.pop()
@@ -107,11 +103,10 @@ def _reduces_rows(graph: Graph, fuses: Sequence[bool], value: int) -> bool:
         if maker < 0 or v in seen:
             continue
         seen.add(v)
-        if graph.eqns[maker].traits.ends_fusion:
-            return True
-        if _makes_elements(graph, fuses, maker):
-            left += graph.made_from(maker)
-    return False
+        yield v, maker
+        traits = graph.eqns[maker].traits
+        if (fuses[maker] or traits.renames) and not traits.ends_fusion:
+            left += operands(maker, v)
 
 
 def _elements(graph: Graph, e: int, result: int) -> list[int]:

@@ -468,7 +468,7 @@ def _find_held(
         inside = compiler.contractions_make_their_operands and graph.eqns[e].traits.contraction
         for o in graph.operands[e] if inside else ():
             made_in[o] = made_in.get(o, frozenset[int]()) | ({e} if taken[o] and not held[o] else frozenset())
-        for v in graph.results[e] if fuses[e] or graph.eqns[e].traits.renames else ():
+        for v in graph.results[e] if fuses[e] else ():
             once = graph.eqns[e].primitive in compiler.computes_once and (stores or _of_narrow(graph, fuses, v))
             once |= v in widened
             held[v] |= once and len(goes_to.get(v, ())) + len(made_in.get(v, ())) > 1

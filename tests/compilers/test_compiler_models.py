@@ -399,6 +399,22 @@ def test_what_gathers_make_themselves(compiler: CompilerName, topology: str) -> 
 
 
 @pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
+def test_what_several_keys_draw_is_not_stored(compiler: CompilerName, topology: str) -> None:
+    """Dropout under `vmap`: the kernels that take the bits draw them, on GPUs and TPUs."""
+
+    def dropped(keys: jax.Array, x: jax.Array) -> jax.Array:
+        def row(key: jax.Array, x: jax.Array) -> jax.Array:
+            return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x, 0)
+
+        return jax.vmap(row)(keys, x)
+
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 512))
+    _, found = entry(topology, dropped, (keys, F32(512, 8192)), (P("x"), P("x")))
+    written = re.search(r"u32\[(64,8192|524288)\]", found) is not None
+    assert written != named(compiler).draws_where_taken
+
+
+@pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
 @pytest.mark.parametrize(
     ("equation", "left", "right"),
     [

@@ -32,7 +32,7 @@ def lived(fn: Callable[..., Any], *args: Any, compiler: CompilerModel = XLA_GPU)
     graph = build(jax.make_jaxpr(fn)(*args), "cpu")
     rules = rules_of(graph.eqns, unknown="error")
     fuses = [
-        fusible(e, pointwise=is_pointwise(r) or draws_per_key(e, r), compiler=compiler)
+        fusible(e, pointwise=is_pointwise(r) or draws_per_key(e, r, compiler), compiler=compiler)
         for e, r in zip(graph.eqns, rules, strict=True)
     ]
     return graph, live_ranges(
