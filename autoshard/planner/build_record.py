@@ -172,7 +172,7 @@ def forward_pins(space: SearchSpace, assignment: Assignment) -> Constraints:
                 at[e] = max(at.get(e, ()), path, key=len)
         if value in crossing and min(path, default=0) >= 0:
             ndim = d.graph.avals[value].ndim
-            specs = tuple(layout_of(c, ndim, d.mesh).spec() for c in routes.after_made(assignment, value))
+            specs = tuple(layout_of(c, ndim, d.mesh).spec() for c in routes.after_made(assignment, value, takers=False))
             if specs:
                 made[key] = specs
     of_rules = {path: _kernel_specs(assignment, e) for e, path in sorted(at.items())}

@@ -70,14 +70,19 @@ class Assignment:
         d = self.decisions
         return not (decode(code, d.graph.avals[value].ndim, d.mesh.ndim) == SUM).any()
 
-    def left(self, value: int) -> int | None:
+    def left(self, value: int, *, takers: bool = True) -> int | None:
         """The code in which a value goes on from where it is made: its copy's, or its own.
 
         Its own where an equation of the same chain takes it as it was made, and the way back
-        from the copy would be a collective; and that of an input which anyone takes as it came
-        and could cut from the copy, which need not live as long then. Everyone else moves it for
-        himself; and all do what is moved for groups of uses, by a compiler that finds what is near. A
-        pending sum is finished once.
+        from the copy would be a collective; and that of an input, or of what is cast for products
+        alone, which anyone takes as it came and could cut from the copy: an input's need not live as
+        long then, and products' is moved as it is cast. Everyone else moves it for himself; and all do
+        what is moved for groups of uses, by a compiler that finds what is near. A pending sum is
+        finished once.
+
+        Args:
+          value: the value.
+          takers: whether those that take it can move it for themselves.
         """
         made, kept = self.made(value), self.kept(value)
         if made is None or kept is None or made == kept:
@@ -85,9 +90,10 @@ class Assignment:
         if self.moved_in_groups(value):
             return made
         uses = self.decisions.graph.consumers.get(value, ())
-        if self.is_input(value):
+        if self.is_input(value) or (takers and self.is_cast_for_some(value) and self.reduced(made, value)):
             as_came = any(self.taken(e, i) == made for e, i in uses)
-            return made if as_came and not self.communicates(value, kept, made) else kept
+            if as_came and not self.communicates(value, kept, made):
+                return made
         back = any(self.in_chain(e, value) for e, _ in uses)
         return made if back and self.communicates(value, kept, made) else kept
 
@@ -101,6 +107,10 @@ class Assignment:
     def is_input(self, value: int) -> bool:
         """Whether a value is an input of the program."""
         return isinstance(self.decisions.nodes[self.decisions.made[value].node], Input)
+
+    def is_cast_for_some(self, value: int) -> bool:
+        """Whether products cast a value, and others take it as it is: its copy is moved as it is cast."""
+        return self.decisions.lives.multiplied.get(value) is False
 
     def in_chain(self, e: int, value: int) -> bool:
         """Whether equation e is of the chain that makes a value."""

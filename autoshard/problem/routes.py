@@ -10,9 +10,15 @@ from autoshard.problem.assignment import Assignment
 from autoshard.problem.decisions import Equation
 
 
-def after_made(assignment: Assignment, value: int) -> tuple[int, ...]:
-    """Codes to pin, in order, where a value is made: its own, then on to where it is left."""
-    made, left = assignment.made(value), assignment.left(value)
+def after_made(assignment: Assignment, value: int, *, takers: bool = True) -> tuple[int, ...]:
+    """Codes to pin, in order, where a value is made: its own, then on to where it is left.
+
+    Args:
+      assignment: the layouts.
+      value: the value.
+      takers: whether codes are pinned where it is taken, too.
+    """
+    made, left = assignment.made(value), assignment.left(value, takers=takers)
     if made is None or left is None:
         return ()
     own = (made,) if assignment.reduced(made, value) else ()
@@ -111,7 +117,7 @@ def _as_made(assignment: Assignment, e: int, i: int) -> bool:
     value = assignment.decisions.graph.operands[e][i]
     if assignment.taken(e, i) != assignment.left(value):
         return False
-    return assignment.is_input(value) or assignment.in_chain(e, value)
+    return assignment.is_input(value) or assignment.in_chain(e, value) or assignment.is_cast_for_some(value)
 
 
 def _to_copy(assignment: Assignment, value: int) -> tuple[int, ...]:

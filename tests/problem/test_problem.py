@@ -335,6 +335,34 @@ def test_a_chain_takes_its_own_values_without_a_collective(name: str, seed: int)
             assert {step.kind for step in steps} <= {"slice"}
 
 
+@pytest.mark.parametrize("seed", QUICK)
+def test_what_is_cast_for_products_is_not_cut_for_others(seed: int) -> None:
+    """By XLA:TPU, that moves float32 as products cast it: who reads it as it was made, reads it from there."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        for _ in range(2):
+            x = jnp.cos(x) + jnp.tanh(x @ w) @ w.T
+        return jnp.sum(x)
+
+    args = (jax.ShapeDtypeStruct((16, 32), jnp.float32), jax.ShapeDtypeStruct((64, 16), jnp.float32))
+    program = Program(fn=jax.grad(loss, argnums=(0, 1)), args=args, names=("w", "x"))
+    of = space_of(program, compiler=XLA_TPU)[0]
+    made, graph = assigned(of, draw(of, seed)), of.decisions.graph
+    cut = 0
+    for v, alone in of.decisions.lives.multiplied.items():
+        own, kept = made.made(v), made.kept(v)
+        takers = [(e, i, made.taken(e, i)) for e, i in graph.consumers.get(v, ())]
+        if alone or v in graph.inputs or own is None or kept is None or own not in [code for *_, code in takers]:
+            continue
+        if own == kept or made.moved_in_groups(v) or not made.reduced(own, v) or made.communicates(v, kept, own):
+            continue
+        cut += 1
+        assert routes.after_made(made, v) == (own,)
+        assert made.left(v, takers=False) == kept
+        assert all((routes.before_taken(made, e, i) == ()) == (code == own) for e, i, code in takers)
+    assert cut
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_a_donated_input_and_its_output_share_a_layout(name: str) -> None:
     of = setting(name, step=True)
