@@ -490,6 +490,23 @@ class CompilerModel:
     )
     """Random bits of several keys are drawn in the kernels that take them, and lie nowhere."""
 
+    writes_what_is_placed: bool = field(
+        metadata=_seen(
+            "libtpu 0.0.52: pads, concatenations and turned orders, in float32 and bfloat16; jax-cuda12-pjrt and "
+            "jaxlib 0.10.2 compute what they place",
+            "compilers/test_compiler_models.py::test_what_is_placed_is_written",
+        )
+    )
+    """What is padded, put together or turned round lies in memory for it."""
+
+    spaces_in_kernels_of_their_own: bool = field(
+        metadata=_seen(
+            "libtpu 0.0.52: pads between elements, and slices with strides along the two dimensions that it tiles",
+            "compilers/test_compiler_models.py::test_what_is_spaced_is_written",
+        )
+    )
+    """What puts elements apart, or takes every k-th of a row or of rows, writes its result."""
+
     widens_apart: frozenset[str] = field(
         metadata=_seen(
             "jax-cuda12-pjrt 0.10.2 and 0.12.0.1: the exact gelu of products with several dimensions of rows",

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
 from autoshard.ir.graph import Aval, Eqn, Graph
-from autoshard.ir.op_traits import DEVICE_PUT, IOTA, LOOP_CONST, SCATTER_ADD, TRANSPOSE
+from autoshard.ir.op_traits import DEVICE_PUT, IOTA, LOOP_CONST, PAD, SCATTER_ADD, SLICE, TRANSPOSE
 from autoshard.rules.rule import FactorKind, ShardingRule
 
 
@@ -45,6 +45,8 @@ def fusion_traits(
         fusible(eqn, pointwise=point or draws_per_key(eqn, rule, compiler), compiler=compiler)
         for eqn, rule, point in zip(graph.eqns, rules, pointwise, strict=True)
     ]
+    for e in _spaced(graph, rules) if compiler.spaces_in_kernels_of_their_own else ():
+        fuses[e] = False
     flows = _sum_flows(graph, rules, compiler)
     products, added = _find_sums(graph, flows)
     return FusionTraits(
@@ -61,6 +63,33 @@ def fusion_traits(
 def fusible(eqn: Eqn, *, pointwise: bool, compiler: CompilerModel) -> bool:
     """Whether XLA fuses the equation with its neighbours."""
     return pointwise or eqn.traits.fusible or (compiler.compares_positions_for_scatters and _marks(eqn))
+
+
+def _spaced(graph: Graph, rules: Sequence[ShardingRule]) -> frozenset[int]:
+    """The equations that put elements apart, or take every k-th element of a row, or every k-th row of a matrix.
+
+    None of those that take every k-th of equal ones.
+    """
+    found = {e for e, eqn in enumerate(graph.eqns) if eqn.primitive == PAD and _between(eqn)}
+    takes = {e: dims for e, eqn in enumerate(graph.eqns) if eqn.primitive == SLICE and (dims := _strides(eqn))}
+    varies: dict[int, frozenset[int]] = {}
+    for e, rule in enumerate(rules) if takes else ():
+        if len(graph.results[e]) != 1:
+            continue
+        varies[graph.results[e][0]] = along = _varies(graph, e, rule, varies)
+        if any(d in along and d >= graph.eqns[e].results[0].ndim - 2 for d in takes.get(e, ())):
+            found.add(e)
+    return frozenset(found)
+
+
+def _between(pad: Eqn) -> bool:
+    """Whether a pad puts elements between those of its operand."""
+    return any(between for _, _, between in pad.params["padding_config"])
+
+
+def _strides(cut: Eqn) -> tuple[int, ...]:
+    """The dimensions of a slice along which it leaves elements out between those that it takes."""
+    return tuple(d for d, stride in enumerate(cut.params["strides"] or ()) if stride > 1)
 
 
 def draws_per_key(eqn: Eqn, rule: ShardingRule, compiler: CompilerModel) -> bool:
@@ -146,8 +175,11 @@ def _free(
 
 
 def _varies(graph: Graph, e: int, rule: ShardingRule, varies: Mapping[int, frozenset[int]]) -> frozenset[int]:
-    """The dimensions that the result of a free equation varies along."""
+    """The dimensions that the results of an equation vary along, if they have the same."""
     eqn = graph.eqns[e]
+    if eqn.primitive == SLICE:
+        (v,) = graph.operands[e]
+        return varies.get(v, frozenset(range(graph.avals[v].ndim)))
     if eqn.primitive == IOTA:
         return frozenset({eqn.params["dimension"]})
     by_element = is_pointwise(rule) or eqn.traits.repeats or eqn.primitive in (TRANSPOSE, LOOP_CONST)

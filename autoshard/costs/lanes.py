@@ -84,6 +84,13 @@ def share_in_lanes(matrix: Matrix, shape: Sequence[int], codes: Codes, mesh: Mes
     return np.where(np.minimum(rows, columns) < SUBLANES, 1.0, share)
 
 
+def part_in_lanes(part: Aval, whole: Aval) -> int:
+    """Bytes of what is padded or put together to a value of whole lanes: it lies in whole lanes before (halves do)."""
+    if not whole.ndim or whole.shape[-1] % LANES:
+        return part.nbytes
+    return part.nbytes // max(part.shape[-1], 1) * -(-part.shape[-1] // LANES) * LANES
+
+
 def _multiple(sizes: NDArray[np.int64], of: NDArray[np.int64] | int) -> NDArray[np.int64]:
     """The least multiples that are not below."""
     return -(-sizes // of) * of

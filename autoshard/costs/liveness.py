@@ -43,6 +43,7 @@ from autoshard.costs.dimension_orders import DimensionOrders
 from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, next_loop, positions, updating
 from autoshard.costs.gathered_scores import GatheredScores, computed_scores, gathered_scores, products_of
 from autoshard.costs.gradients_behind_loops import gradients_behind_loops
+from autoshard.costs.lanes import part_in_lanes
 from autoshard.costs.matmul_fusions import made_operands, narrowed_products
 from autoshard.costs.matrices import Matrix, matrices
 from autoshard.costs.row_kernels import sliced_rows
@@ -57,7 +58,6 @@ from autoshard.ir.op_traits import (
     LOOP_RESULT,
     LOOP_SLICE,
     LOOP_STACK,
-    PAD,
     RAGGED_DOT,
     RECALL,
     REV,
@@ -443,6 +443,8 @@ def _find_held(
             drawn = operands[:1] if eqn.traits.reads_part and (makes or computed_scores(graph, fuses, e)) else []
             held[[v for v in operands if v not in drawn and not (taken[v] and eqn.traits.contraction)]] = True
             held[results] = True
+        elif eqn.traits.places and compiler.writes_what_is_placed:
+            held[[v for v in operands if graph.avals[v].ndim]] = True
         held[[v for v in results if aside or v in stated or v in onto]] = True
     for product, cast in _narrowed(graph, fuses, compiler).items():
         held[product], held[cast] = product in stated, True
@@ -474,11 +476,10 @@ def _find_held(
             held[v] |= once and len(goes_to.get(v, ())) + len(made_in.get(v, ())) > 1
             ends = frozenset({v}) if held[v] else goes_to.get(v, frozenset[int]())
             computing = frozenset[int]() if held[v] else made_in.get(v, frozenset[int]())
-            if graph.eqns[e].primitive == PAD and computing:  # no contraction computes what it pads
-                held[graph.operands[e][0]] = True
             for o in graph.made_from(e):
                 goes_to[o] = goes_to.get(o, frozenset[int]()) | ends
                 made_in[o] = made_in.get(o, frozenset[int]()) | computing
+    lanes = compiler.multiplies_whole_lanes
     sources: dict[int, dict[int, int]] = {}  # value that is not held → what in memory it is recomputed from, and bytes
     for e, eqn in enumerate(graph.eqns):
         if eqn.traits.renames:
@@ -490,7 +491,8 @@ def _find_held(
             for v in graph.made_from(e):
                 if held[v]:  # of a stack, a trip's part is read
                     aval = graph.avals[result if eqn.primitive == LOOP_SLICE else v]
-                    found[v] = numerators[v].nbytes(aval) if v in numerators else aval.nbytes
+                    lying = part_in_lanes(aval, graph.avals[result]) if eqn.traits.places and lanes else aval.nbytes
+                    found[v] = numerators[v].nbytes(aval) if v in numerators else lying
                 elif made[v]:
                     found.update(sources.get(v, {}))
             sources[result] = found

@@ -78,6 +78,7 @@ class OpTraits:
     repeats: bool = False  # the same values along more dimensions
     reshapes: bool = False  # the same values, their dimensions in another order or grouped otherwise
     cuts: bool = False  # a part of its operand, along some dimensions
+    places: bool = False  # every element of its operands lies somewhere in its result, as it is
     scatters: bool = False  # its last operand lands somewhere in the first
     linear: bool = False  # in its operands, each by itself: all are multiplied by what one is multiplied by
     combines: bool = False  # linear in all of its operands together; a selection's condition is none of them
@@ -175,8 +176,10 @@ OP_TRAITS: Mapping[str, OpTraits] = {
     GATHER: OpTraits(reads_part=True),
     "dynamic_update_slice": OpTraits(updates=True),
     **dict.fromkeys(("scatter", SCATTER_ADD, "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), _SCATTER),
-    **dict.fromkeys(("concatenate", SELECT), OpTraits(fusible=True, combines=True)),
-    **dict.fromkeys((IOTA, PAD, REV), _FUSIBLE),
+    SELECT: OpTraits(fusible=True, combines=True),
+    "concatenate": OpTraits(fusible=True, combines=True, places=True),
+    **dict.fromkeys((PAD, REV), OpTraits(fusible=True, places=True)),
+    IOTA: _FUSIBLE,
     # Links.
     KEEP: OpTraits(choice=True, moves_nothing=True),
     DERIVE: OpTraits(choice=True, moves_nothing=True, fusible=True),

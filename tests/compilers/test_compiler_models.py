@@ -416,6 +416,45 @@ def test_what_several_keys_draw_is_not_stored(compiler: CompilerName, topology: 
 
 @pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
 @pytest.mark.parametrize(
+    "place",
+    [
+        lambda x: jnp.pad(x, ((0, 0), (0, 512), (0, 0))),
+        lambda x: jnp.concatenate([x, jax.lax.broadcasted_iota(jnp.float32, x.shape, 2)], axis=1),
+        lambda x: x[:, ::-1],
+        lambda x: jax.lax.pad(x, jnp.float32(0), [(0, 0, 0), (0, 1, 1), (0, 0, 0)]),
+    ],
+    ids=["padded", "put together", "turned round", "put apart"],
+)
+def test_what_is_placed_is_written(
+    compiler: CompilerName, topology: str, place: Callable[[jax.Array], jax.Array]
+) -> None:
+    """Of TPUs, before it is placed; the kernels that take the result place it."""
+    _, found = entry(topology, lambda x: jnp.tanh(place(jnp.cos(x)) + 1), (F32(512, 512, 128),), (P("x"),))
+    kernels = re.findall(r"= f32\S* (?:fusion|cosine|pad)\(", found)
+    assert (len(kernels) > 1) == named(compiler).writes_what_is_placed
+
+
+@pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
+@pytest.mark.parametrize(
+    "space",
+    [
+        lambda x: x[:, ::2],
+        lambda x: x[..., ::2],
+        lambda x: jax.lax.pad(x, jnp.float32(0), [(0, 0, 0), (0, 1, 1), (0, 0, 0)]),
+    ],
+    ids=["rows", "elements", "put apart"],
+)
+def test_what_is_spaced_is_written(
+    compiler: CompilerName, topology: str, space: Callable[[jax.Array], jax.Array]
+) -> None:
+    """By TPUs: a kernel for the operand, one for what is spaced, and one that reads it."""
+    _, found = entry(topology, lambda x: jnp.tanh(space(x) + 1), (F32(512, 2048, 2048),), (P("x"),))
+    kernels = [line for line in found.splitlines() if re.search(r" (fusion|slice|pad)\(", line)]
+    assert len(kernels) == 1 + named(compiler).spaces_in_kernels_of_their_own
+
+
+@pytest.mark.parametrize(("compiler", "topology"), COMPILERS)
+@pytest.mark.parametrize(
     ("equation", "left", "right"),
     [
         ("bhqk,h->bhqk", BF16(8, 4, 64, 64), jax.ShapeDtypeStruct((4,), jnp.int32)),
