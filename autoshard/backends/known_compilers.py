@@ -95,6 +95,7 @@ XLA_GPU = CompilerModel(
     draws_where_taken=True,
     writes_what_is_placed=False,
     spaces_in_kernels_of_their_own=False,
+    joins_in_place=True,
     widens_apart=frozenset({"erfc"}),
     overwrites_last_read=True,
     zeroes_stacks_early=False,
@@ -107,7 +108,8 @@ XLA_GPU = CompilerModel(
 # llama3-8b, jax-cuda12-pjrt 0.11.0, 0.12.0 and 0.12.0.1). Without it, gathers between nodes stand one after the other
 # at the start of a trip: 0.12.0.1 takes 303 ms for scanned llama3-8b on 32 H100, 280 with two under way at once
 # (0.10.2: 271). On one node, where two share the same links, that lengthens schedules by a percent or three.
-# Stacks of gradients lie beside a head's scores in 0.10.2, and not in 0.12.0.1 (scanned gemma-7b and llama3-8b).
+# Stacks of gradients lie beside a head's scores in 0.10.2, and not in 0.12.0.1 (scanned gemma-7b and llama3-8b). State
+# that a condition may leave as it was is copied in 0.10.2.
 XLA_GPU_0_10 = replace(
     XLA_GPU,
     since=(0, 10),
@@ -115,6 +117,7 @@ XLA_GPU_0_10 = replace(
     scheduler_flags_in_loops_between_nodes={},
     zeroes_stacks_early=True,
     reads_rows_in_parts=False,
+    joins_in_place=False,
 )
 
 XLA_TPU = CompilerModel(
@@ -187,6 +190,7 @@ XLA_TPU = CompilerModel(
     draws_where_taken=True,
     writes_what_is_placed=True,
     spaces_in_kernels_of_their_own=True,
+    joins_in_place=True,
     widens_apart=frozenset(),
     overwrites_last_read=False,
     zeroes_stacks_early=False,
@@ -264,6 +268,7 @@ XLA_CPU = CompilerModel(
     draws_where_taken=False,
     writes_what_is_placed=False,
     spaces_in_kernels_of_their_own=False,
+    joins_in_place=True,
     widens_apart=frozenset(),
     overwrites_last_read=False,
     zeroes_stacks_early=False,

@@ -507,6 +507,15 @@ class CompilerModel:
     )
     """What puts elements apart, or takes every k-th of a row or of rows, writes its result."""
 
+    joins_in_place: bool = field(
+        metadata=_seen(
+            "libtpu 0.0.52, jaxlib 0.10.2 and jax-cuda12-pjrt 0.12.0.1: a step that a condition may leave out; "
+            "jax-cuda12-pjrt 0.10.2 copies the state",
+            "compilers/test_memory.py::test_a_branch_writes_where_its_result_lies",
+        )
+    )
+    """What a branch makes of donated state is written in its place."""
+
     widens_apart: frozenset[str] = field(
         metadata=_seen(
             "jax-cuda12-pjrt 0.10.2 and 0.12.0.1: the exact gelu of products with several dimensions of rows",

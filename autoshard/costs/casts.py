@@ -15,7 +15,7 @@ from jax.lax import Precision
 
 from autoshard.costs.execution_order import loop_spans
 from autoshard.ir.graph import Aval, Eqn, Graph
-from autoshard.ir.op_traits import GATHER, LOOP_CONST, LOOP_SLICE, MUL, PAD, REDUCE_SUM
+from autoshard.ir.op_traits import BRANCH_JOIN, GATHER, LOOP_CONST, LOOP_RESULT, LOOP_SLICE, MUL, PAD, REDUCE_SUM
 
 FLOAT32, BFLOAT16 = np.dtype(jnp.float32), np.dtype(jnp.bfloat16)
 
@@ -51,7 +51,8 @@ def multiplied(graph: Graph) -> dict[int, bool]:
 
     With whether nothing else reads them: they lie in memory as they are cast then. A sum (of a bias's gradient) does
     not: the kernel adds that makes the value, if it is not padded. What is cast once it is padded, is cast before.
-    Without those of which rows are looked up, too: these are gathered as they are.
+    What leaves a loop or a branch lies there as it does inside. Without those of which rows are looked up, too: these
+    are gathered as they are.
     """
 
     @cache
@@ -77,7 +78,8 @@ def multiplied(graph: Graph) -> dict[int, bool]:
         return frozenset({"product"}) if cast else kinds(e)
 
     found = {v: readers(v) for v, aval in enumerate(graph.avals) if aval.dtype == FLOAT32}
-    return {v: len(by) == 1 for v, by in found.items() if "product" in by and "lookup" not in by}
+    joined = {graph.results[e][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive in (BRANCH_JOIN, LOOP_RESULT)}
+    return {v: len(by) == 1 and v not in joined for v, by in found.items() if "product" in by and "lookup" not in by}
 
 
 def cast_ahead(graph: Graph, *, products: bool) -> dict[int, CastAhead]:

@@ -11,7 +11,7 @@ XLA:TPU defers a gradient if nothing runs beside compute and the gradient is who
 It updates a state as soon as its gradient is there, and computes the loss last (libtpu 0.0.52).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 
 import numpy as np
@@ -153,3 +153,32 @@ def next_loop(graph: Graph, spans: Mapping[int, tuple[int, int]], e: int) -> int
     begin, loop = min(((begin, loop) for loop, (begin, _) in spans.items() if begin > e), default=(e, 0))
     entering = (i for i in range(begin, spans[loop][1] + 1) if graph.eqn_loop[i] == loop) if loop else ()
     return max((i for i in entering if graph.eqns[i].traits.enters_loop), default=begin)
+
+
+def made_inside(graph: Graph, join: int) -> Iterator[int]:
+    """The operands of a join of branches that these make, each one of them; others come from outside."""
+    path = graph.makes[join][0][0]
+    for v in graph.operands[join]:
+        maker = graph.producers.get(v, (-1, 0))[0]
+        if maker >= 0 and graph.makes[maker][0][0][: len(path)] == path:
+            yield v
+
+
+def in_place(graph: Graph, lasting: Container[int]) -> frozenset[int]:
+    """Equations whose first operand may be overwritten: neither it nor a value that it renames is read later.
+
+    Args:
+      graph: the program.
+      lasting: values that must not be overwritten: inputs that are not donated, and outputs.
+    """
+    made_by, consumers = graph.producers, graph.consumers
+    found: set[int] = set()
+    for e, operands in enumerate(graph.operands):
+        value = operands[0] if operands else None
+        while value is not None and value not in lasting and consumers[value][-1][0] <= e:
+            maker = made_by.get(value, (-1, 0))[0]
+            if maker < 0 or not graph.eqns[maker].traits.renames:
+                found.add(e)
+                break
+            value = graph.operands[maker][0]
+    return frozenset(found)

@@ -20,13 +20,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.costs.matrices import Matrix
+from autoshard.costs.matrices import LANES, Matrix
 from autoshard.costs.strategies import Codes, Strategies, shards, split
 from autoshard.ir.graph import Aval, Eqn
 from autoshard.ir.mesh import MeshAxes
 from autoshard.ir.op_traits import GATHER
 
-LANES, SUBLANES = 128, 8
+SUBLANES = 8
 
 
 def bytes_in_lanes(eqn: Eqn, strategies: Strategies, mesh: MeshAxes) -> NDArray[np.int64]:
@@ -82,13 +82,6 @@ def share_in_lanes(matrix: Matrix, shape: Sequence[int], codes: Codes, mesh: Mes
     orders = (_multiple(a, SUBLANES) * _multiple(b, LANES) for a, b in ((rows, columns), (columns, rows)))
     share = np.minimum(*orders) / np.maximum(rows * columns, 1)
     return np.where(np.minimum(rows, columns) < SUBLANES, 1.0, share)
-
-
-def part_in_lanes(part: Aval, whole: Aval) -> int:
-    """Bytes of what is padded or put together to a value of whole lanes: it lies in whole lanes before (halves do)."""
-    if not whole.ndim or whole.shape[-1] % LANES:
-        return part.nbytes
-    return part.nbytes // max(part.shape[-1], 1) * -(-part.shape[-1] // LANES) * LANES
 
 
 def _multiple(sizes: NDArray[np.int64], of: NDArray[np.int64] | int) -> NDArray[np.int64]:

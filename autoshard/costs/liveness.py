@@ -40,18 +40,27 @@ from numpy.typing import NDArray
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.casts import FLOAT32, CastAhead, cast_ahead, multiplied
 from autoshard.costs.dimension_orders import DimensionOrders
-from autoshard.costs.execution_order import behind_loops, deferred, feeding, loop_spans, next_loop, positions, updating
+from autoshard.costs.execution_order import (
+    behind_loops,
+    deferred,
+    feeding,
+    loop_spans,
+    made_inside,
+    next_loop,
+    positions,
+    updating,
+)
 from autoshard.costs.gathered_scores import GatheredScores, computed_scores, gathered_scores, products_of
 from autoshard.costs.gradients_behind_loops import gradients_behind_loops
-from autoshard.costs.lanes import part_in_lanes
 from autoshard.costs.matmul_fusions import made_operands, narrowed_products
-from autoshard.costs.matrices import Matrix, matrices
+from autoshard.costs.matrices import Matrix, matrices, part_in_lanes
 from autoshard.costs.row_kernels import sliced_rows
 from autoshard.costs.scattered_terms import ScatteredTerm, scattered_terms
 from autoshard.costs.softmaxes import LEAST_QUOTIENTS, Numerator, SoftmaxFacts, recalled, softmaxes
 from autoshard.costs.widened_arguments import widened_arguments
 from autoshard.ir.graph import Graph
 from autoshard.ir.op_traits import (
+    BRANCH_JOIN,
     DEVICE_PUT,
     LOOP_CARRY,
     LOOP_CONST,
@@ -215,6 +224,10 @@ def live_ranges(
     for e, eqn in enumerate(graph.eqns):
         if eqn.primitive == LOOP_RESULT and end[graph.operands[e][0]] == start[graph.results[e][0]] + 1:
             end[graph.operands[e][0]] -= 1  # what a loop carried last is its result
+        elif eqn.primitive == BRANCH_JOIN and (compiler.joins_in_place or graph.results[e][0] not in graph.outputs):
+            (result,) = graph.results[e]
+            for v in filter(stored.item, made_inside(graph, e)):  # the result lies there
+                stored[v], named[v], start[result] = False, True, min(start[result], start[v])
     anew = {term.onto for term in scattered}
     everywhere = compiler.overwrites_last_read
     end[_find_overwritten(graph, fuses, stored, start, end, anew, everywhere=everywhere)] -= 1
@@ -572,23 +585,3 @@ def _last_uses(
         if e in deferred:
             last[[v for v in operands if made_by.get(v, (-1, 0))[0] not in deferred]] = len(graph.eqns) - 1
     return last
-
-
-def in_place(graph: Graph, lasting: Container[int]) -> frozenset[int]:
-    """Equations whose first operand may be overwritten: neither it nor a value that it renames is read later.
-
-    Args:
-      graph: the program.
-      lasting: values that must not be overwritten: inputs that are not donated, and outputs.
-    """
-    made_by, consumers = graph.producers, graph.consumers
-    found: set[int] = set()
-    for e, operands in enumerate(graph.operands):
-        value = operands[0] if operands else None
-        while value is not None and value not in lasting and consumers[value][-1][0] <= e:
-            maker = made_by.get(value, (-1, 0))[0]
-            if maker < 0 or not graph.eqns[maker].traits.renames:
-                found.add(e)
-                break
-            value = graph.operands[maker][0]
-    return frozenset(found)

@@ -7,9 +7,11 @@ to the next product: queries, keys and scores. Of several dimensions of one oper
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoshard.ir.graph import Eqn, Graph
+from autoshard.ir.graph import Aval, Eqn, Graph
 from autoshard.ir.op_traits import DOT_GENERAL
 from autoshard.rules.rule import ShardingRule
+
+LANES = 128  # elements of a row of a tile of a TPU's memory
 
 _Factors = tuple[tuple[int, ...], ...]  # of each dimension
 
@@ -91,3 +93,10 @@ def _hand_on(graph: Graph, found: dict[int, Matrix], v: int, dims: _Factors, oth
         places.append(place)
     if places[0] != places[1]:
         found[other] = Matrix((places[0], places[1]), found[v].sizes)
+
+
+def part_in_lanes(part: Aval, whole: Aval) -> int:
+    """Bytes of what is padded or put together to a value of whole lanes: it lies in whole lanes before (halves do)."""
+    if not whole.ndim or whole.shape[-1] % LANES:
+        return part.nbytes
+    return part.nbytes // max(part.shape[-1], 1) * -(-part.shape[-1] // LANES) * LANES

@@ -10,6 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard.backends.known_compilers import named
+from autoshard.backends.model import CompilerName
 from autoshard.problem import bill
 from benchmarks.verification import Case, subject
 from tests.installed import GPU, TPU, needs_gpu_compiler, needs_tpu_compiler
@@ -77,6 +79,50 @@ def fsdp(
 
 def gathers(plan: autoshard.SolvedPlan) -> int:
     return sum(c.trips for c in plan.record.collectives if c.kind == "all-gather")
+
+
+def guarded_step(state: Any, x: Any) -> Any:
+    """An update that is left out where a gradient is not finite: two matrices of state, and a third for a while."""
+    w, momentum = state
+    loss, gradient = jax.value_and_grad(lambda w: jnp.square(jnp.tanh(x @ w)).sum())(w)
+
+    def update() -> Any:
+        new = 0.9 * momentum + gradient
+        return w - 0.1 * new, new
+
+    return jax.lax.cond(jnp.isfinite(gradient).all(), update, lambda: (w, momentum)), loss
+
+
+def branched(x: Any, y: Any, w: Any) -> Any:
+    """One matrix from either branch, beside the two that they read."""
+    h = jax.lax.cond(w.sum() > 0, lambda: jnp.tanh(x) + y, lambda: jnp.cos(y) * 2)
+    return h.sum(), (h * x).sum(axis=0)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "compiler"),
+    [
+        pytest.param("h100:1x1", "gpu", marks=GPU),
+        pytest.param("tpu-v5e:1x1", "tpu", marks=TPU),
+        ("cpu:1", "cpu"),
+    ],
+)
+@pytest.mark.parametrize("branching", [guarded_step, branched])
+def test_a_branch_writes_where_its_result_lies(
+    branching: Callable[..., Any], hardware: str, compiler: CompilerName
+) -> None:
+    """Where the state lay that it replaces, if that is donated: not by XLA:GPU before 0.11."""
+    square = F32((4096, 4096))
+    donated = branching is guarded_step
+    args = ((square, square), F32((256, 4096))) if donated else (square, square, F32((4096,)))
+    plan = autoshard.plan(
+        branching, *args, mesh={"data": 1}, hardware=hardware, for_grad=False, donate_argnums=(0,) if donated else ()
+    )
+    memory = plan.verify(compiler).memory
+    assert memory.compiled is not None
+    assert memory.predicted.peak == pytest.approx(memory.compiled.peak, rel=0.06)
+    matrices = 3 + 2 * (donated and not named(compiler).joins_in_place)
+    assert memory.compiled.peak == pytest.approx(matrices * 4 * 4096**2, rel=0.11)
 
 
 @needs_gpu_compiler

@@ -11,7 +11,7 @@ from autoshard.costs.prefetch import begins, fetchable
 from autoshard.costs.prices import PS_PER_S
 from autoshard.costs.resharding import Unfused
 from autoshard.costs.strategies import shards
-from autoshard.ir.op_traits import DERIVE, KEEP, LOOP_CARRY, LOOP_CONST, LOOP_SLICE
+from autoshard.ir.op_traits import BRANCH_JOIN, DERIVE, KEEP, LOOP_CARRY, LOOP_CONST, LOOP_SLICE
 from autoshard.problem.decision_builders.copies import add_arrival, add_copy
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.edges import Kernels, add_edge, unfused_kernel
@@ -66,8 +66,8 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
     begin = fetched.get(value, max(first, int(facts.lives.start[value])))
     if facts.carriers is not None and (carrier := facts.carriers.of(value, [e for e, _ in uses])) is not None:
         begin = min(begin, carrier)  # a gather that is carried on lies there
-    # What is computed element by element and leaves in a donated input's place is written there.
-    replaces = isinstance(made, Chain) and any(isinstance(draft.nodes[t.node], Input) for t in leaves)
+    # What is computed element by element, or by a branch, and leaves in a donated input's place is written there.
+    replaces = _is_written_there(draft, port) and any(isinstance(draft.nodes[t.node], Input) for t in leaves)
     arrives = replaces and len(takers) == 1 and _gathered_in_place(draft, takers[0])
     holder = port
     takes_array = [_takes_array(draft, taker) for taker in takers]
@@ -116,6 +116,13 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
         moved = unfused_kernel(facts, value, edges=1 if holder is port else len(takers))
         kernels = Kernels(unfused=moved, cut_bytes=cut)
         add_edge(draft, source, taker, value, forbidden=apart, unplanned=unplanned, kernels=kernels)
+
+
+def _is_written_there(draft: Draft, port: Port) -> bool:
+    """Whether the kernels that make a value may write it where another lies that it replaces."""
+    node, facts = draft.nodes[port.node], draft.facts
+    joined = isinstance(node, Equation) and facts.graph.eqns[node.equation].primitive == BRANCH_JOIN
+    return isinstance(node, Chain) or (joined and facts.compiler.joins_in_place)
 
 
 def _takes_array(draft: Draft, taker: Port) -> bool:

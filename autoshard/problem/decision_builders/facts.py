@@ -10,9 +10,9 @@ from autoshard.backends.model import CompilerModel
 from autoshard.costs.carriers import Carriers, carriers
 from autoshard.costs.cut_operands import CutOperands, cut_operands
 from autoshard.costs.dimension_orders import DimensionOrders, dimension_orders
-from autoshard.costs.execution_order import late_gradients, loop_spans
+from autoshard.costs.execution_order import in_place, late_gradients, loop_spans
 from autoshard.costs.fusion import FusionTraits, fusion_traits, host_copies, levels
-from autoshard.costs.liveness import LiveRanges, in_place, live_ranges
+from autoshard.costs.liveness import LiveRanges, live_ranges
 from autoshard.costs.loop_reductions import NONE, Accumulators, accumulators
 from autoshard.costs.merged_products import MergedProduct, merged_products
 from autoshard.costs.operand_orders import Rewritten, rewritten_operands
