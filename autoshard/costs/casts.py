@@ -36,6 +36,19 @@ class CastAhead:
     alone: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Multiplied:
+    """How a value is read that XLA:TPU casts for products.
+
+    Attributes:
+      alone: whether nothing else reads it: it lies in memory as it is cast then.
+      otherwise: the equations that take it, or a name of it, as it is.
+    """
+
+    alone: bool
+    otherwise: frozenset[int]
+
+
 def product_dtype(eqn: Eqn) -> np.dtype | None:
     """The dtype to which XLA:TPU casts the operands of a product; None if it multiplies them as they are."""
     if not eqn.traits.contraction or "precision" not in eqn.params:
@@ -46,11 +59,11 @@ def product_dtype(eqn: Eqn) -> np.dtype | None:
     return BFLOAT16 if default and left.dtype == right.dtype == FLOAT32 else None
 
 
-def multiplied(graph: Graph) -> dict[int, bool]:
+def multiplied(graph: Graph) -> dict[int, Multiplied]:
     """Values that are cast for every product that takes them, as they are, under other names, or padded.
 
-    With whether nothing else reads them: they lie in memory as they are cast then. A sum (of a bias's gradient) does
-    not: the kernel adds that makes the value, if it is not padded. What is cast once it is padded, is cast before.
+    A sum (of a bias's gradient) takes such a value as it is, and yet it may lie in memory as it is cast: the kernel
+    adds that makes the value, if it is not padded. What is cast once it is padded, is cast before.
     What leaves a loop or a branch lies there as it does inside. Without those of which rows are looked up, too: these
     are gathered as they are.
     """
@@ -79,7 +92,14 @@ def multiplied(graph: Graph) -> dict[int, bool]:
 
     found = {v: readers(v) for v, aval in enumerate(graph.avals) if aval.dtype == FLOAT32}
     joined = {graph.results[e][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive in (BRANCH_JOIN, LOOP_RESULT)}
-    return {v: len(by) == 1 and v not in joined for v, by in found.items() if "product" in by and "lookup" not in by}
+    return {
+        v: Multiplied(
+            len(by) == 1 and v not in joined,
+            frozenset(e for e, _ in graph.consumers.get(v, ()) if kinds(e) != frozenset({"product"})),
+        )
+        for v, by in found.items()
+        if "product" in by and "lookup" not in by
+    }
 
 
 def cast_ahead(graph: Graph, *, products: bool) -> dict[int, CastAhead]:

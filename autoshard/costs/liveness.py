@@ -38,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.backends.model import CompilerModel
-from autoshard.costs.casts import FLOAT32, CastAhead, cast_ahead, multiplied
+from autoshard.costs.casts import FLOAT32, CastAhead, Multiplied, cast_ahead, multiplied
 from autoshard.costs.dimension_orders import DimensionOrders
 from autoshard.costs.execution_order import (
     behind_loops,
@@ -121,7 +121,7 @@ class LiveRanges:
     scattered: tuple[ScatteredTerm, ...]
     gathered: Mapping[int, GatheredScores]
     cast_ahead: Mapping[int, CastAhead]
-    multiplied: Mapping[int, bool]
+    multiplied: Mapping[int, Multiplied]
 
     @property
     def maxima(self) -> frozenset[int]:

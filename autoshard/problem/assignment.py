@@ -74,11 +74,10 @@ class Assignment:
         """The code in which a value goes on from where it is made: its copy's, or its own.
 
         Its own where an equation of the same chain takes it as it was made, and the way back
-        from the copy would be a collective; and that of an input, or of what is cast for products
-        alone, which anyone takes as it came and could cut from the copy: an input's need not live as
-        long then, and products' is moved as it is cast. Everyone else moves it for himself; and all do
-        what is moved for groups of uses, by a compiler that finds what is near. A pending sum is
-        finished once.
+        from the copy would be a collective; and that of an input which anyone takes as it came
+        and could cut from the copy, which need not live as long then. Everyone else moves it for
+        himself; and all do what is moved for groups of uses, by a compiler that finds what is near, and
+        what is cast for products, and taken as it is by others. A pending sum is finished once.
 
         Args:
           value: the value.
@@ -89,11 +88,12 @@ class Assignment:
             return made
         if self.moved_in_groups(value):
             return made
+        if takers and value in self.decisions.cast_apart:
+            return made
         uses = self.decisions.graph.consumers.get(value, ())
-        if self.is_input(value) or (takers and self.is_cast_for_some(value) and self.reduced(made, value)):
+        if self.is_input(value):
             as_came = any(self.taken(e, i) == made for e, i in uses)
-            if as_came and not self.communicates(value, kept, made):
-                return made
+            return made if as_came and not self.communicates(value, kept, made) else kept
         back = any(self.in_chain(e, value) for e, _ in uses)
         return made if back and self.communicates(value, kept, made) else kept
 
@@ -108,9 +108,10 @@ class Assignment:
         """Whether a value is an input of the program."""
         return isinstance(self.decisions.nodes[self.decisions.made[value].node], Input)
 
-    def is_cast_for_some(self, value: int) -> bool:
-        """Whether products cast a value, and others take it as it is: its copy is moved as it is cast."""
-        return self.decisions.lives.multiplied.get(value) is False
+    def takes_past_copy(self, e: int, value: int) -> bool:
+        """Whether equation e moves a value for itself, from where it is made, as the copy is what products cast."""
+        d = self.decisions
+        return value in d.cast_apart and e in d.lives.multiplied[value].otherwise
 
     def in_chain(self, e: int, value: int) -> bool:
         """Whether equation e is of the chain that makes a value."""
@@ -125,7 +126,7 @@ class Assignment:
         """The path of the moved array, as in `bill.transfers`: the smaller side of the cast that makes the value."""
         d = self.decisions
         if not self._moved:
-            self._moved.update((edge.value, edge.moved) for edge in d.edges)
+            self._moved.update((edge.value, edge.moved) for edge in reversed(d.edges))  # a copy's comes first
         aval = self._moved.get(value, d.graph.avals[value])
         bucket, strides = d.windows.bucket(value), d.strides.get(value, NO_STRIDES)
         return self.resharder.path(aval, source, target, bucket=bucket, strides=strides)

@@ -288,6 +288,7 @@ class Decisions:
     apart: Mapping[int, tuple[tuple[int, ...], ...]]  # value → groups of its uses, for each of which it is moved
     pruned: int
     links: tuple[HostLink, ...] = ()
+    cast_apart: frozenset[int] = frozenset()  # values whose copies are what products cast: others move them apart
     staged: tuple[str, ...] = ()  # mesh axes that hold one stage of a pipeline's layers per shard
     counts_gaps: bool = False  # whether gaps between the buffers of the compiler's heap are part of its peak
 

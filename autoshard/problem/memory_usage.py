@@ -201,7 +201,8 @@ class MemoryUsageBuilder:
         if (cast := self.lives.cast_ahead.get(value)) is not None and cast.alone:
             aval = replace(aval, dtype=cast.dtype)
         nbytes = local_bytes(aval, port.codes, self.mesh)
-        if narrow or (self.lives.multiplied.get(value) and value in self._made_by):  # partial sums are float32
+        cast_for = self.lives.multiplied.get(value)
+        if narrow or (cast_for is not None and cast_for.alone and value in self._made_by):  # partial sums are float32
             cast = local_bytes(replace(aval, dtype=BFLOAT16), port.codes, self.mesh)
             nbytes = np.where(self._pending(value, port).any(axis=1), nbytes, cast)
         if (numerator := self.lives.numerators.get(value)) is not None:

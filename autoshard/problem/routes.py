@@ -31,6 +31,9 @@ def before_taken(assignment: Assignment, e: int, i: int) -> tuple[int, ...]:
     kept, taken = assignment.kept(value), assignment.taken(e, i)
     if kept is None or taken is None or _as_made(assignment, e, i):
         return ()
+    made = assignment.made(value)
+    if made is not None and assignment.takes_past_copy(e, value):
+        return route(assignment, value, made, taken)
     return _to_copy(assignment, value) + route(assignment, value, kept, taken)
 
 
@@ -59,6 +62,8 @@ def moved_again(assignment: Assignment) -> dict[tuple[int, int], tuple[int, ...]
         seen: set[int] = set()
         for e, i in uses.get(value, ()):
             taken = assignment.taken(e, i)
+            if assignment.takes_past_copy(e, value):
+                continue
             if taken is None or taken == kept or not assignment.communicates(value, kept, taken):
                 continue
             if taken in seen and isinstance(d.nodes[d.node_of[e]], Equation) and assignment.reduced(kept, value):
@@ -117,7 +122,7 @@ def _as_made(assignment: Assignment, e: int, i: int) -> bool:
     value = assignment.decisions.graph.operands[e][i]
     if assignment.taken(e, i) != assignment.left(value):
         return False
-    return assignment.is_input(value) or assignment.in_chain(e, value) or assignment.is_cast_for_some(value)
+    return assignment.is_input(value) or assignment.in_chain(e, value) or assignment.takes_past_copy(e, value)
 
 
 def _to_copy(assignment: Assignment, value: int) -> tuple[int, ...]:

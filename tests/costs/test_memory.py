@@ -320,7 +320,7 @@ def test_on_tpu_products_narrow_their_operands_unless_they_are_asked_for_more() 
     w = {name: (BF16 if name == "bf16" else F32)(shapes.get(name, (8, 8))) for name in names}
     graph = build(jax.make_jaxpr(step)(w), "cpu")
     name = dict(zip(graph.inputs, names, strict=True))
-    found = {name[v]: alone for v, alone in multiplied(graph).items() if v in name}
+    found = {name[v]: cast.alone for v, cast in multiplied(graph).items() if v in name}
     assert found == {"alone": True, "constant": True, "read, too": False, "reshaped": True, "stack": True}
     ahead = {name[v]: told.dtype for v, told in cast_ahead(graph, products=True).items() if v in name}
     assert ahead == {"stack": jnp.bfloat16}
@@ -491,7 +491,7 @@ def test_on_tpu_a_gradient_is_written_before_it_is_padded_for_a_product(*, biase
         (pad,) = (e for e, eqn in enumerate(graph.eqns) if eqn.primitive == "pad")
         gradient = graph.operands[pad][0]
         assert bool(found.stored[gradient]) == written
-        assert multiplied(graph)[gradient] == (not biased)
+        assert multiplied(graph)[gradient].alone == (not biased)
 
 
 def test_scores_that_are_gathered_from() -> None:

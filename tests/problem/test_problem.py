@@ -339,28 +339,37 @@ def test_a_chain_takes_its_own_values_without_a_collective(name: str, seed: int)
 def test_what_is_cast_for_products_is_not_cut_for_others(seed: int) -> None:
     """By XLA:TPU, that moves float32 as products cast it: who reads it as it was made, reads it from there."""
 
-    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+    def loss(w: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
         for _ in range(2):
-            x = jnp.cos(x) + jnp.tanh(x @ w) @ w.T
+            x = jnp.cos(x) + jnp.tanh(x @ w + b) @ w.T
         return jnp.sum(x)
 
-    args = (jax.ShapeDtypeStruct((16, 32), jnp.float32), jax.ShapeDtypeStruct((64, 16), jnp.float32))
-    program = Program(fn=jax.grad(loss, argnums=(0, 1)), args=args, names=("w", "x"))
+    args = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 32), (32,), (64, 16)))
+    program = Program(fn=jax.grad(loss, argnums=(0, 1, 2)), args=args, names=("w", "b", "x"))
     of = space_of(program, compiler=XLA_TPU)[0]
     made, graph = assigned(of, draw(of, seed)), of.decisions.graph
     cut = 0
-    for v, alone in of.decisions.lives.multiplied.items():
-        own, kept = made.made(v), made.kept(v)
-        takers = [(e, i, made.taken(e, i)) for e, i in graph.consumers.get(v, ())]
-        if alone or v in graph.inputs or own is None or kept is None or own not in [code for *_, code in takers]:
-            continue
-        if own == kept or made.moved_in_groups(v) or not made.reduced(own, v) or made.communicates(v, kept, own):
-            continue
-        cut += 1
-        assert routes.after_made(made, v) == (own,)
-        assert made.left(v, takers=False) == kept
-        assert all((routes.before_taken(made, e, i) == ()) == (code == own) for e, i, code in takers)
+    for v in of.decisions.cast_apart:
+        cast, own, kept = of.decisions.lives.multiplied[v], made.made(v), made.kept(v)
+        assert own is not None
+        for e, i in graph.consumers[v] if own != kept else ():
+            cut += 1
+            codes, taken = routes.before_taken(made, e, i), made.taken(e, i)
+            assert taken is not None
+            assert codes[-1:] == ((taken,) if e not in cast.otherwise or taken != own else ())
+            assert e not in cast.otherwise or codes == routes.route(made, v, own, taken)
+        assert made.left(v) == own
     assert cut
+    moved = {(edge.value, made.decisions.nodes[edge.v].equations): edge.moved.itemsize for edge in of.decisions.edges}
+    assert {moved[v, ()] for v in of.decisions.cast_apart} == {2}
+    others = [
+        nbytes
+        for (v, equations), nbytes in moved.items()
+        if equations
+        and v in of.decisions.cast_apart
+        and not of.decisions.lives.multiplied[v].otherwise.isdisjoint(equations)
+    ]
+    assert set(others) == {4}
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -10,11 +10,11 @@ from autoshard.costs.cut_operands import copied_bytes
 from autoshard.costs.prefetch import begins, fetchable
 from autoshard.costs.prices import PS_PER_S
 from autoshard.costs.resharding import Unfused
-from autoshard.costs.strategies import shards
+from autoshard.costs.strategies import SUM, decode, shards
 from autoshard.ir.op_traits import BRANCH_JOIN, DERIVE, KEEP, LOOP_CARRY, LOOP_CONST, LOOP_SLICE
 from autoshard.problem.decision_builders.copies import add_arrival, add_copy
 from autoshard.problem.decision_builders.draft import Draft
-from autoshard.problem.decision_builders.edges import Kernels, add_edge, unfused_kernel
+from autoshard.problem.decision_builders.edges import Kernels, add_edge, takes_as_it_is, unfused_kernel
 from autoshard.problem.decision_builders.facts import GraphFacts
 from autoshard.problem.decisions import Chain, Equation, Input
 from autoshard.problem.ports import Port
@@ -94,10 +94,13 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
         name, taker = _last_name(draft, value, takers[0]) if takers else (value, None)
         in_place = taker is not None and isinstance(draft.nodes[taker.node], Input)
         draft.usages.add_value(value, port, begin, name, taker, in_place=in_place)
+    if holder is not port and not arrives and _is_cast_apart(draft, value, port):
+        draft.cast_apart.add(value)
     for taker, is_array in zip(takers, takes_array, strict=True):
         source, apart, unplanned = holder, None, None
         cut = _cut_bytes(facts, value, taker) if is_array else None
-        if facts.compiler.regathers_far_uses and _keeps(draft, taker):
+        past = value in draft.cast_apart and takes_as_it_is(draft, taker, value)
+        if past or (facts.compiler.regathers_far_uses and _keeps(draft, taker)):
             source = port
         elif arrives:
             apart = holder.codes[:, None] != taker.codes[None, :]
@@ -116,6 +119,18 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
         moved = unfused_kernel(facts, value, edges=1 if holder is port else len(takers))
         kernels = Kernels(unfused=moved, cut_bytes=cut)
         add_edge(draft, source, taker, value, forbidden=apart, unplanned=unplanned, kernels=kernels)
+
+
+def _is_cast_apart(draft: Draft, value: int, port: Port) -> bool:
+    """Whether the copy of a value is what products cast, and others move the value for themselves.
+
+    None of what may be a pending sum, which is finished once, nor of inputs, and of what moves for groups of uses.
+    """
+    facts = draft.facts
+    cast = facts.lives.multiplied.get(value)
+    if cast is None or not cast.otherwise or isinstance(draft.nodes[port.node], Input) or value in facts.apart:
+        return False
+    return not (decode(port.codes, facts.graph.avals[value].ndim, facts.mesh.ndim) == SUM).any()
 
 
 def _is_written_there(draft: Draft, port: Port) -> bool:

@@ -24,6 +24,7 @@ class Draft:
         self.made: dict[int, Port] = {}  # value → where it is made
         self.kept: dict[int, Port] = {}  # value → its copy
         self.node_of = [-1] * len(facts.graph.eqns)
+        self.cast_apart: set[int] = set()  # values whose copies are what products cast
         self.links: list[HostLink] = []
         self.summed: set[int] = set()  # results of a `shard_map` that end in a sum of its author's
         self.usages = MemoryUsageBuilder(
@@ -86,6 +87,7 @@ class Draft:
             strides=facts.strides,
             lives=facts.lives,
             apart=facts.apart,
+            cast_apart=frozenset(self.cast_apart),
             links=tuple(self.links),
             counts_gaps=facts.compiler.counts_gaps,
             staged=tuple(sorted({facts.mesh.names[axis] for _, axis in facts.stages.values()})),

@@ -14,7 +14,7 @@ from autoshard.ir.graph import Aval
 from autoshard.ir.op_traits import DOT_GENERAL
 from autoshard.problem.decision_builders.draft import Draft
 from autoshard.problem.decision_builders.facts import GraphFacts
-from autoshard.problem.decisions import Edge, Equation
+from autoshard.problem.decisions import Copy, Edge, Equation
 from autoshard.problem.ports import Port
 
 
@@ -79,7 +79,7 @@ def add_edge(
             u=source.node,
             v=target.node,
             value=value,
-            moved=_moved(facts, value),
+            moved=_moved(facts, value, cast=value not in draft.cast_apart or not takes_as_it_is(draft, target, value)),
             source=source.codes,
             target=target.codes,
             window=window,
@@ -186,7 +186,7 @@ def _total(facts: GraphFacts, value: int) -> tuple[Aval, int] | None:
         return None
     total, trips = term
     if facts.compiler.moves_collectives_past_casts:
-        return _moved(facts, value), trips
+        return _moved(facts, value, cast=True), trips
     return replace(facts.graph.avals[value], dtype=facts.graph.avals[total].dtype), trips
 
 
@@ -205,11 +205,23 @@ def _pending(facts: GraphFacts, source: Port, value: int) -> Aval | None:
     return aval if summed and value in facts.lives.multiplied else None
 
 
-def _moved(facts: GraphFacts, value: int) -> Aval:
-    """The array that moves for a value: the value, or the narrow side of a cast that makes it or takes it."""
-    aval, cast = facts.graph.avals[value], facts.lives.cast_ahead.get(value)
+def takes_as_it_is(draft: Draft, target: Port, value: int) -> bool:
+    """Whether the consumer at a port takes a value, which products cast, as it is; a copy does not."""
+    node, cast = draft.nodes[target.node], draft.facts.lives.multiplied[value]
+    return not isinstance(node, Copy) and (not node.equations or not cast.otherwise.isdisjoint(node.equations))
+
+
+def _moved(facts: GraphFacts, value: int, *, cast: bool) -> Aval:
+    """The array that moves for a value: the value, or the narrow side of a cast that makes it or takes it.
+
+    Args:
+      facts: of the graph.
+      value: the value.
+      cast: whether it is moved for products that cast it, if any do.
+    """
+    aval, ahead = facts.graph.avals[value], facts.lives.cast_ahead.get(value)
     if facts.compiler.moves_collectives_past_casts:
         return narrow_side(facts.graph, facts.graph.producers, value)
     if value in facts.lives.multiplied:
-        return replace(aval, dtype=BFLOAT16)
-    return replace(aval, dtype=cast.dtype) if cast is not None and cast.alone else aval
+        return replace(aval, dtype=BFLOAT16) if cast else aval
+    return replace(aval, dtype=ahead.dtype) if ahead is not None and ahead.alone else aval
