@@ -10,6 +10,7 @@ of unrolled layers most weights are gathered once more for the backward pass.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import groupby, pairwise
 
 from autoshard.ir.graph import Graph
@@ -28,7 +29,7 @@ SURE = 82
 
 
 def groups(graph: Graph, *, far: bool) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """Value → the contractions that use it, in groups that share a gather; of values that have several groups.
+    """Value → the equations that take it for contractions, in groups that share a gather; of those with several groups.
 
     Args:
       graph: the program.
@@ -79,10 +80,22 @@ def doubtful(graph: Graph) -> frozenset[int]:
 
 
 def _uses(graph: Graph) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """Values and the contractions that use them, by call of `jax.checkpoint`: with their heights, the highest first."""
+    """Values and the equations that take them for contractions, or give them a name for these.
+
+    By call of `jax.checkpoint`: with their heights, the highest first.
+    """
     heights, again = _heights(graph), graph.again_of
+
+    @cache
+    def multiplies(e: int) -> bool:
+        eqn = graph.eqns[e]
+        named = eqn.traits.renames and not eqn.traits.link
+        return eqn.traits.contraction or (
+            named and any(multiplies(u) for u, _ in graph.consumers.get(graph.results[e][0], ()))
+        )
+
     for value, uses in graph.consumers.items():
-        equations = {e for e, _ in uses if graph.eqns[e].traits.contraction}
+        equations = {e for e, _ in uses if multiplies(e)}
         for _, inside in groupby(sorted(equations, key=lambda e: (again[e], -heights[e], e)), key=again.__getitem__):
             yield value, [(e, heights[e]) for e in inside]
 

@@ -143,7 +143,7 @@ class MemoryUsageBuilder:
         spans = [(start, end)]
         if groups and all(before[-1] < after[0] for before, after in pairwise(groups)):
             starts = [start, *(group[0] for group in groups[1:])]
-            spans = list(zip(starts, [*(group[-1] + 1 for group in groups[:-1]), end], strict=True))
+            spans = list(zip(starts, [*(max(map(self._read, group)) + 1 for group in groups[:-1]), end], strict=True))
         if lent:
             there = copy.codes if copy.off is None else copy.codes[~copy.off]
             repeated = np.unique(there, return_counts=True)[1]
@@ -158,6 +158,11 @@ class MemoryUsageBuilder:
             pending = self._pending(value, port).any(axis=1)
             if pending.any():  # the partial sums lie beside their reduced value
                 self.add(port.node, start, start + 1, np.where(pending, self._local(value, port), 0), "activations")
+
+    def _read(self, e: int) -> int:
+        """The last equation that reads what an equation takes, or gives a name to."""
+        names = self.graph.results[e] if self.graph.eqns[e].traits.renames else ()
+        return max((self._read(u) for v in names for u, _ in self.graph.consumers.get(v, ())), default=e)
 
     def _add_layouts(
         self, port: Port, start: int, end: int, value: int, kind: str, *, lent: int = 0, narrow: bool = False

@@ -107,6 +107,31 @@ def test_a_weight_that_is_gathered_for_each_use_is_so_where_its_product_is_resha
     assert (row.kind, row.predicted_bytes, row.emitted_bytes) == ("all-gather", 2**22, 2**22)
 
 
+@needs_tpu_compiler
+@pytest.mark.parametrize("between", [8, pytest.param(NEAR + 40, marks=pytest.mark.slow)])
+def test_libtpu_gathers_again_what_is_turned_for_far_products(between: int) -> None:
+    """Once for near ones, under whatever names; as the plan has it."""
+
+    def program(w: jax.Array, x: jax.Array) -> jax.Array:
+        h = x @ w.T
+        for n in range(between):
+            h = jnp.sin(h) if n % 2 else h + 1
+        return h @ w.T
+
+    plan = autoshard.plan(
+        program,
+        jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16),
+        jax.ShapeDtypeStruct((65_536, 2048), jnp.bfloat16),
+        mesh={"data": 8},
+        hardware="tpu-v5e:2x4",
+        in_shardings=(P("data"), P("data")),
+        out_shardings=P("data"),
+        for_grad=False,
+    )
+    (row,) = plan.verify(compiler_options=compile.TPU_PLAIN_OPTIONS).rows
+    assert (row.kind, row.predicted_bytes, row.emitted_bytes) == ("all-gather", *2 * (2**23 * (1 + (between > NEAR)),))
+
+
 @pytest.mark.slow
 @needs_tpu_compiler
 def test_libtpu_gathers_weights_again_for_the_backward_pass() -> None:

@@ -81,6 +81,20 @@ def test_uses_are_grouped_by_what_lies_between(between: int, parts: int) -> None
     assert doubtful(graph) == ({graph.inputs[0]} if between == NEAR - 10 else set())
 
 
+def test_what_gives_a_weight_another_order_for_a_product_uses_it() -> None:
+    """As `FlaxConv1D` of Hugging Face's GPT-2 does, in the forward pass and again in the backward pass."""
+
+    def program(w: jax.Array, x: jax.Array) -> jax.Array:
+        x = x @ w.T
+        for _ in range(NEAR + 10):
+            x = jnp.sin(x)
+        return x @ w.T.reshape(16, 16)
+
+    graph = build(jax.make_jaxpr(program)(W, W), "tpu")
+    turned = [e for e, eqn in enumerate(graph.eqns) if eqn.primitive == "transpose"]
+    assert groups(graph, far=True) == {graph.inputs[0]: tuple((e,) for e in turned)}
+
+
 @pytest.mark.parametrize("prevent_cse", [True, False])
 def test_uses_of_a_call_that_runs_again_are_a_group_unless_it_is_merged_with_the_first(*, prevent_cse: bool) -> None:
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
