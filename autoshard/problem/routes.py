@@ -39,11 +39,15 @@ def before_taken(assignment: Assignment, e: int, i: int) -> tuple[int, ...]:
 
 def before_output(assignment: Assignment, position: int) -> tuple[int, ...]:
     """Codes to pin, in order, before a program output."""
-    value = assignment.decisions.graph.outputs[position]
+    d, target = assignment.decisions, assignment.output_code(position)
+    value = d.graph.outputs[position]
     kept = assignment.kept(value)
     if kept is None:
         return ()
-    return _to_copy(assignment, value) + route(assignment, value, kept, assignment.output_code(position))
+    made = assignment.made(value)
+    if made is not None and value in d.cast_apart:  # past its copy, which is what products cast
+        return route(assignment, value, made, target)
+    return _to_copy(assignment, value) + route(assignment, value, kept, target)
 
 
 def moved_again(assignment: Assignment) -> dict[tuple[int, int], tuple[int, ...]]:

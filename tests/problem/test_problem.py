@@ -339,13 +339,12 @@ def test_a_chain_takes_its_own_values_without_a_collective(name: str, seed: int)
 def test_what_is_cast_for_products_is_not_cut_for_others(seed: int) -> None:
     """By XLA:TPU, that moves float32 as products cast it: who reads it as it was made, reads it from there."""
 
-    def loss(w: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
-        for _ in range(2):
-            x = jnp.cos(x) + jnp.tanh(x @ w + b) @ w.T
-        return jnp.sum(x)
+    def loss(w: jax.Array, b: jax.Array, x: jax.Array) -> Any:
+        x = jnp.cos(x) + jnp.tanh(x @ w + b) @ w.T
+        return jnp.sum(jnp.cos(x) + jnp.tanh(x @ w + b) @ w.T), x
 
     args = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 32), (32,), (64, 16)))
-    program = Program(fn=jax.grad(loss, argnums=(0, 1, 2)), args=args, names=("w", "b", "x"))
+    program = Program(fn=jax.grad(loss, argnums=(0, 1, 2), has_aux=True), args=args, names=("w", "b", "x"))
     of = space_of(program, compiler=XLA_TPU)[0]
     made, graph = assigned(of, draw(of, seed)), of.decisions.graph
     cut = 0
@@ -360,11 +359,13 @@ def test_what_is_cast_for_products_is_not_cut_for_others(seed: int) -> None:
             assert e not in cast.otherwise or codes == routes.route(made, v, own, taken)
         assert made.left(v) == own
     assert cut
+    left, x = len(graph.outputs) - 1, graph.outputs[-1]
+    assert routes.before_output(made, left) == routes.route(made, x, made.made(x) or 0, made.output_code(left))
     for edge in of.decisions.edges:
         if edge.value in of.decisions.cast_apart:
-            takes = of.decisions.nodes[edge.v].equations
-            others = takes and not of.decisions.lives.multiplied[edge.value].otherwise.isdisjoint(takes)
-            assert edge.moved.itemsize == (4 if others else 2)
+            takes, to_copy = of.decisions.nodes[edge.v].equations, edge.v == of.decisions.kept[edge.value].node
+            others = not takes or not of.decisions.lives.multiplied[edge.value].otherwise.isdisjoint(takes)
+            assert edge.moved.itemsize == (4 if others and not to_copy else 2)
 
 
 @pytest.mark.parametrize("name", TINY)
