@@ -15,7 +15,7 @@ from jax.lax import Precision
 
 from autoshard.costs.execution_order import loop_spans
 from autoshard.ir.graph import Aval, Eqn, Graph
-from autoshard.ir.op_traits import BRANCH_JOIN, GATHER, LOOP_CONST, LOOP_RESULT, LOOP_SLICE, MUL, PAD, REDUCE_SUM
+from autoshard.ir.op_traits import BRANCH_JOIN, GATHER, LOOP_CONST, LOOP_SLICE, MUL, PAD, REDUCE_SUM
 
 FLOAT32, BFLOAT16 = np.dtype(jnp.float32), np.dtype(jnp.bfloat16)
 
@@ -64,8 +64,8 @@ def multiplied(graph: Graph) -> dict[int, Multiplied]:
 
     A sum (of a bias's gradient) takes such a value as it is, and yet it may lie in memory as it is cast: the kernel
     adds that makes the value, if it is not padded. What is cast once it is padded, is cast before.
-    What leaves a loop or a branch lies there as it does inside. Without those of which rows are looked up, too: these
-    are gathered as they are.
+    What leaves a branch lies there as it does inside. Without those of which rows are looked up, too: these are
+    gathered as they are.
     """
 
     @cache
@@ -91,7 +91,7 @@ def multiplied(graph: Graph) -> dict[int, Multiplied]:
         return frozenset({"product"}) if cast else kinds(e)
 
     found = {v: readers(v) for v, aval in enumerate(graph.avals) if aval.dtype == FLOAT32}
-    joined = {graph.results[e][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive in (BRANCH_JOIN, LOOP_RESULT)}
+    joined = {graph.results[e][0] for e, eqn in enumerate(graph.eqns) if eqn.primitive == BRANCH_JOIN}
     return {
         v: Multiplied(
             len(by) == 1 and v not in joined,
