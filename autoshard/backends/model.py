@@ -492,8 +492,8 @@ class CompilerModel:
 
     writes_what_is_placed: bool = field(
         metadata=_seen(
-            "libtpu 0.0.52: pads, concatenations and turned orders, in float32 and bfloat16; jax-cuda12-pjrt and "
-            "jaxlib 0.10.2 compute what they place",
+            "libtpu 0.0.52: pads, concatenations and turned orders; jax-cuda12-pjrt and jaxlib 0.10.2 compute what "
+            "they place",
             "compilers/test_compiler_models.py::test_what_is_placed_is_written",
         )
     )

@@ -100,8 +100,8 @@ class LiveRanges:
     `matrices`: of values that lie in whole lanes, by a compiler that has such (`costs.lanes`).
     `scattered`: the additions that are done by a scatter, which takes no memory of its own. `gathered`: gather → the
     scores that are computed for it. `cast_ahead`: the stacks
-    that are cast whole before the loops that take slices of them. `multiplied`: what products cast, and whether
-    nothing else reads it (`costs.casts`).
+    that are cast whole before the loops that take slices of them. `multiplied`: what products cast, and who
+    reads it otherwise (`costs.casts`).
     """
 
     stored: NDArray[np.bool_]

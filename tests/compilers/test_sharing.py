@@ -1,5 +1,6 @@
 """Which gathers XLA:TPU shares among their uses."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import models
 from autoshard.backends import compile, devices
 from autoshard.costs.shared_gathers import NEAR
 from autoshard.ir.mesh import MeshAxes
+from autoshard.verification.collective_match import CollectiveRow
 from models import layouts
 from tests.costs.test_sharing import used_twice
 from tests.installed import GPU, needs_tpu_compiler
@@ -86,17 +88,13 @@ def test_a_call_of_checkpoint_gathers_its_weights_again(hardware: str) -> None:
     assert (row.emitted_count, row.emitted_bytes) == (len(gathers), row.predicted_bytes)
 
 
-@pytest.mark.slow  # most of a minute, in libtpu
-@needs_tpu_compiler
-def test_a_weight_that_is_gathered_for_each_use_is_so_where_its_product_is_reshaped() -> None:
-    def program(w: jax.Array, x: jax.Array) -> jax.Array:
-        y = used_twice(NEAR + 10)(w.astype(jnp.bfloat16), x)
-        return y.reshape(len(y), 8, 128)
-
+def the_row(program: Callable[[jax.Array, jax.Array], jax.Array], w: Any) -> CollectiveRow:
+    """The only collectives of a program of a weight and of activations, both split by their rows, on v5e:2x4."""
+    x = jax.ShapeDtypeStruct((65_536, w.shape[1]), jnp.bfloat16)
     plan = autoshard.plan(
         program,
-        jax.ShapeDtypeStruct((1024, 1024), jnp.float32),
-        jax.ShapeDtypeStruct((65_536, 1024), jnp.bfloat16),
+        w,
+        x,
         mesh={"data": 8},
         hardware="tpu-v5e:2x4",
         in_shardings=(P("data"), P("data")),
@@ -104,6 +102,17 @@ def test_a_weight_that_is_gathered_for_each_use_is_so_where_its_product_is_resha
         for_grad=False,
     )
     (row,) = plan.verify(compiler_options=compile.TPU_PLAIN_OPTIONS).rows
+    return row
+
+
+@pytest.mark.slow  # most of a minute, in libtpu
+@needs_tpu_compiler
+def test_a_weight_that_is_gathered_for_each_use_is_so_where_its_product_is_reshaped() -> None:
+    def program(w: jax.Array, x: jax.Array) -> jax.Array:
+        y = used_twice(NEAR + 10)(w.astype(jnp.bfloat16), x)
+        return y.reshape(len(y), 8, 128)
+
+    row = the_row(program, jax.ShapeDtypeStruct((1024, 1024), jnp.float32))
     assert (row.kind, row.predicted_bytes, row.emitted_bytes) == ("all-gather", 2**22, 2**22)
 
 
@@ -118,17 +127,7 @@ def test_libtpu_gathers_again_what_is_turned_for_far_products(between: int) -> N
             h = jnp.sin(h) if n % 2 else h + 1
         return h @ w.T
 
-    plan = autoshard.plan(
-        program,
-        jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16),
-        jax.ShapeDtypeStruct((65_536, 2048), jnp.bfloat16),
-        mesh={"data": 8},
-        hardware="tpu-v5e:2x4",
-        in_shardings=(P("data"), P("data")),
-        out_shardings=P("data"),
-        for_grad=False,
-    )
-    (row,) = plan.verify(compiler_options=compile.TPU_PLAIN_OPTIONS).rows
+    row = the_row(program, jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16))
     assert (row.kind, row.predicted_bytes, row.emitted_bytes) == ("all-gather", *2 * (2**23 * (1 + (between > NEAR)),))
 
 

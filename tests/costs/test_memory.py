@@ -15,8 +15,9 @@ from autoshard.backends.known_compilers import XLA_GPU, XLA_GPU_0_10, XLA_TPU
 from autoshard.backends.model import CompilerModel
 from autoshard.costs.casts import CastAhead, cast_ahead, multiplied
 from autoshard.costs.dimension_orders import DimensionOrders
-from autoshard.costs.fusion import draws_per_key, fusible, is_pointwise
+from autoshard.costs.fusion import fusible, fusion_traits
 from autoshard.costs.liveness import LiveRanges, live_ranges
+from autoshard.costs.matrices import part_in_lanes
 from autoshard.costs.softmaxes import SoftmaxFacts
 from autoshard.costs.strategies import WHOLE, decode
 from autoshard.ir.graph import Graph, build
@@ -31,14 +32,10 @@ BF16 = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
 def lived(fn: Callable[..., Any], *args: Any, compiler: CompilerModel = XLA_GPU) -> tuple[Graph, LiveRanges]:
     graph = build(jax.make_jaxpr(fn)(*args), "cpu")
     rules = rules_of(graph.eqns, unknown="error")
-    fuses = [
-        fusible(e, pointwise=is_pointwise(r) or draws_per_key(e, r, compiler), compiler=compiler)
-        for e, r in zip(graph.eqns, rules, strict=True)
-    ]
     return graph, live_ranges(
         graph,
         rules,
-        fuses,
+        fusion_traits(graph, rules, (), compiler).fuses,
         compiler,
         orders=DimensionOrders(),
         softmax_facts=SoftmaxFacts(devices=1, stores_quotients=True, stores_gradients=True),
@@ -492,6 +489,51 @@ def test_on_tpu_a_gradient_is_written_before_it_is_padded_for_a_product(*, biase
         gradient = graph.operands[pad][0]
         assert bool(found.stored[gradient]) == written
         assert multiplied(graph)[gradient].alone == (not biased)
+
+
+@pytest.mark.parametrize("compiler", [XLA_GPU, XLA_TPU])
+def test_what_is_placed_and_what_is_spaced_lies_in_memory_on_tpu(compiler: CompilerModel) -> None:
+    """Halves before they are put together; every other row, in front and behind, but of what is the same in all."""
+
+    def program(x: Any, y: Any) -> Any:
+        turned = jnp.concatenate([-x[..., 4:], x[..., :4]], axis=-1) * 2
+        return (
+            jnp.tanh(turned)
+            + jnp.repeat(jnp.cos(x[::2] + 1), 2, axis=0) * jnp.broadcast_to(jnp.sin(y), (16, 8))[::2][:1]
+        )
+
+    graph, found = lived(program, F32((16, 8)), F32((8,)), compiler=compiler)
+    tpu = compiler is XLA_TPU
+    (half,), (whole,) = results(graph, "neg"), results(graph, "concatenate")
+    assert bool(found.stored[half]) == tpu
+    assert not found.stored[whole]
+    strided = [e for e, eqn in enumerate(graph.eqns) if eqn.primitive == "slice" and eqn.params["strides"]]
+    rows, repeated = (graph.results[e][0] for e in strided)
+    assert bool(found.stored[rows]) == tpu
+    assert not found.stored[repeated]
+
+
+def test_what_comes_from_outside_of_a_branch_keeps_its_place() -> None:
+    """One branch makes its result, where that lies; the other passes on what is read behind, too."""
+
+    def program(x: Any, y: Any, w: Any) -> Any:
+        h = jnp.tanh(x) @ w
+        kept = jax.lax.cond(y.sum() > 0, lambda: jnp.sin(h) @ w, lambda: h)
+        return jnp.cos(kept @ w) @ h.T
+
+    graph, found = lived(program, F32((8, 8)), F32((8,)), F32((8, 8)), compiler=XLA_GPU)
+    outside, inside, *_ = results(graph, "dot_general")
+    (joined,) = results(graph, "branch_join")
+    assert (bool(found.stored[outside]), bool(found.stored[inside]), bool(found.stored[joined])) == (True, False, True)
+    assert found.named[inside]
+    assert found.start[joined] == found.start[inside]
+
+
+def test_halves_of_rows_that_fill_lanes_lie_in_whole_lanes() -> None:
+    part, whole = (build(jax.make_jaxpr(lambda x: x)(F32(s)), "cpu").avals[0] for s in ((16, 64), (16, 128)))
+    assert part_in_lanes(part, whole) == 2 * part.nbytes
+    assert part_in_lanes(part, part) == part.nbytes
+    assert part_in_lanes(whole, whole) == whole.nbytes
 
 
 def test_scores_that_are_gathered_from() -> None:
