@@ -57,6 +57,7 @@ _FREE = frozenset(
         "tuple",
     }
 )
+_MINOR_TO_MAJOR = re.compile(r"\]\{([\d,]+)")  # in an array's type
 _NAMING = 'custom_call_target="ConcatBitcast"'  # slices that came beside each other into a TPU's own memory, as one
 _HOST_SPACE = "S(5)"  # in the layouts of arrays in the host's memory
 _SLICES = frozenset({"dynamic-slice", "gather", "slice"})
@@ -488,10 +489,27 @@ def _results(body: Computation) -> list[Instruction]:
 
 
 def _seen_through(body: Computation, instruction: Instruction) -> Instruction:
-    """What an instruction is a view of."""
-    while instruction.opcode in VIEWS:
+    """What an instruction is a view of; what lies in another order is none."""
+    while instruction.opcode in VIEWS and not _turns(body, instruction):
         instruction = body[instruction.operands[0]]
     return instruction
+
+
+def _turns(body: Computation, instruction: Instruction) -> bool:
+    """Whether an instruction is a transpose after which elements lie in another order."""
+    if instruction.opcode != "transpose":
+        return False
+    operand = body[instruction.operands[0]]
+    (shape,), permutation = operand.shapes, instruction.attribute("dimensions") or ""
+    from_dim = [int(d) for d in permutation.strip("{}").split(",")]
+    before = [d for d in _order(operand) if shape.dims[d] > 1]
+    return before != [from_dim[d] for d in _order(instruction) if shape.dims[from_dim[d]] > 1]
+
+
+def _order(instruction: Instruction) -> list[int]:
+    """The dimensions of an array as they lie in memory, the minor ones first."""
+    found = _MINOR_TO_MAJOR.search(instruction.type)
+    return [int(d) for d in found[1].split(",")] if found else list(range(len(instruction.shapes[0].dims)))[::-1]
 
 
 def _is_in_place(body: Computation, instruction: Instruction) -> bool:

@@ -3,15 +3,18 @@
 A matmul reads its batch, what it contracts and what is left of an operand as one dimension each, with any stride: the
 dimensions of each group must lie in memory next to each other, in their order. What is given to a program lies as it is
 given, and so does what is updated in its place: XLA:GPU transposes caches of keys [batch, position, head, width] that
-heads are a batch of, which reads and writes them. What a loop slices or carries is transposed as a whole in front of
-the loop, and behind it once more if it is updated there. Fusions write in an order that their reader takes. Products do
-not, and are transposed, too, where nothing is fused between them and their reader: that is not priced. A product with a
-single row, or column, is no matmul, and transposes nothing. What is left of the left operand may be in two parts where
-there is no batch; by later releases, of either operand, and beside a batch.
+heads are a batch of, which reads and writes them. If it is updated outside of loops, it is also copied, so that the
+dot's is updated in its place, and what was transposed first is updated and transposed back at the end of the program.
+What a loop slices or carries is transposed as a whole in front of the loop, and behind it once more if it is updated
+there. Fusions write in an order that their reader takes. Products do not, and are transposed, too, where nothing is
+fused between them and their reader: that is not priced. A product with a single row, or column, is no matmul, and
+transposes nothing. What is left of the left operand may be in two parts where there is no batch; by later releases, of
+either operand, and beside a batch.
 
-Where a loop hands an operand to a dot whose batch has several dimensions that are not its first ones, even of one
-element each (one group of heads on a device), earlier releases merge them before they know how the operand lies: they
-have it in the order batch, own, contracted, or on the right batch, contracted, own.
+Where a loop, or an update, hands an operand to a dot whose batch has several dimensions that are not its first ones,
+even of one element each (one group of heads on a device), they are merged before it is known how the operand lies: the
+dot has it in the order batch, own, contracted, or on the right batch, contracted, own. Later releases leave out
+dimensions that have one element in the program, but not those that have one on each device.
 """
 
 from collections import defaultdict
@@ -35,8 +38,8 @@ _Dims = tuple[int, ...]
 class _Taken:
     """By which dimensions a dot takes an operand.
 
-    `left`: it is the left one; `in_parts`: its own may be in two; `from_loop`: a loop slices it, carries it, or has it
-    in every trip.
+    `left`: it is the left one; `in_parts`: its own may be in two; `merges`: the batch is merged before it is known how
+    the operand lies.
     """
 
     contracted: _Dims
@@ -44,11 +47,11 @@ class _Taken:
     own: _Dims
     left: bool
     in_parts: bool
-    from_loop: bool
+    merges: bool
 
     def fits(self, order: _Dims) -> bool:
         """Whether it takes the operand as it lies: `order` are its dimensions of more than one element."""
-        if self.from_loop and not self.in_parts and len(self.batch) > 1 and self.batch != tuple(range(len(self.batch))):
+        if self.merges:
             rest = (*self.own, *self.contracted) if self.left else (*self.contracted, *self.own)
             return order == tuple(d for d in (*self.batch, *rest) if d in order)
         parts = 2 if self.in_parts or (self.left and not set(self.batch) & set(order)) else 1
@@ -108,6 +111,13 @@ class _Lying:
     carried: bool = False
     updated: bool = False
 
+    @property
+    def times(self) -> int:
+        """How often its bytes are read or written to have it in another order."""
+        if not self.updated:
+            return 2
+        return 4 if self.loop else 6
+
 
 def rewritten_operands(
     graph: Graph, spans: Mapping[int, tuple[int, int]], *, in_parts: bool
@@ -131,7 +141,8 @@ def rewritten_operands(
                 how = lying.get(v)
                 if how is None or v in turned:
                     continue
-                left, right = (_taken(eqn, k, in_parts=in_parts, from_loop=how.loop > 0) for k in range(2))
+                free = how.updated or how.loop > 0
+                left, right = (_taken(eqn, k, in_parts=in_parts, free=free) for k in range(2))
                 if (left, right)[i].fits(how.order):
                     continue
                 turned.add(v)
@@ -141,10 +152,10 @@ def rewritten_operands(
                         operand=i,
                         order=how.order,
                         taken=(left, right),
-                        times=(4 if how.updated and how.loop else 2) / (1 if how.sliced else runs),
+                        times=how.times / (1 if how.sliced else runs),
                         copies=runs if how.sliced else 0 if how.carried else 1,
                         begin=spans[how.loop][0] if how.loop else e,
-                        end=spans[how.loop][1] if how.loop else e,
+                        end=spans[how.loop][1] if how.loop else len(graph.eqns) - 1 if how.updated else e,
                     )
                 )
             continue
@@ -166,15 +177,17 @@ def rewritten_operands(
     return {e: tuple(rows) for e, rows in found.items()}
 
 
-def _taken(eqn: Eqn, operand: int, *, in_parts: bool, from_loop: bool) -> _Taken:
-    """How a dot takes an operand."""
-    (contracted, batch), ndim = (of[operand] for of in eqn.params["dimension_numbers"]), eqn.operands[operand].ndim
-    own = tuple(d for d in range(ndim) if d not in (*contracted, *batch))
+def _taken(eqn: Eqn, operand: int, *, in_parts: bool, free: bool) -> _Taken:
+    """How a dot takes an operand; `free`: that is updated, or a loop's, and lies as the compiler chooses."""
+    (contracted, batch), shape = (of[operand] for of in eqn.params["dimension_numbers"]), eqn.operands[operand].shape
+    own = tuple(d for d in range(len(shape)) if d not in (*contracted, *batch))
+    known = [d for d, size in enumerate(shape) if size > 1 or not in_parts]
+    merged = [d for d in batch if d in known]
     return _Taken(
         contracted=tuple(contracted),
         batch=tuple(batch),
         own=own,
         left=operand == 0,
         in_parts=in_parts,
-        from_loop=from_loop,
+        merges=free and len(merged) > 1 and merged != known[: len(merged)],
     )

@@ -57,6 +57,23 @@ def test_what_a_loop_stacks_is_written_in_place(shaped: bool) -> None:  # noqa: 
     assert price(entry, body).compute_s == made_bytes + 2 * slice_bytes + 4  # the index, too
 
 
+@pytest.mark.parametrize(("order", "whole"), [("2,1,0", True), ("0,2,1", False)])
+def test_what_is_turned_after_an_update_is_written_whole(order: str, *, whole: bool) -> None:
+    """Unless its elements lie as they did, or a dimension of one element is all that moved."""
+    body = (
+        "%write (s: f32[4,1,8], x: f32[4,1,1], i: s32[]) -> f32[8,4,1] {\n"
+        "  %s = f32[4,1,8]{2,1,0} parameter(0)\n  %x = f32[4,1,1]{2,1,0} parameter(1)\n  %i = s32[] parameter(2)\n"
+        "  %zero = s32[] constant(0)\n  %u = f32[4,1,8]{2,1,0} dynamic-update-slice(%s, %x, %zero, %zero, %i)\n"
+        f"  ROOT %t = f32[8,4,1]{{{order}}} transpose(%u), dimensions={{2,0,1}}\n}}"
+    )
+    entry = (
+        "  %l = f32[4,1,8]{2,1,0} constant({...})\n  %r = f32[4,1,1]{2,1,0} constant({...})\n"
+        f"  %n = s32[] constant(1)\n  ROOT %z = f32[8,4,1]{{{order}}} fusion(%l, %r, %n), kind=kLoop, calls=%write"
+    )
+    array, row, index = 4 * 8 * 4, 4 * 4, 4
+    assert price(entry, body).compute_s == index + row + (2 * array if whole else row)
+
+
 def test_what_is_updated_within_a_fusion_is_written_whole() -> None:
     """A layer's cache, a slice of all layers': its update is handed on, and then put in its place among them."""
     computations = (

@@ -66,7 +66,7 @@ def _connect_value(draft: Draft, value: int, port: Port, leaves: Sequence[Port],
     begin = fetched.get(value, max(first, int(facts.lives.start[value])))
     if facts.carriers is not None and (carrier := facts.carriers.of(value, [e for e, _ in uses])) is not None:
         begin = min(begin, carrier)  # a gather that is carried on lies there
-    # What is computed element by element, or by a branch, and leaves in a donated input's place is written there.
+    # What is updated, or computed element by element or by a branch, and replaces a donated input is written there.
     replaces = _is_written_there(draft, port) and any(isinstance(draft.nodes[t.node], Input) for t in leaves)
     arrives = replaces and len(takers) == 1 and _gathered_in_place(draft, takers[0])
     holder = port
@@ -139,8 +139,12 @@ def _is_cast_apart(draft: Draft, value: int, port: Port) -> bool:
 def _is_written_there(draft: Draft, port: Port) -> bool:
     """Whether the kernels that make a value may write it where another lies that it replaces."""
     node, facts = draft.nodes[port.node], draft.facts
-    joined = isinstance(node, Equation) and facts.graph.eqns[node.equation].primitive == BRANCH_JOIN
-    return isinstance(node, Chain) or (joined and facts.compiler.joins_in_place)
+    if not isinstance(node, Equation):
+        return isinstance(node, Chain)
+    eqn = facts.graph.eqns[node.equation]
+    if eqn.traits.updates:
+        return node.equation in facts.in_place
+    return eqn.primitive == BRANCH_JOIN and facts.compiler.joins_in_place
 
 
 def _takes_array(draft: Draft, taker: Port) -> bool:
