@@ -13,8 +13,8 @@ either operand, and beside a batch.
 
 Where a loop, or an update, hands an operand to a dot whose batch has several dimensions that are not its first ones,
 even of one element each (one group of heads on a device), they are merged before it is known how the operand lies: the
-dot has it in the order batch, own, contracted, or on the right batch, contracted, own. Later releases leave out
-dimensions that have one element in the program, but not those that have one on each device.
+dot has it in the order batch, own, contracted, or on the right batch, contracted, own. What has one element in the
+program is left out, unless earlier releases compile for a single device; not what has one on each device.
 """
 
 from collections import defaultdict
@@ -120,7 +120,7 @@ class _Lying:
 
 
 def rewritten_operands(
-    graph: Graph, spans: Mapping[int, tuple[int, int]], *, in_parts: bool
+    graph: Graph, spans: Mapping[int, tuple[int, int]], *, in_parts: bool, devices: int
 ) -> Mapping[int, tuple[Rewritten, ...]]:
     """Dot → its operands that are written again if their dimensions do not lie as it takes them.
 
@@ -130,6 +130,7 @@ def rewritten_operands(
       graph: the program.
       spans: loop → its first and last equation.
       in_parts: whether what is left of an operand may lie in two parts, whatever the dot.
+      devices: how many the program is for.
     """
     lying = {v: _Lying(tuple(d for d, size in enumerate(graph.avals[v].shape) if size > 1)) for v in graph.inputs}
     found = defaultdict[int, list[Rewritten]](list)
@@ -141,8 +142,8 @@ def rewritten_operands(
                 how = lying.get(v)
                 if how is None or v in turned:
                     continue
-                free = how.updated or how.loop > 0
-                left, right = (_taken(eqn, k, in_parts=in_parts, free=free) for k in range(2))
+                free, units = how.updated or how.loop > 0, devices == 1 and not in_parts
+                left, right = (_taken(eqn, k, in_parts=in_parts, free=free, units=units) for k in range(2))
                 if (left, right)[i].fits(how.order):
                     continue
                 turned.add(v)
@@ -177,11 +178,14 @@ def rewritten_operands(
     return {e: tuple(rows) for e, rows in found.items()}
 
 
-def _taken(eqn: Eqn, operand: int, *, in_parts: bool, free: bool) -> _Taken:
-    """How a dot takes an operand; `free`: that is updated, or a loop's, and lies as the compiler chooses."""
+def _taken(eqn: Eqn, operand: int, *, in_parts: bool, free: bool, units: bool) -> _Taken:
+    """How a dot takes an operand.
+
+    `free`: it is updated, or a loop's, and lies as the compiler chooses; `units`: dimensions of one element are merged.
+    """
     (contracted, batch), shape = (of[operand] for of in eqn.params["dimension_numbers"]), eqn.operands[operand].shape
     own = tuple(d for d in range(len(shape)) if d not in (*contracted, *batch))
-    known = [d for d, size in enumerate(shape) if size > 1 or not in_parts]
+    known = [d for d, size in enumerate(shape) if size > 1 or units]
     merged = [d for d in batch if d in known]
     return _Taken(
         contracted=tuple(contracted),

@@ -212,11 +212,14 @@ def test_caches_of_a_step_are_copied_and_transposed_there_and_back(groups: int, 
 
 
 @needs_gpu_compiler
-def test_loops_merge_dimensions_of_a_batch_that_have_one_element_on_a_device() -> None:
-    x, stack = S((64, 4, 4, 128)), S((4, 64, 2048, 4, 128))
-    split = {"mesh": {"x": 4}, "hardware": "h100:1x4", "in_shardings": (P(None, "x"), P(None, None, None, "x"))}
-    found = autoshard.plan(in_loop("bird,bsid->birs"), x, stack, **split).verify()
+@pytest.mark.parametrize(
+    ("groups", "split"), [(4, (P(None, "x"), P(None, None, None, "x"))), (1, (P("x"), P(None, "x")))]
+)
+def test_loops_merge_dimensions_of_a_batch_that_have_one_element_on_a_device(groups: int, split: Any) -> None:
+    """Unless they have one in the program."""
+    program, x, stack = in_loop("bird,bsid->birs"), S((64, groups, 4, 128)), S((4, 64, 2048, groups, 128))
+    found = autoshard.plan(program, x, stack, mesh={"x": 4}, hardware="h100:1x4", in_shardings=split).verify()
     predicted, compiled = predicted_and_compiled_s(found)
     assert predicted == pytest.approx(compiled, rel=0.01)
     assert found.timeline is not None
-    assert any("transpose" in event.instruction for event in found.timeline.events)
+    assert any("transpose" in event.instruction for event in found.timeline.events) is (groups > 1)

@@ -243,7 +243,8 @@ def facts_of(
         products = product_kernels(graph, traits.fuses, traits.flows, lives, level, away)
     rewritten: Mapping[int, tuple[Rewritten, ...]] = {}
     if compiler.transposes_operands:
-        rewritten = rewritten_operands(graph, loop_spans(graph), in_parts=compiler.reads_rows_in_parts)
+        in_parts = compiler.reads_rows_in_parts
+        rewritten = rewritten_operands(graph, loop_spans(graph), in_parts=in_parts, devices=mesh.size)
     if products:
         elsewhere = np.array([bool(levels) for levels in products.apart])
     else:
