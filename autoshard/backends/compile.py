@@ -41,7 +41,7 @@ class MemoryStats:
     """The memory of one device, as the compiler reports it, in bytes.
 
     `reported_peak_bytes` is the compiler's own peak; XLA:CPU reports its arguments
-    there, and XLA:TPU includes temporaries that `temp_bytes` leaves out.
+    there, and XLA:TPU includes what lies in a core's own memory (VMEM), which `temp_bytes` leaves out.
     """
 
     argument_bytes: int
@@ -63,16 +63,13 @@ class MemoryStats:
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
     def peak_bytes(self, compiler: CompilerModel) -> int:
-        """The peak of a compiler's program: the compiler's own number, or `total_bytes` if that counts too little.
+        """The peak of a compiler's program: the compiler's own number, or `total_bytes` if that counts something else.
 
-        What lies in the host's memory, that word counts, too: `total_bytes` does not.
-        XLA:TPU's word leaves out what lies idle between buffers of its heap, which is allocated whole:
-        the larger of both counts.
+        What lies in the host's memory, that word counts, too: `total_bytes` does not. XLA:TPU's counts a core's own
+        memory besides, and leaves out what lies idle between buffers of its heap, which is allocated whole.
         """
-        if not compiler.reports_peak or self.uses_host:
+        if compiler.counts_gaps or not compiler.reports_peak or self.uses_host:
             return self.total_bytes
-        if compiler.counts_gaps:
-            return max(self.reported_peak_bytes, self.total_bytes)
         return self.reported_peak_bytes
 
 

@@ -47,7 +47,7 @@ class CompilerModel:
       flag_prefixes: how the flags begin that it alone has.
       compiles_for_any_count: whether it compiles a plan of any hardware, for as many devices.
       reports_peak: whether its own peak counts temporaries; else all of them count (`MemoryStats.peak_bytes`).
-      counts_gaps: whether what lies idle between buffers of its heap must be added to its peak.
+      counts_gaps: whether its heap is allocated whole: what lies idle between buffers is part of the peak.
       peak_meaning: what the peak of a compiled program is, in words.
       scatters_by_slices: whether it emits a reduce-scatter as an all-reduce and a slice.
       ring_free_flags: those without which it makes rings of permutes of what matmuls gather and scatter.
